@@ -35,7 +35,8 @@ from megapipe.data.indexed_file import IndexedWriter
 from megapipe.data_parallel.copies import Copies
 from megapipe.environment import read_environment
 from megapipe.errors import ConfigError
-from megapipe.extras.cli.pretrain import main, with_vocabulary
+from megapipe.extras.cli.planning import with_vocabulary
+from megapipe.extras.cli.pretrain import main
 from megapipe.pipeline.engine import Step
 from megapipe.plan.layer_costs import PartCost
 from megapipe.plan.measured_layers import LayerTimes, setting_of, to_json

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from megapipe.errors import MegapipeError
 from megapipe.extras.cli import schedule
-from megapipe.extras.cli.plan import plan_for
+from megapipe.extras.cli.planning import plan_for
 from megapipe.extras.report.timeline import svg
 from megapipe.plan.run_plan import RunPlan
 from megapipe.schedule.action import Op

@@ -32,7 +32,7 @@ from megapipe.data.dataset import SkippedSamples, TokenDataset
 from megapipe.data.gpt_dataset import GPTDataset
 from megapipe.data.indexed_file import IndexedFile
 from megapipe.errors import CheckpointError, ConfigError, MegapipeError
-from megapipe.extras.cli.pretrain import with_vocabulary
+from megapipe.extras.cli.planning import with_vocabulary
 from megapipe.plan.batch import BatchSchedule
 from megapipe.plan.resolve import resolve
 from megapipe.plan.run_plan import RunPlan

@@ -21,7 +21,7 @@ from megapipe.comm.groups import build_process_groups
 from megapipe.data.batch import Batch, DocumentRules
 from megapipe.data.dataset import SyntheticDataset
 from megapipe.environment import read_environment
-from megapipe.extras.cli.plan import plan_for
+from megapipe.extras.cli.planning import plan_for
 from megapipe.extras.dry_run.live_bytes import LiveBytes
 from megapipe.extras.dry_run.rank import ReadBatch, count_rank, count_step
 from megapipe.extras.dry_run.run import difference_text

@@ -3,7 +3,7 @@
 
 import sys
 
-from megapipe.extras.cli.merge import main
+from megapipe.extras.cli.data import merge as main
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

@@ -3,7 +3,7 @@
 
 import sys
 
-from megapipe.extras.cli.preprocess import main
+from megapipe.extras.cli.data import preprocess as main
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

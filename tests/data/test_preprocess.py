@@ -152,7 +152,11 @@ def test_tools_write_and_merge_what_they_say(tmp_path):
 
 
 WRONG = {
-    "misspelt-flag": (["--apend-eod"], 2, "--apend-eod is not a flag of this tool; did you mean --append-eod?"),
+    "misspelt-flag": (
+        ["--apend-eod"],
+        2,
+        "--apend-eod is not a flag of megapipe preprocess; did you mean --append-eod?",
+    ),
     "refused-flag": (["--split-sentences"], 2, "--split-sentences: documents are stored whole"),
     "bad-number": (["--workers", "two"], 2, "argument --workers: invalid int value: 'two'"),
     "missing-input": (["--input", "nowhere.jsonl"], 2, "--input nowhere.jsonl: no such file"),
@@ -212,6 +216,6 @@ def test_ctrl_c_in_the_middle_leaves_no_file(tmp_path):
         os.killpg(tool.pid, signal.SIGINT)  # Ctrl-C in a terminal signals the parent and the workers
         stdout, stderr = tool.communicate(timeout=30)
     assert tool.returncode == 130
-    assert stderr.strip() == "preprocess_data: interrupted; no file was written"
+    assert stderr.strip() == "interrupted; no file was written"
     assert stdout == ""
     assert [path.name for path in tmp_path.iterdir()] == ["c.jsonl"]

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from megapipe.errors import TrainingError
-from megapipe.extras.cli.failure import guarded
+from megapipe.extras.cli.frame import guarded
 from tests.launch.scripts import REPOSITORY, environment
 
 LEAVES = """

@@ -7,13 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from megapipe.extras.cli.orphan import _is_ancestor
+from megapipe.extras.cli.frame import is_ancestor
 
 
 def test_a_process_id_counts_only_if_it_is_an_ancestors() -> None:
-    assert _is_ancestor(os.getppid())
-    assert not _is_ancestor(os.getpid())
-    assert not _is_ancestor(None)
+    assert is_ancestor(os.getppid())
+    assert not is_ancestor(os.getpid())
 
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks at processes through /proc")

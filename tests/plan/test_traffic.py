@@ -5,9 +5,8 @@ from __future__ import annotations
 import hypothesis.strategies as st
 from hypothesis import given, settings
 
-from megapipe.extras.cli.plan import plan_for
-from megapipe.extras.launch.node_traffic import group_traffic
-from megapipe.extras.launch.places import Box, boxes, places_text
+from megapipe.extras.cli.planning import plan_for
+from megapipe.extras.launch.places import Box, boxes, group_traffic, places_text
 from megapipe.plan.run_plan import RunPlan
 from megapipe.plan.traffic import messages_to, step_bytes
 from megapipe.topology import AXES, Topology

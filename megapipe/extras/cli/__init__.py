@@ -1,10 +1,10 @@
-"""Doors for people: the `megapipe` command and what pretrain_gpt.py and tools/ call.
+"""The command line: the `megapipe` command, and what pretrain_gpt.py and the scripts in tools/ call.
 
-- `command`:    `megapipe SUBCOMMAND ...`; each subcommand below is a module with `main(arguments) -> exit code`
-- `quickstart`: from text on this machine to a small trained GPT; `quickstart_corpus`: its data
-- `pretrain`:   flags -> plan -> training, verification or just the plan; `samples`: what the trained model writes
-- `launch`:     torchrun without its tracebacks
-- `plan`:       the plan for any number of ranks, without starting one
-- `preprocess`, `train_tokenizer`, `merge`: data
-- `failure`:    one readable message from one rank, whatever went wrong
+- `command`: `megapipe SUBCOMMAND ...`; each subcommand below is a `frame.Command` or a function that returns the code
+- `frame`:   what all subcommands share: options as a table, one error message, Ctrl-C, exit codes, several ranks
+- `planning`: the plan of a configuration, and the hardware it is for
+- `pretrain`, `launch`, `plan`, `explain`: a run, from its flags; `quickstart`: one on text of this machine
+- `data`:    text -> tokenizer -> token files
+- `saved_model`, `generate`, `evaluate`, `convert`: trained models
+- `status`, `report`, `schedule`, `doctor`, `calibrate`, `profile_layers`: what happens, and what could
 """

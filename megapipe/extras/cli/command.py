@@ -5,60 +5,45 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 
-@dataclass(frozen=True)
-class Subcommand:
-    """A subcommand. module: has `main(arguments) -> int`. prefix: arguments put before the user's."""
+class Subcommand(NamedTuple):
+    """A subcommand: a function of a module of this package, from the words after its name to the exit code."""
 
-    help: str
     module: str
-    prefix: tuple[str, ...] = ()
+    function: str
+    help: str
 
 
-SUBCOMMANDS: dict[str, Subcommand] = {
-    "quickstart": Subcommand("train a small GPT on text of this machine, in minutes", "megapipe.extras.cli.quickstart"),
-    "pretrain": Subcommand("pretrain a GPT on this rank; the same as pretrain_gpt.py", "megapipe.extras.cli.pretrain"),
-    "launch": Subcommand(
-        "start a script on several ranks: torchrun without its tracebacks", "megapipe.extras.cli.launch"
-    ),
-    "plan": Subcommand(
-        "show what a configuration will do on a number of ranks, without starting any", "megapipe.extras.cli.plan"
-    ),
-    "explain": Subcommand(
-        "explain a flag, and its cost in memory and time for a configuration", "megapipe.extras.cli.explain"
-    ),
+SUBCOMMANDS = {
+    "quickstart": Subcommand("quickstart", "main", "train a small GPT on text of this machine, in minutes"),
+    "pretrain": Subcommand("pretrain", "main", "pretrain a GPT on this rank; the same as pretrain_gpt.py"),
+    "launch": Subcommand("launch", "main", "start a script on several ranks: torchrun without its tracebacks"),
+    "plan": Subcommand("plan", "main", "show what a configuration will do on a number of ranks, without starting any"),
+    "explain": Subcommand("explain", "main", "explain a flag, and its cost in memory and time for a configuration"),
     "profile-layers": Subcommand(
-        "measure embedding, layers and head on this machine, to balance the pipeline stages",
-        "megapipe.extras.cli.profile_layers",
+        "profile_layers", "main", "measure embedding, layers and head on this machine, to balance the pipeline stages"
     ),
     "calibrate": Subcommand(
-        "measure this machine and its links, and write a hardware file for plan", "megapipe.extras.cli.calibrate"
+        "calibrate", "main", "measure this machine and its links, and write a hardware file for plan"
     ),
-    "schedule": Subcommand("draw, compare, check and simulate pipeline schedules", "megapipe.extras.cli.schedule"),
+    "schedule": Subcommand("schedule", "main", "draw, compare, check and simulate pipeline schedules"),
     "doctor": Subcommand(
-        "check this machine, or a whole allocation: versions, interfaces, the links of every group",
-        "megapipe.extras.cli.doctor",
+        "doctor", "main", "check this machine, or a whole allocation: versions, interfaces, the links of every group"
     ),
-    "status": Subcommand(
-        "show what every rank of a run does now, and which ranks it waits for", "megapipe.extras.cli.status"
-    ),
-    "progress": Subcommand("print the step that a run has reached, for job scripts", "megapipe.extras.cli.progress"),
-    "report": Subcommand("write an HTML report of a run", "megapipe.extras.cli.report"),
-    "verify": Subcommand(
-        "compare the grid with a single plain process: pretrain --verify-grid",
-        "megapipe.extras.cli.pretrain",
-        ("--verify-grid",),
-    ),
-    "generate": Subcommand("generate texts with a trained model", "megapipe.extras.cli.generate"),
+    "status": Subcommand("status", "main", "show what every rank of a run does now, and which ranks it waits for"),
+    "progress": Subcommand("plan", "progress", "print the step that a run has reached, for job scripts"),
+    "report": Subcommand("report", "main", "write an HTML report of a run"),
+    "verify": Subcommand("pretrain", "verify", "compare the grid with a single plain process: pretrain --verify-grid"),
+    "generate": Subcommand("generate", "main", "generate texts with a trained model"),
     "evaluate": Subcommand(
-        "compute loss and perplexity of a trained model on a text or token file", "megapipe.extras.cli.evaluate"
+        "evaluate", "main", "compute loss and perplexity of a trained model on a text or token file"
     ),
-    "preprocess": Subcommand("tokenize text into token files", "megapipe.extras.cli.preprocess"),
-    "train-tokenizer": Subcommand("train a SentencePiece tokenizer on text", "megapipe.extras.cli.train_tokenizer"),
-    "merge": Subcommand("merge several token files into one", "megapipe.extras.cli.merge"),
-    "convert": Subcommand("convert checkpoints from and to Hugging Face and Megatron", "megapipe.extras.cli.convert"),
+    "preprocess": Subcommand("data", "preprocess", "tokenize text into token files"),
+    "train-tokenizer": Subcommand("data", "train_tokenizer", "train a SentencePiece tokenizer on text"),
+    "merge": Subcommand("data", "merge", "merge several token files into one"),
+    "convert": Subcommand("convert", "main", "convert checkpoints from and to Hugging Face and Megatron"),
 }
 
 
@@ -73,33 +58,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
         print(f"megapipe {__version__}")
         return 0
-    chosen = SUBCOMMANDS.get(words[0])
-    if chosen is None:
+    if words[0] not in SUBCOMMANDS:
         from megapipe.config.fields import nearest
 
-        print(
-            f"megapipe {words[0]}: unknown subcommand{nearest(words[0], list(SUBCOMMANDS))}; see megapipe --help",
-            file=sys.stderr,
-        )
+        guess = nearest(words[0], list(SUBCOMMANDS))
+        print(f"megapipe {words[0]}: unknown subcommand{guess}; see megapipe --help", file=sys.stderr)
         return 2
-    code: int = importlib.import_module(chosen.module).main([*chosen.prefix, *words[1:]])
+    module, function, _ = SUBCOMMANDS[words[0]]
+    code: int = getattr(importlib.import_module(f"megapipe.extras.cli.{module}"), function)(words[1:])
     return code
 
 
 def help_text() -> str:
     """Return the text of `megapipe --help`."""
     width = max(map(len, SUBCOMMANDS)) + 2
-    lines = [f"  {name.ljust(width)}{subcommand.help}" for name, subcommand in SUBCOMMANDS.items()]
-    return "\n".join(
-        [
-            "usage: megapipe SUBCOMMAND [arguments]      (each has --help)",
-            "",
-            *lines,
-            "",
-            (
-                "pretraining on several ranks: megapipe launch --nproc-per-node N pretrain_gpt.py --config FILE.yaml "
-                "[flags]"
-            ),
-            "",
-        ]
+    lines = [f"  {name.ljust(width)}{subcommand.help}\n" for name, subcommand in SUBCOMMANDS.items()]
+    return (
+        f"usage: megapipe SUBCOMMAND [arguments]      (each has --help)\n\n{''.join(lines)}\n"
+        "pretraining on several ranks: megapipe launch --nproc-per-node N pretrain_gpt.py --config FILE.yaml [flags]\n"
     )

@@ -10,12 +10,11 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 from megapipe.config.yaml_file import to_yaml
-from megapipe.errors import CheckpointError, ConfigError, MegapipeError
+from megapipe.errors import CheckpointError, ConfigError
+from megapipe.extras.cli.frame import Command, option
 from megapipe.extras.convert import formats, hugging_face
 from megapipe.extras.convert.formats import ConversionOptions
 from megapipe.extras.convert.snapshot import DTYPES, Snapshot
@@ -36,181 +35,130 @@ CONCERNS = {
 }
 
 
-def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="megapipe convert",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    add = parser.add_argument
-    add("source", type=Path, help="folder to read")
-    add("target", type=Path, nargs="?", help="folder to write: a new one, for megapipe a directory to --load")
-    add("--from", dest="source_format", choices=formats.NAMES, help="format of the source (default: detected)")
-    add(
+OPTIONS = (
+    option("source", type=Path, help="folder to read"),
+    option("target", type=Path, nargs="?", help="folder to write: a new one, for megapipe a directory to --load"),
+    option("--from", dest="source_format", choices=formats.NAMES, help="format of the source (default: detected)"),
+    option(
         "--to",
         dest="target_format",
         choices=formats.NAMES,
         help="format to write (default: megapipe, or hugging-face if the source is megapipe)",
-    )
-    add("--step", type=int, help="step of the source (default: the newest)")
-    add("--dtype", choices=DTYPES, help="dtype of the weights (default: unchanged)")
-    add(
+    ),
+    option("--step", type=int, help="step of the source (default: the newest)"),
+    option("--dtype", choices=DTYPES, help="dtype of the weights (default: unchanged)"),
+    option(
         "--check",
         action=argparse.BooleanOptionalAction,
         help="run both models and compare logits (default: if transformers is installed)",
-    )
-    add("--print-config", action="store_true", help="print the source's configuration as YAML; convert nothing")
-    _add_reading(parser.add_argument_group("reading"))
-    _add_writing(parser.add_argument_group("writing"))
-    return parser
-
-
-def _add_reading(reading: argparse._ArgumentGroup) -> None:
-    """Add the flags that concern the source."""
-    reading.add_argument(
-        "--ignore-key",
-        action="append",
-        default=[],
-        metavar="KEY",
-        help="ignore this key of config.json",
-    )
-    reading.add_argument(
+    ),
+    option("--print-config", action="store_true", help="print the source's configuration as YAML; convert nothing"),
+    "reading",
+    option("--ignore-key", action="append", default=[], metavar="KEY", help="ignore this key of config.json"),
+    option(
         "--seq-length",
         type=int,
         help="training sequence length of a converted model (default: its number of positions, at most 4096)",
-    )
-    reading.add_argument(
-        "--vocab-size",
-        type=int,
-        help="true size of the vocabulary, if a Megatron checkpoint only has the padded one",
-    )
-    reading.add_argument(
-        "--config", type=Path, metavar="FILE", help="YAML configuration of the model, if a dcp folder has none"
-    )
-    reading.add_argument("--weights-only", action="store_true", help="leave out optimizer state, step and schedules")
-
-
-def _add_writing(writing: argparse._ArgumentGroup) -> None:
-    """Add the flags that concern the target."""
-    writing.add_argument(
+    ),
+    option(
+        "--vocab-size", type=int, help="true size of the vocabulary, if a Megatron checkpoint only has the padded one"
+    ),
+    option("--config", type=Path, metavar="FILE", help="YAML configuration of the model, if a dcp folder has none"),
+    option("--weights-only", action="store_true", help="leave out optimizer state, step and schedules"),
+    "writing",
+    option(
         "--like",
         type=Path,
         metavar="FOLDER",
         help="take tokenizer files and ids of special tokens from a Hugging Face folder",
-    )
-    writing.add_argument(
-        "--architecture",
-        help="Hugging Face architecture to write (default: that of the source, or the first that fits)",
-    )
-    writing.add_argument(
-        "--max-shard-size", type=float, default=5.0, metavar="GB", help="largest safetensors file, in GB (default: 5)"
-    )
-    writing.add_argument(
-        "--tensor-model-parallel-size", type=int, default=1, help="Megatron: tp of the ranks to write for"
-    )
-    writing.add_argument(
-        "--pipeline-model-parallel-size", type=int, default=1, help="Megatron: pp of the ranks to write for"
-    )
-    writing.add_argument(
+    ),
+    option("--architecture", help="Hugging Face architecture (default: that of the source, or the first that fits)"),
+    option("--max-shard-size", type=float, default=5.0, metavar="GB", help="largest safetensors file (default: 5 GB)"),
+    option("--tensor-model-parallel-size", type=int, default=1, help="Megatron: tp of the ranks to write for"),
+    option("--pipeline-model-parallel-size", type=int, default=1, help="Megatron: pp of the ranks to write for"),
+    option(
         "--transformer-impl",
         choices=("transformer_engine", "local"),
         default="transformer_engine",
         help="Megatron: naming scheme of the norms (default: transformer_engine)",
-    )
+    ),
+)
 
 
-def main(argv: Sequence[str]) -> int:
-    """Convert and return the exit code, which is 1 if the check finds that the models differ."""
-    arguments = build_parser().parse_args(argv)
-    try:
-        return _convert(arguments)
-    except MegapipeError as error:
-        print(f"convert: {error}", file=sys.stderr)
-        return error.exit_code
-    except OSError as error:
-        print(f"convert: {error.filename or arguments.source}: {error.strerror or error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("\nconvert: interrupted; no checkpoint was written", file=sys.stderr)
-        return 130
-
-
-def _convert(arguments: argparse.Namespace) -> int:
-    source_format = arguments.source_format or formats.guess(arguments.source)
-    target_format = arguments.target_format or (HUGGING_FACE if source_format == OWN else OWN)
+def _convert(own: argparse.Namespace) -> None:
+    """Convert. Raises CheckpointError if the check finds that the models differ, ConfigError."""
+    source_format = own.source_format or formats.guess(own.source)
+    target_format = own.target_format or (HUGGING_FACE if source_format == OWN else OWN)
     if target_format == source_format:
-        raise ConfigError(f"{arguments.source} is already {source_format}; give the format to write with --to")
-    _refuse_idle_flags(arguments, {"from": source_format, "to": target_format})
+        raise ConfigError(f"{own.source} is already {source_format}; give the format to write with --to")
+    defaults = main.parser()
+    for name, (side, *meant) in CONCERNS.items():
+        is_side = source_format if side == "from" else target_format
+        if getattr(own, name) != defaults.get_default(name) and is_side not in meant:
+            rule = f"applies only to a conversion {side} {' or '.join(meant)}, this one is {side} {is_side}"
+            raise ConfigError(f"--{name.replace('_', '-')} {rule}")
     options = ConversionOptions(
-        arguments.step,
-        frozenset(arguments.ignore_key),
-        arguments.vocab_size,
-        arguments.weights_only,
-        arguments.architecture,
-        int(arguments.max_shard_size * 1e9),
-        arguments.tensor_model_parallel_size,
-        arguments.pipeline_model_parallel_size,
-        arguments.transformer_impl == "transformer_engine",
-        arguments.config,
+        own.step,
+        frozenset(own.ignore_key),
+        own.vocab_size,
+        own.weights_only,
+        own.architecture,
+        int(own.max_shard_size * 1e9),
+        own.tensor_model_parallel_size,
+        own.pipeline_model_parallel_size,
+        own.transformer_impl == "transformer_engine",
+        own.config,
     )
-    snapshot = formats.read(source_format, arguments.source, options)
-    if arguments.like is not None:
-        snapshot = hugging_face.with_settings_of(snapshot, arguments.like)
-    if arguments.seq_length is not None:
-        snapshot = snapshot.with_seq_length(arguments.seq_length)
-    if arguments.dtype is not None:
-        snapshot = snapshot.cast(DTYPES[arguments.dtype])
-    if arguments.print_config:
+    snapshot = formats.read(source_format, own.source, options)
+    if own.like is not None:
+        snapshot = hugging_face.with_settings_of(snapshot, own.like)
+    if own.seq_length is not None:
+        snapshot = snapshot.with_seq_length(own.seq_length)
+    if own.dtype is not None:
+        snapshot = snapshot.cast(DTYPES[own.dtype])
+    if own.print_config:
         print(to_yaml(snapshot.config), end="")
-        return 0
-    if arguments.target is None:
+        return
+    if own.target is None:
         raise ConfigError("give a folder to write, or --print-config")
-    check = _shall_check(arguments, (source_format, target_format))
+    is_checked = _is_checked(own.check, source_format, target_format)
     for remark in snapshot.remarks:
         print(remark)
-    written = formats.write(target_format, snapshot, arguments.target, options)
-    print(f"{arguments.source} ({source_format}) -> {written}")
-    return _compare(snapshot, arguments, source_format, target_format) if check else 0
+    written = formats.write(target_format, snapshot, own.target, options)
+    print(f"{own.source} ({source_format}) -> {written}")
+    if is_checked:
+        if target_format == OWN:  # read back from disk
+            snapshot = formats.read(OWN, own.target, ConversionOptions(step=snapshot.step))
+        _compare(snapshot, own.source if source_format == HUGGING_FACE else own.target)
 
 
-def _refuse_idle_flags(arguments: argparse.Namespace, formats_by_side: dict[str, str]) -> None:
-    """Raise ConfigError for a flag that does not apply to these formats."""
-    parser = build_parser()
-    for name, (side, *meant) in CONCERNS.items():
-        if getattr(arguments, name) != parser.get_default(name) and formats_by_side[side] not in meant:
-            raise ConfigError(
-                f"--{name.replace('_', '-')} applies only to a conversion {side} {' or '.join(meant)}, this one is "
-                f"{side} {formats_by_side[side]}"
-            )
-
-
-def _shall_check(arguments: argparse.Namespace, pair: tuple[str, str]) -> bool:
-    if arguments.check is False:
+def _is_checked(asked: bool | None, source_format: str, target_format: str) -> bool:
+    """Return True if the models can and shall be compared. Raises ConfigError if --check asks for it in vain."""
+    if asked is False:
         return False
-    if HUGGING_FACE not in pair:
-        if arguments.check:
-            raise ConfigError(f"--check compares with transformers, which reads neither {pair[0]} nor {pair[1]}")
+    if HUGGING_FACE not in (source_format, target_format):
+        if asked:
+            formats_read = f"neither {source_format} nor {target_format}"
+            raise ConfigError(f"--check compares with transformers, which reads {formats_read}")
         return False
     if importlib.util.find_spec("transformers") is None:
-        if arguments.check:
+        if asked:
             raise ConfigError("--check needs the package transformers: pip install 'megapipe[transformers]'")
         print("not checked against transformers: it is not installed")
         return False
     return True
 
 
-def _compare(snapshot: Snapshot, arguments: argparse.Namespace, source_format: str, target_format: str) -> int:
-    """Compare the written model with transformers; a megapipe target is read back from disk."""
+def _compare(snapshot: Snapshot, folder: Path) -> None:
+    """Compare a model with that of a Hugging Face folder, by transformers."""
     from megapipe.extras.verify.conversion import compare
 
-    folder = arguments.source if source_format == HUGGING_FACE else arguments.target
-    if target_format == OWN:
-        snapshot = formats.read(OWN, arguments.target, ConversionOptions(step=snapshot.step))
     comparison = compare(snapshot, folder)
     print(comparison)
     if not comparison.agree:
         raise CheckpointError(
             "the conversion is wrong, or the model does not match its configuration: do not use it, and report it"
         )
-    return 0
+
+
+main = Command("megapipe convert", __doc__, OPTIONS, _convert, interrupted="\ninterrupted; no checkpoint was written")

@@ -1,20 +1,4 @@
-"""`megapipe launch`: torchrun without its tracebacks, that keeps exit codes and forwards signals."""
-
-from __future__ import annotations
-
-import os
-import sys
-from collections.abc import Sequence
-from pathlib import Path
-
-from megapipe.errors import ConfigError, MegapipeError
-from megapipe.extras.cli.failure import INTERRUPTED
-from megapipe.extras.cli.launch_preview import preview
-from megapipe.extras.launch.flags import read_launch
-from megapipe.extras.launch.forwarder import Forwarder, InterruptedBeforeStart
-
-HELP = """\
-usage: megapipe launch [flags of torchrun] SCRIPT [flags of the script]
+"""usage: megapipe launch [flags of torchrun] SCRIPT [flags of the script]
 
 Starts SCRIPT on several ranks, as torchrun does and with torchrun's flags:
 
@@ -39,23 +23,46 @@ them; --slurm: as a job of launch/slurm/pretrain.sbatch. docs/launch.md
 All flags: megapipe launch --torchrun-help
 """
 
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from megapipe.config.load import load_config
+from megapipe.errors import ConfigError
+from megapipe.extras.cli.frame import INTERRUPTED, guarded
+from megapipe.extras.cli.planning import planned
+from megapipe.extras.launch.flags import Launch, read_launch
+from megapipe.extras.launch.forwarder import Forwarder, InterruptedBeforeStart
+from megapipe.extras.launch.places import group_traffic, places_text
+from megapipe.formatting import bytes_text, count_text, text_table
+from megapipe.plan.run_plan import RunPlan
+
+MOST_COMMANDS_SHOWN = 4
+PRETRAINING = ("pretrain_gpt.py", "megapipe.extras.cli.pretrain")
+NAMES = {"replicas": "dp"}  # the replicas of the parameters are the data-parallel group
+
 
 def main(arguments: Sequence[str]) -> int:
     """Launch the script and return the exit code."""
     words = list(arguments)
     if not words or words[0] in ("-h", "--help"):
-        print(HELP, end="")
+        print(__doc__, end="")
         return 0 if words else 2
     if words[0] == "--torchrun-help":
         words = ["--help"]
-    try:
-        if asks_for_preview(words):
+
+    def run() -> int:
+        # among the launcher's flags; after the script, --dry-run belongs to the script
+        if "--dry-run" in words and read_launch(words).dry_run:
             print(preview(words))
             return 0
         return launch(words)
-    except MegapipeError as error:
-        print(f"{error}", file=sys.stderr)
-        return error.exit_code
+
+    return guarded(run)
 
 
 def launch(arguments: Sequence[str]) -> int:
@@ -69,7 +76,7 @@ def launch(arguments: Sequence[str]) -> int:
 
             parsed = parse(arguments)
             if not parsed.module and not parsed.no_python and not Path(parsed.training_script).is_file():
-                raise ConfigError(f"megapipe launch: no such script {parsed.training_script}")
+                raise ConfigError(f"no such script {parsed.training_script}")
             outcome = run(parsed, threads_of_a_rank(ranks_here(parsed)), forwarder)
     except InterruptedBeforeStart:
         return INTERRUPTED
@@ -78,12 +85,83 @@ def launch(arguments: Sequence[str]) -> int:
     return outcome.exit_code
 
 
-def asks_for_preview(words: Sequence[str]) -> bool:
-    """Return True if --dry-run is among the launcher's flags; after the script it belongs to the script."""
-    return "--dry-run" in words and read_launch(words).dry_run
-
-
 def threads_of_a_rank(num_ranks: int) -> int:
     """Return the cores that this process may use, divided by the ranks."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, cores // num_ranks)
+
+
+def preview(arguments: Sequence[str]) -> str:
+    """Return the commands of all nodes, the position of each rank, and the traffic between nodes; start nothing.
+
+    arguments: the words after `megapipe launch`. Raises ConfigError for everything that could not be launched or
+    trained.
+    """
+    launch = read_launch(arguments)
+    if not Path(launch.script).is_file() and "--module" not in launch.flags and "--no-python" not in launch.flags:
+        raise ConfigError(f"no such script {launch.script}")
+    per_node = launch.ranks_per_node
+    num_ranks = launch.num_nodes * per_node
+    where = f"{num_ranks} rank{'s' * (num_ranks > 1)} on {count_text(launch.num_nodes, 'node')}, {per_node} on each"
+    lines = [f"dry run: {where}; nothing is started", ""]
+    lines += _slurm_commands(launch) if launch.slurm else _commands(launch)
+    if Path(launch.script).name not in PRETRAINING:
+        unknown = f"{launch.script} is not pretrain_gpt.py: its grid is unknown"
+        return "\n".join([*lines, "", f"{unknown}; rank r is on node r // {per_node}"])
+    plan = planned(load_config(["--plan", *launch.script_arguments]), num_ranks, per_node)
+    t = plan.topology
+    cp = f" x cp {t.cp}" if t.cp > 1 else ""
+    device = "local rank" if plan.config.training.device == "cpu" else "GPU"
+    lines += ["", f"grid: tp {t.tp} x pp {t.pp} x dp {t.dp}{cp}, rank order {t.order}"]
+    return "\n".join([*lines, *places_text(t, launch.names, device), "", *_traffic(plan)])
+
+
+def _commands(launch: Launch) -> Iterator[str]:
+    """Yield the command of every node, or of some if they differ only in --node-rank."""
+    if launch.num_nodes == 1 or launch.is_elastic:
+        order = "c10d numbers the nodes by their names as text (node10 before node2), not as below"
+        yield "command" if launch.num_nodes == 1 else f"command, the same on every node; {order}"
+        yield "  " + shlex.join(launch.on_node(0))
+        return
+    yield "commands"
+    last = launch.num_nodes - 1
+    width = max(map(len, launch.names))
+    shown = range(last + 1) if last < MOST_COMMANDS_SHOWN else [0, 1, last]
+    for node in shown:
+        if node == last > len(shown) - 1:
+            yield f"  {'...'.ljust(width)}  the same, --node-rank 2 to {last - 1}"
+        yield f"  {launch.names[node].ljust(width)}  {shlex.join(launch.on_node(node))}"
+
+
+def _slurm_commands(launch: Launch) -> Iterator[str]:
+    script = Path(__file__).resolve().parents[3] / "launch" / "slurm" / "pretrain.sbatch"
+    per_node = launch.ranks_per_node
+    options = [f"--nodes={launch.num_nodes}", f"--ntasks-per-node={per_node}", f"--gpus-per-node={per_node}"]
+    nodes = [f"--nodelist={','.join(launch.hosts)}"] if launch.hosts else []
+    yield "command; the job's log shows the resulting srun"
+    yield "  " + shlex.join(["sbatch", *options, *nodes, str(script), *launch.script_arguments])
+
+
+def _traffic(plan: RunPlan) -> Iterator[str]:
+    """Yield a line for each kind of group."""
+    found, has_network = group_traffic(plan), plan.topology.num_nodes > 1
+    if not found:
+        yield "traffic: none, every group has one rank"
+        return
+    rings = ", where rings follow the order of ranks" if has_network else ""
+    yield f"traffic of a step, the most of any rank and of any node{rings}"
+    rows = [("group", "ranks", "groups", "a rank sends", "groups on several nodes", "leaves a node")]
+    for group in found:
+        crossing = "none" if not group.crossing else "all" if group.crossing == group.groups else str(group.crossing)
+        leaves = bytes_text(group.network_bytes) if group.crossing else "-"
+        name, sent = NAMES.get(group.name, group.name), bytes_text(group.rank_bytes)
+        rows.append((name, str(group.ranks), str(group.groups), sent, crossing, leaves))
+    yield from text_table(rows if has_network else [row[:4] for row in rows])
+    crossing_names = [NAMES.get(group.name, group.name) for group in found if group.crossing]
+    if has_network:
+        yield f"  over the network: {', '.join(crossing_names) or 'nothing but sums of a few numbers'}"
+    if "tp" in crossing_names:
+        yield (
+            "  tp spans nodes, and every layer has tp collectives: a tp that divides the ranks of a node keeps them "
+            "inside the node"
+        )

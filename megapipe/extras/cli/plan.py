@@ -1,77 +1,203 @@
-"""`megapipe plan`: the plan of a configuration on any number of ranks.
+"""Show what a configuration will do on a number of ranks, or search for a layout; without torch, in tenths of a second.
 
-It is computed on a laptop in tenths of a second, without torch.
-It is the same as `pretrain_gpt.py --plan --world-size N`, but the configuration may be incomplete.
+  megapipe plan --world-size 16384 --ranks-per-node 8 --config configs/llama3_405b.yaml
+
+shows the grid with its nodes, the layers and parameters of each stage and their sum, batch, FLOPs, the expected bubble
+and the memory of every rank; or why it cannot run. It is pretrain_gpt.py --plan, but data, length and learning rate may
+be omitted. --ranks-per-node: by default all ranks are on one node.
+
+  megapipe plan --gpus 1024 --gpu a100-80 --config configs/gpt3_175b.yaml --output best.yaml
+
+searches for a layout and predicts its step time and memory; see docs/planner.md. Parallel sizes, schedule, microbatch,
+recompute, sequence parallelism, distributed optimizer and partition that are given as flags are kept, those in a YAML
+file are not.
 """
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Sequence
+import argparse
+import json
+from collections.abc import Callable
+from pathlib import Path
 
-from megapipe.config.load import LoadedConfig, load_config
-from megapipe.errors import ConfigError, MegapipeError
-from megapipe.extras.cli import layout_search
-from megapipe.extras.cli.pretrain import with_vocabulary
-from megapipe.extras.search.search_report import megatron_text
+from megapipe.checkpoint.folder import find_checkpoint
+from megapipe.config.config import Config
+from megapipe.config.load import load_config
+from megapipe.config.yaml_file import to_yaml
+from megapipe.errors import CheckpointError, ConfigError
+from megapipe.extras.cli.frame import Command, option, write_file
+from megapipe.extras.cli.planning import HARDWARE_OPTIONS, hardware_given, planned, with_vocabulary
+from megapipe.extras.search.layout import Layout
+from megapipe.extras.search.objective import OBJECTIVES, Objective, choose
+from megapipe.extras.search.search import Candidate, predict_plan
+from megapipe.extras.search.search_report import SearchReport, megatron_text
+from megapipe.plan.hardware import Hardware
 from megapipe.plan.report import plan_text
 from megapipe.plan.resolve import resolve
-from megapipe.plan.run_plan import RunPlan
 
-HELP = """\
-usage: megapipe plan --world-size N [--ranks-per-node M] [--config FILE.yaml] [flags of pretrain_gpt.py]
+PROGRESS_HELP = """\
+Print the step of the newest complete checkpoint in --save, and the last step of the run on --world-size N ranks, for
+job scripts; exit with 2 and an error message if the run is impossible. Starts nothing, writes nothing, needs no torch.
 
-  megapipe plan --world-size 16384 --ranks-per-node 8 --config configs/llama3_405b.yaml
-
-Shows the grid with its nodes, the layers and parameters of each stage and their sum, batch, FLOPs, the expected bubble
-and the memory of every rank; or why it cannot run. Data, length and learning rate may be omitted. --ranks-per-node: by
-default all ranks are on one node.
-
-usage: megapipe plan --gpus N (--gpu NAME | --hardware FILE) [--objective time|gpus|cost] [--estimator megatron]
-                     [--output FILE] [--json] [--config FILE.yaml] [flags of pretrain_gpt.py]
-
-  megapipe plan --gpus 1024 --gpu a100-80 --config configs/gpt3_175b.yaml --output best.yaml
-
-Searches for a layout instead and predicts its step time and memory; see docs/planner.md. Parallel sizes, schedule,
-microbatch, recompute, sequence parallelism, distributed optimizer and partition that are given as flags are kept, those
-in a YAML file are not.
-
-  --objective time    the fastest step on N accelerators (default)
-  --objective gpus    the fewest accelerators up to N that fit; with --tokens-per-second X the fewest that reach it
-  --objective cost    the cheapest tokens on N, N / 2, ...; --price P: per accelerator and hour;
-                      --tokens-per-second X as above
-  --estimator megatron  also print Megatron-LM's estimate of the memory (also with --world-size)
-  --output FILE       write the best layout as a configuration
-  --json              print everything as JSON
+  megapipe progress --world-size 8 --config configs/quickstart.yaml --save runs/one
+  step 40 of 100, runs/one/step_00000040
 """
+OPTIONS = (
+    option(
+        "--estimator",
+        choices=("megapipe", "megatron"),
+        default="megapipe",
+        help="megatron: also print Megatron-LM's estimate of the memory",
+    ),
+    "search, with --gpus N and one of --gpu and --hardware",
+    option("--gpus", type=int, metavar="N", above=0, help="search for a layout on N accelerators"),
+    *HARDWARE_OPTIONS,
+    option(
+        "--objective",
+        choices=OBJECTIVES,
+        default="time",
+        help="time: the fastest step on N accelerators (default); gpus: the fewest up to N that fit, or that reach "
+        "--tokens-per-second; cost: the cheapest tokens on N, N / 2, ...",
+    ),
+    option("--price", type=float, metavar="P", above=0, help="of an accelerator and hour, for the objective cost"),
+    option("--tokens-per-second", type=float, metavar="X", above=0, help="to reach, for the objectives gpus and cost"),
+    option("--output", type=Path, metavar="FILE", help="write the best layout as a configuration"),
+    option("--json", action="store_true", help="print everything as JSON"),
+)
+# fields that a flag of the command line pins -> True if a layout has the configured value
+PINS: dict[str, Callable[[Layout, Config], bool]] = {
+    "parallel.tensor_model_parallel_size": lambda layout, config: (
+        layout.tp == config.parallel.tensor_model_parallel_size
+    ),
+    "parallel.pipeline_model_parallel_size": lambda layout, config: (
+        layout.pp == config.parallel.pipeline_model_parallel_size
+    ),
+    "parallel.pipeline_schedule": lambda layout, config: config.parallel.pipeline_schedule in ("auto", layout.schedule),
+    "parallel.num_virtual_stages_per_pipeline_rank": lambda layout, config: (
+        layout.chunks == (config.parallel.num_virtual_stages_per_pipeline_rank or 1)
+    ),
+    "training.micro_batch_size": lambda layout, config: layout.micro_batch_size == config.training.micro_batch_size,
+    "parallel.sequence_parallel": lambda layout, config: (
+        layout.tp == 1 or layout.sequence_parallel == config.parallel.sequence_parallel
+    ),
+    "parallel.use_distributed_optimizer": lambda layout, config: (
+        layout.distributed_optimizer == config.parallel.use_distributed_optimizer
+    ),
+    "parallel.pipeline_balance": lambda layout, config: (
+        layout.cut == config.parallel.pipeline_balance or layout.pp == 1
+    ),
+    "recompute.recompute_granularity": lambda layout, config: (
+        layout.recompute.recompute_granularity == config.recompute.recompute_granularity
+    ),
+}
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Print the plan and return the exit code."""
-    if not arguments or arguments[0] in ("-h", "--help"):
-        print(HELP, end="")
-        return 0 if arguments else 2
-    try:
-        if layout_search.asks_for_search(arguments):
-            return layout_search.run(arguments)
-        by_megatron, rest = layout_search.take_estimator(arguments)
-        loaded = load_config(["--plan", *rest], is_job=False)
-        if loaded.requests.world_size is None:
-            raise ConfigError("megapipe plan needs --world-size N, the number of ranks to plan for")
-        plan = _resolved(loaded, loaded.requests.world_size, loaded.requests.ranks_per_node)
-        print(plan_text(plan))
-        if by_megatron:
-            print(megatron_text(plan))
-    except MegapipeError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
+def _plan(own: argparse.Namespace) -> int:
+    if own.gpus is not None or own.gpu is not None or own.hardware is not None:
+        return _search(own)
+    search = {"--output": own.output, "--price": own.price, "--tokens-per-second": own.tokens_per_second}
+    search |= {"--json": own.json or None, "--objective": None if own.objective == "time" else own.objective}
+    if idle := [flag for flag, value in search.items() if value is not None]:
+        raise ConfigError(f"{idle[0]} belongs to the search for a layout: add --gpus N and --gpu NAME")
+    loaded = load_config(["--plan", *own.flags], is_job=False)
+    if loaded.requests.world_size is None:
+        raise ConfigError("megapipe plan needs --world-size N, the number of ranks to plan for")
+    plan = planned(loaded, loaded.requests.world_size, loaded.requests.ranks_per_node)
+    print(plan_text(plan))
+    if own.estimator == "megatron":
+        print(megatron_text(plan))
     return 0
 
 
-def plan_for(arguments: Sequence[str], num_ranks: int, ranks_per_node: int | None = None) -> RunPlan:
-    """Resolve flags and YAML files on that many ranks. Raises ConfigError."""
-    return _resolved(load_config(arguments, is_job=False), num_ranks, ranks_per_node)
+def _search(own: argparse.Namespace) -> int:
+    """Search, print and return the exit code, 1 if nothing fits. Raises ConfigError."""
+    if own.gpus is None:
+        raise ConfigError("a search needs --gpus N, the number of accelerators, 1 or more")
+    if any(word.split("=")[0].replace("_", "-") in ("--world-size", "--ranks-per-node") for word in own.flags):
+        raise ConfigError(
+            "--gpus N searches for a layout, --world-size N shows the configured one; give one of the two"
+        )
+    hardware = hardware_given(own)
+    if hardware is None:
+        raise ConfigError("the accelerator is missing: give --gpu NAME (such as h100) or --hardware FILE")
+    objective = _objective(own, hardware)
+    loaded = load_config(["--plan", *own.flags], is_job=False)
+    config = with_vocabulary(loaded.config)
+    if config.offload.cpu_offloading_num_layers:
+        raise ConfigError(
+            f"--cpu-offloading-num-layers {config.offload.cpu_offloading_num_layers}: the search does not vary it and "
+            "compares layouts without; leave it out, and add it to the one that is found (--plan shows what it saves)"
+        )
+    pins = [rule for key, rule in PINS.items() if loaded.origins[key].startswith("flag ")]
+    chosen = choose(config, own.gpus, hardware, objective, lambda layout: all(rule(layout, config) for rule in pins))
+    configured = as_configured(config, chosen.best.num_gpus, hardware)
+    report = SearchReport(chosen, objective, hardware, configured, own.estimator == "megatron")
+    print(json.dumps(report.data(), indent=2) if own.json else report.text())
+    if not report.found.best:
+        return 1
+    if own.output is not None:
+        write_file(own.output, to_yaml(report.found.best[0].layout.applied_to(loaded.config)), "--output")
+        if not own.json:
+            print(f"written: {own.output}, to run with pretrain_gpt.py --config {own.output}")
+    return 0
 
 
-def _resolved(loaded: LoadedConfig, num_ranks: int, ranks_per_node: int | None) -> RunPlan:
-    return resolve(with_vocabulary(loaded.config), num_ranks, ranks_per_node)
+def _objective(own: argparse.Namespace, hardware: Hardware) -> Objective:
+    price = hardware.price_per_hour if own.price is None else own.price
+    if own.objective == "cost" and price is None:
+        raise ConfigError(
+            "--objective cost needs the price of one accelerator and hour: give --price P, or price_per_hour in a "
+            "--hardware file"
+        )
+    if own.objective == "time" and (own.price is not None or own.tokens_per_second is not None):
+        raise ConfigError(
+            "--price and --tokens-per-second belong to --objective gpus or cost; the fastest step ignores them"
+        )
+    return Objective(own.objective, own.tokens_per_second, price)
+
+
+def as_configured(config: Config, world_size: int, hardware: Hardware) -> Candidate | str:
+    """Predict the layout of the configuration itself, or return why it cannot run."""
+    try:
+        plan = resolve(config, world_size, hardware.ranks_per_node)
+    except ConfigError as error:
+        return str(error)
+    t, parallel = plan.topology, config.parallel
+    layout = Layout(
+        t.tp,
+        t.pp,
+        plan.num_chunks,
+        plan.schedule_name,
+        config.training.micro_batch_size,
+        config.recompute,
+        parallel.sequence_parallel,
+        parallel.use_distributed_optimizer or t.dp == 1,
+        parallel.pipeline_balance,
+    )
+    return predict_plan(layout, plan, hardware)
+
+
+def _progress(own: argparse.Namespace) -> None:
+    """Print 'step 40 of 100, ...'. Raises ConfigError for everything that training would refuse too."""
+    loaded = load_config(["--plan", *own.flags])
+    if loaded.requests.world_size is None:
+        raise ConfigError("megapipe progress needs --world-size N, the number of ranks of the run")
+    config = planned(loaded, loaded.requests.world_size, loaded.requests.ranks_per_node).config
+    total, save = config.training.train_iters, config.checkpoint.save
+    if not total:
+        raise ConfigError("the run has no last step: give --train-iters or --train-samples")
+    step, where = 0, "nothing is saved without --save"
+    if save is not None:
+        where = f"no checkpoint in {save} yet"
+        try:
+            if (found := find_checkpoint(Path(save))) is not None:
+                step, where = found.step, str(found.path)
+        except (
+            CheckpointError
+        ) as error:  # only damaged checkpoints: no progress; training reports what to do about them
+            where = str(error).replace("\n", " ")
+    print(f"step {step} of {total}, {where}")
+
+
+main = Command("megapipe plan", __doc__, OPTIONS, _plan, takes_config=True)
+progress = Command("megapipe progress", PROGRESS_HELP, (), _progress, takes_config=True)

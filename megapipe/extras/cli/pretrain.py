@@ -5,109 +5,97 @@ Invalid configurations are refused before torch is imported and any process grou
 
 from __future__ import annotations
 
-import dataclasses
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from megapipe.assembly.datasets import tokenizer_of
 from megapipe.checkpoint.folder import checkpoint_config
-from megapipe.config.config import Config
-from megapipe.config.load import LoadedConfig, load_config, with_checkpoint_model
+from megapipe.config.load import load_config, with_checkpoint_model
 from megapipe.config.megatron_flags import differences_line
-from megapipe.environment import Environment, read_environment
+from megapipe.environment import Environment
 from megapipe.errors import ConfigError
-from megapipe.extras.cli.failure import end_at_once, guarded
-from megapipe.extras.cli.orphan import end_with_launcher
+from megapipe.extras.cli.frame import run_on_ranks
+from megapipe.extras.cli.planning import planned
 from megapipe.plan.report import plan_text
-from megapipe.plan.resolve import resolve
 from megapipe.plan.schedule_choice import SCHEDULE_NAMES, check_schedule
+
+if TYPE_CHECKING:
+    from megapipe.assembly.datasets import RunData
+    from megapipe.assembly.runtime import TrainingRuntime
+    from megapipe.train.journal import Journal
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run pretraining on this rank and return the exit code."""
     arguments = sys.argv[1:] if argv is None else list(argv)
-    try:
-        found = read_environment()
-    except ConfigError as error:  # the rank is unknown, so every rank prints
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
-    end_with_launcher(found)
-    code = guarded(lambda: _pretrain(arguments, found), found.global_rank, found.world_size)
-    if code and found.is_distributed:
-        end_at_once(code)
-    return code
+    interrupted = "interrupted; the last checkpoint is complete, later steps are lost"
+    return run_on_ranks(lambda environment: _pretrain(arguments, environment), interrupted)
+
+
+def verify(arguments: Sequence[str]) -> int:
+    """Run `megapipe verify` and return the exit code."""
+    return main(["--verify-grid", *arguments])
 
 
 def _pretrain(arguments: list[str], environment: Environment) -> int:
     loaded = load_config(arguments, schedules=SCHEDULE_NAMES)
-    if loaded.config.checkpoint.use_checkpoint_args:
-        loaded = _with_model_of_checkpoint(loaded)
+    requests, checkpoint = loaded.requests, loaded.config.checkpoint
+    if checkpoint.use_checkpoint_args:
+        if checkpoint.load is None:
+            raise ConfigError("--use-checkpoint-args takes the model from a checkpoint; give it with --load DIR")
+        saved, folder = checkpoint_config(Path(checkpoint.load), checkpoint.ckpt_step)
+        loaded = with_checkpoint_model(loaded, saved, str(folder))
     check_schedule(loaded.config)
-    if loaded.requests.print_config:
+    # the ranks that were started, or with --world-size those of the plan
+    world: tuple[int, int | None] = environment.world_size, environment.local_world_size
+    if requests.world_size is not None:
+        world = requests.world_size, requests.ranks_per_node
+    if requests.print_config:
         if environment.global_rank == 0:
-            print(_config_text(loaded, *_world(loaded, environment)), end="")
+            try:
+                text = loaded.text(planned(loaded, *world).config)
+            except ConfigError:  # without derived values if it does not fit this number of ranks
+                text = loaded.text()
+            print(text, end="")
         return 0
-    if loaded.requests.dry_run and environment.is_distributed:
+    if requests.dry_run and environment.is_distributed:
         raise ConfigError(
             "--dry-run needs no other ranks: start it without torchrun or srun, with --world-size N for the ranks "
             "there will be"
         )
-    plan = resolve(with_vocabulary(loaded.config), *_world(loaded, environment))
+    plan = planned(loaded, *world)
     if environment.global_rank == 0:
         print("\n".join([*loaded.remarks, plan_text(plan), f"  flags    {differences_line()}"]), flush=True)
-    if loaded.requests.plan:
+    if requests.plan:
         return 0
-    if loaded.requests.dry_run:
+    if requests.dry_run:
         from megapipe.extras.dry_run.run import dry_run
 
-        return dry_run(plan, loaded.requests.rank)
-    if loaded.requests.verify_grid is not None:
+        return dry_run(plan, requests.rank)
+    if requests.verify_grid is not None:
         from megapipe.extras.verify.parity import verify
 
-        return verify(plan, environment, loaded.requests.verify_grid)
-    from megapipe.extras.cli.samples import print_samples
+        return verify(plan, environment, requests.verify_grid)
     from megapipe.train.run import pretrain
 
     return pretrain(plan, environment, loaded.text(plan.config), print_samples, loaded.remarks)
 
 
-def _world(loaded: LoadedConfig, environment: Environment) -> tuple[int, int | None]:
-    """Return (ranks, ranks per node or None for all): of the started ranks, or with --world-size of the plan."""
-    if loaded.requests.world_size is not None:
-        return loaded.requests.world_size, loaded.requests.ranks_per_node
-    return environment.world_size, environment.local_world_size
+def print_samples(runtime: TrainingRuntime, data: RunData, journal: Journal) -> None:
+    """Continue each of --sample-prompts after a run and print the texts. A collective: all ranks call it."""
+    logging = runtime.plan.config.logging
+    if not logging.sample_prompts:
+        return
+    if data.tokenizer is None:
+        raise ConfigError("--sample-prompts needs a tokenizer: give --tokenizer-type")
+    from megapipe.extras.inference.generate import Generator, Limits
+    from megapipe.extras.inference.sampling import Sampling
 
-
-def _config_text(loaded: LoadedConfig, world_size: int, ranks_per_node: int | None) -> str:
-    """Return the configuration as YAML, with derived values if it fits this number of ranks."""
-    try:
-        return loaded.text(resolve(with_vocabulary(loaded.config), world_size, ranks_per_node).config)
-    except ConfigError:
-        return loaded.text()
-
-
-def with_vocabulary(config: Config) -> Config:
-    """Fill in the tokenizer's vocabulary size if it is not given. Raises ConfigError if the given size is too small."""
-    tokenizer = tokenizer_of(config)
-    if tokenizer is None:
-        return config
-    given = config.model.vocab_size
-    if config.data.tokenizer_type == "NullTokenizer":  # it is built from --vocab-size, and has one more token
-        given = None
-    if given is not None and given < tokenizer.vocab_size:
-        raise ConfigError(
-            f"--vocab-size {given} is smaller than the {tokenizer.vocab_size} tokens of the tokenizer "
-            f"{config.data.tokenizer_model}; leave it out"
-        )
-    return dataclasses.replace(
-        config, model=dataclasses.replace(config.model, vocab_size=given or tokenizer.vocab_size)
-    )
-
-
-def _with_model_of_checkpoint(loaded: LoadedConfig) -> LoadedConfig:
-    root = loaded.config.checkpoint.load
-    if root is None:
-        raise ConfigError("--use-checkpoint-args takes the model from a checkpoint; give it with --load DIR")
-    saved, folder = checkpoint_config(Path(root), loaded.config.checkpoint.ckpt_step)
-    return with_checkpoint_model(loaded, saved, str(folder))
+    prompts = [data.tokenizer.encode(text) for text in logging.sample_prompts]
+    stop = frozenset() if data.tokenizer.eod is None else frozenset({data.tokenizer.eod})
+    generator = Generator(runtime, Sampling(temperature=0.8, top_k=40))
+    texts = generator.continue_prompts(prompts, Limits(logging.sample_tokens, stop))
+    journal.say("samples:")
+    for prompt, text in zip(prompts, texts, strict=True):
+        journal.say("    " + data.tokenizer.decode([*prompt, *text]).replace("\n", "\n    "))

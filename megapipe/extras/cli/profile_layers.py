@@ -1,103 +1,63 @@
-"""`megapipe profile-layers`: measure embedding, layers and head of a configuration, to balance pipeline stages."""
-
-from __future__ import annotations
-
-import argparse
-import dataclasses
-import os
-import shlex
-import sys
-import time
-from collections.abc import Sequence
-from pathlib import Path
-
-from megapipe.config.load import load_config
-from megapipe.environment import Environment, read_environment
-from megapipe.errors import ConfigError
-from megapipe.extras.cli.failure import end_at_once, guarded
-from megapipe.extras.cli.pretrain import with_vocabulary
-from megapipe.plan.layer_costs import PartCost
-from megapipe.plan.measured_layers import LayerTimes, setting_of, to_json
-from megapipe.plan.resolve import resolve
-
-HELP = """\
-usage: megapipe profile-layers --output FILE.json [--seconds S] [--config FILE.yaml] [flags of pretrain_gpt.py]
+"""Measure embedding, layers and head of a configuration, to balance pipeline stages.
 
   megapipe profile-layers --output times.json --config run.yaml
   megapipe launch --nproc-per-node 2 -m megapipe profile-layers --output times.json --config run.yaml
                                                                             (tp 2: on as many ranks as tp)
 
 Forward, backward and its two halves of the embedding, a layer, and final norm, head and loss, at the run's shapes on
-this rank's device; the slowest rank counts. The run then takes the file with --pipeline-layer-times FILE. --seconds:
-for each of some ten figures (default 1).
+this rank's device; the slowest rank counts. The run then takes the file with --pipeline-layer-times FILE.
 """
 
+from __future__ import annotations
 
-def main(arguments: Sequence[str]) -> int:
-    """Measure on this rank and return the exit code."""
-    if not arguments or arguments[0] in ("-h", "--help"):
-        print(HELP, end="")
-        return 0 if arguments else 2
-    environment = read_environment()
-    code = guarded(lambda: _profile(list(arguments), environment), environment.global_rank, environment.world_size)
-    if code and environment.is_distributed:
-        end_at_once(code)
-    return code
+import argparse
+import dataclasses
+import platform
+import shlex
+import sys
+import time
+from pathlib import Path
+
+from megapipe.config.load import load_config
+from megapipe.environment import Environment
+from megapipe.extras.cli.frame import Command, option, write_file
+from megapipe.extras.cli.planning import with_vocabulary
+from megapipe.plan.layer_costs import PartCost
+from megapipe.plan.measured_layers import LayerTimes, setting_of, to_json
+from megapipe.plan.resolve import resolve
+
+OPTIONS = (
+    option("--output", type=Path, required=True, metavar="FILE.json", help="the file to write"),
+    option("--seconds", type=float, default=1.0, above=0, help="for each of some ten figures (default: 1)"),
+)
 
 
-def _profile(arguments: list[str], environment: Environment) -> int:
-    parser = argparse.ArgumentParser(prog="megapipe profile-layers", add_help=False, allow_abbrev=False)
-    parser.add_argument("--output", type=Path)
-    parser.add_argument("--seconds", type=float, default=1.0)
-    own, flags = parser.parse_known_args(arguments)
-    if own.output is None or not own.seconds > 0:
-        raise ConfigError("megapipe profile-layers needs --output FILE.json, and --seconds must be above 0")
-    config = with_vocabulary(load_config(["--plan", *flags], is_job=False).config)
+def _profile(own: argparse.Namespace, environment: Environment) -> None:
+    config = with_vocabulary(load_config(["--plan", *own.flags], is_job=False).config)
 
-    from megapipe.comm.bootstrap import shutdown
+    import torch
+
     from megapipe.comm.groups import build_process_groups
     from megapipe.extras.calibrate.layers import one_pipeline_rank, profile_parts
     from megapipe.train.run import join
 
-    plan = resolve(
-        one_pipeline_rank(config, environment.world_size), environment.world_size, environment.local_world_size
-    )
+    world_size = environment.world_size
+    plan = resolve(one_pipeline_rank(config, world_size), world_size, environment.local_world_size)
     world = join(plan, environment)
     groups = build_process_groups(plan.topology, world.global_rank, world.backend, world.timeout_seconds)
     parts = profile_parts(plan, groups, world.device, own.seconds)
     if environment.global_rank == 0:
-        _write(
-            own.output,
-            LayerTimes(setting_of(plan.config), parts[0], (parts[1],), parts[2], _measured(str(world.device))),
-        )
+        name = torch.cuda.get_device_name() if world.device.type == "cuda" else platform.machine()
+        measured = {
+            "device": f"{world.device}, {name}",
+            "torch": torch.__version__,
+            "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+            "command": shlex.join(["megapipe", *sys.argv[1:]]),
+        }
+        times = LayerTimes(setting_of(plan.config), parts[0], (parts[1],), parts[2], measured)
+        write_file(own.output, to_json(times) + "\n", "--output")
         print(_text(parts))
         print(f"written: {own.output}, for --pipeline-layer-times {own.output}")
-    if world.world_size > 1:
-        shutdown(0)
-    return 0
-
-
-def _measured(device: str) -> dict[str, str]:
-    import platform
-
-    import torch
-
-    name = torch.cuda.get_device_name() if device.startswith("cuda") else platform.machine()
-    return {
-        "device": f"{device}, {name}",
-        "torch": torch.__version__,
-        "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        "command": shlex.join(["megapipe", *sys.argv[1:]]),
-    }
-
-
-def _write(path: Path, times: LayerTimes) -> None:
-    beside = path.with_name(path.name + ".part")
-    try:
-        beside.write_text(to_json(times) + "\n", encoding="utf-8")
-        os.replace(beside, path)
-    except OSError as error:
-        raise ConfigError(f"--output {path} cannot be written: {error}") from None
 
 
 def _text(parts: tuple[PartCost, PartCost, PartCost]) -> str:
@@ -107,3 +67,6 @@ def _text(parts: tuple[PartCost, PartCost, PartCost]) -> str:
     layer = parts[1].forward + parts[1].backward
     embedding, head = ((part.forward + part.backward) / layer for part in (parts[0], parts[2]))
     return "\n".join([*lines, f"the head weighs {head:.2f} layers, the embedding {embedding:.2f}"])
+
+
+main = Command("megapipe profile-layers", __doc__, OPTIONS, _profile, on_ranks=True, takes_config=True)

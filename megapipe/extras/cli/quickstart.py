@@ -1,35 +1,52 @@
-"""`megapipe quickstart`: train a small GPT on text of this machine; launch/quickstart.sh installs megapipe and runs it.
+"""Make a corpus, a tokenizer and token files, and pretrain a small GPT on this machine. Run it again to continue.
 
 Corpus -> tokenizer -> token files -> training on a grid that fits the machine -> summary and report. Existing files are
-reused; a second run continues from the checkpoint of the first for as many steps again.
+reused; a second run continues from the checkpoint of the first for as many steps again. launch/quickstart.sh installs
+megapipe and runs it.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
+import hashlib
+import json
+import os
+import re
 import shlex
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
+
+import numpy as np
 
 from megapipe.checkpoint.folder import find_checkpoint
 from megapipe.config.config import Config, fields_by_key
 from megapipe.config.load import load_config
-from megapipe.errors import ConfigError, MegapipeError
-from megapipe.extras.cli.quickstart_corpus import SPLIT, TOKENIZER, Prepared, prepare
+from megapipe.data.build_datasets import parse_split, sequence_range
+from megapipe.data.dataset import unigram_entropy
+from megapipe.data.indexed_file import IndexedFile
+from megapipe.data.preprocess import Progress, output_prefix, preprocess
+from megapipe.data.text_source import corpus_documents, read_records, write_jsonl
+from megapipe.errors import ConfigError
+from megapipe.extras.cli.frame import Command, option, write_file
 from megapipe.extras.cli.report import write_report
+from megapipe.tokenizers.sentencepiece import train_sentencepiece
+from megapipe.tokenizers.tokenizer import build_tokenizer
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 SCRIPT = REPOSITORY / "pretrain_gpt.py"
 CPU_CONFIG, GPU_CONFIG = REPOSITORY / "configs" / "quickstart.yaml", REPOSITORY / "configs" / "quickstart_gpu.yaml"
 CPU_RANKS = 8
-DEFAULT_STEPS, DEFAULT_VOCAB_SIZE, DEFAULT_MEGABYTES = 350, 2048, 8.0
 SAVE_INTERVAL, WARMUP_STEPS, PROFILE_STEP = 100, 20, 20
 DECAY_SHARE = 0.35  # of the steps of a run, at its end
-OWN_BUSINESS = {  # fields that the quickstart sets itself -> what to use instead
+SPLIT = "90,10,0"
+TOKENIZER = "SentencePieceTokenizer"
+TOKENIZER_BYTES = 1_000_000  # of text to train it on; more takes longer and hardly improves it
+STDLIB_NAME, STDLIB_PROMPTS = "python-stdlib", ("def __init__(self", "import ", "    for i in ")
+PROMPT_WORDS, NUM_PROMPTS = 4, 3
+SET_HERE = {  # fields that the quickstart sets itself -> what to use instead
     "data.data_path": "--corpus",
     "data.tokenizer_type": "--corpus and --vocab-size",
     "data.tokenizer_model": "--corpus and --vocab-size",
@@ -38,50 +55,39 @@ OWN_BUSINESS = {  # fields that the quickstart sets itself -> what to use instea
     "checkpoint.save": "--out",
     "checkpoint.load": "--out",
 }
+OPTIONS = (
+    option(
+        "--corpus", metavar="DIR_OR_FILE", help="text to train on (default: the source of Python's standard library)"
+    ),
+    option(
+        "--out", metavar="DIR", type=Path, default="runs/quickstart", help="output directory (default: %(default)s)"
+    ),
+    option("--steps", metavar="N", type=int, default=350, above=0, help="steps of this run (default: %(default)s)"),
+    option(
+        "--ranks",
+        metavar="N",
+        type=int,
+        help=f"ranks to start (default: {CPU_RANKS} on a CPU, else as many GPUs as the grid can use)",
+    ),
+    option("--vocab-size", metavar="N", type=int, default=2048, help="pieces of the tokenizer (default: %(default)s)"),
+    option(
+        "--megabytes", metavar="X", type=float, default=8.0, above=0, help="most text to use (default: %(default)g)"
+    ),
+)
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Run the quickstart and return the exit code."""
-    try:
-        return quickstart(list(arguments))
-    except MegapipeError as error:
-        print(f"quickstart: {error}", file=sys.stderr)
-        return error.exit_code
-    except KeyboardInterrupt:
-        print(
-            "\nquickstart: interrupted during preparation; the same command continues from the complete files",
-            file=sys.stderr,
-        )
-        return 130
+@dataclass(frozen=True)
+class Prepared:
+    """Prepared data.
 
+    prefix: of the token files. entropy: of single validation tokens, in nats. prompts: texts to continue.
+    """
 
-def quickstart(arguments: list[str]) -> int:
-    """Prepare, train, summarize and write the report; return the exit code. Raises MegapipeError."""
-    began = time.monotonic()
-    wishes, flags = parse(arguments)
-    grid = choose_grid(flags, wishes.ranks)
-    prepared = prepare(wishes.corpus, Path(wishes.out), wishes.vocab_size, wishes.megabytes)
-    checkpoints = prepared.folder / "checkpoints"
-    done = steps_done(checkpoints)
-    job = pretrain_arguments(prepared, checkpoints, grid.configs, done, wishes.steps)
-    # profiles over NCCL are untested
-    profile = () if GPU_CONFIG in grid.configs else profile_flags(done, wishes.steps)
-    words = ["--nproc-per-node", str(grid.num_ranks), str(SCRIPT), *job, *grid.flags, *profile, *flags]
-    _say("training", f"{grid.reason}; {f'continuing after step {done}, ' if done else ''}{wishes.steps} steps")
-    print(f"   megapipe launch {shlex.join(words)}\n", flush=True)
-    from megapipe.extras.cli.launch import launch  # torch
-
-    code = launch(words)
-    reached = steps_done(checkpoints)
-    if code == 0 and reached >= done + wishes.steps:
-        summarize(prepared, checkpoints, reached, time.monotonic() - began)
-        _say(
-            "report",
-            f"{write_report(checkpoints)}: curves, plan and measured timeline, configuration; open it in any browser",
-        )
-    elif code == 0:
-        _say("stopped", f"after step {reached}, which is saved in {checkpoints}; the same command continues from there")
-    return code
+    folder: Path
+    prefix: Path
+    tokenizer: Path
+    entropy: float
+    prompts: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -94,58 +100,43 @@ class Grid:
     reason: str
 
 
-def parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Return (own options, flags for pretrain_gpt.py). Raises ConfigError."""
+def _quickstart(own: argparse.Namespace) -> int:
+    """Prepare, train, summarize and write the report; return the exit code. Raises MegapipeError."""
+    began = time.monotonic()
+    grid = choose_grid(own.flags, own.ranks)
+    prepared = prepare(own.corpus, own.out, own.vocab_size, own.megabytes)
+    checkpoints = prepared.folder / "checkpoints"
+    done = steps_done(checkpoints)
+    words = [
+        *("--nproc-per-node", str(grid.num_ranks), str(SCRIPT)),
+        *pretrain_arguments(prepared, checkpoints, grid.configs, done, own.steps),
+        *grid.flags,
+        # profiles over NCCL are untested
+        *(() if GPU_CONFIG in grid.configs else profile_flags(done, own.steps)),
+        *own.flags,
+    ]
+    _say("training", f"{grid.reason}; {f'continuing after step {done}, ' if done else ''}{own.steps} steps")
+    print(f"   megapipe launch {shlex.join(words)}\n", flush=True)
+    from megapipe.extras.cli.launch import launch
 
-    def refuse(message: str) -> NoReturn:
-        raise ConfigError(f"{message}; see --help")
-
-    parser = argparse.ArgumentParser(
-        prog="quickstart",
-        usage="launch/quickstart.sh [options] [--] [any flag of pretrain_gpt.py]",
-        description=(
-            "Make a corpus, a tokenizer and token files, and pretrain a small GPT on this machine. Run it again to "
-            "continue."
-        ),
-        allow_abbrev=False,
-    )
-    parser.error = refuse  # type: ignore[method-assign]
-    parser.add_argument(
-        "--corpus", metavar="DIR_OR_FILE", help="text to train on (default: the source of Python's standard library)"
-    )
-    parser.add_argument(
-        "--out", metavar="DIR", default="runs/quickstart", help="output directory (default: runs/quickstart)"
-    )
-    parser.add_argument(
-        "--steps", metavar="N", type=int, default=DEFAULT_STEPS, help=f"steps of this run (default: {DEFAULT_STEPS})"
-    )
-    parser.add_argument(
-        "--ranks",
-        metavar="N",
-        type=int,
-        help=f"ranks to start (default: {CPU_RANKS} on a CPU, else as many GPUs as the grid can use)",
-    )
-    parser.add_argument(
-        "--vocab-size",
-        metavar="N",
-        type=int,
-        default=DEFAULT_VOCAB_SIZE,
-        help=f"pieces of the tokenizer (default: {DEFAULT_VOCAB_SIZE})",
-    )
-    parser.add_argument(
-        "--megabytes",
-        metavar="X",
-        type=float,
-        default=DEFAULT_MEGABYTES,
-        help=f"most text to use (default: {DEFAULT_MEGABYTES:g})",
-    )
-    wishes, flags = parser.parse_known_args(
-        [word.replace("_", "-", 1) if word.startswith("--vocab_size") else word for word in arguments]
-    )
-    for name in ("steps", "megabytes"):
-        if getattr(wishes, name) <= 0:
-            raise ConfigError(f"--{name} {getattr(wishes, name)}: expected a number above 0")
-    return wishes, [word for word in flags if word != "--"]
+    code = launch(words)
+    reached = steps_done(checkpoints)
+    if code == 0 and reached >= done + own.steps:
+        seconds = time.monotonic() - began
+        _say("done", f"{reached} steps, checkpoint in {checkpoints}, {seconds:.0f} s in all without the installation")
+        loss, entropy = last_validation_loss(checkpoints / "metrics.jsonl", reached), prepared.entropy
+        if loss is not None:
+            print(
+                f"   validation loss          {loss:.3f} nats a token\n   unigram entropy          {entropy:.3f} nats: "
+                "the loss of a model that only knows the frequency of each token\n   learned beyond that      "
+                f"{entropy - loss:.3f} nats a token\n   the same command continues from here for as many steps again",
+                flush=True,
+            )
+        report = write_report(checkpoints)
+        _say("report", f"{report}: curves, plan and measured timeline, configuration; open it in any browser")
+    elif code == 0:
+        _say("stopped", f"after step {reached}, which is saved in {checkpoints}; the same command continues from there")
+    return code
 
 
 def choose_grid(flags: Sequence[str], asked_ranks: int | None) -> Grid:
@@ -161,11 +152,8 @@ def choose_grid(flags: Sequence[str], asked_ranks: int | None) -> Grid:
     parallel = _config(configs, [*grid_flags, *flags]).parallel
     replica = parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size
     if parallel.pipeline_model_parallel_size == 1 and parallel.num_virtual_stages_per_pipeline_rank is not None:
-        grid_flags = (
-            *grid_flags,
-            "--num-virtual-stages-per-pipeline-rank",
-            "none",
-        )  # one rank has no pipeline to interleave
+        # one rank has no pipeline to interleave
+        grid_flags = (*grid_flags, "--num-virtual-stages-per-pipeline-rank", "none")
     needed = max(replica, asked_ranks or 0)
     if 0 < num_gpus < needed:
         raise ConfigError(
@@ -189,6 +177,78 @@ def count_gpus() -> int:
     import torch
 
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+def _config(configs: Sequence[Path], flags: Sequence[str]) -> Config:
+    """Load the configuration so far. Raises ConfigError for unknown flags and for those that the quickstart sets."""
+    if not SCRIPT.is_file() or not all(path.is_file() for path in configs):
+        raise ConfigError(f"the quickstart needs a clone of the repository; {REPOSITORY} is not one")
+    loaded = load_config([*_config_flags(configs), *flags], is_job=False)
+    for key, instead in SET_HERE.items():
+        if loaded.origins[key].startswith("flag"):
+            raise ConfigError(f"{fields_by_key()[key].main_flag} is set by the quickstart itself; use {instead}")
+    return loaded.config
+
+
+def _config_flags(configs: Sequence[Path]) -> list[str]:
+    return [word for path in configs for word in ("--config", str(path))]
+
+
+def prepare(corpus: str | None, out: Path, vocab_size: int, megabytes: float) -> Prepared:
+    """Make the missing files, and print each step.
+
+    The digest in the folder's name separates the tokenizers of different texts. Raises ConfigError, DataError.
+    """
+    documents = corpus_documents(corpus, megabytes)
+    digest = hashlib.sha256(f"{vocab_size} {SPLIT}".encode())
+    for text in documents:
+        digest.update(len(text).to_bytes(8, "little") + text.encode("utf-8"))
+    name = STDLIB_NAME if corpus is None else re.sub(r"[^\w.-]", "_", Path(corpus).resolve().name)[:40]
+    folder = out / f"{name}-{digest.hexdigest()[:8]}"
+    record, prefix = folder / "prepared.json", Path(output_prefix(str(folder / "tokens"), "text"))
+    tokenizer = folder / "tokenizer.model"
+    source = "the source of Python's standard library" if corpus is None else str(corpus)
+    if record.is_file():
+        facts = json.loads(record.read_text(encoding="utf-8"))
+        _say("data", f"{folder} is reused: {facts['tokens']:,} tokens of {source}")
+        return Prepared(folder, prefix, tokenizer, facts["entropy"], tuple(facts["prompts"]))
+    began = time.monotonic()
+    size = sum(len(text.encode("utf-8")) for text in documents) / 1e6
+    _say("corpus", f"{len(documents):,} documents, {size:.1f} MB of {source}")
+    write_jsonl(documents, folder / "corpus.jsonl")
+    train_sentencepiece(documents, tokenizer, vocab_size=vocab_size, max_bytes=TOKENIZER_BYTES)
+    _say("tokenizer", f"{vocab_size:,} SentencePiece pieces (Unigram), {time.monotonic() - began:.1f} s")
+    counts = preprocess(
+        read_records([folder / "corpus.jsonl"]),
+        str(folder / "tokens"),
+        functools.partial(build_tokenizer, TOKENIZER, str(tokenizer)),
+        append_eod=True,
+        num_workers=min(4, os.cpu_count() or 1),
+        progress=Progress(),
+    )
+    num_tokens = sum(counts.tokens.values())
+    file, validation = IndexedFile(prefix), parse_split(SPLIT)[1]
+    assert validation is not None
+    entropy = unigram_entropy(np.concatenate([file.read(i) for i in range(*sequence_range(validation, len(file)))]))
+    first, last = sequence_range(validation, len(documents))
+    prompts = STDLIB_PROMPTS if corpus is None else prompts_from(documents[first:last])
+    _say("tokens", f"{num_tokens:,} in {prefix}.bin/.idx, unigram entropy of the validation part {entropy:.3f} nats")
+    facts = {
+        "source": source,
+        "documents": len(documents),
+        "tokens": num_tokens,
+        "entropy": entropy,
+        "prompts": prompts,
+    }
+    write_file(record, json.dumps(facts), "--out")  # last: the folder is complete
+    return Prepared(folder, prefix, tokenizer, entropy, prompts)
+
+
+def prompts_from(documents: list[str]) -> tuple[str, ...]:
+    """Return the first words of some documents."""
+    lines = (next((line for line in text.splitlines() if re.match(r"\w", line)), "") for text in documents)
+    found = [" ".join(line.split()[:PROMPT_WORDS]) for line in lines if line]
+    return tuple(found[:NUM_PROMPTS]) or ("The ",)
 
 
 def steps_done(checkpoints: Path) -> int:
@@ -215,41 +275,19 @@ def pretrain_arguments(
         "--save-interval": str(SAVE_INTERVAL),
         "--keep-last": "2",
     }
-    words = [word for path in configs for word in ("--config", str(path))]
-    words += [word for pair in settings.items() for word in pair]
+    words = [*_config_flags(configs), *(word for pair in settings.items() for word in pair)]
     return [*words, "--override-opt_param-scheduler", "--sample-prompts", *prepared.prompts]
 
 
 def profile_flags(done: int, steps: int) -> tuple[str, ...]:
     """Return flags that profile two steps of the pipeline for the report, soon after the first steps."""
     start = done + max(0, min(PROFILE_STEP, steps - 2))
-    return (
-        "--profile-pipeline",
-        "--profile-step-start",
-        str(start),
-        "--profile-step-end",
-        str(min(start + 2, done + steps)),
-    )
-
-
-def summarize(prepared: Prepared, checkpoints: Path, step: int, seconds: float) -> None:
-    """Print the last lines: the validation loss against the entropy of single tokens."""
-    loss = last_validation_loss(checkpoints / "metrics.jsonl", step)
-    entropy = prepared.entropy
-    _say("done", f"{step} steps, checkpoint in {checkpoints}, {seconds:.0f} s in all without the installation")
-    if loss is not None:
-        print(
-            f"   validation loss          {loss:.3f} nats a token\n   unigram entropy          {entropy:.3f} nats: "
-            "the loss of a model that only knows the frequency of each token\n   learned beyond that      "
-            f"{entropy - loss:.3f} nats a token\n   the same command continues from here for as many steps again",
-            flush=True,
-        )
+    end = min(start + 2, done + steps)
+    return ("--profile-pipeline", "--profile-step-start", str(start), "--profile-step-end", str(end))
 
 
 def last_validation_loss(metrics: Path, step: int) -> float | None:
     """Return the validation loss after `step` from metrics.jsonl, None if there was no evaluation."""
-    import json
-
     found = None
     for line in metrics.read_text(encoding="utf-8").splitlines() if metrics.is_file() else ():
         record = json.loads(line)
@@ -258,16 +296,16 @@ def last_validation_loss(metrics: Path, step: int) -> float | None:
     return found
 
 
-def _config(configs: Sequence[Path], flags: Sequence[str]) -> Config:
-    """Load the configuration so far. Raises ConfigError for unknown flags and for those that the quickstart sets."""
-    if not SCRIPT.is_file() or not all(path.is_file() for path in configs):
-        raise ConfigError(f"the quickstart needs a clone of the repository; {REPOSITORY} is not one")
-    loaded = load_config([word for path in configs for word in ("--config", str(path))] + list(flags), is_job=False)
-    for key, instead in OWN_BUSINESS.items():
-        if loaded.origins[key].startswith("flag"):
-            raise ConfigError(f"{fields_by_key()[key].main_flag} is set by the quickstart itself; use {instead}")
-    return loaded.config
-
-
 def _say(word: str, text: str) -> None:
     print(f"== {word}: {text}", flush=True)
+
+
+main = Command(
+    "megapipe quickstart",
+    __doc__,
+    OPTIONS,
+    _quickstart,
+    takes_config=True,
+    needs_words=False,
+    interrupted="\ninterrupted during preparation; the same command continues from the complete files",
+)

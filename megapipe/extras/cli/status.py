@@ -1,48 +1,38 @@
-"""`megapipe status`: what every rank of a run does now, or last did.
+"""Show what every rank of a run does now: step, action, which ranks it waits for, and for how long.
 
-Reads the run's folder and changes nothing. Needs no torch.
+RUN is the folder given as --save (or that of --metrics-file). Ranks of this host are read live, those of other hosts
+from a copy that is about a second old. After a crash it shows the last records. Changes nothing and needs no torch.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megapipe.errors import MegapipeError
+from megapipe.extras.cli.frame import Command, option
 from megapipe.monitor.diagnosis import doing, summary, table, waits_for
 from megapipe.monitor.roster import Sighting, read_folder
 
+OPTIONS = (
+    option("run", metavar="RUN", type=Path, help="the run's folder"),
+    option("--json", action="store_true", help="one JSON object instead of a table"),
+    option("--watch", metavar="SECONDS", type=float, help="repeat every SECONDS seconds, until Ctrl-C"),
+)
 
-def main(arguments: Sequence[str]) -> int:
-    """Print the table or JSON and return the exit code."""
-    parser = argparse.ArgumentParser(
-        prog="megapipe status",
-        description="Show what every rank of a run does now: step, action, which ranks it waits for, and for how long. "
-        "RUN is the folder given as --save (or that of --metrics-file). Ranks of this host are read live, "
-        "those of other hosts from a copy that is about a second old. After a crash it shows the last "
-        "records.",
-    )
-    parser.add_argument("run", metavar="RUN", type=Path, help="the run's folder")
-    parser.add_argument("--json", action="store_true", help="one JSON object instead of a table")
-    parser.add_argument("--watch", metavar="SECONDS", type=float, help="repeat every SECONDS seconds, until Ctrl-C")
-    options = parser.parse_args(list(arguments))
+
+def _status(own: argparse.Namespace) -> None:
     try:
-        show(options.run, options.json)
-        while options.watch:
-            time.sleep(options.watch)
+        show(own.run, own.json)
+        while own.watch:
+            time.sleep(own.watch)
             print()
-            show(options.run, options.json)
-    except MegapipeError as error:
-        print(f"status: {error}", file=sys.stderr)
-        return error.exit_code
-    except KeyboardInterrupt:
+            show(own.run, own.json)
+    except KeyboardInterrupt:  # the usual end of --watch
         pass
-    return 0
 
 
 def show(run: Path, as_json: bool) -> None:
@@ -50,21 +40,14 @@ def show(run: Path, as_json: bool) -> None:
     roster, sightings = read_folder(run)
     edges = {sighting.member.rank: waits_for(sighting, sightings, roster) for sighting in sightings if sighting.waits}
     if as_json:
-        print(
-            json.dumps(
-                {
-                    "run": str(run),
-                    "time": time.time(),
-                    "ranks": [_as_dict(s, edges.get(s.member.rank, ())) for s in sightings],
-                }
-            )
-        )
-        return
-    print("\n".join([summary(run.name, sightings), *table(sightings, edges)]), flush=True)
+        ranks = [_as_dict(sighting, edges.get(sighting.member.rank, ())) for sighting in sightings]
+        print(json.dumps({"run": str(run), "time": time.time(), "ranks": ranks}))
+    else:
+        print("\n".join([summary(run.name, sightings), *table(sightings, edges)]), flush=True)
 
 
 def _as_dict(sighting: Sighting, waits_for_ranks: Sequence[int]) -> dict[str, Any]:
-    member, record = sighting.member, sighting.record
+    member, record, snapshot = sighting.member, sighting.record, sighting.snapshot
     found: dict[str, Any] = {
         "rank": member.rank,
         "host": member.host,
@@ -84,8 +67,11 @@ def _as_dict(sighting: Sighting, waits_for_ranks: Sequence[int]) -> dict[str, An
         "seconds": round(sighting.age_seconds, 3),
         "wait": record.wait.name.lower(),
         "what": record.what,
-        "step_seconds": sighting.snapshot.elapsed_ns / 1e9 if sighting.snapshot else None,
-        "computing_seconds": sighting.snapshot.computing_ns / 1e9 if sighting.snapshot else None,
+        "step_seconds": snapshot.elapsed_ns / 1e9 if snapshot else None,
+        "computing_seconds": snapshot.computing_ns / 1e9 if snapshot else None,
         "number": record.number,
         "waits_for": list(waits_for_ranks),
     }
+
+
+main = Command("megapipe status", __doc__, OPTIONS, _status)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NoReturn
 
 from megapipe.config.fields import nearest
@@ -13,25 +13,11 @@ from megapipe.environment import prefixed
 from megapipe.errors import ConfigError
 
 # the flags of torch.distributed.run in torch 2.13, also with '-' for '_'; a test compares
-VALUE_FLAGS = (
-    *(
-        "--nnodes",
-        "--nproc-per-node",
-        "--rdzv-backend",
-        "--rdzv-endpoint",
-        "--rdzv-id",
-        "--rdzv-conf",
-        "--max-restarts",
-    ),
-    *("--monitor-interval", "--start-method", "--event-log-handler", "--role", "--log-dir", "--redirects", "--tee"),
-    *(
-        "--local-ranks-filter",
-        "--duplicate-stdout-filters",
-        "--duplicate-stderr-filters",
-        "--node-rank",
-        "--master-addr",
-    ),
-    *("--master-port", "--local-addr", "--logs-specs", "--numa-binding", "--signals-to-handle", "--shutdown-timeout"),
+VALUE_FLAGS = tuple(
+    "--nnodes --nproc-per-node --rdzv-backend --rdzv-endpoint --rdzv-id --rdzv-conf --max-restarts --monitor-interval "
+    "--start-method --event-log-handler --role --log-dir --redirects --tee --local-ranks-filter "
+    "--duplicate-stdout-filters --duplicate-stderr-filters --node-rank --master-addr --master-port --local-addr "
+    "--logs-specs --numa-binding --signals-to-handle --shutdown-timeout".split()
 )
 BARE_FLAGS = ("--standalone", "--module", "--no-python", "--run-path", "--virtual-local-rank")
 SHORT = {"--redirects": "-r", "--tee": "-t", "--module": "-m"}
@@ -103,7 +89,14 @@ class Launch:
 
 def read_launch(arguments: Sequence[str]) -> Launch:
     """Parse the words after `megapipe launch`. Raises ConfigError."""
-    found = vars(_parser(arguments).parse_args(list(arguments)))
+    parser = argparse.ArgumentParser(prog="megapipe launch", add_help=False)
+    for flag in (*VALUE_FLAGS, *OWN_VALUE_FLAGS):
+        parser.add_argument(*_spellings(flag), dest=flag)
+    for flag in (*BARE_FLAGS, *OWN_BARE_FLAGS):
+        parser.add_argument(*_spellings(flag), dest=flag, action="store_true")
+    parser.add_argument("training_script")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER)
+    found = vars(parse_refusing(parser, arguments))
     variables = prefixed("PET_")
     flags = {}
     for flag in VALUE_FLAGS:
@@ -111,19 +104,39 @@ def read_launch(arguments: Sequence[str]) -> Launch:
         if value is not None:
             flags[flag] = value
     flags |= {flag: "" for flag in BARE_FLAGS if found[flag]}
-    launch = Launch(
-        flags, found["script"], tuple(found["arguments"]), slurm=found["--slurm"], dry_run=found["--dry-run"]
-    )
-    if found["--hosts"] is None:
-        return launch
-    hosts = expand_hosts(found["--hosts"])
-    if "--nnodes" not in flags:
-        launch = replace(launch, flags={"--nnodes": str(len(hosts))} | flags)
-    if launch.num_nodes != len(hosts):
-        raise ConfigError(
-            f"--hosts {found['--hosts']} names {len(hosts)} nodes, but --nnodes is {launch.flags['--nnodes']}"
-        )
-    return replace(launch, hosts=hosts)
+    hosts: tuple[str, ...] = ()
+    if found["--hosts"] is not None:
+        hosts = expand_hosts(found["--hosts"])
+        flags = {"--nnodes": str(len(hosts))} | flags
+    script, words = found["training_script"], tuple(found["arguments"])
+    launch = Launch(flags, script, words, hosts, found["--slurm"], found["--dry-run"])
+    if hosts and launch.num_nodes != len(hosts):
+        raise ConfigError(f"--hosts {found['--hosts']} names {len(hosts)} nodes, but --nnodes is {flags['--nnodes']}")
+    return launch
+
+
+def parse_refusing(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> argparse.Namespace:
+    """Parse the launcher's arguments. Raises ConfigError where argparse would print its usage and exit.
+
+    parser: takes torchrun's flags and `training_script`.
+    """
+    known = [flag for action in parser._actions for flag in action.option_strings]
+
+    def refuse(message: str) -> NoReturn:
+        if "training_script" not in message:
+            raise ConfigError(message)
+        unknown = next((word for word in arguments if word.startswith("-") and word.partition("=")[0] not in known), "")
+        hint = f"{unknown} is not a flag of torchrun{nearest(unknown, known)}" if unknown else "the script is missing"
+        raise ConfigError(f"megapipe launch [flags of torchrun] SCRIPT [flags of the script]: {hint}")
+
+    parser.error = refuse  # type: ignore[method-assign]
+    return parser.parse_args(list(arguments))
+
+
+def _spellings(flag: str) -> list[str]:
+    short = [SHORT[flag]] if flag in SHORT else []
+    underscored = "--" + flag[2:].replace("-", "_")
+    return [*short, flag, *([underscored] if underscored != flag else [])]
 
 
 def expand_hosts(text: str) -> tuple[str, ...]:
@@ -153,40 +166,3 @@ def _expanded(part: str, text: str) -> list[str]:
         for number in range(int(ends[1]), int(ends[2] or ends[1]) + 1):
             names += [f"{match[1]}{number:0{len(ends[1])}d}{rest}" for rest in _expanded(match[3], text)]
     return names
-
-
-def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="megapipe launch", add_help=False)
-    for flag in (*VALUE_FLAGS, *OWN_VALUE_FLAGS):
-        parser.add_argument(*_spellings(flag), dest=flag)
-    for flag in (*BARE_FLAGS, *OWN_BARE_FLAGS):
-        parser.add_argument(*_spellings(flag), dest=flag, action="store_true")
-    parser.add_argument("script")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER)
-    known = [
-        spelling
-        for flag in (*VALUE_FLAGS, *BARE_FLAGS, *OWN_VALUE_FLAGS, *OWN_BARE_FLAGS)
-        for spelling in _spellings(flag)
-    ]
-
-    def refuse(message: str) -> NoReturn:
-        unknown = next(
-            (word for word in arguments if word.startswith("-") and word.partition("=")[0] not in known), None
-        )
-        if "required: script" in message:
-            hint = (
-                f": {unknown} is not a flag of torchrun{nearest(unknown, known)}"
-                if unknown
-                else ": the script is missing"
-            )
-            raise ConfigError(f"megapipe launch --dry-run [flags of torchrun] SCRIPT [flags of the script]{hint}")
-        raise ConfigError(f"megapipe launch: {message}")
-
-    parser.error = refuse  # type: ignore[method-assign]
-    return parser
-
-
-def _spellings(flag: str) -> list[str]:
-    short = [SHORT[flag]] if flag in SHORT else []
-    underscored = "--" + flag[2:].replace("-", "_")
-    return [*short, flag, *([underscored] if underscored != flag else [])]

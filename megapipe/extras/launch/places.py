@@ -1,15 +1,19 @@
-"""Placement of ranks as text: rank -> host, device and grid position, rank by rank or as boxes of equal structure."""
+"""Placement of ranks as text (rank -> host, device, grid position), and the traffic of groups between nodes."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megapipe.formatting import text_table
+from megapipe.plan.run_plan import RunPlan
+from megapipe.plan.traffic import message_bytes, messages_to, step_bytes
 from megapipe.topology import AXES, Topology, all_coordinates
 
 SHOWN_AXES = ("pp", "dp", "cp", "tp")
 MOST_RANKS_SHOWN = 32
+SENDING = ("tp", "pp", "replicas", "embedding")  # groups that send much in a step
 Range = tuple[int, int]  # first and last
 
 
@@ -35,10 +39,21 @@ def places_text(topology: Topology, hosts: Sequence[str], device: str = "GPU") -
     hosts: names of the nodes. device: title of the column of local ranks.
     """
     axes = [axis for axis in SHOWN_AXES if topology.size(axis) > 1 or axis in ("pp", "dp", "tp")]
+    per_node = topology.ranks_per_node or topology.world_size
     if topology.world_size <= MOST_RANKS_SHOWN:
-        rows = [("rank", "host", device, *axes), *_rank_rows(topology, hosts, axes)]
+        rows = [("rank", "host", device, *axes)]
+        for rank, place in all_coordinates(topology):
+            shown = (str(place[AXES.index(axis)]) for axis in axes)
+            rows.append((str(rank), hosts[topology.node_of(rank)], str(rank % per_node), *shown))
     else:
-        rows = [("ranks", "hosts", f"{device}s", *axes), *_box_rows(topology, hosts, axes)]
+        rows = [("ranks", "hosts", f"{device}s", *axes)]
+        for box in boxes(topology):
+            first, last = hosts[box.nodes[0]], hosts[box.nodes[1]]
+            names = first if box.num_nodes == 1 else f"{first} to {last} ({box.num_nodes})"
+            local = box.ranks[0] % per_node
+            last_local = local + _width(box.ranks) // box.num_nodes - 1
+            shown = (_range_text(box.places[AXES.index(axis)]) for axis in axes)
+            rows.append((_range_text(box.ranks), names, _range_text((local, last_local)), *shown))
     return list(text_table(rows))
 
 
@@ -49,38 +64,29 @@ def boxes(topology: Topology) -> list[Box]:
     """
     found: list[Box] = []
     for node in range(topology.num_nodes):
-        of_node = _of_node(topology, node)
-        if len(of_node) == 1 and found and _continues(found[-1], of_node[0]):
-            found[-1] = _join(found[-1], of_node[0])
-        else:
-            found += of_node
+        of_node = _node_boxes(topology, node)
+        if len(of_node) == 1 and found:
+            before, box = found[-1], of_node[0]
+            axis = _next_along(before, box)
+            # a whole node continues the box if each node has an equal share of one axis
+            if (
+                axis is not None
+                and _width(before.ranks) == before.num_nodes * _width(box.ranks)
+                and _width(before.places[axis]) == before.num_nodes * _width(box.places[axis])
+            ):
+                found[-1] = _join(before, box)
+                continue
+        found += of_node
     return found
 
 
-def _rank_rows(topology: Topology, hosts: Sequence[str], axes: Sequence[str]) -> Iterator[tuple[str, ...]]:
-    for rank, place in all_coordinates(topology):
-        local = rank % (topology.ranks_per_node or topology.world_size)
-        yield (str(rank), hosts[topology.node_of(rank)], str(local), *(str(place[AXES.index(axis)]) for axis in axes))
-
-
-def _box_rows(topology: Topology, hosts: Sequence[str], axes: Sequence[str]) -> Iterator[tuple[str, ...]]:
-    per_node = topology.ranks_per_node or topology.world_size
-    for box in boxes(topology):
-        first, last = hosts[box.nodes[0]], hosts[box.nodes[1]]
-        names = first if box.num_nodes == 1 else f"{first} to {last} ({box.num_nodes})"
-        width = _width(box.ranks) // box.num_nodes
-        local = box.ranks[0] % per_node
-        places = (_range_text(box.places[AXES.index(axis)]) for axis in axes)
-        yield (_range_text(box.ranks), names, _range_text((local, local + width - 1)), *places)
-
-
-def _of_node(topology: Topology, node: int) -> list[Box]:
+def _node_boxes(topology: Topology, node: int) -> list[Box]:
     """Return the boxes of one node: single ranks, joined while any two neighbours can be."""
     per_node = topology.ranks_per_node or topology.world_size
-    ranks = range(node * per_node, min((node + 1) * per_node, topology.world_size))
-    found = [
-        Box((node, node), (rank, rank), tuple((place, place) for place in topology.coordinates(rank))) for rank in ranks
-    ]
+    found = []
+    for rank in range(node * per_node, min((node + 1) * per_node, topology.world_size)):
+        place = topology.coordinates(rank)
+        found.append(Box((node, node), (rank, rank), tuple(zip(place, place, strict=True))))
     while True:
         joined: list[Box] = []
         for box in found:
@@ -93,24 +99,13 @@ def _of_node(topology: Topology, node: int) -> list[Box]:
         found = joined
 
 
-def _continues(box: Box, node: Box) -> bool:
-    """Return True if a whole node continues `box`: each node has an equal share of one axis."""
-    axis = _next_along(box, node)
-    if axis is None or _width(box.ranks) != box.num_nodes * _width(node.ranks):
-        return False
-    return _width(box.places[axis]) == box.num_nodes * _width(node.places[axis])
-
-
 def _next_along(box: Box, other: Box) -> int | None:
     """Return the only axis on which `other` follows `box`, all others being equal; None if it does not."""
     differing = [axis for axis, (one, two) in enumerate(zip(box.places, other.places, strict=True)) if one != two]
-    if (
-        len(differing) != 1
-        or box.ranks[1] + 1 != other.ranks[0]
-        or box.places[differing[0]][1] + 1 != other.places[differing[0]][0]
-    ):
+    if len(differing) != 1 or box.ranks[1] + 1 != other.ranks[0]:
         return None
-    return differing[0]
+    (axis,) = differing
+    return axis if box.places[axis][1] + 1 == other.places[axis][0] else None
 
 
 def _join(box: Box, other: Box) -> Box:
@@ -124,3 +119,48 @@ def _width(span: Range) -> int:
 
 def _range_text(span: Range) -> str:
     return str(span[0]) if span[0] == span[1] else f"{span[0]}-{span[1]}"
+
+
+@dataclass(frozen=True)
+class GroupTraffic:
+    """One kind of group. ranks: of one such group. crossing: groups that have ranks on several nodes.
+
+    rank_bytes: sent by one rank in a step, the maximum over ranks. network_bytes: sent by a node to others, the maximum
+    over nodes, if rings follow the order of a group's ranks: each of its nodes then sends to one other node what a rank
+    sends to the next.
+    """
+
+    name: str
+    ranks: int
+    groups: int
+    crossing: int
+    rank_bytes: float
+    network_bytes: float
+
+
+def group_traffic(plan: RunPlan) -> tuple[GroupTraffic, ...]:
+    """Return the traffic of all kinds of groups that have more than one rank and send something."""
+    topology = plan.topology
+    by_pp_rank = [step_bytes(plan, pp_rank) for pp_rank in range(topology.pp)]
+    found = []
+    for name in SENDING:
+        groups = [group for group in topology.groups(name) if len(group) > 1]
+        most = max(sent[name] for sent in by_pp_rank)
+        if not groups or not most:
+            continue
+        crossing = [group for group in groups if len(topology.nodes_of(group)) > 1]
+        leaving: defaultdict[int, float] = defaultdict(float)  # bytes by node
+        if name == "pp":
+            to = [messages_to(plan, pp_rank) for pp_rank in range(topology.pp)]
+            for rank in range(topology.world_size):
+                pp_rank, node = topology.coordinates(rank).pp_rank, topology.node_of(rank)
+                for other, count in to[pp_rank].items():
+                    if topology.node_of(rank + (other - pp_rank) * topology.strides["pp"]) != node:
+                        leaving[node] += count * message_bytes(plan)
+        else:
+            for group in crossing:
+                for node in topology.nodes_of(group):
+                    leaving[node] += by_pp_rank[topology.coordinates(group[0]).pp_rank][name]
+        network_bytes = max(leaving.values(), default=0.0)
+        found.append(GroupTraffic(name, len(groups[0]), len(groups), len(crossing), most, network_bytes))
+    return tuple(found)

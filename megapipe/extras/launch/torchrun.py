@@ -17,14 +17,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch.distributed.elastic.rendezvous.registry as rendezvous_registry
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.rendezvous import (
     RendezvousError,
-    RendezvousHandler,
     RendezvousInfo,
     RendezvousParameters,
 )
@@ -33,18 +32,18 @@ from torch.distributed.launcher.api import LaunchConfig
 from torch.distributed.run import config_from_args, determine_local_world_size, get_args_parser
 
 from megapipe.comm.rendezvous import create_store
-from megapipe.config.fields import nearest
 from megapipe.environment import announce_launcher, set_for_libraries
 from megapipe.errors import CommunicationError, ConfigError
+from megapipe.extras.launch.flags import TORCHRUN_PORT, parse_refusing
 from megapipe.extras.launch.forwarder import Forwarder
 
 LAST_LINES = 30  # of a log file, shown if nothing was printed
-# for the remaining ranks when one has failed: they cannot save, and their messages would add nothing (cli.failure)
+# for the remaining ranks when one has failed: they cannot save, and their messages would add nothing (cli.frame)
 GRACE_SECONDS = 2
 SAVING_SECONDS = 60  # for healthy ranks that are restarted because a node joined
 TOLD_BY_RANK = (1, 2, 3, 130)  # exit codes of a program that has printed its error
 FINAL = (2, 3, 130)  # of these, where a restart would not help: refused, no progress, interrupted twice
-LOOPBACK, TORCHRUN_PORT = "127.0.0.1", 29500
+LOOPBACK = "127.0.0.1"
 
 
 @dataclass(frozen=True)
@@ -63,23 +62,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """Parse torchrun's arguments. Raises ConfigError where torchrun would print its usage; `--help` exits."""
     parser = get_args_parser()
     parser.prog = "megapipe launch"
-    known = [flag for action in parser._actions for flag in action.option_strings]
-
-    def refuse(message: str) -> NoReturn:
-        unknown = next(
-            (word for word in arguments if word.startswith("-") and word.partition("=")[0] not in known), None
-        )
-        if "training_script" in message:
-            hint = (
-                f": {unknown} is not a flag of torchrun{nearest(unknown, known)}"
-                if unknown
-                else ": the script is missing"
-            )
-            raise ConfigError(f"megapipe launch [flags of torchrun] SCRIPT [flags of the script]{hint}")
-        raise ConfigError(f"megapipe launch: {message}")
-
-    parser.error = refuse  # type: ignore[method-assign]
-    return parser.parse_args(list(arguments))
+    return parse_refusing(parser, arguments)
 
 
 def ranks_here(arguments: argparse.Namespace) -> int:
@@ -115,14 +98,14 @@ def run(arguments: argparse.Namespace, num_threads: int, forwarder: Forwarder) -
             agent = _Agent(forwarder, _worker_spec(config, command, command_arguments), config.logs_specs)
             result = agent.run()
         except (AssertionError, ValueError) as error:
-            raise ConfigError(f"megapipe launch: {error}") from None
+            raise ConfigError(str(error)) from None
         except (RuntimeError, OSError, RendezvousError) as error:
             raise CommunicationError(
                 f"the nodes could not connect: {str(error.__cause__ or error).splitlines()[0]}"
             ) from error
     if not result.is_failed():
         return Outcome(0)
-    outcome = outcome_of({rank: failure.exitcode for rank, failure in result.failures.items()}, forwarder.received)
+    outcome = _outcome(result, forwarder)
     words = "" if outcome.rank is None else agent.last_words(outcome.rank, result.failures[outcome.rank].local_rank)
     return replace(outcome, message="\n".join(filter(None, [outcome.message, words])))
 
@@ -136,22 +119,18 @@ def outcome_of(exit_codes: Mapping[int, int], received: signal.Signals | None = 
     own = {rank: code for rank, code in exit_codes.items() if code != -signal.SIGTERM}
     rank, code = next(iter((own or exit_codes).items()))
     if received is not None and code in (-received, -signal.SIGTERM, -signal.SIGKILL):
-        return Outcome(
-            128 + received, f"ended by {received.name} before the ranks could save; saved checkpoints are intact", rank
-        )
+        message = f"ended by {received.name} before the ranks could save; saved checkpoints are intact"
+        return Outcome(128 + received, message, rank)
     if code < 0:
-        name = signal.Signals(-code).name
         hint = "; the system may have run out of memory" if code == -signal.SIGKILL else ""
-        return Outcome(
-            128 - code,
-            f"rank {rank} was killed by {name}{hint}. All ranks were terminated; saved checkpoints are intact",
-            rank,
-        )
-    return Outcome(
-        code,
-        "" if code in TOLD_BY_RANK else f"rank {rank} ended with exit code {code}; all ranks were terminated",
-        rank,
-    )
+        message = f"rank {rank} was killed by {signal.Signals(-code).name}{hint}. All ranks were terminated; saved "
+        return Outcome(128 - code, message + "checkpoints are intact", rank)
+    message = "" if code in TOLD_BY_RANK else f"rank {rank} ended with exit code {code}; all ranks were terminated"
+    return Outcome(code, message, rank)
+
+
+def _outcome(result: RunResult, forwarder: Forwarder) -> Outcome:
+    return outcome_of({rank: failure.exitcode for rank, failure in result.failures.items()}, forwarder.received)
 
 
 def free_port() -> int:
@@ -199,9 +178,7 @@ class _Agent(LocalElasticAgent):
         self._forwarder.repeat_request()
         result = super()._monitor_workers(worker_group)
         if result.is_failed() and self._remaining_restarts:
-            outcome = outcome_of(
-                {rank: failure.exitcode for rank, failure in result.failures.items()}, self._forwarder.received
-            )
+            outcome = _outcome(result, self._forwarder)
             if self._forwarder.received is not None or outcome.exit_code in FINAL:
                 self._remaining_restarts = 0
             else:
@@ -230,13 +207,16 @@ def _worker_spec(config: LaunchConfig, command: Any, command_arguments: Sequence
         local_addr=config.local_addr,
         **config.rdzv_configs,
     )
+    rendezvous = rendezvous_registry.get_rendezvous_handler(parameters)
+    if isinstance(rendezvous, StaticTCPRendezvous):  # its store would listen on every network interface
+        rendezvous = _Static(rendezvous)
     address, _, port = config.rdzv_endpoint.rpartition(":") if config.rdzv_backend == "static" else ("", "", "")
     return WorkerSpec(
         role=config.role,
         local_world_size=config.nproc_per_node,
         entrypoint=command,
         args=tuple(command_arguments),
-        rdzv_handler=_rendezvous(parameters),
+        rdzv_handler=rendezvous,
         max_restarts=config.max_restarts,
         monitor_interval=config.monitor_interval,
         master_addr=address or None,
@@ -246,14 +226,8 @@ def _worker_spec(config: LaunchConfig, command: Any, command_arguments: Sequence
     )
 
 
-def _rendezvous(parameters: RendezvousParameters) -> RendezvousHandler:
-    """Return torch's rendezvous handler; the static one's store listens only on the job's network interface."""
-    handler = rendezvous_registry.get_rendezvous_handler(parameters)
-    return _Static(handler) if isinstance(handler, StaticTCPRendezvous) else handler
-
-
 class _Static(StaticTCPRendezvous):
-    """torch's static rendezvous with megapipe's store."""
+    """torch's static rendezvous with megapipe's store, which listens only on the job's network interface."""
 
     def __init__(self, of: StaticTCPRendezvous) -> None:
         super().__init__(

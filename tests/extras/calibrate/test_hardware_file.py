@@ -18,7 +18,7 @@ from megapipe.extras.calibrate import rates
 from megapipe.extras.calibrate.hardware_file import ASSUMED_LINKS, Machine, as_data, hardware_measured, to_yaml, write
 from megapipe.extras.calibrate.measure import Found, MeasuredLink, fitted, link_trials
 from megapipe.extras.calibrate.rates import MIN_REPEATS, WARM_UPS, Rates, Stopwatch, slowest
-from megapipe.extras.cli.calibrate import calibrate, main
+from megapipe.extras.cli.calibrate import main
 from megapipe.extras.cli.command import main as megapipe
 from megapipe.extras.doctor.trials import SEND, Sample, Trial
 from megapipe.plan.hardware import HARDWARE, Hardware, Link, read_hardware
@@ -73,7 +73,8 @@ def two_ranks(rank: int, world_size: int, path: str) -> None:
     environment = Environment(rank, world_size, rank, world_size, 1, 0, "127.0.0.1", 0, "torchrun", num_threads=1)
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(rates.SIZES, "cpu", SMALL)
-        assert calibrate(["--output", path, "--seconds", "0.3", "--device", "cpu"], environment) == 0
+        own = main.parse(["--output", path, "--seconds", "0.3", "--device", "cpu"])
+        assert main.body(own, environment) is None
 
 
 def test_two_ranks_measure_the_link_of_their_node(rank_pools: Callable[[int], RankPool], tmp_path: Path) -> None:

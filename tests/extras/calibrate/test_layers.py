@@ -13,7 +13,7 @@ import torch
 
 from megapipe.extras.calibrate.layers import timed
 from megapipe.extras.calibrate.rates import SIZES, Stopwatch, fp8_gemms
-from megapipe.extras.cli.plan import plan_for
+from megapipe.extras.cli.planning import plan_for
 from megapipe.extras.cli.profile_layers import main
 from megapipe.gpu.device_clock import EventClock
 from megapipe.schedule.action import Op

@@ -9,7 +9,7 @@ import pytest
 
 from megapipe.config.config import Config, all_fields, value_of
 from megapipe.config.load import load_config
-from megapipe.extras.cli.plan import plan_for
+from megapipe.extras.cli.planning import plan_for
 from megapipe.plan.run_plan import RunPlan
 
 REPOSITORY = Path(__file__).resolve().parents[3]

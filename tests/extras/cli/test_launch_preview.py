@@ -14,8 +14,7 @@ import pytest
 from hypothesis import given
 
 from megapipe.errors import ConfigError
-from megapipe.extras.cli.launch import main
-from megapipe.extras.cli.launch_preview import preview
+from megapipe.extras.cli.launch import main, preview
 from megapipe.extras.launch.flags import BARE_FLAGS, VALUE_FLAGS, expand_hosts, read_launch
 from tests.launch.scripts import REPOSITORY
 

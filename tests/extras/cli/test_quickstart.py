@@ -9,17 +9,16 @@ import pytest
 
 from megapipe.config.load import load_config
 from megapipe.errors import ConfigError
-from megapipe.extras.cli import quickstart as door
+from megapipe.extras.cli import quickstart
 from megapipe.extras.cli.quickstart import (
+    Prepared,
     choose_grid,
     gpu_grid,
     last_validation_loss,
-    parse,
+    prepare,
     pretrain_arguments,
     profile_flags,
-    quickstart,
 )
-from megapipe.extras.cli.quickstart_corpus import Prepared, prepare
 from megapipe.plan.resolve import resolve
 
 PREPARED = Prepared(Path("f"), Path("f/tokens"), Path("f/tokenizer.model"), 5.0, ("def ",))
@@ -29,7 +28,7 @@ def grid(
     monkeypatch: pytest.MonkeyPatch, num_gpus: int, *flags: str, ranks: int | None = None
 ) -> tuple[int, int, int, int]:
     """Return (tp, pp, chunks, dp) of the quickstart, resolved as on a rank."""
-    monkeypatch.setattr(door, "count_gpus", lambda: num_gpus)
+    monkeypatch.setattr(quickstart, "count_gpus", lambda: num_gpus)
     chosen = choose_grid(flags, ranks)
     words = [word for path in chosen.configs for word in ("--config", str(path))]
     loaded = load_config([*words, *chosen.flags, "--vocab-size", "2048", *flags], is_job=False)
@@ -75,7 +74,7 @@ def test_every_number_of_gpus_gets_a_grid_that_divides_it() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--steps", "0"], "--steps 0: expected a number above 0"),
+        (["--steps", "0"], "--steps 0 must be above 0"),
         (["--steps", "many"], "invalid int value: 'many'"),
         (["--data-path", "x"], "--data-path is set by the quickstart itself; use --corpus"),
         (["--train-iters", "5"], "--train-iters is set by the quickstart itself; use --steps"),
@@ -91,19 +90,19 @@ def test_wrong_options_are_answered_in_one_line(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(door, "count_gpus", lambda: 0)
-    assert door.main([*arguments, "--out", str(tmp_path)]) == 2
+    monkeypatch.setattr(quickstart, "count_gpus", lambda: 0)
+    assert quickstart.main([*arguments, "--out", str(tmp_path)]) == 2
     error = capsys.readouterr().err
-    assert message in error and error.startswith("quickstart: ") and "Traceback" not in error
+    assert message in error and error.startswith("error: ") and "Traceback" not in error
 
 
 def test_own_options_and_flags_of_the_training_are_told_apart() -> None:
-    wishes, flags = parse(["--corpus", "text", "--vocab_size", "512", "--lr", "1e-3", "--", "--bf16"])
-    assert (wishes.corpus, wishes.vocab_size, flags) == ("text", 512, ["--lr", "1e-3", "--bf16"])
+    own = quickstart.main.parse(["--corpus", "text", "--vocab_size", "512", "--lr", "1e-3", "--", "--bf16"])
+    assert (own.corpus, own.vocab_size, own.flags) == ("text", 512, ["--lr", "1e-3", "--bf16"])
 
 
 def corpus_file(path: Path, first_line: str) -> Path:
-    sources = [file.read_text() for file in sorted((door.REPOSITORY / "megapipe" / "config").rglob("*.py"))]
+    sources = [file.read_text() for file in sorted((quickstart.REPOSITORY / "megapipe" / "config").rglob("*.py"))]
     path.write_text("\n\n".join([first_line, *sources]))
     return path
 
@@ -135,7 +134,7 @@ def test_a_half_made_folder_is_made_anew(tmp_path: Path, capsys: pytest.CaptureF
 
 
 def test_a_second_run_goes_on_for_as_many_steps_again() -> None:
-    words = pretrain_arguments(PREPARED, Path("f/checkpoints"), [door.CPU_CONFIG], done=260, steps=100)
+    words = pretrain_arguments(PREPARED, Path("f/checkpoints"), [quickstart.CPU_CONFIG], done=260, steps=100)
     config = load_config(words, is_job=True).config
     assert (config.training.train_iters, config.optimizer.lr_wsd_decay_iters) == (360, 35)
     assert (
@@ -159,11 +158,11 @@ def test_the_summary_takes_the_validation_loss_of_the_last_step(tmp_path: Path) 
 
 def test_the_quickstart_starts_the_ranks_of_the_grid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[list[str]] = []
-    monkeypatch.setattr(door, "count_gpus", lambda: 0)
+    monkeypatch.setattr(quickstart, "count_gpus", lambda: 0)
     monkeypatch.setattr("megapipe.extras.cli.launch.launch", lambda words: started.append(words) or 7)
     text = corpus_file(tmp_path / "text.txt", "number")
     assert (
-        quickstart(
+        quickstart.main(
             ["--corpus", str(text), "--out", str(tmp_path), "--vocab-size", "500", "--steps", "3", "--lr", "1e-3"]
         )
         == 7
@@ -182,7 +181,7 @@ def test_the_quickstart_starts_the_ranks_of_the_grid(tmp_path: Path, monkeypatch
 def test_two_steps_are_profiled_within_the_run(done: int, steps: int, span: tuple[int, int]) -> None:
     words = profile_flags(done, steps)
     config = load_config(
-        [*pretrain_arguments(PREPARED, Path("f/checkpoints"), [door.CPU_CONFIG], done, steps), *words]
+        [*pretrain_arguments(PREPARED, Path("f/checkpoints"), [quickstart.CPU_CONFIG], done, steps), *words]
     ).config
     assert config.logging.profile_pipeline
     assert (config.logging.profile_step_start, config.logging.profile_step_end) == span

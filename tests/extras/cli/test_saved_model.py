@@ -5,7 +5,6 @@ They cover the vocabulary size and the tokenizer.
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 
 import pytest
@@ -13,8 +12,9 @@ import tokenizers as library
 
 from megapipe.environment import read_environment
 from megapipe.errors import ConfigError
+from megapipe.extras.cli.frame import Command
 from megapipe.extras.cli.generate import main as generate
-from megapipe.extras.cli.saved_model import SavedModel, add_model_flags, open_model
+from megapipe.extras.cli.saved_model import MODEL_OPTIONS, SavedModel, open_model
 from tests.train.jobs import job
 
 
@@ -25,11 +25,9 @@ def trained(root: Path, flags: str) -> Path:
 
 
 def opened(root: Path, *flags: str) -> SavedModel:
-    parser = argparse.ArgumentParser()
-    add_model_flags(parser)
-    return open_model(
-        parser.parse_args(["--load", str(root), "--device", "cpu", *flags]), read_environment({}), micro_batch_size=1
-    )
+    command = Command("test", None, MODEL_OPTIONS, lambda own: None)
+    own = command.parse(["--load", str(root), "--device", "cpu", *flags])
+    return open_model(own, read_environment({}), micro_batch_size=1)
 
 
 def test_a_tokenizer_given_by_flags_does_not_change_the_vocabulary(

@@ -313,4 +313,4 @@ def test_a_folder_that_is_no_run_is_refused_and_those_below_are_named(
     assert main([str(tmp_path / "nothing")]) == 2
     assert "is not a folder" in capsys.readouterr().err
     assert main([str(recorded), "--output", str(tmp_path / "no" / "page.html")]) == 2
-    assert "cannot be written to: No such file or directory; say where with --output FILE" in capsys.readouterr().err
+    assert "cannot be written: No such file or directory; say where with --output FILE" in capsys.readouterr().err

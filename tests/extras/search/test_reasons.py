@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from megapipe.config.config import Config
-from megapipe.extras.cli.layout_search import as_configured
+from megapipe.extras.cli.plan import as_configured
 from megapipe.extras.search.reasons import fill_the_pipeline, oddities, reasons
 from megapipe.extras.search.search import Candidate, search
 from megapipe.plan.hardware import GIB, hardware_named

@@ -1,0 +1,258 @@
+"""The frame of every command: its options as a table, help, one error message, Ctrl-C, exit codes, several ranks.
+
+An error that all ranks raise is printed by rank 0; the others wait for a moment, during which the launcher ends them. A
+rank that lost its peer waits longer, because the peer's message is the one that helps.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NoReturn
+
+from megapipe.environment import Environment, read_environment
+from megapipe.errors import CommunicationError, ConfigError, MegapipeError
+from megapipe.monitor.process import wait_for_end
+
+# rank 0 may find the same error later; longer than the launcher keeps other ranks alive once one has failed
+OTHER_RANK_SECONDS = 4.0
+LOST_PEER_SECONDS = 6.0
+INTERRUPTED = 130
+TITLES = {  # exception -> first words of its message; "error" for all others
+    "DataError": "data error",
+    "CheckpointError": "checkpoint error",
+    "DamageError": "checkpoint error",
+    "CommunicationError": "communication error",
+    "TrainingError": "training stopped",
+    "ScheduleError": "schedule error",
+    "NoProgressError": "no progress",
+}
+
+
+@dataclass(frozen=True)
+class Option:
+    """One option or positional argument: the arguments of `ArgumentParser.add_argument`, and a range for its number."""
+
+    names: tuple[str, ...]
+    settings: Mapping[str, Any]
+    above: float | None = None
+    at_least: float | None = None
+
+    def check(self, value: float | None) -> None:
+        """Raise ConfigError if the number is out of range; infinity is not `at_least` anything."""
+        if value is not None and self.above is not None and not value > self.above:
+            raise ConfigError(f"{self.names[-1]} {value:g} must be above {self.above:g}")
+        if value is not None and self.at_least is not None and not self.at_least <= value < math.inf:
+            raise ConfigError(f"{self.names[-1]} {value:g} must be at least {self.at_least:g}")
+
+
+def option(*names: str, above: float | None = None, at_least: float | None = None, **settings: Any) -> Option:
+    """Return an option for the table of a command."""
+    return Option(names, settings, above, at_least)
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser that raises ConfigError where argparse prints its usage and exits."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message}; see --help")
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command. Called with the words after its name, it runs and returns the exit code.
+
+    help: the text above the options in --help. options: strings are the titles of the groups that follow them.
+    body: gets the options, with on_ranks also the environment; it returns the exit code or None for 0.
+    takes_config: it also takes the flags of pretrain_gpt.py; body finds them in `flags` of its options.
+    needs_words: without any word it prints its help and fails. interrupted: printed after Ctrl-C.
+    refused: flags of Megatron's tools that are missing here -> what to do instead.
+    """
+
+    name: str
+    help: str | None
+    options: Sequence[str | Option]
+    body: Callable[..., int | None]
+    on_ranks: bool = False
+    takes_config: bool = False
+    needs_words: bool = True
+    interrupted: str = "interrupted"
+    refused: Mapping[str, str] = field(default_factory=dict)
+
+    def __call__(self, arguments: Sequence[str]) -> int:
+        words = list(arguments)
+        if "-h" in words or "--help" in words or (self.needs_words and not words):
+            print(self.parser().format_help(), end="")
+            return 0 if words else 2
+        if self.on_ranks:
+            return run_on_ranks(lambda found: self.body(self.parse(words), found) or 0, self.interrupted)
+
+        def run() -> int:
+            try:
+                return self.body(self.parse(words)) or 0
+            except OSError as error:
+                told = f"{error.filename}: {error.strerror}" if error.filename else str(error)
+                raise MegapipeError(told) from None
+
+        return guarded(run, interrupted=self.interrupted)
+
+    def parser(self) -> Parser:
+        """Return argparse's parser of the options."""
+        parser = Parser(
+            prog=self.name,
+            description=self.help,
+            epilog="All other flags are those of pretrain_gpt.py." if self.takes_config else None,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
+        )
+        group: argparse._ActionsContainer = parser
+        for each in self.options:
+            if isinstance(each, str):
+                group = parser.add_argument_group(each)
+            else:
+                group.add_argument(*each.names, **each.settings)
+        return parser
+
+    def parse(self, words: Sequence[str]) -> argparse.Namespace:
+        """Parse flags with - or _. Raises ConfigError for an unknown flag, with the nearest one."""
+        parser = self.parser()
+        known = [flag for action in parser._actions for flag in action.option_strings]
+        dashed = []
+        for word in words:
+            flag, equals, value = word.partition("=")
+            plain = flag.replace("_", "-")
+            if flag.startswith("--") and plain in known:
+                word = plain + equals + value
+            elif len(flag) > 2 and flag.startswith("--") and not self.takes_config:
+                from megapipe.config.fields import nearest  # here, since most commands start without the configuration
+
+                if plain in self.refused:
+                    raise ConfigError(f"{plain}: {self.refused[plain]}")
+                raise ConfigError(f"{plain} is not a flag of {self.name}{nearest(plain, known) or '; see --help'}")
+            dashed.append(word)
+        if self.takes_config:
+            own, flags = parser.parse_known_args(dashed)
+            own.flags = [word for word in flags if word != "--"]
+        else:
+            own = parser.parse_args(dashed)
+        for each in self.options:
+            if isinstance(each, Option) and (each.above is not None or each.at_least is not None):
+                each.check(getattr(own, each.names[-1].lstrip("-").replace("-", "_")))
+        return own
+
+
+def guarded(
+    body: Callable[[], int], global_rank: int = 0, world_size: int = 1, interrupted: str = "interrupted"
+) -> int:
+    """Run `body` and return its result, or print its error once and return the exit code.
+
+    A bug is printed with its traceback. interrupted: what rank 0 prints after Ctrl-C.
+    """
+    try:
+        return body()
+    except KeyboardInterrupt:
+        if global_rank == 0:
+            print(interrupted, file=sys.stderr, flush=True)
+        return INTERRUPTED
+    except Exception as error:
+        if world_size > 1 and isinstance(error, CommunicationError):
+            time.sleep(LOST_PEER_SECONDS)
+        elif global_rank != 0:
+            time.sleep(OTHER_RANK_SECONDS)
+        if isinstance(error, MegapipeError):
+            where = f" (rank {global_rank})" if world_size > 1 else ""
+            title = TITLES.get(type(error).__name__, "error")
+            print(f"{title}{where}: {error}", file=sys.stderr, flush=True)
+            return error.exit_code
+        bug = "this is a bug in megapipe, please report it with the following traceback"
+        print(f"rank {global_rank}: {bug}", file=sys.stderr)
+        traceback.print_exc()
+        sys.stderr.flush()
+        return 1
+
+
+def run_on_ranks(body: Callable[[Environment], int], interrupted: str) -> int:
+    """Run `body` on this rank and return the exit code; an error of all ranks is printed once.
+
+    With several ranks, an error ends the process at once.
+    """
+    try:
+        environment = read_environment()
+    except ConfigError as error:  # the rank is unknown, so every rank prints
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    end_with_launcher(environment)
+    code = guarded(lambda: body(environment), environment.global_rank, environment.world_size, interrupted)
+    if environment.is_distributed:
+        if code:
+            end_at_once(code)
+        from megapipe.comm.bootstrap import shutdown  # torch
+
+        shutdown(0)
+    return code
+
+
+def end_at_once(code: int) -> NoReturn:
+    """End this rank without destructors of communicators and threads, which can hang or abort once a peer is gone."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def end_with_launcher(environment: Environment) -> None:
+    """Watch torchrun's agent, or `megapipe launch`, and end this process when it ends. Does nothing without a launcher.
+
+    A launcher that was killed with `kill -9` cannot end its ranks, which have their own sessions. Unsaved state is
+    lost, as with `kill -9` of the ranks: a restarted job must not meet ranks of the old one.
+    """
+    if environment.launcher != "torchrun":
+        return
+    launcher = environment.launcher_pid
+    if launcher is None or not is_ancestor(launcher):
+        launcher = os.getppid()
+
+    def watch() -> None:
+        wait_for_end(launcher)
+        with suppress(OSError):  # the terminal may be gone too
+            if environment.local_rank == 0:
+                print(
+                    f"rank {environment.global_rank}: the launcher (process {launcher}) died without an error message "
+                    "(kill -9, or out of memory). The ranks of this host are terminated; saved checkpoints are intact",
+                    file=sys.stderr,
+                    flush=True,
+                )
+            end_at_once(1)
+        os._exit(1)
+
+    threading.Thread(target=watch, name="launcher-watch", daemon=True).start()
+
+
+def is_ancestor(process: int) -> bool:
+    """Return True if this process descends from another (a process id from outside a container is unknown inside)."""
+    parent = os.getppid()
+    while parent > 1 and parent != process:
+        try:
+            with open(f"/proc/{parent}/stat", encoding="utf-8", errors="replace") as file:
+                parent = int(file.read().rpartition(")")[2].split()[1])
+        except OSError:
+            return False
+    return parent == process
+
+
+def write_file(path: Path, text: str, flag: str) -> None:
+    """Write a whole file or none, by way of a temporary file. flag: gives the path. Raises ConfigError if it cannot."""
+    partial = path.with_name(f".{path.name}.tmp")
+    try:
+        partial.write_text(text, encoding="utf-8")
+        os.replace(partial, path)
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be written: {error.strerror}; say where with {flag} FILE") from None

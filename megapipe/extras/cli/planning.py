@@ -1,0 +1,58 @@
+"""The plan of a configuration with the vocabulary of its tokenizer, and the options that name the hardware."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+
+from megapipe.assembly.datasets import tokenizer_of
+from megapipe.config.config import Config
+from megapipe.config.load import LoadedConfig, load_config
+from megapipe.errors import ConfigError
+from megapipe.extras.cli.frame import option
+from megapipe.plan.hardware import Hardware, hardware_named, read_hardware
+from megapipe.plan.resolve import resolve
+from megapipe.plan.run_plan import RunPlan
+
+HARDWARE_OPTIONS = (
+    option("--gpu", metavar="NAME", help="the accelerator, by its name in the hardware table (docs/planner.md)"),
+    option("--hardware", metavar="FILE", type=Path, help="the accelerator and its links, as a YAML file"),
+)
+
+
+def with_vocabulary(config: Config) -> Config:
+    """Fill in the tokenizer's vocabulary size if it is not given. Raises ConfigError if the given size is too small."""
+    tokenizer = tokenizer_of(config)
+    if tokenizer is None:
+        return config
+    given = config.model.vocab_size
+    if config.data.tokenizer_type == "NullTokenizer":  # it is built from --vocab-size, and has one more token
+        given = None
+    if given is not None and given < tokenizer.vocab_size:
+        raise ConfigError(
+            f"--vocab-size {given} is smaller than the {tokenizer.vocab_size} tokens of the tokenizer "
+            f"{config.data.tokenizer_model}; leave it out"
+        )
+    model = dataclasses.replace(config.model, vocab_size=given or tokenizer.vocab_size)
+    return dataclasses.replace(config, model=model)
+
+
+def planned(loaded: LoadedConfig, num_ranks: int, ranks_per_node: int | None) -> RunPlan:
+    """Resolve a loaded configuration on that many ranks. Raises ConfigError."""
+    return resolve(with_vocabulary(loaded.config), num_ranks, ranks_per_node)
+
+
+def plan_for(arguments: Sequence[str], num_ranks: int, ranks_per_node: int | None = None) -> RunPlan:
+    """Resolve flags and YAML files on that many ranks; the job may be incomplete. Raises ConfigError."""
+    return planned(load_config(arguments, is_job=False), num_ranks, ranks_per_node)
+
+
+def hardware_given(own: argparse.Namespace) -> Hardware | None:
+    """Return the hardware of HARDWARE_OPTIONS, None if neither is given. Raises ConfigError."""
+    if own.gpu is not None and own.hardware is not None:
+        raise ConfigError("--gpu and --hardware both give the accelerator; give one of the two")
+    if own.hardware is not None:
+        return read_hardware(own.hardware)
+    return None if own.gpu is None else hardware_named(own.gpu)
