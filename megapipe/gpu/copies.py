@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from megapipe.schedule.moves import host_pieces
+from megapipe.schedule.lifetimes import host_pieces
 
 Copy = Callable[[], None]
 

@@ -19,7 +19,7 @@ from megapipe.plan.activations import deferred_bytes, group_sizes, layers_of
 from megapipe.plan.run_plan import RunPlan
 from megapipe.plan.temporaries import backward_peak
 from megapipe.schedule.action import Action, Op
-from megapipe.schedule.moves import Moment, Moves, StageGroups, Unit, host_pieces, moments_of, plan_moves
+from megapipe.schedule.lifetimes import Moment, Moves, StageGroups, Unit, host_pieces, moments_of, plan_moves
 from megapipe.schedule.partition import StageLayers
 
 # offloaded groups on the device at the peak of a step: one in use, one being copied

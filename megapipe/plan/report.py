@@ -58,7 +58,7 @@ def _headline(plan: RunPlan) -> Iterator[str]:
 
 def _asynchronous(plan: RunPlan) -> Iterator[str]:
     count = plan.batch.full // plan.batch.samples_per_microbatch
-    updates = plan.weight_versions(count, 0).num_updates
+    updates = len(plan.weight_versions(count, 0).group_sizes)
     held = [plan.num_weight_versions(pp_rank) for pp_rank in range(plan.topology.pp)]
     versions = count_text(held[0], "version") if len(set(held)) == 1 else f"{max(held)} to {min(held)} versions"
     alike = "; with a single update a step trains as 1f1b does: raise --global-batch-size" if updates == 1 else ""

@@ -15,14 +15,13 @@ from megapipe.plan.measured_layers import measured_costs
 from megapipe.schedule.action import Op
 from megapipe.schedule.families import SCHEDULES, build_forward_only, build_lowered
 from megapipe.schedule.generate.shape import AutoGoal
-from megapipe.schedule.head_start import give_head_start
-from megapipe.schedule.lifetimes import Slots, assign_slots, num_slots
+from megapipe.schedule.lifetimes import Slots, WeightVersions, assign_slots, num_slots, weight_versions
+from megapipe.schedule.lower import give_head_start
 from megapipe.schedule.partition import Partition
 from megapipe.schedule.placement import Placement
 from megapipe.schedule.schedule import Schedule
 from megapipe.schedule.simulate import Costs, unhindered_send_depth
 from megapipe.schedule.validate import validate
-from megapipe.schedule.weight_versions import WeightVersions, weight_versions
 from megapipe.sharding.buffers import BufferKind, BufferLayout, layout_buffers
 from megapipe.sharding.spec import ParamSpec
 from megapipe.topology import Topology

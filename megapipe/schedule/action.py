@@ -66,8 +66,6 @@ def parse_action(text: str) -> Action:
         )
     op = names[match[2]]
     if (op is Op.REDUCE_GRAD) != (match[3] == ""):
-        rule = (
-            "takes no microbatch" if op is Op.REDUCE_GRAD else "needs a microbatch, as in " + match[1] + op.value + "0"
-        )
+        rule = "takes no microbatch" if op is Op.REDUCE_GRAD else f"needs a microbatch, as in {match[1]}{op.value}0"
         raise ScheduleError(f"{text!r} is not an action: {op.value} {rule}")
     return Action(int(match[1]), op, int(match[3]) if match[3] else None)

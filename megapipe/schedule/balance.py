@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -50,14 +50,21 @@ def balanced_cuts(question: CutQuestion) -> list[Partition]:
     between neighbouring stages as long as that helps, which may miss the optimum. With two directions, ranks that share
     their stages count as one.
     """
+    placement = question.placement
     found = [_by_stage(question)]
     if len(set(question.rank_speeds)) > 1:
         found.append(_by_stage(replace(question, rank_speeds=(1.0,) * len(question.rank_speeds))))
-    if _shares_ranks(question.placement):
-        fillings = (_earliest, _latest) if question.layers_alike else ()
-        found += [_filled(question, choose) for choose in fillings]
-        if not any(found):
-            found.append(_filled(question, _leanest))
+    if _shares_ranks(placement):
+
+        def one_more(counts: Sequence[int], stage: int) -> float:
+            return round(question.cost(stage, 0, counts[stage] + 1), 12)
+
+        if question.layers_alike:
+            # by the cost of one more layer; of equal stages the first or the last in the model
+            found.append(_filled(question, lambda counts, stage: (one_more(counts, stage), stage)))
+            found.append(_filled(question, lambda counts, stage: (one_more(counts, stage), -stage)))
+        if not any(found):  # the last stages first: they keep their activations for the shortest time
+            found.append(_filled(question, lambda counts, stage: (-stage,)))
         if not question.layers_alike:
             found += [_descended(question, start) for start in found if start is not None]
     return list(dict.fromkeys(cut for cut in found if cut is not None))
@@ -102,42 +109,31 @@ def _all_fit(question: CutQuestion, counts: Sequence[int]) -> bool:
 
 # filling ranks with layers that are alike
 
-# the stages of a share in the order in which they should get a layer
-Choose = Callable[[CutQuestion, "_Share", Sequence[int]], list[int]]
 
-
-@dataclass(frozen=True)
-class _Share:
-    """Stages held by the same rank, or with two directions by the same two ranks."""
-
-    stages: tuple[int, ...]
-    ranks: tuple[int, ...]
-
-
-def _shares(placement: Placement) -> list[_Share]:
-    held: dict[tuple[int, ...], list[int]] = {}
-    for rank in range(placement.num_ranks):
-        held.setdefault(placement.stages_of(rank), []).append(rank)
-    return [_Share(stages, tuple(ranks)) for stages, ranks in held.items()]
-
-
-def _filled(question: CutQuestion, choose: Choose) -> Partition | None:
+def _filled(question: CutQuestion, priority: Callable[[Sequence[int], int], tuple[float, ...]]) -> Partition | None:
     """Give every stage its fewest layers, then each layer to the share that is least busy with it; None if not all
     layers fit.
+
+    A share is the stages held by the same rank, or with two directions by the same two ranks. priority: (layer counts,
+    stage) -> key by which the stages of a share get their next layer, least first.
     """
-    counts = [question.fewest] * question.placement.num_stages
+    placement = question.placement
+    counts = [question.fewest] * placement.num_stages
     if not _all_fit(question, counts):
         return None
+    ranks_of: dict[tuple[int, ...], list[int]] = {}  # stages of a share -> its ranks
+    for rank in range(placement.num_ranks):
+        ranks_of.setdefault(placement.stages_of(rank), []).append(rank)
+    shares = list(ranks_of.items())
     waiting: list[tuple[float, int, int]] = []  # (load with one more layer, share, its stage)
-    shares = _shares(question.placement)
 
     def offer(index: int) -> None:
-        share = shares[index]
-        slowest = min(question.rank_speeds[rank] for rank in share.ranks)
-        for stage in choose(question, share, counts):
+        stages, ranks = shares[index]
+        slowest = min(question.rank_speeds[rank] for rank in ranks)
+        for stage in sorted(stages, key=partial(priority, counts)):
             counts[stage] += 1
-            load = sum(question.cost(s, 0, counts[s]) for s in share.stages) / slowest
-            fit = all(question.fits(rank, tuple(counts[s] for s in share.stages)) for rank in share.ranks)
+            load = sum(question.cost(s, 0, counts[s]) for s in stages) / slowest
+            fit = all(question.fits(rank, tuple(counts[s] for s in stages)) for rank in ranks)
             counts[stage] -= 1
             if fit:
                 heapq.heappush(waiting, (load, index, stage))
@@ -154,55 +150,32 @@ def _filled(question: CutQuestion, choose: Choose) -> Partition | None:
     return from_counts(counts, question.num_layers)
 
 
-def _earliest(question: CutQuestion, share: _Share, counts: Sequence[int]) -> list[int]:
-    """Order stages by their cost with one more layer; equal ones first in the model first."""
-    return sorted(share.stages, key=partial(_one_more, question, counts))
-
-
-def _latest(question: CutQuestion, share: _Share, counts: Sequence[int]) -> list[int]:
-    """Order stages by their cost with one more layer; equal ones last in the model first."""
-    return sorted(share.stages, key=lambda stage: (_one_more(question, counts, stage), -stage))
-
-
-def _leanest(question: CutQuestion, share: _Share, counts: Sequence[int]) -> list[int]:
-    """Order the last stages first: they keep their activations for the shortest time."""
-    return sorted(share.stages, reverse=True)
-
-
-def _one_more(question: CutQuestion, counts: Sequence[int], stage: int) -> float:
-    return round(question.cost(stage, 0, counts[stage] + 1), 12)
-
-
 # moving layers that are not alike
 
 
 def _descended(question: CutQuestion, start: Partition) -> Partition:
     """Move single layers over stage borders until that no longer makes the busiest ranks less busy."""
-    best, best_loads = start, _sorted_loads(question, start)
+
+    def sorted_loads(cut: Partition) -> list[float]:
+        return sorted(rank_loads(question.placement, question.cost, question.rank_speeds, cut), reverse=True)
+
+    def neighbours(counts: Sequence[int]) -> Iterator[list[int]]:
+        for border in range(len(counts) - 1):
+            for giver, taker in ((border, border + 1), (border + 1, border)):
+                if counts[giver] > question.fewest:
+                    moved = list(counts)
+                    moved[giver] -= 1
+                    moved[taker] += 1
+                    yield moved
+
+    best, best_loads = start, sorted_loads(start)
     while True:
-        for counts in _neighbours(best.layer_counts, question.fewest):
-            if not _all_fit(question, counts):
-                continue
-            cut = from_counts(counts, question.num_layers)
-            loads = _sorted_loads(question, cut)
-            if loads < best_loads:
-                best, best_loads = cut, loads
-                break
+        for counts in neighbours(best.layer_counts):
+            if _all_fit(question, counts):
+                cut = from_counts(counts, question.num_layers)
+                loads = sorted_loads(cut)
+                if loads < best_loads:
+                    best, best_loads = cut, loads
+                    break
         else:
             return best
-
-
-def _neighbours(counts: Sequence[int], fewest: int) -> list[list[int]]:
-    found = []
-    for border in range(len(counts) - 1):
-        for giver, taker in ((border, border + 1), (border + 1, border)):
-            if counts[giver] > fewest:
-                moved = list(counts)
-                moved[giver] -= 1
-                moved[taker] += 1
-                found.append(moved)
-    return found
-
-
-def _sorted_loads(question: CutQuestion, cut: Partition) -> list[float]:
-    return sorted(rank_loads(question.placement, question.cost, question.rank_speeds, cut), reverse=True)

@@ -13,7 +13,7 @@ from megapipe.schedule.generate.shape import AutoGoal
 from megapipe.schedule.lifetimes import peak_live_chunks
 from megapipe.schedule.lower import lower
 from megapipe.schedule.schedule import Schedule
-from megapipe.schedule.simulate import Costs, Timeline, peak_waiting_messages, simulate
+from megapipe.schedule.simulate import Costs, Timeline, messages_sent, peak_waiting_messages, simulate
 from megapipe.schedule.validate import validate
 
 
@@ -77,9 +77,8 @@ class Model:
         count = len(self.slices)
         if count % num_stages == 0:
             size = count // num_stages
-            return [
-                Seconds(*map(sum, zip(*self.slices[s * size : (s + 1) * size], strict=True))) for s in range(num_stages)
-            ]
+            parts = [self.slices[stage * size : (stage + 1) * size] for stage in range(num_stages)]
+            return [Seconds(*map(sum, zip(*part, strict=True))) for part in parts]
         if len(set(self.slices)) == 1:
             return [Seconds(*(value * count / num_stages for value in self.slices[0]))] * num_stages
         raise ConfigError(
@@ -154,7 +153,7 @@ def measure(schedule: Schedule, model: Model, receive_depth: int = 2) -> tuple[M
             peak_until_input_gradient=max(peak_live_chunks(schedule, until_input_gradient=True)) * chunk,
             peak_bytes=max(timeline.peak_live_chunks) * chunk * model.activation_bytes,
             inputs_held=max(peak_waiting_messages(timeline)),
-            messages_sent=sum(timeline.messages_sent),
+            messages_sent=sum(messages_sent(lowered)),
             send_depth=proof.send_depth,
             num_actions=proof.num_actions,
         ),

@@ -27,7 +27,7 @@ class ValueKind(enum.Enum):
 
 
 class Value(NamedTuple):
-    """A value of the step; microbatch None stands for every microbatch that the rank runs."""
+    """A value of the step; microbatch None means every microbatch that the rank runs."""
 
     kind: ValueKind
     stage: int
@@ -85,9 +85,8 @@ def makes(action: Action) -> tuple[Value, ...]:
 
 def is_given(value: Value, num_stages: int) -> bool:
     """Return True for values that no action makes: the data before stage 0 and the gradient after the last stage."""
-    return (value.kind is ValueKind.ACT and value.stage < 0) or (
-        value.kind is ValueKind.GRAD and value.stage >= num_stages
-    )
+    kind, stage, _ = value
+    return (kind is ValueKind.ACT and stage < 0) or (kind is ValueKind.GRAD and stage >= num_stages)
 
 
 class Channel(NamedTuple):
@@ -103,12 +102,9 @@ class Channel(NamedTuple):
     direction: int = 0
 
     def __str__(self) -> str:
-        arrow = (
-            f"{self.boundary} -> {self.boundary + 1}"
-            if self.kind is ValueKind.ACT
-            else f"{self.boundary + 1} -> {self.boundary}"
-        )
-        return f"{self.kind.value}s of stage {arrow}" + (f", direction {self.direction}" if self.direction else "")
+        ends = (self.boundary, self.boundary + 1)[:: 1 if self.kind is ValueKind.ACT else -1]
+        direction = f", direction {self.direction}" if self.direction else ""
+        return f"{self.kind.value}s of stage {ends[0]} -> {ends[1]}{direction}"
 
 
 def channel_of(action: Action, num_directions: int = 1) -> Channel:

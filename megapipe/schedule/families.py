@@ -9,19 +9,23 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from megapipe.errors import ConfigError
 from megapipe.schedule.action import Action, Op
-from megapipe.schedule.gc_pause import gc_paused
 from megapipe.schedule.generate.automatic import automatic
-from megapipe.schedule.generate.dualpipe import (
-    check_even_ranks,
+from megapipe.schedule.generate.shape import AutoGoal, Shape
+from megapipe.schedule.generate.split_backward import (
     dualpipe,
     dualpipe_counts,
     dualpipe_v,
     dualpipe_v_counts,
+    v_half,
+    v_min,
+    zb_h1,
+    zb_h2,
+    zb_v,
 )
-from megapipe.schedule.generate.shape import AutoGoal, Shape
 from megapipe.schedule.generate.whole_backward import (
     breadth_first,
     gpipe,
@@ -31,47 +35,30 @@ from megapipe.schedule.generate.whole_backward import (
     pipedream,
     pipedream_2bw,
 )
-from megapipe.schedule.generate.zero_bubble import v_half, v_min, zb_h1, zb_h2, zb_v
+from megapipe.schedule.lifetimes import VersionRule, one_group_stale, stashed
 from megapipe.schedule.lower import lower
-from megapipe.schedule.placement import Placement, linear, loop, two_directions, v_shape
-from megapipe.schedule.schedule import Row, Schedule
+from megapipe.schedule.placement import Placement, loop, two_directions, v_shape
+from megapipe.schedule.schedule import Row, Schedule, gc_paused
 from megapipe.schedule.validate import validate
-from megapipe.schedule.weight_versions import VersionRule, one_group_stale, stashed
-
-Place = Callable[[int, int], Placement]  # (num_ranks, num_chunks) -> placement
-
-
-def _linear(num_ranks: int, num_chunks: int) -> Placement:
-    return linear(num_ranks)
-
-
-def _v(num_ranks: int, num_chunks: int) -> Placement:
-    return v_shape(num_ranks)
-
-
-def _two_directions(num_ranks: int, num_chunks: int) -> Placement:
-    return two_directions(num_ranks)
 
 
 @dataclass(frozen=True)
 class ScheduleFamily:
-    """One row of the table: a name, the placement of the stages, the generator of the rows, and their properties."""
+    """One row of the table: a name, the generator of the rows, the placement of the stages, and their properties."""
 
     name: str
     generate: Callable[[Shape], tuple[Row, ...]]
-    place: Place
     summary: str
+    placement: Callable[[int], Placement] | None = None  # from the number of ranks; None: a loop
     takes_chunks: bool = False  # several chunks per rank, that is stages in each direction
     chunks: int | None = None  # the number of chunks, if the family works with only one number
     without_chunks: str = ""  # the family that this one equals with one chunk
     group_rule: str = ""  # why groups must be at least as large as the ranks; empty: no groups
     splits_backward: bool = False  # has I and W (some of its backwards may be whole)
-    overlaps_pairs: bool = False  # runs a forward and a backward side by side (OVERLAP)
     is_automatic: bool = False  # searched for given times and a memory limit (AutoGoal)
     is_candidate: bool = False  # the layout search tries it: no other family is as fast with less memory
-    check: Callable[[Shape], None] | None = None  # raises ConfigError for other limits
     # (ranks, microbatches) -> (why it cannot run so many microbatches, '' if it can; the nearest numbers that it can
-    # run)
+    # run). Raises ConfigError for other limits.
     counts: Callable[[int, int], tuple[str, tuple[int, ...]]] | None = None
     versions: VersionRule | None = None  # the weights that a microbatch uses where they change within the schedule
 
@@ -88,7 +75,7 @@ class ScheduleFamily:
     @property
     def has_two_directions(self) -> bool:
         """True if microbatches enter at both ends and every stage is on two ranks."""
-        return self.place is _two_directions
+        return self.placement is two_directions
 
     @property
     def runs_plain_modules(self) -> bool:
@@ -99,131 +86,71 @@ class ScheduleFamily:
         """Return the chunks per rank if `asked` are wanted of families that take any number."""
         return self.chunks or (asked if self.takes_chunks else 1)
 
+    def place(self, num_ranks: int, num_chunks: int) -> Placement:
+        """Return which rank holds which stage."""
+        return self.placement(num_ranks) if self.placement else loop(num_ranks, self.num_chunks(num_chunks))
 
-_CHUNK_RUNS_DRY = "a chunk would run dry before its next microbatches arrive"
-_VERSION_IS_LATE = "the weights of the group before would not be there yet"
 
-SCHEDULES: dict[str, ScheduleFamily] = {
-    family.name: family
-    for family in (
-        ScheduleFamily("naive", naive, _linear, "one microbatch at a time through all stages: the baseline"),
-        ScheduleFamily("gpipe", gpipe, _linear, "all forwards, then all backwards; keeps every microbatch"),
-        ScheduleFamily(
-            "1f1b",
-            one_f_one_b,
-            _linear,
-            "one forward, one backward in turn; keeps at most pp microbatches",
-            is_candidate=True,
-        ),
-        ScheduleFamily(
-            "interleaved",
-            interleaved,
-            loop,
-            "1F1B over several chunks per rank; the bubble divided by their number",
-            takes_chunks=True,
-            without_chunks="1f1b",
-            group_rule=_CHUNK_RUNS_DRY,
-            is_candidate=True,
-        ),
-        ScheduleFamily(
-            "breadth-first",
-            breadth_first,
-            loop,
-            "chunk by chunk over all microbatches; keeps all, gathers and reduces each chunk once",
-            takes_chunks=True,
-            without_chunks="gpipe",
-        ),
-        ScheduleFamily(
-            "zb-h1",
-            zb_h1,
-            _linear,
-            "backward split, W in a third of the bubble; the memory of 1F1B",
-            splits_backward=True,
-            is_candidate=True,
-        ),
-        ScheduleFamily(
-            "zb-h2",
-            zb_h2,
-            _linear,
-            "backward split, no bubble between steps where F = I = W; about twice the memory",
-            splits_backward=True,
-        ),
-        ScheduleFamily(
-            "zb-v",
-            zb_v,
-            _v,
-            "backward split on a V: almost no bubble where F = I = W, the memory of 1F1B",
-            takes_chunks=True,
-            chunks=2,
-            splits_backward=True,
-            is_candidate=True,
-        ),
-        ScheduleFamily(
-            "v-half",
-            v_half,
-            _v,
-            "backward split on a V: half the bubble and half the memory of 1F1B",
-            takes_chunks=True,
-            chunks=2,
-            splits_backward=True,
-            is_candidate=True,
-        ),
-        ScheduleFamily(
-            "v-min",
-            v_min,
-            _v,
-            "backward split on a V: two thirds of 1F1B's bubble, a third of its memory",
-            takes_chunks=True,
-            chunks=2,
-            splits_backward=True,
-            is_candidate=True,
-        ),
-        ScheduleFamily(
-            "zb-auto",
-            automatic,
-            _linear,
-            "backward split, searched for measured times and a memory limit",
-            splits_backward=True,
-            is_automatic=True,
-        ),
-        ScheduleFamily(
-            "dualpipe",
-            dualpipe,
-            _two_directions,
-            "from both ends at once, forwards overlapped with backwards; parameters held twice",
-            splits_backward=True,
-            overlaps_pairs=True,
-            check=check_even_ranks,
-            counts=dualpipe_counts,
-        ),
-        ScheduleFamily(
-            "dualpipe-v",
-            dualpipe_v,
-            _v,
-            "DualPipe folded to a V: parameters held once",
-            takes_chunks=True,
-            chunks=2,
-            splits_backward=True,
-            overlaps_pairs=True,
-            counts=dualpipe_v_counts,
-        ),
-        ScheduleFamily(
-            "pipedream",
-            pipedream,
-            _linear,
-            "NOT synchronous: 1F1B that updates after every microbatch, with stashed weights",
-            versions=stashed,
-        ),
-        ScheduleFamily(
-            "pipedream-2bw",
-            pipedream_2bw,
-            _linear,
-            "NOT synchronous: 1F1B that updates after every group, with two weight versions, one step stale",
-            group_rule=_VERSION_IS_LATE,
-            versions=one_group_stale,
-        ),
-    )
-}
+_Split = partial(ScheduleFamily, splits_backward=True)
+_OnV = partial(_Split, placement=v_shape, takes_chunks=True, chunks=2)
+_FAMILIES = (
+    ScheduleFamily("naive", naive, "one microbatch at a time through all stages: the baseline"),
+    ScheduleFamily("gpipe", gpipe, "all forwards, then all backwards; keeps every microbatch"),
+    ScheduleFamily(
+        "1f1b", one_f_one_b, "one forward, one backward in turn; keeps at most pp microbatches", is_candidate=True
+    ),
+    ScheduleFamily(
+        "interleaved",
+        interleaved,
+        "1F1B over several chunks per rank; the bubble divided by their number",
+        takes_chunks=True,
+        without_chunks="1f1b",
+        group_rule="a chunk would run dry before its next microbatches arrive",
+        is_candidate=True,
+    ),
+    ScheduleFamily(
+        "breadth-first",
+        breadth_first,
+        "chunk by chunk over all microbatches; keeps all, gathers and reduces each chunk once",
+        takes_chunks=True,
+        without_chunks="gpipe",
+    ),
+    _Split("zb-h1", zb_h1, "backward split, W in a third of the bubble; the memory of 1F1B", is_candidate=True),
+    _Split("zb-h2", zb_h2, "backward split, no bubble between steps where F = I = W; about twice the memory"),
+    _OnV(
+        "zb-v",
+        zb_v,
+        "backward split on a V: almost no bubble where F = I = W, the memory of 1F1B",
+        is_candidate=True,
+    ),
+    _OnV("v-half", v_half, "backward split on a V: half the bubble and half the memory of 1F1B", is_candidate=True),
+    _OnV(
+        "v-min", v_min, "backward split on a V: two thirds of 1F1B's bubble, a third of its memory", is_candidate=True
+    ),
+    _Split("zb-auto", automatic, "backward split, searched for measured times and a memory limit", is_automatic=True),
+    _Split(
+        "dualpipe",
+        dualpipe,
+        "from both ends at once, forwards overlapped with backwards; parameters held twice",
+        placement=two_directions,
+        counts=dualpipe_counts,
+    ),
+    _OnV("dualpipe-v", dualpipe_v, "DualPipe folded to a V: parameters held once", counts=dualpipe_v_counts),
+    ScheduleFamily(
+        "pipedream",
+        pipedream,
+        "NOT synchronous: 1F1B that updates after every microbatch, with stashed weights",
+        versions=stashed,
+    ),
+    ScheduleFamily(
+        "pipedream-2bw",
+        pipedream_2bw,
+        "NOT synchronous: 1F1B that updates after every group, with two weight versions, one step stale",
+        group_rule="the weights of the group before would not be there yet",
+        versions=one_group_stale,
+    ),
+)
+SCHEDULES = {family.name: family for family in _FAMILIES}
 
 
 def schedule_family(name: str) -> ScheduleFamily:
@@ -257,9 +184,9 @@ def build_schedule(
     with the nearest one that works.
     """
     family = schedule_family(name)
-    shape = _checked_shape(family, num_ranks, num_chunks, num_microbatches, group_size)
-    rows = family.generate(shape._replace(goal=goal))
-    schedule = Schedule(name, family.place(num_ranks, num_chunks), num_microbatches, rows)
+    _check_shape(family, num_ranks, num_chunks, num_microbatches, group_size)
+    shape = Shape(num_ranks, num_chunks, num_microbatches, num_ranks if group_size is None else group_size, goal)
+    schedule = Schedule(name, family.place(num_ranks, num_chunks), num_microbatches, family.generate(shape))
     validate(schedule)
     return schedule
 
@@ -300,43 +227,31 @@ def build_forward_only(placement: Placement, num_microbatches: int, receive_dept
     return schedule
 
 
-def _checked_shape(
+def _check_shape(
     family: ScheduleFamily, num_ranks: int, num_chunks: int, num_microbatches: int, group_size: int | None
-) -> Shape:
-    name = family.name
-    for what, count in (
-        ("pipeline ranks", num_ranks),
-        ("chunks per rank", num_chunks),
-        ("microbatches", num_microbatches),
-    ):
+) -> None:
+    name, group_rule = f"schedule {family.name}", family.group_rule
+    counts = {"pipeline ranks": num_ranks, "chunks per rank": num_chunks, "microbatches": num_microbatches}
+    for what, count in counts.items():
         if count < 1:
-            raise ConfigError(f"schedule {name} with {count} {what}; use 1 or more")
-    if family.chunks is not None and num_chunks != family.chunks:
+            raise ConfigError(f"{name} with {count} {what}; use 1 or more")
+    if family.chunks not in (None, num_chunks):
         raise ConfigError(
-            f"schedule {name} holds {family.chunks} stages per rank, but {num_chunks} were given; use {family.chunks}"
+            f"{name} holds {family.chunks} stages per rank, but {num_chunks} were given; use {family.chunks}"
         )
     if num_chunks > 1 and not family.takes_chunks:
-        several = ", ".join(other for other, row in SCHEDULES.items() if row.takes_chunks)
+        several = ", ".join(other.name for other in SCHEDULES.values() if other.takes_chunks)
         raise ConfigError(
-            f"schedule {name} holds one chunk per rank{' in each direction' if family.has_two_directions else ''}, "
-            f"but {num_chunks} "
-            f"were given; use 1 chunk, or a schedule with chunks: {several}"
+            f"{name} holds one chunk per rank{' in each direction' if family.has_two_directions else ''}, but "
+            f"{num_chunks} were given; use 1 chunk, or a schedule with chunks: {several}"
         )
-    if group_size is not None and not family.takes_group_size:
-        raise ConfigError(
-            f"schedule {name} has no microbatch groups, but a group size of {group_size} was given; omit it"
-        )
+    if group_size is not None and not group_rule:
+        raise ConfigError(f"{name} has no microbatch groups, but a group size of {group_size} was given; omit it")
     if group_size is not None and group_size < num_ranks:
         raise ConfigError(
-            f"a microbatch group of {group_size} is smaller than the {num_ranks} pipeline ranks: {family.group_rule}; "
+            f"a microbatch group of {group_size} is smaller than the {num_ranks} pipeline ranks: {group_rule}; "
             f"use {num_ranks} or more"
         )
-    shape = Shape(num_ranks, num_chunks, num_microbatches, num_ranks if group_size is None else group_size)
-    if family.check is not None:
-        family.check(shape)
     problem, near = family.counts(num_ranks, num_microbatches) if family.counts else ("", ())
     if problem:
-        raise ConfigError(
-            f"schedule {name} {problem}; {num_microbatches} were given: use {' or '.join(map(str, near))}"
-        )
-    return shape
+        raise ConfigError(f"{name} {problem}; {num_microbatches} were given: use {' or '.join(map(str, near))}")

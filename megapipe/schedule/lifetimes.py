@@ -1,17 +1,19 @@
 """The lifetimes of activations and messages on a rank: the only walk that knows what each action creates and frees.
 
-Peaks, memory curves, CUDA-graph slots, weight versions and memory estimates fold over `lifetimes`.
+Peaks, memory curves, CUDA-graph slots, weight versions, offloading and memory estimates fold over `lifetimes`.
 """
 
 from __future__ import annotations
 
 import enum
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from heapq import heappop, heappush
 from typing import NamedTuple
 
-from megapipe.schedule.action import SEND_OPS, Action, Op
+from megapipe.errors import ScheduleError
+from megapipe.schedule.action import COMPUTE_OPS, SEND_OPS, Action, Op
 from megapipe.schedule.placement import Placement
 from megapipe.schedule.schedule import Schedule
 
@@ -47,17 +49,10 @@ class Changes(NamedTuple):
     frees: tuple[Item, ...] = ()  # freed as the action ends
     leaves: tuple[Item, ...] = ()  # there from the end of the action
 
-    def at_start(self, weights: Mapping[Held, float]) -> float:
-        """Return the weighted number of items that the start of the action adds."""
-        return sum(weights.get(kind, 0) for kind, _ in self.creates) - sum(
-            weights.get(kind, 0) for kind, _ in self.takes
-        )
-
-    def at_end(self, weights: Mapping[Held, float]) -> float:
-        """Return the weighted number of items that the end of the action adds."""
-        return sum(weights.get(kind, 0) for kind, _ in self.leaves) - sum(
-            weights.get(kind, 0) for kind, _ in self.frees
-        )
+    def steps(self, weights: Mapping[Held, float]) -> tuple[float, float]:
+        """Return the weighted numbers of items that the start and the end of the action add."""
+        takes, creates, frees, leaves = (sum(weights.get(kind, 0) for kind, _ in items) for items in self)
+        return creates - takes, leaves - frees
 
 
 def lifetimes(
@@ -129,8 +124,7 @@ def peak_held(row: Iterable[Action], weights: Mapping[Held, float], by_stage: Se
 
     weights: of the kinds that count, messages excluded. by_stage: a second factor, for the items of each stage.
     """
-    changes = {op: _changes(0, op, 0, None, 0) for op in Op}
-    steps = {op: (change.at_start(weights), change.at_end(weights)) for op, change in changes.items()}
+    steps = {op: _changes(0, op, 0, None, 0).steps(weights) for op in Op}
     held = peak = 0.0
     for stage, op, _ in row:
         start, end = steps[op]
@@ -186,3 +180,176 @@ def num_slots(slots: Slots) -> Counter[int]:
     for (stage, _), slot in slots.items():
         counts[stage] = max(counts[stage], slot + 1)
     return counts
+
+
+# Weight versions of asynchronous schedules.
+#
+# Version t of a stage is the result of its t-th update; version 0 is the one that the schedule starts with. The
+# backward of a microbatch uses the version of its forward. A schedule drains, so all ranks end with the same number of
+# updates and need only the newest version afterwards.
+
+# (microbatch, group size, newest version at its forward) -> version it uses
+VersionRule = Callable[[int, int, int], int]
+
+
+def stashed(microbatch: int, group_size: int, newest: int) -> int:
+    """Return the newest version of the rank (PipeDream's weight stashing); in 1F1B max(0, microbatch - (p - 1 -
+    rank)).
+    """
+    return newest
+
+
+def one_group_stale(microbatch: int, group_size: int, newest: int) -> int:
+    """Return the version before the previous group's update, the same on every rank (PipeDream-2BW)."""
+    return max(0, microbatch // group_size - 1)
+
+
+@dataclass(frozen=True)
+class WeightVersions:
+    """The weight versions of one rank's stage during a run of its row.
+
+    version_of: microbatch -> version of its forward and backward.
+    buffer_of: version -> buffer; version 0 is in buffer 0.
+    group_sizes: the number of microbatches whose gradients each update takes.
+    """
+
+    version_of: tuple[int, ...]
+    buffer_of: tuple[int, ...]
+    group_sizes: tuple[int, ...]
+
+    @property
+    def num_buffers(self) -> int:
+        """The most versions needed at once: those of microbatches in flight or still to come, and the newest."""
+        return 1 + max(self.buffer_of)
+
+
+def weight_versions(schedule: Schedule, pp_rank: int, rule: VersionRule, group_size: int) -> WeightVersions:
+    """Assign versions and buffers on a rank that holds one stage.
+
+    An update writes into a buffer whose version is no longer needed.
+
+    Raises ScheduleError if a forward runs before the version that it uses.
+    """
+    version_of, newest = [0] * schedule.num_microbatches, 0
+    for stage, op, microbatch in schedule.rows[pp_rank]:
+        newest += op is Op.UPDATE
+        if op is Op.F:
+            version = version_of[microbatch] = rule(microbatch, group_size, newest)  # type: ignore[index,arg-type]
+            if version > newest:
+                raise ScheduleError(
+                    f"schedule {schedule}: {stage}F{microbatch} on rank {pp_rank} uses weight version {version}, the "
+                    f"newest is {newest}"
+                )
+    users = Counter(version_of)  # version -> microbatches that still need it, those to come included
+    buffer_of, group_sizes = [0], []
+    pending = 0  # gradients since the last update
+    for (stage, op, microbatch), changes in lifetimes(schedule.rows[pp_rank]):
+        if (Held.MICROBATCH, stage) in changes.frees:
+            users[version_of[microbatch]] -= 1  # type: ignore[index]
+            pending += 1
+        elif op is Op.UPDATE:
+            taken = {buffer for version, buffer in enumerate(buffer_of) if users[version]}
+            buffer_of.append(next(buffer for buffer in range(len(taken) + 1) if buffer not in taken))
+            group_sizes.append(pending)
+            pending = 0
+    return WeightVersions(tuple(version_of), tuple(buffer_of), tuple(group_sizes))
+
+
+# The plan of activation offloading: when each layer's activations leave the device and return.
+#
+# A unit is what one group of layers (one layer; with full recompute the layers of one checkpoint) keeps for the
+# backward of one microbatch. A moment is the start of the computation of one group: forwards run a stage's groups in
+# order, backwards run the head and then the groups in reverse. A unit is copied to the host after its forward, and its
+# device memory is free one whole moment later; the copy back starts one moment before its backward. A unit whose
+# backward follows too soon to free anything stays on the device.
+
+AHEAD = 1  # moments before its use that the copy back of a unit starts
+COPYING = 2  # moments from the forward of a unit until its device memory is free
+
+
+class Unit(NamedTuple):
+    """The activations that one group of a stage's layers keeps for one microbatch."""
+
+    stage: int
+    microbatch: int
+    group: int
+
+
+class Moment(NamedTuple):
+    """The start of the computation of one group.
+
+    The head is the group after the last one; a W is one moment, of group 0.
+    """
+
+    stage: int
+    op: Op
+    microbatch: int
+    group: int
+
+
+@dataclass(frozen=True)
+class StageGroups:
+    """The groups of a stage's layers: num_groups, of which the first num_moved are offloaded."""
+
+    num_groups: int
+    num_moved: int
+    has_head: bool
+
+
+@dataclass(frozen=True)
+class Moves:
+    """The plan of one row.
+
+    moments: in order. moved: units that leave the device. released, loaded: index of a moment -> units whose device
+    memory is freed, and units whose copy back starts.
+    """
+
+    moments: tuple[Moment, ...]
+    moved: frozenset[Unit]
+    released: Mapping[int, tuple[Unit, ...]]
+    loaded: Mapping[int, tuple[Unit, ...]]
+
+
+def host_pieces(num_bytes: int) -> tuple[int, ...]:
+    """Return the sizes of the allocations that make up a unit's host buffer.
+
+    Pinned memory is allocated in powers of two; the sum is at most one 32nd more than num_bytes.
+    """
+    unit = max(1, (1 << max(num_bytes.bit_length() - 1, 0)) // 32)
+    rest = -(-num_bytes // unit) * unit
+    return tuple(1 << bit for bit in range(rest.bit_length() - 1, -1, -1) if rest >> bit & 1)
+
+
+def plan_moves(row: Iterable[Action], stages: Mapping[int, StageGroups]) -> Moves:
+    """Plan the offloading of one rank's row, lowered or not. stages: those of the rank."""
+    moments: list[Moment] = []
+    made: dict[Unit, int] = {}  # index of the moment of its forward
+    moved: list[Unit] = []
+    released: dict[int, tuple[Unit, ...]] = {}
+    loaded: dict[int, tuple[Unit, ...]] = {}
+    for action, changes in lifetimes(row):
+        activations = Held.ACTIVATIONS, action.stage
+        for moment in moments_of(action, stages):
+            index, unit = len(moments), Unit(moment.stage, moment.microbatch, moment.group)
+            moments.append(moment)
+            if unit.group >= stages[unit.stage].num_moved:
+                continue
+            if activations in changes.creates:
+                made[unit] = index
+            elif activations in changes.frees and index - AHEAD > made[unit] + COPYING:
+                moved.append(unit)
+                for plan, at in ((released, made[unit] + COPYING), (loaded, index - AHEAD)):
+                    plan[at] = (*plan.get(at, ()), unit)
+    return Moves(tuple(moments), frozenset(moved), released, loaded)
+
+
+def moments_of(action: Action, stages: Mapping[int, StageGroups]) -> Iterator[Moment]:
+    """Yield the moments of an action in order; none if it computes nothing or its stage has no layers."""
+    stage, op, microbatch = action
+    if op not in COMPUTE_OPS:
+        return
+    assert microbatch is not None
+    groups = stages[stage]
+    backward = range(groups.num_groups - 1 + groups.has_head, -1, -1)
+    for group in {Op.F: range(groups.num_groups), Op.W: range(1)}.get(op, backward):
+        yield Moment(stage, op, microbatch, group)

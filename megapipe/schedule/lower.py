@@ -1,14 +1,21 @@
-"""Lowering: from a compute-only schedule to the one that the engine runs, with messages and gradient reductions."""
+"""Lowering: from a compute-only schedule to the one that the engine runs, with messages and gradient reductions.
+
+Also the head start, which lets a lowered step begin before the previous one has ended.
+"""
 
 from __future__ import annotations
 
-from itertools import chain
+from collections import defaultdict
+from dataclasses import replace
+from itertools import takewhile
+from typing import NamedTuple
 
 from megapipe.errors import ConfigError, ScheduleError
 from megapipe.schedule.action import COMPLETES_OPS, COMPUTE_OPS, PLANNED_OPS, Action, Op
-from megapipe.schedule.dependencies import MAKES, NEEDS, TRAVELS, ValueKind
-from megapipe.schedule.gc_pause import gc_paused
-from megapipe.schedule.schedule import Row, Schedule
+from megapipe.schedule.dependencies import MAKES, NEEDS, TRAVELS
+from megapipe.schedule.schedule import Row, Schedule, gc_paused
+
+Sends = dict[Op, list[list[Op | None]]]  # [op][direction][stage] -> the SEND that follows
 
 
 @gc_paused()
@@ -35,118 +42,88 @@ def lower(schedule: Schedule, receive_depth: int = 2) -> Schedule:
             f"schedule {schedule} already holds messages or reductions; lower a compute-only schedule "
             "(schedule.compute_only())"
         )
-    receives = _plan_receives(schedule, receive_depth)
-    return Schedule(
-        schedule.name,
-        schedule.placement,
-        schedule.num_microbatches,
-        tuple(_lower_row(schedule, rank, receives[rank]) for rank in range(schedule.num_ranks)),
-    )
+    sends, num_directions, overlap = sends_of(schedule), len(schedule.placement.directions), Op.OVERLAP
+    receives = _plan_receives(schedule, sends, receive_depth)
+    rows = []
+    for rank, row in enumerate(schedule.rows):
+        receives_at, reductions_at = receives[rank], _plan_reductions(schedule, rank)
+        lowered: list[Action] = []
+        held: list[Action] = []  # the send of a pair's first half, until the second half
+        pair_end = -1
+        for index, action in enumerate(row):
+            if index in receives_at:
+                lowered += receives_at[index]
+            lowered.append(action)
+            stage, op, microbatch = action
+            send = sends[op][microbatch % num_directions][stage]  # type: ignore[operator]
+            if op is overlap:
+                pair_end = index + 2
+            if send is not None:
+                (held if index < pair_end else lowered).append(Action(stage, send, microbatch))
+            if held and index == pair_end:
+                lowered += held
+                held.clear()
+            if index in reductions_at:
+                lowered += reductions_at[index]
+        rows.append(tuple(lowered))
+    return replace(schedule, rows=tuple(rows))
 
 
-def sends_of(schedule: Schedule) -> dict[Op, list[list[Op | None]]]:
-    """Return [op][direction][stage] -> the SEND that follows the compute op, or None if its value stays on the rank."""
+def sends_of(schedule: Schedule) -> Sends:
+    """Return the SEND that follows each op of a compute-only schedule, None where its value stays on the rank."""
     directions, last = schedule.placement.directions, schedule.num_stages - 1
-    table: dict[Op, list[list[Op | None]]] = {op: [[None] * (last + 1) for _ in directions] for op in PLANNED_OPS}
+    table: Sends = {op: [[None] * (last + 1) for _ in directions] for op in PLANNED_OPS}
     for op in COMPUTE_OPS:
-        for kind, _ in MAKES[op]:
-            if kind in TRAVELS:
-                send, _, step = TRAVELS[kind]
-                for direction, ranks in enumerate(directions):
-                    for stage in range(last + 1):
-                        if 0 <= stage + step <= last and ranks[stage] != ranks[stage + step]:
-                            table[op][direction][stage] = send
+        for kind in (kind for kind, _ in MAKES[op] if kind in TRAVELS):
+            send, _, step = TRAVELS[kind]
+            for direction, ranks in enumerate(directions):
+                for stage in range(max(0, -step), last + 1 - max(0, step)):
+                    if ranks[stage] != ranks[stage + step]:
+                        table[op][direction][stage] = send
     return table
 
 
-def _plan_receives(schedule: Schedule, receive_depth: int) -> list[dict[int, list[Action]]]:
+def _plan_receives(schedule: Schedule, sends: Sends, receive_depth: int) -> list[dict[int, list[Action]]]:
     """Return [rank][index of a compute action] -> receives to post right before it."""
-    consumed_at = _consumption(schedule)
-    heads = [_pair_heads(row) for row in schedule.rows] if Op.OVERLAP in schedule.ops else None
     count, directions = schedule.num_microbatches, schedule.placement.directions
-    plans: list[dict[int, list[Action]]] = [{} for _ in range(schedule.num_ranks)]
-    for (kind, stage, direction), made in _messages(schedule).items():
-        _, receive, step = TRAVELS[kind]
-        to_stage = stage + step
-        rank = directions[direction][to_stage]
-        plan, posts, bound = plans[rank], [], len(schedule.rows[rank])
-        for microbatch in reversed(made):  # a receive is posted no later than its successors
-            bound = min(bound, consumed_at[kind][to_stage * count + microbatch])
-            slot = max(0, bound - receive_depth)
-            posts.append(
-                (slot if heads is None else heads[rank].get(slot, slot), Action(to_stage, receive, microbatch))
-            )
-        for slot, action in reversed(posts):
-            plan.setdefault(slot, []).append(action)
-    return plans
-
-
-def _consumption(schedule: Schedule) -> dict[ValueKind, list[int]]:
-    """Return [kind][consumer's stage x microbatches + microbatch] -> index in its row of the action that needs the
-    message.
-    """
-    count = schedule.num_microbatches
     far = {
         op: [kind for kind, offset in NEEDS[op] if kind in TRAVELS and offset == -TRAVELS[kind][2]]
         for op in PLANNED_OPS
     }
-    never = max(map(len, schedule.rows))
-    consumed_at = {kind: [never] * (schedule.num_stages * count) for kind in TRAVELS}
+    # [kind][consumer's stage x microbatches + microbatch] -> index in its row of the action that needs the message
+    consumed_at = {kind: [max(map(len, schedule.rows))] * (schedule.num_stages * count) for kind in TRAVELS}
+    # (SEND, stage that makes it, direction) -> microbatches in the order they are made, for values that change rank
+    sent: defaultdict[tuple[Op, int, int], list[int]] = defaultdict(list)
     for row in schedule.rows:
         for index, (stage, op, microbatch) in enumerate(row):
+            assert microbatch is not None
             for kind in far[op]:
-                consumed_at[kind][stage * count + microbatch] = index  # type: ignore[operator]
-    return consumed_at
+                consumed_at[kind][stage * count + microbatch] = index
+            direction = microbatch % len(directions)
+            send = sends[op][direction][stage]
+            if send is not None:
+                sent[send, stage, direction].append(microbatch)
 
-
-def _pair_heads(row: Row) -> dict[int, int]:
-    """Return slot of each half of an overlapped pair -> slot of its OVERLAP."""
-    return {slot + half: slot for slot, action in enumerate(row) if action[1] is Op.OVERLAP for half in (1, 2)}
-
-
-def _messages(schedule: Schedule) -> dict[tuple[ValueKind, int, int], list[int]]:
-    """Return (kind, stage that makes it, direction) -> microbatches in the order they are made, for values that change
-    rank.
-    """
-    sends = sends_of(schedule)
+    # [rank]: slot of each half of an overlapped pair -> slot of its OVERLAP
+    pair_heads = [
+        {slot + half: slot for slot, (_, op, _) in enumerate(row) if op is Op.OVERLAP for half in (1, 2)}
+        for row in (schedule.rows if Op.OVERLAP in schedule.ops else [()] * schedule.num_ranks)
+    ]
     kind_of = {send: kind for kind, (send, _, _) in TRAVELS.items()}
-    num_directions = len(schedule.placement.directions)
-    messages: dict[tuple[ValueKind, int, int], list[int]] = {}
-    for stage, op, microbatch in chain.from_iterable(schedule.rows):
-        direction = microbatch % num_directions  # type: ignore[operator]
-        send = sends[op][direction][stage]
-        if send is not None:
-            key = (kind_of[send], stage, direction)
-            if key in messages:
-                messages[key].append(microbatch)  # type: ignore[arg-type]
-            else:
-                messages[key] = [microbatch]  # type: ignore[list-item]
-    return messages
-
-
-def _lower_row(schedule: Schedule, rank: int, receives: dict[int, list[Action]]) -> Row:
-    row = schedule.rows[rank]
-    sends, num_directions = sends_of(schedule), len(schedule.placement.directions)
-    reductions = _plan_reductions(schedule, rank)
-    lowered: list[Action] = []
-    held: list[Action] = []  # the send of a pair's first half, until the second half
-    pair_end, overlap = -1, Op.OVERLAP
-    for index, action in enumerate(row):
-        if index in receives:
-            lowered += receives[index]
-        lowered.append(action)
-        stage, op, microbatch = action
-        send = sends[op][microbatch % num_directions][stage]  # type: ignore[operator]
-        if op is overlap:
-            pair_end = index + 2
-        if send is not None:
-            (held if index < pair_end else lowered).append(Action(stage, send, microbatch))
-        if held and index == pair_end:
-            lowered += held
-            held.clear()
-        if index in reductions:
-            lowered += reductions[index]
-    return tuple(lowered)
+    plans: list[dict[int, list[Action]]] = [{} for _ in schedule.rows]
+    for (send, stage, direction), microbatches in sent.items():
+        kind = kind_of[send]
+        _, receive, step = TRAVELS[kind]
+        to_stage = stage + step
+        rank = directions[direction][to_stage]
+        posts, bound = [], len(schedule.rows[rank])
+        for microbatch in reversed(microbatches):  # a receive is posted no later than its successors
+            bound = min(bound, consumed_at[kind][to_stage * count + microbatch])
+            slot = max(0, bound - receive_depth)
+            posts.append((pair_heads[rank].get(slot, slot), Action(to_stage, receive, microbatch)))
+        for slot, action in reversed(posts):
+            plans[rank].setdefault(slot, []).append(action)
+    return plans
 
 
 def _plan_reductions(schedule: Schedule, rank: int) -> dict[int, list[Action]]:
@@ -166,3 +143,66 @@ def _plan_reductions(schedule: Schedule, rank: int) -> dict[int, list[Action]]:
             index = not_before = max(not_before, index)
         plan.setdefault(index, []).append(Action(stage, Op.REDUCE_GRAD, None))
     return plan
+
+
+# The head start: the forwards of a step that run before the norm and overflow check of the previous step is known.
+#
+# Without a barrier between steps rank 0 begins while the last rank still works on the previous step: with equal stages
+# rank r starts p - 1 - r forwards earlier. These forwards, F of stage s and microbatch k with s + k < p - 1, are the
+# triangle that ZB-H2 and ZB-V keep busy (Qi et al. 2023, arXiv:2401.10241, figures 3 and 9). If the check changes the
+# weights they run again, so none of their messages may be in flight at that moment: a message that would leave the head
+# start is sent or posted after it.
+
+
+class HeadStart(NamedTuple):
+    """A lowered schedule and, for each row, the number of first actions that may run before the check.
+
+    These are forwards and messages between them. Computation and the order of every channel are those of the original
+    schedule.
+    """
+
+    schedule: Schedule
+    lengths: tuple[int, ...]
+
+
+def give_head_start(schedule: Schedule) -> HeadStart:
+    """Move the messages of a valid lowered schedule so that the head starts of all ranks are closed.
+
+    Closed means that a message sent in one head start is received and used in another. A send to a later forward and a
+    receive posted ahead for a later action move to right after the head start.
+    """
+    # the largest set of forwards of the triangle that come first in their rows and whose inputs are made in the set
+    border = schedule.num_ranks - 1
+    forwards: set[tuple[int, int | None]] = {
+        (stage, microbatch)
+        for stage in range(border)
+        for microbatch in range(min(border - stage, schedule.num_microbatches))
+    }
+    found = None
+    while forwards != found:
+        found = forwards
+        heads = [_head(row, found) for row in schedule.rows]
+        leading = {(stage, microbatch) for head in heads for stage, op, microbatch in head if op is Op.F}
+        forwards = {(stage, m) for stage, m in leading if stage == 0 or (stage - 1, m) in leading}
+
+    def is_closed(action: Action) -> bool:
+        stage, op, microbatch = action
+        user = stage + 1 if op is Op.SEND_F else stage
+        return op in (Op.F, Op.RECV_F, Op.SEND_F) and (user, microbatch) in forwards
+
+    rows, lengths = [], []
+    for row, head in zip(schedule.rows, heads, strict=True):
+        first = [action for action in head if is_closed(action)]
+        rows.append((*first, *(action for action in head if not is_closed(action)), *row[len(head) :]))
+        lengths.append(len(first))
+    return HeadStart(replace(schedule, rows=tuple(rows)), tuple(lengths))
+
+
+def _head(row: Row, forwards: set[tuple[int, int | None]]) -> Row:
+    """Return the actions before the first computation that is not one of `forwards`."""
+
+    def goes_on(action: Action) -> bool:
+        stage, op, microbatch = action
+        return op not in PLANNED_OPS or (op is Op.F and (stage, microbatch) in forwards)
+
+    return tuple(takewhile(goes_on, row))

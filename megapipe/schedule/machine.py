@@ -10,10 +10,11 @@ checked one by one (range, rank, no duplicates).
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import product
 from typing import NamedTuple
 
-from megapipe.schedule.action import COMPUTE_OPS, RECV_OPS, SEND_OPS, Action, Op
-from megapipe.schedule.dependencies import MAKES, NEEDS, TRAVELS, Channel, Value, ValueKind, channel_of, is_given
+from megapipe.schedule.action import COMPUTE_OPS, SEND_OPS, Action, Op
+from megapipe.schedule.dependencies import MAKES, NEEDS, TRAVELS, Channel, Value, ValueKind, channel_of
 from megapipe.schedule.schedule import Schedule
 
 NEVER = -1.0
@@ -28,9 +29,7 @@ class _Work(NamedTuple):
 
     needs: tuple[int, ...]
     makes: tuple[int, ...]
-    arrives: tuple[
-        tuple[int, float], ...
-    ]  # values sent to another rank, and their delay: the messages of a compute-only schedule
+    arrives: tuple[tuple[int, float], ...]  # sent to another rank, and their delay, in a compute-only schedule
     seconds: float
 
 
@@ -64,17 +63,19 @@ class Machine:
         pair_seconds: Mapping[tuple[int, int], float] | None = None,
         rank_speeds: Sequence[float] = (),
     ) -> None:
+        num_ranks, num_stages = schedule.num_ranks, schedule.num_stages
         self.schedule = schedule
         self.count = schedule.num_microbatches
         self._num_directions = len(schedule.placement.directions)
         self.seconds, self.latency_seconds, self.overlap = seconds, latency_seconds, overlap
-        self.rank_speeds = rank_speeds or (1.0,) * schedule.num_ranks
+        self.pair_seconds = pair_seconds or {}
+        self.rank_speeds = rank_speeds or (1.0,) * num_ranks
         self.send_depth, self.raise_depth = send_depth, raise_depth
-        self.positions = [0] * schedule.num_ranks
+        self.positions = [0] * num_ranks
         self.starts = [[NEVER] * len(row) for row in schedule.rows]
         self.ends = [[NEVER] * len(row) for row in schedule.rows]
-        self.clocks = [0.0] * schedule.num_ranks
-        self.reduce_clocks = [0.0] * schedule.num_ranks  # reductions run one after another, overlapped with computation
+        self.clocks = [0.0] * num_ranks
+        self.reduce_clocks = [0.0] * num_ranks  # reductions run one after another, overlapped with computation
         # per channel
         self.channels: list[Channel] = []
         self.hops = self._resolve_hops()
@@ -87,11 +88,14 @@ class Machine:
         # stuck ranks, and what they wait for
         self.waiting_for: dict[int, int] = {}  # value id -> rank
         self.blocked_on: dict[int, int] = {}  # channel -> rank
-        self.times = self._given_times()
-        self.work = {
-            op: [self._resolve(op, direction) for direction in range(self._num_directions)] for op in COMPUTE_OPS
-        }
-        self.pair_seconds = pair_seconds or {}
+        self.times = [NEVER] * (2 * len(_KINDS) * (num_stages + 2) * self.count)  # value id -> when it is there
+        for kind, stage in (
+            (ValueKind.ACT, -1),
+            (ValueKind.GRAD, num_stages),
+        ):  # given: the data, and the loss's gradient
+            base = self._base(kind, stage, False)
+            self.times[base : base + self.count] = [0.0] * self.count
+        self.work = self._resolve_work()
         self.others: dict[Op, Callable[[int, Action, float], int]] = {
             Op.REDUCE_GRAD: self._reduce,
             Op.OVERLAP: self._overlap,
@@ -110,43 +114,29 @@ class Machine:
         region, stage = divmod(rest, self.schedule.num_stages + 2)
         return Value(_KINDS[region % len(_KINDS)], stage - 1, microbatch)
 
-    def _given_times(self) -> list[float]:
-        stages = self.schedule.num_stages
-        times = [NEVER] * (2 * len(_KINDS) * (stages + 2) * self.count)
-        for kind, offset in ((ValueKind.ACT, -1), (ValueKind.GRAD, stages)):
-            assert is_given(Value(kind, offset, 0), stages)
-            base = self._base(kind, offset, by_message=False)
-            times[base : base + self.count] = [0.0] * self.count
-        return times
-
     def _is_far(self, stage: int, offset: int, direction: int) -> bool:
         ranks = self.schedule.placement.directions[direction]
         return 0 <= stage + offset < len(ranks) and ranks[stage + offset] != ranks[stage]
 
-    def _resolve(self, op: Op, direction: int) -> list[_Work]:
-        """Resolve the table entries of `op` for all stages."""
-        entries, lowered = [], self.schedule.is_lowered
-        for stage in range(self.schedule.num_stages):
-            needs = tuple(
-                self._base(kind, offset, self._is_far(stage, offset, direction)) for kind, offset in NEEDS[op]
-            )
-            makes = tuple(self._base(kind, offset, False) for kind, offset in MAKES[op])
-            arrives = (
-                ()
-                if lowered
-                else tuple(self._arrival(stage, kind, direction) for kind, _ in MAKES[op] if kind in TRAVELS)
-            )
-            speed = self.rank_speeds[self.schedule.placement.directions[direction][stage]]
-            entries.append(
-                _Work(needs, makes, tuple(filter(None, arrives)), self.seconds.get((stage, op), 0.0) / speed)
-            )
-        return entries
-
-    def _arrival(self, stage: int, kind: ValueKind, direction: int) -> tuple[int, float] | None:
-        send, _, step = TRAVELS[kind]
-        if not self._is_far(stage, step, direction):
-            return None
-        return self._base(kind, 0, True), self.seconds.get((stage, send), 0.0) + self.latency_seconds
+    def _resolve_work(self) -> dict[Op, list[list[_Work]]]:
+        """Resolve the table entries of all compute ops: [op][direction][stage]."""
+        table: dict[Op, list[list[_Work]]] = {op: [[] for _ in range(self._num_directions)] for op in COMPUTE_OPS}
+        travelling = () if self.schedule.is_lowered else TRAVELS
+        for op, direction in product(table, range(self._num_directions)):
+            for stage, rank in enumerate(self.schedule.placement.directions[direction]):
+                needs = tuple(
+                    self._base(kind, offset, self._is_far(stage, offset, direction)) for kind, offset in NEEDS[op]
+                )
+                makes = tuple(self._base(kind, offset, False) for kind, offset in MAKES[op])
+                arrives = []
+                for kind in (kind for kind, _ in MAKES[op] if kind in travelling):
+                    send, _, step = TRAVELS[kind]
+                    if self._is_far(stage, step, direction):
+                        delay = self.seconds.get((stage, send), 0.0) + self.latency_seconds
+                        arrives.append((self._base(kind, 0, True), delay))
+                seconds = self.seconds.get((stage, op), 0.0) / self.rank_speeds[rank]
+                table[op][direction].append(_Work(needs, makes, tuple(arrives), seconds))
+        return table
 
     def _resolve_hops(self) -> dict[Op, list[list[_Hop]]]:
         """Number the channels and return [op][direction][stage].
@@ -154,36 +144,34 @@ class Machine:
         The first and last stages have entries that no checked schedule uses.
         """
         index: dict[Channel, int] = {}
-        hops: dict[Op, list[list[_Hop]]] = {op: [[] for _ in range(self._num_directions)] for op in SEND_OPS | RECV_OPS}
+        hops: dict[Op, list[list[_Hop]]] = {}
         for kind, (send, receive, _) in TRAVELS.items():
-            for op, table in ((send, NEEDS), (receive, MAKES)):
-                offset = table[op][0][1]
-                for direction, entries in enumerate(hops[op]):
-                    for stage in range(self.schedule.num_stages):
-                        channel = index.setdefault(
-                            channel_of(Action(stage, op, direction), self._num_directions), len(index)
-                        )
-                        wire_seconds = self.seconds.get((stage + offset, send), 0.0)
-                        entries.append(
-                            _Hop(self._base(kind, offset, False), self._base(kind, offset, True), channel, wire_seconds)
-                        )
+            for op, ((_, offset),) in ((send, NEEDS[send]), (receive, MAKES[receive])):
+                hops[op] = [[] for _ in range(self._num_directions)]
+                value, message = self._base(kind, offset, False), self._base(kind, offset, True)
+                for direction, stage in product(range(self._num_directions), range(self.schedule.num_stages)):
+                    channel = channel_of(Action(stage, op, direction), self._num_directions)
+                    wire_seconds = self.seconds.get((stage + offset, send), 0.0)
+                    number = index.setdefault(channel, len(index))
+                    hops[op][direction].append(_Hop(value, message, number, wire_seconds))
         self.channels = list(index)
         return hops
 
     def run(self) -> bool:
         """Walk until every row is at its end (True) or all ranks are stuck (False)."""
         self.ready = list(range(self.schedule.num_ranks))[::-1]
-        while True:
-            while self.ready:
-                self._advance(self.ready.pop())
-            if not (self.raise_depth and self._raise_least_depth()):
-                break
+        while self.ready:
+            self._advance(self.ready.pop())
+            if not self.ready and self.raise_depth and self.blocked_on:
+                # stuck: allow one more send on the blocked channels of least depth
+                least = min(self.depths[channel] for channel in self.blocked_on)
+                for channel in [channel for channel in self.blocked_on if self.depths[channel] == least]:
+                    self.depths[channel] += 1
+                    self._unblock(channel, 0.0)
         return all(position == len(row) for position, row in zip(self.positions, self.schedule.rows, strict=True))
 
     def _advance(self, rank: int) -> None:
-        """Execute the row of `rank` up to its end or to an action that cannot run yet; most time of a walk is
-        spent here.
-        """
+        """Execute the row of `rank` up to its end or to an action that cannot run yet: the hot loop of a walk."""
         row, starts, ends, clock = self.schedule.rows[rank], self.starts[rank], self.ends[rank], self.clocks[rank]
         times, waiting_for, ready, count = self.times, self.waiting_for, self.ready, self.count
         work, hops, directions, sends = self.work, self.hops, self._num_directions, SEND_OPS
@@ -214,11 +202,13 @@ class Machine:
                     continue
                 break
             if op in hops:
-                hop = hops[op][microbatch % directions][stage]  # type: ignore[operator]
-                value, message, channel, wire_seconds = hop
+                value, message, channel, wire_seconds = hops[op][(microbatch or 0) % directions][stage]
                 if op in sends:
-                    if times[value + key] < 0 or (is_bounded and sent[channel] - posted[channel] >= depths[channel]):
-                        self._block(rank, value + key, channel)
+                    if times[value + key] < 0:
+                        waiting_for[value + key] = rank
+                        break
+                    if is_bounded and sent[channel] - posted[channel] >= depths[channel]:
+                        self.blocked_on[channel] = rank
                         break
                     sent[channel] += 1
                     if not self.overlap:
@@ -241,15 +231,8 @@ class Machine:
             position = len(row)
         self.positions[rank], self.clocks[rank] = position, clock
 
-    def _block(self, rank: int, value: int, channel: int) -> None:
-        """Note why `rank` cannot send: its value is missing, or too many sends of the channel are in flight."""
-        if self.times[value] < 0:
-            self.waiting_for[value] = rank
-        else:
-            self.blocked_on[channel] = rank
-
     def _unblock(self, channel: int, clock: float) -> None:
-        """Wake the sender that waited for a receive to be posted."""
+        """Wake the sender that waited until `clock` for room on the channel."""
         sender = self.blocked_on.pop(channel)
         self.clocks[sender] = max(self.clocks[sender], clock)
         self.ready.append(sender)
@@ -268,10 +251,14 @@ class Machine:
         start = clock if clock > first[0] else first[0]
         if wire_seconds and self.overlap:
             start = self.free_at[channel] = max(start, self.free_at[channel]) + wire_seconds
-        first[1][first[2]] = self.times[message] = end = start + self.latency_seconds
-        if message in self.waiting_for:
-            self.ready.append(self.waiting_for.pop(message))
+        first[1][first[2]] = end = start + self.latency_seconds
+        self._arrive(message, end)
         return end
+
+    def _arrive(self, value: int, time: float) -> None:
+        self.times[value] = time
+        if value in self.waiting_for:
+            self.ready.append(self.waiting_for.pop(value))
 
     # ops that are neither a plain computation nor a message: each returns how many slots it executed, 0 if it cannot
     # run yet
@@ -283,11 +270,8 @@ class Machine:
         slot = self.positions[rank]
         halves = self.schedule.rows[rank][slot + 1 : slot + 3]
         directions = self._num_directions
-        works = [
-            self.work[op][microbatch % directions][stage]  # type: ignore[operator]
-            for stage, op, microbatch in halves
-        ]
-        keys = [stage * self.count + microbatch for stage, _, microbatch in halves]  # type: ignore[operator]
+        works = [self.work[op][(microbatch or 0) % directions][stage] for stage, op, microbatch in halves]
+        keys = [stage * self.count + (microbatch or 0) for stage, _, microbatch in halves]
         start = clock
         for work, key in zip(works, keys, strict=True):
             for base in work.needs:
@@ -312,18 +296,13 @@ class Machine:
         """Run an optimizer step of one stage, on the clock of the rank."""
         stage, op, microbatch = action
         slot, base = self.positions[rank], self._base(ValueKind.WGRAD, 0, False)
-        value = base + stage * self.count + microbatch  # type: ignore[operator]
+        value = base + stage * self.count + (microbatch or 0)
         if self.times[value] < 0:
             self.waiting_for[value] = rank
             return 0
         self.starts[rank][slot] = clock
         self.ends[rank][slot] = self.clocks[rank] = clock + self.seconds.get((stage, op), 0.0) / self.rank_speeds[rank]
         return 1
-
-    def _arrive(self, value: int, time: float) -> None:
-        self.times[value] = time
-        if value in self.waiting_for:
-            self.ready.append(self.waiting_for.pop(value))
 
     def _reduce(self, rank: int, action: Action, clock: float) -> int:
         """Run a reduction, overlapped with the computation or on the clock of the rank."""
@@ -340,15 +319,3 @@ class Machine:
         if not self.overlap:
             self.clocks[rank] = end
         return 1
-
-    def _raise_least_depth(self) -> bool:
-        """Allow one more send on the blocked channels of least depth. Returns False if no send is blocked."""
-        if not self.blocked_on or self.send_depth is None:
-            return False
-        least = min(self.depths[channel] for channel in self.blocked_on)
-        for channel, rank in list(self.blocked_on.items()):
-            if self.depths[channel] == least:
-                self.depths[channel] += 1
-                del self.blocked_on[channel]
-                self.ready.append(rank)
-        return True

@@ -46,8 +46,8 @@ class Partition:
                 )
             if stage.has_embedding != (index == 0) or stage.has_head != (index == last):
                 raise ConfigError(
-                    f"stage {index} of {last + 1}: the embedding belongs on the first stage, the head on the last, "
-                    "each once"
+                    f"stage {index} of {last + 1}: the embedding belongs on the first stage, the head on the last, each "
+                    "once"
                 )
             end = stage.last_layer_exclusive
         if not self.stages:
@@ -61,30 +61,16 @@ class Partition:
     def layer_counts(self) -> tuple[int, ...]:
         return tuple(stage.num_layers for stage in self.stages)
 
-    def stage_costs(self, layer_costs: Sequence[float], embedding_cost: float, head_cost: float) -> tuple[float, ...]:
-        """Return the cost of each stage, in the unit of the arguments."""
-        return tuple(
-            sum(layer_costs[s.first_layer : s.last_layer_exclusive], 0.0)
-            + embedding_cost * s.has_embedding
-            + head_cost * s.has_head
-            for s in self.stages
-        )
-
     def layout(self) -> str:
         """Return Megatron's layout string of this partition: the inverse of parse_layout."""
         return "|".join("E" * s.has_embedding + "t" * s.num_layers + "L" * s.has_head for s in self.stages)
 
     def __str__(self) -> str:
-        return " | ".join(
-            "+".join(["embedding"] * s.has_embedding + [_range_text(s)] * (s.num_layers > 0) + ["head"] * s.has_head)
-            or "nothing"
-            for s in self.stages
-        )
-
-
-def _range_text(stage: StageLayers) -> str:
-    last = stage.last_layer_exclusive - 1
-    return str(last) if stage.num_layers == 1 else f"{stage.first_layer}..{last}"
+        texts = []
+        for first, end, has_embedding, has_head in self.stages:
+            layers = [str(first) if end == first + 1 else f"{first}..{end - 1}"] * (end > first)
+            texts.append("+".join(["embedding"] * has_embedding + layers + ["head"] * has_head) or "nothing")
+        return " | ".join(texts)
 
 
 def from_counts(layer_counts: Sequence[int], num_layers: int) -> Partition:
@@ -95,12 +81,8 @@ def from_counts(layer_counts: Sequence[int], num_layers: int) -> Partition:
             f"the stages hold {list(layer_counts)} layers, {sum(layer_counts)} together; the model has {num_layers}"
         )
     last = len(ends) - 1
-    return Partition(
-        tuple(
-            StageLayers(end - n, end, i == 0, i == last)
-            for i, (n, end) in enumerate(zip(layer_counts, ends, strict=True))
-        )
-    )
+    stages = enumerate(zip(layer_counts, ends, strict=True))
+    return Partition(tuple(StageLayers(end - count, end, i == 0, i == last) for i, (count, end) in stages))
 
 
 # by cost
@@ -127,24 +109,22 @@ def cut_by_cost(
             f"cannot cut {num_layers} layers into {num_stages} stages: stages must be 1 or more and costs 0 or more"
         )
     prefix = [0.0, *accumulate(layer_costs)]
-
-    beside = [0.0] * num_stages  # cost of embedding and head
-    beside[0] += embedding_cost
-    beside[-1] += head_cost
+    ends = [0.0] * num_stages  # cost of embedding and head
+    ends[0] += embedding_cost
+    ends[-1] += head_cost
 
     def cost(stage: int, first: int, end: int) -> float:
         if stage_bytes is not None:
             layers = StageLayers(first, end, stage == 0, stage == num_stages - 1)
             if stage_bytes(stage, layers) > limit_bytes:
                 return float("inf")
-        return prefix[end] - prefix[first] + beside[stage]
+        return prefix[end] - prefix[first] + ends[stage]
 
     cut = cut_by_stage_cost(cost, num_layers, num_stages)
     if cut is None:
         raise ConfigError(
             f"no contiguous cut of {num_layers} layers into {num_stages} stages keeps every stage within "
-            f"{limit_bytes:.0f} bytes; "
-            "use more pipeline stages, more tensor parallelism or recompute"
+            f"{limit_bytes:.0f} bytes; use more pipeline stages, more tensor parallelism or recompute"
         )
     return cut
 
@@ -182,7 +162,7 @@ def _least_maximum_of_alike(cost: StageCost, num_layers: int, num_stages: int, f
     return largest
 
 
-def _least_maximum(cost: Callable[[int, int, int], float], num_layers: int, num_stages: int, fewest: int) -> float:
+def _least_maximum(cost: StageCost, num_layers: int, num_stages: int, fewest: int) -> float:
     """Return the min-max cost over contiguous cuts, by dynamic programming.
 
     best[end]: the least maximum of the stages so far if they hold the first `end` layers.
@@ -200,13 +180,10 @@ def _least_maximum(cost: Callable[[int, int, int], float], num_layers: int, num_
     return best[num_layers]
 
 
-def _most_equal_counts(
-    cost: Callable[[int, int, int], float], bound: float, num_layers: int, num_stages: int, fewest: int
-) -> list[int]:
+def _most_equal_counts(cost: StageCost, bound: float, num_layers: int, num_stages: int, fewest: int) -> list[int]:
     """Return the counts with the least sum of squares among the cuts with no stage above `bound`."""
-    least: list[dict[int, tuple[int, int]]] = [
-        {0: (0, 0)}
-    ]  # [stages so far][layers so far] -> (sum of squares, cut before)
+    # [stages so far][layers so far] -> (sum of squares, cut before)
+    least: list[dict[int, tuple[int, int]]] = [{0: (0, 0)}]
     for stage in range(num_stages):
         reached: dict[int, tuple[int, int]] = {}
         most = num_layers - fewest * (num_stages - 1 - stage)
@@ -248,24 +225,37 @@ def cut_evenly(
     num_chunks = len(rank_of_stage) // max(num_ranks, 1)
     if num_layers < 0 or num_ranks < 1:
         raise ConfigError(f"cannot cut {num_layers} layers over {num_ranks} pipeline ranks of {num_chunks} chunks")
-    if (first_rank_layers is not None or last_rank_layers is not None) and (count_embedding or count_head):
+    given = ((0, first_rank_layers), (num_ranks - 1, last_rank_layers))
+    fixed = {rank: count for rank, count in given if count is not None}
+    if fixed and (count_embedding or count_head):
         raise ConfigError(
             "--decoder-first/last-pipeline-num-layers and --account-for-embedding/loss-in-pipeline-split exclude "
             "each other; use one"
         )
+    if num_ranks == 1 and first_rank_layers is not None and last_rank_layers is not None:
+        raise ConfigError(
+            "with one pipeline rank the first rank is the last: give only one of "
+            "--decoder-first/last-pipeline-num-layers"
+        )
     slots = num_layers + count_embedding + count_head
-    fixed = {}
-    if first_rank_layers is not None:
-        fixed[0] = first_rank_layers
-    if last_rank_layers is not None:
-        if num_ranks == 1 and first_rank_layers is not None:
-            raise ConfigError(
-                "with one pipeline rank the first rank is the last: give only one of "
-                "--decoder-first/last-pipeline-num-layers"
-            )
-        fixed[num_ranks - 1] = last_rank_layers
-    per_rank = _per_rank(slots, num_ranks, num_chunks, fixed)
-    counts = [per_rank[rank] // num_chunks for rank in rank_of_stage]
+    rest, others = slots - sum(fixed.values()), num_ranks - len(fixed)
+    uneven = next((count for count in fixed.values() if count % num_chunks or count < 0), None)
+    fault = ""
+    if rest < 0 or (others == 0 and rest):
+        fault = f"the first and last pipeline ranks are given {sum(fixed.values())} layers, the model has {slots}"
+    elif others and rest % (others * num_chunks):
+        fault = (
+            f"{rest} layers (embedding and loss included where they count) do not divide over {others} ranks x "
+            f"{num_chunks} chunks"
+        )
+    elif uneven is not None:
+        fault = f"{uneven} layers on one pipeline rank do not divide into its {num_chunks} chunks"
+    if fault:
+        raise ConfigError(
+            f"{fault}; choose counts that divide, write --pipeline-model-parallel-layout, or let the layers be cut by "
+            "cost"
+        )
+    counts = [(fixed[rank] if rank in fixed else rest // others) // num_chunks for rank in rank_of_stage]
     counts[0] -= count_embedding
     counts[-1] -= count_head
     if min(counts) < 0:
@@ -274,29 +264,6 @@ def cut_evenly(
             "stages"
         )
     return from_counts(counts, num_layers)
-
-
-def _per_rank(slots: int, num_ranks: int, num_chunks: int, fixed: dict[int, int]) -> list[int]:
-    """Return the layer slots of each rank: fixed ones at the ends, the rest in equal parts."""
-    rest, others = slots - sum(fixed.values()), num_ranks - len(fixed)
-    ways_out = "choose counts that divide, write --pipeline-model-parallel-layout, or let the layers be cut by cost"
-    if rest < 0 or (others == 0 and rest):
-        raise ConfigError(
-            f"the first and last pipeline ranks are given {sum(fixed.values())} layers, the model has {slots}; "
-            f"{ways_out}"
-        )
-    if others and rest % (others * num_chunks):
-        raise ConfigError(
-            f"{rest} layers (embedding and loss included where they count) do not divide over {others} ranks x "
-            f"{num_chunks} chunks; "
-            f"{ways_out}"
-        )
-    uneven = [count for count in fixed.values() if count % num_chunks or count < 0]
-    if uneven:
-        raise ConfigError(
-            f"{uneven[0]} layers on one pipeline rank do not divide into its {num_chunks} chunks; {ways_out}"
-        )
-    return [fixed[rank] if rank in fixed else rest // others for rank in range(num_ranks)]
 
 
 # by hand

@@ -64,12 +64,6 @@ class Placement:
         """Return all pp_ranks that hold `stage`: one, or up to two with two directions."""
         return tuple(sorted({ranks[stage] for ranks in self.directions}))
 
-    def chunk_of(self, stage: int) -> int:
-        """Return the index of `stage` among the stages of its rank, in model order (of its first-direction rank, if it
-        has two).
-        """
-        return self.stages_of(self.rank_of_stage[stage]).index(stage)
-
     @property
     def num_chunks(self) -> int:
         """The most stages that any rank holds."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import re
 from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -69,6 +71,21 @@ class Schedule:
 
     def __str__(self) -> str:
         return f"{self.name} ({self.num_ranks} ranks, {self.num_stages} stages, {self.num_microbatches} microbatches)"
+
+
+@contextmanager
+def gc_paused() -> Iterator[None]:
+    """Keep Python's cycle collector off; also a decorator.
+
+    A schedule is a million new tuples without a cycle: searching them for cycles would take as long as making them.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def to_csv(schedule: Schedule) -> str:

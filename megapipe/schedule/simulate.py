@@ -11,19 +11,18 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, product
 from typing import NamedTuple
 
 from megapipe.errors import ScheduleError
 from megapipe.schedule.action import BUSY_OPS, COMPUTE_OPS, SEND_OPS, Op
 from megapipe.schedule.dependencies import Channel, channel_of
-from megapipe.schedule.gc_pause import gc_paused
 from megapipe.schedule.lifetimes import Held, lifetimes, peak_live_chunks
 from megapipe.schedule.lower import sends_of
 from megapipe.schedule.machine import Machine
-from megapipe.schedule.schedule import Schedule
+from megapipe.schedule.schedule import Schedule, gc_paused
 
 
 @dataclass(frozen=True)
@@ -47,18 +46,6 @@ class Costs:
     pair_seconds: Mapping[tuple[int, int], float] = field(default_factory=dict)
     rank_speeds: tuple[float, ...] = ()
 
-    def on_linear_ranks(self) -> Costs:
-        """Return the same costs for stage s on rank s, with the speeds of the ranks folded into the seconds of the
-        stages.
-        """
-        if not self.rank_speeds:
-            return self
-        seconds = {
-            (stage, op): value / self.rank_speeds[stage] if op in COMPUTE_OPS or op is Op.UPDATE else value
-            for (stage, op), value in self.seconds.items()
-        }
-        return replace(self, seconds=seconds, rank_speeds=())
-
     @staticmethod
     def equal(
         num_stages: int,
@@ -79,15 +66,10 @@ class Costs:
             Op.SEND_F: transfer_seconds,
             Op.SEND_B: transfer_seconds,
         }
-        stages = range(num_stages)
-        pairs = (
-            {}
-            if pair_seconds is None
-            else {(forward, backward): pair_seconds for forward in stages for backward in stages}
-        )
-        return Costs(
-            {(stage, op): value for stage in stages for op, value in of_op.items()}, latency_seconds, overlap, pairs
-        )
+        seconds = {(stage, op): value for stage in range(num_stages) for op, value in of_op.items()}
+        pairs = product(range(num_stages), range(num_stages))
+        of_pairs = {} if pair_seconds is None else dict.fromkeys(pairs, pair_seconds)
+        return Costs(seconds, latency_seconds, overlap, of_pairs)
 
 
 class Bubble(NamedTuple):
@@ -173,17 +155,6 @@ class Timeline:
         """The most (stage, microbatch) pairs that each rank keeps at once, from the start of F to the end of B or W."""
         return peak_live_chunks(self.schedule)
 
-    @property
-    def peak_live_microbatches(self) -> tuple[float, ...]:
-        """`peak_live_chunks` in microbatches of all the layers of the rank."""
-        stages_of = self.schedule.placement.stages_of
-        return tuple(peak / len(stages_of(rank)) for rank, peak in enumerate(self.peak_live_chunks))
-
-    @cached_property
-    def messages_sent(self) -> tuple[int, ...]:
-        """The SENDs of each rank; in a compute-only schedule those that lowering adds."""
-        return messages_sent(self.schedule)
-
 
 @gc_paused()
 def simulate(schedule: Schedule, costs: Costs) -> Timeline:
@@ -193,11 +164,12 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
     zero latency and transfer time. Raises ScheduleError if a cost is missing, if the schedule deadlocks, or for costs
     without overlap and a schedule without messages.
     """
-    missing = _missing_cost(schedule, costs)
+    wanted = {(stage, op) for row in schedule.rows for stage, op, _ in row if op in COMPUTE_OPS}
+    missing = min(((stage, op.value) for stage, op in wanted - costs.seconds.keys()), default=None)
     if missing:
         raise ScheduleError(
-            f"the costs of schedule {schedule} lack (stage {missing[0]}, {missing[1].value}); give the seconds of "
-            "every stage and op"
+            f"the costs of schedule {schedule} lack (stage {missing[0]}, {missing[1]}); give the seconds of every "
+            "stage and op"
         )
     if not costs.overlap and not schedule.is_lowered:
         raise ScheduleError(f"costs without overlap need messages, schedule {schedule} has none: lower it first")
@@ -229,11 +201,6 @@ def messages_sent(schedule: Schedule) -> tuple[int, ...]:
     )
 
 
-def _missing_cost(schedule: Schedule, costs: Costs) -> tuple[int, Op] | None:
-    wanted = {(stage, op) for row in schedule.rows for stage, op, _ in row if op in COMPUTE_OPS}
-    return min(wanted - costs.seconds.keys(), key=lambda pair: (pair[0], pair[1].value), default=None)
-
-
 def live_curve(timeline: Timeline, rank: int, kept_for_weights: float = 1.0) -> list[tuple[float, float]]:
     """Return (seconds, chunks live from then on) of a rank: a chunk lives from the start of F to the end of B or W.
 
@@ -243,11 +210,10 @@ def live_curve(timeline: Timeline, rank: int, kept_for_weights: float = 1.0) -> 
         return []
     weights = {Held.ACTIVATIONS: 1.0, Held.DEFERRED: kept_for_weights}
     steps: list[tuple[float, int, float]] = []
-    for (_, changes), start, end in zip(
-        lifetimes(timeline.schedule.rows[rank]), timeline.starts[rank], timeline.ends[rank], strict=True
-    ):
-        steps.append((start, 1, changes.at_start(weights)))  # after what ends at the same time
-        steps.append((end, 0, changes.at_end(weights)))
+    row = lifetimes(timeline.schedule.rows[rank])
+    for (_, changes), start, end in zip(row, timeline.starts[rank], timeline.ends[rank], strict=True):
+        at_start, at_end = changes.steps(weights)
+        steps += ((start, 1, at_start), (end, 0, at_end))  # a start comes after what ends at the same time
     return _accumulated(steps)
 
 
@@ -264,14 +230,13 @@ def waiting_message_curves(timeline: Timeline) -> list[list[tuple[float, float]]
     curves = []
     for rank, row in enumerate(schedule.rows):
         steps: list[tuple[float, int, float]] = []
-        for ((stage, _, microbatch), changes), used in zip(
-            lifetimes(row, schedule.placement, rank), timeline.starts[rank], strict=True
-        ):
+        items = lifetimes(row, schedule.placement, rank)
+        for ((stage, _, microbatch), changes), used in zip(items, timeline.starts[rank], strict=True):
             for kind, _ in (*changes.takes, *changes.frees):
                 if kind in (Held.RECEIVED_INPUT, Held.RECEIVED_GRADIENT):
-                    send = (Op.SEND_F, stage - 1) if kind is Held.RECEIVED_INPUT else (Op.SEND_B, stage + 1)
-                    wire_seconds = costs.seconds.get((send[1], send[0]), 0.0) + costs.latency_seconds
-                    arrived = sent_at[*send, microbatch] + wire_seconds
+                    maker, send = (stage - 1, Op.SEND_F) if kind is Held.RECEIVED_INPUT else (stage + 1, Op.SEND_B)
+                    wire_seconds = costs.seconds.get((maker, send), 0.0) + costs.latency_seconds
+                    arrived = sent_at[send, maker, microbatch] + wire_seconds
                     if used > arrived:
                         steps += ((arrived, 1, 1.0), (used, 0, -1.0))
         curves.append(_accumulated(steps))
@@ -308,9 +273,8 @@ def unhindered_send_depth(schedule: Schedule) -> int:
     its last chunk but one.
     """
     timeline = simulate(schedule, Costs.equal(schedule.num_stages, 1.0, 1.0, 1.0))
-    changes: dict[Channel, list[tuple[float, int, int]]] = defaultdict(
-        list
-    )  # (seconds, order at the same time, change)
+    # (seconds, order at the same time, change)
+    changes: defaultdict[Channel, list[tuple[float, int, int]]] = defaultdict(list)
     for row, starts, ends in zip(schedule.rows, timeline.starts, timeline.ends, strict=True):
         for action, start, end in zip(row, starts, ends, strict=True):
             if action.op in SEND_OPS:  # a send that starts as another ends counts as concurrent

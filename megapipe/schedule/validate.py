@@ -4,19 +4,19 @@ one order.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from graphlib import CycleError, TopologicalSorter
 from itertools import chain, pairwise
 from typing import NoReturn
 
 from megapipe.errors import ScheduleError
 from megapipe.schedule.action import COMPUTE_OPS, RECV_OPS, SEND_OPS, Action, Op
 from megapipe.schedule.dependencies import MAKES, NEEDS, TRAVELS, Channel, Value, channel_of, makes
-from megapipe.schedule.gc_pause import gc_paused
 from megapipe.schedule.lower import sends_of
 from megapipe.schedule.machine import Machine
-from megapipe.schedule.schedule import Schedule, rows_text
+from megapipe.schedule.schedule import Schedule, gc_paused, rows_text
 
 Place = tuple[int, int]  # (rank, slot)
 _Orders = dict[Op, list[list[list[int]]]]  # [SEND or RECV][direction][stage] -> microbatches in the order of the row
@@ -41,7 +41,27 @@ class ValidationReport:
     @cached_property
     def most_posted(self) -> Mapping[Channel, int]:
         """The most receives of each channel that are posted and not yet used."""
-        return _most_posted(self.schedule)
+        if not self.schedule.is_lowered:
+            return {}
+        num_stages, num_directions = self.schedule.num_stages, len(self.schedule.placement.directions)
+        brought_by = {MAKES[receive][0]: receive for receive in RECV_OPS}
+        uses = {op: [brought_by[need] for need in NEEDS[op] if need in brought_by] for op in COMPUTE_OPS}
+        # [RECV][direction][stage]
+        most, posted = ({op: [[0] * num_stages for _ in range(num_directions)] for op in RECV_OPS} for _ in range(2))
+        for stage, op, microbatch in chain.from_iterable(self.schedule.rows):
+            direction = (microbatch or 0) % num_directions
+            if op in RECV_OPS:
+                posted[op][direction][stage] += 1
+                most[op][direction][stage] = max(most[op][direction][stage], posted[op][direction][stage])
+            for receive in uses.get(op, ()):
+                posted[receive][direction][stage] -= 1
+        return {
+            channel_of(Action(stage, op, direction), num_directions): count
+            for op in RECV_OPS
+            for direction in range(num_directions)
+            for stage, count in enumerate(most[op][direction])
+            if count
+        }
 
     @property
     def send_depth(self) -> int:
@@ -74,25 +94,17 @@ def validate(schedule: Schedule, send_depth: int | None = None) -> ValidationRep
     _check_computation(schedule, seen)
     if schedule.is_lowered:
         _check_messages(schedule, seen, orders)
-        _check_reductions(schedule)
-    machine = Machine(
-        schedule, {}, send_depth=send_depth if send_depth is not None else 0, raise_depth=send_depth is None
-    )
+        if schedule.has_backward and schedule.is_synchronous:
+            _check_reductions(schedule)
+    machine = Machine(schedule, {}, send_depth=send_depth or 0, raise_depth=send_depth is None)
     if not machine.run():
         _explain_standstill(schedule, machine, send_depth)
-    used = {
-        channel: depth
-        for channel, depth, sent in zip(machine.channels, machine.depths, machine.sent, strict=True)
-        if sent
-    }
-    return ValidationReport(schedule, used)
+    by_channel = zip(machine.channels, machine.depths, machine.sent, strict=True)
+    return ValidationReport(schedule, {channel: depth for channel, depth, sent in by_channel if sent})
 
 
-def _fail(schedule: Schedule, message: str, marks: Sequence[Place] = ()) -> NoReturn:
-    where = ""
-    if marks:
-        rank, slot = marks[0]
-        where = f"rank {rank}, slot {slot}: "
+def _fail(schedule: Schedule, message: str, *marks: Place) -> NoReturn:
+    where = f"rank {marks[0][0]}, slot {marks[0][1]}: " if marks else ""
     raise ScheduleError(f"schedule {schedule}: {where}{message}\n{rows_text(schedule.rows, marks)}")
 
 
@@ -108,41 +120,31 @@ def _check_each_action(schedule: Schedule) -> tuple[dict[Op, bytearray], _Orders
         if Op.OVERLAP in schedule.ops or Op.UPDATE in schedule.ops:
             _check_pairs_and_updates(schedule, rank)
         reduced: set[int] = set()
-        for slot, (stage, op, microbatch) in enumerate(row):
+        for slot, action in enumerate(row):
+            stage, op, microbatch = action
             if microbatch is None or op is reduction:
-                _check_whole_step(schedule, rank, slot, reduced)
+                if op is not reduction or microbatch is not None:
+                    message = f"{action}: REDUCE_GRAD has no microbatch, every other op has one"
+                    _fail(schedule, message, (rank, slot))
+                if stage not in schedule.placement.stages_of(rank):
+                    _fail(schedule, f"{action} is on a rank that does not hold stage {stage}", (rank, slot))
+                if stage in reduced:
+                    _fail(schedule, f"{action} was already done", (rank, slot))
+                reduced.add(stage)
                 continue
             if not (0 <= stage < stages and 0 <= microbatch < count):
-                _fail(
-                    schedule,
-                    f"{row[slot]} is outside stages 0..{stages - 1} and microbatches 0..{count - 1}",
-                    [(rank, slot)],
-                )
+                message = f"{action} is outside stages 0..{stages - 1} and microbatches 0..{count - 1}"
+                _fail(schedule, message, (rank, slot))
             if directions[microbatch % num_directions][stage] != rank:
-                _fail(
-                    schedule,
-                    f"{row[slot]} belongs on rank {schedule.placement.rank_of(stage, microbatch)}",
-                    [(rank, slot)],
-                )
+                right = schedule.placement.rank_of(stage, microbatch)
+                _fail(schedule, f"{action} belongs on rank {right}", (rank, slot))
             flags = seen[op]
             if flags[stage * count + microbatch]:
-                first = row.index(row[slot])
-                _fail(schedule, f"{row[slot]} was already done at slot {first}", [(rank, slot)])
+                _fail(schedule, f"{action} was already done at slot {row.index(action)}", (rank, slot))
             flags[stage * count + microbatch] = 1
             if op in orders:
                 orders[op][microbatch % num_directions][stage].append(microbatch)
     return seen, orders
-
-
-def _check_whole_step(schedule: Schedule, rank: int, slot: int, reduced: set[int]) -> None:
-    action = schedule.rows[rank][slot]
-    if action.op is not Op.REDUCE_GRAD or action.microbatch is not None:
-        _fail(schedule, f"{action}: REDUCE_GRAD has no microbatch, every other op has one", [(rank, slot)])
-    if action.stage not in schedule.placement.stages_of(rank):
-        _fail(schedule, f"{action} is on a rank that does not hold stage {action.stage}", [(rank, slot)])
-    if action.stage in reduced:
-        _fail(schedule, f"{action} was already done", [(rank, slot)])
-    reduced.add(action.stage)
 
 
 def _check_pairs_and_updates(schedule: Schedule, rank: int) -> None:
@@ -150,27 +152,23 @@ def _check_pairs_and_updates(schedule: Schedule, rank: int) -> None:
     needs.
     """
     row, directions = schedule.rows[rank], len(schedule.placement.directions)
-    done: dict[int, set[int | None]] = {}
+    done: dict[int, set[int | None]] = {stage: set() for stage in schedule.placement.stages_of(rank)}
     for slot, (stage, op, microbatch) in enumerate(row):
         if op is Op.OVERLAP:
             halves = row[slot + 1 : slot + 3]
             if len(halves) < 2 or halves[0] != Action(stage, Op.F, microbatch) or halves[1][1] not in (Op.B, Op.I):
-                _fail(
-                    schedule, f"{row[slot]} must be followed by {stage}F{microbatch} and then a B or I", [(rank, slot)]
-                )
+                message = f"{row[slot]} must be followed by {stage}F{microbatch} and then a B or I"
+                _fail(schedule, message, (rank, slot))
             if not 0 <= halves[1][0] < schedule.num_stages:  # checked here because the stage is used as an index below
-                _fail(schedule, f"{halves[1]} is outside stages 0..{schedule.num_stages - 1}", [(rank, slot + 2)])
-        elif op is Op.B or op is Op.W:
-            done.setdefault(stage, set()).add(microbatch)
-        elif op is Op.UPDATE and microbatch is not None and stage in schedule.placement.stages_of(rank):
+                _fail(schedule, f"{halves[1]} is outside stages 0..{schedule.num_stages - 1}", (rank, slot + 2))
+        elif op in (Op.B, Op.W) and stage in done:
+            done[stage].add(microbatch)
+        elif op is Op.UPDATE and microbatch is not None and stage in done:
             wanted = (m for m in range(microbatch + 1) if m % directions == microbatch % directions)
-            missing = next((m for m in wanted if m not in done.get(stage, ())), None)
+            missing = next((m for m in wanted if m not in done[stage]), None)
             if missing is not None:
-                _fail(
-                    schedule,
-                    f"{row[slot]} needs the weight gradient of stage {stage}, microbatch {missing}, before it",
-                    [(rank, slot)],
-                )
+                needed = f"the weight gradient of stage {stage}, microbatch {missing}, before it"
+                _fail(schedule, f"{row[slot]} needs {needed}", (rank, slot))
 
 
 def _check_computation(schedule: Schedule, seen: Mapping[Op, bytearray]) -> None:
@@ -184,67 +182,26 @@ def _check_computation(schedule: Schedule, seen: Mapping[Op, bytearray]) -> None
         stage, microbatch = divmod(index, schedule.num_microbatches)
         name = f"stage {stage}, microbatch {microbatch}"
         rank = schedule.placement.rank_of(stage, microbatch)
-        marks = [
-            (rank, slot)
-            for slot, a in enumerate(schedule.rows[rank])
-            if a[0] == stage and a[2] == microbatch and a[1] in COMPUTE_OPS
-        ][-1:]
+        fault = ""
         if not f:
-            _fail(schedule, f"the forward of {name} is missing on rank {rank}", marks)
-        if b and (i or w):
-            _fail(schedule, f"{name} has both a full and a split backward", marks)
-        if i != w:
-            _fail(
-                schedule,
-                f"the backward of {name} is split, but its {'W' if i else 'I'} is missing on rank {rank}",
-                marks,
-            )
-        if b + i != wanted[index]:
-            _fail(schedule, f"the backward of {name} is missing on rank {rank}", marks)
+            fault = f"the forward of {name} is missing on rank {rank}"
+        elif b and (i or w):
+            fault = f"{name} has both a full and a split backward"
+        elif i != w:
+            fault = f"the backward of {name} is split, but its {'W' if i else 'I'} is missing on rank {rank}"
+        elif b + i != wanted[index]:
+            fault = f"the backward of {name} is missing on rank {rank}"
+        if fault:
+            row = schedule.rows[rank]
+            slots = [slot for slot, a in enumerate(row) if a[::2] == (stage, microbatch) and a[1] in COMPUTE_OPS]
+            _fail(schedule, fault, *((rank, slot) for slot in slots[-1:]))
 
 
 def _check_messages(schedule: Schedule, seen: Mapping[Op, bytearray], orders: _Orders) -> None:
     """Check that every value that changes rank has one SEND and one RECV, no other has any, and channels are first-in
     first-out.
     """
-    for op, expected in _expected_messages(schedule, seen).items():
-        if seen[op] == expected:
-            continue
-        index = next(
-            i for i, (is_there, wanted) in enumerate(zip(seen[op], expected, strict=True)) if is_there != wanted
-        )
-        action = Action(index // schedule.num_microbatches, op, index % schedule.num_microbatches)
-        rank = schedule.placement.rank_of(action.stage, action.microbatch or 0)
-        if expected[index]:
-            _fail(schedule, f"{action} is missing on rank {rank}", [(rank, len(schedule.rows[rank]))])
-        _fail(
-            schedule,
-            f"{action} has no peer: nothing crosses to another rank there",
-            [(rank, schedule.rows[rank].index(action))],
-        )
-    for send, receive, step in TRAVELS.values():
-        for direction, sent in enumerate(orders[send]):
-            for stage in range(max(0, -step), schedule.num_stages - max(0, step)):
-                if sent[stage] != orders[receive][direction][stage + step]:
-                    _fail_fifo(
-                        schedule, Action(stage, send, direction), sent[stage], orders[receive][direction][stage + step]
-                    )
-
-
-def _fail_fifo(schedule: Schedule, send: Action, sent: list[int], received: list[int]) -> NoReturn:
-    """Report the first message received out of order; `send` is any send of the channel."""
-    channel = channel_of(send, len(schedule.placement.directions))
-    _, receive_op, step = TRAVELS[channel.kind]
-    first, other = next(pair for pair in zip(sent, received, strict=True) if pair[0] != pair[1])
-    marks = []
-    for action in (Action(send.stage + step, receive_op, other), Action(send.stage, send.op, first)):
-        rank = schedule.placement.rank_of(action.stage, action.microbatch or 0)
-        marks.append((rank, schedule.rows[rank].index(action)))
-    _fail(schedule, f"the channel ({channel}) is first-in first-out: {first} is sent where {other} is received", marks)
-
-
-def _expected_messages(schedule: Schedule, seen: Mapping[Op, bytearray]) -> dict[Op, bytearray]:
-    stages, count = schedule.num_stages, schedule.num_microbatches
+    stages, count, rank_of = schedule.num_stages, schedule.num_microbatches, schedule.placement.rank_of
     expected = {op: bytearray(stages * count) for op in SEND_OPS | RECV_OPS}
     sends, num_directions = sends_of(schedule), len(schedule.placement.directions)
     pair = {send: (receive, step) for send, receive, step in TRAVELS.values()}
@@ -257,35 +214,27 @@ def _expected_messages(schedule: Schedule, seen: Mapping[Op, bytearray]) -> dict
                     for target, row in ((send, stage), (receive, stage + step)):
                         place = slice(row * count, (row + 1) * count)
                         expected[target][place] = bytes(map(int.__or__, expected[target][place], pattern))
-    return expected
-
-
-def _most_posted(schedule: Schedule) -> dict[Channel, int]:
-    """Return for each channel the most receives posted and not yet used."""
-    if not schedule.is_lowered:
-        return {}
-    num_directions = len(schedule.placement.directions)
-    brought_by = {MAKES[receive][0]: receive for receive in RECV_OPS}
-    uses = {op: [brought_by[need] for need in NEEDS[op] if need in brought_by] for op in COMPUTE_OPS}
-    most, posted = (
-        {op: [[0] * schedule.num_stages for _ in range(num_directions)] for op in RECV_OPS} for _ in range(2)
-    )
-    for stage, op, microbatch in chain.from_iterable(schedule.rows):
-        if op in RECV_OPS:
-            counts = posted[op][microbatch % num_directions]  # type: ignore[operator]
-            counts[stage] = now = counts[stage] + 1
-            if now > most[op][microbatch % num_directions][stage]:  # type: ignore[operator]
-                most[op][microbatch % num_directions][stage] = now  # type: ignore[operator]
-        elif op in uses:
-            for receive in uses[op]:
-                posted[receive][microbatch % num_directions][stage] -= 1  # type: ignore[operator]
-    return {
-        channel_of(Action(stage, op, direction), num_directions): count
-        for op in RECV_OPS
-        for direction in range(num_directions)
-        for stage, count in enumerate(most[op][direction])
-        if count
-    }
+    for op, wanted in expected.items():
+        if seen[op] != wanted:
+            index = next(i for i, (is_there, want) in enumerate(zip(seen[op], wanted, strict=True)) if is_there != want)
+            action = Action(index // count, op, index % count)
+            rank = rank_of(action.stage, index % count)
+            slots = schedule.rows[rank]
+            if wanted[index]:
+                _fail(schedule, f"{action} is missing on rank {rank}", (rank, len(slots)))
+            _fail(schedule, f"{action} has no peer: nothing crosses to another rank there", (rank, slots.index(action)))
+    for send, receive, step in TRAVELS.values():
+        for direction, sent in enumerate(orders[send]):
+            for stage in range(max(0, -step), stages - max(0, step)):
+                received = orders[receive][direction][stage + step]
+                if sent[stage] == received:
+                    continue
+                first, other = next(each for each in zip(sent[stage], received, strict=True) if each[0] != each[1])
+                ends = Action(stage + step, receive, other), Action(stage, send, first)
+                ranks = rank_of(stage + step, other), rank_of(stage, first)
+                marks = [(rank, schedule.rows[rank].index(end)) for rank, end in zip(ranks, ends, strict=True)]
+                channel = f"the channel ({channel_of(ends[1], num_directions)})"
+                _fail(schedule, f"{channel} is first-in first-out: {first} is sent where {other} is received", *marks)
 
 
 def _check_reductions(schedule: Schedule) -> None:
@@ -293,107 +242,63 @@ def _check_reductions(schedule: Schedule) -> None:
 
     The walk proves that a reduction follows the last weight gradient.
     """
-    if not schedule.has_backward or not schedule.is_synchronous:
-        return
-    reduction = Op.REDUCE_GRAD
-    follows: dict[int, dict[int, Place]] = {}  # stage -> stages that some rank reduces later, and where
+    follows: dict[int, dict[int, Place]] = {}  # stage -> stages that some rank reduces just before it, and where
     for rank, row in enumerate(schedule.rows):
-        order = [(stage, slot) for slot, (stage, op, _) in enumerate(row) if op is reduction]
+        order = [(stage, slot) for slot, (stage, op, _) in enumerate(row) if op is Op.REDUCE_GRAD]
         missing = set(schedule.placement.stages_of(rank)) - {stage for stage, _ in order}
         if missing:
-            _fail(
-                schedule, f"{Action(min(missing), Op.REDUCE_GRAD, None)} is missing on rank {rank}", [(rank, len(row))]
-            )
+            action = Action(min(missing), Op.REDUCE_GRAD, None)
+            _fail(schedule, f"{action} is missing on rank {rank}", (rank, len(row)))
         shared = [(stage, slot) for stage, slot in order if len(schedule.placement.ranks_of(stage)) > 1]
         for (before, _), (after, slot) in pairwise(shared):
-            follows.setdefault(before, {})[after] = (rank, slot)
-    _check_no_cycle(schedule, follows)
-
-
-def _check_no_cycle(schedule: Schedule, follows: Mapping[int, Mapping[int, Place]]) -> None:
-    """Check that the orders of all ranks are compatible: otherwise two members of a group wait in different
-    collectives.
-    """
-    state: dict[int, bool] = {}  # False: on the path being walked, True: done
-    for root in follows:
-        path = [(root, iter(follows[root].items()))] if root not in state else []
-        state.setdefault(root, False)
-        while path:
-            stage, later = path[-1]
-            step = next(later, None)
-            if step is None:
-                state[stage] = True
-                path.pop()
-            elif step[0] not in state:
-                state[step[0]] = False
-                path.append((step[0], iter(follows.get(step[0], {}).items())))
-            elif not state[step[0]]:
-                message = (
-                    f"stages {stage} and {step[0]} are reduced in this order here and in another order on another rank"
-                )
-                _fail(schedule, f"{message}; members of a group must issue its collectives in one order", [step[1]])
+            follows.setdefault(after, {})[before] = (rank, slot)
+    try:  # with orders that are not compatible, two members of a group would wait in different collectives
+        TopologicalSorter(follows).prepare()
+    except CycleError as error:
+        before, after = error.args[1][:2]
+        _fail(
+            schedule,
+            f"stages {before} and {after} are reduced in this order here and in another order on another rank; members "
+            "of a group must issue its collectives in one order",
+            follows[after][before],
+        )
 
 
 def _explain_standstill(schedule: Schedule, machine: Machine, send_depth: int | None) -> NoReturn:
     """Report an action whose input no rank can provide, or else the ring of ranks that wait for one another."""
+    rows, positions = schedule.rows, machine.positions
     waits: dict[int, Value] = {rank: machine.value_of(identity) for identity, rank in machine.waiting_for.items()}
-    maker = _makers(schedule, set(waits.values()))
+    makers: dict[Value, set[int]] = {value: set() for value in waits.values()}
+    for rank, row in enumerate(rows):
+        for value in (value for action in row if action.op in COMPUTE_OPS for value in makes(action)):
+            if value in makers:
+                makers[value].add(rank)
     for rank, value in sorted(waits.items()):
-        slot = machine.positions[rank]
-        fate = _own_fault(schedule, rank, slot, value, maker.get(value, {}))
+        slot, fate = positions[rank], ""
+        if not makers[value]:
+            fate = "no rank makes"
+        elif rank in makers[value]:
+            fate = "this rank makes only later"
+        else:
+            _, receive, step = TRAVELS[value.kind]
+            if Action(value.stage + step, receive, value.microbatch) in rows[rank][slot:]:
+                fate = "this rank receives only later"
         if fate:
-            _fail(schedule, f"{schedule.rows[rank][slot]} needs {value}, which {fate}", [(rank, slot)])
-    waits_for = {rank: next(iter(maker[value])) for rank, value in waits.items()}
-    reasons = {rank: f"{schedule.rows[rank][machine.positions[rank]]} needs {value}" for rank, value in waits.items()}
+            _fail(schedule, f"{rows[rank][slot]} needs {value}, which {fate}", (rank, slot))
+    waits_for = {rank: min(makers[value]) for rank, value in waits.items()}
+    reasons = {rank: f"{rows[rank][positions[rank]]} needs {value}" for rank, value in waits.items()}
     for channel, rank in machine.blocked_on.items():
-        action = schedule.rows[rank][machine.positions[rank]]
-        waits_for[rank] = _receiver(schedule, action)
-        reasons[rank] = (
-            f"{action} waits until an earlier message is received ({machine.channels[channel]}, send depth "
-            f"{send_depth})"
-        )
-    ring = _ring(waits_for)
-    message = "deadlock: " + "; ".join(f"rank {rank}, slot {machine.positions[rank]}: {reasons[rank]}" for rank in ring)
-    _fail(schedule, message, [(rank, machine.positions[rank]) for rank in ring])
+        action = rows[rank][positions[rank]]
+        receiver = action.stage - 1 if action.op is Op.SEND_B else action.stage + 1
+        waits_for[rank] = schedule.placement.rank_of(receiver, action.microbatch or 0)
+        where = f"{machine.channels[channel]}, send depth {send_depth}"
+        reasons[rank] = f"{action} waits until an earlier message is received ({where})"
 
-
-def _own_fault(schedule: Schedule, rank: int, slot: int, value: Value, makers: Mapping[int, int]) -> str:
-    """Return why `value` cannot be available at `slot` whatever the other ranks do; empty if another rank has to
-    provide it.
-    """
-    if not makers:
-        return "no rank makes"
-    if rank in makers:
-        return "this rank makes only later"
-    _, receive, step = TRAVELS[value.kind]
-    if Action(value.stage + step, receive, value.microbatch) in schedule.rows[rank][slot:]:
-        return "this rank receives only later"
-    return ""
-
-
-def _makers(schedule: Schedule, values: set[Value]) -> dict[Value, dict[int, int]]:
-    """Return value -> rank that computes it -> slot."""
-    found: dict[Value, dict[int, int]] = {}
-    for rank, row in enumerate(schedule.rows):
-        for slot, action in enumerate(row):
-            if action.op in COMPUTE_OPS:
-                for value in makes(action):
-                    if value in values:
-                        found.setdefault(value, {})[rank] = slot
-    return found
-
-
-def _receiver(schedule: Schedule, send: Action) -> int:
-    channel = channel_of(send)
-    stage = channel.boundary if send.op is Op.SEND_B else channel.boundary + 1
-    return schedule.placement.rank_of(stage, send.microbatch or 0)
-
-
-def _ring(waits_for: Mapping[int, int]) -> list[int]:
-    """Return ranks that wait for one another in a ring."""
+    ring: list[int] = []
     rank = next(iter(waits_for))
-    seen: list[int] = []
-    while rank not in seen:
-        seen.append(rank)
+    while rank not in ring:
+        ring.append(rank)
         rank = waits_for[rank]
-    return seen[seen.index(rank) :]
+    ring = ring[ring.index(rank) :]
+    message = "deadlock: " + "; ".join(f"rank {rank}, slot {positions[rank]}: {reasons[rank]}" for rank in ring)
+    _fail(schedule, message, *((rank, positions[rank]) for rank in ring))

@@ -13,7 +13,13 @@ from megapipe.schedule.action import Action, Op
 from megapipe.schedule.families import SCHEDULES, build_schedule
 from megapipe.schedule.placement import Placement, linear, loop, two_directions, v_shape
 from megapipe.schedule.schedule import Schedule
-from megapipe.schedule.simulate import Costs
+from megapipe.schedule.simulate import Costs, Timeline
+
+
+def peak_live_microbatches(timeline: Timeline) -> tuple[float, ...]:
+    """Return `timeline.peak_live_chunks` in microbatches of all the layers of the rank."""
+    stages_of = timeline.schedule.placement.stages_of
+    return tuple(peak / len(stages_of(rank)) for rank, peak in enumerate(timeline.peak_live_chunks))
 
 
 @st.composite

@@ -9,8 +9,8 @@ from megapipe.schedule.action import Op
 from megapipe.schedule.families import build_forward_only, build_schedule
 from megapipe.schedule.generate.whole_backward import microbatch_groups
 from megapipe.schedule.lifetimes import peak_live_chunks
-from megapipe.schedule.simulate import Costs, simulate
-from tests.schedule.strategies import placements
+from megapipe.schedule.simulate import Costs, messages_sent, simulate
+from tests.schedule.strategies import peak_live_microbatches, placements
 
 ranks, microbatches, chunks = st.integers(1, 8), st.integers(1, 24), st.integers(1, 4)
 HALF, THIRD = 0.5, 0.75  # times of I and W that floats add exactly
@@ -68,12 +68,12 @@ def test_interleaved_peak_and_warm_up(p, m, v, extra):
     warm = [min(2 * (p - r - 1) + (v - 1) * largest, v * m) for r in range(p)]
     assert [warm_up(row) for row in schedule.rows] == [min(w + 1, v * m) for w in warm]
     assert peak_live_chunks(schedule) == tuple(min(w + 1, v * m) for w in warm)
-    assert timeline_of(schedule).peak_live_microbatches[0] == min(warm[0] + 1, v * m) / v
+    assert peak_live_microbatches(timeline_of(schedule))[0] == min(warm[0] + 1, v * m) / v
 
 
 def test_interleaved_peak_is_not_p_microbatches():
     p, v = 8, 2
-    peak = timeline_of(build_schedule("interleaved", p, v, 32)).peak_live_microbatches[0]
+    peak = peak_live_microbatches(timeline_of(build_schedule("interleaved", p, v, 32)))[0]
     assert peak == p * (1 + (p - 1) / (p * v)) == 11.5
 
 
@@ -103,7 +103,7 @@ def test_published_shares_of_8_ranks_and_32_microbatches(name, v, share):
 @given(ranks, chunks, microbatches)
 @settings(max_examples=30)
 def test_hops(p, v, m):
-    sent = timeline_of(build_schedule("interleaved", p, v, m)).messages_sent
+    sent = messages_sent(build_schedule("interleaved", p, v, m))
     assert sum(sent) == (2 * m * (p * v - 1) if p > 1 else 0)
 
 

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from megapipe.schedule.action import RECV_OPS, Action, Op
 from megapipe.schedule.families import build_schedule
-from megapipe.schedule.head_start import give_head_start
-from megapipe.schedule.lower import lower
+from megapipe.schedule.lower import give_head_start, lower
 from megapipe.schedule.schedule import Schedule
 from megapipe.schedule.simulate import Costs, simulate
 from megapipe.schedule.validate import validate

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from megapipe.schedule.action import Op, parse_action
 from megapipe.schedule.families import build_lowered
-from megapipe.schedule.moves import AHEAD, COPYING, Moment, Moves, StageGroups, Unit, host_pieces, plan_moves
+from megapipe.schedule.lifetimes import AHEAD, COPYING, Moment, Moves, StageGroups, Unit, host_pieces, plan_moves
 
 SCHEDULES = [
     ("1f1b", 4, 1, 8),

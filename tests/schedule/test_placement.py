@@ -16,8 +16,6 @@ from megapipe.schedule.placement import Placement, linear, loop, two_directions,
 def test_stages_lie_where_the_drawing_says(placement, ranks, held):
     assert placement.rank_of_stage == ranks
     assert [placement.stages_of(rank) for rank in range(placement.num_ranks)] == held
-    for stage in range(placement.num_stages):
-        assert held[ranks[stage]][placement.chunk_of(stage)] == stage
 
 
 def test_odd_microbatches_take_the_second_direction():

@@ -12,9 +12,9 @@ from megapipe.schedule.lifetimes import peak_live_chunks
 from megapipe.schedule.lower import lower
 from megapipe.schedule.placement import v_shape
 from megapipe.schedule.schedule import from_csv
-from megapipe.schedule.simulate import Costs, simulate
+from megapipe.schedule.simulate import Costs, messages_sent, simulate
 from megapipe.schedule.validate import validate
-from tests.schedule.strategies import named_schedules, random_schedules, uneven_costs
+from tests.schedule.strategies import named_schedules, peak_live_microbatches, random_schedules, uneven_costs
 
 schedules = st.one_of(named_schedules(), random_schedules())
 
@@ -66,7 +66,7 @@ def test_two_ranks_one_microbatch_by_hand():
     beside = simulate(lowered, Costs.equal(2, 1.0, 1.0, 1.0, transfer_seconds=0.5, latency_seconds=0.25))
     # F 1, transfer .5, latency .25, F 1, B 2, transfer and latency again, B 2
     assert beside.makespan_seconds == 1 + 0.75 + 1 + 2 + 0.75 + 2
-    assert beside.messages_sent == (1, 1)
+    assert messages_sent(lowered) == (1, 1)
     assert beside.work_seconds == (3, 3)
     assert beside.barrier_idle_seconds == (4.5, 4.5)
     assert beside.chained_idle_seconds == (4.5, 0)
@@ -113,7 +113,7 @@ def test_peaks_of_a_split_backward_end_at_w_or_at_i():
     validate(schedule)
     assert peak_live_chunks(schedule) == (4, 2)
     assert peak_live_chunks(schedule, until_input_gradient=True) == (3, 2)
-    assert simulate(schedule, Costs.equal(4)).peak_live_microbatches == (2.0, 1.0)
+    assert peak_live_microbatches(simulate(schedule, Costs.equal(4))) == (2.0, 1.0)
 
 
 def test_planning_8_ranks_and_32_microbatches_takes_less_than_50_ms():

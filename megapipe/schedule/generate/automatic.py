@@ -13,18 +13,17 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
 from random import Random
 from typing import NamedTuple
 
 from megapipe.errors import ConfigError
-from megapipe.schedule.action import Action, Op
+from megapipe.schedule.action import COMPUTE_OPS, Action, Op
 from megapipe.schedule.generate.shape import AutoGoal, Shape
-from megapipe.schedule.generate.zero_bubble import zb_h1, zb_h2
+from megapipe.schedule.generate.split_backward import zb_h1, zb_h2
 from megapipe.schedule.lifetimes import Held, peak_held
-from megapipe.schedule.placement import linear
+from megapipe.schedule.placement import loop
 from megapipe.schedule.schedule import Row, Schedule
 from megapipe.schedule.simulate import Costs, simulate
 
@@ -39,6 +38,14 @@ class _Rule(NamedTuple):
     idle_seconds: float  # above this, every gap is filled
 
 
+# the coarse grid: microbatches in flight grow by `slope` per rank towards the first; `offset` are those of the last
+# rank
+_SLOPES = (1.0, 1.5, 2.0, 2.125, 2.25, 2.5, 3.0)
+_OFFSETS = (1.5, 1.99)
+# (least gap in W, fraction of the time to fill the pipeline that a rank may idle before it fills every gap)
+_GAPS = ((0.0, 0.0), (0.25, 0.5), (0.5, 0.25), (0.75, 0.125), (1.0, 0.5), (1.0, math.inf))
+
+
 def automatic(shape: Shape) -> tuple[Row, ...]:
     """Return the best rows found for shape.goal (default: F = I = W, p microbatches).
 
@@ -46,29 +53,33 @@ def automatic(shape: Shape) -> tuple[Row, ...]:
     compared on all. Raises ConfigError for a limit of less than one microbatch.
     """
     goal = shape.goal or AutoGoal(Costs.equal(shape.num_ranks, 1.0, 1.0, 1.0), shape.num_ranks)
-    goal = replace(goal, costs=goal.costs.on_linear_ranks())
     if goal.max_microbatches < 1:
         raise ConfigError(
             f"a memory limit of {goal.max_microbatches} microbatches per rank does not hold the first one; use 1 or "
             "more"
         )
+    costs = goal.costs
+    if costs.rank_speeds:  # stage s is on rank s: fold the speeds of the ranks into the seconds of the stages
+        seconds = {
+            (stage, op): value / costs.rank_speeds[stage] if op in COMPUTE_OPS else value
+            for (stage, op), value in costs.seconds.items()
+        }
+        costs = replace(costs, seconds=seconds, rank_speeds=())
+    goal = replace(goal, costs=replace(costs, overlap=True))  # rows hold no messages, so none can block a rank
+
+    def score(rows: tuple[Row, ...]) -> tuple[float, float]:
+        timeline = simulate(Schedule("candidate", loop(shape.num_ranks, 1), shape.num_microbatches, rows), goal.costs)
+        own = max(work + idle for work, idle in zip(timeline.work_seconds, timeline.chained_idle_seconds, strict=True))
+        return _ordered(own, timeline.makespan_seconds, goal)
+
     found = _search(shape._replace(num_microbatches=min(shape.num_microbatches, 4 * shape.num_ranks)), goal)
-    candidates = [_follow(rule, shape, goal)[0] for rule in found]
     kept = {Held.ACTIVATIONS: 1.0, Held.DEFERRED: goal.kept_for_weights}
-    candidates += [
+    candidates = [_follow(rule, shape, goal)[0] for rule in found] + [
         rows
         for rows in (zb_h1(shape), zb_h2(shape))
         if max(peak_held(row, kept) for row in rows) <= goal.max_microbatches
     ]
-    return min(candidates, key=lambda rows: _score(rows, shape, goal))
-
-
-# the coarse grid: microbatches in flight grow by `slope` per rank towards the first; `offset` are those of the last
-# rank
-_SLOPES = (1.0, 1.5, 2.0, 2.125, 2.25, 2.5, 3.0)
-_OFFSETS = (1.5, 1.99)
-# (least gap in W, fraction of the time to fill the pipeline that a rank may idle before it fills every gap)
-_GAPS = ((0.0, 0.0), (0.25, 0.5), (0.5, 0.25), (0.75, 0.125), (1.0, 0.5), (1.0, math.inf))
+    return min(candidates, key=score)
 
 
 def _search(shape: Shape, goal: AutoGoal) -> list[_Rule]:
@@ -106,12 +117,8 @@ def _until_first_gradient(num_ranks: int, costs: Costs) -> list[float]:
         forward = seconds[stage, Op.F]
         counts[stage] = (away + forward) / forward if forward else float(num_ranks)
         if stage:
-            hops = (
-                seconds.get((stage - 1, Op.SEND_F), 0.0)
-                + seconds.get((stage, Op.SEND_B), 0.0)
-                + 2 * costs.latency_seconds
-            )
-            away += forward + seconds[stage, Op.I] + hops
+            messages = seconds.get((stage - 1, Op.SEND_F), 0.0) + seconds.get((stage, Op.SEND_B), 0.0)
+            away += forward + seconds[stage, Op.I] + (messages + 2 * costs.latency_seconds)
     return counts
 
 
@@ -132,26 +139,21 @@ def _neighbour(rule: _Rule, random: Random, goal: AutoGoal, fill: float) -> _Rul
     return rule._replace(in_flight=tuple(changed))
 
 
-def _score(rows: tuple[Row, ...], shape: Shape, goal: AutoGoal) -> tuple[float, float]:
-    costs = replace(goal.costs, overlap=True)  # candidates hold no messages, so none can block a rank
-    timeline = simulate(Schedule("candidate", linear(shape.num_ranks), shape.num_microbatches, rows), costs)
-    own = max(work + idle for work, idle in zip(timeline.work_seconds, timeline.chained_idle_seconds, strict=True))
-    return _ordered(own, timeline.makespan_seconds, goal)
-
-
 def _ordered(own_seconds: float, makespan_seconds: float, goal: AutoGoal) -> tuple[float, float]:
+    """Return the score of a schedule, less is better: the seconds that the goal minimizes first."""
     return (makespan_seconds, own_seconds) if goal.has_barrier else (own_seconds, makespan_seconds)
 
 
 class _Rank:
-    """The state of one rank: counts of F, I and W done, its clock, the microbatches it holds, and when its next inputs
+    """The state of one rank: the F, I and W done, its clock, the microbatches it holds, and when its next inputs
     arrive.
     """
 
-    def __init__(self, stage: int, num_microbatches: int, seconds: Sequence[float]) -> None:
-        self.stage, self.seconds = stage, seconds  # of F, I, W
+    def __init__(self, stage: int, num_microbatches: int, costs: Costs) -> None:
+        self.stage = stage
+        self.seconds = {op: costs.seconds[stage, op] for op in (Op.F, Op.I, Op.W)}
+        self.done = {Op.F: 0, Op.I: 0, Op.W: 0}
         self.row: list[Action] = []
-        self.forwards = self.inputs = self.weights = 0
         self.clock = self.idle = self.alive = 0.0
         self.activation_at = [0.0 if stage == 0 else _UNKNOWN] * num_microbatches
         self.gradient_at = [_UNKNOWN] * num_microbatches
@@ -159,79 +161,62 @@ class _Rank:
 
     def choose(self, now: float, rule: _Rule, goal: AutoGoal) -> tuple[Op | None, float]:
         """Return the op to run now, or None and the next time to ask (infinite: when something arrives)."""
-        count = len(self.gradient_at)
-        wants_forward = self.forwards < count and self.forwards - self.inputs < rule.in_flight[self.stage]
+        forwards, inputs, weights = self.done.values()
+        wants_forward = forwards < len(self.gradient_at) and forwards - inputs < rule.in_flight[self.stage]
         has_memory = self.alive + 1.0 <= goal.max_microbatches + 1e-9
-        forward_at = self.activation_at[self.forwards] if wants_forward else _UNKNOWN
-        input_at = self.gradient_at[self.inputs] if self.inputs < self.forwards else _UNKNOWN
-        has_weights = self.inputs > self.weights
+        forward_at = self.activation_at[forwards] if wants_forward else _UNKNOWN
+        input_at = self.gradient_at[inputs] if inputs < forwards else _UNKNOWN
         if forward_at <= now and has_memory:
             return Op.F, now
         if input_at <= now:
             return Op.I, now
-        if forward_at <= now and has_weights:  # W frees the memory that F needs
+        if forward_at <= now and inputs > weights:  # W frees the memory that F needs
             return Op.W, now
         following = min(input_at, forward_at if has_memory else _UNKNOWN)
         gap = following - now
-        if has_weights and (gap >= rule.least_gap * self.seconds[2] or self.idle + gap > rule.idle_seconds):
+        if inputs > weights and (gap >= rule.least_gap * self.seconds[Op.W] or self.idle + gap > rule.idle_seconds):
             return Op.W, now
         return None, following
 
-    def run(self, op: Op, now: float, goal: AutoGoal) -> tuple[int, float]:
-        """Run `op` and return its microbatch and its end."""
-        if self.row:
-            self.idle += now - self.clock
-        if op is Op.F:
-            microbatch, change, seconds = self.forwards, 1.0, self.seconds[0]
-            self.forwards += 1
-        elif op is Op.I:
-            microbatch, change, seconds = self.inputs, goal.kept_for_weights - 1.0, self.seconds[1]
-            self.inputs += 1
-        else:
-            microbatch, change, seconds = self.weights, -goal.kept_for_weights, self.seconds[2]
-            self.weights += 1
-        self.alive += change
-        self.clock = now + seconds
-        self.row.append(Action(self.stage, op, microbatch))
-        return microbatch, self.clock
-
 
 def _follow(rule: _Rule, shape: Shape, goal: AutoGoal) -> tuple[tuple[Row, ...], tuple[float, float]]:
-    """Return the rows of ranks that follow `rule`, and their score (less is better)."""
-    p, costs = shape.num_ranks, goal.costs
-    ranks = [_Rank(s, shape.num_microbatches, [costs.seconds[s, op] for op in (Op.F, Op.I, Op.W)]) for s in range(p)]
-    hop = {
-        (s, op): costs.seconds.get((s, op), 0.0) + costs.latency_seconds
-        for s in range(p)
-        for op in (Op.SEND_F, Op.SEND_B)
-    }
+    """Return the rows of ranks that follow `rule`, and their score."""
+    p, count, costs = shape.num_ranks, shape.num_microbatches, goal.costs
+    ranks = [_Rank(stage, count, costs) for stage in range(p)]
+    kept = {Op.F: 1.0, Op.I: goal.kept_for_weights - 1.0, Op.W: -goal.kept_for_weights}
     events = [(0.0, stage) for stage in range(p)]
+
+    def wake(rank: _Rank, time: float) -> None:
+        """Ask the rank again at `time`, unless it will be asked before."""
+        if time < rank.wakes_at:
+            rank.wakes_at = time
+            heapq.heappush(events, (time, rank.stage))
+
     while events:
         now, stage = heapq.heappop(events)
         rank = ranks[stage]
-        if now != rank.wakes_at or rank.weights == shape.num_microbatches:
+        if now != rank.wakes_at or rank.done[Op.W] == count:
             continue  # superseded by an earlier arrival, or done
         rank.wakes_at = _UNKNOWN
         op, later = rank.choose(now, rule, goal)
         if op is None:
-            _wake(events, rank, later)
+            wake(rank, later)
             continue
-        microbatch, end = rank.run(op, now, goal)
-        _wake(events, rank, end)
+        microbatch = rank.done[op]
+        rank.done[op] += 1
+        if rank.row:
+            rank.idle += now - rank.clock
+        rank.row.append(Action(stage, op, microbatch))
+        rank.alive += kept[op]
+        rank.clock = end = now + rank.seconds[op]
+        wake(rank, end)
         if op is Op.F and stage == p - 1:
             rank.gradient_at[microbatch] = end
-        elif op is Op.F:
-            ranks[stage + 1].activation_at[microbatch] = end + hop[stage, Op.SEND_F]
-            _wake(events, ranks[stage + 1], max(end + hop[stage, Op.SEND_F], ranks[stage + 1].clock))
-        elif op is Op.I and stage > 0:
-            ranks[stage - 1].gradient_at[microbatch] = end + hop[stage, Op.SEND_B]
-            _wake(events, ranks[stage - 1], max(end + hop[stage, Op.SEND_B], ranks[stage - 1].clock))
-    own_seconds = max(sum(rank.seconds) * shape.num_microbatches + rank.idle for rank in ranks)
+        elif op is Op.F or (op is Op.I and stage > 0):
+            send, step = (Op.SEND_F, +1) if op is Op.F else (Op.SEND_B, -1)
+            peer = ranks[stage + step]
+            arrival = end + (costs.seconds.get((stage, send), 0.0) + costs.latency_seconds)
+            (peer.activation_at if op is Op.F else peer.gradient_at)[microbatch] = arrival
+            wake(peer, max(arrival, peer.clock))
+    own_seconds = max(sum(rank.seconds.values()) * count + rank.idle for rank in ranks)
     return tuple(tuple(rank.row) for rank in ranks), _ordered(own_seconds, max(rank.clock for rank in ranks), goal)
-
-
-def _wake(events: list[tuple[float, int]], rank: _Rank, time: float) -> None:
-    """Ask the rank again at `time`, unless it will be asked before."""
-    if time < rank.wakes_at:
-        rank.wakes_at = time
-        heapq.heappush(events, (time, rank.stage))
