@@ -32,13 +32,13 @@ from megapipe.model.stage import GPTStage
 from megapipe.monitor.heartbeat import PATIENCE, Heartbeat
 from megapipe.optimizer.optimizer import Optimizer
 from megapipe.pipeline.engine import Engine
-from megapipe.pipeline.graphs import CapturedStage, CudaRecorder, RankGraphs, Recorder, StageGraphs
+from megapipe.pipeline.graphs import CapturedStage, CudaRecorder, RankGraphs, StageGraphs
 from megapipe.pipeline.offload import Offload, RowOffload, StageOffload
 from megapipe.pipeline.stage import Stage, StageRunner
 from megapipe.plan.offload import row_moves, stage_groups
 from megapipe.plan.run_plan import RunPlan
 from megapipe.schedule.action import Op
-from megapipe.schedule.weight_versions import WeightVersions
+from megapipe.schedule.lifetimes import WeightVersions
 from megapipe.sharding.audit import audit_buffers
 from megapipe.sharding.boxes import pieces
 from megapipe.sharding.spec import ParamSpec
@@ -261,7 +261,7 @@ class TrainingRuntime(InferenceRuntime):
         draw_slice: DrawSlice | None = None,
         tracer: Tracer | None = None,
         marks: Callable[[str], AbstractContextManager[Any]] | None = None,
-        recorder: Recorder | None = None,
+        recorder: CudaRecorder | None = None,
     ) -> None:
         super().__init__(plan, groups, device, draw_slice, tracer, trains=True)
         parallel = plan.config.parallel
@@ -311,7 +311,7 @@ class TrainingRuntime(InferenceRuntime):
             )
         return self._engines[num_microbatches]
 
-    def _build_graphs(self, recorder: Recorder | None) -> RankGraphs:
+    def _build_graphs(self, recorder: CudaRecorder | None) -> RankGraphs:
         return RankGraphs(
             {stage: self._stage_graphs(stage) for stage in self.stages},
             self.plan.num_slots(self.coordinates.pp_rank),
@@ -357,4 +357,4 @@ class TrainingRuntime(InferenceRuntime):
         plan, pp_rank = self.plan, self.coordinates.pp_rank
         groups = {stage: stage_groups(plan, stage) for stage in plan.placement.stages_of(pp_rank)}
         row = plan.schedule(num_microbatches).rows[pp_rank]
-        return RowOffload.of(offload, row_moves(plan, num_microbatches, pp_rank), row, groups)
+        return RowOffload(offload, row_moves(plan, num_microbatches, pp_rank), row, groups)

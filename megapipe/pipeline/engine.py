@@ -19,12 +19,11 @@ from megapipe.comm.trace import Tracer
 from megapipe.gpu.streams import StageStreams
 from megapipe.monitor.heartbeat import Heartbeat
 from megapipe.pipeline.offload import RowOffload
-from megapipe.pipeline.stage import Stage
+from megapipe.pipeline.stage import LossFunction, Stage, Tensors
 from megapipe.schedule.action import COMPUTE_OPS, Action, Op
 from megapipe.schedule.schedule import Schedule
 
 Key = tuple[int, int]  # (stage, microbatch)
-Tensors = tuple[Tensor, ...]
 
 
 @dataclass(frozen=True)
@@ -39,7 +38,7 @@ class Step:
 
     microbatches: Sequence[Any]
     message: Callable[[int], tuple[MessageSpec, ...]]
-    loss: Callable[[Any, Any], tuple[Tensor, Any]]
+    loss: LossFunction
 
 
 class StageWeights(Protocol):
@@ -115,15 +114,14 @@ class Engine:
             raise ValueError(f"schedule {schedule} has no messages: lower it first (schedule.lower)")
         if weights is None and not schedule.is_synchronous:
             raise ValueError(f"schedule {schedule} updates weights while it runs: the engine needs `weights`")
-        self.row = tuple(
-            action for action in schedule.rows[pp_rank] if streams is not None or action.op is not Op.OVERLAP
-        )
+        ops = set(Op) if streams is not None else set(Op) - {Op.OVERLAP}
+        self.row = tuple(action for action in schedule.rows[pp_rank] if action.op in ops)
         self.num_microbatches = schedule.num_microbatches
         self.is_training = schedule.has_backward
         self.last_stage = placement.num_stages - 1
         self._stages = stages
         self._channels = channels
-        self._reduce_gradients = reduce_gradients
+        self._reduce_gradients = reduce_gradients or (lambda stage: None)
         self._tracer = tracer
         self._streams = streams
         self._head_start = head_start
@@ -150,27 +148,50 @@ class Engine:
 
         The order of the wrappers matters: a mark encloses the stream, the stream the offload, the offload the weights.
         """
+
+        def with_weights(handler: Handler, weights: StageWeights) -> Handler:
+            def handle(run: BegunRun, action: Action) -> None:
+                weights.use(action.stage, _number(action))
+                handler(run, action)
+
+            return handle
+
+        def with_offload(handler: Handler, offload: RowOffload) -> Handler:
+            def handle(run: BegunRun, action: Action) -> None:
+                offload.act(action)
+                handler(run, action)
+                offload.rest()
+
+            return handle
+
+        def within(handler: Handler, context: Callable[[Action], AbstractContextManager[Any]]) -> Handler:
+            def handle(run: BegunRun, action: Action) -> None:
+                with context(action):
+                    handler(run, action)
+
+            return handle
+
         handlers: dict[Op, Handler] = {
             Op.F: self._forward,
             Op.B: self._backward,
-            Op.I: self._backward_input,
-            Op.W: self._backward_weight,
-            Op.SEND_F: self._send_forward,
-            Op.RECV_F: self._receive_forward,
-            Op.SEND_B: self._send_backward,
-            Op.RECV_B: self._receive_backward,
-            Op.REDUCE_GRAD: self._reduce,
+            Op.I: self._backward,
+            Op.W: lambda run, action: self._stages[action.stage].backward_weight(_number(action)),
+            Op.SEND_F: self._send,
+            Op.RECV_F: self._receive,
+            Op.SEND_B: self._send,
+            Op.RECV_B: self._receive,
+            Op.REDUCE_GRAD: lambda run, action: self._reduce_gradients(action.stage),
         }
         if weights is not None:
-            handlers |= {op: self._with_weights(weights, handlers[op]) for op in COMPUTE_OPS}
+            handlers |= {op: with_weights(handlers[op], weights) for op in COMPUTE_OPS}
             handlers[Op.UPDATE] = lambda run, action: weights.update(action.stage, _number(action))
         if self._offload is not None:
-            handlers |= {op: self._with_offload(self._offload, handlers[op]) for op in COMPUTE_OPS}
+            handlers |= {op: with_offload(handlers[op], self._offload) for op in COMPUTE_OPS}
         if streams is not None:
-            handlers |= {op: self._on_stream(streams, handlers[op]) for op in COMPUTE_OPS}
+            handlers |= {op: within(handlers[op], lambda action: streams.computing(action.stage)) for op in COMPUTE_OPS}
             handlers[Op.OVERLAP] = lambda run, action: streams.begin_pair()
         if marks is not None:
-            handlers = {op: self._marked(marks, handler) for op, handler in handlers.items()}
+            handlers = {op: within(handler, lambda action: marks(str(action))) for op, handler in handlers.items()}
         return handlers
 
     def run(self, step: Step) -> list[Any]:
@@ -209,17 +230,22 @@ class Engine:
             self._offload.clear()
 
     def _act(self, run: BegunRun, part: slice, run_ends: bool) -> None:
-        heartbeat = self._heartbeat
-        start = 0 if self._tracer is None else self._tracer.now()
+        heartbeat, tracer, streams, handlers = self._heartbeat, self._tracer, self._streams, self._handlers
+        row_start = 0 if tracer is None else tracer.now()
         try:
             with torch.set_grad_enabled(self.is_training):
                 for action, word in zip(self.row[part], self._words[part], strict=True):
                     if heartbeat is not None:
                         heartbeat.act(word)
-                    if self._tracer is None:
-                        self._handlers[action.op](run, action)
-                    else:
-                        self._traced(self._tracer, run, action)
+                    if tracer is None:
+                        handlers[action.op](run, action)
+                        continue
+                    start = tracer.now()
+                    handlers[action.op](run, action)
+                    # each half of a pair ends on its own stream; the current stream waits for both
+                    own_stream = streams.of(action.stage) if streams and action.op in COMPUTE_OPS else None
+                    ended = tracer.now(own_stream)
+                    tracer.event(str(action), "action", start, ended)
             if run_ends:
                 for channel in self._channels.values():
                     channel.drain()
@@ -228,56 +254,12 @@ class Engine:
             raise
         if heartbeat is not None:
             heartbeat.act(b"")
-        if self._tracer is not None:
-            self._tracer.event("row", "row", start, self._tracer.now())
-
-    @staticmethod
-    def _on_stream(streams: StageStreams, handler: Handler) -> Handler:
-        def handle(run: BegunRun, action: Action) -> None:
-            with streams.computing(action.stage):
-                handler(run, action)
-
-        return handle
-
-    @staticmethod
-    def _marked(marks: Callable[[str], AbstractContextManager[Any]], handler: Handler) -> Handler:
-        def handle(run: BegunRun, action: Action) -> None:
-            with marks(str(action)):
-                handler(run, action)
-
-        return handle
-
-    @staticmethod
-    def _with_weights(weights: StageWeights, handler: Handler) -> Handler:
-        def handle(run: BegunRun, action: Action) -> None:
-            weights.use(action.stage, _number(action))
-            handler(run, action)
-
-        return handle
-
-    @staticmethod
-    def _with_offload(offload: RowOffload, handler: Handler) -> Handler:
-        def handle(run: BegunRun, action: Action) -> None:
-            offload.act(action)
-            handler(run, action)
-            offload.rest()
-
-        return handle
-
-    def _traced(self, tracer: Tracer, run: BegunRun, action: Action) -> None:
-        start = tracer.now()
-        self._handlers[action.op](run, action)
-        # each half of a pair ends on its own stream; the current stream waits for both
-        ended = (
-            tracer.now()
-            if self._streams is None or action.op not in COMPUTE_OPS
-            else tracer.now(self._streams.of(action.stage))
-        )
-        tracer.event(str(action), "action", start, ended)
+        if tracer is not None:
+            tracer.event("row", "row", row_start, tracer.now())
 
     def _forward(self, run: BegunRun, action: Action) -> None:
         stage, microbatch = action.stage, _number(action)
-        inputs = self._inputs(run, stage, microbatch)
+        inputs = self._arrived(run, run.activations, action, Op.RECV_F, stage - 1) if stage else ()
         is_last = stage == self.last_stage
         result = self._stages[stage].forward(
             microbatch, inputs, run.step.microbatches[microbatch], run.step.loss if is_last else None
@@ -290,55 +272,14 @@ class Engine:
             run.outputs[stage, microbatch] = result
 
     def _backward(self, run: BegunRun, action: Action) -> None:
+        """Run B or I."""
         stage, microbatch = action.stage, _number(action)
-        gradients = self._output_gradients(run, stage, microbatch)
-        self._deliver(run, stage, microbatch, self._stages[stage].backward(microbatch, gradients))
-
-    def _backward_input(self, run: BegunRun, action: Action) -> None:
-        stage, microbatch = action.stage, _number(action)
-        gradients = self._output_gradients(run, stage, microbatch)
-        self._deliver(run, stage, microbatch, self._stages[stage].backward_input(microbatch, gradients))
-
-    def _backward_weight(self, run: BegunRun, action: Action) -> None:
-        self._stages[action.stage].backward_weight(_number(action))
-
-    def _send_forward(self, run: BegunRun, action: Action) -> None:
-        self._channel(action.stage, "activation", action).send(run.outputs.pop((action.stage, _number(action))))
-
-    def _send_backward(self, run: BegunRun, action: Action) -> None:
-        self._channel(action.stage - 1, "gradient", action).send(
-            run.input_gradients.pop((action.stage, _number(action)))
-        )
-
-    def _receive_forward(self, run: BegunRun, action: Action) -> None:
-        boundary = action.stage - 1
-        pending = self._channel(boundary, "activation", action).post_receive(run.step.message(boundary))
-        run.receives[Op.RECV_F, action.stage, _number(action)] = pending
-
-    def _receive_backward(self, run: BegunRun, action: Action) -> None:
-        message = tuple(spec for spec in run.step.message(action.stage) if spec.dtype.is_floating_point)
-        pending = self._channel(action.stage, "gradient", action).post_receive(message)
-        run.receives[Op.RECV_B, action.stage, _number(action)] = pending
-
-    def _reduce(self, run: BegunRun, action: Action) -> None:
-        if self._reduce_gradients is not None:
-            self._reduce_gradients(action.stage)
-
-    def _inputs(self, run: BegunRun, stage: int, microbatch: int) -> Tensors:
-        if stage == 0:
-            return ()
-        if self._is_local(stage - 1, microbatch):
-            return self._used(run.activations.pop((stage, microbatch)))
-        return self._used(self._received(run, Op.RECV_F, stage, microbatch))
-
-    def _output_gradients(self, run: BegunRun, stage: int, microbatch: int) -> tuple[Tensor | None, ...]:
-        if stage == self.last_stage:
-            return (None,)  # the objective's gradient is 1
-        if self._is_local(stage, microbatch):
-            return self._used(run.gradients.pop((stage, microbatch)))
-        return self._used(self._received(run, Op.RECV_B, stage, microbatch))
-
-    def _deliver(self, run: BegunRun, stage: int, microbatch: int, input_gradients: Tensors) -> None:
+        gradients: tuple[Tensor | None, ...] = (None,)  # the objective's gradient is 1
+        if stage != self.last_stage:
+            gradients = self._arrived(run, run.gradients, action, Op.RECV_B, stage)
+        runner = self._stages[stage]
+        backward = runner.backward if action.op is Op.B else runner.backward_input
+        input_gradients = backward(microbatch, gradients)
         if stage == 0:
             return
         if self._is_local(stage - 1, microbatch):
@@ -346,28 +287,43 @@ class Engine:
         else:
             run.input_gradients[stage, microbatch] = input_gradients
 
-    def _used(self, tensors: Tensors) -> Tensors:
+    def _send(self, run: BegunRun, action: Action) -> None:
+        stage, microbatch = action.stage, _number(action)
+        if action.op is Op.SEND_F:
+            self._channel(stage, "activation", microbatch).send(run.outputs.pop((stage, microbatch)))
+        else:
+            self._channel(stage - 1, "gradient", microbatch).send(run.input_gradients.pop((stage, microbatch)))
+
+    def _receive(self, run: BegunRun, action: Action) -> None:
+        stage, microbatch = action.stage, _number(action)
+        if action.op is Op.RECV_F:
+            channel, message = self._channel(stage - 1, "activation", microbatch), run.step.message(stage - 1)
+        else:
+            channel = self._channel(stage, "gradient", microbatch)
+            message = tuple(spec for spec in run.step.message(stage) if spec.dtype.is_floating_point)
+        run.receives[action.op, stage, microbatch] = channel.post_receive(message)
+
+    def _arrived(self, run: BegunRun, local: dict[Key, Tensors], action: Action, receive: Op, boundary: int) -> Tensors:
+        """Return the input of a computation, from another stage of this rank or from the message over `boundary`."""
+        stage, microbatch, tracer = action.stage, _number(action), self._tracer
+        if self._is_local(boundary, microbatch):
+            tensors = local.pop((stage, microbatch))
+        else:
+            pending = run.receives.pop((receive, stage, microbatch))
+            start = 0 if tracer is None else tracer.now()
+            tensors = pending.wait()
+            if tracer is not None:
+                tracer.event(str(Action(stage, receive, microbatch)), "wait", start, tracer.now())
         if self._streams is not None:
             self._streams.use(tensors)
         return tensors
 
     def _is_local(self, boundary: int, microbatch: int) -> bool:
-        """Return True if both stages of the boundary are on this rank for the microbatch, so that no message
-        is needed.
-        """
+        """Return True if both stages of the boundary are on this rank, so that no message is needed."""
         return (boundary, microbatch % self._num_directions) in self._local
 
-    def _channel(self, boundary: int, kind: str, action: Action) -> Channel:
-        return self._channels[boundary, kind, _number(action) % self._num_directions]
-
-    def _received(self, run: BegunRun, op: Op, stage: int, microbatch: int) -> Tensors:
-        pending = run.receives.pop((op, stage, microbatch))
-        if self._tracer is None:
-            return pending.wait()
-        start = self._tracer.now()
-        tensors = pending.wait()
-        self._tracer.event(str(Action(stage, op, microbatch)), "wait", start, self._tracer.now())
-        return tensors
+    def _channel(self, boundary: int, kind: str, microbatch: int) -> Channel:
+        return self._channels[boundary, kind, microbatch % self._num_directions]
 
 
 def _number(action: Action) -> int:

@@ -23,7 +23,7 @@ import gc
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -31,33 +31,26 @@ from torch import Tensor
 from megapipe.comm.channels import MessageSpec
 from megapipe.errors import TrainingError
 from megapipe.pipeline.engine import Step
-from megapipe.pipeline.stage import StageRunner
-from megapipe.schedule.gc_pause import gc_paused
+from megapipe.pipeline.stage import Gradients, LossFunction, StageRunner, Tensors
+from megapipe.schedule.schedule import gc_paused
 
-Tensors = tuple[Tensor, ...]
 Replay = Callable[[], None]
 Result = TypeVar("Result")
 
 
-class Recorder(Protocol):
-    """A recorder of the kernels that a function launches."""
+class CudaRecorder:
+    """A recorder of the kernels that a function launches as CUDA graphs, all on one stream, because autograd runs a
+    backward on the stream of its forward.
+    """
 
     def pool(self) -> Any:
         """Return a new memory pool."""
+        return torch.cuda.graph_pool_handle()
 
     def record(self, work: Callable[[], Result], pool: Any) -> tuple[Replay, Result]:
         """Run `work` without executing its kernels, its tensors allocated from `pool`; return (replay function, result
         of `work`).
         """
-
-
-class CudaRecorder:
-    """A recorder of CUDA graphs, all on one stream, because autograd runs a backward on the stream of its forward."""
-
-    def pool(self) -> Any:
-        return torch.cuda.graph_pool_handle()
-
-    def record(self, work: Callable[[], Result], pool: Any) -> tuple[Replay, Result]:
         graph = torch.cuda.CUDAGraph()
         # thread_local: NCCL's watchdog and checkpoint writers may call CUDA during the capture
         with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
@@ -76,7 +69,7 @@ class Example:
 
     message: tuple[MessageSpec, ...]
     payload: Any
-    loss: Callable[[Any, Any], tuple[Tensor, Any]] | None
+    loss: LossFunction | None
     device: torch.device
 
 
@@ -89,10 +82,10 @@ class _Slot:
     forward: Replay
     output: Any
     result: Any
-    gradients: tuple[Tensor | None, ...] = ()
+    gradients: Gradients = ()
     input_gradients: Tensors = ()
     backward: Replay = lambda: None  # B, or I if the backward is split
-    backward_weight: Replay | None = None
+    backward_weight: Replay = lambda: None  # W if the backward is split
 
 
 class StageGraphs:
@@ -112,59 +105,45 @@ class StageGraphs:
         ready: Callable[[], None] = lambda: None,
         splits: bool = False,
     ) -> None:
-        self.stage, self.runner = stage, runner
-        self._fixed, self._ready, self._splits = fixed, ready, splits
-        self._slots: list[_Slot] = []
-        self._addresses: tuple[int, ...] = ()
+        self.stage, self.runner, self.ready = stage, runner, ready
+        self._fixed, self._splits = fixed, splits
+        self.slots: list[_Slot] = []
+        self._addresses: list[int] = []
 
     @property
     def are_recorded(self) -> bool:
-        return bool(self._slots)
+        return bool(self.slots)
 
-    def record(self, recorder: Recorder, num_slots: int, example: Example) -> None:
+    def record(self, recorder: CudaRecorder, num_slots: int, example: Example) -> None:
         """Capture all graphs of the stage without computing anything.
 
         Raises TrainingError if an operation cannot be captured.
         """
         observe = self.runner.observe
         try:
-            self._slots = [self._recorded(recorder, number, example) for number in range(num_slots)]
+            self.slots = [self._recorded(recorder, number, example) for number in range(num_slots)]
         finally:
             self.runner.observe = observe
-        self._addresses = self._addresses_now()
-
-    def release(self) -> None:
-        """Free graphs and memory."""
-        self._slots = []
+        self._addresses = [tensor.data_ptr() for tensor in self._fixed()]
 
     def check_addresses(self) -> None:
         """Raise RuntimeError if parameters or gradients have moved since the capture."""
-        if self._slots and self._addresses_now() != self._addresses:
+        if self.slots and [tensor.data_ptr() for tensor in self._fixed()] != self._addresses:
             raise RuntimeError(f"stage {self.stage}: parameters or gradients have moved since its graphs were captured")
 
-    def forward(self, slot: int, inputs: Tensors, payload: Any) -> tuple[Any, Any]:
-        """Replay the forward; return (the module's output, the runner's result), both at their fixed addresses."""
-        held = self._slots[slot]
-        self._ready()
-        self._fill(held.inputs, inputs, "message")
-        self._fill(held.payload, tensors_of(payload), "microbatch")
-        held.forward()
-        return held.output, held.result
+    def fill(self, fixed: Iterable[Tensor | None], given: Iterable[Tensor | None], what: str) -> None:
+        """Copy the given tensors into the fixed ones that a replay reads."""
+        targets = [tensor for tensor in fixed if tensor is not None]
+        sources = [tensor for tensor in given if tensor is not None]
+        if [(t.shape, t.dtype) for t in targets] != [(t.shape, t.dtype) for t in sources]:
+            raise RuntimeError(
+                f"stage {self.stage}: its graphs were captured for a {what} of {[tuple(t.shape) for t in targets]}, "
+                f"but {[tuple(t.shape) for t in sources]} was given; omit --cuda-graph-impl if sizes change"
+            )
+        for target, source in zip(targets, sources, strict=True):
+            target.copy_(source)
 
-    def backward(self, slot: int, gradients: tuple[Tensor | None, ...]) -> Tensors:
-        """Replay B, or I if backwards are split; return copies of the input gradients."""
-        held = self._slots[slot]
-        self._fill(present(held.gradients), present(gradients), "gradient")
-        held.backward()
-        return tuple(gradient.clone() for gradient in held.input_gradients)
-
-    def backward_weight(self, slot: int) -> None:
-        """Replay W if backwards are split; otherwise do nothing."""
-        replay = self._slots[slot].backward_weight
-        if replay is not None:
-            replay()
-
-    def _recorded(self, recorder: Recorder, number: int, example: Example) -> _Slot:
+    def _recorded(self, recorder: CudaRecorder, number: int, example: Example) -> _Slot:
         runner, pool = self.runner, recorder.pool()
         outputs: list[Any] = []
         runner.observe = lambda _, output: outputs.append(output)
@@ -180,39 +159,21 @@ class StageGraphs:
                     raise cause from None
                 raise TrainingError(
                     f"the {what} of stage {self.stage} cannot be captured as a CUDA graph: {cause}. Synchronization "
-                    "with the device "
-                    "and allocations outside of torch cannot be captured; omit --cuda-graph-impl"
+                    "with the device and allocations outside of torch cannot be captured; omit --cuda-graph-impl"
                 ) from error
 
         forward, result = record("forward", lambda: runner.forward(number, inputs, payload, example.loss))
         slot = _Slot(inputs, tensors_of(payload), forward, mapped(outputs[0], Tensor.detach), result)
         # one per slot: operations deferred to W may keep a reference to the gradient
-        coming = () if example.loss is not None else tuple(t for t in result if t.is_floating_point())
-        slot.gradients = (
-            (None,)
-            if example.loss is not None
-            else tuple(torch.zeros(t.shape, dtype=t.dtype, device=t.device) for t in coming)
-        )
+        slot.gradients = (None,)
+        if example.loss is None:
+            sent = (t for t in result if t.is_floating_point())
+            slot.gradients = tuple(torch.zeros(t.shape, dtype=t.dtype, device=t.device) for t in sent)
+        backward = runner.backward_input if self._splits else runner.backward
+        slot.backward, slot.input_gradients = record("backward", lambda: backward(number, slot.gradients))
         if self._splits:
-            slot.backward, slot.input_gradients = record(
-                "backward", lambda: runner.backward_input(number, slot.gradients)
-            )
             slot.backward_weight, _ = record("weight gradients", lambda: runner.backward_weight(number))
-        else:
-            slot.backward, slot.input_gradients = record("backward", lambda: runner.backward(number, slot.gradients))
         return slot
-
-    def _fill(self, fixed: Tensors, given: Tensors, what: str) -> None:
-        if [(t.shape, t.dtype) for t in fixed] != [(t.shape, t.dtype) for t in given]:
-            raise RuntimeError(
-                f"stage {self.stage}: its graphs were captured for a {what} of {[tuple(t.shape) for t in fixed]}, but "
-                f"{[tuple(t.shape) for t in given]} was given; omit --cuda-graph-impl if sizes change"
-            )
-        for target, source in zip(fixed, given, strict=True):
-            target.copy_(source)
-
-    def _addresses_now(self) -> tuple[int, ...]:
-        return tuple(tensor.data_ptr() for tensor in self._fixed())
 
 
 class CapturedStage:
@@ -224,40 +185,44 @@ class CapturedStage:
 
     def __init__(self, graphs: StageGraphs, slots: Mapping[int, int]) -> None:
         self._graphs, self._slots, self._runner = graphs, slots, graphs.runner
+        self.clear = graphs.runner.clear
 
     def begin_row(self, trains: bool) -> None:
         self._runner.begin_row(trains)
         self._graphs.check_addresses()
 
-    def forward(
-        self, microbatch: int, inputs: Tensors, payload: Any, loss: Callable[[Any, Any], tuple[Tensor, Any]] | None
-    ) -> Any:
-        if not self._graphs.are_recorded or not torch.is_grad_enabled():
+    def forward(self, microbatch: int, inputs: Tensors, payload: Any, loss: LossFunction | None) -> Any:
+        graphs = self._graphs
+        if not graphs.slots or not torch.is_grad_enabled():
             return self._runner.forward(microbatch, inputs, payload, loss)
-        output, result = self._graphs.forward(self._slots[microbatch], inputs, payload)
+        slot = graphs.slots[self._slots[microbatch]]
+        graphs.ready()
+        graphs.fill(slot.inputs, inputs, "message")
+        graphs.fill(slot.payload, tensors_of(payload), "microbatch")
+        slot.forward()
         if self._runner.observe is not None:
-            self._runner.observe(microbatch, output)
-        return result if loss is None else mapped(result, Tensor.clone)
+            self._runner.observe(microbatch, slot.output)
+        return slot.result if loss is None else mapped(slot.result, Tensor.clone)
 
-    def backward(self, microbatch: int, gradients: tuple[Tensor | None, ...]) -> Tensors:
-        if not self._graphs.are_recorded:
+    def backward(self, microbatch: int, gradients: Gradients) -> Tensors:
+        if not self._graphs.slots:
             return self._runner.backward(microbatch, gradients)
         input_gradients = self.backward_input(microbatch, gradients)
         self.backward_weight(microbatch)
         return input_gradients
 
-    def backward_input(self, microbatch: int, gradients: tuple[Tensor | None, ...]) -> Tensors:
-        if not self._graphs.are_recorded:
+    def backward_input(self, microbatch: int, gradients: Gradients) -> Tensors:
+        if not self._graphs.slots:
             return self._runner.backward_input(microbatch, gradients)
-        return self._graphs.backward(self._slots[microbatch], gradients)
+        slot = self._graphs.slots[self._slots[microbatch]]
+        self._graphs.fill(slot.gradients, gradients, "gradient")
+        slot.backward()
+        return tuple(gradient.clone() for gradient in slot.input_gradients)
 
     def backward_weight(self, microbatch: int) -> None:
-        if not self._graphs.are_recorded:
+        if not self._graphs.slots:
             return self._runner.backward_weight(microbatch)
-        return self._graphs.backward_weight(self._slots[microbatch])
-
-    def clear(self) -> None:
-        self._runner.clear()
+        self._graphs.slots[self._slots[microbatch]].backward_weight()
 
 
 @dataclass
@@ -276,7 +241,7 @@ class RankGraphs:
     last_stage: int
     warmup_steps: int
     device: torch.device
-    recorder: Recorder = field(default_factory=CudaRecorder)
+    recorder: CudaRecorder = field(default_factory=CudaRecorder)
     settle: Callable[[], None] = lambda: None
     example: Callable[[Any], Any] = lambda payload: payload
     during: Callable[[], AbstractContextManager[Any]] = nullcontext
@@ -290,21 +255,18 @@ class RankGraphs:
         self.settle()
         # tensors of earlier backwards that cycles keep alive would bring the streams that those ran on into the capture
         gc.collect()
-        with self.during(), torch.enable_grad():
-            self._record(step)
-
-    @gc_paused()  # a graph or an event freed during the capture would break it
-    def _record(self, step: Step) -> None:
-        payload = self.example(step.microbatches[0])
-        for stage, graphs in self.stages.items():
-            message = step.message(stage - 1) if stage else ()
-            loss = step.loss if stage == self.last_stage else None
-            graphs.record(self.recorder, self.num_slots[stage], Example(message, payload, loss, self.device))
+        # a graph or an event that the cycle collector freed during the capture would break it
+        with self.during(), torch.enable_grad(), gc_paused():
+            payload = self.example(step.microbatches[0])
+            for stage, graphs in self.stages.items():
+                message = step.message(stage - 1) if stage else ()
+                loss = step.loss if stage == self.last_stage else None
+                graphs.record(self.recorder, self.num_slots[stage], Example(message, payload, loss, self.device))
 
     def release(self) -> None:
         """Free all graphs. The next step runs without them; after it they are captured again."""
         for graphs in self.stages.values():
-            graphs.release()
+            graphs.slots = []
 
 
 def mapped(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
@@ -332,8 +294,3 @@ def tensors_of(value: Any) -> Tensors:
 
     mapped(value, keep)
     return tuple(found)
-
-
-def present(tensors: Iterable[Tensor | None]) -> Tensors:
-    """Return the tensors that are not None."""
-    return tuple(tensor for tensor in tensors if tensor is not None)

@@ -1,4 +1,4 @@
-"""Activation offloading to host memory between forward and backward, as planned by `schedule.moves`.
+"""Activation offloading to host memory between forward and backward, as planned by `schedule.lifetimes`.
 
 `Offload` belongs to a rank; the engine reports its actions to `RowOffload`, and a stage runs its groups of layers
 through `StageOffload`. Autograd's saved-tensor hooks deliver what a group keeps: each storage once, however many
@@ -18,7 +18,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from megapipe.gpu.copies import Copies, HostBuffer, HostPool
 from megapipe.schedule.action import Action, Op
-from megapipe.schedule.moves import Moment, Moves, StageGroups, Unit, moments_of
+from megapipe.schedule.lifetimes import Moment, Moves, StageGroups, Unit, moments_of
 
 
 class Offload:
@@ -71,7 +71,9 @@ class Offload:
         unit = Unit(stage, microbatch, group)
         if unit in self._moves.moved:
             carried = self._units[unit] = _Carried(self.copies, self.min_elements, stays)
-            with saved_tensors_hooks(carried.pack, _unpack):
+            with saved_tensors_hooks(
+                carried.pack, lambda packed: packed.tensor() if isinstance(packed, _View) else packed
+            ):
                 output = fn(hidden)
             carried.leave(self.pool)
         else:
@@ -109,17 +111,14 @@ class Offload:
 
 
 class RowOffload:
-    """The offloading of one row, as the engine drives it."""
+    """The offloading of one row, as the engine drives it. stages: as given to `plan_moves`."""
 
-    def __init__(self, offload: Offload, moves: Moves, firsts: dict[Action, Moment]) -> None:
-        self._offload, self._moves, self._firsts = offload, moves, firsts
-
-    @classmethod
-    def of(cls, offload: Offload, moves: Moves, row: Iterable[Action], stages: Mapping[int, StageGroups]) -> RowOffload:
-        """Build it from a row; stages: as given to `plan_moves`."""
-        return cls(
-            offload, moves, {action: moment for action in row for moment in list(moments_of(action, stages))[:1]}
-        )
+    def __init__(
+        self, offload: Offload, moves: Moves, row: Iterable[Action], stages: Mapping[int, StageGroups]
+    ) -> None:
+        self._offload, self._moves = offload, moves
+        self._firsts = {action: next(moments_of(action, stages), None) for action in row}
+        self.rest, self.clear = offload.rest, offload.clear
 
     def begin(self) -> None:
         self._offload.begin(self._moves)
@@ -127,13 +126,6 @@ class RowOffload:
     def act(self, action: Action) -> None:
         """Begin a computation of the row."""
         self._offload.act(action, self._firsts.get(action))
-
-    def rest(self) -> None:
-        """End the computation."""
-        self._offload.rest()
-
-    def clear(self) -> None:
-        self._offload.clear()
 
 
 class StageOffload:
@@ -192,10 +184,10 @@ class _Carried:
         Returns (stream, event after the copy).
         """
         assert self._buffer is not None
+        buffer = self._buffer
         with self._copies.on(self._stream):
             for part in self._parts.values():
-                part.allocate()
-        buffer = self._buffer
+                part.bytes = torch.empty(part.num_bytes, dtype=torch.uint8, device=part.device)
 
         def copy() -> None:
             for device, host in self._pieces(buffer):
@@ -224,12 +216,9 @@ class _Part:
 
     def __init__(self, tensor: Tensor) -> None:
         self.num_bytes = tensor.untyped_storage().nbytes()
-        self._device = tensor.device
+        self.device = tensor.device
         self.bytes: Tensor | None = torch.empty(0, dtype=torch.uint8, device=tensor.device)
         self.bytes.set_(tensor.untyped_storage(), 0, (self.num_bytes,), (1,))
-
-    def allocate(self) -> None:
-        self.bytes = torch.empty(self.num_bytes, dtype=torch.uint8, device=self._device)
 
     def used(self) -> Tensor:
         """Return the bytes. Raises RuntimeError while they are only in host memory."""
@@ -252,10 +241,6 @@ class _View:
 
     def tensor(self) -> Tensor:
         return self._part.used().view(self._dtype).as_strided(*self._layout)
-
-
-def _unpack(packed: Any) -> Tensor:
-    return packed.tensor() if isinstance(packed, _View) else packed
 
 
 def _address(tensor: Tensor) -> int:

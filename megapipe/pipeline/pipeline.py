@@ -41,10 +41,8 @@ def pipeline_ranks(
     With several ranks the process exits with code 0 at the end of the block; exceptions inside propagate.
     """
     world = start(read_environment(), backend, timeout_seconds, device)
-    yield (
-        build_process_groups(Topology(pp=world.world_size), world.global_rank, world.backend, timeout_seconds).pp,
-        world.device,
-    )
+    groups = build_process_groups(Topology(pp=world.world_size), world.global_rank, world.backend, timeout_seconds)
+    yield groups.pp, world.device
     shutdown()
 
 
@@ -81,7 +79,19 @@ class Pipeline:
         self._schedule = default_schedule(self._num_chunks) if schedule == "auto" else schedule
         self._pp, self._loss, self._receive_depth, self._tracer = pp, loss, receive_depth, tracer
         self._message = message if callable(message) else lambda boundary: message
-        _check_schedule(self._schedule)
+        family = schedule_family(self._schedule)
+        if not family.is_synchronous:
+            raise ConfigError(
+                f"schedule {family.name} updates weights within a step, but train_step leaves that to you; use "
+                f"{default_schedule(1)}, or give pipeline.engine.Engine `weights` of your own"
+            )
+        if not family.runs_plain_modules:
+            plain = ", ".join(other.name for other in SCHEDULES.values() if other.runs_plain_modules)
+            raise ConfigError(
+                f"schedule {family.name} splits the backward of a stage or places a stage on two ranks, which plain "
+                f"modules do not support; use one of {plain}, or pipeline.engine.Engine with stages that queue their "
+                "weight gradients"
+            )
         self._placement = build_schedule(self._schedule, pp.size, self._num_chunks, num_microbatches=1).placement
         self.modules = {stage: make_stage(stage).to(device) for stage in self._placement.stages_of(pp.rank)}
         self._runners = {stage: StageRunner(module) for stage, module in self.modules.items()}
@@ -113,39 +123,19 @@ class Pipeline:
             value = self._loss(output, microbatch)
             return value / count, value.detach()
 
-        return self._engine(count, is_training).run(
-            Step(microbatches, lambda boundary: tuple(self._message(boundary)), loss)
-        )
+        engine = self._engine(count, is_training)
+        return engine.run(Step(microbatches, lambda boundary: tuple(self._message(boundary)), loss))
 
     def _engine(self, count: int, is_training: bool) -> Engine:
         key = count, is_training
         if key not in self._engines:
+            depth, shape = self._receive_depth, (self._pp.size, self._num_chunks, count)
             if is_training:
-                schedule = build_lowered(
-                    self._schedule, self._pp.size, self._num_chunks, count, receive_depth=self._receive_depth
-                )
+                schedule = build_lowered(self._schedule, *shape, receive_depth=depth)
             else:
-                schedule = build_forward_only(self._placement, count, self._receive_depth)
-            depth = 1 + unhindered_send_depth(schedule)
+                schedule = build_forward_only(self._placement, count, depth)
+            sends = 1 + unhindered_send_depth(schedule)
             for channel in self._channels.values():
-                channel.max_in_flight = max(depth, channel.max_in_flight or 0)
+                channel.max_in_flight = max(sends, channel.max_in_flight or 0)
             self._engines[key] = Engine(schedule, self._pp.rank, self._runners, self._channels, tracer=self._tracer)
         return self._engines[key]
-
-
-def _check_schedule(name: str) -> None:
-    """Raise ConfigError for unknown schedules and for those that need more of a stage than to be a module."""
-    family = schedule_family(name)
-    if not family.is_synchronous:
-        raise ConfigError(
-            f"schedule {name} updates weights within a step, but train_step leaves that to you; use "
-            f"{default_schedule(1)}, or give "
-            "pipeline.engine.Engine `weights` of your own"
-        )
-    if not family.runs_plain_modules:
-        plain = ", ".join(other.name for other in SCHEDULES.values() if other.runs_plain_modules)
-        raise ConfigError(
-            f"schedule {name} splits the backward of a stage or places a stage on two ranks, which plain modules do "
-            "not support; "
-            f"use one of {plain}, or pipeline.engine.Engine with stages that queue their weight gradients"
-        )

@@ -10,6 +10,10 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+Tensors = tuple[Tensor, ...]
+Gradients = tuple[Tensor | None, ...]
+LossFunction = Callable[[Any, Any], tuple[Tensor, Any]]  # (output, payload) -> (scalar to differentiate, report)
+
 
 class WeightGradients(Protocol):
     """The queue of weight gradients of a stage's linears; see tensor_parallel.gradients.WeightQueue."""
@@ -32,21 +36,10 @@ class Stage(Protocol):
 
     @property
     def begin_row(self) -> Callable[[bool], None]: ...
-
-    def forward(
-        self,
-        microbatch: int,
-        inputs: tuple[Tensor, ...],
-        payload: Any,
-        loss: Callable[[Any, Any], tuple[Tensor, Any]] | None,
-    ) -> Any: ...
-
-    def backward(self, microbatch: int, gradients: tuple[Tensor | None, ...]) -> tuple[Tensor, ...]: ...
-
-    def backward_input(self, microbatch: int, gradients: tuple[Tensor | None, ...]) -> tuple[Tensor, ...]: ...
-
+    def forward(self, microbatch: int, inputs: Tensors, payload: Any, loss: LossFunction | None) -> Any: ...
+    def backward(self, microbatch: int, gradients: Gradients) -> Tensors: ...
+    def backward_input(self, microbatch: int, gradients: Gradients) -> Tensors: ...
     def backward_weight(self, microbatch: int) -> None: ...
-
     def clear(self) -> None: ...
 
 
@@ -58,7 +51,7 @@ class _Kept:
     gradient is ignored.
     """
 
-    inputs: tuple[Tensor, ...]
+    inputs: Tensors
     edges: tuple[GradientEdge | None, ...]
 
 
@@ -66,8 +59,7 @@ class StageRunner:
     """Runs `module(*inputs, microbatch)` and its backward for one stage.
 
     module: called with the tensors from the previous stage (none for the first) and the microbatch; returns a tensor or
-    a tuple of
-    tensors: the message to the next stage or, on the last stage, the input of `loss`. Tensors that are not
+    a tuple of tensors: the message to the next stage or, on the last stage, the input of `loss`. Tensors that are not
     floating-point are only sent forward; a floating-point one that a stage does not use has gradient zero.
     weight_gradients: needed only by schedules that split the backward (ops I and W).
     begin_row: called at the start of a row with True if it trains. observe: if set, called with every output.
@@ -85,13 +77,7 @@ class StageRunner:
         self.observe: Callable[[int, Any], None] | None = None
         self._kept: dict[int, _Kept] = {}
 
-    def forward(
-        self,
-        microbatch: int,
-        inputs: tuple[Tensor, ...],
-        payload: Any,
-        loss: Callable[[Any, Any], tuple[Tensor, Any]] | None,
-    ) -> Any:
+    def forward(self, microbatch: int, inputs: Tensors, payload: Any, loss: LossFunction | None) -> Any:
         """Run one forward and keep what its backward needs under the microbatch's number.
 
         loss: on the last stage, maps (output, payload) to (scalar to differentiate, report); the report is returned.
@@ -112,7 +98,7 @@ class StageRunner:
             self._kept[microbatch] = _Kept(tuple(t for t in inputs if t.requires_grad), edges)
         return report if loss is not None else tuple(t.detach() for t in outputs)
 
-    def backward(self, microbatch: int, gradients: tuple[Tensor | None, ...]) -> tuple[Tensor, ...]:
+    def backward(self, microbatch: int, gradients: Gradients) -> Tensors:
         """Compute input and weight gradients together (op B) and return the gradients of the floating-point inputs.
 
         gradients: those of the floating-point outputs; None for a scalar means 1.
@@ -123,7 +109,7 @@ class StageRunner:
             torch.autograd.backward(tuple(edge for edge, _ in pairs), tuple(gradient for _, gradient in pairs))
         return tuple(torch.zeros_like(t) if t.grad is None else t.grad for t in kept.inputs)
 
-    def backward_input(self, microbatch: int, gradients: tuple[Tensor | None, ...]) -> tuple[Tensor, ...]:
+    def backward_input(self, microbatch: int, gradients: Gradients) -> Tensors:
         """Compute only input gradients (op I); queue the weight gradients of linears, embedding and head for
         `backward_weight`.
         """

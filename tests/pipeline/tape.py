@@ -22,6 +22,8 @@ from torch._C._distributed_c10d import Work
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from megapipe.pipeline.graphs import CudaRecorder
+
 HOST = {
     torch.ops.aten._local_scalar_dense.default,
     torch.ops.aten.lift_fresh.default,
@@ -124,7 +126,7 @@ class Tape(TorchDispatchMode):
         return self._outside.alias(leaf)
 
 
-class TapeRecorder:
+class TapeRecorder(CudaRecorder):
     """A recorder of tapes.
 
     pools: in the order in which they were requested.

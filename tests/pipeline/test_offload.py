@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megapipe.pipeline.offload import Offload, RowOffload
 from megapipe.schedule.action import Action, parse_action
-from megapipe.schedule.moves import StageGroups, plan_moves
+from megapipe.schedule.lifetimes import StageGroups, plan_moves
 from tests.pipeline.late_copies import LateCopies
 
 GROUPS = 4
@@ -26,7 +26,7 @@ class Rank:
         self.actions = [parse_action(word) for word in row.split()]
         self.copies = LateCopies(early)
         self.offload = Offload(self.copies, min_elements)
-        self.row = RowOffload.of(self.offload, plan_moves(self.actions, STAGES), self.actions, STAGES)
+        self.row = RowOffload(self.offload, plan_moves(self.actions, STAGES), self.actions, STAGES)
         self.weights = [torch.full((3,), 0.5 + group, requires_grad=True) for group in range(GROUPS)]
 
     @property
