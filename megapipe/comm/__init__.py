@@ -2,15 +2,15 @@
 and a trace.
 
 - `bootstrap`:    `start` initializes torch.distributed (gloo on CPUs, NCCL on GPUs), `shutdown` leaves it
-- `rendezvous`, `network`: the store in which ranks meet, on the one network interface that leads to them
+- `network`:      the one network interface that leads to the other ranks, on which the store listens
 - `groups`:       `Group`, a named list of ranks with its process group; `build_process_groups` creates them all
 - `collectives`:  all_reduce, all_gather, reduce_scatter, broadcast, barrier, objects; in a group of one they do nothing
 - `wire`:         objects sent between ranks, as JSON
 - `channels`:     `Channel`, messages over one stage boundary in one direction
 - `timing`:       timed round trips, messages and collectives
-- `fake_backend`: process groups of the dry run, which move nothing and count operations in a `Ledger`
+- `fake_backend`: process groups of the dry run, which move nothing and count operations in a `Traffic`
 - `trace`:        `Tracer`, a record of all of these
-- `nccl`, `host_copies`, `store_exchange`, `torch_checkpoint`: NCCL settings, gloo on GPUs, remote heartbeats, DCP
+- `nccl`, `store_exchange`, `torch_checkpoint`: NCCL settings, remote heartbeats, DCP
 
 Groups are passed as arguments; there is no global state.
 """

@@ -1,10 +1,23 @@
-"""Joining the world of ranks and leaving it."""
+"""Joining the world of ranks and leaving it, with the store through which the ranks of a job find each other.
+
+torch's own store listens on every interface and has no password, so any program that can reach it can read and write
+it. `create_store` listens only where ranks can connect from: on the loopback interface, or on the interface of the
+job's address.
+
+torchrun's agents keep one store across restarts (torch 2.13: always with a static rendezvous; with c10d as long as its
+store lives). Ranks that read addresses of an earlier start from it cannot connect, or connect to a rank that is about
+to be terminated. Counting restarts does not help: each agent has its own count, which leaves out the restarts that
+a joining node causes. `fresh_store` gives each start its own keys.
+"""
 
 from __future__ import annotations
 
 import gc
 import os
+import secrets
+import socket
 import sys
+import time
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import NoReturn
@@ -12,10 +25,13 @@ from typing import NoReturn
 import torch
 import torch.distributed as dist
 
-from megapipe.comm.network import interface_towards
-from megapipe.comm.rendezvous import create_store, fresh_store
+from megapipe.comm.network import interface_towards, listening_address
 from megapipe.environment import Environment, set_for_libraries
 from megapipe.errors import CommunicationError, ConfigError
+
+START_KEY = "megapipe start"
+POLL_SECONDS = 0.02
+RANKS_PER_WAIT = 1024
 
 
 @dataclass(frozen=True)
@@ -127,6 +143,62 @@ def _store(environment: Environment, timeout_seconds: float) -> dist.Store:
     return create_store(
         environment.master_addr, environment.master_port, world_size, rank == 0, timeout_seconds, environment.num_nodes
     )
+
+
+def create_store(
+    host: str, port: int, world_size: int, is_server: bool, timeout_seconds: float, num_nodes: int
+) -> dist.TCPStore:
+    """Return the store at an address once all ranks have connected. is_server: this process hosts the store.
+
+    Raises OSError if the port is taken, RuntimeError (torch's DistError) if the other ranks do not connect in time.
+    """
+    listener = None
+    if is_server:
+        address = listening_address(host, num_nodes)
+        is_ipv6 = ":" in address if address else socket.has_dualstack_ipv6()
+        family = socket.AF_INET6 if is_ipv6 else socket.AF_INET
+        dual = is_ipv6 and not address  # on every interface, of both protocols
+        server = socket.create_server((address, port), family=family, dualstack_ipv6=dual, backlog=4096)
+        listener = server.detach()  # torch closes it
+    timeout = timedelta(seconds=timeout_seconds)
+    return dist.TCPStore(host, port, world_size, is_server, timeout, multi_tenant=True, master_listen_fd=listener)
+
+
+def fresh_store(store: dist.Store, rank: int, world_size: int, timeout_seconds: float) -> dist.PrefixStore:
+    """Return a view of the store that no earlier start has written to, the same for all ranks of this start. Called by
+    all of them.
+
+    Rank 0 draws a new name for this start, waits for a token from each rank under that name, and echoes it. A rank that
+    has read the name of an earlier start gets no echo and reads again. Raises RuntimeError if the other ranks do not
+    come in time.
+    """
+    timeout = timedelta(seconds=timeout_seconds)
+
+    def key(start: str, what: str, of_rank: int) -> str:
+        return f"{START_KEY} {start} {what} {of_rank}"
+
+    if rank == 0:
+        start = secrets.token_hex(8)
+        store.set(START_KEY, start)
+        for first in range(1, world_size, RANKS_PER_WAIT):
+            others = range(first, min(world_size, first + RANKS_PER_WAIT))
+            tokens = [key(start, "token", other) for other in others]
+            store.wait(tokens, timeout)
+            echoes = [key(start, "echo", other) for other in others]
+            store.multi_set(echoes, store.multi_get(tokens))  # type: ignore[attr-defined]  # missing in torch's stubs
+        return dist.PrefixStore(f"megapipe {start}", store)
+    token, deadline, asked = secrets.token_hex(8), time.monotonic() + timeout_seconds, ""
+    store.wait([START_KEY], timeout)
+    while time.monotonic() < deadline:
+        start = store.get(START_KEY).decode()
+        if start != asked:
+            store.set(key(start, "token", rank), token)
+            asked = start
+        echo = key(start, "echo", rank)
+        if store.check([echo]) and store.get(echo).decode() == token:
+            return dist.PrefixStore(f"megapipe {start}", store)
+        time.sleep(POLL_SECONDS)
+    raise RuntimeError(f"rank 0 did not answer within {timeout_seconds:g} s")
 
 
 def shutdown(code: int = 0) -> None:

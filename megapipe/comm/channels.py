@@ -18,8 +18,8 @@ from __future__ import annotations
 
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from itertools import product
 from time import perf_counter_ns
 from typing import Any
@@ -27,8 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megapipe.comm.groups import Group, backend_of, communication_error, new_handle
-from megapipe.comm.host_copies import HostCopies, needs_host_copies
+from megapipe.comm.groups import Group, HostCopies, backend_of, communication_error, needs_host_copies, new_handle
 from megapipe.errors import CommunicationError, ScheduleError
 from megapipe.monitor.heartbeat import Wait
 from megapipe.schedule.placement import Placement
@@ -84,14 +83,14 @@ class _Header:
     compared: bool = False
 
 
+@dataclass(eq=False, slots=True)
 class PendingSend:
     """A message in flight; keeps its tensors alive until it has arrived."""
 
-    def __init__(self, channel: Channel, tensors: tuple[Tensor, ...], handles: list[Any], start_ns: int) -> None:
-        self._channel = channel
-        self._tensors = tensors
-        self._handles = handles
-        self._start_ns = start_ns
+    _channel: Channel
+    _tensors: tuple[Tensor, ...]
+    _handles: list[Any]
+    _start_ns: int
 
     def done(self) -> bool:
         """Return True if the message is known to have arrived: gloo reports it only after `wait`, NCCL without it."""
@@ -110,17 +109,15 @@ class PendingSend:
         self._tensors = ()
 
 
+@dataclass(eq=False, slots=True)
 class PendingReceive:
     """A posted receive."""
 
-    def __init__(
-        self, channel: Channel, tensors: tuple[Tensor, ...], handles: list[Any], headers: list[_Header], start_ns: int
-    ) -> None:
-        self._channel = channel
-        self._tensors = tensors
-        self._handles = handles
-        self._headers = headers
-        self._start_ns = start_ns
+    _channel: Channel
+    _tensors: tuple[Tensor, ...]
+    _handles: list[Any]
+    _headers: list[_Header]
+    _start_ns: int
 
     def wait(self) -> tuple[Tensor, ...]:
         """Return the message once it has arrived (on a GPU: order the current stream after it). May be called again.
@@ -143,51 +140,35 @@ class PendingReceive:
         return self._tensors
 
 
+@dataclass(eq=False, repr=False)
 class Channel:
     """One direction of one stage boundary, as seen from one of its two ranks.
 
-    Boundary s is between stages s and s + 1; kind is 'activation' or 'gradient'; direction is 1 for DualPipe's odd
-    microbatches, else 0.
-    index: the channel's number in the pipeline, equal on both ends. sends: True on the sending end.
-    peer: the other end's rank in `group`.
-    handle: torch's process group that carries the messages; handle_peer: the peer's rank in it.
-    max_in_flight: at this number of messages not known to have arrived, `send` first waits for the oldest. None: the
-    caller bounds them by waiting. Messages are matched in the order of `send` and `post_receive`.
+    Messages are matched in the order of `send` and `post_receive`.
     """
 
-    def __init__(
-        self,
-        boundary: int,
-        kind: str,
-        direction: int = 0,
-        *,
-        index: int,
-        sends: bool,
-        group: Group,
-        peer: int,
-        handle: Any,
-        handle_peer: int,
-        device: torch.device,
-        max_in_flight: int | None = None,
-    ) -> None:
-        self.boundary = boundary
-        self.kind = kind
-        self.direction = direction
-        self.sends = sends
-        self.peer = group.ranks[peer]  # global rank
-        self.device = device
-        self.max_in_flight = max_in_flight
-        self._group = group
-        self._handle = handle
-        self._handle_peer = handle_peer
-        self._index = index
-        self._number = 0  # tensors posted so far
-        self._declaration: _Declaration | None = None
-        self._headers: list[_Header] = []  # not yet compared
-        self._in_flight: deque[PendingSend] = deque()
+    boundary: int  # boundary s is between stages s and s + 1
+    kind: str  # 'activation' or 'gradient'
+    direction: int  # 1 for DualPipe's odd microbatches, else 0
+    index: int  # the channel's number in the pipeline, equal on both ends
+    sends: bool  # True on the sending end
+    group: Group
+    peer: int  # global rank of the other end
+    handle: Any  # torch's process group that carries the messages
+    handle_peer: int  # the peer's rank in it
+    device: torch.device
+    # at this number of messages not known to have arrived, `send` first waits for the oldest; None: the caller bounds
+    # them by waiting
+    max_in_flight: int | None = None
+    message_times: list[MessageTime] | None = None  # a list while times of messages are recorded
+    now: Callable[[], int] = perf_counter_ns  # clock of message_times; a device clock on a GPU
+    _number: int = 0  # tensors posted so far
+    _declaration: _Declaration | None = None
+    _headers: list[_Header] = field(default_factory=list)  # not yet compared
+    _in_flight: deque[PendingSend] = field(default_factory=deque)
+
+    def __post_init__(self) -> None:
         self._encoded_name = str(self).encode()
-        self.message_times: list[MessageTime] | None = None  # a list while times of messages are recorded
-        self.now: Callable[[], int] = perf_counter_ns  # clock of message_times; a device clock on a GPU
 
     def __str__(self) -> str:
         route = (self.boundary, self.boundary + 1) if self.kind == "activation" else (self.boundary + 1, self.boundary)
@@ -208,7 +189,7 @@ class Channel:
         tensors = tuple(tensor.detach().contiguous() for tensor in tensors)
         declaration, handles, kept = self._declaration, [], tensors
         if declaration is None or not declaration.matches(tensors):
-            declaration = self._declare(tuple(MessageSpec.of(tensor) for tensor in tensors))
+            declaration = self._declare(tuple(map(MessageSpec.of, tensors)))
             padded = _encode(declaration.text).ljust(DECLARATION_BYTES, b"\0")
             header = torch.tensor(list(padded), dtype=torch.uint8).to(self.device)
             handles.append(self._post(header, self._tag("", header=True)))
@@ -243,7 +224,7 @@ class Channel:
 
     def wait_for(self, handle: Any, start_ns: int, tensors: tuple[Tensor, ...]) -> None:
         """Wait for one of torch's handles. Raises CommunicationError if the operation has failed."""
-        heartbeat = self._group.heartbeat
+        heartbeat = self.group.heartbeat
         if heartbeat is not None:
             heartbeat.wait_for_peer(Wait.SEND if self.sends else Wait.RECEIVE, self._encoded_name, self.peer)
         try:
@@ -268,12 +249,12 @@ class Channel:
         if declared != _encode(header.expected):
             raise CommunicationError(
                 f"{self}: global rank {self.peer} sends ({declared.decode()}), "
-                f"global rank {self._group.global_rank} expects ({header.expected})"
+                f"global rank {self.group.global_rank} expects ({header.expected})"
             )
 
     def trace(self, kind: str, start_ns: int) -> None:
-        if self._group.tracer is not None:
-            self._group.tracer.event(f"boundary {self.boundary} {self.kind}{self._direction_suffix}", kind, start_ns)
+        if self.group.tracer is not None:
+            self.group.tracer.event(f"boundary {self.boundary} {self.kind}{self._direction_suffix}", kind, start_ns)
 
     def connect(self) -> None:
         """Exchange one element, by which NCCL creates the connection."""
@@ -285,14 +266,14 @@ class Channel:
         return f", direction {self.direction}" if self.direction else ""
 
     def _declare(self, messages: tuple[MessageSpec, ...]) -> _Declaration:
-        text = _describe(messages)
+        text = ", ".join(map(str, messages))
         self._declaration = _Declaration(messages, text, self._tag(text))
         return self._declaration
 
     def _tag(self, text: str, header: bool = False) -> int:
         """Return the tag for a declaration, with running number 0."""
         fingerprint = zlib.crc32(text.encode()) & (1 << FINGERPRINT_BITS) - 1
-        return ((self._index << FINGERPRINT_BITS | fingerprint) << HEADER_BITS | header) << NUMBER_BITS
+        return ((self.index << FINGERPRINT_BITS | fingerprint) << HEADER_BITS | header) << NUMBER_BITS
 
     def _post(self, tensor: Tensor, tag: int) -> Any:
         """Start the transfer of one tensor; both ends number their tensors alike. NCCL ignores tags.
@@ -301,25 +282,25 @@ class Channel:
         """
         tag |= self._number & (1 << NUMBER_BITS) - 1  # wraps around
         self._number += 1
-        operation = self._handle.send if self.sends else self._handle.recv
+        operation = self.handle.send if self.sends else self.handle.recv
         try:
-            if needs_host_copies(self._handle, tensor):
+            if needs_host_copies(self.handle, tensor):
                 writes = 0 if self.sends else 1
-                return HostCopies([tensor], writes, lambda copy: operation([copy], self._handle_peer, tag))
-            return operation([tensor], self._handle_peer, tag)
+                return HostCopies([tensor], writes, lambda copy: operation([copy], self.handle_peer, tag))
+            return operation([tensor], self.handle_peer, tag)
         except RuntimeError as error:
             raise self._error(error, perf_counter_ns(), (tensor,)) from error
 
     def _error(self, error: RuntimeError, start_ns: int, tensors: tuple[Tensor, ...]) -> CommunicationError:
         verb, preposition = ("sending", "to") if self.sends else ("receiving", "from")
-        contents = _describe(tuple(MessageSpec.of(tensor) for tensor in tensors))
+        contents = ", ".join(map(str, tuple(map(MessageSpec.of, tensors))))
         peer = f" {preposition} global rank {self.peer}"
-        return communication_error(self._group, f"{verb} {self} ({contents})", error, start_ns, peer)
+        return communication_error(self.group, f"{verb} {self} ({contents})", error, start_ns, peer)
 
     def _check_end(self, operation: str, sends: bool) -> None:
         if self.sends != sends:
             raise ScheduleError(
-                f"global rank {self._group.global_rank} cannot {operation} {self}: it is the other end of that channel"
+                f"global rank {self.group.global_rank} cannot {operation} {self}: it is the other end of that channel"
             )
 
 
@@ -346,8 +327,20 @@ class Channels(dict[ChannelKey, Channel]):
             raise ScheduleError(f"{placement.num_stages} stages: channels can number at most {most} boundaries")
         uses_nccl = backend_of(pp) == "nccl"
         channels = cls()
-        for index, key, sender, receiver in _routes(placement):
-            handle = _communicator(pp, key, sender, receiver) if uses_nccl else pp.handle
+        keys = product(range(placement.num_stages - 1), enumerate(placement.directions), KINDS)
+        for index, (boundary, (direction, rank_of_stage), kind) in enumerate(keys):
+            sender, receiver = rank_of_stage[boundary], rank_of_stage[boundary + 1]
+            if kind == "gradient":
+                sender, receiver = receiver, sender
+            if sender == receiver:
+                continue
+            key, handle = (boundary, kind, direction), pp.handle
+            if uses_nccl:  # a communicator of two ranks in every pipeline of the world, created by all ranks
+                name = f"pp channel {boundary} {kind} {direction}"
+                for pipeline in pp.siblings:
+                    ranks = (pipeline[min(sender, receiver)], pipeline[max(sender, receiver)])
+                    made = new_handle(ranks, name, "nccl", pp.timeout_seconds, "pp", pp.nccl)
+                    handle = made if pipeline == pp.ranks else handle
             if pp.rank not in (sender, receiver):
                 continue
             peer = receiver if pp.rank == sender else sender
@@ -356,7 +349,7 @@ class Channels(dict[ChannelKey, Channel]):
                 index=index,
                 sends=pp.rank == sender,
                 group=pp,
-                peer=peer,
+                peer=pp.ranks[peer],
                 handle=handle,
                 handle_peer=int(peer > pp.rank) if uses_nccl else peer,
                 device=torch.device(device),
@@ -374,31 +367,6 @@ class Channels(dict[ChannelKey, Channel]):
         """Wait for all sends of all channels."""
         for channel in self.values():
             channel.drain()
-
-
-def _routes(placement: Placement) -> Iterator[tuple[int, ChannelKey, int, int]]:
-    """Yield (index, key, sending pp_rank, receiving pp_rank) of every channel, in the same order on all ranks."""
-    keys = product(range(placement.num_stages - 1), enumerate(placement.directions), KINDS)
-    for index, (boundary, (direction, rank_of_stage), kind) in enumerate(keys):
-        ends = rank_of_stage[boundary], rank_of_stage[boundary + 1]
-        if ends[0] != ends[1]:
-            sender, receiver = ends if kind == "activation" else ends[::-1]
-            yield index, (boundary, kind, direction), sender, receiver
-
-
-def _communicator(pp: Group, key: ChannelKey, sender: int, receiver: int) -> Any:
-    """Create a communicator of two ranks in every pipeline of the world and return that of this rank's pipeline."""
-    mine = None
-    for pipeline in pp.siblings:
-        ranks = (pipeline[min(sender, receiver)], pipeline[max(sender, receiver)])
-        handle = new_handle(ranks, "pp channel {} {} {}".format(*key), "nccl", pp.timeout_seconds, "pp", pp.nccl)
-        if pipeline == pp.ranks:
-            mine = handle
-    return mine
-
-
-def _describe(messages: tuple[MessageSpec, ...]) -> str:
-    return ", ".join(map(str, messages))
 
 
 def _encode(text: str) -> bytes:

@@ -11,7 +11,9 @@ watchdog ends the process); ValueError for shapes that do not match, before anyt
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from time import perf_counter_ns
 from typing import Any
 
@@ -20,8 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megapipe.comm.fake_backend import FakeHandle
-from megapipe.comm.groups import Group, backend_of, communication_error
-from megapipe.comm.host_copies import HostCopies, needs_host_copies
+from megapipe.comm.groups import Group, HostCopies, backend_of, communication_error, needs_host_copies
 from megapipe.comm.wire import pack, unpack
 from megapipe.errors import CommunicationError
 
@@ -89,23 +90,14 @@ class Work:
 def all_reduce(tensor: Tensor, group: Group, op: str = "sum", async_op: bool = False) -> Work:
     """Replace tensor, of any shape, by the sum, maximum or minimum over the group (op: 'sum', 'max', 'min')."""
     _check_contiguous("all_reduce", group, tensor)
-    reduction = REDUCTIONS[op]
-
-    def launch(tensor: Tensor) -> Any:
-        return dist.all_reduce(tensor, reduction, group=group.handle, async_op=True)
-
+    launch = partial(dist.all_reduce, op=REDUCTIONS[op], group=group.handle, async_op=True)
     return _run("all_reduce", group, (tensor,), async_op, launch)
 
 
 def all_gather(output: Tensor, tensor: Tensor, group: Group, async_op: bool = False) -> Work:
     """Concatenate the ranks' tensors [n, ...] along dim 0 into output [size x n, ...]."""
     _check_shards("all_gather", group, whole=output, shard=tensor)
-    if group.handle is None:
-        return _copy("all_gather", group, output, tensor)
-
-    def launch(output: Tensor, tensor: Tensor) -> Any:
-        return _all_gather_single(output, tensor, group=group.handle, async_op=True)
-
+    launch = partial(_all_gather_single, group=group.handle, async_op=True)
     return _run("all_gather", group, (output, tensor), async_op, launch)
 
 
@@ -115,22 +107,14 @@ def reduce_scatter(output: Tensor, tensor: Tensor, group: Group, async_op: bool 
     The input is undefined afterwards.
     """
     _check_shards("reduce_scatter", group, whole=tensor, shard=output)
-    if group.handle is None:
-        return _copy("reduce_scatter", group, output, tensor)
-
-    def launch(output: Tensor, tensor: Tensor) -> Any:
-        return _reduce_scatter_single(output, tensor, group=group.handle, async_op=True)
-
+    launch = partial(_reduce_scatter_single, group=group.handle, async_op=True)
     return _run("reduce_scatter", group, (output, tensor), async_op, launch)
 
 
 def broadcast(tensor: Tensor, group: Group, source: int = 0, async_op: bool = False) -> Work:
     """Replace tensor by that of the group's rank `source`."""
     _check_contiguous("broadcast", group, tensor)
-
-    def launch(tensor: Tensor) -> Any:
-        return dist.broadcast(tensor, group=group.handle, group_src=source, async_op=True)
-
+    launch = partial(dist.broadcast, group=group.handle, group_src=source, async_op=True)
     return _run("broadcast", group, (tensor,), async_op, launch)
 
 
@@ -139,7 +123,7 @@ def barrier(group: Group) -> None:
     if group.handle is None:
         return
     devices = [torch.cuda.current_device()] if backend_of(group) == "nccl" else None
-    _run("barrier", group, (), False, lambda: dist.barrier(group=group.handle, device_ids=devices, async_op=True))
+    _run("barrier", group, (), False, partial(dist.barrier, group=group.handle, device_ids=devices, async_op=True))
 
 
 # Small objects, of the types that `wire.pack` accepts. These calls block.
@@ -149,58 +133,47 @@ def broadcast_object(obj: Any, group: Group, source: int = 0) -> Any:
     """Return the object of the group's rank `source` on every rank."""
     if group.handle is None:
         return obj
-    data = pack(obj) if group.rank == source else None
-
-    def call() -> bytes:
+    data = pack(obj) if group.rank == source else b""
+    with _blocking("broadcast_object", group):
         length = _lengths(group, data)[source]
-        tensor = _padded(data or b"", length, group)
+        tensor = _padded(data, length, group)
         dist.broadcast(tensor, group=group.handle, group_src=source)
-        return _bytes_of(tensor, length)
-
-    received = _run_blocking("broadcast_object", group, call)
-    return obj if data is not None else unpack(received)
+        received = _bytes_of(tensor, length)
+    return obj if group.rank == source else unpack(received)
 
 
 def gather_objects(obj: Any, group: Group) -> list[Any]:
     """Return the objects of all ranks, by group rank, on every rank."""
-
-    def gather(tensor: Tensor) -> tuple[Tensor, ...]:
-        whole = tensor.new_empty(group.size * len(tensor))
-        _all_gather_single(whole, tensor, group=group.handle)
-        return whole.split(len(tensor))
-
-    return _gather("gather_objects", obj, group, gather)
+    return _gather("gather_objects", obj, group, None)
 
 
 def gather_objects_at(obj: Any, group: Group, destination: int = 0) -> list[Any]:
     """Return the objects of all ranks, by group rank, on the group's rank `destination`; [] on the others."""
-
-    def gather(tensor: Tensor) -> list[Tensor]:
-        parts = [torch.empty_like(tensor) for _ in group.ranks] if group.rank == destination else None
-        dist.gather(tensor, parts, group=group.handle, group_dst=destination)
-        return parts or []
-
-    return _gather("gather_objects_at", obj, group, gather)
+    return _gather("gather_objects_at", obj, group, destination)
 
 
-def _gather(name: str, obj: Any, group: Group, gather: Callable[[Tensor], Any]) -> list[Any]:
-    """Return the objects of all ranks. gather: collects a tensor [bytes] of the same length from each rank."""
+def _gather(name: str, obj: Any, group: Group, destination: int | None) -> list[Any]:
+    """Return the objects of all ranks, on every rank or on the group's rank `destination` only."""
     if group.handle is None:
         return [obj]
     data = pack(obj)
-
-    def call() -> list[bytes]:
+    with _blocking(name, group):
         lengths = _lengths(group, data)
-        parts = gather(_padded(data, max(lengths), group))
-        return [_bytes_of(part, length) for part, length in zip(parts, lengths, strict=False)]
-
-    received = _run_blocking(name, group, call)
+        tensor = _padded(data, max(lengths), group)
+        if destination is None:
+            whole = tensor.new_empty(group.size * len(tensor))
+            _all_gather_single(whole, tensor, group=group.handle)
+            parts = list(whole.split(len(tensor)))
+        else:
+            parts = [torch.empty_like(tensor) for _ in group.ranks] if group.rank == destination else []
+            dist.gather(tensor, parts or None, group=group.handle, group_dst=destination)
+        received = [_bytes_of(part, length) for part, length in zip(parts, lengths, strict=False)]
     return [obj if rank == group.rank else unpack(data) for rank, data in enumerate(received)]
 
 
-def _lengths(group: Group, data: bytes | None) -> list[int]:
+def _lengths(group: Group, data: bytes) -> list[int]:
     """Return the number of bytes that each rank has."""
-    mine = torch.tensor([0 if data is None else len(data)], dtype=torch.int64, device=_device_of(group))
+    mine = torch.tensor([len(data)], dtype=torch.int64, device=_device_of(group))
     lengths = mine.new_empty(group.size)
     _all_gather_single(lengths, mine, group=group.handle)
     return [int(length) for length in lengths.tolist()]
@@ -216,18 +189,19 @@ def _bytes_of(tensor: Tensor, length: int) -> bytes:
 
 
 def _device_of(group: Group) -> torch.device:
-    if dist.get_backend(group.handle) == "nccl":
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")
+    is_nccl = backend_of(group) == "nccl"
+    return torch.device("cuda", torch.cuda.current_device()) if is_nccl else torch.device("cpu")
 
 
 def _run(name: str, group: Group, tensors: tuple[Tensor, ...], async_op: bool, launch: Callable[..., Any]) -> Work:
-    """Launch an operation.
+    """Launch an operation. In a group of one, copy the second tensor, if there is one, to the first.
 
     launch: starts it on the tensors, of which it writes the first, and returns torch's handle.
     """
     start_ns = perf_counter_ns()
     if group.handle is None:
+        if len(tensors) == 2 and tensors[0].data_ptr() != tensors[1].data_ptr():
+            tensors[0].copy_(tensors[1])
         return Work(None, name, group, start_ns)
     number = 0 if group.heartbeat is None else group.heartbeat.joins(group.name)
     try:
@@ -246,26 +220,21 @@ def _run(name: str, group: Group, tensors: tuple[Tensor, ...], async_op: bool, l
     return work
 
 
-def _run_blocking(name: str, group: Group, call: Callable[[], Any]) -> Any:
+@contextmanager
+def _blocking(name: str, group: Group) -> Iterator[None]:
+    """Report an operation that blocks to the heartbeat and the tracer, and raise its errors as CommunicationError."""
     start_ns = perf_counter_ns()
     heartbeat = group.heartbeat
     if heartbeat is not None:
         heartbeat.wait_for_all(group.name, name, heartbeat.joins(group.name))
     try:
-        result = call()
+        yield
     except RuntimeError as error:
         raise _error(name, group, (), start_ns, error) from error
     if heartbeat is not None:
         heartbeat.goes_on()
     if group.tracer is not None:
         group.tracer.event(f"{group.name} {name}", "collective", start_ns)
-    return result
-
-
-def _copy(name: str, group: Group, output: Tensor, tensor: Tensor) -> Work:
-    if output.data_ptr() != tensor.data_ptr():
-        output.copy_(tensor)
-    return Work(None, name, group, 0)
 
 
 def _error(

@@ -1,4 +1,4 @@
-"""Fake process groups for the dry run: operations return at once, move nothing, and are counted in a `Ledger`.
+"""Fake process groups for the dry run: operations return at once, move nothing, and are counted in a `Traffic`.
 
 Results have the right shapes and undefined values.
 """
@@ -15,7 +15,7 @@ OperationKey = tuple[str, str]  # (kind of group, operation): ("tp", "all_gather
 
 
 @dataclass
-class Ledger:
+class Traffic:
     """Counts and bytes of the operations that one rank would have run.
 
     counts, bytes: by kind of group and operation. The bytes of a collective are those of its whole tensor (the output
@@ -31,14 +31,14 @@ class Ledger:
         self.counts[kind, operation] += 1
         self.bytes[kind, operation] += num_bytes
 
-    def copy(self) -> Ledger:
-        return Ledger(Counter(self.counts), Counter(self.bytes))
+    def copy(self) -> Traffic:
+        return Traffic(Counter(self.counts), Counter(self.bytes))
 
-    def since(self, earlier: Ledger) -> Ledger:
-        """Return what was recorded after `earlier` was copied from this ledger."""
-        return Ledger(self.counts - earlier.counts, self.bytes - earlier.bytes)
+    def since(self, earlier: Traffic) -> Traffic:
+        """Return what was recorded after `earlier` was copied from this."""
+        return Traffic(self.counts - earlier.counts, self.bytes - earlier.bytes)
 
-    def add(self, other: Ledger, times: int, kinds: Collection[str]) -> None:
+    def add(self, other: Traffic, times: int, kinds: Collection[str]) -> None:
         """Add the operations of `other` on these kinds of groups, `times` times."""
         for key in other.counts:
             if key[0] in kinds:
@@ -61,28 +61,23 @@ class FakeWork:
 
 
 class FakeHandle:
-    """A replacement for torch's process group that records the operations of one kind of group in a ledger."""
+    """A replacement for torch's process group that records the operations of one kind of group in a Traffic."""
 
-    backend = "fake"
-
-    def __init__(self, kind: str, ledger: Ledger) -> None:
+    def __init__(self, kind: str, traffic: Traffic) -> None:
         self._kind = kind
-        self._ledger = ledger
+        self._traffic = traffic
 
     def start(self, operation: str, tensors: Sequence[Tensor]) -> FakeWork:
         """Record one collective. tensors: its inputs and outputs, the whole tensor among them."""
-        self._ledger.record(self._kind, operation, max((tensor.nbytes for tensor in tensors), default=0))
+        self._traffic.record(self._kind, operation, max((tensor.nbytes for tensor in tensors), default=0))
         return FakeWork()
 
-    def send(self, tensors: Sequence[Tensor], peer: int, tag: int) -> FakeWork:
-        return self._message("send", tensors)
+    def send(self, tensors: Sequence[Tensor], peer: int, tag: int, operation: str = "send") -> FakeWork:
+        for tensor in tensors:
+            self._traffic.record(self._kind, operation, tensor.nbytes)
+            if self._traffic.observe is not None:
+                self._traffic.observe(tensor)
+        return FakeWork()
 
     def recv(self, tensors: Sequence[Tensor], peer: int, tag: int) -> FakeWork:
-        return self._message("receive", tensors)
-
-    def _message(self, operation: str, tensors: Sequence[Tensor]) -> FakeWork:
-        for tensor in tensors:
-            self._ledger.record(self._kind, operation, tensor.nbytes)
-            if self._ledger.observe is not None:
-                self._ledger.observe(tensor)
-        return FakeWork()
+        return self.send(tensors, peer, tag, "receive")

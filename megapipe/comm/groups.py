@@ -3,30 +3,27 @@
 from __future__ import annotations
 
 import dataclasses
+import re
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from time import perf_counter_ns
 from typing import Any
 
 import torch.distributed as dist
+from torch import Tensor
 
-from megapipe.comm.fake_backend import FakeHandle, Ledger
-from megapipe.comm.nccl import NcclSettings
+from megapipe.comm.fake_backend import FakeHandle, Traffic
 from megapipe.comm.trace import Tracer
 from megapipe.errors import CommunicationError
 from megapipe.monitor.heartbeat import Heartbeat
 from megapipe.topology import GROUP_NAMES, Topology
 
-# words of a backend's error by which it is classified
-LOST = (
-    "closed by peer",
-    "connection reset",
-    "broken pipe",
-    "connection refused",
-    "connection was closed",
-    "remote process",
-)
-TIMED_OUT = ("timed out", "timeout", "time out")
+# patterns in a backend's error by which it is classified
+LOST = "closed by peer|connection reset|broken pipe|connection refused|connection was closed|remote process"
+TIMED_OUT = "timed out|timeout|time out"
+
+NcclOptions = Callable[[str, timedelta | None], Any]  # (kind of group, timeout) -> torch's options for a communicator
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,7 +34,7 @@ class Group:
     handle: torch's process group; None for a group of one, in which every operation is a no-op.
     timeout_seconds: after which an operation raises CommunicationError (gloo) or ends the process (NCCL's watchdog).
     siblings: all groups of this kind in the world, this one included. heartbeat: notified of every operation and wait.
-    nccl: settings for further communicators of these ranks.
+    nccl: options of further communicators of these ranks.
     """
 
     name: str
@@ -48,7 +45,7 @@ class Group:
     timeout_seconds: float | None = None
     siblings: tuple[tuple[int, ...], ...] = field(default=(), repr=False)
     heartbeat: Heartbeat | None = field(default=None, repr=False)
-    nccl: NcclSettings | None = field(default=None, repr=False)
+    nccl: NcclOptions | None = field(default=None, repr=False)
 
     @classmethod
     def alone(
@@ -105,7 +102,7 @@ def build_process_groups(
     timeout_seconds: float,
     tracer: Tracer | None = None,
     heartbeat: Heartbeat | None = None,
-    nccl: NcclSettings | None = None,
+    nccl: NcclOptions | None = None,
 ) -> ProcessGroups:
     """Create every group of the topology; called once by all ranks, after `bootstrap.start`.
 
@@ -119,7 +116,16 @@ def build_process_groups(
     """
     if topology.world_size == 1:
         return ProcessGroups.alone(global_rank, tracer, heartbeat)
-    _check_world(topology, global_rank)
+    if not dist.is_initialized():
+        raise CommunicationError(
+            f"a topology of {topology.world_size} ranks needs torch.distributed: "
+            "call comm.bootstrap.start before building groups"
+        )
+    if (dist.get_world_size(), dist.get_rank()) != (topology.world_size, global_rank):
+        raise CommunicationError(
+            f"the topology is for rank {global_rank} of {topology.world_size}, "
+            f"but torch.distributed was initialized as rank {dist.get_rank()} of {dist.get_world_size()}"
+        )
 
     def build(name: str) -> Group | None:
         siblings = topology.groups(name)
@@ -145,22 +151,24 @@ def build_process_groups(
     return ProcessGroups(**groups)
 
 
-def fake_process_groups(topology: Topology, global_rank: int, ledger: Ledger) -> ProcessGroups:
-    """Return this rank's groups over the fake backend, which records operations in `ledger` and moves nothing."""
+def fake_process_groups(topology: Topology, global_rank: int, traffic: Traffic) -> ProcessGroups:
+    """Return this rank's groups over the fake backend, which records operations in `traffic` and moves nothing."""
     if topology.world_size == 1:
         return ProcessGroups.alone(global_rank)
     groups: dict[str, Any] = {}
     for name in GROUP_NAMES:
         ranks = topology.group_of(name, global_rank)
-        handle = FakeHandle(name, ledger) if len(ranks) > 1 else None
+        handle = FakeHandle(name, traffic) if len(ranks) > 1 else None
         groups[name] = Group(name, ranks, ranks.index(global_rank), handle) if ranks else None
     return ProcessGroups(**groups)
 
 
 def backend_of(group: Group) -> str | None:
     """Return 'nccl', 'gloo' or 'fake'; None for a group of one, which needs no backend."""
-    if group.handle is None or isinstance(group.handle, FakeHandle):
-        return None if group.handle is None else FakeHandle.backend
+    if group.handle is None:
+        return None
+    if isinstance(group.handle, FakeHandle):
+        return "fake"
     return str(dist.get_backend(group.handle))
 
 
@@ -170,14 +178,14 @@ def new_handle(
     backend: str | None,
     timeout_seconds: float | None,
     kind: str = "",
-    nccl: NcclSettings | None = None,
+    nccl: NcclOptions | None = None,
 ) -> Any:
     """Create torch's process group of these ranks; called by every rank of the world in the same order.
 
-    kind: one of topology.GROUP_NAMES, by which `nccl` chooses NCCL's options.
+    kind: one of topology.GROUP_NAMES, for which `nccl` returns options.
     """
     timeout = None if timeout_seconds is None else timedelta(seconds=timeout_seconds)
-    options = nccl.options(kind, timeout) if nccl is not None and backend == "nccl" else None
+    options = nccl(kind, timeout) if nccl is not None and backend == "nccl" else None
     return dist.new_group(list(ranks), timeout=timeout, backend=backend, pg_options=options, group_desc=description)
 
 
@@ -205,9 +213,9 @@ def communication_error(
     operation: with its tensor. start_ns: when it began, by perf_counter_ns. peer: " from global rank 3" for a message.
     """
     text = str(error).strip()
-    if any(word in text.lower() for word in LOST):
+    if re.search(LOST, text.lower()):
         meaning = "a peer process has exited; see its own error message"
-    elif any(word in text.lower() for word in TIMED_OUT):
+    elif re.search(TIMED_OUT, text.lower()):
         limit = "" if group.timeout_seconds is None else f" of {group.timeout_seconds:g} s"
         meaning = (
             f"no answer within the timeout{limit}: a peer has died, hangs, or runs its operations in another order "
@@ -223,14 +231,31 @@ def communication_error(
     )
 
 
-def _check_world(topology: Topology, global_rank: int) -> None:
-    if not dist.is_initialized():
-        raise CommunicationError(
-            f"a topology of {topology.world_size} ranks needs torch.distributed: "
-            "call comm.bootstrap.start before building groups"
-        )
-    if (dist.get_world_size(), dist.get_rank()) != (topology.world_size, global_rank):
-        raise CommunicationError(
-            f"the topology is for rank {global_rank} of {topology.world_size}, "
-            f"but torch.distributed was initialized as rank {dist.get_rank()} of {dist.get_world_size()}"
-        )
+def needs_host_copies(handle: Any, tensor: Tensor) -> bool:
+    """Return True for gloo with GPU tensors, which it cannot send. This lets ranks share a GPU, which NCCL refuses."""
+    return tensor.is_cuda and not isinstance(handle, FakeHandle) and dist.get_backend(handle) == "gloo"
+
+
+class HostCopies:
+    """An operation in flight on host copies of its tensors; used like torch's handle. `wait` copies back what the
+    operation writes.
+
+    tensors: of the operation. writes: how many of them, from the first, it writes. launch: starts the operation on
+    tensors of the same shapes and returns torch's handle.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor], writes: int, launch: Callable[..., Any]) -> None:
+        copies = [tensor.cpu() if tensor.is_cuda else tensor.clone() for tensor in tensors]
+        self._written = list(zip(tensors, copies, strict=True))[:writes]
+        self._copies = copies  # gloo needs them until the operation is complete
+        self._handle = launch(*copies)
+
+    def is_completed(self) -> bool:
+        return bool(self._handle.is_completed())
+
+    def wait(self) -> None:
+        """Return when the operation is complete; the current stream then copies its results to the GPU."""
+        self._handle.wait()
+        for tensor, copy in self._written:
+            tensor.copy_(copy)
+        self._copies = []

@@ -9,6 +9,7 @@ read.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from statistics import median
 from time import perf_counter, perf_counter_ns
 
@@ -45,7 +46,7 @@ def round_trips(
     if group.rank not in (asker, answerer):
         return []
     peer = answerer if group.rank == asker else asker
-    message = torch.zeros(max(1, num_bytes // 8), dtype=torch.int64, device=device)
+    message = _message(num_bytes, device)
     trips = []
     start_ns = perf_counter_ns()
     try:
@@ -58,8 +59,7 @@ def round_trips(
                 trips.append((sent, answered, now()))
             else:
                 _receive(message, group, peer)
-                if message.is_cuda:
-                    torch.cuda.synchronize(device)
+                _synchronize(device)
                 message[0] = now()
                 _send(message, group, peer)
     except RuntimeError as error:
@@ -75,15 +75,31 @@ def time_collective(
     name: all_reduce, reduce_scatter or all_gather. sizes: bytes of the whole buffer, ascending. Raises
     CommunicationError.
     """
-    times: Times = {}
-    for num_bytes in sizes:
-        if _takes_too_long(num_bytes, times, budget_seconds):
-            break
-        call = _collective(name, group, num_bytes, device)
-        warm_up = _slowest([_time_once(call, group, device)], group, device)[0]
-        repeats = _repeats_within(budget_seconds, warm_up)
-        times[num_bytes] = _slowest([_time_once(call, group, device) for _ in range(repeats)], group, device)
-    return times
+
+    def prepare(num_bytes: int) -> Callable[[int], list[float]]:
+        shard = torch.zeros(max(1, -(-num_bytes // (4 * group.size))), dtype=torch.float32, device=device)
+        whole = torch.zeros(group.size * len(shard), dtype=torch.float32, device=device)
+
+        def run(count: int) -> list[float]:
+            seconds = []
+            for _ in range(count):
+                barrier(group)
+                began = perf_counter()
+                if name == "all_reduce":
+                    all_reduce(whole, group)
+                elif name == "reduce_scatter":
+                    reduce_scatter(shard, whole, group)
+                else:
+                    all_gather(whole, shard, group)
+                _synchronize(device)
+                seconds.append(perf_counter() - began)
+            slowest = torch.tensor(seconds, dtype=torch.float64, device=device)
+            all_reduce(slowest, group, op="max")
+            return [float(value) for value in slowest.tolist()]
+
+        return run
+
+    return _time_sizes(sizes, budget_seconds, prepare)
 
 
 def time_messages(
@@ -96,105 +112,74 @@ def time_messages(
     """
     if group.rank not in (source, target):
         return {}
-    connection = _Connection(group, target if group.rank == source else source, device)
-    start_ns = perf_counter_ns()
-    try:
-        return connection.send_all(sizes, budget_seconds) if group.rank == source else connection.answer_all()
-    except RuntimeError as error:
-        raise _error("a timed message", group, connection.peer, start_ns, error) from error
+    peer = target if group.rank == source else source
+    # announces how many messages of how many bytes follow; 0 messages end
+    header = torch.zeros(2, dtype=torch.int64, device=device)
+    receipt = torch.zeros(1, dtype=torch.int64, device=device)
 
+    def announce(count: int, num_bytes: int) -> Tensor:
+        header.copy_(torch.tensor([count, num_bytes]))
+        _send(header, group, peer)
+        return _message(num_bytes, device)
 
-class _Connection:
-    """One direction between two ranks.
-
-    A header of two numbers announces how many messages of how many bytes follow; 0 ends.
-    """
-
-    def __init__(self, group: Group, peer: int, device: torch.device) -> None:
-        self.peer = peer
-        self._group, self._device = group, device
-        self._header = torch.zeros(2, dtype=torch.int64, device=device)
-        self._receipt = torch.zeros(1, dtype=torch.int64, device=device)
-
-    def send_all(self, sizes: Sequence[int], budget_seconds: float) -> Times:
-        times: Times = {}
-        for num_bytes in sizes:
-            if _takes_too_long(num_bytes, times, budget_seconds):
-                break
-            warm_up = self._send_some(1, num_bytes)[0]
-            times[num_bytes] = self._send_some(_repeats_within(budget_seconds, warm_up), num_bytes)
-        self._announce(0, 0)
-        return times
-
-    def answer_all(self) -> Times:
-        while True:
-            _receive(self._header, self._group, self.peer)
-            count, num_bytes = self._header.tolist()
-            if not count:
-                return {}
-            message = self._message(num_bytes)
-            for _ in range(count):
-                _receive(message, self._group, self.peer)
-                if message.is_cuda:
-                    torch.cuda.synchronize(self._device)
-                _send(self._receipt, self._group, self.peer)
-
-    def _send_some(self, count: int, num_bytes: int) -> list[float]:
-        self._announce(count, num_bytes)
-        message, seconds = self._message(num_bytes), []
+    def send(num_bytes: int, count: int) -> list[float]:
+        message, seconds = announce(count, num_bytes), []
         for _ in range(count):
             began = perf_counter()
-            _send(message, self._group, self.peer)
-            _receive(self._receipt, self._group, self.peer)
-            int(self._receipt[0])  # on a GPU this waits for the receipt
+            _send(message, group, peer)
+            _receive(receipt, group, peer)
+            int(receipt[0])  # on a GPU this waits for the receipt
             seconds.append(perf_counter() - began)
         return seconds
 
-    def _announce(self, count: int, num_bytes: int) -> None:
-        self._header.copy_(torch.tensor([count, num_bytes]))
-        _send(self._header, self._group, self.peer)
-
-    def _message(self, num_bytes: int) -> Tensor:
-        return torch.zeros(max(1, num_bytes // 8), dtype=torch.int64, device=self._device)
-
-
-def _repeats_within(budget_seconds: float, once_seconds: float) -> int:
-    return max(1, min(MAX_REPEATS, int(budget_seconds / once_seconds))) if once_seconds > 0 else MAX_REPEATS
-
-
-def _takes_too_long(num_bytes: int, times: Times, budget_seconds: float) -> bool:
-    """Return True if a size would take too long, judged by the largest so far; the two smallest are always timed."""
-    if len(times) < 2:
-        return False
-    largest = max(times)
-    return median(times[largest]) * num_bytes / largest > MAX_BUDGETS * budget_seconds
-
-
-def _collective(name: str, group: Group, num_bytes: int, device: torch.device) -> Callable[[], object]:
-    shard = torch.zeros(max(1, -(-num_bytes // (4 * group.size))), dtype=torch.float32, device=device)
-    whole = torch.zeros(group.size * len(shard), dtype=torch.float32, device=device)
-    calls: dict[str, Callable[[], object]] = {
-        "all_reduce": lambda: all_reduce(whole, group),
-        "reduce_scatter": lambda: reduce_scatter(shard, whole, group),
-        "all_gather": lambda: all_gather(whole, shard, group),
-    }
-    return calls[name]
+    start_ns = perf_counter_ns()
+    try:
+        if group.rank == source:
+            times = _time_sizes(sizes, budget_seconds, lambda num_bytes: partial(send, num_bytes))
+            announce(0, 0)
+            return times
+        while True:
+            _receive(header, group, peer)
+            count, num_bytes = header.tolist()
+            if not count:
+                return {}
+            message = _message(num_bytes, device)
+            for _ in range(count):
+                _receive(message, group, peer)
+                _synchronize(device)
+                _send(receipt, group, peer)
+    except RuntimeError as error:
+        raise _error("a timed message", group, peer, start_ns, error) from error
 
 
-def _time_once(call: Callable[[], object], group: Group, device: torch.device) -> float:
-    barrier(group)
-    began = perf_counter()
-    call()
+def _time_sizes(
+    sizes: Sequence[int], budget_seconds: float, prepare: Callable[[int], Callable[[int], list[float]]]
+) -> Times:
+    """Return the times of ascending sizes.
+
+    A size is left out, with all larger ones, if it would take too long judged by the largest so far; the two smallest
+    are always timed. prepare: size -> (number of repeats -> seconds of each).
+    """
+    times: Times = {}
+    for num_bytes in sizes:
+        if len(times) >= 2:
+            largest = max(times)
+            if median(times[largest]) * num_bytes / largest > MAX_BUDGETS * budget_seconds:
+                break
+        run = prepare(num_bytes)
+        (warm_up,) = run(1)
+        repeats = int(min(budget_seconds / warm_up, MAX_REPEATS)) if warm_up > 0 else MAX_REPEATS
+        times[num_bytes] = run(max(1, repeats))
+    return times
+
+
+def _message(num_bytes: int, device: torch.device) -> Tensor:
+    return torch.zeros(max(1, num_bytes // 8), dtype=torch.int64, device=device)
+
+
+def _synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-    return perf_counter() - began
-
-
-def _slowest(seconds: list[float], group: Group, device: torch.device) -> list[float]:
-    """Return, for each repeat, the time of the slowest rank."""
-    tensor = torch.tensor(seconds, dtype=torch.float64, device=device)
-    all_reduce(tensor, group, op="max")
-    return [float(value) for value in tensor.tolist()]
 
 
 def _send(tensor: Tensor, group: Group, peer: int) -> None:

@@ -76,16 +76,11 @@ def _decode(value: Any) -> Any:
     if tag in _BUILT_IN:
         return _BUILT_IN[tag][2](content[0])
     module, name, fields = content
-    return _MEGAPIPE[tag](_class_named(module, name), fields)
-
-
-def _class_named(module: str, name: str) -> Any:
-    """Return the class of this name. Raises TypeError if it is not one that `pack` accepts."""
     found = getattr(sys.modules.get(module), name, None)
     defined_as = (getattr(found, "__module__", None), getattr(found, "__qualname__", None))
     if not isinstance(found, type) or not _may_travel(found) or defined_as != (module, name):
         raise TypeError(f"{module}.{name} cannot be sent between ranks: it is not a data class of megapipe")
-    return found
+    return _MEGAPIPE[tag](found, fields)
 
 
 def _may_travel(kind: type) -> bool:

@@ -75,7 +75,12 @@ def pretrain(
             journal.say(remark)
         heartbeat = heartbeat_of(config)
         groups = build_process_groups(
-            plan.topology, world.global_rank, world.backend, world.timeout_seconds, heartbeat=heartbeat, nccl=nccl
+            plan.topology,
+            world.global_rank,
+            world.backend,
+            world.timeout_seconds,
+            heartbeat=heartbeat,
+            nccl=nccl.options,
         )
         starts = share_starts(counted, config, groups.world)
         with (

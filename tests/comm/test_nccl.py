@@ -38,8 +38,8 @@ def test_communicators_get_the_options_of_their_kind_of_group(tmp_path: Path, mo
     made = []
     monkeypatch.setattr(dist, "new_group", lambda ranks, **arguments: made.append(arguments))
     for kind in ("tp", "pp", "dp"):
-        groups.new_handle((0, 1), kind, "nccl", 5.0, kind, settings)
-        groups.new_handle((0, 1), kind, "gloo", 5.0, kind, settings)
+        groups.new_handle((0, 1), kind, "nccl", 5.0, kind, settings.options)
+        groups.new_handle((0, 1), kind, "gloo", 5.0, kind, settings.options)
     tp, _, pp, _, dp, _ = (arguments["pg_options"] for arguments in made)
     assert tp is None
     assert pp.is_high_priority_stream and pp._timeout == timedelta(seconds=5)

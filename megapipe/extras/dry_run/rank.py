@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megapipe.assembly.microbatches import Keys, Microbatches
 from megapipe.assembly.runtime import TrainingRuntime
-from megapipe.comm.fake_backend import Ledger
+from megapipe.comm.fake_backend import Traffic
 from megapipe.comm.groups import ProcessGroups, fake_process_groups
 from megapipe.comm.trace import Tracer
 from megapipe.data.batch import Batch
@@ -46,7 +46,7 @@ class RankCount:
     before_action: int  # bytes of the step at that action's start
     num_run: int  # microbatches run
     seconds: float
-    ledger: Ledger | None = None  # messages of the whole step; None for real ranks
+    traffic: Traffic | None = None  # messages of the whole step; None for real ranks
 
     @property
     def peak(self) -> int:
@@ -64,11 +64,11 @@ def count_rank(
     full = plan.batch.full // plan.batch.samples_per_microbatch
     pp_rank = plan.topology.coordinates(global_rank).pp_rank
     count = full if in_full else microbatches_to_run(plan, pp_rank)
-    ledger, live = Ledger(), LiveBytes()
-    ledger.observe = lambda tensor: live.name([tensor], "messages")
+    traffic, live = Traffic(), LiveBytes()
+    traffic.observe = lambda tensor: live.name([tensor], "messages")
     with MetaMode(device), live:
-        groups = fake_process_groups(plan.topology, global_rank, ledger)
-        found, watch = count_step(plan, groups, META, live, read, _empty, count, ledger)
+        groups = fake_process_groups(plan.topology, global_rank, traffic)
+        found, watch = count_step(plan, groups, META, live, read, _empty, count, traffic)
     if count != full:
         watch.extend(plan.schedule(count).rows[pp_rank], plan.schedule(full).rows[pp_rank])
     return found
@@ -82,14 +82,14 @@ def count_step(
     read: ReadBatch,
     draw_slice: Callable[[ParamSpec, int, int], Tensor] | None = None,
     num_microbatches: int | None = None,
-    ledger: Ledger | None = None,
+    traffic: Traffic | None = None,
 ) -> tuple[RankCount, ActionWatch]:
     """Build the runtime and run the first step; called inside `live`, with meta tensors or on a real rank.
 
     draw_slice: initial values, those of training if None. num_microbatches: those of the full global batch if None.
     """
     started = time.perf_counter()
-    watch = ActionWatch(live, ledger)
+    watch = ActionWatch(live, traffic)
     runtime = TrainingRuntime(plan, groups, device, draw_slice, watch)
     name_state(runtime, live)
     live.label = "step"
@@ -108,7 +108,9 @@ def count_step(
     items["step"] = live.peak - state
     seconds = time.perf_counter() - started
     rank = groups.world.global_rank
-    return RankCount(rank, items, watch.peak_action, max(watch.before_action - state, 0), count, seconds, ledger), watch
+    return RankCount(
+        rank, items, watch.peak_action, max(watch.before_action - state, 0), count, seconds, traffic
+    ), watch
 
 
 def name_state(runtime: TrainingRuntime, live: LiveBytes) -> None:
@@ -131,14 +133,14 @@ class ActionWatch(Tracer):
     """A tracer that records in which action of the row the peak occurred, the bytes at its start, and what actions
     sent."""
 
-    def __init__(self, live: LiveBytes, ledger: Ledger | None = None) -> None:
+    def __init__(self, live: LiveBytes, traffic: Traffic | None = None) -> None:
         super().__init__()
-        self._live, self._ledger = live, ledger
+        self._live, self._traffic = live, traffic
         self._level = self._at_start = 0
         self._has_risen = False
         self.peak_action, self.before_action = "", 0
-        self._sent_before = Ledger()
-        self._sent_by: dict[tuple[int, Op], Ledger] = {}  # the last action of each kind
+        self._sent_before = Traffic()
+        self._sent_by: dict[tuple[int, Op], Traffic] = {}  # the last action of each kind
         self.settle = self._mark
         live.at_new_peak = self._rise
 
@@ -146,10 +148,10 @@ class ActionWatch(Tracer):
         if kind == "action":
             if self._has_risen:
                 self.peak_action, self.before_action = name, self._at_start
-            if self._ledger is not None:
+            if self._traffic is not None:
                 action = parse_action(name)
-                self._sent_by[action.stage, action.op] = self._ledger.since(self._sent_before)
-                self._sent_before = self._ledger.copy()
+                self._sent_by[action.stage, action.op] = self._traffic.since(self._sent_before)
+                self._sent_before = self._traffic.copy()
         if kind in ("action", "row"):
             self._has_risen = False
 
@@ -161,12 +163,12 @@ class ActionWatch(Tracer):
     def extend(self, run: Sequence[Action], whole: Sequence[Action]) -> None:
         """Extrapolate the messages of a shorter row to a longer one: each further action sends what the last of its
         kind sent."""
-        assert self._ledger is not None
+        assert self._traffic is not None
         missing = Counter((action.stage, action.op) for action in whole)
         missing.subtract((action.stage, action.op) for action in run)
         for kind, count in missing.items():
             if count and kind in self._sent_by:
-                self._ledger.add(self._sent_by[kind], count, PER_MICROBATCH)
+                self._traffic.add(self._sent_by[kind], count, PER_MICROBATCH)
 
     def _rise(self) -> None:
         self._has_risen = True

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from megapipe.assembly.datasets import build_data
 from megapipe.comm.bootstrap import choose_backend
-from megapipe.comm.fake_backend import Ledger
+from megapipe.comm.fake_backend import Traffic
 from megapipe.data.batch import Batch
 from megapipe.errors import ConfigError
 from megapipe.extras.dry_run.grid import Kind, audit_grid, kinds_of_ranks
@@ -89,8 +89,8 @@ def counted_text(plan: RunPlan, counts: Sequence[tuple[Kind, RankCount]], device
     yield from text_table(rows, indent=11)
     kind, fullest = max(counts, key=lambda pair: pair[1].peak)
     yield from _items(plan, kind, fullest)
-    if fullest.ledger is not None and fullest.ledger.counts:
-        yield from _messages(fullest.ledger)
+    if fullest.traffic is not None and fullest.traffic.counts:
+        yield from _messages(fullest.traffic)
 
 
 def difference_text(planned: int, counted: int) -> str:
@@ -126,14 +126,14 @@ def _items(plan: RunPlan, kind: Kind, count: RankCount) -> Iterator[str]:
     yield from text_table([("item", "planned", "counted", "difference"), *cells], indent=11)
 
 
-def _messages(ledger: Ledger) -> Iterator[str]:
+def _messages(traffic: Traffic) -> Iterator[str]:
     yield (
         "  sent     in a step, over groups of more than one rank; bytes of a collective's whole tensor, or of each "
         "message"
     )
     rows = [
-        (group, operation.replace("_", "-"), f"{count:,}", bytes_text(ledger.bytes[group, operation]))
-        for (group, operation), count in sorted(ledger.counts.items(), key=lambda entry: -ledger.bytes[entry[0]])
+        (group, operation.replace("_", "-"), f"{count:,}", bytes_text(traffic.bytes[group, operation]))
+        for (group, operation), count in sorted(traffic.counts.items(), key=lambda entry: -traffic.bytes[entry[0]])
     ]
     yield from text_table([("group", "operation", "times", "bytes"), *rows], indent=11)
 

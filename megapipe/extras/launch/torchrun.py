@@ -31,7 +31,7 @@ from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCP
 from torch.distributed.launcher.api import LaunchConfig
 from torch.distributed.run import config_from_args, determine_local_world_size, get_args_parser
 
-from megapipe.comm.rendezvous import create_store
+from megapipe.comm.bootstrap import create_store
 from megapipe.environment import announce_launcher, set_for_libraries
 from megapipe.errors import CommunicationError, ConfigError
 from megapipe.extras.launch.flags import TORCHRUN_PORT, parse_refusing

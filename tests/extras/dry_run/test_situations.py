@@ -45,6 +45,6 @@ def test_a_short_step_has_the_peak_and_messages_of_the_whole_one(name: str) -> N
     assert (
         0 <= whole.peak - short.peak <= (whole.num_run - short.num_run) * (tokens + 64)
     )  # tokens and labels of the remaining microbatches
-    assert short.ledger is not None and whole.ledger is not None
-    assert short.ledger.counts == whole.ledger.counts
-    assert short.ledger.bytes == whole.ledger.bytes
+    assert short.traffic is not None and whole.traffic is not None
+    assert short.traffic.counts == whole.traffic.counts
+    assert short.traffic.bytes == whole.traffic.bytes
