@@ -18,9 +18,8 @@ import torch
 
 from megapipe.environment import Environment
 from megapipe.errors import ConfigError
-from megapipe.extras.calibrate.measure import NETWORK, NODE, Found, MeasuredLink
-from megapipe.extras.calibrate.rates import Rates
-from megapipe.extras.doctor.resources import Resources, resources
+from megapipe.extras.calibrate.rates import NETWORK, NODE, Found, MeasuredLink, Rates
+from megapipe.extras.doctor.host import resources
 from megapipe.plan.hardware import GIB, GIGA, Hardware, Link, hardware_of, read_hardware
 
 # used if a link was not measured and the device is in no table: gloo within a host, and over 10 Gbit/s Ethernet
@@ -42,50 +41,39 @@ def machine_of(found: Found, environment: Environment) -> Machine:
     """Describe the machine as this rank sees it. Raises ConfigError if the system does not say how much memory it
     has."""
     has, threads = resources(), torch.get_num_threads()
-    cores = has.cores if has.cpu_limit is None else min(has.cores, has.cpu_limit)
+    cores, ranks_here = has.usable_cores, environment.local_world_size
     if found.device.type == "cuda":
         properties = torch.cuda.get_device_properties(found.device)
-        on_node = environment.local_world_size if environment.is_distributed else torch.cuda.device_count()
+        on_node = ranks_here if environment.is_distributed else torch.cuda.device_count()
         device_name, memory = properties.name, properties.total_memory
     else:
-        on_node = environment.local_world_size if environment.is_distributed else max(1, int(cores) // threads)
-        device_name, memory = has.cpu, _host_memory(has) // on_node
-    header = tuple(_header(found, has, cores, threads, environment))
-    return Machine(device_name, memory, on_node, found.dtype, header)
-
-
-def _host_memory(has: Resources) -> int:
-    known = [size for size in (has.memory_bytes, has.memory_limit_bytes) if size is not None]
-    if not known:
-        raise ConfigError("this system does not say how much memory it has: megapipe calibrate needs /proc/meminfo")
-    return min(known)
-
-
-def _header(found: Found, has: Resources, cores: float, threads: int, environment: Environment) -> list[str]:
+        on_node = ranks_here if environment.is_distributed else max(1, int(cores) // threads)
+        known = [size for size in (has.memory_bytes, has.memory_limit_bytes) if size is not None]
+        if not known:
+            raise ConfigError("this system does not say how much memory it has: megapipe calibrate needs /proc/meminfo")
+        device_name, memory = has.cpu, min(known) // on_node
     hosts = ", ".join(list(dict.fromkeys(found.hosts))[:8])
     where = f"{environment.world_size} rank(s) at the same time on {environment.num_nodes} node(s), {hosts}"
     on_cpu = f", {threads} thread(s) a rank" if found.device.type == "cpu" else ""
-    lines = [
+    header = [
         f"measured by: {shlex.join(['megapipe', *sys.argv[1:]])}",
         f"{time.strftime('%Y-%m-%dT%H:%M:%SZ', time.gmtime())}, torch {torch.__version__}, {found.seconds:.0f} s",
         f"{where}{on_cpu}; {has.cpu}, {cores:g} cores",
     ]
     load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
-    if load > max(cores, environment.local_world_size * threads):
-        lines.append(f"BUSY: load {load:.1f} on {cores:g} cores, so these figures are below what the machine can do")
-    return lines
+    if load > max(cores, ranks_here * threads):
+        header.append(f"BUSY: load {load:.1f} on {cores:g} cores, so these figures are below what the machine can do")
+    return Machine(device_name, memory, on_node, found.dtype, tuple(header))
 
 
 def hardware_measured(name: str | None, machine: Machine, rates: Rates, links: Sequence[MeasuredLink]) -> Hardware:
     """Return the content of the file. name: None for the device's name."""
     peak = rates.flops[machine.dtype]
     row = hardware_of(machine.device_name)
-    known = ASSUMED_LINKS if row is None else {NODE: row.node, NETWORK: row.network}
-    measured = {
-        link.name: Link(_rounded(link.all_reduce.bytes_per_second), _rounded(link.all_reduce.latency_seconds))
-        for link in links
-    }
-    found = {**known, **measured}
+    found = dict(ASSUMED_LINKS) if row is None else {NODE: row.node, NETWORK: row.network}
+    for link in links:
+        rate, latency = link.all_reduce.bytes_per_second, link.all_reduce.latency_seconds
+        found[link.name] = Link(_rounded(rate), _rounded(latency))
     return Hardware(
         name=name or machine.device_name,
         driver_name=machine.device_name,

@@ -1,11 +1,14 @@
-"""The rates that this rank's device reaches: GEMMs in each precision and by their smallest size, fused attention, and
-kernels limited by memory."""
+"""The rates that the ranks of a world reach, all measuring at the same time.
+
+On each rank's device: GEMMs in each precision and by their smallest size, fused attention, and kernels limited by
+memory. Between ranks: the links inside a node and between nodes.
+"""
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import TypeVar
@@ -14,18 +17,28 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megapipe.comm.bootstrap import start
+from megapipe.comm.collectives import barrier, gather_objects
+from megapipe.comm.groups import build_process_groups
 from megapipe.dtypes import FP8, TENSOR_DTYPES
+from megapipe.environment import Environment
+from megapipe.extras.doctor import trials
+from megapipe.extras.doctor.trials import SEND, Sample, Trial, measure_rounds, rounds_of
 from megapipe.gpu.device_clock import DeviceClock, device_clock
 from megapipe.model.attention import fused_attention
+from megapipe.monitor.process import host
+from megapipe.plan.hardware import Link
 from megapipe.tensor_parallel.fp8 import E4M3, Fp8Tensor, fp8_matmul, fp8_unsupported_reason
+from megapipe.topology import Topology
 
 Key = TypeVar("Key")
 TORCH_DTYPES = {dtype.name: getattr(torch, dtype.torch_name) for dtype in TENSOR_DTYPES.values()}
+DEFAULT_DTYPES = {"cpu": "fp32", "cuda": "bf16"}
 GEMM_SIZES = (64, 128, 256, 512, 1024, 2048, 4096, 8192)
 WIDENING = 4  # outputs / inputs of the measured linear, as in linear_fc1
 BACKWARD_OF_ATTENTION = 2.5  # in forwards, as the planner counts a fused kernel
-
-
+NODE, NETWORK = "node", "network"  # the links of a hardware file
+LEGS = 2  # latencies in a small trial: an all-reduce has two passes, a message a receipt
 WARM_UPS = {"cpu": 1, "cuda": 3}
 MIN_REPEATS, MAX_REPEATS = 3, 25
 MIN_SECONDS = 1e-3  # of a repeat: shorter calls are made several times, since clocks and launches have a granularity
@@ -73,7 +86,8 @@ SIZES = {
     "cpu": Sizes(256, 1024, (512, 2, 4, 64), 1 << 26, (1024, 1024)),
     "cuda": Sizes(1024, 4096, (4096, 1, 16, 128), 1 << 30, (8192, 8192)),
 }
-# shares of the seconds for each measurement
+LINKS_SHARE = 0.15  # of the seconds, with several ranks
+# shares of the remaining seconds for each measurement
 PEAKS, SHARES, ATTENTION, MEMORY, POINTWISE = 0.35, 0.40, 0.07, 0.09, 0.09
 
 
@@ -91,22 +105,20 @@ class Rates:
 def measure_rates(dtype: str, stopwatch: Stopwatch, seconds: float) -> Rates:
     """Measure this rank's device. dtype: of training. seconds: about how long it takes; slow devices measure fewer
     sizes."""
-    sizes, kind = SIZES[stopwatch.device.type], TORCH_DTYPES[dtype]
-    bench = _Bench(sizes, kind, stopwatch)
+    bench = _Bench(SIZES[stopwatch.device.type], TORCH_DTYPES[dtype], stopwatch)
     gemms = bench.linears(SHARES * seconds)
-    peaks = {
-        name: square_gemms(of, stopwatch, PEAKS * seconds / len(TORCH_DTYPES)) for name, of in TORCH_DTYPES.items()
-    }
+    each = PEAKS * seconds / len(TORCH_DTYPES)
+    peaks = {name: square_gemms(torch_dtype, stopwatch, each) for name, torch_dtype in TORCH_DTYPES.items()}
     flops = {name: rate for name, rate in peaks.items() if rate is not None}
     if stopwatch.device.type == "cuda" and fp8_unsupported_reason(stopwatch.device) is None:
-        flops[FP8] = fp8_gemms(stopwatch, PEAKS * seconds / len(TORCH_DTYPES))
+        flops[FP8] = fp8_gemms(stopwatch, each)
     flops[dtype] = max(flops[dtype], *gemms.values())  # shares are relative to the fastest GEMM of all
     return Rates(
         flops,
         gemms,
-        bench.attention(ATTENTION * seconds),
-        bench.memory(MEMORY * seconds),
-        bench.pointwise(POINTWISE * seconds),
+        attention=bench.attention(ATTENTION * seconds),
+        memory=bench.memory(MEMORY * seconds),
+        pointwise=bench.pointwise(POINTWISE * seconds),
     )
 
 
@@ -183,19 +195,13 @@ class _Bench:
             flops = 2.0 * max(size, self._sizes.tokens) * size * WIDENING * size * 3
             if len(found) > 1 and time.perf_counter() + CALLS_ON_CPU * flops / max(found.values()) > deadline:
                 break
-            found[size] = flops / self._linear_seconds(size, budget_seconds / len(GEMM_SIZES))
+            # forward, input gradient and weight gradient, in the memory layouts of a linear
+            tokens, wide = max(size, self._sizes.tokens), WIDENING * size
+            x, weight, grad = self._random(tokens, size), self._random(wide, size), self._random(tokens, wide)
+            calls = (_call(F.linear, x, weight), _call(torch.mm, grad, weight), _call(torch.mm, grad.t(), x))
+            each = budget_seconds / len(GEMM_SIZES) / len(calls)
+            found[size] = flops / sum(self._stopwatch.seconds(call, each) for call in calls)
         return found
-
-    def _linear_seconds(self, size: int, budget_seconds: float) -> float:
-        """Time forward, input gradient and weight gradient, in the memory layouts of a linear."""
-        tokens = max(size, self._sizes.tokens)
-        x, weight, grad = (
-            self._random(tokens, size),
-            self._random(WIDENING * size, size),
-            self._random(tokens, WIDENING * size),
-        )
-        calls = (_call(F.linear, x, weight), _call(torch.mm, grad, weight), _call(torch.mm, grad.t(), x))
-        return sum(self._stopwatch.seconds(call, budget_seconds / len(calls)) for call in calls)
 
     def attention(self, budget_seconds: float) -> float:
         """Return the FLOP/s of training's fused attention, forward and backward; masked scores are not counted."""
@@ -240,3 +246,84 @@ class _Bench:
 
     def _random(self, *shape: int) -> Tensor:
         return torch.randn(*shape, device=self._stopwatch.device).to(self._dtype)
+
+
+@dataclass(frozen=True)
+class MeasuredLink:
+    """A link of the hardware file as measured."""
+
+    name: str  # NODE or NETWORK
+    ranks: int  # of a group
+    all_reduce: Link  # the one in the file
+    message: Link  # between two ranks
+
+
+@dataclass(frozen=True)
+class Found:
+    """The result of a measurement; the same on all ranks."""
+
+    device: torch.device
+    dtype: str
+    rates: Rates  # of the slowest rank
+    links: tuple[MeasuredLink, ...]
+    hosts: tuple[str, ...]  # by global rank
+    seconds: float  # that the measurement took
+
+
+def measure(environment: Environment, device: str, dtype: str | None, seconds: float, timeout_seconds: float) -> Found:
+    """Measure on all ranks at the same time, and all nodes' links too, as in training.
+
+    device: 'auto', 'cpu' or 'cuda'. dtype: None for the device's default. seconds: about how long it takes.
+    Raises ConfigError, CommunicationError. It has not run on GPUs so far.
+    """
+    world = start(environment, "auto", timeout_seconds, device)
+    if world.device.type == "cpu":
+        torch.set_num_threads(environment.num_threads or 1)
+    began = time.perf_counter()
+    dtype = dtype or DEFAULT_DTYPES[world.device.type]
+    topology = Topology(dp=world.world_size)
+    everyone = build_process_groups(topology, world.global_rank, world.backend, timeout_seconds).world
+    barrier(everyone)
+    share = 1 - LINKS_SHARE * environment.is_distributed
+    rates = slowest(gather_objects(measure_rates(dtype, Stopwatch(world.device), share * seconds), everyone))
+    links = []
+    if environment.is_distributed:
+        per_node = environment.local_world_size
+        topology = Topology(tp=per_node, dp=world.world_size // per_node, ranks_per_node=per_node)
+        groups = build_process_groups(topology, world.global_rank, world.backend, world.timeout_seconds)
+        rounds = rounds_of(list(link_trials(topology)), alone=False)
+        budget = LINKS_SHARE * seconds / max(1, len(rounds) * len(trials.SIZES[world.device.type]))
+        samples = measure_rounds(rounds, groups, world.device, budget)
+        for name in (NODE, NETWORK):
+            reduced = [s for s in samples if s.trial.kind == name and not s.trial.is_message]
+            sent = [s for s in samples if s.trial.kind == name and s.trial.is_message]
+            if reduced:
+                ranks = len(reduced[0].trial.ranks)
+                links.append(MeasuredLink(name, ranks, _median_link(reduced), _median_link(sent)))
+    hosts = tuple(gather_objects(host(), everyone))
+    return Found(world.device, dtype, rates, tuple(links), hosts, time.perf_counter() - began)
+
+
+def link_trials(topology: Topology) -> Iterator[Trial]:
+    """Yield an all-reduce over the ranks of each node and over the ranks with one local rank on all nodes, and for each
+    of these groups a message between its first two ranks."""
+    for name, group in ((NODE, "tp"), (NETWORK, "replicas")):
+        for ranks in topology.groups(group):
+            if len(ranks) > 1:
+                yield Trial(name, group, "all_reduce", ranks)
+                yield Trial(name, group, SEND, ranks[:2])
+
+
+def _median_link(samples: Sequence[Sample]) -> Link:
+    links = [fitted(sample) for sample in samples]
+    return Link(median(link.bytes_per_second for link in links), median(link.latency_seconds for link in links))
+
+
+def fitted(sample: Sample) -> Link:
+    """Return the link with the latency of the smallest size, and the rate from the extra time of the largest."""
+    seconds = {num_bytes: median(times) for num_bytes, times in sample.times.items()}
+    small, large = min(seconds), max(seconds)
+    longer = seconds[large] - seconds[small]
+    if longer <= 0:  # noise is larger than the cost of the size
+        longer = seconds[large]
+    return Link(sample.trial.sent_bytes(large) / longer, seconds[small] / LEGS)

@@ -60,7 +60,7 @@ OPTIONS = (
 def _calibrate(own: argparse.Namespace, environment: Environment) -> None:
     """Measure with the other ranks and write the file on rank 0. Raises ConfigError, CommunicationError."""
     from megapipe.extras.calibrate import hardware_file
-    from megapipe.extras.calibrate.measure import measure
+    from megapipe.extras.calibrate.rates import measure
 
     is_first = environment.global_rank == 0
     if is_first:

@@ -1,4 +1,4 @@
-"""`HostReport`: what one host has and runs with: packages, cores, GPUs, network cards and fast kernels."""
+"""`HostReport`: what one host has and runs with: packages, cores, memory, limits, GPUs, network cards, fast kernels."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import platform
 import shutil
 import warnings
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
@@ -19,7 +20,6 @@ from torch.nn.attention import SDPBackend
 from megapipe import __version__
 from megapipe.comm.network import Interface, interface_towards, interfaces
 from megapipe.environment import Environment, library_settings
-from megapipe.extras.doctor.resources import Resources, resources
 from megapipe.monitor.process import host
 
 PACKAGES = (
@@ -31,6 +31,35 @@ EXTENSIONS = ("transformer-engine", "flash-attn", "apex")  # packages with fast 
 FAST_BACKENDS = (SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION)
 INFINIBAND = Path("sys/class/infiniband")
 PEER_MODULES = ("nvidia_peermem", "nv_peer_mem")
+SHARED_MEMORY = Path("/dev/shm")
+CGROUP = Path("/sys/fs/cgroup")
+
+
+@dataclass(frozen=True)
+class Resources:
+    """Bytes and counts; None if the system does not say or sets no limit. Keys of `megapipe doctor --json`.
+
+    In a container or under a scheduler they are fewer than the machine's.
+    """
+
+    cores: int  # that this process may run on
+    affinity: str  # their numbers as text, such as '0-3,8'
+    cores_of_machine: int
+    cpu_limit: float | None  # cores' worth of time that the control group allows
+    cpu: str
+    numa_nodes: int
+    memory_bytes: int | None
+    available_bytes: int | None
+    memory_limit_bytes: int | None
+    shared_memory_bytes: int | None
+    shared_memory_free_bytes: int | None
+    open_files: int | None
+    most_open_files: int | None
+
+    @property
+    def usable_cores(self) -> float:
+        """The cores' worth of time that this process can use."""
+        return self.cores if self.cpu_limit is None else min(self.cores, self.cpu_limit)
 
 
 @dataclass(frozen=True)
@@ -80,25 +109,25 @@ class HostReport:
     settings: Mapping[str, str]  # environment variables of libraries
 
     @property
-    def cores(self) -> float:
-        """The cores' worth of time that the ranks can use."""
-        limit = self.resources.cpu_limit
-        return self.resources.cores if limit is None else min(self.resources.cores, limit)
-
-    @property
     def is_oversubscribed(self) -> bool:
         """True with more ranks than cores: measured times then depend on the scheduler as much as on the links."""
-        return self.num_ranks > self.cores
+        return self.num_ranks > self.resources.usable_cores
 
     @property
     def is_busy(self) -> bool:
         """True if other programs use the cores, or there are more ranks than cores."""
-        return self.is_oversubscribed or (self.load is not None and self.load > self.cores)
+        return self.is_oversubscribed or (self.load is not None and self.load > self.resources.usable_cores)
 
 
 def examine_host(environment: Environment, device: torch.device) -> HostReport:
     """Examine this host from one of its ranks."""
-    packages = {name: _version(name) for name in PACKAGES}
+    packages: dict[str, str | None] = dict.fromkeys(PACKAGES)
+    for name in PACKAGES:
+        with suppress(PackageNotFoundError):  # from the metadata: nothing is imported, so a broken package is found too
+            packages[name] = version(name)
+    # libraries that torch is built with or finds
+    cudnn = torch.backends.cudnn.version() if torch.backends.cudnn.is_available() else None
+    nccl = ".".join(map(str, torch.cuda.nccl.version())) if torch.cuda.is_available() and torch.version.cuda else None
     towards = interface_towards(environment.master_addr, environment.num_nodes) if environment.is_distributed else None
     num_gpus = torch.cuda.device_count() if device.type == "cuda" else 0
     found = [torch.cuda.get_device_properties(index) for index in range(num_gpus)]
@@ -110,7 +139,9 @@ def examine_host(environment: Environment, device: torch.device) -> HostReport:
             "python": platform.python_version(),
             "system": f"{platform.system()} {platform.release()}",
             **packages,
-            **_libraries(),
+            "cuda": torch.version.cuda,
+            "cudnn": None if cudnn is None else str(cudnn),
+            "nccl": nccl,
         },
         resources=resources(),
         threads_of_a_rank=torch.get_num_threads(),
@@ -126,27 +157,58 @@ def examine_host(environment: Environment, device: torch.device) -> HostReport:
     )
 
 
-def _version(name: str) -> str | None:
-    """Return a package's version from its metadata: it is not imported, so a broken package is found too."""
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return None
+def resources() -> Resources:
+    """Return the resources of this process, now."""
+    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
+    facts: dict[str, str] = {}  # the first value of every 'key : value' line
+    for path in ("/proc/meminfo", "/proc/cpuinfo"):
+        for line in _text(Path(path)).splitlines():
+            key, _, value = line.partition(":")
+            facts.setdefault(key.strip(), value.strip())
+    memory = {key: int(facts[key].split()[0]) * 1024 for key in ("MemTotal", "MemAvailable") if key in facts}
+    shared = shared_free = soft = hard = None
+    with suppress(OSError):
+        shared, _, shared_free = shutil.disk_usage(SHARED_MEMORY)
+    with suppress(ImportError):  # not a Unix
+        import resource
+
+        limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+        soft, hard = (None if limit == resource.RLIM_INFINITY else limit for limit in limits)
+    quota, period = [*_text(CGROUP / "cpu.max").split(), "", ""][:2]  # without a limit the first word is "max"
+    memory_limit = _text(CGROUP / "memory.max")
+    return Resources(
+        cores=len(cores),
+        affinity=ranges(cores),
+        cores_of_machine=os.cpu_count() or 1,
+        cpu_limit=float(quota) / float(period) if quota.isdecimal() and period.isdecimal() else None,
+        cpu=facts.get("model name", "") or platform.processor() or platform.machine(),
+        numa_nodes=len(list(Path("/sys/devices/system/node").glob("node[0-9]*"))) or 1,
+        memory_bytes=memory.get("MemTotal"),
+        available_bytes=memory.get("MemAvailable"),
+        memory_limit_bytes=int(memory_limit) if memory_limit.isdecimal() else None,
+        shared_memory_bytes=shared,
+        shared_memory_free_bytes=shared_free,
+        open_files=soft,
+        most_open_files=hard,
+    )
 
 
-def _libraries() -> dict[str, str | None]:
-    """Return the libraries that torch is built with or finds; None for a missing one."""
-    cudnn = torch.backends.cudnn.version() if torch.backends.cudnn.is_available() else None
-    nccl = ".".join(map(str, torch.cuda.nccl.version())) if torch.cuda.is_available() and torch.version.cuda else None
-    return {"cuda": torch.version.cuda, "cudnn": None if cudnn is None else str(cudnn), "nccl": nccl}
+def ranges(numbers: list[int]) -> str:
+    """Return ascending numbers as text: '0-3,8' for 0, 1, 2, 3, 8."""
+    parts: list[list[int]] = []
+    for number in numbers:
+        if parts and number == parts[-1][1] + 1:
+            parts[-1][1] = number
+        else:
+            parts.append([number, number])
+    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in parts)
 
 
 def rdma_ports(root: Path = Path("/")) -> tuple[Port, ...]:
     """Return the InfiniBand and RoCE ports of this machine, ordered by name."""
-    ports = sorted((root / INFINIBAND).glob("*/ports/*"))
     return tuple(
         Port(p.parent.parent.name, int(p.name), _text(p / "state"), _text(p / "rate"), _text(p / "link_layer"))
-        for p in ports
+        for p in sorted((root / INFINIBAND).glob("*/ports/*"))
         if p.name.isdigit()
     )
 
@@ -171,6 +233,7 @@ def gpu_direct(root: Path = Path("/")) -> GpuDirect:
 
 
 def _text(path: Path) -> str:
+    """Return a file's text, "" if it cannot be read."""
     try:
         return path.read_text(errors="replace").strip()
     except OSError:
@@ -216,9 +279,7 @@ def _attention(device: torch.device) -> str:
     q = torch.zeros(1, 2, 64, 64, device=device, dtype=dtype)
     chosen = SDPBackend(torch._fused_sdp_choice(q, q, q, None, 0.0, True))
     kind, name = str(dtype).removeprefix("torch."), chosen.name.removesuffix("_ATTENTION").lower()
-    if chosen in FAST_BACKENDS:
-        return f"active: {name} for {kind}"
-    return f"not active: torch uses its {name} kernel for {kind}"
+    return f"active: {name} for {kind}" if chosen in FAST_BACKENDS else f"not active: torch uses {name} for {kind}"
 
 
 def _bf16(device: torch.device) -> str:
@@ -234,8 +295,6 @@ def _bf16(device: torch.device) -> str:
 
 def _compiler(device: torch.device) -> str:
     if device.type == "cuda":
-        if find_spec("triton"):
-            return "installed: triton"
-        return "not installed: triton is missing, torch.compile cannot work"
+        return "installed: triton" if find_spec("triton") else "not installed: torch.compile cannot work without triton"
     compiler = next((name for name in ("g++", "clang++", "c++") if shutil.which(name)), None)
-    return f"installed: {compiler}" if compiler else "not installed: no C++ compiler, torch.compile cannot work"
+    return f"installed: {compiler}" if compiler else "not installed: torch.compile cannot work without a C++ compiler"

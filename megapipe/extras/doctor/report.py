@@ -6,12 +6,9 @@ import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from megapipe.extras.doctor.examination import Examination
-from megapipe.extras.doctor.host import HostReport
-from megapipe.extras.doctor.remarks import Remark, host_remarks
-from megapipe.extras.doctor.resources import ranges
-from megapipe.extras.doctor.trials import PAIR
-from megapipe.extras.doctor.verdict import PEERS, TABLE, Judged, common_cause
+from megapipe.extras.doctor.examination import Examination, Remark, host_remarks
+from megapipe.extras.doctor.host import HostReport, ranges
+from megapipe.extras.doctor.trials import PAIR, PEERS, TABLE, Judged, common_cause
 from megapipe.formatting import bytes_text, count_text, rate_text, seconds_text, text_table
 from megapipe.plan.hardware import Hardware
 
@@ -20,56 +17,42 @@ MAX_LINES = 12
 
 def host_text(report: HostReport) -> list[str]:
     """Return the lines about one host."""
+    r = report.resources
     installed = {name: version for name, version in report.versions.items() if version}
-    files = [
-        "unlimited" if n is None else f"{n:,}" for n in (report.resources.open_files, report.resources.most_open_files)
-    ]
-    settings = ", ".join(f"{name}={value}" for name, value in report.settings.items())
+    nodes = f", {r.numa_nodes} NUMA nodes" if r.numa_nodes > 1 else ""
+    cpu_limit = "" if r.cpu_limit is None else f", limited to {r.cpu_limit:g} cores' time"
+    load = "" if report.load is None else f", load {report.load:.1f}"
+    ranks = f"{count_text(report.num_ranks, 'rank')} of {count_text(report.threads_of_a_rank, 'thread')}"
+    sizes = (r.memory_bytes, r.available_bytes, r.shared_memory_bytes, r.shared_memory_free_bytes)
+    memory, available, shared, free = ("unknown" if size is None else bytes_text(size) for size in sizes)
+    memory_limit = "" if r.memory_limit_bytes is None else f", limited to {bytes_text(r.memory_limit_bytes)}"
+    files, most_files = ("unlimited" if n is None else f"{n:,}" for n in (r.open_files, r.most_open_files))
     lines = [
         ("host", f"{report.name}, {installed.pop('system')}"),
         ("versions", ", ".join(f"{name} {version}" for name, version in installed.items())),
         ("missing", ", ".join(name for name, version in report.versions.items() if not version)),
-        ("cores", _cores(report)),
-        ("memory", _memory(report)),
-        ("open files", f"{files[0]}, at most {files[1]}"),
+        ("cores", f"{r.cores} of {r.cores_of_machine} ({r.affinity}), {r.cpu}{nodes}{cpu_limit}{load}; {ranks}"),
+        ("memory", f"{memory}, {available} available{memory_limit}; /dev/shm {shared}, {free} free"),
+        ("open files", f"{files}, at most {most_files}"),
     ]
     lines += [("GPU", f"{i}: {gpu.name}, {bytes_text(gpu.memory_bytes)}") for i, gpu in enumerate(report.gpus)]
     if not report.gpus:
         lines.append(("GPU", "none" + (", though an NVIDIA driver is loaded" if report.has_nvidia_driver else "")))
-    lines += [("interface", _interface(report, number)) for number in range(len(report.interfaces))]
+    for i in report.interfaces:
+        speed = "" if i.megabits_per_second is None else f", {i.megabits_per_second / 1000:g} Gbit/s by its driver"
+        driver = f", {i.driver}" if i.driver else ""
+        chosen = ": used for the rendezvous" if i.name == report.interface else ""
+        text = f"{i.name} {i.state}, {', '.join(i.addresses) or 'no address'}{speed}{driver}{chosen}"
+        lines.append(("interface", text))
     lines += [("RDMA", f"{p.device} port {p.number}: {p.state}, {p.rate}, {p.layer}") for p in report.rdma_ports]
     if not report.rdma_ports:
         lines.append(("RDMA", "no InfiniBand or RoCE device"))
     lines.append(("GPUDirect", report.gpu_direct.seen or f"RDMA not found: {report.gpu_direct.reason}"))
     paths = [f"{name:<26}{state}" for name, state in report.fast_paths.items()]
     lines += [("fast paths" if number == 0 else "", path) for number, path in enumerate(paths)]
+    settings = ", ".join(f"{name}={value}" for name, value in report.settings.items())
     lines.append(("settings", settings or "none of NCCL, gloo, OpenMP or torch"))
     return [f"{name:<11}{text}" for name, text in lines if text]
-
-
-def _cores(report: HostReport) -> str:
-    r = report.resources
-    limit = "" if r.cpu_limit is None else f", limited to {r.cpu_limit:g} cores' time"
-    load = "" if report.load is None else f", load {report.load:.1f}"
-    nodes = f", {r.numa_nodes} NUMA nodes" if r.numa_nodes > 1 else ""
-    ranks = f"; {count_text(report.num_ranks, 'rank')} of {count_text(report.threads_of_a_rank, 'thread')}"
-    return f"{r.cores} of {r.cores_of_machine} ({r.affinity}), {r.cpu}{nodes}{limit}{load}{ranks}"
-
-
-def _memory(report: HostReport) -> str:
-    r = report.resources
-    known = (r.memory_bytes, r.available_bytes, r.shared_memory_bytes, r.shared_memory_free_bytes)
-    memory, available, shared, free = ("unknown" if size is None else bytes_text(size) for size in known)
-    limit = "" if r.memory_limit_bytes is None else f", limited to {bytes_text(r.memory_limit_bytes)}"
-    return f"{memory}, {available} available{limit}; /dev/shm {shared}, {free} free"
-
-
-def _interface(report: HostReport, number: int) -> str:
-    i = report.interfaces[number]
-    speed = "" if i.megabits_per_second is None else f", {i.megabits_per_second / 1000:g} Gbit/s by its driver"
-    driver = f", {i.driver}" if i.driver else ""
-    chosen = ": used for the rendezvous" if i.name == report.interface else ""
-    return f"{i.name} {i.state}, {', '.join(i.addresses) or 'no address'}{speed}{driver}{chosen}"
 
 
 def single_text(report: HostReport) -> str:
@@ -91,27 +74,35 @@ def allocation_text(found: Examination, hardware: Hardware | None, layout: str) 
     if found.skews:
         clocks = ", ".join(f"{name} {s:+.4f} s (+- {e:.4f})" for name, (s, e) in found.skews.items())
         lines += [f"{'clocks':<11}{clocks} against {found.hosts[0]}", ""]
-    lines += [*_measured_table(found), "", *_comparison(found, hardware), ""]
-    lines += [*_slow_lines(found), *_remark_lines(found.remarks, len(found.reports))]
+    lines += _measured_table(found)
+    if found.judged and hardware is not None:
+        lines += ["", f"compared   with their peers, and with what the hardware table expects of {hardware.name}"]
+    elif found.judged:
+        alone = [kind for (kind, _), of_kind in _by_kind(found).items() if of_kind[0].num_peers < 2]
+        without = f"; {', '.join(alone)}: without peers, compared with nothing" if alone else ""
+        why = "this device is not in the hardware table (--gpu NAME or --hardware FILE give expected rates)"
+        lines += ["", f"compared   with their peers only: {why}{without}"]
+    else:
+        lines.append("")
+    lines += ["", *_slow_lines(found), *_remark_lines(found.remarks, len(found.reports))]
     lines.append(f"{'fine' if found.is_fine else 'NOT fine'} (examined in {found.seconds:.1f} s)")
     return "\n".join(lines)
 
 
 def _measured_table(found: Examination) -> Iterable[str]:
-    """Yield one line for each kind of group, within hosts and between them apart. Rates are those at which a rank
+    """Return one line for each kind of group, within hosts and between them apart. Rates are those at which a rank
     sends."""
     rows = [("measured", "groups", "links", "latency", "rate", "", "expected", "slowest")]
     for (kind, crosses), of_kind in _by_kind(found).items():
         small, large = _at(of_kind, min), _at(of_kind, max)
-        middle = sorted(large, key=lambda one: one.seconds)[(len(large) - 1) // 2]
-        worst = max(large, key=lambda one: one.seconds)
+        middle, worst = large[(len(large) - 1) // 2], max(large, key=lambda one: one.seconds)
         expected = middle.expected_seconds
         rows.append(
             (
                 kind,
                 str(len(large)),
                 "between hosts" if crosses else "in a host",
-                seconds_text(sorted(one.seconds for one in small)[(len(small) - 1) // 2]),
+                seconds_text(small[(len(small) - 1) // 2].seconds),
                 rate_text(middle.bytes_per_second),
                 f"at {bytes_text(middle.num_bytes)}",
                 "" if not expected else rate_text(middle.bytes_per_second * middle.seconds / expected),
@@ -132,26 +123,13 @@ def _by_kind(found: Examination) -> dict[tuple[str, bool], list[Judged]]:
 
 
 def _at(judged: Sequence[Judged], which: Callable[[Iterable[int]], int]) -> list[Judged]:
-    """Return the trials at the smallest or the largest size. which: min or max."""
+    """Return the trials at the smallest or the largest size, the fastest first. which: min or max."""
     size = which(one.num_bytes for one in judged)
-    return [one for one in judged if one.num_bytes == size]
+    return sorted((one for one in judged if one.num_bytes == size), key=lambda one: one.seconds)
 
 
 def _crosses_hosts(found: Examination, one: Judged) -> bool:
     return len({found.hosts[rank] for rank in one.trial.ranks}) > 1
-
-
-def _comparison(found: Examination, hardware: Hardware | None) -> list[str]:
-    if not found.judged:
-        return []
-    if hardware is not None:
-        return [f"{'compared':<11}with their peers, and with what the hardware table expects of {hardware.name}"]
-    alone = [kind for (kind, _), of_kind in _by_kind(found).items() if of_kind[0].num_peers < 2]
-    without = f"; {', '.join(alone)}: without peers, compared with nothing" if alone else ""
-    return [
-        f"{'compared':<11}with their peers only: this device is not in the hardware table "
-        f"(--gpu NAME or --hardware FILE give expected rates){without}"
-    ]
 
 
 def _slow_lines(found: Examination) -> list[str]:

@@ -16,8 +16,17 @@ from megapipe.environment import Environment
 from megapipe.errors import ConfigError
 from megapipe.extras.calibrate import rates
 from megapipe.extras.calibrate.hardware_file import ASSUMED_LINKS, Machine, as_data, hardware_measured, to_yaml, write
-from megapipe.extras.calibrate.measure import Found, MeasuredLink, fitted, link_trials
-from megapipe.extras.calibrate.rates import MIN_REPEATS, WARM_UPS, Rates, Stopwatch, slowest
+from megapipe.extras.calibrate.rates import (
+    MIN_REPEATS,
+    WARM_UPS,
+    Found,
+    MeasuredLink,
+    Rates,
+    Stopwatch,
+    fitted,
+    link_trials,
+    slowest,
+)
 from megapipe.extras.cli.calibrate import main
 from megapipe.extras.cli.command import main as megapipe
 from megapipe.extras.doctor.trials import SEND, Sample, Trial
@@ -44,8 +53,8 @@ def test_one_rank_writes_a_file_that_plans(
     monkeypatch.setitem(rates.SIZES, "cpu", SMALL)
     path = tmp_path / "here.yaml"
     assert main(["--output", str(path), "--seconds", "0.1", "--device", "cpu", "--name", "here"]) == 0
-    told, text, found = capsys.readouterr().out, path.read_text(), read_hardware(path)
-    assert "not measured: needs ranks in one node" in told and f"written: {path}" in told
+    printed, text, found = capsys.readouterr().out, path.read_text(), read_hardware(path)
+    assert "not measured: needs ranks in one node" in printed and f"written: {path}" in printed
     assert text.count("NOT measured: assumed") == 2 and f"torch {torch.__version__}" in text
     assert (found.name, found.node, found.network) == ("here", ASSUMED_LINKS["node"], ASSUMED_LINKS["network"])
     assert {"fp32", "bf16", "fp64"} <= set(found.flops) and all(rate > 1e6 for rate in found.flops.values())
@@ -169,7 +178,7 @@ def test_impossible_requests_are_refused_before_measuring(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "taken.yaml").write_text("mine")
     (tmp_path / "folder").mkdir()
-    monkeypatch.setattr("megapipe.extras.calibrate.measure.measure", never)
+    monkeypatch.setattr("megapipe.extras.calibrate.rates.measure", never)
     assert main(words) == 2
     assert message in capsys.readouterr().err
     assert (tmp_path / "taken.yaml").read_text() == "mine"
@@ -186,7 +195,7 @@ def interrupted(*_: Any) -> None:
 def test_an_interrupt_leaves_no_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("megapipe.extras.calibrate.measure.measure_rates", interrupted)
+    monkeypatch.setattr("megapipe.extras.calibrate.rates.measure_rates", interrupted)
     assert main(["--output", str(tmp_path / "x.yaml"), "--device", "cpu"]) == 130
     assert "no file was written" in capsys.readouterr().err and not list(tmp_path.iterdir())
 

@@ -1,18 +1,26 @@
-"""A whole examination on four ranks: every group is measured, and all ranks name the same slow direction."""
+"""Examinations of hosts and of whole allocations.
+
+Four ranks: every group is measured, and all ranks name the same slow direction. Remarks about hosts: missing resources
+and differences between hosts. No secret is ever printed.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import time
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 
 from megapipe.comm import timing
 from megapipe.comm.groups import Group, build_process_groups
-from megapipe.environment import Environment
-from megapipe.extras.doctor.examination import Request, examine_allocation
-from megapipe.extras.doctor.report import allocation_json, allocation_text
+from megapipe.environment import Environment, library_settings, read_environment
+from megapipe.extras.doctor.examination import Request, clock_remarks, examine_allocation, host_remarks, named_hosts
+from megapipe.extras.doctor.host import Gpu, GpuDirect, HostReport, Port, examine_host
+from megapipe.extras.doctor.report import allocation_json, allocation_text, host_text, single_json, single_text
 from megapipe.schedule.placement import linear
 from megapipe.topology import Topology
 from tests.harness import RankPool
@@ -63,3 +71,132 @@ def test_a_slow_direction_of_the_pipeline_is_named_by_its_ranks(rank_pools: Call
     assert not found["fine"]
     assert {tuple(row["ranks"]) for row in found["slow"] if row["operation"] == "send"} == {(3, 1)}
     assert any("the link from rank 3 to rank 1 (on " in line for line in text.splitlines() if line.startswith("slow"))
+
+
+MIB = 1 << 20
+
+
+@pytest.fixture(scope="module")
+def here() -> HostReport:
+    found = examine_host(read_environment({}), torch.device("cpu"))
+    return dataclasses.replace(found, load=0.0, threads_of_a_rank=1, num_ranks=1)
+
+
+def remarks_by_kind(*reports: HostReport) -> dict[str, tuple[bool, str]]:
+    return {remark.kind: (remark.is_wrong, remark.text) for remark in host_remarks(reports)}
+
+
+def with_resources(report: HostReport, **changes: object) -> HostReport:
+    return dataclasses.replace(
+        report,
+        resources=dataclasses.replace(report.resources, **changes),  # type: ignore[arg-type]
+    )
+
+
+def test_a_host_without_faults_is_fine(here: HostReport) -> None:
+    well = with_resources(here, open_files=65536, shared_memory_bytes=1 << 30, cores=8, cpu_limit=None)
+    assert remarks_by_kind(well) == {}
+
+
+@pytest.mark.parametrize(
+    ("changes", "resources", "kind", "is_wrong", "words"),
+    [
+        ({}, {"shared_memory_bytes": 32 * MIB}, "shared memory", False, "/dev/shm holds 32 MiB"),
+        ({}, {"open_files": 256, "most_open_files": 1 << 20}, "open files", False, "ulimit -n 1048576"),
+        (
+            {"num_ranks": 4, "threads_of_a_rank": 2},
+            {"cores": 4},
+            "threads",
+            False,
+            "4 ranks of 2 threads on 4 cores: set OMP_NUM_THREADS=1",
+        ),
+        ({"num_ranks": 4}, {"cores": 2}, "oversubscribed", False, "4 ranks on 2 cores take turns"),
+        ({"num_ranks": 4}, {"cores": 64, "cpu_limit": 2.0}, "oversubscribed", False, "4 ranks on 2 cores"),
+        ({"load": 9.5}, {"cores": 4}, "busy", False, "load 9.5 on 4 cores"),
+        ({"has_nvidia_driver": True}, {}, "torch without CUDA", True, "built without CUDA"),
+        ({"gpus": (Gpu("H100", 80),), "num_ranks": 2}, {"cores": 4}, "ranks without a GPU", True, "2 ranks and 1 GPUs"),
+        (
+            {"rdma_ports": (Port("mlx5_0", 1, "1: DOWN", "", "InfiniBand"),)},
+            {},
+            "RDMA ports",
+            False,
+            "not active: mlx5_0/1",
+        ),
+    ],
+    ids=["shm", "files", "threads", "ranks", "ranks in a container", "load", "CPU build", "GPUs", "port"],
+)
+def test_missing_resources_of_a_host_are_reported(
+    here: HostReport, changes: dict[str, object], resources: dict[str, object], kind: str, is_wrong: bool, words: str
+) -> None:
+    report = with_resources(
+        dataclasses.replace(here, **changes),  # type: ignore[arg-type]
+        **{"cores": 8, "cpu_limit": None, **resources},
+    )
+    found = remarks_by_kind(report)
+    assert found[kind][0] == is_wrong
+    assert words in found[kind][1]
+
+
+def test_missing_gpu_direct_is_reported(here: HostReport) -> None:
+    port = Port("mlx5_0", 1, "4: ACTIVE", "400 Gb/sec", "InfiniBand")
+    report = dataclasses.replace(
+        here, gpus=(Gpu("H100", 80),), rdma_ports=(port,), gpu_direct=GpuDirect("", "nvidia_peermem is not loaded")
+    )
+    assert "through host memory: nvidia_peermem is not loaded" in remarks_by_kind(report)["GPUDirect"][1]
+    assert "GPUDirect" not in remarks_by_kind(
+        dataclasses.replace(report, gpu_direct=GpuDirect("kernel module nvidia_peermem"))
+    )
+
+
+def test_hosts_that_differ_are_reported_and_in_torch_it_is_an_error(here: HostReport) -> None:
+    other = dataclasses.replace(
+        here, name="other", versions={**here.versions, "torch": "2.11.0"}, settings={"NCCL_IB_HCA": "mlx5"}
+    )
+    remarks = {remark.text.partition(":")[0]: remark for remark in host_remarks([here, other])}
+    assert remarks["hosts differ in torch"].is_wrong
+    assert remarks["hosts differ in torch"].text.endswith(f"{here.versions['torch']} on {here.name}; 2.11.0 on other")
+    assert not remarks["hosts differ in setting NCCL_IB_HCA"].is_wrong
+
+
+def test_a_clock_is_an_error_only_if_it_is_certainly_off() -> None:
+    (remark,) = clock_remarks({"b": (-3.0, 0.001), "c": (0.2, 0.001), "d": (2.0, 1.5)}, "a")
+    assert (remark.is_wrong, remark.hosts) == (True, ("b",))
+    assert "the clock of b is -3.000 s off that of a" in remark.text
+
+
+def test_nodes_with_equal_names_get_numbers() -> None:
+    assert named_hosts([(0, "n"), (0, "n"), (1, "n")]) == ("n#0", "n#0", "n#1")
+    assert named_hosts([(0, "a"), (1, "b")]) == ("a", "b")
+
+
+def test_no_secret_is_printed(here: HostReport, monkeypatch: pytest.MonkeyPatch) -> None:
+    secret = "do-not-tell-3f9c"
+    for name in (
+        "WANDB_API_KEY",
+        "HF_TOKEN",
+        "NCCL_AUTH_TOKEN",
+        "TORCH_SECRET",
+        "CUDA_PASSWORD",
+        "AWS_SECRET_ACCESS_KEY",
+    ):
+        monkeypatch.setenv(name, secret)
+    monkeypatch.setenv("NCCL_DEBUG", "seen")
+    found = examine_host(read_environment({}), torch.device("cpu"))
+    assert found.settings["NCCL_DEBUG"] == "seen"
+    assert secret not in repr(found) + json.dumps(single_json(found)) + single_text(found)
+    assert "HF_TOKEN" not in library_settings({"HF_TOKEN": secret})
+
+
+def test_the_text_of_one_host_has_every_line(here: HostReport) -> None:
+    text = "\n".join(host_text(here))
+    for word in (
+        "versions",
+        "torch 2.",
+        "fused AdamW",
+        "GPUDirect  RDMA not found",
+        "127.0.0.1",
+        "/dev/shm",
+        "open files",
+    ):
+        assert word in text
+    assert json.loads(json.dumps(single_json(here)))["hosts"][0]["name"] == here.name
