@@ -1,14 +1,17 @@
-"""The only file that reads and writes environment variables: the ranks as torchrun or SLURM sets them, and the variables of children.
+"""The only file that reads and writes environment variables: the ranks as torchrun or SLURM sets them, and those of
+children.
 
 torchrun: RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, GROUP_RANK, MASTER_ADDR, MASTER_PORT.
-SLURM (srun, one task a rank): SLURM_PROCID, SLURM_LOCALID, SLURM_NODEID, SLURM_STEP_NUM_TASKS, SLURM_STEP_NUM_NODES, SLURM_STEP_NODELIST
-(the first node is the rendezvous), SLURM_JOB_ID (which spreads ports). These are the step's variables, not the job's: a batch script has
-the job's SLURM_NTASKS, and SLURM_PROCID 0 too, but is one process. Neither launcher: one process. torchrun wins where both stand, for srun
-often starts torchrun. TORCHELASTIC_RESTART_COUNT and SLURM_RESTART_COUNT say how often the job has been started again.
+SLURM (srun, one task a rank): SLURM_PROCID, SLURM_LOCALID, SLURM_NODEID, SLURM_STEP_NUM_TASKS, SLURM_STEP_NUM_NODES,
+SLURM_STEP_NODELIST (the first node is the rendezvous), SLURM_JOB_ID (which spreads ports). These are the step's
+variables, not the job's: a batch script has the job's SLURM_NTASKS, and SLURM_PROCID 0 too, but is one process.
+Neither launcher: one process. torchrun wins where both are set, since srun often starts torchrun.
+TORCHELASTIC_RESTART_COUNT and SLURM_RESTART_COUNT give how often the job has been started again.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import re
 from collections.abc import Mapping
@@ -51,45 +54,42 @@ class Environment:
 
 
 def read_environment(environ: Mapping[str, str] | None = None) -> Environment:
-    """Read the environment of this process. Raises ConfigError if a launcher's variables are incomplete or inconsistent."""
+    """Read the environment of this process.
+
+    Raises ConfigError if a launcher's variables are incomplete or inconsistent.
+    """
     variables = os.environ if environ is None else environ
     if "TORCHELASTIC_RUN_ID" in variables or any(name in variables for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")):
         found = from_torchrun(variables)
     elif whole_number(variables, "SLURM_STEP_NUM_TASKS", "1") > 1:
         found = from_slurm(variables)
     else:
-        found = Environment(
-            global_rank=0,
-            world_size=1,
-            local_rank=0,
-            local_world_size=1,
-            num_nodes=1,
-            node_rank=0,
-            master_addr="127.0.0.1",
-            master_port=0,
-            launcher="single",
-            restart_count=whole_number(variables, "SLURM_RESTART_COUNT", "0"),
-            job=job_of(variables),
-            num_threads=threads_of(variables),
-            visible_devices=variables.get("CUDA_VISIBLE_DEVICES"),
-        )
+        found = Environment(0, 1, 0, 1, 1, 0, master_addr="127.0.0.1", master_port=0, launcher="single")
     for name, index, count in (
         ("global rank", found.global_rank, found.world_size),
         ("local rank", found.local_rank, found.local_world_size),
         ("node rank", found.node_rank, found.num_nodes),
     ):
         if not 0 <= index < count:
-            raise ConfigError(
-                f"the {name} is {index}, but it must be in 0 .. {count - 1} ({found.launcher} set the environment)"
-            )
-    return found
+            rule = f"it must be in 0 .. {count - 1} ({found.launcher} set the environment)"
+            raise ConfigError(f"the {name} is {index}, but {rule}")
+    # torchrun's name for the job (--rdzv-id; its default is not a name) is the same for all starts, also for those
+    # caused by a new node, which are not counted; SLURM counts its requeues, and one allocation may run many jobs
+    run_id = variables.get("TORCHELASTIC_RUN_ID", "none")
+    restarts = [whole_number(variables, f"{launcher}_RESTART_COUNT", "0") for launcher in ("TORCHELASTIC", "SLURM")]
+    return dataclasses.replace(
+        found,
+        restart_count=sum(restarts),
+        job=None if run_id in ("none", "standalone") else f"torchrun {run_id}",
+        num_threads=whole_number(variables, "OMP_NUM_THREADS") if variables.get("OMP_NUM_THREADS") else None,
+        visible_devices=variables.get("CUDA_VISIBLE_DEVICES"),
+    )
 
 
 def from_torchrun(variables: Mapping[str, str]) -> Environment:
     """Read torchrun's variables. All nodes have the same number of ranks, so GROUP_WORLD_SIZE may be missing."""
-    require(
-        variables, TORCHRUN_NEEDS, "start with torchrun, which sets them all, or set none of them for a single rank"
-    )
+    way = "start with torchrun, which sets them all, or set none of them for a single rank"
+    require(variables, TORCHRUN_NEEDS, way)
     global_rank, world_size = whole_number(variables, "RANK"), whole_number(variables, "WORLD_SIZE")
     local_world_size = whole_number(variables, "LOCAL_WORLD_SIZE", str(world_size))
     if local_world_size < 1:
@@ -105,79 +105,46 @@ def from_torchrun(variables: Mapping[str, str]) -> Environment:
         master_port=whole_number(variables, "MASTER_PORT"),
         launcher="torchrun",
         run_id=variables.get("TORCHELASTIC_RUN_ID"),
-        restart_count=whole_number(variables, "TORCHELASTIC_RESTART_COUNT", "0")
-        + whole_number(variables, "SLURM_RESTART_COUNT", "0"),
-        job=job_of(variables),
         launcher_pid=whole_number(variables, LAUNCHER_PID) if variables.get(LAUNCHER_PID) else None,
-        num_threads=threads_of(variables),
-        visible_devices=variables.get("CUDA_VISIBLE_DEVICES"),
     )
 
 
 def from_slurm(variables: Mapping[str, str]) -> Environment:
     """Read srun's variables. The first node of the step is the rendezvous unless MASTER_ADDR is set."""
     require(variables, SLURM_NEEDS, "start each rank as a task of srun")
-    world_size, num_nodes = (
-        whole_number(variables, "SLURM_STEP_NUM_TASKS"),
-        whole_number(variables, "SLURM_STEP_NUM_NODES"),
-    )
-    node_list = variables.get("SLURM_STEP_NODELIST", "")
+    world_size = whole_number(variables, "SLURM_STEP_NUM_TASKS")
+    num_nodes = whole_number(variables, "SLURM_STEP_NUM_NODES")
+    node_rank = whole_number(variables, "SLURM_NODEID")
+    node_list, tasks = variables.get("SLURM_STEP_NODELIST", ""), variables.get("SLURM_STEP_TASKS_PER_NODE")
     address = variables.get("MASTER_ADDR") or ("127.0.0.1" if num_nodes == 1 else first_node(node_list))
     if not address:
-        raise ConfigError(
-            "SLURM_STEP_NODELIST is not set in the environment; set MASTER_ADDR to the name of the first node"
-        )
-    job = whole_number(variables, "SLURM_JOB_ID", "0")
-    node_rank = whole_number(variables, "SLURM_NODEID")
-    tasks = variables.get("SLURM_STEP_TASKS_PER_NODE")
-    if tasks is not None:
-        local_world_size = tasks_on_node(tasks, node_rank)
-    elif world_size % max(1, num_nodes) == 0:
-        local_world_size = world_size // max(1, num_nodes)
-    else:
-        raise ConfigError(
-            f"SLURM_STEP_NUM_TASKS {world_size} does not divide over SLURM_STEP_NUM_NODES {num_nodes}; use --ntasks-per-node"
-        )
+        way = "set MASTER_ADDR to the name of the first node"
+        raise ConfigError(f"SLURM_STEP_NODELIST is not set in the environment; {way}")
+    if tasks is None and world_size % max(1, num_nodes):
+        rule = f"does not divide over SLURM_STEP_NUM_NODES {num_nodes}; use --ntasks-per-node"
+        raise ConfigError(f"SLURM_STEP_NUM_TASKS {world_size} {rule}")
+    port = SLURM_FIRST_PORT + whole_number(variables, "SLURM_JOB_ID", "0") % SLURM_NUM_PORTS
     return Environment(
         global_rank=whole_number(variables, "SLURM_PROCID"),
         world_size=world_size,
         local_rank=whole_number(variables, "SLURM_LOCALID"),
-        local_world_size=local_world_size,
+        local_world_size=world_size // max(1, num_nodes) if tasks is None else tasks_on_node(tasks, node_rank),
         num_nodes=num_nodes,
         node_rank=node_rank,
         master_addr=address,
-        master_port=whole_number(variables, "MASTER_PORT", str(SLURM_FIRST_PORT + job % SLURM_NUM_PORTS)),
+        master_port=whole_number(variables, "MASTER_PORT", str(port)),
         launcher="slurm",
         run_id=variables.get("SLURM_JOB_ID"),
-        restart_count=whole_number(variables, "SLURM_RESTART_COUNT", "0"),
-        job=job_of(variables),
-        num_threads=threads_of(variables),
-        visible_devices=variables.get("CUDA_VISIBLE_DEVICES"),
     )
-
-
-def job_of(variables: Mapping[str, str]) -> str | None:
-    """Return torchrun's name for the job (--rdzv-id): the same for all its starts, also those caused by a new node, which are not counted.
-
-    Its default is not a name. SLURM counts its requeues, and one allocation may run many jobs.
-    """
-    run_id = variables.get("TORCHELASTIC_RUN_ID", "none")
-    return None if run_id in ("none", "standalone") else f"torchrun {run_id}"
-
-
-def threads_of(variables: Mapping[str, str]) -> int | None:
-    """Return OMP_NUM_THREADS, None if it is not set."""
-    return whole_number(variables, "OMP_NUM_THREADS") if variables.get("OMP_NUM_THREADS") else None
 
 
 def require(variables: Mapping[str, str], names: tuple[str, ...], way_out: str) -> None:
     """Raise ConfigError if some of a launcher's variables are missing."""
-    missing = [name for name in names if not variables.get(name)]
+    present = [name for name in names if variables.get(name)]
+    missing = [name for name in names if name not in present]
     if missing:
-        present = [name for name in names if variables.get(name)]
-        raise ConfigError(
-            f"the environment sets {', '.join(present) or 'a launcher'} but not {', '.join(missing)}; {way_out}"
-        )
+        found = ", ".join(present) or "a launcher"
+        raise ConfigError(f"the environment sets {found} but not {', '.join(missing)}; {way_out}")
 
 
 def whole_number(variables: Mapping[str, str], name: str, default: str | None = None) -> int:
@@ -190,13 +157,8 @@ def whole_number(variables: Mapping[str, str], name: str, default: str | None = 
 
 def first_node(node_list: str) -> str:
     """Return the first host of SLURM's compressed list: 'node[03-05,9],login' is node03, 'a[1-2]b[07-08]' is a1b07."""
-    depth, end = 0, len(node_list)
-    for position, character in enumerate(node_list):
-        depth += {"[": 1, "]": -1}.get(character, 0)
-        if character == "," and depth == 0:
-            end = position
-            break
-    return re.sub(r"\[(\w+)[^\]]*\]", r"\1", node_list[:end])
+    match = re.match(r"(?:[^,\[]|\[[^\]]*\])*", node_list)  # up to the first comma outside brackets
+    return re.sub(r"\[(\w+)[^\]]*\]", r"\1", match[0] if match else "")
 
 
 def tasks_on_node(tasks: str, node_rank: int) -> int:
@@ -205,14 +167,12 @@ def tasks_on_node(tasks: str, node_rank: int) -> int:
     for part in tasks.split(","):
         match = re.fullmatch(r"\s*(\d+)(?:\(x(\d+)\))?\s*", part)
         if match is None:
-            raise ConfigError(
-                f"SLURM_STEP_TASKS_PER_NODE is {tasks!r} in the environment; expected something like 4(x2),3"
-            )
+            expected = "expected something like 4(x2),3"
+            raise ConfigError(f"SLURM_STEP_TASKS_PER_NODE is {tasks!r} in the environment; {expected}")
         counts += [int(match[1])] * int(match[2] or 1)
     if node_rank >= len(counts) or node_rank < 0:
-        raise ConfigError(
-            f"SLURM_NODEID is {node_rank}, but SLURM_STEP_TASKS_PER_NODE {tasks} lists {len(counts)} nodes"
-        )
+        listed = f"SLURM_STEP_TASKS_PER_NODE {tasks} lists {len(counts)} nodes"
+        raise ConfigError(f"SLURM_NODEID is {node_rank}, but {listed}")
     return counts[node_rank]
 
 
@@ -223,17 +183,12 @@ def prefixed(prefix: str) -> dict[str, str]:
 
 def child_environment(**settings: str | int | None) -> dict[str, str]:
     """Return this process's environment for a child, with some variables set, or removed if the setting is None."""
-    variables = dict(os.environ)
-    for name, value in settings.items():
-        if value is None:
-            variables.pop(name, None)
-        else:
-            variables[name] = str(value)
-    return variables
+    kept = {name: value for name, value in os.environ.items() if name not in settings}
+    return kept | {name: str(value) for name, value in settings.items() if value is not None}
 
 
 def set_for_libraries(**settings: str | int) -> None:
-    """Set variables that libraries read in this process (such as CUBLAS_WORKSPACE_CONFIG) unless they are set already."""
+    """Set variables that libraries read in this process (such as CUBLAS_WORKSPACE_CONFIG), unless they are set."""
     for name, value in settings.items():
         os.environ.setdefault(name, str(value))
 

@@ -16,11 +16,11 @@ class ConfigError(MegapipeError):
 
 
 class DataError(MegapipeError):
-    """A data file or tokenizer that is missing, truncated or inconsistent; the message has the file and the offending number."""
+    """A missing, truncated or inconsistent data file or tokenizer; the message has the file and the wrong number."""
 
 
 class ScheduleError(MegapipeError):
-    """A pipeline schedule that is incomplete, misplaced, out of order or deadlocks; the message shows the grid of ranks and slots."""
+    """A pipeline schedule that is incomplete, misplaced, out of order or deadlocks; the message shows its grid."""
 
 
 class CheckpointError(MegapipeError):

@@ -1,4 +1,4 @@
-"""Text for people: sizes, times, counts, lists of words and tables, formatted the same way in every message and report."""
+"""Text for people: sizes, times, counts, lists of words and tables, the same in every message and report."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def rate_text(bytes_per_second: float) -> str:
 
 
 def flops_text(flops: float) -> str:
-    """Return a number of floating-point operations with three digits and a unit from GFLOP to EFLOP, such as '2.1 TFLOP'."""
+    """Return a number of floating-point operations with three digits and a unit, such as '2.1 TFLOP'."""
     exponent = min(max(int(math.log10(max(flops, 1.0)) // 3), 3), 6)
     return f"{flops / 1000.0**exponent:.3g} {'GTPE'[exponent - 3]}FLOP"
 
