@@ -1,5 +1,8 @@
 #!/usr/bin/env python3
-"""Pretrain a GPT: `torchrun ... pretrain_gpt.py [--config FILE.yaml] [flags]`; without torchrun, on one rank. `--help` lists the flags."""
+"""Pretrain a GPT: `torchrun ... pretrain_gpt.py [--config FILE.yaml] [flags]`; without torchrun, on one rank.
+
+`--help` lists the flags.
+"""
 
 import sys
 

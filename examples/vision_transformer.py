@@ -1,4 +1,7 @@
-"""A vision transformer as a pipeline, on made-up images: alone, or `megapipe launch --nproc-per-node 2 examples/vision_transformer.py`."""
+"""A vision transformer as a pipeline, on made-up images.
+
+Start it alone, or with `megapipe launch --nproc-per-node 2 examples/vision_transformer.py`.
+"""
 
 import torch
 from torch import nn

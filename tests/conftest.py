@@ -54,8 +54,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption(
         "--phase",
         choices=PHASES,
-        help="collect only the files of packages that import no torch, of tests that may run two at a time, or of tests "
-        "that run alone because they measure time or wait for seconds",
+        help="collect only the files of packages that import no torch, of tests that may run two at a time, or of tests"
+        " that run alone because they measure time or wait for seconds",
     )
 
 

@@ -6,10 +6,10 @@
 
 A record holds, from the command line of the checkout at CHECKOUT alone:
 
-    grids        losses and gradient norms of drawn configurations on grids of up to four ranks, or the exit code of a refusal
+    grids        losses and gradient norms of drawn configurations on up to four ranks, or a refusal's exit code
     quickstart   the same of configs/quickstart.yaml on its eight ranks
     fixtures     losses and gradient norms of Megatron's curves on all grids of tests/train/test_megatron_curves.py
-    plans        every number that `megapipe plan` prints for drawn configurations, and the layouts that its search finds
+    plans        numbers that `megapipe plan` prints for drawn configurations, and layouts that its search finds
     simulations  `megapipe schedule simulate --json` of drawn shapes
 
 Both records must come from one machine and one installation of torch: kernels round differently elsewhere.
@@ -67,12 +67,14 @@ class Checkout:
 
 
 def drawn_grid(draw: random.Random) -> tuple[int, list[str]]:
-    """Draw (number of ranks, flags) of a tiny training run; some draws are refused by a rule, which is recorded as well."""
+    """Draw (number of ranks, flags) of a tiny training run; the refusal of some draws by a rule is recorded."""
     tp, pp, dp = draw.choice([(1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2), (2, 2, 1), (1, 2, 2), (2, 1, 2), (1, 4, 1)])
     chunks = draw.choice([1, 1, 2]) if pp > 1 else 1
     layers = pp * chunks * draw.choice([1, 2])
-    flags = f"--num-layers {layers} --hidden-size 32 --ffn-hidden-size 48 --num-attention-heads 4 --seq-length 16 --vocab-size 61"
-    flags += f" --micro-batch-size {draw.choice([1, 2])} --global-batch-size 8 --train-iters 3 --lr 1e-2 --mock-data --seed 5"
+    flags = f"--num-layers {layers} --hidden-size 32 --ffn-hidden-size 48 --num-attention-heads 4 --seq-length 16"
+    flags += " --vocab-size 61"
+    flags += f" --micro-batch-size {draw.choice([1, 2])} --global-batch-size 8 --train-iters 3 --lr 1e-2"
+    flags += " --mock-data --seed 5"
     flags += f" --log-interval 1 --eval-iters 1 --eval-interval 2 --tensor-model-parallel-size {tp}"
     flags += f" --pipeline-model-parallel-size {pp}"
     if chunks > 1:
@@ -161,7 +163,8 @@ def record_plans(checkout: Checkout) -> list[dict[str, Any]]:
     draw, found = random.Random(17), []
     for _ in range(NUM_PLANS):
         tp, pp, dp = draw.choice([1, 2, 4, 8]), draw.choice([1, 2, 4, 8, 16]), draw.choice([1, 2, 8, 64])
-        flags = f"--num-layers {pp * draw.choice([2, 4])} --hidden-size {draw.choice([1024, 4096])} --num-attention-heads 16"
+        flags = f"--num-layers {pp * draw.choice([2, 4])} --hidden-size {draw.choice([1024, 4096])}"
+        flags += " --num-attention-heads 16"
         flags += (
             f" --seq-length {draw.choice([1024, 4096])} --vocab-size 32000 --micro-batch-size {draw.choice([1, 2])}"
         )
@@ -170,7 +173,8 @@ def record_plans(checkout: Checkout) -> list[dict[str, Any]]:
         chunked = pp > 1 and draw.random() < 0.5
         flags += " --num-virtual-stages-per-pipeline-rank 2" if chunked else ""
         if pp > 1 and not chunked:
-            flags += f" --pipeline-schedule {draw.choice(['auto', '1f1b', 'gpipe', 'zb-h1', 'zb-v', 'v-half', 'zb-auto', 'dualpipe-v'])}"
+            schedules = ["auto", "1f1b", "gpipe", "zb-h1", "zb-v", "v-half", "zb-auto", "dualpipe-v"]
+            flags += f" --pipeline-schedule {draw.choice(schedules)}"
         for words in (
             "--bf16",
             "--sequence-parallel",
@@ -211,7 +215,8 @@ def record_plans(checkout: Checkout) -> list[dict[str, Any]]:
 
 def record_simulations(checkout: Checkout) -> list[dict[str, Any]]:
     draw, found = random.Random(19), []
-    names = "naive gpipe 1f1b interleaved breadth-first zb-h1 zb-h2 zb-v v-half v-min zb-auto dualpipe dualpipe-v pipedream pipedream-2bw"
+    names = "naive gpipe 1f1b interleaved breadth-first zb-h1 zb-h2 zb-v v-half v-min zb-auto dualpipe dualpipe-v "
+    names += "pipedream pipedream-2bw"
     for _ in range(NUM_SIMULATIONS):
         name, p = draw.choice(names.split()), draw.choice([2, 4, 8])
         words = ["schedule", "simulate", name, "-p", str(p), "-m", str(p * draw.choice([2, 3, 4]))]

@@ -51,8 +51,8 @@ class SampleSlot:
 class SampleOrder:
     """The samples that the steps of a run take, and the step that takes a sample.
 
-    anchors: samples consumed after some steps, from the checkpoints of the run; between them the batch schedule gives the rest. A run that
-    changed its batch size on the way is thus described correctly wherever it has saved.
+    anchors: samples consumed after some steps, from the checkpoints of the run; between them the batch schedule gives
+    the rest. A run that changed its batch size on the way is thus described correctly wherever it has saved.
     """
 
     batch: BatchSchedule

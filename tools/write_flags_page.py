@@ -1,5 +1,8 @@
 #!/usr/bin/env python3
-"""Print docs/flags.md from the declarations of the flags: `python tools/write_flags_page.py > docs/flags.md`. A test compares the two."""
+"""Print docs/flags.md from the declarations of the flags: `python tools/write_flags_page.py > docs/flags.md`.
+
+A test compares the two.
+"""
 
 from __future__ import annotations
 
@@ -19,9 +22,10 @@ from megapipe.plan.schedule_choice import SCHEDULE_NAMES
 
 HEAD = """# Flags
 
-Values come from defaults < YAML files (`--config FILE.yaml`) < flags. Flags have Megatron's names, with `-` or `_`; a YAML file has
-the same names, or the names of the fields, in sections or flat. `none` unsets an optional value. `--print-config` shows every value
-with its origin, as YAML that can be loaded again. Flags marked * are not in Megatron.
+Values come from defaults < YAML files (`--config FILE.yaml`) < flags. Flags have Megatron's names, with `-` or `_`; a
+YAML file has the same names, or the names of the fields, in sections or flat. `none` unsets an optional value.
+`--print-config` shows every value with its origin, as YAML that can be loaded again. Flags marked * are not in
+Megatron.
 
 This page is generated from the declarations: `python tools/write_flags_page.py > docs/flags.md`.
 """

@@ -1,4 +1,4 @@
-"""The live objects of one rank, built from a RunPlan: `InferenceRuntime` holds stages with their parameters and runs them
+"""The live objects of one rank, built from a RunPlan: `InferenceRuntime` holds stages with parameters and runs them
 forwards; `TrainingRuntime` adds reducer, all-gather, optimizer, CUDA graphs, offload and training engines."""
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ def is_explicit(model: ModelConfig) -> bool:
 
 
 def mean_keys(seq_length: int, window_size: int | None) -> float:
-    """Return the mean keys of a causal query: half the sequence (the diagonal not counted apart), at most the window."""
+    """Return the mean keys of a causal query: half the sequence (not counting the diagonal), at most the window."""
     if window_size is None or window_size >= seq_length:
         return seq_length / 2
     full_rows = seq_length - window_size
@@ -174,7 +174,7 @@ class Attention:
     def output_copy(self, shape: RankShape) -> Kept | None:
         """Return the second copy of attention's output that CUDA's memory-efficient kernel costs; None with others.
 
-        The kernel takes fp32 and masks. With several query groups its output is not in the order that linear_proj reads.
+        The kernel takes fp32 and masks. With several query groups its output is not in linear_proj's order.
         """
         is_masked = shape.documents.attention_mask or self.shared_mask_bytes(shape) > 0
         repeats_keys = shape.documents.attention_mask and shape.batch > 1

@@ -46,8 +46,8 @@ class Partition:
                 )
             if stage.has_embedding != (index == 0) or stage.has_head != (index == last):
                 raise ConfigError(
-                    f"stage {index} of {last + 1}: the embedding belongs on the first stage, the head on the last, each "
-                    "once"
+                    f"stage {index} of {last + 1}: the embedding belongs on the first stage, the head on the last, each"
+                    " once"
                 )
             end = stage.last_layer_exclusive
         if not self.stages:

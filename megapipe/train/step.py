@@ -1,4 +1,4 @@
-"""One optimizer step: forward and backward of all microbatches, gradient reduction, update; and the timers of its phases.
+"""One optimizer step: forward and backward of all microbatches, gradient reduction, update; timers of its phases.
 
 Used by training, verification and tests."""
 

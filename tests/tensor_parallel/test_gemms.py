@@ -1,4 +1,4 @@
-"""Collectives along the sequence against their definition; in chunks under their own GEMM they move the same bits, in this
+"""Collectives along the sequence against their definition; in chunks under their GEMM they move the same bits, in this
 order of launches, waits and products.
 """
 

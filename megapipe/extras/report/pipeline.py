@@ -104,8 +104,8 @@ def _notes(profile: Profile, summary: Summary, path: Path, num_profiles: int) ->
         sentences.append(f"{oversubscription_text(profile)}.")
     if len(shares) > 1:
         sentences.append(
-            f"This is the pipeline of tp {summary.pipeline.tp_rank}, dp {summary.pipeline.dp_rank}. The measured bubble "
-            f"with a barrier is {min(shares):.1%} to {max(shares):.1%} over all {len(shares)} recorded pipelines."
+            f"This is the pipeline of tp {summary.pipeline.tp_rank}, dp {summary.pipeline.dp_rank}. The measured bubble"
+            f" with a barrier is {min(shares):.1%} to {max(shares):.1%} over all {len(shares)} recorded pipelines."
         )
     if profile.links:
         size = f"{profile.message_bytes / 2**10:,.0f} KiB"

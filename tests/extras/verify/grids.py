@@ -22,7 +22,7 @@ from tests.extras.verify.planted import Plant
 
 
 def clear_caches() -> None:
-    """Empty the caches of megapipe's functions, whose values a planted bug changes, in a process that runs several jobs."""
+    """Empty the caches of megapipe's functions, whose values a planted bug changes; a process runs several jobs."""
     for name, module in list(sys.modules.items()):
         if name.startswith("megapipe"):
             for value in vars(module).values():
