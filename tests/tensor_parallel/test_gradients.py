@@ -1,4 +1,4 @@
-"""Gradient slots: sums in main_grad's dtype, fixed order of rows, readiness after the last use. The weight queue: order,
+"""Gradient slots: sums in main_grad's dtype, fixed order of rows, readiness after the last use. Weight queue: order,
 keys, and that communication of the next gradient runs under the GEMM of the current one.
 """
 
