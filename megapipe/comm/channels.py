@@ -232,7 +232,7 @@ class Channel:
         except RuntimeError as error:
             raise self._error(error, start_ns, tensors) from error
         if heartbeat is not None:
-            heartbeat.goes_on()
+            heartbeat.end_wait()
 
     def compare(self, header: _Header, start_ns: int, tensors: tuple[Tensor, ...]) -> None:
         """Raise CommunicationError unless the sender declared what is expected here.

@@ -78,7 +78,7 @@ class Work:
         finally:
             self._handle, self._tensors = None, ()
         if heartbeat is not None:
-            heartbeat.goes_on()
+            heartbeat.end_wait()
         self._trace()
 
     def _trace(self) -> None:
@@ -203,7 +203,7 @@ def _run(name: str, group: Group, tensors: tuple[Tensor, ...], async_op: bool, l
         if len(tensors) == 2 and tensors[0].data_ptr() != tensors[1].data_ptr():
             tensors[0].copy_(tensors[1])
         return Work(None, name, group, start_ns)
-    number = 0 if group.heartbeat is None else group.heartbeat.joins(group.name)
+    number = 0 if group.heartbeat is None else group.heartbeat.count_launch(group.name)
     try:
         handle: Any
         if isinstance(group.handle, FakeHandle):
@@ -226,13 +226,13 @@ def _blocking(name: str, group: Group) -> Iterator[None]:
     start_ns = perf_counter_ns()
     heartbeat = group.heartbeat
     if heartbeat is not None:
-        heartbeat.wait_for_all(group.name, name, heartbeat.joins(group.name))
+        heartbeat.wait_for_all(group.name, name, heartbeat.count_launch(group.name))
     try:
         yield
     except RuntimeError as error:
         raise _error(name, group, (), start_ns, error) from error
     if heartbeat is not None:
-        heartbeat.goes_on()
+        heartbeat.end_wait()
     if group.tracer is not None:
         group.tracer.event(f"{group.name} {name}", "collective", start_ns)
 

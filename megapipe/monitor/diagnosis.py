@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from megapipe.formatting import duration_text, text_table
 from megapipe.monitor.heartbeat import Record, Wait
-from megapipe.monitor.roster import LEFT, Roster, Sighting, is_unreachable
+from megapipe.monitor.roster import LEFT, Roster, Sighting
 
 Edges = Mapping[int, tuple[int, ...]]  # waiting rank -> the ranks it waits for
 MOST_WAITS = 8  # listed one by one
@@ -62,19 +62,14 @@ def waits_for(sighting: Sighting, sightings: Sequence[Sighting], roster: Roster)
         return ()
     if record.wait is not Wait.COLLECTIVE:
         return (record.peer,)
-    place = roster.place_of(record.group)
-    if place is None:
+    if record.group not in roster.groups:
         return ()
-    rank = sighting.member.rank
-    partners = [sightings[other] for other in roster.partners(rank, record.group) if other != rank]
-    absent = tuple(
-        other.member.rank
-        for other in partners
-        if other.snapshot is None or other.snapshot.counts[place] < record.number
-    )
-    return absent or tuple(
-        other.member.rank for other in partners if other.is_gone or other.is_stopped or other.answers is False
-    )
+    rank, place = sighting.member.rank, list(roster.groups).index(record.group)  # of the group in a record's counts
+    ranks = roster.partners[record.group].get(rank, ())
+    partners = [sightings[other] for other in ranks if other != rank]
+    absent = [other for other in partners if other.snapshot is None or other.snapshot.counts[place] < record.number]
+    lost = [other for other in partners if other.is_gone or other.is_stopped or other.answers is False]
+    return tuple(other.member.rank for other in absent or lost)
 
 
 def diagnose(sightings: Sequence[Sighting], roster: Roster, limit_seconds: float) -> Diagnosis | None:
@@ -100,7 +95,13 @@ def diagnose(sightings: Sequence[Sighting], roster: Roster, limit_seconds: float
     if without_end:
         return Diagnosis(Fault.NO_END, without_end, edges)
     stuck_edges = {rank: targets for rank, targets in edges.items() if rank in stuck}
-    return Diagnosis(Fault.MISMATCH, _circle(stuck_edges), edges) if stuck_edges else None
+    if not stuck_edges:
+        return None
+    # every stuck rank waits for another stuck one, so following the waits ends in a circle
+    chain = [min(stuck_edges)]
+    while (following := min(stuck_edges[chain[-1]])) not in chain:
+        chain.append(following)
+    return Diagnosis(Fault.MISMATCH, tuple(chain[chain.index(following) :]), edges)
 
 
 def _fault_of(sighting: Sighting, is_stuck: bool, is_awaited: bool) -> Fault | None:
@@ -121,17 +122,6 @@ def _fault_of(sighting: Sighting, is_stuck: bool, is_awaited: bool) -> Fault | N
     return None if sighting.waits else Fault.STUCK
 
 
-def _circle(edges: Edges) -> tuple[int, ...]:
-    """Return ranks that wait for each other in a circle, in its order.
-
-    Every rank in edges waits for some other rank in edges.
-    """
-    chain = [min(edges)]
-    while (following := min(edges[chain[-1]])) not in chain:
-        chain.append(following)
-    return tuple(chain[chain.index(following) :])
-
-
 def doing(record: Record) -> str:
     """Return what a rank does apart from waiting, as in 'in 3F3, reading data'; "" if that has no name."""
     if record.phase in LEFT:
@@ -148,9 +138,9 @@ def _waiting(record: Record, missing: Sequence[int]) -> str:
     if record.wait is Wait.SEND:
         return f"until rank {record.peer} receives the {record.what}"
     if record.wait is Wait.COLLECTIVE:
-        who = (
-            f"{_ranks(missing)} {'is' if len(missing) == 1 else 'are'} missing" if missing else "all ranks have joined"
-        )
+        who = "all ranks have joined"
+        if missing:
+            who = f"{_ranks(missing)} {'is' if len(missing) == 1 else 'are'} missing"
         return f"in {record.what}, number {record.number} of this group, where {who}"
     return ""
 
@@ -163,8 +153,12 @@ def report_text(
     culprits = [sightings[rank] for rank in diagnosis.culprits]
     lines = [f"{_headline(diagnosis, culprits, sightings)} (step {step})", *_wait_lines(diagnosis, sightings)]
     for culprit in culprits[:MOST_CULPRITS]:
-        if not is_unreachable(culprit):
-            lines += _stack_lines(culprit, stacks.get(culprit.member.rank, ""))
+        rank, stack = culprit.member.rank, stacks.get(culprit.member.rank)
+        if stack:
+            lines += [f"  stack of rank {rank}, innermost last:", *(f"    {line}" for line in stack.splitlines())]
+        elif not culprit.is_unreachable:
+            why = culprit.process or f"{culprit.member.host} does not answer"
+            lines.append(f"  no stack of rank {rank}: {why}")
     if more := [culprit.member.rank for culprit in culprits[MOST_CULPRITS:]]:
         lines.append(f"  and {len(more)} more ranks: {_ranks(more)}")
     lines.append(f"All ranks were terminated; saved checkpoints are intact. (--hang-timeout-seconds {limit_seconds:g})")
@@ -173,26 +167,20 @@ def report_text(
 
 def silent_hosts(sightings: Sequence[Sighting]) -> str:
     """Name the hosts none of whose ranks answer, and who says so; "" if some of their ranks answer."""
-    silent = [s.member for s in sightings if is_unreachable(s)]
-    answering = [s.member for s in sightings if not is_unreachable(s)]
-    hosts, others = (list(dict.fromkeys(member.host for member in some)) for some in (silent, answering))
+    hosts, others = (
+        list(dict.fromkeys(s.member.host for s in sightings if s.is_unreachable is silent)) for silent in (True, False)
+    )
     if not hosts or set(hosts) & set(others):
         return ""
-    ranks = _ranks([member.rank for member in silent])
+    ranks = _ranks([s.member.rank for s in sightings if s.is_unreachable])
     seen_from = _listed(others) if len(others) <= MOST_CULPRITS else f"{len(others)} other hosts"
+    silent = f"{_listed(hosts)} ({ranks}) no longer answer"
     if len(hosts) == 1:
-        return (
-            f"host {hosts[0]} ({ranks}) no longer answers {seen_from}: it is down or cut off, or its ranks are stopped"
-        )
-    if len(others) == 1:
-        return (
-            f"no other host ({_listed(hosts)}; {ranks}) answers {seen_from} any more: the network of {others[0]} is "
-            "cut, or they are down"
-        )
-    return (
-        f"hosts {_listed(hosts)} ({ranks}) no longer answer {seen_from}: they are down or cut off, or their ranks are "
-        "stopped"
-    )
+        return f"host {silent}s {seen_from}: it is down or cut off, or its ranks are stopped"
+    if len(others) > 1:
+        return f"hosts {silent} {seen_from}: they are down or cut off, or their ranks are stopped"
+    network = f"the network of {others[0]} is cut, or they are down"
+    return f"no other host ({_listed(hosts)}; {ranks}) answers {seen_from} any more: {network}"
 
 
 def _headline(diagnosis: Diagnosis, culprits: Sequence[Sighting], sightings: Sequence[Sighting]) -> str:
@@ -232,14 +220,6 @@ def _wait_lines(diagnosis: Diagnosis, sightings: Sequence[Sighting]) -> list[str
     if len(ranks) > MOST_WAITS:
         lines.append(f"  and {len(ranks) - MOST_WAITS} more ranks wait for these, directly or indirectly")
     return lines
-
-
-def _stack_lines(culprit: Sighting, stack: str) -> list[str]:
-    rank = culprit.member.rank
-    if stack:
-        return [f"  stack of rank {rank}, innermost last:", *(f"    {line}" for line in stack.splitlines())]
-    why = f"{culprit.member.host} does not answer" if culprit.process is None else f"{culprit.process}"
-    return [f"  no stack of rank {rank}: {why}"]
 
 
 def _ranks(ranks: Sequence[int]) -> str:

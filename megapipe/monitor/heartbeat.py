@@ -111,6 +111,7 @@ def read_snapshot(data: bytes) -> Snapshot | None:
 PATIENCE = 5  # factor on the time limit in phases that may take long: the first step, saving, loading
 READING = "reading data"  # a phase whose time is neither computing nor waiting
 Cause = tuple[Wait, int | str]  # a peer's global rank, or a kind of group
+READ: Cause = (Wait.NOTHING, READING)  # timed like a wait
 
 
 class StepTimes(NamedTuple):
@@ -130,52 +131,41 @@ class StepTimes(NamedTuple):
 
 
 class WaitClock:
-    """The sums of one thread's waits, in nanoseconds of one clock.
+    """The sums of one thread's waits, in nanoseconds of one clock. They do not nest.
 
     The two ends of a wait cost about 0.2 us together.
     """
 
-    __slots__ = ("_cause", "_reading", "_reading_since", "_since", "_step_began", "_waits")
+    __slots__ = ("_cause", "_since", "_step_began", "_waits")
 
     def __init__(self, now: int) -> None:
-        self._step_began = now
+        self._step_began = self._since = now
         self._waits: dict[Cause, int] = {}
         self._cause: Cause | None = None
-        self._since = 0
-        self._reading = self._reading_since = 0
 
-    def wait(self, cause: Cause, now: int) -> None:
-        """Begin a wait."""
+    def begin(self, cause: Cause, now: int) -> None:
+        """Begin a wait, or with READ to read data."""
         self._cause, self._since = cause, now
 
-    def go_on(self, now: int) -> None:
-        """End a wait."""
+    def end(self, now: int) -> None:
+        """End a wait, if there is one, or reading."""
         cause, self._cause = self._cause, None
         if cause is not None:
             self._waits[cause] = self._waits.get(cause, 0) + now - self._since
 
-    def read(self, now: int) -> None:
-        """Begin to read data."""
-        self._reading_since = now
-
-    def has_read(self, now: int) -> None:
-        """End reading."""
-        self._reading += now - self._reading_since
-
-    def turn(self, now: int) -> StepTimes:
+    def next_step(self, now: int) -> StepTimes:
         """End a step, begin the next one, and return the times of the first."""
-        times = StepTimes(now - self._step_began, self._waits, self._reading)
-        self._step_began, self._waits, self._reading = now, {}, 0
+        reading = self._waits.pop(READ, 0)
+        times = StepTimes(now - self._step_began, self._waits, reading)
+        self._step_began, self._waits = now, {}
         return times
 
 
 class WaitObserver(Protocol):
     """An observer of every wait and every reading of data, for times on another clock than the host's."""
 
-    def wait(self, cause: Cause) -> None: ...
-    def go_on(self) -> None: ...
-    def read(self) -> None: ...
-    def has_read(self) -> None: ...
+    def begin(self, cause: Cause) -> None: ...
+    def end(self) -> None: ...
 
 
 class Heartbeat:
@@ -215,7 +205,7 @@ class Heartbeat:
     def step(self, step: int) -> None:
         """Note that step number `step` begins."""
         is_first, self._step = self._step < 0, step
-        times = self._clock.turn(self._write(0, -1, 0, b""))
+        times = self._clock.next_step(self._write(0, -1, 0, b""))
         if not is_first:
             self.last_step = times
             self._cells[ELAPSED_CELL], self._cells[COMPUTING_CELL] = max(0, times.elapsed), times.computing
@@ -227,9 +217,9 @@ class Heartbeat:
 
     def wait_for_peer(self, wait: Wait, channel: bytes, peer: int) -> None:
         """Begin to wait until global rank `peer` has sent or received a message of a channel."""
-        self._wait((wait, peer), self._write(wait, peer, 0, channel))
+        self._begin((wait, peer), self._write(wait, peer, 0, channel))
 
-    def joins(self, group: str) -> int:
+    def count_launch(self, group: str) -> int:
         """Count the launch of a collective of a kind of group; returns its number, from 1, equal on all members."""
         place = 1 + self._place[group]
         self._cells[place] += 1
@@ -240,13 +230,13 @@ class Heartbeat:
         word = self._words.get((group, operation))
         if word is None:
             word = self._words[group, operation] = f"{group} {operation}".encode()
-        self._wait((Wait.COLLECTIVE, group), self._write(Wait.COLLECTIVE, -1, number, word))
+        self._begin((Wait.COLLECTIVE, group), self._write(Wait.COLLECTIVE, -1, number, word))
 
-    def goes_on(self) -> None:
-        """End a wait."""
-        self._clock.go_on(self._write(0, -1, 0, b""))
+    def end_wait(self) -> None:
+        """End a wait, if there is one."""
+        self._clock.end(self._write(0, -1, 0, b""))
         if self.observer is not None:
-            self.observer.go_on()
+            self.observer.end()
 
     @contextmanager
     def phase(self, name: str, patience: int = 1) -> Iterator[None]:
@@ -255,27 +245,15 @@ class Heartbeat:
         self._phase, self._patience = name.encode(), max(patience, self._patience)
         began = self._write(0, -1, 0, b"")
         if name == READING:
-            self._clock.read(began)
-            if self.observer is not None:
-                self.observer.read()
+            self._begin(READ, began)
         try:
             yield
         finally:
             self._phase, self._patience = before
-            ended = self._write(0, -1, 0, b"")
             if name == READING:
-                self._clock.has_read(ended)
-                if self.observer is not None:
-                    self.observer.has_read()
-
-    @contextmanager
-    def patient(self) -> Iterator[None]:
-        """Give every phase inside the block PATIENCE."""
-        before, self._patience = self._patience, PATIENCE
-        try:
-            yield
-        finally:
-            self._patience = before
+                self.end_wait()
+            else:
+                self._write(0, -1, 0, b"")
 
     def leave(self, phase: str) -> None:
         """Write the last record of this rank. phase: "ended" or "failed"."""
@@ -296,10 +274,10 @@ class Heartbeat:
         """Return the whole file, for `record.read_snapshot`."""
         return bytes(self._memory)
 
-    def _wait(self, cause: Cause, now: int) -> None:
-        self._clock.wait(cause, now)
+    def _begin(self, cause: Cause, now: int) -> None:
+        self._clock.begin(cause, now)
         if self.observer is not None:
-            self.observer.wait(cause)
+            self.observer.begin(cause)
 
     def _map(self) -> None:
         self._memory[: len(MAGIC)] = MAGIC

@@ -52,6 +52,11 @@ def host() -> str:
     return socket.gethostname()
 
 
+def available_cores() -> int:
+    """Return the number of cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def process_space() -> str:
     """Return the namespace of process ids: the host's or a container's; "" if the system does not say."""
     boot, space = "", ""
@@ -88,20 +93,10 @@ def _stat(pid: int) -> list[str] | None:
 
 def wait_for_end(process: int) -> None:
     """Block until a process of this host has ended."""
-    try:
-        handle = os.pidfd_open(process)
-    except AttributeError:  # not Linux
-        while _is_alive(process):
-            time.sleep(POLL_SECONDS)
-    except OSError:  # it has ended already
-        return
-    else:
-        select.select([handle], [], [])
-
-
-def _is_alive(process: int) -> bool:
-    try:
-        os.kill(process, 0)
-    except OSError:
-        return False
-    return True
+    with suppress(OSError):  # it has ended already
+        if hasattr(os, "pidfd_open"):
+            select.select([os.pidfd_open(process)], [], [])
+        else:  # not Linux
+            while True:
+                os.kill(process, 0)  # raises once the process has ended
+                time.sleep(POLL_SECONDS)

@@ -56,18 +56,10 @@ class Roster:
     members: tuple[Member, ...]
     groups: Mapping[str, tuple[tuple[int, ...], ...]]
 
-    def partners(self, rank: int, group: str) -> tuple[int, ...]:
-        """Return all ranks of `rank`'s group of this kind, () if it has none."""
-        return self._partners.get(group, {}).get(rank, ())
-
     @cached_property
-    def _partners(self) -> dict[str, dict[int, tuple[int, ...]]]:
+    def partners(self) -> dict[str, dict[int, tuple[int, ...]]]:
+        """The members of each rank's group, by kind of group and rank."""
         return {name: {rank: ranks for ranks in of_kind for rank in ranks} for name, of_kind in self.groups.items()}
-
-    def place_of(self, group: str) -> int | None:
-        """Return the index of this kind of group in a record's counts."""
-        names = list(self.groups)
-        return names.index(group) if group in self.groups else None
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -117,16 +109,16 @@ class Sighting:
     def is_stopped(self) -> bool:
         return self.process is not None and self.process.is_stopped
 
+    @property
+    def is_unreachable(self) -> bool:
+        """True for a rank of another host that no longer answers."""
+        return self.process is None and self.answers is False and not self.has_left
+
     def is_stuck(self, limit_seconds: float) -> bool:
         """Return True if its record has not changed for longer than the limit times the patience of its phase."""
         patience = 1 if self.record is None else self.record.patience
         is_known = self.record is not None or self.answers is False
         return is_known and self.age_seconds >= limit_seconds * patience
-
-
-def is_unreachable(sighting: Sighting) -> bool:
-    """Return True for a rank of another host that no longer answers."""
-    return sighting.process is None and sighting.answers is False and not sighting.has_left
 
 
 NAME, ROSTER = "heartbeats", "roster.json"
@@ -170,42 +162,34 @@ def stack_path(live: Path, rank: int) -> Path:
     return live / f"rank_{rank:05d}.stack"
 
 
-def sight(member: Member, live: Path, now_ns: int | None = None) -> Sighting:
-    """Look at a rank of this host. now_ns: Unix nanoseconds."""
-    now_ns = time.time_ns() if now_ns is None else now_ns
-    snapshot = _live_snapshot(live, member.rank)
+def sight(member: Member, live: Path) -> Sighting:
+    """Look at a rank of this host."""
+    # again if the writer overtook the reader, as then both slots can be torn
+    snapshots = (read_snapshot(_read(record_path(live, member.rank))) for _ in range(3))
+    snapshot = next((found for found in snapshots if found is not None), None)
     is_here = member.space == process_space()
     process = process_state(member.pid, member.started) if is_here else None
     if snapshot is None:
         return Sighting(member, None, process=process)
-    pulse_age = (now_ns - snapshot.pulse_ns) / 1e9
-    return Sighting(member, snapshot, (now_ns - snapshot.record.since_ns) / 1e9, process, pulse_age < SILENCE_SECONDS)
+    now_ns = time.time_ns()
+    answers = now_ns - snapshot.pulse_ns < SILENCE_SECONDS * 1e9
+    return Sighting(member, snapshot, (now_ns - snapshot.record.since_ns) / 1e9, process, answers)
 
 
-def write_roster(run: Path, roster: Roster, live: Path) -> None:
-    """Write roster.json to a run's folder, and remove the copies of an earlier start. Raises OSError."""
-    folder = run / NAME
+def write_roster(folder: Path, roster: Roster, live: Path) -> None:
+    """Write roster.json to a folder, and remove the copies of an earlier start. Raises OSError."""
     folder.mkdir(parents=True, exist_ok=True)
     for path in folder.glob("host_*.bin"):
         path.unlink(missing_ok=True)
-    write_live_roster(folder, roster, live)
-
-
-def write_live_roster(folder: Path, roster: Roster, live: Path) -> None:
-    """Write roster.json. Raises OSError."""
     _replace(folder / ROSTER, json.dumps({"live": str(live), **roster.to_dict()}).encode())
 
 
-def write_copies(run: Path, roster: Roster, live: Path) -> None:
-    """Copy the live records of this host to the run's folder. Raises OSError."""
-    here, space = host(), process_space()
-    parts = []
-    for member in roster.members:
-        if member.space == space:
-            data = _read(record_path(live, member.rank))
-            if len(data) == FILE_BYTES:
-                parts.append(member.rank.to_bytes(8, "little") + data)
-    _replace(run / NAME / f"host_{here}.bin", b"".join(parts))
+def write_copies(folder: Path, roster: Roster, live: Path) -> None:
+    """Copy the live records of this host. Raises OSError."""
+    space = process_space()
+    records = [(m.rank, _read(record_path(live, m.rank))) for m in roster.members if m.space == space]
+    data = b"".join(rank.to_bytes(8, "little") + data for rank, data in records if len(data) == FILE_BYTES)
+    _replace(folder / f"host_{host()}.bin", data)
 
 
 def read_folder(run: Path) -> tuple[Roster, list[Sighting]]:
@@ -226,19 +210,19 @@ def read_folder(run: Path) -> tuple[Roster, list[Sighting]]:
     except (ValueError, KeyError, TypeError) as error:
         raise DataError(f"{path} is damaged: {error}") from None
     copies = dict(_copies(run / NAME))
-    return roster, [_sighting(member, live, copies.get(member.rank)) for member in roster.members]
-
-
-def _sighting(member: Member, live: Path, copied: tuple[Snapshot, float] | None) -> Sighting:
-    if member.space == process_space():
-        sighting = sight(member, live)
-        if sighting.snapshot is not None or copied is None:
-            return sighting
-        return replace(sighting, snapshot=copied[0], age_seconds=(time.time_ns() - copied[0].record.since_ns) / 1e9)
-    if copied is None:
-        return Sighting(member, None)
-    snapshot, copy_age = copied
-    return Sighting(member, snapshot, max(0.0, (snapshot.pulse_ns - snapshot.record.since_ns) / 1e9) + copy_age)
+    sightings = []
+    for member in roster.members:
+        is_here = member.space == process_space()
+        sighting = sight(member, live) if is_here else Sighting(member, None)
+        if sighting.snapshot is None and member.rank in copies:
+            snapshot, copy_age = copies[member.rank]
+            # the clocks of other hosts are not ours
+            age = max(0.0, (snapshot.pulse_ns - snapshot.record.since_ns) / 1e9) + copy_age
+            if is_here:
+                age = (time.time_ns() - snapshot.record.since_ns) / 1e9
+            sighting = replace(sighting, snapshot=snapshot, age_seconds=age)
+        sightings.append(sighting)
+    return roster, sightings
 
 
 def _copies(folder: Path) -> Iterator[tuple[int, tuple[Snapshot, float]]]:
@@ -249,15 +233,6 @@ def _copies(folder: Path) -> Iterator[tuple[int, tuple[Snapshot, float]]]:
             snapshot = read_snapshot(data[start + 8 : start + 8 + FILE_BYTES])
             if snapshot is not None:
                 yield int.from_bytes(data[start : start + 8], "little"), (snapshot, age)
-
-
-def _live_snapshot(live: Path, rank: int) -> Snapshot | None:
-    """Read a live record; again if the writer overtook the reader, as then both slots can be torn."""
-    for _ in range(3):
-        snapshot = read_snapshot(_read(record_path(live, rank)))
-        if snapshot is not None:
-            return snapshot
-    return None
 
 
 def _read(path: Path) -> bytes:

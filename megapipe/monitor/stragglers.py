@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
@@ -39,152 +39,82 @@ class RankPace:
         return sum(self.waits.values())
 
 
-@dataclass(frozen=True)
-class SlowRank:
-    """A slow rank.
+def find_stragglers(
+    paces: Sequence[RankPace], groups: Mapping[str, Sequence[tuple[int, ...]]], names: Sequence[str]
+) -> list[str]:
+    """Describe what is slow in one sentence each, the worst first.
 
-    seconds: for computing or reading data; expected: of the others. same_work: the others do the same work.
-    """
-
-    rank: int
-    what: str  # "computes" or "reads data"
-    seconds: float
-    expected: float
-    same_work: bool
-
-
-@dataclass(frozen=True)
-class SlowLink:
-    """A slow link.
-
-    seconds: for a message there and one back; expected: on the other links, None if there is no other.
-    """
-
-    ranks: tuple[int, int]
-    seconds: float
-    expected: float | None
-
-
-@dataclass(frozen=True)
-class SlowGroup:
-    """A group with slow collectives.
-
-    seconds: for the rank that joins them last; expected: in the other groups of that kind.
-    """
-
-    kind: str
-    ranks: tuple[int, ...]
-    seconds: float
-    expected: float
-
-
-Straggler = SlowRank | SlowLink | SlowGroup
-
-
-def find_stragglers(paces: Sequence[RankPace], groups: Mapping[str, Sequence[tuple[int, ...]]]) -> list[Straggler]:
-    """Return what is slow, the worst first.
-
-    paces: by global rank. groups: all groups of more than one rank, by kind.
+    paces: by global rank. groups: all groups of more than one rank, by kind. names: of the ranks, with place and host.
     """
     step = max(pace.step for pace in paces)
-    found = [*_slow_ranks(paces, step), *_slow_links(paces, step), *_slow_groups(paces, groups, step)]
-    return [straggler for _, straggler in sorted(found, key=lambda one: -one[0])]
+    found = [*_slow_ranks(paces, step, names), *_slow_links(paces, step, names), *_slow_groups(paces, groups, step)]
+    return [sentence for _, sentence in sorted(found, key=lambda one: -one[0])]
 
 
-def _slow_ranks(paces: Sequence[RankPace], step: float) -> list[tuple[float, Straggler]]:
-    """Return (seconds lost, slow rank)."""
-    found: list[tuple[float, Straggler]] = []
+def _slow_ranks(paces: Sequence[RankPace], step: float, names: Sequence[str]) -> Iterator[tuple[float, str]]:
+    """Yield (seconds lost, sentence)."""
     for pace in paces:
-        expected, ratio, same_work = _expected(pace, paces)
-        lost = pace.computing - expected
-        if pace.computing > ratio * expected and lost > LEAST_SHARE * step:
-            found.append((lost, SlowRank(pace.rank, "computes", pace.computing, expected, same_work)))
-        others = [other.reading for other in paces if other.rank != pace.rank]
-        reading = median(others) if others else pace.reading
-        if pace.reading - reading > LEAST_SHARE * step and pace.reading > PEERS_RATIO * reading:
-            found.append((pace.reading - reading, SlowRank(pace.rank, "reads data", pace.reading, reading, True)))
-    return found
+        others = [other for other in paces if other.rank != pace.rank]
+        peers = [paces[rank].computing for rank in pace.peers]
+        scaled = [other.computing / other.work * pace.work for other in others if other.work > 0]
+        # without ranks that do the same work, the plan's estimate of it says what to expect
+        expected = median(peers or scaled or [pace.computing])
+        reading = median([other.reading for other in others] or [pace.reading])
+        for does, seconds, usual, same_work in (
+            ("computes", pace.computing, expected, bool(peers)),
+            ("reads data", pace.reading, reading, True),
+        ):
+            ratio = PEERS_RATIO if same_work else WORK_RATIO
+            if seconds <= ratio * usual or seconds - usual <= LEAST_SHARE * step:
+                continue
+            whose = "ranks with the same work" if same_work else "the others, for the work that the plan gives it"
+            compared = f"{whose}: {seconds_text(usual)}"
+            if seconds < 100 * usual:
+                compared = f"{seconds / usual:.1f} times the {seconds_text(usual)} of {whose}"
+            waits = seconds_text(pace.waiting)
+            sentence = f"it {does} {seconds_text(seconds)} a step, {compared}; it waits {waits}"
+            yield seconds - usual, f"{names[pace.rank]} is slow: {sentence}"
 
 
-def _expected(pace: RankPace, paces: Sequence[RankPace]) -> tuple[float, float, bool]:
-    """Return (seconds it should compute, ratio from which on it is slow, True if ranks with the same work say so)."""
-    peers = [paces[rank].computing for rank in pace.peers]
-    if peers:
-        return median(peers), PEERS_RATIO, True
-    others = [other.computing / other.work * pace.work for other in paces if other.rank != pace.rank and other.work > 0]
-    return (median(others) if others else pace.computing), WORK_RATIO, False
-
-
-def _slow_links(paces: Sequence[RankPace], step: float) -> list[tuple[float, Straggler]]:
-    links = [(pace.link_seconds, (pace.rank, pace.link)) for pace in paces if pace.link >= 0]
-    found: list[tuple[float, Straggler]] = []
-    for index, (seconds, ranks) in enumerate(links):
-        others = [other for i, (other, _) in enumerate(links) if i != index]
-        expected = median(others) if others else None
-        if seconds > LEAST_SHARE * step and (expected is None or seconds > LINK_RATIO * expected):
-            found.append((seconds - (expected or 0.0), SlowLink(ranks, seconds, expected)))
-    return found
+def _slow_links(paces: Sequence[RankPace], step: float, names: Sequence[str]) -> Iterator[tuple[float, str]]:
+    links = [pace for pace in paces if pace.link >= 0]
+    for pace in links:
+        seconds = pace.link_seconds
+        others = [other.link_seconds for other in links if other is not pace]
+        usual = median(others or [0.0])
+        if seconds > LEAST_SHARE * step and seconds > LINK_RATIO * usual:
+            compared = f"the others {seconds_text(usual)}" if others else "there is no other link to compare with"
+            yield (
+                seconds - usual,
+                f"the link between {names[pace.rank]} and {names[pace.link]} is slow: a message there and one back "
+                f"take {seconds_text(seconds)}, {seconds / max(pace.step, 1e-9):.0%} of a step; {compared}",
+            )
 
 
 def _slow_groups(
     paces: Sequence[RankPace], groups: Mapping[str, Sequence[tuple[int, ...]]], step: float
-) -> list[tuple[float, Straggler]]:
+) -> Iterator[tuple[float, str]]:
     """Compare groups by their least waits: the rank that joins a collective last waits only for the operation."""
-    found: list[tuple[float, Straggler]] = []
     for kind, members in groups.items():
         least = [min(paces[rank].waits.get(kind, 0.0) for rank in ranks) for ranks in members]
         for index, ranks in enumerate(members):
-            others = [other for i, other in enumerate(least) if i != index]
-            if (
-                others
-                and least[index] > LINK_RATIO * median(others)
-                and least[index] - median(others) > LEAST_SHARE * step
-            ):
-                found.append((least[index] - median(others), SlowGroup(kind, ranks, least[index], median(others))))
-    return found
-
-
-def straggler_text(straggler: Straggler, paces: Sequence[RankPace], names: Sequence[str]) -> str:
-    """Describe a straggler in one sentence. names: of the ranks, with place and host."""
-    if isinstance(straggler, SlowLink):
-        other = (
-            "there is no other link to compare with"
-            if straggler.expected is None
-            else f"the others {seconds_text(straggler.expected)}"
-        )
-        share = straggler.seconds / max(paces[straggler.ranks[0]].step, 1e-9)
-        return (
-            f"the link between {names[straggler.ranks[0]]} and {names[straggler.ranks[1]]} is slow: a message there "
-            f"and one back take {seconds_text(straggler.seconds)}, {share:.0%} of a step; {other}"
-        )
-    if isinstance(straggler, SlowGroup):
-        ranks = " ".join(map(str, straggler.ranks[:8])) + (" ..." if len(straggler.ranks) > 8 else "")
-        return (
-            f"collectives of the {straggler.kind} group of ranks {ranks} are slow: "
-            f"{seconds_text(straggler.seconds)} a step even for the rank that joins last, "
-            f"{seconds_text(straggler.expected)} in the other {straggler.kind} groups"
-        )
-    pace = paces[straggler.rank]
-    ratio = straggler.seconds / straggler.expected if straggler.expected > 0 else float("inf")
-    others = "ranks with the same work" if straggler.same_work else "the others, for the work that the plan gives it"
-    times = (
-        f"{ratio:.1f} times the {seconds_text(straggler.expected)} of {others}"
-        if ratio < 100
-        else f"{others}: {seconds_text(straggler.expected)}"
-    )
-    seconds, waiting = seconds_text(straggler.seconds), seconds_text(pace.waiting)
-    return f"{names[straggler.rank]} is slow: it {straggler.what} {seconds} a step, {times}; it waits {waiting}"
+            seconds, others = least[index], [other for i, other in enumerate(least) if i != index]
+            usual = median(others or [seconds])
+            if seconds > LINK_RATIO * usual and seconds - usual > LEAST_SHARE * step:
+                shown = " ".join(map(str, ranks[:8])) + (" ..." if len(ranks) > 8 else "")
+                yield (
+                    seconds - usual,
+                    f"collectives of the {kind} group of ranks {shown} are slow: {seconds_text(seconds)} a step even "
+                    f"for the rank that joins last, {seconds_text(usual)} in the other {kind} groups",
+                )
 
 
 def extremes_text(paces: Sequence[RankPace], count: int) -> str:
     """Name the ranks that compute longest and shortest, `count` of each."""
     ordered = sorted(paces, key=lambda pace: (-pace.computing, pace.rank))
     count = min(count, max(1, len(ordered) // 2))
-    longest, shortest = ordered[:count], ordered[-count:][::-1]
-    return f"longest {_listed(longest)}; shortest {_listed(shortest)}"
-
-
-def _listed(paces: Sequence[RankPace]) -> str:
-    return ", ".join(
-        f"rank {pace.rank} {seconds_text(pace.computing)} (waits {seconds_text(pace.waiting)})" for pace in paces
+    longest, shortest = (
+        ", ".join(f"rank {p.rank} {seconds_text(p.computing)} (waits {seconds_text(p.waiting)})" for p in some)
+        for some in (ordered[:count], ordered[-count:][::-1])
     )
+    return f"longest {longest}; shortest {shortest}"

@@ -15,13 +15,14 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from operator import methodcaller
 from pathlib import Path
 from typing import Any, Protocol
 
 from megapipe.monitor.diagnosis import MOST_CULPRITS, Diagnosis, Fault, diagnose, report_text
 from megapipe.monitor.heartbeat import Heartbeat, Snapshot, read_snapshot
 from megapipe.monitor.process import process_space
-from megapipe.monitor.roster import Member, Roster, Sighting, is_unreachable, sight, stack_path
+from megapipe.monitor.roster import Member, Roster, Sighting, sight, stack_path
 
 MOST_INTERVAL_SECONDS = 0.5
 GONE_SECONDS = 3.0  # after which a dead rank is reported; a living launcher ends all ranks sooner and reports it itself
@@ -105,7 +106,7 @@ class Watchdog:
         if self._exchange is None:
             return []
         sightings = self._sightings()
-        return sightings if any(is_unreachable(sighting) for sighting in sightings) else []
+        return sightings if any(sighting.is_unreachable for sighting in sightings) else []
 
     def _run(self) -> None:
         interval = min(MOST_INTERVAL_SECONDS, self._limit_seconds / 8)
@@ -163,22 +164,18 @@ class Watchdog:
             return
         now = time.monotonic()
         self._suspects_since = now if self._suspects_since is None else self._suspects_since
-        if not self._is_my_turn(sightings, diagnosis) and now - self._suspects_since < TURN_SECONDS:
+        # the turn of the lowest rank that is alive and stuck too
+        able = [s for s in sightings if not (s.answers is False or s.is_stopped or s.is_gone or s.has_left)]
+        is_gone = diagnosis.fault is Fault.GONE
+        first = min((s.member.rank for s in able if is_gone or s.is_stuck(self._limit_seconds)), default=self._rank)
+        if self._rank != first and now - self._suspects_since < TURN_SECONDS:
             return
         if self._claim():
             self._say(report_text(diagnosis, sightings, self._stacks(diagnosis, sightings), self._limit_seconds))
-            self._tell()
+            with suppress(OSError):
+                (self._live / "told").touch(mode=0o600)
+            self._ask(lambda exchange: exchange.tell())
             self._leave(sightings)
-
-    def _is_my_turn(self, sightings: Sequence[Sighting], diagnosis: Diagnosis) -> bool:
-        """Return True for the lowest rank that is alive and stuck too."""
-        lives = [
-            s for s in sightings if s.answers is not False and not s.is_stopped and not s.is_gone and not s.has_left
-        ]
-        is_gone = diagnosis.fault is Fault.GONE
-        return self._rank == min(
-            (s.member.rank for s in lives if is_gone or s.is_stuck(self._limit_seconds)), default=self._rank
-        )
 
     def _sightings(self) -> list[Sighting]:
         here = {member.rank for member in self._here}
@@ -240,8 +237,12 @@ class Watchdog:
         until = time.monotonic() + STACK_SECONDS
         while wanted and time.monotonic() < until:
             for rank in wanted:
-                record = sightings[rank].record
-                beat, _, text = self._stack_text(rank).partition("\n")
+                record, path = sightings[rank].record, stack_path(self._live, rank)
+                if path.exists():
+                    written = path.read_text(encoding="utf-8")
+                else:
+                    written = self._ask(methodcaller("stack", rank)) or ""
+                beat, _, text = written.partition("\n")
                 if record is not None and beat == str(record.beat):
                     stacks[rank] = text.rstrip()
             wanted = [rank for rank in wanted if rank not in stacks]
@@ -249,12 +250,6 @@ class Watchdog:
                 time.sleep(0.05)
                 self._heartbeat.pulse()
         return stacks
-
-    def _stack_text(self, rank: int) -> str:
-        try:
-            return stack_path(self._live, rank).read_text(encoding="utf-8")
-        except OSError:
-            return self._ask(lambda exchange: exchange.stack(rank)) or ""
 
     def _claim(self) -> bool:
         """Claim the report; only the first of all ranks gets it."""
@@ -274,20 +269,13 @@ class Watchdog:
         except OSError:
             return False
 
-    def _tell(self) -> None:
-        with suppress(OSError):
-            (self._live / "told").touch(mode=0o600)
-        self._ask(lambda exchange: exchange.tell())
-
     def _leave(self, sightings: Sequence[Sighting]) -> None:
+        """End this process; with `kills`, first the ranks of this host that cannot leave."""
         self._stopped.set()
-        if self._kills:
-            self._kill([sighting for sighting in sightings if sighting.is_stopped or sighting.answers is False])
-        self._end()
-
-    def _kill(self, sightings: Sequence[Sighting]) -> None:
-        """Send SIGKILL to ranks of this host that cannot leave."""
         for sighting in sightings:
-            if sighting.process is not None and not sighting.process.has_ended and sighting.member.rank != self._rank:
+            cannot_leave = sighting.is_stopped or sighting.answers is False
+            is_running = sighting.process is not None and not sighting.process.has_ended
+            if self._kills and cannot_leave and is_running and sighting.member.rank != self._rank:
                 with suppress(OSError):
                     os.kill(sighting.member.pid, signal.SIGKILL)
+        self._end()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 
@@ -20,13 +19,8 @@ FLAG = "--check-weight-hash-across-dp-replicas-interval"
 MOST_NAMES, MOST_DIFFERENCES = 3, 4  # listed one by one
 
 
-@dataclass(frozen=True)
-class _RankFindings:
-    """The findings of one rank. stale: parameters that are not their master weights in the parameters' dtype."""
-
-    host: str
-    differences: tuple[Difference, ...]
-    stale: tuple[str, ...]
+# of one rank: its host, its differences, the parameters that are not their master weights in the parameters' dtype
+Findings = tuple[str, tuple[Difference, ...], tuple[str, ...]]
 
 
 class CopiesCheck:
@@ -56,36 +50,40 @@ class CopiesCheck:
             differs = torch.tensor(int(self._copies.differ() or bool(stale)), device=runtime.device)
             all_reduce(differs, world, "max")
             if differs:
-                mine = _RankFindings(host(), tuple(self._copies.differences()), stale)
+                mine: Findings = host(), tuple(self._copies.differences()), stale
                 raise TrainingError(_message(step, gather_objects(mine, world), runtime.plan.topology))
         self._compared_step = step
 
 
-def _message(step: int, findings: Sequence[_RankFindings], topology: Topology) -> str:
+def _message(step: int, findings: Sequence[Findings], topology: Topology) -> str:
     """Return the error message. findings: by global rank."""
 
     def named(ranks: Sequence[int]) -> str:
-        return ", ".join(f"{rank_text(topology, rank)} on {findings[rank].host}" for rank in ranks)
+        return ", ".join(f"{rank_text(topology, rank)} on {findings[rank][0]}" for rank in ranks)
 
     # differences that a majority decides come first
     differences = sorted(
-        {d for one in findings for d in one.differences},
+        {difference for _, of_rank, _ in findings for difference in of_rank},
         key=lambda d: (len(d.suspects) == len(d.ranks), d.ranks, d.group),
     )
-    stale = [rank for rank, one in enumerate(findings) if one.stale]
     parts = [_difference_text(difference) for difference in differences[:MOST_DIFFERENCES]]
     if len(differences) > MOST_DIFFERENCES:
         parts.append(f"and {len(differences) - MOST_DIFFERENCES} more groups of ranks differ")
-    for rank in stale[:MOST_DIFFERENCES]:
-        verb = "is" if len(findings[rank].stale) == 1 else "are"
-        names = _names(findings[rank].stale)
-        parts.append(f"on rank {rank}, {names} {verb} not what the optimizer's master weights round to")
-    if culprits := _culprits(differences):
-        who = f"on {named(culprits)}"
-    elif stale:
-        who = f"on {named(stale[:MOST_DIFFERENCES])}"
+    stale = [rank for rank, (_, _, names) in enumerate(findings) if names][:MOST_DIFFERENCES]
+    for rank in stale:
+        names = findings[rank][2]
+        verb = "is" if len(names) == 1 else "are"
+        parts.append(f"on rank {rank}, {_names(names)} {verb} not what the optimizer's master weights round to")
+    # the minority of a group, else the one rank that is in every group that differs
+    all_suspects = [set(difference.suspects) for difference in differences]
+    pairs = zip(all_suspects, differences, strict=True)
+    culprits = set().union(*(suspects for suspects, difference in pairs if len(suspects) < len(difference.ranks)))
+    if not culprits and differences and len(everywhere := set.intersection(*all_suspects)) == 1:
+        culprits = everywhere
+    if culprits or stale:
+        who = f"on {named(sorted(culprits) or stale)}"
     else:
-        either = sorted({rank for difference in differences for rank in difference.suspects})
+        either = sorted(set().union(*all_suspects))
         who = f"on one of {named(either[:MOST_DIFFERENCES])} (with two copies it is unknown which)"
     return (
         f"bits of the parameters have changed {who}, found after step {step}: {'; '.join(parts)}. Nothing was saved "
@@ -95,30 +93,14 @@ def _message(step: int, findings: Sequence[_RankFindings], topology: Topology) -
     )
 
 
-def _culprits(differences: Sequence[Difference]) -> tuple[int, ...]:
-    """Return the minority of a group, or the one rank that is in every group that differs."""
-    minorities = {
-        rank
-        for difference in differences
-        if len(difference.suspects) < len(difference.ranks)
-        for rank in difference.suspects
-    }
-    if minorities:
-        return tuple(sorted(minorities))
-    everywhere = set.intersection(*(set(difference.suspects) for difference in differences)) if differences else set()
-    return tuple(everywhere) if len(everywhere) == 1 else ()
-
-
 def _difference_text(difference: Difference) -> str:
-    place = difference.place
-    values = ", ".join(
-        f"{bits} on rank {rank}"
-        for rank, bits in list(zip(difference.ranks, place.bits, strict=True))[:MOST_DIFFERENCES]
-    )
+    place, ranks = difference.place, difference.ranks
+    shown = list(zip(ranks, place.bits, strict=True))[:MOST_DIFFERENCES]
+    values = ", ".join(f"{bits} on rank {rank}" for rank, bits in shown)
     count = f"{place.num_elements} of {place.of:,} elements {'differs' if place.num_elements == 1 else 'differ'}"
-    ranks = " ".join(map(str, difference.ranks[:8])) + (" ..." if len(difference.ranks) > 8 else "")
+    listed = " ".join(map(str, ranks[:8])) + (" ..." if len(ranks) > 8 else "")
     return (
-        f"{_names(difference.names)} over {difference.group} (ranks {ranks}): {count} in the first, "
+        f"{_names(difference.names)} over {difference.group} (ranks {listed}): {count} in the first, "
         f"element {place.index} is {values}"
     )
 

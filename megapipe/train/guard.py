@@ -24,17 +24,18 @@ from megapipe.errors import CommunicationError, TrainingError
 from megapipe.monitor.heartbeat import PATIENCE
 from megapipe.train.copies_check import CopiesCheck
 from megapipe.train.journal import Journal
-from megapipe.train.loading import SpikeRollback
+from megapipe.train.loading import go_back
 from megapipe.train.nonfinite import OutputWatch, Sums, describe_nonfinite, repeat_step
 from megapipe.train.saving import Saving
 from megapipe.train.state import TrainingState
 from megapipe.train.step import StepBatch, StepResult, read_microbatches
 
+WAY_OUT = "Lower --lr, look at the data, or ignore it with --no-check-for-nan-in-loss-and-grad"
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
 
 class StopRequest:
-    """The first stop signal that this rank received. Ranks agree on the step after which they stop (`Agreement`)."""
+    """The first stop signal that this rank received. Ranks agree on the step after which they stop (`Guard.decide`)."""
 
     def __init__(self) -> None:
         self.signal: signal.Signals | None = None
@@ -90,62 +91,9 @@ class Decision:
     health: StepHealth = StepHealth.FINE
 
     @property
-    def goes_on(self) -> bool:
+    def is_next_step(self) -> bool:
         """True if the next step comes before anything else."""
         return self.stop_reason is None and not self.save_due and self.health is StepHealth.FINE
-
-
-class Agreement:
-    """One all-reduce of what any rank's clock, signals, disk and numbers say. Called by all ranks together."""
-
-    def __init__(self, runtime: TrainingRuntime, stop: StopRequest) -> None:
-        self._runtime, self._stop = runtime, stop
-        self._started = time.monotonic()
-
-    def after_step(self, step: int, seconds_since_save: float, is_save_ready: bool, health: StepHealth) -> Decision:
-        """Decide what follows.
-
-        seconds_since_save: on this rank's clock. is_save_ready: this rank's part of a save has been written.
-        """
-        config = self._runtime.plan.config
-        limit, minutes = config.training.exit_duration_in_mins, config.checkpoint.save_interval_minutes
-        is_late = limit is not None and time.monotonic() - self._started > 60.0 * limit
-        is_due = minutes is not None and seconds_since_save >= 60.0 * minutes
-        signal_number, late, due, not_ready, worst = self._maxima(
-            self._signal, is_late, is_due, not is_save_ready, health
-        )
-        if signal_number:
-            reason = _received(signal_number)
-        elif late:
-            reason = f"--exit-duration-in-mins {limit:g} is over"
-        elif config.training.exit_interval is not None and step % config.training.exit_interval == 0:
-            reason = f"--exit-interval {config.training.exit_interval}"
-        else:
-            reason = None
-        return Decision(reason, bool(due), not not_ready, StepHealth(worst))
-
-    def stop_signal(self) -> str | None:
-        """Return the signal that any rank has received, as a reason to stop; for use where no step has ended."""
-        (signal_number,) = self._maxima(self._signal)
-        return _received(signal_number) if signal_number else None
-
-    @property
-    def _signal(self) -> int:
-        return 0 if self._stop.signal is None else int(self._stop.signal)
-
-    def _maxima(self, *values: int) -> list[int]:
-        """Return the largest of each value over all ranks."""
-        tensor = torch.tensor([int(value) for value in values], device=self._runtime.device)
-        all_reduce(tensor, self._runtime.groups.world, op="max")
-        found: list[int] = tensor.tolist()
-        return found
-
-
-def _received(signal_number: int) -> str:
-    return f"{signal.Signals(signal_number).name} received"
-
-
-WAY_OUT = "Lower --lr, look at the data, or ignore it with --no-check-for-nan-in-loss-and-grad"
 
 
 MAD_TO_DEVIATION = 1.4826  # a normal distribution's standard deviation over its median absolute deviation
@@ -163,11 +111,9 @@ class SpikeWatch:
     """
 
     def __init__(self, training: TrainingConfig) -> None:
-        self._threshold, self._patience = training.spike_threshold, training.spike_steps
-        self._seen: dict[str, deque[float]] = {
-            name: deque(maxlen=training.spike_window) for name in ("loss", "gradient norm")
-        }
-        self._least = max(4, round(LEAST_SHARE * training.spike_window))
+        self._threshold, self._patience, window = training.spike_threshold, training.spike_steps, training.spike_window
+        self._seen: dict[str, deque[float]] = {name: deque(maxlen=window) for name in ("loss", "gradient norm")}
+        self._least = max(4, round(LEAST_SHARE * window))
         self.num_spiking = 0  # steps in a row, the last one included
 
     def see(self, loss: float, grad_norm: float) -> str:
@@ -175,40 +121,35 @@ class SpikeWatch:
 
         A value that is not finite, or 0, is left out.
         """
-        values = {
-            name: math.log(value)
-            for name, value in (("loss", loss), ("gradient norm", grad_norm))
-            if math.isfinite(value) and value > 0
-        }
-        why = [text for name, value in values.items() if (text := self._above(name, value))]
-        if not why:
-            self.num_spiking = 0
-            for name, value in values.items():
-                self._seen[name].append(value)
-            return ""
-        self.num_spiking += 1
-        return " and ".join(why) if self.num_spiking >= self._patience else ""
-
-    def _above(self, name: str, value: float) -> str:
-        seen = self._seen[name]
-        if len(seen) < self._least:
-            return ""
-        median = statistics.median(seen)
-        deviation = max(LEAST_DEVIATION, MAD_TO_DEVIATION * statistics.median(abs(other - median) for other in seen))
-        if value <= median + self._threshold * deviation:
-            return ""
-        above = (value - median) / deviation
-        return (
-            f"{name} {math.exp(value):.4g}, {above:.1f} deviations above the median {math.exp(median):.4g} "
-            f"of {len(seen)} steps"
-        )
+        pairs = zip(self._seen, (loss, grad_norm), strict=True)
+        values = {name: math.log(value) for name, value in pairs if math.isfinite(value) and value > 0}
+        why = []
+        for name, value in values.items():
+            seen = self._seen[name]
+            if len(seen) < self._least:
+                continue
+            median = statistics.median(seen)
+            spread = MAD_TO_DEVIATION * statistics.median(abs(other - median) for other in seen)
+            deviation = max(LEAST_DEVIATION, spread)
+            if value > median + self._threshold * deviation:
+                why.append(
+                    f"{name} {math.exp(value):.4g}, {(value - median) / deviation:.1f} deviations above the median "
+                    f"{math.exp(median):.4g} of {len(seen)} steps"
+                )
+        if why:
+            self.num_spiking += 1
+            return " and ".join(why) if self.num_spiking >= self._patience else ""
+        self.num_spiking = 0
+        for name, value in values.items():
+            self._seen[name].append(value)
+        return ""
 
     def state(self) -> dict[str, Any]:
         """Return plain values for the checkpoint."""
         return {"seen": {name: list(values) for name, values in self._seen.items()}, "num_spiking": self.num_spiking}
 
     def load_state(self, state: dict[str, Any] | None) -> None:
-        """Restore `state`; None, from a checkpoint without a watch, resets it."""
+        """Restore `state`; None starts with an empty window."""
         for name, values in self._seen.items():
             values.clear()
             values.extend(state["seen"][name] if state else ())
@@ -232,22 +173,17 @@ class Guard:
     ) -> None:
         training = runtime.plan.config.training
         self._runtime, self._state, self._loader = runtime, state, loader
-        self._saving, self._journal = saving, journal
-        self._agreement = Agreement(runtime, stop)
+        self._saving, self._journal, self._stop = saving, journal, stop
+        self._started = time.monotonic()
         self.copies = CopiesCheck(runtime)
         self._outputs = OutputWatch(runtime) if training.check_for_nan_in_loss_and_grad else None
         self._sums: dict[int, Sums] = {}  # of the outputs of steps whose results are not known yet, by step
-        self._spikes, self._rollback = None, None
+        self._spikes = None
         if training.spike_rollback is not None and loader is not None:
             self._spikes = SpikeWatch(training)
             self._spikes.load_state(state.spikes)
-            self._rollback = SpikeRollback(runtime, loader, journal)
         self._spike = ""  # why the last step is one
         self._nonfinite: tuple[StepBatch, StepResult, Sums] | None = None  # the last step, if it is to be explained
-
-    def stop_signal(self) -> str | None:
-        """Return the stop signal that any rank has received, where no step has ended."""
-        return self._agreement.stop_signal()
 
     def has_run(self, batch: StepBatch) -> None:
         """Take note of the outputs of a step that has run, whether or not its result is known."""
@@ -256,12 +192,12 @@ class Guard:
 
     def is_nonfinite(self, batch: StepBatch, result: StepResult) -> bool:
         """Return True if the loss or the gradient norm of a step is not finite and the run must stop or go back it."""
-        sums = self._sums.pop(batch.step, None)
+        sums, update = self._sums.pop(batch.step, None), result.update
         # an overflow belongs to the search for a loss scale, until the scale cannot fall any further
         lowest = self._runtime.plan.config.precision.min_loss_scale
-        is_searching = self._runtime.optimizer.scaler.is_dynamic and result.update.loss_scale > lowest
-        is_overflow = result.update.skipped and math.isfinite(result.loss) and is_searching
-        if sums is None or result.is_finite or is_overflow:
+        is_searching = self._runtime.optimizer.scaler.is_dynamic and update.loss_scale > lowest
+        is_overflow = update.skipped and math.isfinite(result.loss) and is_searching
+        if sums is None or is_overflow or (math.isfinite(result.loss) and math.isfinite(update.grad_norm)):
             return False
         self._nonfinite = batch, result, sums
         return True
@@ -275,9 +211,33 @@ class Guard:
         return bool(self._spike) and self._runtime.groups.world.rank == 0
 
     def decide(self, health: StepHealth) -> Decision:
-        """Agree with all ranks on what follows the last step."""
-        saving = self._saving
-        return self._agreement.after_step(self._state.step, saving.seconds_since_save, saving.is_ready, health)
+        """Agree with all ranks on what follows the last step, by one all-reduce of what any rank's clock, signals, disk
+        and numbers say."""
+        config, saving = self._runtime.plan.config, self._saving
+        limit, minutes = config.training.exit_duration_in_mins, config.checkpoint.save_interval_minutes
+        interval = config.training.exit_interval
+        is_late = limit is not None and time.monotonic() - self._started > 60.0 * limit
+        is_due = minutes is not None and saving.seconds_since_save >= 60.0 * minutes
+        reason, late, due, not_ready, worst = self._agree(is_late, is_due, not saving.is_ready, health)
+        if reason is None and late:
+            reason = f"--exit-duration-in-mins {limit:g} is over"
+        elif reason is None and interval is not None and self._state.step % interval == 0:
+            reason = f"--exit-interval {interval}"
+        return Decision(reason, bool(due), not not_ready, StepHealth(worst))
+
+    def stop_signal(self) -> str | None:
+        """Return the stop signal that any rank has received, as a reason to stop; for use where no step has ended."""
+        reason: str | None = self._agree()[0]
+        return reason
+
+    def _agree(self, *values: int) -> list[Any]:
+        """Return the stop signal of any rank as a reason to stop, or None, then the largest of each value over all
+        ranks."""
+        own = 0 if self._stop.signal is None else int(self._stop.signal)
+        tensor = torch.tensor([own, *map(int, values)], device=self._runtime.device)
+        all_reduce(tensor, self._runtime.groups.world, op="max")
+        number, *largest = tensor.tolist()
+        return [f"{signal.Signals(number).name} received" if number else None, *largest]
 
     def prepare_save(self) -> None:
         """Check the copies of the parameters, and put the state of the spike watch into the state to be saved."""
@@ -298,33 +258,27 @@ class Guard:
         if self._nonfinite is not None:
             why, self._nonfinite = self._explain(*self._nonfinite), None
             error = TrainingError(f"step {self._state.step}: {why}. {WAY_OUT}")
-        if self._spikes is None or self._rollback is None:
+        if self._spikes is None or self._loader is None:
             raise error or TrainingError(why)
         # rank 0 decides, as the last bits of a norm may differ
         why, first_bad = broadcast_object((why, first_bad), self._runtime.groups.world)
         self._saving.finish(is_last=False)
         with self._runtime.heartbeat.phase("loading", PATIENCE):
-            went_back = self._rollback.go_back(self._state, first_bad, why)
+            went_back = go_back(self._runtime, self._loader, self._journal, self._state, first_bad, why)
         if not went_back:
             if error is not None:
                 raise error
-            self._journal.say(
-                f"step {self._state.step}: {why}; there is no checkpoint from before it yet: the run continues"
-            )
+            text = "there is no checkpoint from before it yet: the run continues"
+            self._journal.say(f"step {self._state.step}: {why}; {text}")
         self._spikes.load_state(self._state.spikes)
         return went_back
 
     def _explain(self, batch: StepBatch, result: StepResult, sums: Sums) -> str:
         """Say what is known of a non-finite step, and what repeating it shows if it has changed no weights."""
-        loader = self._loader
-        assert loader is not None
-        count = len(batch.microbatches)
-
-        def repeat() -> str:
-            if self._runtime.updates is not None or not result.update.skipped:
-                return ""
-            again = read_microbatches(self._runtime, loader, batch.first_sample, count, batch.step - 1)
-            with self._runtime.heartbeat.phase("searching", PATIENCE):
-                return repeat_step(self._runtime, again)
-
-        return describe_nonfinite(self._runtime, sums, batch, result, repeat)
+        ids, runtime, loader = batch.microbatches.sample_ids, self._runtime, self._loader
+        text = describe_nonfinite(runtime, sums, ids, result.loss, result.update)
+        if runtime.updates is not None or not result.update.skipped or loader is None:
+            return text
+        again = read_microbatches(runtime, loader, batch.first_sample, len(batch.microbatches), batch.step - 1)
+        with runtime.heartbeat.phase("searching", PATIENCE):
+            return f"{text}; {repeat_step(runtime, again)}"

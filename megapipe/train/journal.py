@@ -16,35 +16,17 @@ end      step, reason, early
 from __future__ import annotations
 
 import json
-import os
-import platform
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import numpy
-import torch
-
-from megapipe import __version__
-from megapipe.checkpoint.folder import Rollback
-from megapipe.comm.bootstrap import World
 from megapipe.config.config import Config
 from megapipe.errors import CommunicationError, NoProgressError
-from megapipe.plan.report import plan_text
-from megapipe.plan.run_plan import RunPlan
-from megapipe.train.metrics import (
-    Console,
-    EvaluationMetrics,
-    JsonLines,
-    StepMetrics,
-    TensorBoard,
-    WeightsAndBiases,
-    Writer,
-)
+from megapipe.train.metrics import Console, JsonLines, Metrics, TensorBoard, WeightsAndBiases, Writer
 
 FILE_NAME = "run.jsonl"
 
@@ -79,11 +61,8 @@ class Journal:
             name, directory = logging.wandb_exp_name, logging.wandb_save_dir
             self.writers.append(WeightsAndBiases(logging.wandb_project, name, directory, asdict(config)))
 
-    def step(self, metrics: StepMetrics) -> None:
-        self._each_writer(lambda writer: writer.step(metrics))
-
-    def evaluation(self, metrics: EvaluationMetrics) -> None:
-        self._each_writer(lambda writer: writer.evaluation(metrics))
+    def write(self, metrics: Metrics) -> None:
+        self._each_writer(lambda writer: writer.write(metrics))
 
     def close(self) -> None:
         self._each_writer(lambda writer: writer.close())
@@ -92,55 +71,12 @@ class Journal:
         """Print a line at the console, and record it."""
         if self._rank == 0:
             print(text, flush=True)
-            self.note(text)
+            self.record("note", text=text)
 
-    def note(self, text: str) -> None:
-        """Record a line without printing it."""
-        self._record("note", text=text)
-
-    def start(
-        self, plan: RunPlan, world: World, config_text: str, remarks: Sequence[str], kernels: Sequence[str] = ()
-    ) -> None:
-        """Record what the run is, once its ranks have met."""
+    def record(self, kind: str, **values: Any) -> None:
+        """Append a line to run.jsonl, on rank 0."""
         if self._rank == 0:
-            self._record(
-                "start",
-                host=platform.node(),
-                pid=os.getpid(),
-                command=sys.argv,
-                versions=_versions(),
-                machine=_machine(world),
-                grid=_grid(plan),
-                config=config_text,
-                plan=plan_text(plan),
-                remarks=list(remarks),
-                kernels=list(kernels),
-            )
-
-    def resumed(self, path: Path) -> None:
-        """Record the checkpoint that was loaded."""
-        self._record("resumed", path=str(path))
-
-    def stragglers(self, step: int, sentences: Sequence[str], slowest: Sequence[Mapping[str, Any]]) -> None:
-        """Record who was slow in the steps before this one.
-
-        slowest: times of the ranks that computed longest, in seconds.
-        """
-        self._record("stragglers", step=step, told=list(sentences), slowest=list(slowest))
-
-    def rolled_back(self, rollback: Rollback) -> None:
-        """Record and print that the run went back to a checkpoint."""
-        self._record("rollback", **{key: value for key, value in asdict(rollback).items() if key != "time"})
-        self.say(
-            f"step {rollback.from_step}: {rollback.reason}. Back to step {rollback.to_step}; samples "
-            f"{rollback.first_sample:,} to {rollback.past_sample - 1:,} of the training data are skipped "
-            f"(rollback {rollback.number})"
-        )
-
-    def end(self, step: int, reason: str, early: bool) -> None:
-        """Record and print the end of the run."""
-        self.say(f"ended after step {step}: {reason}")
-        self._record("end", step=step, reason=reason, early=early)
+            self._write(kind, **values)
 
     @contextmanager
     def failures(self) -> Iterator[None]:
@@ -167,11 +103,7 @@ class Journal:
                     f"{type(writer).__name__} stopped: {type(error).__name__}: {error}; training continues without it"
                 )
                 print(text, file=sys.stderr)
-                self._record("warning", text=text)
-
-    def _record(self, kind: str, **record: Any) -> None:
-        if self._rank == 0:
-            self._write(kind, **record)
+                self.record("warning", text=text)
 
     def _write(self, kind: str, **record: Any) -> None:
         if self._path is None:
@@ -218,38 +150,3 @@ def recorded_folder(config: Config) -> Path | None:
     if config.logging.metrics_file:
         return Path(config.logging.metrics_file).parent
     return Path(config.checkpoint.save) if config.checkpoint.save else None
-
-
-def _versions() -> dict[str, str]:
-    return {
-        "megapipe": __version__,
-        "torch": torch.__version__,
-        "numpy": numpy.__version__,
-        "python": platform.python_version(),
-    }
-
-
-def _machine(world: World) -> dict[str, Any]:
-    is_gpu = world.device.type == "cuda"
-    return {
-        "device": torch.cuda.get_device_name(world.device) if is_gpu else "CPU",
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
-        "threads_per_rank": torch.get_num_threads(),
-        "backend": world.backend,
-        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
-    }
-
-
-def _grid(plan: RunPlan) -> dict[str, Any]:
-    t = plan.topology
-    return {
-        "world_size": t.world_size,
-        "tp": t.tp,
-        "cp": t.cp,
-        "pp": t.pp,
-        "dp": t.dp,
-        "chunks": plan.num_chunks,
-        "order": t.order,
-        "ranks_per_node": t.ranks_per_node,
-        "schedule": plan.schedule_name,
-    }

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from megapipe.assembly.datasets import RunData
 from megapipe.assembly.runtime import TrainingRuntime
 from megapipe.errors import CheckpointError, TrainingError
+from megapipe.monitor.heartbeat import PATIENCE
 from megapipe.train.guard import Decision, Guard, StepHealth, StopRequest
 from megapipe.train.journal import Journal
 from megapipe.train.metrics import EvaluationMetrics, StepMetrics
@@ -20,7 +21,7 @@ from megapipe.train.step import StepBatch, StepResult, TrainStep, read_microbatc
 
 
 class Evaluation:
-    """--eval-iters global batches of a held-out split.
+    """The loss over --eval-iters global batches of a held-out split: the same stages and engine, forwards only.
 
     stop_signal: asked before every batch on all ranks; returns the signal that cuts the evaluation short, or None.
     """
@@ -42,32 +43,29 @@ class Evaluation:
         Returns the signal that cut it short; then nothing is reported.
         """
         plan, loader = self._runtime.plan, self._data.valid if split == "validation" else self._data.test
-        training = plan.config.training
+        training, samples = plan.config.training, plan.config.training.global_batch_size
         if loader is None or not training.eval_iters:
             return None
-        samples = training.global_batch_size
         assert samples is not None
-        first = 0
+        first, count = 0, samples // plan.batch.samples_per_microbatch
         if split == "validation" and training.eval_interval:
             # every validation of a run sees other samples, as in Megatron
             first = max(0, after_step - 1) // training.eval_interval * training.eval_iters * samples
         started = time.perf_counter()
-        count = samples // plan.batch.samples_per_microbatch
         weighted = weights = tokens = 0.0
         with self._runtime.heartbeat.phase(split):
             for i in range(training.eval_iters):
                 signal = self._stop_signal()
                 if signal is not None:
                     return signal
-                batch = read_microbatches(self._runtime, loader, first + i * samples, count, None)
-                result = self._step.evaluate(batch)
+                result = self._step.evaluate(read_microbatches(self._runtime, loader, first + i * samples, count, None))
                 # the mean of the batches' losses, or of all their tokens
                 weight = result.num_tokens if training.calculate_per_token_loss else 1.0
                 weighted += result.loss * weight
                 weights += weight
                 tokens += result.num_tokens
         loss, seconds = weighted / max(weights, 1.0), time.perf_counter() - started
-        self._journal.evaluation(EvaluationMetrics(split, after_step, loss, round(tokens), seconds))
+        self._journal.write(EvaluationMetrics(split, after_step, loss, round(tokens), seconds))
         return None
 
 
@@ -107,6 +105,7 @@ class Training:
 
     def run(self) -> Ending:
         """Train, save, then evaluate on validation and test data. Raises TrainingError at a NaN or infinity."""
+        state = self.state
         try:
             ending = Ending("evaluation only") if self._training.skip_train else self._train()
         except TrainingError as error:
@@ -118,10 +117,11 @@ class Training:
         self._save()  # first: an evaluation that fails must not cost the last steps
         self._saving.finish(is_last=True)
         if not ending.early:
-            stopped = self._evaluate("validation") or self._evaluate("test")
+            evaluate = self._evaluation.run
+            stopped = evaluate("validation", state.step) or evaluate("test", state.step)
             ending = ending if stopped is None else Ending(stopped, early=True)
         self.runtime.gather.finish()
-        self._profiling.finish(self.state.step)
+        self._profiling.finish(state.step)
         return ending
 
     def _train(self) -> Ending:
@@ -135,9 +135,9 @@ class Training:
             self._decision = Decision()
             batch = self._next_batch()
             # the first step compiles kernels and makes connections, and may take long
-            with self.runtime.heartbeat.patient() if batch.step == first + 1 else nullcontext():
+            with self.runtime.heartbeat.phase("", PATIENCE) if batch.step == first + 1 else nullcontext():
                 result = self._step.take(batch, self._settle)  # forward-backward, reduce, update
-                if self._decision.goes_on:  # else the step was given up for what the step before asks for
+                if self._decision.is_next_step:  # else the step was given up for what the step before asks for
                     self._guard.has_run(batch)
                     self._profiling.after(batch.step, len(batch.microbatches))
                     if result is not None:
@@ -156,7 +156,7 @@ class Training:
             if decision.stop_reason is not None:
                 return Ending(decision.stop_reason, early=state.step < train_iters)
             if self._is_due(self._training.eval_interval) and state.step < train_iters:
-                if (stopped := self._evaluate("validation")) is not None:
+                if (stopped := self._evaluation.run("validation", state.step)) is not None:
                     return Ending(stopped, early=True)
                 self._profiling.restart()
             if self._is_due(self._config.checkpoint.save_interval) or decision.save_due:
@@ -167,22 +167,19 @@ class Training:
     def _next_batch(self) -> StepBatch:
         """Begin the next step: its samples, which are read when the engine asks for them, and its rates."""
         assert self.data.train is not None and self._schedules is not None
-        state, batch_sizes, before = self.state, self.runtime.plan.batch, self._step.unsettled
+        state, training, before = self.state, self._training, self._step.unsettled
         step = state.step + 1 if before is None else before.step + 1
         consumed = state.consumed_samples if before is None else before.first_sample + before.num_samples
         self._profiling.before(step)
-        count = batch_sizes.num_microbatches_at(consumed)
+        count = self.runtime.plan.batch.num_microbatches_at(consumed)
         microbatches = read_microbatches(self.runtime, self.data.train, consumed, count, step - 1)
-        rates, num_samples = self._schedules.rates(consumed), batch_sizes.size_at(consumed)
-        return StepBatch(step, consumed, num_samples, microbatches, rates, self._needs_result(step))
-
-    def _needs_result(self, step: int) -> bool:
-        """Return True if what follows this step needs its result first."""
-        training = self._training
+        rates, num_samples = self._schedules.rates(consumed), self.runtime.plan.batch.size_at(consumed)
+        # what follows these steps needs their results first
         evaluations = training.eval_interval if training.eval_iters else None
         saves, checks = self._config.checkpoint.save_interval, self._guard.copies.interval
-        intervals = (evaluations, saves, training.exit_interval, checks)
-        return step == training.train_iters or any(interval and step % interval == 0 for interval in intervals)
+        intervals = (training.train_iters, evaluations, saves, training.exit_interval, checks)
+        needs_result = any(interval and step % interval == 0 for interval in intervals)
+        return StepBatch(step, consumed, num_samples, microbatches, rates, needs_result)
 
     def _settle(self, batch: StepBatch, result: StepResult) -> bool:
         """Count, judge and log a step, and agree with all ranks on what follows. Returns True if the next step does."""
@@ -197,12 +194,12 @@ class Training:
         if result.update.remark:
             self._journal.say(f"step {state.step}: {result.update.remark}")
         if self._is_due(self._config.logging.log_interval) or state.step == self._training.train_iters:
-            self._journal.step(self._metrics(batch, result))
+            self._journal.write(self._metrics(batch, result))
             self._profiling.report_stragglers(state.step, count)
         self._decision = guard.decide(StepHealth.SPIKE if guard.has_spiked(result) else StepHealth.FINE)
         if self._decision.save_ready:
             self._saving.advance()
-        return self._decision.goes_on
+        return self._decision.is_next_step
 
     def _metrics(self, batch: StepBatch, result: StepResult) -> StepMetrics:
         state, update, train_iters = self.state, result.update, self._training.train_iters
@@ -224,13 +221,10 @@ class Training:
             params_norm=norm,
             num_zeros=update.num_zeros,
             spike_rollbacks=state.account.rollbacks,
-            skipped_samples=state.num_skipped_samples,
+            skipped_samples=state.account.skipped.index(state.consumed_samples) - state.consumed_samples,
             discarded_tokens=state.account.discarded_tokens,
             **measured,
         )
-
-    def _evaluate(self, split: str) -> str | None:
-        return self._evaluation.run(split, self.state.step)
 
     def _save(self) -> None:
         if self._saving.is_needed(self.state.step):

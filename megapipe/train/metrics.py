@@ -1,5 +1,4 @@
-"""The metrics of a step or an evaluation, and the writers that take them: console, metrics.jsonl, TensorBoard, Weights
-& Biases.
+"""The metrics of a step or an evaluation, and their writers: console, metrics.jsonl, TensorBoard, Weights & Biases.
 
 Keys of the JSON form are stable: scripts read them.
 """
@@ -11,15 +10,20 @@ import math
 import sys
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 from megapipe.errors import ConfigError
 from megapipe.formatting import clock_text
 
 WANDB_TIMEOUT_SECONDS = 20.0  # an unreachable server otherwise blocks for 100 s
+TRAIN_SCALARS = (
+    "loss lr grad_norm weight_decay loss_scale skipped_steps consumed_samples consumed_tokens global_batch_size "
+    "rolled_back_steps params_norm num_zeros"
+).split()
+NONZERO_SCALARS = ("spike_rollbacks", "skipped_samples", "discarded_tokens")  # left out while they are 0
+SPEED_SCALARS = ("step_seconds", "tokens_per_second", "tflops", "mfu", "bubble")
 
 
 @dataclass(frozen=True)
@@ -33,6 +37,7 @@ class StepMetrics:
     why it is not measured. memory_bytes: the largest over all ranks.
     """
 
+    kind: ClassVar[str] = "step"
     step: int
     train_iters: int
     consumed_samples: int
@@ -63,30 +68,11 @@ class StepMetrics:
 
     def scalars(self) -> dict[str, float]:
         """Return the numbers under the names that TensorBoard and wandb show."""
-        named: dict[str, Any] = {
-            "train/loss": self.loss,
-            "train/lr": self.lr,
-            "train/grad_norm": self.grad_norm,
-            "train/weight_decay": self.weight_decay,
-            "train/loss_scale": self.loss_scale,
-            "train/skipped_steps": self.skipped_steps,
-            "train/consumed_samples": self.consumed_samples,
-            "train/consumed_tokens": self.consumed_tokens,
-            "train/global_batch_size": self.global_batch_size,
-            "train/rolled_back_steps": self.rolled_back_steps,
-            "train/spike_rollbacks": self.spike_rollbacks or None,
-            "train/skipped_samples": self.skipped_samples or None,
-            "train/discarded_tokens": self.discarded_tokens or None,
-            "train/params_norm": self.params_norm,
-            "train/num_zeros": self.num_zeros,
-            "speed/step_seconds": self.step_seconds,
-            "speed/tokens_per_second": self.tokens_per_second,
-            "speed/tflops": self.tflops,
-            "speed/mfu": self.mfu,
-            "speed/bubble": self.bubble,
-            "memory/bytes": self.memory_bytes,
-            **{f"seconds/{name}": seconds for name, seconds in self.phases.items()},
-        }
+        named = {f"train/{name}": getattr(self, name) for name in TRAIN_SCALARS}
+        named |= {f"train/{name}": getattr(self, name) or None for name in NONZERO_SCALARS}
+        named |= {f"speed/{name}": getattr(self, name) for name in SPEED_SCALARS}
+        named |= {"memory/bytes": self.memory_bytes}
+        named |= {f"seconds/{name}": seconds for name, seconds in self.phases.items()}
         return {name: float(value) for name, value in named.items() if value is not None}
 
     def line(self) -> str:
@@ -98,26 +84,20 @@ class StepMetrics:
             f"grad norm {self.grad_norm:.3f}",
             f"{self.tokens_per_second:,.0f} tokens/s",
         ]
-        if self.tflops is not None:
-            parts.append(f"{self.tflops:.1f} TFLOP/s")
-        if self.mfu is not None:
-            parts.append(f"MFU {self.mfu:.1%}")
-        if self.bubble is not None:
-            parts.append(f"bubble {self.bubble:.1%} (plan {self.predicted_bubble:.1%})")
-        if self.loss_scale != 1.0:
-            parts.append(f"loss scale {self.loss_scale:g}")
-        if self.skipped_steps:
-            parts.append(f"skipped {self.skipped_steps}")
-        if self.rolled_back_steps:
-            parts.append(f"rolled back {self.rolled_back_steps}")
-        if self.spike_rollbacks:
-            parts.append(f"spike rollbacks {self.spike_rollbacks}")
-        if self.params_norm is not None:
-            parts.append(f"params norm {self.params_norm:.3f}")
-        if self.num_zeros is not None:
-            parts.append(f"zeros {self.num_zeros:,}")
-        parts.append(f"{clock_text(self.seconds_left)} left")
-        text = " | ".join(parts)
+        for value, text in (
+            (self.tflops, "{:.1f} TFLOP/s"),
+            (self.mfu, "MFU {:.1%}"),
+            (self.bubble, f"bubble {{:.1%}} (plan {self.predicted_bubble or 0.0:.1%})"),
+            (self.loss_scale if self.loss_scale != 1.0 else None, "loss scale {:g}"),
+            (self.skipped_steps or None, "skipped {}"),
+            (self.rolled_back_steps or None, "rolled back {}"),
+            (self.spike_rollbacks or None, "spike rollbacks {}"),
+            (self.params_norm, "params norm {:.3f}"),
+            (self.num_zeros, "zeros {:,}"),
+        ):
+            if value is not None:
+                parts.append(text.format(value))
+        text = " | ".join([*parts, f"{clock_text(self.seconds_left)} left"])
         if self.phases:
             text += "\n    " + "  ".join(f"{name} {seconds * 1e3:.1f} ms" for name, seconds in self.phases.items())
         return text
@@ -127,6 +107,7 @@ class StepMetrics:
 class EvaluationMetrics:
     """The loss on held-out data. split: 'validation' or 'test'."""
 
+    kind: ClassVar[str] = "evaluation"
     split: str
     step: int
     loss: float
@@ -136,28 +117,28 @@ class EvaluationMetrics:
     def scalars(self) -> dict[str, float]:
         return {f"{self.split}/loss": self.loss}
 
+    def line(self) -> str:
+        return (
+            f"{self.split} loss after step {self.step}: {self.loss:.4f} nats a token (perplexity "
+            f"{math.exp(min(self.loss, 50.0)):.2f}) over {self.num_tokens:,} tokens in {self.seconds:.1f} s"
+        )
+
+
+Metrics = StepMetrics | EvaluationMetrics
+
 
 class Writer(Protocol):
     """A destination of metrics."""
 
-    def step(self, metrics: StepMetrics) -> None: ...
-    def evaluation(self, metrics: EvaluationMetrics) -> None: ...
+    def write(self, metrics: Metrics) -> None: ...
     def close(self) -> None: ...
 
 
 class Console:
     """One line per report, to standard output."""
 
-    def step(self, metrics: StepMetrics) -> None:
+    def write(self, metrics: Metrics) -> None:
         print(metrics.line(), flush=True)
-
-    def evaluation(self, metrics: EvaluationMetrics) -> None:
-        perplexity = math.exp(min(metrics.loss, 50.0))
-        print(
-            f"{metrics.split} loss after step {metrics.step}: {metrics.loss:.4f} nats a token "
-            f"(perplexity {perplexity:.2f}) over {metrics.num_tokens:,} tokens in {metrics.seconds:.1f} s",
-            flush=True,
-        )
 
     def close(self) -> None:
         sys.stdout.flush()
@@ -175,36 +156,18 @@ class JsonLines:
                 f"metrics cannot be written to {path}: {error.strerror}; choose another --metrics-file or --save"
             ) from error
 
-    def step(self, metrics: StepMetrics) -> None:
-        self._write({"kind": "step", **asdict(metrics)})
-
-    def evaluation(self, metrics: EvaluationMetrics) -> None:
-        self._write({"kind": "evaluation", **asdict(metrics)})
+    def write(self, metrics: Metrics) -> None:
+        # JSON has neither NaN nor infinity: they are written as null
+        clean = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in asdict(metrics).items()}
+        record = {"kind": metrics.kind, **clean, "time": time.time()}
+        self._file.write(json.dumps(record, allow_nan=False) + "\n")
+        self._file.flush()
 
     def close(self) -> None:
         self._file.close()
 
-    def _write(self, record: dict[str, Any]) -> None:
-        # JSON has neither NaN nor infinity: they are written as null
-        clean = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
-        self._file.write(json.dumps(clean | {"time": time.time()}, allow_nan=False) + "\n")
-        self._file.flush()
 
-
-class _Scalars:
-    """A writer of named scalars."""
-
-    def step(self, metrics: StepMetrics) -> None:
-        self._write(metrics.scalars(), metrics.step)
-
-    def evaluation(self, metrics: EvaluationMetrics) -> None:
-        self._write(metrics.scalars(), metrics.step)
-
-    def _write(self, scalars: dict[str, float], step: int) -> None:
-        raise NotImplementedError
-
-
-class TensorBoard(_Scalars):
+class TensorBoard:
     """A torch SummaryWriter; imported only when asked for."""
 
     def __init__(self, directory: str) -> None:
@@ -221,15 +184,15 @@ class TensorBoard(_Scalars):
                 f"--tensorboard-dir {directory} cannot be written to: {error.strerror}; choose another one"
             ) from error
 
+    def write(self, metrics: Metrics) -> None:
+        for name, value in metrics.scalars().items():
+            self._writer.add_scalar(name, value, metrics.step)
+
     def close(self) -> None:
         self._writer.close()
 
-    def _write(self, scalars: dict[str, float], step: int) -> None:
-        for name, value in scalars.items():
-            self._writer.add_scalar(name, value, step)
 
-
-class WeightsAndBiases(_Scalars):
+class WeightsAndBiases:
     """A wandb run; offline if its server does not answer, and never the reason that training stops."""
 
     def __init__(self, project: str, name: str | None, directory: str | None, configuration: dict[str, Any]) -> None:
@@ -239,40 +202,35 @@ class WeightsAndBiases(_Scalars):
             raise ConfigError(
                 f"--wandb-project {project} needs the package wandb: pip install 'megapipe[wandb]'"
             ) from error
-        self._wandb: Any = wandb
-        self._run = self._start({"project": project, "name": name, "dir": directory, "config": configuration})
+        api: Any = wandb
+        arguments = {"project": project, "name": name, "dir": directory, "config": configuration}
+        self._run: Any = None
+        for mode, failed in (
+            (None, "continuing offline (wandb sync uploads later)"),
+            ("offline", "training continues without it"),
+        ):
+            try:
+                settings = api.Settings(init_timeout=WANDB_TIMEOUT_SECONDS, silent=True)
+                self._run = api.init(**arguments, mode=mode, settings=settings)
+                break
+            except Exception as error:
+                first_line = (str(error).splitlines() or [""])[0]
+                print(f"wandb did not start: {type(error).__name__}: {first_line}; {failed}", file=sys.stderr)
+
+    def write(self, metrics: Metrics) -> None:
+        if self._run is not None:
+            self._run.log(metrics.scalars(), step=metrics.step)
 
     def close(self) -> None:
-        if self._run is not None:
-            _call_with_timeout(WANDB_TIMEOUT_SECONDS, self._run.finish)
+        """Finish in a thread, which is left behind if that hangs."""
 
-    def _start(self, arguments: dict[str, Any]) -> Any:
-        for mode in (None, "offline"):
+        def finish() -> None:
             try:
-                settings = self._wandb.Settings(init_timeout=WANDB_TIMEOUT_SECONDS, silent=True)
-                return self._wandb.init(**arguments, mode=mode, settings=settings)
+                self._run.finish()
             except Exception as error:
-                after = (
-                    "continuing offline (wandb sync uploads later)" if mode is None else "training continues without it"
-                )
-                first_line = (str(error).splitlines() or [""])[0]
-                print(f"wandb did not start: {type(error).__name__}: {first_line}; {after}", file=sys.stderr)
-        return None
+                print(f"wandb did not finish: {type(error).__name__}: {error}", file=sys.stderr)
 
-    def _write(self, scalars: dict[str, float], step: int) -> None:
         if self._run is not None:
-            self._run.log(scalars, step=step)
-
-
-def _call_with_timeout(seconds: float, call: Callable[[], Any]) -> None:
-    """Run a call that may hang or fail in a thread, and leave that thread behind after `seconds`."""
-
-    def guarded() -> None:
-        try:
-            call()
-        except Exception as error:
-            print(f"wandb did not finish: {type(error).__name__}: {error}", file=sys.stderr)
-
-    thread = threading.Thread(target=guarded, daemon=True)
-    thread.start()
-    thread.join(seconds)
+            thread = threading.Thread(target=finish, daemon=True)
+            thread.start()
+            thread.join(WANDB_TIMEOUT_SECONDS)

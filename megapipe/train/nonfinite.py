@@ -21,8 +21,8 @@ from megapipe.assembly.microbatches import Microbatches
 from megapipe.assembly.runtime import TrainingRuntime
 from megapipe.comm.collectives import gather_objects
 from megapipe.model.microbatch import StageLoss
+from megapipe.optimizer.optimizer import StepReport
 from megapipe.pipeline.engine import Step
-from megapipe.train.step import StepBatch, StepResult
 
 Sums = Mapping[tuple[int, int], Tensor]  # (microbatch, stage) -> sum of the stage's output
 NOT_REPEATED = "repeated, the step is finite everywhere: the fault does not repeat itself, which points at the hardware"
@@ -48,31 +48,29 @@ class OutputWatch:
 
 
 def describe_nonfinite(
-    runtime: TrainingRuntime, sums: Sums, batch: StepBatch, result: StepResult, repeat: Callable[[], str]
+    runtime: TrainingRuntime, sums: Sums, sample_ids: Mapping[int, tuple[int, ...]], loss: float, update: StepReport
 ) -> str:
     """Say where a loss or gradient norm became NaN or infinite. Called by all ranks after such a step.
 
-    repeat: repeats the step and says more, or ""; called last, as it may overwrite the gradients.
+    sample_ids: by microbatch.
     """
     first = min((key for key, total in sums.items() if not torch.isfinite(total)), default=None)  # (microbatch, stage)
-    samples = () if first is None else batch.microbatches.sample_ids.get(first[0], ())
+    samples = () if first is None else sample_ids.get(first[0], ())
     bad_gradients = runtime.optimizer.nonfinite_gradients()[:3]
     found = gather_objects((first, samples, bad_gradients), runtime.groups.world)
     outputs = [(where, rank, samples) for rank, (where, samples, _) in enumerate(found) if where is not None]
-    scale = "" if result.update.loss_scale == 1.0 else f", loss scale {result.update.loss_scale:g}"
-    text = f"loss {result.loss}, gradient norm {result.update.grad_norm}{scale}; "
-    if outputs:
-        (microbatch, stage), rank, samples = min(outputs)
-        part = runtime.plan.partition.stages[stage]
-        layers = f"layers {part.first_layer} to {part.last_layer_exclusive - 1}" if part.num_layers else "no layers"
-        shown = f", samples {', '.join(map(str, samples))} of the training data" if samples else ""
-        text += f"first seen in the forward of stage {stage} ({layers}) on rank {rank}, microbatch {microbatch}{shown}"
-    else:
+    scale = "" if update.loss_scale == 1.0 else f", loss scale {update.loss_scale:g}"
+    text = f"loss {loss}, gradient norm {update.grad_norm}{scale}; "
+    if not outputs:
         rank, names = next(((rank, names) for rank, (_, _, names) in enumerate(found) if names), (0, []))
         gradient = f"gradient of {', '.join(names) or 'unknown'} on rank {rank}"
-        text += f"all forwards were finite, so it arose in a backward: {gradient}"
-    more = repeat()
-    return f"{text}; {more}" if more else text
+        return f"{text}all forwards were finite, so it arose in a backward: {gradient}"
+    (microbatch, stage), rank, samples = min(outputs)
+    part = runtime.plan.partition.stages[stage]
+    layers = f"layers {part.first_layer} to {part.last_layer_exclusive - 1}" if part.num_layers else "no layers"
+    shown = f", samples {', '.join(map(str, samples))} of the training data" if samples else ""
+    where = f"stage {stage} ({layers}) on rank {rank}, microbatch {microbatch}{shown}"
+    return f"{text}first seen in the forward of {where}"
 
 
 @dataclass(frozen=True, order=True)
@@ -94,21 +92,28 @@ def repeat_step(runtime: TrainingRuntime, microbatches: Microbatches) -> str:
 
     microbatches: those of the step. The gradients are lost; weights and optimizer state stay.
     """
-    rank = runtime.groups.world.global_rank
-    findings = [
+    rank, search = runtime.groups.world.global_rank, _Search(runtime, microbatches)
+    bad_weights = [
         Finding(
             WEIGHTS, -1, stage, rank, f"weight {name} of stage {stage} on rank {rank} was not finite before the step"
         )
         for stage, module in runtime.stages.items()
         for name, parameter in module.named_parameters()
         if not _is_finite(parameter)
-    ][:1]
-    search = _Search(runtime, microbatches)
+    ]
+    runtime.gather.finish()
+    if runtime.graphs is not None:
+        runtime.graphs.release()  # a replay runs no hooks
+    average = LossAverage(runtime.plan.config.training.calculate_per_token_loss)
+    objective = average.objective(lambda: runtime.optimizer.loss_scale)
     try:
-        _run_row(runtime, microbatches)
+        runtime.reducer.begin_step(len(microbatches))
+        runtime.engine(len(microbatches)).run(Step(microbatches, runtime.message, objective))
+        runtime.reducer.finish()
     finally:
-        search.remove_hooks()
-    of_ranks = gather_objects(findings + search.findings, runtime.groups.world)
+        for undo in reversed(search.undo):
+            undo()
+    of_ranks = gather_objects(bad_weights[:1] + search.findings, runtime.groups.world)
     found = [finding for of_rank in of_ranks for finding in of_rank]
     if not found:
         return NOT_REPEATED
@@ -118,39 +123,24 @@ def repeat_step(runtime: TrainingRuntime, microbatches: Microbatches) -> str:
     return f"repeated, {first.text}{count}"
 
 
-def _run_row(runtime: TrainingRuntime, microbatches: Microbatches) -> None:
-    runtime.gather.finish()
-    if runtime.graphs is not None:
-        runtime.graphs.release()  # a replay runs no hooks
-    average = LossAverage(runtime.plan.config.training.calculate_per_token_loss)
-    objective = average.objective(lambda: runtime.optimizer.loss_scale)
-    runtime.reducer.begin_step(len(microbatches))
-    runtime.engine(len(microbatches)).run(Step(microbatches, runtime.message, objective))
-    runtime.reducer.finish()
-
-
 class _Search:
     """Hooks that check the output of every module, the gradients of activations and the weight gradients."""
 
     def __init__(self, runtime: TrainingRuntime, microbatches: Microbatches) -> None:
         self.findings: list[Finding] = []
+        self.undo: list[Callable[[], None]] = []  # removes the hooks
         self._rank = runtime.groups.world.global_rank
         self._microbatches = microbatches
         self._current = 0  # microbatch of the running forward
         self._last_stage = runtime.plan.placement.num_stages - 1
-        self._undo: list[Callable[[], None]] = []
         self._bad_gradient: dict[tuple[int, int], tuple[Tensor, Finding]] = {}
         self._bad_weights: set[str] = set()
         for stage, module in runtime.stages.items():
-            self._undo.append(module.register_forward_pre_hook(partial(self._enter, stage)).remove)
+            self.undo.append(module.register_forward_pre_hook(partial(self._enter, stage)).remove)
             for name, part in module.named_modules():
-                self._undo.append(part.register_forward_hook(partial(self._leave, stage, name)).remove)
+                self.undo.append(part.register_forward_hook(partial(self._leave, stage, name)).remove)
             for operation in ("backward", "backward_weight"):
                 self._check_weight_gradients(runtime, stage, operation)
-
-    def remove_hooks(self) -> None:
-        for undo in reversed(self._undo):
-            undo()
 
     def _check_weight_gradients(self, runtime: TrainingRuntime, stage: int, operation: str) -> None:
         """Check the weight gradients of a stage after each call of an operation of its runner."""
@@ -168,7 +158,7 @@ class _Search:
             return result
 
         setattr(runner, operation, checked)
-        self._undo.append(partial(delattr, runner, operation))
+        self.undo.append(partial(delattr, runner, operation))
 
     def _enter(self, stage: int, module: nn.Module, inputs: tuple[Any, ...]) -> None:
         self._current = next(k for k in range(len(self._microbatches)) if self._microbatches[k] is inputs[-1])
@@ -200,12 +190,9 @@ class _Search:
         if _is_finite(gradient) or self._has_forward(microbatch, stage):
             return
         known = self._bad_gradient.get(key)
-        place = self._placed(stage, microbatch, f"{text} gives a gradient that is not finite")
-        finding = Finding(BACKWARD, microbatch, -stage, self._rank, place)
-        if received:
-            finding = Finding(
-                BACKWARD, microbatch, -stage + 1, self._rank, ""
-            )  # sorted behind the sender's own finding
+        place = "" if received else self._placed(stage, microbatch, f"{text} gives a gradient that is not finite")
+        flow = -stage + 1 if received else -stage  # sorted behind the sender's own finding
+        finding = Finding(BACKWARD, microbatch, flow, self._rank, place)
         if known is None:
             self._bad_gradient[key] = gradient, finding
             self.findings.append(finding)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import platform
 import time
 from collections.abc import Callable
@@ -20,6 +19,7 @@ from megapipe.comm.collectives import gather_objects, gather_objects_at
 from megapipe.comm.timing import round_trips
 from megapipe.comm.trace import Event
 from megapipe.gpu.device_clock import EventClock
+from megapipe.monitor.process import available_cores
 from megapipe.profile.clock import Clock, Reading, RoundTrip, reading
 from megapipe.profile.profile import (
     ClockOffset,
@@ -35,14 +35,13 @@ from megapipe.profile.profile import (
 )
 from megapipe.profile.summary import profile_text, summarize
 from megapipe.profile.trace import profile_trace
-from megapipe.schedule.schedule import Schedule
 
 MOST_RANKS = 64  # recorded: of a larger world the first pipelines, as many as a viewer can show
 ROUND_TRIPS = 16
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
-class _Recorded(NamedTuple):
+class RecordedStep(NamedTuple):
     """One step on this rank's own clock. error_ns: of times from a GPU's events."""
 
     step: int
@@ -72,7 +71,7 @@ class PipelineProfiler:
         self._active = logging.profile_pipeline
         self._start, self._end = logging.profile_step_start, logging.profile_step_end
         self._events = EventClock(runtime.device, now=now) if self._active and runtime.device.type == "cuda" else None
-        self._recorded: list[_Recorded] = []
+        self._recorded: list[RecordedStep] = []
         self._began: int | None = None  # start of the current step
         self._clocks: dict[int, Reading] = {}  # on rank 0, by global rank: readings at the start
         self._links: tuple[Link, ...] = ()
@@ -105,7 +104,7 @@ class PipelineProfiler:
             start, ended, error_ns = self._events.time_of(start), self._events.time_of(ended), self._events.error_ns
         events = (*(event for event in tracer.events if event.start_ns >= start), Event("step", "phase", start, ended))
         kept = tuple(event for event in events if event.kind in ("action", "wait", "phase"))
-        self._recorded.append(_Recorded(step + 1, num_microbatches, kept, error_ns))
+        self._recorded.append(RecordedStep(step + 1, num_microbatches, kept, error_ns))
         if step + 1 >= self._end:
             self._finish()
 
@@ -114,24 +113,21 @@ class PipelineProfiler:
         if self._recorded:
             self._finish()
         elif self._active:
-            self._say(
-                "--profile-pipeline: nothing was recorded: the run did not reach step "
-                f"{self._start} (--profile-step-start)"
-            )
+            reached = f"the run did not reach step {self._start} (--profile-step-start)"
+            self._say(f"--profile-pipeline: nothing was recorded: {reached}")
 
     def _finish(self) -> None:
-        self._active = False
+        self._active, world = False, self._runtime.groups.world
         after = self._read_clocks()
-        kept = self._runtime.groups.world.global_rank in self._kept()
-        recorded = gather_objects_at(self._recorded if kept else None, self._runtime.groups.world)
-        links = gather_objects_at(self._links, self._runtime.groups.world)
+        recorded = gather_objects_at(self._recorded if world.global_rank in self._kept() else None, world)
+        links = gather_objects_at(self._links, world)
         self._recorded = []
         if recorded:
-            self._write(
-                recorded, sorted({link for some in links for link in some}, key=lambda link: link.pp_ranks), after
-            )
+            unique = sorted({link for some in links for link in some}, key=lambda link: link.pp_ranks)
+            self._write(recorded, unique, after)
 
-    def _write(self, recorded: list[list[_Recorded]], links: list[Link], after: dict[int, Reading]) -> None:
+    def _write(self, recorded: list[list[RecordedStep]], links: list[Link], after: dict[int, Reading]) -> None:
+        """Write the profile and its trace, on rank 0. recorded: by global rank."""
         clocks = {rank: Clock(self._clocks.get(rank), after.get(rank)) for rank in self._kept()}
         profile = self._profile(recorded, links, clocks)
         steps = [step.step for step in profile.pipelines[0].steps]
@@ -147,35 +143,41 @@ class PipelineProfiler:
         some = "" if len(clocks) == world else f"; the first {len(clocks)} of {world} ranks"
         self._say(f"{text}\n  written to {path} and {trace_path(path).name} (for ui.perfetto.dev){some}")
 
-    def _profile(self, recorded: list[list[_Recorded]], links: list[Link], clocks: dict[int, Clock]) -> Profile:
-        plan, kept = self._runtime.plan, self._kept()
-        counts = {step.num_microbatches for step in recorded[0]}
-        row_here = {count: self._runtime.engine(count).row for count in counts}
-        schedules = {count: schedule_as_run(plan.schedule(count), row_here[count]) for count in counts}
+    def _profile(self, recorded: list[list[RecordedStep]], links: list[Link], clocks: dict[int, Clock]) -> Profile:
+        plan, counts = self._runtime.plan, {step.num_microbatches for step in recorded[0]}
+        schedules = {n: schedule_as_run(plan.schedule(n), self._runtime.engine(n).row) for n in counts}
         origin = min(
-            clocks[rank].to_local(event.start_ns) for rank in kept for step in recorded[rank] for event in step.events
+            clock.to_local(event.start_ns)
+            for rank, clock in clocks.items()
+            for step in recorded[rank]
+            for event in step.events
         )
+
+        def since_origin(rank: int, time_ns: int) -> int:
+            return clocks[rank].to_local(time_ns) - origin
+
+        def measured(ranks: tuple[int, ...], index: int) -> MeasuredStep:
+            first = recorded[ranks[0]][index]
+            rows = zip(schedules[first.num_microbatches].rows, ranks, strict=True)
+            measured_rows = (measured_row(row, recorded[r][index].events, partial(since_origin, r)) for row, r in rows)
+            return MeasuredStep(first.step, first.num_microbatches, tuple(measured_rows))
+
         pipelines = []
         for ranks in plan.topology.groups("pp"):
             if ranks[0] in clocks:
                 place = plan.topology.coordinates(ranks[0])
-                each = zip(*(recorded[rank] for rank in ranks), strict=True)
-                steps = tuple(self._step(schedules, same, [clocks[rank] for rank in ranks], origin) for same in each)
+                steps = tuple(measured(ranks, index) for index in range(len(recorded[ranks[0]])))
                 pipelines.append(PipelineSteps(place.tp_rank, place.dp_rank, ranks, steps))
-        message = sum(spec.dtype.itemsize * math.prod(spec.shape) for spec in self._runtime.message(0))
-        notes = tuple(_clock_note(rank, clocks[rank], max(step.error_ns for step in recorded[rank])) for rank in kept)
-        return Profile(self._about(), schedules, message, tuple(links), notes, tuple(pipelines))
+        notes = []
+        for rank, clock in clocks.items():
+            # the times of a GPU may be off from its rank's clock
+            error_ns = clock.error_ns + max(step.error_ns for step in recorded[rank])
+            offset_ns = 0 if clock.before is None else clock.before.offset_ns
+            notes.append(ClockOffset(rank, offset_ns, error_ns, clock.is_shared))
+        return Profile(self._about(), schedules, self._message_bytes(), tuple(links), tuple(notes), tuple(pipelines))
 
-    def _step(
-        self, schedules: dict[int, Schedule], same: tuple[_Recorded, ...], clocks: list[Clock], origin: int
-    ) -> MeasuredStep:
-        first = same[0]
-        rows = schedules[first.num_microbatches].rows
-        measured = tuple(
-            measured_row(row, recorded.events, partial(_since, origin, clock))
-            for row, recorded, clock in zip(rows, same, clocks, strict=True)
-        )
-        return MeasuredStep(first.step, first.num_microbatches, measured)
+    def _message_bytes(self) -> int:
+        return sum(spec.dtype.itemsize * math.prod(spec.shape) for spec in self._runtime.message(0))
 
     def _kept(self) -> tuple[int, ...]:
         """Return the recorded ranks: whole pipelines, at most MOST_RANKS ranks."""
@@ -203,17 +205,16 @@ class PipelineProfiler:
     def _time_links(self) -> tuple[Link, ...]:
         """Return the links that this rank measured as the lower end of a hop between pipeline ranks."""
         runtime, pp, links = self._runtime, self._runtime.groups.pp, []
-        num_bytes = sum(spec.dtype.itemsize * math.prod(spec.shape) for spec in runtime.message(0))
         directions = runtime.plan.placement.directions
         hops = {(min(pair), max(pair)) for ranks in directions for pair in pairwise(ranks) if pair[0] != pair[1]}
         for low, high in sorted(hops):
             seconds = []
-            for size in (8, num_bytes):
+            for size in (8, self._message_bytes()):
                 trips = round_trips(pp, low, high, ROUND_TRIPS, runtime.device, size, self._now)
                 seconds.append(median((back - sent) / 2e9 for sent, _, back in trips) if trips else 0.0)
             if pp.rank == low:
                 links.append(Link((low, high), seconds[0], max(0.0, seconds[1] - seconds[0])))
-        is_first = self._runtime.coordinates.tp_rank == 0 and self._runtime.coordinates.dp_rank == 0
+        is_first = runtime.coordinates.tp_rank == 0 and runtime.coordinates.dp_rank == 0
         return tuple(links) if is_first else ()
 
     def _about(self) -> dict[str, object]:
@@ -224,19 +225,9 @@ class PipelineProfiler:
             "grid": {"tp": t.tp, "pp": t.pp, "chunks": plan.num_chunks, "dp": t.dp},
             "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
             "dtype": plan.config.precision.dtype,
-            "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+            "cores": available_cores(),
             "ranks_per_node": t.ranks_per_node or t.world_size,
             "torch": torch.__version__,
             "python": platform.python_version(),
             "time": time.time(),
         }
-
-
-def _since(origin: int, clock: Clock, time_ns: int) -> int:
-    return clock.to_local(time_ns) - origin
-
-
-def _clock_note(rank: int, clock: Clock, events_error_ns: int) -> ClockOffset:
-    """Describe a rank's clock. events_error_ns: how far the times of its GPU may be off from its own clock."""
-    offset_ns = 0 if clock.before is None else clock.before.offset_ns
-    return ClockOffset(rank, offset_ns, clock.error_ns + events_error_ns, clock.is_shared)

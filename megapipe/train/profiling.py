@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import resource
 import time
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +11,8 @@ import torch
 
 from megapipe.assembly.runtime import TrainingRuntime
 from megapipe.comm.collectives import all_reduce
-from megapipe.comm.trace import Event
 from megapipe.config.files import LoggingConfig
+from megapipe.monitor.process import available_cores
 from megapipe.plan.bubble import expected_bubble
 from megapipe.plan.flops import step_flops
 from megapipe.plan.hardware import peak_flops
@@ -26,19 +24,25 @@ from megapipe.train.stragglers import StragglerLog
 
 
 class Profiling:
-    """The measurements of one rank's steps.
+    """The measurements of one rank's steps: phases, rates between two lines of the log, traces, stragglers.
 
     Called alike on every rank; evaluation and saving are not counted (`restart`).
     """
 
     def __init__(self, runtime: TrainingRuntime, journal: Journal) -> None:
-        logging = runtime.plan.config.logging
-        self.timers = Timers(logging.timing_log_level, runtime.device, runtime.tracer, runtime.heartbeat, runtime.marks)
+        plan, device = runtime.plan, runtime.device
+        logging, dtype = plan.config.logging, plan.config.precision.dtype
+        self.timers = Timers(logging.timing_log_level, device, runtime.tracer, runtime.heartbeat, runtime.marks)
         self._runtime = runtime
-        self._pace = Pace(runtime)
         self._trace = TorchTrace(logging, runtime)
-        self._pipeline = PipelineProfiler(runtime, run_folder(runtime.plan.config), journal.say)
+        self._pipeline = PipelineProfiler(runtime, run_folder(plan.config), journal.say)
         self._stragglers = StragglerLog(runtime, journal)
+        self._peak = peak_flops(torch.cuda.get_device_name(device) if device.type == "cuda" else "", dtype)
+        self._bubble_note = why_no_bubble(runtime)
+        self._predicted: dict[int, float] = {}  # bubble by number of microbatches
+        self._num_microbatches = 0  # of the last step
+        self._samples = self._num_steps = 0  # since the last line of the log
+        self._since = time.perf_counter()
 
     def before(self, step: int) -> None:
         """Note that step number `step` (the first is 1) begins."""
@@ -54,102 +58,63 @@ class Profiling:
 
     def restart(self) -> None:
         """Restart the measurement: the time since the last step is not counted."""
-        self._pace.start()
+        self._samples = self._num_steps = 0
+        self._since = time.perf_counter()
+        if self._runtime.tracer is not None:
+            self._runtime.tracer.clear()
 
     def count(self, num_microbatches: int, num_samples: int) -> None:
         """Count a step whose result is known."""
-        self._pace.count(num_microbatches, num_samples)
+        self._num_microbatches = num_microbatches
+        self._samples += num_samples
+        self._num_steps += 1
 
     def take(self, steps_left: int) -> dict[str, Any]:
         """Return the fields of StepMetrics about time and memory since the last call, and restart.
 
         A collective.
         """
-        phases = self.timers.take(self._runtime.tracer, self._pace.num_steps)
-        return {"phases": phases, **self._pace.take(steps_left)}
-
-    def report_stragglers(self, step: int, num_microbatches: int) -> None:
-        self._stragglers.report(step, num_microbatches)
-
-    def finish(self, num_steps: int) -> None:
-        """Write the profiles that are not written yet, when the run ends after num_steps steps."""
-        self._trace.finish(num_steps)
-        self._pipeline.finish()
-
-
-class Pace:
-    """Rates between two lines of the log: tokens, FLOPs, idle pipeline, memory."""
-
-    def __init__(self, runtime: TrainingRuntime) -> None:
-        self._runtime = runtime
-        plan, device = runtime.plan, runtime.device
-        name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
-        self._peak = peak_flops(name, plan.config.precision.dtype)
-        self._bubble_note = why_no_bubble(runtime)
-        self._predicted: dict[int, float] = {}  # bubble by number of microbatches
-        self._num_microbatches = 0
-        self._samples = self.num_steps = 0
-        self._since = time.perf_counter()
-
-    def start(self) -> None:
-        """Begin to count."""
-        self._samples = self.num_steps = 0
-        self._since = time.perf_counter()
-        if self._runtime.tracer is not None:
-            self._runtime.tracer.clear()
-
-    def count(self, num_microbatches: int, num_samples: int) -> None:
-        """Count one more step."""
-        self._num_microbatches = num_microbatches
-        self._samples += num_samples
-        self.num_steps += 1
-
-    def take(self, steps_left: int) -> dict[str, Any]:
-        """Return the fields of StepMetrics about speed and memory, and restart.
-
-        A collective: every rank calls it.
-        """
-        plan = self._runtime.plan
+        plan, count = self._runtime.plan, self._num_microbatches
+        phases = self.timers.take(self._num_steps)
         seconds = max(time.perf_counter() - self._since, 1e-9)
         flops = step_flops(plan.config.model, self._samples, causal=True) / seconds / plan.topology.world_size
-        per_step = seconds / max(self.num_steps, 1)
+        per_step = seconds / max(self._num_steps, 1)
         taken: dict[str, Any] = {
+            "phases": phases,
             "step_seconds": per_step,
             "tokens_per_second": self._samples * plan.config.model.seq_length / seconds,
             "seconds_left": per_step * steps_left,
             "memory_bytes": self._largest_memory(),
             "bubble": self._bubble(),
-            "predicted_bubble": self._predicted_bubble() if self._bubble_note == "" else None,
+            "predicted_bubble": None,
             "bubble_note": self._bubble_note,
         }
+        if not self._bubble_note:
+            if count not in self._predicted:
+                self._predicted[count] = expected_bubble(plan, count).share
+            taken["predicted_bubble"] = self._predicted[count]
         if plan.config.logging.log_throughput or self._peak is not None:
             taken["tflops"] = flops / 1e12
         if self._peak is not None:
             taken["mfu"] = flops / self._peak
-        self.start()
+        self.restart()
         return taken
 
     def _bubble(self) -> float | None:
         """Return the pipeline's idle share since the last line: 1 - computation / time in the row, over all ranks."""
         tracer, world = self._runtime.tracer, self._runtime.groups.world
-        if self._bubble_note or tracer is None or self.num_steps == 0:
+        if self._bubble_note or tracer is None or self._num_steps == 0:
             return None
-        waits = _total_ns(tracer.of_kind("wait"))
-        computing = _total_ns(event for event in tracer.of_kind("action") if parse_action(event.name).op in BUSY_OPS)
-        in_row = _total_ns(tracer.of_kind("row"))
-        times = torch.tensor(
-            [float(computing - waits), float(in_row)], dtype=torch.float64, device=self._runtime.device
+        busy_actions = (event for event in tracer.of_kind("action") if parse_action(event.name).op in BUSY_OPS)
+        computing, waits, in_row = (
+            sum(event.end_ns - event.start_ns for event in events)
+            for events in (busy_actions, tracer.of_kind("wait"), tracer.of_kind("row"))
         )
-        busy, longest = times[:1].clone(), times[1:].clone()
+        busy = torch.tensor([float(computing - waits)], dtype=torch.float64, device=self._runtime.device)
+        longest = torch.tensor([float(in_row)], dtype=torch.float64, device=self._runtime.device)
         all_reduce(busy, world)
         all_reduce(longest, world, op="max")
         return max(0.0, 1.0 - float(busy) / max(float(longest) * world.size, 1.0))
-
-    def _predicted_bubble(self) -> float:
-        count = self._num_microbatches
-        if count not in self._predicted:
-            self._predicted[count] = expected_bubble(self._runtime.plan, count).share
-        return self._predicted[count]
 
     def _largest_memory(self) -> int:
         """Return the peak memory over all ranks: allocated on the GPU since the last line, else of the process."""
@@ -162,6 +127,14 @@ class Pace:
         largest = torch.tensor([peak], device=device)
         all_reduce(largest, self._runtime.groups.world, op="max")
         return int(largest)
+
+    def report_stragglers(self, step: int, num_microbatches: int) -> None:
+        self._stragglers.report(step, num_microbatches)
+
+    def finish(self, num_steps: int) -> None:
+        """Write the profiles that are not written yet, when the run ends after num_steps steps."""
+        self._trace.finish(num_steps)
+        self._pipeline.finish()
 
 
 class TorchTrace:
@@ -196,10 +169,8 @@ class TorchTrace:
         if self._profiler is not None:
             self._write(self._profiler, num_steps - 1)
         elif self._active:
-            print(
-                f"--profile: nothing was traced: the run did not reach step {self._start} (--profile-step-start)",
-                flush=True,
-            )
+            reached = f"the run did not reach step {self._start} (--profile-step-start)"
+            print(f"--profile: nothing was traced: {reached}", flush=True)
 
     def _write(self, profiler: torch.profiler.profile, last: int) -> None:
         profiler.stop()
@@ -218,11 +189,6 @@ def why_no_bubble(runtime: TrainingRuntime) -> str:
     if runtime.device.type == "cuda":
         return "n/a: host times do not measure a GPU"
     ranks = runtime.plan.topology.ranks_per_node or runtime.plan.topology.world_size
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    if ranks > cores:
+    if ranks > (cores := available_cores()):
         return f"n/a: {ranks} ranks share {cores} cores, so a rank also waits for its core"
     return ""
-
-
-def _total_ns(events: Iterable[Event]) -> int:
-    return sum(event.end_ns - event.start_ns for event in events)

@@ -35,7 +35,6 @@ from megapipe.checkpoint.save import Attempt, BackgroundSave, Extras, SaveReport
 from megapipe.checkpoint.shard import BLOCK_BYTES, TensorBox, tensor_box
 from megapipe.comm.collectives import all_reduce
 from megapipe.comm.groups import Group
-from megapipe.config.config import Config
 from megapipe.errors import CheckpointError
 from megapipe.formatting import bytes_text
 from megapipe.monitor.heartbeat import PATIENCE
@@ -47,7 +46,7 @@ class Saving:
     together, but for `is_ready` and `seconds_since_save`.
 
     root: --save; None saves nothing. tokenizer: contents of its files by name, of which rank 0's are saved. say: prints
-    a line once for all ranks. disk: observed by tests.
+    a line once for all ranks.
     """
 
     def __init__(
@@ -58,11 +57,9 @@ class Saving:
         config_text: str,
         tokenizer: Mapping[str, bytes],
         say: Callable[[str], None],
-        disk: Disk | None = None,
     ) -> None:
         self._runtime, self._schedules, self._root = runtime, schedules, root
         self._config_text, self._tokenizer, self._say = config_text, tokenizer, say
-        self._disk = disk or Disk()
         self._flags = runtime.plan.config.checkpoint
         self._staging = Staging()
         if root is not None and self._flags.async_save:
@@ -91,60 +88,54 @@ class Saving:
         Raises CheckpointError on all ranks if that fails, with --async-save only under --exit-on-save-failure.
         """
         assert self._root is not None
-        with self._runtime.heartbeat.phase("saving", PATIENCE):
-            if self._flags.async_save:
-                self._start_in_background(self._root, state)
+        runtime, texts = self._runtime, (self._config_text, self._tokenizer)
+        with runtime.heartbeat.phase("saving", PATIENCE):
+            if not self._flags.async_save:
+                self._report(save(runtime, state, self._schedules, self._root, *texts))
             else:
-                report = save(
-                    self._runtime, state, self._schedules, self._root, self._config_text, self._tokenizer, self._disk
-                )
-                self._say(_report_text(report))
+                if self._in_flight is not None:
+                    began, step = time.monotonic(), self._in_flight.step
+                    self.finish(is_last=False)
+                    seconds = time.monotonic() - began
+                    self._say(f"waited {seconds:.1f} s for the save of step {step} to end before the next begins")
+                self._failure = None
+                boxes, extras, keep = _content(runtime, state, self._schedules, *texts)
+                attempt = Attempt(Disk(), self._root, state.step, extras, keep, BLOCK_BYTES)
+                try:
+                    self._in_flight = BackgroundSave(attempt, boxes, runtime.groups.world, self._staging)
+                except CheckpointError as error:
+                    self._failed(state.step, error)
         self.saved_step, self._saved_at = state.step, time.monotonic()
 
     def advance(self) -> None:
         """Continue the save in flight; called when it `is_ready` on all ranks. Raises as `save` does."""
-        assert self._in_flight is not None
-        step = self._in_flight.step
+        in_flight = self._in_flight
+        assert in_flight is not None
         with self._runtime.heartbeat.phase("saving", PATIENCE):
             try:
-                report = self._in_flight.advance()
+                report = in_flight.advance()
             except CheckpointError as error:
                 self._in_flight = None
-                self._failed(step, error)
+                self._failed(in_flight.step, error)
                 return
         if report is not None:
             self._in_flight = None
-            self._say(_report_text(report))
+            self._report(report)
 
     def finish(self, is_last: bool) -> None:
         """Wait for the save in flight, if there is one. is_last: no save follows, so its failure is an error."""
-        if self._in_flight is None:
+        in_flight, self._in_flight = self._in_flight, None
+        if in_flight is None:
             if is_last and self._failure is not None:
                 raise self._failure
             return
-        in_flight, self._in_flight = self._in_flight, None
         with self._runtime.heartbeat.phase("saving", PATIENCE):
             try:
-                self._say(_report_text(in_flight.finish()))
+                self._report(in_flight.finish())
             except CheckpointError as error:
                 if is_last:
                     raise
                 self._failed(in_flight.step, error)
-
-    def _start_in_background(self, root: Path, state: TrainingState) -> None:
-        if self._in_flight is not None:
-            began, step = time.monotonic(), self._in_flight.step
-            self.finish(is_last=False)
-            seconds = time.monotonic() - began
-            self._say(f"waited {seconds:.1f} s for the save of step {step} to end before the next begins")
-        self._failure = None
-        boxes, content = what_to_save(self._runtime, state, self._schedules)
-        extras = Extras(content, self._config_text, self._tokenizer)
-        attempt = Attempt(self._disk, root, state.step, extras, retention(self._runtime.plan.config), BLOCK_BYTES)
-        try:
-            self._in_flight = BackgroundSave(attempt, boxes, self._runtime.groups.world, self._staging)
-        except CheckpointError as error:
-            self._failed(state.step, error)
 
     def _failed(self, step: int, error: CheckpointError) -> None:
         if self._flags.exit_on_save_failure:
@@ -152,14 +143,12 @@ class Saving:
         self._failure = error
         self._say(f"the save of step {step} FAILED: {error}; training continues and saves again when it is due")
 
-
-def _report_text(report: SaveReport) -> str:
-    if report.remark:
-        return report.remark
-    waited = report.waited_seconds
-    background = "" if waited is None else f" in the background; training waited {waited:.2f} s"
-    removed = f"; removed {', '.join(path.name for path in report.removed)}" if report.removed else ""
-    return f"saved {report.path} ({bytes_text(report.num_bytes)} in {report.seconds:.1f} s{background}){removed}"
+    def _report(self, report: SaveReport) -> None:
+        waited, names = report.waited_seconds, ", ".join(path.name for path in report.removed)
+        background = "" if waited is None else f" in the background; training waited {waited:.2f} s"
+        written = f"{bytes_text(report.num_bytes)} in {report.seconds:.1f} s{background}"
+        removed = f"; removed {names}" if names else ""
+        self._say(report.remark or f"saved {report.path} ({written}){removed}")
 
 
 def prepare_save(
@@ -167,9 +156,9 @@ def prepare_save(
 ) -> tuple[str, ...]:
     """Prepare root for a run that starts at `step`, and return remarks on what was done.
 
-    Cleans up after interrupted saves and sets aside damaged checkpoints in it and what rollbacks have
-    abandoned. num_rollbacks: of this run so far. Raises CheckpointError on all ranks if root cannot be written to or
-    holds complete checkpoints of later steps.
+    Cleans up after interrupted saves and sets aside damaged checkpoints in it and what rollbacks have abandoned.
+    num_rollbacks: of this run so far. Raises CheckpointError on all ranks if root cannot be written to or holds
+    complete checkpoints of later steps.
     """
 
     def prepare() -> tuple[str, ...]:
@@ -198,21 +187,8 @@ def save(
 
     tokenizer: contents of its files by name, of which rank 0's are saved. Raises CheckpointError on all ranks.
     """
-    boxes, content = what_to_save(runtime, state, schedules)
-    extras = Extras(content, config_text, tokenizer or {})
-    return save_checkpoint(root, state.step, boxes, extras, runtime.groups.world, retention(runtime.plan.config), disk)
-
-
-def what_to_save(
-    runtime: TrainingRuntime, state: TrainingState, schedules: Schedules | None
-) -> tuple[Iterator[TensorBox], dict[str, Any]]:
-    """Return the boxes that this rank writes and the manifest's `state`; called by all ranks after the same step."""
-    runtime.gather.finish()
-    return boxes_to_save(runtime), _manifest_state(runtime, state, schedules)
-
-
-def retention(config: Config) -> Retention:
-    return Retention(config.checkpoint.keep_last, config.checkpoint.save_retain_interval)
+    boxes, extras, keep = _content(runtime, state, schedules, config_text, tokenizer or {})
+    return save_checkpoint(root, state.step, boxes, extras, runtime.groups.world, keep, disk)
 
 
 def boxes_to_save(runtime: TrainingRuntime) -> Iterator[TensorBox]:
@@ -221,43 +197,44 @@ def boxes_to_save(runtime: TrainingRuntime) -> Iterator[TensorBox]:
     with_optimizer = not runtime.plan.config.checkpoint.no_save_optim
     # the same on all ranks, those without parameters included
     masters_are_parameters = runtime.parameter_dtype == runtime.main_dtype
-    if with_optimizer or masters_are_parameters:
-        for held in runtime.optimizer.state():
-            if held.primary and (with_optimizer or held.key == "master"):
-                box = tensor_box(held.key, held.piece, held.values)
-                if box is not None:
-                    yield box
+    if not (with_optimizer or masters_are_parameters):
+        yield from (box for is_primary, box in runtime.held_weights() if is_primary)
         return
-    for is_primary, box in runtime.held_weights():
-        if is_primary:
-            yield box
+    for held in runtime.optimizer.state():
+        if held.primary and (with_optimizer or held.key == "master"):
+            box = tensor_box(held.key, held.piece, held.values)
+            if box is not None:
+                yield box
 
 
-def _manifest_state(runtime: TrainingRuntime, state: TrainingState, schedules: Schedules | None) -> dict[str, Any]:
-    config, topology = runtime.plan.config, runtime.plan.topology
+def _content(
+    runtime: TrainingRuntime,
+    state: TrainingState,
+    schedules: Schedules | None,
+    config_text: str,
+    tokenizer: Mapping[str, bytes],
+) -> tuple[Iterator[TensorBox], Extras, Retention]:
+    """Return the boxes that this rank writes, the rest of the checkpoint and the older ones to keep; called by all
+    ranks after the same step."""
+    runtime.gather.finish()
+    config, topology, flags = runtime.plan.config, runtime.plan.topology, runtime.plan.config.checkpoint
     optimizer: dict[str, Any] | None = None
-    if not config.checkpoint.no_save_optim:
+    if not flags.no_save_optim:
         optimizer = runtime.optimizer.plain_state() | {"rule": config.optimizer.optimizer}
         # a rank whose shards are all padding counts no steps
         num_steps = torch.tensor([optimizer["num_steps"]], dtype=torch.int64, device=runtime.device)
         all_reduce(num_steps, runtime.groups.world, "max")
         optimizer["num_steps"] = int(num_steps.item())
-    content = {
+    manifest_state = {
         "training": state.to_dict(),
         "account": state.account.to_dict(),
         "spikes": state.spikes,
         "optimizer": optimizer,
-        "random": None if config.checkpoint.no_save_rng else {"seed": config.training.seed},
+        "random": None if flags.no_save_rng else {"seed": config.training.seed},
         "schedules": None if schedules is None else schedules.to_dict(),
         "global_batch_size": runtime.plan.batch.full,
         "precision": config.precision.dtype,
-        "grid": {
-            "tp": topology.tp,
-            "cp": topology.cp,
-            "pp": topology.pp,
-            "dp": topology.dp,
-            "chunks": runtime.plan.num_chunks,
-        },
+        "grid": {axis: topology.size(axis) for axis in ("tp", "cp", "pp", "dp")} | {"chunks": runtime.plan.num_chunks},
     }
-    as_json: dict[str, Any] = json.loads(json.dumps(content))
-    return as_json
+    extras = Extras(json.loads(json.dumps(manifest_state)), config_text, tokenizer)
+    return boxes_to_save(runtime), extras, Retention(flags.keep_last, flags.save_retain_interval)

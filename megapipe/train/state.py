@@ -22,6 +22,7 @@ from megapipe.optimizer.schedule import (
 
 T = TypeVar("T")
 COUNTS = ("step", "consumed_samples", "consumed_tokens", "skipped_steps")
+ACCOUNT_COUNTS = ("rollbacks", "discarded_samples", "discarded_tokens")
 
 
 @dataclass(frozen=True)
@@ -38,20 +39,15 @@ class Account:
     discarded_tokens: int = 0
 
     def to_dict(self) -> dict[str, Any]:
-        return {
-            "skipped_samples": [list(window) for window in self.skipped.windows],
-            "rollbacks": self.rollbacks,
-            "discarded_samples": self.discarded_samples,
-            "discarded_tokens": self.discarded_tokens,
-        }
+        counts = {name: getattr(self, name) for name in ACCOUNT_COUNTS}
+        return {"skipped_samples": [list(window) for window in self.skipped.windows], **counts}
 
     @classmethod
     def from_dict(cls, values: dict[str, Any] | None) -> Account:
         """Restore `to_dict`; None, from a checkpoint without an account, gives an empty one."""
         if values is None:
             return cls()
-        counts = (int(values[name]) for name in ("rollbacks", "discarded_samples", "discarded_tokens"))
-        return cls(SkippedSamples.of(values["skipped_samples"]), *counts)
+        return cls(SkippedSamples.of(values["skipped_samples"]), *(int(values[name]) for name in ACCOUNT_COUNTS))
 
 
 @dataclass
@@ -74,11 +70,6 @@ class TrainingState:
         self.step += 1
         self.consumed_samples += samples
         self.consumed_tokens += tokens
-
-    @property
-    def num_skipped_samples(self) -> int:
-        """Number of samples before this position that these weights were not trained on."""
-        return self.account.skipped.index(self.consumed_samples) - self.consumed_samples
 
     def become(self, other: TrainingState) -> None:
         """Take over another position, in place."""
@@ -176,7 +167,14 @@ def schedules_to_resume(own: Schedules, saved: Schedules, optimizer: OptimizerCo
         return own
     if optimizer.use_checkpoint_opt_param_scheduler:
         return saved
-    lines = [f"  {FLAGS[key]}: {here} here, {there} in the checkpoint" for key, here, there in _differences(own, saved)]
+    here, there, lines = own.to_dict(), saved.to_dict(), []
+    for key, flag in FLAGS.items():
+        part, name = key.split(".")
+        rule = part.removeprefix("decoupled_")
+        unused = UNUSED[rule].get(here[part]["style"], UNUSED_OTHERWISE[rule])
+        value, other = here[part][name], there[part][name]
+        if name not in unused and value != other:
+            lines.append(f"  {flag}: {value} here, {other} in the checkpoint")
     if lines:
         raise CheckpointError(
             f"the schedules differ from those that {where} was trained with:\n"
@@ -187,30 +185,21 @@ def schedules_to_resume(own: Schedules, saved: Schedules, optimizer: OptimizerCo
     return saved
 
 
-def _differences(own: Schedules, saved: Schedules) -> list[tuple[str, Any, Any]]:
-    """Return the settings that differ and are used: (key of FLAGS, here, in the checkpoint)."""
-    here, there = own.to_dict(), saved.to_dict()
-    found = []
-    for part, settings in here.items():
-        rule = part.removeprefix("decoupled_")
-        unused = UNUSED[rule].get(settings["style"], UNUSED_OTHERWISE[rule])
-        for name, value in settings.items():
-            key = f"{part}.{name}"
-            if key in FLAGS and name not in unused and value != there[part][name]:
-                found.append((key, value, there[part][name]))
-    return found
-
-
 def on_rank_0(call: Callable[[], T], world: Group) -> T:
     """Return on all ranks what `call` returns on rank 0; its CheckpointError is raised on all of them."""
-    outcome: Any = None
+    outcome: T | CheckpointError | None = None
     if world.rank == 0:
         try:
             outcome = call()
         except CheckpointError as error:
             outcome = error
+    found: T = share(outcome, world)
+    return found
+
+
+def share(outcome: Any, world: Group) -> Any:
+    """Return rank 0's outcome on all ranks; a CheckpointError is raised."""
     outcome = broadcast_object(outcome, world)
     if isinstance(outcome, CheckpointError):
         raise outcome
-    found: T = outcome
-    return found
+    return outcome

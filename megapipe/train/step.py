@@ -1,10 +1,10 @@
 """One optimizer step: forward and backward of all microbatches, gradient reduction, update; timers of its phases.
 
-Used by training, verification and tests."""
+Used by training, verification and tests.
+"""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -60,33 +60,26 @@ class Timers:
         clock: DeviceClock | None = None,
     ) -> None:
         self.level = level
-        self._marks = marks or (lambda name: nullcontext())
-        self._heartbeat = heartbeat
-        self._tracer = tracer
+        self._tracer, self._heartbeat, self._marks = tracer, heartbeat, marks or (lambda name: nullcontext())
         self._clock = clock or device_clock(device)
         self._spans: list[tuple[str, int, int]] = []
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Time a phase of the step. Costs nothing below level 1 and without a tracer or heartbeat."""
+        tracer, is_timed = self._tracer, self.level >= PHASE_LEVEL
         with self._marks(name), nullcontext() if self._heartbeat is None else self._heartbeat.phase(name):
-            if self.level < PHASE_LEVEL and self._tracer is None:
+            start = 0 if tracer is None else tracer.now()
+            begin = self._clock.mark() if is_timed else 0
+            try:
                 yield
-            else:
-                yield from self._timed(name)
+            finally:
+                if tracer is not None:
+                    tracer.event(name, "phase", start, tracer.now())
+                if is_timed:
+                    self._spans.append((name, begin, self._clock.mark()))
 
-    def _timed(self, name: str) -> Iterator[None]:
-        start = 0 if self._tracer is None else self._tracer.now()
-        begin = self._clock.mark()
-        try:
-            yield
-        finally:
-            if self._tracer is not None:
-                self._tracer.event(name, "phase", start, self._tracer.now())
-            if self.level >= PHASE_LEVEL:
-                self._spans.append((name, begin, self._clock.mark()))
-
-    def take(self, tracer: Tracer | None, num_steps: int) -> dict[str, float]:
+    def take(self, num_steps: int) -> dict[str, float]:
         """Return seconds per step of each phase, and at level 2 of each kind of action, over num_steps steps.
 
         Clears the phases.
@@ -95,8 +88,8 @@ class Timers:
         taken: dict[str, float] = {}
         for name, begin, end in spans:
             taken[name] = taken.get(name, 0.0) + self._clock.seconds(begin, end)
-        if self.level >= ACTION_LEVEL and tracer is not None:
-            taken |= action_seconds(tracer)
+        if self.level >= ACTION_LEVEL and self._tracer is not None:
+            taken |= action_seconds(self._tracer)
         return {name: seconds / max(num_steps, 1) for name, seconds in taken.items()}
 
 
@@ -126,10 +119,6 @@ class StepResult:
     num_tokens: float
     update: StepReport
 
-    @property
-    def is_finite(self) -> bool:
-        return math.isfinite(self.loss) and math.isfinite(self.update.grad_norm)
-
 
 @dataclass(frozen=True)
 class StepBatch:
@@ -146,6 +135,9 @@ class StepBatch:
     microbatches: Microbatches
     rates: Rates
     needs_result: bool = False
+
+
+Settle = Callable[[StepBatch, StepResult], bool]
 
 
 def read_microbatches(
@@ -187,7 +179,7 @@ class TrainStep:
         """Run one whole step. Raises nothing for a NaN: `update.skipped` and the loss show it."""
         return self.finish(self.start(microbatches, rates))
 
-    def take(self, batch: StepBatch, settle: Callable[[StepBatch, StepResult], bool]) -> StepResult | None:
+    def take(self, batch: StepBatch, settle: Settle) -> StepResult | None:
         """Run the step of `batch` and return its result, or None if it was given up or its result is not known yet
         (`unsettled`).
 
@@ -242,9 +234,8 @@ class TrainStep:
             )
         runtime.gather.finish()
         step = Step(microbatches, runtime.message, self._average.objective(lambda: 1.0))
-        return self._average.start(
-            runtime.forward_engine(count).run(step), runtime.groups, runtime.device, count
-        ).wait()
+        reports = runtime.forward_engine(count).run(step)
+        return self._average.start(reports, runtime.groups, runtime.device, count).wait()
 
     def _engine_step(self, microbatches: Sequence[Microbatch]) -> Step:
         runtime = self.runtime
@@ -261,12 +252,24 @@ class PostValidationStep(TrainStep):
 
     _loss: PendingLoss  # of the unsettled step
 
-    def take(self, batch: StepBatch, settle: Callable[[StepBatch, StepResult], bool]) -> StepResult | None:
+    def take(self, batch: StepBatch, settle: Settle) -> StepResult | None:
         """Run the step of `batch`; its result comes with the next step unless `batch.needs_result`."""
         begun = None
         if self.unsettled is not None:
-            goes_on, begun = self._begin(batch, self.unsettled, settle)
-            if not goes_on:
+            # run this step's head start and settle the step before
+            tracer, engine = self.runtime.tracer or Tracer(), self.runtime.engine(len(batch.microbatches))
+            mark = len(tracer.events)
+            with self._timers.phase("forward-backward"):
+                begun = engine.begin(self._engine_step(batch.microbatches))
+            with tracer.aside(mark) as head_start_events:
+                previous, result = self.unsettled, self.finish(self._loss)
+                self.unsettled = None
+                is_next = settle(previous, result)
+                if not is_next or result.update.rolled_back:
+                    engine.discard()
+                    head_start_events.clear()  # the forwards were in vain: they count as idle time
+                    begun = None
+            if not is_next:
                 return None
         loss = self.start(batch.microbatches, batch.rates, begun)
         # after many clipped steps the optimizer waits for the norm again, and the result is known at once
@@ -274,26 +277,6 @@ class PostValidationStep(TrainStep):
             self.unsettled, self._loss = batch, loss
             return None
         return self.finish(loss)
-
-    def _begin(
-        self, batch: StepBatch, previous: StepBatch, settle: Callable[[StepBatch, StepResult], bool]
-    ) -> tuple[bool, BegunRun | None]:
-        """Run the head start of a step and settle the step before.
-
-        Returns (continue?, the head start if it is valid).
-        """
-        tracer, engine = self.runtime.tracer or Tracer(), self.runtime.engine(len(batch.microbatches))
-        mark = len(tracer.events)
-        with self._timers.phase("forward-backward"):
-            begun = engine.begin(self._engine_step(batch.microbatches))
-        with tracer.aside(mark) as head_start_events:
-            result, self.unsettled = self.finish(self._loss), None
-            goes_on = settle(previous, result)
-            if goes_on and not result.update.rolled_back:
-                return True, begun
-            engine.discard()
-            head_start_events.clear()  # the forwards were in vain: they count as idle time
-        return goes_on, None
 
 
 class AsynchronousStep(TrainStep):

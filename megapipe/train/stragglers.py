@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from statistics import median
@@ -14,16 +13,15 @@ from megapipe.assembly.runtime import TrainingRuntime
 from megapipe.comm.channels import Channel, MessageTime
 from megapipe.comm.collectives import all_gather, gather_objects
 from megapipe.gpu.device_clock import EventClock
-from megapipe.monitor.heartbeat import Cause, StepTimes, Wait
+from megapipe.monitor.heartbeat import READ, Cause, StepTimes, Wait
 from megapipe.monitor.process import host
-from megapipe.monitor.stragglers import RankPace, extremes_text, find_stragglers, straggler_text
+from megapipe.monitor.stragglers import RankPace, extremes_text, find_stragglers
 from megapipe.schedule.simulate import simulate
 from megapipe.topology import GROUP_NAMES
 from megapipe.train.journal import Journal
 from megapipe.train.watch import rank_text
 
-MESSAGES = "messages"  # between stages, as a cause of waits
-CAUSES = (MESSAGES, *GROUP_NAMES)
+CAUSES = ("messages", *GROUP_NAMES)  # of waits: messages between stages, and collectives by kind of group
 MOST_MESSAGES = 16  # compared per step and channel
 LEAST_WAIT_NS = 20_000  # of a receiver whose message had not arrived before it asked
 Moments = dict[str, list[MessageTime]]  # by channel
@@ -56,71 +54,57 @@ class StragglerLog:
         """
         if not self._active:
             return
-        has_begun, self._has_begun = self._has_begun, self._heartbeat.last_step is not None
+        last_step, channels = self._heartbeat.last_step, self._runtime.channels.values()
+        has_begun, self._has_begun = self._has_begun, last_step is not None
         records = (step + 1) % self._interval == 0 or self._interval == 1  # the last whole step before a log line
         if self._events is not None:
-            self._observe(self._events, records and self._has_begun)
+            if self._observed is not None:
+                times, self._moments = self._observed.finish()
+                self._steps.append(times)
+            self._observed = DeviceWaits(self._events, channels) if records and self._has_begun else None
+            self._heartbeat.observer = self._observed
             return
-        if self._heartbeat.last_step is not None and has_begun:
-            self._steps.append(self._heartbeat.last_step)
-        channels = self._runtime.channels.values()
+        if last_step is not None and has_begun:
+            self._steps.append(last_step)
         if any(channel.message_times is not None for channel in channels):
             self._moments = {str(channel): channel.message_times or [] for channel in channels}
         for channel in channels:
             channel.message_times = [] if records else None
 
-    def _observe(self, clock: EventClock, records: bool) -> None:
-        """End the observation of the step before, if there is one, and begin one if this step is to be recorded."""
-        if self._observed is not None:
-            times, self._moments = self._observed.finish()
-            self._steps.append(times)
-        self._observed = self._heartbeat.observer = (
-            DeviceWaits(clock, self._runtime.channels.values()) if records else None
-        )
-
     def report(self, step: int, num_microbatches: int) -> None:
         """Gather the times of all ranks and report who is slow, at a log line."""
         if not self._active or not self._steps:
             return
-        paces = self._gathered(num_microbatches)
+        paces = self._gather(num_microbatches)
         steps, self._steps, self._moments = len(self._steps), [], {}
-        names = self._names()
-        topology = self._runtime.plan.topology
+        topology, world = self._runtime.plan.topology, self._runtime.groups.world
+        self._hosts = self._hosts or gather_objects(host(), world)
+        names = [f"{rank_text(topology, rank)} on {host}" for rank, host in enumerate(self._hosts)]
         groups = {name: topology.groups(name) for name in ("tp", "cp", "replicas")}
         several = {kind: ranks for kind, ranks in groups.items() if len(ranks[0]) > 1}
-        sentences = [straggler_text(found, paces, names) for found in find_stragglers(paces, several)]
+        sentences = find_stragglers(paces, several, names)
         span = f"the {steps} steps before" if steps > 1 else "the step before"
         listed = "".join(f"\n  {text}" for text in sentences)
         self._journal.say(f"stragglers, {span} step {step}: {extremes_text(paces, self._count)}{listed}")
         if sentences:
             slowest = sorted(paces, key=lambda pace: -pace.computing)[: self._count]
-            self._journal.stragglers(step, sentences, [asdict(pace) for pace in slowest])
+            self._journal.record("stragglers", step=step, told=sentences, slowest=[asdict(pace) for pace in slowest])
 
-    def _gathered(self, num_microbatches: int) -> list[RankPace]:
-        runtime, world = self._runtime, self._runtime.groups.world
-        peer, seconds = self._slowest_link()
-        own = torch.tensor([*_medians(self._steps), peer, seconds], dtype=torch.float64, device=runtime.device)
+    def _gather(self, num_microbatches: int) -> list[RankPace]:
+        runtime, world, topology = self._runtime, self._runtime.groups.world, self._runtime.plan.topology
+        link = self._slowest_link()
+        own = torch.tensor([*_medians(self._steps), *link], dtype=torch.float64, device=runtime.device)
         whole = own.new_empty(world.size * own.numel())
         all_gather(whole, own, world)
         work = simulate(runtime.plan.schedule(num_microbatches), runtime.plan.stage_costs).work_seconds
-        return [self._pace(rank, row, work) for rank, row in enumerate(whole.view(world.size, -1).tolist())]
-
-    def _pace(self, rank: int, row: Sequence[float], work: Sequence[float]) -> RankPace:
-        topology = self._runtime.plan.topology
-        pp_rank = topology.coordinates(rank).pp_rank
-        peers = tuple(r for r in range(topology.world_size) if r != rank and topology.coordinates(r).pp_rank == pp_rank)
-        step, computing, reading, *waits = row[:-2]
-        return RankPace(
-            rank,
-            step,
-            computing,
-            reading,
-            dict(zip(CAUSES, waits, strict=True)),
-            work[pp_rank],
-            peers,
-            int(row[-2]),
-            row[-1],
-        )
+        places = [topology.coordinates(rank).pp_rank for rank in range(world.size)]
+        paces = []
+        for rank, row in enumerate(whole.view(world.size, -1).tolist()):
+            step, computing, reading, *waits, peer, seconds = row
+            by_cause, own_work = dict(zip(CAUSES, waits, strict=True)), work[places[rank]]
+            same = tuple(other for other in range(world.size) if other != rank and places[other] == places[rank])
+            paces.append(RankPace(rank, step, computing, reading, by_cause, own_work, same, int(peer), seconds))
+        return paces
 
     def _slowest_link(self) -> tuple[int, float]:
         """Return (global rank, seconds both ways) of the slowest link to a higher pipeline rank, or (-1, 0)."""
@@ -142,11 +126,6 @@ class StragglerLog:
         seconds, peer = max(found, default=(0.0, -1))
         return peer, seconds
 
-    def _names(self) -> list[str]:
-        if not self._hosts:
-            self._hosts = gather_objects(host(), self._runtime.groups.world)
-        return [f"{rank_text(self._runtime.plan.topology, rank)} on {host}" for rank, host in enumerate(self._hosts)]
-
 
 class DeviceWaits:
     """One step's waits on a GPU's streams; the host, which runs ahead, does not see them. An observer of the heartbeat
@@ -160,30 +139,24 @@ class DeviceWaits:
 
     def __init__(self, clock: EventClock, channels: Iterable[Channel]) -> None:
         self._clock, self._channels = clock, tuple(channels)
-        self._spans: list[tuple[Cause | None, int, int]] = []  # None: reading data
+        self._spans: list[tuple[Cause, int, int]] = []
         self._cause: Cause | None = None
-        self._since = self._reading_since = 0
+        self._since = 0
         clock.begin()
         for channel in self._channels:
             channel.message_times, channel.now = [], clock.mark
         self._began = clock.mark()
 
-    def wait(self, cause: Cause) -> None:
-        if not self._clock.is_stopped:
+    def begin(self, cause: Cause) -> None:
+        if cause == READ or not self._clock.is_stopped:
             self._cause, self._since = cause, self._clock.mark()
 
-    def go_on(self) -> None:
+    def end(self) -> None:
         cause, self._cause = self._cause, None
         if cause is not None:
             self._spans.append((cause, self._since, self._clock.mark()))
 
-    def read(self) -> None:
-        self._reading_since = self._clock.mark()
-
-    def has_read(self) -> None:
-        self._spans.append((None, self._reading_since, self._clock.mark()))
-
-    def finish(self) -> tuple[StepTimes, dict[str, list[MessageTime]]]:
+    def finish(self) -> tuple[StepTimes, Moments]:
         """Return (the step until now, moments of messages by channel) in nanoseconds of the host's clock.
 
         Synchronises with the device.
@@ -191,18 +164,13 @@ class DeviceWaits:
         clock, ended = self._clock, self._clock.mark()
         clock.end()
         waits: dict[Cause, int] = {}
-        reading = 0
         for cause, begin, end in self._spans:
-            took = clock.time_of(end) - clock.time_of(begin)
-            if cause is None:
-                reading += took
-            else:
-                waits[cause] = waits.get(cause, 0) + took
-        moments = {
-            str(each): [(clock.time_of(a), clock.time_of(b)) for a, b in each.message_times or ()]
-            for each in self._channels
-        }
+            waits[cause] = waits.get(cause, 0) + clock.time_of(end) - clock.time_of(begin)
+        reading = waits.pop(READ, 0)
+        moments: Moments = {}
         for channel in self._channels:
+            times = channel.message_times or ()
+            moments[str(channel)] = [(clock.time_of(begun), clock.time_of(arrived)) for begun, arrived in times]
             channel.message_times, channel.now = None, perf_counter_ns
         return StepTimes(clock.time_of(ended) - clock.time_of(self._began), waits, reading), moments
 
@@ -223,17 +191,10 @@ def transit(sent: Sequence[MessageTime], received: Sequence[MessageTime]) -> flo
 
 def _medians(steps: Sequence[StepTimes]) -> list[float]:
     """Return seconds of the step, computing, reading data, and waiting for each of CAUSES: medians over steps."""
-    waits: dict[str, list[int]] = defaultdict(list)
+    rows = []
     for step in steps:
         by_cause = dict.fromkeys(CAUSES, 0)
         for (wait, cause), nanoseconds in step.waits.items():
-            by_cause[str(cause) if wait is Wait.COLLECTIVE else MESSAGES] += nanoseconds
-        for name, nanoseconds in by_cause.items():
-            waits[name].append(nanoseconds)
-    columns = [
-        [s.elapsed for s in steps],
-        [s.computing for s in steps],
-        [s.reading for s in steps],
-        *(waits[name] for name in CAUSES),
-    ]
-    return [median(column) / 1e9 for column in columns]
+            by_cause[str(cause) if wait is Wait.COLLECTIVE else "messages"] += nanoseconds
+        rows.append((step.elapsed, step.computing, step.reading, *by_cause.values()))
+    return [median(column) / 1e9 for column in zip(*rows, strict=True)]

@@ -16,13 +16,13 @@ from megapipe.comm.bootstrap import leave
 from megapipe.comm.collectives import broadcast_object, gather_objects
 from megapipe.comm.groups import ProcessGroups
 from megapipe.comm.store_exchange import StoreExchange
-from megapipe.config.config import Config
 from megapipe.environment import Environment
 from megapipe.errors import CommunicationError, ConfigError
 from megapipe.monitor.diagnosis import silent_hosts
 from megapipe.monitor.heartbeat import Heartbeat
 from megapipe.monitor.process import host, process_space, start_ticks
 from megapipe.monitor.roster import (
+    NAME,
     Member,
     Roster,
     base_folder,
@@ -31,7 +31,6 @@ from megapipe.monitor.roster import (
     sight,
     sweep,
     write_copies,
-    write_live_roster,
     write_roster,
 )
 from megapipe.monitor.watchdog import Watchdog
@@ -42,11 +41,6 @@ from megapipe.train.journal import Journal
 COPY_SECONDS = 1.0  # between copies of the records for `megapipe status`
 LEAVE_SECONDS = 2.0  # to wait for the other ranks of this host to end too
 DYING_SECONDS = 0.3  # between a broken connection and the end of the process that held it
-
-
-def heartbeat_of(config: Config) -> Heartbeat | None:
-    """Return this rank's heartbeat, or None with --hang-timeout-seconds 0."""
-    return Heartbeat(GROUP_NAMES) if config.parallel.hang_timeout_seconds else None
 
 
 @contextmanager
@@ -68,7 +62,7 @@ def watched(
         yield
     except BaseException as error:
         watch.stop("failed")
-        if isinstance(error, CommunicationError) and watch.is_reported:
+        if isinstance(error, CommunicationError) and watch.watchdog.is_reported:
             leave(1)  # a report explains why the peer is lost; this error would only repeat it
         if isinstance(error, CommunicationError) and (others := watch.lost()):
             raise CommunicationError(f"{error}. {others}") from error
@@ -89,7 +83,7 @@ class _Watch:
         journal: Journal,
     ) -> None:
         self._heartbeat, self._folder, self._journal = heartbeat, folder, journal
-        self._rank = groups.world.global_rank
+        self._rank, topology, pid, space = groups.world.global_rank, plan.topology, os.getpid(), process_space()
         token = broadcast_object(secrets.token_hex(6), groups.world)
         try:
             self._live = live_folder(token)
@@ -99,27 +93,25 @@ class _Watch:
                 f"heartbeats cannot be written to {base_folder()}: {error.strerror}; free some space, or give "
                 "--hang-timeout-seconds 0 to do without"
             ) from error
-        held = plan.placement.stages_of(plan.topology.coordinates(self._rank).pp_rank)
-        self.roster = Roster(
-            tuple(gather_objects(_member(plan.topology, self._rank, tuple(held)), groups.world)), _groups(plan.topology)
-        )
-        here = [member.rank for member in self.roster.members if member.space == process_space()]
-        self._writes = self._rank == min(here)
+        stages = tuple(plan.placement.stages_of(topology.coordinates(self._rank).pp_rank))
+        own = Member(self._rank, host(), pid, start_ticks(pid), space, _place(topology, self._rank), stages)
+        several = {name: tuple(ranks for ranks in topology.groups(name) if len(ranks) > 1) for name in GROUP_NAMES}
+        self._roster = Roster(tuple(gather_objects(own, groups.world)), several)
+        self._here = [member for member in self._roster.members if member.space == space]
+        self._writes = self._rank == min(member.rank for member in self._here)
         self._exchange = None
-        if len(here) < len(self.roster.members):
+        if len(self._here) < len(self._roster.members):
             self._exchange = StoreExchange(self._rank, token, heartbeat.as_bytes)
-        limit = plan.config.parallel.hang_timeout_seconds
-        kills = environment.launcher != "torchrun"  # its agent kills ranks itself
-        self._watchdog = Watchdog(
+        self.watchdog = Watchdog(
             heartbeat,
-            self.roster,
+            self._roster,
             self._rank,
             self._live,
-            limit,
+            plan.config.parallel.hang_timeout_seconds,
             self._say,
             lambda: leave(1),
             exchange=self._exchange,
-            kills=kills,
+            kills=environment.launcher != "torchrun",  # its agent kills ranks itself
         )
         self._stopped = threading.Event()
         self._copier = threading.Thread(target=self._copy_on, name="heartbeat-copies", daemon=True)
@@ -127,42 +119,40 @@ class _Watch:
     def start(self) -> None:
         if self._writes:
             sweep(base_folder())
-            self._write(lambda: write_live_roster(self._live, self.roster, self._live))
+            self._write(lambda: write_roster(self._live, self._roster, self._live))
         if self._rank == 0 and self._folder is not None:
-            folder = self._folder
-            self._write(lambda: write_roster(folder, self.roster, self._live))
+            folder = self._folder / NAME
+            self._write(lambda: write_roster(folder, self._roster, self._live))
         if self._exchange is not None:
             self._exchange.start()
-        self._watchdog.start()
+        self.watchdog.start()
         if self._writes and self._folder is not None:
             self._copier.start()
 
     def stop(self, last_phase: str) -> None:
         """End the watchdog and write a last copy. After a successful run the live records are removed."""
-        self._watchdog.stop()
+        self.watchdog.stop()
         self._heartbeat.leave(last_phase)
         self._stopped.set()
         if self._exchange is not None:
             self._exchange.stop()
         if not self._writes:
             return
-        if last_phase == "ended":
-            self._wait_for_local_ranks()
+        until = time.monotonic() + LEAVE_SECONDS if last_phase == "ended" else 0.0
+        while time.monotonic() < until:
+            if all((seen := sight(member, self._live)).has_left or seen.is_gone for member in self._here):
+                break
+            time.sleep(0.01)
         self._copy()
         if last_phase == "ended":
             shutil.rmtree(self._live, ignore_errors=True)
 
-    @property
-    def is_reported(self) -> bool:
-        """True if some rank has reported a hang."""
-        return self._watchdog.is_reported
-
     def lost(self) -> str:
         """Describe ranks of this host whose processes died without an error message, and hosts that do not answer."""
         time.sleep(DYING_SECONDS)
-        members = [member for member in self.roster.members if sight(member, self._live).is_gone]
+        members = [member for member in self._roster.members if sight(member, self._live).is_gone]
         names = "; ".join(f"{member} on {member.host}, process {member.pid}" for member in members)
-        hosts = silent_hosts(self._watchdog.unreachable())
+        hosts = silent_hosts(self.watchdog.unreachable())
         parts = (f"Died without an error message: {names}" if names else "", hosts[:1].upper() + hosts[1:])
         return ". ".join(part for part in parts if part)
 
@@ -173,14 +163,6 @@ class _Watch:
         if self._writes or self._folder is not None:
             self._copy()
 
-    def _wait_for_local_ranks(self) -> None:
-        until = time.monotonic() + LEAVE_SECONDS
-        here = [member for member in self.roster.members if member.space == process_space()]
-        while (
-            not all((seen := sight(m, self._live)).has_left or seen.is_gone for m in here) and time.monotonic() < until
-        ):
-            time.sleep(0.01)
-
     def _copy_on(self) -> None:
         while not self._stopped.wait(COPY_SECONDS):
             self._copy()
@@ -188,7 +170,7 @@ class _Watch:
     def _copy(self) -> None:
         if self._folder is not None:
             folder = self._folder
-            self._write(lambda: write_copies(folder, self.roster, self._live))
+            self._write(lambda: write_copies(folder / NAME, self._roster, self._live))
 
     def _write(self, write: Callable[[], None]) -> None:
         """Write for `megapipe status`. A disk that refuses costs its output, never the run."""
@@ -196,7 +178,8 @@ class _Watch:
             write()
         except OSError as error:
             if not self._stopped.is_set():
-                self._journal.note(f"the heartbeats of this run could not be copied to its folder: {error.strerror}")
+                text = f"the heartbeats of this run could not be copied to its folder: {error.strerror}"
+                self._journal.record("note", text=text)
             self._folder = None
 
 
@@ -207,16 +190,7 @@ def rank_text(topology: Topology, rank: int) -> str:
 
 
 def _place(topology: Topology, rank: int) -> str:
-    coordinates = topology.coordinates(rank)
-    sizes = {"pp": topology.pp, "dp": topology.dp, "cp": topology.cp, "tp": topology.tp}
-    return ", ".join(f"{axis} {getattr(coordinates, axis + '_rank')}" for axis, size in sizes.items() if size > 1)
-
-
-def _member(topology: Topology, rank: int, stages: tuple[int, ...]) -> Member:
-    pid = os.getpid()
-    return Member(rank, host(), pid, start_ticks(pid), process_space(), _place(topology, rank), stages)
-
-
-def _groups(topology: Topology) -> dict[str, tuple[tuple[int, ...], ...]]:
-    """Return all groups of more than one rank, by kind."""
-    return {name: tuple(ranks for ranks in topology.groups(name) if len(ranks) > 1) for name in GROUP_NAMES}
+    coordinates = topology.coordinates(rank)._asdict()
+    return ", ".join(
+        f"{axis} {coordinates[axis + '_rank']}" for axis in ("pp", "dp", "cp", "tp") if topology.size(axis) > 1
+    )

@@ -68,7 +68,7 @@ def test_a_reader_sees_only_whole_records_while_another_thread_writes(tmp_path: 
             heartbeat.step(n)
             heartbeat.act(b"%dF%d" % (n, n))
             heartbeat.wait_for_all("world", "all_reduce", n)
-            heartbeat.goes_on()
+            heartbeat.end_wait()
         done.set()
 
     writer = threading.Thread(target=write)
@@ -101,7 +101,7 @@ def test_phases_nest_and_the_longest_patience_holds() -> None:
 
 def test_collectives_are_counted_by_kind_of_group() -> None:
     heartbeat = Heartbeat(("tp", "dp"))
-    assert [heartbeat.joins("dp"), heartbeat.joins("dp"), heartbeat.joins("tp")] == [1, 2, 1]
+    assert [heartbeat.count_launch("dp"), heartbeat.count_launch("dp"), heartbeat.count_launch("tp")] == [1, 2, 1]
     assert heartbeat.snapshot().counts[:2] == (1, 2)
 
 

@@ -115,7 +115,7 @@ def test_after_a_pause_of_the_whole_process_the_clock_starts_anew(
     watchdog.start()
     told.append(real())
     began = time.monotonic()
-    beat: Callable[[], None] = heartbeat.goes_on
+    beat: Callable[[], None] = heartbeat.end_wait
     while time.monotonic() - began < 2 * LIMIT_SECONDS:
         beat()
         time.sleep(0.02)

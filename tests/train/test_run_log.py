@@ -48,8 +48,8 @@ def test_a_rank_that_fails_leaves_its_message(rank_pools: Callable[[int], RankPo
 def test_a_disk_that_refuses_costs_the_record_alone(tmp_path: Path, capsys: object) -> None:
     (tmp_path / "file").write_text("")
     log = Journal(tmp_path / "file" / "below")
-    log.note("one")
-    log.note("two")
+    log.record("note", text="one")
+    log.record("note", text="two")
     assert capsys.readouterr().err.count("the run continues without it") == 1  # type: ignore[attr-defined]
 
 

@@ -17,8 +17,8 @@ from megapipe.checkpoint.folder import read_rollbacks
 from megapipe.checkpoint.manifest import read_manifest
 from megapipe.config.training import TrainingConfig
 from megapipe.data.loader import Loader
+from megapipe.train import loading
 from megapipe.train.guard import SpikeWatch
-from megapipe.train.loading import SpikeRollback
 from tests.harness import RankPool
 from tests.train.jobs import job, job_on_rank, lines_of, steps_of
 from tests.train.test_saving import contents
@@ -190,19 +190,15 @@ def test_a_crash_in_a_rollback_costs_nothing(tmp_path: Path, monkeypatch: pytest
     flags = f"{WATCH} --spike-steps 2 --save {tmp_path}/c --load {tmp_path}/c"
     in_process(monkeypatch, (56, 72))
     assert job(flags.replace("/c", "/undisturbed"))[0] == 0
-    commit = SpikeRollback._commit
+    move = loading.move_abandoned
 
-    def crash(self: SpikeRollback, rollback: Any) -> Any:
+    def crash(root: Path) -> Any:
         if event == "moved":
-            commit(self, rollback)
-        else:
-            from megapipe.checkpoint.folder import write_rollback
-
-            write_rollback(self._root, rollback, self._disk)
+            move(root)
         raise Crash
 
     with monkeypatch.context() as patch:
-        patch.setattr(SpikeRollback, "_commit", crash)
+        patch.setattr(loading, "move_abandoned", crash)
         with pytest.raises(Crash):
             job(flags)
     code, said = job(flags)
@@ -227,7 +223,7 @@ def test_the_account_survives_a_resume_on_another_dp(tmp_path: Path, rank_pools:
     assert account(tmp_path / "c", 14)["rollbacks"] == 2
 
 
-def test_a_loss_that_is_no_number_is_a_spike_and_the_limit_ends_the_run(tmp_path: Path) -> None:
+def test_a_nan_loss_is_a_spike_and_the_limit_ends_the_run(tmp_path: Path) -> None:
     code, said = job(f"{WATCH} --save {tmp_path}/c --save-interval 1 --lr 1e30 --spike-limit 2")
     assert code == 1
     assert "Back to step 1; samples 8 to 15 of the training data are skipped (rollback 1)" in said

@@ -126,7 +126,7 @@ class FakeChannel:
         device.launch(nanoseconds)
         if self.message_times is not None:
             self.message_times.append((begun, self.now()))
-        heartbeat.goes_on()
+        heartbeat.end_wait()
 
     def __str__(self) -> str:
         return "activation from stage 0 to 1"
@@ -140,11 +140,11 @@ def a_step(device: FakeDevice, heartbeat: Heartbeat, channel: FakeChannel) -> No
     device.launch(30 * MILLISECOND)
     heartbeat.wait_for_all("tp", "all_reduce", 1)
     device.launch(20 * MILLISECOND)
-    heartbeat.goes_on()
+    heartbeat.end_wait()
     channel.receive(device, heartbeat, 7 * MILLISECOND)
     device.records_a_graph = True  # a collective inside a graph is waited for here
     heartbeat.wait_for_all("tp", "all_reduce", 2)
-    heartbeat.goes_on()
+    heartbeat.end_wait()
     device.records_a_graph = False
     with heartbeat.phase("reading data"):
         device.host_ns += 200 * MILLISECOND

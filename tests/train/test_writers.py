@@ -134,13 +134,13 @@ def test_a_writer_that_fails_is_left_out_and_the_others_go_on(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     class Full(JsonLines):
-        def _write(self, record: dict[str, Any]) -> None:
+        def write(self, metrics: Any) -> None:
             raise OSError(28, "No space left on device")
 
     journal = Journal(None)
     journal.writers = [Full(tmp_path / "full.jsonl"), Console(), JsonLines(tmp_path / "m.jsonl")]
     for step in (1, 2):
-        journal.evaluation(EvaluationMetrics("validation", step, math.nan, 64, 0.1))
+        journal.write(EvaluationMetrics("validation", step, math.nan, 64, 0.1))
     journal.close()
     assert [(line["step"], line["loss"]) for line in lines_of(tmp_path / "m.jsonl")] == [(1, None), (2, None)]
     printed = capsys.readouterr()
@@ -244,8 +244,8 @@ def test_on_a_gpu_phases_have_the_times_of_its_stream_and_hold_nobody_up() -> No
         with timers.phase("optimizer"):
             device.launch(2_000_000)
     assert device.host_ns - launched < 1_000_000
-    assert timers.take(None, 3) == {
+    assert timers.take(3) == {
         "forward-backward": pytest.approx(0.03, rel=1e-2),
         "optimizer": pytest.approx(0.002, rel=1e-2),
     }
-    assert timers.take(None, 3) == {}
+    assert timers.take(3) == {}
