@@ -156,14 +156,6 @@ class Engine:
 
             return handle
 
-        def with_offload(handler: Handler, offload: RowOffload) -> Handler:
-            def handle(run: BegunRun, action: Action) -> None:
-                offload.act(action)
-                handler(run, action)
-                offload.rest()
-
-            return handle
-
         def within(handler: Handler, context: Callable[[Action], AbstractContextManager[Any]]) -> Handler:
             def handle(run: BegunRun, action: Action) -> None:
                 with context(action):
@@ -186,7 +178,7 @@ class Engine:
             handlers |= {op: with_weights(handlers[op], weights) for op in COMPUTE_OPS}
             handlers[Op.UPDATE] = lambda run, action: weights.update(action.stage, _number(action))
         if self._offload is not None:
-            handlers |= {op: with_offload(handlers[op], self._offload) for op in COMPUTE_OPS}
+            handlers |= {op: within(handlers[op], self._offload.computing) for op in COMPUTE_OPS}
         if streams is not None:
             handlers |= {op: within(handlers[op], lambda action: streams.computing(action.stage)) for op in COMPUTE_OPS}
             handlers[Op.OVERLAP] = lambda run, action: streams.begin_pair()

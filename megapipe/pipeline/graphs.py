@@ -28,7 +28,6 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from megapipe.comm.channels import MessageSpec
 from megapipe.errors import TrainingError
 from megapipe.pipeline.engine import Step
 from megapipe.pipeline.stage import Gradients, LossFunction, StageRunner, Tensors
@@ -56,21 +55,6 @@ class CudaRecorder:
         with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
             result = work()
         return graph.replay, result
-
-
-@dataclass(frozen=True)
-class Example:
-    """The inputs that a stage's graphs are captured with.
-
-    message: shapes and dtypes from the stage before. payload: a microbatch; only its tensors change from replay to
-    replay.
-    loss: the engine's loss, on the last stage.
-    """
-
-    message: tuple[MessageSpec, ...]
-    payload: Any
-    loss: LossFunction | None
-    device: torch.device
 
 
 @dataclass
@@ -114,14 +98,17 @@ class StageGraphs:
     def are_recorded(self) -> bool:
         return bool(self.slots)
 
-    def record(self, recorder: CudaRecorder, num_slots: int, example: Example) -> None:
+    def record(
+        self, recorder: CudaRecorder, num_slots: int, inputs: Tensors, payload: Any, loss: LossFunction | None
+    ) -> None:
         """Capture all graphs of the stage without computing anything.
 
-        Raises TrainingError if an operation cannot be captured.
+        inputs: tensors like those from the stage before. payload: a microbatch; only its tensors change from replay to
+        replay. loss: the engine's loss, on the last stage. Raises TrainingError if an operation cannot be captured.
         """
         observe = self.runner.observe
         try:
-            self.slots = [self._recorded(recorder, number, example) for number in range(num_slots)]
+            self.slots = [self._recorded(recorder, number, inputs, payload, loss) for number in range(num_slots)]
         finally:
             self.runner.observe = observe
         self._addresses = [tensor.data_ptr() for tensor in self._fixed()]
@@ -143,12 +130,13 @@ class StageGraphs:
         for target, source in zip(targets, sources, strict=True):
             target.copy_(source)
 
-    def _recorded(self, recorder: CudaRecorder, number: int, example: Example) -> _Slot:
+    def _recorded(
+        self, recorder: CudaRecorder, number: int, inputs: Tensors, payload: Any, loss: LossFunction | None
+    ) -> _Slot:
         runner, pool = self.runner, recorder.pool()
         outputs: list[Any] = []
         runner.observe = lambda _, output: outputs.append(output)
-        inputs = tuple(torch.zeros(spec.shape, dtype=spec.dtype, device=example.device) for spec in example.message)
-        payload = mapped(example.payload, Tensor.clone)
+        inputs, payload = mapped(inputs, torch.zeros_like), mapped(payload, Tensor.clone)
 
         def record(what: str, work: Callable[[], Result]) -> tuple[Replay, Result]:
             try:
@@ -162,11 +150,11 @@ class StageGraphs:
                     "with the device and allocations outside of torch cannot be captured; omit --cuda-graph-impl"
                 ) from error
 
-        forward, result = record("forward", lambda: runner.forward(number, inputs, payload, example.loss))
+        forward, result = record("forward", lambda: runner.forward(number, inputs, payload, loss))
         slot = _Slot(inputs, tensors_of(payload), forward, mapped(outputs[0], Tensor.detach), result)
         # one per slot: operations deferred to W may keep a reference to the gradient
         slot.gradients = (None,)
-        if example.loss is None:
+        if loss is None:
             sent = (t for t in result if t.is_floating_point())
             slot.gradients = tuple(torch.zeros(t.shape, dtype=t.dtype, device=t.device) for t in sent)
         backward = runner.backward_input if self._splits else runner.backward
@@ -260,8 +248,9 @@ class RankGraphs:
             payload = self.example(step.microbatches[0])
             for stage, graphs in self.stages.items():
                 message = step.message(stage - 1) if stage else ()
+                inputs = tuple(torch.zeros(spec.shape, dtype=spec.dtype, device=self.device) for spec in message)
                 loss = step.loss if stage == self.last_stage else None
-                graphs.record(self.recorder, self.num_slots[stage], Example(message, payload, loss, self.device))
+                graphs.record(self.recorder, self.num_slots[stage], inputs, payload, loss)
 
     def release(self) -> None:
         """Free all graphs. The next step runs without them; after it they are captured again."""

@@ -9,6 +9,7 @@ layers and small tensors stay on the device.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -118,14 +119,17 @@ class RowOffload:
     ) -> None:
         self._offload, self._moves = offload, moves
         self._firsts = {action: next(moments_of(action, stages), None) for action in row}
-        self.rest, self.clear = offload.rest, offload.clear
+        self.clear = offload.clear
 
     def begin(self) -> None:
         self._offload.begin(self._moves)
 
-    def act(self, action: Action) -> None:
-        """Begin a computation of the row."""
+    @contextmanager
+    def computing(self, action: Action) -> Iterator[None]:
+        """Run a computation of the row in the block."""
         self._offload.act(action, self._firsts.get(action))
+        yield
+        self._offload.rest()
 
 
 class StageOffload:

@@ -180,7 +180,7 @@ class RunPlan:
         """Return the versions of its weights that a rank holds at once, for any number of microbatches of the run."""
         if self.is_synchronous:
             return 1
-        return max(self.weight_versions(count, pp_rank).num_buffers for count in self._microbatch_counts)
+        return 1 + max(max(self.weight_versions(count, pp_rank).buffer_of) for count in self._microbatch_counts)
 
     def slots(self, num_microbatches: int, pp_rank: int) -> Slots:
         """Return the slot of each (stage, microbatch) of this rank: static buffers used from F to B or W (CUDA

@@ -59,9 +59,20 @@ class Model:
 
         Raises ConfigError if uneven slices cannot be divided into them.
         """
-        per_stage = self._stages(num_stages)
+        count = len(self.slices)
+        if count % num_stages == 0:
+            size = count // num_stages
+            parts = [self.slices[stage * size : (stage + 1) * size] for stage in range(num_stages)]
+            stages = [Seconds(*map(sum, zip(*part, strict=True))) for part in parts]
+        elif len(set(self.slices)) == 1:
+            stages = [Seconds(*(value * count / num_stages for value in self.slices[0]))] * num_stages
+        else:
+            raise ConfigError(
+                f"{count} uneven slices of the model cannot be cut into {num_stages} equal stages: give a multiple of "
+                f"{num_stages}"
+            )
         seconds: dict[tuple[int, Op], float] = {}
-        for stage, (forward, input_gradient, weight_gradient) in enumerate(per_stage):
+        for stage, (forward, input_gradient, weight_gradient) in enumerate(stages):
             seconds[stage, Op.F], seconds[stage, Op.I], seconds[stage, Op.W] = forward, input_gradient, weight_gradient
             seconds[stage, Op.B] = input_gradient + weight_gradient
             seconds[stage, Op.SEND_F] = seconds[stage, Op.SEND_B] = self.transfer_seconds
@@ -72,19 +83,6 @@ class Model:
             if self.pair_share != 1.0
         }
         return Costs(seconds, self.latency_seconds, self.overlap, pairs, self.rank_speeds)
-
-    def _stages(self, num_stages: int) -> list[Seconds]:
-        count = len(self.slices)
-        if count % num_stages == 0:
-            size = count // num_stages
-            parts = [self.slices[stage * size : (stage + 1) * size] for stage in range(num_stages)]
-            return [Seconds(*map(sum, zip(*part, strict=True))) for part in parts]
-        if len(set(self.slices)) == 1:
-            return [Seconds(*(value * count / num_stages for value in self.slices[0]))] * num_stages
-        raise ConfigError(
-            f"{count} uneven slices of the model cannot be cut into {num_stages} equal stages: give a multiple of "
-            f"{num_stages}"
-        )
 
 
 @dataclass(frozen=True)
@@ -135,30 +133,28 @@ def measure(schedule: Schedule, model: Model, receive_depth: int = 2) -> tuple[M
     timeline = simulate(lowered, model.costs(schedule.num_stages))
     barrier, chained = timeline.barrier_bubble, timeline.chained_bubble
     chunk = schedule.num_ranks / schedule.num_stages  # of the layers of a rank that holds each parameter once
-    return (
-        Measures(
-            schedule=schedule.name,
-            num_ranks=schedule.num_ranks,
-            stages_per_rank=schedule.placement.num_chunks,
-            num_microbatches=schedule.num_microbatches,
-            is_synchronous=schedule.is_synchronous,
-            makespan_seconds=timeline.makespan_seconds,
-            step_seconds=timeline.makespan_seconds + model.optimizer_seconds,
-            work_seconds=max(timeline.work_seconds),
-            barrier_share=barrier.share,
-            barrier_ratio=barrier.ratio,
-            chained_share=chained.share,
-            chained_ratio=chained.ratio,
-            peak_microbatches=max(timeline.peak_live_chunks) * chunk,
-            peak_until_input_gradient=max(peak_live_chunks(schedule, until_input_gradient=True)) * chunk,
-            peak_bytes=max(timeline.peak_live_chunks) * chunk * model.activation_bytes,
-            inputs_held=max(peak_waiting_messages(timeline)),
-            messages_sent=sum(messages_sent(lowered)),
-            send_depth=proof.send_depth,
-            num_actions=proof.num_actions,
-        ),
-        timeline,
+    measures = Measures(
+        schedule=schedule.name,
+        num_ranks=schedule.num_ranks,
+        stages_per_rank=schedule.placement.num_chunks,
+        num_microbatches=schedule.num_microbatches,
+        is_synchronous=schedule.is_synchronous,
+        makespan_seconds=timeline.makespan_seconds,
+        step_seconds=timeline.makespan_seconds + model.optimizer_seconds,
+        work_seconds=max(timeline.work_seconds),
+        barrier_share=barrier.share,
+        barrier_ratio=barrier.ratio,
+        chained_share=chained.share,
+        chained_ratio=chained.ratio,
+        peak_microbatches=max(timeline.peak_live_chunks) * chunk,
+        peak_until_input_gradient=max(peak_live_chunks(schedule, until_input_gradient=True)) * chunk,
+        peak_bytes=max(timeline.peak_live_chunks) * chunk * model.activation_bytes,
+        inputs_held=max(peak_waiting_messages(timeline)),
+        messages_sent=sum(messages_sent(lowered)),
+        send_depth=proof.send_depth,
+        num_actions=proof.num_actions,
     )
+    return measures, timeline
 
 
 def compare(

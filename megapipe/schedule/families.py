@@ -13,28 +13,10 @@ from functools import partial
 
 from megapipe.errors import ConfigError
 from megapipe.schedule.action import Action, Op
+from megapipe.schedule.generate import split_backward as split
+from megapipe.schedule.generate import whole_backward as whole
 from megapipe.schedule.generate.automatic import automatic
 from megapipe.schedule.generate.shape import AutoGoal, Shape
-from megapipe.schedule.generate.split_backward import (
-    dualpipe,
-    dualpipe_counts,
-    dualpipe_v,
-    dualpipe_v_counts,
-    v_half,
-    v_min,
-    zb_h1,
-    zb_h2,
-    zb_v,
-)
-from megapipe.schedule.generate.whole_backward import (
-    breadth_first,
-    gpipe,
-    interleaved,
-    naive,
-    one_f_one_b,
-    pipedream,
-    pipedream_2bw,
-)
 from megapipe.schedule.lifetimes import VersionRule, one_group_stale, stashed
 from megapipe.schedule.lower import lower
 from megapipe.schedule.placement import Placement, loop, two_directions, v_shape
@@ -93,15 +75,16 @@ class ScheduleFamily:
 
 _Split = partial(ScheduleFamily, splits_backward=True)
 _OnV = partial(_Split, placement=v_shape, takes_chunks=True, chunks=2)
+_ZeroBubbleV = partial(_OnV, is_candidate=True)
 _FAMILIES = (
-    ScheduleFamily("naive", naive, "one microbatch at a time through all stages: the baseline"),
-    ScheduleFamily("gpipe", gpipe, "all forwards, then all backwards; keeps every microbatch"),
+    ScheduleFamily("naive", whole.naive, "one microbatch at a time through all stages: the baseline"),
+    ScheduleFamily("gpipe", whole.breadth_first, "all forwards, then all backwards; keeps every microbatch"),
     ScheduleFamily(
-        "1f1b", one_f_one_b, "one forward, one backward in turn; keeps at most pp microbatches", is_candidate=True
+        "1f1b", whole.one_f_one_b, "one forward, one backward in turn; keeps at most pp microbatches", is_candidate=True
     ),
     ScheduleFamily(
         "interleaved",
-        interleaved,
+        whole.interleaved,
         "1F1B over several chunks per rank; the bubble divided by their number",
         takes_chunks=True,
         without_chunks="1f1b",
@@ -110,41 +93,36 @@ _FAMILIES = (
     ),
     ScheduleFamily(
         "breadth-first",
-        breadth_first,
+        whole.breadth_first,
         "chunk by chunk over all microbatches; keeps all, gathers and reduces each chunk once",
         takes_chunks=True,
         without_chunks="gpipe",
     ),
-    _Split("zb-h1", zb_h1, "backward split, W in a third of the bubble; the memory of 1F1B", is_candidate=True),
-    _Split("zb-h2", zb_h2, "backward split, no bubble between steps where F = I = W; about twice the memory"),
-    _OnV(
-        "zb-v",
-        zb_v,
-        "backward split on a V: almost no bubble where F = I = W, the memory of 1F1B",
-        is_candidate=True,
-    ),
-    _OnV("v-half", v_half, "backward split on a V: half the bubble and half the memory of 1F1B", is_candidate=True),
-    _OnV(
-        "v-min", v_min, "backward split on a V: two thirds of 1F1B's bubble, a third of its memory", is_candidate=True
-    ),
+    _Split("zb-h1", split.zb_h1, "backward split, W in a third of the bubble; the memory of 1F1B", is_candidate=True),
+    _Split("zb-h2", split.zb_h2, "backward split, no bubble between steps where F = I = W; about twice the memory"),
+    _ZeroBubbleV("zb-v", split.zb_v, "backward split on a V: almost no bubble where F = I = W, the memory of 1F1B"),
+    _ZeroBubbleV("v-half", split.v_half, "backward split on a V: half the bubble and half the memory of 1F1B"),
+    _ZeroBubbleV("v-min", split.v_min, "backward split on a V: two thirds of 1F1B's bubble, a third of its memory"),
     _Split("zb-auto", automatic, "backward split, searched for measured times and a memory limit", is_automatic=True),
     _Split(
         "dualpipe",
-        dualpipe,
+        split.dualpipe,
         "from both ends at once, forwards overlapped with backwards; parameters held twice",
         placement=two_directions,
-        counts=dualpipe_counts,
+        counts=split.dualpipe_counts,
     ),
-    _OnV("dualpipe-v", dualpipe_v, "DualPipe folded to a V: parameters held once", counts=dualpipe_v_counts),
+    _OnV(
+        "dualpipe-v", split.dualpipe_v, "DualPipe folded to a V: parameters held once", counts=split.dualpipe_v_counts
+    ),
     ScheduleFamily(
         "pipedream",
-        pipedream,
+        whole.pipedream,
         "NOT synchronous: 1F1B that updates after every microbatch, with stashed weights",
         versions=stashed,
     ),
     ScheduleFamily(
         "pipedream-2bw",
-        pipedream_2bw,
+        whole.pipedream_2bw,
         "NOT synchronous: 1F1B that updates after every group, with two weight versions, one step stale",
         group_rule="the weights of the group before would not be there yet",
         versions=one_group_stale,

@@ -209,18 +209,14 @@ class WeightVersions:
     """The weight versions of one rank's stage during a run of its row.
 
     version_of: microbatch -> version of its forward and backward.
-    buffer_of: version -> buffer; version 0 is in buffer 0.
+    buffer_of: version -> buffer; version 0 is in buffer 0. There are 1 + max(buffer_of): the most versions needed at
+    once, those of microbatches in flight or still to come, and the newest.
     group_sizes: the number of microbatches whose gradients each update takes.
     """
 
     version_of: tuple[int, ...]
     buffer_of: tuple[int, ...]
     group_sizes: tuple[int, ...]
-
-    @property
-    def num_buffers(self) -> int:
-        """The most versions needed at once: those of microbatches in flight or still to come, and the newest."""
-        return 1 + max(self.buffer_of)
 
 
 def weight_versions(schedule: Schedule, pp_rank: int, rule: VersionRule, group_size: int) -> WeightVersions:

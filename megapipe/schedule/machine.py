@@ -97,9 +97,9 @@ class Machine:
             self.times[base : base + self.count] = [0.0] * self.count
         self.work = self._resolve_work()
         self.others: dict[Op, Callable[[int, Action, float], int]] = {
-            Op.REDUCE_GRAD: self._reduce,
+            Op.REDUCE_GRAD: self._update_or_reduce,
             Op.OVERLAP: self._overlap,
-            Op.UPDATE: self._update,
+            Op.UPDATE: self._update_or_reduce,
         }
 
     # value ids: [made here or received][kind][stage -1 .. num_stages][microbatch], flattened
@@ -267,55 +267,46 @@ class Machine:
         """Run a forward and a backward side by side: both start when both have what they need, both end with
         the pair.
         """
-        slot = self.positions[rank]
+        slot, start = self.positions[rank], clock
         halves = self.schedule.rows[rank][slot + 1 : slot + 3]
-        directions = self._num_directions
-        works = [self.work[op][(microbatch or 0) % directions][stage] for stage, op, microbatch in halves]
-        keys = [stage * self.count + (microbatch or 0) for stage, _, microbatch in halves]
-        start = clock
-        for work, key in zip(works, keys, strict=True):
-            for base in work.needs:
+        works: list[tuple[_Work, int]] = []  # with the offsets of their value ids
+        for stage, op, microbatch in halves:
+            key = stage * self.count + (microbatch or 0)
+            works.append((self.work[op][(microbatch or 0) % self._num_directions][stage], key))
+            for base in works[-1][0].needs:
                 if self.times[base + key] < 0:
                     self.waiting_for[base + key] = rank
                     return 0
                 start = max(start, self.times[base + key])
-        in_sequence = sum(work.seconds for work in works)
+        in_sequence = sum(work.seconds for work, _ in works)
         pair = self.pair_seconds.get((halves[0].stage, halves[1].stage))
         end = start + (in_sequence if pair is None else pair / self.rank_speeds[rank])
         self.starts[rank][slot : slot + 3] = [start] * 3
         self.ends[rank][slot : slot + 3] = [end] * 3
         self.clocks[rank] = end
-        for work, key in zip(works, keys, strict=True):
+        for work, key in works:
             for base in work.makes:
                 self.times[base + key] = end
             for base, delay in work.arrives:
                 self._arrive(base + key, end + delay)
         return 3
 
-    def _update(self, rank: int, action: Action, clock: float) -> int:
-        """Run an optimizer step of one stage, on the clock of the rank."""
+    def _update_or_reduce(self, rank: int, action: Action, clock: float) -> int:
+        """Run an optimizer step on the clock of the rank, or a reduction, overlapped unless nothing overlaps."""
         stage, op, microbatch = action
-        slot, base = self.positions[rank], self._base(ValueKind.WGRAD, 0, False)
-        value = base + stage * self.count + (microbatch or 0)
-        if self.times[value] < 0:
-            self.waiting_for[value] = rank
-            return 0
-        self.starts[rank][slot] = clock
-        self.ends[rank][slot] = self.clocks[rank] = clock + self.seconds.get((stage, op), 0.0) / self.rank_speeds[rank]
-        return 1
-
-    def _reduce(self, rank: int, action: Action, clock: float) -> int:
-        """Run a reduction, overlapped with the computation or on the clock of the rank."""
-        stage, op, _ = action
-        base = self._base(ValueKind.WGRAD, 0, False) + stage * self.count
-        for microbatch in range(self.count):
-            if self.schedule.placement.rank_of(stage, microbatch) == rank and self.times[base + microbatch] < 0:
-                self.waiting_for[base + microbatch] = rank
+        slot, base = self.positions[rank], self._base(ValueKind.WGRAD, 0, False) + stage * self.count
+        rank_of = self.schedule.placement.rank_of
+        for wanted in range(self.count) if microbatch is None else (microbatch,):
+            if self.times[base + wanted] < 0 and (microbatch is not None or rank_of(stage, wanted) == rank):
+                self.waiting_for[base + wanted] = rank
                 return 0
-        start = max(clock, self.reduce_clocks[rank])
-        self.reduce_clocks[rank] = end = start + self.seconds.get((stage, op), 0.0)
-        self.starts[rank][self.positions[rank]] = start
-        self.ends[rank][self.positions[rank]] = end
-        if not self.overlap:
+        seconds = self.seconds.get((stage, op), 0.0)
+        if op is Op.UPDATE:
+            start, end = clock, clock + seconds / self.rank_speeds[rank]
+        else:
+            start = max(clock, self.reduce_clocks[rank])
+            self.reduce_clocks[rank] = end = start + seconds
+        self.starts[rank][slot], self.ends[rank][slot] = start, end
+        if op is Op.UPDATE or not self.overlap:
             self.clocks[rank] = end
         return 1

@@ -6,6 +6,7 @@ Every function returns a Partition that holds each layer exactly once, or raises
 
 from __future__ import annotations
 
+import re
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,9 +18,7 @@ from megapipe.errors import ConfigError
 
 
 class StageLayers(NamedTuple):
-    """Layers first_layer .. last_layer_exclusive - 1 of the model, with the embedding before or the head and loss after
-    them.
-    """
+    """Layers first_layer .. last_layer_exclusive - 1 of the model, with the embedding before or the head after them."""
 
     first_layer: int
     last_layer_exclusive: int
@@ -46,8 +45,8 @@ class Partition:
                 )
             if stage.has_embedding != (index == 0) or stage.has_head != (index == last):
                 raise ConfigError(
-                    f"stage {index} of {last + 1}: the embedding belongs on the first stage, the head on the last, each"
-                    " once"
+                    f"stage {index} of {last + 1}: the embedding belongs on the first stage, the head on the last, "
+                    "each once"
                 )
             end = stage.last_layer_exclusive
         if not self.stages:
@@ -299,44 +298,41 @@ def layout_stages(text: str) -> int:
     return _expand(text).count("|") + 1
 
 
+_REPETITION = re.compile(r"\*(\d*)")
+
+
 def _expand(text: str) -> str:
     """Write out all repetitions."""
     plain = "".join(text.split()).replace(",", "")
-    expanded, rest = _expand_sequence(plain, 0, text)
-    if rest != len(plain):
-        raise ConfigError(f"pipeline layout {text!r}: ')' without '(' before {plain[rest:]!r}")
-    return expanded
-
-
-def _expand_sequence(plain: str, at: int, text: str) -> tuple[str, int]:
-    """Expand up to the end or an unmatched ')'. Returns the expansion and the index where it stopped."""
-    expanded = ""
-    while at < len(plain) and plain[at] != ")":
-        start = at
-        if plain[at] == "(":
-            piece, at = _expand_sequence(plain, at + 1, text)
-            if at == len(plain):
-                raise ConfigError(f"pipeline layout {text!r}: {plain[start:]!r} opens '(' and does not close it")
-        elif plain[at] in "EtL|":
-            piece = plain[at]
-        elif plain[at] == "m":
-            raise ConfigError(
-                f"pipeline layout {text!r}: 'm' is a multi-token prediction layer, which these models do not have; "
-                "leave it out"
-            )
-        else:
-            raise ConfigError(
-                f"pipeline layout {text!r}: {plain[at:]!r} starts with none of E t L | ( and is no repetition *n"
-            )
+    opened: list[tuple[int, str]] = []  # for each '(': where it is, and the expansion before it
+    expanded, at = "", 0
+    while at < len(plain):
+        symbol, start, piece = plain[at], at, plain[at]
         at += 1
-        if at < len(plain) and plain[at] == "*":
-            digits = at + 1
-            while digits < len(plain) and plain[digits].isdecimal():
-                digits += 1
-            if digits == at + 1:
-                raise ConfigError(
-                    f"pipeline layout {text!r}: {plain[start : at + 1]!r} lacks the number of repetitions"
-                )
-            piece, at = piece * int(plain[at + 1 : digits]), digits
+        if symbol == "(":
+            opened.append((start, expanded))
+            expanded = ""
+            continue
+        fault = ""
+        if symbol == ")" and opened:
+            piece = expanded
+            start, expanded = opened.pop()
+        elif symbol == ")":
+            fault = f"')' without '(' before {plain[start:]!r}"
+        elif symbol == "m":
+            fault = "'m' is a multi-token prediction layer, which these models do not have; leave it out"
+        elif symbol not in "EtL|":
+            fault = f"{plain[start:]!r} starts with none of E t L | ( and is no repetition *n"
+        repetition = _REPETITION.match(plain, at)
+        if repetition and not fault:
+            if repetition[1]:
+                piece *= int(repetition[1])
+                at = repetition.end()
+            else:
+                fault = f"{plain[start : at + 1]!r} lacks the number of repetitions"
+        if fault:
+            raise ConfigError(f"pipeline layout {text!r}: {fault}")
         expanded += piece
-    return expanded, at
+    if opened:
+        raise ConfigError(f"pipeline layout {text!r}: {plain[opened[-1][0] :]!r} opens '(' and does not close it")
+    return expanded

@@ -93,16 +93,15 @@ def to_csv(schedule: Schedule) -> str:
 
     An overlapped pair is one cell: "(2F0;1B3)OVERLAP_F_B".
     """
-    return "".join(",".join(_cells(row)) + "\n" for row in schedule.rows)
-
-
-def _cells(row: Row) -> Iterator[str]:
-    actions = iter(row)
-    for action in actions:
-        if action.op is Op.OVERLAP:
-            yield f"({next(actions, '')};{next(actions, '')})OVERLAP_F_B"
-        else:
-            yield str(action)
+    lines = []
+    for row in schedule.rows:
+        actions = iter(row)
+        cells = [
+            f"({next(actions, '')};{next(actions, '')})OVERLAP_F_B" if action.op is Op.OVERLAP else str(action)
+            for action in actions
+        ]
+        lines.append(",".join(cells) + "\n")
+    return "".join(lines)
 
 
 def from_csv(
@@ -114,41 +113,44 @@ def from_csv(
     parameters. Placement and number of microbatches are taken from the forwards unless given; a placement in two
     directions must be given. Raises ScheduleError with the line and cell that cannot be read.
     """
-    rows = tuple(tuple(_read_row(line, pp_rank)) for pp_rank, line in enumerate(text.splitlines()))
-    num_actions = sum(map(len, rows))
-    for action in (action for row in rows for action in row):
-        if (action.microbatch or 0) >= num_actions:  # checked before anything is allocated by that number
-            raise ScheduleError(
-                f"schedule {name}: {action} among {num_actions} actions: microbatches are numbered from 0 without gaps"
-            )
-    if num_microbatches is None:
-        num_microbatches = 1 + max((a.microbatch for row in rows for a in row if a.microbatch is not None), default=-1)
-    return Schedule(name, placement or _placement_of(rows, name), num_microbatches, rows)
+    rows: list[list[Action]] = []
+    for line in text.splitlines():
+        rows.append([])
+        for column, cell in enumerate(line.split(",")):
+            if cell.strip() and not _FSDP.fullmatch(cell.strip()):
+                try:
+                    rows[-1] += _read_cell(cell)
+                except ScheduleError as error:
+                    raise ScheduleError(f"line {len(rows)}, cell {column + 1}: {error}") from None
+    microbatches = {action.microbatch: action for row in rows for action in row if action.microbatch is not None}
+    last, num_actions = max(microbatches, default=-1), sum(map(len, rows))
+    if last >= num_actions:  # checked before anything is allocated by that number
+        raise ScheduleError(
+            f"schedule {name}: {microbatches[last]} among {num_actions} actions: microbatches are numbered from 0 "
+            "without gaps"
+        )
+    if placement is None:
+        placement = _placement_of(rows, name)
+    count = last + 1 if num_microbatches is None else num_microbatches
+    return Schedule(name, placement, count, tuple(map(tuple, rows)))
 
 
-def _read_row(line: str, pp_rank: int) -> Iterator[Action]:
-    for column, cell in enumerate(line.split(",")):
-        if cell.strip() and not _FSDP.fullmatch(cell.strip()):
-            try:
-                pair = _PAIR.fullmatch(cell.strip())
-                if pair is None:
-                    yield parse_action(cell)
-                    continue
-                forward, backward = parse_action(pair[1]), parse_action(pair[2])
-                yield from (Action(forward.stage, Op.OVERLAP, forward.microbatch), forward, backward)
-            except ScheduleError as error:
-                raise ScheduleError(f"line {pp_rank + 1}, cell {column + 1}: {error}") from None
+def _read_cell(cell: str) -> tuple[Action, ...]:
+    pair = _PAIR.fullmatch(cell.strip())
+    if pair is None:
+        return (parse_action(cell),)
+    forward, backward = parse_action(pair[1]), parse_action(pair[2])
+    return forward._replace(op=Op.OVERLAP), forward, backward
 
 
-def _placement_of(rows: tuple[Row, ...], name: str) -> Placement:
+def _placement_of(rows: Sequence[Sequence[Action]], name: str) -> Placement:
     rank_of_stage: dict[int, int] = {}
     for pp_rank, row in enumerate(rows):
         for action in row:
             if action.op is Op.F and rank_of_stage.setdefault(action.stage, pp_rank) != pp_rank:
                 raise ScheduleError(
                     f"schedule {name}: {action} is on rank {pp_rank}, its stage also runs on rank "
-                    f"{rank_of_stage[action.stage]}; "
-                    "give the placement if every stage is on two ranks"
+                    f"{rank_of_stage[action.stage]}; give the placement if every stage is on two ranks"
                 )
     missing = next((stage for stage in range(len(rank_of_stage) or 1) if stage not in rank_of_stage), None)
     if missing is not None:
@@ -174,18 +176,15 @@ def rows_text(
         if skipped:
             lines.append(f"      ({skipped} ranks)")
             skipped = 0
-        lines.append(f"rank {rank}: " + _row_text(row, marked.get(rank), first, slots_around if marks else len(row)))
+        mark = marked.get(rank)
+        centre, around = first if mark is None else mark, slots_around if marks else len(row)
+        end = min(len(row), centre + around + 1)
+        start = min(max(0, centre - around), len(row))
+        cells = [f">{action}<" if slot == mark else str(action) for slot, action in enumerate(row[start:end], start)]
+        if mark is not None and mark >= len(row):
+            cells.append(">end of row<")
+        before, after = (f"[{start}] ... " if start else ""), (" ..." if end < len(row) else "")
+        lines.append(f"rank {rank}: {before}{' '.join(cells)}{after}")
     if skipped:
         lines.append(f"      ({skipped} ranks)")
     return "\n".join(lines)
-
-
-def _row_text(row: Row, mark: int | None, first: int, around: int) -> str:
-    centre = first if mark is None else mark
-    start, end = max(0, centre - around), min(len(row), centre + around + 1)
-    start = min(start, len(row))
-    cells = [f">{action}<" if slot == mark else str(action) for slot, action in enumerate(row[start:end], start)]
-    if mark is not None and mark >= len(row):
-        cells.append(">end of row<")
-    before, after = (f"[{start}] ... " if start else ""), (" ..." if end < len(row) else "")
-    return before + " ".join(cells) + after

@@ -4,6 +4,7 @@ one order.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -43,25 +44,20 @@ class ValidationReport:
         """The most receives of each channel that are posted and not yet used."""
         if not self.schedule.is_lowered:
             return {}
-        num_stages, num_directions = self.schedule.num_stages, len(self.schedule.placement.directions)
+        num_directions = len(self.schedule.placement.directions)
         brought_by = {MAKES[receive][0]: receive for receive in RECV_OPS}
         uses = {op: [brought_by[need] for need in NEEDS[op] if need in brought_by] for op in COMPUTE_OPS}
-        # [RECV][direction][stage]
-        most, posted = ({op: [[0] * num_stages for _ in range(num_directions)] for op in RECV_OPS} for _ in range(2))
+        most: Counter[Action] = Counter()  # by the RECV, with its direction in place of its microbatch
+        posted: Counter[Action] = Counter()
         for stage, op, microbatch in chain.from_iterable(self.schedule.rows):
             direction = (microbatch or 0) % num_directions
             if op in RECV_OPS:
-                posted[op][direction][stage] += 1
-                most[op][direction][stage] = max(most[op][direction][stage], posted[op][direction][stage])
-            for receive in uses.get(op, ()):
-                posted[receive][direction][stage] -= 1
-        return {
-            channel_of(Action(stage, op, direction), num_directions): count
-            for op in RECV_OPS
-            for direction in range(num_directions)
-            for stage, count in enumerate(most[op][direction])
-            if count
-        }
+                receive = Action(stage, op, direction)
+                posted[receive] += 1
+                most[receive] = max(most[receive], posted[receive])
+            for used in uses.get(op, ()):
+                posted[Action(stage, used, direction)] -= 1
+        return {channel_of(receive, num_directions): count for receive, count in most.items()}
 
     @property
     def send_depth(self) -> int:

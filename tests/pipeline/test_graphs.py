@@ -13,7 +13,7 @@ from megapipe.comm.channels import MessageSpec
 from megapipe.comm.groups import Group
 from megapipe.errors import TrainingError
 from megapipe.pipeline.engine import Step
-from megapipe.pipeline.graphs import CapturedStage, Example, RankGraphs, StageGraphs
+from megapipe.pipeline.graphs import CapturedStage, RankGraphs, StageGraphs
 from megapipe.pipeline.stage import StageRunner
 from megapipe.tensor_parallel.gradients import GradientSlot, WeightQueue
 from megapipe.tensor_parallel.linear import ColumnParallelLinear
@@ -50,10 +50,10 @@ def middle(splits: bool = False, **more: Any) -> tuple[Middle, StageGraphs]:
     )
 
 
-def example(**payload: Any) -> Example:
-    return Example(
-        MESSAGE, {"factor": torch.ones(1, 1, WIDTH, dtype=torch.float64)} | payload, None, torch.device("cpu")
-    )
+def example(**payload: Any) -> tuple[tuple[Tensor, ...], dict[str, Any], None]:
+    """Return what a graph is recorded with: inputs, a microbatch and no loss."""
+    inputs = tuple(torch.zeros(spec.shape, dtype=spec.dtype) for spec in MESSAGE)
+    return inputs, {"factor": torch.ones(1, 1, WIDTH, dtype=torch.float64)} | payload, None
 
 
 def values(seed: int) -> tuple[Tensor, dict[str, Any], Tensor]:
@@ -81,7 +81,7 @@ def expected(*seeds: int) -> tuple[list[Tensor], list[Tensor], Tensor]:
 @pytest.mark.parametrize("splits", [False, True], ids=["B", "I and W"])
 def test_two_slots_in_any_order_give_what_two_microbatches_give(splits: bool) -> None:
     module, graphs = middle(splits)
-    graphs.record(TapeRecorder(), 2, example())
+    graphs.record(TapeRecorder(), 2, *example())
     calls = module.calls
     assert not module.main_grad.any()
     stage = CapturedStage(graphs, {1: 0, 2: 1, 3: 0})
@@ -104,14 +104,14 @@ def test_two_slots_in_any_order_give_what_two_microbatches_give(splits: bool) ->
 
 def test_each_slot_has_a_pool_of_its_own() -> None:
     recorder = TapeRecorder()
-    middle(splits=True)[1].record(recorder, 3, example())
+    middle(splits=True)[1].record(recorder, 3, *example())
     assert [len(pool.tapes) for pool in recorder.pools] == [3, 3, 3]
 
 
 def test_a_forward_waits_for_weights_before_it_is_replayed() -> None:
     seen: list[Tensor] = []
     module, graphs = middle(ready=lambda: seen.append(module.linear.weight.detach().add_(1.0).clone()))
-    graphs.record(TapeRecorder(), 1, example())
+    graphs.record(TapeRecorder(), 1, *example())
     assert not seen
     output = CapturedStage(graphs, {0: 0}).forward(0, (values(1)[0],), values(1)[1], None)[0]
     torch.testing.assert_close(output, torch.tanh(values(1)[0] @ seen[0].t()) * values(1)[1]["factor"])
@@ -119,7 +119,7 @@ def test_a_forward_waits_for_weights_before_it_is_replayed() -> None:
 
 def test_without_gradients_the_runner_computes() -> None:
     module, graphs = middle()
-    graphs.record(TapeRecorder(), 1, example())
+    graphs.record(TapeRecorder(), 1, *example())
     calls = module.calls
     with torch.no_grad():
         CapturedStage(graphs, {}).forward(7, (values(1)[0],), values(1)[1], None)
@@ -128,7 +128,7 @@ def test_without_gradients_the_runner_computes() -> None:
 
 def test_other_sizes_are_refused() -> None:
     _, graphs = middle()
-    graphs.record(TapeRecorder(), 1, example())
+    graphs.record(TapeRecorder(), 1, *example())
     stage = CapturedStage(graphs, {0: 0})
     with pytest.raises(
         RuntimeError,
@@ -141,7 +141,7 @@ def test_other_sizes_are_refused() -> None:
 
 def test_parameters_that_move_are_noticed_when_a_row_begins() -> None:
     module, graphs = middle()
-    graphs.record(TapeRecorder(), 1, example())
+    graphs.record(TapeRecorder(), 1, *example())
     CapturedStage(graphs, {}).begin_row(True)
     module.linear.weight = nn.Parameter(module.linear.weight.detach().clone())
     with pytest.raises(RuntimeError, match="stage 1: parameters or gradients have moved"):
@@ -160,7 +160,7 @@ def test_what_waits_for_the_device_ends_the_run_in_words() -> None:
         TrainingError,
         match=r"the forward of stage 2 cannot be captured as a CUDA graph: operation not permitted.*omit --cuda",
     ):
-        StageGraphs(2, runner, list).record(TapeRecorder(), 1, example())
+        StageGraphs(2, runner, list).record(TapeRecorder(), 1, *example())
     assert runner.observe is observe
 
 
@@ -174,7 +174,7 @@ def test_graphs_are_recorded_after_the_warm_up_once_all_is_settled() -> None:
             return super().record(work, pool)
 
     rank = RankGraphs({1: graphs}, {1: 2}, 2, 2, torch.device("cpu"), Ordered(), settle=lambda: order.append("settle"))
-    step = Step([example().payload], lambda boundary: MESSAGE, lambda output, payload: (output, output))
+    step = Step([example()[1]], lambda boundary: MESSAGE, lambda output, payload: (output, output))
     for _ in range(3):
         order.append("step")
         rank.after_step(step)

@@ -36,9 +36,8 @@ class Rank:
     @contextmanager
     def acting(self, word: str) -> Iterator[Action]:
         action = parse_action(word)
-        self.row.act(action)
-        yield action
-        self.row.rest()
+        with self.row.computing(action):
+            yield action
 
     def forward(self, word: str, x: Tensor) -> Tensor:
         with self.acting(word):
@@ -130,8 +129,8 @@ def test_another_order_than_the_planned_one_is_told() -> None:
     rank, x = Rank("0F0 0F1 0B0 0B1"), torch.randn(2, 3)
     rank.row.begin()
     rank.forward("0F0", x)
-    with pytest.raises(RuntimeError, match=r"expects .* next, but .*op=<Op.B: 'B'>"):
-        rank.row.act(parse_action("0B0"))
+    with pytest.raises(RuntimeError, match=r"expects .* next, but .*op=<Op.B: 'B'>"), rank.acting("0B0"):
+        pass
 
 
 def test_a_backward_outside_its_row_is_told() -> None:

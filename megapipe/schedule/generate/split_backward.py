@@ -25,7 +25,6 @@ of the second, and every parameter is held once.
 
 from __future__ import annotations
 
-from itertools import product
 from typing import NamedTuple
 
 from megapipe.errors import ConfigError
@@ -117,62 +116,41 @@ def _zb_v_row(rank: int, num_ranks: int, count: int) -> Row:
 PERIOD = 6  # slots of a building block: F, I and W of two chunks
 
 
-class _Passes(NamedTuple):
-    """One number each for the forward down the ranks, the forward up, the backward down and the backward up."""
-
-    forward_down: int
-    forward_up: int
-    backward_down: int
-    backward_up: int
-
-
 def v_half(shape: Shape) -> tuple[Row, ...]:
     """At most (p + 2) // 2 microbatches alive on a rank."""
     p = shape.num_ranks
-    turns = (2, 1, 1) if p % 2 else (4, 1, 5)  # found by exhaustive search: the least bubble at this peak
-    return _from_block(shape, _block(p, _Passes(1, 2, 1, 2), turns), limit=2 * ((p + 2) // 2))
+    waits = (2, 1, 1) if p % 2 else (4, 1, 5)  # found by exhaustive search: the least bubble at this peak
+    return _repeat_block(shape, 2, waits, limit=2 * ((p + 2) // 2))
 
 
 def v_min(shape: Shape) -> tuple[Row, ...]:
     """At most (p + 4) // 3 microbatches alive on a rank."""
     p = shape.num_ranks
-    turns = (1, 3, 1) if p % 3 == 0 else (1, 1, 1)
-    return _from_block(shape, _block(p, _Passes(1, 1, 1, 1), turns), limit=2 * ((p + 4) // 3))
+    return _repeat_block(shape, 1, (1, 3, 1) if p % 3 == 0 else (1, 1, 1), limit=2 * ((p + 4) // 3))
 
 
-def _block(num_ranks: int, hops: _Passes, turns: tuple[int, int, int]) -> list[_Passes]:
-    """Return for each rank the slots at which microbatch 0 is there.
+def _repeat_block(shape: Shape, slots_up: int, waits: tuple[int, int, int], limit: int) -> tuple[Row, ...]:
+    """Repeat a building block for every microbatch and fill in the weight gradients.
 
-    hops: slots from rank to rank. turns: waits at the last rank, at rank 0 and at the last rank again.
+    slots_up: slots from rank to rank of the two passes up; those down take one. waits: at the last rank, at rank 0 and
+    at the last rank again.
     """
-    last = num_ranks - 1
-    up = hops.forward_down * last + turns[0]
-    down = up + hops.forward_up * last + turns[1]
-    back = down + hops.backward_down * last + turns[2]
-    return [
-        _Passes(
-            hops.forward_down * rank,
-            up + hops.forward_up * (last - rank),
-            down + hops.backward_down * rank,
-            back + hops.backward_up * (last - rank),
-        )
-        for rank in range(num_ranks)
-    ]
-
-
-def _from_block(shape: Shape, block: list[_Passes], limit: int) -> tuple[Row, ...]:
-    """Repeat the block for every microbatch and fill in the weight gradients."""
+    last = shape.num_ranks - 1
+    # slots at which microbatch 0 begins its three later passes
+    up = last + waits[0]
+    down = up + slots_up * last + waits[1]
+    back = down + last + waits[2]
     orders: list[list[Action]] = []
-    for rank, passes in enumerate(block):
-        stages = (rank, 2 * shape.num_ranks - 1 - rank, 2 * shape.num_ranks - 1 - rank, rank)
-        assert len({slot % PERIOD for slot in passes}) == 4, f"passes {passes} meet on rank {rank}"
-        timed = [
-            (slot + PERIOD * microbatch, Action(stage, op, microbatch))
-            for microbatch, (slot, stage, op) in product(
-                range(shape.num_microbatches), list(zip(passes, stages, (Op.F, Op.F, Op.I, Op.I), strict=True))
-            )
-        ]
-        orders.append([action for _, action in sorted(timed, key=lambda pair: pair[0])])
+    for rank in range(last + 1):
+        far, way_up = 2 * last + 1 - rank, slots_up * (last - rank)
+        passes = ((rank, rank, Op.F), (up + way_up, far, Op.F), (down + rank, far, Op.I), (back + way_up, rank, Op.I))
+        assert len({slot % PERIOD for slot, _, _ in passes}) == 4, f"passes {passes} meet on rank {rank}"
+        timed = {
+            slot + PERIOD * microbatch: Action(stage, op, microbatch)
+            for microbatch in range(shape.num_microbatches)
+            for slot, stage, op in passes
+        }
+        orders.append([timed[slot] for slot in sorted(timed)])
     return _fill_with_weights(orders, limit)
 
 

@@ -21,17 +21,6 @@ def naive(shape: Shape) -> tuple[Row, ...]:
     )
 
 
-def gpipe(shape: Shape) -> tuple[Row, ...]:
-    """GPipe (Huang et al. 2018, arXiv:1811.06965): all forwards, then all backwards; every microbatch is live
-    at once.
-    """
-    microbatches = range(shape.num_microbatches)
-    return tuple(
-        tuple(Action(stage, Op.F, m) for m in microbatches) + tuple(Action(stage, Op.B, m) for m in microbatches)
-        for stage in range(shape.num_ranks)
-    )
-
-
 def one_f_one_b(shape: Shape) -> tuple[Row, ...]:
     """1F1B, PipeDream-Flush (Narayanan et al. 2021, arXiv:2104.04473): after a warm-up, one forward and one backward in
     turn.
@@ -82,7 +71,8 @@ def breadth_first(shape: Shape) -> tuple[Row, ...]:
     """Breadth-first, looped BFS (Lamy-Poirier 2022, arXiv:2211.05953): chunk by chunk over all microbatches, then back
     in reverse.
 
-    The bubble of interleaved 1F1B at the memory of GPipe. In return a chunk's parameters are needed in one stretch and
+    With one chunk per rank it is GPipe (Huang et al. 2018, arXiv:1811.06965): all forwards, then all backwards; every
+    microbatch is live at once. With several it has the bubble of interleaved 1F1B at the memory of GPipe. In return a chunk's parameters are needed in one stretch and
     its gradients are complete early, so that their communication overlaps with the other chunks.
     """
     p, chunks, microbatches = shape.num_ranks, range(shape.num_chunks), range(shape.num_microbatches)
