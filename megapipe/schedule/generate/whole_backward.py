@@ -72,8 +72,9 @@ def breadth_first(shape: Shape) -> tuple[Row, ...]:
     in reverse.
 
     With one chunk per rank it is GPipe (Huang et al. 2018, arXiv:1811.06965): all forwards, then all backwards; every
-    microbatch is live at once. With several it has the bubble of interleaved 1F1B at the memory of GPipe. In return a chunk's parameters are needed in one stretch and
-    its gradients are complete early, so that their communication overlaps with the other chunks.
+    microbatch is live at once. With several it has the bubble of interleaved 1F1B at the memory of GPipe. In return a
+    chunk's parameters are needed in one stretch and its gradients are complete early, so that their communication
+    overlaps with the other chunks.
     """
     p, chunks, microbatches = shape.num_ranks, range(shape.num_chunks), range(shape.num_microbatches)
     return tuple(
