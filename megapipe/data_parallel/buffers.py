@@ -55,10 +55,6 @@ class FlatBuffer:
             raise RuntimeError("these buffers have no gradients: they were created with grad_dtype=None")
         return self._gradients
 
-    @property
-    def has_gradients(self) -> bool:
-        return self._gradients is not None
-
     def shard_range(self, bucket: Bucket, index: int) -> tuple[int, int]:
         """Return the elements that member `index` of the replica group updates: its shard, or an unsharded bucket."""
         return bucket.shard(index if self.layout.num_shards > 1 else 0, self.layout.num_shards)
@@ -82,9 +78,8 @@ class StageBuffers:
     ) -> None:
         self.device = torch.device(device)
         self.num_versions = num_versions
-        self.buffers = tuple(
-            FlatBuffer(layout, self.device, param_dtype, grad_dtype, num_versions) for layout in layouts
-        )
+        options = (self.device, param_dtype, grad_dtype, num_versions)
+        self.buffers = tuple(FlatBuffer(layout, *options) for layout in layouts)
         self.listener: Callable[[str], None] | None = None
         self.unpredictable: frozenset[str] = frozenset()  # the listener is called unknown times per microbatch
         # (a submodule's _parameters, attribute, versions) of every place in the module that holds a parameter
@@ -93,9 +88,8 @@ class StageBuffers:
         # name -> (versions, gradient slot or None), filled by `materialize`
         self._materialized: dict[str, tuple[tuple[nn.Parameter, ...], Any]] = {}
         self._slot_of = {slot.spec.name: (buffer, slot) for buffer, slot in self._slots()}
-        for buffer, slot in self._slots():
-            if buffer.has_gradients:
-                self._main_grads[slot.spec.name] = buffer.gradients[slot.start : slot.stop].view(slot.shape)
+        for buffer, slot in self._slots() if grad_dtype is not None else ():
+            self._main_grads[slot.spec.name] = buffer.gradients[slot.start : slot.stop].view(slot.shape)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -208,13 +202,6 @@ class StageBuffers:
             slots[attribute] = slot
         return len(by_hand), slot
 
-    def _add_autograd(self, name: str, parameter: Tensor) -> None:
-        if parameter.grad is None:  # the hook also runs if the backward returned None
-            return
-        self._main_grads[name].add_(parameter.grad)
-        parameter.grad = None
-        self._notify(name)
-
     def _notify(self, name: str) -> None:
         if self.listener is not None:
             self.listener(name)
@@ -249,8 +236,11 @@ def _hook(buffers: weakref.ref[StageBuffers], name: str) -> Callable[[Tensor], N
 
     def add(parameter: Tensor) -> None:
         alive = buffers()
-        if alive is not None:
-            alive._add_autograd(name, parameter)
+        if alive is None or parameter.grad is None:  # the hook also runs if the backward returned None
+            return
+        alive._main_grads[name].add_(parameter.grad)
+        parameter.grad = None
+        alive._notify(name)
 
     return add
 

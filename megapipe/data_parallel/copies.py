@@ -12,6 +12,7 @@ copied (a rank's own shard of a distributed optimizer in fp32), since then all c
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,11 +23,14 @@ from torch import Tensor
 from megapipe.comm.collectives import all_gather
 from megapipe.comm.groups import Group, ProcessGroups
 from megapipe.data_parallel.buffers import StageBuffers
-from megapipe.data_parallel.checksum import checksum, raw_bytes
 from megapipe.sharding.boxes import pieces
 from megapipe.sharding.buffers import Slot
 
 BLOCK_BYTES = 1 << 22  # bytes of each rank's copy that one all-gather brings together for the comparison of elements
+LANES = 2048  # lanes of words; each lane is summed, then the sums are weighted
+WORD_BYTES = 8
+# odd; 2^64 divided by the golden ratio, as a signed number: spreads the weights of neighbouring lanes
+FACTOR = 0x9E3779B97F4A7C15 - (1 << 64)
 
 
 @dataclass(frozen=True)
@@ -59,14 +63,6 @@ class Difference:
     place: Place
 
 
-@dataclass(frozen=True)
-class _Copy:
-    """A flat, contiguous tensor of which other ranks hold copies."""
-
-    name: str
-    values: Tensor
-
-
 class Copies:
     """This rank's copies of parameters. stages: buffers by stage index.
 
@@ -86,8 +82,17 @@ class Copies:
 
         Costs one read of the parameters and a few bytes of communication per group.
         """
-        agreed = [self._agree(group) for group in self._groups]  # a list: all groups' collectives have to run
-        return not all(agreed)
+        differs = False
+        for group in self._groups:  # all of them, because other ranks take part in their collectives
+            if group.name == "replicas":
+                flat = [buffer.versions for buffers in self._stages.values() for buffer in buffers.buffers]
+                tensors = [values for versions in flat for values in versions]
+            else:
+                parts = [raw_bytes(values) for _, values in self._by_parameter(group)]
+                tensors = [torch.cat(parts)] if parts else []
+            sums = self._gather_checksums(tensors, group)
+            differs |= bool((sums != sums[0]).any())
+        return differs
 
     @torch.no_grad()
     def differences(self) -> list[Difference]:
@@ -95,27 +100,20 @@ class Copies:
         found = []
         for group in self._groups:
             copies = list(self._by_parameter(group))
-            sums = self._gather_checksums([copy.values for copy in copies], group)
+            sums = self._gather_checksums([values for _, values in copies], group)
             differing = [i for i in range(len(copies)) if (sums[:, i] != sums[0, i]).any()]
             if differing:
-                suspects = _suspects([tuple(row) for row in sums[:, differing].tolist()])
-                place = self._find_place(copies[differing[0]].values, group)
-                names = tuple(copies[i].name for i in differing)
-                found.append(Difference(group.name, group.ranks, tuple(group.ranks[i] for i in suspects), names, place))
+                by_rank = {rank: tuple(sums[i, differing].tolist()) for i, rank in enumerate(group.ranks)}
+                (most, count), *_ = Counter(by_rank.values()).most_common(1)
+                has_majority = 2 * count > group.size
+                suspects = tuple(rank for rank in group.ranks if by_rank[rank] != most or not has_majority)
+                place = self._find_place(copies[differing[0]][1], group)
+                names = tuple(copies[i][0] for i in differing)
+                found.append(Difference(group.name, group.ranks, suspects, names, place))
         return found
 
-    def _agree(self, group: Group) -> bool:
-        if group.name == "replicas":  # whole buffers
-            tensors = [
-                values for buffers in self._stages.values() for buffer in buffers.buffers for values in buffer.versions
-            ]
-        else:
-            parts = [raw_bytes(copy.values) for copy in self._by_parameter(group)]
-            tensors = [torch.cat(parts)] if parts else []
-        sums = self._gather_checksums(tensors, group)
-        return bool((sums == sums[0]).all())
-
-    def _by_parameter(self, group: Group) -> Iterator[_Copy]:
+    def _by_parameter(self, group: Group) -> Iterator[tuple[str, Tensor]]:
+        """Yield the name and the values, flat and contiguous, of every copy that the group compares."""
         if group.name == "embedding":
             yield from self._tied(group)
             return
@@ -129,7 +127,7 @@ class Copies:
                         values = whole[slot.start : slot.stop]
                         shared = [(0, slot.numel)] if group.name == "replicas" else self._shared(slot, group)
                         for start, stop in shared:
-                            yield _Copy(name, values[start:stop])
+                            yield name, values[start:stop]
 
     def _shared(self, slot: Slot, group: Group) -> Iterator[tuple[int, int]]:
         """Yield the flat ranges of a parameter that all tp ranks share (group tp), or the ranks of a kv group."""
@@ -141,14 +139,14 @@ class Copies:
                 own = [p for p in pieces(slot.spec, self._tp_rank, self._tp) if p.box.offset[dim] in rows]
                 yield own[0].start, own[-1].stop
 
-    def _tied(self, group: Group) -> Iterator[_Copy]:
+    def _tied(self, group: Group) -> Iterator[tuple[str, Tensor]]:
         """Yield the word embedding at each end of the pipeline.
 
         With two directions a rank holds both ends, the other way round than its peer does: the order is rotated by
         rank.
         """
         ends = [
-            _Copy(f"{slot.spec.name} of stage {stage}", buffer.parameters[slot.start : slot.stop])
+            (f"{slot.spec.name} of stage {stage}", buffer.parameters[slot.start : slot.stop])
             for stage, buffers in self._stages.items()
             for buffer in buffers.buffers
             if buffer.layout.kind == "tied"
@@ -187,9 +185,26 @@ class Copies:
         return Place(num_elements, values.numel(), first, bits)
 
 
-def _suspects(copies: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
-    """Return the indices of the copies that differ from the majority; all indices if there is no majority."""
-    (most, count), *_ = Counter(copies).most_common(1)
-    if 2 * count <= len(copies):
-        return tuple(range(len(copies)))
-    return tuple(index for index, copy in enumerate(copies) if copy != most)
+def checksum(values: Tensor) -> Tensor:
+    """Return a checksum of a contiguous tensor of any dtype: int64 [], on its device. Reads the tensor once.
+
+    The tensor is read as 64-bit words, word i in lane i mod LANES; the checksum is the sum modulo 2^64 of all words,
+    each times the odd weight of its lane. A change of any single bit changes the sum, because a power of two times an
+    odd number is not 0 modulo 2^64. -0.0 differs from 0.0, and a NaN equals a NaN of the same bits.
+    """
+    raw = raw_bytes(values)
+    if raw.numel() % WORD_BYTES or raw.storage_offset() % WORD_BYTES:  # not whole, aligned words
+        padded = raw.new_zeros(math.ceil(raw.numel() / WORD_BYTES) * WORD_BYTES)
+        padded[: raw.numel()] = raw
+        raw = padded
+    words = raw.view(torch.int64)
+    whole = words.numel() // LANES * LANES
+    weights = (torch.arange(LANES, dtype=torch.int64, device=values.device) * 2 + 1) * FACTOR
+    total = (words[:whole].view(-1, LANES).sum(0) * weights).sum() if whole else words.new_zeros(())
+    rest = words[whole:]
+    return total + (rest * weights[: rest.numel()]).sum()
+
+
+def raw_bytes(values: Tensor) -> Tensor:
+    """Return a view of the same memory as uint8 [bytes]."""
+    return values.detach().reshape(-1).view(torch.uint8)

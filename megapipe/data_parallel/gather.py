@@ -9,7 +9,7 @@ from torch import nn
 from megapipe.comm.collectives import Work, all_gather
 from megapipe.comm.groups import Group
 from megapipe.comm.trace import Tracer
-from megapipe.data_parallel.buffers import FlatBuffer, StageBuffers
+from megapipe.data_parallel.buffers import StageBuffers
 from megapipe.sharding.buffers import Bucket
 
 
@@ -36,7 +36,16 @@ class ParameterGather:
     ) -> None:
         if sorted(order) != sorted(stages):
             raise ValueError(f"the order of first use names stages {sorted(order)}, this rank holds {sorted(stages)}")
-        self._buckets = {stage: _sharded_buckets(stages[stage]) for stage in order}
+        # sharded buckets in the order of a forward, which is the reverse of their order in the buffer
+        self._buckets = {
+            stage: [
+                (bucket, buffer)
+                for buffer in stages[stage].buffers
+                if buffer.layout.num_shards > 1
+                for bucket in reversed(buffer.layout.buckets)
+            ]
+            for stage in order
+        }
         self._replicas = replicas
         self._overlap = overlap
         self._tracer = tracer
@@ -101,13 +110,3 @@ class ParameterGather:
                 work.wait()
         if self._tracer is not None:
             self._tracer.event(f"parameters of stage {stage}", "wait", start, self._tracer.now())
-
-
-def _sharded_buckets(buffers: StageBuffers) -> list[tuple[Bucket, FlatBuffer]]:
-    """Return the sharded buckets in the order of a forward, which is the reverse of their order in the buffer."""
-    return [
-        (bucket, buffer)
-        for buffer in buffers.buffers
-        if buffer.layout.num_shards > 1
-        for bucket in reversed(buffer.layout.buckets)
-    ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -12,8 +12,7 @@ from torch import Tensor
 from megapipe.comm.collectives import Work, all_reduce, reduce_scatter
 from megapipe.comm.groups import Group, ProcessGroups
 from megapipe.data_parallel.buffers import FlatBuffer, StageBuffers
-from megapipe.sharding.buffers import Bucket, Slot
-from megapipe.sharding.spec import Interval
+from megapipe.sharding.buffers import Bucket
 
 
 @dataclass(eq=False)
@@ -76,7 +75,7 @@ class GradientReducer:
             for stage, states in self._plain.items()
         }
         self._launches_early = overlap and groups.replicas.size == groups.dp_cp.size
-        self._armed: set[int] = set()
+        self._in_step = False
         self._reduced: list[int] = []
         self._pending: list[_Pending] = []
         self._check()
@@ -90,16 +89,11 @@ class GradientReducer:
         Works for all schedules, including split backwards.
         """
         self._reset()
+        self._in_step = True
         for stage, buffers in self._stages.items():
             buffers.zero_gradients()
-            self.arm(stage, num_microbatches)
-
-    def arm(self, stage: int, num_additions: int = 1) -> None:
-        """Expect num_additions more gradients of each parameter of the stage; a complete bucket is reduced at once."""
-        self._armed.add(stage)
-        for state in self._plain[stage]:
-            state.launched = False
-            state.missing = {slot.spec.name: num_additions for slot in state.bucket.slots}
+            for state in self._plain[stage]:
+                state.missing = {slot.spec.name: num_microbatches for slot in state.bucket.slots}
 
     def reduce(self, stage: int) -> None:
         """Start the remaining reductions of a stage whose gradients are complete (REDUCE_GRAD).
@@ -142,7 +136,7 @@ class GradientReducer:
         return sum(state.launched for state in (*self._plain[stage], *self._partial[stage]))
 
     def _reset(self) -> None:
-        self._armed.clear()
+        self._in_step = False
         self._reduced = []
         self._pending = []
         by_stage = (state for states in (*self._plain.values(), *self._partial.values()) for state in states)
@@ -152,7 +146,7 @@ class GradientReducer:
     def _added(self, stage: int, name: str) -> None:
         """Account for one gradient of a parameter; start the reductions of buckets that are now complete, in order."""
         state = self._state_of[stage].get(name)
-        if stage not in self._armed or state is None or name in self._stages[stage].unpredictable:
+        if not self._in_step or state is None or name in self._stages[stage].unpredictable:
             return
         if state.launched:
             raise RuntimeError(
@@ -171,8 +165,12 @@ class GradientReducer:
         for state in self._plain[stage]:
             if not state.launched:
                 self._launch(state)
-        for group, gradients in self._replica_sums[stage]:
-            _all_reduce_flat(group, gradients)
+        for group, gradients in self._replica_sums[stage]:  # many small tensors with one all-reduce
+            flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
+            all_reduce(flat, group)
+            sums = flat.split([gradient.numel() for gradient in gradients])
+            for gradient, summed in zip(gradients, sums, strict=True):
+                gradient.copy_(summed.view(gradient.shape))
         for state in self._partial[stage]:
             self._launch(state)
 
@@ -202,19 +200,24 @@ class GradientReducer:
         tp, kv = self._groups.tp, self._groups.kv
         over_tp: list[Tensor] = []
         over_kv: list[Tensor] = []
-        for state in self._partial[stage]:
-            for slot in state.bucket.slots:
-                gradient = state.buffer.gradients[slot.start : slot.stop].view(slot.shape)
-                for interval, rows in _replicated_rows(slot, gradient, tp.rank, tp.size):
-                    members = tuple(tp.ranks[replica] for replica in interval.replicas)
-                    if members == tuple(tp.ranks):
-                        over_tp.append(rows)
-                    elif members == tuple(kv.ranks):
-                        over_kv.append(rows)
-                    else:
-                        raise ValueError(
-                            f"{slot.spec.name}: its replicas, ranks {members}, are neither the tp nor the kv group"
-                        )
+        for buffer, slot in ((state.buffer, slot) for state in self._partial[stage] for slot in state.bucket.slots):
+            gradient = buffer.gradients[slot.start : slot.stop].view(slot.shape)
+            summed = slot.spec.summed_over_replicas(tp.rank, tp.size)
+            position = 0  # of the interval in the local gradient
+            for interval in slot.spec.intervals(tp.rank, tp.size):
+                rows = gradient.narrow(slot.spec.slicing.dim or 0, position, interval.stop - interval.start)
+                position += interval.stop - interval.start
+                members = tuple(tp.ranks[replica] for replica in interval.replicas)
+                if interval not in summed:
+                    continue
+                if members == tuple(tp.ranks):
+                    over_tp.append(rows)
+                elif members == tuple(kv.ranks):
+                    over_kv.append(rows)
+                else:
+                    raise ValueError(
+                        f"{slot.spec.name}: its replicas, ranks {members}, are neither the tp nor the kv group"
+                    )
         return [(group, gradients) for group, gradients in ((tp, over_tp), (kv, over_kv)) if gradients]
 
     def _check(self) -> None:
@@ -237,23 +240,3 @@ def _states(buffers: StageBuffers, kind: str) -> list[_BucketState]:
         if buffer.layout.kind == kind
         for bucket in buffer.layout.buckets
     ]
-
-
-def _replicated_rows(slot: Slot, gradient: Tensor, tp_rank: int, tp: int) -> list[tuple[Interval, Tensor]]:
-    """Return the rows of a local gradient that several tp_ranks hold, each with a part of the sum."""
-    summed = slot.spec.summed_over_replicas(tp_rank, tp)
-    dim, position, found = slot.spec.slicing.dim or 0, 0, []
-    for interval in slot.spec.intervals(tp_rank, tp):
-        rows = interval.stop - interval.start
-        if interval in summed:
-            found.append((interval, gradient.narrow(dim, position, rows)))
-        position += rows
-    return found
-
-
-def _all_reduce_flat(group: Group, gradients: Sequence[Tensor]) -> None:
-    """Sum many small tensors with one all-reduce."""
-    flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
-    all_reduce(flat, group)
-    for gradient, summed in zip(gradients, flat.split([gradient.numel() for gradient in gradients]), strict=True):
-        gradient.copy_(summed.view(gradient.shape))

@@ -14,7 +14,7 @@ from megapipe.comm.groups import Group, ProcessGroups
 from megapipe.config.model import PrecisionConfig
 from megapipe.config.training import OptimizerConfig
 from megapipe.data_parallel.buffers import StageBuffers
-from megapipe.data_parallel.checksum import raw_bytes
+from megapipe.data_parallel.copies import raw_bytes
 from megapipe.data_parallel.gather import ParameterGather
 from megapipe.optimizer.gradient_norm import ModelSum, clip_coefficient, count_zeros, sum_of_squares
 from megapipe.optimizer.loss_scale import LossScaler

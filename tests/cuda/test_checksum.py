@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megapipe.data_parallel.checksum import LANES, checksum, raw_bytes
+from megapipe.data_parallel.copies import LANES, checksum, raw_bytes
 
 pytestmark = pytest.mark.gpu
 

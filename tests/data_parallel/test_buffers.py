@@ -114,7 +114,6 @@ def test_module_that_is_not_the_layout_is_refused() -> None:
 def test_inference_buffers_hold_no_gradients() -> None:
     buffers, module = stage_buffers(toy_specs(), grad_dtype=None), Toy()
     buffers.materialize(module, draw)
-    assert not buffers.buffers[0].has_gradients
     with pytest.raises(RuntimeError, match="have no gradients"):
         buffers.zero_gradients()
 

@@ -13,7 +13,7 @@ import torch
 
 from megapipe.checkpoint.folder import find_checkpoint
 from megapipe.data.dataset import SyntheticDataset
-from megapipe.data_parallel.checksum import raw_bytes
+from megapipe.data_parallel.copies import raw_bytes
 from megapipe.model.block import Block
 from megapipe.train.step import TrainStep
 

@@ -16,7 +16,7 @@ import torch
 
 from megapipe.assembly.runtime import TrainingRuntime
 from megapipe.checkpoint.folder import steps_in
-from megapipe.data_parallel.checksum import raw_bytes
+from megapipe.data_parallel.copies import raw_bytes
 from megapipe.train.step import TrainStep
 from tests.harness import RankPool
 from tests.train.jobs import job_on_rank

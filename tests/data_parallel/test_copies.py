@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megapipe.data_parallel.checksum import LANES, checksum, raw_bytes
+from megapipe.data_parallel.copies import LANES, checksum, raw_bytes
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.uint8)
 
