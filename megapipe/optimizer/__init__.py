@@ -3,7 +3,6 @@
 - `optimizer`:     `Optimizer`: unscale, norm, clip, update this rank's shards, write parameters; its saved state
 - `shards`:        `Shard`: the part of a bucket that this rank updates, with master weights and moments
 - `update_rule`:   AdamW and SGD over flat tensors
-- `rollback`:      undoing an update that was made before the gradient norm was known
 - `gradient_norm`: global norms and counts in which every element counts once
 - `loss_scale`:    constant and dynamic loss scale of fp16
 - `schedule`:      learning rate and weight decay by consumed samples (imports no torch)

@@ -1,6 +1,6 @@
 """Global norms and counts over the model, in which every element counts once.
 
-Each rank sums the elements that it owns (shards.CountedRanges); the sums are then added over the shards of the
+Each rank sums the elements that it counts (`Shard.exact_ranges`); the sums are then added over the shards of the
 replicas, if the optimizer is sharded, and over tp and pp.
 """
 

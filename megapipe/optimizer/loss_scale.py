@@ -30,12 +30,8 @@ class LossScaler:
             return cls(1.0)
         if precision.loss_scale is not None:
             return cls(precision.loss_scale)
-        return cls(
-            precision.initial_loss_scale,
-            window=precision.loss_scale_window,
-            hysteresis=precision.hysteresis,
-            minimum=precision.min_loss_scale,
-        )
+        window, hysteresis, minimum = precision.loss_scale_window, precision.hysteresis, precision.min_loss_scale
+        return cls(precision.initial_loss_scale, window=window, hysteresis=hysteresis, minimum=minimum)
 
     @property
     def is_dynamic(self) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -18,10 +19,12 @@ from megapipe.data_parallel.copies import raw_bytes
 from megapipe.data_parallel.gather import ParameterGather
 from megapipe.optimizer.gradient_norm import ModelSum, clip_coefficient, count_zeros, sum_of_squares
 from megapipe.optimizer.loss_scale import LossScaler
-from megapipe.optimizer.rollback import EarlyUpdatePolicy, ShardSnapshot
-from megapipe.optimizer.shards import make_shards
+from megapipe.optimizer.shards import ShardSnapshot, make_shards
 from megapipe.optimizer.update_rule import AdamLibrary, UpdateRates, make_update_rule, moment_names
 from megapipe.sharding.boxes import Piece
+
+# undoing an update costs about as much as waiting for the norm: from every second step on, early updates do not pay
+WINDOW, STOP_AT, RESUME_AT = 8, 4, 1
 
 
 @dataclass(frozen=True)
@@ -79,7 +82,8 @@ class Optimizer:
 
     A step has two halves: `start` needs no other pipeline rank, `settle` waits for the global norm, which decides on
     clipping and on skipping the step. With --optimizer-post-validation `start` already updates, assuming neither
-    is needed; otherwise `settle` updates. Between the two, saving and measuring raise RuntimeError.
+    is needed (Qi et al. 2023, arXiv:2401.10241, section 4); otherwise `settle` updates. Between the two, saving and
+    measuring raise RuntimeError.
     """
 
     def __init__(
@@ -103,15 +107,9 @@ class Optimizer:
         # without sharding, a mirrored pipeline holds every parameter twice in the model group: the first holder counts
         holders = [rank for rank in groups.model.ranks if rank in groups.replicas.ranks]
         counts = self._sharded or groups.model.global_rank == holders[0]
-        self._shards = make_shards(
-            stages,
-            self._replica,
-            groups.tp.rank,
-            groups.tp.size,
-            moment_names(config),
-            counts,
-            config.optimizer_cpu_offload,
-        )
+        moments = moment_names(config)
+        tp = groups.tp
+        self._shards = make_shards(stages, self._replica, tp.rank, tp.size, moments, counts, self._on_host)
         self._rule = make_update_rule(config, self._shards, library)
         # shards add up over replicas; without sharding, every copy of the model holds the same gradients
         self._sum_groups: list[Group] = [groups.dp_cp, groups.model] if self._sharded else [groups.model]
@@ -193,8 +191,12 @@ class Optimizer:
         skipped = not math.isfinite(norm)
         is_plain = not skipped and coefficient == 1.0  # neither clipped nor skipped
         rolled_back = started.is_updated and not is_plain
-        if rolled_back:
-            self._roll_back()
+        if rolled_back:  # undo the update, except in the parameters, which are written next
+            assert self._snapshot is not None
+            if self._gather is not None:
+                self._gather.finish()  # it writes parameters, which may be the master weights
+            self._snapshot.restore()
+            self._rule.set_num_steps(self._rule.num_steps - 1)
         if not skipped and not (started.is_updated and is_plain):
             self._update(started.factor * coefficient, started.rates)
         elif rolled_back:
@@ -244,7 +246,7 @@ class Optimizer:
     def parameters_norm(self) -> float:
         """Return the global norm of the master weights, without vocabulary padding."""
         self._check_settled()
-        owned = (shard.master[low:high] for shard in self._shards for low, high in shard.counted.exact)
+        owned = (shard.master[low:high] for shard in self._shards for low, high in shard.exact_ranges)
         return math.sqrt(ModelSum([sum_of_squares(owned, self._device)], self._sum_groups).wait()[0])
 
     @torch.no_grad()
@@ -313,10 +315,10 @@ class Optimizer:
 
     def _sum_gradients(self, count_zero_gradients: bool) -> ModelSum:
         """Launch the sum of the squares of all raw gradients, and of the number of zeros among them."""
-        merged = (shard.gradient[low:high] for shard in self._shards for low, high in shard.counted.merged)
+        merged = (shard.gradient[low:high] for shard in self._shards for low, high in shard.merged_ranges)
         values = [sum_of_squares(merged, self._device)]
         if count_zero_gradients:
-            exact = (shard.gradient[low:high] for shard in self._shards for low, high in shard.counted.exact)
+            exact = (shard.gradient[low:high] for shard in self._shards for low, high in shard.exact_ranges)
             values.append(count_zeros(exact, self._device))
         return ModelSum(values, self._sum_groups)
 
@@ -330,14 +332,39 @@ class Optimizer:
         self._rule.step(factor, rates)
         self.masters_to_parameters()
 
-    def _roll_back(self) -> None:
-        """Undo the update, except in the parameters, which the caller writes next."""
-        assert self._snapshot is not None
-        if self._gather is not None:
-            self._gather.finish()  # it writes parameters, which may be the master weights
-        self._snapshot.restore()
-        self._rule.set_num_steps(self._rule.num_steps - 1)
-
     def _check_settled(self) -> None:
         if self._started is not None:
             raise RuntimeError("a step was started and its global norm is not known yet: call settle first")
+
+
+class EarlyUpdatePolicy:
+    """Decides whether the next update is made before the norm is known; the same on all ranks, as norms are.
+
+    Early updates stop when 4 of the last 8 steps were clipped or skipped (whether or not an update had to be undone),
+    and resume once at most 1 of the last 8 was.
+    """
+
+    def __init__(self) -> None:
+        self.allows = True
+        self._recent: deque[bool] = deque(maxlen=WINDOW)  # True for a step that was clipped or skipped
+
+    def add(self, is_plain: bool) -> str:
+        """Add a step, plain if it was neither clipped nor skipped.
+
+        Returns a note for the log if the decision changes.
+        """
+        self._recent.append(not is_plain)
+        count = sum(self._recent)
+        if self.allows and count >= STOP_AT:
+            self.allows = False
+            return (
+                f"{count} of the last {len(self._recent)} steps had their gradients clipped or skipped: waiting for "
+                f"the norm before each update, until at most {RESUME_AT} of {WINDOW} do"
+            )
+        if not self.allows and len(self._recent) == WINDOW and count <= RESUME_AT:
+            self.allows = True
+            return (
+                f"{count} of the last {WINDOW} steps had their gradients clipped or skipped: "
+                "updating before the norm is known again"
+            )
+        return ""

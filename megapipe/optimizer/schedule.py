@@ -60,15 +60,14 @@ class LrSchedule:
             raise ConfigError(f"--lr-warmup-init {self.init_lr} is above --lr {self.max_lr}")
         if self.warmup_samples >= self.decay_samples:
             raise ConfigError(
-                f"the warm-up of {self.warmup_samples:g} samples is not shorter than "
-                f"the decay length of {self.decay_samples}; "
-                "shorten --lr-warmup-iters / -samples / -fraction or lengthen --lr-decay-iters / -samples"
+                f"the warm-up of {self.warmup_samples:g} samples is not shorter than the decay length of "
+                f"{self.decay_samples}; shorten --lr-warmup-iters / -samples / -fraction or lengthen "
+                "--lr-decay-iters / -samples"
             )
         if self.style == "WSD" and not 0 < self.wsd_samples <= self.decay_samples:
             raise ConfigError(
                 f"WSD's last phase of {self.wsd_samples} samples must be positive and at most the decay length of "
-                f"{self.decay_samples}; "
-                "set --lr-wsd-decay-iters or --lr-wsd-decay-samples"
+                f"{self.decay_samples}; set --lr-wsd-decay-iters or --lr-wsd-decay-samples"
             )
 
     def __call__(self, consumed_samples: int) -> float:
@@ -80,18 +79,15 @@ class LrSchedule:
         if consumed_samples > self.decay_samples:
             return self.min_lr
         if self.style == "inverse-square-root":
-            return max(
-                self.min_lr, self.max_lr * math.sqrt(max(self.warmup_samples, 1)) / math.sqrt(max(consumed_samples, 1))
-            )
-        return self.min_lr + self._share(consumed_samples) * (self.max_lr - self.min_lr)
-
-    def _share(self, consumed_samples: int) -> float:
+            lr = self.max_lr * math.sqrt(max(self.warmup_samples, 1)) / math.sqrt(max(consumed_samples, 1))
+            return max(self.min_lr, lr)
         if self.style == "WSD":
             into_last_phase = consumed_samples - (self.decay_samples - self.wsd_samples)
-            return WSD_SHAPES[self.wsd_style](into_last_phase / self.wsd_samples) if into_last_phase > 0 else 1.0
-        return DECAY_SHAPES[self.style](
-            (consumed_samples - self.warmup_samples) / (self.decay_samples - self.warmup_samples)
-        )
+            share = WSD_SHAPES[self.wsd_style](into_last_phase / self.wsd_samples) if into_last_phase > 0 else 1.0
+        else:
+            ratio = (consumed_samples - self.warmup_samples) / (self.decay_samples - self.warmup_samples)
+            share = DECAY_SHAPES[self.style](ratio)
+        return self.min_lr + share * (self.max_lr - self.min_lr)
 
 
 @dataclass(frozen=True)
@@ -114,9 +110,8 @@ class WeightDecaySchedule:
         """Return the weight decay of the step that starts after consumed_samples."""
         if self.style == "constant" or consumed_samples > self.ramp_samples:
             return self.end
-        return self.start + WEIGHT_DECAY_SHAPES[self.style](consumed_samples / self.ramp_samples) * (
-            self.end - self.start
-        )
+        share = WEIGHT_DECAY_SHAPES[self.style](consumed_samples / self.ramp_samples)
+        return self.start + share * (self.end - self.start)
 
 
 def lr_schedule(optimizer: OptimizerConfig, training: TrainingConfig) -> LrSchedule:
@@ -154,16 +149,8 @@ def _lr_schedule(optimizer: OptimizerConfig, training: TrainingConfig, max_lr: f
     else:
         warmup = float(optimizer.lr_warmup_samples or optimizer.lr_warmup_iters * batch)
     wsd = optimizer.lr_wsd_decay_samples or (optimizer.lr_wsd_decay_iters or 0) * batch
-    return LrSchedule(
-        max_lr,
-        min_lr,
-        optimizer.lr_warmup_init,
-        optimizer.lr_decay_style,
-        warmup,
-        decay,
-        optimizer.lr_wsd_decay_style,
-        wsd,
-    )
+    init, style, wsd_style = optimizer.lr_warmup_init, optimizer.lr_decay_style, optimizer.lr_wsd_decay_style
+    return LrSchedule(max_lr, min_lr, init, style, warmup, decay, wsd_style, wsd)
 
 
 def _training_samples(training: TrainingConfig) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -26,18 +26,6 @@ class Run:
     decoupled_lr: bool
 
 
-@dataclass(frozen=True)
-class CountedRanges:
-    """Element ranges of a shard that this rank counts, so that every element of the model counts once over tp and pp.
-
-    exact: without padding, of buffers and vocabulary. merged: with padding, fewer and longer, for sums of gradients,
-    where padding is zero.
-    """
-
-    exact: tuple[tuple[int, int], ...]
-    merged: tuple[tuple[int, int], ...]
-
-
 class Shard:
     """Elements [start, stop) of a flat buffer.
 
@@ -47,6 +35,9 @@ class Shard:
     on_host: master and moments are in host memory, and an update uses a copy of the gradient there.
     is_copy: another stage owns these parameters (the tied embedding at the head), so norms leave them out.
     counts: False if another rank of the same copy of the model counts these elements.
+    exact_ranges: the element ranges that this rank counts, so that every element of the model counts once over tp and
+    pp, without padding of buffers and vocabulary. merged_ranges: the same with padding, fewer and longer, for sums of
+    gradients, where padding is zero.
     """
 
     def __init__(
@@ -71,15 +62,18 @@ class Shard:
         self._host_gradient: Tensor | None = None
         self._host_parameter: Tensor | None = None
         if on_host:
-            self._host_gradient = _host_memory(self.gradient, self.gradient.dtype)
-            self._host_parameter = _host_memory(self.parameter, self.parameter.dtype)
-            self.master = _host_memory(self.gradient, self.gradient.dtype).copy_(self.parameter)
-            self.moments = {name: _host_memory(self.gradient, self.gradient.dtype) for name in moment_names}
+            self._host_gradient = _host_memory(self.gradient)
+            self._host_parameter = _host_memory(self.parameter)
+            self.master = _host_memory(self.gradient).copy_(self.parameter)
+            self.moments = {name: _host_memory(self.gradient) for name in moment_names}
         else:
             self.master = self.parameter.to(self.gradient.dtype, copy=True) if self.has_own_master else self.parameter
             self.moments = {name: torch.zeros_like(self.gradient) for name in moment_names}
         self.runs = tuple(self._find_runs())
-        self.counted = self._find_counted() if counts and not self.is_copy else CountedRanges((), ())
+        self.exact_ranges: list[tuple[int, int]] = []
+        self.merged_ranges: list[tuple[int, int]] = []
+        if counts and not self.is_copy:
+            self._count_elements()
 
     @property
     def parameter(self) -> Tensor:
@@ -124,19 +118,55 @@ class Shard:
         if run is not None:
             yield run
 
-    def _find_counted(self) -> CountedRanges:
-        exact: list[tuple[int, int]] = []
-        merged: list[tuple[int, int]] = []
+    def _count_elements(self) -> None:
+        """Find the ranges that this rank counts."""
         follows_foreign = False  # there are elements of another rank between this range and the last one
         for position, piece in self.pieces():
             if not piece.owned:
                 follows_foreign = True
                 continue
-            end = position + piece.box.num_elements
-            _append(exact, position, position + _num_without_padding(piece), across_gaps=False)
-            _append(merged, position, end, across_gaps=not follows_foreign)
+            # vocabulary padding comes last in a piece
+            end, true_rows = position + piece.box.num_elements, piece.spec.true_rows
+            true_end = end
+            if true_rows is not None:
+                rows = min(max(true_rows - piece.box.offset[0], 0), piece.box.shape[0])
+                true_end = position + piece.box.num_elements // piece.box.shape[0] * rows
+            _append(self.exact_ranges, position, true_end, across_gaps=False)
+            _append(self.merged_ranges, position, end, across_gaps=not follows_foreign)
             follows_foreign = False
-        return CountedRanges(tuple(exact), tuple(merged))
+
+
+class ShardSnapshot:
+    """A copy of all that an update changes in this rank's shards: master weights, moments and raw gradients.
+
+    With it, updates made before the gradient norm is known (--optimizer-post-validation) are undone. Qi et al. 2023
+    (arXiv:2401.10241, section 4 and appendix) undo AdamW by arithmetic; here the old values are kept, so that an update
+    that is undone and repeated gives the bits of one that waited. Gradients are included because the update kernels
+    scale them in place.
+    """
+
+    def __init__(self, shards: Sequence[Shard]) -> None:
+        self._pairs: list[tuple[Tensor, Tensor]] = [
+            (live, torch.empty_like(live))
+            for shard in shards
+            for live in (shard.gradient, shard.master.detach(), *shard.moments.values())
+        ]
+
+    @property
+    def copies(self) -> list[Tensor]:
+        return [copy for _, copy in self._pairs]
+
+    @torch.no_grad()
+    def take(self) -> None:
+        """Copy the current values."""
+        for live, copy in self._pairs:
+            copy.copy_(live)
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Write the values of the last `take` back. Parameters that are not master weights are left to the caller."""
+        for live, copy in self._pairs:
+            live.copy_(copy)
 
 
 def make_shards(
@@ -160,11 +190,10 @@ def make_shards(
     )
 
 
-def _host_memory(like: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return zeros of the same length in host memory, pinned for a GPU so that copies are asynchronous."""
-    if like.is_meta:
-        return torch.zeros(like.shape, dtype=dtype, device="meta")
-    return torch.zeros(like.shape, dtype=dtype, pin_memory=like.is_cuda)
+def _host_memory(like: Tensor) -> Tensor:
+    """Return zeros of the same length and dtype in host memory, pinned for a GPU so that copies are asynchronous."""
+    device = "meta" if like.is_meta else "cpu"
+    return torch.zeros(like.shape, dtype=like.dtype, device=device, pin_memory=like.is_cuda)
 
 
 def _append(ranges: list[tuple[int, int]], low: int, high: int, across_gaps: bool) -> None:
@@ -175,12 +204,3 @@ def _append(ranges: list[tuple[int, int]], low: int, high: int, across_gaps: boo
         ranges[-1] = (ranges[-1][0], high)
     else:
         ranges.append((low, high))
-
-
-def _num_without_padding(piece: Piece) -> int:
-    """Return the number of elements that are not vocabulary padding; they come first in the piece."""
-    true_rows = piece.spec.true_rows
-    if true_rows is None:
-        return piece.box.num_elements
-    rows = min(max(true_rows - piece.box.offset[0], 0), piece.box.shape[0])
-    return piece.box.num_elements // piece.box.shape[0] * rows

@@ -39,10 +39,10 @@ def test_counted_ranges_hold_the_owned_elements_and_no_replica(tp_rank: int, num
     for replica in range(num_shards):
         (shard,) = shards_of(tp_rank, replica, num_shards)
         names = meaning(shard)
-        for low, high in shard.counted.merged:
+        for low, high in shard.merged_ranges:
             assert not any(name.startswith("-") for name in names[low:high])
             merged += sum(name != "" for name in names[low:high])
-        for low, high in shard.counted.exact:
+        for low, high in shard.exact_ranges:
             assert all(name and not name.startswith("-") for name in names[low:high])
             exact += high - low
     assert merged == 3 + 21 + 9 + 12 + (25 if tp_rank == 0 else 0)
@@ -52,8 +52,8 @@ def test_counted_ranges_hold_the_owned_elements_and_no_replica(tp_rank: int, num
 
 def test_owned_neighbours_are_one_range() -> None:
     (shard,) = shards_of(0, 0, 1)
-    assert len(shard.counted.merged) == 1
-    assert len(shards_of(1, 0, 1)[0].counted.merged) == 2  # the replica separates them
+    assert len(shard.merged_ranges) == 1
+    assert len(shards_of(1, 0, 1)[0].merged_ranges) == 2  # the replica separates them
 
 
 @pytest.mark.parametrize("num_shards", [1, 2, 3], ids=lambda n: f"shards{n}")

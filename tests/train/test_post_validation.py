@@ -22,8 +22,7 @@ from megapipe.comm.trace import Event, Tracer
 from megapipe.model.block import Block
 from megapipe.optimizer import optimizer as optimizer_module
 from megapipe.optimizer.gradient_norm import ModelSum
-from megapipe.optimizer.optimizer import StepReport
-from megapipe.optimizer.rollback import EarlyUpdatePolicy
+from megapipe.optimizer.optimizer import EarlyUpdatePolicy, StepReport
 from megapipe.train import saving as saving_module
 from megapipe.train.state import Rates
 from megapipe.train.step import PostValidationStep, StepBatch, StepResult, train_step
