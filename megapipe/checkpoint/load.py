@@ -61,9 +61,8 @@ def _load(folder: CheckpointFolder, wanted: list[TensorBox], may_round: bool) ->
         for target in targets:
             where = f"{folder.path}: {name}"
             if target.shape != saved.shape:
-                raise CheckpointError(
-                    f"{where} has shape {list(saved.shape)}, but this model's has {list(target.shape)}"
-                )
+                shapes = f"has shape {list(saved.shape)}, but this model's has {list(target.shape)}"
+                raise CheckpointError(f"{where} {shapes}")
             dtype, needed = DTYPES[saved.dtype], target.values.dtype
             if not may_round and torch.promote_types(dtype, needed) != needed:
                 message = f"was saved as {dtype}, which {needed} cannot represent exactly".replace("torch.", "")
@@ -203,9 +202,8 @@ class ShardReader:
             except OSError as error:
                 raise DamageError(f"{where}: cannot be read: {error.strerror}") from None
             if count == 0:
-                raise DamageError(
-                    f"{where} is truncated: the file ends at byte {begin + done}, the tensor at {begin + len(content)}"
-                )
+                ends = f"the file ends at byte {begin + done}, the tensor at {begin + len(content)}"
+                raise DamageError(f"{where} is truncated: {ends}")
             done += count
         for start in range(0, len(content), self._block_bytes):
             block = content[start : start + self._block_bytes]

@@ -47,16 +47,10 @@ class SavedTensor:
 
     def to_json(self) -> dict[str, Any]:
         boxes = [
-            {
-                "file": saved.file,
-                "offset": list(saved.box.offset),
-                "shape": list(saved.box.shape),
-                "start": saved.start,
-                "crc32": list(saved.crc32),
-            }
-            for saved in self.boxes
+            {"file": b.file, "offset": b.box.offset, "shape": b.box.shape, "start": b.start, "crc32": b.crc32}
+            for b in self.boxes
         ]
-        return {"dtype": self.dtype, "shape": list(self.shape), "boxes": boxes}
+        return {"dtype": self.dtype, "shape": self.shape, "boxes": boxes}
 
     @classmethod
     def from_json(cls, content: dict[str, Any]) -> SavedTensor:
@@ -120,9 +114,8 @@ class Manifest:
             if whole["format"] != FORMAT:
                 raise CheckpointError(f"{where} is not the manifest of a megapipe checkpoint")
             if whole["version"] != VERSION:
-                raise CheckpointError(
-                    f"{where} has format version {whole['version']}; this megapipe reads version {VERSION}"
-                )
+                rule = f"this megapipe reads version {VERSION}"
+                raise CheckpointError(f"{where} has format version {whole['version']}; {rule}")
             content = whole["content"]
             found = zlib.crc32(_canonical(content).encode())
             if found != whole["crc32"]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import time
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ MAX_STARTS = 2  # from the same checkpoint
 class Starts:
     """Consecutive starts of a job without progress from one to the next, oldest first.
 
-    job: its name, None if the launcher gives none. step: newest complete checkpoint, -1 if there is none. rollbacks:
+    job: its name, if the launcher gives one. step: newest complete checkpoint, -1 without one. rollbacks:
     number made so far; after a rollback the newest checkpoint is an older one although the run has made progress.
     times: Unix seconds. is_restart: the last start was an automatic restart of the job, not one that a person asked
     for.
@@ -54,7 +55,12 @@ def count_start(root: Path, job: str | None, is_restart: bool, disk: Disk | None
 
     Raises CheckpointError if the file cannot be written.
     """
-    step, rollbacks = _progress(root)
+    step, rollbacks = -1, 0
+    with suppress(CheckpointError):  # all are damaged; loading will report it
+        found = find_checkpoint(root)
+        if found is not None:
+            step, made = found.step, read_rollbacks(root)
+            rollbacks = made[-1].number if made else rollbacks_before(found.manifest.state)
     start = Starts(job, step, rollbacks, (time.time(),), is_restart)
     before = _read(root / STARTS_NAME)
     starts = start if before is None else before.followed_by(start)
@@ -71,19 +77,15 @@ def count_start(root: Path, job: str | None, is_restart: bool, disk: Disk | None
 
 def clear_starts(root: Path) -> None:
     """Remove the record of a completed run. A failure does no harm: only restarts of the same job count."""
-    try:
+    with suppress(OSError):
         (root / STARTS_NAME).unlink(missing_ok=True)
-    except OSError:
-        return
 
 
 def no_progress_error(starts: Starts, root: Path, last_words: str | None) -> NoProgressError:
     """Return the error for a start too many. last_words: the previous run's last error message, if it is known."""
-    checkpoint = (
-        f"step {starts.step}, the newest complete checkpoint of {root}"
-        if starts.step >= 0
-        else f"the beginning, since {root} holds no checkpoint"
-    )
+    checkpoint = f"the beginning, since {root} holds no checkpoint"
+    if starts.step >= 0:
+        checkpoint = f"step {starts.step}, the newest complete checkpoint of {root}"
     at = " and ".join(time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(moment)) for moment in starts.times[:-1])
     last = f" The last one ended with: {last_words}" if last_words else ""
     return NoProgressError(
@@ -91,18 +93,6 @@ def no_progress_error(starts: Starts, root: Path, last_words: str | None) -> NoP
         f"another checkpoint was complete.{last} Fix the cause (or save more often), then submit a new job; to requeue "
         f"this one, remove {root / STARTS_NAME} first"
     )
-
-
-def _progress(root: Path) -> tuple[int, int]:
-    """Return (step of the newest complete checkpoint, number of rollbacks), or (-1, 0) if there is no checkpoint."""
-    try:
-        found = find_checkpoint(root)
-    except CheckpointError:  # all are damaged; loading will report it
-        return -1, 0
-    if found is None:
-        return -1, 0
-    rollbacks = read_rollbacks(root)
-    return found.step, rollbacks[-1].number if rollbacks else rollbacks_before(found.manifest.state)
 
 
 def _read(path: Path) -> Starts | None:

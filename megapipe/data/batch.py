@@ -36,16 +36,13 @@ class DocumentRules:
         }
         if self.eod is None and any(flags.values()):
             names = ", ".join(name for name, is_set in flags.items() if is_set)
-            raise ConfigError(
-                f"{names} need an end-of-document token, but no tokenizer with one is given; set --tokenizer-type and "
-                "its "
-                "model"
-            )
+            way_out = "set --tokenizer-type and its model"
+            raise ConfigError(f"{names} need an end-of-document token, but no tokenizer has one; {way_out}")
 
 
 @dataclass(frozen=True)
 class Batch:
-    """The arrays of one microbatch. An array that no rule needs is None, which allows faster kernels."""
+    """The arrays of one microbatch. An array that no rule needs is None: kernels without it are faster."""
 
     tokens: TokenArray  # [micro, seq]
     labels: TokenArray  # [micro, seq]: the next token of each

@@ -66,19 +66,14 @@ def build_datasets(request: DatasetRequest) -> Datasets:
     per_split = (request.train_data_path, request.valid_data_path, request.test_data_path)
     sources = [request.mock_data, request.data_path is not None, any(path is not None for path in per_split)]
     if sum(sources) != 1:
-        raise ConfigError(
-            "data must come from exactly one of --data-path, --train-data-path/--valid-data-path/--test-data-path, and "
-            f"--mock-data; {sum(sources)} of them are given"
-        )
+        ways = "--data-path, --train-data-path/--valid-data-path/--test-data-path, and --mock-data"
+        raise ConfigError(f"data must come from exactly one of {ways}; {sum(sources)} of them are given")
     if request.mock_data:
         if request.vocab_size is None:
             raise ConfigError("--mock-data needs the vocabulary size: give --vocab-size or a tokenizer")
-        seq_length, vocab_size, seed = request.seq_length, request.vocab_size, request.seed
+        sizes = (request.seq_length, request.vocab_size, request.seed)
         return Datasets(
-            *(
-                SyntheticDataset(num_samples, seq_length, vocab_size, seed, part) if num_samples else None
-                for part, num_samples in enumerate(request.num_samples)
-            )
+            *(SyntheticDataset(n, *sizes, part) if n else None for part, n in enumerate(request.num_samples))
         )
     files: dict[str, IndexedFile] = {}
     if request.data_path is not None:
@@ -86,16 +81,17 @@ def build_datasets(request: DatasetRequest) -> Datasets:
         ranges = parse_split(request.split if request.split is not None else DEFAULT_SPLIT)
         return Datasets(*(_build_part(request, part, blend, ranges[part], files) for part in range(3)))
     if request.split is not None:
-        raise ConfigError(
-            f"--split {request.split} cuts the files of --data-path, but --train/valid/test-data-path are used whole; "
-            "remove one of them"
-        )
-    built = []
+        rule = "--train/valid/test-data-path are used whole; remove one of them"
+        raise ConfigError(f"--split {request.split} cuts the files of --data-path, but {rule}")
+    built: list[TokenDataset | None] = []
     for part, path in enumerate(per_split):
-        part_blend = None if path is None else parse_blend(path, f"--{SPLIT_NAMES[part]}-data-path")
-        if part_blend is not None and len(part_blend.prefixes) == 1:
-            part_blend = Blend(part_blend.prefixes, None)  # a single file needs no weight and no surplus
-        built.append(None if part_blend is None else _build_part(request, part, part_blend, (0.0, 1.0), files))
+        if path is None:
+            built.append(None)
+            continue
+        blend = parse_blend(path, f"--{SPLIT_NAMES[part]}-data-path")
+        if len(blend.prefixes) == 1:
+            blend = Blend(blend.prefixes, None)  # a single file needs no weight and no surplus
+        built.append(_build_part(request, part, blend, (0.0, 1.0), files))
     return Datasets(*built)
 
 
@@ -113,15 +109,18 @@ def _build_part(
         return _member(request, part, files[blend.prefixes[0]], part_range, num_samples)
     if blend.weights is None:
         # without weights: one epoch of each file; a file without a whole sample in this part contributes none
-        in_part = [files[prefix] for prefix in blend.prefixes if _has_tokens(files[prefix], part_range)]
-        members = [member for file in in_part if len(member := _member(request, part, file, part_range, None))]
+        members = []
+        for prefix in blend.prefixes:
+            first, last = sequence_range(part_range, len(files[prefix]))
+            if files[prefix].lengths[first:last].any():
+                members.append(_member(request, part, files[prefix], part_range, None))
+        members = [member for member in members if len(member)]
         weights: Sequence[float] = [len(member) for member in members]
         size = min(num_samples, sum(len(member) for member in members))
         if not members:
             raise DataError(
                 f"the {SPLIT_NAMES[part]} part of {' '.join(blend.prefixes)} has no sample of {request.seq_length + 1} "
-                "tokens in one epoch; give it a larger share (--split), or give the files weights, which allow more "
-                "epochs"
+                "tokens in one epoch; give it a larger share (--split), or give the files weights: several epochs"
             )
     else:
         weights = normalize(blend.weights)
@@ -135,11 +134,6 @@ def _build_part(
     return BlendedDataset(members, weights, size, cache=cache, names=[member.file.prefix for member in members])
 
 
-def _has_tokens(file: IndexedFile, part_range: Range) -> bool:
-    first, last = sequence_range(part_range, len(file))
-    return bool(file.lengths[first:last].any())
-
-
 def _member(
     request: DatasetRequest, part: int, file: IndexedFile, part_range: Range, num_samples: int | None
 ) -> GPTDataset:
@@ -148,8 +142,7 @@ def _member(
     if first == last:
         raise DataError(
             f"{file.prefix} has {len(file)} sequences, and the {SPLIT_NAMES[part]} part of --split "
-            f"{request.split or DEFAULT_SPLIT} holds none of them, but samples of it are requested; give it a larger "
-            "share, or request none (--split with 0, --eval-iters 0)"
+            f"{request.split or DEFAULT_SPLIT} holds none of them; give it a larger share, or request no samples of it"
         )
     cache = IndexCache.at(request.data_cache_path, file.prefix)
     return GPTDataset(
@@ -183,22 +176,18 @@ def parse_blend(values: Sequence[str], flag: str = "--data-path") -> Blend:
     """
     values = [str(value).strip() for value in values]
     if not values or not all(values):
-        raise ConfigError(
-            f"{flag} needs at least one file prefix: PREFIX, PREFIX PREFIX ..., or WEIGHT PREFIX WEIGHT PREFIX ..."
-        )
+        forms = "PREFIX, PREFIX PREFIX ..., or WEIGHT PREFIX WEIGHT PREFIX ..."
+        raise ConfigError(f"{flag} needs at least one file prefix: {forms}")
     numbers = [_number(value) for value in values[::2]]
     if len(values) % 2 == 1 or all(number is None for number in numbers):
         if len(values) > 1 and any(_number(value) is not None for value in values):
-            raise ConfigError(
-                f"{flag} {' '.join(values)}: a weight without its prefix; write WEIGHT PREFIX for every file, or "
-                "prefixes only"
-            )
+            rule = "write WEIGHT PREFIX for every file, or prefixes only"
+            raise ConfigError(f"{flag} {' '.join(values)}: a weight without its prefix; {rule}")
         return Blend(tuple(values), None)
     weights = [number for number in numbers if number is not None]
     if len(weights) != len(numbers):
-        raise ConfigError(
-            f"{flag} {' '.join(values)}: some files have a weight and some have none; give WEIGHT PREFIX for every file"
-        )
+        rule = "give WEIGHT PREFIX for every file"
+        raise ConfigError(f"{flag} {' '.join(values)}: some files have a weight and some have none; {rule}")
     if any(not math.isfinite(weight) or weight < 0 for weight in weights) or sum(weights) <= 0:
         raise ConfigError(f"{flag}: weights {weights} must be non-negative and not all zero")
     return Blend(tuple(values[1::2]), tuple(weights))

@@ -32,9 +32,7 @@ class EpochPlan:
 
 
 def plan_epochs(num_tokens: int, num_samples: int, seq_length: int) -> EpochPlan:
-    """Plan the epochs for `num_samples` requested samples of an epoch of num_tokens. Raises DataError without
-    tokens.
-    """
+    """Plan the epochs for `num_samples` samples of an epoch of num_tokens. Raises DataError without tokens."""
     if num_tokens < 1:
         raise DataError(f"{num_samples} samples of {seq_length} tokens are requested of data that holds no token")
     num_epochs = max(1, -(-(num_samples * seq_length + 1) // num_tokens))
@@ -113,10 +111,7 @@ class GPTDataset:
         first, last = sequences
         lengths = file.lengths[first:last]
         if not lengths.any():
-            raise DataError(
-                f"{file.prefix}: sequences {first}..{last} of {len(file)} hold no token, so no sample can be drawn "
-                "from them"
-            )
+            raise DataError(f"{file.prefix}: sequences {first}..{last} of {len(file)} hold no token to sample")
 
         def build() -> Arrays:
             # requesting 0 samples gives one epoch, the minimum
@@ -142,11 +137,8 @@ class GPTDataset:
     def __getitem__(self, index: int) -> TokenArray:
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of a dataset of {len(self)} samples ({self.file.prefix})")
-        return self.stream_sample(int(self.index.shuffle[index]))
-
-    def stream_sample(self, k: int) -> TokenArray:
-        """Return tokens k seq .. k seq + seq of the stream, gathered from all documents that they span."""
-        place, offset = self.index.locate(k * self.seq_length)
+        # tokens k seq .. k seq + seq of the stream, gathered from all documents that they span
+        place, offset = self.index.locate(int(self.index.shuffle[index]) * self.seq_length)
         sample = np.empty(self.seq_length + 1, dtype=np.int64)
         filled = 0
         while filled < len(sample):

@@ -67,9 +67,8 @@ class IndexCache:
                         _store(entry, text, build())
             except OSError as error:
                 if self.is_required:
-                    raise ConfigError(
-                        f"--data-cache-path {self.folder} cannot be written: {error.strerror}; name a writable folder"
-                    ) from None
+                    reason = f"{error.strerror}; name a writable folder"
+                    raise ConfigError(f"--data-cache-path {self.folder} cannot be written: {reason}") from None
                 log.info("%s cannot be written (%s): the %s index is kept in memory", self.folder, error.strerror, kind)
                 return build()
         return _load(entry, text)

@@ -22,7 +22,6 @@ import struct
 from array import array
 from collections.abc import Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -67,7 +66,19 @@ class IndexedFile:
         self.prefix = str(prefix)
         path = idx_path(prefix)
         index = _map(path, self.prefix)
-        self.dtype, num_sequences, num_starts = _read_header(index, path)
+        if len(index) < HEADER.size:
+            raise DataError(
+                f"{path} has {len(index)} bytes, less than the {HEADER.size} of a header: truncated, or no index"
+            )
+        magic, version, code, num_sequences, num_starts = HEADER.unpack(index[: HEADER.size])
+        if magic != MAGIC:
+            raise DataError(f"{path} starts with {magic!r} instead of {MAGIC!r}: it is not a token index")
+        if version != VERSION:
+            raise DataError(f"{path} has format version {version}; only version {VERSION} is supported")
+        if code not in DTYPES:
+            known = ", ".join(f"{code} ({dtype})" for code, dtype in DTYPES.items())
+            raise DataError(f"{path} has dtype code {code}; known codes are {known}")
+        self.dtype = DTYPES[code]
         plain = HEADER.size + 12 * num_sequences + 8 * num_starts
         if len(index) not in (plain, plain + num_sequences):
             state = "truncated" if len(index) < plain else "damaged"
@@ -81,8 +92,7 @@ class IndexedFile:
         has_modes = num_sequences > 0 and len(index) == plain + num_sequences
         self.modes: Array | None = np.frombuffer(index, "i1", num_sequences, plain) if has_modes else None
         self._bin = _map(bin_path(prefix), self.prefix)
-        self._check_sequences()
-        self._check_documents()
+        self._check()
 
     def __len__(self) -> int:
         """Return the number of sequences."""
@@ -118,8 +128,8 @@ class IndexedFile:
         """Return the bytes of all sequences of a contiguous file."""
         return memoryview(self._bin)[: self.num_tokens * self.dtype.itemsize]
 
-    def _check_sequences(self) -> None:
-        """Check that every sequence is inside `.bin`."""
+    def _check(self) -> None:
+        """Check that every sequence is inside `.bin`, and that document starts rise from 0 to S."""
         idx, item = idx_path(self.prefix), self.dtype.itemsize
         for begin in range(0, len(self), CHECK_BLOCK):
             lengths = self.lengths[begin : begin + CHECK_BLOCK].astype(np.int64)
@@ -135,21 +145,14 @@ class IndexedFile:
                     f"({lengths[bad]} tokens of {item} bytes) at byte {offsets[bad]}: the file is truncated or belongs "
                     "to another index; copy or preprocess it again"
                 )
-
-    def _check_documents(self) -> None:
-        """Check that document starts rise from 0 to S."""
-        idx, starts = idx_path(self.prefix), self.documents
+        starts, rule = self.documents, f"document starts must run from 0 to the number of sequences, {len(self)}"
         if not len(starts) or starts[0] != 0 or starts[-1] != len(self):
-            seen = f"{starts[0]} .. {starts[-1]}" if len(starts) else "nothing"
-            raise DataError(
-                f"{idx}: document starts must run from 0 to the number of sequences, {len(self)}, but hold {seen}"
-            )
+            found = f"{starts[0]} .. {starts[-1]}" if len(starts) else "nothing"
+            raise DataError(f"{idx}: {rule}, but hold {found}")
         falls = np.flatnonzero(np.diff(starts) < 0)
         if len(falls):
-            raise DataError(
-                f"{idx}: document {falls[0] + 1} starts at sequence {starts[falls[0] + 1]}, before the preceding "
-                "document"
-            )
+            number = falls[0] + 1
+            raise DataError(f"{idx}: document {number} starts at sequence {starts[number]}, before the preceding one")
 
 
 def _map(path: Path, prefix: str) -> mmap.mmap | bytes:
@@ -159,32 +162,10 @@ def _map(path: Path, prefix: str) -> mmap.mmap | bytes:
                 return b""  # an empty file cannot be mapped
             return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     except FileNotFoundError:
-        raise DataError(
-            f"there is no token file {path}; a data path is a prefix, here {prefix!r}, without .bin or .idx"
-        ) from None
+        rule = f"a data path is a prefix, here {prefix!r}, without .bin or .idx"
+        raise DataError(f"there is no token file {path}; {rule}") from None
     except OSError as error:
         raise DataError(f"cannot read token file {path}: {error.strerror}") from None
-
-
-def _read_header(index: mmap.mmap | bytes, path: Path) -> tuple[np.dtype[Any], int, int]:
-    """Return (dtype, number of sequences, number of document starts)."""
-    if len(index) < HEADER.size:
-        raise DataError(
-            f"{path} has {len(index)} bytes, less than the {HEADER.size} of the header: it is truncated or not a token "
-            "index"
-        )
-    magic, version, code, num_sequences, num_starts = HEADER.unpack(index[: HEADER.size])
-    if magic != MAGIC:
-        raise DataError(
-            f"{path} starts with {magic!r} instead of {MAGIC!r}: it is not a token index of Megatron's format"
-        )
-    if version != VERSION:
-        raise DataError(f"{path} has format version {version}; only version {VERSION} is supported")
-    if code not in DTYPES:
-        raise DataError(
-            f"{path} has dtype code {code}; known codes are {', '.join(f'{c} ({d})' for c, d in DTYPES.items())}"
-        )
-    return DTYPES[code], num_sequences, num_starts
 
 
 def _contiguous_offsets(lengths: Array, dtype: np.dtype[Any]) -> Array:
@@ -214,9 +195,8 @@ class IndexedWriter:
             bin_path(prefix).parent.mkdir(parents=True, exist_ok=True)
             self._bin = open(self._partial[0], "wb", buffering=1 << 20)  # noqa: SIM115 (closed by commit or abort)
         except OSError as error:
-            raise DataError(
-                f"cannot write token files {prefix}.bin/.idx: {error.strerror} ({error.filename})"
-            ) from None
+            reason = f"{error.strerror} ({error.filename})"
+            raise DataError(f"cannot write token files {prefix}.bin/.idx: {reason}") from None
 
     @property
     def num_documents(self) -> int:
@@ -233,21 +213,16 @@ class IndexedWriter:
         values = np.asarray(tokens)
         lengths = [len(values)] if lengths is None else lengths
         if sum(lengths) != len(values):
-            raise DataError(
-                f"{self.prefix}: document {self.num_documents} has {len(values)} tokens, but its sequences add up to "
-                f"{sum(lengths)}"
-            )
+            counts = f"{len(values)} tokens, but its sequences add up to {sum(lengths)}"
+            raise DataError(f"{self.prefix}: document {self.num_documents} has {counts}")
         if (self._modes is not None) != (modes is not None) or (modes is not None and len(modes) != len(lengths)):
-            raise DataError(
-                f"{self.prefix}: a multimodal file needs one mode per sequence, a plain one none (document "
-                f"{self.num_documents})"
-            )
+            rule = "a multimodal file needs one mode per sequence, a plain one none"
+            raise DataError(f"{self.prefix}: document {self.num_documents}: {rule}")
         if values.dtype != self.dtype and self.dtype.kind in "iu" and len(values):  # a cast could wrap around
             limits, low, high = np.iinfo(self.dtype), values.min(), values.max()
             if low < limits.min or high > limits.max:
-                raise DataError(
-                    f"{self.prefix}: token {low if low < limits.min else high} does not fit into {self.dtype}"
-                )
+                bad = low if low < limits.min else high
+                raise DataError(f"{self.prefix}: token {bad} does not fit into {self.dtype}")
         self._bin.write(values.astype(self.dtype).tobytes())
         self._lengths.extend(lengths)
         if self._modes is not None and modes is not None:
@@ -258,15 +233,11 @@ class IndexedWriter:
     def append(self, file: IndexedFile) -> None:
         """Append all documents of another file of the same dtype and kind."""
         if file.dtype != self.dtype:
-            raise DataError(
-                f"{file.prefix} holds {file.dtype}, but the files before it {self.dtype}: only token files of one "
-                "dtype "
-                "can be merged"
-            )
+            rule = "only token files of one dtype can be merged"
+            raise DataError(f"{file.prefix} holds {file.dtype}, but the files before it {self.dtype}: {rule}")
         if (file.modes is not None) != (self._modes is not None):
-            raise DataError(
-                f"{file.prefix} is {'' if file.modes is not None else 'not '}multimodal, unlike the files before it"
-            )
+            kind = "multimodal" if file.modes is not None else "not multimodal"
+            raise DataError(f"{file.prefix} is {kind}, unlike the files before it")
         if file.is_contiguous():
             self._bin.write(file.raw())
         else:
@@ -319,9 +290,7 @@ class IndexedWriter:
     def __enter__(self) -> IndexedWriter:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
         if kind is None:
             self.commit()
         else:

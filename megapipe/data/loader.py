@@ -54,10 +54,10 @@ class Loader:
         if skipped.windows and needed > len(self.dataset):
             self.dataset.grow(needed)
         if skipped.windows and needed > len(self.dataset):
+            held, fewer = len(self.dataset), needed - len(self.dataset)
             raise DataError(
-                f"the {self.name} data has {len(self.dataset)} samples; with {needed - num_samples} skipped, training "
-                "on "
-                f"{num_samples} needs {needed}: give more data, or train on {needed - len(self.dataset)} samples less"
+                f"the {self.name} data has {held} samples; with {needed - num_samples} skipped, training on "
+                f"{num_samples} needs {needed}: give more data, or train on {fewer} samples less"
             )
         with self._lock:
             self._skipped = skipped
@@ -75,10 +75,8 @@ class Loader:
         if start < 0 or self._skipped.index(start + micro_batch_size - 1) >= len(self.dataset):
             raise DataError(
                 f"the {self.name} data has {len(self.dataset)} samples, but microbatch {k} of dp rank {dp_rank} (of "
-                f"{dp_size}) after {consumed_samples} consumed samples needs {start}..{start + micro_batch_size}: the "
-                "dataset was built for a shorter run, or without weights holds one epoch only; request more samples, "
-                "or "
-                "give --data-path weights"
+                f"{dp_size}) after {consumed_samples} consumed samples needs {start}..{start + micro_batch_size}: "
+                "request more samples, or give --data-path weights (without them a dataset is one epoch)"
             )
         if not self._num_workers:
             return self._read(start, micro_batch_size)
@@ -104,9 +102,8 @@ class Loader:
         try:
             samples = np.stack([self.dataset[i] for i in sample_ids])
         except OSError as error:
-            raise DataError(
-                f"samples {start} to {start + count - 1} of the {self.name} data cannot be read: {error}"
-            ) from error
+            samples_text = f"samples {start} to {start + count - 1} of the {self.name} data"
+            raise DataError(f"{samples_text} cannot be read: {error}") from error
         return Batch.of(samples, sample_ids, self.rules)
 
     def _serve(self) -> None:

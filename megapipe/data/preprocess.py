@@ -95,9 +95,7 @@ def preprocess(
     record that cannot be read or a worker that died, ConfigError if append_eod is set for a tokenizer without such a
     token.
     """
-    encoder = (
-        encoder_factory()
-    )  # in this process too, so that an invalid tokenizer is reported once, not by each worker
+    encoder = encoder_factory()  # here too, so that an invalid tokenizer is reported once, not by each worker
     if append_eod and encoder.eod is None:
         raise ConfigError("--append-eod: this tokenizer has no end-of-document token")
     if num_workers < 1:
@@ -110,7 +108,17 @@ def preprocess(
             for key in keys
         }
         for encoded in _encode_all(records, encoder_factory, tuple(keys), append_eod, num_workers):
-            _write(encoded, writers, counts)
+            for key, writer in writers.items():
+                start = 0
+                for length in encoded.lengths[key]:
+                    if length:
+                        writer.add_document(encoded.tokens[key][start : start + length])
+                    else:
+                        counts.empty += 1
+                    start += length
+                counts.tokens[key] += start
+            counts.documents += encoded.num_documents
+            counts.text_bytes += encoded.text_bytes
             counts.seconds = time.monotonic() - begin
             if progress is not None:
                 progress.show(counts)
@@ -119,20 +127,6 @@ def preprocess(
     if progress is not None:
         progress.end()
     return counts
-
-
-def _write(encoded: Encoded, writers: dict[str, IndexedWriter], counts: Counts) -> None:
-    for key, writer in writers.items():
-        start = 0
-        for length in encoded.lengths[key]:
-            if length:
-                writer.add_document(encoded.tokens[key][start : start + length])
-            else:
-                counts.empty += 1
-            start += length
-        counts.tokens[key] += start
-    counts.documents += encoded.num_documents
-    counts.text_bytes += encoded.text_bytes
 
 
 def _batches(records: Iterable[Record]) -> Iterator[list[Record]]:
@@ -172,9 +166,8 @@ def _encode_all(
         while pending:
             yield pending.popleft().result()
     except BrokenProcessPool:
-        raise DataError(
-            "a tokenizing worker died, perhaps out of memory (try fewer --workers); no file was written"
-        ) from None
+        way_out = "perhaps out of memory (try fewer --workers); no file was written"
+        raise DataError(f"a tokenizing worker died, {way_out}") from None
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
 
@@ -203,9 +196,8 @@ def encode_records(batch: list[Record], encoder: Encoder, keys: tuple[str, ...],
                 raise DataError(f"{record.origin}: {error}") from None
             if ids and (min(ids) < 0 or max(ids) >= encoder.vocab_size):
                 bad = next(i for i in ids if not 0 <= i < encoder.vocab_size)
-                raise DataError(
-                    f"{record.origin}: token {bad} is outside of the vocabulary of {encoder.vocab_size} tokens"
-                )
+                size = encoder.vocab_size
+                raise DataError(f"{record.origin}: token {bad} is outside of the vocabulary of {size} tokens")
             if ids and append_eod and encoder.eod is not None:
                 ids.append(encoder.eod)
             tokens[key].append(np.array(ids, dtype=dtype))
@@ -215,9 +207,7 @@ def encode_records(batch: list[Record], encoder: Encoder, keys: tuple[str, ...],
 
 
 class Progress:
-    """A line on a terminal, rewritten five times a second; elsewhere a line every `log_interval` documents, if
-    given.
-    """
+    """A line on a terminal, rewritten five times a second; elsewhere one every `log_interval` documents, if given."""
 
     def __init__(self, stream: TextIO | None = None, log_interval: int | None = None) -> None:
         self.stream = stream if stream is not None else sys.stderr

@@ -9,6 +9,7 @@ from __future__ import annotations
 import glob
 import gzip
 import hashlib
+import itertools
 import json
 import os
 import sysconfig
@@ -53,9 +54,8 @@ class Record:
         try:
             text = self.content.decode("utf-8")
         except UnicodeDecodeError as error:
-            raise DataError(
-                f"{self.origin}: byte {error.start} is not UTF-8 ({self.content[error.start : error.start + 4]!r})"
-            ) from None
+            invalid = self.content[error.start : error.start + 4]
+            raise DataError(f"{self.origin}: byte {error.start} is not UTF-8 ({invalid!r})") from None
         if not self.is_json:
             return [text]
         try:
@@ -64,16 +64,12 @@ class Record:
             reason = f"{error.msg.removesuffix(' at')} at column {error.colno}"
             raise DataError(f"{self.origin} is not JSON: {reason}: {text.strip()[:80]!r}") from None
         if not isinstance(value, dict):
-            raise DataError(
-                f"{self.origin} holds a JSON {type(value).__name__}; each line must be an object with the keys "
-                f"{', '.join(keys)}"
-            )
+            rule = f"each line must be an object with the keys {', '.join(keys)}"
+            raise DataError(f"{self.origin} holds a JSON {type(value).__name__}; {rule}")
         for key in keys:
             if not isinstance(value.get(key), str):
-                if key in value:
-                    found = f"{type(value[key]).__name__} under {key!r}"
-                else:
-                    found = f"the keys {', '.join(map(repr, value)) or 'none'}"
+                others = f"the keys {', '.join(map(repr, value)) or 'none'}"
+                found = f"{type(value[key]).__name__} under {key!r}" if key in value else others
                 raise DataError(f"{self.origin} has no text under the key {key!r} (it has {found}); see --json-keys")
         texts: list[str] = [value[key] for key in keys]
         if b"\\u" in self.content and any("\ud800" <= character <= "\udfff" for text in texts for character in text):
@@ -82,8 +78,7 @@ class Record:
 
 
 def find_files(inputs: Sequence[str], suffixes: Sequence[str] = ()) -> list[Path]:
-    """Return the files named, matched by a pattern, or found in directories (sorted; only those with `suffixes`, if
-    given).
+    """Return the files named, matched by a pattern, or found in directories (sorted; only those with `suffixes`).
 
     Raises ConfigError if an input does not exist or nothing is found.
     """
@@ -126,26 +121,19 @@ def read_records(files: Sequence[Path], document_unit: str = "file") -> Iterator
                         if line.strip():
                             yield Record(str(path), number, line if is_json else line.rstrip(b"\r\n"), is_json)
                 elif document_unit == "blank-line":
-                    yield from _paragraphs(path, file)
+                    lines: list[bytes] = []
+                    first = 1
+                    for number, line in enumerate(itertools.chain(file, [b""]), 1):
+                        if line.strip():
+                            first = first if lines else number
+                            lines.append(line)
+                        elif lines:
+                            yield Record(str(path), first, b"".join(lines), False)
+                            lines = []
                 else:
                     yield Record(str(path), 0, file.read(), False)
         except (OSError, EOFError, zlib.error) as error:
             raise DataError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from None
-
-
-def _paragraphs(path: Path, file: IO[bytes]) -> Iterator[Record]:
-    """Yield the paragraphs of a text file, separated by blank lines."""
-    lines: list[bytes] = []
-    first = 1
-    for number, line in enumerate(file, 1):
-        if line.strip():
-            first = number if not lines else first
-            lines.append(line)
-        elif lines:
-            yield Record(str(path), first, b"".join(lines), False)
-            lines = []
-    if lines:
-        yield Record(str(path), first, b"".join(lines), False)
 
 
 def corpus_documents(
@@ -175,10 +163,8 @@ def corpus_documents(
             documents.append(text)
             budget -= size
     if len(documents) < MIN_DOCUMENTS:
-        raise DataError(
-            f"{root} gives {len(documents)} documents of text; at least {MIN_DOCUMENTS} are needed to split off a "
-            "validation part"
-        )
+        rule = f"at least {MIN_DOCUMENTS} are needed to split off a validation part"
+        raise DataError(f"{root} gives {len(documents)} documents of text; {rule}")
     return documents
 
 

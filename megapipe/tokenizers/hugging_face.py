@@ -35,9 +35,8 @@ def _library(name: str, what: str) -> Any:
     except ImportError as error:
         if error.name != name:
             raise
-        raise ConfigError(
-            f"{what} needs the package {name!r}, which is not installed: pip install 'megapipe[{name}]'"
-        ) from None
+        way_out = f"pip install 'megapipe[{name}]'"
+        raise ConfigError(f"{what} needs the package {name!r}, which is not installed: {way_out}") from None
 
 
 class _Fast:
@@ -83,28 +82,19 @@ class HuggingFaceTokenizer(_Fast):
             raise DataError(f"{path} is not a tokenizer.json: {error}") from None
         tokenizer.no_truncation()
         tokenizer.no_padding()
-        configs = [path.parent / name for name in CONFIG_FILES if (path.parent / name).is_file()]
         companions = {name: path.parent / name for name in COMPANIONS if (path.parent / name).is_file()}
-        super().__init__(tokenizer, _special_tokens(configs), {TOKENIZER_FILE: path} | companions)
-
-
-def _special_tokens(configs: Sequence[Path]) -> dict[str, str]:
-    """Return eos_token, bos_token and pad_token, each from the first file that names it.
-
-    A value is a string or an object with "content".
-    """
-    special: dict[str, str] = {}
-    for path in configs:
-        try:
-            config = json.loads(path.read_text("utf-8"))
-        except ValueError as error:
-            raise DataError(f"{path} is not JSON: {error}") from None
-        for key in ("eos_token", "bos_token", "pad_token"):
-            value = config.get(key) if isinstance(config, dict) else None
-            text = value.get("content") if isinstance(value, dict) else value
-            if isinstance(text, str):
-                special.setdefault(key, text)
-    return special
+        special: dict[str, str] = {}  # each from the first file that names it
+        for file in (companions[name] for name in CONFIG_FILES if name in companions):
+            try:
+                config = json.loads(file.read_text("utf-8"))
+            except ValueError as error:
+                raise DataError(f"{file} is not JSON: {error}") from None
+            for key in ("eos_token", "bos_token", "pad_token"):
+                value = config.get(key) if isinstance(config, dict) else None
+                text = value.get("content") if isinstance(value, dict) else value  # an object or a string
+                if isinstance(text, str):
+                    special.setdefault(key, text)
+        super().__init__(tokenizer, special, {TOKENIZER_FILE: path} | companions)
 
 
 class GPT2BPETokenizer(_Fast):
@@ -122,9 +112,8 @@ class GPT2BPETokenizer(_Fast):
             tokenizer = library.ByteLevelBPETokenizer.from_file(str(vocab_file), str(merge_file))
         except Exception as error:  # the package raises plain Exception
             raise DataError(f"{vocab_file} and {merge_file} are not a vocabulary and its merges: {error}") from None
-        super().__init__(
-            tokenizer, {"eos_token": "<|endoftext|>"}, dict(zip(("vocab.json", "merges.txt"), files, strict=True))
-        )
+        names = {"vocab.json": files[0], "merges.txt": files[1]}
+        super().__init__(tokenizer, {"eos_token": "<|endoftext|>"}, names)
         if self.eod is None:
             raise DataError(f"{vocab_file} has no <|endoftext|> token, so it is not GPT-2's vocabulary")
 

@@ -20,6 +20,10 @@ MIN_VOCAB_SIZE = 400  # 256 bytes, 10 special tokens, and some pieces to learn
 class _Model:
     """A SentencePiece model. `model`: the file, or a folder with a tokenizer.model in it."""
 
+    eod: int | None
+    bos: int | None
+    pad: int | None
+
     def __init__(self, model: str | Path) -> None:
         import sentencepiece
 
@@ -27,9 +31,8 @@ class _Model:
         try:
             self._content = path.read_bytes()
         except OSError as error:
-            raise DataError(
-                f"cannot read the SentencePiece model {path}: {error.strerror}; see --tokenizer-model"
-            ) from None
+            reason = f"{error.strerror}; see --tokenizer-model"
+            raise DataError(f"cannot read the SentencePiece model {path}: {reason}") from None
         self._processor = sentencepiece.SentencePieceProcessor()
         try:
             loaded = bool(self._content) and self._processor.LoadFromSerializedProto(self._content)
@@ -61,17 +64,12 @@ class SentencePieceTokenizer(_Model):
     def __init__(self, model: str | Path) -> None:
         super().__init__(model)
         pieces = {self._processor.IdToPiece(i): i for i in range(self._num_pieces)}
-        declared = {
-            "<PAD>": self._processor.pad_id(),
-            "<BOS>": self._processor.bos_id(),
-            "<EOS>": self._processor.eos_id(),
-        }
+        model_ids = (self._processor.pad_id(), self._processor.bos_id(), self._processor.eos_id())
+        declared = dict(zip(("<PAD>", "<BOS>", "<EOS>"), model_ids, strict=True))  # -1: none
         ids: dict[str, int] = {}
-        for special in (*CONTROL_SYMBOLS, "<PAD>", "<BOS>", "<EOS>"):
-            if declared.get(special, -1) >= 0:
-                ids[special] = declared[special]
-            else:
-                ids[special] = pieces.setdefault(special, len(pieces))
+        for special in (*CONTROL_SYMBOLS, *declared):
+            is_declared = declared.get(special, -1) >= 0
+            ids[special] = declared[special] if is_declared else pieces.setdefault(special, len(pieces))
         self.vocab_size = len(pieces)
         self.eod, self.bos, self.pad = ids["<EOD>"], ids["<BOS>"], ids["<PAD>"]
 
@@ -86,11 +84,11 @@ class GPTSentencePieceTokenizer(_Model):
         self.vocab_size = self._num_pieces
         self.eod = int(self._processor.eos_id())
         if self.eod < 0:
-            raise ConfigError(
-                f"--tokenizer-type {self.name}: {model} declares no EOS piece; use SentencePieceTokenizer"
-            )
-        self.bos = int(self._processor.bos_id()) if self._processor.bos_id() >= 0 else None
-        self.pad = int(self._processor.pad_id()) if self._processor.pad_id() >= 0 else None
+            way_out = "use SentencePieceTokenizer"
+            raise ConfigError(f"--tokenizer-type {self.name}: {model} declares no EOS piece; {way_out}")
+        bos, pad = int(self._processor.bos_id()), int(self._processor.pad_id())
+        self.bos = bos if bos >= 0 else None
+        self.pad = pad if pad >= 0 else None
 
 
 class Llama2Tokenizer(GPTSentencePieceTokenizer):
@@ -101,9 +99,8 @@ class Llama2Tokenizer(GPTSentencePieceTokenizer):
     def __init__(self, model: str | Path) -> None:
         super().__init__(model)
         if self.bos is None:
-            raise ConfigError(
-                f"--tokenizer-type {self.name}: {model} declares no BOS piece; use GPTSentencePieceTokenizer"
-            )
+            way_out = "use GPTSentencePieceTokenizer"
+            raise ConfigError(f"--tokenizer-type {self.name}: {model} declares no BOS piece; {way_out}")
 
     def encode(self, text: str) -> list[int]:
         ids = super().encode(text)
@@ -128,9 +125,8 @@ def train_sentencepiece(
     import sentencepiece
 
     if vocab_size < MIN_VOCAB_SIZE:
-        raise ConfigError(
-            f"--vocab-size {vocab_size}: bytes and special tokens alone need most of that; use {MIN_VOCAB_SIZE} or more"
-        )
+        rule = f"bytes and special tokens alone need most of that; use {MIN_VOCAB_SIZE} or more"
+        raise ConfigError(f"--vocab-size {vocab_size}: {rule}")
     model = io.BytesIO()
     try:
         sentencepiece.SentencePieceTrainer.Train(

@@ -24,30 +24,11 @@ class Tokenizer(Protocol):
     `decode(encode(text))` is the text again, except for what a type documents to normalize.
     """
 
-    @property
-    def name(self) -> str:
-        """The value of --tokenizer-type."""
-        ...
-
-    @property
-    def vocab_size(self) -> int:
-        """Number of ids, including special tokens, without padding for tensor parallelism."""
-        ...
-
-    @property
-    def eod(self) -> int | None:
-        """The end-of-document token, or None if the vocabulary has none."""
-        ...
-
-    @property
-    def bos(self) -> int | None:
-        """The beginning-of-sequence token, if there is one."""
-        ...
-
-    @property
-    def pad(self) -> int | None:
-        """The padding token, if there is one."""
-        ...
+    name: str  # the value of --tokenizer-type
+    vocab_size: int  # number of ids, including special tokens, without padding for tensor parallelism
+    eod: int | None  # the end-of-document token, if the vocabulary has one
+    bos: int | None  # the beginning-of-sequence token
+    pad: int | None  # the padding token
 
     def encode(self, text: str) -> list[int]: ...
 
@@ -75,9 +56,9 @@ class ByteTokenizer:
 
     name = "ByteTokenizer"
     vocab_size = 257
-    eod = 256
-    bos = None
-    pad = None
+    eod: int | None = 256
+    bos: int | None = None
+    pad: int | None = None
 
     def encode(self, text: str) -> list[int]:
         return list(text.encode("utf-8"))
@@ -96,14 +77,14 @@ class NullTokenizer:
     """
 
     name = "NullTokenizer"
-    bos = None
-    pad = None
+    bos: int | None = None
+    pad: int | None = None
 
     def __init__(self, vocab_size: int) -> None:
         if vocab_size < 1:
             raise ConfigError(f"--vocab-size {vocab_size}: the NullTokenizer needs at least one token")
         self.vocab_size = vocab_size + 1
-        self.eod = vocab_size
+        self.eod: int | None = vocab_size
 
     def encode(self, text: str) -> list[int]:
         """Return the ids. Raises DataError for a word that is not a number below the vocabulary size."""

@@ -43,9 +43,8 @@ IS_FORMAT: dict[str, Callable[[Path], bool]] = {
 def guess(folder: Path) -> str:
     """Return the format of a folder. Raises CheckpointError for an unknown format."""
     if not folder.is_dir():
-        raise CheckpointError(
-            f"{folder} is not a folder; give a checkpoint of megapipe, Megatron or torch, or a Hugging Face model"
-        )
+        way_out = "give a checkpoint of megapipe, Megatron or torch, or a Hugging Face model"
+        raise CheckpointError(f"{folder} is not a folder; {way_out}")
     for name, is_format in IS_FORMAT.items():
         if is_format(folder):
             return name

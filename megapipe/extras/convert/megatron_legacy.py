@@ -167,9 +167,8 @@ def _optimizer(path: Path, content: Mapping[str, Any], models: list[dict[str, Te
     if (path / OPTIMIZER_FILE).exists():
         return read_distributed(path / OPTIMIZER_FILE, optimizer, load_pickled(path / OPTIMIZER_FILE), models)
     if "param_groups" not in optimizer and "state" not in optimizer.get("optimizer", {}):
-        raise CheckpointError(
-            f"{path} holds the groups of a distributed optimizer without its {OPTIMIZER_FILE}; {TRY_WEIGHTS_ONLY}"
-        )
+        lacks = f"without its {OPTIMIZER_FILE}; {TRY_WEIGHTS_ONLY}"
+        raise CheckpointError(f"{path} holds the groups of a distributed optimizer {lacks}")
     return read_plain(path / MODEL_FILE, optimizer, models)
 
 

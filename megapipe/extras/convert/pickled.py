@@ -56,17 +56,11 @@ class StandIn:
 
 
 def load_pickled(path: Path) -> dict[Any, Any]:
-    """Return the dictionary that torch.save wrote, with tensors mapped from disk. Raises CheckpointError naming the
-    file.
-    """
+    """Return the dictionary that torch.save wrote, with tensors mapped from disk. Raises CheckpointError."""
     try:
-        unknown = [
-            name for name in torch.serialization.get_unsafe_globals_in_checkpoint(path) if name != "argparse.Namespace"
-        ]
-        allowed: list[Any] = [
-            argparse.Namespace,
-            *((type(name.rpartition(".")[2], (StandIn,), {}), name) for name in unknown),
-        ]
+        unknown = set(torch.serialization.get_unsafe_globals_in_checkpoint(path)) - {"argparse.Namespace"}
+        allowed: list[Any] = [(type(name.rpartition(".")[2], (StandIn,), {}), name) for name in sorted(unknown)]
+        allowed.append(argparse.Namespace)
         with torch.serialization.safe_globals(allowed):
             content = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     except FileNotFoundError:
@@ -85,53 +79,8 @@ def _first_line(error: Exception) -> str:
 
 
 @dataclass(frozen=True)
-class StoredBox:
-    """A rectangle of a tensor and the place of its bytes."""
-
-    box: Box
-    file: str
-    start: int
-    num_bytes: int
-
-
-@dataclass(frozen=True)
-class StoredTensor:
-    """A global tensor of a folder of torch.distributed.checkpoint."""
-
-    folder: Path
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    boxes: tuple[StoredBox, ...]
-
-    def read(self, wanted: Box | None = None) -> Tensor:
-        """Read a rectangle, by default all. Raises CheckpointError if the stored boxes do not cover it exactly once."""
-        wanted = Box((0,) * len(self.shape), self.shape) if wanted is None else wanted
-        values = torch.empty(wanted.shape, dtype=self.dtype)
-        copied = 0
-        for stored in self.boxes:
-            common = wanted.intersect(stored.box)
-            if common is not None:
-                values[slices_within(common, wanted)] = self._load(stored)[slices_within(common, stored.box)]
-                copied += common.num_elements
-        if copied != wanted.num_elements:
-            raise CheckpointError(
-                f"{self.folder}: {self.name} has {copied} of the {wanted.num_elements} elements at "
-                f"{list(wanted.offset)}"
-            )
-        return values
-
-    def _load(self, stored: StoredBox) -> Tensor:
-        path = self.folder / stored.file
-        content = _load(path, self.name, stored.start, stored.num_bytes)
-        if not isinstance(content, Tensor) or content.numel() != stored.box.num_elements:
-            raise CheckpointError(f"{path}: {self.name} does not hold {list(stored.box.shape)} elements")
-        return content.reshape(stored.box.shape)
-
-
-@dataclass(frozen=True)
 class StoredValue:
-    """A pickled value other than a tensor."""
+    """A pickled tensor or other value in a file."""
 
     path: Path
     name: str
@@ -139,17 +88,47 @@ class StoredValue:
     num_bytes: int
 
     def read(self) -> Any:
-        """Read numbers, strings, and lists, tuples and dictionaries of them. Raises CheckpointError for all else."""
-        return _load(self.path, self.name, self.start, self.num_bytes)
+        """Read tensors, numbers, strings, and lists, tuples and dictionaries of them.
+
+        Raises CheckpointError for all else.
+        """
+        try:
+            with open(self.path, "rb") as file:
+                file.seek(self.start)
+                content = io.BytesIO(file.read(self.num_bytes))
+                return torch.load(content, map_location="cpu", weights_only=True)
+        except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
+            raise CheckpointError(f"{self.path}: {self.name} cannot be read: {_first_line(error)}") from None
 
 
-def _load(path: Path, name: str, start: int, num_bytes: int) -> Any:
-    try:
-        with open(path, "rb") as file:
-            file.seek(start)
-            return torch.load(io.BytesIO(file.read(num_bytes)), map_location="cpu", weights_only=True)
-    except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
-        raise CheckpointError(f"{path}: {name} cannot be read: {_first_line(error)}") from None
+@dataclass(frozen=True)
+class StoredTensor:
+    """A global tensor of a folder of torch.distributed.checkpoint, stored as rectangles."""
+
+    folder: Path
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    boxes: tuple[tuple[Box, StoredValue], ...]
+
+    def read(self, wanted: Box | None = None) -> Tensor:
+        """Read a rectangle, by default all. Raises CheckpointError if the stored boxes do not cover it exactly once."""
+        wanted = Box((0,) * len(self.shape), self.shape) if wanted is None else wanted
+        values = torch.empty(wanted.shape, dtype=self.dtype)
+        copied = 0
+        for box, stored in self.boxes:
+            common = wanted.intersect(box)
+            if common is None:
+                continue
+            part = stored.read()
+            if not isinstance(part, Tensor) or part.numel() != box.num_elements:
+                raise CheckpointError(f"{stored.path}: {self.name} does not hold {list(box.shape)} elements")
+            values[slices_within(common, wanted)] = part.reshape(box.shape)[slices_within(common, box)]
+            copied += common.num_elements
+        if copied != wanted.num_elements:
+            found = f"{copied} of the {wanted.num_elements} elements at {list(wanted.offset)}"
+            raise CheckpointError(f"{self.folder}: {self.name} has {found}")
+        return values
 
 
 class _InertUnpickler(pickle.Unpickler):
@@ -177,37 +156,32 @@ def read_folder(folder: Path) -> tuple[dict[str, StoredTensor], dict[str, Stored
         raise CheckpointError(f"{path} cannot be read: {error}") from None
     try:
         entries, places = _fields(metadata)["state_dict_metadata"], _fields(metadata)["storage_data"]
-        stored = {}
+        stored: dict[tuple[str, tuple[int, ...] | None], StoredValue] = {}
         for index, info in places.items():
-            offset = _fields(index).get("offset")
-            stored[_fields(index)["fqn"], None if offset is None else tuple(offset)] = _fields(info)
+            name, offset, place = _fields(index)["fqn"], _fields(index).get("offset"), _fields(info)
+            value = StoredValue(folder / place["relative_path"], name, place["offset"], place["length"])
+            stored[name, None if offset is None else tuple(offset)] = value
         tensors, others = {}, {}
         for name, entry in entries.items():
             if type(entry).__name__ == "TensorStorageMetadata":
                 tensors[name] = _tensor(folder, name, _fields(entry), stored)
             else:  # bytes, whose metadata has no fields
-                place = stored[name, None]
-                others[name] = StoredValue(folder / place["relative_path"], name, place["offset"], place["length"])
+                others[name] = stored[name, None]
     except (KeyError, TypeError, AttributeError, IndexError) as error:
-        raise CheckpointError(
-            f"{path} is not the metadata of a distributed checkpoint: {type(error).__name__} {error}"
-        ) from None
+        reason = f"{type(error).__name__} {error}"
+        raise CheckpointError(f"{path} is not the metadata of a distributed checkpoint: {reason}") from None
     return tensors, others
 
 
-def _tensor(
-    folder: Path, name: str, fields: Mapping[str, Any], stored: Mapping[Any, Mapping[str, Any]]
-) -> StoredTensor:
-    boxes = []
-    for chunk in fields["chunks"]:
-        box = Box(tuple(_fields(chunk)["offsets"]), tuple(_fields(chunk)["sizes"]))
-        place = stored[name, box.offset]
-        boxes.append(StoredBox(box, place["relative_path"], place["offset"], place["length"]))
+def _tensor(folder: Path, name: str, fields: Mapping[str, Any], stored: Mapping[Any, StoredValue]) -> StoredTensor:
+    boxes = [Box(tuple(_fields(chunk)["offsets"]), tuple(_fields(chunk)["sizes"])) for chunk in fields["chunks"]]
     state = fields["properties"].state
     dtype = state[0] if isinstance(state, tuple) else state["dtype"]  # a tuple, in older versions a dict of fields
     if not isinstance(dtype, torch.dtype):
         raise TypeError("a tensor without a dtype")
-    return StoredTensor(folder, name, tuple(fields["size"]), dtype, tuple(boxes))
+    return StoredTensor(
+        folder, name, tuple(fields["size"]), dtype, tuple((box, stored[name, box.offset]) for box in boxes)
+    )
 
 
 def _fields(stand_in: Any) -> Mapping[str, Any]:
