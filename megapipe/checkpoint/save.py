@@ -263,7 +263,9 @@ class BackgroundSave:
         self._temporary: Path = begun
         staged = staging.copy(list(tensors))
         self._waited_seconds = time.monotonic() - began
-        self._start(lambda: self._write(staged), "checkpoint shard")
+        rank = group.global_rank
+        failed = f"rank {rank} cannot write its shard"
+        self._start(lambda: attempt.write(self._temporary, staged(), rank), "checkpoint shard", failed)
 
     @property
     def is_ready(self) -> bool:
@@ -281,7 +283,10 @@ class BackgroundSave:
         if self._writing:
             self._writing = False
             written = gather_objects(self._result, self._group)
-            self._start(lambda: self._commit(written), "checkpoint commit")
+            is_first = self._group.rank == 0
+            failed = f"rank 0 cannot commit {self._temporary}"
+            commit = lambda: self._attempt.finish(self._temporary, written) if is_first else None  # noqa: E731
+            self._start(commit, "checkpoint commit", failed)
             return None
         report: SaveReport = _from_rank_0(self._result, self._group)
         return dataclasses.replace(report, waited_seconds=self._waited_seconds)
@@ -293,29 +298,16 @@ class BackgroundSave:
             report = self.advance()
         return report
 
-    def _start(self, work: Callable[[], ShardResult | SaveReport], name: str) -> None:
+    def _start(self, work: Callable[[], Any], name: str, failed: str) -> None:
         def run() -> None:
-            self._result = work()
+            try:
+                self._result = work()
+            except BaseException as error:  # an exception in a thread would go unnoticed
+                self._result = CheckpointError(f"{failed}: {type(error).__name__}: {error}; {INTACT}")
 
         # a daemon, so that a process may exit without waiting; the next start removes the interrupted save
         self._thread = threading.Thread(target=run, name=name, daemon=True)
         self._thread.start()
-
-    def _write(self, staged: Callable[[], Sequence[TensorBox]]) -> ShardResult:
-        try:
-            return self._attempt.write(self._temporary, staged(), self._group.global_rank)
-        except BaseException as error:  # an exception in a thread would go unnoticed
-            reason = f"{type(error).__name__}: {error}; {INTACT}"
-            return CheckpointError(f"rank {self._group.global_rank} cannot write its shard: {reason}")
-
-    def _commit(self, written: Sequence[ShardResult]) -> SaveReport | CheckpointError | None:
-        if self._group.rank != 0:
-            return None
-        try:
-            return self._attempt.finish(self._temporary, written)
-        except BaseException as error:
-            reason = f"{type(error).__name__}: {error}; {INTACT}"
-            return CheckpointError(f"rank 0 cannot commit {self._temporary}: {reason}")
 
 
 class Staging:

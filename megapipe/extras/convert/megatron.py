@@ -1,4 +1,4 @@
-"""What Megatron's two checkpoint formats share: folders, names of parameters, and args <-> our configuration."""
+"""Common parts of Megatron's two checkpoint formats: folders, parameter names, args <-> our configuration."""
 
 from __future__ import annotations
 
@@ -79,17 +79,6 @@ ACTIVATIONS = {
 LINEAR, LLAMA3, FACTOR = "rotary_seq_len_interpolation_factor", "use_rope_scaling", "rope_scaling_factor"
 
 
-def write_activation(model: ModelConfig) -> dict[str, Any]:
-    name = model.activation
-    return {
-        "swiglu": name == "swiglu",
-        "squared_relu": name == "squared_relu",
-        "openai_gelu": False,
-        "bias_gelu_fusion": name == "gelu_tanh",
-        "bias_swiglu_fusion": name == "swiglu",
-    }
-
-
 def write_query_groups(model: ModelConfig) -> dict[str, Any]:
     is_grouped = model.num_query_groups != model.num_attention_heads
     return {"group_query_attention": is_grouped, "num_query_groups": model.num_query_groups if is_grouped else 1}
@@ -105,11 +94,6 @@ def read_rope_scaling(args: Settings) -> dict[str, Any]:
     if linear:
         return {"rope_scaling_type": "linear", "rope_scaling_factor": float(linear)}
     return {"rope_scaling_type": "llama3", "rope_scaling_factor": float(args.get(FACTOR) or 8.0)} if llama3 else {}
-
-
-def write_rope_scaling(model: ModelConfig) -> dict[str, Any]:
-    kind, factor = model.rope_scaling_type, model.rope_scaling_factor
-    return {LINEAR: factor if kind == "linear" else None, LLAMA3: kind == "llama3", FACTOR: factor}
 
 
 def read_window(args: Settings) -> dict[str, Any]:
@@ -147,14 +131,28 @@ MODEL_RULES = (
     Rule(
         tuple(ACTIVATIONS),
         lambda args: {"activation": next((ours for theirs, ours in ACTIVATIONS.items() if args.get(theirs)), "gelu")},
-        write_activation,
+        lambda model: {
+            "swiglu": model.activation == "swiglu",
+            "squared_relu": model.activation == "squared_relu",
+            "openai_gelu": False,
+            "bias_gelu_fusion": model.activation == "gelu_tanh",
+            "bias_swiglu_fusion": model.activation == "swiglu",
+        },
     ),
     Rule(
         ("group_query_attention", "num_query_groups"),
         lambda args: {"num_query_groups": args["num_query_groups"] if args.get("group_query_attention") else None},
         write_query_groups,
     ),
-    Rule((LINEAR, LLAMA3, FACTOR), read_rope_scaling, write_rope_scaling),
+    Rule(
+        (LINEAR, LLAMA3, FACTOR),
+        read_rope_scaling,
+        lambda model: {
+            LINEAR: model.rope_scaling_factor if model.rope_scaling_type == "linear" else None,
+            LLAMA3: model.rope_scaling_type == "llama3",
+            FACTOR: model.rope_scaling_factor,
+        },
+    ),
     Rule(
         ("window_size",),
         read_window,
