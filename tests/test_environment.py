@@ -34,7 +34,7 @@ SLURM = {
 }
 
 
-def test_the_launcher_says_who_it_is() -> None:
+def test_the_launcher_announces_its_process_id() -> None:
     assert read_environment(TORCHRUN).launcher_pid is None
     assert read_environment(TORCHRUN | {"MEGAPIPE_LAUNCHER_PID": "17"}).launcher_pid == 17
 

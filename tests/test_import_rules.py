@@ -426,7 +426,7 @@ def test_no_live_state_in_module_globals() -> None:
     assert excused == set(STATE_WITH_A_REASON), "an excuse that is no longer needed"
 
 
-def test_nothing_that_arrives_is_unpickled_or_run() -> None:
+def test_received_data_is_never_unpickled_or_executed() -> None:
     found = [b for module, path in modules().items() for b in violations_of_code_execution(tree_of(path), module)]
     found += [
         b
@@ -456,7 +456,7 @@ def test_packages_are_introduced_by_a_docstring_and_re_export_nothing() -> None:
             assert not list(imports_of(tree_of(path), module, True)), f"{module} imports in its __init__.py"
 
 
-def test_no_file_has_a_name_that_says_nothing() -> None:
+def test_no_file_has_a_generic_name() -> None:
     names = {
         path: set(path.relative_to(REPOSITORY).with_suffix("").parts) for path in (*modules().values(), *scripts())
     }

@@ -20,12 +20,14 @@ LARGEST_WORLD = 16384
 @st.composite
 def topologies(draw: st.DrawFn, largest_world: int = LARGEST_WORLD) -> Topology:
     sizes: dict[str, int] = {}
-    room = largest_world
+    ranks_left = largest_world
     for axis in draw(st.permutations(AXES)):
         sizes[axis] = draw(
-            st.one_of(st.integers(1, min(room, 6)), st.sampled_from([2**n for n in range(15) if 2**n <= room]))
+            st.one_of(
+                st.integers(1, min(ranks_left, 6)), st.sampled_from([2**n for n in range(15) if 2**n <= ranks_left])
+            )
         )
-        room //= sizes[axis]
+        ranks_left //= sizes[axis]
     replicas = draw(st.sampled_from([n for n in range(1, sizes["tp"] + 1) if sizes["tp"] % n == 0]))
     mirrored = sizes["pp"] % 2 == 0 and draw(st.booleans())
     return Topology(**sizes, order=draw(st.sampled_from(ORDERS)), kv_replicas=replicas, mirrored_pipeline=mirrored)

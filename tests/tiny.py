@@ -41,6 +41,16 @@ LLAMA: dict[str, Any] = {
     "untie_embeddings_and_output_weights": True,
     "num_query_groups": 2,
 }
+SMALL: dict[str, Any] = {
+    "num_layers": 8,
+    "hidden_size": 64,
+    "num_attention_heads": 8,
+    "seq_length": 32,
+    "vocab_size": 100,
+    "micro_batch_size": 2,
+    "train_iters": 10,
+    "lr": 1e-3,
+}  # enough layers and heads for plans of many grids
 TINY_FLAGS = (
     "--num-layers 2 --hidden-size 16 --num-attention-heads 2 --seq-length 8 --vocab-size 32 --micro-batch-size 1 "
     "--make-vocab-size-divisible-by 8 --lr 1e-3 --log-interval 1 --eval-iters 0 --device cpu"
@@ -62,3 +72,8 @@ def make_config(**options: Any) -> Config:
 def tiny_config(**options: Any) -> Config:
     """Build the configuration of the tiny model with other options."""
     return make_config(**TINY | {SHORT.get(name, name): value for name, value in options.items()})
+
+
+def small_config(**options: Any) -> Config:
+    """Build the configuration of the small model of the plan's tests with other options."""
+    return make_config(**SMALL | options)

@@ -68,16 +68,19 @@ def test_vocabulary_padding_is_neither_written_nor_filled(tmp_path: Path) -> Non
     "saved", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=["fp64", "fp32", "bf16", "fp16"]
 )
 @pytest.mark.parametrize(
-    "asked", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=["fp64", "fp32", "bf16", "fp16"]
+    "wanted_dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=["fp64", "fp32", "bf16", "fp16"]
 )
-def test_dtypes_widen_exactly_or_are_refused(tmp_path: Path, saved: torch.dtype, asked: torch.dtype) -> None:
+def test_dtypes_widen_exactly_or_are_refused(tmp_path: Path, saved: torch.dtype, wanted_dtype: torch.dtype) -> None:
     values = torch.randn(7, 3, generator=torch.Generator().manual_seed(1), dtype=torch.float64).to(saved)
     save_one(tmp_path, 1, values)
-    wanted = TensorBox("master/w", (7, 3), whole_box(values), torch.zeros(21, dtype=asked))
-    exact = torch.equal(values.to(asked).to(saved), values) and torch.finfo(asked).max >= torch.finfo(saved).max
+    wanted = TensorBox("master/w", (7, 3), whole_box(values), torch.zeros(21, dtype=wanted_dtype))
+    exact = (
+        torch.equal(values.to(wanted_dtype).to(saved), values)
+        and torch.finfo(wanted_dtype).max >= torch.finfo(saved).max
+    )
     if exact:
         load_tensors(newest(tmp_path), [wanted], WORLD)
-        assert torch.equal(wanted.values.view(7, 3), values.to(asked))
+        assert torch.equal(wanted.values.view(7, 3), values.to(wanted_dtype))
     else:
         with pytest.raises(CheckpointError, match=r"master/w was saved as \w+, which \w+ cannot represent exactly"):
             load_tensors(newest(tmp_path), [wanted], WORLD)
@@ -145,7 +148,7 @@ def test_a_hole_and_an_overlap_are_found_in_any_cut(boxes: list[Box], random) ->
         )
 
 
-def test_a_box_that_nobody_saved_is_an_error_and_not_left_as_it_was(tmp_path: Path) -> None:
+def test_a_box_missing_from_the_checkpoint_is_an_error(tmp_path: Path) -> None:
     wholes = global_tensors()
     layout = LAYOUTS["tp2_shards1_vocabulary14"]
     save_layout(tmp_path, layout, wholes)

@@ -123,7 +123,7 @@ def fails_on_one_rank(rank: int, world_size: int, root: str) -> tuple[str, bool]
     return heard[0], report is not None and report.path == newest(Path(root)).path
 
 
-def test_a_failure_on_one_rank_is_heard_by_all_and_the_next_save_succeeds(rank_pools: Pools, tmp_path: Path) -> None:
+def test_all_ranks_see_the_failure_of_one_and_the_next_save_succeeds(rank_pools: Pools, tmp_path: Path) -> None:
     answers = rank_pools(3).run(fails_on_one_rank, str(tmp_path))
     assert len(set(answers)) == 1
     assert (

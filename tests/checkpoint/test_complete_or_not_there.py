@@ -269,7 +269,7 @@ def test_a_full_disk_on_one_rank_is_an_error_on_all(rank_pools: Callable[[int], 
     assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step_00000001"]
 
 
-class DiskOfItsOwn(Disk):
+class SeparateDisk(Disk):
     """Disk of a node where the same path leads to a different folder, which exists."""
 
     def create(self, path: Path):  # type: ignore[no-untyped-def]
@@ -282,7 +282,7 @@ def save_in_own_folder(rank: int, world_size: int, root: str, own_disk: bool) ->
     folder = Path(root) / f"node{rank}"
     folder.mkdir()
     os.chdir(folder)
-    disk = DiskOfItsOwn() if own_disk else Disk()
+    disk = SeparateDisk() if own_disk else Disk()
     save_checkpoint(
         Path("checkpoints"), 1, [row_of(rank, world_size)], Extras({}, ""), world_of(rank, world_size), disk=disk
     )

@@ -90,7 +90,7 @@ def test_a_step_that_is_not_there_lists_what_is(tmp_path: Path) -> None:
         find_checkpoint(tmp_path, 3)
 
 
-def test_no_checkpoint_at_all_is_none(tmp_path: Path) -> None:
+def test_without_a_checkpoint_the_newest_is_none(tmp_path: Path) -> None:
     assert find_checkpoint(tmp_path) is None
     assert find_checkpoint(tmp_path / "nothing") is None
 

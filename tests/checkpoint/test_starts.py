@@ -18,7 +18,7 @@ def counted(root: Path, job: str | None = None, is_restart: bool = True) -> int:
     return len(count_start(root, job, is_restart).times)
 
 
-def test_the_third_start_from_one_place_exhausted_and_stays_so(tmp_path: Path) -> None:
+def test_the_third_start_from_one_checkpoint_is_refused_for_good(tmp_path: Path) -> None:
     assert MAX_STARTS == 2
     assert [counted(tmp_path / "run", is_restart=number > 0) for number in range(5)] == [1, 2, 3, 3, 3]
     starts = count_start(tmp_path / "run", None, True)
@@ -28,7 +28,7 @@ def test_the_third_start_from_one_place_exhausted_and_stays_so(tmp_path: Path) -
     assert "start number 3 from the beginning" in str(error) and "rank 3: loss nan" in str(error)
 
 
-def test_a_further_checkpoint_counts_anew_and_an_older_one_does_not(tmp_path: Path) -> None:
+def test_a_newer_checkpoint_resets_the_count_and_an_older_one_does_not(tmp_path: Path) -> None:
     save_one(tmp_path, 2)
     assert [counted(tmp_path, is_restart=False), counted(tmp_path)] == [1, 2]
     save_one(tmp_path, 4)
@@ -48,7 +48,7 @@ def test_who_is_not_restarted_counts_only_under_the_name_of_the_same_job(
     assert [counted(tmp_path, job, is_restart=False) for job in jobs] == counts
 
 
-def test_a_run_that_ended_is_forgotten_and_a_torn_file_counts_anew(tmp_path: Path) -> None:
+def test_a_finished_run_or_a_truncated_file_resets_the_count(tmp_path: Path) -> None:
     assert [counted(tmp_path), counted(tmp_path)] == [1, 2]
     clear_starts(tmp_path)
     assert counted(tmp_path) == 1

@@ -91,7 +91,7 @@ def test_a_world_that_is_already_there_is_used() -> None:
     assert run_ranks(join_again, 2) == [(0, 2, "gloo"), (1, 2, "gloo")]
 
 
-def test_world_of_one_meets_nobody() -> None:
+def test_one_rank_needs_no_rendezvous() -> None:
     world = start(environment_of(0, 1, launcher="single"), device="cpu")
     assert (world.global_rank, world.world_size, world.device) == (0, 1, torch.device("cpu"))
     assert not torch.distributed.is_initialized()

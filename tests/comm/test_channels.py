@@ -140,7 +140,7 @@ def every_dtype(rank: int, world_size: int) -> list[tuple[Tensor, ...]]:
     ]
 
 
-def test_tuples_of_any_shape_and_dtype_arrive() -> None:
+def test_tuples_of_any_shape_and_dtype_are_received_unchanged() -> None:
     sent, received = run_ranks(every_dtype, 2)
     for left, right in zip(sent, received, strict=True):
         assert [x.dtype for x in left] == [x.dtype for x in right]

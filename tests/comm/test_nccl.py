@@ -85,7 +85,7 @@ def test_a_setting_given_twice_is_refused() -> None:
         pytest.param("dp: [", "cannot be read", id="yaml"),
     ],
 )
-def test_a_wrong_file_says_what_is_wrong(text: str, message: str, tmp_path: Path) -> None:
+def test_the_message_names_the_error_in_a_file(text: str, message: str, tmp_path: Path) -> None:
     path = tmp_path / "nccl.yaml"
     path.write_text(text)
     with pytest.raises(ConfigError, match=message):

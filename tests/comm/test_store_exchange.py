@@ -44,7 +44,7 @@ def test_ranks_see_each_others_records_and_one_gets_the_claim() -> None:
         exchange.stop()
 
 
-def test_a_store_that_is_gone_says_nothing_within_seconds() -> None:
+def test_a_dead_store_gives_no_answer_within_seconds() -> None:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, timeout=timedelta(seconds=2))
     exchange = StoreExchange(
         0, "t", Heartbeat(("world",)).as_bytes, dist.TCPStore("127.0.0.1", store.port, is_master=False)

@@ -169,7 +169,7 @@ def test_a_megatron_flag_means_what_it_means_there(words: str, section: str, nam
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_a_mistake_is_one_line_with_a_way_out(words: str, parts: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_error_is_one_line_with_a_remedy(words: str, parts: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(ConfigError) as error:
         load_config(job(words))
     assert "\n" not in str(error.value)
@@ -193,7 +193,7 @@ def test_a_word_before_any_flag_is_refused() -> None:
         max_size=6,
     )
 )
-def test_any_command_line_loads_or_says_why_not(argv: list[str]) -> None:
+def test_any_command_line_loads_or_raises_config_error(argv: list[str]) -> None:
     with contextlib.suppress(ConfigError):  # a user would see any other exception as a traceback
         load_config(argv)
 
@@ -211,7 +211,7 @@ def test_any_command_line_loads_or_says_why_not(argv: list[str]) -> None:
         ("--print-config --world-size 16 --ranks-per-node 8", "ranks_per_node", 8),
     ],
 )
-def test_a_request_is_not_configuration(words: str, name: str, value: object) -> None:
+def test_requests_are_read_apart_from_the_configuration(words: str, name: str, value: object) -> None:
     assert getattr(load_config(job(words)).requests, name) == value
 
 
@@ -234,14 +234,14 @@ def test_help_lists_every_flag_with_unit_default_and_owner(capsys: pytest.Captur
     assert "[megapipe]" not in lines[0]
 
 
-def test_every_field_says_what_it_is() -> None:
+def test_every_field_has_a_help_text_and_a_default() -> None:
     config = load_config(job()).config
     for field in all_fields():
         assert field.option.help, field.key
         assert value_of(config, field) is not None or field.kind.optional, field.key
 
 
-def test_help_is_there_in_tenths_of_a_second_and_imports_no_torch() -> None:
+def test_help_takes_tenths_of_a_second_and_imports_no_torch() -> None:
     program = (
         "import sys; from megapipe.config.load import load_config\n"
         "try: load_config(['--help'])\n"
@@ -255,5 +255,5 @@ def test_help_is_there_in_tenths_of_a_second_and_imports_no_torch() -> None:
     assert seconds < 2.0  # 0.15 on an idle machine; other processes may run here
 
 
-def test_help_text_is_made_of_plain_lines() -> None:
+def test_help_lines_have_at_most_150_columns() -> None:
     assert all(len(line) <= 150 for line in help_text().splitlines())

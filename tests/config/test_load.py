@@ -83,7 +83,7 @@ def test_a_flag_can_take_back_what_yaml_turned_on(tmp_path: Path) -> None:
     )
 
 
-def test_print_config_loads_again_and_says_where_each_value_came_from(tiny: Path) -> None:
+def test_print_config_loads_again_and_has_the_origin_of_each_value(tiny: Path) -> None:
     loaded = load_config(job(f"--config {tiny} --swiglu"))
     text = loaded.text()
     assert from_yaml(text) == loaded.config
@@ -139,7 +139,7 @@ class TestUseCheckpointArgs:
         assert merged.origins["model.num_layers"] == "checkpoint old"
         assert merged.config.training.micro_batch_size == 2
 
-    def test_a_flag_that_says_the_same_is_fine_and_another_is_refused(self) -> None:
+    def test_a_flag_equal_to_the_checkpoint_is_accepted_and_another_refused(self) -> None:
         with_checkpoint_model(load_config([*self.WORDS, "--num-layers", "12"]), self.SAVED, "old")
         with pytest.raises(ConfigError, match=r"num_layers is 4 by flag --num-layers, but 12 in the checkpoint old"):
             with_checkpoint_model(load_config([*self.WORDS, "--num-layers", "4"]), self.SAVED, "old")

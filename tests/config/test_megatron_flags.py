@@ -48,7 +48,7 @@ def test_the_table_has_all_flags_of_0_16_1() -> None:
     assert len({row.name for row in ROWS}) == len(ROWS)
 
 
-def test_each_flag_is_in_one_class_and_says_why() -> None:
+def test_each_flag_is_in_one_class_and_has_a_note() -> None:
     for row in ROWS:
         assert row.kind in CLASSES, row
         assert row.name.startswith("--"), row
@@ -128,7 +128,7 @@ def test_a_refused_flag_at_megatrons_default_is_accepted() -> None:
             assert remark.startswith(row.name + " ")
 
 
-def test_a_flag_that_is_already_so_says_why_in_one_line() -> None:
+def test_an_accepted_flag_without_effect_is_explained_in_one_line() -> None:
     for row in ROWS:
         if row.kind == ALREADY_SO:
             words = [row.name] if row.values == "" else [row.name, row.accepts[0]]

@@ -612,7 +612,7 @@ JOBS = [
 
 
 @pytest.mark.parametrize(("rule", "flags", "words", "fine"), CASES, ids=[f"{case[0]}: {case[1]}" for case in CASES])
-def test_a_broken_rule_says_what_works_and_its_neighbour_passes(
+def test_a_broken_rule_has_a_remedy_and_similar_valid_flags_pass(
     rule: str, flags: str, words: list[str], fine: str
 ) -> None:
     with pytest.raises(ConfigError) as error:
@@ -623,7 +623,7 @@ def test_a_broken_rule_says_what_works_and_its_neighbour_passes(
 
 
 @pytest.mark.parametrize(("flags", "words"), RAMPS, ids=[case[1] for case in RAMPS])
-def test_a_batch_ramp_has_to_arrive(flags: str, words: str) -> None:
+def test_a_batch_ramp_must_reach_the_global_batch_size(flags: str, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         load_config([*SAMPLES.split(), *flags.split()])
     ramp = "--global-batch-size 8 --rampup-batch-size 2 2 100"
@@ -637,7 +637,7 @@ def changed(config: Config, changes: dict[str, dict[str, object]]) -> Config:
 
 
 @pytest.mark.parametrize(("rule", "changes", "words"), JOBS, ids=[f"{case[0]}: {case[1]}" for case in JOBS])
-def test_a_job_has_what_it_needs(rule: str, changes: dict[str, dict[str, object]], words: str) -> None:
+def test_an_incomplete_job_is_refused(rule: str, changes: dict[str, dict[str, object]], words: str) -> None:
     config = load_config(job()).config
     check_job(config)
     broken = changed(config, changes)
@@ -690,7 +690,7 @@ def test_defaults_break_no_rule() -> None:
     check(Config())
 
 
-def test_all_broken_rules_are_told_at_once() -> None:
+def test_all_broken_rules_are_reported_at_once() -> None:
     with pytest.raises(ConfigError) as error:
         load_config(job("--context-parallel-size 2 --global-batch-size 9 --finetune"))
     assert len(str(error.value).splitlines()) == 3

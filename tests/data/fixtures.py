@@ -21,8 +21,8 @@ def expected(run: str) -> dict[str, Any]:
 
 def request_of(run: str, cache: Path) -> DatasetRequest:
     """Build the request that corresponds to the flags Megatron was given."""
-    told = expected(run)
-    names, weights = told["blend"]
+    known = expected(run)
+    names, weights = known["blend"]
     prefixes = [str(FOLDER / name) for name in names]
     path = (
         prefixes
@@ -30,7 +30,12 @@ def request_of(run: str, cache: Path) -> DatasetRequest:
         else [word for pair in zip(weights, prefixes, strict=True) for word in map(str, pair)]
     )
     return DatasetRequest(
-        told["seq"], told["seed"], tuple(told["sizes"]), data_path=path, split=told["split"], data_cache_path=str(cache)
+        known["seq"],
+        known["seed"],
+        tuple(known["sizes"]),
+        data_path=path,
+        split=known["split"],
+        data_cache_path=str(cache),
     )
 
 

@@ -47,7 +47,7 @@ def test_prefixes_without_weights_give_one_epoch_each(request_a):
     assert len(few.train) == 30
 
 
-def test_files_without_a_sample_of_a_part_leave_it_to_the_others(request_a, tmp_path):
+def test_files_without_a_sample_of_a_split_are_left_out_of_it(request_a, tmp_path):
     short, empty = (
         write_file(tmp_path / name, lengths).prefix for name, lengths in (("short", [5] * 10), ("empty", [9]))
     )
@@ -125,7 +125,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize(("change", "error", "message"), WRONG.values(), ids=WRONG.keys())
-def test_wrong_wishes_are_refused(change, error, message, request_a):
+def test_wrong_requests_are_refused(change, error, message, request_a):
     with pytest.raises(error, match=message):
         build_datasets(replace(request_a, **change))
 

@@ -15,7 +15,7 @@ def test_entropy_of_tokens_equals_the_formula():
     assert unigram_entropy(np.zeros(5, dtype=np.int64)) == 0.0
 
 
-def test_entropy_of_nothing_is_an_error():
+def test_entropy_of_an_empty_array_is_an_error():
     with pytest.raises(DataError, match="empty array"):
         unigram_entropy(np.zeros(0, dtype=np.int64))
 

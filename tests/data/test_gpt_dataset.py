@@ -17,33 +17,33 @@ from tests.data.fixtures import FOLDER, RUNS, expected, request_of, write_file
 @pytest.mark.parametrize("run", RUNS)
 def test_every_sample_equals_megatrons(run, tmp_path):
     built = build_datasets(request_of(run, tmp_path))
-    for part, told in zip(("train", "valid", "test"), expected(run)["datasets"], strict=True):
+    for part, known in zip(("train", "valid", "test"), expected(run)["datasets"], strict=True):
         dataset = getattr(built, part)
-        if told is None:
+        if known is None:
             assert dataset is None
             continue
         samples = np.stack([dataset[i] for i in range(len(dataset))])
         assert samples.dtype == np.int64
         np.testing.assert_array_equal(samples, np.load(FOLDER / f"expect_{run}_{part}.npy"))
-        assert hashlib.sha256(samples.tobytes()).hexdigest() == told["sha256_all"]
-        assert len(dataset) == told["len"]
-        assert dataset[0].tolist() == told["first_sample"]
+        assert hashlib.sha256(samples.tobytes()).hexdigest() == known["sha256_all"]
+        assert len(dataset) == known["len"]
+        assert dataset[0].tolist() == known["first_sample"]
 
 
 @pytest.mark.parametrize("run", RUNS)
 def test_every_index_equals_megatrons(run, tmp_path):
     built = build_datasets(request_of(run, tmp_path))
     num_compared = 0
-    for part, told in zip(("train", "valid", "test"), expected(run)["datasets"], strict=True):
-        if told is None:
+    for part, known in zip(("train", "valid", "test"), expected(run)["datasets"], strict=True):
+        if known is None:
             continue
         dataset = getattr(built, part)
         if isinstance(dataset, BlendedDataset):
-            assert dataset.dataset_index.tolist() == told["dataset_index"]
-            assert dataset.sample_index.tolist() == told["dataset_sample_index"]
-            assert [str(dataset.dataset_index.dtype), str(dataset.sample_index.dtype)] == told["dtypes"]
-            assert list(dataset.weights) == told["weights"]
-        for member, mid in zip(getattr(dataset, "members", (dataset,)), told["mid"], strict=True):
+            assert dataset.dataset_index.tolist() == known["dataset_index"]
+            assert dataset.sample_index.tolist() == known["dataset_sample_index"]
+            assert [str(dataset.dataset_index.dtype), str(dataset.sample_index.dtype)] == known["dtypes"]
+            assert list(dataset.weights) == known["weights"]
+        for member, mid in zip(getattr(dataset, "members", (dataset,)), known["mid"], strict=True):
             assert member.num_requested == mid["num_samples"]
             assert member.sequences == tuple(mid["indices"])
             assert member.index.documents.tolist() == mid["document_index"]
@@ -67,7 +67,7 @@ def test_range_without_tokens_is_named(tmp_path):
         GPTDataset(file, (1, 3), num_samples=3, seq_length=8, seed=1)
 
 
-def test_one_epoch_shorter_than_a_sample_has_none(tmp_path):
+def test_an_epoch_shorter_than_a_sample_has_no_samples(tmp_path):
     file = write_file(tmp_path / "x", [8])
     assert len(GPTDataset(file, (0, 1), num_samples=None, seq_length=8, seed=1)) == 0
     assert len(GPTDataset(file, (0, 1), num_samples=2, seq_length=8, seed=1)) == 2
@@ -106,7 +106,7 @@ def test_last_epoch_is_apart_when_less_than_four_fifths_are_needed(num_samples, 
     assert (plan.num_epochs, plan.separate_last) == (num_epochs, separate_last)
 
 
-def test_last_epoch_apart_puts_samples_of_whole_epochs_first():
+def test_a_separate_last_epoch_puts_samples_of_full_epochs_first():
     index = build_sample_index(np.full(10, 10, np.int32), 0, 10, 10, seed=1)
     assert sorted(index.shuffle[:9].tolist()) == list(range(9))
     assert sorted(index.documents[:10].tolist()) == list(range(10))

@@ -253,7 +253,7 @@ def test_output_over_an_input_is_refused(tmp_path):
     assert IndexedFile(tmp_path / "x").num_tokens == 3
 
 
-def test_folder_stands_for_its_files_by_name(tmp_path):
+def test_a_folder_means_its_files_sorted_by_name(tmp_path):
     for name in ("b", "a"):
         write_file(tmp_path / name, [3])
     assert prefixes_in(tmp_path) == [str(tmp_path / "a"), str(tmp_path / "b")]

@@ -51,7 +51,7 @@ def test_directory_gives_visible_files_with_the_suffix_in_order(tmp_path):
     ],
     ids=["missing", "no-suffix"],
 )
-def test_input_that_gives_nothing_is_refused(inputs, suffixes, message, tmp_path, monkeypatch):
+def test_input_without_text_is_refused(inputs, suffixes, message, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match=message):
         find_files(inputs, suffixes)

@@ -78,7 +78,7 @@ class ByHand(torch.autograd.Function):
         return grad, None, None
 
 
-def test_gradient_added_by_hand_is_heard_once() -> None:
+def test_a_gradient_added_by_hand_is_counted_once() -> None:
     buffers, module = stage_buffers(SHARED_SPECS), Shared(by_hand=2)
     buffers.materialize(module, draw, GradientSlot)
     heard = []
@@ -118,7 +118,7 @@ def test_inference_buffers_hold_no_gradients() -> None:
         buffers.zero_gradients()
 
 
-def test_buffers_nobody_uses_are_freed() -> None:
+def test_unused_buffers_are_freed() -> None:
     buffers, module = stage_buffers(toy_specs()), Toy()
     buffers.materialize(module, draw, GradientSlot)
     module(tokens_of(0, 0)).backward()

@@ -66,7 +66,7 @@ def chosen(**kernels: str) -> Config:
     ],
     ids=lambda value: next(iter(value.items())) if isinstance(value, dict) else "",
 )
-def test_a_missing_library_is_told_with_its_install_line(kernels: dict[str, str], words: str) -> None:
+def test_a_missing_library_is_reported_with_its_install_command(kernels: dict[str, str], words: str) -> None:
     with pytest.raises(ConfigError) as error:
         choose_kernels(chosen(**kernels))
     assert words in str(error.value)
@@ -82,7 +82,7 @@ def test_a_library_is_imported_only_when_chosen() -> None:
     assert not set(NAMES) & set(sys.modules)
 
 
-def test_the_start_says_which_library_computes_what() -> None:
+def test_the_start_names_the_library_of_each_kernel() -> None:
     config = dataclasses.replace(
         chosen(transformer_impl="transformer_engine", attention_impl="flash", optimizer_impl="te"),
         precision=PrecisionConfig(dtype="bf16", fp8_format="hybrid"),

@@ -106,14 +106,14 @@ def test_each_side_of_a_cut_names_the_other_and_exits(nodes: Nodes, tmp_path: Pa
         status = nodes.run(0, [sys.executable, "-m", "megapipe", "status", str(tmp_path / "run"), "--json"])
         assert [rank["host"] for rank in json.loads(status)["ranks"]] == ["node-a", "node-b"]
         nodes.cut(1)
-        began, told = time.monotonic(), {}
-        while len(told) < 2 and time.monotonic() - began < MOST_SECONDS:
+        began, reported = time.monotonic(), {}
+        while len(reported) < 2 and time.monotonic() - began < MOST_SECONDS:
             for node, command in enumerate(commands):
                 if "training hangs" in command.error():
-                    told.setdefault(node, time.monotonic() - began)
+                    reported.setdefault(node, time.monotonic() - began)
             time.sleep(0.02)
         ended = [command.ended() for command in commands]
-        print(f"{told[0]:.1f} s to the report of the store's side, {told[1]:.1f} s to that of the other")
+        print(f"{reported[0]:.1f} s to the report of the store's side, {reported[1]:.1f} s to that of the other")
         assert time.monotonic() - began < MOST_SECONDS
     finally:
         nodes.join(1)

@@ -10,7 +10,7 @@ import pytest
 from megapipe.extras.cli.frame import is_ancestor
 
 
-def test_a_process_id_counts_only_if_it_is_an_ancestors() -> None:
+def test_only_an_ancestors_process_id_counts() -> None:
     assert is_ancestor(os.getppid())
     assert not is_ancestor(os.getpid())
 

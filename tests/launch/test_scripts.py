@@ -120,14 +120,14 @@ def test_arguments_reach_every_rank_unchanged(tmp_path: Path) -> None:
 def test_each_setting_has_a_default_that_the_environment_overrides(tmp_path: Path) -> None:
     (tmp_path / "one").mkdir()
     (tmp_path / "two").mkdir()
-    told = (submit(tmp_path / "one").folder / "environment").read_text().splitlines()
+    found = (submit(tmp_path / "one").folder / "environment").read_text().splitlines()
     assert {
         "OMP_NUM_THREADS=3",
         "NCCL_DEBUG=WARN",
         "NCCL_SOCKET_IFNAME=^lo,docker,veth,virbr,br-,cni",
         "MASTER_ADDR=10.0.0.1",
-    } <= set(told)
-    assert not any(line.startswith("GLOO_SOCKET_IFNAME") for line in told)
+    } <= set(found)
+    assert not any(line.startswith("GLOO_SOCKET_IFNAME") for line in found)
     given = {
         "OMP_NUM_THREADS": "1",
         "NCCL_DEBUG": "INFO",
@@ -135,14 +135,14 @@ def test_each_setting_has_a_default_that_the_environment_overrides(tmp_path: Pat
         "GLOO_SOCKET_IFNAME": "eth1",
         "MASTER_ADDR": "first",
     }
-    told = (submit(tmp_path / "two", **given).folder / "environment").read_text().splitlines()
+    found = (submit(tmp_path / "two", **given).folder / "environment").read_text().splitlines()
     assert {
         "OMP_NUM_THREADS=1",
         "NCCL_DEBUG=INFO",
         "NCCL_SOCKET_IFNAME=ib0",
         "GLOO_SOCKET_IFNAME=eth1",
         "MASTER_ADDR=first",
-    } <= set(told)
+    } <= set(found)
 
 
 def test_one_launcher_per_node_gets_the_nodes_and_all_their_cores(tmp_path: Path) -> None:

@@ -44,7 +44,7 @@ def test_slices_of_any_grid_are_slices_of_one_tensor(options: dict, tp: int) -> 
 
 @given(st.data())
 @settings(max_examples=40)
-def test_any_rectangle_is_that_of_the_whole(data: st.DataObject) -> None:
+def test_any_rectangle_equals_that_of_the_full_weight(data: st.DataObject) -> None:
     rows, columns = data.draw(st.integers(1, 40)), data.draw(st.integers(1, 30))
     spec = ParamSpec("x.weight", (rows, columns), 0, init=Init("normal", 0.5))
     row, column = data.draw(st.integers(0, rows - 1)), data.draw(st.integers(0, columns - 1))

@@ -159,7 +159,7 @@ def test_full_recompute_keeps_the_input_of_each_group(recompute: RecomputeConfig
     assert saved.total == num_inputs * SEQ * BATCH * config.hidden_size * 4, "\n".join(saved.storages)
 
 
-def test_block_recompute_keeps_the_rest_whole() -> None:
+def test_block_recompute_keeps_all_of_the_other_layers() -> None:
     config = model_config(**GPT2, num_layers=3)
     weights = {name: tensor.float() for name, tensor in reference(config).named_parameters()}
     stage = make_stage(config, weights, recompute=RecomputeConfig("full", "block", 1))

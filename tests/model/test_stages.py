@@ -118,7 +118,7 @@ def test_a_microbatch_without_labels_has_no_loss() -> None:
         stage(dataclasses.replace(make_microbatch(config), labels=None))
 
 
-def test_an_inner_stage_without_hidden_states_says_so() -> None:
+def test_an_inner_stage_without_hidden_states_raises() -> None:
     config = model_config(**GPT2)
     stage = make_stage(config, dict(reference(config).named_parameters()), layers=StageLayers(1, 2, False, False))
     with pytest.raises(ValueError, match="needs the hidden states"):

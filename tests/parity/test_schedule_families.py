@@ -103,7 +103,7 @@ def test_schedules_that_sum_in_order_of_microbatches_agree_bitwise(rank_pools: P
             assert [name for name in one if not torch.equal(one[name], another[name])] == [], f"{other} against {first}"
 
 
-def test_the_whole_model_agrees_bitwise_over_loop_v_and_line(rank_pools: Pools) -> None:
+def test_the_model_agrees_bitwise_over_loop_v_and_line(rank_pools: Pools) -> None:
     """Compare schedules with other stages on other ranks: without clipping only the loss is summed over ranks."""
     changes = BITS | {"pipeline_model_parallel_size": 2, "untie_embeddings_and_output_weights": True, "clip_grad": 0.0}
     models = []

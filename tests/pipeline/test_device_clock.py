@@ -26,7 +26,7 @@ def clock_of(device: FakeDevice) -> EventClock:
 
 
 @pytest.mark.parametrize("drift", [0.0, 1e-4, -1e-4])
-def test_an_events_time_is_told_on_the_hosts_clock_within_its_bound(drift: float) -> None:
+def test_an_events_time_on_the_hosts_clock_is_within_its_bound(drift: float) -> None:
     device = FakeDevice(drift)
     clock = clock_of(device)
     device.launch(SECOND // 10)  # work of the previous step
@@ -55,7 +55,7 @@ def test_a_moment_costs_the_host_no_wait() -> None:
     assert device.main.busy_until - began >= 10 * SECOND
 
 
-def test_the_two_runtimes_tell_times_alike() -> None:
+def test_both_runtimes_measure_the_same_times() -> None:
     host, device = HostClock(), FakeDevice()
     begin = host.mark()
     assert host.seconds(begin, host.mark()) >= 0

@@ -281,7 +281,7 @@ def test_what_a_stage_raises_comes_through_with_its_traceback(rank_pools: Callab
     assert failure.value.rank == 1
 
 
-def test_peers_of_a_broken_stage_are_told_within_the_time_out_and_no_graph_is_left(
+def test_peers_of_a_broken_stage_fail_within_the_timeout_and_no_graph_is_left(
     rank_pools: Callable[[int], RankPool],
 ) -> None:
     waiting, broken = rank_pools(2).run(break_last_stage, True)
@@ -321,7 +321,7 @@ def test_a_split_backward_needs_a_queue() -> None:
         Engine(schedule, 0, {0: StageRunner(Plain(0, tuples=False))}, {}).run(plain_step(1))
 
 
-def test_the_trace_tells_every_action_in_order_within_the_row() -> None:
+def test_the_trace_has_every_action_in_order_within_the_row() -> None:
     tracer = Tracer()
     engine = one_rank(2, tracer)
     engine.run(plain_step(2))

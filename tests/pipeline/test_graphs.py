@@ -148,7 +148,7 @@ def test_parameters_that_move_are_noticed_when_a_row_begins() -> None:
         CapturedStage(graphs, {}).begin_row(True)
 
 
-def test_what_waits_for_the_device_ends_the_run_in_words() -> None:
+def test_code_that_waits_for_the_device_ends_the_run_with_a_message() -> None:
     class Looks(Middle):
         def forward(self, hidden: Tensor, payload: dict[str, Any]) -> Tensor:
             return super().forward(hidden, payload) * float(hidden.detach().sum())

@@ -125,7 +125,7 @@ def test_without_gradients_or_outside_a_row_nothing_moves() -> None:
     assert rank.log == []
 
 
-def test_another_order_than_the_planned_one_is_told() -> None:
+def test_another_order_than_the_planned_one_raises() -> None:
     rank, x = Rank("0F0 0F1 0B0 0B1"), torch.randn(2, 3)
     rank.row.begin()
     rank.forward("0F0", x)
@@ -133,7 +133,7 @@ def test_another_order_than_the_planned_one_is_told() -> None:
         pass
 
 
-def test_a_backward_outside_its_row_is_told() -> None:
+def test_a_backward_outside_its_row_raises() -> None:
     rank, x = Rank("0F0 0F1 0B0 0B1"), torch.randn(2, 3)
     rank.row.begin()
     output = rank.forward("0F0", x)
@@ -141,7 +141,7 @@ def test_a_backward_outside_its_row_is_told() -> None:
         output.sum().backward()
 
 
-def test_a_row_that_is_given_up_leaves_no_copy_under_way() -> None:
+def test_an_aborted_row_leaves_no_copy_in_flight() -> None:
     rank, x = Rank("0F0 0F1 0B0 0B1"), torch.randn(2, 3)
     rank.row.begin()
     rank.forward("0F0", x)

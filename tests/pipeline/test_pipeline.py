@@ -104,6 +104,6 @@ def test_a_schedule_that_updates_weights_is_refused() -> None:
 
 
 @pytest.mark.parametrize("schedule", ["zb-h1", "dualpipe", "dualpipe-v"])
-def test_a_schedule_that_asks_more_than_modules_is_refused(schedule: str) -> None:
+def test_a_schedule_that_plain_modules_cannot_run_is_refused(schedule: str) -> None:
     with pytest.raises(ConfigError, match=rf"schedule {schedule} splits the backward.*use one of naive, gpipe, 1f1b"):
         Pipeline(2, partial(Plain, tuples=False), (), loss_of, Group.alone("pp"), schedule=schedule)

@@ -48,7 +48,7 @@ def fakes() -> tuple[FakeCuda, StageStreams]:
     return cuda, StageStreams((0, 1), torch.device("cpu"), cuda)
 
 
-def test_outside_a_pair_every_computation_stands_between_what_came_before_and_what_comes_after() -> None:
+def test_outside_a_pair_computations_keep_their_order() -> None:
     cuda, streams = fakes()
     for stage, what in ((0, "F"), (1, "B")):
         with streams.computing(stage):

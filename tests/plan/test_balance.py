@@ -18,7 +18,7 @@ from megapipe.plan.rank_bytes import RankBytes
 from megapipe.plan.resolve import resolve
 from megapipe.plan.step_time import predict_step
 from megapipe.schedule.action import Op
-from tests.plan.test_resolve import wish
+from tests.tiny import small_config
 
 GIB = 1 << 30
 ONE = PartCost(1.0, 2.0, 1.0, 1.0)
@@ -42,14 +42,16 @@ def scaled(head: float) -> PartCost:
 
 
 def test_measured_times_decide_the_cut_and_are_the_clock(tmp_path: Path) -> None:
-    config = wish(pipeline_model_parallel_size=2, global_batch_size=16)
+    config = small_config(pipeline_model_parallel_size=2, global_batch_size=16)
     file = times_file(tmp_path, config, head=4.0)
-    plan = resolve(wish(pipeline_model_parallel_size=2, global_batch_size=16, pipeline_layer_times=file), 2)
+    plan = resolve(small_config(pipeline_model_parallel_size=2, global_batch_size=16, pipeline_layer_times=file), 2)
     assert plan.partition.layer_counts == (6, 2)
     assert plan.stage_costs.seconds[1, Op.F] == 6.0
     assert expected_bubble(plan, 8).idle_seconds == pytest.approx(18.0)  # the fill of 1F1B: F + B of a rank
     by_flops = resolve(
-        wish(pipeline_model_parallel_size=2, global_batch_size=16, pipeline_layer_times=file, pipeline_balance="flops"),
+        small_config(
+            pipeline_model_parallel_size=2, global_batch_size=16, pipeline_layer_times=file, pipeline_balance="flops"
+        ),
         2,
     )
     assert by_flops.partition == resolve(config, 2).partition
@@ -57,13 +59,15 @@ def test_measured_times_decide_the_cut_and_are_the_clock(tmp_path: Path) -> None
 
 
 def test_layers_that_differ_may_be_written_with_counts(tmp_path: Path) -> None:
-    config = wish(pipeline_model_parallel_size=4, global_batch_size=16)
+    config = small_config(pipeline_model_parallel_size=4, global_batch_size=16)
     file = Path(times_file(tmp_path, config, layers=(ONE, ONE * 2)))
     text = json.loads(file.read_text())
     for entry in text["seconds"]["layers"]:
         entry["count"] = 4
     file.write_text(json.dumps(text))
-    plan = resolve(wish(pipeline_model_parallel_size=4, global_batch_size=16, pipeline_layer_times=str(file)), 4)
+    plan = resolve(
+        small_config(pipeline_model_parallel_size=4, global_batch_size=16, pipeline_layer_times=str(file)), 4
+    )
     assert (
         max(plan.stage_costs.seconds[stage, Op.F] for stage in range(4)) == 4.0
     )  # contiguous stages of layers that take 1, 1, 1, 1, 2, 2, 2, 2
@@ -81,10 +85,10 @@ def test_layers_that_differ_may_be_written_with_counts(tmp_path: Path) -> None:
 def test_times_measured_for_something_else_are_refused(
     tmp_path: Path, changes: dict[str, object], message: str
 ) -> None:
-    file = times_file(tmp_path, wish(pipeline_model_parallel_size=2, global_batch_size=16))
+    file = times_file(tmp_path, small_config(pipeline_model_parallel_size=2, global_batch_size=16))
     with pytest.raises(ConfigError, match=message):
         resolve(
-            wish(
+            small_config(
                 **{"pipeline_model_parallel_size": 2, "global_batch_size": 16, "pipeline_layer_times": file, **changes}
             ),
             2,
@@ -106,7 +110,7 @@ def test_times_measured_for_something_else_are_refused(
     ],
     ids=["json", "list", "version", "empty", "negative"],
 )
-def test_a_file_that_is_none_says_what_is_wrong(tmp_path: Path, text: str, message: str) -> None:
+def test_an_invalid_times_file_is_refused_with_the_reason(tmp_path: Path, text: str, message: str) -> None:
     path = tmp_path / "times.json"
     path.write_text(text)
     with pytest.raises(ConfigError, match=message):
@@ -132,8 +136,8 @@ FAST_AND_SLOW = {
 
 
 def test_a_slow_rank_gets_fewer_layers_and_the_step_is_as_the_speeds_say() -> None:
-    equal = resolve(wish(**FAST_AND_SLOW), 2)
-    mixed = resolve(wish(**FAST_AND_SLOW, pipeline_rank_speeds=(1.0, 0.5)), 2)
+    equal = resolve(small_config(**FAST_AND_SLOW), 2)
+    mixed = resolve(small_config(**FAST_AND_SLOW, pipeline_rank_speeds=(1.0, 0.5)), 2)
     assert (equal.partition.layer_counts, mixed.partition.layer_counts) == ((6, 6), (8, 4))
     layer = 3 * equal.layer_costs.layers[0].forward
     head = 3 * equal.layer_costs.head.forward
@@ -148,7 +152,8 @@ def test_a_slow_rank_slows_the_predicted_step_by_what_its_work_takes_longer() ->
     h100 = hardware_named("h100")
     sizes = {**FAST_AND_SLOW, "dtype": "bf16", "pipeline_balance": "even"}
     equal, mixed = (
-        predict_step(resolve(wish(**sizes, **more), 2), h100) for more in ({}, {"pipeline_rank_speeds": (1.0, 0.5)})
+        predict_step(resolve(small_config(**sizes, **more), 2), h100)
+        for more in ({}, {"pipeline_rank_speeds": (1.0, 0.5)})
     )
     assert mixed.timeline.work_seconds[0] == pytest.approx(equal.timeline.work_seconds[0])
     assert mixed.timeline.work_seconds[1] == pytest.approx(2 * equal.timeline.work_seconds[1])
@@ -166,7 +171,7 @@ def test_speeds_of_ranks_reach_every_kind_of_schedule(schedule: str) -> None:
     }
     if schedule == "interleaved":
         changes["num_virtual_stages_per_pipeline_rank"] = 2
-    equal, mixed = (resolve(wish(**changes, pipeline_rank_speeds=speeds), 2) for speeds in (None, (1.0, 0.5)))
+    equal, mixed = (resolve(small_config(**changes, pipeline_rank_speeds=speeds), 2) for speeds in (None, (1.0, 0.5)))
     count = equal.batch.full // equal.batch.samples_per_microbatch
     steps = [sum(expected_bubble(plan, count)) for plan in (equal, mixed)]
     assert steps[1] > 1.1 * steps[0]
@@ -188,9 +193,9 @@ def test_speeds_of_ranks_reach_every_kind_of_schedule(schedule: str) -> None:
     ],
     ids=["speeds", "memory", "measured", "too_little", "even_too_little"],
 )
-def test_wishes_about_ranks_that_do_not_fit_are_refused(changes: dict[str, object], message: str) -> None:
+def test_impossible_speeds_and_memory_of_ranks_are_refused(changes: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        resolve(wish(pipeline_model_parallel_size=2, global_batch_size=16, **changes), 2)
+        resolve(small_config(pipeline_model_parallel_size=2, global_batch_size=16, **changes), 2)
 
 
 GRIDS: list[dict[str, object]] = [
@@ -215,7 +220,7 @@ BIG = {"num_layers": 12, "hidden_size": 256, "seq_length": 128, "global_batch_si
 
 @pytest.mark.parametrize("grid", GRIDS, ids=["1f1b", "interleaved", "zb_v", "dualpipe", "block"])
 def test_bytes_by_the_number_of_layers_are_those_of_the_plan(grid: dict[str, object]) -> None:
-    plan = resolve(wish(**BIG, **grid), int(str(grid["pipeline_model_parallel_size"])))
+    plan = resolve(small_config(**BIG, **grid), int(str(grid["pipeline_model_parallel_size"])))
     estimate, counts = RankBytes(plan), plan.partition.layer_counts
     for rank in all_rank_memory(plan):
         held = [counts[stage] for stage in plan.placement.stages_of(rank.pp_rank)]
@@ -227,7 +232,7 @@ def test_bytes_by_the_number_of_layers_are_those_of_the_plan(grid: dict[str, obj
 def test_bytes_of_offloaded_layers_are_about_those_of_the_plan(grid: dict[str, object], count: int) -> None:
     offloaded = grid | {"cpu_offloading_num_layers": count, "min_offloaded_tensor_size": 1}
     pp = int(str(grid["pipeline_model_parallel_size"]))
-    bare, plan = resolve(wish(**BIG, **grid), pp), resolve(wish(**BIG, **offloaded), pp)
+    bare, plan = resolve(small_config(**BIG, **grid), pp), resolve(small_config(**BIG, **offloaded), pp)
     for without, rank in zip(all_rank_memory(bare), all_rank_memory(plan), strict=True):
         held = [plan.partition.layer_counts[stage] for stage in plan.placement.stages_of(rank.pp_rank)]
         estimate = RankBytes(plan).of(rank.pp_rank, held)
@@ -238,13 +243,13 @@ def test_bytes_of_offloaded_layers_are_about_those_of_the_plan(grid: dict[str, o
 @pytest.mark.parametrize("grid", GRIDS[:3], ids=["1f1b", "interleaved", "zb_v"])
 def test_a_rank_with_little_memory_gives_layers_away_and_then_fits(grid: dict[str, object]) -> None:
     pp = int(str(grid["pipeline_model_parallel_size"]))
-    free = resolve(wish(**BIG, **grid), pp)
+    free = resolve(small_config(**BIG, **grid), pp)
     need = [rank.total / GIB for rank in all_rank_memory(free)]
     limits = (0.8 * need[0], *(2 * gib for gib in need[1:]))
-    tight = resolve(wish(**BIG, **grid, pipeline_rank_memory=limits), pp)
+    tight = resolve(small_config(**BIG, **grid, pipeline_rank_memory=limits), pp)
     assert all(rank.total / GIB <= limit for rank, limit in zip(all_rank_memory(tight), limits, strict=True))
     assert tight.partition != free.partition
     assert (
-        resolve(wish(**BIG, **grid, pipeline_rank_memory=tuple(2 * gib for gib in need)), pp).partition
+        resolve(small_config(**BIG, **grid, pipeline_rank_memory=tuple(2 * gib for gib in need)), pp).partition
         == free.partition
     )

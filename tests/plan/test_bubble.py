@@ -8,7 +8,7 @@ from megapipe.plan.bubble import expected_bubble
 from megapipe.plan.resolve import resolve
 from megapipe.plan.run_plan import RunPlan
 from megapipe.schedule.action import Op
-from tests.plan.test_resolve import wish
+from tests.tiny import small_config
 
 
 def plan_of(schedule: str, is_ahead: bool) -> RunPlan:
@@ -18,7 +18,7 @@ def plan_of(schedule: str, is_ahead: bool) -> RunPlan:
         "untie_embeddings_and_output_weights": True,
     }
     return resolve(
-        wish(pipeline_schedule=schedule, optimizer_post_validation=is_ahead, global_batch_size=32, **changes), 4
+        small_config(pipeline_schedule=schedule, optimizer_post_validation=is_ahead, global_batch_size=32, **changes), 4
     )
 
 

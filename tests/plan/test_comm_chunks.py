@@ -50,7 +50,7 @@ def test_on_a_slow_link_no_more_is_hidden_than_its_gemms_take() -> None:
     assert saved == pytest.approx(0.75 * whole.forward["gemm"] - 4 * 3 * LATENCY)
 
 
-def test_each_kind_is_cut_for_itself_and_a_whole_backward_gains_by_its_gathers_alone() -> None:
+def test_each_collective_is_chunked_separately_and_a_full_backward_gains_only_by_gathers() -> None:
     whole, gathers, sums, both = (
         of(chunks, 1e12)[0] for chunks in (WHOLE, CommChunks(4, 1), CommChunks(1, 4), CommChunks(4, 4))
     )
@@ -62,7 +62,7 @@ def test_each_kind_is_cut_for_itself_and_a_whole_backward_gains_by_its_gathers_a
     assert both.of(Op.W) == whole.of(Op.W)
 
 
-def test_a_forward_that_is_computed_again_gains_again() -> None:
+def test_a_recomputed_forward_gains_again() -> None:
     layer, _, _ = of(CommChunks(4, 4), 1e13, recompute=FULL)
     assert layer.inputs["tp"] == pytest.approx(2 * layer.forward["tp"])
 

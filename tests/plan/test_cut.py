@@ -10,7 +10,7 @@ from megapipe.errors import ConfigError
 from megapipe.plan.resolve import resolve
 from megapipe.schedule.validate import validate
 from megapipe.sharding.audit import audit_buffers, audit_slices, audit_stages
-from tests.plan.test_resolve import wish
+from tests.tiny import small_config
 
 
 @pytest.mark.parametrize(
@@ -39,7 +39,7 @@ from tests.plan.test_resolve import wish
     ],
 )  # fmt: skip
 def test_layers_are_cut_as_the_flags_say(fields: dict[str, object], counts: tuple[int, ...] | None) -> None:
-    wanted = wish(pipeline_model_parallel_size=2, vocab_size=8, make_vocab_size_divisible_by=8, **fields)
+    wanted = small_config(pipeline_model_parallel_size=2, vocab_size=8, make_vocab_size_divisible_by=8, **fields)
     if counts is None:
         with pytest.raises(ConfigError, match=r"5 stages, not a multiple"):
             resolve(wanted, 2)
@@ -62,11 +62,11 @@ def test_layers_are_cut_as_the_flags_say(fields: dict[str, object], counts: tupl
 )
 def test_a_cut_that_would_drop_layers_is_refused(fields: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        resolve(wish(pipeline_model_parallel_size=2, **fields), 2)
+        resolve(small_config(pipeline_model_parallel_size=2, **fields), 2)
 
 
 @st.composite
-def wishes(draw: st.DrawFn) -> dict[str, object]:
+def layer_fields(draw: st.DrawFn) -> dict[str, object]:
     """Draw a small model, a grid, and one way to cut; about half of the draws are valid."""
     fields = {
         "num_layers": draw(st.integers(1, 13)),
@@ -108,11 +108,11 @@ resolved: list[int] = []  # stages of each valid plan: the property must not pas
 
 
 @settings(max_examples=90)
-@given(wishes(), st.integers(1, 3))
+@given(layer_fields(), st.integers(1, 3))
 def check_a_plan(fields: dict[str, object], dp: int) -> None:
     tp, pp = fields["tensor_model_parallel_size"], fields["pipeline_model_parallel_size"]
     try:
-        plan = resolve(wish(**fields), tp * pp * dp)  # type: ignore[operator]
+        plan = resolve(small_config(**fields), tp * pp * dp)  # type: ignore[operator]
     except ConfigError:
         return
     resolved.append(len(plan.partition.stages))
@@ -136,5 +136,5 @@ def check_a_plan(fields: dict[str, object], dp: int) -> None:
 def test_every_plan_that_resolves_covers_the_model_and_passes_the_audits() -> None:
     resolved.clear()
     check_a_plan()
-    assert len(resolved) >= 30, "too few of the drawn wishes can be planned for the property to mean something"
+    assert len(resolved) >= 30, "too few of the drawn fields can be planned for the property to mean something"
     assert max(resolved) >= 6

@@ -19,7 +19,7 @@ from megapipe.plan.report import plan_text
 from megapipe.plan.resolve import resolve
 from megapipe.plan.run_plan import RunPlan
 from megapipe.plan.step_time import predict_step, stage_seconds
-from tests.plan.test_resolve import wish
+from tests.tiny import small_config
 
 H100 = hardware_named("h100")
 FREE_CASTS = Casts(*6 * [0.0])
@@ -33,10 +33,10 @@ def plan_of(world_size: int = 1, **changes: Any) -> RunPlan:
         "dtype": "bf16",
         "untie_embeddings_and_output_weights": True,
     }
-    return resolve(wish(**{**sizes, **batch, **changes}), world_size)
+    return resolve(small_config(**{**sizes, **batch, **changes}), world_size)
 
 
-def test_every_card_that_has_fp8_multiplies_twice_as_fast_in_it() -> None:
+def test_every_gpu_with_fp8_multiplies_twice_as_fast_in_it() -> None:
     rates = {
         name: hardware.flops["fp8"] / hardware.flops["bf16"]
         for name, hardware in HARDWARE.items()
@@ -46,7 +46,7 @@ def test_every_card_that_has_fp8_multiplies_twice_as_fast_in_it() -> None:
     assert all(rate == pytest.approx(2.0, rel=2e-3) for rate in rates.values())
 
 
-def test_a_card_without_fp8_is_refused_with_a_way_out() -> None:
+def test_a_gpu_without_fp8_is_refused_with_a_remedy() -> None:
     predict_step(plan_of(), hardware_named("a100-80"))
     with pytest.raises(
         ConfigError,

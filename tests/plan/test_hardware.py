@@ -10,7 +10,7 @@ from megapipe.errors import ConfigError
 from megapipe.plan.hardware import HARDWARE, hardware_named, peak_flops, read_hardware
 
 
-def test_a_file_like_a_row_changes_what_it_says_alone(tmp_path: Path) -> None:
+def test_a_hardware_file_based_on_a_row_changes_only_its_own_values(tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
     path.write_text(
         "like: h100\nname: mine\nmemory_bytes: 1e11\nnetwork: {bytes_per_second: 1e9, latency_seconds: 1e-5}\n"

@@ -24,8 +24,8 @@ from megapipe.schedule.action import Action, Op, parse_action
 from megapipe.schedule.families import SCHEDULES, build_lowered
 from megapipe.schedule.lifetimes import peak_live_chunks
 from megapipe.schedule.placement import Placement, linear, loop, v_shape
-from tests.plan.test_resolve import wish
 from tests.schedule.strategies import family_shapes
+from tests.tiny import small_config
 
 GRID = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}
 
@@ -108,8 +108,8 @@ def test_messages_count_from_post_to_use(text: str, pp_rank: int, placement: Pla
 
 
 @pytest.mark.parametrize("pp", [1, 2, 4])
-def test_the_whole_grid_holds_every_parameter_once_and_the_copy_of_the_tied_embedding(pp: int) -> None:
-    plan = resolve(wish(pipeline_model_parallel_size=pp, untie_embeddings_and_output_weights=True), pp)
+def test_the_grid_holds_every_parameter_once_and_a_copy_of_the_tied_embedding(pp: int) -> None:
+    plan = resolve(small_config(pipeline_model_parallel_size=pp, untie_embeddings_and_output_weights=True), pp)
     held = sum(rank.items["weights"] for rank in all_rank_memory(plan))
     parameters = sum(spec.num_elements for spec in plan.specs)
     assert 4 * parameters <= held < 4.02 * parameters
@@ -124,7 +124,9 @@ def test_two_directions_hold_every_parameter_twice_and_share_its_optimizer_state
         "dtype": "bf16",
         "global_batch_size": 32,
     }
-    plan = resolve(wish(**changes, use_distributed_optimizer=True, untie_embeddings_and_output_weights=not tied), 8)
+    plan = resolve(
+        small_config(**changes, use_distributed_optimizer=True, untie_embeddings_and_output_weights=not tied), 8
+    )
     parameters = sum(spec.num_elements for spec in plan.specs)
     held = {
         item: sum(rank.items[item] for rank in all_rank_memory(plan)) for item in ("weights", "gradients", "optimizer")
@@ -148,7 +150,7 @@ def test_two_directions_hold_every_parameter_twice_and_share_its_optimizer_state
     ids=["bf16", "bf16_zero1", "fp32", "fp64_momentum", "fp16_sgd"],
 )
 def test_bytes_of_a_parameter(changes: dict[str, object], weight: float, gradient: float, optimizer: float) -> None:
-    plan = resolve(wish(**changes), 4)
+    plan = resolve(small_config(**changes), 4)
     items = rank_memory(plan, 0).items
     elements = sum(layout.numel for layout in plan.buffers(0, 0))
     slack = 64 * len(plan.buffers(0, 0))
@@ -158,7 +160,7 @@ def test_bytes_of_a_parameter(changes: dict[str, object], weight: float, gradien
 
 
 def test_a_1f1b_rank_keeps_one_microbatch_for_each_rank_behind_it() -> None:
-    plan = resolve(wish(pipeline_model_parallel_size=4, global_batch_size=16), 4)
+    plan = resolve(small_config(pipeline_model_parallel_size=4, global_batch_size=16), 4)
     for rank in all_rank_memory(plan):
         assert rank.live == {rank.pp_rank: 4 - rank.pp_rank}
         assert rank.items["activations"] == (4 - rank.pp_rank) * sum(
@@ -169,7 +171,7 @@ def test_a_1f1b_rank_keeps_one_microbatch_for_each_rank_behind_it() -> None:
 
 def test_more_recompute_keeps_less() -> None:
     plain, selective, every, full = (
-        rank_memory(resolve(wish(dtype="bf16", hidden_dropout=0.0, attention_dropout=0.0, **changes), 1), 0)
+        rank_memory(resolve(small_config(dtype="bf16", hidden_dropout=0.0, attention_dropout=0.0, **changes), 1), 0)
         for changes in (
             {},
             {"recompute_granularity": "selective", "recompute_modules": ("layernorm", "activation")},
@@ -190,7 +192,7 @@ def test_a_gpt_block_keeps_what_korthikanti_2022_says(tp: int, sequence_parallel
 
     The paper, too, counts q, k, v (6) and the output of GELU (8); it leaves out the statistics of norms.
     """
-    model = resolve_model(wish(num_layers=1, hidden_size=256, attention_dropout=0.0).model, tp)
+    model = resolve_model(small_config(num_layers=1, hidden_size=256, attention_dropout=0.0).model, tp)
     shape = RankShape(2, model.seq_length, "bf16", tp, sequence_parallel)
     kept = bytes_by_name(layer_table(model_spec(model, PrecisionConfig()).layers[0], shape).keeps)
     for small in ("norm statistics", "attention statistics"):  # a few numbers per token
@@ -198,8 +200,8 @@ def test_a_gpt_block_keeps_what_korthikanti_2022_says(tp: int, sequence_parallel
     assert sum(kept.values()) == expected * 2 * model.seq_length * model.hidden_size
 
 
-def test_a_layer_is_replayed_at_a_time_and_uniform_groups_whole() -> None:
-    model = resolve_model(wish(attention_dropout=0.0).model, 1)
+def test_layers_are_recomputed_one_at_a_time_and_uniform_groups_at_once() -> None:
+    model = resolve_model(small_config(attention_dropout=0.0).model, 1)
     layers, shape = model_spec(model, PrecisionConfig()).layers, RankShape(1, model.seq_length, "bf16")
     assert len(layers) == 8
     layer, hidden = layer_table(layers[0], shape).kept_bytes, shape.hidden_bytes(model.hidden_size)
@@ -215,21 +217,21 @@ def test_a_layer_is_replayed_at_a_time_and_uniform_groups_whole() -> None:
 
 def test_bf16_reduction_copies_the_gradients_only_where_they_travel() -> None:
     changes = {"dtype": "bf16", "grad_reduce_in_bf16": True}
-    alone, replicated = (rank_memory(resolve(wish(**changes), world), 0).items for world in (1, 2))
+    alone, replicated = (rank_memory(resolve(small_config(**changes), world), 0).items for world in (1, 2))
     assert alone["reduction"] == 0
-    copies = (replicated["gradients"] - 64 * len(resolve(wish(**changes), 2).buffers(0, 0))) // 2
+    copies = (replicated["gradients"] - 64 * len(resolve(small_config(**changes), 2).buffers(0, 0))) // 2
     goes = sum(replicated[item] for item in ("activations", "recompute", "temporaries", "messages"))
     assert replicated["reduction"] == max(
         0, copies - goes
     )  # without overlap, copies are made when these are already freed
     few = rank_memory(
-        resolve(wish(**changes, num_layers=64, seq_length=8, global_batch_size=4, vocab_size=100), 2), 0
+        resolve(small_config(**changes, num_layers=64, seq_length=8, global_batch_size=4, vocab_size=100), 2), 0
     ).items
     assert few["reduction"] > 0
 
 
 def test_sequence_parallelism_sends_smaller_messages() -> None:
-    plans = [resolve(wish(**GRID, sequence_parallel=on), 4) for on in (False, True)]
+    plans = [resolve(small_config(**GRID, sequence_parallel=on), 4) for on in (False, True)]
     whole, sliced = (plan.shape.hidden_bytes(plan.config.model.hidden_size) for plan in plans)
     assert whole == 2 * sliced == 2 * 32 * 64 * 4
     one, other = (dataclasses.asdict(rank_memory(plan, 0))["items"]["messages"] for plan in plans)
@@ -238,13 +240,13 @@ def test_sequence_parallelism_sends_smaller_messages() -> None:
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
-def test_graphs_hold_a_microbatch_a_slot_for_the_whole_run(schedule: str) -> None:
+def test_graphs_hold_one_microbatch_per_slot_for_the_entire_run(schedule: str) -> None:
     grid = GRID | {"pipeline_schedule": schedule, "hidden_dropout": 0.0, "attention_dropout": 0.0}
     without, with_graphs = (
-        all_rank_memory(resolve(wish(**grid, cuda_graph_impl=impl, micro_batch_size=1, global_batch_size=8), 4))
+        all_rank_memory(resolve(small_config(**grid, cuda_graph_impl=impl, micro_batch_size=1, global_batch_size=8), 4))
         for impl in ("none", "local")
     )
-    plan = resolve(wish(**grid, cuda_graph_impl="local", micro_batch_size=1, global_batch_size=8), 4)
+    plan = resolve(small_config(**grid, cuda_graph_impl="local", micro_batch_size=1, global_batch_size=8), 4)
     hidden = plan.shape.hidden_bytes(plan.config.model.hidden_size)
     for pp_rank, (before, after) in enumerate(zip(without, with_graphs, strict=True)):
         (slots,) = plan.num_slots(pp_rank).values()

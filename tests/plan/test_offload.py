@@ -13,7 +13,8 @@ from megapipe.plan.offload import row_moves
 from megapipe.plan.report import plan_text
 from megapipe.plan.run_plan import RunPlan
 from megapipe.plan.step_time import predict_step
-from tests.plan.test_report import interleaved, resolve, wish
+from tests.plan.test_report import interleaved, resolve
+from tests.tiny import small_config
 
 H100 = HARDWARE["h100"]
 ALL = {"cpu_offloading_num_layers": 8, "min_offloaded_tensor_size": 1}
@@ -27,7 +28,7 @@ def one_rank(**changes: object) -> RunPlan:
         "seq_length": 4096,
         "dtype": "bf16",
     }
-    return resolve(wish(**(sizes | {"global_batch_size": 4, "attention_dropout": 0.0} | changes)), 1)
+    return resolve(small_config(**(sizes | {"global_batch_size": 4, "attention_dropout": 0.0} | changes)), 1)
 
 
 def test_a_rank_keeps_two_layers_and_what_is_not_offloaded() -> None:

@@ -12,7 +12,7 @@ from megapipe.plan.memory import all_rank_memory, stage_activation_bytes
 from megapipe.plan.report import plan_text
 from megapipe.plan.resolve import resolve
 from megapipe.plan.run_plan import RunPlan
-from tests.plan.test_resolve import wish
+from tests.tiny import small_config
 
 LLAMA_405B = {
     "num_layers": 126, "hidden_size": 16384, "ffn_hidden_size": 53248, "num_attention_heads": 128,
@@ -31,7 +31,7 @@ def interleaved(**changes: object) -> RunPlan:
         "tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2, "num_virtual_stages_per_pipeline_rank": 2,
         "use_distributed_optimizer": True, "global_batch_size": 32,
     }  # fmt: skip
-    return resolve(wish(**(wanted | changes)), 8)
+    return resolve(small_config(**(wanted | changes)), 8)
 
 
 def stage_rows(text: str) -> list[tuple[list[str], int, str]]:
@@ -62,8 +62,8 @@ def test_the_printed_parameters_of_the_stages_sum_to_the_model(tied: bool) -> No
         assert total == model
 
 
-def test_a_pipeline_in_two_directions_says_that_parameters_are_held_twice() -> None:
-    plan = resolve(wish(pipeline_model_parallel_size=4, pipeline_schedule="dualpipe", global_batch_size=16), 4)
+def test_a_pipeline_in_two_directions_reports_doubled_parameters() -> None:
+    plan = resolve(small_config(pipeline_model_parallel_size=4, pipeline_schedule="dualpipe", global_batch_size=16), 4)
     text = plan_text(plan)
     assert "schedule dualpipe, every parameter on two pipeline ranks\n" in text
     *stages, (_, total, note) = stage_rows(text)
@@ -75,12 +75,16 @@ def test_a_pipeline_in_two_directions_says_that_parameters_are_held_twice() -> N
 
 
 def test_an_uneven_cut_shows_its_layers() -> None:
-    text = plan_text(resolve(wish(pipeline_model_parallel_size=2, pipeline_model_parallel_layout="Ettttttt|tL"), 2))
+    text = plan_text(
+        resolve(small_config(pipeline_model_parallel_size=2, pipeline_model_parallel_layout="Ettttttt|tL"), 2)
+    )
     assert [holds for _, _, holds in stage_rows(text)][:2] == ["embedding, layers 0 to 6", "layer 7, head"]
 
 
-def test_a_stage_without_layers_says_so() -> None:
-    text = plan_text(resolve(wish(pipeline_model_parallel_size=4, pipeline_model_parallel_layout="E|t*8||L"), 4))
+def test_a_stage_without_layers_is_reported() -> None:
+    text = plan_text(
+        resolve(small_config(pipeline_model_parallel_size=4, pipeline_model_parallel_layout="E|t*8||L"), 4)
+    )
     assert [holds for _, _, holds in stage_rows(text)][:4] == ["embedding", "layers 0 to 7", "nothing", "head"]
 
 
@@ -106,7 +110,10 @@ def test_each_pipeline_rank_has_its_memory_in_a_line(changes: dict[str, object])
 
 def test_equal_pipeline_ranks_share_a_line() -> None:
     plan = resolve(
-        wish(pipeline_model_parallel_size=8, pipeline_schedule="gpipe", pipeline_balance="even", global_batch_size=8), 8
+        small_config(
+            pipeline_model_parallel_size=8, pipeline_schedule="gpipe", pipeline_balance="even", global_batch_size=8
+        ),
+        8,
     )
     assert re.search(r"^ +1 to 6  .*iB", plan_text(plan), re.MULTILINE)
 
@@ -118,7 +125,7 @@ def test_a_plan_for_16384_ranks_is_short_and_there_in_seconds() -> None:
         "pipeline_model_parallel_size": 16,
         "num_virtual_stages_per_pipeline_rank": 7,
     }
-    plan = resolve(wish(**LLAMA_405B, **grid), 16384, 8)
+    plan = resolve(small_config(**LLAMA_405B, **grid), 16384, 8)
     text = plan_text(plan)
     assert time.process_time() - start < 5
     assert len(text.splitlines()) < 45
@@ -130,7 +137,7 @@ def test_a_plan_for_16384_ranks_is_short_and_there_in_seconds() -> None:
 
 
 def test_of_more_pipeline_ranks_than_fit_the_largest_are_shown() -> None:
-    plan = resolve(wish(num_layers=64, pipeline_model_parallel_size=32, global_batch_size=64), 32)
+    plan = resolve(small_config(num_layers=64, pipeline_model_parallel_size=32, global_batch_size=64), 32)
     text = plan_text(plan)
     assert "16 smaller ones are not shown" in text
     ranks = sorted(all_rank_memory(plan), key=lambda rank: -rank.total)

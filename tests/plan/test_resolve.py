@@ -2,38 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 
-from megapipe.config.config import Config
-from megapipe.config.model import ModelConfig
-from megapipe.config.training import OptimizerConfig, TrainingConfig
 from megapipe.errors import ConfigError
 from megapipe.plan.resolve import resolve
-
-
-def wish(**changes: object) -> Config:
-    """Build a small configuration; each change goes to the section that has the field."""
-    config = Config(
-        model=ModelConfig(num_layers=8, hidden_size=64, num_attention_heads=8, seq_length=32, vocab_size=100),
-        training=TrainingConfig(micro_batch_size=2, train_iters=10),
-        optimizer=OptimizerConfig(lr=1e-3),
-    )
-    for name, value in changes.items():
-        section = next(
-            f.name
-            for f in dataclasses.fields(config)
-            if name in {g.name for g in dataclasses.fields(getattr(config, f.name))}
-        )
-        config = dataclasses.replace(
-            config, **{section: dataclasses.replace(getattr(config, section), **{name: value})}
-        )
-    return config
+from tests.tiny import small_config
 
 
 def test_sizes_that_follow_from_others_are_filled_in() -> None:
-    plan = resolve(wish(tensor_model_parallel_size=2, pipeline_model_parallel_size=2), 8)
+    plan = resolve(small_config(tensor_model_parallel_size=2, pipeline_model_parallel_size=2), 8)
     model = plan.config.model
     assert (model.ffn_hidden_size, model.num_query_groups, model.kv_channels, model.padded_vocab_size) == (
         256,
@@ -46,11 +23,11 @@ def test_sizes_that_follow_from_others_are_filled_in() -> None:
 
 
 def test_swiglu_gets_megatrons_width() -> None:
-    assert resolve(wish(activation="swiglu", hidden_size=512), 1).config.model.ffn_hidden_size == 1344
+    assert resolve(small_config(activation="swiglu", hidden_size=512), 1).config.model.ffn_hidden_size == 1344
 
 
 def test_the_parameters_of_the_stages_sum_to_the_model() -> None:
-    plan = resolve(wish(pipeline_model_parallel_size=2, num_virtual_stages_per_pipeline_rank=2), 2)
+    plan = resolve(small_config(pipeline_model_parallel_size=2, num_virtual_stages_per_pipeline_rank=2), 2)
     names = [spec.name for stage in plan.stage_specs for spec in stage]
     assert len(names) == len(plan.specs) + 1  # the tied embedding has a copy
     assert set(names) == {spec.name for spec in plan.specs}
@@ -58,9 +35,9 @@ def test_the_parameters_of_the_stages_sum_to_the_model() -> None:
 
 def test_layers_are_cut_by_cost_with_the_head_counted() -> None:
     sizes = {"num_layers": 4, "hidden_size": 256, "num_attention_heads": 4, "seq_length": 256, "vocab_size": 8192}
-    assert resolve(wish(pipeline_model_parallel_size=2, **sizes), 2).partition.layer_counts == (3, 1)
+    assert resolve(small_config(pipeline_model_parallel_size=2, **sizes), 2).partition.layer_counts == (3, 1)
     assert resolve(
-        wish(pipeline_model_parallel_size=2, pipeline_balance="even", **sizes), 2
+        small_config(pipeline_model_parallel_size=2, pipeline_balance="even", **sizes), 2
     ).partition.layer_counts == (2, 2)
 
 
@@ -123,12 +100,12 @@ def test_what_cannot_run_is_refused_before_anything_starts(
     changes: dict[str, object], world: int, message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
-        resolve(wish(**changes), world)
+        resolve(small_config(**changes), world)
 
 
-def test_ends_of_a_v_are_tied_on_one_rank_so_that_nothing_is_waited_for() -> None:
+def test_the_ends_of_a_v_are_tied_on_one_rank_without_communication() -> None:
     plan = resolve(
-        wish(
+        small_config(
             optimizer_post_validation=True,
             pipeline_model_parallel_size=2,
             pipeline_schedule="zb-v",
@@ -142,7 +119,10 @@ def test_ends_of_a_v_are_tied_on_one_rank_so_that_nothing_is_waited_for() -> Non
 @pytest.mark.parametrize("pp", [2, 4, 6, 8])
 def test_both_holders_of_a_stage_gather_its_parameters_in_one_order(pp: int) -> None:
     plan = resolve(
-        wish(pipeline_schedule="dualpipe", pipeline_model_parallel_size=pp, num_layers=8, global_batch_size=4 * pp), pp
+        small_config(
+            pipeline_schedule="dualpipe", pipeline_model_parallel_size=pp, num_layers=8, global_batch_size=4 * pp
+        ),
+        pp,
     )
     for pp_rank in range(pp):
         assert plan.order_of_first_use(pp_rank) == plan.order_of_first_use(pp - 1 - pp_rank)
@@ -150,7 +130,7 @@ def test_both_holders_of_a_stage_gather_its_parameters_in_one_order(pp: int) -> 
 
 def test_every_microbatch_count_of_a_ramp_has_a_schedule() -> None:
     plan = resolve(
-        wish(
+        small_config(
             pipeline_model_parallel_size=2,
             global_batch_size=16,
             rampup_batch_size=(4, 4, 40),

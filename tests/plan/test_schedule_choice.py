@@ -17,7 +17,7 @@ from megapipe.plan.schedule_choice import asked_chunks, group_size, memory_limit
 from megapipe.schedule.families import SCHEDULES
 from megapipe.schedule.simulate import simulate
 from tests.config.examples import job
-from tests.plan.test_resolve import wish
+from tests.tiny import small_config
 
 CHUNK_FLAGS = {
     "count": {"num_virtual_stages_per_pipeline_rank": 2},
@@ -36,7 +36,7 @@ def test_the_number_of_chunks_has_three_spellings(ways: tuple[str, ...]) -> None
     assert asked_chunks(parallel(**fields), num_layers=8) == 2
 
 
-def test_without_any_of_them_none_are_asked_for() -> None:
+def test_no_constraint_is_needed_without_any_of_them() -> None:
     assert asked_chunks(parallel(), num_layers=8) is None
 
 
@@ -142,7 +142,7 @@ def test_the_automatic_scheduler_stays_within_the_limit_and_uses_uneven_stages()
         "pipeline_schedule": "zb-auto",
         "vocab_size": 512,
     }
-    plans = {limit: resolve(wish(**sizes, pipeline_memory_limit=limit), 4) for limit in (2, 4, 8)}
+    plans = {limit: resolve(small_config(**sizes, pipeline_memory_limit=limit), 4) for limit in (2, 4, 8)}
     spans = []
     for limit, plan in plans.items():
         timeline = simulate(plan.schedule(12), plan.stage_costs)
@@ -156,7 +156,7 @@ def test_a_resolved_plan_resolves_again_to_the_same(name: str) -> None:
     needed = {"num_virtual_stages_per_pipeline_rank": 2} if name in ("interleaved", "breadth-first") else {}
     if not SCHEDULES[name].is_synchronous:
         needed = {"clip_grad": 0.0, "untie_embeddings_and_output_weights": True}
-    asked = wish(pipeline_model_parallel_size=2, pipeline_schedule=name, global_batch_size=8, **needed)
+    asked = small_config(pipeline_model_parallel_size=2, pipeline_schedule=name, global_batch_size=8, **needed)
     plan = resolve(asked, 2)
     again = resolve(dataclasses.replace(asked, parallel=plan.config.parallel), 2)
     assert again.config == plan.config

@@ -68,7 +68,7 @@ def test_the_distributed_optimizer_sends_gradients_and_weights_once_and_an_all_r
     assert (dp.ranks, dp.groups, dp.crossing, dp.network_bytes) == (4, 1, 1, dp.rank_bytes)
 
 
-def test_what_stays_in_a_node_is_not_on_the_network() -> None:
+def test_traffic_within_a_node_is_not_on_the_network() -> None:
     plan = planned(16, 8, tensor_model_parallel_size=4, pipeline_model_parallel_size=2, global_batch_size=16)
     traffic = {group.name: group for group in group_traffic(plan)}
     assert {name: group.crossing for name, group in traffic.items()} == {
@@ -118,14 +118,14 @@ def test_boxes_hold_every_rank_once_and_exactly_the_places_they_name(topology: T
         )
 
 
-def test_sixteen_thousand_ranks_are_told_in_a_line_for_each_pipeline_rank() -> None:
+def test_sixteen_thousand_ranks_are_reported_with_a_line_for_each_pipeline_rank() -> None:
     topology = Topology(tp=8, pp=16, dp=128, ranks_per_node=8)
     lines = places_text(topology, [f"n{node}" for node in range(2048)])
     assert len(lines) == 17
     assert lines[2].split() == ["1024-2047", "n128", "to", "n255", "(128)", "0-7", "1", "0-127", "0-7"]
 
 
-def test_a_small_world_is_told_rank_by_rank() -> None:
+def test_a_small_world_is_reported_rank_by_rank() -> None:
     lines = places_text(Topology(tp=2, pp=2, ranks_per_node=2), ["left", "right"])
     assert [line.split() for line in lines] == [
         ["rank", "host", "GPU", "pp", "dp", "tp"],

@@ -150,7 +150,7 @@ def test_a_replay_with_the_costs_of_a_simulation_is_that_simulation(
         assert [ends[rank][slot] for slot in slots] == pytest.approx([plan.ends[rank][slot] for slot in slots])
 
 
-def test_the_summary_is_the_mean_of_its_steps_and_says_both_clocks() -> None:
+def test_the_summary_is_the_mean_of_its_steps_and_names_both_clocks() -> None:
     schedule = lowered("1f1b", 4, 8)
     quiet, slow = step_of(schedule, number=11), step_of(schedule, gap=lambda rank, action: 0.002, number=12)
     profile = profile_of(schedule, (quiet, slow))
@@ -166,7 +166,7 @@ def test_the_summary_is_the_mean_of_its_steps_and_says_both_clocks() -> None:
     assert summary.predicted_share == pytest.approx((3 / 11, 3 / 11))
 
 
-def test_nothing_is_called_a_difference_where_a_pipeline_of_one_rank_ran() -> None:
+def test_a_pipeline_of_one_rank_has_no_differences() -> None:
     comparison = compared(lowered("1f1b", 1, 4))
     assert parts(comparison) == dict.fromkeys(CAUSES, 0.0)
 

@@ -130,7 +130,7 @@ def test_one_microbatch_of_memory_is_the_naive_schedule_with_its_backward_split(
     assert all(" ".join(a.op.value for a in row) == "F I W F I W" for row in schedule.rows)
 
 
-def test_the_same_wish_gets_the_same_schedule():
+def test_equal_requests_get_the_same_schedule():
     goal = AutoGoal(Costs.equal(3, 1.0, 1.3, 0.6), 5)
     assert build_schedule("zb-auto", 3, 1, 7, goal=goal) == build_schedule("zb-auto", 3, 1, 7, goal=goal)
 

@@ -48,7 +48,7 @@ def test_the_automatic_row_keeps_its_limit_and_is_never_behind_the_handmade_one(
         assert auto.chained_share <= rows[handmade].chained_share
 
 
-def test_what_cannot_be_done_stands_in_the_table_with_its_reason():
+def test_impossible_schedules_are_in_the_table_with_the_reason():
     rows = by_name(
         compare(Model.equal(3, 1.0, 1.0, 1.0), 3, 2, 5, names=["1f1b", "dualpipe", "dualpipe-v", "nonsense"])
     )

@@ -207,7 +207,7 @@ def test_zb_h1_is_no_third_of_1f1b_where_w_is_short():
 
 
 @pytest.mark.parametrize("name", ["pipedream", "pipedream-2bw"])
-def test_the_asynchronous_ancestors_never_drain_and_say_that_they_are_not_synchronous(name):
+def test_asynchronous_families_never_drain_and_are_marked_asynchronous(name):
     p, m = 4, 24
     schedule = build_schedule(name, p, 1, m)
     assert not SCHEDULES[name].is_synchronous

@@ -23,11 +23,11 @@ def makespan(schedule: Schedule, send_depth: int | None) -> float:
 
 @pytest.mark.parametrize(("name", "chunks"), FAMILIES, ids=lambda value: str(value))
 @pytest.mark.parametrize("depth", [0, 1, 2], ids=lambda depth: f"receives {depth} ahead")
-def test_no_send_waits_for_room(name: str, chunks: int, depth: int) -> None:
+def test_no_send_waits_with_the_unhindered_depth(name: str, chunks: int, depth: int) -> None:
     schedule = lower(build_schedule(name, 4, chunks, 12), depth)
-    room = unhindered_send_depth(schedule)
-    assert makespan(schedule, room) == makespan(schedule, None)
-    assert room >= validate(schedule).send_depth
+    send_depth = unhindered_send_depth(schedule)
+    assert makespan(schedule, send_depth) == makespan(schedule, None)
+    assert send_depth >= validate(schedule).send_depth
 
 
 def test_breadth_first_keeps_what_its_next_chunk_has_not_asked_for() -> None:

@@ -129,7 +129,7 @@ def test_forward_only_rows_are_valid_on_every_placement(placement, m):
         pytest.param(("gpipe", 2, 1, 0), "0 microbatches", id="no microbatches"),
     ],
 )
-def test_impossible_wishes_are_refused_with_a_way_out(arguments, complaint):
+def test_impossible_requests_are_refused_with_a_remedy(arguments, complaint):
     with pytest.raises(ConfigError, match=complaint):
         build_schedule(*arguments)
 

@@ -42,7 +42,7 @@ def test_no_message_is_under_way_at_the_border_and_the_computation_stays(
 
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v", "v-half", "v-min"])
-def test_messages_that_wait_at_the_border_delay_nobody(name: str) -> None:
+def test_messages_that_wait_at_the_border_delay_no_rank(name: str) -> None:
     schedule = lower(build_schedule(name, 4, 2 if name in ("interleaved", "zb-v", "v-half", "v-min") else 1, 12), 1)
     started = give_head_start(schedule)
     costs = Costs.equal(schedule.num_stages, 1.0, 1.0, 1.0)
@@ -70,7 +70,9 @@ def two_steps(schedule: Schedule) -> Schedule:
 
 @pytest.mark.parametrize("p", [2, 4, 8])
 @pytest.mark.parametrize(("name", "gained"), [("zb-h2", 1.0), ("zb-v", 0.5), ("1f1b", 0.0)])
-def test_nobody_waits_for_the_verdict_and_the_step_is_shorter_by_the_barrier(name: str, gained: float, p: int) -> None:
+def test_no_rank_waits_for_the_validation_and_the_step_is_shorter_by_the_barrier(
+    name: str, gained: float, p: int
+) -> None:
     chunks = 2 if name == "zb-v" else 1
     schedule = build_schedule(name, p, chunks, 3 * p)
     started = give_head_start(lower(schedule, 1))

@@ -81,7 +81,7 @@ def test_a_channel_carries_one_message_after_another():
     assert (starts["1F0"], starts["1F1"]) == (4.0, 7.0)  # computed at 1 and 2, in transfer 1..4 and 4..7
 
 
-def test_without_overlap_a_rank_stands_still_while_it_sends_and_reduces():
+def test_without_overlap_a_rank_is_idle_while_it_sends_and_reduces():
     seconds = dict(Costs.equal(2, 1.0, 1.0, 1.0, transfer_seconds=0.5).seconds) | {
         (0, Op.REDUCE_GRAD): 4.0,
         (1, Op.REDUCE_GRAD): 4.0,

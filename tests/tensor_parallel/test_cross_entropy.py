@@ -153,7 +153,7 @@ def test_no_rank_ever_holds_full_logits(ranks: RankPool) -> None:
 
 
 @pytest.mark.parametrize("options", [(0.0, 0.0), (0.1, 1e-3)], ids=["plain", "smoothing+z"])
-def test_nothing_of_the_logits_size_is_allocated(options: tuple[float, float]) -> None:
+def test_no_tensor_of_the_logits_size_is_allocated(options: tuple[float, float]) -> None:
     logits = torch.randn(16, 2, 512, requires_grad=True) * 1.0
     storages = Storages()
     storages.known.add(logits.untyped_storage().data_ptr())
@@ -173,7 +173,7 @@ def test_a_second_backward_is_refused() -> None:
         loss.backward()
 
 
-def test_an_operation_that_kept_the_logits_is_told() -> None:
+def test_an_operation_that_keeps_the_logits_is_detected() -> None:
     logits = torch.tanh(torch.randn(4, 1, 8, requires_grad=True))  # tanh keeps its output
     loss = vocab_parallel_cross_entropy(logits, torch.zeros(4, 1, dtype=torch.int64), Group.alone("tp"), 8).sum()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):

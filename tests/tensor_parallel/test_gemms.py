@@ -177,7 +177,7 @@ def run_order(rank: int, world_size: int) -> list[tuple[list[str], list[str]]]:
     return found
 
 
-def test_each_chunk_travels_under_the_gemm_of_its_neighbour(ranks: RankPool) -> None:
+def test_each_chunk_is_sent_during_the_gemm_of_a_neighbouring_chunk(ranks: RankPool) -> None:
     assert ranks.run(run_order) == [list(ORDERS.values())] * ranks.world_size
 
 
@@ -189,5 +189,5 @@ def run_held(rank: int, world_size: int) -> int:
     return storages.largest
 
 
-def test_the_whole_is_never_there_where_only_its_product_is_wanted(ranks: RankPool) -> None:
+def test_the_gathered_tensor_is_never_allocated_where_only_its_product_is_needed(ranks: RankPool) -> None:
     assert ranks.run(run_held) == [64 * ranks.world_size] * ranks.world_size

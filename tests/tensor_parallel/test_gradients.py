@@ -32,12 +32,12 @@ def test_gradients_go_into_a_view_of_a_flat_buffer() -> None:
 
 
 def test_ready_is_reported_once_per_microbatch_after_the_last_use() -> None:
-    told: list[GradientSlot] = []
-    slot = GradientSlot(torch.zeros(1), uses=2, on_ready=told.append)
+    ready: list[GradientSlot] = []
+    slot = GradientSlot(torch.zeros(1), uses=2, on_ready=ready.append)
     counts = []
     for _ in range(4):
         slot.ready()
-        counts.append(len(told))
+        counts.append(len(ready))
     assert counts == [0, 1, 1, 2]
 
 

@@ -76,12 +76,12 @@ def test_hugging_face_special_tokens_come_from_the_config(bpe_folder):
     assert tokenizer.vocab_size == len(json.loads((bpe_folder / "vocab.json").read_text()))
 
 
-def test_hugging_face_file_alone_knows_the_common_end_of_document(bpe_folder, tmp_path):
+def test_a_hugging_face_file_alone_has_the_common_end_of_document(bpe_folder, tmp_path):
     (tmp_path / "t.json").write_bytes((bpe_folder / "tokenizer.json").read_bytes())
     assert build_tokenizer("HuggingFaceTokenizer", str(tmp_path / "t.json")).eod == 0
 
 
-def test_hugging_face_ids_with_holes_have_room_for_the_highest(bpe_folder, tmp_path):
+def test_hugging_face_vocabularies_with_gaps_count_up_to_the_highest_id(bpe_folder, tmp_path):
     content = json.loads((bpe_folder / "tokenizer.json").read_text())
     content["added_tokens"].append({**content["added_tokens"][0], "id": 1000, "content": "<late>"})
     (tmp_path / "tokenizer.json").write_text(json.dumps(content))
@@ -161,7 +161,7 @@ def test_file_that_is_no_tokenizer_is_named(tokenizer_type, content, tmp_path):
 
 
 @pytest.mark.parametrize("package", ["tokenizers", "transformers"])
-def test_missing_package_says_how_to_install_it(package, tmp_path, monkeypatch):
+def test_a_missing_package_is_reported_with_its_install_command(package, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, package, None)  # simulates a missing package
     if package == "tokenizers":
         (tmp_path / "tokenizer.json").write_text("{}")
@@ -197,7 +197,7 @@ def test_every_type_answers_to_its_name(bpe_folder):
     assert set(TOKENIZERS) == set(TOKENIZER_TYPES)  # every value that the flag accepts can be built
 
 
-def test_room_imports_neither_torch_nor_optional_packages():
+def test_the_package_imports_neither_torch_nor_optional_packages():
     code = (
         "import sys, megapipe.tokenizers.tokenizer, megapipe.tokenizers.sentencepiece, megapipe.data.preprocess, "
         "megapipe.data.build_datasets, "

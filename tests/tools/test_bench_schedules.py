@@ -23,7 +23,7 @@ def run(program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_a_quick_run_counts_every_contender_and_fills_the_page(tmp_path: Path) -> None:
+def test_a_quick_run_measures_every_contender_and_fills_the_page(tmp_path: Path) -> None:
     figures, page = tmp_path / "figures.json", tmp_path / "page.md"
     page.write_text(PAGE)
     done = run(

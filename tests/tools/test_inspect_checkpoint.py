@@ -78,7 +78,7 @@ def tool(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_the_tool_tells_by_its_exit_code_and_in_json(tmp_path: Path) -> None:
+def test_the_tool_reports_by_exit_code_and_in_json(tmp_path: Path) -> None:
     wholes = global_tensors()
     for name, layout in (("a", Layout(1, 1, 13)), ("b", Layout(2, 4, 16))):
         save_layout(tmp_path / name, layout, wholes)

@@ -57,7 +57,7 @@ def flags(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return [*FLAGS.split(), "--data-path", "0.7", str(first), "0.3", str(second), "--save", str(folder / "run")]
 
 
-def asked(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
+def inspected(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
     assert main([*words, "--json"]) == 0
     found: dict[str, Any] = json.loads(capsys.readouterr().out)
     return found
@@ -87,7 +87,7 @@ def test_every_token_of_every_step_and_every_step_of_every_document(
     consumed, taken, sizes = 0, [], []
     assert plan.config.training.train_iters is not None
     for step in range(1, plan.config.training.train_iters + 1):
-        found = asked(capsys, "--step", str(step), *flags)
+        found = inspected(capsys, "--step", str(step), *flags)
         assert found["consumed_samples"] == consumed
         sizes.append(plan.batch.size_at(consumed))
         assert len(found["microbatches"]) == 2 * plan.batch.num_microbatches_at(consumed)
@@ -103,7 +103,7 @@ def test_every_token_of_every_step_and_every_step_of_every_document(
     assert len(set(sizes)) == 3, "the ramp is missing"
     assert sorted(taken) == [i for i in range(len(taken) + 16) if not (10 <= i < 20 or 41 <= i < 47)]
     for prefix, document in [*list(seen)[::7], (flags[flags.index("0.3") + 1], 3)]:
-        found = asked(capsys, "--document", str(document), "--in", prefix, *flags)
+        found = inspected(capsys, "--document", str(document), "--in", prefix, *flags)
         steps = {one["step"] for one in found["samples"] if "step" in one}
         assert steps == seen.get((prefix, document), set())
 
@@ -111,8 +111,8 @@ def test_every_token_of_every_step_and_every_step_of_every_document(
 def test_a_sample_names_its_step_and_rank_or_that_it_is_skipped(
     flags: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert asked(capsys, "--sample", "15", *flags)["skipped"]
-    found = asked(capsys, "--sample", "20", *flags)
+    assert inspected(capsys, "--sample", "15", *flags)["skipped"]
+    found = inspected(capsys, "--sample", "20", *flags)
     assert (found["step"], found["microbatch"], found["dp_rank"]) == (
         3,
         0,
@@ -123,7 +123,7 @@ def test_a_sample_names_its_step_and_rank_or_that_it_is_skipped(
         "--data-path",
         flags[flags.index("0.3") - 1],
     ]  # all its epoch, no checkpoint
-    assert asked(capsys, "--sample", "110", *alone)["not_reached"]
+    assert inspected(capsys, "--sample", "110", *alone)["not_reached"]
     assert main(["--step", "3", "--text", "2", *flags]) == 0
     shown = capsys.readouterr().out
     assert "microbatch 0 of dp rank 1\n  sample 20\n" in shown

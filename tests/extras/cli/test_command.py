@@ -16,7 +16,7 @@ REPOSITORY = Path(__file__).resolve().parents[3]
 
 
 @pytest.mark.parametrize("name", SUBCOMMANDS)
-def test_every_subcommand_has_its_door_and_stands_in_the_help(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_subcommand_has_a_module_and_is_in_the_help(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     module = importlib.import_module(f"megapipe.extras.cli.{SUBCOMMANDS[name].module}")
     assert callable(getattr(module, SUBCOMMANDS[name].function))
     assert main(["--help"]) == 0
@@ -69,7 +69,7 @@ def test_a_plan_for_16384_ranks_needs_no_torch() -> None:
     ],
     ids=["no ranks", "no number", "nothing after it", "a world that does not fit"],
 )
-def test_a_plan_that_cannot_be_made_says_why(
+def test_an_impossible_plan_is_refused_with_the_reason(
     words: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["plan", *words]) == 2
@@ -82,7 +82,7 @@ def test_a_rank_gets_its_share_of_the_cores_and_at_least_one() -> None:
     assert threads_of_a_rank(1) >= threads_of_a_rank(2) >= 1
 
 
-def test_a_tokenizer_is_trained_and_used_by_the_doors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_train_tokenizer_and_preprocess_work_together(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = REPOSITORY / "megapipe" / "config"
     model, prefix = tmp_path / "tokenizer.model", tmp_path / "tokens"
     assert main(["train-tokenizer", "--input", str(text), "--output", str(model), "--vocab-size", "500"]) == 0

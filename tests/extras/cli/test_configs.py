@@ -46,7 +46,7 @@ def test_a_config_resolves_on_the_world_it_states(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
-def test_a_config_says_only_what_differs_from_the_defaults(path: Path) -> None:
+def test_a_config_file_lists_only_values_other_than_the_defaults(path: Path) -> None:
     loaded = load_config(["--config", str(path)], is_job=False)
     given = [field for field in all_fields() if loaded.origins[field.key].startswith("yaml")]
     required = [field.key for field in given if field.option.required]

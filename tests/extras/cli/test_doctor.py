@@ -7,7 +7,7 @@ import pytest
 from megapipe.extras.cli.doctor import main
 
 
-def test_one_process_is_told_what_it_has(capsys: pytest.CaptureFixture[str]) -> None:
+def test_doctor_reports_one_process(capsys: pytest.CaptureFixture[str]) -> None:
     code = main([])
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("host ")
@@ -33,6 +33,6 @@ def test_what_cannot_be_examined_is_refused_with_code_2(
     words: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(words) == 2
-    told = capsys.readouterr()
-    assert message in told.err
-    assert told.out == ""
+    printed = capsys.readouterr()
+    assert message in printed.err
+    assert printed.out == ""

@@ -33,7 +33,7 @@ def test_every_flag_of_the_page_can_be_explained(configuration: list[str]) -> No
     assert silent == []
 
 
-def test_the_cost_is_the_planners_and_refusals_are_told() -> None:
+def test_the_cost_is_the_plans_and_refused_values_are_listed() -> None:
     text = explained("--sequence-parallel", LARGE.split())
     with_and_without = re.findall(r"^ +(true|false) +([\d.]+ \w+) ", text, re.MULTILINE)
     assert {value for value, _ in with_and_without} == {"true", "false"}
@@ -43,13 +43,13 @@ def test_the_cost_is_the_planners_and_refusals_are_told() -> None:
     assert re.search(r"8 is refused: .*pipeline", explained("--pipeline-model-parallel-size", [*SMALL, *grid]))
 
 
-def test_a_flag_without_cost_says_so_and_what_it_sets() -> None:
+def test_a_flag_without_cost_is_explained() -> None:
     text = explained("--adam-beta1", SMALL)
     assert "cost: none in memory or time" in text
     assert "sets optimizer.adam_beta1" in text
 
 
-def test_without_a_configuration_words_are_given_alone() -> None:
+def test_without_a_configuration_only_the_text_is_printed() -> None:
     assert "give a configuration" in explained("--bf16", [])
 
 

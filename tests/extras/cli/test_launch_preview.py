@@ -85,7 +85,7 @@ def test_what_is_printed_is_what_torchrun_would_understand() -> None:
         assert (parsed.training_script, parsed.training_script_args) == (SCRIPT, ["--lr", "1"])
 
 
-def test_the_whole_text_of_two_nodes() -> None:
+def test_the_full_text_of_two_nodes() -> None:
     text = preview(
         ["--hosts", "left,right", "--nproc-per-node", "2", SCRIPT, *TINY, "--pipeline-model-parallel-size", "2"]
     )
@@ -107,7 +107,7 @@ def test_the_whole_text_of_two_nodes() -> None:
     ]
 
 
-def test_many_nodes_are_told_shortly() -> None:
+def test_many_nodes_are_summarized() -> None:
     lines = preview(
         ["--hosts", "n[01-16]", "--nproc-per-node", "8", SCRIPT, *TINY, "--pipeline-model-parallel-size", "2"]
     ).splitlines()
@@ -148,7 +148,7 @@ def test_many_nodes_are_told_shortly() -> None:
         *("grid", "flag"),
     ],
 )
-def test_mistakes_are_told_before_anything_is_started(words: list[str], message: str) -> None:
+def test_errors_are_reported_before_anything_is_started(words: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         preview(["--dry-run", *words])
 

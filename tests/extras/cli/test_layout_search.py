@@ -27,8 +27,8 @@ def test_the_file_it_writes_is_accepted_by_pretraining(tmp_path: Path, capsys: p
     assert main([*WORDS, "--config", str(config), "--output", str(path), "--json"]) == 0
     best = json.loads(capsys.readouterr().out)["best"][0]
     assert pretrain(["--plan", "--world-size", "4", "--ranks-per-node", "8", "--config", str(path)]) == 0
-    told = capsys.readouterr().out
-    assert f"tp {best['tp']} x pp {best['pp']}" in told and f"schedule {best['schedule']}" in told
+    printed = capsys.readouterr().out
+    assert f"tp {best['tp']} x pp {best['pp']}" in printed and f"schedule {best['schedule']}" in printed
 
 
 def test_a_flag_pins_and_a_file_does_not(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -43,7 +43,7 @@ def test_a_flag_pins_and_a_file_does_not(tmp_path: Path, capsys: pytest.CaptureF
 
 def test_the_text_has_the_table_the_time_by_parts_and_the_memory(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(WORDS) == 0
-    told = capsys.readouterr().out
+    printed = capsys.readouterr().out
     for words in (
         "as configured",
         "tokens/s",
@@ -55,20 +55,20 @@ def test_the_text_has_the_table_the_time_by_parts_and_the_memory(capsys: pytest.
         "the best: tp",
         "why ",
     ):
-        assert words in told
+        assert words in printed
 
 
-def test_megatrons_estimate_stands_beside_ours(capsys: pytest.CaptureFixture[str]) -> None:
+def test_megatrons_estimate_is_printed_beside_ours(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*WORDS, "--estimator", "megatron"]) == 0
-    assert "by Megatron" in (told := capsys.readouterr().out) and "megatron " in told
+    assert "by Megatron" in (printed := capsys.readouterr().out) and "megatron " in printed
     assert main(["--world-size", "4", *MODEL.split(), "--global-batch-size", "8", "--estimator=megatron"]) == 0
     assert "by Megatron-LM's estimate: weights and optimizer" in capsys.readouterr().out
 
 
 def test_objectives_show_every_number_they_looked_at(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*WORDS, "--objective", "cost", "--price", "2.5"]) == 0
-    told = capsys.readouterr().out
-    assert "objective cost: 1 GPUs (lowest cost per token)" in told and "a billion tokens" in told
+    printed = capsys.readouterr().out
+    assert "objective cost: 1 GPUs (lowest cost per token)" in printed and "a billion tokens" in printed
     assert main([*WORDS, "--objective", "gpus", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["num_gpus"] == 1
 

@@ -60,7 +60,7 @@ def test_flags_win_over_the_grid_that_was_chosen(monkeypatch: pytest.MonkeyPatch
     assert grid(monkeypatch, 2, "--device", "cpu") == (2, 2, 2, 2)
 
 
-def test_more_ranks_than_gpus_are_refused_with_a_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_ranks_than_gpus_are_refused_with_a_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="4 ranks need 4 GPUs, but there are 2; add --device cpu"):
         grid(monkeypatch, 2, "--tensor-model-parallel-size", "2")
 
@@ -96,7 +96,7 @@ def test_wrong_options_are_answered_in_one_line(
     assert message in error and error.startswith("error: ") and "Traceback" not in error
 
 
-def test_own_options_and_flags_of_the_training_are_told_apart() -> None:
+def test_own_options_are_separated_from_training_flags() -> None:
     own = quickstart.main.parse(["--corpus", "text", "--vocab_size", "512", "--lr", "1e-3", "--", "--bf16"])
     assert (own.corpus, own.vocab_size, own.flags) == ("text", 512, ["--lr", "1e-3", "--bf16"])
 
@@ -124,7 +124,7 @@ def test_data_are_made_once_and_another_text_makes_other_data(
     assert first.prompts and 1.0 < first.entropy < 6.0
 
 
-def test_a_half_made_folder_is_made_anew(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_incomplete_folder_is_made_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = corpus_file(tmp_path / "text.txt", "number")
     first = prepare(str(text), tmp_path / "out", 500, 8.0)
     (first.folder / "prepared.json").unlink()

@@ -76,10 +76,10 @@ def test_its_links_and_paths_lead_somewhere(text: str) -> None:
     assert not [path for path in [*links, *paths] if not path.startswith("http") and not (REPOSITORY / path).exists()]
 
 
-def test_the_architecture_page_names_every_room() -> None:
-    rooms = {path.stem for path in (REPOSITORY / "megapipe").iterdir() if path.is_dir() or path.suffix == ".py"}
-    rooms -= {"__init__", "__main__", "__pycache__"}
-    assert not {room for room in rooms if f"`{room}`" not in ARCHITECTURE}
+def test_the_architecture_page_names_every_package() -> None:
+    packages = {path.stem for path in (REPOSITORY / "megapipe").iterdir() if path.is_dir() or path.suffix == ".py"}
+    packages -= {"__init__", "__main__", "__pycache__"}
+    assert not {package for package in packages if f"`{package}`" not in ARCHITECTURE}
 
 
 def test_the_picture_is_what_the_tool_draws_today() -> None:

@@ -123,7 +123,7 @@ def test_draw_writes_what_was_asked_for(tmp_path: Path, capsys: pytest.CaptureFi
     assert capsys.readouterr().out.splitlines()[-3].startswith("rank 0 F0 F1")
 
 
-def test_simulate_tells_every_rank(capsys: pytest.CaptureFixture[str]) -> None:
+def test_simulate_prints_every_rank(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["simulate", "dualpipe", "-p", "4", "-m", "8", "--pair-share", "0.7", "--json"]) == 0
     result = json.loads(capsys.readouterr().out)
     assert [rank["peak_live_chunks"] for rank in result["ranks"]] == [5] * 4
@@ -154,7 +154,7 @@ def test_a_file_in_two_directions_loads_with_its_placement(tmp_path: Path, capsy
         pytest.param(["check", "--csv", "nowhere.csv"], "nowhere.csv", id="no file"),
     ],
 )
-def test_mistakes_are_told_in_one_line(words: list[str], complaint: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_errors_are_one_line(words: list[str], complaint: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(words) != 0
     assert complaint in capsys.readouterr().err
 

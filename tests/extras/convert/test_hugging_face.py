@@ -145,7 +145,7 @@ def test_tokenizer_and_ids_of_special_tokens_travel_along(tmp_path: Path) -> Non
     assert json.loads((tmp_path / "like" / "config.json").read_text())["eos_token_id"] == [7, 9]
 
 
-def test_the_printed_configuration_loads_and_says_the_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_printed_configuration_loads_as_the_same_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     theirs = save(make(CASES["llama3_tied_odd_vocabulary_sharded"]), tmp_path / "theirs")
     assert main([str(theirs), "--print-config"]) == 0
     (tmp_path / "model.yaml").write_text(capsys.readouterr().out)

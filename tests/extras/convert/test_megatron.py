@@ -221,7 +221,7 @@ def explode(name: str) -> None:
     Path(name).touch()
 
 
-def test_nothing_of_a_pickled_file_is_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pickled_file_executes_no_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     torch.save({"args": argparse.Namespace(num_layers=1), "bomb": Bomb(explode)}, tmp_path / "file.pt")
     content = load_pickled(tmp_path / "file.pt")

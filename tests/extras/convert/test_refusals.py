@@ -217,7 +217,7 @@ def test_a_base_model_without_the_prefix_is_the_same_model(tmp_path: Path) -> No
     )
 
 
-def test_nothing_is_overwritten_and_an_interrupted_export_leaves_nothing(
+def test_an_export_overwrites_no_file_and_leaves_none_when_interrupted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = folder(tmp_path / "source")
@@ -262,7 +262,7 @@ COMMANDS = {
 
 
 @pytest.mark.parametrize(("line", "message"), COMMANDS.values(), ids=COMMANDS.keys())
-def test_the_command_says_what_is_wrong(
+def test_the_command_reports_the_error(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], line: str, message: str
 ) -> None:
     write_checkpoint(hugging_face.read(folder(tmp_path / "source")), tmp_path / "ours")

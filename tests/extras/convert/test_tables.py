@@ -151,7 +151,7 @@ def test_every_parameter_has_names_of_its_own(architecture: str, data: st.DataOb
 
 
 @pytest.mark.parametrize("architecture", FAMILIES)
-def test_each_row_and_each_key_stands_once(architecture: str) -> None:
+def test_each_row_and_each_key_occurs_once(architecture: str) -> None:
     family = FAMILIES[architecture]
     ours, theirs = [row.ours for row in family.rows], [name for row in family.rows for name in row.theirs]
     assert len(set(ours)) == len(ours) and len(set(theirs)) == len(theirs)
@@ -189,7 +189,7 @@ def test_what_llama_cannot_express_is_named(change: dict[str, Any]) -> None:
         choose_family(dataclasses.replace(llama, **change), "LlamaForCausalLM")
 
 
-def test_without_a_wish_the_first_architecture_that_fits_is_taken_or_all_reasons_are_given() -> None:
+def test_by_default_the_first_architecture_that_fits_is_taken_or_all_reasons_are_given() -> None:
     fits = ModelConfig(
         vocab_size=50,
         position_embedding_type="rope",

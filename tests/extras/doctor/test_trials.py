@@ -68,7 +68,7 @@ def test_every_boundary_is_measured_each_way_in_every_pipeline(pp: int, dp: int)
     assert {trial.ranks for trial in trials if trial.kind == BACKWARD} == {(b, a) for a, b in forward}
 
 
-def test_the_way_back_of_a_loop_is_a_boundary_too_and_a_v_has_none() -> None:
+def test_a_loop_has_a_boundary_from_last_to_first_rank_and_a_v_has_none() -> None:
     def forward(placement: object) -> set[tuple[int, ...]]:
         return {
             t.ranks
@@ -215,7 +215,7 @@ def test_slow_directions_are_reduced_to_the_fewest_causes(
 
 @given(st.sets(st.sampled_from(RING)))
 def test_causes_account_for_every_slow_direction_and_for_no_other(slow_links: set[tuple[str, str]]) -> None:
-    told = set()
+    explained = set()
     for source, target in common_cause(sorted(slow_links), RING):
-        told |= {pair for pair in RING if source in (pair[0], None) and target in (pair[1], None)}
-    assert told == slow_links
+        explained |= {pair for pair in RING if source in (pair[0], None) and target in (pair[1], None)}
+    assert explained == slow_links

@@ -81,5 +81,5 @@ def test_anything_that_a_start_refuses_is_refused(
     flags: list[str], words: str, small: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main([*small, *flags]) != 0
-    told = capsys.readouterr().err
-    assert words in told and "Traceback" not in told, told
+    printed = capsys.readouterr().err
+    assert words in printed and "Traceback" not in printed, printed

@@ -35,7 +35,7 @@ def test_an_asynchronous_row_is_run_in_full() -> None:
 
 
 @pytest.mark.parametrize("name", LONG)
-def test_a_short_step_has_the_peak_and_messages_of_the_whole_one(name: str) -> None:
+def test_a_short_step_has_the_peak_and_messages_of_the_full_one(name: str) -> None:
     changes = LONG[name] | {"global_batch_size": 48, "num_layers": 4}
     plan = make_plan(4 if "sequence_parallel" in changes else 2, changes)
     last = plan.topology.world_size - 1

@@ -86,7 +86,7 @@ def edited(path: Path, change: Any) -> None:
     path.write_text("".join(json.dumps(record) + "\n" for record in change(records)))
 
 
-def test_every_number_of_the_run_stands_in_the_page(recorded: Path) -> None:
+def test_every_number_of_the_run_is_in_the_report(recorded: Path) -> None:
     text = shown(recorded)
     records = [json.loads(line) for line in (recorded / "metrics.jsonl").read_text().splitlines()]
     last = [record for record in records if record["kind"] == "step"][-1]
@@ -164,7 +164,7 @@ def test_thinning_keeps_every_spike_and_both_ends() -> None:
     assert kept[0] == points[0] and kept[-1] == points[-1] and kept == sorted(kept)
 
 
-def test_a_run_that_goes_on_and_one_that_was_killed_are_told_apart(recorded: Path) -> None:
+def test_running_and_killed_runs_are_distinguished(recorded: Path) -> None:
     def going(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
         start = next(record for record in records if record["kind"] == "start")
         return [start | {"host": platform.node(), "pid": os.getpid()}]
@@ -178,7 +178,7 @@ def test_a_run_that_goes_on_and_one_that_was_killed_are_told_apart(recorded: Pat
     assert "no end recorded" in text and "it was killed" in text and "cannot be read" not in text
 
 
-def test_a_crash_is_told_with_the_message_of_the_rank_that_failed(recorded: Path) -> None:
+def test_a_crash_is_reported_with_the_failed_ranks_message(recorded: Path) -> None:
     failure = {
         "kind": "failure",
         "time": 1.9e9,
@@ -193,7 +193,7 @@ def test_a_crash_is_told_with_the_message_of_the_rank_that_failed(recorded: Path
     assert "the loss of step 14 is NaN or infinite" in text and "TrainingError on rank 3" in text
 
 
-def test_what_several_ranks_tell_is_shown_once(recorded: Path) -> None:
+def test_an_error_of_several_ranks_is_shown_once(recorded: Path) -> None:
     failure = {"kind": "failure", "time": 1.9e9, "error": "CheckpointError", "text": "the disk is full"}
     edited(
         recorded / "run.jsonl",
@@ -229,7 +229,7 @@ def test_a_resumed_run_shows_its_segments_and_the_steps_taken_again(recorded: Pa
     )
 
 
-def test_a_run_without_a_profile_says_how_to_get_one(recorded: Path) -> None:
+def test_without_a_profile_the_report_explains_how_to_record_one(recorded: Path) -> None:
     profiles_in(recorded)[0].unlink()
     text = shown(recorded)
     assert main([str(recorded), "--svg", str(recorded / "drawing.svg")]) == 2

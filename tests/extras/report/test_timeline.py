@@ -34,7 +34,7 @@ def test_the_text_of_a_1f1b_timeline_is_the_textbook_picture():
     ]
 
 
-def test_chunks_are_told_apart_by_a_letter():
+def test_chunks_are_marked_by_letters():
     text = grid_text(simulate(build_schedule("interleaved", 2, 2, 2), Costs.equal(4)))
     assert text.splitlines()[:2] == [
         "rank 0 F0a F1a F0b F1b .   B0b .   B1b B0a B1a",
@@ -107,7 +107,7 @@ def test_a_pair_shares_its_box_the_forward_above():
     assert halves["3B1"].get("x") == halves["0F3"].get("x")
 
 
-def test_every_lane_tells_its_peak_and_waiting_inputs_are_drawn():
+def test_every_lane_has_its_peak_and_waiting_inputs_are_drawn():
     text = svg(simulate(build_schedule("breadth-first", 2, 2, 6), Costs.equal(4)))
     assert text.count(">peak 12<") == 2
     assert text.count(f'stroke="{WAITING}" stroke-width') >= 1

@@ -20,7 +20,7 @@ from megapipe.plan.memory import all_rank_memory
 from megapipe.plan.resolve import resolve
 from megapipe.plan.step_time import predict_step
 from megapipe.schedule.families import SCHEDULES
-from tests.plan.test_resolve import wish
+from tests.tiny import small_config
 
 A100 = dataclasses.replace(hardware_named("a100-80"), ranks_per_node=4)
 H100 = dataclasses.replace(hardware_named("h100"), ranks_per_node=4)
@@ -38,7 +38,7 @@ def config_of(
     in_chunks: bool = False,
     loss_chunk: int | None = None,
 ) -> Config:
-    return wish(
+    return small_config(
         num_layers=num_layers,
         hidden_size=64 * heads,
         num_attention_heads=heads,

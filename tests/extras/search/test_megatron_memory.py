@@ -8,7 +8,7 @@ from megapipe.extras.search.megatron_memory import block_parameters, megatron_me
 from megapipe.plan.hardware import GIB
 from megapipe.plan.resolve import resolve
 from tests.extras.search.published import published_runs
-from tests.plan.test_resolve import wish
+from tests.tiny import small_config
 
 RUNS = {run.name: run for run in published_runs()}
 
@@ -49,18 +49,18 @@ def test_a_small_model_by_hand() -> None:
     microbatches of size 2.
     """
     changes = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2, "global_batch_size": 8}
-    plain = resolve(wish(make_vocab_size_divisible_by=64, **changes), 8)
+    plain = resolve(small_config(make_vocab_size_divisible_by=64, **changes), 8)
     # A layer has 4 x 64 x 64 + 2 x 64 x 256 + 4 x 64 = 49,408 parameters, 8 layers and the final norm 395,392. A rank
     # holds half of them and the embedding of 8,192, divided by tp.
     assert megatron_memory(plain).parameters == (395_392 / 2 + 8_192) / 2 == 102_944
     assert megatron_memory(plain).state_bytes == 102_944 * 18
-    sharded = resolve(wish(make_vocab_size_divisible_by=64, use_distributed_optimizer=True, **changes), 8)
+    sharded = resolve(small_config(make_vocab_size_divisible_by=64, use_distributed_optimizer=True, **changes), 8)
     assert megatron_memory(sharded).state_bytes == 102_944 * (6 + 12 / 2)
     # 64 tokens: 64 x 64 x (10 + 12) = 90,112 bytes per layer; 8 layers, and 2 x 64 x 72; plus 5 %
     assert megatron_memory(plain).activation_bytes == pytest.approx(1.05 * (8 * 90_112 + 9_216))
     more = {"use_distributed_optimizer": True, "sequence_parallel": True, "recompute_granularity": "selective"}
     # 64 x 64 x 34 = 139,264 bytes per layer
     assert (
-        megatron_memory(resolve(wish(make_vocab_size_divisible_by=64, **more, **changes), 8)).activation_bytes
+        megatron_memory(resolve(small_config(make_vocab_size_divisible_by=64, **more, **changes), 8)).activation_bytes
         == (8 * 139_264 + 9_216) / 2
     )

@@ -29,7 +29,7 @@ def fits(num_gpus: int, tokens_per_second: float = 0.0) -> bool:
     return bool(best) and best[0].time.tokens_per_second >= tokens_per_second
 
 
-def test_the_fewest_are_those_below_which_nothing_fits() -> None:
+def test_fewer_ranks_than_the_fewest_do_not_fit() -> None:
     every = [n for n in (1, 2, 4, 6, 8) if fits(n)]
     chosen = choose(CONFIG, 8, TINY, Objective("gpus"), one)
     assert chosen.best.num_gpus == every[0] > 1

@@ -11,7 +11,7 @@ from megapipe.extras.cli.plan import as_configured
 from megapipe.extras.search.reasons import fill_the_pipeline, oddities, reasons
 from megapipe.extras.search.search import Candidate, search
 from megapipe.plan.hardware import GIB, hardware_named
-from tests.plan.test_resolve import wish
+from tests.tiny import small_config
 
 H100 = dataclasses.replace(hardware_named("h100"), ranks_per_node=4)
 
@@ -25,7 +25,7 @@ def large(**changes: object) -> Config:
         "vocab_size": 32000,
         "dtype": "bf16",
     }
-    return wish(**{**sizes, "micro_batch_size": 1, "global_batch_size": 16, **changes})
+    return small_config(**{**sizes, "micro_batch_size": 1, "global_batch_size": 16, **changes})
 
 
 def configured(world_size: int, **changes: object) -> Candidate:
@@ -34,11 +34,11 @@ def configured(world_size: int, **changes: object) -> Candidate:
     return found
 
 
-def told(candidate: Candidate) -> str:
+def remarks_on(candidate: Candidate) -> str:
     return "\n".join(oddities(candidate, None, H100))
 
 
-def test_a_model_that_fits_a_node_has_no_pipeline_and_the_words_say_what_one_would_cost() -> None:
+def test_a_model_that_fits_a_node_has_no_pipeline_and_its_cost_is_given() -> None:
     found = search(
         large(), 4, H100, lambda layout: layout.recompute.recompute_granularity is None and layout.micro_batch_size == 1
     )
@@ -57,7 +57,7 @@ def test_a_pipeline_and_recompute_are_explained_by_what_would_not_fit() -> None:
         assert "without it a step would take" in words and "GiB of 2.0 GiB" in words
 
 
-def test_a_large_bubble_is_told_with_the_microbatches_that_would_lower_it() -> None:
+def test_a_large_bubble_is_reported_with_the_microbatches_that_lower_it() -> None:
     candidate = configured(4, pipeline_model_parallel_size=4, global_batch_size=8)
     (words,) = fill_the_pipeline(candidate)
     raised = int(words.split("raise the microbatches to ")[1].split()[0])
@@ -114,16 +114,16 @@ def test_a_large_bubble_is_told_with_the_microbatches_that_would_lower_it() -> N
         "casts as written",
     ],
 )
-def test_what_is_upside_down_is_told(world_size: int, changes: dict[str, object], words: str) -> None:
-    assert words in told(configured(world_size, **changes))
+def test_unusual_choices_are_reported(world_size: int, changes: dict[str, object], words: str) -> None:
+    assert words in remarks_on(configured(world_size, **changes))
 
 
-def test_nothing_is_said_of_a_layout_that_is_as_it_should_be() -> None:
+def test_a_usual_layout_gets_no_remarks() -> None:
     good = {"tensor_model_parallel_size": 2, "sequence_parallel": True, "use_distributed_optimizer": True}
-    assert told(configured(4, overlap_grad_reduce=True, overlap_param_gather=True, **good)) == ""
+    assert remarks_on(configured(4, overlap_grad_reduce=True, overlap_param_gather=True, **good)) == ""
 
 
-def test_more_ranks_in_a_copy_than_it_needs_are_told() -> None:
+def test_more_model_parallel_ranks_than_needed_are_reported() -> None:
     wide = configured(4, tensor_model_parallel_size=4, sequence_parallel=True)
     narrow = configured(4, use_distributed_optimizer=True, overlap_grad_reduce=True)
     assert "dp could be 4 instead of 1" in "\n".join(oddities(wide, narrow, H100))

@@ -16,7 +16,7 @@ from megapipe.extras.search.layout import RECOMPUTES, Layout
 from megapipe.extras.search.search import predict, search
 from megapipe.plan.hardware import GIB, Hardware, Link, hardware_named
 from megapipe.plan.resolve import resolve, vary
-from tests.plan.test_resolve import wish
+from tests.tiny import small_config
 
 H100 = hardware_named("h100")
 FAMILIES = (
@@ -34,7 +34,7 @@ BOTH = (True, False)
 
 def small(**changes: object) -> Config:
     model = {"num_layers": 4, "hidden_size": 256, "num_attention_heads": 4, "seq_length": 128, "vocab_size": 512}
-    return wish(**{**model, "dtype": "bf16", "global_batch_size": 8, **changes})
+    return small_config(**{**model, "dtype": "bf16", "global_batch_size": 8, **changes})
 
 
 def with_memory(gib: float) -> Hardware:
@@ -137,7 +137,7 @@ def test_a_varied_plan_is_the_one_that_resolve_makes() -> None:
     assert vary(resolve(first, 2), second) == resolve(second, 2)
 
 
-def test_without_a_global_batch_or_a_model_that_fits_it_says_what_to_change() -> None:
+def test_without_a_global_batch_or_a_fitting_model_a_remedy_is_given() -> None:
     with pytest.raises(ConfigError, match="--global-batch-size is missing"):
         search(small(global_batch_size=None), 4, H100)
     with pytest.raises(ConfigError, match=r"does not fit on 4 h100.*use more"):

@@ -61,7 +61,7 @@ def test_a_constant_factor_is_recognised() -> None:
     assert both(2.0 * EXPECTED["qkv"], EXPECTED["norm"])[0].factor == pytest.approx(2.0)
 
 
-def test_a_coarse_tolerance_finds_no_factor_where_there_is_none() -> None:
+def test_a_coarse_tolerance_invents_no_factor() -> None:
     other = torch.randn(24, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
     assert both(other, EXPECTED["norm"], tolerance=0.1)[0].factor is None
     assert both(2.0 * EXPECTED["qkv"] + 0.02 * other, EXPECTED["norm"], tolerance=0.1)[0].factor is not None

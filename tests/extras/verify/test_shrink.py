@@ -209,7 +209,7 @@ def test_a_given_softmax_scale_stays_and_a_derived_one_is_derived_again() -> Non
     assert model.softmax_scale == pytest.approx(model.head_size() ** -0.5)
 
 
-def test_rotary_pairs_stay_whole() -> None:
+def test_rotary_pairs_are_not_split() -> None:
     model = shrunk("part of a head turned").plan.config.model
     assert model.kv_channels == 10 and int(10 * model.rotary_percent) == 4
 
