@@ -119,16 +119,14 @@ class Topology:
                 f"a world of {self.world_size} ranks does not fill nodes of {self.ranks_per_node} ranks; "
                 "start the same number of ranks on each node"
             )
-        if self.allow_tp_across_nodes:
-            return
-        for group in self.groups("tp"):
-            if self.node_of(group[0]) != self.node_of(group[-1]):
-                raise ConfigError(
-                    f"tensor parallel group {_shown(group)} spans nodes {_shown(self.nodes_of(group))}, "
-                    f"{self.ranks_per_node} ranks each (order {self.order!r}): its all-reduces run in every layer and "
-                    "must stay inside a node. Use a --tensor-model-parallel-size that divides the "
-                    "ranks of a node and put tp first in --rank-order, or give --allow-tp-across-nodes"
-                )
+        if not self.allow_tp_across_nodes and self.crosses_nodes("tp"):
+            group = next(group for group in self.groups("tp") if len(self.nodes_of(group)) > 1)
+            raise ConfigError(
+                f"tensor parallel group {_shown(group)} spans nodes {_shown(self.nodes_of(group))}, "
+                f"{self.ranks_per_node} ranks each (order {self.order!r}): its all-reduces run in every layer and must "
+                "stay inside a node. Use a --tensor-model-parallel-size that divides the ranks of a node and put tp "
+                "first in --rank-order, or give --allow-tp-across-nodes"
+            )
 
     def size(self, axis: str) -> int:
         """Return the number of ranks along one axis: 'tp', 'cp', 'dp' or 'pp'."""
@@ -170,6 +168,10 @@ class Topology:
 
         Every rank is in exactly one group of each kind, except 'embedding', which only the ends of a pipeline are in.
         """
+        return tuple(map(tuple, self._members(name).tolist()))
+
+    def _members(self, name: str) -> npt.NDArray[np.int64]:
+        """Return the groups of one kind as [groups, size of a group]."""
         grid, axes = self._grid, [AXES.index(axis) for axis in _axes(name)]
         if name == "embedding":
             grid = grid[..., self._ends]
@@ -180,7 +182,7 @@ class Topology:
             axes = [0, *(axis + 1 for axis in axes)]
         size = math.prod(grid.shape[axis] for axis in axes)
         groups = np.sort(np.moveaxis(grid, axes, range(-len(axes), 0)).reshape(-1, size))
-        return tuple(map(tuple, groups[groups[:, 0].argsort()].tolist()))
+        return groups[groups[:, 0].argsort()]
 
     def group_of(self, name: str, global_rank: int) -> tuple[int, ...]:
         """Return this rank's group of one kind, in time proportional to the group; () if it has none ('embedding')."""
@@ -208,7 +210,8 @@ class Topology:
 
     def crosses_nodes(self, name: str) -> bool:
         """Return True if a group of this kind has ranks on two nodes, so that its traffic uses the network."""
-        return any(self.node_of(group[0]) != self.node_of(group[-1]) for group in self.groups(name))
+        members, per_node = self._members(name), self.ranks_per_node or self.world_size
+        return bool((members[:, 0] // per_node != members[:, -1] // per_node).any())
 
     @property
     def num_nodes(self) -> int:

@@ -38,8 +38,7 @@ from megapipe.errors import ConfigError
 from megapipe.extras.cli.planning import with_vocabulary
 from megapipe.extras.cli.pretrain import main
 from megapipe.pipeline.engine import Step
-from megapipe.plan.layer_costs import PartCost
-from megapipe.plan.measured_layers import LayerTimes, setting_of, to_json
+from megapipe.plan.layer_costs import LayerTimes, PartCost, setting_of, to_json
 from megapipe.plan.memory import rank_memory
 from megapipe.plan.resolve import resolve
 from megapipe.plan.run_plan import RunPlan

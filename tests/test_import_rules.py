@@ -509,7 +509,7 @@ def test_planted_import_of_a_library_is_seen(source: str, module: str) -> None:
 
 @pytest.mark.parametrize("source", ["import torch", "def f():\n    from torch import Tensor", "import transformers"])
 def test_planted_torch_in_the_plan_is_seen(source: str) -> None:
-    assert violations_of_torch(ast.parse(source), "megapipe.plan.flops")
+    assert violations_of_torch(ast.parse(source), "megapipe.plan.layer_costs")
 
 
 @pytest.mark.parametrize(

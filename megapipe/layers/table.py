@@ -155,9 +155,6 @@ class Collectives:
     def __add__(self, other: Collectives) -> Collectives:
         return Collectives(self.forward + other.forward, self.inputs + other.inputs, self.weights + other.weights)
 
-    def __mul__(self, count: int) -> Collectives:
-        return Collectives(self.forward * count, self.inputs * count, self.weights * count)
-
     @property
     def total(self) -> int:
         return self.forward + self.inputs + self.weights

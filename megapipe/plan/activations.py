@@ -1,8 +1,14 @@
-"""Bytes that a stage keeps for its backwards: sums over the tables of its layers, for one microbatch on one rank.
+"""Bytes that a stage keeps for its backwards, and bytes that a backward makes and frees again: sums over the tables of
+its layers, for one microbatch on one rank.
 
-Equal to what autograd saves, for every recompute option: `tests/model/test_planned_bytes.py` compares with the
+Kept bytes equal what autograd saves, for every recompute option: `tests/model/test_planned_bytes.py` compares with the
 storages that saved-tensor hooks see. The formula of Korthikanti et al. 2022 (arXiv:2205.05198) for the GPT block with
 dropout, s b h (10 + 24 / t) bytes without core attention, is a special case and a test.
+
+Temporaries are activation gradients, gathered sequences, replays and weight gradients in fp32. Their peak is in the
+last layer of a stage, or in the head: what these free lowers the level for the layers before. So the backwards of the
+head and of one layer are walked in their order, each with what it holds less what was freed before it, on top of all
+that the stage has kept. `dry_run` counts the same with the real code.
 """
 
 from __future__ import annotations
@@ -15,7 +21,8 @@ from typing import NamedTuple
 
 from megapipe.config.parallel import RecomputeConfig
 from megapipe.layers.model import LayerSpec, ModelSpec, layer_table
-from megapipe.layers.table import Kept, RankShape, Table
+from megapipe.layers.table import Kept, RankShape, Table, total_bytes
+from megapipe.schedule.action import Op
 from megapipe.schedule.partition import StageLayers
 
 
@@ -29,6 +36,23 @@ class LayerGroup(NamedTuple):
 def layers_of(model: ModelSpec, stage: StageLayers) -> tuple[LayerSpec, ...]:
     """Return the layers of a stage."""
     return model.layers[stage.first_layer : stage.last_layer_exclusive]
+
+
+def end_tables(model: ModelSpec, shape: RankShape, stage: StageLayers) -> list[Table]:
+    """Return the tables of the embedding and of the head, where the stage has them."""
+    return [model.embedding.table(shape)] * stage.has_embedding + [model.head.table(shape)] * stage.has_head
+
+
+@cache
+def without_recompute(shape: RankShape) -> RankShape:
+    """Return the shape of a run that keeps everything."""
+    return replace(shape, recompute=RecomputeConfig())
+
+
+@cache
+def split(shape: RankShape) -> RankShape:
+    """Return the shape with a backward split into I and W."""
+    return replace(shape, splits_backward=True)
 
 
 def group_sizes(recompute: RecomputeConfig, num_layers: int) -> tuple[int, ...]:
@@ -55,9 +79,24 @@ def group_keeps(group: LayerGroup, shape: RankShape) -> tuple[Kept, ...]:
     """Return the tensors that a group keeps; the first is its input."""
     if not group.is_checkpoint:
         return tuple(tensor for layer in group.layers for tensor in layer_table(layer, shape).keeps)
-    first = group.layers[0]
-    checkpoint = Kept("checkpoints", shape.own_tokens * first.hidden_size, shape.element)
-    return checkpoint, *(tensor for layer in group.layers for tensor in _kept_with_replay(layer, shape))
+    checkpoint = Kept("checkpoints", shape.own_tokens * group.layers[0].hidden_size, shape.element)
+    if not shape.recompute.recompute_keep_attention:
+        return (checkpoint,)
+    kept = (tensor for layer in group.layers for tensor in layer_table(layer, without_recompute(shape)).keeps)
+    return checkpoint, *(tensor for tensor in kept if tensor.with_replay)
+
+
+def bytes_by_name(tensors: Iterable[Kept]) -> Counter[str]:
+    """Return the bytes of tensors, those of one name together."""
+    total: Counter[str] = Counter()
+    for tensor in tensors:
+        total[tensor.name] += tensor.num_bytes
+    return total
+
+
+@cache
+def _group_bytes(group: LayerGroup, shape: RankShape) -> Counter[str]:
+    return bytes_by_name(group_keeps(group, shape))
 
 
 def stage_bytes(model: ModelSpec, shape: RankShape, stage: StageLayers) -> dict[str, int]:
@@ -65,17 +104,15 @@ def stage_bytes(model: ModelSpec, shape: RankShape, stage: StageLayers) -> dict[
     total: Counter[str] = Counter()
     groups = layer_groups(layers_of(model, stage), shape.recompute)
     for group, count in Counter(groups).items():
-        for what, size in _group_bytes(group, shape).items():
-            total[what] += count * size
+        total.update({what: count * size for what, size in _group_bytes(group, shape).items()})
     if groups:
         is_replayed = any(group.is_checkpoint for group in groups) or shape.recomputes("core_attn")
         attentions = {layer.attention for group in groups for layer in group.layers}
         total["document masks"] = max(each.document_mask_bytes(shape, is_replayed) for each in attentions)
         if shape.documents.position_ids:
             total["rotary tables"] = max(each.rotary_table_bytes(shape) for each in attentions) * shape.batch
-    for table in _end_tables(model, shape, stage):
-        for what, size in bytes_by_name(table.keeps).items():
-            total[what] += size
+    for table in end_tables(model, shape, stage):
+        total.update(bytes_by_name(table.keeps))
     return {what: size for what, size in total.items() if size}
 
 
@@ -83,12 +120,19 @@ def replay_bytes(layers: Sequence[LayerSpec], shape: RankShape) -> int:
     """Return the most that one replay in the backward of these layers recomputes and holds until its own backward is
     done.
     """
-    whole = without_recompute(shape)
-    if shape.recompute.recompute_granularity == "full":
-        checkpoints = [group for group in layer_groups(layers, shape.recompute) if group.is_checkpoint]
-        return max((_replayed(group, shape) for group in set(checkpoints)), default=0)
-    if shape.recompute.recompute_granularity is None:
+    whole, granularity = without_recompute(shape), shape.recompute.recompute_granularity
+    if granularity is None:
         return 0
+    if granularity == "full":  # what a replay adds to what the checkpoint kept
+        checkpoints = {group for group in layer_groups(layers, shape.recompute) if group.is_checkpoint}
+        return max(
+            (
+                sum(layer_table(layer, whole).kept_bytes for layer in group.layers)
+                - total_bytes(group_keeps(group, shape))
+                for group in checkpoints
+            ),
+            default=0,
+        )
     modules = shape.recompute.recompute_modules
     replays: list[tuple[str, ...]] = [(module,) for module in modules]
     if "layernorm" in modules and "mlp" in modules:  # one replay makes the norm's output and the MLP
@@ -111,44 +155,64 @@ def deferred_bytes(model: ModelSpec, shape: RankShape, stage: StageLayers) -> in
     Inputs that selective recompute drops are held as what they are computed from; those that a replay computes, which
     happens in I, as they are. Full recompute has ended before W.
     """
-    layers = sum(
-        count * layer_table(layer, shape).deferred_bytes for layer, count in Counter(layers_of(model, stage)).items()
-    )
-    return layers + sum(table.deferred_bytes for table in _end_tables(model, shape, stage))
+    counts = Counter(layers_of(model, stage))
+    layers = sum(count * layer_table(layer, shape).deferred_bytes for layer, count in counts.items())
+    return layers + sum(table.deferred_bytes for table in end_tables(model, shape, stage))
 
 
-@cache
-def without_recompute(shape: RankShape) -> RankShape:
-    """Return the shape of a run that keeps everything."""
-    return replace(shape, recompute=RecomputeConfig())
+def backward_peak(
+    model: ModelSpec, shape: RankShape, stage: StageLayers, kinds: Sequence[LayerSpec] = ()
+) -> tuple[int, int]:
+    """Return the most that a stage's I where the shape splits the backward, else its B, makes and frees again: in the
+    head and in the layers, each 0 or more.
+
+    kinds: layers that may be the last one, if not those of the stage alone.
+    """
+    layers, recompute = layers_of(model, stage), shape.recompute
+    held = freed = in_head = in_layers = 0
+    if stage.has_head:
+        table = model.head.table(shape)
+        in_head, freed = _walk([table], 0, 0)
+        held = table.left_bytes
+    if not layers:
+        if stage.has_embedding:
+            in_layers, _ = _walk([model.embedding.table(shape)], held, freed)
+        return in_head, in_layers
+    # full recompute has replayed for the last layer, unless that keeps everything and is freed before another replay
+    keeps_last = recompute.recompute_method == "block" and (recompute.recompute_num_layers or 1) < len(layers)
+    if recompute.recompute_granularity == "full" and not keeps_last:
+        held += replay_bytes(layers, shape)
+    for layer in dict.fromkeys(kinds or layers):
+        whole = layer_table(layer, shape)
+        # the first layer of a split backward may start above the last one: where more waits for W than was kept
+        grown = (len(layers) - 1) * (whole.deferred_bytes - whole.kept_bytes) if shape.splits_backward else 0
+        in_layers = max(in_layers, _walk(whole.parts, held + max(0, grown), freed)[0])
+    return in_head, in_layers
 
 
-def bytes_by_name(tensors: Iterable[Kept]) -> dict[str, int]:
-    """Return the bytes of tensors, those of one name together."""
-    total: Counter[str] = Counter()
-    for tensor in tensors:
-        total[tensor.name] += tensor.num_bytes
-    return dict(total)
+def _walk(parts: Sequence[Table], held: int, freed: int) -> tuple[int, int]:
+    """Walk the backward of some parts; held, freed: bytes at its start, relative to what the stage has kept.
+
+    Returns the peak, 0 or more, and the bytes freed by the end.
+    """
+    peak = 0
+    for part in reversed(parts):
+        for backward in part.backwards:
+            peak = max(peak, held + backward.held - freed)
+            freed += backward.frees
+        held += part.left_bytes
+    return peak, freed
 
 
-def _end_tables(model: ModelSpec, shape: RankShape, stage: StageLayers) -> list[Table]:
-    """Return the tables of the embedding and of the head, where the stage has them."""
-    return [model.embedding.table(shape)] * stage.has_embedding + [model.head.table(shape)] * stage.has_head
-
-
-@cache
-def _group_bytes(group: LayerGroup, shape: RankShape) -> dict[str, int]:
-    return bytes_by_name(group_keeps(group, shape))
-
-
-def _kept_with_replay(layer: LayerSpec, shape: RankShape) -> tuple[Kept, ...]:
-    """Return what full recompute keeps of a layer besides the input of its checkpoint."""
-    if not shape.recompute.recompute_keep_attention:
-        return ()
-    return tuple(tensor for tensor in layer_table(layer, without_recompute(shape)).keeps if tensor.with_replay)
-
-
-def _replayed(group: LayerGroup, shape: RankShape) -> int:
-    """Return what the replay of a checkpoint adds to what the checkpoint kept."""
-    whole = sum(layer_table(layer, without_recompute(shape)).kept_bytes for layer in group.layers)
-    return whole - sum(tensor.num_bytes for tensor in group_keeps(group, shape))
+def temporary_bytes(model: ModelSpec, shape: RankShape, stage: StageLayers) -> dict[Op, int]:
+    """Return the most that B, I and W of a stage make and free again."""
+    whole = replace(shape, splits_backward=False)
+    tables = [model.head.table(whole)] if stage.has_head else []
+    tables += [part for layer in set(layers_of(model, stage)) for part in layer_table(layer, whole).parts]
+    # W: two gathered sequences, the next one's under the GEMM of this one, and a weight gradient
+    gathered = 2 * whole.gathered_bytes(model.embedding.hidden)
+    return {
+        Op.B: max(backward_peak(model, whole, stage)),
+        Op.I: max(backward_peak(model, split(shape), stage)),
+        Op.W: gathered + max((table.weight_gradient_bytes for table in tables), default=0),
+    }

@@ -27,9 +27,19 @@ class BatchSchedule:
     is_derived: bool = False
 
     @property
+    def num_microbatches(self) -> int:
+        """Microbatches of a data-parallel rank in a step of full size."""
+        return self.full // self.samples_per_microbatch
+
+    @property
     def sizes(self) -> tuple[int, ...]:
         """All batch sizes of the run, smallest first."""
         return (*range(self.start, self.full, self.increment), self.full) if self.increment else (self.full,)
+
+    def flag_of(self, size: int) -> str:
+        """Return the flag that asks for a batch of this size, for messages."""
+        is_full = size == self.full
+        return "--global-batch-size" if is_full else f"--rampup-batch-size {self.start} {self.increment} reaches"
 
     def size_at(self, consumed_samples: int) -> int:
         """Return the sequences of the step that starts after `consumed_samples`."""
@@ -70,49 +80,30 @@ def batch_schedule(
     full: None for one microbatch of each data-parallel rank. rampup: (start, increment, samples).
     ranks_per_replica: tp x cp x pp, for the message.
     """
-    schedule = _schedule(full, micro_batch_size * dp, rampup)
-    wrong = next((size for size in schedule.sizes if size % schedule.samples_per_microbatch), None)
-    if wrong is not None:
-        raise ConfigError(_indivisible(schedule, wrong, micro_batch_size, dp, ranks_per_replica))
-    return schedule
-
-
-def _schedule(full: int | None, unit: int, rampup: tuple[int, int, int] | None) -> BatchSchedule:
+    unit = micro_batch_size * dp
     if full is None:
         return BatchSchedule(unit, unit, is_derived=True)
-    if rampup is None:
-        return BatchSchedule(full, unit)
-    start, increment, samples = rampup
+    start, increment, samples = rampup or (full, 0, 0)
     if start > full:
         raise ConfigError(
             f"--rampup-batch-size starts at {start}, above --global-batch-size {full}; start at or below it"
         )
-    if start == full:
-        return BatchSchedule(full, unit)
-    if increment < 1 or (full - start) % increment:
+    if start < full and (increment < 1 or (full - start) % increment):
         raise ConfigError(
             f"--rampup-batch-size {start} {increment} {samples} never reaches --global-batch-size {full}: "
             f"the increment must divide {full - start}"
         )
-    return BatchSchedule(full, unit, start, increment, samples)
-
-
-def _indivisible(schedule: BatchSchedule, size: int, micro: int, dp: int, ranks_per_replica: int) -> str:
-    """Return the message for an impossible batch size, with batches and numbers of ranks that would work."""
-    unit = schedule.samples_per_microbatch
-    near = sorted({max(unit, size // unit * unit), (size // unit + 1) * unit})
-    what = (
-        "--global-batch-size"
-        if size == schedule.full
-        else f"--rampup-batch-size {schedule.start} {schedule.increment} reaches"
-    )
-    ways = [f"use {one_of(near)}", "another --micro-batch-size"]
-    if all(other % micro == 0 for other in schedule.sizes):
-        fitting = nearest_values(divisors(*(other // micro for other in schedule.sizes)), dp)
-        ranks = one_of([number * ranks_per_replica for number in fitting])
-        of = f" = {ranks} ranks" if ranks_per_replica > 1 else " ranks"
-        ways.append(f"dp {one_of(fitting)}{of}")
-    return (
-        f"{what} {size} is not a multiple of micro-batch-size {micro} x data-parallel size {dp} = {unit}; "
-        f"{', or '.join(ways)}"
+    schedule = BatchSchedule(full, unit, start, increment, samples) if start < full else BatchSchedule(full, unit)
+    size = next((size for size in schedule.sizes if size % unit), None)
+    if size is None:
+        return schedule
+    ways = [f"use {one_of(sorted({max(unit, size // unit * unit), (size // unit + 1) * unit}))}"]
+    ways.append("another --micro-batch-size")
+    if all(other % micro_batch_size == 0 for other in schedule.sizes):
+        fitting = nearest_values(divisors(*(other // micro_batch_size for other in schedule.sizes)), dp)
+        ranks = f"= {one_of([number * ranks_per_replica for number in fitting])} " if ranks_per_replica > 1 else ""
+        ways.append(f"dp {one_of(fitting)} {ranks}ranks")
+    raise ConfigError(
+        f"{schedule.flag_of(size)} {size} is not a multiple of micro-batch-size {micro_batch_size} x data-parallel "
+        f"size {dp} = {unit}; {', or '.join(ways)}"
     )

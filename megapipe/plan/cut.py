@@ -1,38 +1,44 @@
-"""The partition of the layers into stages: by hand (layout string, first and last stage), evenly, or by cost."""
+"""The cut of the layers into stages: by hand (layout string, first and last stage), evenly, by cost, or for the busiest
+pipeline rank, by measured times or FLOPs, at each rank's speed and within its memory (docs/balance.md).
+"""
 
 from __future__ import annotations
 
+import dataclasses
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from functools import cache
-from typing import NamedTuple
+from typing import TypeVar
 
-from megapipe.config.config import ResolvedModelConfig
+from megapipe.config.config import Config, ResolvedModelConfig
 from megapipe.config.model import PrecisionConfig
 from megapipe.config.parallel import ParallelConfig
 from megapipe.errors import ConfigError
-from megapipe.layers.model import model_spec
-from megapipe.plan.flops import head_flops, layer_flops
-from megapipe.schedule.partition import Partition, cut_by_cost, cut_evenly, parse_layout
+from megapipe.layers.model import model_spec, stage_parameters
+from megapipe.plan.activations import deferred_bytes, stage_bytes
+from megapipe.plan.hardware import GIB
+from megapipe.plan.layer_costs import LayerCosts, head_flops, layer_flops
+from megapipe.plan.memory import rank_memory
+from megapipe.plan.offload import USUAL_UNITS_ON_DEVICE, offloaded_groups
+from megapipe.plan.run_plan import RunPlan
+from megapipe.plan.step_time import step_of_costs
+from megapipe.schedule.action import Op
+from megapipe.schedule.balance import CutQuestion, balanced_cuts
+from megapipe.schedule.families import SCHEDULES
+from megapipe.schedule.lifetimes import Held, Item, lifetimes
+from megapipe.schedule.partition import Partition, StageCost, StageLayers, cut_by_cost, cut_evenly, parse_layout
 from megapipe.schedule.placement import Placement
+from megapipe.sharding.buffers import layout_buffers
+
+BALANCED = ("auto", "measured", "flops")
+MOST_RETRIES = 3
+# items of `memory.rank_memory`: in proportion to the parameters, and hardly dependent on the cut
+STATE = ("weights", "gradients", "optimizer", "fp8 weights", "rollback", "reduction")
+FIXED = ("recompute", "temporaries", "graphs", "messages", "tables", "microbatches")
+Numbers = TypeVar("Numbers", bound=tuple[int, ...])
 
 
-class CutFlags(NamedTuple):
-    """The fields of the parallel section that the partition depends on."""
-
-    pipeline_model_parallel_layout: str | None
-    decoder_first_pipeline_num_layers: int | None
-    decoder_last_pipeline_num_layers: int | None
-    account_for_embedding_in_pipeline_split: bool
-    account_for_loss_in_pipeline_split: bool
-    num_layers_per_virtual_pipeline_stage: int | None
-    pipeline_balance: str
-
-
-def cut_flags(parallel: ParallelConfig) -> CutFlags:
-    """Return the flags of the parallel section that a cut depends on."""
-    return CutFlags(*(getattr(parallel, name) for name in CutFlags._fields))
-
-
-def is_by_hand(parallel: ParallelConfig | CutFlags) -> bool:
+def is_by_hand(parallel: ParallelConfig) -> bool:
     """Return True if flags give the layers of a rank, or their number."""
     return (
         parallel.pipeline_model_parallel_layout is not None
@@ -44,28 +50,223 @@ def is_by_hand(parallel: ParallelConfig | CutFlags) -> bool:
     )
 
 
-@cache
-def cut_layers(model: ResolvedModelConfig, parallel: CutFlags, placement: Placement) -> Partition:
+def cut_layers(model: ResolvedModelConfig, parallel: ParallelConfig, placement: Placement) -> Partition:
     """Partition the layers as `parallel` asks; no layer is ever dropped.
 
     By hand with a layout string; in equal numbers if first, last, embedding or loss are accounted for, or with
     --pipeline-balance even; otherwise stage by stage by forward FLOPs, so that embedding, head and loss count with
-    their cost. For the other values of --pipeline-balance, `balance` improves this partition, for which it needs a
-    plan.
+    their cost. For the other values of --pipeline-balance, `balanced_cut` improves this partition, for which it needs
+    a plan.
     """
     num_stages, pp = placement.num_stages, placement.num_ranks
     if parallel.pipeline_model_parallel_layout is not None:
         return parse_layout(parallel.pipeline_model_parallel_layout, model.num_layers, num_stages)
-    first, last = parallel.decoder_first_pipeline_num_layers, parallel.decoder_last_pipeline_num_layers
-    embedding, loss = parallel.account_for_embedding_in_pipeline_split, parallel.account_for_loss_in_pipeline_split
     if is_by_hand(parallel) or parallel.pipeline_balance == "even":
-        return cut_evenly(model.num_layers, placement.rank_of_stage, first, last, embedding, loss)
+        return cut_evenly(
+            model.num_layers,
+            placement.rank_of_stage,
+            parallel.decoder_first_pipeline_num_layers,
+            parallel.decoder_last_pipeline_num_layers,
+            parallel.account_for_embedding_in_pipeline_split,
+            parallel.account_for_loss_in_pipeline_split,
+        )
     if model.num_layers < num_stages:
         raise ConfigError(
             f"--num-layers {model.num_layers} is fewer than {pp} pipeline ranks x {num_stages // pp} chunks = "
             f"{num_stages} stages; use fewer stages, or write --pipeline-model-parallel-layout, in which a stage "
             "may be empty"
         )
+    return _cut_by_flops(model, num_stages)
+
+
+@cache
+def _cut_by_flops(model: ResolvedModelConfig, num_stages: int) -> Partition:
     spec = model_spec(model, PrecisionConfig())
     costs = [layer_flops(layer, model.seq_length, causal=False) for layer in spec.layers]
     return cut_by_cost(costs, 0.0, head_flops(spec), num_stages)
+
+
+def balanced_cut(draft: RunPlan) -> Partition:
+    """Return the candidate cut with the shortest simulated step; the draft's own where the run asks for no balance.
+
+    draft: the run's plan with the cut of `cut_layers`. Raises ConfigError if settings of ranks do not fit the
+    pipeline, or if a rank's memory is too small.
+    """
+    _check_rank_settings(draft.config)
+    parallel, num_stages = draft.config.parallel, draft.placement.num_stages
+    limits = rank_limits(draft)
+    if is_by_hand(parallel) or parallel.pipeline_balance not in BALANCED:
+        if limits is not None:
+            _refuse_too_large(draft, [draft.partition], limits)
+        return draft.partition
+    costs = draft.flop_costs if parallel.pipeline_balance == "flops" else draft.layer_costs
+    cost = _stage_cost(costs, num_stages, SCHEDULES[draft.schedule_name].splits_backward)
+    question = CutQuestion(draft.placement, draft.config.model.num_layers, cost, draft.rank_speeds, costs.layers_alike)
+    cuts = balanced_cuts(question) if limits is None else _cuts_within_memory(draft, question, limits)
+    return cuts[0] if len(cuts) == 1 else min(cuts, key=lambda cut: step_of_costs(draft, costs, cut))
+
+
+def _check_rank_settings(config: Config) -> None:
+    """Raise ConfigError for settings of pipeline ranks that do not fit the pipeline."""
+    parallel, pp = config.parallel, config.parallel.pipeline_model_parallel_size
+    if parallel.pipeline_balance == "measured" and parallel.pipeline_layer_times is None:
+        raise ConfigError(
+            "--pipeline-balance measured needs --pipeline-layer-times FILE (megapipe profile-layers writes it)"
+        )
+    for flag, values, counts, rule in (
+        ("--pipeline-rank-speeds", parallel.pipeline_rank_speeds, (pp,), "one number for each"),
+        ("--pipeline-rank-memory", parallel.pipeline_rank_memory, (1, pp), "one number, or one for each"),
+    ):
+        if values is not None and len(values) not in counts:
+            raise ConfigError(f"{flag} names {len(values)} ranks, --pipeline-model-parallel-size is {pp}; give {rule}")
+
+
+def _stage_cost(costs: LayerCosts, num_stages: int, splits_backward: bool) -> StageCost:
+    """Return the cost of a stage for one microbatch, backward included, as a function of the layers it holds."""
+    last = num_stages - 1
+
+    def of_layers(stage: int, first: int, end: int) -> float:
+        return costs.of_stage(StageLayers(first, end, stage == 0, stage == last)).step(splits_backward)
+
+    if not costs.layers_alike:
+        return of_layers
+    # called a million times in a search: tabulated for the first stage, a middle one and the last, by number of layers
+    by_count = {
+        stage: [of_layers(stage, 0, count) for count in range(len(costs.layers) + 2)]
+        for stage in {0, min(1, last), last}
+    }
+    of_stage = [by_count[0 if stage == 0 else last if stage == last else 1] for stage in range(num_stages)]
+    return lambda stage, first, end: of_stage[stage][end - first]
+
+
+def rank_limits(plan: RunPlan) -> tuple[float, ...] | None:
+    """Return the bytes that each pp_rank may fill; None without --pipeline-rank-memory."""
+    memory = plan.config.parallel.pipeline_rank_memory
+    if memory is None:
+        return None
+    return tuple(GIB * gib for gib in (memory * plan.topology.pp if len(memory) == 1 else memory))
+
+
+def _cuts_within_memory(draft: RunPlan, question: CutQuestion, limits: tuple[float, ...]) -> list[Partition]:
+    """Return the candidate cuts with which every rank stays within its memory."""
+    estimate, spare, tried = RankBytes(draft), [0.0] * len(limits), []
+    for _ in range(MOST_RETRIES):
+        allowed = [a - b for a, b in zip(limits, spare, strict=True)]
+
+        def fits(pp_rank: int, layers: tuple[int, ...], allowed: list[float] = allowed) -> bool:
+            return estimate.of(pp_rank, layers) <= allowed[pp_rank]
+
+        tried = balanced_cuts(dataclasses.replace(question, fits=fits))
+        over = [_bytes_over(draft, cut, limits) for cut in tried]
+        fitting = [cut for cut, bytes_over in zip(tried, over, strict=True) if max(bytes_over) <= 0]
+        if fitting:
+            return fitting
+        if not tried:
+            break
+        # what the estimate leaves out: padding, and messages of another cut
+        spare = [a + max(0.0, b) for a, b in zip(spare, over[0], strict=True)]
+    _refuse_too_large(draft, [*tried, *balanced_cuts(question)], limits)
+    raise AssertionError("a cut that fits was not found although one without limits fits")
+
+
+def _bytes_over(draft: RunPlan, cut: Partition, limits: tuple[float, ...]) -> list[float]:
+    plan = dataclasses.replace(draft, partition=cut)
+    return [rank_memory(plan, rank).total - limit for rank, limit in enumerate(limits)]
+
+
+def _refuse_too_large(draft: RunPlan, cuts: list[Partition], limits: tuple[float, ...]) -> None:
+    """Raise ConfigError if none of the cuts fits, with the bytes that the closest one lacks."""
+    over = {cut: _bytes_over(draft, cut, limits) for cut in cuts}
+    closest = min(cuts, key=lambda cut: max(over[cut]))
+    worst = max(range(len(limits)), key=over[closest].__getitem__)
+    if over[closest][worst] > 0:
+        raise ConfigError(
+            f"pp_rank {worst} needs {(limits[worst] + over[closest][worst]) / GIB:.4g} GiB, --pipeline-rank-memory "
+            f"gives it {limits[worst] / GIB:.4g}, and no cut of {draft.config.model.num_layers} layers was found that "
+            f"fits (closest: {closest.layer_counts} layers a stage); use more pipeline or tensor-parallel ranks, "
+            "recompute, or a smaller microbatch"
+        )
+
+
+class RankBytes:
+    """A quick estimate of a pipeline rank's bytes by the number of layers on each of its stages, to search for a cut.
+
+    The terms are those of `memory.rank_memory`, from the rows of the schedule and the parameters and activations of a
+    layer; buffer padding, messages and temporaries are taken from `draft`, a plan with any cut. Two layers of offloaded
+    activations are assumed to be on the device, which is right within about 13 %. `balanced_cut` checks the cut that
+    it chooses with `rank_memory`.
+    """
+
+    def __init__(self, draft: RunPlan) -> None:
+        self._draft = draft
+        self._memory = cache(lambda pp_rank: rank_memory(draft, pp_rank).items)
+        self._moments, self._elements, self._kept = (
+            cache(self._rank_moments),
+            cache(self._ends),
+            cache(self._stage_kept),
+        )
+
+    def of(self, pp_rank: int, layers: Sequence[int]) -> float:
+        """Return the bytes of a rank with so many layers on each of its stages, in model order."""
+        plan, items = self._draft, self._memory(pp_rank)
+        stages = plan.placement.stages_of(pp_rank)
+        kept = [self._kept(stage, count) for stage, count in zip(stages, layers, strict=True)]
+        peak = max(
+            sum(live * of_live + waiting * of_waiting for live, waiting, (of_live, of_waiting, _) in held)
+            for held in (zip(*moment, kept, strict=True) for moment in self._moments(pp_rank))
+        )
+        held_elements, state_bytes, state = plan.num_elements(stages), sum(items[item] for item in STATE), 0.0
+        for stage, count in zip(stages, layers, strict=True):  # parameters are linear in the layers
+            one, two = self._elements(stage)
+            state += (one + (count - 1) * (two - one)) / held_elements * state_bytes
+        on_device = USUAL_UNITS_ON_DEVICE * max(largest for _, _, largest in kept)
+        return state + peak + sum(items[item] for item in FIXED) + on_device
+
+    def _stage_kept(self, stage: int, count: int) -> tuple[int, int, int]:
+        """Return the bytes kept from F to B, those from I to W, and the largest offloaded group of a stage with so many
+        layers.
+        """
+        plan = self._draft
+        layers = StageLayers(0, count, stage == 0, stage == plan.placement.num_stages - 1)
+        is_offloaded = plan.config.offload.cpu_offloading_num_layers > 0
+        moved = [group.moved for group in offloaded_groups(plan, stage, layers)] if is_offloaded else []
+        kept = sum(stage_bytes(plan.model, plan.shape, layers).values()) - sum(moved)
+        return kept, deferred_bytes(plan.model, plan.shape, layers), max(moved, default=0)
+
+    def _ends(self, stage: int) -> tuple[int, ...]:
+        """Return the parameters of a stage with one layer and with two, on one rank, padding included."""
+        plan, last = self._draft, self._draft.placement.num_stages - 1
+        counts = []
+        for count in (1, 2):
+            specs = stage_parameters(plan.specs, range(count), stage == 0, stage == last, plan.tied_across_ranks)
+            bucket_size = plan.config.parallel.ddp_bucket_size
+            layouts = layout_buffers(specs, 0, plan.topology.tp, plan.num_optimizer_shards, bucket_size, plan.tied_kind)
+            counts.append(sum(layout.numel for layout in layouts))
+        return tuple(counts)
+
+    def _rank_moments(self, pp_rank: int) -> tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]:
+        """Return the moments of a step that no other one exceeds in every count: for each stage of the rank the
+        microbatches from F to B or I, and those from I to W.
+        """
+        plan = self._draft
+        stages = plan.placement.stages_of(pp_rank)
+        items = [(kind, stage) for kind in (Held.ACTIVATIONS, Held.DEFERRED) for stage in stages]
+        held: Counter[Item] = Counter()
+        seen = set()
+        for (_, op, _), changes in lifetimes(plan.schedule(plan.batch.num_microbatches).rows[pp_rank]):
+            held.update(changes.creates)
+            if op is Op.F:
+                seen.add(tuple(held[item] for item in items))
+            held.update(changes.leaves)
+            held.subtract(changes.frees)
+        return tuple((moment[: len(stages)], moment[len(stages) :]) for moment in undominated(seen))
+
+
+def undominated(tuples: Iterable[Numbers]) -> tuple[Numbers, ...]:
+    """Return the distinct tuples that no other one equals or exceeds in every number."""
+    distinct = sorted(set(tuples), reverse=True)
+    return tuple(
+        one
+        for place, one in enumerate(distinct)
+        if not any(all(a >= b for a, b in zip(other, one, strict=True)) for other in distinct[:place])
+    )

@@ -1,19 +1,92 @@
-"""Costs of embedding, layers, head and stages for one microbatch on one rank: relative, from FLOPs, or measured
-(`measured_layers`).
+"""Costs of embedding, layers, head and stages for one microbatch on one rank: FLOPs, relative costs from them, or
+seconds measured by `megapipe profile-layers`, whose file --pipeline-layer-times reads.
+
+A multiply and an add count as two FLOPs, a backward as twice its forward. Attention is counted in full (every query
+with every key) or causal (half of it): the conventions are named wherever a figure is printed. For the GPT-2 shape,
+full, a step equals 72 B s l h^2 (1 + s/(6h) + V/(12 l h)) of Narayanan et al. 2021 (arXiv:2104.04473, section 5.1).
 """
 
 from __future__ import annotations
 
+import dataclasses
+import json
+import math
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
+from pathlib import Path
+from typing import Any
 
+from megapipe.config.config import Config, ResolvedModelConfig
+from megapipe.config.model import PrecisionConfig
 from megapipe.config.parallel import RecomputeConfig
-from megapipe.layers.model import LayerSpec, ModelSpec
-from megapipe.plan.flops import head_flops, layer_flops, replayed_flops
+from megapipe.errors import ConfigError
+from megapipe.layers.attention import mean_keys
+from megapipe.layers.model import LayerSpec, ModelSpec, model_spec
+from megapipe.layers.table import comm_chunks
 from megapipe.schedule.action import Op
 from megapipe.schedule.partition import Partition, StageLayers
 from megapipe.schedule.simulate import Costs
+
+
+def gemm_flops(layer: LayerSpec) -> float:
+    """Return the forward FLOPs of a layer's linears, per token."""
+    return 2.0 * sum(gemm.num_weights for gemm in layer.gemms(tp=1))
+
+
+def attention_flops(layer: LayerSpec, seq_length: int, causal: bool) -> float:
+    """Return the forward FLOPs of a layer's core attention, per token.
+
+    A sliding window limits the keys of a query in the causal count.
+    """
+    keys = mean_keys(seq_length, layer.attention.window_size) if causal else float(seq_length)
+    return layer.attention.flops_per_token(keys)
+
+
+def layer_flops(layer: LayerSpec, seq_length: int, causal: bool) -> float:
+    """Return the forward FLOPs of one layer, per token."""
+    return gemm_flops(layer) + attention_flops(layer, seq_length, causal)
+
+
+def head_flops(model: ModelSpec) -> float:
+    """Return the forward FLOPs of the output layer, per token, vocabulary padding included."""
+    return 2.0 * model.head.gemm(tp=1).num_weights
+
+
+def step_flops(model: ResolvedModelConfig, sequences: int, causal: bool) -> float:
+    """Return the FLOPs of forward and backward of one step over `sequences` sequences.
+
+    These are the model's own operations: recomputation is not counted (for MFU).
+    """
+    spec = model_spec(model, PrecisionConfig())
+    layers = sum(count * layer_flops(layer, model.seq_length, causal) for layer, count in Counter(spec.layers).items())
+    return 3.0 * (layers + head_flops(spec)) * sequences * model.seq_length
+
+
+def replayed_flops(layer: LayerSpec, recompute: RecomputeConfig, seq_length: int, causal: bool) -> float:
+    """Return what full recompute repeats of a layer, per token: its forward, but for attention if that is kept."""
+    return gemm_flops(layer) if recompute.recompute_keep_attention else layer_flops(layer, seq_length, causal)
+
+
+def recomputed_flops(model: ResolvedModelConfig, recompute: RecomputeConfig, sequences: int, causal: bool) -> float:
+    """Return what a step computes again, for hardware FLOPs (HFU).
+
+    With full recompute that is every layer's replay (--recompute-method block is counted with all layers), with
+    selective core attention or the first linear of the MLP.
+    """
+    total, granularity = 0.0, recompute.recompute_granularity
+    for layer, count in Counter(model_spec(model, PrecisionConfig()).layers).items():
+        of_module = {
+            "core_attn": attention_flops(layer, model.seq_length, causal),
+            "mlp": 2.0 * layer.parts[-1].gemms(tp=1)[0].num_weights,
+        }
+        if granularity == "full":
+            total += count * replayed_flops(layer, recompute, model.seq_length, causal)
+        elif granularity == "selective":
+            total += count * sum(of_module.get(module, 0.0) for module in recompute.recompute_modules)
+    return total * sequences * model.seq_length
 
 
 @dataclass(frozen=True)
@@ -46,13 +119,12 @@ class PartCost:
 
     def of(self, op: Op) -> float:
         """Return the cost of one op, replays included."""
-        costs = {
+        return {
             Op.F: self.forward,
             Op.B: self.backward + self.replay,
             Op.I: self.inputs + self.replay,
             Op.W: self.weights,
-        }
-        return costs[op]
+        }[op]
 
     def step(self, splits_backward: bool) -> float:
         """Return the cost of all ops of one microbatch."""
@@ -77,29 +149,22 @@ class LayerCosts:
 
     def of_stage(self, stage: StageLayers) -> PartCost:
         """Return the cost of a stage."""
-        total = self._alike(stage) if self.layers_alike else self._summed(stage)
+        first, end, num_replayed = stage.first_layer, stage.last_layer_exclusive, 0
+        if self.recompute.recompute_granularity == "full":
+            is_block = self.recompute.recompute_method == "block"
+            most = (self.recompute.recompute_num_layers or 1) if is_block else stage.num_layers
+            num_replayed = min(most, stage.num_layers)
+        if not stage.num_layers:
+            total = PartCost()
+        elif self.layers_alike:
+            total = replace(self.layers[0] * stage.num_layers, replay=self.layers[0].replay * num_replayed)
+        else:
+            with_replays, without = self._sums
+            replayed = first + num_replayed
+            total = with_replays[replayed] + with_replays[first] * -1 + without[end] + without[replayed] * -1
         if stage.has_embedding:
             total += self.embedding
         return total + self.head if stage.has_head else total
-
-    def _alike(self, stage: StageLayers) -> PartCost:
-        if not stage.num_layers:
-            return PartCost()
-        total = self.layers[0] * stage.num_layers
-        return replace(total, replay=self.layers[0].replay * self._num_recomputed(stage.num_layers))
-
-    def _summed(self, stage: StageLayers) -> PartCost:
-        first, end = stage.first_layer, stage.last_layer_exclusive
-        replayed = first + self._num_recomputed(stage.num_layers)
-        with_replays, without = self._sums
-        return with_replays[replayed] + with_replays[first] * -1 + without[end] + without[replayed] * -1
-
-    def _num_recomputed(self, num_layers: int) -> int:
-        if self.recompute.recompute_granularity != "full":
-            return 0
-        if self.recompute.recompute_method == "block":
-            return min(self.recompute.recompute_num_layers or 1, num_layers)
-        return num_layers
 
     @cached_property
     def _sums(self) -> tuple[list[PartCost], list[PartCost]]:
@@ -116,12 +181,14 @@ def flop_costs(model: ModelSpec, seq_length: int, recompute: RecomputeConfig) ->
     def part(flops: float, replay: float = 0.0) -> PartCost:
         return PartCost(flops, 2.0 * flops, flops, flops, replay)
 
-    def layer_cost(layer: LayerSpec) -> PartCost:
-        is_full = recompute.recompute_granularity == "full"
-        again = replayed_flops(layer, recompute, seq_length, causal=False) if is_full else 0.0
-        return part(layer_flops(layer, seq_length, causal=False), again)
-
-    of_kind = {kind: layer_cost(kind) for kind in model.kinds}
+    is_full = recompute.recompute_granularity == "full"
+    of_kind = {
+        kind: part(
+            layer_flops(kind, seq_length, causal=False),
+            replayed_flops(kind, recompute, seq_length, causal=False) if is_full else 0.0,
+        )
+        for kind in model.kinds
+    }
     return LayerCosts(PartCost(), tuple(of_kind[layer] for layer in model.layers), part(head_flops(model)), recompute)
 
 
@@ -135,3 +202,120 @@ def stage_costs(layers: LayerCosts, partition: Partition, rank_speeds: tuple[flo
         for op in (Op.F, Op.B, Op.I, Op.W)
     }
     return Costs(seconds, rank_speeds=rank_speeds)
+
+
+FORMAT = "megapipe layer times"
+VERSION = 1
+FLAG = "--pipeline-layer-times"
+# model options that change neither the shapes nor the work of a layer, the embedding or the head
+WITHOUT_EFFECT = (
+    "num_layers",
+    "vocab_size",
+    "make_vocab_size_divisible_by",
+    "init_method_std",
+    "untie_embeddings_and_output_weights",
+)
+
+
+@dataclass(frozen=True)
+class LayerTimes:
+    """Measured seconds on one rank for one microbatch: the file that `megapipe profile-layers` writes.
+
+    setting: the options they were measured with. layers: one entry if all layers are alike, else one for each layer.
+    measured: device, versions, date and command, for people.
+    """
+
+    setting: Mapping[str, Any]
+    embedding: PartCost
+    layers: tuple[PartCost, ...]
+    head: PartCost
+    measured: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+
+def setting_of(config: Config) -> dict[str, Any]:
+    """Return the options that layer times depend on. config: resolved."""
+    model, parallel, recompute = config.model, config.parallel, config.recompute
+    tp, granularity = parallel.tensor_model_parallel_size, recompute.recompute_granularity
+    setting = {name: value for name, value in dataclasses.asdict(model).items() if name not in WITHOUT_EFFECT}
+    return setting | {
+        "tensor_model_parallel_size": tp,
+        "sequence_parallel": parallel.sequence_parallel and tp > 1,
+        "comm_chunks": dataclasses.astuple(comm_chunks(parallel)),
+        "micro_batch_size": config.training.micro_batch_size,
+        "dtype": config.precision.dtype,
+        "recompute_granularity": granularity,
+        "recompute_keep_attention": recompute.recompute_keep_attention,
+        "recompute_modules": list(recompute.recompute_modules) if granularity == "selective" else [],
+    }
+
+
+def measured_costs(path: Path, config: Config) -> LayerCosts:
+    """Return the costs of a run's layers from a file.
+
+    config: resolved. Raises ConfigError if it was measured with other options.
+    """
+    times = read_layer_times(path)
+    wanted = json.loads(json.dumps(setting_of(config)))  # as JSON has it: lists for tuples
+    other = [
+        f"{name} {times.setting.get(name)!r}, the run has {value!r}"
+        for name, value in wanted.items()
+        if times.setting.get(name) != value
+    ]
+    if other:
+        more = f" (and {len(other) - 4} more)" if len(other) > 4 else ""
+        raise ConfigError(
+            f"{FLAG} {path} was measured for {'; '.join(other[:4])}{more}: measure again with the run's flags "
+            "(megapipe profile-layers), or leave it out to balance by FLOPs"
+        )
+    num_layers = config.model.num_layers
+    layers = times.layers * num_layers if len(times.layers) == 1 else times.layers
+    if len(layers) != num_layers:
+        raise ConfigError(
+            f"{FLAG} {path} has the times of {len(layers)} layers, --num-layers is {num_layers}; give one entry "
+            "without a count, for layers that are all alike, or counts that add up"
+        )
+    return LayerCosts(times.embedding, layers, times.head, config.recompute)
+
+
+def to_json(times: LayerTimes) -> str:
+    """Return the text of the file."""
+    seconds = {
+        "embedding": dataclasses.asdict(times.embedding),
+        "layers": [dataclasses.asdict(layer) for layer in times.layers],
+        "head": dataclasses.asdict(times.head),
+    }
+    about = {"format": FORMAT, "version": VERSION, "measured": dict(times.measured), "setting": dict(times.setting)}
+    return json.dumps(about | {"seconds": seconds}, indent=2)
+
+
+def read_layer_times(path: Path) -> LayerTimes:
+    """Read layer times. Raises ConfigError if the file cannot be read, has another format or holds invalid times."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{FLAG} {path} cannot be read: {error}") from None
+    if not isinstance(found, dict) or found.get("format") != FORMAT:
+        raise ConfigError(f"{FLAG} {path} is not a file of layer times; megapipe profile-layers writes one")
+    if found.get("version") != VERSION:
+        raise ConfigError(
+            f"{FLAG} {path} has version {found.get('version')!r}, this megapipe reads {VERSION}; measure again"
+        )
+    try:
+        seconds, setting, measured = found["seconds"], dict(found["setting"]), dict(found.get("measured", {}))
+        layers = tuple(part for entry in seconds["layers"] for part in [_part(entry)] * int(entry.get("count", 1)))
+        times = LayerTimes(setting, _part(seconds["embedding"]), layers, _part(seconds["head"]), measured)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise ConfigError(
+            f"{FLAG} {path} lacks or misstates something: {error!r}; docs/balance.md shows such a file"
+        ) from None
+    if not any(part.forward for part in layers):
+        raise ConfigError(f"{FLAG} {path} has no time for a layer's forward")
+    return times
+
+
+def _part(values: Mapping[str, Any]) -> PartCost:
+    part = PartCost(**{name: float(value) for name, value in values.items() if name != "count"})
+    bad = [name for name, value in dataclasses.asdict(part).items() if not (math.isfinite(value) and value >= 0)]
+    if bad:
+        raise ValueError(f"{bad[0]} is not a valid time")
+    return part

@@ -9,7 +9,8 @@ the head do not change.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 from megapipe.dtypes import FP8
 from megapipe.layers.linear import casts
@@ -36,34 +37,29 @@ class OpSeconds:
     inputs: Mapping[str, float]
     weights: Mapping[str, float]
     hidden: float = 0.0
-    seconds: Mapping[Op, float] = field(init=False, repr=False, compare=False)
 
-    def __post_init__(self) -> None:
+    @cached_property
+    def seconds(self) -> Mapping[Op, float]:
+        """Seconds of F, I, W and B."""
         forward, inputs, weights = (sum(parts.values()) for parts in (self.forward, self.inputs, self.weights))
-        of_op = {Op.F: forward, Op.I: inputs, Op.W: weights, Op.B: inputs + weights - self.hidden}
-        object.__setattr__(self, "seconds", of_op)
+        return {Op.F: forward, Op.I: inputs, Op.W: weights, Op.B: inputs + weights - self.hidden}
 
     def of(self, op: Op) -> float:
         """Return the seconds of F, B, I or W."""
         return self.seconds[op]
 
     def __add__(self, other: OpSeconds) -> OpSeconds:
-        return OpSeconds(
-            _added(self.forward, other.forward),
-            _added(self.inputs, other.inputs),
-            _added(self.weights, other.weights),
-            self.hidden + other.hidden,
-        )
+        def added(one: Mapping[str, float], two: Mapping[str, float]) -> dict[str, float]:
+            return {part: one.get(part, 0.0) + two.get(part, 0.0) for part in {**one, **two}}
+
+        inputs, weights = added(self.inputs, other.inputs), added(self.weights, other.weights)
+        return OpSeconds(added(self.forward, other.forward), inputs, weights, self.hidden + other.hidden)
 
     def __mul__(self, count: int) -> OpSeconds:
         def times(parts: Mapping[str, float]) -> dict[str, float]:
             return {part: count * seconds for part, seconds in parts.items()}
 
         return OpSeconds(times(self.forward), times(self.inputs), times(self.weights), count * self.hidden)
-
-
-def _added(one: Mapping[str, float], other: Mapping[str, float]) -> dict[str, float]:
-    return {part: one.get(part, 0.0) + other.get(part, 0.0) for part in {**one, **other}}
 
 
 def layer_seconds(layer: LayerSpec, shape: RankShape, hardware: Hardware, tp_link: Link) -> OpSeconds:
@@ -73,17 +69,13 @@ def layer_seconds(layer: LayerSpec, shape: RankShape, hardware: Hardware, tp_lin
     table, gemms = layer_table(layer, plain), layer.gemms(shape.tp)
     columns, rows = [gemm for gemm in gemms if gemm.is_column], [gemm for gemm in gemms if not gemm.is_column]
     gemm = sum(map(clock.gemm, gemms))
-    cores = [each.attention for part in table.parts for each in part.operations if each.attention is not None]
+    cores = [operation.attention for operation in table.operations if operation.attention is not None]
     attention = sum(map(clock.attention, cores))
     kept = sum(tensor.num_bytes for tensor in table.keeps if not tensor.in_attention_time)
     pointwise = POINTWISE_PASSES * kept / hardware.pointwise_bytes_per_second
     messages = sum(map(clock.gather, columns)) + sum(map(clock.reduction, rows))
-    forward = {
-        "gemm": gemm,
-        "attention": attention,
-        "pointwise": pointwise + clock.casts(Op.F, gemms),
-        "tp": messages,
-    }
+    moved = pointwise + clock.casts(Op.F, gemms)
+    forward = {"gemm": gemm, "attention": attention, "pointwise": moved, "tp": messages}
     again = _recomputed(layer, shape, plain, clock, forward)
     inputs = {
         "gemm": gemm,
@@ -220,7 +212,7 @@ def _recomputed(
             if not (part == "attention" and recompute.recompute_keep_attention)
         }
     again, whole = dict.fromkeys(forward, 0.0), layer_table(layer, plain)
-    for operation in (each for part in whole.parts for each in part.operations):
+    for operation in whole.operations:
         if operation.recompute_module is None or not shape.recomputes(operation.recompute_module):
             continue
         if operation.attention is not None:

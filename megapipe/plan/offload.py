@@ -8,16 +8,21 @@ with those that move.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
-from megapipe.config.config import Config
-from megapipe.layers.model import ModelSpec
-from megapipe.layers.table import Kept, RankShape, total_bytes
-from megapipe.plan.activations import deferred_bytes, group_sizes, layers_of
+from megapipe.layers.table import RankShape, total_bytes
+from megapipe.plan.activations import (
+    backward_peak,
+    deferred_bytes,
+    group_keeps,
+    group_sizes,
+    layer_groups,
+    layers_of,
+    split,
+)
 from megapipe.plan.run_plan import RunPlan
-from megapipe.plan.temporaries import backward_peak
 from megapipe.schedule.action import Action, Op
 from megapipe.schedule.lifetimes import Moment, Moves, StageGroups, Unit, host_pieces, moments_of, plan_moves
 from megapipe.schedule.partition import StageLayers
@@ -26,15 +31,15 @@ from megapipe.schedule.partition import StageLayers
 USUAL_UNITS_ON_DEVICE = 2
 
 
-def stage_groups(plan: RunPlan, stage: int) -> StageGroups:
-    """Return the number of groups of a stage of the plan, and how many of them --cpu-offloading-num-layers moves."""
-    return groups_of(plan.config, plan.partition.stages[stage])
+def stage_groups(plan: RunPlan, stage: int, layers: StageLayers | None = None) -> StageGroups:
+    """Return the number of groups of a stage, and how many of them --cpu-offloading-num-layers moves.
 
-
-def groups_of(config: Config, layers: StageLayers) -> StageGroups:
-    """Return the same for a stage with these layers."""
-    count, sizes = config.offload.cpu_offloading_num_layers, group_sizes(config.recompute, layers.num_layers)
-    num_moved = sum(sum(sizes[:group]) < count for group in range(len(sizes)))
+    layers: in place of the plan's.
+    """
+    layers = layers or plan.partition.stages[stage]
+    count = plan.config.offload.cpu_offloading_num_layers
+    sizes = group_sizes(plan.config.recompute, layers.num_layers)
+    num_moved = sum(start < count for start in list(accumulate(sizes, initial=0))[:-1])
     return StageGroups(len(sizes), num_moved, layers.has_head)
 
 
@@ -59,56 +64,20 @@ class GroupBytes:
         return sum(host_pieces(self.moved))
 
 
-def stage_group_bytes(
-    groups: Sequence[Sequence[Kept]], num_moved: int, min_elements: int, has_embedding: bool
-) -> tuple[GroupBytes, ...]:
-    """Return what each group of a stage keeps and moves.
-
-    has_embedding: else the first group's input, its first tensor, is the stage's, which is held on the device for its
-    gradient.
-    """
+def offloaded_groups(plan: RunPlan, stage: int, layers: StageLayers | None = None) -> tuple[GroupBytes, ...]:
+    """Return what each group of a stage's layers keeps and moves for one microbatch. layers: in place of the plan's."""
+    layers = layers or plan.partition.stages[stage]
+    num_moved = stage_groups(plan, stage, layers).num_moved
     found = []
-    for group, kept in enumerate(groups):
-        movable = kept if has_embedding or group else kept[1:]
-        moved = [tensor for tensor in movable if tensor.elements >= min_elements] if group < num_moved else []
+    for index, group in enumerate(layer_groups(layers_of(plan.model, layers), plan.config.recompute)):
+        copy = group.layers[0].attention.output_copy(plan.shape)
+        kept = group_keeps(group, plan.shape) + (() if copy is None else (copy,))
+        # the first tensor of the first group is the stage's input, which is held on the device for its gradient
+        movable = kept if layers.has_embedding or index else kept[1:]
+        least = plan.config.offload.min_offloaded_tensor_size
+        moved = [tensor for tensor in movable if tensor.elements >= least] if index < num_moved else []
         found.append(GroupBytes(total_bytes(kept), total_bytes(moved)))
     return tuple(found)
-
-
-@dataclass(frozen=True)
-class HostBytes:
-    """Offloaded bytes of a row.
-
-    at: the bytes that are on the host only, for each moment. buffer_bytes: of all host buffers together.
-    """
-
-    at: Mapping[Moment, int]
-    buffer_bytes: int
-
-
-def host_bytes_of_row(moves: Moves, groups: Mapping[int, Sequence[GroupBytes]]) -> HostBytes:
-    """Return the offloaded bytes of a row. groups: those of each stage of the rank."""
-    at: dict[Moment, int] = {}
-    away = 0
-    in_use: Counter[int] = Counter()
-    most: Counter[int] = Counter()
-
-    def of(unit: Unit) -> GroupBytes:
-        return groups[unit.stage][unit.group]
-
-    for index, moment in enumerate(moves.moments):
-        for unit in moves.released.get(index, ()):
-            away += of(unit).moved
-        for unit in moves.loaded.get(index, ()):
-            away -= of(unit).moved
-            in_use[of(unit).host] -= 1
-        at[moment] = away
-        unit = Unit(moment.stage, moment.microbatch, moment.group)
-        if unit in moves.moved and moment.op is Op.F:
-            size = of(unit).host
-            in_use[size] += 1
-            most[size] = max(most[size], in_use[size])
-    return HostBytes(at, sum(count * size for size, count in most.items()))
 
 
 @dataclass(frozen=True)
@@ -173,25 +142,54 @@ class MemoryOverTime:
         return above + of_head - waiting, inside.lower
 
 
-def backward_bytes(model: ModelSpec, shape: RankShape, stage: StageLayers, sizes: tuple[int, ...]) -> BackwardBytes:
-    """Return what a stage's B makes and frees, or its I if the shape splits the backward.
+def offloaded_memory(
+    plan: RunPlan, pp_rank: int, num_microbatches: int, kept: Mapping[int, int]
+) -> tuple[MemoryOverTime, int]:
+    """Return the device memory of a row over time, and the bytes of all its host buffers together.
 
-    sizes: layers in each of its groups.
+    kept: bytes of each stage for one microbatch without offloading.
     """
-    first, last = stage.first_layer, stage.last_layer_exclusive
-    kinds = layers_of(model, stage)
-    top = StageLayers(last - (sizes[-1] if sizes else 0), last, False, stage.has_head)
+    held = plan.placement.stages_of(pp_rank)
+    groups = {stage: offloaded_groups(plan, stage) for stage in held}
+    moves = row_moves(plan, num_microbatches, pp_rank)
+    away: dict[Moment, int] = {}
+    now = 0
+    in_use: Counter[int] = Counter()  # host buffers, by size
+    most: Counter[int] = Counter()
+    for index, moment in enumerate(moves.moments):
+        for unit in moves.released.get(index, ()):
+            now += groups[unit.stage][unit.group].moved
+        for unit in moves.loaded.get(index, ()):
+            now -= groups[unit.stage][unit.group].moved
+            in_use[groups[unit.stage][unit.group].host] -= 1
+        away[moment] = now
+        unit = Unit(moment.stage, moment.microbatch, moment.group)
+        if unit in moves.moved and moment.op is Op.F:
+            size = groups[unit.stage][unit.group].host
+            in_use[size] += 1
+            most[size] = max(most[size], in_use[size])
+    inside = {}
+    for stage in held:
+        has_head = plan.partition.stages[stage].has_head
+        inside[stage, Op.F] = BackwardBytes(plan.model.head.loss_block_bytes(plan.shape) if has_head else 0)
+        for op, shape in ((Op.B, plan.shape), (Op.I, split(plan.shape))):
+            inside[stage, op] = backward_bytes(plan, stage, shape)
+    stages = {stage: stage_groups(plan, stage) for stage in held}
+    return MemoryOverTime(stages, groups, kept, away, inside), sum(count * size for size, count in most.items())
+
+
+def backward_bytes(plan: RunPlan, stage: int, shape: RankShape) -> BackwardBytes:
+    """Return what a stage's B makes and frees, or its I if the shape splits the backward."""
+    model, layers = plan.model, plan.partition.stages[stage]
+    first, last, _, has_head = layers
+    sizes, kinds = group_sizes(plan.config.recompute, layers.num_layers), layers_of(model, layers)
+    top = StageLayers(last - (sizes[-1] if sizes else 0), last, False, has_head)
     lower = StageLayers(first, first + (sizes[0] if sizes else 0), False, False)
     in_head, in_top = backward_peak(model, shape, top, kinds)
     in_lower = max(backward_peak(model, shape, lower, kinds)) + shape.hidden_bytes(model.embedding.hidden)
-    waits: tuple[int, ...] = ()
-    head_waits = 0
-    if shape.splits_backward:
-        starts = accumulate(sizes, initial=first)
-        waits = tuple(
-            deferred_bytes(model, shape, StageLayers(start, start + size, False, False))
-            for start, size in zip(starts, sizes, strict=False)
-        )
-        if stage.has_head:
-            head_waits = model.head.table(shape).deferred_bytes
+    if not shape.splits_backward:
+        return BackwardBytes(in_head, in_top, in_lower)
+    groups = pairwise(accumulate(sizes, initial=first))
+    waits = tuple(deferred_bytes(model, shape, StageLayers(start, end, False, False)) for start, end in groups)
+    head_waits = model.head.table(shape).deferred_bytes if has_head else 0
     return BackwardBytes(in_head, in_top, in_lower, waits, head_waits)

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import groupby
 
 from megapipe.formatting import bytes_text, count_text, flops_text, range_text, text_table
 from megapipe.layers.table import WHOLE, comm_chunks
-from megapipe.plan.bubble import expected_bubble
-from megapipe.plan.flops import step_flops
 from megapipe.plan.hardware import GIGA, HOST_SHARE, PCIE_4, PCIE_5
-from megapipe.plan.memory import RankMemory, all_rank_memory, offloaded_groups, stage_activation_bytes
-from megapipe.plan.offload import row_moves
+from megapipe.plan.layer_costs import step_flops
+from megapipe.plan.memory import RankMemory, all_rank_memory, stage_activation_bytes
+from megapipe.plan.offload import offloaded_groups, row_moves
 from megapipe.plan.run_plan import RunPlan
+from megapipe.plan.step_time import expected_bubble
 
 MOST_RANKS_SHOWN = 64
 MOST_STAGES_SHOWN = 16
@@ -27,45 +28,33 @@ def plan_text(plan: RunPlan) -> str:
 
 
 def _headline(plan: RunPlan) -> Iterator[str]:
-    t, model = plan.topology, plan.config.model
+    t, model, parallel = plan.topology, plan.config.model, plan.config.parallel
     chunks = f" x {plan.num_chunks} chunks" if plan.num_chunks > 1 else ""
-    extras = [
-        name
-        for name, is_on in (
-            ("sequence parallel", plan.config.parallel.sequence_parallel and t.tp > 1),
-            ("tensor-parallel collectives in chunks", comm_chunks(plan.config.parallel) != WHOLE),
-            ("distributed optimizer", plan.config.parallel.use_distributed_optimizer),
-            ("every parameter on two pipeline ranks", t.mirrored_pipeline),
-        )
-        if is_on
-    ]
-    yield (
-        f"plan: {count_text(t.world_size, 'rank')} = tp {t.tp} x pp {t.pp}{chunks} x dp {t.dp}, schedule "
-        f"{plan.schedule_name}" + "".join(f", {e}" for e in extras)
-    )
+    extras = {
+        "sequence parallel": parallel.sequence_parallel and t.tp > 1,
+        "tensor-parallel collectives in chunks": comm_chunks(parallel) != WHOLE,
+        "distributed optimizer": parallel.use_distributed_optimizer,
+        "every parameter on two pipeline ranks": t.mirrored_pipeline,
+    }
+    ranks, name = count_text(t.world_size, "rank"), ", ".join([plan.schedule_name, *(e for e in extras if extras[e])])
+    yield f"plan: {ranks} = tp {t.tp} x pp {t.pp}{chunks} x dp {t.dp}, schedule {name}"
     if not plan.is_synchronous:
-        yield from _asynchronous(plan)
-    groups = (
-        f", {model.num_query_groups} key/value heads" if model.num_query_groups != model.num_attention_heads else ""
-    )
+        count = plan.batch.num_microbatches
+        updates = len(plan.weight_versions(count, 0).group_sizes)
+        held = [plan.num_weight_versions(pp_rank) for pp_rank in range(t.pp)]
+        versions = count_text(held[0], "version") if len(set(held)) == 1 else f"{max(held)} to {min(held)} versions"
+        alike = "; with a single update a step trains as 1f1b does: raise --global-batch-size" if updates == 1 else ""
+        yield (
+            f"           NOT synchronous: {count_text(updates, 'update')} in a step of "
+            f"{count_text(count, 'microbatch')}, every stage at its own time, {versions} of the weights on a rank; one "
+            f"process would train something else{alike}"
+        )
+    has_groups = model.num_query_groups != model.num_attention_heads
+    groups = f", {model.num_query_groups} key/value heads" if has_groups else ""
     yield (
         f"  model    {model.num_layers} layers, hidden {model.hidden_size}, ffn {model.ffn_hidden_size}, "
-        f"{model.num_attention_heads} heads{groups}, "
-        f"sequence {model.seq_length}, vocabulary {model.vocab_size:,} (padded {model.padded_vocab_size:,}), "
-        f"{plan.config.precision.dtype}"
-    )
-
-
-def _asynchronous(plan: RunPlan) -> Iterator[str]:
-    count = plan.batch.full // plan.batch.samples_per_microbatch
-    updates = len(plan.weight_versions(count, 0).group_sizes)
-    held = [plan.num_weight_versions(pp_rank) for pp_rank in range(plan.topology.pp)]
-    versions = count_text(held[0], "version") if len(set(held)) == 1 else f"{max(held)} to {min(held)} versions"
-    alike = "; with a single update a step trains as 1f1b does: raise --global-batch-size" if updates == 1 else ""
-    yield (
-        f"           NOT synchronous: {count_text(updates, 'update')} in a step of "
-        f"{count_text(count, 'microbatch')}, every stage at its own time, "
-        f"{versions} of the weights on a rank; one process would train something else{alike}"
+        f"{model.num_attention_heads} heads{groups}, sequence {model.seq_length}, vocabulary {model.vocab_size:,} "
+        f"(padded {model.padded_vocab_size:,}), {plan.config.precision.dtype}"
     )
 
 
@@ -97,42 +86,24 @@ def _grid(plan: RunPlan) -> Iterator[str]:
 def _stages(plan: RunPlan) -> Iterator[str]:
     """Yield one line for each stage; with many stages, one line for neighbours that hold equally much."""
     counts = [sum(spec.num_elements for spec in specs) for specs in plan.stage_specs]
-    rows = [
-        (range_text(run), _ranks_of(plan, run), f"{counts[run[0]]:,}", _holds(plan, run))
-        for run in _equal_neighbours(plan, counts)
-    ]
+    alike = [(layers, count) for layers, count in zip(plan.partition.layer_counts, counts, strict=True)]
+    is_long = len(counts) > MOST_STAGES_SHOWN
+    runs = [list(run) for _, run in groupby(range(len(counts)), lambda stage: alike[stage] if is_long else stage)]
+    rows = []
+    for run in runs:
+        ranks = [rank for stage in run for rank in plan.placement.ranks_of(stage)]
+        shown = ", ".join(map(str, sorted(set(ranks))))
+        if len(set(ranks)) == plan.topology.pp > 1:
+            shown = "all"
+        elif ranks == list(range(ranks[0], ranks[0] + len(ranks))):
+            shown = range_text(ranks)
+        rows.append((range_text(run), shown, f"{counts[run[0]]:,}", _holds(plan, run)))
     copies = sum(counts) - sum(spec.num_elements for spec in plan.specs)
-    once = "every element of the model once"
+    once = "every element of the model" + (", on two pipeline ranks" if plan.topology.mirrored_pipeline else " once")
     if copies:
         once = f"less {copies:,} of the tied embedding's copy = {sum(counts) - copies:,}, {once}"
-    if plan.topology.mirrored_pipeline:
-        once = once.removesuffix(" once") + ", on two pipeline ranks"
-    yield from text_table(
-        [("stage", "pp_rank", "parameters", "holds"), *rows, ("sum", "", f"{sum(counts):,}", once)], left=(-1,)
-    )
-
-
-def _equal_neighbours(plan: RunPlan, counts: Sequence[int]) -> list[list[int]]:
-    """Return the stages in runs of equal layer and parameter counts; each stage separately where there are few."""
-    runs: list[list[int]] = []
-    for stage, layers in enumerate(plan.partition.layer_counts):
-        same = runs and (layers, counts[stage]) == (plan.partition.layer_counts[stage - 1], counts[stage - 1])
-        if same and len(counts) > MOST_STAGES_SHOWN:
-            runs[-1].append(stage)
-        else:
-            runs.append([stage])
-    return runs
-
-
-def _ranks_of(plan: RunPlan, run: Sequence[int]) -> str:
-    ranks = [rank for stage in run for rank in plan.placement.ranks_of(stage)]
-    if len(set(ranks)) == plan.topology.pp > 1:
-        return "all"
-    return (
-        range_text(ranks)
-        if ranks == list(range(ranks[0], ranks[0] + len(ranks)))
-        else ", ".join(map(str, sorted(set(ranks))))
-    )
+    total = ("sum", "", f"{sum(counts):,}", once)
+    yield from text_table([("stage", "pp_rank", "parameters", "holds"), *rows, total], left=(-1,))
 
 
 def _holds(plan: RunPlan, run: Sequence[int]) -> str:
@@ -154,19 +125,20 @@ def _memory(plan: RunPlan) -> Iterator[str]:
     Items that are small everywhere are added up.
     """
     ranks = all_rank_memory(plan)
-    shown = _largest(ranks)
+    chosen = sorted(ranks, key=lambda rank: -rank.total)[:MOST_PIPELINE_RANKS_SHOWN]
+    shown = sorted(chosen, key=lambda rank: rank.pp_rank)
     columns = [
         item
         for item in ranks[0].items
         if item in ALWAYS_SHOWN or any(rank.items[item] > SMALL * rank.total for rank in ranks)
     ]
     rows = []
-    for run in _equal_ranks(shown):
-        rank = run[0]
-        sizes = [rank.items[item] for item in columns]
-        cells = (*sizes, rank.total - sum(sizes))
-        live = f"{rank.live_microbatches:.3g}"
-        rows.append((range_text([rank.pp_rank for rank in run]), *map(bytes_text, cells), bytes_text(rank.total), live))
+    # neighbours with the same memory: ranks less their position are equal in a run
+    for _, same in groupby(enumerate(shown), lambda at: (at[1].pp_rank - at[0], at[1].items, at[1].live_microbatches)):
+        run = [rank for _, rank in same]
+        sizes = [run[0].items[item] for item in columns]
+        cells = map(bytes_text, (*sizes, run[0].total - sum(sizes), run[0].total))
+        rows.append((range_text([rank.pp_rank for rank in run]), *cells, f"{run[0].live_microbatches:.3g}"))
     yield (
         "  memory   of a rank at the peak of a step; kernel workspace, allocator slack and CUDA context are not counted"
     )
@@ -179,20 +151,14 @@ def _memory(plan: RunPlan) -> Iterator[str]:
             f"           the most: pp_rank {largest.pp_rank}, {bytes_text(largest.total)}; "
             f"the least: pp_rank {smallest.pp_rank}, {bytes_text(smallest.total)}{others}"
         )
-    yield _kept(plan, largest.pp_rank)
-    yield from _host(plan, max(ranks, key=lambda rank: sum(rank.host.values())))
-
-
-def _kept(plan: RunPlan, pp_rank: int) -> str:
-    """Return the line on what the rank's largest stage keeps for one microbatch."""
-    kept = {stage: stage_activation_bytes(plan, stage) for stage in plan.placement.stages_of(pp_rank)}
+    kept = {stage: stage_activation_bytes(plan, stage) for stage in plan.placement.stages_of(largest.pp_rank)}
     stage = max(kept, key=lambda stage: sum(kept[stage].values()))
     parts = sorted(kept[stage].items(), key=lambda part: -part[1])
     rest = sum(size for _, size in parts[MOST_PARTS_SHOWN:])
-    words = [f"{what} {bytes_text(size)}" for what, size in parts[:MOST_PARTS_SHOWN]] + (
-        [f"other {bytes_text(rest)}"] if rest else []
-    )
-    return f"  kept     {bytes_text(sum(kept[stage].values()))} by stage {stage} for one microbatch: {', '.join(words)}"
+    parts = [*parts[:MOST_PARTS_SHOWN], *([("other", rest)] if rest else [])]
+    words = ", ".join(f"{what} {bytes_text(size)}" for what, size in parts)
+    yield f"  kept     {bytes_text(sum(kept[stage].values()))} by stage {stage} for one microbatch: {words}"
+    yield from _host(plan, max(ranks, key=lambda rank: sum(rank.host.values())))
 
 
 def _host(plan: RunPlan, rank: RankMemory) -> Iterator[str]:
@@ -214,9 +180,8 @@ def _host(plan: RunPlan, rank: RankMemory) -> Iterator[str]:
     if not rank.host.get("activations"):
         return
     groups = {stage: offloaded_groups(plan, stage) for stage in plan.placement.stages_of(rank.pp_rank)}
-    count = plan.batch.full // plan.batch.samples_per_microbatch
-    moves = row_moves(plan, count, rank.pp_rank)
-    step = sum(groups[unit.stage][unit.group].moved for unit in moves.moved)
+    moved = row_moves(plan, plan.batch.num_microbatches, rank.pp_rank).moved
+    step = sum(groups[unit.stage][unit.group].moved for unit in moved)
     most = max(group.moved for each in groups.values() for group in each)
     rates = (("PCIe 4", PCIE_4), ("PCIe 5", PCIE_5))
     times = ", ".join(f"{most / (HOST_SHARE * rate * GIGA) * 1e3:.3g} ms over {name}" for name, rate in rates)
@@ -226,36 +191,13 @@ def _host(plan: RunPlan, rank: RankMemory) -> Iterator[str]:
     )
 
 
-def _equal_ranks(ranks: Sequence[RankMemory]) -> list[list[RankMemory]]:
-    """Return neighbours with the same memory in runs."""
-    runs: list[list[RankMemory]] = []
-    for rank in ranks:
-        last = runs[-1][-1] if runs else None
-        if last is not None and (last.pp_rank + 1, last.items, last.live_microbatches) == (
-            rank.pp_rank,
-            rank.items,
-            rank.live_microbatches,
-        ):
-            runs[-1].append(rank)
-        else:
-            runs.append([rank])
-    return runs
-
-
-def _largest(ranks: Sequence[RankMemory]) -> list[RankMemory]:
-    """Return the ranks that are shown, in pipeline order."""
-    chosen = sorted(ranks, key=lambda rank: -rank.total)[:MOST_PIPELINE_RANKS_SHOWN]
-    return sorted(chosen, key=lambda rank: rank.pp_rank)
-
-
 def _batch(plan: RunPlan) -> Iterator[str]:
     training, batch = plan.config.training, plan.batch
     steps = count_text(training.train_iters, "step") if training.train_iters else "no steps"
     ramp = f", ramped up from {batch.start} over {batch.ramp_samples:,} samples" if batch.increment else ""
     tokens = batch.full * plan.config.model.seq_length
     yield (
-        f"  batch    {count_text(batch.full, 'sequence')} = "
-        f"{count_text(batch.full // batch.samples_per_microbatch, 'microbatch')} "
+        f"  batch    {count_text(batch.full, 'sequence')} = {count_text(batch.num_microbatches, 'microbatch')} "
         f"x {training.micro_batch_size} x dp {plan.topology.dp}{ramp}; {tokens:,} tokens a step, {steps}"
     )
     flops = [step_flops(plan.config.model, batch.full, causal) for causal in (False, True)]
@@ -268,7 +210,7 @@ def _batch(plan: RunPlan) -> Iterator[str]:
 def _bubble(plan: RunPlan) -> Iterator[str]:
     if plan.topology.pp == 1:
         return
-    bubble = expected_bubble(plan, plan.batch.full // plan.batch.samples_per_microbatch)
+    bubble = expected_bubble(plan, plan.batch.num_microbatches)
     ahead = plan.config.optimizer.optimizer_post_validation
     span = "in steps that follow without a barrier" if ahead else "from the first action of any rank to the last"
     yield (

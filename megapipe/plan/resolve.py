@@ -20,20 +20,17 @@ from megapipe.config.config import (
     convert,
 )
 from megapipe.config.model import ModelConfig
-from megapipe.config.parallel import ParallelConfig
 from megapipe.config.rules.check import check
 from megapipe.config.rules.proposals import divisors
 from megapipe.config.training import OptimizerConfig, TrainingConfig
 from megapipe.data.build_datasets import DEFAULT_SPLIT
 from megapipe.errors import ConfigError
 from megapipe.layers.model import model_parameters
-from megapipe.plan.balance import balanced_cut
 from megapipe.plan.batch import BatchSchedule, batch_schedule
-from megapipe.plan.cut import cut_flags, cut_layers
+from megapipe.plan.cut import balanced_cut, cut_layers
 from megapipe.plan.run_plan import RunPlan
 from megapipe.plan.schedule_choice import check_schedule, group_size, memory_limit, schedule_and_chunks
 from megapipe.schedule.families import SCHEDULES
-from megapipe.schedule.placement import Placement
 from megapipe.sharding.audit import audit_slices, audit_stages
 from megapipe.topology import Topology
 
@@ -49,36 +46,40 @@ def resolve(config: Config, world_size: int, ranks_per_node: int | None = None) 
     model = resolve_model(config.model, config.parallel.tensor_model_parallel_size)
     schedule_name, chunks = schedule_and_chunks(config.parallel, model.num_layers)
     placement = SCHEDULES[schedule_name].place(config.parallel.pipeline_model_parallel_size, chunks)
-    topology = _topology(config.parallel, model, world_size, ranks_per_node, placement)
+    tp = config.parallel.tensor_model_parallel_size
+    topology = Topology.of_world(
+        world_size,
+        tp=tp,
+        cp=config.parallel.context_parallel_size,
+        pp=config.parallel.pipeline_model_parallel_size,
+        order=config.parallel.rank_order,
+        ranks_per_node=ranks_per_node,
+        allow_tp_across_nodes=config.parallel.allow_tp_across_nodes,
+        kv_replicas=max(1, tp // model.num_query_groups),
+        mirrored_pipeline=placement.second_direction is not None,
+    )
     training, batch = _batch(config.training, topology)
-    parallel = _parallel(config.parallel, topology, schedule_name, chunks)
-    partition = cut_layers(model, cut_flags(parallel), placement)
-    specs = model_parameters(model, parallel.sequence_parallel)
-    optimizer = _optimizer(config.optimizer, training, batch)
-    data = config.data
+    parallel = convert(
+        ResolvedParallelConfig,
+        config.parallel,
+        sequence_parallel=config.parallel.sequence_parallel and tp > 1,
+        num_virtual_stages_per_pipeline_rank=chunks,
+        microbatch_group_size_per_virtual_pipeline_stage=group_size(config.parallel, schedule_name),
+        pipeline_memory_limit=memory_limit(config.parallel, schedule_name),
+        ddp_bucket_size=config.parallel.ddp_bucket_size or max(40_000_000, 1_000_000 * topology.dp),
+    )
+    partition = cut_layers(model, parallel, placement)
+    optimizer, data = _optimizer(config.optimizer, training, batch), config.data
     if data.data_path is not None and data.split is None:
         data = dataclasses.replace(data, split=DEFAULT_SPLIT)
     resolved = convert(
         ResolvedConfig, config, model=model, parallel=parallel, training=training, optimizer=optimizer, data=data
     )
-    draft = RunPlan(resolved, topology, placement, partition, specs, batch, schedule_name)
-    _check_counts(draft)
-    plan = _balanced(draft)
-    _audit_slices(model, parallel.sequence_parallel, topology.tp)
+    specs = model_parameters(model, parallel.sequence_parallel)
+    plan = _balanced_and_checked(RunPlan(resolved, topology, placement, partition, specs, batch, schedule_name))
+    _audit_slices(model, parallel.sequence_parallel, tp)
     audit_stages(specs, dict(enumerate(plan.stage_specs)))
-    _make_schedules(plan)
-    _check_schedule(plan)
     return plan
-
-
-def _balanced(draft: RunPlan) -> RunPlan:
-    """Return the plan with its layers divided as --pipeline-balance asks."""
-    return dataclasses.replace(draft, partition=balanced_cut(draft))
-
-
-@cache
-def _audit_slices(model: ResolvedModelConfig, sequence_parallel: bool, tp: int) -> None:
-    audit_slices(model_parameters(model, sequence_parallel), tp)
 
 
 def vary(plan: RunPlan, config: Config) -> RunPlan:
@@ -90,12 +91,52 @@ def vary(plan: RunPlan, config: Config) -> RunPlan:
     training, batch = _batch(config.training, plan.topology)
     optimizer = _optimizer(config.optimizer, training, batch)
     resolved = dataclasses.replace(plan.config, training=training, optimizer=optimizer, recompute=config.recompute)
-    draft = dataclasses.replace(plan, config=resolved, batch=batch)
-    _check_counts(draft)
-    varied = _balanced(draft)
-    _make_schedules(varied)
-    _check_schedule(varied)
-    return varied
+    return _balanced_and_checked(dataclasses.replace(plan, config=resolved, batch=batch))
+
+
+def _balanced_and_checked(draft: RunPlan) -> RunPlan:
+    """Return the plan with its layers divided as --pipeline-balance asks.
+
+    Raises ConfigError if its schedule cannot run some number of microbatches of the run (a ramp-up changes it), or an
+    option of it.
+    """
+    counts, batch, name = SCHEDULES[draft.schedule_name].counts, draft.batch, draft.schedule_name
+    for size in batch.sizes:
+        count = size // batch.samples_per_microbatch
+        trouble, near = counts(draft.topology.pp, count) if counts else ("", ())
+        if trouble:
+            ways = " or ".join(str(number * batch.samples_per_microbatch) for number in near)
+            raise ConfigError(
+                f"--pipeline-schedule {name} {trouble}; {batch.flag_of(size)} {size}, {count} microbatch(es) of "
+                f"{draft.config.training.micro_batch_size} x dp {draft.topology.dp}: use {ways} instead"
+            )
+    plan = dataclasses.replace(draft, partition=balanced_cut(draft))
+    for size in batch.sizes:  # now, so that errors surface before anything starts
+        plan.schedule(size // batch.samples_per_microbatch)
+    if plan.config.gpu.cuda_graph_impl != "none" and plan.overlaps_stages:
+        raise ConfigError(
+            f"--cuda-graph-impl {plan.config.gpu.cuda_graph_impl}: --pipeline-schedule {name} runs two graphs at the "
+            "same time, which share cuBLAS's workspace; use zb-v"
+        )
+    if not plan.config.optimizer.optimizer_post_validation:
+        return plan
+    if plan.placement.second_direction is not None or not plan.is_synchronous:
+        raise ConfigError(
+            "--optimizer-post-validation removes the barrier between synchronous steps of a pipeline with one "
+            f"direction, which --pipeline-schedule {name} is not; leave the flag out, or choose zb-h2 or zb-v"
+        )
+    if plan.tied_across_ranks:
+        raise ConfigError(
+            "--optimizer-post-validation with a tied embedding on the first and the last rank: the first rank's update "
+            "needs the last one's gradient, which is a barrier again; add --untie-embeddings-and-output-weights, "
+            "choose a V-shaped schedule (both ends on one rank), or leave the flag out"
+        )
+    return plan
+
+
+@cache
+def _audit_slices(model: ResolvedModelConfig, sequence_parallel: bool, tp: int) -> None:
+    audit_slices(model_parameters(model, sequence_parallel), tp)
 
 
 def resolve_model(model: ModelConfig, tp: int) -> ResolvedModelConfig:
@@ -116,74 +157,20 @@ def resolve_model(model: ModelConfig, tp: int) -> ResolvedModelConfig:
         max_position_embeddings=model.max_position_embeddings or model.seq_length,
         softmax_scale=model.softmax_scale or 1.0 / math.sqrt(kv_channels),
     )
-    _check_query_groups(filled, tp)
-    return filled
-
-
-def _check_query_groups(model: ResolvedModelConfig, tp: int) -> None:
-    groups = model.num_query_groups
+    groups = filled.num_query_groups
     if groups % tp and tp % groups:
-        ways = ", ".join(str(n) for n in divisors(model.num_attention_heads) if groups % n == 0 or n % groups == 0)
+        ways = ", ".join(str(n) for n in divisors(filled.num_attention_heads) if groups % n == 0 or n % groups == 0)
         raise ConfigError(
             f"--num-query-groups {groups} and --tensor-model-parallel-size {tp}: one must divide the other, so that "
             f"each rank holds whole key/value heads or a copy of one; use a tensor-parallel size of {ways}"
         )
-
-
-def _check_schedule(plan: RunPlan) -> None:
-    """Raise ConfigError for what CUDA graphs and steps without a barrier cannot do with the schedule."""
-    if plan.config.gpu.cuda_graph_impl != "none" and plan.overlaps_stages:
-        raise ConfigError(
-            f"--cuda-graph-impl {plan.config.gpu.cuda_graph_impl}: --pipeline-schedule {plan.schedule_name} runs two "
-            "graphs at the same time, which share cuBLAS's workspace; use zb-v"
-        )
-    if not plan.config.optimizer.optimizer_post_validation:
-        return
-    if plan.placement.second_direction is not None or not SCHEDULES[plan.schedule_name].is_synchronous:
-        raise ConfigError(
-            "--optimizer-post-validation removes the barrier between synchronous steps of a pipeline with one "
-            f"direction, which --pipeline-schedule {plan.schedule_name} is not; leave the flag out, or "
-            "choose zb-h2 or zb-v"
-        )
-    if plan.tied_across_ranks:
-        raise ConfigError(
-            "--optimizer-post-validation with a tied embedding on the first and the last rank: the first rank's update "
-            "needs the last one's gradient, which is a barrier again; add --untie-embeddings-and-output-weights, "
-            "choose a V-shaped schedule (both ends on one rank), or leave the flag out"
-        )
-
-
-def _topology(
-    parallel: ParallelConfig,
-    model: ResolvedModelConfig,
-    world_size: int,
-    ranks_per_node: int | None,
-    placement: Placement,
-) -> Topology:
-    tp = parallel.tensor_model_parallel_size
-    return Topology.of_world(
-        world_size,
-        tp=tp,
-        cp=parallel.context_parallel_size,
-        pp=parallel.pipeline_model_parallel_size,
-        order=parallel.rank_order,
-        ranks_per_node=ranks_per_node,
-        allow_tp_across_nodes=parallel.allow_tp_across_nodes,
-        kv_replicas=max(1, tp // model.num_query_groups),
-        mirrored_pipeline=placement.second_direction is not None,
-    )
+    return filled
 
 
 def _batch(training: TrainingConfig, topology: Topology) -> tuple[ResolvedTrainingConfig, BatchSchedule]:
     """Derive the global batch, and the length of the run in both units from whichever is given."""
-    ranks_per_replica = topology.tp * topology.cp * topology.pp
-    batch = batch_schedule(
-        training.global_batch_size,
-        training.micro_batch_size,
-        topology.dp,
-        training.rampup_batch_size,
-        ranks_per_replica,
-    )
+    full, micro, rampup = training.global_batch_size, training.micro_batch_size, training.rampup_batch_size
+    batch = batch_schedule(full, micro, topology.dp, rampup, topology.tp * topology.cp * topology.pp)
     iters, samples = training.train_iters, training.train_samples
     if iters is None and samples is not None:
         iters = batch.steps_for(samples)
@@ -191,51 +178,8 @@ def _batch(training: TrainingConfig, topology: Topology) -> tuple[ResolvedTraini
             raise ConfigError(f"--train-samples {samples} is less than one step of {batch.sizes[0]} sequences")
     elif iters is not None:
         samples = batch.samples_after(iters)
-    resolved = convert(
-        ResolvedTrainingConfig,
-        training,
-        global_batch_size=batch.full,
-        train_iters=iters or 0,
-        train_samples=samples or 0,
-    )
-    return resolved, batch
-
-
-def _parallel(parallel: ParallelConfig, topology: Topology, schedule_name: str, chunks: int) -> ResolvedParallelConfig:
-    return convert(
-        ResolvedParallelConfig,
-        parallel,
-        sequence_parallel=parallel.sequence_parallel and topology.tp > 1,
-        num_virtual_stages_per_pipeline_rank=chunks,
-        microbatch_group_size_per_virtual_pipeline_stage=group_size(parallel, schedule_name),
-        pipeline_memory_limit=memory_limit(parallel, schedule_name),
-        ddp_bucket_size=parallel.ddp_bucket_size or max(40_000_000, 1_000_000 * topology.dp),
-    )
-
-
-def _check_counts(plan: RunPlan) -> None:
-    """Raise ConfigError if the schedule cannot run some number of microbatches of the run (a ramp-up changes it)."""
-    counts, batch, training = SCHEDULES[plan.schedule_name].counts, plan.batch, plan.config.training
-    for size in batch.sizes:
-        count = size // batch.samples_per_microbatch
-        trouble, near = counts(plan.topology.pp, count) if counts else ("", ())
-        if trouble:
-            flag = (
-                "--global-batch-size"
-                if size == batch.full
-                else f"--rampup-batch-size {batch.start} {batch.increment} reaches"
-            )
-            ways = " or ".join(str(number * batch.samples_per_microbatch) for number in near)
-            raise ConfigError(
-                f"--pipeline-schedule {plan.schedule_name} {trouble}; {flag} {size}, {count} microbatch(es) of "
-                f"{training.micro_batch_size} x dp {plan.topology.dp}: use {ways} instead"
-            )
-
-
-def _make_schedules(plan: RunPlan) -> None:
-    """Build the schedules of all numbers of microbatches of the run, so that errors surface now."""
-    for size in plan.batch.sizes:
-        plan.schedule(size // plan.batch.samples_per_microbatch)
+    lengths = {"train_iters": iters or 0, "train_samples": samples or 0}
+    return convert(ResolvedTrainingConfig, training, global_batch_size=batch.full, **lengths), batch
 
 
 def _optimizer(

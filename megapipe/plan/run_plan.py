@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from functools import cache, cached_property, lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 
 from megapipe.config.config import ResolvedConfig, ResolvedModelConfig
 from megapipe.layers.model import ModelSpec, model_parameters, model_spec, stage_parameters
 from megapipe.layers.table import RankShape
 from megapipe.plan.batch import BatchSchedule
-from megapipe.plan.layer_costs import LayerCosts, flop_costs, stage_costs
-from megapipe.plan.measured_layers import measured_costs
+from megapipe.plan.layer_costs import LayerCosts, flop_costs, measured_costs, stage_costs
 from megapipe.schedule.action import Op
 from megapipe.schedule.families import SCHEDULES, build_forward_only, build_lowered
 from megapipe.schedule.generate.shape import AutoGoal
@@ -110,11 +110,21 @@ class RunPlan:
             self.tied_kind,
         )
 
+    def buffers(self, stage: int, tp_rank: int) -> tuple[BufferLayout, ...]:
+        """Return the flat buffers of a stage on this tp_rank."""
+        return _stage_buffers(self._parameter_layout, stage, tp_rank)
+
+    def num_elements(self, stages: Iterable[int]) -> int:
+        """Return the parameters of these stages on one rank, padding of the buffers included."""
+        return sum(layout.numel for stage in stages for layout in self.buffers(stage, 0))
+
+    def shard_elements(self, stages: Iterable[int]) -> int:
+        """Return the parameters of these stages whose optimizer state is on one rank, padding included."""
+        return sum(layout.numel // layout.num_shards for stage in stages for layout in self.buffers(stage, 0))
+
     @cached_property
     def stage_costs(self) -> Costs:
-        """Seconds of every op of every stage: measured ones with --pipeline-layer-times, else relative ones from
-        FLOPs.
-        """
+        """Seconds of every op of every stage, measured (--pipeline-layer-times) or relative from FLOPs."""
         return stage_costs(self.layer_costs, self.partition, self.config.parallel.pipeline_rank_speeds or ())
 
     @cached_property
@@ -138,9 +148,7 @@ class RunPlan:
         return self._training(num_microbatches).schedule
 
     def head_start(self, num_microbatches: int) -> tuple[int, ...]:
-        """Return for each row of `schedule` the number of first actions that need no verdict on the step before; 0
-        without --optimizer-post-validation.
-        """
+        """Return for each row of `schedule` the number of first actions that need no verdict on the step before."""
         return self._training(num_microbatches).head_start
 
     def forward_schedule(self, num_microbatches: int) -> Schedule:
@@ -149,9 +157,7 @@ class RunPlan:
 
     @property
     def is_synchronous(self) -> bool:
-        """False for schedules that update weights while microbatches are in flight, and so do not train as one
-        process would.
-        """
+        """False for schedules that update weights while microbatches are in flight, unlike one process."""
         return SCHEDULES[self.schedule_name].is_synchronous
 
     @property
@@ -171,9 +177,8 @@ class RunPlan:
         """
         rule = SCHEDULES[self.schedule_name].versions
         assert rule is not None, f"{self.schedule_name} has one version of the weights"
-        group = (
-            self.config.parallel.microbatch_group_size_per_virtual_pipeline_stage or 1
-        )  # without groups each microbatch is a group
+        # without groups each microbatch is a group
+        group = self.config.parallel.microbatch_group_size_per_virtual_pipeline_stage or 1
         return weight_versions(self.schedule(num_microbatches), pp_rank, rule, group)
 
     def num_weight_versions(self, pp_rank: int) -> int:
@@ -183,9 +188,7 @@ class RunPlan:
         return 1 + max(max(self.weight_versions(count, pp_rank).buffer_of) for count in self._microbatch_counts)
 
     def slots(self, num_microbatches: int, pp_rank: int) -> Slots:
-        """Return the slot of each (stage, microbatch) of this rank: static buffers used from F to B or W (CUDA
-        graphs).
-        """
+        """Return the slot of each (stage, microbatch) of this rank: static buffers of CUDA graphs from F to B or W."""
         return assign_slots(self.schedule(num_microbatches).rows[pp_rank])
 
     def num_slots(self, pp_rank: int) -> dict[int, int]:
@@ -204,15 +207,9 @@ class RunPlan:
         """Numbers of microbatches of all steps of the run, on one dp rank."""
         return {size // self.batch.samples_per_microbatch for size in self.batch.sizes}
 
-    def crosses_nodes(self, axis: str) -> bool:
-        """Return True if some group of this axis has members on several nodes."""
-        return _crosses_nodes(self.topology, axis)
-
     @property
     def num_optimizer_shards(self) -> int:
-        """Number of ranks that share the optimizer state of a parameter: its replicas with the distributed optimizer,
-        else 1.
-        """
+        """Ranks that share a parameter's optimizer state: its replicas with the distributed optimizer, else 1."""
         return self.topology.num_replicas if self.config.parallel.use_distributed_optimizer else 1
 
     @property
@@ -222,11 +219,8 @@ class RunPlan:
 
     @property
     def tied_kind(self) -> BufferKind:
-        """Placement of the tied embedding: 'plain' within one stage (or untied), 'shared' by two stages of a rank,
-        'tied' between two ranks.
-
-        On a V the first stage and the last are on one rank, with two directions on each of the two ranks that hold
-        them.
+        """Placement of the tied embedding: 'plain' within one stage (or untied), 'shared' by two stages of a rank (a V,
+        or two directions), 'tied' between two ranks.
         """
         last = self.placement.num_stages - 1
         if self.config.model.untie_embeddings_and_output_weights or last == 0:
@@ -239,13 +233,9 @@ class RunPlan:
 
     def order_of_first_use(self, pp_rank: int) -> tuple[int, ...]:
         """Return the stages of pp_rank in the order in which a full step first runs them."""
-        row = self.schedule(self.batch.full // self.batch.samples_per_microbatch).rows[pp_rank]
+        row = self.schedule(self.batch.num_microbatches).rows[pp_rank]
         run = dict.fromkeys(stage for stage, op, _ in row if op is Op.F)
         return (*run, *(stage for stage in self.placement.stages_of(pp_rank) if stage not in run))
-
-    def buffers(self, stage: int, tp_rank: int) -> tuple[BufferLayout, ...]:
-        """Return the flat buffers of a stage on this tp_rank."""
-        return _stage_buffers(self._parameter_layout, stage, tp_rank)
 
     @property
     def _receive_depth(self) -> int:
@@ -254,7 +244,6 @@ class RunPlan:
 
     def _training(self, num_microbatches: int) -> LoweredSchedule:
         parallel, limit = self.config.parallel, self.config.parallel.pipeline_memory_limit
-        costs = None if limit is None else (self.layer_costs, self.partition, self.rank_speeds, limit)
         return _training_schedule(
             self.schedule_name,
             self.topology.pp,
@@ -263,7 +252,7 @@ class RunPlan:
             parallel.microbatch_group_size_per_virtual_pipeline_stage,
             self._receive_depth,
             not self.config.optimizer.optimizer_post_validation,
-            costs,
+            None if limit is None else (self.layer_costs, self.partition, self.rank_speeds, limit),
         )
 
     def _forward_only(self, num_microbatches: int) -> LoweredSchedule:
@@ -316,14 +305,8 @@ def _parameter_layout(
 ) -> ParameterLayout:
     specs = model_parameters(model, sequence_parallel)
     stages = tuple(
-        stage_parameters(
-            specs,
-            range(stage.first_layer, stage.last_layer_exclusive),
-            stage.has_embedding,
-            stage.has_head,
-            has_tied_copy=tied_kind == "tied",
-        )
-        for stage in partition.stages
+        stage_parameters(specs, range(first, end), has_embedding, has_head, has_tied_copy=tied_kind == "tied")
+        for first, end, has_embedding, has_head in partition.stages
     )
     return ParameterLayout(stages, tp, num_shards, bucket_size, tied_kind)
 
@@ -333,8 +316,3 @@ def _stage_buffers(layout: ParameterLayout, stage: int, tp_rank: int) -> tuple[B
     return layout_buffers(
         layout.stages[stage], tp_rank, layout.tp, layout.num_shards, layout.bucket_size, layout.tied_kind
     )
-
-
-@cache
-def _crosses_nodes(topology: Topology, axis: str) -> bool:
-    return topology.crosses_nodes(axis)

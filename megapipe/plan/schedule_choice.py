@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from megapipe.config.config import Config
 from megapipe.config.fields import nearest
 from megapipe.config.parallel import ParallelConfig
@@ -23,35 +21,59 @@ def check_schedule(config: Config) -> None:
     Each stage of an asynchronous schedule updates its weights while microbatches are in flight, so no option may need
     all ranks at the same moment.
     """
-    name = config.parallel.pipeline_schedule
-    _check_name(name)
+    name = _known_name(config.parallel)
     if name == AUTO or SCHEDULES[name].is_synchronous:
         return
-    messages = [f"--pipeline-schedule {name} updates each stage at its own time{text}" for text in _needs_all(config)]
-    if config.precision.fp8_format is not None:
-        messages.append(
-            f"--fp8-format casts the weights once a step, but --pipeline-schedule {name} updates them within the step; "
-            "use 1f1b"
-        )
-    if config.gpu.cuda_graph_impl != "none":
-        messages.append(
+    updates, optimizer, precision = f"--pipeline-schedule {name} updates", config.optimizer, config.precision
+    is_tied = not config.model.untie_embeddings_and_output_weights
+    # (True if the option is given, the reason and the way out)
+    rules = (
+        (
+            optimizer.clip_grad > 0,
+            f"{updates} each stage at its own time, so that the norm of all gradients, which --clip-grad "
+            f"{optimizer.clip_grad:g} limits, never exists; give --clip-grad 0",
+        ),
+        (
+            precision.dtype == "fp16" and precision.loss_scale is None,
+            f"{updates} each stage at its own time and cannot skip an update because another stage overflowed; use "
+            "--bf16, or a fixed --loss-scale with --fp16",
+        ),
+        (
+            config.training.calculate_per_token_loss,
+            f"{updates} each stage at its own time, before the tokens of the batch, by which "
+            "--calculate-per-token-loss divides, are counted; leave that out: each microbatch then has the same weight",
+        ),
+        (
+            is_tied and config.parallel.pipeline_model_parallel_size > 1,
+            f"{updates} each stage at its own time, but the tied embedding is on the first and the last stage and has "
+            "one gradient; give --untie-embeddings-and-output-weights",
+        ),
+        (
+            precision.fp8_format is not None,
+            f"--fp8-format casts the weights once a step, but {updates} them within the step; use 1f1b",
+        ),
+        (
+            config.gpu.cuda_graph_impl != "none",
             f"--cuda-graph-impl {config.gpu.cuda_graph_impl} repeats in every step what was recorded in one, but "
-            f"--pipeline-schedule {name} computes with several versions of the weights in turn; use 1f1b"
-        )
+            f"--pipeline-schedule {name} computes with several versions of the weights in turn; use 1f1b",
+        ),
+    )
+    messages = [message for is_given, message in rules if is_given]
     if messages:
         raise ConfigError("\n".join(messages))
 
 
-def _check_name(name: str) -> None:
+def _known_name(parallel: ParallelConfig) -> str:
+    name = parallel.pipeline_schedule
     if name not in SCHEDULE_NAMES:
         raise ConfigError(f"--pipeline-schedule {name}: choose {one_of(SCHEDULE_NAMES)}{nearest(name, SCHEDULE_NAMES)}")
+    return name
 
 
 def schedule_and_chunks(parallel: ParallelConfig, num_layers: int) -> tuple[str, int]:
     """Return (schedule, chunks per rank). Raises ConfigError if the schedule cannot run what the flags ask for."""
-    _check_name(parallel.pipeline_schedule)
-    asked = asked_chunks(parallel, num_layers)
-    name, chunks = parallel.pipeline_schedule, asked or 1
+    name, asked = _known_name(parallel), asked_chunks(parallel, num_layers)
+    chunks = asked or 1
     if name == AUTO:
         return default_schedule(chunks), chunks
     family = SCHEDULES[name]
@@ -77,31 +99,6 @@ def schedule_and_chunks(parallel: ParallelConfig, num_layers: int) -> tuple[str,
             "breadth-first, or leave the chunks out"
         )
     return name, chunks
-
-
-def _needs_all(config: Config) -> Iterator[str]:
-    """Yield why options that need all ranks at the same moment are impossible, each with its way out."""
-    clip, precision = config.optimizer.clip_grad, config.precision
-    if clip:
-        yield (
-            f", so that the norm of all gradients, which --clip-grad {clip:g} limits, never exists; give --clip-grad 0"
-        )
-    if precision.dtype == "fp16" and precision.loss_scale is None:
-        yield (
-            " and cannot skip an update because another stage overflowed; use --bf16, or a fixed --loss-scale with "
-            "--fp16"
-        )
-    if config.training.calculate_per_token_loss:
-        yield (
-            ", before the tokens of the batch, by which --calculate-per-token-loss divides, are counted; leave that "
-            "out: each microbatch then has the same weight"
-        )
-    is_tied = not config.model.untie_embeddings_and_output_weights
-    if is_tied and config.parallel.pipeline_model_parallel_size > 1:
-        yield (
-            ", but the tied embedding is on the first and the last stage and has one gradient; "
-            "give --untie-embeddings-and-output-weights"
-        )
 
 
 def group_size(parallel: ParallelConfig, name: str) -> int | None:

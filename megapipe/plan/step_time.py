@@ -1,15 +1,16 @@
-"""The time of a training step before it runs: layers by `layer_time`, messages over the links they cross, and the
-schedule simulated with the stages as they are cut.
+"""The time of a training step before it runs, with the schedule simulated and the stages as they are cut.
 
-A first-order model: tensor-parallel messages delay the computation unless a GEMM hides them, pipeline messages
-overlap with it, reductions run under the backward of the last microbatch, gathers under the forward of the first.
+`expected_bubble` takes stages by FLOPs or measured times and lets messages take no time. `predict_step` takes layers by
+`layer_time` and messages over the links they cross. It is a first-order model: tensor-parallel messages delay the
+computation unless a GEMM hides them, pipeline messages overlap with it, reductions run under the backward of the last
+microbatch, gathers under the forward of the first.
 docs/planner.md says what is fitted and compares with published runs.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 
@@ -18,21 +19,53 @@ from megapipe.layers.linear import casts
 from megapipe.layers.model import model_spec
 from megapipe.layers.table import ALL_REDUCE
 from megapipe.plan.activations import group_sizes, layers_of
-from megapipe.plan.flops import step_flops
 from megapipe.plan.hardware import Hardware, Link
+from megapipe.plan.layer_costs import LayerCosts, stage_costs, step_flops
 from megapipe.plan.layer_time import OpSeconds, head_seconds, layer_seconds
-from megapipe.plan.memory import offloaded_groups
+from megapipe.plan.offload import offloaded_groups
 from megapipe.plan.run_plan import RunPlan
 from megapipe.plan.traffic import gather_bytes, message_bytes, reduction_bytes
-from megapipe.schedule.action import Action, Op
-from megapipe.schedule.simulate import Costs, Timeline, simulate
+from megapipe.schedule.action import Op
+from megapipe.schedule.partition import Partition
+from megapipe.schedule.simulate import Bubble, Costs, Timeline, simulate
 from megapipe.topology import Topology
 
-OPTIMIZER_BYTES = (
-    30  # an element of the shard: gradient read; master and two moments read and written; bf16 weight written
-)
+# bytes an element of the shard: gradient read; master and two moments read and written; bf16 weight written
+OPTIMIZER_BYTES = 30
+NORM_BYTES = 4  # bytes an element of the shard: gradient read for the global norm
 HALVES = {Op.F: ("forward",), Op.B: ("inputs", "weights"), Op.I: ("inputs",), Op.W: ("weights",)}
-NORM_BYTES = 4  # an element of the shard: gradient read for the global norm
+
+
+def expected_bubble(plan: RunPlan, num_microbatches: int) -> Bubble:
+    """Return the mean over ranks of the simulated step. Shares are ratios; seconds have a scale only where layers
+    were measured.
+
+    With the barrier of the norm a step lasts from the first action of any rank to the last of any; with
+    --optimizer-post-validation as long as the rank that takes longest from its own first action to its last.
+    """
+    timeline = simulate(plan.schedule(num_microbatches), plan.stage_costs)
+    work = timeline.work_seconds
+    mean = sum(work) / len(work)
+    return Bubble(_period(plan, timeline) - mean, mean)
+
+
+def step_of_costs(plan: RunPlan, costs: LayerCosts, cut: Partition) -> float:
+    """Return the seconds, in the unit of the costs, of a full step with another cut.
+
+    At most about three pipeline fills are simulated: beyond them the steady middle grows by the work of the busiest
+    rank.
+    """
+    full, pp = plan.batch.num_microbatches, plan.topology.pp
+    few = full if full <= 4 * pp else 3 * pp + full % pp
+    timeline = simulate(plan.schedule(few), stage_costs(costs, cut, plan.rank_speeds))
+    return _period(plan, timeline) + (full - few) * max(timeline.work_seconds) / few
+
+
+def _period(plan: RunPlan, timeline: Timeline) -> float:
+    """Return the time from one step to the next."""
+    if not plan.config.optimizer.optimizer_post_validation:
+        return timeline.makespan_seconds
+    return max(idle + busy for idle, busy in zip(timeline.chained_idle_seconds, timeline.work_seconds, strict=True))
 
 
 @dataclass(frozen=True)
@@ -75,27 +108,29 @@ class StepTime:
 
 def predict_step(plan: RunPlan, hardware: Hardware) -> StepTime:
     """Predict a training step at the full global batch size."""
-    model, training, dtype = plan.config.model, plan.config.training, plan.config.precision.dtype
-    assert training.global_batch_size is not None
-    count = plan.batch.full // plan.batch.samples_per_microbatch
+    model, sequences = plan.config.model, plan.batch.full
     stages = stage_seconds(plan, hardware)
-    timeline = simulate(plan.schedule(count), schedule_costs(plan, hardware, stages))
+    timeline = simulate(plan.schedule(plan.batch.num_microbatches), _schedule_costs(plan, hardware, stages))
     work = timeline.work_seconds
     span, reduce = computed_and_reduced(plan, hardware, timeline)
     parts = _parts(timeline, max(range(len(work)), key=work.__getitem__), stages)
     parts["bubble"] = span - sum(parts.values())
     parts["reduce"] = reduce
-    parts |= after_the_backward(plan, hardware, stages)
-    sequences = training.global_batch_size
-    flops = step_flops(model, sequences, causal=True)
-    tokens, world_size = sequences * model.seq_length, plan.topology.world_size
-    return StepTime(sum(parts.values()), parts, tokens, flops, world_size, hardware.peak(dtype), timeline)
+    # all ranks wait for the norm, and for the next step's first stage
+    held = [plan.placement.stages_of(rank) for rank in range(plan.topology.pp)]
+    updated = max(plan.shard_elements(stages_of_rank) for stages_of_rank in held) * (OPTIMIZER_BYTES + NORM_BYTES)
+    cast = max(_weight_cast_seconds(plan, hardware, rank) for rank in range(plan.topology.pp))
+    parts["optimizer"] = updated / hardware.memory_bytes_per_second + cast
+    parts["gather"] = max(_exposed_gather(plan, hardware, stages_of_rank, stages) for stages_of_rank in held)
+    flops, tokens = step_flops(model, sequences, causal=True), sequences * model.seq_length
+    peak, world_size = hardware.peak(plan.config.precision.dtype), plan.topology.world_size
+    return StepTime(sum(parts.values()), parts, tokens, flops, world_size, peak, timeline)
 
 
 def stage_seconds(plan: RunPlan, hardware: Hardware) -> tuple[OpSeconds, ...]:
     """Return the seconds of each stage for one microbatch."""
     config, model, shape = plan.config, plan.model, plan.shape
-    tp_link = hardware.network if plan.crosses_nodes("tp") else hardware.node
+    tp_link = hardware.network if plan.topology.crosses_nodes("tp") else hardware.node
     of_kind = {kind: layer_seconds(kind, shape, hardware, tp_link) for kind in model.kinds}
     found: dict[tuple[int, ...], OpSeconds] = {}  # by the number of layers of each kind
     stages = []
@@ -109,42 +144,35 @@ def stage_seconds(plan: RunPlan, hardware: Hardware) -> tuple[OpSeconds, ...]:
     stages[-1] += head_seconds(model, shape, hardware, tp_link)
     if not config.offload.cpu_offloading_num_layers:
         return tuple(stages)
-    # copies are taken to hide behind layers in the model's dtype
+    # Waits for copies to the host and back. Each overlaps with the computation of one group of layers, taken to be in
+    # the model's dtype; both directions run at the same time.
     layer = layer_seconds(model_spec(config.model, PrecisionConfig()).layers[0], shape, hardware, tp_link)
-    return tuple(seconds + offload_seconds(plan, hardware, stage, layer) for stage, seconds in enumerate(stages))
+    forward_seconds, backward_seconds = layer.of(Op.F), layer.of(Op.I if plan.splits_backward else Op.B)
+    for stage, num_layers in enumerate(plan.partition.layer_counts):
+        forward = backward = 0.0
+        sizes = group_sizes(config.recompute, num_layers)
+        for size, group in zip(sizes, offloaded_groups(plan, stage), strict=True):
+            copy = group.moved / hardware.host_bytes_per_second
+            forward += max(0.0, copy - size * forward_seconds)
+            backward += max(0.0, copy - size * backward_seconds)
+        stages[stage] += OpSeconds({"host": forward}, {"host": backward}, {})
+    return tuple(stages)
 
 
-def offload_seconds(plan: RunPlan, hardware: Hardware, stage: int, layer: OpSeconds) -> OpSeconds:
-    """Return the time that a stage waits for copies to the host and back, for one microbatch.
-
-    Each copy overlaps with the computation of one group of layers; both directions run at the same time.
-    """
-    forward = backward = 0.0
-    backward_op = Op.I if plan.splits_backward else Op.B
-    sizes = group_sizes(plan.config.recompute, plan.partition.layer_counts[stage])
-    for size, group in zip(sizes, offloaded_groups(plan, stage), strict=True):
-        copy = group.moved / hardware.host_bytes_per_second
-        forward += max(0.0, copy - size * layer.of(Op.F))
-        backward += max(0.0, copy - size * layer.of(backward_op))
-    return OpSeconds({"host": forward}, {"host": backward}, {})
-
-
-def schedule_costs(plan: RunPlan, hardware: Hardware, stages: tuple[OpSeconds, ...]) -> Costs:
+def _schedule_costs(plan: RunPlan, hardware: Hardware, stages: tuple[OpSeconds, ...]) -> Costs:
     """Return the costs for `simulate`: computation and messages.
 
     Reductions take no time here: see `computed_and_reduced`.
     """
-    link = hardware.network if plan.crosses_nodes("pp") else hardware.node
+    link = hardware.network if plan.topology.crosses_nodes("pp") else hardware.node
     smallest = 1e-9  # a stage without layers still takes some time
-    on_the_wire = message_bytes(plan) / link.bytes_per_second
+    message_seconds = message_bytes(plan) / link.bytes_per_second
     seconds: dict[tuple[int, Op], float] = {}
     for stage, of_stage in enumerate(stages):
-        for op in (Op.F, Op.B, Op.I, Op.W):
-            seconds[stage, op] = max(of_stage.of(op), smallest)
-        seconds[stage, Op.SEND_F] = seconds[stage, Op.SEND_B] = on_the_wire
-    return Costs(
-        seconds, link.latency_seconds, overlap=plan.config.parallel.overlap_p2p_comm, rank_speeds=plan.rank_speeds
-    )
+        seconds |= {(stage, op): max(of_stage.of(op), smallest) for op in (Op.F, Op.B, Op.I, Op.W)}
+        seconds[stage, Op.SEND_F] = seconds[stage, Op.SEND_B] = message_seconds
+    overlap = plan.config.parallel.overlap_p2p_comm
+    return Costs(seconds, link.latency_seconds, overlap=overlap, rank_speeds=plan.rank_speeds)
 
 
 def computed_and_reduced(plan: RunPlan, hardware: Hardware, timeline: Timeline) -> tuple[float, float]:
@@ -174,37 +202,26 @@ def _reduced_by_buckets(plan: RunPlan, hardware: Hardware, timeline: Timeline, p
 
     Where two ranks hold a stage (DualPipe), its buckets wait for the whole stage.
     """
-    free = 0.0
-    for stage, slot, last_op in reversed(
-        _reductions(timeline.schedule.rows[pp_rank], len(plan.placement.stages_of(pp_rank)))
-    ):
-        done, seconds = timeline.starts[pp_rank][slot], reduction_seconds(plan, hardware, stage)
-        buckets = (
-            1
-            if plan.topology.mirrored_pipeline
-            else max(1, sum(len(layout.buckets) for layout in plan.buffers(stage, 0)))
-        )
-        begun = done - timeline.costs.seconds[stage, last_op] / plan.rank_speeds[pp_rank] * (buckets - 1) / buckets
-        free = max(max(begun, free) + seconds, done + seconds / buckets)
-    return free
-
-
-def _reductions(row: Sequence[Action], count: int) -> list[tuple[int, int, Op]]:
-    """Return (stage, slot of its reduction, the backward op before it), last first.
-
-    The row is searched from its end.
-    """
-    slots: dict[int, int] = {}
-    found: list[tuple[int, int, Op]] = []
+    row, num_stages = timeline.schedule.rows[pp_rank], len(plan.placement.stages_of(pp_rank))
+    slots: dict[int, int] = {}  # stage -> slot of its last reduction
+    found: list[tuple[int, int, Op]] = []  # slot of the reduction, stage, the backward op before it
     for slot in range(len(row) - 1, -1, -1):
         stage, op, _ = row[slot]
         if op is Op.REDUCE_GRAD:
             slots[stage] = slot
         elif op in (Op.B, Op.W) and stage in slots:
-            found.append((stage, slots.pop(stage), op))
-            if len(found) == count:
+            found.append((slots.pop(stage), stage, op))
+            if len(found) == num_stages:
                 break
-    return sorted(found, key=lambda each: -each[1])
+    free = 0.0
+    for slot, stage, last_op in sorted(found, key=lambda each: each[0]):
+        done, seconds = timeline.starts[pp_rank][slot], reduction_seconds(plan, hardware, stage)
+        buckets = 1
+        if not plan.topology.mirrored_pipeline:
+            buckets = max(1, sum(len(layout.buckets) for layout in plan.buffers(stage, 0)))
+        begun = done - timeline.costs.seconds[stage, last_op] / plan.rank_speeds[pp_rank] * (buckets - 1) / buckets
+        free = max(max(begun, free) + seconds, done + seconds / buckets)
+    return free
 
 
 def reduction_seconds(plan: RunPlan, hardware: Hardware, stage: int) -> float:
@@ -213,26 +230,12 @@ def reduction_seconds(plan: RunPlan, hardware: Hardware, stage: int) -> float:
     return _replica_seconds(plan, hardware, reduction_bytes(plan, stage), passes)
 
 
-def after_the_backward(plan: RunPlan, hardware: Hardware, stages: tuple[OpSeconds, ...]) -> dict[str, float]:
-    """Return the seconds of 'optimizer' and 'gather' on the slowest rank: all wait for the norm and for the next
-    step's first stage.
-    """
-    ranks = range(plan.topology.pp)
-    shards = max(_shard_elements(plan, rank) for rank in ranks)
-    cast = max(_weight_cast_seconds(plan, hardware, rank) for rank in ranks)
-    return {
-        "optimizer": shards * (OPTIMIZER_BYTES + NORM_BYTES) / hardware.memory_bytes_per_second + cast,
-        "gather": max(_exposed_gather(plan, hardware, rank, stages) for rank in ranks),
-    }
-
-
-def _exposed_gather(plan: RunPlan, hardware: Hardware, pp_rank: int, stages: tuple[OpSeconds, ...]) -> float:
+def _exposed_gather(plan: RunPlan, hardware: Hardware, held: tuple[int, ...], stages: tuple[OpSeconds, ...]) -> float:
     """Return the time of gathering updated parameters that the first forwards of the rank, and of the stages it waits
-    for, do not hide.
+    for, do not hide. held: the stages of the rank.
     """
     if not plan.config.parallel.use_distributed_optimizer:
         return 0.0
-    held = plan.placement.stages_of(pp_rank)
     total = sum(_replica_seconds(plan, hardware, gather_bytes(plan, stage)) for stage in held)
     if not plan.config.parallel.overlap_param_gather:
         return total
@@ -243,7 +246,7 @@ def _exposed_gather(plan: RunPlan, hardware: Hardware, pp_rank: int, stages: tup
 
 
 @cache
-def replica_link(topology: Topology, node: Link, network: Link) -> Link:
+def _replica_link(topology: Topology, node: Link, network: Link) -> Link:
     """Return the link of a ring over the replicas of a shard: between nodes each of its members in a node adds
     another network card.
     """
@@ -256,7 +259,7 @@ def replica_link(topology: Topology, node: Link, network: Link) -> Link:
 
 
 def _replica_seconds(plan: RunPlan, hardware: Hardware, num_bytes: float, passes: int = 1) -> float:
-    link = replica_link(plan.topology, hardware.node, hardware.network)
+    link = _replica_link(plan.topology, hardware.node, hardware.network)
     return num_bytes / link.bytes_per_second + passes * (plan.topology.num_replicas > 1) * link.latency_seconds
 
 
@@ -278,8 +281,3 @@ def _weight_cast_seconds(plan: RunPlan, hardware: Hardware, pp_rank: int) -> flo
     layers = [layer for stage in held for layer in layers_of(plan.model, stage) if layer.is_fp8]
     elements = sum(gemm.num_weights for layer in layers for gemm in layer.gemms(plan.topology.tp))
     return casts(plan.shape).weight_once * elements / hardware.pointwise_bytes_per_second if layers else 0.0
-
-
-def _shard_elements(plan: RunPlan, pp_rank: int) -> float:
-    layouts = [layout for stage in plan.placement.stages_of(pp_rank) for layout in plan.buffers(stage, 0)]
-    return sum(layout.numel / layout.num_shards for layout in layouts)

@@ -13,9 +13,9 @@ from megapipe.assembly.runtime import TrainingRuntime
 from megapipe.comm.collectives import all_reduce
 from megapipe.config.files import LoggingConfig
 from megapipe.monitor.process import available_cores
-from megapipe.plan.bubble import expected_bubble
-from megapipe.plan.flops import step_flops
 from megapipe.plan.hardware import peak_flops
+from megapipe.plan.layer_costs import step_flops
+from megapipe.plan.step_time import expected_bubble
 from megapipe.schedule.action import BUSY_OPS, parse_action
 from megapipe.train.journal import Journal, run_folder
 from megapipe.train.pipeline_profile import PipelineProfiler

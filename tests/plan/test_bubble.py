@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from megapipe.plan.bubble import expected_bubble
 from megapipe.plan.resolve import resolve
 from megapipe.plan.run_plan import RunPlan
+from megapipe.plan.step_time import expected_bubble
 from megapipe.schedule.action import Op
 from tests.tiny import small_config
 

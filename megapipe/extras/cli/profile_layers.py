@@ -22,8 +22,7 @@ from megapipe.config.load import load_config
 from megapipe.environment import Environment
 from megapipe.extras.cli.frame import Command, option, write_file
 from megapipe.extras.cli.planning import with_vocabulary
-from megapipe.plan.layer_costs import PartCost
-from megapipe.plan.measured_layers import LayerTimes, setting_of, to_json
+from megapipe.plan.layer_costs import LayerTimes, PartCost, setting_of, to_json
 from megapipe.plan.resolve import resolve
 
 OPTIONS = (

@@ -7,7 +7,7 @@ import math
 from collections import Counter
 from dataclasses import dataclass
 from functools import cache
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 from megapipe.config.config import Config, ResolvedModelConfig
 from megapipe.config.parallel import RecomputeConfig
@@ -17,7 +17,7 @@ from megapipe.extras.search.layout import Layout
 from megapipe.layers.model import model_parameters, model_spec
 from megapipe.layers.table import Documents, RankShape
 from megapipe.plan.activations import stage_bytes
-from megapipe.plan.cut import cut_flags, cut_layers
+from megapipe.plan.cut import cut_layers, undominated
 from megapipe.plan.hardware import Hardware
 from megapipe.plan.layer_time import OpSeconds, head_seconds, layer_seconds
 from megapipe.plan.resolve import resolve_model
@@ -58,7 +58,6 @@ class _Holds(NamedTuple):
 
 
 Cut = tuple[int, tuple[int, ...], tuple[int, ...]]  # ranks, the rank of each stage, layers of each stage
-Numbers = TypeVar("Numbers", bound=tuple[int, ...])
 
 
 class _Times(NamedTuple):
@@ -180,7 +179,7 @@ class Bounds:
         layout = Layout(tp, pp, chunks, schedule, 1, RecomputeConfig(), False, False, how)
         placement = SCHEDULES[schedule].place(pp, chunks)
         try:
-            partition = cut_layers(model.config, cut_flags(layout.applied_to(self._config).parallel), placement)
+            partition = cut_layers(model.config, layout.applied_to(self._config).parallel, placement)
         except ConfigError:
             return None
         return pp, placement.rank_of_stage, partition.layer_counts
@@ -217,7 +216,7 @@ class Bounds:
 @cache
 def _waits(cut: Cut) -> tuple[_Waits, ...]:
     pp, ranks, counts = cut
-    return _undominated(
+    return undominated(
         [
             _Waits(ranks.index(rank), sum(counts[: ranks.index(rank)]), _layers(cut, rank), int(ranks[-1] == rank))
             for rank in range(pp)
@@ -229,7 +228,7 @@ def _waits(cut: Cut) -> tuple[_Waits, ...]:
 def _holds(cut: Cut, schedule: str, count: int) -> tuple[_Holds, ...]:
     pp, ranks, counts = cut
     rows = SCHEDULES[schedule].generate(Shape(pp, len(ranks) // pp, count, pp))
-    return _undominated(
+    return undominated(
         [
             _Holds(
                 _layers(cut, rank),
@@ -244,13 +243,3 @@ def _holds(cut: Cut, schedule: str, count: int) -> tuple[_Holds, ...]:
 
 def _layers(cut: Cut, rank: int) -> int:
     return sum(layers for holder, layers in zip(cut[1], cut[2], strict=True) if holder == rank)
-
-
-def _undominated(ranks: list[Numbers]) -> tuple[Numbers, ...]:
-    """Return the tuples that no other tuple equals or exceeds in every number."""
-    distinct = sorted(set(ranks), reverse=True)
-    return tuple(
-        rank
-        for place, rank in enumerate(distinct)
-        if not any(all(a >= b for a, b in zip(other, rank, strict=True)) for other in distinct[:place])
-    )

@@ -12,11 +12,10 @@ from typing import Any
 from megapipe.config.config import Config, value_of
 from megapipe.config.fields import ConfigField, out_of_bounds, value_text
 from megapipe.errors import MegapipeError
-from megapipe.plan.bubble import expected_bubble
 from megapipe.plan.hardware import Hardware
 from megapipe.plan.memory import all_rank_memory
 from megapipe.plan.resolve import resolve
-from megapipe.plan.step_time import predict_step
+from megapipe.plan.step_time import expected_bubble, predict_step
 
 
 @dataclass(frozen=True)

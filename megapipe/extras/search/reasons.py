@@ -143,16 +143,16 @@ def oddities(configured: Candidate, winner: Candidate | None, hardware: Hardware
 
 
 def _inverted(configured: Candidate, hardware: Hardware) -> Iterator[str]:
-    plan, t = configured.plan, configured.plan.topology
-    if t.tp > 1 and plan.crosses_nodes("tp"):
+    t = configured.plan.topology
+    if t.tp > 1 and t.crosses_nodes("tp"):
         share = configured.time.parts["tp"] / configured.time.seconds
-        inside = [name for name in ("pp", "dp") if t.size(name) > 1 and not plan.crosses_nodes(name)]
+        inside = [name for name in ("pp", "dp") if t.size(name) > 1 and not t.crosses_nodes(name)]
         turned = f" while {' and '.join(inside)} stay inside a node: the axes are inverted" if inside else ""
         yield (
             f"tp {t.tp} crosses nodes of {hardware.ranks_per_node}{turned}; every layer waits for its messages "
             f"({share:.0%} of the step): put tp first in --rank-order and keep it at {hardware.ranks_per_node} or less"
         )
-    elif t.pp > 1 and t.dp > 1 and plan.crosses_nodes("replicas") and not plan.crosses_nodes("pp"):
+    elif t.pp > 1 and t.dp > 1 and t.crosses_nodes("replicas") and not t.crosses_nodes("pp"):
         yield (
             f"pp {t.pp} stays inside a node while gradients cross nodes (--rank-order {t.order}): a pipeline sends "
             "less, so the pipeline should cross nodes; use --rank-order tp-cp-dp-pp"

@@ -12,8 +12,8 @@ from megapipe.extras.search.objective import Chosen, Objective
 from megapipe.extras.search.reasons import gib, oddities, reasons
 from megapipe.extras.search.search import Candidate, Found
 from megapipe.formatting import text_table
-from megapipe.plan.flops import recomputed_flops, step_flops
 from megapipe.plan.hardware import TERA, Hardware
+from megapipe.plan.layer_costs import recomputed_flops, step_flops
 from megapipe.plan.memory import RankMemory
 from megapipe.plan.run_plan import RunPlan
 

@@ -27,8 +27,8 @@ from megapipe.config.parallel import ParallelConfig, RecomputeConfig
 from megapipe.config.training import TrainingConfig
 from megapipe.layers.model import model_spec
 from megapipe.layers.table import RankShape
-from megapipe.plan.flops import step_flops
 from megapipe.plan.hardware import TERA, Hardware, hardware_named
+from megapipe.plan.layer_costs import step_flops
 from megapipe.plan.layer_time import OpSeconds, layer_seconds
 from megapipe.plan.resolve import resolve, resolve_model
 from megapipe.plan.run_plan import RunPlan

@@ -13,8 +13,7 @@ from megapipe.config.config import Config
 from megapipe.errors import ConfigError
 from megapipe.extras.search.bounds import Bounds
 from megapipe.extras.search.layout import CUTS, RECOMPUTES, Layout, takes_any_chunks
-from megapipe.extras.search.search import predict
-from megapipe.extras.search.short_step import ShortSteps
+from megapipe.extras.search.search import ShortSteps, predict
 from megapipe.plan.hardware import hardware_named
 from megapipe.plan.memory import all_rank_memory
 from megapipe.plan.resolve import resolve

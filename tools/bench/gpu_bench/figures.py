@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from bench_table import Quartiles
 
 from gpu_bench.shapes import Shape, configuration
-from megapipe.plan.flops import step_flops
+from megapipe.plan.layer_costs import step_flops
 from megapipe.plan.resolve import resolve
 
 GEMM, FP8_GEMM = "GEMM", "fp8 GEMM"  # among the rates

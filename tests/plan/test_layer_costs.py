@@ -8,8 +8,7 @@ from megapipe.config.model import ModelConfig, PrecisionConfig
 from megapipe.config.parallel import RecomputeConfig
 from megapipe.layers.attention import mean_keys
 from megapipe.layers.model import ModelSpec, model_spec
-from megapipe.plan.flops import head_flops, layer_flops, recomputed_flops, step_flops
-from megapipe.plan.layer_costs import flop_costs
+from megapipe.plan.layer_costs import flop_costs, head_flops, layer_flops, recomputed_flops, step_flops
 from megapipe.plan.resolve import resolve_model
 
 
