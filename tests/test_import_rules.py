@@ -28,7 +28,7 @@ PEERS = (
 )  # implementations that the benchmark compares with, which use torch.distributed directly
 TORCH_FAMILY = ("torch", "torchvision", "transformers", "accelerate")  # each imports torch
 LIBRARIES = {  # each is imported in one file, inside functions, so that only runs that selected it import it
-    "transformer_engine": "megapipe.gpu.transformer_engine",
+    "transformer_engine": "megapipe.gpu.libraries",
     "apex": "megapipe.gpu.libraries",
     "fused_weight_gradient_mlp_cuda": "megapipe.gpu.libraries",
     "flash_attn": "megapipe.gpu.libraries",
@@ -499,7 +499,7 @@ def test_planted_use_of_torch_distributed_is_seen(source: str) -> None:
     [
         ("def f():\n    import flash_attn", "megapipe.model.attention"),
         ("import apex.optimizers", "megapipe.gpu.libraries"),
-        ("from transformer_engine.pytorch import Linear", "megapipe.gpu.transformer_engine"),
+        ("from transformer_engine.pytorch import Linear", "megapipe.gpu.libraries"),
     ],
 )
 def test_planted_import_of_a_library_is_seen(source: str, module: str) -> None:

@@ -22,10 +22,9 @@ from megapipe.data_parallel.buffers import StageBuffers
 from megapipe.data_parallel.gather import ParameterGather
 from megapipe.data_parallel.reducer import GradientReducer
 from megapipe.dtypes import DTYPES
-from megapipe.gpu.copies import copies_for
 from megapipe.gpu.kernels import choose_kernels
 from megapipe.gpu.libraries import Apex
-from megapipe.gpu.streams import StageStreams
+from megapipe.gpu.streams import StageStreams, copies_for
 from megapipe.layers.table import comm_chunks
 from megapipe.model.init import draw
 from megapipe.model.stage import GPTStage

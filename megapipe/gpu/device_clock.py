@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from time import perf_counter_ns
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -17,18 +17,8 @@ from megapipe.profile.clock import Clock, Reading, RoundTrip, reading
 READINGS = 8  # paired readings of host and device clock; the fastest counts
 
 
-class DeviceClock(Protocol):
-    """A clock whose moments are ints: nanoseconds of the host's clock at the time of the call."""
-
-    def mark(self, stream: Any = None) -> int:
-        """Return the moment at which all work launched on the stream (None: the current one) is done."""
-
-    def seconds(self, begin: int, end: int) -> float:
-        """Return the seconds between two moments; waits until both have passed."""
-
-
 class HostClock:
-    """The clock of a CPU, on which launched work is done."""
+    """The clock of a CPU, on which launched work is done. Moments are ints: nanoseconds at the time of the call."""
 
     def mark(self, stream: Any = None) -> int:
         return perf_counter_ns()
@@ -74,11 +64,13 @@ class EventClock:
         return bool(self._cuda.is_current_stream_capturing())
 
     def mark(self, stream: Any = None) -> Mark:
+        """Return the moment at which all work launched on the stream (None: the current one) is done."""
         event = self._cuda.Event(enable_timing=True)
         event.record(self._cuda.current_stream(self._device) if stream is None else stream)
         return Mark(self._now(), event)
 
     def seconds(self, begin: int, end: int) -> float:
+        """Return the seconds between two moments; waits until both have passed."""
         return self._nanoseconds(_event(begin), _event(end)) / 1e9
 
     def begin(self) -> None:
@@ -119,6 +111,9 @@ def _event(moment: int) -> Any:
     if not isinstance(moment, Mark):
         raise TypeError(f"{moment} is a host time, not a Mark: seconds() takes the moments of a stream")
     return moment.event
+
+
+DeviceClock = HostClock | EventClock
 
 
 def device_clock(device: torch.device) -> DeviceClock:

@@ -13,8 +13,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from megapipe.config.config import Config
 from megapipe.config.model import PrecisionConfig
-from megapipe.gpu.libraries import Apex, FlashAttention
-from megapipe.gpu.transformer_engine import TransformerEngine
+from megapipe.gpu.libraries import Apex, FlashAttention, TransformerEngine
 
 AnyFunction = TypeVar("AnyFunction", bound=Callable[..., Any])
 
@@ -50,11 +49,11 @@ def choose_kernels(config: Config, splits_backward: bool = False) -> Kernels:
     if chosen.transformer_impl == "transformer_engine":
         layers = TransformerEngine("--transformer-impl transformer_engine", "--transformer-impl local", precision)
     if chosen.attention_impl == "flash":
-        attention = FlashAttention.load()
+        attention = FlashAttention()
     elif chosen.attention_impl == "te":
         attention = layers or TransformerEngine("--attention-impl te", "--attention-impl sdpa", precision)
     if chosen.optimizer_impl == "apex":
-        optimizer = norms = Apex.load()
+        optimizer = norms = Apex()
     elif chosen.optimizer_impl == "te":
         optimizer = layers or TransformerEngine("--optimizer-impl te", "--optimizer-impl torch", precision)
     return Kernels(
@@ -140,9 +139,7 @@ def compiled(function: AnyFunction) -> AnyFunction:
     def call(x: Tensor, *others: Any) -> Tensor:
         if not x.is_meta:
             return kernel(x, *others)  # type: ignore[no-any-return]
-        with (
-            _disable_current_modes()
-        ):  # a dry run counts the result of the one kernel, not the temporaries of the function
+        with _disable_current_modes():  # a dry run counts the result of the one kernel, not the function's temporaries
             result = function(x, *others)
         return torch.empty_strided(result.shape, result.stride(), dtype=result.dtype, device=result.device)
 

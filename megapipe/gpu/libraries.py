@@ -1,54 +1,46 @@
-"""Adapters of apex and flash-attn, and what the adapters of all optional libraries share."""
+"""Adapters of the optional libraries: apex, flash-attn, and NVIDIA's Transformer Engine."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from megapipe.comm.groups import Group
+from megapipe.config.model import PrecisionConfig
 from megapipe.config.training import OptimizerConfig
 from megapipe.errors import ConfigError
 
-
-@dataclass(frozen=True)
-class Library:
-    """An optional library: its usual name, and the command that installs it."""
-
-    name: str
-    install: str
-
-
-TRANSFORMER_ENGINE = Library(
-    "NVIDIA's Transformer Engine",
-    "pip install --no-build-isolation 'transformer_engine[pytorch]' (builds against CUDA and cuDNN)",
-)
-APEX = Library(
-    "NVIDIA's apex",
-    "git clone https://github.com/NVIDIA/apex, and in it: "
-    "APEX_CPP_EXT=1 APEX_CUDA_EXT=1 pip install --no-build-isolation . (the apex of PyPI is another package)",
-)
-FLASH = Library("flash-attn", "pip install --no-build-isolation flash-attn (builds against CUDA)")
+# usual name -> the command that installs it
+INSTALL = {
+    "NVIDIA's Transformer Engine": (
+        "pip install --no-build-isolation 'transformer_engine[pytorch]' (builds against CUDA and cuDNN)"
+    ),
+    "NVIDIA's apex": (
+        "git clone https://github.com/NVIDIA/apex, and in it: "
+        "APEX_CPP_EXT=1 APEX_CUDA_EXT=1 pip install --no-build-isolation . (the apex of PyPI is another package)"
+    ),
+    "flash-attn": "pip install --no-build-isolation flash-attn (builds against CUDA)",
+}
 
 
 @contextmanager
-def importing(library: Library, flag: str, instead: str) -> Iterator[None]:
+def importing(library: str, flag: str, instead: str) -> Iterator[None]:
     """Raise ConfigError with the install command if the import inside the block fails.
 
-    flag: the option that chose the library. instead: the value of it that needs no library.
+    library: its usual name. flag: the option that chose it. instead: the value of it that needs no library.
     """
     try:
         yield
-    except (
-        Exception
-    ) as error:  # PyPI's empty transformer-engine raises RuntimeError, a build for another torch anything
+    # PyPI's empty transformer-engine raises RuntimeError, a build for another torch anything
+    except Exception as error:
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
         raise ConfigError(
-            f"{flag} needs {library.name}, which cannot be imported here ({reason}): {library.install}; "
-            f"or use {instead}"
+            f"{flag} needs {library}, which cannot be imported here ({reason}): {INSTALL[library]}; or use {instead}"
         ) from error
 
 
@@ -77,60 +69,52 @@ def fold_groups(x: Tensor) -> Tensor:
     return x.flatten(1, 2)
 
 
-@dataclass(frozen=True)
+def _fused_adam(make: Any, groups: Iterable[dict[str, Any]], config: OptimizerConfig) -> torch.optim.Optimizer:
+    betas = (config.adam_beta1, config.adam_beta2)
+    return make(  # type: ignore[no-any-return]
+        groups, lr=0.0, bias_correction=True, betas=betas, eps=config.adam_eps, adam_w_mode=True, weight_decay=0.0
+    )
+
+
 class Apex:
     """NVIDIA's apex: a multi-tensor Adam, fused norms, and a weight gradient that is accumulated inside its GEMM."""
 
-    fused_adam: Callable[..., torch.optim.Optimizer]
-    layer_norm: Callable[..., Tensor]
-    rms_norm: Callable[..., Tensor]
-    weight_gradients: Any  # the extension module
-
-    @classmethod
-    def load(cls) -> Apex:
+    def __init__(self) -> None:
         """Import the library. Raises ConfigError if apex is not installed or lacks its CUDA extensions."""
-        with importing(APEX, "--optimizer-impl apex", "--optimizer-impl torch"):
+        with importing("NVIDIA's apex", "--optimizer-impl apex", "--optimizer-impl torch"):
             import fused_weight_gradient_mlp_cuda
             from apex.normalization.fused_layer_norm import fused_layer_norm_affine, fused_rms_norm_affine
             from apex.optimizers import FusedAdam
-
-            return cls(FusedAdam, fused_layer_norm_affine, fused_rms_norm_affine, fused_weight_gradient_mlp_cuda)
+        self._adam, self._weight_gradients = FusedAdam, fused_weight_gradient_mlp_cuda
+        self._layer_norm, self._rms_norm = fused_layer_norm_affine, fused_rms_norm_affine
 
     def adam(self, groups: Iterable[dict[str, Any]], config: OptimizerConfig) -> torch.optim.Optimizer:
         """Build AdamW over parameter groups; it counts its steps in each group's 'step'."""
-        betas = (config.adam_beta1, config.adam_beta2)
-        return self.fused_adam(
-            groups, lr=0.0, bias_correction=True, betas=betas, eps=config.adam_eps, adam_w_mode=True, weight_decay=0.0
-        )
+        return _fused_adam(self._adam, groups, config)
 
     def norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, epsilon: float) -> Tensor:
         """Apply LayerNorm, or without a bias RMSNorm, over the last dimension, with fp32 statistics."""
         if bias is None:
-            return self.rms_norm(x, weight, weight.shape, epsilon)
-        return self.layer_norm(x, weight, bias, weight.shape, epsilon)
+            return self._rms_norm(x, weight, weight.shape, epsilon)  # type: ignore[no-any-return]
+        return self._layer_norm(x, weight, bias, weight.shape, epsilon)  # type: ignore[no-any-return]
 
     def add_outer(self, main_grad: Tensor, grad_output: Tensor, inputs: Tensor) -> None:
         """Add grad_output^T [tokens, out] @ inputs [tokens, in] to main_grad [out, in] in the GEMM's epilogue.
 
         main_grad: fp32; inputs: bf16, fp16 or fp32.
         """
-        self.weight_gradients.wgrad_gemm_accum_fp32(inputs, grad_output, main_grad)
+        self._weight_gradients.wgrad_gemm_accum_fp32(inputs, grad_output, main_grad)
 
 
-@dataclass(frozen=True)
 class FlashAttention:
     """flash-attn 2 (Dao 2023, arXiv:2307.08691): causal, grouped queries, sliding window, soft-cap; bf16 and fp16."""
 
-    version: str
-    function: Callable[..., Any]
-
-    @classmethod
-    def load(cls) -> FlashAttention:
+    def __init__(self) -> None:
         """Import the library. Raises ConfigError if flash-attn is not installed."""
-        with importing(FLASH, "--attention-impl flash", "--attention-impl sdpa"):
+        with importing("flash-attn", "--attention-impl flash", "--attention-impl sdpa"):
             import flash_attn
-
-            return cls(str(getattr(flash_attn, "__version__", "?")), flash_attn.flash_attn_func)
+        self.version = str(getattr(flash_attn, "__version__", "?"))
+        self._function: Callable[..., Any] = flash_attn.flash_attn_func
 
     def attention(self, shape: AttentionShape) -> AttentionKernel:
         """Build the attention of one layer.
@@ -138,20 +122,224 @@ class FlashAttention:
         Saves q, k, v (views into one tensor), the output and the fp32 log-sum-exp.
         """
         # the library counts only the tokens to the left; our window includes the token itself
-        window = (-1, -1) if shape.window is None else (shape.window - 1, 0)
+        options = {
+            "window_size": (-1, -1) if shape.window is None else (shape.window - 1, 0),
+            "softmax_scale": shape.scale,
+            "softcap": shape.cap or 0.0,
+            "deterministic": shape.deterministic,
+            "dropout_p": 0.0,
+            "causal": True,
+        }
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             seq, batch = q.shape[:2]
             heads = (fold_groups(x).transpose(0, 1) for x in (q, k, v))  # [b g, s, n or 1, d]
-            output = self.function(
-                *heads,
-                dropout_p=0.0,
-                softmax_scale=shape.scale,
-                causal=True,
-                window_size=window,
-                softcap=shape.cap or 0.0,
-                deterministic=shape.deterministic,
-            )
+            output = self._function(*heads, **options)
             return output.transpose(0, 1).reshape(seq, batch, -1)
 
         return attend
+
+
+class TransformerEngine:
+    """NVIDIA's Transformer Engine: linears, norms, attention and Adam, with fp8 inside the linears.
+
+    Its modules are subclassed, so that they hold our parameters under our names (weight, bias): on the meta device
+    until materialised, then in our flat buffers, with our initial values, and in our checkpoints. The library
+    accumulates weight gradients directly into our main gradients (fuse_wgrad_accumulation). fp8 scales are its own
+    state, which no checkpoint holds: a resumed run computes them afresh. A linear's collectives over tp run inside
+    the library's Function and do not appear in our traces.
+    """
+
+    def __init__(self, flag: str, instead: str, precision: PrecisionConfig) -> None:
+        """Import the library. flag, instead: as in `importing`. Raises ConfigError if it is not installed."""
+        with importing("NVIDIA's Transformer Engine", flag, instead):
+            import transformer_engine
+            import transformer_engine.pytorch as te
+            from transformer_engine.common import recipe
+            from transformer_engine.pytorch.optimizers import FusedAdam
+
+        self._te, self._adam = te, FusedAdam
+        self.version = str(getattr(transformer_engine, "__version__", "?"))
+        self._recipe = _recipe(recipe, precision)
+        self._linear_type: Any = type("Linear", (_Linear, te.Linear), {})
+        self._norm_types = {
+            "LayerNorm": type("LayerNorm", (te.LayerNorm,), {}),
+            "RMSNorm": type("RMSNorm", (te.RMSNorm,), {}),
+        }
+
+    def linear(
+        self,
+        kind: str,  # 'column' or 'row'
+        in_features: int,  # unsharded
+        out_features: int,  # unsharded, padded where key/value heads are replicated (rows x tp)
+        *,
+        bias: bool,
+        tp: Group,
+        sequence_parallel: bool,
+        queue: Any,  # tensor_parallel's WeightQueue
+        splits_backward: bool,
+        uses_fp8: bool,
+    ) -> torch.nn.Module:
+        """Build a linear on the meta device, with `slots` for its weight and the shapes of tensor_parallel.linear."""
+        linear = self._linear_type(
+            in_features,
+            out_features,
+            sequence_parallel=sequence_parallel and tp.size > 1,
+            fuse_wgrad_accumulation=True,
+            tp_group=tp.handle,
+            tp_size=tp.size,
+            bias=bias,
+            parallel_mode=kind if tp.size > 1 else None,
+            device="meta",
+            delay_wgrad_compute=splits_backward,
+        )
+        linear.slots, linear.has_bias, linear.queue = {}, bias, queue if splits_backward else None
+        linear.bias_by_autograd = kind == "row" and tp.size > 1
+        linear.fp8_region = lambda: self._region(tp, uses_fp8)
+        return linear  # type: ignore[no-any-return]
+
+    def norm(self, normalization: str, size: int, epsilon: float, zero_centered: bool) -> torch.nn.Module:
+        """Build a norm on the meta device: weight [size] and, for LayerNorm, bias [size]."""
+        return self._norm_types[normalization](size, eps=epsilon, zero_centered_gamma=zero_centered, device="meta")
+
+    def attention(self, shape: AttentionShape) -> AttentionKernel:
+        """Build DotProductAttention, which chooses among flash-attn, cuDNN and its own kernels."""
+        window = None if shape.window is None else (shape.window - 1, 0)
+        module = self._te.DotProductAttention(
+            shape.queries,
+            shape.head_dim,
+            num_gqa_groups=1,
+            attention_dropout=0.0,
+            qkv_format="sbhd",
+            attn_mask_type="causal",
+            window_size=window,
+            softmax_scale=shape.scale,
+            layer_number=shape.layer + 1,
+        )
+
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return module(fold_groups(q), fold_groups(k), fold_groups(v)).reshape(*q.shape[:2], -1)
+
+        return attend
+
+    def adam(self, groups: Iterable[dict[str, Any]], config: OptimizerConfig) -> torch.optim.Optimizer:
+        """Build AdamW over parameter groups; it counts its steps in each group's 'step'."""
+        return _fused_adam(self._adam, groups, config)
+
+    def stage_region(self, tp: Group) -> AbstractContextManager[Any]:
+        """Enclose a stage's forward, at whose end delayed scales are updated from maxima over tp."""
+        return nullcontext() if self._recipe is None else self._region(tp, True)
+
+    def _region(self, tp: Group, enabled: bool) -> AbstractContextManager[Any]:
+        """Enter fp8.
+
+        Only tp ranks share maxima, since they multiply slices of the same tensors and gather them in 8 bits;
+        data-parallel replicas have independent scales.
+        """
+        if self._recipe is None:
+            return nullcontext()
+        if hasattr(self._te, "autocast"):  # from 2.8
+            return self._te.autocast(enabled=enabled, recipe=self._recipe, amax_reduction_group=tp.handle)
+        return self._te.fp8_autocast(enabled=enabled, fp8_recipe=self._recipe, fp8_group=tp.handle)
+
+
+def _recipe(library: Any, precision: PrecisionConfig) -> Any:
+    """Return the library's object for the fp8 settings; None without fp8."""
+    if precision.fp8_format is None:
+        return None
+    numbers = library.Format.E4M3 if precision.fp8_format == "e4m3" else library.Format.HYBRID
+    if precision.fp8_recipe == "tensorwise":
+        return library.Float8CurrentScaling(fp8_format=numbers)
+    return library.DelayedScaling(
+        margin=precision.fp8_margin,
+        fp8_format=numbers,
+        amax_history_len=precision.fp8_amax_history_len,
+        amax_compute_algo=precision.fp8_amax_compute_algo,
+    )
+
+
+class _Linear:
+    """Our part of the subclass of the library's Linear: gradient slots, weight queue, outputs writable in place."""
+
+    can_recompute_input = False
+    slots: dict[str, Any]
+    weight: Tensor
+    bias: Tensor | None
+    has_bias: bool  # without it the library's `bias` is an empty tensor
+    queue: Any  # tensor_parallel's WeightQueue, where the backward is split; else None
+    bias_by_autograd: bool  # in a split backward, the bias gradient is added at I
+    fp8_region: Callable[[], AbstractContextManager[Any]]
+
+    def forward(self, x: Tensor, recompute: None = None) -> Tensor:
+        """Compute the linear as described in tensor_parallel.linear. recompute: not supported."""
+        assert recompute is None
+        slot = self.slots.get("weight")
+        self.fuse_wgrad_accumulation = slot is not None
+        if slot is not None:
+            self.weight.main_grad = slot.main_grad  # type: ignore[attr-defined]
+        if torch.is_grad_enabled():
+            x = _AfterBackward.apply(x, self)
+        with self.fp8_region():
+            return _NoView.apply(super().forward(x))  # type: ignore[misc]
+
+    def after_backward(self) -> None:
+        """Queue or report the weight gradient, once the library's backward of one use is done."""
+        if self.queue is not None:
+            self.queue.submit(_DelayedWeightGradient(self))
+        elif "weight" in self.slots:
+            self.slots["weight"].ready()
+
+
+class _DelayedWeightGradient:
+    """A weight gradient that the library holds until asked (delay_wgrad_compute), first in, first out."""
+
+    def __init__(self, linear: Any) -> None:
+        self._linear = linear
+
+    def launch(self) -> None:
+        """Do nothing: the library runs its communication itself."""
+
+    @torch.no_grad()
+    def accumulate(self) -> None:
+        linear = self._linear
+        if "weight" not in linear.slots:
+            raise RuntimeError(
+                "Transformer Engine's delayed weight gradients need a GradientSlot: without one the next would "
+                "replace them"
+            )
+        bias = linear.bias if linear.has_bias else None
+        if bias is not None and linear.bias_by_autograd:
+            bias.grad = bias.detach()  # otherwise the library would fill .grad with a gradient that it does not have
+        linear.backward_dw()
+        linear.slots["weight"].ready()
+        if bias is not None:
+            gradient, bias.grad = bias.grad, None
+            if not linear.bias_by_autograd:  # written without autograd, so no hook has fired
+                linear.slots["bias"].add(gradient)
+                linear.slots["bias"].ready()
+
+
+class _AfterBackward(torch.autograd.Function):
+    """The identity before a linear: its backward runs when that of the linear is done."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, linear: _Linear) -> Tensor:
+        ctx.linear = linear
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        ctx.linear.after_backward()
+        return grad, None
+
+
+class _NoView(torch.autograd.Function):
+    """The identity on the library's output, a view made inside its Function, so that it can be changed in place."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return torch.ops.aten._unsafe_view(x, x.shape)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        return grad

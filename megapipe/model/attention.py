@@ -24,11 +24,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megapipe.model.context import LayerContext
+from megapipe.model.context import LayerContext, rotate_
 from megapipe.model.layer_factory import LayerFactory
 from megapipe.model.norm import at_least_fp32
 from megapipe.model.recompute import CoreAttention, RecomputedSegment
-from megapipe.model.rotary import rotate_
 from megapipe.tensor_parallel.gradients import InputRecompute
 from megapipe.tensor_parallel.random import keyed_dropout
 
@@ -47,13 +46,11 @@ class SelfAttention(nn.Module):
         self.scale = config.softmax_scale
         width = config.num_attention_heads * self.head_dim
         rows = width + 2 * config.num_query_groups * self.head_dim
-        local_rows = (
-            self.groups * (self.queries + 2) * self.head_dim
-        )  # more than rows / tp where k and v are replicated
+        local_rows = self.groups * (self.queries + 2) * self.head_dim  # k and v are replicated: more than rows / tp
         qkv_bias = config.add_bias_linear or config.add_qkv_bias
         self.kernel = factory.attention(layer, self.queries, self.scale)
-        self.linear_qkv = factory.column(layer, config.hidden_size, rows, bias=qkv_bias, local_out_features=local_rows)
-        self.linear_proj = factory.row(layer, width, config.hidden_size, bias=config.add_bias_linear)
+        self.linear_qkv = factory.linear("column", layer, config.hidden_size, rows, qkv_bias, local_rows)
+        self.linear_proj = factory.linear("row", layer, width, config.hidden_size, config.add_bias_linear)
         if config.qk_layernorm:
             self.q_layernorm = factory.norm(self.head_dim)
             self.k_layernorm = factory.norm(self.head_dim)
@@ -89,12 +86,16 @@ class SelfAttention(nn.Module):
         if not context.explicit:
             return fused_attention(q, k, v, context.mask, self.scale)
         assert context.mask is not None
-        rate, key = self.config.attention_dropout, context.dropout_key
-
-        def dropout(probs: Tensor) -> Tensor:
-            return keyed_dropout(probs, rate, key, self.layer, "attention_probs", self.tp_rank)
-
-        return explicit_attention(q, k, v, context.mask, self.scale, self.config.attn_logit_softcapping, dropout)
+        config, place = self.config, (self.layer, "attention_probs", self.tp_rank)
+        return explicit_attention(
+            q,
+            k,
+            v,
+            context.mask,
+            self.scale,
+            config.attn_logit_softcapping,
+            lambda probs: keyed_dropout(probs, config.attention_dropout, context.dropout_key, *place),
+        )
 
 
 def fused_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:

@@ -21,15 +21,10 @@ BLOCK_ELEMENTS = 1 << 20
 def draw(spec: ParamSpec, tp_rank: int, tp: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
     """Return this tp_rank's slice of the parameter's initial values, on the CPU."""
     local = torch.empty(spec.local_shape(tp_rank, tp), dtype=dtype)
-    draw_into(local, spec, tp_rank, tp, seed)
-    return local
-
-
-def draw_into(local: Tensor, spec: ParamSpec, tp_rank: int, tp: int, seed: int) -> None:
-    """Draw into an existing contiguous tensor of any device and dtype, such as a view of a flat buffer."""
-    flat = local.detach().view(-1)
+    flat = local.view(-1)
     for piece in pieces(spec, tp_rank, tp):
         draw_box_into(flat[piece.start : piece.stop].view(piece.box.shape), spec, piece.box, seed)
+    return local
 
 
 @torch.no_grad()
@@ -44,17 +39,12 @@ def draw_box_into(target: Tensor, spec: ParamSpec, box: Box, seed: int) -> None:
     for block in range(first // block_rows, -(-stop // block_rows)):
         start = block * block_rows
         end = min(start + block_rows, stop)  # rows after the last one needed are not drawn
-        rows = torch.from_numpy(
-            _stream(seed, spec.name, block).standard_normal((end - start, *spec.shape[1:]), dtype=np.float32)
-        )
+        key = hashlib.blake2b(f"init|{seed}|{spec.name}|{block}".encode(), digest_size=16).digest()
+        stream = np.random.Generator(np.random.Philox(key=int.from_bytes(key, "little")))
+        rows = torch.from_numpy(stream.standard_normal((end - start, *spec.shape[1:]), dtype=np.float32))
         rows = rows[max(first - start, 0) :][(slice(None), *box.slices[1:])]
         offset = max(start - first, 0)
         target[offset : offset + rows.shape[0]] = rows.mul_(spec.init.std)
-
-
-def _stream(seed: int, name: str, block: int) -> np.random.Generator:
-    key = hashlib.blake2b(f"init|{seed}|{name}|{block}".encode(), digest_size=16).digest()
-    return np.random.Generator(np.random.Philox(key=int.from_bytes(key, "little")))
 
 
 def replace_parameter(module: nn.Module, old: nn.Parameter, new: nn.Parameter) -> None:

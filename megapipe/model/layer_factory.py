@@ -8,6 +8,7 @@ instead of saving it.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any, Literal
 
 from torch import nn
 
@@ -15,7 +16,6 @@ from megapipe.comm.groups import Group
 from megapipe.config.config import ResolvedModelConfig
 from megapipe.gpu.kernels import TORCH, Kernels
 from megapipe.gpu.libraries import AttentionKernel, AttentionShape
-from megapipe.gpu.transformer_engine import LinearOptions
 from megapipe.layers.linear import fp8_layers
 from megapipe.layers.table import WHOLE, CommChunks
 from megapipe.model.norm import Norm
@@ -37,38 +37,32 @@ class LayerFactory:
     kernels: Kernels = TORCH
     chunks: CommChunks = WHOLE
 
-    def column(
-        self, layer: int, in_features: int, out_features: int, *, bias: bool, local_out_features: int | None = None
+    def linear(
+        self,
+        kind: Literal["column", "row"],
+        layer: int,
+        in_features: int,
+        out_features: int,
+        bias: bool,
+        local_out_features: int | None = None,
     ) -> nn.Module:
-        """Build a column-parallel linear. local_out_features: as in ColumnParallelLinear."""
-        if self.kernels.layers is not None:
+        """Build a column- or row-parallel linear. local_out_features: as in ColumnParallelLinear."""
+        library, fp8 = self.kernels.layers, self.kernels.fp8
+        uses_fp8 = fp8 is not None and layer in fp8_layers(fp8, self.config.num_layers)
+        common: dict[str, Any] = {
+            "bias": bias,
+            "tp": self.tp,
+            "sequence_parallel": self.sequence_parallel,
+            "queue": self.queue,
+        }
+        if library is not None:
             rows = out_features if local_out_features is None else local_out_features * self.tp.size
-            return self._library_linear(layer, in_features, rows, bias, "column")
-        return ColumnParallelLinear(
-            in_features,
-            out_features,
-            bias=bias,
-            tp=self.tp,
-            sequence_parallel=self.sequence_parallel,
-            queue=self.queue,
-            local_out_features=local_out_features,
-            gemms=self._fp8_gemms(layer) or PLAIN_GEMMS,
-            chunks=self.chunks,
-        )
-
-    def row(self, layer: int, in_features: int, out_features: int, *, bias: bool) -> nn.Module:
-        """Build a row-parallel linear."""
-        if self.kernels.layers is not None:
-            return self._library_linear(layer, in_features, out_features, bias, "row")
-        return RowParallelLinear(
-            in_features,
-            out_features,
-            bias=bias,
-            tp=self.tp,
-            sequence_parallel=self.sequence_parallel,
-            queue=self.queue,
-            gemms=self._fp8_gemms(layer) or PLAIN_GEMMS,
-            chunks=self.chunks,
+            splits_backward = self.kernels.splits_backward
+            return library.linear(kind, in_features, rows, **common, splits_backward=splits_backward, uses_fp8=uses_fp8)
+        gemms = Fp8Gemms(fp8, self.kernels.pointwise) if uses_fp8 and fp8 is not None else PLAIN_GEMMS
+        make = ColumnParallelLinear if kind == "column" else RowParallelLinear
+        return make(
+            in_features, out_features, **common, local_out_features=local_out_features, gemms=gemms, chunks=self.chunks
         )
 
     def norm(self, size: int) -> nn.Module:
@@ -82,34 +76,10 @@ class LayerFactory:
 
     def attention(self, layer: int, queries: int, scale: float) -> AttentionKernel | None:
         """Build a library's attention kernel; None for torch's. queries: heads per key/value head on this rank."""
-        config = self.config
-        if self.kernels.attention is None:
+        config, kernels = self.config, self.kernels
+        if kernels.attention is None:
             return None
         window = None if config.window_size is None or config.window_size >= config.seq_length else config.window_size
-        shape = AttentionShape(
-            layer, queries, config.kv_channels, scale, window, config.attn_logit_softcapping, self.kernels.deterministic
-        )
-        return self.kernels.attention.attention(shape)
-
-    def _uses_fp8(self, layer: int) -> bool:
-        return self.kernels.fp8 is not None and layer in fp8_layers(self.kernels.fp8, self.config.num_layers)
-
-    def _fp8_gemms(self, layer: int) -> Fp8Gemms | None:
-        if self.kernels.fp8 is None or not self._uses_fp8(layer):
-            return None
-        return Fp8Gemms(self.kernels.fp8, self.kernels.pointwise)
-
-    def _library_linear(self, layer: int, in_features: int, out_features: int, bias: bool, mode: str) -> nn.Module:
-        assert self.kernels.layers is not None
-        options = LinearOptions(
-            in_features,
-            out_features,
-            bias,
-            mode,
-            self.tp,
-            self.sequence_parallel,
-            self.queue,
-            self.kernels.splits_backward,
-            self._uses_fp8(layer),
-        )
-        return self.kernels.layers.linear(options)
+        cap, deterministic = config.attn_logit_softcapping, kernels.deterministic
+        shape = AttentionShape(layer, queries, config.kv_channels, scale, window, cap, deterministic)
+        return kernels.attention.attention(shape)

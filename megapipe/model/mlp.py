@@ -17,7 +17,6 @@ from torch import Tensor, nn
 
 from megapipe.config.model import GATED_ACTIVATIONS
 from megapipe.model.layer_factory import LayerFactory
-from megapipe.model.norm import without_graph
 from megapipe.model.recompute import RecomputedSegment
 from megapipe.tensor_parallel.gradients import InputRecompute
 
@@ -30,16 +29,15 @@ class MLP(nn.Module):
 
     def __init__(self, layer: int, factory: LayerFactory) -> None:
         super().__init__()
-        config, recompute = factory.config, factory.recompute
+        config, recompute, kernels = factory.config, factory.recompute, factory.kernels
         self.recompute = recompute
-        kernels = factory.kernels
         self.activation = activation(config.activation, kernels.pointwise if kernels.compiles else None)
         # relu saves only its output, which linear_fc2 saves too: recomputing it would free nothing
         self.recompute_activation = "activation" in recompute and config.activation != "relu"
         hidden, ffn, bias = config.hidden_size, config.ffn_hidden_size, config.add_bias_linear
         rows = 2 * ffn if config.activation in GATED_ACTIVATIONS else ffn
-        self.linear_fc1 = factory.column(layer, hidden, rows, bias=bias)
-        self.linear_fc2 = factory.row(layer, ffn, hidden, bias=bias)
+        self.linear_fc1 = factory.linear("column", layer, hidden, rows, bias)
+        self.linear_fc2 = factory.linear("row", layer, ffn, hidden, bias)
 
     def forward(self, x: Tensor, norm: nn.Module) -> Tensor:
         """Return MLP(norm(x)). The norm is an argument because it may be recomputed together with linear_fc1."""
@@ -50,13 +48,9 @@ class MLP(nn.Module):
                 lambda start: self.activation(self.linear_fc1(norm(start) if recompute_norm else start))
             )
             return segment.then(self.linear_fc2, start)
-        middle = self.linear_fc1(norm(x), InputRecompute(without_graph(norm), (x,)) if recompute_norm else None)
-        recompute = InputRecompute(self._activate_without_graph, (middle,)) if self.recompute_activation else None
+        middle = self.linear_fc1(norm(x), InputRecompute(norm.forward, (x,)) if recompute_norm else None)
+        recompute = InputRecompute(self.activation, (middle,)) if self.recompute_activation else None
         return self.linear_fc2(self.activation(middle), recompute)
-
-    @torch.no_grad()
-    def _activate_without_graph(self, middle: Tensor) -> Tensor:
-        return self.activation(middle)
 
 
 def activation(name: str, compiler: Callable[[Pointwise], Pointwise] | None = None) -> Activation:

@@ -50,11 +50,6 @@ class Norm(nn.Module):
         return F.layer_norm(x, weight.shape, weight, self.bias, self.epsilon)
 
 
-def without_graph(norm: nn.Module) -> Callable[[Tensor], Tensor]:
-    """Return norm's forward under no_grad, with which a linear recomputes its input in the backward."""
-    return torch.no_grad()(norm.forward)
-
-
 def at_least_fp32(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype for sums and statistics: fp32 for half types, else the dtype itself."""
     return torch.promote_types(dtype, torch.float32)
@@ -83,10 +78,8 @@ class _LayerNorm(torch.autograd.Function):
         grad_x, grad_weight, grad_bias = torch.ops.aten.native_layer_norm_backward(
             grad, x, weight.shape, mean, inverse, scale, bias.to(scale.dtype), list(ctx.needs_input_grad[:3])
         )
-        grads = (
-            None if g is None else g.to(p.dtype) for g, p in ((grad_x, x), (grad_weight, weight), (grad_bias, bias))
-        )
-        return (*grads, None, None)
+        pairs = (grad_x, x), (grad_weight, weight), (grad_bias, bias)
+        return *(None if gradient is None else gradient.to(of.dtype) for gradient, of in pairs), None, None
 
 
 class _RMSNorm(torch.autograd.Function):

@@ -11,8 +11,7 @@ in I.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -94,31 +93,25 @@ class RecomputedSegment:
     def _recomputed_output(self, *inputs: Tensor) -> Tensor:
         self._has_consumer = False
         output, self._output = self._output, None
-        return output if output is not None else self._recompute(inputs)[1].detach()
+        return output if output is not None else self.recompute(inputs)[1].detach()
 
-    def _recompute(
+    def recompute(
         self, inputs: tuple[Tensor, ...], attention_results: tuple[Tensor, ...] = ()
     ) -> tuple[tuple[Tensor, ...], Tensor]:
+        """Run `fn` again, once; return the leaves and the output of its graph. attention_results: kept tensors."""
         if self._graph is None:
             leaves = tuple(x.detach().requires_grad_(x.is_floating_point()) for x in inputs)
             kept = self.kept_attention
-            with torch.enable_grad(), nullcontext() if kept is None else kept.reusing(attention_results):
-                self._graph = leaves, self.fn(*leaves)
+            with torch.enable_grad():
+                output = self.fn(*leaves) if kept is None else kept.reuse(self.fn, leaves, attention_results)
+            self._graph = leaves, output
         return self._graph
-
-    def forward(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Return the output, and what to save besides the inputs."""
-        if self.kept_attention is None:
-            return self.fn(*inputs), ()
-        with self.kept_attention.recording():
-            output = self.fn(*inputs)
-        return output, self.kept_attention.take()
 
     def backward(
         self, inputs: tuple[Tensor, ...], attention_results: tuple[Tensor, ...], grad: Tensor
     ) -> tuple[Tensor | None, ...]:
-        """Return the gradients of the inputs; those of parameters accumulate. attention_results: from `forward`."""
-        leaves, output = self._recompute(inputs, attention_results)
+        """Return the gradients of the inputs; those of parameters accumulate. attention_results: kept tensors."""
+        leaves, output = self.recompute(inputs, attention_results)
         self._graph = None
         if self._has_consumer:
             self._output = output.detach()
@@ -130,7 +123,8 @@ class _Recomputed(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, segment: RecomputedSegment, *inputs: Tensor) -> Tensor:
         ctx.segment, ctx.num_inputs = segment, len(inputs)
-        output, attention_results = segment.forward(inputs)
+        kept = segment.kept_attention
+        output, attention_results = (segment.fn(*inputs), ()) if kept is None else kept.record(segment.fn, inputs)
         ctx.save_for_backward(*inputs, *attention_results)
         return output
 
@@ -160,47 +154,49 @@ class KeptAttention:
 
     The backward in the recompute is the kernel's own, over recomputed q, k and v and the kept results. Only the
     results of a fused kernel can be kept; explicit attention would have to keep its probabilities. Outside
-    `recording` and `reusing`, attention is computed as usual.
+    `record` and `reuse`, attention is computed as usual.
     """
 
     def __init__(self) -> None:
         self._results: list[KernelResults] = []
-        self._run: Callable[..., Tensor] = _compute
+        self._run: Callable[..., Tensor] | None = None
 
     def __call__(self, core: CoreAttention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Return core(q, k, v); while reusing, without running its kernel."""
-        return self._run(core, q, k, v)
+        return core(q, k, v) if self._run is None else self._run(core, q, k, v)
 
-    @contextmanager
-    def recording(self) -> Iterator[None]:
-        """Keep the results of kernels inside the block: the forward."""
-        self._run = self._record
+    def record(self, fn: Callable[..., Tensor], inputs: tuple[Tensor, ...]) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """Run the forward fn(*inputs); return its output and the tensors that its attention kernels returned.
+
+        The caller saves the tensors for the backward; only placeholders stay here.
+        """
+        self._run = self._compute_and_keep
         try:
-            yield
+            output = fn(*inputs)
         finally:
-            self._run = _compute
-
-    @contextmanager
-    def reusing(self, tensors: Sequence[Tensor]) -> Iterator[None]:
-        """Return the kept results from kernels inside the block: the recompute. tensors: what `take` returned."""
-        left = iter(tensors)
-        self._results = [tuple(next(left) if each is Tensor else each for each in result) for result in self._results]
-        self._run = self._reuse
-        try:
-            yield
-        finally:
-            self._run = _compute
-            self._results = []
-
-    def take(self) -> tuple[Tensor, ...]:
-        """Move the kept tensors to the caller, who saves them for the backward; only placeholders stay here."""
+            self._run = None
         tensors = tuple(each for result in self._results for each in result if isinstance(each, Tensor))
         self._results = [
             tuple(Tensor if isinstance(each, Tensor) else each for each in result) for result in self._results
         ]
-        return tensors
+        return output, tensors
 
-    def _record(self, core: CoreAttention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def reuse(self, fn: Callable[..., Tensor], inputs: tuple[Tensor, ...], tensors: tuple[Tensor, ...]) -> Tensor:
+        """Run the recompute fn(*inputs) with the kept results in place of kernels. tensors: as `record` returned."""
+        left = iter(tensors)
+        results = iter([tuple(next(left) if each is Tensor else each for each in kept) for kept in self._results])
+
+        def from_kept(core: CoreAttention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            with _InterceptKernels(lambda kernel: _detached(next(results))):
+                return core(q, k, v)
+
+        self._run = from_kept
+        try:
+            return fn(*inputs)
+        finally:
+            self._run, self._results = None, []
+
+    def _compute_and_keep(self, core: CoreAttention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         before = len(self._results)
 
         def keep(kernel: Callable[[], Any]) -> Any:
@@ -221,10 +217,6 @@ class KeptAttention:
             )
         return output
 
-    def _reuse(self, core: CoreAttention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        with _InterceptKernels(lambda kernel: _detached(self._results.pop(0))):
-            return core(q, k, v)
-
 
 class _InterceptKernels(TorchDispatchMode):
     """Passes every attention kernel to `handle`. Entered around attention alone, since it slows down each operation."""
@@ -241,7 +233,3 @@ class _InterceptKernels(TorchDispatchMode):
 def _detached(results: KernelResults) -> KernelResults:
     """Detach the tensors, since autograd ties a kernel's results to the graph of its call, including q, k and v."""
     return tuple(each.detach() if isinstance(each, Tensor) else each for each in results)
-
-
-def _compute(core: CoreAttention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return core(q, k, v)

@@ -1,12 +1,39 @@
-"""`GPTStage`: the part of a GPT that one pipeline stage holds on one tp rank."""
+"""`GPTStage`: the part of a GPT that one pipeline stage holds on one tp rank; `Block`: one of its transformer layers.
+
+What a layer saves for the backward on one rank, in elements of the model's dtype unless said otherwise (fp32+: at
+least fp32). T = b s tokens; t = T, with sequence parallelism T / tp. H hidden; F, Q, K = ffn, heads x head_dim,
+key/value heads x head_dim, divided by tp (K: at least one head). "unless x": not if --recompute-modules names x.
+
+    2 t H                   residual stream, the inputs of the two norms
+    2 t x (1 or 2) fp32+    their statistics: RMSNorm 1, LayerNorm 2      (the second not with both layernorm and mlp)
+    2 t H                   their outputs, the inputs of linear_qkv and linear_fc1      unless layernorm
+    T (Q + 2 K)             q, k and v, one tensor
+    T Q                     attention's output, the input of linear_proj                unless core_attn
+    T heads fp32+           log-sum-exp of the logits                                   unless core_attn
+    T F, gated 2 T F        output of linear_fc1, the input of the activation           unless mlp; ReLU: never
+    T F                     output of the activation, the input of linear_fc2           unless mlp or activation
+                            (ReLU: also with activation)
+    2 t H bytes             masks of hidden dropout
+    qk-norm adds            T (Q + K), and the statistics of each head
+    explicit attention      (soft-cap, attention dropout, softmax in fp32) replaces the log-sum-exp by
+                            S2 fp32+ probabilities, S2 = b heads s^2; S2 fp32+ of tanh with a cap; with dropout S2 and
+                            S2 bytes of mask, without it S2 in half types; T Q with grouped queries
+    documents, grouped      q, k and v with k and v repeated for each query head: 3 T Q instead of T (Q + 2 K), with
+                            qk-norm in addition to T (Q + 2 K)
+Full recompute: t H per checkpoint, and with --recompute-keep-attention T Q and the log-sum-exp of each of its layers.
+Embedding: t H bytes of dropout mask. Head: 2 t H and the statistics of the final norm, logits T V / tp (twice with a
+soft-cap, fp32+), 2 fp32+ per token. Per stage and microbatch: the mask of `context`, if there is one.
+tests/model/test_saved_bytes.py compares this table with what autograd saves.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from functools import partial
-from typing import Protocol
+from itertools import chain
+from typing import Any, Protocol
 
 from torch import Tensor, nn
 
@@ -16,25 +43,55 @@ from megapipe.config.parallel import RecomputeConfig
 from megapipe.config.training import TrainingConfig
 from megapipe.gpu.kernels import TORCH, Kernels
 from megapipe.layers.table import WHOLE, CommChunks
-from megapipe.model.block import Block
+from megapipe.model.attention import SelfAttention
 from megapipe.model.context import ContextBuilder, LayerContext
-from megapipe.model.embedding import Embedding
-from megapipe.model.head import Loss, capped_logits
+from megapipe.model.embedding_and_head import Embedding, Loss, capped_logits
 from megapipe.model.layer_factory import LayerFactory
 from megapipe.model.microbatch import Microbatch, StageLoss
+from megapipe.model.mlp import MLP
 from megapipe.model.recompute import KeptAttention, checkpoint, layer_groups, selected_modules
 from megapipe.schedule.partition import StageLayers
 from megapipe.tensor_parallel.fp8 import Fp8Gemms
-from megapipe.tensor_parallel.gradients import WeightQueue
+from megapipe.tensor_parallel.gradients import InputRecompute, WeightQueue
 from megapipe.tensor_parallel.linear import ColumnParallelLinear
+from megapipe.tensor_parallel.random import keyed_dropout
+
+
+class Block(nn.Module):
+    """One transformer layer: [s, b, h] (a slice of s with sequence parallelism) -> the same shape.
+
+    layer: global index.
+    """
+
+    def __init__(self, layer: int, factory: LayerFactory) -> None:
+        super().__init__()
+        hidden_size = factory.config.hidden_size
+        self.layer = layer
+        self.recompute_norm = "layernorm" in factory.recompute
+        self.dropout_rate = factory.config.hidden_dropout
+        # masks differ over tp only where ranks hold different slices of the sequence
+        self.dropout_rank = factory.tp.rank if factory.sequence_parallel else None
+        self.input_layernorm = factory.norm(hidden_size)
+        self.self_attention = SelfAttention(layer, factory)
+        self.pre_mlp_layernorm = factory.norm(hidden_size)
+        self.mlp = MLP(layer, factory)
+
+    def forward(self, hidden: Tensor, context: LayerContext) -> Tensor:
+        norm, rate, key, rank = self.input_layernorm, self.dropout_rate, context.dropout_key, self.dropout_rank
+        recompute = InputRecompute(norm.forward, (hidden,)) if self.recompute_norm else None
+        update = self.self_attention(norm(hidden), context, recompute)
+        # add_ in place: the update is the output of a linear or of a dropout, which no operation saves
+        hidden = keyed_dropout(update, rate, key, self.layer, "attention_output", rank).add_(hidden)
+        update = self.mlp(hidden, self.pre_mlp_layernorm)
+        return keyed_dropout(update, rate, key, self.layer, "mlp_output", rank).add_(hidden)
 
 
 class Decoder(nn.Module):
     """The layers of a stage by their global number, and on the last stage the final norm."""
 
-    def __init__(self, blocks: dict[int, Block], final_layernorm: nn.Module | None) -> None:
+    def __init__(self, layers: Iterable[int], final_layernorm: nn.Module | None, factory: LayerFactory) -> None:
         super().__init__()
-        self.layers = nn.ModuleDict({str(layer): block for layer, block in blocks.items()})
+        self.layers = nn.ModuleDict({str(layer): Block(layer, factory) for layer in layers})
         self.final_layernorm = final_layernorm
 
 
@@ -50,7 +107,7 @@ class GroupRunner(Protocol):
     """Runs the groups of layers of a stage in its own way, for example to offload what they save."""
 
     def run(self, group: int, fn: Callable[[Tensor], Tensor], hidden: Tensor, stays: Iterable[Tensor]) -> Tensor:
-        """Return fn(hidden). stays: tensors that the layers save but that exist independently of them."""
+        """Return fn(hidden). stays: tensors that the layers save but that exist without them, such as parameters."""
 
 
 class GPTStage(nn.Module):
@@ -88,38 +145,27 @@ class GPTStage(nn.Module):
         queue = WeightQueue() if weight_queue is None else weight_queue
         factory = LayerFactory(config, tp, sequence_parallel, selected_modules(recompute), queue, kernels, chunks)
         self.embedding: Embedding | TiedHead | None = None
+        self.output_layer: ColumnParallelLinear | None = None
         if layers.has_embedding:
             self.embedding = Embedding(config, tp, sequence_parallel=sequence_parallel, queue=queue)
-        blocks = {number: Block(number, factory) for number in numbers}
-        self.decoder = Decoder(blocks, factory.norm(config.hidden_size) if layers.has_head else None)
+        self.decoder = Decoder(numbers, factory.norm(config.hidden_size) if layers.has_head else None, factory)
+        if layers.has_head:
+            options: dict[str, Any] = {"tp": tp, "sequence_parallel": sequence_parallel, "queue": queue}
+            head = ColumnParallelLinear(
+                config.hidden_size, config.padded_vocab_size, bias=False, chunks=chunks, **options
+            )
+            if config.untie_embeddings_and_output_weights:
+                self.output_layer = head
+            elif self.embedding is None:
+                self.embedding = TiedHead(head)
+            else:
+                self.output_layer = head
+                head.weight = self.embedding.word_embeddings.weight
         self._fp8_linears = [
             (gemms, linear)
             for linear in self.decoder.modules()
             if isinstance(gemms := getattr(linear, "gemms", None), Fp8Gemms)
         ]
-        self.output_layer: ColumnParallelLinear | None = None
-        if layers.has_head:
-            self._add_head(queue, chunks)
-
-    def _add_head(self, queue: WeightQueue, chunks: CommChunks) -> None:
-        config = self.config
-        head = ColumnParallelLinear(
-            config.hidden_size,
-            config.padded_vocab_size,
-            bias=False,
-            tp=self.tp,
-            sequence_parallel=self.sequence_parallel,
-            queue=queue,
-            chunks=chunks,
-        )
-        tied = not config.untie_embeddings_and_output_weights
-        if tied and self.embedding is None:
-            self.embedding = TiedHead(head)
-            return
-        self.output_layer = head
-        if tied:
-            assert isinstance(self.embedding, Embedding)
-            head.weight = self.embedding.word_embeddings.weight
 
     def begin_row(self, trains: bool) -> None:
         """Start a run of a schedule: forwards and, if it trains, backwards, with one set of weights."""
@@ -133,10 +179,9 @@ class GPTStage(nn.Module):
 
     def parts(self) -> list[nn.Module]:
         """Return submodules that together hold all parameters, in the order in which a forward calls them."""
-        parts: list[nn.Module | None] = [None if isinstance(self.embedding, TiedHead) else self.embedding]
-        parts += [*self.decoder.layers.values(), self.decoder.final_layernorm, self.output_layer]
+        parts = [self.embedding, *self.decoder.layers.values(), self.decoder.final_layernorm, self.output_layer]
         if isinstance(self.embedding, TiedHead):
-            parts.append(self.embedding.word_embeddings)
+            parts = [*parts[1:], self.embedding.word_embeddings]
         return [part for part in parts if part is not None]
 
     def forward(
@@ -177,6 +222,7 @@ class GPTStage(nn.Module):
 
     def run_layers(self, hidden: Tensor, context: LayerContext) -> Tensor:
         """Run all layers, group by group: a group is one layer, or the layers of one checkpoint with full recompute."""
+        constants = [tensor for tensor in (context.mask, *(context.rotary or ())) if tensor is not None]
         with nullcontext() if self._library is None else self._library.stage_region(self.tp):
             for group, (layers, is_checkpointed) in enumerate(self._groups):
                 run: Callable[[Tensor], Tensor] = partial(self._run_group, layers=layers, context=context)
@@ -185,7 +231,8 @@ class GPTStage(nn.Module):
                 if self.group_runner is None:
                     hidden = run(hidden)
                 else:
-                    hidden = self.group_runner.run(group, run, hidden, self._stays(layers, context))
+                    parameters = (self.decoder.layers[str(layer)].parameters() for layer in layers)
+                    hidden = self.group_runner.run(group, run, hidden, chain(*parameters, constants))
         return hidden
 
     def _run_group(
@@ -200,10 +247,3 @@ class GPTStage(nn.Module):
         for layer in layers:
             hidden = self.decoder.layers[str(layer)](hidden, context)
         return hidden
-
-    def _stays(self, layers: tuple[int, ...], context: LayerContext) -> Iterator[Tensor]:
-        """Yield tensors that these layers save but that exist without them: parameters, mask, rotary tables."""
-        for layer in layers:
-            yield from self.decoder.layers[str(layer)].parameters()
-        yield from () if context.mask is None else (context.mask,)
-        yield from context.rotary or ()

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from megapipe.gpu.copies import Copies, HostBuffer, HostPool
+from megapipe.gpu.streams import Copies, HostBuffer, HostPool
 from megapipe.schedule.action import Action, Op
 from megapipe.schedule.lifetimes import Moment, Moves, StageGroups, Unit, moments_of
 

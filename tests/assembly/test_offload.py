@@ -12,7 +12,7 @@ from torch import Tensor
 from megapipe.assembly.microbatches import Keys
 from megapipe.assembly.runtime import TrainingRuntime
 from megapipe.comm.groups import ProcessGroups, build_process_groups
-from megapipe.gpu.copies import HostPool
+from megapipe.gpu.streams import HostPool
 from megapipe.model.microbatch import Microbatch
 from megapipe.plan.memory import rank_memory
 from megapipe.train.state import Rates

@@ -13,8 +13,7 @@ from megapipe.config.gpu import KernelsConfig
 from megapipe.config.model import PrecisionConfig
 from megapipe.config.training import OptimizerConfig
 from megapipe.gpu.kernels import choose_kernels, compiled
-from megapipe.gpu.libraries import Apex, AttentionShape
-from megapipe.gpu.transformer_engine import LinearOptions, TransformerEngine
+from megapipe.gpu.libraries import Apex, AttentionShape, TransformerEngine
 from megapipe.model.attention import fused_attention
 from megapipe.model.mlp import ACTIVATIONS, GRADIENTS, activation
 from megapipe.tensor_parallel.cross_entropy import chunked_cross_entropy, vocab_parallel_cross_entropy
@@ -144,7 +143,8 @@ def test_a_linear_of_transformer_engine_adds_to_our_main_gradient(splits: bool) 
 
     torch.manual_seed(0)
     library, tp, queue = TransformerEngine("", "", PrecisionConfig()), Group.alone("tp"), WeightQueue()
-    layer = library.linear(LinearOptions(64, 96, True, "column", tp, False, queue, splits, False))
+    options = {"sequence_parallel": False, "splits_backward": splits, "uses_fp8": False}
+    layer = library.linear("column", 64, 96, bias=True, tp=tp, queue=queue, **options)
     weight, bias = (torch.randn(*shape, device=CARD).bfloat16() for shape in ((96, 64), (96,)))
     layer.weight, layer.bias = torch.nn.Parameter(weight), torch.nn.Parameter(bias)
     layer.slots = {
@@ -190,7 +190,7 @@ def test_apex_adds_weight_gradients_in_the_gemm() -> None:
     pytest.importorskip("fused_weight_gradient_mlp_cuda")
     gradient, inputs = (torch.randn(128, width, device=CARD).bfloat16() for width in (96, 64))
     main_grad = torch.ones(96, 64, device=CARD)
-    Apex.load().add_outer(main_grad, gradient, inputs)
+    Apex().add_outer(main_grad, gradient, inputs)
     torch.testing.assert_close(main_grad, 1 + gradient.float().t() @ inputs.float(), rtol=1e-3, atol=1e-2)
 
 

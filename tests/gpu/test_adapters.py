@@ -18,8 +18,7 @@ from megapipe.config.load import load_config
 from megapipe.config.model import PrecisionConfig
 from megapipe.errors import ConfigError
 from megapipe.gpu.kernels import Kernels, choose_kernels, describe_kernels
-from megapipe.gpu.libraries import AttentionShape, FlashAttention
-from megapipe.gpu.transformer_engine import TransformerEngine
+from megapipe.gpu.libraries import AttentionShape, FlashAttention, TransformerEngine
 from megapipe.model.attention import explicit_attention
 from megapipe.model.context import additive, causal
 from megapipe.train.state import Rates
@@ -111,7 +110,7 @@ def test_attention_of_a_library_equals_explicit_attention(
     shape = AttentionShape(0, queries, size, 0.4, window, cap, False)
     mask = additive(causal(seq, window, torch.device("cpu")), torch.float64)
     with installed():
-        opened = FlashAttention.load() if library == "flash" else TransformerEngine("", "", PrecisionConfig())
+        opened = FlashAttention() if library == "flash" else TransformerEngine("", "", PrecisionConfig())
         output = opened.attention(shape)(*qkv.split((queries, 1, 1), dim=3))
         (gradient,) = torch.autograd.grad(output.square().sum(), qkv)
     expected = explicit_attention(*qkv.split((queries, 1, 1), dim=3), mask, 0.4, cap, None)

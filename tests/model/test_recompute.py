@@ -153,8 +153,8 @@ def test_a_librarys_kernel_is_kept_by_the_name_that_the_dispatcher_knows() -> No
 
 def test_attention_without_a_kernel_that_torch_sees_is_refused() -> None:
     kept = KeptAttention()
-    with pytest.raises(ConfigError, match="--recompute-keep-attention"), kept.recording():
-        kept(lambda q, k, v: q + k + v, *torch.zeros(3, 2))
+    with pytest.raises(ConfigError, match="--recompute-keep-attention"):
+        kept.record(lambda *qkv: kept(lambda q, k, v: q + k + v, *qkv), tuple(torch.zeros(3, 2)))
 
 
 def test_in_a_split_backward_the_recompute_happens_at_the_input_gradient() -> None:

@@ -1,4 +1,4 @@
-"""The table in megapipe/model/block.py against the bytes that one layer saves for its backward.
+"""The table in megapipe/model/stage.py against the bytes that one layer saves for its backward.
 
 Every recompute option is counted.
 """

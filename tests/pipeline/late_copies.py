@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megapipe.gpu.copies import StreamCopies
+from megapipe.gpu.streams import StreamCopies
 from tests.pipeline.current_stream import CurrentStream
 
 

@@ -12,7 +12,7 @@ from torch.nn import functional
 import megapipe.tensor_parallel.cross_entropy as cross_entropy_module
 from megapipe.comm.groups import Group
 from megapipe.errors import ConfigError, DataError
-from megapipe.model.head import capped_logits
+from megapipe.model.embedding_and_head import capped_logits
 from megapipe.tensor_parallel.cross_entropy import chunked_cross_entropy, vocab_parallel_cross_entropy
 from megapipe.tensor_parallel.embedding import VocabParallelEmbedding
 from megapipe.tensor_parallel.gradients import GradientSlot, WeightQueue

@@ -1,0 +1,112 @@
+"""The ends of the model: word and position embeddings; output logits, split over the vocabulary, and the loss."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megapipe.comm.groups import Group
+from megapipe.config.config import ResolvedModelConfig
+from megapipe.config.training import TrainingConfig
+from megapipe.errors import DataError
+from megapipe.model.microbatch import Microbatch, StageLoss
+from megapipe.model.norm import at_least_fp32
+from megapipe.tensor_parallel.cross_entropy import chunked_cross_entropy, vocab_parallel_cross_entropy
+from megapipe.tensor_parallel.embedding import VocabParallelEmbedding
+from megapipe.tensor_parallel.gemms import slice_length
+from megapipe.tensor_parallel.gradients import WeightQueue
+from megapipe.tensor_parallel.linear import ColumnParallelLinear
+from megapipe.tensor_parallel.random import EMBEDDING_LAYER, keyed_dropout
+
+
+class Embedding(nn.Module):
+    """Tokens -> [s, b, h], with sequence parallelism this rank's slice [s / tp, b, h].
+
+    Saves position ids where given.
+    """
+
+    def __init__(self, config: ResolvedModelConfig, tp: Group, *, sequence_parallel: bool, queue: WeightQueue) -> None:
+        super().__init__()
+        hidden_size = config.hidden_size
+        self.tp, self.sequence_parallel = tp, sequence_parallel
+        self.dropout_rate = config.hidden_dropout
+        self.dropout_rank = tp.rank if sequence_parallel else None
+        self.word_embeddings = VocabParallelEmbedding(
+            config.padded_vocab_size, hidden_size, tp, sequence_parallel, true_vocab_size=config.vocab_size, queue=queue
+        )
+        self.position_embeddings: nn.Embedding | None = None  # replicated over tp
+        if config.position_embedding_type == "learned_absolute":
+            self.position_embeddings = nn.Embedding(config.max_position_embeddings, hidden_size, device="meta")
+
+    def forward(self, microbatch: Microbatch) -> Tensor:
+        hidden = self.word_embeddings(microbatch.tokens)
+        if self.position_embeddings is not None:
+            table, seq, ids = self.position_embeddings.weight, microbatch.tokens.shape[1], microbatch.position_ids
+            if seq > table.shape[0]:
+                raise DataError(f"a sequence of {seq} tokens is longer than --max-position-embeddings {table.shape[0]}")
+            rows = table[:seq].unsqueeze(1) if ids is None else ids.t()  # [s, 1, h], or ids [s, b]
+            if self.sequence_parallel:  # this rank's slice; the gradient of the table is partial
+                length = slice_length(rows, self.tp)
+                rows = rows.narrow(0, self.tp.rank * length, length)
+            hidden = hidden + (rows if ids is None else F.embedding(rows, table))
+        return keyed_dropout(
+            hidden, self.dropout_rate, microbatch.dropout_key, EMBEDDING_LAYER, "embedding", self.dropout_rank
+        )
+
+
+class Loss:
+    """Output layer and per-token cross entropy, summed over the microbatch.
+
+    Saves the logits [s, b, V / tp], twice with a soft-cap; none with --cross-entropy-chunk-size.
+    """
+
+    def __init__(self, config: ResolvedModelConfig, training: TrainingConfig) -> None:
+        self.vocab_size, self.cap = config.vocab_size, config.final_logit_softcapping
+        self.options = {"label_smoothing": training.label_smoothing, "z_loss": training.z_loss}
+        self.chunk_size = training.cross_entropy_chunk_size
+
+    def __call__(self, hidden: Tensor, linear: ColumnParallelLinear, microbatch: Microbatch) -> StageLoss:
+        """Return the loss of the normed hidden states [s(/ tp), b, h]. linear: the output layer.
+
+        Raises ValueError for a microbatch without labels.
+        """
+        if microbatch.labels is None:
+            raise ValueError(
+                "this microbatch has no labels: the last stage can only return logits (return_logits=True)"
+            )
+        labels = microbatch.labels.t()
+        if self.chunk_size is None:
+            logits = capped_logits(linear(hidden), self.cap)
+            losses = vocab_parallel_cross_entropy(logits, labels, linear.tp, self.vocab_size, **self.options)
+        else:
+            losses = chunked_cross_entropy(
+                hidden, linear, labels, self.vocab_size, self.chunk_size, cap=self.cap, **self.options
+            )
+        if microbatch.loss_mask is None:
+            return StageLoss(losses.sum(), losses.new_full((), losses.numel()))
+        mask = microbatch.loss_mask.t().to(losses.dtype)
+        return StageLoss((losses * mask).sum(), mask.sum())
+
+
+def capped_logits(logits: Tensor, cap: float | None) -> Tensor:
+    """Return cap * tanh(logits / cap) in at least fp32; the logits themselves without a cap."""
+    return logits if cap is None else _SoftCap.apply(logits.to(at_least_fp32(logits.dtype)), cap)
+
+
+class _SoftCap(torch.autograd.Function):
+    """cap * tanh(x / cap). Saves x and not the result, since the cross entropy writes its gradient into the result."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cap: float) -> Tensor:
+        ctx.cap = cap
+        ctx.save_for_backward(x)
+        return torch.div(x, cap).tanh_().mul_(cap)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        (x,) = ctx.saved_tensors
+        squashed = torch.div(x, ctx.cap).tanh_()
+        return grad * squashed.square_().neg_().add_(1), None
