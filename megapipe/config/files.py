@@ -38,7 +38,7 @@ class DataConfig:
     train_data_path: tuple[str, ...] | None = option(None, "blend for training instead of a share of --data-path")
     valid_data_path: tuple[str, ...] | None = option(None, "blend for validation instead of a share of --data-path")
     test_data_path: tuple[str, ...] | None = option(None, "blend for test instead of a share of --data-path")
-    data_cache_path: str | None = option(None, "directory of index caches", derived="a directory beside the data")
+    data_cache_path: str | None = option(None, "directory of index caches", derived="a directory next to the data")
     mock_data: bool = option(False, "train on generated tokens instead of files")
     num_workers: int = option(2, "threads that prefetch batches on each rank; 0: none", unit="threads", at_least=0)
     reset_position_ids: bool = option(False, "restart positions after each end-of-document token")
@@ -85,19 +85,13 @@ class CheckpointConfig:
         more_flags=(Flag("--persistent-save-interval"),),
     )
     save_interval_minutes: float | None = option(
-        None,
-        "time between checkpoints, alone or together with --save-interval; saved at the end of a step",
-        unit="minutes",
-        above=0,
-        needs=SAVE,
+        None, "time between checkpoints, with or without --save-interval", unit="minutes", above=0, needs=SAVE
     )
     async_save: bool = option(
         False, "write checkpoints in the background; training waits only while its tensors are copied", needs=SAVE
     )
     exit_on_save_failure: bool = option(
-        False,
-        "end the run when a background save fails (a save that training waits for, and the last save, always do)",
-        needs=SAVE,
+        False, "end the run when a background save fails, as when any other save does", needs=SAVE
     )
     no_save_optim: bool = option(False, "leave the optimizer out of checkpoints", off_flag="--save-optim")
     no_save_rng: bool = option(False, "leave random state out of checkpoints", off_flag="--save-rng")
@@ -111,17 +105,13 @@ class CheckpointConfig:
     use_checkpoint_args: bool = option(False, "take the model section from the checkpoint", needs=LOAD)
     keep_last: int | None = option(
         None,
-        "newest checkpoints to keep; unset: all, or with --save-retain-interval the newest one",
+        "newest checkpoints to keep besides those of --save-retain-interval; unset: all, or with it the newest one",
         unit="checkpoints",
         at_least=1,
         needs=SAVE,
     )
     save_retain_interval: int | None = option(
-        None,
-        "keep the checkpoints of steps divisible by this forever; --keep-last applies to the others",
-        unit="steps",
-        at_least=1,
-        needs=SAVE,
+        None, "keep the checkpoints of steps divisible by this forever", unit="steps", at_least=1, needs=SAVE
     )
 
 
@@ -139,9 +129,7 @@ class LoggingConfig:
     log_throughput: bool = option(False, "log TFLOP/s per device")
     timing_log_level: int = option(0, "phase timers: 0 the step, 1 its phases, 2 every action", at_least=0, at_most=2)
     log_straggler: bool = option(
-        False,
-        "report with every log line which ranks compute longest, and name a slow rank, link or group",
-        needs=HEARTBEATS,
+        False, "name the slowest ranks with every log line, and a slow rank, link or group", needs=HEARTBEATS
     )
     straggler_minmax_count: int = option(
         1, "how many of the slowest and of the fastest ranks --log-straggler shows", unit="ranks", at_least=1
@@ -153,9 +141,7 @@ class LoggingConfig:
     profile_step_end: int = option(12, "step at which tracing ends (it is not traced)", unit="steps", at_least=1)
     profile_ranks: tuple[int, ...] = option((0,), "global ranks that are traced", at_least=0)
     profile_pipeline: bool = option(
-        False,
-        "in the same steps record every action of every rank, and compare it with the plan: trace, data, measured "
-        "bubble",
+        False, "in the same steps record every rank's actions and compare them with the plan: trace, data, bubble"
     )
     metrics_file: str | None = option(
         None, "JSON lines file with one line per step", derived="metrics.jsonl in --save; without --save none"

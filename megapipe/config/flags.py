@@ -28,30 +28,17 @@ class Request:
 
 
 REQUESTS = {
-    "--config": Request(
-        "YAML file with the same names, in sections or flat; flags win over it (may be given several times: later "
-        "files win)",
-        "1",
-        "FILE",
-    ),
+    "--config": Request("YAML file with the same names; flags win over it, and later files over it", "1", "FILE"),
     "--print-config": Request("print the configuration with the origin of each value, and exit"),
     "--plan": Request("print the plan (grid, stages, parameters, bubble, memory), and exit"),
     "--dry-run": Request(
-        "audit every rank, run a step of each kind of rank without data or other ranks, print memory counted and "
-        "planned, and exit"
+        "audit every rank, run a step of each kind of rank, print memory counted and planned, and exit"
     ),
     "--rank": Request("count only this rank; with --dry-run", "1", "R"),
-    "--world-size": Request(
-        "plan for this many ranks instead of the ranks that were started; with --plan, --dry-run or --print-config",
-        "1",
-        "N",
-    ),
+    "--world-size": Request("plan for this many ranks; with --plan, --dry-run or --print-config", "1", "N"),
     "--ranks-per-node": Request("ranks per node of that world (default: all on one node); with --world-size", "1", "N"),
     "--verify-grid": Request(
-        "compare a few steps of this grid with a single plain process, in fp64 (the default) or the native dtype, "
-        "and exit",
-        "?",
-        "MODE",
+        "compare steps of this grid with one process, in fp64 or native dtype, and exit", "?", "MODE"
     ),
     "--help": Request("print this message, and exit"),
 }

@@ -41,9 +41,7 @@ class KernelsConfig:
         choices=OPTIMIZER_IMPLS,
     )
     compile_pointwise: bool = option(
-        False,
-        "use torch.compile for the operations between the linears: activations and the casts of fp8; they are compiled "
-        "in the first step",
+        False, "torch.compile the operations between the linears (activations, casts of fp8) in the first step"
     )
 
 
@@ -58,14 +56,10 @@ class GpuConfig:
         None, "NCCL's own variables, set on every rank before it starts: NCCL_DEBUG=INFO NCCL_IB_HCA=mlx5 ..."
     )
     nccl_communicator_config_path: str | None = option(
-        None,
-        "YAML file with cga_cluster_size, min_ctas, max_ctas, net_name of the communicators of a kind of group (tp, "
-        "pp, dp, ...)",
+        None, "YAML file with cga_cluster_size, min_ctas, max_ctas, net_name for kinds of groups (tp, pp, dp, ...)"
     )
     high_priority_stream_groups: tuple[str, ...] = option(
-        ("pp",),
-        "kinds of groups whose NCCL kernels have priority: the short messages that a pipeline waits for",
-        choices=NCCL_GROUPS,
+        ("pp",), "groups whose NCCL kernels have priority: a pipeline waits for short messages", choices=NCCL_GROUPS
     )
     cuda_graph_impl: str = option(
         "none",
@@ -79,10 +73,8 @@ class GpuConfig:
     )
     nvtx_ranges: bool = option(False, "name every action (3B7) and phase for Nsight Systems")
     record_memory_history: bool = option(
-        False,
-        "record the CUDA allocator's history, written to --memory-snapshot-path when memory runs out and at the end",
+        False, "record the CUDA allocator's history to --memory-snapshot-path when memory runs out and at the end"
     )
     memory_snapshot_path: str = option(
-        "snapshot.pickle",
-        "file of the allocator's history, for pytorch.org/memory_viz; the rank is inserted before the extension",
+        "snapshot.pickle", "file of the allocator's history, for pytorch.org/memory_viz, with the rank in its name"
     )

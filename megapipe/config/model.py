@@ -35,10 +35,7 @@ class ModelConfig:
     num_layers: int = option(2, "transformer layers", unit="layers", at_least=1, required=True)
     hidden_size: int = option(128, "width of the residual stream", at_least=1, required=True)
     ffn_hidden_size: int | None = option(
-        None,
-        "width of the MLP between its two linears",
-        at_least=1,
-        derived="4 x hidden size; gated activations: int(4 x hidden x 2/3 / 64) x 64",
+        None, "width between the two linears of the MLP", at_least=1, derived="4 h; gated: int(4 h x 2/3 / 64) x 64"
     )
     num_attention_heads: int = option(4, "attention heads", unit="heads", at_least=1, required=True)
     num_query_groups: int | None = option(
@@ -48,12 +45,7 @@ class ModelConfig:
         at_least=1,
         derived="num-attention-heads",
         more_flags=(
-            Flag(
-                "--group-query-attention",
-                1,
-                only_from=(None,),
-                help="grouped query attention; one group unless --num-query-groups",
-            ),
+            Flag("--group-query-attention", 1, only_from=(None,), help="one group unless --num-query-groups is given"),
         ),
     )
     kv_channels: int | None = option(
@@ -67,11 +59,7 @@ class ModelConfig:
         None, "true size of the vocabulary", unit="tokens", at_least=1, derived="the tokenizer's"
     )
     padded_vocab_size: int | None = option(
-        None,
-        "rows of the embedding table",
-        unit="tokens",
-        at_least=1,
-        derived="vocab-size rounded up to a multiple of make-vocab-size-divisible-by x tp",
+        None, "rows of the embedding table", unit="tokens", at_least=1, derived="from make-vocab-size-divisible-by"
     )
     make_vocab_size_divisible_by: int = option(
         128, "the padded vocabulary is a multiple of this times tp", unit="tokens", at_least=1
@@ -129,12 +117,7 @@ class ModelConfig:
         more_flags=(
             Flag("--swiglu", "swiglu"),
             Flag("--squared-relu", "squared_relu"),
-            Flag(
-                "--no-bias-gelu-fusion",
-                "gelu",
-                only_from=("gelu_tanh",),
-                help="erf instead of tanh GELU, as in Megatron",
-            ),
+            Flag("--no-bias-gelu-fusion", "gelu", only_from=("gelu_tanh",), help="erf GELU, as in Megatron"),
         ),
     )
     add_bias_linear: bool = option(True, "biases in the linear layers", off_flag="--disable-bias-linear")
@@ -220,10 +203,7 @@ class PrecisionConfig:
     )
     fp8_recipe: str = option(
         "delayed",
-        (
-            "fp8: a tensor's scale is computed from its own largest value (tensorwise), or from those of earlier steps "
-            "(delayed)"
-        ),
+        "fp8: a tensor's scale comes from its own largest value (tensorwise), or from those of earlier steps (delayed)",
         choices=FP8_RECIPES,
         needs=FP8,
     )
@@ -232,10 +212,7 @@ class PrecisionConfig:
         1, "fp8, delayed: steps whose largest values are kept", unit="steps", at_least=1, needs=FP8
     )
     fp8_amax_compute_algo: str = option(
-        "most_recent",
-        "fp8, delayed: compute the scale from the latest or the largest of them",
-        choices=FP8_AMAX_ALGORITHMS,
-        needs=FP8,
+        "most_recent", "fp8, delayed: scale from the latest or the largest", choices=FP8_AMAX_ALGORITHMS, needs=FP8
     )
     first_last_layers_bf16: bool = option(
         False, "fp8: some first and last layers of the model stay in --dtype", needs=FP8

@@ -40,8 +40,7 @@ class ParallelConfig:
         None, "layers per chunk: another way to give the number of chunks", unit="layers", at_least=1
     )
     pipeline_model_parallel_layout: str | None = option(
-        None,
-        "layers of each stage: E embedding, t layer, L loss, | stage border, *n and (...)*n repeat: 'Et*3|(tt|)*29,L'",
+        None, "layers of each stage: E embedding, t layer, L loss, | border, *n and (...)*n repeat: 'Et*3|(tt|)*29,L'"
     )
     decoder_first_pipeline_num_layers: int | None = option(
         None, "layers on the first pipeline rank; the rest is divided evenly", unit="layers", at_least=0
@@ -138,15 +137,11 @@ class ParallelConfig:
     )
     grad_reduce_in_bf16: bool = option(False, "reduce gradients over data-parallel ranks in bf16 instead of fp32")
     ddp_bucket_size: int | None = option(
-        None,
-        "parameters in one gradient bucket",
-        unit="parameters",
-        at_least=1,
-        derived="max(40,000,000, 1,000,000 x dp)",
+        None, "parameters in one gradient bucket", unit="parameters", at_least=1, derived="max(4e7, 1e6 x dp)"
     )
     rank_order: str = option(
         "tp-cp-dp-pp",
-        "axes from the fastest to the slowest changing one in the global rank",
+        "axes of the global rank, fastest first",
         more_flags=(Flag("--use-tp-pp-dp-mapping", "tp-cp-pp-dp"),),
     )
     allow_tp_across_nodes: bool = option(False, "allow a tensor-parallel group to span nodes")
@@ -184,10 +179,7 @@ class RecomputeConfig:
     )
     recompute_num_layers: int | None = option(None, "full: N of the method", unit="layers", at_least=1, needs=FULL)
     recompute_keep_attention: bool = option(
-        False,
-        "full: keep the results of a fused attention kernel (output and log-sum-exp), so that the backward does not "
-        "run it again",
-        needs=FULL,
+        False, "full: keep a fused attention kernel's results, so that the backward does not run it again", needs=FULL
     )
     recompute_modules: tuple[str, ...] = option(
         ("core_attn",), "selective: modules that are recomputed", choices=RECOMPUTE_MODULES, needs=SELECTIVE
@@ -199,10 +191,7 @@ class OffloadConfig:
     """Activations copied to host memory after their forward and back before their backward; never parameters."""
 
     cpu_offloading_num_layers: int = option(
-        0,
-        "keep the activations of the first N layers of every stage in host memory until their backward",
-        unit="layers",
-        at_least=0,
+        0, "first layers of each stage whose activations are kept in host memory", unit="layers", at_least=0
     )
     min_offloaded_tensor_size: int = option(
         1048576, "smaller tensors stay on the device", unit="elements", at_least=1, needs=OFFLOADING

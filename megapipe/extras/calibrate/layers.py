@@ -16,7 +16,7 @@ from megapipe.assembly.runtime import InferenceRuntime
 from megapipe.comm.collectives import barrier, broadcast_object, gather_objects
 from megapipe.comm.groups import ProcessGroups
 from megapipe.config.config import Config
-from megapipe.config.parallel import OffloadConfig, RecomputeConfig
+from megapipe.config.parallel import OffloadConfig, ParallelConfig, RecomputeConfig
 from megapipe.gpu.device_clock import DeviceClock, device_clock
 from megapipe.model.microbatch import Microbatch
 from megapipe.plan.layer_costs import PartCost
@@ -33,22 +33,9 @@ MIN_REPEATS, MAX_REPEATS = 3, 200  # after a warm-up
 
 def one_pipeline_rank(config: Config, world_size: int) -> Config:
     """Return the configuration with few layers and without a pipeline on `world_size` ranks; its parts are measured."""
-    parallel = dataclasses.replace(
-        config.parallel,
-        pipeline_model_parallel_size=1,
-        num_virtual_stages_per_pipeline_rank=None,
-        num_layers_per_virtual_pipeline_stage=None,
-        pipeline_model_parallel_layout=None,
-        decoder_first_pipeline_num_layers=None,
-        decoder_last_pipeline_num_layers=None,
-        microbatch_group_size_per_virtual_pipeline_stage=None,
-        pipeline_schedule="auto",
-        pipeline_memory_limit=None,
-        pipeline_balance="auto",
-        pipeline_layer_times=None,
-        pipeline_rank_speeds=None,
-        pipeline_rank_memory=None,
-    )
+    options = dataclasses.fields(ParallelConfig)
+    defaults: dict[str, Any] = {option.name: option.default for option in options if "pipeline" in option.name}
+    parallel = dataclasses.replace(config.parallel, **defaults)
     dp = max(1, world_size // parallel.tensor_model_parallel_size)
     training = dataclasses.replace(
         config.training, global_batch_size=config.training.micro_batch_size * dp, rampup_batch_size=None
@@ -76,11 +63,8 @@ def profile_parts(
     if full:
         recomputed = _Parts(_in_parts(plan, plan.config.recompute), groups, device, seconds).cost(LAYERS)
         layers = dataclasses.replace(layers, replay=max(0.0, recomputed.backward - layers.backward))
-    return embedding, _scaled(layers, 1.0 / NUM_LAYERS), head
-
-
-def _scaled(cost: PartCost, factor: float) -> PartCost:
-    return PartCost(**{name: value * factor for name, value in dataclasses.asdict(cost).items()})
+    layer = PartCost(**{name: value * (1.0 / NUM_LAYERS) for name, value in dataclasses.asdict(layers).items()})
+    return embedding, layer, head
 
 
 def _in_parts(plan: RunPlan, recompute: RecomputeConfig) -> RunPlan:
