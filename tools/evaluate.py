@@ -3,7 +3,7 @@
 
 import sys
 
-from megapipe.extras.cli.evaluate import main
+from megapipe.extras.cli.inference import evaluate as main
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

@@ -3,7 +3,7 @@
 
 import sys
 
-from megapipe.extras.cli.generate import main
+from megapipe.extras.cli.inference import generate as main
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

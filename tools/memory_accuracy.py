@@ -22,7 +22,7 @@ from megapipe.data.batch import Batch, DocumentRules
 from megapipe.data.dataset import SyntheticDataset
 from megapipe.environment import read_environment
 from megapipe.extras.cli.planning import plan_for
-from megapipe.extras.dry_run.live_bytes import LiveBytes
+from megapipe.extras.dry_run.meta import LiveBytes
 from megapipe.extras.dry_run.rank import ReadBatch, count_rank, count_step
 from megapipe.extras.dry_run.run import difference_text
 from megapipe.formatting import bytes_text

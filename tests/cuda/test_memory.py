@@ -10,7 +10,7 @@ import torch
 from megapipe.assembly.microbatches import Keys, Microbatches
 from megapipe.assembly.runtime import TrainingRuntime
 from megapipe.comm.groups import ProcessGroups
-from megapipe.extras.dry_run.live_bytes import LiveBytes
+from megapipe.extras.dry_run.meta import LiveBytes
 from megapipe.extras.dry_run.rank import count_rank, count_step
 from megapipe.plan.memory import rank_memory
 from megapipe.train.state import Rates

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megapipe.config.parallel import RecomputeConfig
 from megapipe.errors import ConfigError
-from megapipe.extras.dry_run.live_bytes import LiveBytes
+from megapipe.extras.dry_run.meta import LiveBytes
 from megapipe.model.recompute import KeptAttention, RecomputedSegment, layer_groups
 from megapipe.tensor_parallel.gradients import WeightQueue
 from megapipe.tensor_parallel.random import DropoutKey

@@ -10,7 +10,7 @@ import torch
 from megapipe.comm.groups import build_process_groups
 from megapipe.data.batch import Batch
 from megapipe.extras.verify.compare import FP64, Difference, ParityStep
-from megapipe.extras.verify.inputs import drawn_slices, random_batches
+from megapipe.extras.verify.oracle import drawn_slices, random_batches
 from megapipe.extras.verify.parity import compare_with_oracle
 from megapipe.plan.resolve import resolve
 from megapipe.plan.run_plan import RunPlan

@@ -12,7 +12,7 @@ from megapipe.assembly.runtime import TrainingRuntime
 from megapipe.comm.collectives import gather_objects
 from megapipe.comm.groups import build_process_groups
 from megapipe.config.config import Config
-from megapipe.extras.verify.inputs import drawn_slices, random_batches, share_of
+from megapipe.extras.verify.oracle import drawn_slices, random_batches, share_of
 from megapipe.plan.resolve import resolve
 from megapipe.train.state import Rates
 from megapipe.train.step import TrainStep

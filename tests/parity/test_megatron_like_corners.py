@@ -15,8 +15,7 @@ from megapipe.assembly.runtime import TrainingRuntime
 from megapipe.comm.groups import build_process_groups
 from megapipe.config.config import Config
 from megapipe.config.parallel import ParallelConfig
-from megapipe.extras.verify.inputs import drawn_slices, random_batches, share_of, whole_weights
-from megapipe.extras.verify.oracle import Oracle
+from megapipe.extras.verify.oracle import Oracle, drawn_slices, random_batches, share_of, whole_weights
 from megapipe.plan.resolve import resolve
 from megapipe.train.state import Rates
 from megapipe.train.step import TrainStep

@@ -5,6 +5,6 @@
 - `planning`: the plan of a configuration, and the hardware it is for
 - `pretrain`, `launch`, `plan`, `explain`: a run, from its flags; `quickstart`: one on text of this machine
 - `data`:    text -> tokenizer -> token files
-- `saved_model`, `generate`, `evaluate`, `convert`: trained models
-- `status`, `report`, `schedule`, `doctor`, `calibrate`, `profile_layers`: what happens, and what could
+- `inference`, `convert`: trained models
+- `status`, `report`, `schedule`, `doctor`, `calibrate`: what happens, and what could
 """

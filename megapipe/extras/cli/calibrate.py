@@ -1,27 +1,26 @@
-"""Measure this machine and write a hardware file for `megapipe plan`.
-
-  megapipe calibrate --output here.yaml
-  megapipe launch --nproc-per-node 2 -m megapipe calibrate --output here.yaml       (links between ranks, too)
-  megapipe plan --gpus 2 --hardware here.yaml --config run.yaml
-
-GEMMs in every precision and by size, fused attention, memory; on several ranks all-reduce and messages inside a node,
-and between nodes where there are several. Ranks measure at the same time, and the slowest counts. The file says what
-was not measured. Measure on a machine that does nothing else. On CPUs a rank has OMP_NUM_THREADS threads, as in
-training, and one where that is not set.
-"""
+"""`megapipe calibrate` and `profile-layers`: measure this machine, or the layers of a configuration on it."""
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
+import platform
+import shlex
+import sys
+import time
 from pathlib import Path
 
+from megapipe.config.load import load_config
 from megapipe.config.training import DEVICES
 from megapipe.dtypes import TENSOR_DTYPES
 from megapipe.environment import Environment
-from megapipe.extras.cli.frame import Command, option
+from megapipe.extras.cli.frame import Command, option, write_file
+from megapipe.extras.cli.planning import with_vocabulary
+from megapipe.plan.layer_costs import LayerTimes, PartCost, setting_of, to_json
+from megapipe.plan.resolve import resolve
 
-OPTIONS = (
+CALIBRATE_OPTIONS = (
     option(
         "--output",
         type=Path,
@@ -30,14 +29,7 @@ OPTIONS = (
         help="default hardware.yaml; never overwritten without --force",
     ),
     option("--force", action="store_true", help="overwrite the file"),
-    option(
-        "--seconds",
-        type=float,
-        default=30.0,
-        above=0,
-        metavar="S",
-        help="that it may take, about (default 30); with fewer, smaller sizes are measured",
-    ),
+    option("--seconds", default=30.0, above=0, help="that it may take, about; with fewer, smaller sizes are measured"),
     option(
         "--dtype",
         choices=TENSOR_DTYPES,
@@ -45,20 +37,27 @@ OPTIONS = (
     ),
     option("--name", help="of the hardware in the file (default: the device's)"),
     option("--device", choices=DEVICES, default="auto", help="default: cuda if there is a GPU"),
-    option(
-        "--timeout-seconds",
-        type=float,
-        default=60.0,
-        above=0,
-        metavar="S",
-        help="after which a message that does not come is an error (default 60)",
-    ),
+    option("--timeout-seconds", default=60.0, above=0, help="after which a message that does not come is an error"),
     option("--json", action="store_true", help="the figures as one JSON object instead of the table"),
+)
+PROFILE_OPTIONS = (
+    option("--output", type=Path, required=True, metavar="FILE.json", help="the file to write"),
+    option("--seconds", default=1.0, above=0, help="for each of some ten figures"),
 )
 
 
 def _calibrate(own: argparse.Namespace, environment: Environment) -> None:
-    """Measure with the other ranks and write the file on rank 0. Raises ConfigError, CommunicationError."""
+    """Measure this machine and write a hardware file for `megapipe plan`.
+
+      megapipe calibrate --output here.yaml
+      megapipe launch --nproc-per-node 2 -m megapipe calibrate --output here.yaml       (links between ranks, too)
+      megapipe plan --gpus 2 --hardware here.yaml --config run.yaml
+
+    GEMMs in every precision and by size, fused attention, memory; on several ranks all-reduce and messages inside a
+    node, and between nodes where there are several. Ranks measure at the same time, and the slowest counts. The file
+    says what was not measured. Measure on a machine that does nothing else. On CPUs a rank has OMP_NUM_THREADS threads,
+    as in training, and one where that is not set.
+    """
     from megapipe.extras.calibrate import hardware_file
     from megapipe.extras.calibrate.rates import measure
 
@@ -77,12 +76,58 @@ def _calibrate(own: argparse.Namespace, environment: Environment) -> None:
             print(f"written: {own.output}, for megapipe plan --hardware {own.output}")
 
 
-main = Command(
+def _profile(own: argparse.Namespace, environment: Environment) -> None:
+    """Measure embedding, layers and head of a configuration, to balance pipeline stages.
+
+      megapipe profile-layers --output times.json --config run.yaml
+      megapipe launch --nproc-per-node 2 -m megapipe profile-layers --output times.json --config run.yaml
+                                                                                (tp 2: on as many ranks as tp)
+
+    Forward, backward and its two halves of the embedding, a layer, and final norm, head and loss, at the run's shapes
+    on this rank's device; the slowest rank counts. The run then takes the file with --pipeline-layer-times FILE.
+    """
+    config = with_vocabulary(load_config(["--plan", *own.flags], is_job=False).config)
+
+    import torch
+
+    from megapipe.comm.groups import build_process_groups
+    from megapipe.extras.calibrate.layers import one_pipeline_rank, profile_parts
+    from megapipe.train.run import join
+
+    world_size = environment.world_size
+    plan = resolve(one_pipeline_rank(config, world_size), world_size, environment.local_world_size)
+    world = join(plan, environment)
+    groups = build_process_groups(plan.topology, world.global_rank, world.backend, world.timeout_seconds)
+    parts = profile_parts(plan, groups, world.device, own.seconds)
+    if environment.global_rank == 0:
+        name = torch.cuda.get_device_name() if world.device.type == "cuda" else platform.machine()
+        measured = {
+            "device": f"{world.device}, {name}",
+            "torch": torch.__version__,
+            "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+            "command": shlex.join(["megapipe", *sys.argv[1:]]),
+        }
+        times = LayerTimes(setting_of(plan.config), parts[0], (parts[1],), parts[2], measured)
+        write_file(own.output, to_json(times) + "\n", "--output")
+        print(_text(parts))
+        print(f"written: {own.output}, for --pipeline-layer-times {own.output}")
+
+
+def _text(parts: tuple[PartCost, PartCost, PartCost]) -> str:
+    lines = ["milliseconds     F      B      I      W  replay"]
+    for name, part in zip(("embedding", "layer", "head"), parts, strict=True):
+        lines.append(f"{name:<12}" + "".join(f"{1000 * value:7.2f}" for value in dataclasses.astuple(part)))
+    layer = parts[1].forward + parts[1].backward
+    embedding, head = ((part.forward + part.backward) / layer for part in (parts[0], parts[2]))
+    return "\n".join([*lines, f"the head weighs {head:.2f} layers, the embedding {embedding:.2f}"])
+
+
+calibrate = Command(
     "megapipe calibrate",
-    __doc__,
-    OPTIONS,
+    CALIBRATE_OPTIONS,
     _calibrate,
     on_ranks=True,
     needs_words=False,
     interrupted="interrupted; no file was written",
 )
+profile_layers = Command("megapipe profile-layers", PROFILE_OPTIONS, _profile, on_ranks=True, takes_config=True)

@@ -23,10 +23,12 @@ SUBCOMMANDS = {
     "plan": Subcommand("plan", "main", "show what a configuration will do on a number of ranks, without starting any"),
     "explain": Subcommand("explain", "main", "explain a flag, and its cost in memory and time for a configuration"),
     "profile-layers": Subcommand(
-        "profile_layers", "main", "measure embedding, layers and head on this machine, to balance the pipeline stages"
+        "calibrate",
+        "profile_layers",
+        "measure embedding, layers and head on this machine, to balance the pipeline stages",
     ),
     "calibrate": Subcommand(
-        "calibrate", "main", "measure this machine and its links, and write a hardware file for plan"
+        "calibrate", "calibrate", "measure this machine and its links, and write a hardware file for plan"
     ),
     "schedule": Subcommand("schedule", "main", "draw, compare, check and simulate pipeline schedules"),
     "doctor": Subcommand(
@@ -36,9 +38,9 @@ SUBCOMMANDS = {
     "progress": Subcommand("plan", "progress", "print the step that a run has reached, for job scripts"),
     "report": Subcommand("report", "main", "write an HTML report of a run"),
     "verify": Subcommand("pretrain", "verify", "compare the grid with a single plain process: pretrain --verify-grid"),
-    "generate": Subcommand("generate", "main", "generate texts with a trained model"),
+    "generate": Subcommand("inference", "generate", "generate texts with a trained model"),
     "evaluate": Subcommand(
-        "evaluate", "main", "compute loss and perplexity of a trained model on a text or token file"
+        "inference", "evaluate", "compute loss and perplexity of a trained model on a text or token file"
     ),
     "preprocess": Subcommand("data", "preprocess", "tokenize text into token files"),
     "train-tokenizer": Subcommand("data", "train_tokenizer", "train a SentencePiece tokenizer on text"),

@@ -1,10 +1,4 @@
-"""Convert checkpoints on the CPU: Hugging Face <-> megapipe, Megatron -> megapipe, megapipe -> Megatron (torch format).
-
-megapipe convert Llama-3.2-1B checkpoints/llama               a Hugging Face folder, to --load and train on
-megapipe convert checkpoints/llama export --to hugging-face   back, or after training
-megapipe convert megatron_run checkpoints/run                 a Megatron run: weights, moments, step, samples, schedules
-megapipe convert checkpoints/run out --to dcp                 for torch.distributed.checkpoint, and --from dcp back
-"""
+"""`megapipe convert`: convert checkpoints from and to Hugging Face and Megatron."""
 
 from __future__ import annotations
 
@@ -73,20 +67,27 @@ OPTIONS = (
         help="take tokenizer files and ids of special tokens from a Hugging Face folder",
     ),
     option("--architecture", help="Hugging Face architecture (default: that of the source, or the first that fits)"),
-    option("--max-shard-size", type=float, default=5.0, metavar="GB", help="largest safetensors file (default: 5 GB)"),
-    option("--tensor-model-parallel-size", type=int, default=1, help="Megatron: tp of the ranks to write for"),
-    option("--pipeline-model-parallel-size", type=int, default=1, help="Megatron: pp of the ranks to write for"),
+    option("--max-shard-size", default=5.0, help="largest safetensors file (default: 5 GB)"),
+    option("--tensor-model-parallel-size", default=1, help="Megatron: tp of the ranks to write for"),
+    option("--pipeline-model-parallel-size", default=1, help="Megatron: pp of the ranks to write for"),
     option(
         "--transformer-impl",
         choices=("transformer_engine", "local"),
         default="transformer_engine",
-        help="Megatron: naming scheme of the norms (default: transformer_engine)",
+        help="Megatron: naming scheme of the norms",
     ),
 )
 
 
 def _convert(own: argparse.Namespace) -> None:
-    """Convert. Raises CheckpointError if the check finds that the models differ, ConfigError."""
+    """Convert checkpoints on the CPU: Hugging Face <-> megapipe, Megatron -> megapipe, megapipe -> Megatron (torch
+    format).
+
+    megapipe convert Llama-3.2-1B checkpoints/llama               a Hugging Face folder, to --load and train on megapipe
+    convert checkpoints/llama export --to hugging-face   back, or after training megapipe convert megatron_run
+    checkpoints/run                 a Megatron run: weights, moments, step, samples, schedules megapipe convert
+    checkpoints/run out --to dcp                 for torch.distributed.checkpoint, and --from dcp back
+    """
     source_format = own.source_format or formats.guess(own.source)
     target_format = own.target_format or (HUGGING_FACE if source_format == OWN else OWN)
     if target_format == source_format:
@@ -161,4 +162,4 @@ def _compare(snapshot: Snapshot, folder: Path) -> None:
         )
 
 
-main = Command("megapipe convert", __doc__, OPTIONS, _convert, interrupted="\ninterrupted; no checkpoint was written")
+main = Command("megapipe convert", OPTIONS, _convert, interrupted="\ninterrupted; no checkpoint was written")

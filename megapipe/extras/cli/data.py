@@ -22,27 +22,12 @@ from megapipe.extras.cli.frame import Command, option
 from megapipe.tokenizers.sentencepiece import train_sentencepiece
 from megapipe.tokenizers.tokenizer import TOKENIZERS, build_tokenizer
 
-TRAIN_TOKENIZER_HELP = """\
-Train a SentencePiece tokenizer on text: a directory, a text file or JSON lines.
-
-    megapipe train-tokenizer --input corpus.jsonl --output tokenizer.model --vocab-size 8192
-
-Unigram, no normalization, pieces of only spaces, bytes for unknown characters: code is decoded exactly as it was.
-"""
 TRAIN_TOKENIZER_OPTIONS = (
     option("--input", required=True, help="directory of text files, text file, or JSON lines with the key text"),
     option("--output", required=True, help="the model file to write"),
-    option("--vocab-size", type=int, default=8192, help="pieces, special tokens included (default: 8192)"),
-    option("--megabytes", type=float, default=4.0, help="most text to train on (default: 4)"),
+    option("--vocab-size", default=8192, help="pieces, special tokens included"),
+    option("--megabytes", default=4.0, help="most text to train on"),
 )
-PREPROCESS_HELP = """\
-Tokenize text into token files: JSON lines, plain text or directories -> PREFIX_KEY_document.bin/.idx.
-
-    megapipe preprocess --input corpus.jsonl --output-prefix data/corpus \\
-        --tokenizer-type SentencePieceTokenizer --tokenizer-model tokenizer.model --append-eod --workers 8
-
-tools/preprocess_data.py is the same command under Megatron's name.
-"""
 PREPROCESS_OPTIONS = (
     "text",
     option(
@@ -55,12 +40,7 @@ PREPROCESS_OPTIONS = (
         "--json-keys", nargs="+", default=[TEXT_KEY], help="keys to tokenize, each to its own files (default: text)"
     ),
     option("--suffixes", nargs="+", default=[], help="in directories, only files such as .py .md (default: all)"),
-    option(
-        "--document-unit",
-        choices=DOCUMENT_UNITS,
-        default="file",
-        help="unit of a document in plain text (default: file)",
-    ),
+    option("--document-unit", choices=DOCUMENT_UNITS, default="file", help="unit of a document in plain text"),
     "tokenizer",
     option("--tokenizer-type", required=True, help=f"one of {', '.join(TOKENIZERS)}"),
     option("--tokenizer-model", help="SentencePiece model, tokenizer.json, or a folder with one of them"),
@@ -70,7 +50,7 @@ PREPROCESS_OPTIONS = (
     option("--append-eod", action="store_true", help="end each document with the end-of-document token"),
     "output",
     option("--output-prefix", required=True, help="PREFIX of PREFIX_KEY_document.bin/.idx"),
-    option("--workers", type=int, default=1, help="tokenizing processes (default: 1)"),
+    option("--workers", default=1, help="tokenizing processes"),
     option(
         "--log-interval", type=int, help="without a terminal: print progress after every N documents (default: never)"
     ),
@@ -82,11 +62,6 @@ REFUSED = {  # Megatron's flags that are not here, and what to do instead
     "--keep-sequential-samples": "the order of the input is always kept; leave it out",
     "--lang": "documents are not cut into sentences; leave it out",
 }
-MERGE_HELP = """\
-Merge several token files into one, in the order given; a directory means all of its token files, sorted by name.
-
-    megapipe merge --input data/part1 data/part2 --output-prefix data/all
-"""
 MERGE_OPTIONS = (
     option("--input", nargs="+", required=True, help="file prefixes (without .bin/.idx), or directories"),
     option("--output-prefix", required=True, help="prefix of the merged .bin/.idx"),
@@ -94,6 +69,12 @@ MERGE_OPTIONS = (
 
 
 def _train_tokenizer(own: argparse.Namespace) -> None:
+    """Train a SentencePiece tokenizer on text: a directory, a text file or JSON lines.
+
+        megapipe train-tokenizer --input corpus.jsonl --output tokenizer.model --vocab-size 8192
+
+    Unigram, no normalization, pieces of only spaces, bytes for unknown characters: code is decoded exactly as it was.
+    """
     documents = corpus_documents(own.input, own.megabytes)
     max_bytes = round(own.megabytes * 1e6)
     train_sentencepiece(documents, own.output, vocab_size=own.vocab_size, max_bytes=max_bytes)
@@ -101,6 +82,13 @@ def _train_tokenizer(own: argparse.Namespace) -> None:
 
 
 def _preprocess(own: argparse.Namespace) -> None:
+    """Tokenize text into token files: JSON lines, plain text or directories -> PREFIX_KEY_document.bin/.idx.
+
+        megapipe preprocess --input corpus.jsonl --output-prefix data/corpus \\
+            --tokenizer-type SentencePieceTokenizer --tokenizer-model tokenizer.model --append-eod --workers 8
+
+    tools/preprocess_data.py is the same command under Megatron's name.
+    """
     factory = functools.partial(
         build_tokenizer, own.tokenizer_type, own.tokenizer_model, own.vocab_size, own.vocab_file, own.merge_file
     )
@@ -129,6 +117,10 @@ def _preprocess(own: argparse.Namespace) -> None:
 
 
 def _merge(own: argparse.Namespace) -> None:
+    """Merge several token files into one, in the order given; a directory means all of its token files, sorted by name.
+
+    megapipe merge --input data/part1 data/part2 --output-prefix data/all
+    """
     prefixes = [
         prefix for name in own.input for prefix in (indexed_file.prefixes_in(name) if Path(name).is_dir() else [name])
     ]
@@ -140,10 +132,6 @@ def _merge(own: argparse.Namespace) -> None:
 
 
 NO_FILE = "\ninterrupted; no file was written"
-train_tokenizer = Command(
-    "megapipe train-tokenizer", TRAIN_TOKENIZER_HELP, TRAIN_TOKENIZER_OPTIONS, _train_tokenizer, interrupted=NO_FILE
-)
-preprocess = Command(
-    "megapipe preprocess", PREPROCESS_HELP, PREPROCESS_OPTIONS, _preprocess, interrupted=NO_FILE, refused=REFUSED
-)
-merge = Command("megapipe merge", MERGE_HELP, MERGE_OPTIONS, _merge, interrupted=NO_FILE)
+train_tokenizer = Command("megapipe train-tokenizer", TRAIN_TOKENIZER_OPTIONS, _train_tokenizer, interrupted=NO_FILE)
+preprocess = Command("megapipe preprocess", PREPROCESS_OPTIONS, _preprocess, interrupted=NO_FILE, refused=REFUSED)
+merge = Command("megapipe merge", MERGE_OPTIONS, _merge, interrupted=NO_FILE)

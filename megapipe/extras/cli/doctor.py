@@ -1,26 +1,11 @@
-"""Check this machine, or a whole allocation, before a run.
-
-  megapipe doctor
-  megapipe launch --nproc-per-node 8 -m megapipe doctor --tensor-model-parallel-size 4 --pipeline-model-parallel-size 2
-  srun ... python -m megapipe doctor --config configs/gpt3_175b.yaml
-
-One process: versions, fast paths installed and active, cores, memory, limits, network interfaces, RDMA devices,
-GPUDirect RDMA.
-
-Several ranks, with the parallel flags or --config of the run: a host's report, in what hosts differ, clocks, and a
-measurement of every group of this layout: tp all-reduce, pp messages along each boundary each way, dp reduce-scatter
-and all-gather, messages between hosts. Groups are compared with their like, and with the hardware table where the GPU
-is in it or is named. Links of a slow group are measured one by one, each way; the slow one is named. What is slow is
-measured twice before it is said.
-
-Exit code: 0 fine, 1 something is slow or wrong, 2 the flags are.
-"""
+"""`megapipe doctor`: check this machine, or a whole allocation."""
 
 from __future__ import annotations
 
 import argparse
 import json
 
+from megapipe.config.config import Config
 from megapipe.config.load import load_config
 from megapipe.environment import Environment
 from megapipe.extras.cli.frame import Command, option
@@ -28,54 +13,45 @@ from megapipe.extras.cli.planning import HARDWARE_OPTIONS, hardware_given
 from megapipe.plan.hardware import hardware_of
 from megapipe.plan.schedule_choice import schedule_and_chunks
 from megapipe.schedule.families import SCHEDULES
+from megapipe.schedule.placement import Placement
 from megapipe.topology import Topology
 
 OPTIONS = (
     *HARDWARE_OPTIONS,
     option(
         "--slow-factor",
-        type=float,
         default=2.0,
         above=1,
-        metavar="X",
-        help="a device or link counts as slow from this factor (default 2; twice that where cores are shared)",
+        help="a device or link counts as slow from this factor (twice that where cores are shared)",
     ),
-    option(
-        "--seconds",
-        type=float,
-        default=0.1,
-        above=0,
-        metavar="S",
-        help="for the repeats of one size of one group (default 0.1)",
-    ),
-    option(
-        "--timeout-seconds",
-        type=float,
-        default=60.0,
-        above=0,
-        metavar="S",
-        help="after which a message that does not come is an error (default 60)",
-    ),
+    option("--seconds", default=0.1, above=0, help="for the repeats of one size of one group"),
+    option("--timeout-seconds", default=60.0, above=0, help="after which a message that does not come is an error"),
     option("--json", action="store_true", help="one JSON object"),
 )
 
 
 def _examine(own: argparse.Namespace, environment: Environment) -> int:
+    """Check this machine, or a whole allocation, before a run.
+
+      megapipe doctor
+      megapipe launch --nproc-per-node 8 -m megapipe doctor --tensor-model-parallel-size 4 \\
+          --pipeline-model-parallel-size 2
+      srun ... python -m megapipe doctor --config configs/gpt3_175b.yaml
+
+    One process: versions, fast paths installed and active, cores, memory, limits, network interfaces, RDMA devices,
+    GPUDirect RDMA.
+
+    Several ranks, with the parallel flags or --config of the run: a host's report, in what hosts differ, clocks, and a
+    measurement of every group of this layout: tp all-reduce, pp messages along each boundary each way, dp
+    reduce-scatter and all-gather, messages between hosts. Groups are compared with their like, and with the hardware
+    table where the GPU is in it or is named. Links of a slow group are measured one by one, each way; the slow one is
+    named. What is slow is measured twice before it is said.
+
+    Exit code: 0 fine, 1 something is slow or wrong, 2 the flags are.
+    """
     hardware = hardware_given(own)
     config = load_config(own.flags, is_job=False).config
-    parallel = config.parallel
-    schedule, chunks = schedule_and_chunks(parallel, config.model.num_layers)
-    placement = SCHEDULES[schedule].place(parallel.pipeline_model_parallel_size, chunks)
-    topology = Topology.of_world(
-        environment.world_size,
-        tp=parallel.tensor_model_parallel_size,
-        cp=parallel.context_parallel_size,
-        pp=parallel.pipeline_model_parallel_size,
-        order=parallel.rank_order,
-        ranks_per_node=environment.local_world_size,
-        allow_tp_across_nodes=parallel.allow_tp_across_nodes,
-        mirrored_pipeline=placement.second_direction is not None,
-    )
+    topology, placement = layout_of(config, environment)
 
     import torch  # report errors in the flags before this import, which takes a second
 
@@ -86,7 +62,7 @@ def _examine(own: argparse.Namespace, environment: Environment) -> int:
     from megapipe.extras.doctor.host import examine_host
     from megapipe.extras.doctor.report import allocation_json, allocation_text, single_json, single_text
 
-    world = start(environment, parallel.distributed_backend, own.timeout_seconds, config.training.device)
+    world = start(environment, config.parallel.distributed_backend, own.timeout_seconds, config.training.device)
     if hardware is None and world.device.type == "cuda":
         hardware = hardware_of(torch.cuda.get_device_name(world.device))
     if not environment.is_distributed:
@@ -106,4 +82,22 @@ def _examine(own: argparse.Namespace, environment: Environment) -> int:
     return 0 if found.is_fine else 1
 
 
-main = Command("megapipe doctor", __doc__, OPTIONS, _examine, on_ranks=True, takes_config=True, needs_words=False)
+def layout_of(config: Config, environment: Environment) -> tuple[Topology, Placement]:
+    """Return the grid of these ranks and the placement of the pipeline's stages. Raises ConfigError."""
+    parallel = config.parallel
+    schedule, chunks = schedule_and_chunks(parallel, config.model.num_layers)
+    placement = SCHEDULES[schedule].place(parallel.pipeline_model_parallel_size, chunks)
+    topology = Topology.of_world(
+        environment.world_size,
+        tp=parallel.tensor_model_parallel_size,
+        cp=parallel.context_parallel_size,
+        pp=parallel.pipeline_model_parallel_size,
+        order=parallel.rank_order,
+        ranks_per_node=environment.local_world_size,
+        allow_tp_across_nodes=parallel.allow_tp_across_nodes,
+        mirrored_pipeline=placement.second_direction is not None,
+    )
+    return topology, placement
+
+
+main = Command("megapipe doctor", OPTIONS, _examine, on_ranks=True, takes_config=True, needs_words=False)

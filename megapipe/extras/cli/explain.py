@@ -1,11 +1,4 @@
-"""Explain a flag: megapipe explain FLAG [--gpu NAME | --hardware FILE] [--config FILE.yaml] [flags of pretrain_gpt.py]
-
-  megapipe explain --sequence-parallel --config configs/llama3_70b.yaml --world-size 64
-
-What the flag does, what Megatron means by it, who reads it and the paper; with a configuration also its cost: memory of
-the fullest pipeline rank, predicted step time and expected bubble with the flag's other values, or why they are
-refused. Default: --gpu h100, and the least world that the configuration runs on. Needs no torch.
-"""
+"""`megapipe explain`: explain a flag, and its cost in memory and time for a configuration."""
 
 from __future__ import annotations
 
@@ -28,6 +21,15 @@ MOST_COLUMNS = 100
 
 
 def _explain(own: argparse.Namespace) -> None:
+    """Explain a flag: megapipe explain FLAG [--gpu NAME | --hardware FILE] [--config FILE.yaml] [flags of
+    pretrain_gpt.py]
+
+      megapipe explain --sequence-parallel --config configs/llama3_70b.yaml --world-size 64
+
+    What the flag does, what Megatron means by it, who reads it and the paper; with a configuration also its cost:
+    memory of the fullest pipeline rank, predicted step time and expected bubble with the flag's other values, or why
+    they are refused. Default: --gpu h100, and the least world that the configuration runs on. Needs no torch.
+    """
     if not own.flags:
         raise ConfigError("no flag to explain; give one, such as --sequence-parallel")
     print(explained(own.flags[0], own.flags[1:], hardware_given(own)))
@@ -105,4 +107,4 @@ def _row(alternative: Alternative, cost: Cost, current_seconds: float | None) ->
     return value, bytes_text(max(cost.rank_bytes)), seconds, change, f"{cost.bubble_share:.1%}"
 
 
-main = Command("megapipe explain", __doc__, HARDWARE_OPTIONS, _explain, takes_config=True)
+main = Command("megapipe explain", HARDWARE_OPTIONS, _explain, takes_config=True)

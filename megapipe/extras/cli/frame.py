@@ -7,6 +7,7 @@ rank that lost its peer waits longer, because the peer's message is the one that
 from __future__ import annotations
 
 import argparse
+import inspect
 import math
 import os
 import sys
@@ -56,7 +57,12 @@ class Option:
 
 
 def option(*names: str, above: float | None = None, at_least: float | None = None, **settings: Any) -> Option:
-    """Return an option for the table of a command."""
+    """Return an option for the table of a command. A default gives the type of a number, and is added to the help."""
+    default = settings.get("default")
+    if isinstance(default, int | float):
+        settings.setdefault("type", type(default))
+    if default not in (None, []) and "default" not in settings.get("help", ""):
+        settings["help"] = f"{settings.get('help', '')} (default: %(default)s)".lstrip()
     return Option(names, settings, above, at_least)
 
 
@@ -71,15 +77,14 @@ class Parser(argparse.ArgumentParser):
 class Command:
     """A command. Called with the words after its name, it runs and returns the exit code.
 
-    help: the text above the options in --help. options: strings are the titles of the groups that follow them.
-    body: gets the options, with on_ranks also the environment; it returns the exit code or None for 0.
-    takes_config: it also takes the flags of pretrain_gpt.py; body finds them in `flags` of its options.
-    needs_words: without any word it prints its help and fails. interrupted: printed after Ctrl-C.
-    refused: flags of Megatron's tools that are missing here -> what to do instead.
+    options: strings are the titles of the groups that follow them. body: gets the options, with on_ranks also the
+    environment; returns the exit code or None for 0. Its docstring is the text of --help. takes_config: it also takes
+    the flags of pretrain_gpt.py; body finds them in `flags` of its options. needs_words: without any word it prints its
+    help and fails. interrupted: printed after Ctrl-C. refused: flags of Megatron's tools that are missing here -> what
+    to do instead.
     """
 
     name: str
-    help: str | None
     options: Sequence[str | Option]
     body: Callable[..., int | None]
     on_ranks: bool = False
@@ -109,7 +114,7 @@ class Command:
         """Return argparse's parser of the options."""
         parser = Parser(
             prog=self.name,
-            description=self.help,
+            description=inspect.getdoc(self.body),
             epilog="All other flags are those of pretrain_gpt.py." if self.takes_config else None,
             formatter_class=argparse.RawDescriptionHelpFormatter,
             allow_abbrev=False,

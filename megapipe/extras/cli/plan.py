@@ -1,17 +1,4 @@
-"""Show what a configuration will do on a number of ranks, or search for a layout; without torch, in tenths of a second.
-
-  megapipe plan --world-size 16384 --ranks-per-node 8 --config configs/llama3_405b.yaml
-
-shows the grid with its nodes, the layers and parameters of each stage and their sum, batch, FLOPs, the expected bubble
-and the memory of every rank; or why it cannot run. It is pretrain_gpt.py --plan, but data, length and learning rate may
-be omitted. --ranks-per-node: by default all ranks are on one node.
-
-  megapipe plan --gpus 1024 --gpu a100-80 --config configs/gpt3_175b.yaml --output best.yaml
-
-searches for a layout and predicts its step time and memory; see docs/planner.md. Parallel sizes, schedule, microbatch,
-recompute, sequence parallelism, distributed optimizer and partition that are given as flags are kept, those in a YAML
-file are not.
-"""
+"""`megapipe plan` and `progress`: a configuration's plan, the search for a layout, and the step of a run."""
 
 from __future__ import annotations
 
@@ -35,13 +22,6 @@ from megapipe.plan.hardware import Hardware
 from megapipe.plan.report import plan_text
 from megapipe.plan.resolve import resolve
 
-PROGRESS_HELP = """\
-Print the step of the newest complete checkpoint in --save, and the last step of the run on --world-size N ranks, for
-job scripts; exit with 2 and an error message if the run is impossible. Starts nothing, writes nothing, needs no torch.
-
-  megapipe progress --world-size 8 --config configs/quickstart.yaml --save runs/one
-  step 40 of 100, runs/one/step_00000040
-"""
 OPTIONS = (
     option(
         "--estimator",
@@ -50,7 +30,7 @@ OPTIONS = (
         help="megatron: also print Megatron-LM's estimate of the memory",
     ),
     "search, with --gpus N and one of --gpu and --hardware",
-    option("--gpus", type=int, metavar="N", above=0, help="search for a layout on N accelerators"),
+    option("--gpus", type=int, above=0, help="search for a layout on N accelerators"),
     *HARDWARE_OPTIONS,
     option(
         "--objective",
@@ -59,8 +39,8 @@ OPTIONS = (
         help="time: the fastest step on N accelerators (default); gpus: the fewest up to N that fit, or that reach "
         "--tokens-per-second; cost: the cheapest tokens on N, N / 2, ...",
     ),
-    option("--price", type=float, metavar="P", above=0, help="of an accelerator and hour, for the objective cost"),
-    option("--tokens-per-second", type=float, metavar="X", above=0, help="to reach, for the objectives gpus and cost"),
+    option("--price", type=float, above=0, help="of an accelerator and hour, for the objective cost"),
+    option("--tokens-per-second", type=float, above=0, help="to reach, for the objectives gpus and cost"),
     option("--output", type=Path, metavar="FILE", help="write the best layout as a configuration"),
     option("--json", action="store_true", help="print everything as JSON"),
 )
@@ -93,6 +73,21 @@ PINS: dict[str, Callable[[Layout, Config], bool]] = {
 
 
 def _plan(own: argparse.Namespace) -> int:
+    """Show what a configuration will do on a number of ranks, or search for a layout; without torch, in tenths of a
+    second.
+
+      megapipe plan --world-size 16384 --ranks-per-node 8 --config configs/llama3_405b.yaml
+
+    shows the grid with its nodes, the layers and parameters of each stage and their sum, batch, FLOPs, the expected
+    bubble and the memory of every rank; or why it cannot run. It is pretrain_gpt.py --plan, but data, length and
+    learning rate may be omitted. --ranks-per-node: by default all ranks are on one node.
+
+      megapipe plan --gpus 1024 --gpu a100-80 --config configs/gpt3_175b.yaml --output best.yaml
+
+    searches for a layout and predicts its step time and memory; see docs/planner.md. Parallel sizes, schedule,
+    microbatch, recompute, sequence parallelism, distributed optimizer and partition that are given as flags are kept,
+    those in a YAML file are not.
+    """
     if own.gpus is not None or own.gpu is not None or own.hardware is not None:
         return _search(own)
     search = {"--output": own.output, "--price": own.price, "--tokens-per-second": own.tokens_per_second}
@@ -178,7 +173,13 @@ def as_configured(config: Config, world_size: int, hardware: Hardware) -> Candid
 
 
 def _progress(own: argparse.Namespace) -> None:
-    """Print 'step 40 of 100, ...'. Raises ConfigError for everything that training would refuse too."""
+    """Print the step of the newest complete checkpoint in --save, and the last step of the run on --world-size N ranks,
+    for job scripts; exit with 2 and an error message if the run is impossible. Starts nothing, writes nothing, needs no
+    torch.
+
+      megapipe progress --world-size 8 --config configs/quickstart.yaml --save runs/one
+      step 40 of 100, runs/one/step_00000040
+    """
     loaded = load_config(["--plan", *own.flags])
     if loaded.requests.world_size is None:
         raise ConfigError("megapipe progress needs --world-size N, the number of ranks of the run")
@@ -199,5 +200,5 @@ def _progress(own: argparse.Namespace) -> None:
     print(f"step {step} of {total}, {where}")
 
 
-main = Command("megapipe plan", __doc__, OPTIONS, _plan, takes_config=True)
-progress = Command("megapipe progress", PROGRESS_HELP, (), _progress, takes_config=True)
+main = Command("megapipe plan", OPTIONS, _plan, takes_config=True)
+progress = Command("megapipe progress", (), _progress, takes_config=True)

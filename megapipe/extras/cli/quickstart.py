@@ -1,9 +1,4 @@
-"""Make a corpus, a tokenizer and token files, and pretrain a small GPT on this machine. Run it again to continue.
-
-Corpus -> tokenizer -> token files -> training on a grid that fits the machine -> summary and report. Existing files are
-reused; a second run continues from the checkpoint of the first for as many steps again. launch/quickstart.sh installs
-megapipe and runs it.
-"""
+"""`megapipe quickstart`: from text on this machine to a small trained GPT."""
 
 from __future__ import annotations
 
@@ -59,20 +54,15 @@ OPTIONS = (
     option(
         "--corpus", metavar="DIR_OR_FILE", help="text to train on (default: the source of Python's standard library)"
     ),
-    option(
-        "--out", metavar="DIR", type=Path, default="runs/quickstart", help="output directory (default: %(default)s)"
-    ),
-    option("--steps", metavar="N", type=int, default=350, above=0, help="steps of this run (default: %(default)s)"),
+    option("--out", metavar="DIR", type=Path, default="runs/quickstart", help="output directory"),
+    option("--steps", default=350, above=0, help="steps of this run"),
     option(
         "--ranks",
-        metavar="N",
         type=int,
         help=f"ranks to start (default: {CPU_RANKS} on a CPU, else as many GPUs as the grid can use)",
     ),
-    option("--vocab-size", metavar="N", type=int, default=2048, help="pieces of the tokenizer (default: %(default)s)"),
-    option(
-        "--megabytes", metavar="X", type=float, default=8.0, above=0, help="most text to use (default: %(default)g)"
-    ),
+    option("--vocab-size", default=2048, help="pieces of the tokenizer"),
+    option("--megabytes", default=8.0, above=0, help="most text to use"),
 )
 
 
@@ -101,7 +91,12 @@ class Grid:
 
 
 def _quickstart(own: argparse.Namespace) -> int:
-    """Prepare, train, summarize and write the report; return the exit code. Raises MegapipeError."""
+    """Make a corpus, a tokenizer and token files, and pretrain a small GPT on this machine. Run it again to continue.
+
+    Corpus -> tokenizer -> token files -> training on a grid that fits the machine -> summary and report. Existing files
+    are reused; a second run continues from the checkpoint of the first for as many steps again. launch/quickstart.sh
+    installs megapipe and runs it.
+    """
     began = time.monotonic()
     grid = choose_grid(own.flags, own.ranks)
     prepared = prepare(own.corpus, own.out, own.vocab_size, own.megabytes)
@@ -302,7 +297,6 @@ def _say(word: str, text: str) -> None:
 
 main = Command(
     "megapipe quickstart",
-    __doc__,
     OPTIONS,
     _quickstart,
     takes_config=True,

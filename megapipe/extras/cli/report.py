@@ -1,7 +1,4 @@
-"""Write an HTML report of a run: curves, plan and measured timeline, configuration, grid, versions, warnings.
-
-RUN is the folder given as --save (or that of --metrics-file). Works during the run, and after a crash. Needs no torch.
-"""
+"""`megapipe report`: write an HTML report of a run."""
 
 from __future__ import annotations
 
@@ -31,6 +28,11 @@ def write_report(run: Path, output: Path | None = None) -> Path:
 
 
 def _report(own: argparse.Namespace) -> None:
+    """Write an HTML report of a run: curves, plan and measured timeline, configuration, grid, versions, warnings.
+
+    RUN is the folder given as --save (or that of --metrics-file). Works during the run, and after a crash. Needs no
+    torch.
+    """
     path = write_report(own.run, own.output)
     if own.svg is not None:
         profile = read_run(own.run).profile
@@ -41,4 +43,4 @@ def _report(own: argparse.Namespace) -> None:
     print(f"{path} ({path.stat().st_size / 2**10:,.0f} KiB): open it in any browser")
 
 
-main = Command("megapipe report", __doc__, OPTIONS, _report)
+main = Command("megapipe report", OPTIONS, _report)

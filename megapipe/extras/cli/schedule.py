@@ -50,7 +50,7 @@ NAME = (
 )
 MODEL = (
     "shape",
-    option("-p", "--ranks", type=int, default=4, help="pipeline ranks (default: 4)"),
+    option("-p", "--ranks", default=4, help="pipeline ranks"),
     option("-m", "--microbatches", type=int, help="default: twice the ranks"),
     option("-v", "--chunks", type=int, help="stages a rank (default: 2 where a schedule has several)"),
     option(
@@ -60,9 +60,9 @@ MODEL = (
         help="microbatches that run through a chunk before the next chunk, at least the ranks",
     ),
     "costs, in seconds (or any unit), of all the layers of one rank",
-    option("--forward", type=float, default=1.0, at_least=0),
-    option("--input-grad", type=float, default=1.0, at_least=0),
-    option("--weight-grad", type=float, default=1.0, at_least=0),
+    option("--forward", default=1.0, at_least=0),
+    option("--input-grad", default=1.0, at_least=0),
+    option("--weight-grad", default=1.0, at_least=0),
     option(
         "--costs",
         type=Path,
@@ -76,37 +76,21 @@ MODEL = (
     ),
     option(
         "--p2p",
-        type=float,
         default=0.0,
         at_least=0,
         help="latency of a message, from the end of an action to its use on the next rank",
     ),
-    option(
-        "--transfer",
-        type=float,
-        default=0.0,
-        at_least=0,
-        help="time that a message occupies its channel, before --p2p",
-    ),
+    option("--transfer", default=0.0, at_least=0, help="time that a message occupies its channel, before --p2p"),
     option("--no-overlap", action="store_true", help="a rank is idle while it sends (for --transfer)"),
     option(
         "--pair-share",
-        type=float,
         default=1.0,
         at_least=0,
         help="time of an overlapped forward and backward, relative to their sum (DualPipe)",
     ),
-    option("--optimizer", type=float, default=0.0, at_least=0, help="norm, update and gather after the last action"),
-    option(
-        "--activation-bytes", type=float, default=0.0, at_least=0, help="of one microbatch in the layers of one rank"
-    ),
-    option(
-        "--kept-for-weights",
-        type=float,
-        default=1.0,
-        at_least=0,
-        help="fraction of it that is kept between I and W, 0 to 1",
-    ),
+    option("--optimizer", default=0.0, at_least=0, help="norm, update and gather after the last action"),
+    option("--activation-bytes", default=0.0, at_least=0, help="of one microbatch in the layers of one rank"),
+    option("--kept-for-weights", default=1.0, at_least=0, help="fraction of it that is kept between I and W, 0 to 1"),
     option(
         "--memory-limit", type=float, action="append", help="of zb-auto, in microbatches (compare: may be repeated)"
     ),
@@ -121,7 +105,7 @@ DRAWINGS = (
 )
 DEPTHS = (
     option("--send-depth", type=int, help="sends that a channel may have in flight (default: the smallest number)"),
-    option("--receive-depth", type=int, default=2, help="actions by which a receive is posted ahead (default: 2)"),
+    option("--receive-depth", default=2, help="actions by which a receive is posted ahead"),
 )
 
 
@@ -196,6 +180,7 @@ def _microbatches(own: argparse.Namespace) -> int:
 
 
 def _draw(own: argparse.Namespace) -> None:
+    """Draw one schedule: text for a terminal, SVG with a memory curve, Chrome/Perfetto trace, CSV."""
     model = _model(own)
     schedule = _schedule(own, model)
     measures, timeline = measure(schedule.compute_only(), model)
@@ -217,6 +202,7 @@ def _draw(own: argparse.Namespace) -> None:
 
 
 def _compare(own: argparse.Namespace) -> int:
+    """Print one table over all schedules, or those named."""
     chunks = 2 if own.chunks is None else own.chunks
     limits = own.memory_limit or ()
     rows = compare(_model(own), own.ranks, chunks, _microbatches(own), own.group_size, limits, own.names)
@@ -266,6 +252,7 @@ def table_text(rows: Sequence[Measures | Refusal]) -> str:
 
 
 def _check(own: argparse.Namespace) -> None:
+    """Prove a schedule, by name or from a CSV file, and print the send depth of every channel."""
     schedule = _schedule(own, _model(own))
     if not schedule.is_lowered:
         validate(schedule)
@@ -298,6 +285,7 @@ def _check(own: argparse.Namespace) -> None:
 
 
 def _simulate(own: argparse.Namespace) -> None:
+    """Print makespan, idle, peaks and messages of one schedule, rank by rank."""
     model = _model(own)
     measures, timeline = measure(_schedule(own, model).compute_only(), model)
     keys = ("work_seconds", "chained_idle_seconds", "barrier_idle_seconds", "peak_live_chunks")
@@ -314,8 +302,8 @@ def _simulate(own: argparse.Namespace) -> None:
 
 NAMES = option("names", nargs="*", metavar="NAME", help="which schedules (default: all)")
 COMMANDS = {
-    "draw": Command("megapipe schedule draw", None, (*NAME, *MODEL, *DRAWINGS), _draw, needs_words=False),
-    "compare": Command("megapipe schedule compare", None, (NAMES, *MODEL), _compare, needs_words=False),
-    "check": Command("megapipe schedule check", None, (*NAME, *MODEL, *DEPTHS), _check, needs_words=False),
-    "simulate": Command("megapipe schedule simulate", None, (*NAME, *MODEL), _simulate, needs_words=False),
+    "draw": Command("megapipe schedule draw", (*NAME, *MODEL, *DRAWINGS), _draw, needs_words=False),
+    "compare": Command("megapipe schedule compare", (NAMES, *MODEL), _compare, needs_words=False),
+    "check": Command("megapipe schedule check", (*NAME, *MODEL, *DEPTHS), _check, needs_words=False),
+    "simulate": Command("megapipe schedule simulate", (*NAME, *MODEL), _simulate, needs_words=False),
 }

@@ -1,8 +1,4 @@
-"""Show what every rank of a run does now: step, action, which ranks it waits for, and for how long.
-
-RUN is the folder given as --save (or that of --metrics-file). Ranks of this host are read live, those of other hosts
-from a copy that is about a second old. After a crash it shows the last records. Changes nothing and needs no torch.
-"""
+"""`megapipe status`: show what every rank of a run does now."""
 
 from __future__ import annotations
 
@@ -20,11 +16,17 @@ from megapipe.monitor.roster import Sighting, read_folder
 OPTIONS = (
     option("run", metavar="RUN", type=Path, help="the run's folder"),
     option("--json", action="store_true", help="one JSON object instead of a table"),
-    option("--watch", metavar="SECONDS", type=float, help="repeat every SECONDS seconds, until Ctrl-C"),
+    option("--watch", type=float, help="repeat every SECONDS seconds, until Ctrl-C"),
 )
 
 
 def _status(own: argparse.Namespace) -> None:
+    """Show what every rank of a run does now: step, action, which ranks it waits for, and for how long.
+
+    RUN is the folder given as --save (or that of --metrics-file). Ranks of this host are read live, those of other
+    hosts from a copy that is about a second old. After a crash it shows the last records. Changes nothing and needs no
+    torch.
+    """
     try:
         show(own.run, own.json)
         while own.watch:
@@ -74,4 +76,4 @@ def _as_dict(sighting: Sighting, waits_for_ranks: Sequence[int]) -> dict[str, An
     }
 
 
-main = Command("megapipe status", __doc__, OPTIONS, _status)
+main = Command("megapipe status", OPTIONS, _status)

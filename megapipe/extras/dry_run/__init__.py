@@ -3,7 +3,7 @@ messages.
 
 - `grid`:       audit of every rank's place, groups and parameters; which ranks and microbatches represent all others
 - `rank`:       `count_rank`: runtime, schedule row and one step of one rank on the meta device
-- `live_bytes`: `LiveBytes`: bytes of all live storages and their peak, for meta tensors as for real ones
-- `meta`:       `MetaMode`: answers to code that reads values, and the kernels that CUDA would choose
+- `meta`:       `LiveBytes`: bytes of all live storages and their peak, for meta tensors as for real ones; `MetaMode`:
+  answers to code that reads values, and the kernels that CUDA would choose
 - `run`:        the request `--dry-run`, from the plan to the printed report
 """

@@ -17,7 +17,7 @@ from megapipe.schedule.action import Action, Op
 from megapipe.schedule.lifetimes import Item, lifetimes
 from megapipe.schedule.placement import Placement
 from megapipe.sharding.audit import audit_buffers
-from megapipe.topology import GROUP_NAMES, Topology, all_coordinates
+from megapipe.topology import GROUP_NAMES, all_coordinates
 
 
 @dataclass(frozen=True)
@@ -36,47 +36,50 @@ def audit_grid(plan: RunPlan) -> int:
     tp_rank. Raises CommunicationError, ConfigError.
     """
     topology = plan.topology
-    places = {coordinates for _, coordinates in all_coordinates(topology)}
-    if len(places) != topology.world_size:
-        raise CommunicationError(f"{topology.world_size} ranks have {len(places)} places in the grid")
-    total = sum(_audit_groups(topology, name) for name in GROUP_NAMES)
+    places = [place for _, place in all_coordinates(topology)]
+    if len(set(places)) != topology.world_size:
+        raise CommunicationError(f"{topology.world_size} ranks have {len(set(places))} places in the grid")
+    num_groups = 0
+    for name in GROUP_NAMES:
+        groups = topology.groups(name)
+        num_groups += len(groups)
+        counts = Counter(rank for ranks in groups for rank in ranks)
+        for ranks in groups:
+            if topology.group_of(name, ranks[0]) != ranks or topology.group_of(name, ranks[-1]) != ranks:
+                ends = f"rank {ranks[0]} or {ranks[-1]}"
+                raise CommunicationError(f"{ends} builds a group {name} other than {ranks[:4]}..., which it belongs to")
+        for rank, place in enumerate(places):
+            expected = 1 if name != "embedding" or place.pp_rank in (0, topology.pp - 1) else 0
+            if counts[rank] != expected:
+                raise CommunicationError(f"rank {rank} is in {counts[rank]} groups {name}, not in {expected}")
     for stage in range(plan.placement.num_stages):
         for tp_rank in range(topology.tp):
             audit_buffers(plan.stage_specs[stage], plan.buffers(stage, tp_rank), tp_rank, topology.tp)
-    return total
-
-
-def _audit_groups(topology: Topology, name: str) -> int:
-    groups = topology.groups(name)
-    seen = [0] * topology.world_size
-    for ranks in groups:
-        for rank in ranks:
-            seen[rank] += 1
-        if topology.group_of(name, ranks[0]) != ranks or topology.group_of(name, ranks[-1]) != ranks:
-            raise CommunicationError(
-                f"rank {ranks[0]} or {ranks[-1]} builds a group {name} other than {ranks[:4]}..., which it belongs to"
-            )
-    for rank, count in enumerate(seen):
-        expected = 1 if name != "embedding" or topology.coordinates(rank).pp_rank in (0, topology.pp - 1) else 0
-        if count != expected:
-            raise CommunicationError(f"rank {rank} is in {count} groups {name}, not in {expected}")
-    return len(groups)
+    return num_groups
 
 
 def kinds_of_ranks(plan: RunPlan) -> tuple[Kind, ...]:
-    """Return the kinds of all ranks of the world, ordered by their first ranks. dp and cp make no difference to a
-    step."""
+    """Return the kinds of all ranks of the world, ordered by their first ranks.
+
+    dp and cp make no difference to a step.
+    """
     topology = plan.topology
+    behaviour: dict[tuple[int, int], Hashable] = {}  # by pp_rank and tp_rank: what such a rank does and holds
+    for pp_rank in range(topology.pp):
+        row, held = _row(plan, pp_rank), plan.placement.stages_of(pp_rank)
+        for tp_rank in range(topology.tp):
+            shapes = (
+                tuple(sorted(spec.local_shape(tp_rank, topology.tp) for spec in plan.stage_specs[stage]))
+                for stage in held
+            )
+            behaviour[pp_rank, tp_rank] = row, tuple(shapes)
     found: dict[Hashable, list[int]] = {}
-    by_place: dict[tuple[int, int], Hashable] = {}
-    rows: dict[int, Hashable] = {pp_rank: _row(plan, pp_rank) for pp_rank in range(topology.pp)}
     for rank, place in all_coordinates(topology):
-        key = place.pp_rank, place.tp_rank
-        if key not in by_place:
-            by_place[key] = rows[place.pp_rank], _shapes(plan, *key)
-        found.setdefault(by_place[key], []).append(rank)
-    pp_ranks = (tuple(sorted({topology.coordinates(rank).pp_rank for rank in ranks})) for ranks in found.values())
-    kinds = (Kind(tuple(ranks), where) for ranks, where in zip(found.values(), pp_ranks, strict=True))
+        found.setdefault(behaviour[place.pp_rank, place.tp_rank], []).append(rank)
+    kinds = []
+    for ranks in found.values():
+        pp_ranks = sorted({topology.coordinates(rank).pp_rank for rank in ranks})
+        kinds.append(Kind(tuple(ranks), tuple(pp_ranks)))
     return tuple(sorted(kinds, key=lambda kind: kind.ranks))
 
 
@@ -86,20 +89,9 @@ def _row(plan: RunPlan, pp_rank: int) -> Hashable:
     own = {stage: index for index, stage in enumerate(held)}
     count = plan.batch.full // plan.batch.samples_per_microbatch
     actions = tuple((own[stage], op, microbatch) for stage, op, microbatch in plan.schedule(count).rows[pp_rank])
-    layers = tuple(plan.partition.stages[stage] for stage in held)
-    return (
-        actions,
-        tuple((part.num_layers, part.has_embedding, part.has_head) for part in layers),
-        plan.num_weight_versions(pp_rank),
-    )
-
-
-def _shapes(plan: RunPlan, pp_rank: int, tp_rank: int) -> Hashable:
-    tp = plan.topology.tp
-    return tuple(
-        tuple(sorted(spec.local_shape(tp_rank, tp) for spec in plan.stage_specs[stage]))
-        for stage in plan.placement.stages_of(pp_rank)
-    )
+    stages = (plan.partition.stages[stage] for stage in held)
+    layers = tuple((part.num_layers, part.has_embedding, part.has_head) for part in stages)
+    return actions, layers, plan.num_weight_versions(pp_rank)
 
 
 Situation = tuple[int, Op, tuple[tuple[str, int, int], ...]]
@@ -108,8 +100,7 @@ Situation = tuple[int, Op, tuple[tuple[str, int, int], ...]]
 def situations(
     row: Iterable[Action], placement: Placement | None = None, pp_rank: int = 0, send_depth: int | None = None
 ) -> set[Situation]:
-    """Return (stage, op, numbers of what is alive at its start) of every action. The arguments are those of
-    `lifetimes`."""
+    """Return (stage, op, numbers of what is alive at its start) of every action. Arguments: those of `lifetimes`."""
     alive: Counter[Item] = Counter()
     found: set[Situation] = set()
     for (stage, op, _), changes in lifetimes(row, placement, pp_rank, send_depth):

@@ -1,4 +1,4 @@
-"""`MetaMode`: meta tensors, which have no values, in code that reads values and chooses kernels by device.
+"""`LiveBytes`, the bytes of all live storages; `MetaMode`, meta tensors in code that reads values or the device.
 
 torch chooses kernels of attention and RMSNorm by the device of their inputs. On the meta device they are chosen here,
 so that each keeps for its backward what the kernel of the real device keeps.
@@ -6,17 +6,99 @@ so that each keeps for its backward what the kernel of the real device keeps.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 Answer = Callable[..., Any]
 HALF_TYPES = (torch.float16, torch.bfloat16)
 ALIGNED_BIAS = 16  # torch pads masks for CUDA's memory-efficient kernel to a multiple of this many columns
+
+
+class LiveBytes(TorchDispatchMode):
+    """A dispatch mode that counts each storage among the results of operations, from its first appearance until freed.
+
+    Views share storages. Memory that a kernel allocates and frees within one operation is not seen. Works for real
+    tensors and on the meta device. The sum is split by labels: a storage gets the current `label`, or the one that
+    `name` gives it later.
+    """
+
+    def __init__(self, label: str = "other") -> None:
+        super().__init__()
+        self.label = label
+        self.now = 0
+        self.peak = 0
+        self.by_label: Counter[str] = Counter()
+        self.at_peak: Mapping[str, int] = {}
+        self.at_new_peak: Callable[[], None] = lambda: None
+        self._is_paused = False
+        self._live: dict[int, tuple[weakref.ref[torch.UntypedStorage], int, str]] = {}
+
+    def name(self, tensors: Iterable[Tensor], label: str) -> None:
+        """Count the storages of these tensors under `label`, also those not seen so far."""
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            key = storage._cdata
+            self._see(tensor)
+            reference, size, old = self._live[key]
+            self.by_label[old] -= size
+            self.by_label[label] += size
+            self._live[key] = reference, size, label
+
+    def outside(self, make: Callable[[int], Tensor], num_bytes: int) -> Tensor:
+        """Return make(num_bytes) without counting its memory, which is not the device's."""
+        self._is_paused = True
+        try:
+            tensor = make(num_bytes)
+        finally:
+            self._is_paused = False
+        self._keep(tensor.untyped_storage(), 0, "outside")
+        return tensor
+
+    def begin(self) -> None:
+        """Restart the peak from the current bytes."""
+        self.peak = 0
+        self._rise()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for each in result if isinstance(result, tuple | list) else (result,):
+            if isinstance(each, Tensor):
+                self._see(each)
+        return result
+
+    def _see(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._live or self._is_paused:
+            return
+        size = storage.nbytes()
+        self._keep(storage, size, self.label)
+        self.by_label[self.label] += size
+        self.now += size
+        if self.now > self.peak:
+            self._rise()
+
+    def _keep(self, storage: torch.UntypedStorage, size: int, label: str) -> None:
+        key = storage._cdata
+
+        def freed(_: object) -> None:
+            _, size, label = self._live.pop(key)
+            self.by_label[label] -= size
+            self.now -= size
+
+        self._live[key] = weakref.ref(storage, freed), size, label
+
+    def _rise(self) -> None:
+        self.peak, self.at_peak = self.now, dict(self.by_label)
+        self.at_new_peak()
 
 
 class MetaMode(TorchFunctionMode):
@@ -39,7 +121,7 @@ class MetaMode(TorchFunctionMode):
         if device == "cuda":
             self._answers |= {
                 Tensor.is_cuda.__get__: lambda tensor: True,  # type: ignore[attr-defined]
-                F.rms_norm: cuda_rms_norm,
+                F.rms_norm: lambda x, normalized_shape, weight, eps: _RMSNormOfCuda.apply(x, weight),
             }
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -76,8 +158,7 @@ def cuda_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Run CUDA's flash kernel for half types without a mask, the memory-efficient one for fp32 and masks, the math one
-    for fp64."""
+    """Run CUDA's flash kernel for half types without a mask, the math one for fp64, else the memory-efficient one."""
     if attn_mask is None and q.dtype in HALF_TYPES:
         flash = torch.ops.aten._scaled_dot_product_flash_attention
         return flash(q, k, v, dropout_p, is_causal, scale=scale)[0]  # type: ignore[no-any-return]
@@ -99,12 +180,9 @@ def cuda_attention(
     return efficient(q, k, v, bias, True, dropout_p, is_causal, scale=scale)[0]  # type: ignore[no-any-return]
 
 
-def cuda_rms_norm(x: Tensor, normalized_shape: Any, weight: Tensor, eps: float) -> Tensor:
-    """Replace CUDA's fused kernel, which keeps x, weight and 1 / rms of each row in fp32."""
-    return _RMSNormOfCuda.apply(x, weight)  # type: ignore[no-any-return]
-
-
 class _RMSNormOfCuda(torch.autograd.Function):
+    """CUDA's fused kernel, which keeps x, weight and 1 / rms of each row in fp32."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
         statistics = x.new_empty((*x.shape[:-1], 1), dtype=torch.promote_types(x.dtype, torch.float32))

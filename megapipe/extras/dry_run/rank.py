@@ -18,8 +18,7 @@ from megapipe.comm.groups import ProcessGroups, fake_process_groups
 from megapipe.comm.trace import Tracer
 from megapipe.data.batch import Batch
 from megapipe.extras.dry_run.grid import microbatches_to_run
-from megapipe.extras.dry_run.live_bytes import LiveBytes
-from megapipe.extras.dry_run.meta import MetaMode
+from megapipe.extras.dry_run.meta import LiveBytes, MetaMode
 from megapipe.plan.run_plan import RunPlan
 from megapipe.schedule.action import Action, Op, parse_action
 from megapipe.sharding.spec import ParamSpec
@@ -66,9 +65,13 @@ def count_rank(
     count = full if in_full else microbatches_to_run(plan, pp_rank)
     traffic, live = Traffic(), LiveBytes()
     traffic.observe = lambda tensor: live.name([tensor], "messages")
+
+    def empty(spec: ParamSpec, tp_rank: int, tp: int) -> Tensor:
+        return torch.empty(spec.local_shape(tp_rank, tp), device=META)
+
     with MetaMode(device), live:
         groups = fake_process_groups(plan.topology, global_rank, traffic)
-        found, watch = count_step(plan, groups, META, live, read, _empty, count, traffic)
+        found, watch = count_step(plan, groups, META, live, read, empty, count, traffic)
     if count != full:
         watch.extend(plan.schedule(count).rows[pp_rank], plan.schedule(full).rows[pp_rank])
     return found
@@ -91,7 +94,14 @@ def count_step(
     started = time.perf_counter()
     watch = ActionWatch(live, traffic)
     runtime = TrainingRuntime(plan, groups, device, draw_slice, watch)
-    name_state(runtime, live)
+    if runtime.offload is not None:  # its pool is host memory
+        pool = runtime.offload.pool
+        pool.allocate = partial(live.outside, pool.allocate)
+    buffers = [buffer for held in runtime.buffers.values() for buffer in held.buffers]
+    live.name((version for buffer in buffers for version in buffer.versions), "weights")
+    live.name((buffer.gradients for buffer in buffers), "gradients")
+    for item, tensors in runtime.optimizer.held().items():
+        live.name(tensors, item)
     live.label = "step"
     count = num_microbatches or plan.batch.full // plan.batch.samples_per_microbatch
     dp_rank = runtime.coordinates.dp_rank
@@ -113,25 +123,8 @@ def count_step(
     ), watch
 
 
-def name_state(runtime: TrainingRuntime, live: LiveBytes) -> None:
-    """Label the storages of weights, gradients and optimizer state; leave out host memory."""
-    if runtime.offload is not None:
-        pool = runtime.offload.pool
-        pool.allocate = partial(live.outside, pool.allocate)
-    buffers = [buffer for held in runtime.buffers.values() for buffer in held.buffers]
-    live.name((version for buffer in buffers for version in buffer.versions), "weights")
-    live.name((buffer.gradients for buffer in buffers), "gradients")
-    for item, tensors in runtime.optimizer.held().items():
-        live.name(tensors, item)
-
-
-def _empty(spec: ParamSpec, tp_rank: int, tp: int) -> Tensor:
-    return torch.empty(spec.local_shape(tp_rank, tp), device=META)
-
-
 class ActionWatch(Tracer):
-    """A tracer that records in which action of the row the peak occurred, the bytes at its start, and what actions
-    sent."""
+    """A tracer that records in which action the peak occurred, the bytes at its start, and what actions sent."""
 
     def __init__(self, live: LiveBytes, traffic: Traffic | None = None) -> None:
         super().__init__()

@@ -73,19 +73,10 @@ def counted_text(plan: RunPlan, counts: Sequence[tuple[Kind, RankCount]], device
     yield f"  counted  storages alive at the peak of a step, as {kernels} kernels keep them; not counted: {NOT_COUNTED}"
     rows = [("pp_rank", "ranks", "counted on", "planned", "counted", "difference", "peak in", "seconds")]
     for kind, count in counts:
-        planned = _planned(plan, count).total
-        rows.append(
-            (
-                _ranges(kind.pp_ranks),
-                f"{len(kind.ranks):,}",
-                f"rank {count.global_rank}",
-                bytes_text(planned),
-                bytes_text(count.peak),
-                difference_text(planned, count.peak),
-                count.peak_action or "optimizer",
-                f"{count.seconds:.1f}",
-            )
-        )
+        planned, where = _planned(plan, count).total, count.peak_action or "optimizer"
+        sizes = bytes_text(planned), bytes_text(count.peak), difference_text(planned, count.peak)
+        seconds, rank = f"{count.seconds:.1f}", f"rank {count.global_rank}"
+        rows.append((_ranges(kind.pp_ranks), f"{len(kind.ranks):,}", rank, *sizes, where, seconds))
     yield from text_table(rows, indent=11)
     kind, fullest = max(counts, key=lambda pair: pair[1].peak)
     yield from _items(plan, kind, fullest)
@@ -105,9 +96,8 @@ def _planned(plan: RunPlan, count: RankCount) -> RankMemory:
 def _items(plan: RunPlan, kind: Kind, count: RankCount) -> Iterator[str]:
     memory = _planned(plan, count)
     full = plan.batch.full // plan.batch.samples_per_microbatch
-    run = (
-        "" if count.num_run == full else f"; {count.num_run} of {full} microbatches run, enough for every memory state"
-    )
+    enough = f"; {count.num_run} of {full} microbatches run, enough for every memory state"
+    run = "" if count.num_run == full else enough
     yield f"  memory   of rank {count.global_rank}, which represents {len(kind.ranks):,}{run}"
     rows = [(item, memory.items[item], count.items[item]) for item in STATE if memory.items[item] or count.items[item]]
     step = memory.total - sum(memory.items[item] for item in STATE)
@@ -119,18 +109,13 @@ def _items(plan: RunPlan, kind: Kind, count: RankCount) -> Iterator[str]:
     else:
         rows.append((f"in {count.peak_action or 'the optimizer'}", step, count.items["step"]))
     rows.append(("total", memory.total, count.peak))
-    cells = [
-        (name, bytes_text(planned), bytes_text(counted), difference_text(planned, counted))
-        for name, planned, counted in rows
-    ]
+    cells = [(name, bytes_text(a), bytes_text(b), difference_text(a, b)) for name, a, b in rows]
     yield from text_table([("item", "planned", "counted", "difference"), *cells], indent=11)
 
 
 def _messages(traffic: Traffic) -> Iterator[str]:
-    yield (
-        "  sent     in a step, over groups of more than one rank; bytes of a collective's whole tensor, or of each "
-        "message"
-    )
+    sizes = "bytes of a collective's whole tensor, or of each message"
+    yield f"  sent     in a step, over groups of more than one rank; {sizes}"
     rows = [
         (group, operation.replace("_", "-"), f"{count:,}", bytes_text(traffic.bytes[group, operation]))
         for (group, operation), count in sorted(traffic.counts.items(), key=lambda entry: -traffic.bytes[entry[0]])

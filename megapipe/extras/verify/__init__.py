@@ -1,8 +1,8 @@
 """Comparison of a grid with one plain process: `pretrain_gpt.py --verify-grid` and the parity tests.
 
 - `shrink`:  the user's configuration with small sizes; grid, chunks, partition, schedule and switches are kept
-- `inputs`:  random weights, drawn in slices on the grid and whole for the oracle; random batches
-- `oracle`:  megapipe.extras.reference trained in one process in fp64, with the grid's dropout masks
+- `oracle`:  megapipe.extras.reference trained in one process in fp64, with the grid's dropout masks; random weights and
+  batches, drawn in slices on the grid and whole for the oracle
 - `compare`: each rank's pieces of gradients and weights against the oracle's whole tensors; tolerances
 - `parity`:  the grid's training step and the oracle's, step by step; `verify`, which --verify-grid calls
 - `report`:  the text that --verify-grid prints

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from operator import attrgetter
 
 import torch
 from torch import Tensor
@@ -16,9 +15,8 @@ from megapipe.sharding.boxes import Box, Piece, pieces
 from megapipe.sharding.buffers import shard_pieces
 from megapipe.sharding.spec import Fused, ParamSpec, QueryGroups
 
-ZERO_SHARE = (
-    1e-12  # gradients this much smaller than the model's largest are mathematically zero: in fp64 only rounding is left
-)
+# gradients this much smaller than the model's largest are mathematically zero: in fp64 only rounding is left
+ZERO_SHARE = 1e-12
 LEAST_PATTERN = 4  # elements: fewer are a multiple of anything
 
 
@@ -46,9 +44,8 @@ FP64 = Tolerance(gradient=1e-10, weight=1e-10, loss=1e-10, grad_norm=1e-10)
 # grids, shapes and depths. fp32 needs more units because its sums are fp32 too; with half types sums, norms and softmax
 # are in fp32, and one rounding of an activation outweighs them all.
 NATIVE = {"fp32": (64, 16, 8, 16), "bf16": (8, 3, 1, 4), "fp16": (8, 3, 1, 4)}
-LEAST_SHARE = (
-    0.1  # gradients that cancel (keys see only differences of scores) are small compared with the terms of their sums
-)
+# gradients that cancel (keys see only differences of scores) are small compared with the terms of their sums
+LEAST_SHARE = 0.1
 
 
 def tolerance_of(config: Config) -> Tolerance:
@@ -100,7 +97,9 @@ class Difference:
     @property
     def ratio(self) -> float:
         """The difference relative to the scale."""
-        return self.difference / self.scale if self.scale else (0.0 if self.difference == 0.0 else float("inf"))
+        if self.scale:
+            return self.difference / self.scale
+        return 0.0 if self.difference == 0.0 else math.inf
 
 
 def gradient_pieces(runtime: TrainingRuntime) -> Iterator[HeldPiece]:
@@ -143,9 +142,8 @@ def uncovered(specs: Iterable[ParamSpec], ranks: Sequence[Boxes]) -> list[str]:
     names = []
     for spec in specs:
         covered = torch.zeros(spec.shape, dtype=torch.bool)
-        for boxes in ranks:
-            for box in boxes.get(spec.name, ()):
-                covered[box.slices] = True
+        for box in (box for boxes in ranks for box in boxes.get(spec.name, ())):
+            covered[box.slices] = True
         if not covered.all():
             names.append(spec.name)
     return names
@@ -179,7 +177,11 @@ def _difference(place: int, held: list[HeldPiece], expected: Tensor, scale: floa
     worst = int(errors.argmax())
     box, index = _locate(held, worst)
     wrong = errors > bound
-    rows = _wrong_rows(held, wrong)
+    rows = []  # the first and the last global row with a wrong element in each piece
+    for piece, part in zip(held, wrong.split([piece.piece.box.num_elements for piece in held]), strict=True):
+        positions = part.nonzero()
+        if len(positions):
+            rows += [_locate([piece], int(position))[1][0] for position in (positions[0], positions[-1])]
     spec = held[0].piece.spec
     return Difference(
         name=spec.name,
@@ -212,21 +214,11 @@ def _locate(held: list[HeldPiece], position: int) -> tuple[Box, tuple[int, ...]]
     raise IndexError(f"element {position} is behind the last piece")
 
 
-def _wrong_rows(held: list[HeldPiece], wrong: Tensor) -> list[int]:
-    """Return the first and the last global row with a wrong element in each piece. wrong: bool, over the concatenated
-    pieces."""
-    rows = []
-    parts = wrong.split([piece.piece.box.num_elements for piece in held])
-    for piece, part in zip(held, parts, strict=True):
-        positions = part.nonzero()
-        if len(positions):
-            rows += [_locate([piece], int(position))[1][0] for position in (positions[0], positions[-1])]
-    return rows
-
-
 def _factor(grid: Tensor, plain: Tensor) -> float | None:
-    """Return c if grid = c * plain explains all but a twentieth of the error: a sum made too often, or a wrong
-    divisor."""
+    """Return c if grid = c * plain explains all but a twentieth of the error: a sum made too often, or a wrong divisor.
+
+    None for a tensor without such a pattern, or with too few elements.
+    """
     squares = plain.square().sum().item()
     if squares == 0.0 or plain.numel() < LEAST_PATTERN:
         return None
@@ -296,26 +288,23 @@ class ParityStep:
         return all(_is_close(rank.loss, self.loss, self.tolerance.loss) for rank in self.ranks)
 
     @property
-    def grad_norm_passes(self) -> bool:
-        return all(_is_close(rank.grad_norm, self.grad_norm, self.tolerance.grad_norm) for rank in self.ranks)
+    def passes(self) -> bool:
+        tensors = all(not rank.gradients.wrong and not rank.weights.wrong for rank in self.ranks)
+        norms = all(_is_close(rank.grad_norm, self.grad_norm, self.tolerance.grad_norm) for rank in self.ranks)
+        return tensors and norms and self.loss_passes
 
-    @property
     def first_wrong(self) -> tuple[str, list[tuple[RankStep, Difference]]]:
-        """The first tensor out of bounds, gradients before weights and in model order.
+        """Return the first tensor out of bounds, gradients before weights and in model order.
 
         ('gradient' or 'weight', the ranks where it is wrong with their differences); ('', []) if all tensors pass.
         """
-        for kind, summary_of in (("gradient", attrgetter("gradients")), ("weight", attrgetter("weights"))):
-            found = [(rank, first) for rank in self.ranks if (first := summary_of(rank).first) is not None]
+        for kind in ("gradient", "weight"):
+            summaries = [(rank, rank.gradients if kind == "gradient" else rank.weights) for rank in self.ranks]
+            found = [(rank, summary.first) for rank, summary in summaries if summary.first is not None]
             if found:
                 place = min(first.place for _, first in found)
                 return kind, [(rank, first) for rank, first in found if first.place == place]
         return "", []
-
-    @property
-    def passes(self) -> bool:
-        tensors = all(not rank.gradients.wrong and not rank.weights.wrong for rank in self.ranks)
-        return tensors and self.loss_passes and self.grad_norm_passes
 
 
 def worst(differences: Iterable[Difference]) -> Difference | None:

@@ -1,30 +1,90 @@
-"""`Oracle`: the plain model of megapipe.extras.reference, trained in one process in fp64 on the global batches that the
-grid sees."""
+"""The oracle: the plain model of megapipe.extras.reference, trained in one process in fp64, and its inputs.
+
+Initial weights and global batches are random, reproducible, and the same for the grid and the oracle.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from megapipe.assembly.microbatches import to_microbatch
+from megapipe.assembly.microbatches import Keys, Microbatches, to_microbatch
+from megapipe.assembly.runtime import DrawSlice, TrainingRuntime
 from megapipe.config.config import ResolvedConfig
+from megapipe.data.batch import Batch, DocumentRules
 from megapipe.extras.reference.asynchronous import Delays, asynchronous_step
 from megapipe.extras.reference.config import ReferenceConfig
 from megapipe.extras.reference.gpt import ReferenceGPT
 from megapipe.extras.reference.train import Microbatch, StepResult, build_optimizer, reference_step
-from megapipe.extras.verify.inputs import GlobalBatch
+from megapipe.model.init import draw
 from megapipe.plan.run_plan import RunPlan
 from megapipe.schedule.families import SCHEDULES
+from megapipe.sharding.spec import Init, ParamSpec
 from megapipe.tensor_parallel.random import DropoutKey, keyed_mask
 from megapipe.train.state import Rates
 
+GlobalBatch = Sequence[Batch]  # microbatch k * dp + d of a global batch is microbatch k of dp_rank d
+
+STANDARD_DEVIATION = 0.2  # of the initial weights
+EOD_SHARE = 0.15  # share of end-of-document tokens where the configuration uses documents
 FROM_TRAINING = ("label_smoothing", "z_loss")  # fields of ReferenceConfig that the training section has
 OPTIMIZERS = {"adam": "adamw", "sgd": "sgd"}
+
+
+def drawn_slices(seed: int, dtype: torch.dtype, std: float = STANDARD_DEVIATION) -> DrawSlice:
+    """Return a function that draws one rank's slice of a parameter through the random streams of training.
+
+    Every parameter is random, norms and biases too: at their usual 1 and 0 a missing norm or bias would go unnoticed.
+    """
+
+    def slice_of(spec: ParamSpec, tp_rank: int, tp: int) -> Tensor:
+        noise = draw(dataclasses.replace(spec, init=Init("normal", std)), tp_rank, tp, seed, torch.float64)
+        return (noise + 1.0 if spec.init.kind == "ones" else noise).to(dtype)
+
+    return slice_of
+
+
+def whole_weights(specs: Iterable[ParamSpec], slices: DrawSlice) -> dict[str, Tensor]:
+    """Return the whole tensors by name, as a world of one rank draws them."""
+    return {spec.name: slices(spec, 0, 1) for spec in specs}
+
+
+def random_batches(config: ResolvedConfig, dp: int, num_microbatches: Sequence[int], seed: int) -> list[GlobalBatch]:
+    """Return one global batch of random tokens for each entry of `num_microbatches` (microbatches a dp rank).
+
+    With --reset-position-ids, --reset-attention-mask or --eod-mask-loss the vocabulary's last token ends documents, a
+    few in every sample.
+    """
+    random = np.random.default_rng([seed, 20])
+    data, vocab = config.data, config.model.vocab_size
+    has_documents = data.reset_position_ids or data.reset_attention_mask or data.eod_mask_loss
+    eod = vocab - 1 if has_documents else None
+    rules = DocumentRules(eod, data.reset_position_ids, data.reset_attention_mask, data.eod_mask_loss)
+    micro, seq = config.training.micro_batch_size, config.model.seq_length
+    batches: list[GlobalBatch] = []
+    sample = 0
+    for count in num_microbatches:
+        batch = []
+        for _ in range(count * dp):
+            tokens = random.integers(0, vocab if eod is None else max(vocab - 1, 1), (micro, seq + 1))
+            if eod is not None:
+                tokens[random.random(tokens.shape) < EOD_SHARE] = eod
+            batch.append(Batch.of(tokens, tuple(range(sample, sample + micro)), rules))
+            sample += micro
+        batches.append(batch)
+    return batches
+
+
+def share_of(runtime: TrainingRuntime, batch: GlobalBatch, step: int) -> Microbatches:
+    """Return this rank's microbatches of a global batch, with the dropout keys of training."""
+    seed, dp, dp_rank = runtime.plan.config.training.seed, runtime.plan.topology.dp, runtime.coordinates.dp_rank
+    keys = Keys(seed, step, dp_rank, dp)
+    return Microbatches(len(batch) // dp, lambda k: batch[k * dp + dp_rank], keys, runtime.device)
 
 
 @dataclass(frozen=True)
@@ -73,34 +133,35 @@ class Oracle:
         """Make one optimizer step. step: the number that the grid's dropout keys carry."""
         for group in self._decaying:
             group["weight_decay"] = rates.weight_decay
-        result = self._train([self._arguments(batch, number, step) for number in range(len(batch))], rates)
+        microbatches = []
+        for number, part in enumerate(batch):
+            key = DropoutKey(self._config.training.seed, step, number)
+            microbatch = to_microbatch(part, self._device, key)
+            mask = microbatch.loss_mask
+            arguments: Microbatch = {
+                "tokens": microbatch.tokens,
+                "labels": microbatch.labels,
+                "loss_mask": torch.ones_like(microbatch.tokens) if mask is None else mask,
+                "position_ids": microbatch.position_ids,
+                "document_ids": microbatch.document_ids,
+                "dropout_masks": GridMasks(self._config, key, self._dtype, self._device),
+            }
+            microbatches.append(arguments)
+        result = self._train(microbatches, rates)
         weights = {name: parameter.detach().clone() for name, parameter in self.model.named_parameters()}
         gradients = {name: result.grads.get(name, torch.zeros_like(weight)) for name, weight in weights.items()}
         return OracleStep(result.loss, result.grad_norm, gradients, weights)
 
     def _train(self, microbatches: Sequence[Microbatch], rates: Rates) -> StepResult:
-        config = self._config
         return reference_step(
             self.model,
             self._optimizer,
             microbatches,
-            per_token_loss=config.training.calculate_per_token_loss,
-            clip_grad=config.optimizer.clip_grad,
+            per_token_loss=self._config.training.calculate_per_token_loss,
+            clip_grad=self._config.optimizer.clip_grad,
             lr=rates.lr,
             decoupled_lr=rates.decoupled_lr,
         )
-
-    def _arguments(self, batch: GlobalBatch, number: int, step: int) -> dict[str, Any]:
-        key = DropoutKey(self._config.training.seed, step, number)
-        microbatch = to_microbatch(batch[number], self._device, key)
-        return {
-            "tokens": microbatch.tokens,
-            "labels": microbatch.labels,
-            "loss_mask": torch.ones_like(microbatch.tokens) if microbatch.loss_mask is None else microbatch.loss_mask,
-            "position_ids": microbatch.position_ids,
-            "document_ids": microbatch.document_ids,
-            "dropout_masks": GridMasks(self._config, key, self._dtype, self._device),
-        }
 
 
 class AsynchronousOracle(Oracle):
@@ -155,19 +216,18 @@ class GridMasks:
     def __call__(self, layer: int, site: str, shape: tuple[int, ...]) -> Tensor:
         """Return the mask divided by 1 - p. shape: [b, heads, s, s] for attention_probs, else [b, s, h]."""
         model, tp = self.config.model, self.config.parallel.tensor_model_parallel_size
+
+        def kept(local: tuple[int, ...], rate: float, tp_rank: int | None) -> Tensor:
+            return keyed_mask(local, rate, self.key, layer, site, tp_rank, self.device)
+
         if site == "attention_probs":
             rate, (batch, heads, *square) = model.attention_dropout, shape
-            local: tuple[int, ...] = (batch, heads // tp, *square)
-            kept = torch.cat([self._kept(local, rate, layer, site, rank) for rank in range(tp)], dim=1)
+            mask = torch.cat([kept((batch, heads // tp, *square), rate, rank) for rank in range(tp)], dim=1)
         else:
             rate, (batch, seq, hidden) = model.hidden_dropout, shape
             if self.config.parallel.sequence_parallel:
-                local = (seq // tp, batch, hidden)
-                kept = torch.cat([self._kept(local, rate, layer, site, rank) for rank in range(tp)])
+                mask = torch.cat([kept((seq // tp, batch, hidden), rate, rank) for rank in range(tp)])
             else:
-                kept = self._kept((seq, batch, hidden), rate, layer, site, None)
-            kept = kept.transpose(0, 1)
-        return kept.to(self.dtype) / (1.0 - rate)
-
-    def _kept(self, shape: tuple[int, ...], rate: float, layer: int, site: str, tp_rank: int | None) -> Tensor:
-        return keyed_mask(shape, rate, self.key, layer, site, tp_rank, self.device)
+                mask = kept((seq, batch, hidden), rate, None)
+            mask = mask.transpose(0, 1)
+        return mask.to(self.dtype) / (1.0 - rate)

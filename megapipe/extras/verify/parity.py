@@ -1,9 +1,8 @@
-"""`--verify-grid`: train a few steps on the grid and in the oracle; every rank compares what it holds, and all ranks
-get all results."""
+"""`--verify-grid`: train on the grid and in the oracle; every rank compares what it holds, and gets all results."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -12,11 +11,8 @@ from megapipe.assembly.runtime import DrawSlice, TrainingRuntime, parameter_dtyp
 from megapipe.comm.bootstrap import shutdown
 from megapipe.comm.collectives import barrier, broadcast, gather_objects
 from megapipe.comm.groups import Group, ProcessGroups, build_process_groups
-from megapipe.config.flags import VERIFY_MODES
 from megapipe.environment import Environment
-from megapipe.errors import ConfigError
 from megapipe.extras.verify.compare import (
-    Boxes,
     HeldPiece,
     ParityStep,
     RankStep,
@@ -29,8 +25,16 @@ from megapipe.extras.verify.compare import (
     uncovered,
     weight_pieces,
 )
-from megapipe.extras.verify.inputs import GlobalBatch, drawn_slices, random_batches, share_of, whole_weights
-from megapipe.extras.verify.oracle import AsynchronousOracle, Oracle, OracleStep
+from megapipe.extras.verify.oracle import (
+    AsynchronousOracle,
+    GlobalBatch,
+    Oracle,
+    OracleStep,
+    drawn_slices,
+    random_batches,
+    share_of,
+    whole_weights,
+)
 from megapipe.extras.verify.report import found_text, plan_text
 from megapipe.extras.verify.shrink import Shrunk, shrink
 from megapipe.model.microbatch import Microbatch
@@ -46,14 +50,10 @@ MAX_REPEATS = 60  # of a step whose gradients overflow while a dynamic loss scal
 
 
 def verify(plan: RunPlan, environment: Environment, mode: str) -> int:
-    """Train the plan with small sizes on this rank's grid and in one process, and print what differs. Return the exit
-    code: 0 or 1.
+    """Train the plan with small sizes on this rank's grid and in one process, print what differs, and return 0 or 1.
 
     mode: 'fp64', or 'native' for the configuration's dtype. With other ranks this ends the process, as training does.
-    Raises ConfigError for another mode.
     """
-    if mode not in VERIFY_MODES:
-        raise ConfigError(f"--verify-grid {mode}: use {' or '.join(VERIFY_MODES)}")
     world = join(plan, environment)
     small = shrink(plan, mode, environment.world_size, environment.local_world_size, world.device.type == "cuda")
     groups = build_process_groups(small.plan.topology, world.global_rank, world.backend, world.timeout_seconds)
@@ -93,10 +93,10 @@ def compare_with_oracle(
     rates: Sequence[Rates],
     tolerance: Tolerance,
 ) -> list[ParityStep]:
-    """Train the plan's grid and, on rank 0, the oracle from the same weights; one step for each batch. The same result
-    on every rank.
+    """Train the plan's grid and, on rank 0, the oracle from the same weights; one step for each batch.
 
-    The oracle computes in fp64, so every difference is the grid's.
+    The same result on every rank. The oracle computes in fp64, so every difference is the grid's. Raises RuntimeError
+    if no rank has compared some element of a gradient.
     """
     runtime = TrainingRuntime(plan, groups, device, slices)
     trainer = RecordingStep(runtime) if plan.is_synchronous else AsynchronousRecordingStep(runtime)
@@ -115,7 +115,12 @@ def compare_with_oracle(
         weights_found = compare(weight_pieces(runtime), plain.weights, tolerance.weight)
         loss, grad_norm = result.loss, result.update.grad_norm
         mine = RankStep(groups.world.global_rank, loss, grad_norm, Summary.of(gradients), Summary.of(weights_found))
-        ranks = _from_all_ranks(mine, boxes_of(trainer.averaged), plan.specs, groups.world)
+        everywhere = gather_objects((mine, boxes_of(trainer.averaged)), groups.world)
+        missing = uncovered(plan.specs, [boxes for _, boxes in everywhere])
+        if missing:
+            names = f"no rank has compared the whole gradients of {', '.join(missing)}"
+            raise RuntimeError(f"{names}: the comparison proves nothing about them")
+        ranks = tuple(rank for rank, _ in everywhere)
         count = len(batch) // plan.topology.dp
         found.append(ParityStep(step, count, plain.loss, plain.grad_norm, ranks, tolerance, repeats))
     return found
@@ -161,8 +166,7 @@ def _step(
     step: int,
     rates: Rates,
 ) -> tuple[StepResult, int]:
-    """Make the grid's step, repeated while it only lowers a dynamic loss scale, as training would with its next
-    batches."""
+    """Make the grid's step, repeated while it only lowers a dynamic loss scale; return it and the number of repeats."""
     repeats = 0
     while True:
         result = trainer.run(share_of(runtime, batch, step), rates)
@@ -171,24 +175,8 @@ def _step(
         repeats += 1
 
 
-def _from_all_ranks(mine: RankStep, compared: Boxes, specs: Iterable[ParamSpec], world: Group) -> tuple[RankStep, ...]:
-    """Return the results of all ranks. compared: the gradient elements that this rank has compared.
-
-    Raises RuntimeError if no rank has compared some element of a gradient.
-    """
-    found = gather_objects((mine, compared), world)
-    missing = uncovered(specs, [boxes for _, boxes in found])
-    if missing:
-        raise RuntimeError(
-            f"no rank has compared the whole gradients of {', '.join(missing)}: the comparison proves nothing "
-            "about them"
-        )
-    return tuple(rank for rank, _ in found)
-
-
 def _broadcast(plain: OracleStep | None, specs: Sequence[ParamSpec], world: Group, device: torch.device) -> OracleStep:
-    """Return rank 0's oracle step on every rank. One message: loss, gradient norm, then all gradients, then all
-    weights."""
+    """Return rank 0's oracle step on every rank, sent as one tensor: loss, gradient norm, gradients, weights."""
     sizes = [spec.num_elements for spec in specs]
     flat = torch.empty(2 + 2 * sum(sizes), dtype=torch.float64, device=device)
     if plain is not None:

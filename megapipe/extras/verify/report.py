@@ -1,17 +1,15 @@
-"""The text that `--verify-grid` prints: the options kept, shrunk and replaced; a line for each step; the first
-difference and hints at its cause."""
+"""The text that `--verify-grid` prints: the options kept, shrunk and replaced; each step; the first difference."""
 
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from operator import attrgetter
 
-from megapipe.config.model import ModelConfig
 from megapipe.extras.verify.compare import Difference, ParityStep, RankStep, tolerance_of, worst
 from megapipe.extras.verify.shrink import Shrunk
 from megapipe.plan.run_plan import RunPlan
 from megapipe.sharding.spec import ParamSpec
-from megapipe.topology import Topology
 
 LINE_WIDTH = 125
 MARGIN = 15  # columns of the titles in the lines about a failure
@@ -28,40 +26,39 @@ def plan_text(small: Shrunk) -> str:
         f"verify-grid ({small.mode}): tp {topology.tp} x pp {topology.pp}{chunks} x dp {topology.dp} in {dtype} "
         f"against one plain process in fp64 (megapipe.extras.reference), {len(small.num_microbatches)} steps"
     ]
+    tolerance = tolerance_of(plan.config)
+    share = tolerance.least_share
+    small_ones = f"; gradients below {share:g} of the model's largest are held to that share" if share else ""
+    allowed = (
+        f"max|grid - plain| / max|plain| of a tensor: gradients {tolerance.gradient:.1e}, weights "
+        f"{tolerance.weight:.1e}; loss {tolerance.loss:.1e}, gradient norm {tolerance.grad_norm:.1e}{small_ones}"
+    )
+    emulated = (
+        f"NOT synchronous: {plan.schedule_name} is compared with an emulation of it in one process (with the stale "
+        "weights that its paper gives for each stage), not with ordinary training; gradients and norm are those of a "
+        "step's last update"
+    )
     for title, entries in (
-        ("against", _against(plan)),
+        ("against", [] if plan.is_synchronous else [emulated]),
         ("kept", _kept(small)),
-        ("shrunk", _shrunk(small.original, plan)),
+        ("shrunk", [_shrunk(small.original, plan)]),
         ("replaced", _replaced(small)),
-        ("allowed", _allowed(plan)),
+        ("allowed", [allowed]),
     ):
         wrapped = [line for entry in entries for line in textwrap.wrap(entry, LINE_WIDTH, subsequent_indent="  ")]
         lines += [f"  {title if place == 0 else '':<9}{line}" for place, line in enumerate(wrapped)]
     return "\n".join(lines)
 
 
-def _against(plan: RunPlan) -> Iterator[str]:
-    if not plan.is_synchronous:
-        yield (
-            f"NOT synchronous: {plan.schedule_name} is compared with an emulation of it in one process (with the "
-            "stale weights that its "
-            "paper gives for each stage), not with ordinary training; gradients and norm are those of a step's "
-            "last update"
-        )
-
-
 def _kept(small: Shrunk) -> Iterator[str]:
-    plan, config = small.plan, small.plan.config
+    plan, model, tp = small.plan, small.plan.config.model, small.plan.topology.tp
     counts = " then ".join(str(count) for count in dict.fromkeys(small.num_microbatches))
-    yield f"rank order {plan.topology.order}, stages {plan.partition}"
-    yield f"schedule {plan.schedule_name}, {counts} microbatches on each dp rank, {_heads(config.model, plan.topology)}"
-    yield ", ".join(_switches(plan))
-
-
-def _heads(model: ModelConfig, topology: Topology) -> str:
     groups = model.query_groups()
-    copies = f", each key/value head on {topology.tp // groups} tp ranks" if groups < topology.tp else ""
-    return f"{model.num_attention_heads // groups} query head(s) for each key/value head{copies}"
+    heads = f"{model.num_attention_heads // groups} query head(s) for each key/value head"
+    copies = f", each key/value head on {tp // groups} tp ranks" if groups < tp else ""
+    yield f"rank order {plan.topology.order}, stages {plan.partition}"
+    yield f"schedule {plan.schedule_name}, {counts} microbatches on each dp rank, {heads}{copies}"
+    yield ", ".join(_switches(plan))
 
 
 def _switches(plan: RunPlan) -> Iterator[str]:
@@ -104,26 +101,26 @@ def _switches(plan: RunPlan) -> Iterator[str]:
     yield from (name for name, is_on in switches.items() if is_on)
 
 
-def _shrunk(original: RunPlan, plan: RunPlan) -> Iterator[str]:
-    sizes = {
-        "layers": ("model", "num_layers"),
-        "hidden": ("model", "hidden_size"),
-        "ffn": ("model", "ffn_hidden_size"),
-        "heads": ("model", "num_attention_heads"),
-        "key/value heads": ("model", "num_query_groups"),
-        "head size": ("model", "kv_channels"),
-        "sequence": ("model", "seq_length"),
-        "window": ("model", "window_size"),
-        "vocabulary": ("model", "vocab_size"),
-        "padded vocabulary": ("model", "padded_vocab_size"),
-        "micro batch": ("training", "micro_batch_size"),
-        "parameters in a bucket": ("parallel", "ddp_bucket_size"),
-    }
-    pairs = {
-        name: tuple(getattr(getattr(p.config, section), field) for p in (original, plan))
-        for name, (section, field) in sizes.items()
-    }
-    pairs["microbatches"] = tuple(p.batch.full // p.batch.samples_per_microbatch for p in (original, plan))
+SIZES = {
+    "layers": "model.num_layers",
+    "hidden": "model.hidden_size",
+    "ffn": "model.ffn_hidden_size",
+    "heads": "model.num_attention_heads",
+    "key/value heads": "model.num_query_groups",
+    "head size": "model.kv_channels",
+    "sequence": "model.seq_length",
+    "window": "model.window_size",
+    "vocabulary": "model.vocab_size",
+    "padded vocabulary": "model.padded_vocab_size",
+    "micro batch": "training.micro_batch_size",
+    "parameters in a bucket": "parallel.ddp_bucket_size",
+}
+
+
+def _shrunk(original: RunPlan, plan: RunPlan) -> str:
+    pairs = {name: (attrgetter(key)(original.config), attrgetter(key)(plan.config)) for name, key in SIZES.items()}
+    before, after = (p.batch.full // p.batch.samples_per_microbatch for p in (original, plan))
+    pairs["microbatches"] = before, after
     changed = [
         f"{name} {before:,} -> {after:,}"
         for name, (before, after) in pairs.items()
@@ -131,51 +128,33 @@ def _shrunk(original: RunPlan, plan: RunPlan) -> Iterator[str]:
     ]
     if len(original.batch.sizes) > 2:
         changed.append(f"batch ramp-up: its first and its last of {len(original.batch.sizes)} batch sizes")
-    yield ", ".join(changed) if changed else "nothing: it is small already"
+    return ", ".join(changed) if changed else "nothing: it is small already"
 
 
 def _replaced(small: Shrunk) -> Iterator[str]:
     a, b = small.original.config, small.plan.config
     if a.precision.dtype != b.precision.dtype:
-        yield (
-            f"{a.precision.dtype} by fp64 in every kernel; on a GPU attention then uses torch's math kernel, "
-            "since flash attention has no fp64"
-        )
+        why = "on a GPU attention then uses torch's math kernel, since flash attention has no fp64"
+        yield f"{a.precision.dtype} by fp64 in every kernel; {why}"
     if a.precision.fp8_format is not None:
         yield f"fp8 {a.precision.fp8_format} by {b.precision.dtype}"
     if (a.kernels.transformer_impl, a.kernels.attention_impl, a.kernels.optimizer_impl) != ("local", "sdpa", "torch"):
         yield "kernels of other libraries by torch's: the comparison is about the grid"
     if a.recompute.recompute_keep_attention and not b.recompute.recompute_keep_attention:
-        yield (
-            "attention kept through full recompute by recomputed attention: in fp64 a GPU has no kernel whose "
-            "results could be kept"
-        )
+        why = "in fp64 a GPU has no kernel whose results could be kept"
+        yield f"attention kept through full recompute by recomputed attention: {why}"
     if a.parallel.grad_reduce_in_bf16 and not b.parallel.grad_reduce_in_bf16:
         yield "gradients reduced in bf16 by gradients reduced in fp64"
-    if b.precision.dtype == "fp16" and a.precision.initial_loss_scale != b.precision.initial_loss_scale:
-        yield (
-            f"initial loss scale {a.precision.initial_loss_scale:g} by {b.precision.initial_loss_scale:g}, which "
-            "needs no search"
-        )
+    scales = a.precision.initial_loss_scale, b.precision.initial_loss_scale
+    if b.precision.dtype == "fp16" and scales[0] != scales[1]:
+        yield f"initial loss scale {scales[0]:g} by {scales[1]:g}, which needs no search"
     yield "data by random tokens; initial weights by random ones everywhere, norms and biases too"
-    rate, eps = b.optimizer.lr, ""
-    if b.optimizer.optimizer == "adam" and a.optimizer.adam_eps != b.optimizer.adam_eps:
-        eps = (
-            f"; Adam's epsilon {a.optimizer.adam_eps:g} by {b.optimizer.adam_eps:g}, since the small one multiplies "
-            "rounding errors"
-        )
-    yield f"learning rates by a constant {rate:g}{eps}"
-
-
-def _allowed(plan: RunPlan) -> Iterator[str]:
-    tolerance = tolerance_of(plan.config)
-    share = tolerance.least_share
-    small = f"; gradients below {share:g} of the model's largest are held to that share" if share else ""
-    yield (
-        f"max|grid - plain| / max|plain| of a tensor: gradients {tolerance.gradient:.1e}, weights "
-        f"{tolerance.weight:.1e}; "
-        f"loss {tolerance.loss:.1e}, gradient norm {tolerance.grad_norm:.1e}{small}"
-    )
+    before, after = a.optimizer, b.optimizer
+    epsilon = ""
+    if after.optimizer == "adam" and before.adam_eps != after.adam_eps:
+        why = "since the small one multiplies rounding errors"
+        epsilon = f"; Adam's epsilon {before.adam_eps:g} by {after.adam_eps:g}, {why}"
+    yield f"learning rates by a constant {after.lr:g}{epsilon}"
 
 
 def found_text(small: Shrunk, steps: Sequence[ParityStep]) -> str:
@@ -219,43 +198,47 @@ def _short(name: str) -> str:
 
 
 def _failure(small: Shrunk, step: ParityStep) -> Iterator[str]:
-    kind, culprits = step.first_wrong
+    kind, culprits = step.first_wrong()
     if not culprits:
-        what = "the loss" if not step.loss_passes else "the gradient norm"
-        yield (
-            f"DIFFERENT in step {step.step + 1}: {what}, though all gradients and weights are the same: "
-            "the average or the sum over ranks is wrong"
-        )
+        name = "the loss" if not step.loss_passes else "the gradient norm"
+        same = "though all gradients and weights are the same: the average or the sum over ranks is wrong"
+        yield f"DIFFERENT in step {step.step + 1}: {name}, {same}"
         return
     rank, found = max(culprits, key=lambda pair: pair[1].difference)
     place = small.plan.topology.coordinates(rank.global_rank)
+    coordinates = f"tp_rank {place.tp_rank}, pp_rank {place.pp_rank}, dp_rank {place.dp_rank}"
     part = f" ({found.part})" if found.part else ""
     index = ", ".join(map(str, found.index))
     piece = ", ".join(f"{start}:{start + size}" for start, size in zip(found.box.offset, found.box.shape, strict=True))
     rows = "" if found.rows is None else f"{found.rows[0]} to {found.rows[1]}, "
+    if not step.loss_passes:
+        loss = "differs too: check the forward, which microbatches run, and how the loss is averaged"
+    elif kind == "weight":
+        loss = "the same, and so is every gradient: check the update, weight decay, clipping and the parameter gather"
+    else:
+        loss = (
+            "the same, so the forwards are right: check the backward, the sums over tp, dp and the embedding group, "
+            "and the divisor"
+        )
+    order = "gradients before weights, in model order"
+    yield f"DIFFERENT in step {step.step + 1}, first of all in the {kind} of {found.name} ({order})"
     yield (
-        f"DIFFERENT in step {step.step + 1}, first of all in the {kind} of {found.name} (gradients before "
-        "weights, in model order)"
+        f"  by how much  max|grid - plain| = {found.difference:.3e}, allowed {found.bound:.1e}; the largest element is "
+        f"{found.scale:.3e}"
     )
-    yield (
-        f"  by how much  max|grid - plain| = {found.difference:.3e}, allowed {found.bound:.1e}; the largest "
-        f"element is {found.scale:.3e}"
-    )
-    yield (
-        f"  where        rank {rank.global_rank} (tp_rank {place.tp_rank}, pp_rank {place.pp_rank}, dp_rank "
-        f"{place.dp_rank}), "
-        f"stage {found.stage}"
-    )
-    yield (f"  worst        [{index}]{part}: grid {found.grid:.12g}, plain {found.plain:.12g}; in the piece [{piece}]")
+    yield f"  where        rank {rank.global_rank} ({coordinates}), stage {found.stage}"
+    yield f"  worst        [{index}]{part}: grid {found.grid:.12g}, plain {found.plain:.12g}; in the piece [{piece}]"
     yield f"  which rows   {rows}{found.num_wrong:,} of the {found.num_held:,} elements held there"
     yield f"  which ranks  {_ranks(small.plan, [r for r, _ in culprits])}"
     if found.factor is not None:
-        yield (
-            f"  pattern      the grid's values are {found.factor:.6g} times the plain ones: a sum too many or too "
-            "few, or a wrong divisor"
-        )
-    yield f"  loss         {_loss_remark(step, kind)}"
-    yield f"  also         {_others(step, found.name, kind)}"
+        cause = "a sum too many or too few, or a wrong divisor"
+        yield f"  pattern      the grid's values are {found.factor:.6g} times the plain ones: {cause}"
+    yield f"  loss         {loss}"
+    gradients = _names(
+        name for r in step.ranks for name in r.gradients.wrong if (name, kind) != (found.name, "gradient")
+    )
+    weights = _names(name for r in step.ranks for name in r.weights.wrong if (name, kind) != (found.name, "weight"))
+    yield f"  also         in this step wrong gradients: {gradients}; wrong weights: {weights}"
     yield f"  declared     {_declared(small.plan.specs[found.place], small.plan)}"
 
 
@@ -274,24 +257,8 @@ def _ranks(plan: RunPlan, wrong: Sequence[RankStep]) -> str:
     return f"{shown} ({', '.join(axes)})" if axes else shown
 
 
-def _loss_remark(step: ParityStep, kind: str) -> str:
-    if step.loss_passes and kind == "weight":
-        return "the same, and so is every gradient: check the update, weight decay, clipping and the parameter gather"
-    if step.loss_passes:
-        return (
-            "the same, so the forwards are right: check the backward, the sums over tp, dp and the embedding group, "
-            "and the divisor"
-        )
-    return "differs too: check the forward, which microbatches run, and how the loss is averaged"
-
-
-def _others(step: ParityStep, name: str, kind: str) -> str:
-    gradients = dict.fromkeys(n for rank in step.ranks for n in rank.gradients.wrong if (n, kind) != (name, "gradient"))
-    weights = dict.fromkeys(n for rank in step.ranks for n in rank.weights.wrong if (n, kind) != (name, "weight"))
-    return f"in this step wrong gradients: {_names(list(gradients))}; wrong weights: {_names(list(weights))}"
-
-
-def _names(names: list[str]) -> str:
+def _names(wrong: Iterable[str]) -> str:
+    names = list(dict.fromkeys(wrong))
     if not names:
         return "no others"
     more = ", ..." if len(names) > MAX_NAMES else ""
@@ -303,8 +270,8 @@ def _declared(spec: ParamSpec, plan: RunPlan) -> str:
     tp, dim = plan.topology.tp, spec.slicing.dim
     cut = "whole on every tp_rank" if dim is None else f"cut over tp along dim {dim}"
     summed = {len(i.replicas) for rank in range(tp) for i in spec.summed_over_replicas(rank, tp)}
-    sums = "gradient not summed over tp"
-    if summed:
-        sums = f"gradient summed over the {max(summed)} tp_ranks that hold a row"
+    sums = (
+        f"gradient summed over the {max(summed)} tp_ranks that hold a row" if summed else "gradient not summed over tp"
+    )
     tied = ", summed over the embedding group" if spec.tied and plan.tied_across_ranks else ""
     return f"{spec.name} {list(spec.shape)}, {cut}, {sums}{tied}"

@@ -1,5 +1,4 @@
-"""`shrink`: the user's configuration with small sizes, so that a few steps on the user's grid and in one process take
-seconds.
+"""`shrink`: the user's configuration with small sizes, so that steps on the user's grid and in one process take seconds.
 
 Everything that the grid's code depends on is kept: axis sizes, rank order, chunks, the layers of every stage, schedule,
 number of microbatches, query heads per key/value head, copies of key/value heads over tp, and every switch. Only sizes
@@ -10,9 +9,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from megapipe.config.config import Config, ResolvedConfig, ResolvedModelConfig, convert
+from megapipe.config.config import Config, ResolvedConfig, convert
 from megapipe.config.files import DataConfig
 from megapipe.config.model import ModelConfig, PrecisionConfig
 from megapipe.config.parallel import ParallelConfig
@@ -29,6 +30,16 @@ MAX_MICROBATCHES = 64
 # and with an epsilon of 1e-8 the result would be large
 RATES = {"fp64": (1e-2, 1e-3), "fp32": (1e-2, 1e-3), "bf16": (3e-2, 3e-2), "fp16": (3e-2, 3e-2)}
 INITIAL_LOSS_SCALE = 2.0**12
+# fields that are kept; those not named get their defaults
+DATA_KEPT = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")
+TRAINING_KEPT = "seed deterministic_mode label_smoothing z_loss calculate_per_token_loss device".split()
+OPTIMIZER_KEPT = (
+    "optimizer weight_decay start_weight_decay end_weight_decay weight_decay_incr_style clip_grad adam_beta1 "
+    "adam_beta2 sgd_momentum".split()
+)
+FP8 = (  # fields that get their defaults in every case
+    "fp8_format fp8_recipe fp8_margin first_last_layers_bf16 fp8_amax_history_len fp8_amax_compute_algo".split()
+)
 
 
 @dataclass(frozen=True)
@@ -48,7 +59,11 @@ def shrink(
 
     Raises ConfigError only if `plan` itself could not be resolved.
     """
-    config, partition = plan.config, _partition(plan.partition)
+    config, partition = plan.config, plan.partition
+    if partition.num_layers > MAX_LAYERS:  # all stages lose the same number of layers, so that the largest keeps two
+        fewer = max(max(partition.layer_counts) - 2, 0)
+        layers = [max(count - fewer, min(count, 1)) for count in partition.layer_counts]
+        partition = from_counts(layers, sum(layers))
     training, counts = _training(plan)
     precision, parallel = _precision(config.precision, mode), _parallel(plan, partition, mode)
     recompute, offload = config.recompute, config.offload
@@ -64,85 +79,68 @@ def shrink(
         training=training,
         optimizer=_optimizer(config.optimizer, *RATES["bf16" if parallel.grad_reduce_in_bf16 else precision.dtype]),
         precision=precision,
-        data=DataConfig(
-            reset_position_ids=config.data.reset_position_ids,
-            reset_attention_mask=config.data.reset_attention_mask,
-            eod_mask_loss=config.data.eod_mask_loss,
-        ),
+        data=DataConfig(**_values(config.data, DATA_KEPT)),
     )
     resolved = resolve(small, world_size, ranks_per_node)
-    bucket_size = _bucket_size(plan, resolved)
-    if bucket_size is not None:
+    wanted = max(len(layout.buckets) for layout in _layouts(plan))
+    if wanted > 1:  # give the largest stage as many buckets as it had
+        bucket_size = max(1, max(layout.numel for layout in _layouts(resolved)) // wanted)
         small = dataclasses.replace(small, parallel=dataclasses.replace(small.parallel, ddp_bucket_size=bucket_size))
         resolved = resolve(small, world_size, ranks_per_node)
     return Shrunk(resolved, plan, mode, counts)
 
 
+def _layouts(plan: RunPlan) -> list[BufferLayout]:
+    return [layout for stage in range(plan.placement.num_stages) for layout in plan.buffers(stage, 0)]
+
+
+def _values(section: Any, names: Sequence[str]) -> dict[str, Any]:
+    return {name: getattr(section, name) for name in names}
+
+
 def _model(config: ResolvedConfig, num_layers: int, tp: int) -> ModelConfig:
     model = config.model
-    groups, heads, ffn = model.num_query_groups, model.num_attention_heads, model.ffn_hidden_size
+    groups, heads = model.num_query_groups, model.num_attention_heads
     if groups % tp == 0:  # each rank has whole groups: keep at most two of them; groups shared by ranks are all kept
         kept = tp * min(groups // tp, 2)
         heads, groups = heads // groups * kept, kept
+    head_size = model.kv_channels
+    if model.position_embedding_type != "rope":
+        head_size = min(head_size, 8)
+    else:  # 8 channels, or the smallest size above for which --rotary-percent rotates whole pairs
+        rotated = {size: int(size * model.rotary_percent) for size in range(8, head_size)}
+        head_size = next((size for size, count in rotated.items() if count > 0 and count % 2 == 0), head_size)
     # about 16 tokens, and at least two for each rank that holds a slice of the sequence
     divisor = tp if config.parallel.sequence_parallel else 1
     seq = min(model.seq_length, max(16, 2 * divisor) // divisor * divisor)
+    window = model.window_size
+    if window is not None:  # it hides keys if the original one does
+        window = seq if window >= model.seq_length else max(1, min(window, seq // 3))
+    vocab, padded = model.vocab_size, model.padded_vocab_size
+    rows = min(padded, tp * max(8, 48 // tp))
+    if vocab > rows - tp:  # with padded rows if the original has any
+        vocab, padded = rows - min(padded - vocab, 3), rows
     is_derived_scale = math.isclose(model.softmax_scale, model.kv_channels**-0.5)
-    vocab, padded = _vocabulary(model, tp)
     return convert(
         ModelConfig,
         model,
         num_layers=num_layers,
         hidden_size=min(model.hidden_size, 32),
-        ffn_hidden_size=tp * min(ffn // tp, 12),
+        ffn_hidden_size=tp * min(model.ffn_hidden_size // tp, 12),
         num_attention_heads=heads,
         num_query_groups=groups,
-        kv_channels=_head_size(model),
+        kv_channels=head_size,
         seq_length=seq,
         max_position_embeddings=seq + min(model.max_position_embeddings - model.seq_length, 3),
         vocab_size=vocab,
         padded_vocab_size=padded,
-        window_size=_window(model, seq),
+        window_size=window,
         softmax_scale=None if is_derived_scale else model.softmax_scale,
     )
 
 
-def _head_size(model: ResolvedModelConfig) -> int:
-    """Return 8 channels, or the smallest size above for which --rotary-percent rotates whole pairs."""
-    size = model.kv_channels
-    if model.position_embedding_type != "rope":
-        return min(size, 8)
-    pairs = (c for c in range(8, size) if int(c * model.rotary_percent) % 2 == 0 and int(c * model.rotary_percent) > 0)
-    return next(pairs, size)
-
-
-def _window(model: ModelConfig, seq: int) -> int | None:
-    """Return a window that hides keys if the original one does."""
-    if model.window_size is None:
-        return None
-    return seq if model.window_size >= model.seq_length else max(1, min(model.window_size, seq // 3))
-
-
-def _vocabulary(model: ResolvedModelConfig, tp: int) -> tuple[int, int]:
-    """Return the true and the padded size; with padded rows if the original has any."""
-    vocab, padded = model.vocab_size, model.padded_vocab_size
-    rows = min(padded, tp * max(8, 48 // tp))
-    return (vocab, padded) if vocab <= rows - tp else (rows - min(padded - vocab, 3), rows)
-
-
-def _partition(partition: Partition) -> Partition:
-    """Return the same stages; in a deep model all lose the same number of layers, so that the largest keeps two."""
-    if partition.num_layers <= MAX_LAYERS:
-        return partition
-    counts = partition.layer_counts
-    fewer = max(max(counts) - 2, 0)
-    small = [max(count - fewer, min(count, 1)) for count in counts]
-    return from_counts(small, sum(small))
-
-
 def _parallel(plan: RunPlan, partition: Partition, mode: str) -> ParallelConfig:
-    """Return the same grid with the partition fixed by a layout: balancing small sizes would move layers between
-    stages."""
+    """Return the same grid with the partition fixed: balancing small sizes would move layers between stages."""
     return dataclasses.replace(
         plan.config.parallel,
         pipeline_model_parallel_layout=partition.layout(),
@@ -157,8 +155,7 @@ def _parallel(plan: RunPlan, partition: Partition, mode: str) -> ParallelConfig:
 
 
 def _training(plan: RunPlan) -> tuple[TrainingConfig, tuple[int, ...]]:
-    """Return the training section and the microbatches of each step: one or two sequences a microbatch; a ramp-up
-    starts at its first batch size."""
+    """Return the training section and the microbatches of each step; a ramp-up starts at its first batch size."""
     training, batch = plan.config.training, plan.batch
     group = plan.config.parallel.microbatch_group_size_per_virtual_pipeline_stage or plan.topology.pp
     # asynchronous schedules: three groups reach every staleness; more updates would only accumulate more rounding of a
@@ -178,13 +175,8 @@ def _training(plan: RunPlan) -> tuple[TrainingConfig, tuple[int, ...]]:
         global_batch_size=full,
         rampup_batch_size=(first, full - first, first) if first < full else None,
         train_samples=first + (NUM_STEPS - 1) * full,
-        seed=training.seed,
-        deterministic_mode=training.deterministic_mode,
-        label_smoothing=training.label_smoothing,
-        z_loss=training.z_loss,
         cross_entropy_chunk_size=chunk,
-        calculate_per_token_loss=training.calculate_per_token_loss,
-        device=training.device,
+        **_values(training, TRAINING_KEPT),
     )
     return small, (counts[0], *[counts[1]] * (NUM_STEPS - 1))
 
@@ -193,49 +185,20 @@ def _optimizer(optimizer: OptimizerConfig, lr: float, adam_eps: float) -> Optimi
     """Return the same update rule with a constant learning rate that is large enough to move the weights."""
     has_other_rate = optimizer.decoupled_lr is not None and optimizer.decoupled_lr != optimizer.lr
     return OptimizerConfig(
-        optimizer=optimizer.optimizer,
         lr=lr,
         lr_decay_style="constant",
         decoupled_lr=lr / 2 if has_other_rate else None,
-        weight_decay=optimizer.weight_decay,
-        start_weight_decay=optimizer.start_weight_decay,
-        end_weight_decay=optimizer.end_weight_decay,
-        weight_decay_incr_style=optimizer.weight_decay_incr_style,
-        clip_grad=optimizer.clip_grad,
-        adam_beta1=optimizer.adam_beta1,
-        adam_beta2=optimizer.adam_beta2,
         adam_eps=max(optimizer.adam_eps, adam_eps),
-        sgd_momentum=optimizer.sgd_momentum,
+        **_values(optimizer, OPTIMIZER_KEPT),
     )
 
 
 def _precision(precision: PrecisionConfig, mode: str) -> PrecisionConfig:
-    """Return fp64, or the configuration's dtype without fp8: the verification is about the grid, with torch's own
-    kernels."""
+    """Return fp64, or the dtype without fp8: the verification is about the grid, with torch's own kernels."""
     if mode == "fp64":
         return PrecisionConfig(dtype="fp64")
-    default = PrecisionConfig()
-    precision = dataclasses.replace(
-        precision,
-        fp8_format=default.fp8_format,
-        fp8_recipe=default.fp8_recipe,
-        fp8_margin=default.fp8_margin,
-        first_last_layers_bf16=default.first_last_layers_bf16,
-        fp8_amax_history_len=default.fp8_amax_history_len,
-        fp8_amax_compute_algo=default.fp8_amax_compute_algo,
-    )
+    precision = dataclasses.replace(precision, **_values(PrecisionConfig(), FP8))
     if precision.dtype != "fp16" or precision.loss_scale is not None:
         return precision
     scale = max(min(precision.initial_loss_scale, INITIAL_LOSS_SCALE), precision.min_loss_scale)
     return dataclasses.replace(precision, initial_loss_scale=scale)
-
-
-def _bucket_size(original: RunPlan, small: RunPlan) -> int | None:
-    """Return the parameters a bucket that give the largest stage as many buckets as it had; None if one bucket held
-    everything."""
-    wanted = max(len(layout.buckets) for layout in _layouts(original))
-    return None if wanted == 1 else max(1, max(layout.numel for layout in _layouts(small)) // wanted)
-
-
-def _layouts(plan: RunPlan) -> list[BufferLayout]:
-    return [layout for stage in range(plan.placement.num_stages) for layout in plan.buffers(stage, 0)]

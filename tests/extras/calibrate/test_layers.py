@@ -13,8 +13,8 @@ import torch
 
 from megapipe.extras.calibrate.layers import timed
 from megapipe.extras.calibrate.rates import SIZES, Stopwatch, fp8_gemms
+from megapipe.extras.cli.calibrate import profile_layers as main
 from megapipe.extras.cli.planning import plan_for
-from megapipe.extras.cli.profile_layers import main
 from megapipe.gpu.device_clock import EventClock
 from megapipe.schedule.action import Op
 from tests.pipeline.fake_device import FakeDevice

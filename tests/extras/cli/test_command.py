@@ -83,7 +83,7 @@ def test_a_rank_gets_its_share_of_the_cores_and_at_least_one() -> None:
 
 
 def test_train_tokenizer_and_preprocess_work_together(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    text = REPOSITORY / "megapipe" / "config"
+    text = REPOSITORY / "tests" / "train"
     model, prefix = tmp_path / "tokenizer.model", tmp_path / "tokens"
     assert main(["train-tokenizer", "--input", str(text), "--output", str(model), "--vocab-size", "500"]) == 0
     kind = ["--tokenizer-type", "SentencePieceTokenizer", "--tokenizer-model", str(model)]

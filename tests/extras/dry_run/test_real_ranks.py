@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megapipe.comm.groups import build_process_groups
-from megapipe.extras.dry_run.live_bytes import LiveBytes
+from megapipe.extras.dry_run.meta import LiveBytes
 from megapipe.extras.dry_run.rank import RankCount, count_rank, count_step
 from megapipe.plan.memory import rank_memory
 from tests.extras.dry_run.grids import FULL, LLAMA, OVERLAP, PP2, SP2, TP2, ZERO1, make_plan, read_for, selective

@@ -14,7 +14,7 @@ from megapipe.config.config import Config
 from megapipe.config.model import ModelConfig, PrecisionConfig
 from megapipe.config.parallel import ParallelConfig
 from megapipe.config.training import TrainingConfig
-from megapipe.extras.verify.inputs import drawn_slices
+from megapipe.extras.verify.oracle import drawn_slices
 from megapipe.plan.resolve import resolve
 from tests.extras.verify.grids import given_slices
 

@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from megapipe.extras.verify.inputs import drawn_slices, random_batches, whole_weights
-from megapipe.extras.verify.oracle import Oracle
+from megapipe.extras.verify.oracle import Oracle, drawn_slices, random_batches, whole_weights
 from megapipe.plan.resolve import resolve
 from megapipe.train.state import Rates
 from tests.extras.verify.grids import given_slices

@@ -109,7 +109,7 @@ def test_a_planted_bug_is_found_and_named(case: Case, mode: str, rank_pools: Poo
     assert all(answer == answers[0] for answer in answers), "all ranks have all results"
     (first, *_), report = answers[0]
     assert not first.passes
-    kind, found = first.first_wrong
+    kind, found = first.first_wrong()
     name = found[0][1].name
     assert kind == "gradient"
     assert name.endswith(case.first)

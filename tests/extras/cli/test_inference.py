@@ -13,8 +13,7 @@ import tokenizers as library
 from megapipe.environment import read_environment
 from megapipe.errors import ConfigError
 from megapipe.extras.cli.frame import Command
-from megapipe.extras.cli.generate import main as generate
-from megapipe.extras.cli.saved_model import MODEL_OPTIONS, SavedModel, open_model
+from megapipe.extras.cli.inference import MODEL_OPTIONS, SavedModel, generate, open_model
 from tests.train.jobs import job
 
 
@@ -25,7 +24,7 @@ def trained(root: Path, flags: str) -> Path:
 
 
 def opened(root: Path, *flags: str) -> SavedModel:
-    command = Command("test", None, MODEL_OPTIONS, lambda own: None)
+    command = Command("test", MODEL_OPTIONS, lambda own: None)
     own = command.parse(["--load", str(root), "--device", "cpu", *flags])
     return open_model(own, read_environment({}), micro_batch_size=1)
 

@@ -1,0 +1,305 @@
+"""`megapipe generate` and `evaluate`: a model from a checkpoint on a grid of ranks, its texts and its perplexity."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from megapipe.assembly.datasets import tokenizer_of
+from megapipe.checkpoint.folder import TOKENIZER_NAME, find_checkpoint, saved_config
+from megapipe.config.config import Config
+from megapipe.config.files import TOKENIZER_TYPES, DataConfig
+from megapipe.config.model import PrecisionConfig
+from megapipe.config.parallel import ParallelConfig
+from megapipe.config.training import DEVICES, TrainingConfig
+from megapipe.data.indexed_file import IndexedFile, idx_path
+from megapipe.data.text_source import TEXT_KEY, find_files, read_records
+from megapipe.dtypes import TENSOR_DTYPES
+from megapipe.environment import Environment
+from megapipe.errors import CheckpointError, ConfigError, DataError
+from megapipe.extras.cli.frame import Command, option, write_file
+from megapipe.plan.resolve import resolve
+from megapipe.plan.run_plan import RunPlan
+from megapipe.tokenizers.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from megapipe.assembly.runtime import InferenceRuntime
+
+MODEL_OPTIONS = (
+    "model",
+    option("--load", required=True, metavar="DIR", help="directory of checkpoints, as pretraining's --save"),
+    option("--ckpt-step", type=int, help="step to load (default: the newest complete checkpoint)"),
+    option("--dtype", choices=TENSOR_DTYPES, help="weights and activations (default: as the model was trained)"),
+    option("--device", choices=DEVICES, default="auto", help="default: cuda if there is a GPU"),
+    option("--tokenizer-type", choices=TOKENIZER_TYPES, help="default: the tokenizer saved with the checkpoint"),
+    option("--tokenizer-model", metavar="PATH", help="file or folder of that tokenizer"),
+    "grid; start the ranks with `megapipe launch` or torchrun",
+    option("--tensor-model-parallel-size", default=1),
+    option("--pipeline-model-parallel-size", default=1),
+)
+GENERATE_OPTIONS = (
+    *MODEL_OPTIONS,
+    "prompts",
+    option("--prompt", action="append", default=[], metavar="TEXT", help="a text to continue; may be given repeatedly"),
+    option("--prompts-file", metavar="FILE", type=Path, help="one prompt per line; in .jsonl the key `prompt`"),
+    option("--batch-size", default=8, help="prompts per batch"),
+    option(
+        "--output", metavar="FILE", type=Path, help="write JSON lines {prompt, text, num_tokens} instead of printing"
+    ),
+    "sampling",
+    option("--max-new-tokens", default=128, at_least=1),
+    option("--temperature", default=1.0, help="0: always the most likely token"),
+    option("--top-k", default=0, help="sample from the K most likely tokens, 0: all"),
+    option("--top-p", default=1.0, help="sample from the most likely tokens whose probabilities sum to P"),
+    option("--seed", default=1234),
+    option("--ignore-eod", action="store_true", help="continue after the end-of-document token"),
+)
+EVALUATE_OPTIONS = (
+    *MODEL_OPTIONS,
+    "data",
+    option("--data", required=True, nargs="+", metavar="PATH", help="PREFIX of .bin/.idx, or text files"),
+    option("--max-tokens", type=int, help="only the first N tokens"),
+    option("--seq-length", type=int, help="length of a window (default: as trained)"),
+    option("--stride", type=int, help="tokens scored in a window (default: all)"),
+    option("--micro-batch-size", default=4, help="windows at a time"),
+    option("--json", action="store_true", help="print one JSON object"),
+)
+
+
+@dataclass(frozen=True)
+class SavedModel:
+    """The model of a checkpoint, planned on the ranks of this process. folder: of the checkpoint."""
+
+    folder: Path
+    plan: RunPlan
+    tokenizer: Tokenizer | None
+    environment: Environment
+    device: str
+
+    def required_tokenizer(self, instead: str = "") -> Tokenizer:
+        """Return the tokenizer. instead: what could be given in place of one. Raises ConfigError without one."""
+        if self.tokenizer is None:
+            flags = f"--tokenizer-type and --tokenizer-model{instead}"
+            raise ConfigError(f"{self.folder} was trained without a tokenizer: give {flags}")
+        return self.tokenizer
+
+    def runtime(self) -> InferenceRuntime:
+        """Join the other ranks, build the stages and load the weights."""
+        from megapipe.assembly.runtime import InferenceRuntime
+        from megapipe.checkpoint.folder import open_folder
+        from megapipe.comm.bootstrap import start
+        from megapipe.comm.groups import build_process_groups
+
+        world = start(self.environment, "auto", device=self.device)
+        groups = build_process_groups(self.plan.topology, world.global_rank, world.backend, world.timeout_seconds)
+        runtime = InferenceRuntime(self.plan, groups, world.device)
+        runtime.load_weights(open_folder(self.folder))
+        return runtime
+
+
+def open_model(
+    own: argparse.Namespace, environment: Environment, micro_batch_size: int, seq_length: int | None = None
+) -> SavedModel:
+    """Plan a saved model on the ranks that were started. seq_length: instead of the trained one.
+
+    Raises ConfigError, CheckpointError, DataError.
+    """
+    found = find_checkpoint(Path(own.load), own.ckpt_step)
+    if found is None:
+        raise CheckpointError(f"--load {own.load} holds no checkpoint")
+    saved = saved_config(found)
+    model = saved.model
+    if seq_length is not None:
+        positions = model.max_position_embeddings or model.seq_length
+        if not 1 <= seq_length <= positions:
+            raise ConfigError(
+                f"--seq-length {seq_length} must be in 1 .. {positions}, the positions that the model was trained for"
+            )
+        model = dataclasses.replace(model, seq_length=seq_length, max_position_embeddings=positions)
+    config = Config(
+        model=model,
+        parallel=ParallelConfig(
+            tensor_model_parallel_size=own.tensor_model_parallel_size,
+            pipeline_model_parallel_size=own.pipeline_model_parallel_size,
+        ),
+        training=TrainingConfig(micro_batch_size=micro_batch_size, train_iters=1, device=own.device),
+        precision=PrecisionConfig(dtype=own.dtype or saved.precision.dtype),
+        data=_tokenizer_files(own, saved.data, found.path),
+    )
+    tokenizer = tokenizer_of(config, is_resolved=True)
+    if tokenizer is not None and tokenizer.vocab_size > (model.vocab_size or 0):
+        raise ConfigError(
+            f"--tokenizer-type {tokenizer.name} has {tokenizer.vocab_size} tokens, the model {found.path} only "
+            f"{model.vocab_size}; give the tokenizer that it was trained with"
+        )
+    plan = resolve(config, environment.world_size, environment.local_world_size)
+    return SavedModel(found.path, plan, tokenizer, environment, own.device)
+
+
+def _tokenizer_files(own: argparse.Namespace, saved: DataConfig, folder: Path) -> DataConfig:
+    """Return the tokenizer's files: from the flags, else the copy in the checkpoint, else those of the training run."""
+    if own.tokenizer_type is not None:
+        return DataConfig(tokenizer_type=own.tokenizer_type, tokenizer_model=own.tokenizer_model)
+    copy = folder / TOKENIZER_NAME
+    model = own.tokenizer_model or (str(copy) if copy.exists() else saved.tokenizer_model)
+    if model is not None:
+        return DataConfig(tokenizer_type=saved.tokenizer_type, tokenizer_model=model)
+    return DataConfig(tokenizer_type=saved.tokenizer_type, vocab_file=saved.vocab_file, merge_file=saved.merge_file)
+
+
+def _generate(own: argparse.Namespace, environment: Environment) -> None:
+    """Generate texts with a trained model: continue prompts, on any grid that fits.
+
+        megapipe generate --load runs/quickstart/*/checkpoints --prompt "Once upon a time" --max-new-tokens 100
+        megapipe generate --load CHECKPOINTS --prompts-file prompts.txt --temperature 0 --output texts.jsonl
+        megapipe launch --nproc-per-node 4 tools/generate.py --load CHECKPOINTS --tensor-model-parallel-size 2 \\
+            --pipeline-model-parallel-size 2 --prompt "def main"
+
+    A draw depends on --seed, the number of the prompt and the number of the token alone: neither the grid nor the batch
+    changes a text, but for rounding. tools/generate.py is the same.
+    """
+    prompts = [*own.prompt, *([] if own.prompts_file is None else _read_prompts(own.prompts_file))]
+    if not prompts:
+        raise ConfigError("no prompt: give --prompt TEXT or --prompts-file FILE")
+    model = open_model(own, environment, micro_batch_size=max(1, min(own.batch_size, len(prompts))))
+    tokenizer = model.required_tokenizer()
+    if model.plan.topology.dp > 1:
+        raise ConfigError(
+            f"{environment.world_size} ranks hold {model.plan.topology.dp} copies of the model: start "
+            f"{environment.world_size // model.plan.topology.dp}, tensor x pipeline parallel size"
+        )
+    from megapipe.extras.inference.generate import Generator, Limits, TextStream
+    from megapipe.extras.inference.sampling import Sampling
+
+    sampling = Sampling(own.temperature, own.top_k, own.top_p, own.seed)
+    eod = [] if tokenizer.eod is None else [tokenizer.eod]
+    starts = [tokenizer.encode(text) or eod for text in prompts]  # an empty prompt begins a document
+    generator = Generator(model.runtime(), sampling, own.batch_size)
+    limits = Limits(own.max_new_tokens, frozenset() if own.ignore_eod else frozenset(eod))
+    is_first = environment.global_rank == 0
+    if len(prompts) == 1 and is_first and own.output is None:
+        write = functools.partial(print, end="", flush=True)
+        write(prompts[0])
+        stream = TextStream(tokenizer.decode, starts[0], write)
+        generator.continue_prompts(starts, limits, lambda number, token: stream.add(token))
+        stream.close()
+        print(flush=True)
+        return
+    texts = generator.continue_prompts(starts, limits)
+    if not is_first:
+        return
+    rows = [
+        {
+            "prompt": prompt,
+            "text": tokenizer.decode([*start, *text])[len(tokenizer.decode(start)) :],
+            "num_tokens": len(text),
+        }
+        for prompt, start, text in zip(prompts, starts, texts, strict=True)
+    ]
+    if own.output is None:
+        for row in rows:
+            print(f"--- {row['prompt']}\n{row['prompt']}{row['text']}")
+        return
+    write_file(own.output, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), "--output")
+    print(f"wrote {len(rows)} texts to {own.output}", file=sys.stderr)
+
+
+def _read_prompts(path: Path) -> list[str]:
+    try:
+        lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"--prompts-file {path} cannot be read: {error}") from None
+    if path.suffix != ".jsonl":
+        return lines
+    prompts = []
+    for number, line in enumerate(lines, 1):
+        try:
+            prompts.append(str(json.loads(line)["prompt"]))
+        except (ValueError, KeyError, TypeError):
+            message = f"{path}, line {number}: expected a JSON object with the key `prompt`, got {line[:80]}"
+            raise DataError(message) from None
+    return prompts
+
+
+def _evaluate(own: argparse.Namespace, environment: Environment) -> None:
+    """Compute loss and perplexity of a trained model on a text or a token file, on any grid.
+
+        megapipe evaluate --load CHECKPOINTS --data held_out.txt
+        megapipe evaluate --load CHECKPOINTS --data data/corpus_text_document --max-tokens 1000000 --json
+        megapipe launch --nproc-per-node 4 tools/evaluate.py --load CHECKPOINTS --pipeline-model-parallel-size 2 \\
+            --data held_out.jsonl
+
+    --data is PREFIX of PREFIX.bin/.idx, or text files (.txt, .jsonl with the key `text`, ...), each document followed
+    by the end-of-document token. The tokens are one stream, cut into windows of --seq-length; every token but the first
+    is scored once. With --stride N below the window's length each window scores its last N tokens, so that every token
+    has at least seq-length - N before it: slower, and nearer to what the model knows. Ranks beyond tensor x pipeline
+    parallel size share the windows. tools/evaluate.py is the same.
+    """
+    model = open_model(own, environment, own.micro_batch_size, own.seq_length)
+    tokens, num_bytes = _tokens(model, own.data)
+    if own.max_tokens is not None and own.max_tokens < len(tokens):
+        tokens, num_bytes = tokens[: own.max_tokens], None
+    from megapipe.extras.inference.perplexity import Evaluator, windows
+
+    seq = model.plan.config.model.seq_length
+    next(windows(len(tokens), seq, own.stride or seq))  # report errors before the model is built
+    result = Evaluator(model.runtime()).score(tokens, own.stride)
+    if environment.global_rank != 0:
+        return
+    row = {
+        "loss": result.loss,
+        "perplexity": result.perplexity,
+        "num_tokens": result.num_tokens,
+        "bits_per_byte": None if num_bytes is None else result.total_bits / num_bytes,
+        "checkpoint": str(model.folder),
+    }
+    if own.json:
+        print(json.dumps(row))
+        return
+    in_bytes = "" if num_bytes is None else f", {result.total_bits / num_bytes:.4f} bits a byte of text"
+    print(
+        f"{model.folder}: loss {result.loss:.4f} nats a token, perplexity {result.perplexity:.4g}{in_bytes}, over "
+        f"{result.num_tokens:,} tokens"
+    )
+
+
+def _tokens(model: SavedModel, paths: Sequence[str]) -> tuple[Any, int | None]:
+    """Return (one stream of tokens, bytes of the text or None for token files)."""
+    if any(idx_path(path).is_file() for path in paths):
+        tokens = np.concatenate([_stream(IndexedFile(path)) for path in paths])
+        vocab_size = model.plan.config.model.vocab_size
+        if len(tokens) and int(tokens.max()) >= vocab_size:
+            raise DataError(
+                f"--data holds token {tokens.max()}, the model's vocabulary has {vocab_size}: the file was made with "
+                "another tokenizer"
+            )
+        return tokens, None
+    tokenizer = model.required_tokenizer(", or a token file")
+    ids: list[int] = []
+    num_bytes = 0
+    for record in read_records(find_files(paths)):
+        for text in record.texts([TEXT_KEY]):
+            num_bytes += len(text.encode())
+            ids += tokenizer.encode(text)
+            if tokenizer.eod is not None:
+                ids.append(tokenizer.eod)
+    return np.array(ids, dtype=np.int64), num_bytes
+
+
+def _stream(file: IndexedFile) -> Any:
+    if file.is_contiguous():
+        return np.frombuffer(file.raw(), file.dtype)
+    return np.concatenate([file.read(number) for number in range(len(file))])
+
+
+generate = Command("megapipe generate", GENERATE_OPTIONS, _generate, on_ranks=True)
+evaluate = Command("megapipe evaluate", EVALUATE_OPTIONS, _evaluate, on_ranks=True)
