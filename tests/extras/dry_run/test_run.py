@@ -47,7 +47,7 @@ def test_only_the_chosen_rank_is_counted(small: list[str], capsys: pytest.Captur
             ["--dry-run", "--world-size", "64", "--rank", "64"], "has the ranks 0 to 63", id="rank out of range"
         ),
         pytest.param(["--dry-run", "--world-size", "64", "--rank", "-1"], "--rank", id="rank below zero"),
-        pytest.param(["--rank", "3"], "add --dry-run", id="rank without dry run"),
+        pytest.param(["--rank", "3"], "--rank selects the rank that --dry-run counts", id="rank without dry run"),
         pytest.param(
             ["--dry-run", "--plan", "--world-size", "64"], "leave --plan and --verify-grid out", id="plan and dry run"
         ),
