@@ -1,4 +1,4 @@
-"""`shrink`: the user's configuration with small sizes, so that steps on the user's grid and in one process take seconds.
+"""`shrink`: the user's configuration with small sizes, to train on the grid and in one process in seconds.
 
 Everything that the grid's code depends on is kept: axis sizes, rank order, chunks, the layers of every stage, schedule,
 number of microbatches, query heads per key/value head, copies of key/value heads over tp, and every switch. Only sizes
