@@ -43,7 +43,7 @@ def test_an_events_time_on_the_hosts_clock_is_within_its_bound(drift: float) -> 
     assert clock.seconds(marks[0], marks[2]) == pytest.approx(0.251 * (1 + drift), abs=1e-5)
 
 
-def test_a_moment_costs_the_host_no_wait() -> None:
+def test_marking_a_moment_does_not_block_the_host() -> None:
     device = FakeDevice()
     clock = clock_of(device)
     clock.begin()
@@ -80,7 +80,7 @@ class Computing(StageStreams):
             yield
 
 
-def test_actions_have_the_times_of_their_streams_and_halves_of_a_pair_overlap(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_actions_have_times_of_their_streams_and_pair_halves_overlap(monkeypatch: pytest.MonkeyPatch) -> None:
     """dualpipe-v on one rank, which holds both stages; stage 1 computes three times as long as stage 0."""
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: None)
     device, took = FakeDevice(drift=1e-5), {0: SECOND // 100, 1: 3 * SECOND // 100}
@@ -103,7 +103,7 @@ def test_actions_have_the_times_of_their_streams_and_halves_of_a_pair_overlap(mo
         length = measured.ends_ns[slot] - measured.starts_ns[slot]
         if action.op is Op.OVERLAP:
             pairs += 1
-            assert length == near(took[1], rel=1e-2), "both at one time"
+            assert length == near(took[1], rel=1e-2), "both together"
             assert sorted(halves[str(half)] for half in row[slot + 1 : slot + 3]) == near(
                 sorted(took.values()), rel=1e-2
             )

@@ -127,7 +127,7 @@ def run_lowered(
 @pytest.mark.parametrize(
     ("chunks", "count", "delay"), [(1, 5, 0), (1, 5, 2), (2, 4, 1), (1, 1, 3)], ids=lambda value: str(value)
 )
-def test_a_split_backward_gives_the_gradients_of_the_whole_one(
+def test_split_backward_gradients_equal_full_backward(
     rank_pools: Callable[[int], RankPool], chunks: int, count: int, delay: int
 ) -> None:
     whole, cut = (rank_pools(2).run(run_linears, chunks, count, how) for how in (None, delay))
@@ -141,7 +141,7 @@ def test_a_split_backward_gives_the_gradients_of_the_whole_one(
 
 
 @pytest.mark.parametrize(("ranks", "count"), [(2, 4), (2, 6), (4, 8)], ids=["p2 m4", "p2 m6", "p4 m8"])
-def test_both_directions_together_give_the_losses_and_gradients_of_one(
+def test_dualpipe_losses_and_gradients_equal_1f1b(
     rank_pools: Callable[[int], RankPool], ranks: int, count: int
 ) -> None:
     one, two = (
@@ -162,7 +162,7 @@ def test_both_directions_together_give_the_losses_and_gradients_of_one(
 
 
 @pytest.mark.parametrize(("ranks", "count"), [(1, 2), (2, 5), (4, 8)], ids=["p1 m2", "p2 m5", "p4 m8"])
-def test_dualpipe_v_gives_the_losses_and_gradients_of_interleaved(
+def test_dualpipe_v_losses_and_gradients_equal_interleaved(
     rank_pools: Callable[[int], RankPool], ranks: int, count: int
 ) -> None:
     loop, folded = (rank_pools(ranks).run(run_named, name, 2, count) for name in ("interleaved", "dualpipe-v"))
@@ -210,7 +210,7 @@ def watch_outputs(rank: int, world_size: int, count: int, in_flight: int) -> tup
     return module.num_alive, max(live), sum(not output.expired() for output in module.outputs)
 
 
-def test_outputs_are_freed_once_sent_while_their_graphs_live_on(rank_pools: Callable[[int], RankPool]) -> None:
+def test_sent_outputs_are_freed_before_their_graphs(rank_pools: Callable[[int], RankPool]) -> None:
     for num_alive, num_live, after in rank_pools(2).run(watch_outputs, 8, 2):
         assert num_live == 8
         assert max(num_alive) <= 2  # those being sent
@@ -244,7 +244,7 @@ def peak(rank: int, world_size: int, name: str, chunks: int, count: int) -> int:
     ],
     ids=["gpipe", "1f1b", "1f1b with few microbatches", "interleaved"],
 )
-def test_as_many_microbatches_live_as_the_schedule_says(
+def test_live_microbatches_equal_the_schedules_peak(
     rank_pools: Callable[[int], RankPool], name: str, chunks: int, count: int, expected: list[int]
 ) -> None:
     assert rank_pools(4).run(peak, name, chunks, count) == expected
@@ -273,7 +273,7 @@ def break_last_stage(rank: int, world_size: int, catch: bool) -> tuple[str, str,
     raise AssertionError("nothing was raised")
 
 
-def test_what_a_stage_raises_comes_through_with_its_traceback(rank_pools: Callable[[int], RankPool]) -> None:
+def test_exception_of_a_stage_propagates_with_traceback(rank_pools: Callable[[int], RankPool]) -> None:
     with pytest.raises(
         RankFailure, match=r"(?s)rank 1 of 2 raised ArithmeticError: this stage is broken.*in forward\n"
     ) as failure:
@@ -297,12 +297,12 @@ def one_rank(count: int = 2, tracer: Tracer | None = None, runner: StageRunner |
     )
 
 
-def test_another_number_of_microbatches_than_the_schedules_is_refused() -> None:
+def test_wrong_number_of_microbatches_is_an_error() -> None:
     with pytest.raises(ValueError, match="the schedule runs 2 microbatches, 3 were given"):
         one_rank(2).run(plain_step(3))
 
 
-def test_stages_of_another_rank_are_refused() -> None:
+def test_stages_of_another_rank_are_an_error() -> None:
     schedule = build_lowered("1f1b", 2, 1, 2)
     with pytest.raises(
         ValueError, match=r"pp_rank 1 was given stages \[0\], but its schedule places stages \(1,\) there"
@@ -310,7 +310,7 @@ def test_stages_of_another_rank_are_refused() -> None:
         Engine(schedule, 1, {0: StageRunner(Plain(0, tuples=False))}, {})
 
 
-def test_a_schedule_without_messages_is_refused() -> None:
+def test_schedule_without_messages_is_an_error() -> None:
     with pytest.raises(ValueError, match="has no messages"):
         Engine(build_schedule("1f1b", 2, 1, 2), 0, {0: StageRunner(Plain(0, tuples=False))}, {})
 
@@ -394,7 +394,7 @@ def run_versions(rank: int, world_size: int) -> tuple[list[float], list[str], li
     return reports, weights.log, [None if made.grad is None else float(made.grad) for made in weights.made]
 
 
-def test_a_row_with_updates_runs_every_forward_and_backward_with_its_version(
+def test_row_with_updates_uses_the_planned_weight_versions(
     rank_pools: Callable[[int], RankPool],
 ) -> None:
     (_, first_log, first_grads), (losses, last_log, last_grads) = rank_pools(2).run(run_versions)

@@ -79,7 +79,7 @@ def expected(*seeds: int) -> tuple[list[Tensor], list[Tensor], Tensor]:
 
 
 @pytest.mark.parametrize("splits", [False, True], ids=["B", "I and W"])
-def test_two_slots_in_any_order_give_what_two_microbatches_give(splits: bool) -> None:
+def test_two_slots_in_any_order_equal_two_microbatches(splits: bool) -> None:
     module, graphs = middle(splits)
     graphs.record(TapeRecorder(), 2, *example())
     calls = module.calls
@@ -102,7 +102,7 @@ def test_two_slots_in_any_order_give_what_two_microbatches_give(splits: bool) ->
     assert module.calls == calls
 
 
-def test_each_slot_has_a_pool_of_its_own() -> None:
+def test_each_slot_has_its_own_memory_pool() -> None:
     recorder = TapeRecorder()
     middle(splits=True)[1].record(recorder, 3, *example())
     assert [len(pool.tapes) for pool in recorder.pools] == [3, 3, 3]
@@ -126,7 +126,7 @@ def test_without_gradients_the_runner_computes() -> None:
     assert module.calls == calls + 1
 
 
-def test_other_sizes_are_refused() -> None:
+def test_replay_with_other_shapes_is_an_error() -> None:
     _, graphs = middle()
     graphs.record(TapeRecorder(), 1, *example())
     stage = CapturedStage(graphs, {0: 0})
@@ -139,7 +139,7 @@ def test_other_sizes_are_refused() -> None:
         stage.forward(0, (values(1)[0],), values(1)[1] | {"mask": torch.ones(1)}, None)
 
 
-def test_parameters_that_move_are_noticed_when_a_row_begins() -> None:
+def test_moved_parameters_are_an_error_at_row_start() -> None:
     module, graphs = middle()
     graphs.record(TapeRecorder(), 1, *example())
     CapturedStage(graphs, {}).begin_row(True)
@@ -164,7 +164,7 @@ def test_code_that_waits_for_the_device_ends_the_run_with_a_message() -> None:
     assert runner.observe is observe
 
 
-def test_graphs_are_recorded_after_the_warm_up_once_all_is_settled() -> None:
+def test_graphs_are_recorded_after_warm_up_and_settle() -> None:
     _, graphs = middle()
     order: list[str] = []
 

@@ -62,7 +62,7 @@ def plain(x: Tensor) -> list[Tensor]:
     return [weight.grad for weight in rank.weights if weight.grad is not None]
 
 
-def test_copies_wait_for_what_computes_and_what_computes_for_copies() -> None:
+def test_copies_and_computation_wait_for_each_other() -> None:
     rank, x = Rank("0F0 0F1 0B0 0B1"), torch.randn(2, 3)
     rank.row.begin()
     outputs = [rank.forward(f"0F{number}", x) for number in range(2)]
@@ -82,7 +82,7 @@ def test_copies_wait_for_what_computes_and_what_computes_for_copies() -> None:
 
 
 @pytest.mark.parametrize("early", [False, True], ids=["late", "early"])
-def test_a_host_buffer_is_written_again_only_when_it_has_been_read(early: bool) -> None:
+def test_host_buffer_is_reused_only_after_it_was_read(early: bool) -> None:
     rank, x = Rank("0F0 0F1 0B0 0F2 0B1 0F3 0B2 0B3", early=early), torch.randn(2, 3)
     rank.row.begin()
     outputs = {}
@@ -97,7 +97,7 @@ def test_a_host_buffer_is_written_again_only_when_it_has_been_read(early: bool) 
         assert torch.allclose(weight.grad, gradient)
 
 
-def test_what_is_saved_several_times_is_moved_once_and_small_tensors_and_parameters_are_not() -> None:
+def test_shared_storages_move_once_and_small_tensors_and_parameters_stay() -> None:
     weight, stays = torch.ones(5, requires_grad=True), torch.ones(4, 5)
     for min_elements, num_bytes in ((1, (20 + 5) * 4), (6, 20 * 4), (21, 0)):
         rank = Rank("0F0 0F1 0B0 0B1", min_elements)
@@ -115,7 +115,7 @@ def test_what_is_saved_several_times_is_moved_once_and_small_tensors_and_paramet
             assert sum(part.num_bytes for part in carried._parts.values()) == num_bytes
 
 
-def test_without_gradients_or_outside_a_row_nothing_moves() -> None:
+def test_nothing_is_offloaded_without_gradients_or_outside_a_row() -> None:
     rank, x = Rank("0F0 0F1 0B0 0B1"), torch.randn(2, 3)
     rank.row.begin()
     output = rank.offload.run(0, 0, rank.layer(rank.weights[0]), x, [])

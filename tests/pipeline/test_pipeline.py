@@ -72,7 +72,7 @@ def train(
     CASES,
     ids=[f"{p}ranks-{v}chunks-{name}-m{m}-{'tuples' if t else 'tensors'}" for p, v, name, m, t in CASES],
 )
-def test_losses_and_gradients_are_those_of_one_process(
+def test_losses_and_gradients_equal_single_process(
     rank_pools: Callable[[int], RankPool], ranks: int, chunks: int, schedule: str, count: int, tuples: bool
 ) -> None:
     results = rank_pools(ranks).run(train, chunks, schedule, count, tuples)
@@ -87,18 +87,18 @@ def test_losses_and_gradients_are_those_of_one_process(
             assert torch.equal(one, other), f"gradient of stage {stage}"
 
 
-def test_stages_that_do_not_divide_over_the_ranks_are_refused() -> None:
+def test_num_stages_must_be_a_multiple_of_ranks() -> None:
     group = Group("pp", (0, 1), 0)
     with pytest.raises(ConfigError, match="3 stages do not divide over 2 pipeline ranks; use a multiple of 2"):
         Pipeline(3, partial(Plain, tuples=False), (), loss_of, group)
 
 
-def test_a_schedule_without_chunks_refuses_several_stages_a_rank() -> None:
+def test_several_stages_per_rank_need_a_schedule_with_chunks() -> None:
     with pytest.raises(ConfigError, match="gpipe holds one chunk per rank, but 2 were given"):
         Pipeline(2, partial(Plain, tuples=False), (), loss_of, Group.alone("pp"), schedule="gpipe")
 
 
-def test_a_schedule_that_updates_weights_is_refused() -> None:
+def test_pipeline_rejects_schedules_with_updates() -> None:
     with pytest.raises(ConfigError, match=r"pipedream updates weights within a step.*use 1f1b"):
         Pipeline(1, partial(Plain, tuples=False), (), loss_of, Group.alone("pp"), schedule="pipedream")
 

@@ -86,7 +86,7 @@ class FakeTensor:
         self.used_on.append(stream.name)
 
 
-def test_what_another_stream_made_is_kept_until_the_computation_that_uses_it_is_done() -> None:
+def test_tensor_of_another_stream_is_recorded_on_the_using_stream() -> None:
     _, streams = fakes()
     tensor = FakeTensor()
     with streams.computing(1):

@@ -35,7 +35,7 @@ def test_text_form(action, text):
 @pytest.mark.parametrize(
     "text", ["", "F0", "2F", "2X0", "2f0", "2F0 3", "2REDUCE_GRAD0", "-1F0", "2F-1", "2UNSHARD", "٣F0"]
 )
-def test_other_text_is_refused_by_name(text):
+def test_invalid_action_text_is_an_error(text):
     with pytest.raises(ScheduleError, match="is not an action"):
         parse_action(text)
 

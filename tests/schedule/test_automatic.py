@@ -135,6 +135,6 @@ def test_equal_requests_get_the_same_schedule():
     assert build_schedule("zb-auto", 3, 1, 7, goal=goal) == build_schedule("zb-auto", 3, 1, 7, goal=goal)
 
 
-def test_a_limit_below_one_microbatch_is_refused():
+def test_memory_limit_below_one_microbatch_is_an_error():
     with pytest.raises(ConfigError, match="use 1 or more"):
         build_schedule("zb-auto", 2, 1, 4, goal=AutoGoal(Costs.equal(2), 0.5))

@@ -74,7 +74,7 @@ def questions(draw: st.DrawFn, alike: bool = True, limited: bool = False) -> Cut
 
 @settings(max_examples=120, deadline=None)
 @given(questions())
-def test_the_busiest_rank_is_as_little_busy_as_in_the_best_of_all_cuts(question: CutQuestion) -> None:
+def test_largest_rank_load_is_minimal_over_all_cuts(question: CutQuestion) -> None:
     cuts = balanced_cuts(question)
     least = min(busiest(question, cut) for cut in every_cut(question.num_layers, question.placement.num_stages))
     assert min(busiest(question, cut) for cut in cuts) == pytest.approx(least)
@@ -84,7 +84,7 @@ def test_the_busiest_rank_is_as_little_busy_as_in_the_best_of_all_cuts(question:
 
 @settings(max_examples=60, deadline=None)
 @given(questions(alike=False))
-def test_layers_of_different_costs_are_cut_at_least_as_well_as_stage_by_stage_and_exactly_on_linear_ranks(
+def test_uneven_layers_are_never_worse_than_stage_by_stage_and_optimal_on_linear_ranks(
     question: CutQuestion,
 ) -> None:
     found = [busiest(question, cut) for cut in balanced_cuts(question)]
@@ -103,7 +103,7 @@ def all_fit(question: CutQuestion, cut: Partition) -> bool:
 
 @settings(max_examples=120, deadline=None)
 @given(questions(limited=True))
-def test_every_cut_proposed_fits_and_with_one_stage_a_rank_the_best_that_fits_is_found(question: CutQuestion) -> None:
+def test_every_proposed_cut_fits_and_is_optimal_with_one_stage_per_rank(question: CutQuestion) -> None:
     cuts = balanced_cuts(question)
     fitting = [cut for cut in every_cut(question.num_layers, question.placement.num_stages) if all_fit(question, cut)]
     assert all(all_fit(question, cut) for cut in cuts)
@@ -146,7 +146,7 @@ def test_the_best_simulated_cut_is_never_slower_than_balancing_stages_alone(
         assert best <= simulated(name, question, alone, num_microbatches)
 
 
-def test_rank_sums_beat_stages_alone_where_the_head_is_heavy() -> None:
+def test_rank_sums_beat_single_stages_with_a_heavy_head() -> None:
     """A V on two ranks with nine layers and a head as heavy as five.
 
     Balancing single stages gives the rank with both ends 2 + 1 layers and the head.
@@ -157,7 +157,7 @@ def test_rank_sums_beat_stages_alone_where_the_head_is_heavy() -> None:
     assert min(busiest(question, cut) for cut in cuts) == 7.0
 
 
-def test_a_slow_rank_holds_fewer_layers_and_the_step_is_what_the_speeds_say() -> None:
+def test_slow_rank_holds_fewer_layers() -> None:
     question = question_of(linear(2), [1.0] * 12, 0.0, 0.0, (1.0, 0.5))
     cut = balanced_cuts(question)[0]
     assert cut.layer_counts == (8, 4)

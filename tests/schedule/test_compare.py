@@ -38,7 +38,7 @@ def test_the_table_of_8_ranks_and_32_microbatches():
     assert {name for name, row in rows.items() if not row.is_synchronous} == {"pipedream", "pipedream-2bw"}
 
 
-def test_the_automatic_row_keeps_its_limit_and_is_never_behind_the_handmade_one():
+def test_zb_auto_keeps_its_limit_and_is_no_slower_than_handmade():
     rows = by_name(
         compare(Model.equal(4, 1.0, 1.2, 0.7, latency_seconds=0.05), 4, 2, 12, names=["zb-h1", "zb-h2", "zb-auto"])
     )
@@ -87,7 +87,7 @@ def test_bytes_and_the_optimizer_enter_the_measures():
     assert measure(build_schedule("dualpipe", 4, 1, 8), model)[0].peak_bytes == 5 * 1000
 
 
-def test_messages_on_the_clock_make_a_step_longer_than_messages_beside_it():
+def test_step_is_longer_without_overlap_of_messages():
     schedule = build_schedule("1f1b", 4, 1, 8)
     beside, alone = (
         measure(schedule, Model.equal(4, 1.0, 1.0, 1.0, transfer_seconds=0.2, overlap=way))[0] for way in (True, False)

@@ -88,13 +88,13 @@ def test_breadth_first_idle_and_peak(p, v, extra):
 
 @given(st.integers(2, 8), st.integers(2, 4), microbatches)
 @settings(max_examples=20)
-def test_breadth_first_needs_m_over_p_sends_under_way_if_receives_are_posted_late(p, v, m):
+def test_breadth_first_needs_m_over_p_sends_in_flight_at_receive_depth_0(p, v, m):
     assert validate(lower(build_schedule("breadth-first", p, v, m), receive_depth=0)).send_depth == m // p
 
 
 @given(st.integers(2, 8), st.integers(2, 4), st.integers(0, 16), st.data())
 @settings(max_examples=20)
-def test_a_group_between_p_and_m_keeps_the_bubble_and_trades_memory_for_fewer_switches(p, v, extra, data):
+def test_group_size_between_p_and_m_keeps_bubble_and_raises_memory(p, v, extra, data):
     m = p + extra
     g = data.draw(st.integers(p, m))
     schedule = build_schedule("interleaved", p, v, m, g)
@@ -201,7 +201,7 @@ def test_published_shares_of_8_ranks_and_32_microbatches(name, chained_share, ba
     assert round(timeline.barrier_bubble.share, 4) == barrier_share
 
 
-def test_zb_h1_is_no_third_of_1f1b_where_w_is_short():
+def test_zb_h1_bubble_exceeds_a_third_of_1f1b_if_w_is_short():
     shares = [timeline_of(build_schedule(name, 8, 1, 32), 1, 1, 0.3).barrier_bubble.share for name in ("zb-h1", "1f1b")]
     assert [round(share, 4) for share in shares] == [0.1392, 0.1795]
 
@@ -358,6 +358,6 @@ def test_a_pair_starts_when_both_halves_can_and_ends_as_one():
         pytest.param(("zb-h1", 4, 2, 8), "one chunk per rank", id="chunks"),
     ],
 )
-def test_what_a_family_cannot_do_is_refused_with_the_reason_and_what_works(arguments, complaint):
+def test_unsupported_shapes_are_errors_with_reason_and_remedy(arguments, complaint):
     with pytest.raises(ConfigError, match=complaint):
         build_schedule(*arguments)

@@ -102,7 +102,7 @@ def test_published_shares_of_8_ranks_and_32_microbatches(name, v, share):
 
 @given(ranks, chunks, microbatches)
 @settings(max_examples=30)
-def test_hops(p, v, m):
+def test_num_messages_of_interleaved(p, v, m):
     sent = messages_sent(build_schedule("interleaved", p, v, m))
     assert sum(sent) == (2 * m * (p * v - 1) if p > 1 else 0)
 

@@ -1,17 +1,25 @@
+"""Lowering and the head start.
+
+The head start, the forwards that run before the validation of the previous step, receives exactly the messages that it
+sends, changes no computation, and is just long enough that no rank waits for the validation.
+"""
+
+from __future__ import annotations
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megapipe.errors import ConfigError, ScheduleError
-from megapipe.schedule.action import COMPUTE_OPS, Op
+from megapipe.schedule.action import COMPUTE_OPS, RECV_OPS, Action, Op
 from megapipe.schedule.families import build_lowered, build_schedule
 from megapipe.schedule.generate.whole_backward import microbatch_groups
-from megapipe.schedule.lower import lower
+from megapipe.schedule.lower import give_head_start, lower
 from megapipe.schedule.placement import two_directions, v_shape
 from megapipe.schedule.schedule import Schedule, from_csv
-from megapipe.schedule.simulate import messages_sent
+from megapipe.schedule.simulate import Costs, messages_sent, simulate
 from megapipe.schedule.validate import validate
-from tests.schedule.strategies import named_schedules, random_schedules
+from tests.schedule.strategies import family_schedules, named_schedules, random_schedules
 
 depths = st.integers(0, 4)
 
@@ -24,7 +32,7 @@ def test_a_two_rank_1f1b_lowered_by_hand():
 
 @given(st.integers(1, 8), st.integers(1, 4), st.integers(1, 24), st.integers(0, 9), depths)
 @settings(max_examples=60)
-def test_interleaved_needs_one_more_send_under_way_for_each_microbatch_a_group_is_larger_than_p(p, v, m, extra, depth):
+def test_send_depth_of_interleaved_grows_with_group_size_above_p(p, v, m, extra, depth):
     report = validate(lower(build_schedule("interleaved", p, v, m, p + extra), depth))
     largest_group = max(map(len, microbatch_groups(m, p + extra, p)))
     assert report.send_depth <= max(1, largest_group - p + 1)
@@ -33,7 +41,7 @@ def test_interleaved_needs_one_more_send_under_way_for_each_microbatch_a_group_i
 @pytest.mark.parametrize("name", ["gpipe", "1f1b"])
 @given(st.integers(1, 8), st.integers(1, 24), depths)
 @settings(max_examples=20)
-def test_one_send_under_way_is_enough_for_gpipe_and_1f1b(name, p, m, depth):
+def test_send_depth_1_suffices_for_gpipe_and_1f1b(name, p, m, depth):
     assert validate(lower(build_schedule(name, p, 1, m), depth)).send_depth <= (1 if depth == 0 else 0)
 
 
@@ -56,7 +64,7 @@ def test_every_valid_schedule_can_be_lowered(schedule, depth):
 
 @given(named_schedules(), depths)
 @settings(max_examples=25)
-def test_receives_are_posted_the_planned_depth_ahead_of_their_consumer(schedule, depth):
+def test_receives_are_posted_receive_depth_actions_before_their_use(schedule, depth):
     for row in lower(schedule, depth).rows:
         compute = [a for a in row if a.op in COMPUTE_OPS]
         for slot, action in enumerate(row):
@@ -83,7 +91,7 @@ def test_a_reduction_starts_before_the_backward_of_earlier_chunks():
     assert any(a.op is Op.B for a in row[first:])
 
 
-def test_the_turn_of_a_v_is_a_local_hop():
+def test_no_message_at_the_turn_of_a_v():
     text = "0F0,3F0,3B0,0B0\n1F0,2F0,2B0,1B0\n"
     schedule = lower(from_csv(text, placement=v_shape(2)))
     validate(schedule)
@@ -91,7 +99,7 @@ def test_the_turn_of_a_v_is_a_local_hop():
     assert crossing == {"0SEND_F0", "2SEND_F0", "3SEND_B0", "1SEND_B0"}
 
 
-def test_lowering_is_refused_where_it_makes_no_sense():
+def test_lowering_twice_or_with_negative_depth_is_an_error():
     schedule = build_schedule("1f1b", 2, 1, 2)
     with pytest.raises(ConfigError, match="receive depth -1"):
         lower(schedule, -1)
@@ -114,3 +122,70 @@ def test_two_ranks_with_a_shared_stage_reduce_in_one_order():
 def reversed_reductions(row):
     rest = [a for a in row if a.op is not Op.REDUCE_GRAD]
     return tuple(rest + [a for a in reversed(row) if a.op is Op.REDUCE_GRAD])
+
+
+@settings(max_examples=80)
+@given(family_schedules() | random_schedules(), st.integers(0, 3))
+def test_head_start_closes_messages_and_keeps_computation(schedule: Schedule, receive_depth: int) -> None:
+    lowered = lower(schedule, receive_depth)
+    started = give_head_start(lowered)
+    assert started.schedule.compute_only() == lowered.compute_only()
+    assert [sorted(map(str, row)) for row in started.schedule.rows] == [sorted(map(str, row)) for row in lowered.rows]
+    validate(started.schedule)
+    heads = [row[:length] for row, length in zip(started.schedule.rows, started.lengths, strict=True)]
+    assert {action.op for head in heads for action in head} <= {Op.F, Op.SEND_F, Op.RECV_F}
+    sent = {(action.stage + 1, action.microbatch) for head in heads for action in head if action.op is Op.SEND_F}
+    received = {(action.stage, action.microbatch) for head in heads for action in head if action.op is Op.RECV_F}
+    used = {(action.stage, action.microbatch) for head in heads for action in head if action.op is Op.F}
+    assert sent == received
+    assert received <= used
+    assert all(
+        stage < schedule.num_stages - 1 for stage, _ in used
+    )  # the loss scale of the step is unknown before the validation
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v", "v-half", "v-min"])
+def test_messages_that_wait_at_the_border_delay_no_rank(name: str) -> None:
+    schedule = lower(build_schedule(name, 4, 2 if name in ("interleaved", "zb-v", "v-half", "v-min") else 1, 12), 1)
+    started = give_head_start(schedule)
+    costs = Costs.equal(schedule.num_stages, 1.0, 1.0, 1.0)
+    assert simulate(started.schedule, costs).makespan_seconds == simulate(schedule, costs).makespan_seconds
+    forwards = [
+        sum(action.op is Op.F for action in row[:n])
+        for row, n in zip(started.schedule.rows, started.lengths, strict=True)
+    ]
+    assert forwards == ([2, 1, 1, 0] if name == "v-min" else [3, 2, 1, 0])  # in v-min the forwards are further apart
+
+
+def two_steps(schedule: Schedule) -> Schedule:
+    """Combine a step and the next one without a barrier into one schedule of twice the microbatches."""
+    m = schedule.num_microbatches
+    later = tuple(
+        tuple(Action(a.stage, a.op, a.microbatch + m) for a in row if a.microbatch is not None) for row in schedule.rows
+    )
+    return Schedule(
+        schedule.name,
+        schedule.placement,
+        2 * m,
+        tuple(map(lambda row, next_row: (*row, *next_row), schedule.rows, later)),
+    )
+
+
+@pytest.mark.parametrize("p", [2, 4, 8])
+@pytest.mark.parametrize(("name", "gained"), [("zb-h2", 1.0), ("zb-v", 0.5), ("1f1b", 0.0)])
+def test_no_rank_waits_for_the_validation_and_the_step_is_shorter_by_the_barrier(
+    name: str, gained: float, p: int
+) -> None:
+    chunks = 2 if name == "zb-v" else 1
+    schedule = build_schedule(name, p, chunks, 3 * p)
+    started = give_head_start(lower(schedule, 1))
+    layer = 1.0 / chunks  # F, I and W of a rank are 1 each
+    costs = Costs.equal(schedule.num_stages, layer, layer, layer)
+    step = simulate(schedule, costs)
+    both = simulate(two_steps(schedule), costs)
+    rows = [sum(action.op not in RECV_OPS for action in row) for row in schedule.rows]
+    verdict = max(ends[count - 1] for ends, count in zip(both.ends, rows, strict=True))
+    for rank, count in enumerate(rows):
+        forwards = sum(action.op is Op.F for action in started.schedule.rows[rank][: started.lengths[rank]])
+        assert both.starts[rank][count + forwards] >= verdict - 1e-9  # later actions begin no earlier anyway
+    assert 2 * step.makespan_seconds - both.makespan_seconds == pytest.approx(gained * (p - 1))

@@ -48,7 +48,7 @@ def brute_force(layer_costs, embedding, head, num_stages):
 
 @given(st.lists(costs, max_size=9), costs, costs, st.integers(1, 5))
 @settings(max_examples=150)
-def test_the_cut_by_cost_is_the_best_there_is_and_covers_every_layer_once(layer_costs, embedding, head, num_stages):
+def test_cut_by_cost_is_optimal_and_covers_every_layer_once(layer_costs, embedding, head, num_stages):
     partition = cut_by_cost(layer_costs, embedding, head, num_stages)
     assert [k for s in partition.stages for k in range(s.first_layer, s.last_layer_exclusive)] == list(
         range(len(layer_costs))
@@ -186,7 +186,7 @@ def test_a_layout_may_repeat_groups_within_groups():
         pytest.param("Et|ttmL", "multi-token", id="mtp"),
     ],
 )
-def test_a_wrong_layout_names_its_piece(text, complaint):
+def test_layout_error_quotes_the_invalid_part(text, complaint):
     with pytest.raises(ConfigError, match=complaint):
         parse_layout(text, 3, 2)
 
@@ -200,7 +200,7 @@ def test_a_wrong_layout_names_its_piece(text, complaint):
         pytest.param((), id="nothing"),
     ],
 )
-def test_a_partition_that_loses_something_cannot_be_made(stages):
+def test_incomplete_partition_is_an_error(stages):
     with pytest.raises(ConfigError):
         Partition(stages)
 

@@ -13,7 +13,7 @@ from megapipe.schedule.placement import Placement, linear, loop, two_directions,
         pytest.param(two_directions(4), (0, 1, 2, 3), [(0, 3), (1, 2), (1, 2), (0, 3)], id="two directions"),
     ],
 )
-def test_stages_lie_where_the_drawing_says(placement, ranks, held):
+def test_placements_match_the_documented_order(placement, ranks, held):
     assert placement.rank_of_stage == ranks
     assert [placement.stages_of(rank) for rank in range(placement.num_ranks)] == held
 
@@ -32,6 +32,6 @@ def test_odd_microbatches_take_the_second_direction():
         pytest.param(0, (), id="none"),
     ],
 )
-def test_impossible_placements_are_refused(ranks, stages):
+def test_invalid_placements_are_errors(ranks, stages):
     with pytest.raises(ConfigError):
         Placement(ranks, stages)

@@ -63,7 +63,7 @@ def test_torch_loads_our_messages_and_reductions(name: str, tmp_path: Path) -> N
     assert from_csv(theirs.read_text(), name, lowered.placement).rows == lowered.rows
 
 
-def test_torch_has_no_word_for_an_update(tmp_path: Path) -> None:
+def test_torch_rejects_update_actions(tmp_path: Path) -> None:
     file = tmp_path / "ours.csv"
     file.write_text(to_csv(made("pipedream")))
     with pytest.raises(RuntimeError, match="0UPDATE0"):

@@ -39,7 +39,7 @@ def is_accepted(schedule):
 
 @given(any_schedule, st.integers(0, 3), seeds)
 @settings(max_examples=120)
-def test_swapped_actions_are_accepted_exactly_when_a_naive_executor_comes_through(schedule, depth, seed):
+def test_swapped_actions_are_valid_exactly_if_naive_executor_finishes(schedule, depth, seed):
     rng = random.Random(seed)
     rows = [list(row) for row in lower(schedule, depth).rows]
     row = rng.choice(rows)
@@ -73,7 +73,7 @@ def test_a_dropped_doubled_or_moved_action_is_rejected(schedule, is_lowered, see
 
 @given(any_schedule, st.integers(0, 3))
 @settings(max_examples=60)
-def test_the_reported_send_depth_is_the_least_that_comes_through(schedule, receive_depth):
+def test_reported_send_depth_is_the_least_that_finishes(schedule, receive_depth):
     lowered = lower(schedule, receive_depth)
     least = validate(lowered).send_depth
     assert runs(lowered, least)
@@ -168,7 +168,7 @@ def test_a_channel_that_receives_in_another_order_is_rejected():
 
 
 @pytest.mark.parametrize("rank", range(4))
-def test_two_holders_that_reduce_their_stages_in_different_orders_are_rejected(rank: int) -> None:
+def test_reductions_in_different_orders_on_two_ranks_are_rejected(rank: int) -> None:
     """A DualPipe rank may delay a reduction to the end of its row only if the other holder does so too."""
     schedule = build_lowered("dualpipe", 4, 1, 8)
     validate(schedule)
@@ -179,7 +179,7 @@ def test_two_holders_that_reduce_their_stages_in_different_orders_are_rejected(r
         validate(Schedule("crossed", schedule.placement, 8, tuple(map(tuple, rows))))
 
 
-def test_the_grid_of_a_large_schedule_fits_a_screen_and_marks_the_culprit():
+def test_error_grid_of_large_schedule_is_short_and_marks_the_fault():
     rows = [list(row) for row in build_schedule("1f1b", 64, 1, 256).rows]
     slot = next(slot for slot, a in enumerate(rows[40]) if a.op is Op.B)
     rows[40].insert(0, rows[40].pop(slot))
@@ -194,7 +194,7 @@ def test_the_grid_of_a_large_schedule_fits_a_screen_and_marks_the_culprit():
 
 @given(any_schedule)
 @settings(max_examples=30)
-def test_computation_alone_is_proven_too(schedule):
+def test_compute_only_schedules_validate(schedule):
     report = validate(schedule)
     assert not report.schedule.is_lowered
     assert report.num_actions == sum(a.op in COMPUTE_OPS for row in schedule.rows for a in row)

@@ -30,7 +30,7 @@ def test_no_send_waits_with_the_unhindered_depth(name: str, chunks: int, depth: 
     assert send_depth >= validate(schedule).send_depth
 
 
-def test_breadth_first_keeps_what_its_next_chunk_has_not_asked_for() -> None:
+def test_breadth_first_needs_m_minus_p_sends_in_flight() -> None:
     schedule = lower(build_schedule("breadth-first", 4, 2, 32), 1)
     assert unhindered_send_depth(schedule) == 32 - 4
     assert makespan(schedule, 8) > makespan(schedule, None)
