@@ -2,7 +2,7 @@
 
 check.py       check(config), check_job(config): one ConfigError with a line for every rule that is broken
 model.py gpu.py training.py    the rules: generators that yield a message for each error
-proposals.py   values that would work instead
+proposals.py   values that would work instead, and the flags that were given
 
 That an option needs another one is declared with the option (`Need`). Rules that depend on the number of ranks or on
 the pipeline schedule are in `plan.resolve`.

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from megapipe.config.config import Config
 from megapipe.config.model import ModelConfig
-from megapipe.config.rules.proposals import chosen, use_divisors, use_multiples
+from megapipe.config.rules.proposals import chosen, given, use_divisors, use_multiples
 from megapipe.formatting import one_of
 
 AXES = ("tp", "cp", "dp", "pp")
@@ -112,14 +112,9 @@ def layers_of_stages(config: Config) -> Iterator[str]:
     """Check layers that are assigned to pipeline ranks by hand."""
     parallel, layers, pp = config.parallel, config.model.num_layers, config.parallel.pipeline_model_parallel_size
     first, last = parallel.decoder_first_pipeline_num_layers, parallel.decoder_last_pipeline_num_layers
-    ends = chosen(
-        ("--decoder-first-pipeline-num-layers", first is not None),
-        ("--decoder-last-pipeline-num-layers", last is not None),
-    )
-    counted = chosen(
-        ("--account-for-embedding-in-pipeline-split", parallel.account_for_embedding_in_pipeline_split),
-        ("--account-for-loss-in-pipeline-split", parallel.account_for_loss_in_pipeline_split),
-    )
+    names = ("parallel.decoder_first_pipeline_num_layers", "parallel.decoder_last_pipeline_num_layers")
+    counts = ("parallel.account_for_embedding_in_pipeline_split", "parallel.account_for_loss_in_pipeline_split")
+    ends, counted = given(config, *names), given(config, *counts)
     if parallel.pipeline_model_parallel_layout is not None and ends + counted:
         yield f"{LAYOUT} places every layer; leave {one_of(ends + counted)} out"
     elif ends and counted:
@@ -128,8 +123,8 @@ def layers_of_stages(config: Config) -> Iterator[str]:
     if ends and pp == 1:
         yield f"{one_of(ends)} needs {PP} of at least 2"
     elif ends and (placed > layers or (others == 0 and placed != layers)):
-        given = f"{' and '.join(ends)}: the first and last pipeline rank are given {placed} layers"
-        yield f"{given}, and {others} rank(s) between them must hold the rest of --num-layers {layers}; change them"
+        rule = f"{' and '.join(ends)}: the first and last pipeline rank are given {placed} layers"
+        yield f"{rule}, and {others} rank(s) between them must hold the rest of --num-layers {layers}; change them"
 
 
 def recompute(config: Config) -> Iterator[str]:

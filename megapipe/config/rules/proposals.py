@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from megapipe.config.config import Config, fields_by_key, value_of
 from megapipe.formatting import one_of
 
 
@@ -29,3 +30,9 @@ def nearest_values(values: list[int], wanted: int, count: int = 6) -> list[int]:
 def chosen(*flags: tuple[str, bool]) -> list[str]:
     """Return the names of the flags whose condition holds."""
     return [name for name, is_given in flags if is_given]
+
+
+def given(config: Config, *keys: str) -> list[str]:
+    """Return the flags of those fields ('section.name') that have another value than their default."""
+    fields = [fields_by_key()[key] for key in keys]
+    return [field.main_flag for field in fields if value_of(config, field) != field.default]

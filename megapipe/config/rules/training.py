@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megapipe.config.config import Config
-from megapipe.config.files import DataConfig, split_shares
-from megapipe.config.rules.proposals import chosen, use_multiples
+from megapipe.config.files import split_shares
+from megapipe.config.rules.proposals import given, use_multiples
 from megapipe.errors import ConfigError
 
 TOKENIZER_FILES = {
@@ -16,6 +16,7 @@ TOKENIZER_FILES = {
     "HuggingFaceTokenizer": ("tokenizer_model",),
     "GPT2BPETokenizer": ("vocab_file", "merge_file"),
 }
+SPLIT_PATHS = ("data.train_data_path", "data.valid_data_path", "data.test_data_path")
 ONE_OF_TWO = "give one of the two"
 
 
@@ -44,18 +45,10 @@ def batch(config: Config) -> Iterator[str]:
 
 def length(config: Config) -> Iterator[str]:
     """Check that the length of the run is given once, and the schedules in its unit."""
-    training, optimizer = config.training, config.optimizer
-    in_samples = chosen(
-        ("--rampup-batch-size", training.rampup_batch_size is not None),
-        ("--lr-decay-samples", optimizer.lr_decay_samples is not None),
-        ("--lr-warmup-samples", optimizer.lr_warmup_samples > 0),
-        ("--lr-wsd-decay-samples", optimizer.lr_wsd_decay_samples is not None),
-    )
-    in_steps = chosen(
-        ("--lr-decay-iters", optimizer.lr_decay_iters is not None),
-        ("--lr-warmup-iters", optimizer.lr_warmup_iters > 0),
-        ("--lr-wsd-decay-iters", optimizer.lr_wsd_decay_iters is not None),
-    )
+    training = config.training
+    lengths = ("optimizer.lr_decay", "optimizer.lr_warmup", "optimizer.lr_wsd_decay")
+    in_samples = given(config, "training.rampup_batch_size", *(f"{name}_samples" for name in lengths))
+    in_steps = given(config, *(f"{name}_iters" for name in lengths))
     if training.train_iters is not None and training.train_samples is not None:
         yield f"--train-iters and --train-samples both give the length of the run; {ONE_OF_TWO}"
     elif training.train_iters is not None and in_samples:
@@ -70,11 +63,7 @@ def learning_rate(config: Config) -> Iterator[str]:
     """Check the learning rates, their warm-up and their schedule."""
     optimizer, training = config.optimizer, config.training
     lr, decoupled, decoupled_min = optimizer.lr, optimizer.decoupled_lr, optimizer.decoupled_min_lr
-    warmups = chosen(
-        ("--lr-warmup-fraction", optimizer.lr_warmup_fraction is not None),
-        ("--lr-warmup-iters", optimizer.lr_warmup_iters > 0),
-        ("--lr-warmup-samples", optimizer.lr_warmup_samples > 0),
-    )
+    warmups = given(config, *(f"optimizer.lr_warmup_{how}" for how in ("fraction", "iters", "samples")))
     if len(warmups) > 1:
         yield f"{' and '.join(warmups)} each give the warm-up; give one of them"
     for unit, steps, decay, whole in (
@@ -165,23 +154,15 @@ def checkpoints(config: Config) -> Iterator[str]:
         yield f"--spike-rollback {back} needs {back} checkpoints from before the spike, and one may follow it: {way}"
 
 
-def split_paths(data: DataConfig) -> list[str]:
-    """Return the flags of the data paths of single splits that are given."""
-    return chosen(
-        ("--train-data-path", data.train_data_path is not None),
-        ("--valid-data-path", data.valid_data_path is not None),
-        ("--test-data-path", data.test_data_path is not None),
-    )
-
-
 def sources(config: Config) -> Iterator[str]:
     """Check that there is one source of data, and that the split fits it."""
     data = config.data
-    given = chosen(("--mock-data", data.mock_data), ("--data-path", data.data_path is not None)) + split_paths(data)[:1]
-    if len(given) > 1:
-        yield f"{' and '.join(given)} are different sources of data; give one of them"
-    if data.split is not None and split_paths(data):
-        yield f"--split divides --data-path, but {split_paths(data)[0]} names each part itself; leave --split out"
+    parts = given(config, *SPLIT_PATHS)
+    found = given(config, "data.mock_data", "data.data_path") + parts[:1]
+    if len(found) > 1:
+        yield f"{' and '.join(found)} are different sources of data; give one of them"
+    if data.split is not None and parts:
+        yield f"--split divides --data-path, but {parts[0]} names each part itself; leave --split out"
     elif data.split is not None:
         try:
             split_shares(data.split)
@@ -237,7 +218,7 @@ def job(config: Config) -> Iterator[str]:
     if not training.skip_train and config.optimizer.lr is None:
         yield "--lr, the highest learning rate, is missing"
     if not data.mock_data and data.data_path is None:
-        paths = split_paths(data)
+        paths = given(config, *SPLIT_PATHS)
         if not paths:
             yield "training data is missing; give --data-path PREFIX, --train-data-path PREFIX or --mock-data"
         elif data.train_data_path is None and not training.skip_train:
