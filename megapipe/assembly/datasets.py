@@ -47,25 +47,19 @@ def tokenizer_of(config: Config, *, is_resolved: bool = False) -> Tokenizer | No
     )
 
 
-def num_samples(plan: RunPlan) -> tuple[int, int, int]:
-    """Return the (train, validation, test) samples of the whole run, by Megatron's rule.
+def dataset_request(plan: RunPlan) -> DatasetRequest:
+    """Return the data sets that the run needs, with the samples of the whole run by Megatron's rule.
 
     The run evaluates every eval_interval steps, and once at the end.
     """
-    training = plan.config.training
-    evaluation = training.eval_iters * training.global_batch_size
+    config, data, training = plan.config, plan.config.data, plan.config.training
     train = 0 if training.skip_train else training.train_samples
+    evaluation = training.eval_iters * training.global_batch_size
     evaluations = training.train_iters // training.eval_interval + 1 if training.eval_interval else 1
-    return train, evaluations * evaluation, evaluation
-
-
-def dataset_request(plan: RunPlan) -> DatasetRequest:
-    """Return the data sets that the run needs."""
-    config, data = plan.config, plan.config.data
     return DatasetRequest(
         seq_length=config.model.seq_length,
-        seed=config.training.seed,
-        num_samples=num_samples(plan),
+        seed=training.seed,
+        num_samples=(train, evaluations * evaluation, evaluation),
         data_path=data.data_path,
         split=data.split,
         train_data_path=data.train_data_path,

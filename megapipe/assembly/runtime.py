@@ -72,36 +72,30 @@ class InferenceRuntime:
         *,
         trains: bool = False,
     ) -> None:
-        self.plan = plan
-        self.groups = groups
-        self.device = device
-        self.tracer = tracer
+        self.plan, self.groups, self.device, self.tracer = plan, groups, device, tracer
         self.heartbeat = groups.world.heartbeat or Heartbeat(GROUP_NAMES)  # a placeholder without a watchdog
         self.coordinates = plan.topology.coordinates(groups.world.global_rank)
         self.parameter_dtype = parameter_dtype(plan.config.precision.dtype)
         # main gradients, master weights and moments: at least fp32
         self.main_dtype = torch.promote_types(self.parameter_dtype, torch.float32)
         self.kernels = choose_kernels(plan.config, plan.splits_backward)
-        outer = self.kernels.optimizer.add_outer if isinstance(self.kernels.optimizer, Apex) else None
-        self._slot_factory = partial(GradientSlot, kernel=outer)
         self.stages: dict[int, GPTStage] = {}
         self.runners: dict[int, StageRunner] = {}
         self.buffers: dict[int, StageBuffers] = {}
-        held = plan.placement.stages_of(self.coordinates.pp_rank)
-        for stage, tp in zip(held, self._tensor_parallel_groups(len(held), trains), strict=True):
-            self._add_stage(stage, tp, draw_slice or self._draw, trains)
+        held, tp = plan.placement.stages_of(self.coordinates.pp_rank), groups.tp
+        tp_groups = [tp] * len(held)
+        if trains and len(held) == 2 and tp.size > 1 and plan.overlaps_stages:
+            # the two stages of an overlapped pair compute at the same time, so each has its own communicators
+            tp_groups = [tp, second_communicator(tp)]
+        for stage, tp_group in zip(held, tp_groups, strict=True):
+            self._add_stage(stage, tp_group, draw_slice, trains)
         self.channels = Channels.build(plan.placement, groups.pp, device, max_in_flight=plan.send_depth)
         self._forward_engines: dict[int, Engine] = {}
 
     @property
-    def is_last_stage(self) -> bool:
-        """True if this rank computes losses."""
-        return self.plan.placement.num_stages - 1 in self.stages
-
-    @property
     def reports_loss(self) -> bool:
         """True on the one rank, of all that compute a microbatch's loss, whose report is counted."""
-        return self.is_last_stage and self.coordinates.tp_rank == 0
+        return self.plan.placement.num_stages - 1 in self.stages and self.coordinates.tp_rank == 0
 
     def forward_engine(self, num_microbatches: int) -> Engine:
         """Return the engine of this rank's forward-only row."""
@@ -117,12 +111,12 @@ class InferenceRuntime:
 
         seq: --seq-length if None.
         """
-        model, tp = self.plan.config.model, self.plan.topology.tp
-        seq = model.seq_length if seq is None else seq
-        length = seq // tp if self.plan.config.parallel.sequence_parallel else seq
-        return (
-            MessageSpec((length, self.plan.config.training.micro_batch_size, model.hidden_size), self.parameter_dtype),
-        )
+        config = self.plan.config
+        length = config.model.seq_length if seq is None else seq
+        if config.parallel.sequence_parallel:
+            length //= self.plan.topology.tp
+        shape = length, config.training.micro_batch_size, config.model.hidden_size
+        return (MessageSpec(shape, self.parameter_dtype),)
 
     def finish_parameters(self) -> None:
         """Return when all parameters are up to date: at once, as inference does not update them."""
@@ -155,17 +149,7 @@ class InferenceRuntime:
                 buffer.parameters.zero_()
         return load_tensors(folder, (box for _, box in self.held_weights(key)), self.groups.world, may_round=True)
 
-    def _tensor_parallel_groups(self, num_stages: int, trains: bool) -> list[Group]:
-        """Return the tp group of each stage on this rank.
-
-        The two stages of an overlapped pair compute at the same time, so each has its own communicators.
-        """
-        tp = self.groups.tp
-        if trains and num_stages == 2 and tp.size > 1 and self.plan.overlaps_stages:
-            return [tp, second_communicator(tp)]
-        return [tp] * num_stages
-
-    def _add_stage(self, stage: int, tp_group: Group, draw_slice: DrawSlice, trains: bool) -> None:
+    def _add_stage(self, stage: int, tp_group: Group, draw_slice: DrawSlice | None, trains: bool) -> None:
         plan, tp_rank, tp = self.plan, self.coordinates.tp_rank, self.plan.topology.tp
         layouts = plan.buffers(stage, tp_rank)
         audit_buffers(plan.stage_specs[stage], layouts, tp_rank, tp)
@@ -182,19 +166,20 @@ class InferenceRuntime:
             chunks=comm_chunks(plan.config.parallel),
         )
         num_versions = plan.num_weight_versions(self.coordinates.pp_rank) if trains else 1
-        buffers = StageBuffers(
-            layouts, self.device, self.parameter_dtype, self.main_dtype if trains else None, num_versions
-        )
-        lender = self.buffers[0] if plan.borrows_embedding(stage) else None
-        buffers.materialize(
-            module, lambda spec: draw_slice(spec, tp_rank, tp), self._slot_factory if trains else None, lender
-        )
-        self.stages[stage] = module
-        self.buffers[stage] = buffers
-        self.runners[stage] = StageRunner(module, queue, module.begin_row)
+        main_dtype = self.main_dtype if trains else None
+        buffers = StageBuffers(layouts, self.device, self.parameter_dtype, main_dtype, num_versions)
 
-    def _draw(self, spec: ParamSpec, tp_rank: int, tp: int) -> Tensor:
-        return draw(spec, tp_rank, tp, self.plan.config.training.seed, self.main_dtype)
+        def initial(spec: ParamSpec) -> Tensor:
+            if draw_slice is not None:
+                return draw_slice(spec, tp_rank, tp)
+            return draw(spec, tp_rank, tp, plan.config.training.seed, self.main_dtype)
+
+        outer = self.kernels.optimizer.add_outer if isinstance(self.kernels.optimizer, Apex) else None
+        slots = partial(GradientSlot, kernel=outer) if trains else None
+        lender = self.buffers[0] if plan.borrows_embedding(stage) else None
+        buffers.materialize(module, initial, slots, lender)
+        self.stages[stage], self.buffers[stage] = module, buffers
+        self.runners[stage] = StageRunner(module, queue, module.begin_row)
 
 
 class RowUpdates:
@@ -283,7 +268,11 @@ class TrainingRuntime(InferenceRuntime):
             self.updates = RowUpdates(own, self.reducer, self.optimizer, groups.dp_cp.size)
         self.graphs = None if plan.config.gpu.cuda_graph_impl == "none" else self._build_graphs(recorder)
         self.marks = marks
-        self.offload = self._build_offload() if plan.config.offload.cpu_offloading_num_layers else None
+        self.offload: Offload | None = None  # moves activations to the host and back; the stages run layers through it
+        if plan.config.offload.cpu_offloading_num_layers:
+            self.offload = Offload(copies_for(device), plan.config.offload.min_offloaded_tensor_size)
+            for stage, module in self.stages.items():
+                module.group_runner = StageOffload(self.offload, stage)
         self._engines: dict[int, Engine] = {}
 
     def finish_parameters(self) -> None:
@@ -292,23 +281,37 @@ class TrainingRuntime(InferenceRuntime):
 
     def engine(self, num_microbatches: int) -> Engine:
         """Return the engine of this rank's row for a step of this many microbatches."""
-        if num_microbatches not in self._engines:
-            schedule, pp_rank = self.plan.schedule(num_microbatches), self.coordinates.pp_rank
-            self._engines[num_microbatches] = Engine(
-                schedule,
-                pp_rank,
-                self.runners if self.graphs is None else self._captured_stages(self.graphs, num_microbatches),
-                self.channels,
-                self.reducer.reduce,
-                self.tracer,
-                self._stage_streams if Op.OVERLAP in schedule.ops else None,
-                self.updates,
-                self.plan.head_start(num_microbatches)[pp_rank],
-                self.groups.world.heartbeat,
-                self.marks,
-                None if self.offload is None else self._row_offload(self.offload, num_microbatches),
-            )
-        return self._engines[num_microbatches]
+        if num_microbatches in self._engines:
+            return self._engines[num_microbatches]
+        plan, pp_rank = self.plan, self.coordinates.pp_rank
+        schedule = plan.schedule(num_microbatches)
+        runners: Mapping[int, Stage] = self.runners
+        if self.graphs is not None:
+            slots = plan.slots(num_microbatches, pp_rank)
+            runners = {
+                stage: CapturedStage(captured, {m: slot for (number, m), slot in slots.items() if number == stage})
+                for stage, captured in self.graphs.stages.items()
+            }
+        offload = None
+        if self.offload is not None:
+            groups = {stage: stage_groups(plan, stage) for stage in self.stages}
+            moves = row_moves(plan, num_microbatches, pp_rank)
+            offload = RowOffload(self.offload, moves, schedule.rows[pp_rank], groups)
+        engine = self._engines[num_microbatches] = Engine(
+            schedule,
+            pp_rank,
+            runners,
+            self.channels,
+            self.reducer.reduce,
+            self.tracer,
+            self._stage_streams if Op.OVERLAP in schedule.ops else None,
+            self.updates,
+            plan.head_start(num_microbatches)[pp_rank],
+            self.groups.world.heartbeat,
+            self.marks,
+            offload,
+        )
+        return engine
 
     def _build_graphs(self, recorder: CudaRecorder | None) -> RankGraphs:
         return RankGraphs(
@@ -337,23 +340,3 @@ class TrainingRuntime(InferenceRuntime):
             return [*module.parameters(), *(buffer.gradients for buffer in buffers.buffers)]
 
         return StageGraphs(stage, self.runners[stage], fixed_tensors, prepare, self.plan.splits_backward)
-
-    def _captured_stages(self, graphs: RankGraphs, num_microbatches: int) -> Mapping[int, Stage]:
-        slots = self.plan.slots(num_microbatches, self.coordinates.pp_rank)
-        return {
-            stage: CapturedStage(captured, {m: slot for (number, m), slot in slots.items() if number == stage})
-            for stage, captured in graphs.stages.items()
-        }
-
-    def _build_offload(self) -> Offload:
-        """Return what moves activations to the host and back, and let the stages run their layers through it."""
-        offload = Offload(copies_for(self.device), self.plan.config.offload.min_offloaded_tensor_size)
-        for stage, module in self.stages.items():
-            module.group_runner = StageOffload(offload, stage)
-        return offload
-
-    def _row_offload(self, offload: Offload, num_microbatches: int) -> RowOffload:
-        plan, pp_rank = self.plan, self.coordinates.pp_rank
-        groups = {stage: stage_groups(plan, stage) for stage in plan.placement.stages_of(pp_rank)}
-        row = plan.schedule(num_microbatches).rows[pp_rank]
-        return RowOffload(offload, row_moves(plan, num_microbatches, pp_rank), row, groups)

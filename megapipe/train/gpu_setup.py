@@ -32,10 +32,9 @@ def prepare(config: Config, environment: Environment) -> NcclSettings:
 
     Raises ConfigError.
     """
-    settings = NcclSettings.of(config.gpu)
-    backend, device = choose_backend(
-        config.parallel.distributed_backend, config.training.device, environment.local_rank
-    )
+    settings, save = NcclSettings.of(config.gpu), config.checkpoint.save
+    wanted = config.parallel.distributed_backend
+    backend, device = choose_backend(wanted, config.training.device, environment.local_rank)
     if device.type == "cuda":
         # without segments that grow, messages and graph replays of many sizes fragment the memory
         set_for_libraries(PYTORCH_ALLOC_CONF="expandable_segments:True")
@@ -47,9 +46,7 @@ def prepare(config: Config, environment: Environment) -> NcclSettings:
     if device.type != "cuda" and config.gpu.cuda_graph_impl != "none":
         raise ConfigError("--cuda-graph-impl local needs a GPU, and this run has none; leave it out")
     if backend == "nccl":
-        settings.prepare(
-            None if config.checkpoint.save is None else Path(config.checkpoint.save) / FLIGHT_RECORDER_FOLDER
-        )
+        settings.prepare(None if save is None else Path(save) / FLIGHT_RECORDER_FOLDER)
         if config.gpu.cuda_graph_impl != "none":
             # NCCL registers the buffers of collectives in a graph and assumes that each is one allocation;
             # a segment that has grown consists of several
@@ -62,11 +59,10 @@ def check_fp8(config: Config, device: torch.device) -> None:
 
     Transformer Engine checks this itself.
     """
-    if config.precision.fp8_format is None or config.kernels.transformer_impl != "local":
-        return
-    why = fp8_unsupported_reason(device)
-    if why is not None:
-        raise ConfigError(f"--fp8-format {config.precision.fp8_format}: {why}; leave it out")
+    if config.precision.fp8_format is not None and config.kernels.transformer_impl == "local":
+        why = fp8_unsupported_reason(device)
+        if why is not None:
+            raise ConfigError(f"--fp8-format {config.precision.fp8_format}: {why}; leave it out")
 
 
 def unused(config: GpuConfig, world: World) -> list[str]:
@@ -86,11 +82,9 @@ def graph_words(plan: RunPlan) -> tuple[str, ...]:
         return ()
     slots = [sum(plan.num_slots(pp_rank).values()) for pp_rank in range(plan.topology.pp)]
     parts = "forward, I and W" if plan.splits_backward else "forward and backward"
-    text = f"{parts} of each of {'/'.join(map(str, slots))} microbatches in flight (by pp_rank), recorded after"
-    return (
-        f"graphs     {text} {gpu.cuda_graph_warmup_steps} steps; evaluation runs without graphs "
-        f"(--cuda-graph-impl {gpu.cuda_graph_impl})",
-    )
+    recorded = f"{parts} of each of {'/'.join(map(str, slots))} microbatches in flight (by pp_rank), recorded after"
+    rest = f"steps; evaluation runs without graphs (--cuda-graph-impl {gpu.cuda_graph_impl})"
+    return (f"graphs     {recorded} {gpu.cuda_graph_warmup_steps} {rest}",)
 
 
 def marks_of(gpu: GpuConfig, logging: LoggingConfig, global_rank: int) -> Marks | None:
@@ -107,39 +101,34 @@ def watched_memory(plan: RunPlan, device: torch.device, global_rank: int) -> Ite
     Raises TrainingError in place of torch's OutOfMemoryError.
     """
     gpu = plan.config.gpu
-    history = _History(snapshot_path(gpu, global_rank)) if gpu.record_memory_history else None
+    path = snapshot_path(gpu, global_rank) if gpu.record_memory_history else None
+    if path is not None:
+        torch.cuda.memory._record_memory_history(max_entries=MOST_HISTORY_ENTRIES)
+    where = ""
     try:
         yield
     except torch.OutOfMemoryError as error:
-        where = history.write() if history is not None else "; --record-memory-history shows what holds it"
+        where = "; --record-memory-history shows what holds it" if path is None else _write_history(path)
         raise TrainingError(out_of_memory(plan, device, global_rank, error) + where) from error
-    except BaseException:
-        if history is not None:
-            history.write()
-        raise
-    if history is not None:
-        history.write()
+    finally:
+        if path is not None and not where:
+            _write_history(path)
+
+
+def _write_history(path: Path) -> str:
+    """Write the allocator's history and say where, for an error message. A failure does not stop the run."""
+    with suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        torch.cuda.memory._dump_snapshot(str(path))
+    except (OSError, RuntimeError) as error:
+        return f"; the allocator's history could not be written to {path}: {error}"
+    return f"; the allocator's history is in {path}"
 
 
 def snapshot_path(gpu: GpuConfig, global_rank: int) -> Path:
     path = Path(gpu.memory_snapshot_path)
     return path.with_name(f"{path.stem}_rank_{global_rank:05}{path.suffix}")
-
-
-class _History:
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        torch.cuda.memory._record_memory_history(max_entries=MOST_HISTORY_ENTRIES)
-
-    def write(self) -> str:
-        """Write the history and say where, for an error message. A failure does not stop the run."""
-        with suppress(OSError):
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            torch.cuda.memory._dump_snapshot(str(self._path))
-        except (OSError, RuntimeError) as error:
-            return f"; the allocator's history could not be written to {self._path}: {error}"
-        return f"; the allocator's history is in {self._path}"
 
 
 def out_of_memory(plan: RunPlan, device: torch.device, global_rank: int, error: BaseException) -> str:
@@ -161,20 +150,17 @@ def out_of_memory(plan: RunPlan, device: torch.device, global_rank: int, error: 
 
 def ways_out(plan: RunPlan) -> str:
     """List flags that lower the planned memory, those that cost the least speed first."""
-    config, ways = plan.config, []
-    if not config.parallel.use_distributed_optimizer and plan.topology.dp > 1:
-        ways.append("--use-distributed-optimizer")
-    if plan.topology.tp > 1 and not config.parallel.sequence_parallel:
-        ways.append("--sequence-parallel")
-    if config.recompute.recompute_granularity is None:
-        ways.append("--recompute-granularity selective")
-    if config.gpu.cuda_graph_impl != "none":
-        ways.append("no --cuda-graph-impl")
-    if config.training.micro_batch_size > 1:
-        ways.append(f"--micro-batch-size {config.training.micro_batch_size // 2}")
-    if config.recompute.recompute_granularity != "full":
-        ways.append("--recompute-granularity full --recompute-method uniform --recompute-num-layers 1")
-    if not config.offload.cpu_offloading_num_layers:
-        ways.append("--cpu-offloading-num-layers N, which costs copies to the host (--plan says how much)")
-    ways.append("more tensor- or pipeline-parallel ranks (megapipe plan --gpus N --gpu NAME finds a layout that fits)")
-    return "Ways out: " + "; ".join(ways)
+    config, layers = plan.config, plan.config.recompute.recompute_granularity
+    ways = {
+        "--use-distributed-optimizer": not config.parallel.use_distributed_optimizer and plan.topology.dp > 1,
+        "--sequence-parallel": plan.topology.tp > 1 and not config.parallel.sequence_parallel,
+        "--recompute-granularity selective": layers is None,
+        "no --cuda-graph-impl": config.gpu.cuda_graph_impl != "none",
+        f"--micro-batch-size {config.training.micro_batch_size // 2}": config.training.micro_batch_size > 1,
+        "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1": layers != "full",
+        "--cpu-offloading-num-layers N, which costs copies to the host (--plan says how much)": (
+            not config.offload.cpu_offloading_num_layers
+        ),
+        "more tensor- or pipeline-parallel ranks (megapipe plan --gpus N --gpu NAME finds a layout that fits)": True,
+    }
+    return "Ways out: " + "; ".join(way for way, is_left in ways.items() if is_left)
