@@ -5,7 +5,6 @@ Compared are weights, gradients, optimizer states, and the activations at the pe
 
 from __future__ import annotations
 
-import dataclasses
 import weakref
 from collections import Counter
 from collections.abc import Callable
@@ -18,9 +17,6 @@ from torch import Tensor
 from megapipe.assembly.microbatches import Keys
 from megapipe.assembly.runtime import TrainingRuntime
 from megapipe.comm.groups import build_process_groups
-from megapipe.config.config import Config
-from megapipe.config.model import ModelConfig
-from megapipe.config.training import OptimizerConfig, TrainingConfig
 from megapipe.model.microbatch import Microbatch
 from megapipe.plan.memory import peak_of_row, rank_memory, stage_activation_bytes
 from megapipe.plan.resolve import resolve
@@ -28,6 +24,8 @@ from megapipe.plan.run_plan import RunPlan
 from megapipe.train.state import Rates
 from megapipe.train.step import train_step
 from tests.harness import RankPool
+from tests.tiny import tiny_config
+from tests.train.runs import FOUR_LAYERS
 
 UNEVEN = {"pipeline_model_parallel_layout": "Ettt|tt|t|L", "num_layers": 6}
 GRIDS: dict[str, tuple[int, dict[str, Any]]] = {
@@ -103,32 +101,8 @@ GRIDS: dict[str, tuple[int, dict[str, Any]]] = {
 
 
 def make_plan(world_size: int, dtype: str, **changes: Any) -> RunPlan:
-    config = Config(
-        model=ModelConfig(
-            num_layers=4,
-            hidden_size=16,
-            num_attention_heads=4,
-            seq_length=8,
-            vocab_size=29,
-            make_vocab_size_divisible_by=4,
-            ffn_hidden_size=24,
-            hidden_dropout=0.1,
-            attention_dropout=0.0,
-            untie_embeddings_and_output_weights=True,
-        ),
-        training=TrainingConfig(micro_batch_size=2, global_batch_size=24, train_iters=10),
-        optimizer=OptimizerConfig(lr=1e-2),
-    )
-    for name, value in (changes | {"dtype": dtype}).items():
-        section = next(
-            f.name
-            for f in dataclasses.fields(config)
-            if name in {g.name for g in dataclasses.fields(getattr(config, f.name))}
-        )
-        config = dataclasses.replace(
-            config, **{section: dataclasses.replace(getattr(config, section), **{name: value})}
-        )
-    return resolve(config, world_size)
+    untied = {"untie_embeddings_and_output_weights": True, "attention_dropout": 0.0, "global_batch_size": 24}
+    return resolve(tiny_config(**FOUR_LAYERS | untied | {"dtype": dtype} | changes), world_size)
 
 
 class LivePeak:

@@ -141,7 +141,7 @@ class Life:
         if not self.wait(3600.0, lambda: self.exit_code is not None) or self.exit_code != 0:
             raise self.fail("the undisturbed run fails")
 
-    def told(self) -> str:
+    def output(self) -> str:
         return self.command.error() + self.command.out()
 
     def fail(self, what: str) -> SoakError:
@@ -254,9 +254,9 @@ class Soak:
             raise life.fail(f"{END_SECONDS:g} s after {kind} some ranks are still running")
         seconds, code = time.monotonic() - began, life.exit_code
         free(life.save.parent)
-        if code not in fault.codes or not all(word in life.told() for word in fault.words):
+        if code not in fault.codes or not all(word in life.output() for word in fault.words):
             raise life.fail(f"{kind}: exit code {code}, expected {fault.codes} and {fault.words}")
-        said = next((line for line in life.told().splitlines() if fault.words and fault.words[0] in line), "")
+        said = next((line for line in life.output().splitlines() if fault.words and fault.words[0] in line), "")
         last = (life.step() or 0) if fault.is_graceful else step
         self.struck.append(Struck(kind, last, seconds, code or 0, said))
         self._say(f"{kind} after step {step}: all ended after {seconds:.1f} s with code {code}: {said[:160]}")

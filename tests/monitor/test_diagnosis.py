@@ -98,14 +98,14 @@ def test_ranks_that_wait_in_a_circle_are_a_mismatch(size: int, seed: int) -> Non
 
 
 @given(st.integers(2, 30), st.integers(0, 10**6))
-def test_who_waits_for_a_rank_that_gets_on_is_left_alone(size: int, seed: int) -> None:
+def test_ranks_that_wait_for_a_rank_that_makes_progress_are_not_reported(size: int, seed: int) -> None:
     choose = random.Random(seed)
     slow = choose.randrange(size)
     sightings = [seen(rank, peer=slow) if rank != slow else seen(rank, age=LIMIT / 2) for rank in range(size)]
     assert diagnose(sightings, roster(size), LIMIT) is None
 
 
-def test_only_the_members_that_have_not_come_are_waited_for() -> None:
+def test_only_members_that_have_not_joined_are_waited_for() -> None:
     sightings = [seen(0, collective=("g", 5), joined=5), seen(1, joined=5), seen(2, joined=4), seen(3, joined=0)]
     assert waits_for(sightings[0], sightings, roster(4, (0, 1, 2))) == (2,)
 
@@ -135,13 +135,13 @@ def test_a_stopped_rank_that_has_joined_is_what_a_collective_waits_for() -> None
     ],
     ids=lambda value: value.name.lower() if isinstance(value, Fault) else "",
 )
-def test_what_is_wrong_with_the_missing_rank_is_told(culprit: Sighting, fault: Fault) -> None:
+def test_the_fault_of_the_missing_rank_is_found(culprit: Sighting, fault: Fault) -> None:
     found = diagnose([seen(0, peer=1), culprit], roster(2), LIMIT)
     assert found is not None
     assert (found.fault, found.culprits) == (fault, (1,))
 
 
-def test_a_collective_to_which_all_have_come_has_no_culprit_among_the_ranks() -> None:
+def test_a_collective_that_all_have_joined_has_no_culprit_among_the_ranks() -> None:
     sightings = [seen(rank, collective=("g", 3), joined=3) for rank in range(2)]
     found = diagnose(sightings, roster(2, (0, 1)), LIMIT)
     assert found is not None

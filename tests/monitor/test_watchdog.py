@@ -72,7 +72,7 @@ def hang(heartbeat: Heartbeat) -> None:
     ],
     ids=["stuck", "cut off"],
 )
-def test_a_rank_of_another_host_is_told(tmp_path: Path, answers: bool, words: tuple[str, ...]) -> None:
+def test_a_missing_rank_of_another_host_is_reported(tmp_path: Path, answers: bool, words: tuple[str, ...]) -> None:
     far = Heartbeat(("world",))
     far.act(b"1F2")
     exchange = OtherHost(far, answers)
@@ -87,7 +87,7 @@ def test_a_rank_of_another_host_is_told(tmp_path: Path, answers: bool, words: tu
     assert "test_watchdog.py" in exchange.published, "the stack of the thread that waits"
 
 
-def test_a_rank_leaves_in_silence_when_another_host_has_told(tmp_path: Path) -> None:
+def test_a_rank_leaves_without_a_report_when_another_host_has_reported(tmp_path: Path) -> None:
     exchange = OtherHost(Heartbeat(("world",)), True, is_taken=True)
     heartbeat, reports, ended, watchdog = watched(tmp_path, exchange)
     hang(heartbeat)
@@ -98,22 +98,22 @@ def test_a_rank_leaves_in_silence_when_another_host_has_told(tmp_path: Path) -> 
     assert reports == []
 
 
-def test_after_a_pause_of_the_whole_process_the_clock_starts_anew(
+def test_after_a_pause_of_the_whole_process_the_limit_starts_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The records look old on every rank, as after SIGSTOP and SIGCONT of the whole job."""
     exchange = OtherHost(Heartbeat(("world",)), True)
     heartbeat, _, ended, watchdog = watched(tmp_path, exchange)
     hang(heartbeat)
-    told: list[float] = []
+    paused: list[float] = []
     real, jump = time.time, 100.0
 
     def jumped() -> float:
-        return real() + (jump if told else 0.0)
+        return real() + (jump if paused else 0.0)
 
     monkeypatch.setattr("megapipe.monitor.watchdog.time.time", jumped)
     watchdog.start()
-    told.append(real())
+    paused.append(real())
     began = time.monotonic()
     beat: Callable[[], None] = heartbeat.end_wait
     while time.monotonic() - began < 2 * LIMIT_SECONDS:

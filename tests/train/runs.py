@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import torch
@@ -12,42 +11,26 @@ from megapipe.assembly.runtime import TrainingRuntime
 from megapipe.checkpoint.shard import tensor_box
 from megapipe.comm.groups import build_process_groups
 from megapipe.config.config import Config
-from megapipe.config.files import CheckpointConfig
-from megapipe.config.model import ModelConfig
-from megapipe.config.training import OptimizerConfig, TrainingConfig
 from megapipe.plan.resolve import resolve
 from megapipe.sharding.boxes import pieces
+from tests.tiny import tiny_config
+
+# dropout, so that a resumed run must draw the same masks; a vocabulary that needs padding
+FOUR_LAYERS: dict[str, Any] = {
+    "num_layers": 4,
+    "kv_channels": None,
+    "vocab_size": 29,
+    "hidden_dropout": 0.1,
+    "attention_dropout": 0.1,
+    "micro_batch_size": 2,
+    "train_iters": 10,
+    "lr": 1e-2,
+}
 
 
 def tiny(**changes: Any) -> Config:
-    """Build the configuration of a four-layer model with a padded vocabulary.
-
-    Each change goes to the section that has the field.
-    """
-    config = Config(
-        model=ModelConfig(
-            num_layers=4,
-            hidden_size=16,
-            num_attention_heads=4,
-            seq_length=8,
-            vocab_size=29,
-            make_vocab_size_divisible_by=4,
-            ffn_hidden_size=24,
-        ),
-        training=TrainingConfig(micro_batch_size=2, global_batch_size=8, train_iters=10),
-        optimizer=OptimizerConfig(lr=1e-2),
-        checkpoint=CheckpointConfig(save="given apart", load="given apart"),
-    )
-    for name, value in changes.items():
-        section = next(
-            f.name
-            for f in dataclasses.fields(config)
-            if name in {g.name for g in dataclasses.fields(getattr(config, f.name))}
-        )
-        config = dataclasses.replace(
-            config, **{section: dataclasses.replace(getattr(config, section), **{name: value})}
-        )
-    return config
+    """Build the configuration of a four-layer model with a padded vocabulary."""
+    return tiny_config(**FOUR_LAYERS | {"save": "given apart", "load": "given apart"} | changes)
 
 
 def runtime_of(rank: int, world_size: int, **changes: Any) -> TrainingRuntime:

@@ -70,7 +70,7 @@ def louder(rank: int, *windows: tuple[int, int]) -> None:
         self.places = {i for ids in microbatches.sample_ids.values() for i in ids}  # type: ignore[attr-defined]
         return done
 
-    def told(self: TrainStep, *rest: Any) -> Any:
+    def recorded(self: TrainStep, *rest: Any) -> Any:
         import dataclasses
 
         result = finish(self, *rest)
@@ -81,7 +81,7 @@ def louder(rank: int, *windows: tuple[int, int]) -> None:
         )
         return dataclasses.replace(result, loss=result.loss * (5 if hit else 1))
 
-    TrainStep.start, TrainStep.finish = remembered, told  # type: ignore[method-assign]
+    TrainStep.start, TrainStep.finish = remembered, recorded  # type: ignore[method-assign]
 
 
 def account(root: Path, step: int) -> dict[str, Any]:

@@ -86,7 +86,7 @@ CASES: dict[str, tuple[int, str, tuple[Any, ...], str]] = {
 
 
 @pytest.mark.parametrize(("world", "grid", "fault", "words"), CASES.values(), ids=CASES.keys())
-def test_who_is_slow_is_named(
+def test_the_slow_rank_or_link_is_named(
     rank_pools: Pools, tmp_path: Path, world: int, grid: str, fault: tuple[Any, ...], words: str
 ) -> None:
     flags = f"{grid} --train-iters 6 --log-interval 6 --log-straggler --save {tmp_path}/run"
@@ -108,7 +108,7 @@ def test_ways_there_and_back_cancel_the_difference_of_clocks() -> None:
     back = transit([(offset, offset)], [(50, way)])
     assert there is not None and back is not None
     assert abs(there + back - (2 * way) / 1e9) < 1e-6
-    assert transit([(0, 0)], [(way, way + 10)]) is None, "it was there already: nobody waited"
+    assert transit([(0, 0)], [(way, way + 10)]) is None, "the message was there already: no rank waited"
 
 
 MILLISECOND = 1_000_000
@@ -151,7 +151,9 @@ def a_step(device: FakeDevice, heartbeat: Heartbeat, channel: FakeChannel) -> No
     device.launch(10 * MILLISECOND)
 
 
-def test_on_a_gpu_the_last_whole_step_before_a_line_is_told_by_its_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_a_gpu_the_last_whole_step_has_the_times_of_its_streams(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     device, heartbeat, channel = FakeDevice(), Heartbeat(GROUP_NAMES), FakeChannel()
     monkeypatch.setattr(stragglers, "EventClock", lambda real: EventClock(real, device, device.now))
     config = SimpleNamespace(logging=SimpleNamespace(log_interval=4, straggler_minmax_count=1, log_straggler=True))

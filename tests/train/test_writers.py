@@ -30,14 +30,14 @@ def test_metrics_hold_the_step_in_numbers(tmp_path: Path) -> None:
     assert code == 0, said
     *steps, validation, test = lines_of(tmp_path / "m.jsonl")
     for index, line in enumerate(steps, start=1):
-        told = {
+        expected = {
             "step": index,
             "train_iters": 3,
             "consumed_samples": 8 * index,
             "consumed_tokens": 64 * index,
             "global_batch_size": 8,
         }
-        assert told.items() <= line.items()
+        assert expected.items() <= line.items()
         assert (line["lr"], line["weight_decay"], line["loss_scale"], line["skipped_steps"]) == (1e-2, 0.01, 1.0, 0)
         assert abs(line["loss"] - math.log(32)) < 0.3
         assert line["grad_norm"] > 0
