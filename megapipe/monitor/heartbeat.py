@@ -3,7 +3,8 @@
 A file of FILE_BYTES, which one process writes and others read without locks, holds a pulse, the number of collectives
 that this rank has launched in each kind of group, and two slots. The writer fills the slots in turn; each carries a
 checksum, so that a slot that was read while it was written, or left half written by a killed process, is noticed and
-the other one is used."""
+the other one is used.
+"""
 
 from __future__ import annotations
 
@@ -18,6 +19,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
+PATIENCE = 5  # factor on the time limit in phases that may take long: the first step, saving, loading
+READING = "reading data"  # a phase whose time is neither computing nor waiting
 MAGIC = b"MPBEAT01"
 MOST_GROUPS = 28  # kinds of groups that are counted
 # Cells of 8 bytes in native order follow the magic: the pulse, the counts, elapsed and computing time of the last step.
@@ -38,6 +41,10 @@ class Wait(enum.IntEnum):
     RECEIVE = 1  # a message from `peer`
     SEND = 2  # `peer` to receive a message
     COLLECTIVE = 3  # the `number`-th collective of a group
+
+
+Cause = tuple[Wait, int | str]  # a peer's global rank, or a kind of group
+READ: Cause = (Wait.NOTHING, READING)  # timed like a wait
 
 
 class Record(NamedTuple):
@@ -106,12 +113,6 @@ def read_snapshot(data: bytes) -> Snapshot | None:
     newest = max((record for record in slots if record is not None), key=lambda record: record.beat, default=None)
     pulse_ns, *counts, elapsed_ns, computing_ns = _CELLS.unpack_from(data, CELLS_AT)
     return None if newest is None else Snapshot(pulse_ns, tuple(counts), newest, elapsed_ns, computing_ns)
-
-
-PATIENCE = 5  # factor on the time limit in phases that may take long: the first step, saving, loading
-READING = "reading data"  # a phase whose time is neither computing nor waiting
-Cause = tuple[Wait, int | str]  # a peer's global rank, or a kind of group
-READ: Cause = (Wait.NOTHING, READING)  # timed like a wait
 
 
 class StepTimes(NamedTuple):

@@ -2,7 +2,8 @@
 
 /dev/shm/megapipe-USER-TOKEN/   live: rank_00000 and so on, rank_00000.stack of a stuck rank, roster.json
 RUN/heartbeats/roster.json      the ranks, their hosts and processes, the folder of the live records
-RUN/heartbeats/host_NAME.bin    a copy of the records of one host, a second or so old while the run lives"""
+RUN/heartbeats/host_NAME.bin    a copy of the records of one host, a second or so old while the run lives
+"""
 
 from __future__ import annotations
 
@@ -22,6 +23,9 @@ from megapipe.errors import ConfigError, DataError
 from megapipe.monitor.heartbeat import FILE_BYTES, Record, Snapshot, Wait, read_snapshot
 from megapipe.monitor.process import ProcessState, host, process_space, process_state
 
+NAME, ROSTER = "heartbeats", "roster.json"
+SHARED_MEMORY = Path("/dev/shm")
+SILENCE_SECONDS = 2.0  # without a pulse, several intervals of a watchdog: the rank does not answer
 LEFT = ("ended", "failed")  # phases of ranks that have left the run
 
 
@@ -119,11 +123,6 @@ class Sighting:
         patience = 1 if self.record is None else self.record.patience
         is_known = self.record is not None or self.answers is False
         return is_known and self.age_seconds >= limit_seconds * patience
-
-
-NAME, ROSTER = "heartbeats", "roster.json"
-SHARED_MEMORY = Path("/dev/shm")
-SILENCE_SECONDS = 2.0  # without a pulse, several intervals of a watchdog: the rank does not answer
 
 
 def base_folder() -> Path:

@@ -32,6 +32,10 @@ from megapipe.train.step import StepBatch, StepResult, read_microbatches
 
 WAY_OUT = "Lower --lr, look at the data, or ignore it with --no-check-for-nan-in-loss-and-grad"
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+MAD_TO_DEVIATION = 1.4826  # a normal distribution's standard deviation over its median absolute deviation
+# Of a logarithm, that is 0.3 % of the value: a curve steadier than that does not spike because of noise.
+LEAST_DEVIATION = 0.003
+LEAST_SHARE = 0.5  # of the window that must be filled before anything is judged
 
 
 class StopRequest:
@@ -94,12 +98,6 @@ class Decision:
     def is_next_step(self) -> bool:
         """True if the next step comes before anything else."""
         return self.stop_reason is None and not self.save_due and self.health is StepHealth.FINE
-
-
-MAD_TO_DEVIATION = 1.4826  # a normal distribution's standard deviation over its median absolute deviation
-# Of a logarithm, that is 0.3 % of the value: a curve steadier than that does not spike because of noise.
-LEAST_DEVIATION = 0.003
-LEAST_SHARE = 0.5  # of the window that must be filled before anything is judged
 
 
 class SpikeWatch:

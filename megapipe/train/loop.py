@@ -20,29 +20,25 @@ from megapipe.train.state import Schedules, TrainingState
 from megapipe.train.step import StepBatch, StepResult, TrainStep, read_microbatches, train_step
 
 
+@dataclass(frozen=True)
 class Evaluation:
     """The loss over --eval-iters global batches of a held-out split: the same stages and engine, forwards only.
 
     stop_signal: asked before every batch on all ranks; returns the signal that cuts the evaluation short, or None.
     """
 
-    def __init__(
-        self,
-        runtime: TrainingRuntime,
-        data: RunData,
-        step: TrainStep,
-        journal: Journal,
-        stop_signal: Callable[[], str | None],
-    ) -> None:
-        self._runtime, self._data, self._step, self._journal = runtime, data, step, journal
-        self._stop_signal = stop_signal
+    runtime: TrainingRuntime
+    data: RunData
+    step: TrainStep
+    journal: Journal
+    stop_signal: Callable[[], str | None]
 
     def run(self, split: str, after_step: int) -> str | None:
         """Evaluate on 'validation' or 'test' and report it.
 
         Returns the signal that cut it short; then nothing is reported.
         """
-        plan, loader = self._runtime.plan, self._data.valid if split == "validation" else self._data.test
+        plan, loader = self.runtime.plan, self.data.valid if split == "validation" else self.data.test
         training, samples = plan.config.training, plan.config.training.global_batch_size
         if loader is None or not training.eval_iters:
             return None
@@ -53,19 +49,19 @@ class Evaluation:
             first = max(0, after_step - 1) // training.eval_interval * training.eval_iters * samples
         started = time.perf_counter()
         weighted = weights = tokens = 0.0
-        with self._runtime.heartbeat.phase(split):
+        with self.runtime.heartbeat.phase(split):
             for i in range(training.eval_iters):
-                signal = self._stop_signal()
+                signal = self.stop_signal()
                 if signal is not None:
                     return signal
-                result = self._step.evaluate(read_microbatches(self._runtime, loader, first + i * samples, count, None))
+                result = self.step.evaluate(read_microbatches(self.runtime, loader, first + i * samples, count, None))
                 # the mean of the batches' losses, or of all their tokens
                 weight = result.num_tokens if training.calculate_per_token_loss else 1.0
                 weighted += result.loss * weight
                 weights += weight
                 tokens += result.num_tokens
         loss, seconds = weighted / max(weights, 1.0), time.perf_counter() - started
-        self._journal.write(EvaluationMetrics(split, after_step, loss, round(tokens), seconds))
+        self.journal.write(EvaluationMetrics(split, after_step, loss, round(tokens), seconds))
         return None
 
 
@@ -195,7 +191,7 @@ class Training:
             self._journal.say(f"step {state.step}: {result.update.remark}")
         if self._is_due(self._config.logging.log_interval) or state.step == self._training.train_iters:
             self._journal.write(self._metrics(batch, result))
-            self._profiling.report_stragglers(state.step, count)
+            self._profiling.stragglers.report(state.step, count)
         self._decision = guard.decide(StepHealth.SPIKE if guard.has_spiked(result) else StepHealth.FINE)
         if self._decision.save_ready:
             self._saving.advance()

@@ -25,6 +25,7 @@ from megapipe.optimizer.optimizer import StepReport
 from megapipe.pipeline.engine import Step
 
 Sums = Mapping[tuple[int, int], Tensor]  # (microbatch, stage) -> sum of the stage's output
+WEIGHTS, FORWARD, BACKWARD, WEIGHT_GRADIENT = range(4)  # phases  of a `Finding`
 NOT_REPEATED = "repeated, the step is finite everywhere: the fault does not repeat itself, which points at the hardware"
 
 
@@ -82,9 +83,6 @@ class Finding:
     flow: int  # stages in the order in which the phase passes them
     rank: int
     text: str
-
-
-WEIGHTS, FORWARD, BACKWARD, WEIGHT_GRADIENT = range(4)  # phases
 
 
 def repeat_step(runtime: TrainingRuntime, microbatches: Microbatches) -> str:
@@ -162,13 +160,13 @@ class _Search:
 
     def _enter(self, stage: int, module: nn.Module, inputs: tuple[Any, ...]) -> None:
         self._current = next(k for k in range(len(self._microbatches)) if self._microbatches[k] is inputs[-1])
-        if not all(map(_is_finite, _tensors(inputs))):
+        if not _is_finite(inputs):
             self._find(FORWARD, self._current, stage, "the activations received from the stage before are not finite")
 
     def _leave(self, stage: int, name: str, module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
         microbatch, what = self._current, f"{name or 'the stage'} ({type(module).__name__})"
-        if not all(map(_is_finite, _tensors(output))) and not self._has_forward(microbatch, stage):
-            blame = " from finite inputs" if all(map(_is_finite, _tensors(inputs))) else ""
+        if not _is_finite(output) and not self._has_forward(microbatch, stage):
+            blame = " from finite inputs" if _is_finite(inputs) else ""
             self._find(FORWARD, microbatch, stage, f"{what} returns values that are not finite{blame}")
         if torch.is_grad_enabled():
             is_received = name == "" and stage != self._last_stage  # the gradient that a later stage sends
@@ -225,5 +223,5 @@ def _tensors(value: Any) -> Iterator[Tensor]:
             yield from _tensors(part)
 
 
-def _is_finite(tensor: Tensor) -> bool:
-    return bool(torch.isfinite(tensor).all())
+def _is_finite(value: Any) -> bool:
+    return all(bool(torch.isfinite(tensor).all()) for tensor in _tensors(value))

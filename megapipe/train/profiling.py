@@ -36,7 +36,7 @@ class Profiling:
         self._runtime = runtime
         self._trace = TorchTrace(logging, runtime)
         self._pipeline = PipelineProfiler(runtime, run_folder(plan.config), journal.say)
-        self._stragglers = StragglerLog(runtime, journal)
+        self.stragglers = StragglerLog(runtime, journal)
         self._peak = peak_flops(torch.cuda.get_device_name(device) if device.type == "cuda" else "", dtype)
         self._bubble_note = why_no_bubble(runtime)
         self._predicted: dict[int, float] = {}  # bubble by number of microbatches
@@ -47,7 +47,7 @@ class Profiling:
     def before(self, step: int) -> None:
         """Note that step number `step` (the first is 1) begins."""
         self._runtime.heartbeat.step(step)
-        self._stragglers.begins(step)
+        self.stragglers.begins(step)
         self._trace.before(step - 1)
         self._pipeline.before(step - 1)
 
@@ -127,9 +127,6 @@ class Profiling:
         largest = torch.tensor([peak], device=device)
         all_reduce(largest, self._runtime.groups.world, op="max")
         return int(largest)
-
-    def report_stragglers(self, step: int, num_microbatches: int) -> None:
-        self._stragglers.report(step, num_microbatches)
 
     def finish(self, num_steps: int) -> None:
         """Write the profiles that are not written yet, when the run ends after num_steps steps."""

@@ -23,6 +23,27 @@ from megapipe.optimizer.schedule import (
 T = TypeVar("T")
 COUNTS = ("step", "consumed_samples", "consumed_tokens", "skipped_steps")
 ACCOUNT_COUNTS = ("rollbacks", "discarded_samples", "discarded_tokens")
+FLAGS = {
+    "lr.max_lr": "--lr",
+    "lr.min_lr": "--min-lr",
+    "lr.init_lr": "--lr-warmup-init",
+    "lr.style": "--lr-decay-style",
+    "lr.warmup_samples": "--lr-warmup-iters, -samples or -fraction",
+    "lr.decay_samples": "--lr-decay-iters or -samples (by default the length of the training)",
+    "lr.wsd_style": "--lr-wsd-decay-style",
+    "lr.wsd_samples": "--lr-wsd-decay-iters or -samples",
+    "decoupled_lr.max_lr": "--decoupled-lr",
+    "decoupled_lr.min_lr": "--decoupled-min-lr",
+    "weight_decay.start": "--start-weight-decay or --weight-decay",
+    "weight_decay.end": "--end-weight-decay or --weight-decay",
+    "weight_decay.style": "--weight-decay-incr-style",
+    "weight_decay.ramp_samples": "--train-iters or --train-samples",
+}
+UNUSED: dict[str, dict[str, tuple[str, ...]]] = {  # settings that a style does not use
+    "lr": {"constant": ("decay_samples", "wsd_style", "wsd_samples", "min_lr"), "WSD": ()},
+    "weight_decay": {"constant": ("ramp_samples",)},
+}
+UNUSED_OTHERWISE = {"lr": ("wsd_style", "wsd_samples"), "weight_decay": ()}
 
 
 @dataclass(frozen=True)
@@ -84,29 +105,6 @@ class TrainingState:
         cls, values: dict[str, Any], account: Account | None = None, spikes: dict[str, Any] | None = None
     ) -> TrainingState:
         return cls(**{name: int(values[name]) for name in COUNTS}, account=account or Account(), spikes=spikes)
-
-
-FLAGS = {
-    "lr.max_lr": "--lr",
-    "lr.min_lr": "--min-lr",
-    "lr.init_lr": "--lr-warmup-init",
-    "lr.style": "--lr-decay-style",
-    "lr.warmup_samples": "--lr-warmup-iters, -samples or -fraction",
-    "lr.decay_samples": "--lr-decay-iters or -samples (by default the length of the training)",
-    "lr.wsd_style": "--lr-wsd-decay-style",
-    "lr.wsd_samples": "--lr-wsd-decay-iters or -samples",
-    "decoupled_lr.max_lr": "--decoupled-lr",
-    "decoupled_lr.min_lr": "--decoupled-min-lr",
-    "weight_decay.start": "--start-weight-decay or --weight-decay",
-    "weight_decay.end": "--end-weight-decay or --weight-decay",
-    "weight_decay.style": "--weight-decay-incr-style",
-    "weight_decay.ramp_samples": "--train-iters or --train-samples",
-}
-UNUSED: dict[str, dict[str, tuple[str, ...]]] = {  # settings that a style does not use
-    "lr": {"constant": ("decay_samples", "wsd_style", "wsd_samples", "min_lr"), "WSD": ()},
-    "weight_decay": {"constant": ("ramp_samples",)},
-}
-UNUSED_OTHERWISE = {"lr": ("wsd_style", "wsd_samples"), "weight_decay": ()}
 
 
 @dataclass(frozen=True)
