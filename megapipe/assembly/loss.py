@@ -18,14 +18,6 @@ from megapipe.model.microbatch import StageLoss
 
 
 @dataclass(frozen=True)
-class LossReport:
-    """One microbatch's loss on the last stage: scalars, on the device."""
-
-    loss_sum: Tensor
-    num_tokens: Tensor
-
-
-@dataclass(frozen=True)
 class StepLoss:
     """The loss of a global batch, the same on every rank, and the divisor of the raw gradient sums."""
 
@@ -67,13 +59,13 @@ class LossAverage:
     per_token: bool
 
     def objective(self, loss_scale: Callable[[], float]) -> Any:
-        """Return the engine's `loss`: StageLoss -> (scalar to differentiate, LossReport).
+        """Return the engine's `loss`: StageLoss -> (scalar to differentiate, the same detached).
 
         loss_scale: called for every microbatch.
         """
 
-        def scaled(output: StageLoss, payload: Any) -> tuple[Tensor, LossReport]:
-            report = LossReport(output.loss_sum.detach(), output.num_tokens)
+        def scaled(output: StageLoss, payload: Any) -> tuple[Tensor, StageLoss]:
+            report = StageLoss(output.loss_sum.detach(), output.num_tokens)
             objective = output.loss_sum if self.per_token else output.loss_sum / output.num_tokens.clamp(min=1)
             scale = loss_scale()
             return (objective if scale == 1.0 else objective * scale), report
@@ -81,7 +73,7 @@ class LossAverage:
         return scaled
 
     def start(
-        self, reports: list[LossReport], groups: ProcessGroups, device: torch.device, num_microbatches: int
+        self, reports: list[StageLoss], groups: ProcessGroups, device: torch.device, num_microbatches: int
     ) -> PendingLoss:
         """Start to average this rank's reports, which only ranks of the last stage have, with those of all replicas.
 

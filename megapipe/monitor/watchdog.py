@@ -238,9 +238,9 @@ class Watchdog:
         while wanted and time.monotonic() < until:
             for rank in wanted:
                 record, path = sightings[rank].record, stack_path(self._live, rank)
-                if path.exists():
+                try:
                     written = path.read_text(encoding="utf-8")
-                else:
+                except OSError:
                     written = self._ask(methodcaller("stack", rank)) or ""
                 beat, _, text = written.partition("\n")
                 if record is not None and beat == str(record.beat):
