@@ -105,6 +105,6 @@ def test_collectives_are_counted_by_kind_of_group() -> None:
     assert heartbeat.snapshot().counts[:2] == (1, 2)
 
 
-def test_what_is_no_record_is_none() -> None:
+def test_bytes_that_are_not_a_record_read_as_none() -> None:
     assert read_snapshot(b"") is None
     assert read_snapshot(bytes(FILE_BYTES)) is None

@@ -93,7 +93,7 @@ def test_a_group_in_which_even_the_last_one_waits_is_slow_and_one_that_waits_for
 
 
 @given(st.lists(st.tuples(st.sampled_from(["compute", "wait", "read"]), st.integers(1, 10**9)), max_size=30))
-def test_a_step_is_what_is_waited_read_and_computed(parts: list[tuple[str, int]]) -> None:
+def test_a_step_is_the_sum_of_waiting_reading_and_computing(parts: list[tuple[str, int]]) -> None:
     now, sums = 0, {"compute": 0, "wait": 0, "read": 0}
     clock = WaitClock(now)
     for kind, nanoseconds in parts:

@@ -25,6 +25,7 @@ FOUR_LAYERS: dict[str, Any] = {
     "micro_batch_size": 2,
     "train_iters": 10,
     "lr": 1e-2,
+    "device": "auto",
 }
 
 

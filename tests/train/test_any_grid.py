@@ -151,7 +151,7 @@ CASES = [pytest.param(*pair, id="-".join(pair), marks=() if pair[0] in QUICK els
 
 
 @pytest.mark.parametrize(("first", "second"), CASES)
-def test_there_and_back_changes_no_bit_and_training_goes_on(
+def test_resharding_there_and_back_changes_no_bit_and_training_continues(
     rank_pools: Pools, tmp_path: Path, first: str, second: str
 ) -> None:
     here, there, back = (str(tmp_path / name) for name in ("here", "there", "back"))

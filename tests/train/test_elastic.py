@@ -32,7 +32,7 @@ CASES = {
     ("flags", "ranks", "limit"),
     [pytest.param(*case, id=name, marks=[pytest.mark.slow] if case[1] > 1 else []) for name, case in CASES.items()],
 )
-def test_dp_halved_and_doubled_changes_no_step(
+def test_halving_and_doubling_dp_changes_no_step(
     rank_pools: Pools, tmp_path: Path, flags: str, ranks: int, limit: float
 ) -> None:
     straight, elastic = tmp_path / "straight", tmp_path / "elastic"
@@ -53,7 +53,7 @@ def test_dp_halved_and_doubled_changes_no_step(
     assert len({line["loss"] for line in steps}) == 6
 
 
-def test_a_batch_made_of_the_number_of_ranks_does_not_change_with_it(tmp_path: Path) -> None:
+def test_a_derived_batch_size_must_not_change_with_the_number_of_ranks(tmp_path: Path) -> None:
     before = runtime_of(0, 1, global_batch_size=None, micro_batch_size=4)  # as two ranks of 2 make it
     config = before.plan.config
     save(before, TrainingState(step=3, consumed_samples=12), Schedules.of(config), tmp_path, to_yaml(config))

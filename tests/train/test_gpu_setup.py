@@ -31,9 +31,7 @@ from tests.train.jobs import job
 from tests.train.runs import tiny
 
 
-def test_memory_that_runs_out_in_a_stage_is_told_in_terms_of_the_plan(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_an_out_of_memory_error_is_explained_by_the_plan(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     forward = StageRunner.forward
 
     def too_large(self: StageRunner, microbatch: int, *arguments: object) -> object:
@@ -65,7 +63,7 @@ def test_memory_that_runs_out_in_a_stage_is_told_in_terms_of_the_plan(
         ((9, 5), "7.0", "gfx950:sramecc+", None),
     ],
 )
-def test_fp8_is_refused_at_the_start_by_a_card_that_cannot(
+def test_fp8_is_refused_at_the_start_on_a_gpu_without_it(
     capability: tuple[int, int], hip: str | None, arch: str, words: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a card")
@@ -109,7 +107,7 @@ def test_message_shows_the_largest_items_of_its_own_pipeline_rank() -> None:
     assert text.endswith("torch: no room")
 
 
-def test_other_errors_go_on_their_way() -> None:
+def test_other_errors_pass_through() -> None:
     with pytest.raises(KeyError), watched_memory(resolve(tiny(), 1), torch.device("cpu"), 0):
         raise KeyError("x")
     with pytest.raises(TrainingError), watched_memory(resolve(tiny(), 1), torch.device("cpu"), 0):
@@ -131,7 +129,7 @@ def test_profiled_steps_name_actions_and_phases(tmp_path: Path) -> None:
     assert {"forward-backward", "optimizer"} <= names
 
 
-def test_ranges_go_to_whom_they_are_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_profiler_ranges_are_nvtx_or_torch_ranges_as_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     opened = []
 
     @contextmanager

@@ -105,7 +105,7 @@ HANGS: dict[str, tuple[Callable[..., None], tuple[str, ...]]] = {
 
 
 @pytest.mark.parametrize(("fault", "words"), HANGS.values(), ids=HANGS)
-def test_a_hang_is_told_once_and_ends_all(
+def test_a_hang_is_reported_once_and_ends_all_ranks(
     fault: Callable[..., None], words: tuple[str, ...], rank_pools: Pools, tmp_path: Path
 ) -> None:
     flags = f"{PP2} --save {tmp_path}/run --hang-timeout-seconds {LIMIT_SECONDS}"
@@ -135,7 +135,7 @@ def slow(rank: int) -> None:
         GPTStage.forward = slowed  # type: ignore[method-assign]
 
 
-def test_a_slow_run_that_gets_on_is_not_ended(rank_pools: Pools, tmp_path: Path) -> None:
+def test_a_slow_run_that_makes_progress_is_not_ended(rank_pools: Pools, tmp_path: Path) -> None:
     flags = (
         f"--pipeline-model-parallel-size 2 --train-iters 2 --save {tmp_path}/run --hang-timeout-seconds {LIMIT_SECONDS}"
     )

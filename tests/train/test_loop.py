@@ -71,7 +71,7 @@ def test_a_run_that_only_evaluates_takes_no_step_and_saves_nothing(tmp_path: Pat
     ],
     ids=["interval", "duration"],
 )
-def test_a_run_that_leaves_early_has_saved_and_goes_on_from_there(
+def test_a_run_that_stops_early_has_saved_and_resumes_from_there(
     tmp_path: Path, flags: str, step: int, reason: str
 ) -> None:
     common = f"--train-iters 4 --eval-iters 1 --save {tmp_path}/c --load {tmp_path}/c"
@@ -119,7 +119,7 @@ def signal_in_step(rank: int, number: int) -> None:
     loop_module.read_microbatches = interrupted
 
 
-def test_a_signal_to_one_rank_lets_all_leave_after_the_same_step(tmp_path: Path) -> None:
+def test_a_signal_to_one_rank_stops_all_ranks_after_the_same_step(tmp_path: Path) -> None:
     flags = f"--train-iters 6 --pipeline-model-parallel-size 2 --save {tmp_path}"
     with RankPool(2) as pool:
         results = pool.run(job_on_rank, flags, signal_in_step, 2)
@@ -198,7 +198,7 @@ def test_an_overflow_at_the_smallest_scale_stops_the_run() -> None:
     ), said
 
 
-def test_nan_without_the_check_goes_on(tmp_path: Path) -> None:
+def test_training_continues_after_a_nan_without_the_check(tmp_path: Path) -> None:
     code, said = job(f"--train-iters 3 --lr 1e30 --no-check-for-nan-in-loss-and-grad --metrics-file {tmp_path}/m.jsonl")
     assert code == 0, said
     last = steps_of(tmp_path / "m.jsonl")[-1]

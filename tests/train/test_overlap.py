@@ -103,7 +103,7 @@ def test_parameters_are_gathered_under_the_next_forwards(traces: dict[bool, list
             assert is_second == (event.start_ns > first_of_second_stage.start_ns)
 
 
-def test_without_overlap_nobody_waits_for_parameters_in_a_forward(traces: dict[bool, list[list[Event]]]) -> None:
+def test_without_overlap_no_forward_waits_for_parameters(traces: dict[bool, list[list[Event]]]) -> None:
     for events in traces[False]:
         first, last = actions(events, Op.F)[0], actions(events, Op.F)[-1]
         assert not [

@@ -141,7 +141,7 @@ def saved_keys(root: Path) -> set[str]:
     ids=["fp32", "bf16", "fp32_no_optimizer", "bf16_no_optimizer"],
 )
 @pytest.mark.parametrize("flag", ["no_load_optim", "finetune"])
-def test_weights_alone(
+def test_a_checkpoint_without_optimizer_state_loads_the_weights(
     rank_pools: Pools, tmp_path: Path, dtype: str, with_optimizer: bool, keys: set[str], flag: str
 ) -> None:
     rank_pools(1).run(save_scrambled, str(tmp_path), {"dtype": dtype, "no_save_optim": not with_optimizer})
@@ -206,7 +206,7 @@ REFUSALS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize(("writer", "reader", "message"), REFUSALS.values(), ids=REFUSALS.keys())
-def test_what_cannot_be_resumed_is_refused_on_all_ranks(
+def test_a_checkpoint_that_does_not_fit_the_run_is_refused_on_all_ranks(
     rank_pools: Pools, tmp_path: Path, writer: dict[str, Any], reader: dict[str, Any], message: str
 ) -> None:
     rank_pools(1).run(save_scrambled, str(tmp_path), writer)
@@ -227,7 +227,9 @@ def test_what_cannot_be_resumed_is_refused_on_all_ranks(
     ],
     ids=["other_seed", "no_random_state", "finetune", "override_schedules", "checkpoint_schedules", "step", "widened"],
 )
-def test_flags_that_allow_it(rank_pools: Pools, tmp_path: Path, writer: dict[str, Any], reader: dict[str, Any]) -> None:
+def test_flags_allow_to_resume_despite_a_difference(
+    rank_pools: Pools, tmp_path: Path, writer: dict[str, Any], reader: dict[str, Any]
+) -> None:
     rank_pools(1).run(save_scrambled, str(tmp_path), writer)
     for said in rank_pools(2).run(refusal, str(tmp_path), {"pipeline_model_parallel_size": 2} | reader):
         assert said.startswith("no refusal"), said
@@ -239,7 +241,7 @@ def resumed_lr(rank: int, world_size: int, root: str, changes: dict[str, Any]) -
     return schedules.rates(0).lr
 
 
-def test_the_two_schedule_flags_say_whose_settings_hold(rank_pools: Pools, tmp_path: Path) -> None:
+def test_two_flags_choose_the_schedules_of_the_run_or_of_the_checkpoint(rank_pools: Pools, tmp_path: Path) -> None:
     rank_pools(1).run(save_scrambled, str(tmp_path), {"lr": 0.25})
     assert rank_pools(1).run(resumed_lr, str(tmp_path), {"lr": 0.5, "override_opt_param_scheduler": True}) == [0.5]
     assert rank_pools(1).run(resumed_lr, str(tmp_path), {"lr": 0.5, "use_checkpoint_opt_param_scheduler": True}) == [
@@ -289,7 +291,9 @@ def test_the_root_is_prepared_once_for_all(rank_pools: Pools, tmp_path: Path) ->
         assert "already holds step_00000007, later than step 6" in said
 
 
-def test_the_model_of_a_checkpoint_can_be_asked_for_before_anything_is_built(rank_pools: Pools, tmp_path: Path) -> None:
+def test_the_configuration_of_a_checkpoint_can_be_read_before_anything_is_built(
+    rank_pools: Pools, tmp_path: Path
+) -> None:
     rank_pools(1).run(save_scrambled, str(tmp_path), {})
     config, path = checkpoint_config(tmp_path)
     assert path.name == "step_00000007"

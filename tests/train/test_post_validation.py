@@ -165,7 +165,7 @@ def test_an_infinite_gradient_on_one_rank_is_taken_back_on_all(
     assert [report.rolled_back for report in reports] == [index == 3 for index in range(STEPS)]
 
 
-def test_where_every_step_is_clipped_it_returns_to_the_barrier(rank_pools: Callable[[int], RankPool]) -> None:
+def test_if_every_step_is_clipped_the_run_returns_to_the_barrier(rank_pools: Callable[[int], RankPool]) -> None:
     reports = assert_equal_to_the_barrier(rank_pools(4), setting(**GRIDS["pp2_dp2"], clip_grad=1e-3))
     assert [report.rolled_back for report in reports] == [True] * 4 + [False] * 2
     assert all(amended(reports))
@@ -312,7 +312,7 @@ def minutes_pass(rank: int) -> None:
     )
 
 
-def test_a_save_by_the_clock_gives_up_the_step_begun_and_takes_it_again(tmp_path: Path) -> None:
+def test_a_timed_save_gives_up_the_step_begun_and_repeats_it(tmp_path: Path) -> None:
     with RankPool(2) as pool:
         (said, *raised), _ = pool.run(
             job_on_rank, f"{AHEAD} --train-iters 6 --save-interval-minutes 3 --save {tmp_path}/ahead", minutes_pass

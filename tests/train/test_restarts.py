@@ -58,7 +58,7 @@ def test_two_starts_from_one_checkpoint_are_enough(tmp_path: Path, monkeypatch: 
     assert not (tmp_path / "c" / "starts.json").exists()
 
 
-def test_a_restart_goes_on_from_what_it_saved_whatever_the_first_start_began_with(
+def test_a_restart_resumes_its_own_checkpoint_whatever_the_first_start_loaded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert job(f"--train-iters 2 --save {tmp_path}/base")[0] == 0

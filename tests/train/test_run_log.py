@@ -45,7 +45,7 @@ def test_a_rank_that_fails_leaves_its_message(rank_pools: Callable[[int], RankPo
     assert read_run(tmp_path).last.ending == "failed"
 
 
-def test_a_disk_that_refuses_costs_the_record_alone(tmp_path: Path, capsys: object) -> None:
+def test_a_disk_that_refuses_writes_costs_only_the_record(tmp_path: Path, capsys: object) -> None:
     (tmp_path / "file").write_text("")
     log = Journal(tmp_path / "file" / "below")
     log.record("note", text="one")

@@ -52,7 +52,7 @@ GRIDS = {
 
 
 @pytest.mark.parametrize(("world", "flags"), GRIDS.values(), ids=GRIDS.keys())
-def test_saves_beside_the_training_hold_the_same_bits(tmp_path: Path, world: int, flags: str) -> None:
+def test_asynchronous_saves_hold_the_same_bits(tmp_path: Path, world: int, flags: str) -> None:
     with RankPool(world) as pool:
         for name, extra in (("waiting", ""), ("beside", "--async-save")):
             command = f"{flags} --train-iters 6 --save-interval 2 --save {tmp_path / name} {extra}"
@@ -93,7 +93,7 @@ def is_of_a_save(path: Path) -> bool:
     return path.parent.name.startswith(".step_")
 
 
-def test_training_goes_on_while_a_save_is_under_way(tmp_path: Path) -> None:
+def test_training_continues_while_a_save_is_in_flight(tmp_path: Path) -> None:
     with RankPool(2) as pool:
         said = pool.run(job_on_rank, f"--train-iters 6 --save-interval 2 --async-save --save {tmp_path}", held_up)[0]
     assert said[2] is None, said
@@ -107,7 +107,7 @@ def test_training_goes_on_while_a_save_is_under_way(tmp_path: Path) -> None:
     assert order[-1] == "saved 6" and checkpoints(tmp_path) == [2, 4, 6]
 
 
-def test_the_next_save_waits_for_the_one_under_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_next_save_waits_for_the_one_in_flight(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     active, most = 0, 0
     create = Disk.create
 
@@ -147,7 +147,7 @@ def full_disk(monkeypatch: pytest.MonkeyPatch, step: int) -> None:
     ],
     ids=["beside", "beside_and_the_last_one", "beside_and_asked_to_end", "waiting"],
 )
-def test_what_a_failed_save_does(
+def test_a_failed_save_ends_the_run_only_if_asked_or_last(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flags: str, step: int, code: int, left: list[int]
 ) -> None:
     full_disk(monkeypatch, step)
@@ -173,7 +173,7 @@ def test_a_last_save_that_cannot_begin_ends_the_run_with_an_error(
     assert "Read-only file system" in said and "ended after step 4" not in said
 
 
-def test_a_nan_does_not_cost_the_save_under_way(tmp_path: Path) -> None:
+def test_a_nan_does_not_cost_the_save_in_flight(tmp_path: Path) -> None:
     with RankPool(2) as pool:
         flags = f"--train-iters 4 --pipeline-model-parallel-size 2 --save-interval 1 --async-save --save {tmp_path}"
         results = pool.run(
@@ -195,7 +195,7 @@ def planted_on_a_full_disk(rank: int) -> None:
     Disk.create = full  # type: ignore[method-assign]
 
 
-def test_a_nan_is_told_beside_the_failure_of_the_save_under_way(tmp_path: Path) -> None:
+def test_a_nan_is_reported_with_the_failure_of_the_save_in_flight(tmp_path: Path) -> None:
     with RankPool(2) as pool:
         flags = (
             f"--train-iters 4 --pipeline-model-parallel-size 2 --save-interval 1 --async-save "
@@ -208,7 +208,7 @@ def test_a_nan_is_told_beside_the_failure_of_the_save_under_way(tmp_path: Path) 
     ), results
 
 
-def test_saves_come_by_the_clock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_saves_come_every_save_interval_minutes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
     monkeypatch.setattr("time.monotonic", lambda: now[0])
     launch = TrainStep.run
@@ -233,6 +233,6 @@ def test_saves_come_by_the_clock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ],
     ids=["all", "last", "every", "both"],
 )
-def test_which_checkpoints_stay(keep: Retention, left: list[int]) -> None:
+def test_keep_last_and_retain_interval_choose_the_checkpoints_kept(keep: Retention, left: list[int]) -> None:
     steps = [10, 20, 30, 40, 45]
     assert [step for step in steps if step not in keep.to_remove(steps, 45)] == left

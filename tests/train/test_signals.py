@@ -69,7 +69,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("in an evaluation", 0, signal.SIGUSR1, 2, 1),
     ],
 )
-def test_all_ranks_leave_and_a_resumed_run_ends_as_if_there_had_been_no_signal(
+def test_all_ranks_stop_and_a_resumed_run_equals_one_without_a_signal(
     rank_pools: Pools, tmp_path: Path, undisturbed: Path, moment: str, where: int, number: int, step: int, calls: int
 ) -> None:
     flags = f"{FLAGS} --save {tmp_path} --load {tmp_path}"
@@ -99,7 +99,7 @@ sys.exit(main())
 """
 
 
-def test_a_second_interrupt_leaves_at_once(tmp_path: Path) -> None:
+def test_a_second_interrupt_stops_at_once(tmp_path: Path) -> None:
     words = [sys.executable, "-c", SAVES_SLOWLY, *TINY.split(), "--train-iters", "1000000", "--save", str(tmp_path)]
     environment = child_environment(OMP_NUM_THREADS=1)
     with subprocess.Popen(

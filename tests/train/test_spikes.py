@@ -35,14 +35,14 @@ def fed(watch: SpikeWatch, losses: list[float]) -> list[str]:
 
 
 @given(st.lists(st.floats(0.97, 1.03), min_size=30, max_size=60), st.floats(0.1, 10))
-def test_noise_and_descent_are_no_spikes(noise: list[float], scale: float) -> None:
+def test_noise_and_descent_are_not_spikes(noise: list[float], scale: float) -> None:
     assert not any(
         fed(SpikeWatch(STEADY), [scale * value * math.exp(-0.01 * step) for step, value in enumerate(noise)])
     )
 
 
 @given(st.lists(st.floats(0.99, 1.01), min_size=20, max_size=20), st.floats(1.5, 100))
-def test_steps_in_a_row_far_above_the_median_are_one(noise: list[float], height: float) -> None:
+def test_steps_in_a_row_far_above_the_median_are_a_spike(noise: list[float], height: float) -> None:
     watch = SpikeWatch(STEADY)
     assert fed(watch, [*noise, height, 1.0, height]) == [""] * 23, "one step is not yet a spike"
     assert "deviations above the median" in watch.see(height, 1.0) and watch.num_spiking == 2
@@ -109,7 +109,7 @@ GRIDS = [
 
 
 @pytest.mark.parametrize(("world", "flags"), GRIDS)
-def test_a_run_goes_back_twice_skips_the_samples_and_ends_as_if_they_had_never_been(
+def test_a_run_that_rolls_back_twice_equals_one_without_the_skipped_samples(
     tmp_path: Path, world: int, flags: str
 ) -> None:
     root = tmp_path / "run"
@@ -163,7 +163,7 @@ def in_process(monkeypatch: pytest.MonkeyPatch, *windows: tuple[int, int]) -> No
     louder(0, *windows)
 
 
-def test_what_was_given_up_is_kept_apart_and_a_run_from_there_has_to_save_elsewhere(
+def test_abandoned_checkpoints_are_kept_apart_and_a_run_from_them_must_save_elsewhere(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     flags = f"{WATCH} --spike-steps 2 --save {tmp_path}/c --keep-last 3"

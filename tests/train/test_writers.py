@@ -122,7 +122,7 @@ def test_wandb_never_stops_training(
     assert [step for step, _ in fake.logged] == list(range(1, num_logged + 1))
 
 
-def test_wandb_that_is_not_installed_is_said_before_training(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wandb_that_is_not_installed_is_refused_before_training(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)
     code, said = job("--train-iters 2 --wandb-project p")
     assert code == 2
@@ -130,7 +130,7 @@ def test_wandb_that_is_not_installed_is_said_before_training(monkeypatch: pytest
     assert "step 1/2" not in said
 
 
-def test_a_writer_that_fails_is_left_out_and_the_others_go_on(
+def test_a_writer_that_fails_is_left_out_and_the_others_continue(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     class Full(JsonLines):
@@ -148,7 +148,7 @@ def test_a_writer_that_fails_is_left_out_and_the_others_go_on(
     assert printed.out.count("validation loss after step") == 2
 
 
-def test_metrics_that_cannot_be_written_are_said_before_training(tmp_path: Path) -> None:
+def test_metrics_that_cannot_be_written_are_refused_before_training(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     code, said = job(f"--train-iters 2 --metrics-file {tmp_path}/file/m.jsonl")
     assert code == 2
@@ -234,7 +234,7 @@ def test_waits_are_not_part_of_the_action_they_happen_in() -> None:
     assert action_seconds(tracer) == {"forward": 3.0, "wait": 5.0, "post-receive": 1.0, "backward": 1.0}
 
 
-def test_on_a_gpu_phases_have_the_times_of_its_stream_and_hold_nobody_up() -> None:
+def test_on_a_gpu_phases_have_the_times_of_its_stream_and_do_not_block_the_host() -> None:
     device = FakeDevice()
     timers = Timers(1, torch.device("cpu"), clock=EventClock(torch.device("cpu"), device, device.now))
     launched = device.host_ns
