@@ -94,7 +94,9 @@ def balanced_cut(draft: RunPlan) -> Partition:
     """
     _check_rank_settings(draft.config)
     parallel, num_stages = draft.config.parallel, draft.placement.num_stages
-    limits = rank_limits(draft)
+    limits, memory = None, parallel.pipeline_rank_memory  # bytes that each pp_rank may fill
+    if memory is not None:
+        limits = tuple(GIB * gib for gib in (memory * draft.topology.pp if len(memory) == 1 else memory))
     if is_by_hand(parallel) or parallel.pipeline_balance not in BALANCED:
         if limits is not None:
             _refuse_too_large(draft, [draft.partition], limits)
@@ -137,14 +139,6 @@ def _stage_cost(costs: LayerCosts, num_stages: int, splits_backward: bool) -> St
     }
     of_stage = [by_count[0 if stage == 0 else last if stage == last else 1] for stage in range(num_stages)]
     return lambda stage, first, end: of_stage[stage][end - first]
-
-
-def rank_limits(plan: RunPlan) -> tuple[float, ...] | None:
-    """Return the bytes that each pp_rank may fill; None without --pipeline-rank-memory."""
-    memory = plan.config.parallel.pipeline_rank_memory
-    if memory is None:
-        return None
-    return tuple(GIB * gib for gib in (memory * plan.topology.pp if len(memory) == 1 else memory))
 
 
 def _cuts_within_memory(draft: RunPlan, question: CutQuestion, limits: tuple[float, ...]) -> list[Partition]:

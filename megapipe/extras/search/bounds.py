@@ -142,7 +142,10 @@ class Bounds:
     def _bytes(self, model: _Model, layout: Layout, ranks: tuple[_Holds, ...], times: _Times) -> tuple[float, float]:
         """Return (bytes of the fullest rank, seconds of the optimizer)."""
         shards = self._world_size // layout.tp // layout.pp if layout.distributed_optimizer else 1
-        per_element = self._bytes_of_an_element(shards)
+        optimizer, element = self._config.optimizer, ELEMENT_BYTES[self._config.precision.dtype]
+        wide = max(element, 4)
+        moments = {"adam": 2, "sgd": int(optimizer.sgd_momentum > 0)}[optimizer.optimizer]
+        per_element = element + wide + (moments + (element != wide)) * wide / shards
         least = most = 0.0
         for rank in ranks:
             elements = (
@@ -155,12 +158,6 @@ class Bounds:
             least = max(least, elements * per_element + kept)
             most = max(most, elements)
         return least, most / shards * (OPTIMIZER_BYTES + NORM_BYTES) / self._hardware.memory_bytes_per_second
-
-    def _bytes_of_an_element(self, shards: int) -> float:
-        optimizer, element = self._config.optimizer, ELEMENT_BYTES[self._config.precision.dtype]
-        wide = max(element, 4)
-        moments = {"adam": 2, "sgd": int(optimizer.sgd_momentum > 0)}[optimizer.optimizer]
-        return element + wide + (moments + (element != wide)) * wide / shards
 
     def _make_model(self, tp: int) -> _Model | None:
         try:

@@ -44,7 +44,7 @@ def cost_of(config: Config, world_size: int, ranks_per_node: int | None, hardwar
     """Return the cost of a configuration, or the reason why it cannot run."""
     try:
         plan = resolve(config, world_size, ranks_per_node)
-        bubble = expected_bubble(plan, plan.batch.full // plan.batch.samples_per_microbatch).share
+        bubble = expected_bubble(plan, plan.batch.num_microbatches).share
         memory = tuple(rank.total for rank in all_rank_memory(plan))
     except MegapipeError as error:
         return str(error)

@@ -14,6 +14,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import product
 
 from megapipe.config.config import Config
 from megapipe.config.parallel import RecomputeConfig
@@ -99,35 +100,32 @@ def layouts(config: Config, world_size: int, hardware: Hardware) -> Iterator[Lay
     """Yield every layout that the sizes allow; `resolve` may still refuse some of them."""
     model, batch = config.model, config.training.global_batch_size
     assert batch is not None
-    recomputes = [recompute for recompute in RECOMPUTES if is_explicit(model) or not _is_of_attention(recompute)]
-    for tp, pp in _grids(config, world_size, hardware):
-        dp = world_size // tp // pp
-        sizes = [size for size in MICRO_BATCH_SIZES if batch // dp % size == 0]
-        for schedule, chunks in _schedules(model.num_layers, pp):
-            for cut in CUTS if pp > 1 else CUTS[:1]:
-                for sliced in (True, False) if tp > 1 else (False,):
-                    for sharded in (True, False) if dp > 1 else (False,):
-                        for size in sizes:
-                            for recompute in recomputes:
-                                yield Layout(tp, pp, chunks, schedule, size, recompute, sliced, sharded, cut)
-
-
-def _grids(config: Config, world_size: int, hardware: Hardware) -> Iterator[tuple[int, int]]:
-    """Yield (tp, pp), with tp within a node unless --allow-tp-across-nodes is given."""
+    # recompute of core attention saves almost nothing with fused kernels
+    recomputes = [
+        each
+        for each in RECOMPUTES
+        if is_explicit(model) or each.recompute_granularity != "selective" or "core_attn" not in each.recompute_modules
+    ]
+    # tp within a node unless --allow-tp-across-nodes is given
     widest = world_size if config.parallel.allow_tp_across_nodes else min(hardware.ranks_per_node, world_size)
-    batch = config.training.global_batch_size
-    assert batch is not None
     for tp in divisors(widest):
-        if world_size % tp or config.model.num_attention_heads % tp:
+        if world_size % tp or model.num_attention_heads % tp:
             continue
         for pp in divisors(world_size // tp):
-            if pp <= config.model.num_layers and batch % (world_size // tp // pp) == 0:
-                yield tp, pp
-
-
-def _is_of_attention(recompute: RecomputeConfig) -> bool:
-    """Return True if core attention is recomputed, which saves almost nothing with fused kernels."""
-    return recompute.recompute_granularity == "selective" and "core_attn" in recompute.recompute_modules
+            dp = world_size // tp // pp
+            if pp > model.num_layers or batch % dp:
+                continue
+            sizes = [size for size in MICRO_BATCH_SIZES if batch // dp % size == 0]
+            choices = product(
+                _schedules(model.num_layers, pp),
+                CUTS if pp > 1 else CUTS[:1],
+                (True, False) if tp > 1 else (False,),
+                (True, False) if dp > 1 else (False,),
+                sizes,
+                recomputes,
+            )
+            for (schedule, chunks), cut, is_sliced, is_sharded, size, recompute in choices:
+                yield Layout(tp, pp, chunks, schedule, size, recompute, is_sliced, is_sharded, cut)
 
 
 def _schedules(num_layers: int, pp: int) -> Iterator[tuple[str, int]]:

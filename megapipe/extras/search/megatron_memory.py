@@ -15,7 +15,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megapipe.config.model import GATED_ACTIVATIONS, ModelConfig
+from megapipe.config.config import ResolvedModelConfig
+from megapipe.config.model import GATED_ACTIVATIONS
 from megapipe.plan.run_plan import RunPlan
 
 BYTES_OF_A_PARAMETER = 18.0
@@ -38,7 +39,7 @@ class MegatronMemory:
 def megatron_memory(plan: RunPlan) -> MegatronMemory:
     """Return the estimate for a plan of any schedule; chunks count as interleaving."""
     config, t = plan.config, plan.topology
-    embedding = config.model.hidden_size * _known(config.model.padded_vocab_size)
+    embedding = config.model.hidden_size * config.model.padded_vocab_size
     held = block_parameters(config.model) / t.pp + embedding
     if config.model.untie_embeddings_and_output_weights and t.pp == 1:
         held += embedding
@@ -47,13 +48,13 @@ def megatron_memory(plan: RunPlan) -> MegatronMemory:
     return MegatronMemory(parameters, parameters * each, _activation_bytes(plan))
 
 
-def block_parameters(model: ModelConfig) -> float:
+def block_parameters(model: ResolvedModelConfig) -> float:
     """Return the parameters of all layers and the final norm, without the biases of linears."""
-    h, ffn = model.hidden_size, _known(model.ffn_hidden_size)
+    h, ffn = model.hidden_size, model.ffn_hidden_size
     norm = 1 if model.normalization == "RMSNorm" else 2
     gated = 1.5 if model.activation in GATED_ACTIVATIONS else 1.0
-    queries = _known(model.kv_channels) * model.num_attention_heads
-    attention = 2.0 * h * queries * (1.0 + _known(model.num_query_groups) / model.num_attention_heads)
+    queries = model.kv_channels * model.num_attention_heads
+    attention = 2.0 * h * queries * (1.0 + model.num_query_groups / model.num_attention_heads)
     return model.num_layers * (2.0 * h * (gated * ffn + norm) + attention) + norm * h
 
 
@@ -61,11 +62,9 @@ def _activation_bytes(plan: RunPlan) -> float:
     config, t = plan.config, plan.topology
     model = config.model
     tokens = float(model.seq_length * config.training.micro_batch_size)
-    h, vocabulary = model.hidden_size, _known(model.padded_vocab_size)
+    h, vocabulary = model.hidden_size, model.padded_vocab_size
     is_short = config.parallel.sequence_parallel and config.recompute.recompute_granularity == "selective"
-    layer = (
-        tokens * h * (18.0 + 4.0 * _known(model.ffn_hidden_size) / h) if is_short else tokens * h * (10.0 + 24.0 / t.tp)
-    )
+    layer = tokens * h * (18.0 + 4.0 * model.ffn_hidden_size / h) if is_short else tokens * h * (10.0 + 24.0 / t.tp)
     # plus token ids and the embedding's dropout of pp microbatches
     kept = model.num_layers * layer + tokens * (8.0 + h) * t.pp
     kept *= _in_flight(plan)
@@ -79,9 +78,4 @@ def _in_flight(plan: RunPlan) -> float:
     pp, chunks = plan.topology.pp, plan.num_chunks
     if chunks > 1:
         return 1.0 + (pp - 1) / (pp * chunks)
-    return min(1.0, plan.batch.full // plan.batch.samples_per_microbatch / pp)
-
-
-def _known(size: int | None) -> int:
-    assert size is not None, "the model is resolved"
-    return size
+    return min(1.0, plan.batch.num_microbatches / pp)

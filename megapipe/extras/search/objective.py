@@ -96,7 +96,11 @@ class Sizes:
                     raise
                 self.tried[num_gpus] = None
             else:
-                self.tried[num_gpus] = Sized(num_gpus, found, self._cost(num_gpus, found))
+                cost, price = None, self._objective.price_per_hour
+                if price is not None and found.best:
+                    tokens_per_second = found.best[0].time.tokens_per_second
+                    cost = num_gpus * price / SECONDS_OF_AN_HOUR / tokens_per_second * 1e9
+                self.tried[num_gpus] = Sized(num_gpus, found, cost)
         return self.tried[num_gpus]
 
     def is_enough(self, num_gpus: int) -> bool:
@@ -117,13 +121,6 @@ class Sizes:
     def _least(self) -> int:
         elements = sum(math.prod(spec.shape) for spec in model_parameters(resolve_model(self._config.model, 1), False))
         return math.ceil(elements * LEAST_BYTES / self._hardware.usable_bytes)
-
-    def _cost(self, num_gpus: int, found: Found) -> float | None:
-        if self._objective.price_per_hour is None or not found.best:
-            return None
-        return (
-            num_gpus * self._objective.price_per_hour / SECONDS_OF_AN_HOUR / found.best[0].time.tokens_per_second * 1e9
-        )
 
 
 def _fewest(sizes: Sizes) -> Sized | None:

@@ -106,7 +106,7 @@ def fill_the_pipeline(candidate: Candidate) -> Iterator[str]:
     if layout.pp == 1 or bubble <= REPORTED_BUBBLE:
         return
     batch, model = candidate.plan.batch, candidate.plan.config.model
-    count = batch.full // batch.samples_per_microbatch
+    count = batch.num_microbatches
     wanted = math.ceil(count * (bubble / (1 - bubble)) / (BUBBLE_WANTED / (1 - BUBBLE_WANTED)) / layout.pp) * layout.pp
     chunked = next((n for n in range(layout.chunks + 1, 9) if model.num_layers % (layout.pp * n) == 0), None)
     chunks = f", or use {chunked} chunks" if chunked and layout.schedule == default_schedule(layout.chunks) else ""
@@ -161,7 +161,7 @@ def _inverted(configured: Candidate, hardware: Hardware) -> Iterator[str]:
 
 def _fed(configured: Candidate) -> Iterator[str]:
     batch, pp = configured.plan.batch, configured.plan.topology.pp
-    count = batch.full // batch.samples_per_microbatch
+    count = batch.num_microbatches
     if count < pp:
         yield (
             f"{count} microbatches cannot fill a pipeline of {pp} ranks: some ranks are always idle; raise "

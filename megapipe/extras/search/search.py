@@ -123,29 +123,26 @@ class _Walk:
 
     def along(self, bounded: Sequence[tuple[Bound, Layout]]) -> None:
         """Look at the layouts in the order of their bounds, until no bound beats the best."""
+        usable = self._hardware.usable_bytes
         for bound, layout in bounded:
             if bound.seconds >= self.slowest:
                 break
-            self.look_at(bound, layout)
-
-    def look_at(self, bound: Bound, layout: Layout) -> None:
-        usable = self._hardware.usable_bytes
-        if bound.least_bytes > usable:
-            if bound.least_bytes <= NEAR_MISS * usable:
-                self.too_large.append((bound.seconds, layout))
-            return
-        try:
-            seconds, need = self._steps.of(layout, self.slowest, usable)
-        except ConfigError as error:
-            self.refused = f"{layout}: {error}"
-            return
-        self.num_predicted += 1
-        if need > usable:
-            if need <= NEAR_MISS * usable:
-                self.too_large.append((seconds if seconds < math.inf else bound.seconds, layout))
-        elif seconds < self.slowest:
-            bisect.insort(self.best, (seconds, layout), key=lambda pair: pair[0])
-            del self.best[self._num_best :]
+            if bound.least_bytes > usable:
+                if bound.least_bytes <= NEAR_MISS * usable:
+                    self.too_large.append((bound.seconds, layout))
+                continue
+            try:
+                seconds, need = self._steps.of(layout, self.slowest, usable)
+            except ConfigError as error:
+                self.refused = f"{layout}: {error}"
+                continue
+            self.num_predicted += 1
+            if need > usable:
+                if need <= NEAR_MISS * usable:
+                    self.too_large.append((seconds if seconds < math.inf else bound.seconds, layout))
+            elif seconds < self.slowest:
+                bisect.insort(self.best, (seconds, layout), key=lambda pair: pair[0])
+                del self.best[self._num_best :]
 
     def in_full(self, layout: Layout) -> Candidate:
         return predict(self._config, layout, self._world_size, self._hardware)

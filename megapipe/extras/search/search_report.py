@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,9 +53,12 @@ class SearchReport:
         return oddities(self.configured, self.found.best[0] if self.found.best else None, self.hardware)
 
     def text(self) -> str:
-        return "\n".join(
-            [*self._headline(), *self._sizes(), *self._table(), *self._winner(), *self._misses(), *self._warnings()]
+        misses = (
+            f"  miss     {miss.layout}, {miss.time.seconds:.3g} s: {_lack(miss, self.hardware)}"
+            for miss in self.found.misses
         )
+        warnings = (f"  warning  as configured: {warning}" for warning in self.warnings)
+        return "\n".join([*self._headline(), *self._sizes(), *self._table(), *self._winner(), *misses, *warnings])
 
     def data(self) -> dict[str, Any]:
         """Return the report as JSON data, in seconds, bytes and shares."""
@@ -219,13 +222,6 @@ class SearchReport:
         if self.by_megatron:
             yield megatron_text(winner.plan)
 
-    def _misses(self) -> Iterator[str]:
-        for miss in self.found.misses:
-            yield f"  miss     {miss.layout}, {miss.time.seconds:.3g} s: {_lack(miss, self.hardware)}"
-
-    def _warnings(self) -> Iterator[str]:
-        yield from (f"  warning  as configured: {warning}" for warning in self.warnings)
-
 
 def megatron_text(plan: RunPlan) -> str:
     """Return one line with Megatron's estimate."""
@@ -254,15 +250,11 @@ def utilisation(candidate: Candidate) -> dict[str, float]:
 def _bar(rank: RankMemory, usable: int) -> str:
     """Return the bar of one rank's memory; cumulative sums are rounded, so that its length matches the total."""
     letters = {item: letter for letter, item in LETTERS.items()}
-    bar, filled = "", 0
-    for item, size in [*((item, rank.items[item]) for item in letters), ("", _others(rank.items))]:
+    bar, filled, others = "", 0, sum(size for item, size in rank.items.items() if item not in letters)
+    for item, size in [*((item, rank.items[item]) for item in letters), ("", others)]:
         filled += size
         bar += letters.get(item, "*") * (round(BAR_WIDTH * filled / usable) - len(bar))
     return bar + "." * (BAR_WIDTH - len(bar))
-
-
-def _others(items: Mapping[str, int]) -> int:
-    return sum(size for item, size in items.items() if item not in LETTERS.values())
 
 
 def _lack(miss: Candidate, hardware: Hardware) -> str:
