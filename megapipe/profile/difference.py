@@ -22,9 +22,10 @@ from functools import cached_property
 from statistics import fmean, pstdev
 from typing import NamedTuple
 
+from megapipe.errors import ScheduleError
 from megapipe.profile.profile import Link, MeasuredStep, Profile
-from megapipe.profile.replay import Times, replay
-from megapipe.schedule.action import BUSY_OPS, COMPUTE_OPS, Action, Op
+from megapipe.schedule.action import BUSY_OPS, COMPUTE_OPS, RECV_OPS, SEND_OPS, Action, Op
+from megapipe.schedule.dependencies import Channel, Value, channel_of, is_given, makes, needs
 from megapipe.schedule.schedule import Schedule
 from megapipe.schedule.simulate import Costs, Timeline, simulate
 
@@ -39,6 +40,9 @@ CAUSES = {
 }
 PREDICTED = "messages"  # the last cause that the prediction includes
 
+WAITS_FOR_INPUTS = frozenset({Op.F, Op.B, Op.I, Op.W, Op.UPDATE})
+
+Times = tuple[tuple[float, ...], ...]  # [rank][slot], seconds
 StageKey = tuple[int, ...]  # (stage,), or (forward's stage, backward's stage) of an overlapped pair
 
 
@@ -151,11 +155,6 @@ class Comparison:
     plan: Timeline
     causes: tuple[Cause, ...]
 
-    @property
-    def mean_work_seconds(self) -> float:
-        """Mean computing time of a rank, the same in plan and measurement."""
-        return fmean(self.measured.work_seconds)
-
 
 def total_idle(causes: Sequence[Cause]) -> Idle:
     """Return the sum of the causes."""
@@ -173,8 +172,12 @@ def compare(profile: Profile, step: MeasuredStep) -> Comparison:
     measured = MeasuredTimeline(profile.schedules[step.num_microbatches], step)
     schedule = measured.schedule
     transfer, latency = message_costs(schedule, profile.links)
-    means = _mean_seconds(measured)
-    ideal = simulate(schedule, _costs(schedule, _equal_stages(means), {}, 0.0))
+    means = {key: fmean(values) for key, values in _samples(measured).items()}
+    alike: dict[tuple[int, Op], list[float]] = {}  # means of all stages; single ops and overlapped pairs apart
+    for (stages, op), mean in means.items():
+        alike.setdefault((len(stages), op), []).append(mean)
+    equal = {(stages, op): fmean(alike[len(stages), op]) for stages, op in means}
+    ideal = simulate(schedule, _costs(schedule, equal, {}, 0.0))
     unequal = simulate(schedule, _costs(schedule, means, {}, 0.0))
     plan = simulate(schedule, _costs(schedule, means, transfer, latency))
     idles = [
@@ -183,18 +186,114 @@ def compare(profile: Profile, step: MeasuredStep) -> Comparison:
     ]
     for with_engine, with_optimizer in ((False, False), (True, False), (True, True)):  # noise, engine, optimizer
         seconds = tuple(_replayed_seconds(measured, rank, with_optimizer) for rank in range(schedule.num_ranks))
-        gaps = tuple(
-            _gaps(starts, ends, with_engine, with_optimizer)
-            for starts, ends in zip(measured.starts, measured.ends, strict=True)
-        )
-        starts, ends = replay(schedule, seconds, gaps, transfer, latency)
-        idles.append(_idle(schedule, starts, ends, measured.work_seconds))
+        gaps = []  # time lost before each slot
+        for starts, ends in zip(measured.starts, measured.ends, strict=True):
+            slots = zip(starts[1:], ends, strict=False)
+            between = [max(0.0, start - end) if with_engine else 0.0 for start, end in slots]
+            gaps.append((starts[0] if with_optimizer and starts else 0.0, *between))
+        replayed = replay(schedule, seconds, tuple(gaps), transfer, latency)
+        idles.append(_idle(schedule, *replayed, measured.work_seconds))
     idles.append(measured.idle)
     causes = tuple(
         Cause(name, Idle(idle.barrier - before.barrier, idle.chained - before.chained))
         for name, idle, before in zip(CAUSES, idles, [Idle(0.0, 0.0), *idles[:-1]], strict=True)
     )
     return Comparison(measured, plan, causes)
+
+
+def replay(
+    schedule: Schedule,
+    seconds: Times,
+    gaps: Times,
+    transfer_seconds: Mapping[tuple[int, Op], float],
+    latency_seconds: float,
+) -> tuple[Times, Times]:
+    """Run a lowered schedule again, or a pipeline of one rank, with its own time for every action and gap.
+
+    Returns (starts, ends) of every slot.
+    seconds: how long each slot occupies its rank, without waits for messages; an overlapped pair has its time at the
+    OVERLAP. gaps: time that the rank loses before each slot. transfer_seconds: by (stage, SEND_F | SEND_B), how long a
+    message occupies its channel. latency_seconds: from then until it can be used. A message leaves when its SEND ends.
+    The rules are those of `simulate`, where an op of a stage has one cost for all microbatches. Raises ScheduleError
+    for a schedule that deadlocks.
+    """
+    values = _Values(schedule, transfer_seconds, latency_seconds)
+    positions = [0] * schedule.num_ranks
+    clocks = [0.0] * schedule.num_ranks
+    starts = [[0.0] * len(row) for row in schedule.rows]
+    ends = [[0.0] * len(row) for row in schedule.rows]
+    moved = True
+    while moved:
+        moved = False
+        for rank, row in enumerate(schedule.rows):
+            while positions[rank] < len(row):
+                slot = positions[rank]
+                size = 3 if row[slot].op is Op.OVERLAP else 1
+                actions = row[slot : slot + size]
+                ready = values.ready_at(rank, actions)
+                if ready is None:
+                    break
+                moved = True
+                start = max(clocks[rank] + gaps[rank][slot], ready)
+                end = clocks[rank] = start + seconds[rank][slot]
+                starts[rank][slot : slot + size], ends[rank][slot : slot + size] = [start] * size, [end] * size
+                positions[rank] += size
+                for action in actions:
+                    values.add(rank, action, end)
+    if any(position < len(row) for position, row in zip(positions, schedule.rows, strict=True)):
+        raise ScheduleError(f"schedule {schedule} deadlocks; validate(schedule) shows where")
+    return tuple(map(tuple, starts)), tuple(map(tuple, ends))
+
+
+class _Values:
+    """When each activation and gradient can be used on each rank."""
+
+    def __init__(
+        self, schedule: Schedule, transfer_seconds: Mapping[tuple[int, Op], float], latency_seconds: float
+    ) -> None:
+        self._num_stages = schedule.num_stages
+        self._num_directions = len(schedule.placement.directions)
+        self._transfer_seconds, self._latency_seconds = transfer_seconds, latency_seconds
+        self._usable_at: dict[tuple[int, Value], float] = {}
+        self._first_ends: dict[tuple[Channel, int | None], tuple[float, int]] = {}  # of SEND or RECV -> (time, rank)
+        self._channel_free_at: dict[Channel, float] = {}
+
+    def ready_at(self, rank: int, actions: Sequence[Action]) -> float | None:
+        """Return when all inputs of the actions are usable; None if one has not been produced yet."""
+        latest = 0.0
+        for action in actions:
+            for value in needs(action) if action.op in WAITS_FOR_INPUTS else ():
+                if not is_given(value, self._num_stages):
+                    time = self._usable_at.get((rank, value))
+                    if time is None:
+                        return None
+                    latest = max(latest, time)
+        return latest
+
+    def add(self, rank: int, action: Action, end: float) -> None:
+        """Add what an action that ends at `end` produces; a message once both its SEND and its RECV have run."""
+        if action.op not in SEND_OPS | RECV_OPS:
+            for value in makes(action):
+                self._usable_at[rank, value] = end
+            return
+        channel = channel_of(action, self._num_directions)
+        other = self._first_ends.pop((channel, action.microbatch), None)
+        if other is None:
+            self._first_ends[channel, action.microbatch] = end, rank
+            return
+        is_forward = action.op in (Op.SEND_F, Op.RECV_F)
+        sender, receiver = channel.boundary, channel.boundary + 1  # stages
+        if not is_forward:
+            sender, receiver = receiver, sender
+        transfer = self._transfer_seconds.get((sender, Op.SEND_F if is_forward else Op.SEND_B), 0.0)
+        # a message starts when both ends are ready and the one before it has left the channel
+        arrival = max(end, other[0])
+        if transfer:
+            arrival = max(arrival, self._channel_free_at.get(channel, 0.0)) + transfer
+            self._channel_free_at[channel] = arrival
+        receiving_rank = rank if action.op in RECV_OPS else other[1]
+        for value in makes(Action(receiver, Op.RECV_F if is_forward else Op.RECV_B, action.microbatch)):
+            self._usable_at[receiving_rank, value] = arrival + self._latency_seconds
 
 
 class OpTime(NamedTuple):
@@ -249,18 +348,6 @@ def _samples(measured: MeasuredTimeline) -> dict[tuple[StageKey, Op], list[float
     return samples
 
 
-def _mean_seconds(measured: MeasuredTimeline) -> dict[tuple[StageKey, Op], float]:
-    return {key: fmean(values) for key, values in _samples(measured).items()}
-
-
-def _equal_stages(means: Mapping[tuple[StageKey, Op], float]) -> dict[tuple[StageKey, Op], float]:
-    """Give every stage the mean of all stages; single ops and overlapped pairs apart."""
-    samples: dict[tuple[int, Op], list[float]] = {}
-    for (stages, op), mean in means.items():
-        samples.setdefault((len(stages), op), []).append(mean)
-    return {(stages, op): fmean(samples[len(stages), op]) for stages, op in means}
-
-
 def _costs(
     schedule: Schedule,
     means: Mapping[tuple[StageKey, Op], float],
@@ -284,14 +371,6 @@ def _replayed_seconds(measured: MeasuredTimeline, rank: int, with_optimizer: boo
         else:
             found.append(0.0)
     return tuple(found)
-
-
-def _gaps(
-    starts: Sequence[float], ends: Sequence[float], with_engine: bool, with_late_start: bool
-) -> tuple[float, ...]:
-    """Return the time lost before each slot."""
-    between = [max(0.0, start - end) if with_engine else 0.0 for start, end in zip(starts[1:], ends, strict=False)]
-    return (starts[0] if with_late_start else 0.0, *between) if starts else ()
 
 
 def _halves(row: Sequence[Action]) -> set[int]:

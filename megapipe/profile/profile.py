@@ -17,9 +17,9 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from megapipe.errors import DataError, MegapipeError
 from megapipe.schedule.action import Action, Op
@@ -127,13 +127,6 @@ def schedule_as_run(schedule: Schedule, row: Sequence[Action]) -> Schedule:
     return Schedule(schedule.name, schedule.placement, schedule.num_microbatches, rows)
 
 
-class _Slot(NamedTuple):
-    start_ns: int
-    end_ns: int
-    message_wait_ns: int = 0
-    parameter_wait_ns: int = 0
-
-
 def measured_row(row: Sequence[Action], events: Iterable[Event], to_local: Callable[[int], int] = int) -> MeasuredRow:
     """Return the measured row from the events of one step. to_local: from the rank's clock to that of the profile.
 
@@ -141,35 +134,28 @@ def measured_row(row: Sequence[Action], events: Iterable[Event], to_local: Calla
     the times of the pair. Raises ValueError if an action of the row was not recorded.
     """
     found = list(events)
-    waits = [event for event in found if event[1] == "wait"]
-    timed = {name: _with_waits(start, end, waits) for name, kind, start, end in found if kind == "action"}
-    slots: list[_Slot] = []
+    spans = {name: (start, end) for name, kind, start, end in found if kind == "action"}
+    waits = [(name, start, end) for name, kind, start, end in found if kind == "wait"]
+    slots: list[tuple[int, int, int, int]] = []  # start, end, waits for messages and for parameters
     for index, action in enumerate(row):
-        is_half = Op.OVERLAP in (before.op for before in row[max(0, index - 2) : index])
-        if is_half:
-            slots.append(_Slot(slots[-1].start_ns, slots[-1].end_ns))
+        if Op.OVERLAP in (before.op for before in row[max(0, index - 2) : index]):  # a half of a pair
+            slots.append((*slots[-1][:2], 0, 0))
             continue
         size = 3 if action.op is Op.OVERLAP else 1  # a pair was recorded as one action or as its two halves
-        parts = [timed[str(part)] for part in row[index : index + size] if str(part) in timed]
+        parts = [spans[str(part)] for part in row[index : index + size] if str(part) in spans]
         if not parts:
             raise ValueError(f"{action} was not recorded")
-        slots.append(
-            _Slot(
-                min(part.start_ns for part in parts),
-                max(part.end_ns for part in parts),
-                sum(part.message_wait_ns for part in parts),
-                sum(part.parameter_wait_ns for part in parts),
-            )
-        )
+        messages = parameters = 0
+        for name, begin, stop in waits:
+            if any(start <= begin and stop <= end for start, end in parts):
+                if name.startswith("parameters"):
+                    parameters += stop - begin
+                else:
+                    messages += stop - begin
+        slots.append((min(start for start, _ in parts), max(end for _, end in parts), messages, parameters))
     phases = tuple((name, to_local(start), to_local(end)) for name, kind, start, end in found if kind == "phase")
     starts, ends, message_waits, parameter_waits = zip(*slots, strict=True) if slots else ((), (), (), ())
     return MeasuredRow(tuple(map(to_local, starts)), tuple(map(to_local, ends)), message_waits, parameter_waits, phases)
-
-
-def _with_waits(start: int, end: int, waits: Sequence[Event]) -> _Slot:
-    inside = [(name, stop - begin) for name, _, begin, stop in waits if start <= begin and stop <= end]
-    parameters = sum(length for name, length in inside if name.startswith("parameters"))
-    return _Slot(start, end, sum(length for _, length in inside) - parameters, parameters)
 
 
 def write_profile(profile: Profile, path: Path) -> None:
@@ -202,11 +188,21 @@ def read_profile(path: Path) -> Profile:
 
 def to_json(profile: Profile) -> dict[str, Any]:
     """Return the JSON form described at the top of this file."""
+    schedules = {}
+    for count, schedule in profile.schedules.items():
+        placement = schedule.placement
+        schedules[str(count)] = {
+            "name": schedule.name,
+            "num_ranks": placement.num_ranks,
+            "rank_of_stage": placement.rank_of_stage,
+            "second_direction": placement.second_direction,
+            "rows": to_csv(schedule).splitlines(),
+        }
     return {
         "format": FORMAT,
         "version": VERSION,
         "about": profile.about,
-        "schedules": {str(count): _schedule_json(schedule) for count, schedule in profile.schedules.items()},
+        "schedules": schedules,
         "messages": {"bytes": profile.message_bytes, "links": [asdict(link) for link in profile.links]},
         "clocks": [asdict(clock) for clock in profile.clocks],
         "pipelines": [asdict(pipeline) for pipeline in profile.pipelines],
@@ -215,53 +211,32 @@ def to_json(profile: Profile) -> dict[str, Any]:
 
 def from_json(found: dict[str, Any]) -> Profile:
     """Return the profile of a JSON form. Raises ValueError if its rows do not match its schedules."""
-    profile = Profile(
+    schedules = {}
+    for key, entry in found["schedules"].items():
+        placement = Placement(*(_as_tuples(entry[name]) for name in ("num_ranks", "rank_of_stage", "second_direction")))
+        schedules[int(key)] = from_csv("\n".join(entry["rows"]), entry["name"], placement, int(key))
+    pipelines = []
+    for entry in found["pipelines"]:
+        steps = []
+        for step in entry["steps"]:
+            values = [[_as_tuples(row[each.name]) for each in fields(MeasuredRow)] for row in step["rows"]]
+            lengths = [set(map(len, times)) for *times, _ in values]
+            expected = [len(row) for row in schedules[step["num_microbatches"]].rows]
+            if lengths != [{length} for length in expected]:
+                raise ValueError(f"step {step['step']} has rows of {lengths} actions, its schedule {expected}")
+            rows = tuple(MeasuredRow(*row) for row in values)
+            steps.append(MeasuredStep(step["step"], step["num_microbatches"], rows))
+        pipelines.append(PipelineSteps(entry["tp_rank"], entry["dp_rank"], tuple(entry["global_ranks"]), tuple(steps)))
+    return Profile(
         found["about"],
-        {int(count): _schedule_of(entry, int(count)) for count, entry in found["schedules"].items()},
+        schedules,
         found["messages"]["bytes"],
         tuple(Link(**link | {"pp_ranks": tuple(link["pp_ranks"])}) for link in found["messages"]["links"]),
         tuple(ClockOffset(**clock) for clock in found["clocks"]),
-        tuple(_pipeline_of(entry) for entry in found["pipelines"]),
+        tuple(pipelines),
     )
-    for step in (step for pipeline in profile.pipelines for step in pipeline.steps):
-        expected = [len(row) for row in profile.schedules[step.num_microbatches].rows]
-        lengths = [
-            {len(row.starts_ns), len(row.ends_ns), len(row.message_waits_ns), len(row.parameter_waits_ns)}
-            for row in step.rows
-        ]
-        if lengths != [{length} for length in expected]:
-            raise ValueError(f"step {step.step} has rows of {lengths} actions, its schedule {expected}")
-    return profile
 
 
-def _schedule_json(schedule: Schedule) -> dict[str, Any]:
-    placement = schedule.placement
-    return {
-        "name": schedule.name,
-        "num_ranks": placement.num_ranks,
-        "rank_of_stage": placement.rank_of_stage,
-        "second_direction": placement.second_direction,
-        "rows": to_csv(schedule).splitlines(),
-    }
-
-
-def _schedule_of(entry: dict[str, Any], num_microbatches: int) -> Schedule:
-    second = None if entry["second_direction"] is None else tuple(entry["second_direction"])
-    placement = Placement(entry["num_ranks"], tuple(entry["rank_of_stage"]), second)
-    return from_csv("\n".join(entry["rows"]), entry["name"], placement, num_microbatches)
-
-
-def _pipeline_of(entry: dict[str, Any]) -> PipelineSteps:
-    steps = tuple(
-        MeasuredStep(step["step"], step["num_microbatches"], tuple(map(_row_of, step["rows"])))
-        for step in entry["steps"]
-    )
-    return PipelineSteps(entry["tp_rank"], entry["dp_rank"], tuple(entry["global_ranks"]), steps)
-
-
-def _row_of(entry: dict[str, Any]) -> MeasuredRow:
-    starts, ends, messages, parameters = (
-        tuple(entry[name]) for name in ("starts_ns", "ends_ns", "message_waits_ns", "parameter_waits_ns")
-    )
-    phases = tuple((name, start, end) for name, start, end in entry["phases"])
-    return MeasuredRow(starts, ends, messages, parameters, phases)
+def _as_tuples(value: Any) -> Any:
+    """Return JSON with tuples in place of lists."""
+    return tuple(map(_as_tuples, value)) if isinstance(value, list) else value

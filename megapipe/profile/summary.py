@@ -83,15 +83,20 @@ def summarize(profile: Profile, index: int = 0) -> Summary:
         fmean(_work_of_idlest(each.plan.chained_idle_seconds, each.plan.work_seconds) for each in comparisons),
         fmean(_work_of_idlest(each.measured.chained_idle_seconds, each.measured.work_seconds) for each in comparisons),
     )
+    all_shares = []
+    for other in profile.pipelines:
+        measured = [MeasuredTimeline(profile.schedules[step.num_microbatches], step) for step in other.steps]
+        work = fmean(fmean(each.work_seconds) for each in measured)
+        all_shares.append(_share(fmean(each.idle.barrier for each in measured), work))
     return Summary(
         pipeline,
         comparisons,
         tuple(causes),
-        fmean(comparison.mean_work_seconds for comparison in comparisons),
+        fmean(fmean(comparison.measured.work_seconds) for comparison in comparisons),
         chained_work,
         _phases(pipeline),
         tuple(op_times(comparisons)),
-        tuple(_measured_share(profile, other) for other in profile.pipelines),
+        tuple(all_shares),
     )
 
 
@@ -110,12 +115,10 @@ def profile_text(profile: Profile, summary: Summary) -> str:
         f"  step time {milliseconds(measured.barrier + work)}, predicted {milliseconds(planned.barrier + work)}; "
         f"computation {milliseconds(work)} (mean of the ranks)",
         "  bubble, idle / (idle + work)  predicted  measured",
-        _share_line(
-            "barrier", planned_share.barrier, measured_share.barrier, "first action of any rank to last of any"
-        ),
-        _share_line(
-            "chained", planned_share.chained, measured_share.chained, "first to last action of the idlest rank"
-        ),
+        f"    {'barrier':<25} {planned_share.barrier:>10.1%} {measured_share.barrier:>9.1%}   "
+        "first action of any rank to last of any",
+        f"    {'chained':<25} {planned_share.chained:>10.1%} {measured_share.chained:>9.1%}   "
+        "first to last action of the idlest rank",
         "  idle per step, ms      barrier    chained",
     ]
     for cause in summary.causes:
@@ -156,10 +159,6 @@ def oversubscription_text(profile: Profile) -> str:
     return f"{ranks} ranks share {cores} cores: times include waiting for a core"
 
 
-def _share_line(name: str, predicted: float, measured: float, meaning: str) -> str:
-    return f"    {name:<25} {predicted:>10.1%} {measured:>9.1%}   {meaning}"
-
-
 def _cause_line(sign: str, text: str, idle: Idle) -> str:
     return f"  {sign} {idle.barrier * 1e3:>20.2f} {idle.chained * 1e3:>10.2f}   {text}"
 
@@ -170,11 +169,6 @@ def _share(idle: float, work: float) -> float:
 
 def _work_of_idlest(idles: Sequence[float], work: Sequence[float]) -> float:
     return work[max(range(len(idles)), key=idles.__getitem__)]
-
-
-def _measured_share(profile: Profile, pipeline: PipelineSteps) -> float:
-    measured = [MeasuredTimeline(profile.schedules[step.num_microbatches], step) for step in pipeline.steps]
-    return _share(fmean(each.idle.barrier for each in measured), fmean(fmean(each.work_seconds) for each in measured))
 
 
 def _phases(pipeline: PipelineSteps) -> dict[str, float]:

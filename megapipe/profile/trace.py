@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from megapipe.profile.difference import Comparison, compare
-from megapipe.profile.profile import PipelineSteps, Profile
+from megapipe.profile.profile import Profile
 from megapipe.schedule.action import BUSY_OPS, COMPUTE_OPS, RECV_OPS, SEND_OPS, Action, Op
 from megapipe.schedule.simulate import Timeline
 
@@ -43,28 +43,30 @@ def profile_trace(profile: Profile) -> str:
             name = f"rank {rank}: pp {pp_rank}, tp {pipeline.tp_rank}, dp {pipeline.dp_rank}"
             events += _names(rank, name, PROFILE_THREADS)
         for step in pipeline.steps:
-            events += _step_events(pipeline, compare(profile, step))
+            comparison = compare(profile, step)
+            for pp_rank, rank in enumerate(pipeline.global_ranks):
+                events += _rank_events(comparison, pp_rank, rank)
     return _trace(events, {"about": profile.about})
 
 
-def _step_events(pipeline: PipelineSteps, comparison: Comparison) -> Iterator[Event]:
+def _rank_events(comparison: Comparison, pp_rank: int, rank: int) -> Iterator[Event]:
+    """Yield the plan and the measurement of one rank in one step."""
     measured, plan = comparison.measured, comparison.plan
     origin = measured.origin_ns / 1e9
-    for pp_rank, rank in enumerate(pipeline.global_ranks):
-        for slot, action in enumerate(measured.schedule.rows[pp_rank]):
-            start, end = origin + measured.starts[pp_rank][slot], origin + measured.ends[pp_rank][slot]
-            compute_start = origin + measured.compute_starts[pp_rank][slot]
-            if action.op in COMPUTE_OPS:
-                yield _event(rank, PLAN, action, origin + plan.starts[pp_rank][slot], origin + plan.ends[pp_rank][slot])
-                yield _event(rank, MEASURED, action, compute_start, end)
-            elif action.op in SEND_OPS | RECV_OPS | {Op.REDUCE_GRAD, Op.UPDATE}:
-                yield _event(rank, MESSAGES, action, start, end)
-            if measured.message_waits[pp_rank][slot]:
-                yield _event(rank, WAITS, action, start, compute_start, "wait for the message of ")
-        for name, start_ns, end_ns in measured.step.rows[pp_rank].phases:
-            label = f"step {measured.step.step}" if name == "step" else name
-            times = {"ts": start_ns / 1e3, "dur": (end_ns - start_ns) / 1e3}
-            yield {"ph": "X", "pid": rank, "tid": PHASES, "name": label, "cat": "phase", **times}
+    for slot, action in enumerate(measured.schedule.rows[pp_rank]):
+        start, end = origin + measured.starts[pp_rank][slot], origin + measured.ends[pp_rank][slot]
+        compute_start = origin + measured.compute_starts[pp_rank][slot]
+        if action.op in COMPUTE_OPS:
+            yield _event(rank, PLAN, action, origin + plan.starts[pp_rank][slot], origin + plan.ends[pp_rank][slot])
+            yield _event(rank, MEASURED, action, compute_start, end)
+        elif action.op in SEND_OPS | RECV_OPS | {Op.REDUCE_GRAD, Op.UPDATE}:
+            yield _event(rank, MESSAGES, action, start, end)
+        if measured.message_waits[pp_rank][slot]:
+            yield _event(rank, WAITS, action, start, compute_start, "wait for the message of ")
+    for name, start_ns, end_ns in measured.step.rows[pp_rank].phases:
+        label = f"step {measured.step.step}" if name == "step" else name
+        times = {"ts": start_ns / 1e3, "dur": (end_ns - start_ns) / 1e3}
+        yield {"ph": "X", "pid": rank, "tid": PHASES, "name": label, "cat": "phase", **times}
 
 
 def _trace(events: list[Event], other: dict[str, Any]) -> str:

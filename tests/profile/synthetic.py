@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from megapipe.profile.difference import replay
 from megapipe.profile.profile import ClockOffset, Link, MeasuredRow, MeasuredStep, PipelineSteps, Profile
-from megapipe.profile.replay import replay
 from megapipe.schedule.action import COMPUTE_OPS, Action, Op
 from megapipe.schedule.families import build_lowered
 from megapipe.schedule.schedule import Schedule

@@ -42,7 +42,7 @@ def a_clock_ahead(rank: int, *_: Any) -> None:
     """Set the clock of every rank but the first one hour ahead."""
     if rank:
         built = PipelineProfiler.__init__
-        Tracer.now = lambda self: perf_counter_ns() + AHEAD_NS  # type: ignore[method-assign]
+        Tracer.now = lambda self, stream=None: perf_counter_ns() + AHEAD_NS  # type: ignore[method-assign]
         PipelineProfiler.__init__ = lambda *a, **k: built(  # type: ignore[method-assign]
             *a, **k, now=lambda: perf_counter_ns() + AHEAD_NS
         )
