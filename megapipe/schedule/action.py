@@ -43,7 +43,7 @@ RECV_OPS = frozenset({Op.RECV_F, Op.RECV_B})
 
 
 class Action(NamedTuple):
-    """One entry of a row. REDUCE_GRAD concerns the whole step: its microbatch is None."""
+    """One entry of a row. REDUCE_GRAD concerns the whole step: it has no microbatch (None)."""
 
     stage: int
     op: Op

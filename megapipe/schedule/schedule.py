@@ -122,12 +122,12 @@ def from_csv(
                     rows[-1] += _read_cell(cell)
                 except ScheduleError as error:
                     raise ScheduleError(f"line {len(rows)}, cell {column + 1}: {error}") from None
-    microbatches = {action.microbatch: action for row in rows for action in row if action.microbatch is not None}
-    last, num_actions = max(microbatches, default=-1), sum(map(len, rows))
+    actions = [action for row in rows for action in row if action.microbatch is not None]
+    last, num_actions = max((action.microbatch or 0 for action in actions), default=-1), sum(map(len, rows))
     if last >= num_actions:  # checked before anything is allocated by that number
+        first = next(action for action in actions if (action.microbatch or 0) >= num_actions)
         raise ScheduleError(
-            f"schedule {name}: {microbatches[last]} among {num_actions} actions: microbatches are numbered from 0 "
-            "without gaps"
+            f"schedule {name}: {first} among {num_actions} actions: microbatches are numbered from 0 without gaps"
         )
     if placement is None:
         placement = _placement_of(rows, name)
