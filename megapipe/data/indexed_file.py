@@ -106,10 +106,6 @@ class IndexedFile:
     def num_tokens(self) -> int:
         return int(self.lengths.sum(dtype=np.int64))
 
-    @property
-    def bin_bytes(self) -> int:
-        return len(self._bin)
-
     def read(self, sequence: int, start: int = 0, count: int | None = None) -> Array:
         """Return tokens start .. start + count of a sequence, in the file's dtype: a view, not a copy."""
         length = int(self.lengths[sequence])
@@ -130,18 +126,18 @@ class IndexedFile:
 
     def _check(self) -> None:
         """Check that every sequence is inside `.bin`, and that document starts rise from 0 to S."""
-        idx, item = idx_path(self.prefix), self.dtype.itemsize
+        idx, item, bin_bytes = idx_path(self.prefix), self.dtype.itemsize, len(self._bin)
         for begin in range(0, len(self), CHECK_BLOCK):
             lengths = self.lengths[begin : begin + CHECK_BLOCK].astype(np.int64)
             offsets = self.offsets[begin : begin + CHECK_BLOCK]
             if (lengths < 0).any():
                 bad = int(np.argmax(lengths < 0))
                 raise DataError(f"{idx}: sequence {begin + bad} has a length of {lengths[bad]} tokens")
-            wrong = (offsets < 0) | (offsets + lengths * item > self.bin_bytes)
+            wrong = (offsets < 0) | (offsets + lengths * item > bin_bytes)
             if wrong.any():
                 bad = int(np.argmax(wrong))
                 raise DataError(
-                    f"{bin_path(self.prefix)} has {self.bin_bytes} bytes, but {idx.name} places sequence {begin + bad} "
+                    f"{bin_path(self.prefix)} has {bin_bytes} bytes, but {idx.name} places sequence {begin + bad} "
                     f"({lengths[bad]} tokens of {item} bytes) at byte {offsets[bad]}: the file is truncated or belongs "
                     "to another index; copy or preprocess it again"
                 )

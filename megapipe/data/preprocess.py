@@ -33,11 +33,8 @@ BATCHES_PER_WORKER = 3  # in flight, so that memory stays bounded however fast t
 class Encoder(Protocol):
     """The part of a tokenizer that preprocessing uses."""
 
-    @property
-    def vocab_size(self) -> int: ...
-
-    @property
-    def eod(self) -> int | None: ...
+    vocab_size: int
+    eod: int | None
 
     def encode(self, text: str) -> list[int]: ...
 

@@ -39,18 +39,11 @@ from megapipe.layers.embedding import WORD_EMBEDDING
 CONFIG, INDEX, SINGLE = "config.json", "model.safetensors.index.json", "model.safetensors"
 HEAD = "lm_head.weight"
 # files other than weights that are copied
-COMPANIONS = (
-    "tokenizer.json",
-    "tokenizer.model",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "chat_template.json",
-    "chat_template.jinja",
-    "generation_config.json",
-    "config.json",
+COMPANIONS = tuple(
+    """
+    tokenizer.json tokenizer.model tokenizer_config.json special_tokens_map.json added_tokens.json vocab.json
+    merges.txt chat_template.json chat_template.jinja generation_config.json config.json
+    """.split()
 )
 
 

@@ -47,12 +47,11 @@ RANK = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?(_\d{3,})?")
 LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
 WEIGHTS = "weights"
 CHECKPOINT_VERSION = 3.0  # of Megatron's format, since q, k and v are interleaved by query group
-EXTRA_STATE_MODULES = (
-    "self_attention.core_attention",
-    "self_attention.linear_qkv",
-    "self_attention.linear_proj",
-    "mlp.linear_fc1",
-    "mlp.linear_fc2",
+EXTRA_STATE_MODULES = tuple(
+    """
+    self_attention.core_attention self_attention.linear_qkv self_attention.linear_proj mlp.linear_fc1
+    mlp.linear_fc2
+    """.split()
 )
 
 
@@ -93,19 +92,10 @@ def read(root: Path, step: int | None = None, vocab_size: int | None = None, wei
     Raises ConfigError, CheckpointError naming a tensor that is missing, unexpected or of another shape.
     """
     folder = iteration_folder(root, step)
-    folders = _rank_folders(folder)
-    contents = {place: load_pickled(path / MODEL_FILE) for place, path in folders.items()}
-    first = contents[0, 0]
-    if "args" not in first:
-        raise CheckpointError(f"{folders[0, 0] / MODEL_FILE} holds no args, so the model is unknown")
+    stages, first, state = _load_stages(folder, weights_only)
     args = vars(first["args"])
-    models = {place: _models(folders[place] / MODEL_FILE, content) for place, content in contents.items()}
-    states: dict[tuple[int, int], OptimizerState] = {}
-    if not weights_only and "optimizer" in first:
-        states = {place: _optimizer(folders[place], content, models[place]) for place, content in contents.items()}
-    stages = _stages(folders, models, states)
     keys = {MASTER: MASTER if MASTER in stages[0][0].tensors else WEIGHTS}  # ours -> those of the chunks
-    keys |= {key: key for key in MOMENTS} if states else {}
+    keys |= {key: key for key in MOMENTS} if state is not None else {}
     config = read_config(args, vocab_size)
     tp = len(stages[0])
     padded = resolve_model(dataclasses.replace(config.model, padded_vocab_size=int(args["padded_vocab_size"])), tp)
@@ -130,21 +120,40 @@ def read(root: Path, step: int | None = None, vocab_size: int | None = None, wei
         stage, _ = next(iter(located.values()))
         names = [name for _, name in located.values()]
         check_nothing_left(stages[stage][0].path, names, "the model that its args describe")
-    return run_snapshot(config, tensors, args, first, states.get((0, 0)))
+    return run_snapshot(config, tensors, args, first, state)
 
 
-def _rank_folders(folder: Path) -> dict[tuple[int, int], Path]:
-    """Return the folders by (pp_rank, tp_rank)."""
-    found: dict[tuple[int, int], Path] = {}
+def _load_stages(folder: Path, weights_only: bool) -> tuple[list[list[Chunk]], dict[Any, Any], OptimizerState | None]:
+    """Return all chunks by stage and tp_rank, the content of rank (0, 0)'s file, and its optimizer state if any."""
+    folders: dict[tuple[int, int], Path] = {}  # by (pp_rank, tp_rank)
     for path in folder.iterdir():
         match = RANK.fullmatch(path.name)
         if match and (path / MODEL_FILE).exists():
             if match[3]:
                 raise CheckpointError(f"{path}: a mixture of experts (a third number in the name) cannot be expressed")
-            found[int(match[2] or 0), int(match[1])] = path
-    if (0, 0) not in found:
+            folders[int(match[2] or 0), int(match[1])] = path / MODEL_FILE
+    if (0, 0) not in folders:
         raise CheckpointError(f"{folder} holds no mp_rank_00[_000]/{MODEL_FILE}")
-    return found
+    first = load_pickled(folders[0, 0])
+    if "args" not in first:
+        raise CheckpointError(f"{folders[0, 0]} holds no args, so the model is unknown")
+    tp, pp = 1 + max(tp for _, tp in folders), 1 + max(pp for pp, _ in folders)
+    num_chunks = len(_models(folders[0, 0], first))
+    stages: list[list[Chunk]] = [[] for _ in range(pp * num_chunks)]
+    states: list[OptimizerState] = []
+    for (pp_rank, tp_rank), path in sorted(folders.items()):
+        content = first if (pp_rank, tp_rank) == (0, 0) else load_pickled(path)
+        models = _models(path, content)
+        if not weights_only and "optimizer" in first:
+            states.append(_optimizer(path, content, models))
+        for number, weights in enumerate(models[:num_chunks]):
+            tensors: dict[str, Mapping[str, Tensor]] = {WEIGHTS: weights}
+            tensors |= states[-1].tensors[number] if states else {}
+            stages[number * pp + pp_rank].append(Chunk(path, tensors))
+    counts = [len(members) for members in stages]
+    if any(count != tp for count in counts):
+        raise CheckpointError(f"{folder} holds {counts} tensor-parallel ranks of its stages, expected {tp} of each")
+    return stages, first, states[0] if states else None
 
 
 def _models(path: Path, content: Mapping[str, Any]) -> list[dict[str, Tensor]]:
@@ -160,37 +169,15 @@ def _models(path: Path, content: Mapping[str, Any]) -> list[dict[str, Tensor]]:
 
 
 def _optimizer(path: Path, content: Mapping[str, Any], models: list[dict[str, Tensor]]) -> OptimizerState:
-    optimizer = content.get("optimizer")
+    optimizer, flat = content.get("optimizer"), path.with_name(OPTIMIZER_FILE)
     if not isinstance(optimizer, dict):
-        way_out = f"cannot be converted; {TRY_WEIGHTS_ONLY}"
-        raise CheckpointError(f"{path / MODEL_FILE}: a chain of several optimizers {way_out}")
-    if (path / OPTIMIZER_FILE).exists():
-        return read_distributed(path / OPTIMIZER_FILE, optimizer, load_pickled(path / OPTIMIZER_FILE), models)
+        raise CheckpointError(f"{path}: a chain of several optimizers cannot be converted; {TRY_WEIGHTS_ONLY}")
+    if flat.exists():
+        return read_distributed(flat, optimizer, load_pickled(flat), models)
     if "param_groups" not in optimizer and "state" not in optimizer.get("optimizer", {}):
         lacks = f"without its {OPTIMIZER_FILE}; {TRY_WEIGHTS_ONLY}"
-        raise CheckpointError(f"{path} holds the groups of a distributed optimizer {lacks}")
-    return read_plain(path / MODEL_FILE, optimizer, models)
-
-
-def _stages(
-    folders: Mapping[tuple[int, int], Path],
-    models: Mapping[tuple[int, int], list[dict[str, Tensor]]],
-    states: Mapping[tuple[int, int], OptimizerState],
-) -> list[list[Chunk]]:
-    """Return the chunks of all ranks by stage and tp_rank."""
-    tp, pp = 1 + max(tp for _, tp in folders), 1 + max(pp for pp, _ in folders)
-    num_chunks = len(models[0, 0])
-    stages: list[list[Chunk]] = [[] for _ in range(pp * num_chunks)]
-    for place in sorted(folders):
-        for number, weights in enumerate(models[place][:num_chunks]):
-            tensors: dict[str, Mapping[str, Tensor]] = {WEIGHTS: weights}
-            tensors |= states[place].tensors[number] if place in states else {}
-            stages[number * pp + place[0]].append(Chunk(folders[place] / MODEL_FILE, tensors))
-    counts = [len(members) for members in stages]
-    if any(count != tp for count in counts):
-        where = folders[0, 0].parent
-        raise CheckpointError(f"{where} holds {counts} tensor-parallel ranks of its stages, expected {tp} of each")
-    return stages
+        raise CheckpointError(f"{path.parent} holds the groups of a distributed optimizer {lacks}")
+    return read_plain(path, optimizer, models)
 
 
 def _locate(folder: Path, stages: list[list[Chunk]], num_layers: int) -> dict[str, tuple[int, str]]:

@@ -26,14 +26,11 @@ Settings = Mapping[str, Any]  # config.json, or Megatron's args
 Shape = tuple[int, ...]
 
 # fields that change how a model is trained or stored, not what it computes: a foreign configuration may lack them
-NOT_THE_MODEL = (
-    "seq_length",
-    "padded_vocab_size",
-    "make_vocab_size_divisible_by",
-    "hidden_dropout",
-    "attention_dropout",
-    "attention_softmax_in_fp32",
-    "init_method_std",
+NOT_THE_MODEL = tuple(
+    """
+    seq_length padded_vocab_size make_vocab_size_divisible_by hidden_dropout attention_dropout
+    attention_softmax_in_fp32 init_method_std
+    """.split()
 )
 ROPE_ONLY = ("rotary_base", "rotary_percent", "rope_scaling_type")
 SCALING_FIELDS = {  # fields that have an effect only with these rope_scaling_types
