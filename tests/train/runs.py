@@ -26,6 +26,7 @@ FOUR_LAYERS: dict[str, Any] = {
     "train_iters": 10,
     "lr": 1e-2,
     "device": "auto",
+    "distributed_backend": "auto",
 }
 
 
