@@ -177,8 +177,7 @@ def _generate(own: argparse.Namespace, environment: Environment) -> None:
             f"{environment.world_size} ranks hold {model.plan.topology.dp} copies of the model: start "
             f"{environment.world_size // model.plan.topology.dp}, tensor x pipeline parallel size"
         )
-    from megapipe.extras.inference.generate import Generator, Limits, TextStream
-    from megapipe.extras.inference.sampling import Sampling
+    from megapipe.extras.inference.generate import Generator, Limits, Sampling, TextStream
 
     sampling = Sampling(own.temperature, own.top_k, own.top_p, own.seed)
     eod = [] if tokenizer.eod is None else [tokenizer.eod]

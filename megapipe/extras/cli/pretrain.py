@@ -89,8 +89,7 @@ def print_samples(runtime: TrainingRuntime, data: RunData, journal: Journal) -> 
         return
     if data.tokenizer is None:
         raise ConfigError("--sample-prompts needs a tokenizer: give --tokenizer-type")
-    from megapipe.extras.inference.generate import Generator, Limits
-    from megapipe.extras.inference.sampling import Sampling
+    from megapipe.extras.inference.generate import Generator, Limits, Sampling
 
     prompts = [data.tokenizer.encode(text) for text in logging.sample_prompts]
     stop = frozenset() if data.tokenizer.eod is None else frozenset({data.tokenizer.eod})

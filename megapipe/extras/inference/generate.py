@@ -1,4 +1,6 @@
-"""`Generator`: continues prompts on any grid, token by token with a key/value cache; `TextStream`: tokens to text."""
+"""`Generator`: continues prompts on any grid, token by token with a key/value cache; `Sampling`: the choice of the next
+token; `TextStream`: tokens to text.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +10,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -15,7 +18,6 @@ from megapipe.assembly.runtime import InferenceRuntime
 from megapipe.comm.channels import MessageSpec
 from megapipe.comm.collectives import all_gather, broadcast
 from megapipe.errors import ConfigError
-from megapipe.extras.inference.sampling import Sampling
 from megapipe.model.microbatch import KVCache, Microbatch
 from megapipe.pipeline.engine import Engine, Step
 from megapipe.pipeline.stage import StageRunner
@@ -23,6 +25,62 @@ from megapipe.topology import Coordinates
 
 OnToken = Callable[[int, int], None]  # (index of the prompt, token)
 INCOMPLETE_CHARACTER = "\N{REPLACEMENT CHARACTER}"
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """Options of sampling.
+
+    temperature: 0 takes the most likely token. top_k: draw among the k most likely; 0: all. top_p: draw among the
+    fewest most likely tokens that together reach this probability (nucleus sampling, Holtzman et al. 2020,
+    arXiv:1904.09751), after top_k. A draw depends only on (seed, index of the prompt, index of the token), not on the
+    grid or the rest of the batch. Raises ConfigError for values out of range.
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.temperature < 0.0:
+            raise ConfigError(
+                f"--temperature {self.temperature} is negative; 0 takes the most likely token, 1 samples as trained"
+            )
+        if self.top_k < 0:
+            raise ConfigError(f"--top-k {self.top_k} is negative; 0 draws among all tokens")
+        if not 0.0 < self.top_p <= 1.0:
+            raise ConfigError(f"--top-p {self.top_p} must be above 0 and at most 1; 1 draws among all tokens")
+        if not 0 <= self.seed < 1 << 63:
+            raise ConfigError(f"--seed {self.seed} must be in 0 .. 2^63 - 1")
+
+    def choose(self, logits: Tensor, prompts: Sequence[int], position: int) -> Tensor:
+        """Return the next token of each row, [batch] int64, on the logits' device.
+
+        logits: [batch, vocabulary]. prompts: the index of each row's prompt. position: tokens generated so far.
+        """
+        if self.temperature == 0.0:
+            return logits.argmax(-1)
+        probabilities, tokens = self.candidates(logits)
+        sums = probabilities.cumsum(-1)
+        draws = torch.empty(len(prompts), 1, dtype=torch.float64)
+        for row, prompt in enumerate(prompts):
+            key = np.array([self.seed, prompt], dtype=np.uint64)
+            bits = np.random.Philox(key=key, counter=np.array([position, 0, 0, 0], dtype=np.uint64))
+            draws[row] = np.random.Generator(bits).random()
+        total = sums[:, -1:]
+        # below the total, so that rounding cannot step past the last candidate
+        below = torch.minimum(draws * total, torch.nextafter(total, torch.zeros_like(total)))
+        chosen = torch.searchsorted(sums, below, right=True)
+        return tokens.gather(-1, chosen)[:, 0].to(logits.device)
+
+    def candidates(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """Return probabilities in falling order (0 beyond top_p, not renormalised) and their tokens, [batch, n]."""
+        count = min(self.top_k or logits.shape[-1], logits.shape[-1])
+        values, tokens = (logits.double().cpu() / self.temperature).sort(dim=-1, descending=True, stable=True)
+        probabilities = values[:, :count].softmax(-1)
+        before = probabilities.cumsum(-1) - probabilities
+        return probabilities.masked_fill(before >= self.top_p, 0.0), tokens[:, :count]
 
 
 @dataclass(frozen=True)
@@ -56,7 +114,10 @@ class Generator:
         if batch_size < 1:
             raise ConfigError(f"--batch-size {batch_size} must be at least 1")
         self._runtime, self._sampling, self._batch_size = runtime, sampling, batch_size
-        self._runners = {stage: StageRunner(_with_logits(module)) for stage, module in runtime.stages.items()}
+        self._runners: dict[int, StageRunner] = {}
+        for stage, module in runtime.stages.items():
+            last: Any = partial(module, return_logits=True, last_position=True)
+            self._runners[stage] = StageRunner(last if module.stage_layers.has_head else module)
         self._engines: dict[int, Engine] = {}
         placement = runtime.plan.placement
         # with two directions, every second microbatch would end on another rank
@@ -145,7 +206,10 @@ class Generator:
             if drawn
             else torch.zeros(len(batches), size, dtype=torch.int64, device=self._runtime.device)
         )
-        broadcast(chosen, self._runtime.groups.world, source=self._source)
+        # the draws of one rank count: the first tp rank of the last stage of the first replica
+        plan = self._runtime.plan
+        source = plan.topology.global_rank(Coordinates(0, 0, 0, plan.placement.rank_of_stage[-1]))
+        broadcast(chosen, self._runtime.groups.world, source=source)
         for batch, row in zip(batches, chosen, strict=True):
             batch.newest = row[:, None]
         as_lists: list[list[int]] = chosen.tolist()
@@ -203,16 +267,6 @@ class Generator:
     @property
     def _num_positions(self) -> int:
         return self._runtime.plan.config.model.max_position_embeddings
-
-    @property
-    def _source(self) -> int:
-        """The global rank whose draws count: the first tp rank of the last stage of the first replica."""
-        plan = self._runtime.plan
-        return plan.topology.global_rank(Coordinates(0, 0, 0, plan.placement.rank_of_stage[-1]))
-
-
-def _with_logits(module: Any) -> Any:
-    return partial(module, return_logits=True, last_position=True) if module.stage_layers.has_head else module
 
 
 @contextmanager

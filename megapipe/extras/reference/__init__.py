@@ -8,7 +8,6 @@ compared with transformers (logits of a dozen public architectures) and with los
 
     config        ReferenceConfig: the shape of the model under Megatron's names, all sizes resolved
     gpt           ReferenceGPT: parameters under Megatron's names and layouts; forward -> (loss_sum, num_tokens)
-    rotary        rotary positions and their scalings
     train         build_optimizer, reference_step -> StepResult(loss, grad_norm, grads)
     asynchronous  PipeDream and PipeDream-2BW: asynchronous_step -> StepResult
 

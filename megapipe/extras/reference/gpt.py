@@ -2,8 +2,12 @@
 
 Parameters carry Megatron's names and layouts, full tensors. Shapes: b batch, s sequence, h hidden_size, n
 num_attention_heads, g num_query_groups, c kv_channels.
+
+Rotary positions (Su et al. 2021, arXiv:2104.09864): channel c is paired with c + rotary_channels / 2 (the "half" layout
+of GPT-NeoX, Llama and Megatron-LM).
 """
 
+import math
 from collections.abc import Callable
 from functools import partial
 
@@ -12,7 +16,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megapipe.extras.reference.config import ReferenceConfig
-from megapipe.extras.reference.rotary import cos_sin, rotate
 
 # (layer, site, shape) -> mask already divided by 1 - p, or None for no dropout there.
 #   site "embedding"         layer -1        [b, s, h]
@@ -295,3 +298,72 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "swiglu": F.silu,
     "geglu_tanh": partial(F.gelu, approximate="tanh"),
 }
+
+
+def cos_sin(config: ReferenceConfig, position_ids: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return cos and sin, each [b, s, rotary_channels], in dtype (at least fp32). position_ids: [b, s] integers."""
+    angles = position_ids[..., None].to(dtype) * inverse_frequencies(config, dtype, position_ids.device)
+    angles = torch.cat((angles, angles), dim=-1)
+    amplitude = yarn_attention_factor(config) if config.rope_scaling_type == "yarn" else 1.0
+    return angles.cos() * amplitude, angles.sin() * amplitude
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate the first rotary_channels of x [b, s, heads, kv_channels]. cos, sin: [b, s, rotary_channels]."""
+    rotated, passed = x[..., : cos.shape[-1]].to(cos.dtype), x[..., cos.shape[-1] :]
+    first, second = rotated.chunk(2, dim=-1)
+    rotated = rotated * cos[:, :, None] + torch.cat((-second, first), dim=-1) * sin[:, :, None]
+    return torch.cat((rotated.to(x.dtype), passed), dim=-1)
+
+
+def inverse_frequencies(config: ReferenceConfig, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return radians per position for each pair of channels, [rotary_channels / 2], after the configured scaling."""
+    channels = torch.arange(0, config.rotary_channels, 2, dtype=dtype, device=device)
+    frequencies = 1.0 / config.rotary_base ** (channels / config.rotary_channels)
+    if config.rope_scaling_type == "none":
+        return frequencies
+    if config.rope_scaling_type == "linear":  # position interpolation (Chen et al. 2023, arXiv:2306.15595)
+        return frequencies / config.rope_scaling_factor
+    return {"llama3": _llama3, "yarn": _yarn}[config.rope_scaling_type](config, frequencies)
+
+
+def _llama3(config: ReferenceConfig, frequencies: Tensor) -> Tensor:
+    """Llama 3.1: slow wavelengths above original / low_factor, keep those below original / high_factor, blend in
+    between.
+    """
+    low, high = config.rope_low_freq_factor, config.rope_high_freq_factor
+    # full turns within the original context
+    turns = config.rope_original_max_position_embeddings * frequencies / (2 * math.pi)
+    kept = ((turns - low) / (high - low)).clamp(0.0, 1.0)
+    return kept * frequencies + (1.0 - kept) * frequencies / config.rope_scaling_factor
+
+
+def _yarn(config: ReferenceConfig, frequencies: Tensor) -> Tensor:
+    """YaRN's NTK-by-parts (Peng et al. 2023, arXiv:2309.00071): a ramp over the channel pairs between beta_fast and
+    beta_slow turns.
+    """
+    first = max(math.floor(_yarn_pair_with_turns(config, config.yarn_beta_fast)), 0)
+    last = min(math.ceil(_yarn_pair_with_turns(config, config.yarn_beta_slow)), config.rotary_channels - 1)
+    width = (last - first) or 1  # pairs are integers: an empty ramp is a step for any width up to 1
+    pairs = torch.arange(config.rotary_channels // 2, dtype=frequencies.dtype, device=frequencies.device)
+    slowed = ((pairs - first) / width).clamp(0.0, 1.0)
+    return (1.0 - slowed) * frequencies + slowed * frequencies / config.rope_scaling_factor
+
+
+def _yarn_pair_with_turns(config: ReferenceConfig, turns: float) -> float:
+    """Return the index (a real number) of the channel pair that makes `turns` turns in the original context."""
+    wavelength = config.rope_original_max_position_embeddings / turns
+    return config.rotary_channels * math.log(wavelength / (2 * math.pi)) / (2 * math.log(config.rotary_base))
+
+
+def yarn_attention_factor(config: ReferenceConfig) -> float:
+    """Return YaRN's factor of cos and sin: 0.1 ln(factor) + 1, or the quotient of two such terms if both mscales are
+    set.
+    """
+
+    def term(mscale: float) -> float:
+        return 0.1 * mscale * math.log(config.rope_scaling_factor) + 1.0 if config.rope_scaling_factor > 1.0 else 1.0
+
+    if config.yarn_mscale and config.yarn_mscale_all_dim:
+        return term(config.yarn_mscale) / term(config.yarn_mscale_all_dim)
+    return term(1.0)

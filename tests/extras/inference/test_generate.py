@@ -19,8 +19,7 @@ from megapipe.config.model import ModelConfig
 from megapipe.config.parallel import ParallelConfig
 from megapipe.config.training import TrainingConfig
 from megapipe.errors import ConfigError
-from megapipe.extras.inference.generate import Generator, Limits
-from megapipe.extras.inference.sampling import Sampling
+from megapipe.extras.inference.generate import Generator, Limits, Sampling
 from megapipe.plan.resolve import resolve
 from tests.extras.inference.grids import SIZES, runtime_on
 from tests.extras.reference.transformers_models import FAMILIES, SEQ, build

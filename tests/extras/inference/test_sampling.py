@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megapipe.errors import ConfigError
-from megapipe.extras.inference.sampling import Sampling
+from megapipe.extras.inference.generate import Sampling
 
 LOGITS = st.lists(st.floats(-20, 20), min_size=1, max_size=12)
 

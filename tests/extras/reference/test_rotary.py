@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megapipe.extras.reference.config import ReferenceConfig
-from megapipe.extras.reference.rotary import inverse_frequencies, yarn_attention_factor
+from megapipe.extras.reference.gpt import inverse_frequencies, yarn_attention_factor
 from tests.extras.reference.tiny import SIZES
 
 pytest.importorskip(
