@@ -85,13 +85,19 @@ class CheckpointConfig:
         more_flags=(Flag("--persistent-save-interval"),),
     )
     save_interval_minutes: float | None = option(
-        None, "time between checkpoints, with or without --save-interval", unit="minutes", above=0, needs=SAVE
+        None,
+        "time between checkpoints, with or without --save-interval; saved at the end of a step",
+        unit="minutes",
+        above=0,
+        needs=SAVE,
     )
     async_save: bool = option(
         False, "write checkpoints in the background; training waits only while its tensors are copied", needs=SAVE
     )
     exit_on_save_failure: bool = option(
-        False, "end the run when a background save fails, as when any other save does", needs=SAVE
+        False,
+        "end the run when a background save fails (a save that training waits for, and the last save, always do)",
+        needs=SAVE,
     )
     no_save_optim: bool = option(False, "leave the optimizer out of checkpoints", off_flag="--save-optim")
     no_save_rng: bool = option(False, "leave random state out of checkpoints", off_flag="--save-rng")

@@ -59,7 +59,9 @@ class GpuConfig:
         None, "YAML file with cga_cluster_size, min_ctas, max_ctas, net_name for kinds of groups (tp, pp, dp, ...)"
     )
     high_priority_stream_groups: tuple[str, ...] = option(
-        ("pp",), "groups whose NCCL kernels have priority: a pipeline waits for short messages", choices=NCCL_GROUPS
+        ("pp",),
+        "kinds of groups whose NCCL kernels have priority: the short messages that a pipeline waits for",
+        choices=NCCL_GROUPS,
     )
     cuda_graph_impl: str = option(
         "none",

@@ -95,7 +95,9 @@ DELIBERATE_DIFFERENCES = (
     Difference("--high-priority-stream-groups", "none", "pp", "a pipeline waits for its messages"),
     Difference("--profile-ranks", "none", "0", "--profile alone writes a trace"),
     Difference("--transformer-impl", "transformer_engine", "local", "an optional library, which runs only on GPUs"),
-    Difference("--recompute-modules", "core_attn by way of none", "core_attn", "the same, made explicit"),
+    Difference(
+        "--recompute-modules", "core_attn by way of none", "core_attn", "the same, made explicit; activation is ours"
+    ),
     Difference(
         "--window-size",
         "LEFT,RIGHT, the token itself not included",

@@ -35,7 +35,10 @@ class ModelConfig:
     num_layers: int = option(2, "transformer layers", unit="layers", at_least=1, required=True)
     hidden_size: int = option(128, "width of the residual stream", at_least=1, required=True)
     ffn_hidden_size: int | None = option(
-        None, "width between the two linears of the MLP", at_least=1, derived="4 h; gated: int(4 h x 2/3 / 64) x 64"
+        None,
+        "width between the two linears of the MLP",
+        at_least=1,
+        derived="4 x hidden size; gated: int(4 x hidden x 2/3 / 64) x 64",
     )
     num_attention_heads: int = option(4, "attention heads", unit="heads", at_least=1, required=True)
     num_query_groups: int | None = option(
@@ -59,7 +62,11 @@ class ModelConfig:
         None, "true size of the vocabulary", unit="tokens", at_least=1, derived="the tokenizer's"
     )
     padded_vocab_size: int | None = option(
-        None, "rows of the embedding table", unit="tokens", at_least=1, derived="from make-vocab-size-divisible-by"
+        None,
+        "rows of the embedding table",
+        unit="tokens",
+        at_least=1,
+        derived="vocab-size rounded up to a multiple of make-vocab-size-divisible-by x tp",
     )
     make_vocab_size_divisible_by: int = option(
         128, "the padded vocabulary is a multiple of this times tp", unit="tokens", at_least=1

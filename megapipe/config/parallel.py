@@ -137,7 +137,11 @@ class ParallelConfig:
     )
     grad_reduce_in_bf16: bool = option(False, "reduce gradients over data-parallel ranks in bf16 instead of fp32")
     ddp_bucket_size: int | None = option(
-        None, "parameters in one gradient bucket", unit="parameters", at_least=1, derived="max(4e7, 1e6 x dp)"
+        None,
+        "parameters in one gradient bucket",
+        unit="parameters",
+        at_least=1,
+        derived="max(40,000,000, 1,000,000 x dp)",
     )
     rank_order: str = option(
         "tp-cp-dp-pp",

@@ -24,10 +24,17 @@ class TrainingConfig:
         1, "sequences of one microbatch on one data-parallel rank", unit="sequences", at_least=1, required=True
     )
     global_batch_size: int | None = option(
-        None, "sequences in one step of all ranks", unit="sequences", at_least=1, derived="micro-batch-size x dp"
+        None,
+        "sequences in one step over all data-parallel ranks",
+        unit="sequences",
+        at_least=1,
+        derived="micro-batch-size x dp",
     )
     rampup_batch_size: tuple[int, int, int] | None = option(
-        None, "START INCREMENT SAMPLES: grow the batch from START evenly over SAMPLES", unit="sequences", at_least=0
+        None,
+        "START INCREMENT SAMPLES: grow the batch from START to global-batch-size in equal shares of SAMPLES",
+        unit="sequences",
+        at_least=0,
     )
     train_iters: int | None = option(None, "steps to train (or --train-samples)", unit="steps", at_least=1)
     train_samples: int | None = option(None, "sequences to train on (or --train-iters)", unit="sequences", at_least=1)
@@ -71,7 +78,10 @@ class TrainingConfig:
     )
     spike_steps: int = option(3, "consecutive steps that must spike", unit="steps", at_least=1)
     spike_window: int = option(
-        100, "steps that a step is compared with; at least half of them must exist", unit="steps", at_least=8
+        100,
+        "steps that a step is compared with; no spike is reported before half of them exist",
+        unit="steps",
+        at_least=8,
     )
     spike_limit: int = option(3, "rollbacks in total; the next spike ends the run", unit="rollbacks", at_least=1)
     check_weight_hash_across_dp_replicas_interval: int | None = option(
