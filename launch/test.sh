@@ -68,7 +68,7 @@ report() {
     return $failed
 }
 
-# The type check takes one core for half a minute; it runs while the tests without torch use the other.
+# The type check takes one core for a minute at first, seconds with its cache; the tests without torch run meanwhile.
 check_types() { "$python" -m mypy >"$types" 2>&1; }
 show_types() {
     local verdict=0
@@ -109,7 +109,7 @@ else
     check_types &
     checker=$!
     trap 'kill $checker 2>/dev/null || true; rm -f "$types"' EXIT
-    phase "tests without torch" "$python" -m pytest --phase torchfree "${options[@]}"
+    phase "tests without torch" "$python" -m pytest --phase torchfree -n 2 --dist loadfile "${options[@]}"
     phase types show_types
     trap 'rm -f "$types"' EXIT
     # Ranks wait for each other a third of the time, so two tests share two cores. Tests that measure time run alone

@@ -13,6 +13,7 @@ import tomllib
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from random import Random
 from typing import TYPE_CHECKING
 
 import hypothesis
@@ -36,7 +37,7 @@ ALONE_FILES = (
     "test_harness.py",
     *(f"train/test_{what}.py" for what in ("hangs", "kills", "pipeline_profile", "signals", "stragglers")),
 )
-NOT_ALONE_FILES = ("launch/test_saved_model.py", "launch/test_scripts.py")
+NOT_ALONE_FILES = tuple(f"launch/test_{what}.py" for what in ("bad_input", "ports", "saved_model", "scripts", "traces"))
 
 # The everyday suite draws the same examples every time; with --hypothesis-seed (launch/test.sh --all) others are drawn.
 for name, derandomize in (("everyday", True), ("seeded", False)):
@@ -44,6 +45,7 @@ for name, derandomize in (("everyday", True), ("seeded", False)):
 hypothesis.settings.load_profile("seeded" if any(a.startswith("--hypothesis-seed") for a in sys.argv) else "everyday")
 LONG_TESTS = TESTS / "long_tests.txt"  # its head describes its lines
 PHASES = ("torchfree", "together", "alone")
+NOT_DRAWN = "one of many cases: --all runs others at each commit"
 LEFT_OUT = {"--all": "a long test: run with --all", "--gpu": "needs a CUDA device: run with --gpu"}
 
 
@@ -116,8 +118,11 @@ def cost_class(item: pytest.Item) -> int:
     return 3 if names & {"run_ranks", "RankPool", "rank_pools"} else 2
 
 
-def mark_long_tests(items: list[pytest.Item]) -> None:
-    """Mark as slow what long_tests.txt leaves to --all. Raises UsageError if a line names no test."""
+def mark_long_tests(items: list[pytest.Item], config: pytest.Config) -> None:
+    """Mark as slow what long_tests.txt leaves to --all, and skip what a commit does not draw.
+
+    Raises UsageError if a line names no test.
+    """
     for line in LONG_TESTS.read_text(encoding="utf-8").splitlines():
         if line.startswith("#"):
             continue
@@ -126,14 +131,20 @@ def mark_long_tests(items: list[pytest.Item]) -> None:
         if f"def {function}(" not in (TESTS.parent / path).read_text(encoding="utf-8"):
             raise pytest.UsageError(f"{LONG_TESTS}: no test is called {name}; rename or delete its line")
         cases = [item for item in items if item.nodeid == name or item.nodeid.startswith(f"{name}[")]
+        if kept.startswith("draw"):
+            number = min(int(kept.removeprefix("draw")), len(cases))
+            drawn = Random(f"{config.getoption('--hypothesis-seed')} {name}").sample(range(len(cases)), number)
+            for index, item in enumerate(cases):
+                item.add_marker(pytest.mark.slow if index in drawn else pytest.mark.skip(reason=NOT_DRAWN))
+            continue
         every = len(cases) + 1 if kept == "none" else int(kept.removeprefix("1/"))
-        for number, item in enumerate(cases, start=kept == "none"):
-            if number % every:
+        for index, item in enumerate(cases, start=kept == "none"):
+            if index % every:
                 item.add_marker(pytest.mark.slow)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    mark_long_tests(items)
+    mark_long_tests(items, config)
     for item in items:
         if item.get_closest_marker("slow") and not config.getoption("run_all"):
             item.add_marker(pytest.mark.skip(reason=LEFT_OUT["--all"]))
