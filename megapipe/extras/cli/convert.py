@@ -83,10 +83,10 @@ def _convert(own: argparse.Namespace) -> None:
     """Convert checkpoints on the CPU: Hugging Face <-> megapipe, Megatron -> megapipe, megapipe -> Megatron (torch
     format).
 
-    megapipe convert Llama-3.2-1B checkpoints/llama               a Hugging Face folder, to --load and train on megapipe
-    convert checkpoints/llama export --to hugging-face   back, or after training megapipe convert megatron_run
-    checkpoints/run                 a Megatron run: weights, moments, step, samples, schedules megapipe convert
-    checkpoints/run out --to dcp                 for torch.distributed.checkpoint, and --from dcp back
+      megapipe convert Llama-3.2-1B checkpoints/llama              a Hugging Face folder, to --load and train on
+      megapipe convert checkpoints/llama export --to hugging-face  back, or after training
+      megapipe convert megatron_run checkpoints/run                a Megatron run: weights, moments, step, schedules
+      megapipe convert checkpoints/run out --to dcp                for torch.distributed.checkpoint; --from dcp: back
     """
     source_format = own.source_format or formats.guess(own.source)
     target_format = own.target_format or (HUGGING_FACE if source_format == OWN else OWN)

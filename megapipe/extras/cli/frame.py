@@ -63,6 +63,8 @@ def option(*names: str, above: float | None = None, at_least: float | None = Non
         settings.setdefault("type", type(default))
     if default not in (None, []) and "default" not in settings.get("help", ""):
         settings["help"] = f"{settings.get('help', '')} (default: %(default)s)".lstrip()
+    if settings.get("type") in (int, float) and "choices" not in settings:
+        settings.setdefault("metavar", "N" if settings["type"] is int else "X")
     return Option(names, settings, above, at_least)
 
 
