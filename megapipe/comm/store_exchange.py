@@ -36,7 +36,7 @@ class StoreExchange:
         self._rank, self._record = rank, record
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._publish, name="heartbeat", daemon=True)
-        self.is_told = False
+        self.is_reported = False
 
     def start(self) -> None:
         self._thread.start()
@@ -67,8 +67,8 @@ class StoreExchange:
         """Return True to the first rank that asks, and also if the store does not answer."""
         return self._connection.request(lambda store: store.add("claim", 1)) in (1, None)
 
-    def tell(self) -> None:
-        """Let all ranks know that the failure has been reported; they see it in `is_told`."""
+    def set_reported(self) -> None:
+        """Let all ranks know that the failure has been reported; they see it in `is_reported`."""
         self._set("told", "1")
 
     def _set(self, key: str, value: str | bytes) -> None:
@@ -80,7 +80,7 @@ class StoreExchange:
     def _publish(self) -> None:
         while not self._stopped.wait(PUBLISH_SECONDS):
             self._set(f"record {self._rank}", self._record())
-            self.is_told = self.is_told or bool(self._get("told"))
+            self.is_reported = self.is_reported or bool(self._get("told"))
 
 
 class _Connection:

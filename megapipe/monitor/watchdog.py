@@ -37,7 +37,7 @@ PULSE_CHECKS = 3  # own pulses meanwhile
 class Exchange(Protocol):
     """The exchange of records and stacks between hosts."""
 
-    is_told: bool  # a rank of any host has reported
+    is_reported: bool  # a rank of any host has reported
 
     def fetch(self, ranks: Sequence[int]) -> dict[int, bytes]:
         """Return the records last published by some ranks; those that published none are left out."""
@@ -50,7 +50,7 @@ class Exchange(Protocol):
     def claim(self) -> bool:
         """Return True for the one rank that may report."""
 
-    def tell(self) -> None:
+    def set_reported(self) -> None:
         """Note that the report has been made."""
 
 
@@ -174,7 +174,7 @@ class Watchdog:
             self._say(report_text(diagnosis, sightings, self._stacks(diagnosis, sightings), self._limit_seconds))
             with suppress(OSError):
                 (self._live / "told").touch(mode=0o600)
-            self._ask(lambda exchange: exchange.tell())
+            self._ask(lambda exchange: exchange.set_reported())
             self._leave(sightings)
 
     def _sightings(self) -> list[Sighting]:
@@ -262,7 +262,7 @@ class Watchdog:
     @property
     def is_reported(self) -> bool:
         """True if the report has been made, or the rank that began it did not finish."""
-        if (self._live / "told").exists() or (self._exchange is not None and self._exchange.is_told):
+        if (self._live / "told").exists() or (self._exchange is not None and self._exchange.is_reported):
             return True
         try:
             return time.time() - (self._live / "claimed").stat().st_mtime > REPORT_SECONDS

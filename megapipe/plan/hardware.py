@@ -43,12 +43,8 @@ GEMM_SHARES = saturating(0.80, HALF_AT)  # A100
 SINCE_H100 = saturating(0.575, HALF_AT)
 ATTENTION_SHARE = 0.45  # of a fused attention kernel, forward and backward
 POINTWISE_SHARE = 0.9  # of the memory's rate, what kernels reach that only move memory
-
-
-PCIE_4, PCIE_5 = (
-    32.0,
-    64.0,
-)  # gigabytes a second in one direction of 16 lanes (the data sheets: 64 and 128 for both directions together)
+# gigabytes a second in one direction of 16 lanes (the data sheets: 64 and 128 for both directions together)
+PCIE_4, PCIE_5 = 32.0, 64.0
 HOST_SHARE = 0.8  # of that rate, what copies between pinned memory and a device are taken to reach
 
 
@@ -127,10 +123,10 @@ def _row(
     host: float,
     shares: tuple[tuple[int, float], ...] = SINCE_H100,
 ) -> Hardware:
-    """tera: of 16 bits, and of fp8 where there is any.
+    """Return a row of the table from figures in the units of data sheets.
 
-    memory in GiB, terabytes a second of memory, gigabytes a second and direction of links in a node, of a device's
-    network card, and of its slot in the host.
+    tera: TFLOP/s in 16 bits, and in fp8 where there is any. memory: GiB. terabytes: a second, of that memory. node,
+    network, host: gigabytes a second in one direction, of the links in a node, a device's network card, and its slot.
     """
     return Hardware(
         name,

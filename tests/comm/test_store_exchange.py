@@ -38,8 +38,8 @@ def test_ranks_see_each_others_records_and_one_gets_the_claim() -> None:
     assert exchanges[0].stack(1) == "7\n  here"
     assert exchanges[0].stack(0) == ""
     assert [exchange.claim() for exchange in exchanges] == [True, False]
-    exchanges[0].tell()
-    assert until(lambda: exchanges[1].is_told)
+    exchanges[0].set_reported()
+    assert until(lambda: exchanges[1].is_reported)
     for exchange in exchanges:
         exchange.stop()
 

@@ -23,7 +23,7 @@ class OtherHost:
 
     def __init__(self, heartbeat: Heartbeat, answers: bool, is_taken: bool = False) -> None:
         self.heartbeat, self.answers, self.is_taken = heartbeat, answers, is_taken
-        self.is_told = False
+        self.is_reported = False
         heartbeat.pulse()
 
     def fetch(self, ranks: Sequence[int]) -> dict[int, bytes]:
@@ -40,8 +40,8 @@ class OtherHost:
     def claim(self) -> bool:
         return not self.is_taken
 
-    def tell(self) -> None:
-        self.is_told = True
+    def set_reported(self) -> None:
+        self.is_reported = True
 
 
 def watched(live: Path, exchange: OtherHost) -> tuple[Heartbeat, list[str], threading.Event, Watchdog]:
@@ -83,7 +83,7 @@ def test_a_missing_rank_of_another_host_is_reported(tmp_path: Path, answers: boo
     (report,) = reports
     assert all(word in report for word in words), report
     assert "rank 0 (pp 0, stage 0) waits" in report
-    assert exchange.is_told
+    assert exchange.is_reported
     assert "test_watchdog.py" in exchange.published, "the stack of the thread that waits"
 
 
@@ -93,7 +93,7 @@ def test_a_rank_leaves_without_a_report_when_another_host_has_reported(tmp_path:
     hang(heartbeat)
     watchdog.start()
     assert not ended.wait(3 * LIMIT_SECONDS + 2)
-    exchange.is_told = True
+    exchange.is_reported = True
     assert ended.wait(5)
     assert reports == []
 

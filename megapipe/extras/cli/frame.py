@@ -107,8 +107,8 @@ class Command:
             try:
                 return self.body(self.parse(words)) or 0
             except OSError as error:
-                told = f"{error.filename}: {error.strerror}" if error.filename else str(error)
-                raise MegapipeError(told) from None
+                text = f"{error.filename}: {error.strerror}" if error.filename else str(error)
+                raise MegapipeError(text) from None
 
         return guarded(run, interrupted=self.interrupted)
 
