@@ -42,8 +42,6 @@ RATES = {
 HEURISTIC = json.loads(
     (Path(__file__).parents[1] / "fixtures" / "schedules" / "zero_bubble_heuristic.json").read_text()
 )
-NUM_QUICK = 24
-QUICK = {("1.5B", 24, 2), ("6.2B", 24, 1)}
 
 
 @pytest.mark.timeout(600)
@@ -55,7 +53,6 @@ QUICK = {("1.5B", 24, 2), ("6.2B", 24, 1)}
             m,
             times_p,
             id=f"{profile}-m{m}-{times_p}p",
-            marks=[] if (profile, m, times_p) in QUICK else [pytest.mark.slow],
         )
         for profile, m in RATES
         for times_p in (1, 2)
@@ -78,10 +75,7 @@ def test_as_good_as_the_zero_bubble_authors_heuristic(profile, m, times_p):
 
 @pytest.mark.parametrize(
     "case",
-    [
-        pytest.param(case, id=f"{n:03}", marks=[] if n < NUM_QUICK else [pytest.mark.slow])
-        for n, case in enumerate(HEURISTIC)
-    ],
+    [pytest.param(case, id=f"{n:03}") for n, case in enumerate(HEURISTIC)],
 )
 def test_as_good_as_the_heuristic_for_drawn_times(case):
     p, m, forward, inputs, weights, hop, limit, kept, theirs = case
