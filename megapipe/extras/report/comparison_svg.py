@@ -152,9 +152,9 @@ def comparison_svg(
         *shown,
         f'<rect class="wait" x="{x:g}" y="{y - 10}" width="18" height="12"/>',
         f'<text x="{x + 23:g}" y="{y}">waiting for a message</text>',
-        f'<rect class="after" x="{x + 150:g}" y="{y - 8}" width="14" height="8"/>',
-        f'<text x="{x + 169:g}" y="{y}">reduction, optimizer</text>',
-        f'<text class="soft" x="{x + 300:g}" y="{y}">numbers: microbatches</text>',
+        f'<rect class="after" x="{x + 160:g}" y="{y - 8}" width="14" height="8"/>',
+        f'<text x="{x + 179:g}" y="{y}">reduction, optimizer</text>',
+        f'<text class="soft" x="{x + 310:g}" y="{y}">numbers: microbatches</text>',
     ]
     return "\n".join([*parts, "</svg>\n"])
 
