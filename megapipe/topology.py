@@ -185,7 +185,10 @@ class Topology:
         return groups[groups[:, 0].argsort()]
 
     def group_of(self, name: str, global_rank: int) -> tuple[int, ...]:
-        """Return this rank's group of one kind, in time proportional to the group; () if it has none ('embedding')."""
+        """Return this rank's group of one kind; () if it has none ('embedding').
+
+        The time is proportional to the group, except in the first call, which makes the grid of all ranks.
+        """
         axes, place = _axes(name), self.coordinates(global_rank)
         index = [range(self.size(axis)) if axis in axes else [at] for axis, at in zip(AXES, place, strict=True)]
         if name == "embedding":

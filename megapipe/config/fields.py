@@ -204,8 +204,8 @@ def read_scalar(scalar: type, option: Option, raw: str, subject: str) -> Any:
             number = int(text) if re.fullmatch(r"[+-]?\d+", text) else float(text)
         except ValueError:
             number = math.nan
-        if math.isfinite(number):
-            value = float(number) if scalar is float else int(number) if number == int(number) else None
+        if math.isfinite(number) and (scalar is float or number == int(number)):
+            value = scalar(number)
     if value is None:
         raise ConfigError(
             f"{subject} {raw}: expected {', '.join(filter(None, (EXPECTED[scalar], expected_range(option))))}"

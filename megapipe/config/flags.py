@@ -43,7 +43,7 @@ REQUESTS = {
     ),
     "--ranks-per-node": Request("ranks per node of that world (default: all on one node); with --world-size", "1", "N"),
     "--verify-grid": Request(
-        "compare steps of this grid with one process, in fp64 or native dtype, and exit", "?", "MODE"
+        "compare steps of this grid with one process, in fp64 (the default) or native dtype, and exit", "?", "MODE"
     ),
     "--help": Request("print this message, and exit"),
 }
@@ -143,7 +143,9 @@ def read_command_line(argv: Sequence[str]) -> CommandLine:
     for name, texts in given:
         if name in field_flags() and not requests.help:
             field, flag = field_flags()[name]
-            value = read_value(field, texts if field.kind.many else texts[0], name) if texts else flag.value
+            value = flag.value
+            if texts:
+                value = read_value(field, texts if field.kind.many else texts[0], name)
             settings += settings_of(field, flag, value, f"flag {name}", name)
     return CommandLine(settings, requests, tuple(remarks))
 
@@ -179,11 +181,12 @@ def read_requests(asked: dict[str, list[str]]) -> Requests:
         if name in asked and (not text.isdecimal() or int(text) < least):
             raise ConfigError(f"{name} {text}: expected {expected}, at least {least}")
         numbers[name[2:].replace("-", "_")] = int(text) if name in asked else None
-    mode = [*asked["--verify-grid"], VERIFY_MODES[0]][0] if "--verify-grid" in asked else None
-    if mode not in (None, *VERIFY_MODES):
-        raise ConfigError(f"--verify-grid {mode}: choose {' or '.join(VERIFY_MODES)}")
+    modes: list[str | None] = [*asked["--verify-grid"], VERIFY_MODES[0]] if "--verify-grid" in asked else [None]
+    for mode in modes:
+        if mode not in (None, *VERIFY_MODES):
+            raise ConfigError(f"--verify-grid {mode}: choose {' or '.join(VERIFY_MODES)}")
     given = {name: f"--{name.replace('_', '-')}" in asked for name in ("print_config", "plan", "dry_run", "help")}
-    requests = Requests(tuple(asked.get("--config", ())), verify_grid=mode, **given, **numbers)
+    requests = Requests(tuple(asked.get("--config", ())), verify_grid=modes[0], **given, **numbers)
     if requests.ranks_per_node is not None and requests.world_size is None:
         raise ConfigError("--ranks-per-node needs --world-size N; ranks that are started know their nodes")
     if requests.rank is not None and not requests.dry_run:
@@ -229,12 +232,12 @@ def help_text(schedules: Sequence[str] = ()) -> str:
         add_help=False,
         formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=38, width=150),
     )
+    group = parser.add_argument_group("requests [megapipe]")
 
     def add(names: tuple[str, ...], help_line: str, values: str, metavar: str | None) -> None:
         kwargs: dict[str, Any] = {"nargs": None if values == "1" else values, "metavar": metavar}
         group.add_argument(*names, help=help_line.replace("%", "%%"), **kwargs if values else {"action": "store_true"})
 
-    group = parser.add_argument_group("requests [megapipe]")
     for name, request in REQUESTS.items():
         add((name, "-h") if name == "--help" else (name,), request.help, request.values, request.metavar)
     for field in all_fields():

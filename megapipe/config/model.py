@@ -219,7 +219,10 @@ class PrecisionConfig:
         1, "fp8, delayed: steps whose largest values are kept", unit="steps", at_least=1, needs=FP8
     )
     fp8_amax_compute_algo: str = option(
-        "most_recent", "fp8, delayed: scale from the latest or the largest", choices=FP8_AMAX_ALGORITHMS, needs=FP8
+        "most_recent",
+        "fp8, delayed: scale from the latest of them, or the largest",
+        choices=FP8_AMAX_ALGORITHMS,
+        needs=FP8,
     )
     first_last_layers_bf16: bool = option(
         False, "fp8: some first and last layers of the model stay in --dtype", needs=FP8

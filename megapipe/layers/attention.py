@@ -248,8 +248,10 @@ class Attention:
             yield Kept("attention probabilities", squares, element_bytes, in_attention_time=True)
 
     def _core(self, shape: RankShape) -> CoreAttention:
-        """Fused kernels skip what a causal mask hides, and make the probabilities again in the backward: five
-        products for two. Written out, all is computed, probabilities are moved, and the backward has four products.
+        """Return the cost of core attention.
+
+        Fused kernels skip what a causal mask hides, and recompute the probabilities in the backward: five products for
+        two. Written out, all is computed, probabilities are moved, and the backward has four products.
         """
         heads = self._heads(shape)
         if not self.is_explicit:

@@ -9,7 +9,7 @@ from megapipe.config.config import ResolvedModelConfig
 from megapipe.config.model import GATED_ACTIVATIONS
 from megapipe.layers.linear import Linear, collectives, column_gradient_bytes, row_gradient_bytes, weight_gradient_bytes
 from megapipe.layers.norm import Norm
-from megapipe.layers.table import MASK_BYTES, Backward, Gemm, Kept, Operation, RankShape, Table
+from megapipe.layers.table import MASK_BYTES, Backward, Gemm, Kept, Operation, RankShape, Table, total_bytes
 from megapipe.sharding.spec import Fused, ParamSpec
 
 
@@ -82,14 +82,14 @@ class DenseMLP:
         fc2_input = inner if redoes_activation and not redoes_mlp else wide  # what waits for W in its place
         deferred = inner + hidden if splits else 0
         # a gated activation makes the other gate's product and its gradient, squared ReLU the ReLU
-        made = 2 * wide if self.gates == 2 else wide * (self.activation == "squared_relu")
+        made = 2 * wide if self.gates == 2 else 0
+        if self.activation == "squared_relu":
+            made = wide
         norm_backward = Backward(
             replayed + deferred + hidden + norm.gradient_bytes(shape), (0 if splits or redoes_norm else hidden) + hidden
         )
         fc1_backward = Backward(replayed + inner + norm.output_again_bytes(shape) + column_gradient_bytes(fc1, shape))
-        activation_backward = Backward(
-            behind + wide + inner + inner_again + replayed + made, inner if inner_kept else 0
-        )
+        activation_backward = Backward(behind + wide + inner + inner_again + replayed + made, total_bytes(inner_kept))
         fc2_backward = Backward(
             behind + wide + inner_again + (0 if keeps_activation else wide) + row_gradient_bytes(fc2, shape),
             wide if keeps_activation and not splits else 0,

@@ -134,7 +134,6 @@ def stage_parameters(
     has_tied_copy: the head's stage holds a copy of the tied embedding; False where it uses that of the first stage,
     on the same rank.
     """
-
     held_of: dict[Owner, bool] = {"embedding": has_embedding, "head": has_head}
     return tuple(
         spec

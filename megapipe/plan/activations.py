@@ -40,7 +40,10 @@ def layers_of(model: ModelSpec, stage: StageLayers) -> tuple[LayerSpec, ...]:
 
 def end_tables(model: ModelSpec, shape: RankShape, stage: StageLayers) -> list[Table]:
     """Return the tables of the embedding and of the head, where the stage has them."""
-    return [model.embedding.table(shape)] * stage.has_embedding + [model.head.table(shape)] * stage.has_head
+    tables = [model.embedding.table(shape)] if stage.has_embedding else []
+    if stage.has_head:
+        tables.append(model.head.table(shape))
+    return tables
 
 
 @cache

@@ -137,7 +137,7 @@ def _stage_cost(costs: LayerCosts, num_stages: int, splits_backward: bool) -> St
         stage: [of_layers(stage, 0, count) for count in range(len(costs.layers) + 2)]
         for stage in {0, min(1, last), last}
     }
-    of_stage = [by_count[0 if stage == 0 else last if stage == last else 1] for stage in range(num_stages)]
+    of_stage = [by_count[stage if stage in (0, last) else 1] for stage in range(num_stages)]
     return lambda stage, first, end: of_stage[stage][end - first]
 
 
@@ -194,11 +194,9 @@ class RankBytes:
     def __init__(self, draft: RunPlan) -> None:
         self._draft = draft
         self._memory = cache(lambda pp_rank: rank_memory(draft, pp_rank).items)
-        self._moments, self._elements, self._kept = (
-            cache(self._rank_moments),
-            cache(self._ends),
-            cache(self._stage_kept),
-        )
+        self._moments = cache(self._rank_moments)
+        self._elements = cache(self._stage_elements)
+        self._kept = cache(self._stage_kept)
 
     def of(self, pp_rank: int, layers: Sequence[int]) -> float:
         """Return the bytes of a rank with so many layers on each of its stages, in model order."""
@@ -206,10 +204,14 @@ class RankBytes:
         stages = plan.placement.stages_of(pp_rank)
         kept = [self._kept(stage, count) for stage, count in zip(stages, layers, strict=True)]
         peak = max(
-            sum(live * of_live + waiting * of_waiting for live, waiting, (of_live, of_waiting, _) in held)
-            for held in (zip(*moment, kept, strict=True) for moment in self._moments(pp_rank))
+            sum(
+                live * of_live + waiting * of_waiting
+                for live, waiting, (of_live, of_waiting, _) in zip(lives, waitings, kept, strict=True)
+            )
+            for lives, waitings in self._moments(pp_rank)
         )
-        held_elements, state_bytes, state = plan.num_elements(stages), sum(items[item] for item in STATE), 0.0
+        held_elements, state_bytes = plan.num_elements(stages), sum(items[item] for item in STATE)
+        state = 0.0
         for stage, count in zip(stages, layers, strict=True):  # parameters are linear in the layers
             one, two = self._elements(stage)
             state += (one + (count - 1) * (two - one)) / held_elements * state_bytes
@@ -227,7 +229,7 @@ class RankBytes:
         kept = sum(stage_bytes(plan.model, plan.shape, layers).values()) - sum(moved)
         return kept, deferred_bytes(plan.model, plan.shape, layers), max(moved, default=0)
 
-    def _ends(self, stage: int) -> tuple[int, ...]:
+    def _stage_elements(self, stage: int) -> tuple[int, ...]:
         """Return the parameters of a stage with one layer and with two, on one rank, padding included."""
         plan, last = self._draft, self._draft.placement.num_stages - 1
         counts = []

@@ -2,10 +2,10 @@
 
     weights       flat parameter buffers, padding included; asynchronous schedules have one for each version in use
     gradients     flat main-gradient buffers, fp32 (fp64)
-    fp8 weights   two 8-bit copies of each weight of the fp8 linears, from the first forward of a step to the next step
     optimizer     moments of this rank's shard, and masters where the weights are narrower or have several versions;
                   none with --optimizer-cpu-offload, which keeps them in host memory
     rollback      copies of gradients, masters and moments of this rank's shard (--optimizer-post-validation)
+    fp8 weights   two 8-bit copies of each weight of the fp8 linears, from the first forward of a step to the next step
     activations   tensors kept from forward to backward, at the step's peak, each (stage, microbatch) with its stage's
                   bytes
     recompute     what one replay in the backward recomputes, at that peak
@@ -139,6 +139,7 @@ def _state(plan: RunPlan, pp_rank: int) -> dict[str, int]:
     moments = {"adam": 2, "sgd": int(optimizer.sgd_momentum > 0)}[optimizer.optimizer]
     has_own_master = element != wide or num_versions > 1
     elements, shard = plan.num_elements(stages), plan.shard_elements(stages)
+    num_copied = 2 + moments if optimizer.optimizer_post_validation else 0  # gradients, masters and moments
     slack = sum(len(plan.buffers(stage, 0)) for stage in stages) * BUFFER_ALIGNMENT_BYTES
     fp8_weights = 0  # Transformer Engine's copies are not known
     if plan.shape.transformer_impl == "local":
@@ -149,7 +150,7 @@ def _state(plan: RunPlan, pp_rank: int) -> dict[str, int]:
         "weights": num_versions * (elements * element + slack),
         "gradients": elements * wide + slack,
         "optimizer": shard * (moments + has_own_master) * wide,
-        "rollback": shard * (2 + moments if optimizer.optimizer_post_validation else 0) * wide,
+        "rollback": shard * num_copied * wide,
         "fp8 weights": fp8_weights,
     }
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 
 from megapipe.formatting import bytes_text, count_text, flops_text, range_text, text_table
@@ -86,7 +86,7 @@ def _grid(plan: RunPlan) -> Iterator[str]:
 def _stages(plan: RunPlan) -> Iterator[str]:
     """Yield one line for each stage; with many stages, one line for neighbours that hold equally much."""
     counts = [sum(spec.num_elements for spec in specs) for specs in plan.stage_specs]
-    alike = [(layers, count) for layers, count in zip(plan.partition.layer_counts, counts, strict=True)]
+    alike = list(zip(plan.partition.layer_counts, counts, strict=True))
     is_long = len(counts) > MOST_STAGES_SHOWN
     runs = [list(run) for _, run in groupby(range(len(counts)), lambda stage: alike[stage] if is_long else stage)]
     rows = []
@@ -132,9 +132,13 @@ def _memory(plan: RunPlan) -> Iterator[str]:
         for item in ranks[0].items
         if item in ALWAYS_SHOWN or any(rank.items[item] > SMALL * rank.total for rank in ranks)
     ]
+
+    def run_of(at: tuple[int, RankMemory]) -> tuple[int, Mapping[str, int], float]:
+        place, rank = at
+        return rank.pp_rank - place, rank.items, rank.live_microbatches  # the difference is the same in a run of ranks
+
     rows = []
-    # neighbours with the same memory: ranks less their position are equal in a run
-    for _, same in groupby(enumerate(shown), lambda at: (at[1].pp_rank - at[0], at[1].items, at[1].live_microbatches)):
+    for _, same in groupby(enumerate(shown), run_of):
         run = [rank for _, rank in same]
         sizes = [run[0].items[item] for item in columns]
         cells = map(bytes_text, (*sizes, run[0].total - sum(sizes), run[0].total))

@@ -38,8 +38,7 @@ from megapipe.topology import Topology
 def resolve(config: Config, world_size: int, ranks_per_node: int | None = None) -> RunPlan:
     """Plan a run on `world_size` ranks, `ranks_per_node` of them on each node (None: one node).
 
-    config.model.vocab_size must be known (the tokenizer's). Raises ConfigError for
-    everything that cannot be run.
+    config.model.vocab_size must be known (the tokenizer's). Raises ConfigError for everything that cannot be run.
     """
     check(config)
     check_schedule(config)
@@ -97,8 +96,8 @@ def vary(plan: RunPlan, config: Config) -> RunPlan:
 def _balanced_and_checked(draft: RunPlan) -> RunPlan:
     """Return the plan with its layers divided as --pipeline-balance asks.
 
-    Raises ConfigError if its schedule cannot run some number of microbatches of the run (a ramp-up changes it), or an
-    option of it.
+    Raises ConfigError if its schedule cannot run some number of microbatches of the run (a ramp-up changes it), CUDA
+    graphs or steps without a barrier.
     """
     counts, batch, name = SCHEDULES[draft.schedule_name].counts, draft.batch, draft.schedule_name
     for size in batch.sizes:

@@ -159,6 +159,7 @@ def test_a_megatron_flag_means_what_it_means_there(words: str, section: str, nam
         ("--save=", ["--save", "empty"]),
         ("--rampup-batch-size 2 2", ["expected 3 values, got 2", "START INCREMENT SAMPLES"]),
         ("--verify-grid fast", ["--verify-grid fast", "fp64 or native"]),
+        ("--verify-grid fp64 --verify-grid fast", ["--verify-grid fast", "fp64 or native"]),
         ("--config a.yaml b.yaml", ["expected one value"]),
         ("--plan now", ["--plan takes no value"]),
         ("--world-size 1024", ["--world-size", "add --plan"]),

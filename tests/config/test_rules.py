@@ -30,7 +30,7 @@ CASES = [
     (
         "heads_divide_hidden",
         "--hidden-size 60",
-        ["--num-attention-heads 8 does not divide --hidden-size 60", "use 56 or 64"],
+        ["--num-attention-heads 8 does not divide --hidden-size 60", "use 56 or 64 as hidden size"],
         "--hidden-size 60 --kv-channels 8",
     ),
     (
@@ -54,13 +54,13 @@ CASES = [
     (
         "tp_divides_feed_forward",
         "--tensor-model-parallel-size 4 --ffn-hidden-size 102",
-        ["does not divide --ffn-hidden-size 102", "use 100 or 104"],
+        ["does not divide --ffn-hidden-size 102", "use 100 or 104 as ffn hidden size"],
         "--tensor-model-parallel-size 4 --ffn-hidden-size 104",
     ),
     (
         "tp_divides_sequence",
         "--tensor-model-parallel-size 4 --seq-length 30 --sequence-parallel",
-        ["--tensor-model-parallel-size 4 does not divide --seq-length 30", "use 28 or 32"],
+        ["--tensor-model-parallel-size 4 does not divide --seq-length 30", "use 28 or 32 as sequence length"],
         "--tensor-model-parallel-size 4 --seq-length 30",
     ),
     (

@@ -33,9 +33,8 @@ from tests.tiny import small_config
     ],
     ids=[
         "layout_of_5_stages", "layout", "layout_with_chunks_and_an_empty_stage", "layout_of_5_stages_again", "first",
-        "last",
-        "first_and_last", "first_with_chunks", "embedding_and_loss", "embedding", "loss", "layers_a_stage", "even",
-        "by_cost",
+        "last", "first_and_last", "first_with_chunks", "embedding_and_loss", "embedding", "loss", "layers_a_stage",
+        "even", "by_cost",
     ],
 )  # fmt: skip
 def test_layers_are_cut_as_the_flags_say(fields: dict[str, object], counts: tuple[int, ...] | None) -> None:

@@ -221,9 +221,8 @@ def test_bf16_reduction_copies_the_gradients_only_where_they_travel() -> None:
     assert alone["reduction"] == 0
     copies = (replicated["gradients"] - 64 * len(resolve(small_config(**changes), 2).buffers(0, 0))) // 2
     goes = sum(replicated[item] for item in ("activations", "recompute", "temporaries", "messages"))
-    assert replicated["reduction"] == max(
-        0, copies - goes
-    )  # without overlap, copies are made when these are already freed
+    # without overlap, copies are made when these are already freed
+    assert replicated["reduction"] == max(0, copies - goes)
     few = rank_memory(
         resolve(small_config(**changes, num_layers=64, seq_length=8, global_batch_size=4, vocab_size=100), 2), 0
     ).items

@@ -16,13 +16,10 @@ from tests.tiny import small_config
 
 LLAMA_405B = {
     "num_layers": 126, "hidden_size": 16384, "ffn_hidden_size": 53248, "num_attention_heads": 128,
-    "num_query_groups": 8,
-    "seq_length": 8192, "vocab_size": 128256, "position_embedding_type": "rope", "normalization": "RMSNorm",
-    "activation": "swiglu",
-    "add_bias_linear": False, "untie_embeddings_and_output_weights": True, "hidden_dropout": 0.0,
-    "attention_dropout": 0.0,
-    "dtype": "bf16", "sequence_parallel": True, "use_distributed_optimizer": True, "micro_batch_size": 1,
-    "global_batch_size": 2048,
+    "num_query_groups": 8, "seq_length": 8192, "vocab_size": 128256, "position_embedding_type": "rope",
+    "normalization": "RMSNorm", "activation": "swiglu", "add_bias_linear": False,
+    "untie_embeddings_and_output_weights": True, "hidden_dropout": 0.0, "attention_dropout": 0.0, "dtype": "bf16",
+    "sequence_parallel": True, "use_distributed_optimizer": True, "micro_batch_size": 1, "global_batch_size": 2048,
 }  # fmt: skip
 
 

@@ -18,7 +18,7 @@ TRANSFORMER_ENGINE = "--transformer-impl transformer_engine"
 ONE_OF_TWO = "leave one of the two out"
 
 
-def kernels(config: Config) -> Iterator[str]:
+def libraries(config: Config) -> Iterator[str]:
     """Yield what the chosen libraries, attention kernel and fused optimizer cannot compute."""
     kernels, model, dtype, optimizer = config.kernels, config.model, config.precision.dtype, config.optimizer
     attention, impl = kernels.attention_impl, kernels.optimizer_impl
@@ -39,7 +39,7 @@ def kernels(config: Config) -> Iterator[str]:
     elif optimizer.optimizer_cpu_offload:
         reason = f"updates on the GPU, but --optimizer-cpu-offload keeps the state on the host; {ONE_OF_TWO}"
     elif impl == "apex" and kernels.transformer_impl == "transformer_engine":
-        reason = "also uses apex's norms and weight gradients; use --optimizer-impl te or torch with Transformer Engine"
+        reason = f"also uses apex's norms and weight gradients, {TRANSFORMER_ENGINE} its own; use te or torch with it"
     if impl != "torch" and reason:
         yield f"--optimizer-impl {impl} {reason}"
     picked = chosen(
@@ -160,4 +160,4 @@ def offload_and_overlap(config: Config) -> Iterator[str]:
         yield f"--tp-comm-overlap-chunks {parallel.tp_comm_overlap_chunks} {rule}; {way}"
 
 
-RULES = (kernels, transformer_engine, fp8, cuda_graphs, offload_and_overlap)
+RULES = (libraries, transformer_engine, fp8, cuda_graphs, offload_and_overlap)

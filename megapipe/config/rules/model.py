@@ -28,7 +28,8 @@ def shape(config: Config) -> Iterator[str]:
     tp_does_not_divide = f"--tensor-model-parallel-size {tp} does not divide"
     if model.kv_channels is None and hidden % heads:
         sizes = use_multiples(heads, hidden)
-        yield f"--num-attention-heads {heads} does not divide --hidden-size {hidden}; {sizes}, or give --kv-channels"
+        rule = f"--num-attention-heads {heads} does not divide --hidden-size {hidden}"
+        yield f"{rule}; {sizes} as hidden size, or give the width of a head with --kv-channels"
     if heads % groups:
         sizes = use_divisors(heads, wanted=groups)
         yield f"--num-query-groups {groups} does not divide --num-attention-heads {heads}; {sizes}"
@@ -39,10 +40,10 @@ def shape(config: Config) -> Iterator[str]:
         yield f"--hidden-size {hidden} is too small: {rule}; give --ffn-hidden-size"
     if width % tp:
         origin = "" if model.ffn_hidden_size is not None else " (derived from --hidden-size)"
-        ways = f"{use_multiples(tp, width)}, or as tp {use_divisors(heads, width, wanted=tp).removeprefix('use ')}"
+        ways = f"{use_multiples(tp, width)} as ffn hidden size, or {use_divisors(heads, width, wanted=tp)} as tp"
         yield f"{tp_does_not_divide} --ffn-hidden-size {width}{origin}; {ways}"
     if config.parallel.sequence_parallel and length % tp:
-        ways = f"{use_multiples(tp, length)}, or leave --sequence-parallel out"
+        ways = f"{use_multiples(tp, length)} as sequence length, or leave --sequence-parallel out"
         yield f"{tp_does_not_divide} --seq-length {length}, which --sequence-parallel needs; {ways}"
     if model.max_position_embeddings is not None and model.max_position_embeddings < length:
         below = f"--max-position-embeddings {model.max_position_embeddings} is below --seq-length {length}"
@@ -85,7 +86,8 @@ def axes(config: Config) -> Iterator[str]:
         size = parallel.context_parallel_size
         yield f"--context-parallel-size {size}: context parallelism is not supported yet; {way}"
     if sorted(parallel.rank_order.split("-")) != sorted(AXES):
-        yield f"--rank-order {parallel.rank_order}: name each of {one_of(AXES)} once, such as tp-cp-dp-pp"
+        way = f"name each of {one_of(AXES)} once, joined by -, such as tp-cp-dp-pp"
+        yield f"--rank-order {parallel.rank_order}: {way}"
     if parallel.distributed_backend == "nccl" and config.training.device == "cpu":
         yield "--distributed-backend nccl connects GPUs, but --device is cpu; use gloo or auto"
     if parallel.grad_reduce_in_bf16 and config.precision.dtype == "fp64":

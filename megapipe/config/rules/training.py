@@ -228,6 +228,14 @@ def job(config: Config) -> Iterator[str]:
 
 
 RULES = (
-    *(batch, length, learning_rate, weight_decay, post_validation, loss_scale_and_profile),
-    *(checkpoints, sources, blends, tokenizer),
+    batch,
+    length,
+    learning_rate,
+    weight_decay,
+    post_validation,
+    loss_scale_and_profile,
+    checkpoints,
+    sources,
+    blends,
+    tokenizer,
 )

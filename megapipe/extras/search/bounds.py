@@ -118,10 +118,9 @@ class Bounds:
 
     def _seconds(self, layout: Layout, ranks: tuple[_Waits, ...], times: _Times, count: int) -> float:
         """Return the least seconds until the last backward ends."""
-        is_split, waits = (
-            SCHEDULES[layout.schedule].splits_backward,
-            not self._config.optimizer.optimizer_post_validation,
-        )
+        is_split = SCHEDULES[layout.schedule].splits_backward
+        # without a barrier between steps no rank waits for the first microbatch and the last gradient of another
+        waits = not self._config.optimizer.optimizer_post_validation
         longest = 0.0
         for rank in ranks:
             forward = rank.layers * times.forward + rank.heads * times.head_forward
@@ -129,10 +128,8 @@ class Bounds:
             hops = rank.stages_before * times.message
             if is_split:  # the weight gradients may run last, while input gradients continue on other ranks
                 short = forward + rank.layers * times.inputs + rank.heads * times.head_inputs
-                before, both_ways = (
-                    rank.layers_before * times.forward + hops,
-                    rank.layers_before * (times.forward + times.inputs),
-                )
+                before = rank.layers_before * times.forward + hops
+                both_ways = rank.layers_before * (times.forward + times.inputs)
                 longest = max(longest, waits * before + count * work, waits * (both_ways + 2 * hops) + count * short)
             else:
                 both_ways = rank.layers_before * (times.forward + times.both) + 2 * hops
@@ -204,7 +201,8 @@ class Bounds:
             return each.of(Op.I) + each.of(Op.W) if split else each.of(Op.B)
 
         message = shape.hidden_bytes(model.hidden_size) / tp_link.bytes_per_second + tp_link.latency_seconds
-        forward, inputs, backward = (min(map(of, kinds)) for of in (lambda k: k.of(Op.F), lambda k: k.of(Op.I), both))
+        forward, inputs = (min(kind.of(op) for kind in kinds) for op in (Op.F, Op.I))
+        backward = min(map(both, kinds))
         return _Times(
             forward, inputs, backward, head.of(Op.F), head.of(Op.I), both(head), kept[0], kept[1] - kept[0], message
         )
