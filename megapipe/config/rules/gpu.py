@@ -39,7 +39,8 @@ def libraries(config: Config) -> Iterator[str]:
     elif optimizer.optimizer_cpu_offload:
         reason = f"updates on the GPU, but --optimizer-cpu-offload keeps the state on the host; {ONE_OF_TWO}"
     elif impl == "apex" and kernels.transformer_impl == "transformer_engine":
-        reason = f"also uses apex's norms and weight gradients, {TRANSFORMER_ENGINE} its own; use te or torch with it"
+        way = "use --optimizer-impl te or torch with it"
+        reason = f"also uses apex's norms and weight gradients, {TRANSFORMER_ENGINE} its own; {way}"
     if impl != "torch" and reason:
         yield f"--optimizer-impl {impl} {reason}"
     picked = chosen(
