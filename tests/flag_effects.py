@@ -231,7 +231,7 @@ data.vocab_file | --vocab-file {{tmp}}/b.json | said b.json | {GPT2}
 data.merge_file | --merge-file {{tmp}}/b.txt | said b.txt | {GPT2}
 
 checkpoint.save | --save {{tmp}}/ckpt | file ckpt/**/manifest.json
-checkpoint.load | --load {{saved}} | said going on after step 2 | --lr-decay-style constant
+checkpoint.load | --load {{saved}} | said continuing after step 2 | --lr-decay-style constant
 checkpoint.save_interval | --save-interval 1 | file ckpt/*1/manifest.json | {SAVE}
 checkpoint.save_interval_minutes | --save-interval-minutes 1e-9 | file ckpt/*1/manifest.json | {SAVE}
 checkpoint.async_save | --async-save | said in the background | {SAVE}
@@ -242,7 +242,7 @@ checkpoint.no_save_rng | --no-save-rng | manifest random | {SAVE}
 checkpoint.no_load_optim | --no-load-optim | records | {LOAD} --train-iters 5
 checkpoint.no_load_rng | --no-load-rng | outcome | {LOAD} --seed 7
 checkpoint.finetune | --finetune | records | {LOAD}
-checkpoint.ckpt_step | --ckpt-step 1 | said going on after step 1 | {LOAD}
+checkpoint.ckpt_step | --ckpt-step 1 | said continuing after step 1 | {LOAD}
 checkpoint.exit_on_missing_checkpoint | --exit-on-missing-checkpoint | outcome | --load {{tmp}}/nothing
 checkpoint.use_checkpoint_args | --use-checkpoint-args | outcome | {LOAD} !--hidden-size !--ffn-hidden-size
 checkpoint.keep_last | --keep-last 1 | checkpoints 3 1 | {SAVE} --save-interval 1

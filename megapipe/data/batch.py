@@ -36,8 +36,8 @@ class DocumentRules:
         }
         if self.eod is None and any(flags.values()):
             names = ", ".join(name for name, is_set in flags.items() if is_set)
-            way_out = "set --tokenizer-type and its model"
-            raise ConfigError(f"{names} need an end-of-document token, but no tokenizer has one; {way_out}")
+            missing = "no tokenizer with one is given; set --tokenizer-type and its model"
+            raise ConfigError(f"{names} need an end-of-document token, but {missing}")
 
 
 @dataclass(frozen=True)

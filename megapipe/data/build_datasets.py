@@ -142,8 +142,8 @@ def _member(
     if first == last:
         raise DataError(
             f"{file.prefix} has {len(file)} sequences, and the {SPLIT_NAMES[part]} part of --split "
-            f"{request.split or DEFAULT_SPLIT} holds none of them; give it a larger "
-            "share, or request no samples of it (0 in --split, --eval-iters 0)"
+            f"{request.split or DEFAULT_SPLIT} holds none of them; give it a larger share, or request no samples of "
+            "it (0 in --split, --eval-iters 0)"
         )
     cache = IndexCache.at(request.data_cache_path, file.prefix)
     return GPTDataset(

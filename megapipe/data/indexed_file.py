@@ -72,7 +72,7 @@ class IndexedFile:
             )
         magic, version, code, num_sequences, num_starts = HEADER.unpack(index[: HEADER.size])
         if magic != MAGIC:
-            raise DataError(f"{path} starts with {magic!r} instead of {MAGIC!r}: it is not a token index")
+            raise DataError(f"{path} starts with {magic!r} instead of {MAGIC!r}: not a Megatron token index")
         if version != VERSION:
             raise DataError(f"{path} has format version {version}; only version {VERSION} is supported")
         if code not in DTYPES:

@@ -75,8 +75,9 @@ class Loader:
         if start < 0 or self._skipped.index(start + micro_batch_size - 1) >= len(self.dataset):
             raise DataError(
                 f"the {self.name} data has {len(self.dataset)} samples, but microbatch {k} of dp rank {dp_rank} (of "
-                f"{dp_size}) after {consumed_samples} consumed samples needs {start}..{start + micro_batch_size}: "
-                "request more samples, or give --data-path weights (without them a dataset is one epoch)"
+                f"{dp_size}) after {consumed_samples} consumed samples needs {start}..{start + micro_batch_size}: the "
+                "dataset was built for a shorter run, or has no weights and so holds one epoch; request more samples, "
+                "or give --data-path weights"
             )
         if not self._num_workers:
             return self._read(start, micro_batch_size)

@@ -91,7 +91,7 @@ def resume(runtime: TrainingRuntime, journal: Journal, starts: Starts | None = N
         journal.say(remark)
     if resumed.path is not None:
         position = f"step {resumed.state.step}, {resumed.state.consumed_samples:,} samples"
-        journal.say(f"loaded {resumed.path} in {time.perf_counter() - started:.1f} s: going on after {position}")
+        journal.say(f"loaded {resumed.path} in {time.perf_counter() - started:.1f} s: continuing after {position}")
         journal.record("resumed", path=str(resumed.path))
     return resumed
 

@@ -63,15 +63,8 @@ def events_of_a_save(root: Path) -> list[str]:
 
 def test_the_order_of_events_is_write_sync_rename(tmp_path: Path) -> None:
     files = ["create", "write", "sync"]
-    commit = [
-        "make",
-        *files,
-        *files,
-        *files,
-        "sync",
-        "rename",
-        "sync",
-    ]  # shard, configuration, manifest, the folder itself
+    # shard, configuration, manifest, the folder itself
+    commit = ["make", *files, *files, *files, "sync", "rename", "sync"]
     latest = [*files, "rename", "sync"]
     removal = ["rename", "sync", "remove"]
     assert events_of_a_save(tmp_path) == commit + latest + removal

@@ -102,9 +102,8 @@ def test_every_flipped_byte_of_the_manifest_is_found(tmp_path: Path) -> None:
     for position in range(len(content)):
         flipped = content[:position] + bytes([content[position] ^ 1]) + content[position + 1 :]
         try:
-            assert Manifest.from_json(flipped.decode(), "here") == whole, (
-                position
-            )  # only a change of white space may go unnoticed
+            # only a change of white space may go unnoticed
+            assert Manifest.from_json(flipped.decode(), "here") == whole, position
         except CheckpointError as error:
             messages.append(str(error))
     assert len(messages) > len(content) * 0.9

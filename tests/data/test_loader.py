@@ -90,9 +90,8 @@ def test_batches_to_come_are_read_by_threads_over_the_border_of_steps():
             loader.microbatch(step * 8, k, 0, 2, 2)
     loader.close()
     assert {name.rpartition("_")[0] for _, name in dataset.read} == {"train-loader"}
-    assert sorted(index for index, _ in dataset.read) == [
-        i for i in range(64) if i % 4 < 2
-    ]  # this rank's samples, each read once
+    # this rank's samples, each read once
+    assert sorted(index for index, _ in dataset.read) == [i for i in range(64) if i % 4 < 2]
 
 
 def test_reading_ahead_is_done_before_it_is_asked_for():

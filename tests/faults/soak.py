@@ -123,7 +123,7 @@ class Life:
         return int(found[-1]) if found else None
 
     def resumed(self) -> int:
-        found = re.search(r"going on after step (\d+)", self.command.out())
+        found = re.search(r"continuing after step (\d+)", self.command.out())
         return int(found[1]) if found else 0
 
     def wait(self, seconds: float, until: Callable[[], bool]) -> bool:

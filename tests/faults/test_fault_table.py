@@ -149,7 +149,7 @@ class Undisturbed:
             left.unlink()
         said = run(self.pool, save, folder)
         assert errors(folder) == []
-        found = re.search(r"going on after step (\d+)", said)
+        found = re.search(r"continuing after step (\d+)", said)
         assert found is not None and words in said, said
         lost = max(0, STRUCK_STEP - 1 - int(found[1]))
         assert lost <= most_lost

@@ -168,7 +168,7 @@ def test_after_a_machine_is_lost_a_relaunch_resumes_bit_exactly(nodes: Nodes, tm
         close(commands)
     again = on_all(nodes, broken, 2, *training(broken, steps))
     assert [end.code for end in again] == [0, 0], again[0].error
-    assert "going on after step" in again[0].out
+    assert "continuing after step" in again[0].out
     assert [end.code for end in on_all(nodes, whole, 2, *training(whole, steps))] == [0, 0]
     assert_same_state(broken, whole, steps)
 

@@ -172,7 +172,7 @@ def test_the_quickstart_trains_and_resumes_and_ctrl_c_saves(tmp_path: Path) -> N
         command.signal(signal.SIGINT)
         second = command.ended()
     assert (second.code, second.error) == (0, "")
-    assert "is reused" in second.out and "going on after step 3" in second.out and "SIGINT received" in second.out
+    assert "is reused" in second.out and " s: continuing after step 3" in second.out and "SIGINT received" in second.out
     step = int(re.findall(r"== stopped: after step (\d+)", second.out)[0])
     assert step >= 5
     assert (next((tmp_path / "out").glob("*/checkpoints")) / f"step_{step:08d}").is_dir()

@@ -166,7 +166,7 @@ def test_a_job_near_its_time_limit_saves_requeues_and_ends_like_an_undisturbed_o
     assert undisturbed.ended() == "COMPLETED", undisturbed.log
     said = re.search(r"asked to exit after step (\d+) of 30: requeueing the job", job.log)
     assert said is not None and 6 <= int(said[1]) < STEPS, job.log
-    assert job.log.count("going on after step " + said[1]) == 1
+    assert job.log.count("continuing after step " + said[1]) == 1
     assert "ended after step 30: all 30 steps done" in job.log
     assert job.losses() == undisturbed.losses() and len(job.losses()) == STEPS
     assert job.weights() == undisturbed.weights() and len(job.weights()) == 4

@@ -176,9 +176,8 @@ def test_a_missed_bar_fails_while_a_missed_goal_is_only_reported(
 
 def test_the_flops_of_a_step_count_attention_half_or_in_full(tools: Tools) -> None:
     figures, shape = tools("gpu_bench.figures"), tools("gpu_bench.shapes").SHAPES["8b-4k"]
-    linears = (
-        shape.layers * (4096 * 6144 + 4096 * 4096 + 3 * 4096 * 14336) + 4096 * 32768
-    )  # elements, including the output layer
+    # elements, including the output layer
+    linears = shape.layers * (4096 * 6144 + 4096 * 4096 + 3 * 4096 * 14336) + 4096 * 32768
     attention = 4 * 4096 * 4096 * shape.layers  # FLOPs per token: q k and p v over every key
     for causal, part in ((True, 0.5), (False, 1.0)):
         assert figures.flops_of_step(shape, causal) == 3 * (2 * linears + part * attention) * 32768

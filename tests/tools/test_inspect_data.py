@@ -113,16 +113,10 @@ def test_a_sample_names_its_step_and_rank_or_that_it_is_skipped(
 ) -> None:
     assert inspected(capsys, "--sample", "15", *flags)["skipped"]
     found = inspected(capsys, "--sample", "20", *flags)
-    assert (found["step"], found["microbatch"], found["dp_rank"]) == (
-        3,
-        0,
-        1,
-    )  # number 10: steps of 4, 4, then 8 samples
-    alone = [
-        *flags[: flags.index("--data-path")],
-        "--data-path",
-        flags[flags.index("0.3") - 1],
-    ]  # all its epoch, no checkpoint
+    # number 10: steps of 4, 4, then 8 samples
+    assert (found["step"], found["microbatch"], found["dp_rank"]) == (3, 0, 1)
+    # all its epoch, no checkpoint
+    alone = [*flags[: flags.index("--data-path")], "--data-path", flags[flags.index("0.3") - 1]]
     assert inspected(capsys, "--sample", "110", *alone)["not_reached"]
     assert main(["--step", "3", "--text", "2", *flags]) == 0
     shown = capsys.readouterr().out

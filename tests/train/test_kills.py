@@ -158,7 +158,7 @@ class Victim:
         is_killed = None in answers
         assert is_killed == (len(errors) < answers.count(None)), (answers, errors)
         if before is not None and answers[0] is not None:
-            assert f"going on after step {before.step}" in answers[0], answers[0]
+            assert f"continuing after step {before.step}" in answers[0], answers[0]
         after = find_checkpoint(root)  # raises if no checkpoint is complete
         assert before is None or (after is not None and after.step >= before.step)
         return is_killed

@@ -54,7 +54,7 @@ def test_two_starts_from_one_checkpoint_are_enough(tmp_path: Path, monkeypatch: 
     assert job(flags)[0] == 3, "it stays so"
     monkeypatch.delenv("SLURM_RESTART_COUNT")
     code, said = job(f"{flags} --load {tmp_path}/c")  # started by hand, without a launcher
-    assert code == 0 and "going on after step 2" in said
+    assert code == 0 and "continuing after step 2" in said
     assert not (tmp_path / "c" / "starts.json").exists()
 
 
@@ -74,7 +74,7 @@ def test_a_restart_resumes_its_own_checkpoint_whatever_the_first_start_loaded(
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
     code, said = job(flags)
     assert code == 0
-    assert f"a restart: going on from --save {tmp_path}/c" in said and "going on after step 3" in said
+    assert f"a restart: going on from --save {tmp_path}/c" in said and "continuing after step 3" in said
 
 
 def test_a_checkpoint_damaged_inside_is_passed_over_set_aside_and_saved_again(tmp_path: Path) -> None:
@@ -85,7 +85,7 @@ def test_a_checkpoint_damaged_inside_is_passed_over_set_aside_and_saved_again(tm
     assert code == 0, said
     assert re.search(r"passed over: rank 0: .*step_00000004/rank_00000.safetensors, tensor .* is damaged", said)
     assert re.search(r"renamed .*step_00000004, which is damaged, to step_00000004.damaged-", said)
-    assert "going on after step 2" in said
+    assert "continuing after step 2" in said
     assert job(f"--train-iters 6 --save {tmp_path}/undisturbed --save-interval 2")[0] == 0
     for step in (4, 6):
         found, expected = contents(tmp_path / "c", step), contents(tmp_path / "undisturbed", step)

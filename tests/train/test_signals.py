@@ -81,7 +81,7 @@ def test_all_ranks_stop_and_a_resumed_run_equals_one_without_a_signal(
     assert saved == ["step_00000002", "step_00000003"][: max(0, step - 1)]
     again = rank_pools(2).run(job_on_rank, flags)
     assert [result[1:] for result in again] == [("", None)] * 2
-    assert f"going on after step {step}" in again[0][0] if step else "starting from step 0" in again[0][0]
+    assert f"continuing after step {step}" in again[0][0] if step else "starting from step 0" in again[0][0]
     assert furthest(tmp_path, undisturbed) == 0.0
 
 

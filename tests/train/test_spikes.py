@@ -182,7 +182,7 @@ def test_abandoned_checkpoints_are_kept_apart_and_a_run_from_them_must_save_else
     code, said = job(f"{old} --save {tmp_path}/c")
     assert code == 1 and "this run would continue from step 8 of an abandoned branch" in said
     code, said = job(f"{old} --save {tmp_path}/other")
-    assert code == 0 and "going on after step 8, 64 samples" in said
+    assert code == 0 and "continuing after step 8, 64 samples" in said
 
 
 @pytest.mark.parametrize("event", ["written", "moved"])
@@ -203,7 +203,7 @@ def test_a_crash_in_a_rollback_costs_nothing(tmp_path: Path, monkeypatch: pytest
             job(flags)
     code, said = job(flags)
     assert code == 0, said
-    assert "going on after step 6, 48 samples" in said and "Back to" not in said
+    assert "continuing after step 6, 48 samples" in said and "Back to" not in said
     if event == "written":
         assert "was abandoned by a rollback" in said
     found, expected = contents(tmp_path / "c", 14), contents(tmp_path / "undisturbed", 14)

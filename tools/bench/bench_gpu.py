@@ -228,9 +228,8 @@ def refuse(arguments: argparse.Namespace) -> None:
 
 def main(argv: Sequence[str]) -> int:
     arguments = build_parser().parse_args(argv)
-    set_for_libraries(
-        PYTORCH_ALLOC_CONF="expandable_segments:True"
-    )  # as in a run; before anything is allocated on the GPU
+    # as in a run; before anything is allocated on the GPU
+    set_for_libraries(PYTORCH_ALLOC_CONF="expandable_segments:True")
     found: dict[str, Any] = {}
     all_met = True
     try:

@@ -40,13 +40,11 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         b, s, h = x.shape
-        q, k, v = (
-            self.qkv(x).view(b, s, 3, self.heads, h // self.heads).permute(2, 0, 3, 1, 4).unbind(0)
-        )  # [b, heads, s, d], no copies
+        # q, k, v: [b, heads, s, d], no copies
+        q, k, v = self.qkv(x).view(b, s, 3, self.heads, h // self.heads).permute(2, 0, 3, 1, 4).unbind(0)
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return self.proj(
-            y.transpose(1, 2).reshape(b, s, h)
-        )  # the kernel's output is [b, s, heads, d] in memory: a view
+        # the kernel's output is [b, s, heads, d] in memory: a view
+        return self.proj(y.transpose(1, 2).reshape(b, s, h))
 
 
 class Block(nn.Module):

@@ -102,7 +102,7 @@ def preview(arguments: Sequence[str]) -> str:
         raise ConfigError(f"no such script {launch.script}")
     per_node = launch.ranks_per_node
     num_ranks = launch.num_nodes * per_node
-    where = f"{num_ranks} rank{'s' * (num_ranks > 1)} on {count_text(launch.num_nodes, 'node')}, {per_node} on each"
+    where = f"{count_text(num_ranks, 'rank')} on {count_text(launch.num_nodes, 'node')}, {per_node} on each"
     lines = [f"dry run: {where}; nothing is started", ""]
     lines += _slurm_commands(launch) if launch.slurm else _commands(launch)
     if Path(launch.script).name not in PRETRAINING:
@@ -152,7 +152,7 @@ def _traffic(plan: RunPlan) -> Iterator[str]:
     yield f"traffic of a step, the most of any rank and of any node{rings}"
     rows = [("group", "ranks", "groups", "a rank sends", "groups on several nodes", "leaves a node")]
     for group in found:
-        crossing = "none" if not group.crossing else "all" if group.crossing == group.groups else str(group.crossing)
+        crossing = {0: "none", group.groups: "all"}.get(group.crossing, str(group.crossing))
         leaves = bytes_text(group.network_bytes) if group.crossing else "-"
         name, sent = NAMES.get(group.name, group.name), bytes_text(group.rank_bytes)
         rows.append((name, str(group.ranks), str(group.groups), sent, crossing, leaves))

@@ -35,7 +35,6 @@ OPTIONS = (
     option(
         "--objective",
         choices=OBJECTIVES,
-        default="time",
         help="time: the fastest step on N accelerators (default); gpus: the fewest up to N that fit, or that reach "
         "--tokens-per-second; cost: the cheapest tokens on N, N / 2, ...",
     ),
@@ -90,8 +89,8 @@ def _plan(own: argparse.Namespace) -> int:
     """
     if own.gpus is not None or own.gpu is not None or own.hardware is not None:
         return _search(own)
-    search = {"--output": own.output, "--price": own.price, "--tokens-per-second": own.tokens_per_second}
-    search |= {"--json": own.json or None, "--objective": None if own.objective == "time" else own.objective}
+    search = {"--objective": own.objective, "--price": own.price, "--tokens-per-second": own.tokens_per_second}
+    search |= {"--output": own.output, "--json": own.json or None}
     if idle := [flag for flag, value in search.items() if value is not None]:
         raise ConfigError(f"{idle[0]} belongs to the search for a layout: add --gpus N and --gpu NAME")
     loaded = load_config(["--plan", *own.flags], is_job=False)
@@ -138,17 +137,20 @@ def _search(own: argparse.Namespace) -> int:
 
 
 def _objective(own: argparse.Namespace, hardware: Hardware) -> Objective:
+    kind = own.objective or OBJECTIVES[0]
     price = hardware.price_per_hour if own.price is None else own.price
-    if own.objective == "cost" and price is None:
+    if price is not None and not price > 0:
+        raise ConfigError(f"--hardware {own.hardware}: price_per_hour {price:g} must be above 0")
+    if kind == "cost" and price is None:
         raise ConfigError(
             "--objective cost needs the price of one accelerator and hour: give --price P, or price_per_hour in a "
             "--hardware file"
         )
-    if own.objective == "time" and (own.price is not None or own.tokens_per_second is not None):
+    if kind == "time" and (own.price is not None or own.tokens_per_second is not None):
         raise ConfigError(
             "--price and --tokens-per-second belong to --objective gpus or cost; the fastest step ignores them"
         )
-    return Objective(own.objective, own.tokens_per_second, price)
+    return Objective(kind, own.tokens_per_second, price)
 
 
 def as_configured(config: Config, world_size: int, hardware: Hardware) -> Candidate | str:
@@ -193,9 +195,8 @@ def _progress(own: argparse.Namespace) -> None:
         try:
             if (found := find_checkpoint(Path(save))) is not None:
                 step, where = found.step, str(found.path)
-        except (
-            CheckpointError
-        ) as error:  # only damaged checkpoints: no progress; training reports what to do about them
+        except CheckpointError as error:
+            # only damaged checkpoints: no progress; training reports what to do about them
             where = str(error).replace("\n", " ")
     print(f"step {step} of {total}, {where}")
 

@@ -27,6 +27,7 @@ from megapipe.data.text_source import corpus_documents, read_records, write_json
 from megapipe.errors import ConfigError
 from megapipe.extras.cli.frame import Command, option, write_file
 from megapipe.extras.cli.report import write_report
+from megapipe.formatting import count_text
 from megapipe.tokenizers.sentencepiece import train_sentencepiece
 from megapipe.tokenizers.tokenizer import build_tokenizer
 
@@ -155,13 +156,14 @@ def choose_grid(flags: Sequence[str], asked_ranks: int | None) -> Grid:
             f"{needed} ranks need {needed} GPUs, but there are {num_gpus}; add --device cpu, or make the grid smaller"
         )
     num_ranks = asked_ranks if asked_ranks is not None else max(1, slots // replica) * replica
-    found = f"{num_gpus} GPU{'s' * (num_gpus > 1)}, so NCCL" if num_gpus else "no GPU, so gloo on the CPU"
-    return Grid(num_ranks, configs, grid_flags, f"{found}: {num_ranks} rank{'s' * (num_ranks > 1)}")
+    found = f"{count_text(num_gpus, 'GPU')}, so NCCL" if num_gpus else "no GPU, so gloo on the CPU"
+    return Grid(num_ranks, configs, grid_flags, f"{found}: {count_text(num_ranks, 'rank')}")
 
 
 def gpu_grid(num_gpus: int) -> tuple[str, ...]:
     """Return the flags of the largest such grid for this many GPUs."""
-    tp, pp = (2, 2) if num_gpus >= 4 else (1, 2) if num_gpus >= 2 else (1, 1)
+    tp = 2 if num_gpus >= 4 else 1
+    pp = 2 if num_gpus >= 2 else 1
     chunks = "2" if pp > 1 else "none"
     sizes = ("--tensor-model-parallel-size", str(tp), "--pipeline-model-parallel-size", str(pp))
     return (*sizes, "--num-virtual-stages-per-pipeline-rank", chunks)

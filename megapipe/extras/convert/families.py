@@ -107,7 +107,8 @@ def read_rope(settings: Settings) -> dict[str, Any]:
     if kind == "yarn":  # keys that state what is always so here
         scaling.setdefault(LENGTH, settings.get("max_position_embeddings"))
         if scaling.pop("truncate", True) is not True:
-            raise ConfigError("rope_type yarn: truncate false cannot be expressed: here the ramp covers whole pairs")
+            why = "here the ramp starts and ends at whole pairs of channels"
+            raise ConfigError(f"rope_type yarn: truncate false cannot be expressed: {why}")
         given = scaling.pop("attention_factor", None)
         if given is not None:
             here = 0.1 * math.log(scaling["factor"]) + 1.0

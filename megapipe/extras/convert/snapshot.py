@@ -213,7 +213,7 @@ def write_checkpoint(snapshot: Snapshot, root: Path) -> SaveReport:
     """Write a checkpoint for `--load root` with any grid. Raises CheckpointError."""
     folder = root / folder_name(snapshot.step)
     if folder.exists():
-        raise CheckpointError(f"{folder} already exists; converting never overwrites")
+        raise CheckpointError(f"{folder} already exists; converting never overwrites: choose another target")
     boxes = [
         TensorBox(name, tensor.shape, Box((0,) * len(tensor.shape), tensor.shape), cast(Tensor, tensor))
         for name, tensor in snapshot.tensors.items()

@@ -16,9 +16,8 @@ from typing import Any
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
 FORWARDED_AS = {signal.SIGHUP: signal.SIGTERM}  # the terminal was closed: save and exit
 MAX_INTERRUPTS = 2  # ranks handle two interrupts (save and exit, exit now); the third kills them
-STARTUP_SECONDS = (
-    60.0  # ranks may still be importing and have no handler yet: a request to save is repeated for this long
-)
+# ranks may still be importing and have no handler yet: a request to save is repeated for this long
+STARTUP_SECONDS = 60.0
 REPEAT_SECONDS = 1.0
 
 

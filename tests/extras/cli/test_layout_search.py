@@ -87,6 +87,8 @@ def test_objectives_show_every_number_they_looked_at(capsys: pytest.CaptureFixtu
         ([*WORDS, "--objective", "cost", "--price", "cheap"], "invalid float value: 'cheap'"),
         ([*WORDS, "--price", "2"], "belong to --objective gpus or cost"),
         ([*WORDS, "--estimator", "nvidia"], "invalid choice: 'nvidia'"),
+        (["--world-size", "4", *MODEL.split(), "--objective", "time"], "--objective belongs to the search"),
+        (["--world-size", "4", *MODEL.split(), "--json"], "--json belongs to the search"),
     ],
     ids=[
         "no gpu",
@@ -100,11 +102,20 @@ def test_objectives_show_every_number_they_looked_at(capsys: pytest.CaptureFixtu
         "no number",
         "useless",
         "estimator",
+        "objective without a search",
+        "json without a search",
     ],
 )
 def test_a_mistake_is_answered(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(arguments) != 0
     assert message in capsys.readouterr().err
+
+
+def test_a_price_in_a_hardware_file_is_above_zero(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "hardware.yaml"
+    file.write_text("like: h100\nprice_per_hour: 0\n")
+    assert main(["--gpus", "4", "--hardware", str(file), *MODEL.split(), "--global-batch-size", "8"]) == 2
+    assert "price_per_hour 0 must be above 0" in capsys.readouterr().err
 
 
 def test_it_imports_no_torch() -> None:

@@ -124,7 +124,7 @@ def test_training_goes_on_from_a_megatron_run(real: Path, tmp_path: Path, monkey
     metrics = tmp_path / "run"
     code, said = job(f"--load {tmp_path / 'ours'} {flags} --train-iters 5 --save {metrics}")
     assert code == 0, said
-    assert "going on after step 3, 24 samples" in said
+    assert "continuing after step 3, 24 samples" in said
     saved = read_checkpoint(metrics)
     assert TrainingState.from_dict(saved.state["training"]) == TrainingState(5, 40, 40 * 16, 0)
     assert saved.state["optimizer"]["num_steps"] == 5

@@ -42,9 +42,8 @@ def test_a_short_step_has_the_peak_and_messages_of_the_full_one(name: str) -> No
     short, whole = (count_rank(plan, last, read_for(plan), in_full=in_full) for in_full in (False, True))
     assert short.num_run < whole.num_run == 24
     tokens = 16 * plan.config.training.micro_batch_size * plan.config.model.seq_length
-    assert (
-        0 <= whole.peak - short.peak <= (whole.num_run - short.num_run) * (tokens + 64)
-    )  # tokens and labels of the remaining microbatches
+    # tokens and labels of the remaining microbatches
+    assert 0 <= whole.peak - short.peak <= (whole.num_run - short.num_run) * (tokens + 64)
     assert short.traffic is not None and whole.traffic is not None
     assert short.traffic.counts == whole.traffic.counts
     assert short.traffic.bytes == whole.traffic.bytes

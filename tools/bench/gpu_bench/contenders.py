@@ -48,10 +48,8 @@ def draw_weights(shape: Shape, device: torch.device) -> dict[str, Tensor]:
     with device:
         model = PlainLlama(shape)
     for parameter in model.parameters():
-        if parameter.ndim == 2:
-            nn.init.normal_(
-                parameter, std=parameter.shape[1] ** -0.5
-            )  # so that every part of the model matters to the loss
+        if parameter.ndim == 2:  # large enough for every part of the model to matter to the loss
+            nn.init.normal_(parameter, std=parameter.shape[1] ** -0.5)
     return {name: value.detach() for name, value in model.state_dict().items()}
 
 
