@@ -42,7 +42,7 @@ class DocumentRules:
 
 @dataclass(frozen=True)
 class Batch:
-    """The arrays of one microbatch. Arrays that no rule needs are left out, for faster kernels."""
+    """The arrays of one microbatch. Arrays that no rule needs are None, which allows faster kernels."""
 
     tokens: TokenArray  # [micro, seq]
     labels: TokenArray  # [micro, seq]: the next token of each

@@ -64,8 +64,8 @@ class SentencePieceTokenizer(_Model):
     def __init__(self, model: str | Path) -> None:
         super().__init__(model)
         pieces = {self._processor.IdToPiece(i): i for i in range(self._num_pieces)}
-        model_ids = (self._processor.pad_id(), self._processor.bos_id(), self._processor.eos_id())
-        declared = dict(zip(("<PAD>", "<BOS>", "<EOS>"), model_ids, strict=True))  # -1: none
+        processor = self._processor
+        declared = {"<PAD>": processor.pad_id(), "<BOS>": processor.bos_id(), "<EOS>": processor.eos_id()}  # -1: none
         ids: dict[str, int] = {}
         for special in (*CONTROL_SYMBOLS, *declared):
             is_declared = declared.get(special, -1) >= 0

@@ -284,7 +284,7 @@ def measure(environment: Environment, device: str, dtype: str | None, seconds: f
     topology = Topology(dp=world.world_size)
     everyone = build_process_groups(topology, world.global_rank, world.backend, timeout_seconds).world
     barrier(everyone)
-    share = 1 - LINKS_SHARE * environment.is_distributed
+    share = 1 - LINKS_SHARE if environment.is_distributed else 1.0
     rates = slowest(gather_objects(measure_rates(dtype, Stopwatch(world.device), share * seconds), everyone))
     links = []
     if environment.is_distributed:

@@ -118,9 +118,8 @@ def count_step(
     items["step"] = live.peak - state
     seconds = time.perf_counter() - started
     rank = groups.world.global_rank
-    return RankCount(
-        rank, items, watch.peak_action, max(watch.before_action - state, 0), count, seconds, traffic
-    ), watch
+    before_action = max(watch.before_action - state, 0)
+    return RankCount(rank, items, watch.peak_action, before_action, count, seconds, traffic), watch
 
 
 class ActionWatch(Tracer):

@@ -166,7 +166,7 @@ def _grid(run: Run) -> str:
         if t.tp > 1:
             parts.append('<p class="soft">Global ranks; the ranks in one cell are a tensor-parallel group.</p>')
     if plan:
-        parts.append(_folded("plan, as printed at the start", escape(plan), "open"))
+        parts.append(_folded("plan, as printed at the start", escape(plan), is_open=True))
     return "".join(parts)
 
 
@@ -259,9 +259,10 @@ def _table(head: Sequence[str], rows: Iterable[Sequence[str]], kind: str = "") -
     return f"<table{kind}>" + "".join(f"<tr>{line}</tr>" for line in lines) + "</table>"
 
 
-def _folded(summary: str, text: str, state: str = "") -> str:
+def _folded(summary: str, text: str, is_open: bool = False) -> str:
     """Return escaped text that a click on its summary unfolds."""
-    return f"<details{' ' * bool(state)}{state}><summary>{summary}</summary><pre>{text}</pre></details>"
+    tag = "<details open>" if is_open else "<details>"
+    return f"{tag}<summary>{summary}</summary><pre>{text}</pre></details>"
 
 
 def _moment(seconds: float) -> str:
