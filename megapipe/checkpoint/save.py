@@ -225,16 +225,16 @@ def save_checkpoint(
     CheckpointError on every rank if any rank fails; the temporary folder is then removed.
     """
     attempt = Attempt(disk or Disk(), root, step, extras, keep, block_bytes)
-    begun = _from_rank_0(attempt.begin() if group.rank == 0 else None, group)
+    begun = from_rank_0(attempt.begin() if group.rank == 0 else None, group)
     if isinstance(begun, SaveReport):
         return begun
     written = gather_objects(attempt.write(begun, list(tensors), group.global_rank), group)
-    report: SaveReport = _from_rank_0(attempt.finish(begun, written) if group.rank == 0 else None, group)
+    report: SaveReport = from_rank_0(attempt.finish(begun, written) if group.rank == 0 else None, group)
     return report
 
 
-def _from_rank_0(result: Any, group: Group) -> Any:
-    """Return rank 0's result on all ranks, or raise it if it is an error."""
+def from_rank_0(result: Any, group: Group) -> Any:
+    """Return rank 0's result on all ranks, or raise it on all of them if it is a CheckpointError."""
     result = broadcast_object(result, group)
     if isinstance(result, CheckpointError):
         raise result
@@ -256,7 +256,7 @@ class BackgroundSave:
         self._report: SaveReport | None = None
         self._result: Any = None
         self._writing = True
-        begun = _from_rank_0(attempt.begin() if group.rank == 0 else None, group)
+        begun = from_rank_0(attempt.begin() if group.rank == 0 else None, group)
         if isinstance(begun, SaveReport):
             self._report = begun
             return
@@ -288,7 +288,7 @@ class BackgroundSave:
             commit = lambda: self._attempt.finish(self._temporary, written) if is_first else None  # noqa: E731
             self._start(commit, "checkpoint commit", failed)
             return None
-        report: SaveReport = _from_rank_0(self._result, self._group)
+        report: SaveReport = from_rank_0(self._result, self._group)
         return dataclasses.replace(report, waited_seconds=self._waited_seconds)
 
     def finish(self) -> SaveReport:

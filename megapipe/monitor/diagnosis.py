@@ -167,18 +167,18 @@ def report_text(
 
 def silent_hosts(sightings: Sequence[Sighting]) -> str:
     """Name the hosts none of whose ranks answer, and who says so; "" if some of their ranks answer."""
-    hosts, others = (
-        list(dict.fromkeys(s.member.host for s in sightings if s.is_unreachable is silent)) for silent in (True, False)
-    )
+    silent = [s.member for s in sightings if s.is_unreachable]
+    hosts = list(dict.fromkeys(member.host for member in silent))
+    others = list(dict.fromkeys(s.member.host for s in sightings if not s.is_unreachable))
     if not hosts or set(hosts) & set(others):
         return ""
-    ranks = _ranks([s.member.rank for s in sightings if s.is_unreachable])
+    ranks = _ranks([member.rank for member in silent])
     seen_from = _listed(others) if len(others) <= MOST_CULPRITS else f"{len(others)} other hosts"
-    silent = f"{_listed(hosts)} ({ranks}) no longer answer"
+    who = f"{_listed(hosts)} ({ranks})"
     if len(hosts) == 1:
-        return f"host {silent}s {seen_from}: it is down or cut off, or its ranks are stopped"
+        return f"host {who} no longer answers {seen_from}: it is down or cut off, or its ranks are stopped"
     if len(others) > 1:
-        return f"hosts {silent} {seen_from}: they are down or cut off, or their ranks are stopped"
+        return f"hosts {who} no longer answer {seen_from}: they are down or cut off, or their ranks are stopped"
     network = f"the network of {others[0]} is cut, or they are down"
     return f"no other host ({_listed(hosts)}; {ranks}) answers {seen_from} any more: {network}"
 

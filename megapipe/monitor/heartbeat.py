@@ -272,7 +272,7 @@ class Heartbeat:
         return found
 
     def as_bytes(self) -> bytes:
-        """Return the whole file, for `record.read_snapshot`."""
+        """Return the whole file, for `read_snapshot`."""
         return bytes(self._memory)
 
     def _begin(self, cause: Cause, now: int) -> None:

@@ -82,7 +82,7 @@ class Engine:
     tracer: records start and end of every action, of every wait for a message, and of the whole row.
     streams: CUDA streams on which the two halves of an OVERLAP run concurrently; without them they run in sequence.
     weights: needed by schedules with UPDATE.
-    head_start: the number of first actions that `begin` runs; they are closed under messages (schedule.head_start).
+    head_start: the number of first actions that `begin` runs; they are closed under messages (schedule.lower).
     heartbeat: notified of every action as it begins.
     marks: context managers opened around every action under its text form, for profilers.
     offload: moves activations to the host and back during the row. Raises ValueError if the stages are not those of the

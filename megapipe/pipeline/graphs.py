@@ -38,9 +38,7 @@ Result = TypeVar("Result")
 
 
 class CudaRecorder:
-    """A recorder of the kernels that a function launches as CUDA graphs, all on one stream, because autograd runs a
-    backward on the stream of its forward.
-    """
+    """A recorder of CUDA graphs, all on one stream, because autograd runs a backward on the stream of its forward."""
 
     def pool(self) -> Any:
         """Return a new memory pool."""

@@ -102,9 +102,11 @@ class Channel(NamedTuple):
     direction: int = 0
 
     def __str__(self) -> str:
-        ends = (self.boundary, self.boundary + 1)[:: 1 if self.kind is ValueKind.ACT else -1]
+        source, target = self.boundary, self.boundary + 1
+        if self.kind is ValueKind.GRAD:
+            source, target = target, source
         direction = f", direction {self.direction}" if self.direction else ""
-        return f"{self.kind.value}s of stage {ends[0]} -> {ends[1]}{direction}"
+        return f"{self.kind.value}s of stage {source} -> {target}{direction}"
 
 
 def channel_of(action: Action, num_directions: int = 1) -> Channel:

@@ -105,10 +105,10 @@ def _plan_receives(schedule: Schedule, sends: Sends, receive_depth: int) -> list
                 sent[send, stage, direction].append(microbatch)
 
     # [rank]: slot of each half of an overlapped pair -> slot of its OVERLAP
-    pair_heads = [
-        {slot + half: slot for slot, (_, op, _) in enumerate(row) if op is Op.OVERLAP for half in (1, 2)}
-        for row in (schedule.rows if Op.OVERLAP in schedule.ops else [()] * schedule.num_ranks)
-    ]
+    pair_heads: list[dict[int, int]] = [{} for _ in schedule.rows]
+    if Op.OVERLAP in schedule.ops:
+        for heads, row in zip(pair_heads, schedule.rows, strict=True):
+            heads.update({slot + half: slot for slot, a in enumerate(row) if a.op is Op.OVERLAP for half in (1, 2)})
     kind_of = {send: kind for kind, (send, _, _) in TRAVELS.items()}
     plans: list[dict[int, list[Action]]] = [{} for _ in schedule.rows]
     for (send, stage, direction), microbatches in sent.items():

@@ -89,10 +89,8 @@ class Machine:
         self.waiting_for: dict[int, int] = {}  # value id -> rank
         self.blocked_on: dict[int, int] = {}  # channel -> rank
         self.times = [NEVER] * (2 * len(_KINDS) * (num_stages + 2) * self.count)  # value id -> when it is there
-        for kind, stage in (
-            (ValueKind.ACT, -1),
-            (ValueKind.GRAD, num_stages),
-        ):  # given: the data, and the loss's gradient
+        given = ((ValueKind.ACT, -1), (ValueKind.GRAD, num_stages))  # the data, and the gradient of the loss
+        for kind, stage in given:
             base = self._base(kind, stage, False)
             self.times[base : base + self.count] = [0.0] * self.count
         self.work = self._resolve_work()
@@ -232,7 +230,7 @@ class Machine:
         self.positions[rank], self.clocks[rank] = position, clock
 
     def _unblock(self, channel: int, clock: float) -> None:
-        """Wake the sender that waited until `clock` for room on the channel."""
+        """Wake the sender that waited for a receive of the channel to be posted; it continues at `clock` or later."""
         sender = self.blocked_on.pop(channel)
         self.clocks[sender] = max(self.clocks[sender], clock)
         self.ready.append(sender)

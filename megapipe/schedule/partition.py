@@ -67,8 +67,12 @@ class Partition:
     def __str__(self) -> str:
         texts = []
         for first, end, has_embedding, has_head in self.stages:
-            layers = [str(first) if end == first + 1 else f"{first}..{end - 1}"] * (end > first)
-            texts.append("+".join(["embedding"] * has_embedding + layers + ["head"] * has_head) or "nothing")
+            parts = ["embedding"] if has_embedding else []
+            if end > first:
+                parts.append(str(first) if end == first + 1 else f"{first}..{end - 1}")
+            if has_head:
+                parts.append("head")
+            texts.append("+".join(parts) or "nothing")
         return " | ".join(texts)
 
 

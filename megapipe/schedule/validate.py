@@ -189,7 +189,7 @@ def _check_computation(schedule: Schedule, seen: Mapping[Op, bytearray]) -> None
             fault = f"the backward of {name} is missing on rank {rank}"
         if fault:
             row = schedule.rows[rank]
-            slots = [slot for slot, a in enumerate(row) if a[::2] == (stage, microbatch) and a[1] in COMPUTE_OPS]
+            slots = [slot for slot, (s, op, m) in enumerate(row) if (s, m) == (stage, microbatch) and op in COMPUTE_OPS]
             _fail(schedule, fault, *((rank, slot) for slot in slots[-1:]))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -19,8 +20,12 @@ FLAG = "--check-weight-hash-across-dp-replicas-interval"
 MOST_NAMES, MOST_DIFFERENCES = 3, 4  # listed one by one
 
 
-# of one rank: its host, its differences, the parameters that are not their master weights in the parameters' dtype
-Findings = tuple[str, tuple[Difference, ...], tuple[str, ...]]
+class RankFindings(NamedTuple):
+    """The findings of one rank. stale: parameters that are not their master weights in the parameters' dtype."""
+
+    host: str
+    differences: tuple[Difference, ...]
+    stale: tuple[str, ...]
 
 
 class CopiesCheck:
@@ -50,28 +55,28 @@ class CopiesCheck:
             differs = torch.tensor(int(self._copies.differ() or bool(stale)), device=runtime.device)
             all_reduce(differs, world, "max")
             if differs:
-                mine: Findings = host(), tuple(self._copies.differences()), stale
+                mine = RankFindings(host(), tuple(self._copies.differences()), stale)
                 raise TrainingError(_message(step, gather_objects(mine, world), runtime.plan.topology))
         self._compared_step = step
 
 
-def _message(step: int, findings: Sequence[Findings], topology: Topology) -> str:
+def _message(step: int, findings: Sequence[RankFindings], topology: Topology) -> str:
     """Return the error message. findings: by global rank."""
 
     def named(ranks: Sequence[int]) -> str:
-        return ", ".join(f"{rank_text(topology, rank)} on {findings[rank][0]}" for rank in ranks)
+        return ", ".join(f"{rank_text(topology, rank)} on {findings[rank].host}" for rank in ranks)
 
     # differences that a majority decides come first
     differences = sorted(
-        {difference for _, of_rank, _ in findings for difference in of_rank},
+        {difference for of_rank in findings for difference in of_rank.differences},
         key=lambda d: (len(d.suspects) == len(d.ranks), d.ranks, d.group),
     )
     parts = [_difference_text(difference) for difference in differences[:MOST_DIFFERENCES]]
     if len(differences) > MOST_DIFFERENCES:
         parts.append(f"and {len(differences) - MOST_DIFFERENCES} more groups of ranks differ")
-    stale = [rank for rank, (_, _, names) in enumerate(findings) if names][:MOST_DIFFERENCES]
+    stale = [rank for rank, of_rank in enumerate(findings) if of_rank.stale][:MOST_DIFFERENCES]
     for rank in stale:
-        names = findings[rank][2]
+        names = findings[rank].stale
         verb = "is" if len(names) == 1 else "are"
         parts.append(f"on rank {rank}, {_names(names)} {verb} not what the optimizer's master weights round to")
     # the minority of a group, else the one rank that is in every group that differs

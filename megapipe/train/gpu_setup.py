@@ -150,14 +150,14 @@ def out_of_memory(plan: RunPlan, device: torch.device, global_rank: int, error: 
 
 def ways_out(plan: RunPlan) -> str:
     """List flags that lower the planned memory, those that cost the least speed first."""
-    config, layers = plan.config, plan.config.recompute.recompute_granularity
+    config, granularity = plan.config, plan.config.recompute.recompute_granularity
     ways = {
         "--use-distributed-optimizer": not config.parallel.use_distributed_optimizer and plan.topology.dp > 1,
         "--sequence-parallel": plan.topology.tp > 1 and not config.parallel.sequence_parallel,
-        "--recompute-granularity selective": layers is None,
+        "--recompute-granularity selective": granularity is None,
         "no --cuda-graph-impl": config.gpu.cuda_graph_impl != "none",
         f"--micro-batch-size {config.training.micro_batch_size // 2}": config.training.micro_batch_size > 1,
-        "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1": layers != "full",
+        "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1": granularity != "full",
         "--cpu-offloading-num-layers N, which costs copies to the host (--plan says how much)": (
             not config.offload.cpu_offloading_num_layers
         ),

@@ -189,7 +189,7 @@ class Guard:
             self._sums[batch.step] = self._outputs.take()
 
     def is_nonfinite(self, batch: StepBatch, result: StepResult) -> bool:
-        """Return True if the loss or the gradient norm of a step is not finite and the run must stop or go back it."""
+        """Return True if the loss or the gradient norm of a step is not finite and the run must stop or go back."""
         sums, update = self._sums.pop(batch.step, None), result.update
         # an overflow belongs to the search for a loss scale, until the scale cannot fall any further
         lowest = self._runtime.plan.config.precision.min_loss_scale
@@ -274,6 +274,7 @@ class Guard:
     def _explain(self, batch: StepBatch, result: StepResult, sums: Sums) -> str:
         """Say what is known of a non-finite step, and what repeating it shows if it has changed no weights."""
         ids, runtime, loader = batch.microbatches.sample_ids, self._runtime, self._loader
+        # first, as it reads the gradients, which repeating the step overwrites
         text = describe_nonfinite(runtime, sums, ids, result.loss, result.update)
         if runtime.updates is not None or not result.update.skipped or loader is None:
             return text

@@ -3,8 +3,9 @@
 run.jsonl says what a run is and how it went, one JSON object per line; a resumed run appends. Keys are stable. Every
 record has `kind` and `time` (Unix seconds), and:
 
-start    time, host, pid, command, versions, machine, grid, config (YAML), plan (text), resumed_from, remarks,
-         kernels (which library computes what)
+start    host, pid, command, versions, machine, grid, config (YAML), plan (text), remarks, kernels (which library
+         computes what)
+resumed  path: the checkpoint that was loaded
 note     printed at the console between the steps: checkpoints, profiles, checkpoints passed over
 warning  something that did not go as asked and did not stop the run
 stragglers  step, told (sentences), slowest (times of ranks): with --log-straggler, where a rank was slow

@@ -24,6 +24,7 @@ from megapipe.checkpoint.folder import (
     write_rollback,
 )
 from megapipe.checkpoint.load import load_tensors
+from megapipe.checkpoint.save import from_rank_0
 from megapipe.checkpoint.shard import padding_of, tensor_box
 from megapipe.checkpoint.starts import Starts, count_start, no_progress_error
 from megapipe.comm.groups import Group
@@ -33,7 +34,7 @@ from megapipe.data.loader import Loader
 from megapipe.environment import Environment
 from megapipe.errors import CheckpointError, DamageError, TrainingError
 from megapipe.train.journal import Journal, last_failure, recorded_folder
-from megapipe.train.state import Account, Schedules, TrainingState, on_rank_0, schedules_to_resume, share
+from megapipe.train.state import Account, Schedules, TrainingState, on_rank_0, schedules_to_resume
 
 # flags to resume this job's own run
 LOAD_ALL: dict[str, Any] = {"finetune": False, "no_load_optim": False, "no_load_rng": False}
@@ -67,8 +68,9 @@ def count_this_start(config: Config, environment: Environment) -> CountedStarts:
 
 def share_starts(counted: CountedStarts, config: Config, world: Group) -> Starts | None:
     """Return rank 0's count on all ranks. Raises NoProgressError, or rank 0's CheckpointError, on all of them."""
-    starts: Starts | None = share(counted, world)
-    if starts is not None and starts.exhausted and config.checkpoint.save is not None:
+    starts: Starts | None = from_rank_0(counted, world)
+    if starts is not None and starts.exhausted:
+        assert config.checkpoint.save is not None  # else nothing is counted
         folder = recorded_folder(config)
         failure = None if folder is None else last_failure(folder, starts.times[0])
         raise no_progress_error(starts, Path(config.checkpoint.save), failure)
@@ -171,11 +173,11 @@ def _check(runtime: TrainingRuntime, saved: dict[str, Any], path: Path, flags: C
             raise CheckpointError(
                 f"{path} holds no random state (--no-save-rng); give --no-load-rng to continue with --seed {seed}"
             )
-        before = saved["random"]["seed"]
-        if before != seed:
+        saved_seed = saved["random"]["seed"]
+        if saved_seed != seed:
             raise CheckpointError(
-                f"--seed {seed} differs from the seed {before} of {path}: dropout and the order of the data would "
-                f"change; give --seed {before}, or --no-load-rng if that is wanted"
+                f"--seed {seed} differs from the seed {saved_seed} of {path}: dropout and the order of the data would "
+                f"change; give --seed {saved_seed}, or --no-load-rng if that is wanted"
             )
     if not (flags.finetune or flags.no_load_optim):
         way_out = "give --no-load-optim to continue with a fresh optimizer, or --finetune to start at step 0"

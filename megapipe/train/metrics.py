@@ -84,10 +84,11 @@ class StepMetrics:
             f"grad norm {self.grad_norm:.3f}",
             f"{self.tokens_per_second:,.0f} tokens/s",
         ]
+        planned = "" if self.predicted_bubble is None else f" (plan {self.predicted_bubble:.1%})"
         for value, text in (
             (self.tflops, "{:.1f} TFLOP/s"),
             (self.mfu, "MFU {:.1%}"),
-            (self.bubble, f"bubble {{:.1%}} (plan {self.predicted_bubble or 0.0:.1%})"),
+            (self.bubble, "bubble {:.1%}" + planned),
             (self.loss_scale if self.loss_scale != 1.0 else None, "loss scale {:g}"),
             (self.skipped_steps or None, "skipped {}"),
             (self.rolled_back_steps or None, "rolled back {}"),

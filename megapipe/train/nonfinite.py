@@ -25,7 +25,7 @@ from megapipe.optimizer.optimizer import StepReport
 from megapipe.pipeline.engine import Step
 
 Sums = Mapping[tuple[int, int], Tensor]  # (microbatch, stage) -> sum of the stage's output
-WEIGHTS, FORWARD, BACKWARD, WEIGHT_GRADIENT = range(4)  # phases  of a `Finding`
+WEIGHTS, FORWARD, BACKWARD, WEIGHT_GRADIENT = range(4)  # phases of a `Finding`
 NOT_REPEATED = "repeated, the step is finite everywhere: the fault does not repeat itself, which points at the hardware"
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any, TypeVar
 
-from megapipe.comm.collectives import broadcast_object
+from megapipe.checkpoint.save import from_rank_0
 from megapipe.comm.groups import Group
 from megapipe.config.config import Config
 from megapipe.config.training import OptimizerConfig
@@ -191,13 +191,5 @@ def on_rank_0(call: Callable[[], T], world: Group) -> T:
             outcome = call()
         except CheckpointError as error:
             outcome = error
-    found: T = share(outcome, world)
+    found: T = from_rank_0(outcome, world)
     return found
-
-
-def share(outcome: Any, world: Group) -> Any:
-    """Return rank 0's outcome on all ranks; a CheckpointError is raised."""
-    outcome = broadcast_object(outcome, world)
-    if isinstance(outcome, CheckpointError):
-        raise outcome
-    return outcome

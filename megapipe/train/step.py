@@ -46,6 +46,9 @@ WAITING = "wait"  # for messages and parameters; not part of the forward or back
 class Timers:
     """Seconds by phase since the last `take`, in order of first use.
 
+    level: --timing-log-level; 0 times the step, 1 its phases, 2 its actions too. On a GPU, level 1 records events in
+    the stream and reads them at the log line; level 2 synchronizes with the device at every reading (the tracer's
+    `settle`), which costs overlap.
     tracer: gets each phase as an event. heartbeat: gets each phase. marks: opened around each phase, for profilers.
     clock: the device's own if None.
     """
@@ -246,7 +249,7 @@ class PostValidationStep(TrainStep):
     """A step that updates before the global norm is known (--optimizer-post-validation): no barrier between steps.
 
     The update is made without waiting for other pipeline ranks; the verdict on it (clip or skip) comes in the middle of
-    the next step, after that one's first forwards (schedule.head_start). If the verdict takes the update back, those
+    the next step, after that one's first forwards (schedule.lower). If the verdict takes the update back, those
     forwards are run again.
     """
 

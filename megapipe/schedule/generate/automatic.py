@@ -216,7 +216,8 @@ def _follow(rule: _Rule, shape: Shape, goal: AutoGoal) -> tuple[tuple[Row, ...],
             send, step = (Op.SEND_F, +1) if op is Op.F else (Op.SEND_B, -1)
             peer = ranks[stage + step]
             arrival = end + (costs.seconds.get((stage, send), 0.0) + costs.latency_seconds)
-            (peer.activation_at if op is Op.F else peer.gradient_at)[microbatch] = arrival
+            arrives_at = peer.activation_at if op is Op.F else peer.gradient_at
+            arrives_at[microbatch] = arrival
             wake(peer, max(arrival, peer.clock))
     own_seconds = max(sum(rank.seconds.values()) * count + rank.idle for rank in ranks)
     return tuple(tuple(rank.row) for rank in ranks), _ordered(own_seconds, max(rank.clock for rank in ranks), goal)
