@@ -293,7 +293,7 @@ class Channel:
 
     def _error(self, error: RuntimeError, start_ns: int, tensors: tuple[Tensor, ...]) -> CommunicationError:
         verb, preposition = ("sending", "to") if self.sends else ("receiving", "from")
-        contents = ", ".join(map(str, tuple(map(MessageSpec.of, tensors))))
+        contents = ", ".join(str(MessageSpec.of(tensor)) for tensor in tensors)
         peer = f" {preposition} global rank {self.peer}"
         return communication_error(self.group, f"{verb} {self} ({contents})", error, start_ns, peer)
 

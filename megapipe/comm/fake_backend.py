@@ -72,12 +72,15 @@ class FakeHandle:
         self._traffic.record(self._kind, operation, max((tensor.nbytes for tensor in tensors), default=0))
         return FakeWork()
 
-    def send(self, tensors: Sequence[Tensor], peer: int, tag: int, operation: str = "send") -> FakeWork:
+    def send(self, tensors: Sequence[Tensor], peer: int, tag: int) -> FakeWork:
+        return self._message("send", tensors)
+
+    def recv(self, tensors: Sequence[Tensor], peer: int, tag: int) -> FakeWork:
+        return self._message("receive", tensors)
+
+    def _message(self, operation: str, tensors: Sequence[Tensor]) -> FakeWork:
         for tensor in tensors:
             self._traffic.record(self._kind, operation, tensor.nbytes)
             if self._traffic.observe is not None:
                 self._traffic.observe(tensor)
         return FakeWork()
-
-    def recv(self, tensors: Sequence[Tensor], peer: int, tag: int) -> FakeWork:
-        return self.send(tensors, peer, tag, "receive")

@@ -237,8 +237,7 @@ def needs_host_copies(handle: Any, tensor: Tensor) -> bool:
 
 
 class HostCopies:
-    """An operation in flight on host copies of its tensors; used like torch's handle. `wait` copies back what the
-    operation writes.
+    """An operation in flight on host copies of its tensors; used like torch's handle. Slow, but exact.
 
     tensors: of the operation. writes: how many of them, from the first, it writes. launch: starts the operation on
     tensors of the same shapes and returns torch's handle.

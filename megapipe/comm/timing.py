@@ -73,8 +73,10 @@ def time_collective(
     """Time a collective; called by all ranks of the group, all of which get the slowest rank's time of each repeat.
 
     name: all_reduce, reduce_scatter or all_gather. sizes: bytes of the whole buffer, ascending. Raises
-    CommunicationError.
+    CommunicationError; ValueError for another name.
     """
+    if name not in ("all_reduce", "reduce_scatter", "all_gather"):
+        raise ValueError(f"{name!r} cannot be timed; use all_reduce, reduce_scatter or all_gather")
 
     def prepare(num_bytes: int) -> Callable[[int], list[float]]:
         shard = torch.zeros(max(1, -(-num_bytes // (4 * group.size))), dtype=torch.float32, device=device)

@@ -88,8 +88,9 @@ class StageBuffers:
         # name -> (versions, gradient slot or None), filled by `materialize`
         self._materialized: dict[str, tuple[tuple[nn.Parameter, ...], Any]] = {}
         self._slot_of = {slot.spec.name: (buffer, slot) for buffer, slot in self._slots()}
-        for buffer, slot in self._slots() if grad_dtype is not None else ():
-            self._main_grads[slot.spec.name] = buffer.gradients[slot.start : slot.stop].view(slot.shape)
+        if grad_dtype is not None:
+            for buffer, slot in self._slots():
+                self._main_grads[slot.spec.name] = buffer.gradients[slot.start : slot.stop].view(slot.shape)
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -207,9 +207,9 @@ class GradientReducer:
             for interval in slot.spec.intervals(tp.rank, tp.size):
                 rows = gradient.narrow(slot.spec.slicing.dim or 0, position, interval.stop - interval.start)
                 position += interval.stop - interval.start
-                members = tuple(tp.ranks[replica] for replica in interval.replicas)
                 if interval not in summed:
                     continue
+                members = tuple(tp.ranks[replica] for replica in interval.replicas)
                 if members == tuple(tp.ranks):
                     over_tp.append(rows)
                 elif members == tuple(kv.ranks):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -193,9 +194,9 @@ class TransformerEngine:
             device="meta",
             delay_wgrad_compute=splits_backward,
         )
-        linear.slots, linear.has_bias, linear.queue = {}, bias, queue if splits_backward else None
+        linear.slots, linear.weight_queue = {}, queue if splits_backward else None
         linear.bias_by_autograd = kind == "row" and tp.size > 1
-        linear.fp8_region = lambda: self._region(tp, uses_fp8)
+        linear.enter_fp8 = partial(self._region, tp, uses_fp8)
         return linear  # type: ignore[no-any-return]
 
     def norm(self, normalization: str, size: int, epsilon: float, zero_centered: bool) -> torch.nn.Module:
@@ -259,16 +260,19 @@ def _recipe(library: Any, precision: PrecisionConfig) -> Any:
 
 
 class _Linear:
-    """Our part of the subclass of the library's Linear: gradient slots, weight queue, outputs writable in place."""
+    """Our part of the subclass of the library's Linear: gradient slots, weight queue, outputs writable in place.
+
+    The names added here are not attributes of the library's Linear or its base classes (checked with 2.20.0.dev0).
+    """
 
     can_recompute_input = False
     slots: dict[str, Any]
     weight: Tensor
     bias: Tensor | None
-    has_bias: bool  # without it the library's `bias` is an empty tensor
-    queue: Any  # tensor_parallel's WeightQueue, where the backward is split; else None
+    use_bias: bool  # set by the library; without it, `bias` is an empty tensor
+    weight_queue: Any  # tensor_parallel's WeightQueue, where the backward is split; else None
     bias_by_autograd: bool  # in a split backward, the bias gradient is added at I
-    fp8_region: Callable[[], AbstractContextManager[Any]]
+    enter_fp8: Callable[[], AbstractContextManager[Any]]
 
     def forward(self, x: Tensor, recompute: None = None) -> Tensor:
         """Compute the linear as described in tensor_parallel.linear. recompute: not supported."""
@@ -279,13 +283,13 @@ class _Linear:
             self.weight.main_grad = slot.main_grad  # type: ignore[attr-defined]
         if torch.is_grad_enabled():
             x = _AfterBackward.apply(x, self)
-        with self.fp8_region():
+        with self.enter_fp8():
             return _NoView.apply(super().forward(x))  # type: ignore[misc]
 
     def after_backward(self) -> None:
         """Queue or report the weight gradient, once the library's backward of one use is done."""
-        if self.queue is not None:
-            self.queue.submit(_DelayedWeightGradient(self))
+        if self.weight_queue is not None:
+            self.weight_queue.submit(_DelayedWeightGradient(self))
         elif "weight" in self.slots:
             self.slots["weight"].ready()
 
@@ -307,7 +311,7 @@ class _DelayedWeightGradient:
                 "Transformer Engine's delayed weight gradients need a GradientSlot: without one the next would "
                 "replace them"
             )
-        bias = linear.bias if linear.has_bias else None
+        bias = linear.bias if linear.use_bias else None
         if bias is not None and linear.bias_by_autograd:
             bias.grad = bias.detach()  # otherwise the library would fill .grad with a gradient that it does not have
         linear.backward_dw()

@@ -46,7 +46,7 @@ class SelfAttention(nn.Module):
         self.scale = config.softmax_scale
         width = config.num_attention_heads * self.head_dim
         rows = width + 2 * config.num_query_groups * self.head_dim
-        local_rows = self.groups * (self.queries + 2) * self.head_dim  # k and v are replicated: more than rows / tp
+        local_rows = self.groups * (self.queries + 2) * self.head_dim  # > rows / tp where k and v are replicated
         qkv_bias = config.add_bias_linear or config.add_qkv_bias
         self.kernel = factory.attention(layer, self.queries, self.scale)
         self.linear_qkv = factory.linear("column", layer, config.hidden_size, rows, qkv_bias, local_rows)
@@ -86,16 +86,12 @@ class SelfAttention(nn.Module):
         if not context.explicit:
             return fused_attention(q, k, v, context.mask, self.scale)
         assert context.mask is not None
-        config, place = self.config, (self.layer, "attention_probs", self.tp_rank)
-        return explicit_attention(
-            q,
-            k,
-            v,
-            context.mask,
-            self.scale,
-            config.attn_logit_softcapping,
-            lambda probs: keyed_dropout(probs, config.attention_dropout, context.dropout_key, *place),
-        )
+        rate, key = self.config.attention_dropout, context.dropout_key
+
+        def dropout(probs: Tensor) -> Tensor:
+            return keyed_dropout(probs, rate, key, self.layer, "attention_probs", self.tp_rank)
+
+        return explicit_attention(q, k, v, context.mask, self.scale, self.config.attn_logit_softcapping, dropout)
 
 
 def fused_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:

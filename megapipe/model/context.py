@@ -56,7 +56,7 @@ class ContextBuilder:
         )
 
     def __call__(self, microbatch: Microbatch, dtype: torch.dtype) -> LayerContext:
-        """dtype: that of the activations."""
+        """Build the context of a microbatch. dtype: that of the activations."""
         config, key, mask, explicit = self.config, microbatch.dropout_key, None, False
         if not self.has_attention_kernel or microbatch.cache is not None:
             explicit = config.attn_logit_softcapping is not None or config.attention_softmax_in_fp32

@@ -48,7 +48,8 @@ class LayerFactory:
     ) -> nn.Module:
         """Build a column- or row-parallel linear. local_out_features: as in ColumnParallelLinear."""
         library, fp8 = self.kernels.layers, self.kernels.fp8
-        uses_fp8 = fp8 is not None and layer in fp8_layers(fp8, self.config.num_layers)
+        if fp8 is not None and layer not in fp8_layers(fp8, self.config.num_layers):
+            fp8 = None
         common: dict[str, Any] = {
             "bias": bias,
             "tp": self.tp,
@@ -57,9 +58,9 @@ class LayerFactory:
         }
         if library is not None:
             rows = out_features if local_out_features is None else local_out_features * self.tp.size
-            splits_backward = self.kernels.splits_backward
-            return library.linear(kind, in_features, rows, **common, splits_backward=splits_backward, uses_fp8=uses_fp8)
-        gemms = Fp8Gemms(fp8, self.kernels.pointwise) if uses_fp8 and fp8 is not None else PLAIN_GEMMS
+            common |= {"splits_backward": self.kernels.splits_backward, "uses_fp8": fp8 is not None}
+            return library.linear(kind, in_features, rows, **common)
+        gemms = PLAIN_GEMMS if fp8 is None else Fp8Gemms(fp8, self.kernels.pointwise)
         make = ColumnParallelLinear if kind == "column" else RowParallelLinear
         return make(
             in_features, out_features, **common, local_out_features=local_out_features, gemms=gemms, chunks=self.chunks

@@ -79,7 +79,8 @@ class _LayerNorm(torch.autograd.Function):
             grad, x, weight.shape, mean, inverse, scale, bias.to(scale.dtype), list(ctx.needs_input_grad[:3])
         )
         pairs = (grad_x, x), (grad_weight, weight), (grad_bias, bias)
-        return *(None if gradient is None else gradient.to(of.dtype) for gradient, of in pairs), None, None
+        grads = [None if gradient is None else gradient.to(tensor.dtype) for gradient, tensor in pairs]
+        return *grads, None, None
 
 
 class _RMSNorm(torch.autograd.Function):

@@ -33,7 +33,7 @@ from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from functools import partial
 from itertools import chain
-from typing import Any, Protocol
+from typing import Protocol
 
 from torch import Tensor, nn
 
@@ -107,7 +107,10 @@ class GroupRunner(Protocol):
     """Runs the groups of layers of a stage in its own way, for example to offload what they save."""
 
     def run(self, group: int, fn: Callable[[Tensor], Tensor], hidden: Tensor, stays: Iterable[Tensor]) -> Tensor:
-        """Return fn(hidden). stays: tensors that the layers save but that exist without them, such as parameters."""
+        """Return fn(hidden). stays: tensors that the layers save but that exist without them.
+
+        These are parameters, the attention mask and the rotary tables.
+        """
 
 
 class GPTStage(nn.Module):
@@ -150,9 +153,14 @@ class GPTStage(nn.Module):
             self.embedding = Embedding(config, tp, sequence_parallel=sequence_parallel, queue=queue)
         self.decoder = Decoder(numbers, factory.norm(config.hidden_size) if layers.has_head else None, factory)
         if layers.has_head:
-            options: dict[str, Any] = {"tp": tp, "sequence_parallel": sequence_parallel, "queue": queue}
             head = ColumnParallelLinear(
-                config.hidden_size, config.padded_vocab_size, bias=False, chunks=chunks, **options
+                config.hidden_size,
+                config.padded_vocab_size,
+                bias=False,
+                tp=tp,
+                sequence_parallel=sequence_parallel,
+                queue=queue,
+                chunks=chunks,
             )
             if config.untie_embeddings_and_output_weights:
                 self.output_layer = head

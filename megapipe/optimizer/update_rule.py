@@ -24,7 +24,7 @@ class UpdateRates(NamedTuple):
 
 
 class AdamLibrary(Protocol):
-    """A library that provides Adam: gpu.libraries (apex), gpu.transformer_engine."""
+    """A library that provides Adam: gpu.libraries.Apex or gpu.libraries.TransformerEngine."""
 
     def adam(self, groups: Iterable[dict[str, Any]], config: OptimizerConfig) -> torch.optim.Optimizer: ...
 

@@ -214,8 +214,8 @@ def replay(
     seconds: how long each slot occupies its rank, without waits for messages; an overlapped pair has its time at the
     OVERLAP. gaps: time that the rank loses before each slot. transfer_seconds: by (stage, SEND_F | SEND_B), how long a
     message occupies its channel. latency_seconds: from then until it can be used. A message leaves when its SEND ends.
-    The rules are those of `simulate`, where an op of a stage has one cost for all microbatches. Raises ScheduleError
-    for a schedule that deadlocks.
+    The rules are those of `simulate`, where an op of a stage has one cost for all microbatches; a test compares the
+    two. Raises ScheduleError for a schedule that deadlocks.
     """
     values = _Values(schedule, transfer_seconds, latency_seconds)
     positions = [0] * schedule.num_ranks

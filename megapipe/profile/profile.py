@@ -213,14 +213,15 @@ def from_json(found: dict[str, Any]) -> Profile:
     """Return the profile of a JSON form. Raises ValueError if its rows do not match its schedules."""
     schedules = {}
     for key, entry in found["schedules"].items():
-        placement = Placement(*(_as_tuples(entry[name]) for name in ("num_ranks", "rank_of_stage", "second_direction")))
+        second_direction = _as_tuples(entry["second_direction"])  # None without one
+        placement = Placement(entry["num_ranks"], tuple(entry["rank_of_stage"]), second_direction)
         schedules[int(key)] = from_csv("\n".join(entry["rows"]), entry["name"], placement, int(key))
     pipelines = []
     for entry in found["pipelines"]:
         steps = []
         for step in entry["steps"]:
             values = [[_as_tuples(row[each.name]) for each in fields(MeasuredRow)] for row in step["rows"]]
-            lengths = [set(map(len, times)) for *times, _ in values]
+            lengths = [set(map(len, times)) for *times, _phases in values]
             expected = [len(row) for row in schedules[step["num_microbatches"]].rows]
             if lengths != [{length} for length in expected]:
                 raise ValueError(f"step {step['step']} has rows of {lengths} actions, its schedule {expected}")

@@ -180,10 +180,10 @@ class Fp8Gemms(Gemms):
         return dx.view(*grad_output.shape[:-1], weight.shape[1])
 
     def forward_chunks(self, x: Tensor, weight: Tensor, bias: Tensor | None, group: Group | None) -> ChunkProduct:
-        return self._chunks(self.x, x, self.cast_weight(weight)[0], bias, group, True)
+        return self._chunks(self.x, x, self.cast_weight(weight)[0], bias, group, fast=True)
 
     def input_gradient_chunks(self, grad_output: Tensor, weight: Tensor, group: Group | None) -> ChunkProduct:
-        return self._chunks(self.gradient, grad_output, self.cast_weight(weight)[1], None, group, False)
+        return self._chunks(self.gradient, grad_output, self.cast_weight(weight)[1], None, group, fast=False)
 
     def weight_gradient(self, grad_output: Tensor, inputs: Tensor) -> Tensor:
         return self._outer(grad_output, inputs, inputs.dtype)
@@ -202,6 +202,7 @@ class Fp8Gemms(Gemms):
         matrix: Fp8Tensor,
         bias: Tensor | None,
         group: Group | None,
+        *,
         fast: bool,
     ) -> ChunkProduct:
         # without a delayed scale, each chunk is cast with the scale of all of x

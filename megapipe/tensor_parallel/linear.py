@@ -53,7 +53,8 @@ class ParallelLinear(nn.Module):
     """A linear sharded over tp: weight, bias, their gradient slots, the weight queue, and the arithmetic of its GEMMs.
 
     Parameters are on the meta device until materialised. sequence_parallel is False in a group of one.
-    local_out_features: this rank's rows where they are not out_features / tp (replicated key/value heads).
+    local_out_features: this rank's rows in a column-parallel linear where they are not out_features / tp (replicated
+    key/value heads). Raises ConfigError if tp does not divide the features that are sharded.
     """
 
     split: ClassVar[str]  # the features that are sharded: "input" or "output"
@@ -73,9 +74,11 @@ class ParallelLinear(nn.Module):
         chunks: CommChunks = WHOLE,
     ) -> None:
         super().__init__()
-        sizes = {"output": out_features, "input": in_features}
+        sizes = {"output": out_features, "input": in_features}  # in the order of the weight's dims
         whole = sizes[self.split]
         if local_out_features is not None:
+            if self.split != "output":
+                raise ValueError("local_out_features is for column-parallel linears; a row-parallel one keeps all rows")
             sizes["output"] = local_out_features
         elif whole % tp.size:
             raise ConfigError(
@@ -93,7 +96,7 @@ class ParallelLinear(nn.Module):
         self.bias = nn.Parameter(torch.empty(sizes["output"], device="meta")) if bias else None
 
     def forward(self, x: Tensor, recompute: InputRecompute | None = None) -> Tensor:
-        """recompute: how the backward recomputes x, which is then not saved."""
+        """Return y. recompute: how the backward recomputes x, which is then not saved."""
         return self.function.apply(x, self.weight, self.bias, self, recompute)
 
     def extra_repr(self) -> str:

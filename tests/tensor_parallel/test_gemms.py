@@ -84,7 +84,8 @@ def run_sum(rank: int, world_size: int, count: int) -> None:
     length = SHAPE[0] * world_size
     for dtype in (torch.float64, torch.bfloat16):
         x, one = drawn(rank, length, *SHAPE[1:], dtype=dtype), torch.eye(SHAPE[-1], dtype=dtype)
-        for scatters, expected in ((scatters, summed(x.clone(), group, scatters)) for scatters in (True, False)):
+        for scatters in (True, False):
+            expected = summed(x.clone(), group, scatters)
             found = summed_product(
                 x.clone(), PLAIN_GEMMS.forward_chunks(x, one, None, None), SHAPE[-1], group, scatters, count
             )

@@ -376,12 +376,13 @@ def test_a_bias_gradient_is_summed_in_fp32() -> None:
     assert torch.equal(slot.main_grad, torch.full((3,), 4097.0))  # bf16 has no 4097
 
 
-def test_replicated_rows_set_the_local_size() -> None:
-    layer = ColumnParallelLinear(
-        8, 20, bias=True, tp=Group("tp", (0, 1, 2), 1, None, None), sequence_parallel=False, local_out_features=8
-    )
+def test_replicated_rows_set_the_local_size_of_a_column_parallel_linear_only() -> None:
+    tp = Group("tp", (0, 1, 2), 1, None, None)
+    layer = ColumnParallelLinear(8, 20, bias=True, tp=tp, sequence_parallel=False, local_out_features=8)
     assert tuple(layer.weight.shape) == (8, 8)
     assert tuple(layer.bias.shape) == (8,)
+    with pytest.raises(ValueError, match="is for column-parallel linears"):
+        RowParallelLinear(12, 20, bias=True, tp=tp, sequence_parallel=False, local_out_features=8)
 
 
 @pytest.mark.parametrize("make", [ColumnParallelLinear, RowParallelLinear], ids=KINDS)

@@ -116,8 +116,10 @@ class Generator:
         self._runtime, self._sampling, self._batch_size = runtime, sampling, batch_size
         self._runners: dict[int, StageRunner] = {}
         for stage, module in runtime.stages.items():
-            last: Any = partial(module, return_logits=True, last_position=True)
-            self._runners[stage] = StageRunner(last if module.stage_layers.has_head else module)
+            forward: Any = module
+            if module.stage_layers.has_head:
+                forward = partial(module, return_logits=True, last_position=True)
+            self._runners[stage] = StageRunner(forward)
         self._engines: dict[int, Engine] = {}
         placement = runtime.plan.placement
         # with two directions, every second microbatch would end on another rank
