@@ -131,6 +131,10 @@ def mark_long_tests(items: list[pytest.Item], config: pytest.Config) -> None:
         if f"def {function}(" not in (TESTS.parent / path).read_text(encoding="utf-8"):
             raise pytest.UsageError(f"{LONG_TESTS}: no test is called {name}; rename or delete its line")
         cases = [item for item in items if item.nodeid == name or item.nodeid.startswith(f"{name}[")]
+        if "[" in name and not cases and sum(item.nodeid.startswith(f"{path}::{function}[") for item in items) > 1:
+            raise pytest.UsageError(
+                f"{LONG_TESTS}: {path}::{function} has no such case: {name}; rename or delete its line"
+            )
         if kept.startswith("draw"):
             number = min(int(kept.removeprefix("draw")), len(cases))
             drawn = Random(f"{config.getoption('--hypothesis-seed')} {name}").sample(range(len(cases)), number)

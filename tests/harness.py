@@ -201,10 +201,8 @@ class RankPool:
 
     def _died(self, worker: _Worker) -> RankFailure:
         worker.process.join(5)
-        head = (
-            f"rank {worker.rank} of {self.world_size} died with exit code {worker.process.exitcode} and without "
-            f"an answer"
-        )
+        code = worker.process.exitcode
+        head = f"rank {worker.rank} of {self.world_size} died with exit code {code} and without an answer"
         stacks = worker.stacks.read_text() if worker.stacks.exists() else ""  # written by a crash handler
         return RankFailure(worker.rank, None, head, f"{head}\n{stacks}{worker.shown_log()}")
 

@@ -540,8 +540,8 @@ def test_planted_read_of_the_environment_is_seen(source: str) -> None:
 def test_planted_way_to_run_what_arrives_is_seen(source: str) -> None:
     assert violations_of_code_execution(ast.parse(source), "megapipe.train.loop")
     harmless = (
-        "torch.load(p, weights_only=True)\nnp.load(p, "
-        "allow_pickle=False)\nsubprocess.run(['ls'])\nbroadcast_object(1, group)"
+        "torch.load(p, weights_only=True)\nnp.load(p, allow_pickle=False)\n"
+        "subprocess.run(['ls'])\nbroadcast_object(1, group)"
     )
     assert not violations_of_code_execution(ast.parse(harmless), "megapipe.train.loop")
 
