@@ -126,7 +126,7 @@ def mark_long_tests(items: list[pytest.Item], config: pytest.Config) -> None:
     for line in LONG_TESTS.read_text(encoding="utf-8").splitlines():
         if line.startswith("#"):
             continue
-        _, kept, name = line.split(maxsplit=2)
+        kept, name = line.split(maxsplit=1)
         path, function = name.partition("[")[0].split("::")
         if f"def {function}(" not in (TESTS.parent / path).read_text(encoding="utf-8"):
             raise pytest.UsageError(f"{LONG_TESTS}: no test is called {name}; rename or delete its line")
