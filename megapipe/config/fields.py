@@ -202,10 +202,10 @@ def read_scalar(scalar: type, option: Option, raw: str, subject: str) -> Any:
     elif "_" not in text:
         try:
             number = int(text) if re.fullmatch(r"[+-]?\d+", text) else float(text)
-        except ValueError:
-            number = math.nan
-        if math.isfinite(number) and (scalar is float or number == int(number)):
-            value = scalar(number)
+            if math.isfinite(number) and (scalar is float or number == int(number)):
+                value = scalar(number)
+        except (ValueError, OverflowError):  # not a number, or an integer of more than 308 digits
+            pass
     if value is None:
         raise ConfigError(
             f"{subject} {raw}: expected {', '.join(filter(None, (EXPECTED[scalar], expected_range(option))))}"

@@ -82,7 +82,8 @@ class ParallelLinear(nn.Module):
             sizes["output"] = local_out_features
         elif whole % tp.size:
             raise ConfigError(
-                f"tensor parallelism of {tp.size} does not divide the {whole} {self.split} features of a linear"
+                f"tensor parallelism of {tp.size} does not divide the {whole} {self.split} features of a linear; use a "
+                "divisor of them"
             )
         else:
             sizes[self.split] = whole // tp.size

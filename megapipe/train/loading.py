@@ -84,7 +84,9 @@ def resume(runtime: TrainingRuntime, journal: Journal, starts: Starts | None = N
         # the job's own checkpoints take precedence over --load, --ckpt-step, --finetune
         flags = replace(flags, load=flags.save, ckpt_step=None, **LOAD_ALL)
     if flags != config.checkpoint:
-        journal.say(f"a restart: going on from --save {flags.save}; --load and its flags apply only to the first start")
+        journal.say(
+            f"a restart: continuing from --save {flags.save}; --load and its flags apply only to the first start"
+        )
     if flags.load is None:
         return Resumed(TrainingState(), None if config.optimizer.lr is None else Schedules.of(config))
     started = time.perf_counter()

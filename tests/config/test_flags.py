@@ -258,3 +258,9 @@ def test_help_takes_tenths_of_a_second_and_imports_no_torch() -> None:
 
 def test_help_lines_have_at_most_150_columns() -> None:
     assert all(len(line) <= 150 for line in help_text().splitlines())
+
+
+@pytest.mark.parametrize("flag", ["--num-layers", "--lr"])
+def test_a_number_of_more_than_308_digits_is_refused(flag: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^{flag} 10+: expected a .*number"):
+        read_command_line([flag, "1" + "0" * 320])

@@ -69,7 +69,7 @@ def test_the_remaining_node_continues_with_half_the_replicas(tmp_path: Path) -> 
             kept.wait_for("step  5/")
         ended = kept.ended()  # leaving the context killed the launcher and the rank of the other node
     assert ended.code == 0, ended.error
-    assert "restart 1 of at most 3" in ended.error and "a restart: going on from --save" in ended.out
+    assert "restart 1 of at most 3" in ended.error and "a restart: continuing from --save" in ended.out
     assert " dp 2" in ended.out and ended.out.count("plan: 1 rank") == 1
     with launch(folders[2], 1, *FLAGS, "--save", str(tmp_path / "straight")) as command:
         assert command.ended().code == 0

@@ -65,5 +65,5 @@ def test_a_job_that_loses_a_rank_resumes_from_its_newest_checkpoint(tmp_path: Pa
         ended = command.ended()
     assert ended.code == 0, ended.error
     assert ended.error == "restart 1 of at most 9 (--max-restarts): rank 1 was killed by SIGKILL\n"
-    assert "a restart: going on from --save run" in ended.out and "continuing after step 2" in ended.out
+    assert "a restart: continuing from --save run" in ended.out and "continuing after step 2" in ended.out
     assert (tmp_path / "run" / "step_00000005").is_dir() and not (tmp_path / "run" / "starts.json").exists()

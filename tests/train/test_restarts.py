@@ -74,7 +74,7 @@ def test_a_restart_resumes_its_own_checkpoint_whatever_the_first_start_loaded(
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
     code, said = job(flags)
     assert code == 0
-    assert f"a restart: going on from --save {tmp_path}/c" in said and "continuing after step 3" in said
+    assert f"a restart: continuing from --save {tmp_path}/c" in said and "continuing after step 3" in said
 
 
 def test_a_checkpoint_damaged_inside_is_passed_over_set_aside_and_saved_again(tmp_path: Path) -> None:

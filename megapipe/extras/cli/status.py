@@ -16,7 +16,7 @@ from megapipe.monitor.roster import Sighting, read_folder
 OPTIONS = (
     option("run", metavar="RUN", type=Path, help="the run's folder"),
     option("--json", action="store_true", help="one JSON object instead of a table"),
-    option("--watch", type=float, help="repeat every SECONDS seconds, until Ctrl-C"),
+    option("--watch", type=float, above=0.0, metavar="SECONDS", help="repeat every SECONDS seconds, until Ctrl-C"),
 )
 
 

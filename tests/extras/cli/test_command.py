@@ -104,3 +104,11 @@ def test_train_tokenizer_and_preprocess_work_together(tmp_path: Path, capsys: py
     assert (tmp_path / "two.bin").stat().st_size == 2 * (tmp_path / "tokens_text_document.bin").stat().st_size
     assert main(["train-tokenizer", "--input", str(tmp_path / "nothing"), "--output", str(model)]) == 2
     assert "no such file" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("seconds", ["-1", "0", "nan"])
+def test_status_repeats_only_after_a_positive_time(
+    seconds: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["status", str(tmp_path), "--watch", seconds]) == 2
+    assert f"--watch {seconds} must be above 0" in capsys.readouterr().err
