@@ -1,8 +1,7 @@
-"""The whole configuration: `Config` as the user wrote it, `ResolvedConfig` with all derived values.
+"""The whole configuration: `Config` as the user wrote it, `ResolvedConfig` with all that `plan.resolve` derives.
 
-`plan.resolve` derives them. The resolved classes narrow the types of the fields that it fills in; all other fields
-keep their meaning. A field that is still None was not given and is not needed (no checkpoint directory, no groups of
-microbatches in this schedule, ...).
+The resolved classes narrow the types of the fields that are filled in. A field that is still None was not given and is
+not needed (no checkpoint directory, no groups of microbatches in this schedule, ...).
 """
 
 from __future__ import annotations
@@ -132,4 +131,4 @@ def make_config(values: dict[str, Any]) -> Config:
     for key, value in values.items():
         section, name = key.split(".")
         sections[section][name] = value
-    return Config(**{name: section_types()[name](**values) for name, values in sections.items()})
+    return Config(**{name: section_types()[name](**fields) for name, fields in sections.items()})

@@ -1,11 +1,8 @@
 """Configuration fields: how one is declared, the type of its values, and its values as text.
 
-Every field of a section is declared with `option(...)`; flags, YAML reading, `--help`, `--print-config`, docs/flags.md
-and the checks of single values are derived from these declarations.
-
-A text is read by the type of its field, never by what it looks like, so that YAML's own guesses about types play no
-part: `1e-3` is a number for a number and a string for a string, `on` is a boolean only for a boolean, `12:30:45` is
-never 45045.
+Flags, YAML reading, `--help`, `--print-config`, docs/flags.md and the checks of single values are derived from the
+declarations. A text is read by the type of its field, never by what it looks like, so that YAML's own guesses play no
+part: `1e-3` is a number for a number and a string for a string, `on` is a boolean only for a boolean.
 """
 
 from __future__ import annotations
@@ -35,34 +32,25 @@ RESERVED = (*NONE_WORDS, *BOOL_WORDS, "y", "n", ".", "..", ".nan", ".inf")  # in
 
 @dataclass(frozen=True)
 class Flag:
-    """One spelling on the command line that sets a field.
-
-    value: TAKES_VALUE, or the constant that the bare flag sets.
-    also_sets: other fields of the same section that the flag sets to constants
-        (`--rotary-seq-len-interpolation-factor 4` also selects linear scaling).
-    only_from: if given, the constant is set only where the field would otherwise hold one of these values
-        (`--no-bias-gelu-fusion` turns tanh GELU into erf GELU and leaves SwiGLU alone, as in Megatron).
-    help: by default, the equivalent use of the field's main flag.
-    """
+    """One spelling on the command line that sets a field."""
 
     name: str
-    value: Any = TAKES_VALUE
+    value: Any = TAKES_VALUE  # or the constant that the bare flag sets
+    # constants for other fields of the section: `--rotary-seq-len-interpolation-factor 4` also selects linear scaling
     also_sets: tuple[tuple[str, Any], ...] = ()
+    # if given, the constant is set only where the field would otherwise hold one of these values:
+    # `--no-bias-gelu-fusion` turns tanh GELU into erf GELU and leaves SwiGLU alone, as in Megatron
     only_from: tuple[Any, ...] | None = None
-    help: str = ""
+    help: str = ""  # by default, the equivalent use of the field's main flag
 
 
 @dataclass(frozen=True)
 class Need:
-    """Another option without which a field has no effect; setting the field without it is an error.
+    """Another option without which a field has no effect; setting the field without it is an error."""
 
-    key: 'section.name' of the other field. flag: how to give it, for the message. values: the values that will do;
-    empty: any but None, False and 0.
-    """
-
-    key: str
-    flag: str
-    values: tuple[str, ...] = ()
+    key: str  # 'section.name' of the other field
+    flag: str  # how to give it, for the message
+    values: tuple[str, ...] = ()  # the values that will do; empty: any but None, False and 0
 
 
 @dataclass(frozen=True)
@@ -91,9 +79,14 @@ class Option:
         return {words: bound for words, bound in bounds if bound is not None}
 
 
-def option(default: Any, help: str, **declaration: Any) -> Any:
+def option(default: Any, help: str, unit: str = "", **declaration: Any) -> Any:
     """Return a dataclass field with a default and its `Option`."""
-    return dataclasses.field(default=default, metadata={"option": Option(help=help, **declaration)})
+    return dataclasses.field(default=default, metadata={"option": Option(help, unit, **declaration)})
+
+
+def count(default: int | None, help: str, unit: str = "", **declaration: Any) -> Any:
+    """Return a dataclass field like `option` for a whole number of at least 1."""
+    return option(default, help, unit, at_least=1, **declaration)
 
 
 @dataclass(frozen=True)
@@ -130,19 +123,18 @@ class ConfigField:
     def flags(self) -> tuple[Flag, ...]:
         """All flags that set the field, the main one first, and for a boolean then the one that turns it off."""
         main = self.main_flag
-        own = [Flag(main)]
         if self.kind.scalar is bool:
-            own = [Flag(main, True), Flag(self.option.off_flag or "--no-" + main[2:], False)]
-        others = [flag if flag.help else self._with_help(flag) for flag in (*own[1:], *self.option.more_flags)]
-        return own[0], *others
-
-    def _with_help(self, flag: Flag) -> Flag:
-        text = f"same as {self.main_flag} {flag.value}"
-        if flag.value is TAKES_VALUE:
-            text = f"same as {self.main_flag}"
-        elif flag.value is False:
-            text = f"turns {self.main_flag} off"
-        return dataclasses.replace(flag, help=text)
+            off = Flag(self.option.off_flag or "--no-" + main[2:], False)
+            first, others = Flag(main, True), (off, *self.option.more_flags)
+        else:
+            first, others = Flag(main), self.option.more_flags
+        described = []
+        for flag in others:
+            help = f"same as {main}" if flag.value is TAKES_VALUE else f"same as {main} {flag.value}"
+            if flag.value is False:
+                help = f"turns {main} off"
+            described.append(dataclasses.replace(flag, help=flag.help or help))
+        return first, *described
 
 
 def kind_of(annotation: Any) -> Kind:
@@ -165,17 +157,16 @@ def shown(field: ConfigField, value: Any) -> str:
 
 
 def read_value(field: ConfigField, raw: str | Sequence[str], subject: str, *, literal: bool = False) -> Any:
-    """Read the value of this field from a text or a list of texts.
+    """Read the value of this field from a text or a list of texts. Raises ConfigError.
 
     subject: the name of the field in errors (`--lr`, `tiny.yaml line 3: optimizer.lr`).
     literal: the text was quoted, so that "none" is a string.
-    Raises ConfigError with subject, text and what was expected.
     """
     kind, option = field.kind, field.option
     words = [raw] if isinstance(raw, str) else list(raw)
+    given = f"{subject} {' '.join(words)}"
     if not kind.many and not isinstance(raw, str):
-        expected = f"expected one value, {EXPECTED[kind.scalar]}, got {len(words)}"
-        raise ConfigError(f"{subject} {' '.join(words)}: {expected}")
+        raise ConfigError(f"{given}: expected one value, {EXPECTED[kind.scalar]}, got {len(words)}")
     if kind.many and isinstance(raw, str) and (kind.scalar is not str or option.choices):
         words = re.split(r"[\s,]+", raw.strip())  # other strings are paths, which can contain blanks
     if kind.optional and not literal and len(words) == 1 and words[0].lower() in NONE_WORDS:
@@ -183,8 +174,7 @@ def read_value(field: ConfigField, raw: str | Sequence[str], subject: str, *, li
     if not kind.many:
         return read_scalar(kind.scalar, option, words[0], subject)
     if kind.length is not None and len(words) != kind.length:
-        expected = f"expected {kind.length} values, got {len(words)} ({option.help})"
-        raise ConfigError(f"{subject} {' '.join(words)}: {expected}")
+        raise ConfigError(f"{given}: expected {kind.length} values, got {len(words)} ({option.help})")
     return tuple(read_scalar(kind.scalar, option, word, subject) for word in words)
 
 
@@ -207,9 +197,8 @@ def read_scalar(scalar: type, option: Option, raw: str, subject: str) -> Any:
         except (ValueError, OverflowError):  # not a number, or an integer of more than 308 digits
             pass
     if value is None:
-        raise ConfigError(
-            f"{subject} {raw}: expected {', '.join(filter(None, (EXPECTED[scalar], expected_range(option))))}"
-        )
+        expected = ", ".join(filter(None, (EXPECTED[scalar], expected_range(option))))
+        raise ConfigError(f"{subject} {raw}: expected {expected}")
     trouble = out_of_bounds(option, value)
     if trouble:
         raise ConfigError(f"{subject} {raw}: {trouble}")

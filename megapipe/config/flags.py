@@ -1,7 +1,6 @@
 """The command line: which flag sets which field, how argv is read, and `--help`.
 
-Flags come from the fields' declarations. A flag may be spelled with - or _, and its value may follow after a blank or
-=. Every error on the command line is a ConfigError of one line.
+A flag may be spelled with - or _, and its value may follow after a blank or =. Errors are ConfigErrors of one line.
 """
 
 from __future__ import annotations
@@ -116,7 +115,7 @@ def normalised(token: str) -> str:
 
 
 def read_command_line(argv: Sequence[str]) -> CommandLine:
-    """Read argv (without the program's name). Raises ConfigError at the first error, with a way out."""
+    """Read argv (without the program's name). Raises ConfigError at the first error."""
     given: list[tuple[str, list[str]]] = []  # (flag with dashes, the words that follow it)
     for token in argv:
         if token.startswith("--") or token == "-h":
@@ -129,23 +128,20 @@ def read_command_line(argv: Sequence[str]) -> CommandLine:
     remarks: list[str] = []
     asked: dict[str, list[str]] = {}
     for name, texts in given:
-        if name in field_flags():
+        if name in field_flags() or name in REQUESTS:
             check_number_of_values(name, texts)
-        elif name in REQUESTS:
-            check_number_of_values(name, texts)
-            asked.setdefault(name, []).extend(texts)
         elif name in megatron_flags():
             remarks.append(megatron_flags()[name].judge(texts))
         else:
             raise ConfigError(f"unknown flag {name}{suggestion(name)} (--help lists all flags)")
+        if name in REQUESTS:
+            asked.setdefault(name, []).extend(texts)
     requests = read_requests(asked)
     settings = []
     for name, texts in given:
         if name in field_flags() and not requests.help:
             field, flag = field_flags()[name]
-            value = flag.value
-            if texts:
-                value = read_value(field, texts if field.kind.many else texts[0], name)
+            value = read_value(field, texts if field.kind.many else texts[0], name) if texts else flag.value
             settings += settings_of(field, flag, value, f"flag {name}", name)
     return CommandLine(settings, requests, tuple(remarks))
 
@@ -185,14 +181,12 @@ def read_requests(asked: dict[str, list[str]]) -> Requests:
     for mode in modes:
         if mode not in (None, *VERIFY_MODES):
             raise ConfigError(f"--verify-grid {mode}: choose {' or '.join(VERIFY_MODES)}")
-    given = {name: f"--{name.replace('_', '-')}" in asked for name in ("print_config", "plan", "dry_run", "help")}
+    given = {name: f"--{normalised(name)}" in asked for name in ("print_config", "plan", "dry_run", "help")}
     requests = Requests(tuple(asked.get("--config", ())), verify_grid=modes[0], **given, **numbers)
     if requests.ranks_per_node is not None and requests.world_size is None:
         raise ConfigError("--ranks-per-node needs --world-size N; ranks that are started know their nodes")
     if requests.rank is not None and not requests.dry_run:
-        raise ConfigError(
-            "--rank selects the rank that --dry-run counts: add it; the launcher numbers ranks that train"
-        )
+        raise ConfigError("--rank selects the rank that --dry-run counts: add it; launchers number ranks that train")
     if requests.dry_run and (requests.plan or requests.verify_grid is not None):
         raise ConfigError("--dry-run prints the plan together with its counts; leave --plan and --verify-grid out")
     if requests.world_size is not None and not (requests.plan or requests.print_config or requests.dry_run):
@@ -216,7 +210,7 @@ def suggestion(name: str) -> str:
     if name in ABBREVIATIONS:
         return f"; {ABBREVIATIONS[name]}"
     for field in all_fields():
-        if name == "--" + field.name.replace("_", "-"):
+        if name == "--" + normalised(field.name):
             return f"; the flag of {field.key} is {field.main_flag}"
     return nearest(name, [*field_flags(), *REQUESTS, *megatron_flags()])
 

@@ -4,12 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megapipe.config.fields import Flag, Need, option
+from megapipe.config.fields import Flag, Need, count, option
 
-TRANSFORMER_IMPLS = ("local", "transformer_engine")
-ATTENTION_IMPLS = ("sdpa", "flash", "te")
-OPTIMIZER_IMPLS = ("torch", "apex", "te")
-CUDA_GRAPH_IMPLS = ("none", "local")
 # kinds of process groups that have their own communicators; the world's is created before them
 NCCL_GROUPS = ("tp", "cp", "pp", "dp", "dp_cp", "replicas", "model", "embedding", "kv")
 GRAPHS = Need("gpu.cuda_graph_impl", "--cuda-graph-impl local", ("local",))
@@ -24,21 +20,20 @@ class KernelsConfig:
 
     transformer_impl: str = option(
         "local",
-        "linears and norms of the layers: megapipe's own on torch's kernels, or NVIDIA's Transformer Engine (installed "
-        "separately)",
-        choices=TRANSFORMER_IMPLS,
+        "linears and norms: megapipe's own on torch's kernels, or NVIDIA's Transformer Engine (installed separately)",
+        choices=("local", "transformer_engine"),
     )
     attention_impl: str = option(
         "sdpa",
         "core attention of training: torch's scaled_dot_product_attention, flash_attn_func of the package flash-attn, "
         "or Transformer Engine's DotProductAttention; generation always uses sdpa",
-        choices=ATTENTION_IMPLS,
+        choices=("sdpa", "flash", "te"),
     )
     optimizer_impl: str = option(
         "torch",
         "AdamW and SGD of torch, or FusedAdam of NVIDIA's apex or of Transformer Engine; apex also brings its fused "
         "norms and the weight gradient that accumulates inside its GEMM",
-        choices=OPTIMIZER_IMPLS,
+        choices=("torch", "apex", "te"),
     )
     compile_pointwise: bool = option(
         False, "torch.compile the operations between the linears (activations, casts of fp8) in the first step"
@@ -65,14 +60,11 @@ class GpuConfig:
     )
     cuda_graph_impl: str = option(
         "none",
-        "local: record the forward and the backward of every stage once and launch each as one CUDA graph; see "
-        "docs/gpu.md",
-        choices=CUDA_GRAPH_IMPLS,
+        "local: record forward and backward of every stage once and launch each as one CUDA graph; see docs/gpu.md",
+        choices=("none", "local"),
         more_flags=(Flag("--enable-cuda-graph", "local"),),
     )
-    cuda_graph_warmup_steps: int = option(
-        3, "steps that run before the graphs are recorded", unit="steps", at_least=1, needs=GRAPHS
-    )
+    cuda_graph_warmup_steps: int = count(3, "steps that run before the graphs are recorded", "steps", needs=GRAPHS)
     nvtx_ranges: bool = option(False, "name every action (3B7) and phase for Nsight Systems")
     record_memory_history: bool = option(
         False, "record the CUDA allocator's history to --memory-snapshot-path when memory runs out and at the end"

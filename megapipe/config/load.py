@@ -44,9 +44,9 @@ class LoadedConfig:
 def load_config(argv: Sequence[str], *, is_job: bool = True, schedules: Sequence[str] = ()) -> LoadedConfig:
     """Read argv (without the program's name) and the files it names. Raises ConfigError; `--help` prints and exits.
 
-    The result obeys the rules that need no world size. With `--use-checkpoint-args` they are checked later, by
-    `with_checkpoint_model`. is_job False: no rule is checked here, so that an incomplete job (a model without data) can
-    be inspected; `resolve` checks what it needs. schedules: names that `--help` lists for --pipeline-schedule.
+    The rules that need no world size are checked, with `--use-checkpoint-args` later, by `with_checkpoint_model`.
+    is_job False: none is checked here, so that an incomplete job can be inspected; `resolve` checks what it needs.
+    schedules: names that `--help` lists for --pipeline-schedule.
     """
     line = read_command_line(argv)
     if line.requests.help:
@@ -66,8 +66,7 @@ def from_yaml(text: str, name: str = "configuration") -> Config:
 
     Each value is checked, but not the rules between fields: a resolved configuration has its lengths in two units.
     """
-    values, _ = merge([settings_of_yaml(text, name, [])])
-    return make_config(values)
+    return make_config(merge([settings_of_yaml(text, name, [])])[0])
 
 
 def with_checkpoint_model(loaded: LoadedConfig, saved: Config, where: str) -> LoadedConfig:
@@ -179,10 +178,9 @@ def merge(sources: Sequence[Sequence[Setting]]) -> tuple[dict[str, Any], dict[st
             if earlier is not None and earlier.value != setting.value:
                 is_same_flag = earlier.subject in (subject, off_flag(subject)) or off_flag(earlier.subject) == subject
                 if not is_same_flag:
-                    raise ConfigError(
-                        f"{earlier.subject} and {subject} contradict each other: {key} would be "
-                        f"{value_text(earlier.value)} and {value_text(setting.value)}; give one of the two"
-                    )
+                    both = f"{value_text(earlier.value)} and {value_text(setting.value)}"
+                    flags = f"{earlier.subject} and {subject}"
+                    raise ConfigError(f"{flags} contradict each other: {key} would be {both}; give one of the two")
             if setting.only_from is None:
                 firm[key] = setting
             values[key], origins[key] = setting.value, setting.origin

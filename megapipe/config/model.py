@@ -4,17 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megapipe.config.fields import Flag, Need, option
+from megapipe.config.fields import Flag, Need, count, option
 from megapipe.dtypes import TENSOR_DTYPES
 
-POSITION_EMBEDDING_TYPES = ("learned_absolute", "rope", "none")
-ROPE_SCALING_TYPES = ("none", "linear", "llama3", "yarn")
 NORMALIZATIONS = ("LayerNorm", "RMSNorm")
 ACTIVATIONS = ("gelu", "gelu_tanh", "swiglu", "geglu_tanh", "squared_relu", "relu")
 GATED_ACTIVATIONS = ("swiglu", "geglu_tanh")
 FP8_FORMATS = ("e4m3", "hybrid")
 FP8_RECIPES = ("tensorwise", "delayed")
-FP8_AMAX_ALGORITHMS = ("most_recent", "max")
 
 FP16 = Need("precision.dtype", "--fp16 (only then is the loss scaled)", ("fp16",))
 FP8 = Need("precision.fp8_format", "--fp8-format e4m3 or hybrid")
@@ -32,50 +29,37 @@ def read_window(text: str) -> str:
 class ModelConfig:
     """The shape of the model, from GPT-2 (the defaults) to Llama."""
 
-    num_layers: int = option(2, "transformer layers", unit="layers", at_least=1, required=True)
-    hidden_size: int = option(128, "width of the residual stream", at_least=1, required=True)
-    ffn_hidden_size: int | None = option(
+    num_layers: int = count(2, "transformer layers", "layers", required=True)
+    hidden_size: int = count(128, "width of the residual stream", required=True)
+    ffn_hidden_size: int | None = count(
         None,
         "width between the two linears of the MLP",
-        at_least=1,
         derived="4 x hidden size; gated: int(4 x hidden x 2/3 / 64) x 64",
     )
-    num_attention_heads: int = option(4, "attention heads", unit="heads", at_least=1, required=True)
-    num_query_groups: int | None = option(
+    num_attention_heads: int = count(4, "attention heads", "heads", required=True)
+    num_query_groups: int | None = count(
         None,
         "key/value heads, each shared by num-attention-heads / num-query-groups query heads",
-        unit="heads",
-        at_least=1,
+        "heads",
         derived="num-attention-heads",
-        more_flags=(
-            Flag("--group-query-attention", 1, only_from=(None,), help="one group unless --num-query-groups is given"),
-        ),
+        more_flags=(Flag("--group-query-attention", 1, only_from=(None,), help="one group unless a number is given"),),
     )
-    kv_channels: int | None = option(
-        None, "width of one attention head", at_least=1, derived="hidden-size / num-attention-heads"
-    )
-    seq_length: int = option(128, "training sequence length", unit="tokens", at_least=1, required=True)
-    max_position_embeddings: int | None = option(
-        None, "length of the position table", unit="tokens", at_least=1, derived="seq-length"
-    )
-    vocab_size: int | None = option(
-        None, "true size of the vocabulary", unit="tokens", at_least=1, derived="the tokenizer's"
-    )
-    padded_vocab_size: int | None = option(
+    kv_channels: int | None = count(None, "width of one attention head", derived="hidden-size / num-attention-heads")
+    seq_length: int = count(128, "training sequence length", "tokens", required=True)
+    max_position_embeddings: int | None = count(None, "length of the position table", "tokens", derived="seq-length")
+    vocab_size: int | None = count(None, "true size of the vocabulary", "tokens", derived="the tokenizer's")
+    padded_vocab_size: int | None = count(
         None,
         "rows of the embedding table",
-        unit="tokens",
-        at_least=1,
+        "tokens",
         derived="vocab-size rounded up to a multiple of make-vocab-size-divisible-by x tp",
     )
-    make_vocab_size_divisible_by: int = option(
-        128, "the padded vocabulary is a multiple of this times tp", unit="tokens", at_least=1
-    )
+    make_vocab_size_divisible_by: int = count(128, "the padded vocabulary is a multiple of this times tp", "tokens")
 
     position_embedding_type: str = option(
         "learned_absolute",
         "how positions enter the model",
-        choices=POSITION_EMBEDDING_TYPES,
+        choices=("learned_absolute", "rope", "none"),
         more_flags=(Flag("--use-rotary-position-embeddings", "rope"), Flag("--no-position-embedding", "none")),
     )
     rotary_base: float = option(10000.0, "base of the rotary frequencies (theta)", above=0)
@@ -83,7 +67,7 @@ class ModelConfig:
     rope_scaling_type: str = option(
         "none",
         "how rotary frequencies are scaled to sequences longer than they were trained for",
-        choices=ROPE_SCALING_TYPES,
+        choices=("none", "linear", "llama3", "yarn"),
         more_flags=(Flag("--use-rope-scaling", "llama3"),),
     )
     rope_scaling_factor: float = option(
@@ -99,13 +83,13 @@ class ModelConfig:
         ),
     )
     rope_low_freq_factor: float = option(
-        1.0, "llama3 scaling: wavelengths below original length / this are unchanged", above=0
+        1.0, "llama3: wavelengths above original length / this are fully scaled", above=0
     )
     rope_high_freq_factor: float = option(
-        4.0, "llama3 scaling: wavelengths above original length / this are fully scaled", above=0
+        4.0, "llama3: wavelengths below original length / this are unchanged", above=0
     )
-    rope_original_max_position_embeddings: int = option(
-        8192, "llama3 and yarn scaling: length the frequencies were trained for", unit="tokens", at_least=1
+    rope_original_max_position_embeddings: int = count(
+        8192, "llama3 and yarn: length the frequencies were trained for", "tokens"
     )
     yarn_beta_fast: float = option(32.0, "yarn: frequencies with more rotations than this are unchanged", above=0)
     yarn_beta_slow: float = option(
@@ -129,16 +113,13 @@ class ModelConfig:
     )
     add_bias_linear: bool = option(True, "biases in the linear layers", off_flag="--disable-bias-linear")
     add_qkv_bias: bool = option(False, "bias in the query-key-value projection even without other biases")
-    untie_embeddings_and_output_weights: bool = option(
-        False, "output layer with its own weight instead of the word embedding's"
-    )
+    untie_embeddings_and_output_weights: bool = option(False, "separate weights for word embedding and output layer")
     qk_layernorm: bool = option(False, "normalize each head's queries and keys")
-    window_size: int | None = option(
+    window_size: int | None = count(
         None,
         "sliding window: a token attends to itself and window-size - 1 tokens before it (or Megatron's pair LEFT,0); "
         "unset: to all tokens before it",
-        unit="tokens",
-        at_least=1,
+        "tokens",
         read=read_window,
     )
     attn_logit_softcapping: float | None = option(None, "attention logits become c tanh(x / c); unset: none", above=0)
@@ -148,11 +129,9 @@ class ModelConfig:
         False, "compute attention logits and softmax in at least fp32 (unfused attention instead of a flash kernel)"
     )
     hidden_dropout: float = option(
-        0.1, "dropout after the embedding, attention and MLP", unit="probability", at_least=0, below=1
+        0.1, "dropout after the embedding, attention and MLP", "probability", at_least=0, below=1
     )
-    attention_dropout: float = option(
-        0.1, "dropout of attention probabilities", unit="probability", at_least=0, below=1
-    )
+    attention_dropout: float = option(0.1, "dropout of attention probabilities", "probability", at_least=0, below=1)
     init_method_std: float = option(
         0.02, "standard deviation of initial weights (output linears: / sqrt(2 x num-layers))", at_least=0
     )
@@ -166,10 +145,7 @@ class ModelConfig:
         return self.num_query_groups if self.num_query_groups is not None else self.num_attention_heads
 
     def feed_forward_size(self) -> int:
-        """Return the width of the MLP: ffn-hidden-size, or as in Megatron.
-
-        Megatron's default is 4 h, with a gated activation int(4 h x 2/3 / 64) x 64.
-        """
+        """Return the width of the MLP: ffn-hidden-size, or Megatron's 4 h, if gated int(4 h x 2/3 / 64) x 64."""
         if self.ffn_hidden_size is not None:
             return self.ffn_hidden_size
         if self.activation in GATED_ACTIVATIONS:
@@ -183,28 +159,19 @@ class PrecisionConfig:
 
     dtype: str = option(
         "fp32",
-        "weights and activations",
+        "weights and activations; fp64 is for verification",
         choices=tuple(TENSOR_DTYPES),
-        more_flags=(
-            Flag("--bf16", "bf16"),
-            Flag("--fp16", "fp16"),
-            Flag("--fp64", "fp64", help="same as --dtype fp64: for verification"),
-        ),
+        more_flags=(Flag("--bf16", "bf16"), Flag("--fp16", "fp16"), Flag("--fp64", "fp64")),
     )
     loss_scale: float | None = option(None, "fp16: a fixed loss scale; unset: dynamic", above=0, needs=FP16)
-    initial_loss_scale: float = option(
-        float(2**32), "fp16: initial value of the dynamic loss scale", above=0, needs=FP16
-    )
-    min_loss_scale: float = option(1.0, "fp16: smallest value of the dynamic loss scale", above=0, needs=FP16)
-    loss_scale_window: int = option(
-        1000, "fp16: steps without overflow before the scale doubles", unit="steps", at_least=1, needs=FP16
-    )
-    hysteresis: int = option(2, "fp16: overflows before the scale halves", unit="steps", at_least=1, needs=FP16)
+    initial_loss_scale: float = option(float(2**32), "fp16: initial dynamic loss scale", above=0, needs=FP16)
+    min_loss_scale: float = option(1.0, "fp16: smallest dynamic loss scale", above=0, needs=FP16)
+    loss_scale_window: int = count(1000, "fp16: steps without overflow before the scale doubles", "steps", needs=FP16)
+    hysteresis: int = count(2, "fp16: overflows before the scale halves", "steps", needs=FP16)
     fp8_format: str | None = option(
         None,
         "run the GEMMs of the layers' linears in 8 bits, forward and backward, with one scale per tensor: e4m3, or "
-        "hybrid with e5m2 for output gradients; weights, activations between the GEMMs and messages stay in "
-        "--dtype; unset: no fp8",
+        "hybrid with e5m2 for output gradients; weights, activations between GEMMs and messages stay in --dtype",
         choices=FP8_FORMATS,
         more_flags=(Flag("--fp8"),),
     )
@@ -215,21 +182,17 @@ class PrecisionConfig:
         needs=FP8,
     )
     fp8_margin: int = option(0, "fp8: scales are divided by 2 to this power", at_least=0, needs=FP8)
-    fp8_amax_history_len: int = option(
-        1, "fp8, delayed: steps whose largest values are kept", unit="steps", at_least=1, needs=FP8
-    )
+    fp8_amax_history_len: int = count(1, "fp8, delayed: steps whose largest values are kept", "steps", needs=FP8)
     fp8_amax_compute_algo: str = option(
         "most_recent",
         "fp8, delayed: scale from the latest of them, or the largest",
-        choices=FP8_AMAX_ALGORITHMS,
+        choices=("most_recent", "max"),
         needs=FP8,
     )
-    first_last_layers_bf16: bool = option(
-        False, "fp8: some first and last layers of the model stay in --dtype", needs=FP8
-    )
+    first_last_layers_bf16: bool = option(False, "fp8: some first and last layers stay in --dtype", needs=FP8)
     num_layers_at_start_in_bf16: int = option(
-        1, "number of layers at the start, with --first-last-layers-bf16", unit="layers", at_least=0
+        1, "number of layers at the start, with --first-last-layers-bf16", "layers", at_least=0
     )
     num_layers_at_end_in_bf16: int = option(
-        1, "number of layers at the end, with --first-last-layers-bf16", unit="layers", at_least=0
+        1, "number of layers at the end, with --first-last-layers-bf16", "layers", at_least=0
     )

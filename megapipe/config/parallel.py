@@ -4,14 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megapipe.config.fields import Flag, Need, option
+from megapipe.config.fields import Flag, Need, count, option
 
-PIPELINE_BALANCES = ("auto", "measured", "flops", "cost", "even")
-DISTRIBUTED_BACKENDS = ("auto", "gloo", "nccl")
 TP_OVERLAP = Need("parallel.tp_comm_overlap", "--tp-comm-overlap")
 DISTRIBUTED_OPTIMIZER = Need("parallel.use_distributed_optimizer", "--use-distributed-optimizer")
-RECOMPUTE_GRANULARITIES = ("selective", "full")
-RECOMPUTE_METHODS = ("uniform", "block")
 RECOMPUTE_MODULES = ("core_attn", "layernorm", "mlp", "activation")
 FULL = Need("recompute.recompute_granularity", "--recompute-granularity full", ("full",))
 SELECTIVE = Need("recompute.recompute_granularity", "--recompute-granularity selective", ("selective",))
@@ -22,44 +18,35 @@ OFFLOADING = Need("offload.cpu_offloading_num_layers", "--cpu-offloading-num-lay
 class ParallelConfig:
     """Axis sizes, partition of the layers into stages, pipeline schedule, gradient buffers, overlap and timeouts."""
 
-    tensor_model_parallel_size: int = option(1, "tp: ranks that share every layer", unit="ranks", at_least=1)
-    pipeline_model_parallel_size: int = option(
-        1, "pp: ranks among which the layers are divided in order", unit="ranks", at_least=1
-    )
-    context_parallel_size: int = option(
-        1, "cp: ranks that share every sequence (only 1 is supported)", unit="ranks", at_least=1
-    )
-    num_virtual_stages_per_pipeline_rank: int | None = option(
+    tensor_model_parallel_size: int = count(1, "tp: ranks that share every layer", "ranks")
+    pipeline_model_parallel_size: int = count(1, "pp: ranks among which the layers are divided in order", "ranks")
+    context_parallel_size: int = count(1, "cp: ranks that share every sequence (only 1 is supported)", "ranks")
+    num_virtual_stages_per_pipeline_rank: int | None = count(
         None,
         "model chunks a pipeline rank holds (interleaving); 1: none",
-        unit="chunks",
-        at_least=1,
+        "chunks",
         derived="from the layers per chunk or the layout, else what the schedule takes",
     )
-    num_layers_per_virtual_pipeline_stage: int | None = option(
-        None, "layers per chunk: another way to give the number of chunks", unit="layers", at_least=1
+    num_layers_per_virtual_pipeline_stage: int | None = count(
+        None, "layers per chunk: another way to give the number of chunks", "layers"
     )
     pipeline_model_parallel_layout: str | None = option(
         None, "layers of each stage: E embedding, t layer, L loss, | border, *n and (...)*n repeat: 'Et*3|(tt|)*29,L'"
     )
     decoder_first_pipeline_num_layers: int | None = option(
-        None, "layers on the first pipeline rank; the rest is divided evenly", unit="layers", at_least=0
+        None, "layers on the first pipeline rank; the rest is divided evenly", "layers", at_least=0
     )
     decoder_last_pipeline_num_layers: int | None = option(
-        None, "layers on the last pipeline rank; the rest is divided evenly", unit="layers", at_least=0
+        None, "layers on the last pipeline rank; the rest is divided evenly", "layers", at_least=0
     )
-    account_for_embedding_in_pipeline_split: bool = option(
-        False, "count the embedding as one layer when layers are divided"
-    )
-    account_for_loss_in_pipeline_split: bool = option(
-        False, "count output layer and loss as one layer when layers are divided"
-    )
+    account_for_embedding_in_pipeline_split: bool = option(False, "count the embedding as one layer in the division")
+    account_for_loss_in_pipeline_split: bool = option(False, "count output layer and loss as one layer in the division")
     pipeline_balance: str = option(
         "auto",
         "how layers that are not placed by hand are divided: to minimize the work of the busiest pipeline rank, by "
         "measured times or by FLOPs, with embedding and loss counted (auto: measured if --pipeline-layer-times is "
         "given); by FLOPs of each stage (cost); or in equal numbers; see docs/balance.md",
-        choices=PIPELINE_BALANCES,
+        choices=("auto", "measured", "flops", "cost", "even"),
     )
     pipeline_layer_times: str | None = option(
         None, "file with measured times of embedding, layers and head, written by megapipe profile-layers"
@@ -75,15 +62,14 @@ class ParallelConfig:
         None,
         "memory that a pipeline rank may use at the peak of a step, one number for all ranks or one per rank: "
         "layers are divided so that it suffices",
-        unit="GiB",
+        "GiB",
         above=0,
     )
-    microbatch_group_size_per_virtual_pipeline_stage: int | None = option(
+    microbatch_group_size_per_virtual_pipeline_stage: int | None = count(
         None,
         "interleaving: consecutive microbatches of a chunk before the next chunk's turn; pipedream-2bw: "
         "microbatches of one update",
-        unit="microbatches",
-        at_least=1,
+        "microbatches",
         derived="pp, where the schedule has groups",
     )
     pipeline_schedule: str = option(
@@ -92,17 +78,14 @@ class ParallelConfig:
         "interleaved with more than one chunk, else 1f1b; asynchronous ones update weights while microbatches are "
         "in flight, so that results differ from those of a single process",
     )
-    pipeline_memory_limit: int | None = option(
+    pipeline_memory_limit: int | None = count(
         None,
         "zb-auto: microbatches whose activations a rank may hold at the same time, until their weight "
         "gradients are computed",
-        unit="microbatches",
-        at_least=1,
+        "microbatches",
         derived="pp with zb-auto",
     )
-    pipeline_receive_depth: int = option(
-        1, "receives posted ahead of the action that waits for them", unit="messages", at_least=1
-    )
+    pipeline_receive_depth: int = count(1, "receives posted ahead of the action that waits for them", "messages")
     sequence_parallel: bool = option(False, "norms and dropout work on 1/tp of the sequence; no effect without tp")
     tp_comm_overlap: bool = option(
         False,
@@ -123,11 +106,9 @@ class ParallelConfig:
         more_flags=(Flag("--no-tp-comm-overlap-rs", False),),
     )
     tp_comm_overlap_chunks: int = option(
-        4, "with --tp-comm-overlap: chunks of a collective", unit="chunks", at_least=2, needs=TP_OVERLAP
+        4, "with --tp-comm-overlap: chunks of a collective", "chunks", at_least=2, needs=TP_OVERLAP
     )
-    use_distributed_optimizer: bool = option(
-        False, "shard master weights and moments over the data-parallel ranks (ZeRO-1)"
-    )
+    use_distributed_optimizer: bool = option(False, "shard master weights and moments over the dp ranks (ZeRO-1)")
     overlap_grad_reduce: bool = option(False, "reduce gradients bucket by bucket during the backward")
     overlap_param_gather: bool = option(
         False, "gather updated parameters bucket by bucket during the next forward", needs=DISTRIBUTED_OPTIMIZER
@@ -136,33 +117,27 @@ class ParallelConfig:
         True, "overlap sends and receives of stages with computation", flag="--overlap-p2p-communication"
     )
     grad_reduce_in_bf16: bool = option(False, "reduce gradients over data-parallel ranks in bf16 instead of fp32")
-    ddp_bucket_size: int | None = option(
-        None,
-        "parameters in one gradient bucket",
-        unit="parameters",
-        at_least=1,
-        derived="max(40,000,000, 1,000,000 x dp)",
+    ddp_bucket_size: int | None = count(
+        None, "parameters in one gradient bucket", "parameters", derived="max(40,000,000, 1,000,000 x dp)"
     )
     rank_order: str = option(
         "tp-cp-dp-pp",
-        "axes of the global rank, fastest first",
+        "global rank's axes, fastest first",
         more_flags=(Flag("--use-tp-pp-dp-mapping", "tp-cp-pp-dp"),),
     )
     allow_tp_across_nodes: bool = option(False, "allow a tensor-parallel group to span nodes")
     distributed_backend: str = option(
-        "auto", "communication library; auto: nccl on GPUs, gloo on CPUs", choices=DISTRIBUTED_BACKENDS
+        "auto", "communication library; auto: nccl on GPUs, gloo on CPUs", choices=("auto", "gloo", "nccl")
     )
     hang_timeout_seconds: float = option(
         120.0,
         "end the run if a rank makes no progress for this long, with a report of which rank waits for which; must "
         "be longer than the longest action; five times as long in the first step, loading and saving; 0: no "
         "heartbeats, no watchdog",
-        unit="seconds",
+        "seconds",
         at_least=0,
     )
-    distributed_timeout_minutes: float = option(
-        10.0, "end the job if a collective waits longer than this", unit="minutes", above=0
-    )
+    distributed_timeout_minutes: float = option(10.0, "end the job if a collective waits longer", "minutes", above=0)
 
 
 @dataclass(frozen=True)
@@ -172,16 +147,16 @@ class RecomputeConfig:
     recompute_granularity: str | None = option(
         None,
         "what is recomputed in the backward: some modules of every layer, or whole layers; unset: nothing",
-        choices=RECOMPUTE_GRANULARITIES,
+        choices=("selective", "full"),
         more_flags=(Flag("--recompute-activations", "selective"),),
     )
     recompute_method: str | None = option(
         None,
         "full: uniform keeps the input of every group of N layers; block recomputes the first N layers of each chunk",
-        choices=RECOMPUTE_METHODS,
+        choices=("uniform", "block"),
         needs=FULL,
     )
-    recompute_num_layers: int | None = option(None, "full: N of the method", unit="layers", at_least=1, needs=FULL)
+    recompute_num_layers: int | None = count(None, "full: N of the method", "layers", needs=FULL)
     recompute_keep_attention: bool = option(
         False, "full: keep a fused attention kernel's results, so that the backward does not run it again", needs=FULL
     )
@@ -195,8 +170,6 @@ class OffloadConfig:
     """Activations copied to host memory after their forward and back before their backward; never parameters."""
 
     cpu_offloading_num_layers: int = option(
-        0, "first layers of each stage whose activations are kept in host memory", unit="layers", at_least=0
+        0, "first layers of each stage whose activations are kept in host memory", "layers", at_least=0
     )
-    min_offloaded_tensor_size: int = option(
-        1048576, "smaller tensors stay on the device", unit="elements", at_least=1, needs=OFFLOADING
-    )
+    min_offloaded_tensor_size: int = count(1048576, "smaller tensors stay on the device", "elements", needs=OFFLOADING)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megapipe.config.fields import Flag, Need, option
+from megapipe.config.fields import Flag, Need, count, option
 
 DEVICES = ("auto", "cpu", "cuda")
 OPTIMIZERS = ("adam", "sgd")
@@ -20,42 +20,35 @@ DECOUPLED_LR = Need("optimizer.decoupled_lr", "--decoupled-lr")
 class TrainingConfig:
     """Batch size, length, evaluation, seed, loss, and what to do about spikes and silent corruption."""
 
-    micro_batch_size: int = option(
-        1, "sequences of one microbatch on one data-parallel rank", unit="sequences", at_least=1, required=True
-    )
-    global_batch_size: int | None = option(
-        None,
-        "sequences in one step over all data-parallel ranks",
-        unit="sequences",
-        at_least=1,
-        derived="micro-batch-size x dp",
+    micro_batch_size: int = count(1, "sequences of a microbatch on one data-parallel rank", "sequences", required=True)
+    global_batch_size: int | None = count(
+        None, "sequences in one step over all data-parallel ranks", "sequences", derived="micro-batch-size x dp"
     )
     rampup_batch_size: tuple[int, int, int] | None = option(
         None,
         "START INCREMENT SAMPLES: grow the batch from START to global-batch-size in equal shares of SAMPLES",
-        unit="sequences",
+        "sequences",
         at_least=0,
     )
-    train_iters: int | None = option(None, "steps to train (or --train-samples)", unit="steps", at_least=1)
-    train_samples: int | None = option(None, "sequences to train on (or --train-iters)", unit="sequences", at_least=1)
-    exit_interval: int | None = option(None, "save and exit after a step divisible by this", unit="steps", at_least=1)
-    exit_duration_in_mins: float | None = option(None, "save and exit after this time", unit="minutes", above=0)
+    train_iters: int | None = count(None, "steps to train (or --train-samples)", "steps")
+    train_samples: int | None = count(None, "sequences to train on (or --train-iters)", "sequences")
+    exit_interval: int | None = count(None, "save and exit after a step divisible by this", "steps")
+    exit_duration_in_mins: float | None = option(None, "save and exit after this time", "minutes", above=0)
     exit_signal_handler: bool = option(True, "save and exit on SIGTERM and SIGUSR1")
     skip_train: bool = option(False, "evaluate only")
-    eval_interval: int | None = option(1000, "steps between evaluations", unit="steps", at_least=1)
-    eval_iters: int = option(100, "batches in one evaluation; 0: none", unit="batches", at_least=0)
+    eval_interval: int | None = count(1000, "steps between evaluations", "steps")
+    eval_iters: int = option(100, "batches in one evaluation; 0: none", "batches", at_least=0)
     seed: int = option(1234, "seed of weights, data order and dropout", at_least=0)
     deterministic_mode: bool = option(False, "use only kernels that give bit-identical results in every run")
     label_smoothing: float = option(
-        0.0, "share of the target spread over the vocabulary", unit="probability", at_least=0, below=1
+        0.0, "share of the target spread over the vocabulary", "probability", at_least=0, below=1
     )
     z_loss: float = option(0.0, "weight of log(sum(exp(logits)))^2 in the loss; 0: none", at_least=0)
-    cross_entropy_chunk_size: int | None = option(
+    cross_entropy_chunk_size: int | None = count(
         None,
         "compute output layer and loss for this many tokens at a time: the logits (tokens x vocabulary) never exist "
         "as a whole, and are recomputed in the backward; unset: all at once",
-        unit="tokens",
-        at_least=1,
+        "tokens",
     )
     calculate_per_token_loss: bool = option(
         False, "average over the tokens of the global batch instead of over each microbatch first"
@@ -63,12 +56,11 @@ class TrainingConfig:
     check_for_nan_in_loss_and_grad: bool = option(
         True, "stop at a NaN or infinite loss or gradient", off_flag="--no-check-for-nan-in-loss-and-grad"
     )
-    spike_rollback: int | None = option(
+    spike_rollback: int | None = count(
         None,
         "when the loss or the gradient norm spikes or is not finite, go back this many checkpoints and skip the "
         "samples since then; unset: never",
-        unit="checkpoints",
-        at_least=1,
+        "checkpoints",
     )
     spike_threshold: float = option(
         8.0,
@@ -76,20 +68,16 @@ class TrainingConfig:
         "median of the --spike-window steps before it",
         above=0,
     )
-    spike_steps: int = option(3, "consecutive steps that must spike", unit="steps", at_least=1)
+    spike_steps: int = count(3, "consecutive steps that must spike", "steps")
     spike_window: int = option(
-        100,
-        "steps that a step is compared with; no spike is reported before half of them exist",
-        unit="steps",
-        at_least=8,
+        100, "steps that a step is compared with; no spike is reported before half of them exist", "steps", at_least=8
     )
-    spike_limit: int = option(3, "rollbacks in total; the next spike ends the run", unit="rollbacks", at_least=1)
-    check_weight_hash_across_dp_replicas_interval: int | None = option(
+    spike_limit: int = count(3, "rollbacks in total; the next spike ends the run", "rollbacks")
+    check_weight_hash_across_dp_replicas_interval: int | None = count(
         None,
         "compare replicated state of all ranks bit by bit: before the first step, after this many steps each and "
         "before every save; a difference ends the run and names the ranks; unset: never",
-        unit="steps",
-        at_least=1,
+        "steps",
     )
     device: str = option("auto", "device of the tensors; auto: cuda if there is a GPU", choices=DEVICES)
 
@@ -102,21 +90,15 @@ class OptimizerConfig:
     lr: float | None = option(None, "highest learning rate", above=0, required=True)
     min_lr: float = option(0.0, "lowest learning rate after warm-up", at_least=0)
     lr_decay_style: str = option("linear", "shape of the decay", choices=LR_DECAY_STYLES)
-    lr_decay_iters: int | None = option(
-        None, "steps over which it decays", unit="steps", at_least=1, derived="train-iters"
-    )
-    lr_decay_samples: int | None = option(
-        None, "sequences over which it decays", unit="sequences", at_least=1, derived="train-samples"
-    )
+    lr_decay_iters: int | None = count(None, "steps over which it decays", "steps", derived="train-iters")
+    lr_decay_samples: int | None = count(None, "sequences over which it decays", "sequences", derived="train-samples")
     lr_warmup_fraction: float | None = option(None, "warm-up as a share of the decay length", at_least=0, at_most=1)
-    lr_warmup_iters: int = option(0, "steps of linear warm-up", unit="steps", at_least=0)
-    lr_warmup_samples: int = option(0, "sequences of linear warm-up", unit="sequences", at_least=0)
+    lr_warmup_iters: int = option(0, "steps of linear warm-up", "steps", at_least=0)
+    lr_warmup_samples: int = option(0, "sequences of linear warm-up", "sequences", at_least=0)
     lr_warmup_init: float = option(0.0, "learning rate at which warm-up starts", at_least=0)
     lr_wsd_decay_style: str = option("exponential", "WSD: shape of the last phase", choices=WSD_DECAY_STYLES)
-    lr_wsd_decay_iters: int | None = option(None, "WSD: steps of the last phase", unit="steps", at_least=1, needs=WSD)
-    lr_wsd_decay_samples: int | None = option(
-        None, "WSD: sequences of the last phase", unit="sequences", at_least=1, needs=WSD
-    )
+    lr_wsd_decay_iters: int | None = count(None, "WSD: steps of the last phase", "steps", needs=WSD)
+    lr_wsd_decay_samples: int | None = count(None, "WSD: sequences of the last phase", "sequences", needs=WSD)
     weight_decay: float = option(0.01, "decoupled weight decay of matrices (none on vectors and biases)", at_least=0)
     start_weight_decay: float | None = option(
         None, "weight decay at the first step of a ramp", at_least=0, derived="weight-decay"
@@ -135,9 +117,7 @@ class OptimizerConfig:
         "pipelines: no barrier between steps; each rank updates at once, and rolls the update back and repeats it, "
         "with bit-identical results, if gradients turn out to need clipping or to have overflowed. Keeps a copy of "
         "gradients, master weights and moments of each rank's shards",
-        more_flags=(
-            Flag("--enable-optimizer-post-validation", True, help="same, as in the zero-bubble fork of Megatron"),
-        ),
+        more_flags=(Flag("--enable-optimizer-post-validation", True, help="as in the zero-bubble fork of Megatron"),),
     )
     optimizer_cpu_offload: bool = option(
         False,

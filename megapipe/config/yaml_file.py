@@ -1,7 +1,6 @@
 """Reading and writing configurations as YAML: in sections or flat, with Megatron's names spelled with - or _.
 
-YAML is parsed only into nodes, and every entry keeps its line number for errors. Each scalar is read by its field's
-type (see fields.py), so YAML's own guesses about types play no part.
+YAML is parsed only into nodes with line numbers for errors; each scalar is read by its field's type (see fields.py).
 """
 
 from __future__ import annotations
@@ -94,10 +93,8 @@ def read_entry(section: str | None, key: str, node: yaml.Node, where: str) -> En
 def to_yaml(config: Config, origins: Mapping[str, str] | None = None, resolved: Config | None = None) -> str:
     """Return the whole configuration as YAML in sections, from which it can be loaded again.
 
-    origins: the origin of each value, written as a comment.
-    resolved: the resolved version of this configuration; derived values are added to the comments. The values
-    themselves stay those that were given: a file with both --train-iters and the --train-samples derived from it would
-    give the length twice and could not be changed by one flag.
+    origins: the origin of each value, written as a comment. resolved: adds derived values to the comments only: as a
+    value, the --train-samples derived from --train-iters would give the length twice.
     """
     lines: list[str] = []
     for field in all_fields():

@@ -128,8 +128,7 @@ def cuda_graphs(config: Config) -> Iterator[str]:
         reasons.append("--fp16 adapts its loss scale during training; use --bf16, or a fixed --loss-scale")
     delayed = precision.fp8_format is not None and precision.fp8_recipe == "delayed"
     if delayed and config.gpu.cuda_graph_warmup_steps < 2:
-        way = "give --cuda-graph-warmup-steps 2 or more"
-        reasons.append(f"delayed scales of --fp8-format exist from the second step on; {way}")
+        reasons.append("delayed fp8 scales exist from the second step on; give --cuda-graph-warmup-steps 2 or more")
     if engine:
         way = "use --transformer-impl local with sdpa or flash"
         reasons.append(f"{' and '.join(engine)}: Transformer Engine keeps state in Python; {way}")

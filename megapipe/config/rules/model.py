@@ -36,8 +36,7 @@ def shape(config: Config) -> Iterator[str]:
     if heads % tp:
         yield f"{tp_does_not_divide} --num-attention-heads {heads}; {use_divisors(heads, wanted=tp)}"
     if width <= 0:
-        rule = "a gated MLP has a multiple of 64 channels by default, here none"
-        yield f"--hidden-size {hidden} is too small: {rule}; give --ffn-hidden-size"
+        yield f"--hidden-size {hidden} is too small for a gated MLP of 64 channels or more; give --ffn-hidden-size"
     if width % tp:
         origin = "" if model.ffn_hidden_size is not None else " (derived from --hidden-size)"
         ways = f"{use_multiples(tp, width)} as ffn hidden size, or {use_divisors(heads, width, wanted=tp)} as tp"
@@ -46,8 +45,8 @@ def shape(config: Config) -> Iterator[str]:
         ways = f"{use_multiples(tp, length)} as sequence length, or leave --sequence-parallel out"
         yield f"{tp_does_not_divide} --seq-length {length}, which --sequence-parallel needs; {ways}"
     if model.max_position_embeddings is not None and model.max_position_embeddings < length:
-        below = f"--max-position-embeddings {model.max_position_embeddings} is below --seq-length {length}"
-        yield f"{below}; use at least {length}, or leave it out"
+        given_length = f"--max-position-embeddings {model.max_position_embeddings}"
+        yield f"{given_length} is below --seq-length {length}; use at least {length}, or leave it out"
     if padded is not None and padded % tp:
         yield f"{tp_does_not_divide} --padded-vocab-size {padded}; {use_multiples(tp, padded)}, or leave it out"
     elif padded is not None and model.vocab_size is not None and padded < model.vocab_size:
@@ -68,26 +67,23 @@ def rotary_positions(config: Config) -> Iterator[str]:
     if scaling != "none" and kind != "rope":
         yield f"--rope-scaling-type {scaling} scales rotary positions, not --position-embedding-type {kind}; use rope"
     if scaling == "llama3" and high <= low:
-        rule = f"must be above --rope-low-freq-factor {low:g}"
-        yield f"--rope-high-freq-factor {high:g} {rule}; Llama 3 uses 4 and 1"
-    if scaling == "yarn" and model.yarn_beta_fast <= model.yarn_beta_slow:
-        rule = f"must be above --yarn-beta-slow {model.yarn_beta_slow:g}"
-        yield f"--yarn-beta-fast {model.yarn_beta_fast:g} {rule}; the paper uses 32 and 1"
-    if scaling == "yarn" and model.yarn_mscale != ModelConfig().yarn_mscale and not model.yarn_mscale_all_dim:
-        rule = "has an effect only together with --yarn-mscale-all-dim, its denominator"
-        yield f"--yarn-mscale {model.yarn_mscale:g} {rule}; give both, or leave it out"
+        yield f"--rope-high-freq-factor {high:g} must be above --rope-low-freq-factor {low:g}; Llama 3 uses 4 and 1"
+    fast, slow, numerator = model.yarn_beta_fast, model.yarn_beta_slow, model.yarn_mscale
+    if scaling == "yarn" and fast <= slow:
+        yield f"--yarn-beta-fast {fast:g} must be above --yarn-beta-slow {slow:g}; the paper uses 32 and 1"
+    if scaling == "yarn" and numerator != ModelConfig().yarn_mscale and not model.yarn_mscale_all_dim:
+        yield f"--yarn-mscale {numerator:g} acts only together with --yarn-mscale-all-dim; give both, or leave it out"
 
 
 def axes(config: Config) -> Iterator[str]:
     """Check the axes, their order, and the communication backend."""
     parallel = config.parallel
     if parallel.context_parallel_size != 1:
-        way = "use 1, and --tensor-model-parallel-size with --sequence-parallel for long sequences"
-        size = parallel.context_parallel_size
-        yield f"--context-parallel-size {size}: context parallelism is not supported yet; {way}"
+        way = "use --tensor-model-parallel-size with --sequence-parallel for long sequences"
+        rule = "context parallelism is not supported yet"
+        yield f"--context-parallel-size {parallel.context_parallel_size}: {rule}; {way}"
     if sorted(parallel.rank_order.split("-")) != sorted(AXES):
-        way = f"name each of {one_of(AXES)} once, joined by -, such as tp-cp-dp-pp"
-        yield f"--rank-order {parallel.rank_order}: {way}"
+        yield f"--rank-order {parallel.rank_order}: name each of {one_of(AXES)} once, joined by -, such as tp-cp-dp-pp"
     if parallel.distributed_backend == "nccl" and config.training.device == "cpu":
         yield "--distributed-backend nccl connects GPUs, but --device is cpu; use gloo or auto"
     if parallel.grad_reduce_in_bf16 and config.precision.dtype == "fp64":
@@ -152,8 +148,7 @@ def recompute(config: Config) -> Iterator[str]:
         ("--attention-softmax-in-fp32", model.attention_softmax_in_fp32),
     )
     if is_full and asked.recompute_keep_attention and impl == "te":
-        rule = "torch does not see the kernels of --attention-impl te"
-        yield f"--recompute-keep-attention: {rule}; use sdpa or flash, or leave it out"
+        yield "--recompute-keep-attention: torch does not see the kernels of --attention-impl te; use sdpa or flash"
     elif is_full and asked.recompute_keep_attention and unfused:
         rule = f"keeps the results of a fused kernel, but attention is not fused with {' and '.join(unfused)}"
         yield f"--recompute-keep-attention {rule}; leave one of the two out"
