@@ -52,23 +52,13 @@ def dataset_request(plan: RunPlan) -> DatasetRequest:
 
     The run evaluates every eval_interval steps, and once at the end.
     """
-    config, data, training = plan.config, plan.config.data, plan.config.training
+    config, training = plan.config, plan.config.training
     train = 0 if training.skip_train else training.train_samples
     evaluation = training.eval_iters * training.global_batch_size
     evaluations = training.train_iters // training.eval_interval + 1 if training.eval_interval else 1
-    return DatasetRequest(
-        seq_length=config.model.seq_length,
-        seed=training.seed,
-        num_samples=(train, evaluations * evaluation, evaluation),
-        data_path=data.data_path,
-        split=data.split,
-        train_data_path=data.train_data_path,
-        valid_data_path=data.valid_data_path,
-        test_data_path=data.test_data_path,
-        data_cache_path=data.data_cache_path,
-        mock_data=data.mock_data,
-        vocab_size=config.model.vocab_size,
-    )
+    num_samples = (train, evaluations * evaluation, evaluation)
+    model = config.model
+    return DatasetRequest(config.data, model.seq_length, training.seed, num_samples, model.vocab_size)
 
 
 def build_data(plan: RunPlan) -> RunData:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megapipe.config.fields import Flag, Need, option
+from megapipe.config.fields import Flag, Need, count, option
 from megapipe.errors import ConfigError
 
 TOKENIZER_TYPES = (
@@ -40,7 +42,7 @@ class DataConfig:
     test_data_path: tuple[str, ...] | None = option(None, "blend for test instead of a share of --data-path")
     data_cache_path: str | None = option(None, "directory of index caches", derived="a directory next to the data")
     mock_data: bool = option(False, "train on generated tokens instead of files")
-    num_workers: int = option(2, "threads that prefetch batches on each rank; 0: none", unit="threads", at_least=0)
+    num_workers: int = option(2, "threads that prefetch batches on each rank; 0: none", "threads", at_least=0)
     reset_position_ids: bool = option(False, "restart positions after each end-of-document token")
     reset_attention_mask: bool = option(False, "let a token attend only to its own document")
     eod_mask_loss: bool = option(False, "no loss where the input is an end-of-document token")
@@ -53,21 +55,44 @@ class DataConfig:
 def split_shares(text: str) -> tuple[float, float, float]:
     """Return the shares of training, validation and test in a split such as '969,30,1' or '8/1/1', with sum 1.
 
-    Missing numbers are 0, as in Megatron. Raises ConfigError if there are more than three, or all are 0.
+    Missing numbers are 0, as in Megatron. Raises ConfigError.
     """
-    words = text.replace("/", ",").split(",")
-    try:
-        shares = [float(word) for word in words]
-    except ValueError:
-        raise ConfigError(f"--split {text}: expected numbers separated by commas, such as 969,30,1") from None
-    if len(shares) > 3 or any(not 0 <= share < float("inf") for share in shares) or sum(shares) <= 0:
-        raise ConfigError(
-            f"--split {text}: expected up to three numbers of at least 0 (training, validation, test), not all 0, "
-            "such as 969,30,1"
-        )
-    shares += [0.0] * (3 - len(shares))
+    numbers = [number_in(word) for word in text.replace("/", ",").split(",")]
+    shares = [number for number in numbers if number is not None and 0 <= number < math.inf]
     total = sum(shares)
+    if len(shares) != len(numbers) or len(shares) > 3 or total <= 0:
+        rule = "expected up to three numbers of at least 0 (training, validation, test), not all 0, such as 969,30,1"
+        raise ConfigError(f"--split {text}: {rule}")
+    shares += [0.0] * (3 - len(shares))
     return shares[0] / total, shares[1] / total, shares[2] / total
+
+
+def parse_blend(words: Sequence[str], flag: str) -> tuple[list[str], list[float] | None]:
+    """Return the prefixes of PREFIX ... or WEIGHT PREFIX WEIGHT PREFIX ..., and their weights, None without weights.
+
+    Raises ConfigError if there is no prefix, a weight without prefix or a prefix without weight, or a bad weight.
+    """
+    words = [word.strip() for word in words]
+    if not words or not all(words):
+        raise ConfigError(f"{flag} is empty; give a PREFIX, or WEIGHT PREFIX WEIGHT PREFIX ...")
+    numbers = [number_in(word) for word in words]
+    weights = [number for number in numbers if number is not None]
+    if not weights:
+        return words, None
+    if [number is not None for number in numbers] != [True, False] * (len(words) // 2):
+        rule = "weights and prefixes must alternate, WEIGHT PREFIX WEIGHT PREFIX ..., or there must be no weights"
+        raise ConfigError(f"{flag} {' '.join(words)}: {rule}")
+    if not all(0 < weight < math.inf for weight in weights):
+        raise ConfigError(f"{flag} {' '.join(words)}: weights must be above 0")
+    return words[1::2], weights
+
+
+def number_in(word: str) -> float | None:
+    """Return a word as a number, or None if it is not one."""
+    try:
+        return float(word)
+    except ValueError:
+        return None
 
 
 @dataclass(frozen=True)
@@ -76,18 +101,17 @@ class CheckpointConfig:
 
     save: str | None = option(None, "directory to save checkpoints in")
     load: str | None = option(None, "directory to load a checkpoint from")
-    save_interval: int | None = option(
+    save_interval: int | None = count(
         None,
         "steps between checkpoints; unset: only at the end",
-        unit="steps",
-        at_least=1,
+        "steps",
         needs=SAVE,
         more_flags=(Flag("--persistent-save-interval"),),
     )
     save_interval_minutes: float | None = option(
         None,
         "time between checkpoints, with or without --save-interval; saved at the end of a step",
-        unit="minutes",
+        "minutes",
         above=0,
         needs=SAVE,
     )
@@ -104,20 +128,19 @@ class CheckpointConfig:
     no_load_optim: bool = option(False, "start with a fresh optimizer", off_flag="--load-optim")
     no_load_rng: bool = option(False, "start with fresh random state", off_flag="--load-rng")
     finetune: bool = option(False, "load only the weights and start at step 0", needs=LOAD)
-    ckpt_step: int | None = option(None, "step to load", unit="steps", at_least=0, derived="the latest", needs=LOAD)
+    ckpt_step: int | None = option(None, "step to load", "steps", at_least=0, derived="the latest", needs=LOAD)
     exit_on_missing_checkpoint: bool = option(
         False, "fail instead of starting from scratch if --load contains no checkpoint", needs=LOAD
     )
     use_checkpoint_args: bool = option(False, "take the model section from the checkpoint", needs=LOAD)
-    keep_last: int | None = option(
+    keep_last: int | None = count(
         None,
         "newest checkpoints to keep besides those of --save-retain-interval; unset: all, or with it the newest one",
-        unit="checkpoints",
-        at_least=1,
+        "checkpoints",
         needs=SAVE,
     )
-    save_retain_interval: int | None = option(
-        None, "keep the checkpoints of steps divisible by this forever", unit="steps", at_least=1, needs=SAVE
+    save_retain_interval: int | None = count(
+        None, "keep the checkpoints of steps divisible by this forever", "steps", needs=SAVE
     )
 
 
@@ -125,7 +148,7 @@ class CheckpointConfig:
 class LoggingConfig:
     """Logging to the console, to metrics.jsonl and to each writer that is configured; profiles; samples at the end."""
 
-    log_interval: int = option(100, "steps between log lines", unit="steps", at_least=1)
+    log_interval: int = count(100, "steps between log lines", "steps")
     tensorboard_dir: str | None = option(None, "directory of TensorBoard files; unset: none")
     wandb_project: str | None = option(None, "Weights & Biases project; unset: none")
     wandb_exp_name: str | None = option(None, "Weights & Biases run name", needs=WANDB)
@@ -137,14 +160,10 @@ class LoggingConfig:
     log_straggler: bool = option(
         False, "name the slowest ranks with every log line, and a slow rank, link or group", needs=HEARTBEATS
     )
-    straggler_minmax_count: int = option(
-        1, "how many of the slowest and of the fastest ranks --log-straggler shows", unit="ranks", at_least=1
-    )
+    straggler_minmax_count: int = count(1, "number of slowest and of fastest ranks that --log-straggler shows", "ranks")
     profile: bool = option(False, "write a trace of some steps")
-    profile_step_start: int = option(
-        10, "first step that is traced; the first step of the run is 0", unit="steps", at_least=0
-    )
-    profile_step_end: int = option(12, "step at which tracing ends (it is not traced)", unit="steps", at_least=1)
+    profile_step_start: int = option(10, "first traced step; the first step of the run is 0", "steps", at_least=0)
+    profile_step_end: int = count(12, "step at which tracing ends (it is not traced)", "steps")
     profile_ranks: tuple[int, ...] = option((0,), "global ranks that are traced", at_least=0)
     profile_pipeline: bool = option(
         False, "in the same steps record every rank's actions and compare them with the plan: trace, data, bubble"
@@ -152,7 +171,5 @@ class LoggingConfig:
     metrics_file: str | None = option(
         None, "JSON lines file with one line per step", derived="metrics.jsonl in --save; without --save none"
     )
-    sample_prompts: tuple[str, ...] | None = option(
-        None, "prompts that the trained model continues at the end of the run"
-    )
-    sample_tokens: int = option(48, "tokens generated for each of --sample-prompts", unit="tokens", at_least=1)
+    sample_prompts: tuple[str, ...] | None = option(None, "prompts that the model continues at the end of the run")
+    sample_tokens: int = count(48, "tokens generated for each of --sample-prompts", "tokens")

@@ -40,15 +40,14 @@ class BlendedDataset:
         weights: Sequence[float],
         size: int,
         *,
+        names: Sequence[str],
         cache: IndexCache | None = None,
-        names: Sequence[str] | None = None,
     ) -> None:
         self.members = tuple(members)
         self.weights = normalize(weights)
         self.size = size
         self._cache = cache
         self.dataset_index, self.sample_index = self._indices(size)
-        names = names if names is not None else [f"member {d}" for d in range(len(self.members))]
         shares = np.bincount(self.dataset_index, minlength=len(self.members))
         for member, share, name in zip(self.members, shares, names, strict=True):
             if share > len(member):

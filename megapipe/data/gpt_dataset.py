@@ -50,7 +50,6 @@ class SampleIndex:
     documents: Array  # [E x sequences]: sequence numbers in stream order
     ends: Array  # [E x sequences] int64: tokens of the stream up to and including each
     shuffle: Array  # [num_samples]: stream sample of each sample
-    seq_length: int
 
     def __len__(self) -> int:
         return len(self.shuffle)
@@ -84,7 +83,7 @@ def build_sample_index(
     random.shuffle(samples[: plan.num_samples_before_last])
     if plan.num_samples_before_last < plan.num_samples:
         random.shuffle(samples[plan.num_samples_before_last :])
-    return SampleIndex(documents, ends, samples, seq_length)
+    return SampleIndex(documents, ends, samples)
 
 
 class GPTDataset:
@@ -115,8 +114,7 @@ class GPTDataset:
 
         def build() -> Arrays:
             # requesting 0 samples gives one epoch, the minimum
-            index = build_sample_index(lengths, first, num_samples or 0, seq_length, seed)
-            return {"documents": index.documents, "ends": index.ends, "shuffle": index.shuffle}
+            return vars(build_sample_index(lengths, first, num_samples or 0, seq_length, seed))
 
         description = {  # everything that the order of samples depends on
             "source": source_stamp(file.prefix),
@@ -125,8 +123,7 @@ class GPTDataset:
             "seq_length": seq_length,
             "seed": seed,
         }
-        arrays = build() if cache is None else cache.arrays("samples", description, build)
-        self.index = SampleIndex(arrays["documents"], arrays["ends"], arrays["shuffle"], seq_length)
+        self.index = SampleIndex(**(build() if cache is None else cache.arrays("samples", description, build)))
 
     def __len__(self) -> int:
         return len(self.index)

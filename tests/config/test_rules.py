@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from megapipe.config import rules
 from megapipe.config.config import Config, all_fields
-from megapipe.config.files import split_shares
+from megapipe.config.files import parse_blend, split_shares
 from megapipe.config.load import load_config
 from megapipe.config.rules.check import check, check_job
 from megapipe.config.rules.proposals import divisors, nearest_values, use_divisors, use_multiples
@@ -738,6 +738,41 @@ def test_a_split_is_shares_that_sum_to_one(text: str, shares: tuple[float, float
 def test_a_bad_split_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="--split"):
         split_shares(text)
+
+
+@pytest.mark.parametrize(
+    ("words", "prefixes", "weights"),
+    [
+        ("a", ["a"], None),
+        ("a b", ["a", "b"], None),
+        ("a b c", ["a", "b", "c"], None),
+        ("1 a", ["a"], [1.0]),
+        ("0.3 a 0.7 b", ["a", "b"], [0.3, 0.7]),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_blend_is_prefixes_with_or_without_weights(words: str, prefixes: list[str], weights: list[float]) -> None:
+    assert parse_blend(words.split(), "--data-path") == (prefixes, weights)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "--data-path is empty"),
+        (["a", " "], "--data-path is empty"),
+        (["0.3", "a", "b", "c"], "must alternate"),
+        (["0.3", "a", "0.7"], "must alternate"),
+        (["a", "3"], "must alternate"),
+        (["0", "a", "1", "b"], "must be above 0"),
+        (["-1", "a", "2", "b"], "must be above 0"),
+        (["nan", "a"], "must be above 0"),
+        (["inf", "a"], "must be above 0"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_a_bad_blend_is_refused(words: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        parse_blend(words, "--data-path")
 
 
 @pytest.mark.parametrize(

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from megapipe.config.files import DataConfig
 from megapipe.data.build_datasets import DatasetRequest
 from megapipe.data.indexed_file import IndexedFile, IndexedWriter
 
@@ -29,14 +31,14 @@ def request_of(run: str, cache: Path) -> DatasetRequest:
         if weights is None
         else [word for pair in zip(weights, prefixes, strict=True) for word in map(str, pair)]
     )
-    return DatasetRequest(
-        known["seq"],
-        known["seed"],
-        tuple(known["sizes"]),
-        data_path=path,
-        split=known["split"],
-        data_cache_path=str(cache),
-    )
+    data = DataConfig(data_path=tuple(path), split=known["split"], data_cache_path=str(cache))
+    return DatasetRequest(data, known["seq"], known["seed"], tuple(known["sizes"]))
+
+
+def changed(request: DatasetRequest, **changes: Any) -> DatasetRequest:
+    """Return the request with other data flags, and other num_samples."""
+    num_samples = changes.pop("num_samples", request.num_samples)
+    return replace(request, data=replace(request.data, **changes), num_samples=num_samples)
 
 
 def write_file(prefix: Path, lengths: list[int], dtype: str = "u2") -> IndexedFile:

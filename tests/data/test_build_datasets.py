@@ -2,36 +2,37 @@ from __future__ import annotations
 
 import itertools
 import re
-from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megapipe.config.files import DataConfig
 from megapipe.data.blend import BlendedDataset
-from megapipe.data.build_datasets import Blend, DatasetRequest, build_datasets, parse_blend, parse_split, sequence_range
+from megapipe.data.build_datasets import DatasetRequest, build_datasets, parse_split, sequence_range
 from megapipe.data.dataset import SyntheticDataset
 from megapipe.data.gpt_dataset import GPTDataset
 from megapipe.errors import ConfigError, DataError
-from tests.data.fixtures import FOLDER, write_file
+from tests.data.fixtures import FOLDER, changed, write_file
 
 A, B, C = (str(FOLDER / f"corpus{name}") for name in "ABC")
 
 
 @pytest.fixture
 def request_a(tmp_path) -> DatasetRequest:
-    return DatasetRequest(16, 1234, (20, 4, 2), data_path=[A], split="80,10,10", data_cache_path=str(tmp_path))
+    data = DataConfig(data_path=(A,), split="80,10,10", data_cache_path=str(tmp_path))
+    return DatasetRequest(data, 16, 1234, (20, 4, 2))
 
 
 def test_parts_without_share_or_samples_are_none(request_a):
-    built = build_datasets(replace(request_a, split="90,10,0", num_samples=(20, 0, 5)))
+    built = build_datasets(changed(request_a, split="90,10,0", num_samples=(20, 0, 5)))
     assert isinstance(built.train, GPTDataset)
     assert built.valid is None
     assert built.test is None
 
 
 def test_prefixes_without_weights_give_one_epoch_each(request_a):
-    built = build_datasets(replace(request_a, data_path=[A, B, C], split="100,0,0", num_samples=(10_000, 0, 0)))
+    built = build_datasets(changed(request_a, data_path=[A, B, C], split="100,0,0", num_samples=(10_000, 0, 0)))
     assert isinstance(built.train, BlendedDataset)
     lengths = [len(member) for member in built.train.members]
     assert len(built.train) == sum(lengths)
@@ -42,7 +43,7 @@ def test_prefixes_without_weights_give_one_epoch_each(request_a):
         ).index.documents.tolist()
         for member in built.train.members
     ]
-    few = build_datasets(replace(request_a, data_path=[A, B, C], split="100,0,0", num_samples=(30, 0, 0)))
+    few = build_datasets(changed(request_a, data_path=[A, B, C], split="100,0,0", num_samples=(30, 0, 0)))
     assert few.train is not None
     assert len(few.train) == 30
 
@@ -51,16 +52,16 @@ def test_files_without_a_sample_of_a_split_are_left_out_of_it(request_a, tmp_pat
     short, empty = (
         write_file(tmp_path / name, lengths).prefix for name, lengths in (("short", [5] * 10), ("empty", [9]))
     )
-    built = build_datasets(replace(request_a, data_path=[short, A, empty], split="90,10,0"))
+    built = build_datasets(changed(request_a, data_path=[short, A, empty], split="90,10,0"))
     assert isinstance(built.valid, BlendedDataset)
     assert [member.file.prefix for member in built.valid.members] == [A]
     assert len(built.valid) == 4
     with pytest.raises(DataError, match=r"the valid part of .* has no sample of 17 tokens in one epoch"):
-        build_datasets(replace(request_a, data_path=[short, empty], split="90,10,0", num_samples=(0, 4, 0)))
+        build_datasets(changed(request_a, data_path=[short, empty], split="90,10,0", num_samples=(0, 4, 0)))
 
 
 def test_one_weighted_prefix_is_still_a_blend_with_surplus(request_a):
-    built = build_datasets(replace(request_a, data_path=["2.0", A], split="100,0,0", num_samples=(201, 0, 0)))
+    built = build_datasets(changed(request_a, data_path=["2.0", A], split="100,0,0", num_samples=(201, 0, 0)))
     assert isinstance(built.train, BlendedDataset)
     assert built.train.members[0].num_requested == 203
     assert len(built.train) == 201
@@ -68,7 +69,7 @@ def test_one_weighted_prefix_is_still_a_blend_with_surplus(request_a):
 
 def test_shares_are_rounded_up_and_the_blend_is_their_sum(request_a):
     built = build_datasets(
-        replace(request_a, data_path=["1", A, "1", B, "1", C], split="100,0,0", num_samples=(100, 0, 0))
+        changed(request_a, data_path=["1", A, "1", B, "1", C], split="100,0,0", num_samples=(100, 0, 0))
     )
     assert isinstance(built.train, BlendedDataset)
     assert len(built.train) == 102
@@ -76,7 +77,7 @@ def test_shares_are_rounded_up_and_the_blend_is_their_sum(request_a):
 
 
 def test_each_part_can_have_files_of_its_own(request_a):
-    own = replace(
+    own = changed(
         request_a, data_path=None, split=None, train_data_path=["0.5", A, "0.5", B], valid_data_path=["1.0", C]
     )
     built = build_datasets(own)
@@ -88,14 +89,14 @@ def test_each_part_can_have_files_of_its_own(request_a):
 
 
 def test_default_split_is_969_30_1(request_a):
-    built = build_datasets(replace(request_a, split=None, num_samples=(20, 4, 0)))
+    built = build_datasets(changed(request_a, split=None, num_samples=(20, 4, 0)))
     assert isinstance(built.train, GPTDataset)
     assert isinstance(built.valid, GPTDataset)
     assert (built.train.sequences, built.valid.sequences) == ((0, 39), (39, 40))
 
 
 def test_mock_data_needs_no_file(request_a):
-    built = build_datasets(DatasetRequest(16, 1234, (20, 4, 0), mock_data=True, vocab_size=64))
+    built = build_datasets(DatasetRequest(DataConfig(mock_data=True), 16, 1234, (20, 4, 0), vocab_size=64))
     assert isinstance(built.train, SyntheticDataset)
     assert isinstance(built.valid, SyntheticDataset)
     assert (len(built.train), len(built.valid), built.test) == (20, 4, None)
@@ -105,11 +106,6 @@ def test_mock_data_needs_no_file(request_a):
 WRONG = {
     "nothing": ({"data_path": None, "split": None}, ConfigError, "exactly one of .* 0 of them are given"),
     "two": ({"mock_data": True}, ConfigError, "exactly one of .* 2 of them are given"),
-    "split-with-own-files": (
-        {"data_path": None, "train_data_path": [A]},
-        ConfigError,
-        "--split 80,10,10 cuts the files of --data-path",
-    ),
     "mock-without-vocabulary": (
         {"data_path": None, "mock_data": True},
         ConfigError,
@@ -127,7 +123,7 @@ WRONG = {
 @pytest.mark.parametrize(("change", "error", "message"), WRONG.values(), ids=WRONG.keys())
 def test_wrong_requests_are_refused(change, error, message, request_a):
     with pytest.raises(error, match=message):
-        build_datasets(replace(request_a, **change))
+        build_datasets(changed(request_a, **change))
 
 
 @pytest.mark.parametrize(
@@ -160,34 +156,3 @@ def test_split_covers_every_sequence_once(parts, num_sequences):
 def test_bad_split_is_refused(text):
     with pytest.raises(ConfigError, match=f"--split {re.escape(text)}: expected"):
         parse_split(text)
-
-
-@pytest.mark.parametrize(
-    ("words", "blend"),
-    [
-        (["a"], Blend(("a",), None)),
-        (["a", "b"], Blend(("a", "b"), None)),
-        (["a", "b", "c"], Blend(("a", "b", "c"), None)),
-        (["1", "a"], Blend(("a",), (1.0,))),
-        (["0.3", "a", "0.7", "b"], Blend(("a", "b"), (0.3, 0.7))),
-    ],
-    ids=["one", "two", "three", "one-weighted", "two-weighted"],
-)
-def test_blend_is_read_as_megatron_reads_it(words, blend):
-    assert parse_blend(words) == blend
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ([], "at least one file prefix"),
-        (["0.3", "a", "b", "c"], "some files have a weight and some have none"),
-        (["0.3", "a", "0.7"], "a weight without its prefix"),
-        (["0", "a", "0", "b"], "not all zero"),
-        (["-1", "a", "2", "b"], "non-negative"),
-    ],
-    ids=["none", "some", "odd", "zero", "negative"],
-)
-def test_bad_blend_is_refused(words, message):
-    with pytest.raises(ConfigError, match=message):
-        parse_blend(words, "--train-data-path")

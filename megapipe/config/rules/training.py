@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megapipe.config.config import Config
-from megapipe.config.files import split_shares
+from megapipe.config.config import Config, fields_by_key, value_of
+from megapipe.config.files import parse_blend, split_shares
 from megapipe.config.rules.proposals import given, use_multiples
 from megapipe.errors import ConfigError
 
@@ -17,7 +17,6 @@ TOKENIZER_FILES = {
     "GPT2BPETokenizer": ("vocab_file", "merge_file"),
 }
 SPLIT_PATHS = ("data.train_data_path", "data.valid_data_path", "data.test_data_path")
-ONE_OF_TWO = "give one of the two"
 
 
 def batch(config: Config) -> Iterator[str]:
@@ -37,8 +36,7 @@ def batch(config: Config) -> Iterator[str]:
     elif start > whole:
         yield f"{ramp} starts above --global-batch-size {whole}; use a START of at most {whole}"
     elif (whole - start) % increment:
-        way = f"choose an INCREMENT that divides {whole - start}"
-        yield f"{ramp}: steps of {increment} from {start} do not reach --global-batch-size {whole}; {way}"
+        yield f"{ramp} reaches --global-batch-size {whole} only with an INCREMENT that divides {whole - start}"
     elif start % micro or increment % micro:
         yield f"{ramp}: START and INCREMENT must be multiples of --micro-batch-size {micro}"
 
@@ -50,13 +48,11 @@ def length(config: Config) -> Iterator[str]:
     in_samples = given(config, "training.rampup_batch_size", *(f"{name}_samples" for name in lengths))
     in_steps = given(config, *(f"{name}_iters" for name in lengths))
     if training.train_iters is not None and training.train_samples is not None:
-        yield f"--train-iters and --train-samples both give the length of the run; {ONE_OF_TWO}"
+        yield "--train-iters and --train-samples both give the length of the run; give one of the two"
     elif training.train_iters is not None and in_samples:
-        rule, way = "count in samples, but the length is --train-iters", "give --train-samples, or count them in steps"
-        yield f"{', '.join(in_samples)} {rule}; {way}"
+        yield f"{', '.join(in_samples)} count in samples, but the length is --train-iters; use one unit for all"
     elif training.train_samples is not None and in_steps:
-        rule, way = "count in steps, but the length is --train-samples", "give --train-iters, or count them in samples"
-        yield f"{', '.join(in_steps)} {rule}; {way}"
+        yield f"{', '.join(in_steps)} count in steps, but the length is --train-samples; use one unit for all"
 
 
 def learning_rate(config: Config) -> Iterator[str]:
@@ -83,11 +79,9 @@ def learning_rate(config: Config) -> Iterator[str]:
         yield f"--decoupled-min-lr {decoupled_min:g} is above --decoupled-lr {decoupled:g}; use at most {decoupled:g}"
     has_last_phase = optimizer.lr_wsd_decay_iters is not None or optimizer.lr_wsd_decay_samples is not None
     if optimizer.lr_decay_style == "WSD" and not has_last_phase:
-        way = "give --lr-wsd-decay-iters or --lr-wsd-decay-samples"
-        yield f"--lr-decay-style WSD also needs the length of its last phase; {way}"
+        yield "--lr-decay-style WSD also needs its last phase: --lr-wsd-decay-iters or --lr-wsd-decay-samples"
     if optimizer.override_opt_param_scheduler and optimizer.use_checkpoint_opt_param_scheduler:
-        flags = "--override-opt_param-scheduler and --use-checkpoint-opt_param-scheduler"
-        yield f"{flags} are opposites; {ONE_OF_TWO}"
+        yield "--override-opt_param-scheduler and --use-checkpoint-opt_param-scheduler are opposites; give only one"
 
 
 def weight_decay(config: Config) -> Iterator[str]:
@@ -141,8 +135,7 @@ def checkpoints(config: Config) -> Iterator[str]:
         fitting = max(1, round(every / interval)) * interval
         yield f"--save-retain-interval {every} is not a multiple of --save-interval {interval}; use {fitting}"
     if checkpoint.finetune and config.optimizer.use_checkpoint_opt_param_scheduler:
-        way = "leave --use-checkpoint-opt_param-scheduler out"
-        yield f"--finetune starts at step 0 with the schedules of this configuration; {way}"
+        yield "--finetune starts at step 0 with new schedules; leave --use-checkpoint-opt_param-scheduler out"
     if back is None:
         return
     if checkpoint.save is None or (interval is None and checkpoint.save_interval_minutes is None):
@@ -172,30 +165,14 @@ def sources(config: Config) -> Iterator[str]:
 
 def blends(config: Config) -> Iterator[str]:
     """Check the blends: PREFIX ... or WEIGHT PREFIX ... (the first error only)."""
-    for name in ("data_path", "train_data_path", "valid_data_path", "test_data_path"):
-        blend, flag = getattr(config.data, name), "--" + name.replace("_", "-")
-        if blend is None:
-            continue
-        is_weight = [is_number(word) for word in blend]
-        if not blend:
-            yield f"{flag} is empty; give a PREFIX, or WEIGHT PREFIX WEIGHT PREFIX ..."
-        elif any(is_weight) and is_weight != [True, False] * (len(blend) // 2):
-            rule = "weights and prefixes must alternate, WEIGHT PREFIX WEIGHT PREFIX ..., or there must be no weights"
-            yield f"{flag} {' '.join(blend)}: {rule}"
-        elif not all(0 < float(word) < float("inf") for word in blend[::2] if any(is_weight)):
-            yield f"{flag} {' '.join(blend)}: weights must be above 0"
-        else:
-            continue
-        return
-
-
-def is_number(word: str) -> bool:
-    """Return True if a word is a number, as a weight is."""
     try:
-        float(word)
-    except ValueError:
-        return False
-    return True
+        for key in ("data.data_path", *SPLIT_PATHS):
+            field = fields_by_key()[key]
+            words = value_of(config, field)
+            if words is not None:
+                parse_blend(words, field.main_flag)
+    except ConfigError as error:
+        yield str(error)
 
 
 def tokenizer(config: Config) -> Iterator[str]:
