@@ -34,7 +34,7 @@ from megapipe.pipeline.engine import Engine
 from megapipe.pipeline.graphs import CapturedStage, CudaRecorder, RankGraphs, StageGraphs
 from megapipe.pipeline.offload import Offload, RowOffload, StageOffload
 from megapipe.pipeline.stage import Stage, StageRunner
-from megapipe.plan.offload import row_moves, stage_groups
+from megapipe.plan.memory import row_moves, stage_groups
 from megapipe.plan.run_plan import RunPlan
 from megapipe.schedule.action import Op
 from megapipe.schedule.lifetimes import WeightVersions

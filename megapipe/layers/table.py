@@ -120,9 +120,18 @@ class RankShape:
         """Return the bytes of hidden states gathered over tp to the whole sequence; 0 where nothing is gathered."""
         return self.tokens * hidden_size * self.element if self.sequence_parallel else 0
 
+    def collective_bytes(self, hidden_size: int) -> float:
+        """Return the bytes that each rank sends in one all-gather or reduce-scatter of hidden states over tp."""
+        return ring_bytes(self.tokens * hidden_size * self.element, self.tp)
+
     def recomputes(self, module: str) -> bool:
         """Return True if selective recompute makes this module's activations again."""
         return self.recompute.recompute_granularity == "selective" and module in self.recompute.recompute_modules
+
+
+def ring_bytes(num_bytes: float, ranks: int) -> float:
+    """Return the bytes that each rank sends when a ring gathers, or reduces and scatters, a buffer of num_bytes."""
+    return num_bytes * (ranks - 1) / ranks
 
 
 @dataclass(frozen=True)

@@ -17,17 +17,16 @@ from megapipe.errors import ConfigError
 from megapipe.layers.model import model_spec, stage_parameters
 from megapipe.plan.activations import deferred_bytes, stage_bytes
 from megapipe.plan.hardware import GIB
-from megapipe.plan.layer_costs import LayerCosts, head_flops, layer_flops
-from megapipe.plan.memory import rank_memory
-from megapipe.plan.offload import USUAL_UNITS_ON_DEVICE, offloaded_groups
+from megapipe.plan.layer_costs import LayerCosts, head_flops, layer_flops, stage_costs
+from megapipe.plan.memory import USUAL_UNITS_ON_DEVICE, offloaded_groups, rank_memory
 from megapipe.plan.run_plan import RunPlan
-from megapipe.plan.step_time import step_of_costs
 from megapipe.schedule.action import Op
 from megapipe.schedule.balance import CutQuestion, balanced_cuts
 from megapipe.schedule.families import SCHEDULES
 from megapipe.schedule.lifetimes import Held, Item, lifetimes
 from megapipe.schedule.partition import Partition, StageCost, StageLayers, cut_by_cost, cut_evenly, parse_layout
 from megapipe.schedule.placement import Placement
+from megapipe.schedule.simulate import simulate
 from megapipe.sharding.buffers import layout_buffers
 
 BALANCED = ("auto", "measured", "flops")
@@ -106,6 +105,18 @@ def balanced_cut(draft: RunPlan) -> Partition:
     question = CutQuestion(draft.placement, draft.config.model.num_layers, cost, draft.rank_speeds, costs.layers_alike)
     cuts = balanced_cuts(question) if limits is None else _cuts_within_memory(draft, question, limits)
     return cuts[0] if len(cuts) == 1 else min(cuts, key=lambda cut: step_of_costs(draft, costs, cut))
+
+
+def step_of_costs(plan: RunPlan, costs: LayerCosts, cut: Partition) -> float:
+    """Return the seconds, in the unit of the costs, of a full step with another cut.
+
+    At most about three pipeline fills are simulated: beyond them the steady middle grows by the work of the busiest
+    rank.
+    """
+    full, pp = plan.batch.num_microbatches, plan.topology.pp
+    few = full if full <= 4 * pp else 3 * pp + full % pp
+    timeline = simulate(plan.schedule(few), stage_costs(costs, cut, plan.rank_speeds))
+    return plan.step_seconds(timeline) + (full - few) * max(timeline.work_seconds) / few
 
 
 def _check_rank_settings(config: Config) -> None:

@@ -18,7 +18,6 @@ from megapipe.layers.model import LayerSpec, ModelSpec, layer_table
 from megapipe.layers.table import ALL_REDUCE, CoreAttention, Documents, Gemm, RankShape
 from megapipe.plan.activations import without_recompute
 from megapipe.plan.hardware import Hardware, Link
-from megapipe.plan.traffic import collective_bytes
 from megapipe.schedule.action import Op
 
 # each byte a layer keeps is written once and read once in the forward; a backward moves twice as much
@@ -155,7 +154,7 @@ class _Clock:
         """Return the seconds of one of `chunks` chunks of an all-gather or reduce-scatter of hidden states."""
         if self.shape.tp == 1:
             return 0.0
-        num_bytes = collective_bytes(self.shape, self.hidden_size)
+        num_bytes = self.shape.collective_bytes(self.hidden_size)
         return num_bytes / chunks / self.link.bytes_per_second + self.link.latency_seconds
 
     def gather(self, gemm: Gemm) -> float:

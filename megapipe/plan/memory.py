@@ -19,7 +19,8 @@
     microbatches  tokens, labels and what belongs to them, of the whole step
 
 In the host's memory: what --cpu-offloading-num-layers moves there of the activations, counted above only while it is
-on the device, and what --optimizer-cpu-offload does of the optimizer.
+on the device, and what --optimizer-cpu-offload does of the optimizer. Offloaded tensors are counted one by one, since
+small ones stay on the device; `tests/model/test_offloaded_bytes.py` compares with those that move.
 
 The estimate assumes CUDA kernels unless the configuration says --device cpu. Not counted: the workspace of the kernel
 that runs, the allocator's slack, the CUDA context.
@@ -31,33 +32,54 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
+from itertools import accumulate, pairwise
 
 from megapipe.layers.linear import COPIES
-from megapipe.layers.table import total_bytes
-from megapipe.plan.activations import deferred_bytes, layers_of, replay_bytes, stage_bytes, temporary_bytes
-from megapipe.plan.offload import MemoryOverTime, offloaded_memory
+from megapipe.layers.table import RankShape, total_bytes
+from megapipe.plan.activations import (
+    backward_peak,
+    deferred_bytes,
+    group_keeps,
+    group_sizes,
+    layer_groups,
+    layers_of,
+    replay_bytes,
+    split,
+    stage_bytes,
+    temporary_bytes,
+)
 from megapipe.plan.run_plan import RunPlan
 from megapipe.schedule.action import Action, Op
-from megapipe.schedule.lifetimes import MESSAGES, Held, Item, lifetimes
+from megapipe.schedule.lifetimes import (
+    MESSAGES,
+    Held,
+    Item,
+    Moment,
+    Moves,
+    StageGroups,
+    Unit,
+    host_pieces,
+    lifetimes,
+    moments_of,
+    plan_moves,
+)
+from megapipe.schedule.partition import StageLayers
 from megapipe.schedule.placement import Placement
 
 BUFFER_ALIGNMENT_BYTES = 64  # a flat buffer is allocated this much longer, so that it can start on an aligned address
 TOKEN_BYTES = 16  # token and label, int64
+USUAL_UNITS_ON_DEVICE = 2  # offloaded groups on the device at the peak of a step: one in use, one being copied
 
 
 @dataclass(frozen=True)
 class Peak:
-    """The moment of a step with the most activations, messages and temporaries.
-
-    live: stage -> microbatches between F and B or W. action: the action that runs then; inside_bytes: what it makes
-    and frees again.
-    """
+    """The moment of a step with the most activations, messages and temporaries."""
 
     activation_bytes: int
     message_bytes: int
-    live: Mapping[int, int]
-    inside_bytes: int = 0
-    action: Action | None = None
+    live: Mapping[int, int]  # stage -> microbatches between F and B or W
+    inside_bytes: int = 0  # made and freed again by the action
+    action: Action | None = None  # that runs then
 
     @property
     def total(self) -> int:
@@ -66,15 +88,12 @@ class Peak:
 
 @dataclass(frozen=True)
 class RankMemory:
-    """Bytes of one rank by item, in the order of the module's table, items of 0 bytes included.
-
-    live: as in `Peak`. host: bytes in host memory.
-    """
+    """Bytes of one rank."""
 
     pp_rank: int
-    items: Mapping[str, int]
-    live: Mapping[int, int]
-    host: Mapping[str, int] = field(default_factory=dict)
+    items: Mapping[str, int]  # in the order of the module's table, items of 0 bytes included
+    live: Mapping[int, int]  # as in `Peak`
+    host: Mapping[str, int] = field(default_factory=dict)  # bytes in host memory
 
     @property
     def total(self) -> int:
@@ -96,12 +115,11 @@ def rank_memory(plan: RunPlan, pp_rank: int) -> RankMemory:
     inside = {
         (stage, op): size for stage in stages for op, size in temporary_bytes(model, shape, layers[stage]).items()
     }
-    message_bytes = shape.hidden_bytes(model.embedding.hidden)
     offloaded, host = None, {}
     if plan.config.offload.cpu_offloading_num_layers:
-        offloaded, host["activations"] = offloaded_memory(plan, pp_rank, count, kept)
-    row = plan.schedule(count).rows[pp_rank]
-    peak = peak_of_row(row, pp_rank, plan.placement, kept, waiting, message_bytes, plan.send_depth, inside, offloaded)
+        offloaded, host["activations"] = offloaded_memory(plan, pp_rank, kept)
+    row, sizes = plan.schedule(count).rows[pp_rank], (kept, waiting, plan.message_bytes)
+    peak = peak_of_row(row, pp_rank, plan.placement, *sizes, plan.send_depth, inside, offloaded)
     state = _state(plan, pp_rank)
     if plan.config.optimizer.optimizer_cpu_offload:
         host["optimizer"], state["optimizer"] = state["optimizer"], 0
@@ -162,12 +180,11 @@ def _graph_bytes(
     waiting: Mapping[int, int],  # from I to W
     inside: Mapping[tuple[int, Op], int],  # what an op of a stage makes and frees again
 ) -> int:
-    """Return what CUDA graphs hold for all stages of a rank (--cuda-graph-impl local): a pool for each slot, for the
-    whole run.
+    """Return what CUDA graphs hold for all stages of a rank (--cuda-graph-impl local): a pool for each slot.
 
     A pool is as large as one microbatch ever is: what its stage keeps, and what the backward makes and frees on top.
-    Besides, a slot has fixed messages: its input is counted with what the stage keeps; its output and the gradients
-    that come and go are added here.
+    Besides, a slot has fixed messages: its input is part of what the stage keeps; its output and the gradients that
+    come and go are added here.
     """
     total, last_stage = 0, plan.placement.num_stages - 1
     for stage, slots in plan.num_slots(pp_rank).items():
@@ -175,7 +192,7 @@ def _graph_bytes(
         if plan.splits_backward:  # recorded as I and W
             pool = max(kept[stage] + inside[stage, Op.I], waiting[stage] + inside[stage, Op.W])
         messages = 2 * (stage < last_stage) + (stage > 0)
-        total += slots * (pool + messages * plan.shape.hidden_bytes(plan.model.embedding.hidden))
+        total += slots * (pool + messages * plan.message_bytes)
     return total
 
 
@@ -232,3 +249,149 @@ def peak_of_row(
         messages += left[1] - freed[1]
         live[stage] -= op in (Op.B, Op.W)
     return peak
+
+
+def stage_groups(plan: RunPlan, stage: int, layers: StageLayers | None = None) -> StageGroups:
+    """Return the groups of a stage, and how many --cpu-offloading-num-layers moves. layers: in place of the plan's."""
+    layers = layers or plan.partition.stages[stage]
+    count = plan.config.offload.cpu_offloading_num_layers
+    sizes = group_sizes(plan.config.recompute, layers.num_layers)
+    num_moved = sum(start < count for start in list(accumulate(sizes, initial=0))[:-1])
+    return StageGroups(len(sizes), num_moved, layers.has_head)
+
+
+def row_moves(plan: RunPlan, num_microbatches: int, pp_rank: int) -> Moves:
+    """Return which groups leave the device and come back when, in a step of this many microbatches."""
+    stages = {stage: stage_groups(plan, stage) for stage in plan.placement.stages_of(pp_rank)}
+    return plan_moves(plan.schedule(num_microbatches).rows[pp_rank], stages)
+
+
+@dataclass(frozen=True)
+class GroupBytes:
+    """Bytes of one group of a stage for one microbatch."""
+
+    kept: int  # for the backward
+    moved: int  # of these, if the group is offloaded
+
+    @property
+    def host(self) -> int:
+        """Bytes of the host's buffer for the group."""
+        return sum(host_pieces(self.moved))
+
+
+def offloaded_groups(plan: RunPlan, stage: int, layers: StageLayers | None = None) -> tuple[GroupBytes, ...]:
+    """Return what each group of a stage's layers keeps and moves for one microbatch. layers: in place of the plan's."""
+    layers = layers or plan.partition.stages[stage]
+    num_moved = stage_groups(plan, stage, layers).num_moved
+    found = []
+    for index, group in enumerate(layer_groups(layers_of(plan.model, layers), plan.config.recompute)):
+        copy = group.layers[0].attention.output_copy(plan.shape)
+        kept = group_keeps(group, plan.shape) + (() if copy is None else (copy,))
+        # the first tensor of the first group is the stage's input, which is held on the device for its gradient
+        movable = kept if layers.has_embedding or index else kept[1:]
+        least = plan.config.offload.min_offloaded_tensor_size
+        moved = [tensor for tensor in movable if tensor.elements >= least] if index < num_moved else []
+        found.append(GroupBytes(total_bytes(kept), total_bytes(moved)))
+    return tuple(found)
+
+
+@dataclass(frozen=True)
+class BackwardBytes:
+    """Bytes that a stage's backward makes and frees again: in the head, in the last group (top) and in the groups
+    before it (lower). For a forward only `head` counts: the loss in fp32.
+    """
+
+    head: int
+    top: int = 0
+    lower: int = 0
+    waits: tuple[int, ...] = ()  # what each group leaves for W
+    head_waits: int = 0
+
+
+@dataclass
+class MemoryOverTime:
+    """Device memory of a row with offloaded activations, moment by moment."""
+
+    stages: Mapping[int, StageGroups]
+    groups: Mapping[int, tuple[GroupBytes, ...]]  # of each stage
+    kept: Mapping[int, int]  # by each stage for one microbatch without offloading, head included
+    away: Mapping[Moment, int]  # bytes on the host only
+    inside: Mapping[tuple[int, Op], BackwardBytes]  # of each stage's B and I
+    now: int = 0  # bytes on the host only at the last moment
+
+    def levels(self, action: Action, inside: int) -> list[tuple[int, int]]:
+        """Return two numbers for each moment of an action: the bytes that the device holds less than without
+        offloading, with all of this action's stage counted as kept; and the bytes made and freed again (`inside` for
+        an action that is not a backward).
+        """
+        found = []
+        for moment in moments_of(action, self.stages):
+            self.now = self.away[moment]
+            less, made = self._at(moment)
+            found.append((self.now + less, inside if made is None else made))
+        return found or [(self.now, inside)]
+
+    def _at(self, moment: Moment) -> tuple[int, int | None]:
+        stage, op, _, group = moment
+        if op is Op.W:
+            return 0, None
+        groups = self.groups[stage]
+        above = sum(each.kept for each in groups[group + 1 :])
+        if op is Op.F:
+            is_last = group + 1 == len(groups)
+            return (0, self.inside[stage, op].head) if is_last else (above, None)
+        inside, last = self.inside[stage, op], len(groups) - 1
+        if group > last:
+            return 0, inside.head
+        if group == last:
+            return 0, inside.top
+        of_head = self.kept[stage] - sum(each.kept for each in groups)
+        waiting = sum(inside.waits[group + 1 :]) + inside.head_waits
+        return above + of_head - waiting, inside.lower
+
+
+def offloaded_memory(plan: RunPlan, pp_rank: int, kept: Mapping[int, int]) -> tuple[MemoryOverTime, int]:
+    """Return the device memory of a full step's row over time, and the bytes of all its host buffers together.
+
+    kept: bytes of each stage for one microbatch without offloading.
+    """
+    stages = {stage: stage_groups(plan, stage) for stage in plan.placement.stages_of(pp_rank)}
+    groups = {stage: offloaded_groups(plan, stage) for stage in stages}
+    moves = plan_moves(plan.schedule(plan.batch.num_microbatches).rows[pp_rank], stages)
+    away: dict[Moment, int] = {}
+    now = 0
+    in_use, most = Counter[int](), Counter[int]()  # host buffers, by size
+    for index, moment in enumerate(moves.moments):
+        now += sum(groups[unit.stage][unit.group].moved for unit in moves.released.get(index, ()))
+        for unit in moves.loaded.get(index, ()):
+            group = groups[unit.stage][unit.group]
+            now -= group.moved
+            in_use[group.host] -= 1
+        away[moment] = now
+        if moment.op is Op.F and Unit(moment.stage, moment.microbatch, moment.group) in moves.moved:
+            in_use[groups[moment.stage][moment.group].host] += 1
+            most |= in_use  # the larger number of each size
+    inside = {}
+    for stage in stages:
+        has_head = plan.partition.stages[stage].has_head
+        inside[stage, Op.F] = BackwardBytes(plan.model.head.loss_block_bytes(plan.shape) if has_head else 0)
+        for op, shape in ((Op.B, plan.shape), (Op.I, split(plan.shape))):
+            inside[stage, op] = backward_bytes(plan, stage, shape)
+    return MemoryOverTime(stages, groups, kept, away, inside), sum(count * size for size, count in most.items())
+
+
+def backward_bytes(plan: RunPlan, stage: int, shape: RankShape) -> BackwardBytes:
+    """Return what a stage's B makes and frees, or its I if the shape splits the backward."""
+    model, layers = plan.model, plan.partition.stages[stage]
+    first, last, _, has_head = layers
+    sizes, kinds = group_sizes(plan.config.recompute, layers.num_layers), layers_of(model, layers)
+    top = StageLayers(last - (sizes[-1] if sizes else 0), last, False, has_head)
+    lower = StageLayers(first, first + (sizes[0] if sizes else 0), False, False)
+    in_head, in_top = backward_peak(model, shape, top, kinds)
+    in_lower = max(backward_peak(model, shape, lower, kinds)) + plan.message_bytes
+    if not shape.splits_backward:
+        return BackwardBytes(in_head, in_top, in_lower)
+    groups = pairwise(accumulate(sizes, initial=first))
+    waits = tuple(deferred_bytes(model, shape, StageLayers(start, end, False, False)) for start, end in groups)
+    head_waits = model.head.table(shape).deferred_bytes if has_head else 0
+    return BackwardBytes(in_head, in_top, in_lower, waits, head_waits)

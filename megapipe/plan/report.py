@@ -9,8 +9,7 @@ from megapipe.formatting import bytes_text, count_text, flops_text, range_text, 
 from megapipe.layers.table import WHOLE, comm_chunks
 from megapipe.plan.hardware import GIGA, HOST_SHARE, PCIE_4, PCIE_5
 from megapipe.plan.layer_costs import step_flops
-from megapipe.plan.memory import RankMemory, all_rank_memory, stage_activation_bytes
-from megapipe.plan.offload import offloaded_groups, row_moves
+from megapipe.plan.memory import RankMemory, all_rank_memory, offloaded_groups, row_moves, stage_activation_bytes
 from megapipe.plan.run_plan import RunPlan
 from megapipe.plan.step_time import expected_bubble
 

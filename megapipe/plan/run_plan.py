@@ -20,7 +20,7 @@ from megapipe.schedule.lower import give_head_start
 from megapipe.schedule.partition import Partition
 from megapipe.schedule.placement import Placement
 from megapipe.schedule.schedule import Schedule
-from megapipe.schedule.simulate import Costs, unhindered_send_depth
+from megapipe.schedule.simulate import Costs, Timeline, unhindered_send_depth
 from megapipe.schedule.validate import validate
 from megapipe.sharding.buffers import BufferKind, BufferLayout, layout_buffers
 from megapipe.sharding.spec import ParamSpec
@@ -85,16 +85,18 @@ class RunPlan:
         return RankShape.of(config, tp, config.parallel.sequence_parallel, config.training.micro_batch_size)
 
     @property
+    def message_bytes(self) -> int:
+        """Bytes of one activation or gradient from a stage to its neighbour."""
+        return self.shape.hidden_bytes(self.config.model.hidden_size)
+
+    @property
     def num_chunks(self) -> int:
         """Number of stages on each pipeline rank; with two directions, of one direction."""
         return self.placement.num_stages // self.placement.num_ranks
 
     @property
     def stage_specs(self) -> tuple[tuple[ParamSpec, ...], ...]:
-        """The parameters that each stage holds, in model order.
-
-        A tied embedding belongs to the first stage alone if the head is on the same rank.
-        """
+        """The parameters of each stage, in model order; a tied embedding's only once if both ends are on one rank."""
         return self._parameter_layout.stages
 
     @cached_property
@@ -155,6 +157,16 @@ class RunPlan:
         """Return the lowered forward-only schedule of an evaluation batch."""
         return self._forward_only(num_microbatches).schedule
 
+    def step_seconds(self, timeline: Timeline) -> float:
+        """Return the time from one step to the next in a simulation of this plan's steps.
+
+        With the barrier of the norm a step lasts from the first action of any rank to the last of any; with
+        --optimizer-post-validation as long as the rank that takes longest from its own first action to its last.
+        """
+        if not self.config.optimizer.optimizer_post_validation:
+            return timeline.makespan_seconds
+        return max(idle + busy for idle, busy in zip(timeline.chained_idle_seconds, timeline.work_seconds, strict=True))
+
     @property
     def is_synchronous(self) -> bool:
         """False for schedules that update weights while microbatches are in flight, unlike one process."""
@@ -171,10 +183,7 @@ class RunPlan:
         return any(Op.W in self.schedule(count).ops for count in self._microbatch_counts)
 
     def weight_versions(self, num_microbatches: int, pp_rank: int) -> WeightVersions:
-        """Return the version of the weights that each microbatch uses on this rank.
-
-        The schedule must be asynchronous.
-        """
+        """Return the version of the weights that each microbatch uses on this rank of an asynchronous schedule."""
         rule = SCHEDULES[self.schedule_name].versions
         assert rule is not None, f"{self.schedule_name} has one version of the weights"
         # without groups each microbatch is a group

@@ -20,13 +20,12 @@ from megapipe.layers.model import model_spec
 from megapipe.layers.table import ALL_REDUCE
 from megapipe.plan.activations import group_sizes, layers_of
 from megapipe.plan.hardware import Hardware, Link
-from megapipe.plan.layer_costs import LayerCosts, stage_costs, step_flops
+from megapipe.plan.layer_costs import step_flops
 from megapipe.plan.layer_time import OpSeconds, head_seconds, layer_seconds
-from megapipe.plan.offload import offloaded_groups
+from megapipe.plan.memory import offloaded_groups
 from megapipe.plan.run_plan import RunPlan
-from megapipe.plan.traffic import gather_bytes, message_bytes, reduction_bytes
+from megapipe.plan.traffic import gather_bytes, reduction_bytes
 from megapipe.schedule.action import Op
-from megapipe.schedule.partition import Partition
 from megapipe.schedule.simulate import Bubble, Costs, Timeline, simulate
 from megapipe.topology import Topology
 
@@ -37,35 +36,11 @@ HALVES = {Op.F: ("forward",), Op.B: ("inputs", "weights"), Op.I: ("inputs",), Op
 
 
 def expected_bubble(plan: RunPlan, num_microbatches: int) -> Bubble:
-    """Return the mean over ranks of the simulated step. Shares are ratios; seconds have a scale only where layers
-    were measured.
-
-    With the barrier of the norm a step lasts from the first action of any rank to the last of any; with
-    --optimizer-post-validation as long as the rank that takes longest from its own first action to its last.
-    """
+    """Return the mean over ranks of the simulated step; its seconds have a scale only where layers were measured."""
     timeline = simulate(plan.schedule(num_microbatches), plan.stage_costs)
     work = timeline.work_seconds
     mean = sum(work) / len(work)
-    return Bubble(_period(plan, timeline) - mean, mean)
-
-
-def step_of_costs(plan: RunPlan, costs: LayerCosts, cut: Partition) -> float:
-    """Return the seconds, in the unit of the costs, of a full step with another cut.
-
-    At most about three pipeline fills are simulated: beyond them the steady middle grows by the work of the busiest
-    rank.
-    """
-    full, pp = plan.batch.num_microbatches, plan.topology.pp
-    few = full if full <= 4 * pp else 3 * pp + full % pp
-    timeline = simulate(plan.schedule(few), stage_costs(costs, cut, plan.rank_speeds))
-    return _period(plan, timeline) + (full - few) * max(timeline.work_seconds) / few
-
-
-def _period(plan: RunPlan, timeline: Timeline) -> float:
-    """Return the time from one step to the next."""
-    if not plan.config.optimizer.optimizer_post_validation:
-        return timeline.makespan_seconds
-    return max(idle + busy for idle, busy in zip(timeline.chained_idle_seconds, timeline.work_seconds, strict=True))
+    return Bubble(plan.step_seconds(timeline) - mean, mean)
 
 
 @dataclass(frozen=True)
@@ -166,7 +141,7 @@ def _schedule_costs(plan: RunPlan, hardware: Hardware, stages: tuple[OpSeconds, 
     """
     link = hardware.network if plan.topology.crosses_nodes("pp") else hardware.node
     smallest = 1e-9  # a stage without layers still takes some time
-    message_seconds = message_bytes(plan) / link.bytes_per_second
+    message_seconds = plan.message_bytes / link.bytes_per_second
     seconds: dict[tuple[int, Op], float] = {}
     for stage, of_stage in enumerate(stages):
         seconds |= {(stage, op): max(of_stage.of(op), smallest) for op in (Op.F, Op.B, Op.I, Op.W)}

@@ -1,9 +1,7 @@
-"""Bytes that one rank sends to others in a training step.
+"""Bytes that one rank sends to others in a training step: hidden states over tp and along the pipeline, gradients and
+parameters between replicas.
 
-A ring moves (n - 1) / n of a buffer from each of its n ranks in an all-gather or a reduce-scatter, and twice that in
-an all-reduce, which is one after the other. Hidden states make up what tensor parallelism sends and what goes along
-the pipeline; gradients and parameters what goes between replicas. Left out are sums of a few numbers a token or a
-step: the loss's, the norm's, those of replicated weights.
+Left out are sums of a few numbers a token or a step: the loss's, the norm's, those of replicated weights.
 """
 
 from __future__ import annotations
@@ -11,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 
 from megapipe.layers.model import layer_table
-from megapipe.layers.table import ALL_REDUCE, RankShape
+from megapipe.layers.table import ALL_REDUCE, ring_bytes
 from megapipe.plan.activations import end_tables, layers_of
 from megapipe.plan.run_plan import RunPlan
 from megapipe.schedule.action import Op
@@ -19,24 +17,9 @@ from megapipe.schedule.action import Op
 MESSAGES = {Op.SEND_F: 1, Op.SEND_B: -1}  # and how many stages further they go
 
 
-def ring_bytes(num_bytes: float, ranks: int) -> float:
-    """Return the bytes that each rank sends when a buffer of num_bytes is gathered, or reduced and scattered."""
-    return num_bytes * (ranks - 1) / ranks
-
-
-def collective_bytes(shape: RankShape, hidden_size: int) -> float:
-    """Return the bytes of one all-gather or reduce-scatter of hidden states over tp."""
-    return ring_bytes(shape.tokens * hidden_size * shape.element, shape.tp)
-
-
-def message_bytes(plan: RunPlan) -> int:
-    """Return the bytes of one activation or gradient from a stage to its neighbour."""
-    return plan.shape.hidden_bytes(plan.config.model.hidden_size)
-
-
 def reduction_bytes(plan: RunPlan, stage: int) -> float:
-    """Return the bytes of a stage's gradient reduction over its replicas: reduce-scatter with the distributed
-    optimizer, else all-reduce.
+    """Return the bytes of reducing a stage's gradients: a reduce-scatter with the distributed optimizer, else an
+    all-reduce.
     """
     parallel = plan.config.parallel
     passes = 1 if parallel.use_distributed_optimizer else ALL_REDUCE
@@ -45,9 +28,7 @@ def reduction_bytes(plan: RunPlan, stage: int) -> float:
 
 
 def gather_bytes(plan: RunPlan, stage: int) -> float:
-    """Return the bytes of gathering a stage's updated parameters over its replicas; 0 without the distributed
-    optimizer.
-    """
+    """Return the bytes of gathering a stage's updated parameters; 0 without the distributed optimizer."""
     if not plan.config.parallel.use_distributed_optimizer:
         return 0.0
     return ring_bytes(plan.num_elements([stage]) * plan.shape.element, plan.topology.num_replicas)
@@ -73,9 +54,7 @@ def stage_collectives(plan: RunPlan, stage: int) -> int:
 
 
 def step_bytes(plan: RunPlan, pp_rank: int) -> dict[str, float]:
-    """Return the bytes that a rank of this pp_rank sends in a full step, by group: 'tp', 'pp', 'replicas',
-    'embedding'.
-    """
+    """Return the bytes that such a rank sends in a full step, by group: 'tp', 'pp', 'replicas', 'embedding'."""
     row = plan.schedule(plan.batch.num_microbatches).rows[pp_rank]
     held = plan.placement.stages_of(pp_rank)
     ran = Counter((stage, op) for stage, op, _ in row)  # several reductions where a step has several updates
@@ -84,8 +63,8 @@ def step_bytes(plan: RunPlan, pp_rank: int) -> dict[str, float]:
     tied = [layout for stage in held for layout in plan.buffers(stage, 0) if layout.kind == "tied"]
     tied_elements = sum(layout.numel // layout.num_shards for layout in tied)
     return {
-        "tp": collectives * collective_bytes(plan.shape, plan.config.model.hidden_size),
-        "pp": float(sum(count for (_, op), count in ran.items() if op in MESSAGES) * message_bytes(plan)),
+        "tp": collectives * plan.shape.collective_bytes(plan.config.model.hidden_size),
+        "pp": float(sum(count for (_, op), count in ran.items() if op in MESSAGES) * plan.message_bytes),
         "replicas": sum(
             ran[stage, Op.REDUCE_GRAD] * (reduction_bytes(plan, stage) + gather_bytes(plan, stage)) for stage in held
         ),

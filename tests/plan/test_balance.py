@@ -9,12 +9,12 @@ import pytest
 
 from megapipe.config.config import Config
 from megapipe.errors import ConfigError
-from megapipe.plan.cut import RankBytes
+from megapipe.plan.cut import RankBytes, step_of_costs
 from megapipe.plan.hardware import hardware_named
 from megapipe.plan.layer_costs import LayerTimes, PartCost, read_layer_times, setting_of, to_json
 from megapipe.plan.memory import all_rank_memory
 from megapipe.plan.resolve import resolve
-from megapipe.plan.step_time import expected_bubble, predict_step, step_of_costs
+from megapipe.plan.step_time import expected_bubble, predict_step
 from megapipe.schedule.action import Op
 from tests.tiny import small_config
 

@@ -8,8 +8,7 @@ import pytest
 
 from megapipe.formatting import bytes_text
 from megapipe.plan.hardware import HARDWARE
-from megapipe.plan.memory import rank_memory, stage_activation_bytes
-from megapipe.plan.offload import offloaded_groups, row_moves
+from megapipe.plan.memory import offloaded_groups, rank_memory, row_moves, stage_activation_bytes
 from megapipe.plan.report import plan_text
 from megapipe.plan.run_plan import RunPlan
 from megapipe.plan.step_time import predict_step

@@ -19,8 +19,8 @@ import torch
 from megapipe.comm.collectives import barrier, gather_objects
 from megapipe.comm.groups import Group, ProcessGroups
 from megapipe.comm.timing import time_collective, time_messages
+from megapipe.layers.table import ring_bytes
 from megapipe.plan.hardware import Hardware
-from megapipe.plan.traffic import ring_bytes
 from megapipe.schedule.placement import Placement
 from megapipe.topology import Topology
 

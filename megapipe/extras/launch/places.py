@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from megapipe.formatting import text_table
 from megapipe.plan.run_plan import RunPlan
-from megapipe.plan.traffic import message_bytes, messages_to, step_bytes
+from megapipe.plan.traffic import messages_to, step_bytes
 from megapipe.topology import AXES, Topology, all_coordinates
 
 SHOWN_AXES = ("pp", "dp", "cp", "tp")
@@ -156,7 +156,7 @@ def group_traffic(plan: RunPlan) -> tuple[GroupTraffic, ...]:
                 pp_rank, node = topology.coordinates(rank).pp_rank, topology.node_of(rank)
                 for other, count in to[pp_rank].items():
                     if topology.node_of(rank + (other - pp_rank) * topology.strides["pp"]) != node:
-                        leaving[node] += count * message_bytes(plan)
+                        leaving[node] += count * plan.message_bytes
         else:
             for group in crossing:
                 for node in topology.nodes_of(group):
