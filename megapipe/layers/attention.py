@@ -1,8 +1,8 @@
 """Self-attention: x + proj(core_attention(qkv(norm(x)))), with grouped queries, rotary positions, qk-norm, a sliding
 window, a soft-cap.
 
-Core attention is one fused kernel, or written out ("explicit") where fused kernels lack an option; written out it
-keeps [s, s] matrices.
+Core attention is one fused kernel; where fused kernels lack an option it is written out ("explicit") and keeps [s, s]
+matrices.
 """
 
 from __future__ import annotations
@@ -64,15 +64,13 @@ class Attention:
     def of(cls, model: ResolvedModelConfig, output_std: float, is_fp8: bool) -> Attention:
         """Return the attention of a resolved model. output_std: of the projection's initial weights."""
         heads, groups, channels = model.num_attention_heads, model.num_query_groups, model.kv_channels
-        hidden = model.hidden_size
-        bias, std, name = model.add_bias_linear, model.init_method_std, "self_attention"
-        query_groups = QueryGroups(heads, groups, channels)
-        qk_norms = tuple(Norm.of(model, f"{name}.{each}_layernorm", channels) for each in "qk")
-        qkv_rows = (heads + 2 * groups) * channels
+        hidden, bias, std, name = model.hidden_size, model.add_bias_linear, model.init_method_std, "self_attention"
+        rows, slicing = (heads + 2 * groups) * channels, QueryGroups(heads, groups, channels)
+        normed = ("q", "k") if model.qk_layernorm else ()
         return cls(
             norm=Norm.of(model, "input_layernorm"),
-            qkv=Linear(f"{name}.linear_qkv", qkv_rows, hidden, query_groups, bias or model.add_qkv_bias, std),
-            qk_norms=qk_norms if model.qk_layernorm else (),
+            qkv=Linear(f"{name}.linear_qkv", rows, hidden, slicing, bias or model.add_qkv_bias, std),
+            qk_norms=tuple(Norm.of(model, f"{name}.{each}_layernorm", channels) for each in normed),
             projection=Linear(f"{name}.linear_proj", hidden, heads * channels, Fused(1), bias, output_std),
             heads=heads,
             groups=groups,
@@ -155,18 +153,14 @@ class Attention:
 
     def shared_mask_bytes(self, shape: RankShape) -> int:
         """Return the bytes of the additive mask [s, s] that a stage makes once: with a sliding window, and where
-        attention is written out.
-
-        Documents have a mask for each microbatch instead.
+        attention is written out. Documents have a mask for each microbatch instead.
         """
         is_windowed = self.window_size is not None and self.window_size < shape.seq
         is_needed = (is_windowed or self.is_explicit) and shape.attention_impl == "sdpa"
         return shape.seq * shape.seq * shape.element if is_needed and not shape.documents.attention_mask else 0
 
     def document_mask_bytes(self, shape: RankShape, is_replayed: bool) -> int:
-        """Return the bytes of a microbatch's mask [b, 1, s, s]; attention written out needs it in forwards alone, so
-        that only a replay keeps it.
-        """
+        """Return the bytes of a microbatch's mask [b, 1, s, s]; written out, only a replay keeps it."""
         if not shape.documents.attention_mask or (self.is_explicit and not is_replayed):
             return 0
         return shape.batch * shape.seq * shape.seq * shape.element

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 from megapipe.config.config import ResolvedModelConfig
 from megapipe.layers.linear import collectives, column_gradient_bytes, weight_gradient_bytes
@@ -16,51 +17,36 @@ LOSS_BLOCK_BYTES = 1 << 23  # half types: logits are raised to fp32 in blocks of
 
 @dataclass(frozen=True)
 class Head:
-    """The final norm, the output layer and the loss.
+    """The final norm, the output layer and the loss. Tied, the output layer uses the word embedding's table."""
 
-    is_tied: the output layer uses the word embedding's table.
-    """
+    model: ResolvedModelConfig
 
-    norm: Norm
-    vocab: int  # padded
-    true_vocab: int
-    is_tied: bool
-    has_soft_cap: bool
-    std: float
-
-    @classmethod
-    def of(cls, model: ResolvedModelConfig) -> Head:
-        """Return the head of a resolved model."""
-        return cls(
-            norm=Norm.of(model, "decoder.final_layernorm"),
-            vocab=model.padded_vocab_size,
-            true_vocab=model.vocab_size,
-            is_tied=not model.untie_embeddings_and_output_weights,
-            has_soft_cap=model.final_logit_softcapping is not None,
-            std=model.init_method_std,
-        )
+    @cached_property
+    def norm(self) -> Norm:
+        return Norm.of(self.model, "decoder.final_layernorm")
 
     def parameters(self, sequence_parallel: bool) -> Iterator[ParamSpec]:
         """Yield the final norm and, untied, the output layer's weight."""
+        model = self.model
         yield from self.norm.parameters("", "head", sequence_parallel)
-        if not self.is_tied:
+        if model.untie_embeddings_and_output_weights:
             yield ParamSpec(
                 "output_layer.weight",
-                (self.vocab, self.norm.size),
+                (model.padded_vocab_size, model.hidden_size),
                 owner="head",
                 slicing=Fused(0),
-                init=Init("normal", self.std),
+                init=Init("normal", model.init_method_std),
                 decoupled_lr=True,
-                true_rows=self.true_vocab,
+                true_rows=model.vocab_size,
             )
 
     def gemm(self, tp: int) -> Gemm:
         """Return the output layer on one of tp ranks; never in 8 bits."""
-        return Gemm(self.norm.size, self.vocab // tp, is_column=True)
+        return Gemm(self.model.hidden_size, self.model.padded_vocab_size // tp, is_column=True)
 
     def logits(self, shape: RankShape) -> int:
         """Return the elements of the logits on one rank."""
-        return shape.tokens * (self.vocab // shape.tp)
+        return shape.tokens * (self.model.padded_vocab_size // shape.tp)
 
     def loss_block_bytes(self, shape: RankShape) -> int:
         """Return the bytes of logits of half types that are raised to fp32 at once, in the forward and backward."""
@@ -74,15 +60,15 @@ class Head:
         In chunks (--cross-entropy-chunk-size) the backward recomputes the logits.
         """
         gemm, element, wide, logits = self.gemm(shape.tp), shape.element, shape.wide, self.logits(shape)
-        own, hidden = shape.own_tokens * self.norm.size, shape.hidden_bytes(self.norm.size)
+        hidden, soft_cap = shape.hidden_bytes(gemm.inputs), self.model.final_logit_softcapping
         final_norm = (
-            *(Kept("final norm", own, element),) * 2,  # its input and its output
+            *(Kept("final norm", shape.own_tokens * gemm.inputs, element),) * 2,  # its input and its output
             *self.norm.statistics(shape.own_tokens, shape, "final norm"),
         )
         loss = [Kept("loss", shape.tokens, wide)] * (1 if shape.chunks_loss else 2)
         if shape.documents.loss_mask and wide > 4:  # in fp32 as it comes, else a copy
             loss.append(Kept("loss", shape.tokens, wide))
-        kept_logits = Kept("logits", logits, 2 * wide if self.has_soft_cap else element)
+        kept_logits = Kept("logits", logits, element if soft_cap is None else 2 * wide)
         keeps_logits = () if shape.chunks_loss else (kept_logits,)
         frees = total_bytes((*final_norm, *keeps_logits, *loss))
         if shape.splits_backward:  # the gradient of the logits waits, in their place, and the input of the output layer
@@ -98,7 +84,7 @@ class Head:
                 deferred_bytes=hidden + logits_gradient,
                 backward=Backward(column_gradient_bytes(gemm, shape), frees),
             ),
-            Operation("soft_cap", backward=Backward(2 * logits * wide) if self.has_soft_cap else None),
+            Operation("soft_cap", backward=None if soft_cap is None else Backward(2 * logits * wide)),
             Operation("cross_entropy", tuple(loss), backward=Backward(self.loss_block_bytes(shape))),
         )
         return Table(operations, left_bytes=hidden, weight_gradient_bytes=weight_gradient_bytes(gemm, shape))

@@ -109,19 +109,14 @@ def fp8_gradient_bytes(gemm: Gemm, shape: RankShape) -> int:
 
 @dataclass(frozen=True)
 class Casts:
-    """Bytes that fp8 moves in addition to the GEMMs, for each element.
+    """Bytes that fp8 moves in addition to the GEMMs, for each element."""
 
-    inputs: of a linear's input, in F. gradients: of its output's gradient, in I. both: of these two, in W. weight: of
-    a weight, in each F. weight_once: of a weight, once a step. weight_gradient: of a weight gradient that leaves its
-    GEMM before it is added.
-    """
-
-    inputs: float
-    gradients: float
-    both: float
-    weight: float
-    weight_once: float
-    weight_gradient: float
+    inputs: float  # of a linear's input, in F
+    gradients: float  # of its output's gradient, in I
+    both: float  # of these two, in W
+    weight: float  # in each F
+    weight_once: float  # of a weight, once a step
+    weight_gradient: float  # that leaves its GEMM before it is added
 
 
 def casts(shape: RankShape) -> Casts:
@@ -130,11 +125,9 @@ def casts(shape: RankShape) -> Casts:
     if shape.transformer_impl == "transformer_engine":
         both_layouts = element + 2.0
         return Casts(both_layouts, both_layouts, 0.0, both_layouts, 0.0, 0.0)
-    largest = element
     # a chain of kernels: read, raise to fp32, scale, clamp, round
     cast = element + 1.0 if shape.compile_pointwise else element + WIDE + 2 * WIDE + 2 * WIDE + WIDE + 1.0
-    transposed = 2.0
-    straight = largest + cast
+    straight, transposed = element + cast, 2.0  # one more pass finds the largest element
     return Casts(straight, straight, straight + transposed, 0.0, straight + transposed, 3.0 * WIDE)
 
 

@@ -15,16 +15,13 @@ from megapipe.sharding.spec import Fused, ParamSpec
 
 @dataclass(frozen=True)
 class DenseMLP:
-    """The MLP branch of one transformer layer, its norm included.
-
-    gates: 2 where linear_fc1 makes gate and up, else 1.
-    """
+    """The MLP branch of one transformer layer, its norm included."""
 
     norm: Norm
     fc1: Linear
     fc2: Linear
     ffn: int
-    gates: int
+    gates: int  # 2 where linear_fc1 makes gate and up, else 1
     activation: str
     has_hidden_dropout: bool
     is_fp8: bool
@@ -85,9 +82,8 @@ class DenseMLP:
         made = 2 * wide if self.gates == 2 else 0
         if self.activation == "squared_relu":
             made = wide
-        norm_backward = Backward(
-            replayed + deferred + hidden + norm.gradient_bytes(shape), (0 if splits or redoes_norm else hidden) + hidden
-        )
+        norm_frees = hidden if splits or redoes_norm else 2 * hidden
+        norm_backward = Backward(replayed + deferred + hidden + norm.gradient_bytes(shape), norm_frees)
         fc1_backward = Backward(replayed + inner + norm.output_again_bytes(shape) + column_gradient_bytes(fc1, shape))
         activation_backward = Backward(behind + wide + inner + inner_again + replayed + made, total_bytes(inner_kept))
         fc2_backward = Backward(

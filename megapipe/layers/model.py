@@ -17,7 +17,7 @@ from megapipe.layers.embedding import Embedding
 from megapipe.layers.head import Head
 from megapipe.layers.linear import fp8_layers
 from megapipe.layers.mlp import DenseMLP
-from megapipe.layers.table import Collectives, Gemm, Kept, Operation, RankShape, Table, total_bytes
+from megapipe.layers.table import Gemm, RankShape, Table
 from megapipe.sharding.spec import Owner, ParamSpec
 
 Part = Attention | DenseMLP
@@ -47,36 +47,17 @@ class LayerSpec:
 
 
 @dataclass(frozen=True)
-class LayerTable:
-    """The tables of a layer's parts, in order, and sums over them."""
+class LayerTable(Table):
+    """All operations of a layer. parts: the tables of its parts, in order."""
 
-    parts: tuple[Table, ...]
-
-    @cached_property
-    def operations(self) -> tuple[Operation, ...]:
-        return tuple(operation for part in self.parts for operation in part.operations)
-
-    @cached_property
-    def keeps(self) -> tuple[Kept, ...]:
-        return tuple(tensor for part in self.parts for tensor in part.keeps)
-
-    @cached_property
-    def kept_bytes(self) -> int:
-        return total_bytes(self.keeps)
-
-    @cached_property
-    def deferred_bytes(self) -> int:
-        return sum(part.deferred_bytes for part in self.parts)
-
-    @cached_property
-    def collectives(self) -> Collectives:
-        return sum((operation.collectives for operation in self.operations), Collectives())
+    parts: tuple[Table, ...] = ()
 
 
 @cache
 def layer_table(layer: LayerSpec, shape: RankShape) -> LayerTable:
     """Return what one microbatch does in a layer on one rank."""
-    return LayerTable(tuple(part.table(shape) for part in layer.parts))
+    parts = tuple(part.table(shape) for part in layer.parts)
+    return LayerTable(tuple(operation for part in parts for operation in part.operations), parts=parts)
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,7 +84,7 @@ def model_spec(model: ResolvedModelConfig, precision: PrecisionConfig) -> ModelS
         for is_fp8 in (False, True)
     )
     layers = tuple(fp8 if number in in_fp8 else plain for number in range(model.num_layers))
-    return ModelSpec(Embedding.of(model), layers, Head.of(model))
+    return ModelSpec(Embedding(model), layers, Head(model))
 
 
 @cache

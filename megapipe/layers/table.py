@@ -1,7 +1,5 @@
-"""The description of a part of the model on one rank: `RankShape`, the microbatch and the options that it depends on,
-and `Table`, its operations with what each keeps for the backward, multiplies, sends and makes on the way back.
-
-Bytes and shapes are those of one microbatch on one rank.
+"""The description of a part of the model on one rank, in bytes and shapes of one microbatch: `RankShape`, the options
+that it depends on, and `Table`, its operations with what each keeps, multiplies, sends and makes on the way back.
 """
 
 from __future__ import annotations
@@ -29,13 +27,10 @@ class Documents:
 
 @dataclass(frozen=True)
 class CommChunks:
-    """Number of chunks of a linear's collectives over tp, which overlap with its GEMM; 1: not cut.
+    """Number of chunks of a linear's collectives over tp, which overlap with its GEMM; 1: not cut."""
 
-    gather: all-gathers. reduce: reduce-scatters, and all-reduces without sequence parallelism.
-    """
-
-    gather: int = 1
-    reduce: int = 1
+    gather: int = 1  # of all-gathers
+    reduce: int = 1  # of reduce-scatters, and of all-reduces without sequence parallelism
 
 
 WHOLE = CommChunks()
@@ -51,27 +46,22 @@ def comm_chunks(parallel: ParallelConfig) -> CommChunks:
 
 @dataclass(frozen=True)
 class RankShape:
-    """One microbatch of `batch` sequences of `seq` tokens on one tp rank, and the options that its costs depend on.
-
-    sequence_parallel: the rank holds 1 / tp of the tokens between the tensor-parallel regions; never with tp = 1.
-    splits_backward: the backward runs as I and W, so that linears' inputs and output gradients wait for W.
-    chunks_loss: --cross-entropy-chunk-size. is_cuda: CUDA kernels keep and make other tensors than those of CPUs.
-    """
+    """One microbatch of `batch` sequences of `seq` tokens on one tp rank, and the options that its costs depend on."""
 
     batch: int
     seq: int
     dtype: str
     tp: int = 1
-    sequence_parallel: bool = False
+    sequence_parallel: bool = False  # 1 / tp of the tokens between the tensor-parallel regions; never with tp = 1
     recompute: RecomputeConfig = field(default_factory=RecomputeConfig)
     documents: Documents = Documents()
     chunks: CommChunks = WHOLE
     attention_impl: str = "sdpa"
     transformer_impl: str = "local"
     compile_pointwise: bool = False
-    chunks_loss: bool = False
-    is_cuda: bool = True
-    splits_backward: bool = False
+    chunks_loss: bool = False  # --cross-entropy-chunk-size
+    is_cuda: bool = True  # CUDA kernels keep and make other tensors than those of CPUs
+    splits_backward: bool = False  # into I and W: linears' inputs and output gradients wait for W
 
     @classmethod
     def of(cls, config: Config, tp: int, sequence_parallel: bool, micro_batch_size: int) -> RankShape:
@@ -136,17 +126,13 @@ def ring_bytes(num_bytes: float, ranks: int) -> float:
 
 @dataclass(frozen=True)
 class Kept:
-    """A tensor that an operation keeps from the forward to the backward of its microbatch.
-
-    with_replay: an output of fused attention, which --recompute-keep-attention keeps in addition to a checkpoint.
-    in_attention_time: its reads and writes are part of the attention's time, not of the pointwise kernels'.
-    """
+    """A tensor that an operation keeps from the forward to the backward of its microbatch."""
 
     name: str
     elements: int
     element_bytes: int
-    with_replay: bool = False
-    in_attention_time: bool = False
+    with_replay: bool = False  # an output of fused attention: --recompute-keep-attention keeps it with a checkpoint
+    in_attention_time: bool = False  # its reads and writes are part of the attention's time, not of pointwise kernels'
 
     @property
     def num_bytes(self) -> int:
@@ -174,13 +160,13 @@ class Gemm:
     """The product [tokens, inputs] x [inputs, outputs] of a linear on one rank.
 
     is_column: the outputs are cut over tp, and the input is gathered under sequence parallelism; else the inputs are
-    cut, and the output is summed over tp. is_fp8: the operands have 8 bits.
+    cut, and the output is summed over tp.
     """
 
     inputs: int
     outputs: int
     is_column: bool
-    is_fp8: bool = False
+    is_fp8: bool = False  # the operands have 8 bits
 
     @property
     def num_weights(self) -> int:
@@ -189,57 +175,42 @@ class Gemm:
 
 @dataclass(frozen=True)
 class CoreAttention:
-    """The cost of softmax(q k^T) v: its floating-point operations, the bytes that its pointwise kernels move, and the
-    time of its backward as a multiple of the forward's.
-    """
+    """The cost of softmax(q k^T) v."""
 
     flops: float
-    moved_bytes: float
-    backward_forwards: float
+    moved_bytes: float  # by its pointwise kernels
+    backward_forwards: float  # the time of its backward as a multiple of the forward's
 
 
 @dataclass(frozen=True)
 class Backward:
-    """One operation's backward.
+    """One operation's backward, in bytes."""
 
-    held: bytes that exist while it runs, beyond what the forward kept and earlier parts of the backward left. frees:
-    kept bytes that are free afterwards.
-    """
-
-    held: int
-    frees: int = 0
+    held: int  # while it runs, beyond what the forward kept and earlier parts of the backward left
+    frees: int = 0  # kept bytes that are free afterwards
 
 
 @dataclass(frozen=True)
 class Operation:
-    """One step of a part's forward, and its backward.
-
-    recompute_module: the module of --recompute-modules whose recomputation runs this GEMM or attention again.
-    deferred_bytes: what waits from I to W, where the backward is split.
-    backward: None if it can never be the peak of a backward.
-    """
+    """One step of a part's forward, and its backward."""
 
     name: str
     keeps: tuple[Kept, ...] = ()
     gemm: Gemm | None = None
     attention: CoreAttention | None = None
     collectives: Collectives = Collectives()
-    recompute_module: str | None = None
-    deferred_bytes: int = 0
-    backward: Backward | None = None
+    recompute_module: str | None = None  # of --recompute-modules, whose recomputation runs this GEMM or attention
+    deferred_bytes: int = 0  # wait from I to W, where the backward is split
+    backward: Backward | None = None  # None if it can never be the peak of a backward
 
 
 @dataclass(frozen=True)
 class Table:
-    """All operations of one part, in the order of the forward.
-
-    left_bytes: what the part's backward leaves for the parts before it: the gradient of its input, and what waits for
-    W. weight_gradient_bytes: what the largest of its weight gradients takes before it is added to the main gradients.
-    """
+    """All operations of one part, in the order of the forward."""
 
     operations: tuple[Operation, ...]
-    left_bytes: int = 0
-    weight_gradient_bytes: int = 0
+    left_bytes: int = 0  # by its backward for the parts before it: the gradient of its input, and what waits for W
+    weight_gradient_bytes: int = 0  # the largest of its weight gradients, before it is added to the main gradients
 
     @cached_property
     def keeps(self) -> tuple[Kept, ...]:
@@ -249,13 +220,13 @@ class Table:
     def kept_bytes(self) -> int:
         return total_bytes(self.keeps)
 
-    @property
-    def gemms(self) -> tuple[Gemm, ...]:
-        return tuple(operation.gemm for operation in self.operations if operation.gemm is not None)
-
-    @property
+    @cached_property
     def deferred_bytes(self) -> int:
         return sum(operation.deferred_bytes for operation in self.operations)
+
+    @cached_property
+    def collectives(self) -> Collectives:
+        return sum((operation.collectives for operation in self.operations), Collectives())
 
     @property
     def backwards(self) -> tuple[Backward, ...]:

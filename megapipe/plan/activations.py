@@ -213,7 +213,7 @@ def temporary_bytes(model: ModelSpec, shape: RankShape, stage: StageLayers) -> d
     tables = [model.head.table(whole)] if stage.has_head else []
     tables += [part for layer in set(layers_of(model, stage)) for part in layer_table(layer, whole).parts]
     # W: two gathered sequences, the next one's under the GEMM of this one, and a weight gradient
-    gathered = 2 * whole.gathered_bytes(model.embedding.hidden)
+    gathered = 2 * whole.gathered_bytes(model.layers[0].hidden_size)
     return {
         Op.B: max(backward_peak(model, whole, stage)),
         Op.I: max(backward_peak(model, split(shape), stage)),

@@ -93,17 +93,16 @@ def layer_seconds(layer: LayerSpec, shape: RankShape, hardware: Hardware, tp_lin
 
 def head_seconds(model: ModelSpec, shape: RankShape, hardware: Hardware, tp_link: Link) -> OpSeconds:
     """Return the seconds of final norm, output layer and loss."""
-    clock = _Clock(shape, model.embedding.hidden, hardware, tp_link)
-    table, gemm = model.head.table(shape), model.head.gemm(shape.tp)
+    gemm = model.head.gemm(shape.tp)
+    clock = _Clock(shape, gemm.inputs, hardware, tp_link)
     product = clock.gemm(gemm)
     logits = model.head.logits(shape) * shape.wide
-    collective_count = sum(operation.collectives.weights for operation in table.operations)
     again = 1 if shape.chunks_loss else 0  # logits in chunks are computed once more in a backward
     rate = hardware.pointwise_bytes_per_second
     return OpSeconds(
         {"gemm": product, "pointwise": 3 * logits / rate, "tp": clock.gather(gemm)},
         {"gemm": (1 + again) * product, "pointwise": (2 + again) * logits / rate, "tp": clock.reduction(gemm)},
-        {"gemm": product, "tp": collective_count * clock.collective()},
+        {"gemm": product, "tp": model.head.table(shape).collectives.weights * clock.collective()},
         clock.hidden(gemm),
     )
 

@@ -37,9 +37,7 @@ def gather_bytes(plan: RunPlan, stage: int) -> float:
 def stage_collectives(plan: RunPlan, stage: int) -> int:
     """Return the number of collectives over tp of a stage for one microbatch, recomputed ones included."""
     model, shape, layers = plan.model, plan.shape, plan.partition.stages[stage]
-    total = sum(
-        operation.collectives.total for table in end_tables(model, shape, layers) for operation in table.operations
-    )
+    total = sum(table.collectives.total for table in end_tables(model, shape, layers))
     for layer, count in Counter(layers_of(model, layers)).items():
         table = layer_table(layer, shape)
         # a backward with recomputation does those of forwards again: all, or those of the recomputed modules
