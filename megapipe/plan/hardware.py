@@ -1,12 +1,11 @@
 """The table of accelerators and their links that predictions of time and memory use; a file can replace it.
 
-Rates are dense matrix rates without sparsity, memory and link rates those of the makers' data sheets: NVIDIA A100
-(2021), H100 SXM and H200 (2023), B200 (2024), AMD MI300X (2023). NVIDIA gives fp8 with sparsity, twice the dense
-rate; A100 has no fp8. Links are counted in one direction for one device. How much of a peak GEMMs reach is not in
-data sheets: tools/fit_efficiency.py fits it to published steps in 16 bits, of A100 and of H100, and later devices are
-taken to be like H100. In fp8 a GEMM is taken to reach the share of its peak that it reaches in 16 bits at the same
-size: units twice as fast are fed by operands of half the bytes. The shares of attention, of the memory's rate and of
-links are estimates. docs/planner.md compares what comes of them; a file may say otherwise.
+Rates are those of the makers' data sheets, of matrices dense: NVIDIA A100 (2021), H100 SXM and H200 (2023), B200
+(2024), AMD MI300X (2023). NVIDIA gives fp8 with sparsity, twice the dense rate; A100 has no fp8. Links are counted in
+one direction for one device. How much of a peak GEMMs reach is not in data sheets: tools/fit_efficiency.py fits it to
+published steps in 16 bits, of A100 and of H100, and later devices are taken to be like H100; in fp8 GEMMs are taken to
+reach the same share as in 16 bits: units twice as fast are fed by operands of half the bytes. The shares of attention,
+of the memory's rate and of links are estimates. docs/planner.md compares what comes of them.
 """
 
 from __future__ import annotations
@@ -29,11 +28,7 @@ FP32_NAMES = ("fp32", "fp64")
 
 
 def saturating(highest: float, half_at: float) -> tuple[tuple[int, float], ...]:
-    """Return the shares of the peak that GEMMs reach, as (smallest of the three sizes, share): highest n / (n +
-    half_at).
-
-    Between rows the share is linear in the logarithm of the size.
-    """
+    """Return the shares of the peak that GEMMs reach: (smallest of the three sizes n, highest n / (n + half_at))."""
     sizes = (64, 128, 256, 512, 1024, 2048, 4096, 8192)
     return tuple((size, round(highest * size / (size + half_at), 3)) for size in sizes)
 
@@ -50,37 +45,30 @@ HOST_SHARE = 0.8  # of that rate, what copies between pinned memory and a device
 
 @dataclass(frozen=True)
 class Link:
-    """A link of one device, in one direction. latency_seconds: of one message."""
+    """A link of one device, in one direction."""
 
     bytes_per_second: float
-    latency_seconds: float
+    latency_seconds: float  # of one message
 
 
 @dataclass(frozen=True)
 class Hardware:
-    """One kind of accelerator and how its nodes are built.
-
-    driver_name: part of the name that the driver gives it. flops: peak by configuration dtype, and of "fp8" operands;
-    what is absent has no matrix units. memory_share: of memory_bytes, what a plan may fill: the rest is for the CUDA
-    context, kernel workspace and the allocator's slack. node, network: links between devices of one node, and between
-    nodes. gemm_shares, attention_share, pointwise_share: see above. price_per_hour: of one accelerator, in any
-    currency. host_bytes_per_second: copies between a device and the host's memory, in one direction.
-    """
+    """One kind of accelerator and how its nodes are built."""
 
     name: str
-    driver_name: str
-    flops: Mapping[str, float]
+    driver_name: str  # part of the name that the driver gives it
+    flops: Mapping[str, float]  # peak by configuration dtype, and of "fp8" operands; others have no matrix units
     memory_bytes: int
     memory_bytes_per_second: float
-    node: Link
-    network: Link
+    node: Link  # between devices of one node
+    network: Link  # between nodes
     ranks_per_node: int = 8
-    memory_share: float = 0.92
+    memory_share: float = 0.92  # a plan may fill; the rest is for CUDA's context, kernel workspace, allocator slack
     gemm_shares: tuple[tuple[int, float], ...] = GEMM_SHARES
     attention_share: float = ATTENTION_SHARE
     pointwise_share: float = POINTWISE_SHARE
-    price_per_hour: float | None = None
-    host_bytes_per_second: float = HOST_SHARE * PCIE_4 * GIGA
+    price_per_hour: float | None = None  # of one accelerator, in any currency
+    host_bytes_per_second: float = HOST_SHARE * PCIE_4 * GIGA  # to or from the host's memory, in one direction
 
     def peak(self, dtype: str) -> float:
         """Return the FLOP/s in a configuration dtype, or in "fp8". Raises ConfigError where the table has no rate."""
@@ -93,7 +81,9 @@ class Hardware:
         return self.flops[dtype]
 
     def gemm_share(self, smallest: int) -> float:
-        """Return the share of the peak that a GEMM with this smallest size reaches."""
+        """Return the share of the peak that a GEMM with this smallest size reaches: between rows it is linear in the
+        logarithm of the size.
+        """
         rows = self.gemm_shares
         if smallest <= rows[0][0]:
             return rows[0][1] * smallest / rows[0][0]
@@ -115,19 +105,15 @@ class Hardware:
 def _row(
     name: str,
     driver_name: str,
-    tera: tuple[float, ...],
-    memory: float,
-    terabytes: float,
-    node: float,
-    network: float,
-    host: float,
+    tera: tuple[float, ...],  # TFLOP/s in 16 bits, and in fp8 where there is any
+    memory: float,  # GiB
+    terabytes: float,  # a second, of that memory
+    node: float,  # GB/s in one direction, of the links in a node
+    network: float,  # of a device's network card
+    host: float,  # of its slot
     shares: tuple[tuple[int, float], ...] = SINCE_H100,
 ) -> Hardware:
-    """Return a row of the table from figures in the units of data sheets.
-
-    tera: TFLOP/s in 16 bits, and in fp8 where there is any. memory: GiB. terabytes: a second, of that memory. node,
-    network, host: gigabytes a second in one direction, of the links in a node, a device's network card, and its slot.
-    """
+    """Return a row of the table from figures in the units of data sheets."""
     return Hardware(
         name,
         driver_name,
@@ -153,7 +139,7 @@ HARDWARE: dict[str, Hardware] = {
     )
 }
 # cards whose driver name contains a row's, with another peak
-OTHER_PEAKS: tuple[tuple[str, float], ...] = (("H100 PCIe", 756 * TERA),)
+OTHER_PEAKS = {"H100 PCIe": 756 * TERA}
 
 
 def hardware_named(name: str) -> Hardware:
@@ -168,10 +154,10 @@ def hardware_named(name: str) -> Hardware:
 
 def hardware_of(device_name: str) -> Hardware | None:
     """Return the row of a device by the name its driver gives; None if it is not in the table."""
-    if any(part in device_name for part, _ in OTHER_PEAKS):
+    if any(part in device_name for part in OTHER_PEAKS):
         return None
-    rows = sorted(HARDWARE.values(), key=lambda row: -len(row.driver_name))
-    return next((row for row in rows if row.driver_name in device_name), None)
+    rows = (row for row in HARDWARE.values() if row.driver_name in device_name)
+    return max(rows, key=lambda row: len(row.driver_name), default=None)
 
 
 def read_hardware(path: Path) -> Hardware:
@@ -185,16 +171,15 @@ def read_hardware(path: Path) -> Hardware:
         raise ConfigError(f"--hardware {path} cannot be read: {error}") from None
     if not isinstance(found, dict):
         raise ConfigError(f"--hardware {path}: expected keys and values, such as `like: h100`")
-    base = hardware_named(str(found.pop("like"))) if "like" in found else None
-    known = {field.name for field in dataclasses.fields(Hardware)}
-    unknown = sorted(set(found) - known)
+    values: dict[str, Any] = vars(hardware_named(str(found.pop("like")))) if "like" in found else {}
+    known = {field.name: field.default for field in dataclasses.fields(Hardware)}
+    unknown = sorted(found.keys() - known.keys())
     if unknown:
         raise ConfigError(
             f"--hardware {path}: {', '.join(unknown)} is not a key; there are like, {', '.join(sorted(known))}"
         )
-    values: dict[str, Any] = {} if base is None else {name: getattr(base, name) for name in known}
-    values |= {key: _value(path, key, value) for key, value in found.items()}
-    missing = sorted({f.name for f in dataclasses.fields(Hardware) if f.default is dataclasses.MISSING} - set(values))
+    values = values | {key: _value(path, key, value) for key, value in found.items()}
+    missing = sorted(key for key in known.keys() - values.keys() if known[key] is dataclasses.MISSING)
     if missing:
         raise ConfigError(
             f"--hardware {path} lacks {', '.join(missing)}; add them, or `like: h100` for those of a row of the table"
@@ -223,8 +208,6 @@ def peak_flops(device_name: str, dtype: str) -> float | None:
     """Return the FLOP/s of a device by its driver name; None if it is not in the table (CPUs, fp32, fp64)."""
     if dtype in FP32_NAMES:
         return None  # the matrix units know only TF32, which is not used
-    for part, peak in OTHER_PEAKS:
-        if part in device_name:
-            return peak
+    other = next((peak for part, peak in OTHER_PEAKS.items() if part in device_name), None)
     hardware = hardware_of(device_name)
-    return None if hardware is None else hardware.flops.get(dtype)
+    return other if hardware is None else hardware.flops.get(dtype)

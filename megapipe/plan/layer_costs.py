@@ -30,6 +30,18 @@ from megapipe.schedule.action import Op
 from megapipe.schedule.partition import Partition, StageLayers
 from megapipe.schedule.simulate import Costs
 
+FORMAT = "megapipe layer times"
+VERSION = 1
+FLAG = "--pipeline-layer-times"
+# model options that change neither the shapes nor the work of a layer, the embedding or the head
+WITHOUT_EFFECT = (
+    "num_layers",
+    "vocab_size",
+    "make_vocab_size_divisible_by",
+    "init_method_std",
+    "untie_embeddings_and_output_weights",
+)
+
 
 def gemm_flops(layer: LayerSpec) -> float:
     """Return the forward FLOPs of a layer's linears, per token."""
@@ -37,10 +49,7 @@ def gemm_flops(layer: LayerSpec) -> float:
 
 
 def attention_flops(layer: LayerSpec, seq_length: int, causal: bool) -> float:
-    """Return the forward FLOPs of a layer's core attention, per token.
-
-    A sliding window limits the keys of a query in the causal count.
-    """
+    """Return the forward FLOPs of a layer's core attention, per token; a sliding window limits the causal count."""
     keys = mean_keys(seq_length, layer.attention.window_size) if causal else float(seq_length)
     return layer.attention.flops_per_token(keys)
 
@@ -56,10 +65,7 @@ def head_flops(model: ModelSpec) -> float:
 
 
 def step_flops(model: ResolvedModelConfig, sequences: int, causal: bool) -> float:
-    """Return the FLOPs of forward and backward of one step over `sequences` sequences.
-
-    These are the model's own operations: recomputation is not counted (for MFU).
-    """
+    """Return the FLOPs of forward and backward of one step over `sequences` sequences, without recomputation (MFU)."""
     spec = model_spec(model, PrecisionConfig())
     layers = sum(count * layer_flops(layer, model.seq_length, causal) for layer, count in Counter(spec.layers).items())
     return 3.0 * (layers + head_flops(spec)) * sequences * model.seq_length
@@ -71,10 +77,8 @@ def replayed_flops(layer: LayerSpec, recompute: RecomputeConfig, seq_length: int
 
 
 def recomputed_flops(model: ResolvedModelConfig, recompute: RecomputeConfig, sequences: int, causal: bool) -> float:
-    """Return what a step computes again, for hardware FLOPs (HFU).
-
-    With full recompute that is every layer's replay (--recompute-method block is counted with all layers), with
-    selective core attention or the first linear of the MLP.
+    """Return what a step computes again, for hardware FLOPs (HFU): with full recompute every layer's replay (with
+    --recompute-method block, too), with selective core attention or the first linear of the MLP.
     """
     total, granularity = 0.0, recompute.recompute_granularity
     for layer, count in Counter(model_spec(model, PrecisionConfig()).layers).items():
@@ -91,17 +95,13 @@ def recomputed_flops(model: ResolvedModelConfig, recompute: RecomputeConfig, seq
 
 @dataclass(frozen=True)
 class PartCost:
-    """The cost of one part in F, B, I and W.
-
-    backward is the whole backward, inputs and weights are its halves. replay is the forward that B or I repeats under
-    full recompute.
-    """
+    """The cost of one part in F, B, I and W."""
 
     forward: float = 0.0
-    backward: float = 0.0
+    backward: float = 0.0  # the whole, of which inputs and weights are the halves
     inputs: float = 0.0
     weights: float = 0.0
-    replay: float = 0.0
+    replay: float = 0.0  # the forward that B or I repeats under full recompute
 
     def __add__(self, other: PartCost) -> PartCost:
         return PartCost(
@@ -133,15 +133,12 @@ class PartCost:
 
 @dataclass(frozen=True)
 class LayerCosts:
-    """Costs of the parts of a model.
-
-    layers: one entry for each layer. recompute: the run's, which decides what layers are replayed.
-    """
+    """Costs of the parts of a model."""
 
     embedding: PartCost
-    layers: tuple[PartCost, ...]
+    layers: tuple[PartCost, ...]  # one entry for each
     head: PartCost
-    recompute: RecomputeConfig
+    recompute: RecomputeConfig  # decides which layers are replayed
 
     @cached_property
     def layers_alike(self) -> bool:
@@ -174,9 +171,7 @@ class LayerCosts:
 
 
 def flop_costs(model: ModelSpec, seq_length: int, recompute: RecomputeConfig) -> LayerCosts:
-    """Return relative costs: forward FLOPs with full attention, a backward twice as much, half of it W; the embedding
-    costs nothing.
-    """
+    """Return relative costs: FLOPs with full attention, a backward twice a forward, half of it W, no embedding."""
 
     def part(flops: float, replay: float = 0.0) -> PartCost:
         return PartCost(flops, 2.0 * flops, flops, flops, replay)
@@ -204,32 +199,15 @@ def stage_costs(layers: LayerCosts, partition: Partition, rank_speeds: tuple[flo
     return Costs(seconds, rank_speeds=rank_speeds)
 
 
-FORMAT = "megapipe layer times"
-VERSION = 1
-FLAG = "--pipeline-layer-times"
-# model options that change neither the shapes nor the work of a layer, the embedding or the head
-WITHOUT_EFFECT = (
-    "num_layers",
-    "vocab_size",
-    "make_vocab_size_divisible_by",
-    "init_method_std",
-    "untie_embeddings_and_output_weights",
-)
-
-
 @dataclass(frozen=True)
 class LayerTimes:
-    """Measured seconds on one rank for one microbatch: the file that `megapipe profile-layers` writes.
+    """Measured seconds on one rank for one microbatch: the file that `megapipe profile-layers` writes."""
 
-    setting: the options they were measured with. layers: one entry if all layers are alike, else one for each layer.
-    measured: device, versions, date and command, for people.
-    """
-
-    setting: Mapping[str, Any]
+    setting: Mapping[str, Any]  # the options they were measured with
     embedding: PartCost
-    layers: tuple[PartCost, ...]
+    layers: tuple[PartCost, ...]  # one entry if all layers are alike, else one for each
     head: PartCost
-    measured: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    measured: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # device, versions, date, command: for people
 
 
 def setting_of(config: Config) -> dict[str, Any]:
@@ -250,10 +228,7 @@ def setting_of(config: Config) -> dict[str, Any]:
 
 
 def measured_costs(path: Path, config: Config) -> LayerCosts:
-    """Return the costs of a run's layers from a file.
-
-    config: resolved. Raises ConfigError if it was measured with other options.
-    """
+    """Return the costs of a resolved run's layers from a file. Raises ConfigError if its options were others."""
     times = read_layer_times(path)
     wanted = json.loads(json.dumps(setting_of(config)))  # as JSON has it: lists for tuples
     other = [
@@ -279,13 +254,9 @@ def measured_costs(path: Path, config: Config) -> LayerCosts:
 
 def to_json(times: LayerTimes) -> str:
     """Return the text of the file."""
-    seconds = {
-        "embedding": dataclasses.asdict(times.embedding),
-        "layers": [dataclasses.asdict(layer) for layer in times.layers],
-        "head": dataclasses.asdict(times.head),
-    }
-    about = {"format": FORMAT, "version": VERSION, "measured": dict(times.measured), "setting": dict(times.setting)}
-    return json.dumps(about | {"seconds": seconds}, indent=2)
+    seconds = dataclasses.asdict(times)
+    about = {name: seconds.pop(name) for name in ("measured", "setting")}
+    return json.dumps({"format": FORMAT, "version": VERSION, **about, "seconds": seconds}, indent=2)
 
 
 def read_layer_times(path: Path) -> LayerTimes:
