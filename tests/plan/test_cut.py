@@ -127,7 +127,7 @@ def check_a_plan(fields: dict[str, object], dp: int) -> None:
     for stage, specs in enumerate(plan.stage_specs):
         for tp_rank in range(plan.topology.tp):
             audit_buffers(specs, plan.buffers(stage, tp_rank), tp_rank, plan.topology.tp)
-    schedule = plan.schedule(plan.batch.full // plan.batch.samples_per_microbatch)
+    schedule = plan.schedule(plan.batch.num_microbatches)
     validate(schedule)
     assert schedule.placement == plan.placement
 

@@ -77,7 +77,7 @@ def test_copies_that_no_layer_hides_take_time() -> None:
     bare, hidden, exposed = predict_step(one_rank(), H100), predict_step(plan, H100), predict_step(plan, slow)
     assert "host" not in bare.parts
     assert exposed.parts["host"] > hidden.parts["host"] >= 0
-    count = plan.batch.full // plan.batch.samples_per_microbatch
+    count = plan.batch.num_microbatches
     both_ways = 2 * count * sum(group.moved for group in offloaded_groups(plan, 0)) / slow.host_bytes_per_second
     assert exposed.seconds == pytest.approx(bare.seconds + exposed.parts["host"])
     assert 0.9 * both_ways < exposed.parts["host"] < both_ways
@@ -88,7 +88,7 @@ def test_the_report_names_host_memory_and_what_travels() -> None:
     text, memory = plan_text(plan), rank_memory(plan, 0)
     moved = sum(
         offloaded_groups(plan, unit.stage)[unit.group].moved
-        for unit in row_moves(plan, plan.batch.full // plan.batch.samples_per_microbatch, 0).moved
+        for unit in row_moves(plan, plan.batch.num_microbatches, 0).moved
     )
     assert f"host     {bytes_text(sum(memory.host.values()))} of the host's memory" in text
     assert (

@@ -1,8 +1,8 @@
 """The audit of every rank of a world in plain Python, and what has to be run to see every memory state of a step.
 
-Ranks of one kind do the same, so one of them is counted. A step repeats itself once the pipeline is full: an action's
-memory depends on its kind and on what is alive around it, not on the microbatch's number. A shorter step therefore has
-the same peak if every action of the longer one occurs in it with the same things alive.
+Ranks of one kind do the same, so one of them is counted. An action's memory depends on its kind and on what is alive
+around it, not on the microbatch's number: a shorter step has the same peak if every action of the longer one occurs in
+it with the same things alive.
 """
 
 from __future__ import annotations
@@ -63,35 +63,25 @@ def kinds_of_ranks(plan: RunPlan) -> tuple[Kind, ...]:
 
     dp and cp make no difference to a step.
     """
-    topology = plan.topology
+    topology, schedule = plan.topology, plan.schedule(plan.batch.num_microbatches)
     behaviour: dict[tuple[int, int], Hashable] = {}  # by pp_rank and tp_rank: what such a rank does and holds
     for pp_rank in range(topology.pp):
-        row, held = _row(plan, pp_rank), plan.placement.stages_of(pp_rank)
+        held = plan.placement.stages_of(pp_rank)
+        actions = tuple((held.index(stage), op, microbatch) for stage, op, microbatch in schedule.rows[pp_rank])
+        stages = (plan.partition.stages[stage] for stage in held)
+        layers = tuple((part.num_layers, part.has_embedding, part.has_head) for part in stages)
+        specs = [plan.stage_specs[stage] for stage in held]
+        row = actions, layers, plan.num_weight_versions(pp_rank)
         for tp_rank in range(topology.tp):
-            shapes = (
-                tuple(sorted(spec.local_shape(tp_rank, topology.tp) for spec in plan.stage_specs[stage]))
-                for stage in held
-            )
-            behaviour[pp_rank, tp_rank] = row, tuple(shapes)
+            shapes = tuple(tuple(sorted(spec.local_shape(tp_rank, topology.tp) for spec in each)) for each in specs)
+            behaviour[pp_rank, tp_rank] = row, shapes
     found: dict[Hashable, list[int]] = {}
     for rank, place in all_coordinates(topology):
         found.setdefault(behaviour[place.pp_rank, place.tp_rank], []).append(rank)
-    kinds = []
-    for ranks in found.values():
-        pp_ranks = sorted({topology.coordinates(rank).pp_rank for rank in ranks})
-        kinds.append(Kind(tuple(ranks), tuple(pp_ranks)))
-    return tuple(sorted(kinds, key=lambda kind: kind.ranks))
-
-
-def _row(plan: RunPlan, pp_rank: int) -> Hashable:
-    """Return a rank's actions with its stages numbered from 0, and its layers: equal for ranks that do the same."""
-    held = plan.placement.stages_of(pp_rank)
-    own = {stage: index for index, stage in enumerate(held)}
-    count = plan.batch.full // plan.batch.samples_per_microbatch
-    actions = tuple((own[stage], op, microbatch) for stage, op, microbatch in plan.schedule(count).rows[pp_rank])
-    stages = (plan.partition.stages[stage] for stage in held)
-    layers = tuple((part.num_layers, part.has_embedding, part.has_head) for part in stages)
-    return actions, layers, plan.num_weight_versions(pp_rank)
+    return tuple(
+        Kind(tuple(ranks), tuple(sorted({topology.coordinates(rank).pp_rank for rank in ranks})))
+        for ranks in found.values()
+    )
 
 
 Situation = tuple[int, Op, tuple[tuple[str, int, int], ...]]
@@ -118,7 +108,7 @@ def microbatches_to_run(plan: RunPlan, pp_rank: int) -> int:
     Asynchronous schedules change their weights within the step, and with offloading the actions around decide what is
     on the device: both are always run in full.
     """
-    full = plan.batch.full // plan.batch.samples_per_microbatch
+    full = plan.batch.num_microbatches
     if not plan.is_synchronous or plan.config.offload.cpu_offloading_num_layers:
         return full
     pp, where = plan.topology.pp, (plan.placement, pp_rank, plan.send_depth)

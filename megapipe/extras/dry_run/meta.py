@@ -9,6 +9,7 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -116,7 +117,7 @@ class MetaMode(TorchFunctionMode):
             Tensor.__bool__: lambda tensor: True,
             Tensor.__float__: lambda tensor: 1.0,
             Tensor.__int__: lambda tensor: 1,
-            F.scaled_dot_product_attention: cuda_attention if device == "cuda" else cpu_attention,
+            F.scaled_dot_product_attention: partial(_attention, device),
         }
         if device == "cuda":
             self._answers |= {
@@ -133,7 +134,8 @@ def _ones(shape: tuple[int, ...]) -> Any:
     return [_ones(shape[1:]) for _ in range(shape[0])] if shape else 1.0
 
 
-def cpu_attention(
+def _attention(
+    device: str,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -143,22 +145,14 @@ def cpu_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Run torch's flash kernel for CPUs, which keeps q, k, v, its output and the log-sum-exp."""
-    flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    return flash(q, k, v, dropout_p, is_causal, attn_mask=attn_mask, scale=scale)[0]  # type: ignore[no-any-return]
+    """Run the kernel that torch chooses for scaled_dot_product_attention on a device.
 
-
-def cuda_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Tensor:
-    """Run CUDA's flash kernel for half types without a mask, the math one for fp64, else the memory-efficient one."""
+    'cpu': the flash kernel for CPUs, which keeps q, k, v, its output and the log-sum-exp. 'cuda': the flash kernel for
+    half types without a mask, the math one for fp64, else the memory-efficient one.
+    """
+    if device == "cpu":
+        flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        return flash(q, k, v, dropout_p, is_causal, attn_mask=attn_mask, scale=scale)[0]  # type: ignore[no-any-return]
     if attn_mask is None and q.dtype in HALF_TYPES:
         flash = torch.ops.aten._scaled_dot_product_flash_attention
         return flash(q, k, v, dropout_p, is_causal, scale=scale)[0]  # type: ignore[no-any-return]

@@ -60,7 +60,7 @@ def count_rank(
     Unless in_full, only as many microbatches of a long step are run as show all its situations (`grid`); messages are
     extrapolated to the whole step.
     """
-    full = plan.batch.full // plan.batch.samples_per_microbatch
+    full = plan.batch.num_microbatches
     pp_rank = plan.topology.coordinates(global_rank).pp_rank
     count = full if in_full else microbatches_to_run(plan, pp_rank)
     traffic, live = Traffic(), LiveBytes()
@@ -103,7 +103,7 @@ def count_step(
     for item, tensors in runtime.optimizer.held().items():
         live.name(tensors, item)
     live.label = "step"
-    count = num_microbatches or plan.batch.full // plan.batch.samples_per_microbatch
+    count = num_microbatches or plan.batch.num_microbatches
     dp_rank = runtime.coordinates.dp_rank
     keys = Keys(plan.config.training.seed, 0, dp_rank, plan.topology.dp)
     microbatches = Microbatches(count, lambda k: read(dp_rank, k), keys, device)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import groupby
 
 from megapipe.assembly.datasets import build_data
 from megapipe.comm.bootstrap import choose_backend
@@ -94,8 +95,7 @@ def _planned(plan: RunPlan, count: RankCount) -> RankMemory:
 
 
 def _items(plan: RunPlan, kind: Kind, count: RankCount) -> Iterator[str]:
-    memory = _planned(plan, count)
-    full = plan.batch.full // plan.batch.samples_per_microbatch
+    memory, full = _planned(plan, count), plan.batch.num_microbatches
     enough = f"; {count.num_run} of {full} microbatches run, enough for every memory state"
     run = "" if count.num_run == full else enough
     yield f"  memory   of rank {count.global_rank}, which represents {len(kind.ranks):,}{run}"
@@ -136,10 +136,5 @@ def _not_checked(plan: RunPlan) -> Iterator[str]:
 
 def _ranges(numbers: Sequence[int]) -> str:
     """Return ascending numbers as text, such as '0, 2 to 5'."""
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and runs[-1][-1] + 1 == number:
-            runs[-1].append(number)
-        else:
-            runs.append([number])
-    return ", ".join(range_text(run) for run in runs)
+    runs = groupby(enumerate(numbers), lambda at: at[1] - at[0])  # the difference is the same in a run
+    return ", ".join(range_text([number for _, number in run]) for _, run in runs)
