@@ -10,6 +10,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from statistics import median
 from typing import TypeVar
 
@@ -46,16 +47,13 @@ CALLS_ON_CPU = MIN_REPEATS + 2  # at least this many calls are made on a CPU: wa
 
 
 class Stopwatch:
-    """Times calls of a kernel on this rank's device: the median of repeats after warm-ups.
-
-    Times are those of the device's own clock; on a GPU events in the stream, which has not run on a real one so far.
-    """
+    """Times calls of a kernel by the clock of this rank's device; events on a GPU have not run on a real one so far."""
 
     def __init__(self, device: torch.device, clock: DeviceClock | None = None) -> None:
         self.device, self._clock = device, clock or device_clock(device)
 
     def seconds(self, call: Callable[[], object], budget_seconds: float) -> float:
-        """Return the seconds of one call. budget_seconds: for the repeats, of which there are 3 to 25."""
+        """Return the seconds of one call, the median of repeats after warm-ups. budget_seconds: for the repeats."""
         for _ in range(WARM_UPS[self.device.type]):
             call()
         once = max(self._repeat(call, 1), 1e-9)
@@ -103,8 +101,7 @@ class Rates:
 
 
 def measure_rates(dtype: str, stopwatch: Stopwatch, seconds: float) -> Rates:
-    """Measure this rank's device. dtype: of training. seconds: about how long it takes; slow devices measure fewer
-    sizes."""
+    """Measure this rank's device. dtype: of training. seconds: it takes, about; slow devices measure fewer sizes."""
     bench = _Bench(SIZES[stopwatch.device.type], TORCH_DTYPES[dtype], stopwatch)
     gemms = bench.linears(SHARES * seconds)
     each = PEAKS * seconds / len(TORCH_DTYPES)
@@ -123,14 +120,12 @@ def measure_rates(dtype: str, stopwatch: Stopwatch, seconds: float) -> Rates:
 
 
 def slowest(found: Sequence[Rates]) -> Rates:
-    """Return the smallest of each rate over several ranks, since a step waits for the slowest rank.
-
-    Sizes and dtypes that some rank lacks are left out.
+    """Return the smallest of each rate over several ranks, since a step waits for the slowest; sizes and dtypes that
+    some rank lacks are left out.
     """
+    flops, gemms = _least([rates.flops for rates in found]), _least([rates.gemms for rates in found])
     return Rates(
-        _least([rates.flops for rates in found]),
-        _least([rates.gemms for rates in found]),
-        *(min(getattr(rates, name) for rates in found) for name in ("attention", "memory", "pointwise")),
+        flops, gemms, *(min(getattr(rates, name) for rates in found) for name in ("attention", "memory", "pointwise"))
     )
 
 
@@ -142,7 +137,7 @@ def square_gemms(dtype: torch.dtype, stopwatch: Stopwatch, budget_seconds: float
     """Return the FLOP/s of the fastest square GEMM; None if the device has none in this dtype."""
 
     def make(size: int) -> Callable[[], object]:
-        return _call(torch.mm, *(torch.randn(size, size, device=stopwatch.device).to(dtype) for _ in range(2)))
+        return partial(torch.mm, *(torch.randn(size, size, device=stopwatch.device).to(dtype) for _ in range(2)))
 
     try:
         return _fastest(make, stopwatch, budget_seconds)
@@ -153,21 +148,17 @@ def square_gemms(dtype: torch.dtype, stopwatch: Stopwatch, budget_seconds: float
 
 
 def fp8_gemms(stopwatch: Stopwatch, budget_seconds: float) -> float:
-    """Return the FLOP/s of the fastest square GEMM of e4m3 operands with one scale a tensor, as in a linear's
-    forward."""
+    """Return the FLOP/s of the fastest square GEMM of e4m3 operands with one scale a tensor, as linears multiply."""
 
     def make(size: int) -> Callable[[], object]:
         a, b = (Fp8Tensor.of(torch.randn(size, size, device=stopwatch.device), E4M3) for _ in range(2))
-        return lambda: fp8_matmul(a, b, torch.bfloat16, fast=True)
+        return partial(fp8_matmul, a, b, torch.bfloat16, fast=True)
 
     return _fastest(make, stopwatch, budget_seconds)
 
 
 def _fastest(make: Callable[[int], Callable[[], object]], stopwatch: Stopwatch, budget_seconds: float) -> float:
-    """Return the FLOP/s of the fastest product of two square matrices, with sizes doubled while time allows.
-
-    make: returns a function that multiplies two matrices of a size.
-    """
+    """Return the FLOP/s of the fastest product that make(size) returns, with sizes doubled while time allows."""
     size, best, deadline = SIZES[stopwatch.device.type].first_gemm, 0.0, time.perf_counter() + budget_seconds
     while True:
         seconds = stopwatch.seconds(make(size), budget_seconds / 8)
@@ -175,10 +166,6 @@ def _fastest(make: Callable[[int], Callable[[], object]], stopwatch: Stopwatch, 
         size *= 2
         if size > GEMM_SIZES[-1] or time.perf_counter() + 8 * seconds * CALLS_ON_CPU > deadline:
             return best
-
-
-def _call(function: Callable[..., object], *arguments: object) -> Callable[[], object]:
-    return lambda: function(*arguments)
 
 
 class _Bench:
@@ -198,7 +185,7 @@ class _Bench:
             # forward, input gradient and weight gradient, in the memory layouts of a linear
             tokens, wide = max(size, self._sizes.tokens), WIDENING * size
             x, weight, grad = self._random(tokens, size), self._random(wide, size), self._random(tokens, wide)
-            calls = (_call(F.linear, x, weight), _call(torch.mm, grad, weight), _call(torch.mm, grad.t(), x))
+            calls = (partial(F.linear, x, weight), partial(torch.mm, grad, weight), partial(torch.mm, grad.t(), x))
             each = budget_seconds / len(GEMM_SIZES) / len(calls)
             found[size] = flops / sum(self._stopwatch.seconds(call, each) for call in calls)
         return found
@@ -236,11 +223,10 @@ class _Bench:
         def activation() -> None:
             torch.autograd.grad(F.gelu(x, approximate="tanh"), x, grad)
 
+        each = budget_seconds / 3
         with torch.no_grad():
-            seconds = self._stopwatch.seconds(_call(torch.add, x, grad), budget_seconds / 3)
-        seconds += self._stopwatch.seconds(norm, budget_seconds / 3) + self._stopwatch.seconds(
-            activation, budget_seconds / 3
-        )
+            seconds = self._stopwatch.seconds(partial(torch.add, x, grad), each)
+        seconds += self._stopwatch.seconds(norm, each) + self._stopwatch.seconds(activation, each)
         passes = 3 + 2 * (2 + 3)  # addition; forward: in, out; backward: input, gradient, gradient of the input
         return passes * x.numel() * x.element_size() / seconds
 
