@@ -6,14 +6,16 @@ import argparse
 import importlib.util
 from pathlib import Path
 
+from megapipe.checkpoint.folder import steps_in
+from megapipe.checkpoint.manifest import MANIFEST_NAME
 from megapipe.config.yaml_file import to_yaml
 from megapipe.errors import CheckpointError, ConfigError
 from megapipe.extras.cli.frame import Command, option
-from megapipe.extras.convert import formats, hugging_face
-from megapipe.extras.convert.formats import ConversionOptions
-from megapipe.extras.convert.snapshot import DTYPES, Snapshot
+from megapipe.extras.convert import dcp_run, hugging_face, megatron_dist, megatron_legacy
+from megapipe.extras.convert.megatron import iteration_folder
+from megapipe.extras.convert.snapshot import DTYPES, Snapshot, read_checkpoint, write_checkpoint
 
-HUGGING_FACE, OWN, MEGATRON, DCP = "hugging-face", "megapipe", "megatron", "dcp"
+HUGGING_FACE, OWN, MEGATRON, DCP = FORMATS = ("hugging-face", "megapipe", "megatron", "dcp")
 # flags that mean something for some formats alone: argument -> (its side, formats)
 CONCERNS = {
     "ignore_key": ("from", HUGGING_FACE),
@@ -32,11 +34,11 @@ CONCERNS = {
 OPTIONS = (
     option("source", type=Path, help="folder to read"),
     option("target", type=Path, nargs="?", help="folder to write: a new one, for megapipe a directory to --load"),
-    option("--from", dest="source_format", choices=formats.NAMES, help="format of the source (default: detected)"),
+    option("--from", dest="source_format", choices=FORMATS, help="format of the source (default: detected)"),
     option(
         "--to",
         dest="target_format",
-        choices=formats.NAMES,
+        choices=FORMATS,
         help="format to write (default: megapipe, or hugging-face if the source is megapipe)",
     ),
     option("--step", type=int, help="step of the source (default: the newest)"),
@@ -88,7 +90,7 @@ def _convert(own: argparse.Namespace) -> None:
       megapipe convert megatron_run checkpoints/run                a Megatron run: weights, moments, step, schedules
       megapipe convert checkpoints/run out --to dcp                for torch.distributed.checkpoint; --from dcp: back
     """
-    source_format = own.source_format or formats.guess(own.source)
+    source_format = own.source_format or guess(own.source)
     target_format = own.target_format or (HUGGING_FACE if source_format == OWN else OWN)
     if target_format == source_format:
         raise ConfigError(f"{own.source} is already {source_format}; give the format to write with --to")
@@ -98,19 +100,7 @@ def _convert(own: argparse.Namespace) -> None:
         if getattr(own, name) != defaults.get_default(name) and is_side not in meant:
             rule = f"applies only to a conversion {side} {' or '.join(meant)}, this one is {side} {is_side}"
             raise ConfigError(f"--{name.replace('_', '-')} {rule}")
-    options = ConversionOptions(
-        own.step,
-        frozenset(own.ignore_key),
-        own.vocab_size,
-        own.weights_only,
-        own.architecture,
-        int(own.max_shard_size * 1e9),
-        own.tensor_model_parallel_size,
-        own.pipeline_model_parallel_size,
-        own.transformer_impl == "transformer_engine",
-        own.config,
-    )
-    snapshot = formats.read(source_format, own.source, options)
+    snapshot = read(source_format, own)
     if own.like is not None:
         snapshot = hugging_face.with_settings_of(snapshot, own.like)
     if own.seq_length is not None:
@@ -125,12 +115,56 @@ def _convert(own: argparse.Namespace) -> None:
     is_checked = _is_checked(own.check, source_format, target_format)
     for remark in snapshot.remarks:
         print(remark)
-    written = formats.write(target_format, snapshot, own.target, options)
+    written = write(target_format, snapshot, own)
     print(f"{own.source} ({source_format}) -> {written}")
     if is_checked:
         if target_format == OWN:  # read back from disk
-            snapshot = formats.read(OWN, own.target, ConversionOptions(step=snapshot.step))
+            snapshot = read_checkpoint(own.target, snapshot.step)
         _compare(snapshot, own.source if source_format == HUGGING_FACE else own.target)
+
+
+def guess(folder: Path) -> str:
+    """Return the format of a folder. Raises CheckpointError if it is unknown."""
+    if not folder.is_dir():
+        way_out = "give a checkpoint of megapipe, Megatron or torch, or a Hugging Face model"
+        raise CheckpointError(f"{folder} is not a folder; {way_out}")
+    if (folder / MANIFEST_NAME).exists() or steps_in(folder):
+        return OWN
+    if dcp_run.find(folder) is not None:
+        return DCP
+    if megatron_legacy.is_legacy(folder) or megatron_dist.is_distributed(folder):
+        return MEGATRON
+    if (folder / hugging_face.CONFIG).exists():
+        return HUGGING_FACE
+    raise CheckpointError(f"{folder} looks like none of {', '.join(FORMATS)}; give its format with --from")
+
+
+def read(source_format: str, own: argparse.Namespace) -> Snapshot:
+    """Read the source. Raises ConfigError, CheckpointError."""
+    if source_format == OWN:
+        return read_checkpoint(own.source, own.step)
+    if source_format == HUGGING_FACE:
+        return hugging_face.read(own.source, frozenset(own.ignore_key))
+    if source_format == DCP:
+        return dcp_run.read(own.source, own.step, own.config, own.weights_only)
+    is_distributed = megatron_dist.is_distributed(iteration_folder(own.source, own.step))
+    module = megatron_dist if is_distributed else megatron_legacy
+    return module.read(own.source, own.step, own.vocab_size, own.weights_only)
+
+
+def write(target_format: str, snapshot: Snapshot, own: argparse.Namespace) -> str:
+    """Write the target. Returns what was written, for the user. Raises ConfigError, CheckpointError."""
+    target: Path = own.target
+    if target_format == OWN:
+        report = write_checkpoint(snapshot, target)
+        return f"{report.path} ({report.num_bytes:,} bytes): --load {target}"
+    if target_format == HUGGING_FACE:
+        return f"{target} ({hugging_face.write(snapshot, target, own.architecture, int(own.max_shard_size * 1e9))})"
+    if target_format == DCP:
+        return f"{dcp_run.write(snapshot, target)}: torch.distributed.checkpoint.load(state_dict, checkpoint_id=...)"
+    tp, pp = own.tensor_model_parallel_size, own.pipeline_model_parallel_size
+    folder = megatron_legacy.write(snapshot, target, tp, pp, own.transformer_impl == "transformer_engine")
+    return f"{folder}: in Megatron --load {target} --finetune --ckpt-format torch"
 
 
 def _is_checked(asked: bool | None, source_format: str, target_format: str) -> bool:

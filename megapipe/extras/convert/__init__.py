@@ -7,7 +7,7 @@ settings. A tensor or setting that the other side cannot express is an error tha
 - `tables`: rules for settings, rows for tensors
 - `families`, `hugging_face`: architectures of Hugging Face; folders with config.json and safetensors files
 - `pickled`: pickled files and folders of torch.distributed.checkpoint, read without executing anything in them
-- `megatron`, `megatron_optimizer`: names of tensors and args; optimizer state without names
-- `megatron_legacy`, `megatron_dist`: its formats `torch`, also written, and `torch_dist`
-- `dcp_run`: runs saved by torch.distributed.checkpoint; `formats`: all formats by name
+- `megatron`: names of tensors and args; `megatron_legacy`, `megatron_dist`: its formats `torch`, also written, and
+  `torch_dist`
+- `dcp_run`: runs saved by torch.distributed.checkpoint
 """

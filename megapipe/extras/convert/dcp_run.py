@@ -30,8 +30,8 @@ from megapipe.extras.convert.snapshot import (
     new_folder,
     one_step,
     tokenizer_files,
-    unpadded,
 )
+from megapipe.extras.convert.tables import unpadded
 from megapipe.layers.embedding import WORD_EMBEDDING
 from megapipe.layers.model import model_parameters
 

@@ -31,9 +31,8 @@ from megapipe.extras.convert.snapshot import (
     fresh_state,
     inert,
     new_folder,
-    unpadded,
 )
-from megapipe.extras.convert.tables import MappedTensor, map_tensors
+from megapipe.extras.convert.tables import MappedTensor, map_tensors, unpadded
 from megapipe.layers.embedding import WORD_EMBEDDING
 
 CONFIG, INDEX, SINGLE = "config.json", "model.safetensors.index.json", "model.safetensors"

@@ -16,8 +16,17 @@ from megapipe.config.rules.check import check
 from megapipe.config.training import OptimizerConfig, TrainingConfig
 from megapipe.data.dataset import SkippedSamples
 from megapipe.errors import CheckpointError, ConfigError
-from megapipe.extras.convert.snapshot import LazyTensor, Snapshot, fresh_state, unpadded
-from megapipe.extras.convert.tables import Rule, Settings, check_expressed, fixed, key, read_fields, write_keys
+from megapipe.extras.convert.snapshot import LazyTensor, Snapshot, fresh_state
+from megapipe.extras.convert.tables import (
+    Rule,
+    Settings,
+    check_expressed,
+    fixed,
+    key,
+    read_fields,
+    unpadded,
+    write_keys,
+)
 
 TRACKER, COMMON = "latest_checkpointed_iteration.txt", "common.pt"
 MASTER, MOMENTS = "master", ("exp_avg", "exp_avg_sq")

@@ -23,7 +23,8 @@ from megapipe.extras.convert.megatron import (
     run_snapshot,
 )
 from megapipe.extras.convert.pickled import METADATA, StoredTensor, load_pickled, read_folder
-from megapipe.extras.convert.snapshot import LazyTensor, Snapshot, check_nothing_left, one_step, unpadded
+from megapipe.extras.convert.snapshot import LazyTensor, Snapshot, check_nothing_left, one_step
+from megapipe.extras.convert.tables import unpadded
 from megapipe.layers.embedding import WORD_EMBEDDING
 from megapipe.layers.model import model_parameters
 from megapipe.sharding.boxes import Box

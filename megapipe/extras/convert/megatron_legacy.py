@@ -2,6 +2,11 @@
 
 They are read from any tp, pp and virtual pp; weights are written for a given tp and pp, one rank's in memory at a time.
 A rank's chunk numbers its `decoder.layers.N` from 0; chunk c of pp_rank r is stage c x pp + r.
+
+Optimizer state has no names. A plain optimizer numbers parameters through its groups (with weight decay, without), each
+in model order; the distributed optimizer, written by data-parallel rank 0, concatenates them in reverse model order,
+each from a multiple of 64 elements on. Masters verify that the order was understood: cast to the weights' dtype they
+must equal the weights, otherwise the file is rejected.
 """
 
 from __future__ import annotations
@@ -9,7 +14,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -18,7 +23,6 @@ from typing import IO, Any, cast
 import torch
 from torch import Tensor
 
-from megapipe.checkpoint.disk import NewFile
 from megapipe.errors import CheckpointError, ConfigError
 from megapipe.extras.convert.megatron import (
     EXTRA_STATE,
@@ -34,12 +38,13 @@ from megapipe.extras.convert.megatron import (
     run_snapshot,
     write_args,
 )
-from megapipe.extras.convert.megatron_optimizer import read_distributed, read_plain
 from megapipe.extras.convert.pickled import load_pickled
-from megapipe.extras.convert.snapshot import LazyTensor, Snapshot, check_nothing_left, new_folder, unpadded
+from megapipe.extras.convert.snapshot import LazyTensor, Snapshot, check_nothing_left, new_folder, one_step
+from megapipe.extras.convert.tables import unpadded
 from megapipe.layers.embedding import WORD_EMBEDDING
 from megapipe.layers.model import model_parameters, stage_parameters
 from megapipe.plan.resolve import resolve_model
+from megapipe.sharding.boxes import pieces
 from megapipe.sharding.spec import ParamSpec
 
 MODEL_FILE, OPTIMIZER_FILE = "model_optim_rng.pt", "distrib_optim.pt"
@@ -47,12 +52,16 @@ RANK = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?(_\d{3,})?")
 LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
 WEIGHTS = "weights"
 CHECKPOINT_VERSION = 3.0  # of Megatron's format, since q, k and v are interleaved by query group
-EXTRA_STATE_MODULES = tuple(
-    """
-    self_attention.core_attention self_attention.linear_qkv self_attention.linear_proj mlp.linear_fc1
-    mlp.linear_fc2
-    """.split()
+ALIGNMENT = 64  # elements between the starts of parameters in the distributed optimizer's buffers
+EXTRA_STATE_MODULES = (
+    "self_attention.core_attention",
+    "self_attention.linear_qkv",
+    "self_attention.linear_proj",
+    "mlp.linear_fc1",
+    "mlp.linear_fc2",
 )
+
+Weights = Mapping[str, Tensor]  # of one model chunk, by name in model order
 
 
 def is_legacy(root: Path) -> bool:
@@ -71,7 +80,7 @@ class Chunk:
     """
 
     path: Path
-    tensors: Mapping[str, Mapping[str, Tensor]]
+    tensors: Mapping[str, Weights]
 
     def tensor(self, key: str, name: str, shape: tuple[int, ...]) -> Tensor:
         """Return a tensor. Raises CheckpointError if it is missing or of another kind or shape."""
@@ -110,7 +119,7 @@ def read(root: Path, step: int | None = None, vocab_size: int | None = None, wei
         for key, theirs in keys.items():
             ranks = enumerate(stages[stage])
             parts = tuple(chunk.tensor(theirs, name, spec.local_shape(tp_rank, tp)) for tp_rank, chunk in ranks)
-            tensors[f"{key}/{spec.name}"] = LazyTensor(shape, parts[0].dtype, partial(joined, spec, parts, shape))
+            tensors[f"{key}/{spec.name}"] = LazyTensor(shape, parts[0].dtype, partial(_join, spec, parts, shape[0]))
     if not config.model.untie_embeddings_and_output_weights and HEAD in located:
         stage, name = located.pop(HEAD)
         for copy, original in zip(stages[stage], stages[0], strict=True):
@@ -125,31 +134,30 @@ def read(root: Path, step: int | None = None, vocab_size: int | None = None, wei
 
 def _load_stages(folder: Path, weights_only: bool) -> tuple[list[list[Chunk]], dict[Any, Any], OptimizerState | None]:
     """Return all chunks by stage and tp_rank, the content of rank (0, 0)'s file, and its optimizer state if any."""
-    folders: dict[tuple[int, int], Path] = {}  # by (pp_rank, tp_rank)
+    files: dict[tuple[int, int], Path] = {}  # by (pp_rank, tp_rank)
     for path in folder.iterdir():
         match = RANK.fullmatch(path.name)
         if match and (path / MODEL_FILE).exists():
             if match[3]:
                 raise CheckpointError(f"{path}: a mixture of experts (a third number in the name) cannot be expressed")
-            folders[int(match[2] or 0), int(match[1])] = path / MODEL_FILE
-    if (0, 0) not in folders:
+            files[int(match[2] or 0), int(match[1])] = path / MODEL_FILE
+    if (0, 0) not in files:
         raise CheckpointError(f"{folder} holds no mp_rank_00[_000]/{MODEL_FILE}")
-    first = load_pickled(folders[0, 0])
+    first = load_pickled(files[0, 0])
     if "args" not in first:
-        raise CheckpointError(f"{folders[0, 0]} holds no args, so the model is unknown")
-    tp, pp = 1 + max(tp for _, tp in folders), 1 + max(pp for pp, _ in folders)
-    num_chunks = len(_models(folders[0, 0], first))
+        raise CheckpointError(f"{files[0, 0]} holds no args, so the model is unknown")
+    tp, pp = 1 + max(tp for _, tp in files), 1 + max(pp for pp, _ in files)
+    num_chunks = len(_models(files[0, 0], first))
     stages: list[list[Chunk]] = [[] for _ in range(pp * num_chunks)]
     states: list[OptimizerState] = []
-    for (pp_rank, tp_rank), path in sorted(folders.items()):
+    for (pp_rank, tp_rank), path in sorted(files.items()):
         content = first if (pp_rank, tp_rank) == (0, 0) else load_pickled(path)
         models = _models(path, content)
         if not weights_only and "optimizer" in first:
-            states.append(_optimizer(path, content, models))
+            states.append(_read_optimizer(path, content, models))
         for number, weights in enumerate(models[:num_chunks]):
-            tensors: dict[str, Mapping[str, Tensor]] = {WEIGHTS: weights}
-            tensors |= states[-1].tensors[number] if states else {}
-            stages[number * pp + pp_rank].append(Chunk(path, tensors))
+            optimized = states[-1].tensors[number] if states else {}
+            stages[number * pp + pp_rank].append(Chunk(path, {WEIGHTS: weights, **optimized}))
     counts = [len(members) for members in stages]
     if any(count != tp for count in counts):
         raise CheckpointError(f"{folder} holds {counts} tensor-parallel ranks of its stages, expected {tp} of each")
@@ -166,18 +174,6 @@ def _models(path: Path, content: Mapping[str, Any]) -> list[dict[str, Tensor]]:
         way_out = "load and save it with --use-mcore-models"
         raise CheckpointError(f"{path} was written by a model older than Megatron-Core; {way_out}")
     return [{name: tensor for name, tensor in model.items() if not name.endswith(EXTRA_STATE)} for model in models]
-
-
-def _optimizer(path: Path, content: Mapping[str, Any], models: list[dict[str, Tensor]]) -> OptimizerState:
-    optimizer, flat = content.get("optimizer"), path.with_name(OPTIMIZER_FILE)
-    if not isinstance(optimizer, dict):
-        raise CheckpointError(f"{path}: a chain of several optimizers cannot be converted; {TRY_WEIGHTS_ONLY}")
-    if flat.exists():
-        return read_distributed(flat, optimizer, load_pickled(flat), models)
-    if "param_groups" not in optimizer and "state" not in optimizer.get("optimizer", {}):
-        lacks = f"without its {OPTIMIZER_FILE}; {TRY_WEIGHTS_ONLY}"
-        raise CheckpointError(f"{path.parent} holds the groups of a distributed optimizer {lacks}")
-    return read_plain(path, optimizer, models)
 
 
 def _locate(folder: Path, stages: list[list[Chunk]], num_layers: int) -> dict[str, tuple[int, str]]:
@@ -197,18 +193,141 @@ def _locate(folder: Path, stages: list[list[Chunk]], num_layers: int) -> dict[st
     return located
 
 
-def joined(spec: ParamSpec, parts: tuple[Tensor, ...], shape: tuple[int, ...]) -> Tensor:
-    """Return a whole tensor from the slices of all tp ranks, without vocabulary padding (rows beyond `shape`)."""
+def _join(spec: ParamSpec, parts: Sequence[Tensor], num_rows: int) -> Tensor:
+    """Return the first `num_rows` rows of a tensor, without vocabulary padding, from the slices of all tp ranks."""
     whole = torch.empty(spec.shape, dtype=parts[0].dtype)
-    dim = spec.slicing.dim or 0
     for tp_rank, part in enumerate(parts):
-        position = 0
-        for interval in spec.intervals(tp_rank, len(parts)):
-            width = interval.stop - interval.start
-            if interval.replicas[0] == tp_rank:
-                whole.narrow(dim, interval.start, width).copy_(part.narrow(dim, position, width))
-            position += width
-    return whole[: shape[0]].clone() if shape != spec.shape else whole
+        for piece in pieces(spec, tp_rank, len(parts)):
+            if piece.owned:
+                whole[piece.box.slices] = part.flatten()[piece.start : piece.stop].view(piece.box.shape)
+    return whole if num_rows == spec.shape[0] else whole[:num_rows].clone()
+
+
+# -------------------------------------------------------------------------------------------- optimizer state
+
+
+def _read_optimizer(path: Path, content: Mapping[str, Any], models: Sequence[Weights]) -> OptimizerState:
+    optimizer, flat = content.get("optimizer"), path.with_name(OPTIMIZER_FILE)
+    if not isinstance(optimizer, dict):
+        raise CheckpointError(f"{path}: a chain of several optimizers cannot be converted; {TRY_WEIGHTS_ONLY}")
+    if flat.exists():
+        return read_distributed(flat, optimizer, load_pickled(flat), models)
+    if "param_groups" not in optimizer and "state" not in optimizer.get("optimizer", {}):
+        lacks = f"without its {OPTIMIZER_FILE}; {TRY_WEIGHTS_ONLY}"
+        raise CheckpointError(f"{path.parent} holds the groups of a distributed optimizer {lacks}")
+    return read_plain(path, optimizer, models)
+
+
+def read_plain(path: Path, optimizer: Mapping[str, Any], chunks: Sequence[Weights]) -> OptimizerState:
+    """Read the state of FP32Optimizer or Float16OptimizerWithFloat16Params. Raises CheckpointError."""
+    inner = optimizer.get("optimizer", optimizer)
+    masters = optimizer.get("fp32_from_fp16_params")
+    found: list[dict[str, dict[str, Tensor]]] = [{} for _ in chunks]
+    steps = set()
+    groups = inner["param_groups"]
+    for number, (group, members) in enumerate(zip(groups, _members(path, groups, chunks), strict=True)):
+        if masters is not None and len(masters[number]) != len(members):
+            counts = f"{len(masters[number])} masters for {len(members)} parameters"
+            raise CheckpointError(f"{path}: group {number} of the optimizer has {counts}")
+        for place, (index, (chunk, name)) in enumerate(zip(group["params"], members, strict=True)):
+            state, weight = inner["state"].get(index), chunks[chunk][name]
+            if state is None or any(key not in state for key in MOMENTS):
+                wanted = " and ".join(MOMENTS)
+                raise CheckpointError(f"{path}: the optimizer has no {wanted} of {name}; only Adam's can be converted")
+            tensors = {key: state[key].detach() for key in MOMENTS}
+            if masters is not None:
+                tensors[MASTER] = masters[number][place].detach()
+            for key, tensor in tensors.items():
+                if tensor.shape != weight.shape:
+                    shapes = f"has shape {list(tensor.shape)}, the weight {list(weight.shape)}"
+                    raise CheckpointError(f"{path}: the optimizer's {key} of {name} {shapes}")
+                found[chunk].setdefault(key, {})[name] = tensor
+            if masters is not None and not torch.equal(tensors[MASTER].to(weight.dtype), weight):
+                differs = f"master of {name} differs from the weight: the parameters are in an unknown order"
+                raise CheckpointError(f"{path}: the optimizer's {differs}")
+            steps.add(int(state.get("step", group.get("step", 0))))
+    return OptimizerState(found, one_step(path, steps), optimizer.get("grad_scaler"))
+
+
+def _members(
+    path: Path, groups: Sequence[Mapping[str, Any]], chunks: Sequence[Weights]
+) -> Iterator[list[tuple[int, str]]]:
+    """Yield the (chunk, name) of each group's parameters in order.
+
+    A group has one weight decay (only matrices decay) and one learning rate (embedding and head may have their own).
+    """
+    left = [(chunk, name) for chunk, weights in enumerate(chunks) for name in weights]
+    has_decoupled = any(group.get("is_decoupled_lr", False) for group in groups)
+
+    def kind(chunk: int, name: str) -> tuple[bool, bool]:
+        decays = chunks[chunk][name].dim() > 1 and not name.endswith("bias")
+        return decays, has_decoupled and name in (WORD_EMBEDDING, HEAD)
+
+    for number, group in enumerate(groups):
+        wanted = bool(group.get("wd_mult", 1.0)), bool(group.get("is_decoupled_lr", False))
+        members = [(chunk, name) for chunk, name in left if kind(chunk, name) == wanted]
+        if len(members) != len(group["params"]):
+            raise CheckpointError(
+                f"{path}: group {number} of the optimizer (wd_mult {group.get('wd_mult')}) has {len(group['params'])} "
+                f"parameters, but {len(members)} of the model belong there: the groups do not follow the rule that "
+                f"only matrices decay; {TRY_WEIGHTS_ONLY}"
+            )
+        left = [place for place in left if place not in members]
+        yield members
+
+
+def read_distributed(
+    path: Path, optimizer: Mapping[str, Any], state: Mapping[Any, Any], chunks: Sequence[Weights]
+) -> OptimizerState:
+    """Read the distributed optimizer's parameter state, one flat buffer per chunk. Raises CheckpointError."""
+    if not state.get("buckets_coalesced"):
+        raise CheckpointError(
+            f"{path} stores the distributed optimizer's state by buckets, as cut for its data-parallel size: it is "
+            f"tied to that grid. Load and save it once with a Megatron from 2024 or later, or {TRY_WEIGHTS_ONLY}"
+        )
+    found = []
+    for number, weights in enumerate(chunks):
+        buffers = list(state.get(number, {}).values())
+        if len(buffers) != 1:
+            rule = "only one dtype can be converted"
+            raise CheckpointError(f"{path}: chunk {number} has {len(buffers)} gradient buffers; {rule}")
+        found.append(_unflatten(path, buffers[0], weights))
+    steps = {int(group["step"]) for group in optimizer["optimizer"]["param_groups"] if group.get("step") is not None}
+    return OptimizerState(found, one_step(path, steps), optimizer.get("grad_scaler"))
+
+
+def _unflatten(path: Path, buffer: Mapping[str, Any], weights: Weights) -> dict[str, dict[str, Tensor]]:
+    """Cut a flat buffer into parameters by key and name, by the bucket layout whose masters equal the weights."""
+    total = int(buffer["param"].numel())
+    names = list(weights)[::-1]
+    # parameters in separate buckets: none, the tied embedding, or all (buckets without a gap after them)
+    for separate in ((), (WORD_EMBEDDING, HEAD), tuple(names)):
+        starts: dict[str, int] = {}
+        # parameters are aligned relative to the start of their bucket; padding at its end is not in the file
+        position, bucket_start = 0, 0
+        for name in names:
+            if name in separate:
+                bucket_start = position
+            starts[name] = bucket_start + -(-(position - bucket_start) // ALIGNMENT) * ALIGNMENT
+            position = starts[name] + weights[name].numel()
+            if name in separate:
+                bucket_start = position
+        if not names or position != total:
+            continue
+        found = {
+            ours: {
+                name: buffer[theirs][start : start + weights[name].numel()].view(weights[name].shape)
+                for name, start in starts.items()
+            }
+            for ours, theirs in ((MASTER, "param"), *zip(MOMENTS, MOMENTS, strict=True))
+        }
+        if all(torch.equal(master.to(weights[name].dtype), weights[name]) for name, master in found[MASTER].items()):
+            return found
+    raise CheckpointError(
+        f"{path}: the flat buffer of {total} elements is not the concatenation of this model's parameters: it depends "
+        "on the buckets of the run that wrote it (their size, the data-parallel size), so the format is tied to that "
+        f"grid; {TRY_WEIGHTS_ONLY}"
+    )
 
 
 # ---------------------------------------------------------------------------------------------------- writing
@@ -243,10 +362,9 @@ def write(snapshot: Snapshot, root: Path, tp: int = 1, pp: int = 1, transformer_
                         name = HEAD  # the last stage's copy of a tied embedding
                     weights[name] = _slice(spec, whole[spec.name].detach(), tp_rank, tp)
                 if transformer_engine:
-                    modules = [
-                        f"decoder.layers.{n}.{module}" for n in range(len(held)) for module in EXTRA_STATE_MODULES
-                    ]
-                    weights |= {f"{module}.{EXTRA_STATE}": None for module in modules}
+                    for layer in range(len(held)):
+                        for module in EXTRA_STATE_MODULES:
+                            weights[f"decoder.layers.{layer}.{module}.{EXTRA_STATE}"] = None
                 content = {
                     "args": argparse.Namespace(**args),
                     "checkpoint_version": CHECKPOINT_VERSION,
@@ -256,25 +374,14 @@ def write(snapshot: Snapshot, root: Path, tp: int = 1, pp: int = 1, transformer_
                 rank = f"mp_rank_{tp_rank:02d}" + (f"_{pp_rank:03d}" if pp > 1 else "")
                 disk.make_folder(temporary / folder / rank)
                 with disk.create(temporary / folder / rank / MODEL_FILE) as file:
-                    torch.save(content, cast(IO[bytes], _Stream(file)))
+                    torch.save(content, cast(IO[bytes], file))  # it calls write and flush
                 del content, weights  # before the next rank's weights are read
         disk.write_file(temporary / TRACKER, str(snapshot.step).encode())
     return root / folder
-
-
-class _Stream:
-    """The interface that torch.save needs of a file; leaving the file's `with` block flushes and syncs it."""
-
-    def __init__(self, file: NewFile) -> None:
-        self.write = file.write
-
-    def flush(self) -> None:
-        pass
 
 
 def _slice(spec: ParamSpec, whole: Tensor, tp_rank: int, tp: int) -> Tensor:
     """Return a tp rank's slice of a whole tensor, with vocabulary padding added as zeros."""
     if whole.shape[0] < spec.shape[0]:
         whole = torch.cat([whole, whole.new_zeros(spec.shape[0] - whole.shape[0], *whole.shape[1:])])
-    dim = spec.slicing.dim or 0
-    return torch.cat([whole.narrow(dim, i.start, i.stop - i.start) for i in spec.intervals(tp_rank, tp)], dim)
+    return torch.cat([whole[piece.box.slices] for piece in pieces(spec, tp_rank, tp)], spec.slicing.dim or 0)

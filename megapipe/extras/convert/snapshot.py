@@ -36,13 +36,11 @@ from megapipe.checkpoint.save import Extras, SaveReport, save_checkpoint
 from megapipe.checkpoint.shard import DTYPES as SAVED_DTYPES
 from megapipe.checkpoint.shard import TensorBox
 from megapipe.comm.groups import Group
-from megapipe.config.config import Config, ResolvedModelConfig
-from megapipe.config.model import ModelConfig
+from megapipe.config.config import Config
 from megapipe.config.rules.check import check
 from megapipe.config.yaml_file import to_yaml
 from megapipe.dtypes import TENSOR_DTYPES
 from megapipe.errors import CheckpointError
-from megapipe.plan.resolve import resolve_model
 from megapipe.sharding.boxes import Box
 
 DTYPES = {dtype.name: getattr(torch, dtype.torch_name) for dtype in TENSOR_DTYPES.values()}
@@ -138,11 +136,6 @@ class Snapshot:
         config = dataclasses.replace(self.config, model=dataclasses.replace(self.config.model, seq_length=seq_length))
         check(config)
         return dataclasses.replace(self, config=config)
-
-
-def unpadded(model: ModelConfig) -> ResolvedModelConfig:
-    """Return the model with all sizes and no vocabulary padding: its shapes are those of a Snapshot's tensors."""
-    return resolve_model(dataclasses.replace(model, padded_vocab_size=model.vocab_size), 1)
 
 
 def fresh_state(precision: str) -> dict[str, Any]:

@@ -18,8 +18,8 @@ from torch import Tensor
 from megapipe.config.config import ResolvedModelConfig
 from megapipe.config.model import ModelConfig
 from megapipe.errors import ConfigError
-from megapipe.extras.convert.snapshot import unpadded
 from megapipe.layers.model import model_parameters
+from megapipe.plan.resolve import resolve_model
 from megapipe.sharding.spec import ParamSpec
 
 Settings = Mapping[str, Any]  # config.json, or Megatron's args
@@ -138,6 +138,11 @@ def check_expressed(model: ModelConfig, read: ModelConfig, name: str) -> None:
             raise ConfigError(f"{name} cannot express model.{field} {value} (it would be {getattr(read, field)})")
 
 
+def unpadded(model: ModelConfig) -> ResolvedModelConfig:
+    """Return the model with all sizes and no vocabulary padding: its shapes are those of a Snapshot's tensors."""
+    return resolve_model(dataclasses.replace(model, padded_vocab_size=model.vocab_size), 1)
+
+
 def meaning(model: ModelConfig) -> ModelConfig:
     """Return the model in a normal form for comparison: derived sizes filled in, fields without effect at defaults."""
     without_effect = {name for name, kinds in SCALING_FIELDS.items() if model.rope_scaling_type not in kinds}
@@ -225,7 +230,7 @@ class MappedTensor:
 
 
 def map_tensors(rows: Sequence[Row], model: ResolvedModelConfig, architecture: str) -> tuple[MappedTensor, ...]:
-    """Return every parameter of a model (as `snapshot.unpadded` gives it), in model order.
+    """Return every parameter of a model (as `unpadded` gives it), in model order.
 
     Raises ConfigError if the table has no row for a parameter.
     """

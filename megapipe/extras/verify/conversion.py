@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from megapipe.comm.groups import Group
 from megapipe.config.parallel import RecomputeConfig
 from megapipe.config.training import TrainingConfig
-from megapipe.extras.convert.snapshot import Snapshot, unpadded
+from megapipe.extras.convert.snapshot import Snapshot
+from megapipe.extras.convert.tables import unpadded
 from megapipe.model.init import replace_parameter
 from megapipe.model.microbatch import Microbatch
 from megapipe.model.stage import GPTStage

@@ -21,8 +21,8 @@ from megapipe.checkpoint.disk import Disk
 from megapipe.checkpoint.folder import Rollback, write_rollback
 from megapipe.config.yaml_file import to_yaml
 from megapipe.errors import CheckpointError, ConfigError
-from megapipe.extras.cli.convert import main
-from megapipe.extras.convert import dcp_run, formats
+from megapipe.extras.cli.convert import guess, main
+from megapipe.extras.convert import dcp_run
 from megapipe.extras.convert.pickled import read_folder
 from megapipe.extras.convert.snapshot import LazyTensor, Snapshot, read_checkpoint, write_checkpoint
 from tests.extras.convert.test_megatron import LLAMA_MODEL, Bomb, differing, drawn, explode
@@ -124,7 +124,7 @@ def test_there_and_back_by_command_is_the_same_run(tmp_path: Path, capsys: pytes
     snapshot = a_run()
     write_checkpoint(snapshot, tmp_path / "ours")
     assert main([str(tmp_path / "ours"), str(tmp_path / "out"), "--to", "dcp"]) == 0
-    assert formats.guess(tmp_path / "out") == "dcp"
+    assert guess(tmp_path / "out") == "dcp"
     assert main([str(tmp_path / "out"), str(tmp_path / "back")]) == 0, capsys.readouterr().err
     again = read_checkpoint(tmp_path / "back")
     assert differing(again, truth(snapshot)) == []
@@ -167,7 +167,7 @@ def _save_sharded(rank: int, world_size: int, folder: str) -> None:
 def test_what_torch_saved_from_two_ranks_is_read_whole(rank_pools: Callable[[int], RankPool], tmp_path: Path) -> None:
     folder = tmp_path / "run" / "step-7"
     rank_pools(2).run(_save_sharded, str(folder))
-    assert len(list(folder.glob("*.distcp"))) == 2 and formats.guess(tmp_path / "run") == "dcp"
+    assert len(list(folder.glob("*.distcp"))) == 2 and guess(tmp_path / "run") == "dcp"
     with pytest.raises(ConfigError, match=r"has no config.yaml.*give --config FILE"):
         dcp_run.read(tmp_path / "run")
     config = tmp_path / "model.yaml"

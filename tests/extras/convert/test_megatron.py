@@ -21,13 +21,14 @@ from safetensors.torch import load_file
 from megapipe.config.config import Config
 from megapipe.config.model import ModelConfig, PrecisionConfig
 from megapipe.errors import CheckpointError, ConfigError, MegapipeError
-from megapipe.extras.cli.convert import main
-from megapipe.extras.convert import formats, megatron_dist, megatron_legacy
-from megapipe.extras.convert.formats import ConversionOptions
+from megapipe.extras.cli.convert import guess, main
+from megapipe.extras.cli.convert import read as read_source
+from megapipe.extras.convert import megatron_dist, megatron_legacy
 from megapipe.extras.convert.megatron import read_config
-from megapipe.extras.convert.megatron_optimizer import read_distributed, read_plain
+from megapipe.extras.convert.megatron_legacy import read_distributed, read_plain
 from megapipe.extras.convert.pickled import StandIn, load_pickled, read_folder
-from megapipe.extras.convert.snapshot import LazyTensor, Snapshot, fresh_state, read_checkpoint, unpadded
+from megapipe.extras.convert.snapshot import LazyTensor, Snapshot, fresh_state, read_checkpoint
+from megapipe.extras.convert.tables import unpadded
 from megapipe.layers.model import model_parameters
 from megapipe.train.state import Schedules, TrainingState
 from tests.extras.convert.test_refusals import folder as hugging_face_folder
@@ -70,7 +71,7 @@ def test_a_run_is_what_megatron_itself_loads_on_one_rank(real: Path, case: str, 
     truth = {
         name: t for name, t in load_file(real / case / "truth.safetensors").items() if not name.startswith("weights/")
     }
-    snapshot = formats.read("megatron", real / case / kind, ConversionOptions(vocab_size=VOCAB))
+    snapshot = read_source("megatron", main.parse([str(real / case / kind), "--vocab-size", str(VOCAB)]))
     assert differing(snapshot, truth) == []
     assert len(snapshot.tensors) == 3 * len(model_parameters(unpadded(snapshot.config.model), sequence_parallel=False))
 
@@ -133,8 +134,8 @@ def test_training_goes_on_from_a_megatron_run(real: Path, tmp_path: Path, monkey
 def test_a_folder_of_one_iteration_is_read_too_and_a_step_can_be_asked_for(real: Path) -> None:
     whole = megatron_legacy.read(real / GPT2 / "legacy", 3, VOCAB)
     one = megatron_legacy.read(real / GPT2 / "legacy" / "iter_0000003", None, VOCAB)
-    assert whole.state == one.state and formats.guess(real / GPT2 / "legacy" / "iter_0000003") == "megatron"
-    assert {formats.guess(real / GPT2 / kind) for kind in ("legacy", "dist")} == {"megatron"}
+    assert whole.state == one.state and guess(real / GPT2 / "legacy" / "iter_0000003") == "megatron"
+    assert {guess(real / GPT2 / kind) for kind in ("legacy", "dist")} == {"megatron"}
     with pytest.raises(CheckpointError, match="has no iter_0000007"):
         megatron_legacy.read(real / GPT2 / "legacy", 7, VOCAB)
 

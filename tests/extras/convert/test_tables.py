@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from megapipe.config.model import ModelConfig
 from megapipe.errors import ConfigError
 from megapipe.extras.convert.families import FAMILIES, REFUSED, choose_family, family_of
-from megapipe.extras.convert.snapshot import INERT, unpadded
+from megapipe.extras.convert.snapshot import INERT
 from megapipe.extras.convert.tables import (
     NOT_THE_MODEL,
     Layout,
@@ -27,6 +27,7 @@ from megapipe.extras.convert.tables import (
     same,
     separate_qkv,
     transposed,
+    unpadded,
 )
 from megapipe.layers.model import model_parameters
 
