@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -100,7 +100,7 @@ class _Batch:
     newest: Tensor  # [b, s], the input of the next forward
     cache: KVCache
     texts: list[list[int]]
-    is_open: list[bool] = field(default_factory=list)
+    is_open: list[bool]
 
 
 class Generator:
@@ -114,6 +114,8 @@ class Generator:
         if batch_size < 1:
             raise ConfigError(f"--batch-size {batch_size} must be at least 1")
         self._runtime, self._sampling, self._batch_size = runtime, sampling, batch_size
+        self._vocab_size = runtime.plan.config.model.vocab_size
+        self._num_positions = runtime.plan.config.model.max_position_embeddings
         self._runners: dict[int, StageRunner] = {}
         for stage, module in runtime.stages.items():
             forward: Any = module
@@ -131,10 +133,8 @@ class Generator:
     ) -> list[list[int]]:
         """Return the tokens that follow each prompt, without stop tokens.
 
-        on_token: called on every rank for each new token.
-
-        Raises ConfigError for an empty prompt, a token outside the vocabulary, and a prompt that fills all
-        --max-position-embeddings positions; a text also ends there.
+        on_token: called on every rank for each new token. Raises ConfigError for an empty prompt, a token outside the
+        vocabulary, and a prompt that fills all --max-position-embeddings positions; a text also ends there.
         """
         for number, prompt in enumerate(prompts):
             self._check(number, prompt)
@@ -172,13 +172,12 @@ class Generator:
             for row, member in enumerate(padded):
                 tokens[row, longest - len(prompts[member]) :] = torch.tensor(prompts[member])
             starts = torch.tensor([longest - len(prompts[member]) for member in padded], device=self._runtime.device)
-            cache = KVCache(longest + max(max_tokens), starts if bool(starts.any()) else None)
             batches.append(
                 _Batch(
                     numbers=[numbers[member] for member in padded],
                     max_tokens=[max_tokens[member] for member in padded],
                     newest=tokens.to(self._runtime.device),
-                    cache=cache,
+                    cache=KVCache(longest + max(max_tokens), starts if bool(starts.any()) else None),
                     texts=[[] for _ in padded],
                     is_open=[row < len(members) for row in range(size)],
                 )
@@ -187,32 +186,24 @@ class Generator:
 
     def _next_tokens(self, batches: list[_Batch], position: int) -> list[list[int]]:
         """Run one forward of every batch; return the next token of each row, the same on every rank."""
-        seq, size = batches[0].newest.shape[1], len(batches[0].numbers)
-        hidden = self._runtime.plan.config.model.hidden_size
-        message = (MessageSpec((seq, size, hidden), self._runtime.parameter_dtype),)
-        batch_of = {id(batch.cache): batch for batch in batches}
+        runtime, plan = self._runtime, self._runtime.plan
+        size, seq = batches[0].newest.shape
+        message = (MessageSpec((seq, size, plan.config.model.hidden_size), runtime.parameter_dtype),)
 
         def choose(logits: Tensor, payload: Microbatch) -> tuple[Tensor, Tensor]:
-            return logits, self._sampling.choose(
-                self._full_logits(logits[-1]), batch_of[id(payload.cache)].numbers, position
-            )
+            batch = next(batch for batch in batches if batch.cache is payload.cache)
+            return logits, self._sampling.choose(self._full_logits(logits[-1]), batch.numbers, position)
 
-        microbatches = [
-            Microbatch(batch.newest, position_ids=self._position_ids(batch), cache=batch.cache) for batch in batches
-        ]
+        microbatches = [Microbatch(b.newest, position_ids=self._position_ids(b), cache=b.cache) for b in batches]
         drawn = self._engine(len(batches)).run(Step(microbatches, lambda boundary: message, choose))
-        for batch in batches:
-            batch.cache.advance(seq)
-        chosen = (
-            torch.stack(drawn)
-            if drawn
-            else torch.zeros(len(batches), size, dtype=torch.int64, device=self._runtime.device)
-        )
+        chosen = torch.zeros(len(batches), size, dtype=torch.int64, device=runtime.device)
+        if drawn:  # this rank has the last stage
+            chosen = torch.stack(drawn)
         # the draws of one rank count: the first tp rank of the last stage of the first replica
-        plan = self._runtime.plan
         source = plan.topology.global_rank(Coordinates(0, 0, 0, plan.placement.rank_of_stage[-1]))
-        broadcast(chosen, self._runtime.groups.world, source=source)
+        broadcast(chosen, runtime.groups.world, source=source)
         for batch, row in zip(batches, chosen, strict=True):
+            batch.cache.advance(seq)
             batch.newest = row[:, None]
         as_lists: list[list[int]] = chosen.tolist()
         return as_lists
@@ -242,10 +233,9 @@ class Generator:
         mine = logits.t().contiguous()
         whole = mine.new_empty(mine.shape[0] * tp.size, mine.shape[1])
         all_gather(whole, mine, tp)
-        return whole[: self._runtime.plan.config.model.vocab_size].t()
+        return whole[: self._vocab_size].t()
 
     def _check(self, number: int, prompt: Sequence[int]) -> None:
-        vocab_size = self._runtime.plan.config.model.vocab_size
         if not prompt:
             raise ConfigError(f"prompt {number} has no tokens; give at least one")
         if len(prompt) >= self._num_positions:
@@ -253,22 +243,17 @@ class Generator:
                 f"prompt {number} has {len(prompt)} tokens, which leaves no position for a new one: the model has "
                 f"--max-position-embeddings {self._num_positions}; shorten the prompt"
             )
-        if not all(0 <= token < vocab_size for token in prompt):
-            raise ConfigError(
-                f"prompt {number} has tokens outside the vocabulary of {vocab_size}; use the model's tokenizer"
-            )
+        if not all(0 <= token < self._vocab_size for token in prompt):
+            outside = f"outside the vocabulary of {self._vocab_size}"
+            raise ConfigError(f"prompt {number} has tokens {outside}; use the model's tokenizer")
 
     def _position_ids(self, batch: _Batch) -> Tensor:
         """Return the positions of the newest tokens, [b, s]; any valid number for padding and ended texts."""
         cache, (size, seq) = batch.cache, batch.newest.shape
         positions = torch.arange(cache.length, cache.length + seq, device=batch.newest.device).expand(size, seq)
-        return (positions if cache.starts is None else positions - cache.starts[:, None]).clamp(
-            0, self._num_positions - 1
-        )
-
-    @property
-    def _num_positions(self) -> int:
-        return self._runtime.plan.config.model.max_position_embeddings
+        if cache.starts is not None:
+            positions = positions - cache.starts[:, None]
+        return positions.clamp(0, self._num_positions - 1)
 
 
 @contextmanager
@@ -287,9 +272,7 @@ def _without_sequence_parallelism(stages: Any) -> Iterator[None]:
 
 
 class TextStream:
-    """Decodes a growing list of tokens and writes the new text.
-
-    A character whose bytes are incomplete is held until `close`.
+    """Decodes a growing list of tokens and writes the new text; a character with missing bytes is held until `close`.
 
     decode: tokens -> text. prompt: the tokens before the first new one, since some tokenizers decode a token
     differently at the start of a text.

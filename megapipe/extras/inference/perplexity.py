@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -69,55 +69,41 @@ def windows(num_tokens: int, seq: int, stride: int) -> Iterator[Window]:
         stop = following
 
 
-class Evaluator:
-    """Scores streams of tokens on the grid of `runtime`.
+@torch.no_grad()
+def score(runtime: InferenceRuntime, tokens: Tokens, stride: int | None = None) -> Perplexity:
+    """Return the result, the same on all ranks; all call it with the same tokens.
 
-    Replicas share the windows, micro_batch_size of them in a microbatch.
+    Replicas share the windows, micro_batch_size of them in a microbatch. stride: as in `windows`; None: seq.
     """
-
-    def __init__(self, runtime: InferenceRuntime) -> None:
-        self._runtime = runtime
-        self._num_microbatches = 2 * runtime.plan.topology.pp  # in one run of the pipeline
-
-    @torch.no_grad()
-    def score(self, tokens: Tokens, stride: int | None = None) -> Perplexity:
-        """Return the result, the same on all ranks; all call it with the same tokens.
-
-        stride: as in `windows`; None: seq.
-        """
-        runtime, plan = self._runtime, self._runtime.plan
-        if plan.topology.tp > 1 and plan.config.parallel.sequence_parallel:
-            raise ValueError("tp need not divide the length of a window; evaluate without sequence parallelism")
-        seq = plan.config.model.seq_length
-        all_windows = list(windows(len(tokens), seq, stride or seq))
-        length, replicas, size = all_windows[0].length, plan.topology.dp, plan.config.training.micro_batch_size
-        at_once = self._num_microbatches * size
-        sums = torch.zeros(2, dtype=torch.float64, device=runtime.device)
-        for first in range(0, len(all_windows), at_once * replicas):
-            share = all_windows[first : first + at_once * replicas][runtime.coordinates.dp_rank :: replicas]
-            count = min(
-                self._num_microbatches, -(-min(at_once * replicas, len(all_windows) - first) // (size * replicas))
-            )
-            microbatches = [
-                _microbatch(tokens, share[i * size : (i + 1) * size], size, length, runtime.device)
-                for i in range(count)
-            ]
-            step = Step(microbatches, partial(runtime.message, seq=length), _sums)
-            reports = runtime.forward_engine(count).run(step)
-            if runtime.reports_loss:
-                sums += torch.stack(reports).sum(0)
-        all_reduce(sums, runtime.groups.world)
-        loss_sum, num_tokens = sums.tolist()
-        return Perplexity(loss_sum / num_tokens, round(num_tokens))
+    plan = runtime.plan
+    if plan.topology.tp > 1 and plan.config.parallel.sequence_parallel:
+        raise ValueError("tp need not divide the length of a window; evaluate without sequence parallelism")
+    seq, size, replicas = plan.config.model.seq_length, plan.config.training.micro_batch_size, plan.topology.dp
+    all_windows = list(windows(len(tokens), seq, stride or seq))
+    length = all_windows[0].length
+    at_once = 2 * plan.topology.pp * size * replicas  # windows in one run of the pipeline
+    sums = torch.zeros(2, dtype=torch.float64, device=runtime.device)
+    for first in range(0, len(all_windows), at_once):
+        chosen = all_windows[first : first + at_once]
+        share = chosen[runtime.coordinates.dp_rank :: replicas]
+        starts = range(0, -(-len(chosen) // replicas), size)  # the same number of microbatches on every replica
+        microbatches = [_microbatch(tokens, share[i : i + size], size, length, runtime.device) for i in starts]
+        step = Step(microbatches, partial(runtime.message, seq=length), _sums)
+        reports = runtime.forward_engine(len(microbatches)).run(step)
+        if runtime.reports_loss:
+            sums += torch.stack(reports).sum(0)
+    all_reduce(sums, runtime.groups.world)
+    loss_sum, num_tokens = sums.tolist()
+    return Perplexity(loss_sum / num_tokens, round(num_tokens))
 
 
-def _microbatch(tokens: Tokens, chosen: list[Window], size: int, length: int, device: torch.device) -> Microbatch:
-    """Build a microbatch of `size` windows, filled up with windows whose tokens do not count."""
-    chosen = chosen + [Window(0, length, 0)] * (size - len(chosen))
-    rows = np.stack([tokens[w.start : w.start + w.length + 1] for w in chosen]).astype(np.int64)
+def _microbatch(tokens: Tokens, chosen: Sequence[Window], size: int, length: int, device: torch.device) -> Microbatch:
+    """Build a microbatch of `size` windows, filled up with the first tokens, which do not count."""
+    rows = np.tile(tokens[: length + 1].astype(np.int64), (size, 1))
     mask = np.zeros((size, length), dtype=np.float32)
     for row, window in enumerate(chosen):
-        mask[row, window.length - window.scored :] = 1.0
+        rows[row] = tokens[window.start : window.start + length + 1]
+        mask[row, length - window.scored :] = 1.0
     text = torch.from_numpy(rows).to(device)
     return Microbatch(text[:, :-1].contiguous(), text[:, 1:].contiguous(), torch.from_numpy(mask).to(device))
 

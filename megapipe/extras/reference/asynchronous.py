@@ -46,12 +46,11 @@ def asynchronous_step(
     lr: float,
     decoupled_lr: float | None = None,
 ) -> StepResult:
-    """Run all updates of one step.
+    """Run all updates of one step. The model holds the newest weights before and after.
 
-    microbatches: for each k those of all data-parallel ranks. stage_of: parameter name -> stage.
-
-    Gradients are averaged over the microbatches and ranks of an update. The loss is the mean over the step; gradients
-    and their norm are those of the last update. The model holds the newest weights before and after.
+    microbatches: for each k those of all data-parallel ranks. stage_of: parameter name -> stage. Gradients are averaged
+    over the microbatches and ranks of an update. The loss is the mean over the step; gradients and their norm are those
+    of the last update.
     """
     set_lr(optimizer, lr, decoupled_lr)
     parameters = dict(model.named_parameters())

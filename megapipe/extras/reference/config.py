@@ -2,11 +2,13 @@
 
 from dataclasses import dataclass
 
-POSITIONS = ("learned_absolute", "rope", "none")
-ROPE_SCALINGS = ("none", "linear", "llama3", "yarn")
-NORMALIZATIONS = ("LayerNorm", "RMSNorm")
 GATED_ACTIVATIONS = ("swiglu", "geglu_tanh")
-ACTIVATIONS = ("gelu", "gelu_tanh", "relu", "squared_relu", *GATED_ACTIVATIONS)
+NAMES = {
+    "position_embedding_type": ("learned_absolute", "rope", "none"),
+    "rope_scaling_type": ("none", "linear", "llama3", "yarn"),
+    "normalization": ("LayerNorm", "RMSNorm"),
+    "activation": ("gelu", "gelu_tanh", "relu", "squared_relu", *GATED_ACTIVATIONS),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,23 +63,19 @@ class ReferenceConfig:
     z_loss: float = 0.0  # coefficient of logsumexp(logits)^2
 
     def __post_init__(self) -> None:
-        for field, allowed in _NAMES.items():
+        for field, allowed in NAMES.items():
             if getattr(self, field) not in allowed:
                 raise ValueError(f"{field} is {getattr(self, field)!r}; it is one of {', '.join(allowed)}")
-        if self.num_attention_heads % self.num_query_groups:
-            raise ValueError(
-                f"num_query_groups {self.num_query_groups} does not divide "
-                f"num_attention_heads {self.num_attention_heads}"
-            )
+        heads, groups = self.num_attention_heads, self.num_query_groups
+        if heads % groups:
+            raise ValueError(f"num_query_groups {groups} does not divide num_attention_heads {heads}")
         if self.padded_vocab_size < self.vocab_size:
             raise ValueError(f"padded_vocab_size {self.padded_vocab_size} is below vocab_size {self.vocab_size}")
-        if self.position_embedding_type == "rope" and (
-            self.rotary_channels % 2 or not 0 < self.rotary_channels <= self.kv_channels
-        ):
+        rotary = self.rotary_channels
+        if self.position_embedding_type == "rope" and (rotary % 2 or not 0 < rotary <= self.kv_channels):
             raise ValueError(
-                f"rotary_percent {self.rotary_percent} of kv_channels {self.kv_channels} is "
-                f"{self.rotary_channels} channels; "
-                "rotary positions rotate pairs of channels: the number must be even, above 0 and at most kv_channels"
+                f"rotary_percent {self.rotary_percent} of kv_channels {self.kv_channels} is {rotary} channels; rotary "
+                "positions rotate pairs of channels: the number must be even, above 0 and at most kv_channels"
             )
 
     @property
@@ -87,11 +85,3 @@ class ReferenceConfig:
     @property
     def gated(self) -> bool:
         return self.activation in GATED_ACTIVATIONS
-
-
-_NAMES = {
-    "position_embedding_type": POSITIONS,
-    "rope_scaling_type": ROPE_SCALINGS,
-    "normalization": NORMALIZATIONS,
-    "activation": ACTIVATIONS,
-}

@@ -31,10 +31,7 @@ def at_least_fp32(dtype: torch.dtype) -> torch.dtype:
 
 
 class ReferenceGPT(nn.Module):
-    """Embedding, pre-norm layers, final norm, head.
-
-    Weights are NaN until load_state_dict or draw_weights, to expose omissions.
-    """
+    """Embedding, pre-norm layers, final norm, head. Weights are NaN until loaded or drawn, to expose omissions."""
 
     def __init__(self, config: ReferenceConfig) -> None:
         super().__init__()
@@ -67,10 +64,9 @@ class ReferenceGPT(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """Return the sum of the losses weighted by loss_mask, and the sum of loss_mask.
 
-        tokens, labels, loss_mask: [b, s].
-
-        position_ids: [b, s], 0 .. s - 1 if None. document_ids: [b, s]; a query sees only the keys of its document.
-        Without dropout_masks there is no dropout, whatever the configured rates: the caller provides all randomness.
+        tokens, labels, loss_mask: [b, s]. position_ids: [b, s], 0 .. s - 1 if None. document_ids: [b, s]; a query sees
+        only the keys of its document. Without dropout_masks there is no dropout, whatever the configured rates: the
+        caller provides all randomness.
         """
         logits = self.logits(tokens, position_ids, document_ids, dropout_masks)
         losses = token_losses(self.config, logits, labels)
@@ -153,18 +149,14 @@ class Block(nn.Module):
 
 
 class SelfAttention(nn.Module):
-    """Explicit softmax attention.
-
-    linear_qkv's rows are, per query group, [q_0 .. q_{n/g-1}, k, v], kv_channels rows each.
-    """
+    """Explicit softmax attention. linear_qkv's rows: [q_0 .. q_{n/g-1}, k, v] x kv_channels for each query group."""
 
     def __init__(self, config: ReferenceConfig, layer: int) -> None:
         super().__init__()
         self.config, self.layer = config, layer
         heads, groups, channels = config.num_attention_heads, config.num_query_groups, config.kv_channels
-        self.linear_qkv = nn.Linear(
-            config.hidden_size, (heads + 2 * groups) * channels, bias=config.add_bias_linear or config.add_qkv_bias
-        )
+        has_qkv_bias = config.add_bias_linear or config.add_qkv_bias
+        self.linear_qkv = nn.Linear(config.hidden_size, (heads + 2 * groups) * channels, bias=has_qkv_bias)
         self.linear_proj = nn.Linear(heads * channels, config.hidden_size, bias=config.add_bias_linear)
         if config.qk_layernorm:
             self.q_layernorm = Norm(config, channels)
@@ -175,10 +167,8 @@ class SelfAttention(nn.Module):
     ) -> Tensor:
         config = self.config
         batch, seq, _ = hidden.shape
-        queries_per_group = config.num_attention_heads // config.num_query_groups
-        qkv = self.linear_qkv(hidden).view(
-            batch, seq, config.num_query_groups, queries_per_group + 2, config.kv_channels
-        )
+        groups, queries_per_group = config.num_query_groups, config.num_attention_heads // config.num_query_groups
+        qkv = self.linear_qkv(hidden).view(batch, seq, groups, queries_per_group + 2, config.kv_channels)
         q = qkv[:, :, :, :-2].flatten(2, 3)  # [b, s, n, c]
         k, v = qkv[:, :, :, -2], qkv[:, :, :, -1]  # [b, s, g, c]
         if config.qk_layernorm:
@@ -190,27 +180,21 @@ class SelfAttention(nn.Module):
         scale = config.kv_channels**-0.5 if config.softmax_scale is None else config.softmax_scale
         scores = soft_cap(torch.einsum("bqnc,bknc->bnqk", q, k) * scale, config.attn_logit_softcapping)
         scores = scores.to(at_least_fp32(scores.dtype)).masked_fill(~visible, -torch.inf)
-        probs = dropout(
-            scores.softmax(dim=-1).to(v.dtype), config.attention_dropout, dropout_masks, self.layer, "attention_probs"
-        )
+        probs = scores.softmax(dim=-1).to(v.dtype)
+        probs = dropout(probs, config.attention_dropout, dropout_masks, self.layer, "attention_probs")
         context = torch.einsum("bnqk,bknc->bqnc", probs, v)
         return self.linear_proj(context.flatten(2, 3))
 
 
 class MLP(nn.Module):
-    """linear_fc2(activation(linear_fc1(x))).
-
-    A gated linear_fc1 has the rows [gate; up], with the activation act(gate) * up.
-    """
+    """linear_fc2(activation(linear_fc1(x))). Gated: linear_fc1 has the rows [gate; up], then act(gate) * up."""
 
     def __init__(self, config: ReferenceConfig) -> None:
         super().__init__()
         self.gated, self.activation = config.gated, ACTIVATIONS[config.activation]
-        width = config.ffn_hidden_size
-        self.linear_fc1 = nn.Linear(
-            config.hidden_size, 2 * width if config.gated else width, bias=config.add_bias_linear
-        )
-        self.linear_fc2 = nn.Linear(width, config.hidden_size, bias=config.add_bias_linear)
+        hidden, width, bias = config.hidden_size, config.ffn_hidden_size, config.add_bias_linear
+        self.linear_fc1 = nn.Linear(hidden, 2 * width if config.gated else width, bias=bias)
+        self.linear_fc2 = nn.Linear(width, hidden, bias=bias)
 
     def forward(self, hidden: Tensor) -> Tensor:
         inner = self.linear_fc1(hidden)
@@ -221,10 +205,7 @@ class MLP(nn.Module):
 
 
 class Norm(nn.Module):
-    """LayerNorm, or RMSNorm (no mean, no bias), over the last dim in at least fp32.
-
-    A zero-centred weight scales by weight + 1.
-    """
+    """LayerNorm, or RMSNorm (no mean, no bias), over the last dim in at least fp32."""
 
     def __init__(self, config: ReferenceConfig, size: int) -> None:
         super().__init__()
@@ -265,16 +246,14 @@ def visible_keys(config: ReferenceConfig, tokens: Tensor, document_ids: Tensor |
 def token_losses(config: ReferenceConfig, logits: Tensor, labels: Tensor) -> Tensor:
     """Return the loss of each token, [b, s], over the true vocabulary.
 
-    logits: [b, s, vocab_size], at least fp32; labels: [b, s].
-
-    Label smoothing a gives the label the probability 1 - a and each of the other K - 1 ids a / (K - 1), as in
-    Megatron-LM. With smoothing = a K / (K - 1) the loss is (1 - smoothing) CE - smoothing mean_k log p_k, torch's
-    label_smoothing = smoothing. z-loss (PaLM, arXiv:2204.02311) adds z_loss * logsumexp(logits)^2 to each token.
+    logits: [b, s, vocab_size], at least fp32; labels: [b, s]. Label smoothing a gives the label the probability 1 - a
+    and each of the other K - 1 ids a / (K - 1), as in Megatron-LM. With smoothing = a K / (K - 1) the loss is
+    (1 - smoothing) CE - smoothing mean_k log p_k, torch's label_smoothing = smoothing. z-loss (PaLM, arXiv:2204.02311)
+    adds z_loss * logsumexp(logits)^2 to each token.
     """
     smoothing = config.label_smoothing * config.vocab_size / (config.vocab_size - 1)
-    losses = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none", label_smoothing=smoothing).view(
-        labels.shape
-    )
+    rows, ids = logits.flatten(0, 1), labels.flatten()
+    losses = F.cross_entropy(rows, ids, reduction="none", label_smoothing=smoothing).view(labels.shape)
     if config.z_loss:
         losses = losses + config.z_loss * logits.logsumexp(dim=-1).square()
     return losses
@@ -328,9 +307,7 @@ def inverse_frequencies(config: ReferenceConfig, dtype: torch.dtype, device: tor
 
 
 def _llama3(config: ReferenceConfig, frequencies: Tensor) -> Tensor:
-    """Llama 3.1: slow wavelengths above original / low_factor, keep those below original / high_factor, blend in
-    between.
-    """
+    """Llama 3.1: slow wavelengths above original / low_factor, keep those below original / high_factor, else blend."""
     low, high = config.rope_low_freq_factor, config.rope_high_freq_factor
     # full turns within the original context
     turns = config.rope_original_max_position_embeddings * frequencies / (2 * math.pi)
@@ -339,8 +316,8 @@ def _llama3(config: ReferenceConfig, frequencies: Tensor) -> Tensor:
 
 
 def _yarn(config: ReferenceConfig, frequencies: Tensor) -> Tensor:
-    """YaRN's NTK-by-parts (Peng et al. 2023, arXiv:2309.00071): a ramp over the channel pairs between beta_fast and
-    beta_slow turns.
+    """YaRN's NTK-by-parts (Peng et al. 2023, arXiv:2309.00071): a ramp over the pairs between beta_fast and beta_slow
+    turns.
     """
     first = max(math.floor(_yarn_pair_with_turns(config, config.yarn_beta_fast)), 0)
     last = min(math.ceil(_yarn_pair_with_turns(config, config.yarn_beta_slow)), config.rotary_channels - 1)
@@ -357,9 +334,7 @@ def _yarn_pair_with_turns(config: ReferenceConfig, turns: float) -> float:
 
 
 def yarn_attention_factor(config: ReferenceConfig) -> float:
-    """Return YaRN's factor of cos and sin: 0.1 ln(factor) + 1, or the quotient of two such terms if both mscales are
-    set.
-    """
+    """Return YaRN's factor of cos and sin: 0.1 ln(factor) + 1, or with both mscales the quotient of two such terms."""
 
     def term(mscale: float) -> float:
         return 0.1 * mscale * math.log(config.rope_scaling_factor) + 1.0 if config.rope_scaling_factor > 1.0 else 1.0

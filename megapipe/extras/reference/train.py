@@ -35,8 +35,8 @@ def reference_step(
     """Run one optimizer step over a global batch: the microbatches of all data-parallel ranks, with equal weights.
 
     The loss is the mean over a microbatch's tokens (weighted by loss_mask; at least 1), then over microbatches; with
-    per_token_loss the sum over all microbatches divided by all their tokens. clip_grad 0: no clipping. lr,
-    decoupled_lr: this step's learning rates (see set_lr).
+    per_token_loss the sum over all microbatches divided by all their tokens. Gradients are scaled by
+    clip_grad / (norm + 1e-6) if that is below 1; clip_grad 0: no clipping. lr, decoupled_lr: see set_lr.
     """
     set_lr(optimizer, lr, decoupled_lr)
     optimizer.zero_grad(set_to_none=True)
@@ -48,66 +48,46 @@ def reference_step(
         share = loss_sum / denominator
         share.backward()
         loss += share.item()
-    grads = {name: parameter.grad.clone() for name, parameter in model.named_parameters() if parameter.grad is not None}
-    norm = clip_gradients(model, clip_grad)
-    optimizer.step()
-    return StepResult(loss, norm, grads)
-
-
-def clip_gradients(model: nn.Module, max_norm: float) -> float:
-    """Scale all gradients by max_norm / (norm + 1e-6) if that is below 1 and max_norm is not 0.
-
-    Return the norm before.
-    """
-    grads = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-    norm = (
-        torch.stack([torch.linalg.vector_norm(grad, dtype=at_least_fp32(grad.dtype)) for grad in grads]).norm().item()
-    )
-    coefficient = max_norm / (norm + 1e-6)
-    if max_norm > 0.0 and coefficient < 1.0:
-        for grad in grads:
+    grads = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+    result_grads = {name: grad.clone() for name, grad in grads.items()}
+    norms = [torch.linalg.vector_norm(grad, dtype=at_least_fp32(grad.dtype)) for grad in grads.values()]
+    norm = torch.stack(norms).norm().item()
+    coefficient = clip_grad / (norm + 1e-6)
+    if clip_grad > 0.0 and coefficient < 1.0:
+        for grad in grads.values():
             grad.mul_(coefficient)
-    return norm
+    optimizer.step()
+    return StepResult(loss, norm, result_grads)
 
 
 def build_optimizer(
     model: nn.Module,
-    name: str,
+    kind: str,
     *,
     weight_decay: float = 0.0,
     betas: tuple[float, float] = (0.9, 0.999),
     eps: float = 1e-8,
     momentum: float = 0.9,
-    decay_norms_and_biases: bool = False,
 ) -> torch.optim.Optimizer:
-    """Build torch.optim.AdamW ("adamw", decoupled decay) or torch.optim.SGD ("sgd", decay added to the gradient)."""
-    groups = parameter_groups(model, weight_decay, decay_norms_and_biases)
-    if name == "adamw":
-        return torch.optim.AdamW(groups, lr=0.0, betas=betas, eps=eps, foreach=False, fused=False)
-    if name == "sgd":
-        return torch.optim.SGD(groups, lr=0.0, momentum=momentum, foreach=False, fused=False)
-    raise ValueError(f"unknown optimizer {name!r}; use adamw or sgd")
+    """Build torch.optim.AdamW ("adamw", decoupled decay) or torch.optim.SGD ("sgd", decay added to the gradient).
 
-
-def parameter_groups(model: nn.Module, weight_decay: float, decay_norms_and_biases: bool) -> list[dict[str, Any]]:
-    """Return one group per parameter, with "name", "weight_decay" (by default 0 for 1-D and bias parameters) and
-    "decoupled".
-
-    "decoupled" is True for the word embedding and the head, which may have a different learning rate.
+    Each parameter is a group with "name", "weight_decay" (0 for 1-D and bias parameters) and "decoupled": True for the
+    word embedding and the head, which may have a learning rate of their own.
     """
-    groups = []
-    for name, parameter in model.named_parameters():
-        decays = decay_norms_and_biases or not (parameter.ndim == 1 or name.endswith(".bias"))
-        decoupled = name in ("embedding.word_embeddings.weight", "output_layer.weight")
-        groups.append(
-            {
-                "params": [parameter],
-                "name": name,
-                "weight_decay": weight_decay if decays else 0.0,
-                "decoupled": decoupled,
-            }
-        )
-    return groups
+    groups = [
+        {
+            "params": [parameter],
+            "name": name,
+            "weight_decay": 0.0 if parameter.ndim == 1 or name.endswith(".bias") else weight_decay,
+            "decoupled": name in ("embedding.word_embeddings.weight", "output_layer.weight"),
+        }
+        for name, parameter in model.named_parameters()
+    ]
+    if kind == "adamw":
+        return torch.optim.AdamW(groups, lr=0.0, betas=betas, eps=eps, foreach=False, fused=False)
+    if kind == "sgd":
+        return torch.optim.SGD(groups, lr=0.0, momentum=momentum, foreach=False, fused=False)
+    raise ValueError(f"unknown optimizer {kind!r}; use adamw or sgd")
 
 
 def set_lr(optimizer: torch.optim.Optimizer, lr: float, decoupled_lr: float | None = None) -> None:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megapipe.errors import ConfigError
-from megapipe.extras.inference.perplexity import Evaluator, Perplexity, windows
+from megapipe.extras.inference.perplexity import Perplexity, score, windows
 from megapipe.model.microbatch import Microbatch
 from tests.extras.inference.grids import SIZES, runtime_on
 from tests.harness import RankPool
@@ -53,15 +53,15 @@ def expected_loss(tokens: np.ndarray, stride: int) -> float:
     return total / (len(tokens) - 1)
 
 
-def score(rank: int, world_size: int, grid: dict[str, int], count: int, stride: int) -> Perplexity:
-    return Evaluator(runtime_on(rank, world_size, grid, {})).score(TOKENS[:count], stride)
+def score_on(rank: int, world_size: int, grid: dict[str, int], count: int, stride: int) -> Perplexity:
+    return score(runtime_on(rank, world_size, grid, {}), TOKENS[:count], stride)
 
 
 @pytest.mark.parametrize(
     ("count", "stride"), [(131, 12), (131, 5), (8, 12), (2, 12)], ids=["whole", "stride_5", "short", "one_token"]
 )
 def test_the_loss_is_that_of_plain_forwards(count: int, stride: int) -> None:
-    found = score(0, 1, {}, count, stride)
+    found = score_on(0, 1, {}, count, stride)
     assert found.num_tokens == count - 1
     assert found.loss == pytest.approx(expected_loss(TOKENS[:count], stride), rel=1e-10)
     assert found.perplexity == pytest.approx(math.exp(found.loss))
@@ -71,8 +71,8 @@ def test_the_loss_is_that_of_plain_forwards(count: int, stride: int) -> None:
 def test_every_grid_finds_the_same_loss(rank_pools: Callable[[int], RankPool], grid: str) -> None:
     pool = rank_pools(2 if grid == "tp2" else 4)
     for count, stride in ((131, 12), (131, 7), (30, 12)):
-        expected = score(0, 1, {}, count, stride)
-        for found in pool.run(score, GRIDS[grid], count, stride):
+        expected = score_on(0, 1, {}, count, stride)
+        for found in pool.run(score_on, GRIDS[grid], count, stride):
             assert found.num_tokens == expected.num_tokens
             assert found.loss == pytest.approx(expected.loss, rel=1e-10)
 

@@ -83,7 +83,7 @@ def test_gradients_are_clipped_only_above_the_norm(share):
         )
 
 
-def test_weight_decay_spares_norms_and_biases_unless_asked():
+def test_weight_decay_spares_norms_and_biases():
     model = build(qk_layernorm=True, untie_embeddings_and_output_weights=True)
     groups = {
         group["name"]: group["weight_decay"] for group in build_optimizer(model, "adamw", weight_decay=0.3).param_groups
@@ -94,8 +94,6 @@ def test_weight_decay_spares_norms_and_biases_unless_asked():
     expected |= {"embedding.word_embeddings.weight", "embedding.position_embeddings.weight", "output_layer.weight"}
     assert decayed == expected
     assert {decay for name, decay in groups.items() if name not in decayed} == {0.0}
-    everything = build_optimizer(model, "adamw", weight_decay=0.3, decay_norms_and_biases=True).param_groups
-    assert {group["weight_decay"] for group in everything} == {0.3}
 
 
 def test_adamw_decays_apart_from_the_gradient():
