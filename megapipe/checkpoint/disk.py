@@ -17,6 +17,11 @@ def temporary_name(name: str) -> str:
     return f".{name}.tmp-{secrets.token_hex(8)}"
 
 
+def reason(error: OSError) -> str:
+    """Return the text of an error of the file system, with its number."""
+    return f"{error.strerror} (errno {error.errno})" if error.errno else str(error)
+
+
 class Disk:
     """File system operations that reach the device before they return. Every method may raise OSError.
 

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from megapipe.checkpoint.disk import Disk, temporary_name
+from megapipe.checkpoint.disk import Disk, reason, temporary_name
 from megapipe.checkpoint.manifest import Manifest, read_manifest
 from megapipe.config.config import Config
 from megapipe.config.load import from_yaml
@@ -254,7 +254,7 @@ def prepare_root(root: Path, step: int, damaged: Sequence[int] = ()) -> tuple[st
         probe.write_bytes(b"")
         probe.unlink()
     except OSError as error:
-        raise CheckpointError(f"--save {root} cannot be written: {error.strerror} (errno {error.errno})") from None
+        raise CheckpointError(f"--save {root} cannot be written: {reason(error)}") from None
     remarks = [*remove_leftovers(root)]
     for other in damaged:
         path = root / folder_name(other)
@@ -290,8 +290,8 @@ def remove_leftovers(root: Path) -> tuple[str, ...]:
         try:
             shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
         except OSError as error:
-            reason = f"left by an interrupted save, cannot be removed: {error.strerror}"
-            raise CheckpointError(f"{entry}, {reason}") from None
+            left = f"{entry}, left by an interrupted save,"
+            raise CheckpointError(f"{left} cannot be removed: {error.strerror}") from None
         remarks.append(f"removed {entry}, left by an interrupted {'removal' if '.removed-' in entry.name else 'save'}")
     return tuple(remarks)
 

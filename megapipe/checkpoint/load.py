@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import os
 import zlib
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -75,7 +74,7 @@ def _load(folder: CheckpointFolder, wanted: list[TensorBox], may_round: bool) ->
     with ShardReader(folder.path, folder.manifest.block_bytes) as reader:
         copied = reader.copy_all(requests)
     for name, targets in by_name.items():
-        missing = sum(target.box.num_elements for target in targets) - copied.get(name, 0)
+        missing = sum(target.box.num_elements for target in targets) - copied[name]
         if missing:
             shape = folder.manifest.tensors[name].shape
             size = f"of shape {list(shape)} ({math.prod(shape)} elements)"
@@ -95,14 +94,10 @@ class ReadRequest:
 
 @dataclass(frozen=True)
 class _BlockRange:
-    """Bytes [low, high) of a saved box, starting at its block `first_block`.
-
-    common: each target with the box that it shares with the saved box.
-    """
+    """Bytes [low, high) of a saved box: whole blocks. common: each target with the box that it shares with it."""
 
     request: ReadRequest
     common: tuple[tuple[TensorBox, Box], ...]
-    first_block: int
     low: int
     high: int
 
@@ -123,22 +118,22 @@ class ShardReader:
         for descriptor in self._descriptors.values():
             os.close(descriptor)
 
-    def copy_all(self, requests: Iterable[ReadRequest]) -> dict[str, int]:
+    def copy_all(self, requests: Iterable[ReadRequest]) -> Counter[str]:
         """Copy the requested elements into their targets, in the order given. Returns the elements copied per tensor.
 
         Reads only the blocks that hold a requested element, and has the kernel read the next ones while it checks
         these. Raises DamageError naming file and tensor.
         """
-        copied: dict[str, int] = {}
+        copied: Counter[str] = Counter()
         ahead: deque[_BlockRange] = deque()
-        for blocks in itertools.chain((blocks for request in requests for blocks in self._ranges(request)), [None]):
-            if blocks is not None:
-                self._read_ahead(blocks)
-                ahead.append(blocks)
-            while ahead and (blocks is None or len(ahead) > READS_AHEAD):
+        for blocks in (blocks for request in requests for blocks in self._ranges(request)):
+            self._read_ahead(blocks)
+            ahead.append(blocks)
+            if len(ahead) > READS_AHEAD:
                 first = ahead.popleft()
-                name = first.request.name
-                copied[name] = copied.get(name, 0) + self._copy(first)
+                copied[first.request.name] += self._copy(first)
+        for blocks in ahead:
+            copied[blocks.request.name] += self._copy(blocks)
         return copied
 
     def _ranges(self, request: ReadRequest) -> Iterator[_BlockRange]:
@@ -152,7 +147,7 @@ class ShardReader:
             needed.update(range(first * item // block_bytes, (stop * item - 1) // block_bytes + 1))
         for start, stop in _runs(sorted(needed), max(1, READ_BYTES // block_bytes)):
             high = min(stop * block_bytes, saved.box.num_elements * item)
-            yield _BlockRange(request, common, start, start * block_bytes, high)
+            yield _BlockRange(request, common, start * block_bytes, high)
 
     def _read_ahead(self, blocks: _BlockRange) -> None:
         if hasattr(os, "posix_fadvise"):
@@ -207,7 +202,7 @@ class ShardReader:
             done += count
         for start in range(0, len(content), self._block_bytes):
             block = content[start : start + self._block_bytes]
-            found, expected = zlib.crc32(block), saved.crc32[blocks.first_block + start // self._block_bytes]
+            found, expected = zlib.crc32(block), saved.crc32[(blocks.low + start) // self._block_bytes]
             if found != expected:
                 raise DamageError(
                     f"{where} is damaged: {len(block)} bytes from byte {begin + start} of the file on have checksum "

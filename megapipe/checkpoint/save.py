@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megapipe.checkpoint.disk import Disk, temporary_name
+from megapipe.checkpoint.disk import Disk, reason, temporary_name
 from megapipe.checkpoint.folder import (
     CONFIG_NAME,
     KEEP_ALL,
@@ -78,20 +78,22 @@ class Extras:
     tokenizer: Mapping[str, bytes] = field(default_factory=dict)
 
 
+@dataclass
 class Attempt:
     """The steps of one save on this rank. keep: which older checkpoints to keep once this one is complete.
 
     No method communicates, so that each can run in a thread. An error is returned, to be sent to all ranks.
     """
 
-    def __init__(self, disk: Disk, root: Path, step: int, extras: Extras, keep: Retention, block_bytes: int) -> None:
-        self.disk = disk
-        self.root = root
-        self.step = step
-        self.extras = extras
-        self.keep = keep
-        self.block_bytes = block_bytes
-        self.final = root / folder_name(step)
+    disk: Disk
+    root: Path
+    step: int
+    extras: Extras
+    keep: Retention
+    block_bytes: int
+
+    def __post_init__(self) -> None:
+        self.final = self.root / folder_name(self.step)
         self.started = time.monotonic()
 
     def begin(self) -> Path | SaveReport | CheckpointError:
@@ -113,7 +115,7 @@ class Attempt:
             temporary = self.root / temporary_name(self.final.name)
             self.disk.make_folder(temporary)
         except OSError as error:
-            return CheckpointError(f"cannot save in {self.root}: {_reason(error)}; {INTACT}")
+            return CheckpointError(f"cannot save in {self.root}: {reason(error)}; {INTACT}")
         return temporary
 
     def write(self, temporary: Path, tensors: Sequence[TensorBox], global_rank: int) -> ShardResult:
@@ -127,7 +129,7 @@ class Attempt:
             seen = f"rank {global_rank} does not see {temporary}, which rank 0 created"
             return CheckpointError(f"{seen}: {NOT_SHARED}; {INTACT}")
         except OSError as error:
-            return CheckpointError(f"rank {global_rank} cannot write {path}: {_reason(error)}; {INTACT}")
+            return CheckpointError(f"rank {global_rank} cannot write {path}: {reason(error)}; {INTACT}")
 
     def finish(self, temporary: Path, written: Sequence[ShardResult]) -> SaveReport | CheckpointError:
         """Commit the checkpoint and remove old ones, or clean up and return the error. For rank 0."""
@@ -136,13 +138,13 @@ class Attempt:
         except CheckpointError as error:
             return CheckpointError(f"{error}{self._clean_up(temporary)}")
         except OSError as error:
-            message = f"rank 0 cannot write {error.filename or temporary}: {_reason(error)}; {INTACT}"
+            message = f"rank 0 cannot write {error.filename or temporary}: {reason(error)}; {INTACT}"
             return CheckpointError(message + self._clean_up(temporary))
         try:
             self.disk.replace_file(self.root / LATEST_NAME, f"{self.final.name}\n".encode())
             removed = remove_old(self.disk, self.root, self.keep, self.step)
         except OSError as error:
-            failed = f"then {error.filename or self.root} failed: {_reason(error)}"
+            failed = f"then {error.filename or self.root} failed: {reason(error)}"
             return CheckpointError(f"{self.final} is complete, but {failed}")
         return SaveReport(self.final, manifest.num_bytes, time.monotonic() - self.started, removed)
 
@@ -183,7 +185,7 @@ class Attempt:
             if temporary.exists():
                 self.disk.remove(temporary)
         except OSError as error:
-            return f" ({temporary} could not be removed: {_reason(error)}; the next start will try again)"
+            return f" ({temporary} could not be removed: {reason(error)}; the next start will try again)"
         return ""
 
 
@@ -202,10 +204,6 @@ def _merge(parts: Sequence[tuple[str, SavedTensor]]) -> dict[str, SavedTensor]:
         check_covered(name, shape, [saved.box for saved in boxes])
         tensors[name] = SavedTensor(dtype, shape, boxes)
     return tensors
-
-
-def _reason(error: OSError) -> str:
-    return f"{error.strerror} (errno {error.errno})" if error.errno else str(error)
 
 
 def save_checkpoint(
@@ -251,8 +249,7 @@ class BackgroundSave:
     def __init__(self, attempt: Attempt, tensors: Iterable[TensorBox], group: Group, staging: Staging) -> None:
         began = time.monotonic()
         self.step = attempt.step
-        self._attempt = attempt
-        self._group = group
+        self._attempt, self._group = attempt, group
         self._report: SaveReport | None = None
         self._result: Any = None
         self._writing = True
@@ -283,10 +280,11 @@ class BackgroundSave:
         if self._writing:
             self._writing = False
             written = gather_objects(self._result, self._group)
-            is_first = self._group.rank == 0
-            failed = f"rank 0 cannot commit {self._temporary}"
-            commit = lambda: self._attempt.finish(self._temporary, written) if is_first else None  # noqa: E731
-            self._start(commit, "checkpoint commit", failed)
+
+            def commit() -> SaveReport | CheckpointError | None:
+                return self._attempt.finish(self._temporary, written) if self._group.rank == 0 else None
+
+            self._start(commit, "checkpoint commit", f"rank 0 cannot commit {self._temporary}")
             return None
         report: SaveReport = from_rank_0(self._result, self._group)
         return dataclasses.replace(report, waited_seconds=self._waited_seconds)

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from megapipe.checkpoint.disk import Disk
+from megapipe.checkpoint.disk import Disk, reason
 from megapipe.checkpoint.folder import find_checkpoint, read_rollbacks, rollbacks_before
 from megapipe.errors import CheckpointError, NoProgressError
 
@@ -71,7 +71,7 @@ def count_start(root: Path, job: str | None, is_restart: bool, disk: Disk | None
         disk.make_parents(root / STARTS_NAME)
         disk.replace_file(root / STARTS_NAME, json.dumps(asdict(starts)).encode())
     except OSError as error:
-        raise CheckpointError(f"--save {root} cannot be written: {error.strerror} (errno {error.errno})") from None
+        raise CheckpointError(f"--save {root} cannot be written: {reason(error)}") from None
     return starts
 
 

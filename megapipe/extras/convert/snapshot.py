@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -19,7 +18,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from megapipe.checkpoint.disk import Disk
+from megapipe.checkpoint.disk import Disk, reason, temporary_name
 from megapipe.checkpoint.folder import (
     TOKENIZER_NAME,
     CheckpointFolder,
@@ -258,7 +257,7 @@ def new_folder(folder: Path) -> Iterator[tuple[Disk, Path]]:
     """
     if folder.exists():
         raise CheckpointError(f"{folder} already exists; converting never overwrites: choose another target")
-    disk, temporary = Disk(), folder.with_name(f".{folder.name}.tmp-{secrets.token_hex(4)}")
+    disk, temporary = Disk(), folder.with_name(temporary_name(folder.name))
     try:
         disk.make_folder(temporary)
         try:
@@ -270,4 +269,4 @@ def new_folder(folder: Path) -> Iterator[tuple[Disk, Path]]:
                 disk.remove(temporary)
             raise
     except OSError as error:
-        raise CheckpointError(f"{folder} cannot be written: {error.strerror} (errno {error.errno})") from None
+        raise CheckpointError(f"{folder} cannot be written: {reason(error)}") from None
