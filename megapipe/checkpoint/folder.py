@@ -80,34 +80,26 @@ def steps_in(root: Path) -> list[int]:
 
 @dataclass(frozen=True)
 class Rollback:
-    """One rollback.
+    """One rollback."""
 
-    number: counted from 1. from_step: last step of the abandoned part of the run. to_step: step that the run resumed
-    from. first_sample, past_sample: range of the data set that is skipped from then on. time: Unix seconds. account:
-    of the run after the rollback (train.state.Account).
-    """
-
-    number: int
-    from_step: int
-    to_step: int
-    first_sample: int
+    number: int  # counted from 1
+    from_step: int  # last step of the abandoned part of the run
+    to_step: int  # step that the run resumed from
+    first_sample: int  # the samples [first_sample, past_sample) of the data set are skipped from then on
     past_sample: int
     reason: str
-    time: float
-    account: dict[str, Any]
+    time: float  # Unix seconds
+    account: dict[str, Any]  # of the run after the rollback (train.state.Account)
 
 
 def read_rollbacks(root: Path) -> tuple[Rollback, ...]:
-    """Return all rollbacks, oldest first, or none if there is no file.
-
-    Raises CheckpointError for a damaged file: ignoring it would load abandoned weights.
-    """
+    """Return all rollbacks, oldest first, or none if there is no file. Raises CheckpointError for a damaged file."""
     path = root / ROLLBACKS_NAME
     try:
         return tuple(Rollback(**entry) for entry in json.loads(path.read_text(encoding="utf-8")))
     except FileNotFoundError:
         return ()
-    except (OSError, ValueError, TypeError) as error:
+    except (OSError, ValueError, TypeError) as error:  # ignoring it would load abandoned weights
         raise CheckpointError(f"{path} cannot be read: {error}") from None
 
 
@@ -128,10 +120,8 @@ def rollbacks_before(state: dict[str, Any]) -> int:
 
 
 def account_of(state: dict[str, Any], rollbacks: Sequence[Rollback]) -> dict[str, Any] | None:
-    """Return the account with which a run resumes from a checkpoint's state.
-
-    This is the account of the last rollback if it came after the checkpoint, else the checkpoint's own; None if an
-    older version wrote the checkpoint without one.
+    """Return the account with which a run resumes from a checkpoint's state: that of the last rollback if it came
+    after the checkpoint, else the checkpoint's own; None if an older version wrote the checkpoint without one.
     """
     before = rollbacks_before(state)
     is_newer = bool(rollbacks) and rollbacks[-1].number > before
@@ -141,10 +131,7 @@ def account_of(state: dict[str, Any], rollbacks: Sequence[Rollback]) -> dict[str
 
 
 def open_folder(path: Path) -> CheckpointFolder:
-    """Open the checkpoint in a folder. Checks the manifest and file sizes, not the contents.
-
-    Raises CheckpointError naming the file that is missing, truncated or damaged.
-    """
+    """Open a folder, checking manifest and file sizes, not contents. Raises CheckpointError naming a damaged file."""
     manifest = read_manifest(path)
     for name, file in manifest.files.items():
         try:
@@ -209,10 +196,7 @@ def read_latest(root: Path) -> str | None:
 
 
 def checkpoint_config(root: Path, step: int | None = None) -> tuple[Config, Path]:
-    """Return the saved configuration and the checkpoint's folder.
-
-    Raises CheckpointError if there is no checkpoint or its configuration cannot be read.
-    """
+    """Return the saved configuration and the checkpoint's folder. Raises CheckpointError if there is none."""
     found = find_checkpoint(root, step)
     if found is None:
         raise CheckpointError(f"--use-checkpoint-args: {root} holds no checkpoint")

@@ -22,15 +22,12 @@ ITEM_BYTES = {dtype.safetensors_name: dtype.num_bytes for dtype in TENSOR_DTYPES
 
 @dataclass(frozen=True)
 class SavedBox:
-    """A rectangle of a tensor, stored row-major in `file` from byte `start` on.
-
-    crc32: checksum of each block of Manifest.block_bytes bytes; the last block may be shorter.
-    """
+    """A rectangle of a tensor, stored row-major in `file` from byte `start` on."""
 
     file: str
     box: Box
     start: int
-    crc32: tuple[int, ...]
+    crc32: tuple[int, ...]  # of each block of Manifest.block_bytes bytes; the last block may be shorter
 
 
 @dataclass(frozen=True)
@@ -71,18 +68,14 @@ class SavedFile:
 
 @dataclass(frozen=True)
 class Manifest:
-    """The content of one checkpoint.
-
-    world_size: number of ranks that wrote it. state: run state other than tensors, plain JSON values. files, tensors:
-    by name; a tensor's name is `key/parameter`.
-    """
+    """The content of one checkpoint."""
 
     step: int
-    world_size: int
+    world_size: int  # ranks that wrote it
     block_bytes: int
-    state: dict[str, Any]
+    state: dict[str, Any]  # run state other than tensors, plain JSON values
     files: Mapping[str, SavedFile]
-    tensors: Mapping[str, SavedTensor]
+    tensors: Mapping[str, SavedTensor]  # by `key/parameter`
 
     @property
     def num_bytes(self) -> int:

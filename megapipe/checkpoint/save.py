@@ -36,6 +36,7 @@ from megapipe.checkpoint.folder import (
     TOKENIZER_NAME,
     Retention,
     folder_name,
+    is_complete,
     open_folder,
     remove_old,
 )
@@ -54,19 +55,14 @@ ShardResult = WrittenShard | CheckpointError | None  # of one rank: None if it h
 
 @dataclass(frozen=True)
 class SaveReport:
-    """The outcome of a successful save.
-
-    path: of the checkpoint. num_bytes: of all files of all ranks. seconds: duration of the save. removed: old
-    checkpoints. remark: set if nothing had to be written. waited_seconds: time that training was blocked, if the save
-    ran in background.
-    """
+    """The outcome of a successful save."""
 
     path: Path
-    num_bytes: int
+    num_bytes: int  # of all files of all ranks
     seconds: float
-    removed: tuple[Path, ...] = ()
-    remark: str = ""
-    waited_seconds: float | None = None
+    removed: tuple[Path, ...] = ()  # old checkpoints
+    remark: str = ""  # set if nothing had to be written
+    waited_seconds: float | None = None  # time that training was blocked, if the save ran in background
 
 
 @dataclass(frozen=True)
@@ -99,19 +95,15 @@ class Attempt:
     def begin(self) -> Path | SaveReport | CheckpointError:
         """Create and return the temporary folder, or report that this checkpoint already exists. For rank 0."""
         try:
-            if self.final.exists():
-                try:
-                    manifest = open_folder(self.final).manifest
-                except CheckpointError:  # not a valid checkpoint, but someone may want to look at it
-                    self.disk.rename(self.final, self.root / f"{self.final.name}.damaged-{secrets.token_hex(4)}")
-                else:
-                    if manifest.state == self.extras.state:
-                        remark = f"{self.final} was already saved and is complete"
-                        return SaveReport(self.final, manifest.num_bytes, 0.0, (), remark)
-                    return CheckpointError(
-                        f"{self.final} already exists with another state; saving never overwrites; choose another "
-                        "--save or move it away"
-                    )
+            if self.final.exists() and not is_complete(self.final):  # someone may want to look at it
+                self.disk.rename(self.final, self.root / f"{self.final.name}.damaged-{secrets.token_hex(4)}")
+            elif self.final.exists():
+                manifest = open_folder(self.final).manifest
+                if manifest.state == self.extras.state:
+                    remark = f"{self.final} was already saved and is complete"
+                    return SaveReport(self.final, manifest.num_bytes, 0.0, (), remark)
+                rule = "saving never overwrites; choose another --save or move it away"
+                return CheckpointError(f"{self.final} already exists with another state; {rule}")
             temporary = self.root / temporary_name(self.final.name)
             self.disk.make_folder(temporary)
         except OSError as error:
@@ -159,9 +151,8 @@ class Attempt:
             found = path.stat().st_size if path.exists() else None
             if found != expected:
                 seen = "does not see" if found is None else f"sees {found} bytes of"
-                raise CheckpointError(
-                    f"rank 0 {seen} {path}, to which its rank wrote {expected} bytes: {NOT_SHARED}; {INTACT}"
-                )
+                problem = f"rank 0 {seen} {path}, to which its rank wrote {expected} bytes"
+                raise CheckpointError(f"{problem}: {NOT_SHARED}; {INTACT}")
         files = {shard.name: shard.file for shard in shards}
         contents = {CONFIG_NAME: self.extras.config_text.encode()}
         contents |= {f"{TOKENIZER_NAME}/{name}": content for name, content in self.extras.tokenizer.items()}

@@ -29,22 +29,17 @@ DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 @dataclass(frozen=True)
 class TensorBox:
-    """A box and its values.
+    """A box and its values."""
 
-    name: `key/parameter`. shape: of the global tensor, without vocabulary padding. values: [box.num_elements],
-    row-major and contiguous.
-    """
-
-    name: str
-    shape: tuple[int, ...]
+    name: str  # `key/parameter`
+    shape: tuple[int, ...]  # of the global tensor, without vocabulary padding
     box: Box
-    values: Tensor
+    values: Tensor  # [box.num_elements], row-major and contiguous
 
     def __post_init__(self) -> None:
         if self.values.numel() != self.box.num_elements or not self.values.is_contiguous():
-            raise ValueError(
-                f"{self.name}: {tuple(self.values.shape)} values with strides {self.values.stride()} for {self.box}"
-            )
+            shape, strides = tuple(self.values.shape), self.values.stride()
+            raise ValueError(f"{self.name}: {shape} values with strides {strides} for {self.box}")
 
     @property
     def num_bytes(self) -> int:
@@ -61,10 +56,7 @@ def unpadded_box(piece: Piece) -> Box | None:
 
 
 def tensor_box(key: str, piece: Piece, values: Tensor) -> TensorBox | None:
-    """Return a piece of a parameter or of optimizer state without padding, or None if all of it is padding.
-
-    values: [piece.box.num_elements], of which the result is a view.
-    """
+    """Return a view of a piece's values [piece.box.num_elements] without padding, or None if all are padding."""
     box = unpadded_box(piece)
     if box is None:
         return None

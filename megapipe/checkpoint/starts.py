@@ -23,19 +23,13 @@ MAX_STARTS = 2  # from the same checkpoint
 
 @dataclass(frozen=True)
 class Starts:
-    """Consecutive starts of a job without progress from one to the next, oldest first.
+    """Consecutive starts of a job without progress from one to the next, oldest first."""
 
-    job: its name, if the launcher gives one. step: newest complete checkpoint, -1 without one. rollbacks:
-    number made so far; after a rollback the newest checkpoint is an older one although the run has made progress.
-    times: Unix seconds. is_restart: the last start was an automatic restart of the job, not one that a person asked
-    for.
-    """
-
-    job: str | None
-    step: int
-    rollbacks: int
-    times: tuple[float, ...]
-    is_restart: bool = False
+    job: str | None  # its name, if the launcher gives one
+    step: int  # newest complete checkpoint, -1 without one
+    rollbacks: int  # made so far; after one, the newest checkpoint is an older one although the run has made progress
+    times: tuple[float, ...]  # Unix seconds
+    is_restart: bool = False  # the last start was an automatic restart of the job, not one that a person asked for
 
     @property
     def exhausted(self) -> bool:

@@ -46,10 +46,7 @@ STEP_FOLDER = re.compile(r"step[-_]?(\d+)")
 
 
 def find(root: Path, step: int | None = None) -> Path | None:
-    """Return root itself or its newest `step-N`, or None if neither is a folder of torch.distributed.checkpoint.
-
-    Megatron's folders, which have another layout, do not count.
-    """
+    """Return root or its newest `step-N`, whichever torch.distributed.checkpoint wrote (not Megatron's), or None."""
     if (root / METADATA).exists():
         return None if (root / COMMON).exists() else root
     matches = ((STEP_FOLDER.fullmatch(path.parent.name), path.parent) for path in root.glob(f"*/{METADATA}"))
@@ -58,10 +55,7 @@ def find(root: Path, step: int | None = None) -> Path | None:
 
 
 def write(snapshot: Snapshot, folder: Path) -> Path:
-    """Write a new folder for torch.distributed.checkpoint.load atomically, with config.yaml and the tokenizer's files.
-
-    Raises CheckpointError if the folder exists or cannot be written.
-    """
+    """Write a new folder atomically, with config.yaml and the tokenizer's files. Raises CheckpointError."""
     from megapipe.comm.torch_checkpoint import save_state_dict  # its import takes as long as all others together
 
     with new_folder(folder) as (disk, temporary):
@@ -107,12 +101,11 @@ def read(root: Path, step: int | None = None, config_file: Path | None = None, w
     prefix = MODEL if any(name.startswith(MODEL) for name in stored) else ""
     config = _config(folder, config_file, stored, prefix)
     parameters = model_parameters(unpadded(config.model), sequence_parallel=False)
-    state_names = () if weights_only else tuple(name for name in stored if name.startswith(STATE))
-    moments = {
-        ours: theirs for ours, theirs in MOMENTS.items() if any(name.endswith(f".{theirs}") for name in state_names)
-    }
+    state_names = [name for name in stored if name.startswith(STATE)]
+    kinds = set() if weights_only else {name.rpartition(".")[2] for name in state_names}
+    moments = {ours: theirs for ours, theirs in MOMENTS.items() if theirs in kinds}
     tensors: dict[str, LazyTensor] = {}
-    used = {name for name in stored if name.startswith(STATE) and name.endswith(f".{STEP}")}
+    used = {name for name in state_names if name.endswith(f".{STEP}")}
     for spec in parameters:
         names = {"master": prefix + spec.name}
         names |= {ours: f"{STATE}{spec.name}.{theirs}" for ours, theirs in moments.items()}
@@ -176,8 +169,11 @@ def _fill_state(
 
     position = state["training"]
     for key in position:  # stored as a value or as a tensor of one element
-        name = TRAIN + key
-        number = stored[name].detach().item() if name in stored else values[name].read() if name in values else None
+        name, number = TRAIN + key, None
+        if name in stored:
+            number = stored[name].detach().item()
+        elif name in values:
+            number = values[name].read()
         position[key] = None if number is None else int(number)
     # fill in the counts that another program does not store
     steps = {f"{STATE}{name}.{STEP}" for name in optimized} & stored.keys()

@@ -64,30 +64,24 @@ THETA, SCALING, PARAMETERS, PARTIAL = "rope_theta", "rope_scaling", "rope_parame
 LENGTH = "original_max_position_embeddings"
 FACTOR = {"factor": ("rope_scaling_factor", None)}
 ORIGINAL_LENGTH = {LENGTH: ("rope_original_max_position_embeddings", None)}
-# their rope_type -> (ours, their key -> (our field, default or None: required))
-ROPE_TYPES: dict[str, tuple[str, dict[str, tuple[str, float | None]]]] = {
-    "default": ("none", {}),
-    "linear": ("linear", {**FACTOR}),
-    "llama3": (
-        "llama3",
-        {
-            **FACTOR,
-            "low_freq_factor": ("rope_low_freq_factor", None),
-            "high_freq_factor": ("rope_high_freq_factor", None),
-            **ORIGINAL_LENGTH,
-        },
-    ),
-    "yarn": (
-        "yarn",
-        {
-            **FACTOR,
-            "beta_fast": ("yarn_beta_fast", 32.0),
-            "beta_slow": ("yarn_beta_slow", 1.0),
-            "mscale": ("yarn_mscale", 1.0),
-            "mscale_all_dim": ("yarn_mscale_all_dim", 0.0),
-            **ORIGINAL_LENGTH,
-        },
-    ),
+# their rope_type, which is ours but for default, our none -> their key -> (our field, default or None: required)
+ROPE_TYPES: dict[str, dict[str, tuple[str, float | None]]] = {
+    "default": {},
+    "linear": {**FACTOR},
+    "llama3": {
+        **FACTOR,
+        "low_freq_factor": ("rope_low_freq_factor", None),
+        "high_freq_factor": ("rope_high_freq_factor", None),
+        **ORIGINAL_LENGTH,
+    },
+    "yarn": {
+        **FACTOR,
+        "beta_fast": ("yarn_beta_fast", 32.0),
+        "beta_slow": ("yarn_beta_slow", 1.0),
+        "mscale": ("yarn_mscale", 1.0),
+        "mscale_all_dim": ("yarn_mscale_all_dim", 0.0),
+        **ORIGINAL_LENGTH,
+    },
 }
 
 
@@ -102,7 +96,7 @@ def read_rope(settings: Settings) -> dict[str, Any]:
     scaling.pop("type", None)
     if kind not in ROPE_TYPES:
         raise ConfigError(f"rope_type {kind!r} cannot be expressed; it can be {', '.join(ROPE_TYPES)}")
-    ours, keys = ROPE_TYPES[kind]
+    ours = "none" if kind == "default" else kind
     fields = {"position_embedding_type": "rope", "rotary_base": float(base), "rope_scaling_type": ours}
     if kind == "yarn":  # keys that state what is always so here
         scaling.setdefault(LENGTH, settings.get("max_position_embeddings"))
@@ -113,10 +107,9 @@ def read_rope(settings: Settings) -> dict[str, Any]:
         if given is not None:
             here = 0.1 * math.log(scaling["factor"]) + 1.0
             if scaling.get("mscale") or scaling.get("mscale_all_dim") or not math.isclose(given, here, rel_tol=1e-9):
-                raise ConfigError(
-                    f"rope_type yarn: attention_factor {given} cannot be expressed: it is 0.1 ln(factor) + 1 = {here}"
-                )
-    for name, (field, default) in keys.items():
+                rule = f"it is 0.1 ln(factor) + 1 = {here}"
+                raise ConfigError(f"rope_type yarn: attention_factor {given} cannot be expressed: {rule}")
+    for name, (field, default) in ROPE_TYPES[kind].items():
         value = scaling.pop(name, None)
         value = default if value is None else value
         if value is None:
@@ -129,8 +122,8 @@ def read_rope(settings: Settings) -> dict[str, Any]:
 
 def write_rope(model: ModelConfig) -> dict[str, Any]:
     """Return keys as in transformers 4, which both versions read."""
-    kind = next(theirs for theirs, (ours, _) in ROPE_TYPES.items() if ours == model.rope_scaling_type)
-    scaling = {name: getattr(model, field) for name, (field, _) in ROPE_TYPES[kind][1].items()}
+    kind = "default" if model.rope_scaling_type == "none" else model.rope_scaling_type
+    scaling = {name: getattr(model, field) for name, (field, _) in ROPE_TYPES[kind].items()}
     if kind == "yarn" and not model.yarn_mscale_all_dim:  # transformers takes both or neither
         del scaling["mscale"], scaling["mscale_all_dim"]
     return {THETA: model.rotary_base, SCALING: {"rope_type": kind, **scaling} if kind != "default" else None}
@@ -141,10 +134,7 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 
 
 def read_window_by_layer(settings: Settings) -> dict[str, Any]:
-    """Read Qwen's sliding window, the same in all layers.
-
-    Their layers have one from max_window_layers on if use_sliding_window, or as layer_types says.
-    """
+    """Read Qwen's sliding window: with use_sliding_window from layer max_window_layers on, or as layer_types says."""
     window = settings.get(WINDOW, 4096) if settings.get(USE, False) else None
     types = settings.get(TYPES)
     if types is None:
@@ -211,24 +201,17 @@ GPT2_RULES = (
 
 @dataclass(frozen=True)
 class Family:
-    """One architecture.
-
-    rows, rules: its tables of tensors and settings. prefix: missing from all names if the base model was saved
-    without its head. buffers: suffixes of tensors that are not learned (masks, frequencies), which are skipped.
-    """
+    """One architecture, with its tables of tensors (rows) and settings (rules)."""
 
     architecture: str
     model_type: str
     rows: tuple[Row, ...]
     rules: tuple[Rule, ...]
-    prefix: str
-    buffers: tuple[str, ...]
+    prefix: str  # missing from all names if the base model was saved without its head
+    buffers: tuple[str, ...]  # suffixes of tensors that are not learned (masks, frequencies), which are skipped
 
     def read(self, theirs: Settings, ignored: frozenset[str] = frozenset()) -> ModelConfig:
-        """Return our model section.
-
-        Raises ConfigError naming a key that cannot be expressed, or is neither known nor in `ignored`.
-        """
+        """Return our model section. Raises ConfigError naming a key that is unknown or cannot be expressed."""
         known = {name for rule in self.rules for name in rule.keys} | INERT | ignored
         unknown = [name for name in theirs if name not in known]
         if unknown:

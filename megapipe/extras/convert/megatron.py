@@ -97,9 +97,7 @@ def read_rope_scaling(args: Settings) -> dict[str, Any]:
     """Read linear scaling, or Llama 3's, whose other parameters are fixed."""
     linear, llama3 = args.get(LINEAR), args.get(LLAMA3)
     if linear and llama3:
-        raise ConfigError(
-            f"{LINEAR} and {LLAMA3} together cannot be expressed: only one scaling at a time is supported"
-        )
+        raise ConfigError(f"{LINEAR} and {LLAMA3} together cannot be expressed: here there is one scaling at a time")
     if linear:
         return {"rope_scaling_type": "linear", "rope_scaling_factor": float(linear)}
     return {"rope_scaling_type": "llama3", "rope_scaling_factor": float(args.get(FACTOR) or 8.0)} if llama3 else {}
@@ -204,7 +202,7 @@ def read_config(args: Settings, vocab_size: int | None) -> Config:
         ModelConfig(**fields, vocab_size=vocab_size),
         training=TrainingConfig(**_given(args, TRAINING)),
         optimizer=OptimizerConfig(**_given(args, OPTIMIZER)),
-        precision=PrecisionConfig("bf16" if args.get("bf16") else "fp16" if args.get("fp16") else "fp32"),
+        precision=PrecisionConfig(next((dtype for dtype in ("bf16", "fp16") if args.get(dtype)), "fp32")),
     )
     check(config)
     return config
@@ -216,13 +214,10 @@ def _given(args: Settings, names: str) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class OptimizerState:
-    """The state of one rank.
+    """The state of one rank."""
 
-    tensors: of each chunk, by key and name; masters only if they are separate from the weights. num_steps: updates.
-    """
-
-    tensors: list[dict[str, dict[str, Tensor]]]
-    num_steps: int
+    tensors: list[dict[str, dict[str, Tensor]]]  # of each chunk, by key and name; masters if they are not the weights
+    num_steps: int  # updates made
     scaler: Mapping[str, Any] | None
 
 

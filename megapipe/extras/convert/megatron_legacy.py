@@ -74,13 +74,10 @@ def is_legacy(root: Path) -> bool:
 
 @dataclass(frozen=True)
 class Chunk:
-    """One model chunk of one rank.
-
-    tensors: by key ('weights', 'master', 'exp_avg', ...) and name as in the file, with the chunk's own layer numbers.
-    """
+    """One model chunk of one rank."""
 
     path: Path
-    tensors: Mapping[str, Weights]
+    tensors: Mapping[str, Weights]  # by key ('weights', 'master', 'exp_avg', ...), then by name as in the file
 
     def tensor(self, key: str, name: str, shape: tuple[int, ...]) -> Tensor:
         """Return a tensor. Raises CheckpointError if it is missing or of another kind or shape."""

@@ -1,8 +1,7 @@
 """Pickled files of other programs, read without executing anything in them.
 
 torch's weights-only reader calls only functions on its allow list. Unknown classes become inert placeholders, which
-keep their arguments and do nothing; an argparse.Namespace is read as such. So no flag to read a file unsafely is
-needed.
+keep their arguments and do nothing; an argparse.Namespace is read as such. So no flag to read files unsafely is needed.
 
 A folder of torch.distributed.checkpoint holds `*.distcp` files with tensors and values as torch.save wrote them, and a
 pickled `.metadata`, of which only shapes, dtypes and places are used. It is read without torch's own library for it.
@@ -88,10 +87,7 @@ class StoredValue:
     num_bytes: int
 
     def read(self) -> Any:
-        """Read tensors, numbers, strings, and lists, tuples and dictionaries of them.
-
-        Raises CheckpointError for all else.
-        """
+        """Read tensors, numbers, strings and containers of them. Raises CheckpointError for all else."""
         try:
             with open(self.path, "rb") as file:
                 file.seek(self.start)
@@ -142,10 +138,7 @@ class _InertUnpickler(pickle.Unpickler):
 
 
 def read_folder(folder: Path) -> tuple[dict[str, StoredTensor], dict[str, StoredValue]]:
-    """Return the tensors and the other values of a torch.distributed.checkpoint folder by name, unread.
-
-    Raises CheckpointError.
-    """
+    """Return tensors and other values of a torch.distributed.checkpoint folder, unread. Raises CheckpointError."""
     path = folder / METADATA
     try:
         with open(path, "rb") as file:
@@ -179,9 +172,8 @@ def _tensor(folder: Path, name: str, fields: Mapping[str, Any], stored: Mapping[
     dtype = state[0] if isinstance(state, tuple) else state["dtype"]  # a tuple, in older versions a dict of fields
     if not isinstance(dtype, torch.dtype):
         raise TypeError("a tensor without a dtype")
-    return StoredTensor(
-        folder, name, tuple(fields["size"]), dtype, tuple((box, stored[name, box.offset]) for box in boxes)
-    )
+    values = tuple((box, stored[name, box.offset]) for box in boxes)
+    return StoredTensor(folder, name, tuple(fields["size"]), dtype, values)
 
 
 def _fields(stand_in: Any) -> Mapping[str, Any]:

@@ -1,7 +1,4 @@
-"""`Snapshot`: a model or a whole run, which every format is read into and written from; megapipe's checkpoints as such.
-
-Tensors are read when needed.
-"""
+"""`Snapshot`: a model or a whole run, which every format is read into and written from; megapipe's own checkpoints."""
 
 from __future__ import annotations
 
@@ -96,20 +93,15 @@ class LazyTensor:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A run in megapipe's terms.
+    """A run in megapipe's terms."""
 
-    config: its model section has vocab_size. tensors: by `key/parameter`, without vocabulary padding; 'master/'
-    always, optimizer state if there is any. state: as in a manifest. files: tokenizer and other files to copy.
-    extra_settings: of config.json, without effect on the model (such as ids of special tokens). remarks: for the
-    user.
-    """
-
-    config: Config
+    config: Config  # its model section has vocab_size
+    # by `key/parameter`, without vocabulary padding: 'master/' always, optimizer state if there is any
     tensors: Mapping[str, LazyTensor]
-    state: dict[str, Any]
-    files: tuple[Path, ...] = ()
-    extra_settings: dict[str, Any] = field(default_factory=dict)
-    remarks: tuple[str, ...] = ()
+    state: dict[str, Any]  # as in a manifest
+    files: tuple[Path, ...] = ()  # tokenizer and other files to copy
+    extra_settings: dict[str, Any] = field(default_factory=dict)  # of config.json, without effect on the model
+    remarks: tuple[str, ...] = ()  # for the user
 
     @property
     def step(self) -> int:
@@ -123,9 +115,7 @@ class Snapshot:
 
     def cast(self, dtype: torch.dtype) -> Snapshot:
         """Return the snapshot with weights in another dtype; optimizer state keeps its dtype."""
-        tensors = {
-            name: tensor.to(dtype) if name.startswith("master/") else tensor for name, tensor in self.tensors.items()
-        }
+        tensors = dict(self.tensors) | {f"master/{name}": tensor.to(dtype) for name, tensor in self.weights.items()}
         name = DTYPE_NAMES[dtype]
         config = dataclasses.replace(self.config, precision=dataclasses.replace(self.config.precision, dtype=name))
         return dataclasses.replace(self, tensors=tensors, config=config, state=self.state | {"precision": name})
@@ -227,7 +217,8 @@ def write_checkpoint(snapshot: Snapshot, root: Path) -> SaveReport:
 
 def check_tied(where: Path, name: str, head: LazyTensor, embedding: LazyTensor) -> None:
     """Raise CheckpointError unless the head, stored as `name`, equals the embedding to which it is tied."""
-    if head.shape != embedding.shape or not torch.equal(head.detach(), embedding.detach()):
+    is_alike = (head.shape, head.dtype) == (embedding.shape, embedding.dtype)
+    if not is_alike or not torch.equal(head.detach(), embedding.detach()):
         raise CheckpointError(f"{where}: {name} differs from the word embedding, but the configuration ties them")
 
 

@@ -47,15 +47,11 @@ SCALING_FIELDS = {  # fields that have an effect only with these rope_scaling_ty
 
 @dataclass(frozen=True)
 class Rule:
-    """One row of a table.
+    """One row of a table."""
 
-    keys: those of the other format that the rule handles. read: their settings -> our fields; raises ConfigError
-    naming the key that cannot be expressed. write: our model, with all sizes -> their keys.
-    """
-
-    keys: tuple[str, ...]
-    read: Callable[[Settings], dict[str, Any]]
-    write: Callable[[ModelConfig], dict[str, Any]]
+    keys: tuple[str, ...]  # of the other format, that the rule handles
+    read: Callable[[Settings], dict[str, Any]]  # -> our fields; raises ConfigError naming a key without an equivalent
+    write: Callable[[ModelConfig], dict[str, Any]]  # a model with all sizes -> their keys
 
 
 REQUIRED = object()  # in place of a default
@@ -182,10 +178,7 @@ def gate_and_up(model: ModelConfig) -> Layout:
 
 
 def separate_qkv(model: ModelConfig) -> Layout:
-    """Return the layout of separate q, k and v with heads in order.
-
-    Our rows are [q_0 .. q_{n-1}, k, v] x head_dim for each query group.
-    """
+    """Return the layout of separate q, k and v; our rows are [q_0 .. q_{n-1}, k, v] x head_dim per query group."""
     groups, head_dim = model.query_groups(), model.head_size()
     rows = (model.num_attention_heads // groups * head_dim, head_dim, head_dim)  # q, k and v of one group
 
@@ -230,10 +223,7 @@ class MappedTensor:
 
 
 def map_tensors(rows: Sequence[Row], model: ResolvedModelConfig, architecture: str) -> tuple[MappedTensor, ...]:
-    """Return every parameter of a model (as `unpadded` gives it), in model order.
-
-    Raises ConfigError if the table has no row for a parameter.
-    """
+    """Return every parameter of an `unpadded` model, in model order. Raises ConfigError for one without a row."""
     by_ours = {row.ours: row for row in rows}
     mapped = []
     for spec in model_parameters(model, sequence_parallel=False):

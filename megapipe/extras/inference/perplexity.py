@@ -58,7 +58,7 @@ def windows(num_tokens: int, seq: int, stride: int) -> Iterator[Window]:
         raise ConfigError(f"--stride {stride} must be in 1 .. {seq}, the length of a window")
     if num_tokens < 2:
         raise ConfigError(
-            f"{num_tokens} tokens cannot be scored: a scored token needs one before it; give at least two"
+            f"{num_tokens} tokens cannot be scored: a token is scored by those before it; give two or more"
         )
     length = min(seq, num_tokens - 1)
     stop = length + 1  # end of the scored tokens

@@ -1,6 +1,4 @@
-"""The reference model: a GPT in one process in plain PyTorch, and its training step.
-
-Imports torch and nothing else of megapipe.
+"""The reference model: a GPT in one process in plain PyTorch, and its training step. Imports nothing of megapipe.
 
 Every parallel test and `--verify-grid` compare a grid with it, so it is written to be trusted, not to be fast:
 nn.Linear, ordinary autograd, an explicit softmax, torch.optim, no process groups, no fused kernels. It is itself

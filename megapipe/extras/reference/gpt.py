@@ -228,10 +228,7 @@ class Norm(nn.Module):
 
 
 def visible_keys(config: ReferenceConfig, tokens: Tensor, document_ids: Tensor | None) -> Tensor:
-    """Return which keys (last dim) each query sees: itself and earlier ones in its window and document.
-
-    Bool [1 or b, 1, s, s].
-    """
+    """Return which keys (last dim) each query sees, bool [1 or b, 1, s, s]: up to itself in its window and document."""
     index = torch.arange(tokens.shape[1], device=tokens.device)
     distance = index[:, None] - index  # [query, key]
     visible = distance >= 0
