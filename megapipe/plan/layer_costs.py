@@ -27,8 +27,8 @@ from megapipe.layers.attention import mean_keys
 from megapipe.layers.model import LayerSpec, ModelSpec, model_spec
 from megapipe.layers.table import comm_chunks
 from megapipe.schedule.action import Op
+from megapipe.schedule.costs import Costs
 from megapipe.schedule.partition import Partition, StageLayers
-from megapipe.schedule.simulate import Costs
 
 FORMAT = "megapipe layer times"
 VERSION = 1

@@ -13,14 +13,14 @@ from megapipe.layers.table import RankShape
 from megapipe.plan.batch import BatchSchedule
 from megapipe.plan.layer_costs import LayerCosts, flop_costs, measured_costs, stage_costs
 from megapipe.schedule.action import Op
+from megapipe.schedule.costs import AutoGoal, Costs
 from megapipe.schedule.families import SCHEDULES, build_forward_only, build_lowered
-from megapipe.schedule.generate.shape import AutoGoal
 from megapipe.schedule.lifetimes import Slots, WeightVersions, assign_slots, num_slots, weight_versions
 from megapipe.schedule.lower import give_head_start
 from megapipe.schedule.partition import Partition
 from megapipe.schedule.placement import Placement
 from megapipe.schedule.schedule import Schedule
-from megapipe.schedule.simulate import Costs, Timeline, unhindered_send_depth
+from megapipe.schedule.simulate import Timeline, unhindered_send_depth
 from megapipe.schedule.validate import validate
 from megapipe.sharding.buffers import BufferKind, BufferLayout, layout_buffers
 from megapipe.sharding.spec import ParamSpec

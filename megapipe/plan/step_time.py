@@ -26,7 +26,8 @@ from megapipe.plan.memory import offloaded_groups
 from megapipe.plan.run_plan import RunPlan
 from megapipe.plan.traffic import gather_bytes, reduction_bytes
 from megapipe.schedule.action import Op
-from megapipe.schedule.simulate import Bubble, Costs, Timeline, simulate
+from megapipe.schedule.costs import Costs
+from megapipe.schedule.simulate import Bubble, Timeline, simulate
 from megapipe.topology import Topology
 
 # bytes an element of the shard: gradient read; master and two moments read and written; bf16 weight written

@@ -25,9 +25,10 @@ from typing import NamedTuple
 from megapipe.errors import ScheduleError
 from megapipe.profile.profile import Link, MeasuredStep, Profile
 from megapipe.schedule.action import BUSY_OPS, COMPUTE_OPS, RECV_OPS, SEND_OPS, Action, Op
+from megapipe.schedule.costs import Costs
 from megapipe.schedule.dependencies import Channel, Value, channel_of, is_given, makes, needs
 from megapipe.schedule.schedule import Schedule
-from megapipe.schedule.simulate import Costs, Timeline, simulate
+from megapipe.schedule.simulate import Timeline, simulate
 
 CAUSES = {
     "equal stages": "equal stages, messages that take no time",

@@ -8,6 +8,7 @@ anything runs.
     families, generate/  the table of names and builders; the generators of compute-only rows
     lower                adds SEND, RECV and REDUCE_GRAD; lets a step start before the last one ended
     validate, machine    the proof (complete, ordered, no deadlock); the walk that proof and simulator share
+    costs                Shape, Costs, AutoGoal: the arguments of generators and simulator
     simulate, compare    Costs -> Timeline, bubbles, memory curves; all families side by side
     partition, balance   layers -> stages
 """

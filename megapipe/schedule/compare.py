@@ -8,12 +8,12 @@ from typing import Any, NamedTuple
 
 from megapipe.errors import ConfigError, ScheduleError
 from megapipe.schedule.action import Op
+from megapipe.schedule.costs import AutoGoal, Costs
 from megapipe.schedule.families import SCHEDULES, build_schedule
-from megapipe.schedule.generate.shape import AutoGoal
 from megapipe.schedule.lifetimes import peak_live_chunks
 from megapipe.schedule.lower import lower
 from megapipe.schedule.schedule import Schedule
-from megapipe.schedule.simulate import Costs, Timeline, messages_sent, peak_waiting_messages, simulate
+from megapipe.schedule.simulate import Timeline, messages_sent, peak_waiting_messages, simulate
 from megapipe.schedule.validate import validate
 
 

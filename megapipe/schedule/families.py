@@ -13,10 +13,10 @@ from functools import partial
 
 from megapipe.errors import ConfigError
 from megapipe.schedule.action import Action, Op
+from megapipe.schedule.costs import AutoGoal, Shape
 from megapipe.schedule.generate import split_backward as split
 from megapipe.schedule.generate import whole_backward as whole
 from megapipe.schedule.generate.automatic import automatic
-from megapipe.schedule.generate.shape import AutoGoal, Shape
 from megapipe.schedule.lifetimes import VersionRule, one_group_stale, stashed
 from megapipe.schedule.lower import lower
 from megapipe.schedule.placement import Placement, loop, two_directions, v_shape

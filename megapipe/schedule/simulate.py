@@ -10,66 +10,19 @@ Idle time ("bubble") is measured in two ways and reported in two forms, in docs 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import accumulate, product
+from itertools import accumulate
 from typing import NamedTuple
 
 from megapipe.errors import ScheduleError
 from megapipe.schedule.action import BUSY_OPS, COMPUTE_OPS, SEND_OPS, Op
+from megapipe.schedule.costs import Costs
 from megapipe.schedule.dependencies import Channel, channel_of
 from megapipe.schedule.lifetimes import Held, lifetimes, peak_live_chunks
 from megapipe.schedule.lower import sends_of
 from megapipe.schedule.machine import Machine
 from megapipe.schedule.schedule import Schedule, gc_paused
-
-
-@dataclass(frozen=True)
-class Costs:
-    """Seconds of each op of each stage.
-
-    seconds: for (stage, F | B | I | W) the computation; for (stage, SEND_F | SEND_B) the time a message of that stage
-    occupies its channel; for (stage, REDUCE_GRAD) the reduction. Messages and reductions that are not named take no
-    time.
-    latency_seconds: from the end of a message's transfer to its use.
-    overlap: messages and reductions overlap with the computation; otherwise a rank blocks while it sends or reduces.
-    pair_seconds: for (stage of the forward, stage of the backward) an overlapped pair; if missing, the sum of its
-    halves.
-    rank_speeds: relative compute speed of each pp_rank (1: the given seconds); empty: all 1. Messages and reductions
-    are not scaled.
-    """
-
-    seconds: Mapping[tuple[int, Op], float]
-    latency_seconds: float = 0.0
-    overlap: bool = True
-    pair_seconds: Mapping[tuple[int, int], float] = field(default_factory=dict)
-    rank_speeds: tuple[float, ...] = ()
-
-    @staticmethod
-    def equal(
-        num_stages: int,
-        forward_seconds: float = 1.0,
-        input_gradient_seconds: float = 0.5,
-        weight_gradient_seconds: float = 0.5,
-        transfer_seconds: float = 0.0,
-        latency_seconds: float = 0.0,
-        overlap: bool = True,
-        pair_seconds: float | None = None,
-    ) -> Costs:
-        """Return equal costs for every stage; a full backward takes as long as its two halves."""
-        of_op = {
-            Op.F: forward_seconds,
-            Op.B: input_gradient_seconds + weight_gradient_seconds,
-            Op.I: input_gradient_seconds,
-            Op.W: weight_gradient_seconds,
-            Op.SEND_F: transfer_seconds,
-            Op.SEND_B: transfer_seconds,
-        }
-        seconds = {(stage, op): value for stage in range(num_stages) for op, value in of_op.items()}
-        pairs = product(range(num_stages), range(num_stages))
-        of_pairs = {} if pair_seconds is None else dict.fromkeys(pairs, pair_seconds)
-        return Costs(seconds, latency_seconds, overlap, of_pairs)
 
 
 class Bubble(NamedTuple):

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from megapipe.profile.difference import CAUSES, Comparison, Idle, compare, predicted_idle, replay, total_idle
 from megapipe.profile.summary import profile_text, summarize
 from megapipe.schedule.action import Action, Op
+from megapipe.schedule.costs import Costs
 from megapipe.schedule.schedule import Schedule
-from megapipe.schedule.simulate import Costs, simulate
+from megapipe.schedule.simulate import simulate
 from tests.profile.synthetic import Seconds, even, lowered, profile_of, step_of
 
 FAMILIES = [

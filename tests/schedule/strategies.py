@@ -10,10 +10,11 @@ import random
 from hypothesis import strategies as st
 
 from megapipe.schedule.action import Action, Op
+from megapipe.schedule.costs import Costs
 from megapipe.schedule.families import SCHEDULES, build_schedule
 from megapipe.schedule.placement import Placement, linear, loop, two_directions, v_shape
 from megapipe.schedule.schedule import Schedule
-from megapipe.schedule.simulate import Costs, Timeline
+from megapipe.schedule.simulate import Timeline
 
 
 def peak_live_microbatches(timeline: Timeline) -> tuple[float, ...]:

@@ -14,10 +14,11 @@ from hypothesis import strategies as st
 
 from megapipe.schedule.action import Op
 from megapipe.schedule.balance import CutQuestion, balanced_cuts, rank_loads
+from megapipe.schedule.costs import Costs
 from megapipe.schedule.families import SCHEDULES, build_schedule
 from megapipe.schedule.partition import Partition, cut_by_stage_cost, from_counts
 from megapipe.schedule.placement import Placement, linear, loop, two_directions, v_shape
-from megapipe.schedule.simulate import Costs, simulate
+from megapipe.schedule.simulate import simulate
 
 PLACEMENTS = [
     linear(3),

@@ -15,11 +15,12 @@ from hypothesis import strategies as st
 
 from megapipe.errors import ConfigError, ScheduleError
 from megapipe.schedule.action import COMPUTE_OPS, Op
+from megapipe.schedule.costs import Costs
 from megapipe.schedule.families import SCHEDULES, build_schedule
 from megapipe.schedule.lifetimes import peak_live_chunks
 from megapipe.schedule.lower import lower
 from megapipe.schedule.schedule import Schedule, from_csv, to_csv
-from megapipe.schedule.simulate import Costs, simulate
+from megapipe.schedule.simulate import simulate
 from megapipe.schedule.validate import validate
 from tests.schedule.naive import runs
 from tests.schedule.strategies import family_schedules, family_shapes, peak_live_microbatches, uneven_costs

@@ -6,10 +6,11 @@ from hypothesis import strategies as st
 
 from megapipe.errors import ConfigError
 from megapipe.schedule.action import Op
+from megapipe.schedule.costs import Costs
 from megapipe.schedule.families import build_forward_only, build_schedule
 from megapipe.schedule.generate.whole_backward import microbatch_groups
 from megapipe.schedule.lifetimes import peak_live_chunks
-from megapipe.schedule.simulate import Costs, messages_sent, simulate
+from megapipe.schedule.simulate import messages_sent, simulate
 from tests.schedule.strategies import peak_live_microbatches, placements
 
 ranks, microbatches, chunks = st.integers(1, 8), st.integers(1, 24), st.integers(1, 4)

@@ -12,12 +12,13 @@ from hypothesis import strategies as st
 
 from megapipe.errors import ConfigError, ScheduleError
 from megapipe.schedule.action import COMPUTE_OPS, RECV_OPS, Action, Op
+from megapipe.schedule.costs import Costs
 from megapipe.schedule.families import build_lowered, build_schedule
 from megapipe.schedule.generate.whole_backward import microbatch_groups
 from megapipe.schedule.lower import give_head_start, lower
 from megapipe.schedule.placement import two_directions, v_shape
 from megapipe.schedule.schedule import Schedule, from_csv
-from megapipe.schedule.simulate import Costs, messages_sent, simulate
+from megapipe.schedule.simulate import messages_sent, simulate
 from megapipe.schedule.validate import validate
 from tests.schedule.strategies import family_schedules, named_schedules, random_schedules
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 
+from megapipe.schedule.costs import Costs
 from megapipe.schedule.families import SCHEDULES, build_schedule
 from megapipe.schedule.lower import lower
 from megapipe.schedule.machine import Machine
 from megapipe.schedule.schedule import Schedule
-from megapipe.schedule.simulate import Costs, unhindered_send_depth
+from megapipe.schedule.simulate import unhindered_send_depth
 from megapipe.schedule.validate import validate
 
 FAMILIES = [(name, family.chunks or (2 if family.takes_chunks else 1)) for name, family in SCHEDULES.items()]

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from megapipe.errors import ScheduleError
 from megapipe.schedule.action import COMPUTE_OPS, Op
+from megapipe.schedule.costs import Costs
 from megapipe.schedule.dependencies import is_given, makes, needs
 from megapipe.schedule.families import build_lowered, build_schedule
 from megapipe.schedule.lifetimes import peak_live_chunks
@@ -15,7 +16,6 @@ from megapipe.schedule.lower import lower
 from megapipe.schedule.placement import v_shape
 from megapipe.schedule.schedule import from_csv
 from megapipe.schedule.simulate import (
-    Costs,
     live_curve,
     messages_sent,
     peak_waiting_messages,

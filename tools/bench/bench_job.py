@@ -34,7 +34,8 @@ from megapipe.environment import Environment
 from megapipe.plan.resolve import resolve
 from megapipe.plan.run_plan import RunPlan
 from megapipe.schedule.action import COMPUTE_OPS, Op, parse_action
-from megapipe.schedule.simulate import Costs, simulate
+from megapipe.schedule.costs import Costs
+from megapipe.schedule.simulate import simulate
 from megapipe.train.state import Rates
 from megapipe.train.step import StepResult, TrainStep
 

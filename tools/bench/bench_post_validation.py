@@ -34,7 +34,8 @@ from megapipe.environment import read_environment
 from megapipe.pipeline.stage import StageRunner
 from megapipe.plan.resolve import resolve
 from megapipe.schedule.action import COMPUTE_OPS, Op
-from megapipe.schedule.simulate import Costs, simulate
+from megapipe.schedule.costs import Costs
+from megapipe.schedule.simulate import simulate
 from megapipe.train.state import Rates
 from megapipe.train.step import StepBatch, StepResult, train_step
 

@@ -15,8 +15,8 @@ from megapipe.extras.report.timeline import grid_text, svg
 from megapipe.formatting import text_table
 from megapipe.profile.trace import chrome_trace
 from megapipe.schedule.compare import Measures, Model, Refusal, Seconds, compare, measure
+from megapipe.schedule.costs import AutoGoal
 from megapipe.schedule.families import SCHEDULES, build_schedule, schedule_family
-from megapipe.schedule.generate.shape import AutoGoal
 from megapipe.schedule.lower import lower
 from megapipe.schedule.placement import Placement, linear, loop, two_directions, v_shape
 from megapipe.schedule.schedule import Schedule, from_csv, to_csv

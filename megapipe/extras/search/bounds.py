@@ -23,8 +23,8 @@ from megapipe.plan.layer_time import OpSeconds, head_seconds, layer_seconds
 from megapipe.plan.resolve import resolve_model
 from megapipe.plan.step_time import NORM_BYTES, OPTIMIZER_BYTES
 from megapipe.schedule.action import Op
+from megapipe.schedule.costs import Shape
 from megapipe.schedule.families import SCHEDULES
-from megapipe.schedule.generate.shape import Shape
 from megapipe.schedule.lifetimes import Held, peak_held
 from megapipe.schedule.partition import StageLayers
 

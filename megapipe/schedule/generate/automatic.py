@@ -20,12 +20,12 @@ from typing import NamedTuple
 
 from megapipe.errors import ConfigError
 from megapipe.schedule.action import COMPUTE_OPS, Action, Op
-from megapipe.schedule.generate.shape import AutoGoal, Shape
+from megapipe.schedule.costs import AutoGoal, Costs, Shape
 from megapipe.schedule.generate.split_backward import zb_h1, zb_h2
 from megapipe.schedule.lifetimes import Held, peak_held
 from megapipe.schedule.placement import loop
 from megapipe.schedule.schedule import Row, Schedule
-from megapipe.schedule.simulate import Costs, simulate
+from megapipe.schedule.simulate import simulate
 
 _UNKNOWN = math.inf
 

@@ -29,7 +29,7 @@ from typing import NamedTuple
 
 from megapipe.errors import ConfigError
 from megapipe.schedule.action import Action, Op
-from megapipe.schedule.generate.shape import Shape
+from megapipe.schedule.costs import Shape
 from megapipe.schedule.schedule import Row
 
 

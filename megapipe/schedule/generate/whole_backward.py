@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from megapipe.schedule.action import Action, Op
-from megapipe.schedule.generate.shape import Shape
+from megapipe.schedule.costs import Shape
 from megapipe.schedule.schedule import Row
 
 

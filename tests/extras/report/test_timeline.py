@@ -6,9 +6,10 @@ import pytest
 from megapipe.extras.report.timeline import COLOURS, LARGE, WAITING, grid_text, svg
 from megapipe.profile.trace import chrome_trace
 from megapipe.schedule.action import COMPUTE_OPS, SEND_OPS, Op
+from megapipe.schedule.costs import Costs
 from megapipe.schedule.families import build_lowered, build_schedule
 from megapipe.schedule.schedule import rows_text
-from megapipe.schedule.simulate import Costs, simulate
+from megapipe.schedule.simulate import simulate
 
 SVG = "{http://www.w3.org/2000/svg}"
 

@@ -9,8 +9,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from megapipe.schedule.action import COMPUTE_OPS, Action, Op
+from megapipe.schedule.costs import Costs
 from megapipe.schedule.schedule import Schedule
-from megapipe.schedule.simulate import Costs, simulate
+from megapipe.schedule.simulate import simulate
 
 Spans = Sequence[tuple[int, str, int, int, int]]  # devices.Span: stage, op, microbatch, start_ns, end_ns
 

@@ -1,0 +1,86 @@
+"""The arguments of generators and of the simulator: Shape, Costs and the AutoGoal of the automatic scheduler."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from itertools import product
+from typing import NamedTuple
+
+from megapipe.schedule.action import Op
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Seconds of each op of each stage.
+
+    seconds: for (stage, F | B | I | W) the computation; for (stage, SEND_F | SEND_B) the time a message of that stage
+    occupies its channel; for (stage, REDUCE_GRAD) the reduction. Messages and reductions that are not named take no
+    time.
+    latency_seconds: from the end of a message's transfer to its use.
+    overlap: messages and reductions overlap with the computation; otherwise a rank blocks while it sends or reduces.
+    pair_seconds: for (stage of the forward, stage of the backward) an overlapped pair; if missing, the sum of its
+    halves.
+    rank_speeds: relative speed of each pp_rank's computation, 1: the given seconds; empty: all 1.
+    """
+
+    seconds: Mapping[tuple[int, Op], float]
+    latency_seconds: float = 0.0
+    overlap: bool = True
+    pair_seconds: Mapping[tuple[int, int], float] = field(default_factory=dict)
+    rank_speeds: tuple[float, ...] = ()
+
+    @staticmethod
+    def equal(
+        num_stages: int,
+        forward_seconds: float = 1.0,
+        input_gradient_seconds: float = 0.5,
+        weight_gradient_seconds: float = 0.5,
+        transfer_seconds: float = 0.0,
+        latency_seconds: float = 0.0,
+        overlap: bool = True,
+        pair_seconds: float | None = None,
+    ) -> Costs:
+        """Return equal costs for every stage; a full backward takes as long as its two halves."""
+        of_op = {
+            Op.F: forward_seconds,
+            Op.B: input_gradient_seconds + weight_gradient_seconds,
+            Op.I: input_gradient_seconds,
+            Op.W: weight_gradient_seconds,
+            Op.SEND_F: transfer_seconds,
+            Op.SEND_B: transfer_seconds,
+        }
+        seconds = {(stage, op): value for stage in range(num_stages) for op, value in of_op.items()}
+        pairs = product(range(num_stages), range(num_stages))
+        of_pairs = {} if pair_seconds is None else dict.fromkeys(pairs, pair_seconds)
+        return Costs(seconds, latency_seconds, overlap, of_pairs)
+
+
+@dataclass(frozen=True)
+class AutoGoal:
+    """The goal of the automatic scheduler (zb-auto).
+
+    costs: seconds of F, I, W and of messages, by stage.
+    max_microbatches: the most that any rank may keep alive at once.
+    kept_for_weights: the fraction of a microbatch's activations that stays between I and W (1: all, as peak_live_chunks
+    counts).
+    has_barrier: minimize the makespan of all ranks; otherwise the time of the slowest rank, which is what chained steps
+    take.
+    tries: how many rules are tried beyond the coarse grid (None: a number that takes a few seconds).
+    """
+
+    costs: Costs
+    max_microbatches: float
+    kept_for_weights: float = 1.0
+    has_barrier: bool = False
+    tries: int | None = None
+
+
+class Shape(NamedTuple):
+    """The size of a schedule: group_size microbatches run through one of a rank's chunks before the next chunk."""
+
+    num_ranks: int
+    num_chunks: int
+    num_microbatches: int
+    group_size: int
+    goal: AutoGoal | None = None  # for the automatic scheduler
