@@ -16,19 +16,21 @@ each time: the parts add up to the whole exactly, and the cost of a cause is wha
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
+from operator import add
 from statistics import fmean, pstdev
 from typing import NamedTuple
 
 from megapipe.errors import ScheduleError
 from megapipe.profile.profile import Link, MeasuredStep, Profile
-from megapipe.schedule.action import BUSY_OPS, COMPUTE_OPS, RECV_OPS, SEND_OPS, Action, Op
+from megapipe.schedule.action import BUSY_OPS, COMPUTE_OPS, Action, Op
 from megapipe.schedule.costs import Costs
-from megapipe.schedule.dependencies import Channel, Value, channel_of, is_given, makes, needs
+from megapipe.schedule.machine import NEVER, Machine
 from megapipe.schedule.schedule import Schedule
-from megapipe.schedule.simulate import Timeline, simulate
+from megapipe.schedule.simulate import Timeline, Times, chained_idle, simulate
 
 CAUSES = {
     "equal stages": "equal stages, messages that take no time",
@@ -41,9 +43,6 @@ CAUSES = {
 }
 PREDICTED = "messages"  # the last cause that the prediction includes
 
-WAITS_FOR_INPUTS = frozenset({Op.F, Op.B, Op.I, Op.W, Op.UPDATE})
-
-Times = tuple[tuple[float, ...], ...]  # [rank][slot], seconds
 StageKey = tuple[int, ...]  # (stage,), or (forward's stage, backward's stage) of an overlapped pair
 
 
@@ -56,13 +55,6 @@ class Idle(NamedTuple):
 
     barrier: float
     chained: float
-
-
-class Cause(NamedTuple):
-    """A cause of idle time: its name (a key of CAUSES) and the idle time it adds, negative if it saves some."""
-
-    name: str
-    seconds: Idle
 
 
 @dataclass(frozen=True)
@@ -97,25 +89,18 @@ class MeasuredTimeline:
     @cached_property
     def compute_starts(self) -> Times:
         """When each slot continues after its message has arrived."""
-        return tuple(
-            tuple(map(sum, zip(*times, strict=True))) for times in zip(self.starts, self.message_waits, strict=True)
-        )
+        return tuple(tuple(map(add, *times)) for times in zip(self.starts, self.message_waits, strict=True))
 
     @cached_property
     def own_seconds(self) -> Times:
         """Time of every slot without waits. An overlapped pair has its time at its OVERLAP, its halves have none."""
         found = []
-        for rank, row in enumerate(self.schedule.rows):
-            halves = _halves(row)
-            times = zip(
-                self.starts[rank], self.ends[rank], self.message_waits[rank], self.parameter_waits[rank], strict=True
-            )
-            found.append(
-                tuple(
-                    0.0 if slot in halves else end - start - message - parameter
-                    for slot, (start, end, message, parameter) in enumerate(times)
-                )
-            )
+        measured = zip(self.ends, self.starts, self.message_waits, self.parameter_waits, strict=True)
+        for row, times in zip(self.schedule.rows, measured, strict=True):
+            own = [end - start - message - parameter for end, start, message, parameter in zip(*times, strict=True)]
+            for slot in _halves(row):
+                own[slot] = 0.0
+            found.append(tuple(own))
         return tuple(found)
 
     @cached_property
@@ -134,7 +119,7 @@ class MeasuredTimeline:
     @cached_property
     def chained_idle_seconds(self) -> tuple[float, ...]:
         """Idle time of each rank between its first and its last computation."""
-        return _chained_idle(self.schedule, self.compute_starts, self.ends, self.work_seconds)
+        return chained_idle(self.schedule, self.compute_starts, self.ends, self.work_seconds)
 
     @cached_property
     def idle(self) -> Idle:
@@ -149,38 +134,37 @@ class MeasuredTimeline:
 class Comparison:
     """One profiled step of one pipeline and its plan.
 
-    causes: from the ideal to the measured step; they sum to its idle time.
+    causes: by the names of CAUSES, the idle time that each adds, negative if it saves some; they sum to the measured.
     """
 
     measured: MeasuredTimeline
     plan: Timeline
-    causes: tuple[Cause, ...]
+    causes: Mapping[str, Idle]
 
 
-def total_idle(causes: Sequence[Cause]) -> Idle:
-    """Return the sum of the causes."""
-    return Idle(sum(cause.seconds.barrier for cause in causes), sum(cause.seconds.chained for cause in causes))
+def total_idle(idles: Iterable[Idle]) -> Idle:
+    """Return the sum of idle times."""
+    return Idle(*map(sum, zip(*idles, strict=True)))
 
 
-def predicted_idle(causes: Sequence[Cause]) -> Idle:
+def predicted_idle(causes: Mapping[str, Idle]) -> Idle:
     """Return the idle time of the plan: the sum of the causes that the prediction includes."""
-    names = [cause.name for cause in causes]
-    return total_idle(causes[: names.index(PREDICTED) + 1])
+    return total_idle(list(causes.values())[: list(causes).index(PREDICTED) + 1])
 
 
 def compare(profile: Profile, step: MeasuredStep) -> Comparison:
     """Compare a step with its plan."""
     measured = MeasuredTimeline(profile.schedules[step.num_microbatches], step)
     schedule = measured.schedule
-    transfer, latency = message_costs(schedule, profile.links)
+    messages = message_costs(schedule, profile.links)
     means = {key: fmean(values) for key, values in _samples(measured).items()}
     alike: dict[tuple[int, Op], list[float]] = {}  # means of all stages; single ops and overlapped pairs apart
     for (stages, op), mean in means.items():
         alike.setdefault((len(stages), op), []).append(mean)
     equal = {(stages, op): fmean(alike[len(stages), op]) for stages, op in means}
-    ideal = simulate(schedule, _costs(schedule, equal, {}, 0.0))
-    unequal = simulate(schedule, _costs(schedule, means, {}, 0.0))
-    plan = simulate(schedule, _costs(schedule, means, transfer, latency))
+    ideal = simulate(schedule, _costs(schedule, equal, Costs({})))
+    unequal = simulate(schedule, _costs(schedule, means, Costs({})))
+    plan = simulate(schedule, _costs(schedule, means, messages))
     idles = [
         Idle(sum(each.barrier_idle_seconds) / schedule.num_ranks, max(each.chained_idle_seconds))
         for each in (ideal, unequal, plan)
@@ -192,109 +176,54 @@ def compare(profile: Profile, step: MeasuredStep) -> Comparison:
             slots = zip(starts[1:], ends, strict=False)
             between = [max(0.0, start - end) if with_engine else 0.0 for start, end in slots]
             gaps.append((starts[0] if with_optimizer and starts else 0.0, *between))
-        replayed = replay(schedule, seconds, tuple(gaps), transfer, latency)
+        replayed = replay(schedule, seconds, tuple(gaps), messages)
         idles.append(_idle(schedule, *replayed, measured.work_seconds))
     idles.append(measured.idle)
-    causes = tuple(
-        Cause(name, Idle(idle.barrier - before.barrier, idle.chained - before.chained))
+    causes = {
+        name: Idle(idle.barrier - before.barrier, idle.chained - before.chained)
         for name, idle, before in zip(CAUSES, idles, [Idle(0.0, 0.0), *idles[:-1]], strict=True)
-    )
+    }
     return Comparison(measured, plan, causes)
 
 
-def replay(
-    schedule: Schedule,
-    seconds: Times,
-    gaps: Times,
-    transfer_seconds: Mapping[tuple[int, Op], float],
-    latency_seconds: float,
-) -> tuple[Times, Times]:
+def replay(schedule: Schedule, seconds: Times, gaps: Times, messages: Costs) -> tuple[Times, Times]:
     """Run a lowered schedule again, or a pipeline of one rank, with its own time for every action and gap.
 
-    Returns (starts, ends) of every slot.
+    Returns (starts, ends) of every slot; a message leaves when its SEND ends.
     seconds: how long each slot occupies its rank, without waits for messages; an overlapped pair has its time at the
-    OVERLAP. gaps: time that the rank loses before each slot. transfer_seconds: by (stage, SEND_F | SEND_B), how long a
-    message occupies its channel. latency_seconds: from then until it can be used. A message leaves when its SEND ends.
-    The rules are those of `simulate`, where an op of a stage has one cost for all microbatches; a test compares the
-    two. Raises ScheduleError for a schedule that deadlocks.
+    OVERLAP. gaps: time that the rank loses before each slot. The rules are those of `simulate`, where an op of a stage
+    has one cost for all microbatches; a test compares the two. Raises ScheduleError for a schedule that deadlocks.
     """
-    values = _Values(schedule, transfer_seconds, latency_seconds)
-    positions = [0] * schedule.num_ranks
-    clocks = [0.0] * schedule.num_ranks
-    starts = [[0.0] * len(row) for row in schedule.rows]
-    ends = [[0.0] * len(row) for row in schedule.rows]
-    moved = True
-    while moved:
-        moved = False
-        for rank, row in enumerate(schedule.rows):
-            while positions[rank] < len(row):
-                slot = positions[rank]
-                size = 3 if row[slot].op is Op.OVERLAP else 1
-                actions = row[slot : slot + size]
-                ready = values.ready_at(rank, actions)
-                if ready is None:
-                    break
-                moved = True
-                start = max(clocks[rank] + gaps[rank][slot], ready)
-                end = clocks[rank] = start + seconds[rank][slot]
-                starts[rank][slot : slot + size], ends[rank][slot : slot + size] = [start] * size, [end] * size
-                positions[rank] += size
-                for action in actions:
-                    values.add(rank, action, end)
-    if any(position < len(row) for position, row in zip(positions, schedule.rows, strict=True)):
+    machine = _Replay(schedule, seconds, gaps, messages)
+    if not machine.run():
         raise ScheduleError(f"schedule {schedule} deadlocks; validate(schedule) shows where")
-    return tuple(map(tuple, starts)), tuple(map(tuple, ends))
+    return tuple(map(tuple, machine.starts)), tuple(map(tuple, machine.ends))
 
 
-class _Values:
-    """When each activation and gradient can be used on each rank."""
+class _Replay(Machine):
+    """The walk of `replay`."""
 
-    def __init__(
-        self, schedule: Schedule, transfer_seconds: Mapping[tuple[int, Op], float], latency_seconds: float
-    ) -> None:
-        self._num_stages = schedule.num_stages
-        self._num_directions = len(schedule.placement.directions)
-        self._transfer_seconds, self._latency_seconds = transfer_seconds, latency_seconds
-        self._usable_at: dict[tuple[int, Value], float] = {}
-        self._first_ends: dict[tuple[Channel, int | None], tuple[float, int]] = {}  # of SEND or RECV -> (time, rank)
-        self._channel_free_at: dict[Channel, float] = {}
+    def __init__(self, schedule: Schedule, seconds: Times, gaps: Times, messages: Costs) -> None:
+        super().__init__(schedule, messages)
+        self._seconds, self._gaps = seconds, gaps
 
-    def ready_at(self, rank: int, actions: Sequence[Action]) -> float | None:
-        """Return when all inputs of the actions are usable; None if one has not been produced yet."""
-        latest = 0.0
-        for action in actions:
-            for value in needs(action) if action.op in WAITS_FOR_INPUTS else ():
-                if not is_given(value, self._num_stages):
-                    time = self._usable_at.get((rank, value))
-                    if time is None:
-                        return None
-                    latest = max(latest, time)
-        return latest
-
-    def add(self, rank: int, action: Action, end: float) -> None:
-        """Add what an action that ends at `end` produces; a message once both its SEND and its RECV have run."""
-        if action.op not in SEND_OPS | RECV_OPS:
-            for value in makes(action):
-                self._usable_at[rank, value] = end
-            return
-        channel = channel_of(action, self._num_directions)
-        other = self._first_ends.pop((channel, action.microbatch), None)
-        if other is None:
-            self._first_ends[channel, action.microbatch] = end, rank
-            return
-        is_forward = action.op in (Op.SEND_F, Op.RECV_F)
-        sender, receiver = channel.boundary, channel.boundary + 1  # stages
-        if not is_forward:
-            sender, receiver = receiver, sender
-        transfer = self._transfer_seconds.get((sender, Op.SEND_F if is_forward else Op.SEND_B), 0.0)
-        # a message starts when both ends are ready and the one before it has left the channel
-        arrival = max(end, other[0])
-        if transfer:
-            arrival = max(arrival, self._channel_free_at.get(channel, 0.0)) + transfer
-            self._channel_free_at[channel] = arrival
-        receiving_rank = rank if action.op in RECV_OPS else other[1]
-        for value in makes(Action(receiver, Op.RECV_F if is_forward else Op.RECV_B, action.microbatch)):
-            self._usable_at[receiving_rank, value] = arrival + self._latency_seconds
+    def advance(self, rank: int) -> None:
+        row = self.schedule.rows[rank]
+        while self.positions[rank] < len(row):
+            slot = self.positions[rank]
+            size = 3 if row[slot].op is Op.OVERLAP else 1
+            actions = row[slot : slot + size]
+            works = [self.resolved(self.work, action) for action in actions if action.op in self.work]
+            start = self.ready_at(rank, works, self.clocks[rank] + self._gaps[rank][slot])
+            if start is None:
+                return
+            end = self.clocks[rank] = start + self._seconds[rank][slot]
+            self.starts[rank][slot : slot + size], self.ends[rank][slot : slot + size] = [start] * size, [end] * size
+            self.positions[rank] += size
+            self.finish(works, end)
+            if actions[0].op in self.hops:  # the slot keeps the end of its posting, not that of the message
+                hop, key = self.resolved(self.hops, actions[0])
+                self.match(hop.message + key, hop.channel, hop.wire_seconds, end, [NEVER], 0)
 
 
 class OpTime(NamedTuple):
@@ -320,8 +249,8 @@ def op_times(comparisons: Sequence[Comparison]) -> list[OpTime]:
     ]
 
 
-def message_costs(schedule: Schedule, links: Sequence[Link]) -> tuple[dict[tuple[int, Op], float], float]:
-    """Return what simulate and replay need: (transfer seconds by (stage, SEND_F | SEND_B), latency seconds).
+def message_costs(schedule: Schedule, links: Sequence[Link]) -> Costs:
+    """Return costs of the messages alone.
 
     There is one latency for all links, the smallest; the excess of a slower link is added to its transfer time.
     """
@@ -333,7 +262,7 @@ def message_costs(schedule: Schedule, links: Sequence[Link]) -> tuple[dict[tuple
             found = seconds.get(frozenset(ranks[boundary : boundary + 2]))
             if found is not None:
                 transfer[boundary, Op.SEND_F] = transfer[boundary + 1, Op.SEND_B] = found
-    return transfer, latency
+    return Costs(transfer, latency)
 
 
 def _samples(measured: MeasuredTimeline) -> dict[tuple[StageKey, Op], list[float]]:
@@ -349,17 +278,12 @@ def _samples(measured: MeasuredTimeline) -> dict[tuple[StageKey, Op], list[float
     return samples
 
 
-def _costs(
-    schedule: Schedule,
-    means: Mapping[tuple[StageKey, Op], float],
-    transfer: Mapping[tuple[int, Op], float],
-    latency: float,
-) -> Costs:
+def _costs(schedule: Schedule, means: Mapping[tuple[StageKey, Op], float], messages: Costs) -> Costs:
     seconds = {(stages[0], op): mean for (stages, op), mean in means.items() if len(stages) == 1}
     pairs = {(stages[0], stages[1]): mean for (stages, _), mean in means.items() if len(stages) == 2}
     # an op that occurs only in pairs has no time outside them, and simulate does not use one
     only_paired = {(stage, op): 0.0 for row in schedule.rows for stage, op, _ in row if op in COMPUTE_OPS}
-    return Costs(only_paired | seconds | dict(transfer), latency, pair_seconds=pairs)
+    return Costs(only_paired | seconds | dict(messages.seconds), messages.latency_seconds, pair_seconds=pairs)
 
 
 def _replayed_seconds(measured: MeasuredTimeline, rank: int, with_optimizer: bool) -> tuple[float, ...]:
@@ -380,26 +304,10 @@ def _halves(row: Sequence[Action]) -> set[int]:
 
 
 def _idle(schedule: Schedule, starts: Times, ends: Times, work: Sequence[float]) -> Idle:
-    return Idle(_makespan(schedule, ends) - fmean(work), max(_chained_idle(schedule, starts, ends, work)))
+    return Idle(_makespan(schedule, ends) - fmean(work), max(chained_idle(schedule, starts, ends, work)))
 
 
 def _makespan(schedule: Schedule, ends: Times) -> float:
     """Return the end of the last computation of any rank."""
-    return max(
-        (
-            end
-            for row, times in zip(schedule.rows, ends, strict=True)
-            for (_, op, _), end in zip(row, times, strict=True)
-            if op in BUSY_OPS
-        ),
-        default=0.0,
-    )
-
-
-def _chained_idle(schedule: Schedule, starts: Times, ends: Times, work: Sequence[float]) -> tuple[float, ...]:
-    """Return each rank's time between its first and its last computation less its work."""
-    spans = []
-    for row, row_starts, row_ends in zip(schedule.rows, starts, ends, strict=True):
-        slots = [slot for slot, action in enumerate(row) if action.op in BUSY_OPS]
-        spans.append(row_ends[slots[-1]] - row_starts[slots[0]] if slots else 0.0)
-    return tuple(span - busy for span, busy in zip(spans, work, strict=True))
+    actions = zip(chain.from_iterable(schedule.rows), chain.from_iterable(ends), strict=True)
+    return max((end for (_, op, _), end in actions if op in BUSY_OPS), default=0.0)

@@ -98,11 +98,6 @@ class Profile:
     clocks: tuple[ClockOffset, ...]
     pipelines: tuple[PipelineSteps, ...] = field(repr=False)
 
-    @property
-    def clock_error_seconds(self) -> float:
-        """The largest error of any rank's times relative to those of rank 0."""
-        return max((clock.error_ns for clock in self.clocks), default=0) / 1e9
-
 
 def profile_name(first: int, last: int) -> str:
     """Return the file name of a profile of steps first..last, as counted in the log."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
@@ -10,7 +9,6 @@ from megapipe.formatting import milliseconds, range_text
 from megapipe.profile.difference import (
     CAUSES,
     PREDICTED,
-    Cause,
     Comparison,
     Idle,
     MeasuredTimeline,
@@ -21,6 +19,7 @@ from megapipe.profile.difference import (
     total_idle,
 )
 from megapipe.profile.profile import PipelineSteps, Profile
+from megapipe.schedule.simulate import Timeline
 
 PHASES_AFTER_ROW = ("gradient-reduce", "optimizer")  # phases of a step after its last action
 
@@ -29,40 +28,23 @@ PHASES_AFTER_ROW = ("gradient-reduce", "optimizer")  # phases of a step after it
 class Summary:
     """Means over the profiled steps of one pipeline, in seconds per step.
 
-    causes: they sum to measured_idle, those up to 'messages' to predicted_idle. work_seconds: mean of the ranks.
-    chained_work: (predicted, measured) work of the rank with the most chained idle time. phases: seconds of each phase,
-    of the rank where it took longest. all_shares: the measured bubble share, with a barrier, of every recorded
-    pipeline.
+    causes: by the names of CAUSES; they sum to measured_idle, those up to 'messages' to predicted_idle. The shares are
+    idle / (idle + work), the chained ones of the rank with the most chained idle time. work_seconds: mean of the ranks.
+    phases: seconds of each phase, of the rank where it took longest. all_shares: the measured bubble share, with a
+    barrier, of every recorded pipeline.
     """
 
     pipeline: PipelineSteps
     comparisons: tuple[Comparison, ...]
-    causes: tuple[Cause, ...]
+    causes: dict[str, Idle]
+    predicted_idle: Idle
+    measured_idle: Idle
+    predicted_share: Idle
+    measured_share: Idle
     work_seconds: float
-    chained_work: tuple[float, float]
     phases: dict[str, float]
     op_times: tuple[OpTime, ...]
     all_shares: tuple[float, ...]
-
-    @property
-    def measured_idle(self) -> Idle:
-        return total_idle(self.causes)
-
-    @property
-    def predicted_idle(self) -> Idle:
-        return predicted_idle(self.causes)
-
-    @property
-    def predicted_share(self) -> Idle:
-        """Predicted bubble shares, idle / (idle + work)."""
-        idle = self.predicted_idle
-        return Idle(_share(idle.barrier, self.work_seconds), _share(idle.chained, self.chained_work[0]))
-
-    @property
-    def measured_share(self) -> Idle:
-        """Measured bubble shares, idle / (idle + work)."""
-        idle = self.measured_idle
-        return Idle(_share(idle.barrier, self.work_seconds), _share(idle.chained, self.chained_work[1]))
 
     @property
     def typical(self) -> Comparison:
@@ -71,29 +53,32 @@ class Summary:
         return ordered[(len(ordered) - 1) // 2]
 
 
-def summarize(profile: Profile, index: int = 0) -> Summary:
-    """Return the summary of pipeline number `index` of the profile."""
-    pipeline = profile.pipelines[index]
+def summarize(profile: Profile) -> Summary:
+    """Return the summary of the first pipeline of the profile."""
+    pipeline = profile.pipelines[0]
     comparisons = tuple(compare(profile, step) for step in pipeline.steps)
-    causes = []
-    for name, same in zip(CAUSES, zip(*(comparison.causes for comparison in comparisons), strict=True), strict=True):
-        barrier = fmean(cause.seconds.barrier for cause in same)
-        causes.append(Cause(name, Idle(barrier, fmean(cause.seconds.chained for cause in same))))
-    chained_work = (
-        fmean(_work_of_idlest(each.plan.chained_idle_seconds, each.plan.work_seconds) for each in comparisons),
-        fmean(_work_of_idlest(each.measured.chained_idle_seconds, each.measured.work_seconds) for each in comparisons),
-    )
+    causes = {}
+    for name in CAUSES:
+        barrier, chained = zip(*(comparison.causes[name] for comparison in comparisons), strict=True)
+        causes[name] = Idle(fmean(barrier), fmean(chained))
+    planned, measured = predicted_idle(causes), total_idle(causes.values())
+    work = fmean(fmean(each.measured.work_seconds) for each in comparisons)
+    planned_work = fmean(_work_of_idlest(each.plan) for each in comparisons)
+    measured_work = fmean(_work_of_idlest(each.measured) for each in comparisons)
     all_shares = []
     for other in profile.pipelines:
-        measured = [MeasuredTimeline(profile.schedules[step.num_microbatches], step) for step in other.steps]
-        work = fmean(fmean(each.work_seconds) for each in measured)
-        all_shares.append(_share(fmean(each.idle.barrier for each in measured), work))
+        timelines = [MeasuredTimeline(profile.schedules[step.num_microbatches], step) for step in other.steps]
+        mean_work = fmean(fmean(each.work_seconds) for each in timelines)
+        all_shares.append(_share(fmean(each.idle.barrier for each in timelines), mean_work))
     return Summary(
         pipeline,
         comparisons,
-        tuple(causes),
-        fmean(fmean(comparison.measured.work_seconds) for comparison in comparisons),
-        chained_work,
+        causes,
+        planned,
+        measured,
+        Idle(_share(planned.barrier, work), _share(planned.chained, planned_work)),
+        Idle(_share(measured.barrier, work), _share(measured.chained, measured_work)),
+        work,
         _phases(pipeline),
         tuple(op_times(comparisons)),
         tuple(all_shares),
@@ -121,9 +106,9 @@ def profile_text(profile: Profile, summary: Summary) -> str:
         "first to last action of the idlest rank",
         "  idle per step, ms      barrier    chained",
     ]
-    for cause in summary.causes:
-        lines.append(_cause_line("+" if cause.name != "equal stages" else " ", CAUSES[cause.name], cause.seconds))
-        if cause.name == PREDICTED:
+    for name, idle in summary.causes.items():
+        lines.append(_cause_line("+" if name != "equal stages" else " ", CAUSES[name], idle))
+        if name == PREDICTED:
             lines.append(_cause_line("=", "predicted", planned))
     lines.append(_cause_line("=", "measured", measured))
     if summary.phases:
@@ -140,14 +125,15 @@ def profile_text(profile: Profile, summary: Summary) -> str:
 
 def clocks_text(profile: Profile) -> str:
     """Return how well the times of different ranks can be compared."""
-    error = milliseconds(profile.clock_error_seconds)
+    error_ns = max((clock.error_ns for clock in profile.clocks), default=0)
+    error = milliseconds(error_ns / 1e9)
     unshared = [clock for clock in profile.clocks if not clock.is_shared]
     if unshared:
         return (
             f"clocks of {len(unshared)} of {len(profile.clocks)} ranks synchronized by messages, "
             f"with an error of at most {error}"
         )
-    gpu_events = f", with an error of at most {error} in GPU times" if profile.clock_error_seconds else ""
+    gpu_events = f", with an error of at most {error} in GPU times" if error_ns else ""
     return f"all ranks read one clock{gpu_events}"
 
 
@@ -167,8 +153,9 @@ def _share(idle: float, work: float) -> float:
     return idle / (idle + work) if idle + work else 0.0
 
 
-def _work_of_idlest(idles: Sequence[float], work: Sequence[float]) -> float:
-    return work[max(range(len(idles)), key=idles.__getitem__)]
+def _work_of_idlest(timeline: MeasuredTimeline | Timeline) -> float:
+    idle = timeline.chained_idle_seconds
+    return timeline.work_seconds[max(range(len(idle)), key=idle.__getitem__)]
 
 
 def _phases(pipeline: PipelineSteps) -> dict[str, float]:

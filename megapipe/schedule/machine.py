@@ -9,16 +9,18 @@ checked one by one (range, rank, no duplicates).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import product
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from megapipe.schedule.action import COMPUTE_OPS, SEND_OPS, Action, Op
+from megapipe.schedule.costs import Costs
 from megapipe.schedule.dependencies import MAKES, NEEDS, TRAVELS, Channel, Value, ValueKind, channel_of
 from megapipe.schedule.schedule import Schedule
 
 NEVER = -1.0
 _KINDS = tuple(ValueKind)
+Entry = TypeVar("Entry")
 
 
 class _Work(NamedTuple):
@@ -53,23 +55,13 @@ class Machine:
     """
 
     def __init__(
-        self,
-        schedule: Schedule,
-        seconds: Mapping[tuple[int, Op], float],
-        latency_seconds: float = 0.0,
-        overlap: bool = True,
-        send_depth: int | None = None,
-        raise_depth: bool = False,
-        pair_seconds: Mapping[tuple[int, int], float] | None = None,
-        rank_speeds: Sequence[float] = (),
+        self, schedule: Schedule, costs: Costs, send_depth: int | None = None, raise_depth: bool = False
     ) -> None:
         num_ranks, num_stages = schedule.num_ranks, schedule.num_stages
-        self.schedule = schedule
+        self.schedule, self.costs = schedule, costs
         self.count = schedule.num_microbatches
         self._num_directions = len(schedule.placement.directions)
-        self.seconds, self.latency_seconds, self.overlap = seconds, latency_seconds, overlap
-        self.pair_seconds = pair_seconds or {}
-        self.rank_speeds = rank_speeds or (1.0,) * num_ranks
+        self._rank_speeds = costs.rank_speeds or (1.0,) * num_ranks
         self.send_depth, self.raise_depth = send_depth, raise_depth
         self.positions = [0] * num_ranks
         self.starts = [[NEVER] * len(row) for row in schedule.rows]
@@ -94,11 +86,6 @@ class Machine:
             base = self._base(kind, stage, False)
             self.times[base : base + self.count] = [0.0] * self.count
         self.work = self._resolve_work()
-        self.others: dict[Op, Callable[[int, Action, float], int]] = {
-            Op.REDUCE_GRAD: self._update_or_reduce,
-            Op.OVERLAP: self._overlap,
-            Op.UPDATE: self._update_or_reduce,
-        }
 
     # value ids: [made here or received][kind][stage -1 .. num_stages][microbatch], flattened
 
@@ -130,9 +117,9 @@ class Machine:
                 for kind in (kind for kind, _ in MAKES[op] if kind in travelling):
                     send, _, step = TRAVELS[kind]
                     if self._is_far(stage, step, direction):
-                        delay = self.seconds.get((stage, send), 0.0) + self.latency_seconds
+                        delay = self.costs.seconds.get((stage, send), 0.0) + self.costs.latency_seconds
                         arrives.append((self._base(kind, 0, True), delay))
-                seconds = self.seconds.get((stage, op), 0.0) / self.rank_speeds[rank]
+                seconds = self.costs.seconds.get((stage, op), 0.0) / self._rank_speeds[rank]
                 table[op][direction].append(_Work(needs, makes, tuple(arrives), seconds))
         return table
 
@@ -149,7 +136,7 @@ class Machine:
                 value, message = self._base(kind, offset, False), self._base(kind, offset, True)
                 for direction, stage in product(range(self._num_directions), range(self.schedule.num_stages)):
                     channel = channel_of(Action(stage, op, direction), self._num_directions)
-                    wire_seconds = self.seconds.get((stage + offset, send), 0.0)
+                    wire_seconds = self.costs.seconds.get((stage + offset, send), 0.0)
                     number = index.setdefault(channel, len(index))
                     hops[op][direction].append(_Hop(value, message, number, wire_seconds))
         self.channels = list(index)
@@ -159,7 +146,7 @@ class Machine:
         """Walk until every row is at its end (True) or all ranks are stuck (False)."""
         self.ready = list(range(self.schedule.num_ranks))[::-1]
         while self.ready:
-            self._advance(self.ready.pop())
+            self.advance(self.ready.pop())
             if not self.ready and self.raise_depth and self.blocked_on:
                 # stuck: allow one more send on the blocked channels of least depth
                 least = min(self.depths[channel] for channel in self.blocked_on)
@@ -168,11 +155,11 @@ class Machine:
                     self._unblock(channel, 0.0)
         return all(position == len(row) for position, row in zip(self.positions, self.schedule.rows, strict=True))
 
-    def _advance(self, rank: int) -> None:
+    def advance(self, rank: int) -> None:
         """Execute the row of `rank` up to its end or to an action that cannot run yet: the hot loop of a walk."""
         row, starts, ends, clock = self.schedule.rows[rank], self.starts[rank], self.ends[rank], self.clocks[rank]
         times, waiting_for, ready, count = self.times, self.waiting_for, self.ready, self.count
-        work, hops, directions, sends = self.work, self.hops, self._num_directions, SEND_OPS
+        work, hops, directions, overlap = self.work, self.hops, self._num_directions, self.costs.overlap
         sent, posted, depths, is_bounded = self.sent, self.posted, self.depths, self.send_depth is not None
         slots = iter(range(self.positions[rank], len(row)))
         for position in slots:
@@ -201,7 +188,7 @@ class Machine:
                 break
             if op in hops:
                 value, message, channel, wire_seconds = hops[op][(microbatch or 0) % directions][stage]
-                if op in sends:
+                if op in SEND_OPS:
                     if times[value + key] < 0:
                         waiting_for[value + key] = rank
                         break
@@ -209,17 +196,17 @@ class Machine:
                         self.blocked_on[channel] = rank
                         break
                     sent[channel] += 1
-                    if not self.overlap:
+                    if not overlap:
                         clock += wire_seconds
                 else:
                     posted[channel] += 1
                     if channel in self.blocked_on:
                         self._unblock(channel, clock)
                 starts[position] = clock
-                ends[position] = self._match(message + key, channel, wire_seconds, clock, ends, position)
+                ends[position] = self.match(message + key, channel, wire_seconds, clock, ends, position)
                 continue
             self.positions[rank], self.clocks[rank] = position, clock
-            num_done = self.others[op](rank, row[position], clock)
+            num_done = self._overlap(rank) if op is Op.OVERLAP else self._update_or_reduce(rank, row[position])
             if not num_done:
                 break
             clock = self.clocks[rank]
@@ -235,7 +222,7 @@ class Machine:
         self.clocks[sender] = max(self.clocks[sender], clock)
         self.ready.append(sender)
 
-    def _match(
+    def match(
         self, message: int, channel: int, wire_seconds: float, clock: float, ends: list[float], slot: int
     ) -> float:
         """Note a send or a receive and return its end; NEVER, to be set later, if it is the first of the two.
@@ -247,9 +234,9 @@ class Machine:
             self.unmatched[message] = clock, ends, slot
             return NEVER
         start = clock if clock > first[0] else first[0]
-        if wire_seconds and self.overlap:
+        if wire_seconds and self.costs.overlap:
             start = self.free_at[channel] = max(start, self.free_at[channel]) + wire_seconds
-        first[1][first[2]] = end = start + self.latency_seconds
+        first[1][first[2]] = end = start + self.costs.latency_seconds
         self._arrive(message, end)
         return end
 
@@ -258,53 +245,64 @@ class Machine:
         if value in self.waiting_for:
             self.ready.append(self.waiting_for.pop(value))
 
-    # ops that are neither a plain computation nor a message: each returns how many slots it executed, 0 if it cannot
-    # run yet
+    def resolved(self, table: Mapping[Op, Sequence[Sequence[Entry]]], action: Action) -> tuple[Entry, int]:
+        """Return an action's entry of `work` or `hops`, and what its value ids add to their bases."""
+        stage, op, microbatch = action[0], action[1], action[2] or 0
+        return table[op][microbatch % self._num_directions][stage], stage * self.count + microbatch
 
-    def _overlap(self, rank: int, action: Action, clock: float) -> int:
-        """Run a forward and a backward side by side: both start when both have what they need, both end with
-        the pair.
-        """
-        slot, start = self.positions[rank], clock
-        halves = self.schedule.rows[rank][slot + 1 : slot + 3]
-        works: list[tuple[_Work, int]] = []  # with the offsets of their value ids
-        for stage, op, microbatch in halves:
-            key = stage * self.count + (microbatch or 0)
-            works.append((self.work[op][(microbatch or 0) % self._num_directions][stage], key))
-            for base in works[-1][0].needs:
+    def ready_at(self, rank: int, works: Sequence[tuple[_Work, int]], clock: float) -> float | None:
+        """Return when computations that start together have what they need; None, and note the wait, if they cannot."""
+        for work, key in works:
+            for base in work.needs:
                 if self.times[base + key] < 0:
                     self.waiting_for[base + key] = rank
-                    return 0
-                start = max(start, self.times[base + key])
-        in_sequence = sum(work.seconds for work, _ in works)
-        pair = self.pair_seconds.get((halves[0].stage, halves[1].stage))
-        end = start + (in_sequence if pair is None else pair / self.rank_speeds[rank])
-        self.starts[rank][slot : slot + 3] = [start] * 3
-        self.ends[rank][slot : slot + 3] = [end] * 3
-        self.clocks[rank] = end
+                    return None
+                clock = max(clock, self.times[base + key])
+        return clock
+
+    def finish(self, works: Sequence[tuple[_Work, int]], end: float) -> None:
+        """Add what computations that end together make."""
         for work, key in works:
             for base in work.makes:
                 self.times[base + key] = end
             for base, delay in work.arrives:
                 self._arrive(base + key, end + delay)
+
+    # both return how many slots they executed, 0 if an input is missing
+
+    def _overlap(self, rank: int) -> int:
+        """Run a forward and a backward side by side: both start when both have what they need and end with the pair."""
+        slot = self.positions[rank]
+        forward, backward = self.schedule.rows[rank][slot + 1 : slot + 3]
+        works = [self.resolved(self.work, half) for half in (forward, backward)]
+        start = self.ready_at(rank, works, self.clocks[rank])
+        if start is None:
+            return 0
+        in_sequence = sum(work.seconds for work, _ in works)
+        pair = self.costs.pair_seconds.get((forward.stage, backward.stage))
+        end = start + (in_sequence if pair is None else pair / self._rank_speeds[rank])
+        self.starts[rank][slot : slot + 3] = [start] * 3
+        self.ends[rank][slot : slot + 3] = [end] * 3
+        self.clocks[rank] = end
+        self.finish(works, end)
         return 3
 
-    def _update_or_reduce(self, rank: int, action: Action, clock: float) -> int:
+    def _update_or_reduce(self, rank: int, action: Action) -> int:
         """Run an optimizer step on the clock of the rank, or a reduction, overlapped unless nothing overlaps."""
         stage, op, microbatch = action
         slot, base = self.positions[rank], self._base(ValueKind.WGRAD, 0, False) + stage * self.count
-        rank_of = self.schedule.placement.rank_of
+        rank_of, clock = self.schedule.placement.rank_of, self.clocks[rank]
         for wanted in range(self.count) if microbatch is None else (microbatch,):
             if self.times[base + wanted] < 0 and (microbatch is not None or rank_of(stage, wanted) == rank):
                 self.waiting_for[base + wanted] = rank
                 return 0
-        seconds = self.seconds.get((stage, op), 0.0)
+        seconds = self.costs.seconds.get((stage, op), 0.0)
         if op is Op.UPDATE:
-            start, end = clock, clock + seconds / self.rank_speeds[rank]
+            start, end = clock, clock + seconds / self._rank_speeds[rank]
         else:
             start = max(clock, self.reduce_clocks[rank])
             self.reduce_clocks[rank] = end = start + seconds
         self.starts[rank][slot], self.ends[rank][slot] = start, end
-        if op is Op.UPDATE or not self.overlap:
+        if op is Op.UPDATE or not self.costs.overlap:
             self.clocks[rank] = end
         return 1

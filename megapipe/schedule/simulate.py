@@ -10,6 +10,7 @@ Idle time ("bubble") is measured in two ways and reported in two forms, in docs 
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
@@ -23,6 +24,8 @@ from megapipe.schedule.lifetimes import Held, lifetimes, peak_live_chunks
 from megapipe.schedule.lower import sends_of
 from megapipe.schedule.machine import Machine
 from megapipe.schedule.schedule import Schedule, gc_paused
+
+Times = tuple[tuple[float, ...], ...]  # [rank][slot], seconds
 
 
 class Bubble(NamedTuple):
@@ -53,8 +56,8 @@ class Timeline:
 
     schedule: Schedule
     costs: Costs
-    starts: tuple[tuple[float, ...], ...] = field(repr=False)
-    ends: tuple[tuple[float, ...], ...] = field(repr=False)
+    starts: Times = field(repr=False)
+    ends: Times = field(repr=False)
 
     @cached_property
     def makespan_seconds(self) -> float:
@@ -77,11 +80,7 @@ class Timeline:
     @cached_property
     def chained_idle_seconds(self) -> tuple[float, ...]:
         """Seconds from the first start to the last end of each rank's computation, minus its work."""
-        spans = []
-        for row, starts, ends in zip(self.schedule.rows, self.starts, self.ends, strict=True):
-            slots = [slot for slot, action in enumerate(row) if action[1] in BUSY_OPS]
-            spans.append(ends[slots[-1]] - starts[slots[0]] if slots else 0.0)
-        return tuple(span - work for span, work in zip(spans, self.work_seconds, strict=True))
+        return chained_idle(self.schedule, self.starts, self.ends, self.work_seconds)
 
     @cached_property
     def barrier_idle_seconds(self) -> tuple[float, ...]:
@@ -109,6 +108,16 @@ class Timeline:
         return peak_live_chunks(self.schedule)
 
 
+def chained_idle(schedule: Schedule, starts: Times, ends: Times, work: Sequence[float]) -> tuple[float, ...]:
+    """Return each rank's seconds between the start of its first and the end of its last computation less its work."""
+    idle = []
+    for row, row_starts, row_ends, busy in zip(schedule.rows, starts, ends, work, strict=True):
+        slots = [slot for slot, action in enumerate(row) if action[1] in BUSY_OPS]
+        span = row_ends[slots[-1]] - row_starts[slots[0]] if slots else 0.0
+        idle.append(span - busy)
+    return tuple(idle)
+
+
 @gc_paused()
 def simulate(schedule: Schedule, costs: Costs) -> Timeline:
     """Predict the timeline of a valid schedule.
@@ -130,14 +139,7 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
         raise ScheduleError(
             f"the costs name the speeds of {len(costs.rank_speeds)} ranks, schedule {schedule} has {schedule.num_ranks}"
         )
-    machine = Machine(
-        schedule,
-        costs.seconds,
-        costs.latency_seconds,
-        costs.overlap,
-        pair_seconds=costs.pair_seconds,
-        rank_speeds=costs.rank_speeds,
-    )
+    machine = Machine(schedule, costs)
     if not machine.run():
         raise ScheduleError(f"schedule {schedule} deadlocks; validate(schedule) shows where")
     return Timeline(schedule, costs, tuple(map(tuple, machine.starts)), tuple(map(tuple, machine.ends)))

@@ -14,6 +14,7 @@ from typing import NoReturn
 
 from megapipe.errors import ScheduleError
 from megapipe.schedule.action import COMPUTE_OPS, RECV_OPS, SEND_OPS, Action, Op
+from megapipe.schedule.costs import Costs
 from megapipe.schedule.dependencies import MAKES, NEEDS, TRAVELS, Channel, Value, channel_of, makes
 from megapipe.schedule.lower import sends_of
 from megapipe.schedule.machine import Machine
@@ -92,7 +93,7 @@ def validate(schedule: Schedule, send_depth: int | None = None) -> ValidationRep
         _check_messages(schedule, seen, orders)
         if schedule.has_backward and schedule.is_synchronous:
             _check_reductions(schedule)
-    machine = Machine(schedule, {}, send_depth=send_depth or 0, raise_depth=send_depth is None)
+    machine = Machine(schedule, Costs({}), send_depth=send_depth or 0, raise_depth=send_depth is None)
     if not machine.run():
         _explain_standstill(schedule, machine, send_depth)
     by_channel = zip(machine.channels, machine.depths, machine.sent, strict=True)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from megapipe.profile.difference import replay
 from megapipe.profile.profile import ClockOffset, Link, MeasuredRow, MeasuredStep, PipelineSteps, Profile
 from megapipe.schedule.action import COMPUTE_OPS, Action, Op
+from megapipe.schedule.costs import Costs
 from megapipe.schedule.families import build_lowered
 from megapipe.schedule.schedule import Schedule
 
@@ -42,7 +43,7 @@ def step_of(
     gaps = tuple(
         tuple(gap(r, a) if slot else late(r) for slot, a in enumerate(row)) for r, row in enumerate(schedule.rows)
     )
-    starts, ends = replay(schedule, durations, gaps, {}, latency_seconds)
+    starts, ends = replay(schedule, durations, gaps, Costs({}, latency_seconds))
     rows = []
     for rank, row in enumerate(schedule.rows):
         began, waits = _began(row, starts[rank], ends[rank], gaps[rank])

@@ -36,7 +36,7 @@ def compared(schedule: Schedule, latency: float = 0.0, known_latency: float = 0.
 
 
 def parts(comparison: Comparison) -> dict[str, float]:
-    return {cause.name: round(cause.seconds.barrier, 9) for cause in comparison.causes}
+    return {name: round(idle.barrier, 9) for name, idle in comparison.causes.items()}
 
 
 def test_a_step_as_planned_has_the_bubble_of_the_formula_and_no_difference() -> None:
@@ -115,7 +115,7 @@ def test_the_parts_add_up_to_the_difference_whatever_happened(
         gap=lambda rank, action: drawn(rank, action, 0.002),
         late=lambda rank: 0.003 * rank,  # type: ignore[misc, arg-type]
     )
-    total, wall = total_idle(comparison.causes), comparison.measured.makespan_seconds
+    total, wall = total_idle(comparison.causes.values()), comparison.measured.makespan_seconds
     assert total.barrier == pytest.approx(wall - fmean(comparison.measured.work_seconds), abs=1e-9)
     assert total == pytest.approx(comparison.measured.idle, abs=1e-9)
     assert predicted_idle(comparison.causes).barrier == pytest.approx(
@@ -144,7 +144,7 @@ def test_a_replay_with_the_costs_of_a_simulation_is_that_simulation(
                 own[slot] = own[slot + 1] + own[slot + 2]
         durations.append(tuple(own))
     none = tuple(tuple(0.0 for _ in row) for row in schedule.rows)
-    starts, ends = replay(schedule, tuple(durations), none, wires, latency)
+    starts, ends = replay(schedule, tuple(durations), none, Costs(wires, latency))
     for rank, row in enumerate(schedule.rows):
         slots = [slot for slot, action in enumerate(row) if action.op in (Op.F, Op.B, Op.I, Op.W)]
         assert [starts[rank][slot] for slot in slots] == pytest.approx([plan.starts[rank][slot] for slot in slots])

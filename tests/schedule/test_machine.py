@@ -17,7 +17,7 @@ FAMILIES = [(name, family.chunks or (2 if family.takes_chunks else 1)) for name,
 
 def makespan(schedule: Schedule, send_depth: int | None) -> float:
     """Return the makespan when a send blocks once `send_depth` earlier messages have no posted receive."""
-    machine = Machine(schedule, Costs.equal(schedule.num_stages, 1.0, 1.0, 1.0).seconds, send_depth=send_depth)
+    machine = Machine(schedule, Costs.equal(schedule.num_stages, 1.0, 1.0, 1.0), send_depth)
     assert machine.run()
     return max(machine.clocks)
 

@@ -124,7 +124,7 @@ def _notes(profile: Profile, summary: Summary, path: Path, num_profiles: int) ->
 
 def _causes(summary: Summary) -> str:
     """Return a waterfall chart: the bar of each cause begins where the previous one ends."""
-    sums = [0.0, *accumulate(cause.seconds.barrier for cause in summary.causes)]
+    sums = [0.0, *accumulate(idle.barrier for idle in summary.causes.values())]
     low, high = min(sums), max(sums)
     scale = 100.0 / ((high - low) or 1.0)
     rows = ""
@@ -139,9 +139,9 @@ def _causes(summary: Summary) -> str:
         numbers = numbers.replace("-", "\N{MINUS SIGN}")
         rows += f'<tr class="{kind}"><td>{title}{explained}</td><td class="track">{bar}</td>{numbers}</tr>'
 
-    for cause, start in zip(summary.causes, sums, strict=False):
-        add_row(*SHORT[cause.name], start, cause.seconds, "add" if cause.seconds.barrier >= 0 else "take")
-        if cause.name == PREDICTED:
+    for (name, idle), start in zip(summary.causes.items(), sums, strict=False):
+        add_row(*SHORT[name], start, idle, "add" if idle.barrier >= 0 else "take")
+        if name == PREDICTED:
             add_row("predicted", "simulated with the mean times of each stage", 0.0, summary.predicted_idle, "sum")
     add_row("measured", "", 0.0, summary.measured_idle, "sum")
     head = "<tr><th>idle time per step</th><th></th><th>barrier</th><th>chained</th></tr>"

@@ -120,8 +120,8 @@ def test_the_profile_is_shown_with_its_sums(recorded: Path) -> None:
     shares = (summary.measured_share, summary.predicted_share)
     for share in [value for pair in shares for value in pair]:
         assert f"{share:.1%}" in text
-    for cause in summary.causes:
-        assert f"{cause.seconds.barrier * 1e3:+,.2f}".replace("-", "\N{MINUS SIGN}") in text
+    for idle in summary.causes.values():
+        assert f"{idle.barrier * 1e3:+,.2f}".replace("-", "\N{MINUS SIGN}") in text
     assert (
         f"{summary.measured_idle.barrier * 1e3:,.2f}" in text and f"{summary.predicted_idle.chained * 1e3:,.2f}" in text
     )
