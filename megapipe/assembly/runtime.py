@@ -32,12 +32,12 @@ from megapipe.monitor.heartbeat import PATIENCE, Heartbeat
 from megapipe.optimizer.optimizer import Optimizer
 from megapipe.pipeline.engine import Engine
 from megapipe.pipeline.graphs import CapturedStage, CudaRecorder, RankGraphs, StageGraphs
-from megapipe.pipeline.offload import Offload, RowOffload, StageOffload
+from megapipe.pipeline.offload import Offload
 from megapipe.pipeline.stage import Stage, StageRunner
-from megapipe.plan.memory import row_moves, stage_groups
+from megapipe.plan.memory import row_moves
 from megapipe.plan.run_plan import RunPlan
 from megapipe.schedule.action import Op
-from megapipe.schedule.lifetimes import WeightVersions
+from megapipe.schedule.lifetimes import NO_MOVES, WeightVersions
 from megapipe.sharding.audit import audit_buffers
 from megapipe.sharding.boxes import pieces
 from megapipe.sharding.spec import ParamSpec
@@ -272,7 +272,7 @@ class TrainingRuntime(InferenceRuntime):
         if plan.config.offload.cpu_offloading_num_layers:
             self.offload = Offload(copies_for(device), plan.config.offload.min_offloaded_tensor_size)
             for stage, module in self.stages.items():
-                module.group_runner = StageOffload(self.offload, stage)
+                module.group_runner = partial(self.offload.run, stage)
         self._engines: dict[int, Engine] = {}
 
     def finish_parameters(self) -> None:
@@ -292,11 +292,6 @@ class TrainingRuntime(InferenceRuntime):
                 stage: CapturedStage(captured, {m: slot for (number, m), slot in slots.items() if number == stage})
                 for stage, captured in self.graphs.stages.items()
             }
-        offload = None
-        if self.offload is not None:
-            groups = {stage: stage_groups(plan, stage) for stage in self.stages}
-            moves = row_moves(plan, num_microbatches, pp_rank)
-            offload = RowOffload(self.offload, moves, schedule.rows[pp_rank], groups)
         engine = self._engines[num_microbatches] = Engine(
             schedule,
             pp_rank,
@@ -309,7 +304,8 @@ class TrainingRuntime(InferenceRuntime):
             plan.head_start(num_microbatches)[pp_rank],
             self.groups.world.heartbeat,
             self.marks,
-            offload,
+            self.offload,
+            NO_MOVES if self.offload is None else row_moves(plan, num_microbatches, pp_rank),
         )
         return engine
 

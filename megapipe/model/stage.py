@@ -106,7 +106,7 @@ class TiedHead(nn.Module):
 class GroupRunner(Protocol):
     """Runs the groups of layers of a stage in its own way, for example to offload what they save."""
 
-    def run(self, group: int, fn: Callable[[Tensor], Tensor], hidden: Tensor, stays: Iterable[Tensor]) -> Tensor:
+    def __call__(self, group: int, fn: Callable[[Tensor], Tensor], hidden: Tensor, stays: Iterable[Tensor]) -> Tensor:
         """Return fn(hidden). stays: tensors that the layers save but that exist without them.
 
         These are parameters, the attention mask and the rotary tables.
@@ -240,7 +240,7 @@ class GPTStage(nn.Module):
                     hidden = run(hidden)
                 else:
                     parameters = (self.decoder.layers[str(layer)].parameters() for layer in layers)
-                    hidden = self.group_runner.run(group, run, hidden, chain(*parameters, constants))
+                    hidden = self.group_runner(group, run, hidden, chain(*parameters, constants))
         return hidden
 
     def _run_group(

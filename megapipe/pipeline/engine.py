@@ -18,9 +18,10 @@ from megapipe.comm.channels import Channel, ChannelKey, MessageSpec, PendingRece
 from megapipe.comm.trace import Tracer
 from megapipe.gpu.streams import StageStreams
 from megapipe.monitor.heartbeat import Heartbeat
-from megapipe.pipeline.offload import RowOffload
+from megapipe.pipeline.offload import Offload
 from megapipe.pipeline.stage import LossFunction, Stage, Tensors
 from megapipe.schedule.action import COMPUTE_OPS, Action, Op
+from megapipe.schedule.lifetimes import NO_MOVES, Moves
 from megapipe.schedule.schedule import Schedule
 
 Key = tuple[int, int]  # (stage, microbatch)
@@ -85,8 +86,8 @@ class Engine:
     head_start: the number of first actions that `begin` runs; they are closed under messages (schedule.lower).
     heartbeat: notified of every action as it begins.
     marks: context managers opened around every action under its text form, for profilers.
-    offload: moves activations to the host and back during the row. Raises ValueError if the stages are not those of the
-    row.
+    offload, moves: what moves activations to the host and back during the row, and the plan of that.
+    Raises ValueError if the stages are not those of the row.
     """
 
     def __init__(
@@ -102,7 +103,8 @@ class Engine:
         head_start: int = 0,
         heartbeat: Heartbeat | None = None,
         marks: Callable[[str], AbstractContextManager[Any]] | None = None,
-        offload: RowOffload | None = None,
+        offload: Offload | None = None,
+        moves: Moves = NO_MOVES,
     ) -> None:
         placement = schedule.placement
         if set(stages) != set(placement.stages_of(pp_rank)):
@@ -126,7 +128,7 @@ class Engine:
         self._streams = streams
         self._head_start = head_start
         self._heartbeat = heartbeat
-        self._offload = offload
+        self._offload, self._moves = offload, moves
         self._words = tuple(str(action).encode() for action in self.row)
         self._num_directions = len(placement.directions)
         # (boundary, direction) of the hops inside a rank
@@ -204,7 +206,7 @@ class Engine:
         for runner in self._stages.values():
             runner.begin_row(self.is_training)
         if self._offload is not None:
-            self._offload.begin()
+            self._offload.begin(self._moves)
         if self._head_start:
             self._act(run, slice(self._head_start), run_ends=False)
         return run

@@ -1,17 +1,17 @@
 """Activation offloading to host memory between forward and backward, as planned by `schedule.lifetimes`.
 
-`Offload` belongs to a rank; the engine reports its actions to `RowOffload`, and a stage runs its groups of layers
-through `StageOffload`. Autograd's saved-tensor hooks deliver what a group keeps: each storage once, however many
-operations and views share it. Parameters, the stage's own input (kept for its gradient anyway), tensors shared by all
-layers and small tensors stay on the device.
+The engine reports the actions of a row to the rank's `Offload`, and stages run their groups of layers through it.
+Autograd's saved-tensor hooks deliver what a group keeps: each storage once, however many operations and views share it.
+Parameters, the stage's own input (kept for its gradient anyway), tensors shared by all layers and small tensors stay on
+the device.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from megapipe.gpu.streams import Copies, HostBuffer, HostPool
 from megapipe.schedule.action import Action, Op
-from megapipe.schedule.lifetimes import Moment, Moves, StageGroups, Unit, moments_of
+from megapipe.schedule.lifetimes import NO_MOVES, Moment, Moves, Unit
 
 
 class Offload:
@@ -28,7 +28,7 @@ class Offload:
     def __init__(self, copies: Copies, min_elements: int) -> None:
         self.copies, self.min_elements = copies, min_elements
         self.pool = HostPool(copies.host_memory)
-        self._moves = Moves((), frozenset(), {}, {})
+        self._moves = NO_MOVES
         self._next = 0  # moments reached so far
         self._action: Action | None = None  # the one that computes now
         self._units: dict[Unit, _Carried] = {}  # from their forward until their copy back starts
@@ -48,15 +48,14 @@ class Offload:
         self._units.clear()
         self._coming.clear()
 
-    def act(self, action: Action, first: Moment | None) -> None:
-        """Begin a computation. first: its first moment, None if it has none."""
+    @contextmanager
+    def computing(self, action: Action) -> Iterator[None]:
+        """Run a computation of the row in the block."""
         self._action = action
-        if first is not None:
-            self._reach(first)
-
-    def rest(self) -> None:
-        """End the computation: forwards before the next one (an evaluation, for example) are not part of the row."""
-        self._action = None
+        if action in self._moves.firsts:
+            self._reach(self._moves.firsts[action])
+        yield
+        self._action = None  # forwards before the next one (an evaluation, for example) are not part of the row
 
     def run(
         self, stage: int, group: int, fn: Callable[[Tensor], Tensor], hidden: Tensor, stays: Iterable[Tensor]
@@ -111,38 +110,6 @@ class Offload:
                 self.copies.wait(*arrived)
 
 
-class RowOffload:
-    """The offloading of one row, as the engine drives it. stages: as given to `plan_moves`."""
-
-    def __init__(
-        self, offload: Offload, moves: Moves, row: Iterable[Action], stages: Mapping[int, StageGroups]
-    ) -> None:
-        self._offload, self._moves = offload, moves
-        self._firsts = {action: next(moments_of(action, stages), None) for action in row}
-        self.clear = offload.clear
-
-    def begin(self) -> None:
-        self._offload.begin(self._moves)
-
-    @contextmanager
-    def computing(self, action: Action) -> Iterator[None]:
-        """Run a computation of the row in the block."""
-        self._offload.act(action, self._firsts.get(action))
-        yield
-        self._offload.rest()
-
-
-class StageOffload:
-    """The offloading of one stage, through which it runs its groups of layers."""
-
-    def __init__(self, offload: Offload, stage: int) -> None:
-        self._offload, self._stage = offload, stage
-
-    def run(self, group: int, fn: Callable[[Tensor], Tensor], hidden: Tensor, stays: Iterable[Tensor]) -> Tensor:
-        """Return fn(hidden), with its activations offloaded if planned."""
-        return self._offload.run(self._stage, group, fn, hidden, stays)
-
-
 class _Carried:
     """One unit: the storages that it keeps, from its forward until its copy back starts."""
 
@@ -163,7 +130,7 @@ class _Carried:
         part = self._parts.get(address)
         if part is None:
             part = self._parts[address] = _Part(tensor)
-        return _View(part, tensor)
+        return _View(part, tensor.dtype, (tensor.size(), tensor.stride(), tensor.storage_offset()))
 
     def leave(self, pool: HostPool) -> None:
         """Copy the storages to the host once the forward, which has been launched, is done."""
@@ -234,17 +201,15 @@ class _Part:
         return self.bytes
 
 
-class _View:
+class _View(NamedTuple):
     """A saved tensor: a view of a part, whose device memory it keeps as long as autograd keeps the view."""
 
-    __slots__ = ("_dtype", "_layout", "_part")
-
-    def __init__(self, part: _Part, tensor: Tensor) -> None:
-        self._part, self._dtype = part, tensor.dtype
-        self._layout = tensor.size(), tensor.stride(), tensor.storage_offset()
+    part: _Part
+    dtype: torch.dtype
+    layout: tuple[torch.Size, tuple[int, ...], int]  # size, stride, offset
 
     def tensor(self) -> Tensor:
-        return self._part.used().view(self._dtype).as_strided(*self._layout)
+        return self.part.used().view(self.dtype).as_strided(*self.layout)
 
 
 def _address(tensor: Tensor) -> int:

@@ -82,7 +82,7 @@ def cut_layers(model: ResolvedModelConfig, parallel: ParallelConfig, placement: 
 def _cut_by_flops(model: ResolvedModelConfig, num_stages: int) -> Partition:
     spec = model_spec(model, PrecisionConfig())
     costs = [layer_flops(layer, model.seq_length, causal=False) for layer in spec.layers]
-    return cut_by_cost(costs, 0.0, head_flops(spec), num_stages)
+    return cut_by_cost(costs, head_flops(spec), num_stages)
 
 
 def balanced_cut(draft: RunPlan) -> Partition:

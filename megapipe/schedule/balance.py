@@ -13,8 +13,6 @@ from functools import partial
 from megapipe.schedule.partition import Partition, StageCost, cut_by_stage_cost, from_counts
 from megapipe.schedule.placement import Placement
 
-# (pp_rank, layers of each of its stages in model order) -> they fit into its memory
-Fits = Callable[[int, tuple[int, ...]], bool]
 INFINITE = float("inf")
 
 
@@ -24,15 +22,15 @@ class CutQuestion:
 
     cost: of one microbatch on a rank of speed 1. rank_speeds: of each pp_rank, above 0.
     layers_alike: the cost of a stage depends only on the number of its layers.
-    fits: whether the layers of a rank fit into its memory; fewer layers must fit too.
+    fits: (pp_rank, layers of each of its stages in model order) -> they fit into its memory; fewer layers must fit too.
     """
 
     placement: Placement
     num_layers: int
     cost: StageCost
     rank_speeds: tuple[float, ...]
-    layers_alike: bool = True
-    fits: Fits = lambda pp_rank, layers: True
+    layers_alike: bool
+    fits: Callable[[int, tuple[int, ...]], bool] = lambda pp_rank, layers: True
 
     @property
     def fewest(self) -> int:
@@ -54,7 +52,7 @@ def balanced_cuts(question: CutQuestion) -> list[Partition]:
     found = [_by_stage(question)]
     if len(set(question.rank_speeds)) > 1:
         found.append(_by_stage(replace(question, rank_speeds=(1.0,) * len(question.rank_speeds))))
-    if _shares_ranks(placement):
+    if placement.num_chunks > 1:
 
         def one_more(counts: Sequence[int], stage: int) -> float:
             return round(question.cost(stage, 0, counts[stage] + 1), 12)
@@ -70,23 +68,18 @@ def balanced_cuts(question: CutQuestion) -> list[Partition]:
     return list(dict.fromkeys(cut for cut in found if cut is not None))
 
 
-def rank_loads(
-    placement: Placement, cost: StageCost, rank_speeds: Sequence[float], cut: Partition
-) -> tuple[float, ...]:
+def rank_loads(question: CutQuestion, cut: Partition) -> tuple[float, ...]:
     """Return the seconds that each pp_rank computes for one microbatch (with two directions: for one of each)."""
-    of_stage = [cost(index, stage.first_layer, stage.last_layer_exclusive) for index, stage in enumerate(cut.stages)]
+    stages_of, stages = question.placement.stages_of, enumerate(cut.stages)
+    of_stage = [question.cost(index, stage.first_layer, stage.last_layer_exclusive) for index, stage in stages]
     return tuple(
-        sum(of_stage[stage] for stage in placement.stages_of(rank)) / speed for rank, speed in enumerate(rank_speeds)
+        sum(of_stage[stage] for stage in stages_of(rank)) / speed for rank, speed in enumerate(question.rank_speeds)
     )
-
-
-def _shares_ranks(placement: Placement) -> bool:
-    return any(len(placement.stages_of(rank)) > 1 for rank in range(placement.num_ranks))
 
 
 def _by_stage(question: CutQuestion) -> Partition | None:
     """Minimize the maximum over stages, each at the speed of its slowest rank."""
-    placement, alone = question.placement, not _shares_ranks(question.placement)
+    placement, alone = question.placement, question.placement.num_chunks == 1
     slowest = [
         min(question.rank_speeds[rank] for rank in placement.ranks_of(stage)) for stage in range(placement.num_stages)
     ]
@@ -157,7 +150,7 @@ def _descended(question: CutQuestion, start: Partition) -> Partition:
     """Move single layers over stage borders until that no longer makes the busiest ranks less busy."""
 
     def sorted_loads(cut: Partition) -> list[float]:
-        return sorted(rank_loads(question.placement, question.cost, question.rank_speeds, cut), reverse=True)
+        return sorted(rank_loads(question, cut), reverse=True)
 
     def neighbours(counts: Sequence[int]) -> Iterator[list[int]]:
         for border in range(len(counts) - 1):

@@ -296,14 +296,18 @@ class StageGroups:
 class Moves:
     """The plan of one row.
 
-    moments: in order. moved: units that leave the device. released, loaded: index of a moment -> units whose device
-    memory is freed, and units whose copy back starts.
+    moments: in order. firsts: the first moment of each action that has any. moved: units that leave the device.
+    released, loaded: index of a moment -> units whose device memory is freed, and units whose copy back starts.
     """
 
     moments: tuple[Moment, ...]
+    firsts: Mapping[Action, Moment]
     moved: frozenset[Unit]
     released: Mapping[int, tuple[Unit, ...]]
     loaded: Mapping[int, tuple[Unit, ...]]
+
+
+NO_MOVES = Moves((), {}, frozenset(), {}, {})
 
 
 def host_pieces(num_bytes: int) -> tuple[int, ...]:
@@ -319,6 +323,7 @@ def host_pieces(num_bytes: int) -> tuple[int, ...]:
 def plan_moves(row: Iterable[Action], stages: Mapping[int, StageGroups]) -> Moves:
     """Plan the offloading of one rank's row, lowered or not. stages: those of the rank."""
     moments: list[Moment] = []
+    firsts: dict[Action, Moment] = {}
     made: dict[Unit, int] = {}  # index of the moment of its forward
     moved: list[Unit] = []
     released: dict[int, tuple[Unit, ...]] = {}
@@ -328,6 +333,7 @@ def plan_moves(row: Iterable[Action], stages: Mapping[int, StageGroups]) -> Move
         for moment in moments_of(action, stages):
             index, unit = len(moments), Unit(moment.stage, moment.microbatch, moment.group)
             moments.append(moment)
+            firsts.setdefault(action, moment)
             if unit.group >= stages[unit.stage].num_moved:
                 continue
             if activations in changes.creates:
@@ -336,7 +342,7 @@ def plan_moves(row: Iterable[Action], stages: Mapping[int, StageGroups]) -> Move
                 moved.append(unit)
                 for plan, at in ((released, made[unit] + COPYING), (loaded, index - AHEAD)):
                     plan[at] = (*plan.get(at, ()), unit)
-    return Moves(tuple(moments), frozenset(moved), released, loaded)
+    return Moves(tuple(moments), firsts, frozenset(moved), released, loaded)
 
 
 def moments_of(action: Action, stages: Mapping[int, StageGroups]) -> Iterator[Moment]:

@@ -91,44 +91,25 @@ def from_counts(layer_counts: Sequence[int], num_layers: int) -> Partition:
 # by cost
 
 
-def cut_by_cost(
-    layer_costs: Sequence[float],
-    embedding_cost: float,
-    head_cost: float,
-    num_stages: int,
-    stage_bytes: Callable[[int, StageLayers], float] | None = None,
-    limit_bytes: float = float("inf"),
-) -> Partition:
+def cut_by_cost(layer_costs: Sequence[float], head_cost: float, num_stages: int) -> Partition:
     """Return the contiguous cut whose most expensive stage is cheapest; among equals the one with the most equal layer
     counts.
 
-    Costs are in any unit (seconds, FLOPs); embedding_cost counts on the first stage, head_cost (with the loss) on the
-    last. stage_bytes(stage, layers), limit_bytes: an optional memory limit; the bytes must grow with the layers of a
-    stage. Every stage has a layer unless there are fewer layers than stages. Raises ConfigError if no cut fits.
+    Costs are in any unit (seconds, FLOPs); head_cost (with the loss) counts on the last stage. Every stage has a layer
+    unless there are fewer layers than stages.
     """
     num_layers = len(layer_costs)
-    if num_stages < 1 or min((*layer_costs, embedding_cost, head_cost), default=0) < 0:
+    if num_stages < 1 or min((*layer_costs, head_cost)) < 0:
         raise ConfigError(
             f"cannot cut {num_layers} layers into {num_stages} stages: stages must be 1 or more and costs 0 or more"
         )
     prefix = [0.0, *accumulate(layer_costs)]
-    ends = [0.0] * num_stages  # cost of embedding and head
-    ends[0] += embedding_cost
-    ends[-1] += head_cost
 
     def cost(stage: int, first: int, end: int) -> float:
-        if stage_bytes is not None:
-            layers = StageLayers(first, end, stage == 0, stage == num_stages - 1)
-            if stage_bytes(stage, layers) > limit_bytes:
-                return float("inf")
-        return prefix[end] - prefix[first] + ends[stage]
+        return prefix[end] - prefix[first] + (head_cost if stage == num_stages - 1 else 0.0)
 
     cut = cut_by_stage_cost(cost, num_layers, num_stages)
-    if cut is None:
-        raise ConfigError(
-            f"no contiguous cut of {num_layers} layers into {num_stages} stages keeps every stage within "
-            f"{limit_bytes:.0f} bytes; use more pipeline stages, more tensor parallelism or recompute"
-        )
+    assert cut is not None  # no cost is infinite
     return cut
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megapipe.pipeline.offload import Offload, RowOffload
+from megapipe.pipeline.offload import Offload
 from megapipe.schedule.action import Action, parse_action
 from megapipe.schedule.lifetimes import StageGroups, plan_moves
 from tests.pipeline.late_copies import LateCopies
@@ -26,7 +26,7 @@ class Rank:
         self.actions = [parse_action(word) for word in row.split()]
         self.copies = LateCopies(early)
         self.offload = Offload(self.copies, min_elements)
-        self.row = RowOffload(self.offload, plan_moves(self.actions, STAGES), self.actions, STAGES)
+        self.moves = plan_moves(self.actions, STAGES)
         self.weights = [torch.full((3,), 0.5 + group, requires_grad=True) for group in range(GROUPS)]
 
     @property
@@ -36,8 +36,11 @@ class Rank:
     @contextmanager
     def acting(self, word: str) -> Iterator[Action]:
         action = parse_action(word)
-        with self.row.computing(action):
+        with self.offload.computing(action):
             yield action
+
+    def begin(self) -> None:
+        self.offload.begin(self.moves)
 
     def forward(self, word: str, x: Tensor) -> Tensor:
         with self.acting(word):
@@ -64,7 +67,7 @@ def plain(x: Tensor) -> list[Tensor]:
 
 def test_copies_and_computation_wait_for_each_other() -> None:
     rank, x = Rank("0F0 0F1 0B0 0B1"), torch.randn(2, 3)
-    rank.row.begin()
+    rank.begin()
     outputs = [rank.forward(f"0F{number}", x) for number in range(2)]
     left: Log = [("out", "waits for", "compute"), ("compute", "waits for", "out"), ("out", "copies", "")]
     # two groups: a copy is waited for when the group after the next begins
@@ -84,7 +87,7 @@ def test_copies_and_computation_wait_for_each_other() -> None:
 @pytest.mark.parametrize("early", [False, True], ids=["late", "early"])
 def test_host_buffer_is_reused_only_after_it_was_read(early: bool) -> None:
     rank, x = Rank("0F0 0F1 0B0 0F2 0B1 0F3 0B2 0B3", early=early), torch.randn(2, 3)
-    rank.row.begin()
+    rank.begin()
     outputs = {}
     for action in rank.actions:
         if action.op.value == "F":
@@ -101,7 +104,7 @@ def test_shared_storages_move_once_and_small_tensors_and_parameters_stay() -> No
     weight, stays = torch.ones(5, requires_grad=True), torch.ones(4, 5)
     for min_elements, num_bytes in ((1, (20 + 5) * 4), (6, 20 * 4), (21, 0)):
         rank = Rank("0F0 0F1 0B0 0B1", min_elements)
-        rank.row.begin()
+        rank.begin()
 
         def several(x: Tensor) -> Tensor:
             x = x * 2
@@ -117,7 +120,7 @@ def test_shared_storages_move_once_and_small_tensors_and_parameters_stay() -> No
 
 def test_nothing_is_offloaded_without_gradients_or_outside_a_row() -> None:
     rank, x = Rank("0F0 0F1 0B0 0B1"), torch.randn(2, 3)
-    rank.row.begin()
+    rank.begin()
     output = rank.offload.run(0, 0, rank.layer(rank.weights[0]), x, [])
     output.sum().backward()
     with rank.acting("0F0"), torch.no_grad():
@@ -127,7 +130,7 @@ def test_nothing_is_offloaded_without_gradients_or_outside_a_row() -> None:
 
 def test_another_order_than_the_planned_one_raises() -> None:
     rank, x = Rank("0F0 0F1 0B0 0B1"), torch.randn(2, 3)
-    rank.row.begin()
+    rank.begin()
     rank.forward("0F0", x)
     with pytest.raises(RuntimeError, match=r"expects .* next, but .*op=<Op.B: 'B'>"), rank.acting("0B0"):
         pass
@@ -135,7 +138,7 @@ def test_another_order_than_the_planned_one_raises() -> None:
 
 def test_a_backward_outside_its_row_raises() -> None:
     rank, x = Rank("0F0 0F1 0B0 0B1"), torch.randn(2, 3)
-    rank.row.begin()
+    rank.begin()
     output = rank.forward("0F0", x)
     with pytest.raises(RuntimeError, match="outside the row"):
         output.sum().backward()
@@ -143,10 +146,10 @@ def test_a_backward_outside_its_row_raises() -> None:
 
 def test_an_aborted_row_leaves_no_copy_in_flight() -> None:
     rank, x = Rank("0F0 0F1 0B0 0B1"), torch.randn(2, 3)
-    rank.row.begin()
+    rank.begin()
     rank.forward("0F0", x)
     num_copies = rank.log.count(("out", "copies", ""))
-    rank.row.clear()
+    rank.offload.clear()
     assert rank.log.count(("out", "copies", "")) == GROUPS > num_copies
-    rank.row.begin()
+    rank.begin()
     rank.forward("0F0", x)

@@ -52,7 +52,7 @@ def every_cut(num_layers: int, num_stages: int) -> Iterator[Partition]:
 
 
 def busiest(question: CutQuestion, cut: Partition) -> float:
-    return max(rank_loads(question.placement, question.cost, question.rank_speeds, cut))
+    return max(rank_loads(question, cut))
 
 
 @st.composite

@@ -9,6 +9,7 @@ from megapipe.schedule.partition import (
     Partition,
     StageLayers,
     cut_by_cost,
+    cut_by_stage_cost,
     cut_evenly,
     from_counts,
     layout_stages,
@@ -19,16 +20,13 @@ from megapipe.schedule.placement import loop, v_shape
 costs = st.integers(0, 40).map(float)
 
 
-def stage_costs(partition, layer_costs, embedding_cost, head_cost):
+def stage_costs(partition, layer_costs, head_cost):
     return tuple(
-        sum(layer_costs[s.first_layer : s.last_layer_exclusive], 0.0)
-        + embedding_cost * s.has_embedding
-        + head_cost * s.has_head
-        for s in partition.stages
+        sum(layer_costs[s.first_layer : s.last_layer_exclusive], 0.0) + head_cost * s.has_head for s in partition.stages
     )
 
 
-def brute_force(layer_costs, embedding, head, num_stages):
+def brute_force(layer_costs, head, num_stages):
     """Return (minimum of the maximum cost, minimum of the sum of squared counts) over all contiguous cuts."""
     n = len(layer_costs)
     cuts = (
@@ -40,48 +38,48 @@ def brute_force(layer_costs, embedding, head, num_stages):
     for cut in cuts:
         edges = [0, *cut, n]
         sums = [sum(layer_costs[a:b]) for a, b in pairwise(edges)]
-        sums[0] += embedding
         sums[-1] += head
         best.append((max(sums), sum((b - a) ** 2 for a, b in pairwise(edges))))
     return min(best)
 
 
-@given(st.lists(costs, max_size=9), costs, costs, st.integers(1, 5))
+@given(st.lists(costs, max_size=9), costs, st.integers(1, 5))
 @settings(max_examples=150)
-def test_cut_by_cost_is_optimal_and_covers_every_layer_once(layer_costs, embedding, head, num_stages):
-    partition = cut_by_cost(layer_costs, embedding, head, num_stages)
+def test_cut_by_cost_is_optimal_and_covers_every_layer_once(layer_costs, head, num_stages):
+    partition = cut_by_cost(layer_costs, head, num_stages)
     assert [k for s in partition.stages for k in range(s.first_layer, s.last_layer_exclusive)] == list(
         range(len(layer_costs))
     )
     squares = sum(n * n for n in partition.layer_counts)
-    assert (max(stage_costs(partition, layer_costs, embedding, head)), squares) == brute_force(
-        layer_costs, embedding, head, num_stages
-    )
+    assert (max(stage_costs(partition, layer_costs, head)), squares) == brute_force(layer_costs, head, num_stages)
     if len(layer_costs) >= num_stages:
         assert min(partition.layer_counts) >= 1
 
 
 def test_contiguous_cuts_of_the_textbook_example_reach_40_not_30():
     times = [10.0] * 4 + [20.0] * 4
-    assert max(stage_costs(cut_by_cost(times, 0, 0, 4), times, 0, 0)) == 40
+    assert max(stage_costs(cut_by_cost(times, 0, 4), times, 0)) == 40
 
 
 def test_a_heavy_head_moves_layers_to_the_first_stage():
-    assert cut_by_cost([1.0] * 4, 0.0, 2.3, 2).layer_counts == (3, 1)
+    assert cut_by_cost([1.0] * 4, 2.3, 2).layer_counts == (3, 1)
 
 
 def test_equal_layers_are_cut_equally():
-    assert cut_by_cost([1.0] * 12, 0, 0, 4).layer_counts == (3, 3, 3, 3)
-    assert sorted(cut_by_cost([0.1] * 10, 0, 0, 4).layer_counts) == [2, 2, 3, 3]
+    assert cut_by_cost([1.0] * 12, 0, 4).layer_counts == (3, 3, 3, 3)
+    assert sorted(cut_by_cost([0.1] * 10, 0, 4).layer_counts) == [2, 2, 3, 3]
 
 
-def test_memory_is_a_second_limit():
-    def size(stage, layers):
-        return layers.num_layers * (3 if stage == 0 else 1)
+def test_infinite_costs_limit_the_memory_of_stages():
+    def cost_within(limit_bytes):
+        def cost(stage, first, end):
+            num_layers = end - first
+            return num_layers if num_layers * (3 if stage == 0 else 1) <= limit_bytes else float("inf")
 
-    assert cut_by_cost([1.0] * 6, 0, 0, 2, size, 6).layer_counts == (2, 4)
-    with pytest.raises(ConfigError, match="within 3 bytes"):
-        cut_by_cost([1.0] * 6, 0, 0, 2, size, 3)
+        return cost
+
+    assert cut_by_stage_cost(cost_within(6), 6, 2).layer_counts == (2, 4)
+    assert cut_by_stage_cost(cost_within(3), 6, 2) is None
 
 
 def ranks(num_ranks, num_chunks=1):
