@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from megapipe.errors import ConfigError, ScheduleError
-from megapipe.schedule.action import Op
+from megapipe.schedule.action import SEND_OPS, Op
 from megapipe.schedule.costs import AutoGoal, Costs
 from megapipe.schedule.families import SCHEDULES, build_schedule
 from megapipe.schedule.lifetimes import peak_live_chunks
 from megapipe.schedule.lower import lower
 from megapipe.schedule.schedule import Schedule
-from megapipe.schedule.simulate import Timeline, messages_sent, peak_waiting_messages, simulate
+from megapipe.schedule.simulate import Timeline, peak_waiting_messages, simulate
 from megapipe.schedule.validate import validate
 
 
@@ -112,18 +112,13 @@ class Measures:
     send_depth: int
     num_actions: int
 
-    def as_json(self) -> dict[str, Any]:
-        return asdict(self)
 
-
-class Refusal(NamedTuple):
+@dataclass(frozen=True)
+class Refusal:
     """A family that cannot run the given shape, and the reason."""
 
     schedule: str
-    reason: str
-
-    def as_json(self) -> dict[str, Any]:
-        return {"schedule": self.schedule, "refused": self.reason}
+    refused: str
 
 
 def measure(schedule: Schedule, model: Model, receive_depth: int = 2) -> tuple[Measures, Timeline]:
@@ -150,7 +145,7 @@ def measure(schedule: Schedule, model: Model, receive_depth: int = 2) -> tuple[M
         peak_until_input_gradient=max(peak_live_chunks(schedule, until_input_gradient=True)) * chunk,
         peak_bytes=max(timeline.peak_live_chunks) * chunk * model.activation_bytes,
         inputs_held=max(peak_waiting_messages(timeline)),
-        messages_sent=sum(messages_sent(lowered)),
+        messages_sent=sum(op in SEND_OPS for row in lowered.rows for _, op, _ in row),
         send_depth=proof.send_depth,
         num_actions=proof.num_actions,
     )

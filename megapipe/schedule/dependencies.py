@@ -1,9 +1,8 @@
 """The inputs and outputs of every op, from which order, communication, proof, times and memory are derived.
 
-NEEDS and MAKES are tables of (kind of value, stage offset). `needs` and `makes` read them for one action; the walk over
-a whole schedule (machine.py) and the lowering read them with integers. An input must be on the rank that runs the
-action, from an earlier action there or from a message. Two kinds of values travel between stages; between two stages of
-one rank no message is needed.
+NEEDS and MAKES are tables of (kind of value, stage offset). An input must be on the rank that runs the action, from an
+earlier action there or from a message. Two kinds of values travel between stages; between two stages of one rank no
+message is needed.
 """
 
 from __future__ import annotations
@@ -27,15 +26,14 @@ class ValueKind(enum.Enum):
 
 
 class Value(NamedTuple):
-    """A value of the step; microbatch None means every microbatch that the rank runs."""
+    """A value of the step."""
 
     kind: ValueKind
     stage: int
-    microbatch: int | None
+    microbatch: int
 
     def __str__(self) -> str:
-        whose = "every microbatch" if self.microbatch is None else f"microbatch {self.microbatch}"
-        return f"the {self.kind.value} of stage {self.stage}, {whose}"
+        return f"the {self.kind.value} of stage {self.stage}, microbatch {self.microbatch}"
 
 
 NEEDS: dict[Op, tuple[tuple[ValueKind, int], ...]] = {
@@ -71,22 +69,6 @@ TRAVELS: dict[ValueKind, tuple[Op, Op, int]] = {
     ValueKind.ACT: (Op.SEND_F, Op.RECV_F, +1),
     ValueKind.GRAD: (Op.SEND_B, Op.RECV_B, -1),
 }
-
-
-def needs(action: Action) -> tuple[Value, ...]:
-    """Return the values that must be on the rank before `action` can run."""
-    return tuple(Value(kind, action.stage + offset, action.microbatch) for kind, offset in NEEDS[action.op])
-
-
-def makes(action: Action) -> tuple[Value, ...]:
-    """Return the values that are on the rank once `action` has run (for a receive: once its message has arrived)."""
-    return tuple(Value(kind, action.stage + offset, action.microbatch) for kind, offset in MAKES[action.op])
-
-
-def is_given(value: Value, num_stages: int) -> bool:
-    """Return True for values that no action makes: the data before stage 0 and the gradient after the last stage."""
-    kind, stage, _ = value
-    return (kind is ValueKind.ACT and stage < 0) or (kind is ValueKind.GRAD and stage >= num_stages)
 
 
 class Channel(NamedTuple):

@@ -21,7 +21,6 @@ from megapipe.schedule.action import BUSY_OPS, COMPUTE_OPS, SEND_OPS, Op
 from megapipe.schedule.costs import Costs
 from megapipe.schedule.dependencies import Channel, channel_of
 from megapipe.schedule.lifetimes import Held, lifetimes, peak_live_chunks
-from megapipe.schedule.lower import sends_of
 from megapipe.schedule.machine import Machine
 from megapipe.schedule.schedule import Schedule, gc_paused
 
@@ -143,17 +142,6 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
     if not machine.run():
         raise ScheduleError(f"schedule {schedule} deadlocks; validate(schedule) shows where")
     return Timeline(schedule, costs, tuple(map(tuple, machine.starts)), tuple(map(tuple, machine.ends)))
-
-
-def messages_sent(schedule: Schedule) -> tuple[int, ...]:
-    """Return the number of SENDs of each rank; in a compute-only schedule of those that lowering adds."""
-    if schedule.is_lowered:
-        return tuple(sum(op in SEND_OPS for _, op, _ in row) for row in schedule.rows)
-    sends, directions = sends_of(schedule), len(schedule.placement.directions)
-    return tuple(
-        sum(sends[op][m % directions][stage] is not None for stage, op, m in row)  # type: ignore[operator]
-        for row in schedule.rows
-    )
 
 
 def live_curve(timeline: Timeline, rank: int, kept_for_weights: float = 1.0) -> list[tuple[float, float]]:

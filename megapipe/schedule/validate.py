@@ -15,7 +15,7 @@ from typing import NoReturn
 from megapipe.errors import ScheduleError
 from megapipe.schedule.action import COMPUTE_OPS, RECV_OPS, SEND_OPS, Action, Op
 from megapipe.schedule.costs import Costs
-from megapipe.schedule.dependencies import MAKES, NEEDS, TRAVELS, Channel, Value, channel_of, makes
+from megapipe.schedule.dependencies import MAKES, NEEDS, TRAVELS, Channel, Value, channel_of
 from megapipe.schedule.lower import sends_of
 from megapipe.schedule.machine import Machine
 from megapipe.schedule.schedule import Schedule, gc_paused, rows_text
@@ -267,9 +267,11 @@ def _explain_standstill(schedule: Schedule, machine: Machine, send_depth: int | 
     waits: dict[int, Value] = {rank: machine.value_of(identity) for identity, rank in machine.waiting_for.items()}
     makers: dict[Value, set[int]] = {value: set() for value in waits.values()}
     for rank, row in enumerate(rows):
-        for value in (value for action in row if action.op in COMPUTE_OPS for value in makes(action)):
-            if value in makers:
-                makers[value].add(rank)
+        for stage, op, microbatch in (action for action in row if action.op in COMPUTE_OPS):
+            for kind, offset in MAKES[op]:
+                value = Value(kind, stage + offset, microbatch)  # type: ignore[arg-type]
+                if value in makers:
+                    makers[value].add(rank)
     for rank, value in sorted(waits.items()):
         slot, fate = positions[rank], ""
         if not makers[value]:

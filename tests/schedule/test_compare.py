@@ -53,9 +53,9 @@ def test_impossible_schedules_are_in_the_table_with_the_reason():
         compare(Model.equal(3, 1.0, 1.0, 1.0), 3, 2, 5, names=["1f1b", "dualpipe", "dualpipe-v", "nonsense"])
     )
     assert isinstance(rows["1f1b"], Measures)
-    assert "use 2 or 4" in rows["dualpipe"].reason
-    assert "use 6" in rows["dualpipe-v"].reason
-    assert "unknown" in rows["nonsense"].reason
+    assert "use 2 or 4" in rows["dualpipe"].refused
+    assert "use 6" in rows["dualpipe-v"].refused
+    assert "unknown" in rows["nonsense"].refused
     assert isinstance(rows["nonsense"], Refusal)
 
 

@@ -7,9 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megapipe.errors import ScheduleError
-from megapipe.schedule.action import COMPUTE_OPS, Op
+from megapipe.schedule.action import COMPUTE_OPS, SEND_OPS, Op
 from megapipe.schedule.costs import Costs
-from megapipe.schedule.dependencies import is_given, makes, needs
+from megapipe.schedule.dependencies import MAKES, NEEDS, ValueKind
 from megapipe.schedule.families import build_lowered, build_schedule
 from megapipe.schedule.lifetimes import peak_live_chunks
 from megapipe.schedule.lower import lower
@@ -17,7 +17,6 @@ from megapipe.schedule.placement import v_shape
 from megapipe.schedule.schedule import from_csv
 from megapipe.schedule.simulate import (
     live_curve,
-    messages_sent,
     peak_waiting_messages,
     simulate,
     waiting_message_curves,
@@ -51,16 +50,22 @@ def test_lowered_schedule_takes_as_long_as_compute_only_at_zero_latency(schedule
     assert compute_times(simulate(lower(schedule, depth), costs)) == compute_times(simulate(schedule, costs))
 
 
+def values(table, action):
+    return [(kind, action.stage + offset, action.microbatch) for kind, offset in table[action.op]]
+
+
 @given(schedules, st.data())
 @settings(max_examples=40)
 def test_action_starts_when_rank_is_free_and_inputs_are_there(schedule, data):
     timeline = simulate(schedule, data.draw(uneven_costs(schedule.num_stages)))
     times = compute_times(timeline)
-    made_at = {value: times[action][1] for action in times for value in makes(action)}
+    made_at = {value: times[action][1] for action in times for value in values(MAKES, action)}
+    for m in range(schedule.num_microbatches):  # the data, and the gradient of the loss
+        made_at[ValueKind.ACT, -1, m] = made_at[ValueKind.GRAD, schedule.num_stages, m] = 0.0
     for row in schedule.rows:
         free = 0.0
         for action in row:
-            ready = [made_at[value] for value in needs(action) if not is_given(value, schedule.num_stages)]
+            ready = [made_at[value] for value in values(NEEDS, action)]
             assert times[action][0] == max([free, *ready])
             free = times[action][1]
 
@@ -81,7 +86,7 @@ def test_two_ranks_one_microbatch_by_hand():
     beside = simulate(lowered, Costs.equal(2, 1.0, 1.0, 1.0, transfer_seconds=0.5, latency_seconds=0.25))
     # F 1, transfer .5, latency .25, F 1, B 2, transfer and latency again, B 2
     assert beside.makespan_seconds == 1 + 0.75 + 1 + 2 + 0.75 + 2
-    assert messages_sent(lowered) == (1, 1)
+    assert [sum(a.op in SEND_OPS for a in row) for row in lowered.rows] == [1, 1]
     assert beside.work_seconds == (3, 3)
     assert beside.barrier_idle_seconds == (4.5, 4.5)
     assert beside.chained_idle_seconds == (4.5, 0)

@@ -7,6 +7,7 @@ import csv
 import json
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 from megapipe.errors import ConfigError
@@ -194,7 +195,7 @@ def _draw(own: argparse.Namespace) -> None:
             path.write_text(text(), encoding="utf-8")
             written.append(str(path))
     if own.json:
-        print(json.dumps({**measures.as_json(), "written": written}))
+        print(json.dumps({**asdict(measures), "written": written}))
     elif written:
         print("wrote " + ", ".join(written))
     else:
@@ -206,7 +207,7 @@ def _compare(own: argparse.Namespace) -> int:
     chunks = 2 if own.chunks is None else own.chunks
     limits = own.memory_limit or ()
     rows = compare(_model(own), own.ranks, chunks, _microbatches(own), own.group_size, limits, own.names)
-    print(json.dumps([row.as_json() for row in rows]) if own.json else table_text(rows))
+    print(json.dumps([asdict(row) for row in rows]) if own.json else table_text(rows))
     return 0 if any(isinstance(row, Measures) for row in rows) else ConfigError.exit_code
 
 
@@ -241,7 +242,7 @@ def table_text(rows: Sequence[Measures | Refusal]) -> str:
     cells = [list(columns), *([cell(row) for cell in columns.values()] for row in measured)]
     width = max(len(line[0]) for line in cells)
     lines = list(text_table(cells, left=(0,), indent=0))
-    lines += [f"{row.schedule.ljust(width)}  refused: {row.reason}" for row in rows if isinstance(row, Refusal)]
+    lines += [f"{row.schedule.ljust(width)}  refused: {row.refused}" for row in rows if isinstance(row, Refusal)]
     lines.append(_LEGEND)
     if any(not row.is_synchronous for row in measured):
         lines.append(
@@ -292,7 +293,7 @@ def _simulate(own: argparse.Namespace) -> None:
     rows = list(zip(*(getattr(timeline, key) for key in keys), strict=True))
     if own.json:
         ranks = [{"pp_rank": rank, **dict(zip(keys, row, strict=True))} for rank, row in enumerate(rows)]
-        print(json.dumps({**measures.as_json(), "ranks": ranks}))
+        print(json.dumps({**asdict(measures), "ranks": ranks}))
         return
     print(table_text([measures]))
     print("\nrank      work  chained idle  barrier idle  peak chunks")
