@@ -59,10 +59,7 @@ class BegunRun:
     """The state of a running row: the values in flight. Created by `Engine.begin`, consumed by `Engine.finish`."""
 
     step: Step
-    # inputs and output gradients that come from another stage of this rank
-    activations: dict[Key, Tensors] = field(default_factory=dict)
-    gradients: dict[Key, Tensors] = field(default_factory=dict)
-    # outputs and input gradients that are not sent yet
+    # outputs and input gradients that are not sent yet, or not yet used by another stage of this rank
     outputs: dict[Key, Tensors] = field(default_factory=dict)
     input_gradients: dict[Key, Tensors] = field(default_factory=dict)
     receives: dict[tuple[Op, int, int], PendingReceive] = field(default_factory=dict)
@@ -253,15 +250,13 @@ class Engine:
 
     def _forward(self, run: BegunRun, action: Action) -> None:
         stage, microbatch = action.stage, _number(action)
-        inputs = self._arrived(run, run.activations, action, Op.RECV_F, stage - 1) if stage else ()
+        inputs = self._arrived(run, action, Op.RECV_F) if stage else ()
         is_last = stage == self.last_stage
         result = self._stages[stage].forward(
             microbatch, inputs, run.step.microbatches[microbatch], run.step.loss if is_last else None
         )
         if is_last:
             run.reports[microbatch] = result
-        elif self._is_local(stage, microbatch):
-            run.activations[stage + 1, microbatch] = result
         else:
             run.outputs[stage, microbatch] = result
 
@@ -270,15 +265,11 @@ class Engine:
         stage, microbatch = action.stage, _number(action)
         gradients: tuple[Tensor | None, ...] = (None,)  # the objective's gradient is 1
         if stage != self.last_stage:
-            gradients = self._arrived(run, run.gradients, action, Op.RECV_B, stage)
+            gradients = self._arrived(run, action, Op.RECV_B)
         runner = self._stages[stage]
         backward = runner.backward if action.op is Op.B else runner.backward_input
         input_gradients = backward(microbatch, gradients)
-        if stage == 0:
-            return
-        if self._is_local(stage - 1, microbatch):
-            run.gradients[stage - 1, microbatch] = input_gradients
-        else:
+        if stage:
             run.input_gradients[stage, microbatch] = input_gradients
 
     def _send(self, run: BegunRun, action: Action) -> None:
@@ -297,11 +288,12 @@ class Engine:
             message = tuple(spec for spec in run.step.message(stage) if spec.dtype.is_floating_point)
         run.receives[action.op, stage, microbatch] = channel.post_receive(message)
 
-    def _arrived(self, run: BegunRun, local: dict[Key, Tensors], action: Action, receive: Op, boundary: int) -> Tensors:
-        """Return the input of a computation, from another stage of this rank or from the message over `boundary`."""
+    def _arrived(self, run: BegunRun, action: Action, receive: Op) -> Tensors:
+        """Return the input of a computation, from another stage of this rank or from the message of `receive`."""
         stage, microbatch, tracer = action.stage, _number(action), self._tracer
-        if self._is_local(boundary, microbatch):
-            tensors = local.pop((stage, microbatch))
+        made, maker = (run.outputs, stage - 1) if receive is Op.RECV_F else (run.input_gradients, stage + 1)
+        if (min(stage, maker), microbatch % self._num_directions) in self._local:
+            tensors = made.pop((maker, microbatch))
         else:
             pending = run.receives.pop((receive, stage, microbatch))
             start = 0 if tracer is None else tracer.now()
@@ -311,10 +303,6 @@ class Engine:
         if self._streams is not None:
             self._streams.use(tensors)
         return tensors
-
-    def _is_local(self, boundary: int, microbatch: int) -> bool:
-        """Return True if both stages of the boundary are on this rank, so that no message is needed."""
-        return (boundary, microbatch % self._num_directions) in self._local
 
     def _channel(self, boundary: int, kind: str, microbatch: int) -> Channel:
         return self._channels[boundary, kind, microbatch % self._num_directions]

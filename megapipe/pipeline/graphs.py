@@ -92,10 +92,6 @@ class StageGraphs:
         self.slots: list[_Slot] = []
         self._addresses: list[int] = []
 
-    @property
-    def are_recorded(self) -> bool:
-        return bool(self.slots)
-
     def record(
         self, recorder: CudaRecorder, num_slots: int, inputs: Tensors, payload: Any, loss: LossFunction | None
     ) -> None:
@@ -236,7 +232,7 @@ class RankGraphs:
     def after_step(self, step: Step) -> None:
         """Count a training step and capture the graphs after the warm-up. Later steps must have the same shapes."""
         self._num_steps += 1
-        if self._num_steps < self.warmup_steps or all(graphs.are_recorded for graphs in self.stages.values()):
+        if self._num_steps < self.warmup_steps or all(graphs.slots for graphs in self.stages.values()):
             return
         self.settle()
         # tensors of earlier backwards that cycles keep alive would bring the streams that those ran on into the capture

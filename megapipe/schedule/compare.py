@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any, NamedTuple
 
 from megapipe.errors import ConfigError, ScheduleError
 from megapipe.schedule.action import SEND_OPS, Op
 from megapipe.schedule.costs import AutoGoal, Costs
-from megapipe.schedule.families import SCHEDULES, build_schedule
+from megapipe.schedule.families import SCHEDULES, build_schedule, schedule_family
 from megapipe.schedule.lifetimes import peak_live_chunks
 from megapipe.schedule.lower import lower
 from megapipe.schedule.schedule import Schedule
@@ -78,8 +79,7 @@ class Model:
             seconds[stage, Op.SEND_F] = seconds[stage, Op.SEND_B] = self.transfer_seconds
         pairs = {
             (f, b): self.pair_share * (seconds[f, Op.F] + seconds[b, Op.B])
-            for f in range(num_stages)
-            for b in range(num_stages)
+            for f, b in product(range(num_stages), range(num_stages))
             if self.pair_share != 1.0
         }
         return Costs(seconds, self.latency_seconds, self.overlap, pairs, self.rank_speeds)
@@ -168,16 +168,16 @@ def compare(
     """
     rows: list[Measures | Refusal] = []
     for name in names or SCHEDULES:
-        family = SCHEDULES.get(name)
-        chunks = family.num_chunks(num_chunks) if family else 1
-        group = group_size if family and family.takes_group_size else None
         limits: Sequence[float | None] = (None,)
-        if family and family.is_automatic:
+        if name in SCHEDULES and SCHEDULES[name].is_automatic:
             limits = memory_limits or (num_ranks, 2 * num_ranks)
         for limit in limits:
             label = name if limit is None else f"{name} {limit:g}"
             try:
+                family = schedule_family(name)
                 goal = None if limit is None else AutoGoal(model.costs(num_ranks), limit, model.kept_for_weights)
+                group = group_size if family.takes_group_size else None
+                chunks = family.num_chunks(num_chunks)
                 schedule = build_schedule(name, num_ranks, chunks, num_microbatches, group, goal)
                 rows.append(measure(replace(schedule, name=label), model)[0])
             except (ConfigError, ScheduleError) as error:

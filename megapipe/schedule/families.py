@@ -55,14 +55,9 @@ class ScheduleFamily:
         return self.versions is None
 
     @property
-    def has_two_directions(self) -> bool:
-        """True if microbatches enter at both ends and every stage is on two ranks."""
-        return self.placement is two_directions
-
-    @property
     def runs_plain_modules(self) -> bool:
         """True if a stage may be any module: whole backwards, one rank per stage, no updates within the step."""
-        return self.is_synchronous and not self.splits_backward and not self.has_two_directions
+        return self.is_synchronous and not self.splits_backward and self.placement is not two_directions
 
     def num_chunks(self, asked: int) -> int:
         """Return the chunks per rank if `asked` are wanted of families that take any number."""
@@ -220,7 +215,7 @@ def _check_shape(
     if num_chunks > 1 and not family.takes_chunks:
         several = ", ".join(other.name for other in SCHEDULES.values() if other.takes_chunks)
         raise ConfigError(
-            f"{name} holds one chunk per rank{' in each direction' if family.has_two_directions else ''}, but "
+            f"{name} holds one chunk per rank{' in each direction' if family.placement is two_directions else ''}, but "
             f"{num_chunks} were given; use 1 chunk, or a schedule with chunks: {several}"
         )
     if group_size is not None and not group_rule:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from megapipe.errors import ConfigError, ScheduleError
 from megapipe.schedule.action import COMPLETES_OPS, COMPUTE_OPS, PLANNED_OPS, Action, Op
 from megapipe.schedule.dependencies import MAKES, NEEDS, TRAVELS
-from megapipe.schedule.schedule import Row, Schedule, gc_paused
+from megapipe.schedule.schedule import Schedule, gc_paused
 
 Sends = dict[Op, list[list[Op | None]]]  # [op][direction][stage] -> the SEND that follows
 
@@ -178,12 +178,19 @@ def give_head_start(schedule: Schedule) -> HeadStart:
         for stage in range(border)
         for microbatch in range(min(border - stage, schedule.num_microbatches))
     }
-    found = None
-    while forwards != found:
-        found = forwards
-        heads = [_head(row, found) for row in schedule.rows]
+
+    def goes_on(action: Action) -> bool:
+        """Return False for the first computation that is not one of `forwards`."""
+        stage, op, microbatch = action
+        return op not in PLANNED_OPS or (op is Op.F and (stage, microbatch) in forwards)
+
+    while True:
+        heads = [tuple(takewhile(goes_on, row)) for row in schedule.rows]
         leading = {(stage, microbatch) for head in heads for stage, op, microbatch in head if op is Op.F}
-        forwards = {(stage, m) for stage, m in leading if stage == 0 or (stage - 1, m) in leading}
+        closed = {(stage, m) for stage, m in leading if stage == 0 or (stage - 1, m) in leading}
+        if closed == forwards:
+            break
+        forwards = closed
 
     def is_closed(action: Action) -> bool:
         stage, op, microbatch = action
@@ -196,13 +203,3 @@ def give_head_start(schedule: Schedule) -> HeadStart:
         rows.append((*first, *(action for action in head if not is_closed(action)), *row[len(head) :]))
         lengths.append(len(first))
     return HeadStart(replace(schedule, rows=tuple(rows)), tuple(lengths))
-
-
-def _head(row: Row, forwards: set[tuple[int, int | None]]) -> Row:
-    """Return the actions before the first computation that is not one of `forwards`."""
-
-    def goes_on(action: Action) -> bool:
-        stage, op, microbatch = action
-        return op not in PLANNED_OPS or (op is Op.F and (stage, microbatch) in forwards)
-
-    return tuple(takewhile(goes_on, row))

@@ -180,6 +180,6 @@ def test_graphs_are_recorded_after_warm_up_and_settle() -> None:
         rank.after_step(step)
     assert order == ["step", "step", "settle", *["record"] * 4, "step"]
     rank.release()
-    assert not graphs.are_recorded
+    assert not graphs.slots
     rank.after_step(step)
-    assert graphs.are_recorded
+    assert graphs.slots
