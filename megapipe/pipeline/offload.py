@@ -195,8 +195,7 @@ class _Part:
         """Return the bytes. Raises RuntimeError while they are only in host memory."""
         if self.bytes is None:
             raise RuntimeError(
-                "a backward needs activations that are still in host memory: it runs before its moment in the "
-                "offload plan"
+                "a backward runs before its moment in the offload plan: its activations are still in host memory"
             )
         return self.bytes
 

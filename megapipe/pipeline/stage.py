@@ -138,7 +138,6 @@ class StageRunner:
     def _queue(self) -> WeightGradients:
         if self.weight_gradients is None:
             raise ValueError(
-                "this schedule splits the backward (I and W): the stage needs `weight_gradients`, the queue its "
-                "linears use"
+                "this schedule splits the backward (I and W): the stage needs `weight_gradients`, its linears' queue"
             )
         return self.weight_gradients

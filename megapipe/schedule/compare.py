@@ -69,8 +69,7 @@ class Model:
             stages = [Seconds(*(value * count / num_stages for value in self.slices[0]))] * num_stages
         else:
             raise ConfigError(
-                f"{count} uneven slices of the model cannot be cut into {num_stages} equal stages: give a multiple of "
-                f"{num_stages}"
+                f"{count} uneven slices cannot be cut into {num_stages} equal stages: give a multiple of {num_stages}"
             )
         seconds: dict[tuple[int, Op], float] = {}
         for stage, (forward, input_gradient, weight_gradient) in enumerate(stages):

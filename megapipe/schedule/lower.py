@@ -34,14 +34,10 @@ def lower(schedule: Schedule, receive_depth: int = 2) -> Schedule:
     """
     if receive_depth < 0:
         raise ConfigError(
-            f"receive depth {receive_depth}: a receive cannot be posted after the action that waits for it; use 0 or "
-            "more"
+            f"receive depth {receive_depth}: a receive is not posted after the action that waits for it; use 0 or more"
         )
     if schedule.is_lowered:
-        raise ScheduleError(
-            f"schedule {schedule} already holds messages or reductions; lower a compute-only schedule "
-            "(schedule.compute_only())"
-        )
+        raise ScheduleError(f"schedule {schedule} already holds messages or reductions; lower schedule.compute_only()")
     sends, num_directions, overlap = sends_of(schedule), len(schedule.placement.directions), Op.OVERLAP
     receives = _plan_receives(schedule, sends, receive_depth)
     rows = []

@@ -45,8 +45,7 @@ class Partition:
                 )
             if stage.has_embedding != (index == 0) or stage.has_head != (index == last):
                 raise ConfigError(
-                    f"stage {index} of {last + 1}: the embedding belongs on the first stage, the head on the last, "
-                    "each once"
+                    f"stage {index} of {last + 1}: the embedding belongs on the first stage only, the head on the last"
                 )
             end = stage.last_layer_exclusive
         if not self.stages:
@@ -236,16 +235,14 @@ def cut_evenly(
         fault = f"{uneven} layers on one pipeline rank do not divide into its {num_chunks} chunks"
     if fault:
         raise ConfigError(
-            f"{fault}; choose counts that divide, write --pipeline-model-parallel-layout, or let the layers be cut by "
-            "cost"
+            f"{fault}; choose counts that divide, write --pipeline-model-parallel-layout, or cut the layers by cost"
         )
     counts = [(fixed[rank] if rank in fixed else rest // others) // num_chunks for rank in rank_of_stage]
     counts[0] -= count_embedding
     counts[-1] -= count_head
     if min(counts) < 0:
         raise ConfigError(
-            f"{num_layers} layers are too few for {len(counts)} stages that also count embedding or loss; use fewer "
-            "stages"
+            f"{num_layers} layers are too few for {len(counts)} stages if embedding or loss counts; use fewer stages"
         )
     return from_counts(counts, num_layers)
 

@@ -24,8 +24,7 @@ class Placement:
         for ranks in self.directions:
             if len(ranks) != len(self.rank_of_stage):
                 raise ConfigError(
-                    f"the two directions of a placement name {len(self.rank_of_stage)} and {len(ranks)} stages; they "
-                    "must agree"
+                    f"the two directions of a placement differ: {len(self.rank_of_stage)} and {len(ranks)} stages"
                 )
             if any(not 0 <= rank < self.num_ranks for rank in ranks):
                 raise ConfigError(f"the placement {ranks} names a pp_rank outside 0..{self.num_ranks - 1}")

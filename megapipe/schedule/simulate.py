@@ -129,8 +129,7 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
     missing = min(((stage, op.value) for stage, op in wanted - costs.seconds.keys()), default=None)
     if missing:
         raise ScheduleError(
-            f"the costs of schedule {schedule} lack (stage {missing[0]}, {missing[1]}); give the seconds of every "
-            "stage and op"
+            f"the costs of schedule {schedule} lack (stage {missing[0]}, {missing[1]}); name every stage and op"
         )
     if not costs.overlap and not schedule.is_lowered:
         raise ScheduleError(f"costs without overlap need messages, schedule {schedule} has none: lower it first")

@@ -55,8 +55,7 @@ def automatic(shape: Shape) -> tuple[Row, ...]:
     goal = shape.goal or AutoGoal(Costs.equal(shape.num_ranks, 1.0, 1.0, 1.0), shape.num_ranks)
     if goal.max_microbatches < 1:
         raise ConfigError(
-            f"a memory limit of {goal.max_microbatches} microbatches per rank does not hold the first one; use 1 or "
-            "more"
+            f"a memory limit of {goal.max_microbatches} microbatches per rank does not hold one; use 1 or more"
         )
     costs = goal.costs
     if costs.rank_speeds:  # stage s is on rank s: fold the speeds of the ranks into the seconds of the stages
