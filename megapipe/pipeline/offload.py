@@ -205,7 +205,7 @@ class _View(NamedTuple):
 
     part: _Part
     dtype: torch.dtype
-    layout: tuple[torch.Size, tuple[int, ...], int]  # size, stride, offset
+    layout: tuple[Any, ...]  # size, stride, offset
 
     def tensor(self) -> Tensor:
         return self.part.used().view(self.dtype).as_strided(*self.layout)
