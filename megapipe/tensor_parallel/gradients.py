@@ -99,6 +99,8 @@ def gemm_adds_to_fp32(device: torch.device, dtype: torch.dtype) -> bool:
     factor = torch.full((16, 16), 0.5, dtype=dtype, device=device)
     try:
         torch.ops.aten.addmm.dtype_out(total, factor.t(), factor, torch.float32, out=total)
+    except torch.OutOfMemoryError:
+        raise
     except RuntimeError:  # torch refuses mixed dtypes here: `add_outer` then adds an fp32 product, which costs memory
         return False
     return bool((total == 5.0).all())

@@ -9,7 +9,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from megapipe.comm.groups import Group
-from megapipe.tensor_parallel.gradients import GradientSlot, WeightQueue
+from megapipe.tensor_parallel.gradients import GradientSlot, WeightQueue, gemm_adds_to_fp32
 from megapipe.tensor_parallel.linear import ColumnParallelLinear
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=["bf16", "fp16", "fp32"])
@@ -22,6 +22,29 @@ def test_small_gradients_are_not_lost_in_a_large_sum(dtype: torch.dtype) -> None
     slot.add_outer(torch.ones(1, 2, dtype=dtype), torch.ones(1, 3, dtype=dtype))
     slot.add_rows(torch.tensor([0, 0, 1, 1]), torch.ones(4, 3, dtype=dtype))
     assert torch.equal(slot.main_grad, torch.full((2, 3), 4100.0))
+
+
+def test_only_a_refused_gemm_is_taken_as_unsupported_and_not_one_that_ran_out_of_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ones, full = torch.ones, torch.full
+    monkeypatch.setattr(torch, "ones", lambda *shape, device: ones(*shape))
+    monkeypatch.setattr(torch, "full", lambda shape, value, dtype, device: full(shape, value, dtype=dtype))
+
+    def fails_with(error: RuntimeError) -> bool:
+        def gemm(*args: object, **options: object) -> None:
+            raise error
+
+        monkeypatch.setattr(torch.ops.aten.addmm, "dtype_out", gemm, raising=False)
+        gemm_adds_to_fp32.cache_clear()
+        try:
+            return not gemm_adds_to_fp32(torch.device("cuda"), torch.bfloat16)
+        finally:
+            gemm_adds_to_fp32.cache_clear()
+
+    assert fails_with(RuntimeError("expected both operands to have the dtype of the result"))
+    with pytest.raises(torch.OutOfMemoryError):
+        fails_with(torch.OutOfMemoryError("CUDA out of memory"))
 
 
 def test_gradients_go_into_a_view_of_a_flat_buffer() -> None:
