@@ -14,9 +14,9 @@ from megapipe.config.yaml_file import to_yaml
 from megapipe.errors import CheckpointError, ConfigError
 from megapipe.extras.cli.frame import Command, option, write_file
 from megapipe.extras.cli.planning import HARDWARE_OPTIONS, hardware_given, planned, with_vocabulary
+from megapipe.extras.search.candidate import OBJECTIVES, Candidate, Objective, predict_plan
 from megapipe.extras.search.layout import Layout
-from megapipe.extras.search.objective import OBJECTIVES, Objective, choose
-from megapipe.extras.search.search import Candidate, predict_plan
+from megapipe.extras.search.search import choose
 from megapipe.extras.search.search_report import SearchReport, megatron_text
 from megapipe.plan.hardware import Hardware
 from megapipe.plan.report import plan_text
@@ -123,14 +123,16 @@ def _search(own: argparse.Namespace) -> int:
             "compares layouts without; leave it out, and add it to the one that is found (--plan shows what it saves)"
         )
     pins = [rule for key, rule in PINS.items() if loaded.origins[key].startswith("flag ")]
-    chosen = choose(config, own.gpus, hardware, objective, lambda layout: all(rule(layout, config) for rule in pins))
-    configured = as_configured(config, chosen.best.num_gpus, hardware)
-    report = SearchReport(chosen, objective, hardware, configured, own.estimator == "megatron")
+    found, tried = choose(
+        config, own.gpus, hardware, objective, lambda layout: all(rule(layout, config) for rule in pins)
+    )
+    configured = as_configured(config, found.num_gpus, hardware)
+    report = SearchReport(found, tried, objective, hardware, configured, own.estimator == "megatron")
     print(json.dumps(report.data(), indent=2) if own.json else report.text())
-    if not report.found.best:
+    if not found.best:
         return 1
     if own.output is not None:
-        write_file(own.output, to_yaml(report.found.best[0].layout.applied_to(loaded.config)), "--output")
+        write_file(own.output, to_yaml(found.best[0].layout.applied_to(loaded.config)), "--output")
         if not own.json:
             print(f"written: {own.output}, to run with pretrain_gpt.py --config {own.output}")
     return 0

@@ -40,40 +40,40 @@ class Bound:
 
 
 class _Waits(NamedTuple):
-    """The sizes that a pipeline rank's time depends on."""
+    """The sizes that a pipeline rank's time depends on. The stages before it are those that a microbatch passes."""
 
-    stages_before: int  # that a microbatch passes before it reaches this rank
+    stages_before: int
     layers_before: int
     layers: int
     heads: int  # 1 with the output layer
 
 
 class _Holds(NamedTuple):
-    """The sizes that a pipeline rank's memory depends on."""
+    """The sizes that a pipeline rank's memory depends on. live_layers: layers x microbatches kept at once, at least."""
 
     layers: int
     heads: int
     embeddings: int
-    live_layers: int  # at least so many layers x microbatches are kept at once
+    live_layers: int
 
 
 Cut = tuple[int, tuple[int, ...], tuple[int, ...]]  # ranks, the rank of each stage, layers of each stage
 
 
-class _Times(NamedTuple):
-    """Seconds and kept bytes of one microbatch in one layer and in the head.
-
-    inputs: the backward for inputs (I). both: the whole backward, or the sum of its halves (I and W).
-    """
+class _Part(NamedTuple):
+    """Seconds and kept bytes of one microbatch in a layer or in the head."""
 
     forward: float
-    inputs: float
-    both: float
-    head_forward: float
-    head_inputs: float
-    head_both: float
-    layer_bytes: int
-    head_bytes: int
+    inputs: float  # the backward for inputs (I)
+    both: float  # the whole backward, or the sum of its halves (I and W)
+    kept_bytes: int
+
+
+class _Times(NamedTuple):
+    """The costs of one microbatch. message: seconds of the hidden states between two stages."""
+
+    layer: _Part
+    head: _Part
     message: float
 
 
@@ -107,9 +107,9 @@ class Bounds:
         cut = self._cut(*grid, layout.cut)
         if cut is None or (layout.cut != "cost" and cut == self._cut(*grid, "cost")):
             return None
-        batch, dp = self._config.training.global_batch_size, self._world_size // layout.tp // layout.pp
+        batch = self._config.training.global_batch_size
         assert batch is not None
-        count = batch // dp // layout.micro_batch_size
+        count = layout.num_microbatches(batch, self._world_size)
         is_sliced, is_split = layout.sequence_parallel and layout.tp > 1, SCHEDULES[layout.schedule].splits_backward
         times = self._times(layout.tp, is_sliced, is_split, layout.micro_batch_size, layout.recompute)
         waits, holds = _waits(cut), _holds(cut, layout.schedule, min(count, FILLS * layout.pp))
@@ -121,18 +121,18 @@ class Bounds:
         is_split = SCHEDULES[layout.schedule].splits_backward
         # without a barrier between steps no rank waits for the first microbatch and the last gradient of another
         waits = not self._config.optimizer.optimizer_post_validation
-        longest = 0.0
+        longest, layer, head = 0.0, times.layer, times.head
         for rank in ranks:
-            forward = rank.layers * times.forward + rank.heads * times.head_forward
-            work = forward + rank.layers * times.both + rank.heads * times.head_both
+            forward = rank.layers * layer.forward + rank.heads * head.forward
+            work = forward + rank.layers * layer.both + rank.heads * head.both
             hops = rank.stages_before * times.message
             if is_split:  # the weight gradients may run last, while input gradients continue on other ranks
-                short = forward + rank.layers * times.inputs + rank.heads * times.head_inputs
-                before = rank.layers_before * times.forward + hops
-                both_ways = rank.layers_before * (times.forward + times.inputs)
+                short = forward + rank.layers * layer.inputs + rank.heads * head.inputs
+                before = rank.layers_before * layer.forward + hops
+                both_ways = rank.layers_before * (layer.forward + layer.inputs)
                 longest = max(longest, waits * before + count * work, waits * (both_ways + 2 * hops) + count * short)
             else:
-                both_ways = rank.layers_before * (times.forward + times.both) + 2 * hops
+                both_ways = rank.layers_before * (layer.forward + layer.both) + 2 * hops
                 longest = max(longest, waits * both_ways + count * work)
         return longest
 
@@ -151,7 +151,9 @@ class Bounds:
                 + rank.heads * model.head_elements
             )
             # with several stages on a rank the head may keep nothing at the moment when most layers are kept
-            kept = rank.live_layers * times.layer_bytes + (rank.heads * times.head_bytes if layout.chunks == 1 else 0)
+            kept = rank.live_layers * times.layer.kept_bytes
+            if layout.chunks == 1:
+                kept += rank.heads * times.head.kept_bytes
             least = max(least, elements * per_element + kept)
             most = max(most, elements)
         return least, most / shards * (OPTIMIZER_BYTES + NORM_BYTES) / self._hardware.memory_bytes_per_second
@@ -192,30 +194,28 @@ class Bounds:
         spec = model_spec(model, self._config.precision)
         head = head_seconds(spec, shape, hardware, tp_link)
         kinds = [layer_seconds(kind, shape, hardware, tp_link) for kind in spec.kinds]
-        kept = [
-            sum(stage_bytes(spec, shape, stage).values())
-            for stage in (StageLayers(0, 1, False, False), StageLayers(0, 1, False, True))
-        ]
+        kept, with_head = (
+            sum(stage_bytes(spec, shape, StageLayers(0, 1, False, has_head)).values()) for has_head in (False, True)
+        )
 
         def both(each: OpSeconds) -> float:
             return each.of(Op.I) + each.of(Op.W) if split else each.of(Op.B)
 
-        message = shape.hidden_bytes(model.hidden_size) / tp_link.bytes_per_second + tp_link.latency_seconds
         forward, inputs = (min(kind.of(op) for kind in kinds) for op in (Op.F, Op.I))
-        backward = min(map(both, kinds))
         return _Times(
-            forward, inputs, backward, head.of(Op.F), head.of(Op.I), both(head), kept[0], kept[1] - kept[0], message
+            _Part(forward, inputs, min(map(both, kinds)), kept),
+            _Part(head.of(Op.F), head.of(Op.I), both(head), with_head - kept),
+            shape.hidden_bytes(model.hidden_size) / tp_link.bytes_per_second + tp_link.latency_seconds,
         )
 
 
 @cache
 def _waits(cut: Cut) -> tuple[_Waits, ...]:
     pp, ranks, counts = cut
+    firsts = [ranks.index(rank) for rank in range(pp)]
     return undominated(
-        [
-            _Waits(ranks.index(rank), sum(counts[: ranks.index(rank)]), _layers(cut, rank), int(ranks[-1] == rank))
-            for rank in range(pp)
-        ]
+        _Waits(first, sum(counts[:first]), _layers(cut, rank), int(ranks[-1] == rank))
+        for rank, first in enumerate(firsts)
     )
 
 
@@ -224,15 +224,13 @@ def _holds(cut: Cut, schedule: str, count: int) -> tuple[_Holds, ...]:
     pp, ranks, counts = cut
     rows = SCHEDULES[schedule].generate(Shape(pp, len(ranks) // pp, count, pp))
     return undominated(
-        [
-            _Holds(
-                _layers(cut, rank),
-                int(ranks[-1] == rank),
-                int(ranks[0] == rank),
-                int(peak_held(row, {Held.ACTIVATIONS: 1}, counts)),
-            )
-            for rank, row in enumerate(rows)
-        ]
+        _Holds(
+            _layers(cut, rank),
+            int(ranks[-1] == rank),
+            int(ranks[0] == rank),
+            int(peak_held(row, {Held.ACTIVATIONS: 1}, counts)),
+        )
+        for rank, row in enumerate(rows)
     )
 
 

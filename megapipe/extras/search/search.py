@@ -1,4 +1,4 @@
-"""The search for the fastest layouts of a configuration on a number of accelerators, with their time and memory.
+"""The search for the fastest layouts of a configuration on a number of accelerators, and for the best such number.
 
 A candidate is a configuration that training accepts too: nothing is predicted that `resolve` refuses. Candidates are
 tried in order of a lower bound of their time, and the search ends when no remaining bound is below the times of the
@@ -10,16 +10,18 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import math
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Hashable, Sequence
 
 from megapipe.config.config import Config
 from megapipe.errors import ConfigError
 from megapipe.extras.search.bounds import Bound, Bounds
+from megapipe.extras.search.candidate import Candidate, Found, Objective, predict_plan
 from megapipe.extras.search.layout import Layout, layouts, takes_any_chunks
+from megapipe.formatting import bytes_text
+from megapipe.layers.model import model_parameters
 from megapipe.plan.hardware import Hardware
 from megapipe.plan.memory import RankMemory, all_rank_memory, rank_memory
-from megapipe.plan.resolve import resolve, vary
+from megapipe.plan.resolve import resolve, resolve_model, vary
 from megapipe.plan.run_plan import RunPlan
 from megapipe.plan.step_time import StepTime, predict_step
 from megapipe.schedule.action import Op
@@ -27,41 +29,56 @@ from megapipe.schedule.action import Op
 MOST_MISSES = 3
 FILLS = 4  # a short step has about this many times pp microbatches
 NEAR_MISS = 1.25  # layouts that need more than this times the usable memory are not reported
+LEAST_BYTES = 4  # per parameter, over all ranks: weight and gradient, at 2 bytes each
 
 
-@dataclass(frozen=True)
-class Candidate:
-    """A layout with its prediction. plan: the plan that training would use."""
+def choose(
+    config: Config,
+    most: int,
+    hardware: Hardware,
+    objective: Objective,
+    pinned: Callable[[Layout], bool] = lambda _: True,
+) -> tuple[Found, list[Found]]:
+    """Return the best result on up to `most` accelerators, and those of all numbers of accelerators tried, ascending.
 
-    layout: Layout
-    plan: RunPlan = field(repr=False)
-    time: StepTime = field(repr=False)
-    memory: tuple[RankMemory, ...] = field(repr=False)
-
-    @property
-    def peak_bytes(self) -> int:
-        """The bytes of the fullest rank."""
-        return max(rank.total for rank in self.memory)
-
-
-@dataclass(frozen=True)
-class Found:
-    """The result of a search.
-
-    best: the fastest layouts that fit, fastest first.
-    misses: layouts faster than the best, but slightly too large, fastest first.
-    num_tried: layouts whose bound was computed.
-    num_predicted: layouts that were simulated.
-    rival: the fastest layout with a pipeline, if none of `best` has one.
-    least_bytes: for each pp a lower bound of the fullest rank's bytes, over all other choices.
+    'gpus' bisects, which assumes that a goal reached on some number of nodes is reached on more nodes too. 'cost' tries
+    `most`, half of it and so on. Raises ConfigError if nothing fits or reaches tokens_per_second.
     """
+    if objective.kind == "time":
+        found = search(config, most, hardware, pinned)
+        return found, [found]
+    tried: dict[int, Found] = {}
 
-    best: tuple[Candidate, ...]
-    misses: tuple[Candidate, ...]
-    num_tried: int
-    num_predicted: int
-    rival: Candidate | None = None
-    least_bytes: Mapping[int, float] = field(default_factory=dict)
+    def is_enough(num_gpus: int) -> bool:
+        try:
+            found = tried[num_gpus] = search(config, num_gpus, hardware, pinned)
+        except ConfigError:  # no layout is legal or nearly fits
+            return False
+        return bool(found.best) and found.best[0].time.tokens_per_second >= (objective.tokens_per_second or 0.0)
+
+    numbers = _numbers_of_gpus(config, most, hardware)
+    if objective.kind == "cost":
+        halves = [most >> times for times in range(most.bit_length()) if most >> times >= numbers[0]]
+        enough = [number for number in halves if is_enough(number)]
+    elif is_enough(numbers[-1]):
+        enough = [numbers[bisect.bisect_left(numbers, True, hi=len(numbers) - 1, key=is_enough)]]
+    else:
+        enough = []
+    if not enough:
+        reach = f" and reaches {objective.tokens_per_second:,.0f} tokens/s" if objective.tokens_per_second else ""
+        raise ConfigError(
+            f"no layout on up to {most} {hardware.name} fits{reach}; use more accelerators, or another kind"
+        )
+    best = min((tried[number] for number in enough), key=lambda found: found.cost(objective.price_per_hour) or math.inf)
+    return best, [tried[number] for number in sorted(tried)]
+
+
+def _numbers_of_gpus(config: Config, most: int, hardware: Hardware) -> list[int]:
+    """Return divisors of a node and multiples of it, from the fewest accelerators that could hold the model."""
+    elements = sum(math.prod(spec.shape) for spec in model_parameters(resolve_model(config.model, 1), False))
+    least, node = math.ceil(elements * LEAST_BYTES / hardware.usable_bytes), hardware.ranks_per_node
+    divisors = [number for number in range(1, min(node, most) + 1) if node % number == 0]
+    return [number for number in [*divisors, *range(2 * node, most + 1, node)] if number >= least] or [most]
 
 
 def search(
@@ -81,58 +98,50 @@ def search(
         raise ConfigError(
             "--global-batch-size is missing: the number of sequences in a step limits the parallelism; set it"
         )
-    walk = _Walk(config, world_size, hardware, num_best)
-    bounds = Bounds(config, world_size, hardware)
+    bounds, steps = Bounds(config, world_size, hardware), ShortSteps(config, world_size, hardware)
     wanted = [(bounds.of(layout), layout) for layout in layouts(config, world_size, hardware) if pinned(layout)]
     bounded = sorted(
         ((bound, layout) for bound, layout in wanted if bound is not None), key=lambda pair: pair[0].seconds
     )
+    walk = _Walk(steps, num_best)
     walk.along(bounded)
     if not walk.best and not walk.too_large:
-        least = min((bound.least_bytes for bound, _ in bounded), default=None)
-        raise ConfigError(_nothing_found(config, world_size, hardware, walk.refused, least))
-    found = sorted((walk.in_full(layout) for _, layout in walk.best), key=lambda each: each.time.seconds)
-    misses = walk.misses(found[0].time.seconds if found else math.inf)
+        raise ConfigError(_nothing_found(config, world_size, hardware, walk.refused, [bound for bound, _ in bounded]))
+    best = sorted((steps.in_full(layout) for _, layout in walk.best), key=lambda each: each.time.seconds)
+    misses = walk.misses(best[0].time.seconds if best else math.inf)
     rival = None
-    if found and all(each.layout.pp == 1 for each in found):
-        piped = _Walk(config, world_size, hardware, 1, walk)
+    if best and all(each.layout.pp == 1 for each in best):
+        piped = _Walk(steps, 1)
         piped.along([(bound, layout) for bound, layout in bounded if layout.pp > 1])
-        rival = next((piped.in_full(layout) for _, layout in piped.best), None)
+        rival = next((steps.in_full(layout) for _, layout in piped.best), None)
     least_bytes: dict[int, float] = {}
     for bound, layout in bounded:
         least_bytes[layout.pp] = min(bound.least_bytes, least_bytes.get(layout.pp, math.inf))
-    return Found(tuple(found), misses, len(bounded), walk.num_predicted, rival, least_bytes)
+    return Found(world_size, tuple(best), misses, len(bounded), walk.num_predicted, rival, least_bytes)
 
 
 class _Walk:
     """The state of a search: the best layouts found so far, and those that are slightly too large."""
 
-    def __init__(
-        self, config: Config, world_size: int, hardware: Hardware, num_best: int, before: _Walk | None = None
-    ) -> None:
-        self._config, self._world_size, self._hardware, self._num_best = config, world_size, hardware, num_best
-        self._steps: ShortSteps = before._steps if before else ShortSteps(config, world_size, hardware)
+    def __init__(self, steps: ShortSteps, num_best: int) -> None:
+        self._steps, self._num_best = steps, num_best
         self.best: list[tuple[float, Layout]] = []
         self.too_large: list[tuple[float, Layout]] = []  # seconds, or a lower bound of them
         self.num_predicted, self.refused = 0, ""
 
-    @property
-    def slowest(self) -> float:
-        """The seconds that a layout has to beat."""
-        return self.best[-1][0] if len(self.best) == self._num_best else math.inf
-
     def along(self, bounded: Sequence[tuple[Bound, Layout]]) -> None:
         """Look at the layouts in the order of their bounds, until no bound beats the best."""
-        usable = self._hardware.usable_bytes
+        usable = self._steps.hardware.usable_bytes
+        slowest = math.inf  # the seconds that a layout has to beat
         for bound, layout in bounded:
-            if bound.seconds >= self.slowest:
+            if bound.seconds >= slowest:
                 break
             if bound.least_bytes > usable:
                 if bound.least_bytes <= NEAR_MISS * usable:
                     self.too_large.append((bound.seconds, layout))
                 continue
             try:
-                seconds, need = self._steps.of(layout, self.slowest, usable)
+                seconds, need = self._steps.of(layout, slowest, usable)
             except ConfigError as error:
                 self.refused = f"{layout}: {error}"
                 continue
@@ -140,16 +149,15 @@ class _Walk:
             if need > usable:
                 if need <= NEAR_MISS * usable:
                     self.too_large.append((seconds if seconds < math.inf else bound.seconds, layout))
-            elif seconds < self.slowest:
+            elif seconds < slowest:
                 bisect.insort(self.best, (seconds, layout), key=lambda pair: pair[0])
                 del self.best[self._num_best :]
-
-    def in_full(self, layout: Layout) -> Candidate:
-        return predict(self._config, layout, self._world_size, self._hardware)
+                if len(self.best) == self._num_best:
+                    slowest = self.best[-1][0]
 
     def misses(self, fastest: float) -> tuple[Candidate, ...]:
         """Return the fastest of the layouts that are slightly too large, if faster than `fastest`."""
-        most, found = int(NEAR_MISS * self._hardware.usable_bytes), list[tuple[float, Layout]]()
+        most, found = int(NEAR_MISS * self._steps.hardware.usable_bytes), list[tuple[float, Layout]]()
         for bound, layout in sorted(self.too_large, key=lambda pair: pair[0]):
             slowest = min(fastest, found[MOST_MISSES - 1][0] if len(found) >= MOST_MISSES else math.inf)
             if bound >= slowest:
@@ -161,7 +169,7 @@ class _Walk:
             self.num_predicted += 1
             if seconds < slowest and need <= most:
                 bisect.insort(found, (seconds, layout), key=lambda pair: pair[0])
-        return tuple(self.in_full(layout) for _, layout in found[:MOST_MISSES])
+        return tuple(self._steps.in_full(layout) for _, layout in found[:MOST_MISSES])
 
 
 class ShortSteps:
@@ -172,7 +180,7 @@ class ShortSteps:
     """
 
     def __init__(self, config: Config, world_size: int, hardware: Hardware) -> None:
-        self._config, self._world_size, self._hardware = config, world_size, hardware
+        self._config, self._world_size, self.hardware = config, world_size, hardware
         self._plans: dict[Hashable, RunPlan] = {}
 
     def of(self, layout: Layout, slowest: float, most_bytes: float) -> tuple[float, int]:
@@ -181,19 +189,27 @@ class ShortSteps:
         If the first rank already needs more than `most_bytes`: (inf, its bytes). If the step takes `slowest` seconds or
         more, the bytes are only a lower bound.
         """
-        batch, dp = self._config.training.global_batch_size, self._world_size // layout.tp // layout.pp
+        batch = self._config.training.global_batch_size
         assert batch is not None
-        count = batch // dp // layout.micro_batch_size
+        count = layout.num_microbatches(batch, self._world_size)
         few = count if count <= (FILLS + 1) * layout.pp else FILLS * layout.pp + count % layout.pp
-        plan = self._plan(layout, few * dp * layout.micro_batch_size)
-        need = _in_a_whole_step(rank_memory(plan, 0), count, few)
+        plan = self._plan(layout, few * (self._world_size // layout.tp // layout.pp) * layout.micro_batch_size)
+
+        def in_a_whole_step(rank: RankMemory) -> int:
+            """Return the rank's bytes in a whole step, which holds the inputs of all microbatches instead of `few`."""
+            return rank.total + rank.items["microbatches"] // few * (count - few)
+
+        need = in_a_whole_step(rank_memory(plan, 0))
         if need > most_bytes:
             return math.inf, need
-        time = predict_step(plan, self._hardware)
+        time = predict_step(plan, self.hardware)
         seconds = time.seconds + (count - few) // layout.pp * _period(time, layout.pp)
         if seconds < slowest:
-            need = max(_in_a_whole_step(rank, count, few) for rank in all_rank_memory(plan))
+            need = max(map(in_a_whole_step, all_rank_memory(plan)))
         return seconds, need
+
+    def in_full(self, layout: Layout) -> Candidate:
+        return predict(self._config, layout, self._world_size, self.hardware)
 
     def _plan(self, layout: Layout, batch: int) -> RunPlan:
         training = dataclasses.replace(self._config.training, global_batch_size=batch, rampup_batch_size=None)
@@ -201,13 +217,8 @@ class ShortSteps:
         key = dataclasses.replace(layout, micro_batch_size=1, recompute=None)  # type: ignore[arg-type]
         if key in self._plans:
             return vary(self._plans[key], config)
-        self._plans[key] = resolve(config, self._world_size, self._hardware.ranks_per_node)
+        self._plans[key] = resolve(config, self._world_size, self.hardware.ranks_per_node)
         return self._plans[key]
-
-
-def _in_a_whole_step(rank: RankMemory, count: int, few: int) -> int:
-    """Return the rank's bytes in a whole step, which holds the inputs of all `count` microbatches instead of `few`."""
-    return rank.total + rank.items["microbatches"] // few * (count - few)
 
 
 def _period(time: StepTime, pp: int) -> float:
@@ -228,25 +239,21 @@ def _period(time: StepTime, pp: int) -> float:
 
 def predict(config: Config, layout: Layout, world_size: int, hardware: Hardware) -> Candidate:
     """Predict one layout over a whole step. Raises ConfigError if training would refuse it."""
-    plan = resolve(layout.applied_to(config), world_size, hardware.ranks_per_node)
-    return predict_plan(layout, plan, hardware)
+    return predict_plan(layout, resolve(layout.applied_to(config), world_size, hardware.ranks_per_node), hardware)
 
 
-def predict_plan(layout: Layout, plan: RunPlan, hardware: Hardware) -> Candidate:
-    """Predict a plan over a whole step. layout: the layout that it was made from."""
-    return Candidate(layout, plan, predict_step(plan, hardware), all_rank_memory(plan))
-
-
-def _nothing_found(config: Config, world_size: int, hardware: Hardware, refused: str, least: float | None) -> str:
+def _nothing_found(config: Config, world_size: int, hardware: Hardware, refused: str, bounds: Sequence[Bound]) -> str:
+    where = f"{world_size} {hardware.name}"
     if refused:
-        return f"no layout on {world_size} {hardware.name} is legal; the last one tried: {refused}"
-    if least is None:
+        return f"no layout on {where} is legal; the last one tried: {refused}"
+    if not bounds:
         return (
-            f"no layout on {world_size} {hardware.name}: --global-batch-size {config.training.global_batch_size} must "
-            "be a multiple of the data-parallel size for some tensor- and pipeline-parallel size that the flags allow; "
-            "change the batch size, the number of accelerators or the flags"
+            f"no layout on {where}: --global-batch-size {config.training.global_batch_size} must be a multiple of the "
+            "data-parallel size for some tensor- and pipeline-parallel size that the flags allow; change the batch "
+            "size, the number of accelerators or the flags"
         )
+    least = bytes_text(min(bound.least_bytes for bound in bounds))
     return (
-        f"the model does not fit on {world_size} {hardware.name}: any layout needs {least / 2**30:.1f} GiB or more of "
-        f"the {hardware.usable_bytes / 2**30:.1f} GiB of each that can be used; use more accelerators, or another kind"
+        f"the model does not fit on {where}: any layout needs {least} or more of the "
+        f"{bytes_text(hardware.usable_bytes)} of each that can be used; use more accelerators, or another kind"
     )

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from megapipe.extras.search.candidate import Candidate, Found, Objective
 from megapipe.extras.search.megatron_memory import megatron_memory
-from megapipe.extras.search.objective import Chosen, Objective
-from megapipe.extras.search.reasons import gib, oddities, reasons
-from megapipe.extras.search.search import Candidate, Found
-from megapipe.formatting import text_table
+from megapipe.extras.search.reasons import lack_of_memory, oddities, reasons
+from megapipe.formatting import bytes_text, text_table
 from megapipe.plan.hardware import TERA, Hardware
 from megapipe.plan.layer_costs import recomputed_flops, step_flops
 from megapipe.plan.memory import RankMemory
@@ -25,60 +24,56 @@ LETTERS = {"W": "weights", "G": "gradients", "O": "optimizer", "A": "activations
 
 @dataclass(frozen=True)
 class SearchReport:
-    """The report of a search.
+    """The report of a search, or of the searches on several numbers of accelerators.
 
+    found: the best result by the objective. tried: the results of all numbers of accelerators.
     configured: the layout of the configuration itself, or why it cannot run.
     by_megatron: adds Megatron's memory estimate.
     """
 
-    chosen: Chosen
+    found: Found
+    tried: Sequence[Found]
     objective: Objective
     hardware: Hardware
     configured: Candidate | str
     by_megatron: bool = False
 
-    @property
-    def found(self) -> Found:
-        return self.chosen.best.found
-
-    @property
-    def why(self) -> tuple[str, ...]:
-        return reasons(self.found, self.hardware)
-
-    @property
-    def warnings(self) -> tuple[str, ...]:
-        """The warnings about the layout as configured."""
-        if isinstance(self.configured, str):
-            return ()
-        return oddities(self.configured, self.found.best[0] if self.found.best else None, self.hardware)
+    def warnings(self) -> Iterator[str]:
+        """Yield the warnings about the layout as configured."""
+        if not isinstance(self.configured, str):
+            yield from oddities(self.configured, next(iter(self.found.best), None), self.hardware)
 
     def text(self) -> str:
-        misses = (
-            f"  miss     {miss.layout}, {miss.time.seconds:.3g} s: {_lack(miss, self.hardware)}"
-            for miss in self.found.misses
-        )
-        warnings = (f"  warning  as configured: {warning}" for warning in self.warnings)
-        return "\n".join([*self._headline(), *self._sizes(), *self._table(), *self._winner(), *misses, *warnings])
+        return "\n".join([*self._headline(), *self._sizes(), *self._layouts(), *self._winner(), *self._remarks()])
 
     def data(self) -> dict[str, Any]:
         """Return the report as JSON data, in seconds, bytes and shares."""
         found, configured = self.found, self.configured
+        tried = [
+            {
+                "num_gpus": each.num_gpus,
+                "step_seconds": each.best[0].time.seconds if each.best else None,
+                "tokens_per_second": each.best[0].time.tokens_per_second if each.best else None,
+                "cost_of_a_billion_tokens": each.cost(self.objective.price_per_hour),
+            }
+            for each in self.tried
+        ]
         return {
             "hardware": {"name": self.hardware.name, "usable_bytes": self.hardware.usable_bytes},
             "objective": dataclasses.asdict(self.objective),
-            "num_gpus": self.chosen.best.num_gpus,
-            "tried": [_size_data(sized.num_gpus, sized.found, sized.cost) for sized in self.chosen.tried],
+            "num_gpus": found.num_gpus,
+            "tried": tried,
             "num_layouts": found.num_tried,
             "num_predicted": found.num_predicted,
             "best": [self._data(candidate) for candidate in found.best],
-            "why": list(self.why),
-            "misses": [{**self._data(miss), "why": _lack(miss, self.hardware)} for miss in found.misses],
+            "why": list(reasons(found, self.hardware)),
+            "misses": [{**self._data(miss), "why": lack_of_memory(miss, self.hardware)} for miss in found.misses],
             "as_configured": {"refused": configured} if isinstance(configured, str) else self._data(configured),
-            "warnings": list(self.warnings),
+            "warnings": list(self.warnings()),
         }
 
     def _data(self, candidate: Candidate) -> dict[str, Any]:
-        layout, time = candidate.layout, candidate.time
+        layout, time, parallel = candidate.layout, candidate.time, candidate.plan.config.parallel
         return {
             "tp": layout.tp,
             "pp": layout.pp,
@@ -87,8 +82,8 @@ class SearchReport:
             "dp": candidate.plan.topology.dp,
             "micro_batch_size": layout.micro_batch_size,
             "recompute": dataclasses.asdict(layout.recompute),
-            "sequence_parallel": candidate.plan.config.parallel.sequence_parallel,
-            "distributed_optimizer": candidate.plan.config.parallel.use_distributed_optimizer,
+            "sequence_parallel": parallel.sequence_parallel,
+            "distributed_optimizer": parallel.use_distributed_optimizer,
             "layers_of_stages": list(candidate.plan.partition.layer_counts),
             "step_seconds": time.seconds,
             "tokens_per_second": time.tokens_per_second,
@@ -101,135 +96,110 @@ class SearchReport:
     def _headline(self) -> Iterator[str]:
         found, hardware = self.found, self.hardware
         yield (
-            f"{found.num_tried:,} layouts on {self.chosen.best.num_gpus:,} {hardware.name}, {found.num_predicted:,} "
-            f"simulated; usable memory {gib(hardware.usable_bytes)} each"
+            f"{found.num_tried:,} layouts on {found.num_gpus:,} {hardware.name}, {found.num_predicted:,} simulated; "
+            f"usable memory {bytes_text(hardware.usable_bytes)} each"
         )
         yield "predicted with efficiencies fitted to published step times (docs/planner.md)"
         yield "MFU: the model's FLOPs without recompute, causal attention counted half | counted in full"
 
     def _sizes(self) -> Iterator[str]:
         """Yield the table of all numbers of accelerators tried, for objectives other than 'time'."""
-        kind, chosen = self.objective.kind, self.chosen
+        kind, wanted = self.objective.kind, self.objective.tokens_per_second
         if kind == "time":
             return
-        priced = self.objective.price_per_hour is not None
-        rows = [
-            (
-                f"{sized.num_gpus:,}",
-                f"{best.time.seconds:.3g} s",
-                f"{best.time.tokens_per_second:,.0f}",
-                f"{best.time.mfu:.1%}",
-                *([f"{sized.cost:,.2f}"] if sized.cost is not None else []),
-                best.layout.grid,
-            )
-            for sized in chosen.tried
-            for best in sized.found.best[:1]
-        ]
-        heads = ("gpus", "step", "tokens/s", "MFU", *(["a billion tokens"] if priced else []), "layout")
+        rows = []
+        for found in self.tried:
+            cost = found.cost(self.objective.price_per_hour)
+            for best in found.best[:1]:
+                rows.append(
+                    {
+                        "gpus": f"{found.num_gpus:,}",
+                        "step": f"{best.time.seconds:.3g} s",
+                        "tokens/s": f"{best.time.tokens_per_second:,.0f}",
+                        "MFU": f"{best.time.mfu:.1%}",
+                        **({} if cost is None else {"a billion tokens": f"{cost:,.2f}"}),
+                        "layout": best.layout.grid,
+                    }
+                )
         result = {"gpus": "fewest GPUs that fit", "cost": "lowest cost per token"}[kind]
-        wanted = self.objective.tokens_per_second
         reach = f" and reach {wanted:,.0f} tokens/s" if wanted else ""
-        yield f"objective {kind}: {chosen.best.num_gpus:,} GPUs ({result}{reach})"
-        yield from text_table([heads, *rows], left=(-1,))
+        yield f"objective {kind}: {self.found.num_gpus:,} GPUs ({result}{reach})"
+        yield from _table(rows)
 
-    def _table(self) -> Iterator[str]:
-        rows = [self._row(str(place), candidate) for place, candidate in enumerate(self.found.best, 1)]
+    def _layouts(self) -> Iterator[str]:
+        """Yield the table of the best layouts and the configured one, or why that cannot run."""
         configured = self.configured
+        rows = [self._row(str(place), candidate) for place, candidate in enumerate(self.found.best, 1)]
         if not isinstance(configured, str):
-            fits = (
-                "as configured"
-                if configured.peak_bytes <= self.hardware.usable_bytes
-                else "as configured (does not fit)"
-            )
-            rows.append(self._row(fits, configured))
-        megatron = ["by Megatron"] if self.by_megatron else []
-        heads = (
-            "",
-            "tp",
-            "pp",
-            "chunks",
-            "schedule",
-            "dp",
-            "microbatch",
-            "step",
-            "tokens/s",
-            "MFU",
-            "memory",
-            *megatron,
-            "options",
-        )
+            fits = "" if configured.peak_bytes <= self.hardware.usable_bytes else " (does not fit)"
+            rows.append(self._row(f"as configured{fits}", configured))
         if rows:
-            yield from text_table([heads, *rows], left=(-1,))
+            yield from _table(rows)
         if isinstance(configured, str):
             yield f"  as configured: {configured}"
 
-    def _row(self, name: str, candidate: Candidate) -> tuple[str, ...]:
-        layout, time = candidate.layout, candidate.time
-        share = utilisation(candidate)
-        return (
-            name,
-            str(layout.tp),
-            str(layout.pp),
-            str(layout.chunks),
-            layout.schedule,
-            str(candidate.plan.topology.dp),
-            str(layout.micro_batch_size),
-            f"{time.seconds:.3g} s",
-            f"{time.tokens_per_second:,.0f}",
-            f"{share['mfu_causal']:.1%} | {share['mfu_full_attention']:.1%}",
-            gib(candidate.peak_bytes),
-            *([gib(megatron_memory(candidate.plan).total)] if self.by_megatron else []),
-            ", ".join(layout.options),
-        )
+    def _row(self, name: str, candidate: Candidate) -> dict[str, str]:
+        layout, time, share = candidate.layout, candidate.time, utilisation(candidate)
+        megatron = {"by Megatron": bytes_text(megatron_memory(candidate.plan).total)} if self.by_megatron else {}
+        return {
+            "": name,
+            "tp": str(layout.tp),
+            "pp": str(layout.pp),
+            "chunks": str(layout.chunks),
+            "schedule": layout.schedule,
+            "dp": str(candidate.plan.topology.dp),
+            "microbatch": str(layout.micro_batch_size),
+            "step": f"{time.seconds:.3g} s",
+            "tokens/s": f"{time.tokens_per_second:,.0f}",
+            "MFU": f"{share['mfu_causal']:.1%} | {share['mfu_full_attention']:.1%}",
+            "memory": bytes_text(candidate.peak_bytes),
+            **megatron,
+            "options": ", ".join(layout.options),
+        }
 
     def _winner(self) -> Iterator[str]:
         if not self.found.best:
             yield "no layout fits; the nearest misses:"
             return
-        winner, time = self.found.best[0], self.found.best[0].time
-        parts = ", ".join(
-            f"{part} {seconds / time.seconds:.1%}"
-            for part, seconds in time.parts.items()
-            if seconds > 0.0005 * time.seconds
-        )
-        share = utilisation(winner)
+        winner, time, share = self.found.best[0], self.found.best[0].time, utilisation(self.found.best[0])
+        parts = {part: seconds / time.seconds for part, seconds in time.parts.items()}
         yield f"the best: {winner.layout}, {time.flops_per_second / TERA:.0f} TFLOP/s a GPU"
-        yield f"  time     on the rank with the most computation: {parts}"
+        shares = ", ".join(f"{part} {of_step:.1%}" for part, of_step in parts.items() if of_step > 0.0005)
+        yield f"  time     on the rank with the most computation: {shares}"
         yield (
             f"  FLOPs    MFU {share['mfu_causal']:.1%}, HFU {share['hfu_causal']:.1%} with causal attention counted "
             f"half; {share['mfu_full_attention']:.1%} and {share['hfu_full_attention']:.1%} counted in full"
         )
-        yield from self._memory(winner)
-        yield from (f"  why      {reason}" for reason in self.why)
-
-    def _memory(self, winner: Candidate) -> Iterator[str]:
         legend = ", ".join(f"{letter} {item}" for letter, item in LETTERS.items())
         yield f"  memory   of one rank for each pp_rank: {legend}, * other, . free"
-        ranks = (
-            winner.memory
-            if len(winner.memory) <= MOST_BARS
-            else sorted(winner.memory, key=lambda rank: -rank.total)[:MOST_BARS]
-        )
-        for rank in sorted(ranks, key=lambda rank: rank.pp_rank):
-            yield f"           pp {rank.pp_rank:<4} {_bar(rank, self.hardware.usable_bytes)} {gib(rank.total)}"
-        if len(ranks) < len(winner.memory):
-            yield f"           {len(winner.memory) - len(ranks)} ranks with less memory are not shown"
-        fullest = max(winner.memory, key=lambda rank: rank.total)
-        items = ", ".join(
-            f"{item} {gib(size)}" for item, size in fullest.items.items() if size >= 0.005 * fullest.total
-        )
+        fullest_first = sorted(winner.memory, key=lambda rank: -rank.total)
+        for rank in sorted(fullest_first[:MOST_BARS], key=lambda rank: rank.pp_rank):
+            yield f"           pp {rank.pp_rank:<4} {_bar(rank, self.hardware.usable_bytes)} {bytes_text(rank.total)}"
+        if len(winner.memory) > MOST_BARS:
+            yield f"           {len(winner.memory) - MOST_BARS} ranks with less memory are not shown"
+        fullest = winner.fullest
+        large = {item: size for item, size in fullest.items.items() if size >= 0.005 * fullest.total}
+        items = ", ".join(f"{item} {bytes_text(size)}" for item, size in large.items())
         yield f"           the fullest rank, pp {fullest.pp_rank}: {items}"
         if self.by_megatron:
             yield megatron_text(winner.plan)
+
+    def _remarks(self) -> Iterator[str]:
+        for reason in reasons(self.found, self.hardware):
+            yield f"  why      {reason}"
+        for miss in self.found.misses:
+            yield f"  miss     {miss.layout}, {miss.time.seconds:.3g} s: {lack_of_memory(miss, self.hardware)}"
+        for warning in self.warnings():
+            yield f"  warning  as configured: {warning}"
 
 
 def megatron_text(plan: RunPlan) -> str:
     """Return one line with Megatron's estimate."""
     estimate = megatron_memory(plan)
     return (
-        f"  megatron {gib(estimate.total)} on the first rank by Megatron-LM's estimate: weights and optimizer "
-        f"{gib(estimate.state_bytes)} of {estimate.parameters / 1e9:.3g} billion parameters, activations "
-        f"{gib(estimate.activation_bytes)}"
+        f"  megatron {bytes_text(estimate.total)} on the first rank by Megatron-LM's estimate: weights and optimizer "
+        f"{bytes_text(estimate.state_bytes)} of {estimate.parameters / 1e9:.3g} billion parameters, activations "
+        f"{bytes_text(estimate.activation_bytes)}"
     )
 
 
@@ -237,14 +207,18 @@ def utilisation(candidate: Candidate) -> dict[str, float]:
     """Return MFU and HFU by both conventions; hardware FLOPs are the model's plus recomputed ones."""
     config, time = candidate.plan.config, candidate.time
     sequences = config.training.global_batch_size
-    assert sequences
+    peak = time.seconds * time.world_size * time.peak_flops
     shares: dict[str, float] = {}
     for name, causal in (("causal", True), ("full_attention", False)):
         model = step_flops(config.model, sequences, causal)
         again = recomputed_flops(config.model, config.recompute, sequences, causal)
-        peak = time.seconds * time.world_size * time.peak_flops
         shares |= {f"mfu_{name}": model / peak, f"hfu_{name}": (model + again) / peak}
     return shares
+
+
+def _table(rows: Sequence[dict[str, str]]) -> Iterator[str]:
+    """Yield the table of rows that all have the same columns; the last one is aligned to the left."""
+    return text_table([list(rows[0]), *(list(row.values()) for row in rows)], left=(-1,))
 
 
 def _bar(rank: RankMemory, usable: int) -> str:
@@ -255,18 +229,3 @@ def _bar(rank: RankMemory, usable: int) -> str:
         filled += size
         bar += letters.get(item, "*") * (round(BAR_WIDTH * filled / usable) - len(bar))
     return bar + "." * (BAR_WIDTH - len(bar))
-
-
-def _lack(miss: Candidate, hardware: Hardware) -> str:
-    largest = max(miss.memory, key=lambda rank: rank.total)
-    return f"pp_rank {largest.pp_rank} needs {gib(largest.total)} of {gib(hardware.usable_bytes)}"
-
-
-def _size_data(num_gpus: int, found: Found, cost: float | None) -> dict[str, Any]:
-    best = found.best[0] if found.best else None
-    return {
-        "num_gpus": num_gpus,
-        "step_seconds": best and best.time.seconds,
-        "tokens_per_second": best and best.time.tokens_per_second,
-        "cost_of_a_billion_tokens": cost,
-    }

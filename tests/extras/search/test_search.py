@@ -1,4 +1,7 @@
-"""The search returns legal layouts, matches an exhaustive search, never loses with more memory, and reports errors."""
+"""The search returns legal layouts, matches an exhaustive search, never loses with more memory, and reports errors.
+
+Objectives are compared with an exhaustive search over the number of accelerators.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +15,9 @@ from hypothesis import strategies as st
 from megapipe.config.config import Config
 from megapipe.config.parallel import RecomputeConfig
 from megapipe.errors import ConfigError
+from megapipe.extras.search.candidate import Objective
 from megapipe.extras.search.layout import RECOMPUTES, Layout
-from megapipe.extras.search.search import predict, search
+from megapipe.extras.search.search import choose, predict, search
 from megapipe.plan.hardware import GIB, Hardware, Link, hardware_named
 from megapipe.plan.resolve import resolve, vary
 from tests.tiny import small_config
@@ -144,3 +148,41 @@ def test_without_a_global_batch_or_a_fitting_model_a_remedy_is_given() -> None:
         search(small(), 4, with_memory(0.0001))
     with pytest.raises(ConfigError, match="must be a multiple of the data-parallel size"):
         search(small(global_batch_size=7, num_layers=1, num_attention_heads=1), 64, H100)
+
+
+TWO_A_NODE = dataclasses.replace(H100, ranks_per_node=2, memory_bytes=int(0.15 * GIB))
+WIDE = small(num_layers=8, hidden_size=512, vocab_size=2048, global_batch_size=16)
+
+
+def is_plain(layout: Layout) -> bool:
+    return layout.schedule == "1f1b" and layout.micro_batch_size == 1 and layout.cut == "cost"
+
+
+def fits(num_gpus: int, tokens_per_second: float = 0.0) -> bool:
+    try:
+        best = search(WIDE, num_gpus, TWO_A_NODE, is_plain).best
+    except ConfigError:
+        return False
+    return bool(best) and best[0].time.tokens_per_second >= tokens_per_second
+
+
+def test_fewer_ranks_than_the_fewest_do_not_fit() -> None:
+    every = [n for n in (1, 2, 4, 6, 8) if fits(n)]
+    fewest, _ = choose(WIDE, 8, TWO_A_NODE, Objective("gpus"), is_plain)
+    assert fewest.num_gpus == every[0] > 1
+    fastest = choose(WIDE, 8, TWO_A_NODE, Objective(), is_plain)[0].best[0].time.tokens_per_second
+    fewest, _ = choose(WIDE, 8, TWO_A_NODE, Objective("gpus", tokens_per_second=0.9 * fastest), is_plain)
+    assert fewest.num_gpus == next(n for n in every if fits(n, 0.9 * fastest))
+
+
+def test_the_cheapest_tokens_cost_what_their_accelerators_do() -> None:
+    cheapest, tried = choose(WIDE, 8, TWO_A_NODE, Objective("cost", price_per_hour=3.6), is_plain)
+    assert [found.num_gpus for found in tried] == [4, 8]
+    assert cheapest.cost(3.6) == min(found.cost(3.6) or 0.0 for found in tried)
+    rate = cheapest.best[0].time.tokens_per_second
+    assert cheapest.cost(3.6) == pytest.approx(cheapest.num_gpus * 3.6 / 3600 / rate * 1e9)
+
+
+def test_an_objective_that_no_number_reaches_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"no layout on up to 8 h100 fits and reaches 1,000,000,000,000,000 tokens/s"):
+        choose(WIDE, 8, TWO_A_NODE, Objective("gpus", tokens_per_second=1e15), is_plain)
