@@ -26,8 +26,8 @@ from torch import Tensor, nn
 
 from megapipe.model.context import LayerContext, rotate_
 from megapipe.model.layer_factory import LayerFactory
-from megapipe.model.norm import at_least_fp32
 from megapipe.model.recompute import CoreAttention, RecomputedSegment
+from megapipe.tensor_parallel.gemms import at_least_fp32
 from megapipe.tensor_parallel.gradients import InputRecompute
 from megapipe.tensor_parallel.random import keyed_dropout
 

@@ -21,8 +21,8 @@ from torch import Tensor
 from megapipe.config.config import ResolvedModelConfig
 from megapipe.errors import ConfigError
 from megapipe.model.microbatch import KVCache, Microbatch
-from megapipe.model.norm import at_least_fp32
 from megapipe.model.recompute import KeptAttention
+from megapipe.tensor_parallel.gemms import at_least_fp32
 from megapipe.tensor_parallel.random import DropoutKey
 
 

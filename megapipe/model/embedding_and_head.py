@@ -13,10 +13,9 @@ from megapipe.config.config import ResolvedModelConfig
 from megapipe.config.training import TrainingConfig
 from megapipe.errors import DataError
 from megapipe.model.microbatch import Microbatch, StageLoss
-from megapipe.model.norm import at_least_fp32
 from megapipe.tensor_parallel.cross_entropy import chunked_cross_entropy, vocab_parallel_cross_entropy
 from megapipe.tensor_parallel.embedding import VocabParallelEmbedding
-from megapipe.tensor_parallel.gemms import slice_length
+from megapipe.tensor_parallel.gemms import at_least_fp32, slice_length
 from megapipe.tensor_parallel.gradients import WeightQueue
 from megapipe.tensor_parallel.linear import ColumnParallelLinear
 from megapipe.tensor_parallel.random import EMBEDDING_LAYER, keyed_dropout

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megapipe.config.model import ModelConfig
+from megapipe.tensor_parallel.gemms import at_least_fp32
 
 # (x, weight as it multiplies, bias or None for RMSNorm, epsilon) -> x's shape and dtype
 NormKernel = Callable[[Tensor, Tensor, Tensor | None, float], Tensor]
@@ -48,11 +49,6 @@ class Norm(nn.Module):
         if self.bias is None:
             return F.rms_norm(x, weight.shape, weight, self.epsilon)
         return F.layer_norm(x, weight.shape, weight, self.bias, self.epsilon)
-
-
-def at_least_fp32(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype for sums and statistics: fp32 for half types, else the dtype itself."""
-    return torch.promote_types(dtype, torch.float32)
 
 
 def _scale(weight: Tensor, zero_centered: bool) -> Tensor:

@@ -31,7 +31,7 @@ from torch.autograd.function import once_differentiable
 from megapipe.comm.collectives import all_reduce
 from megapipe.comm.groups import Group
 from megapipe.tensor_parallel.embedding import VocabularySlice, check_ids
-from megapipe.tensor_parallel.gemms import SequenceGather, gathered, summed
+from megapipe.tensor_parallel.gemms import SequenceGather, at_least_fp32, gathered, summed
 from megapipe.tensor_parallel.gradients import add_to_grad
 from megapipe.tensor_parallel.linear import ColumnParallelLinear
 
@@ -56,7 +56,7 @@ def vocab_parallel_cross_entropy(
     check_ids(labels, true_vocab_size, "label")
     if not logits.is_contiguous() or (logits.is_leaf and logits.requires_grad):
         logits = logits.clone(memory_format=torch.contiguous_format)
-    loss = _TokenLoss.of(logits.shape[-1], tp, true_vocab_size, label_smoothing, z_loss)
+    loss = _TokenLoss(logits.shape[-1], tp, true_vocab_size, label_smoothing, z_loss)
     return _CrossEntropy.apply(logits, labels, loss)
 
 
@@ -78,26 +78,18 @@ def chunked_cross_entropy(
     assertion).
     """
     check_ids(labels, true_vocab_size, "label")
-    loss = _TokenLoss.of(linear.weight.shape[0], linear.tp, true_vocab_size, label_smoothing, z_loss)
+    loss = _TokenLoss(linear.weight.shape[0], linear.tp, true_vocab_size, label_smoothing, z_loss)
     return _ChunkedCrossEntropy.apply(hidden, linear.weight, labels, _ChunkedHead(linear, loss, size, cap))
 
 
-@dataclass(frozen=True)
 class _TokenLoss:
-    """The options of a loss over one rank's slice of the vocabulary. smoothing: a of the module's docstring."""
+    """A cross entropy over one rank's slice of the vocabulary, of local_size words with padding, and its options."""
 
-    tp: Group
-    vocabulary: VocabularySlice
-    vocab_size: int
-    smoothing: float
-    z_loss: float
-
-    @classmethod
-    def of(cls, local_size: int, tp: Group, true_vocab_size: int, label_smoothing: float, z_loss: float) -> _TokenLoss:
-        """Build the loss of a rank with local_size words, padding included."""
-        vocabulary = VocabularySlice.of(local_size * tp.size, true_vocab_size, tp.rank, tp.size)
-        smoothing = label_smoothing * true_vocab_size / (true_vocab_size - 1) if label_smoothing else 0.0
-        return cls(tp, vocabulary, true_vocab_size, smoothing, z_loss)
+    def __init__(self, local_size: int, tp: Group, true_vocab_size: int, label_smoothing: float, z_loss: float) -> None:
+        self.tp, self.vocab_size, self.z_loss = tp, true_vocab_size, z_loss
+        self.vocabulary = VocabularySlice.of(local_size * tp.size, true_vocab_size, tp.rank, tp.size)
+        # a of the module's docstring
+        self.smoothing = label_smoothing * true_vocab_size / (true_vocab_size - 1) if label_smoothing else 0.0
 
     def reduce(
         self, maximum: Tensor, label_logit: Tensor, all_logits: Tensor | None, sum_exp: Tensor
@@ -107,9 +99,7 @@ class _TokenLoss:
         maximum: over all ranks. label_logit, all_logits (only for smoothing): sums of logits - maximum; sum_exp: of
         their exponentials.
         """
-        sums = [label_logit, sum_exp]
-        if all_logits is not None and self.smoothing:
-            sums.insert(1, all_logits)
+        sums = [label_logit, sum_exp] if all_logits is None else [label_logit, all_logits, sum_exp]
         if self.tp.size > 1:
             stacked = torch.stack(sums)
             all_reduce(stacked, self.tp)
@@ -127,21 +117,26 @@ class _TokenLoss:
         """Return the factor of p in the gradient, [tokens]."""
         return grad if not self.z_loss else grad * (1 + 2 * self.z_loss * log_sum_exp)
 
-    def subtract_targets(self, rows: Tensor, columns: Tensor, target: Tensor, grad: Tensor) -> None:
-        """Subtract the smoothed one-hot targets times grad from rows [n, V / tp], in place."""
+    def subtract_targets(self, rows: Tensor, labels: Tensor, grad: Tensor) -> None:
+        """Subtract the smoothed one-hot targets times grad from rows [n, V / tp], in place. labels, grad: [n]."""
+        columns, is_local = self.vocabulary.local(labels)
+        target = (grad * (self.smoothing - 1)).masked_fill_(~is_local, 0)
         rows.scatter_add_(1, columns[:, None], target[:, None])
         if self.smoothing:
             rows[:, : self.vocabulary.num_true].sub_((grad * (self.smoothing / self.vocab_size))[:, None])
 
-
-def _wide(tensor: Tensor) -> torch.dtype:
-    return torch.promote_types(tensor.dtype, torch.float32)
+    def gradient(self, logits: Tensor, labels: Tensor, log_sum_exp: Tensor, grad: Tensor) -> Tensor:
+        """Compute d(loss) / d(logits) of logits [n, V / tp] in grad's dtype, at least fp32. Others: [n]."""
+        factor = self.softmax_factor(grad, log_sum_exp)
+        gradient = logits.to(grad.dtype).sub_(log_sum_exp[:, None]).exp_().mul_(factor[:, None])
+        self.subtract_targets(gradient, labels, grad)
+        return gradient
 
 
 class _CrossEntropy(Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, labels: Tensor, loss: _TokenLoss) -> Tensor:
-        wide, num_true = _wide(logits), loss.vocabulary.num_true
+        wide, num_true = at_least_fp32(logits.dtype), loss.vocabulary.num_true
         rows = logits.view(-1, logits.shape[-1])
         rows[:, num_true:].fill_(-torch.inf)
         maximum = rows.amax(-1).to(wide)
@@ -155,7 +150,7 @@ class _CrossEntropy(Function):
             sum_exp = rows.sub_(maximum[:, None]).exp_().sum(-1)  # the rows are exponentials from now on
         else:
             sum_exp = torch.empty_like(maximum)
-            for block in _slices(rows.shape[0], max(BLOCK_ELEMENTS // rows.shape[1], 1)):  # about BLOCK_ELEMENTS each
+            for block in _blocks(rows):
                 sum_exp[block] = rows[block].to(wide).sub_(maximum[block, None]).exp_().sum(-1)
         losses, sum_exp, log_sum_exp = loss.reduce(maximum, label_logit, all_logits, sum_exp)
         ctx.loss, ctx.is_used_up = loss, False
@@ -173,24 +168,24 @@ class _CrossEntropy(Function):
         ctx.is_used_up = True
         logits, labels, sum_exp, log_sum_exp = ctx.saved_tensors
         loss: _TokenLoss = ctx.loss
-        columns, is_local = loss.vocabulary.local(labels.reshape(-1))
-        rows = logits.view(-1, logits.shape[-1])
+        labels, rows = labels.reshape(-1), logits.view(-1, logits.shape[-1])
         grad = grad_losses.reshape(-1).to(sum_exp.dtype)
-        factor = loss.softmax_factor(grad, log_sum_exp)
-        target = (grad * (loss.smoothing - 1)).masked_fill_(~is_local, 0)
-        if logits.dtype == _wide(logits):
-            rows.mul_((factor / sum_exp)[:, None])  # they hold exponentials since the forward
-            loss.subtract_targets(rows, columns, target, grad)
-            return logits.detach(), None, None
-        for block in _slices(rows.shape[0], max(BLOCK_ELEMENTS // rows.shape[1], 1)):  # about BLOCK_ELEMENTS each
-            gradient = rows[block].to(grad.dtype).sub_(log_sum_exp[block, None]).exp_().mul_(factor[block, None])
-            loss.subtract_targets(gradient, columns[block], target[block], grad[block])
-            rows[block] = gradient
+        if logits.dtype == sum_exp.dtype:  # the rows hold exponentials since the forward
+            rows.mul_((loss.softmax_factor(grad, log_sum_exp) / sum_exp)[:, None])
+            loss.subtract_targets(rows, labels, grad)
+        else:
+            for block in _blocks(rows):
+                rows[block] = loss.gradient(rows[block], labels[block], log_sum_exp[block], grad[block])
         return logits.detach(), None, None
 
 
 def _slices(length: int, size: int) -> Iterator[slice]:
     return (slice(start, min(start + size, length)) for start in range(0, length, size))
+
+
+def _blocks(rows: Tensor) -> Iterator[slice]:
+    """Return slices of rows [n, V / tp] with about BLOCK_ELEMENTS elements each."""
+    return _slices(rows.shape[0], max(BLOCK_ELEMENTS // rows.shape[1], 1))
 
 
 @dataclass(frozen=True)
@@ -209,7 +204,7 @@ class _ChunkedHead:
         """Compute [n, V / tp] from rows [n, h]: in their dtype, with a cap in at least fp32; -inf in the padding."""
         logits = torch.mm(rows, weight.t())
         if self.cap is not None:
-            logits = logits.to(_wide(logits)).div_(self.cap).tanh_().mul_(self.cap)
+            logits = logits.to(at_least_fp32(logits.dtype)).div_(self.cap).tanh_().mul_(self.cap)
         logits[:, self.loss.vocabulary.num_true :].fill_(-torch.inf)
         return logits
 
@@ -218,13 +213,9 @@ class _ChunkedHead:
 
         log_sum_exp, grad: [n], at least fp32.
         """
-        loss, logits = self.loss, self.logits(rows, weight)
-        num_true = loss.vocabulary.num_true
+        logits, num_true = self.logits(rows, weight), self.loss.vocabulary.num_true
         slope = None if self.cap is None else 1 - (logits[:, :num_true] / self.cap).square_()
-        factor = loss.softmax_factor(grad, log_sum_exp)
-        gradient = logits.to(log_sum_exp.dtype).sub_(log_sum_exp[:, None]).exp_().mul_(factor[:, None])
-        columns, is_local = loss.vocabulary.local(labels)
-        loss.subtract_targets(gradient, columns, (grad * (loss.smoothing - 1)).masked_fill_(~is_local, 0), grad)
+        gradient = self.loss.gradient(logits, labels, log_sum_exp, grad)
         if slope is not None:
             gradient[:, :num_true].mul_(slope)
         return gradient.to(rows.dtype)
@@ -235,7 +226,7 @@ class _ChunkedCrossEntropy(Function):
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, head: _ChunkedHead) -> Tensor:
         loss, tp = head.loss, head.linear.tp
         rows = (gathered(hidden, tp) if head.linear.sequence_parallel else hidden).flatten(0, -2)
-        wide, flat, num_true = _wide(rows), labels.reshape(-1), loss.vocabulary.num_true
+        wide, flat, num_true = at_least_fp32(rows.dtype), labels.reshape(-1), loss.vocabulary.num_true
         columns, is_local = loss.vocabulary.local(flat)
         highest, label_logit, sum_exp, sums = (
             torch.empty(flat.shape, dtype=wide, device=rows.device) for _ in range(4)
@@ -319,7 +310,7 @@ class _ChunkedWeightGradient:
         if slot is not None:
             slot.add_outer(gradient, rows)
         elif self.total is None:
-            self.total = torch.mm(gradient.t(), rows).to(_wide(rows))
+            self.total = torch.mm(gradient.t(), rows).to(at_least_fp32(rows.dtype))
         else:
             self.total += torch.mm(gradient.t(), rows)
 

@@ -39,6 +39,11 @@ from megapipe.tensor_parallel.gradients import GradientSlot
 ChunkProduct = Callable[[Tensor, Tensor], None]
 
 
+def at_least_fp32(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype for sums and statistics: fp32 for half types, else the dtype itself."""
+    return torch.promote_types(dtype, torch.float32)
+
+
 def slice_length(x: Tensor, group: Group) -> int:
     """Return the length of one rank's slice of dim 0, the sequence. Raises ConfigError if tp does not divide it."""
     if x.shape[0] % group.size:

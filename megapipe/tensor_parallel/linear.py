@@ -48,6 +48,8 @@ from megapipe.tensor_parallel.gemms import (
 )
 from megapipe.tensor_parallel.gradients import GradientSlot, InputRecompute, WeightQueue, add_to_grad
 
+Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]  # of x, weight and bias
+
 
 class ParallelLinear(nn.Module):
     """A linear sharded over tp: weight, bias, their gradient slots, the weight queue, and the arithmetic of its GEMMs.
@@ -58,7 +60,6 @@ class ParallelLinear(nn.Module):
     """
 
     split: ClassVar[str]  # the features that are sharded: "input" or "output"
-    function: ClassVar[type[Function]]
 
     def __init__(
         self,
@@ -98,7 +99,15 @@ class ParallelLinear(nn.Module):
 
     def forward(self, x: Tensor, recompute: InputRecompute | None = None) -> Tensor:
         """Return y. recompute: how the backward recomputes x, which is then not saved."""
-        return self.function.apply(x, self.weight, self.bias, self, recompute)
+        return _Linear.apply(x, self.weight, self.bias, self, recompute)
+
+    def output(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Compute y."""
+        raise NotImplementedError
+
+    def gradients(self, ctx: Any, grad_output: Tensor, weight: Tensor, inputs: list[Tensor]) -> Gradients:
+        """Compute the gradients. ctx: of `_Linear`. inputs: the saved x, or the tensors that recompute it."""
+        raise NotImplementedError
 
     def extra_repr(self) -> str:
         shape, bias = list(self.weight.shape), self.bias is not None
@@ -161,21 +170,6 @@ class LinearWeightGradient:
         add_to_grad(self.bias, bias_gradient)
 
 
-def _save(
-    ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, linear: ParallelLinear, recompute: InputRecompute | None
-) -> None:
-    """Save the parameters and, if the weight needs a gradient, the input or the tensors that recompute it."""
-    ctx.linear = linear
-    ctx.recompute = None if recompute is None else recompute._replace(inputs=())  # tensors only through autograd
-    # The parameters themselves, besides the saved ones: under hooks that pack saved tensors (offload), unpacking yields
-    # another tensor, whose .grad is not read.
-    ctx.parameters = weight, bias if ctx.needs_input_grad[2] else None
-    inputs: tuple[Tensor, ...] = ()
-    if ctx.needs_input_grad[1]:
-        inputs = (x,) if recompute is None else recompute.inputs
-    ctx.save_for_backward(*ctx.parameters, *inputs)
-
-
 def _weight_gradient(
     ctx: Any, saved: list[Tensor], grad_output: SequenceGather, bias_grad_output: Tensor, gather_input: Group | None
 ) -> LinearWeightGradient | None:
@@ -208,7 +202,9 @@ def _compute_or_queue(pending: LinearWeightGradient | None) -> tuple[Tensor | No
     return None, None
 
 
-class _ColumnParallel(Function):
+class _Linear(Function):
+    """Saves the parameters and, if the weight needs a gradient, the input or the tensors that recompute it."""
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -218,26 +214,48 @@ class _ColumnParallel(Function):
         linear: ParallelLinear,
         recompute: InputRecompute | None,
     ) -> Tensor:
-        _save(ctx, x, weight, bias, linear, recompute)
-        gemms, tp = linear.gemms, linear.tp
-        if linear.sequence_parallel and linear.chunks.gather > 1:
-            product = gemms.forward_chunks(x, weight, bias, tp)
-            return gathered_product(x, product, weight.shape[0], tp, linear.chunks.gather)
-        return gemms.forward(gathered(x, tp) if linear.sequence_parallel else x, weight, bias)
+        ctx.linear = linear
+        ctx.recompute = None if recompute is None else recompute._replace(inputs=())  # tensors only through autograd
+        # The parameters themselves, besides the saved ones: under hooks that pack saved tensors (offload), unpacking
+        # yields another tensor, whose .grad is not read.
+        ctx.parameters = weight, bias if ctx.needs_input_grad[2] else None
+        inputs: tuple[Tensor, ...] = ()
+        if ctx.needs_input_grad[1]:
+            inputs = (x,) if recompute is None else recompute.inputs
+        ctx.save_for_backward(*ctx.parameters, *inputs)
+        return linear.output(x, weight, bias)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        linear: ParallelLinear = ctx.linear
-        gemms, tp, scatters = linear.gemms, linear.tp, linear.sequence_parallel
-        weight, _, *saved = ctx.saved_tensors
+        weight, _, *inputs = ctx.saved_tensors
+        return *ctx.linear.gradients(ctx, grad_output, weight, inputs), None, None
+
+
+class ColumnParallelLinear(ParallelLinear):
+    """y = x W^T + b with the rows of W split over tp; see the module's docstring for the backward.
+
+    x: [s, b, in], with sequence parallelism [s / tp, b, in]. Returns [s, b, out / tp].
+    """
+
+    split = "output"
+
+    def output(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        if self.sequence_parallel and self.chunks.gather > 1:
+            product = self.gemms.forward_chunks(x, weight, bias, self.tp)
+            return gathered_product(x, product, weight.shape[0], self.tp, self.chunks.gather)
+        return self.gemms.forward(gathered(x, self.tp) if self.sequence_parallel else x, weight, bias)
+
+    def gradients(self, ctx: Any, grad_output: Tensor, weight: Tensor, inputs: list[Tensor]) -> Gradients:
+        gemms, tp, scatters = self.gemms, self.tp, self.sequence_parallel
         # unless it is queued, the gather of x runs under dgrad
-        pending = _weight_gradient(ctx, saved, SequenceGather(grad_output, None), grad_output, tp if scatters else None)
+        gather = SequenceGather(grad_output, None)
+        pending = _weight_gradient(ctx, inputs, gather, grad_output, tp if scatters else None)
         grad_input: Tensor | None = None
         work: Work | None = None
-        if ctx.needs_input_grad[0] and linear.queue.is_deferring and linear.chunks.reduce > 1:
+        if ctx.needs_input_grad[0] and self.queue.is_deferring and self.chunks.reduce > 1:
             product = gemms.input_gradient_chunks(grad_output, weight, None)
-            grad_input = summed_product(grad_output, product, weight.shape[1], tp, scatters, linear.chunks.reduce)
+            grad_input = summed_product(grad_output, product, weight.shape[1], tp, scatters, self.chunks.reduce)
         elif ctx.needs_input_grad[0]:
             grad_input = partial = gemms.input_gradient(grad_output, weight)
             if scatters:
@@ -248,61 +266,7 @@ class _ColumnParallel(Function):
         grad_weight, grad_bias = _compute_or_queue(pending)
         if work is not None:
             work.wait()
-        return grad_input, grad_weight, grad_bias, None, None
-
-
-class _RowParallel(Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        linear: ParallelLinear,
-        recompute: InputRecompute | None,
-    ) -> Tensor:
-        _save(ctx, x, weight, bias, linear, recompute)
-        gemms, tp = linear.gemms, linear.tp
-        if tp.size == 1:
-            return gemms.forward(x, weight, bias)
-        if linear.chunks.reduce > 1:
-            product = gemms.forward_chunks(x, weight, None, None)
-            y = summed_product(x, product, weight.shape[0], tp, linear.sequence_parallel, linear.chunks.reduce)
-        else:
-            y = summed(gemms.forward(x, weight, None), tp, linear.sequence_parallel)
-        return y if bias is None else y.add_(bias)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        linear: ParallelLinear = ctx.linear
-        gemms, deferring = linear.gemms, linear.queue.is_deferring
-        weight, _, *saved = ctx.saved_tensors
-        tp = linear.tp if linear.sequence_parallel else None
-        full_grad = SequenceGather(grad_output, tp)
-        grad_input: Tensor | None = None
-        if ctx.needs_input_grad[0] and tp is not None and linear.chunks.gather > 1:
-            product = gemms.input_gradient_chunks(grad_output, weight, tp)
-            # wgrad, if it follows, reads the gathered gradient that the chunks leave behind
-            full = empty_gathered(grad_output, tp) if ctx.needs_input_grad[1] and not deferring else None
-            grad_input = gathered_product(grad_output, product, weight.shape[1], tp, linear.chunks.gather, full)
-            if full is not None:
-                full_grad = SequenceGather(full, None)
-        elif ctx.needs_input_grad[0]:
-            grad_input = gemms.input_gradient(full_grad.full(), weight)
-        # a queued gradient keeps this rank's slice of grad_output, not the gathered one
-        gather = SequenceGather(grad_output, tp) if deferring else full_grad
-        pending = _weight_gradient(ctx, saved, gather, grad_output, None)
-        return grad_input, *_compute_or_queue(pending), None, None
-
-
-class ColumnParallelLinear(ParallelLinear):
-    """y = x W^T + b with the rows of W split over tp; see the module's docstring for the backward.
-
-    x: [s, b, in], with sequence parallelism [s / tp, b, in]. Returns [s, b, out / tp].
-    """
-
-    split, function = "output", _ColumnParallel
+        return grad_input, grad_weight, grad_bias
 
 
 class RowParallelLinear(ParallelLinear):
@@ -312,4 +276,34 @@ class RowParallelLinear(ParallelLinear):
     Raises ConfigError if tp does not divide s under sequence parallelism.
     """
 
-    split, function = "input", _RowParallel
+    split = "input"
+
+    def output(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        gemms, tp, scatters = self.gemms, self.tp, self.sequence_parallel
+        if tp.size == 1:
+            return gemms.forward(x, weight, bias)
+        if self.chunks.reduce > 1:
+            product = gemms.forward_chunks(x, weight, None, None)
+            y = summed_product(x, product, weight.shape[0], tp, scatters, self.chunks.reduce)
+        else:
+            y = summed(gemms.forward(x, weight, None), tp, scatters)
+        return y if bias is None else y.add_(bias)
+
+    def gradients(self, ctx: Any, grad_output: Tensor, weight: Tensor, inputs: list[Tensor]) -> Gradients:
+        gemms, deferring = self.gemms, self.queue.is_deferring
+        tp = self.tp if self.sequence_parallel else None
+        full_grad = SequenceGather(grad_output, tp)
+        grad_input: Tensor | None = None
+        if ctx.needs_input_grad[0] and tp is not None and self.chunks.gather > 1:
+            product = gemms.input_gradient_chunks(grad_output, weight, tp)
+            # wgrad, if it follows, reads the gathered gradient that the chunks leave behind
+            full = empty_gathered(grad_output, tp) if ctx.needs_input_grad[1] and not deferring else None
+            grad_input = gathered_product(grad_output, product, weight.shape[1], tp, self.chunks.gather, full)
+            if full is not None:
+                full_grad = SequenceGather(full, None)
+        elif ctx.needs_input_grad[0]:
+            grad_input = gemms.input_gradient(full_grad.full(), weight)
+        # a queued gradient keeps this rank's slice of grad_output, not the gathered one
+        gather = SequenceGather(grad_output, tp) if deferring else full_grad
+        pending = _weight_gradient(ctx, inputs, gather, grad_output, None)
+        return grad_input, *_compute_or_queue(pending)
