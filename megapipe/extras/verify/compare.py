@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -49,8 +50,7 @@ LEAST_SHARE = 0.1
 
 
 def tolerance_of(config: Config) -> Tolerance:
-    """Return the tolerance for the configuration's dtype. Gradients reduced in bf16 are rounded like bf16 in any
-    dtype."""
+    """Return the tolerance for the configuration's dtype; gradients reduced in bf16 are rounded like bf16."""
     dtype = config.precision.dtype
     if dtype == "fp64":
         return FP64
@@ -103,8 +103,7 @@ class Difference:
 
 
 def gradient_pieces(runtime: TrainingRuntime) -> Iterator[HeldPiece]:
-    """Yield this rank's reduced gradients as views: its shards with the distributed optimizer, else those of all its
-    stages."""
+    """Yield this rank's reduced gradients as views: its shards with the distributed optimizer, else whole ones."""
     replica, tp = runtime.groups.replicas.rank, runtime.groups.tp
     for stage, buffers in runtime.buffers.items():
         for buffer in buffers.buffers:
@@ -207,9 +206,8 @@ def _locate(held: list[HeldPiece], position: int) -> tuple[Box, tuple[int, ...]]
     for piece in held:
         box = piece.piece.box
         if position < box.num_elements:
-            columns = box.shape[1] if len(box.shape) == 2 else 1
-            inside = divmod(position, columns)[: len(box.shape)]
-            return box, tuple(offset + i for offset, i in zip(box.offset, inside, strict=True))
+            inside = np.unravel_index(position, box.shape)
+            return box, tuple(offset + int(i) for offset, i in zip(box.offset, inside, strict=True))
         position -= box.num_elements
     raise IndexError(f"element {position} is behind the last piece")
 
@@ -228,8 +226,7 @@ def _factor(grid: Tensor, plain: Tensor) -> float | None:
 
 
 def part_of(spec: ParamSpec, index: tuple[int, ...]) -> str:
-    """Return the part of a fused tensor that a row belongs to, such as 'key head 1' or 'gate'; '' for a tensor of one
-    part."""
+    """Return the part of a fused tensor that a row belongs to, such as 'key head 1' or 'gate'; '' without parts."""
     row, slicing = index[0], spec.slicing
     if isinstance(slicing, QueryGroups):
         # rows of a group: its query heads, its key head, its value head

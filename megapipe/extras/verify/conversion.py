@@ -35,7 +35,6 @@ class Comparison:
 
     @property
     def agree(self) -> bool:
-        """True if the largest difference is within the tolerance."""
         return self.largest_difference <= TOLERANCE * max(self.largest_logit, 1.0)
 
     def __str__(self) -> str:
@@ -46,12 +45,12 @@ class Comparison:
         )
 
 
-def compare(snapshot: Snapshot, folder: Path, seed: int = 1) -> Comparison:
+def compare(snapshot: Snapshot, folder: Path) -> Comparison:
     """Compare a snapshot's model with that of a Hugging Face folder on random tokens, in fp32 on the CPU."""
     model = snapshot.config.model
     assert model.vocab_size is not None
     length = min(LONGEST, unpadded(model).max_position_embeddings or LONGEST)
-    tokens = torch.randint(model.vocab_size, (BATCH, length), generator=torch.Generator().manual_seed(seed))
+    tokens = torch.randint(model.vocab_size, (BATCH, length), generator=torch.Generator().manual_seed(1))
     theirs = hugging_face_logits(folder, tokens)
     ours = stage_logits(snapshot, tokens)
     same = (ours.argmax(-1) == theirs.argmax(-1)).float().mean().item()
@@ -60,8 +59,7 @@ def compare(snapshot: Snapshot, folder: Path, seed: int = 1) -> Comparison:
 
 @torch.no_grad()
 def stage_logits(snapshot: Snapshot, tokens: Tensor) -> Tensor:
-    """Return the logits [b, s, V] of the model that trains: one stage on a grid of one rank, without a process
-    group."""
+    """Return the logits [b, s, V] of the model that trains: one stage on a grid of one rank."""
     config = resolve_model(unpadded(snapshot.config.model), tp=1)
     layers = StageLayers(0, config.num_layers, True, True)
     stage = GPTStage(
@@ -69,8 +67,7 @@ def stage_logits(snapshot: Snapshot, tokens: Tensor) -> Tensor:
     )
     weights = snapshot.weights
     for name, parameter in list(stage.named_parameters()):
-        values = weights[name].detach().float()
-        replace_parameter(stage, parameter, nn.Parameter(values, requires_grad=False))
+        replace_parameter(stage, parameter, nn.Parameter(weights[name].detach().float(), requires_grad=False))
     logits = stage(Microbatch(tokens), return_logits=True)
     assert isinstance(logits, Tensor)
     return logits.transpose(0, 1)

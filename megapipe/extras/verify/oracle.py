@@ -36,14 +36,15 @@ FROM_TRAINING = ("label_smoothing", "z_loss")  # fields of ReferenceConfig that 
 OPTIMIZERS = {"adam": "adamw", "sgd": "sgd"}
 
 
-def drawn_slices(seed: int, dtype: torch.dtype, std: float = STANDARD_DEVIATION) -> DrawSlice:
+def drawn_slices(seed: int, dtype: torch.dtype) -> DrawSlice:
     """Return a function that draws one rank's slice of a parameter through the random streams of training.
 
     Every parameter is random, norms and biases too: at their usual 1 and 0 a missing norm or bias would go unnoticed.
     """
 
     def slice_of(spec: ParamSpec, tp_rank: int, tp: int) -> Tensor:
-        noise = draw(dataclasses.replace(spec, init=Init("normal", std)), tp_rank, tp, seed, torch.float64)
+        random = dataclasses.replace(spec, init=Init("normal", STANDARD_DEVIATION))
+        noise = draw(random, tp_rank, tp, seed, torch.float64)
         return (noise + 1.0 if spec.init.kind == "ones" else noise).to(dtype)
 
     return slice_of
@@ -102,22 +103,17 @@ class OracleStep:
 
 
 class Oracle:
-    """The reference model with the configuration's optimizer.
+    """The reference model in fp64 with the configuration's optimizer.
 
-    config: its grid matters only for the dropout masks. weights: whole tensors by name, vocabulary padding
-    included.
+    config: its grid matters only for the dropout masks. weights: whole tensors by name, with vocabulary padding.
     """
 
     def __init__(
-        self,
-        config: ResolvedConfig,
-        weights: Mapping[str, Tensor],
-        dtype: torch.dtype = torch.float64,
-        device: torch.device | str = "cpu",
+        self, config: ResolvedConfig, weights: Mapping[str, Tensor], device: torch.device | str = "cpu"
     ) -> None:
-        self._config, self._dtype, self._device = config, dtype, torch.device(device)
-        self.model = ReferenceGPT(reference_config(config)).to(self._device, dtype)
-        self.model.load_state_dict({name: weight.to(dtype) for name, weight in weights.items()})
+        self._config, self._device = config, torch.device(device)
+        self.model = ReferenceGPT(reference_config(config)).to(self._device, torch.float64)
+        self.model.load_state_dict({name: weight.double() for name, weight in weights.items()})
         optimizer = config.optimizer
         self._optimizer = build_optimizer(
             self.model,
@@ -144,7 +140,7 @@ class Oracle:
                 "loss_mask": torch.ones_like(microbatch.tokens) if mask is None else mask,
                 "position_ids": microbatch.position_ids,
                 "document_ids": microbatch.document_ids,
-                "dropout_masks": GridMasks(self._config, key, self._dtype, self._device),
+                "dropout_masks": GridMasks(self._config, key, self._device),
             }
             microbatches.append(arguments)
         result = self._train(microbatches, rates)
@@ -165,17 +161,15 @@ class Oracle:
 
 
 class AsynchronousOracle(Oracle):
-    """An emulation of an asynchronous schedule: gradients are those of the step's last update, weights those after
-    it."""
+    """An emulation of an asynchronous schedule: gradients are those of a step's last update, weights those after it."""
 
     def __init__(
         self,
         plan: RunPlan,  # gives each parameter's stage, the microbatches of an update and the number of replicas
         weights: Mapping[str, Tensor],
-        dtype: torch.dtype = torch.float64,
-        device: torch.device | str = "cpu",
+        device: torch.device,
     ) -> None:
-        super().__init__(plan.config, weights, dtype, device)
+        super().__init__(plan.config, weights, device)
         group = plan.config.parallel.microbatch_group_size_per_virtual_pipeline_stage or 1
         self._dp = plan.topology.dp
         has_groups = SCHEDULES[plan.schedule_name].takes_group_size
@@ -201,16 +195,14 @@ def reference_config(config: ResolvedConfig) -> ReferenceConfig:
 
 @dataclass(frozen=True)
 class GridMasks:
-    """The reference's `DropoutMasks`: whole masks, concatenated from the slices that the tp ranks of a grid draw.
+    """The reference's `DropoutMasks`: whole masks in fp64, concatenated from the slices that a grid's tp ranks draw.
 
     The mask of attention probabilities is cut by heads; that of hidden states by the sequence under sequence
-    parallelism, else all tp ranks share one stream. The grid draws hidden states as [s, b, h]; the reference wants [b,
-    s, h].
+    parallelism, else all tp ranks share one stream. The grid draws hidden states as [s, b, h], not [b, s, h].
     """
 
     config: ResolvedConfig
     key: DropoutKey
-    dtype: torch.dtype = torch.float64
     device: torch.device | str = "cpu"
 
     def __call__(self, layer: int, site: str, shape: tuple[int, ...]) -> Tensor:
@@ -230,4 +222,4 @@ class GridMasks:
             else:
                 mask = kept((seq, batch, hidden), rate, None)
             mask = mask.transpose(0, 1)
-        return mask.to(self.dtype) / (1.0 - rate)
+        return mask.double() / (1.0 - rate)

@@ -104,22 +104,26 @@ def compare_with_oracle(
     if groups.world.rank == 0:
         weights = whole_weights(plan.specs, slices)
         if plan.is_synchronous:
-            oracle = Oracle(plan.config, weights, torch.float64, device)
+            oracle = Oracle(plan.config, weights, device)
         else:
-            oracle = AsynchronousOracle(plan, weights, torch.float64, device)
+            oracle = AsynchronousOracle(plan, weights, device)
     found = []
     for step, (batch, rate) in enumerate(zip(batches, rates, strict=True)):
-        result, repeats = _step(trainer, runtime, batch, step, rate)
+        result, repeats = trainer.run(share_of(runtime, batch, step), rate), 0
+        while result.update.skipped and runtime.optimizer.scaler.is_dynamic and repeats < MAX_REPEATS:
+            result, repeats = trainer.run(share_of(runtime, batch, step), rate), repeats + 1
         plain = _broadcast(oracle.step(batch, step, rate) if oracle else None, plan.specs, groups.world, device)
         gradients = compare(trainer.averaged, plain.gradients, tolerance.gradient, tolerance.least_share)
         weights_found = compare(weight_pieces(runtime), plain.weights, tolerance.weight)
-        loss, grad_norm = result.loss, result.update.grad_norm
-        mine = RankStep(groups.world.global_rank, loss, grad_norm, Summary.of(gradients), Summary.of(weights_found))
+        norm, summaries = result.update.grad_norm, (Summary.of(gradients), Summary.of(weights_found))
+        mine = RankStep(groups.world.global_rank, result.loss, norm, *summaries)
         everywhere = gather_objects((mine, boxes_of(trainer.averaged)), groups.world)
         missing = uncovered(plan.specs, [boxes for _, boxes in everywhere])
         if missing:
-            names = f"no rank has compared the whole gradients of {', '.join(missing)}"
-            raise RuntimeError(f"{names}: the comparison proves nothing about them")
+            raise RuntimeError(
+                f"no rank has compared the whole gradients of {', '.join(missing)}: the comparison proves nothing "
+                "about them"
+            )
         ranks = tuple(rank for rank, _ in everywhere)
         count = len(batch) // plan.topology.dp
         found.append(ParityStep(step, count, plain.loss, plain.grad_norm, ranks, tolerance, repeats))
@@ -132,9 +136,7 @@ class RecordingStep(TrainStep):
     averaged: those of the last step, in fp64, before clipping.
     """
 
-    def __init__(self, runtime: TrainingRuntime) -> None:
-        super().__init__(runtime)
-        self.averaged: list[HeldPiece] = []
+    averaged: list[HeldPiece]
 
     def gradients(self, microbatches: Sequence[Microbatch], begun: BegunRun | None = None) -> PendingLoss:
         loss = super().gradients(microbatches, begun)
@@ -145,9 +147,7 @@ class RecordingStep(TrainStep):
 class AsynchronousRecordingStep(AsynchronousStep):
     """The same for an asynchronous schedule. averaged: the gradients of each stage's last update."""
 
-    def __init__(self, runtime: TrainingRuntime) -> None:
-        super().__init__(runtime)
-        self.averaged: list[HeldPiece] = []
+    averaged: list[HeldPiece]
 
     def run(self, microbatches: Sequence[Microbatch], rates: Rates) -> StepResult:
         result = super().run(microbatches, rates)
@@ -157,22 +157,6 @@ class AsynchronousRecordingStep(AsynchronousStep):
 
 def _copies(runtime: TrainingRuntime, factor: float) -> list[HeldPiece]:
     return [HeldPiece(held.stage, held.piece, held.values.double() * factor) for held in gradient_pieces(runtime)]
-
-
-def _step(
-    trainer: RecordingStep | AsynchronousRecordingStep,
-    runtime: TrainingRuntime,
-    batch: GlobalBatch,
-    step: int,
-    rates: Rates,
-) -> tuple[StepResult, int]:
-    """Make the grid's step, repeated while it only lowers a dynamic loss scale; return it and the number of repeats."""
-    repeats = 0
-    while True:
-        result = trainer.run(share_of(runtime, batch, step), rates)
-        if repeats == MAX_REPEATS or not (result.update.skipped and runtime.optimizer.scaler.is_dynamic):
-            return result, repeats
-        repeats += 1
 
 
 def _broadcast(plain: OracleStep | None, specs: Sequence[ParamSpec], world: Group, device: torch.device) -> OracleStep:
