@@ -95,10 +95,7 @@ class SelfAttention(nn.Module):
 
 
 def fused_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
-    """Run torch's fused kernel.
-
-    mask: additive, [1 or b, 1, s, keys] in q's dtype; None: causal (one query sees all keys).
-    """
+    """Run torch's fused kernel. mask: additive, [1 or b, 1, s, keys] in q's dtype; None: causal, one query sees all."""
     seq, batch, groups, queries, _ = q.shape
     # CUDA's flash kernels share k and v between heads themselves; elsewhere expand shares them by a stride of 0
     native_gqa = q.is_cuda and mask is None and q.dtype in (torch.float16, torch.bfloat16)

@@ -114,10 +114,7 @@ class Rotary:
         self._tables: dict[tuple[torch.device, torch.dtype], tuple[Tensor, Tensor]] = {}
 
     def tables(self, microbatch: Microbatch, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Return cos and sin of the microbatch's positions, [s, b, 1, 1, r / 2]; b is 1 without position_ids.
-
-        dtype: at least fp32.
-        """
+        """Return cos and sin of the positions, [s, b, 1, 1, r / 2] in dtype; b is 1 without position_ids."""
         if microbatch.position_ids is not None:
             return self._at(microbatch.position_ids.t(), dtype)
         seq, device = microbatch.tokens.shape[1], microbatch.tokens.device

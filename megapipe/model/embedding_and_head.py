@@ -22,10 +22,7 @@ from megapipe.tensor_parallel.random import EMBEDDING_LAYER, keyed_dropout
 
 
 class Embedding(nn.Module):
-    """Tokens -> [s, b, h], with sequence parallelism this rank's slice [s / tp, b, h].
-
-    Saves position ids where given.
-    """
+    """Tokens -> [s, b, h], with sequence parallelism this rank's [s / tp, b, h]. Saves position ids where given."""
 
     def __init__(self, config: ResolvedModelConfig, tp: Group, *, sequence_parallel: bool, queue: WeightQueue) -> None:
         super().__init__()
@@ -68,14 +65,9 @@ class Loss:
         self.chunk_size = training.cross_entropy_chunk_size
 
     def __call__(self, hidden: Tensor, linear: ColumnParallelLinear, microbatch: Microbatch) -> StageLoss:
-        """Return the loss of the normed hidden states [s(/ tp), b, h]. linear: the output layer.
-
-        Raises ValueError for a microbatch without labels.
-        """
+        """Return the loss of the normed hidden states [s(/ tp), b, h]. Raises ValueError without labels."""
         if microbatch.labels is None:
-            raise ValueError(
-                "this microbatch has no labels: the last stage can only return logits (return_logits=True)"
-            )
+            raise ValueError("this microbatch has no labels; only its logits can be returned (return_logits=True)")
         labels = microbatch.labels.t()
         if self.chunk_size is None:
             logits = capped_logits(linear(hidden), self.cap)

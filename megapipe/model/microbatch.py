@@ -12,10 +12,7 @@ from megapipe.tensor_parallel.random import DropoutKey
 
 @dataclass(frozen=True)
 class Microbatch:
-    """The tokens of one microbatch of one data-parallel rank, the same on all its tp and pp ranks.
-
-    All tensors are [b, s].
-    """
+    """One microbatch of one data-parallel rank, the same on all its tp and pp ranks. All tensors are [b, s]."""
 
     tokens: Tensor  # int64
     labels: Tensor | None = None  # int64, the token after each; None for inference
@@ -28,10 +25,7 @@ class Microbatch:
 
 @dataclass(frozen=True)
 class StageLoss:
-    """The output of the last stage: sums over the microbatch, from which any average can be taken.
-
-    Scalars, at least fp32.
-    """
+    """The output of the last stage: sums over the microbatch, scalars in at least fp32, for any kind of average."""
 
     loss_sum: Tensor  # sum of loss * loss_mask over the tokens, the same on all tp ranks
     num_tokens: Tensor  # sum of loss_mask
@@ -72,8 +66,7 @@ class KVCache:
         self.length += num_positions
 
     def visible(self, num_queries: int, window: int | None, device: torch.device) -> Tensor | None:
-        """Return which keys the newest positions see, [1 or b, 1, num_queries, length + num_queries], or None for plain
-        causality."""
+        """Return the keys that new positions see, [1 or b, 1, queries, length + queries]; None for plain causality."""
         stop = self.length + num_queries
         if self.starts is None and (window is None or window >= stop):
             return None

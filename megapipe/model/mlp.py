@@ -54,15 +54,11 @@ class MLP(nn.Module):
 
 
 def activation(name: str, compiler: Callable[[Pointwise], Pointwise] | None = None) -> Activation:
-    """Return an activation by its name in config.model.ACTIVATIONS.
-
-    compiler: compiles the function and its gradient into one kernel each.
-    """
+    """Return an activation by its name. compiler: compiles it and its gradient into one kernel each."""
     if compiler is None or name not in GRADIENTS:
         return ACTIVATIONS[name]
-    forward, backward = GRADIENTS[name]
-    forward, backward = compiler(forward), compiler(backward)
-    return lambda x: _Compiled.apply(x, forward, backward)
+    forward, backward = map(compiler, GRADIENTS[name])
+    return lambda x: _WithGradient.apply(x, forward, backward)
 
 
 class _Gated(torch.autograd.Function):
@@ -86,22 +82,8 @@ class _Gated(torch.autograd.Function):
         return grads, None, None
 
 
-class _SquaredReLU(torch.autograd.Function):
-    """max(x, 0)^2 (So et al. 2021, arXiv:2109.08668)."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.save_for_backward(x)
-        return F.relu(x).square_()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
-        (x,) = ctx.saved_tensors
-        return F.relu(x).mul_(2).mul_(grad)
-
-
-class _Compiled(torch.autograd.Function):
-    """A compiled function of one tensor and its compiled gradient; saves its input alone."""
+class _WithGradient(torch.autograd.Function):
+    """A function of one tensor and its gradient, (grad, x) -> grad of x; saves its input alone."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, forward: Pointwise, backward: Pointwise) -> Tensor:
@@ -122,7 +104,7 @@ ACTIVATIONS: dict[str, Activation] = {
     "gelu": F.gelu,
     "gelu_tanh": _gelu_tanh,
     "relu": F.relu,
-    "squared_relu": _SquaredReLU.apply,
+    "squared_relu": lambda x: _WithGradient.apply(x, *GRADIENTS["squared_relu"]),
     # gated linear units: Shazeer 2020, arXiv:2002.05202
     "swiglu": lambda x: _Gated.apply(x, F.silu, torch.ops.aten.silu_backward),
     "geglu_tanh": lambda x: _Gated.apply(x, _gelu_tanh, _gelu_tanh_backward),
@@ -147,7 +129,8 @@ def _gated(act: Activation, act_backward: Pointwise) -> tuple[Pointwise, Pointwi
 GRADIENTS: dict[str, tuple[Pointwise, Pointwise]] = {
     "gelu": (F.gelu, torch.ops.aten.gelu_backward),
     "gelu_tanh": (_gelu_tanh, _gelu_tanh_backward),
-    "squared_relu": (lambda x: F.relu(x).square(), lambda grad, x: 2 * F.relu(x) * grad),
+    # So et al. 2021, arXiv:2109.08668
+    "squared_relu": (lambda x: F.relu(x).square_(), lambda grad, x: F.relu(x).mul_(2).mul_(grad)),
     "swiglu": _gated(F.silu, torch.ops.aten.silu_backward),
     "geglu_tanh": _gated(_gelu_tanh, _gelu_tanh_backward),
 }

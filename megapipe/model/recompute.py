@@ -93,10 +93,10 @@ class RecomputedSegment:
     def _recomputed_output(self, *inputs: Tensor) -> Tensor:
         self._has_consumer = False
         output, self._output = self._output, None
-        return output if output is not None else self.recompute(inputs)[1].detach()
+        return output if output is not None else self.recompute(inputs, ())[1].detach()
 
     def recompute(
-        self, inputs: tuple[Tensor, ...], attention_results: tuple[Tensor, ...] = ()
+        self, inputs: tuple[Tensor, ...], attention_results: tuple[Tensor, ...]
     ) -> tuple[tuple[Tensor, ...], Tensor]:
         """Run `fn` again, once; return the leaves and the output of its graph. attention_results: kept tensors."""
         if self._graph is None:
@@ -166,10 +166,7 @@ class KeptAttention:
         return core(q, k, v) if self._run is None else self._run(core, q, k, v)
 
     def record(self, fn: Callable[..., Tensor], inputs: tuple[Tensor, ...]) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Run the forward fn(*inputs); return its output and the tensors that its attention kernels returned.
-
-        The caller saves the tensors for the backward; only placeholders stay here.
-        """
+        """Run fn(*inputs); return its output and, for the caller to save, the tensors of its attention kernels."""
         self._run = self._compute_and_keep
         try:
             output = fn(*inputs)

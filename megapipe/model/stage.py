@@ -58,10 +58,7 @@ from megapipe.tensor_parallel.random import keyed_dropout
 
 
 class Block(nn.Module):
-    """One transformer layer: [s, b, h] (a slice of s with sequence parallelism) -> the same shape.
-
-    layer: global index.
-    """
+    """One transformer layer: [s, b, h] (a slice of s with sequence parallelism) -> the same. layer: global index."""
 
     def __init__(self, layer: int, factory: LayerFactory) -> None:
         super().__init__()
@@ -107,10 +104,7 @@ class GroupRunner(Protocol):
     """Runs the groups of layers of a stage in its own way, for example to offload what they save."""
 
     def __call__(self, group: int, fn: Callable[[Tensor], Tensor], hidden: Tensor, stays: Iterable[Tensor]) -> Tensor:
-        """Return fn(hidden). stays: tensors that the layers save but that exist without them.
-
-        These are parameters, the attention mask and the rotary tables.
-        """
+        """Return fn(hidden). stays: parameters, attention mask and rotary tables, which exist without the layers."""
 
 
 class GPTStage(nn.Module):

@@ -96,8 +96,8 @@ class _TokenLoss:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Sum each rank's terms over tp. Return (losses, sum of exponentials, log-sum-exp), each [tokens].
 
-        maximum: over all ranks. label_logit, all_logits (only for smoothing): sums of logits - maximum; sum_exp: of
-        their exponentials.
+        maximum: over all ranks. The others are sums of logits - maximum (all_logits only for smoothing), or of their
+        exponentials.
         """
         sums = [label_logit, sum_exp] if all_logits is None else [label_logit, all_logits, sum_exp]
         if self.tp.size > 1:
@@ -190,10 +190,7 @@ def _blocks(rows: Tensor) -> Iterator[slice]:
 
 @dataclass(frozen=True)
 class _ChunkedHead:
-    """The output layer with its loss.
-
-    linear: weight [V / tp, h], no bias. size: tokens of a chunk. cap: of the logits, or None.
-    """
+    """The output layer, without a bias, and its loss. size: tokens of a chunk. cap: of the logits, or None."""
 
     linear: ColumnParallelLinear
     loss: _TokenLoss
@@ -209,10 +206,7 @@ class _ChunkedHead:
         return logits
 
     def gradient(self, rows: Tensor, weight: Tensor, labels: Tensor, log_sum_exp: Tensor, grad: Tensor) -> Tensor:
-        """Compute d(loss) / d(logits before the cap) of one chunk, [n, V / tp] in rows' dtype.
-
-        log_sum_exp, grad: [n], at least fp32.
-        """
+        """Compute d(loss) / d(logits before the cap) of a chunk, [n, V / tp] in rows' dtype; log_sum_exp, grad: [n]."""
         logits, num_true = self.logits(rows, weight), self.loss.vocabulary.num_true
         slope = None if self.cap is None else 1 - (logits[:, :num_true] / self.cap).square_()
         gradient = self.loss.gradient(logits, labels, log_sum_exp, grad)

@@ -14,7 +14,7 @@ from torch.nn import functional
 from megapipe.comm.groups import Group
 from megapipe.errors import ConfigError, DataError
 from megapipe.tensor_parallel.gemms import SequenceGather, summed
-from megapipe.tensor_parallel.gradients import GradientSlot, Slots, WeightQueue, add_to_grad
+from megapipe.tensor_parallel.gradients import GradientSlot, WeightQueue, add_to_grad
 
 
 @dataclass(frozen=True)
@@ -27,10 +27,7 @@ class VocabularySlice:
 
     @classmethod
     def of(cls, padded_size: int, true_size: int, tp_rank: int, tp: int) -> VocabularySlice:
-        """Split padded_size rows equally.
-
-        Raises ConfigError if tp does not divide padded_size or true_size exceeds it.
-        """
+        """Split padded_size rows equally. Raises ConfigError if tp does not divide them or true_size exceeds them."""
         if padded_size % tp:
             raise ConfigError(
                 f"a vocabulary of {padded_size} rows cannot be split over {tp} tensor-parallel ranks; "
@@ -42,13 +39,10 @@ class VocabularySlice:
         return cls(tp_rank * num_rows, num_rows, min(max(true_size - tp_rank * num_rows, 0), num_rows))
 
     def local(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Return (rows, is_local): the local row of each id that is_local, and some valid row for the others.
-
-        The rows of the others are spread over the slice: adding many zeros into one row is slow where duplicates are
-        added one by one (CUDA).
-        """
+        """Return (rows, is_local): the local row of each id that is_local, and some valid row for the others."""
         rows = ids - self.first
         is_local = (rows >= 0) & (rows < self.num_rows)
+        # other rows are spread over the slice: CUDA adds duplicates one by one, so many zeros into one row are slow
         return rows.remainder_(self.num_rows), is_local
 
 
@@ -119,7 +113,7 @@ class _Embedding(Function):
         weight, tokens = ctx.saved_tensors
         module: VocabParallelEmbedding = ctx.module
         gather = SequenceGather(grad_output, module.tp if module.sequence_parallel else None)
-        gradient = EmbeddingWeightGradient(weight, module.slots, tokens, module.vocabulary, gather)
+        gradient = EmbeddingWeightGradient(module, weight, tokens, gather)
         if module.queue.is_deferring:
             module.queue.submit(gradient)
             return None, None, None
@@ -128,15 +122,11 @@ class _Embedding(Function):
 
 @dataclass
 class EmbeddingWeightGradient:
-    """The gradient of the table: weight[id] += grad_output at each position, for the rows of this rank.
+    """The gradient of the table: weight[id] += grad_output at each position, for the rows of this rank."""
 
-    With a slot there is no dense [vocabulary, h] gradient.
-    """
-
+    module: VocabParallelEmbedding
     weight: Tensor
-    slots: Slots
     tokens: Tensor  # [s, b]
-    vocabulary: VocabularySlice
     grad_output: SequenceGather  # to [s, b, h]
 
     @torch.no_grad()
@@ -145,11 +135,11 @@ class EmbeddingWeightGradient:
         self.grad_output.launch()
 
     def compute(self) -> Tensor | None:
-        """Add to the slot; without one, return the dense gradient for autograd."""
+        """Add to the slot; without one, return the dense gradient, [padded_vocab / tp, h], for autograd."""
         grad_output = self.grad_output.full().flatten(0, -2)
-        rows, is_local = self.vocabulary.local(self.tokens.reshape(-1))
+        rows, is_local = self.module.vocabulary.local(self.tokens.reshape(-1))
         rows, grad_output = _local_rows(rows, grad_output, is_local)
-        slot = self.slots.get("weight")
+        slot = self.module.slots.get("weight")
         if slot is None:
             dense = GradientSlot(torch.zeros_like(self.weight))
             dense.add_rows(rows, grad_output)

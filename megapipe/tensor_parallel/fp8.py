@@ -106,10 +106,7 @@ def fp8_matmul(
 
 
 class TensorScale:
-    """The scale of one operand of one linear.
-
-    Its state stays in fixed device memory (CUDA graphs update it) and is never waited for.
-    """
+    """The scale of one operand of one linear. Its state stays in fixed device memory (CUDA graphs update it)."""
 
     def __init__(self, dtype: torch.dtype, precision: PrecisionConfig) -> None:
         self.dtype, self._margin = dtype, precision.fp8_margin
@@ -148,10 +145,7 @@ class TensorScale:
 
 
 class Fp8Gemms(Gemms):
-    """The GEMMs of one linear in 8 bits, with its scales and its 8-bit weight.
-
-    pointwise: compiles the casts, if asked for.
-    """
+    """The GEMMs of one linear in 8 bits, with its scales and its 8-bit weight. pointwise: compiles the casts."""
 
     def __init__(self, precision: PrecisionConfig, pointwise: Callable[[Any], Any] = lambda function: function) -> None:
         self._cast_kernel = pointwise(cast_to_fp8)
@@ -218,10 +212,7 @@ class Fp8Gemms(Gemms):
 
     @torch.no_grad()
     def _cast(self, tensor_scale: TensorScale, x: Tensor, transposed: bool = False) -> Fp8Tensor:
-        """Cast x to [rows, k] or, transposed, to [k, rows].
-
-        Transposed, since Hopper's matrix units take both operands with the summed dim last.
-        """
+        """Cast x to [rows, k] or, transposed, [k, rows]: Hopper's matrix units take the summed dim last."""
         scale = tensor_scale.scale_for(x, records=self._trains)
         values = self._cast_kernel(x, scale, tensor_scale.dtype)
         return Fp8Tensor(values.t().contiguous() if transposed else values, scale.reciprocal())

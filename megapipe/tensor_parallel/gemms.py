@@ -68,10 +68,7 @@ def gathered(x: Tensor, group: Group) -> Tensor:
 
 
 def summed(x: Tensor, group: Group, scatter: bool) -> Tensor:
-    """Sum over the group, outside autograd: [n, ...] in place or, with `scatter`, this rank's slice [n / tp, ...].
-
-    Overwrites x.
-    """
+    """Sum over the group, outside autograd: [n, ...] in x or, with `scatter`, this rank's slice [n / tp, ...]."""
     if not scatter:
         all_reduce(x, group)
         return x
@@ -125,10 +122,7 @@ class Gemms:
         return torch.mm(grad_output.reshape(-1, weight.shape[0]), weight).view(*grad_output.shape[:-1], weight.shape[1])
 
     def forward_chunks(self, x: Tensor, weight: Tensor, bias: Tensor | None, group: Group | None) -> ChunkProduct:
-        """Return `forward` for chunks of x.
-
-        group: the group over which x, a slice, is gathered; None if x is complete.
-        """
+        """Return `forward` for chunks of x. group: gathers x, which is a slice; None if x is complete."""
         return partial(_multiply, weight.t(), bias)
 
     def input_gradient_chunks(self, grad_output: Tensor, weight: Tensor, group: Group | None) -> ChunkProduct:
@@ -177,10 +171,7 @@ def gathered_product(
     count: int,
     full: Tensor | None = None,  # [s, ..., n]
 ) -> Tensor:
-    """Return full(x) M + bias, [s, ..., m], with the all-gather in `count` chunks.
-
-    full: filled with full(x) if given.
-    """
+    """Return full(x) M + bias, [s, ..., m], with the all-gather in `count` chunks. full: set to full(x) if given."""
     x = x.contiguous()
     y = x.new_empty((x.shape[0] * group.size, *x.shape[1:-1], width))
     chunks = chunk_slices(x.shape[0], count)

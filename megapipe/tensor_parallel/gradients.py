@@ -9,7 +9,7 @@ bytes, and gathers when used.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable
 from functools import cache
 from typing import NamedTuple, Protocol
 
@@ -24,8 +24,7 @@ class GradientSlot:
     """The tensor in which the gradient of one parameter accumulates over microbatches.
 
     main_grad: the parameter's local shape, fp32 (fp64 in fp64 runs), usually a view into a flat buffer.
-    uses: how often one microbatch's backward uses the parameter (2 for a tied embedding whose head is on the same
-    rank).
+    uses: how often one microbatch's backward uses the parameter (2 for a tied embedding with its head on the rank).
     on_ready: called with the slot after the last use in a microbatch; autograd hooks cannot report this, because they
     do not fire for gradients that a hand-written backward or the weight queue adds.
     kernel: replaces torch's GEMM in `add_outer`.
@@ -67,10 +66,7 @@ class GradientSlot:
             main_grad.add_(torch.mm(grad_output.t(), inputs, out_dtype=torch.float32))
 
     def add_rows(self, rows: Tensor, gradient: Tensor) -> None:
-        """Add gradient[i] to main_grad[rows[i]] in a fixed order, without a dense [vocabulary, h] gradient.
-
-        rows: [n] int64, gradient: [n, h].
-        """
+        """Add gradient [n, h] to main_grad[rows], rows [n] int64, in a fixed order and without a dense gradient."""
         gradient = gradient.to(self.main_grad.dtype)
         if self.main_grad.is_cuda:
             # index_add_ on CUDA uses atomics in any order; index_put_ with accumulate sorts first
@@ -85,9 +81,6 @@ class GradientSlot:
             self._done = 0
             if self.on_ready is not None:
                 self.on_ready(self)
-
-
-Slots = Mapping[str, GradientSlot]  # parameter name within a module, "weight" or "bias" -> its slot
 
 
 @cache
@@ -153,10 +146,7 @@ class WeightQueue:
         self._waiting: dict[Hashable, list[QueuedGradient]] = {}
 
     def defer(self, key: Hashable) -> None:
-        """Start to queue under `key`.
-
-        Raises RuntimeError if the queue defers already or still holds gradients of `key`.
-        """
+        """Start to queue under `key`. Raises RuntimeError if the queue defers or still holds gradients of `key`."""
         if self.is_deferring or key in self._waiting:
             reason = "the queue is deferring already" if self.is_deferring else "its previous ones are still waiting"
             raise RuntimeError(f"weight gradients of {key!r} cannot be deferred: {reason}")

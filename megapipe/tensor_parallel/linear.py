@@ -173,10 +173,7 @@ class LinearWeightGradient:
 def _weight_gradient(
     ctx: Any, saved: list[Tensor], grad_output: SequenceGather, bias_grad_output: Tensor, gather_input: Group | None
 ) -> LinearWeightGradient | None:
-    """Build the weight gradient, if the weight or the bias needs one, and launch it unless it is to be queued.
-
-    saved: the input, or the tensors that recompute it.
-    """
+    """Build the weight gradient, if the weight or the bias needs one, and launch it unless it is to be queued."""
     linear, recompute, (weight, bias) = ctx.linear, ctx.recompute, ctx.parameters
     if not ctx.needs_input_grad[1]:
         weight = None

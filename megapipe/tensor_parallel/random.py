@@ -39,9 +39,8 @@ class DropoutKey:
         """
         if site not in SITES:
             raise ValueError(f"no dropout site {site!r}; sites are {', '.join(SITES)}")
-        place = (
-            f"dropout|{self.seed}|{self.step}|{self.microbatch}|{layer}|{site}|{'all' if tp_rank is None else tp_rank}"
-        )
+        rank = "all" if tp_rank is None else tp_rank
+        place = f"dropout|{self.seed}|{self.step}|{self.microbatch}|{layer}|{site}|{rank}"
         return int.from_bytes(hashlib.blake2b(place.encode(), digest_size=16).digest(), "little")
 
 
@@ -57,8 +56,7 @@ def keyed_mask(
     """Return a bool mask of this rank's local shape, True where an element is kept (probability 1 - p, to 2^-32).
 
     CPU masks come from Philox4x64 under the full 128-bit key and are the same on every machine; other devices seed
-    torch's generator with 64 bits of it, so their masks differ from the CPU's. Raises ConfigError
-    for p outside [0, 1).
+    torch's generator with 64 bits of it, so their masks differ from the CPU's. Raises ConfigError for p outside [0, 1).
     """
     if not 0.0 <= p < 1.0:
         raise ConfigError(f"a dropout probability of {p} is outside [0, 1)")
