@@ -17,16 +17,11 @@ SECONDS_OF_AN_HOUR = 3600.0
 
 @dataclass(frozen=True)
 class Objective:
-    """The goal of a search: the fastest step on all accelerators, the fewest accelerators, or the cheapest tokens.
+    """The goal of a search: the fastest step on all accelerators, the fewest accelerators, or the cheapest tokens."""
 
-    kind: one of OBJECTIVES.
-    tokens_per_second: the throughput that 'gpus' and 'cost' have to reach.
-    price_per_hour: the price of one accelerator, for 'cost'.
-    """
-
-    kind: str = "time"
-    tokens_per_second: float | None = None
-    price_per_hour: float | None = None
+    kind: str = "time"  # one of OBJECTIVES
+    tokens_per_second: float | None = None  # that 'gpus' and 'cost' have to reach
+    price_per_hour: float | None = None  # of one accelerator, for 'cost'
 
 
 @dataclass(frozen=True)
@@ -55,29 +50,18 @@ def predict_plan(layout: Layout, plan: RunPlan, hardware: Hardware) -> Candidate
 
 @dataclass(frozen=True)
 class Found:
-    """The result of a search on `num_gpus` accelerators.
-
-    best: the fastest layouts that fit, fastest first.
-    misses: layouts faster than the best, but slightly too large, fastest first.
-    num_tried: layouts whose bound was computed.
-    num_predicted: layouts that were simulated.
-    rival: the fastest layout with a pipeline, if none of `best` has one.
-    least_bytes: for each pp a lower bound of the fullest rank's bytes, over all other choices.
-    """
+    """The result of a search on one number of accelerators."""
 
     num_gpus: int
-    best: tuple[Candidate, ...]
-    misses: tuple[Candidate, ...]
-    num_tried: int
-    num_predicted: int
-    rival: Candidate | None
-    least_bytes: Mapping[int, float]
+    best: tuple[Candidate, ...]  # the fastest layouts that fit, fastest first
+    misses: tuple[Candidate, ...]  # layouts faster than the best, but slightly too large, fastest first
+    num_tried: int  # layouts whose bound was computed
+    num_predicted: int  # layouts that were simulated
+    rival: Candidate | None  # the fastest layout with a pipeline, if none of `best` has one
+    least_bytes: Mapping[int, float]  # for each pp a lower bound of the fullest rank's bytes, over all other choices
 
     def cost(self, price_per_hour: float | None) -> float | None:
-        """Return the price of a billion tokens with the best layout; None without a price of accelerators or a layout.
-
-        price_per_hour: of one accelerator.
-        """
+        """Return the price of a billion tokens with the best layout; None without one or a price of an accelerator."""
         if price_per_hour is None or not self.best:
             return None
         return self.num_gpus * price_per_hour / SECONDS_OF_AN_HOUR / self.best[0].time.tokens_per_second * 1e9

@@ -20,14 +20,10 @@ from megapipe.plan.step_time import expected_bubble, predict_step
 
 @dataclass(frozen=True)
 class Cost:
-    """The predicted cost of a configuration.
+    """The predicted cost of a configuration."""
 
-    rank_bytes: bytes of each pp_rank.
-    seconds: seconds of a step; None if the hardware has no rate for the dtype.
-    """
-
-    rank_bytes: tuple[int, ...]
-    seconds: float | None
+    rank_bytes: tuple[int, ...]  # of each pp_rank
+    seconds: float | None  # of a step; None if the hardware has no rate for the dtype
     bubble_share: float
 
 
@@ -58,29 +54,22 @@ def alternatives(
     field: ConfigField, config: Config, world_size: int, ranks_per_node: int | None, hardware: Hardware
 ) -> list[Alternative]:
     """Return the field's value in the configuration, then the other values."""
-    current = value_of(config, field)
-    found = [Alternative(value_text(current), True, cost_of(config, world_size, ranks_per_node, hardware))]
-    for value in other_values(field, current):
+    current, found = value_of(config, field), []
+    for value in [current, *other_values(field, current)]:
         section = dataclasses.replace(getattr(config, field.section), **{field.name: value})
         changed = dataclasses.replace(config, **{field.section: section})
-        found.append(Alternative(value_text(value), False, cost_of(changed, world_size, ranks_per_node, hardware)))
+        found.append(Alternative(value_text(value), not found, cost_of(changed, world_size, ranks_per_node, hardware)))
     return found
 
 
 def other_values(field: ConfigField, current: Any) -> list[Any]:
-    """Return the values to compare with: other choices, half and double of a number, on and off.
-
-    [] for free text.
-    """
+    """Return the values to compare with: other choices, half and double of a number, on and off; [] for free text."""
     option, kind = field.option, field.kind
     if kind.scalar is bool:
         return [not current]
     if option.choices:
         values: list[Any] = [(choice,) if kind.many else choice for choice in option.choices]
-        return [
-            *([None] if kind.optional and current is not None else []),
-            *(value for value in values if value != current),
-        ]
+        return [value for value in [*([None] if kind.optional else []), *values] if value != current]
     if kind.many or kind.scalar is str:
         return []
     if current is None:

@@ -133,10 +133,7 @@ def layouts(config: Config, world_size: int, hardware: Hardware) -> Iterator[Lay
 
 
 def _schedules(num_layers: int, pp: int) -> Iterator[tuple[str, int]]:
-    """Yield (name, chunks per rank).
-
-    Families that take any number of chunks come with the numbers that divide the layers among all stages.
-    """
+    """Yield (name, chunks per rank); of any number of chunks, those that divide the layers among all stages."""
     if pp == 1:
         yield default_schedule(1), 1
         return

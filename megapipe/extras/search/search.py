@@ -222,10 +222,7 @@ class ShortSteps:
 
 
 def _period(time: StepTime, pp: int) -> float:
-    """Return the seconds that pp more microbatches take in the middle of a step.
-
-    Measured between two input gradients of the last stage that are pp microbatches apart.
-    """
+    """Return the seconds between two input gradients of the last stage in mid-step that are pp microbatches apart."""
     timeline = time.timeline
     last = timeline.schedule.num_stages - 1
     rank = timeline.schedule.placement.rank_of_stage[last]

@@ -24,19 +24,14 @@ LETTERS = {"W": "weights", "G": "gradients", "O": "optimizer", "A": "activations
 
 @dataclass(frozen=True)
 class SearchReport:
-    """The report of a search, or of the searches on several numbers of accelerators.
+    """The report of a search, or of the searches on several numbers of accelerators."""
 
-    found: the best result by the objective. tried: the results of all numbers of accelerators.
-    configured: the layout of the configuration itself, or why it cannot run.
-    by_megatron: adds Megatron's memory estimate.
-    """
-
-    found: Found
+    found: Found  # the best result by the objective
     tried: Sequence[Found]
     objective: Objective
     hardware: Hardware
-    configured: Candidate | str
-    by_megatron: bool = False
+    configured: Candidate | str  # the layout of the configuration itself, or why it cannot run
+    by_megatron: bool  # adds Megatron's memory estimate
 
     def warnings(self) -> Iterator[str]:
         """Yield the warnings about the layout as configured."""

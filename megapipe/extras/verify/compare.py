@@ -153,8 +153,7 @@ def compare(
 ) -> list[Difference]:
     """Return the difference of each tensor of which this rank holds something, in model order.
 
-    expected: whole tensors by name, fp64, in model order. tolerance: relative to the largest element of the tensor.
-    least_share: see `Tolerance`.
+    expected: whole fp64 tensors by name, in model order. tolerance: relative to the tensor's largest element.
     """
     sizes = {name: tensor.abs().max().item() for name, tensor in expected.items()}
     largest = max(sizes.values())
@@ -213,10 +212,7 @@ def _locate(held: list[HeldPiece], position: int) -> tuple[Box, tuple[int, ...]]
 
 
 def _factor(grid: Tensor, plain: Tensor) -> float | None:
-    """Return c if grid = c * plain explains all but a twentieth of the error: a sum made too often, or a wrong divisor.
-
-    None for a tensor without such a pattern, or with too few elements.
-    """
+    """Return c if grid = c * plain explains 95 % of the error (a sum made twice, a wrong divisor), otherwise None."""
     squares = plain.square().sum().item()
     if squares == 0.0 or plain.numel() < LEAST_PATTERN:
         return None

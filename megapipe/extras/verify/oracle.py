@@ -58,8 +58,7 @@ def whole_weights(specs: Iterable[ParamSpec], slices: DrawSlice) -> dict[str, Te
 def random_batches(config: ResolvedConfig, dp: int, num_microbatches: Sequence[int], seed: int) -> list[GlobalBatch]:
     """Return one global batch of random tokens for each entry of `num_microbatches` (microbatches a dp rank).
 
-    With --reset-position-ids, --reset-attention-mask or --eod-mask-loss the vocabulary's last token ends documents, a
-    few in every sample.
+    With document options the vocabulary's last token ends documents, a few in every sample.
     """
     random = np.random.default_rng([seed, 20])
     data, vocab = config.data, config.model.vocab_size
@@ -90,16 +89,12 @@ def share_of(runtime: TrainingRuntime, batch: GlobalBatch, step: int) -> Microba
 
 @dataclass(frozen=True)
 class OracleStep:
-    """One step of the oracle.
-
-    loss: before the update. grad_norm, gradients: averaged over the global batch, before clipping. weights: after the
-    update. Gradients and weights are whole tensors by name.
-    """
+    """One step of the oracle: its loss before the update, and whole tensors by name."""
 
     loss: float
     grad_norm: float
-    gradients: dict[str, Tensor]
-    weights: dict[str, Tensor]
+    gradients: dict[str, Tensor]  # averaged over the global batch, before clipping
+    weights: dict[str, Tensor]  # after the update
 
 
 class Oracle:
@@ -184,10 +179,8 @@ class AsynchronousOracle(Oracle):
 
 
 def reference_config(config: ResolvedConfig) -> ReferenceConfig:
-    """Return the reference model's configuration.
-
-    Every option of a resolved model section has a field of the same name there, or no effect on the result.
-    """
+    """Return the reference model's configuration."""
+    # every option of a resolved model section has a field of the same name there, or no effect on the result
     names = {field.name for field in dataclasses.fields(ReferenceConfig)}
     values = {name: value for name, value in vars(config.model).items() if name in names}
     return ReferenceConfig(**values, **{name: getattr(config.training, name) for name in FROM_TRAINING})

@@ -131,12 +131,9 @@ def compare_with_oracle(
 
 
 class RecordingStep(TrainStep):
-    """The training step, with a copy of its averaged gradients taken between the reduction and the update.
+    """The training step, with a copy of its averaged gradients taken between the reduction and the update."""
 
-    averaged: those of the last step, in fp64, before clipping.
-    """
-
-    averaged: list[HeldPiece]
+    averaged: list[HeldPiece]  # of the last step, in fp64, before clipping
 
     def gradients(self, microbatches: Sequence[Microbatch], begun: BegunRun | None = None) -> PendingLoss:
         loss = super().gradients(microbatches, begun)
@@ -145,9 +142,9 @@ class RecordingStep(TrainStep):
 
 
 class AsynchronousRecordingStep(AsynchronousStep):
-    """The same for an asynchronous schedule. averaged: the gradients of each stage's last update."""
+    """The same for an asynchronous schedule."""
 
-    averaged: list[HeldPiece]
+    averaged: list[HeldPiece]  # the gradients of each stage's last update
 
     def run(self, microbatches: Sequence[Microbatch], rates: Rates) -> StepResult:
         result = super().run(microbatches, rates)

@@ -55,10 +55,7 @@ class Shrunk:
 def shrink(
     plan: RunPlan, mode: str, world_size: int, ranks_per_node: int | None = None, on_gpus: bool = False
 ) -> Shrunk:
-    """Return the plan with small sizes. mode: 'fp64', or 'native' for the configuration's own dtype.
-
-    Raises ConfigError only if `plan` itself could not be resolved.
-    """
+    """Return the plan with small sizes. mode: 'fp64', or 'native' for the configuration's own dtype."""
     config, partition = plan.config, plan.partition
     if partition.num_layers > MAX_LAYERS:  # all stages lose the same number of layers, so that the largest keeps two
         fewer = max(max(partition.layer_counts) - 2, 0)
