@@ -125,7 +125,9 @@ class Rotary:
         return cos[:seq], sin[:seq]
 
     def _at(self, positions_sb: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        frequencies = inverse_frequencies(self.config, self.channels, dtype, positions_sb.device)
+        even = torch.arange(0, self.channels, 2, dtype=dtype, device=positions_sb.device)
+        frequencies = self.config.rotary_base ** (-even / self.channels)  # radians per position, [r / 2]
+        frequencies = SCALINGS[self.config.rope_scaling_type](self.config, self.channels, frequencies)
         angles = (positions_sb[..., None].to(dtype) * frequencies)[:, :, None, None]
         amplitude = yarn_amplitude(self.config) if self.config.rope_scaling_type == "yarn" else 1.0
         return angles.cos() * amplitude, angles.sin() * amplitude
@@ -172,18 +174,6 @@ def _rotate_in_place(x: Tensor, cos: Tensor, sin: Tensor, layout: tuple[int, int
         second.copy_(b * cos + a * sin)
 
 
-def inverse_frequencies(config: ResolvedModelConfig, channels: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return radians per position for each pair of channels, [r / 2], after the configured scaling."""
-    even = torch.arange(0, channels, 2, dtype=dtype, device=device)
-    frequencies = config.rotary_base ** (-even / channels)
-    return _SCALINGS[config.rope_scaling_type](config, channels, frequencies)
-
-
-def _linear(config: ResolvedModelConfig, channels: int, frequencies: Tensor) -> Tensor:
-    """Position interpolation (Chen et al. 2023, arXiv:2306.15595)."""
-    return frequencies / config.rope_scaling_factor
-
-
 def _llama3(config: ResolvedModelConfig, channels: int, frequencies: Tensor) -> Tensor:
     """Llama 3.1: stretch wavelengths above original / low_freq_factor, keep those below original / high_freq_factor."""
     turns = config.rope_original_max_position_embeddings * frequencies / (2 * math.pi)  # within the original context
@@ -218,9 +208,11 @@ def yarn_amplitude(config: ResolvedModelConfig) -> float:
     return term(1.0)
 
 
-_SCALINGS = {
+# (config, rotated channels, frequencies [r / 2]) -> scaled frequencies
+SCALINGS = {
     "none": lambda config, channels, frequencies: frequencies,
-    "linear": _linear,
+    # position interpolation (Chen et al. 2023, arXiv:2306.15595)
+    "linear": lambda config, channels, frequencies: frequencies / config.rope_scaling_factor,
     "llama3": _llama3,
     "yarn": _yarn,
 }

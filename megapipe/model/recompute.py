@@ -48,12 +48,6 @@ def layer_groups(config: RecomputeConfig, layers: Sequence[int]) -> list[tuple[t
     return [(tuple(layers[start : start + size]), True) for start in range(0, len(layers), size)]
 
 
-def checkpoint(fn: Callable[..., Tensor], x: Tensor, *, keep_attention: bool) -> Tensor:
-    """Run fn(x, kept_attention=...), saving only x and, with keep_attention, the results of attention."""
-    kept = KeptAttention() if keep_attention else None
-    return RecomputedSegment(partial(fn, kept_attention=kept), kept)(x)
-
-
 class RecomputedSegment:
     """Runs `fn` without saving its intermediate tensors, and again in the backward. Use one object per forward.
 

@@ -33,7 +33,6 @@ from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from functools import partial
 from itertools import chain
-from typing import Protocol
 
 from torch import Tensor, nn
 
@@ -49,7 +48,7 @@ from megapipe.model.embedding_and_head import Embedding, Loss, capped_logits
 from megapipe.model.layer_factory import LayerFactory
 from megapipe.model.microbatch import Microbatch, StageLoss
 from megapipe.model.mlp import MLP
-from megapipe.model.recompute import KeptAttention, checkpoint, layer_groups, selected_modules
+from megapipe.model.recompute import KeptAttention, RecomputedSegment, layer_groups, selected_modules
 from megapipe.schedule.partition import StageLayers
 from megapipe.tensor_parallel.fp8 import Fp8Gemms
 from megapipe.tensor_parallel.gradients import InputRecompute, WeightQueue
@@ -100,11 +99,9 @@ class TiedHead(nn.Module):
         self.word_embeddings = linear
 
 
-class GroupRunner(Protocol):
-    """Runs the groups of layers of a stage in its own way, for example to offload what they save."""
-
-    def __call__(self, group: int, fn: Callable[[Tensor], Tensor], hidden: Tensor, stays: Iterable[Tensor]) -> Tensor:
-        """Return fn(hidden). stays: parameters, attention mask and rotary tables, which exist without the layers."""
+# (group, fn, hidden, stays) -> fn(hidden), for example with what the group's layers save offloaded; stays: parameters,
+# attention mask and rotary tables, which exist without the layers
+GroupRunner = Callable[[int, Callable[[Tensor], Tensor], Tensor, Iterable[Tensor]], Tensor]
 
 
 class GPTStage(nn.Module):
@@ -227,9 +224,11 @@ class GPTStage(nn.Module):
         constants = [tensor for tensor in (context.mask, *(context.rotary or ())) if tensor is not None]
         with nullcontext() if self._library is None else self._library.stage_region(self.tp):
             for group, (layers, is_checkpointed) in enumerate(self._groups):
-                run: Callable[[Tensor], Tensor] = partial(self._run_group, layers=layers, context=context)
+                kept = KeptAttention() if is_checkpointed and self._keep_attention else None
+                group_context = dataclasses.replace(context, kept_attention=kept)
+                run: Callable[[Tensor], Tensor] = partial(self._run_group, layers=layers, context=group_context)
                 if is_checkpointed:
-                    run = partial(checkpoint, run, keep_attention=self._keep_attention)
+                    run = RecomputedSegment(run, kept)
                 if self.group_runner is None:
                     hidden = run(hidden)
                 else:
@@ -237,15 +236,7 @@ class GPTStage(nn.Module):
                     hidden = self.group_runner(group, run, hidden, chain(*parameters, constants))
         return hidden
 
-    def _run_group(
-        self,
-        hidden: Tensor,
-        layers: tuple[int, ...],
-        context: LayerContext,
-        kept_attention: KeptAttention | None = None,
-    ) -> Tensor:
-        if kept_attention is not None:
-            context = dataclasses.replace(context, kept_attention=kept_attention)
+    def _run_group(self, hidden: Tensor, layers: tuple[int, ...], context: LayerContext) -> Tensor:
         for layer in layers:
             hidden = self.decoder.layers[str(layer)](hidden, context)
         return hidden

@@ -54,7 +54,8 @@ def alternatives(
     field: ConfigField, config: Config, world_size: int, ranks_per_node: int | None, hardware: Hardware
 ) -> list[Alternative]:
     """Return the field's value in the configuration, then the other values."""
-    current, found = value_of(config, field), []
+    current = value_of(config, field)
+    found: list[Alternative] = []
     for value in [current, *other_values(field, current)]:
         section = dataclasses.replace(getattr(config, field.section), **{field.name: value})
         changed = dataclasses.replace(config, **{field.section: section})

@@ -67,15 +67,11 @@ def _activation_bytes(plan: RunPlan) -> float:
     layer = tokens * h * (18.0 + 4.0 * model.ffn_hidden_size / h) if is_short else tokens * h * (10.0 + 24.0 / t.tp)
     # plus token ids and the embedding's dropout of pp microbatches
     kept = model.num_layers * layer + tokens * (8.0 + h) * t.pp
-    kept *= _in_flight(plan)
+    # microbatches in flight on the first rank, divided by pp
+    if plan.num_chunks > 1:
+        kept *= 1.0 + (t.pp - 1) / (t.pp * plan.num_chunks)
+    else:
+        kept *= min(1.0, plan.batch.num_microbatches / t.pp)
     if is_short:
         return (kept + (4.0 * tokens * (h + vocabulary) if t.pp == 1 else 0.0)) / t.tp
     return OVERHEAD * (kept + (2.0 * tokens * (h + vocabulary / t.tp) if t.pp == 1 else 0.0))
-
-
-def _in_flight(plan: RunPlan) -> float:
-    """Return the microbatches in flight on the first rank, divided by pp."""
-    pp, chunks = plan.topology.pp, plan.num_chunks
-    if chunks > 1:
-        return 1.0 + (pp - 1) / (pp * chunks)
-    return min(1.0, plan.batch.num_microbatches / pp)

@@ -6,7 +6,6 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -125,27 +124,12 @@ def weight_pieces(runtime: TrainingRuntime) -> Iterator[HeldPiece]:
                 yield HeldPiece(stage, piece, local[piece.start : piece.stop])
 
 
-Boxes = Mapping[str, Sequence[Box]]  # ranges of elements by tensor name
-
-
-def boxes_of(held: Iterable[HeldPiece]) -> Boxes:
-    """Return the ranges of elements that the pieces cover."""
-    found: dict[str, list[Box]] = {}
-    for piece in held:
-        found.setdefault(piece.piece.spec.name, []).append(piece.piece.box)
-    return found
-
-
-def uncovered(specs: Iterable[ParamSpec], ranks: Sequence[Boxes]) -> list[str]:
-    """Return the names of the tensors with an element that is in no rank's boxes."""
-    names = []
-    for spec in specs:
-        covered = torch.zeros(spec.shape, dtype=torch.bool)
-        for box in (box for boxes in ranks for box in boxes.get(spec.name, ())):
-            covered[box.slices] = True
-        if not covered.all():
-            names.append(spec.name)
-    return names
+def uncovered(specs: Iterable[ParamSpec], held: Iterable[tuple[str, Box]]) -> list[str]:
+    """Return the names of the tensors with an element in none of the boxes. held: tensor names with boxes."""
+    missing = {spec.name: torch.ones(spec.shape, dtype=torch.bool) for spec in specs}
+    for name, box in held:
+        missing[name][box.slices] = False
+    return [name for name, elements in missing.items() if elements.any()]
 
 
 def compare(
@@ -172,15 +156,13 @@ def _difference(place: int, held: list[HeldPiece], expected: Tensor, scale: floa
     grid = torch.cat([piece.values for piece in held]).to(expected.dtype)
     plain = torch.cat([expected[piece.piece.box.slices].reshape(-1) for piece in held])
     errors = torch.nan_to_num((grid - plain).abs(), nan=torch.inf)
-    worst = int(errors.argmax())
-    box, index = _locate(held, worst)
-    wrong = errors > bound
-    rows = []  # the first and the last global row with a wrong element in each piece
-    for piece, part in zip(held, wrong.split([piece.piece.box.num_elements for piece in held]), strict=True):
-        positions = part.nonzero()
-        if len(positions):
-            rows += [_locate([piece], int(position))[1][0] for position in (positions[0], positions[-1])]
-    spec = held[0].piece.spec
+    worst, wrong = int(errors.argmax()), errors > bound
+    spec, boxes = held[0].piece.spec, [piece.piece.box for piece in held]
+    ranges = [[torch.arange(part.start, part.stop) for part in box.slices] for box in boxes]
+    # the global index of each element, [n, dims]
+    indices = torch.cat([torch.cartesian_prod(*each).view(-1, len(spec.shape)) for each in ranges])
+    index, wrong_rows = tuple(indices[worst].tolist()), indices[wrong.cpu(), 0].tolist()
+    element = Box(index, (1,) * len(index))
     return Difference(
         name=spec.name,
         place=place,
@@ -191,24 +173,13 @@ def _difference(place: int, held: list[HeldPiece], expected: Tensor, scale: floa
         index=index,
         grid=grid[worst].item(),
         plain=plain[worst].item(),
-        box=box,
+        box=next(box for box in boxes if box.intersect(element)),
         part=part_of(spec, index),
-        rows=(min(rows), max(rows)) if rows else None,
+        rows=(min(wrong_rows), max(wrong_rows)) if wrong_rows else None,
         num_wrong=int(wrong.sum()),
         num_held=errors.numel(),
-        factor=_factor(grid, plain) if rows else None,
+        factor=_factor(grid, plain) if wrong_rows else None,
     )
-
-
-def _locate(held: list[HeldPiece], position: int) -> tuple[Box, tuple[int, ...]]:
-    """Return the box and the global index of an element of the concatenated pieces."""
-    for piece in held:
-        box = piece.piece.box
-        if position < box.num_elements:
-            inside = np.unravel_index(position, box.shape)
-            return box, tuple(offset + int(i) for offset, i in zip(box.offset, inside, strict=True))
-        position -= box.num_elements
-    raise IndexError(f"element {position} is behind the last piece")
 
 
 def _factor(grid: Tensor, plain: Tensor) -> float | None:

@@ -18,7 +18,6 @@ from megapipe.extras.verify.compare import (
     RankStep,
     Summary,
     Tolerance,
-    boxes_of,
     compare,
     gradient_pieces,
     tolerance_of,
@@ -117,8 +116,9 @@ def compare_with_oracle(
         weights_found = compare(weight_pieces(runtime), plain.weights, tolerance.weight)
         norm, summaries = result.update.grad_norm, (Summary.of(gradients), Summary.of(weights_found))
         mine = RankStep(groups.world.global_rank, result.loss, norm, *summaries)
-        everywhere = gather_objects((mine, boxes_of(trainer.averaged)), groups.world)
-        missing = uncovered(plan.specs, [boxes for _, boxes in everywhere])
+        boxes = [(held.piece.spec.name, held.piece.box) for held in trainer.averaged]
+        everywhere = gather_objects((mine, boxes), groups.world)
+        missing = uncovered(plan.specs, [held for _, boxes in everywhere for held in boxes])
         if missing:
             raise RuntimeError(
                 f"no rank has compared the whole gradients of {', '.join(missing)}: the comparison proves nothing "

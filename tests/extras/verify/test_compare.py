@@ -101,6 +101,6 @@ def test_rows_of_fused_tensors_have_names() -> None:
 def test_a_tensor_with_an_uncompared_element_is_named() -> None:
     whole, half, none = (ParamSpec(name, (4, 2), "head") for name in ("whole", "half", "none"))
     upper, lower = Box((0, 0), (2, 2)), Box((2, 0), (2, 2))
-    ranks = [{"whole": [upper], "half": [upper]}, {"whole": [lower], "half": [upper]}]
-    assert uncovered([whole, half, none], ranks) == ["half", "none"]
-    assert uncovered([whole], ranks) == []
+    covered = [("whole", upper), ("whole", lower)]
+    assert uncovered([whole], covered) == []
+    assert uncovered([whole, half, none], [*covered, ("half", upper), ("half", upper)]) == ["half", "none"]
