@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Iterable, Iterator, Sequence
-from operator import attrgetter
 
 from megapipe.extras.verify.compare import Difference, ParityStep, RankStep, tolerance_of, worst
 from megapipe.extras.verify.shrink import Shrunk
+from megapipe.layers.attention import is_explicit
 from megapipe.plan.run_plan import RunPlan
 from megapipe.sharding.spec import ParamSpec
 
@@ -65,10 +65,8 @@ def _switches(plan: RunPlan) -> Iterator[str]:
     """Yield the names of the switches that are on; each option that is not a size has the value it has in training."""
     config, model = plan.config, plan.config.model
     parallel, training, recompute = config.parallel, config.training, config.recompute
-    # the same condition as in model.context.LayerContext
-    is_explicit = model.attn_logit_softcapping is not None or model.attention_softmax_in_fp32
     yield f"{model.normalization}, {model.activation}, positions {model.position_embedding_type}"
-    yield "unfused attention" if is_explicit or model.attention_dropout > 0 else "torch's fused attention"
+    yield "unfused attention" if is_explicit(model) else "torch's fused attention"
     yield "untied head" if model.untie_embeddings_and_output_weights else "tied head"
     yield f"optimizer {config.optimizer.optimizer}"
     is_selective = recompute.recompute_granularity == "selective"
@@ -101,30 +99,31 @@ def _switches(plan: RunPlan) -> Iterator[str]:
     yield from (name for name, is_on in switches.items() if is_on)
 
 
-SIZES = {
-    "layers": "model.num_layers",
-    "hidden": "model.hidden_size",
-    "ffn": "model.ffn_hidden_size",
-    "heads": "model.num_attention_heads",
-    "key/value heads": "model.num_query_groups",
-    "head size": "model.kv_channels",
-    "sequence": "model.seq_length",
-    "window": "model.window_size",
-    "vocabulary": "model.vocab_size",
-    "padded vocabulary": "model.padded_vocab_size",
-    "micro batch": "training.micro_batch_size",
-    "parameters in a bucket": "parallel.ddp_bucket_size",
-}
+def _sizes(plan: RunPlan) -> dict[str, int | None]:
+    model = plan.config.model
+    return {
+        "layers": model.num_layers,
+        "hidden": model.hidden_size,
+        "ffn": model.ffn_hidden_size,
+        "heads": model.num_attention_heads,
+        "key/value heads": model.num_query_groups,
+        "head size": model.kv_channels,
+        "sequence": model.seq_length,
+        "window": model.window_size,
+        "vocabulary": model.vocab_size,
+        "padded vocabulary": model.padded_vocab_size,
+        "micro batch": plan.config.training.micro_batch_size,
+        "parameters in a bucket": plan.config.parallel.ddp_bucket_size,
+        "microbatches": plan.batch.full // plan.batch.samples_per_microbatch,
+    }
 
 
 def _shrunk(original: RunPlan, plan: RunPlan) -> str:
-    pairs = {name: (attrgetter(key)(original.config), attrgetter(key)(plan.config)) for name, key in SIZES.items()}
-    before, after = (p.batch.full // p.batch.samples_per_microbatch for p in (original, plan))
-    pairs["microbatches"] = before, after
+    after = _sizes(plan)
     changed = [
-        f"{name} {before:,} -> {after:,}"
-        for name, (before, after) in pairs.items()
-        if before != after and before is not None and after
+        f"{name} {before:,} -> {after[name]:,}"
+        for name, before in _sizes(original).items()
+        if before != after[name] and before is not None and after[name]
     ]
     if len(original.batch.sizes) > 2:
         changed.append(f"batch ramp-up: its first and its last of {len(original.batch.sizes)} batch sizes")

@@ -16,11 +16,10 @@ from typing import Any
 from megapipe.config.config import Config, ResolvedConfig, convert
 from megapipe.config.files import DataConfig
 from megapipe.config.model import ModelConfig, PrecisionConfig
-from megapipe.config.parallel import ParallelConfig
 from megapipe.config.training import OptimizerConfig, TrainingConfig
 from megapipe.plan.resolve import resolve
 from megapipe.plan.run_plan import RunPlan
-from megapipe.schedule.partition import Partition, from_counts
+from megapipe.schedule.partition import from_counts
 from megapipe.sharding.buffers import BufferLayout
 
 NUM_STEPS = 3
@@ -62,8 +61,18 @@ def shrink(
         layers = [max(count - fewer, min(count, 1)) for count in partition.layer_counts]
         partition = from_counts(layers, sum(layers))
     training, counts = _training(plan)
-    precision, parallel = _precision(config.precision, mode), _parallel(plan, partition, mode)
-    recompute, offload = config.recompute, config.offload
+    precision, recompute, offload = _precision(config.precision, mode), config.recompute, config.offload
+    parallel = dataclasses.replace(
+        config.parallel,
+        pipeline_model_parallel_layout=partition.layout(),  # balancing small sizes would move layers between stages
+        num_layers_per_virtual_pipeline_stage=None,
+        decoder_first_pipeline_num_layers=None,
+        decoder_last_pipeline_num_layers=None,
+        account_for_embedding_in_pipeline_split=False,
+        account_for_loss_in_pipeline_split=False,
+        pipeline_schedule=plan.schedule_name,
+        grad_reduce_in_bf16=config.parallel.grad_reduce_in_bf16 and mode == "native",
+    )
     if mode == "fp64" and on_gpus:  # in fp64 GPUs have no fused attention whose results could be kept
         recompute = dataclasses.replace(recompute, recompute_keep_attention=False)
     if offload.cpu_offloading_num_layers:  # the tensors are small now and still have to move
@@ -133,21 +142,6 @@ def _model(config: ResolvedConfig, num_layers: int, tp: int) -> ModelConfig:
         padded_vocab_size=padded,
         window_size=window,
         softmax_scale=None if is_derived_scale else model.softmax_scale,
-    )
-
-
-def _parallel(plan: RunPlan, partition: Partition, mode: str) -> ParallelConfig:
-    """Return the same grid with the partition fixed: balancing small sizes would move layers between stages."""
-    return dataclasses.replace(
-        plan.config.parallel,
-        pipeline_model_parallel_layout=partition.layout(),
-        num_layers_per_virtual_pipeline_stage=None,
-        decoder_first_pipeline_num_layers=None,
-        decoder_last_pipeline_num_layers=None,
-        account_for_embedding_in_pipeline_split=False,
-        account_for_loss_in_pipeline_split=False,
-        pipeline_schedule=plan.schedule_name,
-        grad_reduce_in_bf16=plan.config.parallel.grad_reduce_in_bf16 and mode == "native",
     )
 
 
