@@ -190,31 +190,25 @@ class Fp8Gemms(Gemms):
         return fp8_matmul(dy, self._cast(self.x, inputs, transposed=True), dtype)
 
     def _chunks(
-        self,
-        tensor_scale: TensorScale,
-        x: Tensor,
-        matrix: Fp8Tensor,
-        bias: Tensor | None,
-        group: Group | None,
-        *,
-        fast: bool,
+        self, operand: TensorScale, x: Tensor, matrix: Fp8Tensor, bias: Tensor | None, group: Group | None, fast: bool
     ) -> ChunkProduct:
         # without a delayed scale, each chunk is cast with the scale of all of x
-        common = tensor_scale.scale_for(x, self._trains, group) if tensor_scale.delayed is None else None
+        common = operand.scale_for(x, self._trains, group) if operand.delayed is None else None
 
         def product(chunk: Tensor, out: Tensor) -> None:
-            scale = tensor_scale.scale_for(chunk, self._trains) if common is None else common
-            rows = chunk.reshape(-1, chunk.shape[-1])
-            operand = Fp8Tensor(self._cast_kernel(rows, scale, tensor_scale.dtype), scale.reciprocal())
-            out.copy_(fp8_matmul(operand, matrix, out.dtype, bias, fast=fast).view(out.shape))
+            rows = self._cast(operand, chunk.reshape(-1, chunk.shape[-1]), scale=common)
+            out.copy_(fp8_matmul(rows, matrix, out.dtype, bias, fast=fast).view(out.shape))
 
         return product
 
     @torch.no_grad()
-    def _cast(self, tensor_scale: TensorScale, x: Tensor, transposed: bool = False) -> Fp8Tensor:
+    def _cast(
+        self, operand: TensorScale, x: Tensor, *, transposed: bool = False, scale: Tensor | None = None
+    ) -> Fp8Tensor:
         """Cast x to [rows, k] or, transposed, [k, rows]: Hopper's matrix units take the summed dim last."""
-        scale = tensor_scale.scale_for(x, records=self._trains)
-        values = self._cast_kernel(x, scale, tensor_scale.dtype)
+        if scale is None:
+            scale = operand.scale_for(x, self._trains)
+        values = self._cast_kernel(x, scale, operand.dtype)
         return Fp8Tensor(values.t().contiguous() if transposed else values, scale.reciprocal())
 
     @torch.no_grad()
