@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from megapipe.sharding.buffers import Bucket, BufferLayout, Slot
+from megapipe.sharding.buffers import Bucket, BufferLayout
 from megapipe.sharding.spec import ParamSpec
 
 ALIGNMENT_BYTES = 64  # results of kernels may depend on alignment
@@ -61,7 +61,7 @@ class FlatBuffer:
 
 
 class StageBuffers:
-    """Flat buffers of one stage on one rank.
+    """Flat buffers of one stage on one rank. slots: the place of each parameter, by name.
 
     layouts: positions of the parameters (sharding.buffers). grad_dtype: of the main gradients, None for inference.
     num_versions: of the parameters; all versions share one main gradient. `listener`, if set, is called with a
@@ -87,14 +87,14 @@ class StageBuffers:
         self._main_grads: dict[str, Tensor] = {}
         # name -> (versions, gradient slot or None), filled by `materialize`
         self._materialized: dict[str, tuple[tuple[nn.Parameter, ...], Any]] = {}
-        self._slot_of = {slot.spec.name: (buffer, slot) for buffer, slot in self._slots()}
+        self.slots = {slot.spec.name: (buffer, slot) for buffer in self.buffers for slot in buffer.layout.slots}
         if grad_dtype is not None:
-            for buffer, slot in self._slots():
-                self._main_grads[slot.spec.name] = buffer.gradients[slot.start : slot.stop].view(slot.shape)
+            for name, (buffer, slot) in self.slots.items():
+                self._main_grads[name] = buffer.gradients[slot.start : slot.stop].view(slot.shape)
 
     @property
     def names(self) -> tuple[str, ...]:
-        return tuple(self._slot_of)
+        return tuple(self.slots)
 
     @property
     def newest(self) -> int:
@@ -108,7 +108,7 @@ class StageBuffers:
 
     def parameter(self, name: str, version: int | None = None) -> Tensor:
         """Return one parameter in its local shape, a view of the flat buffer. version: None for the newest."""
-        buffer, slot = self._slot_of[name]
+        buffer, slot = self.slots[name]
         return buffer.versions[buffer.newest if version is None else version][slot.start : slot.stop].view(slot.shape)
 
     def main_grad(self, name: str) -> Tensor:
@@ -121,14 +121,11 @@ class StageBuffers:
 
     def fill(self, draw: Draw) -> None:
         """Set every parameter to draw(spec), which returns its local values in any floating dtype."""
-        for _, slot in self._slots():
+        for name, (_, slot) in self.slots.items():
             values = draw(slot.spec)
             if values.shape != slot.shape:
-                raise ValueError(
-                    f"{slot.spec.name}: the initial values have shape {tuple(values.shape)}, "
-                    f"the buffer slot has shape {slot.shape}"
-                )
-            self.parameter(slot.spec.name).copy_(values)
+                raise ValueError(f"{name}: the initial values have shape {tuple(values.shape)}, its slot {slot.shape}")
+            self.parameter(name).copy_(values)
 
     def materialize(
         self,
@@ -146,14 +143,14 @@ class StageBuffers:
         these buffers lack are shared with it by name, including the slot (the tied embedding of a rank that holds both
         the first and the last stage). Raises ValueError if the module's names or shapes differ from the layouts'.
         """
-        self._check(module, {} if lender is None else lender._materialized)
+        self._check(module, lender)
         if draw is not None:
             self.fill(draw)
         names = {id(parameter): name for name, parameter in module.named_parameters()}
         unpredictable = set()
         for old, places in _parameter_places(module):
             name = names[id(old)]
-            if name not in self._slot_of:
+            if name not in self.slots:
                 assert lender is not None
                 lender._lend(name, places)
                 continue
@@ -207,17 +204,10 @@ class StageBuffers:
         if self.listener is not None:
             self.listener(name)
 
-    def _slots(self) -> Iterator[tuple[FlatBuffer, Slot]]:
-        for buffer in self.buffers:
-            for slot in buffer.layout.slots:
-                yield buffer, slot
-
-    def _check(self, module: nn.Module, lendable: Mapping[str, tuple[tuple[nn.Parameter, ...], Any]]) -> None:
+    def _check(self, module: nn.Module, lender: StageBuffers | None) -> None:
         wanted = {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
-        held = {slot.spec.name: slot.shape for _, slot in self._slots()}
-        for name, (versions, _) in lendable.items():
-            if name in wanted and name not in held:
-                held[name] = tuple(versions[0].shape)
+        lent = {} if lender is None else {name: lender.slots[name] for name in lender._materialized if name in wanted}
+        held = {name: slot.shape for name, (_, slot) in (lent | self.slots).items()}
         if wanted.keys() != held.keys():
             raise ValueError(
                 f"only in the module: {sorted(wanted.keys() - held.keys())}; "
@@ -229,12 +219,9 @@ class StageBuffers:
 
 
 def _hook(buffers: weakref.ref[StageBuffers], name: str) -> Callable[[Tensor], None]:
-    """Return a parameter's hook.
+    """Return a parameter's hook."""
 
-    It refers to the buffers weakly: they hold the parameter, and Python's collector cannot see a cycle through
-    autograd.
-    """
-
+    # weak: the buffers hold the parameter, and Python's collector cannot see a cycle through autograd
     def add(parameter: Tensor) -> None:
         alive = buffers()
         if alive is None or parameter.grad is None:  # the hook also runs if the backward returned None

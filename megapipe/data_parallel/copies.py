@@ -118,16 +118,15 @@ class Copies:
             yield from self._tied(group)
             return
         for stage, buffers in self._stages.items():
-            for buffer in buffers.buffers:
-                for slot in buffer.layout.slots:
-                    for version, whole in enumerate(buffer.versions):
-                        name = f"{slot.spec.name} of stage {stage}"
-                        if len(buffer.versions) > 1:
-                            name += f", version {version}"
-                        values = whole[slot.start : slot.stop]
-                        shared = [(0, slot.numel)] if group.name == "replicas" else self._shared(slot, group)
-                        for start, stop in shared:
-                            yield name, values[start:stop]
+            for parameter, (buffer, slot) in buffers.slots.items():
+                for version, whole in enumerate(buffer.versions):
+                    name = f"{parameter} of stage {stage}"
+                    if len(buffer.versions) > 1:
+                        name += f", version {version}"
+                    values = whole[slot.start : slot.stop]
+                    shared = [(0, slot.numel)] if group.name == "replicas" else self._shared(slot, group)
+                    for start, stop in shared:
+                        yield name, values[start:stop]
 
     def _shared(self, slot: Slot, group: Group) -> Iterator[tuple[int, int]]:
         """Yield the flat ranges of a parameter that all tp ranks share (group tp), or the ranks of a kv group."""
@@ -142,15 +141,13 @@ class Copies:
     def _tied(self, group: Group) -> Iterator[tuple[str, Tensor]]:
         """Yield the word embedding at each end of the pipeline.
 
-        With two directions a rank holds both ends, the other way round than its peer does: the order is rotated by
-        rank.
+        With two directions a rank holds both ends, the other way round than its peer does: the order rotates by rank.
         """
         ends = [
-            (f"{slot.spec.name} of stage {stage}", buffer.parameters[slot.start : slot.stop])
+            (f"{name} of stage {stage}", buffer.parameters[slot.start : slot.stop])
             for stage, buffers in self._stages.items()
-            for buffer in buffers.buffers
+            for name, (buffer, slot) in buffers.slots.items()
             if buffer.layout.kind == "tied"
-            for slot in buffer.layout.slots
         ]
         first = group.rank % max(len(ends), 1)
         yield from [*ends[first:], *ends[:first]]

@@ -19,7 +19,7 @@ class ParameterGather:
     stages: buffers by stage index. order: the stages in the order in which the schedule first uses them.
     overlap: start() returns at once, and each submodule registered with `wait_inside` waits only for its own buckets,
     so that later buckets arrive during its computation. Without overlap start() waits for all of them.
-    tracer: records waits, such as "parameters of stage 2".
+    tracer: records waits, such as "parameters of stage 2". pending: what is still being gathered, by stage.
 
     Unsharded buffers need no gather. Parameters read before wait() or finish() are stale: saving, evaluating,
     checksums, generation and leaving begin with finish().
@@ -49,7 +49,7 @@ class ParameterGather:
         self._replicas = replicas
         self._overlap = overlap
         self._tracer = tracer
-        self._pending: dict[int, dict[Bucket, Work]] = {stage: {} for stage in order}
+        self.pending: dict[int, dict[Bucket, Work]] = {stage: {} for stage in order}
 
     def wait_inside(self, stage: int, module: nn.Module, parts: Sequence[nn.Module]) -> None:
         """Let each of `parts`, submodules in order of first use, wait for its own parameters when it is called.
@@ -67,7 +67,7 @@ class ParameterGather:
             for holder, sharded in self._buckets.items():
                 buckets = tuple(bucket for bucket, _ in sharded if any(slot.spec.name in own for slot in bucket.slots))
                 if buckets and self._overlap:
-                    part.register_forward_pre_hook(lambda _module, _inputs, at=(holder, buckets): self._wait_for(*at))
+                    part.register_forward_pre_hook(lambda _module, _inputs, at=(holder, buckets): self.wait(*at))
         missing = sorted(set(names.values()) - set(position))
         if missing:
             raise ValueError(f"stage {stage}: no part of the module waits for {', '.join(missing)}")
@@ -81,30 +81,22 @@ class ParameterGather:
                 low, high = buffer.shard_range(bucket, self._replicas.rank)
                 # .data: gloo writes when it completes, which autograd would take for a change of saved weights
                 whole, shard = buffer.parameters.data[bucket.start : bucket.stop], buffer.parameters.data[low:high]
-                self._pending[stage][bucket] = all_gather(whole, shard, self._replicas, async_op=True)
+                self.pending[stage][bucket] = all_gather(whole, shard, self._replicas, async_op=True)
         if not self._overlap:
             self.finish()
 
-    def wait(self, stage: int) -> None:
-        """Return when the parameters of the stage are up to date."""
-        self._wait_for(stage, tuple(self._pending[stage]))
-
     def finish(self) -> None:
         """Return when all parameters are up to date."""
-        for stage in self._pending:
+        for stage in self.pending:
             self.wait(stage)
 
-    @property
-    def pending(self) -> tuple[int, ...]:
-        """Stages whose parameters are still being gathered, in order."""
-        return tuple(stage for stage, works in self._pending.items() if works)
-
-    def _wait_for(self, stage: int, buckets: Iterable[Bucket]) -> None:
-        pending = self._pending[stage]
+    def wait(self, stage: int, buckets: Iterable[Bucket] | None = None) -> None:
+        """Return when these buckets of the stage, or None for all of them, are up to date."""
+        pending = self.pending[stage]
         if not pending:
             return
         start = 0 if self._tracer is None else self._tracer.now()
-        for bucket in buckets:
+        for bucket in tuple(pending) if buckets is None else buckets:
             work = pending.pop(bucket, None)
             if work is not None:
                 work.wait()

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -17,24 +17,12 @@ from megapipe.sharding.buffers import Bucket
 
 @dataclass(eq=False)
 class _BucketState:
-    """A bucket in the current step.
-
-    missing: number of gradients that each parameter still lacks. launched: the reduction has been started.
-    """
+    """A bucket in the current step. missing: number of gradients that each parameter still lacks."""
 
     buffer: FlatBuffer
     bucket: Bucket
-    missing: dict[str, int]
-    launched: bool = False
-
-
-@dataclass(frozen=True)
-class _Pending:
-    """A reduction in flight. `reduced` is copied to `target` at the end if they differ (reduction in bf16)."""
-
-    work: Work
-    reduced: Tensor
-    target: Tensor
+    missing: dict[str, int] = field(default_factory=dict)
+    launched: bool = False  # the reduction has been started
 
 
 class GradientReducer:
@@ -46,6 +34,7 @@ class GradientReducer:
     stages: buffers by stage index; stage 0 holds the embedding. groups: tp, replicas, kv and embedding are used.
     overlap: start a bucket's reduction after its last gradient; otherwise all reductions run in finish().
     reduce_in_bf16: communicate a bf16 copy and sum in bf16.
+    pending: reductions in flight: (work, result, gradients); a result in other memory is copied at the end.
 
     All members of a replica group start the same reductions in the same order: within a stage bucket by bucket, and
     stages in the order in which the schedule's row completes them, which replicas share. In a mirrored pipeline two
@@ -74,20 +63,24 @@ class GradientReducer:
             stage: {slot.spec.name: state for state in states for slot in state.bucket.slots}
             for stage, states in self._plain.items()
         }
-        self._launches_early = overlap and groups.replicas.size == groups.dp_cp.size
         self._in_step = False
         self._reduced: list[int] = []
-        self._pending: list[_Pending] = []
-        self._check()
-        if self._launches_early:
-            for stage, buffers in self._stages.items():
+        self.pending: list[tuple[Work, Tensor, Tensor]] = []
+        size = groups.replicas.size
+        for stage, buffers in self._stages.items():
+            for buffer in buffers.buffers:
+                if buffer.layout.num_shards not in (1, size):
+                    raise ValueError(
+                        f"stage {stage}: {buffer.layout.num_shards} shards in a replica group of {size}; "
+                        f"the number must be 1 or {size}"
+                    )
+            if overlap and size == groups.dp_cp.size:  # not in a mirrored pipeline
                 buffers.listener = functools.partial(self._added, stage)
+        if self._tied and groups.embedding is None:
+            raise ValueError("this rank holds a tied embedding but has no embedding group")
 
     def begin_step(self, num_microbatches: int) -> None:
-        """Zero all gradients and expect those of num_microbatches.
-
-        Works for all schedules, including split backwards.
-        """
+        """Zero all gradients and expect those of num_microbatches, whether their backwards are split or not."""
         self._reset()
         self._in_step = True
         for stage, buffers in self._stages.items():
@@ -108,7 +101,7 @@ class GradientReducer:
         if self._overlap:
             self._launch_rest(stage)
             if len(self._reduced) == len(self._stages):
-                self._launch_shared()
+                self._launch(self._shared)
 
     def finish(self) -> None:
         """Complete all reductions of the step; the tied embedding last, over replicas and then the embedding group."""
@@ -118,27 +111,22 @@ class GradientReducer:
         if not self._overlap:
             for stage in self._reduced:
                 self._launch_rest(stage)
-            self._launch_shared()
-        for state in self._tied:
-            self._launch(state)
-        for pending in self._pending:
-            pending.work.wait()
-            if pending.reduced is not pending.target:
-                pending.target.copy_(pending.reduced)
+            self._launch(self._shared)
+        self._launch(self._tied)
+        for work, result, gradients in self.pending:
+            work.wait()
+            if result is not gradients:
+                gradients.copy_(result)
         for state in self._tied:  # both holders of the tied embedding get the sum of their gradients
             assert self._groups.embedding is not None
             low, high = state.buffer.shard_range(state.bucket, self._groups.replicas.rank)
             all_reduce(state.buffer.gradients[low:high], self._groups.embedding)
         self._reset()
 
-    def num_launched(self, stage: int) -> int:
-        """Return how many buckets of the stage have started their reduction in this step."""
-        return sum(state.launched for state in (*self._plain[stage], *self._partial[stage]))
-
     def _reset(self) -> None:
         self._in_step = False
         self._reduced = []
-        self._pending = []
+        self.pending = []
         by_stage = (state for states in (*self._plain.values(), *self._partial.values()) for state in states)
         for state in (*self._tied, *self._shared, *by_stage):
             state.launched = False
@@ -158,42 +146,37 @@ class GradientReducer:
             for earlier in self._plain[stage]:
                 if any(count > 0 for count in earlier.missing.values()):
                     break
-                if not earlier.launched:
-                    self._launch(earlier)
+                self._launch([earlier])
 
     def _launch_rest(self, stage: int) -> None:
-        for state in self._plain[stage]:
-            if not state.launched:
-                self._launch(state)
+        self._launch(self._plain[stage])
         for group, gradients in self._replica_sums[stage]:  # many small tensors with one all-reduce
             flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
             all_reduce(flat, group)
             sums = flat.split([gradient.numel() for gradient in gradients])
             for gradient, summed in zip(gradients, sums, strict=True):
                 gradient.copy_(summed.view(gradient.shape))
-        for state in self._partial[stage]:
-            self._launch(state)
+        self._launch(self._partial[stage])
 
-    def _launch_shared(self) -> None:
-        for state in self._shared:
-            self._launch(state)
-
-    def _launch(self, state: _BucketState) -> None:
-        state.launched = True
-        group, buffer, bucket = self._groups.replicas, state.buffer, state.bucket
-        if group.size == 1:
-            return
-        gradients = buffer.gradients[bucket.start : bucket.stop]
-        sent = gradients.to(torch.bfloat16) if self._reduce_in_bf16 else gradients
-        if buffer.layout.num_shards == 1:
-            work = all_reduce(sent, group, async_op=True)
-            self._pending.append(_Pending(work, sent, gradients))
-            return
-        low, high = (position - bucket.start for position in buffer.shard_range(bucket, group.rank))
-        target = gradients[low:high]
-        reduced = sent[low:high] if self._reduce_in_bf16 else target
-        work = reduce_scatter(reduced, sent, group, async_op=True)
-        self._pending.append(_Pending(work, reduced, target))
+    def _launch(self, states: Iterable[_BucketState]) -> None:
+        """Start the reductions of these buckets that have not been started yet."""
+        group = self._groups.replicas
+        for state in states:
+            if state.launched:
+                continue
+            state.launched = True
+            if group.size == 1:
+                continue
+            buffer, bucket = state.buffer, state.bucket
+            gradients = buffer.gradients[bucket.start : bucket.stop]
+            sent = gradients.to(torch.bfloat16) if self._reduce_in_bf16 else gradients
+            if buffer.layout.num_shards == 1:
+                self.pending.append((all_reduce(sent, group, async_op=True), sent, gradients))
+                continue
+            low, high = (position - bucket.start for position in buffer.shard_range(bucket, group.rank))
+            shard = gradients[low:high]
+            result = sent[low:high] if self._reduce_in_bf16 else shard
+            self.pending.append((reduce_scatter(result, sent, group, async_op=True), result, shard))
 
     def _plan_replica_sums(self, stage: int) -> list[tuple[Group, list[Tensor]]]:
         """Return the rows of this stage's gradients that are summed over tp or over the ranks that share k and v."""
@@ -210,32 +193,15 @@ class GradientReducer:
                 if interval not in summed:
                     continue
                 members = tuple(tp.ranks[replica] for replica in interval.replicas)
-                if members == tuple(tp.ranks):
-                    over_tp.append(rows)
-                elif members == tuple(kv.ranks):
-                    over_kv.append(rows)
-                else:
-                    raise ValueError(
-                        f"{slot.spec.name}: its replicas, ranks {members}, are neither the tp nor the kv group"
-                    )
+                if members not in (tp.ranks, kv.ranks):
+                    raise ValueError(f"{slot.spec.name}: its replicas, ranks {members}, are neither tp nor kv")
+                (over_tp if members == tp.ranks else over_kv).append(rows)
         return [(group, gradients) for group, gradients in ((tp, over_tp), (kv, over_kv)) if gradients]
-
-    def _check(self) -> None:
-        size = self._groups.replicas.size
-        for stage, buffers in self._stages.items():
-            for buffer in buffers.buffers:
-                if buffer.layout.num_shards not in (1, size):
-                    raise ValueError(
-                        f"stage {stage}: {buffer.layout.num_shards} shards in a replica group of {size}; "
-                        f"the number must be 1 or {size}"
-                    )
-        if self._tied and self._groups.embedding is None:
-            raise ValueError("this rank holds a tied embedding but has no embedding group")
 
 
 def _states(buffers: StageBuffers, kind: str) -> list[_BucketState]:
     return [
-        _BucketState(buffer, bucket, {})
+        _BucketState(buffer, bucket)
         for buffer in buffers.buffers
         if buffer.layout.kind == kind
         for bucket in buffer.layout.buckets

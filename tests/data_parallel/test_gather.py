@@ -19,6 +19,10 @@ def specs_of(stage: int) -> tuple[ParamSpec, ...]:
     return tuple(ParamSpec(f"{stage}.{index}", (3 + stage, 7), owner=stage) for index in range(5))
 
 
+def pending_stages(gathering: ParameterGather) -> tuple[int, ...]:
+    return tuple(stage for stage, works in gathering.pending.items() if works)
+
+
 def gather(rank: int, world: int, order: list[int], overlap: bool) -> tuple[list[tuple[int, ...]], bool, list[int]]:
     """Write the rank's number into its shards, gather all of them, and wait for the stages in order."""
     groups = groups_of(rank, dp=world)
@@ -36,11 +40,11 @@ def gather(rank: int, world: int, order: list[int], overlap: bool) -> tuple[list
             expected[stage] = whole
     gathering = ParameterGather(stages, order, groups.replicas, overlap=overlap)
     gathering.start()
-    pending = [gathering.pending]
+    pending = [pending_stages(gathering)]
     correct = True
     for stage in order:
         gathering.wait(stage)
-        pending.append(gathering.pending)
+        pending.append(pending_stages(gathering))
         correct &= torch.equal(stages[stage].buffers[0].parameters, expected[stage])
     return pending, correct, [len(buffers.buffers[0].layout.buckets) for buffers in stages.values()]
 
@@ -93,7 +97,7 @@ def part_by_part(rank: int, world: int) -> tuple[list[str], list[list[str]], lis
     gathering.start()
 
     def waiting() -> list[str]:
-        return [slot.spec.name for bucket in gathering._pending[0] for slot in bucket.slots]
+        return [slot.spec.name for bucket in gathering.pending[0] for slot in bucket.slots]
 
     first, left = waiting(), []
     for index in order:
@@ -138,9 +142,9 @@ def wait_of_a_borrower(rank: int, world: int) -> tuple[tuple[int, ...], tuple[in
     gathering = ParameterGather(stages, [1, 0], groups.replicas)
     gathering.wait_inside(1, module, [module.head, module.rest])
     gathering.start()
-    before = gathering.pending
+    before = pending_stages(gathering)
     module.head(torch.ones(1))
-    after = gathering.pending
+    after = pending_stages(gathering)
     gathering.finish()
     return before, after
 

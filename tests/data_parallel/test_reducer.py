@@ -42,9 +42,9 @@ def reduce_toy(rank: int, world: int, sharded: bool, overlap: bool, bf16: bool) 
         launched = []
         for microbatch in range(NUM_MICROBATCHES):
             module(tokens_of(step, microbatch * world + rank)).backward()
-            launched.append(reducer.num_launched(0))
+            launched.append(len(reducer.pending))
         reducer.reduce(0)
-        launched.append(reducer.num_launched(0))
+        launched.append(len(reducer.pending))
         reducer.finish()
     return shards_of(buffers, groups.replicas.rank), launched
 
@@ -106,7 +106,7 @@ def reduce_mirrored(rank: int, world: int, sharded: bool) -> tuple[dict, list[in
     for stage in (1 - rank, rank):
         for microbatch in range(int(stage != rank), 4, 2):
             modules[stage](tokens_of(1, microbatch + 4 * stage)).backward()
-        launched.append(sum(reducer.num_launched(held) for held in stages))
+        launched.append(len(reducer.pending))
     for stage in (1, 0):
         reducer.reduce(stage)
     reducer.finish()
@@ -142,9 +142,9 @@ def unused_parameter(rank: int, world: int) -> tuple[list[int], Tensor]:
     reducer.begin_step(1)
     hidden = module.up(module.norm(module.embedding(tokens_of(0, rank))))
     hidden.sum().backward()  # `down`, in the first bucket, gets no gradient
-    launched = [reducer.num_launched(0)]
+    launched = [len(reducer.pending)]
     reducer.reduce(0)
-    launched.append(reducer.num_launched(0))
+    launched.append(len(reducer.pending))
     reducer.finish()
     return launched, torch.cat([buffer.gradients for buffer in buffers.buffers])
 
@@ -295,7 +295,7 @@ def reduce_shared(rank: int, world: int, num_shards: int, overlap: bool) -> tupl
         # both stages accumulate into the same memory
         stages[0].main_grad(TIED.name).add_(10.0 ** (stage + groups.dp.rank))
         reducer.reduce(stage)
-        under_way.append(len(reducer._pending))
+        under_way.append(len(reducer.pending))
     reducer.finish()
     (values,) = [values for parts in shards_of(stages[0], groups.dp_cp.rank).values() for _, _, values in parts]
     return under_way, values
