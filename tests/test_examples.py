@@ -18,7 +18,7 @@ EXAMPLE = Path(__file__).resolve().parent.parent / "examples" / "vision_transfor
 
 def run_example(rank: int, world_size: int, log: str) -> None:
     """Run the unmodified script in an existing world and write its printed lines to the log."""
-    pipeline_module.start = lambda *_: World(rank, world_size, rank, "gloo", torch.device("cpu"), 60.0)
+    pipeline_module.start = lambda *_: World(rank, world_size, "gloo", torch.device("cpu"), 60.0)
     pipeline_module.shutdown = lambda: None
     lines: list[str] = []
     runpy.run_path(str(EXAMPLE), {"print": lambda text, **_: lines.append(text)})

@@ -1,14 +1,4 @@
-"""Joining the world of ranks and leaving it, with the store through which the ranks of a job find each other.
-
-torch's own store listens on every interface and has no password, so any program that can reach it can read and write
-it. `create_store` listens only where ranks can connect from: on the loopback interface, or on the interface of the
-job's address.
-
-torchrun's agents keep one store across restarts (torch 2.13: always with a static rendezvous; with c10d as long as its
-store lives). Ranks that read addresses of an earlier start from it cannot connect, or connect to a rank that is about
-to be terminated. Counting restarts does not help: each agent has its own count, which leaves out the restarts that
-a joining node causes. `fresh_store` gives each start its own keys.
-"""
+"""Joining the world of ranks and leaving it, with the store through which the ranks of a job find each other."""
 
 from __future__ import annotations
 
@@ -40,7 +30,6 @@ class World:
 
     global_rank: int
     world_size: int
-    local_rank: int
     backend: str  # 'gloo' or 'nccl'
     device: torch.device
     timeout_seconds: float
@@ -51,9 +40,8 @@ def start(
 ) -> World:
     """Choose backend and device, and initialize torch.distributed unless the world has a single rank.
 
-    backend: 'auto' (NCCL on GPUs, gloo on CPUs), 'gloo', 'nccl'. device: 'auto' (a GPU where torch sees one), 'cpu',
-    'cuda'. Raises ConfigError if the backend or device is not available, CommunicationError if the other ranks do not
-    come.
+    backend, device: see `choose_backend`. Raises ConfigError if one is not available, CommunicationError if the other
+    ranks do not come.
     """
     rank, world_size = environment.global_rank, environment.world_size
     backend, torch_device = choose_backend(backend, device, environment.local_rank)
@@ -67,82 +55,68 @@ def start(
             )
     elif world_size > 1:
         _initialize(environment, backend, timeout_seconds)
-    return World(rank, world_size, environment.local_rank, backend, torch_device, timeout_seconds)
+    return World(rank, world_size, backend, torch_device, timeout_seconds)
 
 
 def choose_backend(backend: str, device: str, local_rank: int) -> tuple[str, torch.device]:
     """Return backend and device of this process. A requested one is used or rejected, never replaced.
 
-    gloo on GPUs must be requested; ranks may then share GPUs. Raises ConfigError if the choice is not available.
+    backend: 'auto' (NCCL on GPUs, gloo on CPUs), 'gloo', 'nccl'. device: 'auto' (a GPU where torch sees one), 'cpu',
+    'cuda'. Raises ConfigError if the choice is not available.
     """
-    kind = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
-    if kind == "cpu" and backend == "nccl":
-        if device == "auto":
-            raise ConfigError("--distributed-backend nccl needs GPUs, but torch sees none; use gloo")
-        raise ConfigError("--distributed-backend nccl needs GPUs, but --device is cpu; use gloo or --device cuda")
-    if kind == "cpu":
-        return "gloo", torch.device("cpu")
-    if kind != "cuda":
+    if device not in ("auto", "cpu", "cuda"):
         raise ConfigError(f"unknown --device {device!r}; use auto, cpu or cuda")
-    if not torch.cuda.is_available():
-        raise ConfigError(
-            "--device cuda: torch sees no GPU (a CPU build of torch, no driver, or an empty CUDA_VISIBLE_DEVICES); "
-            "use --device cpu"
-        )
+    has_gpu = torch.cuda.is_available()
+    if device == "cpu" or (device == "auto" and not has_gpu):
+        if backend == "nccl":
+            why = "torch sees none; use gloo" if device == "auto" else "--device is cpu; use gloo or --device cuda"
+            raise ConfigError(f"--distributed-backend nccl needs GPUs, but {why}")
+        return "gloo", torch.device("cpu")
+    if not has_gpu:
+        why = "a CPU build of torch, no driver, or an empty CUDA_VISIBLE_DEVICES"
+        raise ConfigError(f"--device cuda: torch sees no GPU ({why}); use --device cpu")
+    num_gpus = torch.cuda.device_count()
     if backend == "gloo":  # ranks may share a GPU: tensors travel through host memory
-        return "gloo", torch.device("cuda", local_rank % torch.cuda.device_count())
-    if local_rank >= torch.cuda.device_count():
+        return "gloo", torch.device("cuda", local_rank % num_gpus)
+    if local_rank >= num_gpus:
         raise ConfigError(
-            f"local rank {local_rank} has no GPU: this node has {torch.cuda.device_count()}; "
-            "start at most one rank per GPU, let ranks share GPUs with --distributed-backend gloo (slow, for tests), "
-            "or use --device cpu"
+            f"local rank {local_rank} has no GPU: this node has {num_gpus}; start at most one rank per GPU, let ranks "
+            "share GPUs with --distributed-backend gloo (slow, for tests), or use --device cpu"
         )
     return "nccl", torch.device("cuda", local_rank)
 
 
 def _initialize(environment: Environment, backend: str, timeout_seconds: float) -> None:
-    this_rank = f"rank {environment.global_rank} of {environment.world_size}"
-    address = f"{environment.master_addr}:{environment.master_port}"
+    rank, world_size, num_nodes = environment.global_rank, environment.world_size, environment.num_nodes
+    host, port = environment.master_addr, environment.master_port
+    this_rank, timeout = f"rank {rank} of {world_size}", timedelta(seconds=timeout_seconds)
     if backend == "gloo":
         # by default gloo listens at the address of the machine's host name, which other ranks cannot always reach
         # and which can be open to other machines
-        interface = interface_towards(environment.master_addr, environment.num_nodes)
+        interface = interface_towards(host, num_nodes)
         if interface is not None:
             set_for_libraries(GLOO_SOCKET_IFNAME=interface)
     try:
+        if environment.launcher == "torchrun":
+            torchruns, *_ = next(dist.rendezvous("env://", rank, world_size, timeout=timeout))
+            torchruns.set_timeout(timeout)
+            store: dist.Store = fresh_store(torchruns, rank, world_size, timeout_seconds)
+        else:
+            store = create_store(host, port, world_size, rank == 0, timeout_seconds, num_nodes)
         # no device_id: with it, every new group is split from the world's communicator, a collective that also blocks
         # non-members
-        dist.init_process_group(
-            backend,
-            store=_store(environment, timeout_seconds),
-            rank=environment.global_rank,
-            world_size=environment.world_size,
-            timeout=timedelta(seconds=timeout_seconds),
-        )
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
     except ValueError as error:
         raise ConfigError(f"{this_rank} cannot find the other ranks: {error}; start it with torchrun") from error
     except OSError as error:
         raise CommunicationError(
-            f"{this_rank} cannot listen at {address}: {error.strerror}; set MASTER_PORT to a free port"
+            f"{this_rank} cannot listen at {host}:{port}: {error.strerror}; set MASTER_PORT to a free port"
         ) from error
     except RuntimeError as error:
         raise CommunicationError(
-            f"{this_rank} could not connect to the other ranks at {address} over {backend} "
+            f"{this_rank} could not connect to the other ranks at {host}:{port} over {backend} "
             f"(timeout {timeout_seconds:g} s): {error}"
         ) from error
-
-
-def _store(environment: Environment, timeout_seconds: float) -> dist.Store:
-    """Return torchrun's store with keys of this start; for other launchers, a store at the first node's address."""
-    rank, world_size = environment.global_rank, environment.world_size
-    if environment.launcher == "torchrun":
-        timeout = timedelta(seconds=timeout_seconds)
-        store, *_ = next(dist.rendezvous("env://", rank, world_size, timeout=timeout))
-        store.set_timeout(timeout)
-        return fresh_store(store, rank, world_size, timeout_seconds)
-    return create_store(
-        environment.master_addr, environment.master_port, world_size, rank == 0, timeout_seconds, environment.num_nodes
-    )
 
 
 def create_store(
@@ -150,6 +124,8 @@ def create_store(
 ) -> dist.TCPStore:
     """Return the store at an address once all ranks have connected. is_server: this process hosts the store.
 
+    torch's own store listens on every interface and has no password, so any program that can reach it can read and
+    write it. This one listens only where ranks can connect from: on the loopback interface, or that of the job's host.
     Raises OSError if the port is taken, RuntimeError (torch's DistError) if the other ranks do not connect in time.
     """
     listener = None
@@ -165,8 +141,13 @@ def create_store(
 
 
 def fresh_store(store: dist.Store, rank: int, world_size: int, timeout_seconds: float) -> dist.PrefixStore:
-    """Return a view of the store that no earlier start has written to, the same for all ranks of this start. Called by
-    all of them.
+    """Return a view of the store that no earlier start has written to, the same for all ranks of this start, which call
+    this together.
+
+    torchrun's agents keep one store across restarts (torch 2.13: always with a static rendezvous; with c10d as long as
+    its store lives). Ranks that read addresses of an earlier start from it cannot connect, or connect to a rank that is
+    about to be terminated. Counting restarts does not help: each agent has its own count, which leaves out the restarts
+    that a joining node causes.
 
     Rank 0 draws a new name for this start, waits for a token from each rank under that name, and echoes it. A rank that
     has read the name of an earlier start gets no echo and reads again. Raises RuntimeError if the other ranks do not

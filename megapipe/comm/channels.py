@@ -8,10 +8,9 @@ which run through the ranks in reverse (direction 1).
     gloo   one connection per pair of ranks; a tag on each tensor: channel, fingerprint of its shapes, running number
     NCCL   one communicator per channel, of two ranks and one direction (stream order keeps messages in order)
 
-Both ends declare what a message contains. The sender's declaration travels ahead of the first message, and again
-whenever it changes, and the receiver compares it with its own: different shapes raise an error (gloo would abort the
-receiving process when a message is longer than its buffer). If only one end changes its declaration, gloo's tags no
-longer match and the wait times out.
+Both ends declare what a message contains. The sender's declaration travels ahead of the first message, and whenever it
+changes; the receiver compares it with its own and raises an error if they differ (gloo would abort the process when a
+message is longer than its buffer). If only one end changes its declaration, gloo's tags differ and the wait times out.
 """
 
 from __future__ import annotations
@@ -97,10 +96,7 @@ class PendingSend:
         return all(handle.is_completed() for handle in self._handles)
 
     def wait(self) -> None:
-        """Return when the receiver has the message (on a GPU: order the current stream after it).
-
-        May be called again.
-        """
+        """Return when the receiver has the message (on a GPU: order the stream after it). May be called again."""
         handles, self._handles = self._handles, []
         for handle in handles:
             self._channel.wait_for(handle, self._start_ns, self._tensors)
@@ -168,11 +164,12 @@ class Channel:
     _in_flight: deque[PendingSend] = field(default_factory=deque)
 
     def __post_init__(self) -> None:
+        self._suffix = f", direction {self.direction}" if self.direction else ""
         self._encoded_name = str(self).encode()
 
     def __str__(self) -> str:
         route = (self.boundary, self.boundary + 1) if self.kind == "activation" else (self.boundary + 1, self.boundary)
-        return f"{self.kind} from stage {route[0]} to {route[1]}{self._direction_suffix}"
+        return f"{self.kind} from stage {route[0]} to {route[1]}{self._suffix}"
 
     def send(self, tensors: tuple[Tensor, ...]) -> PendingSend:
         """Start to send one message and return at once. The tensors must not be changed before the send is complete."""
@@ -200,10 +197,7 @@ class Channel:
         return pending
 
     def post_receive(self, messages: tuple[MessageSpec, ...]) -> PendingReceive:
-        """Start to receive one message into new tensors.
-
-        On a GPU the receive occupies the device until the peer sends.
-        """
+        """Start to receive one message into new tensors. On a GPU this occupies the device until the peer sends."""
         self._check_end("post_receive", sends=False)
         start_ns = perf_counter_ns()
         declaration = self._declaration
@@ -235,11 +229,8 @@ class Channel:
             heartbeat.end_wait()
 
     def compare(self, header: _Header, start_ns: int, tensors: tuple[Tensor, ...]) -> None:
-        """Raise CommunicationError unless the sender declared what is expected here.
-
-        A header is compared once, by whichever message is waited for first.
-        """
-        if header.compared:
+        """Raise CommunicationError unless the sender declared what is expected here."""
+        if header.compared:  # by whichever message was waited for first
             return
         self.wait_for(header.handle, start_ns, tensors)
         header.compared = True
@@ -254,16 +245,12 @@ class Channel:
 
     def trace(self, kind: str, start_ns: int) -> None:
         if self.group.tracer is not None:
-            self.group.tracer.event(f"boundary {self.boundary} {self.kind}{self._direction_suffix}", kind, start_ns)
+            self.group.tracer.event(f"boundary {self.boundary} {self.kind}{self._suffix}", kind, start_ns)
 
     def connect(self) -> None:
         """Exchange one element, by which NCCL creates the connection."""
         token = torch.zeros(1, device=self.device)
         self.wait_for(self._post(token, self._tag("")), perf_counter_ns(), (token,))
-
-    @property
-    def _direction_suffix(self) -> str:
-        return f", direction {self.direction}" if self.direction else ""
 
     def _declare(self, messages: tuple[MessageSpec, ...]) -> _Declaration:
         text = ", ".join(map(str, messages))
@@ -299,9 +286,8 @@ class Channel:
 
     def _check_end(self, operation: str, sends: bool) -> None:
         if self.sends != sends:
-            raise ScheduleError(
-                f"global rank {self.group.global_rank} cannot {operation} {self}: it is the other end of that channel"
-            )
+            own = f"global rank {self.group.global_rank}"
+            raise ScheduleError(f"{own} cannot {operation} {self}: it is the other end of that channel")
 
 
 class Channels(dict[ChannelKey, Channel]):
@@ -311,17 +297,15 @@ class Channels(dict[ChannelKey, Channel]):
     def build(
         cls, placement: Placement, pp: Group, device: torch.device | str = "cpu", max_in_flight: int | None = None
     ) -> Channels:
-        """Create the channels of this rank's pipeline; called by all ranks of the world together (NCCL creates
-        communicators here).
+        """Create the channels of this rank's pipeline `pp`; called by all ranks of the world (NCCL connects them here).
 
-        placement: which pp_rank holds which stage. pp: this rank's pipeline. A boundary inside one rank has no channel.
-        max_in_flight: see Channel. Raises ScheduleError if the placement is for another number of ranks or has more
-        boundaries than tags can number.
+        placement: which pp_rank holds which stage. A boundary inside one rank has no channel. max_in_flight: see
+        Channel. Raises ScheduleError if the placement is for another number of ranks or has more boundaries than tags
+        can number.
         """
         if placement.num_ranks != pp.size:
-            raise ScheduleError(
-                f"the placement is for {placement.num_ranks} pipeline ranks, the group {pp} has {pp.size}"
-            )
+            wanted = f"the placement is for {placement.num_ranks} pipeline ranks"
+            raise ScheduleError(f"{wanted}, the group {pp} has {pp.size}")
         most = (1 << CHANNEL_BITS) // (len(KINDS) * len(placement.directions))
         if placement.num_stages - 1 > most:
             raise ScheduleError(f"{placement.num_stages} stages: channels can number at most {most} boundaries")
@@ -356,8 +340,7 @@ class Channels(dict[ChannelKey, Channel]):
                 max_in_flight=max_in_flight,
             )
         if uses_nccl:
-            # connect in the same order on all ranks: left to the first messages, connecting blocks, in an order that
-            # may deadlock
+            # in the same order on all ranks: the first messages would connect in an order that may deadlock
             for channel in channels.values():
                 channel.connect()
             torch.cuda.synchronize()

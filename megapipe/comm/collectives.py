@@ -1,9 +1,8 @@
 """Collectives over a Group. Each returns a `Work`, already complete unless async_op is set. In a group of one they copy
 or do nothing.
 
-Tensors are contiguous, and shards follow each other along dim 0 in order of group rank. all_gather accepts as input the
-output's own slice, and reduce_scatter as output the input's own slice, so flat buffers are gathered and reduced in
-place. Autograd does not see any of this.
+Tensors are contiguous, and shards follow each other along dim 0 in order of group rank. The shard may be the rank's
+slice of the whole, so that flat buffers are gathered and reduced in place. Autograd does not see any of this.
 
 Raises CommunicationError, which names operation and group, if a peer is lost or does not answer (gloo; with NCCL its
 watchdog ends the process); ValueError for shapes that do not match, before anything is sent.
@@ -12,7 +11,8 @@ watchdog ends the process); ValueError for shapes that do not match, before anyt
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from functools import partial
 from time import perf_counter_ns
 from typing import Any
@@ -33,33 +33,28 @@ _all_gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", None
 _reduce_scatter_single: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
+@dataclass(eq=False, slots=True)
 class Work:
-    """An operation in flight. `wait` may be called any number of times; the tensors are kept alive until the first
-    call.
+    """An operation in flight; keeps its tensors alive until `wait`, which may be called any number of times.
 
     On a GPU `wait` makes the current stream wait and returns at once.
     """
 
-    __slots__ = ("_error", "_group", "_handle", "_name", "_number", "_start_ns", "_tensors", "_traced")
+    _handle: Any  # None once complete
+    _name: str
+    _group: Group
+    _start_ns: int
+    _tensors: tuple[Tensor, ...] = ()
+    _number: int = 0  # of the group's collectives, as counted by the heartbeat
+    _error: CommunicationError | None = None
+    _traced: bool = False
 
-    def __init__(
-        self, handle: Any, name: str, group: Group, start_ns: int, tensors: tuple[Tensor, ...] = (), number: int = 0
-    ) -> None:
-        self._handle = handle  # None once complete
-        self._name = name
-        self._group = group
-        self._start_ns = start_ns
-        self._tensors = tensors
-        self._number = number  # of the group's collectives, as counted by the heartbeat
-        self._error: CommunicationError | None = None
-        self._traced = False
+    def __post_init__(self) -> None:
+        if self._handle is None or self._group.tracer is None or (self._tensors and self._tensors[0].is_cuda):
+            return
         # where the backend reports completion, that moment is recorded, since wait may be called much later
-        if handle is not None and group.tracer is not None and not (tensors and tensors[0].is_cuda):
-            try:
-                future = handle.get_future()
-            except RuntimeError:  # gloo's reduce-scatter: "not implemented"
-                return
-            future.add_done_callback(lambda _: self._trace())
+        with suppress(RuntimeError):  # gloo's reduce-scatter: "not implemented"
+            self._handle.get_future().add_done_callback(lambda _: self._trace())
 
     def wait(self) -> None:
         """Return when the result is available. Raises CommunicationError, the same one on every call."""
@@ -138,26 +133,16 @@ def broadcast_object(obj: Any, group: Group, source: int = 0) -> Any:
         length = _lengths(group, data)[source]
         tensor = _padded(data, length, group)
         dist.broadcast(tensor, group=group.handle, group_src=source)
-        received = _bytes_of(tensor, length)
+        received = tensor[:length].cpu().numpy().tobytes()
     return obj if group.rank == source else unpack(received)
 
 
-def gather_objects(obj: Any, group: Group) -> list[Any]:
-    """Return the objects of all ranks, by group rank, on every rank."""
-    return _gather("gather_objects", obj, group, None)
-
-
-def gather_objects_at(obj: Any, group: Group, destination: int = 0) -> list[Any]:
-    """Return the objects of all ranks, by group rank, on the group's rank `destination`; [] on the others."""
-    return _gather("gather_objects_at", obj, group, destination)
-
-
-def _gather(name: str, obj: Any, group: Group, destination: int | None) -> list[Any]:
-    """Return the objects of all ranks, on every rank or on the group's rank `destination` only."""
+def gather_objects(obj: Any, group: Group, destination: int | None = None) -> list[Any]:
+    """Return the objects of all ranks, by group rank: on every rank, or only on `destination`, and [] on the others."""
     if group.handle is None:
         return [obj]
     data = pack(obj)
-    with _blocking(name, group):
+    with _blocking("gather_objects", group):
         lengths = _lengths(group, data)
         tensor = _padded(data, max(lengths), group)
         if destination is None:
@@ -167,7 +152,7 @@ def _gather(name: str, obj: Any, group: Group, destination: int | None) -> list[
         else:
             parts = [torch.empty_like(tensor) for _ in group.ranks] if group.rank == destination else []
             dist.gather(tensor, parts or None, group=group.handle, group_dst=destination)
-        received = [_bytes_of(part, length) for part, length in zip(parts, lengths, strict=False)]
+        received = [part[:n].cpu().numpy().tobytes() for part, n in zip(parts, lengths, strict=False)]
     return [obj if rank == group.rank else unpack(data) for rank, data in enumerate(received)]
 
 
@@ -184,20 +169,13 @@ def _padded(data: bytes, length: int, group: Group) -> Tensor:
     return torch.frombuffer(bytearray(data.ljust(max(length, 1), b"\0")), dtype=torch.uint8).to(_device_of(group))
 
 
-def _bytes_of(tensor: Tensor, length: int) -> bytes:
-    return tensor[:length].cpu().numpy().tobytes()
-
-
 def _device_of(group: Group) -> torch.device:
     is_nccl = backend_of(group) == "nccl"
     return torch.device("cuda", torch.cuda.current_device()) if is_nccl else torch.device("cpu")
 
 
 def _run(name: str, group: Group, tensors: tuple[Tensor, ...], async_op: bool, launch: Callable[..., Any]) -> Work:
-    """Launch an operation. In a group of one, copy the second tensor, if there is one, to the first.
-
-    launch: starts it on the tensors, of which it writes the first, and returns torch's handle.
-    """
+    """Launch an operation on tensors, of which it writes the first. In a group of one, copy the second to the first."""
     start_ns = perf_counter_ns()
     if group.handle is None:
         if len(tensors) == 2 and tensors[0].data_ptr() != tensors[1].data_ptr():
@@ -248,17 +226,14 @@ def _error(
 def _check_contiguous(name: str, group: Group, *tensors: Tensor) -> None:
     for tensor in tensors:
         if not tensor.is_contiguous():
-            raise ValueError(
-                f"{name} in group {group.name} needs contiguous tensors; got shape {tuple(tensor.shape)} with "
-                f"strides {tensor.stride()}"
-            )
+            found = f"shape {tuple(tensor.shape)} with strides {tensor.stride()}"
+            raise ValueError(f"{name} in group {group.name} needs contiguous tensors; got {found}")
 
 
 def _check_shards(name: str, group: Group, whole: Tensor, shard: Tensor) -> None:
     _check_contiguous(name, group, whole, shard)
     expected = (shard.shape[0] * group.size, *shard.shape[1:]) if shard.ndim else ()
     if not shard.ndim or tuple(whole.shape) != expected or whole.dtype != shard.dtype:
-        raise ValueError(
-            f"{name} in group {group}: the whole tensor is {whole.dtype} {tuple(whole.shape)}, the shard {shard.dtype} "
-            f"{tuple(shard.shape)}; the whole must be {group.size} shards along dim 0"
-        )
+        found = f"{whole.dtype} {tuple(whole.shape)}, the shard {shard.dtype} {tuple(shard.shape)}"
+        rule = f"the whole must be {group.size} shards along dim 0"
+        raise ValueError(f"{name} in group {group}: the whole tensor is {found}; {rule}")

@@ -1,7 +1,4 @@
-"""Fake process groups for the dry run: operations return at once, move nothing, and are counted in a `Traffic`.
-
-Results have the right shapes and undefined values.
-"""
+"""Fake process groups for the dry run: operations return undefined values at once, and count in a `Traffic`."""
 
 from __future__ import annotations
 
@@ -18,9 +15,8 @@ OperationKey = tuple[str, str]  # (kind of group, operation): ("tp", "all_gather
 class Traffic:
     """Counts and bytes of the operations that one rank would have run.
 
-    counts, bytes: by kind of group and operation. The bytes of a collective are those of its whole tensor (the output
-    of an all-gather, the input of a reduce-scatter). observe: called with every tensor that is sent or received between
-    pipeline ranks.
+    The bytes of a collective are those of its whole tensor (the output of an all-gather, the input of a
+    reduce-scatter). observe: called with every tensor that is sent or received between pipeline ranks.
     """
 
     counts: Counter[OperationKey] = field(default_factory=Counter)
@@ -47,17 +43,13 @@ class Traffic:
 
 
 class FakeWork:
-    """An operation of the fake backend; its wait returns at once.
-
-    Like gloo's, it does not report completion before `wait`, so a channel keeps its tensors in flight as long as in a
-    real run.
-    """
+    """An operation of the fake backend, complete at once."""
 
     def wait(self) -> None:
         """Return at once."""
 
     def is_completed(self) -> bool:
-        return False
+        return False  # as with gloo before `wait`, so that a channel keeps its tensors in flight as in a real run
 
 
 class FakeHandle:

@@ -104,9 +104,7 @@ def build_process_groups(
     heartbeat: Heartbeat | None = None,
     nccl: NcclOptions | None = None,
 ) -> ProcessGroups:
-    """Create every group of the topology; called once by all ranks, after `bootstrap.start`.
-
-    A world of one rank does not need `bootstrap.start`.
+    """Create every group of the topology; called by all ranks, after `bootstrap.start` unless the world has one rank.
 
     Every rank creates every group in the same order, member or not, because torch names a group by a counter that must
     agree among its members. (torch's use_local_synchronization counts the groups that a rank already has, which differs
@@ -117,10 +115,8 @@ def build_process_groups(
     if topology.world_size == 1:
         return ProcessGroups.alone(global_rank, tracer, heartbeat)
     if not dist.is_initialized():
-        raise CommunicationError(
-            f"a topology of {topology.world_size} ranks needs torch.distributed: "
-            "call comm.bootstrap.start before building groups"
-        )
+        what = f"a topology of {topology.world_size} ranks needs torch.distributed"
+        raise CommunicationError(f"{what}: call comm.bootstrap.start before building groups")
     if (dist.get_world_size(), dist.get_rank()) != (topology.world_size, global_rank):
         raise CommunicationError(
             f"the topology is for rank {global_rank} of {topology.world_size}, "
@@ -192,8 +188,7 @@ def new_handle(
 def second_communicator(group: Group) -> Group:
     """Return the same ranks with another communicator, so that operations on one do not wait for those on the other.
 
-    A group of one or of the fake backend is returned as it is. Called by all ranks of the world together, on a group of
-    the same kind.
+    Called by all ranks of the world together, on a group of the same kind.
     """
     if group.handle is None or isinstance(group.handle, FakeHandle):
         return group
@@ -239,8 +234,7 @@ def needs_host_copies(handle: Any, tensor: Tensor) -> bool:
 class HostCopies:
     """An operation in flight on host copies of its tensors; used like torch's handle. Slow, but exact.
 
-    tensors: of the operation. writes: how many of them, from the first, it writes. launch: starts the operation on
-    tensors of the same shapes and returns torch's handle.
+    writes: how many of the tensors, from the first, it writes. launch: starts it on such tensors; returns its handle.
     """
 
     def __init__(self, tensors: Sequence[Tensor], writes: int, launch: Callable[..., Any]) -> None:

@@ -22,10 +22,7 @@ FLIGHT_RECORDER_EVENTS = 2000
 
 @dataclass(frozen=True)
 class NcclSettings:
-    """Settings for NCCL.
-
-    variables: of its environment. communicators: options by kind of group. high_priority: kinds of groups.
-    """
+    """Variables of NCCL's environment, options of communicators by kind of group, kinds of groups of high priority."""
 
     variables: Mapping[str, str] = field(default_factory=dict)
     communicators: Mapping[str, Mapping[str, int | str]] = field(default_factory=dict)
@@ -52,17 +49,14 @@ class NcclSettings:
     def prepare(self, recorder_folder: Path | None) -> None:
         """Set NCCL's variables and enable the flight recorder; called before torch.distributed is initialized.
 
-        The recorder keeps the last collectives of every rank, which torch writes when an operation times out: to
-        recorder_folder, or to torch's default path. Raises ConfigError if the environment already sets a variable to
-        another value.
+        The recorder keeps the last collectives of every rank, which torch writes when an operation times out, to
+        recorder_folder or its default path. Raises ConfigError if the environment sets a variable to another value.
         """
         for name, value in self.variables.items():
             present = value_for_libraries(name)
             if present is not None and present != value:
-                raise ConfigError(
-                    f"--nccl-settings {name}={value}, but the environment sets {name}={present}; "
-                    "set it in one place only"
-                )
+                conflict = f"--nccl-settings {name}={value}, but the environment sets {name}={present}"
+                raise ConfigError(f"{conflict}; set it in one place only")
         set_for_libraries(**self.variables)
         # both names of each: torch 2.9 renamed them and kept the old ones
         set_for_libraries(

@@ -43,10 +43,7 @@ def interfaces() -> tuple[Interface, ...]:
 
 
 def local_address_towards(host: str) -> str | None:
-    """Return the local address that packets to `host` would leave from, or None if the host is unknown or unreachable.
-
-    Sends nothing.
-    """
+    """Return the local address that packets to `host` would leave from; None if it is unknown or unreachable."""
     with suppress(OSError):
         for family, kind, _, _, address in socket.getaddrinfo(host, DISCARD_PORT, type=socket.SOCK_DGRAM):
             with socket.socket(family, kind) as probe:
@@ -63,8 +60,7 @@ def interface_with(address: str) -> Interface | None:
 def interface_towards(host: str, num_nodes: int) -> str | None:
     """Return the name of the interface over which this process reaches the job's address.
 
-    Returns None if it cannot be determined, or if it is the loopback interface of a job on several nodes (see
-    `listening_address`).
+    None if it is unknown, or the loopback interface of a job on several nodes (see `listening_address`).
     """
     local = local_address_towards(host)
     found = None if local is None else interface_with(local)
@@ -76,9 +72,8 @@ def interface_towards(host: str, num_nodes: int) -> str | None:
 def listening_address(host: str, num_nodes: int) -> str:
     """Return the address on which a job whose ranks connect to `host` should listen; "" for every interface.
 
-    Every interface is the fallback where the name means another address on this machine than on the others: a loopback
-    address (Debian maps the machine's own name to one in /etc/hosts), or an address that this machine does not have
-    (behind NAT).
+    It is "" where the name means another address on this machine than on others: a loopback address (Debian maps the
+    machine's own name to one in /etc/hosts), or one that this machine does not have (behind NAT).
     """
     local = local_address_towards(host)
     if local is None:

@@ -24,8 +24,7 @@ Request = Callable[[dist.Store], Any]
 class StoreExchange:
     """Publishes this rank's record every second from a thread and reads what other ranks published (monitor.watchdog).
 
-    A store that has stopped answering is tried again only to fetch the records of others, which happens only when
-    something is wrong.
+    Only `fetch`, called when something is wrong, tries a store that stopped answering again.
     token: of this run, the same on all ranks.
     """
 

@@ -1,9 +1,7 @@
-"""Timed operations: round trips, and collectives and messages of growing sizes.
+"""Timed operations: round trips, by which clocks are compared, and collectives and messages of growing sizes.
 
-Round trips serve to compare clocks and to measure the time of one message. The others measure what a group, or one
-direction between two ranks, achieves: each size takes one warm-up call, which may have to connect, and then as many
-calls as its time budget allows, the same number on all its ranks. Times are wall-clock seconds until the result can be
-read.
+Each size takes one warm-up call, which may have to connect, and then as many calls as its time budget allows, the same
+number on all its ranks. Times are wall-clock seconds until the result can be read.
 """
 
 from __future__ import annotations
@@ -38,10 +36,10 @@ def round_trips(
     num_bytes: int = 8,
     now: Callable[[], int] = perf_counter_ns,
 ) -> list[tuple[int, int, int]]:
-    """Send `count` messages of num_bytes each way between two ranks of the group; other ranks return at once.
+    """Send `count` messages of num_bytes each way between two ranks of the group, after one for warm-up.
 
     Returns on the asker (sent, read on the answerer's clock, back) of each, in nanoseconds; [] on the other ranks. now:
-    this rank's clock. A warm-up message, which may have to connect, is left out. Raises CommunicationError.
+    this rank's clock. Raises CommunicationError.
     """
     if group.rank not in (asker, answerer):
         return []
@@ -157,10 +155,9 @@ def time_messages(
 def _time_sizes(
     sizes: Sequence[int], budget_seconds: float, prepare: Callable[[int], Callable[[int], list[float]]]
 ) -> Times:
-    """Return the times of ascending sizes.
+    """Return the times of ascending sizes; the two smallest, and larger ones until one is expected to take too long.
 
-    A size is left out, with all larger ones, if it would take too long judged by the largest so far; the two smallest
-    are always timed. prepare: size -> (number of repeats -> seconds of each).
+    prepare: size -> (number of repeats -> seconds of each).
     """
     times: Times = {}
     for num_bytes in sizes:

@@ -20,10 +20,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex, StorageMeta
 
 @runtime_checkable
 class LazyTensor(Protocol):
-    """A tensor that `detach` reads from its file, so that it is in memory only while it is written.
-
-    A Tensor qualifies, too.
-    """
+    """A tensor that `detach` reads from its file, so that it is in memory only while it is written; or a Tensor."""
 
     @property
     def shape(self) -> tuple[int, ...]: ...
@@ -37,8 +34,7 @@ class LazyTensor(Protocol):
 class _LazyPlanner(DefaultSavePlanner):
     """torch's planner, shown tensors on the meta device, which reads each one when it is written.
 
-    torch's writer keeps every tensor of a file until the file is complete, so each one is freed when the next is
-    requested.
+    Frees it when the next is requested, as torch's writer keeps the tensors of a file until the file is complete.
     """
 
     _written: Tensor | None = None
@@ -63,10 +59,9 @@ class _LazyPlanner(DefaultSavePlanner):
 
 
 def save_state_dict(state: Mapping[str, Any], folder: Path) -> None:
-    """Write a nested state dict into a folder, without a process group.
+    """Write a nested state dict of LazyTensors and picklable values, without a process group.
 
-    Leaves are LazyTensors or picklable values; a leaf's key is its path joined by '.'. Raises OSError, or the error of
-    reading a tensor.
+    A leaf's key is its path joined by '.'. Raises OSError, or the error of reading a tensor.
     """
     try:
         with warnings.catch_warnings():

@@ -1,7 +1,4 @@
-"""A record of what ran when: collectives and messages here, actions in the pipeline engine.
-
-Costs nothing without a tracer.
-"""
+"""A record of what ran when: collectives and messages here, actions in the pipeline engine."""
 
 from __future__ import annotations
 
@@ -16,9 +13,7 @@ class Event(NamedTuple):
     """A named interval in nanoseconds of time.perf_counter_ns, which all ranks of a machine share."""
 
     name: str  # "replicas reduce_scatter", "boundary 1 activation", "2F0"
-    # 'collective', 'send', 'receive': from launch to completion; 'wait': while a rank is blocked; 'action'; 'phase';
-    # 'row'
-    kind: str
+    kind: str  # 'collective', 'send', 'receive': from launch to completion; 'wait'; 'action'; 'phase'; 'row'
     start_ns: int
     end_ns: int
 
@@ -46,19 +41,13 @@ class Tracer:
     clock: MomentClock | None = None
 
     def now(self, stream: Any = None) -> int:
-        """Return the start or end of an action in nanoseconds.
-
-        stream: the CUDA stream to mark; None for the current one.
-        """
+        """Return the start or end of an action in nanoseconds. stream: the CUDA stream to mark, or the current."""
         if self.settle is not None:
             self.settle()
         return perf_counter_ns() if self.clock is None else self.clock.mark(stream)
 
     def read(self) -> None:
-        """Replace the marks of all events by device times, waiting for the last of them.
-
-        Without a clock there is nothing to do.
-        """
+        """Replace the marks of a clock in all events by device times, waiting for the last of them."""
         if self.clock is not None:
             time_of = self.clock.time_of
             self.events[:] = [
@@ -75,18 +64,10 @@ class Tracer:
 
     @contextmanager
     def aside(self, first: int) -> Iterator[list[Event]]:
-        """Remove the events from number `first` on inside the block, which receives them, and append them again after
-        it.
-
-        They come back even if the block clears the other events.
-        """
+        """Remove the events from number `first` on inside the block, which gets them; append them again after it."""
         later = self.events[first:]
         del self.events[first:]
         try:
             yield later
         finally:
             self.events.extend(later)
-
-    def clear(self) -> None:
-        """Remove all events."""
-        self.events.clear()

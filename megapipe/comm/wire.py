@@ -1,9 +1,7 @@
-"""Serialization of objects sent between ranks: JSON with tags for types that JSON lacks. Nothing is unpickled or
-executed.
+"""Serialization of objects sent between ranks: JSON with tags for types that JSON lacks. Nothing is unpickled or run.
 
-A received class name is accepted only for a frozen dataclass, NamedTuple, enum or MegapipeError of a megapipe module
-that is already loaded, and constructors check their arguments. Someone who can write to the network can at worst cause
-a wrong record or an error.
+A class name is accepted only for a frozen dataclass, NamedTuple, enum or MegapipeError of a loaded megapipe module, and
+constructors check their arguments: someone who can write to the network can at worst cause a wrong record or an error.
 """
 
 from __future__ import annotations
@@ -24,8 +22,7 @@ TAG = "~"  # the only key of any JSON object here; its value is [kind, ...]
 
 
 def pack(value: Any) -> bytes:
-    """Serialize None, numbers, strings, bytes, paths, lists, tuples, mappings, and megapipe's frozen dataclasses,
-    NamedTuples, enums, errors.
+    """Serialize an object of plain values, containers and the classes of megapipe above.
 
     Raises TypeError, which names the type, for anything else.
     """
@@ -33,10 +30,7 @@ def pack(value: Any) -> bytes:
 
 
 def unpack(data: bytes) -> Any:
-    """Return a value equal to the one that was packed.
-
-    Raises CommunicationError for bytes that `pack` does not produce.
-    """
+    """Return a value equal to the one packed. Raises CommunicationError for bytes that `pack` does not produce."""
     try:
         return _decode(json.loads(data))
     except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError, MegapipeError) as error:

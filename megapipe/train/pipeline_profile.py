@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 
 from megapipe.assembly.runtime import TrainingRuntime
-from megapipe.comm.collectives import gather_objects, gather_objects_at
+from megapipe.comm.collectives import gather_objects
 from megapipe.comm.timing import round_trips
 from megapipe.comm.trace import Event
 from megapipe.gpu.device_clock import EventClock
@@ -119,8 +119,8 @@ class PipelineProfiler:
     def _finish(self) -> None:
         self._active, world = False, self._runtime.groups.world
         after = self._read_clocks()
-        recorded = gather_objects_at(self._recorded if world.global_rank in self._kept() else None, world)
-        links = gather_objects_at(self._links, world)
+        recorded = gather_objects(self._recorded if world.global_rank in self._kept() else None, world, destination=0)
+        links = gather_objects(self._links, world, destination=0)
         self._recorded = []
         if recorded:
             unique = sorted({link for some in links for link in some}, key=lambda link: link.pp_ranks)

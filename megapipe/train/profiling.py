@@ -61,7 +61,7 @@ class Profiling:
         self._samples = self._num_steps = 0
         self._since = time.perf_counter()
         if self._runtime.tracer is not None:
-            self._runtime.tracer.clear()
+            self._runtime.tracer.events.clear()
 
     def count(self, num_microbatches: int, num_samples: int) -> None:
         """Count a step whose result is known."""

@@ -31,12 +31,12 @@ from megapipe.config.parallel import ParallelConfig
 from megapipe.config.training import OptimizerConfig, TrainingConfig
 from megapipe.data.batch import Batch, DocumentRules
 from megapipe.environment import Environment
+from megapipe.optimizer.schedule import Rates
 from megapipe.plan.resolve import resolve
 from megapipe.plan.run_plan import RunPlan
 from megapipe.schedule.action import COMPUTE_OPS, Op, parse_action
 from megapipe.schedule.costs import Costs
 from megapipe.schedule.simulate import simulate
-from megapipe.train.state import Rates
 from megapipe.train.step import StepResult, TrainStep
 
 LR, WEIGHT_DECAY, CLIP = 1e-4, 0.01, 1.0
@@ -143,7 +143,7 @@ class MegapipeJob:
         """Wait at a barrier, then time some steps."""
         barrier(self.runtime.groups.world)
         if self.tracer is not None:
-            self.tracer.clear()
+            self.tracer.events.clear()
         return _timed(lambda: self.step().loss, steps, self._stage_times)
 
     def _stage_times(self, steps: int) -> dict[str, Any]:

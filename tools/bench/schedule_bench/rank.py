@@ -109,7 +109,7 @@ def _run_case(order: Order, rank: int, groups: ProcessGroups, others: dict[str, 
     for turn in range(order.steps + 1):
         first = turn % len(names)
         for name in (*names[first:], *names[:first]):
-            tracer.clear()
+            tracer.events.clear()
             step = _timed(contenders[name], works[name], groups.world)
             if name == "megapipe" and is_real:
                 step = RankStep(step.start_ns, step.end_ns, step.cpu_seconds, (), action_seconds(tracer))
