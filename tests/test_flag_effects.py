@@ -37,6 +37,7 @@ from megapipe.environment import read_environment
 from megapipe.errors import ConfigError
 from megapipe.extras.cli.planning import with_vocabulary
 from megapipe.extras.cli.pretrain import main
+from megapipe.optimizer.schedule import Rates
 from megapipe.pipeline.engine import Step
 from megapipe.plan.layer_costs import LayerTimes, PartCost, setting_of, to_json
 from megapipe.plan.memory import rank_memory
@@ -45,7 +46,6 @@ from megapipe.plan.run_plan import RunPlan
 from megapipe.train.gpu_setup import graph_words, snapshot_path
 from megapipe.train.loop import Training
 from megapipe.train.run import join
-from megapipe.train.state import Rates
 from tests.flag_effects import TABLE
 from tests.harness import RankPool
 from tests.train.grids import runtime_of, step_microbatches, trainer

@@ -30,6 +30,7 @@ from megapipe.model.init import draw
 from megapipe.model.stage import GPTStage
 from megapipe.monitor.heartbeat import PATIENCE, Heartbeat
 from megapipe.optimizer.optimizer import Optimizer
+from megapipe.optimizer.schedule import Rates
 from megapipe.pipeline.engine import Engine
 from megapipe.pipeline.graphs import CapturedStage, CudaRecorder, RankGraphs, StageGraphs
 from megapipe.pipeline.offload import Offload
@@ -196,14 +197,12 @@ class RowUpdates:
     ) -> None:
         self._buffers, self._reducer, self._optimizer, self._num_replicas = buffers, reducer, optimizer, num_replicas
         self._versions = WeightVersions((), (0,), ())
-        self._rates: tuple[float, float, float | None] = (0.0, 0.0, None)
+        self._rates = Rates(0.0, 0.0)
         self._first = self._num_done = 0
 
-    def begin(
-        self, versions: WeightVersions, lr: float, weight_decay: float, decoupled_lr: float | None = None
-    ) -> None:
+    def begin(self, versions: WeightVersions, rates: Rates) -> None:
         """Prepare for a row, whose version 0 is the newest one now. The rates hold for all of its updates."""
-        self._versions, self._rates = versions, (lr, weight_decay, decoupled_lr)
+        self._versions, self._rates = versions, rates
         self._first, self._num_done = self._buffers.newest, 0
         self._reducer.begin_step(versions.group_sizes[0])
 
@@ -218,7 +217,7 @@ class RowUpdates:
         denominator = sizes[self._num_done] * self._num_replicas
         self._num_done += 1
         self._buffers.newest = self._place_of(self._num_done)
-        self._optimizer.update(1.0 / denominator, *self._rates)
+        self._optimizer.update(1.0 / denominator, self._rates)
         if self._num_done < len(sizes):
             self._reducer.begin_step(sizes[self._num_done])
 

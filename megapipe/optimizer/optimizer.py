@@ -19,8 +19,9 @@ from megapipe.data_parallel.copies import raw_bytes
 from megapipe.data_parallel.gather import ParameterGather
 from megapipe.optimizer.gradient_norm import ModelSum, clip_coefficient, count_zeros, sum_of_squares
 from megapipe.optimizer.loss_scale import LossScaler
-from megapipe.optimizer.shards import ShardSnapshot, make_shards
-from megapipe.optimizer.update_rule import AdamLibrary, UpdateRates, make_update_rule, moment_names
+from megapipe.optimizer.schedule import Rates
+from megapipe.optimizer.shards import Shard, ShardSnapshot
+from megapipe.optimizer.update_rule import AdamLibrary, UpdateRule, moment_names
 from megapipe.sharding.boxes import Piece
 
 # undoing an update costs about as much as waiting for the norm: from every second step on, early updates do not pay
@@ -69,7 +70,7 @@ class _StartedStep:
     sums: ModelSum
     factor: float
     loss_scale: float
-    rates: UpdateRates
+    rates: Rates
     is_updated: bool
 
 
@@ -78,7 +79,7 @@ class Optimizer:
 
     stages: buffers by stage index, their parameters filled: master weights start as copies of them.
     groups: replicas, dp_cp, tp and model are used. gather: started after each update; required with sharded buffers.
-    library: provides Adam; None for torch's.
+    library: provides Adam; None for torch's. shards: of every bucket of the stages.
 
     A step has two halves: `start` needs no other pipeline rank, `settle` waits for the global norm, which decides on
     clipping and on skipping the step. With --optimizer-post-validation `start` already updates, assuming neither
@@ -107,13 +108,16 @@ class Optimizer:
         # without sharding, a mirrored pipeline holds every parameter twice in the model group: the first holder counts
         holders = [rank for rank in groups.model.ranks if rank in groups.replicas.ranks]
         counts = self._sharded or groups.model.global_rank == holders[0]
-        moments = moment_names(config)
-        tp = groups.tp
-        self._shards = make_shards(stages, self._replica, tp.rank, tp.size, moments, counts, self._on_host)
-        self._rule = make_update_rule(config, self._shards, library)
+        self.shards = [
+            Shard(stage, buffer, bucket, self._replica, groups.tp, moment_names(config), counts, self._on_host)
+            for stage, buffers in sorted(stages.items())
+            for buffer in buffers.buffers
+            for bucket in buffer.layout.buckets
+        ]
+        self._rule = UpdateRule(config, self.shards, library)
         # shards add up over replicas; without sharding, every copy of the model holds the same gradients
         self._sum_groups: list[Group] = [groups.dp_cp, groups.model] if self._sharded else [groups.model]
-        self._snapshot = ShardSnapshot(self._shards) if config.optimizer_post_validation else None
+        self._snapshot = ShardSnapshot(self.shards) if config.optimizer_post_validation else None
         self._policy = EarlyUpdatePolicy()
         self._started: _StartedStep | None = None
 
@@ -123,51 +127,22 @@ class Optimizer:
         return self.scaler.scale
 
     @property
-    def masters_are_parameters(self) -> bool:
-        """True if weights and master weights share memory (fp32, fp64), so that a checkpoint needs one of them."""
-        return not any(shard.has_own_master for shard in self._shards)
-
-    @property
     def is_ahead(self) -> bool:
         """True if an update was made before the norm was known and may still be undone."""
         return self._started is not None and self._started.is_updated
 
-    def step(
-        self,
-        gradient_factor: float,
-        lr: float,
-        weight_decay: float,
-        decoupled_lr: float | None = None,
-        *,
-        count_zero_gradients: bool = False,
-    ) -> StepReport:
-        """Update the parameters from the reduced gradients, raw sums over microbatches and replicas of loss x
-        loss_scale.
-
-        gradient_factor: 1 / (microbatches x dp), or 1 / tokens of the global batch; the loss scale is divided out here.
-        decoupled_lr: of embedding and output layer; lr if None. Afterwards the gradients hold the clipped averages.
-        An infinite or NaN norm skips the update; the caller decides whether training continues.
-        """
-        self.start(gradient_factor, lr, weight_decay, decoupled_lr, count_zero_gradients=count_zero_gradients)
-        return self.settle()
-
     @torch.no_grad()
-    def start(
-        self,
-        gradient_factor: float,
-        lr: float,
-        weight_decay: float,
-        decoupled_lr: float | None = None,
-        *,
-        count_zero_gradients: bool = False,
-    ) -> None:
-        """Run the first half of `step`: launch the sum of the norm, and update if updates need not wait for it."""
+    def start(self, gradient_factor: float, rates: Rates, count_zero_gradients: bool = False) -> None:
+        """Begin a step: launch the sum of the norm, and update if updates need not wait for it.
+
+        The reduced gradients are raw sums over microbatches and replicas of loss x loss_scale.
+        gradient_factor: 1 / (microbatches x dp), or 1 / tokens of the global batch; the loss scale is divided out here.
+        """
         self._check_settled()
         if self._gather is not None:
             self._gather.finish()
         loss_scale = self.scaler.scale
         factor = gradient_factor / loss_scale
-        rates = UpdateRates(lr, lr if decoupled_lr is None else decoupled_lr, weight_decay)
         sums = self._sum_gradients(count_zero_gradients)
         is_updated = False
         if self._snapshot is not None and self._policy.allows:
@@ -178,9 +153,10 @@ class Optimizer:
 
     @torch.no_grad()
     def settle(self) -> StepReport:
-        """Run the second half of `step`: wait for the norm, then update, or correct an update that did not wait.
+        """End a step: wait for the norm, then update the parameters, or correct an update that did not wait.
 
-        Raises RuntimeError if no step was started.
+        Afterwards the gradients hold the clipped averages. An infinite or NaN norm skips the update; the caller decides
+        whether training continues. Raises RuntimeError if no step was started.
         """
         started, self._started = self._started, None
         if started is None:
@@ -207,14 +183,13 @@ class Optimizer:
         return StepReport(norm, coefficient, skipped, started.loss_scale, num_zeros, rolled_back, remark)
 
     @torch.no_grad()
-    def update(self, gradient_factor: float, lr: float, weight_decay: float, decoupled_lr: float | None = None) -> None:
+    def update(self, gradient_factor: float, rates: Rates) -> None:
         """Update the newest version of the parameters on this rank alone, without norm, clipping or a check for NaN.
 
-        For asynchronous schedules, whose ranks update at different times. Arguments and gradients as in `step`.
+        For asynchronous schedules, whose ranks update at different times. Arguments and gradients as in `start`.
         """
         if self._gather is not None:
             self._gather.finish()
-        rates = UpdateRates(lr, lr if decoupled_lr is None else decoupled_lr, weight_decay)
         self._update(gradient_factor / self.scaler.scale, rates)
 
     @torch.no_grad()
@@ -226,7 +201,7 @@ class Optimizer:
     @torch.no_grad()
     def masters_to_parameters(self) -> None:
         """Write this rank's master weights into the parameters, in their dtype, and start to gather those of others."""
-        for shard in self._shards:
+        for shard in self.shards:
             if shard.has_own_master:
                 shard.write_parameter()
         if self._gather is not None:
@@ -238,7 +213,7 @@ class Optimizer:
         self._check_settled()
         if self._gather is not None:
             self._gather.finish()
-        for shard in self._shards:
+        for shard in self.shards:
             if shard.has_own_master:
                 shard.master.copy_(shard.parameter)
 
@@ -246,7 +221,7 @@ class Optimizer:
     def parameters_norm(self) -> float:
         """Return the global norm of the master weights, without vocabulary padding."""
         self._check_settled()
-        owned = (shard.master[low:high] for shard in self._shards for low, high in shard.exact_ranges)
+        owned = (shard.master[low:high] for shard in self.shards for low, high in shard.exact_ranges)
         return math.sqrt(ModelSum([sum_of_squares(owned, self._device)], self._sum_groups).wait()[0])
 
     @torch.no_grad()
@@ -254,28 +229,24 @@ class Optimizer:
         """Return the names of parameters with infinite or NaN gradients in this rank's shards, for a skipped step."""
         names = [
             piece.spec.name
-            for shard in self._shards
-            for position, piece in shard.pieces()
-            if not torch.isfinite(shard.gradient[position : position + piece.box.num_elements]).all()
+            for shard in self.shards
+            for part, piece in shard.pieces()
+            if not torch.isfinite(shard.gradient[part]).all()
         ]
         return list(dict.fromkeys(names))
 
     @torch.no_grad()
     def stale_parameters(self) -> list[str]:
-        """Return the names of parameters that differ in any bit from this rank's rounded master weights.
-
-        The list is empty unless memory was corrupted.
-        """
+        """Return the names of parameters whose memory was corrupted: they differ from the rounded master weights."""
         self._check_settled()
         names: dict[str, None] = {}
-        for shard in self._shards:
+        for shard in self.shards:
             if not shard.has_own_master:
                 continue
             rounded = shard.master.to(shard.parameter)
             if torch.equal(raw_bytes(shard.parameter), raw_bytes(rounded)):
                 continue
-            for position, piece in shard.pieces():
-                part = slice(position, position + piece.box.num_elements)
+            for part, piece in shard.pieces():
                 if not torch.equal(raw_bytes(shard.parameter[part]), raw_bytes(rounded[part])):
                     names[piece.spec.name] = None
         return list(names)
@@ -286,12 +257,11 @@ class Optimizer:
         Loading writes into `values` and ends with masters_to_parameters().
         """
         self._check_settled()
-        for shard in self._shards:
+        for shard in self.shards:
             for key, tensor in (("master", shard.master), *shard.moments.items()):
-                for position, piece in shard.pieces():
+                for part, piece in shard.pieces():
                     primary = piece.owned and not shard.is_copy and (self._sharded or self._replica == 0)
-                    values = tensor[position : position + piece.box.num_elements]
-                    yield StatePiece(key, shard.stage, piece, primary, values)
+                    yield StatePiece(key, shard.stage, piece, primary, tensor[part])
 
     def held(self) -> dict[str, list[Tensor]]:
         """Return the tensors that it keeps on the device, by item of the memory plan: 'optimizer' and 'rollback'."""
@@ -299,7 +269,7 @@ class Optimizer:
             return {"optimizer": [], "rollback": []}
         state = [
             tensor
-            for shard in self._shards
+            for shard in self.shards
             for tensor in (*shard.moments.values(), *([shard.master] if shard.has_own_master else []))
         ]
         return {"optimizer": state, "rollback": [] if self._snapshot is None else self._snapshot.copies}
@@ -315,17 +285,17 @@ class Optimizer:
 
     def _sum_gradients(self, count_zero_gradients: bool) -> ModelSum:
         """Launch the sum of the squares of all raw gradients, and of the number of zeros among them."""
-        merged = (shard.gradient[low:high] for shard in self._shards for low, high in shard.merged_ranges)
+        merged = (shard.gradient[low:high] for shard in self.shards for low, high in shard.merged_ranges)
         values = [sum_of_squares(merged, self._device)]
         if count_zero_gradients:
-            exact = (shard.gradient[low:high] for shard in self._shards for low, high in shard.exact_ranges)
+            exact = (shard.gradient[low:high] for shard in self.shards for low, high in shard.exact_ranges)
             values.append(count_zeros(exact, self._device))
         return ModelSum(values, self._sum_groups)
 
-    def _update(self, factor: float, rates: UpdateRates) -> None:
+    def _update(self, factor: float, rates: Rates) -> None:
         if self._on_host:
-            for shard in self._shards:
-                shard.fetch_gradient()
+            for shard in self.shards:
+                shard.updated_from.copy_(shard.gradient, non_blocking=True)
             if self._device.type == "cuda":
                 # also completes the last copies of weights from the host, whose memory the rule overwrites
                 torch.cuda.current_stream(self._device).synchronize()
@@ -349,22 +319,14 @@ class EarlyUpdatePolicy:
         self._recent: deque[bool] = deque(maxlen=WINDOW)  # True for a step that was clipped or skipped
 
     def add(self, is_plain: bool) -> str:
-        """Add a step, plain if it was neither clipped nor skipped.
-
-        Returns a note for the log if the decision changes.
-        """
+        """Add a step, plain if neither clipped nor skipped. Return a note for the log if the decision changes."""
         self._recent.append(not is_plain)
         count = sum(self._recent)
+        found = f"{count} of the last {len(self._recent)} steps had their gradients clipped or skipped"
         if self.allows and count >= STOP_AT:
             self.allows = False
-            return (
-                f"{count} of the last {len(self._recent)} steps had their gradients clipped or skipped: waiting for "
-                f"the norm before each update, until at most {RESUME_AT} of {WINDOW} do"
-            )
+            return f"{found}: waiting for the norm before each update, until at most {RESUME_AT} of {WINDOW} do"
         if not self.allows and len(self._recent) == WINDOW and count <= RESUME_AT:
             self.allows = True
-            return (
-                f"{count} of the last {WINDOW} steps had their gradients clipped or skipped: "
-                "updating before the norm is known again"
-            )
+            return f"{found}: updating before the norm is known again"
         return ""

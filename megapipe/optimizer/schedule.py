@@ -36,9 +36,17 @@ WEIGHT_DECAY_SHAPES: dict[str, Callable[[float], float]] = {
 
 
 @dataclass(frozen=True)
+class Rates:
+    """Rates of one step. decoupled_lr: of embedding and output layer; None for lr. weight_decay: of matrices."""
+
+    lr: float
+    weight_decay: float
+    decoupled_lr: float | None = None
+
+
+@dataclass(frozen=True)
 class LrSchedule:
-    """Learning rate over consumed samples: linear warm-up from init_lr to max_lr, then a decay to min_lr at
-    decay_samples.
+    """Learning rate: linear warm-up from init_lr to max_lr, then a decay to min_lr at decay_samples.
 
     style: 'constant', 'linear', 'cosine', 'inverse-square-root' or 'WSD'. Lengths are in samples; the warm-up is part
     of the decay length.
@@ -54,10 +62,9 @@ class LrSchedule:
     wsd_samples: int = 0
 
     def __post_init__(self) -> None:
-        if self.min_lr > self.max_lr:
-            raise ConfigError(f"--min-lr {self.min_lr} is above --lr {self.max_lr}")
-        if self.init_lr > self.max_lr:
-            raise ConfigError(f"--lr-warmup-init {self.init_lr} is above --lr {self.max_lr}")
+        for flag, lr in (("--min-lr", self.min_lr), ("--lr-warmup-init", self.init_lr)):
+            if lr > self.max_lr:
+                raise ConfigError(f"{flag} {lr} is above --lr {self.max_lr}")
         if self.warmup_samples >= self.decay_samples:
             raise ConfigError(
                 f"the warm-up of {self.warmup_samples:g} samples is not shorter than the decay length of "
@@ -114,29 +121,17 @@ class WeightDecaySchedule:
         return self.start + share * (self.end - self.start)
 
 
-def lr_schedule(optimizer: OptimizerConfig, training: TrainingConfig) -> LrSchedule:
-    """Return the learning rate of all parameters but those of `decoupled_lr_schedule`. Raises ConfigError."""
+def lr_schedule(optimizer: OptimizerConfig, training: TrainingConfig, decoupled: bool = False) -> LrSchedule:
+    """Return the learning rate. decoupled: of embedding and output layer, which use --decoupled-lr if it is set.
+
+    Raises ConfigError.
+    """
     if optimizer.lr is None:
         raise ConfigError("--lr is not set")
-    return _lr_schedule(optimizer, training, optimizer.lr, optimizer.min_lr)
-
-
-def decoupled_lr_schedule(optimizer: OptimizerConfig, training: TrainingConfig) -> LrSchedule:
-    """Return the learning rate of embedding and output layer: --decoupled-lr if set, else that of the others."""
-    base = lr_schedule(optimizer, training)
-    max_lr = base.max_lr if optimizer.decoupled_lr is None else optimizer.decoupled_lr
-    min_lr = base.min_lr if optimizer.decoupled_min_lr is None else optimizer.decoupled_min_lr
-    return _lr_schedule(optimizer, training, max_lr, min_lr)
-
-
-def weight_decay_schedule(optimizer: OptimizerConfig, training: TrainingConfig) -> WeightDecaySchedule:
-    """Return the weight decay of matrices; its ramp lasts the whole training."""
-    start = optimizer.weight_decay if optimizer.start_weight_decay is None else optimizer.start_weight_decay
-    end = optimizer.weight_decay if optimizer.end_weight_decay is None else optimizer.end_weight_decay
-    return WeightDecaySchedule(start, end, optimizer.weight_decay_incr_style, _training_samples(training))
-
-
-def _lr_schedule(optimizer: OptimizerConfig, training: TrainingConfig, max_lr: float, min_lr: float) -> LrSchedule:
+    max_lr, min_lr = optimizer.lr, optimizer.min_lr
+    if decoupled:
+        max_lr = max_lr if optimizer.decoupled_lr is None else optimizer.decoupled_lr
+        min_lr = min_lr if optimizer.decoupled_min_lr is None else optimizer.decoupled_min_lr
     batch = _batch(training)
     if optimizer.lr_decay_samples:
         decay = optimizer.lr_decay_samples
@@ -151,6 +146,13 @@ def _lr_schedule(optimizer: OptimizerConfig, training: TrainingConfig, max_lr: f
     wsd = optimizer.lr_wsd_decay_samples or (optimizer.lr_wsd_decay_iters or 0) * batch
     init, style, wsd_style = optimizer.lr_warmup_init, optimizer.lr_decay_style, optimizer.lr_wsd_decay_style
     return LrSchedule(max_lr, min_lr, init, style, warmup, decay, wsd_style, wsd)
+
+
+def weight_decay_schedule(optimizer: OptimizerConfig, training: TrainingConfig) -> WeightDecaySchedule:
+    """Return the weight decay of matrices; its ramp lasts the whole training."""
+    start = optimizer.weight_decay if optimizer.start_weight_decay is None else optimizer.start_weight_decay
+    end = optimizer.weight_decay if optimizer.end_weight_decay is None else optimizer.end_weight_decay
+    return WeightDecaySchedule(start, end, optimizer.weight_decay_incr_style, _training_samples(training))
 
 
 def _training_samples(training: TrainingConfig) -> int:

@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 import torch
 from torch import Tensor
 
-from megapipe.data_parallel.buffers import FlatBuffer, StageBuffers
+from megapipe.comm.groups import Group
+from megapipe.data_parallel.buffers import FlatBuffer
 from megapipe.sharding.boxes import Piece
 from megapipe.sharding.buffers import Bucket, shard_pieces
 
 
 @dataclass(frozen=True)
 class Run:
-    """Elements [start, stop) of a shard that are updated with the same rates.
-
-    Zero padding inside does no harm: its gradient and weight stay zero.
-    """
+    """Elements [start, stop) of a shard that are updated with the same rates, and zero padding, which stays zero."""
 
     start: int
     stop: int
@@ -27,12 +26,13 @@ class Run:
 
 
 class Shard:
-    """Elements [start, stop) of a flat buffer.
+    """Elements [start, stop) of a flat buffer: the shard of one bucket of member `replica` of the replica group.
 
     parameter, gradient: [stop - start], views of the buffer; parameter is the newest version.
     master: the memory of parameter, if there is one version in the dtype of the gradients (fp32, fp64); else a copy in
     that dtype. moments: by name, like master.
-    on_host: master and moments are in host memory, and an update uses a copy of the gradient there.
+    updated_from: the gradient that the update rule uses, on the device of master.
+    on_host: master, moments and updated_from are in host memory.
     is_copy: another stage owns these parameters (the tied embedding at the head), so norms leave them out.
     counts: False if another rank of the same copy of the model counts these elements.
     exact_ranges: the element ranges that this rank counts, so that every element of the model counts once over tp and
@@ -46,7 +46,7 @@ class Shard:
         buffer: FlatBuffer,
         bucket: Bucket,
         replica: int,
-        tp_coordinate: tuple[int, int],  # tp_rank, tp
+        tp: Group,
         moment_names: tuple[str, ...],
         counts: bool = True,
         on_host: bool = False,
@@ -55,18 +55,17 @@ class Shard:
         self.bucket = bucket
         self.start, self.stop = buffer.shard_range(bucket, replica)
         self.is_copy = buffer.layout.kind == "tied" and stage != 0
-        self._tp_rank, self._tp = tp_coordinate
-        self._buffer = buffer
+        self._tp, self._buffer = tp, buffer
         self.gradient = buffer.gradients[self.start : self.stop]
         self.has_own_master = on_host or self.parameter.dtype != self.gradient.dtype or len(buffer.versions) > 1
-        self._host_gradient: Tensor | None = None
         self._host_parameter: Tensor | None = None
         if on_host:
-            self._host_gradient = _host_memory(self.gradient)
+            self.updated_from = _host_memory(self.gradient)
             self._host_parameter = _host_memory(self.parameter)
             self.master = _host_memory(self.gradient).copy_(self.parameter)
             self.moments = {name: _host_memory(self.gradient) for name in moment_names}
         else:
+            self.updated_from = self.gradient
             self.master = self.parameter.to(self.gradient.dtype, copy=True) if self.has_own_master else self.parameter
             self.moments = {name: torch.zeros_like(self.gradient) for name in moment_names}
         self.runs = tuple(self._find_runs())
@@ -79,16 +78,6 @@ class Shard:
     def parameter(self) -> Tensor:
         return self._buffer.parameters[self.start : self.stop]
 
-    @property
-    def updated_from(self) -> Tensor:
-        """The gradient that the update rule uses: [stop - start], on the device of `master`."""
-        return self.gradient if self._host_gradient is None else self._host_gradient
-
-    def fetch_gradient(self) -> None:
-        """Start to copy the gradient to the host, if updates run there."""
-        if self._host_gradient is not None:
-            self._host_gradient.copy_(self.gradient, non_blocking=True)
-
     def write_parameter(self) -> None:
         """Copy master to parameter, in its dtype. A copy from the host is not waited for."""
         if self._host_parameter is None:
@@ -96,44 +85,32 @@ class Shard:
         else:
             self.parameter.copy_(self._host_parameter.copy_(self.master), non_blocking=True)
 
-    def pieces(self) -> Iterator[tuple[int, Piece]]:
-        """Yield (position in the shard, piece of a parameter) in order."""
-        for position, piece in shard_pieces(self.bucket, self._tp_rank, self._tp, self.start, self.stop):
-            yield position - self.start, piece
+    def pieces(self) -> Iterator[tuple[slice, Piece]]:
+        """Yield (elements of the shard, the piece of a parameter in them) in order."""
+        for position, piece in shard_pieces(self.bucket, self._tp.rank, self._tp.size, self.start, self.stop):
+            start = position - self.start
+            yield slice(start, start + piece.box.num_elements), piece
 
     def _find_runs(self) -> Iterator[Run]:
-        """Yield the longest runs of neighbouring parameters with the same treatment."""
-        run: Run | None = None
-        for slot in self.bucket.slots:
-            low, high = max(slot.start, self.start) - self.start, min(slot.stop, self.stop) - self.start
-            if low >= high:
-                continue
-            treatment = slot.spec.weight_decay, slot.spec.decoupled_lr
-            if run is not None and (run.weight_decay, run.decoupled_lr) == treatment:
-                run = Run(run.start, high, *treatment)
-                continue
-            if run is not None:
-                yield run
-            run = Run(low, high, *treatment)
-        if run is not None:
-            yield run
+        """Yield the longest runs of neighbouring parameters with the same rates."""
+        held = (slot for slot in self.bucket.slots if max(slot.start, self.start) < min(slot.stop, self.stop))
+        for rates, slots in groupby(held, key=lambda slot: (slot.spec.weight_decay, slot.spec.decoupled_lr)):
+            run = list(slots)
+            start, stop = max(run[0].start, self.start), min(run[-1].stop, self.stop)
+            yield Run(start - self.start, stop - self.start, *rates)
 
     def _count_elements(self) -> None:
         """Find the ranges that this rank counts."""
         follows_foreign = False  # there are elements of another rank between this range and the last one
-        for position, piece in self.pieces():
-            if not piece.owned:
-                follows_foreign = True
-                continue
-            # vocabulary padding comes last in a piece
-            end, true_rows = position + piece.box.num_elements, piece.spec.true_rows
-            true_end = end
-            if true_rows is not None:
-                rows = min(max(true_rows - piece.box.offset[0], 0), piece.box.shape[0])
-                true_end = position + piece.box.num_elements // piece.box.shape[0] * rows
-            _append(self.exact_ranges, position, true_end, across_gaps=False)
-            _append(self.merged_ranges, position, end, across_gaps=not follows_foreign)
-            follows_foreign = False
+        for part, piece in self.pieces():
+            if piece.owned:
+                true_stop, true_rows = part.stop, piece.spec.true_rows
+                if true_rows is not None:  # vocabulary padding comes last in a piece
+                    rows = min(max(true_rows - piece.box.offset[0], 0), piece.box.shape[0])
+                    true_stop = part.start + piece.box.num_elements // piece.box.shape[0] * rows
+                _append(self.exact_ranges, part.start, true_stop, across_gaps=False)
+                _append(self.merged_ranges, part.start, part.stop, across_gaps=not follows_foreign)
+            follows_foreign = not piece.owned
 
 
 class ShardSnapshot:
@@ -146,48 +123,20 @@ class ShardSnapshot:
     """
 
     def __init__(self, shards: Sequence[Shard]) -> None:
-        self._pairs: list[tuple[Tensor, Tensor]] = [
-            (live, torch.empty_like(live))
-            for shard in shards
-            for live in (shard.gradient, shard.master.detach(), *shard.moments.values())
+        self._live = [
+            live for shard in shards for live in (shard.gradient, shard.master.detach(), *shard.moments.values())
         ]
+        self.copies = [torch.empty_like(live) for live in self._live]
 
-    @property
-    def copies(self) -> list[Tensor]:
-        return [copy for _, copy in self._pairs]
-
-    @torch.no_grad()
     def take(self) -> None:
         """Copy the current values."""
-        for live, copy in self._pairs:
+        for live, copy in zip(self._live, self.copies, strict=True):
             copy.copy_(live)
 
-    @torch.no_grad()
     def restore(self) -> None:
         """Write the values of the last `take` back. Parameters that are not master weights are left to the caller."""
-        for live, copy in self._pairs:
+        for live, copy in zip(self._live, self.copies, strict=True):
             live.copy_(copy)
-
-
-def make_shards(
-    stages: Mapping[int, StageBuffers],
-    replica: int,
-    tp_rank: int,
-    tp: int,
-    moment_names: tuple[str, ...],
-    counts: bool = True,
-    on_host: bool = False,
-) -> tuple[Shard, ...]:
-    """Return this rank's shard of every bucket of its stages.
-
-    replica: this rank's index in the group of replicas. counts, on_host: see `Shard`.
-    """
-    return tuple(
-        Shard(stage, buffer, bucket, replica, (tp_rank, tp), moment_names, counts, on_host)
-        for stage, buffers in sorted(stages.items())
-        for buffer in buffers.buffers
-        for bucket in buffer.layout.buckets
-    )
 
 
 def _host_memory(like: Tensor) -> Tensor:
@@ -201,6 +150,5 @@ def _append(ranges: list[tuple[int, int]], low: int, high: int, across_gaps: boo
     if low == high:
         return
     if ranges and (across_gaps or ranges[-1][1] == low):
-        ranges[-1] = (ranges[-1][0], high)
-    else:
-        ranges.append((low, high))
+        low, _ = ranges.pop()
+    ranges.append((low, high))

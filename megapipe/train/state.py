@@ -14,8 +14,8 @@ from megapipe.data.dataset import SkippedSamples
 from megapipe.errors import CheckpointError, ConfigError
 from megapipe.optimizer.schedule import (
     LrSchedule,
+    Rates,
     WeightDecaySchedule,
-    decoupled_lr_schedule,
     lr_schedule,
     weight_decay_schedule,
 )
@@ -108,15 +108,6 @@ class TrainingState:
 
 
 @dataclass(frozen=True)
-class Rates:
-    """Learning rates and weight decay of one step."""
-
-    lr: float
-    weight_decay: float
-    decoupled_lr: float | None = None
-
-
-@dataclass(frozen=True)
 class Schedules:
     """Rates over the run. lr: for all parameters but embedding and output layer, which use decoupled_lr."""
 
@@ -130,7 +121,7 @@ class Schedules:
         optimizer, training = config.optimizer, config.training
         return cls(
             lr_schedule(optimizer, training),
-            decoupled_lr_schedule(optimizer, training),
+            lr_schedule(optimizer, training, decoupled=True),
             weight_decay_schedule(optimizer, training),
         )
 

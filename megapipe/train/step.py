@@ -22,9 +22,9 @@ from megapipe.gpu.device_clock import DeviceClock, device_clock
 from megapipe.model.microbatch import Microbatch
 from megapipe.monitor.heartbeat import READING, Heartbeat
 from megapipe.optimizer.optimizer import StepReport
+from megapipe.optimizer.schedule import Rates
 from megapipe.pipeline.engine import BegunRun, Step
 from megapipe.schedule.action import Op, parse_action
-from megapipe.train.state import Rates
 
 PHASE_LEVEL, ACTION_LEVEL = 1, 2
 
@@ -195,13 +195,7 @@ class TrainStep:
         """Run forward, backward and reduction and start the update, without synchronising with the GPU."""
         loss = self.gradients(microbatches, begun)
         with self._timers.phase("optimizer"):
-            self.runtime.optimizer.start(
-                1.0 / loss.denominator,
-                rates.lr,
-                rates.weight_decay,
-                rates.decoupled_lr,
-                count_zero_gradients=self._count_zero_gradients,
-            )
+            self.runtime.optimizer.start(1.0 / loss.denominator, rates, self._count_zero_gradients)
         return loss
 
     def finish(self, loss: PendingLoss) -> StepResult:
@@ -297,7 +291,7 @@ class AsynchronousStep(TrainStep):
         updates = runtime.updates
         assert updates is not None, "a synchronous schedule has no updates in its row"
         versions = runtime.plan.weight_versions(count, runtime.coordinates.pp_rank)
-        updates.begin(versions, rates.lr, rates.weight_decay, rates.decoupled_lr)
+        updates.begin(versions, rates)
         with self._timers.phase("forward-backward"):
             reports = runtime.engine(count).run(self._engine_step(microbatches))
         updates.finish()

@@ -14,8 +14,8 @@ from megapipe.assembly.runtime import TrainingRuntime
 from megapipe.comm.groups import ProcessGroups, build_process_groups
 from megapipe.gpu.streams import HostPool
 from megapipe.model.microbatch import Microbatch
+from megapipe.optimizer.schedule import Rates
 from megapipe.plan.memory import rank_memory
-from megapipe.train.state import Rates
 from megapipe.train.step import train_step
 from tests.assembly.test_planned_memory import UNEVEN, make_plan
 from tests.harness import RankPool

@@ -18,10 +18,10 @@ from megapipe.assembly.microbatches import Keys
 from megapipe.assembly.runtime import TrainingRuntime
 from megapipe.comm.groups import build_process_groups
 from megapipe.model.microbatch import Microbatch
+from megapipe.optimizer.schedule import Rates
 from megapipe.plan.memory import peak_of_row, rank_memory, stage_activation_bytes
 from megapipe.plan.resolve import resolve
 from megapipe.plan.run_plan import RunPlan
-from megapipe.train.state import Rates
 from megapipe.train.step import train_step
 from tests.harness import RankPool
 from tests.tiny import tiny_config
@@ -154,17 +154,12 @@ def measured(rank: int, world_size: int, dtype: str, changes: dict[str, Any]) ->
             step.gradients(microbatches).wait()
         else:
             step.run(microbatches, Rates(1e-2, 0.0))
-    shards = runtime.optimizer._shards
-    state = [
-        tensor
-        for shard in shards
-        for tensor in (*shard.moments.values(), *([shard.master] if shard.has_own_master else []))
-    ]
+    held = runtime.optimizer.held()
     return {
         "weights": _bytes(versions),
         "gradients": _bytes([buffer.gradients for buffer in buffers]),
-        "optimizer": _bytes(state),
-        "rollback": 0 if runtime.optimizer._snapshot is None else _bytes(runtime.optimizer._snapshot.copies),
+        "optimizer": _bytes(held["optimizer"]),
+        "rollback": _bytes(held["rollback"]),
         "activations": peak.most,
     }
 

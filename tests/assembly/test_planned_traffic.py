@@ -17,8 +17,8 @@ from megapipe.comm import collectives
 from megapipe.comm.channels import Channel
 from megapipe.comm.groups import Group, build_process_groups
 from megapipe.model.microbatch import Microbatch
+from megapipe.optimizer.schedule import Rates
 from megapipe.plan.traffic import step_bytes
-from megapipe.train.state import Rates
 from megapipe.train.step import train_step
 from tests.assembly.test_planned_memory import make_plan
 from tests.harness import RankPool

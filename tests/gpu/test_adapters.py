@@ -21,7 +21,7 @@ from megapipe.gpu.kernels import Kernels, choose_kernels, describe_kernels
 from megapipe.gpu.libraries import AttentionShape, FlashAttention, TransformerEngine
 from megapipe.model.attention import explicit_attention
 from megapipe.model.context import additive, causal
-from megapipe.train.state import Rates
+from megapipe.optimizer.schedule import Rates
 from tests.gpu.stand_ins import NAMES, installed
 from tests.harness import RankPool
 from tests.model.grids import (

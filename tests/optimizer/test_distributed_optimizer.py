@@ -17,6 +17,7 @@ from megapipe.config.training import OptimizerConfig
 from megapipe.data_parallel.gather import ParameterGather
 from megapipe.data_parallel.reducer import GradientReducer
 from megapipe.optimizer.optimizer import Optimizer
+from megapipe.optimizer.schedule import Rates
 from megapipe.sharding.boxes import Box
 from megapipe.sharding.buffers import BufferKind
 from megapipe.sharding.spec import Fused, ParamSpec, QueryGroups
@@ -73,7 +74,8 @@ def train(
             module(tokens_of(step, microbatch * world + rank)).backward()
         reducer.reduce(0)
         reducer.finish()
-        norms.append(optimizer.step(1 / 12, 0.01, 0.1, 0.003).grad_norm)
+        optimizer.start(1 / 12, Rates(0.01, 0.1, 0.003))
+        norms.append(optimizer.settle().grad_norm)
     gather.finish()
     state = {
         (piece.key, piece.piece.spec.name, piece.piece.box): piece.values
@@ -141,7 +143,8 @@ def train_one_vector(rank: int, world: int) -> tuple[Tensor, dict]:
     stages[0].main_grad("bias").copy_(torch.tensor([1.0, 2.0, 2.0]))
     gather = ParameterGather(stages, [0], groups.replicas)
     optimizer = Optimizer(stages, groups, SGD, PrecisionConfig(dtype="fp64"), gather)
-    assert optimizer.step(1.0, 0.1, 0.0).grad_norm == 3.0
+    optimizer.start(1.0, Rates(0.1, 0.0))
+    assert optimizer.settle().grad_norm == 3.0
     gather.finish()
     return stages[0].parameter("bias").clone(), optimizer.plain_state()
 
@@ -208,7 +211,8 @@ def measure(
         if piece.key == "master" and piece.primary:
             saved[piece.piece.spec.name] = saved.get(piece.piece.spec.name, 0) + piece.values.numel()
     params_norm = optimizer.parameters_norm()
-    report = optimizer.step(1.0, 0.0, 0.0, count_zero_gradients=True)
+    optimizer.start(1.0, Rates(0.0, 0.0), count_zero_gradients=True)
+    report = optimizer.settle()
     return report.grad_norm, params_norm, report.num_zeros, saved
 
 

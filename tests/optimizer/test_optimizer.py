@@ -14,7 +14,9 @@ from megapipe.config.model import PrecisionConfig
 from megapipe.config.training import OptimizerConfig
 from megapipe.data_parallel.buffers import StageBuffers
 from megapipe.data_parallel.reducer import GradientReducer
+from megapipe.optimizer.gradient_norm import sum_of_squares
 from megapipe.optimizer.optimizer import Optimizer, StepReport
+from megapipe.optimizer.schedule import Rates
 from megapipe.sharding.spec import Fused, ParamSpec
 from tests.data_parallel.toy import Toy, draw, stage_buffers, tokens_of, toy_specs
 
@@ -49,7 +51,8 @@ class Trainer:
         for microbatch in range(num_microbatches):
             (self.module(tokens_of(step, microbatch)) * (scale * self.optimizer.loss_scale)).backward()
         self.reducer.finish()
-        return self.optimizer.step(1 / num_microbatches, lr, 0.1, 0.3 * lr)
+        self.optimizer.start(1 / num_microbatches, Rates(lr, 0.1, 0.3 * lr))
+        return self.optimizer.settle()
 
     def weights(self) -> dict[str, Tensor]:
         return {name: parameter.detach().clone() for name, parameter in self.module.named_parameters()}
@@ -100,7 +103,7 @@ def test_weights_and_norms_equal_torchs_own_optimizer(config: OptimizerConfig, d
     assert_close(trainer.weights(), weights, tolerance)
     assert [report.grad_norm for report in reports] == pytest.approx(norms, rel=tolerance)
     assert any(report.clip_coefficient < 1 for report in reports) == (config.clip_grad > 0)
-    assert trainer.optimizer.masters_are_parameters
+    assert not any(shard.has_own_master for shard in trainer.optimizer.shards)
 
 
 def test_clip_coefficient_is_megatrons() -> None:
@@ -117,7 +120,7 @@ def test_low_precision_parameters_are_the_rounded_fp32_masters(dtype: str) -> No
         assert not trainer.step(step, lr=1e-5).skipped
     masters = master_weights(trainer)
     weights = trainer.weights()
-    assert not trainer.optimizer.masters_are_parameters
+    assert all(shard.has_own_master for shard in trainer.optimizer.shards)
     for name, master in masters.items():
         assert master.dtype == torch.float32
         assert torch.equal(weights[name].flatten(), master.to(DTYPES[dtype]))
@@ -171,7 +174,8 @@ def test_nan_gradient_updates_nothing_and_is_named() -> None:
     trainer = Trainer(ADAM)
     before = trainer.weights()
     trainer.buffers.main_grad("up.bias")[3] = math.nan
-    report = trainer.optimizer.step(1.0, 0.01, 0.1)
+    trainer.optimizer.start(1.0, Rates(0.01, 0.1))
+    report = trainer.optimizer.settle()
     assert math.isnan(report.grad_norm)
     assert report.skipped
     assert trainer.optimizer.nonfinite_gradients() == ["up.bias"]
@@ -187,7 +191,8 @@ def test_zeros_and_norms_leave_padding_out() -> None:
     )
     assert optimizer.parameters_norm() == pytest.approx(math.sqrt(33 * 4.0))
     buffers.main_grad("bias").copy_(torch.tensor([3.0, 0.0, 4.0]))
-    report = optimizer.step(1.0, 0.0, 0.0, count_zero_gradients=True)
+    optimizer.start(1.0, Rates(0.0, 0.0), count_zero_gradients=True)
+    report = optimizer.settle()
     assert report.grad_norm == pytest.approx(5.0)
     assert report.num_zeros == 31
 
@@ -221,7 +226,7 @@ def test_training_resumed_through_pieces_is_equal_to_the_bit(config: OptimizerCo
 def test_state_on_the_host_trains_the_same_to_the_bit(config: OptimizerConfig, dtype: str) -> None:
     here = Trainer(config, PrecisionConfig(dtype=dtype))
     there = Trainer(dataclasses.replace(config, optimizer_cpu_offload=True), PrecisionConfig(dtype=dtype))
-    assert not there.optimizer.masters_are_parameters
+    assert all(shard.has_own_master for shard in there.optimizer.shards)
     for number in range(4):
         mine, theirs = here.step(number), there.step(number)
         assert mine == theirs
@@ -246,8 +251,6 @@ def test_weights_loaded_without_state_become_masters() -> None:
 
 
 def test_sum_of_squares_of_many_elements_does_not_drift() -> None:
-    from megapipe.optimizer.gradient_norm import sum_of_squares
-
     values = torch.randn(3_000_017, generator=torch.Generator().manual_seed(0))
     exact = values.double().square().sum().item()
     assert sum_of_squares([values], values.device).item() == pytest.approx(exact, rel=3e-7)

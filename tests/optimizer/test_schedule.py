@@ -20,7 +20,6 @@ from megapipe.errors import ConfigError
 from megapipe.optimizer.schedule import (
     LrSchedule,
     WeightDecaySchedule,
-    decoupled_lr_schedule,
     lr_schedule,
     weight_decay_schedule,
 )
@@ -101,8 +100,9 @@ def test_embedding_and_head_take_the_decoupled_learning_rate() -> None:
     training = TrainingConfig(global_batch_size=1, train_iters=10)
     config = OptimizerConfig(lr=1.0, min_lr=0.1, decoupled_lr=0.5)
     assert (lr_schedule(config, training)(0), lr_schedule(config, training)(10)) == (1.0, 0.1)
-    assert (decoupled_lr_schedule(config, training)(0), decoupled_lr_schedule(config, training)(10)) == (0.5, 0.1)
-    assert decoupled_lr_schedule(OptimizerConfig(lr=1.0), training)(0) == 1.0
+    decoupled = lr_schedule(config, training, decoupled=True)
+    assert (decoupled(0), decoupled(10)) == (0.5, 0.1)
+    assert lr_schedule(OptimizerConfig(lr=1.0), training, decoupled=True)(0) == 1.0
 
 
 def test_weight_decay_ramps_over_the_training() -> None:

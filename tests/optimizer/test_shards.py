@@ -3,7 +3,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megapipe.optimizer.shards import Shard, make_shards
+from megapipe.comm.groups import Group
+from megapipe.optimizer.shards import Shard
 from megapipe.sharding.spec import Fused, ParamSpec
 from tests.data_parallel.toy import stage_buffers
 
@@ -18,7 +19,12 @@ SPECS = (
 
 def shards_of(tp_rank: int, replica: int, num_shards: int, dtype: torch.dtype = torch.float64) -> tuple[Shard, ...]:
     buffers = stage_buffers(SPECS, num_shards, 1000, tp_rank=tp_rank, tp=2, param_dtype=dtype, grad_dtype=torch.float64)
-    return make_shards({0: buffers}, replica, tp_rank, 2, ("exp_avg",))
+    tp = Group("tp", (0, 1), tp_rank)
+    return tuple(
+        Shard(0, buffer, bucket, replica, tp, ("exp_avg",))
+        for buffer in buffers.buffers
+        for bucket in buffer.layout.buckets
+    )
 
 
 def meaning(shard: Shard) -> list[str]:
@@ -26,9 +32,9 @@ def meaning(shard: Shard) -> list[str]:
     tp_rank.
     """
     found = [""] * (shard.stop - shard.start)
-    for position, piece in shard.pieces():
+    for part, piece in shard.pieces():
         name = piece.spec.name if piece.owned else f"-{piece.spec.name}"
-        found[position : position + piece.box.num_elements] = [name] * piece.box.num_elements
+        found[part] = [name] * piece.box.num_elements
     return found
 
 

@@ -12,9 +12,9 @@ from megapipe.data.batch import Batch
 from megapipe.extras.verify.compare import FP64, Difference, ParityStep
 from megapipe.extras.verify.oracle import drawn_slices, random_batches
 from megapipe.extras.verify.parity import compare_with_oracle
+from megapipe.optimizer.schedule import Rates
 from megapipe.plan.resolve import resolve
 from megapipe.plan.run_plan import RunPlan
-from megapipe.train.state import Rates
 from tests.harness import RankFailure, RankPool
 from tests.parity.configuration import configuration
 from tests.parity.options import Grid, world_of

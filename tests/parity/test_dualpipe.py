@@ -13,8 +13,8 @@ from megapipe.comm.collectives import gather_objects
 from megapipe.comm.groups import build_process_groups
 from megapipe.config.config import Config
 from megapipe.extras.verify.oracle import drawn_slices, random_batches, share_of
+from megapipe.optimizer.schedule import Rates
 from megapipe.plan.resolve import resolve
-from megapipe.train.state import Rates
 from megapipe.train.step import TrainStep
 from tests.harness import RankPool
 from tests.parity.comparison import assert_equals_reference

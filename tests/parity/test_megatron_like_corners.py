@@ -16,8 +16,8 @@ from megapipe.comm.groups import build_process_groups
 from megapipe.config.config import Config
 from megapipe.config.parallel import ParallelConfig
 from megapipe.extras.verify.oracle import Oracle, drawn_slices, random_batches, share_of, whole_weights
+from megapipe.optimizer.schedule import Rates
 from megapipe.plan.resolve import resolve
-from megapipe.train.state import Rates
 from megapipe.train.step import TrainStep
 from tests.harness import RankPool
 from tests.parity.comparison import assert_equals_reference

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from megapipe.comm.trace import Event, Tracer
+from megapipe.optimizer.schedule import Rates
 from megapipe.schedule.action import COMPUTE_OPS, Op, parse_action
 from megapipe.schedule.families import SCHEDULES
-from megapipe.train.state import Rates
 from tests.harness import RankPool
 from tests.parity.comparison import assert_equals_reference
 from tests.parity.options import FAMILIES, Grid, plain_grid, world_of

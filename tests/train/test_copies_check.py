@@ -57,10 +57,10 @@ def strike(runtime: TrainingRuntime, name: str, where: str) -> None:
             if where == "parameter":
                 flip(buffers.parameter(found).reshape(-1), buffers.parameter(found).numel() // 2)
                 return
-    for shard in runtime.optimizer._shards:
-        for position, piece in shard.pieces():
+    for shard in runtime.optimizer.shards:
+        for part, piece in shard.pieces():
             if name in piece.spec.name:
-                flip(shard.master, position)
+                flip(shard.master, part.start)
                 return
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megapipe.config.load import load_config
-from megapipe.train.state import Rates
+from megapipe.optimizer.schedule import Rates
 from tests.harness import RankPool
 from tests.train.grids import runtime_of, step_microbatches, trainer, whole_parameters
 

@@ -15,10 +15,10 @@ from torch import Tensor
 from megapipe.assembly.runtime import TrainingRuntime
 from megapipe.comm.groups import build_process_groups
 from megapipe.data.batch import DocumentRules
+from megapipe.optimizer.schedule import Rates
 from megapipe.plan.resolve import resolve
 from megapipe.tensor_parallel import cross_entropy, embedding
 from megapipe.train.nonfinite import OutputWatch, repeat_step
-from megapipe.train.state import Rates
 from tests.harness import RankPool
 from tests.pipeline.tape import Pool, TapeRecorder
 from tests.train.grids import step_microbatches, trainer

@@ -14,7 +14,7 @@ from megapipe.config.config import Config
 from megapipe.config.model import ModelConfig
 from megapipe.config.parallel import ParallelConfig
 from megapipe.config.training import OptimizerConfig, TrainingConfig
-from megapipe.train.state import Rates
+from megapipe.optimizer.schedule import Rates
 from tests.extras.reference.megatron_curves import Curve, load_curve
 from tests.harness import run_ranks
 from tests.train.grids import runtime_of, step_microbatches, trainer

@@ -15,8 +15,8 @@ import pytest
 from megapipe.comm.collectives import Work, all_gather
 from megapipe.comm.trace import Event, Tracer
 from megapipe.data_parallel import gather as gather_module
+from megapipe.optimizer.schedule import Rates
 from megapipe.schedule.action import COMPUTE_OPS, Op, parse_action
-from megapipe.train.state import Rates
 from tests.harness import RankPool
 from tests.train.grids import runtime_of, step_microbatches, trainer
 from tests.train.runs import tiny

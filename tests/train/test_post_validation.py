@@ -23,8 +23,8 @@ from megapipe.model.stage import Block
 from megapipe.optimizer import optimizer as optimizer_module
 from megapipe.optimizer.gradient_norm import ModelSum
 from megapipe.optimizer.optimizer import EarlyUpdatePolicy, StepReport
+from megapipe.optimizer.schedule import Rates
 from megapipe.train import saving as saving_module
-from megapipe.train.state import Rates
 from megapipe.train.step import PostValidationStep, StepBatch, StepResult, train_step
 from tests.harness import RankPool
 from tests.train.grids import runtime_of, step_microbatches
@@ -210,7 +210,7 @@ def late_norm(rank: int, world_size: int, changes: dict[str, Any], flag: str) ->
     optimizer_module.ModelSum = Late  # type: ignore[misc]
     try:
         step.take(batch_of(runtime, rows, 0, Rates(1e-2, 0.0)), lambda batch, result: True)
-        tracer.clear()
+        tracer.events.clear()
         if rank == 0:
             finish = step.finish
             step.finish = lambda loss: (Path(flag).touch(), finish(loss))[1]  # type: ignore[method-assign]

@@ -31,12 +31,12 @@ from megapipe.comm.groups import build_process_groups
 from megapipe.config.load import load_config
 from megapipe.data.batch import Batch, DocumentRules
 from megapipe.environment import read_environment
+from megapipe.optimizer.schedule import Rates
 from megapipe.pipeline.stage import StageRunner
 from megapipe.plan.resolve import resolve
 from megapipe.schedule.action import COMPUTE_OPS, Op
 from megapipe.schedule.costs import Costs
 from megapipe.schedule.simulate import simulate
-from megapipe.train.state import Rates
 from megapipe.train.step import StepBatch, StepResult, train_step
 
 MODEL = (

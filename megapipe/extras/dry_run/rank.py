@@ -19,11 +19,11 @@ from megapipe.comm.trace import Tracer
 from megapipe.data.batch import Batch
 from megapipe.extras.dry_run.grid import microbatches_to_run
 from megapipe.extras.dry_run.meta import LiveBytes, MetaMode
+from megapipe.optimizer.schedule import Rates
 from megapipe.plan.run_plan import RunPlan
 from megapipe.schedule.action import Action, Op, parse_action
 from megapipe.sharding.spec import ParamSpec
 from megapipe.train.nonfinite import OutputWatch
-from megapipe.train.state import Rates
 from megapipe.train.step import train_step
 
 META = torch.device("meta")

@@ -22,11 +22,11 @@ from megapipe.extras.reference.config import ReferenceConfig
 from megapipe.extras.reference.gpt import ReferenceGPT
 from megapipe.extras.reference.train import Microbatch, StepResult, build_optimizer, reference_step
 from megapipe.model.init import draw
+from megapipe.optimizer.schedule import Rates
 from megapipe.plan.run_plan import RunPlan
 from megapipe.schedule.families import SCHEDULES
 from megapipe.sharding.spec import Init, ParamSpec
 from megapipe.tensor_parallel.random import DropoutKey, keyed_mask
-from megapipe.train.state import Rates
 
 GlobalBatch = Sequence[Batch]  # microbatch k * dp + d of a global batch is microbatch k of dp_rank d
 

@@ -37,11 +37,12 @@ from megapipe.extras.verify.oracle import (
 from megapipe.extras.verify.report import found_text, plan_text
 from megapipe.extras.verify.shrink import Shrunk, shrink
 from megapipe.model.microbatch import Microbatch
+from megapipe.optimizer.schedule import Rates
 from megapipe.pipeline.engine import BegunRun
 from megapipe.plan.run_plan import RunPlan
 from megapipe.sharding.spec import ParamSpec
 from megapipe.train.run import join
-from megapipe.train.state import Rates, Schedules
+from megapipe.train.state import Schedules
 from megapipe.train.step import AsynchronousStep, StepResult, TrainStep
 
 EXIT_CODE_DIFFERENT = 1

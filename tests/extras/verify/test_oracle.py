@@ -20,9 +20,9 @@ from megapipe.extras.verify.oracle import (
     reference_config,
     whole_weights,
 )
+from megapipe.optimizer.schedule import Rates
 from megapipe.plan.resolve import resolve
 from megapipe.tensor_parallel.random import DropoutKey, keyed_mask
-from megapipe.train.state import Rates
 from tests.extras.verify.grids import given_slices
 from tests.tiny import LLAMA, tiny_config
 

@@ -25,6 +25,7 @@ from megapipe.config.config import Config
 from megapipe.data.batch import Batch, DocumentRules
 from megapipe.extras.convert.families import LLAMA_ROWS
 from megapipe.extras.convert.tables import map_tensors
+from megapipe.optimizer.schedule import Rates
 from megapipe.plan.resolve import resolve
 from megapipe.sharding.spec import ParamSpec
 from megapipe.train.step import TrainStep
@@ -95,7 +96,7 @@ class Megapipe:
 
     def update(self) -> float:
         """Update as the training step does, after `gradients`."""
-        self.runtime.optimizer.start(1.0 / self._shape.microbatches, LR, WEIGHT_DECAY, LR, count_zero_gradients=False)
+        self.runtime.optimizer.start(1.0 / self._shape.microbatches, Rates(LR, WEIGHT_DECAY))
         return self.runtime.optimizer.settle().grad_norm
 
     def _microbatches(self) -> Microbatches:
