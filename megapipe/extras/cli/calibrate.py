@@ -15,38 +15,35 @@ from megapipe.config.load import load_config
 from megapipe.config.training import DEVICES
 from megapipe.dtypes import TENSOR_DTYPES
 from megapipe.environment import Environment
-from megapipe.extras.cli.frame import Command, option, write_file
+from megapipe.extras.cli.frame import command, option, write_file
 from megapipe.extras.cli.planning import with_vocabulary
 from megapipe.plan.layer_costs import LayerTimes, PartCost, setting_of, to_json
 from megapipe.plan.resolve import resolve
 
 CALIBRATE_OPTIONS = (
-    option(
-        "--output",
-        type=Path,
-        default=Path("hardware.yaml"),
-        metavar="FILE.yaml",
-        help="default hardware.yaml; never overwritten without --force",
-    ),
-    option("--force", action="store_true", help="overwrite the file"),
-    option("--seconds", default=30.0, above=0, help="that it may take, about; with fewer, smaller sizes are measured"),
-    option(
-        "--dtype",
-        choices=TENSOR_DTYPES,
-        help="in which GEMMs by size, attention and memory are measured (default: bf16 on GPUs, fp32 on CPUs)",
-    ),
-    option("--name", help="of the hardware in the file (default: the device's)"),
-    option("--device", choices=DEVICES, default="auto", help="default: cuda if there is a GPU"),
-    option("--timeout-seconds", default=60.0, above=0, help="after which a message that does not come is an error"),
-    option("--json", action="store_true", help="the figures as one JSON object instead of the table"),
+    option("--output", "never overwritten without --force", type=Path, default="hardware.yaml", metavar="FILE.yaml"),
+    option("--force", "overwrite the file", action="store_true"),
+    option("--seconds", "that it may take, about; with fewer, smaller sizes are measured", default=30.0, above=0),
+    option("--dtype", "of GEMMs by size, attention, memory (default: bf16 on GPU, fp32 on CPU)", choices=TENSOR_DTYPES),
+    option("--name", "of the hardware in the file (default: the device's)"),
+    option("--device", "default: cuda if there is a GPU", choices=DEVICES, default="auto"),
+    option("--timeout-seconds", "after which a message that does not come is an error", default=60.0, above=0),
+    option("--json", "the figures as one JSON object instead of the table", action="store_true"),
 )
 PROFILE_OPTIONS = (
-    option("--output", type=Path, required=True, metavar="FILE.json", help="the file to write"),
-    option("--seconds", default=1.0, above=0, help="for each of some ten figures"),
+    option("--output", "the file to write", type=Path, required=True, metavar="FILE.json"),
+    option("--seconds", "for each of some ten figures", default=1.0, above=0),
 )
 
 
-def _calibrate(own: argparse.Namespace, environment: Environment) -> None:
+@command(
+    "megapipe calibrate",
+    CALIBRATE_OPTIONS,
+    on_ranks=True,
+    needs_words=False,
+    interrupted="interrupted; no file was written",
+)
+def calibrate(own: argparse.Namespace, environment: Environment) -> None:
     """Measure this machine and write a hardware file for `megapipe plan`.
 
       megapipe calibrate --output here.yaml
@@ -76,7 +73,8 @@ def _calibrate(own: argparse.Namespace, environment: Environment) -> None:
             print(f"written: {own.output}, for megapipe plan --hardware {own.output}")
 
 
-def _profile(own: argparse.Namespace, environment: Environment) -> None:
+@command("megapipe profile-layers", PROFILE_OPTIONS, on_ranks=True, takes_config=True)
+def profile_layers(own: argparse.Namespace, environment: Environment) -> None:
     """Measure embedding, layers and head of a configuration, to balance pipeline stages.
 
       megapipe profile-layers --output times.json --config run.yaml
@@ -120,14 +118,3 @@ def _text(parts: tuple[PartCost, PartCost, PartCost]) -> str:
     layer = parts[1].forward + parts[1].backward
     embedding, head = ((part.forward + part.backward) / layer for part in (parts[0], parts[2]))
     return "\n".join([*lines, f"the head weighs {head:.2f} layers, the embedding {embedding:.2f}"])
-
-
-calibrate = Command(
-    "megapipe calibrate",
-    CALIBRATE_OPTIONS,
-    _calibrate,
-    on_ranks=True,
-    needs_words=False,
-    interrupted="interrupted; no file was written",
-)
-profile_layers = Command("megapipe profile-layers", PROFILE_OPTIONS, _profile, on_ranks=True, takes_config=True)

@@ -22,26 +22,16 @@ SUBCOMMANDS = {
     "launch": Subcommand("launch", "main", "start a script on several ranks: torchrun without its tracebacks"),
     "plan": Subcommand("plan", "main", "show what a configuration will do on a number of ranks, without starting any"),
     "explain": Subcommand("explain", "main", "explain a flag, and its cost in memory and time for a configuration"),
-    "profile-layers": Subcommand(
-        "calibrate",
-        "profile_layers",
-        "measure embedding, layers and head on this machine, to balance the pipeline stages",
-    ),
-    "calibrate": Subcommand(
-        "calibrate", "calibrate", "measure this machine and its links, and write a hardware file for plan"
-    ),
+    "profile-layers": Subcommand("calibrate", "profile_layers", "measure embedding, layers, head, to balance stages"),
+    "calibrate": Subcommand("calibrate", "calibrate", "measure this machine and its links: a hardware file for plan"),
     "schedule": Subcommand("schedule", "main", "draw, compare, check and simulate pipeline schedules"),
-    "doctor": Subcommand(
-        "doctor", "main", "check this machine, or a whole allocation: versions, interfaces, the links of every group"
-    ),
+    "doctor": Subcommand("doctor", "main", "check this machine or allocation: versions, interfaces, links of groups"),
     "status": Subcommand("status", "main", "show what every rank of a run does now, and which ranks it waits for"),
     "progress": Subcommand("plan", "progress", "print the step that a run has reached, for job scripts"),
     "report": Subcommand("report", "main", "write an HTML report of a run"),
     "verify": Subcommand("pretrain", "verify", "compare the grid with a single plain process: pretrain --verify-grid"),
     "generate": Subcommand("inference", "generate", "generate texts with a trained model"),
-    "evaluate": Subcommand(
-        "inference", "evaluate", "compute loss and perplexity of a trained model on a text or token file"
-    ),
+    "evaluate": Subcommand("inference", "evaluate", "compute a model's loss and perplexity on a text or token file"),
     "preprocess": Subcommand("data", "preprocess", "tokenize text into token files"),
     "train-tokenizer": Subcommand("data", "train_tokenizer", "train a SentencePiece tokenizer on text"),
     "merge": Subcommand("data", "merge", "merge several token files into one"),

@@ -18,42 +18,38 @@ from megapipe.data.text_source import (
     read_records,
 )
 from megapipe.errors import ConfigError
-from megapipe.extras.cli.frame import Command, option
+from megapipe.extras.cli.frame import command, option
 from megapipe.tokenizers.sentencepiece import train_sentencepiece
 from megapipe.tokenizers.tokenizer import TOKENIZERS, build_tokenizer
 
 TRAIN_TOKENIZER_OPTIONS = (
-    option("--input", required=True, help="directory of text files, text file, or JSON lines with the key text"),
-    option("--output", required=True, help="the model file to write"),
-    option("--vocab-size", default=8192, help="pieces, special tokens included"),
-    option("--megabytes", default=4.0, help="most text to train on"),
+    option("--input", "directory of text files, text file, or JSON lines with the key text", required=True),
+    option("--output", "the model file to write", required=True),
+    option("--vocab-size", "pieces, special tokens included", default=8192),
+    option("--megabytes", "most text to train on", default=4.0),
 )
 PREPROCESS_OPTIONS = (
     "text",
     option(
         "--input",
+        "files, patterns or directories; .jsonl/.json(.gz) hold JSON lines, others plain text",
         nargs="+",
         required=True,
-        help="files, patterns or directories; .jsonl/.json(.gz) hold JSON lines, others plain text",
     ),
-    option(
-        "--json-keys", nargs="+", default=[TEXT_KEY], help="keys to tokenize, each to its own files (default: text)"
-    ),
-    option("--suffixes", nargs="+", default=[], help="in directories, only files such as .py .md (default: all)"),
-    option("--document-unit", choices=DOCUMENT_UNITS, default="file", help="unit of a document in plain text"),
+    option("--json-keys", "keys to tokenize, each to its own files (default: text)", nargs="+", default=[TEXT_KEY]),
+    option("--suffixes", "in directories, only files such as .py .md (default: all)", nargs="+", default=[]),
+    option("--document-unit", "unit of a document in plain text", choices=DOCUMENT_UNITS, default="file"),
     "tokenizer",
-    option("--tokenizer-type", required=True, help=f"one of {', '.join(TOKENIZERS)}"),
-    option("--tokenizer-model", help="SentencePiece model, tokenizer.json, or a folder with one of them"),
-    option("--vocab-size", type=int, help="for NullTokenizer"),
-    option("--vocab-file", help="for GPT2BPETokenizer: vocabulary (JSON)"),
-    option("--merge-file", help="for GPT2BPETokenizer: merges (text)"),
-    option("--append-eod", action="store_true", help="end each document with the end-of-document token"),
+    option("--tokenizer-type", f"one of {', '.join(TOKENIZERS)}", required=True),
+    option("--tokenizer-model", "SentencePiece model, tokenizer.json, or a folder with one of them"),
+    option("--vocab-size", "for NullTokenizer", type=int),
+    option("--vocab-file", "for GPT2BPETokenizer: vocabulary (JSON)"),
+    option("--merge-file", "for GPT2BPETokenizer: merges (text)"),
+    option("--append-eod", "end each document with the end-of-document token", action="store_true"),
     "output",
-    option("--output-prefix", required=True, help="PREFIX of PREFIX_KEY_document.bin/.idx"),
-    option("--workers", default=1, help="tokenizing processes"),
-    option(
-        "--log-interval", type=int, help="without a terminal: print progress after every N documents (default: never)"
-    ),
+    option("--output-prefix", "PREFIX of PREFIX_KEY_document.bin/.idx", required=True),
+    option("--workers", "tokenizing processes", default=1),
+    option("--log-interval", "without a terminal: print progress after every N documents (default: never)", type=int),
 )
 REFUSED = {  # Megatron's flags that are not here, and what to do instead
     "--split-sentences": "documents are stored whole, as GPT training needs them; leave it out",
@@ -63,12 +59,14 @@ REFUSED = {  # Megatron's flags that are not here, and what to do instead
     "--lang": "documents are not cut into sentences; leave it out",
 }
 MERGE_OPTIONS = (
-    option("--input", nargs="+", required=True, help="file prefixes (without .bin/.idx), or directories"),
-    option("--output-prefix", required=True, help="prefix of the merged .bin/.idx"),
+    option("--input", "file prefixes (without .bin/.idx), or directories", nargs="+", required=True),
+    option("--output-prefix", "prefix of the merged .bin/.idx", required=True),
 )
+NO_FILE = "\ninterrupted; no file was written"
 
 
-def _train_tokenizer(own: argparse.Namespace) -> None:
+@command("megapipe train-tokenizer", TRAIN_TOKENIZER_OPTIONS, interrupted=NO_FILE)
+def train_tokenizer(own: argparse.Namespace) -> None:
     """Train a SentencePiece tokenizer on text: a directory, a text file or JSON lines.
 
         megapipe train-tokenizer --input corpus.jsonl --output tokenizer.model --vocab-size 8192
@@ -81,7 +79,8 @@ def _train_tokenizer(own: argparse.Namespace) -> None:
     print(f"wrote {own.output}: {own.vocab_size:,} pieces, trained on {len(documents):,} documents")
 
 
-def _preprocess(own: argparse.Namespace) -> None:
+@command("megapipe preprocess", PREPROCESS_OPTIONS, interrupted=NO_FILE, refused=REFUSED)
+def preprocess(own: argparse.Namespace) -> None:
     """Tokenize text into token files: JSON lines, plain text or directories -> PREFIX_KEY_document.bin/.idx.
 
         megapipe preprocess --input corpus.jsonl --output-prefix data/corpus \\
@@ -116,7 +115,8 @@ def _preprocess(own: argparse.Namespace) -> None:
         )
 
 
-def _merge(own: argparse.Namespace) -> None:
+@command("megapipe merge", MERGE_OPTIONS, interrupted=NO_FILE)
+def merge(own: argparse.Namespace) -> None:
     """Merge several token files into one, in the order given; a directory means all of its token files, sorted by name.
 
     megapipe merge --input data/part1 data/part2 --output-prefix data/all
@@ -129,9 +129,3 @@ def _merge(own: argparse.Namespace) -> None:
         f"wrote {own.output_prefix}.bin/.idx: {merged.num_documents:,} documents, {merged.num_tokens:,} tokens as "
         f"{merged.dtype}"
     )
-
-
-NO_FILE = "\ninterrupted; no file was written"
-train_tokenizer = Command("megapipe train-tokenizer", TRAIN_TOKENIZER_OPTIONS, _train_tokenizer, interrupted=NO_FILE)
-preprocess = Command("megapipe preprocess", PREPROCESS_OPTIONS, _preprocess, interrupted=NO_FILE, refused=REFUSED)
-merge = Command("megapipe merge", MERGE_OPTIONS, _merge, interrupted=NO_FILE)

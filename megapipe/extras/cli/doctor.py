@@ -8,7 +8,7 @@ import json
 from megapipe.config.config import Config
 from megapipe.config.load import load_config
 from megapipe.environment import Environment
-from megapipe.extras.cli.frame import Command, option
+from megapipe.extras.cli.frame import command, option
 from megapipe.extras.cli.planning import HARDWARE_OPTIONS, hardware_given
 from megapipe.plan.hardware import hardware_of
 from megapipe.plan.schedule_choice import schedule_and_chunks
@@ -20,17 +20,18 @@ OPTIONS = (
     *HARDWARE_OPTIONS,
     option(
         "--slow-factor",
+        "a device or link counts as slow from this factor (twice that where cores are shared)",
         default=2.0,
         above=1,
-        help="a device or link counts as slow from this factor (twice that where cores are shared)",
     ),
-    option("--seconds", default=0.1, above=0, help="for the repeats of one size of one group"),
-    option("--timeout-seconds", default=60.0, above=0, help="after which a message that does not come is an error"),
-    option("--json", action="store_true", help="one JSON object"),
+    option("--seconds", "for the repeats of one size of one group", default=0.1, above=0),
+    option("--timeout-seconds", "after which a message that does not come is an error", default=60.0, above=0),
+    option("--json", "one JSON object", action="store_true"),
 )
 
 
-def _examine(own: argparse.Namespace, environment: Environment) -> int:
+@command("megapipe doctor", OPTIONS, on_ranks=True, takes_config=True, needs_words=False)
+def main(own: argparse.Namespace, environment: Environment) -> int:
     """Check this machine, or a whole allocation, before a run.
 
       megapipe doctor
@@ -98,6 +99,3 @@ def layout_of(config: Config, environment: Environment) -> tuple[Topology, Place
         mirrored_pipeline=placement.second_direction is not None,
     )
     return topology, placement
-
-
-main = Command("megapipe doctor", OPTIONS, _examine, on_ranks=True, takes_config=True, needs_words=False)

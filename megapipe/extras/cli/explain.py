@@ -10,7 +10,7 @@ from megapipe.config.flags import REQUESTS, field_flags, normalised, suggestion,
 from megapipe.config.load import load_config
 from megapipe.config.megatron_flags import DELIBERATE_DIFFERENCES, SUPPORTED, megatron_flags
 from megapipe.errors import ConfigError
-from megapipe.extras.cli.frame import Command
+from megapipe.extras.cli.frame import command
 from megapipe.extras.cli.planning import HARDWARE_OPTIONS, hardware_given, with_vocabulary
 from megapipe.extras.search.explain import Alternative, Cost, alternatives, has_effect, papers
 from megapipe.formatting import bytes_text, text_table
@@ -20,7 +20,8 @@ from megapipe.plan.schedule_choice import SCHEDULE_NAMES
 MOST_COLUMNS = 100
 
 
-def _explain(own: argparse.Namespace) -> None:
+@command("megapipe explain", HARDWARE_OPTIONS, takes_config=True)
+def main(own: argparse.Namespace) -> None:
     """Explain a flag: megapipe explain FLAG [--gpu NAME | --hardware FILE] [--config FILE.yaml] [flags of
     pretrain_gpt.py]
 
@@ -36,10 +37,7 @@ def _explain(own: argparse.Namespace) -> None:
 
 
 def explained(word: str, configuration: Sequence[str], hardware: Hardware | None = None) -> str:
-    """Return the explanation of a flag. configuration: the flags that give it and the world; may be empty.
-
-    Raises ConfigError for an unknown flag, or for a configuration that cannot be read.
-    """
+    """Return the explanation of a flag. configuration: flags of a model and a world, or none. Raises ConfigError."""
     name = normalised(word if word.startswith("--") else "--" + word)
     if name in REQUESTS:
         return f"{name}  [megapipe]\n  {REQUESTS[name].help}\n  It is a request, not a setting of the run."
@@ -105,6 +103,3 @@ def _row(alternative: Alternative, cost: Cost, current_seconds: float | None) ->
         change = f"{cost.seconds / current_seconds - 1:+.1%}"
     value = alternative.value if len(alternative.value) < MOST_COLUMNS else alternative.value[:MOST_COLUMNS] + "..."
     return value, bytes_text(max(cost.rank_bytes)), seconds, change, f"{cost.bubble_share:.1%}"
-
-
-main = Command("megapipe explain", HARDWARE_OPTIONS, _explain, takes_config=True)

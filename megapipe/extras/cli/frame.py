@@ -39,6 +39,9 @@ TITLES = {  # exception -> first words of its message; "error" for all others
 }
 
 
+METAVARS = {int: "N", float: "X", Path: "FILE"}
+
+
 @dataclass(frozen=True)
 class Option:
     """One option or positional argument: the arguments of `ArgumentParser.add_argument`, and a range for its number."""
@@ -56,16 +59,18 @@ class Option:
             raise ConfigError(f"{self.names[-1]} {value:g} must be at least {self.at_least:g}")
 
 
-def option(*names: str, above: float | None = None, at_least: float | None = None, **settings: Any) -> Option:
+def option(
+    names: str, help: str = "", above: float | None = None, at_least: float | None = None, **settings: Any
+) -> Option:
     """Return an option for the table of a command. A default gives the type of a number, and is added to the help."""
     default = settings.get("default")
     if isinstance(default, int | float):
         settings.setdefault("type", type(default))
-    if default not in (None, []) and "default" not in settings.get("help", ""):
-        settings["help"] = f"{settings.get('help', '')} (default: %(default)s)".lstrip()
-    if settings.get("type") in (int, float) and "choices" not in settings:
-        settings.setdefault("metavar", "N" if settings["type"] is int else "X")
-    return Option(names, settings, above, at_least)
+    if default not in (None, []) and "default" not in help:
+        help = f"{help} (default: %(default)s)".lstrip()
+    if settings.get("type") in METAVARS and "choices" not in settings and names.startswith("-"):
+        settings.setdefault("metavar", METAVARS[settings["type"]])
+    return Option(tuple(names.split()), {"help": help, **settings}, above, at_least)
 
 
 class Parser(argparse.ArgumentParser):
@@ -157,12 +162,19 @@ class Command:
         return own
 
 
+def command(
+    name: str, options: Sequence[str | Option], **settings: Any
+) -> Callable[[Callable[..., int | None]], Command]:
+    """Return a decorator that makes a command of its body. settings: the other fields of Command."""
+    return lambda body: Command(name, options, body, **settings)
+
+
 def guarded(
     body: Callable[[], int], global_rank: int = 0, world_size: int = 1, interrupted: str = "interrupted"
 ) -> int:
-    """Run `body` and return its result, or print its error once and return the exit code.
+    """Run `body` and return its result, or print its error (a bug's with traceback) and return the exit code.
 
-    A bug is printed with its traceback. interrupted: what rank 0 prints after Ctrl-C.
+    interrupted: what rank 0 prints after Ctrl-C.
     """
     try:
         return body()
@@ -188,10 +200,7 @@ def guarded(
 
 
 def run_on_ranks(body: Callable[[Environment], int], interrupted: str) -> int:
-    """Run `body` on this rank and return the exit code; an error of all ranks is printed once.
-
-    With several ranks, an error ends the process at once.
-    """
+    """Run `body` on this rank and return the exit code. With several ranks, an error ends the process at once."""
     try:
         environment = read_environment()
     except ConfigError as error:  # the rank is unknown, so every rank prints
@@ -216,7 +225,7 @@ def end_at_once(code: int) -> NoReturn:
 
 
 def end_with_launcher(environment: Environment) -> None:
-    """Watch torchrun's agent, or `megapipe launch`, and end this process when it ends. Does nothing without a launcher.
+    """End this process when torchrun's agent or `megapipe launch` ends, if one of them started it.
 
     A launcher that was killed with `kill -9` cannot end its ranks, which have their own sessions. Unsaved state is
     lost, as with `kill -9` of the ranks: a restarted job must not meet ranks of the old one.

@@ -26,7 +26,7 @@ from megapipe.data.text_source import TEXT_KEY, find_files, read_records
 from megapipe.dtypes import TENSOR_DTYPES
 from megapipe.environment import Environment
 from megapipe.errors import CheckpointError, ConfigError, DataError
-from megapipe.extras.cli.frame import Command, option, write_file
+from megapipe.extras.cli.frame import command, option, write_file
 from megapipe.plan.resolve import resolve
 from megapipe.plan.run_plan import RunPlan
 from megapipe.tokenizers.tokenizer import Tokenizer
@@ -36,12 +36,12 @@ if TYPE_CHECKING:
 
 MODEL_OPTIONS = (
     "model",
-    option("--load", required=True, metavar="DIR", help="directory of checkpoints, as pretraining's --save"),
-    option("--ckpt-step", type=int, help="step to load (default: the newest complete checkpoint)"),
-    option("--dtype", choices=TENSOR_DTYPES, help="weights and activations (default: as the model was trained)"),
-    option("--device", choices=DEVICES, default="auto", help="default: cuda if there is a GPU"),
-    option("--tokenizer-type", choices=TOKENIZER_TYPES, help="default: the tokenizer saved with the checkpoint"),
-    option("--tokenizer-model", metavar="PATH", help="file or folder of that tokenizer"),
+    option("--load", "directory of checkpoints, as pretraining's --save", required=True, metavar="DIR"),
+    option("--ckpt-step", "step to load (default: the newest complete checkpoint)", type=int),
+    option("--dtype", "weights and activations (default: as the model was trained)", choices=TENSOR_DTYPES),
+    option("--device", "default: cuda if there is a GPU", choices=DEVICES, default="auto"),
+    option("--tokenizer-type", "default: the tokenizer saved with the checkpoint", choices=TOKENIZER_TYPES),
+    option("--tokenizer-model", "file or folder of that tokenizer", metavar="PATH"),
     "grid; start the ranks with `megapipe launch` or torchrun",
     option("--tensor-model-parallel-size", default=1),
     option("--pipeline-model-parallel-size", default=1),
@@ -49,29 +49,27 @@ MODEL_OPTIONS = (
 GENERATE_OPTIONS = (
     *MODEL_OPTIONS,
     "prompts",
-    option("--prompt", action="append", default=[], metavar="TEXT", help="a text to continue; may be given repeatedly"),
-    option("--prompts-file", metavar="FILE", type=Path, help="one prompt per line; in .jsonl the key `prompt`"),
-    option("--batch-size", default=8, help="prompts per batch"),
-    option(
-        "--output", metavar="FILE", type=Path, help="write JSON lines {prompt, text, num_tokens} instead of printing"
-    ),
+    option("--prompt", "a text to continue; may be given repeatedly", action="append", default=[], metavar="TEXT"),
+    option("--prompts-file", "one prompt per line; in .jsonl the key `prompt`", type=Path),
+    option("--batch-size", "prompts per batch", default=8),
+    option("--output", "write JSON lines {prompt, text, num_tokens} instead of printing", type=Path),
     "sampling",
     option("--max-new-tokens", default=128, at_least=1),
-    option("--temperature", default=1.0, help="0: always the most likely token"),
-    option("--top-k", default=0, help="sample from the K most likely tokens, 0: all"),
-    option("--top-p", default=1.0, help="sample from the most likely tokens whose probabilities sum to P"),
+    option("--temperature", "0: always the most likely token", default=1.0),
+    option("--top-k", "sample from the K most likely tokens, 0: all", default=0),
+    option("--top-p", "sample from the most likely tokens whose probabilities sum to P", default=1.0),
     option("--seed", default=1234),
-    option("--ignore-eod", action="store_true", help="continue after the end-of-document token"),
+    option("--ignore-eod", "continue after the end-of-document token", action="store_true"),
 )
 EVALUATE_OPTIONS = (
     *MODEL_OPTIONS,
     "data",
-    option("--data", required=True, nargs="+", metavar="PATH", help="PREFIX of .bin/.idx, or text files"),
-    option("--max-tokens", type=int, help="only the first N tokens"),
-    option("--seq-length", type=int, help="length of a window (default: as trained)"),
-    option("--stride", type=int, help="tokens scored in a window (default: all)"),
-    option("--micro-batch-size", default=4, help="windows at a time"),
-    option("--json", action="store_true", help="print one JSON object"),
+    option("--data", "PREFIX of .bin/.idx, or text files", required=True, nargs="+", metavar="PATH"),
+    option("--max-tokens", "only the first N tokens", type=int),
+    option("--seq-length", "length of a window (default: as trained)", type=int),
+    option("--stride", "tokens scored in a window (default: all)", type=int),
+    option("--micro-batch-size", "windows at a time", default=4),
+    option("--json", "print one JSON object", action="store_true"),
 )
 
 
@@ -83,7 +81,6 @@ class SavedModel:
     plan: RunPlan
     tokenizer: Tokenizer | None
     environment: Environment
-    device: str
 
     def required_tokenizer(self, instead: str = "") -> Tokenizer:
         """Return the tokenizer. instead: what could be given in place of one. Raises ConfigError without one."""
@@ -99,7 +96,7 @@ class SavedModel:
         from megapipe.comm.bootstrap import start
         from megapipe.comm.groups import build_process_groups
 
-        world = start(self.environment, "auto", device=self.device)
+        world = start(self.environment, "auto", device=self.plan.config.training.device)
         groups = build_process_groups(self.plan.topology, world.global_rank, world.backend, world.timeout_seconds)
         runtime = InferenceRuntime(self.plan, groups, world.device)
         runtime.load_weights(open_folder(self.folder))
@@ -109,10 +106,7 @@ class SavedModel:
 def open_model(
     own: argparse.Namespace, environment: Environment, micro_batch_size: int, seq_length: int | None = None
 ) -> SavedModel:
-    """Plan a saved model on the ranks that were started. seq_length: instead of the trained one.
-
-    Raises ConfigError, CheckpointError, DataError.
-    """
+    """Plan a saved model on these ranks, at another seq_length. Raises ConfigError, CheckpointError, DataError."""
     found = find_checkpoint(Path(own.load), own.ckpt_step)
     if found is None:
         raise CheckpointError(f"--load {own.load} holds no checkpoint")
@@ -142,7 +136,7 @@ def open_model(
             f"{model.vocab_size}; give the tokenizer that it was trained with"
         )
     plan = resolve(config, environment.world_size, environment.local_world_size)
-    return SavedModel(found.path, plan, tokenizer, environment, own.device)
+    return SavedModel(found.path, plan, tokenizer, environment)
 
 
 def _tokenizer_files(own: argparse.Namespace, saved: DataConfig, folder: Path) -> DataConfig:
@@ -156,7 +150,8 @@ def _tokenizer_files(own: argparse.Namespace, saved: DataConfig, folder: Path) -
     return DataConfig(tokenizer_type=saved.tokenizer_type, vocab_file=saved.vocab_file, merge_file=saved.merge_file)
 
 
-def _generate(own: argparse.Namespace, environment: Environment) -> None:
+@command("megapipe generate", GENERATE_OPTIONS, on_ranks=True)
+def generate(own: argparse.Namespace, environment: Environment) -> None:
     """Generate texts with a trained model: continue prompts, on any grid that fits.
 
         megapipe generate --load runs/quickstart/*/checkpoints --prompt "Once upon a time" --max-new-tokens 100
@@ -229,7 +224,8 @@ def _read_prompts(path: Path) -> list[str]:
     return prompts
 
 
-def _evaluate(own: argparse.Namespace, environment: Environment) -> None:
+@command("megapipe evaluate", EVALUATE_OPTIONS, on_ranks=True)
+def evaluate(own: argparse.Namespace, environment: Environment) -> None:
     """Compute loss and perplexity of a trained model on a text or a token file, on any grid.
 
         megapipe evaluate --load CHECKPOINTS --data held_out.txt
@@ -254,17 +250,18 @@ def _evaluate(own: argparse.Namespace, environment: Environment) -> None:
     result = score(model.runtime(), tokens, own.stride)
     if environment.global_rank != 0:
         return
-    row = {
-        "loss": result.loss,
-        "perplexity": result.perplexity,
-        "num_tokens": result.num_tokens,
-        "bits_per_byte": None if num_bytes is None else result.total_bits / num_bytes,
-        "checkpoint": str(model.folder),
-    }
+    bits = None if num_bytes is None else result.total_bits / num_bytes
     if own.json:
+        row = {
+            "loss": result.loss,
+            "perplexity": result.perplexity,
+            "num_tokens": result.num_tokens,
+            "bits_per_byte": bits,
+            "checkpoint": str(model.folder),
+        }
         print(json.dumps(row))
         return
-    in_bytes = "" if num_bytes is None else f", {result.total_bits / num_bytes:.4f} bits a byte of text"
+    in_bytes = "" if bits is None else f", {bits:.4f} bits a byte of text"
     print(
         f"{model.folder}: loss {result.loss:.4f} nats a token, perplexity {result.perplexity:.4g}{in_bytes}, over "
         f"{result.num_tokens:,} tokens"
@@ -298,7 +295,3 @@ def _stream(file: IndexedFile) -> Any:
     if file.is_contiguous():
         return np.frombuffer(file.raw(), file.dtype)
     return np.concatenate([file.read(number) for number in range(len(file))])
-
-
-generate = Command("megapipe generate", GENERATE_OPTIONS, _generate, on_ranks=True)
-evaluate = Command("megapipe evaluate", EVALUATE_OPTIONS, _evaluate, on_ranks=True)

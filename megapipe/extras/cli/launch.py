@@ -25,7 +25,6 @@ All flags: megapipe launch --torchrun-help
 
 from __future__ import annotations
 
-import os
 import shlex
 import sys
 from collections.abc import Iterator, Sequence
@@ -39,6 +38,7 @@ from megapipe.extras.launch.flags import Launch, read_launch
 from megapipe.extras.launch.forwarder import Forwarder, InterruptedBeforeStart
 from megapipe.extras.launch.places import group_traffic, places_text
 from megapipe.formatting import bytes_text, count_text, text_table
+from megapipe.monitor.process import available_cores
 from megapipe.plan.run_plan import RunPlan
 
 MOST_COMMANDS_SHOWN = 4
@@ -66,10 +66,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def launch(arguments: Sequence[str]) -> int:
-    """Run a script on several ranks and return the exit code of the first that failed, or 0. Raises ConfigError.
-
-    arguments: as for torchrun.
-    """
+    """Run a script as torchrun does; return the exit code of the first rank that failed, or 0. Raises ConfigError."""
     try:
         with Forwarder() as forwarder:
             from megapipe.extras.launch.torchrun import parse, ranks_here, run  # torch, which takes seconds
@@ -87,15 +84,13 @@ def launch(arguments: Sequence[str]) -> int:
 
 def threads_of_a_rank(num_ranks: int) -> int:
     """Return the cores that this process may use, divided by the ranks."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, cores // num_ranks)
+    return max(1, available_cores() // num_ranks)
 
 
 def preview(arguments: Sequence[str]) -> str:
     """Return the commands of all nodes, the position of each rank, and the traffic between nodes; start nothing.
 
-    arguments: the words after `megapipe launch`. Raises ConfigError for everything that could not be launched or
-    trained.
+    arguments: those of `megapipe launch`. Raises ConfigError for everything that could not be launched or trained.
     """
     launch = read_launch(arguments)
     if not Path(launch.script).is_file() and "--module" not in launch.flags and "--no-python" not in launch.flags:
@@ -104,7 +99,7 @@ def preview(arguments: Sequence[str]) -> str:
     num_ranks = launch.num_nodes * per_node
     where = f"{count_text(num_ranks, 'rank')} on {count_text(launch.num_nodes, 'node')}, {per_node} on each"
     lines = [f"dry run: {where}; nothing is started", ""]
-    lines += _slurm_commands(launch) if launch.slurm else _commands(launch)
+    lines += _commands(launch)
     if Path(launch.script).name not in PRETRAINING:
         unknown = f"{launch.script} is not pretrain_gpt.py: its grid is unknown"
         return "\n".join([*lines, "", f"{unknown}; rank r is on node r // {per_node}"])
@@ -117,7 +112,15 @@ def preview(arguments: Sequence[str]) -> str:
 
 
 def _commands(launch: Launch) -> Iterator[str]:
-    """Yield the command of every node, or of some if they differ only in --node-rank."""
+    """Yield the command of sbatch, of every node, or of some nodes if they differ only in --node-rank."""
+    if launch.slurm:
+        script = Path(__file__).resolve().parents[3] / "launch" / "slurm" / "pretrain.sbatch"
+        ranks = launch.ranks_per_node
+        options = [f"--nodes={launch.num_nodes}", f"--ntasks-per-node={ranks}", f"--gpus-per-node={ranks}"]
+        nodes = [f"--nodelist={','.join(launch.hosts)}"] if launch.hosts else []
+        yield "command; the job's log shows the resulting srun"
+        yield "  " + shlex.join(["sbatch", *options, *nodes, str(script), *launch.script_arguments])
+        return
     if launch.num_nodes == 1 or launch.is_elastic:
         order = "c10d numbers the nodes by their names as text (node10 before node2), not as below"
         yield "command" if launch.num_nodes == 1 else f"command, the same on every node; {order}"
@@ -131,15 +134,6 @@ def _commands(launch: Launch) -> Iterator[str]:
         if node == last > len(shown) - 1:
             yield f"  {'...'.ljust(width)}  the same, --node-rank 2 to {last - 1}"
         yield f"  {launch.names[node].ljust(width)}  {shlex.join(launch.on_node(node))}"
-
-
-def _slurm_commands(launch: Launch) -> Iterator[str]:
-    script = Path(__file__).resolve().parents[3] / "launch" / "slurm" / "pretrain.sbatch"
-    per_node = launch.ranks_per_node
-    options = [f"--nodes={launch.num_nodes}", f"--ntasks-per-node={per_node}", f"--gpus-per-node={per_node}"]
-    nodes = [f"--nodelist={','.join(launch.hosts)}"] if launch.hosts else []
-    yield "command; the job's log shows the resulting srun"
-    yield "  " + shlex.join(["sbatch", *options, *nodes, str(script), *launch.script_arguments])
 
 
 def _traffic(plan: RunPlan) -> Iterator[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable
+from collections.abc import Set
 from pathlib import Path
 
 from megapipe.checkpoint.folder import find_checkpoint
@@ -12,7 +12,7 @@ from megapipe.config.config import Config
 from megapipe.config.load import load_config
 from megapipe.config.yaml_file import to_yaml
 from megapipe.errors import CheckpointError, ConfigError
-from megapipe.extras.cli.frame import Command, option, write_file
+from megapipe.extras.cli.frame import command, option, write_file
 from megapipe.extras.cli.planning import HARDWARE_OPTIONS, hardware_given, planned, with_vocabulary
 from megapipe.extras.search.candidate import OBJECTIVES, Candidate, Objective, predict_plan
 from megapipe.extras.search.layout import Layout
@@ -25,53 +25,28 @@ from megapipe.plan.resolve import resolve
 OPTIONS = (
     option(
         "--estimator",
+        "megatron: also print Megatron-LM's estimate of the memory",
         choices=("megapipe", "megatron"),
         default="megapipe",
-        help="megatron: also print Megatron-LM's estimate of the memory",
     ),
     "search, with --gpus N and one of --gpu and --hardware",
-    option("--gpus", type=int, above=0, help="search for a layout on N accelerators"),
+    option("--gpus", "search for a layout on N accelerators", type=int, above=0),
     *HARDWARE_OPTIONS,
     option(
         "--objective",
-        choices=OBJECTIVES,
-        help="time: the fastest step on N accelerators (default); gpus: the fewest up to N that fit, or that reach "
+        "time: the fastest step on N accelerators (default); gpus: the fewest up to N that fit, or that reach "
         "--tokens-per-second; cost: the cheapest tokens on N, N / 2, ...",
+        choices=OBJECTIVES,
     ),
-    option("--price", type=float, above=0, help="of an accelerator and hour, for the objective cost"),
-    option("--tokens-per-second", type=float, above=0, help="to reach, for the objectives gpus and cost"),
-    option("--output", type=Path, metavar="FILE", help="write the best layout as a configuration"),
-    option("--json", action="store_true", help="print everything as JSON"),
+    option("--price", "of an accelerator and hour, for the objective cost", type=float, above=0),
+    option("--tokens-per-second", "to reach, for the objectives gpus and cost", type=float, above=0),
+    option("--output", "write the best layout as a configuration", type=Path),
+    option("--json", "print everything as JSON", action="store_true"),
 )
-# fields that a flag of the command line pins -> True if a layout has the configured value
-PINS: dict[str, Callable[[Layout, Config], bool]] = {
-    "parallel.tensor_model_parallel_size": lambda layout, config: (
-        layout.tp == config.parallel.tensor_model_parallel_size
-    ),
-    "parallel.pipeline_model_parallel_size": lambda layout, config: (
-        layout.pp == config.parallel.pipeline_model_parallel_size
-    ),
-    "parallel.pipeline_schedule": lambda layout, config: config.parallel.pipeline_schedule in ("auto", layout.schedule),
-    "parallel.num_virtual_stages_per_pipeline_rank": lambda layout, config: (
-        layout.chunks == (config.parallel.num_virtual_stages_per_pipeline_rank or 1)
-    ),
-    "training.micro_batch_size": lambda layout, config: layout.micro_batch_size == config.training.micro_batch_size,
-    "parallel.sequence_parallel": lambda layout, config: (
-        layout.tp == 1 or layout.sequence_parallel == config.parallel.sequence_parallel
-    ),
-    "parallel.use_distributed_optimizer": lambda layout, config: (
-        layout.distributed_optimizer == config.parallel.use_distributed_optimizer
-    ),
-    "parallel.pipeline_balance": lambda layout, config: (
-        layout.cut == config.parallel.pipeline_balance or layout.pp == 1
-    ),
-    "recompute.recompute_granularity": lambda layout, config: (
-        layout.recompute.recompute_granularity == config.recompute.recompute_granularity
-    ),
-}
 
 
-def _plan(own: argparse.Namespace) -> int:
+@command("megapipe plan", OPTIONS, takes_config=True)
+def main(own: argparse.Namespace) -> int:
     """Show what a configuration will do on a number of ranks, or search for a layout; without torch, in tenths of a
     second.
 
@@ -122,10 +97,8 @@ def _search(own: argparse.Namespace) -> int:
             f"--cpu-offloading-num-layers {config.offload.cpu_offloading_num_layers}: the search does not vary it and "
             "compares layouts without; leave it out, and add it to the one that is found (--plan shows what it saves)"
         )
-    pins = [rule for key, rule in PINS.items() if loaded.origins[key].startswith("flag ")]
-    found, tried = choose(
-        config, own.gpus, hardware, objective, lambda layout: all(rule(layout, config) for rule in pins)
-    )
+    pinned = {key for key, origin in loaded.origins.items() if origin.startswith("flag ")}
+    found, tried = choose(config, own.gpus, hardware, objective, lambda layout: has_values(layout, config, pinned))
     configured = as_configured(config, found.num_gpus, hardware)
     report = SearchReport(found, tried, objective, hardware, configured, own.estimator == "megatron")
     print(json.dumps(report.data(), indent=2) if own.json else report.text())
@@ -136,6 +109,24 @@ def _search(own: argparse.Namespace) -> int:
         if not own.json:
             print(f"written: {own.output}, to run with pretrain_gpt.py --config {own.output}")
     return 0
+
+
+def has_values(layout: Layout, config: Config, keys: Set[str]) -> bool:
+    """Return True if the layout has the configured values of these fields."""
+    parallel, recompute = config.parallel, config.recompute
+    chunks = parallel.num_virtual_stages_per_pipeline_rank or 1
+    has_value = {
+        "parallel.tensor_model_parallel_size": layout.tp == parallel.tensor_model_parallel_size,
+        "parallel.pipeline_model_parallel_size": layout.pp == parallel.pipeline_model_parallel_size,
+        "parallel.pipeline_schedule": parallel.pipeline_schedule in ("auto", layout.schedule),
+        "parallel.num_virtual_stages_per_pipeline_rank": layout.chunks == chunks,
+        "training.micro_batch_size": layout.micro_batch_size == config.training.micro_batch_size,
+        "parallel.sequence_parallel": layout.tp == 1 or layout.sequence_parallel == parallel.sequence_parallel,
+        "parallel.use_distributed_optimizer": layout.distributed_optimizer == parallel.use_distributed_optimizer,
+        "parallel.pipeline_balance": layout.pp == 1 or layout.cut == parallel.pipeline_balance,
+        "recompute.recompute_granularity": layout.recompute.recompute_granularity == recompute.recompute_granularity,
+    }
+    return all(has_value[key] for key in has_value.keys() & keys)
 
 
 def _objective(own: argparse.Namespace, hardware: Hardware) -> Objective:
@@ -176,7 +167,8 @@ def as_configured(config: Config, world_size: int, hardware: Hardware) -> Candid
     return predict_plan(layout, plan, hardware)
 
 
-def _progress(own: argparse.Namespace) -> None:
+@command("megapipe progress", (), takes_config=True)
+def progress(own: argparse.Namespace) -> None:
     """Print the step of the newest complete checkpoint in --save, and the last step of the run on --world-size N ranks,
     for job scripts; exit with 2 and an error message if the run is impossible. Starts nothing, writes nothing, needs no
     torch.
@@ -201,7 +193,3 @@ def _progress(own: argparse.Namespace) -> None:
             # only damaged checkpoints: no progress; training reports what to do about them
             where = str(error).replace("\n", " ")
     print(f"step {step} of {total}, {where}")
-
-
-main = Command("megapipe plan", OPTIONS, _plan, takes_config=True)
-progress = Command("megapipe progress", (), _progress, takes_config=True)

@@ -17,8 +17,8 @@ from megapipe.plan.resolve import resolve
 from megapipe.plan.run_plan import RunPlan
 
 HARDWARE_OPTIONS = (
-    option("--gpu", metavar="NAME", help="the accelerator, by its name in the hardware table (docs/planner.md)"),
-    option("--hardware", metavar="FILE", type=Path, help="the accelerator and its links, as a YAML file"),
+    option("--gpu", "the accelerator, by its name in the hardware table (docs/planner.md)", metavar="NAME"),
+    option("--hardware", "the accelerator and its links, as a YAML file", type=Path),
 )
 
 

@@ -25,8 +25,9 @@ from megapipe.data.indexed_file import IndexedFile
 from megapipe.data.preprocess import Progress, output_prefix, preprocess
 from megapipe.data.text_source import corpus_documents, read_records, write_jsonl
 from megapipe.errors import ConfigError
-from megapipe.extras.cli.frame import Command, option, write_file
+from megapipe.extras.cli.frame import command, option, write_file
 from megapipe.extras.cli.report import write_report
+from megapipe.extras.report.folder import read_run
 from megapipe.formatting import count_text
 from megapipe.tokenizers.sentencepiece import train_sentencepiece
 from megapipe.tokenizers.tokenizer import build_tokenizer
@@ -34,6 +35,8 @@ from megapipe.tokenizers.tokenizer import build_tokenizer
 REPOSITORY = Path(__file__).resolve().parents[3]
 SCRIPT = REPOSITORY / "pretrain_gpt.py"
 CPU_CONFIG, GPU_CONFIG = REPOSITORY / "configs" / "quickstart.yaml", REPOSITORY / "configs" / "quickstart_gpu.yaml"
+CPU_FLAGS = ("--config", str(CPU_CONFIG))
+GPU_FLAGS = (*CPU_FLAGS, "--config", str(GPU_CONFIG))
 CPU_RANKS = 8
 SAVE_INTERVAL, WARMUP_STEPS, PROFILE_STEP = 100, 20, 20
 DECAY_SHARE = 0.35  # of the steps of a run, at its end
@@ -52,27 +55,18 @@ SET_HERE = {  # fields that the quickstart sets itself -> what to use instead
     "checkpoint.load": "--out",
 }
 OPTIONS = (
-    option(
-        "--corpus", metavar="DIR_OR_FILE", help="text to train on (default: the source of Python's standard library)"
-    ),
-    option("--out", metavar="DIR", type=Path, default="runs/quickstart", help="output directory"),
-    option("--steps", default=350, above=0, help="steps of this run"),
-    option(
-        "--ranks",
-        type=int,
-        help=f"ranks to start (default: {CPU_RANKS} on a CPU, else as many GPUs as the grid can use)",
-    ),
-    option("--vocab-size", default=2048, help="pieces of the tokenizer"),
-    option("--megabytes", default=8.0, above=0, help="most text to use"),
+    option("--corpus", "text to train on (default: the source of Python's standard library)", metavar="DIR_OR_FILE"),
+    option("--out", "output directory", metavar="DIR", type=Path, default="runs/quickstart"),
+    option("--steps", "steps of this run", default=350, above=0),
+    option("--ranks", f"ranks to start (default: {CPU_RANKS} on a CPU, else as many GPUs as the grid uses)", type=int),
+    option("--vocab-size", "pieces of the tokenizer", default=2048),
+    option("--megabytes", "most text to use", default=8.0, above=0),
 )
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """Prepared data.
-
-    prefix: of the token files. entropy: of single validation tokens, in nats. prompts: texts to continue.
-    """
+    """Data. prefix: of the token files. entropy: of single validation tokens, in nats. prompts: texts to continue."""
 
     folder: Path
     prefix: Path
@@ -83,33 +77,36 @@ class Prepared:
 
 @dataclass(frozen=True)
 class Grid:
-    """A grid for this machine. configs: YAML files. flags: added so that it fits. reason: the text to print."""
+    """A grid for this machine. flags: of pretrain_gpt.py, with the YAML files. reason: the text to print."""
 
     num_ranks: int
-    configs: tuple[Path, ...]
+    num_gpus: int
     flags: tuple[str, ...]
     reason: str
 
 
-def _quickstart(own: argparse.Namespace) -> int:
-    """Make a corpus, a tokenizer and token files, and pretrain a small GPT on this machine. Run it again to continue.
+@command(
+    "megapipe quickstart",
+    OPTIONS,
+    takes_config=True,
+    needs_words=False,
+    interrupted="\ninterrupted during preparation; the same command continues from the complete files",
+)
+def main(own: argparse.Namespace) -> int:
+    """Make a corpus, a tokenizer and token files, and pretrain a small GPT on a grid that fits this machine.
 
-    Corpus -> tokenizer -> token files -> training on a grid that fits the machine -> summary and report. Existing files
-    are reused; a second run continues from the checkpoint of the first for as many steps again. launch/quickstart.sh
-    installs megapipe and runs it.
+    Existing files are reused; a second run continues from the checkpoint of the first for as many steps again. At the
+    end it prints a summary and writes a report. launch/quickstart.sh installs megapipe and runs it.
     """
     began = time.monotonic()
     grid = choose_grid(own.flags, own.ranks)
     prepared = prepare(own.corpus, own.out, own.vocab_size, own.megabytes)
     checkpoints = prepared.folder / "checkpoints"
     done = steps_done(checkpoints)
+    profiling = () if grid.num_gpus else profile_flags(done, own.steps)  # profiles over NCCL are untested
     words = [
-        *("--nproc-per-node", str(grid.num_ranks), str(SCRIPT)),
-        *pretrain_arguments(prepared, checkpoints, grid.configs, done, own.steps),
-        *grid.flags,
-        # profiles over NCCL are untested
-        *(() if GPU_CONFIG in grid.configs else profile_flags(done, own.steps)),
-        *own.flags,
+        *("--nproc-per-node", str(grid.num_ranks), str(SCRIPT), *grid.flags),
+        *(*pretrain_arguments(prepared, checkpoints, done, own.steps), *profiling, *own.flags),
     ]
     _say("training", f"{grid.reason}; {f'continuing after step {done}, ' if done else ''}{own.steps} steps")
     print(f"   megapipe launch {shlex.join(words)}\n", flush=True)
@@ -120,7 +117,8 @@ def _quickstart(own: argparse.Namespace) -> int:
     if code == 0 and reached >= done + own.steps:
         seconds = time.monotonic() - began
         _say("done", f"{reached} steps, checkpoint in {checkpoints}, {seconds:.0f} s in all without the installation")
-        loss, entropy = last_validation_loss(checkpoints / "metrics.jsonl", reached), prepared.entropy
+        losses = {record["step"]: record["loss"] for record in read_run(checkpoints).evaluations("validation")}
+        loss, entropy = losses.get(reached), prepared.entropy
         if loss is not None:
             print(
                 f"   validation loss          {loss:.3f} nats a token\n   unigram entropy          {entropy:.3f} nats: "
@@ -140,12 +138,10 @@ def choose_grid(flags: Sequence[str], asked_ranks: int | None) -> Grid:
 
     Raises ConfigError if there are fewer GPUs than ranks.
     """
-    config = _config((CPU_CONFIG,), flags)
-    num_gpus = 0 if config.training.device == "cpu" else count_gpus()
+    num_gpus = 0 if _config([*CPU_FLAGS, *flags]).training.device == "cpu" else count_gpus()
     slots = min(num_gpus, asked_ranks or num_gpus) if num_gpus else CPU_RANKS
-    configs = (CPU_CONFIG, GPU_CONFIG) if num_gpus else (CPU_CONFIG,)
-    grid_flags = gpu_grid(slots) if num_gpus else ()
-    parallel = _config(configs, [*grid_flags, *flags]).parallel
+    grid_flags = (*GPU_FLAGS, *gpu_grid(slots)) if num_gpus else CPU_FLAGS
+    parallel = _config([*grid_flags, *flags]).parallel
     replica = parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size
     if parallel.pipeline_model_parallel_size == 1 and parallel.num_virtual_stages_per_pipeline_rank is not None:
         # one rank has no pipeline to interleave
@@ -157,7 +153,7 @@ def choose_grid(flags: Sequence[str], asked_ranks: int | None) -> Grid:
         )
     num_ranks = asked_ranks if asked_ranks is not None else max(1, slots // replica) * replica
     found = f"{count_text(num_gpus, 'GPU')}, so NCCL" if num_gpus else "no GPU, so gloo on the CPU"
-    return Grid(num_ranks, configs, grid_flags, f"{found}: {count_text(num_ranks, 'rank')}")
+    return Grid(num_ranks, num_gpus, grid_flags, f"{found}: {count_text(num_ranks, 'rank')}")
 
 
 def gpu_grid(num_gpus: int) -> tuple[str, ...]:
@@ -176,35 +172,28 @@ def count_gpus() -> int:
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
-def _config(configs: Sequence[Path], flags: Sequence[str]) -> Config:
+def _config(flags: Sequence[str]) -> Config:
     """Load the configuration so far. Raises ConfigError for unknown flags and for those that the quickstart sets."""
-    if not SCRIPT.is_file() or not all(path.is_file() for path in configs):
+    if not all(path.is_file() for path in (SCRIPT, CPU_CONFIG, GPU_CONFIG)):
         raise ConfigError(f"the quickstart needs a clone of the repository; {REPOSITORY} is not one")
-    loaded = load_config([*_config_flags(configs), *flags], is_job=False)
+    loaded = load_config(flags, is_job=False)
     for key, instead in SET_HERE.items():
         if loaded.origins[key].startswith("flag"):
             raise ConfigError(f"{fields_by_key()[key].main_flag} is set by the quickstart itself; use {instead}")
     return loaded.config
 
 
-def _config_flags(configs: Sequence[Path]) -> list[str]:
-    return [word for path in configs for word in ("--config", str(path))]
-
-
 def prepare(corpus: str | None, out: Path, vocab_size: int, megabytes: float) -> Prepared:
-    """Make the missing files, and print each step.
-
-    The digest in the folder's name separates the tokenizers of different texts. Raises ConfigError, DataError.
-    """
+    """Make the missing files, and print each step. Raises ConfigError, DataError."""
     documents = corpus_documents(corpus, megabytes)
-    digest = hashlib.sha256(f"{vocab_size} {SPLIT}".encode())
+    digest = hashlib.sha256(f"{vocab_size} {SPLIT}".encode())  # separates the tokenizers of different texts
     for text in documents:
         digest.update(len(text).to_bytes(8, "little") + text.encode("utf-8"))
     name = STDLIB_NAME if corpus is None else re.sub(r"[^\w.-]", "_", Path(corpus).resolve().name)[:40]
     folder = out / f"{name}-{digest.hexdigest()[:8]}"
     record, prefix = folder / "prepared.json", Path(output_prefix(str(folder / "tokens"), "text"))
     tokenizer = folder / "tokenizer.model"
-    source = "the source of Python's standard library" if corpus is None else str(corpus)
+    source = "the source of Python's standard library" if corpus is None else corpus
     if record.is_file():
         facts = json.loads(record.read_text(encoding="utf-8"))
         _say("data", f"{folder} is reused: {facts['tokens']:,} tokens of {source}")
@@ -223,20 +212,14 @@ def prepare(corpus: str | None, out: Path, vocab_size: int, megabytes: float) ->
         num_workers=min(4, os.cpu_count() or 1),
         progress=Progress(),
     )
-    num_tokens = sum(counts.tokens.values())
+    tokens = sum(counts.tokens.values())
     file, validation = IndexedFile(prefix), parse_split(SPLIT)[1]
     assert validation is not None
     entropy = unigram_entropy(np.concatenate([file.read(i) for i in range(*sequence_range(validation, len(file)))]))
     first, last = sequence_range(validation, len(documents))
     prompts = STDLIB_PROMPTS if corpus is None else prompts_from(documents[first:last])
-    _say("tokens", f"{num_tokens:,} in {prefix}.bin/.idx, unigram entropy of the validation part {entropy:.3f} nats")
-    facts = {
-        "source": source,
-        "documents": len(documents),
-        "tokens": num_tokens,
-        "entropy": entropy,
-        "prompts": prompts,
-    }
+    _say("tokens", f"{tokens:,} in {prefix}.bin/.idx, unigram entropy of the validation part {entropy:.3f} nats")
+    facts = {"source": source, "documents": len(documents), "tokens": tokens, "entropy": entropy, "prompts": prompts}
     write_file(record, json.dumps(facts), "--out")  # last: the folder is complete
     return Prepared(folder, prefix, tokenizer, entropy, prompts)
 
@@ -254,9 +237,7 @@ def steps_done(checkpoints: Path) -> int:
     return 0 if found is None else found.step
 
 
-def pretrain_arguments(
-    prepared: Prepared, checkpoints: Path, configs: Sequence[Path], done: int, steps: int
-) -> list[str]:
+def pretrain_arguments(prepared: Prepared, checkpoints: Path, done: int, steps: int) -> list[str]:
     """Return the flags of pretrain_gpt.py for data, length, schedule, checkpoints and prompts."""
     total = done + steps
     settings = {
@@ -272,7 +253,7 @@ def pretrain_arguments(
         "--save-interval": str(SAVE_INTERVAL),
         "--keep-last": "2",
     }
-    words = [*_config_flags(configs), *(word for pair in settings.items() for word in pair)]
+    words = [word for setting in settings.items() for word in setting]
     return [*words, "--override-opt_param-scheduler", "--sample-prompts", *prepared.prompts]
 
 
@@ -283,25 +264,5 @@ def profile_flags(done: int, steps: int) -> tuple[str, ...]:
     return ("--profile-pipeline", "--profile-step-start", str(start), "--profile-step-end", str(end))
 
 
-def last_validation_loss(metrics: Path, step: int) -> float | None:
-    """Return the validation loss after `step` from metrics.jsonl, None if there was no evaluation."""
-    found = None
-    for line in metrics.read_text(encoding="utf-8").splitlines() if metrics.is_file() else ():
-        record = json.loads(line)
-        if record["kind"] == "evaluation" and record["split"] == "validation" and record["step"] == step:
-            found = record["loss"]
-    return found
-
-
 def _say(word: str, text: str) -> None:
     print(f"== {word}: {text}", flush=True)
-
-
-main = Command(
-    "megapipe quickstart",
-    OPTIONS,
-    _quickstart,
-    takes_config=True,
-    needs_words=False,
-    interrupted="\ninterrupted during preparation; the same command continues from the complete files",
-)

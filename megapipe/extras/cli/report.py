@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from megapipe.errors import ConfigError
-from megapipe.extras.cli.frame import Command, option, write_file
+from megapipe.extras.cli.frame import command, option, write_file
 from megapipe.extras.report.comparison_svg import comparison_svg
 from megapipe.extras.report.folder import read_run
 from megapipe.extras.report.page import page
@@ -14,9 +14,9 @@ from megapipe.profile.summary import summarize
 
 FILE_NAME = "report.html"
 OPTIONS = (
-    option("run", metavar="RUN", type=Path, help="the run's folder"),
-    option("--output", metavar="FILE", type=Path, help=f"where to write it (default: RUN/{FILE_NAME})"),
-    option("--svg", metavar="FILE", type=Path, help="also write only the drawing of plan and measurement, as SVG"),
+    option("run", "the run's folder", type=Path, metavar="RUN"),
+    option("--output", f"where to write it (default: RUN/{FILE_NAME})", type=Path),
+    option("--svg", "also write only the drawing of plan and measurement, as SVG", type=Path),
 )
 
 
@@ -27,7 +27,8 @@ def write_report(run: Path, output: Path | None = None) -> Path:
     return path
 
 
-def _report(own: argparse.Namespace) -> None:
+@command("megapipe report", OPTIONS)
+def main(own: argparse.Namespace) -> None:
     """Write an HTML report of a run: curves, plan and measured timeline, configuration, grid, versions, warnings.
 
     RUN is the folder given as --save (or that of --metrics-file). Works during the run, and after a crash. Needs no
@@ -41,6 +42,3 @@ def _report(own: argparse.Namespace) -> None:
         summary = summarize(profile)
         write_file(own.svg, comparison_svg(summary.typical, summary.pipeline.global_ranks), "--svg")
     print(f"{path} ({path.stat().st_size / 2**10:,.0f} KiB): open it in any browser")
-
-
-main = Command("megapipe report", OPTIONS, _report)

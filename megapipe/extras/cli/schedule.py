@@ -41,72 +41,42 @@ PLACEMENTS: dict[str, Callable[[int, int], Placement]] = {
     "two-directions": lambda p, v: two_directions(p),
 }
 NAME = (
-    option("name", nargs="?", metavar="NAME", help=f"one of {', '.join(SCHEDULES)}; or give --csv"),
-    option("--csv", type=Path, help="read the schedule from this file instead, one line per rank: 0F0,0F1,..."),
-    option(
-        "--placement",
-        choices=tuple(PLACEMENTS),
-        help="of the stages in the CSV file (default: taken from its forwards)",
-    ),
+    option("name", f"one of {', '.join(SCHEDULES)}; or give --csv", nargs="?", metavar="NAME"),
+    option("--csv", "read the schedule from this file instead, one line per rank: 0F0,0F1,...", type=Path),
+    option("--placement", "of the CSV file's stages (default: taken from its forwards)", choices=tuple(PLACEMENTS)),
 )
 MODEL = (
     "shape",
-    option("-p", "--ranks", default=4, help="pipeline ranks"),
-    option("-m", "--microbatches", type=int, help="default: twice the ranks"),
-    option("-v", "--chunks", type=int, help="stages a rank (default: 2 where a schedule has several)"),
-    option(
-        "-g",
-        "--group-size",
-        type=int,
-        help="microbatches that run through a chunk before the next chunk, at least the ranks",
-    ),
+    option("-p --ranks", "pipeline ranks", default=4),
+    option("-m --microbatches", "default: twice the ranks", type=int),
+    option("-v --chunks", "stages a rank (default: 2 where a schedule has several)", type=int),
+    option("-g --group-size", "microbatches that run through a chunk before the next, at least the ranks", type=int),
     "costs, in seconds (or any unit), of all the layers of one rank",
     option("--forward", default=1.0, at_least=0),
     option("--input-grad", default=1.0, at_least=0),
     option("--weight-grad", default=1.0, at_least=0),
-    option(
-        "--costs",
-        type=Path,
-        help="CSV with columns forward,input_grad,weight_grad: one line per slice of the model, in order",
-    ),
-    option(
-        "--rank-speeds",
-        type=float,
-        nargs="+",
-        help="relative speed of each rank; 1: as fast as the given seconds (mixed GPUs)",
-    ),
-    option(
-        "--p2p",
-        default=0.0,
-        at_least=0,
-        help="latency of a message, from the end of an action to its use on the next rank",
-    ),
-    option("--transfer", default=0.0, at_least=0, help="time that a message occupies its channel, before --p2p"),
-    option("--no-overlap", action="store_true", help="a rank is idle while it sends (for --transfer)"),
-    option(
-        "--pair-share",
-        default=1.0,
-        at_least=0,
-        help="time of an overlapped forward and backward, relative to their sum (DualPipe)",
-    ),
-    option("--optimizer", default=0.0, at_least=0, help="norm, update and gather after the last action"),
-    option("--activation-bytes", default=0.0, at_least=0, help="of one microbatch in the layers of one rank"),
-    option("--kept-for-weights", default=1.0, at_least=0, help="fraction of it that is kept between I and W, 0 to 1"),
-    option(
-        "--memory-limit", type=float, action="append", help="of zb-auto, in microbatches (compare: may be repeated)"
-    ),
-    option("--json", action="store_true", help="machine-readable output"),
+    option("--costs", "CSV of forward,input_grad,weight_grad: one line per slice of the model, in order", type=Path),
+    option("--rank-speeds", "speed of each rank relative to the given seconds (mixed GPUs)", type=float, nargs="+"),
+    option("--p2p", "latency of a message: from an action's end to its use on the next rank", default=0.0, at_least=0),
+    option("--transfer", "time that a message occupies its channel, before --p2p", default=0.0, at_least=0),
+    option("--no-overlap", "a rank is idle while it sends (for --transfer)", action="store_true"),
+    option("--pair-share", "time of an overlapped F and B relative to their sum (DualPipe)", default=1.0, at_least=0),
+    option("--optimizer", "norm, update and gather after the last action", default=0.0, at_least=0),
+    option("--activation-bytes", "of one microbatch in the layers of one rank", default=0.0, at_least=0),
+    option("--kept-for-weights", "fraction of it that is kept between I and W, 0 to 1", default=1.0, at_least=0),
+    option("--memory-limit", "of zb-auto, in microbatches (compare: may be repeated)", type=float, action="append"),
+    option("--json", "machine-readable output", action="store_true"),
 )
 DRAWINGS = (
-    option("--svg", type=Path, help="write a drawing"),
-    option("--trace", type=Path, help="write a trace for ui.perfetto.dev"),
-    option("--csv-out", type=Path, help="write the rows as CSV"),
-    option("--lowered", action="store_true", help="CSV with messages and reductions"),
-    option("--width", type=int, help="pixels of the drawing, columns of the text (default: as needed, 160)"),
+    option("--svg", "write a drawing", type=Path),
+    option("--trace", "write a trace for ui.perfetto.dev", type=Path),
+    option("--csv-out", "write the rows as CSV", type=Path),
+    option("--lowered", "CSV with messages and reductions", action="store_true"),
+    option("--width", "pixels of the drawing, columns of the text (default: as needed, 160)", type=int),
 )
 DEPTHS = (
-    option("--send-depth", type=int, help="sends that a channel may have in flight (default: the smallest number)"),
-    option("--receive-depth", default=2, help="actions by which a receive is posted ahead"),
+    option("--send-depth", "sends that a channel may have in flight (default: the smallest number)", type=int),
+    option("--receive-depth", "actions by which a receive is posted ahead", default=2),
 )
 
 
@@ -301,7 +271,7 @@ def _simulate(own: argparse.Namespace) -> None:
         print("{:4d}  {:8.5g}  {:12.5g}  {:12.5g}  {:11d}".format(rank, *row))
 
 
-NAMES = option("names", nargs="*", metavar="NAME", help="which schedules (default: all)")
+NAMES = option("names", "which schedules (default: all)", nargs="*", metavar="NAME")
 COMMANDS = {
     "draw": Command("megapipe schedule draw", (*NAME, *MODEL, *DRAWINGS), _draw, needs_words=False),
     "compare": Command("megapipe schedule compare", (NAMES, *MODEL), _compare, needs_words=False),

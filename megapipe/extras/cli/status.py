@@ -9,18 +9,19 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megapipe.extras.cli.frame import Command, option
+from megapipe.extras.cli.frame import command, option
 from megapipe.monitor.diagnosis import doing, summary, table, waits_for
 from megapipe.monitor.roster import Sighting, read_folder
 
 OPTIONS = (
-    option("run", metavar="RUN", type=Path, help="the run's folder"),
-    option("--json", action="store_true", help="one JSON object instead of a table"),
-    option("--watch", type=float, above=0.0, metavar="SECONDS", help="repeat every SECONDS seconds, until Ctrl-C"),
+    option("run", "the run's folder", type=Path, metavar="RUN"),
+    option("--json", "one JSON object instead of a table", action="store_true"),
+    option("--watch", "repeat every SECONDS seconds, until Ctrl-C", type=float, above=0.0, metavar="SECONDS"),
 )
 
 
-def _status(own: argparse.Namespace) -> None:
+@command("megapipe status", OPTIONS)
+def main(own: argparse.Namespace) -> None:
     """Show what every rank of a run does now: step, action, which ranks it waits for, and for how long.
 
     RUN is the folder given as --save (or that of --metrics-file). Ranks of this host are read live, those of other
@@ -74,6 +75,3 @@ def _as_dict(sighting: Sighting, waits_for_ranks: Sequence[int]) -> dict[str, An
         "number": record.number,
         "waits_for": list(waits_for_ranks),
     }
-
-
-main = Command("megapipe status", OPTIONS, _status)

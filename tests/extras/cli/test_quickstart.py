@@ -14,7 +14,6 @@ from megapipe.extras.cli.quickstart import (
     Prepared,
     choose_grid,
     gpu_grid,
-    last_validation_loss,
     prepare,
     pretrain_arguments,
     profile_flags,
@@ -30,8 +29,7 @@ def grid(
     """Return (tp, pp, chunks, dp) of the quickstart, resolved as on a rank."""
     monkeypatch.setattr(quickstart, "count_gpus", lambda: num_gpus)
     chosen = choose_grid(flags, ranks)
-    words = [word for path in chosen.configs for word in ("--config", str(path))]
-    loaded = load_config([*words, *chosen.flags, "--vocab-size", "2048", *flags], is_job=False)
+    loaded = load_config([*chosen.flags, "--vocab-size", "2048", *flags], is_job=False)
     plan = resolve(loaded.config, chosen.num_ranks)
     return plan.topology.tp, plan.topology.pp, plan.num_chunks, plan.topology.dp
 
@@ -134,8 +132,8 @@ def test_an_incomplete_folder_is_made_again(tmp_path: Path, capsys: pytest.Captu
 
 
 def test_a_second_run_goes_on_for_as_many_steps_again() -> None:
-    words = pretrain_arguments(PREPARED, Path("f/checkpoints"), [quickstart.CPU_CONFIG], done=260, steps=100)
-    config = load_config(words, is_job=True).config
+    words = pretrain_arguments(PREPARED, Path("f/checkpoints"), done=260, steps=100)
+    config = load_config([*quickstart.CPU_FLAGS, *words], is_job=True).config
     assert (config.training.train_iters, config.optimizer.lr_wsd_decay_iters) == (360, 35)
     assert (
         config.optimizer.override_opt_param_scheduler
@@ -143,17 +141,29 @@ def test_a_second_run_goes_on_for_as_many_steps_again() -> None:
     )
 
 
-def test_the_summary_takes_the_validation_loss_of_the_last_step(tmp_path: Path) -> None:
-    records = [
-        {"kind": "evaluation", "split": "validation", "step": 4, "loss": 5.0},
-        {"kind": "step", "step": 8, "loss": 1.0},
-        {"kind": "evaluation", "split": "test", "step": 8, "loss": 2.0},
-        {"kind": "evaluation", "split": "validation", "step": 8, "loss": 4.0},
-    ]
-    metrics = tmp_path / "metrics.jsonl"
-    metrics.write_text("\n".join(map(json.dumps, records)))
-    assert last_validation_loss(metrics, 8) == 4.0
-    assert last_validation_loss(metrics, 9) is None and last_validation_loss(tmp_path / "none", 8) is None
+@pytest.mark.parametrize("reached", [14, 15], ids=["evaluated", "not evaluated"])
+def test_the_summary_takes_the_validation_loss_of_the_last_step(
+    reached: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recorded = quickstart.REPOSITORY / "tests" / "fixtures" / "report" / "interleaved" / "metrics.jsonl"
+    records = [json.loads(line) for line in recorded.read_text().splitlines()]
+    (loss,) = [r["loss"] for r in records if r.get("split") == "validation" and r["step"] == 14]
+
+    def launch(words: list[str]) -> int:
+        (tmp_path / "checkpoints").mkdir()
+        (tmp_path / "checkpoints" / "metrics.jsonl").write_text(recorded.read_text())
+        return 0
+
+    steps = iter([0, reached])
+    monkeypatch.setattr("megapipe.extras.cli.launch.launch", launch)
+    monkeypatch.setattr(quickstart, "count_gpus", lambda: 0)
+    monkeypatch.setattr(quickstart, "steps_done", lambda checkpoints: next(steps))
+    monkeypatch.setattr(quickstart, "prepare", lambda *_: Prepared(tmp_path, tmp_path, tmp_path, loss + 1.0, ()))
+    assert quickstart.main(["--steps", "10"]) == 0
+    printed = capsys.readouterr().out
+    assert f"== done: {reached} steps" in printed and (tmp_path / "checkpoints" / "report.html").is_file()
+    assert (f"validation loss          {loss:.3f} nats a token" in printed) == (reached == 14)
+    assert ("learned beyond that      1.000 nats a token" in printed) == (reached == 14)
 
 
 def test_the_quickstart_starts_the_ranks_of_the_grid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -179,10 +189,8 @@ def test_the_quickstart_starts_the_ranks_of_the_grid(tmp_path: Path, monkeypatch
     ("done", "steps", "span"), [(0, 350, (20, 22)), (350, 350, (370, 372)), (0, 10, (8, 10)), (5, 1, (5, 6))]
 )
 def test_two_steps_are_profiled_within_the_run(done: int, steps: int, span: tuple[int, int]) -> None:
-    words = profile_flags(done, steps)
-    config = load_config(
-        [*pretrain_arguments(PREPARED, Path("f/checkpoints"), [quickstart.CPU_CONFIG], done, steps), *words]
-    ).config
+    words = [*pretrain_arguments(PREPARED, Path("f/checkpoints"), done, steps), *profile_flags(done, steps)]
+    config = load_config([*quickstart.CPU_FLAGS, *words]).config
     assert config.logging.profile_pipeline
     assert (config.logging.profile_step_start, config.logging.profile_step_end) == span
     assert done <= span[0] < span[1] <= done + steps
