@@ -147,8 +147,7 @@ def host_remarks(reports: Sequence[HostReport]) -> list[Remark]:
 
 
 def _findings(report: HostReport) -> Iterator[tuple[bool, str, str]]:
-    """Yield (is_wrong, kind, text) of what breaks a run on a host, then of what slows it down or makes measurements
-    unreliable."""
+    """Yield (is_wrong, kind, text): what breaks a run on a host, slows it down, or makes measurements unreliable."""
     has, ranks, threads = report.resources, report.num_ranks, report.threads_of_a_rank
     cores = has.usable_cores
     if report.has_nvidia_driver and not report.gpus and not report.versions.get("cuda"):

@@ -214,8 +214,7 @@ def rdma_ports(root: Path = Path("/")) -> tuple[Port, ...]:
 
 
 def gpu_direct(root: Path = Path("/")) -> GpuDirect:
-    """Look for one of the two mechanisms in the kernel: the driver's peer-memory module, or dma-buf with the driver's
-    open kernel module."""
+    """Look in the kernel for the driver's peer-memory module, or for dma-buf with the driver's open kernel module."""
     modules = {line.split(" ", 1)[0] for line in _text(root / "proc/modules").splitlines()}
     if not any((root / "proc/driver").glob("nvidia/version")):
         return GpuDirect("", "no NVIDIA driver is loaded")
@@ -241,10 +240,7 @@ def _text(path: Path) -> str:
 
 
 def fast_paths(device: torch.device, packages: Mapping[str, str | None]) -> dict[str, str]:
-    """Return the state of each fast kernel by name, found by running it on a few numbers.
-
-    A state begins with "active", "installed" or "not".
-    """
+    """Run each fast kernel on a few numbers; return name -> state, which begins with "active", "installed" or "not"."""
     checks: dict[str, Callable[[torch.device], str]] = {
         "fused AdamW": _fused_adamw,
         "fused attention": _attention,

@@ -90,8 +90,7 @@ def allocation_text(found: Examination, hardware: Hardware | None, layout: str) 
 
 
 def _measured_table(found: Examination) -> Iterable[str]:
-    """Return one line for each kind of group, within hosts and between them apart. Rates are those at which a rank
-    sends."""
+    """Return one line for each kind of group, in hosts and between them apart; rates are those of a rank's sends."""
     rows = [("measured", "groups", "links", "latency", "rate", "", "expected", "slowest")]
     for (kind, crosses), of_kind in _by_kind(found).items():
         small, large = _at(of_kind, min), _at(of_kind, max)
@@ -118,7 +117,7 @@ def _by_kind(found: Examination) -> dict[tuple[str, bool], list[Judged]]:
     groups: dict[tuple[str, bool], list[Judged]] = {}
     for one in found.judged:
         if one.trial.kind != PAIR:
-            groups.setdefault((one.trial.kind, _crosses_hosts(found, one)), []).append(one)
+            groups.setdefault((one.trial.kind, one.trial.crosses_hosts(found.hosts)), []).append(one)
     return groups
 
 
@@ -126,10 +125,6 @@ def _at(judged: Sequence[Judged], which: Callable[[Iterable[int]], int]) -> list
     """Return the trials at the smallest or the largest size, the fastest first. which: min or max."""
     size = which(one.num_bytes for one in judged)
     return sorted((one for one in judged if one.num_bytes == size), key=lambda one: one.seconds)
-
-
-def _crosses_hosts(found: Examination, one: Judged) -> bool:
-    return len({found.hosts[rank] for rank in one.trial.ranks}) > 1
 
 
 def _slow_lines(found: Examination) -> list[str]:
@@ -155,8 +150,9 @@ def blame(found: Examination) -> list[str]:
     texts = []
     for crosses, word in ((True, ""), (False, "rank ")):
         name = found.hosts if crosses else [str(rank) for rank in range(len(found.hosts))]
-        messages = [one for one in found.judged if one.trial.is_message and _crosses_hosts(found, one) == crosses]
-        ends = {one.trial: (name[one.trial.ranks[0]], name[one.trial.ranks[1]]) for one in messages}
+        links = [one.trial for one in found.judged if one.trial.is_message]
+        links = [link for link in links if link.crosses_hosts(found.hosts) == crosses]
+        ends = {link: (name[link.ranks[0]], name[link.ranks[1]]) for link in links}
         slow = [ends[one.trial] for one in found.slow if one.trial in ends]
         if len(ends) > 1 and set(slow) == set(ends.values()):
             texts.append("every link between hosts" if crosses else "every link inside hosts")
@@ -174,12 +170,10 @@ def blame(found: Examination) -> list[str]:
 
 def _comparison_of(found: Examination, one: Judged) -> str:
     against = []
-    if one.reference_seconds and PEERS in one.against:
-        times = one.seconds / one.reference_seconds
-        against.append(f"{times:.1f} times as long as its peers ({_measure(one, one.reference_seconds)})")
-    if one.expected_seconds and TABLE in one.against:
-        times = one.seconds / one.expected_seconds
-        against.append(f"{times:.1f} times what the hardware table expects ({_measure(one, one.expected_seconds)})")
+    limits = ((PEERS, "as long as its peers", one.reference_seconds), (TABLE, TABLE, one.expected_seconds))
+    for name, text, seconds in limits:
+        if seconds and name in one.against:
+            against.append(f"{one.seconds / seconds:.1f} times {text} ({_measure(one, seconds)})")
     measured = f"{_measure(one, one.seconds)} for {bytes_text(one.num_bytes)}"
     return f"{_ranks(found, one)}: {measured}, {' and '.join(against)}"
 

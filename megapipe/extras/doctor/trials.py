@@ -54,6 +54,10 @@ class Trial:
     def is_message(self) -> bool:
         return self.operation == SEND
 
+    def crosses_hosts(self, hosts: Sequence[str]) -> bool:
+        """Return True if its ranks are on several hosts. hosts: by global rank."""
+        return len({hosts[rank] for rank in self.ranks}) > 1
+
     def sent_bytes(self, num_bytes: int) -> float:
         """Return the bytes that each rank sends for a buffer of num_bytes."""
         if self.is_message:
@@ -98,8 +102,7 @@ def pairs_of(trial: Trial) -> list[Trial]:
 
 
 def rounds_of(trials: Sequence[Trial], alone: bool) -> list[tuple[Trial, ...]]:
-    """Group trials into rounds in which no rank takes part twice; the trials of a round are of one kind and run
-    concurrently, as in training.
+    """Group trials into rounds of one kind in which no rank takes part twice, which run concurrently as in training.
 
     alone: put each trial into a separate round.
     """
@@ -154,9 +157,6 @@ class Rules:
     is_noisy: bool = False
     hardware: Hardware | None = None  # None if the expected rates are unknown
 
-    def crosses_hosts(self, trial: Trial) -> bool:
-        return len({self.hosts[rank] for rank in trial.ranks}) > 1
-
     def seconds(self, sample: Sample, num_bytes: int) -> float:
         """Return the time of a trial at one size over its repeats."""
         return min(sample.times[num_bytes]) if self.is_noisy else median(sample.times[num_bytes])
@@ -165,7 +165,7 @@ class Rules:
         """Return the time by the hardware table, None without one."""
         if self.hardware is None:
             return None
-        link = self.hardware.network if self.crosses_hosts(trial) else self.hardware.node
+        link = self.hardware.network if trial.crosses_hosts(self.hosts) else self.hardware.node
         # a message is answered by a receipt; a ring makes a step for each other rank
         steps = 2 if trial.is_message else RING_PASSES[trial.operation] * (len(trial.ranks) - 1)
         return steps * link.latency_seconds + trial.sent_bytes(num_bytes) / link.bytes_per_second
@@ -204,7 +204,7 @@ def judge(samples: Sequence[Sample], rules: Rules) -> list[Judged]:
     peers_of: dict[tuple[object, ...], list[Sample]] = {}
     for sample in samples:
         trial = sample.trial
-        key = (trial.operation, len(trial.ranks), rules.crosses_hosts(trial))
+        key = (trial.operation, len(trial.ranks), trial.crosses_hosts(rules.hosts))
         peers_of.setdefault(key, []).append(sample)
     found: dict[Trial, list[Judged]] = {}
     for peers in peers_of.values():

@@ -161,42 +161,42 @@ def charts_html(run: Run) -> str:
     begun = enumerate(run.segments, start=1)
     marks = [(float(each.steps[0]["step"]), f"start {i}") for i, each in begun if i > 1 and each.steps]
     losses = [
-        Curve("training", _points(run.steps, "loss")),
-        *(Curve("lost", _points(lost, "loss"), "lost") for lost in run.lost_steps),
-        Curve("validation", _points(run.evaluations("validation"), "loss"), "dots", 1),
-        Curve("test", _points(run.evaluations("test"), "loss"), "dots", 2),
+        _curve("training", run.steps, "loss"),
+        *(_curve("lost", lost, "loss", kind="lost") for lost in run.lost_steps),
+        _curve("validation", run.evaluations("validation"), "loss", 1, kind="dots"),
+        _curve("test", run.evaluations("test"), "loss", 2, kind="dots"),
     ]
     repeated = "dashed: steps repeated after a restart" if any(run.lost_steps) else ""
-    speed = Curve("speed", _points(run.steps, "tokens_per_second"), colour=2)
-    memory = Curve("memory", _points(run.steps, "memory_bytes", 2**-20), colour=3)
-    rate = Curve("learning rate", _points(run.steps, "lr"))
-    norm = Curve("gradient norm", _points(run.steps, "grad_norm"), colour=1)
+    speed = _curve("speed", run.steps, "tokens_per_second", 2)
+    memory = _curve("memory", run.steps, "memory_bytes", 3, factor=2**-20)
+    norm = _curve("gradient norm", run.steps, "grad_norm", 1)
     norms = [value for _, value in norm.points]
     spans_decades = bool(norms) and min(norms) > 0 and max(norms) / min(norms) > 30
-    bubbles = [
-        Curve("measured", _points(run.steps, "bubble", 100), colour=1),
-        Curve("planned", _points(run.steps, "predicted_bubble", 100)),
-    ]
+    measured = _curve("measured", run.steps, "bubble", 1, factor=100)
+    planned = _curve("planned", run.steps, "predicted_bubble", factor=100)
     charts = [
         Chart("Loss", losses, "nats per token", repeated, marks, width=1120, height=320),
         Chart("Speed", [speed], "tokens/s", marks=marks, from_zero=True),
         Chart("Memory", [memory], "MiB", "maximum over ranks", marks, from_zero=True),
-        Chart("Learning rate", [rate], marks=marks, from_zero=True),
+        Chart("Learning rate", [_curve("learning rate", run.steps, "lr")], marks=marks, from_zero=True),
         Chart("Gradient norm", [norm], marks=marks, is_logarithmic=spans_decades),
-        Chart("Bubble of each step", bubbles, "%", marks=marks, from_zero=True),
+        Chart("Bubble of each step", [measured, planned], "%", marks=marks, from_zero=True),
     ]
-    drawn = "".join(_figure(chart, is_wide=index == 0) for index, chart in enumerate(charts))
+    drawn = "".join(map(_figure, charts))
     note = next((record["bubble_note"] for record in reversed(run.steps) if record.get("bubble_note")), "")
     note_html = f'<p class="soft">Bubble of each step: {escape(note)}.</p>' if note else ""
     return f'<div class="charts">{drawn}</div>{note_html}' if drawn else ""
 
 
-def _points(records: Sequence[Record], key: str, factor: float = 1.0) -> list[Point]:
-    return [(float(record["step"]), record[key] * factor) for record in records if record.get(key) is not None]
+def _curve(
+    name: str, records: Sequence[Record], key: str, colour: int = 0, factor: float = 1.0, kind: str = "line"
+) -> Curve:
+    points = [(float(record["step"]), record[key] * factor) for record in records if record.get(key) is not None]
+    return Curve(name, points, kind, colour)
 
 
-def _figure(chart: Chart, is_wide: bool) -> str:
-    drawn = chart_svg(chart)
+def _figure(chart: Chart) -> str:
+    drawn, is_wide = chart_svg(chart), chart.width > Chart.width
     if not drawn:
         return ""
     if is_wide:  # a second, narrow version for small windows, where the wide one would be too small to read

@@ -1,13 +1,14 @@
 """SVG drawing that compares the plan of one step with its measurement, on a common time axis.
 
-Each rank has two lanes: the planned one above the measured one. The drawing brings its own style, which follows the
-reader's light or dark setting, so the report and a separate SVG file show the same.
+Each rank has two lanes: the planned one above the measured one. The drawing brings its own style, comparison.css, which
+follows the reader's light or dark setting, so the report and a separate SVG file show the same.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from html import escape
+from importlib.resources import files
 from typing import NamedTuple
 
 from megapipe.extras.report.timeline import COLOURS, LARGE, NAMES, fill, legend, paths_by_fill, round_step
@@ -20,20 +21,6 @@ LABELS, TOP, BOTTOM, RIGHT = 104, 30, 58, 24
 DIGITS = 6.2  # width in px of one digit of a microbatch number
 NARROWEST, WIDEST = 1184, 9000
 PHASES = {"gradient-reduce": "reduction", "optimizer": "optimizer"}  # phases after a rank's last action that are drawn
-STYLE = """
-.mp-step{--ink:#1d242c;--soft:#616c78;--rule:#d7dce2;--lane:#f1f3f5;--wait:#c3cad2;
---end:#c0392b;--paper:#fff;--red:#b9534c}
-@media(prefers-color-scheme:dark){.mp-step{--ink:#e4e8ec;--soft:#98a3af;--rule:#3a424b;--lane:#222830;--wait:#515c68;
---end:#ff8a7a;--paper:#171b20;--red:#b9534c} .mp-step .plan{opacity:.82!important}}
-.mp-step{font:11px system-ui,-apple-system,"Segoe UI",Roboto,"DejaVu Sans",sans-serif;fill:var(--ink)}
-.mp-step text{font-size:11px} .mp-step .soft{fill:var(--soft)}
-.mp-step .lane{fill:var(--lane)} .mp-step .wait{fill:url(#mp-wait)}
-.mp-step .rule{stroke:var(--rule)}
-.mp-step .end{stroke:var(--end);stroke-dasharray:4 3} .mp-step .endtext{fill:var(--end)}
-.mp-step text.n{text-anchor:middle;pointer-events:none;font-size:10px} .mp-step .plan{opacity:.62}
-.mp-step .after{fill:var(--red)} .mp-step .paper{fill:var(--paper)}
-.mp-step rect.b{stroke:var(--paper);stroke-width:.6}
-"""
 WAIT_PATTERN = (
     '<defs><pattern id="mp-wait" width="5" height="5" patternUnits="userSpaceOnUse" patternTransform="rotate(45)">'
     '<rect width="5" height="5" fill="var(--lane)"/><rect width="1.6" height="5" fill="var(--wait)"/></pattern></defs>'
@@ -71,15 +58,29 @@ class _Drawing:
     """A comparison with the layout of its picture in px."""
 
     def __init__(self, comparison: Comparison, num_ranks: int, width: int | None, left: int) -> None:
-        self.plan, self.measured, self.left = comparison.plan, comparison.measured, left
-        self.boxes = [self._boxes(rank) for rank in range(num_ranks)]
-        seconds = self.measured.seconds
+        plan, measured = comparison.plan, comparison.measured
+        self.plan, self.measured, self.left = plan, measured, left
+        self.boxes = [
+            [
+                _Box(
+                    action,
+                    (plan.starts[rank][slot], plan.ends[rank][slot]),
+                    (measured.compute_starts[rank][slot], measured.ends[rank][slot]),
+                    measured.message_waits[rank][slot],
+                    measured.parameter_waits[rank][slot],
+                )
+                for slot, action in enumerate(measured.schedule.rows[rank])
+                if action.op in COMPUTE_OPS or action.op is Op.UPDATE
+            ]
+            for rank in range(num_ranks)
+        ]
+        seconds = measured.seconds
         self.phases = [  # of each rank, in seconds on the drawing's axis
             [(name, seconds(start), seconds(stop)) for name, start, stop in row.phases if name in PHASES]
-            for row in self.measured.step.rows[:num_ranks]
+            for row in measured.step.rows[:num_ranks]
         ]
-        ends = [self.measured.makespan_seconds, self.plan.makespan_seconds]
-        last = max(ends + [stop for row in self.phases for _, _, stop in row])
+        stops = [stop for row in self.phases for _, _, stop in row]
+        last = max(measured.makespan_seconds, plan.makespan_seconds, *stops)
         self.seconds = (last or 1e-9) * 1.004
         spans = sorted(end - start for row in self.boxes for _, (start, end), *_ in row if end > start)
         self.is_large = 2 * len(spans) > LARGE
@@ -93,20 +94,6 @@ class _Drawing:
         self.scale = self.width / self.seconds
         self.bottom = _top(num_ranks) - BETWEEN
 
-    def _boxes(self, rank: int) -> list[_Box]:
-        plan, measured = self.plan, self.measured
-        return [
-            _Box(
-                action,
-                (plan.starts[rank][slot], plan.ends[rank][slot]),
-                (measured.compute_starts[rank][slot], measured.ends[rank][slot]),
-                measured.message_waits[rank][slot],
-                measured.parameter_waits[rank][slot],
-            )
-            for slot, action in enumerate(measured.schedule.rows[rank])
-            if action.op in COMPUTE_OPS or action.op is Op.UPDATE
-        ]
-
     def x(self, seconds: float) -> float:
         return self.left + seconds * self.scale
 
@@ -119,6 +106,7 @@ def comparison_svg(
     ranks: global rank of each pp_rank. with_labels: include the column of rank names; the report draws it separately
     with `labels`, so that the names stay in place while the drawing scrolls.
     """
+    style = files("megapipe.extras.report").joinpath("comparison.css").read_text(encoding="utf-8")
     drawing = _Drawing(comparison, len(ranks), width, LABELS if with_labels else 6)
     plan, measured = comparison.plan, comparison.measured
     height = drawing.bottom + BOTTOM
@@ -130,7 +118,7 @@ def comparison_svg(
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" class="mp-step" width="{total}" height="{height}" '
         f'viewBox="0 0 {total} {height}" role="img" aria-label="{escape(spoken)}">',
-        f"<style>{STYLE}</style>",
+        f"<style>\n{style}</style>",
         WAIT_PATTERN,
         f'<rect class="paper" width="{total}" height="{height}"/>',
     ]

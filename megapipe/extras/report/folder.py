@@ -71,14 +71,10 @@ class Segment:
 
 @dataclass(frozen=True)
 class Run:
-    """A run's folder.
-
-    config_text: the last segment's configuration as YAML, '' if unknown. oddities: messages about unreadable parts.
-    """
+    """A run's folder. oddities: messages about unreadable parts."""
 
     folder: Path
     segments: tuple[Segment, ...]
-    config_text: str
     profile: Profile | None
     profile_path: Path | None
     num_profiles: int
@@ -112,6 +108,17 @@ class Run:
     def started(self) -> Record:
         """The record of the last start; empty if no start was recorded."""
         return next(filter(None, (segment.last("start") for segment in reversed(self.segments))), {})
+
+    @cached_property
+    def config_text(self) -> str:
+        """The configuration of the last start as YAML, '' if unknown."""
+        if self.started:
+            return str(self.started["config"])
+        for step in reversed(steps_in(self.folder)):  # the run was written before run.jsonl existed
+            path = self.folder / folder_name(step) / CONFIG_NAME
+            if path.is_file():
+                return path.read_text(encoding="utf-8", errors="replace")
+        return ""
 
     def _that_count(self, kind: str, split: str | None = None) -> list[Record]:
         """Return the records of a kind by step, without those of steps that a later segment repeated."""
@@ -152,8 +159,7 @@ def read_run(folder: Path) -> Run:
             break
         except DataError as error:
             oddities.append(str(error))
-    config_text = _config_text(folder, segments)
-    return Run(folder, tuple(segments), config_text, profile, profile_path, len(paths), tuple(oddities))
+    return Run(folder, tuple(segments), profile, profile_path, len(paths), tuple(oddities))
 
 
 def _records(path: Path, oddities: list[str]) -> Iterator[Record]:
@@ -201,18 +207,6 @@ def _segments(journal: list[Record], metrics: list[Record]) -> list[Segment]:
     return segments
 
 
-def _config_text(folder: Path, segments: list[Segment]) -> str:
-    for segment in reversed(segments):
-        start = segment.last("start")
-        if start is not None:
-            return str(start["config"])
-    for step in reversed(steps_in(folder)):  # the run was written before run.jsonl existed
-        path = folder / folder_name(step) / CONFIG_NAME
-        if path.is_file():
-            return path.read_text(encoding="utf-8", errors="replace")
-    return ""
-
-
 class Setting(NamedTuple):
     """A field whose value differs from the default."""
 
@@ -224,10 +218,7 @@ class Setting(NamedTuple):
 
 
 def changed_settings(text: str) -> tuple[list[Setting], str]:
-    """Return the fields that differ from their defaults, and the reason if the list is empty.
-
-    text: YAML written by to_yaml of this version or an older one.
-    """
+    """Return the fields of a run's YAML that differ from their defaults, and the reason if the list is empty."""
     if not text:
         return [], "the run recorded no configuration"
     try:

@@ -16,20 +16,8 @@ from megapipe.extras.report.pipeline import pipeline_html, tiles_html
 from megapipe.formatting import bytes_text, count_text, duration_text, seconds_text
 from megapipe.topology import Topology
 
-STATES = {  # Segment.ending -> text
-    "ended": "finished",
-    "stopped": "stopped early",
-    "failed": "failed",
-    "running": "running",
-    "unknown": "no end recorded",
-}
-MACHINE = {  # key of a start's record -> text
-    "device": "device",
-    "cores": "cores",
-    "threads_per_rank": "threads per rank",
-    "backend": "backend",
-    "system": "system",
-}
+STATES = {"ended": "finished", "stopped": "stopped early", "unknown": "no end recorded"}  # Segment.ending -> text
+MACHINE = ("device", "cores", "threads_per_rank", "backend", "system")  # keys of a start's record
 MAX_RANKS_SHOWN = 64
 
 
@@ -65,7 +53,7 @@ def page(run: Run, now: float | None = None) -> str:
 
 def _header(run: Run, title: str, now: float) -> str:
     ending = run.last.ending
-    state = STATES[ending]
+    state = STATES.get(ending, ending)
     if ending in ("running", "unknown") and run.last.times:
         state += f", last record {duration_text(max(0.0, now - max(run.last.times)))} ago"
     about = [_grid_text(run)] if run.started.get("grid") else []
@@ -84,17 +72,10 @@ def _tiles(run: Run) -> str:
     def values(key: str) -> list[float]:
         return [record[key] for record in steps if record.get(key) is not None]
 
-    tokens, loss = number(last["consumed_tokens"]), "NaN or infinite"
-    if last["loss"] is not None:
-        loss = f"{last['loss']:.4f}"
-    tiles = [
-        (
-            "steps",
-            f"{last['step']:,} of {last['train_iters']:,}",
-            f"{tokens} tokens, global batch {last['global_batch_size']:,}",
-        ),
-        ("training loss", loss, f"nats per token after step {last['step']:,}"),
-    ]
+    about = f"{number(last['consumed_tokens'])} tokens, global batch {last['global_batch_size']:,}"
+    tiles = [("steps", f"{last['step']:,} of {last['train_iters']:,}", about)]
+    loss = "NaN or infinite" if last["loss"] is None else f"{last['loss']:.4f}"
+    tiles.append(("training loss", loss, f"nats per token after step {last['step']:,}"))
     for split in ("validation", "test"):
         found = run.evaluations(split)
         if found and found[-1]["loss"] is not None:
@@ -231,13 +212,16 @@ def _start_row(index: int, segment: Segment) -> Iterator[str]:
     yield duration_text(max(times) - min(times)) if times else ""
     yield f"{steps[0]['step']:,} to {steps[-1]['step']:,}" if steps else "none"
     resumed = segment.last("resumed")
-    yield escape(f"from {resumed['path']}" if resumed else "from the beginning" if segment.last("start") else "")
+    if resumed is not None:
+        yield escape(f"from {resumed['path']}")
+    else:
+        yield "from the beginning" if segment.last("start") else ""
     if end is not None:
         yield escape(f"after step {end['step']:,}: {end['reason']}")
     elif failures:
         yield escape(f"{failures[0]['error']} on rank {failures[0]['rank']}")
     else:
-        yield STATES[segment.ending]
+        yield STATES.get(segment.ending, segment.ending)
 
 
 def _versions(run: Run) -> str:
@@ -245,7 +229,7 @@ def _versions(run: Run) -> str:
     start = run.started
     if not start:
         return f"<p>This run wrote no {RUN}, so its versions and its machine are unknown.</p>"
-    machine = {MACHINE[key]: value for key, value in start["machine"].items() if key in MACHINE}
+    machine = {key.replace("_", " "): value for key, value in start["machine"].items() if key in MACHINE}
     named = {**start["versions"], "host of rank 0": start["host"], **machine}
     rows = [[f"<th>{escape(name)}</th>", f'<td class="v">{escape(str(value))}</td>'] for name, value in named.items()]
     return _table([], rows, "narrow")

@@ -15,20 +15,14 @@ from megapipe.profile.profile import Profile, trace_path
 from megapipe.profile.summary import PHASES_AFTER_ROW, Summary, clocks_text, oversubscription_text, summarize
 from megapipe.schedule.action import Op
 
-SHORT = {  # cause -> (title, explanation)
-    "equal stages": (
-        "equal stages",
-        "the bubble of the schedule itself: every op takes its mean over all stages, messages take no time",
-    ),
-    "unequal stages": ("unequal stages", "an op takes longer on one stage than on another"),
-    "messages": ("messages", "latency and bandwidth as measured between idle ranks"),
-    "noise": (
-        "noise",
-        "imbalance between microbatches: the same op of the same stage takes longer for some than for others",
-    ),
-    "engine": ("engine", "time between actions"),
-    "optimizer": ("optimizer and reduction", "ranks that start late, launching reductions, waiting for parameters"),
-    "communication": ("communication", "posting messages, and waiting for them longer than the other causes explain"),
+EXPLANATIONS = {  # cause -> text
+    "equal stages": "the bubble of the schedule itself: every op takes its mean over all stages, messages take no time",
+    "unequal stages": "an op takes longer on one stage than on another",
+    "messages": "latency and bandwidth as measured between idle ranks",
+    "noise": "imbalance between microbatches: the same op of the same stage takes longer for some than for others",
+    "engine": "time between actions",
+    "optimizer": "ranks that start late, launching reductions, waiting for parameters",
+    "communication": "posting messages, and waiting for them longer than the other causes explain",
 }
 OPS = {**NAMES, Op.OVERLAP: "overlapped pair"}
 MOST_STAGES = 24
@@ -100,8 +94,8 @@ def _notes(profile: Profile, summary: Summary, path: Path, num_profiles: int) ->
         f"Profile of {span}: {escape(str(measured.schedule))}. The drawing shows step {measured.step.step}.",
         f"{clocks_text(profile).capitalize()}.",
     ]
-    if oversubscription_text(profile):
-        sentences.append(f"{oversubscription_text(profile)}.")
+    if note := oversubscription_text(profile):
+        sentences.append(f"{note}.")
     if len(shares) > 1:
         sentences.append(
             f"This is the pipeline of tp {summary.pipeline.tp_rank}, dp {summary.pipeline.dp_rank}. The measured bubble"
@@ -127,10 +121,16 @@ def _causes(summary: Summary) -> str:
     sums = [0.0, *accumulate(idle.barrier for idle in summary.causes.values())]
     low, high = min(sums), max(sums)
     scale = 100.0 / ((high - low) or 1.0)
+    bars: list[tuple[str, str, float, Idle, str]] = []  # title, meaning, start, length, class
+    for (name, idle), start in zip(summary.causes.items(), sums, strict=False):
+        title = "optimizer and reduction" if name == "optimizer" else name
+        bars.append((title, EXPLANATIONS[name], start, idle, "add" if idle.barrier >= 0 else "take"))
+        if name == PREDICTED:
+            meaning = "simulated with the mean times of each stage"
+            bars.append(("predicted", meaning, 0.0, summary.predicted_idle, "sum"))
+    bars.append(("measured", "", 0.0, summary.measured_idle, "sum"))
     rows = ""
-
-    def add_row(title: str, meaning: str, start: float, idle: Idle, kind: str) -> None:
-        nonlocal rows
+    for title, meaning, start, idle, kind in bars:
         left, width = (start + min(idle.barrier, 0.0) - low) * scale, abs(idle.barrier) * scale
         bar = f'<div class="bar {kind}" style="left:{left:.2f}%;width:{max(width, 0.4):.2f}%"></div>'
         explained = f"<small>{meaning}</small>" if meaning else ""
@@ -138,12 +138,6 @@ def _causes(summary: Summary) -> str:
         numbers = "".join(f"<td class='n'>{value * 1e3:{sign},.2f}</td>" for value in idle)
         numbers = numbers.replace("-", "\N{MINUS SIGN}")
         rows += f'<tr class="{kind}"><td>{title}{explained}</td><td class="track">{bar}</td>{numbers}</tr>'
-
-    for (name, idle), start in zip(summary.causes.items(), sums, strict=False):
-        add_row(*SHORT[name], start, idle, "add" if idle.barrier >= 0 else "take")
-        if name == PREDICTED:
-            add_row("predicted", "simulated with the mean times of each stage", 0.0, summary.predicted_idle, "sum")
-    add_row("measured", "", 0.0, summary.measured_idle, "sum")
     head = "<tr><th>idle time per step</th><th></th><th>barrier</th><th>chained</th></tr>"
     foot = (
         '<p class="soft">In milliseconds. The causes are added to the simulated step one by one, so they add up '

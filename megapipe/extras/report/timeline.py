@@ -33,10 +33,6 @@ NAMES = {
     Op.REDUCE_GRAD: "gradient reduction",
     Op.UPDATE: "update",
 }
-_STROKE = (
-    'stroke="#666666" stroke-width="0.7"',  # message to the lane above or below
-    'stroke="#666666" stroke-width="0.7" stroke-opacity="0.3"',  # message that crosses other lanes
-)
 LEFT, RIGHT, TOP, STRIP = 64, 72, 44, 5  # px: margins, title, strip under a lane for reductions
 LARGE = 12_000  # boxes
 LIVE, WAITING = "#c9ccd6", "#7a4a1e"
@@ -113,8 +109,7 @@ class _Drawing:
 def svg(timeline: Timeline, width: int | None = None) -> str:
     """Return the drawing, `width` px wide (None: wide enough for the microbatch numbers).
 
-    Messages that take time are drawn as lines. Boxes have tooltips with action, start and end. Large timelines have
-    neither.
+    Messages that take time are lines, boxes have tooltips with action, start and end; large timelines have neither.
     """
     drawing, makespan = _Drawing(timeline, width), timeline.makespan_seconds
     bottom = drawing.top(drawing.schedule.num_ranks)
@@ -136,11 +131,12 @@ def svg(timeline: Timeline, width: int | None = None) -> str:
         parts += [*_lane(drawing, rank), *_curves(drawing, rank, waiting)]
     if not drawing.is_large:
         parts += _messages(drawing)
-    step = round_step(makespan / 10) if makespan > 0 else 1.0
-    for tick in range(int(makespan / step) + 1) if makespan > 0 else ():
-        place = f'x="{drawing.x(tick * step):.2f}" y="{bottom + 10}"'
-        label = f"{tick * step:.4g}" + ("" if tick else " s")
-        parts.append(f'<text {place} text-anchor="middle" fill="#555555">{label}</text>')
+    if makespan > 0:
+        step = round_step(makespan / 10)
+        for tick in range(int(makespan / step) + 1):
+            place = f'x="{drawing.x(tick * step):.2f}" y="{bottom + 10}"'
+            label = f"{tick * step:.4g}" + ("" if tick else " s")
+            parts.append(f'<text {place} text-anchor="middle" fill="#555555">{label}</text>')
     y = height - 14
     ops = [op for op in COLOURS if op in drawing.schedule.ops and (op in COMPUTE_OPS or drawing.takes_time(op))]
     shown, x = legend(ops, drawing.schedule.placement.num_chunks, LEFT, y)
@@ -233,7 +229,8 @@ def _messages(drawing: _Drawing) -> Iterator[str]:
                 y1, y2 = drawing.top(rank), drawing.top(peer)
                 y1, y2 = (y1 + lane, y2) if peer > rank else (y1, y2 + lane)
                 place = f'x1="{drawing.x(start):.2f}" y1="{y1}" x2="{drawing.x(end):.2f}" y2="{y2}"'
-                yield f"<line {place} {_STROKE[abs(peer - rank) > 1]}/>"
+                faint = ' stroke-opacity="0.3"' if abs(peer - rank) > 1 else ""  # it crosses other lanes
+                yield f'<line {place} stroke="#666666" stroke-width="0.7"{faint}/>'
 
 
 def fill(placement: Placement, rank: int, action: Action) -> str:
@@ -258,10 +255,7 @@ def paths_by_fill(boxes: Iterable[tuple[str, float, float, float, float]]) -> di
 
 
 def legend(ops: Iterable[Op], num_chunks: int, x: float, y: int, letter: float = 7) -> tuple[list[str], float]:
-    """Return the colours of the ops with their names, from x at baseline y, and the x after them.
-
-    letter: the width in px to allow for one letter.
-    """
+    """Return the colours and names of the ops from x at baseline y, and the x after them. letter: its width in px."""
     parts = []
     for op in ops:
         shades = num_chunks if op in COMPUTE_OPS else 1
