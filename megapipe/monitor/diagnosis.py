@@ -22,15 +22,15 @@ MOST_CULPRITS = 4  # whose stacks are shown
 
 
 class Fault(enum.Enum):
-    """The kinds of hangs, worst first."""
+    """The kinds of hangs, worst first, in the words of the report."""
 
-    GONE = "the process died without an error message"
+    GONE = "the process died without an error message (kill -9, or the system ran out of memory)"
     STOPPED = "the process is stopped"
     LEFT = "the rank has left the run"
-    SILENT = "the rank does not answer"  # its host is down or cut off, or native code holds Python's lock
-    STUCK = "the rank makes no progress"  # and waits for no other rank
-    MISMATCH = "ranks wait for each other"
-    NO_END = "all ranks have joined a collective that does not end"  # a link, or the backend
+    SILENT = "the rank does not answer: native code holds Python's lock, or its host is down or cut off"
+    STUCK = "the rank makes no progress and waits for no other"
+    MISMATCH = "ranks wait for each other in operations that do not match"
+    NO_END = "all ranks of a group have joined a collective and it does not end (the network, or the backend)"
 
 
 @dataclass(frozen=True)
@@ -58,11 +58,9 @@ class Diagnosis:
 def waits_for(sighting: Sighting, sightings: Sequence[Sighting], roster: Roster) -> tuple[int, ...]:
     """Return the ranks that this one's wait depends on, () if it does not wait or if all have joined and are alive."""
     record = sighting.record
-    if record is None or record.wait is Wait.NOTHING:
-        return ()
-    if record.wait is not Wait.COLLECTIVE:
+    if record is not None and record.wait in (Wait.RECEIVE, Wait.SEND):
         return (record.peer,)
-    if record.group not in roster.groups:
+    if record is None or record.wait is Wait.NOTHING or record.group not in roster.groups:
         return ()
     rank, place = sighting.member.rank, list(roster.groups).index(record.group)  # of the group in a record's counts
     ranks = roster.partners[record.group].get(rank, ())
@@ -73,10 +71,7 @@ def waits_for(sighting: Sighting, sightings: Sequence[Sighting], roster: Roster)
 
 
 def diagnose(sightings: Sequence[Sighting], roster: Roster, limit_seconds: float) -> Diagnosis | None:
-    """Return who is missing, or None if no rank is or the awaited ranks still make progress.
-
-    sightings: by global rank.
-    """
+    """Return who is missing, or None if no rank is or the awaited ranks still make progress. sightings: by rank."""
     stuck = {sighting.member.rank for sighting in sightings if sighting.is_stuck(limit_seconds)}
     edges = {s.member.rank: waits_for(s, sightings, roster) for s in sightings if s.waits}
     awaited = {target for rank, targets in edges.items() if rank in stuck for target in targets}
@@ -105,11 +100,8 @@ def diagnose(sightings: Sequence[Sighting], roster: Roster, limit_seconds: float
 
 
 def _fault_of(sighting: Sighting, is_stuck: bool, is_awaited: bool) -> Fault | None:
-    """Return why a rank that waits for no other makes no progress.
-
-    A dead one need not be stuck for the limit: it never comes back.
-    """
-    if sighting.is_gone:
+    """Return why a rank that waits for no other makes no progress."""
+    if sighting.is_gone:  # stuck for the limit or not: it never comes back
         return Fault.GONE
     if sighting.has_left:
         return Fault.LEFT if is_awaited else None
@@ -138,9 +130,8 @@ def _waiting(record: Record, missing: Sequence[int]) -> str:
     if record.wait is Wait.SEND:
         return f"until rank {record.peer} receives the {record.what}"
     if record.wait is Wait.COLLECTIVE:
-        who = "all ranks have joined"
-        if missing:
-            who = f"{_ranks(missing)} {'is' if len(missing) == 1 else 'are'} missing"
+        absent = f"{_ranks(missing)} {'is' if len(missing) == 1 else 'are'} missing"
+        who = absent if missing else "all ranks have joined"
         return f"in {record.what}, number {record.number} of this group, where {who}"
     return ""
 
@@ -159,7 +150,7 @@ def report_text(
         elif not culprit.is_unreachable:
             why = culprit.process or f"{culprit.member.host} does not answer"
             lines.append(f"  no stack of rank {rank}: {why}")
-    if more := [culprit.member.rank for culprit in culprits[MOST_CULPRITS:]]:
+    if more := diagnosis.culprits[MOST_CULPRITS:]:
         lines.append(f"  and {len(more)} more ranks: {_ranks(more)}")
     lines.append(f"All ranks were terminated; saved checkpoints are intact. (--hang-timeout-seconds {limit_seconds:g})")
     return "\n".join(lines)
@@ -185,24 +176,15 @@ def silent_hosts(sightings: Sequence[Sighting]) -> str:
 
 def _headline(diagnosis: Diagnosis, culprits: Sequence[Sighting], sightings: Sequence[Sighting]) -> str:
     names = "; ".join(f"{c.member} on {c.member.host}, process {c.member.pid}" for c in culprits[:MOST_CULPRITS])
-    if diagnosis.fault is Fault.MISMATCH:
-        return f"training hangs: ranks wait for each other in operations that do not match: {names}"
-    if diagnosis.fault is Fault.NO_END:
-        return (
-            "training hangs: all ranks of a group have joined a collective and it does not end (the network, or the "
-            f"backend): {names}"
-        )
+    if diagnosis.fault in (Fault.MISMATCH, Fault.NO_END):
+        return f"training hangs: {diagnosis.fault.value}: {names}"
     if diagnosis.fault is Fault.SILENT and (hosts := silent_hosts(sightings)):
         return f"training hangs: {hosts}"
     first = culprits[0]
-    state = {
-        Fault.GONE: f"{Fault.GONE.value} (kill -9, or the system ran out of memory)",
-        Fault.SILENT: f"{Fault.SILENT.value}: native code holds Python's lock, or its host is down or cut off",
-        Fault.LEFT: Fault.LEFT.value,
-        Fault.STOPPED: f"{first.process}",
-    }.get(diagnosis.fault, "")
-    what = "" if first.record is None else f"{doing(first.record) or 'between phases'} for {first.age_seconds:.1f} s"
-    return f"training hangs on {names}: {', '.join(part for part in (what, state) if part)}"
+    parts = [] if first.record is None else [f"{doing(first.record) or 'between phases'} for {first.age_seconds:.1f} s"]
+    if diagnosis.fault is not Fault.STUCK:
+        parts.append(str(first.process) if diagnosis.fault is Fault.STOPPED else diagnosis.fault.value)
+    return f"training hangs on {names}: {', '.join(parts)}"
 
 
 def _wait_lines(diagnosis: Diagnosis, sightings: Sequence[Sighting]) -> list[str]:
@@ -246,24 +228,20 @@ def summary(name: str, sightings: Sequence[Sighting]) -> str:
 def table(sightings: Sequence[Sighting], edges: Mapping[int, Sequence[int]]) -> list[str]:
     """Return the table of `megapipe status`, one line per rank.
 
-    computes: seconds of the last whole step in which the rank neither waited nor read data. for: since when it does
-    what it does.
+    computes: seconds of the last whole step in which the rank neither waited nor read data. for: how long it does this.
     """
     rows = [("rank", "where", "step", "computes", "for", "does")]
     for sighting in sightings:
         member, record, snapshot = sighting.member, sighting.record, sighting.snapshot
         if record is None or snapshot is None:
-            nothing = f"nothing is known of it (process {member.pid} on {member.host})"
-            rows.append((str(member.rank), member.place, "", "", "", nothing))
+            unknown = f"nothing is known of it (process {member.pid} on {member.host})"
+            rows.append((str(member.rank), member.place, "", "", "", unknown))
             continue
         waits = _waiting(record, edges.get(member.rank, ()))
-        does = ", ".join(part for part in (doing(record), f"waits {waits}" if waits else "") if part)
-        does = does or "between phases"
-        if sighting.is_gone or sighting.is_stopped:
-            does += f"; {sighting.process}"
-        computes = ""
-        if snapshot.elapsed_ns:
-            computes = f"{snapshot.computing_ns / 1e9:.2f} of {snapshot.elapsed_ns / 1e9:.2f} s"
+        parts = [part for part in (doing(record), f"waits {waits}" if waits else "") if part] or ["between phases"]
+        does = ", ".join(parts) + (f"; {sighting.process}" if sighting.is_gone or sighting.is_stopped else "")
+        measured = f"{snapshot.computing_ns / 1e9:.2f} of {snapshot.elapsed_ns / 1e9:.2f} s"
+        computes = measured if snapshot.elapsed_ns else ""
         step = str(record.step) if record.step >= 0 else ""
         rows.append((str(member.rank), member.place, step, computes, duration_text(sighting.age_seconds), does))
     return list(text_table(rows, left=(1, 5), indent=0))

@@ -48,24 +48,18 @@ READ: Cause = (Wait.NOTHING, READING)  # timed like a wait
 
 
 class Record(NamedTuple):
-    """The activity of one rank at one moment.
+    """The activity of one rank at one moment."""
 
-    beat: number of records written so far. since_ns: Unix nanoseconds of this one. step: -1 before the first. patience:
-    factor on the limit for how long the record may stay unchanged. what: channel ("gradient from stage 2 to 1"), or
-    group and operation ("tp all_reduce"). phase: "forward-backward", "saving", ... action: of the pipeline's row,
-    "3B7", else "".
-    """
-
-    beat: int
-    since_ns: int
-    step: int
-    patience: int
+    beat: int  # number of records written so far
+    since_ns: int  # Unix nanoseconds of this one
+    step: int  # -1 before the first
+    patience: int  # factor on the limit for how long the record may stay unchanged
     wait: Wait
     peer: int
     number: int
-    phase: str
-    action: str
-    what: str
+    phase: str  # "forward-backward", "saving", ...
+    action: str  # of the pipeline's row, "3B7", else ""
+    what: str  # channel ("gradient from stage 2 to 1"), or group and operation ("tp all_reduce")
 
     @property
     def group(self) -> str:
@@ -74,18 +68,13 @@ class Record(NamedTuple):
 
 
 class Snapshot(NamedTuple):
-    """A whole file. pulse_ns: Unix nanoseconds at which the rank's watchdog last ran. counts: by index of the kind of
-    group.
+    """A whole file."""
 
-    elapsed_ns, computing_ns: of the last whole step, 0 before there is one; in the rest of it the rank waited or read
-    data.
-    """
-
-    pulse_ns: int
-    counts: tuple[int, ...]
+    pulse_ns: int  # Unix nanoseconds at which the rank's watchdog last ran
+    counts: tuple[int, ...]  # launched collectives, by index of the kind of group
     record: Record
-    elapsed_ns: int = 0
-    computing_ns: int = 0
+    elapsed_ns: int = 0  # of the last whole step, 0 before there is one
+    computing_ns: int = 0  # in the rest of that step the rank waited or read data
 
 
 def pack_slot(*fields: int | bytes) -> bytes:
@@ -131,37 +120,6 @@ class StepTimes(NamedTuple):
         return max(0, self.elapsed - self.waiting - self.reading)
 
 
-class WaitClock:
-    """The sums of one thread's waits, in nanoseconds of one clock. They do not nest.
-
-    The two ends of a wait cost about 0.2 us together.
-    """
-
-    __slots__ = ("_cause", "_since", "_step_began", "_waits")
-
-    def __init__(self, now: int) -> None:
-        self._step_began = self._since = now
-        self._waits: dict[Cause, int] = {}
-        self._cause: Cause | None = None
-
-    def begin(self, cause: Cause, now: int) -> None:
-        """Begin a wait, or with READ to read data."""
-        self._cause, self._since = cause, now
-
-    def end(self, now: int) -> None:
-        """End a wait, if there is one, or reading."""
-        cause, self._cause = self._cause, None
-        if cause is not None:
-            self._waits[cause] = self._waits.get(cause, 0) + now - self._since
-
-    def next_step(self, now: int) -> StepTimes:
-        """End a step, begin the next one, and return the times of the first."""
-        reading = self._waits.pop(READ, 0)
-        times = StepTimes(now - self._step_began, self._waits, reading)
-        self._step_began, self._waits = now, {}
-        return times
-
-
 class WaitObserver(Protocol):
     """An observer of every wait and every reading of data, for times on another clock than the host's."""
 
@@ -184,11 +142,13 @@ class Heartbeat:
         self._step = -1
         self._patience = 1
         self._phase = self._action = b""
-        self._clock = WaitClock(time.time_ns())
+        self._waits: dict[Cause, int] = {}  # nanoseconds of this step by cause; waits do not nest
+        self._cause: Cause | None = None  # of the wait that began at _wait_began
+        self._step_began = self._wait_began = time.time_ns()
         self.last_step: StepTimes | None = None  # of the step before the current one
         self.observer: WaitObserver | None = None
         self._map()
-        self._write(0, -1, 0, b"")
+        self._write()
 
     def share(self, path: Path) -> None:
         """Write to this file from here on, which is created or emptied. Raises OSError."""
@@ -206,7 +166,9 @@ class Heartbeat:
     def step(self, step: int) -> None:
         """Note that step number `step` begins."""
         is_first, self._step = self._step < 0, step
-        times = self._clock.next_step(self._write(0, -1, 0, b""))
+        now, reading = self._write(), self._waits.pop(READ, 0)
+        times = StepTimes(now - self._step_began, self._waits, reading)
+        self._step_began, self._waits = now, {}
         if not is_first:
             self.last_step = times
             self._cells[ELAPSED_CELL], self._cells[COMPUTING_CELL] = max(0, times.elapsed), times.computing
@@ -214,7 +176,7 @@ class Heartbeat:
     def act(self, action: bytes) -> None:
         """Note that an action of the pipeline's row begins; b"" after the last one."""
         self._action = action
-        self._write(0, -1, 0, b"")
+        self._write()
 
     def wait_for_peer(self, wait: Wait, channel: bytes, peer: int) -> None:
         """Begin to wait until global rank `peer` has sent or received a message of a channel."""
@@ -235,7 +197,10 @@ class Heartbeat:
 
     def end_wait(self) -> None:
         """End a wait, if there is one."""
-        self._clock.end(self._write(0, -1, 0, b""))
+        now = self._write()
+        cause, self._cause = self._cause, None
+        if cause is not None:
+            self._waits[cause] = self._waits.get(cause, 0) + now - self._wait_began
         if self.observer is not None:
             self.observer.end()
 
@@ -244,7 +209,7 @@ class Heartbeat:
         """Put the rank in a phase inside the block. Phases nest; the largest patience holds."""
         before = self._phase, self._patience
         self._phase, self._patience = name.encode(), max(patience, self._patience)
-        began = self._write(0, -1, 0, b"")
+        began = self._write()
         if name == READING:
             self._begin(READ, began)
         try:
@@ -254,12 +219,12 @@ class Heartbeat:
             if name == READING:
                 self.end_wait()
             else:
-                self._write(0, -1, 0, b"")
+                self._write()
 
     def leave(self, phase: str) -> None:
         """Write the last record of this rank. phase: "ended" or "failed"."""
         self._phase, self._action, self._patience = phase.encode(), b"", PATIENCE
-        self._write(0, -1, 0, b"")
+        self._write()
 
     def pulse(self) -> None:
         """Note that the rank's watchdog is alive."""
@@ -276,7 +241,7 @@ class Heartbeat:
         return bytes(self._memory)
 
     def _begin(self, cause: Cause, now: int) -> None:
-        self._clock.begin(cause, now)
+        self._cause, self._wait_began = cause, now
         if self.observer is not None:
             self.observer.begin(cause)
 
@@ -284,7 +249,7 @@ class Heartbeat:
         self._memory[: len(MAGIC)] = MAGIC
         self._cells = memoryview(self._memory)[CELLS_AT : CELLS_AT + 8 * CELLS].cast("Q")
 
-    def _write(self, wait: int, peer: int, number: int, what: bytes) -> int:
+    def _write(self, wait: int = Wait.NOTHING, peer: int = -1, number: int = 0, what: bytes = b"") -> int:
         """Write a record and return its time in Unix nanoseconds."""
         self._beat = beat = self._beat + 1
         now = time.time_ns()

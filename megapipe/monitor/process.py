@@ -24,13 +24,10 @@ POLL_SECONDS = 1.0  # on systems without process handles
 
 @dataclass(frozen=True)
 class ProcessState:
-    """The state of a process.
+    """The state of a process."""
 
-    state: the kernel's letter, "" if it has ended. kernel_function: in which it sleeps, "" if hidden.
-    """
-
-    state: str
-    kernel_function: str = ""
+    state: str  # the kernel's letter, "" if it has ended
+    kernel_function: str = ""  # in which it sleeps, "" if hidden
 
     @property
     def has_ended(self) -> bool:
@@ -57,13 +54,20 @@ def available_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+def boot_id() -> str:
+    """Return the id of the running kernel's boot, equal in all of its containers; "" if the system does not say."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""
+
+
 def process_space() -> str:
     """Return the namespace of process ids: the host's or a container's; "" if the system does not say."""
-    boot, space = "", ""
+    space = ""
     with suppress(OSError):
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         space = os.readlink("/proc/self/ns/pid")
-    return f"{boot} {space}".strip()
+    return f"{boot_id()} {space}".strip()
 
 
 def start_ticks(pid: int) -> int | None:

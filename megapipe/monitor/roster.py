@@ -31,18 +31,14 @@ LEFT = ("ended", "failed")  # phases of ranks that have left the run
 
 @dataclass(frozen=True)
 class Member:
-    """One rank.
-
-    place: in the grid, "pp 1, dp 0". stages: on this rank. space: of its process id. started: in clock ticks since
-    boot.
-    """
+    """One rank."""
 
     rank: int
     host: str
     pid: int
-    started: int | None
-    space: str
-    place: str
+    started: int | None  # in clock ticks since boot
+    space: str  # of its process id
+    place: str  # in the grid, "pp 1, dp 0"
     stages: tuple[int, ...]
 
     def __str__(self) -> str:
@@ -52,44 +48,32 @@ class Member:
 
 @dataclass(frozen=True)
 class Roster:
-    """The ranks of a run.
+    """The ranks of a run."""
 
-    members: by global rank. groups: kind of group -> its groups over the world, each a tuple of global ranks.
-    """
-
-    members: tuple[Member, ...]
-    groups: Mapping[str, tuple[tuple[int, ...], ...]]
+    members: tuple[Member, ...]  # by global rank
+    groups: Mapping[str, tuple[tuple[int, ...], ...]]  # kind -> its groups over the world, each of global ranks
 
     @cached_property
     def partners(self) -> dict[str, dict[int, tuple[int, ...]]]:
         """The members of each rank's group, by kind of group and rank."""
         return {name: {rank: ranks for ranks in of_kind for rank in ranks} for name, of_kind in self.groups.items()}
 
-    def to_dict(self) -> dict[str, Any]:
-        return {
-            "members": [asdict(member) for member in self.members],
-            "groups": {k: list(map(list, v)) for k, v in self.groups.items()},
-        }
-
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Roster:
+        """Restore what `asdict` returned, from JSON."""
         members = tuple(Member(**{**member, "stages": tuple(member["stages"])}) for member in values["members"])
         return cls(members, {name: tuple(map(tuple, groups)) for name, groups in values["groups"].items()})
 
 
 @dataclass(frozen=True)
 class Sighting:
-    """One rank as others see it: its record, how long that has not changed, whether it answers.
-
-    snapshot: None if nothing of the rank can be read. age_seconds: since its record last changed. process: None on
-    another host. answers: True if its watchdog runs, None if that is unknown.
-    """
+    """One rank as others see it: its record, how long that has not changed, whether it answers."""
 
     member: Member
-    snapshot: Snapshot | None
-    age_seconds: float = 0.0
-    process: ProcessState | None = None
-    answers: bool | None = None
+    snapshot: Snapshot | None  # None if nothing of the rank can be read
+    age_seconds: float = 0.0  # since its record last changed
+    process: ProcessState | None = None  # None on another host
+    answers: bool | None = None  # True if its watchdog runs, None if that is unknown
 
     @property
     def record(self) -> Record | None:
@@ -131,10 +115,7 @@ def base_folder() -> Path:
 
 
 def live_folder(token: str) -> Path:
-    """Create and return the folder of a run's live records on this host, private to this user.
-
-    token: the same on all ranks, unique to the run. Raises OSError.
-    """
+    """Create and return the private folder of a run's live records on this host. Raises OSError."""
     folder = base_folder() / f"megapipe-{os.getuid()}-{token}"
     folder.mkdir(mode=0o700, exist_ok=True)
     if folder.stat().st_uid != os.getuid():
@@ -180,7 +161,7 @@ def write_roster(folder: Path, roster: Roster, live: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for path in folder.glob("host_*.bin"):
         path.unlink(missing_ok=True)
-    _replace(folder / ROSTER, json.dumps({"live": str(live), **roster.to_dict()}).encode())
+    replace_file(folder / ROSTER, json.dumps({"live": str(live), **asdict(roster)}).encode())
 
 
 def write_copies(folder: Path, roster: Roster, live: Path) -> None:
@@ -188,14 +169,11 @@ def write_copies(folder: Path, roster: Roster, live: Path) -> None:
     space = process_space()
     records = [(m.rank, _read(record_path(live, m.rank))) for m in roster.members if m.space == space]
     data = b"".join(rank.to_bytes(8, "little") + data for rank, data in records if len(data) == FILE_BYTES)
-    _replace(folder / f"host_{host()}.bin", data)
+    replace_file(folder / f"host_{host()}.bin", data)
 
 
 def read_folder(run: Path) -> tuple[Roster, list[Sighting]]:
-    """Return the ranks of a run and what they do, or last did.
-
-    Raises ConfigError if the folder has no records, DataError if they are damaged.
-    """
+    """Return the ranks of a run and what they do, or last did. Raises ConfigError without records, DataError."""
     path = run / NAME / ROSTER
     try:
         values: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
@@ -215,10 +193,9 @@ def read_folder(run: Path) -> tuple[Roster, list[Sighting]]:
         sighting = sight(member, live) if is_here else Sighting(member, None)
         if sighting.snapshot is None and member.rank in copies:
             snapshot, copy_age = copies[member.rank]
-            # the clocks of other hosts are not ours
-            age = max(0.0, (snapshot.pulse_ns - snapshot.record.since_ns) / 1e9) + copy_age
-            if is_here:
-                age = (time.time_ns() - snapshot.record.since_ns) / 1e9
+            age = (time.time_ns() - snapshot.record.since_ns) / 1e9
+            if not is_here:  # its clock is not ours
+                age = max(0.0, (snapshot.pulse_ns - snapshot.record.since_ns) / 1e9) + copy_age
             sighting = replace(sighting, snapshot=snapshot, age_seconds=age)
         sightings.append(sighting)
     return roster, sightings
@@ -241,7 +218,8 @@ def _read(path: Path) -> bytes:
         return b""
 
 
-def _replace(path: Path, data: bytes) -> None:
+def replace_file(path: Path, data: bytes) -> None:
+    """Write a file under a temporary name and rename it, so that a reader sees all of it or nothing. Raises OSError."""
     temporary = path.with_name(f".{path.name}.tmp")
     temporary.write_bytes(data)
     os.replace(temporary, path)

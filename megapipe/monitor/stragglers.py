@@ -17,21 +17,16 @@ LEAST_SHARE = 0.1  # and if at least this share of a step is lost by it
 
 @dataclass(frozen=True)
 class RankPace:
-    """One rank's step, medians over some steps, in seconds.
-
-    waits: by kind of group, "messages" for those of the pipeline. work: its computation by the plan, on any scale.
-    peers: the other ranks with exactly the same work. link, link_seconds: the neighbour up the pipeline to which
-    messages there and back take longest, and how long; -1 and 0 if unknown.
-    """
+    """One rank's step, medians over some steps, in seconds."""
 
     rank: int
     step: float
     computing: float
     reading: float
-    waits: Mapping[str, float]
-    work: float
-    peers: tuple[int, ...] = ()
-    link: int = -1
+    waits: Mapping[str, float]  # by kind of group, "messages" for those of the pipeline
+    work: float  # its computation by the plan, on any scale
+    peers: tuple[int, ...] = ()  # the other ranks with exactly the same work
+    link: int = -1  # the neighbour up the pipeline to which messages there and back take longest; -1 if unknown
     link_seconds: float = 0.0
 
     @property
@@ -64,15 +59,15 @@ def _slow_ranks(paces: Sequence[RankPace], step: float, names: Sequence[str]) ->
             ("computes", pace.computing, expected, bool(peers)),
             ("reads data", pace.reading, reading, True),
         ):
-            ratio = PEERS_RATIO if same_work else WORK_RATIO
+            ratio, whose = PEERS_RATIO, "ranks with the same work"
+            if not same_work:
+                ratio, whose = WORK_RATIO, "the others, for the work that the plan gives it"
             if seconds <= ratio * usual or seconds - usual <= LEAST_SHARE * step:
                 continue
-            whose = "ranks with the same work" if same_work else "the others, for the work that the plan gives it"
             compared = f"{whose}: {seconds_text(usual)}"
             if seconds < 100 * usual:
                 compared = f"{seconds / usual:.1f} times the {seconds_text(usual)} of {whose}"
-            waits = seconds_text(pace.waiting)
-            sentence = f"it {does} {seconds_text(seconds)} a step, {compared}; it waits {waits}"
+            sentence = f"it {does} {seconds_text(seconds)} a step, {compared}; it waits {seconds_text(pace.waiting)}"
             yield seconds - usual, f"{names[pace.rank]} is slow: {sentence}"
 
 

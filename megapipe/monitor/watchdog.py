@@ -22,7 +22,7 @@ from typing import Any, Protocol
 from megapipe.monitor.diagnosis import MOST_CULPRITS, Diagnosis, Fault, diagnose, report_text
 from megapipe.monitor.heartbeat import Heartbeat, Snapshot, read_snapshot
 from megapipe.monitor.process import process_space
-from megapipe.monitor.roster import Member, Roster, Sighting, sight, stack_path
+from megapipe.monitor.roster import Roster, Sighting, replace_file, sight, stack_path
 
 MOST_INTERVAL_SECONDS = 0.5
 GONE_SECONDS = 3.0  # after which a dead rank is reported; a living launcher ends all ranks sooner and reports it itself
@@ -35,32 +35,23 @@ PULSE_CHECKS = 3  # own pulses meanwhile
 
 
 class Exchange(Protocol):
-    """The exchange of records and stacks between hosts."""
+    """The exchange of records and stacks between hosts: comm.store_exchange.StoreExchange."""
 
     is_reported: bool  # a rank of any host has reported
 
-    def fetch(self, ranks: Sequence[int]) -> dict[int, bytes]:
-        """Return the records last published by some ranks; those that published none are left out."""
-
-    def stack(self, rank: int) -> str:
-        """Return the stack that a rank published, or ""."""
-
+    def fetch(self, ranks: Sequence[int]) -> dict[int, bytes]: ...
+    def stack(self, rank: int) -> str: ...
     def publish_stack(self, text: str) -> None: ...
-
-    def claim(self) -> bool:
-        """Return True for the one rank that may report."""
-
-    def set_reported(self) -> None:
-        """Note that the report has been made."""
+    def claim(self) -> bool: ...
+    def set_reported(self) -> None: ...
 
 
 class Watchdog:
     """A thread that watches from `start` to `stop`.
 
     limit_seconds: how long a record may stay unchanged. live: folder of this host's records. say: takes the report, on
-    the one rank that makes it. end: ends this process. Both are called in the watchdog's thread. exchange: with other
-    hosts, None if there is one host. kills: also end the ranks of this host that cannot end themselves, for runs whose
-    launcher does not.
+    the one rank that makes it. end: ends this process. exchange: None if there is one host. kills: also end the ranks
+    of this host that cannot end themselves, for runs whose launcher does not.
     """
 
     def __init__(
@@ -99,13 +90,8 @@ class Watchdog:
             self._thread.join(2 * MOST_INTERVAL_SECONDS)
 
     def unreachable(self) -> list[Sighting]:
-        """Return the sightings of all ranks if some of other hosts do not answer and have not left, else [].
-
-        Takes PULSE_SECONDS.
-        """
-        if self._exchange is None:
-            return []
-        sightings = self._sightings()
+        """Return sightings of all ranks if any of another host is unreachable, else []. Takes PULSE_SECONDS."""
+        sightings = [] if self._exchange is None else self._sightings()
         return sightings if any(sighting.is_unreachable for sighting in sightings) else []
 
     def _run(self) -> None:
@@ -128,10 +114,7 @@ class Watchdog:
                 self._suspects_since = None
 
     def _is_stuck(self) -> bool:
-        """Return True if this rank's record has not changed for the limit.
-
-        Then its stack is written to a file, once.
-        """
+        """Return True if this rank's record has not changed for the limit; then its stack is written, once."""
         record = self._heartbeat.snapshot().record
         if (time.time_ns() - record.since_ns) / 1e9 < self._limit_seconds * record.patience:
             return False
@@ -140,9 +123,7 @@ class Watchdog:
             frame = sys._current_frames().get(self._watched)
             text = f"{record.beat}\n" + ("" if frame is None else "".join(traceback.format_stack(frame)))
             with suppress(OSError):
-                temporary = stack_path(self._live, self._rank).with_suffix(".part")
-                temporary.write_text(text, encoding="utf-8")
-                os.replace(temporary, stack_path(self._live, self._rank))
+                replace_file(stack_path(self._live, self._rank), text.encode())
             self._ask(lambda exchange: exchange.publish_stack(text))
         return True
 
@@ -178,18 +159,12 @@ class Watchdog:
             self._leave(sightings)
 
     def _sightings(self) -> list[Sighting]:
-        here = {member.rank for member in self._here}
-        remote = {} if self._exchange is None else self._remote([m for m in self._roster.members if m.rank not in here])
-        return [
-            remote.get(m.rank) or (sight(m, self._live) if m.rank in here else Sighting(m, None))
-            for m in self._roster.members
-        ]
+        remote = {} if self._exchange is None else self._remote()
+        return [remote.get(member.rank) or sight(member, self._live) for member in self._roster.members]
 
-    def _remote(self, members: Sequence[Member]) -> dict[int, Sighting]:
-        """Return ranks of other hosts.
-
-        Their clocks are not ours: a pulse that changes between two looks is an answer.
-        """
+    def _remote(self) -> dict[int, Sighting]:
+        """Look at the ranks of other hosts. Their clocks are not ours: a pulse that changes in between is an answer."""
+        members = [member for member in self._roster.members if member not in self._here]
         ranks = [member.rank for member in members]
         before, after = self._snapshots(ranks), {}
         if before:
@@ -214,10 +189,7 @@ class Watchdog:
         return {rank: read_snapshot(data) for rank, data in fetched.items()}
 
     def _ask(self, question: Callable[[Exchange], Any]) -> Any:
-        """Return what the exchange answers, None without one.
-
-        It may take seconds, during which this rank keeps up its pulse.
-        """
+        """Return what the exchange answers, None without one. This rank keeps up its pulse meanwhile."""
         exchange = self._exchange
         if exchange is None:
             return None
@@ -254,7 +226,7 @@ class Watchdog:
     def _claim(self) -> bool:
         """Claim the report; only the first of all ranks gets it."""
         try:
-            os.close(os.open(self._live / "claimed", os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
+            (self._live / "claimed").touch(mode=0o600, exist_ok=False)
         except OSError:
             return False
         return self._ask(lambda exchange: exchange.claim()) is not False

@@ -47,10 +47,9 @@ DYING_SECONDS = 0.3  # between a broken connection and the end of the process th
 def watched(
     plan: RunPlan, environment: Environment, groups: ProcessGroups, folder: Path | None, journal: Journal
 ) -> Iterator[None]:
-    """Share this rank's heartbeat inside the block, and end the process with a report if the run hangs. Entered by all
-    ranks together.
+    """Share this rank's heartbeat inside the block, and end the process with a report if the run hangs.
 
-    folder: of the run, for `megapipe status`; None for a run that writes none.
+    A collective. folder: of the run, for `megapipe status`; None for a run that writes none.
     """
     heartbeat = groups.world.heartbeat
     if heartbeat is None:
@@ -82,7 +81,8 @@ class _Watch:
         folder: Path | None,
         journal: Journal,
     ) -> None:
-        self._heartbeat, self._folder, self._journal = heartbeat, folder, journal
+        self._heartbeat, self._journal = heartbeat, journal
+        self._folder = None if folder is None else folder / NAME  # of copies for `megapipe status`
         self._rank, topology, pid, space = groups.world.global_rank, plan.topology, os.getpid(), process_space()
         token = broadcast_object(secrets.token_hex(6), groups.world)
         try:
@@ -114,20 +114,18 @@ class _Watch:
             kills=environment.launcher != "torchrun",  # its agent kills ranks itself
         )
         self._stopped = threading.Event()
-        self._copier = threading.Thread(target=self._copy_on, name="heartbeat-copies", daemon=True)
 
     def start(self) -> None:
         if self._writes:
             sweep(base_folder())
-            self._write(lambda: write_roster(self._live, self._roster, self._live))
+            self._write(write_roster, self._live)
         if self._rank == 0 and self._folder is not None:
-            folder = self._folder / NAME
-            self._write(lambda: write_roster(folder, self._roster, self._live))
+            self._write(write_roster, self._folder)
         if self._exchange is not None:
             self._exchange.start()
         self.watchdog.start()
         if self._writes and self._folder is not None:
-            self._copier.start()
+            threading.Thread(target=self._copy_on, name="heartbeat-copies", daemon=True).start()
 
     def stop(self, last_phase: str) -> None:
         """End the watchdog and write a last copy. After a successful run the live records are removed."""
@@ -169,13 +167,12 @@ class _Watch:
 
     def _copy(self) -> None:
         if self._folder is not None:
-            folder = self._folder
-            self._write(lambda: write_copies(folder / NAME, self._roster, self._live))
+            self._write(write_copies, self._folder)
 
-    def _write(self, write: Callable[[], None]) -> None:
+    def _write(self, write: Callable[[Path, Roster, Path], None], folder: Path) -> None:
         """Write for `megapipe status`. A disk that refuses costs its output, never the run."""
         try:
-            write()
+            write(folder, self._roster, self._live)
         except OSError as error:
             if not self._stopped.is_set():
                 text = f"the heartbeats of this run could not be copied to its folder: {error.strerror}"

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from unittest.mock import patch
+
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megapipe.monitor.heartbeat import READ, Heartbeat, Wait, WaitClock, read_snapshot
+from megapipe.monitor.heartbeat import READING, Heartbeat, read_snapshot
 from megapipe.monitor.stragglers import RankPace, extremes_text, find_stragglers
 
 STEP = 1.0
@@ -95,21 +98,27 @@ def test_a_group_in_which_even_the_last_one_waits_is_slow_and_one_that_waits_for
 @given(st.lists(st.tuples(st.sampled_from(["compute", "wait", "read"]), st.integers(1, 10**9)), max_size=30))
 def test_a_step_is_the_sum_of_waiting_reading_and_computing(parts: list[tuple[str, int]]) -> None:
     now, sums = 0, {"compute": 0, "wait": 0, "read": 0}
-    clock = WaitClock(now)
-    for kind, nanoseconds in parts:
-        if kind != "compute":
-            clock.begin(READ if kind == "read" else (Wait.COLLECTIVE, "tp"), now)
-        now += nanoseconds
-        sums[kind] += nanoseconds
-        clock.end(now)
-    times = clock.next_step(now)
-    assert (times.elapsed, times.computing, times.waiting, times.reading) == (
-        now,
-        sums["compute"],
-        sums["wait"],
-        sums["read"],
-    )
-    assert clock.next_step(now).elapsed == 0
+    with patch("megapipe.monitor.heartbeat.time.time_ns", lambda: now):
+        heartbeat = Heartbeat(("tp",))
+        heartbeat.step(1)
+        for kind, nanoseconds in parts:
+            if kind == "wait":
+                heartbeat.wait_for_all("tp", "all_reduce", 1)
+            with heartbeat.phase(READING) if kind == "read" else nullcontext():
+                now += nanoseconds
+            sums[kind] += nanoseconds
+            heartbeat.end_wait()
+        heartbeat.step(2)
+        times = heartbeat.last_step
+        assert times is not None
+        assert (times.elapsed, times.computing, times.waiting, times.reading) == (
+            now,
+            sums["compute"],
+            sums["wait"],
+            sums["read"],
+        )
+        heartbeat.step(3)
+    assert heartbeat.last_step is not None and heartbeat.last_step.elapsed == 0
 
 
 def test_the_record_holds_the_last_whole_step() -> None:
