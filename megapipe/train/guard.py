@@ -83,15 +83,11 @@ class StepHealth(enum.IntEnum):
 
 @dataclass(frozen=True)
 class Decision:
-    """A decision of all ranks after a step.
+    """A decision of all ranks after a step."""
 
-    stop_reason: None to continue. save_due: --save-interval-minutes have passed. save_ready: the asynchronous save can
-    proceed without waiting for any rank.
-    """
-
-    stop_reason: str | None = None
-    save_due: bool = False
-    save_ready: bool = False
+    stop_reason: str | None = None  # None to continue
+    save_due: bool = False  # --save-interval-minutes have passed
+    save_ready: bool = False  # the asynchronous save can proceed without waiting for any rank
     health: StepHealth = StepHealth.FINE
 
     @property
@@ -130,10 +126,8 @@ class SpikeWatch:
             spread = MAD_TO_DEVIATION * statistics.median(abs(other - median) for other in seen)
             deviation = max(LEAST_DEVIATION, spread)
             if value > median + self._threshold * deviation:
-                why.append(
-                    f"{name} {math.exp(value):.4g}, {(value - median) / deviation:.1f} deviations above the median "
-                    f"{math.exp(median):.4g} of {len(seen)} steps"
-                )
+                above = f"{(value - median) / deviation:.1f} deviations above the median {math.exp(median):.4g}"
+                why.append(f"{name} {math.exp(value):.4g}, {above} of {len(seen)} steps")
         if why:
             self.num_spiking += 1
             return " and ".join(why) if self.num_spiking >= self._patience else ""
@@ -155,16 +149,13 @@ class SpikeWatch:
 
 
 class Guard:
-    """Checks for NaN and infinity, spikes, changed copies of parameters; stop signals and limits of time.
-
-    loader: of the training data, None if nothing is trained.
-    """
+    """Checks for NaN and infinity, spikes, changed copies of parameters; stop signals and limits of time."""
 
     def __init__(
         self,
         runtime: TrainingRuntime,
         state: TrainingState,
-        loader: Loader | None,
+        loader: Loader | None,  # of the training data, None if nothing is trained
         saving: Saving,
         journal: Journal,
         stop: StopRequest,
@@ -188,25 +179,20 @@ class Guard:
         if self._outputs is not None:
             self._sums[batch.step] = self._outputs.take()
 
-    def is_nonfinite(self, batch: StepBatch, result: StepResult) -> bool:
-        """Return True if the loss or the gradient norm of a step is not finite and the run must stop or go back."""
+    def judge(self, batch: StepBatch, result: StepResult) -> StepHealth:
+        """Judge a step whose result is known, and take note of it. Only rank 0 judges spikes, since the last bits of
+        a norm may differ."""
         sums, update = self._sums.pop(batch.step, None), result.update
         # an overflow belongs to the search for a loss scale, until the scale cannot fall any further
         lowest = self._runtime.plan.config.precision.min_loss_scale
         is_searching = self._runtime.optimizer.scaler.is_dynamic and update.loss_scale > lowest
         is_overflow = update.skipped and math.isfinite(result.loss) and is_searching
-        if sums is None or is_overflow or (math.isfinite(result.loss) and math.isfinite(update.grad_norm)):
-            return False
-        self._nonfinite = batch, result, sums
-        return True
-
-    def has_spiked(self, result: StepResult) -> bool:
-        """Return True, on rank 0, if loss or norm have been far above the last steps' for long enough.
-
-        Takes note of the step.
-        """
-        self._spike = "" if self._spikes is None else self._spikes.see(result.loss, result.update.grad_norm)
-        return bool(self._spike) and self._runtime.groups.world.rank == 0
+        is_finite = math.isfinite(result.loss) and math.isfinite(update.grad_norm)
+        if sums is not None and not (is_overflow or is_finite):
+            self._nonfinite = batch, result, sums
+            return StepHealth.NONFINITE
+        self._spike = "" if self._spikes is None else self._spikes.see(result.loss, update.grad_norm)
+        return StepHealth.SPIKE if self._spike and self._runtime.groups.world.rank == 0 else StepHealth.FINE
 
     def decide(self, health: StepHealth) -> Decision:
         """Agree with all ranks on what follows the last step, by one all-reduce of what any rank's clock, signals, disk
@@ -229,8 +215,7 @@ class Guard:
         return reason
 
     def _agree(self, *values: int) -> list[Any]:
-        """Return the stop signal of any rank as a reason to stop, or None, then the largest of each value over all
-        ranks."""
+        """Return the stop signal of any rank as a reason to stop, or None, then the maximum of each value."""
         own = 0 if self._stop.signal is None else int(self._stop.signal)
         tensor = torch.tensor([own, *map(int, values)], device=self._runtime.device)
         all_reduce(tensor, self._runtime.groups.world, op="max")
@@ -244,8 +229,7 @@ class Guard:
             self._state.spikes = self._spikes.state()
 
     def recover(self) -> bool:
-        """Go back to a checkpoint, as --spike-rollback says. Called by all ranks together once they have agreed that a
-        step was bad.
+        """Go back to a checkpoint, as --spike-rollback says, once all ranks have agreed that a step was bad.
 
         Returns False if there is no checkpoint yet and the run can continue without. Raises TrainingError if going back
         is not asked for, or not possible and the numbers are not finite.
@@ -258,7 +242,6 @@ class Guard:
             error = TrainingError(f"step {self._state.step}: {why}. {WAY_OUT}")
         if self._spikes is None or self._loader is None:
             raise error or TrainingError(why)
-        # rank 0 decides, as the last bits of a norm may differ
         why, first_bad = broadcast_object((why, first_bad), self._runtime.groups.world)
         self._saving.finish(is_last=False)
         with self._runtime.heartbeat.phase("loading", PATIENCE):

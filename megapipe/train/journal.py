@@ -33,8 +33,7 @@ FILE_NAME = "run.jsonl"
 
 
 class Journal:
-    """The reports of one rank. Rank 0 prints, writes metrics and records everything; another rank records only its own
-    failure.
+    """The reports of one rank. Rank 0 prints, writes metrics and records everything; others record only their failure.
 
     folder: of run.jsonl, None to record nothing. A disk that refuses writes costs the record, and a writer that fails
     is left out from then on; neither stops training.
@@ -46,10 +45,7 @@ class Journal:
         self.writers: list[Writer] = []
 
     def open_writers(self, config: Config) -> None:
-        """Open the writers that the configuration asks for, on rank 0.
-
-        Raises ConfigError if a package is missing or a path fails.
-        """
+        """Open the configured writers, on rank 0. Raises ConfigError if a package is missing or a path fails."""
         if self._rank != 0:
             return
         logging, folder = config.logging, recorded_folder(config)
@@ -68,9 +64,9 @@ class Journal:
     def close(self) -> None:
         self._each_writer(lambda writer: writer.close())
 
-    def say(self, text: str) -> None:
-        """Print a line at the console, and record it."""
-        if self._rank == 0:
+    def say(self, *lines: str) -> None:
+        """Print lines at the console, and record each, on rank 0."""
+        for text in lines if self._rank == 0 else ():
             print(text, flush=True)
             self.record("note", text=text)
 
@@ -100,9 +96,8 @@ class Journal:
                 call(writer)
             except Exception as error:  # a full disk, a lost server: training is worth more than its metrics
                 self.writers.remove(writer)
-                text = (
-                    f"{type(writer).__name__} stopped: {type(error).__name__}: {error}; training continues without it"
-                )
+                why = f"{type(error).__name__}: {error}"
+                text = f"{type(writer).__name__} stopped: {why}; training continues without it"
                 print(text, file=sys.stderr)
                 self.record("warning", text=text)
 
@@ -120,11 +115,7 @@ class Journal:
 
 
 def last_failure(folder: Path, since: float) -> str | None:
-    """Return in one line what ended the newest run in a folder that failed after `since` (Unix seconds); None if
-    nothing is recorded.
-
-    A start that was refused for lack of progress is no run.
-    """
+    """Return in one line what ended the newest run in a folder that failed after `since` (Unix seconds), or None."""
     try:
         lines = (folder / FILE_NAME).read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
@@ -134,6 +125,7 @@ def last_failure(folder: Path, since: float) -> str | None:
             record = json.loads(line)
         except ValueError:  # torn by a crash
             continue
+        # a start that was refused for lack of progress was no run
         if record.get("kind") == "failure" and record["time"] >= since and record["error"] != NoProgressError.__name__:
             return f"{record['error']}: {record['text']}".splitlines()[0]
     return None

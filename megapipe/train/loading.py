@@ -43,17 +43,13 @@ CountedStarts = Starts | CheckpointError | None  # None: nothing is saved, so th
 
 @dataclass(frozen=True)
 class Resumed:
-    """The point from which a run continues.
-
-    path: of the checkpoint, None for a fresh start. schedules: in force from here on, None without --lr. damaged: newer
-    checkpoints that looked complete and were not.
-    """
+    """The point from which a run continues."""
 
     state: TrainingState
-    schedules: Schedules | None
-    path: Path | None = None
+    schedules: Schedules | None  # in force from here on, None without --lr
+    path: Path | None = None  # of the checkpoint, None for a fresh start
     remarks: tuple[str, ...] = ()
-    damaged: tuple[Path, ...] = ()
+    damaged: tuple[Path, ...] = ()  # newer checkpoints that looked complete and were not
 
 
 def count_this_start(config: Config, environment: Environment) -> CountedStarts:
@@ -84,15 +80,13 @@ def resume(runtime: TrainingRuntime, journal: Journal, starts: Starts | None = N
         # the job's own checkpoints take precedence over --load, --ckpt-step, --finetune
         flags = replace(flags, load=flags.save, ckpt_step=None, **LOAD_ALL)
     if flags != config.checkpoint:
-        journal.say(
-            f"a restart: continuing from --save {flags.save}; --load and its flags apply only to the first start"
-        )
+        unused = "--load and its flags apply only to the first start"
+        journal.say(f"a restart: continuing from --save {flags.save}; {unused}")
     if flags.load is None:
         return Resumed(TrainingState(), None if config.optimizer.lr is None else Schedules.of(config))
     started = time.perf_counter()
     resumed = load(runtime, Path(flags.load), flags)
-    for remark in resumed.remarks:
-        journal.say(remark)
+    journal.say(*resumed.remarks)
     if resumed.path is not None:
         position = f"step {resumed.state.step}, {resumed.state.consumed_samples:,} samples"
         journal.say(f"loaded {resumed.path} in {time.perf_counter() - started:.1f} s: continuing after {position}")
@@ -101,12 +95,11 @@ def resume(runtime: TrainingRuntime, journal: Journal, starts: Starts | None = N
 
 
 def load(runtime: TrainingRuntime, root: Path, flags: CheckpointConfig | None = None) -> Resumed:
-    """Load the newest complete checkpoint of root, or --ckpt-step, as the flags of the checkpoint section say; called
-    by all ranks.
+    """Load the newest complete checkpoint of root, or --ckpt-step, from any grid. A collective.
 
     If the newest one proves damaged while it is read, the one before is taken. A root without any checkpoint is a fresh
-    start, unless --exit-on-missing-checkpoint or --ckpt-step. The checkpoint may come from any grid. flags: instead of
-    the configuration's. Raises CheckpointError on all ranks.
+    start, unless --exit-on-missing-checkpoint or --ckpt-step. flags: else the configuration's. Raises CheckpointError
+    on all ranks.
     """
     flags = flags or runtime.plan.config.checkpoint
     remarks: list[str] = []
@@ -160,16 +153,15 @@ def _load_from(
 def _check(runtime: TrainingRuntime, saved: dict[str, Any], path: Path, flags: CheckpointConfig) -> None:
     """Raise CheckpointError if the run cannot continue from a checkpoint's state with these flags."""
     config, batch, seed = runtime.plan.config, runtime.plan.batch, runtime.plan.config.training.seed
-    if not (flags.finetune or config.training.skip_train):
-        # a batch size that is derived from the number of ranks changes with it
-        before = saved.get("global_batch_size")
-        if before is not None and batch.is_derived and before != batch.full:
-            dp, full = runtime.plan.topology.dp, batch.full
-            raise CheckpointError(
-                f"--global-batch-size is not given, and micro-batch-size x data-parallel size {dp} would make it "
-                f"{full}, but {path} was trained with {before}: give --global-batch-size {before} to continue with the "
-                f"same steps on any number of ranks, or --global-batch-size {full} if the change is wanted"
-            )
+    before, trains = saved.get("global_batch_size"), not (flags.finetune or config.training.skip_train)
+    # a batch size that is derived from the number of ranks changes with it
+    if trains and batch.is_derived and before not in (None, batch.full):
+        raise CheckpointError(
+            f"--global-batch-size is not given, and micro-batch-size x data-parallel size {runtime.plan.topology.dp} "
+            f"would make it {batch.full}, but {path} was trained with {before}: give --global-batch-size {before} to "
+            f"continue with the same steps on any number of ranks, or --global-batch-size {batch.full} if the change "
+            "is wanted"
+        )
     if not (flags.finetune or flags.no_load_rng):
         if saved["random"] is None:
             raise CheckpointError(
@@ -198,33 +190,27 @@ def _load_tensors(runtime: TrainingRuntime, folder: CheckpointFolder, with_optim
         load_tensors(folder, (box for _, box in runtime.held_weights()), world)
         runtime.optimizer.parameters_to_masters()
         return
-    wanted = []
-    for held in runtime.optimizer.state():
+    wanted = [held for held in runtime.optimizer.state() if with_optimizer or held.key == "master"]
+    for held in wanted:
         if held.key != "master":
-            if not with_optimizer:
-                continue
             padding_of(held.piece, held.values).zero_()  # vocabulary padding is not saved
-        box = tensor_box(held.key, held.piece, held.values)
-        if box is not None:
-            wanted.append(box)
-    load_tensors(folder, wanted, world)
+    boxes = (tensor_box(held.key, held.piece, held.values) for held in wanted)
+    load_tensors(folder, [box for box in boxes if box is not None], world)
     runtime.optimizer.masters_to_parameters()
 
 
 def go_back(
     runtime: TrainingRuntime, loader: Loader, journal: Journal, state: TrainingState, first_bad_step: int, why: str
 ) -> bool:
-    """Load the --spike-rollback-th newest checkpoint from before first_bad_step, the oldest if there are fewer. Called
-    by all ranks together.
+    """Load the --spike-rollback-th newest checkpoint from before first_bad_step, the oldest if there are fewer.
 
-    `state` becomes that position, with the samples from there to now skipped. Checkpoints from after the step gone back
-    to are kept in `abandoned-N`. The entry in rollbacks.json decides: a run that ends before it is written resumes from
-    the spike, one that ends after it from the checkpoint before. Returns False, with nothing changed, if there is no
-    such checkpoint. Raises TrainingError if --spike-limit is reached, DataError if too few samples are left,
-    CheckpointError.
+    A collective. `state` becomes that position, with the samples from there to now skipped; later checkpoints are kept
+    in `abandoned-N`. The entry in rollbacks.json decides: a run that ends before it is written resumes from the spike,
+    one that ends after it from the checkpoint before. Returns False, with nothing changed, if there is no such
+    checkpoint. Raises TrainingError at --spike-limit, DataError if too few samples are left, CheckpointError.
     """
     training, flags, world = runtime.plan.config.training, runtime.plan.config.checkpoint, runtime.groups.world
-    assert flags.save is not None and training.spike_rollback is not None and training.train_samples is not None
+    assert flags.save is not None and training.spike_rollback is not None
     root, before = Path(flags.save), state.account
     if before.rollbacks >= training.spike_limit:
         raise TrainingError(
@@ -236,12 +222,9 @@ def go_back(
         return False
     skipped = before.skipped
     first, past = skipped.index(resumed.consumed_samples), skipped.index(state.consumed_samples - 1) + 1
-    account = resumed.account = Account(
-        skipped.plus(first, past),
-        before.rollbacks + 1,
-        before.discarded_samples + state.consumed_samples - resumed.consumed_samples,
-        before.discarded_tokens + state.consumed_tokens - resumed.consumed_tokens,
-    )
+    samples = before.discarded_samples + state.consumed_samples - resumed.consumed_samples
+    tokens = before.discarded_tokens + state.consumed_tokens - resumed.consumed_tokens
+    account = resumed.account = Account(skipped.plus(first, past), before.rollbacks + 1, samples, tokens)
     rollback = Rollback(account.rollbacks, state.step, resumed.step, first, past, why, time.time(), account.to_dict())
     loader.skip(account.skipped, training.train_samples)
 
@@ -254,13 +237,9 @@ def go_back(
 
     moved = on_rank_0(commit, world)
     state.become(resumed)
-    journal.record("rollback", **{key: value for key, value in asdict(rollback).items() if key != "time"})
-    journal.say(
-        f"step {rollback.from_step}: {why}. Back to step {rollback.to_step}; samples {first:,} to {past - 1:,} of the "
-        f"training data are skipped (rollback {rollback.number})"
-    )
-    for remark in moved:
-        journal.say(remark)
+    journal.record("rollback", **asdict(rollback))
+    skip = f"samples {first:,} to {past - 1:,} of the training data are skipped (rollback {rollback.number})"
+    journal.say(f"step {rollback.from_step}: {why}. Back to step {rollback.to_step}; {skip}", *moved)
     return True
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 
@@ -17,52 +16,7 @@ from megapipe.train.metrics import EvaluationMetrics, StepMetrics
 from megapipe.train.profiling import Profiling
 from megapipe.train.saving import Saving
 from megapipe.train.state import Schedules, TrainingState
-from megapipe.train.step import StepBatch, StepResult, TrainStep, read_microbatches, train_step
-
-
-@dataclass(frozen=True)
-class Evaluation:
-    """The loss over --eval-iters global batches of a held-out split: the same stages and engine, forwards only.
-
-    stop_signal: asked before every batch on all ranks; returns the signal that cuts the evaluation short, or None.
-    """
-
-    runtime: TrainingRuntime
-    data: RunData
-    step: TrainStep
-    journal: Journal
-    stop_signal: Callable[[], str | None]
-
-    def run(self, split: str, after_step: int) -> str | None:
-        """Evaluate on 'validation' or 'test' and report it.
-
-        Returns the signal that cut it short; then nothing is reported.
-        """
-        plan, loader = self.runtime.plan, self.data.valid if split == "validation" else self.data.test
-        training, samples = plan.config.training, plan.config.training.global_batch_size
-        if loader is None or not training.eval_iters:
-            return None
-        assert samples is not None
-        first, count = 0, samples // plan.batch.samples_per_microbatch
-        if split == "validation" and training.eval_interval:
-            # every validation of a run sees other samples, as in Megatron
-            first = max(0, after_step - 1) // training.eval_interval * training.eval_iters * samples
-        started = time.perf_counter()
-        weighted = weights = tokens = 0.0
-        with self.runtime.heartbeat.phase(split):
-            for i in range(training.eval_iters):
-                signal = self.stop_signal()
-                if signal is not None:
-                    return signal
-                result = self.step.evaluate(read_microbatches(self.runtime, loader, first + i * samples, count, None))
-                # the mean of the batches' losses, or of all their tokens
-                weight = result.num_tokens if training.calculate_per_token_loss else 1.0
-                weighted += result.loss * weight
-                weights += weight
-                tokens += result.num_tokens
-        loss, seconds = weighted / max(weights, 1.0), time.perf_counter() - started
-        self.journal.write(EvaluationMetrics(split, after_step, loss, round(tokens), seconds))
-        return None
+from megapipe.train.step import StepBatch, StepResult, read_microbatches, train_step
 
 
 @dataclass(frozen=True)
@@ -95,7 +49,6 @@ class Training:
         self._profiling = Profiling(runtime, journal)
         self._step = train_step(runtime, self._config.logging.log_num_zeros_in_grad, self._profiling.timers)
         self._guard = Guard(runtime, state, data.train, saving, journal, stop)
-        self._evaluation = Evaluation(runtime, data, self._step, journal, self._guard.stop_signal)
         self._decision = Decision()  # what follows the last step whose result is known
         self._rolled_back = 0  # updates that --optimizer-post-validation has taken back
 
@@ -113,8 +66,7 @@ class Training:
         self._save()  # first: an evaluation that fails must not cost the last steps
         self._saving.finish(is_last=True)
         if not ending.early:
-            evaluate = self._evaluation.run
-            stopped = evaluate("validation", state.step) or evaluate("test", state.step)
+            stopped = self._evaluate("validation") or self._evaluate("test")
             ending = ending if stopped is None else Ending(stopped, early=True)
         self.runtime.gather.finish()
         self._profiling.finish(state.step)
@@ -152,7 +104,7 @@ class Training:
             if decision.stop_reason is not None:
                 return Ending(decision.stop_reason, early=state.step < train_iters)
             if self._is_due(self._training.eval_interval) and state.step < train_iters:
-                if (stopped := self._evaluation.run("validation", state.step)) is not None:
+                if (stopped := self._evaluate("validation")) is not None:
                     return Ending(stopped, early=True)
                 self._profiling.restart()
             if self._is_due(self._config.checkpoint.save_interval) or decision.save_due:
@@ -181,8 +133,9 @@ class Training:
         """Count, judge and log a step, and agree with all ranks on what follows. Returns True if the next step does."""
         state, guard, count = self.state, self._guard, len(batch.microbatches)
         state.advance(batch.num_samples, batch.num_samples * self.runtime.plan.config.model.seq_length)
-        if guard.is_nonfinite(batch, result):
-            self._decision = guard.decide(StepHealth.NONFINITE)
+        health = guard.judge(batch, result)
+        if health is StepHealth.NONFINITE:
+            self._decision = guard.decide(health)
             return False
         state.skipped_steps += result.update.skipped
         self._rolled_back += result.update.rolled_back
@@ -192,7 +145,7 @@ class Training:
         if self._is_due(self._config.logging.log_interval) or state.step == self._training.train_iters:
             self._journal.write(self._metrics(batch, result))
             self._profiling.stragglers.report(state.step, count)
-        self._decision = guard.decide(StepHealth.SPIKE if guard.has_spiked(result) else StepHealth.FINE)
+        self._decision = guard.decide(health)
         if self._decision.save_ready:
             self._saving.advance()
         return self._decision.is_next_step
@@ -202,17 +155,14 @@ class Training:
         measured = self._profiling.take(train_iters - state.step)
         norm = self.runtime.optimizer.parameters_norm() if self._config.logging.log_params_norm else None
         return StepMetrics(
-            step=state.step,
+            **state.to_dict(),
             train_iters=train_iters,
-            consumed_samples=state.consumed_samples,
-            consumed_tokens=state.consumed_tokens,
             global_batch_size=batch.num_samples,
             loss=result.loss,
             lr=batch.rates.lr,
             grad_norm=update.grad_norm,
             weight_decay=batch.rates.weight_decay,
             loss_scale=update.loss_scale,
-            skipped_steps=state.skipped_steps,
             rolled_back_steps=self._rolled_back if self._config.optimizer.optimizer_post_validation else None,
             params_norm=norm,
             num_zeros=update.num_zeros,
@@ -221,6 +171,37 @@ class Training:
             discarded_tokens=state.account.discarded_tokens,
             **measured,
         )
+
+    def _evaluate(self, split: str) -> str | None:
+        """Report the loss over --eval-iters global batches of 'validation' or 'test', by forwards in the same engine.
+
+        Returns the signal that cut it short, for which ranks look before every batch; then nothing is reported.
+        """
+        training, after_step = self._training, self.state.step
+        loader = self.data.valid if split == "validation" else self.data.test
+        if loader is None or not training.eval_iters:
+            return None
+        samples, count = training.global_batch_size, self.runtime.plan.batch.num_microbatches
+        first = 0
+        if split == "validation" and training.eval_interval:
+            # every validation of a run sees other samples, as in Megatron
+            first = max(0, after_step - 1) // training.eval_interval * training.eval_iters * samples
+        started = time.perf_counter()
+        weighted = weights = tokens = 0.0
+        with self.runtime.heartbeat.phase(split):
+            for i in range(training.eval_iters):
+                signal = self._guard.stop_signal()
+                if signal is not None:
+                    return signal
+                result = self._step.evaluate(read_microbatches(self.runtime, loader, first + i * samples, count, None))
+                # the mean of the batches' losses, or of all their tokens
+                weight = result.num_tokens if training.calculate_per_token_loss else 1.0
+                weighted += result.loss * weight
+                weights += weight
+                tokens += result.num_tokens
+        loss, seconds = weighted / max(weights, 1.0), time.perf_counter() - started
+        self._journal.write(EvaluationMetrics(split, after_step, loss, round(tokens), seconds))
+        return None
 
     def _save(self) -> None:
         if self._saving.is_needed(self.state.step):

@@ -72,8 +72,7 @@ def pretrain(
             text = {"config": config_text, "plan": plan_text(plan), "remarks": list(remarks), "kernels": list(words)}
             journal.record("start", **described, **text)
             print("kernels: " + "\n         ".join(words), flush=True)
-        for remark in unused(config.gpu, world):
-            journal.say(remark)
+        journal.say(*unused(config.gpu, world))
         heartbeat = Heartbeat(GROUP_NAMES) if config.parallel.hang_timeout_seconds else None
         groups = build_process_groups(
             plan.topology,
@@ -123,8 +122,8 @@ def _train(
             state = resumed.state
             tokenizer_files: dict[str, bytes] = {}
             if root is not None:
-                for remark in prepare_save(root, state.step, groups.world, resumed.damaged, state.account.rollbacks):
-                    journal.say(remark)
+                rollbacks = state.account.rollbacks
+                journal.say(*prepare_save(root, state.step, groups.world, resumed.damaged, rollbacks))
                 if data.tokenizer is not None and rank == 0:
                     tokenizer_files = files_of(data.tokenizer)
             saving = Saving(runtime, resumed.schedules, root, config_text, tokenizer_files, journal.say)

@@ -16,6 +16,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -42,8 +43,7 @@ from megapipe.train.state import Schedules, TrainingState, on_rank_0
 
 
 class Saving:
-    """The checkpoints of a run. At most one save is in flight; the next waits for it. All ranks call every method
-    together, but for `is_ready` and `seconds_since_save`.
+    """The checkpoints of a run. At most one save is in flight; the next waits for it. Methods are collective.
 
     root: --save; None saves nothing. tokenizer: contents of its files by name, of which rank 0's are saved. say: prints
     a line once for all ranks.
@@ -88,10 +88,9 @@ class Saving:
         Raises CheckpointError on all ranks if that fails, with --async-save only under --exit-on-save-failure.
         """
         assert self._root is not None
-        runtime, texts = self._runtime, (self._config_text, self._tokenizer)
-        with runtime.heartbeat.phase("saving", PATIENCE):
+        with self._runtime.heartbeat.phase("saving", PATIENCE):
             if not self._flags.async_save:
-                self._report(save(runtime, state, self._schedules, self._root, *texts))
+                self._report(self.write(state))
             else:
                 if self._in_flight is not None:
                     began, step = time.monotonic(), self._in_flight.step
@@ -99,13 +98,19 @@ class Saving:
                     seconds = time.monotonic() - began
                     self._say(f"waited {seconds:.1f} s for the save of step {step} to end before the next begins")
                 self._failure = None
-                boxes, extras, keep = _content(runtime, state, self._schedules, *texts)
+                boxes, extras, keep = self._content(state)
                 attempt = Attempt(Disk(), self._root, state.step, extras, keep, BLOCK_BYTES)
                 try:
-                    self._in_flight = BackgroundSave(attempt, boxes, runtime.groups.world, self._staging)
+                    self._in_flight = BackgroundSave(attempt, boxes, self._runtime.groups.world, self._staging)
                 except CheckpointError as error:
                     self._failed(state.step, error)
         self.saved_step, self._saved_at = state.step, time.monotonic()
+
+    def write(self, state: TrainingState) -> SaveReport:
+        """Save after a step, in the foreground. Raises CheckpointError on all ranks."""
+        assert self._root is not None
+        boxes, extras, keep = self._content(state)
+        return save_checkpoint(self._root, state.step, boxes, extras, self._runtime.groups.world, keep)
 
     def advance(self) -> None:
         """Continue the save in flight; called when it `is_ready` on all ranks. Raises as `save` does."""
@@ -137,6 +142,32 @@ class Saving:
                     raise
                 self._failed(in_flight.step, error)
 
+    def _content(self, state: TrainingState) -> tuple[Iterator[TensorBox], Extras, Retention]:
+        """Return the boxes that this rank writes, the rest of the checkpoint and those to keep. A collective."""
+        runtime, plan, flags = self._runtime, self._runtime.plan, self._flags
+        config, grid = plan.config, plan.topology
+        runtime.gather.finish()
+        optimizer: dict[str, Any] | None = None
+        if not flags.no_save_optim:
+            optimizer = runtime.optimizer.plain_state() | {"rule": config.optimizer.optimizer}
+            # a rank whose shards are all padding counts no steps
+            num_steps = torch.tensor([optimizer["num_steps"]], dtype=torch.int64, device=runtime.device)
+            all_reduce(num_steps, runtime.groups.world, "max")
+            optimizer["num_steps"] = int(num_steps.item())
+        manifest_state = {
+            "training": state.to_dict(),
+            "account": state.account.to_dict(),
+            "spikes": state.spikes,
+            "optimizer": optimizer,
+            "random": None if flags.no_save_rng else {"seed": config.training.seed},
+            "schedules": None if self._schedules is None else asdict(self._schedules),
+            "global_batch_size": plan.batch.full,
+            "precision": config.precision.dtype,
+            "grid": {"tp": grid.tp, "cp": grid.cp, "pp": grid.pp, "dp": grid.dp, "chunks": plan.num_chunks},
+        }
+        extras = Extras(json.loads(json.dumps(manifest_state)), self._config_text, self._tokenizer)
+        return boxes_to_save(runtime), extras, Retention(flags.keep_last, flags.save_retain_interval)
+
     def _failed(self, step: int, error: CheckpointError) -> None:
         if self._flags.exit_on_save_failure:
             raise error
@@ -154,11 +185,10 @@ class Saving:
 def prepare_save(
     root: Path, step: int, world: Group, damaged: Sequence[Path] = (), num_rollbacks: int = 0
 ) -> tuple[str, ...]:
-    """Prepare root for a run that starts at `step`, and return remarks on what was done.
+    """Prepare root for a run that starts at `step` after num_rollbacks, and return remarks on what was done.
 
-    Cleans up after interrupted saves and sets aside damaged checkpoints in it and what rollbacks have abandoned.
-    num_rollbacks: of this run so far. Raises CheckpointError on all ranks if root cannot be written to or holds
-    complete checkpoints of later steps.
+    Cleans up after interrupted saves and sets aside damaged checkpoints in it and what rollbacks have abandoned. Raises
+    CheckpointError on all ranks if root cannot be written to or holds complete checkpoints of later steps.
     """
 
     def prepare() -> tuple[str, ...]:
@@ -174,67 +204,15 @@ def prepare_save(
     return on_rank_0(prepare, world)
 
 
-def save(
-    runtime: TrainingRuntime,
-    state: TrainingState,
-    schedules: Schedules | None,
-    root: Path,
-    config_text: str,
-    tokenizer: Mapping[str, bytes] | None = None,
-    disk: Disk | None = None,
-) -> SaveReport:
-    """Save everything; called by all ranks after the same step. config_text: the resolved configuration as YAML.
-
-    tokenizer: contents of its files by name, of which rank 0's are saved. Raises CheckpointError on all ranks.
-    """
-    boxes, extras, keep = _content(runtime, state, schedules, config_text, tokenizer or {})
-    return save_checkpoint(root, state.step, boxes, extras, runtime.groups.world, keep, disk)
-
-
 def boxes_to_save(runtime: TrainingRuntime) -> Iterator[TensorBox]:
     """Yield the boxes that this rank writes: masters and moments; without the optimizer masters alone, or weights if
     they are other memory."""
     with_optimizer = not runtime.plan.config.checkpoint.no_save_optim
     # the same on all ranks, those without parameters included
     masters_are_parameters = runtime.parameter_dtype == runtime.main_dtype
-    if not (with_optimizer or masters_are_parameters):
+    if with_optimizer or masters_are_parameters:
+        held = (h for h in runtime.optimizer.state() if h.primary and (with_optimizer or h.key == "master"))
+        boxes = (tensor_box(h.key, h.piece, h.values) for h in held)
+        yield from (box for box in boxes if box is not None)
+    else:
         yield from (box for is_primary, box in runtime.held_weights() if is_primary)
-        return
-    for held in runtime.optimizer.state():
-        if held.primary and (with_optimizer or held.key == "master"):
-            box = tensor_box(held.key, held.piece, held.values)
-            if box is not None:
-                yield box
-
-
-def _content(
-    runtime: TrainingRuntime,
-    state: TrainingState,
-    schedules: Schedules | None,
-    config_text: str,
-    tokenizer: Mapping[str, bytes],
-) -> tuple[Iterator[TensorBox], Extras, Retention]:
-    """Return the boxes that this rank writes, the rest of the checkpoint and the older ones to keep; called by all
-    ranks after the same step."""
-    runtime.gather.finish()
-    config, topology, flags = runtime.plan.config, runtime.plan.topology, runtime.plan.config.checkpoint
-    optimizer: dict[str, Any] | None = None
-    if not flags.no_save_optim:
-        optimizer = runtime.optimizer.plain_state() | {"rule": config.optimizer.optimizer}
-        # a rank whose shards are all padding counts no steps
-        num_steps = torch.tensor([optimizer["num_steps"]], dtype=torch.int64, device=runtime.device)
-        all_reduce(num_steps, runtime.groups.world, "max")
-        optimizer["num_steps"] = int(num_steps.item())
-    manifest_state = {
-        "training": state.to_dict(),
-        "account": state.account.to_dict(),
-        "spikes": state.spikes,
-        "optimizer": optimizer,
-        "random": None if flags.no_save_rng else {"seed": config.training.seed},
-        "schedules": None if schedules is None else schedules.to_dict(),
-        "global_batch_size": runtime.plan.batch.full,
-        "precision": config.precision.dtype,
-        "grid": {axis: topology.size(axis) for axis in ("tp", "cp", "pp", "dp")} | {"chunks": runtime.plan.num_chunks},
-    }
-    extras = Extras(json.loads(json.dumps(manifest_state)), config_text, tokenizer)
-    return boxes_to_save(runtime), extras, Retention(flags.keep_last, flags.save_retain_interval)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from megapipe.checkpoint.save import from_rank_0
 from megapipe.comm.groups import Group
@@ -48,15 +48,11 @@ UNUSED_OTHERWISE = {"lr": ("wsd_style", "wsd_samples"), "weight_decay": ()}
 
 @dataclass(frozen=True)
 class Account:
-    """Samples that were skipped or trained on in vain.
+    """Samples that were skipped or trained on in vain."""
 
-    skipped: windows of the data set that are passed over. rollbacks: how often the run went back to a checkpoint.
-    discarded_*: trained on, then taken back with the weights.
-    """
-
-    skipped: SkippedSamples = field(default_factory=SkippedSamples)
-    rollbacks: int = 0
-    discarded_samples: int = 0
+    skipped: SkippedSamples = field(default_factory=SkippedSamples)  # windows of the data set that are passed over
+    rollbacks: int = 0  # how often the run went back to a checkpoint
+    discarded_samples: int = 0  # trained on, then taken back with the weights
     discarded_tokens: int = 0
 
     def to_dict(self) -> dict[str, Any]:
@@ -73,18 +69,14 @@ class Account:
 
 @dataclass
 class TrainingState:
-    """Position of a run.
+    """Position of a run."""
 
-    step: optimizer steps whose results are known, skipped ones included. consumed_*: what these weights were trained
-    on, in the order of the data set without account.skipped. spikes: state of the spike watch, None without it.
-    """
-
-    step: int = 0
-    consumed_samples: int = 0
+    step: int = 0  # optimizer steps whose results are known, skipped ones included
+    consumed_samples: int = 0  # in the order of the data set without account.skipped
     consumed_tokens: int = 0
     skipped_steps: int = 0
     account: Account = field(default_factory=Account)
-    spikes: dict[str, Any] | None = None
+    spikes: dict[str, Any] | None = None  # state of the spike watch, None without it
 
     def advance(self, samples: int, tokens: int) -> None:
         """Count one more step."""
@@ -127,20 +119,14 @@ class Schedules:
 
     def rates(self, consumed_samples: int) -> Rates:
         """Return the rates of the step that starts after consumed_samples."""
-        return Rates(
-            self.lr(consumed_samples), self.weight_decay(consumed_samples), self.decoupled_lr(consumed_samples)
-        )
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        lr, weight_decay = self.lr(consumed_samples), self.weight_decay(consumed_samples)
+        return Rates(lr, weight_decay, self.decoupled_lr(consumed_samples))
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Schedules:
-        return cls(
-            LrSchedule(**values["lr"]),
-            LrSchedule(**values["decoupled_lr"]),
-            WeightDecaySchedule(**values["weight_decay"]),
-        )
+        """Restore what `asdict` returned."""
+        kinds = {"lr": LrSchedule, "decoupled_lr": LrSchedule, "weight_decay": WeightDecaySchedule}
+        return cls(**{name: kind(**values[name]) for name, kind in kinds.items()})
 
 
 def schedules_to_resume(own: Schedules, saved: Schedules, optimizer: OptimizerConfig, where: str) -> Schedules:
@@ -156,7 +142,7 @@ def schedules_to_resume(own: Schedules, saved: Schedules, optimizer: OptimizerCo
         return own
     if optimizer.use_checkpoint_opt_param_scheduler:
         return saved
-    here, there, lines = own.to_dict(), saved.to_dict(), []
+    here, there, lines = asdict(own), asdict(saved), []
     for key, flag in FLAGS.items():
         part, name = key.split(".")
         rule = part.removeprefix("decoupled_")

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from megapipe.assembly.runtime import TrainingRuntime
+from megapipe.checkpoint.save import SaveReport
 from megapipe.checkpoint.shard import tensor_box
 from megapipe.comm.groups import build_process_groups
 from megapipe.config.config import Config
+from megapipe.config.yaml_file import to_yaml
 from megapipe.plan.resolve import resolve
 from megapipe.sharding.boxes import pieces
+from megapipe.train.saving import Saving
+from megapipe.train.state import Schedules, TrainingState
 from tests.tiny import tiny_config
 
 # dropout, so that a resumed run must draw the same masks; a vocabulary that needs padding
@@ -104,3 +109,8 @@ def state_of(runtime: TrainingRuntime) -> dict[str, Tensor]:
                     if box is not None:
                         found[f"{box.name} {box.box} of stage {stage}"] = box.values.clone()
     return found
+
+
+def save(runtime: TrainingRuntime, state: TrainingState, schedules: Schedules, root: Path) -> SaveReport:
+    """Save a run as --save does; called by all ranks."""
+    return Saving(runtime, schedules, root, to_yaml(runtime.plan.config), {}, print).write(state)

@@ -22,14 +22,13 @@ from megapipe.checkpoint.load import load_tensors
 from megapipe.checkpoint.save import Attempt, Extras, SaveReport
 from megapipe.checkpoint.shard import tensor_box
 from megapipe.comm.groups import Group, ProcessGroups
-from megapipe.config.yaml_file import to_yaml
 from megapipe.plan.resolve import resolve
 from megapipe.topology import GROUP_NAMES, Topology
 from megapipe.train.loading import load
-from megapipe.train.saving import boxes_to_save, save
+from megapipe.train.saving import boxes_to_save
 from megapipe.train.state import Schedules, TrainingState
 from tests.harness import RankPool
-from tests.train.runs import expected, runtime_of, tiny
+from tests.train.runs import expected, runtime_of, save, tiny
 from tests.train.test_resume import train
 from tools.inspect_checkpoint import compare
 
@@ -129,7 +128,7 @@ def begun(rank: int, world: int, changes: dict[str, Any], root: str) -> list[flo
     runtime, state = runtime_of(rank, world, **MODEL, **changes), TrainingState()
     schedules = Schedules.of(runtime.plan.config)
     train(runtime, state, schedules, 2)
-    save(runtime, state, schedules, Path(root), to_yaml(runtime.plan.config))
+    save(runtime, state, schedules, Path(root))
     return train(runtime, state, schedules, 5)
 
 
@@ -138,7 +137,7 @@ def taken_over(rank: int, world: int, changes: dict[str, Any], there: str, root:
     runtime = runtime_of(rank, world, **MODEL, **changes)
     resumed = load(runtime, Path(there))
     assert resumed.schedules is not None and resumed.state.step == 2
-    save(runtime, resumed.state, resumed.schedules, Path(root), to_yaml(runtime.plan.config))
+    save(runtime, resumed.state, resumed.schedules, Path(root))
     return train(runtime, resumed.state, resumed.schedules, 5)
 
 

@@ -7,14 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from megapipe.config.yaml_file import to_yaml
 from megapipe.errors import CheckpointError
 from megapipe.train.loading import load
-from megapipe.train.saving import save
 from megapipe.train.state import Schedules, TrainingState
 from tests.harness import RankPool
 from tests.train.jobs import furthest, job_on_rank, steps_of
-from tests.train.runs import runtime_of
+from tests.train.runs import runtime_of, save
 
 Pools = Callable[[int], RankPool]
 DROPOUT = "--hidden-dropout 0.1 --attention-dropout 0.1 --train-iters 6"
@@ -56,7 +54,7 @@ def test_halving_and_doubling_dp_changes_no_step(
 def test_a_derived_batch_size_must_not_change_with_the_number_of_ranks(tmp_path: Path) -> None:
     before = runtime_of(0, 1, global_batch_size=None, micro_batch_size=4)  # as two ranks of 2 make it
     config = before.plan.config
-    save(before, TrainingState(step=3, consumed_samples=12), Schedules.of(config), tmp_path, to_yaml(config))
+    save(before, TrainingState(step=3, consumed_samples=12), Schedules.of(config), tmp_path)
     with pytest.raises(
         CheckpointError, match=r"size 1 would make it 2, but .* was trained with 4: give --global-batch-size 4"
     ):

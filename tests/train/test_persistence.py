@@ -16,13 +16,12 @@ import torch
 from megapipe.checkpoint.folder import checkpoint_config
 from megapipe.checkpoint.manifest import read_manifest
 from megapipe.checkpoint.shard import padding_of
-from megapipe.config.yaml_file import to_yaml
 from megapipe.errors import CheckpointError
 from megapipe.train.loading import load
-from megapipe.train.saving import prepare_save, save
+from megapipe.train.saving import prepare_save
 from megapipe.train.state import Schedules, TrainingState
 from tests.harness import RankPool
-from tests.train.runs import differences, runtime_of, scramble, state_of
+from tests.train.runs import differences, runtime_of, save, scramble, state_of
 
 ALL = ("master", "exp_avg", "exp_avg_sq")
 Pools = Callable[[int], RankPool]
@@ -34,7 +33,7 @@ def save_scrambled(rank: int, world_size: int, root: str, changes: dict[str, Any
     scramble(runtime)
     runtime.optimizer.load_plain_state(runtime.optimizer.plain_state() | {"num_steps": 6})
     config = runtime.plan.config
-    report = save(runtime, STATE, Schedules.of(config), Path(root), to_yaml(config))
+    report = save(runtime, STATE, Schedules.of(config), Path(root))
     assert report.num_bytes == sum(
         path.stat().st_size for path in report.path.rglob("*") if path.is_file() and path.name != "manifest.json"
     )

@@ -13,14 +13,12 @@ from torch import Tensor
 
 from megapipe.assembly.microbatches import Keys, Microbatches
 from megapipe.assembly.runtime import TrainingRuntime
-from megapipe.config.yaml_file import to_yaml
 from megapipe.data.batch import Batch, DocumentRules
 from megapipe.train.loading import load
-from megapipe.train.saving import save
 from megapipe.train.state import Schedules, TrainingState
 from megapipe.train.step import train_step
 from tests.harness import RankPool
-from tests.train.runs import runtime_of, state_of
+from tests.train.runs import runtime_of, save, state_of
 
 INTERLEAVED_ZERO = {
     "pipeline_model_parallel_size": 2,
@@ -85,7 +83,7 @@ def interrupted(
     runtime, state = runtime_of(rank, world_size, **changes), TrainingState()
     schedules = Schedules.of(runtime.plan.config)
     losses = train(runtime, state, schedules, steps // 2)
-    save(runtime, state, schedules, Path(root), to_yaml(runtime.plan.config))
+    save(runtime, state, schedules, Path(root))
     del runtime
     runtime = runtime_of(rank, world_size, **changes)
     resumed = load(runtime, Path(root))

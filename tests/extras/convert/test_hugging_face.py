@@ -183,7 +183,7 @@ def forward_and_save(rank: int, world_size: int, source: str, target: str, token
     from megapipe.model.microbatch import Microbatch
     from megapipe.plan.resolve import resolve
     from megapipe.train.loading import load
-    from megapipe.train.saving import save as save_run
+    from megapipe.train.saving import Saving
 
     config = read_checkpoint(Path(source)).config
     sections = {name: {} for name in ("model", "parallel", "training", "optimizer")}
@@ -203,7 +203,7 @@ def forward_and_save(rank: int, world_size: int, source: str, target: str, token
     runtime = TrainingRuntime(plan, build_process_groups(plan.topology, rank, "gloo", 30), torch.device("cpu"))
     resumed = load(runtime, Path(source))
     runtime.gather.finish()
-    save_run(runtime, resumed.state, resumed.schedules, Path(target), to_yaml(config))
+    Saving(runtime, resumed.schedules, Path(target), to_yaml(config), {}, print).write(resumed.state)
     return _forward(runtime, Microbatch(tokens))
 
 
