@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,13 +17,11 @@ from megapipe.comm.groups import ProcessGroups
 from megapipe.model.microbatch import StageLoss
 
 
-@dataclass(frozen=True)
-class StepLoss:
-    """The loss of a global batch, the same on every rank, and the divisor of the raw gradient sums."""
+class StepLoss(NamedTuple):
+    """The loss of a global batch, the same on every rank."""
 
     loss: float
     num_tokens: float
-    denominator: float
 
 
 @dataclass(frozen=True)
@@ -37,16 +35,15 @@ class PendingLoss:
 
     @property
     def denominator(self) -> float:
-        """The divisor of the gradients. Waits for the all-reduce only if it is the number of tokens."""
-        return self.wait().denominator if self.per_token else self.num_microbatches
+        """The divisor of the raw gradient sums. Waits for the all-reduce only if it is the number of tokens."""
+        return max(self.wait().num_tokens, 1.0) if self.per_token else self.num_microbatches
 
     def wait(self) -> StepLoss:
         """Wait for the all-reduce and return the loss."""
         self.work.wait()
         loss_sum, num_tokens, means = self.totals.tolist()
-        if self.per_token:
-            return StepLoss(loss_sum / max(num_tokens, 1.0), num_tokens, max(num_tokens, 1.0))
-        return StepLoss(means / self.num_microbatches, num_tokens, self.num_microbatches)
+        loss = loss_sum / max(num_tokens, 1.0) if self.per_token else means / self.num_microbatches
+        return StepLoss(loss, num_tokens)
 
 
 @dataclass(frozen=True)

@@ -55,12 +55,10 @@ def parameter_dtype(name: str) -> torch.dtype:
 
 
 class InferenceRuntime:
-    """Stages with their parameters in flat buffers, their channels, and engines that run them forwards: for generation
-    and evaluation.
+    """Stages with parameters in flat buffers, channels, and engines that run them forwards, for generation too.
 
-    groups: this rank's process groups. draw_slice: initial values instead of those drawn from the seed. tracer: records
-    actions; the groups carry their own. trains: with main gradients, queues for split backwards, and the weight
-    versions that the schedule needs.
+    draw_slice: initial values instead of those drawn from the seed. tracer: records actions; the groups carry their
+    own. trains: with main gradients, queues for split backwards, and the weight versions that the schedule needs.
     """
 
     def __init__(
@@ -108,10 +106,7 @@ class InferenceRuntime:
         return self._forward_engines[num_microbatches]
 
     def message(self, boundary: int, seq: int | None = None) -> tuple[MessageSpec, ...]:
-        """Return what crosses a stage boundary: hidden states [s, b, h], or [s / tp, b, h] with sequence parallelism.
-
-        seq: --seq-length if None.
-        """
+        """Return what crosses a stage boundary: hidden states [s, b, h]; [s / tp, b, h] with sequence parallelism."""
         config = self.plan.config
         length = config.model.seq_length if seq is None else seq
         if config.parallel.sequence_parallel:
@@ -138,11 +133,10 @@ class InferenceRuntime:
                             yield piece.owned and not is_copy and self.groups.replicas.rank == 0, box
 
     def load_weights(self, folder: CheckpointFolder) -> int:
-        """Fill the parameters from a checkpoint of any grid; called by all ranks. Returns the bytes filled on this
-        rank.
+        """Fill the parameters from a checkpoint of any grid, and return the bytes filled on this rank. A collective.
 
-        Takes the master weights where the checkpoint holds them, rounded to the parameters' dtype as the optimizer
-        rounds them. Vocabulary padding becomes zero. Raises CheckpointError on all ranks.
+        Takes the master weights where the checkpoint holds them, rounded as the optimizer rounds them. Vocabulary
+        padding becomes zero. Raises CheckpointError on all ranks.
         """
         key = "master" if folder.manifest.holds("master") else "weights"
         for stage_buffers in self.buffers.values():
@@ -186,16 +180,15 @@ class InferenceRuntime:
 class RowUpdates:
     """The engine's `StageWeights` (PipeDream, arXiv:1806.03377; PipeDream-2BW, arXiv:2006.09503).
 
-    An update sums the stage's gradients over its replicas, averages them over the microbatches of the update and
-    applies them to the master weights of this rank's shards; the new weights become the newest version. Other stages
-    update at their own times, so nothing here communicates with them. buffers: of the one stage on this rank.
-    num_replicas: size of its replica group.
+    An update sums the gradients of this rank's one stage over its replicas, averages them over the microbatches of the
+    update and applies them to the master weights of this rank's shards; the new weights become the newest version.
+    Other stages update at their own times, so nothing here communicates with them.
     """
 
-    def __init__(
-        self, buffers: StageBuffers, reducer: GradientReducer, optimizer: Optimizer, num_replicas: int
-    ) -> None:
-        self._buffers, self._reducer, self._optimizer, self._num_replicas = buffers, reducer, optimizer, num_replicas
+    def __init__(self, runtime: TrainingRuntime) -> None:
+        (self._buffers,) = runtime.buffers.values()
+        self._reducer, self._optimizer = runtime.reducer, runtime.optimizer
+        self._num_replicas = runtime.groups.dp_cp.size
         self._versions = WeightVersions((), (0,), ())
         self._rates = Rates(0.0, 0.0)
         self._first = self._num_done = 0
@@ -230,10 +223,9 @@ class RowUpdates:
 
 
 class TrainingRuntime(InferenceRuntime):
-    """Stages with their parameters in flat buffers; reducer, all-gather, optimizer and engines.
+    """An InferenceRuntime with reducer, all-gather, optimizer and training engines.
 
-    groups, draw_slice, tracer: as in InferenceRuntime. marks: as in Engine. recorder: records the graphs of
-    --cuda-graph-impl local (CUDA graphs if None).
+    marks: as in Engine. recorder: records the graphs of --cuda-graph-impl local (CUDA graphs if None).
     """
 
     def __init__(
@@ -261,10 +253,7 @@ class TrainingRuntime(InferenceRuntime):
             self.buffers, groups, plan.config.optimizer, plan.config.precision, self.gather, self.kernels.optimizer
         )
         self._stage_streams = StageStreams(self.stages, device) if device.type == "cuda" else None
-        self.updates: RowUpdates | None = None  # of asynchronous schedules
-        if not plan.is_synchronous:
-            (own,) = self.buffers.values()
-            self.updates = RowUpdates(own, self.reducer, self.optimizer, groups.dp_cp.size)
+        self.updates = None if plan.is_synchronous else RowUpdates(self)
         self.graphs = None if plan.config.gpu.cuda_graph_impl == "none" else self._build_graphs(recorder)
         self.marks = marks
         self.offload: Offload | None = None  # moves activations to the host and back; the stages run layers through it

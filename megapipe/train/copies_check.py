@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from itertools import chain
 
 import torch
 
@@ -18,14 +18,7 @@ from megapipe.train.watch import rank_text
 
 FLAG = "--check-weight-hash-across-dp-replicas-interval"
 MOST_NAMES, MOST_DIFFERENCES = 3, 4  # listed one by one
-
-
-class RankFindings(NamedTuple):
-    """The findings of one rank. stale: parameters that are not their master weights in the parameters' dtype."""
-
-    host: str
-    differences: tuple[Difference, ...]
-    stale: tuple[str, ...]
+Findings = tuple[str, tuple[Difference, ...], tuple[str, ...]]  # host, differences, names of stale parameters
 
 
 class CopiesCheck:
@@ -51,38 +44,34 @@ class CopiesCheck:
         runtime, world = self._runtime, self._runtime.groups.world
         with runtime.heartbeat.phase("comparing copies", PATIENCE):
             runtime.gather.finish()
-            stale = tuple(runtime.optimizer.stale_parameters())
+            stale = tuple(runtime.optimizer.stale_parameters())  # not what their master weights round to
             differs = torch.tensor(int(self._copies.differ() or bool(stale)), device=runtime.device)
             all_reduce(differs, world, "max")
             if differs:
-                mine = RankFindings(host(), tuple(self._copies.differences()), stale)
-                raise TrainingError(_message(step, gather_objects(mine, world), runtime.plan.topology))
+                of_ranks = gather_objects((host(), tuple(self._copies.differences()), stale), world)
+                raise TrainingError(_message(step, of_ranks, runtime.plan.topology))
         self._compared_step = step
 
 
-def _message(step: int, findings: Sequence[RankFindings], topology: Topology) -> str:
-    """Return the error message. findings: by global rank."""
+def _message(step: int, of_ranks: Sequence[Findings], topology: Topology) -> str:
+    """Return the error message. of_ranks: by global rank."""
+    hosts, found, all_stale = zip(*of_ranks, strict=True)
 
     def named(ranks: Sequence[int]) -> str:
-        return ", ".join(f"{rank_text(topology, rank)} on {findings[rank].host}" for rank in ranks)
+        return ", ".join(f"{rank_text(topology, rank)} on {hosts[rank]}" for rank in ranks)
 
     # differences that a majority decides come first
-    differences = sorted(
-        {difference for of_rank in findings for difference in of_rank.differences},
-        key=lambda d: (len(d.suspects) == len(d.ranks), d.ranks, d.group),
-    )
+    differences = sorted(set(chain(*found)), key=lambda d: (len(d.suspects) == len(d.ranks), d.ranks, d.group))
     parts = [_difference_text(difference) for difference in differences[:MOST_DIFFERENCES]]
     if len(differences) > MOST_DIFFERENCES:
         parts.append(f"and {len(differences) - MOST_DIFFERENCES} more groups of ranks differ")
-    stale = [rank for rank, of_rank in enumerate(findings) if of_rank.stale][:MOST_DIFFERENCES]
+    stale = [rank for rank, names in enumerate(all_stale) if names][:MOST_DIFFERENCES]
     for rank in stale:
-        names = findings[rank].stale
-        verb = "is" if len(names) == 1 else "are"
+        names, verb = all_stale[rank], "is" if len(all_stale[rank]) == 1 else "are"
         parts.append(f"on rank {rank}, {_names(names)} {verb} not what the optimizer's master weights round to")
     # the minority of a group, else the one rank that is in every group that differs
     all_suspects = [set(difference.suspects) for difference in differences]
-    pairs = zip(all_suspects, differences, strict=True)
-    culprits = set().union(*(suspects for suspects, difference in pairs if len(suspects) < len(difference.ranks)))
+    culprits = set().union(*(d.suspects for d in differences if len(d.suspects) < len(d.ranks)))
     if not culprits and differences and len(everywhere := set.intersection(*all_suspects)) == 1:
         culprits = everywhere
     if culprits or stale:

@@ -28,10 +28,7 @@ Marks = Callable[[str], AbstractContextManager[Any]]  # name -> profiler range
 
 
 def prepare(config: Config, environment: Environment) -> NcclSettings:
-    """Set what CUDA's allocator and NCCL read when they start; called before the first use of either.
-
-    Raises ConfigError.
-    """
+    """Set what CUDA's allocator and NCCL read when they start, before the first use of either. Raises ConfigError."""
     settings, save = NcclSettings.of(config.gpu), config.checkpoint.save
     wanted = config.parallel.distributed_backend
     backend, device = choose_backend(wanted, config.training.device, environment.local_rank)
@@ -55,14 +52,11 @@ def prepare(config: Config, environment: Environment) -> NcclSettings:
 
 
 def check_fp8(config: Config, device: torch.device) -> None:
-    """Raise ConfigError if --fp8-format is given and the GPU has no 8-bit matrix multiplication.
-
-    Transformer Engine checks this itself.
-    """
-    if config.precision.fp8_format is not None and config.kernels.transformer_impl == "local":
-        why = fp8_unsupported_reason(device)
-        if why is not None:
-            raise ConfigError(f"--fp8-format {config.precision.fp8_format}: {why}; leave it out")
+    """Raise ConfigError if --fp8-format is given and the GPU has no 8-bit matrix multiplication."""
+    # Transformer Engine checks this itself
+    is_own = config.precision.fp8_format is not None and config.kernels.transformer_impl == "local"
+    if is_own and (why := fp8_unsupported_reason(device)) is not None:
+        raise ConfigError(f"--fp8-format {config.precision.fp8_format}: {why}; leave it out")
 
 
 def unused(config: GpuConfig, world: World) -> list[str]:
@@ -96,22 +90,19 @@ def marks_of(gpu: GpuConfig, logging: LoggingConfig, global_rank: int) -> Marks 
 
 @contextmanager
 def watched_memory(plan: RunPlan, device: torch.device, global_rank: int) -> Iterator[None]:
-    """Record the allocator's history if asked for, and explain an out-of-memory error in terms of the plan.
-
-    Raises TrainingError in place of torch's OutOfMemoryError.
-    """
+    """Record the allocator's history if asked for; an out-of-memory error is raised as TrainingError, with the plan."""
     gpu = plan.config.gpu
-    path = snapshot_path(gpu, global_rank) if gpu.record_memory_history else None
-    if path is not None:
+    path = snapshot_path(gpu, global_rank)
+    if gpu.record_memory_history:
         torch.cuda.memory._record_memory_history(max_entries=MOST_HISTORY_ENTRIES)
     where = ""
     try:
         yield
     except torch.OutOfMemoryError as error:
-        where = "; --record-memory-history shows what holds it" if path is None else _write_history(path)
+        where = _write_history(path) if gpu.record_memory_history else "; --record-memory-history shows what holds it"
         raise TrainingError(out_of_memory(plan, device, global_rank, error) + where) from error
     finally:
-        if path is not None and not where:
+        if gpu.record_memory_history and not where:
             _write_history(path)
 
 

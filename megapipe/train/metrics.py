@@ -11,8 +11,9 @@ import sys
 import threading
 import time
 from dataclasses import asdict, dataclass, field
+from importlib import import_module
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 from megapipe.errors import ConfigError
 from megapipe.formatting import clock_text
@@ -28,14 +29,7 @@ SPEED_SCALARS = ("step_seconds", "tokens_per_second", "tflops", "mfu", "bubble")
 
 @dataclass(frozen=True)
 class StepMetrics:
-    """Everything logged about one step; rates are averages over the steps since the last line.
-
-    tflops: model TFLOP/s per rank, causal attention counted half; mfu: share of the device's peak, None if the peak is
-    unknown. rolled_back_steps: updates of this run taken back by --optimizer-post-validation, None without it.
-    spike_rollbacks: how often the run went back to a checkpoint. skipped_samples: samples before this position that are
-    left out. discarded_tokens: trained on, then taken back. bubble: measured idle share of the pipeline; bubble_note:
-    why it is not measured. memory_bytes: the largest over all ranks.
-    """
+    """Everything logged about one step; rates are averages over the steps since the last line."""
 
     kind: ClassVar[str] = "step"
     step: int
@@ -52,18 +46,18 @@ class StepMetrics:
     step_seconds: float
     tokens_per_second: float
     seconds_left: float
-    tflops: float | None = None
-    mfu: float | None = None
-    bubble: float | None = None
+    tflops: float | None = None  # model TFLOP/s per rank, causal attention counted half
+    mfu: float | None = None  # share of the device's peak, None if that is unknown
+    bubble: float | None = None  # measured idle share of the pipeline
     predicted_bubble: float | None = None
-    bubble_note: str = ""
-    memory_bytes: int | None = None
+    bubble_note: str = ""  # why it is not measured
+    memory_bytes: int | None = None  # the largest over all ranks
     params_norm: float | None = None
     num_zeros: int | None = None
-    rolled_back_steps: int | None = None
-    spike_rollbacks: int = 0
-    skipped_samples: int = 0
-    discarded_tokens: int = 0
+    rolled_back_steps: int | None = None  # updates that --optimizer-post-validation took back, None without it
+    spike_rollbacks: int = 0  # how often the run went back to a checkpoint
+    skipped_samples: int = 0  # samples before this position that are left out
+    discarded_tokens: int = 0  # trained on, then taken back
     phases: dict[str, float] = field(default_factory=dict)
 
     def scalars(self) -> dict[str, float]:
@@ -128,13 +122,6 @@ class EvaluationMetrics:
 Metrics = StepMetrics | EvaluationMetrics
 
 
-class Writer(Protocol):
-    """A destination of metrics."""
-
-    def write(self, metrics: Metrics) -> None: ...
-    def close(self) -> None: ...
-
-
 class Console:
     """One line per report, to standard output."""
 
@@ -153,9 +140,8 @@ class JsonLines:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._file = path.open("a", encoding="utf-8")
         except OSError as error:
-            raise ConfigError(
-                f"metrics cannot be written to {path}: {error.strerror}; choose another --metrics-file or --save"
-            ) from error
+            way_out = "choose another --metrics-file or --save"
+            raise ConfigError(f"metrics cannot be written to {path}: {error.strerror}; {way_out}") from error
 
     def write(self, metrics: Metrics) -> None:
         # JSON has neither NaN nor infinity: they are written as null
@@ -168,22 +154,24 @@ class JsonLines:
         self._file.close()
 
 
+def _import(module: str, package: str, flag: str) -> Any:
+    """Import a library that is optional. Raises ConfigError without it."""
+    try:
+        return import_module(module)
+    except ImportError as error:
+        raise ConfigError(f"{flag} needs the package {package}: pip install 'megapipe[{package}]'") from error
+
+
 class TensorBoard:
     """A torch SummaryWriter; imported only when asked for."""
 
     def __init__(self, directory: str) -> None:
+        module = _import("torch.utils.tensorboard", "tensorboard", f"--tensorboard-dir {directory}")
         try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError as error:
-            raise ConfigError(
-                f"--tensorboard-dir {directory} needs the package tensorboard: pip install 'megapipe[tensorboard]'"
-            ) from error
-        try:
-            self._writer: Any = SummaryWriter(directory)
+            self._writer: Any = module.SummaryWriter(directory)
         except OSError as error:
-            raise ConfigError(
-                f"--tensorboard-dir {directory} cannot be written to: {error.strerror}; choose another one"
-            ) from error
+            text = f"--tensorboard-dir {directory} cannot be written to: {error.strerror}; choose another one"
+            raise ConfigError(text) from error
 
     def write(self, metrics: Metrics) -> None:
         for name, value in metrics.scalars().items():
@@ -197,22 +185,14 @@ class WeightsAndBiases:
     """A wandb run; offline if its server does not answer, and never the reason that training stops."""
 
     def __init__(self, project: str, name: str | None, directory: str | None, configuration: dict[str, Any]) -> None:
-        try:
-            import wandb
-        except ImportError as error:
-            raise ConfigError(
-                f"--wandb-project {project} needs the package wandb: pip install 'megapipe[wandb]'"
-            ) from error
-        api: Any = wandb
+        wandb = _import("wandb", "wandb", f"--wandb-project {project}")
         arguments = {"project": project, "name": name, "dir": directory, "config": configuration}
         self._run: Any = None
-        for mode, failed in (
-            (None, "continuing offline (wandb sync uploads later)"),
-            ("offline", "training continues without it"),
-        ):
+        offline = "continuing offline (wandb sync uploads later)"
+        for mode, failed in ((None, offline), ("offline", "training continues without it")):
             try:
-                settings = api.Settings(init_timeout=WANDB_TIMEOUT_SECONDS, silent=True)
-                self._run = api.init(**arguments, mode=mode, settings=settings)
+                settings = wandb.Settings(init_timeout=WANDB_TIMEOUT_SECONDS, silent=True)
+                self._run = wandb.init(**arguments, mode=mode, settings=settings)
                 break
             except Exception as error:
                 first_line = (str(error).splitlines() or [""])[0]
@@ -235,3 +215,6 @@ class WeightsAndBiases:
             thread = threading.Thread(target=finish, daemon=True)
             thread.start()
             thread.join(WANDB_TIMEOUT_SECONDS)
+
+
+Writer = Console | JsonLines | TensorBoard | WeightsAndBiases

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -91,14 +92,12 @@ def repeat_step(runtime: TrainingRuntime, microbatches: Microbatches) -> str:
     microbatches: those of the step. The gradients are lost; weights and optimizer state stay.
     """
     rank, search = runtime.groups.world.global_rank, _Search(runtime, microbatches)
-    bad_weights = [
-        Finding(
-            WEIGHTS, -1, stage, rank, f"weight {name} of stage {stage} on rank {rank} was not finite before the step"
-        )
-        for stage, module in runtime.stages.items()
-        for name, parameter in module.named_parameters()
-        if not _is_finite(parameter)
-    ]
+    bad_weights = []
+    for stage, module in runtime.stages.items():
+        for name, parameter in module.named_parameters():
+            if not _is_finite(parameter):
+                text = f"weight {name} of stage {stage} on rank {rank} was not finite before the step"
+                bad_weights.append(Finding(WEIGHTS, -1, stage, rank, text))
     runtime.gather.finish()
     if runtime.graphs is not None:
         runtime.graphs.release()  # a replay runs no hooks
@@ -111,8 +110,8 @@ def repeat_step(runtime: TrainingRuntime, microbatches: Microbatches) -> str:
     finally:
         for undo in reversed(search.undo):
             undo()
-    of_ranks = gather_objects(bad_weights[:1] + search.findings, runtime.groups.world)
-    found = [finding for of_rank in of_ranks for finding in of_rank]
+    gradients = [finding for _, finding in search.bad_gradients.values()]
+    found = list(chain(*gather_objects([*bad_weights[:1], *search.findings, *gradients], runtime.groups.world)))
     if not found:
         return NOT_REPEATED
     first = min(found)
@@ -125,13 +124,13 @@ class _Search:
     """Hooks that check the output of every module, the gradients of activations and the weight gradients."""
 
     def __init__(self, runtime: TrainingRuntime, microbatches: Microbatches) -> None:
-        self.findings: list[Finding] = []
+        self.findings: list[Finding] = []  # besides bad_gradients
         self.undo: list[Callable[[], None]] = []  # removes the hooks
         self._rank = runtime.groups.world.global_rank
         self._microbatches = microbatches
         self._current = 0  # microbatch of the running forward
         self._last_stage = runtime.plan.placement.num_stages - 1
-        self._bad_gradient: dict[tuple[int, int], tuple[Tensor, Finding]] = {}
+        self.bad_gradients: dict[tuple[int, int], tuple[Tensor, Finding]] = {}  # by microbatch and stage
         self._bad_weights: set[str] = set()
         for stage, module in runtime.stages.items():
             self.undo.append(module.register_forward_pre_hook(partial(self._enter, stage)).remove)
@@ -150,7 +149,7 @@ class _Search:
             for name in runtime.buffers[stage].names:
                 if name not in self._bad_weights and not _is_finite(runtime.buffers[stage].main_grad(name)):
                     self._bad_weights.add(name)
-                    if not self._has_forward(microbatch, stage) and (microbatch, stage) not in self._bad_gradient:
+                    if not self._has_forward(microbatch, stage) and (microbatch, stage) not in self.bad_gradients:
                         text = f"the gradient of weight {name} is not finite while the gradients of activations are"
                         self._find(WEIGHT_GRADIENT, microbatch, stage, text)
             return result
@@ -184,19 +183,13 @@ class _Search:
         All hooks of one tensor get the same gradient; the hook on a module's input says more than that on another's
         output.
         """
-        key = microbatch, stage
         if _is_finite(gradient) or self._has_forward(microbatch, stage):
             return
-        known = self._bad_gradient.get(key)
-        place = "" if received else self._placed(stage, microbatch, f"{text} gives a gradient that is not finite")
-        flow = -stage + 1 if received else -stage  # sorted behind the sender's own finding
-        finding = Finding(BACKWARD, microbatch, flow, self._rank, place)
-        if known is None:
-            self._bad_gradient[key] = gradient, finding
-            self.findings.append(finding)
-        elif known[0] is gradient and ("what follows" in known[1].text or received):
-            self._bad_gradient[key] = gradient, finding
-            self.findings[self.findings.index(known[1])] = finding
+        known = self.bad_gradients.get((microbatch, stage))
+        if known is None or (known[0] is gradient and ("what follows" in known[1].text or received)):
+            place = "" if received else self._placed(stage, microbatch, f"{text} gives a gradient that is not finite")
+            flow = -stage + 1 if received else -stage  # sorted behind the sender's own finding
+            self.bad_gradients[microbatch, stage] = gradient, Finding(BACKWARD, microbatch, flow, self._rank, place)
 
     def _find(self, phase: int, microbatch: int, stage: int, text: str) -> None:
         flow = stage if phase == FORWARD else -stage
@@ -213,11 +206,10 @@ class _Search:
 
 def _tensors(value: Any) -> Iterator[Tensor]:
     """Yield the floating-point tensors of a module's input or output."""
-    if isinstance(value, Tensor):
-        if value.is_floating_point():
-            yield value
-    elif isinstance(value, StageLoss):
+    if isinstance(value, StageLoss):
         yield value.loss_sum
+    elif isinstance(value, Tensor) and value.is_floating_point():
+        yield value
     elif isinstance(value, tuple | list):
         for part in value:
             yield from _tensors(part)

@@ -19,7 +19,7 @@ from megapipe.comm.collectives import gather_objects
 from megapipe.comm.timing import round_trips
 from megapipe.comm.trace import Event
 from megapipe.gpu.device_clock import EventClock
-from megapipe.monitor.process import available_cores
+from megapipe.monitor.process import available_cores, boot_id
 from megapipe.profile.clock import Clock, Reading, RoundTrip, reading
 from megapipe.profile.profile import (
     ClockOffset,
@@ -38,7 +38,7 @@ from megapipe.profile.trace import profile_trace
 
 MOST_RANKS = 64  # recorded: of a larger world the first pipelines, as many as a viewer can show
 ROUND_TRIPS = 16
-BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+NOT_REACHED = "the run did not reach step {} (--profile-step-start)"
 
 
 class RecordedStep(NamedTuple):
@@ -51,12 +51,10 @@ class RecordedStep(NamedTuple):
 
 
 class PipelineProfiler:
-    """A recorder of the steps [profile_step_start, profile_step_end); does nothing without --profile-pipeline. Called
-    on every rank.
+    """A recorder of the steps [profile_step_start, profile_step_end) on every rank, with --profile-pipeline.
 
-    write_to: folder of the profile and its trace, on global rank 0. say: prints a line once for all ranks. On a GPU
-    actions begin and end at events in its streams, which are read when a step is over: profiling adds no
-    synchronisation within a step.
+    write_to: folder of the profile and its trace, on global rank 0. say: prints once for all ranks. On a GPU actions
+    begin and end at events in its streams, read when a step is over, so no step synchronizes.
     """
 
     def __init__(
@@ -70,6 +68,10 @@ class PipelineProfiler:
         self._runtime, self._write_to, self._say, self._now = runtime, write_to, say, now
         self._active = logging.profile_pipeline
         self._start, self._end = logging.profile_step_start, logging.profile_step_end
+        topology = runtime.plan.topology
+        self._pipelines = topology.groups("pp")[: max(1, MOST_RANKS // topology.pp)]  # that are recorded
+        self._ranks = sorted(rank for ranks in self._pipelines for rank in ranks)
+        self._message_bytes = sum(spec.dtype.itemsize * math.prod(spec.shape) for spec in runtime.message(0))
         self._events = EventClock(runtime.device, now=now) if self._active and runtime.device.type == "cuda" else None
         self._recorded: list[RecordedStep] = []
         self._began: int | None = None  # start of the current step
@@ -113,13 +115,12 @@ class PipelineProfiler:
         if self._recorded:
             self._finish()
         elif self._active:
-            reached = f"the run did not reach step {self._start} (--profile-step-start)"
-            self._say(f"--profile-pipeline: nothing was recorded: {reached}")
+            self._say(f"--profile-pipeline: nothing was recorded: {NOT_REACHED.format(self._start)}")
 
     def _finish(self) -> None:
         self._active, world = False, self._runtime.groups.world
         after = self._read_clocks()
-        recorded = gather_objects(self._recorded if world.global_rank in self._kept() else None, world, destination=0)
+        recorded = gather_objects(self._recorded if world.global_rank in self._ranks else None, world, destination=0)
         links = gather_objects(self._links, world, destination=0)
         self._recorded = []
         if recorded:
@@ -128,7 +129,7 @@ class PipelineProfiler:
 
     def _write(self, recorded: list[list[RecordedStep]], links: list[Link], after: dict[int, Reading]) -> None:
         """Write the profile and its trace, on rank 0. recorded: by global rank."""
-        clocks = {rank: Clock(self._clocks.get(rank), after.get(rank)) for rank in self._kept()}
+        clocks = {rank: Clock(self._clocks.get(rank), after.get(rank)) for rank in self._ranks}
         profile = self._profile(recorded, links, clocks)
         steps = [step.step for step in profile.pipelines[0].steps]
         path = self._write_to / profile_name(steps[0], steps[-1])
@@ -156,44 +157,29 @@ class PipelineProfiler:
         def since_origin(rank: int, time_ns: int) -> int:
             return clocks[rank].to_local(time_ns) - origin
 
-        def measured(ranks: tuple[int, ...], index: int) -> MeasuredStep:
-            first = recorded[ranks[0]][index]
-            rows = zip(schedules[first.num_microbatches].rows, ranks, strict=True)
-            measured_rows = (measured_row(row, recorded[r][index].events, partial(since_origin, r)) for row, r in rows)
-            return MeasuredStep(first.step, first.num_microbatches, tuple(measured_rows))
-
         pipelines = []
-        for ranks in plan.topology.groups("pp"):
-            if ranks[0] in clocks:
-                place = plan.topology.coordinates(ranks[0])
-                steps = tuple(measured(ranks, index) for index in range(len(recorded[ranks[0]])))
-                pipelines.append(PipelineSteps(place.tp_rank, place.dp_rank, ranks, steps))
+        for ranks in self._pipelines:
+            steps = []
+            for index, step in enumerate(recorded[ranks[0]]):
+                planned = zip(schedules[step.num_microbatches].rows, ranks, strict=True)
+                rows = (measured_row(row, recorded[r][index].events, partial(since_origin, r)) for row, r in planned)
+                steps.append(MeasuredStep(step.step, step.num_microbatches, tuple(rows)))
+            place = plan.topology.coordinates(ranks[0])
+            pipelines.append(PipelineSteps(place.tp_rank, place.dp_rank, ranks, tuple(steps)))
         notes = []
         for rank, clock in clocks.items():
             # the times of a GPU may be off from its rank's clock
             error_ns = clock.error_ns + max(step.error_ns for step in recorded[rank])
             offset_ns = 0 if clock.before is None else clock.before.offset_ns
             notes.append(ClockOffset(rank, offset_ns, error_ns, clock.is_shared))
-        return Profile(self._about(), schedules, self._message_bytes(), tuple(links), tuple(notes), tuple(pipelines))
-
-    def _message_bytes(self) -> int:
-        return sum(spec.dtype.itemsize * math.prod(spec.shape) for spec in self._runtime.message(0))
-
-    def _kept(self) -> tuple[int, ...]:
-        """Return the recorded ranks: whole pipelines, at most MOST_RANKS ranks."""
-        topology = self._runtime.plan.topology
-        pipelines = topology.groups("pp")[: max(1, MOST_RANKS // topology.pp)]
-        return tuple(sorted(rank for ranks in pipelines for rank in ranks))
+        return Profile(self._about(), schedules, self._message_bytes, tuple(links), tuple(notes), tuple(pipelines))
 
     def _read_clocks(self) -> dict[int, Reading]:
         """Return on rank 0, for every recorded rank with another clock, how far its clock is ahead of rank 0's."""
         world, found = self._runtime.groups.world, {}
-        try:
-            boot = BOOT_ID.read_text(encoding="ascii").strip()
-        except OSError:
-            boot = f"rank {world.rank}"  # not known to share a clock with any other rank
-        boots = gather_objects(boot, world)
-        for rank in self._kept()[1:]:
+        # a rank whose system does not say is not known to share a clock with any other
+        boots = gather_objects(boot_id() or f"rank {world.rank}", world)
+        for rank in self._ranks[1:]:
             trips = round_trips(world, 0, rank, ROUND_TRIPS, self._runtime.device, now=self._now)
             if trips:
                 read = reading([RoundTrip(*trip) for trip in trips])
@@ -203,19 +189,18 @@ class PipelineProfiler:
         return found
 
     def _time_links(self) -> tuple[Link, ...]:
-        """Return the links that this rank measured as the lower end of a hop between pipeline ranks."""
+        """Time messages between pipeline ranks; returns the links that this rank is to report."""
         runtime, pp, links = self._runtime, self._runtime.groups.pp, []
         directions = runtime.plan.placement.directions
         hops = {(min(pair), max(pair)) for ranks in directions for pair in pairwise(ranks) if pair[0] != pair[1]}
         for low, high in sorted(hops):
             seconds = []
-            for size in (8, self._message_bytes()):
+            for size in (8, self._message_bytes):
                 trips = round_trips(pp, low, high, ROUND_TRIPS, runtime.device, size, self._now)
                 seconds.append(median((back - sent) / 2e9 for sent, _, back in trips) if trips else 0.0)
-            if pp.rank == low:
+            if pp.rank == low and runtime.coordinates.tp_rank == runtime.coordinates.dp_rank == 0:
                 links.append(Link((low, high), seconds[0], max(0.0, seconds[1] - seconds[0])))
-        is_first = runtime.coordinates.tp_rank == 0 and runtime.coordinates.dp_rank == 0
-        return tuple(links) if is_first else ()
+        return tuple(links)
 
     def _about(self) -> dict[str, object]:
         plan, device = self._runtime.plan, self._runtime.device

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import resource
 import time
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +12,13 @@ import torch
 
 from megapipe.assembly.runtime import TrainingRuntime
 from megapipe.comm.collectives import all_reduce
-from megapipe.config.files import LoggingConfig
 from megapipe.monitor.process import available_cores
 from megapipe.plan.hardware import peak_flops
 from megapipe.plan.layer_costs import step_flops
 from megapipe.plan.step_time import expected_bubble
 from megapipe.schedule.action import BUSY_OPS, parse_action
 from megapipe.train.journal import Journal, run_folder
-from megapipe.train.pipeline_profile import PipelineProfiler
+from megapipe.train.pipeline_profile import NOT_REACHED, PipelineProfiler
 from megapipe.train.step import Timers
 from megapipe.train.stragglers import StragglerLog
 
@@ -30,16 +30,16 @@ class Profiling:
     """
 
     def __init__(self, runtime: TrainingRuntime, journal: Journal) -> None:
-        plan, device = runtime.plan, runtime.device
-        logging, dtype = plan.config.logging, plan.config.precision.dtype
-        self.timers = Timers(logging.timing_log_level, device, runtime.tracer, runtime.heartbeat, runtime.marks)
+        plan, device, level = runtime.plan, runtime.device, runtime.plan.config.logging.timing_log_level
+        self.timers = Timers(level, device, runtime.tracer, runtime.heartbeat, runtime.marks)
         self._runtime = runtime
-        self._trace = TorchTrace(logging, runtime)
+        self._trace = TorchTrace(runtime)
         self._pipeline = PipelineProfiler(runtime, run_folder(plan.config), journal.say)
         self.stragglers = StragglerLog(runtime, journal)
-        self._peak = peak_flops(torch.cuda.get_device_name(device) if device.type == "cuda" else "", dtype)
+        name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+        self._peak = peak_flops(name, plan.config.precision.dtype)
         self._bubble_note = why_no_bubble(runtime)
-        self._predicted: dict[int, float] = {}  # bubble by number of microbatches
+        self._expected_bubble = cache(partial(expected_bubble, plan))  # simulates once per number of microbatches
         self._num_microbatches = 0  # of the last step
         self._samples = self._num_steps = 0  # since the last line of the log
         self._since = time.perf_counter()
@@ -70,33 +70,24 @@ class Profiling:
         self._num_steps += 1
 
     def take(self, steps_left: int) -> dict[str, Any]:
-        """Return the fields of StepMetrics about time and memory since the last call, and restart.
-
-        A collective.
-        """
-        plan, count = self._runtime.plan, self._num_microbatches
+        """Return the fields of StepMetrics about time and memory since the last call, and restart. A collective."""
+        plan, config = self._runtime.plan, self._runtime.plan.config
         phases = self.timers.take(self._num_steps)
         seconds = max(time.perf_counter() - self._since, 1e-9)
-        flops = step_flops(plan.config.model, self._samples, causal=True) / seconds / plan.topology.world_size
+        flops = step_flops(config.model, self._samples, causal=True) / seconds / plan.topology.world_size
         per_step = seconds / max(self._num_steps, 1)
-        taken: dict[str, Any] = {
+        taken = {
             "phases": phases,
             "step_seconds": per_step,
-            "tokens_per_second": self._samples * plan.config.model.seq_length / seconds,
+            "tokens_per_second": self._samples * config.model.seq_length / seconds,
             "seconds_left": per_step * steps_left,
             "memory_bytes": self._largest_memory(),
             "bubble": self._bubble(),
-            "predicted_bubble": None,
+            "predicted_bubble": None if self._bubble_note else self._expected_bubble(self._num_microbatches).share,
             "bubble_note": self._bubble_note,
+            "tflops": flops / 1e12 if config.logging.log_throughput or self._peak is not None else None,
+            "mfu": None if self._peak is None else flops / self._peak,
         }
-        if not self._bubble_note:
-            if count not in self._predicted:
-                self._predicted[count] = expected_bubble(plan, count).share
-            taken["predicted_bubble"] = self._predicted[count]
-        if plan.config.logging.log_throughput or self._peak is not None:
-            taken["tflops"] = flops / 1e12
-        if self._peak is not None:
-            taken["mfu"] = flops / self._peak
         self.restart()
         return taken
 
@@ -105,12 +96,10 @@ class Profiling:
         tracer, world = self._runtime.tracer, self._runtime.groups.world
         if self._bubble_note or tracer is None or self._num_steps == 0:
             return None
-        busy_actions = (event for event in tracer.of_kind("action") if parse_action(event.name).op in BUSY_OPS)
-        computing, waits, in_row = (
-            sum(event.end_ns - event.start_ns for event in events)
-            for events in (busy_actions, tracer.of_kind("wait"), tracer.of_kind("row"))
-        )
-        busy = torch.tensor([float(computing - waits)], dtype=torch.float64, device=self._runtime.device)
+        computing = [event for event in tracer.of_kind("action") if parse_action(event.name).op in BUSY_OPS]
+        kinds = computing, tracer.of_kind("wait"), tracer.of_kind("row")
+        computed, waited, in_row = (sum(event.end_ns - event.start_ns for event in events) for events in kinds)
+        busy = torch.tensor([float(computed - waited)], dtype=torch.float64, device=self._runtime.device)
         longest = torch.tensor([float(in_row)], dtype=torch.float64, device=self._runtime.device)
         all_reduce(busy, world)
         all_reduce(longest, world, op="max")
@@ -141,8 +130,8 @@ class TorchTrace:
     Written by the ranks in profile_ranks to trace_rank_00000.json and so on, in --save or the current folder.
     """
 
-    def __init__(self, logging: LoggingConfig, runtime: TrainingRuntime) -> None:
-        rank = runtime.groups.world.global_rank
+    def __init__(self, runtime: TrainingRuntime) -> None:
+        logging, rank = runtime.plan.config.logging, runtime.groups.world.global_rank
         self._active = logging.profile and rank in logging.profile_ranks
         self._start, self._end = logging.profile_step_start, logging.profile_step_end
         self._path = Path(runtime.plan.config.checkpoint.save or ".") / f"trace_rank_{rank:05}.json"
@@ -166,8 +155,7 @@ class TorchTrace:
         if self._profiler is not None:
             self._write(self._profiler, num_steps - 1)
         elif self._active:
-            reached = f"the run did not reach step {self._start} (--profile-step-start)"
-            print(f"--profile: nothing was traced: {reached}", flush=True)
+            print(f"--profile: nothing was traced: {NOT_REACHED.format(self._start)}", flush=True)
 
     def _write(self, profiler: torch.profiler.profile, last: int) -> None:
         profiler.stop()

@@ -47,10 +47,8 @@ class Timers:
     """Seconds by phase since the last `take`, in order of first use.
 
     level: --timing-log-level; 0 times the step, 1 its phases, 2 its actions too. On a GPU, level 1 records events in
-    the stream and reads them at the log line; level 2 synchronizes with the device at every reading (the tracer's
-    `settle`), which costs overlap.
-    tracer: gets each phase as an event. heartbeat: gets each phase. marks: opened around each phase, for profilers.
-    clock: the device's own if None.
+    the stream and reads them at the log line; level 2 synchronizes at every reading (the tracer's `settle`), which
+    costs overlap. tracer, heartbeat: get each phase. marks: opened around each phase. clock: else the device's.
     """
 
     def __init__(
@@ -83,10 +81,7 @@ class Timers:
                     self._spans.append((name, begin, self._clock.mark()))
 
     def take(self, num_steps: int) -> dict[str, float]:
-        """Return seconds per step of each phase, and at level 2 of each kind of action, over num_steps steps.
-
-        Clears the phases.
-        """
+        """Return seconds per step of each phase, and at level 2 of each kind of action; clears the phases."""
         spans, self._spans = self._spans, []
         taken: dict[str, float] = {}
         for name, begin, end in spans:
@@ -125,19 +120,14 @@ class StepResult:
 
 @dataclass(frozen=True)
 class StepBatch:
-    """The global batch of one training step: this rank's microbatches of it, and the rates of the update.
+    """The global batch of one training step, and the rates of the update."""
 
-    step: number of the step, from 1. first_sample: samples consumed before it. num_samples: over all ranks.
-    needs_result: evaluating, saving or leaving follows this step, so its result must be known before the next step
-    begins.
-    """
-
-    step: int
-    first_sample: int
-    num_samples: int
-    microbatches: Microbatches
+    step: int  # from 1
+    first_sample: int  # samples consumed before it
+    num_samples: int  # over all ranks
+    microbatches: Microbatches  # of this rank
     rates: Rates
-    needs_result: bool = False
+    needs_result: bool = False  # before the next step begins, as evaluating, saving or leaving follows
 
 
 Settle = Callable[[StepBatch, StepResult], bool]
@@ -146,10 +136,9 @@ Settle = Callable[[StepBatch, StepResult], bool]
 def read_microbatches(
     runtime: InferenceRuntime, loader: Loader, consumed: int, count: int, step: int | None
 ) -> Microbatches:
-    """Return this rank's `count` microbatches after `consumed` samples of all ranks. step: None for evaluation, without
-    dropout.
+    """Return this rank's `count` microbatches after `consumed` samples of all ranks, each read when first asked for.
 
-    Each is read when it is first asked for; the heartbeat counts the time as reading data.
+    step: None for evaluation, without dropout.
     """
     training, dp_rank, dp = runtime.plan.config.training, runtime.coordinates.dp_rank, runtime.plan.topology.dp
 
@@ -165,8 +154,7 @@ class TrainStep:
     """Forward and backward, reduction, update.
 
     The order: zero the gradients, run this rank's row of the schedule, finish the reductions, average the loss over the
-    world (every rank learns it), update the shards. The parameter all-gather that follows overlaps with the next step's
-    forwards.
+    world, update the shards. The parameter all-gather that follows overlaps with the next step's forwards.
     """
 
     def __init__(
@@ -183,8 +171,7 @@ class TrainStep:
         return self.finish(self.start(microbatches, rates))
 
     def take(self, batch: StepBatch, settle: Settle) -> StepResult | None:
-        """Run the step of `batch` and return its result, or None if it was given up or its result is not known yet
-        (`unsettled`).
+        """Run the step of `batch`. Returns None if it was given up, or if its result is not known yet (`unsettled`).
 
         settle: takes the result of the step before, where that becomes known only now; it returns False, on all ranks,
         to give up this step. Only `PostValidationStep` makes use of it.
@@ -203,13 +190,10 @@ class TrainStep:
         found = loss.wait()
         with self._timers.phase("verdict" if self.runtime.optimizer.is_ahead else "optimizer"):
             update = self.runtime.optimizer.settle()
-        return StepResult(found.loss, found.num_tokens, update)
+        return StepResult(*found, update)
 
     def gradients(self, microbatches: Sequence[Microbatch], begun: BegunRun | None = None) -> PendingLoss:
-        """Run forward and backward and leave the reduced raw gradients in the buffers.
-
-        begun: a row whose head start has run.
-        """
+        """Run forward and backward; reduced raw gradients are left in the buffers. begun: its head start has run."""
         runtime, count = self.runtime, len(microbatches)
         engine, step = runtime.engine(count), self._engine_step(microbatches)
         with self._timers.phase("forward-backward"):
@@ -226,9 +210,7 @@ class TrainStep:
         """Return the loss of one global batch, by forwards without dropout."""
         runtime, count = self.runtime, len(microbatches)
         if runtime.optimizer.is_ahead:
-            raise RuntimeError(
-                "a step was started and its global norm is not known yet: settle it before an evaluation"
-            )
+            raise RuntimeError("a step was started and its global norm is not known yet: settle it first")
         runtime.gather.finish()
         step = Step(microbatches, runtime.message, self._average.objective(lambda: 1.0))
         reports = runtime.forward_engine(count).run(step)
@@ -280,9 +262,8 @@ class AsynchronousStep(TrainStep):
     """A step of a schedule that updates weights while microbatches are in flight. NOT synchronous training.
 
     All microbatches run through one row that fills, updates on the way and drains: several updates of every stage. The
-    loss is the average over the step's microbatches, each under the weights it met. The gradient norm, over the whole
-    model, is that of each stage's last update: during the row no rank knows those of the others. Nothing is clipped and
-    nothing skipped.
+    loss is the average over the step's microbatches, each under the weights it met. The gradient norm is that of each
+    stage's last update: during the row no rank knows those of the others. Nothing is clipped or skipped.
     """
 
     def run(self, microbatches: Sequence[Microbatch], rates: Rates) -> StepResult:
@@ -296,7 +277,7 @@ class AsynchronousStep(TrainStep):
             reports = runtime.engine(count).run(self._engine_step(microbatches))
         updates.finish()
         loss = self._average.start(reports, runtime.groups, runtime.device, count).wait()
-        return StepResult(loss.loss, loss.num_tokens, runtime.optimizer.last_update(self._count_zero_gradients))
+        return StepResult(*loss, runtime.optimizer.last_update(self._count_zero_gradients))
 
 
 def train_step(runtime: TrainingRuntime, count_zero_gradients: bool = False, timers: Timers | None = None) -> TrainStep:

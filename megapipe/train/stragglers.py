@@ -28,8 +28,7 @@ Moments = dict[str, list[MessageTime]]  # by channel
 
 
 class StragglerLog:
-    """Times collected while steps run and reported at log lines. Does nothing without --log-straggler. Called on every
-    rank.
+    """Times collected on every rank while steps run and reported at log lines, with --log-straggler.
 
     On a CPU every step since the last line counts; on a GPU the last whole one before a line, timed by events in its
     streams.
@@ -48,10 +47,7 @@ class StragglerLog:
         self._hosts: list[str] = []
 
     def begins(self, step: int) -> None:
-        """Note that step number `step` (the first is 1) begins, after `heartbeat.step`.
-
-        The first step of this process is not counted.
-        """
+        """Note that a step, from 1, begins, after `heartbeat.step`. The first of this process is not counted."""
         if not self._active:
             return
         last_step, channels = self._heartbeat.last_step, self._runtime.channels.values()
@@ -111,15 +107,13 @@ class StragglerLog:
         pp = self._runtime.groups.pp
         if pp.size == 1:
             return -1, 0.0
-        shown = {name: [list(moment) for moment in moments[:MOST_MESSAGES]] for name, moments in self._moments.items()}
-        everyone = gather_objects(shown, pp)
+        everyone = gather_objects({name: times[:MOST_MESSAGES] for name, times in self._moments.items()}, pp)
         there: dict[int, float] = {}
         back: dict[int, float] = {}
         for channel in self._runtime.channels.values():
             place = pp.ranks.index(channel.peer)
-            ends = self._moments.get(str(channel), []), [tuple(m) for m in everyone[place].get(str(channel), [])]
-            sent, received = ends if channel.sends else ends[::-1]
-            taken = transit(sent, received)
+            here, other = self._moments.get(str(channel), []), everyone[place].get(str(channel), [])
+            taken = transit(here, other) if channel.sends else transit(other, here)
             if taken is not None and place > pp.rank:
                 (there if channel.sends else back)[channel.peer] = taken
         found = [(there[peer] + back[peer], peer) for peer in there if peer in back]
@@ -177,15 +171,9 @@ class DeviceWaits:
 
 def transit(sent: Sequence[MessageTime], received: Sequence[MessageTime]) -> float | None:
     """Return the least seconds from a send to its arrival, on two clocks: right only in sum with the way back, where
-    their difference cancels.
-
-    Counts messages that the receiver waited for; None if there were none: then the link delayed no rank.
-    """
-    ways = [
-        arrived - begun
-        for (begun, _), (waited, arrived) in zip(sent, received, strict=False)
-        if arrived - waited > LEAST_WAIT_NS
-    ]
+    their difference cancels. None if the receiver waited for no message: then the link delayed no rank."""
+    pairs = zip(sent, received, strict=False)
+    ways = [arrived - begun for (begun, _), (waited, arrived) in pairs if arrived - waited > LEAST_WAIT_NS]
     return min(ways) / 1e9 if ways else None
 
 
