@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 from megapipe.config.config import ResolvedModelConfig
 from megapipe.config.model import ModelConfig
-from megapipe.layers.linear import Linear, collectives, column_gradient_bytes, row_gradient_bytes
+from megapipe.layers.linear import Linear, collectives, column_gradient_bytes, output_std, row_gradient_bytes
 from megapipe.layers.norm import Norm
 from megapipe.layers.table import (
     MASK_BYTES,
@@ -41,74 +42,60 @@ def mean_keys(seq_length: int, window_size: int | None) -> float:
     return (window_size * window_size / 2 + full_rows * window_size) / seq_length
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Attention:
     """The attention branch of one transformer layer, its input norm included."""
 
-    norm: Norm
-    qkv: Linear
-    qk_norms: tuple[Norm, ...]  # of q and of k; none without --qk-layernorm
-    projection: Linear
-    heads: int
-    groups: int  # key/value heads
-    channels: int  # of one head
-    rotated_channels: int  # 0 without rotary positions
-    window_size: int | None
-    is_explicit: bool
-    has_soft_cap: bool
-    has_dropout: bool  # of the attention probabilities
-    has_hidden_dropout: bool
-    is_fp8: bool
+    model: ResolvedModelConfig
+    is_fp8: bool  # its linears multiply in 8 bits
 
-    @classmethod
-    def of(cls, model: ResolvedModelConfig, output_std: float, is_fp8: bool) -> Attention:
-        """Return the attention of a resolved model. output_std: of the projection's initial weights."""
-        heads, groups, channels = model.num_attention_heads, model.num_query_groups, model.kv_channels
-        hidden, bias, std, name = model.hidden_size, model.add_bias_linear, model.init_method_std, "self_attention"
-        rows, slicing = (heads + 2 * groups) * channels, QueryGroups(heads, groups, channels)
-        normed = ("q", "k") if model.qk_layernorm else ()
-        return cls(
-            norm=Norm.of(model, "input_layernorm"),
-            qkv=Linear(f"{name}.linear_qkv", rows, hidden, slicing, bias or model.add_qkv_bias, std),
-            qk_norms=tuple(Norm.of(model, f"{name}.{each}_layernorm", channels) for each in normed),
-            projection=Linear(f"{name}.linear_proj", hidden, heads * channels, Fused(1), bias, output_std),
-            heads=heads,
-            groups=groups,
-            channels=channels,
-            rotated_channels=int(channels * model.rotary_percent) if model.position_embedding_type == "rope" else 0,
-            window_size=model.window_size,
-            is_explicit=is_explicit(model),
-            has_soft_cap=model.attn_logit_softcapping is not None,
-            has_dropout=model.attention_dropout > 0,
-            has_hidden_dropout=model.hidden_dropout > 0,
-            is_fp8=is_fp8,
-        )
+    @cached_property
+    def norm(self) -> Norm:
+        return Norm.of(self.model, "input_layernorm")
+
+    @cached_property
+    def qk_norms(self) -> tuple[Norm, ...]:
+        """The norms of q and of k; none without --qk-layernorm."""
+        names = ("q", "k") if self.model.qk_layernorm else ()
+        return tuple(Norm.of(self.model, f"self_attention.{name}_layernorm", self.model.kv_channels) for name in names)
+
+    @cached_property
+    def is_explicit(self) -> bool:
+        return is_explicit(self.model)
 
     def parameters(self, prefix: str, layer: int, sequence_parallel: bool) -> Iterator[ParamSpec]:
         """Yield the parameters of layer number `layer`, in model order."""
+        model, hidden, name = self.model, self.model.hidden_size, f"{prefix}self_attention"
+        heads, groups, channels = model.num_attention_heads, model.num_query_groups, model.kv_channels
+        rows, slicing = (heads + 2 * groups) * channels, QueryGroups(heads, groups, channels)
+        has_bias, std = model.add_bias_linear, model.init_method_std
+        qkv = Linear(f"{name}.linear_qkv", rows, hidden, slicing, has_bias or model.add_qkv_bias, std)
+        projection = Linear(f"{name}.linear_proj", hidden, heads * channels, Fused(1), has_bias, output_std(model))
         yield from self.norm.parameters(prefix, layer, sequence_parallel)
-        yield from self.qkv.parameters(prefix, layer, sequence_parallel)
+        yield from qkv.parameters(layer, sequence_parallel)
         for norm in self.qk_norms:  # one weight for all heads, of which each tp rank sees its own
             yield from norm.parameters(prefix, layer, partial_gradient=True)
-        yield from self.projection.parameters(prefix, layer, sequence_parallel)
+        yield from projection.parameters(layer, sequence_parallel)
 
     def gemms(self, tp: int) -> tuple[Gemm, Gemm]:
         """Return linear_qkv and linear_proj on one of tp ranks."""
-        query, key = self.heads // tp * self.channels, max(1, self.groups // tp) * self.channels
-        hidden = self.norm.size
+        model, hidden = self.model, self.model.hidden_size
+        query = model.num_attention_heads // tp * model.kv_channels
+        key = max(1, model.num_query_groups // tp) * model.kv_channels
         return Gemm(hidden, query + 2 * key, True, self.is_fp8), Gemm(query, hidden, False, self.is_fp8)
 
-    def flops_per_token(self, keys: float) -> float:
-        """Return the forward FLOPs of core attention for one token whose query sees so many keys."""
-        return 4.0 * keys * self.heads * self.channels
+    def flops_per_token(self, seq_length: int, causal: bool) -> float:
+        """Return the forward FLOPs of core attention, per token; a sliding window limits the causal count."""
+        keys = mean_keys(seq_length, self.model.window_size) if causal else float(seq_length)
+        return 4.0 * keys * self.model.num_attention_heads * self.model.kv_channels
 
     def table(self, shape: RankShape) -> Table:
         """Return what one microbatch does on one rank."""
         qkv, projection = self.gemms(shape.tp)
-        hidden, query = shape.hidden_bytes(self.norm.size), self._query(shape) * shape.element
-        dropout = Kept("dropout masks", shape.own_tokens * self.norm.size, MASK_BYTES)
+        hidden, query = shape.hidden_bytes(self.model.hidden_size), self._query(shape) * shape.element
+        dropout = Kept("dropout masks", shape.own_tokens * self.model.hidden_size, MASK_BYTES)
         # the gradient behind the projection's dropout stays until the branch is done
-        behind = hidden if self.has_hidden_dropout else 0
+        behind = hidden if self.model.hidden_dropout > 0 else 0
         qkv_bytes = shape.tokens * qkv.outputs * shape.element
         again = self.norm.output_again_bytes(shape)
         redoes_core = shape.recomputes("core_attn")
@@ -138,7 +125,7 @@ class Attention:
             ),
             Operation(
                 "linear_proj",
-                (dropout,) if self.has_hidden_dropout else (),
+                (dropout,) if self.model.hidden_dropout > 0 else (),
                 gemm=projection,
                 collectives=collectives(projection, shape),
                 deferred_bytes=query + hidden,
@@ -149,13 +136,16 @@ class Attention:
 
     def rotary_table_bytes(self, shape: RankShape) -> int:
         """Return the bytes of cos and sin of one sequence, [s, r / 2] each, r the rotated channels."""
-        return 2 * shape.seq * (self.rotated_channels // 2) * shape.wide
+        model = self.model
+        rotated = int(model.kv_channels * model.rotary_percent) if model.position_embedding_type == "rope" else 0
+        return 2 * shape.seq * (rotated // 2) * shape.wide
 
     def shared_mask_bytes(self, shape: RankShape) -> int:
         """Return the bytes of the additive mask [s, s] that a stage makes once: with a sliding window, and where
         attention is written out. Documents have a mask for each microbatch instead.
         """
-        is_windowed = self.window_size is not None and self.window_size < shape.seq
+        window_size = self.model.window_size
+        is_windowed = window_size is not None and window_size < shape.seq
         is_needed = (is_windowed or self.is_explicit) and shape.attention_impl == "sdpa"
         return shape.seq * shape.seq * shape.element if is_needed and not shape.documents.attention_mask else 0
 
@@ -179,10 +169,10 @@ class Attention:
         return Kept("attention output copied", self._query(shape), shape.element)
 
     def _heads(self, shape: RankShape) -> int:
-        return self.heads // shape.tp
+        return self.model.num_attention_heads // shape.tp
 
     def _groups(self, shape: RankShape) -> int:
-        return max(1, self.groups // shape.tp)
+        return max(1, self.model.num_query_groups // shape.tp)
 
     def _shares_keys(self, shape: RankShape) -> bool:
         """Return True if several query heads of the rank use one of several key/value heads."""
@@ -190,11 +180,11 @@ class Attention:
 
     def _query(self, shape: RankShape) -> int:
         """Return the elements of q, and of attention's output."""
-        return shape.tokens * self._heads(shape) * self.channels
+        return shape.tokens * self._heads(shape) * self.model.kv_channels
 
     def _key(self, shape: RankShape) -> int:
         """Return the elements of k, and of v."""
-        return shape.tokens * self._groups(shape) * self.channels
+        return shape.tokens * self._groups(shape) * self.model.kv_channels
 
     def _squares(self, shape: RankShape) -> int:
         """Return the elements of a matrix of all queries and keys."""
@@ -233,8 +223,9 @@ class Attention:
         yield Kept("attention output", query, element)
         if self._heads(shape) > self._groups(shape):
             yield Kept("attention output", query, element)  # q in the order of its batched GEMM
-        matrices = [wide] * (1 + self.has_soft_cap)  # the probabilities; tanh
-        if self.has_dropout:
+        has_soft_cap = self.model.attn_logit_softcapping is not None
+        matrices = [wide] * (1 + has_soft_cap)  # the probabilities; tanh
+        if self.model.attention_dropout > 0:
             matrices += [MASK_BYTES, element]
         elif element != wide:
             matrices.append(element)
@@ -249,11 +240,11 @@ class Attention:
         """
         heads = self._heads(shape)
         if not self.is_explicit:
-            keys = mean_keys(shape.seq, self.window_size)
-            return CoreAttention(4.0 * shape.tokens * keys * heads * self.channels, 0.0, 2.5)
+            keys = mean_keys(shape.seq, self.model.window_size)
+            return CoreAttention(4.0 * shape.tokens * keys * heads * self.model.kv_channels, 0.0, 2.5)
         squares = float(self._squares(shape))
-        dropped = 2.0 * shape.element + 1.0 if self.has_dropout else 0.0  # read, write, and the mask
-        return CoreAttention(4.0 * squares * self.channels, squares * (4.0 * shape.element + dropped), 2.0)
+        dropped = 2.0 * shape.element + 1.0 if self.model.attention_dropout > 0 else 0.0  # read, write, and the mask
+        return CoreAttention(4.0 * squares * self.model.kv_channels, squares * (4.0 * shape.element + dropped), 2.0)
 
     def _core_gradient_bytes(self, shape: RankShape) -> int:
         """Return what core attention's backward makes: the gradients of q, k and v apart and then side by side;
@@ -266,6 +257,6 @@ class Attention:
             return (output if shape.recomputes("core_attn") else 0) + 2 * qkv
         again = total_bytes(self._core_kept(shape)) if shape.recomputes("core_attn") else 0
         casts = 2 if element != wide else 1
-        dropped = element if self.has_dropout else 0
-        capped = wide if self.has_soft_cap else 0
+        dropped = element if self.model.attention_dropout > 0 else 0
+        capped = 0 if self.model.attn_logit_softcapping is None else wide
         return again + self._squares(shape) * (element + dropped + casts * wide + capped)

@@ -7,15 +7,21 @@ layouts in one pass and casts weights for every microbatch; the copies it keeps 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from megapipe.config.model import PrecisionConfig
+from megapipe.config.model import ModelConfig, PrecisionConfig
 from megapipe.layers.table import ALL_REDUCE, Collectives, Gemm, RankShape
 from megapipe.sharding.spec import Init, ParamSpec, Slicing
 
 COPIES = 2  # of a weight, one byte an element: as it is, and transposed
 WIDE = 4  # bytes of fp32
+
+
+def output_std(model: ModelConfig) -> float:
+    """Return the standard deviation of the initial weights of the last linear of each residual branch."""
+    return model.init_method_std / math.sqrt(2 * model.num_layers)
 
 
 @dataclass(frozen=True)
@@ -29,12 +35,12 @@ class Linear:
     has_bias: bool
     std: float
 
-    def parameters(self, prefix: str, owner: int, sequence_parallel: bool) -> Iterator[ParamSpec]:
+    def parameters(self, owner: int, sequence_parallel: bool) -> Iterator[ParamSpec]:
         """Yield weight and bias.
 
         A row-parallel bias is added after the sum over tp: each rank sees only the gradient of its tokens.
         """
-        name, is_column = f"{prefix}{self.name}", self.slicing.dim == 0
+        name, is_column = self.name, self.slicing.dim == 0
         yield ParamSpec(f"{name}.weight", (self.outputs, self.inputs), owner, self.slicing, Init("normal", self.std))
         if self.has_bias and is_column:
             yield ParamSpec(f"{name}.bias", (self.outputs,), owner, self.slicing, weight_decay=False)

@@ -4,52 +4,52 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 from megapipe.config.config import ResolvedModelConfig
 from megapipe.config.model import GATED_ACTIVATIONS
-from megapipe.layers.linear import Linear, collectives, column_gradient_bytes, row_gradient_bytes, weight_gradient_bytes
+from megapipe.layers.linear import (
+    Linear,
+    collectives,
+    column_gradient_bytes,
+    output_std,
+    row_gradient_bytes,
+    weight_gradient_bytes,
+)
 from megapipe.layers.norm import Norm
 from megapipe.layers.table import MASK_BYTES, Backward, Gemm, Kept, Operation, RankShape, Table, total_bytes
 from megapipe.sharding.spec import Fused, ParamSpec
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class DenseMLP:
     """The MLP branch of one transformer layer, its norm included."""
 
-    norm: Norm
-    fc1: Linear
-    fc2: Linear
-    ffn: int
-    gates: int  # 2 where linear_fc1 makes gate and up, else 1
-    activation: str
-    has_hidden_dropout: bool
-    is_fp8: bool
+    model: ResolvedModelConfig
+    is_fp8: bool  # its linears multiply in 8 bits
 
-    @classmethod
-    def of(cls, model: ResolvedModelConfig, output_std: float, is_fp8: bool) -> DenseMLP:
-        """Return the MLP of a resolved model. output_std: of linear_fc2's initial weights."""
-        gates = 2 if model.activation in GATED_ACTIVATIONS else 1
-        ffn, hidden, bias = model.ffn_hidden_size, model.hidden_size, model.add_bias_linear
-        return cls(
-            norm=Norm.of(model, "pre_mlp_layernorm"),
-            fc1=Linear("mlp.linear_fc1", gates * ffn, hidden, Fused(0, gates), bias, model.init_method_std),
-            fc2=Linear("mlp.linear_fc2", hidden, ffn, Fused(1), bias, output_std),
-            ffn=ffn,
-            gates=gates,
-            activation=model.activation,
-            has_hidden_dropout=model.hidden_dropout > 0,
-            is_fp8=is_fp8,
-        )
+    @cached_property
+    def norm(self) -> Norm:
+        return Norm.of(self.model, "pre_mlp_layernorm")
+
+    @property
+    def gates(self) -> int:
+        """2 where linear_fc1 makes gate and up, else 1."""
+        return 2 if self.model.activation in GATED_ACTIVATIONS else 1
 
     def parameters(self, prefix: str, layer: int, sequence_parallel: bool) -> Iterator[ParamSpec]:
         """Yield the parameters of layer number `layer`, in model order."""
-        for each in (self.norm, self.fc1, self.fc2):
-            yield from each.parameters(prefix, layer, sequence_parallel)
+        model, hidden, gates, name = self.model, self.model.hidden_size, self.gates, f"{prefix}mlp"
+        ffn, has_bias, std = model.ffn_hidden_size, model.add_bias_linear, model.init_method_std
+        fc1 = Linear(f"{name}.linear_fc1", gates * ffn, hidden, Fused(0, gates), has_bias, std)
+        fc2 = Linear(f"{name}.linear_fc2", hidden, ffn, Fused(1), has_bias, output_std(model))
+        yield from self.norm.parameters(prefix, layer, sequence_parallel)
+        yield from fc1.parameters(layer, sequence_parallel)
+        yield from fc2.parameters(layer, sequence_parallel)
 
     def gemms(self, tp: int) -> tuple[Gemm, Gemm]:
         """Return linear_fc1 and linear_fc2 on one of tp ranks."""
-        hidden, ffn = self.norm.size, self.ffn // tp
+        hidden, ffn = self.model.hidden_size, self.model.ffn_hidden_size // tp
         return Gemm(hidden, self.gates * ffn, True, self.is_fp8), Gemm(ffn, hidden, False, self.is_fp8)
 
     def table(self, shape: RankShape) -> Table:
@@ -60,27 +60,27 @@ class DenseMLP:
         if the norm is recomputed too.
         """
         fc1, fc2 = self.gemms(shape.tp)
-        norm, splits, is_relu = self.norm, shape.splits_backward, self.activation == "relu"
+        norm, splits, has_dropout = self.norm, shape.splits_backward, self.model.hidden_dropout > 0
         redoes_mlp, redoes_norm = shape.recomputes("mlp"), shape.recomputes("layernorm")
+        is_relu, hidden = self.model.activation == "relu", shape.hidden_bytes(norm.size)
         redoes_activation = shape.recomputes("activation") and not is_relu
-        hidden = shape.hidden_bytes(norm.size)
         width = shape.tokens * fc2.inputs  # elements between the linears, one gate
         wide, inner = width * shape.element, self.gates * width * shape.element
 
         keeps_activation = not redoes_activation and not redoes_mlp
         inner_kept = () if is_relu or redoes_mlp else (Kept("mlp hidden", self.gates * width, shape.element),)
         activation_kept = (Kept("mlp activation", width, shape.element),) if keeps_activation else ()
-        masks = (Kept("dropout masks", shape.own_tokens * norm.size, MASK_BYTES),) if self.has_hidden_dropout else ()
+        masks = (Kept("dropout masks", shape.own_tokens * norm.size, MASK_BYTES),) if has_dropout else ()
 
         # the backward: what recompute makes, the gradient behind the dropout, and what waits for W
         inner_again = inner if redoes_mlp else 0
         replayed = wide if redoes_mlp else 0  # the replay holds its activation until its own backward is done
-        behind = hidden if self.has_hidden_dropout else 0
+        behind = hidden if has_dropout else 0
         fc2_input = inner if redoes_activation and not redoes_mlp else wide  # what waits for W in its place
         deferred = inner + hidden if splits else 0
         # a gated activation makes the other gate's product and its gradient, squared ReLU the ReLU
         made = 2 * wide if self.gates == 2 else 0
-        if self.activation == "squared_relu":
+        if self.model.activation == "squared_relu":
             made = wide
         norm_frees = hidden if splits or redoes_norm else 2 * hidden
         norm_backward = Backward(replayed + deferred + hidden + norm.gradient_bytes(shape), norm_frees)

@@ -5,7 +5,6 @@ Names are Megatron-Core's (`decoder.layers.3.self_attention.linear_qkv.weight`),
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache, cached_property
@@ -77,12 +76,8 @@ class ModelSpec:
 @cache
 def model_spec(model: ResolvedModelConfig, precision: PrecisionConfig) -> ModelSpec:
     """Return the parts of a resolved model."""
-    output_std = model.init_method_std / math.sqrt(2 * model.num_layers)  # of the last linear of each residual branch
     in_fp8 = fp8_layers(precision, model.num_layers)
-    plain, fp8 = (
-        LayerSpec((Attention.of(model, output_std, is_fp8), DenseMLP.of(model, output_std, is_fp8)), is_fp8)
-        for is_fp8 in (False, True)
-    )
+    plain, fp8 = (LayerSpec((Attention(model, is_fp8), DenseMLP(model, is_fp8)), is_fp8) for is_fp8 in (False, True))
     layers = tuple(fp8 if number in in_fp8 else plain for number in range(model.num_layers))
     return ModelSpec(Embedding(model), layers, Head(model))
 

@@ -23,7 +23,6 @@ from megapipe.config.config import Config, ResolvedModelConfig
 from megapipe.config.model import PrecisionConfig
 from megapipe.config.parallel import RecomputeConfig
 from megapipe.errors import ConfigError
-from megapipe.layers.attention import mean_keys
 from megapipe.layers.model import LayerSpec, ModelSpec, model_spec
 from megapipe.layers.table import comm_chunks
 from megapipe.schedule.action import Op
@@ -48,15 +47,9 @@ def gemm_flops(layer: LayerSpec) -> float:
     return 2.0 * sum(gemm.num_weights for gemm in layer.gemms(tp=1))
 
 
-def attention_flops(layer: LayerSpec, seq_length: int, causal: bool) -> float:
-    """Return the forward FLOPs of a layer's core attention, per token; a sliding window limits the causal count."""
-    keys = mean_keys(seq_length, layer.attention.window_size) if causal else float(seq_length)
-    return layer.attention.flops_per_token(keys)
-
-
 def layer_flops(layer: LayerSpec, seq_length: int, causal: bool) -> float:
     """Return the forward FLOPs of one layer, per token."""
-    return gemm_flops(layer) + attention_flops(layer, seq_length, causal)
+    return gemm_flops(layer) + layer.attention.flops_per_token(seq_length, causal)
 
 
 def head_flops(model: ModelSpec) -> float:
@@ -83,7 +76,7 @@ def recomputed_flops(model: ResolvedModelConfig, recompute: RecomputeConfig, seq
     total, granularity = 0.0, recompute.recompute_granularity
     for layer, count in Counter(model_spec(model, PrecisionConfig()).layers).items():
         of_module = {
-            "core_attn": attention_flops(layer, model.seq_length, causal),
+            "core_attn": layer.attention.flops_per_token(model.seq_length, causal),
             "mlp": 2.0 * layer.parts[-1].gemms(tp=1)[0].num_weights,
         }
         if granularity == "full":
