@@ -31,14 +31,10 @@ SCHEDULES_CACHED = 512  # a search has some hundreds of plans, which share most 
 
 @dataclass(frozen=True, eq=False)
 class LoweredSchedule:
-    """The schedule of one number of microbatches.
-
-    head_start: for each row, the number of first actions that need no verdict on the step before
-    (--optimizer-post-validation).
-    """
+    """The schedule of one number of microbatches."""
 
     schedule: Schedule
-    head_start: tuple[int, ...]
+    head_start: tuple[int, ...]  # of each row, as in `RunPlan.head_start`
 
     @cached_property
     def send_depth(self) -> int:
@@ -48,30 +44,40 @@ class LoweredSchedule:
 
 @dataclass(frozen=True, eq=False)
 class ParameterLayout:
-    """The parameters of every stage, in model order, and their layout in flat buffers."""
+    """The parameters of every stage, and what decides on their layout in flat buffers."""
 
-    stages: tuple[tuple[ParamSpec, ...], ...]
+    model: ResolvedModelConfig
+    sequence_parallel: bool
+    partition: Partition
     tp: int
     num_shards: int
     bucket_size: int
     tied_kind: BufferKind
 
+    @cached_property
+    def stages(self) -> tuple[tuple[ParamSpec, ...], ...]:
+        """The parameters of every stage, in model order."""
+        specs = model_parameters(self.model, self.sequence_parallel)
+        return tuple(
+            stage_parameters(specs, range(first, end), has_embedding, has_head, has_tied_copy=self.tied_kind == "tied")
+            for first, end, has_embedding, has_head in self.partition.stages
+        )
+
+
+_parameter_layout = lru_cache(maxsize=SCHEDULES_CACHED)(ParameterLayout)
+
 
 @dataclass(frozen=True)
 class RunPlan:
-    """A resolved configuration on a grid of ranks, made by `plan.resolve.resolve`; nothing in it needs torch.
-
-    specs: all parameters of the model. partition: the layers of each stage. schedule_name: the pipeline schedule,
-    'auto' resolved.
-    """
+    """A resolved configuration on a grid of ranks, made by `plan.resolve.resolve`; nothing in it needs torch."""
 
     config: ResolvedConfig
     topology: Topology
     placement: Placement
-    partition: Partition
-    specs: tuple[ParamSpec, ...] = field(compare=False, repr=False)
+    partition: Partition  # the layers of each stage
+    specs: tuple[ParamSpec, ...] = field(compare=False, repr=False)  # all parameters of the model
     batch: BatchSchedule
-    schedule_name: str
+    schedule_name: str  # 'auto' resolved
 
     @cached_property
     def model(self) -> ModelSpec:
@@ -150,7 +156,9 @@ class RunPlan:
         return self._training(num_microbatches).schedule
 
     def head_start(self, num_microbatches: int) -> tuple[int, ...]:
-        """Return for each row of `schedule` the number of first actions that need no verdict on the step before."""
+        """Return for each row of `schedule` the number of first actions that need no verdict on the step before
+        (--optimizer-post-validation).
+        """
         return self._training(num_microbatches).head_start
 
     def forward_schedule(self, num_microbatches: int) -> Schedule:
@@ -228,8 +236,8 @@ class RunPlan:
 
     @property
     def tied_kind(self) -> BufferKind:
-        """Placement of the tied embedding: 'plain' within one stage (or untied), 'shared' by two stages of a rank (a V,
-        or two directions), 'tied' between two ranks.
+        """The word embedding: 'plain' within one stage (or untied), 'shared' by two stages of a rank (a V, or two
+        directions), 'tied' between two ranks.
         """
         last = self.placement.num_stages - 1
         if self.config.model.untie_embeddings_and_output_weights or last == 0:
@@ -276,14 +284,10 @@ def _training_schedule(
     num_microbatches: int,
     group_size: int | None,
     receive_depth: int,
-    has_barrier: bool,
-    searched: tuple[LayerCosts, Partition, tuple[float, ...], int] | None,
+    has_barrier: bool,  # a step ends with a norm over all ranks
+    searched: tuple[LayerCosts, Partition, tuple[float, ...], int] | None,  # costs, cut, speeds, memory limit (zb-auto)
 ) -> LoweredSchedule:
-    """Build and lower a training schedule.
-
-    has_barrier: a step ends with a norm over all ranks. searched: costs, cut, speeds and memory limit of a schedule
-    that is searched for (zb-auto).
-    """
+    """Build and lower a training schedule."""
     goal = None
     if searched is not None:
         costs, partition, rank_speeds, limit = searched
@@ -300,24 +304,6 @@ def _training_schedule(
 def _forward_only_schedule(placement: Placement, num_microbatches: int, receive_depth: int) -> LoweredSchedule:
     schedule = build_forward_only(placement, num_microbatches, receive_depth)
     return LoweredSchedule(schedule, (0,) * placement.num_ranks)
-
-
-@lru_cache(maxsize=SCHEDULES_CACHED)
-def _parameter_layout(
-    model: ResolvedModelConfig,
-    sequence_parallel: bool,
-    partition: Partition,
-    tp: int,
-    num_shards: int,
-    bucket_size: int,
-    tied_kind: BufferKind,
-) -> ParameterLayout:
-    specs = model_parameters(model, sequence_parallel)
-    stages = tuple(
-        stage_parameters(specs, range(first, end), has_embedding, has_head, has_tied_copy=tied_kind == "tied")
-        for first, end, has_embedding, has_head in partition.stages
-    )
-    return ParameterLayout(stages, tp, num_shards, bucket_size, tied_kind)
 
 
 @lru_cache(maxsize=64 * SCHEDULES_CACHED)

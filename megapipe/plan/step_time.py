@@ -1,10 +1,9 @@
 """The time of a training step before it runs, with the schedule simulated and the stages as they are cut.
 
-`expected_bubble` takes stages by FLOPs or measured times and lets messages take no time. `predict_step` takes layers by
-`layer_time` and messages over the links they cross. It is a first-order model: tensor-parallel messages delay the
-computation unless a GEMM hides them, pipeline messages overlap with it, reductions run under the backward of the last
-microbatch, gathers under the forward of the first.
-docs/planner.md says what is fitted and compares with published runs.
+`expected_bubble` takes stages by FLOPs or measured times, messages free, `predict_step` layers by `layer_time` and
+messages over the links they cross. It is a first-order model: tensor-parallel messages delay the computation unless a
+GEMM hides them, pipeline messages overlap with it, reductions run under the backward of the last microbatch, gathers
+under the forward of the first. docs/planner.md says what is fitted and compares with published runs.
 """
 
 from __future__ import annotations
@@ -48,10 +47,10 @@ def expected_bubble(plan: RunPlan, num_microbatches: int) -> Bubble:
 class StepTime:
     """The predicted time of a step.
 
-    parts: where the seconds go on the rank that computes longest; they add up to `seconds`: 'gemm', 'attention',
-    'pointwise', 'tp' (tensor-parallel messages that no GEMM hides), 'host' (where layers are offloaded: waits for
-    copies), 'bubble' (idle, and waits for messages), 'reduce' and 'gather' (gradients and parameters between
-    replicas, what the computation does not hide), 'optimizer' (with fp8 the cast of its new weights, too).
+    parts: the seconds of the rank that computes longest, which add up to `seconds`: 'gemm', 'attention', 'pointwise',
+    'tp' (tensor-parallel messages that no GEMM hides), 'host' (where layers are offloaded: waits for copies), 'bubble'
+    (idle, and waits for messages), 'reduce' and 'gather' (gradients and parameters between replicas, what the
+    computation does not hide), 'optimizer' (with fp8 the cast of its new weights, too).
     """
 
     seconds: float
@@ -136,10 +135,7 @@ def stage_seconds(plan: RunPlan, hardware: Hardware) -> tuple[OpSeconds, ...]:
 
 
 def _schedule_costs(plan: RunPlan, hardware: Hardware, stages: tuple[OpSeconds, ...]) -> Costs:
-    """Return the costs for `simulate`: computation and messages.
-
-    Reductions take no time here: see `computed_and_reduced`.
-    """
+    """Return the costs for `simulate`. Reductions take no time here: see `computed_and_reduced`."""
     link = hardware.network if plan.topology.crosses_nodes("pp") else hardware.node
     smallest = 1e-9  # a stage without layers still takes some time
     message_seconds = plan.message_bytes / link.bytes_per_second
@@ -155,9 +151,8 @@ def computed_and_reduced(plan: RunPlan, hardware: Hardware, timeline: Timeline) 
     """Return the seconds until the last rank has computed, and the seconds that reductions add.
 
     Each rank reduces its stages one after the other. With --overlap-grad-reduce a bucket is reduced once the last
-    backward of its stage has passed it, so that one bucket at least comes after; without, all of a rank comes after
-    all of its backwards. In a step without a barrier (--optimizer-post-validation) time runs from a rank's own first
-    action.
+    backward of its stage has passed it, so that at least one comes after; without, all come after all backwards of the
+    rank. In a step without a barrier (--optimizer-post-validation) time runs from a rank's own first action.
     """
     posted = plan.config.optimizer.optimizer_post_validation
     computed = reduced = 0.0
@@ -207,8 +202,8 @@ def reduction_seconds(plan: RunPlan, hardware: Hardware, stage: int) -> float:
 
 
 def _exposed_gather(plan: RunPlan, hardware: Hardware, held: tuple[int, ...], stages: tuple[OpSeconds, ...]) -> float:
-    """Return the time of gathering updated parameters that the first forwards of the rank, and of the stages it waits
-    for, do not hide. held: the stages of the rank.
+    """Return the time of gathering updated parameters of the stages `held` that the first forwards of the rank, and of
+    the stages it waits for, do not hide.
     """
     if not plan.config.parallel.use_distributed_optimizer:
         return 0.0
