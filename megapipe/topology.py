@@ -1,9 +1,7 @@
 """The grid of ranks: global rank <-> (tp, cp, dp, pp), every process group as a list of ranks, and nodes.
 
-Works on plain integers, for one rank or sixteen thousand. `comm.groups` turns the lists into process groups, the
-planner reads node placement from them, and no other module computes a rank. World = tp x cp x pp x dp; `order` names
-the axes from the fastest-varying to the slowest, so with "tp-cp-dp-pp" (Megatron's order) tp peers are neighbours and
-pipeline peers are far apart:
+No other module computes a rank. World = tp x cp x pp x dp; `order` names the axes from the fastest-varying to the
+slowest, so with "tp-cp-dp-pp" (Megatron's order) tp peers are neighbours and pipeline peers are far apart:
 
     Topology(tp=2, cp=1, dp=2, pp=2)     tp groups (0 1) (2 3) (4 5) (6 7)     dp groups (0 2) (1 3) (4 6) (5 7)
                                          pp groups (0 4) (1 5) (2 6) (3 7)     model  (0 1 4 5) (2 3 6 7)
@@ -54,25 +52,17 @@ class Coordinates(NamedTuple):
 
 @dataclass(frozen=True)
 class Topology:
-    """The grid of ranks.
-
-    order: axes from fastest to slowest, "tp-cp-dp-pp". ranks_per_node: consecutive global ranks share a node; None =
-    one node.
-    kv_replicas: how many tp neighbours hold the same KV heads (tp / number of query groups if tp is larger, else 1).
-    mirrored_pipeline: pp_ranks r and pp - 1 - r hold the same stages (DualPipe's two directions) and are `replicas`.
-    Raises ConfigError for sizes below 1, an order that is not a permutation, nodes that are not full, a tp group across
-    nodes (unless allow_tp_across_nodes), an odd number of ranks in a mirrored pipeline.
-    """
+    """The grid of ranks. Raises ConfigError for sizes, an order or nodes that do not fit together."""
 
     tp: int = 1
     cp: int = 1
     pp: int = 1
     dp: int = 1
     order: str = DEFAULT_ORDER
-    ranks_per_node: int | None = None
+    ranks_per_node: int | None = None  # consecutive global ranks share a node; None: one node
     allow_tp_across_nodes: bool = False
-    kv_replicas: int = 1
-    mirrored_pipeline: bool = False
+    kv_replicas: int = 1  # tp neighbours that hold the same KV heads (tp / number of query groups if tp is larger)
+    mirrored_pipeline: bool = False  # pp_ranks r and pp - 1 - r hold the same stages (DualPipe) and are `replicas`
 
     @classmethod
     def of_world(cls, world_size: int, *, tp: int = 1, cp: int = 1, pp: int = 1, **options: Any) -> Topology:
@@ -82,11 +72,11 @@ class Topology:
         """
         replica = tp * cp * pp
         if replica < 1 or world_size < 1 or world_size % replica:
+            fitting = max(1, round(world_size / max(replica, 1))) * max(replica, 1)
             raise ConfigError(
-                f"a world of {world_size} ranks cannot hold tensor {tp} x context {cp} x pipeline {pp}: "
-                f"the world size must be a multiple of {replica}; "
-                f"start {max(1, round(world_size / max(replica, 1))) * max(replica, 1)} ranks or change "
-                "--tensor-model-parallel-size, --context-parallel-size or --pipeline-model-parallel-size"
+                f"a world of {world_size} ranks cannot hold tensor {tp} x context {cp} x pipeline {pp}: the world size "
+                f"must be a multiple of {replica}; start {fitting} ranks or change --tensor-model-parallel-size, "
+                "--context-parallel-size or --pipeline-model-parallel-size"
             )
         return cls(tp, cp, pp, world_size // replica, **options)
 
@@ -95,14 +85,11 @@ class Topology:
             if self.size(axis) < 1:
                 raise ConfigError(f"the size of axis {axis} is {self.size(axis)}; every axis has at least one rank")
         if sorted(self.order.split("-")) != sorted(AXES):
-            raise ConfigError(
-                f"--rank-order {self.order!r} must name each of tp, cp, dp and pp once, from the fastest axis to "
-                f"the slowest, joined by '-': for example {DEFAULT_ORDER!r}"
-            )
+            rule = f"must name each of tp, cp, dp and pp once, fastest first, such as {DEFAULT_ORDER!r}"
+            raise ConfigError(f"--rank-order {self.order!r} {rule}")
         if self.kv_replicas < 1 or self.tp % self.kv_replicas:
             raise ConfigError(
-                f"{self.kv_replicas} replicas of each KV head do not divide the {self.tp} ranks of a tensor parallel "
-                "group"
+                f"{self.kv_replicas} replicas of a KV head do not divide the {self.tp} ranks of a tp group"
             )
         if self.mirrored_pipeline and self.pp % 2:
             ways = f"{self.pp - 1} or {self.pp + 1}" if self.pp > 1 else "2"
@@ -115,10 +102,8 @@ class Topology:
         if self.ranks_per_node < 1:
             raise ConfigError(f"{self.ranks_per_node} ranks per node: a node has at least one rank")
         if self.world_size > self.ranks_per_node and self.world_size % self.ranks_per_node:
-            raise ConfigError(
-                f"a world of {self.world_size} ranks does not fill nodes of {self.ranks_per_node} ranks; "
-                "start the same number of ranks on each node"
-            )
+            rule = f"does not fill nodes of {self.ranks_per_node} ranks; start the same number of ranks on each node"
+            raise ConfigError(f"a world of {self.world_size} ranks {rule}")
         if not self.allow_tp_across_nodes and self.crosses_nodes("tp"):
             group = next(group for group in self.groups("tp") if len(self.nodes_of(group)) > 1)
             raise ConfigError(
@@ -185,10 +170,7 @@ class Topology:
         return groups[groups[:, 0].argsort()]
 
     def group_of(self, name: str, global_rank: int) -> tuple[int, ...]:
-        """Return this rank's group of one kind; () if it has none ('embedding').
-
-        The time is proportional to the group, except in the first call, which makes the grid of all ranks.
-        """
+        """Return this rank's group of one kind in time proportional to its size; () if it has none ('embedding')."""
         axes, place = _axes(name), self.coordinates(global_rank)
         index = [range(self.size(axis)) if axis in axes else [at] for axis, at in zip(AXES, place, strict=True)]
         if name == "embedding":
