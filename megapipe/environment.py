@@ -1,5 +1,4 @@
-"""The only file that reads and writes environment variables: the ranks as torchrun or SLURM sets them, and those of
-children.
+"""The only file that reads and writes environment variables; above all the ranks as torchrun or SLURM sets them.
 
 torchrun: RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, GROUP_RANK, MASTER_ADDR, MASTER_PORT.
 SLURM (srun, one task a rank): SLURM_PROCID, SLURM_LOCALID, SLURM_NODEID, SLURM_STEP_NUM_TASKS, SLURM_STEP_NUM_NODES,
@@ -54,10 +53,7 @@ class Environment:
 
 
 def read_environment(environ: Mapping[str, str] | None = None) -> Environment:
-    """Read the environment of this process.
-
-    Raises ConfigError if a launcher's variables are incomplete or inconsistent.
-    """
+    """Read the environment of this process. Raises ConfigError if a launcher's variables are incomplete or wrong."""
     variables = os.environ if environ is None else environ
     if "TORCHELASTIC_RUN_ID" in variables or any(name in variables for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")):
         found = from_torchrun(variables)
@@ -88,8 +84,9 @@ def read_environment(environ: Mapping[str, str] | None = None) -> Environment:
 
 def from_torchrun(variables: Mapping[str, str]) -> Environment:
     """Read torchrun's variables. All nodes have the same number of ranks, so GROUP_WORLD_SIZE may be missing."""
-    way = "start with torchrun, which sets them all, or set none of them for a single rank"
-    require(variables, TORCHRUN_NEEDS, way)
+    require(
+        variables, TORCHRUN_NEEDS, "start with torchrun, which sets them all, or set none of them for a single rank"
+    )
     global_rank, world_size = whole_number(variables, "RANK"), whole_number(variables, "WORLD_SIZE")
     local_world_size = whole_number(variables, "LOCAL_WORLD_SIZE", str(world_size))
     if local_world_size < 1:
@@ -118,8 +115,7 @@ def from_slurm(variables: Mapping[str, str]) -> Environment:
     node_list, tasks = variables.get("SLURM_STEP_NODELIST", ""), variables.get("SLURM_STEP_TASKS_PER_NODE")
     address = variables.get("MASTER_ADDR") or ("127.0.0.1" if num_nodes == 1 else first_node(node_list))
     if not address:
-        way = "set MASTER_ADDR to the name of the first node"
-        raise ConfigError(f"SLURM_STEP_NODELIST is not set in the environment; {way}")
+        raise ConfigError("the environment has no SLURM_STEP_NODELIST; set MASTER_ADDR to the name of the first node")
     if tasks is None and world_size % max(1, num_nodes):
         rule = f"does not divide over SLURM_STEP_NUM_NODES {num_nodes}; use --ntasks-per-node"
         raise ConfigError(f"SLURM_STEP_NUM_TASKS {world_size} {rule}")
@@ -156,9 +152,15 @@ def whole_number(variables: Mapping[str, str], name: str, default: str | None = 
 
 
 def first_node(node_list: str) -> str:
-    """Return the first host of SLURM's compressed list: 'node[03-05,9],login' is node03, 'a[1-2]b[07-08]' is a1b07."""
-    match = re.match(r"(?:[^,\[]|\[[^\]]*\])*", node_list)  # up to the first comma outside brackets
-    return re.sub(r"\[(\w+)[^\]]*\]", r"\1", match[0] if match else "")
+    """Return the first host of SLURM's compressed list: 'node[03-05,9],login' is node03, 'a[1-2]b[07-08]' is a1b07.
+
+    Raises ConfigError if its brackets are not in pairs, or one is empty.
+    """
+    match = re.match(r"((?:[^,\[\]]|\[\w[^\[\]]*\])*)(?:,|$)", node_list)  # up to the first comma outside brackets
+    if match is None:
+        expected = "expected something like node[03-05,9],login; or set MASTER_ADDR to the name of the first node"
+        raise ConfigError(f"SLURM_STEP_NODELIST is {node_list!r} in the environment; {expected}")
+    return re.sub(r"\[(\w+)[^\]]*\]", r"\1", match[1])
 
 
 def tasks_on_node(tasks: str, node_rank: int) -> int:
@@ -167,8 +169,7 @@ def tasks_on_node(tasks: str, node_rank: int) -> int:
     for part in tasks.split(","):
         match = re.fullmatch(r"\s*(\d+)(?:\(x(\d+)\))?\s*", part)
         if match is None:
-            expected = "expected something like 4(x2),3"
-            raise ConfigError(f"SLURM_STEP_TASKS_PER_NODE is {tasks!r} in the environment; {expected}")
+            raise ConfigError(f"SLURM_STEP_TASKS_PER_NODE is {tasks!r}; expected something like 4(x2),3")
         counts += [int(match[1])] * int(match[2] or 1)
     if node_rank >= len(counts) or node_rank < 0:
         listed = f"SLURM_STEP_TASKS_PER_NODE {tasks} lists {len(counts)} nodes"
@@ -179,12 +180,6 @@ def tasks_on_node(tasks: str, node_rank: int) -> int:
 def prefixed(prefix: str) -> dict[str, str]:
     """Return the variables with a prefix, without it: torchrun uses PET_NNODES for --nnodes."""
     return {name.removeprefix(prefix): value for name, value in os.environ.items() if name.startswith(prefix)}
-
-
-def child_environment(**settings: str | int | None) -> dict[str, str]:
-    """Return this process's environment for a child, with some variables set, or removed if the setting is None."""
-    kept = {name: value for name, value in os.environ.items() if name not in settings}
-    return kept | {name: str(value) for name, value in settings.items() if value is not None}
 
 
 def set_for_libraries(**settings: str | int) -> None:
