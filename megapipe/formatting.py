@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 
@@ -94,10 +94,3 @@ def text_table(rows: Sequence[Sequence[str]], left: Collection[int] = (), indent
             for column, (cell, width) in enumerate(zip(row, widths, strict=True))
         ]
         yield (" " * indent + "  ".join(cells)).rstrip()
-
-
-def markdown_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Return a table in Markdown, with a newline at the end; `|` in cells is escaped."""
-    lines = ["| " + " | ".join(head) + " |", "|" + " --- |" * len(head)]
-    lines += ["| " + " | ".join(text.replace("|", "\\|") for text in row) + " |" for row in rows]
-    return "\n".join(lines) + "\n"

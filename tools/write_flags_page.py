@@ -6,6 +6,8 @@ A test compares the two.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+
 from megapipe.config.config import all_fields, section_types
 from megapipe.config.fields import ConfigField, expected_range
 from megapipe.config.flags import REQUESTS, choices_of, default_text
@@ -17,7 +19,6 @@ from megapipe.config.megatron_flags import (
     SUPPORTED,
     megatron_flags,
 )
-from megapipe.formatting import markdown_table
 from megapipe.plan.schedule_choice import SCHEDULE_NAMES
 
 HEAD = """# Flags
@@ -29,6 +30,13 @@ Megatron.
 
 This page is generated from the declarations: `python tools/write_flags_page.py > docs/flags.md`.
 """
+
+
+def markdown_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Return a table in Markdown, with a newline at the end; `|` in cells is escaped."""
+    lines = ["| " + " | ".join(head) + " |", "|" + " --- |" * len(head)]
+    lines += ["| " + " | ".join(text.replace("|", "\\|") for text in row) + " |" for row in rows]
+    return "\n".join(lines) + "\n"
 
 
 def flag_words(field: ConfigField) -> str:

@@ -17,7 +17,6 @@ import torch
 
 from megapipe.assembly.microbatches import to_microbatch
 from megapipe.data.loader import Loader
-from megapipe.environment import child_environment
 from megapipe.extras.verify.oracle import random_batches
 from megapipe.model.stage import Block
 from megapipe.train import loop as loop_module
@@ -90,7 +89,7 @@ def test_a_run_that_stops_early_has_saved_and_resumes_from_there(
 
 def test_sigterm_saves_and_leaves_with_code_0(tmp_path: Path) -> None:
     command = [sys.executable, "pretrain_gpt.py", *TINY.split(), "--train-iters", "1000000", "--save", str(tmp_path)]
-    environment = child_environment(OMP_NUM_THREADS=1)
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
     with subprocess.Popen(command, cwd=REPOSITORY, env=environment, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         try:

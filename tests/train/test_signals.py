@@ -15,7 +15,6 @@ from unittest import mock
 
 import pytest
 
-from megapipe.environment import child_environment
 from megapipe.train import run as run_module
 from megapipe.train.saving import Saving
 from megapipe.train.step import TrainStep
@@ -101,7 +100,7 @@ sys.exit(main())
 
 def test_a_second_interrupt_stops_at_once(tmp_path: Path) -> None:
     words = [sys.executable, "-c", SAVES_SLOWLY, *TINY.split(), "--train-iters", "1000000", "--save", str(tmp_path)]
-    environment = child_environment(OMP_NUM_THREADS=1)
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
     with subprocess.Popen(
         words, cwd=REPOSITORY, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as process:
