@@ -82,10 +82,7 @@ def one_of(words: Sequence[Any]) -> str:
 
 
 def text_table(rows: Sequence[Sequence[str]], left: Collection[int] = (), indent: int = 2) -> Iterator[str]:
-    """Yield the lines of a table for a terminal, two blanks between columns; the first row is the header.
-
-    left: indices of the columns that are aligned to the left, -1 for the last; all others are aligned to the right.
-    """
+    """Yield the lines of a table for a terminal, first the header. left: columns aligned to the left, -1: the last."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     left_columns = {index % len(widths) for index in left}
     for row in rows:

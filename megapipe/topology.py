@@ -66,10 +66,7 @@ class Topology:
 
     @classmethod
     def of_world(cls, world_size: int, *, tp: int = 1, cp: int = 1, pp: int = 1, **options: Any) -> Topology:
-        """Return the topology of a world, with dp = world_size / (tp x cp x pp). options: the other fields.
-
-        Raises ConfigError if dp is not an integer.
-        """
+        """Return the topology with dp = world_size / (tp x cp x pp). Raises ConfigError if that is not an integer."""
         replica = tp * cp * pp
         if replica < 1 or world_size < 1 or world_size % replica:
             fitting = max(1, round(world_size / max(replica, 1))) * max(replica, 1)
@@ -88,9 +85,7 @@ class Topology:
             rule = f"must name each of tp, cp, dp and pp once, fastest first, such as {DEFAULT_ORDER!r}"
             raise ConfigError(f"--rank-order {self.order!r} {rule}")
         if self.kv_replicas < 1 or self.tp % self.kv_replicas:
-            raise ConfigError(
-                f"{self.kv_replicas} replicas of a KV head do not divide the {self.tp} ranks of a tp group"
-            )
+            raise ConfigError(f"{self.kv_replicas} replicas of a KV head do not divide the {self.tp} ranks of tp")
         if self.mirrored_pipeline and self.pp % 2:
             ways = f"{self.pp - 1} or {self.pp + 1}" if self.pp > 1 else "2"
             raise ConfigError(

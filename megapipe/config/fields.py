@@ -230,10 +230,7 @@ def nearest(word: str, words: Sequence[str]) -> str:
 
 
 def value_text(value: Any) -> str:
-    """Return a value as YAML on one line, which `read_value` and any other YAML reader read back.
-
-    A string is plain where it cannot be misread, else in double quotes with escapes.
-    """
+    """Return a value as YAML on one line that any YAML reader reads back; a string is plain if it cannot be misread."""
     if value is None:
         return "null"
     if isinstance(value, bool):

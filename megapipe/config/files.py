@@ -28,10 +28,7 @@ HEARTBEATS = Need("parallel.hang_timeout_seconds", "--hang-timeout-seconds above
 
 @dataclass(frozen=True)
 class DataConfig:
-    """Data and tokenizer.
-
-    Data paths are blends: PREFIX, or WEIGHT PREFIX WEIGHT PREFIX ..., or PREFIX PREFIX ... (one epoch of each).
-    """
+    """Data and tokenizer. Data paths are blends: PREFIX ... (one epoch of each), or WEIGHT PREFIX WEIGHT PREFIX ..."""
 
     data_path: tuple[str, ...] | None = option(
         None, "PREFIX of PREFIX.bin and PREFIX.idx, or a blend: WEIGHT PREFIX WEIGHT PREFIX ..."
@@ -53,10 +50,7 @@ class DataConfig:
 
 
 def split_shares(text: str) -> tuple[float, float, float]:
-    """Return the shares of training, validation and test in a split such as '969,30,1' or '8/1/1', with sum 1.
-
-    Missing numbers are 0, as in Megatron. Raises ConfigError.
-    """
+    """Return the shares of train, validation and test, with sum 1, of '969,30,1' or '8/1'. Raises ConfigError."""
     numbers = [number_in(word) for word in text.replace("/", ",").split(",")]
     shares = [number for number in numbers if number is not None and 0 <= number < math.inf]
     total = sum(shares)
@@ -68,10 +62,7 @@ def split_shares(text: str) -> tuple[float, float, float]:
 
 
 def parse_blend(words: Sequence[str], flag: str) -> tuple[list[str], list[float] | None]:
-    """Return the prefixes of PREFIX ... or WEIGHT PREFIX WEIGHT PREFIX ..., and their weights, None without weights.
-
-    Raises ConfigError if there is no prefix, a weight without prefix or a prefix without weight, or a bad weight.
-    """
+    """Return prefixes and weights (or None) of PREFIX ... or WEIGHT PREFIX WEIGHT PREFIX ... Raises ConfigError."""
     words = [word.strip() for word in words]
     if not words or not all(words):
         raise ConfigError(f"{flag} is empty; give a PREFIX, or WEIGHT PREFIX WEIGHT PREFIX ...")

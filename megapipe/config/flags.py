@@ -30,20 +30,11 @@ REQUESTS = {
     "--config": Request("YAML file with the same names; flags win over it, and later files over it", "1", "FILE"),
     "--print-config": Request("print the configuration with the origin of each value, and exit"),
     "--plan": Request("print the plan (grid, stages, parameters, bubble, memory), and exit"),
-    "--dry-run": Request(
-        "audit every rank, run a step of each kind of rank without data or other ranks, print memory counted and "
-        "planned, and exit"
-    ),
+    "--dry-run": Request("audit every rank, run a step of each kind alone, print memory counted and planned, and exit"),
     "--rank": Request("count only this rank; with --dry-run", "1", "R"),
-    "--world-size": Request(
-        "plan for this many ranks instead of the ranks that were started; with --plan, --dry-run or --print-config",
-        "1",
-        "N",
-    ),
+    "--world-size": Request("plan for this many ranks; with --plan, --dry-run or --print-config", "1", "N"),
     "--ranks-per-node": Request("ranks per node of that world (default: all on one node); with --world-size", "1", "N"),
-    "--verify-grid": Request(
-        "compare steps of this grid with one process, in fp64 (the default) or native dtype, and exit", "?", "MODE"
-    ),
+    "--verify-grid": Request("compare this grid with one process, in fp64 (default) or native, and exit", "?", "MODE"),
     "--help": Request("print this message, and exit"),
 }
 ABBREVIATIONS = {

@@ -13,10 +13,7 @@ GRAPHS = Need("gpu.cuda_graph_impl", "--cuda-graph-impl local", ("local",))
 
 @dataclass(frozen=True)
 class KernelsConfig:
-    """Libraries that compute the layers, attention and the optimizer, all with the same arithmetic up to rounding.
-
-    A library is imported only by a run that chose it; planning imports none. See docs/gpu.md.
-    """
+    """Libraries that compute the layers, attention and the optimizer, with the same results up to rounding."""
 
     transformer_impl: str = option(
         "local",
@@ -42,10 +39,7 @@ class KernelsConfig:
 
 @dataclass(frozen=True)
 class GpuConfig:
-    """NCCL's settings, stream priorities, CUDA graphs, NVTX ranges and the allocator's history.
-
-    On CPUs these have no effect, which is logged at the start of the run.
-    """
+    """NCCL's settings, stream priorities, CUDA graphs, NVTX ranges, the allocator's history; without effect on CPUs."""
 
     nccl_settings: tuple[str, ...] | None = option(
         None, "NCCL's own variables, set on every rank before it starts: NCCL_DEBUG=INFO NCCL_IB_HCA=mlx5 ..."

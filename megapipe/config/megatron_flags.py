@@ -1,9 +1,8 @@
 """Every flag of Megatron-LM at Megatron-Core 0.16.1, each in one class; no flag of a launch script is ignored.
 
 The names, with the number of their values and Megatron's defaults, are in megatron_flags.csv. Sources: the
-configuration dataclasses of the megatron-core 0.16.1 wheel, from which Megatron derives 176 flags; and
-megatron/training/arguments.py with the dataclasses that it uses, which are in no wheel, from a copy of the repository
-of that time (its list of dataclass fields without a flag names only fields of that wheel). Classes and notes are ours.
+configuration dataclasses of the megatron-core 0.16.1 wheel, from which Megatron derives 176 flags, and
+megatron/training/arguments.py from a copy of the repository of that time. Classes and notes are ours.
 
 supported         sets a field of ours (the note is the field)
 already so here   accepted: megapipe always does what it asks for; the note says why
@@ -86,24 +85,12 @@ DELIBERATE_DIFFERENCES = (
     Difference("--distributed-backend", "nccl", "auto", "gloo without a GPU, so that the same script runs anywhere"),
     Difference("--exit-signal-handler", "off", "on", "a job that is asked to exit saves first"),
     Difference("--eval-interval", "none", "1000", "the model is evaluated during training unless --eval-iters is 0"),
-    Difference(
-        "--num-query-groups",
-        "1, and unused without --group-query-attention",
-        "acts alone",
-        "a given number is never ignored",
-    ),
+    Difference("--num-query-groups", "unused without --group-query-attention", "acts alone", "no number is ignored"),
     Difference("--high-priority-stream-groups", "none", "pp", "a pipeline waits for its messages"),
     Difference("--profile-ranks", "none", "0", "--profile alone writes a trace"),
     Difference("--transformer-impl", "transformer_engine", "local", "an optional library, which runs only on GPUs"),
-    Difference(
-        "--recompute-modules", "core_attn by way of none", "core_attn", "the same, made explicit; activation is ours"
-    ),
-    Difference(
-        "--window-size",
-        "LEFT,RIGHT, the token itself not included",
-        "one number, the token itself included",
-        "LEFT,0 is accepted too and means the same as in Megatron",
-    ),
+    Difference("--recompute-modules", "none, which is core_attn", "core_attn", "made explicit; activation is ours"),
+    Difference("--window-size", "LEFT,RIGHT without the token itself", "one number with it", "LEFT,0 works too"),
 )
 
 

@@ -1,5 +1,4 @@
-"""Token files, the samples drawn from them, and preprocessing of text. No torch; formats and sample order are
-Megatron's.
+"""Token files, samples drawn from them, preprocessing of text. No torch; formats and sample order are Megatron's.
 
 - `build_datasets`  `DatasetRequest` (the data flags) -> train, valid and test datasets
 - `loader`          dataset and number of consumed samples -> microbatches of a dp rank

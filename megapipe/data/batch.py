@@ -1,8 +1,7 @@
 """One microbatch of one dp rank: samples split into inputs and labels, with the rules for documents inside a sample.
 
-The end-of-document token belongs to the document that it ends. After it positions restart (--reset-position-ids),
-attention does not look back across it (--reset-attention-mask), and the position where it is the input has no loss
-(--eod-mask-loss), since the next token belongs to an unrelated document.
+The end-of-document token belongs to the document that it ends. After it positions restart, attention does not look back
+across it, and the position where it is the input has no loss, since the next token belongs to an unrelated document.
 """
 
 from __future__ import annotations
@@ -18,10 +17,7 @@ from megapipe.errors import ConfigError
 
 @dataclass(frozen=True)
 class DocumentRules:
-    """The effects of the end-of-document token `eod`, all off by default.
-
-    Raises ConfigError if an effect is requested without such a token.
-    """
+    """The effects of the end-of-document token `eod`. Raises ConfigError for an effect without such a token."""
 
     eod: int | None = None
     reset_position_ids: bool = False
@@ -34,10 +30,9 @@ class DocumentRules:
             "--reset-attention-mask": self.reset_attention_mask,
             "--eod-mask-loss": self.eod_mask_loss,
         }
-        if self.eod is None and any(flags.values()):
-            names = ", ".join(name for name, is_set in flags.items() if is_set)
-            missing = "no tokenizer with one is given; set --tokenizer-type and its model"
-            raise ConfigError(f"{names} need an end-of-document token, but {missing}")
+        names = ", ".join(name for name, is_set in flags.items() if is_set)
+        if self.eod is None and names:
+            raise ConfigError(f"{names} need an end-of-document token; give --tokenizer-type and a model that has one")
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,9 @@
 """Several datasets mixed by weight, without randomness. Same result as Megatron's BlendedDataset.
 
 Item i goes to the dataset that is furthest behind its share: argmax over d of w_d max(i, 1) - taken_d, ties to the
-first. The rule is sequential, and a Python loop over a billion items would take half an hour. So the items are cut
-into blocks that are computed side by side, each from a guess of what was taken before it. The effect of a wrong guess
-fades within a few items, so each block starts a little early. Afterwards every block is checked to end exactly where
-the next one began, and blocks with a wrong start are computed again. The result equals that of the loop.
+first. The rule is sequential, and a Python loop over a billion items would take half an hour. So blocks of items are
+computed side by side, each from a guess of what was taken before it, and a little early, since the effect of a wrong
+guess fades within a few items. Blocks that did not begin where the one before ended are computed again.
 """
 
 from __future__ import annotations
@@ -29,10 +28,7 @@ def normalize(weights: Sequence[float]) -> tuple[float, ...]:
 
 
 class BlendedDataset:
-    """`size` samples drawn from `members` in proportion to `weights`.
-
-    Raises DataError if a member has fewer samples than its share.
-    """
+    """`size` samples drawn from `members` by `weights`. Raises DataError if a member has less than its share."""
 
     def __init__(
         self,
@@ -55,8 +51,7 @@ class BlendedDataset:
 
     def _indices(self, size: int) -> tuple[Array, Array]:
         def build() -> Arrays:
-            dataset_index, sample_index = blend_indices(self.weights, size)
-            return {"dataset_index": dataset_index, "sample_index": sample_index}
+            return dict(zip(("dataset_index", "sample_index"), blend_indices(self.weights, size), strict=True))
 
         description = {"weights": self.weights, "size": size}
         arrays = build() if self._cache is None else self._cache.arrays("blend", description, build)

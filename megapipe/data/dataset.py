@@ -32,10 +32,9 @@ class TokenDataset(Protocol):
 class SyntheticDataset:
     """Generated samples that can be learned, the same on every machine.
 
-    A permutation of the tokens in use, drawn from the seed, forms a cycle. A sample follows the cycle and now and
-    then jumps to a random place, so the last token predicts the next one nine times out of ten: a model that learns
-    gets from a loss of ln(used) to about 0.1 ln(used) + 0.33. part: 0, 1 or 2 for train, valid, test, which share the
-    cycle.
+    A permutation of the tokens in use, drawn from the seed, forms a cycle, which a sample follows with jumps to random
+    places. So the last token predicts the next one nine times out of ten: a model that learns gets from a loss of
+    ln(used) to about 0.1 ln(used) + 0.33. part: 0, 1 or 2 for train, valid, test, which share the cycle.
     """
 
     def __init__(self, num_samples: int, seq_length: int, vocab_size: int, seed: int, part: int = 0) -> None:
@@ -65,10 +64,7 @@ class SyntheticDataset:
 
 
 def unigram_entropy(tokens: NDArray[np.integer]) -> float:
-    """Return the entropy of token frequencies in nats: the loss of a model that knows only these, a baseline to beat.
-
-    Raises DataError if there are no tokens.
-    """
+    """Return the entropy of token frequencies in nats: the loss of a model that knows only these. Raises DataError."""
     counts = np.bincount(tokens.reshape(-1).astype(np.int64))
     counts = counts[counts > 0]
     if not len(counts):
@@ -79,13 +75,9 @@ def unigram_entropy(tokens: NDArray[np.integer]) -> float:
 
 @dataclass(frozen=True)
 class SkippedSamples:
-    """Skipped ranges of a dataset.
+    """Skipped ranges of a dataset. A sample has an index in it, and a number among the samples that are not skipped."""
 
-    windows: (first, past the last), ascending, neither overlapping nor adjacent; use `of` and `plus` to construct. A
-    sample has an index in the dataset, and a number among the samples that are not skipped.
-    """
-
-    windows: tuple[tuple[int, int], ...] = ()
+    windows: tuple[tuple[int, int], ...] = ()  # (first, past the last), ascending, with gaps between: see `of`, `plus`
 
     @classmethod
     def of(cls, windows: Iterable[Iterable[int]]) -> SkippedSamples:

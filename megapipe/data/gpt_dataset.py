@@ -1,10 +1,9 @@
 """Samples of one token file: epochs, shuffled documents, shuffled samples. Same order as Megatron's GPTDataset.
 
-With T tokens in the split and N samples requested, the documents are repeated for the fewest epochs E with E T >= N
-seq + 1 and concatenated in a shuffled order. Stream sample k holds the seq + 1 tokens from k seq on (one shared with
-the next), and sample j of the dataset is stream sample shuffle[j]. The dataset has all floor((E T - 1) / seq) of
-them. If less than 80 % of the last epoch is needed it is shuffled separately, so that samples of whole epochs come
-first.
+With T tokens in the split and N samples requested, the documents are repeated for the fewest epochs E with
+E T >= N seq + 1 and concatenated in a shuffled order. Stream sample k holds the seq + 1 tokens from k seq on (one is
+shared with the next), and sample j of the dataset is stream sample shuffle[j], one of floor((E T - 1) / seq). If less
+than 80 % of the last epoch is needed it is shuffled separately, so that samples of whole epochs come first.
 """
 
 from __future__ import annotations
@@ -63,10 +62,7 @@ class SampleIndex:
 def build_sample_index(
     lengths: Array, first_sequence: int, num_samples: int, seq_length: int, seed: int
 ) -> SampleIndex:
-    """Shuffle documents, then samples, with one numpy RandomState(seed).
-
-    lengths: tokens of each sequence of the split, which starts at `first_sequence` of the file.
-    """
+    """Shuffle documents, then samples, with one RandomState(seed). lengths: of sequences from `first_sequence` on."""
     plan = plan_epochs(int(lengths.sum(dtype=np.int64)), num_samples, seq_length)
     random = np.random.RandomState(seed)
     stop = first_sequence + len(lengths)
@@ -89,8 +85,8 @@ def build_sample_index(
 class GPTDataset:
     """Sequences [first, last) of a file, repeated for as many epochs as `num_samples` needs and shuffled by `seed`.
 
-    num_samples None: one epoch, which has no sample if it is shorter than seq_length + 1 tokens. The length is that
-    of all epochs needed, so it may exceed `num_samples`. Raises DataError if the range holds no token.
+    num_samples None: one epoch, even if it is too short for a sample. The length is that of all epochs needed, so it
+    may exceed `num_samples`. Raises DataError if the range holds no token.
     """
 
     def __init__(

@@ -1,10 +1,9 @@
 """Shuffled indices kept on disk: the ranks of a machine build them once and then map them.
 
-An entry is a folder `KIND-KEY` with `.npy` files and `description.json`. KEY is a hash of the whole description: the
-settings, and size and modification time of the source, so that changed data never meets an old index. An entry is
-written under a temporary name and renamed, so it is complete or absent; if two processes build it at once, both
-succeed and one entry stays. A lock avoids the duplicate work but correctness does not depend on it: on file systems
-without locks each process builds. No disk has to be shared between machines.
+An entry is a folder `KIND-KEY` with `.npy` files and `description.json`. KEY is a hash of the settings and of size and
+modification time of the source, so that changed data never meets an old index. An entry is written under a temporary
+name and renamed, so it is complete or absent; if two processes build it at once, one entry stays. A lock only avoids
+the duplicate work. No disk has to be shared between machines.
 """
 
 from __future__ import annotations
@@ -35,13 +34,10 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class IndexCache:
-    """A folder of entries.
-
-    is_required: the user named the folder, so failing to write there is an error; otherwise indices stay in memory.
-    """
+    """A folder of entries."""
 
     folder: Path
-    is_required: bool
+    is_required: bool  # the user named the folder: failing to write there is an error; else indices stay in memory
 
     @classmethod
     def at(cls, data_cache_path: str | None, prefix: str) -> IndexCache:
@@ -51,10 +47,7 @@ class IndexCache:
         return cls(Path(prefix).parent / "cache", False)
 
     def arrays(self, kind: str, description: dict[str, Any], build: Callable[[], Arrays]) -> Arrays:
-        """Return the arrays of an entry, mapped read-only; a missing entry is built and stored first.
-
-        Raises ConfigError if a required folder cannot be written, DataError if an entry is damaged.
-        """
+        """Return the arrays of an entry, mapped; a missing one is built and stored. Raises ConfigError, DataError."""
         text = json.dumps({"format": FORMAT, "kind": kind, **description}, sort_keys=True)
         entry = self.folder / f"{kind}-{hashlib.sha256(text.encode()).hexdigest()[:24]}"
         if not entry.exists():

@@ -57,9 +57,7 @@ def token_dtype(vocab_size: int) -> np.dtype[Any]:
 class IndexedFile:
     """A pair of token files read through mmap: opening checks the index, reading touches only the pages it needs.
 
-    lengths: [S] int32 tokens of each sequence. offsets: [S] int64 bytes into `.bin`. documents: [D] int64 sequence
-    numbers. modes: [S] int8, or None if the file is not multimodal. All four are views of the mapped file. Raises
-    DataError, naming the file and the offending number, if the pair is missing, truncated or inconsistent.
+    Raises DataError, naming the file and the offending number, if the pair is missing, truncated or inconsistent.
     """
 
     def __init__(self, prefix: str | Path) -> None:
@@ -67,9 +65,7 @@ class IndexedFile:
         path = idx_path(prefix)
         index = _map(path, self.prefix)
         if len(index) < HEADER.size:
-            raise DataError(
-                f"{path} has {len(index)} bytes, less than the {HEADER.size} of a header: truncated, or no index"
-            )
+            raise DataError(f"{path} has {len(index)} bytes, less than the {HEADER.size} of a header: it is truncated")
         magic, version, code, num_sequences, num_starts = HEADER.unpack(index[: HEADER.size])
         if magic != MAGIC:
             raise DataError(f"{path} starts with {magic!r} instead of {MAGIC!r}: not a Megatron token index")
@@ -86,6 +82,7 @@ class IndexedFile:
                 f"{path} has {len(index)} bytes, but {num_sequences} sequences and {num_starts} document starts need "
                 f"{plain} ({plain + num_sequences} with modes): it is {state}"
             )
+        # views of the mapped file: [S] tokens and [S] byte offset of each sequence, [D] first sequence of each document
         self.lengths: Array = np.frombuffer(index, "<i4", num_sequences, HEADER.size)
         self.offsets: Array = np.frombuffer(index, "<i8", num_sequences, HEADER.size + 4 * num_sequences)
         self.documents: Array = np.frombuffer(index, "<i8", num_starts, HEADER.size + 12 * num_sequences)
@@ -111,9 +108,8 @@ class IndexedFile:
         length = int(self.lengths[sequence])
         count = length - start if count is None else count
         if start < 0 or count < 0 or start + count > length:
-            raise DataError(
-                f"{self.prefix}: tokens {start}..{start + count} requested of sequence {sequence}, which has {length}"
-            )
+            wanted = f"tokens {start}..{start + count} requested of sequence {sequence}"
+            raise DataError(f"{self.prefix}: {wanted}, which has {length}")
         return np.frombuffer(self._bin, self.dtype, count, int(self.offsets[sequence]) + start * self.dtype.itemsize)
 
     def is_contiguous(self) -> bool:
@@ -173,8 +169,8 @@ def _contiguous_offsets(lengths: Array, dtype: np.dtype[Any]) -> Array:
 class IndexedWriter:
     """Writes a pair of token files under temporary names and renames them once everything is on disk.
 
-    As a context manager: leaving it normally commits; leaving it with an exception (Ctrl-C too) removes what was
-    written. Under the final names there is at any time the old pair, no index, or the new pair; never a partial one.
+    Leaving the context commits, or after an exception (Ctrl-C too) removes what was written. Under the final names
+    there is at any time the old pair, no index, or the new pair; never a partial one.
     """
 
     def __init__(self, prefix: str | Path, dtype: DTypeLike, *, multimodal: bool = False) -> None:
@@ -201,10 +197,9 @@ class IndexedWriter:
     def add_document(
         self, tokens: Array | list[int], lengths: list[int] | None = None, modes: list[int] | None = None
     ) -> None:
-        """Append one document.
+        """Append one document. Raises DataError if a token does not fit the dtype or the lengths do not add up.
 
-        tokens: of all its sequences, concatenated. lengths: of each sequence (default: one sequence). Raises
-        DataError if a token does not fit the dtype or the lengths do not add up.
+        tokens: of all its sequences, concatenated. lengths: of each sequence (default: one sequence).
         """
         values = np.asarray(tokens)
         lengths = [len(values)] if lengths is None else lengths
@@ -247,10 +242,7 @@ class IndexedWriter:
         self.num_tokens += file.num_tokens
 
     def commit(self) -> None:
-        """Write the index, sync, rename.
-
-        The old index is removed first and the new one comes last, so that no index ever meets a foreign `.bin`.
-        """
+        """Write the index, sync, rename; the index is replaced last, so that none ever meets a foreign `.bin`."""
         lengths = np.frombuffer(self._lengths, np.intc).astype("<i4")
         try:
             with open(self._partial[1], "wb") as file:
@@ -294,10 +286,9 @@ class IndexedWriter:
 
 
 def merge(prefixes: Sequence[str], output_prefix: str) -> IndexedFile:
-    """Write the documents of all prefixes, in the order given, to `output_prefix` and return the new file.
+    """Write the documents of all prefixes, in order, to `output_prefix`, after checking all, and return the new file.
 
-    Every input is opened and checked before anything is written. Raises DataError for damaged files or different
-    dtypes, ConfigError if there are no inputs or the output is one of them.
+    Raises DataError for damaged files or different dtypes, ConfigError if there are no inputs or the output is one.
     """
     if not prefixes:
         raise ConfigError("nothing to merge: name at least one file prefix")

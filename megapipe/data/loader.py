@@ -1,9 +1,8 @@
 """`Loader`: the microbatches of a dp rank, computed from the number of consumed samples, and read ahead by threads.
 
-A step that begins after `consumed` samples takes the samples consumed .. consumed + global batch of the dataset.
-Microbatch k of dp rank d holds `micro` samples from consumed + (k dp + d) micro on. So a step's global batch does not
-depend on dp, and the loader has no position to save: resuming, or changing dp or the batch size, needs only `consumed`.
-Skipped samples are not counted.
+Microbatch k of dp rank d, in a step that begins after `consumed` samples (without skipped ones), holds `micro` samples
+from consumed + (k dp + d) micro on. So a step's global batch does not depend on dp, and resuming, or changing dp or the
+batch size, needs only `consumed`.
 """
 
 from __future__ import annotations
@@ -26,8 +25,8 @@ class Loader:
     """Microbatches of one dataset. num_workers: threads that read ahead; 0 reads on request.
 
     Reading ahead assumes that the rank continues with the same stride, across steps too; a wrong guess costs a read. An
-    error in a thread is raised when its batch is requested. The threads are daemons, so that a read that hangs (a lost
-    network disk) cannot keep the process alive; those of concurrent.futures would be joined at exit.
+    error in a thread is raised when its batch is requested. The threads are daemons, unlike those of an executor, so
+    that a read that hangs (a lost network disk) cannot keep the process alive.
     """
 
     def __init__(
@@ -46,10 +45,7 @@ class Loader:
             threading.Thread(target=self._serve, name=f"{name}-loader_{index}", daemon=True).start()
 
     def skip(self, skipped: SkippedSamples, num_samples: int) -> None:
-        """Pass over these samples of the dataset from now on. num_samples: that the whole run will take.
-
-        Raises DataError if fewer are left.
-        """
+        """Pass over these samples from now on. Raises DataError if not `num_samples` are left, which the run takes."""
         needed = skipped.index(num_samples - 1) + 1
         if skipped.windows and needed > len(self.dataset):
             self.dataset.grow(needed)
@@ -68,8 +64,7 @@ class Loader:
     def microbatch(self, consumed_samples: int, k: int, dp_rank: int, dp_size: int, micro_batch_size: int) -> Batch:
         """Return microbatch k of dp rank `dp_rank` in the step that begins after `consumed_samples`.
 
-        Raises DataError if samples cannot be read, or for samples past the last one: datasets are built for the whole
-        run, so that is a wrong count and never wraps around.
+        Raises DataError if samples cannot be read or are past the last one: datasets are built for the whole run.
         """
         start = consumed_samples + (k * dp_size + dp_rank) * micro_batch_size
         if start < 0 or self._skipped.index(start + micro_batch_size - 1) >= len(self.dataset):

@@ -1,8 +1,7 @@
-"""Text to token files: one process reads documents, several tokenize them, one writes them in order.
+"""Text to token files: one process reads documents and writes tokens in order, several tokenize.
 
-The tokenizer comes as a factory that each worker calls once, so that nothing large is pickled and this package does not
-depend on the tokenizers. One difference from Megatron's tool: a document without tokens is left out (and counted), not
-kept as a document without sequences.
+Each worker calls a factory for the tokenizer once, so that nothing large is pickled and this package does not depend on
+the tokenizers. Unlike in Megatron, a document without tokens is left out (and counted).
 """
 
 from __future__ import annotations
@@ -44,10 +43,10 @@ EncoderFactory = Callable[[], Encoder]
 
 @dataclass
 class Counts:
-    """The documents, tokens and bytes processed so far. empty: documents without tokens, which are not written."""
+    """The documents, tokens and bytes processed so far."""
 
     documents: int = 0
-    empty: int = 0
+    empty: int = 0  # documents without tokens, which are not written
     tokens: dict[str, int] = field(default_factory=dict)
     text_bytes: int = 0
     seconds: float = 0.0
@@ -89,8 +88,7 @@ def preprocess(
     """Write `PREFIX_KEY_document.bin/.idx` for each key, with one document per record, and return the counts.
 
     The files get their names once all of them are complete; an error or Ctrl-C leaves none. Raises DataError for a
-    record that cannot be read or a worker that died, ConfigError if append_eod is set for a tokenizer without such a
-    token.
+    record that cannot be read or a worker that died, ConfigError for append_eod without such a token.
     """
     encoder = encoder_factory()  # here too, so that an invalid tokenizer is reported once, not by each worker
     if append_eod and encoder.eod is None:
@@ -193,8 +191,7 @@ def encode_records(batch: list[Record], encoder: Encoder, keys: tuple[str, ...],
                 raise DataError(f"{record.origin}: {error}") from None
             if ids and (min(ids) < 0 or max(ids) >= encoder.vocab_size):
                 bad = next(i for i in ids if not 0 <= i < encoder.vocab_size)
-                size = encoder.vocab_size
-                raise DataError(f"{record.origin}: token {bad} is outside of the vocabulary of {size} tokens")
+                raise DataError(f"{record.origin}: token {bad} is outside a vocabulary of {encoder.vocab_size}")
             if ids and append_eod and encoder.eod is not None:
                 ids.append(encoder.eod)
             tokens[key].append(np.array(ids, dtype=dtype))

@@ -1,7 +1,6 @@
 """Documents from text on disk: JSON lines, plain text files, directory trees, Python's own standard library.
 
-`read_records` yields raw records (a line of JSON, or a text), so that worker processes do the parsing.
-`corpus_documents` reads a whole small corpus into memory.
+`read_records` yields raw records for workers to parse; `corpus_documents` reads a whole small corpus into memory.
 """
 
 from __future__ import annotations
@@ -78,21 +77,15 @@ class Record:
 
 
 def find_files(inputs: Sequence[str], suffixes: Sequence[str] = ()) -> list[Path]:
-    """Return the files named, matched by a pattern, or found in directories (sorted; with one of `suffixes` if any).
-
-    Raises ConfigError if an input does not exist or nothing is found.
-    """
+    """Return the files named, matched by a pattern, or found in directories (with `suffixes`). Raises ConfigError."""
     files: list[Path] = []
     for name in inputs:
         path = Path(name)
         if path.is_dir():
-            files.extend(
-                p
-                for p in sorted(path.rglob("*"))
-                if not any(part.startswith(".") for part in p.relative_to(path).parts)
-                and p.is_file()
-                and (not suffixes or p.name.endswith(tuple(suffixes)))
-            )
+            for found in sorted(path.rglob("*")):
+                is_hidden = any(part.startswith(".") for part in found.relative_to(path).parts)
+                if not is_hidden and found.is_file() and (not suffixes or found.name.endswith(tuple(suffixes))):
+                    files.append(found)
         elif path.exists():
             files.append(path)
         elif matches := sorted(glob.glob(name, recursive=True)):
@@ -143,8 +136,8 @@ def corpus_documents(
 
     source: a directory tree (one document per text file), a JSON-lines file (one per line, key "text"), a text file
     (cut at blank lines into pieces), or None for Python's standard library. The order makes a split by position give
-    train and valid parts of one distribution, the same on every machine with the same files. Files that are not UTF-8
-    text are left out. Raises ConfigError if the source does not exist, DataError if it holds too little text.
+    parts of one distribution, the same on every machine. Files that are not UTF-8 text are left out. Raises ConfigError
+    if the source does not exist, DataError if it holds too little text.
     """
     root = Path(sysconfig.get_path("stdlib")) if source is None else Path(source)
     if not root.exists():

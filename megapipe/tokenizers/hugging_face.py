@@ -1,4 +1,4 @@
-"""Hugging Face tokenizers: `tokenizer.json` through the `tokenizers` package, which needs neither torch nor a network.
+"""Hugging Face tokenizers: `tokenizer.json` through the `tokenizers` package, without torch or a network.
 
 Only a folder without a tokenizer.json or a name on the hub goes through `transformers`.
 """
@@ -35,8 +35,7 @@ def _library(name: str, what: str) -> Any:
     except ImportError as error:
         if error.name != name:
             raise
-        way_out = f"pip install 'megapipe[{name}]'"
-        raise ConfigError(f"{what} needs the package {name!r}, which is not installed: {way_out}") from None
+        raise ConfigError(f"{what} needs the package {name!r}: run pip install 'megapipe[{name}]'") from None
 
 
 class _Fast:

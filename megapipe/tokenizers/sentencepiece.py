@@ -31,8 +31,7 @@ class _Model:
         try:
             self._content = path.read_bytes()
         except OSError as error:
-            reason = f"{error.strerror}; see --tokenizer-model"
-            raise DataError(f"cannot read the SentencePiece model {path}: {reason}") from None
+            raise DataError(f"cannot read --tokenizer-model {path}: {error.strerror}") from None
         self._processor = sentencepiece.SentencePieceProcessor()
         try:
             loaded = bool(self._content) and self._processor.LoadFromSerializedProto(self._content)
@@ -118,9 +117,8 @@ def train_sentencepiece(
     """Train a model that is lossless for code on the first `max_bytes` of the texts and write `model_file`.
 
     A unigram model without normalization (the default one merges spaces and characters), with pieces of spaces only,
-    so that an indentation is one token, and with bytes for everything outside the vocabulary. The one character that
-    is not preserved is U+2581, which SentencePiece uses for a space. Raises ConfigError if the vocabulary is
-    too small to hold bytes and special tokens, or larger than the text can fill.
+    so that an indentation is one token, and with bytes for everything outside the vocabulary. Only U+2581, which
+    SentencePiece uses for a space, is not preserved. Raises ConfigError if the vocabulary is too small or too large.
     """
     import sentencepiece
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
+from megapipe.config.fields import nearest
 from megapipe.errors import ConfigError, DataError
 from megapipe.tokenizers.hugging_face import (
     TOKENIZER_FILE,
@@ -19,10 +19,7 @@ from megapipe.tokenizers.sentencepiece import GPTSentencePieceTokenizer, Llama2T
 
 
 class Tokenizer(Protocol):
-    """Converts text to ids in 0 .. vocab_size - 1 and back.
-
-    `decode(encode(text))` is the text again, except for what a type documents to normalize.
-    """
+    """Converts text to ids in 0 .. vocab_size - 1 and back, unchanged but for what a type documents to normalize."""
 
     name: str  # the value of --tokenizer-type
     vocab_size: int  # number of ids, including special tokens, without padding for tensor parallelism
@@ -49,10 +46,7 @@ def files_of(tokenizer: Tokenizer) -> dict[str, bytes]:
 
 
 class ByteTokenizer:
-    """UTF-8 bytes as tokens: ids 0 .. 255, and 256 ends a document.
-
-    Decoding a sequence that was cut inside a character shows U+FFFD there.
-    """
+    """UTF-8 bytes as tokens: ids 0 .. 255, and 256 ends a document. A character that was cut is decoded as U+FFFD."""
 
     name = "ByteTokenizer"
     vocab_size = 257
@@ -71,10 +65,7 @@ class ByteTokenizer:
 
 
 class NullTokenizer:
-    """Text that consists of ids separated by spaces.
-
-    --vocab-size N gives ids 0 .. N - 1, and N ends a document, so the vocabulary has N + 1 tokens, as in Megatron.
-    """
+    """Ids separated by spaces: 0 .. N - 1 for --vocab-size N, and N ends a document: N + 1 tokens, as in Megatron."""
 
     name = "NullTokenizer"
     bos: int | None = None
@@ -116,14 +107,10 @@ def build_tokenizer(
     vocab_file: str | None = None,
     merge_file: str | None = None,
 ) -> Tokenizer:
-    """Build a tokenizer from its flags.
-
-    Raises ConfigError for an unknown type or a missing flag, DataError for a file that is missing or invalid.
-    """
+    """Build a tokenizer. Raises ConfigError for an unknown type or a missing flag, DataError for an invalid file."""
     if tokenizer_type not in TOKENIZERS:
-        near = difflib.get_close_matches(tokenizer_type, TOKENIZERS, n=1, cutoff=0.5)
-        hint = f"; did you mean {near[0]}?" if near else ";"
-        raise ConfigError(f"unknown --tokenizer-type {tokenizer_type}{hint} known are {', '.join(TOKENIZERS)}")
+        meant = nearest(tokenizer_type, TOKENIZERS)
+        raise ConfigError(f"unknown --tokenizer-type {tokenizer_type}{meant} (known are {', '.join(TOKENIZERS)})")
     if tokenizer_type == ByteTokenizer.name:
         return ByteTokenizer()
     if tokenizer_type == NullTokenizer.name:

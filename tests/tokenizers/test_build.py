@@ -128,7 +128,7 @@ WRONG = {
     "far-off": (
         {"tokenizer_type": "x"},
         ConfigError,
-        "unknown --tokenizer-type .*; known are ByteTokenizer, GPT2BPETokenizer",
+        r"unknown --tokenizer-type x \(known are ByteTokenizer, GPT2BPETokenizer",
     ),
     "no-model": ({"tokenizer_type": "Llama2Tokenizer"}, ConfigError, "Llama2Tokenizer needs --tokenizer-model"),
     "no-vocab-size": ({"tokenizer_type": "NullTokenizer"}, ConfigError, "needs --vocab-size"),
