@@ -191,7 +191,7 @@ def encode_records(batch: list[Record], encoder: Encoder, keys: tuple[str, ...],
                 raise DataError(f"{record.origin}: {error}") from None
             if ids and (min(ids) < 0 or max(ids) >= encoder.vocab_size):
                 bad = next(i for i in ids if not 0 <= i < encoder.vocab_size)
-                raise DataError(f"{record.origin}: token {bad} is outside a vocabulary of {encoder.vocab_size}")
+                raise DataError(f"{record.origin}: token {bad} is outside of the vocabulary of {encoder.vocab_size}")
             if ids and append_eod and encoder.eod is not None:
                 ids.append(encoder.eod)
             tokens[key].append(np.array(ids, dtype=dtype))
