@@ -36,7 +36,6 @@ from megapipe.checkpoint.folder import (
     TOKENIZER_NAME,
     Retention,
     folder_name,
-    is_complete,
     open_folder,
     remove_old,
 )
@@ -95,15 +94,17 @@ class Attempt:
     def begin(self) -> Path | SaveReport | CheckpointError:
         """Create and return the temporary folder, or report that this checkpoint already exists. For rank 0."""
         try:
-            if self.final.exists() and not is_complete(self.final):  # someone may want to look at it
-                self.disk.rename(self.final, self.root / f"{self.final.name}.damaged-{secrets.token_hex(4)}")
-            elif self.final.exists():
-                manifest = open_folder(self.final).manifest
-                if manifest.state == self.extras.state:
-                    remark = f"{self.final} was already saved and is complete"
-                    return SaveReport(self.final, manifest.num_bytes, 0.0, (), remark)
-                rule = "saving never overwrites; choose another --save or move it away"
-                return CheckpointError(f"{self.final} already exists with another state; {rule}")
+            if self.final.exists():
+                try:
+                    manifest = open_folder(self.final).manifest
+                except CheckpointError:  # not a valid checkpoint, but someone may want to look at it
+                    self.disk.rename(self.final, self.root / f"{self.final.name}.damaged-{secrets.token_hex(4)}")
+                else:
+                    if manifest.state == self.extras.state:
+                        remark = f"{self.final} was already saved and is complete"
+                        return SaveReport(self.final, manifest.num_bytes, 0.0, (), remark)
+                    rule = "saving never overwrites; choose another --save or move it away"
+                    return CheckpointError(f"{self.final} already exists with another state; {rule}")
             temporary = self.root / temporary_name(self.final.name)
             self.disk.make_folder(temporary)
         except OSError as error:

@@ -29,7 +29,7 @@ from megapipe.extras.convert.tables import (
 )
 
 TRACKER, COMMON = "latest_checkpointed_iteration.txt", "common.pt"
-MASTER, MOMENTS = "master", ("exp_avg", "exp_avg_sq")
+MOMENTS = "exp_avg", "exp_avg_sq"
 HEAD = "output_layer.weight"
 EXTRA_STATE = "_extra_state"  # Transformer Engine's fp8 scales, empty without fp8
 # Transformer Engine stores a norm's weights in the linear layer that follows it

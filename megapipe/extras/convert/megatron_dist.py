@@ -13,7 +13,6 @@ from megapipe.errors import CheckpointError
 from megapipe.extras.convert.megatron import (
     COMMON,
     EXTRA_STATE,
-    MASTER,
     MOMENTS,
     TRY_WEIGHTS_ONLY,
     OptimizerState,
@@ -50,10 +49,10 @@ def read(root: Path, step: int | None = None, vocab_size: int | None = None, wei
     stored, others = read_folder(folder)
     config = read_config(args, vocab_size)
     optimizer = None if weights_only else _optimizer(folder, common, [*stored, *others])
-    prefixes = {MASTER: ""}  # of their names, by our key
+    prefixes = {"master": ""}  # of their names, by our key
     if optimizer is not None:
         master = next((name for name in MASTERS if f"{OPTIMIZER}{name}.{WORD_EMBEDDING}" in stored), None)
-        prefixes = {MASTER: "" if master is None else f"{OPTIMIZER}{master}."}
+        prefixes = {"master": "" if master is None else f"{OPTIMIZER}{master}."}
         prefixes |= {key: f"{OPTIMIZER}{key}." for key in MOMENTS}
     plain = {renamed(name): entry for name, entry in stored.items()}  # by names with Megatron's own norms
     tensors: dict[str, LazyTensor] = {}

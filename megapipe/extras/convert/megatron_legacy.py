@@ -27,7 +27,6 @@ from megapipe.errors import CheckpointError, ConfigError
 from megapipe.extras.convert.megatron import (
     EXTRA_STATE,
     HEAD,
-    MASTER,
     MOMENTS,
     TRACKER,
     TRY_WEIGHTS_ONLY,
@@ -50,7 +49,6 @@ from megapipe.sharding.spec import ParamSpec
 MODEL_FILE, OPTIMIZER_FILE = "model_optim_rng.pt", "distrib_optim.pt"
 RANK = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?(_\d{3,})?")
 LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
-WEIGHTS = "weights"
 CHECKPOINT_VERSION = 3.0  # of Megatron's format, since q, k and v are interleaved by query group
 ALIGNMENT = 64  # elements between the starts of parameters in the distributed optimizer's buffers
 EXTRA_STATE_MODULES = (
@@ -100,7 +98,7 @@ def read(root: Path, step: int | None = None, vocab_size: int | None = None, wei
     folder = iteration_folder(root, step)
     stages, first, state = _load_stages(folder, weights_only)
     args = vars(first["args"])
-    keys = {MASTER: MASTER if MASTER in stages[0][0].tensors else WEIGHTS}  # ours -> those of the chunks
+    keys = {"master": "master" if "master" in stages[0][0].tensors else "weights"}  # ours -> those of the chunks
     keys |= {key: key for key in MOMENTS} if state is not None else {}
     config = read_config(args, vocab_size)
     tp = len(stages[0])
@@ -120,7 +118,7 @@ def read(root: Path, step: int | None = None, vocab_size: int | None = None, wei
     if not config.model.untie_embeddings_and_output_weights and HEAD in located:
         stage, name = located.pop(HEAD)
         for copy, original in zip(stages[stage], stages[0], strict=True):
-            if not torch.equal(copy.tensors[WEIGHTS][name], original.tensors[WEIGHTS][WORD_EMBEDDING]):
+            if not torch.equal(copy.tensors["weights"][name], original.tensors["weights"][WORD_EMBEDDING]):
                 raise CheckpointError(f"{copy.path}: {name} differs from the word embedding, but args tie them")
     if located:
         stage, _ = next(iter(located.values()))
@@ -154,7 +152,7 @@ def _load_stages(folder: Path, weights_only: bool) -> tuple[list[list[Chunk]], d
             states.append(_read_optimizer(path, content, models))
         for number, weights in enumerate(models[:num_chunks]):
             optimized = states[-1].tensors[number] if states else {}
-            stages[number * pp + pp_rank].append(Chunk(path, {WEIGHTS: weights, **optimized}))
+            stages[number * pp + pp_rank].append(Chunk(path, {"weights": weights, **optimized}))
     counts = [len(members) for members in stages]
     if any(count != tp for count in counts):
         raise CheckpointError(f"{folder} holds {counts} tensor-parallel ranks of its stages, expected {tp} of each")
@@ -178,7 +176,7 @@ def _locate(folder: Path, stages: list[list[Chunk]], num_layers: int) -> dict[st
     located: dict[str, tuple[int, str]] = {}
     first = 0  # layers of the stages before
     for stage, members in enumerate(stages):
-        weights = members[0].tensors[WEIGHTS]
+        weights = members[0].tensors["weights"]
         for name in weights:
             ours = renamed(name, first)
             if ours in located and ours != WORD_EMBEDDING:
@@ -233,13 +231,13 @@ def read_plain(path: Path, optimizer: Mapping[str, Any], chunks: Sequence[Weight
                 raise CheckpointError(f"{path}: the optimizer has no {wanted} of {name}; only Adam's can be converted")
             tensors = {key: state[key].detach() for key in MOMENTS}
             if masters is not None:
-                tensors[MASTER] = masters[number][place].detach()
+                tensors["master"] = masters[number][place].detach()
             for key, tensor in tensors.items():
                 if tensor.shape != weight.shape:
                     shapes = f"has shape {list(tensor.shape)}, the weight {list(weight.shape)}"
                     raise CheckpointError(f"{path}: the optimizer's {key} of {name} {shapes}")
                 found[chunk].setdefault(key, {})[name] = tensor
-            if masters is not None and not torch.equal(tensors[MASTER].to(weight.dtype), weight):
+            if masters is not None and not torch.equal(tensors["master"].to(weight.dtype), weight):
                 differs = f"master of {name} differs from the weight: the parameters are in an unknown order"
                 raise CheckpointError(f"{path}: the optimizer's {differs}")
             steps.add(int(state.get("step", group.get("step", 0))))
@@ -316,9 +314,9 @@ def _unflatten(path: Path, buffer: Mapping[str, Any], weights: Weights) -> dict[
                 name: buffer[theirs][start : start + weights[name].numel()].view(weights[name].shape)
                 for name, start in starts.items()
             }
-            for ours, theirs in ((MASTER, "param"), *zip(MOMENTS, MOMENTS, strict=True))
+            for ours, theirs in (("master", "param"), *zip(MOMENTS, MOMENTS, strict=True))
         }
-        if all(torch.equal(master.to(weights[name].dtype), weights[name]) for name, master in found[MASTER].items()):
+        if all(torch.equal(master.to(weights[name].dtype), weights[name]) for name, master in found["master"].items()):
             return found
     raise CheckpointError(
         f"{path}: the flat buffer of {total} elements is not the concatenation of this model's parameters: it depends "
