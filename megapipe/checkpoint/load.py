@@ -58,18 +58,14 @@ def _load(folder: CheckpointFolder, wanted: list[TensorBox], may_round: bool) ->
         if saved is None:
             raise CheckpointError(f"{folder.path} holds no tensor {name}")
         for target in targets:
-            where = f"{folder.path}: {name}"
             if target.shape != saved.shape:
                 shapes = f"has shape {list(saved.shape)}, but this model's has {list(target.shape)}"
-                raise CheckpointError(f"{where} {shapes}")
+                raise CheckpointError(f"{folder.path}: {name} {shapes}")
             dtype, needed = DTYPES[saved.dtype], target.values.dtype
             if not may_round and torch.promote_types(dtype, needed) != needed:
                 message = f"was saved as {dtype}, which {needed} cannot represent exactly".replace("torch.", "")
-                raise CheckpointError(f"{where} {message}")
-        for box in saved.boxes:
-            sharing = [target for target in targets if target.box.intersect(box.box)]
-            if sharing:
-                requests.append(ReadRequest(name, saved.dtype, box, sharing))
+                raise CheckpointError(f"{folder.path}: {name} {message}")
+        requests += [ReadRequest(name, saved.dtype, box, targets) for box in saved.boxes]
     requests.sort(key=lambda request: (request.saved.file, request.saved.start))  # sequential reads
     with ShardReader(folder.path, folder.manifest.block_bytes) as reader:
         copied = reader.copy_all(requests)
@@ -84,7 +80,7 @@ def _load(folder: CheckpointFolder, wanted: list[TensorBox], may_round: bool) ->
 
 @dataclass(frozen=True)
 class ReadRequest:
-    """A saved box and the targets that share elements with it. dtype: as in the manifest."""
+    """A saved box and the targets that may share elements with it. dtype: as in the manifest."""
 
     name: str
     dtype: str

@@ -115,14 +115,9 @@ class Manifest:
                 raise CheckpointError(f"{where} is damaged: its checksum is {found:08x}, expected {whole['crc32']:08x}")
         except (ValueError, KeyError, TypeError) as error:
             raise CheckpointError(f"{where} is damaged: {type(error).__name__}: {error}") from None
-        return cls(
-            content["step"],
-            content["world_size"],
-            content["block_bytes"],
-            content["state"],
-            {name: SavedFile(file["bytes"], file["crc32"]) for name, file in content["files"].items()},
-            {name: SavedTensor.from_json(tensor) for name, tensor in content["tensors"].items()},
-        )
+        files = {name: SavedFile(file["bytes"], file["crc32"]) for name, file in content["files"].items()}
+        tensors = {name: SavedTensor.from_json(tensor) for name, tensor in content["tensors"].items()}
+        return cls(content["step"], content["world_size"], content["block_bytes"], content["state"], files, tensors)
 
 
 def read_manifest(folder: Path) -> Manifest:

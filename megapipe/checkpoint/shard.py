@@ -48,11 +48,9 @@ class TensorBox:
 
 def unpadded_box(piece: Piece) -> Box | None:
     """Return a piece's box without vocabulary padding (its last rows), or None if nothing is left."""
-    true_rows = piece.spec.true_rows
-    if true_rows is None:
-        return piece.box
-    rows = min(max(true_rows - piece.box.offset[0], 0), piece.box.shape[0])
-    return Box(piece.box.offset, (rows, *piece.box.shape[1:])) if rows else None
+    box, true_rows = piece.box, piece.spec.true_rows or piece.spec.shape[0]
+    rows = min(max(true_rows - box.offset[0], 0), box.shape[0])
+    return Box(box.offset, (rows, *box.shape[1:])) if rows else None
 
 
 def tensor_box(key: str, piece: Piece, values: Tensor) -> TensorBox | None:
@@ -60,9 +58,7 @@ def tensor_box(key: str, piece: Piece, values: Tensor) -> TensorBox | None:
     box = unpadded_box(piece)
     if box is None:
         return None
-    shape = piece.spec.shape
-    if piece.spec.true_rows is not None:
-        shape = (piece.spec.true_rows, *shape[1:])
+    shape = (piece.spec.true_rows or piece.spec.shape[0], *piece.spec.shape[1:])
     return TensorBox(f"{key}/{piece.spec.name}", shape, box, values.detach()[: box.num_elements])
 
 

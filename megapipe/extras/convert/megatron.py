@@ -17,16 +17,7 @@ from megapipe.config.training import OptimizerConfig, TrainingConfig
 from megapipe.data.dataset import SkippedSamples
 from megapipe.errors import CheckpointError, ConfigError
 from megapipe.extras.convert.snapshot import LazyTensor, Snapshot, fresh_state
-from megapipe.extras.convert.tables import (
-    Rule,
-    Settings,
-    check_expressed,
-    fixed,
-    key,
-    read_fields,
-    unpadded,
-    write_keys,
-)
+from megapipe.extras.convert.tables import Rule, Settings, check_expressed, fixed, key, read_fields, write_keys
 
 TRACKER, COMMON = "latest_checkpointed_iteration.txt", "common.pt"
 MOMENTS = "exp_avg", "exp_avg_sq"
@@ -293,7 +284,7 @@ def read_schedules(scheduler: Mapping[str, Any], args: Settings) -> dict[str, An
 def write_args(config: Config, state: Mapping[str, Any], padded_vocab_size: int, tp: int, pp: int) -> dict[str, Any]:
     """Return args of a Megatron run of this configuration. Raises ConfigError naming what they cannot express."""
     model = config.model
-    args = write_keys(MODEL_RULES, unpadded(model))
+    args = write_keys(MODEL_RULES, model)
     args |= {"padded_vocab_size": padded_vocab_size, "vocab_size": model.vocab_size}
     check_expressed(model, read_config(args, model.vocab_size).model, "Megatron's args")
     dtype = config.precision.dtype

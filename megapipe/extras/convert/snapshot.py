@@ -147,13 +147,10 @@ def read_checkpoint(path: Path, step: int | None = None) -> Snapshot:
 
     path: a directory given to --save, or the folder of one step.
     """
-    folder: CheckpointFolder | None
-    if step is None and (path / MANIFEST_NAME).exists():
-        folder = open_folder(path)
-    else:
-        folder = find_checkpoint(path, step)
-        if folder is None:
-            raise CheckpointError(f"{path} holds no megapipe checkpoint")
+    is_one_step = step is None and (path / MANIFEST_NAME).exists()
+    folder = open_folder(path) if is_one_step else find_checkpoint(path, step)
+    if folder is None:
+        raise CheckpointError(f"{path} holds no megapipe checkpoint")
     tensors = {}
     for name, saved in folder.manifest.tensors.items():
         key, parameter = name.split("/", 1)

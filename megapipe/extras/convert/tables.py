@@ -122,7 +122,8 @@ def read_fields(rules: Sequence[Rule], settings: Settings) -> dict[str, Any]:
 
 
 def write_keys(rules: Sequence[Rule], model: ModelConfig) -> dict[str, Any]:
-    """Return their keys of a model with all sizes."""
+    """Return their keys of a model."""
+    model = unpadded(model)
     return {name: value for rule in rules for name, value in rule.write(model).items()}
 
 
