@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -15,7 +16,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from megapipe.checkpoint.disk import Disk, reason, temporary_name
+from megapipe.checkpoint.disk import Disk, reason
 from megapipe.checkpoint.folder import (
     TOKENIZER_NAME,
     CheckpointFolder,
@@ -245,7 +246,7 @@ def new_folder(folder: Path) -> Iterator[tuple[Disk, Path]]:
     """
     if folder.exists():
         raise CheckpointError(f"{folder} already exists; converting never overwrites: choose another target")
-    disk, temporary = Disk(), folder.with_name(temporary_name(folder.name))
+    disk, temporary = Disk(), folder.with_name(f".{folder.name}.tmp-{secrets.token_hex(4)}")
     try:
         disk.make_folder(temporary)
         try:
