@@ -46,9 +46,7 @@ class StageWeights(Protocol):
     """The weights of this rank's stages if they change while the row runs (asynchronous schedules)."""
 
     def use(self, stage: int, microbatch: int) -> None:
-        """Load the microbatch's weight version into the stage's module; called before its forward and each part of its
-        backward.
-        """
+        """Load the microbatch's weights into the stage's module; called before its F and each part of its backward."""
 
     def update(self, stage: int, microbatch: int) -> None:
         """Run one optimizer step with the gradients since the last one; this microbatch's gradient is the latest."""

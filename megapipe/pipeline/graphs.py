@@ -1,5 +1,4 @@
-"""CUDA graphs of this rank's stages: the forward and the backward of every slot, captured once and replayed with one
-launch each.
+"""CUDA graphs of this rank's stages: forward and backward of every slot, captured once, replayed with one launch each.
 
 A graph reads and writes the addresses that it was captured with, and Python code does not run in a replay. Hence:
 
@@ -45,9 +44,7 @@ class CudaRecorder:
         return torch.cuda.graph_pool_handle()
 
     def record(self, work: Callable[[], Result], pool: Any) -> tuple[Replay, Result]:
-        """Run `work` without executing its kernels, its tensors allocated from `pool`; return (replay function, result
-        of `work`).
-        """
+        """Run `work` without executing its kernels, with tensors from `pool`; return (replay function, its result)."""
         graph = torch.cuda.CUDAGraph()
         # thread_local: NCCL's watchdog and checkpoint writers may call CUDA during the capture
         with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
@@ -159,8 +156,7 @@ class StageGraphs:
 
 
 class CapturedStage:
-    """A stage for the engine (`stage.Stage`) that replays graphs once they are captured; before that, its runner
-    computes.
+    """A stage for the engine (`stage.Stage`) that replays its graphs; until they are captured, its runner computes.
 
     slots: microbatch of the row -> slot. Without gradients the runner always computes.
     """

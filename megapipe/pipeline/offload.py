@@ -60,9 +60,7 @@ class Offload:
     def run(
         self, stage: int, group: int, fn: Callable[[Tensor], Tensor], hidden: Tensor, stays: Iterable[Tensor]
     ) -> Tensor:
-        """Return fn(hidden), the forward of one group. stays: tensors kept on the device anyway, such as parameters and
-        masks.
-        """
+        """Return fn(hidden), the forward of one group. stays: tensors kept on the device anyway: parameters, masks."""
         if self._action is None or not torch.is_grad_enabled():
             return fn(hidden)
         microbatch = self._action.microbatch
@@ -150,10 +148,7 @@ class _Carried:
             part.bytes = None
 
     def come_back(self, pool: HostPool) -> tuple[Any, Any]:
-        """Start the copy back; autograd's saved tensors keep the storages from now on.
-
-        Returns (stream, event after the copy).
-        """
+        """Start the copy back into storages that autograd keeps; return its stream and the event after it."""
         assert self._buffer is not None
         buffer = self._buffer
         with self._copies.on(self._stream):

@@ -110,9 +110,7 @@ class StageRunner:
         return tuple(torch.zeros_like(t) if t.grad is None else t.grad for t in kept.inputs)
 
     def backward_input(self, microbatch: int, gradients: Gradients) -> Tensors:
-        """Compute only input gradients (op I); queue the weight gradients of linears, embedding and head for
-        `backward_weight`.
-        """
+        """Compute only input gradients (op I); queue those of weights for `backward_weight`."""
         queue = self._queue()
         queue.defer(microbatch)
         try:

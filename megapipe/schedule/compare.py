@@ -56,10 +56,7 @@ class Model:
         return Model((Seconds(forward, input_gradient, weight_gradient),) * num_ranks, **rest)
 
     def costs(self, num_stages: int) -> Costs:
-        """Return the costs of num_stages contiguous stages.
-
-        Raises ConfigError if uneven slices cannot be divided into them.
-        """
+        """Return the costs of contiguous stages. Raises ConfigError if uneven slices cannot be divided into them."""
         count = len(self.slices)
         if count % num_stages == 0:
             size = count // num_stages

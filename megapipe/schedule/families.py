@@ -1,5 +1,4 @@
-"""The table of schedule families, the only list of pipeline-schedule names, and the functions that build a schedule
-from a name.
+"""The table of schedule families, the only list of their names, and the functions that build a schedule from a name.
 
 `build_schedule` returns computation only, `build_lowered` the schedule that the engine runs.
 """
@@ -173,10 +172,7 @@ def build_lowered(
     receive_depth: int = 2,
     goal: AutoGoal | None = None,
 ) -> Schedule:
-    """Return the schedule that the engine runs: generate -> validate -> lower -> validate.
-
-    receive_depth: as in `lower`; the others as in `build_schedule`.
-    """
+    """Return the schedule that the engine runs: `build_schedule`, `lower`, `validate`; see there for the arguments."""
     schedule = lower(build_schedule(name, num_ranks, num_chunks, num_microbatches, group_size, goal), receive_depth)
     validate(schedule)
     return schedule

@@ -193,9 +193,7 @@ VersionRule = Callable[[int, int, int], int]
 
 
 def stashed(microbatch: int, group_size: int, newest: int) -> int:
-    """Return the newest version of the rank (PipeDream's weight stashing); in 1F1B max(0, microbatch - (p - 1 -
-    rank)).
-    """
+    """Return the newest version (PipeDream's weight stashing); in 1F1B max(0, microbatch - (p - 1 - rank))."""
     return newest
 
 
@@ -220,9 +218,7 @@ class WeightVersions:
 
 
 def weight_versions(schedule: Schedule, pp_rank: int, rule: VersionRule, group_size: int) -> WeightVersions:
-    """Assign versions and buffers on a rank that holds one stage.
-
-    An update writes into a buffer whose version is no longer needed.
+    """Assign versions and buffers on a rank that holds one stage; an update writes into a buffer no longer needed.
 
     Raises ScheduleError if a forward runs before the version that it uses.
     """

@@ -1,5 +1,4 @@
-"""The walk over all rows of a schedule: each rank in its own order, every action as soon as what it needs is on the
-rank.
+"""The walk over all rows of a schedule: each rank in its order, every action as soon as its inputs are on the rank.
 
 Times come out exact although ranks are walked one after another: a row is sequential and a value has one maker, so the
 start of an action is a function of earlier starts alone. `simulate` reads the times; `validate` reads whether the walk
@@ -24,10 +23,7 @@ Entry = TypeVar("Entry")
 
 
 class _Work(NamedTuple):
-    """A compute op of one stage with its table entries resolved.
-
-    Value ids are these bases + stage * num_microbatches + microbatch.
-    """
+    """A compute op of one stage, resolved. Value ids are these bases + stage * num_microbatches + microbatch."""
 
     needs: tuple[int, ...]
     makes: tuple[int, ...]

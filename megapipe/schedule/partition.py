@@ -91,8 +91,7 @@ def from_counts(layer_counts: Sequence[int], num_layers: int) -> Partition:
 
 
 def cut_by_cost(layer_costs: Sequence[float], head_cost: float, num_stages: int) -> Partition:
-    """Return the contiguous cut whose most expensive stage is cheapest; among equals the one with the most equal layer
-    counts.
+    """Return the contiguous cut whose most expensive stage is cheapest; among equals that of the most equal counts.
 
     Costs are in any unit (seconds, FLOPs); head_cost (with the loss) counts on the last stage. Every stage has a layer
     unless there are fewer layers than stages.

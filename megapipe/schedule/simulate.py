@@ -160,9 +160,7 @@ def live_curve(timeline: Timeline, rank: int, kept_for_weights: float = 1.0) -> 
 
 
 def waiting_message_curves(timeline: Timeline) -> list[list[tuple[float, float]]]:
-    """Return for each rank (seconds, activations and gradients received from other ranks and not yet used from then
-    on).
-    """
+    """Return for each rank (seconds, activations and gradients received and not yet used from then on)."""
     schedule, costs = timeline.schedule, timeline.costs
     sent_at: dict[tuple[Op, int, int | None], float] = {}  # by the SEND, whether or not the schedule holds it
     for row, ends in zip(schedule.rows, timeline.ends, strict=True):
@@ -207,8 +205,7 @@ def _accumulated(steps: list[tuple[float, int, float]]) -> list[tuple[float, flo
 
 
 def unhindered_send_depth(schedule: Schedule) -> int:
-    """Return the most messages of one channel that are in flight when no sender waits, in a lowered schedule where F =
-    I = W.
+    """Return the most messages in flight on one channel if no sender waits, in a lowered schedule where F = I = W.
 
     With as many sends in flight the schedule runs to its end (any depth that lets one order of events through lets all
     through) and no sender blocks. Breadth-first needs nearly all its messages: a rank runs ahead of the one that uses

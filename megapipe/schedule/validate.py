@@ -1,6 +1,4 @@
-"""The proof that a schedule can be run: complete, placed, ordered, first-in first-out, free of deadlock, collectives in
-one order.
-"""
+"""The proof that a schedule can be run: complete, placed, ordered, first-in first-out, without deadlock."""
 
 from __future__ import annotations
 
@@ -106,9 +104,7 @@ def _fail(schedule: Schedule, message: str, *marks: Place) -> NoReturn:
 
 
 def _check_each_action(schedule: Schedule) -> tuple[dict[Op, bytearray], _Orders]:
-    """Check range, rank and duplicates; return [op][stage x num_microbatches + microbatch] -> done, and the order of
-    messages.
-    """
+    """Check range, rank and duplicates; return [op][stage x num_microbatches + microbatch] -> done, and the orders."""
     stages, count, directions = schedule.num_stages, schedule.num_microbatches, schedule.placement.directions
     seen = {op: bytearray(stages * count) for op in Op}
     num_directions, reduction = len(directions), Op.REDUCE_GRAD
@@ -145,9 +141,7 @@ def _check_each_action(schedule: Schedule) -> tuple[dict[Op, bytearray], _Orders
 
 
 def _check_pairs_and_updates(schedule: Schedule, rank: int) -> None:
-    """Check that a forward and a backward follow each OVERLAP, and that each UPDATE follows the weight gradients it
-    needs.
-    """
+    """Check that a forward and a backward follow each OVERLAP, and each UPDATE the weight gradients it needs."""
     row, directions = schedule.rows[rank], len(schedule.placement.directions)
     done: dict[int, set[int | None]] = {stage: set() for stage in schedule.placement.stages_of(rank)}
     for slot, (stage, op, microbatch) in enumerate(row):
@@ -195,9 +189,7 @@ def _check_computation(schedule: Schedule, seen: Mapping[Op, bytearray]) -> None
 
 
 def _check_messages(schedule: Schedule, seen: Mapping[Op, bytearray], orders: _Orders) -> None:
-    """Check that every value that changes rank has one SEND and one RECV, no other has any, and channels are first-in
-    first-out.
-    """
+    """Check that just the values that change rank have a SEND and a RECV, and that channels are first-in first-out."""
     stages, count, rank_of = schedule.num_stages, schedule.num_microbatches, schedule.placement.rank_of
     expected = {op: bytearray(stages * count) for op in SEND_OPS | RECV_OPS}
     sends, num_directions = sends_of(schedule), len(schedule.placement.directions)

@@ -1,7 +1,7 @@
 """The automatic scheduler: a zero-bubble schedule on linear stages for given times and a memory limit.
 
-It solves the problem of Qi et al. 2023, section 3 (arXiv:2401.10241), whose ZB-1p and ZB-2p are the answers for p and 2
-p microbatches.
+It solves the problem of Qi et al. 2023, section 3 (arXiv:2401.10241); ZB-1p and ZB-2p answer it for p and 2 p
+microbatches.
 
 Each candidate simulates ranks that follow one rule: the number of microbatches in flight that a rank aims for, the
 shortest gap that it fills with a W although that delays what comes next, and the idle time after which it fills every
@@ -38,8 +38,7 @@ class _Rule(NamedTuple):
     idle_seconds: float  # above this, every gap is filled
 
 
-# the coarse grid: microbatches in flight grow by `slope` per rank towards the first; `offset` are those of the last
-# rank
+# the coarse grid: microbatches in flight grow by `slope` per rank from the `offset` of the last rank to the first
 _SLOPES = (1.0, 1.5, 2.0, 2.125, 2.25, 2.5, 3.0)
 _OFFSETS = (1.5, 1.99)
 # (least gap in W, fraction of the time to fill the pipeline that a rank may idle before it fills every gap)
@@ -108,9 +107,7 @@ def _search(shape: Shape, goal: AutoGoal) -> list[_Rule]:
 
 
 def _until_first_gradient(num_ranks: int, costs: Costs) -> list[float]:
-    """Return for each rank how many forwards fit between the first microbatch's arrival and the arrival of its
-    gradient.
-    """
+    """Return for each rank how many forwards fit between the arrivals of the first microbatch and of its gradient."""
     seconds, counts, away = costs.seconds, [1.0] * num_ranks, 0.0
     for stage in reversed(range(num_ranks)):
         forward = seconds[stage, Op.F]
@@ -144,9 +141,7 @@ def _ordered(own_seconds: float, makespan_seconds: float, goal: AutoGoal) -> tup
 
 
 class _Rank:
-    """The state of one rank: the F, I and W done, its clock, the microbatches it holds, and when its next inputs
-    arrive.
-    """
+    """The state of one rank: the F, I and W done, clock, microbatches held, and when its next inputs arrive."""
 
     def __init__(self, stage: int, num_microbatches: int, costs: Costs) -> None:
         self.stage = stage

@@ -34,10 +34,7 @@ from megapipe.schedule.schedule import Row
 
 
 def zb_h1(shape: Shape) -> tuple[Row, ...]:
-    """1F1B's warm-up of p - 1 - r forwards; rank r runs W r microbatches behind I.
-
-    Every rank keeps p microbatches until W.
-    """
+    """1F1B's warm-up of p - 1 - r forwards; rank r runs W r microbatches behind I and keeps p microbatches until W."""
     p = shape.num_ranks
     return tuple(_delayed_weights(rank, shape.num_microbatches, warm_up=p - 1 - rank, delay=rank) for rank in range(p))
 
@@ -51,9 +48,7 @@ def zb_h2(shape: Shape) -> tuple[Row, ...]:
 
 
 def _delayed_weights(stage: int, num_microbatches: int, warm_up: int, delay: int) -> Row:
-    """Run `warm_up` forwards, then F and I in turn; from the `delay`-th I on, each is followed by the W of `delay`
-    microbatches before.
-    """
+    """Run `warm_up` forwards, then F and I in turn, each I followed by the W, if any, `delay` microbatches before."""
     row = [Action(stage, Op.F, m) for m in range(min(warm_up, num_microbatches))]
     for microbatch in range(num_microbatches):
         if microbatch + warm_up < num_microbatches:
@@ -66,9 +61,7 @@ def _delayed_weights(stage: int, num_microbatches: int, warm_up: int, delay: int
 
 
 def zb_v(shape: Shape) -> tuple[Row, ...]:
-    """The rows for max(m, 2 p - 1) microbatches without those beyond m: with few microbatches their slots stay
-    empty.
-    """
+    """The rows for max(m, 2 p - 1) microbatches without those beyond m, whose slots stay empty."""
     count = max(shape.num_microbatches, 2 * shape.num_ranks - 1)
     return tuple(
         tuple(a for a in _zb_v_row(rank, shape.num_ranks, count) if (a.microbatch or 0) < shape.num_microbatches)

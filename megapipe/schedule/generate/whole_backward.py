@@ -1,6 +1,4 @@
-"""Schedules whose backward is one action: naive, GPipe, 1F1B, interleaved 1F1B, breadth-first and the two
-PipeDreams.
-"""
+"""Schedules whose backward is one action: naive, GPipe, 1F1B, interleaved 1F1B, breadth-first, both PipeDreams."""
 
 from __future__ import annotations
 
@@ -12,9 +10,7 @@ from megapipe.schedule.schedule import Row
 
 
 def naive(shape: Shape) -> tuple[Row, ...]:
-    """One microbatch at a time through all stages, forward and back: the baseline that every other schedule improves
-    on.
-    """
+    """One microbatch at a time through all stages, forward and back: the baseline that all others improve on."""
     return tuple(
         tuple(Action(stage, op, microbatch) for microbatch in range(shape.num_microbatches) for op in (Op.F, Op.B))
         for stage in range(shape.num_ranks)
@@ -22,8 +18,7 @@ def naive(shape: Shape) -> tuple[Row, ...]:
 
 
 def one_f_one_b(shape: Shape) -> tuple[Row, ...]:
-    """1F1B, PipeDream-Flush (Narayanan et al. 2021, arXiv:2104.04473): after a warm-up, one forward and one backward in
-    turn.
+    """1F1B, PipeDream-Flush (Narayanan et al. 2021, arXiv:2104.04473): warm-up, then forward and backward in turn.
 
     GPipe's bubble, but rank r keeps at most min(num_ranks - r, num_microbatches) microbatches.
     """
@@ -36,8 +31,7 @@ def one_f_one_b(shape: Shape) -> tuple[Row, ...]:
 
 
 def interleaved(shape: Shape) -> tuple[Row, ...]:
-    """Interleaved 1F1B (Narayanan et al. 2021, arXiv:2104.04473): several chunks per rank, the bubble divided by their
-    number.
+    """Interleaved 1F1B (Narayanan et al. 2021, arXiv:2104.04473): the bubble divided by the chunks per rank.
 
     Microbatches go in groups: all of a group through one chunk, then through the next; backwards take the chunks in
     reverse. Rank r runs min(2 (p - r - 1) + (v - 1) x largest group, v m) warm-up forwards, then F and B in turn, then
@@ -68,8 +62,7 @@ def microbatch_groups(num_microbatches: int, group_size: int, num_ranks: int) ->
 
 
 def breadth_first(shape: Shape) -> tuple[Row, ...]:
-    """Breadth-first, looped BFS (Lamy-Poirier 2022, arXiv:2211.05953): chunk by chunk over all microbatches, then back
-    in reverse.
+    """Breadth-first, looped BFS (Lamy-Poirier 2022, arXiv:2211.05953): all microbatches chunk by chunk, then back.
 
     With one chunk per rank it is GPipe (Huang et al. 2018, arXiv:1811.06965): all forwards, then all backwards; every
     microbatch is live at once. With several it has the bubble of interleaved 1F1B at the memory of GPipe. In return a
@@ -95,8 +88,7 @@ def pipedream(shape: Shape) -> tuple[Row, ...]:
 
 
 def pipedream_2bw(shape: Shape) -> tuple[Row, ...]:
-    """PipeDream-2BW (Narayanan et al. 2021, arXiv:2006.09503): an optimizer step after every group of group_size >= p
-    microbatches.
+    """PipeDream-2BW (Narayanan et al. 2021, arXiv:2006.09503): an optimizer step per group_size >= p microbatches.
 
     NOT synchronous: the microbatches of group t use version t - 1 of the weights on every stage,
     W(t + 1) = W(t) - lr x gradient at W(t - 1).
