@@ -10,25 +10,11 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from megapipe.tensor_parallel.gradients import WeightQueue
+
 Tensors = tuple[Tensor, ...]
 Gradients = tuple[Tensor | None, ...]
 LossFunction = Callable[[Any, Any], tuple[Tensor, Any]]  # (output, payload) -> (scalar to differentiate, report)
-
-
-class WeightGradients(Protocol):
-    """The queue of weight gradients of a stage's linears; see tensor_parallel.gradients.WeightQueue."""
-
-    def defer(self, key: object) -> None:
-        """Start to queue weight gradients under `key` instead of computing them."""
-
-    def immediate(self) -> None:
-        """Return to computing weight gradients immediately."""
-
-    def run(self, key: object) -> None:
-        """Compute the weight gradients queued under `key`."""
-
-    def clear(self) -> None:
-        """Discard the queue."""
 
 
 class Stage(Protocol):
@@ -68,7 +54,7 @@ class StageRunner:
     def __init__(
         self,
         module: Callable[..., Any],
-        weight_gradients: WeightGradients | None = None,
+        weight_gradients: WeightQueue | None = None,
         begin_row: Callable[[bool], None] = lambda trains: None,
     ) -> None:
         self.module = module
@@ -133,7 +119,7 @@ class StageRunner:
         """Microbatches between their F and their B."""
         return len(self._kept)
 
-    def _queue(self) -> WeightGradients:
+    def _queue(self) -> WeightQueue:
         if self.weight_gradients is None:
             raise ValueError(
                 "this schedule splits the backward (I and W): the stage needs `weight_gradients`, its linears' queue"

@@ -295,9 +295,9 @@ def _training_schedule(
     schedule = build_lowered(name, pp, num_chunks, num_microbatches, group_size, receive_depth, goal)
     if has_barrier:
         return LoweredSchedule(schedule, (0,) * pp)
-    started = give_head_start(schedule)
-    validate(started.schedule)
-    return LoweredSchedule(started.schedule, started.lengths)
+    started, lengths = give_head_start(schedule)
+    validate(started)
+    return LoweredSchedule(started, lengths)
 
 
 @lru_cache(maxsize=SCHEDULES_CACHED)

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import replace
 from itertools import takewhile
-from typing import NamedTuple
 
 from megapipe.errors import ConfigError, ScheduleError
 from megapipe.schedule.action import COMPLETES_OPS, COMPUTE_OPS, PLANNED_OPS, Action, Op
@@ -150,22 +149,12 @@ def _plan_reductions(schedule: Schedule, rank: int) -> dict[int, list[Action]]:
 # start is sent or posted after it.
 
 
-class HeadStart(NamedTuple):
-    """A lowered schedule and, for each row, the number of first actions that may run before the check.
-
-    These are forwards and messages between them. Computation and the order of every channel are those of the original
-    schedule.
-    """
-
-    schedule: Schedule
-    lengths: tuple[int, ...]
-
-
-def give_head_start(schedule: Schedule) -> HeadStart:
+def give_head_start(schedule: Schedule) -> tuple[Schedule, tuple[int, ...]]:
     """Move the messages of a valid lowered schedule so that the head starts of all ranks are closed.
 
     Closed means that a message sent in one head start is received and used in another. A send to a later forward and a
-    receive posted ahead for a later action move to right after the head start.
+    receive posted ahead for a later action move to right after the head start; computation and the order of every
+    channel stay. Returns also the number of actions of each rank's head start.
     """
     # the largest set of forwards of the triangle that come first in their rows and whose inputs are made in the set
     border = schedule.num_ranks - 1
@@ -198,4 +187,4 @@ def give_head_start(schedule: Schedule) -> HeadStart:
         first = [action for action in head if is_closed(action)]
         rows.append((*first, *(action for action in head if not is_closed(action)), *row[len(head) :]))
         lengths.append(len(first))
-    return HeadStart(replace(schedule, rows=tuple(rows)), tuple(lengths))
+    return replace(schedule, rows=tuple(rows)), tuple(lengths)

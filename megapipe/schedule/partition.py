@@ -204,9 +204,7 @@ def cut_evenly(
     loss counts as one layer. Raises ConfigError if something does not divide; `cut_by_cost` takes any number of layers.
     """
     num_ranks = len(set(rank_of_stage))
-    num_chunks = len(rank_of_stage) // max(num_ranks, 1)
-    if num_layers < 0 or num_ranks < 1:
-        raise ConfigError(f"cannot cut {num_layers} layers over {num_ranks} pipeline ranks of {num_chunks} chunks")
+    num_chunks = len(rank_of_stage) // num_ranks
     given = ((0, first_rank_layers), (num_ranks - 1, last_rank_layers))
     fixed = {rank: count for rank, count in given if count is not None}
     if fixed and (count_embedding or count_head):

@@ -196,13 +196,12 @@ def _check_messages(schedule: Schedule, seen: Mapping[Op, bytearray], orders: _O
     pair = {send: (receive, step) for send, receive, step in TRAVELS.values()}
     for op in (Op.F, Op.B) if schedule.has_backward else (Op.F,):  # I sends what B sends
         for direction, by_stage in enumerate(sends[op]):
-            pattern = bytearray(microbatch % num_directions == direction for microbatch in range(count))
+            flags = b"\1" * len(range(direction, count, num_directions))
             for stage, send in enumerate(by_stage):
                 if send is not None:
                     receive, step = pair[send]
                     for target, row in ((send, stage), (receive, stage + step)):
-                        place = slice(row * count, (row + 1) * count)
-                        expected[target][place] = bytes(map(int.__or__, expected[target][place], pattern))
+                        expected[target][row * count + direction : (row + 1) * count : num_directions] = flags
     for op, wanted in expected.items():
         if seen[op] != wanted:
             index = next(i for i, (is_there, want) in enumerate(zip(seen[op], wanted, strict=True)) if is_there != want)

@@ -134,11 +134,11 @@ def reversed_reductions(row):
 @given(family_schedules() | random_schedules(), st.integers(0, 3))
 def test_head_start_closes_messages_and_keeps_computation(schedule: Schedule, receive_depth: int) -> None:
     lowered = lower(schedule, receive_depth)
-    started = give_head_start(lowered)
-    assert started.schedule.compute_only() == lowered.compute_only()
-    assert [sorted(map(str, row)) for row in started.schedule.rows] == [sorted(map(str, row)) for row in lowered.rows]
-    validate(started.schedule)
-    heads = [row[:length] for row, length in zip(started.schedule.rows, started.lengths, strict=True)]
+    started, lengths = give_head_start(lowered)
+    assert started.compute_only() == lowered.compute_only()
+    assert [sorted(map(str, row)) for row in started.rows] == [sorted(map(str, row)) for row in lowered.rows]
+    validate(started)
+    heads = [row[:length] for row, length in zip(started.rows, lengths, strict=True)]
     assert {action.op for head in heads for action in head} <= {Op.F, Op.SEND_F, Op.RECV_F}
     sent = {(action.stage + 1, action.microbatch) for head in heads for action in head if action.op is Op.SEND_F}
     received = {(action.stage, action.microbatch) for head in heads for action in head if action.op is Op.RECV_F}
@@ -153,13 +153,10 @@ def test_head_start_closes_messages_and_keeps_computation(schedule: Schedule, re
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v", "v-half", "v-min"])
 def test_messages_that_wait_at_the_border_delay_no_rank(name: str) -> None:
     schedule = lower(build_schedule(name, 4, 2 if name in ("interleaved", "zb-v", "v-half", "v-min") else 1, 12), 1)
-    started = give_head_start(schedule)
+    started, lengths = give_head_start(schedule)
     costs = Costs.equal(schedule.num_stages, 1.0, 1.0, 1.0)
-    assert simulate(started.schedule, costs).makespan_seconds == simulate(schedule, costs).makespan_seconds
-    forwards = [
-        sum(action.op is Op.F for action in row[:n])
-        for row, n in zip(started.schedule.rows, started.lengths, strict=True)
-    ]
+    assert simulate(started, costs).makespan_seconds == simulate(schedule, costs).makespan_seconds
+    forwards = [sum(action.op is Op.F for action in row[:n]) for row, n in zip(started.rows, lengths, strict=True)]
     assert forwards == ([2, 1, 1, 0] if name == "v-min" else [3, 2, 1, 0])  # in v-min the forwards are further apart
 
 
@@ -184,7 +181,7 @@ def test_no_rank_waits_for_the_validation_and_the_step_is_shorter_by_the_barrier
 ) -> None:
     chunks = 2 if name == "zb-v" else 1
     schedule = build_schedule(name, p, chunks, 3 * p)
-    started = give_head_start(lower(schedule, 1))
+    started, lengths = give_head_start(lower(schedule, 1))
     layer = 1.0 / chunks  # F, I and W of a rank are 1 each
     costs = Costs.equal(schedule.num_stages, layer, layer, layer)
     step = simulate(schedule, costs)
@@ -192,6 +189,6 @@ def test_no_rank_waits_for_the_validation_and_the_step_is_shorter_by_the_barrier
     rows = [sum(action.op not in RECV_OPS for action in row) for row in schedule.rows]
     verdict = max(ends[count - 1] for ends, count in zip(both.ends, rows, strict=True))
     for rank, count in enumerate(rows):
-        forwards = sum(action.op is Op.F for action in started.schedule.rows[rank][: started.lengths[rank]])
+        forwards = sum(action.op is Op.F for action in started.rows[rank][: lengths[rank]])
         assert both.starts[rank][count + forwards] >= verdict - 1e-9  # later actions begin no earlier anyway
     assert 2 * step.makespan_seconds - both.makespan_seconds == pytest.approx(gained * (p - 1))
