@@ -29,17 +29,12 @@ Key = tuple[int, int]  # (stage, microbatch)
 
 @dataclass(frozen=True)
 class Step:
-    """The inputs of one run of the schedule.
+    """The inputs of one run of the schedule."""
 
-    microbatches: payloads by microbatch number, the same on every rank (each stage reads what it needs).
-    message: shapes and dtypes of the tensors that cross the boundary after a stage; gradients of the floating-point
-    ones are sent back.
-    loss: on the last stage, (output, payload) -> (scalar to differentiate, loss scale included; report).
-    """
-
-    microbatches: Sequence[Any]
+    microbatches: Sequence[Any]  # payloads by microbatch number, the same on every rank; each stage reads what it needs
+    # boundary -> shapes and dtypes of the tensors that cross it; gradients of the floating-point ones are sent back
     message: Callable[[int], tuple[MessageSpec, ...]]
-    loss: LossFunction
+    loss: LossFunction  # of the last stage
 
 
 class StageWeights(Protocol):

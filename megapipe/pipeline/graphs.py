@@ -205,24 +205,17 @@ class CapturedStage:
 
 @dataclass
 class RankGraphs:
-    """The graphs of a rank, captured between two steps after the warm-up.
-
-    stages, num_slots: by stage. last_stage: of the pipeline.
-    warmup_steps: steps before the capture, in which kernels are chosen and connections made.
-    settle: called before the capture; completes pending changes of the parameters.
-    example: maps a microbatch to the part that the graphs are captured with.
-    during: context manager around the capture, which takes a while.
-    """
+    """The graphs of a rank, captured between two steps after the warm-up."""
 
     stages: Mapping[int, StageGraphs]
-    num_slots: Mapping[int, int]
-    last_stage: int
-    warmup_steps: int
+    num_slots: Mapping[int, int]  # by stage
+    last_stage: int  # of the pipeline
+    warmup_steps: int  # before the capture: kernels are chosen and connections made in them
     device: torch.device
     recorder: CudaRecorder = field(default_factory=CudaRecorder)
-    settle: Callable[[], None] = lambda: None
-    example: Callable[[Any], Any] = lambda payload: payload
-    during: Callable[[], AbstractContextManager[Any]] = nullcontext
+    settle: Callable[[], None] = lambda: None  # called before the capture; completes pending changes of the parameters
+    example: Callable[[Any], Any] = lambda payload: payload  # the part of a microbatch that graphs are captured with
+    during: Callable[[], AbstractContextManager[Any]] = nullcontext  # around the capture, which takes a while
     _num_steps: int = 0
 
     def after_step(self, step: Step) -> None:

@@ -31,13 +31,11 @@ class Stage(Protocol):
 
 @dataclass
 class _Kept:
-    """The state of one microbatch from F to B: floating-point leaf inputs, and graph edges.
+    """The state of one microbatch from F to B."""
 
-    Edges take the place of outputs, so that sent tensors can be freed. An output without a graph has no edge; its
-    gradient is ignored.
-    """
-
-    inputs: Tensors
+    inputs: Tensors  # floating-point leaves
+    # in place of outputs, so that sent tensors can be freed; None for an output without a graph, whose gradient is
+    # ignored
     edges: tuple[GradientEdge | None, ...]
 
 

@@ -47,14 +47,10 @@ StageKey = tuple[int, ...]  # (stage,), or (forward's stage, backward's stage) o
 
 
 class Idle(NamedTuple):
-    """Idle seconds of a step in two measures.
+    """Idle seconds of a step in two measures."""
 
-    barrier: makespan of the pipeline less the mean work of its ranks. chained: between a rank's own first and last
-    computation, of the rank with the most.
-    """
-
-    barrier: float
-    chained: float
+    barrier: float  # makespan of the pipeline less the mean work of its ranks
+    chained: float  # between a rank's own first and last computation, of the rank with the most
 
 
 @dataclass(frozen=True)
@@ -132,14 +128,11 @@ class MeasuredTimeline:
 
 @dataclass(frozen=True)
 class Comparison:
-    """One profiled step of one pipeline and its plan.
-
-    causes: by the names of CAUSES, the idle time that each adds, negative if it saves some; they sum to the measured.
-    """
+    """One profiled step of one pipeline and its plan."""
 
     measured: MeasuredTimeline
     plan: Timeline
-    causes: Mapping[str, Idle]
+    causes: Mapping[str, Idle]  # cause -> idle time that it adds, negative if it saves some; they sum to the measured
 
 
 def total_idle(idles: Iterable[Idle]) -> Idle:
@@ -233,7 +226,6 @@ class OpTime(NamedTuple):
     op: Op
     mean_seconds: float
     deviation_seconds: float
-    num_samples: int
 
 
 def op_times(comparisons: Sequence[Comparison]) -> list[OpTime]:
@@ -243,10 +235,7 @@ def op_times(comparisons: Sequence[Comparison]) -> list[OpTime]:
         for key, values in _samples(comparison.measured).items():
             samples.setdefault(key, []).extend(values)
     ordered = sorted(samples.items(), key=lambda item: (item[0][0], item[0][1].value))
-    return [
-        OpTime("+".join(map(str, stages)), op, fmean(values), pstdev(values), len(values))
-        for (stages, op), values in ordered
-    ]
+    return [OpTime("+".join(map(str, stages)), op, fmean(values), pstdev(values)) for (stages, op), values in ordered]
 
 
 def message_costs(schedule: Schedule, links: Sequence[Link]) -> Costs:

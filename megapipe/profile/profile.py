@@ -34,15 +34,13 @@ Event = tuple[str, str, int, int]  # comm.trace.Event: name, kind, start_ns, end
 
 @dataclass(frozen=True)
 class MeasuredRow:
-    """One rank's row in one step, with one number per slot. An action's wait for its message comes first within it.
-
-    phases: (name, start, end) outside the row: 'gradient-reduce', 'optimizer', and 'step', which is the whole step.
-    """
+    """One rank's row in one step, with one number per slot. An action's wait for its message comes first within it."""
 
     starts_ns: tuple[int, ...]
     ends_ns: tuple[int, ...]
     message_waits_ns: tuple[int, ...]
     parameter_waits_ns: tuple[int, ...]
+    # (name, start, end) outside the row: 'gradient-reduce', 'optimizer', and 'step', which is the whole step
     phases: tuple[tuple[str, int, int], ...] = ()
 
 
@@ -86,14 +84,11 @@ class ClockOffset:
 
 @dataclass(frozen=True)
 class Profile:
-    """The recorded steps of a run.
+    """The recorded steps of a run."""
 
-    about: the run, for readers. schedules: by number of microbatches. message_bytes: size of one activation.
-    """
-
-    about: dict[str, Any]
-    schedules: dict[int, Schedule]
-    message_bytes: int
+    about: dict[str, Any]  # the run, for readers
+    schedules: dict[int, Schedule]  # by number of microbatches
+    message_bytes: int  # of one activation
     links: tuple[Link, ...]
     clocks: tuple[ClockOffset, ...]
     pipelines: tuple[PipelineSteps, ...] = field(repr=False)

@@ -26,25 +26,19 @@ PHASES_AFTER_ROW = ("gradient-reduce", "optimizer")  # phases of a step after it
 
 @dataclass(frozen=True)
 class Summary:
-    """Means over the profiled steps of one pipeline, in seconds per step.
-
-    causes: by the names of CAUSES; they sum to measured_idle, those up to 'messages' to predicted_idle. The shares are
-    idle / (idle + work), the chained ones of the rank with the most chained idle time. work_seconds: mean of the ranks.
-    phases: seconds of each phase, of the rank where it took longest. all_shares: the measured bubble share, with a
-    barrier, of every recorded pipeline.
-    """
+    """Means over the profiled steps of one pipeline, in seconds per step. Shares are idle / (idle + work)."""
 
     pipeline: PipelineSteps
     comparisons: tuple[Comparison, ...]
-    causes: dict[str, Idle]
-    predicted_idle: Idle
-    measured_idle: Idle
-    predicted_share: Idle
+    causes: dict[str, Idle]  # by the names of CAUSES
+    predicted_idle: Idle  # the sum of the causes up to 'messages'
+    measured_idle: Idle  # the sum of all causes
+    predicted_share: Idle  # chained: with the work of the rank that has the most chained idle time
     measured_share: Idle
-    work_seconds: float
-    phases: dict[str, float]
+    work_seconds: float  # mean of the ranks
+    phases: dict[str, float]  # of the rank where a phase took longest
     op_times: tuple[OpTime, ...]
-    all_shares: tuple[float, ...]
+    all_shares: tuple[float, ...]  # the measured share, with a barrier, of every recorded pipeline
 
     @property
     def typical(self) -> Comparison:

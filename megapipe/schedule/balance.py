@@ -18,18 +18,14 @@ INFINITE = float("inf")
 
 @dataclass(frozen=True)
 class CutQuestion:
-    """A model to be cut, and the ranks that it is cut for.
-
-    cost: of one microbatch on a rank of speed 1. rank_speeds: of each pp_rank, above 0.
-    layers_alike: the cost of a stage depends only on the number of its layers.
-    fits: (pp_rank, layers of each of its stages in model order) -> they fit into its memory; fewer layers must fit too.
-    """
+    """A model to be cut, and the ranks that it is cut for."""
 
     placement: Placement
     num_layers: int
-    cost: StageCost
-    rank_speeds: tuple[float, ...]
-    layers_alike: bool
+    cost: StageCost  # of one microbatch on a rank of speed 1
+    rank_speeds: tuple[float, ...]  # of each pp_rank, above 0
+    layers_alike: bool  # the cost of a stage depends only on the number of its layers
+    # (pp_rank, layers of each of its stages in model order) -> they fit into its memory; fewer layers must fit too
     fits: Callable[[int, tuple[int, ...]], bool] = lambda pp_rank, layers: True
 
     @property

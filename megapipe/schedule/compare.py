@@ -28,27 +28,17 @@ class Seconds(NamedTuple):
 
 @dataclass(frozen=True)
 class Model:
-    """A model that can be cut into any number of stages.
+    """A model that can be cut into any number of stages."""
 
-    slices: seconds of equally many layers each, in model order.
-    transfer_seconds: the time that a message occupies its channel. latency_seconds: from then to its use.
-    pair_share: the time of an overlapped forward and backward relative to their sum.
-    optimizer_seconds: norm, update and gather after the last action.
-    activation_bytes: of one microbatch in the slices of one rank (those of the whole model divided by the ranks).
-    kept_for_weights: the fraction of it that stays from I to W.
-    overlap: messages overlap with the computation; otherwise they block the sender.
-    rank_speeds: relative speed of each rank, 1: the given seconds.
-    """
-
-    slices: tuple[Seconds, ...]
-    transfer_seconds: float = 0.0
-    latency_seconds: float = 0.0
-    pair_share: float = 1.0
-    optimizer_seconds: float = 0.0
-    activation_bytes: float = 0.0
-    kept_for_weights: float = 1.0
-    overlap: bool = True
-    rank_speeds: tuple[float, ...] = ()
+    slices: tuple[Seconds, ...]  # seconds of equally many layers each, in model order
+    transfer_seconds: float = 0.0  # the time that a message occupies its channel
+    latency_seconds: float = 0.0  # from then to its use
+    pair_share: float = 1.0  # the time of an overlapped forward and backward relative to their sum
+    optimizer_seconds: float = 0.0  # norm, update and gather after the last action
+    activation_bytes: float = 0.0  # of one microbatch in the whole model, divided by the ranks
+    kept_for_weights: float = 1.0  # the part of it that stays from I to W
+    overlap: bool = True  # messages overlap with the computation; otherwise they block the sender
+    rank_speeds: tuple[float, ...] = ()  # relative speed of each rank, 1: the given seconds
 
     @staticmethod
     def equal(num_ranks: int, forward: float, input_gradient: float, weight_gradient: float, **rest: Any) -> Model:

@@ -15,20 +15,15 @@ class Costs:
     """Seconds of each op of each stage.
 
     seconds: for (stage, F | B | I | W) the computation; for (stage, SEND_F | SEND_B) the time a message of that stage
-    occupies its channel; for (stage, REDUCE_GRAD) the reduction. Messages and reductions that are not named take no
-    time.
-    latency_seconds: from the end of a message's transfer to its use.
-    overlap: messages and reductions overlap with the computation; otherwise a rank blocks while it sends or reduces.
-    pair_seconds: for (stage of the forward, stage of the backward) an overlapped pair; if missing, the sum of its
-    halves.
-    rank_speeds: relative speed of each pp_rank's computation, 1: the given seconds; empty: all 1.
+    occupies its channel; for (stage, REDUCE_GRAD) the reduction. Messages and reductions not named take no time.
     """
 
     seconds: Mapping[tuple[int, Op], float]
-    latency_seconds: float = 0.0
-    overlap: bool = True
+    latency_seconds: float = 0.0  # from the end of a message's transfer to its use
+    overlap: bool = True  # messages and reductions overlap with computation; otherwise a rank blocks for them
+    # (stage of the forward, stage of the backward) -> an overlapped pair; if missing, the sum of its halves
     pair_seconds: Mapping[tuple[int, int], float] = field(default_factory=dict)
-    rank_speeds: tuple[float, ...] = ()
+    rank_speeds: tuple[float, ...] = ()  # relative speed of each pp_rank's computation, 1: the given seconds; (): all 1
 
     @staticmethod
     def equal(
@@ -58,22 +53,13 @@ class Costs:
 
 @dataclass(frozen=True)
 class AutoGoal:
-    """The goal of the automatic scheduler (zb-auto).
+    """The goal of the automatic scheduler (zb-auto)."""
 
-    costs: seconds of F, I, W and of messages, by stage.
-    max_microbatches: the most that any rank may keep alive at once.
-    kept_for_weights: the fraction of a microbatch's activations that stays between I and W (1: all, as peak_live_chunks
-    counts).
-    has_barrier: minimize the makespan of all ranks; otherwise the time of the slowest rank, which is what chained steps
-    take.
-    tries: how many rules are tried beyond the coarse grid (None: a number that takes a few seconds).
-    """
-
-    costs: Costs
-    max_microbatches: float
-    kept_for_weights: float = 1.0
-    has_barrier: bool = False
-    tries: int | None = None
+    costs: Costs  # seconds of F, I, W and of messages, by stage
+    max_microbatches: float  # the most that any rank may keep alive at once
+    kept_for_weights: float = 1.0  # the part of a microbatch's activations kept between I and W
+    has_barrier: bool = False  # minimize the makespan; otherwise the time of the slowest rank, which chained steps take
+    tries: int | None = None  # rules tried beyond the coarse grid; None: as many as take a few seconds
 
 
 class Shape(NamedTuple):

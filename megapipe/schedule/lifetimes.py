@@ -204,17 +204,13 @@ def one_group_stale(microbatch: int, group_size: int, newest: int) -> int:
 
 @dataclass(frozen=True)
 class WeightVersions:
-    """The weight versions of one rank's stage during a run of its row.
+    """The weight versions of one rank's stage during a run of its row."""
 
-    version_of: microbatch -> version of its forward and backward.
-    buffer_of: version -> buffer; version 0 is in buffer 0. There are 1 + max(buffer_of): the most versions needed at
-    once, those of microbatches in flight or still to come, and the newest.
-    group_sizes: the number of microbatches whose gradients each update takes.
-    """
-
-    version_of: tuple[int, ...]
+    version_of: tuple[int, ...]  # microbatch -> version of its forward and backward
+    # version -> buffer; version 0 is in buffer 0. There are 1 + max(buffer_of): the most versions needed at once, those
+    # of microbatches in flight or still to come, and the newest.
     buffer_of: tuple[int, ...]
-    group_sizes: tuple[int, ...]
+    group_sizes: tuple[int, ...]  # the number of microbatches whose gradients each update takes
 
 
 def weight_versions(schedule: Schedule, pp_rank: int, rule: VersionRule, group_size: int) -> WeightVersions:
@@ -290,17 +286,13 @@ class StageGroups:
 
 @dataclass(frozen=True)
 class Moves:
-    """The plan of one row.
+    """The plan of one row."""
 
-    moments: in order. firsts: the first moment of each action that has any. moved: units that leave the device.
-    released, loaded: index of a moment -> units whose device memory is freed, and units whose copy back starts.
-    """
-
-    moments: tuple[Moment, ...]
-    firsts: Mapping[Action, Moment]
-    moved: frozenset[Unit]
-    released: Mapping[int, tuple[Unit, ...]]
-    loaded: Mapping[int, tuple[Unit, ...]]
+    moments: tuple[Moment, ...]  # in order
+    firsts: Mapping[Action, Moment]  # the first moment of each action that has any
+    moved: frozenset[Unit]  # units that leave the device
+    released: Mapping[int, tuple[Unit, ...]]  # index of a moment -> units whose device memory is freed
+    loaded: Mapping[int, tuple[Unit, ...]]  # index of a moment -> units whose copy back starts
 
 
 NO_MOVES = Moves((), {}, frozenset(), {}, {})

@@ -24,14 +24,11 @@ _Orders = dict[Op, list[list[list[int]]]]  # [SEND or RECV][direction][stage] ->
 
 @dataclass(frozen=True)
 class ValidationReport:
-    """The result of the proof.
-
-    least_send_depth: for each channel of a lowered schedule, the number of sends that must be allowed in flight without
-    a posted receive; 0 means that blocking sends suffice. The largest is the least depth that suffices if all channels
-    get the same.
-    """
+    """The result of the proof."""
 
     schedule: Schedule
+    # for each channel of a lowered schedule, the sends that must be allowed in flight without a posted receive; 0:
+    # blocking sends suffice. The largest is the least depth that suffices if all channels get the same.
     least_send_depth: Mapping[Channel, int]
 
     @property
