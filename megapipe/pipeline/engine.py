@@ -34,7 +34,7 @@ class Step:
     microbatches: Sequence[Any]  # payloads by microbatch number, the same on every rank; each stage reads what it needs
     # boundary -> shapes and dtypes of the tensors that cross it; gradients of the floating-point ones are sent back
     message: Callable[[int], tuple[MessageSpec, ...]]
-    loss: LossFunction  # of the last stage
+    loss: LossFunction  # of the last stage; its scalar includes the loss scale
 
 
 class StageWeights(Protocol):

@@ -117,17 +117,7 @@ class Pipeline:
 
     def _run(self, microbatches: Sequence[Any], is_training: bool) -> list[Tensor]:
         count = len(microbatches)
-
-        def loss(output: Any, microbatch: Any) -> tuple[Tensor, Tensor]:
-            value = self._loss(output, microbatch)
-            return value / count, value.detach()
-
-        engine = self._engine(count, is_training)
-        return engine.run(Step(microbatches, lambda boundary: tuple(self._message(boundary)), loss))
-
-    def _engine(self, count: int, is_training: bool) -> Engine:
-        key = count, is_training
-        if key not in self._engines:
+        if (count, is_training) not in self._engines:
             depth, shape = self._receive_depth, (self._pp.size, self._num_chunks, count)
             if is_training:
                 schedule = build_lowered(self._schedule, *shape, receive_depth=depth)
@@ -136,5 +126,12 @@ class Pipeline:
             sends = 1 + unhindered_send_depth(schedule)
             for channel in self._channels.values():
                 channel.max_in_flight = max(sends, channel.max_in_flight or 0)
-            self._engines[key] = Engine(schedule, self._pp.rank, self._runners, self._channels, tracer=self._tracer)
-        return self._engines[key]
+            engine = Engine(schedule, self._pp.rank, self._runners, self._channels, tracer=self._tracer)
+            self._engines[count, is_training] = engine
+
+        def loss(output: Any, microbatch: Any) -> tuple[Tensor, Tensor]:
+            value = self._loss(output, microbatch)
+            return value / count, value.detach()
+
+        step = Step(microbatches, lambda boundary: tuple(self._message(boundary)), loss)
+        return self._engines[count, is_training].run(step)

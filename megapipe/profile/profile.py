@@ -180,14 +180,8 @@ def to_json(profile: Profile) -> dict[str, Any]:
     """Return the JSON form described at the top of this file."""
     schedules = {}
     for count, schedule in profile.schedules.items():
-        placement = schedule.placement
-        schedules[str(count)] = {
-            "name": schedule.name,
-            "num_ranks": placement.num_ranks,
-            "rank_of_stage": placement.rank_of_stage,
-            "second_direction": placement.second_direction,
-            "rows": to_csv(schedule).splitlines(),
-        }
+        rows = to_csv(schedule).splitlines()
+        schedules[str(count)] = {"name": schedule.name, **asdict(schedule.placement), "rows": rows}
     return {
         "format": FORMAT,
         "version": VERSION,
@@ -203,8 +197,7 @@ def from_json(found: dict[str, Any]) -> Profile:
     """Return the profile of a JSON form. Raises ValueError if its rows do not match its schedules."""
     schedules = {}
     for key, entry in found["schedules"].items():
-        second_direction = _as_tuples(entry["second_direction"])  # None without one
-        placement = Placement(entry["num_ranks"], tuple(entry["rank_of_stage"]), second_direction)
+        placement = Placement(*(_as_tuples(entry[each.name]) for each in fields(Placement)))
         schedules[int(key)] = from_csv("\n".join(entry["rows"]), entry["name"], placement, int(key))
     pipelines = []
     for entry in found["pipelines"]:

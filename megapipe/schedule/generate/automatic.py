@@ -72,11 +72,10 @@ def automatic(shape: Shape) -> tuple[Row, ...]:
 
     found = _search(shape._replace(num_microbatches=min(shape.num_microbatches, 4 * shape.num_ranks)), goal)
     kept = {Held.ACTIVATIONS: 1.0, Held.DEFERRED: goal.kept_for_weights}
-    candidates = [_follow(rule, shape, goal)[0] for rule in found] + [
-        rows
-        for rows in (zb_h1(shape), zb_h2(shape))
-        if max(peak_held(row, kept) for row in rows) <= goal.max_microbatches
-    ]
+    candidates = [_follow(rule, shape, goal)[0] for rule in found]
+    for rows in (zb_h1(shape), zb_h2(shape)):
+        if max(peak_held(row, kept) for row in rows) <= goal.max_microbatches:
+            candidates.append(rows)
     return min(candidates, key=score)
 
 
