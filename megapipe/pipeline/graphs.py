@@ -67,27 +67,18 @@ class _Slot:
     backward_weight: Replay = lambda: None  # W if the backward is split
 
 
+@dataclass
 class StageGraphs:
-    """The graphs of one stage.
+    """The graphs of one stage."""
 
-    fixed: returns the parameters and main gradients, whose addresses must not change.
-    ready: called before each forward; waits until the stage's parameters and everything derived from them are up to
-    date.
-    splits: backwards are captured as I and W.
-    """
-
-    def __init__(
-        self,
-        stage: int,
-        runner: StageRunner,
-        fixed: Callable[[], Iterable[Tensor]],
-        ready: Callable[[], None] = lambda: None,
-        splits: bool = False,
-    ) -> None:
-        self.stage, self.runner, self.ready = stage, runner, ready
-        self._fixed, self._splits = fixed, splits
-        self.slots: list[_Slot] = []
-        self._addresses: list[int] = []
+    stage: int
+    runner: StageRunner
+    fixed: Callable[[], Iterable[Tensor]]  # the parameters and main gradients, whose addresses must not change
+    # called before each forward; waits until the stage's parameters and everything derived from them are up to date
+    ready: Callable[[], None] = lambda: None
+    splits: bool = False  # backwards are captured as I and W
+    slots: list[_Slot] = field(default_factory=list)
+    _addresses: list[int] = field(default_factory=list)
 
     def record(
         self, recorder: CudaRecorder, num_slots: int, inputs: Tensors, payload: Any, loss: LossFunction | None
@@ -102,11 +93,11 @@ class StageGraphs:
             self.slots = [self._recorded(recorder, number, inputs, payload, loss) for number in range(num_slots)]
         finally:
             self.runner.observe = observe
-        self._addresses = [tensor.data_ptr() for tensor in self._fixed()]
+        self._addresses = [tensor.data_ptr() for tensor in self.fixed()]
 
     def check_addresses(self) -> None:
         """Raise RuntimeError if parameters or gradients have moved since the capture."""
-        if self.slots and [tensor.data_ptr() for tensor in self._fixed()] != self._addresses:
+        if self.slots and [tensor.data_ptr() for tensor in self.fixed()] != self._addresses:
             raise RuntimeError(f"stage {self.stage}: parameters or gradients have moved since its graphs were captured")
 
     def fill(self, fixed: Iterable[Tensor | None], given: Iterable[Tensor | None], what: str) -> None:
@@ -148,9 +139,9 @@ class StageGraphs:
         if loss is None:
             sent = (t for t in result if t.is_floating_point())
             slot.gradients = tuple(torch.zeros(t.shape, dtype=t.dtype, device=t.device) for t in sent)
-        backward = runner.backward_input if self._splits else runner.backward
+        backward = runner.backward_input if self.splits else runner.backward
         slot.backward, slot.input_gradients = record("backward", lambda: backward(number, slot.gradients))
-        if self._splits:
+        if self.splits:
             slot.backward_weight, _ = record("weight gradients", lambda: runner.backward_weight(number))
         return slot
 
