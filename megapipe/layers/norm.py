@@ -40,10 +40,7 @@ class Norm:
         return (Kept(name, vectors, shape.wide),) * (2 if self.kind == "LayerNorm" else 1)
 
     def operation(self, shape: RankShape, keeps_statistics: bool = True, backward: Backward | None = None) -> Operation:
-        """Return the norm at the start of a residual branch.
-
-        Its input is the residual stream, its output the input of a linear.
-        """
+        """Return the norm at the start of a residual branch: from the residual stream to the input of a linear."""
         hidden = shape.own_tokens * self.size
         keeps = [Kept("residual stream", hidden, shape.element)]
         if keeps_statistics:

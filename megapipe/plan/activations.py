@@ -120,9 +120,7 @@ def stage_bytes(model: ModelSpec, shape: RankShape, stage: StageLayers) -> dict[
 
 
 def replay_bytes(layers: Sequence[LayerSpec], shape: RankShape) -> int:
-    """Return the most that one replay in the backward of these layers recomputes and holds until its own backward is
-    done.
-    """
+    """Return the most that one replay in the backward of these layers recomputes and holds until its end."""
     whole, granularity = without_recompute(shape), shape.recompute.recompute_granularity
     if granularity is None:
         return 0

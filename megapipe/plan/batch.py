@@ -15,16 +15,14 @@ class BatchSchedule:
 
     The ramp goes from `start` to `full` in steps of `increment`, each lasting ramp_samples / ((full - start) /
     increment) sequences.
-    samples_per_microbatch: micro batch x dp; every batch size is a multiple of it.
-    is_derived: the configuration does not set `full`; it is one microbatch of each data-parallel rank.
     """
 
     full: int
-    samples_per_microbatch: int
+    samples_per_microbatch: int  # micro batch x dp; every batch size is a multiple of it
     start: int = 0
     increment: int = 0
     ramp_samples: int = 0
-    is_derived: bool = False
+    is_derived: bool = False  # `full` is not given: it is one microbatch of each data-parallel rank
 
     @property
     def num_microbatches(self) -> int:

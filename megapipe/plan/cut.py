@@ -53,9 +53,8 @@ def cut_layers(model: ResolvedModelConfig, parallel: ParallelConfig, placement: 
     """Partition the layers as `parallel` asks; no layer is ever dropped.
 
     By hand with a layout string; in equal numbers if first, last, embedding or loss are accounted for, or with
-    --pipeline-balance even; otherwise stage by stage by forward FLOPs, so that embedding, head and loss count with
-    their cost. For the other values of --pipeline-balance, `balanced_cut` improves this partition, for which it needs
-    a plan.
+    --pipeline-balance even; otherwise by forward FLOPs, head included. For the other values of --pipeline-balance,
+    `balanced_cut` improves this partition, for which it needs a plan.
     """
     num_stages, pp = placement.num_stages, placement.num_ranks
     if parallel.pipeline_model_parallel_layout is not None:
@@ -110,8 +109,7 @@ def balanced_cut(draft: RunPlan) -> Partition:
 def step_of_costs(plan: RunPlan, costs: LayerCosts, cut: Partition) -> float:
     """Return the seconds, in the unit of the costs, of a full step with another cut.
 
-    At most about three pipeline fills are simulated: beyond them the steady middle grows by the work of the busiest
-    rank.
+    About three pipeline fills at most are simulated: the steady middle grows by the work of the busiest rank.
     """
     full, pp = plan.batch.num_microbatches, plan.topology.pp
     few = full if full <= 4 * pp else 3 * pp + full % pp

@@ -81,9 +81,7 @@ class Hardware:
         return self.flops[dtype]
 
     def gemm_share(self, smallest: int) -> float:
-        """Return the share of the peak that a GEMM with this smallest size reaches: between rows it is linear in the
-        logarithm of the size.
-        """
+        """Return the share of the peak that a GEMM with this smallest size reaches, interpolated over its logarithm."""
         rows = self.gemm_shares
         if smallest <= rows[0][0]:
             return rows[0][1] * smallest / rows[0][0]

@@ -162,9 +162,7 @@ class _Clock:
         return self._exposed(self.collective(chunks), chunks, gemm) if self.shape.sequence_parallel else 0.0
 
     def reduction(self, gemm: Gemm) -> float:
-        """Return what the sum over tp of a linear's result adds to its GEMM: a reduce-scatter, without sequence
-        parallelism an all-reduce.
-        """
+        """Return what the sum over tp of a linear's result adds to its GEMM: a reduce-scatter, or an all-reduce."""
         chunks = self.shape.chunks.reduce
         return self._exposed(self._passes * self.collective(chunks), chunks, gemm)
 

@@ -119,10 +119,7 @@ def _holds(plan: RunPlan, run: Sequence[int]) -> str:
 
 
 def _memory(plan: RunPlan) -> Iterator[str]:
-    """Yield one line for each pp_rank, equal neighbours as one; of many only the largest.
-
-    Items that are small everywhere are added up.
-    """
+    """Yield one line for each pp_rank, equal neighbours as one, of many only the largest; small items are added up."""
     ranks = all_rank_memory(plan)
     chosen = sorted(ranks, key=lambda rank: -rank.total)[:MOST_PIPELINE_RANKS_SHOWN]
     shown = sorted(chosen, key=lambda rank: rank.pp_rank)

@@ -102,10 +102,7 @@ def schedule_and_chunks(parallel: ParallelConfig, num_layers: int) -> tuple[str,
 
 
 def group_size(parallel: ParallelConfig, name: str) -> int | None:
-    """Return how many microbatches run through a chunk before the next chunk runs; None if the schedule has no groups.
-
-    Raises ConfigError if the flags ask for an impossible group size.
-    """
+    """Return the microbatches that run through a chunk before the next one; None without groups. Raises ConfigError."""
     group, pp = parallel.microbatch_group_size_per_virtual_pipeline_stage, parallel.pipeline_model_parallel_size
     flag = "--microbatch-group-size-per-virtual-pipeline-stage"
     if not SCHEDULES[name].takes_group_size:
@@ -121,10 +118,7 @@ def group_size(parallel: ParallelConfig, name: str) -> int | None:
 
 
 def memory_limit(parallel: ParallelConfig, name: str) -> int | None:
-    """Return the microbatches that an automatic schedule may keep alive on a rank, None for other schedules.
-
-    Raises ConfigError if a limit is given for another schedule.
-    """
+    """Return the microbatches that zb-auto may keep alive on a rank, None for others. Raises ConfigError."""
     limit = parallel.pipeline_memory_limit
     if SCHEDULES[name].is_automatic:
         return limit or parallel.pipeline_model_parallel_size
@@ -137,10 +131,7 @@ def memory_limit(parallel: ParallelConfig, name: str) -> int | None:
 
 
 def asked_chunks(parallel: ParallelConfig, num_layers: int) -> int | None:
-    """Return the model chunks per rank that one of three flags asks for; None if none of them is given.
-
-    Raises ConfigError if the flags disagree.
-    """
+    """Return the chunks per rank that one of three flags asks for, or None. Raises ConfigError if they disagree."""
     pp = parallel.pipeline_model_parallel_size
     asked = {}
     if parallel.num_virtual_stages_per_pipeline_rank is not None:

@@ -18,9 +18,7 @@ MESSAGES = {Op.SEND_F: 1, Op.SEND_B: -1}  # and how many stages further they go
 
 
 def reduction_bytes(plan: RunPlan, stage: int) -> float:
-    """Return the bytes of reducing a stage's gradients: a reduce-scatter with the distributed optimizer, else an
-    all-reduce.
-    """
+    """Return the bytes of reducing a stage's gradients: reduce-scatter (distributed optimizer), else all-reduce."""
     parallel = plan.config.parallel
     passes = 1 if parallel.use_distributed_optimizer else ALL_REDUCE
     element = 2 if parallel.grad_reduce_in_bf16 else plan.shape.wide

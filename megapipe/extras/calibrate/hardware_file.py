@@ -38,8 +38,7 @@ class Machine:
 
 
 def machine_of(found: Found, environment: Environment) -> Machine:
-    """Describe the machine as this rank sees it. Raises ConfigError if the system does not say how much memory it
-    has."""
+    """Describe the machine as this rank sees it. Raises ConfigError if its memory is unknown."""
     has, threads = resources(), torch.get_num_threads()
     cores, ranks_here = has.usable_cores, environment.local_world_size
     if found.device.type == "cuda":

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
 from statistics import median
 from typing import Any
@@ -35,16 +36,14 @@ def one_pipeline_rank(config: Config, world_size: int) -> Config:
     """Return the configuration with few layers and without a pipeline on `world_size` ranks; its parts are measured."""
     options = dataclasses.fields(ParallelConfig)
     defaults: dict[str, Any] = {option.name: option.default for option in options if "pipeline" in option.name}
-    parallel = dataclasses.replace(config.parallel, **defaults)
-    dp = max(1, world_size // parallel.tensor_model_parallel_size)
-    training = dataclasses.replace(
-        config.training, global_batch_size=config.training.micro_batch_size * dp, rampup_batch_size=None
-    )
-    optimizer = dataclasses.replace(config.optimizer, optimizer_post_validation=False)
-    model = dataclasses.replace(config.model, num_layers=NUM_LAYERS)
-    offload = OffloadConfig()  # its copies overlap with other layers
-    return dataclasses.replace(
-        config, model=model, parallel=parallel, training=training, optimizer=optimizer, offload=offload
+    sequences = config.training.micro_batch_size * max(1, world_size // config.parallel.tensor_model_parallel_size)
+    return replace(
+        config,
+        model=replace(config.model, num_layers=NUM_LAYERS),
+        parallel=replace(config.parallel, **defaults),
+        training=replace(config.training, global_batch_size=sequences, rampup_batch_size=None),
+        optimizer=replace(config.optimizer, optimizer_post_validation=False),
+        offload=OffloadConfig(),  # its copies overlap with other layers
     )
 
 
@@ -58,26 +57,23 @@ def profile_parts(
     """
     full = plan.config.recompute.recompute_granularity == "full"
     plain = RecomputeConfig() if full else plan.config.recompute
-    parts = _Parts(_in_parts(plan, plain), groups, device, seconds)
+    parts = _Parts(plan, plain, groups, device, seconds)
     embedding, layers, head = parts.cost(EMBEDDING), parts.cost(LAYERS), parts.cost(HEAD)
     if full:
-        recomputed = _Parts(_in_parts(plan, plan.config.recompute), groups, device, seconds).cost(LAYERS)
-        layers = dataclasses.replace(layers, replay=max(0.0, recomputed.backward - layers.backward))
-    layer = PartCost(**{name: value * (1.0 / NUM_LAYERS) for name, value in dataclasses.asdict(layers).items()})
+        recomputed = _Parts(plan, plan.config.recompute, groups, device, seconds).cost(LAYERS)
+        layers = replace(layers, replay=max(0.0, recomputed.backward - layers.backward))
+    layer = PartCost(*(value * (1.0 / NUM_LAYERS) for value in dataclasses.astuple(layers)))
     return embedding, layer, head
 
 
-def _in_parts(plan: RunPlan, recompute: RecomputeConfig) -> RunPlan:
-    """Return the plan with embedding, layers and head as three stages of one rank."""
-    config = dataclasses.replace(plan.config, recompute=recompute)
-    cut, schedule = from_counts([0, NUM_LAYERS, 0], NUM_LAYERS), default_schedule(3)
-    return dataclasses.replace(plan, config=config, placement=loop(1, 3), partition=cut, schedule_name=schedule)
-
-
 class _Parts:
-    """The three stages with their parameters and inputs."""
+    """Embedding, layers and head as three stages of one rank, with their parameters and inputs."""
 
-    def __init__(self, plan: RunPlan, groups: ProcessGroups, device: torch.device, seconds: float) -> None:
+    def __init__(
+        self, plan: RunPlan, recompute: RecomputeConfig, groups: ProcessGroups, device: torch.device, seconds: float
+    ) -> None:
+        config, cut = replace(plan.config, recompute=recompute), from_counts([0, NUM_LAYERS, 0], NUM_LAYERS)
+        plan = replace(plan, config=config, placement=loop(1, 3), partition=cut, schedule_name=default_schedule(3))
         self._runtime = InferenceRuntime(plan, groups, device, trains=True)
         self._world, self._clock, self._seconds = groups.world, device_clock(device), seconds
         model, training = plan.config.model, plan.config.training

@@ -59,10 +59,7 @@ def audit_grid(plan: RunPlan) -> int:
 
 
 def kinds_of_ranks(plan: RunPlan) -> tuple[Kind, ...]:
-    """Return the kinds of all ranks of the world, ordered by their first ranks.
-
-    dp and cp make no difference to a step.
-    """
+    """Return the kinds of all ranks, ordered by their first ranks; dp and cp make no difference to a step."""
     topology, schedule = plan.topology, plan.schedule(plan.batch.num_microbatches)
     behaviour: dict[tuple[int, int], Hashable] = {}  # by pp_rank and tp_rank: what such a rank does and holds
     for pp_rank in range(topology.pp):

@@ -153,8 +153,7 @@ class ActionWatch(Tracer):
             self.peak_action, self.before_action = "", self._level
 
     def extend(self, run: Sequence[Action], whole: Sequence[Action]) -> None:
-        """Extrapolate the messages of a shorter row to a longer one: each further action sends what the last of its
-        kind sent."""
+        """Extrapolate the messages of a shorter row: each further action sends what the last of its kind sent."""
         assert self._traffic is not None
         missing = Counter((action.stage, action.op) for action in whole)
         missing.subtract((action.stage, action.op) for action in run)
