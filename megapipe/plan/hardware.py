@@ -36,8 +36,6 @@ def saturating(highest: float, half_at: float) -> tuple[tuple[int, float], ...]:
 HALF_AT = 284.0
 GEMM_SHARES = saturating(0.80, HALF_AT)  # A100
 SINCE_H100 = saturating(0.575, HALF_AT)
-ATTENTION_SHARE = 0.45  # of a fused attention kernel, forward and backward
-POINTWISE_SHARE = 0.9  # of the memory's rate, what kernels reach that only move memory
 # gigabytes a second in one direction of 16 lanes (the data sheets: 64 and 128 for both directions together)
 PCIE_4, PCIE_5 = 32.0, 64.0
 HOST_SHARE = 0.8  # of that rate, what copies between pinned memory and a device are taken to reach
@@ -65,8 +63,8 @@ class Hardware:
     ranks_per_node: int = 8
     memory_share: float = 0.92  # a plan may fill; the rest is for CUDA's context, kernel workspace, allocator slack
     gemm_shares: tuple[tuple[int, float], ...] = GEMM_SHARES
-    attention_share: float = ATTENTION_SHARE
-    pointwise_share: float = POINTWISE_SHARE
+    attention_share: float = 0.45  # of the peak, by a fused attention kernel, forward and backward
+    pointwise_share: float = 0.9  # of the memory's rate, by kernels that only move memory
     price_per_hour: float | None = None  # of one accelerator, in any currency
     host_bytes_per_second: float = HOST_SHARE * PCIE_4 * GIGA  # to or from the host's memory, in one direction
 
@@ -143,10 +141,8 @@ OTHER_PEAKS = {"H100 PCIe": 756 * TERA}
 def hardware_named(name: str) -> Hardware:
     """Return a row of the table. Raises ConfigError for an unknown name."""
     if name.lower() not in HARDWARE:
-        raise ConfigError(
-            f"--gpu {name} is not in the table: there are {', '.join(HARDWARE)}; describe others in a file, "
-            "--hardware FILE"
-        )
+        known = ", ".join(HARDWARE)
+        raise ConfigError(f"--gpu {name} is not in the table: there are {known}; describe others in --hardware FILE")
     return HARDWARE[name.lower()]
 
 

@@ -118,8 +118,8 @@ def rank_memory(plan: RunPlan, pp_rank: int) -> RankMemory:
     offloaded, host = None, {}
     if plan.config.offload.cpu_offloading_num_layers:
         offloaded, host["activations"] = offloaded_memory(plan, pp_rank, kept)
-    row, sizes = plan.schedule(count).rows[pp_rank], (kept, waiting, plan.message_bytes)
-    peak = peak_of_row(row, pp_rank, plan.placement, *sizes, plan.send_depth, inside, offloaded)
+    row, message_bytes = plan.schedule(count).rows[pp_rank], plan.message_bytes
+    peak = peak_of_row(row, pp_rank, plan.placement, kept, waiting, message_bytes, plan.send_depth, inside, offloaded)
     state = _state(plan, pp_rank)
     if plan.config.optimizer.optimizer_cpu_offload:
         host["optimizer"], state["optimizer"] = state["optimizer"], 0
