@@ -54,7 +54,7 @@ def test_the_flags_are_torchruns() -> None:
     assert set(VALUE_FLAGS) & spellings <= takes_value and not set(BARE_FLAGS) & takes_value
 
 
-def test_each_node_gets_its_command_with_the_first_as_meeting_place() -> None:
+def test_each_node_gets_its_command_with_the_first_node_as_master() -> None:
     lines = preview(
         ["--dry-run", "--hosts", "a[1-2]", "--nproc-per-node", "2", SCRIPT, *TINY, "--save", "run with a space"]
     ).splitlines()
@@ -73,7 +73,7 @@ def test_each_node_gets_its_command_with_the_first_as_meeting_place() -> None:
         assert words[-len(TINY) - 3 :] == [SCRIPT, *TINY, "--save", "run with a space"]
 
 
-def test_what_is_printed_is_what_torchrun_would_understand() -> None:
+def test_torchrun_parses_the_printed_commands() -> None:
     from megapipe.extras.launch.torchrun import parse
 
     for node in range(3):
@@ -153,7 +153,7 @@ def test_errors_are_reported_before_anything_is_started(words: list[str], messag
         preview(["--dry-run", *words])
 
 
-def test_a_dry_run_of_the_script_is_the_scripts(capsys: pytest.CaptureFixture[str]) -> None:
+def test_dry_run_after_the_script_is_a_flag_of_the_script(capsys: pytest.CaptureFixture[str]) -> None:
     assert read_launch([SCRIPT, "--dry-run"]).dry_run is False
     assert main(["--dry-run", "--nproc-per-node", "1", SCRIPT, *TINY]) == 0
     assert "nothing is started" in capsys.readouterr().out

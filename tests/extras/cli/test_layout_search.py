@@ -58,14 +58,14 @@ def test_the_text_has_the_table_the_time_by_parts_and_the_memory(capsys: pytest.
         assert words in printed
 
 
-def test_megatrons_estimate_is_printed_beside_ours(capsys: pytest.CaptureFixture[str]) -> None:
+def test_megatrons_estimate_is_printed_with_ours(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*WORDS, "--estimator", "megatron"]) == 0
     assert "by Megatron" in (printed := capsys.readouterr().out) and "megatron " in printed
     assert main(["--world-size", "4", *MODEL.split(), "--global-batch-size", "8", "--estimator=megatron"]) == 0
     assert "by Megatron-LM's estimate: weights and optimizer" in capsys.readouterr().out
 
 
-def test_objectives_show_every_number_they_looked_at(capsys: pytest.CaptureFixture[str]) -> None:
+def test_objectives_gpus_and_cost_try_fewer_gpus(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*WORDS, "--objective", "cost", "--price", "2.5"]) == 0
     printed = capsys.readouterr().out
     assert "objective cost: 1 GPUs (lowest cost per token)" in printed and "a billion tokens" in printed
@@ -106,7 +106,7 @@ def test_objectives_show_every_number_they_looked_at(capsys: pytest.CaptureFixtu
         "json without a search",
     ],
 )
-def test_a_mistake_is_answered(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_options_are_refused_with_the_reason(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(arguments) != 0
     assert message in capsys.readouterr().err
 

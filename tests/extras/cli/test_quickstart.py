@@ -81,7 +81,7 @@ def test_every_number_of_gpus_gets_a_grid_that_divides_it() -> None:
     ],
     ids=["no steps", "no number", "data", "length", "misspelt", "no corpus"],
 )
-def test_wrong_options_are_answered_in_one_line(
+def test_wrong_options_are_refused_in_one_line(
     arguments: list[str],
     message: str,
     tmp_path: Path,
@@ -105,7 +105,7 @@ def corpus_file(path: Path, first_line: str) -> Path:
     return path
 
 
-def test_data_are_made_once_and_another_text_makes_other_data(
+def test_data_are_reused_only_for_the_same_text(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     text = corpus_file(tmp_path / "text.txt", "number")
@@ -122,7 +122,7 @@ def test_data_are_made_once_and_another_text_makes_other_data(
     assert first.prompts and 1.0 < first.entropy < 6.0
 
 
-def test_an_incomplete_folder_is_made_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_incomplete_data_folder_is_rebuilt(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = corpus_file(tmp_path / "text.txt", "number")
     first = prepare(str(text), tmp_path / "out", 500, 8.0)
     (first.folder / "prepared.json").unlink()
@@ -131,7 +131,7 @@ def test_an_incomplete_folder_is_made_again(tmp_path: Path, capsys: pytest.Captu
     assert "== tokenizer" in capsys.readouterr().out and first.tokenizer.stat().st_size > 4
 
 
-def test_a_second_run_goes_on_for_as_many_steps_again() -> None:
+def test_a_second_run_continues_for_as_many_steps() -> None:
     words = pretrain_arguments(PREPARED, Path("f/checkpoints"), done=260, steps=100)
     config = load_config([*quickstart.CPU_FLAGS, *words], is_job=True).config
     assert (config.training.train_iters, config.optimizer.lr_wsd_decay_iters) == (360, 35)

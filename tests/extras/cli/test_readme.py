@@ -32,7 +32,7 @@ FLAGS_OF_OTHERS = {
 }
 
 
-def test_its_cheap_commands_run_one_after_the_other(tmp_path: Path) -> None:
+def test_the_tested_commands_of_the_readme_run_in_order(tmp_path: Path) -> None:
     for name in ("configs", "tools", "megapipe", "pretrain_gpt.py"):
         (tmp_path / name).symlink_to(REPOSITORY / name)
     shell = f"set -e\nexport PYTHONPATH={REPOSITORY} OMP_NUM_THREADS=1\n"
@@ -56,7 +56,7 @@ def test_its_cheap_commands_run_one_after_the_other(tmp_path: Path) -> None:
     assert (tmp_path / "schedule.svg").is_file()
 
 
-def test_every_flag_it_names_exists() -> None:
+def test_every_flag_of_the_readme_exists() -> None:
     named = {normalised(word) for word in re.findall(r"(?<![\w-])--[a-z][\w-]+", README)}
     own = {
         "--" + normalised(name).lstrip("-") for name in (*field_flags(), *REQUESTS, *megatron_flags(), *FLAGS_OF_OTHERS)
@@ -64,13 +64,13 @@ def test_every_flag_it_names_exists() -> None:
     assert not {name for name in named if "--" + name.lstrip("-") not in own}
 
 
-def test_every_subcommand_it_uses_exists() -> None:
+def test_every_subcommand_of_the_readme_exists() -> None:
     used = set(re.findall(r"(?:^|`)megapipe ([a-z-]+) ", README, re.MULTILINE)) - {"pretrains"}
     assert used and used <= set(SUBCOMMANDS)
 
 
 @pytest.mark.parametrize("text", [README, ARCHITECTURE], ids=["README", "architecture"])
-def test_its_links_and_paths_lead_somewhere(text: str) -> None:
+def test_links_and_paths_exist(text: str) -> None:
     links = re.findall(r"\]\(([^)#]+)\)", text)
     paths = re.findall(r"(?<![\w/])((?:configs|docs|tools|launch|tests)/[\w./-]*\w)", text)
     assert not [path for path in [*links, *paths] if not path.startswith("http") and not (REPOSITORY / path).exists()]
@@ -82,7 +82,7 @@ def test_the_architecture_page_names_every_package() -> None:
     assert not {package for package in packages if f"`{package}`" not in ARCHITECTURE}
 
 
-def test_the_picture_is_what_the_tool_draws_today() -> None:
+def test_the_schedule_picture_of_the_readme_is_current() -> None:
     words = [
         "--config",
         str(REPOSITORY / "configs" / "quickstart.yaml"),
@@ -99,7 +99,7 @@ def test_the_picture_is_what_the_tool_draws_today() -> None:
     )
 
 
-def test_the_output_it_shows_is_todays(tmp_path: Path) -> None:
+def test_the_output_in_the_readme_is_current(tmp_path: Path) -> None:
     shown = re.findall(r"<!-- output of: megapipe (.*?) -->\n```\n(.*?)```", README, re.DOTALL)
     assert shown
     for words, output in shown:

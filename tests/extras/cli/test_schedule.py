@@ -159,7 +159,7 @@ def test_errors_are_one_line(words: list[str], complaint: str, capsys: pytest.Ca
     assert complaint in capsys.readouterr().err
 
 
-def test_the_tool_and_the_command_are_one_and_neither_imports_torch() -> None:
+def test_the_tool_runs_the_command_and_imports_no_torch() -> None:
     code = (
         "import sys; from tools.draw_schedule import main; main(['compare', 'gpipe', '-p', '2']); "
         "assert 'torch' not in sys.modules"
@@ -169,6 +169,6 @@ def test_the_tool_and_the_command_are_one_and_neither_imports_torch() -> None:
     assert "gpipe" in ended.stdout
 
 
-def test_the_pictures_of_the_documentation_are_what_the_tool_draws_today() -> None:
+def test_the_schedule_pictures_of_the_documentation_are_current() -> None:
     stored = {path.name: path.read_text(encoding="utf-8") for path in (REPOSITORY / "docs" / "schedules").glob("*.svg")}
     assert stored == pictures(), "draw them again: python tools/draw_all_schedules.py"

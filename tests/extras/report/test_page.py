@@ -141,7 +141,7 @@ def test_what_differs_from_the_defaults_is_listed_with_its_origin(recorded: Path
         assert setting.origin.startswith("flag")
 
 
-def test_the_curves_give_their_points_to_the_script() -> None:
+def test_charts_hold_their_points_as_json() -> None:
     drawn = chart_svg(
         Chart("t", [Curve("a", [(1.0, 2.0), (3.0, 1.5)]), Curve("b", [(3.0, 1.0)], "dots", 1), Curve("none", [])], "u")
     )
@@ -239,7 +239,7 @@ def test_without_a_profile_the_report_explains_how_to_record_one(recorded: Path)
     )
 
 
-def test_a_damaged_profile_costs_the_profile_alone(recorded: Path) -> None:
+def test_a_damaged_profile_is_left_out_with_a_warning(recorded: Path) -> None:
     profiles_in(recorded)[0].write_text("{}")
     text = shown(recorded)
     assert "is not a pipeline profile" in text and "6.4045"[:3] in text
@@ -252,7 +252,7 @@ def test_metrics_alone_are_enough(recorded: Path) -> None:
     assert "14 of 14" in text and "the run recorded no configuration" in text and "This run wrote no run.jsonl" in text
 
 
-def test_a_run_before_its_first_line_has_a_page(recorded: Path) -> None:
+def test_a_run_without_logged_steps_has_a_report(recorded: Path) -> None:
     (recorded / "metrics.jsonl").write_text("")
     assert "No step has been logged yet" in shown(recorded)
 
