@@ -94,9 +94,8 @@ def preprocess(own: argparse.Namespace) -> None:
     files = find_files(own.input, own.suffixes)
     plain = next((path for path in files if not is_json_lines(path)), None)
     if plain is not None and own.json_keys != [TEXT_KEY]:
-        raise ConfigError(
-            f"--json-keys {' '.join(own.json_keys)}: {plain} is plain text, which has the key {TEXT_KEY!r} only"
-        )
+        keys = " ".join(own.json_keys)
+        raise ConfigError(f"--json-keys {keys}: {plain} is plain text, which has the key {TEXT_KEY!r} only")
     counts = tokenize(
         read_records(files, own.document_unit),
         own.output_prefix,

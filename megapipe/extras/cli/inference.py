@@ -115,9 +115,7 @@ def open_model(
     if seq_length is not None:
         positions = model.max_position_embeddings or model.seq_length
         if not 1 <= seq_length <= positions:
-            raise ConfigError(
-                f"--seq-length {seq_length} must be in 1 .. {positions}, the positions that the model was trained for"
-            )
+            raise ConfigError(f"--seq-length {seq_length} must be in 1 .. {positions}, the trained model's positions")
         model = dataclasses.replace(model, seq_length=seq_length, max_position_embeddings=positions)
     config = Config(
         model=model,
@@ -167,11 +165,10 @@ def generate(own: argparse.Namespace, environment: Environment) -> None:
         raise ConfigError("no prompt: give --prompt TEXT or --prompts-file FILE")
     model = open_model(own, environment, micro_batch_size=max(1, min(own.batch_size, len(prompts))))
     tokenizer = model.required_tokenizer()
-    if model.plan.topology.dp > 1:
-        raise ConfigError(
-            f"{environment.world_size} ranks hold {model.plan.topology.dp} copies of the model: start "
-            f"{environment.world_size // model.plan.topology.dp}, tensor x pipeline parallel size"
-        )
+    world_size, dp = environment.world_size, model.plan.topology.dp
+    if dp > 1:
+        need = f"{world_size // dp}, tensor x pipeline parallel size"
+        raise ConfigError(f"{world_size} ranks hold {dp} copies of the model: start {need}")
     from megapipe.extras.inference.generate import Generator, Limits, Sampling, TextStream
 
     sampling = Sampling(own.temperature, own.top_k, own.top_p, own.seed)

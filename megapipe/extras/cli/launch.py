@@ -155,7 +155,4 @@ def _traffic(plan: RunPlan) -> Iterator[str]:
     if has_network:
         yield f"  over the network: {', '.join(crossing_names) or 'nothing but sums of a few numbers'}"
     if "tp" in crossing_names:
-        yield (
-            "  tp spans nodes, and every layer has tp collectives: a tp that divides the ranks of a node keeps them "
-            "inside the node"
-        )
+        yield "  tp spans nodes, and every layer has tp collectives: use a tp that divides the ranks of a node"

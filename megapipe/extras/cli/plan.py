@@ -83,9 +83,7 @@ def _search(own: argparse.Namespace) -> int:
     if own.gpus is None:
         raise ConfigError("a search needs --gpus N, the number of accelerators, 1 or more")
     if any(word.split("=")[0].replace("_", "-") in ("--world-size", "--ranks-per-node") for word in own.flags):
-        raise ConfigError(
-            "--gpus N searches for a layout, --world-size N shows the configured one; give one of the two"
-        )
+        raise ConfigError("--gpus N searches for a layout, --world-size N shows the configured; give one of the two")
     hardware = hardware_given(own)
     if hardware is None:
         raise ConfigError("the accelerator is missing: give --gpu NAME (such as h100) or --hardware FILE")
@@ -135,14 +133,9 @@ def _objective(own: argparse.Namespace, hardware: Hardware) -> Objective:
     if price is not None and not price > 0:
         raise ConfigError(f"--hardware {own.hardware}: price_per_hour {price:g} must be above 0")
     if kind == "cost" and price is None:
-        raise ConfigError(
-            "--objective cost needs the price of one accelerator and hour: give --price P, or price_per_hour in a "
-            "--hardware file"
-        )
+        raise ConfigError("--objective cost needs the price: give --price P, or price_per_hour in a --hardware file")
     if kind == "time" and (own.price is not None or own.tokens_per_second is not None):
-        raise ConfigError(
-            "--price and --tokens-per-second belong to --objective gpus or cost; the fastest step ignores them"
-        )
+        raise ConfigError("--price and --tokens-per-second belong to --objective gpus or cost; time ignores them")
     return Objective(kind, own.tokens_per_second, price)
 
 

@@ -60,10 +60,7 @@ def _pretrain(arguments: list[str], environment: Environment) -> int:
             print(text, end="")
         return 0
     if requests.dry_run and environment.is_distributed:
-        raise ConfigError(
-            "--dry-run needs no other ranks: start it without torchrun or srun, with --world-size N for the ranks "
-            "there will be"
-        )
+        raise ConfigError("--dry-run needs no other ranks: run it without torchrun or srun, with --world-size N")
     plan = planned(loaded, *world)
     if environment.global_rank == 0:
         print("\n".join([*loaded.remarks, plan_text(plan), f"  flags    {differences_line()}"]), flush=True)

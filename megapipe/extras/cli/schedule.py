@@ -199,6 +199,7 @@ _LEGEND = """
 barrier, chained: idle share of the step, with a barrier after each step, and in consecutive steps without one
 peak: microbatches alive until W (to I: until I) on the worst rank, each 1/p of the model; inputs: received, waiting
 depth: sends that a channel must be able to have in flight without a posted receive"""
+_NOT_SYNCHRONOUS = "NOT synchronous: weights change while microbatches are in flight"
 
 
 def table_text(rows: Sequence[Measures | Refusal]) -> str:
@@ -215,10 +216,7 @@ def table_text(rows: Sequence[Measures | Refusal]) -> str:
     lines += [f"{row.schedule.ljust(width)}  refused: {row.refused}" for row in rows if isinstance(row, Refusal)]
     lines.append(_LEGEND)
     if any(not row.is_synchronous for row in measured):
-        lines.append(
-            "*: NOT synchronous: weights change while microbatches are in flight; part of an endless stream, "
-            "including its ends"
-        )
+        lines.append(f"*: {_NOT_SYNCHRONOUS}; part of an endless stream, including its ends")
     return "\n".join(lines)
 
 
@@ -248,7 +246,7 @@ def _check(own: argparse.Namespace) -> None:
         return
     print(report)
     if not schedule.is_synchronous:
-        print("NOT synchronous: weights change while microbatches are in flight")
+        print(_NOT_SYNCHRONOUS)
     width = max((len(str(entry["channel"])) for entry in channels), default=0)
     for entry in channels:
         depths = f"send depth {entry['least_send_depth']}, receives posted {entry['most_posted']}"

@@ -133,9 +133,7 @@ class Run:
 def read_run(folder: Path) -> Run:
     """Read the run in a folder. Raises ConfigError if it holds no run; the message lists runs in subfolders."""
     if not folder.is_dir():
-        raise ConfigError(
-            f"{folder} is not a folder; give the --save folder of a run, or the folder of its --metrics-file"
-        )
+        raise ConfigError(f"{folder} is not a folder; give the --save folder of a run, or that of its --metrics-file")
     if not any((folder / name).is_file() for name in (METRICS, RUN)):
         paths = [
             path

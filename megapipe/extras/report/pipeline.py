@@ -109,10 +109,8 @@ def _notes(profile: Profile, summary: Summary, path: Path, num_profiles: int) ->
         latency = f", including {milliseconds(link.latency_seconds)} of latency" if has_latency else ""
         sentences.append(f"Between idle ranks a message of {size} takes {milliseconds(seconds)}{latency}.")
     more = f" (the newest of {num_profiles} profiles)" if num_profiles > 1 else ""
-    sentences.append(
-        f"Data: <code>{escape(path.name)}</code>{more}; "
-        f"trace for ui.perfetto.dev: <code>{escape(trace_path(path).name)}</code>."
-    )
+    data, trace = escape(path.name), escape(trace_path(path).name)
+    sentences.append(f"Data: <code>{data}</code>{more}; trace for ui.perfetto.dev: <code>{trace}</code>.")
     return f'<p class="soft">{" ".join(sentences)}</p>'
 
 

@@ -106,7 +106,9 @@ def test_objectives_gpus_and_cost_try_fewer_gpus(capsys: pytest.CaptureFixture[s
         "json without a search",
     ],
 )
-def test_wrong_options_are_refused_with_the_reason(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_options_are_refused_with_the_reason(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(arguments) != 0
     assert message in capsys.readouterr().err
 

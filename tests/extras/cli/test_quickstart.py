@@ -105,9 +105,7 @@ def corpus_file(path: Path, first_line: str) -> Path:
     return path
 
 
-def test_data_are_reused_only_for_the_same_text(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_data_are_reused_only_for_the_same_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = corpus_file(tmp_path / "text.txt", "number")
     first = prepare(str(text), tmp_path / "out", 500, 8.0)
     assert "== tokenizer" in capsys.readouterr().out
