@@ -1,7 +1,7 @@
 """Times of a device's work in nanoseconds of the host's clock: `HostClock` for a CPU, `EventClock` for a GPU.
 
-On a GPU a moment is an event in a stream: the device records the time when it reaches the event, and the host waits
-only when the time is read. So timing does not change how the work runs. EventClock has not yet run on a GPU.
+On a GPU a moment is an event in a stream, for which the host waits only when the time is read, so that timing does not
+change how the work runs. EventClock has not yet run on a GPU.
 """
 
 from __future__ import annotations
@@ -83,10 +83,7 @@ class EventClock:
         self._clock = Clock(self._clock.before, self._reading())
 
     def time_of(self, moment: int) -> int:
-        """Convert a moment to nanoseconds of the host's clock, waiting until it has passed.
-
-        A plain int is returned as it is.
-        """
+        """Convert a moment to nanoseconds of the host's clock, waiting until it has passed; an int is one already."""
         if not isinstance(moment, Mark):
             return moment
         return self._clock.to_local(self._nanoseconds(self._base, moment.event))

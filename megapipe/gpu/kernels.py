@@ -95,12 +95,11 @@ def describe_kernels(kernels: Kernels, config: Config, device_type: str) -> tupl
 def _describe_fp8(kernels: Kernels, precision: PrecisionConfig, device_type: str) -> str:
     if precision.fp8_format is None:
         return "no fp8"
+    means = "torch._scaled_mm"
+    if device_type != "cuda":
+        means = "emulated on this CPU, for tests: operands rounded to fp8, products in fp32"
     settings = f"fp8 {precision.fp8_format}, {precision.fp8_recipe} scaling"
-    if kernels.layers is not None:
-        return settings
-    if device_type == "cuda":
-        return f"{settings} (torch._scaled_mm)"
-    return f"{settings} (emulated on this CPU, for tests: operands rounded to fp8, products in fp32)"
+    return settings if kernels.layers is not None else f"{settings} ({means})"
 
 
 def _describe_attention(kernels: Kernels, config: Config, device_type: str) -> str:
@@ -127,9 +126,8 @@ def _describe_attention(kernels: Kernels, config: Config, device_type: str) -> s
 def compiled(function: AnyFunction) -> AnyFunction:
     """Compile a pointwise function that returns one tensor: one kernel, for tensors of any size.
 
-    Only the inside of our hand-written Functions is compiled, never a graph with a linear in it, since the compiled
-    graph would lose side effects such as main gradients and the weight queue. What is saved for the backward does not
-    change.
+    Only the inside of our hand-written Functions is compiled, never a graph with a linear in it, which would lose side
+    effects such as main gradients and the weight queue. What is saved for the backward does not change.
     """
     # dynamic: torch keeps 8 graphs per function and, with fullgraph, a ninth shape would be an error; the casts of one
     # layer's linears have more shapes

@@ -33,7 +33,7 @@ INSTALL = {
 def importing(library: str, flag: str, instead: str) -> Iterator[None]:
     """Raise ConfigError with the install command if the import inside the block fails.
 
-    library: its usual name. flag: the option that chose it. instead: the value of it that needs no library.
+    flag: the option that chose the library. instead: the value of it that needs none.
     """
     try:
         yield
@@ -51,16 +51,13 @@ AttentionKernel = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class AttentionShape:
-    """The attention of one layer on one rank.
-
-    queries: n per key/value head. window: tokens that a token sees, itself included.
-    """
+    """The attention of one layer on one rank."""
 
     layer: int
-    queries: int
+    queries: int  # n per key/value head
     head_dim: int
     scale: float
-    window: int | None  # None: all before it
+    window: int | None  # tokens that a token sees, itself included; None: all before it
     cap: float | None
     deterministic: bool
 
@@ -70,14 +67,20 @@ def fold_groups(x: Tensor) -> Tensor:
     return x.flatten(1, 2)
 
 
-def _fused_adam(make: Any, groups: Iterable[dict[str, Any]], config: OptimizerConfig) -> torch.optim.Optimizer:
-    betas = (config.adam_beta1, config.adam_beta2)
-    return make(  # type: ignore[no-any-return]
-        groups, lr=0.0, bias_correction=True, betas=betas, eps=config.adam_eps, adam_w_mode=True, weight_decay=0.0
-    )
+class _FusedAdam:
+    """A library whose FusedAdam takes apex's arguments."""
+
+    _adam: Any
+
+    def adam(self, groups: Iterable[dict[str, Any]], config: OptimizerConfig) -> torch.optim.Optimizer:
+        """Build AdamW over parameter groups; it counts its steps in each group's 'step'."""
+        betas = (config.adam_beta1, config.adam_beta2)
+        return self._adam(  # type: ignore[no-any-return]
+            groups, lr=0.0, bias_correction=True, betas=betas, eps=config.adam_eps, adam_w_mode=True, weight_decay=0.0
+        )
 
 
-class Apex:
+class Apex(_FusedAdam):
     """NVIDIA's apex: a multi-tensor Adam, fused norms, and a weight gradient that is accumulated inside its GEMM."""
 
     def __init__(self) -> None:
@@ -88,10 +91,6 @@ class Apex:
             from apex.optimizers import FusedAdam
         self._adam, self._weight_gradients = FusedAdam, fused_weight_gradient_mlp_cuda
         self._layer_norm, self._rms_norm = fused_layer_norm_affine, fused_rms_norm_affine
-
-    def adam(self, groups: Iterable[dict[str, Any]], config: OptimizerConfig) -> torch.optim.Optimizer:
-        """Build AdamW over parameter groups; it counts its steps in each group's 'step'."""
-        return _fused_adam(self._adam, groups, config)
 
     def norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, epsilon: float) -> Tensor:
         """Apply LayerNorm, or without a bias RMSNorm, over the last dimension, with fp32 statistics."""
@@ -118,10 +117,7 @@ class FlashAttention:
         self._function: Callable[..., Any] = flash_attn.flash_attn_func
 
     def attention(self, shape: AttentionShape) -> AttentionKernel:
-        """Build the attention of one layer.
-
-        Saves q, k, v (views into one tensor), the output and the fp32 log-sum-exp.
-        """
+        """Build the attention of one layer; saves q, k, v (views of one tensor), the output and fp32 log-sum-exp."""
         # the library counts only the tokens to the left; our window includes the token itself
         options = {
             "window_size": (-1, -1) if shape.window is None else (shape.window - 1, 0),
@@ -141,7 +137,7 @@ class FlashAttention:
         return attend
 
 
-class TransformerEngine:
+class TransformerEngine(_FusedAdam):
     """NVIDIA's Transformer Engine: linears, norms, attention and Adam, with fp8 inside the linears.
 
     Its modules are subclassed, so that they hold our parameters under our names (weight, bias): on the meta device
@@ -222,10 +218,6 @@ class TransformerEngine:
             return module(fold_groups(q), fold_groups(k), fold_groups(v)).reshape(*q.shape[:2], -1)
 
         return attend
-
-    def adam(self, groups: Iterable[dict[str, Any]], config: OptimizerConfig) -> torch.optim.Optimizer:
-        """Build AdamW over parameter groups; it counts its steps in each group's 'step'."""
-        return _fused_adam(self._adam, groups, config)
 
     def stage_region(self, tp: Group) -> AbstractContextManager[Any]:
         """Enclose a stage's forward, at whose end delayed scales are updated from maxima over tp."""

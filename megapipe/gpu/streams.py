@@ -24,8 +24,7 @@ class StageStreams:
     autograd runs a backward on the stream of its forward, so a pair, a forward of one stage and a backward of the
     other, uses two streams. Outside a pair, every computation waits for the current stream, which then waits for it.
     In a pair both halves wait for what preceded the pair, not for each other, and the current stream waits for both.
-    With tp > 1 each half has its own communicator; otherwise NCCL would run the collectives of one after those of the
-    other.
+    With tp > 1 each half has its own communicator: in one, NCCL would run the collectives of both in order.
     """
 
     def __init__(self, stages: Iterable[int], device: torch.device, cuda: Any = torch.cuda) -> None:
@@ -56,7 +55,6 @@ class StageStreams:
                 current.wait_stream(stream)
 
     def of(self, stage: int) -> Any:
-        """Return the stage's stream."""
         return self._streams[stage]
 
     def use(self, tensors: Iterable[Tensor | None]) -> None:
@@ -100,7 +98,7 @@ class StreamCopies:
         self._out, self._in = cuda.Stream(device), cuda.Stream(device)
 
     def current_stream(self) -> Any:
-        """Return the current compute stream; streams and events are opaque to the caller."""
+        """Return the compute stream; streams and events are opaque to the caller."""
         return self._cuda.current_stream(self._device)
 
     def on(self, stream: Any) -> AbstractContextManager[Any]:

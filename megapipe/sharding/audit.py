@@ -1,6 +1,4 @@
-"""A check before training that the ranks hold the whole model: every element of every global tensor exactly as often
-as declared.
-"""
+"""A check before training that the ranks hold every element of every global tensor exactly as often as declared."""
 
 from __future__ import annotations
 
@@ -13,8 +11,7 @@ from megapipe.sharding.spec import ParamSpec
 
 
 def audit_stages(specs: Sequence[ParamSpec], stages: Mapping[int, Sequence[ParamSpec]]) -> None:
-    """Check that each parameter is in exactly one stage; a tied embedding is also, as a replica, in the stage of the
-    head.
+    """Check that each parameter is in exactly one stage, and a tied embedding in that of the head, too.
 
     Raises ConfigError naming the parameter and the stages that hold it.
     """
@@ -25,11 +22,10 @@ def audit_stages(specs: Sequence[ParamSpec], stages: Mapping[int, Sequence[Param
                 raise ConfigError(f"stage {stage} holds {spec.name}, which the model does not have")
             holders[spec.name].append(stage)
     for spec in specs:
-        held_by = holders[spec.name]
+        held_by, ends = holders[spec.name], [min(stages), max(stages)]
         if not held_by:
             raise ConfigError(f"no stage holds {spec.name}: the cut of layers drops it")
-        ends = {min(stages), max(stages)}
-        if len(held_by) > 1 and not (spec.tied and set(held_by) == ends and len(held_by) == 2):
+        if len(held_by) > 1 and not (spec.tied and sorted(held_by) == ends):
             raise ConfigError(
                 f"{spec.name} is held by stages {held_by}; only a tied embedding may be in two, the first and the last"
             )
@@ -48,25 +44,20 @@ def audit_slices(specs: Iterable[ParamSpec], tp: int) -> None:
                 held.setdefault((interval.start, interval.stop), []).append(tp_rank)
                 declared[interval.start, interval.stop] = interval.replicas
         position = 0
-        for start, stop in sorted(held):
+        for (start, stop), ranks in sorted(held.items()):
             if start != position:
-                raise ConfigError(
-                    f"{spec.name}: rows {min(start, position)} to {max(start, position)} are held by no tp_rank, or "
-                    "by two"
-                )
-            if tuple(held[start, stop]) != declared[start, stop]:
-                raise ConfigError(
-                    f"{spec.name}: rows {start} to {stop} are on tp_ranks {held[start, stop]}, declared "
-                    f"{declared[start, stop]}"
-                )
+                rows = f"rows {min(start, position)} to {max(start, position)}"
+                raise ConfigError(f"{spec.name}: {rows} are held by no tp_rank, or by two")
+            if tuple(ranks) != declared[start, stop]:
+                rows = f"rows {start} to {stop}"
+                raise ConfigError(f"{spec.name}: {rows} are on tp_ranks {ranks}, declared {declared[start, stop]}")
             position = stop
         if position != spec.shape[spec.slicing.dim or 0]:
             raise ConfigError(f"{spec.name}: rows from {position} on are held by no tp_rank")
 
 
 def audit_buffers(specs: Sequence[ParamSpec], layouts: Sequence[BufferLayout], tp_rank: int, tp: int) -> None:
-    """Check that each parameter of a stage has one slot in one bucket, that slots do not overlap and that shards
-    cover their bucket.
+    """Check that each parameter of a stage has one slot, that slots do not overlap and that shards cover their bucket.
 
     Raises ConfigError naming the parameter or the range.
     """
@@ -77,10 +68,8 @@ def audit_buffers(specs: Sequence[ParamSpec], layouts: Sequence[BufferLayout], t
         position = 0
         for bucket in layout.buckets:
             if bucket.start != position or (bucket.stop - bucket.start) % layout.num_shards:
-                raise ConfigError(
-                    f"{layout.kind} bucket [{bucket.start}, {bucket.stop}) leaves a gap or does not divide into "
-                    f"{layout.num_shards}"
-                )
+                found = f"{layout.kind} bucket [{bucket.start}, {bucket.stop})"
+                raise ConfigError(f"{found} leaves a gap or does not divide into {layout.num_shards}")
             end = bucket.start
             for slot in bucket.slots:
                 if slot.start < end or slot.stop > bucket.stop:

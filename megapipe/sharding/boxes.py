@@ -30,19 +30,15 @@ class Box:
 
     def intersect(self, other: Box) -> Box | None:
         """Return the common rectangle of two boxes of one tensor, None if they do not overlap."""
-        starts = tuple(max(a, b) for a, b in zip(self.offset, other.offset, strict=True))
-        stops = (
-            min(a + n, b + k) for a, n, b, k in zip(self.offset, self.shape, other.offset, other.shape, strict=True)
-        )
-        shape = tuple(stop - start for start, stop in zip(starts, stops, strict=True))
+        pairs = list(zip(self.slices, other.slices, strict=True))
+        starts = tuple(max(own.start, others.start) for own, others in pairs)
+        shape = tuple(min(own.stop, others.stop) - start for (own, others), start in zip(pairs, starts, strict=True))
         return Box(starts, shape) if all(n > 0 for n in shape) else None
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A box of a parameter; its elements are [start, start + box.num_elements) of the flattened local tensor,
-    row-major.
-    """
+    """A box of a parameter: elements [start, start + box.num_elements) of the flattened local tensor, row-major."""
 
     spec: ParamSpec
     box: Box

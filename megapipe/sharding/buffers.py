@@ -1,5 +1,4 @@
-"""Flat buffers: where each parameter of a stage starts, how the buffer is cut into buckets, and each bucket into
-shards.
+"""Flat buffers: where each parameter of a stage starts, how buffers are cut into buckets, and buckets into shards.
 
 A bucket is what one collective moves; over the group of replicas the distributed optimizer gives every rank one equal
 shard of every bucket (ZeRO-1, Rajbhandari et al. 2020, arXiv:1910.02054). Parameters and gradients share one layout.
@@ -39,9 +38,7 @@ class Slot:
 
 @dataclass(frozen=True)
 class Bucket:
-    """Elements [start, stop) of the buffer, moved by one collective; stop - start is a multiple of ALIGNMENT x
-    shards.
-    """
+    """Elements [start, stop) of the buffer, moved by one collective; a multiple of ALIGNMENT x shards."""
 
     start: int
     stop: int
@@ -114,9 +111,7 @@ def shard_pieces(bucket: Bucket, tp_rank: int, tp: int, start: int, stop: int) -
 
 
 def _fill(specs: Sequence[ParamSpec], tp_rank: int, tp: int, num_shards: int, bucket_size: int) -> Iterator[Bucket]:
-    """Cut a list of parameters into buckets of about bucket_size elements; within a bucket those with weight decay
-    come first.
-    """
+    """Cut a list of parameters into buckets of about bucket_size elements; in each, those with weight decay first."""
     start = size = 0
     group: list[ParamSpec] = []
     for spec in specs:

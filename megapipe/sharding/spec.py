@@ -1,7 +1,6 @@
 """`ParamSpec`: shape, slicing, initial values and optimizer flags of one parameter of the model.
 
-Tensor parallelism cuts one dimension of a tensor by a rule that says which intervals tp_rank holds; concatenated in
-order along that dimension they are its local tensor.
+Tensor parallelism cuts one dimension by a rule that says which intervals tp_rank holds; in order they are its tensor.
 """
 
 from __future__ import annotations
@@ -15,9 +14,7 @@ from megapipe.errors import ConfigError
 
 @dataclass(frozen=True)
 class Interval:
-    """Rows [start, stop) of the cut dimension of a global tensor, held by every tp_rank in `replicas`; the first of
-    them owns them.
-    """
+    """Rows [start, stop) of the cut dimension of a global tensor, on all tp_ranks `replicas`; the first owns them."""
 
     start: int
     stop: int
@@ -36,8 +33,7 @@ class Replicated:
 
 @dataclass(frozen=True)
 class Fused:
-    """`parts` equal tensors stacked along `dim`, each cut evenly: rank r holds [part0_r; part1_r; ...] ([gate_r;
-    up_r] of SwiGLU).
+    """`parts` equal tensors stacked along `dim`, each cut evenly: rank r holds [part0_r; part1_r; ...] (gate|up of SwiGLU).
 
     One part is the plain cut of a column- or row-parallel weight.
     """
@@ -48,9 +44,8 @@ class Fused:
     def intervals(self, size: int, tp_rank: int, tp: int) -> tuple[Interval, ...]:
         part = size // self.parts
         if part * self.parts != size or part % tp:
-            raise ConfigError(
-                f"{self.parts} part(s) of {part} rows each cannot be cut evenly over tensor parallel size {tp}"
-            )
+            parts = f"{self.parts} part(s) of {part} rows each"
+            raise ConfigError(f"{parts} cannot be cut evenly over tensor parallel size {tp}")
         width = part // tp
         starts = (index * part + tp_rank * width for index in range(self.parts))
         return tuple(Interval(start, start + width, (tp_rank,)) for start in starts)
@@ -125,9 +120,7 @@ class ParamSpec:
     true_rows: int | None = None  # rows of dim 0 without vocabulary padding, which is never saved
 
     def intervals(self, tp_rank: int, tp: int) -> tuple[Interval, ...]:
-        """Return the rows of dimension `slicing.dim` (0 if replicated) that tp_rank holds; concatenated they are its
-        local tensor.
-        """
+        """Return the rows of dimension `slicing.dim` (0 if replicated) in tp_rank's local tensor, in their order there."""
         return self.slicing.intervals(self.shape[self.slicing.dim or 0], tp_rank, tp)
 
     def local_shape(self, tp_rank: int, tp: int) -> tuple[int, ...]:
