@@ -33,7 +33,7 @@ class Replicated:
 
 @dataclass(frozen=True)
 class Fused:
-    """`parts` equal tensors stacked along `dim`, each cut evenly: rank r holds [part0_r; part1_r; ...] (gate|up of SwiGLU).
+    """`parts` equal tensors stacked along `dim`, each cut evenly: rank r holds [gate_r; up_r] of SwiGLU.
 
     One part is the plain cut of a column- or row-parallel weight.
     """
@@ -120,7 +120,7 @@ class ParamSpec:
     true_rows: int | None = None  # rows of dim 0 without vocabulary padding, which is never saved
 
     def intervals(self, tp_rank: int, tp: int) -> tuple[Interval, ...]:
-        """Return the rows of dimension `slicing.dim` (0 if replicated) in tp_rank's local tensor, in their order there."""
+        """Return the rows of dimension `slicing.dim` (0 if replicated) in tp_rank's local tensor, in order."""
         return self.slicing.intervals(self.shape[self.slicing.dim or 0], tp_rank, tp)
 
     def local_shape(self, tp_rank: int, tp: int) -> tuple[int, ...]:

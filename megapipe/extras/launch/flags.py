@@ -21,13 +21,12 @@ VALUE_FLAGS = tuple(
 )
 BARE_FLAGS = ("--standalone", "--module", "--no-python", "--run-path", "--virtual-local-rank")
 SHORT = {"--redirects": "-r", "--tee": "-t", "--module": "-m"}
-OWN_VALUE_FLAGS, OWN_BARE_FLAGS = ("--hosts",), ("--dry-run", "--slurm")
 TORCHRUN_PORT = 29500
 
 
 @dataclass(frozen=True)
 class Launch:
-    """A launch.
+    """The command line of a launch.
 
     flags: torchrun's that were given, and values of the environment's PET_ variables; '' for those without a value.
     hosts: names of the nodes in the order of their ranks, () if not given.
@@ -52,10 +51,8 @@ class Launch:
     def ranks_per_node(self) -> int:
         text = self.flags.get("--nproc-per-node", "1")
         if not text.isdigit():
-            raise ConfigError(
-                f"--nproc-per-node {text} depends on the machine it runs on, and a dry run can be on another one: "
-                "give the number of ranks per node"
-            )
+            why = "depends on the machine it runs on, and a dry run can be on another one"
+            raise ConfigError(f"--nproc-per-node {text} {why}: give the number of ranks per node")
         if int(text) < 1:
             raise ConfigError(f"--nproc-per-node {text}: expected at least 1 rank")
         return int(text)
@@ -69,10 +66,8 @@ class Launch:
         flags = dict(self.flags)
         if self.num_nodes > 1 and not self.is_elastic:
             if not self.hosts and not {"--master-addr", "--rdzv-endpoint"} & set(flags):
-                raise ConfigError(
-                    f"--nnodes {self.num_nodes} without --master-addr: every node would look for the others on "
-                    "itself; give the first node's name or address, or all of them: --hosts node[01-16]"
-                )
+                why = f"--nnodes {self.num_nodes} without --master-addr: every node would look for the others on itself"
+                raise ConfigError(f"{why}; give the first node's name or address, or all: --hosts node[01-16]")
             flags["--node-rank"] = str(node)
             if "--rdzv-endpoint" not in flags:
                 flags = {"--master-addr": self.names[0], "--master-port": str(TORCHRUN_PORT)} | flags
@@ -90,9 +85,9 @@ class Launch:
 def read_launch(arguments: Sequence[str]) -> Launch:
     """Parse the words after `megapipe launch`. Raises ConfigError."""
     parser = argparse.ArgumentParser(prog="megapipe launch", add_help=False)
-    for flag in (*VALUE_FLAGS, *OWN_VALUE_FLAGS):
+    for flag in (*VALUE_FLAGS, "--hosts"):
         parser.add_argument(*_spellings(flag), dest=flag)
-    for flag in (*BARE_FLAGS, *OWN_BARE_FLAGS):
+    for flag in (*BARE_FLAGS, "--dry-run", "--slurm"):
         parser.add_argument(*_spellings(flag), dest=flag, action="store_true")
     parser.add_argument("training_script")
     parser.add_argument("arguments", nargs=argparse.REMAINDER)
@@ -144,10 +139,9 @@ def expand_hosts(text: str) -> tuple[str, ...]:
 
     'n[01-03,7],login' is n01 n02 n03 n7 login.
     """
-    names: list[str] = []
-    for part in re.findall(r"(?:[^\s,\[\]]|\[[^\[\]]*\])+", text):
-        names += _expanded(part, text)
-    if not names or "[" in re.sub(r"\[[^\[\]]*\]", "", text) or "]" in re.sub(r"\[[^\[\]]*\]", "", text):
+    parts = re.findall(r"(?:[^\s,\[\]]|\[[^\[\]]*\])+", text)
+    names = [name for part in parts for name in _expanded(part, text)]
+    if not names or set("[]") & set(re.sub(r"\[[^\[\]]*\]", "", text)):
         raise ConfigError(f"--hosts {text}: expected names such as node1,node2 or node[01-16]")
     if len(set(names)) < len(names):
         raise ConfigError(f"--hosts {text}: {next(name for name in names if names.count(name) > 1)} is given twice")

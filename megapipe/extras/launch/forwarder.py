@@ -1,7 +1,4 @@
-"""Forwarding of signals from a launcher to its ranks.
-
-Imports no torch, so that a launcher can listen before it imports torch.
-"""
+"""Forwarding of signals from a launcher to its ranks, already while the launcher imports torch."""
 
 from __future__ import annotations
 
@@ -26,9 +23,7 @@ class InterruptedBeforeStart(Exception):
 
 
 class Forwarder:
-    """Forwards signals to the ranks while it is entered.
-
-    Each rank leads its own session, so terminal signals do not reach it directly.
+    """Forwards signals to the ranks while it is entered: each leads its own session, which terminal signals do not reach.
 
     SIGUSR1, which asks to save and exit, is never lost: one that arrives before the ranks exist is held for them, and
     it is repeated to ranks that possibly have no handler yet. Any other signal that arrives before the ranks exist
@@ -65,17 +60,13 @@ class Forwarder:
     def repeat_request(self) -> None:
         """Send SIGUSR1 again to ranks that possibly had no handler when it was first forwarded."""
         now = time.monotonic()
-        if self._repeated_at is None or not self._ranks or now >= self._ready_at:
-            return
-        if now - self._repeated_at >= REPEAT_SECONDS:
+        was_sent = self._repeated_at is not None and now - self._repeated_at >= REPEAT_SECONDS
+        if was_sent and self._ranks and now < self._ready_at:
             self._repeated_at = now
             self._forward(signal.SIGUSR1)
 
     def forget_ranks(self) -> None:
-        """Forget the ranks, which are being terminated and replaced.
-
-        Until the new ones exist, signals are treated as before the start.
-        """
+        """Treat signals as before the start until the ranks, which are being terminated, are replaced."""
         self._ranks, self._ready_at = (), 0.0
 
     def __enter__(self) -> Forwarder:

@@ -14,30 +14,19 @@ from megapipe.topology import AXES, Topology, all_coordinates
 SHOWN_AXES = ("pp", "dp", "cp", "tp")
 MOST_RANKS_SHOWN = 32
 SENDING = ("tp", "pp", "replicas", "embedding")  # groups that send much in a step
-Range = tuple[int, int]  # first and last
 
 
 @dataclass(frozen=True)
 class Box:
-    """Consecutive ranks on one or more similar nodes that fill a box of the grid.
+    """Consecutive ranks on one or more similar nodes that fill a box of the grid. places: in the order of AXES."""
 
-    nodes, ranks, places (in the order of AXES): ranges.
-    """
-
-    nodes: Range
-    ranks: Range
-    places: tuple[Range, ...]
-
-    @property
-    def num_nodes(self) -> int:
-        return self.nodes[1] - self.nodes[0] + 1
+    nodes: range
+    ranks: range
+    places: tuple[range, ...]
 
 
 def places_text(topology: Topology, hosts: Sequence[str], device: str = "GPU") -> list[str]:
-    """Return the table of all ranks, or of boxes of ranks in a large world.
-
-    hosts: names of the nodes. device: title of the column of local ranks.
-    """
+    """Return the table of all ranks, or of boxes of ranks in a large world. device: title of local ranks."""
     axes = [axis for axis in SHOWN_AXES if topology.size(axis) > 1 or axis in ("pp", "dp", "tp")]
     per_node = topology.ranks_per_node or topology.world_size
     if topology.world_size <= MOST_RANKS_SHOWN:
@@ -48,12 +37,12 @@ def places_text(topology: Topology, hosts: Sequence[str], device: str = "GPU") -
     else:
         rows = [("ranks", "hosts", f"{device}s", *axes)]
         for box in boxes(topology):
-            first, last = hosts[box.nodes[0]], hosts[box.nodes[1]]
-            names = first if box.num_nodes == 1 else f"{first} to {last} ({box.num_nodes})"
+            first, last, num_nodes = hosts[box.nodes[0]], hosts[box.nodes[-1]], len(box.nodes)
+            names = first if num_nodes == 1 else f"{first} to {last} ({num_nodes})"
             local = box.ranks[0] % per_node
-            last_local = local + _width(box.ranks) // box.num_nodes - 1
+            local_ranks = range(local, local + len(box.ranks) // num_nodes)
             shown = (_range_text(box.places[AXES.index(axis)]) for axis in axes)
-            rows.append((_range_text(box.ranks), names, _range_text((local, last_local)), *shown))
+            rows.append((_range_text(box.ranks), names, _range_text(local_ranks), *shown))
     return list(text_table(rows))
 
 
@@ -67,13 +56,10 @@ def boxes(topology: Topology) -> list[Box]:
         of_node = _node_boxes(topology, node)
         if len(of_node) == 1 and found:
             before, box = found[-1], of_node[0]
-            axis = _next_along(before, box)
+            axis, num_nodes = _next_along(before, box), len(before.nodes)
+            is_whole = len(before.ranks) == num_nodes * len(box.ranks)
             # a whole node continues the box if each node has an equal share of one axis
-            if (
-                axis is not None
-                and _width(before.ranks) == before.num_nodes * _width(box.ranks)
-                and _width(before.places[axis]) == before.num_nodes * _width(box.places[axis])
-            ):
+            if axis is not None and is_whole and len(before.places[axis]) == num_nodes * len(box.places[axis]):
                 found[-1] = _join(before, box)
                 continue
         found += of_node
@@ -85,8 +71,8 @@ def _node_boxes(topology: Topology, node: int) -> list[Box]:
     per_node = topology.ranks_per_node or topology.world_size
     found = []
     for rank in range(node * per_node, min((node + 1) * per_node, topology.world_size)):
-        place = topology.coordinates(rank)
-        found.append(Box((node, node), (rank, rank), tuple(zip(place, place, strict=True))))
+        places = tuple(range(place, place + 1) for place in topology.coordinates(rank))
+        found.append(Box(range(node, node + 1), range(rank, rank + 1), places))
     while True:
         joined: list[Box] = []
         for box in found:
@@ -102,23 +88,20 @@ def _node_boxes(topology: Topology, node: int) -> list[Box]:
 def _next_along(box: Box, other: Box) -> int | None:
     """Return the only axis on which `other` follows `box`, all others being equal; None if it does not."""
     differing = [axis for axis, (one, two) in enumerate(zip(box.places, other.places, strict=True)) if one != two]
-    if len(differing) != 1 or box.ranks[1] + 1 != other.ranks[0]:
+    if len(differing) != 1 or box.ranks.stop != other.ranks.start:
         return None
     (axis,) = differing
-    return axis if box.places[axis][1] + 1 == other.places[axis][0] else None
+    return axis if box.places[axis].stop == other.places[axis].start else None
 
 
 def _join(box: Box, other: Box) -> Box:
-    places = tuple((one[0], two[1]) for one, two in zip(box.places, other.places, strict=True))
-    return Box((box.nodes[0], other.nodes[1]), (box.ranks[0], other.ranks[1]), places)
+    nodes, ranks = range(box.nodes.start, other.nodes.stop), range(box.ranks.start, other.ranks.stop)
+    places = tuple(range(one.start, two.stop) for one, two in zip(box.places, other.places, strict=True))
+    return Box(nodes, ranks, places)
 
 
-def _width(span: Range) -> int:
-    return span[1] - span[0] + 1
-
-
-def _range_text(span: Range) -> str:
-    return str(span[0]) if span[0] == span[1] else f"{span[0]}-{span[1]}"
+def _range_text(span: range) -> str:
+    return str(span[0]) if len(span) == 1 else f"{span[0]}-{span[-1]}"
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,7 @@
 """torchrun's agent without its output: it forwards signals and returns the exit code of the first failed rank.
 
 torchrun itself prints a traceback after every failure, turns exit code 2 into 1, and answers a signal by killing the
-ranks 30 seconds later, even if they are still saving. Here a signal is only forwarded: the ranks decide when to exit
-and with what code.
+ranks 30 seconds later, even if they are still saving. Here the ranks decide when to exit and with what code.
 """
 
 from __future__ import annotations
@@ -10,11 +9,12 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import re
 import signal
 import socket
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,11 +22,7 @@ from typing import Any
 import torch.distributed.elastic.rendezvous.registry as rendezvous_registry
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
-from torch.distributed.elastic.rendezvous import (
-    RendezvousError,
-    RendezvousInfo,
-    RendezvousParameters,
-)
+from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousInfo, RendezvousParameters
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 from torch.distributed.launcher.api import LaunchConfig
 from torch.distributed.run import config_from_args, determine_local_world_size, get_args_parser
@@ -48,14 +44,11 @@ LOOPBACK = "127.0.0.1"
 
 @dataclass(frozen=True)
 class Outcome:
-    """The end of the ranks of this node.
-
-    message: an error that no rank could print itself, or empty. rank: the first that failed.
-    """
+    """The end of the ranks of this node."""
 
     exit_code: int
-    message: str = ""
-    rank: int | None = None
+    message: str = ""  # an error that no rank could print itself
+    rank: int | None = None  # the first that failed
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
@@ -79,23 +72,21 @@ def ranks_here(arguments: argparse.Namespace) -> int:
 def run(arguments: argparse.Namespace, num_threads: int, forwarder: Forwarder) -> Outcome:
     """Run the script on all ranks of this node and wait for their end.
 
-    num_threads: OMP_NUM_THREADS of a rank, if it is not set.
-    forwarder: entered; it forwards the signals that it receives to the ranks.
+    num_threads: OMP_NUM_THREADS of a rank, if it is not set. forwarder: entered.
     On one node, without flags about the rendezvous, the ranks connect through a free port of the loopback device.
     """
     set_for_libraries(OMP_NUM_THREADS=num_threads)
     announce_launcher()
     alone = str(arguments.nnodes) in ("1", "1:1")
-    if alone and arguments.rdzv_backend == "static" and not arguments.rdzv_endpoint and not arguments.standalone:
-        arguments.master_port = free_port() if arguments.master_port is None else arguments.master_port
+    if arguments.master_port is None:
+        is_static = arguments.rdzv_backend == "static" and not arguments.rdzv_endpoint and not arguments.standalone
+        arguments.master_port = free_port() if alone and is_static else TORCHRUN_PORT
     if arguments.standalone:
         arguments.rdzv_backend, arguments.rdzv_endpoint, arguments.rdzv_id = "c10d", f"{LOOPBACK}:0", "standalone"
-    if arguments.master_port is None:
-        arguments.master_port = TORCHRUN_PORT
     with _silence():
         try:
             config, command, command_arguments = config_from_args(arguments)
-            agent = _Agent(forwarder, _worker_spec(config, command, command_arguments), config.logs_specs)
+            agent = _Agent(forwarder, config, command, command_arguments)
             result = agent.run()
         except (AssertionError, ValueError) as error:
             raise ConfigError(str(error)) from None
@@ -113,18 +104,17 @@ def run(arguments: argparse.Namespace, num_threads: int, forwarder: Forwarder) -
 def outcome_of(exit_codes: Mapping[int, int], received: signal.Signals | None = None) -> Outcome:
     """Return the outcome from the exit codes of the ranks that failed or were terminated here.
 
-    exit_codes: by global rank, first failure first.
-    received: the signal that was forwarded to the ranks.
+    exit_codes: by global rank, first failure first. received: the signal that was forwarded to the ranks.
     """
     own = {rank: code for rank, code in exit_codes.items() if code != -signal.SIGTERM}
     rank, code = next(iter((own or exit_codes).items()))
+    intact = "saved checkpoints are intact"
     if received is not None and code in (-received, -signal.SIGTERM, -signal.SIGKILL):
-        message = f"ended by {received.name} before the ranks could save; saved checkpoints are intact"
-        return Outcome(128 + received, message, rank)
+        return Outcome(128 + received, f"ended by {received.name} before the ranks could save; {intact}", rank)
     if code < 0:
         hint = "; the system may have run out of memory" if code == -signal.SIGKILL else ""
-        message = f"rank {rank} was killed by {signal.Signals(-code).name}{hint}. All ranks were terminated; saved "
-        return Outcome(128 - code, message + "checkpoints are intact", rank)
+        killed = f"rank {rank} was killed by {signal.Signals(-code).name}{hint}"
+        return Outcome(128 - code, f"{killed}. All ranks were terminated; {intact}", rank)
     message = "" if code in TOLD_BY_RANK else f"rank {rank} ended with exit code {code}; all ranks were terminated"
     return Outcome(code, message, rank)
 
@@ -148,20 +138,46 @@ class _Agent(LocalElasticAgent):
     as finished.
     """
 
-    def __init__(self, forwarder: Forwarder, spec: WorkerSpec, logs_specs: Any) -> None:
-        super().__init__(spec=spec, logs_specs=logs_specs)
+    def __init__(
+        self, forwarder: Forwarder, config: LaunchConfig, command: Any, command_arguments: Sequence[str]
+    ) -> None:
+        parameters = RendezvousParameters(
+            backend=config.rdzv_backend,
+            endpoint=config.rdzv_endpoint,
+            run_id=config.run_id,
+            min_nodes=config.min_nodes,
+            max_nodes=config.max_nodes,
+            local_addr=config.local_addr,
+            **config.rdzv_configs,
+        )
+        rendezvous = rendezvous_registry.get_rendezvous_handler(parameters)
+        if isinstance(rendezvous, StaticTCPRendezvous):  # its store would listen on every network interface
+            rendezvous = _Static(rendezvous)
+        address, _, port = config.rdzv_endpoint.rpartition(":") if config.rdzv_backend == "static" else ("", "", "")
+        spec = WorkerSpec(
+            role=config.role,
+            local_world_size=config.nproc_per_node,
+            entrypoint=command,
+            args=tuple(command_arguments),
+            rdzv_handler=rendezvous,
+            max_restarts=config.max_restarts,
+            monitor_interval=config.monitor_interval,
+            master_addr=address or None,
+            master_port=int(port) if port else None,
+            local_addr=config.local_addr,
+            numa_options=config.numa_options,
+        )
+        super().__init__(spec=spec, logs_specs=config.logs_specs)
         self._forwarder = forwarder
         self._end = signal.SIGTERM, GRACE_SECONDS  # how ranks are ended
 
     def last_words(self, rank: int, local_rank: int) -> str:
         """Return the end of a rank's log if its standard error went only to a file (--log-dir with --redirects)."""
         assert self._pcontext is not None
-        path = self._pcontext.stderrs.get(local_rank, "")
-        try:
-            lines = Path(path).read_text(errors="replace").splitlines() if path and path != os.devnull else []
-        except OSError:
-            return ""
-        return "\n".join([f"the last lines of rank {rank}, {path}:", *lines[-LAST_LINES:]]) if lines else ""
+        path, lines = Path(self._pcontext.stderrs.get(local_rank) or os.devnull), list[str]()
+        with suppress(OSError):
+            lines = path.read_text(errors="replace").splitlines()[-LAST_LINES:]
+        return "\n".join([f"the last lines of rank {rank}, {path}:", *lines]) if lines else ""
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         with self._forwarder.starting_ranks() as process_ids:
@@ -183,8 +199,7 @@ class _Agent(LocalElasticAgent):
                 self._remaining_restarts = 0
             else:
                 limit = self._worker_group.spec.max_restarts
-                number = limit - self._remaining_restarts + 1
-                why = outcome.message.partition(".")[0].partition(";")[0] or "see above"
+                number, why = limit - self._remaining_restarts + 1, re.split("[.;]", outcome.message)[0] or "see above"
                 print(f"restart {number} of at most {limit} (--max-restarts): {why}", file=sys.stderr, flush=True)
         return result
 
@@ -197,35 +212,6 @@ class _Agent(LocalElasticAgent):
         super()._restart_workers(worker_group)
 
 
-def _worker_spec(config: LaunchConfig, command: Any, command_arguments: Sequence[str]) -> WorkerSpec:
-    parameters = RendezvousParameters(
-        backend=config.rdzv_backend,
-        endpoint=config.rdzv_endpoint,
-        run_id=config.run_id,
-        min_nodes=config.min_nodes,
-        max_nodes=config.max_nodes,
-        local_addr=config.local_addr,
-        **config.rdzv_configs,
-    )
-    rendezvous = rendezvous_registry.get_rendezvous_handler(parameters)
-    if isinstance(rendezvous, StaticTCPRendezvous):  # its store would listen on every network interface
-        rendezvous = _Static(rendezvous)
-    address, _, port = config.rdzv_endpoint.rpartition(":") if config.rdzv_backend == "static" else ("", "", "")
-    return WorkerSpec(
-        role=config.role,
-        local_world_size=config.nproc_per_node,
-        entrypoint=command,
-        args=tuple(command_arguments),
-        rdzv_handler=rendezvous,
-        max_restarts=config.max_restarts,
-        monitor_interval=config.monitor_interval,
-        master_addr=address or None,
-        master_port=int(port) if port else None,
-        local_addr=config.local_addr,
-        numa_options=config.numa_options,
-    )
-
-
 class _Static(StaticTCPRendezvous):
     """torch's static rendezvous with megapipe's store, which listens only on the job's network interface."""
 
@@ -236,10 +222,8 @@ class _Static(StaticTCPRendezvous):
 
     def next_rendezvous(self) -> RendezvousInfo:
         if self._store is None:
-            seconds = self.timeout.total_seconds()
-            self._store = create_store(
-                self.master_addr, self.master_port, self.world_size, self.rank == 0, seconds, self.world_size
-            )
+            seconds, num_nodes, is_first = self.timeout.total_seconds(), self.world_size, self.rank == 0
+            self._store = create_store(self.master_addr, self.master_port, num_nodes, is_first, seconds, num_nodes)
         return super().next_rendezvous()
 
 
