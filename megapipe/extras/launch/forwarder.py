@@ -23,7 +23,7 @@ class InterruptedBeforeStart(Exception):
 
 
 class Forwarder:
-    """Forwards signals to the ranks while it is entered: each leads its own session, which terminal signals do not reach.
+    """Forwards signals to the ranks while entered: each leads its own session, which terminal signals do not reach.
 
     SIGUSR1, which asks to save and exit, is never lost: one that arrives before the ranks exist is held for them, and
     it is repeated to ranks that possibly have no handler yet. Any other signal that arrives before the ranks exist
