@@ -78,7 +78,7 @@ class Optimizer:
     """AdamW or SGD over the shards of this rank's stages, with loss scale, global-norm clipping and master weights.
 
     stages: buffers by stage index, their parameters filled: master weights start as copies of them.
-    groups: replicas, dp_cp, tp and model are used. gather: started after each update; required with sharded buffers.
+    groups: replicas, dp_cp, tp and model are used. gather: started after each update; required for sharded buffers.
     library: provides Adam; None for torch's. shards: of every bucket of the stages.
 
     A step has two halves: `start` needs no other pipeline rank, `settle` waits for the global norm, which decides on
@@ -97,7 +97,6 @@ class Optimizer:
         library: AdamLibrary | None = None,
     ) -> None:
         self.scaler = LossScaler.of(precision)
-        self._gather = gather
         self._clip_grad = config.clip_grad
         self._replica = groups.replicas.rank
         self._device = next(iter(stages.values())).device
@@ -105,6 +104,7 @@ class Optimizer:
         self._sharded = any(buffer.layout.num_shards > 1 for buffers in stages.values() for buffer in buffers.buffers)
         if self._sharded and gather is None:
             raise ValueError("sharded buffers need a ParameterGather: without it ranks keep stale parameters")
+        self._gather = ParameterGather(stages, tuple(stages), groups.replicas) if gather is None else gather
         # without sharding, a mirrored pipeline holds every parameter twice in the model group: the first holder counts
         holders = [rank for rank in groups.model.ranks if rank in groups.replicas.ranks]
         counts = self._sharded or groups.model.global_rank == holders[0]
@@ -139,8 +139,7 @@ class Optimizer:
         gradient_factor: 1 / (microbatches x dp), or 1 / tokens of the global batch; the loss scale is divided out here.
         """
         self._check_settled()
-        if self._gather is not None:
-            self._gather.finish()
+        self._gather.finish()
         loss_scale = self.scaler.scale
         factor = gradient_factor / loss_scale
         sums = self._sum_gradients(count_zero_gradients)
@@ -169,8 +168,7 @@ class Optimizer:
         rolled_back = started.is_updated and not is_plain
         if rolled_back:  # undo the update, except in the parameters, which are written next
             assert self._snapshot is not None
-            if self._gather is not None:
-                self._gather.finish()  # it writes parameters, which may be the master weights
+            self._gather.finish()  # it writes parameters, which may be the master weights
             self._snapshot.restore()
             self._rule.set_num_steps(self._rule.num_steps - 1)
         if not skipped and not (started.is_updated and is_plain):
@@ -188,8 +186,7 @@ class Optimizer:
 
         For asynchronous schedules, whose ranks update at different times. Arguments and gradients as in `start`.
         """
-        if self._gather is not None:
-            self._gather.finish()
+        self._gather.finish()
         self._update(gradient_factor / self.scaler.scale, rates)
 
     @torch.no_grad()
@@ -204,15 +201,13 @@ class Optimizer:
         for shard in self.shards:
             if shard.has_own_master:
                 shard.write_parameter()
-        if self._gather is not None:
-            self._gather.start()
+        self._gather.start()
 
     @torch.no_grad()
     def parameters_to_masters(self) -> None:
         """Copy the parameters to the master weights, after weights were loaded without optimizer state."""
         self._check_settled()
-        if self._gather is not None:
-            self._gather.finish()
+        self._gather.finish()
         for shard in self.shards:
             if shard.has_own_master:
                 shard.master.copy_(shard.parameter)
@@ -267,11 +262,8 @@ class Optimizer:
         """Return the tensors that it keeps on the device, by item of the memory plan: 'optimizer' and 'rollback'."""
         if self._on_host:
             return {"optimizer": [], "rollback": []}
-        state = [
-            tensor
-            for shard in self.shards
-            for tensor in (*shard.moments.values(), *([shard.master] if shard.has_own_master else []))
-        ]
+        state = [moment for shard in self.shards for moment in shard.moments.values()]
+        state += [shard.master for shard in self.shards if shard.has_own_master]
         return {"optimizer": state, "rollback": [] if self._snapshot is None else self._snapshot.copies}
 
     def plain_state(self) -> dict[str, Any]:

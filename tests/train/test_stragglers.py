@@ -53,13 +53,13 @@ def slow_reader(rank: int, where: int) -> None:
 
 def slow_link(rank: int, low: int, high: int) -> None:
     """Delay messages between two ranks in both directions."""
-    post = Channel._post
+    wait_for = Channel.wait_for
 
-    def posted(self: Channel, *arguments: Any) -> Any:
-        handle = post(self, *arguments)
-        return handle if self.sends or {rank, self.peer} != {low, high} else _Arriving(handle)
+    def waited_for(self: Channel, handle: Any, *arguments: Any) -> None:
+        is_slow = not self.sends and {rank, self.peer} == {low, high}
+        wait_for(self, _Arriving(handle) if is_slow else handle, *arguments)
 
-    Channel._post = posted  # type: ignore[method-assign]
+    Channel.wait_for = waited_for  # type: ignore[method-assign]
 
 
 class _Arriving:

@@ -167,6 +167,7 @@ class _Agent(LocalElasticAgent):
             local_addr=config.local_addr,
             numa_options=config.numa_options,
         )
+        assert config.logs_specs is not None  # config_from_args sets it
         super().__init__(spec=spec, logs_specs=config.logs_specs)
         self._forwarder = forwarder
         self._end = signal.SIGTERM, GRACE_SECONDS  # how ranks are ended
