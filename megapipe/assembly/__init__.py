@@ -2,7 +2,6 @@
 
 - `runtime`: `InferenceRuntime`: stages, parameters, channels and forward engines of this rank; `TrainingRuntime`: the
   same with reducer, all-gather, optimizer, CUDA graphs, offload, training engines, updates inside a row
-- `loss`:         the average of a step's loss, and the divisor of its gradients
 - `microbatches`: this rank's share of a global batch, with the keys of its random streams
 - `datasets`:     the data sets and the tokenizer that a configuration names
 """

@@ -180,8 +180,7 @@ class Guard:
             self._sums[batch.step] = self._outputs.take()
 
     def judge(self, batch: StepBatch, result: StepResult) -> StepHealth:
-        """Judge a step whose result is known, and take note of it. Only rank 0 judges spikes, since the last bits of
-        a norm may differ."""
+        """Judge a step whose result is known, and take note of it. Only rank 0 judges spikes."""
         sums, update = self._sums.pop(batch.step, None), result.update
         # an overflow belongs to the search for a loss scale, until the scale cannot fall any further
         lowest = self._runtime.plan.config.precision.min_loss_scale
@@ -242,6 +241,7 @@ class Guard:
             error = TrainingError(f"step {self._state.step}: {why}. {WAY_OUT}")
         if self._spikes is None or self._loader is None:
             raise error or TrainingError(why)
+        # rank 0 decides, as the last bits of a norm may differ
         why, first_bad = broadcast_object((why, first_bad), self._runtime.groups.world)
         self._saving.finish(is_last=False)
         with self._runtime.heartbeat.phase("loading", PATIENCE):

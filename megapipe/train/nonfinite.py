@@ -17,13 +17,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megapipe.assembly.loss import LossAverage
 from megapipe.assembly.microbatches import Microbatches
 from megapipe.assembly.runtime import TrainingRuntime
 from megapipe.comm.collectives import gather_objects
 from megapipe.model.microbatch import StageLoss
 from megapipe.optimizer.optimizer import StepReport
 from megapipe.pipeline.engine import Step
+from megapipe.train.step import LossAverage
 
 Sums = Mapping[tuple[int, int], Tensor]  # (microbatch, stage) -> sum of the stage's output
 WEIGHTS, FORWARD, BACKWARD, WEIGHT_GRADIENT = range(4)  # phases of a `Finding`

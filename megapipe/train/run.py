@@ -26,7 +26,6 @@ from megapipe.monitor.heartbeat import PATIENCE, Heartbeat
 from megapipe.monitor.process import available_cores
 from megapipe.plan.report import plan_text
 from megapipe.plan.run_plan import RunPlan
-from megapipe.tokenizers.tokenizer import files_of
 from megapipe.topology import GROUP_NAMES
 from megapipe.train.gpu_setup import check_fp8, graph_words, marks_of, prepare, unused, watched_memory
 from megapipe.train.guard import StopRequest, stop_requests
@@ -120,13 +119,10 @@ def _train(
         with heartbeat.phase("loading", PATIENCE):
             resumed = resume(runtime, journal, starts)
             state = resumed.state
-            tokenizer_files: dict[str, bytes] = {}
             if root is not None:
                 rollbacks = state.account.rollbacks
                 journal.say(*prepare_save(root, state.step, groups.world, resumed.damaged, rollbacks))
-                if data.tokenizer is not None and rank == 0:
-                    tokenizer_files = files_of(data.tokenizer)
-            saving = Saving(runtime, resumed.schedules, root, config_text, tokenizer_files, journal.say)
+            saving = Saving(runtime, resumed.schedules, root, config_text, data.tokenizer, journal.say)
         if data.train is not None and config.training.train_samples:
             data.train.skip(state.account.skipped, config.training.train_samples)
         ending = Training(runtime, data, state, resumed.schedules, saving, journal, stop).run()

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -39,14 +39,15 @@ from megapipe.comm.groups import Group
 from megapipe.errors import CheckpointError
 from megapipe.formatting import bytes_text
 from megapipe.monitor.heartbeat import PATIENCE
+from megapipe.tokenizers.tokenizer import Tokenizer, files_of
 from megapipe.train.state import Schedules, TrainingState, on_rank_0
 
 
 class Saving:
     """The checkpoints of a run. At most one save is in flight; the next waits for it. Methods are collective.
 
-    root: --save; None saves nothing. tokenizer: contents of its files by name, of which rank 0's are saved. say: prints
-    a line once for all ranks.
+    root: --save; None saves nothing. config_text: the configuration as YAML. tokenizer: saved with every checkpoint.
+    say: prints a line once for all ranks.
     """
 
     def __init__(
@@ -55,11 +56,14 @@ class Saving:
         schedules: Schedules | None,
         root: Path | None,
         config_text: str,
-        tokenizer: Mapping[str, bytes],
+        tokenizer: Tokenizer | None,
         say: Callable[[str], None],
     ) -> None:
         self._runtime, self._schedules, self._root = runtime, schedules, root
-        self._config_text, self._tokenizer, self._say = config_text, tokenizer, say
+        self._config_text, self._say = config_text, say
+        self._tokenizer_files: dict[str, bytes] = {}
+        if root is not None and tokenizer is not None and runtime.groups.world.rank == 0:
+            self._tokenizer_files = files_of(tokenizer)
         self._flags = runtime.plan.config.checkpoint
         self._staging = Staging()
         if root is not None and self._flags.async_save:
@@ -165,7 +169,7 @@ class Saving:
             "precision": config.precision.dtype,
             "grid": {"tp": grid.tp, "cp": grid.cp, "pp": grid.pp, "dp": grid.dp, "chunks": plan.num_chunks},
         }
-        extras = Extras(json.loads(json.dumps(manifest_state)), self._config_text, self._tokenizer)
+        extras = Extras(json.loads(json.dumps(manifest_state)), self._config_text, self._tokenizer_files)
         return boxes_to_save(runtime), extras, Retention(flags.keep_last, flags.save_retain_interval)
 
     def _failed(self, step: int, error: CheckpointError) -> None:

@@ -113,4 +113,4 @@ def state_of(runtime: TrainingRuntime) -> dict[str, Tensor]:
 
 def save(runtime: TrainingRuntime, state: TrainingState, schedules: Schedules, root: Path) -> SaveReport:
     """Save a run as --save does; called by all ranks."""
-    return Saving(runtime, schedules, root, to_yaml(runtime.plan.config), {}, print).write(state)
+    return Saving(runtime, schedules, root, to_yaml(runtime.plan.config), None, print).write(state)

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 import torch
 
-from megapipe.assembly.loss import PendingLoss
 from megapipe.assembly.runtime import DrawSlice, TrainingRuntime, parameter_dtype
 from megapipe.comm.bootstrap import shutdown
 from megapipe.comm.collectives import barrier, broadcast, gather_objects
@@ -43,7 +42,7 @@ from megapipe.plan.run_plan import RunPlan
 from megapipe.sharding.spec import ParamSpec
 from megapipe.train.run import join
 from megapipe.train.state import Schedules
-from megapipe.train.step import AsynchronousStep, StepResult, TrainStep
+from megapipe.train.step import AsynchronousStep, PendingLoss, StepResult, TrainStep
 
 EXIT_CODE_DIFFERENT = 1
 MAX_REPEATS = 60  # of a step whose gradients overflow while a dynamic loss scale falls

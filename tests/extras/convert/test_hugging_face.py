@@ -203,7 +203,7 @@ def forward_and_save(rank: int, world_size: int, source: str, target: str, token
     runtime = TrainingRuntime(plan, build_process_groups(plan.topology, rank, "gloo", 30), torch.device("cpu"))
     resumed = load(runtime, Path(source))
     runtime.gather.finish()
-    Saving(runtime, resumed.schedules, Path(target), to_yaml(config), {}, print).write(resumed.state)
+    Saving(runtime, resumed.schedules, Path(target), to_yaml(config), None, print).write(resumed.state)
     return _forward(runtime, Microbatch(tokens))
 
 

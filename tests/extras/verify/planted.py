@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from megapipe.assembly.loss import LossAverage, PendingLoss
 from megapipe.comm.collectives import Work
 from megapipe.comm.groups import Group, ProcessGroups
 from megapipe.data_parallel import reducer
@@ -21,6 +20,7 @@ from megapipe.extras.verify.compare import gradient_pieces
 from megapipe.layers.norm import Norm
 from megapipe.pipeline.engine import Engine
 from megapipe.sharding.spec import Interval, ParamSpec
+from megapipe.train.step import LossAverage, PendingLoss
 
 Plant = Callable[[pytest.MonkeyPatch, int], None]  # (patch, global rank)
 
