@@ -260,7 +260,7 @@ def test_nothing_of_the_warm_up_is_alive_when_recording_begins() -> None:
         step, rows = trainer(runtime), np.random.RandomState(0).randint(0, 29, (8, 9))
         step.run(step_microbatches(runtime, rows, 0), Rates(1e-2, 0.0))
         assert tagged > len(parameters()) and runtime.graphs is not None
-        assert all(graphs.are_recorded for graphs in runtime.graphs.stages.values())
+        assert all(graphs.slots for graphs in runtime.graphs.stages.values())
         assert alive == []
 
 
