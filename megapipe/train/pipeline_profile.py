@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
-from pathlib import Path
 from statistics import median
 from typing import NamedTuple
 
@@ -35,6 +34,7 @@ from megapipe.profile.profile import (
 )
 from megapipe.profile.summary import profile_text, summarize
 from megapipe.profile.trace import profile_trace
+from megapipe.train.journal import Journal, run_folder
 
 MOST_RANKS = 64  # recorded: of a larger world the first pipelines, as many as a viewer can show
 ROUND_TRIPS = 16
@@ -53,19 +53,15 @@ class RecordedStep(NamedTuple):
 class PipelineProfiler:
     """A recorder of the steps [profile_step_start, profile_step_end) on every rank, with --profile-pipeline.
 
-    write_to: folder of the profile and its trace, on global rank 0. say: prints once for all ranks. On a GPU actions
-    begin and end at events in its streams, read when a step is over, so no step synchronizes.
+    Rank 0 writes the profile and its trace. On a GPU actions begin and end at events in its streams, read when a step
+    is over, so no step synchronizes. now: this rank's clock.
     """
 
     def __init__(
-        self,
-        runtime: TrainingRuntime,
-        write_to: Path,
-        say: Callable[[str], None],
-        now: Callable[[], int] = time.perf_counter_ns,
+        self, runtime: TrainingRuntime, journal: Journal, now: Callable[[], int] = time.perf_counter_ns
     ) -> None:
         logging = runtime.plan.config.logging
-        self._runtime, self._write_to, self._say, self._now = runtime, write_to, say, now
+        self._runtime, self._say, self._now = runtime, journal.say, now
         self._active = logging.profile_pipeline
         self._start, self._end = logging.profile_step_start, logging.profile_step_end
         topology = runtime.plan.topology
@@ -132,7 +128,7 @@ class PipelineProfiler:
         clocks = {rank: Clock(self._clocks.get(rank), after.get(rank)) for rank in self._ranks}
         profile = self._profile(recorded, links, clocks)
         steps = [step.step for step in profile.pipelines[0].steps]
-        path = self._write_to / profile_name(steps[0], steps[-1])
+        path = run_folder(self._runtime.plan.config) / profile_name(steps[0], steps[-1])
         text = profile_text(profile, summarize(profile))
         try:
             write_profile(profile, path)

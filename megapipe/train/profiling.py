@@ -17,7 +17,7 @@ from megapipe.plan.hardware import peak_flops
 from megapipe.plan.layer_costs import step_flops
 from megapipe.plan.step_time import expected_bubble
 from megapipe.schedule.action import BUSY_OPS, parse_action
-from megapipe.train.journal import Journal, run_folder
+from megapipe.train.journal import Journal
 from megapipe.train.pipeline_profile import NOT_REACHED, PipelineProfiler
 from megapipe.train.step import Timers
 from megapipe.train.stragglers import StragglerLog
@@ -34,7 +34,7 @@ class Profiling:
         self.timers = Timers(level, device, runtime.tracer, runtime.heartbeat, runtime.marks)
         self._runtime = runtime
         self._trace = TorchTrace(runtime)
-        self._pipeline = PipelineProfiler(runtime, run_folder(plan.config), journal.say)
+        self._pipeline = PipelineProfiler(runtime, journal)
         self.stragglers = StragglerLog(runtime, journal)
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
         self._peak = peak_flops(name, plan.config.precision.dtype)

@@ -82,10 +82,7 @@ def pretrain(
             nccl=nccl.options,
         )
         starts = share_starts(counted, config, groups.world)
-        with (
-            watched(plan, environment, groups, recorded_folder(config), journal),
-            watched_memory(plan, world.device, world.global_rank),
-        ):
+        with watched(plan, environment, groups, journal), watched_memory(plan, world.device, world.global_rank):
             _train(plan, groups, world.device, journal, stop, starts, config_text, after_training)
     if world.world_size > 1:
         shutdown(0)

@@ -36,7 +36,7 @@ from megapipe.monitor.roster import (
 from megapipe.monitor.watchdog import Watchdog
 from megapipe.plan.run_plan import RunPlan
 from megapipe.topology import GROUP_NAMES, Topology
-from megapipe.train.journal import Journal
+from megapipe.train.journal import Journal, recorded_folder
 
 COPY_SECONDS = 1.0  # between copies of the records for `megapipe status`
 LEAVE_SECONDS = 2.0  # to wait for the other ranks of this host to end too
@@ -44,18 +44,13 @@ DYING_SECONDS = 0.3  # between a broken connection and the end of the process th
 
 
 @contextmanager
-def watched(
-    plan: RunPlan, environment: Environment, groups: ProcessGroups, folder: Path | None, journal: Journal
-) -> Iterator[None]:
-    """Share this rank's heartbeat inside the block, and end the process with a report if the run hangs.
-
-    A collective. folder: of the run, for `megapipe status`; None for a run that writes none.
-    """
+def watched(plan: RunPlan, environment: Environment, groups: ProcessGroups, journal: Journal) -> Iterator[None]:
+    """Share this rank's heartbeat inside the block, and end the process with a report if the run hangs. A collective."""
     heartbeat = groups.world.heartbeat
     if heartbeat is None:
         yield
         return
-    watch = _Watch(plan, environment, groups, heartbeat, folder, journal)
+    watch = _Watch(plan, environment, groups, heartbeat, journal)
     watch.start()
     try:
         yield
@@ -73,15 +68,9 @@ class _Watch:
     """The watchdog, the copies and the exchange with other hosts of one rank's heartbeat."""
 
     def __init__(
-        self,
-        plan: RunPlan,
-        environment: Environment,
-        groups: ProcessGroups,
-        heartbeat: Heartbeat,
-        folder: Path | None,
-        journal: Journal,
+        self, plan: RunPlan, environment: Environment, groups: ProcessGroups, heartbeat: Heartbeat, journal: Journal
     ) -> None:
-        self._heartbeat, self._journal = heartbeat, journal
+        self._heartbeat, self._journal, folder = heartbeat, journal, recorded_folder(plan.config)
         self._folder = None if folder is None else folder / NAME  # of copies for `megapipe status`
         self._rank, topology, pid, space = groups.world.global_rank, plan.topology, os.getpid(), process_space()
         token = broadcast_object(secrets.token_hex(6), groups.world)

@@ -27,6 +27,7 @@ from megapipe.profile.profile import profiles_in, read_profile, trace_path
 from megapipe.profile.summary import profile_text, summarize
 from megapipe.topology import Topology
 from megapipe.train import pipeline_profile
+from megapipe.train.journal import Journal
 from megapipe.train.pipeline_profile import PipelineProfiler
 from tests.harness import RankPool
 from tests.pipeline.fake_device import FakeDevice
@@ -159,16 +160,14 @@ def test_a_profiled_step_lasts_until_the_weights_are_updated(tmp_path: Path, mon
     assert phases["step"] > phases["optimizer"] > 0.2
 
 
-def test_on_a_gpu_a_step_has_the_times_of_events_and_costs_no_wait(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_on_a_gpu_a_step_has_the_times_of_events_and_costs_no_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     device, written = FakeDevice(drift=1e-4), []
     monkeypatch.setattr(pipeline_profile, "EventClock", lambda real, now: EventClock(real, device, device.now))
     monkeypatch.setattr(PipelineProfiler, "_write", lambda self, recorded, links, after: written.append(recorded[0]))
     tracer = Tracer()
     runtime = runtime_of(tiny(profile_pipeline=True, profile_step_start=0, profile_step_end=2), 0, 1, tracer=tracer)
     runtime.device = torch.device("cuda")
-    profiler = PipelineProfiler(runtime, tmp_path, print)
+    profiler = PipelineProfiler(runtime, Journal(None))
     profiler.before(0)
     profiler.before(0)  # a time-triggered save cancelled the profiled step
     truth = []
