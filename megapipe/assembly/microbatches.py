@@ -35,10 +35,7 @@ class Microbatches(Sequence[Microbatch]):
     """
 
     def __init__(self, count: int, read: Callable[[int], Batch], keys: Keys | None, device: torch.device) -> None:
-        self._count = count
-        self._read = read
-        self._keys = keys
-        self._device = device
+        self._count, self._read, self._keys, self._device = count, read, keys, device
         self._made: dict[int, Microbatch] = {}
         self.sample_ids: dict[int, tuple[int, ...]] = {}
 

@@ -138,9 +138,7 @@ class Heartbeat:
         self._place = {name: index for index, name in enumerate(groups)}
         self._words: dict[tuple[str, str], bytes] = {}
         self._memory: bytearray | mmap.mmap = bytearray(FILE_BYTES)
-        self._beat = 0
-        self._step = -1
-        self._patience = 1
+        self._beat, self._step, self._patience = 0, -1, 1
         self._phase = self._action = b""
         self._waits: dict[Cause, int] = {}  # nanoseconds of this step by cause; waits do not nest
         self._cause: Cause | None = None  # of the wait that began at _wait_began

@@ -39,11 +39,8 @@ FLAGS = {
     "weight_decay.style": "--weight-decay-incr-style",
     "weight_decay.ramp_samples": "--train-iters or --train-samples",
 }
-UNUSED: dict[str, dict[str, tuple[str, ...]]] = {  # settings that a style does not use
-    "lr": {"constant": ("decay_samples", "wsd_style", "wsd_samples", "min_lr"), "WSD": ()},
-    "weight_decay": {"constant": ("ramp_samples",)},
-}
-UNUSED_OTHERWISE = {"lr": ("wsd_style", "wsd_samples"), "weight_decay": ()}
+# settings that a style does not use; styles of the learning rate but WSD do not use those of WSD
+UNUSED = {"constant": ("decay_samples", "wsd_style", "wsd_samples", "min_lr", "ramp_samples"), "WSD": ()}
 
 
 @dataclass(frozen=True)
@@ -145,8 +142,7 @@ def schedules_to_resume(own: Schedules, saved: Schedules, optimizer: OptimizerCo
     here, there, lines = asdict(own), asdict(saved), []
     for key, flag in FLAGS.items():
         part, name = key.split(".")
-        rule = part.removeprefix("decoupled_")
-        unused = UNUSED[rule].get(here[part]["style"], UNUSED_OTHERWISE[rule])
+        unused = UNUSED.get(here[part]["style"], ("wsd_style", "wsd_samples"))
         value, other = here[part][name], there[part][name]
         if name not in unused and value != other:
             lines.append(f"  {flag}: {value} here, {other} in the checkpoint")

@@ -45,7 +45,7 @@ DYING_SECONDS = 0.3  # between a broken connection and the end of the process th
 
 @contextmanager
 def watched(plan: RunPlan, environment: Environment, groups: ProcessGroups, journal: Journal) -> Iterator[None]:
-    """Share this rank's heartbeat inside the block, and end the process with a report if the run hangs. A collective."""
+    """Share this rank's heartbeat inside the block; end the process with a report if the run hangs. A collective."""
     heartbeat = groups.world.heartbeat
     if heartbeat is None:
         yield
