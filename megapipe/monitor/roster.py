@@ -123,9 +123,9 @@ def live_folder(token: str) -> Path:
     return folder
 
 
-def sweep(base: Path) -> None:
+def sweep() -> None:
     """Remove the live folders of this user's crashed runs on this host."""
-    for folder in base.glob(f"megapipe-{os.getuid()}-*"):
+    for folder in base_folder().glob(f"megapipe-{os.getuid()}-*"):
         with suppress(OSError, ValueError, KeyError, TypeError):
             roster = Roster.from_dict(json.loads((folder / ROSTER).read_text(encoding="utf-8")))
             here = [member for member in roster.members if member.host == host()]

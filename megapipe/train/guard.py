@@ -256,9 +256,9 @@ class Guard:
 
     def _explain(self, batch: StepBatch, result: StepResult, sums: Sums) -> str:
         """Say what is known of a non-finite step, and what repeating it shows if it has changed no weights."""
-        ids, runtime, loader = batch.microbatches.sample_ids, self._runtime, self._loader
+        runtime, loader = self._runtime, self._loader
         # first, as it reads the gradients, which repeating the step overwrites
-        text = describe_nonfinite(runtime, sums, ids, result.loss, result.update)
+        text = describe_nonfinite(runtime, sums, batch, result)
         if runtime.updates is not None or not result.update.skipped or loader is None:
             return text
         again = read_microbatches(runtime, loader, batch.first_sample, len(batch.microbatches), batch.step - 1)

@@ -21,9 +21,8 @@ from megapipe.assembly.microbatches import Microbatches
 from megapipe.assembly.runtime import TrainingRuntime
 from megapipe.comm.collectives import gather_objects
 from megapipe.model.microbatch import StageLoss
-from megapipe.optimizer.optimizer import StepReport
 from megapipe.pipeline.engine import Step
-from megapipe.train.step import LossAverage
+from megapipe.train.step import LossAverage, StepBatch, StepResult
 
 Sums = Mapping[tuple[int, int], Tensor]  # (microbatch, stage) -> sum of the stage's output
 WEIGHTS, FORWARD, BACKWARD, WEIGHT_GRADIENT = range(4)  # phases of a `Finding`
@@ -49,20 +48,15 @@ class OutputWatch:
             self._sums[microbatch, stage] = value.detach().sum()
 
 
-def describe_nonfinite(
-    runtime: TrainingRuntime, sums: Sums, sample_ids: Mapping[int, tuple[int, ...]], loss: float, update: StepReport
-) -> str:
-    """Say where a loss or gradient norm became NaN or infinite. Called by all ranks after such a step.
-
-    sample_ids: by microbatch.
-    """
+def describe_nonfinite(runtime: TrainingRuntime, sums: Sums, batch: StepBatch, result: StepResult) -> str:
+    """Say where a loss or gradient norm became NaN or infinite. Called by all ranks after such a step."""
     first = min((key for key, total in sums.items() if not torch.isfinite(total)), default=None)  # (microbatch, stage)
-    samples = () if first is None else sample_ids.get(first[0], ())
+    samples = () if first is None else batch.microbatches.sample_ids.get(first[0], ())
     bad_gradients = runtime.optimizer.nonfinite_gradients()[:3]
     found = gather_objects((first, samples, bad_gradients), runtime.groups.world)
     outputs = [(where, rank, samples) for rank, (where, samples, _) in enumerate(found) if where is not None]
-    scale = "" if update.loss_scale == 1.0 else f", loss scale {update.loss_scale:g}"
-    text = f"loss {loss}, gradient norm {update.grad_norm}{scale}; "
+    scale = "" if result.update.loss_scale == 1.0 else f", loss scale {result.update.loss_scale:g}"
+    text = f"loss {result.loss}, gradient norm {result.update.grad_norm}{scale}; "
     if not outputs:
         rank, names = next(((rank, names) for rank, (_, _, names) in enumerate(found) if names), (0, []))
         gradient = f"gradient of {', '.join(names) or 'unknown'} on rank {rank}"

@@ -117,8 +117,7 @@ def _train(
             resumed = resume(runtime, journal, starts)
             state = resumed.state
             if root is not None:
-                rollbacks = state.account.rollbacks
-                journal.say(*prepare_save(root, state.step, groups.world, resumed.damaged, rollbacks))
+                journal.say(*prepare_save(root, state, groups.world, resumed.damaged))
             saving = Saving(runtime, resumed.schedules, root, config_text, data.tokenizer, journal.say)
         if data.train is not None and config.training.train_samples:
             data.train.skip(state.account.skipped, config.training.train_samples)

@@ -186,24 +186,22 @@ class Saving:
         self._say(report.remark or f"saved {report.path} ({written}){removed}")
 
 
-def prepare_save(
-    root: Path, step: int, world: Group, damaged: Sequence[Path] = (), num_rollbacks: int = 0
-) -> tuple[str, ...]:
-    """Prepare root for a run that starts at `step` after num_rollbacks, and return remarks on what was done.
+def prepare_save(root: Path, state: TrainingState, world: Group, damaged: Sequence[Path] = ()) -> tuple[str, ...]:
+    """Prepare root for a run that starts from `state`, and return remarks on what was done.
 
     Cleans up after interrupted saves and sets aside damaged checkpoints in it and what rollbacks have abandoned. Raises
     CheckpointError on all ranks if root cannot be written to or holds complete checkpoints of later steps.
     """
 
     def prepare() -> tuple[str, ...]:
-        rollback = abandoned_by(read_rollbacks(root), step, num_rollbacks)
+        rollback = abandoned_by(read_rollbacks(root), state.step, state.account.rollbacks)
         if rollback is not None:
             raise CheckpointError(
-                f"this run would continue from step {step} of an abandoned branch: --save {root} went back from step "
-                f"{rollback.from_step} to {rollback.to_step}. To continue it nevertheless give another --save"
+                f"this run would continue from step {state.step} of an abandoned branch: --save {root} went back from "
+                f"step {rollback.from_step} to {rollback.to_step}. To continue it nevertheless give another --save"
             )
         here = [path for path in damaged if path.parent.resolve() == root.resolve()]
-        return (*move_abandoned(root), *prepare_root(root, step, [step_of_folder(path) for path in here]))
+        return (*move_abandoned(root), *prepare_root(root, state.step, [step_of_folder(path) for path in here]))
 
     return on_rank_0(prepare, world)
 

@@ -42,8 +42,8 @@ class StragglerLog:
         self._events = EventClock(runtime.device) if self._active and runtime.device.type == "cuda" else None
         self._observed: DeviceWaits | None = None
         self._has_begun = False
-        self._steps: list[StepTimes] = []
-        self._moments: Moments = {}
+        self.steps: list[StepTimes] = []
+        self.moments: Moments = {}
         self._hosts: list[str] = []
 
     def begins(self, step: int) -> None:
@@ -55,24 +55,24 @@ class StragglerLog:
         records = (step + 1) % self._interval == 0 or self._interval == 1  # the last whole step before a log line
         if self._events is not None:
             if self._observed is not None:
-                times, self._moments = self._observed.finish()
-                self._steps.append(times)
+                times, self.moments = self._observed.finish()
+                self.steps.append(times)
             self._observed = DeviceWaits(self._events, channels) if records and self._has_begun else None
             self._heartbeat.observer = self._observed
             return
         if last_step is not None and has_begun:
-            self._steps.append(last_step)
+            self.steps.append(last_step)
         if any(channel.message_times is not None for channel in channels):
-            self._moments = {str(channel): channel.message_times or [] for channel in channels}
+            self.moments = {str(channel): channel.message_times or [] for channel in channels}
         for channel in channels:
             channel.message_times = [] if records else None
 
     def report(self, step: int, num_microbatches: int) -> None:
         """Gather the times of all ranks and report who is slow, at a log line."""
-        if not self._active or not self._steps:
+        if not self._active or not self.steps:
             return
         paces = self._gather(num_microbatches)
-        steps, self._steps, self._moments = len(self._steps), [], {}
+        steps, self.steps, self.moments = len(self.steps), [], {}
         topology, world = self._runtime.plan.topology, self._runtime.groups.world
         self._hosts = self._hosts or gather_objects(host(), world)
         names = [f"{rank_text(topology, rank)} on {host}" for rank, host in enumerate(self._hosts)]
@@ -89,7 +89,7 @@ class StragglerLog:
     def _gather(self, num_microbatches: int) -> list[RankPace]:
         runtime, world, topology = self._runtime, self._runtime.groups.world, self._runtime.plan.topology
         link = self._slowest_link()
-        own = torch.tensor([*_medians(self._steps), *link], dtype=torch.float64, device=runtime.device)
+        own = torch.tensor([*_medians(self.steps), *link], dtype=torch.float64, device=runtime.device)
         whole = own.new_empty(world.size * own.numel())
         all_gather(whole, own, world)
         work = simulate(runtime.plan.schedule(num_microbatches), runtime.plan.stage_costs).work_seconds
@@ -107,12 +107,12 @@ class StragglerLog:
         pp = self._runtime.groups.pp
         if pp.size == 1:
             return -1, 0.0
-        everyone = gather_objects({name: times[:MOST_MESSAGES] for name, times in self._moments.items()}, pp)
+        everyone = gather_objects({name: times[:MOST_MESSAGES] for name, times in self.moments.items()}, pp)
         there: dict[int, float] = {}
         back: dict[int, float] = {}
         for channel in self._runtime.channels.values():
             place = pp.ranks.index(channel.peer)
-            here, other = self._moments.get(str(channel), []), everyone[place].get(str(channel), [])
+            here, other = self.moments.get(str(channel), []), everyone[place].get(str(channel), [])
             taken = transit(here, other) if channel.sends else transit(other, here)
             if taken is not None and place > pp.rank:
                 (there if channel.sends else back)[channel.peer] = taken

@@ -106,7 +106,7 @@ class _Watch:
 
     def start(self) -> None:
         if self._writes:
-            sweep(base_folder())
+            sweep()
             self._write(write_roster, self._live)
         if self._rank == 0 and self._folder is not None:
             self._write(write_roster, self._folder)

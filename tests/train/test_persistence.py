@@ -276,7 +276,7 @@ def test_damage_that_one_rank_meets_ends_all(rank_pools: Pools, tmp_path: Path) 
 def prepare(rank: int, world_size: int, root: str, step: int) -> str:
     world = runtime_of(rank, world_size).groups.world
     try:
-        return str(prepare_save(Path(root), step, world))
+        return str(prepare_save(Path(root), TrainingState(step=step), world))
     except CheckpointError as error:
         return str(error)
 

@@ -171,10 +171,10 @@ def test_on_a_gpu_the_last_whole_step_has_the_times_of_its_streams(
         log.begins(step)
         assert (heartbeat.observer is not None) is (step == 3) and (channel.message_times is not None) is (step == 3)
         a_step(device, heartbeat, channel)
-    (times,) = log._steps
+    (times,) = log.steps
     waits = {cause: nanoseconds / MILLISECOND for cause, nanoseconds in times.waits.items()}
     assert waits == {(Wait.COLLECTIVE, "tp"): pytest.approx(20, abs=0.1), (Wait.RECEIVE, 1): pytest.approx(7, abs=0.1)}
     assert times.reading / MILLISECOND == pytest.approx(200 - 57, abs=0.1)
     assert times.computing / MILLISECOND == pytest.approx(40, abs=0.1)
-    ((begun, arrived),) = log._moments[str(channel)]
+    ((begun, arrived),) = log.moments[str(channel)]
     assert arrived - begun == pytest.approx(7 * MILLISECOND, rel=0.01) and type(arrived) is int
