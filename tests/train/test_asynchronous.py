@@ -66,7 +66,7 @@ def test_several_updates_are_not_those_of_1f1b(rank_pools: Callable[[int], RankP
     ],
     ids=["pipedream zero bf16", "2bw fp32"],
 )
-def test_half_saved_loaded_and_half_equals_all_at_once(
+def test_a_run_resumed_halfway_equals_an_uninterrupted_one(
     name: str, world: int, changes: dict[str, Any], rank_pools: Callable[[int], RankPool], tmp_path: Path
 ) -> None:
     changes = PP2 | changes | {"pipeline_schedule": name}

@@ -146,7 +146,7 @@ def num_live(trained: Trained, stage: int) -> int:
         ),
     ],
 )
-def test_replayed_steps_are_steps(changes: dict[str, Any], documents: bool) -> None:
+def test_steps_replayed_from_graphs_equal_eager_ones(changes: dict[str, Any], documents: bool) -> None:
     expected, found = (train(0, 1, changes, graphs, documents) for graphs in (False, True))
     assert_same(found, expected)
     assert len(set(expected.losses)) == len(BATCHES)
@@ -178,7 +178,7 @@ GRIDS: dict[str, tuple[int, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", GRIDS)
-def test_replayed_pipelines_are_pipelines(name: str, rank_pools: Callable[[int], RankPool]) -> None:
+def test_pipelines_replayed_from_graphs_equal_eager_ones(name: str, rank_pools: Callable[[int], RankPool]) -> None:
     ranks, changes = GRIDS[name]
     changes = {"overlap_grad_reduce": True, **changes}
     both: Sequence[list[Trained]] = [rank_pools(ranks).run(train, changes, graphs) for graphs in (False, True)]

@@ -259,7 +259,7 @@ def test_an_empty_root_is_a_fresh_start_unless_that_is_an_error(rank_pools: Pool
         assert re.search(r"--load .* holds no checkpoint \(--exit-on-missing-checkpoint\)", said)
 
 
-def test_damage_that_one_rank_meets_ends_all(rank_pools: Pools, tmp_path: Path) -> None:
+def test_damage_found_by_one_rank_fails_all_ranks(rank_pools: Pools, tmp_path: Path) -> None:
     rank_pools(1).run(save_scrambled, str(tmp_path), {})
     (path,) = tmp_path.glob("step_*")
     saved = read_manifest(path).tensors["master/decoder.layers.3.mlp.linear_fc2.weight"].boxes[0]

@@ -42,7 +42,7 @@ def flip_a_byte(shard: Path) -> None:
     shard.write_bytes(content)
 
 
-def test_two_starts_from_one_checkpoint_are_enough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_third_start_from_one_checkpoint_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     flags = f"--train-iters 6 --save {tmp_path}/c --save-interval 2"
     for restarts, step in enumerate((4, 1, 1)):  # each run crashes in its step number ...
         monkeypatch.setenv("SLURM_RESTART_COUNT", str(restarts))
@@ -92,7 +92,7 @@ def test_a_checkpoint_damaged_inside_is_passed_over_set_aside_and_saved_again(tm
         assert len(found) > 20 and all(torch.equal(found[name], expected[name]) for name in expected)
 
 
-def test_nothing_but_damage_is_never_a_fresh_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_of_damaged_checkpoints_is_no_fresh_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     flags = f"--train-iters 2 --save {tmp_path}/c"
     assert job(flags)[0] == 0
     flip_a_byte(tmp_path / "c" / "step_00000002" / "rank_00000.safetensors")

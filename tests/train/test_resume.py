@@ -97,7 +97,7 @@ def interrupted(
     [(4, INTERLEAVED_ZERO, 10), (2, TENSOR_PARALLEL_FP16, 6)],
     ids=["interleaved_zero_bf16_dropout", "tp_fp16_with_overflows"],
 )
-def test_half_saved_loaded_and_half_equals_all_at_once(
+def test_a_run_resumed_halfway_equals_an_uninterrupted_one(
     rank_pools: Callable[[int], RankPool], tmp_path: Path, world: int, changes: dict[str, Any], steps: int
 ) -> None:
     at_once = rank_pools(world).run(straight, changes, steps)
