@@ -24,18 +24,12 @@ from megapipe.schedule.partition import StageLayers
 from megapipe.sharding.spec import ParamSpec
 from megapipe.tensor_parallel.gradients import WeightQueue
 from megapipe.tensor_parallel.random import DropoutKey, keyed_mask
+from tests import tiny
 
 SEQ, BATCH = 12, 2
 
 GPT2 = {"hidden_dropout": 0.0, "attention_dropout": 0.0}
-LLAMA = GPT2 | {
-    "position_embedding_type": "rope",
-    "normalization": "RMSNorm",
-    "activation": "swiglu",
-    "add_bias_linear": False,
-    "untie_embeddings_and_output_weights": True,
-    "num_query_groups": 2,
-}
+LLAMA = GPT2 | tiny.LLAMA
 SCALING = {"rotary_base": 300.0, "rope_scaling_factor": 4.0, "rope_original_max_position_embeddings": 8}
 
 

@@ -241,7 +241,7 @@ def test_documents_cost_what_the_plan_says(groups: int, qk_norm: bool, recompute
     ids=lambda value: str(value),
 )
 @pytest.mark.parametrize("shape", ["gpt2_dropout", "llama", "llama_qk_norm_layernorm", "llama_soft_caps"])
-def test_a_replay_makes_the_bytes_in_the_plan(shape: str, recompute: str, num_layers: int, dtype: str) -> None:
+def test_a_recompute_allocates_the_bytes_in_the_plan(shape: str, recompute: str, num_layers: int, dtype: str) -> None:
     config = model_config(num_layers=num_layers, **SHAPES[shape])
     part = StageLayers(0, num_layers, True, True)
     count = counted(config, part, RECOMPUTES[recompute], DTYPES[dtype], backward=True)
@@ -256,7 +256,7 @@ def test_a_replay_makes_the_bytes_in_the_plan(shape: str, recompute: str, num_la
 
 
 @pytest.mark.parametrize("shape", ["gpt2", "llama", "llama_qk_norm_layernorm"])
-def test_a_replay_that_keeps_attention_makes_the_bytes_in_the_plan(shape: str) -> None:
+def test_a_recompute_that_keeps_attention_allocates_the_bytes_in_the_plan(shape: str) -> None:
     config, recompute = model_config(num_layers=2, **SHAPES[shape]), RECOMPUTES["uniform2_kept"]
     count = counted(config, StageLayers(0, 2, True, True), recompute, torch.bfloat16, backward=True)
     assert count.replayed == replay_bytes(spec_of(config).layers, shape_of(config, "bf16", recompute))
@@ -266,7 +266,7 @@ def test_a_replay_that_keeps_attention_makes_the_bytes_in_the_plan(shape: str) -
     "recompute", ["none", "core_attn", "layernorm", "activation", "mlp", "core_attn-layernorm-mlp", "uniform2"]
 )
 @pytest.mark.parametrize("shape", SHAPES)
-def test_what_waits_for_its_weight_gradient_has_the_bytes_in_the_plan(shape: str, recompute: str) -> None:
+def test_queued_weight_gradients_keep_the_bytes_in_the_plan(shape: str, recompute: str) -> None:
     config = model_config(num_layers=LAYERS, **SHAPES[shape])
     if recompute == "uniform2" and not is_explicit(config):
         recompute = "uniform2_kept"

@@ -146,7 +146,7 @@ def test_half_types_come_near_fp64(name: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("name", OPTIONS)
-def test_slots_collect_what_autograd_would(name: str) -> None:
+def test_slots_equal_the_gradients_of_autograd(name: str) -> None:
     config = model_config(**OPTIONS[name])
     weights = dict(reference(config).named_parameters())
     microbatch = make_microbatch(config, dropout_key=DropoutKey(1, 2, 3))
@@ -174,7 +174,7 @@ def test_slots_collect_what_autograd_would(name: str) -> None:
         assert_equal(total, dict(plain.named_parameters())[key].grad, key)
 
 
-def test_tables_and_masks_do_not_pile_up_over_lengths() -> None:
+def test_one_table_and_mask_are_kept_for_all_lengths() -> None:
     config = model_config(**LLAMA, window_size=3)
     stage = make_stage(config, dict(reference(config).named_parameters()))
     tokens = make_microbatch(config).tokens

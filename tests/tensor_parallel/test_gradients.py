@@ -109,7 +109,7 @@ def test_a_key_without_weight_gradients_may_be_run() -> None:
     assert queue.keys == ()
 
 
-def test_misuse_is_refused() -> None:
+def test_deferring_twice_or_running_an_unknown_key_is_refused() -> None:
     queue = WeightQueue()
     with pytest.raises(RuntimeError, match="no weight gradients are queued under 3"):
         queue.run(3)

@@ -79,7 +79,7 @@ def test_recompute_replays_the_mask() -> None:
     assert torch.equal(kept, replayed)
 
 
-def test_one_byte_an_element_is_kept() -> None:
+def test_dropout_saves_one_byte_per_element() -> None:
     saved: list[int] = []
     x = torch.randn(*SHAPE, requires_grad=True)
     with torch.autograd.graph.saved_tensors_hooks(lambda t: (saved.append(t.nbytes), t)[1], lambda t: t):
@@ -90,7 +90,7 @@ def test_one_byte_an_element_is_kept() -> None:
 @pytest.mark.parametrize(
     "dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64], ids=["bf16", "fp16", "fp32", "fp64"]
 )
-def test_the_dtype_stays(dtype: torch.dtype) -> None:
+def test_dropout_keeps_the_dtype(dtype: torch.dtype) -> None:
     x = torch.ones(4, 4, dtype=dtype, requires_grad=True)
     y = keyed_dropout(x, 0.5, KEY, 0, "mlp_output")
     y.sum().backward()

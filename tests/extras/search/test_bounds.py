@@ -110,7 +110,7 @@ def test_no_bound_is_above_its_prediction(config: Config, layout: Layout, dp: in
 @pytest.mark.parametrize(
     ("schedule", "chunks"), [("1f1b", 1), ("interleaved", 2), ("zb-h1", 1), ("zb-v", 2), ("v-half", 2), ("v-min", 2)]
 )
-def test_a_short_step_takes_and_keeps_what_a_long_one_does(schedule: str, chunks: int) -> None:
+def test_a_short_step_predicts_the_time_and_memory_of_a_long_one(schedule: str, chunks: int) -> None:
     config = config_of(num_layers=9, heads=4, vocab_size=5000, batch=61, dropout=0.1, tied=False)
     layout = Layout(1, 3, chunks, schedule, 1, RECOMPUTES[0])
     whole = predict(config, layout, 3, A100)

@@ -115,11 +115,11 @@ def test_a_large_bubble_is_reported_with_the_microbatches_that_lower_it() -> Non
         "casts as written",
     ],
 )
-def test_unusual_choices_are_reported(world_size: int, changes: dict[str, object], words: str) -> None:
+def test_doubtful_options_are_reported(world_size: int, changes: dict[str, object], words: str) -> None:
     assert words in remarks_on(configured(world_size, **changes))
 
 
-def test_a_usual_layout_gets_no_remarks() -> None:
+def test_a_sound_layout_gets_no_warning() -> None:
     good = {"tensor_model_parallel_size": 2, "sequence_parallel": True, "use_distributed_optimizer": True}
     assert remarks_on(configured(4, overlap_grad_reduce=True, overlap_param_gather=True, **good)) == ""
 

@@ -64,7 +64,7 @@ def tight(config: Config, world_size: int) -> float:
     ],
     ids=["explicit attention", "fused attention", "an uneven cut"],
 )
-def test_the_best_is_that_of_predicting_every_layout(
+def test_the_best_layout_equals_an_exhaustive_search(
     world_size: int, changes: dict[str, object], recomputes: tuple[RecomputeConfig, ...]
 ) -> None:
     config = small(**changes)
@@ -94,7 +94,7 @@ def test_the_best_is_that_of_predicting_every_layout(
         assert all(each.peak_bytes <= hardware.usable_bytes for each in best)
 
 
-def test_every_layout_it_proposes_is_one_that_training_accepts() -> None:
+def test_every_layout_found_is_accepted_by_training() -> None:
     config = small()
     for each in search(config, 4, H100).best:
         plan = resolve(each.layout.applied_to(config), 4, H100.ranks_per_node)
@@ -136,7 +136,7 @@ def best_seconds(hardware: Hardware) -> float:
     return search(small(num_layers=2, global_batch_size=4), 4, hardware, num_best=3).best[0].time.seconds
 
 
-def test_a_varied_plan_is_the_one_that_resolve_makes() -> None:
+def test_vary_equals_resolve() -> None:
     first, second = small(), small(micro_batch_size=1, global_batch_size=16, recompute_granularity="selective")
     assert vary(resolve(first, 2), second) == resolve(second, 2)
 
