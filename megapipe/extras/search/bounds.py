@@ -57,6 +57,7 @@ class _Holds(NamedTuple):
     live_layers: int
 
 
+Elements = Counter[str | int]  # parameters of each layer (all are alike), of "embedding" and of "head"
 Cut = tuple[int, tuple[int, ...], tuple[int, ...]]  # ranks, the rank of each stage, layers of each stage
 
 
@@ -77,15 +78,6 @@ class _Times(NamedTuple):
     message: float
 
 
-class _Model(NamedTuple):
-    """A model and lower bounds of its elements on one tp rank."""
-
-    config: ResolvedModelConfig
-    layer_elements: float
-    embedding_elements: float
-    head_elements: float
-
-
 class Bounds:
     """The bounds of a configuration's layouts; values that several layouts share are computed once."""
 
@@ -100,20 +92,18 @@ class Bounds:
         microbatches, and the last gradient passes the stages before it afterwards.
         Memory: the state of a rank, and the activations that its first forwards keep until a backward.
         """
-        model = self._model(layout.tp)
-        if model is None:
+        found = self._model(layout.tp)
+        if found is None:
             return None
         grid = layout.tp, layout.pp, layout.chunks, layout.schedule
         cut = self._cut(*grid, layout.cut)
         if cut is None or (layout.cut != "cost" and cut == self._cut(*grid, "cost")):
             return None
-        batch = self._config.training.global_batch_size
-        assert batch is not None
-        count = layout.num_microbatches(batch, self._world_size)
+        count = layout.num_microbatches(self._config, self._world_size)
         is_sliced, is_split = layout.sequence_parallel and layout.tp > 1, SCHEDULES[layout.schedule].splits_backward
         times = self._times(layout.tp, is_sliced, is_split, layout.micro_batch_size, layout.recompute)
         waits, holds = _waits(cut), _holds(cut, layout.schedule, min(count, FILLS * layout.pp))
-        least, optimizer = self._bytes(model, layout, holds, times)
+        least, optimizer = self._bytes(found[1], layout, holds, times)
         return Bound(self._seconds(layout, waits, times, count) + optimizer, least)
 
     def _seconds(self, layout: Layout, ranks: tuple[_Waits, ...], times: _Times, count: int) -> float:
@@ -136,8 +126,11 @@ class Bounds:
                 longest = max(longest, waits * both_ways + count * work)
         return longest
 
-    def _bytes(self, model: _Model, layout: Layout, ranks: tuple[_Holds, ...], times: _Times) -> tuple[float, float]:
+    def _bytes(
+        self, elements: Elements, layout: Layout, ranks: tuple[_Holds, ...], times: _Times
+    ) -> tuple[float, float]:
         """Return (bytes of the fullest rank, seconds of the optimizer)."""
+        layer, embedding, head = (elements[owner] / layout.tp for owner in (0, "embedding", "head"))
         shards = self._world_size // layout.tp // layout.pp if layout.distributed_optimizer else 1
         optimizer, element = self._config.optimizer, ELEMENT_BYTES[self._config.precision.dtype]
         wide = max(element, 4)
@@ -145,37 +138,33 @@ class Bounds:
         per_element = element + wide + (moments + (element != wide)) * wide / shards
         least = most = 0.0
         for rank in ranks:
-            elements = (
-                rank.layers * model.layer_elements
-                + rank.embeddings * model.embedding_elements
-                + rank.heads * model.head_elements
-            )
+            held = rank.layers * layer + rank.embeddings * embedding + rank.heads * head
             # with several stages on a rank the head may keep nothing at the moment when most layers are kept
             kept = rank.live_layers * times.layer.kept_bytes
             if layout.chunks == 1:
                 kept += rank.heads * times.head.kept_bytes
-            least = max(least, elements * per_element + kept)
-            most = max(most, elements)
+            least = max(least, held * per_element + kept)
+            most = max(most, held)
         return least, most / shards * (OPTIMIZER_BYTES + NORM_BYTES) / self._hardware.memory_bytes_per_second
 
-    def _make_model(self, tp: int) -> _Model | None:
+    def _make_model(self, tp: int) -> tuple[ResolvedModelConfig, Elements] | None:
         try:
             model = resolve_model(dataclasses.replace(self._config.model, padded_vocab_size=None), tp)
         except ConfigError:
             return None
-        elements: Counter[str | int] = Counter()
+        elements: Elements = Counter()
         for spec in model_parameters(model, tp > 1):
             elements[spec.owner] += math.prod(spec.shape)
-        return _Model(model, elements[0] / tp, elements["embedding"] / tp, elements["head"] / tp)
+        return model, elements
 
     def _make_cut(self, tp: int, pp: int, chunks: int, schedule: str, how: str) -> Cut | None:
         """Return the cut of the layers, None if it is illegal. The head's cost includes the padding for tp."""
-        model = self._model(tp)
-        assert model is not None
+        found = self._model(tp)
+        assert found is not None
         layout = Layout(tp, pp, chunks, schedule, 1, RecomputeConfig(), False, False, how)
         placement = SCHEDULES[schedule].place(pp, chunks)
         try:
-            partition = cut_layers(model.config, layout.applied_to(self._config).parallel, placement)
+            partition = cut_layers(found[0], layout.applied_to(self._config).parallel, placement)
         except ConfigError:
             return None
         return pp, placement.rank_of_stage, partition.layer_counts
@@ -183,7 +172,7 @@ class Bounds:
     def _make_times(self, tp: int, sliced: bool, split: bool, size: int, recompute: RecomputeConfig) -> _Times:
         hardware, found = self._hardware, self._model(tp)
         assert found is not None
-        model = found.config
+        model, _ = found
         fastest = min((hardware.node, hardware.network), key=lambda link: 1.0 / link.bytes_per_second)
         tp_link = dataclasses.replace(
             fastest, latency_seconds=min(hardware.node.latency_seconds, hardware.network.latency_seconds)

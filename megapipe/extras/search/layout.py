@@ -50,9 +50,11 @@ class Layout:
     distributed_optimizer: bool = True
     cut: str = "cost"
 
-    def num_microbatches(self, global_batch_size: int, world_size: int) -> int:
+    def num_microbatches(self, config: Config, world_size: int) -> int:
         """Return the microbatches of each dp rank in a step."""
-        return global_batch_size // (world_size // self.tp // self.pp) // self.micro_batch_size
+        batch = config.training.global_batch_size
+        assert batch is not None
+        return batch // (world_size // self.tp // self.pp) // self.micro_batch_size
 
     def applied_to(self, config: Config) -> Config:
         """Return the configuration with this layout; its manual cuts and group sizes are dropped."""

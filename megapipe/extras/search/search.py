@@ -189,9 +189,7 @@ class ShortSteps:
         If the first rank already needs more than `most_bytes`: (inf, its bytes). If the step takes `slowest` seconds or
         more, the bytes are only a lower bound.
         """
-        batch = self._config.training.global_batch_size
-        assert batch is not None
-        count = layout.num_microbatches(batch, self._world_size)
+        count = layout.num_microbatches(self._config, self._world_size)
         few = count if count <= (FILLS + 1) * layout.pp else FILLS * layout.pp + count % layout.pp
         plan = self._plan(layout, few * (self._world_size // layout.tp // layout.pp) * layout.micro_batch_size)
 

@@ -240,7 +240,6 @@ class ParityStep:
     """One step on all ranks, in order of global ranks."""
 
     step: int
-    num_microbatches: int
     loss: float  # the oracle's
     grad_norm: float  # the oracle's
     ranks: tuple[RankStep, ...]

@@ -125,8 +125,7 @@ def compare_with_oracle(
                 "about them"
             )
         ranks = tuple(rank for rank, _ in everywhere)
-        count = len(batch) // plan.topology.dp
-        found.append(ParityStep(step, count, plain.loss, plain.grad_norm, ranks, tolerance, repeats))
+        found.append(ParityStep(step, plain.loss, plain.grad_norm, ranks, tolerance, repeats))
     return found
 
 
