@@ -14,10 +14,10 @@ from torch import nn
 
 from megapipe.comm.groups import Group
 from megapipe.config.config import ResolvedModelConfig
-from megapipe.gpu.kernels import TORCH, Kernels
+from megapipe.gpu.kernels import Kernels
 from megapipe.gpu.libraries import AttentionKernel, AttentionShape
 from megapipe.layers.linear import fp8_layers
-from megapipe.layers.table import WHOLE, CommChunks
+from megapipe.layers.table import CommChunks
 from megapipe.model.norm import Norm
 from megapipe.tensor_parallel.fp8 import Fp8Gemms
 from megapipe.tensor_parallel.gemms import PLAIN_GEMMS
@@ -34,8 +34,8 @@ class LayerFactory:
     sequence_parallel: bool
     recompute: frozenset[str]
     queue: WeightQueue
-    kernels: Kernels = TORCH
-    chunks: CommChunks = WHOLE
+    kernels: Kernels
+    chunks: CommChunks
 
     def linear(
         self,

@@ -25,11 +25,6 @@ from megapipe.errors import ConfigError
 from megapipe.tensor_parallel.gradients import InputRecompute
 
 
-def selected_modules(config: RecomputeConfig) -> frozenset[str]:
-    """Return the modules that every layer recomputes; empty unless the granularity is selective."""
-    return frozenset(config.recompute_modules) if config.recompute_granularity == "selective" else frozenset()
-
-
 def layer_groups(config: RecomputeConfig, layers: Sequence[int]) -> list[tuple[tuple[int, ...], bool]]:
     """Split the layers of a stage into groups that run as one: (layers, True if the group is checkpointed).
 
@@ -61,6 +56,7 @@ class RecomputedSegment:
     def __init__(self, fn: Callable[..., Tensor], kept_attention: KeptAttention | None = None) -> None:
         self.fn = fn
         self.kept_attention = kept_attention
+        self.num_inputs = 0
         self._has_consumer = False
         self._graph: tuple[tuple[Tensor, ...], Tensor] | None = None  # leaves and output of the recompute
         self._output: Tensor | None = None  # for a consumer that asks after the backward
@@ -68,6 +64,7 @@ class RecomputedSegment:
     def __call__(self, *inputs: Tensor) -> Tensor:
         if not torch.is_grad_enabled():
             return self.fn(*inputs)
+        self.num_inputs = len(inputs)
         if not any(x.requires_grad for x in inputs):  # the parameters inside still need gradients
             inputs = (inputs[0].detach().requires_grad_(), *inputs[1:])
         return _Recomputed.apply(self, *inputs)
@@ -87,25 +84,21 @@ class RecomputedSegment:
     def _recomputed_output(self, *inputs: Tensor) -> Tensor:
         self._has_consumer = False
         output, self._output = self._output, None
-        return output if output is not None else self.recompute(inputs, ())[1].detach()
+        return output if output is not None else self.recompute(inputs)[1].detach()
 
-    def recompute(
-        self, inputs: tuple[Tensor, ...], attention_results: tuple[Tensor, ...]
-    ) -> tuple[tuple[Tensor, ...], Tensor]:
-        """Run `fn` again, once; return the leaves and the output of its graph. attention_results: kept tensors."""
+    def recompute(self, saved: tuple[Tensor, ...]) -> tuple[tuple[Tensor, ...], Tensor]:
+        """Run `fn` again, once; return the leaves and the output of its graph. saved: the inputs, then kept tensors."""
         if self._graph is None:
+            inputs, kept = saved[: self.num_inputs], self.kept_attention
             leaves = tuple(x.detach().requires_grad_(x.is_floating_point()) for x in inputs)
-            kept = self.kept_attention
             with torch.enable_grad():
-                output = self.fn(*leaves) if kept is None else kept.reuse(self.fn, leaves, attention_results)
+                output = self.fn(*leaves) if kept is None else kept.reuse(self.fn, leaves, saved[self.num_inputs :])
             self._graph = leaves, output
         return self._graph
 
-    def backward(
-        self, inputs: tuple[Tensor, ...], attention_results: tuple[Tensor, ...], grad: Tensor
-    ) -> tuple[Tensor | None, ...]:
-        """Return the gradients of the inputs; those of parameters accumulate. attention_results: kept tensors."""
-        leaves, output = self.recompute(inputs, attention_results)
+    def backward(self, saved: tuple[Tensor, ...], grad: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients of the inputs; those of parameters accumulate. saved: as for `recompute`."""
+        leaves, output = self.recompute(saved)
         self._graph = None
         if self._has_consumer:
             self._output = output.detach()
@@ -116,16 +109,14 @@ class RecomputedSegment:
 class _Recomputed(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, segment: RecomputedSegment, *inputs: Tensor) -> Tensor:
-        ctx.segment, ctx.num_inputs = segment, len(inputs)
-        kept = segment.kept_attention
+        ctx.segment, kept = segment, segment.kept_attention
         output, attention_results = (segment.fn(*inputs), ()) if kept is None else kept.record(segment.fn, inputs)
         ctx.save_for_backward(*inputs, *attention_results)
         return output
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        saved = ctx.saved_tensors
-        return None, *ctx.segment.backward(saved[: ctx.num_inputs], saved[ctx.num_inputs :], grad)
+        return None, *ctx.segment.backward(ctx.saved_tensors, grad)
 
 
 # forward kernels of attention by the names of torch's dispatcher: torch's own, then flash-attn's

@@ -48,7 +48,7 @@ from megapipe.model.embedding_and_head import Embedding, Loss, capped_logits
 from megapipe.model.layer_factory import LayerFactory
 from megapipe.model.microbatch import Microbatch, StageLoss
 from megapipe.model.mlp import MLP
-from megapipe.model.recompute import KeptAttention, RecomputedSegment, layer_groups, selected_modules
+from megapipe.model.recompute import KeptAttention, RecomputedSegment, layer_groups
 from megapipe.schedule.partition import StageLayers
 from megapipe.tensor_parallel.fp8 import Fp8Gemms
 from megapipe.tensor_parallel.gradients import InputRecompute, WeightQueue
@@ -137,7 +137,9 @@ class GPTStage(nn.Module):
         self._groups = layer_groups(recompute, numbers)
         self._keep_attention = recompute.recompute_keep_attention
         queue = WeightQueue() if weight_queue is None else weight_queue
-        factory = LayerFactory(config, tp, sequence_parallel, selected_modules(recompute), queue, kernels, chunks)
+        is_selective = recompute.recompute_granularity == "selective"
+        modules = frozenset(recompute.recompute_modules if is_selective else ())
+        factory = LayerFactory(config, tp, sequence_parallel, modules, queue, kernels, chunks)
         self.embedding: Embedding | TiedHead | None = None
         self.output_layer: ColumnParallelLinear | None = None
         if layers.has_embedding:

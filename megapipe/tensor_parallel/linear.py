@@ -230,10 +230,7 @@ class _Linear(Function):
 
 
 class ColumnParallelLinear(ParallelLinear):
-    """y = x W^T + b with the rows of W split over tp; see the module's docstring for the backward.
-
-    x: [s, b, in], with sequence parallelism [s / tp, b, in]. Returns [s, b, out / tp].
-    """
+    """y = x W^T + b with the rows of W split over tp; the module's docstring has the shapes and the backward."""
 
     split = "output"
 
@@ -267,9 +264,8 @@ class ColumnParallelLinear(ParallelLinear):
 
 
 class RowParallelLinear(ParallelLinear):
-    """y = x W^T + b with the columns of W split over tp; see the module's docstring for the backward.
+    """y = x W^T + b with the columns of W split over tp; the module's docstring has the shapes and the backward.
 
-    x: [s, b, in / tp]. Returns [s, b, out], with sequence parallelism [s / tp, b, out].
     Raises ConfigError if tp does not divide s under sequence parallelism.
     """
 

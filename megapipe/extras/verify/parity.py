@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 
 import torch
 
@@ -74,11 +75,9 @@ def verified_steps(small: Shrunk, groups: ProcessGroups, device: torch.device) -
     if config.training.deterministic_mode:
         torch.use_deterministic_algorithms(True)
     batches = random_batches(config, plan.topology.dp, small.num_microbatches, config.training.seed)
-    schedules, samples = Schedules.of(config), 0
-    rates = []
-    for batch in batches:
-        rates.append(schedules.rates(samples))
-        samples += len(batch) * config.training.micro_batch_size
+    schedules, micro = Schedules.of(config), config.training.micro_batch_size
+    before = accumulate((len(batch) * micro for batch in batches[:-1]), initial=0)  # samples before each step
+    rates = [schedules.rates(samples) for samples in before]
     slices = drawn_slices(config.training.seed, parameter_dtype(config.precision.dtype))
     return compare_with_oracle(plan, groups, device, slices, batches, rates, tolerance_of(config))
 
