@@ -6,14 +6,13 @@ rank draws the blocks that it needs, one at a time, and keeps its slice, so no r
 
 from __future__ import annotations
 
-import hashlib
-
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from megapipe.sharding.boxes import Box, pieces
 from megapipe.sharding.spec import ParamSpec
+from megapipe.tensor_parallel.random import stream_key
 
 BLOCK_ELEMENTS = 1 << 20
 
@@ -39,8 +38,7 @@ def draw_box_into(target: Tensor, spec: ParamSpec, box: Box, seed: int) -> None:
     for block in range(first // block_rows, -(-stop // block_rows)):
         start = block * block_rows
         end = min(start + block_rows, stop)  # rows after the last one needed are not drawn
-        key = hashlib.blake2b(f"init|{seed}|{spec.name}|{block}".encode(), digest_size=16).digest()
-        stream = np.random.Generator(np.random.Philox(key=int.from_bytes(key, "little")))
+        stream = np.random.Generator(np.random.Philox(key=stream_key(f"init|{seed}|{spec.name}|{block}")))
         rows = torch.from_numpy(stream.standard_normal((end - start, *spec.shape[1:]), dtype=np.float32))
         rows = rows[max(first - start, 0) :][(slice(None), *box.slices[1:])]
         offset = max(start - first, 0)

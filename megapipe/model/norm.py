@@ -23,18 +23,14 @@ NormKernel = Callable[[Tensor, Tensor, Tensor | None, float], Tensor]
 class Norm(nn.Module):
     """The norm of the configuration: weight [size] and, for LayerNorm, bias [size]. kernel: replaces torch's."""
 
-    bias: Tensor | None
-
     def __init__(self, config: ModelConfig, size: int, kernel: NormKernel | None = None) -> None:
         super().__init__()
         self.kernel = kernel
         self.epsilon = config.norm_epsilon
         self.zero_centered = config.layernorm_zero_centered_gamma
         self.weight = nn.Parameter(torch.empty(size, device="meta"))
-        if config.normalization == "LayerNorm":
-            self.bias = nn.Parameter(torch.empty(size, device="meta"))
-        else:
-            self.register_parameter("bias", None)
+        has_bias = config.normalization == "LayerNorm"
+        self.bias = nn.Parameter(torch.empty(size, device="meta")) if has_bias else None
 
     def forward(self, x: Tensor) -> Tensor:
         """Return a new contiguous tensor of x's dtype. x: [..., size], any strides."""

@@ -186,10 +186,7 @@ class GPTStage(nn.Module):
         return [part for part in parts if part is not None]
 
     def forward(
-        self,
-        *hidden_and_microbatch: Tensor | Microbatch | None,
-        return_logits: bool = False,
-        last_position: bool = False,
+        self, *inputs: Tensor | Microbatch | None, return_logits: bool = False, last_position: bool = False
     ) -> Tensor | StageLoss:
         """Run `stage(hidden, microbatch)`; on the first stage `stage(microbatch)` or `stage(None, microbatch)`.
 
@@ -197,17 +194,13 @@ class GPTStage(nn.Module):
         for the next stage; on the last stage the `StageLoss`, or with return_logits the logits [s, b, V / tp]
         including padding; last_position: only the last position's, [1, b, V / tp] (without sequence parallelism).
         """
-        *inputs, microbatch = hidden_and_microbatch
-        assert isinstance(microbatch, Microbatch)
-        hidden = inputs[0] if inputs else None
-        assert hidden is None or isinstance(hidden, Tensor)
+        hidden, microbatch = inputs if len(inputs) == 2 else (None, *inputs)
+        assert isinstance(microbatch, Microbatch) and not isinstance(hidden, Microbatch)
         if self.stage_layers.has_embedding:
             assert isinstance(self.embedding, Embedding)
             hidden = self.embedding(microbatch)
         if hidden is None:
-            raise ValueError(
-                f"a stage without the embedding ({self.stage_layers}) needs the hidden states of the previous stage"
-            )
+            raise ValueError(f"without the embedding a stage needs the hidden states before it: {self.stage_layers}")
         hidden = self.run_layers(hidden, self.make_context(microbatch, hidden.dtype))
         if self.loss is None:
             return hidden
@@ -227,7 +220,7 @@ class GPTStage(nn.Module):
         with nullcontext() if self._library is None else self._library.stage_region(self.tp):
             for group, (layers, is_checkpointed) in enumerate(self._groups):
                 kept = KeptAttention() if is_checkpointed and self._keep_attention else None
-                group_context = dataclasses.replace(context, kept_attention=kept)
+                group_context = context if kept is None else dataclasses.replace(context, kept_attention=kept)
                 run: Callable[[Tensor], Tensor] = partial(self._run_group, layers=layers, context=group_context)
                 if is_checkpointed:
                     run = RecomputedSegment(run, kept)

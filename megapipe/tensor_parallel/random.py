@@ -22,6 +22,11 @@ EMBEDDING_LAYER = -1
 SITES = ("embedding", "attention_probs", "attention_output", "mlp_output")
 
 
+def stream_key(name: str) -> int:
+    """Return the 128-bit key of a named random stream: a hash that is the same on every machine and Python."""
+    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=16).digest(), "little")
+
+
 @dataclass(frozen=True)
 class DropoutKey:
     """The key of one microbatch's dropout. microbatch: its index in the step's *global* batch."""
@@ -31,7 +36,7 @@ class DropoutKey:
     microbatch: int
 
     def stream(self, layer: int, site: str, tp_rank: int | None) -> int:
-        """Return the 128-bit key of the random stream of one site: a hash that is the same on every machine and Python.
+        """Return the 128-bit key of the random stream of one site.
 
         layer: global index, -1 for the embedding. site: one of SITES. tp_rank: where the tensor is split over tp
         (attention_probs always, the others under sequence parallelism); None where all tp ranks need the same mask.
@@ -41,7 +46,7 @@ class DropoutKey:
             raise ValueError(f"no dropout site {site!r}; sites are {', '.join(SITES)}")
         rank = "all" if tp_rank is None else tp_rank
         place = f"dropout|{self.seed}|{self.step}|{self.microbatch}|{layer}|{site}|{rank}"
-        return int.from_bytes(hashlib.blake2b(place.encode(), digest_size=16).digest(), "little")
+        return stream_key(place)
 
 
 def keyed_mask(
