@@ -241,9 +241,8 @@ def mapped(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
     if isinstance(value, dict):
         return {key: mapped(part, change) for key, part in value.items()}
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return dataclasses.replace(
-            value, **{f.name: mapped(getattr(value, f.name), change) for f in dataclasses.fields(value)}
-        )
+        changed = {each.name: mapped(getattr(value, each.name), change) for each in dataclasses.fields(value)}
+        return dataclasses.replace(value, **changed)
     return value
 
 

@@ -43,6 +43,7 @@ CAUSES = {
 }
 PREDICTED = "messages"  # the last cause that the prediction includes
 
+OCCUPYING_OPS = BUSY_OPS | {Op.OVERLAP}  # ops whose slots have time of their own; an OVERLAP has that of its pair
 StageKey = tuple[int, ...]  # (stage,), or (forward's stage, backward's stage) of an overlapped pair
 
 
@@ -103,7 +104,7 @@ class MeasuredTimeline:
     def work_seconds(self) -> tuple[float, ...]:
         """Computing time of each rank."""
         return tuple(
-            sum(own for (_, op, _), own in zip(row, owns, strict=True) if op in BUSY_OPS or op is Op.OVERLAP)
+            sum(own for (_, op, _), own in zip(row, owns, strict=True) if op in OCCUPYING_OPS)
             for row, owns in zip(self.schedule.rows, self.own_seconds, strict=True)
         )
 
@@ -277,14 +278,9 @@ def _costs(schedule: Schedule, means: Mapping[tuple[StageKey, Op], float], messa
 
 def _replayed_seconds(measured: MeasuredTimeline, rank: int, with_optimizer: bool) -> tuple[float, ...]:
     """Return the times of a rank's computation; with_optimizer also of its reductions and waits for parameters."""
-    found = []
+    ops = OCCUPYING_OPS | {Op.REDUCE_GRAD} if with_optimizer else OCCUPYING_OPS
     times = zip(measured.schedule.rows[rank], measured.own_seconds[rank], measured.parameter_waits[rank], strict=True)
-    for action, own, parameter_wait in times:
-        if action.op in BUSY_OPS or action.op is Op.OVERLAP or (with_optimizer and action.op is Op.REDUCE_GRAD):
-            found.append(own + (parameter_wait if with_optimizer else 0.0))
-        else:
-            found.append(0.0)
-    return tuple(found)
+    return tuple(own + (wait if with_optimizer else 0.0) if action.op in ops else 0.0 for action, own, wait in times)
 
 
 def _halves(row: Sequence[Action]) -> set[int]:
