@@ -62,7 +62,10 @@ class Option:
 def option(
     names: str, help: str = "", above: float | None = None, at_least: float | None = None, **settings: Any
 ) -> Option:
-    """Return an option for the table of a command. A default gives the type of a number, and is added to the help."""
+    """Return an option for the table of a command. names: separated by blanks. settings: as for `add_argument`.
+
+    A default gives the type of a number, and is added to the help.
+    """
     default = settings.get("default")
     if isinstance(default, int | float):
         settings.setdefault("type", type(default))

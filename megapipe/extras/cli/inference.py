@@ -106,7 +106,10 @@ class SavedModel:
 def open_model(
     own: argparse.Namespace, environment: Environment, micro_batch_size: int, seq_length: int | None = None
 ) -> SavedModel:
-    """Plan a saved model on these ranks, at another seq_length. Raises ConfigError, CheckpointError, DataError."""
+    """Plan a saved model on these ranks. Raises ConfigError, CheckpointError, DataError.
+
+    seq_length: instead of the one that it was trained with.
+    """
     found = find_checkpoint(Path(own.load), own.ckpt_step)
     if found is None:
         raise CheckpointError(f"--load {own.load} holds no checkpoint")

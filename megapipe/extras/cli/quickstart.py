@@ -66,13 +66,13 @@ OPTIONS = (
 
 @dataclass(frozen=True)
 class Prepared:
-    """Data. prefix: of the token files. entropy: of single validation tokens, in nats. prompts: texts to continue."""
+    """Prepared data. prefix: of the token files. entropy: of single validation tokens, in nats."""
 
     folder: Path
     prefix: Path
     tokenizer: Path
     entropy: float
-    prompts: tuple[str, ...]
+    prompts: tuple[str, ...]  # texts to continue
 
 
 @dataclass(frozen=True)
@@ -103,11 +103,11 @@ def main(own: argparse.Namespace) -> int:
     prepared = prepare(own.corpus, own.out, own.vocab_size, own.megabytes)
     checkpoints = prepared.folder / "checkpoints"
     done = steps_done(checkpoints)
-    profiling = () if grid.num_gpus else profile_flags(done, own.steps)  # profiles over NCCL are untested
-    words = [
-        *("--nproc-per-node", str(grid.num_ranks), str(SCRIPT), *grid.flags),
-        *(*pretrain_arguments(prepared, checkpoints, done, own.steps), *profiling, *own.flags),
-    ]
+    words = ["--nproc-per-node", str(grid.num_ranks), str(SCRIPT), *grid.flags]
+    words += pretrain_arguments(prepared, checkpoints, done, own.steps)
+    if not grid.num_gpus:  # profiles over NCCL are untested
+        words += profile_flags(done, own.steps)
+    words += own.flags
     _say("training", f"{grid.reason}; {f'continuing after step {done}, ' if done else ''}{own.steps} steps")
     print(f"   megapipe launch {shlex.join(words)}\n", flush=True)
     from megapipe.extras.cli.launch import launch

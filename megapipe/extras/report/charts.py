@@ -191,6 +191,7 @@ def charts_html(run: Run) -> str:
 def _curve(
     name: str, records: Sequence[Record], key: str, colour: int = 0, factor: float = 1.0, kind: str = "line"
 ) -> Curve:
+    """Return the curve of a key times `factor`; records without a value of the key are left out."""
     points = [(float(record["step"]), record[key] * factor) for record in records if record.get(key) is not None]
     return Curve(name, points, kind, colour)
 
