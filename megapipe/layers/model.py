@@ -110,9 +110,7 @@ def stage_parameters(
     has_tied_copy: the head's stage holds a copy of the tied embedding; False where it uses that of the first stage,
     on the same rank.
     """
-    held_of: dict[Owner, bool] = {"embedding": has_embedding, "head": has_head}
-    return tuple(
-        spec
-        for spec in parameters
-        if held_of.get(spec.owner, spec.owner in layers) or (spec.tied and has_head and has_tied_copy)
-    )
+    ends: dict[Owner, bool] = {"embedding": has_embedding, "head": has_head}
+    owners = {*layers, *(end for end, is_held in ends.items() if is_held)}
+    has_copy = has_head and has_tied_copy
+    return tuple(spec for spec in parameters if spec.owner in owners or (spec.tied and has_copy))

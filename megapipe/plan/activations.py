@@ -150,8 +150,7 @@ def replay_bytes(layers: Sequence[LayerSpec], shape: RankShape) -> int:
 
 
 def deferred_bytes(model: ModelSpec, shape: RankShape, stage: StageLayers) -> int:
-    """Return what a stage holds for one microbatch between I and W of a split backward: input and output gradient of
-    each linear.
+    """Return what a stage holds for one microbatch between I and W: input and output gradient of each linear.
 
     Inputs that selective recompute drops are held as what they are computed from; those that a replay computes, which
     happens in I, as they are. Full recompute has ended before W.
@@ -192,9 +191,9 @@ def backward_peak(
 
 
 def _walk(parts: Sequence[Table], held: int, freed: int) -> tuple[int, int]:
-    """Walk the backward of some parts; held, freed: bytes at its start, relative to what the stage has kept.
+    """Return the peak, 0 or more, of the backward of some parts, and the bytes freed by its end.
 
-    Returns the peak, 0 or more, and the bytes freed by the end.
+    held, freed: bytes at its start, relative to what the stage has kept.
     """
     peak = 0
     for part in reversed(parts):

@@ -194,10 +194,9 @@ def _refuse_too_large(draft: RunPlan, cuts: list[Partition], limits: tuple[float
 class RankBytes:
     """A quick estimate of a pipeline rank's bytes by the number of layers on each of its stages, to search for a cut.
 
-    The terms are those of `memory.rank_memory`, from the rows of the schedule and the parameters and activations of a
-    layer; buffer padding, messages and temporaries are taken from `draft`, a plan with any cut. Two layers of offloaded
-    activations are assumed to be on the device, which is right within about 13 %. `balanced_cut` checks the cut that
-    it chooses with `rank_memory`.
+    The terms are those of `memory.rank_memory`, with which `balanced_cut` checks its choice; buffer padding, messages
+    and temporaries are taken from `draft`, a plan with any cut. Two layers of offloaded activations are assumed to be
+    on the device, which is right within about 13 %.
     """
 
     def __init__(self, draft: RunPlan) -> None:

@@ -115,7 +115,7 @@ def test_an_invalid_times_file_is_refused_with_the_reason(tmp_path: Path, text: 
         read_layer_times(path)
 
 
-def test_a_file_there_and_back_is_the_same(tmp_path: Path) -> None:
+def test_a_written_file_of_layer_times_reads_back_equal(tmp_path: Path) -> None:
     times = LayerTimes(
         {"dtype": "bf16"}, PartCost(0.1), (ONE, ONE * 2), PartCost(0.25, 0.5, 0.3, 0.3, 0.125), {"device": "x"}
     )

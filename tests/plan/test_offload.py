@@ -45,14 +45,14 @@ def test_a_rank_keeps_two_layers_and_what_is_not_offloaded() -> None:
 
 
 @pytest.mark.parametrize("count", [1, 4, 8])
-def test_fewer_layers_save_less(count: int) -> None:
+def test_offloading_fewer_layers_saves_less(count: int) -> None:
     plan = one_rank(**ALL | {"cpu_offloading_num_layers": count})
     more = one_rank(**ALL | {"cpu_offloading_num_layers": count - 1} if count > 1 else {})
     assert rank_memory(plan, 0).items["activations"] <= rank_memory(more, 0).items["activations"]
     assert sum(group.moved > 0 for group in offloaded_groups(plan, 0)) == count
 
 
-def test_small_tensors_stay() -> None:
+def test_small_tensors_stay_on_the_device() -> None:
     whole, large = one_rank(**ALL), one_rank(**ALL | {"min_offloaded_tensor_size": 1 << 20})
     moved = [sum(group.moved for group in offloaded_groups(plan, 0)) for plan in (whole, large)]
     assert 0.99 * moved[0] < moved[1] < moved[0]
@@ -103,6 +103,6 @@ def test_the_report_names_host_memory_and_what_travels() -> None:
     )
 
 
-def test_what_the_optimizer_has_on_the_host_is_what_it_would_have_on_the_device() -> None:
+def test_offloaded_optimizer_state_takes_the_same_bytes_on_the_host() -> None:
     there, here = (rank_memory(one_rank(optimizer_cpu_offload=offloaded), 0) for offloaded in (True, False))
     assert there.host["optimizer"] == here.items["optimizer"] > 0 == there.items["optimizer"]

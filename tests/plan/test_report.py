@@ -115,7 +115,7 @@ def test_equal_pipeline_ranks_share_a_line() -> None:
     assert re.search(r"^ +1 to 6  .*iB", plan_text(plan), re.MULTILINE)
 
 
-def test_a_plan_for_16384_ranks_is_short_and_there_in_seconds() -> None:
+def test_a_plan_for_16384_ranks_is_short_and_takes_seconds() -> None:
     start = time.process_time()
     grid = {
         "tensor_model_parallel_size": 8,
@@ -133,7 +133,7 @@ def test_a_plan_for_16384_ranks_is_short_and_there_in_seconds() -> None:
     assert rows[1][2] == "layers 1 to 95, 1 each"
 
 
-def test_of_more_pipeline_ranks_than_fit_the_largest_are_shown() -> None:
+def test_the_largest_of_many_pipeline_ranks_are_shown() -> None:
     plan = resolve(small_config(num_layers=64, pipeline_model_parallel_size=32, global_batch_size=64), 32)
     text = plan_text(plan)
     assert "16 smaller ones are not shown" in text
