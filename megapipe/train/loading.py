@@ -98,8 +98,8 @@ def load(runtime: TrainingRuntime, root: Path, flags: CheckpointConfig | None = 
     """Load the newest complete checkpoint of root, or --ckpt-step, from any grid. A collective.
 
     If the newest one proves damaged while it is read, the one before is taken. A root without any checkpoint is a fresh
-    start, unless --exit-on-missing-checkpoint or --ckpt-step. flags: else the configuration's. Raises CheckpointError
-    on all ranks.
+    start, unless --exit-on-missing-checkpoint or --ckpt-step. flags: instead of the configuration's. Raises
+    CheckpointError on all ranks.
     """
     flags = flags or runtime.plan.config.checkpoint
     remarks: list[str] = []

@@ -44,10 +44,10 @@ from megapipe.train.state import Schedules, TrainingState, on_rank_0
 
 
 class Saving:
-    """The checkpoints of a run. At most one save is in flight; the next waits for it. Methods are collective.
+    """The checkpoints of a run. At most one save is in flight; the next waits for it.
 
-    root: --save; None saves nothing. config_text: the configuration as YAML. tokenizer: saved with every checkpoint.
-    say: prints a line once for all ranks.
+    All ranks call `save`, `write`, `advance` and `finish` together. root: --save; None saves nothing. config_text: the
+    configuration as YAML. tokenizer: saved with every checkpoint. say: prints a line once for all ranks.
     """
 
     def __init__(

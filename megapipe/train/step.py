@@ -1,5 +1,4 @@
-"""One optimizer step: forward and backward of all microbatches, average of the loss, gradient reduction, update; timers
-of its phases.
+"""One optimizer step: forwards and backwards, average of the loss, gradient reduction, update; timers of its phases.
 
 The loss is the mean of the microbatches' means, or over tokens with --calculate-per-token-loss. Gradients are raw sums
 over microbatches and replicas; the optimizer divides them by `PendingLoss.denominator`.
@@ -52,7 +51,7 @@ class Timers:
 
     level: --timing-log-level; 0 times the step, 1 its phases, 2 its actions too. On a GPU, level 1 records events in
     the stream and reads them at the log line; level 2 synchronizes at every reading (the tracer's `settle`), which
-    costs overlap. tracer, heartbeat: get each phase. marks: opened around each phase. clock: else the device's.
+    costs overlap. tracer, heartbeat: get each phase. marks: opened around each phase. clock: None for the device's.
     """
 
     def __init__(
