@@ -67,9 +67,13 @@ def summary(folder: CheckpointFolder) -> Iterator[str]:
         yield f"  {name}: {file.num_bytes:,} bytes"
 
 
+def bytes_of(tensor: SavedTensor) -> int:
+    return math.prod(tensor.shape) * ITEM_BYTES[tensor.dtype]
+
+
 def tensor_lines(folder: CheckpointFolder) -> Iterator[str]:
     for name, tensor in folder.manifest.tensors.items():
-        yield f"  {name}  {tensor.dtype} {list(tensor.shape)}  {tensor.num_bytes:,} bytes in {len(tensor.boxes)} boxes"
+        yield f"  {name}  {tensor.dtype} {list(tensor.shape)}  {bytes_of(tensor):,} bytes in {len(tensor.boxes)} boxes"
 
 
 def content(folder: CheckpointFolder, with_tensors: bool) -> dict[str, Any]:
@@ -89,7 +93,7 @@ def content(folder: CheckpointFolder, with_tensors: bool) -> dict[str, Any]:
             name: {
                 "dtype": tensor.dtype,
                 "shape": list(tensor.shape),
-                "bytes": tensor.num_bytes,
+                "bytes": bytes_of(tensor),
                 "boxes": len(tensor.boxes),
             }
             for name, tensor in manifest.tensors.items()

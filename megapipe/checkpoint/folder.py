@@ -196,7 +196,7 @@ def read_latest(root: Path) -> str | None:
 
 
 def checkpoint_config(root: Path, step: int | None = None) -> tuple[Config, Path]:
-    """Return the saved configuration and the checkpoint's folder. Raises CheckpointError if there is none."""
+    """Return the saved configuration and the checkpoint's folder. Raises CheckpointError without one."""
     found = find_checkpoint(root, step)
     if found is None:
         raise CheckpointError(f"--use-checkpoint-args: {root} holds no checkpoint")

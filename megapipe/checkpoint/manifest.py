@@ -38,10 +38,6 @@ class SavedTensor:
     shape: tuple[int, ...]
     boxes: tuple[SavedBox, ...]
 
-    @property
-    def num_bytes(self) -> int:
-        return math.prod(self.shape) * ITEM_BYTES[self.dtype]
-
     def to_json(self) -> dict[str, Any]:
         boxes = [
             {"file": b.file, "offset": b.box.offset, "shape": b.box.shape, "start": b.start, "crc32": b.crc32}

@@ -25,6 +25,7 @@ from megapipe.sharding.spec import ParamSpec
 from megapipe.tensor_parallel.gradients import WeightQueue
 from megapipe.tensor_parallel.random import DropoutKey, keyed_mask
 from tests import tiny
+from tests.extras.reference.tiny import draw_weights
 
 SEQ, BATCH = 12, 2
 
@@ -60,7 +61,7 @@ def reference(
     if loss is not None:
         values |= {"label_smoothing": loss.label_smoothing, "z_loss": loss.z_loss}
     model = ReferenceGPT(ReferenceConfig(**values)).to(dtype)
-    model.draw_weights(seed)
+    draw_weights(model, seed)
     return model
 
 

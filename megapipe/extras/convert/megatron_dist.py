@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
-
-from torch import Tensor
 
 from megapipe.errors import CheckpointError
 from megapipe.extras.convert.megatron import (
@@ -79,13 +76,10 @@ def _lazy(folder: Path, entry: StoredTensor, layer: int | None, spec: ParamSpec)
     rows = spec.shape[0] if spec.true_rows is not None else shape[0]  # a vocabulary may have padding, which is dropped
     if (min(rows, shape[0]), *shape[1:]) != spec.shape:
         raise CheckpointError(f"{folder}: {entry.name} has shape {list(shape)}, its args require {list(spec.shape)}")
-    return LazyTensor(spec.shape, entry.dtype, partial(_read, entry, layer, spec.shape))
-
-
-def _read(entry: StoredTensor, layer: int | None, shape: tuple[int, ...]) -> Tensor:
-    if layer is None:
-        return entry.read(Box((0,) * len(shape), shape))
-    return entry.read(Box((layer, *(0,) * len(shape)), (1, *shape)))[0]
+    box = Box((0,) * len(spec.shape), spec.shape)
+    if layer is not None:
+        box = Box((layer, *box.offset), (1, *box.shape))
+    return LazyTensor(spec.shape, entry.dtype, lambda: entry.read(box).view(spec.shape))
 
 
 def _optimizer(folder: Path, common: Mapping[str, Any], stored: Collection[str]) -> OptimizerState | None:

@@ -137,7 +137,16 @@ class Generator:
         vocabulary, and a prompt that fills all --max-position-embeddings positions; a text also ends there.
         """
         for number, prompt in enumerate(prompts):
-            self._check(number, prompt)
+            if not prompt:
+                raise ConfigError(f"prompt {number} has no tokens; give at least one")
+            if len(prompt) >= self._num_positions:
+                raise ConfigError(
+                    f"prompt {number} has {len(prompt)} tokens, which leaves no position for a new one: the model has "
+                    f"--max-position-embeddings {self._num_positions}; shorten the prompt"
+                )
+            if not all(0 <= token < self._vocab_size for token in prompt):
+                outside = f"outside the vocabulary of {self._vocab_size}"
+                raise ConfigError(f"prompt {number} has tokens {outside}; use the model's tokenizer")
         self._runtime.finish_parameters()
         at_once = self._batch_size * self._num_in_flight
         texts: list[list[int]] = []
@@ -194,7 +203,15 @@ class Generator:
             batch = next(batch for batch in batches if batch.cache is payload.cache)
             return logits, self._sampling.choose(self._full_logits(logits[-1]), batch.numbers, position)
 
-        microbatches = [Microbatch(b.newest, position_ids=self._position_ids(b), cache=b.cache) for b in batches]
+        microbatches = []
+        for batch in batches:
+            cache = batch.cache
+            positions = torch.arange(cache.length, cache.length + seq, device=runtime.device).expand(size, seq)
+            if cache.starts is not None:
+                positions = positions - cache.starts[:, None]
+            # any valid number for padding and ended texts
+            positions = positions.clamp(0, self._num_positions - 1)
+            microbatches.append(Microbatch(batch.newest, position_ids=positions, cache=cache))
         drawn = self._engine(len(batches)).run(Step(microbatches, lambda boundary: message, choose))
         chosen = torch.zeros(len(batches), size, dtype=torch.int64, device=runtime.device)
         if drawn:  # this rank has the last stage
@@ -234,26 +251,6 @@ class Generator:
         whole = mine.new_empty(mine.shape[0] * tp.size, mine.shape[1])
         all_gather(whole, mine, tp)
         return whole[: self._vocab_size].t()
-
-    def _check(self, number: int, prompt: Sequence[int]) -> None:
-        if not prompt:
-            raise ConfigError(f"prompt {number} has no tokens; give at least one")
-        if len(prompt) >= self._num_positions:
-            raise ConfigError(
-                f"prompt {number} has {len(prompt)} tokens, which leaves no position for a new one: the model has "
-                f"--max-position-embeddings {self._num_positions}; shorten the prompt"
-            )
-        if not all(0 <= token < self._vocab_size for token in prompt):
-            outside = f"outside the vocabulary of {self._vocab_size}"
-            raise ConfigError(f"prompt {number} has tokens {outside}; use the model's tokenizer")
-
-    def _position_ids(self, batch: _Batch) -> Tensor:
-        """Return the positions of the newest tokens, [b, s]; any valid number for padding and ended texts."""
-        cache, (size, seq) = batch.cache, batch.newest.shape
-        positions = torch.arange(cache.length, cache.length + seq, device=batch.newest.device).expand(size, seq)
-        if cache.starts is not None:
-            positions = positions - cache.starts[:, None]
-        return positions.clamp(0, self._num_positions - 1)
 
 
 @contextmanager

@@ -31,7 +31,7 @@ def at_least_fp32(dtype: torch.dtype) -> torch.dtype:
 
 
 class ReferenceGPT(nn.Module):
-    """Embedding, pre-norm layers, final norm, head. Weights are NaN until loaded or drawn, to expose omissions."""
+    """Embedding, pre-norm layers, final norm, head. Weights are NaN until loaded, to expose omissions."""
 
     def __init__(self, config: ReferenceConfig) -> None:
         super().__init__()
@@ -43,15 +43,6 @@ class ReferenceGPT(nn.Module):
         with torch.no_grad():
             for parameter in self.parameters():
                 parameter.fill_(torch.nan)
-
-    @torch.no_grad()
-    def draw_weights(self, seed: int, std: float = 0.15) -> None:
-        """Draw every parameter, norms and biases too: with their usual 1 and 0 an omission would not show."""
-        generator = torch.Generator().manual_seed(seed)
-        for name, parameter in self.named_parameters():
-            norm_scale = "layernorm.weight" in name and not self.config.layernorm_zero_centered_gamma
-            noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64) * std
-            parameter.copy_(noise + 1.0 if norm_scale else noise)
 
     def forward(
         self,

@@ -72,7 +72,7 @@ def build_optimizer(
     """Build torch.optim.AdamW ("adamw", decoupled decay) or torch.optim.SGD ("sgd", decay added to the gradient).
 
     Each parameter is a group with "name", "weight_decay" (0 for 1-D and bias parameters) and "decoupled": True for the
-    word embedding and the head, which may have a learning rate of their own.
+    word embedding and the head, which may have another learning rate.
     """
     groups = [
         {

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from megapipe.extras.reference.config import ReferenceConfig
 from megapipe.extras.reference.gpt import ReferenceGPT
-from tests.extras.reference.tiny import EVERYTHING, SIZES, batch, build, dropout_masks
+from tests.extras.reference.tiny import EVERYTHING, SIZES, batch, build, draw_weights, dropout_masks
 
 EXACT: dict[str, Any] = {"rtol": 1e-12, "atol": 1e-12}
 
@@ -66,10 +66,10 @@ def test_llama_shape_has_megatrons_names_and_layouts():
 def test_weights_are_nan_until_given_and_drawn_by_seed_alone():
     model = ReferenceGPT(ReferenceConfig(**SIZES))
     assert all(parameter.isnan().all() for parameter in model.parameters())
-    model.draw_weights(seed=5)
+    draw_weights(model, seed=5)
     first = {name: parameter.clone() for name, parameter in model.named_parameters()}
     torch.randn(3)
-    model.draw_weights(seed=5)
+    draw_weights(model, seed=5)
     for name, parameter in model.named_parameters():
         assert parameter.isfinite().all()
         assert parameter.std() > 0.05, f"{name} is constant"

@@ -44,8 +44,18 @@ EVERYTHING: dict[str, Any] = {
 
 def build(dtype: torch.dtype = torch.float64, seed: int = 1, **changed: Any) -> ReferenceGPT:
     model = ReferenceGPT(ReferenceConfig(**SIZES | changed)).to(dtype)
-    model.draw_weights(seed, std=0.4)
+    draw_weights(model, seed, std=0.4)
     return model
+
+
+@torch.no_grad()
+def draw_weights(model: ReferenceGPT, seed: int, std: float = 0.15) -> None:
+    """Draw every parameter, norms and biases too: with their usual 1 and 0 an omission would not show."""
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        norm_scale = "layernorm.weight" in name and not model.config.layernorm_zero_centered_gamma
+        noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64) * std
+        parameter.copy_(noise + 1.0 if norm_scale else noise)
 
 
 def batch(seed: int = 2, rows: int = 2) -> dict[str, Any]:
