@@ -1,5 +1,4 @@
-"""Communication between ranks: the only package that calls torch.distributed, so every operation has a name, a timeout
-and a trace.
+"""Communication between ranks: the only package that calls torch.distributed; operations have a name, timeout, trace.
 
 - `bootstrap`:    `start` initializes torch.distributed (gloo on CPUs, NCCL on GPUs), `shutdown` leaves it
 - `network`:      the one network interface that leads to the other ranks, on which the store listens

@@ -15,18 +15,13 @@ DISCARD_PORT = 9  # any port will do: connecting a UDP socket sends no packet
 
 @dataclass(frozen=True)
 class Interface:
-    """One network interface.
-
-    addresses: IPv4, then IPv6. state: the kernel's operstate, "up" or "down"; loopback has "unknown".
-    megabits_per_second: as reported by the driver, which is a made-up number for virtual interfaces; None if not
-    reported. driver: "" for virtual interfaces.
-    """
+    """One network interface."""
 
     name: str
-    addresses: tuple[str, ...]
-    state: str
-    megabits_per_second: int | None = None
-    driver: str = ""
+    addresses: tuple[str, ...]  # IPv4, then IPv6
+    state: str  # the kernel's operstate, "up" or "down"; loopback has "unknown"
+    megabits_per_second: int | None = None  # as the driver reports it, which makes it up for virtual interfaces
+    driver: str = ""  # "" for virtual interfaces
 
     @property
     def is_loopback(self) -> bool:
@@ -36,9 +31,8 @@ class Interface:
 def interfaces() -> tuple[Interface, ...]:
     """Return all interfaces in the kernel's order; an empty tuple where the system does not list them."""
     with suppress(OSError, AttributeError):
-        names = [name for _, name in socket.if_nameindex()]
         ipv6 = _ipv6_addresses()
-        return tuple(_interface(name, ipv6.get(name, ())) for name in names)
+        return tuple(_interface(name, ipv6.get(name, ())) for _, name in socket.if_nameindex())
     return ()
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,12 +15,8 @@ from megapipe.sharding.spec import ParamSpec
 ALIGNMENT_BYTES = 64  # results of kernels may depend on alignment
 
 Draw = Callable[[ParamSpec], Tensor]
-
-
-class SlotFactory(Protocol):
-    """Creates the object through which a hand-written backward accumulates: tensor_parallel's GradientSlot."""
-
-    def __call__(self, main_grad: Tensor, uses: int, on_ready: Callable[[Any], None]) -> Any: ...
+# (main gradient, uses, called when ready) -> tensor_parallel's GradientSlot, for hand-written backwards
+SlotFactory = Callable[[Tensor, int, Callable[[Any], None]], Any]
 
 
 class FlatBuffer:
@@ -84,13 +80,14 @@ class StageBuffers:
         self.unpredictable: frozenset[str] = frozenset()  # the listener is called unknown times per microbatch
         # (a submodule's _parameters, attribute, versions) of every place in the module that holds a parameter
         self._holders: list[tuple[dict[str, nn.Parameter | None], str, tuple[nn.Parameter, ...]]] = []
-        self._main_grads: dict[str, Tensor] = {}
         # name -> (versions, gradient slot or None), filled by `materialize`
         self._materialized: dict[str, tuple[tuple[nn.Parameter, ...], Any]] = {}
         self.slots = {slot.spec.name: (buffer, slot) for buffer in self.buffers for slot in buffer.layout.slots}
-        if grad_dtype is not None:
-            for name, (buffer, slot) in self.slots.items():
-                self._main_grads[name] = buffer.gradients[slot.start : slot.stop].view(slot.shape)
+        self._main_grads = {
+            name: buffer.gradients[slot.start : slot.stop].view(slot.shape)
+            for name, (buffer, slot) in self.slots.items()
+            if grad_dtype is not None
+        }
 
     @property
     def names(self) -> tuple[str, ...]:

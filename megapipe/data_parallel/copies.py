@@ -35,32 +35,23 @@ FACTOR = 0x9E3779B97F4A7C15 - (1 << 64)
 
 @dataclass(frozen=True)
 class Place:
-    """The elements in which copies of a parameter differ.
+    """The elements in which copies of a parameter differ."""
 
-    num_elements: how many of the `of` elements differ. index: of the first one, in this rank's flat row-major copy.
-    bits: its value on each rank of the group, in hexadecimal.
-    """
-
-    num_elements: int
+    num_elements: int  # how many of the `of` elements differ
     of: int
-    index: int
-    bits: tuple[str, ...]
+    index: int  # of the first one, in this rank's flat row-major copy
+    bits: tuple[str, ...]  # its value on each rank of the group, in hexadecimal
 
 
 @dataclass(frozen=True)
 class Difference:
-    """Copies that differ in one group of ranks.
-
-    ranks: global ranks of the group. suspects: those of them that differ from the majority, all if there is no
-    majority.
-    names: of the parameters that differ. place: where the first of them differs.
-    """
+    """Copies that differ in one group of ranks."""
 
     group: str
-    ranks: tuple[int, ...]
-    suspects: tuple[int, ...]
-    names: tuple[str, ...]
-    place: Place
+    ranks: tuple[int, ...]  # global ranks of the group
+    suspects: tuple[int, ...]  # those that differ from the majority; all if there is no majority
+    names: tuple[str, ...]  # of the parameters that differ
+    place: Place  # where the first of them differs
 
 
 class Copies:

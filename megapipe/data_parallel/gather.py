@@ -46,9 +46,7 @@ class ParameterGather:
             ]
             for stage in order
         }
-        self._replicas = replicas
-        self._overlap = overlap
-        self._tracer = tracer
+        self._replicas, self._overlap, self._tracer = replicas, overlap, tracer
         self.pending: dict[int, dict[Bucket, Work]] = {stage: {} for stage in order}
 
     def wait_inside(self, stage: int, module: nn.Module, parts: Sequence[nn.Module]) -> None:

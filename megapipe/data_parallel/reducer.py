@@ -51,9 +51,7 @@ class GradientReducer:
         reduce_in_bf16: bool = False,
     ) -> None:
         self._stages = dict(sorted(stages.items()))
-        self._groups = groups
-        self._overlap = overlap
-        self._reduce_in_bf16 = reduce_in_bf16
+        self._groups, self._overlap, self._reduce_in_bf16 = groups, overlap, reduce_in_bf16
         self._plain = {stage: _states(buffers, "plain") for stage, buffers in self._stages.items()}
         self._partial = {stage: _states(buffers, "partial") for stage, buffers in self._stages.items()}
         self._tied = [state for buffers in self._stages.values() for state in _states(buffers, "tied")]

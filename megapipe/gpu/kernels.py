@@ -75,7 +75,13 @@ def describe_kernels(kernels: Kernels, config: Config, device_type: str) -> tupl
         linears = norms = f"Transformer Engine {kernels.layers.version}"
     else:
         linears, norms = "megapipe's on torch's GEMMs", "torch's" if kernels.norms is None else "apex's fused norms"
-    fp8 = _describe_fp8(kernels, config.precision, device_type)
+    fp8, precision = "no fp8", config.precision
+    if precision.fp8_format is not None:
+        fp8 = f"fp8 {precision.fp8_format}, {precision.fp8_recipe} scaling"
+        if kernels.layers is None and device_type == "cuda":
+            fp8 += " (torch._scaled_mm)"
+        elif kernels.layers is None:
+            fp8 += " (emulated on this CPU, for tests: operands rounded to fp8, products in fp32)"
     pointwise = "compiled" if kernels.compiles else "not compiled"
     attention = _describe_attention(kernels, config, device_type)
     if isinstance(kernels.optimizer, Apex):
@@ -92,31 +98,18 @@ def describe_kernels(kernels: Kernels, config: Config, device_type: str) -> tupl
     )
 
 
-def _describe_fp8(kernels: Kernels, precision: PrecisionConfig, device_type: str) -> str:
-    if precision.fp8_format is None:
-        return "no fp8"
-    means = "torch._scaled_mm"
-    if device_type != "cuda":
-        means = "emulated on this CPU, for tests: operands rounded to fp8, products in fp32"
-    settings = f"fp8 {precision.fp8_format}, {precision.fp8_recipe} scaling"
-    return settings if kernels.layers is not None else f"{settings} ({means})"
-
-
 def _describe_attention(kernels: Kernels, config: Config, device_type: str) -> str:
     if isinstance(kernels.attention, FlashAttention):
         return f"flash-attn {kernels.attention.version}"
     if kernels.attention is not None:
         return f"DotProductAttention of Transformer Engine {kernels.attention.version}"
     model = config.model
-    reasons = [
-        name
-        for name, is_on in (
-            ("--attention-dropout", model.attention_dropout > 0),
-            ("--attn-logit-softcapping", model.attn_logit_softcapping is not None),
-            ("--attention-softmax-in-fp32", model.attention_softmax_in_fp32),
-        )
-        if is_on
-    ]
+    explicit = {
+        "--attention-dropout": model.attention_dropout > 0,
+        "--attn-logit-softcapping": model.attn_logit_softcapping is not None,
+        "--attention-softmax-in-fp32": model.attention_softmax_in_fp32,
+    }
+    reasons = [flag for flag, is_on in explicit.items() if is_on]
     if reasons:
         return f"explicit, not fused, for {' and '.join(reasons)}"
     is_half = device_type == "cuda" and config.precision.dtype in ("bf16", "fp16")

@@ -30,37 +30,28 @@ WINDOW, STOP_AT, RESUME_AT = 8, 4, 1
 
 @dataclass(frozen=True)
 class StepReport:
-    """The outcome of one step; equal on all ranks.
+    """The outcome of one step; equal on all ranks."""
 
-    grad_norm: global norm of the averaged gradient before clipping; NaN or infinite after an overflow.
-    skipped: nothing was updated, because of an overflow. loss_scale: the scale of this step's losses.
-    num_zeros: elements of the gradient that are exactly zero; None unless requested.
-    rolled_back: the update was made before the norm was known and then undone (and repeated with clipping unless
-    skipped); the weights are those of an update after the norm. remark: a note for the log, or ''.
-    """
-
-    grad_norm: float
+    grad_norm: float  # global norm of the averaged gradient before clipping; NaN or infinite after an overflow
     clip_coefficient: float
-    skipped: bool
-    loss_scale: float
-    num_zeros: int | None
+    skipped: bool  # nothing was updated, because of an overflow
+    loss_scale: float  # of this step's losses
+    num_zeros: int | None  # elements of the gradient that are exactly zero; None unless requested
+    # the update was made before the norm was known and then undone (and repeated with clipping unless skipped); the
+    # weights are those of an update after the norm
     rolled_back: bool = False
-    remark: str = ""
+    remark: str = ""  # a note for the log
 
 
 @dataclass(frozen=True)
 class StatePiece:
-    """A piece of optimizer state: `key` is 'master', 'exp_avg', 'exp_avg_sq' or 'momentum'.
+    """A piece of optimizer state."""
 
-    values: [piece.box.num_elements], a view. primary: of all ranks that hold these elements, this one writes them to a
-    checkpoint (first tp replica, first dp replica, not the tied copy).
-    """
-
-    key: str
+    key: str  # 'master', 'exp_avg', 'exp_avg_sq' or 'momentum'
     stage: int
     piece: Piece
-    primary: bool
-    values: Tensor
+    primary: bool  # this rank writes it to a checkpoint: first tp replica, first dp replica, not the tied copy
+    values: Tensor  # [piece.box.num_elements], a view
 
 
 @dataclass(frozen=True)

@@ -106,18 +106,15 @@ def _range_text(span: range) -> str:
 
 @dataclass(frozen=True)
 class GroupTraffic:
-    """One kind of group. ranks: of one such group. crossing: groups that have ranks on several nodes.
-
-    rank_bytes: sent by one rank in a step, the maximum over ranks. network_bytes: sent by a node to others, the maximum
-    over nodes, if rings follow the order of a group's ranks: each of its nodes then sends to one other node what a rank
-    sends to the next.
-    """
+    """The traffic of one kind of group in a step."""
 
     name: str
-    ranks: int
+    ranks: int  # of one such group
     groups: int
-    crossing: int
-    rank_bytes: float
+    crossing: int  # groups that have ranks on several nodes
+    rank_bytes: float  # sent by one rank, the maximum over ranks
+    # sent by a node to others, the maximum over nodes, if rings follow the order of a group's ranks: each of its nodes
+    # then sends to one other node what a rank sends to the next
     network_bytes: float
 
 
