@@ -11,7 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from megapipe.errors import ConfigError
-from megapipe.extras.cli.frame import Command, option
+from megapipe.extras.cli.frame import command, option
 from megapipe.extras.report.timeline import grid_text, svg
 from megapipe.formatting import text_table
 from megapipe.profile.trace import chrome_trace
@@ -45,6 +45,7 @@ NAME = (
     option("--csv", "read the schedule from this file instead, one line per rank: 0F0,0F1,...", type=Path),
     option("--placement", "of the CSV file's stages (default: taken from its forwards)", choices=tuple(PLACEMENTS)),
 )
+NAMES = option("names", "which schedules (default: all)", nargs="*", metavar="NAME")
 MODEL = (
     "shape",
     option("-p --ranks", "pipeline ranks", default=4),
@@ -150,6 +151,7 @@ def _microbatches(own: argparse.Namespace) -> int:
     return 2 * own.ranks if own.microbatches is None else int(own.microbatches)
 
 
+@command("megapipe schedule draw", (*NAME, *MODEL, *DRAWINGS), needs_words=False)
 def _draw(own: argparse.Namespace) -> None:
     """Draw one schedule: text for a terminal, SVG with a memory curve, Chrome/Perfetto trace, CSV."""
     model = _model(own)
@@ -172,6 +174,7 @@ def _draw(own: argparse.Namespace) -> None:
         print(grid_text(timeline, own.width or 160))
 
 
+@command("megapipe schedule compare", (NAMES, *MODEL), needs_words=False)
 def _compare(own: argparse.Namespace) -> int:
     """Print one table over all schedules, or those named."""
     chunks = 2 if own.chunks is None else own.chunks
@@ -220,6 +223,7 @@ def table_text(rows: Sequence[Measures | Refusal]) -> str:
     return "\n".join(lines)
 
 
+@command("megapipe schedule check", (*NAME, *MODEL, *DEPTHS), needs_words=False)
 def _check(own: argparse.Namespace) -> None:
     """Prove a schedule, by name or from a CSV file, and print the send depth of every channel."""
     schedule = _schedule(own, _model(own))
@@ -253,6 +257,7 @@ def _check(own: argparse.Namespace) -> None:
         print(f"  {str(entry['channel']).ljust(width)}  {depths}")
 
 
+@command("megapipe schedule simulate", (*NAME, *MODEL), needs_words=False)
 def _simulate(own: argparse.Namespace) -> None:
     """Print makespan, idle, peaks and messages of one schedule, rank by rank."""
     model = _model(own)
@@ -269,10 +274,4 @@ def _simulate(own: argparse.Namespace) -> None:
         print("{:4d}  {:8.5g}  {:12.5g}  {:12.5g}  {:11d}".format(rank, *row))
 
 
-NAMES = option("names", "which schedules (default: all)", nargs="*", metavar="NAME")
-COMMANDS = {
-    "draw": Command("megapipe schedule draw", (*NAME, *MODEL, *DRAWINGS), _draw, needs_words=False),
-    "compare": Command("megapipe schedule compare", (NAMES, *MODEL), _compare, needs_words=False),
-    "check": Command("megapipe schedule check", (*NAME, *MODEL, *DEPTHS), _check, needs_words=False),
-    "simulate": Command("megapipe schedule simulate", (*NAME, *MODEL), _simulate, needs_words=False),
-}
+COMMANDS = {"draw": _draw, "compare": _compare, "check": _check, "simulate": _simulate}
