@@ -28,19 +28,14 @@ from megapipe.tensor_parallel.random import DropoutKey
 
 @dataclass(frozen=True)
 class LayerContext:
-    """The inputs of a layer besides the hidden states.
+    """The inputs of a layer besides the hidden states."""
 
-    rotary: cos and sin. mask: [1 or b, 1, s, keys] in the activations' dtype; None: the kernel's causality.
-    explicit: attention is written out, because fused kernels lack soft-capping, keyed dropout and a softmax in fp32.
-    kept_attention: keeps attention's results from the forward for the recompute.
-    """
-
-    rotary: tuple[Tensor, Tensor] | None
-    mask: Tensor | None
-    explicit: bool
+    rotary: tuple[Tensor, Tensor] | None  # cos and sin
+    mask: Tensor | None  # [1 or b, 1, s, keys] in the activations' dtype; None: the kernel's causality
+    explicit: bool  # attention is written out: fused kernels lack soft-capping, keyed dropout and a softmax in fp32
     dropout_key: DropoutKey | None
     cache: KVCache | None = None
-    kept_attention: KeptAttention | None = None
+    kept_attention: KeptAttention | None = None  # keeps attention's results from the forward for the recompute
 
 
 class ContextBuilder:

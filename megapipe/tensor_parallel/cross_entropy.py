@@ -222,9 +222,7 @@ class _ChunkedCrossEntropy(Function):
         rows = (gathered(hidden, tp) if head.linear.sequence_parallel else hidden).flatten(0, -2)
         wide, flat, num_true = at_least_fp32(rows.dtype), labels.reshape(-1), loss.vocabulary.num_true
         columns, is_local = loss.vocabulary.local(flat)
-        highest, label_logit, sum_exp, sums = (
-            torch.empty(flat.shape, dtype=wide, device=rows.device) for _ in range(4)
-        )
+        highest, label_logit, sum_exp, sums = torch.empty((4, *flat.shape), dtype=wide, device=rows.device)
         for chunk in _slices(rows.shape[0], head.size):
             logits = head.logits(rows[chunk], weight)
             # clamped, because -inf, the maximum on a rank that holds only padding, cannot be subtracted

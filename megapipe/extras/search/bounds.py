@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import Counter
-from dataclasses import dataclass
 from functools import cache
 from typing import NamedTuple
 
@@ -31,12 +30,11 @@ from megapipe.schedule.partition import StageLayers
 FILLS = 2  # after this many times pp microbatches a schedule has nearly reached its peak memory
 
 
-@dataclass(frozen=True)
-class Bound:
-    """Lower bounds: seconds of a step, bytes of the fullest rank."""
+class Bound(NamedTuple):
+    """Lower bounds of a layout."""
 
-    seconds: float
-    least_bytes: float
+    seconds: float  # of a step
+    least_bytes: float  # of the fullest rank
 
 
 class _Waits(NamedTuple):

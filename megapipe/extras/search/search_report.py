@@ -39,7 +39,12 @@ class SearchReport:
             yield from oddities(self.configured, next(iter(self.found.best), None), self.hardware)
 
     def text(self) -> str:
-        return "\n".join([*self._headline(), *self._sizes(), *self._layouts(), *self._winner(), *self._remarks()])
+        lines = [*self._headline(), *self._sizes(), *self._layouts(), *self._winner()]
+        lines += [f"  why      {reason}" for reason in reasons(self.found, self.hardware)]
+        for miss in self.found.misses:
+            lines.append(f"  miss     {miss.layout}, {miss.time.seconds:.3g} s: {lack_of_memory(miss, self.hardware)}")
+        lines += [f"  warning  as configured: {warning}" for warning in self.warnings()]
+        return "\n".join(lines)
 
     def data(self) -> dict[str, Any]:
         """Return the report as JSON data, in seconds, bytes and shares."""
@@ -178,14 +183,6 @@ class SearchReport:
         yield f"           the fullest rank, pp {fullest.pp_rank}: {items}"
         if self.by_megatron:
             yield megatron_text(winner.plan)
-
-    def _remarks(self) -> Iterator[str]:
-        for reason in reasons(self.found, self.hardware):
-            yield f"  why      {reason}"
-        for miss in self.found.misses:
-            yield f"  miss     {miss.layout}, {miss.time.seconds:.3g} s: {lack_of_memory(miss, self.hardware)}"
-        for warning in self.warnings():
-            yield f"  warning  as configured: {warning}"
 
 
 def megatron_text(plan: RunPlan) -> str:

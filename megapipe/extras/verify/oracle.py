@@ -43,8 +43,8 @@ def drawn_slices(seed: int, dtype: torch.dtype) -> DrawSlice:
     """
 
     def slice_of(spec: ParamSpec, tp_rank: int, tp: int) -> Tensor:
-        random = dataclasses.replace(spec, init=Init("normal", STANDARD_DEVIATION))
-        noise = draw(random, tp_rank, tp, seed, torch.float64)
+        init = Init("normal", STANDARD_DEVIATION)
+        noise = draw(dataclasses.replace(spec, init=init), tp_rank, tp, seed, torch.float64)
         return (noise + 1.0 if spec.init.kind == "ones" else noise).to(dtype)
 
     return slice_of
@@ -158,12 +158,7 @@ class Oracle:
 class AsynchronousOracle(Oracle):
     """An emulation of an asynchronous schedule: gradients are those of a step's last update, weights those after it."""
 
-    def __init__(
-        self,
-        plan: RunPlan,  # gives each parameter's stage, the microbatches of an update and the number of replicas
-        weights: Mapping[str, Tensor],
-        device: torch.device,
-    ) -> None:
+    def __init__(self, plan: RunPlan, weights: Mapping[str, Tensor], device: torch.device) -> None:
         super().__init__(plan.config, weights, device)
         group = plan.config.parallel.microbatch_group_size_per_virtual_pipeline_stage or 1
         self._dp = plan.topology.dp
