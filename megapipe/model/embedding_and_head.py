@@ -54,10 +54,7 @@ class Embedding(nn.Module):
 
 
 class Loss:
-    """Output layer and per-token cross entropy, summed over the microbatch.
-
-    Saves the logits [s, b, V / tp], twice with a soft-cap; none with --cross-entropy-chunk-size.
-    """
+    """Output layer and summed cross entropy; saves the logits [s, b, V / tp], twice with a soft-cap, none in chunks."""
 
     def __init__(self, config: ResolvedModelConfig, training: TrainingConfig) -> None:
         self.vocab_size, self.cap = config.vocab_size, config.final_logit_softcapping

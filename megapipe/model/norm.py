@@ -76,10 +76,7 @@ class _LayerNorm(torch.autograd.Function):
 
 
 class _RMSNorm(torch.autograd.Function):
-    """y = x / rms(x) * scale, rms(x) = sqrt(mean(x^2) + epsilon).
-
-    torch's CPU version saves four tensors instead of one.
-    """
+    """y = x / rms(x) * scale, rms(x) = sqrt(mean(x^2) + epsilon); torch's own on CPUs saves four tensors, not one."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, epsilon: float, zero_centered: bool) -> Tensor:

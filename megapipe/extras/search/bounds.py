@@ -17,7 +17,7 @@ from megapipe.layers.model import model_parameters, model_spec
 from megapipe.layers.table import Documents, RankShape
 from megapipe.plan.activations import stage_bytes
 from megapipe.plan.cut import cut_layers, undominated
-from megapipe.plan.hardware import Hardware
+from megapipe.plan.hardware import Hardware, Link
 from megapipe.plan.layer_time import OpSeconds, head_seconds, layer_seconds
 from megapipe.plan.resolve import resolve_model
 from megapipe.plan.step_time import NORM_BYTES, OPTIMIZER_BYTES
@@ -171,10 +171,8 @@ class Bounds:
         hardware, found = self._hardware, self._model(tp)
         assert found is not None
         model, _ = found
-        fastest = min((hardware.node, hardware.network), key=lambda link: 1.0 / link.bytes_per_second)
-        tp_link = dataclasses.replace(
-            fastest, latency_seconds=min(hardware.node.latency_seconds, hardware.network.latency_seconds)
-        )
+        links = hardware.node, hardware.network
+        tp_link = Link(max(link.bytes_per_second for link in links), min(link.latency_seconds for link in links))
         shape = dataclasses.replace(
             RankShape.of(self._config, tp, sliced, size), recompute=recompute, documents=Documents()
         )
