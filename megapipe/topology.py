@@ -88,10 +88,8 @@ class Topology:
             raise ConfigError(f"{self.kv_replicas} replicas of a KV head do not divide the {self.tp} ranks of tp")
         if self.mirrored_pipeline and self.pp % 2:
             ways = f"{self.pp - 1} or {self.pp + 1}" if self.pp > 1 else "2"
-            raise ConfigError(
-                f"--pipeline-model-parallel-size {self.pp} is odd: a pipeline in two directions "
-                f"(--pipeline-schedule dualpipe) pairs each rank with the opposite one; use {ways}"
-            )
+            rule = "a pipeline in two directions (--pipeline-schedule dualpipe) pairs each rank with the opposite one"
+            raise ConfigError(f"--pipeline-model-parallel-size {self.pp} is odd: {rule}; use {ways}")
         if self.ranks_per_node is None:
             return
         if self.ranks_per_node < 1:

@@ -205,6 +205,14 @@ def read_scalar(scalar: type, option: Option, raw: str, subject: str) -> Any:
     return value
 
 
+def number_in(word: str) -> float | None:
+    """Return a word as a number, or None if it is not one."""
+    try:
+        return float(word)
+    except ValueError:
+        return None
+
+
 def expected_range(option: Option) -> str:
     """Return the option's range in words, such as 'at least 1 and below 2', or nothing."""
     return " and ".join(f"{words} {bound:g}" for words, bound in option.limits.items())

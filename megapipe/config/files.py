@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megapipe.config.fields import Flag, Need, count, option
+from megapipe.config.fields import Flag, Need, count, number_in, option
 from megapipe.errors import ConfigError
 
 TOKENIZER_TYPES = (
@@ -78,14 +78,6 @@ def parse_blend(words: Sequence[str], flag: str) -> tuple[list[str], list[float]
     return words[1::2], weights
 
 
-def number_in(word: str) -> float | None:
-    """Return a word as a number, or None if it is not one."""
-    try:
-        return float(word)
-    except ValueError:
-        return None
-
-
 @dataclass(frozen=True)
 class CheckpointConfig:
     """When checkpoints are saved, which are kept, and what is loaded from one."""
@@ -100,11 +92,7 @@ class CheckpointConfig:
         more_flags=(Flag("--persistent-save-interval"),),
     )
     save_interval_minutes: float | None = option(
-        None,
-        "time between checkpoints, with or without --save-interval; saved at the end of a step",
-        "minutes",
-        above=0,
-        needs=SAVE,
+        None, "time between checkpoints, besides --save-interval; at the end of a step", "minutes", above=0, needs=SAVE
     )
     async_save: bool = option(
         False, "write checkpoints in the background; training waits only while its tensors are copied", needs=SAVE

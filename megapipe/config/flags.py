@@ -45,11 +45,7 @@ ABBREVIATIONS = {
     "--vpp": "chunks are --num-virtual-stages-per-pipeline-rank",
 }
 VERIFY_MODES = ("fp64", "native")  # the first is the default
-REQUESTED_NUMBERS = {
-    "--rank": ("the number of a global rank", 0),
-    "--world-size": ("a whole number of ranks", 1),
-    "--ranks-per-node": ("a whole number of ranks", 1),
-}
+REQUESTED_NUMBERS = {"--rank": 0, "--world-size": 1, "--ranks-per-node": 1}  # the smallest value of each
 
 
 @dataclass(frozen=True)
@@ -163,10 +159,10 @@ def check_number_of_values(name: str, texts: list[str]) -> None:
 def read_requests(asked: dict[str, list[str]]) -> Requests:
     """Read the requests of a command line: name -> values. Raises ConfigError."""
     numbers: dict[str, Any] = {}
-    for name, (expected, least) in REQUESTED_NUMBERS.items():
+    for name, least in REQUESTED_NUMBERS.items():
         text = asked[name][-1] if name in asked else ""
         if name in asked and (not text.isdecimal() or int(text) < least):
-            raise ConfigError(f"{name} {text}: expected {expected}, at least {least}")
+            raise ConfigError(f"{name} {text}: expected a whole number, at least {least}")
         numbers[name[2:].replace("-", "_")] = int(text) if name in asked else None
     modes: list[str | None] = [*asked["--verify-grid"], VERIFY_MODES[0]] if "--verify-grid" in asked else [None]
     for mode in modes:
@@ -181,10 +177,8 @@ def read_requests(asked: dict[str, list[str]]) -> Requests:
     if requests.dry_run and (requests.plan or requests.verify_grid is not None):
         raise ConfigError("--dry-run prints the plan together with its counts; leave --plan and --verify-grid out")
     if requests.world_size is not None and not (requests.plan or requests.print_config or requests.dry_run):
-        raise ConfigError(
-            "--world-size gives the number of ranks to plan for: add --plan or --dry-run; to train on them start them "
-            "(torchrun --nproc-per-node, srun)"
-        )
+        way = "add --plan or --dry-run; to train on them start them (torchrun --nproc-per-node, srun)"
+        raise ConfigError(f"--world-size gives the number of ranks to plan for: {way}")
     return requests
 
 

@@ -81,10 +81,9 @@ def with_checkpoint_model(loaded: LoadedConfig, saved: Config, where: str) -> Lo
             continue
         stored = value_of(saved, field)
         if origins[field.key] != DEFAULT and values[field.key] != stored:
-            raise ConfigError(
-                f"{field.key} is {value_text(values[field.key])} by {origins[field.key]}, but {value_text(stored)} in "
-                f"the checkpoint {where}, from which --use-checkpoint-args takes the model; leave one of the two out"
-            )
+            given = f"{field.key} is {value_text(values[field.key])} by {origins[field.key]}"
+            rule = f"{value_text(stored)} in the checkpoint {where}, from which --use-checkpoint-args takes the model"
+            raise ConfigError(f"{given}, but {rule}; leave one of the two out")
         values[field.key], origins[field.key] = stored, f"checkpoint {where}"
     merged = dataclasses.replace(loaded, config=make_config(values), origins=origins)
     check_complete(merged)

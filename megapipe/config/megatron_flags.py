@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+from megapipe.config.fields import number_in
 from megapipe.errors import ConfigError
 
 SUPPORTED = "supported"
@@ -44,20 +45,13 @@ class MegatronFlag:
             raise ConfigError(f"{self.name} needs a value; {self.note}")
         if self.kind == ALREADY_SO and (not self.accepts or given[0] in self.accepts):
             return f"{shown}: already so here: {self.note}"
-        if self.default and len(given) == 1 and is_same(given[0], self.default):
-            return f"{shown}: Megatron's default, accepted"
+        if self.default and len(given) == 1:
+            number = number_in(given[0])
+            is_same_number = number is not None and number == number_in(self.default)
+            if is_same_number or given[0].lower() == self.default.lower():
+                return f"{shown}: Megatron's default, accepted"
         way = f"use {' or '.join(self.accepts)}; {self.note}" if self.accepts else self.note
         raise ConfigError(f"{shown} is a flag of Megatron that megapipe does not support: {way}")
-
-
-def is_same(given: str, default: str) -> bool:
-    """Return True if two texts are the same word or number."""
-    if given.lower() == default.lower():
-        return True
-    try:
-        return float(given) == float(default)
-    except ValueError:
-        return False
 
 
 @cache
@@ -96,8 +90,5 @@ DELIBERATE_DIFFERENCES = (
 
 def differences_line() -> str:
     """Return the deliberate differences in one line, for the start of a run."""
-    return (
-        "defaults that differ from Megatron's: "
-        + ", ".join(f"{d.flag} {d.here}" for d in DELIBERATE_DIFFERENCES)
-        + " (see docs/flags.md)"
-    )
+    flags = ", ".join(f"{difference.flag} {difference.here}" for difference in DELIBERATE_DIFFERENCES)
+    return f"defaults that differ from Megatron's: {flags} (see docs/flags.md)"

@@ -32,9 +32,7 @@ class ModelConfig:
     num_layers: int = count(2, "transformer layers", "layers", required=True)
     hidden_size: int = count(128, "width of the residual stream", required=True)
     ffn_hidden_size: int | None = count(
-        None,
-        "width between the two linears of the MLP",
-        derived="4 x hidden size; gated: int(4 x hidden x 2/3 / 64) x 64",
+        None, "width between the linears of the MLP", derived="4 x hidden size; gated: int(4 x hidden x 2/3 / 64) x 64"
     )
     num_attention_heads: int = count(4, "attention heads", "heads", required=True)
     num_query_groups: int | None = count(
@@ -184,10 +182,7 @@ class PrecisionConfig:
     fp8_margin: int = option(0, "fp8: scales are divided by 2 to this power", at_least=0, needs=FP8)
     fp8_amax_history_len: int = count(1, "fp8, delayed: steps whose largest values are kept", "steps", needs=FP8)
     fp8_amax_compute_algo: str = option(
-        "most_recent",
-        "fp8, delayed: scale from the latest of them, or the largest",
-        choices=("most_recent", "max"),
-        needs=FP8,
+        "most_recent", "fp8, delayed: scale from the latest or the largest", choices=("most_recent", "max"), needs=FP8
     )
     first_last_layers_bf16: bool = option(False, "fp8: some first and last layers stay in --dtype", needs=FP8)
     num_layers_at_start_in_bf16: int = option(

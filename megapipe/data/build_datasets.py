@@ -54,9 +54,8 @@ def build_datasets(request: DatasetRequest) -> Datasets:
         if request.vocab_size is None:
             raise ConfigError("--mock-data needs the vocabulary size: give --vocab-size or a tokenizer")
         sizes = (request.seq_length, request.vocab_size, request.seed)
-        return Datasets(
-            *(SyntheticDataset(n, *sizes, part) if n else None for part, n in enumerate(request.num_samples))
-        )
+        numbers = enumerate(request.num_samples)
+        return Datasets(*(SyntheticDataset(number, *sizes, part) if number else None for part, number in numbers))
     open_file = functools.cache(IndexedFile)  # the parts share their files
     if data.data_path is not None:
         blend = parse_blend(data.data_path, "--data-path")
@@ -98,10 +97,9 @@ def _build_part(
         weights = [len(member) for member in members]
         size = min(num_samples, sum(len(member) for member in members))
         if not members:
-            raise DataError(
-                f"the {SPLIT_NAMES[part]} part of {' '.join(prefixes)} has no sample of {request.seq_length + 1} "
-                "tokens in one epoch; give it a larger share (--split), or give the files weights: several epochs"
-            )
+            lacking = f"has no sample of {request.seq_length + 1} tokens in one epoch"
+            way = "give it a larger share (--split), or give the files weights: several epochs"
+            raise DataError(f"the {SPLIT_NAMES[part]} part of {' '.join(prefixes)} {lacking}; {way}")
     else:
         weights = normalize(weights)
         shares = [math.ceil(num_samples * weight) for weight in weights]
@@ -120,11 +118,9 @@ def _member(
     """Build the dataset of one part of one file; num_samples None: one epoch."""
     first, last = sequence_range(part_range, len(file))
     if first == last:
-        raise DataError(
-            f"{file.prefix} has {len(file)} sequences, and the {SPLIT_NAMES[part]} part of --split "
-            f"{request.data.split or DEFAULT_SPLIT} holds none of them; give it a larger share, or request no samples "
-            "of it (0 in --split, --eval-iters 0)"
-        )
+        empty = f"the {SPLIT_NAMES[part]} part of --split {request.data.split or DEFAULT_SPLIT} holds none of them"
+        way = "give it a larger share, or request no samples of it (0 in --split, --eval-iters 0)"
+        raise DataError(f"{file.prefix} has {len(file)} sequences, and {empty}; {way}")
     cache = IndexCache.at(request.data.data_cache_path, file.prefix)
     return GPTDataset(
         file, (first, last), num_samples=num_samples, seq_length=request.seq_length, seed=request.seed, cache=cache

@@ -78,10 +78,9 @@ class IndexedFile:
         plain = HEADER.size + 12 * num_sequences + 8 * num_starts
         if len(index) not in (plain, plain + num_sequences):
             state = "truncated" if len(index) < plain else "damaged"
-            raise DataError(
-                f"{path} has {len(index)} bytes, but {num_sequences} sequences and {num_starts} document starts need "
-                f"{plain} ({plain + num_sequences} with modes): it is {state}"
-            )
+            counts = f"{num_sequences} sequences and {num_starts} document starts"
+            needed = f"{counts} need {plain} ({plain + num_sequences} with modes)"
+            raise DataError(f"{path} has {len(index)} bytes, but {needed}: it is {state}")
         # views of the mapped file: [S] tokens and [S] byte offset of each sequence, [D] first sequence of each document
         self.lengths: Array = np.frombuffer(index, "<i4", num_sequences, HEADER.size)
         self.offsets: Array = np.frombuffer(index, "<i8", num_sequences, HEADER.size + 4 * num_sequences)
@@ -132,11 +131,10 @@ class IndexedFile:
             wrong = (offsets < 0) | (offsets + lengths * item > bin_bytes)
             if wrong.any():
                 bad = int(np.argmax(wrong))
-                raise DataError(
-                    f"{bin_path(self.prefix)} has {bin_bytes} bytes, but {idx.name} places sequence {begin + bad} "
-                    f"({lengths[bad]} tokens of {item} bytes) at byte {offsets[bad]}: the file is truncated or belongs "
-                    "to another index; copy or preprocess it again"
-                )
+                sequence = f"sequence {begin + bad} ({lengths[bad]} tokens of {item} bytes) at byte {offsets[bad]}"
+                reason = "the file is truncated or belongs to another index; copy or preprocess it again"
+                size = f"{bin_path(self.prefix)} has {bin_bytes} bytes"
+                raise DataError(f"{size}, but {idx.name} places {sequence}: {reason}")
         starts, rule = self.documents, f"document starts must run from 0 to the number of sequences, {len(self)}"
         if not len(starts) or starts[0] != 0 or starts[-1] != len(self):
             found = f"{starts[0]} .. {starts[-1]}" if len(starts) else "nothing"

@@ -51,10 +51,9 @@ class Loader:
             self.dataset.grow(needed)
         if skipped.windows and needed > len(self.dataset):
             held, fewer = len(self.dataset), needed - len(self.dataset)
-            raise DataError(
-                f"the {self.name} data has {held} samples; with {needed - num_samples} skipped, training on "
-                f"{num_samples} needs {needed}: give more data, or train on {fewer} samples less"
-            )
+            rule = f"with {needed - num_samples} skipped, training on {num_samples} needs {needed}"
+            way = f"give more data, or train on {fewer} samples less"
+            raise DataError(f"the {self.name} data has {held} samples; {rule}: {way}")
         with self._lock:
             self._skipped = skipped
             for waiting in self._ready.values():
@@ -68,12 +67,11 @@ class Loader:
         """
         start = consumed_samples + (k * dp_size + dp_rank) * micro_batch_size
         if start < 0 or self._skipped.index(start + micro_batch_size - 1) >= len(self.dataset):
-            raise DataError(
-                f"the {self.name} data has {len(self.dataset)} samples, but microbatch {k} of dp rank {dp_rank} (of "
-                f"{dp_size}) after {consumed_samples} consumed samples needs {start}..{start + micro_batch_size}: the "
-                "dataset was built for a shorter run, or has no weights and so holds one epoch; request more samples, "
-                "or give --data-path weights"
-            )
+            batch = f"microbatch {k} of dp rank {dp_rank} (of {dp_size}) after {consumed_samples} consumed samples"
+            rule = f"the {self.name} data has {len(self.dataset)} samples, but {batch} needs"
+            reason = "the dataset was built for a shorter run, or has no weights and so holds one epoch"
+            way = "request more samples, or give --data-path weights"
+            raise DataError(f"{rule} {start}..{start + micro_batch_size}: {reason}; {way}")
         if not self._num_workers:
             return self._read(start, micro_batch_size)
         return self._read_ahead(start, micro_batch_size, dp_size * micro_batch_size)

@@ -54,10 +54,8 @@ class Counts:
     def line(self) -> str:
         """Return a progress line."""
         megabytes = self.text_bytes / 1e6
-        return (
-            f"{self.documents:,} documents, {sum(self.tokens.values()):,} tokens, {megabytes:,.1f} MB, "
-            f"{megabytes / max(self.seconds, 1e-9):.1f} MB/s, {self.seconds:.0f} s"
-        )
+        amounts = f"{self.documents:,} documents, {sum(self.tokens.values()):,} tokens, {megabytes:,.1f} MB"
+        return f"{amounts}, {megabytes / max(self.seconds, 1e-9):.1f} MB/s, {self.seconds:.0f} s"
 
 
 @dataclass(frozen=True)

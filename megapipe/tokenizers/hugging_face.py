@@ -1,7 +1,4 @@
-"""Hugging Face tokenizers: `tokenizer.json` through the `tokenizers` package, without torch or a network.
-
-Only a folder without a tokenizer.json or a name on the hub goes through `transformers`.
-"""
+"""Hugging Face tokenizers: `tokenizer.json` through `tokenizers`, without torch; all else through `transformers`."""
 
 from __future__ import annotations
 

@@ -418,7 +418,7 @@ CASES = [
     (
         "transformer_engine_keeps_its_inputs",
         "--transformer-impl transformer_engine --recompute-activations --recompute-modules layernorm",
-        ["--recompute-modules layernorm: Transformer Engine's linears keep their inputs"],
+        ["--recompute-modules layernorm saves nothing: Transformer Engine keeps the inputs"],
         "--transformer-impl transformer_engine --recompute-activations --recompute-modules core_attn mlp",
     ),
     (
@@ -569,9 +569,9 @@ CASES = [
         "--recompute-granularity full --recompute-method block --recompute-num-layers 1 --recompute-keep-attention "
         "--attention-dropout 0",
     ),
-    ("learning_rate", "--lr-warmup-init 0.1", ["--lr-warmup-init 0.1 is above --lr 0.001"], "--lr-warmup-init 1e-4"),
+    ("rates", "--lr-warmup-init 0.1", ["--lr-warmup-init 0.1 is above --lr 0.001"], "--lr-warmup-init 1e-4"),
     (
-        "learning_rate",
+        "rates",
         "--decoupled-lr 1e-3 --decoupled-min-lr 1e-2",
         ["--decoupled-min-lr 0.01 is above --decoupled-lr 0.001"],
         "--decoupled-lr 1e-2 --decoupled-min-lr 1e-3",

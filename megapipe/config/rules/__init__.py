@@ -4,6 +4,5 @@ check.py       check(config), check_job(config): one ConfigError with a line for
 model.py gpu.py training.py    the rules: generators that yield a message for each error
 proposals.py   values that would work instead, and the flags that were given
 
-That an option needs another one is declared with the option (`Need`). Rules that depend on the number of ranks or on
-the pipeline schedule are in `plan.resolve`.
+`Need` declares that an option needs another one. Rules on the number of ranks or the schedule are in `plan.resolve`.
 """

@@ -63,15 +63,11 @@ def transformer_engine(config: Config) -> Iterator[str]:
     if precision.dtype == "fp64":
         yield f"{TRANSFORMER_ENGINE} does not compute in fp64; use --transformer-impl local"
     elif inputs:
-        yield (
-            f"--recompute-modules {' '.join(inputs)}: Transformer Engine's linears keep their inputs anyway, so "
-            "nothing would be saved; use core_attn or mlp, --recompute-granularity full, or --transformer-impl local"
-        )
+        way = "use core_attn or mlp, --recompute-granularity full, or --transformer-impl local"
+        yield f"--recompute-modules {' '.join(inputs)} saves nothing: Transformer Engine keeps the inputs anyway; {way}"
     elif repeats_linears and precision.fp8_format is not None and precision.fp8_recipe == "delayed":
-        yield (
-            f"{TRANSFORMER_ENGINE} changes the scales of delayed fp8 in every forward, so that a recomputed linear "
-            "gives other numbers; use --fp8-recipe tensorwise, or recompute only core_attn"
-        )
+        rule = "changes the scales of delayed fp8 in every forward, so that a recomputed linear gives other numbers"
+        yield f"{TRANSFORMER_ENGINE} {rule}; use --fp8-recipe tensorwise, or recompute only core_attn"
     if config.parallel.tp_comm_overlap:
         way = "use --transformer-impl local, or leave --tp-comm-overlap out"
         yield f"{TRANSFORMER_ENGINE} overlaps in its own way, with user buffers that are not set up here; {way}"

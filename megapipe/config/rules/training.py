@@ -9,13 +9,8 @@ from megapipe.config.files import parse_blend, split_shares
 from megapipe.config.rules.proposals import given, use_multiples
 from megapipe.errors import ConfigError
 
-TOKENIZER_FILES = {
-    "SentencePieceTokenizer": ("tokenizer_model",),
-    "GPTSentencePieceTokenizer": ("tokenizer_model",),
-    "Llama2Tokenizer": ("tokenizer_model",),
-    "HuggingFaceTokenizer": ("tokenizer_model",),
-    "GPT2BPETokenizer": ("vocab_file", "merge_file"),
-}
+# all others need tokenizer_model
+TOKENIZER_FILES = {None: (), "ByteTokenizer": (), "NullTokenizer": (), "GPT2BPETokenizer": ("vocab_file", "merge_file")}
 SPLIT_PATHS = ("data.train_data_path", "data.valid_data_path", "data.test_data_path")
 
 
@@ -55,7 +50,7 @@ def length(config: Config) -> Iterator[str]:
         yield f"{', '.join(in_steps)} count in steps, but the length is --train-samples; use one unit for all"
 
 
-def learning_rate(config: Config) -> Iterator[str]:
+def rates(config: Config) -> Iterator[str]:
     """Check the learning rates, their warm-up and their schedule."""
     optimizer, training = config.optimizer, config.training
     lr, decoupled, decoupled_min = optimizer.lr, optimizer.decoupled_lr, optimizer.decoupled_min_lr
@@ -148,7 +143,7 @@ def checkpoints(config: Config) -> Iterator[str]:
 
 
 def sources(config: Config) -> Iterator[str]:
-    """Check that there is one source of data, and that the split fits it."""
+    """Check that there is one source of data, the split, and the blends (the first error only)."""
     data = config.data
     parts = given(config, *SPLIT_PATHS)
     found = given(config, "data.mock_data", "data.data_path") + parts[:1]
@@ -161,16 +156,11 @@ def sources(config: Config) -> Iterator[str]:
             split_shares(data.split)
         except ConfigError as error:
             yield str(error)
-
-
-def blends(config: Config) -> Iterator[str]:
-    """Check the blends: PREFIX ... or WEIGHT PREFIX ... (the first error only)."""
     try:
         for key in ("data.data_path", *SPLIT_PATHS):
-            field = fields_by_key()[key]
-            words = value_of(config, field)
+            words = value_of(config, fields_by_key()[key])
             if words is not None:
-                parse_blend(words, field.main_flag)
+                parse_blend(words, fields_by_key()[key].main_flag)
     except ConfigError as error:
         yield str(error)
 
@@ -178,7 +168,8 @@ def blends(config: Config) -> Iterator[str]:
 def tokenizer(config: Config) -> Iterator[str]:
     """Yield the files that a tokenizer lacks."""
     data = config.data
-    missing = [name for name in TOKENIZER_FILES.get(data.tokenizer_type or "", ()) if getattr(data, name) is None]
+    needed = TOKENIZER_FILES.get(data.tokenizer_type, ("tokenizer_model",))
+    missing = [name for name in needed if getattr(data, name) is None]
     if data.tokenizer_type == "GPT2BPETokenizer" and data.tokenizer_model is not None:
         missing = []  # a folder with both files, as in a checkpoint
     if data.tokenizer_type == "NullTokenizer" and config.model.vocab_size is None:
@@ -204,15 +195,4 @@ def job(config: Config) -> Iterator[str]:
         yield "the vocabulary is unknown; give --tokenizer-type with its files, or --vocab-size"
 
 
-RULES = (
-    batch,
-    length,
-    learning_rate,
-    weight_decay,
-    post_validation,
-    loss_scale_and_profile,
-    checkpoints,
-    sources,
-    blends,
-    tokenizer,
-)
+RULES = (batch, length, rates, weight_decay, post_validation, loss_scale_and_profile, checkpoints, sources, tokenizer)
