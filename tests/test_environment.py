@@ -49,7 +49,7 @@ def test_torchrun() -> None:
     assert found.is_distributed
 
 
-def test_nodes_follow_from_the_ranks_a_node_where_torchrun_does_not_say() -> None:
+def test_nodes_are_derived_from_ranks_per_node_where_torchrun_sets_no_group() -> None:
     found = read_environment({name: value for name, value in TORCHRUN.items() if not name.startswith("GROUP")})
     assert (found.num_nodes, found.node_rank) == (2, 1)
 
@@ -90,7 +90,7 @@ def test_without_a_launcher_there_is_one_rank(variables: dict[str, str]) -> None
 
 
 @pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"])
-def test_half_set_variables_name_what_is_missing(name: str) -> None:
+def test_missing_variables_are_named(name: str) -> None:
     with pytest.raises(ConfigError, match=f"not {name}; start with torchrun"):
         read_environment({key: value for key, value in TORCHRUN.items() if key != name})
 
@@ -115,7 +115,7 @@ def test_half_set_variables_name_what_is_missing(name: str) -> None:
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_variables_that_cannot_be_are_refused(variables: dict[str, str], words: str) -> None:
+def test_inconsistent_variables_are_refused(variables: dict[str, str], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         read_environment(variables)
 
@@ -146,7 +146,7 @@ def test_a_list_of_nodes_with_a_broken_bracket_is_refused(nodes: str) -> None:
 @pytest.mark.parametrize(
     ("tasks", "counts"), [("4", [4]), ("4(x2),3", [4, 4, 3]), ("1,2(x2)", [1, 2, 2])], ids=lambda value: str(value)
 )
-def test_tasks_a_node(tasks: str, counts: list[int]) -> None:
+def test_tasks_per_node(tasks: str, counts: list[int]) -> None:
     assert [tasks_on_node(tasks, node) for node in range(len(counts))] == counts
 
 

@@ -185,8 +185,7 @@ class IndexedWriter:
             bin_path(prefix).parent.mkdir(parents=True, exist_ok=True)
             self._bin = open(self._partial[0], "wb", buffering=1 << 20)  # noqa: SIM115 (closed by commit or abort)
         except OSError as error:
-            reason = f"{error.strerror} ({error.filename})"
-            raise DataError(f"cannot write token files {prefix}.bin/.idx: {reason}") from None
+            raise DataError(f"cannot write token files {prefix}: {error.strerror} ({error.filename})") from None
 
     @property
     def num_documents(self) -> int:

@@ -83,8 +83,7 @@ class GPTSentencePieceTokenizer(_Model):
         self.vocab_size = self._num_pieces
         self.eod = int(self._processor.eos_id())
         if self.eod < 0:
-            way_out = "use SentencePieceTokenizer"
-            raise ConfigError(f"--tokenizer-type {self.name}: {model} declares no EOS piece; {way_out}")
+            raise ConfigError(f"--tokenizer-type {self.name}: {model} has no EOS piece; use SentencePieceTokenizer")
         bos, pad = int(self._processor.bos_id()), int(self._processor.pad_id())
         self.bos = bos if bos >= 0 else None
         self.pad = pad if pad >= 0 else None
@@ -98,8 +97,7 @@ class Llama2Tokenizer(GPTSentencePieceTokenizer):
     def __init__(self, model: str | Path) -> None:
         super().__init__(model)
         if self.bos is None:
-            way_out = "use GPTSentencePieceTokenizer"
-            raise ConfigError(f"--tokenizer-type {self.name}: {model} declares no BOS piece; {way_out}")
+            raise ConfigError(f"--tokenizer-type {self.name}: {model} has no BOS piece; use GPTSentencePieceTokenizer")
 
     def encode(self, text: str) -> list[int]:
         ids = super().encode(text)

@@ -38,7 +38,7 @@ NO_LENGTH = SHAPE + " --micro-batch-size 2 --lr 1e-3 --mock-data --vocab-size 10
 
 
 @pytest.mark.parametrize(("flags", "world_size"), RESOLVED, ids=[flags for flags, _ in RESOLVED])
-def test_what_lies_beside_a_checkpoint_loads_and_plans_the_same(flags: str, world_size: int, tmp_path: Path) -> None:
+def test_a_saved_configuration_loads_and_plans_the_same(flags: str, world_size: int, tmp_path: Path) -> None:
     loaded = load_config((NO_LENGTH + flags).split())
     plan = resolve(loaded.config, world_size)
     saved = tmp_path / "saved.yaml"

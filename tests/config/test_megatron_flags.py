@@ -71,7 +71,7 @@ def test_each_field_is_reached_by_a_flag() -> None:
     assert reached == set(fields_by_key())
 
 
-def test_what_launch_scripts_need_is_supported() -> None:
+def test_flags_of_common_launch_scripts_are_supported() -> None:
     assert [name for name in HAS_TO_BE_SUPPORTED.split() if megatron_flags()[name].kind != SUPPORTED] == []
 
 
@@ -135,7 +135,7 @@ def test_an_accepted_flag_without_effect_is_explained_in_one_line() -> None:
             assert read_command_line(words).remarks == (f"{' '.join(words)}: already so here: {row.note}",)
 
 
-def test_a_value_that_is_not_so_here_is_refused() -> None:
+def test_other_values_of_an_already_so_flag_are_refused() -> None:
     for row in ROWS:
         if row.kind == ALREADY_SO and row.values:
             with pytest.raises(
@@ -199,7 +199,7 @@ def test_a_llama3_launch_script_for_megatron_runs_as_it_is() -> None:
     assert loaded.config.model.activation == "swiglu"
 
 
-def test_what_notes_send_people_to_exists() -> None:
+def test_files_named_in_notes_exist() -> None:
     repository = Path(__file__).parents[2]
     named = {path for row in ROWS for path in re.findall(r"\b(?:tools|launch|docs|configs)/[\w./-]*\w", row.note)}
     assert not [path for path in named if not (repository / path).exists()]

@@ -24,7 +24,7 @@ def one_by_one(weights, size):
 @given(
     weights=st.lists(st.floats(0, 1), min_size=1, max_size=7).filter(lambda w: sum(w) > 1e-6), size=st.integers(0, 700)
 )
-def test_blocks_side_by_side_equal_the_rule_item_by_item(weights, size):
+def test_parallel_blocks_equal_the_sequential_rule(weights, size):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(blend, "BLOCK", 16)  # many blocks, several rounds, and a warm-up that is sometimes too short
         patch.setattr(blend, "WARM_UP", 3)
@@ -42,7 +42,7 @@ def test_production_block_sizes_equal_the_rule(weights):
     assert blend_indices(normalize(weights), 9000)[0].tolist() == one_by_one(normalize(weights), 9000)
 
 
-def test_wrong_guesses_are_found_and_run_again(monkeypatch):
+def test_blocks_with_a_wrong_start_are_computed_again(monkeypatch):
     monkeypatch.setattr(blend, "BLOCK", 16)
     monkeypatch.setattr(blend, "WARM_UP", 0)
     monkeypatch.setattr(blend, "_guess", lambda shares, items: np.stack([items, 0 * items], axis=1).astype(float))

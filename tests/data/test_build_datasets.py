@@ -76,7 +76,7 @@ def test_shares_are_rounded_up_and_the_blend_is_their_sum(request_a):
     assert [member.num_requested for member in built.train.members] == [35, 35, 35]
 
 
-def test_each_part_can_have_files_of_its_own(request_a):
+def test_each_part_can_have_separate_files(request_a):
     own = changed(
         request_a, data_path=None, split=None, train_data_path=["0.5", A, "0.5", B], valid_data_path=["1.0", C]
     )
@@ -127,7 +127,7 @@ def test_wrong_requests_are_refused(change, error, message, request_a):
 
 
 @pytest.mark.parametrize(
-    ("text", "bookends"),
+    ("text", "ranges"),
     [
         ("90,10,0", ((0.0, 0.9), (0.9, 1.0), None)),
         ("80,10,10", ((0.0, 0.8), (0.8, 0.9), (0.9, 1.0))),
@@ -136,8 +136,8 @@ def test_wrong_requests_are_refused(change, error, message, request_a):
         ("0, 1", (None, (0.0, 1.0), None)),
     ],
 )
-def test_split_gives_the_bookends_of_megatron(text, bookends):
-    for got, want in zip(parse_split(text), bookends, strict=True):
+def test_split_gives_the_ranges_of_megatron(text, ranges):
+    for got, want in zip(parse_split(text), ranges, strict=True):
         assert got == pytest.approx(want) if want is not None else got is None
 
 

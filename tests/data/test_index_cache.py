@@ -49,7 +49,7 @@ def build_and_sum(folder: str, gate, results) -> None:
     results.put(int(cached["numbers"].sum()))
 
 
-def test_of_processes_that_start_at_once_one_builds_and_all_succeed(tmp_path):
+def test_processes_that_start_together_all_succeed_and_one_builds(tmp_path):
     context = multiprocessing.get_context("fork")
     gate, results = context.Barrier(4), context.Queue()
     workers = [context.Process(target=build_and_sum, args=(str(tmp_path), gate, results)) for _ in range(4)]
@@ -79,13 +79,13 @@ def test_a_race_without_locks_still_ends_in_one_whole_entry(tmp_path, monkeypatc
     assert not [path for path in tmp_path.iterdir() if path.name.startswith(".") and path.is_dir()]
 
 
-def test_folder_asked_for_that_cannot_be_written_is_an_error(tmp_path):
+def test_unwritable_requested_folder_is_an_error(tmp_path):
     (tmp_path / "taken").write_text("a file")
     with pytest.raises(ConfigError, match=r"--data-cache-path .*taken cannot be written"):
         IndexCache.at(str(tmp_path / "taken"), "x").arrays("kind", {}, lambda: ARRAYS)
 
 
-def test_folder_beside_the_data_that_cannot_be_written_keeps_the_index_in_memory(tmp_path):
+def test_unwritable_default_folder_keeps_the_index_in_memory(tmp_path):
     (tmp_path / "cache").write_text("a file")
     cache = IndexCache.at(None, str(tmp_path / "x"))
     assert cache.folder == tmp_path / "cache"

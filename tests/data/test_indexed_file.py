@@ -52,7 +52,7 @@ def test_writing_what_was_read_gives_the_same_bytes(name, tmp_path):
     documents=st.lists(st.lists(st.lists(st.integers(0, 100), max_size=5), max_size=3), max_size=6),
     code=st.sampled_from(sorted(DTYPES)),
 )
-def test_read_gives_back_what_was_written(documents, code, tmp_path_factory):
+def test_written_documents_are_read_back(documents, code, tmp_path_factory):
     prefix = tmp_path_factory.mktemp("file") / "x"
     with IndexedWriter(prefix, DTYPES[code]) as writer:
         for sequences in documents:
@@ -215,7 +215,7 @@ def test_modes_survive(tmp_path):
     assert merged.documents.tolist() == [0, 2, 4]
 
 
-def test_sequences_that_lie_out_of_order_are_put_in_order(tmp_path):
+def test_merge_puts_sequences_in_order(tmp_path):
     file = write_file(tmp_path / "x", [2, 3])
     index = bytearray(Path(tmp_path / "x.idx").read_bytes())
     index[34:42] = np.array([3, 2], "<i4").tobytes()

@@ -82,7 +82,7 @@ def test_reading_ahead_gives_the_same_batches(num_workers):
     loader.close()
 
 
-def test_batches_to_come_are_read_by_threads_over_the_border_of_steps():
+def test_threads_read_batches_of_the_next_step_ahead():
     dataset = Recorded(64)
     loader = Loader(dataset, num_workers=2)
     for step in range(8):
@@ -94,7 +94,7 @@ def test_batches_to_come_are_read_by_threads_over_the_border_of_steps():
     assert sorted(index for index, _ in dataset.read) == [i for i in range(64) if i % 4 < 2]
 
 
-def test_reading_ahead_is_done_before_it_is_asked_for():
+def test_next_batch_is_read_before_it_is_requested():
     dataset = Recorded(64)
     loader = Loader(dataset, num_workers=1)
     loader.microbatch(0, 0, 0, 1, 2)

@@ -91,7 +91,7 @@ def test_input_without_text_is_an_error(tmp_path):
         preprocess([], str(tmp_path / "c"), ByteTokenizer)
 
 
-def test_what_a_tokenizer_refuses_is_named_with_its_line():
+def test_text_that_the_tokenizer_refuses_is_named_with_its_line():
     with pytest.raises(DataError, match=r"c\.jsonl line 3: the NullTokenizer reads numbers from 0 to 10, not '11'"):
         module.encode_records([json_record(3, text="1 11")], NullTokenizer(10), ("text",), False)
 
@@ -133,7 +133,7 @@ def run_tool(*words: str, tool: list[str] = TOOL) -> subprocess.CompletedProcess
     return subprocess.run([*tool, *words], capture_output=True, text=True, env=ENVIRONMENT, timeout=60)
 
 
-def test_tools_write_and_merge_what_they_say(tmp_path):
+def test_preprocess_and_merge_tools_write_what_they_print(tmp_path):
     (tmp_path / "src").mkdir()
     for name in ("a.py", "b.py", "c.txt"):
         (tmp_path / "src" / name).write_text(f"# {name}\n")

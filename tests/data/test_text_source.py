@@ -26,7 +26,7 @@ def test_json_lines_give_a_document_a_line_and_skip_blank_ones(name, tmp_path):
     ("unit", "documents"),
     [("file", ["a\nb\n\n\nc d\n"]), ("line", ["a", "b", "c d"]), ("blank-line", ["a\nb\n", "c d\n"])],
 )
-def test_plain_text_is_cut_as_asked(unit, documents, tmp_path):
+def test_plain_text_is_cut_by_document_unit(unit, documents, tmp_path):
     (tmp_path / "x.txt").write_text("a\nb\n\n\nc d\n")
     assert texts([tmp_path / "x.txt"], unit) == [[document] for document in documents]
 

@@ -26,7 +26,7 @@ def model(tmp_path_factory):
 
 
 @pytest.mark.parametrize("tokenizer_type", ["SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer"])
-def test_code_comes_back_as_it_was(tokenizer_type, model):
+def test_code_round_trips(tokenizer_type, model):
     tokenizer = build_tokenizer(tokenizer_type, str(model))
     for text in CODE:
         ids = tokenizer.encode(text)
@@ -40,7 +40,7 @@ def test_code_comes_back_as_it_was(tokenizer_type, model):
 @given(text=st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\u2581")))
 @example(text="\t\tif x:\r\n\n\n   \x0b\x0c\x00y\u2028\ufeff\u00a0 ")
 @example(text=" <EOD></s><0x41> ")
-def test_any_text_comes_back(text, model):
+def test_any_text_round_trips(text, model):
     tokenizer = build_tokenizer("SentencePieceTokenizer", str(model))
     assert tokenizer.decode(tokenizer.encode(text)) == text
 
@@ -51,7 +51,7 @@ def test_indentation_is_one_token(model):
     assert len(tokenizer.encode("\n\t")) == 2
 
 
-def test_special_tokens_have_ids_of_their_own_and_are_never_read_from_text(model):
+def test_special_tokens_have_separate_ids_and_are_never_read_from_text(model):
     tokenizer = build_tokenizer("SentencePieceTokenizer", str(model))
     # the model has all special tokens that Megatron looks for, so the tokenizer adds no token
     assert tokenizer.vocab_size == 1000
@@ -62,7 +62,7 @@ def test_special_tokens_have_ids_of_their_own_and_are_never_read_from_text(model
 
 @pytest.mark.parametrize(
     ("tokenizer_type", "missing", "message"),
-    [("GPTSentencePieceTokenizer", "eos_id", "declares no EOS"), ("Llama2Tokenizer", "bos_id", "declares no BOS")],
+    [("GPTSentencePieceTokenizer", "eos_id", "has no EOS"), ("Llama2Tokenizer", "bos_id", "has no BOS")],
     ids=["eos", "bos"],
 )
 def test_model_without_the_end_or_beginning_it_needs_is_refused(tokenizer_type, missing, message, tmp_path):
@@ -85,7 +85,7 @@ def test_llama_begins_with_bos_and_ends_documents_with_eos(model):
     assert (llama.vocab_size, llama.eod, llama.pad) == (1000, 2, 3)
 
 
-def test_model_without_special_pieces_gets_those_of_megatron_behind_its_own(tmp_path):
+def test_missing_special_pieces_are_appended_as_in_megatron(tmp_path):
     import sentencepiece
 
     sentencepiece.SentencePieceTrainer.Train(
@@ -120,7 +120,7 @@ def test_truncated_model_is_named(model, tmp_path):
     ],
     ids=["too-small", "too-large"],
 )
-def test_vocabulary_that_cannot_be_is_refused(vocab_size, message, tmp_path):
+def test_impossible_vocabulary_size_is_refused(vocab_size, message, tmp_path):
     with pytest.raises(ConfigError, match=message):
         train_sentencepiece(CODE[:1], tmp_path / "x.model", vocab_size=vocab_size)
     assert list(tmp_path.iterdir()) == []
@@ -132,7 +132,7 @@ def test_training_twice_gives_the_same_model(tmp_path):
     assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
 
 
-def test_pieces_code_is_made_of_are_learned(model):
+def test_common_pieces_of_code_are_learned(model):
     tokenizer = build_tokenizer("SentencePieceTokenizer", str(model))
     words = re.findall(r"\w+", "def return self import class None if for in")
     assert sum(len(tokenizer.encode(" " + word)) == 1 for word in words) >= 6

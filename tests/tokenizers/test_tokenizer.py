@@ -39,7 +39,7 @@ def bpe_folder(tmp_path_factory):
 
 @settings(max_examples=50)
 @given(text=st.text())
-def test_bytes_give_any_text_back(text):
+def test_byte_tokenizer_round_trips_any_text(text):
     tokenizer = ByteTokenizer()
     ids = tokenizer.encode(text)
     assert tokenizer.decode([*ids, tokenizer.eod]) == text
@@ -47,11 +47,11 @@ def test_bytes_give_any_text_back(text):
     assert (tokenizer.vocab_size, tokenizer.eod) == (257, 256)
 
 
-def test_bytes_cut_inside_a_character_are_shown_as_such():
+def test_a_cut_character_is_decoded_as_the_replacement_character():
     assert ByteTokenizer().decode(ByteTokenizer().encode("aé")[:2]) == "a\ufffd"
 
 
-def test_null_reads_numbers_and_ends_documents_with_the_vocabulary_size():
+def test_null_tokenizer_reads_numbers_below_the_vocabulary_size():
     tokenizer = build_tokenizer("NullTokenizer", vocab_size=100)
     assert tokenizer.encode("3 14 99") == [3, 14, 99]
     assert tokenizer.decode([3, 14]) == "3 14"
@@ -63,7 +63,7 @@ def test_null_reads_numbers_and_ends_documents_with_the_vocabulary_size():
 
 @pytest.mark.parametrize("tokenizer_type", ["HuggingFaceTokenizer", "GPT2BPETokenizer"])
 @pytest.mark.parametrize("text", TEXT[:3], ids=["code", "spaces", "newlines"])
-def test_byte_level_bpe_gives_text_back(tokenizer_type, text, bpe_folder):
+def test_byte_level_bpe_round_trips_text(tokenizer_type, text, bpe_folder):
     tokenizer = build_tokenizer(tokenizer_type, str(bpe_folder))
     assert tokenizer.decode(tokenizer.encode(text)) == text
     assert len(tokenizer.encode(TEXT[0])) < len(TEXT[0].encode())
@@ -191,7 +191,7 @@ def test_folder_without_tokenizer_json_goes_through_transformers(tmp_path, monke
     assert (tokenizer.vocab_size, tokenizer.eod, tokenizer.bos, tokenizer.encode("x")) == (9, 1, 2, [3, 4])
 
 
-def test_every_type_answers_to_its_name(bpe_folder):
+def test_every_type_has_its_name(bpe_folder):
     for name in ("ByteTokenizer", "NullTokenizer", "GPT2BPETokenizer", "HuggingFaceTokenizer"):
         assert build_tokenizer(name, str(bpe_folder), vocab_size=5).name == name
     assert set(TOKENIZERS) == set(TOKENIZER_TYPES)  # every value that the flag accepts can be built
