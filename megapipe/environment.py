@@ -136,10 +136,9 @@ def from_slurm(variables: Mapping[str, str]) -> Environment:
 
 def require(variables: Mapping[str, str], names: tuple[str, ...], way_out: str) -> None:
     """Raise ConfigError if some of a launcher's variables are missing."""
-    present = [name for name in names if variables.get(name)]
-    missing = [name for name in names if name not in present]
+    missing = [name for name in names if not variables.get(name)]
     if missing:
-        found = ", ".join(present) or "a launcher"
+        found = ", ".join(name for name in names if name not in missing) or "a launcher"
         raise ConfigError(f"the environment sets {found} but not {', '.join(missing)}; {way_out}")
 
 

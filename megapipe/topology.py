@@ -142,10 +142,7 @@ class Topology:
         return sum(place * self.strides[axis] for axis, place in zip(AXES, coordinates, strict=True))
 
     def groups(self, name: str) -> tuple[tuple[int, ...], ...]:
-        """Return all groups of one kind, ordered by their first rank; ranks ascend within each, as along the axis.
-
-        Every rank is in exactly one group of each kind, except 'embedding', which only the ends of a pipeline are in.
-        """
+        """Return all groups of one kind, by first rank; ranks ascend. Each rank is in one; 'embedding' has ends only."""
         return tuple(map(tuple, self._members(name).tolist()))
 
     def _members(self, name: str) -> npt.NDArray[np.int64]:

@@ -130,10 +130,10 @@ class ConfigField:
             first, others = Flag(main), self.option.more_flags
         described = []
         for flag in others:
-            help = f"same as {main}" if flag.value is TAKES_VALUE else f"same as {main} {flag.value}"
+            text = f"same as {main}" if flag.value is TAKES_VALUE else f"same as {main} {flag.value}"
             if flag.value is False:
-                help = f"turns {main} off"
-            described.append(dataclasses.replace(flag, help=flag.help or help))
+                text = f"turns {main} off"
+            described.append(dataclasses.replace(flag, help=flag.help or text))
         return first, *described
 
 

@@ -30,7 +30,7 @@ REQUESTS = {
     "--config": Request("YAML file with the same names; flags win over it, and later files over it", "1", "FILE"),
     "--print-config": Request("print the configuration with the origin of each value, and exit"),
     "--plan": Request("print the plan (grid, stages, parameters, bubble, memory), and exit"),
-    "--dry-run": Request("audit every rank, run a step of each kind alone, print memory counted and planned, and exit"),
+    "--dry-run": Request("audit every rank, run a step of each kind without data, print memory and plan, and exit"),
     "--rank": Request("count only this rank; with --dry-run", "1", "R"),
     "--world-size": Request("plan for this many ranks; with --plan, --dry-run or --print-config", "1", "N"),
     "--ranks-per-node": Request("ranks per node of that world (default: all on one node); with --world-size", "1", "N"),

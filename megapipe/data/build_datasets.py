@@ -24,7 +24,7 @@ Range = tuple[float, float]  # part of a file, as fractions of its sequences
 
 @dataclass(frozen=True)
 class DatasetRequest:
-    """The data flags of a run, and its sizes."""
+    """The data flags of a run, which name one source, and its sizes."""
 
     data: DataConfig
     seq_length: int

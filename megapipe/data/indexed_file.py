@@ -65,7 +65,8 @@ class IndexedFile:
         path = idx_path(prefix)
         index = _map(path, self.prefix)
         if len(index) < HEADER.size:
-            raise DataError(f"{path} has {len(index)} bytes, less than the {HEADER.size} of a header: it is truncated")
+            rule = f"less than the {HEADER.size} of a header"
+            raise DataError(f"{path} has {len(index)} bytes, {rule}: truncated, or no index")
         magic, version, code, num_sequences, num_starts = HEADER.unpack(index[: HEADER.size])
         if magic != MAGIC:
             raise DataError(f"{path} starts with {magic!r} instead of {MAGIC!r}: not a Megatron token index")

@@ -47,13 +47,13 @@ class Loader:
     def skip(self, skipped: SkippedSamples, num_samples: int) -> None:
         """Pass over these samples from now on. Raises DataError if not `num_samples` are left, which the run takes."""
         needed = skipped.index(num_samples - 1) + 1
-        if skipped.windows and needed > len(self.dataset):
+        if skipped.windows:
             self.dataset.grow(needed)
-        if skipped.windows and needed > len(self.dataset):
-            held, fewer = len(self.dataset), needed - len(self.dataset)
-            rule = f"with {needed - num_samples} skipped, training on {num_samples} needs {needed}"
-            way = f"give more data, or train on {fewer} samples less"
-            raise DataError(f"the {self.name} data has {held} samples; {rule}: {way}")
+            held = len(self.dataset)
+            if needed > held:
+                rule = f"with {needed - num_samples} skipped, training on {num_samples} needs {needed}"
+                way = f"give more data, or train on {needed - held} samples less"
+                raise DataError(f"the {self.name} data has {held} samples; {rule}: {way}")
         with self._lock:
             self._skipped = skipped
             for waiting in self._ready.values():

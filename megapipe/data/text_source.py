@@ -106,10 +106,9 @@ def read_records(files: Sequence[Path], document_unit: str = "file") -> Iterator
     """Yield every document of the files, in order. document_unit: of plain text, a key of DOCUMENT_UNITS."""
     for path in files:
         try:
-            is_gzip = path.suffix == ".gz"
-            with cast(IO[bytes], gzip.open(path, "rb")) if is_gzip else open(path, "rb") as file:
-                if is_json_lines(path) or document_unit == "line":
-                    is_json = is_json_lines(path)
+            is_json = is_json_lines(path)
+            with cast(IO[bytes], gzip.open(path, "rb")) if path.suffix == ".gz" else open(path, "rb") as file:
+                if is_json or document_unit == "line":
                     for number, line in enumerate(file, 1):
                         if line.strip():
                             yield Record(str(path), number, line if is_json else line.rstrip(b"\r\n"), is_json)

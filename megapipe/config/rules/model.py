@@ -45,8 +45,8 @@ def shape(config: Config) -> Iterator[str]:
         ways = f"{use_multiples(tp, length)} as sequence length, or leave --sequence-parallel out"
         yield f"{tp_does_not_divide} --seq-length {length}, which --sequence-parallel needs; {ways}"
     if model.max_position_embeddings is not None and model.max_position_embeddings < length:
-        given_length = f"--max-position-embeddings {model.max_position_embeddings}"
-        yield f"{given_length} is below --seq-length {length}; use at least {length}, or leave it out"
+        below = f"--max-position-embeddings {model.max_position_embeddings} is below --seq-length {length}"
+        yield f"{below}; use at least {length}, or leave it out"
     if padded is not None and padded % tp:
         yield f"{tp_does_not_divide} --padded-vocab-size {padded}; {use_multiples(tp, padded)}, or leave it out"
     elif padded is not None and model.vocab_size is not None and padded < model.vocab_size:
@@ -79,7 +79,7 @@ def axes(config: Config) -> Iterator[str]:
     """Check the axes, their order, and the communication backend."""
     parallel = config.parallel
     if parallel.context_parallel_size != 1:
-        way = "use --tensor-model-parallel-size with --sequence-parallel for long sequences"
+        way = "use 1, and --tensor-model-parallel-size with --sequence-parallel for long sequences"
         rule = "context parallelism is not supported yet"
         yield f"--context-parallel-size {parallel.context_parallel_size}: {rule}; {way}"
     if sorted(parallel.rank_order.split("-")) != sorted(AXES):
@@ -148,7 +148,8 @@ def recompute(config: Config) -> Iterator[str]:
         ("--attention-softmax-in-fp32", model.attention_softmax_in_fp32),
     )
     if is_full and asked.recompute_keep_attention and impl == "te":
-        yield "--recompute-keep-attention: torch does not see the kernels of --attention-impl te; use sdpa or flash"
+        rule = "torch does not see the kernels of --attention-impl te"
+        yield f"--recompute-keep-attention: {rule}; use sdpa or flash, or leave it out"
     elif is_full and asked.recompute_keep_attention and unfused:
         rule = f"keeps the results of a fused kernel, but attention is not fused with {' and '.join(unfused)}"
         yield f"--recompute-keep-attention {rule}; leave one of the two out"

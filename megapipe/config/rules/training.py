@@ -9,7 +9,7 @@ from megapipe.config.files import parse_blend, split_shares
 from megapipe.config.rules.proposals import given, use_multiples
 from megapipe.errors import ConfigError
 
-# all others need tokenizer_model
+# flags that name a tokenizer's files; all other types need tokenizer_model
 TOKENIZER_FILES = {None: (), "ByteTokenizer": (), "NullTokenizer": (), "GPT2BPETokenizer": ("vocab_file", "merge_file")}
 SPLIT_PATHS = ("data.train_data_path", "data.valid_data_path", "data.test_data_path")
 
@@ -130,7 +130,7 @@ def checkpoints(config: Config) -> Iterator[str]:
         fitting = max(1, round(every / interval)) * interval
         yield f"--save-retain-interval {every} is not a multiple of --save-interval {interval}; use {fitting}"
     if checkpoint.finetune and config.optimizer.use_checkpoint_opt_param_scheduler:
-        yield "--finetune starts at step 0 with new schedules; leave --use-checkpoint-opt_param-scheduler out"
+        yield "--finetune starts at step 0 with this run's schedules; leave --use-checkpoint-opt_param-scheduler out"
     if back is None:
         return
     if checkpoint.save is None or (interval is None and checkpoint.save_interval_minutes is None):
