@@ -142,7 +142,7 @@ class Topology:
         return sum(place * self.strides[axis] for axis, place in zip(AXES, coordinates, strict=True))
 
     def groups(self, name: str) -> tuple[tuple[int, ...], ...]:
-        """Return all groups of one kind, by first rank; ranks ascend. Each rank is in one; 'embedding' has ends only."""
+        """Return all groups of a kind by first rank, ranks ascending. Each rank is in one ('embedding': the ends)."""
         return tuple(map(tuple, self._members(name).tolist()))
 
     def _members(self, name: str) -> npt.NDArray[np.int64]:
