@@ -35,7 +35,6 @@ from megapipe.pipeline.engine import Engine
 from megapipe.pipeline.graphs import CapturedStage, CudaRecorder, RankGraphs, StageGraphs
 from megapipe.pipeline.offload import Offload
 from megapipe.pipeline.stage import Stage, StageRunner
-from megapipe.plan.memory import row_moves
 from megapipe.plan.run_plan import RunPlan
 from megapipe.schedule.action import Op
 from megapipe.schedule.lifetimes import NO_MOVES, WeightVersions
@@ -293,7 +292,7 @@ class TrainingRuntime(InferenceRuntime):
             self.groups.world.heartbeat,
             self.marks,
             self.offload,
-            NO_MOVES if self.offload is None else row_moves(plan, num_microbatches, pp_rank),
+            NO_MOVES if self.offload is None else plan.row_moves(num_microbatches, pp_rank),
         )
         return engine
 

@@ -55,13 +55,11 @@ from megapipe.schedule.lifetimes import (
     Held,
     Item,
     Moment,
-    Moves,
     StageGroups,
     Unit,
     host_pieces,
     lifetimes,
     moments_of,
-    plan_moves,
 )
 from megapipe.schedule.partition import StageLayers
 from megapipe.schedule.placement import Placement
@@ -251,21 +249,6 @@ def peak_of_row(
     return peak
 
 
-def stage_groups(plan: RunPlan, stage: int, layers: StageLayers | None = None) -> StageGroups:
-    """Return the groups of a stage, and how many --cpu-offloading-num-layers moves. layers: in place of the plan's."""
-    layers = layers or plan.partition.stages[stage]
-    count = plan.config.offload.cpu_offloading_num_layers
-    sizes = group_sizes(plan.config.recompute, layers.num_layers)
-    num_moved = sum(start < count for start in list(accumulate(sizes, initial=0))[:-1])
-    return StageGroups(len(sizes), num_moved, layers.has_head)
-
-
-def row_moves(plan: RunPlan, num_microbatches: int, pp_rank: int) -> Moves:
-    """Return which groups leave the device and come back when, in a step of this many microbatches."""
-    stages = {stage: stage_groups(plan, stage) for stage in plan.placement.stages_of(pp_rank)}
-    return plan_moves(plan.schedule(num_microbatches).rows[pp_rank], stages)
-
-
 @dataclass(frozen=True)
 class GroupBytes:
     """Bytes of one group of a stage for one microbatch."""
@@ -282,7 +265,7 @@ class GroupBytes:
 def offloaded_groups(plan: RunPlan, stage: int, layers: StageLayers | None = None) -> tuple[GroupBytes, ...]:
     """Return what each group of a stage's layers keeps and moves for one microbatch. layers: in place of the plan's."""
     layers = layers or plan.partition.stages[stage]
-    num_moved = stage_groups(plan, stage, layers).num_moved
+    num_moved = plan.stage_groups(stage, layers).num_moved
     found = []
     for index, group in enumerate(layer_groups(layers_of(plan.model, layers), plan.config.recompute)):
         copy = group.layers[0].attention.output_copy(plan.shape)
@@ -355,9 +338,9 @@ def offloaded_memory(plan: RunPlan, pp_rank: int, kept: Mapping[int, int]) -> tu
 
     kept: bytes of each stage for one microbatch without offloading.
     """
-    stages = {stage: stage_groups(plan, stage) for stage in plan.placement.stages_of(pp_rank)}
+    stages = {stage: plan.stage_groups(stage) for stage in plan.placement.stages_of(pp_rank)}
     groups = {stage: offloaded_groups(plan, stage) for stage in stages}
-    moves = plan_moves(plan.schedule(plan.batch.num_microbatches).rows[pp_rank], stages)
+    moves = plan.row_moves(plan.batch.num_microbatches, pp_rank)
     away: dict[Moment, int] = {}
     now = 0
     in_use, most = Counter[int](), Counter[int]()  # host buffers, by size

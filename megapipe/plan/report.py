@@ -9,7 +9,7 @@ from megapipe.formatting import bytes_text, count_text, flops_text, range_text, 
 from megapipe.layers.table import WHOLE, comm_chunks
 from megapipe.plan.hardware import GIGA, HOST_SHARE, PCIE_4, PCIE_5
 from megapipe.plan.layer_costs import step_flops
-from megapipe.plan.memory import RankMemory, all_rank_memory, offloaded_groups, row_moves, stage_activation_bytes
+from megapipe.plan.memory import RankMemory, all_rank_memory, offloaded_groups, stage_activation_bytes
 from megapipe.plan.run_plan import RunPlan
 from megapipe.plan.step_time import expected_bubble
 
@@ -180,7 +180,7 @@ def _host(plan: RunPlan, rank: RankMemory) -> Iterator[str]:
     if not rank.host.get("activations"):
         return
     groups = {stage: offloaded_groups(plan, stage) for stage in plan.placement.stages_of(rank.pp_rank)}
-    moved = row_moves(plan, plan.batch.num_microbatches, rank.pp_rank).moved
+    moved = plan.row_moves(plan.batch.num_microbatches, rank.pp_rank).moved
     step = sum(groups[unit.stage][unit.group].moved for unit in moved)
     most = max(group.moved for each in groups.values() for group in each)
     rates = (("PCIe 4", PCIE_4), ("PCIe 5", PCIE_5))

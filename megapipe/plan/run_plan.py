@@ -5,19 +5,30 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
+from itertools import accumulate
 from pathlib import Path
 
 from megapipe.config.config import ResolvedConfig, ResolvedModelConfig
 from megapipe.layers.model import ModelSpec, model_parameters, model_spec, stage_parameters
 from megapipe.layers.table import RankShape
+from megapipe.plan.activations import group_sizes
 from megapipe.plan.batch import BatchSchedule
 from megapipe.plan.layer_costs import LayerCosts, flop_costs, measured_costs, stage_costs
 from megapipe.schedule.action import Op
 from megapipe.schedule.costs import AutoGoal, Costs
 from megapipe.schedule.families import SCHEDULES, build_forward_only, build_lowered
-from megapipe.schedule.lifetimes import Slots, WeightVersions, assign_slots, num_slots, weight_versions
+from megapipe.schedule.lifetimes import (
+    Moves,
+    Slots,
+    StageGroups,
+    WeightVersions,
+    assign_slots,
+    num_slots,
+    plan_moves,
+    weight_versions,
+)
 from megapipe.schedule.lower import give_head_start
-from megapipe.schedule.partition import Partition
+from megapipe.schedule.partition import Partition, StageLayers
 from megapipe.schedule.placement import Placement
 from megapipe.schedule.schedule import Schedule
 from megapipe.schedule.simulate import Timeline, unhindered_send_depth
@@ -212,6 +223,18 @@ class RunPlan:
         """Return the number of slots of each stage of the rank, enough for any number of microbatches of the run."""
         of_counts = [num_slots(self.slots(count, pp_rank)) for count in self._microbatch_counts]
         return {stage: max(counts[stage] for counts in of_counts) for stage in self.placement.stages_of(pp_rank)}
+
+    def stage_groups(self, stage: int, layers: StageLayers | None = None) -> StageGroups:
+        """Return the groups of a stage's layers (the plan's, or `layers`), and how many of them are offloaded."""
+        layers, count = layers or self.partition.stages[stage], self.config.offload.cpu_offloading_num_layers
+        sizes = group_sizes(self.config.recompute, layers.num_layers)
+        num_moved = sum(start < count for start in list(accumulate(sizes, initial=0))[:-1])
+        return StageGroups(len(sizes), num_moved, layers.has_head)
+
+    def row_moves(self, num_microbatches: int, pp_rank: int) -> Moves:
+        """Return which groups leave the device and come back when, in a step of this many microbatches."""
+        stages = {stage: self.stage_groups(stage) for stage in self.placement.stages_of(pp_rank)}
+        return plan_moves(self.schedule(num_microbatches).rows[pp_rank], stages)
 
     @cached_property
     def send_depth(self) -> int:

@@ -8,7 +8,7 @@ import pytest
 
 from megapipe.formatting import bytes_text
 from megapipe.plan.hardware import HARDWARE
-from megapipe.plan.memory import offloaded_groups, rank_memory, row_moves, stage_activation_bytes
+from megapipe.plan.memory import offloaded_groups, rank_memory, stage_activation_bytes
 from megapipe.plan.report import plan_text
 from megapipe.plan.run_plan import RunPlan
 from megapipe.plan.step_time import predict_step
@@ -88,7 +88,7 @@ def test_the_report_names_host_memory_and_what_travels() -> None:
     text, memory = plan_text(plan), rank_memory(plan, 0)
     moved = sum(
         offloaded_groups(plan, unit.stage)[unit.group].moved
-        for unit in row_moves(plan, plan.batch.num_microbatches, 0).moved
+        for unit in plan.row_moves(plan.batch.num_microbatches, 0).moved
     )
     assert f"host     {bytes_text(sum(memory.host.values()))} of the host's memory" in text
     assert (
