@@ -88,8 +88,8 @@ class Pipeline:
         if not family.runs_plain_modules:
             plain = ", ".join(other.name for other in SCHEDULES.values() if other.runs_plain_modules)
             raise ConfigError(
-                f"schedule {family.name} splits the backward of a stage or places it on two ranks, which plain modules "
-                f"cannot; use one of {plain}, or pipeline.engine.Engine with stages that queue weight gradients"
+                f"plain modules cannot run schedule {family.name}, which splits the backward of a stage or places it "
+                f"on two ranks; use one of {plain}, or pipeline.engine.Engine with stages that queue weight gradients"
             )
         self._placement = build_schedule(self._schedule, pp.size, self._num_chunks, num_microbatches=1).placement
         self.modules = {stage: make_stage(stage).to(device) for stage in self._placement.stages_of(pp.rank)}

@@ -77,8 +77,7 @@ class Machine:
         self.waiting_for: dict[int, int] = {}  # value id -> rank
         self.blocked_on: dict[int, int] = {}  # channel -> rank
         self.times = [NEVER] * (2 * len(_KINDS) * (num_stages + 2) * self.count)  # value id -> when it is there
-        given = ((ValueKind.ACT, -1), (ValueKind.GRAD, num_stages))  # the data, and the gradient of the loss
-        for kind, stage in given:
+        for kind, stage in ((ValueKind.ACT, -1), (ValueKind.GRAD, num_stages)):  # the data, the gradient of the loss
             base = self._base(kind, stage, False)
             self.times[base : base + self.count] = [0.0] * self.count
         self.work = self._resolve_work()

@@ -114,7 +114,8 @@ def _check_each_action(schedule: Schedule) -> tuple[dict[Op, bytearray], _Orders
             stage, op, microbatch = action
             if microbatch is None or op is reduction:
                 if op is not reduction or microbatch is not None:
-                    _fail(schedule, f"{action}: only REDUCE_GRAD has no microbatch", (rank, slot))
+                    message = f"{action}: REDUCE_GRAD has no microbatch, every other op has one"
+                    _fail(schedule, message, (rank, slot))
                 if stage not in schedule.placement.stages_of(rank):
                     _fail(schedule, f"{action} is on a rank that does not hold stage {stage}", (rank, slot))
                 if stage in reduced:
