@@ -105,5 +105,7 @@ def test_pipeline_rejects_schedules_with_updates() -> None:
 
 @pytest.mark.parametrize("schedule", ["zb-h1", "dualpipe", "dualpipe-v"])
 def test_a_schedule_that_plain_modules_cannot_run_is_refused(schedule: str) -> None:
-    with pytest.raises(ConfigError, match=rf"schedule {schedule}, which splits the backward.*use one of naive, gpipe, 1f1b"):
+    with pytest.raises(
+        ConfigError, match=rf"schedule {schedule}, which splits the backward.*use one of naive, gpipe, 1f1b"
+    ):
         Pipeline(2, partial(Plain, tuples=False), (), loss_of, Group.alone("pp"), schedule=schedule)
