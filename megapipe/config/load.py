@@ -45,7 +45,7 @@ def load_config(argv: Sequence[str], *, is_job: bool = True, schedules: Sequence
     """Read argv (without the program's name) and the files it names. Raises ConfigError; `--help` prints and exits.
 
     The rules that need no world size are checked, with `--use-checkpoint-args` later, by `with_checkpoint_model`.
-    is_job False: none is checked here, so that an incomplete job can be inspected; `resolve` checks what it needs.
+    is_job False: no rule is checked here, so that an incomplete job can be inspected; `resolve` checks what it needs.
     schedules: names that `--help` lists for --pipeline-schedule.
     """
     line = read_command_line(argv)
