@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
+
 import hypothesis.strategies as st
 from hypothesis import given, settings
 
 from megapipe.extras.cli.planning import plan_for
-from megapipe.extras.launch.places import Box, boxes, group_traffic, places_text
+from megapipe.extras.launch.places import boxes, group_traffic, places_text
 from megapipe.plan.run_plan import RunPlan
 from megapipe.plan.traffic import messages_to, step_bytes
 from megapipe.topology import AXES, Topology
@@ -93,29 +95,16 @@ def topologies(draw: st.DrawFn) -> Topology:
     return Topology(**sizes, order=order, ranks_per_node=per_node, allow_tp_across_nodes=True)
 
 
-def ranks_of(box: Box, topology: Topology) -> list[tuple[int, ...]]:
-    return [tuple(topology.coordinates(rank)) for rank in range(box.ranks[0], box.ranks[1] + 1)]
-
-
 @given(topologies())
 @settings(max_examples=200)
 def test_boxes_hold_every_rank_once_and_exactly_the_places_they_name(topology: Topology) -> None:
     found = boxes(topology)
-    assert [rank for box in found for rank in range(box.ranks[0], box.ranks[1] + 1)] == list(range(topology.world_size))
+    assert [rank for box in found for rank in box.ranks] == list(range(topology.world_size))
     for box in found:
-        places = ranks_of(box, topology)
-        named = 1
-        for first, last in box.places:
-            named *= last - first + 1
-        assert len(set(places)) == named == len(places)
-        assert all(
-            first <= place <= last
-            for place_of_rank in places
-            for place, (first, last) in zip(place_of_rank, box.places, strict=True)
-        )
-        assert {topology.node_of(rank) for rank in range(box.ranks[0], box.ranks[1] + 1)} == set(
-            range(box.nodes[0], box.nodes[1] + 1)
-        )
+        places = [tuple(topology.coordinates(rank)) for rank in box.ranks]
+        assert len(set(places)) == math.prod(map(len, box.places)) == len(places)
+        assert all(index in named for place in places for index, named in zip(place, box.places, strict=True))
+        assert {topology.node_of(rank) for rank in box.ranks} == set(box.nodes)
 
 
 def test_sixteen_thousand_ranks_are_reported_with_a_line_for_each_pipeline_rank() -> None:
