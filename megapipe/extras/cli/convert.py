@@ -10,12 +10,13 @@ from megapipe.checkpoint.folder import steps_in
 from megapipe.checkpoint.manifest import MANIFEST_NAME
 from megapipe.config.yaml_file import to_yaml
 from megapipe.errors import CheckpointError, ConfigError
-from megapipe.extras.cli.frame import Command, option
+from megapipe.extras.cli.frame import command, option
 from megapipe.extras.convert import dcp_run, hugging_face, megatron_dist, megatron_legacy
 from megapipe.extras.convert.megatron import iteration_folder
 from megapipe.extras.convert.snapshot import DTYPES, Snapshot, read_checkpoint, write_checkpoint
 
-HUGGING_FACE, OWN, MEGATRON, DCP = FORMATS = ("hugging-face", "megapipe", "megatron", "dcp")
+HUGGING_FACE, OWN, MEGATRON, DCP = "hugging-face", "megapipe", "megatron", "dcp"
+FORMATS = (HUGGING_FACE, OWN, MEGATRON, DCP)
 # flags that mean something for some formats alone: argument -> (its side, formats)
 CONCERNS = {
     "ignore_key": ("from", HUGGING_FACE),
@@ -30,58 +31,52 @@ CONCERNS = {
     "transformer_impl": ("to", MEGATRON),
 }
 
-
 OPTIONS = (
-    option("source", type=Path, help="folder to read"),
-    option("target", type=Path, nargs="?", help="folder to write: a new one, for megapipe a directory to --load"),
-    option("--from", dest="source_format", choices=FORMATS, help="format of the source (default: detected)"),
+    option("source", "folder to read", type=Path),
+    option("target", "folder to write: a new one, for megapipe a directory to --load", type=Path, nargs="?"),
+    option("--from", "format of the source (default: detected)", dest="source_format", choices=FORMATS),
     option(
         "--to",
+        "format to write (default: megapipe, or hugging-face if the source is megapipe)",
         dest="target_format",
         choices=FORMATS,
-        help="format to write (default: megapipe, or hugging-face if the source is megapipe)",
     ),
-    option("--step", type=int, help="step of the source (default: the newest)"),
-    option("--dtype", choices=DTYPES, help="dtype of the weights (default: unchanged)"),
+    option("--step", "step of the source (default: the newest)", type=int),
+    option("--dtype", "dtype of the weights (default: unchanged)", choices=DTYPES),
     option(
         "--check",
+        "run both models and compare logits (default: if transformers is installed)",
         action=argparse.BooleanOptionalAction,
-        help="run both models and compare logits (default: if transformers is installed)",
     ),
-    option("--print-config", action="store_true", help="print the source's configuration as YAML; convert nothing"),
+    option("--print-config", "print the source's configuration as YAML; convert nothing", action="store_true"),
     "reading",
-    option("--ignore-key", action="append", default=[], metavar="KEY", help="ignore this key of config.json"),
-    option(
-        "--seq-length",
-        type=int,
-        help="training sequence length of a converted model (default: its number of positions, at most 4096)",
-    ),
-    option(
-        "--vocab-size", type=int, help="true size of the vocabulary, if a Megatron checkpoint only has the padded one"
-    ),
-    option("--config", type=Path, metavar="FILE", help="YAML configuration of the model, if a dcp folder has none"),
-    option("--weights-only", action="store_true", help="leave out optimizer state, step and schedules"),
+    option("--ignore-key", "ignore this key of config.json", action="append", default=[], metavar="KEY"),
+    option("--seq-length", "training length of a converted model (default: its positions, at most 4096)", type=int),
+    option("--vocab-size", "true vocabulary size, if a Megatron checkpoint only has the padded one", type=int),
+    option("--config", "YAML configuration of the model, if a dcp folder has none", type=Path),
+    option("--weights-only", "leave out optimizer state, step and schedules", action="store_true"),
     "writing",
     option(
         "--like",
+        "take tokenizer files and ids of special tokens from a Hugging Face folder",
         type=Path,
         metavar="FOLDER",
-        help="take tokenizer files and ids of special tokens from a Hugging Face folder",
     ),
-    option("--architecture", help="Hugging Face architecture (default: that of the source, or the first that fits)"),
-    option("--max-shard-size", default=5.0, help="largest safetensors file (default: 5 GB)"),
-    option("--tensor-model-parallel-size", default=1, help="Megatron: tp of the ranks to write for"),
-    option("--pipeline-model-parallel-size", default=1, help="Megatron: pp of the ranks to write for"),
+    option("--architecture", "Hugging Face architecture (default: that of the source, or the first that fits)"),
+    option("--max-shard-size", "largest safetensors file (default: 5 GB)", default=5.0),
+    option("--tensor-model-parallel-size", "Megatron: tp of the ranks to write for", default=1),
+    option("--pipeline-model-parallel-size", "Megatron: pp of the ranks to write for", default=1),
     option(
         "--transformer-impl",
+        "Megatron: naming scheme of the norms",
         choices=("transformer_engine", "local"),
         default="transformer_engine",
-        help="Megatron: naming scheme of the norms",
     ),
 )
 
 
-def _convert(own: argparse.Namespace) -> None:
+@command("megapipe convert", OPTIONS, interrupted="\ninterrupted; no checkpoint was written")
+def main(own: argparse.Namespace) -> None:
     """Convert checkpoints on the CPU: Hugging Face <-> megapipe, Megatron -> megapipe, megapipe -> Megatron (torch
     format).
 
@@ -194,6 +189,3 @@ def _compare(snapshot: Snapshot, folder: Path) -> None:
         raise CheckpointError(
             "the conversion is wrong, or the model does not match its configuration: do not use it, and report it"
         )
-
-
-main = Command("megapipe convert", OPTIONS, _convert, interrupted="\ninterrupted; no checkpoint was written")

@@ -37,9 +37,7 @@ TITLES = {  # exception -> first words of its message; "error" for all others
     "ScheduleError": "schedule error",
     "NoProgressError": "no progress",
 }
-
-
-METAVARS = {int: "N", float: "X", Path: "FILE"}
+METAVARS = {int: "N", float: "X", Path: "FILE"}  # type of an option -> name of its value in the help
 
 
 @dataclass(frozen=True)

@@ -250,18 +250,18 @@ def evaluate(own: argparse.Namespace, environment: Environment) -> None:
     result = score(model.runtime(), tokens, own.stride)
     if environment.global_rank != 0:
         return
-    bits = None if num_bytes is None else result.total_bits / num_bytes
+    bits_per_byte = None if num_bytes is None else result.total_bits / num_bytes
     if own.json:
         row = {
             "loss": result.loss,
             "perplexity": result.perplexity,
             "num_tokens": result.num_tokens,
-            "bits_per_byte": bits,
+            "bits_per_byte": bits_per_byte,
             "checkpoint": str(model.folder),
         }
         print(json.dumps(row))
         return
-    in_bytes = "" if bits is None else f", {bits:.4f} bits a byte of text"
+    in_bytes = "" if bits_per_byte is None else f", {bits_per_byte:.4f} bits a byte of text"
     print(
         f"{model.folder}: loss {result.loss:.4f} nats a token, perplexity {result.perplexity:.4g}{in_bytes}, over "
         f"{result.num_tokens:,} tokens"

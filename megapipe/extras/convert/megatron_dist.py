@@ -37,7 +37,7 @@ def is_distributed(root: Path) -> bool:
 
 
 def read(root: Path, step: int | None = None, vocab_size: int | None = None, weights_only: bool = False) -> Snapshot:
-    """Read a Megatron run, with optimizer state if there is any, unless weights_only; errors as in megatron_legacy."""
+    """Read a Megatron run, with any optimizer state unless weights_only. Raises ConfigError, CheckpointError."""
     folder = iteration_folder(root, step)
     common = load_pickled(folder / COMMON)
     if "args" not in common:

@@ -170,10 +170,12 @@ def blame(found: Examination) -> list[str]:
 
 def _comparison_of(found: Examination, one: Judged) -> str:
     against = []
-    limits = ((PEERS, "as long as its peers", one.reference_seconds), (TABLE, TABLE, one.expected_seconds))
-    for name, text, seconds in limits:
+    for name, limit, seconds in (
+        (PEERS, f"as long as {PEERS}", one.reference_seconds),
+        (TABLE, TABLE, one.expected_seconds),
+    ):
         if seconds and name in one.against:
-            against.append(f"{one.seconds / seconds:.1f} times {text} ({_measure(one, seconds)})")
+            against.append(f"{one.seconds / seconds:.1f} times {limit} ({_measure(one, seconds)})")
     measured = f"{_measure(one, one.seconds)} for {bytes_text(one.num_bytes)}"
     return f"{_ranks(found, one)}: {measured}, {' and '.join(against)}"
 

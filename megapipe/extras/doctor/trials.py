@@ -102,7 +102,7 @@ def pairs_of(trial: Trial) -> list[Trial]:
 
 
 def rounds_of(trials: Sequence[Trial], alone: bool) -> list[tuple[Trial, ...]]:
-    """Group trials into rounds of one kind in which no rank takes part twice, which run concurrently as in training.
+    """Group trials of one kind into rounds in which no rank takes part twice; those of a round run concurrently.
 
     alone: put each trial into a separate round.
     """

@@ -71,7 +71,7 @@ def windows(num_tokens: int, seq: int, stride: int) -> Iterator[Window]:
 
 @torch.no_grad()
 def score(runtime: InferenceRuntime, tokens: Tokens, stride: int | None = None) -> Perplexity:
-    """Return the result, the same on all ranks; all call it with the same tokens.
+    """Return the loss of a stream of tokens, the same on all ranks; all call it with the same tokens.
 
     Replicas share the windows, micro_batch_size of them in a microbatch. stride: as in `windows`; None: seq.
     """

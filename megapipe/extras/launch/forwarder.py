@@ -1,4 +1,4 @@
-"""Forwarding of signals from a launcher to its ranks, already while the launcher imports torch."""
+"""Forwarding of signals from a launcher to its ranks. Imports no torch: a launcher listens before it imports torch."""
 
 from __future__ import annotations
 

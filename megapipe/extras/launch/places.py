@@ -26,7 +26,7 @@ class Box:
 
 
 def places_text(topology: Topology, hosts: Sequence[str], device: str = "GPU") -> list[str]:
-    """Return the table of all ranks, or of boxes of ranks in a large world. device: title of local ranks."""
+    """Return the table of all ranks, or of boxes of ranks in a large world. hosts: by node. device: column title."""
     axes = [axis for axis in SHOWN_AXES if topology.size(axis) > 1 or axis in ("pp", "dp", "tp")]
     per_node = topology.ranks_per_node or topology.world_size
     if topology.world_size <= MOST_RANKS_SHOWN:

@@ -175,7 +175,8 @@ class _Agent(LocalElasticAgent):
     def last_words(self, rank: int, local_rank: int) -> str:
         """Return the end of a rank's log if its standard error went only to a file (--log-dir with --redirects)."""
         assert self._pcontext is not None
-        path, lines = Path(self._pcontext.stderrs.get(local_rank) or os.devnull), list[str]()
+        path = Path(self._pcontext.stderrs.get(local_rank) or os.devnull)
+        lines: list[str] = []
         with suppress(OSError):
             lines = path.read_text(errors="replace").splitlines()[-LAST_LINES:]
         return "\n".join([f"the last lines of rank {rank}, {path}:", *lines]) if lines else ""
@@ -200,7 +201,8 @@ class _Agent(LocalElasticAgent):
                 self._remaining_restarts = 0
             else:
                 limit = self._worker_group.spec.max_restarts
-                number, why = limit - self._remaining_restarts + 1, re.split("[.;]", outcome.message)[0] or "see above"
+                number = limit - self._remaining_restarts + 1
+                why = re.split("[.;]", outcome.message)[0] or "see above"
                 print(f"restart {number} of at most {limit} (--max-restarts): {why}", file=sys.stderr, flush=True)
         return result
 

@@ -137,8 +137,9 @@ def chart_svg(chart: Chart) -> str:
             places = [(f"{frame.x(step):.1f}", f"{frame.y(value):.1f}") for step, value in kept]
             path = "M" + "L".join(f"{left} {top}" for left, top in places)
             parts.append(f'<path class="curve c{curve.colour} {curve.kind}" d="{path}"/>')
-            for left, top in places if curve.kind == "dots" or len(places) == 1 else ():
-                parts.append(f'<circle class="dot c{curve.colour}" cx="{left}" cy="{top}" r="3.8"/>')
+            if curve.kind == "dots" or len(places) == 1:
+                dot = f'<circle class="dot c{curve.colour}"'
+                parts += [f'{dot} cx="{left}" cy="{top}" r="3.8"/>' for left, top in places]
     parts.append('<g class="hover" visibility="hidden"><line/></g>')
     parts.append(f"<metadata>{escape(json.dumps(data, separators=(',', ':')), quote=False)}</metadata></svg>")
     return "".join(parts)

@@ -138,6 +138,7 @@ def compare(
     """Return the difference of each tensor of which this rank holds something, in model order.
 
     expected: whole fp64 tensors by name, in model order. tolerance: relative to the tensor's largest element.
+    least_share: see `Tolerance`.
     """
     sizes = {name: tensor.abs().max().item() for name, tensor in expected.items()}
     largest = max(sizes.values())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
 
 import torch
 
@@ -75,9 +74,11 @@ def verified_steps(small: Shrunk, groups: ProcessGroups, device: torch.device) -
     if config.training.deterministic_mode:
         torch.use_deterministic_algorithms(True)
     batches = random_batches(config, plan.topology.dp, small.num_microbatches, config.training.seed)
-    schedules, micro = Schedules.of(config), config.training.micro_batch_size
-    before = accumulate((len(batch) * micro for batch in batches[:-1]), initial=0)  # samples before each step
-    rates = [schedules.rates(samples) for samples in before]
+    schedules, samples = Schedules.of(config), 0
+    rates = []
+    for batch in batches:
+        rates.append(schedules.rates(samples))
+        samples += len(batch) * config.training.micro_batch_size
     slices = drawn_slices(config.training.seed, parameter_dtype(config.precision.dtype))
     return compare_with_oracle(plan, groups, device, slices, batches, rates, tolerance_of(config))
 
@@ -107,23 +108,25 @@ def compare_with_oracle(
             oracle = AsynchronousOracle(plan, weights, device)
     found = []
     for step, (batch, rate) in enumerate(zip(batches, rates, strict=True)):
-        result, repeats = trainer.run(share_of(runtime, batch, step), rate), 0
+        result = trainer.run(share_of(runtime, batch, step), rate)
+        repeats = 0  # while the step only lowers a dynamic loss scale
         while result.update.skipped and runtime.optimizer.scaler.is_dynamic and repeats < MAX_REPEATS:
-            result, repeats = trainer.run(share_of(runtime, batch, step), rate), repeats + 1
+            result = trainer.run(share_of(runtime, batch, step), rate)
+            repeats += 1
         plain = _broadcast(oracle.step(batch, step, rate) if oracle else None, plan.specs, groups.world, device)
         gradients = compare(trainer.averaged, plain.gradients, tolerance.gradient, tolerance.least_share)
         weights_found = compare(weight_pieces(runtime), plain.weights, tolerance.weight)
-        norm, summaries = result.update.grad_norm, (Summary.of(gradients), Summary.of(weights_found))
-        mine = RankStep(groups.world.global_rank, result.loss, norm, *summaries)
-        boxes = [(held.piece.spec.name, held.piece.box) for held in trainer.averaged]
-        everywhere = gather_objects((mine, boxes), groups.world)
-        missing = uncovered(plan.specs, [held for _, boxes in everywhere for held in boxes])
+        rank, norm = groups.world.global_rank, result.update.grad_norm
+        mine = RankStep(rank, result.loss, norm, Summary.of(gradients), Summary.of(weights_found))
+        covered = [(held.piece.spec.name, held.piece.box) for held in trainer.averaged]
+        everywhere = gather_objects((mine, covered), groups.world)
+        missing = uncovered(plan.specs, [box for _, boxes in everywhere for box in boxes])
         if missing:
             raise RuntimeError(
                 f"no rank has compared the whole gradients of {', '.join(missing)}: the comparison proves nothing "
                 "about them"
             )
-        ranks = tuple(rank for rank, _ in everywhere)
+        ranks = tuple(each for each, _ in everywhere)
         found.append(ParityStep(step, plain.loss, plain.grad_norm, ranks, tolerance, repeats))
     return found
 
