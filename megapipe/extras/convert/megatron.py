@@ -91,7 +91,9 @@ def read_rope_scaling(args: Settings) -> dict[str, Any]:
         raise ConfigError(f"{LINEAR} and {LLAMA3} together cannot be expressed: here there is one scaling at a time")
     if linear:
         return {"rope_scaling_type": "linear", "rope_scaling_factor": float(linear)}
-    return {"rope_scaling_type": "llama3", "rope_scaling_factor": float(args.get(FACTOR) or 8.0)} if llama3 else {}
+    if llama3:
+        return {"rope_scaling_type": "llama3", "rope_scaling_factor": float(args.get(FACTOR) or 8.0)}
+    return {}
 
 
 def read_window(args: Settings) -> dict[str, Any]:

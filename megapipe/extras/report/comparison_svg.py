@@ -125,7 +125,7 @@ def comparison_svg(
     step = round_step(drawing.seconds / max(2.0, drawing.width / 110))
     for tick in range(int(drawing.seconds / step) + 1):
         x, y = drawing.x(tick * step), drawing.bottom + 6
-        text, anchor = f"{tick * step * 1e3:g}" + ("" if tick else " ms"), "middle" if tick else "start"
+        text, anchor = (f"{tick * step * 1e3:g}", "middle") if tick else ("0 ms", "start")
         parts.append(f'<line class="rule" x1="{x:.2f}" y1="{TOP - 4}" x2="{x:.2f}" y2="{y}"/>')
         parts.append(f'<text class="soft" x="{x:.2f}" y="{y + 12}" text-anchor="{anchor}">{text}</text>')
     for rank in range(len(ranks)):

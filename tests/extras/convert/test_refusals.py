@@ -158,6 +158,11 @@ TENSORS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         "become one tensor, .*linear_qkv.weight, but have several dtypes",
     ),
     "a_head_beside_a_tied_one": ({"tie_word_embeddings": True}, {}, "lm_head.weight differs from the word embedding"),
+    "a_tied_head_of_another_dtype": (
+        {"tie_word_embeddings": True},
+        {"lm_head.weight": torch.zeros(11, 8).half(), "model.embed_tokens.weight": torch.zeros(11, 8)},
+        "lm_head.weight differs from the word embedding",
+    ),
 }
 
 

@@ -135,7 +135,11 @@ class Floor(Wire):
     def _backward(self, action: Action, received: Tensor | None) -> Tensor:
         stage, microbatch = key = action.stage, action.microbatch
         inputs, output = self._kept.pop(key)
-        gradient = None if stage == self._last else self._local.pop((key, False)) if received is None else received
+        gradient = received
+        if stage == self._last:
+            gradient = None
+        elif received is None:
+            gradient = self._local.pop((key, False))
         torch.autograd.backward(output, gradient)
         made = inputs.grad if stage > 0 else inputs
         assert made is not None
