@@ -163,7 +163,9 @@ def generate(own: argparse.Namespace, environment: Environment) -> None:
     A draw depends on --seed, the number of the prompt and the number of the token alone: neither the grid nor the batch
     changes a text, but for rounding. tools/generate.py is the same.
     """
-    prompts = [*own.prompt, *([] if own.prompts_file is None else _read_prompts(own.prompts_file))]
+    prompts = list(own.prompt)
+    if own.prompts_file is not None:
+        prompts += _read_prompts(own.prompts_file)
     if not prompts:
         raise ConfigError("no prompt: give --prompt TEXT or --prompts-file FILE")
     model = open_model(own, environment, micro_batch_size=max(1, min(own.batch_size, len(prompts))))

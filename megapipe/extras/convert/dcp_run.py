@@ -83,7 +83,9 @@ def state_dict(snapshot: Snapshot) -> dict[str, Any]:
     for values in moments.values():
         if "exp_avg" in values:
             values[STEP] = torch.tensor(float(state["optimizer"]["num_steps"]))
-    return content | ({"optimizer": {"state": moments}} if moments else {})
+    if moments:
+        content["optimizer"] = {"state": moments}
+    return content
 
 
 def read(root: Path, step: int | None = None, config_file: Path | None = None, weights_only: bool = False) -> Snapshot:

@@ -48,8 +48,8 @@ def read(root: Path, step: int | None = None, vocab_size: int | None = None, wei
     optimizer = None if weights_only else _optimizer(folder, common, [*stored, *others])
     prefixes = {"master": ""}  # of their names, by our key
     if optimizer is not None:
-        master = next((name for name in MASTERS if f"{OPTIMIZER}{name}.{WORD_EMBEDDING}" in stored), None)
-        prefixes = {"master": "" if master is None else f"{OPTIMIZER}{master}."}
+        masters = (f"{OPTIMIZER}{name}." for name in MASTERS)
+        prefixes["master"] = next((prefix for prefix in masters if prefix + WORD_EMBEDDING in stored), "")
         prefixes |= {key: f"{OPTIMIZER}{key}." for key in MOMENTS}
     plain = {renamed(name): entry for name, entry in stored.items()}  # by names with Megatron's own norms
     tensors: dict[str, LazyTensor] = {}

@@ -142,7 +142,9 @@ def _slow_lines(found: Examination) -> list[str]:
             why = "; none of its links is slow alone: they share one, or its ranks lack cores"
         lines.append(f"slow       {one.trial.kind} of {_comparison_of(found, one)}{why}")
     left = max(0, len(links) - MAX_LINES) + max(0, len(groups) - MAX_LINES)
-    return [*lines, *([f"           and {left} more"] if left else [])]
+    if left:
+        lines.append(f"           and {left} more")
+    return lines
 
 
 def blame(found: Examination) -> list[str]:

@@ -91,7 +91,10 @@ def trials_of(topology: Topology, placement: Placement, hosts: Sequence[str]) ->
 
 def ring_pairs(ranks: Sequence[int]) -> Iterator[tuple[int, int]]:
     """Yield the neighbours on a ring, each way; nothing for one rank."""
-    for a, b in [*pairwise(ranks), *([(ranks[-1], ranks[0])] if len(ranks) > 2 else [])]:
+    pairs = list(pairwise(ranks))
+    if len(ranks) > 2:
+        pairs.append((ranks[-1], ranks[0]))
+    for a, b in pairs:
         yield a, b
         yield b, a
 

@@ -129,9 +129,8 @@ def parse_refusing(parser: argparse.ArgumentParser, arguments: Sequence[str]) ->
 
 
 def _spellings(flag: str) -> list[str]:
-    short = [SHORT[flag]] if flag in SHORT else []
-    underscored = "--" + flag[2:].replace("-", "_")
-    return [*short, flag, *([underscored] if underscored != flag else [])]
+    """Return the short flag if there is one, the flag, and the flag with underscores if that differs."""
+    return list(dict.fromkeys((SHORT.get(flag, flag), flag, "--" + flag[2:].replace("-", "_"))))
 
 
 def expand_hosts(text: str) -> tuple[str, ...]:

@@ -135,13 +135,8 @@ def read_run(folder: Path) -> Run:
     if not folder.is_dir():
         raise ConfigError(f"{folder} is not a folder; give the --save folder of a run, or that of its --metrics-file")
     if not any((folder / name).is_file() for name in (METRICS, RUN)):
-        paths = [
-            path
-            for name in (METRICS, RUN)
-            for depth in ("*", "*/*", "*/*/*")
-            for path in folder.glob(f"{depth}/{name}")
-        ]
-        below = sorted({path.parent for path in paths})
+        patterns = [f"{depth}/{name}" for name in (METRICS, RUN) for depth in ("*", "*/*", "*/*/*")]
+        below = sorted({path.parent for pattern in patterns for path in folder.glob(pattern)})
         hint = f"; below it there {'are' if len(below) > 1 else 'is'} {', '.join(map(str, below[:4]))}" if below else ""
         raise ConfigError(
             f"{folder} is not a run: it holds neither {METRICS} nor {RUN}, "
