@@ -84,9 +84,8 @@ def read_environment(environ: Mapping[str, str] | None = None) -> Environment:
 
 def from_torchrun(variables: Mapping[str, str]) -> Environment:
     """Read torchrun's variables. All nodes have the same number of ranks, so GROUP_WORLD_SIZE may be missing."""
-    require(
-        variables, TORCHRUN_NEEDS, "start with torchrun, which sets them all, or set none of them for a single rank"
-    )
+    way = "start with torchrun, which sets them all, or set none of them for a single rank"
+    require(variables, TORCHRUN_NEEDS, way)
     global_rank, world_size = whole_number(variables, "RANK"), whole_number(variables, "WORLD_SIZE")
     local_world_size = whole_number(variables, "LOCAL_WORLD_SIZE", str(world_size))
     if local_world_size < 1:

@@ -52,7 +52,11 @@ class Coordinates(NamedTuple):
 
 @dataclass(frozen=True)
 class Topology:
-    """The grid of ranks. Raises ConfigError for sizes, an order or nodes that do not fit together."""
+    """The grid of ranks.
+
+    Raises ConfigError for sizes below 1, an order that is not a permutation, nodes that are not full, a tp group across
+    nodes (unless allow_tp_across_nodes), and an odd number of ranks in a mirrored pipeline.
+    """
 
     tp: int = 1
     cp: int = 1
@@ -142,7 +146,10 @@ class Topology:
         return sum(place * self.strides[axis] for axis, place in zip(AXES, coordinates, strict=True))
 
     def groups(self, name: str) -> tuple[tuple[int, ...], ...]:
-        """Return all groups of a kind by first rank, ranks ascending. Each rank is in one ('embedding': the ends)."""
+        """Return all groups of one kind, ordered by their first rank; ranks ascend within each, as along the axis.
+
+        Every rank is in exactly one group of each kind, but only the ends of a pipeline are in one of 'embedding'.
+        """
         return tuple(map(tuple, self._members(name).tolist()))
 
     def _members(self, name: str) -> npt.NDArray[np.int64]:
@@ -160,7 +167,10 @@ class Topology:
         return groups[groups[:, 0].argsort()]
 
     def group_of(self, name: str, global_rank: int) -> tuple[int, ...]:
-        """Return this rank's group of one kind in time proportional to its size; () if it has none ('embedding')."""
+        """Return this rank's group of one kind; () if it has none ('embedding').
+
+        The time is proportional to the group, except in the first call, which makes the grid of all ranks.
+        """
         axes, place = _axes(name), self.coordinates(global_rank)
         index = [range(self.size(axis)) if axis in axes else [at] for axis, at in zip(AXES, place, strict=True)]
         if name == "embedding":

@@ -130,8 +130,10 @@ class ConfigField:
             first, others = Flag(main), self.option.more_flags
         described = []
         for flag in others:
-            text = f"same as {main}" if flag.value is TAKES_VALUE else f"same as {main} {flag.value}"
-            if flag.value is False:
+            text = f"same as {main} {flag.value}"
+            if flag.value is TAKES_VALUE:
+                text = f"same as {main}"
+            elif flag.value is False:
                 text = f"turns {main} off"
             described.append(dataclasses.replace(flag, help=flag.help or text))
         return first, *described

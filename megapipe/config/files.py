@@ -50,7 +50,10 @@ class DataConfig:
 
 
 def split_shares(text: str) -> tuple[float, float, float]:
-    """Return the shares of train, validation and test, with sum 1, of '969,30,1' or '8/1'. Raises ConfigError."""
+    """Return the shares of train, validation and test, with sum 1, of '969,30,1' or '8/1/1'. Raises ConfigError.
+
+    Missing numbers are 0, as in Megatron.
+    """
     numbers = [number_in(word) for word in text.replace("/", ",").split(",")]
     shares = [number for number in numbers if number is not None and 0 <= number < math.inf]
     total = sum(shares)
@@ -92,7 +95,7 @@ class CheckpointConfig:
         more_flags=(Flag("--persistent-save-interval"),),
     )
     save_interval_minutes: float | None = option(
-        None, "time between checkpoints, besides --save-interval; at the end of a step", "minutes", above=0, needs=SAVE
+        None, "time between saves, at the end of a step; also without --save-interval", "minutes", above=0, needs=SAVE
     )
     async_save: bool = option(
         False, "write checkpoints in the background; training waits only while its tensors are copied", needs=SAVE

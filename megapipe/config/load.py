@@ -66,7 +66,8 @@ def from_yaml(text: str, name: str = "configuration") -> Config:
 
     Each value is checked, but not the rules between fields: a resolved configuration has its lengths in two units.
     """
-    return make_config(merge([settings_of_yaml(text, name, [])])[0])
+    values, _ = merge([settings_of_yaml(text, name, [])])
+    return make_config(values)
 
 
 def with_checkpoint_model(loaded: LoadedConfig, saved: Config, where: str) -> LoadedConfig:

@@ -79,7 +79,7 @@ DELIBERATE_DIFFERENCES = (
     Difference("--distributed-backend", "nccl", "auto", "gloo without a GPU, so that the same script runs anywhere"),
     Difference("--exit-signal-handler", "off", "on", "a job that is asked to exit saves first"),
     Difference("--eval-interval", "none", "1000", "the model is evaluated during training unless --eval-iters is 0"),
-    Difference("--num-query-groups", "unused without --group-query-attention", "acts alone", "never ignore a number"),
+    Difference("--num-query-groups", "1, unused without --group-query-attention", "acts alone", "it is never ignored"),
     Difference("--high-priority-stream-groups", "none", "pp", "a pipeline waits for its messages"),
     Difference("--profile-ranks", "none", "0", "--profile alone writes a trace"),
     Difference("--transformer-impl", "transformer_engine", "local", "an optional library, which runs only on GPUs"),

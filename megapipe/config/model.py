@@ -83,9 +83,7 @@ class ModelConfig:
     rope_low_freq_factor: float = option(
         1.0, "llama3: wavelengths above original length / this are fully scaled", above=0
     )
-    rope_high_freq_factor: float = option(
-        4.0, "llama3: wavelengths below original length / this are unchanged", above=0
-    )
+    rope_high_freq_factor: float = option(4.0, "llama3: wavelengths below original length / this are unscaled", above=0)
     rope_original_max_position_embeddings: int = count(
         8192, "llama3 and yarn: length the frequencies were trained for", "tokens"
     )
@@ -126,9 +124,7 @@ class ModelConfig:
     attention_softmax_in_fp32: bool = option(
         False, "compute attention logits and softmax in at least fp32 (unfused attention instead of a flash kernel)"
     )
-    hidden_dropout: float = option(
-        0.1, "dropout after the embedding, attention and MLP", "probability", at_least=0, below=1
-    )
+    hidden_dropout: float = option(0.1, "dropout after embedding, attention, MLP", "probability", at_least=0, below=1)
     attention_dropout: float = option(0.1, "dropout of attention probabilities", "probability", at_least=0, below=1)
     init_method_std: float = option(
         0.02, "standard deviation of initial weights (output linears: / sqrt(2 x num-layers))", at_least=0
@@ -185,9 +181,5 @@ class PrecisionConfig:
         "most_recent", "fp8, delayed: scale from the latest or the largest", choices=("most_recent", "max"), needs=FP8
     )
     first_last_layers_bf16: bool = option(False, "fp8: some first and last layers stay in --dtype", needs=FP8)
-    num_layers_at_start_in_bf16: int = option(
-        1, "number of layers at the start, with --first-last-layers-bf16", "layers", at_least=0
-    )
-    num_layers_at_end_in_bf16: int = option(
-        1, "number of layers at the end, with --first-last-layers-bf16", "layers", at_least=0
-    )
+    num_layers_at_start_in_bf16: int = option(1, "first layers, with --first-last-layers-bf16", "layers", at_least=0)
+    num_layers_at_end_in_bf16: int = option(1, "last layers, with --first-last-layers-bf16", "layers", at_least=0)

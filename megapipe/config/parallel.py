@@ -121,9 +121,7 @@ class ParallelConfig:
         None, "parameters in one gradient bucket", "parameters", derived="max(40,000,000, 1,000,000 x dp)"
     )
     rank_order: str = option(
-        "tp-cp-dp-pp",
-        "global rank's axes, fastest first",
-        more_flags=(Flag("--use-tp-pp-dp-mapping", "tp-cp-pp-dp"),),
+        "tp-cp-dp-pp", "global rank's axes, fastest first", more_flags=(Flag("--use-tp-pp-dp-mapping", "tp-cp-pp-dp"),)
     )
     allow_tp_across_nodes: bool = option(False, "allow a tensor-parallel group to span nodes")
     distributed_backend: str = option(

@@ -40,9 +40,7 @@ class TrainingConfig:
     eval_iters: int = option(100, "batches in one evaluation; 0: none", "batches", at_least=0)
     seed: int = option(1234, "seed of weights, data order and dropout", at_least=0)
     deterministic_mode: bool = option(False, "use only kernels that give bit-identical results in every run")
-    label_smoothing: float = option(
-        0.0, "share of the target spread over the vocabulary", "probability", at_least=0, below=1
-    )
+    label_smoothing: float = option(0.0, "target share spread over the vocabulary", "probability", at_least=0, below=1)
     z_loss: float = option(0.0, "weight of log(sum(exp(logits)))^2 in the loss; 0: none", at_least=0)
     cross_entropy_chunk_size: int | None = count(
         None,
@@ -100,12 +98,8 @@ class OptimizerConfig:
     lr_wsd_decay_iters: int | None = count(None, "WSD: steps of the last phase", "steps", needs=WSD)
     lr_wsd_decay_samples: int | None = count(None, "WSD: sequences of the last phase", "sequences", needs=WSD)
     weight_decay: float = option(0.01, "decoupled weight decay of matrices (none on vectors and biases)", at_least=0)
-    start_weight_decay: float | None = option(
-        None, "weight decay at the first step of a ramp", at_least=0, derived="weight-decay"
-    )
-    end_weight_decay: float | None = option(
-        None, "weight decay at the last step of a ramp", at_least=0, derived="weight-decay"
-    )
+    start_weight_decay: float | None = option(None, "first weight decay of a ramp", at_least=0, derived="weight-decay")
+    end_weight_decay: float | None = option(None, "last weight decay of a ramp", at_least=0, derived="weight-decay")
     weight_decay_incr_style: str = option("constant", "shape of the weight-decay ramp", choices=WEIGHT_DECAY_STYLES)
     clip_grad: float = option(1.0, "largest global gradient norm; 0: no clipping", at_least=0)
     adam_beta1: float = option(0.9, "decay of the first moment", at_least=0, below=1)

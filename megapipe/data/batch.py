@@ -1,7 +1,8 @@
 """One microbatch of one dp rank: samples split into inputs and labels, with the rules for documents inside a sample.
 
-The end-of-document token belongs to the document that it ends. After it positions restart, attention does not look back
-across it, and the position where it is the input has no loss, since the next token belongs to an unrelated document.
+The end-of-document token belongs to the document that it ends. After it positions restart (--reset-position-ids),
+attention does not look back across it (--reset-attention-mask), and the position where it is the input has no loss
+(--eod-mask-loss), since the next token belongs to an unrelated document.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from megapipe.errors import ConfigError
 
 @dataclass(frozen=True)
 class DocumentRules:
-    """The effects of the end-of-document token `eod`. Raises ConfigError for an effect without such a token."""
+    """The effects of the end-of-document token `eod`, all off by default. Raises ConfigError for one without `eod`."""
 
     eod: int | None = None
     reset_position_ids: bool = False

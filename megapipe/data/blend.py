@@ -2,8 +2,9 @@
 
 Item i goes to the dataset that is furthest behind its share: argmax over d of w_d max(i, 1) - taken_d, ties to the
 first. The rule is sequential, and a Python loop over a billion items would take half an hour. So blocks of items are
-computed side by side, each from a guess of what was taken before it, and a little early, since the effect of a wrong
-guess fades within a few items. Blocks that did not begin where the one before ended are computed again.
+computed side by side, each from a guess of what was taken before it. A block starts a little early, since the effect of
+a wrong guess fades within a few items. Blocks that did not begin where the one before ended are computed again, so that
+the result equals that of the loop.
 """
 
 from __future__ import annotations
@@ -51,7 +52,8 @@ class BlendedDataset:
 
     def _indices(self, size: int) -> tuple[Array, Array]:
         def build() -> Arrays:
-            return dict(zip(("dataset_index", "sample_index"), blend_indices(self.weights, size), strict=True))
+            dataset_index, sample_index = blend_indices(self.weights, size)
+            return {"dataset_index": dataset_index, "sample_index": sample_index}
 
         description = {"weights": self.weights, "size": size}
         arrays = build() if self._cache is None else self._cache.arrays("blend", description, build)

@@ -24,7 +24,7 @@ Range = tuple[float, float]  # part of a file, as fractions of its sequences
 
 @dataclass(frozen=True)
 class DatasetRequest:
-    """The data flags of a run, which name one source, and its sizes."""
+    """The data flags of a run, of which one names the source: data_path, paths of the parts or mock_data; its sizes."""
 
     data: DataConfig
     seq_length: int

@@ -44,7 +44,7 @@ def plan_epochs(num_tokens: int, num_samples: int, seq_length: int) -> EpochPlan
 
 @dataclass(frozen=True)
 class SampleIndex:
-    """The order of documents and samples."""
+    """The order of documents and samples. The names of the fields are those of the arrays in the index cache."""
 
     documents: Array  # [E x sequences]: sequence numbers in stream order
     ends: Array  # [E x sequences] int64: tokens of the stream up to and including each
@@ -62,7 +62,10 @@ class SampleIndex:
 def build_sample_index(
     lengths: Array, first_sequence: int, num_samples: int, seq_length: int, seed: int
 ) -> SampleIndex:
-    """Shuffle documents, then samples, with one RandomState(seed). lengths: of sequences from `first_sequence` on."""
+    """Shuffle documents, then samples, with one numpy RandomState(seed).
+
+    lengths: tokens of each sequence of the split, which starts at `first_sequence` of the file.
+    """
     plan = plan_epochs(int(lengths.sum(dtype=np.int64)), num_samples, seq_length)
     random = np.random.RandomState(seed)
     stop = first_sequence + len(lengths)

@@ -47,7 +47,10 @@ class IndexCache:
         return cls(Path(prefix).parent / "cache", False)
 
     def arrays(self, kind: str, description: dict[str, Any], build: Callable[[], Arrays]) -> Arrays:
-        """Return the arrays of an entry, mapped; a missing one is built and stored. Raises ConfigError, DataError."""
+        """Return the arrays of an entry, mapped read-only; a missing entry is built and stored first.
+
+        Raises ConfigError if a required folder cannot be written, DataError if an entry is damaged.
+        """
         text = json.dumps({"format": FORMAT, "kind": kind, **description}, sort_keys=True)
         entry = self.folder / f"{kind}-{hashlib.sha256(text.encode()).hexdigest()[:24]}"
         if not entry.exists():

@@ -77,7 +77,10 @@ class Record:
 
 
 def find_files(inputs: Sequence[str], suffixes: Sequence[str] = ()) -> list[Path]:
-    """Return the files named, matched by a pattern, or found in directories (with `suffixes`). Raises ConfigError."""
+    """Return the files named, matched by a pattern, or found in directories (sorted; with one of `suffixes` if any).
+
+    Raises ConfigError if an input does not exist or nothing is found.
+    """
     files: list[Path] = []
     for name in inputs:
         path = Path(name)

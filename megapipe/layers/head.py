@@ -55,7 +55,7 @@ class Head:
         return min(2 * LOSS_BLOCK_BYTES, self.logits(shape) * shape.wide)
 
     def table(self, shape: RankShape) -> Table:
-        """Return what one microbatch does on one rank. In chunks the backward recomputes the logits."""
+        """Return what one microbatch does on one rank. With chunks_loss the backward recomputes the logits."""
         gemm, element, wide, logits = self.gemm(shape.tp), shape.element, shape.wide, self.logits(shape)
         hidden, soft_cap = shape.hidden_bytes(gemm.inputs), self.model.final_logit_softcapping
         final_norm = (

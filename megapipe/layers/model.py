@@ -47,7 +47,10 @@ class LayerSpec:
 
 @dataclass(frozen=True)
 class LayerTable(Table):
-    """All operations of a layer. parts: the tables of its parts, in order."""
+    """All operations of a layer.
+
+    parts: the tables of its parts, in order. Only these have left_bytes and weight_gradient_bytes; the layer's are 0.
+    """
 
     parts: tuple[Table, ...] = ()
 

@@ -121,9 +121,7 @@ def _check_rank_settings(config: Config) -> None:
     """Raise ConfigError for settings of pipeline ranks that do not fit the pipeline."""
     parallel, pp = config.parallel, config.parallel.pipeline_model_parallel_size
     if parallel.pipeline_balance == "measured" and parallel.pipeline_layer_times is None:
-        raise ConfigError(
-            "--pipeline-balance measured needs --pipeline-layer-times FILE (megapipe profile-layers writes it)"
-        )
+        raise ConfigError("--pipeline-balance measured needs --pipeline-layer-times FILE, from megapipe profile-layers")
     for flag, values, counts, rule in (
         ("--pipeline-rank-speeds", parallel.pipeline_rank_speeds, (pp,), "one number for each"),
         ("--pipeline-rank-memory", parallel.pipeline_rank_memory, (1, pp), "one number, or one for each"),

@@ -1,11 +1,11 @@
 """The table of accelerators and their links that predictions of time and memory use; a file can replace it.
 
-Rates are those of the makers' data sheets, of matrices dense: NVIDIA A100 (2021), H100 SXM and H200 (2023), B200
-(2024), AMD MI300X (2023). NVIDIA gives fp8 with sparsity, twice the dense rate; A100 has no fp8. Links are counted in
-one direction for one device. How much of a peak GEMMs reach is not in data sheets: tools/fit_efficiency.py fits it to
-published steps in 16 bits, of A100 and of H100, and later devices are taken to be like H100; in fp8 GEMMs are taken to
-reach the same share as in 16 bits: units twice as fast are fed by operands of half the bytes. The shares of attention,
-of the memory's rate and of links are estimates. docs/planner.md compares what comes of them.
+Rates are those of the makers' data sheets, for matrices without sparsity: NVIDIA A100 (2021), H100 SXM and H200 (2023),
+B200 (2024), AMD MI300X (2023). NVIDIA gives fp8 with sparsity, twice the dense rate; A100 has no fp8. Links are counted
+in one direction for one device. How much of a peak GEMMs reach is not in data sheets: tools/fit_efficiency.py fits it
+to published steps in 16 bits, of A100 and of H100, and later devices are taken to be like H100. In fp8 GEMMs are taken
+to reach the same share as in 16 bits: units twice as fast are fed by operands of half the bytes. The shares of
+attention, of the memory's rate and of links are estimates. docs/planner.md compares what comes of them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,10 @@ FP32_NAMES = ("fp32", "fp64")
 
 
 def saturating(highest: float, half_at: float) -> tuple[tuple[int, float], ...]:
-    """Return the shares of the peak that GEMMs reach: (smallest of the three sizes n, highest n / (n + half_at))."""
+    """Return the shares of the peak that GEMMs reach, as (smallest of the three sizes n, highest n / (n + half_at)).
+
+    `Hardware.gemm_share` interpolates between rows.
+    """
     sizes = (64, 128, 256, 512, 1024, 2048, 4096, 8192)
     return tuple((size, round(highest * size / (size + half_at), 3)) for size in sizes)
 
@@ -61,7 +64,7 @@ class Hardware:
     node: Link  # between devices of one node
     network: Link  # between nodes
     ranks_per_node: int = 8
-    memory_share: float = 0.92  # a plan may fill; the rest is for CUDA's context, kernel workspace, allocator slack
+    memory_share: float = 0.92  # that a plan may fill: the rest is CUDA context, kernel workspace, allocator slack
     gemm_shares: tuple[tuple[int, float], ...] = GEMM_SHARES
     attention_share: float = 0.45  # of the peak, by a fused attention kernel, forward and backward
     pointwise_share: float = 0.9  # of the memory's rate, by kernels that only move memory
@@ -172,7 +175,7 @@ def read_hardware(path: Path) -> Hardware:
         raise ConfigError(
             f"--hardware {path}: {', '.join(unknown)} is not a key; there are like, {', '.join(sorted(known))}"
         )
-    values = values | {key: _value(path, key, value) for key, value in found.items()}
+    values = values | {key: _value(path, key, value) for key, value in found.items()}  # a new dict: not the table's
     missing = sorted(key for key in known.keys() - values.keys() if known[key] is dataclasses.MISSING)
     if missing:
         raise ConfigError(
@@ -202,6 +205,8 @@ def peak_flops(device_name: str, dtype: str) -> float | None:
     """Return the FLOP/s of a device by its driver name; None if it is not in the table (CPUs, fp32, fp64)."""
     if dtype in FP32_NAMES:
         return None  # the matrix units know only TF32, which is not used
-    other = next((peak for part, peak in OTHER_PEAKS.items() if part in device_name), None)
+    for part, peak in OTHER_PEAKS.items():
+        if part in device_name:
+            return peak
     hardware = hardware_of(device_name)
-    return other if hardware is None else hardware.flops.get(dtype)
+    return None if hardware is None else hardware.flops.get(dtype)

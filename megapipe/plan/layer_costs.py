@@ -70,8 +70,10 @@ def replayed_flops(layer: LayerSpec, recompute: RecomputeConfig, seq_length: int
 
 
 def recomputed_flops(model: ResolvedModelConfig, recompute: RecomputeConfig, sequences: int, causal: bool) -> float:
-    """Return what a step computes again, for hardware FLOPs (HFU): with full recompute every layer's replay (with
-    --recompute-method block, too), with selective core attention or the first linear of the MLP.
+    """Return what a step computes again, for hardware FLOPs (HFU).
+
+    Full recompute: every layer's replay (--recompute-method block is counted with all layers). Selective: core
+    attention, and the first linear of the MLP.
     """
     total, granularity = 0.0, recompute.recompute_granularity
     for layer, count in Counter(model_spec(model, PrecisionConfig()).layers).items():

@@ -101,7 +101,7 @@ class Rates:
 
 
 def measure_rates(dtype: str, stopwatch: Stopwatch, seconds: float) -> Rates:
-    """Measure this rank's device. dtype: of training. seconds: it takes, about; slow devices measure fewer sizes."""
+    """Measure this rank's device in about so many seconds; slow devices measure fewer sizes. dtype: of training."""
     bench = _Bench(SIZES[stopwatch.device.type], TORCH_DTYPES[dtype], stopwatch)
     gemms = bench.linears(SHARES * seconds)
     each = PEAKS * seconds / len(TORCH_DTYPES)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections import Counter
+from dataclasses import replace
 from functools import cache
 from typing import NamedTuple
 
@@ -101,7 +101,8 @@ class Bounds:
         is_sliced, is_split = layout.sequence_parallel and layout.tp > 1, SCHEDULES[layout.schedule].splits_backward
         times = self._times(layout.tp, is_sliced, is_split, layout.micro_batch_size, layout.recompute)
         waits, holds = _waits(cut), _holds(cut, layout.schedule, min(count, FILLS * layout.pp))
-        least, optimizer = self._bytes(found[1], layout, holds, times)
+        _, elements = found
+        least, optimizer = self._bytes(elements, layout, holds, times)
         return Bound(self._seconds(layout, waits, times, count) + optimizer, least)
 
     def _seconds(self, layout: Layout, ranks: tuple[_Waits, ...], times: _Times, count: int) -> float:
@@ -147,7 +148,7 @@ class Bounds:
 
     def _make_model(self, tp: int) -> tuple[ResolvedModelConfig, Elements] | None:
         try:
-            model = resolve_model(dataclasses.replace(self._config.model, padded_vocab_size=None), tp)
+            model = resolve_model(replace(self._config.model, padded_vocab_size=None), tp)
         except ConfigError:
             return None
         elements: Elements = Counter()
@@ -159,10 +160,11 @@ class Bounds:
         """Return the cut of the layers, None if it is illegal. The head's cost includes the padding for tp."""
         found = self._model(tp)
         assert found is not None
+        model, _ = found
         layout = Layout(tp, pp, chunks, schedule, 1, RecomputeConfig(), False, False, how)
         placement = SCHEDULES[schedule].place(pp, chunks)
         try:
-            partition = cut_layers(found[0], layout.applied_to(self._config).parallel, placement)
+            partition = cut_layers(model, layout.applied_to(self._config).parallel, placement)
         except ConfigError:
             return None
         return pp, placement.rank_of_stage, partition.layer_counts
@@ -173,15 +175,12 @@ class Bounds:
         model, _ = found
         links = hardware.node, hardware.network
         tp_link = Link(max(link.bytes_per_second for link in links), min(link.latency_seconds for link in links))
-        shape = dataclasses.replace(
-            RankShape.of(self._config, tp, sliced, size), recompute=recompute, documents=Documents()
-        )
+        shape = replace(RankShape.of(self._config, tp, sliced, size), recompute=recompute, documents=Documents())
         spec = model_spec(model, self._config.precision)
         head = head_seconds(spec, shape, hardware, tp_link)
         kinds = [layer_seconds(kind, shape, hardware, tp_link) for kind in spec.kinds]
-        kept, with_head = (
-            sum(stage_bytes(spec, shape, StageLayers(0, 1, False, has_head)).values()) for has_head in (False, True)
-        )
+        kept = sum(stage_bytes(spec, shape, StageLayers(0, 1, False, False)).values())
+        with_head = sum(stage_bytes(spec, shape, StageLayers(0, 1, False, True)).values())
 
         def both(each: OpSeconds) -> float:
             return each.of(Op.I) + each.of(Op.W) if split else each.of(Op.B)

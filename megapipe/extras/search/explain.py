@@ -69,8 +69,9 @@ def other_values(field: ConfigField, current: Any) -> list[Any]:
     if kind.scalar is bool:
         return [not current]
     if option.choices:
-        values: list[Any] = [(choice,) if kind.many else choice for choice in option.choices]
-        return [value for value in [*([None] if kind.optional else []), *values] if value != current]
+        values: list[Any] = [None] if kind.optional else []
+        values += [(choice,) if kind.many else choice for choice in option.choices]
+        return [value for value in values if value != current]
     if kind.many or kind.scalar is str:
         return []
     if current is None:

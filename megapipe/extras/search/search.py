@@ -61,14 +61,13 @@ def choose(
         halves = [most >> times for times in range(most.bit_length()) if most >> times >= numbers[0]]
         enough = [number for number in halves if is_enough(number)]
     elif is_enough(numbers[-1]):
+        # the last number is enough, so the search for the first one that is need not try it again
         enough = [numbers[bisect.bisect_left(numbers, True, hi=len(numbers) - 1, key=is_enough)]]
     else:
         enough = []
     if not enough:
         reach = f" and reaches {objective.tokens_per_second:,.0f} tokens/s" if objective.tokens_per_second else ""
-        raise ConfigError(
-            f"no layout on up to {most} {hardware.name} fits{reach}; use more accelerators, or another kind"
-        )
+        raise ConfigError(f"no layout on up to {most} {hardware.name} fits{reach}; use more of them, or another kind")
     best = min((tried[number] for number in enough), key=lambda found: found.cost(objective.price_per_hour) or math.inf)
     return best, [tried[number] for number in sorted(tried)]
 
@@ -95,9 +94,7 @@ def search(
     Raises ConfigError without a global batch size, if no layout is legal, and if none nearly fits.
     """
     if config.training.global_batch_size is None:
-        raise ConfigError(
-            "--global-batch-size is missing: the number of sequences in a step limits the parallelism; set it"
-        )
+        raise ConfigError("--global-batch-size is missing; set it: the sequences of a step limit the parallelism")
     bounds, steps = Bounds(config, world_size, hardware), ShortSteps(config, world_size, hardware)
     wanted = [(bounds.of(layout), layout) for layout in layouts(config, world_size, hardware) if pinned(layout)]
     bounded = sorted(
