@@ -265,4 +265,6 @@ def escaped(character: str) -> str:
     code = ord(character)
     if 0x20 <= code < 0x7F:
         return character
-    return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
+    if code < 0x100:
+        return f"\\x{code:02x}"
+    return f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"

@@ -107,7 +107,8 @@ def read_command_line(argv: Sequence[str]) -> CommandLine:
     for token in argv:
         if token.startswith("--") or token == "-h":
             name, equals, value = token.partition("=")
-            given.append(("--help" if name == "-h" else normalised(name), [value] if equals else []))
+            flag_name = "--help" if name == "-h" else normalised(name)
+            given.append((flag_name, [value] if equals else []))
         elif not given:
             raise ConfigError(f"{token!r} follows no flag; give a YAML file as --config FILE.yaml")
         else:
@@ -128,7 +129,9 @@ def read_command_line(argv: Sequence[str]) -> CommandLine:
     for name, texts in given:
         if name in field_flags() and not requests.help:
             field, flag = field_flags()[name]
-            value = read_value(field, texts if field.kind.many else texts[0], name) if texts else flag.value
+            value = flag.value
+            if texts:
+                value = read_value(field, texts if field.kind.many else texts[0], name)
             settings += settings_of(field, flag, value, f"flag {name}", name)
     return CommandLine(settings, requests, tuple(remarks))
 

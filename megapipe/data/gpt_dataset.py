@@ -71,7 +71,8 @@ def build_sample_index(
     stop = first_sequence + len(lengths)
     epoch = np.arange(first_sequence, stop, dtype=np.int32 if stop <= np.iinfo(np.int32).max else np.int64)
     parts = []
-    for num_epochs in (plan.num_epochs - 1, 1) if plan.separate_last else (plan.num_epochs,):
+    shuffled_together = (plan.num_epochs - 1, 1) if plan.separate_last else (plan.num_epochs,)
+    for num_epochs in shuffled_together:
         part = np.tile(epoch, num_epochs)
         random.shuffle(part)
         parts.append(part)

@@ -240,7 +240,10 @@ class IndexedWriter:
         self.num_tokens += file.num_tokens
 
     def commit(self) -> None:
-        """Write the index, sync, rename; the index is replaced last, so that none ever meets a foreign `.bin`."""
+        """Write the index, sync, rename.
+
+        The old index is removed first and the new one comes last, so that no index ever meets a foreign `.bin`.
+        """
         lengths = np.frombuffer(self._lengths, np.intc).astype("<i4")
         try:
             with open(self._partial[1], "wb") as file:

@@ -94,7 +94,8 @@ def balanced_cut(draft: RunPlan) -> Partition:
     parallel, num_stages = draft.config.parallel, draft.placement.num_stages
     limits, memory = None, parallel.pipeline_rank_memory  # bytes that each pp_rank may fill
     if memory is not None:
-        limits = tuple(GIB * gib for gib in (memory * draft.topology.pp if len(memory) == 1 else memory))
+        memory = memory * draft.topology.pp if len(memory) == 1 else memory
+        limits = tuple(GIB * gib for gib in memory)
     if is_by_hand(parallel) or parallel.pipeline_balance not in BALANCED:
         if limits is not None:
             _refuse_too_large(draft, [draft.partition], limits)

@@ -15,7 +15,8 @@ def check(config: Config) -> None:
     broken = []
     for field in all_fields():  # only a configuration made in code: flags and files are checked as they are read
         value = value_of(config, field)
-        for item in value if isinstance(value, tuple) else (value,):
+        items = value if isinstance(value, tuple) else (value,)
+        for item in items:
             trouble = "" if item is None else out_of_bounds(field.option, item)
             if trouble:
                 broken.append(f"{field.key} {item}: {trouble}")

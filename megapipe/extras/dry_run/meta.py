@@ -70,7 +70,8 @@ class LiveBytes(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        for each in result if isinstance(result, tuple | list) else (result,):
+        results = result if isinstance(result, tuple | list) else (result,)
+        for each in results:
             if isinstance(each, Tensor):
                 self._see(each)
         return result
