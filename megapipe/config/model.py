@@ -40,7 +40,7 @@ class ModelConfig:
         "key/value heads, each shared by num-attention-heads / num-query-groups query heads",
         "heads",
         derived="num-attention-heads",
-        more_flags=(Flag("--group-query-attention", 1, only_from=(None,), help="one group unless a number is given"),),
+        more_flags=(Flag("--group-query-attention", 1, only_from=(None,), help="one group, or --num-query-groups"),),
     )
     kv_channels: int | None = count(None, "width of one attention head", derived="hidden-size / num-attention-heads")
     seq_length: int = count(128, "training sequence length", "tokens", required=True)

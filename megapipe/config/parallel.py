@@ -135,7 +135,7 @@ class ParallelConfig:
         "seconds",
         at_least=0,
     )
-    distributed_timeout_minutes: float = option(10.0, "end the job if a collective waits longer", "minutes", above=0)
+    distributed_timeout_minutes: float = option(10.0, "a collective that waits longer ends the job", "minutes", above=0)
 
 
 @dataclass(frozen=True)

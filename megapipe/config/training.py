@@ -111,7 +111,7 @@ class OptimizerConfig:
         "pipelines: no barrier between steps; each rank updates at once, and rolls the update back and repeats it, "
         "with bit-identical results, if gradients turn out to need clipping or to have overflowed. Keeps a copy of "
         "gradients, master weights and moments of each rank's shards",
-        more_flags=(Flag("--enable-optimizer-post-validation", True, help="as in the zero-bubble fork of Megatron"),),
+        more_flags=(Flag("--enable-optimizer-post-validation", True, help="same, as in Megatron's zero-bubble fork"),),
     )
     optimizer_cpu_offload: bool = option(
         False,
