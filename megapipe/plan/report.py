@@ -61,11 +61,8 @@ def _grid(plan: RunPlan) -> Iterator[str]:
     """Yield one line for each pipeline rank: the global ranks of its tp groups, by dp replica."""
     t = plan.topology
     if t.num_nodes > 1:
-        crossing = [name for name in ("tp", "pp", "dp") if t.size(name) > 1 and t.crosses_nodes(name)]
-        yield (
-            f"  nodes    {t.num_nodes} of {t.ranks_per_node} ranks; groups that cross nodes: "
-            f"{', '.join(crossing) or 'none'}"
-        )
+        crossing = ", ".join(name for name in ("tp", "pp", "dp") if t.size(name) > 1 and t.crosses_nodes(name))
+        yield f"  nodes    {t.num_nodes} of {t.ranks_per_node} ranks; groups that cross nodes: {crossing or 'none'}"
     if t.world_size == 1:
         return
     if t.world_size > MOST_RANKS_SHOWN:
@@ -200,11 +197,8 @@ def _batch(plan: RunPlan) -> Iterator[str]:
         f"  batch    {count_text(batch.full, 'sequence')} = {count_text(batch.num_microbatches, 'microbatch')} "
         f"x {training.micro_batch_size} x dp {plan.topology.dp}{ramp}; {tokens:,} tokens a step, {steps}"
     )
-    flops = [step_flops(plan.config.model, batch.full, causal) for causal in (False, True)]
-    yield (
-        f"  FLOPs    {flops_text(flops[0])} a step with full attention, {flops_text(flops[1])} with causal "
-        "attention counted half"
-    )
+    full, half = (flops_text(step_flops(plan.config.model, batch.full, causal)) for causal in (False, True))
+    yield f"  FLOPs    {full} a step with full attention, {half} with causal attention counted half"
 
 
 def _bubble(plan: RunPlan) -> Iterator[str]:
