@@ -52,13 +52,12 @@ def dataset_request(plan: RunPlan) -> DatasetRequest:
 
     The run evaluates every eval_interval steps, and once at the end.
     """
-    config, training = plan.config, plan.config.training
+    data, model, training = plan.config.data, plan.config.model, plan.config.training
     train = 0 if training.skip_train else training.train_samples
     evaluation = training.eval_iters * training.global_batch_size
     evaluations = training.train_iters // training.eval_interval + 1 if training.eval_interval else 1
     num_samples = (train, evaluations * evaluation, evaluation)
-    model = config.model
-    return DatasetRequest(config.data, model.seq_length, training.seed, num_samples, model.vocab_size)
+    return DatasetRequest(data, model.seq_length, training.seed, num_samples, model.vocab_size)
 
 
 def build_data(plan: RunPlan) -> RunData:

@@ -105,7 +105,10 @@ class InferenceRuntime:
         return self._forward_engines[num_microbatches]
 
     def message(self, boundary: int, seq: int | None = None) -> tuple[MessageSpec, ...]:
-        """Return what crosses a stage boundary: hidden states [s, b, h]; [s / tp, b, h] with sequence parallelism."""
+        """Return what crosses a stage boundary: hidden states [s, b, h]; [s / tp, b, h] with sequence parallelism.
+
+        seq: --seq-length if None.
+        """
         config = self.plan.config
         length = config.model.seq_length if seq is None else seq
         if config.parallel.sequence_parallel:

@@ -238,8 +238,10 @@ def table(sightings: Sequence[Sighting], edges: Mapping[int, Sequence[int]]) -> 
             rows.append((str(member.rank), member.place, "", "", "", unknown))
             continue
         waits = _waiting(record, edges.get(member.rank, ()))
-        parts = [part for part in (doing(record), f"waits {waits}" if waits else "") if part] or ["between phases"]
-        does = ", ".join(parts) + (f"; {sighting.process}" if sighting.is_gone or sighting.is_stopped else "")
+        parts = (doing(record), f"waits {waits}" if waits else "")
+        does = ", ".join(part for part in parts if part) or "between phases"
+        if sighting.is_gone or sighting.is_stopped:
+            does += f"; {sighting.process}"
         measured = f"{snapshot.computing_ns / 1e9:.2f} of {snapshot.elapsed_ns / 1e9:.2f} s"
         computes = measured if snapshot.elapsed_ns else ""
         step = str(record.step) if record.step >= 0 else ""

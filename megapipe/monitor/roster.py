@@ -42,7 +42,8 @@ class Member:
     stages: tuple[int, ...]
 
     def __str__(self) -> str:
-        held = f", stage{'s' if len(self.stages) > 1 else ''} {', '.join(map(str, self.stages))}" if self.stages else ""
+        noun = "stages" if len(self.stages) > 1 else "stage"
+        held = f", {noun} {', '.join(map(str, self.stages))}" if self.stages else ""
         return f"rank {self.rank} ({self.place}{held})" if self.place else f"rank {self.rank}"
 
 
@@ -115,7 +116,10 @@ def base_folder() -> Path:
 
 
 def live_folder(token: str) -> Path:
-    """Create and return the private folder of a run's live records on this host. Raises OSError."""
+    """Create and return the folder of a run's live records on this host, private to this user. Raises OSError.
+
+    token: the same on all ranks, unique to the run.
+    """
     folder = base_folder() / f"megapipe-{os.getuid()}-{token}"
     folder.mkdir(mode=0o700, exist_ok=True)
     if folder.stat().st_uid != os.getuid():
@@ -173,7 +177,10 @@ def write_copies(folder: Path, roster: Roster, live: Path) -> None:
 
 
 def read_folder(run: Path) -> tuple[Roster, list[Sighting]]:
-    """Return the ranks of a run and what they do, or last did. Raises ConfigError without records, DataError."""
+    """Return the ranks of a run and what they do, or last did.
+
+    Raises ConfigError if the folder has no records, DataError if they are damaged.
+    """
     path = run / NAME / ROSTER
     try:
         values: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))

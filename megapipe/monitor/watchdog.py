@@ -50,8 +50,8 @@ class Watchdog:
     """A thread that watches from `start` to `stop`.
 
     limit_seconds: how long a record may stay unchanged. live: folder of this host's records. say: takes the report, on
-    the one rank that makes it. end: ends this process. exchange: None if there is one host. kills: also end the ranks
-    of this host that cannot end themselves, for runs whose launcher does not.
+    the one rank that makes it. end: ends this process. Both are called in the watchdog's thread. exchange: None for one
+    host. kills: also end the ranks of this host that cannot end themselves, for runs whose launcher does not.
     """
 
     def __init__(

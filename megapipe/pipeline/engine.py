@@ -41,7 +41,7 @@ class StageWeights(Protocol):
     """The weights of this rank's stages if they change while the row runs (asynchronous schedules)."""
 
     def use(self, stage: int, microbatch: int) -> None:
-        """Load the microbatch's weights into the stage's module; called before its F and each part of its backward."""
+        """Load the microbatch's weight version into the module; called before its F and each part of its backward."""
 
     def update(self, stage: int, microbatch: int) -> None:
         """Run one optimizer step with the gradients since the last one; this microbatch's gradient is the latest."""
@@ -284,8 +284,10 @@ class Engine:
     def _arrived(self, run: BegunRun, action: Action, receive: Op) -> Tensors:
         """Return the input of a computation, from another stage of this rank or from the message of `receive`."""
         stage, microbatch, tracer = action.stage, _number(action), self._tracer
-        made, maker = (run.outputs, stage - 1) if receive is Op.RECV_F else (run.input_gradients, stage + 1)
-        if (min(stage, maker), microbatch % self._num_directions) in self._local:
+        made, maker, boundary = run.outputs, stage - 1, stage - 1
+        if receive is Op.RECV_B:
+            made, maker, boundary = run.input_gradients, stage + 1, stage
+        if (boundary, microbatch % self._num_directions) in self._local:
             tensors = made.pop((maker, microbatch))
         else:
             pending = run.receives.pop((receive, stage, microbatch))

@@ -138,12 +138,14 @@ class Comparison:
 
 def total_idle(idles: Iterable[Idle]) -> Idle:
     """Return the sum of idle times."""
-    return Idle(*map(sum, zip(*idles, strict=True)))
+    barrier, chained = zip(*idles, strict=True)
+    return Idle(sum(barrier), sum(chained))
 
 
 def predicted_idle(causes: Mapping[str, Idle]) -> Idle:
     """Return the idle time of the plan: the sum of the causes that the prediction includes."""
-    return total_idle(list(causes.values())[: list(causes).index(PREDICTED) + 1])
+    names = list(causes)
+    return total_idle(causes[name] for name in names[: names.index(PREDICTED) + 1])
 
 
 def compare(profile: Profile, step: MeasuredStep) -> Comparison:
@@ -278,9 +280,15 @@ def _costs(schedule: Schedule, means: Mapping[tuple[StageKey, Op], float], messa
 
 def _replayed_seconds(measured: MeasuredTimeline, rank: int, with_optimizer: bool) -> tuple[float, ...]:
     """Return the times of a rank's computation; with_optimizer also of its reductions and waits for parameters."""
-    ops = OCCUPYING_OPS | {Op.REDUCE_GRAD} if with_optimizer else OCCUPYING_OPS
+    found = []
     times = zip(measured.schedule.rows[rank], measured.own_seconds[rank], measured.parameter_waits[rank], strict=True)
-    return tuple(own + (wait if with_optimizer else 0.0) if action.op in ops else 0.0 for action, own, wait in times)
+    for action, own, parameter_wait in times:
+        is_busy = action.op in OCCUPYING_OPS
+        if with_optimizer and (is_busy or action.op is Op.REDUCE_GRAD):
+            found.append(own + parameter_wait)
+        else:
+            found.append(own if is_busy else 0.0)
+    return tuple(found)
 
 
 def _halves(row: Sequence[Action]) -> set[int]:

@@ -65,17 +65,17 @@ def summarize(profile: Profile) -> Summary:
         mean_work = fmean(fmean(each.work_seconds) for each in timelines)
         all_shares.append(_share(fmean(each.idle.barrier for each in timelines), mean_work))
     return Summary(
-        pipeline,
-        comparisons,
-        causes,
-        planned,
-        measured,
-        Idle(_share(planned.barrier, work), _share(planned.chained, planned_work)),
-        Idle(_share(measured.barrier, work), _share(measured.chained, measured_work)),
-        work,
-        _phases(pipeline),
-        tuple(op_times(comparisons)),
-        tuple(all_shares),
+        pipeline=pipeline,
+        comparisons=comparisons,
+        causes=causes,
+        predicted_idle=planned,
+        measured_idle=measured,
+        predicted_share=Idle(_share(planned.barrier, work), _share(planned.chained, planned_work)),
+        measured_share=Idle(_share(measured.barrier, work), _share(measured.chained, measured_work)),
+        work_seconds=work,
+        phases=_phases(pipeline),
+        op_times=tuple(op_times(comparisons)),
+        all_shares=tuple(all_shares),
     )
 
 

@@ -27,7 +27,9 @@ def chrome_trace(timeline: Timeline) -> str:
         for action, start, end in zip(row, timeline.starts[rank], timeline.ends[rank], strict=True):
             if action.op in RECV_OPS:  # drawn as its SEND, on the sender
                 continue
-            thread = "compute" if action.op in BUSY_OPS else "reductions" if action.op is Op.REDUCE_GRAD else "messages"
+            thread = "compute" if action.op in BUSY_OPS else "messages"
+            if action.op is Op.REDUCE_GRAD:
+                thread = "reductions"
             events.append(_event(rank, TIMELINE_THREADS.index(thread), action, start, end))
     return _trace(events, {"schedule": str(timeline.schedule)})
 

@@ -13,8 +13,6 @@ from functools import partial
 from megapipe.schedule.partition import Partition, StageCost, cut_by_stage_cost, from_counts
 from megapipe.schedule.placement import Placement
 
-INFINITE = float("inf")
-
 
 @dataclass(frozen=True)
 class CutQuestion:
@@ -66,10 +64,10 @@ def balanced_cuts(question: CutQuestion) -> list[Partition]:
 
 def rank_loads(question: CutQuestion, cut: Partition) -> tuple[float, ...]:
     """Return the seconds that each pp_rank computes for one microbatch (with two directions: for one of each)."""
-    stages_of, stages = question.placement.stages_of, enumerate(cut.stages)
-    of_stage = [question.cost(index, stage.first_layer, stage.last_layer_exclusive) for index, stage in stages]
+    of_stage = [question.cost(i, stage.first_layer, stage.last_layer_exclusive) for i, stage in enumerate(cut.stages)]
     return tuple(
-        sum(of_stage[stage] for stage in stages_of(rank)) / speed for rank, speed in enumerate(question.rank_speeds)
+        sum(of_stage[stage] for stage in question.placement.stages_of(rank)) / speed
+        for rank, speed in enumerate(question.rank_speeds)
     )
 
 
@@ -82,7 +80,7 @@ def _by_stage(question: CutQuestion) -> Partition | None:
 
     def cost(stage: int, first: int, end: int) -> float:
         if alone and not question.fits(placement.rank_of_stage[stage], (end - first,)):
-            return INFINITE
+            return float("inf")
         return question.cost(stage, first, end) / slowest[stage]
 
     cut = cut_by_stage_cost(cost, question.num_layers, placement.num_stages, question.layers_alike)

@@ -33,7 +33,6 @@ class Costs:
         weight_gradient_seconds: float = 0.5,
         transfer_seconds: float = 0.0,
         latency_seconds: float = 0.0,
-        overlap: bool = True,
         pair_seconds: float | None = None,
     ) -> Costs:
         """Return equal costs for every stage; a full backward takes as long as its two halves."""
@@ -48,7 +47,7 @@ class Costs:
         seconds = {(stage, op): value for stage in range(num_stages) for op, value in of_op.items()}
         pairs = product(range(num_stages), range(num_stages))
         of_pairs = {} if pair_seconds is None else dict.fromkeys(pairs, pair_seconds)
-        return Costs(seconds, latency_seconds, overlap, of_pairs)
+        return Costs(seconds, latency_seconds, pair_seconds=of_pairs)
 
 
 @dataclass(frozen=True)

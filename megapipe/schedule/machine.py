@@ -263,7 +263,7 @@ class Machine:
             for base, delay in work.arrives:
                 self._arrive(base + key, end + delay)
 
-    # both return how many slots they executed, 0 if an input is missing
+    # OVERLAP, UPDATE and REDUCE_GRAD: both methods return how many slots they executed, 0 if an input is missing
 
     def _overlap(self, rank: int) -> int:
         """Run a forward and a backward side by side: both start when both have what they need and end with the pair."""

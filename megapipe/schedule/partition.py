@@ -94,7 +94,7 @@ def cut_by_cost(layer_costs: Sequence[float], head_cost: float, num_stages: int)
     """Return the contiguous cut whose most expensive stage is cheapest; among equals that of the most equal counts.
 
     Costs are in any unit (seconds, FLOPs); head_cost (with the loss) counts on the last stage. Every stage has a layer
-    unless there are fewer layers than stages.
+    unless there are fewer layers than stages. Raises ConfigError for no stage or a negative cost.
     """
     num_layers = len(layer_costs)
     if num_stages < 1 or min((*layer_costs, head_cost)) < 0:

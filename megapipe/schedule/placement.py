@@ -86,8 +86,9 @@ def v_shape(num_ranks: int) -> Placement:
 
 
 def two_directions(num_ranks: int) -> Placement:
-    """DualPipe (arXiv:2412.19437): even microbatches enter at rank 0, odd ones at the last; rank r holds stages r and
-    num_ranks - 1 - r.
+    """DualPipe (arXiv:2412.19437): rank r holds stages r and num_ranks - 1 - r.
+
+    Even microbatches enter at rank 0, odd ones at the last rank.
     """
     down = tuple(range(num_ranks))
     return Placement(num_ranks, down, down[::-1])

@@ -177,13 +177,15 @@ def rows_text(
             lines.append(f"      ({skipped} ranks)")
             skipped = 0
         mark = marked.get(rank)
-        centre, around = first if mark is None else mark, slots_around if marks else len(row)
+        centre = first if mark is None else mark
+        around = slots_around if marks else len(row)
         end = min(len(row), centre + around + 1)
         start = min(max(0, centre - around), len(row))
         cells = [f">{action}<" if slot == mark else str(action) for slot, action in enumerate(row[start:end], start)]
         if mark is not None and mark >= len(row):
             cells.append(">end of row<")
-        before, after = (f"[{start}] ... " if start else ""), (" ..." if end < len(row) else "")
+        before = f"[{start}] ... " if start else ""
+        after = " ..." if end < len(row) else ""
         lines.append(f"rank {rank}: {before}{' '.join(cells)}{after}")
     if skipped:
         lines.append(f"      ({skipped} ranks)")

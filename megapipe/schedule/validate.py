@@ -1,4 +1,7 @@
-"""The proof that a schedule can be run: complete, placed, ordered, first-in first-out, without deadlock."""
+"""The proof that a schedule can be run: complete, placed, ordered, first-in first-out, no deadlock.
+
+Reductions come in one order on all ranks that hold a stage.
+"""
 
 from __future__ import annotations
 

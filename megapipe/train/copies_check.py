@@ -67,7 +67,8 @@ def _message(step: int, of_ranks: Sequence[Findings], topology: Topology) -> str
         parts.append(f"and {len(differences) - MOST_DIFFERENCES} more groups of ranks differ")
     stale = [rank for rank, names in enumerate(all_stale) if names][:MOST_DIFFERENCES]
     for rank in stale:
-        names, verb = all_stale[rank], "is" if len(all_stale[rank]) == 1 else "are"
+        names = all_stale[rank]
+        verb = "is" if len(names) == 1 else "are"
         parts.append(f"on rank {rank}, {_names(names)} {verb} not what the optimizer's master weights round to")
     # the minority of a group, else the one rank that is in every group that differs
     all_suspects = [set(difference.suspects) for difference in differences]

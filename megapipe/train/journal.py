@@ -66,7 +66,9 @@ class Journal:
 
     def say(self, *lines: str) -> None:
         """Print lines at the console, and record each, on rank 0."""
-        for text in lines if self._rank == 0 else ():
+        if self._rank != 0:
+            return
+        for text in lines:
             print(text, flush=True)
             self.record("note", text=text)
 

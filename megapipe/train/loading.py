@@ -153,9 +153,10 @@ def _load_from(
 def _check(runtime: TrainingRuntime, saved: dict[str, Any], path: Path, flags: CheckpointConfig) -> None:
     """Raise CheckpointError if the run cannot continue from a checkpoint's state with these flags."""
     config, batch, seed = runtime.plan.config, runtime.plan.batch, runtime.plan.config.training.seed
-    before, trains = saved.get("global_batch_size"), not (flags.finetune or config.training.skip_train)
+    before = saved.get("global_batch_size")
+    trains_on = not (flags.finetune or config.training.skip_train)
     # a batch size that is derived from the number of ranks changes with it
-    if trains and batch.is_derived and before not in (None, batch.full):
+    if trains_on and batch.is_derived and before not in (None, batch.full):
         raise CheckpointError(
             f"--global-batch-size is not given, and micro-batch-size x data-parallel size {runtime.plan.topology.dp} "
             f"would make it {batch.full}, but {path} was trained with {before}: give --global-batch-size {before} to "

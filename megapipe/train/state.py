@@ -12,13 +12,7 @@ from megapipe.config.config import Config
 from megapipe.config.training import OptimizerConfig
 from megapipe.data.dataset import SkippedSamples
 from megapipe.errors import CheckpointError, ConfigError
-from megapipe.optimizer.schedule import (
-    LrSchedule,
-    Rates,
-    WeightDecaySchedule,
-    lr_schedule,
-    weight_decay_schedule,
-)
+from megapipe.optimizer.schedule import LrSchedule, Rates, WeightDecaySchedule, lr_schedule, weight_decay_schedule
 
 T = TypeVar("T")
 COUNTS = ("step", "consumed_samples", "consumed_tokens", "skipped_steps")

@@ -148,7 +148,10 @@ class LossAverage:
     per_token: bool  # over the tokens of the global batch; else over each microbatch's tokens, then over microbatches
 
     def objective(self, loss_scale: Callable[[], float]) -> Any:
-        """Return the engine's `loss`: StageLoss -> (scalar to differentiate, the same detached)."""
+        """Return the engine's `loss`: StageLoss -> (scalar to differentiate, the same detached).
+
+        loss_scale: called for every microbatch.
+        """
 
         def scaled(output: StageLoss, payload: Any) -> tuple[Tensor, StageLoss]:
             report = StageLoss(output.loss_sum.detach(), output.num_tokens)
@@ -257,10 +260,13 @@ class TrainStep:
         found = loss.wait()
         with self._timers.phase("verdict" if self.runtime.optimizer.is_ahead else "optimizer"):
             update = self.runtime.optimizer.settle()
-        return StepResult(*found, update)
+        return StepResult(found.loss, found.num_tokens, update)
 
     def gradients(self, microbatches: Sequence[Microbatch], begun: BegunRun | None = None) -> PendingLoss:
-        """Run forward and backward; reduced raw gradients are left in the buffers. begun: its head start has run."""
+        """Run forward and backward and leave the reduced raw gradients in the buffers.
+
+        begun: a row whose head start has run.
+        """
         runtime, count = self.runtime, len(microbatches)
         engine, step = runtime.engine(count), self._engine_step(microbatches)
         with self._timers.phase("forward-backward"):
@@ -344,7 +350,7 @@ class AsynchronousStep(TrainStep):
             reports = runtime.engine(count).run(self._engine_step(microbatches))
         updates.finish()
         loss = self._average.start(reports, runtime.groups, runtime.device, count).wait()
-        return StepResult(*loss, runtime.optimizer.last_update(self._count_zero_gradients))
+        return StepResult(loss.loss, loss.num_tokens, runtime.optimizer.last_update(self._count_zero_gradients))
 
 
 def train_step(runtime: TrainingRuntime, count_zero_gradients: bool = False, timers: Timers | None = None) -> TrainStep:

@@ -47,7 +47,7 @@ class StragglerLog:
         self._hosts: list[str] = []
 
     def begins(self, step: int) -> None:
-        """Note that a step, from 1, begins, after `heartbeat.step`. The first of this process is not counted."""
+        """Note that step `step` (from 1) begins, after `heartbeat.step`. The first of this process is not counted."""
         if not self._active:
             return
         last_step, channels = self._heartbeat.last_step, self._runtime.channels.values()
@@ -170,8 +170,10 @@ class DeviceWaits:
 
 
 def transit(sent: Sequence[MessageTime], received: Sequence[MessageTime]) -> float | None:
-    """Return the least seconds from a send to its arrival, on two clocks: right only in sum with the way back, where
-    their difference cancels. None if the receiver waited for no message: then the link delayed no rank."""
+    """Return the least seconds from a send to its arrival, on two clocks: right only in sum with the way back.
+
+    Counts messages that the receiver waited for; None if there were none: then the link delayed no rank.
+    """
     pairs = zip(sent, received, strict=False)
     ways = [arrived - begun for (begun, _), (waited, arrived) in pairs if arrived - waited > LEAST_WAIT_NS]
     return min(ways) / 1e9 if ways else None

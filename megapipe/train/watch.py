@@ -70,8 +70,9 @@ class _Watch:
     def __init__(
         self, plan: RunPlan, environment: Environment, groups: ProcessGroups, heartbeat: Heartbeat, journal: Journal
     ) -> None:
-        self._heartbeat, self._journal, folder = heartbeat, journal, recorded_folder(plan.config)
-        self._folder = None if folder is None else folder / NAME  # of copies for `megapipe status`
+        self._heartbeat, self._journal = heartbeat, journal
+        folder = recorded_folder(plan.config)
+        self._folder = None if folder is None else folder / NAME  # of copies for `megapipe status`; None: no copies
         self._rank, topology, pid, space = groups.world.global_rank, plan.topology, os.getpid(), process_space()
         token = broadcast_object(secrets.token_hex(6), groups.world)
         try:

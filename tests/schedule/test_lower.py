@@ -61,10 +61,10 @@ def test_every_valid_schedule_can_be_lowered(schedule, depth):
     lowered = lower(schedule, depth)
     validate(lowered)
     rank_of, last = schedule.placement.rank_of, schedule.num_stages - 1
-    users = [
-        (a, a.stage + 1 if a.op is Op.F else a.stage - 1) for row in schedule.rows for a in row if a.op is not Op.W
-    ]
-    crossing = sum(0 <= user <= last and rank_of(user, a.microbatch) != rank_of(*a[::2]) for a, user in users)
+    crossing = 0
+    for stage, op, microbatch in (action for row in schedule.rows for action in row if action.op is not Op.W):
+        user = stage + 1 if op is Op.F else stage - 1
+        crossing += 0 <= user <= last and rank_of(user, microbatch) != rank_of(stage, microbatch)
     assert sum(a.op in SEND_OPS for row in lowered.rows for a in row) == crossing
 
 

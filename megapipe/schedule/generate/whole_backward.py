@@ -62,7 +62,7 @@ def microbatch_groups(num_microbatches: int, group_size: int, num_ranks: int) ->
 
 
 def breadth_first(shape: Shape) -> tuple[Row, ...]:
-    """Breadth-first, looped BFS (Lamy-Poirier 2022, arXiv:2211.05953): all microbatches chunk by chunk, then back.
+    """Breadth-first, looped BFS (Lamy-Poirier 2022, arXiv:2211.05953): all microbatches chunk by chunk, then reversed.
 
     With one chunk per rank it is GPipe (Huang et al. 2018, arXiv:1811.06965): all forwards, then all backwards; every
     microbatch is live at once. With several it has the bubble of interleaved 1F1B at the memory of GPipe. In return a
