@@ -53,9 +53,10 @@ def prepare(config: Config, environment: Environment) -> NcclSettings:
 
 def check_fp8(config: Config, device: torch.device) -> None:
     """Raise ConfigError if --fp8-format is given and the GPU has no 8-bit matrix multiplication."""
-    # Transformer Engine checks this itself
-    is_own = config.precision.fp8_format is not None and config.kernels.transformer_impl == "local"
-    if is_own and (why := fp8_unsupported_reason(device)) is not None:
+    if config.precision.fp8_format is None or config.kernels.transformer_impl != "local":
+        return  # Transformer Engine checks this itself
+    why = fp8_unsupported_reason(device)
+    if why is not None:
         raise ConfigError(f"--fp8-format {config.precision.fp8_format}: {why}; leave it out")
 
 
@@ -92,22 +93,24 @@ def marks_of(gpu: GpuConfig, logging: LoggingConfig, global_rank: int) -> Marks 
 def watched_memory(plan: RunPlan, device: torch.device, global_rank: int) -> Iterator[None]:
     """Record the allocator's history if asked for; an out-of-memory error is raised as TrainingError, with the plan."""
     gpu = plan.config.gpu
-    path = snapshot_path(gpu, global_rank)
     if gpu.record_memory_history:
         torch.cuda.memory._record_memory_history(max_entries=MOST_HISTORY_ENTRIES)
     where = ""
     try:
         yield
     except torch.OutOfMemoryError as error:
-        where = _write_history(path) if gpu.record_memory_history else "; --record-memory-history shows what holds it"
+        where = "; --record-memory-history shows what holds it"
+        if gpu.record_memory_history:
+            where = _write_history(gpu, global_rank)
         raise TrainingError(out_of_memory(plan, device, global_rank, error) + where) from error
     finally:
         if gpu.record_memory_history and not where:
-            _write_history(path)
+            _write_history(gpu, global_rank)
 
 
-def _write_history(path: Path) -> str:
+def _write_history(gpu: GpuConfig, global_rank: int) -> str:
     """Write the allocator's history and say where, for an error message. A failure does not stop the run."""
+    path = snapshot_path(gpu, global_rank)
     with suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
     try:

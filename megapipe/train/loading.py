@@ -246,9 +246,12 @@ def go_back(
 
 def _load_before(runtime: TrainingRuntime, root: Path, step: int, back: int, journal: Journal) -> TrainingState | None:
     """Load the `back`-th newest checkpoint from before a step, the oldest if there are fewer, or return None."""
+
+    def complete_before() -> list[int]:
+        return [s for s in steps_in(root) if s < step and is_complete(root / folder_name(s))]
+
     flags = replace(runtime.plan.config.checkpoint, **LOAD_ALL)
-    complete = lambda: [s for s in steps_in(root) if s < step and is_complete(root / folder_name(s))]  # noqa: E731
-    steps = on_rank_0(complete, runtime.groups.world)
+    steps = on_rank_0(complete_before, runtime.groups.world)
     for candidate in reversed(steps[: max(1, len(steps) - back + 1)]):
         try:
             return load(runtime, root, replace(flags, ckpt_step=candidate)).state

@@ -47,7 +47,7 @@ def a_clock_ahead(rank: int, *_: Any) -> None:
         PipelineProfiler.__init__ = lambda *a, **k: built(  # type: ignore[method-assign]
             *a, **k, now=lambda: perf_counter_ns() + AHEAD_NS
         )
-    pipeline_profile.boot_id = str
+    pipeline_profile.boot_id = lambda: ""
 
 
 def test_every_action_of_every_rank_is_recorded_on_one_clock(rank_pools: Pools, tmp_path: Path) -> None:
