@@ -120,8 +120,10 @@ def rollbacks_before(state: dict[str, Any]) -> int:
 
 
 def account_of(state: dict[str, Any], rollbacks: Sequence[Rollback]) -> dict[str, Any] | None:
-    """Return the account with which a run resumes from a checkpoint's state: that of the last rollback if it came
-    after the checkpoint, else the checkpoint's own; None if an older version wrote the checkpoint without one.
+    """Return the account with which a run resumes from a checkpoint's state.
+
+    That of the last rollback if it came after the checkpoint, else the checkpoint's own; None if an older version wrote
+    the checkpoint without one.
     """
     before = rollbacks_before(state)
     is_newer = bool(rollbacks) and rollbacks[-1].number > before
@@ -131,7 +133,10 @@ def account_of(state: dict[str, Any], rollbacks: Sequence[Rollback]) -> dict[str
 
 
 def open_folder(path: Path) -> CheckpointFolder:
-    """Open a folder, checking manifest and file sizes, not contents. Raises CheckpointError naming a damaged file."""
+    """Open the checkpoint in a folder, checking manifest and file sizes, not contents.
+
+    Raises CheckpointError naming the file that is missing, truncated or damaged.
+    """
     manifest = read_manifest(path)
     for name, file in manifest.files.items():
         try:
@@ -196,7 +201,10 @@ def read_latest(root: Path) -> str | None:
 
 
 def checkpoint_config(root: Path, step: int | None = None) -> tuple[Config, Path]:
-    """Return the saved configuration and the checkpoint's folder. Raises CheckpointError without one."""
+    """Return the saved configuration and the checkpoint's folder.
+
+    Raises CheckpointError if there is no checkpoint or its configuration cannot be read.
+    """
     found = find_checkpoint(root, step)
     if found is None:
         raise CheckpointError(f"--use-checkpoint-args: {root} holds no checkpoint")

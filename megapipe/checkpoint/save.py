@@ -306,10 +306,6 @@ class Staging:
     def __init__(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8)
 
-    @property
-    def num_bytes(self) -> int:
-        return self._memory.numel()
-
     def reserve(self, tensors: Sequence[TensorBox]) -> None:
         """Allocate the memory for copies of these tensors, ahead of the first save."""
         total = sum(_aligned_bytes(tensor) for tensor in tensors)

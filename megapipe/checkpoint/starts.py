@@ -93,7 +93,8 @@ def _read(path: Path) -> Starts | None:
     """Return the record, or None if the file is missing or invalid: counting then starts again."""
     try:
         content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        step, times, is_restart = int(content["step"]), map(float, content["times"]), bool(content["is_restart"])
-        return Starts(content["job"], step, int(content["rollbacks"]), tuple(times), is_restart)
+        step, rollbacks = int(content["step"]), int(content["rollbacks"])
+        times = tuple(map(float, content["times"]))
+        return Starts(content["job"], step, rollbacks, times, bool(content["is_restart"]))
     except (OSError, ValueError, KeyError, TypeError):
         return None

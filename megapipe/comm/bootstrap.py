@@ -89,7 +89,8 @@ def choose_backend(backend: str, device: str, local_rank: int) -> tuple[str, tor
 def _initialize(environment: Environment, backend: str, timeout_seconds: float) -> None:
     rank, world_size, num_nodes = environment.global_rank, environment.world_size, environment.num_nodes
     host, port = environment.master_addr, environment.master_port
-    this_rank, timeout = f"rank {rank} of {world_size}", timedelta(seconds=timeout_seconds)
+    this_rank = f"rank {rank} of {world_size}"
+    timeout = timedelta(seconds=timeout_seconds)
     if backend == "gloo":
         # by default gloo listens at the address of the machine's host name, which other ranks cannot always reach
         # and which can be open to other machines
@@ -141,13 +142,12 @@ def create_store(
 
 
 def fresh_store(store: dist.Store, rank: int, world_size: int, timeout_seconds: float) -> dist.PrefixStore:
-    """Return a view of the store that no earlier start has written to, the same for all ranks of this start, which call
-    this together.
+    """Return a view of the store that no earlier start has written to, the same for all ranks of this start.
 
-    torchrun's agents keep one store across restarts (torch 2.13: always with a static rendezvous; with c10d as long as
-    its store lives). Ranks that read addresses of an earlier start from it cannot connect, or connect to a rank that is
-    about to be terminated. Counting restarts does not help: each agent has its own count, which leaves out the restarts
-    that a joining node causes.
+    Called by all of them. torchrun's agents keep one store across restarts (torch 2.13: with a static rendezvous,
+    always; with c10d, as long as its store lives). Ranks that read an earlier start's addresses from it cannot connect,
+    or connect to a rank that is about to be terminated. Counting restarts does not help: each agent has its own count,
+    which leaves out the restarts that a joining node causes.
 
     Rank 0 draws a new name for this start, waits for a token from each rank under that name, and echoes it. A rank that
     has read the name of an earlier start gets no echo and reads again. Raises RuntimeError if the other ranks do not

@@ -1,4 +1,7 @@
-"""Fake process groups for the dry run: operations return undefined values at once, and count in a `Traffic`."""
+"""Fake process groups for the dry run: operations move nothing, return at once, and are counted in a `Traffic`.
+
+Results have the right shapes and undefined values.
+"""
 
 from __future__ import annotations
 

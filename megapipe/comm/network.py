@@ -37,7 +37,7 @@ def interfaces() -> tuple[Interface, ...]:
 
 
 def local_address_towards(host: str) -> str | None:
-    """Return the local address that packets to `host` would leave from; None if it is unknown or unreachable."""
+    """Return the local address that packets to `host` would leave from; None if the host is unknown or unreachable."""
     with suppress(OSError):
         for family, kind, _, _, address in socket.getaddrinfo(host, DISCARD_PORT, type=socket.SOCK_DGRAM):
             with socket.socket(family, kind) as probe:

@@ -13,7 +13,8 @@ class Event(NamedTuple):
     """A named interval in nanoseconds of time.perf_counter_ns, which all ranks of a machine share."""
 
     name: str  # "replicas reduce_scatter", "boundary 1 activation", "2F0"
-    kind: str  # 'collective', 'send', 'receive': from launch to completion; 'wait'; 'action'; 'phase'; 'row'
+    # 'collective', 'send', 'receive': launch to completion; 'wait': while a rank is blocked; 'action'; 'phase'; 'row'
+    kind: str
     start_ns: int
     end_ns: int
 

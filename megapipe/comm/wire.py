@@ -22,7 +22,7 @@ TAG = "~"  # the only key of any JSON object here; its value is [kind, ...]
 
 
 def pack(value: Any) -> bytes:
-    """Serialize an object of plain values, containers and the classes of megapipe above.
+    """Serialize None, numbers, strings, bytes, paths, lists, tuples, mappings, and the classes of megapipe named above.
 
     Raises TypeError, which names the type, for anything else.
     """

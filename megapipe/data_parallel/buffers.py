@@ -15,7 +15,8 @@ from megapipe.sharding.spec import ParamSpec
 ALIGNMENT_BYTES = 64  # results of kernels may depend on alignment
 
 Draw = Callable[[ParamSpec], Tensor]
-# (main gradient, uses, called when ready) -> tensor_parallel's GradientSlot, for hand-written backwards
+# (main gradient, uses, called when ready) -> the object through which a hand-written backward accumulates:
+# tensor_parallel's GradientSlot
 SlotFactory = Callable[[Tensor, int, Callable[[Any], None]], Any]
 
 
@@ -83,11 +84,10 @@ class StageBuffers:
         # name -> (versions, gradient slot or None), filled by `materialize`
         self._materialized: dict[str, tuple[tuple[nn.Parameter, ...], Any]] = {}
         self.slots = {slot.spec.name: (buffer, slot) for buffer in self.buffers for slot in buffer.layout.slots}
-        self._main_grads = {
-            name: buffer.gradients[slot.start : slot.stop].view(slot.shape)
-            for name, (buffer, slot) in self.slots.items()
-            if grad_dtype is not None
-        }
+        self._main_grads: dict[str, Tensor] = {}
+        if grad_dtype is not None:
+            for name, (buffer, slot) in self.slots.items():
+                self._main_grads[name] = buffer.gradients[slot.start : slot.stop].view(slot.shape)
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -94,7 +94,9 @@ class ParameterGather:
         if not pending:
             return
         start = 0 if self._tracer is None else self._tracer.now()
-        for bucket in tuple(pending) if buckets is None else buckets:
+        if buckets is None:
+            buckets = tuple(pending)
+        for bucket in buckets:
             work = pending.pop(bucket, None)
             if work is not None:
                 work.wait()

@@ -192,7 +192,7 @@ class GradientReducer:
                     continue
                 members = tuple(tp.ranks[replica] for replica in interval.replicas)
                 if members not in (tp.ranks, kv.ranks):
-                    raise ValueError(f"{slot.spec.name}: its replicas, ranks {members}, are neither tp nor kv")
+                    raise ValueError(f"{slot.spec.name}: its replicas {members} are neither the tp nor the kv group")
                 (over_tp if members == tp.ranks else over_kv).append(rows)
         return [(group, gradients) for group, gradients in ((tp, over_tp), (kv, over_kv)) if gradients]
 

@@ -75,7 +75,8 @@ def describe_kernels(kernels: Kernels, config: Config, device_type: str) -> tupl
         linears = norms = f"Transformer Engine {kernels.layers.version}"
     else:
         linears, norms = "megapipe's on torch's GEMMs", "torch's" if kernels.norms is None else "apex's fused norms"
-    fp8, precision = "no fp8", config.precision
+    precision = config.precision
+    fp8 = "no fp8"
     if precision.fp8_format is not None:
         fp8 = f"fp8 {precision.fp8_format}, {precision.fp8_recipe} scaling"
         if kernels.layers is None and device_type == "cuda":

@@ -158,7 +158,7 @@ class KeptAttention:
         finally:
             self._run = None
         tensors = tuple(each for result in self._results for each in result if isinstance(each, Tensor))
-        self._results = [
+        self._results = [  # the class Tensor in the place of each tensor, which the caller saves
             tuple(Tensor if isinstance(each, Tensor) else each for each in result) for result in self._results
         ]
         return output, tensors

@@ -124,7 +124,7 @@ class WeightDecaySchedule:
 def lr_schedule(optimizer: OptimizerConfig, training: TrainingConfig, decoupled: bool = False) -> LrSchedule:
     """Return the learning rate. decoupled: of embedding and output layer, which use --decoupled-lr if it is set.
 
-    Raises ConfigError.
+    Raises ConfigError if --lr is not set, or for rates and lengths that contradict each other.
     """
     if optimizer.lr is None:
         raise ConfigError("--lr is not set")

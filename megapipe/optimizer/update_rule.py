@@ -63,7 +63,10 @@ class UpdateRule:
         else:
             self._optimizer = library.adam(groups, config)
         for group in self._optimizer.param_groups:
-            group.update({"fused": self._fused} if library is None else {"step": 0})
+            if library is None:
+                group["fused"] = self._fused
+            else:
+                group["step"] = 0
         for master, shard, run in self._runs:
             state = self._optimizer.state[master]
             for name, moment in shard.moments.items():  # zeros give the same first step as torch's missing momentum

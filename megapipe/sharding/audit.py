@@ -22,9 +22,10 @@ def audit_stages(specs: Sequence[ParamSpec], stages: Mapping[int, Sequence[Param
                 raise ConfigError(f"stage {stage} holds {spec.name}, which the model does not have")
             holders[spec.name].append(stage)
     for spec in specs:
-        held_by, ends = holders[spec.name], [min(stages), max(stages)]
+        held_by = holders[spec.name]
         if not held_by:
             raise ConfigError(f"no stage holds {spec.name}: the cut of layers drops it")
+        ends = [min(stages), max(stages)]
         if len(held_by) > 1 and not (spec.tied and sorted(held_by) == ends):
             raise ConfigError(
                 f"{spec.name} is held by stages {held_by}; only a tied embedding may be in two, the first and the last"

@@ -1,6 +1,6 @@
 """`ParamSpec`: shape, slicing, initial values and optimizer flags of one parameter of the model.
 
-Tensor parallelism cuts one dimension by a rule that says which intervals tp_rank holds; in order they are its tensor.
+Tensor parallelism cuts one dimension by a rule that says which intervals tp_rank holds: joined in order, its tensor.
 """
 
 from __future__ import annotations

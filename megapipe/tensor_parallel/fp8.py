@@ -106,7 +106,10 @@ def fp8_matmul(
 
 
 class TensorScale:
-    """The scale of one operand of one linear. Its state stays in fixed device memory (CUDA graphs update it)."""
+    """The scale of one operand of one linear.
+
+    Its state stays in fixed device memory (CUDA graphs update it), and the host never waits for it.
+    """
 
     def __init__(self, dtype: torch.dtype, precision: PrecisionConfig) -> None:
         self.dtype, self._margin = dtype, precision.fp8_margin

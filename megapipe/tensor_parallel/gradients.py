@@ -10,6 +10,7 @@ bytes, and gathers when used.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
+from dataclasses import dataclass
 from functools import cache
 from typing import NamedTuple, Protocol
 
@@ -20,6 +21,7 @@ from torch import Tensor
 WeightGradientKernel = Callable[[Tensor, Tensor, Tensor], None]
 
 
+@dataclass(eq=False, repr=False, slots=True)
 class GradientSlot:
     """The tensor in which the gradient of one parameter accumulates over microbatches.
 
@@ -30,17 +32,11 @@ class GradientSlot:
     kernel: replaces torch's GEMM in `add_outer`.
     """
 
-    __slots__ = ("_done", "kernel", "main_grad", "on_ready", "uses")
-
-    def __init__(
-        self,
-        main_grad: Tensor,
-        uses: int = 1,
-        on_ready: Callable[[GradientSlot], None] | None = None,
-        kernel: WeightGradientKernel | None = None,
-    ) -> None:
-        self.main_grad, self.uses, self.on_ready, self.kernel = main_grad, uses, on_ready, kernel
-        self._done = 0
+    main_grad: Tensor
+    uses: int = 1
+    on_ready: Callable[[GradientSlot], None] | None = None
+    kernel: WeightGradientKernel | None = None
+    _done: int = 0
 
     def add(self, gradient: Tensor) -> None:
         """Add a gradient of the local shape and any floating dtype; the sum is computed in main_grad's dtype."""
@@ -137,20 +133,20 @@ class WeightQueue:
     """First-in, first-out lists of weight gradients of one stage, one list per key (the microbatch).
 
     Gradients submitted between `defer` and `immediate` wait; outside, `is_deferring` is False and a linear computes
-    its weight gradient inside its own backward.
+    its weight gradient inside its own backward. waiting: the lists by key, oldest first; empty between steps.
     """
 
     def __init__(self) -> None:
         self.is_deferring = False
         self._current: list[QueuedGradient] = []
-        self._waiting: dict[Hashable, list[QueuedGradient]] = {}
+        self.waiting: dict[Hashable, list[QueuedGradient]] = {}
 
     def defer(self, key: Hashable) -> None:
         """Start to queue under `key`. Raises RuntimeError if the queue defers or still holds gradients of `key`."""
-        if self.is_deferring or key in self._waiting:
+        if self.is_deferring or key in self.waiting:
             reason = "the queue is deferring already" if self.is_deferring else "its previous ones are still waiting"
             raise RuntimeError(f"weight gradients of {key!r} cannot be deferred: {reason}")
-        self._current = self._waiting[key] = []
+        self._current = self.waiting[key] = []
         self.is_deferring = True
 
     def immediate(self) -> None:
@@ -171,9 +167,9 @@ class WeightQueue:
 
         Raises RuntimeError if nothing was deferred under `key`.
         """
-        gradients = self._waiting.pop(key, None)
+        gradients = self.waiting.pop(key, None)
         if gradients is None:
-            raise RuntimeError(f"no weight gradients are queued under {key!r}; queued: {list(self._waiting)!r}")
+            raise RuntimeError(f"no weight gradients are queued under {key!r}; queued: {list(self.waiting)!r}")
         gradients.reverse()
         if gradients:
             gradients[-1].launch()
@@ -183,12 +179,7 @@ class WeightQueue:
                 gradients[-1].launch()
             current.accumulate()
 
-    @property
-    def keys(self) -> tuple[Hashable, ...]:
-        """Keys with queued gradients, oldest first; empty between steps."""
-        return tuple(self._waiting)
-
     def clear(self) -> None:
         """Drop everything queued, after an error for example."""
         self.immediate()
-        self._waiting.clear()
+        self.waiting.clear()

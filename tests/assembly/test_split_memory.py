@@ -58,7 +58,7 @@ def bytes_after_each_action(rank: int, world_size: int, changes: dict[str, Any])
         def run(run: Any, action: Any) -> None:
             handler(run, action)
             waiting = [
-                tensor for runner in runtime.runners.values() for tensor in tensors_of(runner.weight_gradients._waiting)
+                tensor for runner in runtime.runners.values() for tensor in tensors_of(runner.weight_gradients.waiting)
             ]
             storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in waiting}
             alone = [size for address, size in storages.items() if address not in known and not live._holders[address]]

@@ -284,7 +284,7 @@ def test_queued_weight_gradients_keep_the_bytes_in_the_plan(shape: str, recomput
         queue.immediate()
         held = {
             t.untyped_storage().data_ptr(): t.untyped_storage().nbytes()
-            for waiting in queue._waiting[0]
+            for waiting in queue.waiting[0]
             for t in tensors_of(waiting)
         }
         known = {t.untyped_storage().data_ptr() for t in (*stage.parameters(), microbatch.tokens)}

@@ -81,7 +81,7 @@ def test_without_deferring_everything_runs_at_once() -> None:
     queue, events = WeightQueue(), []
     queue.submit(Recorded("a", events))
     assert events == ["launch a", "add a"]
-    assert queue.keys == ()
+    assert not queue.waiting
 
 
 def test_deferred_gradients_wait_for_their_key_and_launch_one_ahead() -> None:
@@ -92,10 +92,10 @@ def test_deferred_gradients_wait_for_their_key_and_launch_one_ahead() -> None:
             queue.submit(Recorded(name, events))
         queue.immediate()
     assert events == []
-    assert queue.keys == (0, 1)
+    assert list(queue.waiting) == [0, 1]
     queue.run(1)
     assert events == ["launch c", "launch d", "add c", "launch e", "add d", "add e"]
-    assert queue.keys == (0,)
+    assert list(queue.waiting) == [0]
     del events[:]
     queue.run(0)
     assert events == ["launch a", "launch b", "add a", "add b"]
@@ -106,7 +106,7 @@ def test_a_key_without_weight_gradients_may_be_run() -> None:
     queue.defer("k")
     queue.immediate()
     queue.run("k")
-    assert queue.keys == ()
+    assert not queue.waiting
 
 
 def test_deferring_twice_or_running_an_unknown_key_is_refused() -> None:

@@ -109,7 +109,7 @@ def run_case(
         assert not ready
         for microbatch in range(2):
             case.queue.run(microbatch)
-    assert case.queue.keys == ()
+    assert not case.queue.waiting
     for name, expected in (("weight", weight_gradient), ("bias", bias_gradient)):
         if expected is None:
             continue
@@ -218,7 +218,7 @@ def run_waiting_bytes(rank: int, world_size: int, kind: str) -> None:
     grad_output = case.output_part(case.grad_outputs[0])
     case.queue.defer(0)
     y.backward(grad_output)
-    (waiting,) = case.queue._waiting[0]
+    (waiting,) = case.queue.waiting[0]
     (kept,) = waiting.inputs
     assert kept.numel() == x.numel()
     assert not kept.requires_grad, "a gradient that waits for W holds the graph"
