@@ -324,7 +324,8 @@ class Channels(dict[ChannelKey, Channel]):
                 for pipeline in pp.siblings:
                     ranks = (pipeline[min(sender, receiver)], pipeline[max(sender, receiver)])
                     made = new_handle(ranks, name, "nccl", pp.timeout_seconds, "pp", pp.nccl)
-                    handle = made if pipeline == pp.ranks else handle
+                    if pipeline == pp.ranks:
+                        handle = made
             if pp.rank not in (sender, receiver):
                 continue
             peer = receiver if pp.rank == sender else sender

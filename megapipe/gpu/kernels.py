@@ -74,7 +74,8 @@ def describe_kernels(kernels: Kernels, config: Config, device_type: str) -> tupl
     if kernels.layers is not None:
         linears = norms = f"Transformer Engine {kernels.layers.version}"
     else:
-        linears, norms = "megapipe's on torch's GEMMs", "torch's" if kernels.norms is None else "apex's fused norms"
+        linears = "megapipe's on torch's GEMMs"
+        norms = "torch's" if kernels.norms is None else "apex's fused norms"
     precision = config.precision
     fp8 = "no fp8"
     if precision.fp8_format is not None:

@@ -5,5 +5,5 @@
 - `update_rule`:   AdamW and SGD over flat tensors
 - `gradient_norm`: global norms and counts in which every element counts once
 - `loss_scale`:    constant and dynamic loss scale of fp16
-- `schedule`:      learning rate and weight decay by consumed samples (imports no torch)
+- `schedule`:      learning rate and weight decay by consumed samples, the `Rates` of a step (imports no torch)
 """

@@ -90,9 +90,10 @@ class UpdateRule:
         self.num_steps += 1
         if self._optimizer is None:
             return
+        decoupled_lr = rates.lr if rates.decoupled_lr is None else rates.decoupled_lr
         for group in self._optimizer.param_groups:
             decayed, decoupled = group["kind"]
-            group["lr"] = rates.decoupled_lr if decoupled and rates.decoupled_lr is not None else rates.lr
+            group["lr"] = decoupled_lr if decoupled else rates.lr
             group["weight_decay"] = rates.weight_decay if decayed else 0.0
         gradients = [shard.updated_from[run.start : run.stop] for _, shard, run in self._runs]
         divisor = None

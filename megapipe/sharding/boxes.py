@@ -32,7 +32,8 @@ class Box:
         """Return the common rectangle of two boxes of one tensor, None if they do not overlap."""
         pairs = list(zip(self.slices, other.slices, strict=True))
         starts = tuple(max(own.start, others.start) for own, others in pairs)
-        shape = tuple(min(own.stop, others.stop) - start for (own, others), start in zip(pairs, starts, strict=True))
+        stops = tuple(min(own.stop, others.stop) for own, others in pairs)
+        shape = tuple(stop - start for start, stop in zip(starts, stops, strict=True))
         return Box(starts, shape) if all(n > 0 for n in shape) else None
 
 
