@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
 # Installs the test dependencies, then runs lint, type checks and tests, and prints the time of each phase.
 #
-#   launch/test.sh [--all] [--gpu] [--lab] [--no-install] [arguments of pytest]
+#   launch/test.sh [--all [--exhaustive]] [--gpu] [--lab] [--no-install] [arguments of pytest]
 #
 #   --all           also the long tests, with new hypothesis examples for each commit. Without it the tests are the same every time; both
 #                   print what they leave out
+#   --exhaustive    with --all: every case of the tests of which --all draws some (tests/long_tests.txt)
 #   --gpu           also the tests that need a CUDA device
 #   --lab           also install Debian's SLURM and munge with apt-get (needs root) for the tests that submit jobs to daemons
 #                   that they start themselves; without SLURM these tests are skipped
@@ -25,7 +26,7 @@ selection=()
 for argument in "$@"; do
     case $argument in
         --all | --slow) options+=(--all); all=yes ;;
-        --gpu) options+=(--gpu) ;;
+        --gpu | --exhaustive) options+=("$argument") ;;
         --lab) lab=yes ;;
         --no-install) install=no ;;
         -h | --help) sed -n '2,/^set -/{/^set -/!s/^# \{0,1\}//p;}' "${BASH_SOURCE[0]}"; exit 0 ;;

@@ -45,13 +45,16 @@ for name, derandomize in (("everyday", True), ("seeded", False)):
 hypothesis.settings.load_profile("seeded" if any(a.startswith("--hypothesis-seed") for a in sys.argv) else "everyday")
 LONG_TESTS = TESTS / "long_tests.txt"  # its head describes its lines
 PHASES = ("torchfree", "together", "alone")
-NOT_DRAWN = "one of many cases: --all runs others at each commit"
+NOT_DRAWN = "one of many cases: --all runs others at each commit, --all --exhaustive every one"
 LEFT_OUT = {"--all": "a long test: run with --all", "--gpu": "needs a CUDA device: run with --gpu"}
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("megapipe")
     group.addoption("--all", "--slow", action="store_true", dest="run_all", help="also run the long tests")
+    group.addoption(
+        "--exhaustive", action="store_true", help="with --all: every case of the tests of which --all draws some"
+    )
     group.addoption("--gpu", action="store_true", help="also run the tests that need a CUDA device")
     group.addoption(
         "--phase",
@@ -126,7 +129,7 @@ def mark_long_tests(items: list[pytest.Item], config: pytest.Config) -> None:
     for line in LONG_TESTS.read_text(encoding="utf-8").splitlines():
         if line.startswith("#"):
             continue
-        kept, name = line.split(maxsplit=1)
+        kept, drawn, name = line.split(maxsplit=2)
         path, function = name.partition("[")[0].split("::")
         if f"def {function}(" not in (TESTS.parent / path).read_text(encoding="utf-8"):
             raise pytest.UsageError(f"{LONG_TESTS}: no test is called {name}; rename or delete its line")
@@ -135,16 +138,11 @@ def mark_long_tests(items: list[pytest.Item], config: pytest.Config) -> None:
             raise pytest.UsageError(
                 f"{LONG_TESTS}: {path}::{function} has no such case: {name}; rename or delete its line"
             )
-        if kept.startswith("draw"):
-            number = min(int(kept.removeprefix("draw")), len(cases))
-            drawn = Random(f"{config.getoption('--hypothesis-seed')} {name}").sample(range(len(cases)), number)
-            for index, item in enumerate(cases):
-                item.add_marker(pytest.mark.slow if index in drawn else pytest.mark.skip(reason=NOT_DRAWN))
-            continue
-        every = len(cases) + 1 if kept == "none" else int(kept.removeprefix("1/"))
-        for index, item in enumerate(cases, start=kept == "none"):
-            if index % every:
-                item.add_marker(pytest.mark.slow)
+        others = cases if kept == "none" else [case for i, case in enumerate(cases) if i % int(kept[2:])]
+        number = len(others) if drawn == "all" or config.getoption("exhaustive") else min(int(drawn), len(others))
+        chosen = Random(f"{config.getoption('--hypothesis-seed')} {name}").sample(range(len(others)), number)
+        for index, case in enumerate(others):
+            case.add_marker(pytest.mark.slow if index in chosen else pytest.mark.skip(reason=NOT_DRAWN))
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
