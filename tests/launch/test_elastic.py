@@ -60,9 +60,11 @@ def test_the_remaining_node_continues_with_half_the_replicas(tmp_path: Path) -> 
         "--rdzv-id",
         "elastic",
     )
-    befores = [
-        (*meeting, "--rdzv-conf", SOON, "--max-restarts", "3", "--local-addr", f"127.0.0.{node}") for node in (1, 2)
-    ]
+    befores = []
+    for node in (1, 2):
+        # the node that stays holds the store of the rendezvous, whichever of the two starts faster
+        conf = f"{SOON},is_host={int(node == 1)}"
+        befores.append((*meeting, "--rdzv-conf", conf, "--max-restarts", "3", "--local-addr", f"127.0.0.{node}"))
     flags = (*FLAGS, "--save", str(run))
     with launch(folders[0], 1, *flags, script=script, before=befores[0]) as kept:
         with launch(folders[1], 1, *flags, script=script, before=befores[1]):
