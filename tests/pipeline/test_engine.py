@@ -108,7 +108,7 @@ def run_lowered(
         rank,
         runners,
         Channels.build(lowered.placement, group, max_in_flight=4),
-        lambda stage: reduced.append((stage, len(queues[stage].keys))),
+        lambda stage: reduced.append((stage, len(queues[stage].waiting))),
         tracer=tracer,
         streams=streams,
     )
