@@ -99,9 +99,9 @@ class NewFile:
     def write(self, content: bytes | memoryview) -> None:
         """Append anything that has the buffer protocol."""
         if len(self._buffer) + len(content) >= WRITE_BYTES:
-            self._flush()
+            self.flush()
         if len(content) >= WRITE_BYTES // 4:
-            self._flush()
+            self.flush()
             self._put(memoryview(content))
         else:
             self._buffer += content
@@ -112,14 +112,15 @@ class NewFile:
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
         try:
             if kind is None:
-                self._flush()
+                self.flush()
                 os.fsync(self._descriptor)
         finally:
             os.close(self._descriptor)
         if kind is None:
             self._done("sync", self._path)
 
-    def _flush(self) -> None:
+    def flush(self) -> None:
+        """Write what is buffered; torch.save calls it."""
         if self._buffer:
             self._put(memoryview(self._buffer))
             self._buffer = bytearray()
