@@ -48,7 +48,9 @@ class GpuConfig:
         None, "YAML file with cga_cluster_size, min_ctas, max_ctas, net_name for kinds of groups (tp, pp, dp, ...)"
     )
     high_priority_stream_groups: tuple[str, ...] = option(
-        ("pp",), "kinds of groups whose NCCL kernels have priority: what a pipeline waits for", choices=NCCL_GROUPS
+        ("pp",),
+        "kinds of groups whose NCCL kernels have priority: the messages that a pipeline waits for",
+        choices=NCCL_GROUPS,
     )
     cuda_graph_impl: str = option(
         "none",

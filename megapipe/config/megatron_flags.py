@@ -79,12 +79,22 @@ DELIBERATE_DIFFERENCES = (
     Difference("--distributed-backend", "nccl", "auto", "gloo without a GPU, so that the same script runs anywhere"),
     Difference("--exit-signal-handler", "off", "on", "a job that is asked to exit saves first"),
     Difference("--eval-interval", "none", "1000", "the model is evaluated during training unless --eval-iters is 0"),
-    Difference("--num-query-groups", "1, unused without --group-query-attention", "acts alone", "it is never ignored"),
+    Difference(
+        "--num-query-groups",
+        "1, unused without --group-query-attention",
+        "acts alone",
+        "a given number is never ignored",
+    ),
     Difference("--high-priority-stream-groups", "none", "pp", "a pipeline waits for its messages"),
     Difference("--profile-ranks", "none", "0", "--profile alone writes a trace"),
     Difference("--transformer-impl", "transformer_engine", "local", "an optional library, which runs only on GPUs"),
     Difference("--recompute-modules", "none, which is core_attn", "core_attn", "made explicit; activation is ours"),
-    Difference("--window-size", "LEFT,RIGHT without the token itself", "one number with it", "LEFT,0 works too"),
+    Difference(
+        "--window-size",
+        "LEFT,RIGHT, the token itself not included",
+        "one number, the token itself included",
+        "LEFT,0 is accepted and means the same",
+    ),
 )
 
 

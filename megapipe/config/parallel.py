@@ -39,8 +39,12 @@ class ParallelConfig:
     decoder_last_pipeline_num_layers: int | None = option(
         None, "layers on the last pipeline rank; the rest is divided evenly", "layers", at_least=0
     )
-    account_for_embedding_in_pipeline_split: bool = option(False, "count the embedding as one layer in the division")
-    account_for_loss_in_pipeline_split: bool = option(False, "count output layer and loss as one layer in the division")
+    account_for_embedding_in_pipeline_split: bool = option(
+        False, "count the embedding as one layer when layers are divided"
+    )
+    account_for_loss_in_pipeline_split: bool = option(
+        False, "count output layer and loss as one layer when layers are divided"
+    )
     pipeline_balance: str = option(
         "auto",
         "how layers that are not placed by hand are divided: to minimize the work of the busiest pipeline rank, by "

@@ -40,7 +40,9 @@ class TrainingConfig:
     eval_iters: int = option(100, "batches in one evaluation; 0: none", "batches", at_least=0)
     seed: int = option(1234, "seed of weights, data order and dropout", at_least=0)
     deterministic_mode: bool = option(False, "use only kernels that give bit-identical results in every run")
-    label_smoothing: float = option(0.0, "target share spread over the vocabulary", "probability", at_least=0, below=1)
+    label_smoothing: float = option(
+        0.0, "share of the target that is spread over the vocabulary", "probability", at_least=0, below=1
+    )
     z_loss: float = option(0.0, "weight of log(sum(exp(logits)))^2 in the loss; 0: none", at_least=0)
     cross_entropy_chunk_size: int | None = count(
         None,
