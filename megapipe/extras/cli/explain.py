@@ -60,7 +60,7 @@ def _meaning(name: str, field: ConfigField, flag: Flag) -> Iterator[str]:
     yield f"  {unit_and_help(field, SCHEDULE_NAMES)}"
     for difference in DELIBERATE_DIFFERENCES:
         if difference.flag in (name, field.main_flag):
-            yield f"  Megatron: {difference.megatron}; here: {difference.here}, because {difference.reason}"
+            yield f"  Megatron: {difference.megatron}; here: {difference.here} ({difference.reason})"
     paper = papers().get(name) or papers().get(field.main_flag)
     if paper:
         yield f"  paper: {paper}"
