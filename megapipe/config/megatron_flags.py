@@ -88,7 +88,9 @@ DELIBERATE_DIFFERENCES = (
     Difference("--high-priority-stream-groups", "none", "pp", "a pipeline waits for its messages"),
     Difference("--profile-ranks", "none", "0", "--profile alone writes a trace"),
     Difference("--transformer-impl", "transformer_engine", "local", "an optional library, which runs only on GPUs"),
-    Difference("--recompute-modules", "unset, meaning core_attn", "core_attn", "written out; activation exists only here"),
+    Difference(
+        "--recompute-modules", "unset, meaning core_attn", "core_attn", "written out; activation exists only here"
+    ),
     Difference(
         "--window-size",
         "LEFT,RIGHT, the token itself not included",
