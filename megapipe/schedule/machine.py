@@ -155,6 +155,7 @@ class Machine:
         row, starts, ends, clock = self.schedule.rows[rank], self.starts[rank], self.ends[rank], self.clocks[rank]
         times, waiting_for, ready, count = self.times, self.waiting_for, self.ready, self.count
         work, hops, directions, overlap = self.work, self.hops, self._num_directions, self.costs.overlap
+        unmatched = self.unmatched
         sent, posted, depths, is_bounded = self.sent, self.posted, self.depths, self.send_depth is not None
         slots = iter(range(self.positions[rank], len(row)))
         for position in slots:
@@ -198,7 +199,10 @@ class Machine:
                     if channel in self.blocked_on:
                         self._unblock(channel, clock)
                 starts[position] = clock
-                ends[position] = self.match(message + key, channel, wire_seconds, clock, ends, position)
+                if message + key in unmatched:
+                    ends[position] = self.complete(message + key, channel, wire_seconds, clock)
+                else:
+                    unmatched[message + key] = clock, ends, position
                 continue
             self.positions[rank], self.clocks[rank] = position, clock
             num_done = self._overlap(rank) if op is Op.OVERLAP else self._update_or_reduce(rank, row[position])
@@ -217,28 +221,19 @@ class Machine:
         self.clocks[sender] = max(self.clocks[sender], clock)
         self.ready.append(sender)
 
-    def match(
-        self, message: int, channel: int, wire_seconds: float, clock: float, ends: list[float], slot: int
-    ) -> float:
-        """Note a send or a receive and return its end; NEVER, to be set later, if it is the first of the two.
+    def complete(self, message: int, channel: int, wire_seconds: float, clock: float) -> float:
+        """Return the end of a message whose other half, the send or the receive, is noted in `unmatched`.
 
         A message starts once both are there and the one before it on the channel is through.
         """
-        first = self.unmatched.pop(message, None)
-        if first is None:
-            self.unmatched[message] = clock, ends, slot
-            return NEVER
-        start = clock if clock > first[0] else first[0]
+        first_clock, ends, slot = self.unmatched.pop(message)
+        start = clock if clock > first_clock else first_clock
         if wire_seconds and self.costs.overlap:
             start = self.free_at[channel] = max(start, self.free_at[channel]) + wire_seconds
-        first[1][first[2]] = end = start + self.costs.latency_seconds
-        self._arrive(message, end)
+        ends[slot] = self.times[message] = end = start + self.costs.latency_seconds
+        if message in self.waiting_for:
+            self.ready.append(self.waiting_for.pop(message))
         return end
-
-    def _arrive(self, value: int, time: float) -> None:
-        self.times[value] = time
-        if value in self.waiting_for:
-            self.ready.append(self.waiting_for.pop(value))
 
     def resolved(self, table: Mapping[Op, Sequence[Sequence[Entry]]], action: Action) -> tuple[Entry, int]:
         """Return an action's entry of `work` or `hops`, and what its value ids add to their bases."""
@@ -261,7 +256,9 @@ class Machine:
             for base in work.makes:
                 self.times[base + key] = end
             for base, delay in work.arrives:
-                self._arrive(base + key, end + delay)
+                self.times[base + key] = end + delay
+                if base + key in self.waiting_for:
+                    self.ready.append(self.waiting_for.pop(base + key))
 
     # OVERLAP, UPDATE and REDUCE_GRAD: both methods return how many slots they executed, 0 if an input is missing
 

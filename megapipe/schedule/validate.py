@@ -230,12 +230,13 @@ def _check_reductions(schedule: Schedule) -> None:
 
     The walk proves that a reduction follows the last weight gradient.
     """
+    reduction = Op.REDUCE_GRAD  # reading a member from the enum costs more than the comparison
     follows: dict[int, dict[int, Place]] = {}  # stage -> stages that some rank reduces just before it, and where
     for rank, row in enumerate(schedule.rows):
-        order = [(stage, slot) for slot, (stage, op, _) in enumerate(row) if op is Op.REDUCE_GRAD]
+        order = [(stage, slot) for slot, (stage, op, _) in enumerate(row) if op is reduction]
         missing = set(schedule.placement.stages_of(rank)) - {stage for stage, _ in order}
         if missing:
-            action = Action(min(missing), Op.REDUCE_GRAD, None)
+            action = Action(min(missing), reduction, None)
             _fail(schedule, f"{action} is missing on rank {rank}", (rank, len(row)))
         shared = [(stage, slot) for stage, slot in order if len(schedule.placement.ranks_of(stage)) > 1]
         for (before, _), (after, slot) in pairwise(shared):

@@ -42,7 +42,10 @@ def test_a_stopped_rank_of_four_is_named_and_all_are_terminated(
         assert command.ranks() == []
     assert ended.code == 1
     assert LIMIT_SECONDS * 0.9 < seconds < LIMIT_SECONDS + MOST_SECONDS
-    assert "communication error (rank 0): training hangs on rank 3 (pp 1, dp 1, stage 1)" in ended.error
+    # the lowest rank that is stuck at that moment reports; which of the three is stuck first depends on where they wait
+    assert re.search(
+        r"communication error \(rank [012]\): training hangs on rank 3 \(pp 1, dp 1, stage 1\)", ended.error
+    )
     assert "the process is stopped (SIGSTOP)" in ended.error
     assert ended.error.count("error") == 1, ended.error
     assert main([str(tmp_path / "run")]) == 0
