@@ -39,7 +39,7 @@ Pools = Callable[[int], RankPool]
 NUM_COVERING = 93
 NUM_CUBES = 20  # grids of tp 2 x pp 2 x dp 2 among them
 NUM_DRAWN = 8
-NUM_SHARDS, SHARD_SIZE = 25, 23  # hypothesis draws some of them twice
+NUM_SHARDS, SHARD_SIZE = 50, 12  # hypothesis draws some of them twice
 
 # shrinking grids of eight processes takes minutes; the grid that failed is shown as it was drawn
 DRAW = settings(

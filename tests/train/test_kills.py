@@ -200,11 +200,6 @@ def kill_often(victim: Victim, number: int) -> None:
     assert number - victim.struck["any instant"] == number // 2
 
 
-@pytest.mark.parametrize(("world", "flags"), [GRIDS["pp2"]], ids=["pp2"])
-def test_ten_kills_change_nothing(tmp_path: Path, world: int, flags: str) -> None:
-    kill_often(Victim(tmp_path / "victim", world, flags, seed=1), 10)
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize(
