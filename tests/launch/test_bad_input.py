@@ -130,6 +130,7 @@ def test_a_world_that_does_not_fit_is_refused_by_all_ranks_once(tmp_path: Path) 
     assert_one_message(ended, 2, "error", "3")
 
 
+@pytest.mark.timeout(300)
 def test_the_quickstart_trains_and_resumes_and_ctrl_c_saves(tmp_path: Path) -> None:
     words = [
         "--ranks",
