@@ -41,6 +41,8 @@ class Flag:
     # if given, the constant is set only where the field would otherwise hold one of these values:
     # `--no-bias-gelu-fusion` turns tanh GELU into erf GELU and leaves SwiGLU alone, as in Megatron
     only_from: tuple[Any, ...] | None = None
+    # if given, makes the words of the field from the one value of this flag: a file's content from its path
+    read: Callable[[str], Sequence[str]] | None = None
     help: str = ""  # by default, the equivalent use of the field's main flag
 
 

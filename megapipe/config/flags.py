@@ -93,7 +93,7 @@ def takes_values(field: ConfigField, flag: Flag) -> str:
     """Return how many values follow a flag: "" none, "1" one, "+" one or more."""
     if flag.value is not TAKES_VALUE:
         return ""
-    return "+" if field.kind.many else "1"
+    return "+" if field.kind.many and flag.read is None else "1"
 
 
 def normalised(token: str) -> str:
@@ -130,6 +130,8 @@ def read_command_line(argv: Sequence[str]) -> CommandLine:
         if name in field_flags() and not requests.help:
             field, flag = field_flags()[name]
             value = flag.value
+            if texts and flag.read is not None:
+                texts = list(flag.read(texts[0]))
             if texts:
                 value = read_value(field, texts if field.kind.many else texts[0], name)
             settings += settings_of(field, flag, value, f"flag {name}", name)

@@ -136,7 +136,8 @@ def settings_of_entry(entry: Entry, remarks: list[str]) -> list[Setting]:
             return []  # `bf16: false` changes nothing
         value = flag.value if is_on else not flag.value
     elif entry.raw is not None:
-        value = read_value(field, entry.raw, subject, literal=entry.quoted)
+        raw = flag.read(entry.raw) if flag.read is not None and isinstance(entry.raw, str) else entry.raw
+        value = read_value(field, raw, subject, literal=entry.quoted)
     elif field.kind.optional:
         value = None
     else:

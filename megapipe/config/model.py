@@ -5,14 +5,20 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megapipe.config.fields import Flag, Need, count, option
+from megapipe.config.layer_pattern import read_block_configs
 from megapipe.dtypes import TENSOR_DTYPES
 
 NORMALIZATIONS = ("LayerNorm", "RMSNorm")
 ACTIVATIONS = ("gelu", "gelu_tanh", "swiglu", "geglu_tanh", "squared_relu", "relu")
 GATED_ACTIVATIONS = ("swiglu", "geglu_tanh")
+NORM_POSITIONS = ("before", "after", "around")
+QK_NORM_SCOPES = ("head", "projection")
 FP8_FORMATS = ("e4m3", "hybrid")
 FP8_RECIPES = ("tensorwise", "delayed")
 
+QK_NORM = Need("model.qk_layernorm", "--qk-layernorm")
+ROPE = Need("model.position_embedding_type", "--position-embedding-type rope", ("rope",))
+WINDOW = Need("model.window_size", "--window-size")
 FP16 = Need("precision.dtype", "--fp16 (only then is the loss scaled)", ("fp16",))
 FP8 = Need("precision.fp8_format", "--fp8-format e4m3 or hybrid")
 
@@ -94,7 +100,18 @@ class ModelConfig:
     yarn_mscale: float = option(1.0, "yarn: numerator of the attention temperature", at_least=0)
     yarn_mscale_all_dim: float = option(0.0, "yarn: denominator of the attention temperature (0: none)", at_least=0)
 
+    no_rope_freq: str | None = option(
+        None,
+        "layers without rotary positions: N, every N-th layer, or a list with 1 for each of them, '([0]*3+[1])*2'; "
+        "unset: none",
+        needs=ROPE,
+    )
     normalization: str = option("LayerNorm", "normalization layer", choices=NORMALIZATIONS)
+    norm_position: str = option(
+        "before",
+        "where attention and MLP are normalized: their input, x + f(norm(x)), their output, x + norm(f(x)), or both",
+        choices=NORM_POSITIONS,
+    )
     norm_epsilon: float = option(1e-5, "added to the variance in normalization", above=0)
     layernorm_zero_centered_gamma: bool = option(False, "store norm weights as gamma - 1", flag="--apply-layernorm-1p")
     activation: str = option(
@@ -110,13 +127,38 @@ class ModelConfig:
     add_bias_linear: bool = option(True, "biases in the linear layers", off_flag="--disable-bias-linear")
     add_qkv_bias: bool = option(False, "bias in the query-key-value projection even without other biases")
     untie_embeddings_and_output_weights: bool = option(False, "separate weights for word embedding and output layer")
-    qk_layernorm: bool = option(False, "normalize each head's queries and keys")
+    embedding_scale: float = option(1.0, "factor on word embeddings (Gemma: the root of hidden-size)", above=0)
+    qk_layernorm: bool = option(False, "normalize queries and keys")
+    qk_layernorm_scope: str = option(
+        "head",
+        "what --qk-layernorm normalizes: each head, or all heads together",
+        choices=QK_NORM_SCOPES,
+        needs=QK_NORM,
+    )
     window_size: int | None = count(
         None,
         "sliding window: a token attends to itself and window-size - 1 tokens before it (or Megatron's pair LEFT,0); "
         "unset: to all tokens before it",
         "tokens",
         read=read_window,
+    )
+    window_attn_skip_freq: str | None = option(
+        None,
+        "layers without the window: N, every N-th layer, or a list with 0 for each of them, '([1]*3+[0])*2'; "
+        "unset: none",
+        needs=WINDOW,
+    )
+    layer_pattern: tuple[str, ...] = option(
+        (),
+        "layers that differ from the model, in order: 'COUNT NAME=VALUE ...' for each run of layers, such as "
+        "'5 window_size=1024 rotary_base=10000'; a last word '...' repeats the runs to the last layer",
+        more_flags=(
+            Flag(
+                "--heterogeneous-layers-config-path",
+                read=read_block_configs,
+                help="layer-pattern from a JSON file with block_configs (Llama-Nemotron)",
+            ),
+        ),
     )
     attn_logit_softcapping: float | None = option(None, "attention logits become c tanh(x / c); unset: none", above=0)
     final_logit_softcapping: float | None = option(None, "output logits become c tanh(x / c); unset: none", above=0)

@@ -1,5 +1,5 @@
-"""Self-attention: x + proj(core_attention(qkv(norm(x)))), with grouped queries, rotary positions, qk-norm, a sliding
-window, a soft-cap.
+"""Self-attention: x + norm(proj(core_attention(qkv(norm(x))))), with either norm or both, grouped queries, rotary
+positions, qk-norm, a sliding window, a soft-cap.
 
 Core attention is one fused kernel; where fused kernels lack an option it is written out ("explicit") and keeps [s, s]
 matrices.
@@ -11,10 +11,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
-from megapipe.config.config import ResolvedModelConfig
+from megapipe.config.layers import LayerConfig
 from megapipe.config.model import ModelConfig
 from megapipe.layers.linear import Linear, collectives, column_gradient_bytes, output_std, row_gradient_bytes
-from megapipe.layers.norm import Norm
+from megapipe.layers.norm import Norm, branch_norms, residual_stream
 from megapipe.layers.table import (
     MASK_BYTES,
     Backward,
@@ -26,7 +26,7 @@ from megapipe.layers.table import (
     Table,
     total_bytes,
 )
-from megapipe.sharding.spec import Fused, ParamSpec, QueryGroups
+from megapipe.sharding.spec import Fused, Heads, ParamSpec, QueryGroups
 
 
 def is_explicit(model: ModelConfig) -> bool:
@@ -44,20 +44,27 @@ def mean_keys(seq_length: int, window_size: int | None) -> float:
 
 @dataclass(frozen=True, eq=False)
 class Attention:
-    """The attention branch of one transformer layer, its input norm included."""
+    """The attention branch of one transformer layer, its norms included."""
 
-    model: ResolvedModelConfig
+    model: LayerConfig
     is_fp8: bool  # its linears multiply in 8 bits
 
     @cached_property
-    def norm(self) -> Norm:
-        return Norm.of(self.model, "input_layernorm")
+    def norms(self) -> tuple[Norm | None, Norm | None]:
+        """The norms of the branch's input and of its output."""
+        return branch_norms(self.model, "input_layernorm", "post_self_attn_layernorm")
 
     @cached_property
     def qk_norms(self) -> tuple[Norm, ...]:
         """The norms of q and of k; none without --qk-layernorm."""
-        names = ("q", "k") if self.model.qk_layernorm else ()
-        return tuple(Norm.of(self.model, f"self_attention.{name}_layernorm", self.model.kv_channels) for name in names)
+        model = self.model
+        if not model.qk_layernorm:
+            return ()
+        q = k = model.kv_channels
+        if model.qk_layernorm_scope == "projection":
+            q, k = model.num_attention_heads * q, model.num_query_groups * k
+        sizes = (("q", q), ("k", k))
+        return tuple(Norm.of(model, f"self_attention.{name}_layernorm", size) for name, size in sizes)
 
     @cached_property
     def is_explicit(self) -> bool:
@@ -71,11 +78,17 @@ class Attention:
         has_bias, std = model.add_bias_linear, model.init_method_std
         qkv = Linear(f"{name}.linear_qkv", rows, hidden, slicing, has_bias or model.add_qkv_bias, std)
         projection = Linear(f"{name}.linear_proj", hidden, heads * channels, Fused(1), has_bias, output_std(model))
-        yield from self.norm.parameters(prefix, layer, sequence_parallel)
+        before, after = self.norms
+        yield from before.parameters(prefix, layer, sequence_parallel) if before is not None else ()
         yield from qkv.parameters(layer, sequence_parallel)
-        for norm in self.qk_norms:  # one weight for all heads, of which each tp rank sees its own
-            yield from norm.parameters(prefix, layer, partial_gradient=True)
+        if self.qk_norms and model.qk_layernorm_scope == "projection":  # cut over tp like the heads
+            for norm, count in zip(self.qk_norms, (heads, groups), strict=True):
+                yield norm.weight(prefix, layer, Heads(count, channels))
+        else:
+            for norm in self.qk_norms:  # one weight for all heads, of which each tp rank sees its own
+                yield from norm.parameters(prefix, layer, partial_gradient=True)
         yield from projection.parameters(layer, sequence_parallel)
+        yield from after.parameters(prefix, layer, sequence_parallel) if after is not None else ()
 
     def gemms(self, tp: int) -> tuple[Gemm, Gemm]:
         """Return linear_qkv and linear_proj on one of tp ranks."""
@@ -94,10 +107,12 @@ class Attention:
         qkv, projection = self.gemms(shape.tp)
         hidden, query = shape.hidden_bytes(self.model.hidden_size), self._query(shape) * shape.element
         dropout = Kept("dropout masks", shape.own_tokens * self.model.hidden_size, MASK_BYTES)
-        # the gradient behind the projection's dropout stays until the branch is done
-        behind = hidden if self.model.hidden_dropout > 0 else 0
+        before, after = self.norms
+        has_dropout = self.model.hidden_dropout > 0
+        # the gradient behind the dropout or the norm after the projection stays until the branch is done
+        behind = hidden if has_dropout or after is not None else 0
         qkv_bytes = shape.tokens * qkv.outputs * shape.element
-        again = self.norm.output_again_bytes(shape)
+        again = 0 if before is None else before.output_again_bytes(shape)
         redoes_core = shape.recomputes("core_attn")
         qkv_kept, core_kept = tuple(self._qkv_kept(shape)), () if redoes_core else tuple(self._core_kept(shape))
         # core attention's backward frees all but its output, which linear_proj keeps, and what a checkpoint holds until
@@ -107,7 +122,8 @@ class Attention:
         if shape.recompute.recompute_keep_attention:
             freed = [tensor for tensor in freed if not tensor.with_replay]
         operations = (
-            self.norm.operation(shape),  # its backward holds less than the one of linear_qkv
+            # its backward holds less than the one of linear_qkv
+            residual_stream(shape, self.model.hidden_size) if before is None else before.operation(shape),
             Operation(
                 "linear_qkv",
                 qkv_kept,
@@ -125,28 +141,31 @@ class Attention:
             ),
             Operation(
                 "linear_proj",
-                (dropout,) if self.model.hidden_dropout > 0 else (),
+                (dropout,) if has_dropout else (),
                 gemm=projection,
                 collectives=collectives(projection, shape),
                 deferred_bytes=query + hidden,
                 backward=Backward(behind + query + row_gradient_bytes(projection, shape)),
             ),
+            *(() if after is None else (after.after_branch(shape, has_dropout),)),
         )
         return Table(operations, left_bytes=hidden)
 
+    def window(self, shape: RankShape) -> int | None:
+        """Return the sliding window; None without one, and where it reaches over the whole sequence."""
+        size = self.model.window_size
+        return None if size is None or size >= shape.seq else size
+
     def rotary_table_bytes(self, shape: RankShape) -> int:
         """Return the bytes of cos and sin of one sequence, [s, r / 2] each, r the rotated channels."""
-        model = self.model
-        rotated = int(model.kv_channels * model.rotary_percent) if model.position_embedding_type == "rope" else 0
+        rotated = 0 if self.model.rotary is None else int(self.model.kv_channels * self.model.rotary_percent)
         return 2 * shape.seq * (rotated // 2) * shape.wide
 
     def shared_mask_bytes(self, shape: RankShape) -> int:
         """Return the bytes of the additive mask [s, s] that a stage makes once: with a sliding window, and where
         attention is written out. Documents have a mask for each microbatch instead.
         """
-        window_size = self.model.window_size
-        is_windowed = window_size is not None and window_size < shape.seq
-        is_needed = (is_windowed or self.is_explicit) and shape.attention_impl == "sdpa"
+        is_needed = (self.window(shape) is not None or self.is_explicit) and shape.attention_impl == "sdpa"
         return shape.seq * shape.seq * shape.element if is_needed and not shape.documents.attention_mask else 0
 
     def document_mask_bytes(self, shape: RankShape, is_replayed: bool) -> int:
@@ -203,7 +222,8 @@ class Attention:
         if not repeats or self.qk_norms:
             yield Kept(name, query + 2 * key, element)
         for norm, heads in zip(self.qk_norms, (self._heads(shape), self._groups(shape)), strict=False):
-            yield from norm.statistics(shape.tokens * heads, shape)
+            per_token = heads if self.model.qk_layernorm_scope == "head" else 1
+            yield from norm.statistics(shape.tokens * per_token, shape)
         if self.qk_norms:
             yield Kept(name, query, element)
             if not repeats:

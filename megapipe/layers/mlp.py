@@ -1,4 +1,4 @@
-"""The dense MLP: x + fc2(activation(fc1(norm(x)))), gated (SwiGLU, GeGLU) or not."""
+"""The dense MLP: x + norm(fc2(activation(fc1(norm(x))))), with either norm or both, gated (SwiGLU, GeGLU) or not."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
-from megapipe.config.config import ResolvedModelConfig
+from megapipe.config.layers import LayerConfig
 from megapipe.config.model import GATED_ACTIVATIONS
 from megapipe.layers.linear import (
     Linear,
@@ -16,21 +16,22 @@ from megapipe.layers.linear import (
     row_gradient_bytes,
     weight_gradient_bytes,
 )
-from megapipe.layers.norm import Norm
+from megapipe.layers.norm import Norm, branch_norms, residual_stream
 from megapipe.layers.table import MASK_BYTES, Backward, Gemm, Kept, Operation, RankShape, Table, total_bytes
 from megapipe.sharding.spec import Fused, ParamSpec
 
 
 @dataclass(frozen=True, eq=False)
 class DenseMLP:
-    """The MLP branch of one transformer layer, its norm included."""
+    """The MLP branch of one transformer layer, its norms included."""
 
-    model: ResolvedModelConfig
+    model: LayerConfig
     is_fp8: bool  # its linears multiply in 8 bits
 
     @cached_property
-    def norm(self) -> Norm:
-        return Norm.of(self.model, "pre_mlp_layernorm")
+    def norms(self) -> tuple[Norm | None, Norm | None]:
+        """The norms of the branch's input and of its output."""
+        return branch_norms(self.model, "pre_mlp_layernorm", "post_mlp_layernorm")
 
     @property
     def gates(self) -> int:
@@ -43,9 +44,11 @@ class DenseMLP:
         ffn, has_bias, std = model.ffn_hidden_size, model.add_bias_linear, model.init_method_std
         fc1 = Linear(f"{name}.linear_fc1", gates * ffn, hidden, Fused(0, gates), has_bias, std)
         fc2 = Linear(f"{name}.linear_fc2", hidden, ffn, Fused(1), has_bias, output_std(model))
-        yield from self.norm.parameters(prefix, layer, sequence_parallel)
+        before, after = self.norms
+        yield from before.parameters(prefix, layer, sequence_parallel) if before is not None else ()
         yield from fc1.parameters(layer, sequence_parallel)
         yield from fc2.parameters(layer, sequence_parallel)
+        yield from after.parameters(prefix, layer, sequence_parallel) if after is not None else ()
 
     def gemms(self, tp: int) -> tuple[Gemm, Gemm]:
         """Return linear_fc1 and linear_fc2 on one of tp ranks."""
@@ -60,9 +63,10 @@ class DenseMLP:
         if the norm is recomputed too.
         """
         fc1, fc2 = self.gemms(shape.tp)
-        norm, splits, has_dropout = self.norm, shape.splits_backward, self.model.hidden_dropout > 0
-        redoes_mlp, redoes_norm = shape.recomputes("mlp"), shape.recomputes("layernorm")
-        is_relu, hidden = self.model.activation == "relu", shape.hidden_bytes(norm.size)
+        (before, after), size = self.norms, self.model.hidden_size
+        splits, has_dropout = shape.splits_backward, self.model.hidden_dropout > 0
+        redoes_mlp, redoes_norm = shape.recomputes("mlp"), shape.recomputes("layernorm") and before is not None
+        is_relu, hidden = self.model.activation == "relu", shape.hidden_bytes(size)
         redoes_activation = shape.recomputes("activation") and not is_relu
         width = shape.tokens * fc2.inputs  # elements between the linears, one gate
         wide, inner = width * shape.element, self.gates * width * shape.element
@@ -70,28 +74,35 @@ class DenseMLP:
         keeps_activation = not redoes_activation and not redoes_mlp
         inner_kept = () if is_relu or redoes_mlp else (Kept("mlp hidden", self.gates * width, shape.element),)
         activation_kept = (Kept("mlp activation", width, shape.element),) if keeps_activation else ()
-        masks = (Kept("dropout masks", shape.own_tokens * norm.size, MASK_BYTES),) if has_dropout else ()
+        masks = (Kept("dropout masks", shape.own_tokens * size, MASK_BYTES),) if has_dropout else ()
 
         # the backward: what recompute makes, the gradient behind the dropout, and what waits for W
         inner_again = inner if redoes_mlp else 0
         replayed = wide if redoes_mlp else 0  # the replay holds its activation until its own backward is done
-        behind = hidden if has_dropout else 0
+        behind = hidden if has_dropout or after is not None else 0
         fc2_input = inner if redoes_activation and not redoes_mlp else wide  # what waits for W in its place
         deferred = inner + hidden if splits else 0
         # a gated activation makes the other gate's product and its gradient, squared ReLU the ReLU
         made = 2 * wide if self.gates == 2 else 0
         if self.model.activation == "squared_relu":
             made = wide
-        norm_frees = hidden if splits or redoes_norm else 2 * hidden
-        norm_backward = Backward(replayed + deferred + hidden + norm.gradient_bytes(shape), norm_frees)
-        fc1_backward = Backward(replayed + inner + norm.output_again_bytes(shape) + column_gradient_bytes(fc1, shape))
+        again = 0
+        if before is None:
+            start = residual_stream(shape, size)
+        else:
+            norm_frees = hidden if splits or redoes_norm else 2 * hidden
+            norm_backward = Backward(replayed + deferred + hidden + before.gradient_bytes(shape), norm_frees)
+            keeps_statistics = not (redoes_mlp and redoes_norm)
+            start = before.operation(shape, keeps_statistics=keeps_statistics, backward=norm_backward)
+            again = before.output_again_bytes(shape)
+        fc1_backward = Backward(replayed + inner + again + column_gradient_bytes(fc1, shape))
         activation_backward = Backward(behind + wide + inner + inner_again + replayed + made, total_bytes(inner_kept))
         fc2_backward = Backward(
             behind + wide + inner_again + (0 if keeps_activation else wide) + row_gradient_bytes(fc2, shape),
             wide if keeps_activation and not splits else 0,
         )
         operations = (
-            norm.operation(shape, keeps_statistics=not (redoes_mlp and redoes_norm), backward=norm_backward),
+            start,
             Operation(
                 "linear_fc1",
                 gemm=fc1,
@@ -109,5 +120,6 @@ class DenseMLP:
                 deferred_bytes=fc2_input + hidden,
                 backward=fc2_backward,
             ),
+            *(() if after is None else (after.after_branch(shape, has_dropout),)),
         )
         return Table(operations, hidden + deferred, weight_gradient_bytes(fc1, shape))

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import cache, cached_property
 
 from megapipe.config.config import ResolvedModelConfig
+from megapipe.config.layers import LayerConfig, layer_configs
 from megapipe.config.model import PrecisionConfig
 from megapipe.layers.attention import Attention
 from megapipe.layers.embedding import Embedding
@@ -34,11 +35,19 @@ class LayerSpec:
 
     @cached_property
     def hidden_size(self) -> int:
-        return self.parts[0].norm.size
+        return self.parts[0].model.hidden_size
 
     @cached_property
-    def attention(self) -> Attention:
-        return next(part for part in self.parts if isinstance(part, Attention))
+    def attention(self) -> Attention | None:
+        return next((part for part in self.parts if isinstance(part, Attention)), None)
+
+    @cached_property
+    def mlp(self) -> DenseMLP | None:
+        return next((part for part in self.parts if isinstance(part, DenseMLP)), None)
+
+    def attention_flops(self, seq_length: int, causal: bool) -> float:
+        """Return the forward FLOPs of core attention, per token."""
+        return 0.0 if self.attention is None else self.attention.flops_per_token(seq_length, causal)
 
     def gemms(self, tp: int) -> tuple[Gemm, ...]:
         """Return its linears on one of tp ranks, in the order of the forward."""
@@ -79,10 +88,14 @@ class ModelSpec:
 @cache
 def model_spec(model: ResolvedModelConfig, precision: PrecisionConfig) -> ModelSpec:
     """Return the parts of a resolved model."""
-    in_fp8 = fp8_layers(precision, model.num_layers)
-    plain, fp8 = (LayerSpec((Attention(model, is_fp8), DenseMLP(model, is_fp8)), is_fp8) for is_fp8 in (False, True))
-    layers = tuple(fp8 if number in in_fp8 else plain for number in range(model.num_layers))
-    return ModelSpec(Embedding(model), layers, Head(model))
+    in_fp8, alike = fp8_layers(precision, model.num_layers), cache(_layer_spec)
+    layers = (alike(layer, number in in_fp8) for number, layer in enumerate(layer_configs(model)))
+    return ModelSpec(Embedding(model), tuple(layers), Head(model))
+
+
+def _layer_spec(layer: LayerConfig, is_fp8: bool) -> LayerSpec:
+    parts = [Attention(layer, is_fp8)] if layer.has_attention else []
+    return LayerSpec((*parts, *([DenseMLP(layer, is_fp8)] if layer.has_mlp else [])), is_fp8)
 
 
 @cache

@@ -5,9 +5,22 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from megapipe.config.layers import LayerConfig
 from megapipe.config.model import ModelConfig
 from megapipe.layers.table import Backward, Kept, Operation, RankShape
-from megapipe.sharding.spec import Init, Owner, ParamSpec
+from megapipe.sharding.spec import Init, Owner, ParamSpec, Replicated, Slicing
+
+
+def branch_norms(model: LayerConfig, before: str, after: str) -> tuple[Norm | None, Norm | None]:
+    """Return the norms of a residual branch's input and output, of these names, where the layer has them."""
+    names = (before if model.norm_position != "after" else None, after if model.norm_position != "before" else None)
+    first, last = (None if name is None else Norm.of(model, name) for name in names)
+    return first, last
+
+
+def residual_stream(shape: RankShape, hidden_size: int) -> Operation:
+    """Return the start of a branch without a norm: its first linear keeps the residual stream."""
+    return Operation("residual stream", (Kept("residual stream", shape.own_tokens * hidden_size, shape.element),))
 
 
 @dataclass(frozen=True)
@@ -29,15 +42,28 @@ class Norm:
 
         partial_gradient: each tp rank normalizes other tokens or heads, so that gradients are partial.
         """
-        name, shape = f"{prefix}{self.name}", (self.size,)
-        weight, is_partial = Init("zeros" if self.zero_centered else "ones"), partial_gradient
-        yield ParamSpec(f"{name}.weight", shape, owner, init=weight, weight_decay=False, partial_gradient=is_partial)
+        yield self.weight(prefix, owner, Replicated(), partial_gradient)
         if self.kind == "LayerNorm":
-            yield ParamSpec(f"{name}.bias", shape, owner, weight_decay=False, partial_gradient=is_partial)
+            name, shape = f"{prefix}{self.name}.bias", (self.size,)
+            yield ParamSpec(name, shape, owner, weight_decay=False, partial_gradient=partial_gradient)
+
+    def weight(self, prefix: str, owner: Owner, slicing: Slicing, partial_gradient: bool = False) -> ParamSpec:
+        """Return the weight, cut over tp as `slicing` says."""
+        init = Init("zeros" if self.zero_centered else "ones")
+        name, shape = f"{prefix}{self.name}.weight", (self.size,)
+        return ParamSpec(name, shape, owner, slicing, init, weight_decay=False, partial_gradient=partial_gradient)
 
     def statistics(self, vectors: int, shape: RankShape, name: str = "norm statistics") -> tuple[Kept, ...]:
         """Return the statistics kept of so many vectors: mean and variance, or the mean square alone."""
         return (Kept(name, vectors, shape.wide),) * (2 if self.kind == "LayerNorm" else 1)
+
+    def after_branch(self, shape: RankShape, has_dropout: bool) -> Operation:
+        """Return the norm at the end of a residual branch, over the output of its last linear."""
+        hidden = shape.own_tokens * self.size
+        keeps = (Kept("branch outputs", hidden, shape.element), *self.statistics(shape.own_tokens, shape))
+        behind = shape.hidden_bytes(self.size) if has_dropout else 0
+        backward = Backward(behind + self.gradient_bytes(shape), shape.hidden_bytes(self.size))
+        return Operation(self.name, keeps, backward=backward)
 
     def operation(self, shape: RankShape, keeps_statistics: bool = True, backward: Backward | None = None) -> Operation:
         """Return the norm at the start of a residual branch: from the residual stream to the input of a linear."""

@@ -52,8 +52,8 @@ class SelfAttention(nn.Module):
         self.linear_qkv = factory.linear("column", layer, config.hidden_size, rows, qkv_bias, local_rows)
         self.linear_proj = factory.linear("row", layer, width, config.hidden_size, config.add_bias_linear)
         if config.qk_layernorm:
-            self.q_layernorm = factory.norm(self.head_dim)
-            self.k_layernorm = factory.norm(self.head_dim)
+            self.q_layernorm = factory.qk_norm(self.groups * self.queries)
+            self.k_layernorm = factory.qk_norm(self.groups)
 
     def forward(self, x: Tensor, context: LayerContext, recompute: InputRecompute | None = None) -> Tensor:
         """recompute: how linear_qkv recomputes x in the backward, instead of saving it."""

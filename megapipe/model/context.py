@@ -1,24 +1,26 @@
-"""`LayerContext`: the attention mask and rotary tables that all layers of a stage share for one microbatch.
+"""`LayerContext`: the attention mask and rotary tables that alike layers of a stage share for one microbatch.
 
 Rotary positions (Su et al. 2021, arXiv:2104.09864): channel c of a head is paired with c + r / 2, where r is the number
 of rotated channels. Tables are in at least fp32. The backward is the rotation by the opposite angle and needs nothing
 saved.
 
-Masks are additive (0 or -inf), built once for a window and once per microbatch for documents. They cost s^2 elements
-(b s^2 with documents) per stage, not per layer; plain causal attention with a fused kernel has no mask.
+Masks are additive (0 or -inf), built once for each window and once per microbatch for documents. They cost s^2 elements
+(b s^2 with documents) per stage and window, not per layer; plain causal attention with a fused kernel has no mask.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from functools import lru_cache
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cache, lru_cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from megapipe.config.config import ResolvedModelConfig
+from megapipe.config.layers import LayerConfig
 from megapipe.errors import ConfigError
 from megapipe.model.microbatch import KVCache, Microbatch
 from megapipe.model.recompute import KeptAttention
@@ -26,7 +28,7 @@ from megapipe.tensor_parallel.gemms import at_least_fp32
 from megapipe.tensor_parallel.random import DropoutKey
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class LayerContext:
     """The inputs of a layer besides the hidden states."""
 
@@ -37,48 +39,62 @@ class LayerContext:
     cache: KVCache | None = None
     kept_attention: KeptAttention | None = None  # keeps attention's results from the forward for the recompute
 
+    def keeping(self, kept: KeptAttention | None) -> LayerContext:
+        """Return the context with attention's results kept."""
+        return self if kept is None else replace(self, kept_attention=kept)
+
 
 class ContextBuilder:
-    """Builds the context of each microbatch for one stage."""
+    """Builds the contexts of each microbatch for the layers of one stage, by their global number."""
 
-    def __init__(self, config: ResolvedModelConfig, has_attention_kernel: bool = False) -> None:
+    def __init__(self, layers: Mapping[int, LayerConfig], has_attention_kernel: bool = False) -> None:
         """has_attention_kernel: a library's kernel handles causality, window and soft-cap; only a cache needs masks."""
-        self.config, self.has_attention_kernel = config, has_attention_kernel
-        self.rotary = Rotary(config) if config.position_embedding_type == "rope" else None
-        # one mask only: generation asks for a new length with every token
-        self._causal_mask = lru_cache(maxsize=1)(
-            lambda seq, device, dtype: additive(causal(seq, config.window_size, device), dtype)
+        kinds = list(dict.fromkeys(layers.values()))
+        self._kinds, self._kind_of = kinds, {number: kinds.index(layer) for number, layer in layers.items()}
+        self.has_attention_kernel = has_attention_kernel
+        self.rotary = {layer.rotary: Rotary(layer) for layer in kinds if layer.rotary is not None}
+        # of one length only: generation asks for a new one with every token
+        self._causal_mask = lru_cache(maxsize=max(1, len({layer.window_size for layer in kinds})))(
+            lambda seq, window, device, dtype: additive(causal(seq, window, device), dtype)
         )
 
-    def __call__(self, microbatch: Microbatch, dtype: torch.dtype) -> LayerContext:
-        """Build the context of a microbatch. dtype: that of the activations."""
-        config, key, mask, explicit = self.config, microbatch.dropout_key, None, False
-        if not self.has_attention_kernel or microbatch.cache is not None:
-            explicit = config.attn_logit_softcapping is not None or config.attention_softmax_in_fp32
-            explicit = explicit or (config.attention_dropout > 0.0 and key is not None)
-            mask = self._mask(microbatch, dtype, explicit)
-        elif microbatch.document_ids is not None:
+    def __call__(self, microbatch: Microbatch, dtype: torch.dtype) -> dict[int, LayerContext]:
+        """Build the contexts of a microbatch; alike layers share one. dtype: that of the activations."""
+        make_mask, key = cache(partial(self._mask, microbatch, dtype)), microbatch.dropout_key
+        tables = {options: rotary.tables(microbatch, at_least_fp32(dtype)) for options, rotary in self.rotary.items()}
+        has_kernel = self.has_attention_kernel and microbatch.cache is None
+        if has_kernel and microbatch.document_ids is not None:
             raise ValueError("this attention kernel cannot separate the documents of a sequence")
-        rotary = None if self.rotary is None else self.rotary.tables(microbatch, at_least_fp32(dtype))
-        return LayerContext(rotary, mask, explicit, key, microbatch.cache)
+        contexts = []
+        for layer in self._kinds:
+            mask, explicit = None, False
+            if layer.has_attention and not has_kernel:
+                explicit = layer.attn_logit_softcapping is not None or layer.attention_softmax_in_fp32
+                explicit = explicit or (layer.attention_dropout > 0.0 and key is not None)
+                mask = make_mask(explicit, layer.window_size)
+            rotary = None if layer.rotary is None else tables[layer.rotary]
+            contexts.append(LayerContext(rotary, mask, explicit, key, microbatch.cache))
+        return {number: contexts[kind] for number, kind in self._kind_of.items()}
 
-    def _mask(self, microbatch: Microbatch, dtype: torch.dtype, explicit: bool) -> Tensor | None:
+    def _mask(self, microbatch: Microbatch, dtype: torch.dtype, explicit: bool, window: int | None) -> Tensor | None:
         seq, device = microbatch.tokens.shape[1], microbatch.tokens.device
-        window, documents, cache = self.config.window_size, microbatch.document_ids, microbatch.cache
-        if cache is not None:
-            visible = cache.visible(seq, window, device)
+        documents, kv_cache = microbatch.document_ids, microbatch.cache
+        if kv_cache is not None:
+            visible = kv_cache.visible(seq, window, device)
             if visible is None:
-                if not explicit and (cache.length == 0 or seq == 1):
+                length = kv_cache.length
+                if not explicit and (length == 0 or seq == 1):
                     return None  # a single query sees all cached keys
-                visible = torch.ones(seq, cache.length + seq, dtype=torch.bool, device=device).tril_(cache.length)
+                visible = torch.ones(seq, length + seq, dtype=torch.bool, device=device).tril_(length)
                 visible = visible[None, None]
             return additive(visible, dtype)
         if documents is not None:
             same = documents[:, None, :, None] == documents[:, None, None, :]
             return additive(same & causal(seq, window, device), dtype)
-        if not explicit and (window is None or window >= seq):
+        window = None if window is None or window >= seq else window
+        if not explicit and window is None:
             return None
-        return self._causal_mask(seq, device, dtype)
+        return self._causal_mask(seq, window, device, dtype)
 
 
 def causal(seq: int, window: int | None, device: torch.device) -> Tensor:
@@ -95,7 +111,7 @@ def additive(visible: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class Rotary:
-    """The cos and sin tables of one model, kept for the longest sequence so far (per device and dtype)."""
+    """The cos and sin tables of alike layers, kept for the longest sequence so far (per device and dtype)."""
 
     def __init__(self, config: ResolvedModelConfig) -> None:
         self.config = config

@@ -28,7 +28,7 @@ class Embedding(nn.Module):
         super().__init__()
         hidden_size = config.hidden_size
         self.tp, self.sequence_parallel = tp, sequence_parallel
-        self.dropout_rate = config.hidden_dropout
+        self.dropout_rate, self.scale = config.hidden_dropout, config.embedding_scale
         self.dropout_rank = tp.rank if sequence_parallel else None
         self.word_embeddings = VocabParallelEmbedding(
             config.padded_vocab_size, hidden_size, tp, sequence_parallel, true_vocab_size=config.vocab_size, queue=queue
@@ -39,6 +39,8 @@ class Embedding(nn.Module):
 
     def forward(self, microbatch: Microbatch) -> Tensor:
         hidden = self.word_embeddings(microbatch.tokens)
+        if self.scale != 1.0:
+            hidden = hidden * torch.tensor(self.scale, dtype=hidden.dtype).item()  # rounded, as in Gemma
         if self.position_embeddings is not None:
             table, seq, ids = self.position_embeddings.weight, microbatch.tokens.shape[1], microbatch.position_ids
             if seq > table.shape[0]:

@@ -7,18 +7,18 @@ instead of saving it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from torch import nn
 
 from megapipe.comm.groups import Group
-from megapipe.config.config import ResolvedModelConfig
+from megapipe.config.layers import LayerConfig
 from megapipe.gpu.kernels import Kernels
 from megapipe.gpu.libraries import AttentionKernel, AttentionShape
 from megapipe.layers.linear import fp8_layers
 from megapipe.layers.table import CommChunks
-from megapipe.model.norm import Norm
+from megapipe.model.norm import Norm, ProjectionNorm
 from megapipe.tensor_parallel.fp8 import Fp8Gemms
 from megapipe.tensor_parallel.gemms import PLAIN_GEMMS
 from megapipe.tensor_parallel.gradients import WeightQueue
@@ -27,15 +27,19 @@ from megapipe.tensor_parallel.linear import ColumnParallelLinear, RowParallelLin
 
 @dataclass(frozen=True)
 class LayerFactory:
-    """The layer factory of one stage on one tp rank. recompute: modules that every layer recomputes."""
+    """Builds what one layer of a stage is made of, on one tp rank. recompute: modules that every layer recomputes."""
 
-    config: ResolvedModelConfig
+    config: LayerConfig
     tp: Group
     sequence_parallel: bool
     recompute: frozenset[str]
     queue: WeightQueue
     kernels: Kernels
     chunks: CommChunks
+
+    def of(self, config: LayerConfig) -> LayerFactory:
+        """Return the factory of a layer with this configuration."""
+        return replace(self, config=config)
 
     def linear(
         self,
@@ -75,12 +79,23 @@ class LayerFactory:
             )
         return Norm(config, size, kernels.norms.norm if kernels.norms is not None else None)
 
+    def qk_norm(self, heads: int) -> nn.Module:
+        """Build the norm of q or k, so many heads on this rank: [s, b, groups, heads, head_dim] -> the same."""
+        if self.config.qk_layernorm_scope == "projection":
+            return ProjectionNorm(self.config, heads * self.config.kv_channels, self.tp)
+        return self.norm(self.config.kv_channels)
+
+    def branch_norms(self) -> tuple[nn.Module | None, nn.Module | None]:
+        """Build the norms of the input and of the output of a residual branch."""
+        position, size = self.config.norm_position, self.config.hidden_size
+        before = self.norm(size) if position != "after" else None
+        return before, self.norm(size) if position != "before" else None
+
     def attention(self, layer: int, queries: int, scale: float) -> AttentionKernel | None:
         """Build a library's attention kernel; None for torch's. queries: heads per key/value head on this rank."""
         config, kernels = self.config, self.kernels
         if kernels.attention is None:
             return None
-        window = None if config.window_size is None or config.window_size >= config.seq_length else config.window_size
         cap, deterministic = config.attn_logit_softcapping, kernels.deterministic
-        shape = AttentionShape(layer, queries, config.kv_channels, scale, window, cap, deterministic)
+        shape = AttentionShape(layer, queries, config.kv_channels, scale, config.window, cap, deterministic)
         return kernels.attention.attention(shape)

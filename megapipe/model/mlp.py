@@ -39,9 +39,10 @@ class MLP(nn.Module):
         self.linear_fc1 = factory.linear("column", layer, hidden, rows, bias)
         self.linear_fc2 = factory.linear("row", layer, ffn, hidden, bias)
 
-    def forward(self, x: Tensor, norm: nn.Module) -> Tensor:
+    def forward(self, x: Tensor, norm: nn.Module | None) -> Tensor:
         """Return MLP(norm(x)). The norm is an argument because it may be recomputed together with linear_fc1."""
-        recompute_norm = "layernorm" in self.recompute
+        recompute_norm = "layernorm" in self.recompute and norm is not None
+        norm = nn.Identity() if norm is None else norm
         if "mlp" in self.recompute:
             start = x if recompute_norm else norm(x)
             segment = RecomputedSegment(

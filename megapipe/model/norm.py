@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megapipe.comm.collectives import all_reduce
+from megapipe.comm.groups import Group
 from megapipe.config.model import ModelConfig
 from megapipe.tensor_parallel.gemms import at_least_fp32
 
@@ -45,6 +47,56 @@ class Norm(nn.Module):
         if self.bias is None:
             return F.rms_norm(x, weight.shape, weight, self.epsilon)
         return F.layer_norm(x, weight.shape, weight, self.bias, self.epsilon)
+
+
+class ProjectionNorm(nn.Module):
+    """RMSNorm over all heads of q, or of k, together: [s, b, groups, heads, head_dim] of this tp rank -> the same.
+
+    local_size: channels of this rank. The sum of squares is a sum over tp; ranks that share heads count them all.
+    """
+
+    def __init__(self, config: ModelConfig, local_size: int, tp: Group) -> None:
+        super().__init__()
+        self.epsilon, self.zero_centered, self.tp = config.norm_epsilon, config.layernorm_zero_centered_gamma, tp
+        self.weight = nn.Parameter(torch.empty(local_size, device="meta"))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return a new contiguous tensor of x's dtype. x may have any strides."""
+        return _ProjectionRMSNorm.apply(x, self.weight, self.epsilon, self.zero_centered, self.tp)
+
+
+HEADS = (-3, -2, -1)  # the dimensions of all channels of a token
+
+
+class _ProjectionRMSNorm(torch.autograd.Function):
+    """_RMSNorm over the heads of all tp ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, epsilon: float, zero_centered: bool, tp: Group) -> Tensor:
+        ctx.zero_centered, ctx.tp = zero_centered, tp
+        dtype = at_least_fp32(x.dtype)
+        squares = torch.linalg.vector_norm(x, dim=HEADS, keepdim=True, dtype=dtype).square_()
+        if tp.size > 1:
+            all_reduce(squares, tp)
+        inverse = squares.div_(weight.numel() * tp.size).add_(epsilon).rsqrt_()
+        ctx.save_for_backward(x, weight, inverse)
+        output = torch.mul(x.to(dtype), inverse, out=torch.empty(x.shape, dtype=dtype, device=x.device))
+        return output.mul_(_scale(weight, zero_centered).view(x.shape[-3:])).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        x, weight, inverse = ctx.saved_tensors
+        grad = grad.to(inverse.dtype)
+        normed = torch.mul(x.to(inverse.dtype), inverse)
+        grad_weight = (grad * normed).sum((0, 1)).flatten().to(weight.dtype) if ctx.needs_input_grad[1] else None
+        grad_normed = grad * _scale(weight, ctx.zero_centered).view(x.shape[-3:])
+        along = (grad_normed * normed).sum(HEADS, keepdim=True)
+        if ctx.tp.size > 1:
+            all_reduce(along, ctx.tp)
+        # ranks that share heads have parts of their gradient, which are added up later: each subtracts its share
+        along.div_(weight.numel() * ctx.tp.size)
+        grad_x = grad_normed.addcmul_(normed, along, value=-1).mul_(inverse)
+        return grad_x.to(x.dtype), grad_weight, None, None, None
 
 
 def _scale(weight: Tensor, zero_centered: bool) -> Tensor:

@@ -28,8 +28,7 @@ tests/model/test_saved_bytes.py compares this table with what autograd saves.
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from functools import partial
 from itertools import chain
@@ -37,7 +36,8 @@ from itertools import chain
 from torch import Tensor, nn
 
 from megapipe.comm.groups import Group
-from megapipe.config.config import ResolvedModelConfig
+from megapipe.config.config import ResolvedModelConfig, convert
+from megapipe.config.layers import LayerConfig, layer_configs
 from megapipe.config.parallel import RecomputeConfig
 from megapipe.config.training import TrainingConfig
 from megapipe.gpu.kernels import TORCH, Kernels
@@ -61,33 +61,47 @@ class Block(nn.Module):
 
     def __init__(self, layer: int, factory: LayerFactory) -> None:
         super().__init__()
-        hidden_size = factory.config.hidden_size
         self.layer = layer
         self.recompute_norm = "layernorm" in factory.recompute
         self.dropout_rate = factory.config.hidden_dropout
         # masks differ over tp only where ranks hold different slices of the sequence
         self.dropout_rank = factory.tp.rank if factory.sequence_parallel else None
-        self.input_layernorm = factory.norm(hidden_size)
-        self.self_attention = SelfAttention(layer, factory)
-        self.pre_mlp_layernorm = factory.norm(hidden_size)
-        self.mlp = MLP(layer, factory)
+        self.self_attention: SelfAttention | None = None
+        self.mlp: MLP | None = None
+        if factory.config.has_attention:
+            self.input_layernorm, self.post_self_attn_layernorm = factory.branch_norms()
+            self.self_attention = SelfAttention(layer, factory)
+        if factory.config.has_mlp:
+            self.pre_mlp_layernorm, self.post_mlp_layernorm = factory.branch_norms()
+            self.mlp = MLP(layer, factory)
 
     def forward(self, hidden: Tensor, context: LayerContext) -> Tensor:
-        norm, rate, key, rank = self.input_layernorm, self.dropout_rate, context.dropout_key, self.dropout_rank
-        recompute = InputRecompute(norm.forward, (hidden,)) if self.recompute_norm else None
-        update = self.self_attention(norm(hidden), context, recompute)
-        # add_ in place: the update is the output of a linear or of a dropout, which no operation saves
-        hidden = keyed_dropout(update, rate, key, self.layer, "attention_output", rank).add_(hidden)
-        update = self.mlp(hidden, self.pre_mlp_layernorm)
-        return keyed_dropout(update, rate, key, self.layer, "mlp_output", rank).add_(hidden)
+        if self.self_attention is not None:
+            norm, recompute = self.input_layernorm, None
+            if norm is not None and self.recompute_norm:
+                recompute = InputRecompute(norm.forward, (hidden,))
+            update = self.self_attention(hidden if norm is None else norm(hidden), context, recompute)
+            hidden = self._add(hidden, update, self.post_self_attn_layernorm, context, "attention_output")
+        if self.mlp is not None:
+            update = self.mlp(hidden, self.pre_mlp_layernorm)
+            hidden = self._add(hidden, update, self.post_mlp_layernorm, context, "mlp_output")
+        return hidden
+
+    def _add(self, hidden: Tensor, update: Tensor, norm: nn.Module | None, context: LayerContext, site: str) -> Tensor:
+        """Return hidden + dropout(norm(update))."""
+        update = update if norm is None else norm(update)
+        update = keyed_dropout(update, self.dropout_rate, context.dropout_key, self.layer, site, self.dropout_rank)
+        return update.add_(hidden)  # in place: it is the output of a linear, norm or dropout, which no operation saves
 
 
 class Decoder(nn.Module):
     """The layers of a stage by their global number, and on the last stage the final norm."""
 
-    def __init__(self, layers: Iterable[int], final_layernorm: nn.Module | None, factory: LayerFactory) -> None:
+    def __init__(
+        self, layers: Mapping[int, LayerConfig], final_layernorm: nn.Module | None, factory: LayerFactory
+    ) -> None:
         super().__init__()
-        self.layers = nn.ModuleDict({str(layer): Block(layer, factory) for layer in layers})
+        self.layers = nn.ModuleDict({str(number): Block(number, factory.of(layer)) for number, layer in layers.items()})
         self.final_layernorm = final_layernorm
 
 
@@ -130,21 +144,23 @@ class GPTStage(nn.Module):
         self.config, self.stage_layers, self.tp = config, layers, tp
         self.sequence_parallel = sequence_parallel = sequence_parallel and tp.size > 1
         self.loss = Loss(config, loss) if layers.has_head else None
-        self.make_context = ContextBuilder(config, has_attention_kernel=kernels.attention is not None)
         self.group_runner: GroupRunner | None = None
         self._library = kernels.layers
         numbers = range(layers.first_layer, layers.last_layer_exclusive)
+        held = {number: layer_configs(config)[number] for number in numbers}
+        self.make_context = ContextBuilder(held, has_attention_kernel=kernels.attention is not None)
         self._groups = layer_groups(recompute, numbers)
         self._keep_attention = recompute.recompute_keep_attention
         queue = WeightQueue() if weight_queue is None else weight_queue
         is_selective = recompute.recompute_granularity == "selective"
         modules = frozenset(recompute.recompute_modules if is_selective else ())
-        factory = LayerFactory(config, tp, sequence_parallel, modules, queue, kernels, chunks)
+        model = convert(LayerConfig, config)
+        factory = LayerFactory(model, tp, sequence_parallel, modules, queue, kernels, chunks)
         self.embedding: Embedding | TiedHead | None = None
         self.output_layer: ColumnParallelLinear | None = None
         if layers.has_embedding:
             self.embedding = Embedding(config, tp, sequence_parallel=sequence_parallel, queue=queue)
-        self.decoder = Decoder(numbers, factory.norm(config.hidden_size) if layers.has_head else None, factory)
+        self.decoder = Decoder(held, factory.norm(config.hidden_size) if layers.has_head else None, factory)
         if layers.has_head:
             head = ColumnParallelLinear(
                 config.hidden_size,
@@ -214,14 +230,23 @@ class GPTStage(nn.Module):
             return capped_logits(head(hidden), self.config.final_logit_softcapping)
         return self.loss(hidden, head, microbatch)
 
-    def run_layers(self, hidden: Tensor, context: LayerContext) -> Tensor:
-        """Run all layers, group by group: a group is one layer, or the layers of one checkpoint with full recompute."""
-        constants = [tensor for tensor in (context.mask, *(context.rotary or ())) if tensor is not None]
+    def run_layers(self, hidden: Tensor, contexts: Mapping[int, LayerContext]) -> Tensor:
+        """Run all layers, group by group: a group is one layer, or the layers of one checkpoint with full recompute.
+
+        contexts: of every layer, by its global number.
+        """
+        constants = [
+            tensor
+            for context in dict.fromkeys(contexts.values())
+            for tensor in (context.mask, *(context.rotary or ()))
+            if tensor is not None
+        ]
         with nullcontext() if self._library is None else self._library.stage_region(self.tp):
             for group, (layers, is_checkpointed) in enumerate(self._groups):
                 kept = KeptAttention() if is_checkpointed and self._keep_attention else None
-                group_context = context if kept is None else dataclasses.replace(context, kept_attention=kept)
-                run: Callable[[Tensor], Tensor] = partial(self._run_group, layers=layers, context=group_context)
+                run: Callable[[Tensor], Tensor] = partial(
+                    self._run_group, contexts={layer: contexts[layer].keeping(kept) for layer in layers}
+                )
                 if is_checkpointed:
                     run = RecomputedSegment(run, kept)
                 if self.group_runner is None:
@@ -231,7 +256,7 @@ class GPTStage(nn.Module):
                     hidden = self.group_runner(group, run, hidden, chain(*parameters, constants))
         return hidden
 
-    def _run_group(self, hidden: Tensor, layers: tuple[int, ...], context: LayerContext) -> Tensor:
-        for layer in layers:
+    def _run_group(self, hidden: Tensor, contexts: Mapping[int, LayerContext]) -> Tensor:
+        for layer, context in contexts.items():
             hidden = self.decoder.layers[str(layer)](hidden, context)
         return hidden

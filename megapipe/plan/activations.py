@@ -17,9 +17,10 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from megapipe.config.parallel import RecomputeConfig
+from megapipe.layers.attention import Attention
 from megapipe.layers.model import LayerSpec, ModelSpec, layer_table
 from megapipe.layers.table import Kept, RankShape, Table, total_bytes
 from megapipe.schedule.action import Op
@@ -110,13 +111,32 @@ def stage_bytes(model: ModelSpec, shape: RankShape, stage: StageLayers) -> dict[
         total.update({what: count * size for what, size in _group_bytes(group, shape).items()})
     if groups:
         is_replayed = any(group.is_checkpoint for group in groups) or shape.recomputes("core_attn")
-        attentions = {layer.attention for group in groups for layer in group.layers}
-        total["document masks"] = max(each.document_mask_bytes(shape, is_replayed) for each in attentions)
+        masks, tables = Counter[Any](), Counter[Any]()  # one for each window, and for each kind of rotary positions
+        for each in attentions(model, stage):
+            size = each.document_mask_bytes(shape, is_replayed)
+            masks[each.window(shape)] = max(masks[each.window(shape)], size)
+            tables[each.model.rotary] = each.rotary_table_bytes(shape)
+        total["document masks"] = masks.total()
         if shape.documents.position_ids:
-            total["rotary tables"] = max(each.rotary_table_bytes(shape) for each in attentions) * shape.batch
+            total["rotary tables"] = tables.total() * shape.batch
     for table in end_tables(model, shape, stage):
         total.update(bytes_by_name(table.keeps))
     return {what: size for what, size in total.items() if size}
+
+
+def attentions(model: ModelSpec, stage: StageLayers) -> list[Attention]:
+    """Return the attentions of a stage's layers that differ."""
+    kinds = dict.fromkeys(layer.attention for layer in layers_of(model, stage))
+    return [attention for attention in kinds if attention is not None]
+
+
+def shared_bytes(model: ModelSpec, shape: RankShape, stage: StageLayers) -> int:
+    """Return the bytes of the masks and rotary tables that a stage makes once, for all microbatches."""
+    masks, tables = Counter[Any](), Counter[Any]()
+    for each in attentions(model, stage):
+        masks[each.window(shape)] = max(masks[each.window(shape)], each.shared_mask_bytes(shape))
+        tables[each.model.rotary] = 0 if shape.documents.position_ids else each.rotary_table_bytes(shape)
+    return masks.total() + tables.total()
 
 
 def replay_bytes(layers: Sequence[LayerSpec], shape: RankShape) -> int:

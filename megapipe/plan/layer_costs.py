@@ -49,7 +49,7 @@ def gemm_flops(layer: LayerSpec) -> float:
 
 def layer_flops(layer: LayerSpec, seq_length: int, causal: bool) -> float:
     """Return the forward FLOPs of one layer, per token."""
-    return gemm_flops(layer) + layer.attention.flops_per_token(seq_length, causal)
+    return gemm_flops(layer) + layer.attention_flops(seq_length, causal)
 
 
 def head_flops(model: ModelSpec) -> float:
@@ -78,8 +78,8 @@ def recomputed_flops(model: ResolvedModelConfig, recompute: RecomputeConfig, seq
     total, granularity = 0.0, recompute.recompute_granularity
     for layer, count in Counter(model_spec(model, PrecisionConfig()).layers).items():
         of_module = {
-            "core_attn": layer.attention.flops_per_token(model.seq_length, causal),
-            "mlp": 2.0 * layer.parts[-1].gemms(tp=1)[0].num_weights,
+            "core_attn": layer.attention_flops(model.seq_length, causal),
+            "mlp": 0.0 if layer.mlp is None else 2.0 * layer.mlp.gemms(tp=1)[0].num_weights,
         }
         if granularity == "full":
             total += count * replayed_flops(layer, recompute, model.seq_length, causal)

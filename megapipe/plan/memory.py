@@ -44,6 +44,7 @@ from megapipe.plan.activations import (
     layer_groups,
     layers_of,
     replay_bytes,
+    shared_bytes,
     split,
     stage_bytes,
     temporary_bytes,
@@ -131,8 +132,7 @@ def rank_memory(plan: RunPlan, pp_rank: int) -> RankMemory:
     copies = 0  # of all gradients in bf16, made while the last microbatch's activations exist if reductions overlap
     if plan.config.parallel.grad_reduce_in_bf16 and plan.topology.num_replicas > 1:
         copies = 2 * plan.num_elements(stages) + (in_backward if plan.config.parallel.overlap_grad_reduce else 0)
-    attention, documents = model.layers[0].attention, shape.documents
-    rotary = 0 if documents.position_ids else attention.rotary_table_bytes(shape)
+    documents = shape.documents
     token_bytes = TOKEN_BYTES + 8 * documents.position_ids + 8 * documents.attention_mask + 4 * documents.loss_mask
     items = {
         **state,
@@ -142,7 +142,7 @@ def rank_memory(plan: RunPlan, pp_rank: int) -> RankMemory:
         "graphs": graphs,
         "messages": peak.message_bytes,
         "reduction": max(0, copies - reusable),
-        "tables": len(stages) * (attention.shared_mask_bytes(shape) + rotary),
+        "tables": sum(shared_bytes(model, shape, layers[stage]) for stage in stages),
         "microbatches": count * shape.tokens * token_bytes,
     }
     return RankMemory(pp_rank, items, peak.live, host)
@@ -203,7 +203,8 @@ def stage_activation_bytes(plan: RunPlan, stage: int) -> dict[str, int]:
     """Return the bytes that a stage keeps from forward to backward of one microbatch, its input included, by name."""
     layers = plan.partition.stages[stage]
     found = stage_bytes(plan.model, plan.shape, layers)
-    copies = [layer.attention.output_copy(plan.shape) for layer in layers_of(plan.model, layers)]
+    attentions = (layer.attention for layer in layers_of(plan.model, layers))
+    copies = [attention.output_copy(plan.shape) for attention in attentions if attention is not None]
     copied = total_bytes(copy for copy in copies if copy is not None)
     return found | {"attention output copied": copied} if copied else found
 
@@ -268,7 +269,8 @@ def offloaded_groups(plan: RunPlan, stage: int, layers: StageLayers | None = Non
     num_moved = plan.stage_groups(stage, layers).num_moved
     found = []
     for index, group in enumerate(layer_groups(layers_of(plan.model, layers), plan.config.recompute)):
-        copy = group.layers[0].attention.output_copy(plan.shape)
+        attention = group.layers[0].attention
+        copy = None if attention is None else attention.output_copy(plan.shape)
         kept = group_keeps(group, plan.shape) + (() if copy is None else (copy,))
         # the first tensor of the first group is the stage's input, which is held on the device for its gradient
         movable = kept if layers.has_embedding or index else kept[1:]

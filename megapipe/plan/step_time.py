@@ -13,11 +13,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 
-from megapipe.config.model import PrecisionConfig
 from megapipe.layers.linear import casts
-from megapipe.layers.model import model_spec
 from megapipe.layers.table import ALL_REDUCE
-from megapipe.plan.activations import group_sizes, layers_of
+from megapipe.plan.activations import layer_groups, layers_of
 from megapipe.plan.hardware import Hardware, Link
 from megapipe.plan.layer_costs import step_flops
 from megapipe.plan.layer_time import OpSeconds, head_seconds, layer_seconds
@@ -119,17 +117,16 @@ def stage_seconds(plan: RunPlan, hardware: Hardware) -> tuple[OpSeconds, ...]:
     stages[-1] += head_seconds(model, shape, hardware, tp_link)
     if not config.offload.cpu_offloading_num_layers:
         return tuple(stages)
-    # Waits for copies to the host and back. Each overlaps with the computation of one group of layers, taken to be in
-    # the model's dtype; both directions run at the same time.
-    layer = layer_seconds(model_spec(config.model, PrecisionConfig()).layers[0], shape, hardware, tp_link)
-    forward_seconds, backward_seconds = layer.of(Op.F), layer.of(Op.I if plan.splits_backward else Op.B)
-    for stage, num_layers in enumerate(plan.partition.layer_counts):
+    # Waits for copies to the host and back. Each overlaps with the computation of one group of layers; both directions
+    # run at the same time.
+    backward_op = Op.I if plan.splits_backward else Op.B
+    for stage, held in enumerate(plan.partition.stages):
         forward = backward = 0.0
-        sizes = group_sizes(config.recompute, num_layers)
-        for size, group in zip(sizes, offloaded_groups(plan, stage), strict=True):
-            copy = group.moved / hardware.host_bytes_per_second
-            forward += max(0.0, copy - size * forward_seconds)
-            backward += max(0.0, copy - size * backward_seconds)
+        groups = layer_groups(layers_of(model, held), config.recompute)
+        for group, moved in zip(groups, offloaded_groups(plan, stage), strict=True):
+            copy = moved.moved / hardware.host_bytes_per_second
+            forward += max(0.0, copy - sum(of_kind[layer].of(Op.F) for layer in group.layers))
+            backward += max(0.0, copy - sum(of_kind[layer].of(backward_op) for layer in group.layers))
         stages[stage] += OpSeconds({"host": forward}, {"host": backward}, {})
     return tuple(stages)
 

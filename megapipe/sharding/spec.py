@@ -88,7 +88,26 @@ class QueryGroups:
         )
 
 
-Slicing = Replicated | Fused | QueryGroups
+@dataclass(frozen=True)
+class Heads:
+    """Channels of `count` heads, head_dim each, cut like the heads; with fewer than tp, neighbours share one."""
+
+    count: int
+    head_dim: int
+    dim: int = 0
+
+    def intervals(self, size: int, tp_rank: int, tp: int) -> tuple[Interval, ...]:
+        if self.count % tp and tp % self.count:
+            raise ConfigError(
+                f"{self.count} heads cannot be spread over tensor parallel size {tp}: one must divide the other"
+            )
+        sharing = max(1, tp // self.count)
+        width, member = size * sharing // tp, tp_rank // sharing
+        replicas = tuple(range(member * sharing, (member + 1) * sharing))
+        return (Interval(member * width, (member + 1) * width, replicas),)
+
+
+Slicing = Replicated | Fused | QueryGroups | Heads
 Owner = int | Literal["embedding", "head"]
 
 

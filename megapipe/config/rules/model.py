@@ -9,8 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megapipe.config.config import Config
+from megapipe.config.layers import PATTERN, layer_settings
 from megapipe.config.model import ModelConfig
 from megapipe.config.rules.proposals import chosen, given, use_divisors, use_multiples
+from megapipe.errors import ConfigError
 from megapipe.formatting import one_of
 
 AXES = ("tp", "cp", "dp", "pp")
@@ -52,6 +54,36 @@ def shape(config: Config) -> Iterator[str]:
     elif padded is not None and model.vocab_size is not None and padded < model.vocab_size:
         below = f"--padded-vocab-size {padded} is below --vocab-size {model.vocab_size}"
         yield f"{below}; leave it out or use at least {model.vocab_size}"
+
+
+def layers_that_differ(config: Config) -> Iterator[str]:
+    """Check the layers that have other options than the model, and the norms of q and k."""
+    model, tp = config.model, config.parallel.tensor_model_parallel_size
+    heads, freq = model.num_attention_heads, model.no_rope_freq
+    if freq is not None and freq.strip().isdecimal() and model.num_layers % max(1, int(freq)):
+        ways = use_divisors(model.num_layers, wanted=int(freq))
+        yield f"--no-rope-freq {freq} does not divide --num-layers {model.num_layers}; {ways}, or write a list"
+    try:
+        layers = layer_settings(model)
+    except ConfigError as error:
+        yield str(error)
+        return
+    for groups in dict.fromkeys(layer["num_query_groups"] for layer in layers if "num_query_groups" in layer):
+        if heads % groups:
+            ways = use_divisors(heads, wanted=groups)
+            yield f"{PATTERN} num_query_groups={groups} does not divide --num-attention-heads {heads}; {ways}"
+        elif groups % tp and tp % groups:
+            rule = (
+                f"{PATTERN} num_query_groups={groups} and --tensor-model-parallel-size {tp}: one must divide the other"
+            )
+            yield f"{rule}, so that each rank holds whole key/value heads or a copy of one; change one of them"
+    for width in dict.fromkeys(layer["ffn_hidden_size"] for layer in layers if "ffn_hidden_size" in layer):
+        if width % tp:
+            ways = f"{use_multiples(tp, width)} as its width, or {use_divisors(heads, width, wanted=tp)} as tp"
+            yield f"--tensor-model-parallel-size {tp} does not divide {PATTERN} ffn_hidden_size={width}; {ways}"
+    has_projection_norms = "projection" in (model.qk_layernorm_scope, *(x.get("qk_layernorm_scope") for x in layers))
+    if has_projection_norms and model.normalization != "RMSNorm":
+        yield f"--qk-layernorm-scope projection is an RMSNorm, not a {model.normalization}; add --normalization RMSNorm"
 
 
 def rotary_positions(config: Config) -> Iterator[str]:
@@ -155,4 +187,4 @@ def recompute(config: Config) -> Iterator[str]:
         yield f"--recompute-keep-attention {rule}; leave one of the two out"
 
 
-RULES = (shape, rotary_positions, axes, chunks, layers_of_stages, recompute)
+RULES = (shape, layers_that_differ, rotary_positions, axes, chunks, layers_of_stages, recompute)
