@@ -4,8 +4,8 @@
     embedding_and_head  the first part of the model, and the last part with the loss
     microbatch          Microbatch: a stage's input besides the hidden states; StageLoss; KVCache
     attention           projections, q|k|v by query group, qk-norm; fused and explicit attention
-    context             attention masks and rotary tables, built once per microbatch and shared by the layers
-    mlp, norm           the MLP with its activations; LayerNorm and RMSNorm
+    context             attention masks and rotary tables, built once per microbatch, shared by layers that are alike
+    mlp, norm           the MLP with its activations; LayerNorm, RMSNorm, and RMSNorm over all heads
     layer_factory       builds linears, norms and attention from the kernels that the configuration chose
     recompute           recomputing activations in the backward instead of saving them
     init                initial weights that do not depend on the grid

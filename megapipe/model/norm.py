@@ -88,8 +88,13 @@ class _ProjectionRMSNorm(torch.autograd.Function):
         x, weight, inverse = ctx.saved_tensors
         grad = grad.to(inverse.dtype)
         normed = torch.mul(x.to(inverse.dtype), inverse)
-        grad_weight = (grad * normed).sum((0, 1)).flatten().to(weight.dtype) if ctx.needs_input_grad[1] else None
-        grad_normed = grad * _scale(weight, ctx.zero_centered).view(x.shape[-3:])
+        # products in the layout of normed, whatever the gradient's: sums over them keep their order and so their bits
+        grad_weight = None
+        if ctx.needs_input_grad[1]:
+            summed = torch.mul(grad, normed, out=torch.empty_like(normed)).sum((0, 1))
+            grad_weight = summed.flatten().to(weight.dtype)
+        scale = _scale(weight, ctx.zero_centered).view(x.shape[-3:])
+        grad_normed = torch.mul(grad, scale, out=torch.empty_like(normed))
         along = (grad_normed * normed).sum(HEADS, keepdim=True)
         if ctx.tp.size > 1:
             all_reduce(along, ctx.tp)

@@ -4,8 +4,9 @@ What a layer saves for the backward on one rank, in elements of the model's dtyp
 least fp32). T = b s tokens; t = T, with sequence parallelism T / tp. H hidden; F, Q, K = ffn, heads x head_dim,
 key/value heads x head_dim, divided by tp (K: at least one head). "unless x": not if --recompute-modules names x.
 
-    2 t H                   residual stream, the inputs of the two norms
-    2 t x (1 or 2) fp32+    their statistics: RMSNorm 1, LayerNorm 2      (the second not with both layernorm and mlp)
+    2 t H                   residual stream, the inputs of the two branches
+    2 t x (1 or 2) fp32+    norms before them: statistics, RMSNorm 1, LayerNorm 2   (the second not with both layernorm
+                            and mlp)
     2 t H                   their outputs, the inputs of linear_qkv and linear_fc1      unless layernorm
     T (Q + 2 K)             q, k and v, one tensor
     T Q                     attention's output, the input of linear_proj                unless core_attn
@@ -14,15 +15,18 @@ key/value heads x head_dim, divided by tp (K: at least one head). "unless x": no
     T F                     output of the activation, the input of linear_fc2           unless mlp or activation
                             (ReLU: also with activation)
     2 t H bytes             masks of hidden dropout
-    qk-norm adds            T (Q + K), and the statistics of each head
+    norms after branches    add 2 t H, the outputs of linear_proj and linear_fc2, and their statistics; without norms
+                            before, linear_qkv and linear_fc1 save the residual stream itself
+    qk-norm adds            T (Q + K), and the statistics of each head, or of q and k as a whole
     explicit attention      (soft-cap, attention dropout, softmax in fp32) replaces the log-sum-exp by
                             S2 fp32+ probabilities, S2 = b heads s^2; S2 fp32+ of tanh with a cap; with dropout S2 and
                             S2 bytes of mask, without it S2 in half types; T Q with grouped queries
     documents, grouped      q, k and v with k and v repeated for each query head: 3 T Q instead of T (Q + 2 K), with
                             qk-norm in addition to T (Q + 2 K)
+A layer without attention or without an MLP has the rows of the other branch alone.
 Full recompute: t H per checkpoint, and with --recompute-keep-attention T Q and the log-sum-exp of each of its layers.
 Embedding: t H bytes of dropout mask. Head: 2 t H and the statistics of the final norm, logits T V / tp (twice with a
-soft-cap, fp32+), 2 fp32+ per token. Per stage and microbatch: the mask of `context`, if there is one.
+soft-cap, fp32+), 2 fp32+ per token. Per stage and microbatch: the masks of `context`, one for each window.
 tests/model/test_saved_bytes.py compares this table with what autograd saves.
 """
 
@@ -57,7 +61,10 @@ from megapipe.tensor_parallel.random import keyed_dropout
 
 
 class Block(nn.Module):
-    """One transformer layer: [s, b, h] (a slice of s with sequence parallelism) -> the same. layer: global index."""
+    """One transformer layer: [s, b, h] (a slice of s with sequence parallelism) -> the same. layer: global index.
+
+    x + norm(attention(norm(x))), then x + norm(mlp(norm(x))), with the parts and the norms that its configuration has.
+    """
 
     def __init__(self, layer: int, factory: LayerFactory) -> None:
         super().__init__()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from megapipe.comm.groups import Group
 from megapipe.config.config import ResolvedModelConfig
+from megapipe.config.layers import layer_configs
 from megapipe.config.parallel import RecomputeConfig
 from megapipe.config.training import TrainingConfig
 from megapipe.extras.reference.config import ReferenceConfig
@@ -31,6 +33,19 @@ SEQ, BATCH = 12, 2
 
 GPT2 = {"hidden_dropout": 0.0, "attention_dropout": 0.0}
 LLAMA = GPT2 | tiny.LLAMA
+# three layers that share few options; norms around each branch and over the whole projections, a scaled embedding
+UNLIKE = LLAMA | {
+    "norm_position": "around",
+    "qk_layernorm": True,
+    "qk_layernorm_scope": "projection",
+    "embedding_scale": 4.9,
+    "layer_pattern": (
+        "1 window_size=4 rotary_base=50 num_query_groups=1",
+        "1 attention=none ffn_hidden_size=8 norm_position=after",
+        "1 mlp=none position_embedding_type=none attn_logit_softcapping=2",
+        "...",
+    ),
+}
 SCALING = {"rotary_base": 300.0, "rope_scaling_factor": 4.0, "rope_original_max_position_embeddings": 8}
 
 
@@ -53,11 +68,22 @@ def model_config(**options: Any) -> ResolvedModelConfig:
 
 
 def reference(
-    config: ResolvedModelConfig, seed: int = 3, dtype: torch.dtype = torch.float64, loss: TrainingConfig | None = None
+    config: ResolvedModelConfig,
+    seed: int = 3,
+    dtype: torch.dtype = torch.float64,
+    loss: TrainingConfig | None = None,
+    layers: Sequence[Mapping[str, Any]] | None = None,
 ) -> ReferenceGPT:
-    """Build the reference model with every parameter drawn at random, including norms and biases."""
+    """Build the reference model with every parameter drawn at random, including norms and biases.
+
+    layers: what each layer has in place of the model's options; by default as the configuration says.
+    """
     fields = {field.name for field in dataclasses.fields(ReferenceConfig)}
-    values = {name: value for name, value in dataclasses.asdict(config).items() if name in fields}
+    values, *configured = (
+        {name: value for name, value in dataclasses.asdict(section).items() if name in fields}
+        for section in (config, *layer_configs(config))
+    )
+    values["layers"] = tuple(configured if layers is None else layers)
     if loss is not None:
         values |= {"label_smoothing": loss.label_smoothing, "z_loss": loss.z_loss}
     model = ReferenceGPT(ReferenceConfig(**values)).to(dtype)

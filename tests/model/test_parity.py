@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 import torch
 
+from megapipe.config.config import ResolvedModelConfig
 from megapipe.config.training import TrainingConfig
+from megapipe.extras.reference.gpt import ReferenceGPT
 from megapipe.tensor_parallel.random import DropoutKey
 from tests.model.grids import (
     GPT2,
@@ -49,9 +52,73 @@ OPTIONS = {
     "final_soft_cap": GPT2 | {"final_logit_softcapping": 2.0},
     "softmax_scale": GPT2 | {"softmax_scale": 0.9},
     "softmax_in_fp32": LLAMA | {"attention_softmax_in_fp32": True, "window_size": 5},
+    "norms_after": LLAMA | {"norm_position": "after"},
+    "norms_around_gpt2": GPT2 | {"norm_position": "around", "hidden_dropout": 0.2},
+    "projection_norms": LLAMA | {"qk_layernorm": True, "qk_layernorm_scope": "projection"},
+    "embedding_scale": GPT2 | {"embedding_scale": 4.9},
     "untied": GPT2 | {"untie_embeddings_and_output_weights": True},
     "dropout": GPT2 | {"hidden_dropout": 0.2, "attention_dropout": 0.3},
     "dropout_gqa_cap": LLAMA | {"hidden_dropout": 0.2, "attention_dropout": 0.3, "attn_logit_softcapping": 2.0},
+}
+WHOLE, NO_ROPE = {"window_size": None}, {"position_embedding_type": "none"}
+LOCAL = {"window_size": 4, "rotary_base": 50.0}
+# options -> what each of five layers has in their place, written by hand
+STACKS: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
+    "every_second_layer_without_window": (
+        {"window_size": 4, "window_attn_skip_freq": "2"},
+        [{}, WHOLE, {}, WHOLE, {}],
+    ),
+    "window_by_list": ({"window_size": 4, "window_attn_skip_freq": "[0]+([1]*2)*2"}, [WHOLE, {}, {}, {}, {}]),
+    "every_fifth_layer_without_rotation": ({"no_rope_freq": "5"}, [{}, {}, {}, {}, NO_ROPE]),
+    "rotation_by_list": ({"no_rope_freq": "[1]*2+[0]*3"}, [NO_ROPE, NO_ROPE, {}, {}, {}]),
+    "windows_and_rotary_bases": (
+        {"layer_pattern": ("2 window_size=4 rotary_base=50", "1 rope_scaling_type=linear rotary-percent=0.67", "...")},
+        [LOCAL, LOCAL, {"rope_scaling_type": "linear", "rotary_percent": 0.67}, LOCAL, LOCAL],
+    ),
+    "attention_options": (
+        {
+            "window_size": 4,
+            "qk_layernorm": True,
+            "layer_pattern": (
+                "1 attn_logit_softcapping=1.5 window_size=none",
+                "2 softmax_scale=0.9 num_query_groups=4",
+                "1 qk_layernorm_scope=projection num_query_groups=1",
+                "1 qk_layernorm=false",
+            ),
+        },
+        [
+            {"attn_logit_softcapping": 1.5, "window_size": None},
+            {"softmax_scale": 0.9, "num_query_groups": 4},
+            {"softmax_scale": 0.9, "num_query_groups": 4},
+            {"qk_layernorm_scope": "projection", "num_query_groups": 1},
+            {"qk_layernorm": False},
+        ],
+    ),
+    "missing_parts": (
+        {"layer_pattern": ("1", "1 attention=none ffn_hidden_size=8", "1 mlp=none norm_position=around", "2 mlp=none")},
+        [
+            {},
+            {"has_attention": False, "ffn_hidden_size": 8},
+            {"has_mlp": False, "norm_position": "around"},
+            {"has_mlp": False},
+            {"has_mlp": False},
+        ],
+    ),
+    "widths_and_norms": (
+        {
+            "layer_pattern": (
+                "1 activation=squared_relu ffn_hidden_size=36 norm_position=after",
+                "1 activation=relu",
+                "...",
+            )
+        },
+        [{"activation": "squared_relu", "ffn_hidden_size": 36, "norm_position": "after"}, {"activation": "relu"}] * 2
+        + [{"activation": "squared_relu", "ffn_hidden_size": 36, "norm_position": "after"}],
+    ),
+    "frequencies_and_a_pattern": (
+        {"window_size": 4, "window_attn_skip_freq": "3", "no_rope_freq": "5", "layer_pattern": ("1 mlp=none", "4")},
+        [{"has_mlp": False}, {}, WHOLE, {}, NO_ROPE],
+    ),
 }
 WITH_DOCUMENTS = ["gpt2", "llama", "window", "qk_norm_llama", "dropout_gqa_cap"]
 KEY = DropoutKey(seed=11, step=2, microbatch=7)
@@ -64,7 +131,17 @@ KEY = DropoutKey(seed=11, step=2, microbatch=7)
 )
 def test_loss_and_gradients_equal_the_reference(name: str, documents: bool) -> None:
     config = model_config(**OPTIONS[name])
-    model = reference(config)
+    assert_equals_reference(config, reference(config), documents)
+
+
+@pytest.mark.parametrize("name", STACKS)
+def test_layers_that_differ_equal_the_reference_with_a_list_by_hand(name: str) -> None:
+    options, layers = STACKS[name]
+    config = model_config(**LLAMA | options, num_layers=5)
+    assert_equals_reference(config, reference(config, layers=layers), documents="windows" in name)
+
+
+def assert_equals_reference(config: ResolvedModelConfig, model: ReferenceGPT, documents: bool) -> None:
     microbatch = make_microbatch(config, documents=documents, dropout_key=KEY)
     expected = reference_run(model, microbatch)
     stage = make_stage(config, dict(model.named_parameters()))

@@ -18,13 +18,18 @@ from megapipe.extras.dry_run.meta import LiveBytes
 from megapipe.model.recompute import KeptAttention, RecomputedSegment, layer_groups
 from megapipe.tensor_parallel.gradients import WeightQueue
 from megapipe.tensor_parallel.random import DropoutKey
-from tests.model.grids import GPT2, LLAMA, make_microbatch, make_stage, model_config, reference
+from tests.model.grids import GPT2, LLAMA, UNLIKE, make_microbatch, make_stage, model_config, reference
 
 DROPOUT = {"hidden_dropout": 0.2, "attention_dropout": 0.2}
 OPTIONS = {
     "gpt2": GPT2 | DROPOUT,
     "llama": LLAMA | DROPOUT | {"qk_layernorm": True},
     "llama_fused": LLAMA | {"hidden_dropout": 0.1},
+}
+OPTIONS["unlike"] = UNLIKE | DROPOUT
+OPTIONS["unlike_fused"] = UNLIKE | {
+    "hidden_dropout": 0.2,
+    "layer_pattern": tuple(word.partition(" attn_logit")[0] for word in UNLIKE["layer_pattern"]),
 }
 OPTIONS["gpt2_window"] = GPT2 | {"hidden_dropout": 0.2, "window_size": 4}
 RECOMPUTES = {
@@ -39,7 +44,7 @@ RECOMPUTES = {
     "uniform2_attention_kept": RecomputeConfig("full", "uniform", 2, recompute_keep_attention=True),
     "block1_attention_kept": RecomputeConfig("full", "block", 1, recompute_keep_attention=True),
 }
-FUSED = ("llama_fused", "gpt2_window")
+FUSED = ("llama_fused", "gpt2_window", "unlike_fused")
 CASES = [(name, recompute) for recompute in RECOMPUTES for name in (FUSED if "attention" in recompute else OPTIONS)]
 
 

@@ -14,6 +14,7 @@ from megapipe.config.training import TrainingConfig
 from megapipe.layers.model import model_parameters, stage_parameters
 from megapipe.model.attention import explicit_attention
 from megapipe.model.context import additive, causal
+from megapipe.model.microbatch import KVCache
 from megapipe.model.stage import GPTStage
 from megapipe.schedule.partition import StageLayers
 from megapipe.tensor_parallel.gradients import GradientSlot
@@ -22,6 +23,7 @@ from tests.model.grids import (
     GPT2,
     LLAMA,
     SEQ,
+    UNLIKE,
     assert_equal,
     make_microbatch,
     make_stage,
@@ -36,6 +38,7 @@ OPTIONS = {
     "gpt2_untied_qk_norm": GPT2 | {"untie_embeddings_and_output_weights": True, "qk_layernorm": True},
     "llama": LLAMA | {"window_size": 5},
     "llama_tied": LLAMA | {"untie_embeddings_and_output_weights": False, "add_qkv_bias": True},
+    "unlike": UNLIKE | {"hidden_dropout": 0.2, "untie_embeddings_and_output_weights": False},
 }
 CUTS = {
     "2|1": [StageLayers(0, 2, True, False), StageLayers(2, 3, False, True)],
@@ -111,6 +114,26 @@ def test_logits_for_inference_equal_the_reference_at_any_length() -> None:
         assert_equal(logits[..., :29].transpose(0, 1), expected, f"logits of {length} tokens")
 
 
+@pytest.mark.parametrize("lengths", [(1,) * SEQ, (5, 1, 6)], ids=["token by token", "in three pieces"])
+def test_a_cache_gives_the_logits_of_the_whole_sequence(lengths: tuple[int, ...]) -> None:
+    config = model_config(**UNLIKE, num_layers=6)
+    model = reference(config)
+    stage = make_stage(config, dict(model.named_parameters()))
+    microbatch = dataclasses.replace(make_microbatch(config), labels=None, loss_mask=None)
+    with torch.no_grad():
+        expected = stage(microbatch, return_logits=True)
+        assert_equal(expected[..., :29].transpose(0, 1), model.logits(microbatch.tokens), "without a cache")
+        cache = KVCache(SEQ)
+        for length in lengths:
+            new = slice(cache.length, cache.length + length)
+            positions = torch.arange(SEQ)[new].expand(microbatch.tokens.shape[0], -1)
+            piece = dataclasses.replace(
+                microbatch, tokens=microbatch.tokens[:, new], position_ids=positions, cache=cache
+            )
+            assert_equal(stage(piece, return_logits=True), expected[new], f"positions {new}")
+            cache.advance(length)
+
+
 def test_a_microbatch_without_labels_has_no_loss() -> None:
     config = model_config(**GPT2)
     stage = make_stage(config, dict(reference(config).named_parameters()))
@@ -147,7 +170,7 @@ def test_half_types_come_near_fp64(name: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("name", OPTIONS)
 def test_slots_equal_the_gradients_of_autograd(name: str) -> None:
-    config = model_config(**OPTIONS[name])
+    config = model_config(**OPTIONS[name], num_layers=3)
     weights = dict(reference(config).named_parameters())
     microbatch = make_microbatch(config, dropout_key=DropoutKey(1, 2, 3))
     plain, slotted = make_stage(config, weights), make_stage(config, weights)
@@ -183,7 +206,8 @@ def test_one_table_and_mask_are_kept_for_all_lengths() -> None:
         for length in range(1, SEQ + 1):
             logits = stage(dataclasses.replace(make_microbatch(config), tokens=tokens[:, :length]), return_logits=True)
             assert_equal(logits, whole[:length], f"{length} tokens")
-    assert len(stage.make_context.rotary._tables) == 1
+    (rotary,) = stage.make_context.rotary.values()
+    assert len(rotary._tables) == 1
 
 
 def test_explicit_attention_in_fp16_does_not_overflow_on_large_logits() -> None:

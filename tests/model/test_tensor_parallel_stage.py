@@ -22,6 +22,7 @@ from tests.harness import RankPool
 from tests.model.grids import (
     GPT2,
     LLAMA,
+    UNLIKE,
     Expected,
     assert_equal,
     make_microbatch,
@@ -45,6 +46,7 @@ OPTIONS = {
         "final_logit_softcapping": 3.0,
         "window_size": 5,
     },
+    "unlike_dropout": UNLIKE | DROPOUT | {"num_layers": 3},
 }
 SELECTIVE = RecomputeConfig("selective", recompute_modules=("core_attn", "layernorm", "mlp"))
 ACTIVATIONS = RecomputeConfig("selective", recompute_modules=("activation", "layernorm"))
@@ -125,7 +127,7 @@ def rows_of(spec: Any, local: torch.Tensor, interval: Any, tp_rank: int, tp: int
 
 # four ranks where they differ from two: more replicas of a key/value head, other dropout streams
 GRIDS = [(2, name) for name in OPTIONS] + [
-    (4, name) for name in ("gpt2_dropout", "llama_qk_norm", "kv_heads_fewer_than_tp_dropout")
+    (4, name) for name in ("gpt2_dropout", "llama_qk_norm", "kv_heads_fewer_than_tp_dropout", "unlike_dropout")
 ]
 
 
@@ -138,7 +140,7 @@ def test_tp_loss_and_gradients_equal_the_reference(
 
 
 @pytest.mark.parametrize("recompute", [SELECTIVE, ACTIVATIONS, FULL], ids=["core-norm-mlp", "activation-norm", "full"])
-@pytest.mark.parametrize("name", ["gpt2_dropout", "kv_heads_fewer_than_tp_dropout"])
+@pytest.mark.parametrize("name", ["gpt2_dropout", "kv_heads_fewer_than_tp_dropout", "unlike_dropout"])
 def test_tp_with_recompute_equals_the_reference(
     pools: dict[int, RankPool], name: str, recompute: RecomputeConfig
 ) -> None:

@@ -12,7 +12,8 @@ SEQ = 12  # tp 2, 3 and 4 divide it
 # options of a grid that are options of the configuration too
 SAME_NAME = (
     *("micro_batch_size", "rank_order", "sequence_parallel", "use_distributed_optimizer", "overlap_grad_reduce"),
-    *("overlap_param_gather", "qk_layernorm", "normalization", "layernorm_zero_centered_gamma", "activation"),
+    *("overlap_param_gather", "qk_layernorm", "qk_layernorm_scope", "normalization", "layernorm_zero_centered_gamma"),
+    *("activation", "norm_position", "embedding_scale"),
     *("window_size", "softmax_scale", "attn_logit_softcapping", "final_logit_softcapping", "attention_softmax_in_fp32"),
     *("hidden_dropout", "attention_dropout", "calculate_per_token_loss", "label_smoothing", "z_loss"),
     *("clip_grad", "weight_decay", "decoupled_lr"),
@@ -32,6 +33,22 @@ POSITIONS: dict[str, dict[str, Any]] = {
     "half rope, llama3": {"position_embedding_type": "rope", "rotary_percent": 0.5, "rope_scaling_type": "llama3"},
     "rope, yarn": {"position_embedding_type": "rope", "rope_scaling_type": "yarn"},
     "rope, linear": {"position_embedding_type": "rope", "rope_scaling_type": "linear", "rotary_base": 300.0},
+}
+# options of the layers in turn, in place of the model's
+STACKS: dict[str, tuple[str, ...]] = {
+    "windows": ("window_size=3", "window_size=none softmax_scale=0.4", "window_size=7 attn_logit_softcapping=1.5"),
+    "rotary": (
+        "position_embedding_type=rope rotary_base=100",
+        "position_embedding_type=none",
+        "position_embedding_type=rope rotary_percent=0.5 rope_scaling_type=linear",
+    ),
+    "heads": ("num_query_groups=1 qk_layernorm=true", "num_query_groups={heads}", "qk_layernorm=false window_size=4"),
+    "widths": (
+        "ffn_hidden_size=12 activation=relu norm_position=around",
+        "ffn_hidden_size=36 activation=swiglu norm_position=after",
+        "activation=gelu norm_position=before",
+    ),
+    "missing parts": ("attention=none ffn_hidden_size=12", "mlp=none", ""),
 }
 VOCABULARIES: dict[str, dict[str, Any]] = {
     "full": {"vocab_size": 48, "make_vocab_size_divisible_by": 1},
@@ -92,6 +109,7 @@ def configuration(grid: Grid, dtype: str = "fp64") -> Config:
         **VOCABULARIES[grid["vocabulary"]],
         **OPTIMIZERS[grid["optimizer"]],
         **P2P[grid["p2p"]],
+        **_layers(grid["layers"], num_layers, heads),
         **_tp_overlap(grid),
         **_recompute(grid),
         **{name: grid[name] for name in SAME_NAME},
@@ -99,6 +117,18 @@ def configuration(grid: Grid, dtype: str = "fp64") -> Config:
         **offload,
         **cut,
     )
+
+
+def _layers(kind: str, num_layers: int, heads: int) -> dict[str, Any]:
+    """Return the options that make layers differ: a frequency, a list, or a pattern, repeated in long stacks."""
+    if kind in STACKS:
+        words = tuple(f"1 {word.format(heads=heads)}".strip() for word in STACKS[kind])
+        return {"layer_pattern": (*words, "...") if num_layers >= len(words) else words[:num_layers]}
+    return {
+        "alike": {},
+        "windows skipped": {"window_attn_skip_freq": "2"},
+        "rotary skipped": {"no_rope_freq": str([1 - number % 2 for number in range(num_layers)])},
+    }[kind]
 
 
 def _tp_overlap(grid: Grid) -> dict[str, Any]:
@@ -142,6 +172,7 @@ def _recompute(grid: Grid) -> dict[str, Any]:
     method, _, number = words.partition(" ")
     if method in ("uniform", "block"):
         is_unfused = grid["attention_dropout"] or grid["attn_logit_softcapping"] or grid["attention_softmax_in_fp32"]
+        is_unfused = is_unfused or grid["layers"] == "windows"  # one of them is capped
         return {
             "recompute_granularity": "full",
             "recompute_method": method,

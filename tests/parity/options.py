@@ -49,9 +49,22 @@ OPTIONS: dict[str, tuple[Any, ...]] = {
         "block 1",
     ),
     "tied": (True, False),
+    "layers": (
+        "alike",
+        "windows skipped",
+        "rotary skipped",
+        "windows",
+        "rotary",
+        "heads",
+        "widths",
+        "missing parts",
+    ),
     "kv_heads": ("all", "some", "one"),
     "qk_layernorm": (False, True),
+    "qk_layernorm_scope": ("head", "projection"),
     "normalization": ("LayerNorm", "RMSNorm"),
+    "norm_position": ("before", "after", "around"),
+    "embedding_scale": (1.0, 4.5),
     "layernorm_zero_centered_gamma": (False, True),
     "activation": ("gelu_tanh", "gelu", "swiglu", "geglu_tanh", "squared_relu", "relu"),
     "biases": ("all", "qkv", "none"),
@@ -144,14 +157,20 @@ RULES = (
         lambda limit, *family: limit == "pp" or schedule_name(*family) == "zb-auto",
     ),
     Rule(("cut", "pp"), lambda cut, pp: cut not in ("first and last", "empty stages") or pp > 1),
+    Rule(
+        ("qk_layernorm_scope", "qk_layernorm", "normalization"),
+        lambda scope, is_on, norm: scope == "head" or (is_on and norm == "RMSNorm"),
+    ),
+    Rule(("layers", "window_size"), lambda layers, window: layers != "windows skipped" or window is not None),
+    Rule(("layers", "positions"), lambda layers, positions: layers != "rotary skipped" or "rope" in positions),
     Rule(("overlap_param_gather", "use_distributed_optimizer"), lambda overlap, sharded: sharded or not overlap),
 )
 
 
 @functools.cache
 def rules(worlds: tuple[int, ...]) -> tuple[Rule, ...]:
-    """Return RULES, and the rule that the number of ranks is one of the worlds."""
-    return (*RULES, Rule(("tp", "pp", "dp"), lambda tp, pp, dp: tp * pp * dp in worlds))
+    """Return the rule that the number of ranks is one of the worlds, and RULES."""
+    return (Rule(("tp", "pp", "dp"), lambda tp, pp, dp: tp * pp * dp in worlds), *RULES)
 
 
 def plain_grid(**changes: Any) -> Grid:
@@ -253,10 +272,10 @@ def covering_grids(worlds: tuple[int, ...], num_cubes: int, seed: int = 2, num_c
 
 
 def _greedy(start: Grid, uncovered: set[Pair], worlds: tuple[int, ...], random: Random) -> Grid:
-    bound = {name for rule in rules(worlds) for name in rule.names}
-    order = sorted(
-        random.sample(list(OPTIONS), len(OPTIONS)), key=lambda name: name not in bound
-    )  # so that dead ends are found early
+    all_rules = rules(worlds)
+    rule_of = {name: number for number, rule in reversed(list(enumerate(all_rules))) for name in rule.names}
+    # the options of one rule together, so that dead ends are found early
+    order = sorted(random.sample(list(OPTIONS), len(OPTIONS)), key=lambda name: rule_of.get(name, len(all_rules)))
     place = {name: index for index, name in enumerate(OPTIONS)}
 
     def ranked(name: str, known: Grid) -> Sequence[Any]:

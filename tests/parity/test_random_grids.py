@@ -36,7 +36,7 @@ from tests.parity.options import (
 
 Pools = Callable[[int], RankPool]
 
-NUM_COVERING = 93
+NUM_COVERING = 102
 NUM_CUBES = 20  # grids of tp 2 x pp 2 x dp 2 among them
 NUM_DRAWN = 8
 NUM_SHARDS, SHARD_SIZE = 50, 12  # hypothesis draws some of them twice

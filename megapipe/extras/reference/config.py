@@ -1,12 +1,16 @@
 """`ReferenceConfig`: the shape of the reference GPT under Megatron's names."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
 
 GATED_ACTIVATIONS = ("swiglu", "geglu_tanh")
 NAMES = {
     "position_embedding_type": ("learned_absolute", "rope", "none"),
     "rope_scaling_type": ("none", "linear", "llama3", "yarn"),
     "normalization": ("LayerNorm", "RMSNorm"),
+    "norm_position": ("before", "after", "around"),
+    "qk_layernorm_scope": ("head", "projection"),
     "activation": ("gelu", "gelu_tanh", "relu", "squared_relu", *GATED_ACTIVATIONS),
 }
 
@@ -19,6 +23,11 @@ class ReferenceConfig:
     """
 
     num_layers: int
+    # what each layer has in place of the fields below, by name; empty: the layers are alike
+    layers: tuple[Mapping[str, Any], ...] = ()
+    has_attention: bool = True
+    has_mlp: bool = True
+
     hidden_size: int
     ffn_hidden_size: int  # width after the activation; a gated linear_fc1 has twice as many rows
     num_attention_heads: int
@@ -45,9 +54,16 @@ class ReferenceConfig:
     normalization: str = "LayerNorm"
     norm_epsilon: float = 1e-5
     layernorm_zero_centered_gamma: bool = False  # the scale is weight + 1, in every norm of the model
-    qk_layernorm: bool = False  # a norm over each head of q and k, before the rotation
+    norm_position: str = "before"  # before: x + f(norm(x)); after: x + norm(f(x)); around: x + norm(f(norm(x)))
+    qk_layernorm: bool = False  # norms of q and of k, before the rotation
+    qk_layernorm_scope: str = (
+        "head"  # each head by itself, with one weight for all; projection: all heads as one vector
+    )
 
     activation: str = "gelu"
+    embedding_scale: float = (
+        1.0  # factor on word embeddings, rounded to their dtype; positions are added to the product
+    )
     add_bias_linear: bool = True  # a bias in linear_qkv, linear_proj, linear_fc1 and linear_fc2
     add_qkv_bias: bool = False  # a bias in linear_qkv even without add_bias_linear
     untie_embeddings_and_output_weights: bool = False
@@ -77,6 +93,14 @@ class ReferenceConfig:
                 f"rotary_percent {self.rotary_percent} of kv_channels {self.kv_channels} is {rotary} channels; rotary "
                 "positions rotate pairs of channels: the number must be even, above 0 and at most kv_channels"
             )
+        if self.layers and len(self.layers) != self.num_layers:
+            raise ValueError(f"layers describes {len(self.layers)} layers, num_layers is {self.num_layers}")
+        for layer in range(len(self.layers)):
+            self.layer(layer)
+
+    def layer(self, number: int) -> "ReferenceConfig":
+        """Return the configuration as one layer has it."""
+        return replace(self, layers=(), **self.layers[number]) if self.layers else self
 
     @property
     def rotary_channels(self) -> int:

@@ -31,7 +31,7 @@ def at_least_fp32(dtype: torch.dtype) -> torch.dtype:
 
 
 class ReferenceGPT(nn.Module):
-    """Embedding, pre-norm layers, final norm, head. Weights are NaN until loaded, to expose omissions."""
+    """Embedding, layers, final norm, head. Weights are NaN until loaded, to expose omissions."""
 
     def __init__(self, config: ReferenceConfig) -> None:
         super().__init__()
@@ -78,7 +78,7 @@ class ReferenceGPT(nn.Module):
         if position_ids is None:
             position_ids = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
         hidden = self.embedding(tokens, position_ids, dropout_masks)
-        hidden = self.decoder(hidden, position_ids, visible_keys(config, tokens, document_ids), dropout_masks)
+        hidden = self.decoder(hidden, position_ids, document_ids, dropout_masks)
         untied = config.untie_embeddings_and_output_weights
         head = self.output_layer.weight if untied else self.embedding.word_embeddings.weight
         logits = F.linear(hidden, head)[..., : config.vocab_size]
@@ -95,6 +95,7 @@ class Embedding(nn.Module):
 
     def forward(self, tokens: Tensor, position_ids: Tensor, dropout_masks: DropoutMasks | None) -> Tensor:
         hidden = self.word_embeddings(tokens)
+        hidden = hidden * torch.tensor(self.config.embedding_scale, dtype=hidden.dtype, device=hidden.device)
         if self.config.position_embedding_type == "learned_absolute":
             hidden = hidden + self.position_embeddings(position_ids)
         return dropout(hidden, self.config.hidden_dropout, dropout_masks, -1, "embedding")
@@ -103,40 +104,50 @@ class Embedding(nn.Module):
 class Decoder(nn.Module):
     def __init__(self, config: ReferenceConfig) -> None:
         super().__init__()
-        self.config = config
-        self.layers = nn.ModuleList(Block(config, layer) for layer in range(config.num_layers))
+        self.layers = nn.ModuleList(Block(config.layer(layer), layer) for layer in range(config.num_layers))
         self.final_layernorm = Norm(config, config.hidden_size)
 
     def forward(
-        self, hidden: Tensor, position_ids: Tensor, visible: Tensor, dropout_masks: DropoutMasks | None
+        self, hidden: Tensor, position_ids: Tensor, document_ids: Tensor | None, dropout_masks: DropoutMasks | None
     ) -> Tensor:
-        rotary = None
-        if self.config.position_embedding_type == "rope":
-            rotary = cos_sin(self.config, position_ids, at_least_fp32(hidden.dtype))
         for layer in self.layers:
-            hidden = layer(hidden, rotary, visible, dropout_masks)
+            hidden = layer(hidden, position_ids, document_ids, dropout_masks)
         return self.final_layernorm(hidden)
 
 
 class Block(nn.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x))."""
+    """x + norm(attention(norm(x))), then x + norm(mlp(norm(x))), without the parts that the layer lacks."""
 
     def __init__(self, config: ReferenceConfig, layer: int) -> None:
         super().__init__()
         self.config, self.layer = config, layer
-        self.input_layernorm = Norm(config, config.hidden_size)
-        self.self_attention = SelfAttention(config, layer)
-        self.pre_mlp_layernorm = Norm(config, config.hidden_size)
-        self.mlp = MLP(config)
+        norms_input = config.norm_position in ("before", "around")
+        norms_output = config.norm_position in ("after", "around")
+        if config.has_attention:
+            self.input_layernorm = Norm(config, config.hidden_size) if norms_input else nn.Identity()
+            self.self_attention = SelfAttention(config, layer)
+            self.post_self_attn_layernorm = Norm(config, config.hidden_size) if norms_output else nn.Identity()
+        if config.has_mlp:
+            self.pre_mlp_layernorm = Norm(config, config.hidden_size) if norms_input else nn.Identity()
+            self.mlp = MLP(config)
+            self.post_mlp_layernorm = Norm(config, config.hidden_size) if norms_output else nn.Identity()
 
     def forward(
-        self, hidden: Tensor, rotary: tuple[Tensor, Tensor] | None, visible: Tensor, dropout_masks: DropoutMasks | None
+        self,
+        hidden: Tensor,
+        position_ids: Tensor,
+        document_ids: Tensor | None = None,
+        dropout_masks: DropoutMasks | None = None,
     ) -> Tensor:
         rate = self.config.hidden_dropout
-        update = self.self_attention(self.input_layernorm(hidden), rotary, visible, dropout_masks)
-        hidden = hidden + dropout(update, rate, dropout_masks, self.layer, "attention_output")
-        update = self.mlp(self.pre_mlp_layernorm(hidden))
-        return hidden + dropout(update, rate, dropout_masks, self.layer, "mlp_output")
+        if self.config.has_attention:
+            update = self.self_attention(self.input_layernorm(hidden), position_ids, document_ids, dropout_masks)
+            update = self.post_self_attn_layernorm(update)
+            hidden = hidden + dropout(update, rate, dropout_masks, self.layer, "attention_output")
+        if self.config.has_mlp:
+            update = self.post_mlp_layernorm(self.mlp(self.pre_mlp_layernorm(hidden)))
+            hidden = hidden + dropout(update, rate, dropout_masks, self.layer, "mlp_output")
+        return hidden
 
 
 class SelfAttention(nn.Module):
@@ -150,11 +161,12 @@ class SelfAttention(nn.Module):
         self.linear_qkv = nn.Linear(config.hidden_size, (heads + 2 * groups) * channels, bias=has_qkv_bias)
         self.linear_proj = nn.Linear(heads * channels, config.hidden_size, bias=config.add_bias_linear)
         if config.qk_layernorm:
-            self.q_layernorm = Norm(config, channels)
-            self.k_layernorm = Norm(config, channels)
+            is_whole = config.qk_layernorm_scope == "projection"
+            self.q_layernorm = Norm(config, heads * channels if is_whole else channels)
+            self.k_layernorm = Norm(config, groups * channels if is_whole else channels)
 
     def forward(
-        self, hidden: Tensor, rotary: tuple[Tensor, Tensor] | None, visible: Tensor, dropout_masks: DropoutMasks | None
+        self, hidden: Tensor, position_ids: Tensor, document_ids: Tensor | None, dropout_masks: DropoutMasks | None
     ) -> Tensor:
         config = self.config
         batch, seq, _ = hidden.shape
@@ -162,14 +174,18 @@ class SelfAttention(nn.Module):
         qkv = self.linear_qkv(hidden).view(batch, seq, groups, queries_per_group + 2, config.kv_channels)
         q = qkv[:, :, :, :-2].flatten(2, 3)  # [b, s, n, c]
         k, v = qkv[:, :, :, -2], qkv[:, :, :, -1]  # [b, s, g, c]
-        if config.qk_layernorm:
+        if config.qk_layernorm and config.qk_layernorm_scope == "projection":
+            q, k = self.q_layernorm(q.flatten(2)).view(q.shape), self.k_layernorm(k.flatten(2)).view(k.shape)
+        elif config.qk_layernorm:
             q, k = self.q_layernorm(q), self.k_layernorm(k)
-        if rotary is not None:
+        if config.position_embedding_type == "rope":
+            rotary = cos_sin(config, position_ids, at_least_fp32(hidden.dtype))
             q, k = rotate(q, *rotary), rotate(k, *rotary)
         k, v = (x.repeat_interleave(queries_per_group, dim=2) for x in (k, v))  # [b, s, n, c]
 
         scale = config.kv_channels**-0.5 if config.softmax_scale is None else config.softmax_scale
         scores = soft_cap(torch.einsum("bqnc,bknc->bnqk", q, k) * scale, config.attn_logit_softcapping)
+        visible = visible_keys(config, position_ids, document_ids)
         scores = scores.to(at_least_fp32(scores.dtype)).masked_fill(~visible, -torch.inf)
         probs = scores.softmax(dim=-1).to(v.dtype)
         probs = dropout(probs, config.attention_dropout, dropout_masks, self.layer, "attention_probs")
@@ -218,9 +234,12 @@ class Norm(nn.Module):
         return x.to(hidden.dtype)
 
 
-def visible_keys(config: ReferenceConfig, tokens: Tensor, document_ids: Tensor | None) -> Tensor:
-    """Return which keys (last dim) each query sees, bool [1 or b, 1, s, s]: up to itself in its window and document."""
-    index = torch.arange(tokens.shape[1], device=tokens.device)
+def visible_keys(config: ReferenceConfig, position_ids: Tensor, document_ids: Tensor | None) -> Tensor:
+    """Return which keys (last dim) each query sees, bool [1 or b, 1, s, s]: up to itself in its window and document.
+
+    position_ids: [b, s], only for its size; a window counts tokens.
+    """
+    index = torch.arange(position_ids.shape[1], device=position_ids.device)
     distance = index[:, None] - index  # [query, key]
     visible = distance >= 0
     if config.window_size is not None:

@@ -16,6 +16,7 @@ from torch import Tensor
 from megapipe.assembly.microbatches import Keys, Microbatches, to_microbatch
 from megapipe.assembly.runtime import DrawSlice, TrainingRuntime
 from megapipe.config.config import ResolvedConfig
+from megapipe.config.layers import layer_configs
 from megapipe.data.batch import Batch, DocumentRules
 from megapipe.extras.reference.asynchronous import Delays, asynchronous_step
 from megapipe.extras.reference.config import ReferenceConfig
@@ -177,8 +178,12 @@ def reference_config(config: ResolvedConfig) -> ReferenceConfig:
     """Return the reference model's configuration."""
     # every option of a resolved model section has a field of the same name there, or no effect on the result
     names = {field.name for field in dataclasses.fields(ReferenceConfig)}
-    values = {name: value for name, value in vars(config.model).items() if name in names}
-    return ReferenceConfig(**values, **{name: getattr(config.training, name) for name in FROM_TRAINING})
+    model, *layers = (
+        {name: value for name, value in vars(section).items() if name in names}
+        for section in (config.model, *layer_configs(config.model))
+    )
+    training = {name: getattr(config.training, name) for name in FROM_TRAINING}
+    return ReferenceConfig(**model, **training, layers=tuple(layers))
 
 
 @dataclass(frozen=True)

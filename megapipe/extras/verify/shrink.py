@@ -8,18 +8,22 @@ shrink.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megapipe.config.config import Config, ResolvedConfig, convert
+from megapipe.config.config import Config, ResolvedConfig, ResolvedModelConfig, convert
+from megapipe.config.fields import value_text
 from megapipe.config.files import DataConfig
+from megapipe.config.layer_pattern import ABSENT, PARTS
+from megapipe.config.layers import OPTIONS_OF, LayerConfig, layer_configs
 from megapipe.config.model import ModelConfig, PrecisionConfig
 from megapipe.config.training import OptimizerConfig, TrainingConfig
 from megapipe.plan.resolve import resolve
 from megapipe.plan.run_plan import RunPlan
-from megapipe.schedule.partition import from_counts
+from megapipe.schedule.partition import Partition, from_counts
 from megapipe.sharding.buffers import BufferLayout
 
 NUM_STEPS = 3
@@ -56,11 +60,13 @@ def shrink(
 ) -> Shrunk:
     """Return the plan with small sizes. mode: 'fp64', or 'native' for the configuration's own dtype."""
     config, partition = plan.config, plan.partition
+    layers = layer_configs(config.model)
     if partition.num_layers > MAX_LAYERS:  # all stages lose the same number of layers, so that the largest keeps two
         fewer = max(max(partition.layer_counts) - 2, 0)
-        layers = [max(count - fewer, min(count, 1)) for count in partition.layer_counts]
-        partition = from_counts(layers, sum(layers))
-    training, counts = _training(plan)
+        counts = [max(count - fewer, min(count, 1)) for count in partition.layer_counts]
+        layers = _unlike_layers(layers, partition, counts)
+        partition = from_counts(counts, sum(counts))
+    training, num_microbatches = _training(plan)
     precision, recompute, offload = _precision(config.precision, mode), config.recompute, config.offload
     parallel = dataclasses.replace(
         config.parallel,
@@ -78,7 +84,7 @@ def shrink(
     if offload.cpu_offloading_num_layers:  # the tensors are small now and still have to move
         offload = dataclasses.replace(offload, min_offloaded_tensor_size=1)
     small = Config(
-        model=_model(config, partition.num_layers, plan.topology.tp),
+        model=_model(config, layers, plan.topology.tp),
         parallel=parallel,
         recompute=recompute,
         offload=offload,
@@ -93,7 +99,7 @@ def shrink(
         bucket_size = max(1, max(layout.numel for layout in _layouts(resolved)) // wanted)
         small = dataclasses.replace(small, parallel=dataclasses.replace(small.parallel, ddp_bucket_size=bucket_size))
         resolved = resolve(small, world_size, ranks_per_node)
-    return Shrunk(resolved, plan, mode, counts)
+    return Shrunk(resolved, plan, mode, num_microbatches)
 
 
 def _layouts(plan: RunPlan) -> list[BufferLayout]:
@@ -104,24 +110,47 @@ def _values(section: Any, names: Sequence[str]) -> dict[str, Any]:
     return {name: getattr(section, name) for name in names}
 
 
-def _model(config: ResolvedConfig, num_layers: int, tp: int) -> ModelConfig:
+def _unlike_layers(
+    layers: Sequence[LayerConfig], partition: Partition, counts: Sequence[int]
+) -> tuple[LayerConfig, ...]:
+    """Return the layers that the stages keep, so many of each: first those of kinds that the stage lacks before."""
+    kept: list[LayerConfig] = []
+    for stage, count in zip(partition.stages, counts, strict=True):
+        numbers = range(stage.first_layer, stage.last_layer_exclusive)
+        held = [layers[number] for number in numbers]
+        order = sorted(range(len(held)), key=lambda place: held[place] in held[:place])
+        kept += [held[place] for place in sorted(order[:count])]
+    return tuple(kept)
+
+
+def _model(config: ResolvedConfig, layers: Sequence[LayerConfig], tp: int) -> ModelConfig:
+    """Return the model of these layers with small sizes. What layers have in other sizes keeps its proportions."""
     model = config.model
-    groups, heads = model.num_query_groups, model.num_attention_heads
-    if groups % tp == 0:  # each rank has whole groups: keep at most two of them; groups shared by ranks are all kept
-        kept = tp * min(groups // tp, 2)
-        heads, groups = heads // groups * kept, kept
-    head_size = model.kv_channels
-    if model.position_embedding_type != "rope":
-        head_size = min(head_size, 8)
-    else:  # 8 channels, or the smallest size above for which --rotary-percent rotates whole pairs
-        rotated = {size: int(size * model.rotary_percent) for size in range(8, head_size)}
-        head_size = next((size for size, count in rotated.items() if count > 0 and count % 2 == 0), head_size)
+    kinds = (model, *dict.fromkeys(layers))
+    heads, whole = model.num_attention_heads, 1
+    if all(kind.num_query_groups % tp == 0 for kind in kinds):
+        # each rank has whole groups: keep at most two of them; groups shared by ranks are all kept
+        whole = math.gcd(*(kind.num_query_groups // tp for kind in kinds))
+    rotated = [kind.rotary_percent for kind in kinds if kind.position_embedding_type == "rope"]
+    # 8 channels, or the smallest size above for which each --rotary-percent rotates whole pairs
+    sizes = (size for size in range(8, model.kv_channels) if all(_rotates_pairs(size, share) for share in rotated))
     # about 16 tokens, and at least two for each rank that holds a slice of the sequence
     divisor = tp if config.parallel.sequence_parallel else 1
     seq = min(model.seq_length, max(16, 2 * divisor) // divisor * divisor)
-    window = model.window_size
-    if window is not None:  # it hides keys if the original one does
-        window = seq if window >= model.seq_length else max(1, min(window, seq // 3))
+    widest = max(kind.ffn_hidden_size for kind in kinds) // tp
+    windows = [kind.window_size for kind in kinds if kind.window_size is not None]
+    longest = max((size for size in windows if size < model.seq_length), default=1)
+
+    def small(kind: ResolvedModelConfig) -> dict[str, Any]:
+        window = kind.window_size
+        if window is not None:  # it hides keys if the original one does
+            window = seq if window >= model.seq_length else _scaled(window, longest, max(1, seq // 3))
+        return {
+            "num_query_groups": kind.num_query_groups // whole * min(whole, 2),
+            "ffn_hidden_size": tp * _scaled(kind.ffn_hidden_size // tp, widest, 12),
+            "window_size": window,
+        }
+
     vocab, padded = model.vocab_size, model.padded_vocab_size
     rows = min(padded, tp * max(8, 48 // tp))
     if vocab > rows - tp:  # with padded rows if the original has any
@@ -130,19 +159,46 @@ def _model(config: ResolvedConfig, num_layers: int, tp: int) -> ModelConfig:
     return convert(
         ModelConfig,
         model,
-        num_layers=num_layers,
+        num_layers=len(layers),
         hidden_size=min(model.hidden_size, 32),
-        ffn_hidden_size=tp * min(model.ffn_hidden_size // tp, 12),
-        num_attention_heads=heads,
-        num_query_groups=groups,
-        kv_channels=head_size,
+        num_attention_heads=heads // whole * min(whole, 2),
+        kv_channels=next(sizes, model.kv_channels),
         seq_length=seq,
         max_position_embeddings=seq + min(model.max_position_embeddings - model.seq_length, 3),
         vocab_size=vocab,
         padded_vocab_size=padded,
-        window_size=window,
         softmax_scale=None if is_derived_scale else model.softmax_scale,
+        layer_pattern=_pattern(model, layers, small),
+        window_attn_skip_freq=None,
+        no_rope_freq=None,
+        **small(model),
     )
+
+
+def _scaled(size: int, largest: int, limit: int) -> int:
+    """Return a size in its proportion to the largest one, which becomes `limit` if it is above."""
+    return size if largest <= limit else max(1, limit * size // largest)
+
+
+def _rotates_pairs(head_size: int, rotary_percent: float) -> bool:
+    rotated = int(head_size * rotary_percent)
+    return rotated > 0 and rotated % 2 == 0
+
+
+def _pattern(
+    model: ResolvedModelConfig, layers: Sequence[LayerConfig], small: Callable[[LayerConfig], dict[str, Any]]
+) -> tuple[str, ...]:
+    """Return --layer-pattern for these layers with small sizes; nothing if all are like the model."""
+    words = []
+    for layer, run in itertools.groupby(layers):
+        parts = {part: getattr(layer, f"has_{part}") for part in PARTS}
+        names = [name for part, names in OPTIONS_OF.items() if parts.get(part, True) for name in names]
+        values = {name: getattr(layer, name) for name in names if getattr(layer, name) != getattr(model, name)}
+        values |= {name: size for name, size in small(layer).items() if name in values}
+        settings = {part: ABSENT for part, is_there in parts.items() if not is_there}
+        settings |= {name: value if isinstance(value, str) else value_text(value) for name, value in values.items()}
+        words.append(" ".join([str(len(list(run))), *(f"{name}={text}" for name, text in settings.items())]))
+    return tuple(words) if any(" " in word for word in words) else ()
 
 
 def _training(plan: RunPlan) -> tuple[TrainingConfig, tuple[int, ...]]:
