@@ -5,6 +5,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 
+from megapipe.config.layers import layer_configs
 from megapipe.extras.verify.compare import Difference, ParityStep, RankStep, tolerance_of, worst
 from megapipe.extras.verify.shrink import Shrunk
 from megapipe.layers.attention import is_explicit
@@ -59,6 +60,8 @@ def _kept(small: Shrunk) -> Iterator[str]:
     yield f"rank order {plan.topology.order}, stages {plan.partition}"
     yield f"schedule {plan.schedule_name}, {counts} microbatches on each dp rank, {heads}{copies}"
     yield ", ".join(_switches(plan))
+    if model.layer_pattern:
+        yield f"layers {', '.join(model.layer_pattern)}"
 
 
 def _switches(plan: RunPlan) -> Iterator[str]:
@@ -66,7 +69,10 @@ def _switches(plan: RunPlan) -> Iterator[str]:
     config, model = plan.config, plan.config.model
     parallel, training, recompute = config.parallel, config.training, config.recompute
     yield f"{model.normalization}, {model.activation}, positions {model.position_embedding_type}"
-    yield "unfused attention" if is_explicit(model) else "torch's fused attention"
+    layers = layer_configs(model)
+    explicit = [is_explicit(layer) for layer in layers if layer.has_attention]
+    unfused = "unfused attention" if all(explicit) else "torch's fused attention and, in some layers, an unfused one"
+    yield unfused if any(explicit) else "torch's fused attention"
     yield "untied head" if model.untie_embeddings_and_output_weights else "tied head"
     yield f"optimizer {config.optimizer.optimizer}"
     is_selective = recompute.recompute_granularity == "selective"
@@ -74,9 +80,11 @@ def _switches(plan: RunPlan) -> Iterator[str]:
     offloaded = config.offload.cpu_offloading_num_layers
     switches = {
         f"rope scaling {model.rope_scaling_type}": model.rope_scaling_type != "none",
-        "qk-norm": model.qk_layernorm,
-        "sliding window": model.window_size is not None,
-        "attention soft-cap": model.attn_logit_softcapping is not None,
+        **{f"norms {layer.norm_position} branches": True for layer in layers if layer.norm_position != "before"},
+        **{f"qk-norm of each {layer.qk_layernorm_scope}": True for layer in layers if layer.qk_layernorm},
+        f"embeddings times {model.embedding_scale:g}": model.embedding_scale != 1.0,
+        "sliding window": any(layer.window_size is not None for layer in layers),
+        "attention soft-cap": any(layer.attn_logit_softcapping is not None for layer in layers),
         "final soft-cap": model.final_logit_softcapping is not None,
         f"hidden dropout {model.hidden_dropout:g}": model.hidden_dropout > 0,
         f"attention dropout {model.attention_dropout:g}": model.attention_dropout > 0,

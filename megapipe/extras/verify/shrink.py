@@ -113,12 +113,12 @@ def _values(section: Any, names: Sequence[str]) -> dict[str, Any]:
 def _unlike_layers(
     layers: Sequence[LayerConfig], partition: Partition, counts: Sequence[int]
 ) -> tuple[LayerConfig, ...]:
-    """Return the layers that the stages keep, so many of each: first those of kinds that the stage lacks before."""
+    """Return the layers that the stages keep, so many of each: first kinds new to the model, then new to the stage."""
     kept: list[LayerConfig] = []
     for stage, count in zip(partition.stages, counts, strict=True):
-        numbers = range(stage.first_layer, stage.last_layer_exclusive)
-        held = [layers[number] for number in numbers]
-        order = sorted(range(len(held)), key=lambda place: held[place] in held[:place])
+        held = layers[stage.first_layer : stage.last_layer_exclusive]
+        known = [layer in held[:place] for place, layer in enumerate(held)]
+        order = sorted(range(len(held)), key=lambda place: (known[place], held[place] in kept))
         kept += [held[place] for place in sorted(order[:count])]
     return tuple(kept)
 

@@ -18,6 +18,7 @@ from megapipe.data_parallel.reducer import GradientReducer
 from megapipe.extras.verify import parity
 from megapipe.extras.verify.compare import gradient_pieces
 from megapipe.layers.norm import Norm
+from megapipe.model import norm
 from megapipe.pipeline.engine import Engine
 from megapipe.sharding.spec import Interval, ParamSpec
 from megapipe.train.step import LossAverage, PendingLoss
@@ -34,6 +35,18 @@ def norm_without_tp_sum(patch: pytest.MonkeyPatch, rank: int) -> None:
 def qk_norm_without_tp_sum(patch: pytest.MonkeyPatch, rank: int) -> None:
     """Leave out the sum over tp of a q-norm's gradient: each tp_rank sees its own heads."""
     _forget_partial_gradient(patch, "q_layernorm")
+
+
+def projection_norm_without_tp_sum(patch: pytest.MonkeyPatch, rank: int) -> None:
+    """Leave out the sum over tp in the backward of a norm over all heads: each tp_rank has its own heads."""
+    backward = norm._ProjectionRMSNorm.backward
+
+    def planted(ctx: Any, grad: Tensor) -> Any:
+        with pytest.MonkeyPatch.context() as inner:
+            inner.setattr(norm, "all_reduce", lambda tensor, group: None)
+            return backward(ctx, grad)
+
+    patch.setattr(norm._ProjectionRMSNorm, "backward", staticmethod(planted))
 
 
 def _forget_partial_gradient(patch: pytest.MonkeyPatch, which: str) -> None:

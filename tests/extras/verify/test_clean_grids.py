@@ -62,6 +62,16 @@ CASES: dict[str, tuple[int, str, dict[str, Any]]] = {
             "optimizer": "sgd",
         },
     ),
+    "layers that differ": (
+        4,
+        "fp64",
+        LLAMA
+        | OVERLAP
+        | {"tp": 2, "pp": 2, "sp": True, "num_layers": 6, "num_query_groups": 1, "hidden_dropout": 0.1}
+        | {"norm_position": "around", "qk_layernorm": True, "qk_layernorm_scope": "projection", "embedding_scale": 5.65}
+        | {"layer_pattern": ("2 window_size=3 rotary_base=100", "1 attention=none ffn_hidden_size=64", "...")}
+        | {"recompute_granularity": "selective", "recompute_modules": ("core_attn", "layernorm", "mlp")},
+    ),
     "every loss term": (
         2,
         "fp64",

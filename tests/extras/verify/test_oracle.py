@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import numpy as np
 import pytest
@@ -27,6 +28,7 @@ from tests.extras.verify.grids import given_slices
 from tests.tiny import LLAMA, tiny_config
 
 # the reference computes in fp32 or better anyway; its weights and padded vocabulary are given
+PER_LAYER = {"window_attn_skip_freq", "no_rope_freq", "layer_pattern"}  # the fields `layers` and has_* in the reference
 WITHOUT_EFFECT = {"make_vocab_size_divisible_by", "init_method_std", "attention_softmax_in_fp32"}
 KEY = DropoutKey(seed=3, step=1, microbatch=5)
 
@@ -34,15 +36,40 @@ KEY = DropoutKey(seed=3, step=1, microbatch=5)
 def test_every_model_option_reaches_the_reference() -> None:
     options = {field.name for field in dataclasses.fields(ModelConfig)}
     known = {field.name for field in dataclasses.fields(ReferenceConfig)}
-    assert options - known == WITHOUT_EFFECT
-    assert known - options == set(FROM_TRAINING)
+    assert options - known == WITHOUT_EFFECT | PER_LAYER
+    assert known - options == {*FROM_TRAINING, "layers", "has_attention", "has_mlp"}
     config = resolve(tiny_config(**LLAMA, tp=2, label_smoothing=0.1, z_loss=1e-3), 2).config
     made = reference_config(config)
     assert all(getattr(made, name) == getattr(config.model, name) for name in options & known)
     assert (made.label_smoothing, made.z_loss) == (0.1, 1e-3)
 
 
-@pytest.mark.parametrize("options", [{}, LLAMA, {"qk_layernorm": True}], ids=["gpt2", "llama", "qk-norm"])
+def test_options_of_single_layers_reach_the_reference() -> None:
+    pattern = ("1 attention=none ffn_hidden_size=24", "1 mlp=none rotary_base=50", "2", "1 qk_layernorm=true")
+    frequencies = {"window_size": 3, "window_attn_skip_freq": "2", "no_rope_freq": "5"}
+    config = resolve(tiny_config(**LLAMA, num_layers=5, layer_pattern=pattern, **frequencies), 1).config
+    made = reference_config(config)
+    layers = [made.layer(number) for number in range(5)]
+    assert [layer.has_attention for layer in layers] == [False, True, True, True, True]
+    assert [layer.has_mlp for layer in layers] == [True, False, True, True, True]
+    assert [layer.ffn_hidden_size for layer in layers] == [24, 12, 12, 12, 12]
+    assert [layer.rotary_base for layer in layers] == [10000.0, 50.0, 10000.0, 10000.0, 10000.0]
+    assert [layer.window_size for layer in layers] == [3, None, 3, None, 3]
+    assert [layer.position_embedding_type for layer in layers] == ["rope"] * 4 + ["none"]
+    assert [layer.qk_layernorm for layer in layers] == [False] * 4 + [True]
+
+
+UNLIKE: dict[str, Any] = LLAMA | {
+    "norm_position": "around",
+    "qk_layernorm": True,
+    "qk_layernorm_scope": "projection",
+    "layer_pattern": ("1 attention=none norm_position=after", "1 mlp=none num_query_groups=1"),
+}
+
+
+@pytest.mark.parametrize(
+    "options", [{}, LLAMA, {"qk_layernorm": True}, UNLIKE], ids=["gpt2", "llama", "qk-norm", "unlike layers"]
+)
 def test_the_reference_has_the_parameters_of_the_specs_in_their_order(options: dict) -> None:
     plan = resolve(tiny_config(**options), 1)
     model = ReferenceGPT(reference_config(plan.config))
@@ -71,7 +98,7 @@ def test_hidden_masks_are_cut_by_the_sequence_only_under_sequence_parallelism(si
         assert torch.equal(cut[:, 4 * tp_rank : 4 * tp_rank + 4], slice_of_rank.transpose(0, 1).double() / 0.75)
 
 
-@pytest.mark.parametrize("options", [{}, LLAMA | {"qk_layernorm": True}], ids=["gpt2", "llama"])
+@pytest.mark.parametrize("options", [{}, LLAMA | {"qk_layernorm": True}, UNLIKE], ids=["gpt2", "llama", "unlike"])
 @pytest.mark.parametrize("tp", [1, 2, 4])
 def test_slices_drawn_on_a_grid_are_slices_of_what_one_process_draws(tp: int, options: dict) -> None:
     specs = resolve(tiny_config(tp=tp, **options), tp).specs

@@ -54,6 +54,14 @@ CASES = {
         "layers.0.self_attention.q_layernorm.weight",
         ("q_layernorm",),
     ),
+    "norm of a projection": Case(
+        planted.projection_norm_without_tp_sum,
+        2,
+        {"tp": 2, "normalization": "RMSNorm", "qk_layernorm": True, "qk_layernorm_scope": "projection"},
+        "word_embeddings.weight",
+        EVERYTHING,
+        report=("the forwards are right",),
+    ),
     "kv-head": Case(
         planted.key_value_head_without_sum,
         2,

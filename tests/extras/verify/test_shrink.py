@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from megapipe.config.layers import layer_configs
 from megapipe.extras.verify.report import plan_text
 from megapipe.extras.verify.shrink import MAX_LAYERS, Shrunk, shrink
 from megapipe.plan.resolve import resolve
@@ -50,7 +51,24 @@ LLAMA405B |= {
 }
 LLAMA405B |= {"account_for_loss_in_pipeline_split": True, "rope_scaling_type": "llama3"}
 
+# every sixth layer sees the whole sequence; some have fewer key/value heads or lack a part
+UNLIKE: dict[str, Any] = LLAMA405B | {
+    "num_layers": 62,
+    "pp": 4,
+    "rotary_percent": 0.5,
+    "window_size": 1024,
+    "window_attn_skip_freq": "6",
+    "no_rope_freq": "31",
+    "layer_pattern": (
+        "14",
+        "3 num_query_groups=16 ffn_hidden_size=26624",
+        "41 rotary_percent=0.25",
+        "4 attention=none",
+    ),
+}
+
 CASES: dict[str, tuple[int, dict[str, Any]]] = {
+    "unlike layers": (64, UNLIKE),
     "gpt3": (16, GPT3 | {"tp": 4, "pp": 2, "chunks": 2, "pipeline_balance": "even", "hidden_dropout": 0.1}),
     "llama405b": (512, LLAMA405B),
     "mqa": (8, GPT3 | {"tp": 8, "num_query_groups": 1, "add_bias_linear": False}),
@@ -106,7 +124,7 @@ SIZES = {
     "model": (
         "num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups kv_channels seq_length "
         "max_position_embeddings "
-        "vocab_size padded_vocab_size window_size softmax_scale"
+        "vocab_size padded_vocab_size window_size softmax_scale window_attn_skip_freq no_rope_freq layer_pattern"
     ),
     "parallel": "pipeline_model_parallel_layout pipeline_schedule ddp_bucket_size",
     "training": (
@@ -145,6 +163,9 @@ CHANGED |= {
 }
 CHANGED |= {
     "qk_layernorm": True,
+    "qk_layernorm_scope": "projection",
+    "norm_position": "around",
+    "embedding_scale": 5.65,
     "attn_logit_softcapping": 20.0,
     "final_logit_softcapping": 30.0,
     "attention_softmax_in_fp32": True,
@@ -190,6 +211,26 @@ def test_deep_models_lose_layers_but_no_stage_and_no_end() -> None:
     assert small.original.partition.layer_counts == (7, *[8] * 14, 7)
     assert small.plan.partition.layer_counts == (1, *[2] * 14, 1)
     assert "layers 126 -> 30" in plan_text(small)
+
+
+def kinds_of_stages(plan: RunPlan) -> list[list[tuple[Any, ...]]]:
+    """Return what tells the layers of each stage apart, in order."""
+    layers = [
+        (x.has_attention, x.window is None, x.rotary is None, x.rotary_percent, x.num_query_groups, x.ffn_hidden_size)
+        for x in layer_configs(plan.config.model)
+    ]
+    return [layers[stage.first_layer : stage.last_layer_exclusive] for stage in plan.partition.stages]
+
+
+def test_stages_that_lose_layers_keep_unlike_ones() -> None:
+    small = shrunk("unlike layers")
+    was, now = kinds_of_stages(small.original), kinds_of_stages(small.plan)
+    assert [len(layers) for layers in was] == [15, 16, 16, 15] and [len(layers) for layers in now] == [1, 2, 2, 1]
+    for before, after in zip(was, now, strict=True):
+        assert len(set(after)) == min(len(after), len(set(before)))
+    kinds = {layer for layers in now for layer in layers}
+    assert {kind[-2:] for kind in kinds} == {(8, 96), (16, 48)}  # key/value heads and width
+    assert {kind[0] for kind in kinds} == {True, False}
 
 
 def test_an_uneven_partition_stays_that_of_the_large_sizes() -> None:
