@@ -32,6 +32,10 @@ from megapipe.tensor_parallel.random import DropoutKey, keyed_mask
 GlobalBatch = Sequence[Batch]  # microbatch k * dp + d of a global batch is microbatch k of dp_rank d
 
 STANDARD_DEVIATION = 0.2  # of the initial weights
+# The weights of norms after branches are drawn this much smaller. A norm divides by the size of a branch's output,
+# which is small where its terms cancel; with weights of 1, deep models would multiply rounding errors in every layer.
+BRANCH_SHARE = 0.03
+BRANCH_NORMS = ("post_self_attn_layernorm.weight", "post_mlp_layernorm.weight")
 EOD_SHARE = 0.15  # share of end-of-document tokens where the configuration uses documents
 FROM_TRAINING = ("label_smoothing", "z_loss")  # fields of ReferenceConfig that the training section has
 OPTIMIZERS = {"adam": "adamw", "sgd": "sgd"}
@@ -46,7 +50,10 @@ def drawn_slices(seed: int, dtype: torch.dtype) -> DrawSlice:
     def slice_of(spec: ParamSpec, tp_rank: int, tp: int) -> Tensor:
         init = Init("normal", STANDARD_DEVIATION)
         noise = draw(dataclasses.replace(spec, init=init), tp_rank, tp, seed, torch.float64)
-        return (noise + 1.0 if spec.init.kind == "ones" else noise).to(dtype)
+        mean = 1.0 if spec.init.kind == "ones" else 0.0
+        if spec.name.endswith(BRANCH_NORMS):
+            return ((noise + 1.0) * BRANCH_SHARE + (mean - 1.0)).to(dtype)
+        return (noise + mean).to(dtype)
 
     return slice_of
 

@@ -29,6 +29,7 @@ from megapipe.sharding.buffers import BufferLayout
 NUM_STEPS = 3
 MAX_LAYERS = 48
 MAX_MICROBATCHES = 64
+MAX_FFN, MAX_NORMED_FFN = 12, 32  # width of an MLP on a rank; a norm after it divides by sums of so few products
 # (learning rate, minimum of Adam's epsilon): where gradients are tiny, Adam divides rounding errors by rounding errors,
 # and with an epsilon of 1e-8 the result would be large
 RATES = {"fp64": (1e-2, 1e-3), "fp32": (1e-2, 1e-3), "bf16": (3e-2, 3e-2), "fp16": (3e-2, 3e-2)}
@@ -138,6 +139,7 @@ def _model(config: ResolvedConfig, layers: Sequence[LayerConfig], tp: int) -> Mo
     divisor = tp if config.parallel.sequence_parallel else 1
     seq = min(model.seq_length, max(16, 2 * divisor) // divisor * divisor)
     widest = max(kind.ffn_hidden_size for kind in kinds) // tp
+    narrow = MAX_FFN if all(kind.norm_position == "before" for kind in kinds) else MAX_NORMED_FFN
     windows = [kind.window_size for kind in kinds if kind.window_size is not None]
     longest = max((size for size in windows if size < model.seq_length), default=1)
 
@@ -147,7 +149,7 @@ def _model(config: ResolvedConfig, layers: Sequence[LayerConfig], tp: int) -> Mo
             window = seq if window >= model.seq_length else _scaled(window, longest, max(1, seq // 3))
         return {
             "num_query_groups": kind.num_query_groups // whole * min(whole, 2),
-            "ffn_hidden_size": tp * _scaled(kind.ffn_hidden_size // tp, widest, 12),
+            "ffn_hidden_size": tp * _scaled(kind.ffn_hidden_size // tp, widest, narrow),
             "window_size": window,
         }
 
@@ -176,8 +178,8 @@ def _model(config: ResolvedConfig, layers: Sequence[LayerConfig], tp: int) -> Mo
 
 
 def _scaled(size: int, largest: int, limit: int) -> int:
-    """Return a size in its proportion to the largest one, which becomes `limit` if it is above."""
-    return size if largest <= limit else max(1, limit * size // largest)
+    """Return a size in its proportion to the largest one, which becomes `limit` if it is above; at least a quarter."""
+    return size if largest <= limit else min(size, max(1, limit // 4, limit * size // largest))
 
 
 def _rotates_pairs(head_size: int, rotary_percent: float) -> bool:

@@ -72,6 +72,8 @@ CASES: dict[str, tuple[int, str, dict[str, Any]]] = {
         | {"layer_pattern": ("2 window_size=3 rotary_base=100", "1 attention=none ffn_hidden_size=64", "...")}
         | {"recompute_granularity": "selective", "recompute_modules": ("core_attn", "layernorm", "mlp")},
     ),
+    "many norms after branches": (1, "fp64", LLAMA | {"norm_position": "after", "num_layers": 24}),
+    "bf16, norms around branches": (1, "native", LLAMA | {"norm_position": "around", "num_layers": 6, "dtype": "bf16"}),
     "every loss term": (
         2,
         "fp64",
