@@ -12,7 +12,11 @@ REFUSED: dict[str, dict[str, Any]] = {
     "normalization": {"normalization": "BatchNorm"},
     "position_embedding_type": {"position_embedding_type": "alibi"},
     "rope_scaling_type": {"rope_scaling_type": "dynamic"},
+    "norm_position": {"norm_position": "between"},
+    "qk_layernorm_scope": {"qk_layernorm_scope": "group"},
+    "layers describes 3 layers, num_layers is 2": {"layers": ({}, {}, {})},
     "num_query_groups": {"num_query_groups": 3},
+    "num_query_groups 3": {"layers": ({}, {"num_query_groups": 3})},
     "padded_vocab_size": {"padded_vocab_size": 20},
     "rotary_percent": {"position_embedding_type": "rope", "rotary_percent": 0.5},  # 3 of 6 channels
 }

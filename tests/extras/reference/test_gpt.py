@@ -63,6 +63,53 @@ def test_llama_shape_has_megatrons_names_and_layouts():
     }
 
 
+def test_layers_have_the_norms_and_parts_of_their_own_settings():
+    layers = (
+        {"norm_position": "after", "has_attention": False, "ffn_hidden_size": 10},
+        {"norm_position": "around", "has_mlp": False, "num_query_groups": 1},
+    )
+    found = build(layers=layers, add_bias_linear=False, qk_layernorm=True, qk_layernorm_scope="projection")
+    assert [
+        (name, tuple(p.shape)) for name, p in found.named_parameters() if "layers" in name and "bias" not in name
+    ] == [
+        ("decoder.layers.0.mlp.linear_fc1.weight", (10, 16)),
+        ("decoder.layers.0.mlp.linear_fc2.weight", (16, 10)),
+        ("decoder.layers.0.post_mlp_layernorm.weight", (16,)),
+        ("decoder.layers.1.input_layernorm.weight", (16,)),
+        ("decoder.layers.1.self_attention.linear_qkv.weight", ((4 + 2) * 6, 16)),
+        ("decoder.layers.1.self_attention.linear_proj.weight", (16, 24)),
+        ("decoder.layers.1.self_attention.q_layernorm.weight", (24,)),
+        ("decoder.layers.1.self_attention.k_layernorm.weight", (6,)),
+        ("decoder.layers.1.post_self_attn_layernorm.weight", (16,)),
+    ]
+
+
+def test_an_embedding_scale_scales_word_embeddings_but_not_positions():
+    model, scaled = build(), build(embedding_scale=3.0, untie_embeddings_and_output_weights=False)
+    ids = batch()["tokens"]
+    positions = torch.arange(8).expand_as(ids)
+    embedded, found = (m.embedding(ids, positions, None) for m in (model, scaled))
+    torch.testing.assert_close(found - embedded, 2.0 * model.embedding.word_embeddings(ids), **EXACT)
+    half = scaled.bfloat16()
+    half.config = half.embedding.config = ReferenceConfig(**SIZES, embedding_scale=5.65)
+    words = half.embedding.word_embeddings(ids)
+    expected = words * torch.tensor(5.65, dtype=torch.bfloat16) + half.embedding.position_embeddings(positions)
+    assert torch.equal(half.embedding(ids, positions, None), expected)
+
+
+def test_a_norm_after_a_branch_of_zeros_adds_its_bias_alone():
+    model = build(norm_position="after", num_layers=1)
+    layer = model.decoder.layers[0]
+    with torch.no_grad():
+        for linear in (layer.self_attention.linear_proj, layer.mlp.linear_fc2):
+            linear.weight.zero_()
+            linear.bias.fill_(7.0)  # a LayerNorm subtracts it
+    hidden = torch.randn(2, 8, 16, dtype=torch.float64)
+    added = layer(hidden, torch.arange(8).expand(2, 8)) - hidden
+    expected = layer.post_self_attn_layernorm.bias + layer.post_mlp_layernorm.bias
+    torch.testing.assert_close(added, expected.expand_as(added), **EXACT)
+
+
 def test_weights_are_nan_until_given_and_drawn_by_seed_alone():
     model = ReferenceGPT(ReferenceConfig(**SIZES))
     assert all(parameter.isnan().all() for parameter in model.parameters())
