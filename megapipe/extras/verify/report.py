@@ -61,7 +61,7 @@ def _kept(small: Shrunk) -> Iterator[str]:
     yield f"schedule {plan.schedule_name}, {counts} microbatches on each dp rank, {heads}{copies}"
     yield ", ".join(_switches(plan))
     if model.layer_pattern:
-        yield f"layers {', '.join(model.layer_pattern)}"
+        yield f"layers {' '.join(map(repr, model.layer_pattern))}"
 
 
 def _switches(plan: RunPlan) -> Iterator[str]:
