@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterator, Sequence
+from itertools import groupby
 from typing import Any
 
 
@@ -73,6 +74,12 @@ def count_text(number: int, noun: str) -> str:
 def range_text(numbers: Sequence[int]) -> str:
     """Return consecutive numbers as '3' or '3 to 7'."""
     return str(numbers[0]) if len(numbers) == 1 else f"{numbers[0]} to {numbers[-1]}"
+
+
+def ranges_text(numbers: Sequence[int]) -> str:
+    """Return ascending numbers as text, such as '0, 2 to 5'."""
+    runs = groupby(enumerate(numbers), lambda at: at[1] - at[0])  # the difference is the same in a run
+    return ", ".join(range_text([number for _, number in run]) for _, run in runs)
 
 
 def one_of(words: Sequence[Any]) -> str:

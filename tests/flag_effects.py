@@ -64,15 +64,21 @@ model.yarn_beta_fast | --yarn-beta-fast 64 | records | {YARN}
 model.yarn_beta_slow | --yarn-beta-slow 4 | records | {YARN}
 model.yarn_mscale | --yarn-mscale 0.5 | records | {YARN} --yarn-mscale-all-dim 0.8
 model.yarn_mscale_all_dim | --yarn-mscale-all-dim 0.5 | records | {YARN}
+model.no_rope_freq | --no-rope-freq 2 | records | {ROPE}
 model.normalization | --normalization RMSNorm | records
+model.norm_position | --norm-position around | plan specs
 model.norm_epsilon | --norm-epsilon 0.1 | records
 model.layernorm_zero_centered_gamma | --apply-layernorm-1p | plan specs
 model.activation | --activation relu | records
 model.add_bias_linear | --disable-bias-linear | plan specs
 model.add_qkv_bias | --add-qkv-bias | plan specs | --disable-bias-linear
 model.untie_embeddings_and_output_weights | --untie-embeddings-and-output-weights | plan specs
+model.embedding_scale | --embedding-scale 3 | records
 model.qk_layernorm | --qk-layernorm | records
+model.qk_layernorm_scope | --qk-layernorm-scope projection | records | --qk-layernorm --normalization RMSNorm
 model.window_size | --window-size 3 | records
+model.window_attn_skip_freq | --window-attn-skip-freq 2 | records | --window-size 3
+model.layer_pattern | --layer-pattern window_size=3 1 | records
 model.attn_logit_softcapping | --attn-logit-softcapping 0.1 | records
 model.final_logit_softcapping | --final-logit-softcapping 0.1 | records
 model.softmax_scale | --softmax-scale 2 | records

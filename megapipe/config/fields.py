@@ -70,6 +70,7 @@ class Option:
     off_flag: str | None = None  # for booleans: instead of --no-field-name
     more_flags: tuple[Flag, ...] = ()
     read: Callable[[str], str] | None = None  # rewrites the text of a value before it is read
+    reads_lists: bool = False  # a YAML list is read as its text: [1, 1, 0]
     required: bool = False  # must be given for a training job; the default in the dataclass is for tests
     derived: str = ""  # what plan.resolve puts in place of None
     needs: Need | None = None
@@ -167,6 +168,8 @@ def read_value(field: ConfigField, raw: str | Sequence[str], subject: str, *, li
     literal: the text was quoted, so that "none" is a string.
     """
     kind, option = field.kind, field.option
+    if option.reads_lists and not isinstance(raw, str):
+        raw = f"[{', '.join(raw)}]"
     words = [raw] if isinstance(raw, str) else list(raw)
     given = f"{subject} {' '.join(words)}"
     if not kind.many and not isinstance(raw, str):

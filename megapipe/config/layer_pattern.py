@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import ast
 import json
+import re
 from collections.abc import Sequence
 from itertools import cycle, islice
 from pathlib import Path
@@ -14,30 +15,31 @@ from typing import Any
 from megapipe.errors import ConfigError
 
 REPEAT = "..."  # as the last word of a pattern
-ABSENT = "none"  # as the value of a part: attention=none
 PARTS = ("attention", "mlp")
-MOST_LAYERS = 100_000  # in a list, so that ([1]*9**9) is refused instead of filling the memory
+# the sizes of a part in a file of block configurations; of two the first one counts
+BLOCK_SIZES = {"attention": ("num_query_groups", "n_heads_in_group"), "mlp": ("ffn_hidden_size", "ffn_mult")}
+WHOLE = re.compile(r"[0-9]{1,5}")  # a number of layers
+MOST_LAYERS = 100_000  # in a list, so that [1]*99999999999 is refused instead of filling the memory
 
 
-def marked_layers(flag: str, text: str, num_layers: int, every: tuple[int, int]) -> tuple[int, ...]:
-    """Return the value of each layer in a frequency or a list of Megatron's. Raises ConfigError.
+def marked_layers(flag: str, text: str, num_layers: int, mark: int) -> list[int]:
+    """Return the layers that a frequency or a list of Megatron's names. Raises ConfigError.
 
-    text: N, or a list such as ([1]*3+[0])*2. every: the values of the layers that N does not count, and of every N-th.
+    text: N for every N-th layer, or a list such as ([1]*3+[0])*2, in which `mark` stands for these layers.
     """
-    if text.strip().isdecimal():
-        number = int(text)
-        if number < 1:
+    if WHOLE.fullmatch(text.strip()):
+        if int(text) < 1:
             raise ConfigError(f"{flag} {text}: use 1 or more, or leave it out")
-        return tuple(every[(layer + 1) % number == 0] for layer in range(num_layers))
+        return list(range(int(text) - 1, num_layers, int(text)))
     try:
         values = _evaluated(ast.parse(text.strip(), mode="eval").body)
-    except (SyntaxError, ValueError, TypeError, RecursionError):
+    except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
         values = None
-    if not isinstance(values, list) or not set(values) <= {0, 1}:
+    if not isinstance(values, list) or any(value not in (0, 1) for value in values):
         raise ConfigError(f"{flag} {text}: expected a number or a list of 0 and 1, such as ([1]*3+[0])*2")
     if len(values) != num_layers:
         raise ConfigError(f"{flag} {text} is a list for {len(values)} layers, --num-layers is {num_layers}")
-    return tuple(values)
+    return [layer for layer, value in enumerate(values) if value == mark]
 
 
 def _evaluated(node: ast.expr) -> Any:
@@ -59,25 +61,28 @@ def _evaluated(node: ast.expr) -> Any:
 def expanded(flag: str, words: Sequence[str], num_layers: int) -> list[dict[str, str]]:
     """Return what each layer has in place of the model's options, name -> text. Raises ConfigError.
 
-    words: 'COUNT NAME=VALUE ...' for each run of layers; the last one may be '...', which repeats the others.
+    words: 'COUNT NAME=VALUE ...' or 'count=COUNT NAME=VALUE ...' for each run of layers (default: one layer); the last
+    one may be '...', which repeats the others.
     """
     repeats = bool(words) and words[-1] == REPEAT
     layers: list[dict[str, str]] = []
     for word in words[: len(words) - repeats]:
-        count, *settings = word.split()
-        pairs = [setting.partition("=") for setting in settings]
-        if not count.isdecimal() or not all(name and value for name, _, value in pairs):
+        first, *others = word.split() or [""]
+        tokens = [first if "=" in first else f"count={first}", *others]
+        pairs = [token.partition("=") for token in tokens]
+        if not all(name and value for name, _, value in pairs):
             raise ConfigError(f"{flag} {word!r}: write COUNT NAME=VALUE ..., such as '5 window_size=1024'")
-        if not 0 < int(count) <= MOST_LAYERS:
-            raise ConfigError(f"{flag} {word!r}: a run has 1 layer or more")
-        names = [name.replace("-", "_") for name, _, _ in pairs]
-        if len(set(names)) < len(names):
+        settings = {name.replace("-", "_"): value for name, _, value in pairs}
+        if len(settings) < len(pairs):
             raise ConfigError(f"{flag} {word!r} names an option twice")
-        layers += [dict(zip(names, (value for _, _, value in pairs), strict=True))] * int(count)
-    if repeats and 0 < len(layers) <= num_layers:
+        count = settings.pop("count", "1")
+        if not WHOLE.fullmatch(count) or int(count) < 1:
+            raise ConfigError(f"{flag} {word!r}: a run has 1 layer or more, not {count}")
+        layers += [settings] * int(count)
+    if repeats and layers:
         return list(islice(cycle(layers), num_layers))
     if words and len(layers) != num_layers:
-        way = "repeat the runs with a last word '...', or change the counts"
+        way = f"repeat the runs with a last word '{REPEAT}', or change the counts"
         raise ConfigError(f"{flag} describes {len(layers)} layers, --num-layers is {num_layers}; {way}")
     return layers
 
@@ -90,7 +95,7 @@ def read_block_configs(path: str) -> tuple[str, ...]:
     """
     flag = f"--heterogeneous-layers-config-path {path}"
     try:
-        blocks = json.loads(Path(path).read_text(encoding="utf-8"))["block_configs"]
+        blocks = list(json.loads(Path(path).read_text(encoding="utf-8"))["block_configs"])
     except OSError as error:
         raise ConfigError(f"{flag}: cannot be read: {error.strerror}") from None
     except (ValueError, KeyError, TypeError):
@@ -99,26 +104,22 @@ def read_block_configs(path: str) -> tuple[str, ...]:
     for number, block in enumerate(blocks):
         try:
             parts = {"attention": block["attention"], "mlp": block.get("ffn") or block["mlp"]}
-            settings = [_block_part(part, found) for part, found in parts.items()]
+            settings = [setting for part, found in parts.items() for setting in _block_part(part, found)]
         except (KeyError, TypeError, AttributeError):
             raise ConfigError(f"{flag}: block {number} lacks the object attention, ffn or mlp") from None
         except ValueError as error:
             raise ConfigError(f"{flag}: block {number}: {error}") from None
-        words.append(" ".join(["1", *filter(None, settings)]))
+        words.append(" ".join(["1", *settings]))
     return tuple(words)
 
 
-def _block_part(part: str, found: dict[str, Any]) -> str:
-    """Return the setting of one part of a block, empty if it has the model's. Raises ValueError."""
+def _block_part(part: str, found: dict[str, Any]) -> list[str]:
+    """Return the settings of one part of a block, none if it has the model's. Raises ValueError."""
     if found.get("replace_with_linear"):
         raise ValueError(f"replace_with_linear of its {part}: a single linear in place of a part is not supported")
-    if found.get("no_op"):
-        return f"{part}={ABSENT}"
-    sizes = {
-        "attention": ("num_query_groups", "n_heads_in_group"),
-        "mlp": ("ffn_hidden_size", "ffn_mult"),
-    }[part]
+    sizes = BLOCK_SIZES[part]
     unknown = [name for name, value in found.items() if name not in (*sizes, "no_op", "replace_with_linear") and value]
     if unknown:
         raise ValueError(f"{unknown[0]} of its {part} is not supported")
-    return next((f"{name}={found[name]}" for name in sizes if found.get(name) is not None), "")
+    size = [f"{name}={found[name]}" for name in sizes if found.get(name) is not None]
+    return [f"{part}=none"] * bool(found.get("no_op")) + size[:1]

@@ -4,13 +4,14 @@ layers other options than the model's.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Collection
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from typing import Any
 
 from megapipe.config.config import ResolvedModelConfig, convert, fields_by_key
-from megapipe.config.fields import number_in, read_value
-from megapipe.config.layer_pattern import ABSENT, PARTS, expanded, marked_layers
+from megapipe.config.fields import NONE_WORDS, nearest, number_in, read_value
+from megapipe.config.layer_pattern import PARTS, expanded, marked_layers
 from megapipe.config.model import ModelConfig
 from megapipe.errors import ConfigError
 
@@ -43,6 +44,11 @@ OPTIONS_OF = {
     "mlp": ("ffn_hidden_size", "activation"),
     "": ("norm_position",),
 }
+# field that names layers -> their number in a list of numbers, and what they have in place of the model's option
+MARKS: dict[str, tuple[int, str, Any]] = {
+    "window_attn_skip_freq": (0, "window_size", None),
+    "no_rope_freq": (1, "position_embedding_type", "none"),
+}
 LAYER_OPTIONS = tuple(name for names in OPTIONS_OF.values() for name in names)
 
 
@@ -59,6 +65,11 @@ class LayerConfig(ResolvedModelConfig):
         is_rotary = self.has_attention and self.position_embedding_type == "rope"
         return tuple(getattr(self, name) for name in ROTARY_OPTIONS) if is_rotary else None
 
+    @property
+    def has_projection_norms(self) -> bool:
+        """True if q and k are normalized over all heads together."""
+        return self.has_attention and self.qk_layernorm and self.qk_layernorm_scope == "projection"
+
     @cached_property
     def window(self) -> int | None:
         """Its sliding window; None without one, and where it reaches over the whole sequence."""
@@ -66,11 +77,28 @@ class LayerConfig(ResolvedModelConfig):
 
 
 @cache
-def layer_configs(model: ResolvedModelConfig) -> tuple[LayerConfig, ...]:
-    """Return every layer's model section, one object for layers that are alike. Raises ConfigError."""
+def layer_configs(model: ModelConfig) -> tuple[LayerConfig, ...]:
+    """Return every layer's model section, one object for layers that are alike. Raises ConfigError.
+
+    Sizes that `model` has not derived yet are None.
+    """
     alike: dict[LayerConfig, LayerConfig] = {}
     layers = (convert(LayerConfig, model, **settings) for settings in layer_settings(model))
     return tuple(alike.setdefault(layer, layer) for layer in layers)
+
+
+def layer_kinds(model: ModelConfig) -> dict[LayerConfig, list[int]]:
+    """Return the layers that differ from each other, with their numbers. Raises ConfigError."""
+    sized = replace(
+        model,
+        ffn_hidden_size=model.feed_forward_size(),
+        num_query_groups=model.query_groups(),
+        kv_channels=model.head_size(),
+    )
+    kinds: dict[LayerConfig, list[int]] = {}
+    for number, layer in enumerate(layer_configs(sized)):
+        kinds.setdefault(layer, []).append(number)
+    return kinds
 
 
 def layer_settings(model: ModelConfig) -> list[dict[str, Any]]:
@@ -79,37 +107,30 @@ def layer_settings(model: ModelConfig) -> list[dict[str, Any]]:
     Besides options of the model the names are has_attention and has_mlp.
     """
     layers: list[dict[str, Any]] = [{} for _ in range(model.num_layers)]
-    taken = {}
-    for flag, text, every, mark, name, value in (
-        ("--window-attn-skip-freq", model.window_attn_skip_freq, (1, 0), 0, "window_size", None),
-        ("--no-rope-freq", model.no_rope_freq, (0, 1), 1, "position_embedding_type", "none"),
-    ):
+    flags = {}  # option -> the flag that sets it in some layers
+    for field, (mark, name, value) in MARKS.items():
+        text, flag = getattr(model, field), fields_by_key()[f"model.{field}"].main_flag
         if text is not None:
-            taken[name] = flag
-            for layer, found in zip(layers, marked_layers(flag, text, model.num_layers, every), strict=True):
-                layer |= {name: value} if found == mark else {}
-    for layer, given in zip(layers, expanded(PATTERN, model.layer_pattern, model.num_layers), strict=False):
-        both = [name for name in given if name in taken]
+            flags[name] = flag
+            for layer in marked_layers(flag, text, model.num_layers, mark):
+                layers[layer][name] = value
+    for settings, given in zip(layers, expanded(PATTERN, model.layer_pattern, model.num_layers), strict=False):
+        both = [name for name in given if name in flags]
         if both:
-            raise ConfigError(f"{PATTERN} and {taken[both[0]]} both set {both[0]}; give one of them")
-        missing = [part for part in PARTS if given.get(part) == ABSENT]
-        if len(missing) == len(PARTS):
-            raise ConfigError(f"{PATTERN}: a layer without {' and '.join(PARTS)} does nothing; lower --num-layers")
-        lost = [name for part in missing for name in OPTIONS_OF[part] if name in given]
-        if lost:
-            raise ConfigError(f"{PATTERN} sets {lost[0]} in a layer without {missing[0]}; leave one of the two out")
+            raise ConfigError(f"{PATTERN} and {flags[both[0]]} both set {both[0]}; give one of them")
         for name, text in given.items():
-            layer |= _setting(model, name, text)
+            settings |= _setting(model, name, text)
+        _check_effects(vars(model) | settings, given)
     return layers
 
 
 def _setting(model: ModelConfig, name: str, text: str) -> dict[str, Any]:
     """Return one setting of a layer. Raises ConfigError."""
     given, number = f"{PATTERN} {name}={text}", number_in(text) or 0.0
-    if name in PARTS and text == ABSENT:
+    if name in PARTS and text.lower() in NONE_WORDS:
         return {f"has_{name}": False}
     if name in PARTS:
-        raise ConfigError(f"{given}: expected {ABSENT}, for a layer without {name}")
+        raise ConfigError(f"{given}: expected none, for a layer without {name}")
     if name == "n_heads_in_group":  # this and the next as Llama-Nemotron writes them
         if number < 1 or model.num_attention_heads % number:
             raise ConfigError(f"{given} does not divide --num-attention-heads {model.num_attention_heads}")
@@ -119,8 +140,30 @@ def _setting(model: ModelConfig, name: str, text: str) -> dict[str, Any]:
             raise ConfigError(f"{given}: expected a number above 0")
         return {"ffn_hidden_size": -(-int(2 * number * model.hidden_size / 3) // 256) * 256}
     if name not in LAYER_OPTIONS:
-        raise ConfigError(f"{given}: all layers share this option; they may differ in {', '.join(LAYER_OPTIONS)}")
-    value = read_value(fields_by_key()[f"model.{name}"], text, f"{PATTERN} {name}")
-    if name == "position_embedding_type" and value == "learned_absolute":
+        every = f"; layers may differ in {', '.join((*PARTS, *LAYER_OPTIONS))}"
+        if f"model.{name}" in fields_by_key():
+            raise ConfigError(f"{given}: all layers share this option{every}")
+        raise ConfigError(f"{given}: unknown option{nearest(name, LAYER_OPTIONS) or every}")
+    field = fields_by_key()[f"model.{name}"]
+    value = read_value(field, text, f"{PATTERN} {name}")
+    if value is None and field.option.derived:
+        raise ConfigError(f"{given}: expected a number, or leave it out for the model's")
+    if value == "learned_absolute":
         raise ConfigError(f"{given}: learned positions enter with the embedding; use rope or none in a layer")
     return {name: value}
+
+
+def _check_effects(layer: dict[str, Any], given: Collection[str]) -> None:
+    """Raise ConfigError if a layer does nothing, or is given options that have no effect in it."""
+    missing = [part for part in PARTS if not layer.get(f"has_{part}", True)]
+    if len(missing) == len(PARTS):
+        raise ConfigError(f"{PATTERN}: a layer without {' and '.join(PARTS)} does nothing; lower --num-layers")
+    lost = {name: part for part in missing for name in OPTIONS_OF[part]}
+    if layer["position_embedding_type"] != "rope":
+        lost = dict.fromkeys(ROTARY_OPTIONS, "rotary positions") | lost
+    if not layer["qk_layernorm"]:
+        lost = {"qk_layernorm_scope": "qk_layernorm"} | lost
+    for name in given:
+        option = {"n_heads_in_group": "num_query_groups", "ffn_mult": "ffn_hidden_size"}.get(name, name)
+        if option in lost:
+            raise ConfigError(f"{PATTERN} sets {name} in a layer without {lost[option]}; leave one of the two out")

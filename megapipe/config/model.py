@@ -104,6 +104,7 @@ class ModelConfig:
         None,
         "layers without rotary positions: N, every N-th layer, or a list with 1 for each of them, '([0]*3+[1])*2'; "
         "unset: none",
+        reads_lists=True,
         needs=ROPE,
     )
     normalization: str = option("LayerNorm", "normalization layer", choices=NORMALIZATIONS)
@@ -146,12 +147,14 @@ class ModelConfig:
         None,
         "layers without the window: N, every N-th layer, or a list with 0 for each of them, '([1]*3+[0])*2'; "
         "unset: none",
+        reads_lists=True,
         needs=WINDOW,
     )
     layer_pattern: tuple[str, ...] = option(
         (),
         "layers that differ from the model, in order: 'COUNT NAME=VALUE ...' for each run of layers, such as "
-        "'5 window_size=1024 rotary_base=10000'; a last word '...' repeats the runs to the last layer",
+        "'5 window_size=1024 rotary_base=10000'; a last word '...' repeats the runs to the last layer "
+        "(docs/layers.md)",
         more_flags=(
             Flag(
                 "--heterogeneous-layers-config-path",

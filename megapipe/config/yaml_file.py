@@ -81,13 +81,25 @@ def pairs(mapping: yaml.MappingNode, name: str) -> Iterator[tuple[str, yaml.Node
 
 
 def read_entry(section: str | None, key: str, node: yaml.Node, where: str) -> Entry:
-    """Return the Entry of a scalar or a list of scalars."""
+    """Return the Entry of a scalar or of a list."""
     if isinstance(node, yaml.ScalarNode):
         quoted = node.style in ("'", '"', "|", ">")
         return Entry(section, key, str(node.value) if quoted or node.value else None, quoted, where)
-    if isinstance(node, yaml.SequenceNode) and all(isinstance(item, yaml.ScalarNode) for item in node.value):
-        return Entry(section, key, tuple(str(item.value) for item in node.value), True, where)
+    if isinstance(node, yaml.SequenceNode):
+        items = [item_text(item, where.rpartition(" line ")[0]) for item in node.value]
+        if None not in items:
+            return Entry(section, key, tuple(item for item in items if item is not None), True, where)
     raise ConfigError(f"{where}: {key} holds a mapping or nested list; expected a value or a flat list")
+
+
+def item_text(node: yaml.Node, name: str) -> str | None:
+    """Return an item of a list: a scalar's text, of a mapping of scalars 'KEY=VALUE KEY=VALUE'; None for others."""
+    if isinstance(node, yaml.ScalarNode):
+        return str(node.value)
+    found = list(pairs(node, name)) if isinstance(node, yaml.MappingNode) else []
+    if not found or not all(isinstance(value, yaml.ScalarNode) for _, value, _ in found):
+        return None
+    return " ".join(f"{key}={''.join(value.value.split())}" for key, value, _ in found)
 
 
 def to_yaml(config: Config, origins: Mapping[str, str] | None = None, resolved: Config | None = None) -> str:

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from megapipe.config.config import Config
+from megapipe.config.layers import layer_configs
 from megapipe.config.model import PrecisionConfig
 from megapipe.gpu.libraries import Apex, FlashAttention, TransformerEngine
 
@@ -108,7 +109,7 @@ def _describe_attention(kernels: Kernels, config: Config, device_type: str) -> s
     model = config.model
     explicit = {
         "--attention-dropout": model.attention_dropout > 0,
-        "--attn-logit-softcapping": model.attn_logit_softcapping is not None,
+        "--attn-logit-softcapping": any(layer.attn_logit_softcapping is not None for layer in layer_configs(model)),
         "--attention-softmax-in-fp32": model.attention_softmax_in_fp32,
     }
     reasons = [flag for flag, is_on in explicit.items() if is_on]

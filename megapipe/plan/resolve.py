@@ -19,12 +19,14 @@ from megapipe.config.config import (
     ResolvedTrainingConfig,
     convert,
 )
+from megapipe.config.layers import layer_kinds
 from megapipe.config.model import ModelConfig
 from megapipe.config.rules.check import check
 from megapipe.config.rules.proposals import divisors
 from megapipe.config.training import OptimizerConfig, TrainingConfig
 from megapipe.data.build_datasets import DEFAULT_SPLIT
 from megapipe.errors import ConfigError
+from megapipe.formatting import ranges_text
 from megapipe.layers.model import model_parameters
 from megapipe.plan.batch import BatchSchedule, batch_schedule
 from megapipe.plan.cut import balanced_cut, cut_layers
@@ -54,7 +56,7 @@ def resolve(config: Config, world_size: int, ranks_per_node: int | None = None) 
         order=config.parallel.rank_order,
         ranks_per_node=ranks_per_node,
         allow_tp_across_nodes=config.parallel.allow_tp_across_nodes,
-        kv_replicas=max(1, tp // model.num_query_groups),
+        kv_replicas=kv_replicas(model, tp),
         mirrored_pipeline=placement.second_direction is not None,
     )
     training, batch = _batch(config.training, topology)
@@ -156,14 +158,35 @@ def resolve_model(model: ModelConfig, tp: int) -> ResolvedModelConfig:
         max_position_embeddings=model.max_position_embeddings or model.seq_length,
         softmax_scale=model.softmax_scale or 1.0 / math.sqrt(kv_channels),
     )
-    groups = filled.num_query_groups
-    if groups % tp and tp % groups:
-        ways = ", ".join(str(n) for n in divisors(filled.num_attention_heads) if groups % n == 0 or n % groups == 0)
-        raise ConfigError(
-            f"--num-query-groups {groups} and --tensor-model-parallel-size {tp}: one must divide the other, so that "
-            f"each rank holds whole key/value heads or a copy of one; use a tensor-parallel size of {ways}"
-        )
+    kv_replicas(filled, tp)
     return filled
+
+
+def kv_replicas(model: ResolvedModelConfig, tp: int) -> int:
+    """Return how many neighbouring tp ranks hold the same key/value heads: 1, tp, or the one number between them.
+
+    Raises ConfigError if heads cannot be spread over tp, or if layers differ in a number between 1 and tp.
+    """
+    found: dict[int, int] = {}  # replicas -> key/value heads
+    for layer, numbers in layer_kinds(model).items():
+        groups = layer.num_query_groups
+        if layer.has_attention and groups % tp and tp % groups:
+            ways = ", ".join(str(n) for n in divisors(layer.num_attention_heads) if groups % n == 0 or n % groups == 0)
+            where = "" if len(numbers) == model.num_layers else f"layers {ranges_text(numbers)}: "
+            raise ConfigError(
+                f"{where}--num-query-groups {groups} and --tensor-model-parallel-size {tp}: one must divide the other, "
+                f"so that each rank holds whole key/value heads or a copy of one; use a tensor-parallel size of {ways}"
+            )
+        if layer.has_attention:
+            found[max(1, tp // groups)] = groups
+    between = [number for number in found if 1 < number < tp]
+    if len(between) > 1:
+        some, other = (found[number] for number in between[:2])
+        raise ConfigError(
+            f"--tensor-model-parallel-size {tp} with layers of {some} and of {other} key/value heads: {between[0]} "
+            f"ranks would share a head in some layers and {between[1]} in others; use at most {max(some, other)}"
+        )
+    return between[0] if between else max(found, default=1)
 
 
 def _batch(training: TrainingConfig, topology: Topology) -> tuple[ResolvedTrainingConfig, BatchSchedule]:

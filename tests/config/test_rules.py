@@ -46,6 +46,70 @@ CASES = [
         "--tensor-model-parallel-size 4",
     ),
     (
+        "each_kind_of_layer_obeys",
+        "--layer-pattern num_query_groups=3 1 ...",
+        ["layers 0, 2: --num-query-groups 3 does not divide --num-attention-heads 8; use 1, 2, 4 or 8"],
+        "--layer-pattern num_query_groups=4 1 ...",
+    ),
+    (
+        "layers_fit",
+        "--layer-pattern window_size=8 1 1",
+        ["--layer-pattern describes 3 layers, --num-layers is 4; repeat the runs with a last word '...'"],
+        "--layer-pattern window_size=8 1 1 ...",
+    ),
+    (
+        "layers_fit",
+        "--position-embedding-type rope --no-rope-freq 3",
+        ["--no-rope-freq 3 does not divide --num-layers 4; use 1, 2 or 4, or write a list"],
+        "--position-embedding-type rope --no-rope-freq 4",
+    ),
+    ("frequencies_have_their_option", "--window-attn-skip-freq 2", ["needs --window-size"], "--window-size 4"),
+    (
+        "frequencies_have_their_option",
+        "--no-rope-freq 2",
+        ["needs --position-embedding-type rope"],
+        "--no-rope-freq 2 --position-embedding-type rope",
+    ),
+    (
+        "norms_of_projections",
+        "--qk-layernorm-scope projection",
+        ["needs --qk-layernorm;"],
+        "--qk-layernorm-scope projection --qk-layernorm --normalization RMSNorm",
+    ),
+    (
+        "norms_of_projections",
+        "--qk-layernorm-scope projection --qk-layernorm",
+        ["--qk-layernorm-scope projection is an RMSNorm, not a LayerNorm; add --normalization RMSNorm"],
+        "--qk-layernorm",
+    ),
+    (
+        "each_kind_of_layer_has_a_kernel",
+        "--attention-impl te --bf16 --attention-dropout 0 --layer-pattern attn_logit_softcapping=9 1 ...",
+        ["--attention-impl te has no kernel for --attn-logit-softcapping"],
+        "--attention-impl flash --bf16 --attention-dropout 0 --layer-pattern attn_logit_softcapping=9 1 ...",
+    ),
+    (
+        "each_kind_of_layer_has_a_kernel",
+        (
+            "--recompute-granularity full --recompute-method block --recompute-num-layers 1 --attention-dropout 0 "
+            "--recompute-keep-attention --layer-pattern attn_logit_softcapping=9 1 ..."
+        ),
+        ["not fused with --attn-logit-softcapping"],
+        "--recompute-activations --layer-pattern attn_logit_softcapping=9 1 ...",
+    ),
+    (
+        "libraries_have_the_norms",
+        "--transformer-impl transformer_engine --layer-pattern norm_position=around 1 ...",
+        ["layers 0, 2: --transformer-impl transformer_engine has its own norms, but none for --norm-position around"],
+        "--layer-pattern norm_position=around 1 ...",
+    ),
+    (
+        "libraries_have_the_norms",
+        "--optimizer-impl apex --qk-layernorm --qk-layernorm-scope projection --normalization RMSNorm",
+        ["--optimizer-impl apex has its own norms, but none for --qk-layernorm-scope projection"],
+        "--optimizer-impl apex --norm-position after",
+    ),
+    (
         "feed_forward_positive",
         "--hidden-size 16 --swiglu",
         ["--hidden-size 16", "give --ffn-hidden-size"],
@@ -104,6 +168,18 @@ CASES = [
         "--position-embedding-type rope --use-rope-scaling --rope-high-freq-factor 1",
         ["--rope-high-freq-factor 1", "Llama 3 uses 4 and 1"],
         "--position-embedding-type rope --rope-high-freq-factor 1",
+    ),
+    (
+        "rope_scaling_needs_rope",
+        "--use-rope-scaling --position-embedding-type rope --no-rope-freq 1",
+        ["--rope-scaling-type llama3 scales rotary positions"],
+        "--use-rope-scaling --position-embedding-type rope --no-rope-freq 2",
+    ),
+    (
+        "yarn_bands_ordered",
+        "--position-embedding-type rope --layer-pattern rope_scaling_type=yarn 1 ... --yarn-beta-fast 1",
+        ["layers 0, 2: --yarn-beta-fast 1 must be above --yarn-beta-slow 1"],
+        "--position-embedding-type rope --layer-pattern rope_scaling_type=linear 1 ... --yarn-beta-fast 1",
     ),
     (
         "yarn_temperature_is_whole",

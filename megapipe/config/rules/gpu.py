@@ -8,7 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megapipe.config.config import Config
+from megapipe.config.layers import LayerConfig
 from megapipe.config.model import GATED_ACTIVATIONS
+from megapipe.config.rules.kinds import has_soft_cap, of_each_kind
 from megapipe.config.rules.proposals import chosen
 
 FP8_MULTIPLE = 16  # the matrix units of Hopper need every size of an fp8 GEMM to be a multiple of this
@@ -26,7 +28,7 @@ def libraries(config: Config) -> Iterator[str]:
         ("--attention-dropout above 0 (use --attention-dropout 0)", model.attention_dropout > 0),
         ("--attention-softmax-in-fp32 (its kernels always use fp32: leave it out)", model.attention_softmax_in_fp32),
         ("--reset-attention-mask", config.data.reset_attention_mask),
-        ("--attn-logit-softcapping", attention == "te" and model.attn_logit_softcapping is not None),
+        ("--attn-logit-softcapping", attention == "te" and has_soft_cap(model)),
         (f"--dtype {dtype} (use --bf16 or --fp16)", dtype not in HALF_TYPES),
     )
     if attention != "sdpa" and unsupported:
@@ -78,7 +80,6 @@ def transformer_engine(config: Config) -> Iterator[str]:
 
 def fp8(config: Config) -> Iterator[str]:
     """Yield what fp8 GEMMs rule out."""
-    model, tp = config.model, config.parallel.tensor_model_parallel_size
     if config.precision.fp8_format is None:
         return
     if config.precision.dtype == "fp64":
@@ -86,19 +87,44 @@ def fp8(config: Config) -> Iterator[str]:
     elif config.optimizer.optimizer_post_validation:
         rule = "but --optimizer-post-validation may roll them back within the step"
         yield f"--fp8-format casts the weights once a step, {rule}; {ONE_OF_TWO}"
-    head, groups, ffn = model.head_size(), max(1, model.query_groups() // tp), model.feed_forward_size()
+
+
+@of_each_kind
+def fp8_sizes(config: Config, layer: LayerConfig) -> Iterator[str]:
+    """Yield the sizes of GEMMs that fp8 cannot multiply."""
+    if config.precision.fp8_format is None:
+        return
+    tp, head, heads = config.parallel.tensor_model_parallel_size, layer.kv_channels, layer.num_attention_heads
     sizes = {
-        "--micro-batch-size x --seq-length": config.training.micro_batch_size * model.seq_length,
-        "--hidden-size": model.hidden_size,
-        "attention width / tp": model.num_attention_heads * head // tp,
-        "query-key-value rows / tp": (model.num_attention_heads // tp + 2 * groups) * head,
-        "--ffn-hidden-size / tp": ffn // tp,
-        "rows of the MLP's first linear / tp": (2 if model.activation in GATED_ACTIVATIONS else 1) * ffn // tp,
+        "--micro-batch-size x --seq-length": config.training.micro_batch_size * layer.seq_length,
+        "--hidden-size": layer.hidden_size,
     }
+    if layer.has_attention:
+        sizes["attention width / tp"] = heads * head // tp
+        sizes["query-key-value rows / tp"] = (heads // tp + 2 * max(1, layer.num_query_groups // tp)) * head
+    if layer.has_mlp:
+        width = layer.ffn_hidden_size // tp
+        sizes["--ffn-hidden-size / tp"] = width
+        sizes["rows of the MLP's first linear / tp"] = (2 if layer.activation in GATED_ACTIVATIONS else 1) * width
     odd = [f"{name} = {size}" for name, size in sizes.items() if size % FP8_MULTIPLE]
     if odd:
         way = "choose other sizes, a smaller --tensor-model-parallel-size, or no fp8"
         yield f"--fp8-format needs GEMMs whose sizes are multiples of {FP8_MULTIPLE}, but {', '.join(odd)}; {way}"
+
+
+@of_each_kind
+def library_norms(config: Config, layer: LayerConfig) -> Iterator[str]:
+    """Yield the norms that the chosen libraries lack."""
+    library = chosen(
+        (TRANSFORMER_ENGINE, config.kernels.transformer_impl == "transformer_engine"),
+        ("--optimizer-impl apex", config.kernels.optimizer_impl == "apex"),
+    )[:1]
+    norms = chosen(
+        ("--qk-layernorm-scope projection", layer.has_projection_norms),
+        (f"--norm-position {layer.norm_position}", TRANSFORMER_ENGINE in library and layer.norm_position != "before"),
+    )
+    if library and norms:
+        yield f"{library[0]} has its own norms, but none for {' and '.join(norms)}; {ONE_OF_TWO}"
 
 
 def cuda_graphs(config: Config) -> Iterator[str]:
@@ -156,4 +182,4 @@ def offload_and_overlap(config: Config) -> Iterator[str]:
         yield f"--tp-comm-overlap-chunks {parallel.tp_comm_overlap_chunks} {rule}; {way}"
 
 
-RULES = (libraries, transformer_engine, fp8, cuda_graphs, offload_and_overlap)
+RULES = (libraries, library_norms, transformer_engine, fp8, fp8_sizes, cuda_graphs, offload_and_overlap)

@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megapipe.config.config import Config
-from megapipe.config.layers import PATTERN, layer_settings
+from megapipe.config.layers import LayerConfig, layer_settings
 from megapipe.config.model import ModelConfig
+from megapipe.config.rules.kinds import has_soft_cap, kinds_of, of_each_kind
 from megapipe.config.rules.proposals import chosen, given, use_divisors, use_multiples
 from megapipe.errors import ConfigError
 from megapipe.formatting import one_of
@@ -23,26 +24,17 @@ PP = "--pipeline-model-parallel-size"
 
 
 def shape(config: Config) -> Iterator[str]:
-    """Check heads, MLP, sequence and vocabulary, and their division over tp."""
+    """Check heads, sequence and vocabulary, and their division over tp."""
     model, tp = config.model, config.parallel.tensor_model_parallel_size
-    heads, hidden, groups = model.num_attention_heads, model.hidden_size, model.query_groups()
-    width, length, padded = model.feed_forward_size(), model.seq_length, model.padded_vocab_size
+    heads, hidden = model.num_attention_heads, model.hidden_size
+    length, padded = model.seq_length, model.padded_vocab_size
     tp_does_not_divide = f"--tensor-model-parallel-size {tp} does not divide"
     if model.kv_channels is None and hidden % heads:
         sizes = use_multiples(heads, hidden)
         rule = f"--num-attention-heads {heads} does not divide --hidden-size {hidden}"
         yield f"{rule}; {sizes} as hidden size, or give the width of a head with --kv-channels"
-    if heads % groups:
-        sizes = use_divisors(heads, wanted=groups)
-        yield f"--num-query-groups {groups} does not divide --num-attention-heads {heads}; {sizes}"
     if heads % tp:
         yield f"{tp_does_not_divide} --num-attention-heads {heads}; {use_divisors(heads, wanted=tp)}"
-    if width <= 0:
-        yield f"--hidden-size {hidden} is too small for a gated MLP of 64 channels or more; give --ffn-hidden-size"
-    if width % tp:
-        origin = "" if model.ffn_hidden_size is not None else " (derived from --hidden-size)"
-        ways = f"{use_multiples(tp, width)} as ffn hidden size, or {use_divisors(heads, width, wanted=tp)} as tp"
-        yield f"{tp_does_not_divide} --ffn-hidden-size {width}{origin}; {ways}"
     if config.parallel.sequence_parallel and length % tp:
         ways = f"{use_multiples(tp, length)} as sequence length, or leave --sequence-parallel out"
         yield f"{tp_does_not_divide} --seq-length {length}, which --sequence-parallel needs; {ways}"
@@ -57,54 +49,72 @@ def shape(config: Config) -> Iterator[str]:
 
 
 def layers_that_differ(config: Config) -> Iterator[str]:
-    """Check the layers that have other options than the model, and the norms of q and k."""
-    model, tp = config.model, config.parallel.tensor_model_parallel_size
-    heads, freq = model.num_attention_heads, model.no_rope_freq
-    if freq is not None and freq.strip().isdecimal() and model.num_layers % max(1, int(freq)):
-        ways = use_divisors(model.num_layers, wanted=int(freq))
-        yield f"--no-rope-freq {freq} does not divide --num-layers {model.num_layers}; {ways}, or write a list"
+    """Check which layers have other options than the model."""
+    model, freq = config.model, config.model.no_rope_freq
     try:
-        layers = layer_settings(model)
+        layer_settings(model)
     except ConfigError as error:
         yield str(error)
         return
-    for groups in dict.fromkeys(layer["num_query_groups"] for layer in layers if "num_query_groups" in layer):
-        if heads % groups:
-            ways = use_divisors(heads, wanted=groups)
-            yield f"{PATTERN} num_query_groups={groups} does not divide --num-attention-heads {heads}; {ways}"
-        elif groups % tp and tp % groups:
-            rule = (
-                f"{PATTERN} num_query_groups={groups} and --tensor-model-parallel-size {tp}: one must divide the other"
-            )
-            yield f"{rule}, so that each rank holds whole key/value heads or a copy of one; change one of them"
-    for width in dict.fromkeys(layer["ffn_hidden_size"] for layer in layers if "ffn_hidden_size" in layer):
-        if width % tp:
-            ways = f"{use_multiples(tp, width)} as its width, or {use_divisors(heads, width, wanted=tp)} as tp"
-            yield f"--tensor-model-parallel-size {tp} does not divide {PATTERN} ffn_hidden_size={width}; {ways}"
-    has_projection_norms = "projection" in (model.qk_layernorm_scope, *(x.get("qk_layernorm_scope") for x in layers))
-    if has_projection_norms and model.normalization != "RMSNorm":
-        yield f"--qk-layernorm-scope projection is an RMSNorm, not a {model.normalization}; add --normalization RMSNorm"
+    if freq is not None and freq.strip().isdecimal() and model.num_layers % int(freq):
+        ways = use_divisors(model.num_layers, wanted=int(freq))
+        yield f"--no-rope-freq {freq} does not divide --num-layers {model.num_layers}; {ways}, or write a list"
 
 
-def rotary_positions(config: Config) -> Iterator[str]:
+@of_each_kind
+def attention(config: Config, layer: LayerConfig) -> Iterator[str]:
+    """Check key/value heads and norms of q and k."""
+    heads, groups = layer.num_attention_heads, layer.num_query_groups
+    if layer.has_attention and heads % groups:
+        sizes = use_divisors(heads, wanted=groups)
+        yield f"--num-query-groups {groups} does not divide --num-attention-heads {heads}; {sizes}"
+    if layer.has_projection_norms and layer.normalization != "RMSNorm":
+        yield f"--qk-layernorm-scope projection is an RMSNorm, not a {layer.normalization}; add --normalization RMSNorm"
+
+
+@of_each_kind
+def mlp(config: Config, layer: LayerConfig) -> Iterator[str]:
+    """Check the width of the MLP, and its division over tp."""
+    model, width, tp = config.model, layer.ffn_hidden_size, config.parallel.tensor_model_parallel_size
+    if not layer.has_mlp:
+        return
+    if width <= 0:
+        hidden = model.hidden_size
+        yield f"--hidden-size {hidden} is too small for a gated MLP of 64 channels or more; give --ffn-hidden-size"
+    if width % tp:
+        is_derived = model.ffn_hidden_size is None and width == model.feed_forward_size()
+        origin = " (derived from --hidden-size)" if is_derived else ""
+        heads = model.num_attention_heads
+        ways = f"{use_multiples(tp, width)} as ffn hidden size, or {use_divisors(heads, width, wanted=tp)} as tp"
+        yield f"--tensor-model-parallel-size {tp} does not divide --ffn-hidden-size {width}{origin}; {ways}"
+
+
+@of_each_kind
+def rotary_positions(config: Config, layer: LayerConfig) -> Iterator[str]:
     """Check rotary positions and their scaling."""
-    model = config.model
-    scaling, kind, head = model.rope_scaling_type, model.position_embedding_type, model.head_size()
-    low, high = model.rope_low_freq_factor, model.rope_high_freq_factor
-    width = int(head * model.rotary_percent)
-    if kind == "rope" and head >= 1 and (width % 2 or width <= 0):
-        rotated = f"--rotary-percent {model.rotary_percent:g} of a head of {head} channels is {width}"
+    scaling, head = layer.rope_scaling_type, layer.kv_channels
+    low, high = layer.rope_low_freq_factor, layer.rope_high_freq_factor
+    width = int(head * layer.rotary_percent)
+    if layer.rotary is None:
+        return
+    if head >= 1 and (width % 2 or width <= 0):
+        rotated = f"--rotary-percent {layer.rotary_percent:g} of a head of {head} channels is {width}"
         way = "choose --kv-channels or --rotary-percent so that it is even and above 0"
         yield f"{rotated}, but rotary positions rotate pairs of channels; {way}"
-    if scaling != "none" and kind != "rope":
-        yield f"--rope-scaling-type {scaling} scales rotary positions, not --position-embedding-type {kind}; use rope"
     if scaling == "llama3" and high <= low:
         yield f"--rope-high-freq-factor {high:g} must be above --rope-low-freq-factor {low:g}; Llama 3 uses 4 and 1"
-    fast, slow, numerator = model.yarn_beta_fast, model.yarn_beta_slow, model.yarn_mscale
+    fast, slow, numerator = layer.yarn_beta_fast, layer.yarn_beta_slow, layer.yarn_mscale
     if scaling == "yarn" and fast <= slow:
         yield f"--yarn-beta-fast {fast:g} must be above --yarn-beta-slow {slow:g}; the paper uses 32 and 1"
-    if scaling == "yarn" and numerator != ModelConfig().yarn_mscale and not model.yarn_mscale_all_dim:
+    if scaling == "yarn" and numerator != ModelConfig().yarn_mscale and not layer.yarn_mscale_all_dim:
         yield f"--yarn-mscale {numerator:g} acts only together with --yarn-mscale-all-dim; give both, or leave it out"
+
+
+def rotary_scaling(config: Config) -> Iterator[str]:
+    """Check that there are rotary positions to be scaled."""
+    scaling, kind = config.model.rope_scaling_type, config.model.position_embedding_type
+    if scaling != "none" and all(layer.rotary is None for layer in kinds_of(config.model)):
+        yield f"--rope-scaling-type {scaling} scales rotary positions, not --position-embedding-type {kind}; use rope"
 
 
 def axes(config: Config) -> Iterator[str]:
@@ -176,7 +186,7 @@ def recompute(config: Config) -> Iterator[str]:
             yield "--recompute-modules mlp already recomputes the activation inside it; leave activation out"
     unfused = chosen(
         ("--attention-dropout above 0", model.attention_dropout > 0),
-        ("--attn-logit-softcapping", impl == "sdpa" and model.attn_logit_softcapping is not None),
+        ("--attn-logit-softcapping", impl == "sdpa" and has_soft_cap(model)),
         ("--attention-softmax-in-fp32", model.attention_softmax_in_fp32),
     )
     if is_full and asked.recompute_keep_attention and impl == "te":
@@ -187,4 +197,15 @@ def recompute(config: Config) -> Iterator[str]:
         yield f"--recompute-keep-attention {rule}; leave one of the two out"
 
 
-RULES = (shape, layers_that_differ, rotary_positions, axes, chunks, layers_of_stages, recompute)
+RULES = (
+    shape,
+    layers_that_differ,
+    attention,
+    mlp,
+    rotary_positions,
+    rotary_scaling,
+    axes,
+    chunks,
+    layers_of_stages,
+    recompute,
+)

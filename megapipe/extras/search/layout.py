@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from itertools import product
 
 from megapipe.config.config import Config
+from megapipe.config.layers import layer_kinds
 from megapipe.config.parallel import RecomputeConfig
 from megapipe.config.rules.proposals import divisors
 from megapipe.layers.attention import is_explicit
@@ -107,10 +108,11 @@ def layouts(config: Config, world_size: int, hardware: Hardware) -> Iterator[Lay
     model, batch = config.model, config.training.global_batch_size
     assert batch is not None
     # recompute of core attention saves almost nothing with fused kernels
+    unfused = any(layer.has_attention and is_explicit(layer) for layer in layer_kinds(model))
     recomputes = [
         each
         for each in RECOMPUTES
-        if is_explicit(model) or each.recompute_granularity != "selective" or "core_attn" not in each.recompute_modules
+        if unfused or each.recompute_granularity != "selective" or "core_attn" not in each.recompute_modules
     ]
     # tp within a node unless --allow-tp-across-nodes is given
     widest = world_size if config.parallel.allow_tp_across_nodes else min(hardware.ranks_per_node, world_size)
