@@ -8,14 +8,14 @@ import dataclasses
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from functools import cache
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from megapipe.config.config import Config, ResolvedModelConfig
 from megapipe.config.model import PrecisionConfig
 from megapipe.config.parallel import ParallelConfig
 from megapipe.errors import ConfigError
-from megapipe.layers.model import model_spec, stage_parameters
-from megapipe.plan.activations import deferred_bytes, stage_bytes
+from megapipe.layers.model import LayerSpec, model_spec, stage_parameters
+from megapipe.plan.activations import deferred_bytes, layers_of, shared_bytes, stage_bytes, temporary_bytes
 from megapipe.plan.hardware import GIB
 from megapipe.plan.layer_costs import LayerCosts, head_flops, layer_flops, stage_costs
 from megapipe.plan.memory import USUAL_UNITS_ON_DEVICE, offloaded_groups, rank_memory
@@ -33,7 +33,7 @@ BALANCED = ("auto", "measured", "flops")
 MOST_RETRIES = 3
 # items of `memory.rank_memory`: in proportion to the parameters, and hardly dependent on the cut
 STATE = ("weights", "gradients", "optimizer", "fp8 weights", "rollback", "reduction")
-FIXED = ("recompute", "temporaries", "graphs", "messages", "tables", "microbatches")
+FIXED = ("graphs", "messages", "microbatches")
 Numbers = TypeVar("Numbers", bound=tuple[int, ...])
 
 
@@ -102,7 +102,8 @@ def balanced_cut(draft: RunPlan) -> Partition:
         return draft.partition
     costs = draft.flop_costs if parallel.pipeline_balance == "flops" else draft.layer_costs
     cost = _stage_cost(costs, num_stages, SCHEDULES[draft.schedule_name].splits_backward)
-    question = CutQuestion(draft.placement, draft.config.model.num_layers, cost, draft.rank_speeds, costs.layers_alike)
+    alike = costs.layers_alike and (limits is None or len(draft.model.kinds) == 1)
+    question = CutQuestion(draft.placement, draft.config.model.num_layers, cost, draft.rank_speeds, alike)
     cuts = balanced_cuts(question) if limits is None else _cuts_within_memory(draft, question, limits)
     return cuts[0] if len(cuts) == 1 else min(cuts, key=lambda cut: step_of_costs(draft, costs, cut))
 
@@ -155,8 +156,8 @@ def _cuts_within_memory(draft: RunPlan, question: CutQuestion, limits: tuple[flo
     for _ in range(MOST_RETRIES):
         allowed = [a - b for a, b in zip(limits, spare, strict=True)]
 
-        def fits(pp_rank: int, layers: tuple[int, ...], allowed: list[float] = allowed) -> bool:
-            return estimate.of(pp_rank, layers) <= allowed[pp_rank]
+        def fits(pp_rank: int, held: tuple[tuple[int, int], ...], allowed: list[float] = allowed) -> bool:
+            return estimate.of(pp_rank, held) <= allowed[pp_rank]
 
         tried = balanced_cuts(dataclasses.replace(question, fits=fits))
         over = [_bytes_over(draft, cut, limits) for cut in tried]
@@ -190,79 +191,107 @@ def _refuse_too_large(draft: RunPlan, cuts: list[Partition], limits: tuple[float
         )
 
 
-class RankBytes:
-    """A quick estimate of a pipeline rank's bytes by the number of layers on each of its stages, to search for a cut.
+class StageBytes(NamedTuple):
+    """Terms of the bytes of one stage."""
 
-    The terms are those of `memory.rank_memory`, with which `balanced_cut` checks its choice; buffer padding, messages
-    and temporaries are taken from `draft`, a plan with any cut. Two layers of offloaded activations are assumed to be
-    on the device, which is right within about 13 %.
+    elements: int  # parameters, padding included
+    kept: int  # from F to B or I, for one microbatch
+    deferred: int  # from I to W
+    inside: dict[Op, int]  # what an action makes and frees again
+    tables: int
+    largest_moved: int  # of the groups of offloaded activations
+
+
+class RankBytes:
+    """A quick estimate of a pipeline rank's bytes by the layers of each of its stages, to search for a cut.
+
+    The terms are those of `memory.rank_memory`, with which `balanced_cut` checks its choice; padding is that of single
+    layers, and messages are taken from `draft`, a plan with any cut. Two layers of offloaded activations are assumed to
+    be on the device, which is right within about 13 %.
     """
 
     def __init__(self, draft: RunPlan) -> None:
         self._draft = draft
         self._memory = cache(lambda pp_rank: rank_memory(draft, pp_rank).items)
         self._moments = cache(self._rank_moments)
-        self._elements = cache(self._stage_elements)
-        self._kept = cache(self._stage_kept)
+        self._elements = cache(self._num_elements)
+        self._stages: dict[tuple[int, tuple[LayerSpec, ...]], StageBytes] = {}
 
-    def of(self, pp_rank: int, layers: Sequence[int]) -> float:
-        """Return the bytes of a rank with so many layers on each of its stages, in model order."""
-        plan, items = self._draft, self._memory(pp_rank)
-        stages = plan.placement.stages_of(pp_rank)
-        kept = [self._kept(stage, count) for stage, count in zip(stages, layers, strict=True)]
+    def of(self, pp_rank: int, held: Sequence[tuple[int, int]]) -> float:
+        """Return the bytes of a rank. held: (first layer, last layer exclusive) of its stages, in model order."""
+        plan, items, stages = self._draft, self._memory(pp_rank), self._terms(pp_rank, held)
         peak = max(
-            sum(
-                live * of_live + waiting * of_waiting
-                for live, waiting, (of_live, of_waiting, _) in zip(lives, waitings, kept, strict=True)
+            stages[place].inside.get(op, 0)
+            + max(
+                sum(
+                    live * stage.kept + waiting * stage.deferred
+                    for live, waiting, stage in zip(lives, waitings, stages, strict=True)
+                )
+                for lives, waitings in moments
             )
-            for lives, waitings in self._moments(pp_rank)
+            for (place, op), moments in self._moments(pp_rank).items()
         )
-        held_elements, state_bytes = plan.num_elements(stages), sum(items[item] for item in STATE)
-        state = 0.0
-        for stage, count in zip(stages, layers, strict=True):  # parameters are linear in the layers
-            one, two = self._elements(stage)
-            state += (one + (count - 1) * (two - one)) / held_elements * state_bytes
-        on_device = USUAL_UNITS_ON_DEVICE * max(largest for _, _, largest in kept)
-        return state + peak + sum(items[item] for item in FIXED) + on_device
+        of_element = sum(items[item] for item in STATE) / plan.num_elements(plan.placement.stages_of(pp_rank))
+        state = of_element * sum(stage.elements for stage in stages)
+        on_device = USUAL_UNITS_ON_DEVICE * max(stage.largest_moved for stage in stages)
+        tables = sum(stage.tables for stage in stages)
+        return state + peak + sum(items[item] for item in FIXED) + tables + on_device
 
-    def _stage_kept(self, stage: int, count: int) -> tuple[int, int, int]:
-        """Return the bytes kept from F to B, those from I to W, and the largest offloaded group of a stage with so many
-        layers.
-        """
+    def _terms(self, pp_rank: int, held: Sequence[tuple[int, int]]) -> list[StageBytes]:
+        """Return the terms of a rank's stages, computed once for layers that are alike."""
+        plan, found = self._draft, []
+        for stage, (first, end) in zip(plan.placement.stages_of(pp_rank), held, strict=True):
+            key = stage, plan.model.layers[first:end]
+            if key not in self._stages:
+                self._stages[key] = self._stage_bytes(stage, first, end)
+            found.append(self._stages[key])
+        return found
+
+    def _stage_bytes(self, stage: int, first: int, end: int) -> StageBytes:
         plan = self._draft
-        layers = StageLayers(0, count, stage == 0, stage == plan.placement.num_stages - 1)
+        layers = StageLayers(first, end, stage == 0, stage == plan.placement.num_stages - 1)
+        model, shape, base = plan.model, plan.shape, self._elements(*layers[2:], None)
+        held = layers_of(model, layers)
         is_offloaded = plan.config.offload.cpu_offloading_num_layers > 0
         moved = [group.moved for group in offloaded_groups(plan, stage, layers)] if is_offloaded else []
-        kept = sum(stage_bytes(plan.model, plan.shape, layers).values()) - sum(moved)
-        return kept, deferred_bytes(plan.model, plan.shape, layers), max(moved, default=0)
+        return StageBytes(
+            base + sum(self._elements(*layers[2:], layer) - base for layer in held),
+            sum(stage_bytes(model, shape, layers).values()) - sum(moved),
+            deferred_bytes(model, shape, layers),
+            temporary_bytes(model, shape, layers),
+            shared_bytes(model, shape, layers),
+            max(moved, default=0),
+        )
 
-    def _stage_elements(self, stage: int) -> tuple[int, ...]:
-        """Return the parameters of a stage with one layer and with two, on one rank, padding included."""
-        plan, last = self._draft, self._draft.placement.num_stages - 1
-        counts = []
-        for count in (1, 2):
-            specs = stage_parameters(plan.specs, range(count), stage == 0, stage == last, plan.tied_across_ranks)
-            bucket_size = plan.config.parallel.ddp_bucket_size
-            layouts = layout_buffers(specs, 0, plan.topology.tp, plan.num_optimizer_shards, bucket_size, plan.tied_kind)
-            counts.append(sum(layout.numel for layout in layouts))
-        return tuple(counts)
+    def _num_elements(self, has_embedding: bool, has_head: bool, layer: LayerSpec | None) -> int:
+        """Return the parameters of a stage with one layer, or without, on one rank, padding included."""
+        plan = self._draft
+        number = 0 if layer is None else plan.model.layers.index(layer)
+        numbers = range(number, number + (layer is not None))
+        specs = stage_parameters(plan.specs, numbers, has_embedding, has_head, plan.tied_across_ranks)
+        bucket_size = plan.config.parallel.ddp_bucket_size
+        layouts = layout_buffers(specs, 0, plan.topology.tp, plan.num_optimizer_shards, bucket_size, plan.tied_kind)
+        return sum(layout.numel for layout in layouts)
 
-    def _rank_moments(self, pp_rank: int) -> tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]:
-        """Return the moments of a step that no other one exceeds in every count: for each stage of the rank the
-        microbatches from F to B or I, and those from I to W.
+    def _rank_moments(self, pp_rank: int) -> dict[tuple[int, Op], list[tuple[tuple[int, ...], tuple[int, ...]]]]:
+        """Return the actions of a step as (place of its stage on the rank, op), each with the moments that no other one
+        exceeds in every count: for each stage of the rank the microbatches from F to B or I, and those from I to W.
         """
         plan = self._draft
         stages = plan.placement.stages_of(pp_rank)
         items = [(kind, stage) for kind in (Held.ACTIVATIONS, Held.DEFERRED) for stage in stages]
         held: Counter[Item] = Counter()
-        seen = set()
-        for (_, op, _), changes in lifetimes(plan.schedule(plan.batch.num_microbatches).rows[pp_rank]):
+        seen: dict[tuple[int, Op], set[tuple[int, ...]]] = {}
+        for (stage, op, _), changes in lifetimes(plan.schedule(plan.batch.num_microbatches).rows[pp_rank]):
             held.update(changes.creates)
-            if op is Op.F:
-                seen.add(tuple(held[item] for item in items))
+            if stage in stages:
+                seen.setdefault((stages.index(stage), op), set()).add(tuple(held[item] for item in items))
             held.update(changes.leaves)
             held.subtract(changes.frees)
-        return tuple((moment[: len(stages)], moment[len(stages) :]) for moment in undominated(seen))
+        return {
+            action: [(moment[: len(stages)], moment[len(stages) :]) for moment in undominated(moments)]
+            for action, moments in seen.items()
+        }
 
 
 def undominated(tuples: Iterable[Numbers]) -> tuple[Numbers, ...]:

@@ -8,7 +8,9 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
+from itertools import accumulate, pairwise
+from typing import NamedTuple
 
 from megapipe.schedule.partition import Partition, StageCost, cut_by_stage_cost, from_counts
 from megapipe.schedule.placement import Placement
@@ -22,24 +24,52 @@ class CutQuestion:
     num_layers: int
     cost: StageCost  # of one microbatch on a rank of speed 1
     rank_speeds: tuple[float, ...]  # of each pp_rank, above 0
-    layers_alike: bool  # the cost of a stage depends only on the number of its layers
-    # (pp_rank, layers of each of its stages in model order) -> they fit into its memory; fewer layers must fit too
-    fits: Callable[[int, tuple[int, ...]], bool] = lambda pp_rank, layers: True
+    layers_alike: bool  # the cost of a stage, and whether it fits, depend only on the number of its layers
+    # (pp_rank, (first layer, last layer exclusive) of each of its stages in model order) -> they fit into its memory;
+    # fewer layers must fit too. None: memory has no limit
+    fits: Callable[[int, tuple[tuple[int, int], ...]], bool] | None = None
 
     @property
     def fewest(self) -> int:
         """The least number of layers of a stage."""
         return 1 if self.num_layers >= self.placement.num_stages else 0
 
+    @cached_property
+    def shares(self) -> tuple[Share, ...]:
+        """The stages held by the same rank, or with two directions by the same two ranks."""
+        ranks_of: dict[tuple[int, ...], list[int]] = {}
+        for rank in range(self.placement.num_ranks):
+            ranks_of.setdefault(self.placement.stages_of(rank), []).append(rank)
+        return tuple(
+            Share(stages, tuple(ranks), min(self.rank_speeds[rank] for rank in ranks))
+            for stages, ranks in ranks_of.items()
+        )
+
+    def rank_fits(self, rank: int, ends: Sequence[int]) -> bool:
+        """Return True if a rank's stages fit. ends: last layers, exclusive, of the first stages; others are empty."""
+        if self.fits is None:
+            return True
+        edges = [0, *ends, *[self.num_layers] * (self.placement.num_stages - len(ends) + 1)]
+        starts = [*edges[: len(ends)], *[self.num_layers] * (self.placement.num_stages - len(ends))]
+        return self.fits(rank, tuple((starts[stage], edges[stage + 1]) for stage in self.placement.stages_of(rank)))
+
+
+class Share(NamedTuple):
+    """Stages of a rank that are busy as one."""
+
+    stages: tuple[int, ...]
+    ranks: tuple[int, ...]
+    speed: float  # of the slowest of its ranks
+
 
 def balanced_cuts(question: CutQuestion) -> list[Partition]:
-    """Return distinct cuts worth simulating; [] if none fits.
+    """Return distinct cuts worth simulating; [] if none is found that fits.
 
     The first balances single stages, exactly by dynamic programming, which is all that one stage per rank needs. If
     rank speeds differ, another one assumes equal speeds. With several stages per rank the others balance the sums of
-    ranks. If layers are alike, each layer goes to the rank that is then least busy, so the largest sum is minimal,
-    unless the memory limit restricts how a rank's layers are spread over its chunks. Otherwise single layers move
-    between neighbouring stages as long as that helps, which may miss the optimum. With two directions, ranks that share
+    ranks. If layers are alike and memory is not limited, each layer goes to the rank that is then least busy, so the
+    largest sum is minimal. Otherwise `_searched` finds the smallest largest sum where it can keep all partial cuts, and
+    starts from what moving single layers between neighbouring stages reaches. With two directions, ranks that share
     their stages count as one.
     """
     placement = question.placement
@@ -55,10 +85,12 @@ def balanced_cuts(question: CutQuestion) -> list[Partition]:
             # by the cost of one more layer; of equal stages the first or the last in the model
             found.append(_filled(question, lambda counts, stage: (one_more(counts, stage), stage)))
             found.append(_filled(question, lambda counts, stage: (one_more(counts, stage), -stage)))
-        if not any(found):  # the last stages first: they keep their activations for the shortest time
-            found.append(_filled(question, lambda counts, stage: (-stage,)))
-        if not question.layers_alike:
+            if not any(found):  # the last stages first: they keep their activations for the shortest time
+                found.append(_filled(question, lambda counts, stage: (-stage,)))
+        else:
             found += [_descended(question, start) for start in found if start is not None]
+        if question.fits is not None or not question.layers_alike:
+            found += _searched(question, [cut for cut in found if cut is not None])
     return list(dict.fromkeys(cut for cut in found if cut is not None))
 
 
@@ -79,7 +111,7 @@ def _by_stage(question: CutQuestion) -> Partition | None:
     ]
 
     def cost(stage: int, first: int, end: int) -> float:
-        if alone and not question.fits(placement.rank_of_stage[stage], (end - first,)):
+        if alone and question.fits is not None and not question.fits(placement.rank_of_stage[stage], ((first, end),)):
             return float("inf")
         return question.cost(stage, first, end) / slowest[stage]
 
@@ -88,10 +120,8 @@ def _by_stage(question: CutQuestion) -> Partition | None:
 
 
 def _all_fit(question: CutQuestion, counts: Sequence[int]) -> bool:
-    placement = question.placement
-    return all(
-        question.fits(rank, tuple(counts[s] for s in placement.stages_of(rank))) for rank in range(placement.num_ranks)
-    )
+    ends = list(accumulate(counts))
+    return all(question.rank_fits(rank, ends) for rank in range(question.placement.num_ranks))
 
 
 # filling ranks with layers that are alike
@@ -101,32 +131,30 @@ def _filled(question: CutQuestion, priority: Callable[[Sequence[int], int], tupl
     """Give every stage its fewest layers, then each layer to the share that is least busy with it; None if not all
     layers fit.
 
-    A share is the stages held by the same rank, or with two directions by the same two ranks. priority: (layer counts,
-    stage) -> key by which the stages of a share get their next layer, least first.
+    priority: (layer counts, stage) -> key by which the stages of a share get their next layer, least first.
     """
-    placement = question.placement
+    placement, fits = question.placement, question.fits
     counts = [question.fewest] * placement.num_stages
-    if not _all_fit(question, counts):
+
+    def all_fit(stages: Sequence[int], ranks: Sequence[int]) -> bool:
+        return fits is None or all(fits(rank, tuple((0, counts[stage]) for stage in stages)) for rank in ranks)
+
+    if not all(all_fit(share.stages, share.ranks) for share in question.shares):
         return None
-    ranks_of: dict[tuple[int, ...], list[int]] = {}  # stages of a share -> its ranks
-    for rank in range(placement.num_ranks):
-        ranks_of.setdefault(placement.stages_of(rank), []).append(rank)
-    shares = list(ranks_of.items())
     waiting: list[tuple[float, int, int]] = []  # (load with one more layer, share, its stage)
 
     def offer(index: int) -> None:
-        stages, ranks = shares[index]
-        slowest = min(question.rank_speeds[rank] for rank in ranks)
+        stages, ranks, speed = question.shares[index]
         for stage in sorted(stages, key=partial(priority, counts)):
             counts[stage] += 1
-            load = sum(question.cost(s, 0, counts[s]) for s in stages) / slowest
-            fit = all(question.fits(rank, tuple(counts[s] for s in stages)) for rank in ranks)
+            load = sum(question.cost(s, 0, counts[s]) for s in stages) / speed
+            fit = all_fit(stages, ranks)
             counts[stage] -= 1
             if fit:
                 heapq.heappush(waiting, (load, index, stage))
                 return
 
-    for index in range(len(shares)):
+    for index in range(len(question.shares)):
         offer(index)
     for _ in range(question.num_layers - sum(counts)):
         if not waiting:
@@ -166,3 +194,53 @@ def _descended(question: CutQuestion, start: Partition) -> Partition:
                     break
         else:
             return best
+
+
+# searching all cuts
+
+MOST_PARTIAL_CUTS = 20_000  # kept by a search
+MOST_FOUND = 3
+
+
+class _PartialCut(NamedTuple):
+    """The first stages of a cut."""
+
+    loads: tuple[float, ...]  # of each share, relative to the limit; the fixed costs of later stages included
+    ends: tuple[int, ...]  # the last layer, exclusive, of each stage
+
+
+def _searched(question: CutQuestion, known: Sequence[Partition]) -> list[Partition]:
+    """Return the cuts whose busiest share is least busy, or [] if none is better than the known ones.
+
+    Partial cuts grow by a stage at a time. Of those that end at the same layer with the same loads one is kept, where
+    memory has no limit; those busier than a known cut are dropped. If more than `MOST_PARTIAL_CUTS` remained, the
+    least even ones are dropped too; otherwise the result is the optimum.
+    """
+    num_stages, fewest, placement = question.placement.num_stages, question.fewest, question.placement
+    total = sum(question.cost(stage, 0, question.num_layers) for stage in range(num_stages))
+    most = min((max(rank_loads(question, cut)) for cut in known), default=total / min(question.rank_speeds))
+    share_of = {stage: index for index, share in enumerate(question.shares) for stage in share.stages}
+    fixed = tuple(sum(question.cost(s, 0, 0) for s in share.stages) / share.speed for share in question.shares)
+    partial = {0: [_PartialCut(tuple(load / most for load in fixed), ())]}
+    width = max(1, MOST_PARTIAL_CUTS // (num_stages * (question.num_layers - num_stages * fewest + 1)))
+    for stage in range(num_stages):
+        share, reached = share_of[stage], dict[int, dict[tuple[float | int, ...], _PartialCut]]()
+        for first, cuts in partial.items():
+            empty = question.cost(stage, first, first)
+            least = min(cut.loads[share] for cut in cuts)
+            for end in range(first + fewest, question.num_layers - fewest * (num_stages - 1 - stage) + 1):
+                more = (question.cost(stage, first, end) - empty) / question.shares[share].speed / most
+                if least + more > 1.0:
+                    break
+                for loads, ends in cuts:
+                    load = round(loads[share] + more, 10)
+                    grown = _PartialCut((*loads[:share], load, *loads[share + 1 :]), (*ends, end))
+                    if load <= 1.0 and all(question.rank_fits(rank, grown.ends) for rank in placement.ranks_of(stage)):
+                        key = grown.loads if question.fits is None else grown.ends
+                        reached.setdefault(end, {})[key] = grown
+        partial = {
+            end: heapq.nsmallest(width, cuts.values(), key=lambda cut: sum(load * load for load in cut.loads))
+            for end, cuts in reached.items()
+        }
+    best = heapq.nsmallest(MOST_FOUND, partial.get(question.num_layers, ()), key=lambda cut: sorted(cut.loads)[::-1])
+    return [from_counts([end - start for start, end in pairwise((0, *cut.ends))], question.num_layers) for cut in best]

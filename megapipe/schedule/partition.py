@@ -7,7 +7,6 @@ Every function returns a Partition that holds each layer exactly once, or raises
 from __future__ import annotations
 
 import re
-from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from heapq import heapify, heapreplace
@@ -155,10 +154,12 @@ def _least_maximum(cost: StageCost, num_layers: int, num_stages: int, fewest: in
         before, best = best, [infinite] * (num_layers + 1)
         lowest = stage * fewest
         for end in range(lowest + fewest, num_layers + 1):
-            # `before` grows with the cut and the stage's own cost shrinks: the best cut is where they cross
-            cuts = range(lowest, end - fewest + 1)
-            at = bisect_left(cuts, True, key=lambda cut: before[cut] >= cost(stage, cut, end))
-            best[end] = min(max(before[cut], cost(stage, cut, end)) for cut in cuts[max(0, at - 1) : at + 1])
+            # from few layers on this stage to many: its own cost grows, until no cut can be better
+            for cut in range(end - fewest, lowest - 1, -1):
+                own = cost(stage, cut, end)
+                if own >= best[end]:
+                    break
+                best[end] = min(best[end], max(before[cut], own))
     return best[num_layers]
 
 
