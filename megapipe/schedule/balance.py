@@ -198,7 +198,7 @@ def _descended(question: CutQuestion, start: Partition) -> Partition:
 
 # searching all cuts
 
-MOST_PARTIAL_CUTS = 20_000  # kept by a search
+MOST_PARTIAL_CUTS = 5000  # of all numbers of stages together, kept by a search: about a second
 MOST_FOUND = 3
 
 
@@ -207,6 +207,10 @@ class _PartialCut(NamedTuple):
 
     loads: tuple[float, ...]  # of each share, relative to the limit; the fixed costs of later stages included
     ends: tuple[int, ...]  # the last layer, exclusive, of each stage
+
+
+def _unevenness(cut: _PartialCut) -> float:
+    return sum(load * load for load in cut.loads)
 
 
 def _searched(question: CutQuestion, known: Sequence[Partition]) -> list[Partition]:
@@ -222,7 +226,6 @@ def _searched(question: CutQuestion, known: Sequence[Partition]) -> list[Partiti
     share_of = {stage: index for index, share in enumerate(question.shares) for stage in share.stages}
     fixed = tuple(sum(question.cost(s, 0, 0) for s in share.stages) / share.speed for share in question.shares)
     partial = {0: [_PartialCut(tuple(load / most for load in fixed), ())]}
-    width = max(1, MOST_PARTIAL_CUTS // (num_stages * (question.num_layers - num_stages * fewest + 1)))
     for stage in range(num_stages):
         share, reached = share_of[stage], dict[int, dict[tuple[float | int, ...], _PartialCut]]()
         for first, cuts in partial.items():
@@ -235,12 +238,14 @@ def _searched(question: CutQuestion, known: Sequence[Partition]) -> list[Partiti
                 for loads, ends in cuts:
                     load = round(loads[share] + more, 10)
                     grown = _PartialCut((*loads[:share], load, *loads[share + 1 :]), (*ends, end))
-                    if load <= 1.0 and all(question.rank_fits(rank, grown.ends) for rank in placement.ranks_of(stage)):
-                        key = grown.loads if question.fits is None else grown.ends
-                        reached.setdefault(end, {})[key] = grown
-        partial = {
-            end: heapq.nsmallest(width, cuts.values(), key=lambda cut: sum(load * load for load in cut.loads))
-            for end, cuts in reached.items()
-        }
+                    key = grown.loads if question.fits is None else grown.ends
+                    if load > 1.0 or key in reached.setdefault(end, {}):
+                        continue
+                    if all(question.rank_fits(rank, grown.ends) for rank in placement.ranks_of(stage)):
+                        reached[end][key] = grown
+        partial = {end: list(cuts.values()) for end, cuts in reached.items() if cuts}
+        if sum(map(len, partial.values())) > MOST_PARTIAL_CUTS // num_stages:
+            width = max(1, MOST_PARTIAL_CUTS // num_stages // len(partial))
+            partial = {end: heapq.nsmallest(width, cuts, key=_unevenness) for end, cuts in partial.items()}
     best = heapq.nsmallest(MOST_FOUND, partial.get(question.num_layers, ()), key=lambda cut: sorted(cut.loads)[::-1])
     return [from_counts([end - start for start, end in pairwise((0, *cut.ends))], question.num_layers) for cut in best]

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from megapipe.config.config import Config
 from megapipe.errors import ConfigError
@@ -14,8 +17,10 @@ from megapipe.plan.hardware import hardware_named
 from megapipe.plan.layer_costs import LayerTimes, PartCost, read_layer_times, setting_of, to_json
 from megapipe.plan.memory import all_rank_memory
 from megapipe.plan.resolve import resolve
+from megapipe.plan.run_plan import RunPlan
 from megapipe.plan.step_time import expected_bubble, predict_step
 from megapipe.schedule.action import Op
+from tests.schedule.strategies import every_cut
 from tests.tiny import small_config
 
 GIB = 1 << 30
@@ -251,3 +256,84 @@ def test_a_rank_with_little_memory_gives_layers_away_and_then_fits(grid: dict[st
         resolve(small_config(**BIG, **grid, pipeline_rank_memory=tuple(2 * gib for gib in need)), pp).partition
         == free.partition
     )
+
+
+UNLIKE: dict[str, object] = {
+    "position_embedding_type": "rope",
+    "layer_pattern": (
+        "2 window_size=16",
+        "1 ffn_hidden_size=256 attn_logit_softcapping=5",
+        "1 attention=none ffn_hidden_size=2048",
+        "1 mlp=none",
+        "...",
+    ),
+}
+KINDS_OF_GRIDS = [grid | recompute for grid in GRIDS[:4] for recompute in ({}, {"recompute_granularity": "selective"})]
+
+
+@pytest.mark.parametrize("grid", KINDS_OF_GRIDS, ids=lambda grid: " ".join(map(str, grid.values())))
+@settings(max_examples=6, deadline=None)
+@given(data=st.data())
+def test_bytes_of_unlike_layers_are_those_of_the_plan(grid: dict[str, object], data: st.DataObject) -> None:
+    """The estimate of a plan with one cut is within 1 % of the bytes of another cut."""
+    plan = resolve(small_config(**BIG | UNLIKE | grid), int(str(grid["pipeline_model_parallel_size"])))
+    cut = data.draw(st.sampled_from(list(every_cut(12, plan.placement.num_stages))))
+    estimate = RankBytes(plan)
+    for rank in all_rank_memory(dataclasses.replace(plan, partition=cut)):
+        held = [cut.stages[stage][:2] for stage in plan.placement.stages_of(rank.pp_rank)]
+        assert estimate.of(rank.pp_rank, held) == pytest.approx(rank.total, rel=0.01)
+
+
+@pytest.mark.parametrize("limited", [False, True], ids=["free", "limited"])
+@pytest.mark.parametrize("measured", [False, True], ids=["flops", "measured"])
+@pytest.mark.parametrize("grid", GRIDS[:4], ids=["1f1b", "interleaved", "zb_v", "dualpipe"])
+def test_the_cut_of_unlike_layers_is_the_best_of_all(
+    grid: dict[str, object], measured: bool, limited: bool, tmp_path: Path
+) -> None:
+    """Of all cuts that fit none has a less busy busiest rank, unless the plan's steps are shorter."""
+    pp = int(str(grid["pipeline_model_parallel_size"]))
+    changes = BIG | UNLIKE | grid | {"num_layers": 9, "pipeline_rank_speeds": (1.0, 0.8, 0.9, 1.0)[:pp]}
+    if measured:
+        times = tuple(scaled(time) for time in (3.0, 1.0, 4.0, 1.0, 5.0, 9.0, 2.0, 6.0, 5.0))
+        changes["pipeline_layer_times"] = times_file(tmp_path, small_config(**changes), 3.0, times)
+    plan = resolve(small_config(**changes), pp)
+    cuts = [dataclasses.replace(plan, partition=cut) for cut in every_cut(9, plan.placement.num_stages)]
+    if limited:
+        most = {cut.partition: max(rank.total for rank in all_rank_memory(cut)) for cut in cuts}
+        limit = 1.05 * min(most.values())
+        cuts = [cut for cut in cuts if most[cut.partition] <= limit]
+        plan = resolve(small_config(**changes, pipeline_rank_memory=(limit / GIB,)), pp)
+        assert most[plan.partition] <= limit
+    least = min(map(busiest, cuts))
+    rivals = [cut for cut in cuts if busiest(cut) <= least * (1 + 1e-9)]
+    steps = [step_of_costs(plan, plan.layer_costs, cut.partition) for cut in (plan, *rivals)]
+    assert busiest(plan) == pytest.approx(least) or steps[0] <= max(steps[1:])
+
+
+def busiest(plan: RunPlan) -> float:
+    """Return the load of the busiest rank for one microbatch."""
+    speeds, stages = plan.config.parallel.pipeline_rank_speeds, plan.partition.stages
+    assert speeds is not None
+    costs = [plan.layer_costs.of_stage(stage).step(plan.splits_backward) for stage in stages]
+    loads = [sum(costs[stage] for stage in plan.placement.stages_of(rank)) for rank in range(plan.topology.pp)]
+    return max(load / speed for load, speed in zip(loads, speeds, strict=True))
+
+
+@pytest.mark.parametrize("grid", GRIDS[:4], ids=["1f1b", "interleaved", "zb_v", "dualpipe"])
+@settings(max_examples=5, deadline=None)
+@given(
+    words=st.lists(
+        st.sampled_from(["attention=none", "mlp=none", "ffn_hidden_size=256", "ffn_hidden_size=2048", "1"]),
+        min_size=8,
+        max_size=8,
+    ),
+    vocab_size=st.sampled_from([100, 4000]),
+)
+def test_a_step_of_unlike_layers_is_nearly_the_shortest_of_all_cuts(
+    grid: dict[str, object], words: list[str], vocab_size: int
+) -> None:
+    changes = BIG | grid | {"num_layers": 8, "layer_pattern": tuple(words), "vocab_size": vocab_size}
+    plan = resolve(small_config(**changes), int(str(grid["pipeline_model_parallel_size"])))
+    cuts = every_cut(8, plan.placement.num_stages)
+    shortest = min(step_of_costs(plan, plan.layer_costs, cut) for cut in cuts)
+    assert step_of_costs(plan, plan.layer_costs, plan.partition) <= 1.05 * shortest

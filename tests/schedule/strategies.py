@@ -6,12 +6,15 @@ They draw all shapes of the named families, and random valid schedules on any pl
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
+from itertools import combinations, pairwise
 
 from hypothesis import strategies as st
 
 from megapipe.schedule.action import Action, Op
 from megapipe.schedule.costs import Costs
 from megapipe.schedule.families import SCHEDULES, build_schedule
+from megapipe.schedule.partition import Partition, from_counts
 from megapipe.schedule.placement import Placement, linear, loop, two_directions, v_shape
 from megapipe.schedule.schedule import Schedule
 from megapipe.schedule.simulate import Timeline
@@ -102,3 +105,10 @@ def uneven_costs(draw: st.DrawFn, num_stages: int) -> Costs:
     return Costs(
         {(stage, op): draw(seconds) for stage in range(num_stages) for op in (Op.F, Op.B, Op.I, Op.W, Op.UPDATE)}
     )
+
+
+def every_cut(num_layers: int, num_stages: int) -> Iterator[Partition]:
+    """Yield every cut into stages of at least one layer."""
+    for cuts in combinations(range(1, num_layers), num_stages - 1):
+        edges = [0, *cuts, num_layers]
+        yield from_counts([end - start for start, end in pairwise(edges)], num_layers)

@@ -5,9 +5,6 @@ They minimize the time of the busiest rank within its memory, and are never wors
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from itertools import combinations, pairwise
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -19,6 +16,7 @@ from megapipe.schedule.families import SCHEDULES, build_schedule
 from megapipe.schedule.partition import Partition, cut_by_stage_cost, from_counts
 from megapipe.schedule.placement import Placement, linear, loop, two_directions, v_shape
 from megapipe.schedule.simulate import simulate
+from tests.schedule.strategies import every_cut
 
 PLACEMENTS = [
     linear(3),
@@ -43,12 +41,6 @@ def question_of(
         return sum(layers[first:end]) + embedding * (stage == 0) + head * (stage == last)
 
     return CutQuestion(placement, len(layers), cost, speeds, layers_alike=len(set(layers)) < 2, **rest)
-
-
-def every_cut(num_layers: int, num_stages: int) -> Iterator[Partition]:
-    for cuts in combinations(range(1, num_layers), num_stages - 1):
-        edges = [0, *cuts, num_layers]
-        yield from_counts([end - start for start, end in pairwise(edges)], num_layers)
 
 
 def busiest(question: CutQuestion, cut: Partition) -> float:
