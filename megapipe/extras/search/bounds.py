@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import cache
-from typing import NamedTuple
+from itertools import chain
+from typing import NamedTuple, TypeVar
 
 from megapipe.config.config import Config, ResolvedModelConfig
 from megapipe.config.parallel import RecomputeConfig
@@ -15,18 +18,19 @@ from megapipe.errors import ConfigError
 from megapipe.extras.search.layout import Layout
 from megapipe.layers.model import model_parameters, model_spec
 from megapipe.layers.table import Documents, RankShape
-from megapipe.plan.activations import stage_bytes
+from megapipe.plan.activations import layers_of, stage_bytes
 from megapipe.plan.cut import cut_layers, undominated
 from megapipe.plan.hardware import Hardware, Link
 from megapipe.plan.layer_time import OpSeconds, head_seconds, layer_seconds
 from megapipe.plan.resolve import resolve_model
 from megapipe.plan.step_time import NORM_BYTES, OPTIMIZER_BYTES
-from megapipe.schedule.action import Op
+from megapipe.schedule.action import Action, Op
 from megapipe.schedule.costs import Shape
 from megapipe.schedule.families import SCHEDULES
-from megapipe.schedule.lifetimes import Held, peak_held
 from megapipe.schedule.partition import StageLayers
+from megapipe.sharding.spec import Owner
 
+Sizes = TypeVar("Sizes", bound=tuple[int | tuple[int, ...], ...])
 FILLS = 2  # after this many times pp microbatches a schedule has nearly reached its peak memory
 
 
@@ -37,26 +41,41 @@ class Bound(NamedTuple):
     least_bytes: float  # of the fullest rank
 
 
+Counts = tuple[int, ...]  # layers of each kind
+
+
 class _Waits(NamedTuple):
     """The sizes that a pipeline rank's time depends on. The stages before it are those that a microbatch passes."""
 
     stages_before: int
-    layers_before: int
-    layers: int
+    layers_before: Counts
+    layers: Counts
     heads: int  # 1 with the output layer
 
 
 class _Holds(NamedTuple):
     """The sizes that a pipeline rank's memory depends on. live_layers: layers x microbatches kept at once, at least."""
 
-    layers: int
+    layers: Counts
     heads: int
     embeddings: int
-    live_layers: int
+    live_layers: Counts
 
 
-Elements = Counter[str | int]  # parameters of each layer (all are alike), of "embedding" and of "head"
-Cut = tuple[int, tuple[int, ...], tuple[int, ...]]  # ranks, the rank of each stage, layers of each stage
+class Elements(NamedTuple):
+    """Parameters of one layer of each kind, of the embedding and of the head."""
+
+    layers: Counts
+    embedding: int
+    head: int
+
+
+class Cut(NamedTuple):
+    """Pipeline ranks, the rank of each stage, and each stage's layers of each kind."""
+
+    pp: int
+    rank_of_stage: tuple[int, ...]
+    counts: tuple[Counts, ...]
 
 
 class _Part(NamedTuple):
@@ -71,9 +90,13 @@ class _Part(NamedTuple):
 class _Times(NamedTuple):
     """The costs of one microbatch. message: seconds of the hidden states between two stages."""
 
-    layer: _Part
+    layers: tuple[_Part, ...]  # of each kind
     head: _Part
     message: float
+
+    def of(self, counts: Counts, field: str) -> float:
+        """Return the sum of a field over layers."""
+        return sum(count * getattr(part, field) for count, part in zip(counts, self.layers, strict=True))
 
 
 class Bounds:
@@ -110,18 +133,18 @@ class Bounds:
         is_split = SCHEDULES[layout.schedule].splits_backward
         # without a barrier between steps no rank waits for the first microbatch and the last gradient of another
         waits = not self._config.optimizer.optimizer_post_validation
-        longest, layer, head = 0.0, times.layer, times.head
+        longest, head = 0.0, times.head
         for rank in ranks:
-            forward = rank.layers * layer.forward + rank.heads * head.forward
-            work = forward + rank.layers * layer.both + rank.heads * head.both
+            forward = times.of(rank.layers, "forward") + rank.heads * head.forward
+            work = forward + times.of(rank.layers, "both") + rank.heads * head.both
             hops = rank.stages_before * times.message
+            first = times.of(rank.layers_before, "forward")
             if is_split:  # the weight gradients may run last, while input gradients continue on other ranks
-                short = forward + rank.layers * layer.inputs + rank.heads * head.inputs
-                before = rank.layers_before * layer.forward + hops
-                both_ways = rank.layers_before * (layer.forward + layer.inputs)
-                longest = max(longest, waits * before + count * work, waits * (both_ways + 2 * hops) + count * short)
+                short = forward + times.of(rank.layers, "inputs") + rank.heads * head.inputs
+                both_ways = first + times.of(rank.layers_before, "inputs") + 2 * hops
+                longest = max(longest, waits * (first + hops) + count * work, waits * both_ways + count * short)
             else:
-                both_ways = rank.layers_before * (layer.forward + layer.both) + 2 * hops
+                both_ways = first + times.of(rank.layers_before, "both") + 2 * hops
                 longest = max(longest, waits * both_ways + count * work)
         return longest
 
@@ -129,7 +152,6 @@ class Bounds:
         self, elements: Elements, layout: Layout, ranks: tuple[_Holds, ...], times: _Times
     ) -> tuple[float, float]:
         """Return (bytes of the fullest rank, seconds of the optimizer)."""
-        layer, embedding, head = (elements[owner] / layout.tp for owner in (0, "embedding", "head"))
         shards = self._world_size // layout.tp // layout.pp if layout.distributed_optimizer else 1
         optimizer, element = self._config.optimizer, ELEMENT_BYTES[self._config.precision.dtype]
         wide = max(element, 4)
@@ -137,9 +159,10 @@ class Bounds:
         per_element = element + wide + (moments + (element != wide)) * wide / shards
         least = most = 0.0
         for rank in ranks:
-            held = rank.layers * layer + rank.embeddings * embedding + rank.heads * head
+            layers = sum(map(operator.mul, rank.layers, elements.layers))
+            held = (layers + rank.embeddings * elements.embedding + rank.heads * elements.head) / layout.tp
             # with several stages on a rank the head may keep nothing at the moment when most layers are kept
-            kept = rank.live_layers * times.layer.kept_bytes
+            kept = times.of(rank.live_layers, "kept_bytes")
             if layout.chunks == 1:
                 kept += rank.heads * times.head.kept_bytes
             least = max(least, held * per_element + kept)
@@ -151,10 +174,12 @@ class Bounds:
             model = resolve_model(replace(self._config.model, padded_vocab_size=None), tp)
         except ConfigError:
             return None
-        elements: Elements = Counter()
+        elements = Counter[Owner]()
         for spec in model_parameters(model, tp > 1):
             elements[spec.owner] += math.prod(spec.shape)
-        return model, elements
+        layers = model_spec(model, self._config.precision).layers
+        of_kind = tuple(elements[layers.index(kind)] for kind in dict.fromkeys(layers))
+        return model, Elements(of_kind, elements["embedding"], elements["head"])
 
     def _make_cut(self, tp: int, pp: int, chunks: int, schedule: str, how: str) -> Cut | None:
         """Return the cut of the layers, None if it is illegal. The head's cost includes the padding for tp."""
@@ -167,7 +192,9 @@ class Bounds:
             partition = cut_layers(model, layout.applied_to(self._config).parallel, placement)
         except ConfigError:
             return None
-        return pp, placement.rank_of_stage, partition.layer_counts
+        spec = model_spec(model, self._config.precision)
+        held = [Counter(layers_of(spec, stage)) for stage in partition.stages]
+        return Cut(pp, placement.rank_of_stage, tuple(tuple(each[kind] for kind in spec.kinds) for each in held))
 
     def _make_times(self, tp: int, sliced: bool, split: bool, size: int, recompute: RecomputeConfig) -> _Times:
         hardware, found = self._hardware, self._model(tp)
@@ -178,17 +205,20 @@ class Bounds:
         shape = replace(RankShape.of(self._config, tp, sliced, size), recompute=recompute, documents=Documents())
         spec = model_spec(model, self._config.precision)
         head = head_seconds(spec, shape, hardware, tp_link)
-        kinds = [layer_seconds(kind, shape, hardware, tp_link) for kind in spec.kinds]
-        kept = sum(stage_bytes(spec, shape, StageLayers(0, 1, False, False)).values())
+        numbers = [spec.layers.index(kind) for kind in spec.kinds]
+        kept = [sum(stage_bytes(spec, shape, StageLayers(n, n + 1, False, False)).values()) for n in numbers]
         with_head = sum(stage_bytes(spec, shape, StageLayers(0, 1, False, True)).values())
 
         def both(each: OpSeconds) -> float:
             return each.of(Op.I) + each.of(Op.W) if split else each.of(Op.B)
 
-        forward, inputs = (min(kind.of(op) for kind in kinds) for op in (Op.F, Op.I))
+        def part(each: OpSeconds, kept_bytes: int) -> _Part:
+            return _Part(each.of(Op.F), each.of(Op.I), both(each), kept_bytes)
+
+        seconds = (layer_seconds(kind, shape, hardware, tp_link) for kind in spec.kinds)
         return _Times(
-            _Part(forward, inputs, min(map(both, kinds)), kept),
-            _Part(head.of(Op.F), head.of(Op.I), both(head), with_head - kept),
+            tuple(map(part, seconds, kept)),
+            part(head, with_head - kept[0]),
             shape.hidden_bytes(model.hidden_size) / tp_link.bytes_per_second + tp_link.latency_seconds,
         )
 
@@ -196,9 +226,9 @@ class Bounds:
 @cache
 def _waits(cut: Cut) -> tuple[_Waits, ...]:
     pp, ranks, counts = cut
-    firsts = [ranks.index(rank) for rank in range(pp)]
-    return undominated(
-        _Waits(first, sum(counts[:first]), _layers(cut, rank), int(ranks[-1] == rank))
+    firsts, no_layers = [ranks.index(rank) for rank in range(pp)], (0,) * len(counts[0])
+    return _undominated(
+        _Waits(first, _sum([no_layers, *counts[:first]]), _layers(cut, rank), int(ranks[-1] == rank))
         for rank, first in enumerate(firsts)
     )
 
@@ -207,16 +237,34 @@ def _waits(cut: Cut) -> tuple[_Waits, ...]:
 def _holds(cut: Cut, schedule: str, count: int) -> tuple[_Holds, ...]:
     pp, ranks, counts = cut
     rows = SCHEDULES[schedule].generate(Shape(pp, len(ranks) // pp, count, pp))
-    return undominated(
-        _Holds(
-            _layers(cut, rank),
-            int(ranks[-1] == rank),
-            int(ranks[0] == rank),
-            int(peak_held(row, {Held.ACTIVATIONS: 1}, counts)),
-        )
+    return _undominated(
+        _Holds(_layers(cut, rank), int(ranks[-1] == rank), int(ranks[0] == rank), live)
         for rank, row in enumerate(rows)
+        for live in _live_layers(row, counts)
     )
 
 
-def _layers(cut: Cut, rank: int) -> int:
-    return sum(layers for holder, layers in zip(cut[1], cut[2], strict=True) if holder == rank)
+def _live_layers(row: Iterable[Action], counts: Sequence[Counts]) -> set[Counts]:
+    """Return the layers of each kind that a row keeps in each forward, times microbatches."""
+    live, seen = tuple(0 for _ in counts[0]), set()
+    for stage, op, _ in row:
+        if op is Op.F:
+            live = tuple(map(operator.add, live, counts[stage]))
+            seen.add(live)
+        elif op in (Op.B, Op.I):
+            live = tuple(map(operator.sub, live, counts[stage]))
+    return seen
+
+
+def _undominated(sizes: Iterable[Sizes]) -> tuple[Sizes, ...]:
+    """Return the entries that no other one equals or exceeds in every number."""
+    flat = {tuple(chain(*(part if isinstance(part, tuple) else (part,) for part in each))): each for each in sizes}
+    return tuple(flat[numbers] for numbers in undominated(flat))
+
+
+def _layers(cut: Cut, rank: int) -> Counts:
+    return _sum([counts for holder, counts in zip(cut.rank_of_stage, cut.counts, strict=True) if holder == rank])
+
+
+def _sum(counts: Sequence[Counts]) -> Counts:
+    return tuple(sum(column) for column in zip(*counts, strict=True))

@@ -56,6 +56,17 @@ def config_of(
     )
 
 
+words = st.sampled_from(
+    (
+        "2 window_size=16",
+        "1 attention=none",
+        "1 mlp=none",
+        "1 ffn_hidden_size=64",
+        "2 ffn_hidden_size=4096 activation=swiglu",
+        "1 num_query_groups=1 norm_position=around",
+        "1 attn_logit_softcapping=20 position_embedding_type=none",
+    )
+)
 configs = st.builds(
     config_of,
     st.integers(1, 13),
@@ -69,6 +80,7 @@ configs = st.builds(
     st.booleans(),
     st.sampled_from((None, 32)),
 )
+patterns = st.just(()) | st.lists(words, min_size=2, max_size=4).map(lambda runs: (*runs, "..."))
 families = st.sampled_from([family for family in SCHEDULES.values() if family.is_candidate]).flatmap(
     lambda family: st.tuples(
         st.just(family.name),
@@ -90,9 +102,10 @@ chosen = st.builds(
 )
 
 
-@given(configs, chosen, st.sampled_from((1, 2)))
+@given(configs, patterns, chosen, st.sampled_from((1, 2)))
 @settings(max_examples=50, deadline=None)
-def test_no_bound_is_above_its_prediction(config: Config, layout: Layout, dp: int) -> None:
+def test_no_bound_is_above_its_prediction(config: Config, pattern: tuple[str, ...], layout: Layout, dp: int) -> None:
+    config = dataclasses.replace(config, model=dataclasses.replace(config.model, layer_pattern=pattern))
     world_size = layout.tp * layout.pp * dp
     hardware = A100 if config.precision.fp8_format is None else H100
     try:
