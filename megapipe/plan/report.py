@@ -5,13 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 
-from megapipe.formatting import bytes_text, count_text, flops_text, range_text, text_table
+from megapipe.config.layer_pattern import PARTS
+from megapipe.config.layers import LAYER_OPTIONS, OPTIONS_OF, ROTARY_OPTIONS, layer_configs, layer_kinds
+from megapipe.formatting import bytes_text, count_text, flops_text, range_text, ranges_text, text_table
 from megapipe.layers.table import WHOLE, comm_chunks
+from megapipe.plan.activations import stage_bytes
 from megapipe.plan.hardware import GIGA, HOST_SHARE, PCIE_4, PCIE_5
-from megapipe.plan.layer_costs import step_flops
+from megapipe.plan.layer_costs import layer_flops, step_flops
 from megapipe.plan.memory import RankMemory, all_rank_memory, offloaded_groups, stage_activation_bytes
 from megapipe.plan.run_plan import RunPlan
 from megapipe.plan.step_time import expected_bubble
+from megapipe.schedule.partition import StageLayers
 
 MOST_RANKS_SHOWN = 64
 MOST_STAGES_SHOWN = 16
@@ -23,7 +27,9 @@ ALWAYS_SHOWN = ("weights", "gradients", "optimizer", "activations")
 
 def plan_text(plan: RunPlan) -> str:
     """Return everything about the run that is decided before it starts, as text for a terminal."""
-    return "\n".join([*_headline(plan), *_grid(plan), *_stages(plan), *_batch(plan), *_bubble(plan), *_memory(plan)])
+    return "\n".join(
+        [*_headline(plan), *_kinds(plan), *_grid(plan), *_stages(plan), *_batch(plan), *_bubble(plan), *_memory(plan)]
+    )
 
 
 def _headline(plan: RunPlan) -> Iterator[str]:
@@ -55,6 +61,44 @@ def _headline(plan: RunPlan) -> Iterator[str]:
         f"{model.num_attention_heads} heads{groups}, sequence {model.seq_length}, vocabulary {model.vocab_size:,} "
         f"(padded {model.padded_vocab_size:,}), {plan.config.precision.dtype}"
     )
+
+
+def _kinds(plan: RunPlan) -> Iterator[str]:
+    """Yield one line for each kind of layer, in order of appearance; nothing if all layers are alike."""
+    model_config, model = plan.config.model, plan.model
+    kinds, sequence = layer_kinds(model_config), model_config.seq_length
+    if len(kinds) == 1:
+        return
+    differing = [name for name in LAYER_OPTIONS if len({getattr(kind, name) for kind in kinds}) > 1]
+    count, layers = model_config.num_layers, layer_configs(model_config)
+    period = next(n for n in range(1, count + 1) if layers[n:] == layers[: count - n])
+    rows = [("layers", "number", "parameters", "FLOPs", "kept", "with")]
+    for kind, numbers in kinds.items():
+        missing = [part for part in PARTS if not getattr(kind, f"has_{part}")]
+        lost = {name for part in missing for name in OPTIONS_OF[part]}
+        if kind.rotary is None:
+            lost.update(ROTARY_OPTIONS)
+        words = [f"no {part}" for part in missing]
+        words += [f"{name} {_option_text(getattr(kind, name))}" for name in differing if name not in lost]
+        parameters = sum(spec.num_elements for spec in plan.specs if spec.owner == numbers[0])
+        flops = sequence * layer_flops(model.layers[numbers[0]], sequence, causal=True)
+        kept = stage_bytes(model, plan.shape, StageLayers(numbers[0], numbers[0] + 1, False, False))
+        sizes = f"{parameters:,}", flops_text(flops), bytes_text(sum(kept.values()))
+        shown = ranges_text(numbers)
+        if 2 * period <= count:
+            shown = f"{ranges_text([number for number in numbers if number < period])} of every {period}"
+        rows.append((shown, str(len(numbers)), *sizes, ", ".join(words)))
+    yield (
+        f"  layers   of {len(kinds)} kinds; of one layer: parameters, forward FLOPs of a sequence (causal, within the "
+        "window), and what a rank keeps of a microbatch"
+    )
+    yield from text_table(rows, left=(0, -1), indent=11)
+
+
+def _option_text(value: object) -> str:
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return f"{value:,.12g}"
+    return "none" if value is None else str(value).lower()
 
 
 def _grid(plan: RunPlan) -> Iterator[str]:

@@ -141,3 +141,28 @@ def test_the_largest_of_many_pipeline_ranks_are_shown() -> None:
     lines = text[text.index("live microbatches") :].splitlines()
     shown = {int(line.split()[0]) for line in lines if re.match(r" +\d+  .*iB", line)}
     assert shown == {rank.pp_rank for rank in ranks[:16]}
+
+
+def test_each_kind_of_layer_is_shown_once_with_what_is_its_own() -> None:
+    pattern = ("2 window_size=16 rotary_base=500", "1 attention=none ffn_hidden_size=64")
+    changes: dict[str, object] = {"num_layers": 9, "position_embedding_type": "rope"}
+    text = plan_text(resolve(small_config(**changes, layer_pattern=(*pattern, "...")), 1)).splitlines()
+    start = next(number for number, line in enumerate(text) if line.startswith("  layers   of 2 kinds; of one layer: "))
+    rows = [re.split(r"\s\s+", line.strip()) for line in text[start + 1 : start + 4]]
+    assert rows[0] == ["layers", "number", "parameters", "FLOPs", "kept", "with"]
+    h, ffn = 64, 256
+    norm = 2 * h
+    attention = norm + 4 * h * h + 4 * h
+    kinds = [attention + norm + 2 * h * ffn + ffn + h, norm + 2 * h * 64 + 64 + h]
+    assert [(row[0], row[1], row[2], row[-1]) for row in rows[1:]] == [
+        ("0 to 1 of every 3", "6", f"{kinds[0]:,}", "window_size 16, rotary_base 500, ffn_hidden_size 256"),
+        ("2 of every 3", "3", f"{kinds[1]:,}", "no attention, ffn_hidden_size 64"),
+    ]
+    other = resolve(small_config(**changes, layer_pattern=("8 window_size=16", "1")), 1)
+    assert re.search(r"\n +0 to 7 +8 .* window_size 16\n +8 +1 .* window_size none\n", plan_text(other))
+
+
+def test_alike_layers_add_nothing_to_the_plan() -> None:
+    plain, alike = (resolve(small_config(layer_pattern=words), 1) for words in ((), ("8 window_size=none",)))
+    assert plan_text(plain) == plan_text(alike)
+    assert "kinds" not in plan_text(plain)
