@@ -109,6 +109,30 @@ def test_any_costs_and_limit_give_a_valid_schedule_within_the_limit(p, m, limit,
             assert longest_rank(timeline) <= longest_rank(handmade)
 
 
+@given(st.integers(2, 5), st.integers(1, 9), st.sampled_from([1.0, 1.5, 2.0]), st.booleans(), st.data())
+@settings(max_examples=10, deadline=None)
+def test_unlike_stages_are_never_slower_than_with_the_schedule_for_equal_ones(p, m, times_p, has_barrier, data):
+    """The times are those of layers that differ: some stages take three times as long as others, or a fifth."""
+    sizes = [data.draw(st.sampled_from([0.2, 1.0, 1.0, 3.0])) for _ in range(p)]
+    of_op = {op: data.draw(st.floats(0.5, 1.3)) for op in (Op.F, Op.I, Op.W)}
+    latency = data.draw(st.sampled_from([0.0, 0.3]))
+    seconds = {(s, op): sizes[s] * time for s in range(p) for op, time in of_op.items()}
+    costs = Costs(seconds, latency_seconds=latency)
+    means = [sum(seconds[s, op] for s in range(p)) / p for op in of_op]
+    equal = Costs.equal(p, *means, latency_seconds=latency)
+    own, other = (
+        simulate(
+            build_schedule("zb-auto", p, 1, m, goal=AutoGoal(goal, times_p * p, has_barrier=has_barrier, tries=10)),
+            costs,
+        )
+        for goal in (costs, equal)
+    )
+    if has_barrier:
+        assert own.makespan_seconds <= other.makespan_seconds * (1 + 1e-12)
+    else:
+        assert longest_rank(own) <= longest_rank(other) * (1 + 1e-12)
+
+
 def test_more_memory_is_never_worse():
     costs = Costs.equal(4, 1.0, 1.1, 0.8, latency_seconds=0.05)
     longest = [

@@ -57,7 +57,7 @@ def _meaning(name: str, field: ConfigField, flag: Flag) -> Iterator[str]:
     yield f"{name}  {'as in Megatron-LM' if is_megatrons else '[megapipe]'}, sets {field.key}"
     if flag.value is not TAKES_VALUE:
         yield f"  sets it to {value_text(flag.value)}{'; ' + flag.help if flag.help else ''}"
-    yield f"  {unit_and_help(field, SCHEDULE_NAMES)}"
+    yield f"  {unit_and_help(field, SCHEDULE_NAMES) if flag.read is None else flag.help}"
     for difference in DELIBERATE_DIFFERENCES:
         if difference.flag in (name, field.main_flag):
             yield f"  Megatron: {difference.megatron}; here: {difference.here} ({difference.reason})"

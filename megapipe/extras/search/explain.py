@@ -64,7 +64,7 @@ def alternatives(
 
 
 def other_values(field: ConfigField, current: Any) -> list[Any]:
-    """Return the values to compare with: other choices, half and double of a number, on and off; [] for free text."""
+    """Return the values to compare with: other choices, half and double of a number, on and off; else the default."""
     option, kind = field.option, field.kind
     if kind.scalar is bool:
         return [not current]
@@ -73,7 +73,7 @@ def other_values(field: ConfigField, current: Any) -> list[Any]:
         values += [(choice,) if kind.many else choice for choice in option.choices]
         return [value for value in values if value != current]
     if kind.many or kind.scalar is str:
-        return []
+        return [] if current == field.default else [field.default]
     if current is None:
         candidates: list[Any] = [kind.scalar(1), kind.scalar(2)]
     elif kind.scalar is int:

@@ -28,6 +28,7 @@ from megapipe.schedule.schedule import Row, Schedule
 from megapipe.schedule.simulate import simulate
 
 _UNKNOWN = math.inf
+_OPS = (Op.F, Op.I, Op.W, Op.SEND_F, Op.SEND_B)  # whose times matter
 
 
 class _Rule(NamedTuple):
@@ -76,6 +77,11 @@ def automatic(shape: Shape) -> tuple[Row, ...]:
     for rows in (zb_h1(shape), zb_h2(shape)):
         if max(peak_held(row, kept) for row in rows) <= goal.max_microbatches:
             candidates.append(rows)
+    of_ops = {op: [goal.costs.seconds.get((stage, op), 0.0) for stage in range(shape.num_ranks)] for op in _OPS}
+    if any(len(set(times)) > 1 for times in of_ops.values()):  # what is found for equal stages may be better by chance
+        means = {(stage, op): sum(times) / len(times) for op, times in of_ops.items() for stage in range(len(times))}
+        equal = replace(goal, costs=replace(goal.costs, seconds=means))
+        candidates.append(automatic(shape._replace(goal=equal)))
     return min(candidates, key=score)
 
 

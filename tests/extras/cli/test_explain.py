@@ -62,3 +62,12 @@ def test_a_wrong_name_finds_the_right_one(capsys: pytest.CaptureFixture[str]) ->
 def test_papers_belong_to_flags() -> None:
     assert [flag for flag in papers() if flag not in field_flags()] == []
     assert "explain" in SUBCOMMANDS
+
+
+def test_a_pattern_of_layers_is_compared_with_alike_layers() -> None:
+    flags = [*SMALL, "--seq-length", "512", "--window-size", "8", "--attention-dropout", "0", "--window-attn-skip-freq"]
+    text = explained("--window-attn-skip-freq", [*flags, "1"])
+    sizes = re.findall(r'^ +("1"|null) +([\d.]+ \w+) ', text, re.MULTILINE)
+    assert [value for value, _ in sizes] == ['"1"', "null"]
+    assert sizes[0][1] != sizes[1][1], "with a window a stage has a mask"
+    assert "block_configs" in explained("--heterogeneous-layers-config-path", [])
