@@ -17,6 +17,9 @@ from megapipe.assembly.runtime import InferenceRuntime
 from megapipe.comm.collectives import barrier, broadcast_object, gather_objects
 from megapipe.comm.groups import ProcessGroups
 from megapipe.config.config import Config
+from megapipe.config.layer_pattern import PARTS
+from megapipe.config.layers import LAYER_OPTIONS, MARKS, LayerConfig
+from megapipe.config.model import ModelConfig
 from megapipe.config.parallel import OffloadConfig, ParallelConfig, RecomputeConfig
 from megapipe.gpu.device_clock import DeviceClock, device_clock
 from megapipe.model.microbatch import Microbatch
@@ -32,19 +35,31 @@ EMBEDDING, LAYERS, HEAD = range(3)  # stages of the measured plan
 MIN_REPEATS, MAX_REPEATS = 3, 200  # after a warm-up
 
 
-def one_pipeline_rank(config: Config, world_size: int) -> Config:
-    """Return the configuration with few layers and without a pipeline on `world_size` ranks; its parts are measured."""
+def one_pipeline_rank(config: Config, world_size: int, layer: LayerConfig | None = None) -> Config:
+    """Return the configuration without a pipeline on `world_size` ranks.
+
+    layer: only few layers, all of this kind, whose parts are measured.
+    """
     options = dataclasses.fields(ParallelConfig)
     defaults: dict[str, Any] = {option.name: option.default for option in options if "pipeline" in option.name}
     sequences = config.training.micro_batch_size * max(1, world_size // config.parallel.tensor_model_parallel_size)
     return replace(
         config,
-        model=replace(config.model, num_layers=NUM_LAYERS),
+        model=config.model if layer is None else _alike(config.model, layer),
         parallel=replace(config.parallel, **defaults),
         training=replace(config.training, global_batch_size=sequences, rampup_batch_size=None),
         optimizer=replace(config.optimizer, optimizer_post_validation=False),
         offload=OffloadConfig(),  # its copies overlap with other layers
     )
+
+
+def _alike(model: ModelConfig, layer: LayerConfig) -> ModelConfig:
+    """Return the model with NUM_LAYERS layers of one kind."""
+    values: dict[str, Any] = {name: getattr(layer, name) for name in LAYER_OPTIONS}
+    missing = [f"{part}=none" for part in PARTS if not getattr(layer, f"has_{part}")]
+    pattern = (f"{NUM_LAYERS} {' '.join(missing)}",) if missing else ()
+    frequencies: dict[str, Any] = dict.fromkeys(MARKS)
+    return replace(model, **values | frequencies, num_layers=NUM_LAYERS, layer_pattern=pattern)
 
 
 def profile_parts(

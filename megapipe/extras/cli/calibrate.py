@@ -11,12 +11,14 @@ import sys
 import time
 from pathlib import Path
 
+from megapipe.config.layers import layer_kinds
 from megapipe.config.load import load_config
 from megapipe.config.training import DEVICES
 from megapipe.dtypes import TENSOR_DTYPES
 from megapipe.environment import Environment
 from megapipe.extras.cli.frame import command, option, write_file
 from megapipe.extras.cli.planning import with_vocabulary
+from megapipe.formatting import ranges_text
 from megapipe.plan.layer_costs import LayerTimes, PartCost, setting_of, to_json
 from megapipe.plan.resolve import resolve
 
@@ -92,11 +94,15 @@ def profile_layers(own: argparse.Namespace, environment: Environment) -> None:
     from megapipe.extras.calibrate.layers import one_pipeline_rank, profile_parts
     from megapipe.train.run import join
 
-    world_size = environment.world_size
-    plan = resolve(one_pipeline_rank(config, world_size), world_size, environment.local_world_size)
+    world_size, local = environment.world_size, environment.local_world_size
+    plan = resolve(one_pipeline_rank(config, world_size), world_size, local)
     world = join(plan, environment)
     groups = build_process_groups(plan.topology, world.global_rank, world.backend, world.timeout_seconds)
-    parts = profile_parts(plan, groups, world.device, own.seconds)
+    kinds = layer_kinds(config.model)
+    costs = []  # embedding, one layer, and head, with layers of each kind
+    for layer in kinds:
+        alike = resolve(one_pipeline_rank(config, world_size, layer), world_size, local)
+        costs.append(profile_parts(alike, groups, world.device, own.seconds))
     if environment.global_rank == 0:
         name = torch.cuda.get_device_name() if world.device.type == "cuda" else platform.machine()
         measured = {
@@ -105,16 +111,22 @@ def profile_layers(own: argparse.Namespace, environment: Environment) -> None:
             "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
             "command": shlex.join(["megapipe", *sys.argv[1:]]),
         }
-        times = LayerTimes(setting_of(plan.config), parts[0], (parts[1],), parts[2], measured)
+        of_layer = {number: cost[1] for numbers, cost in zip(kinds.values(), costs, strict=True) for number in numbers}
+        layers = tuple(of_layer[number] for number in range(len(of_layer) if len(kinds) > 1 else 1))
+        embedding, _, head = costs[0]
+        times = LayerTimes(setting_of(plan.config), embedding, layers, head, measured)
         write_file(own.output, to_json(times) + "\n", "--output")
-        print(_text(parts))
+        names = ["layer"] if len(kinds) == 1 else [f"layers {ranges_text(numbers)}" for numbers in kinds.values()]
+        print(_text(embedding, dict(zip(names, (cost[1] for cost in costs), strict=True)), head))
         print(f"written: {own.output}, for --pipeline-layer-times {own.output}")
 
 
-def _text(parts: tuple[PartCost, PartCost, PartCost]) -> str:
-    lines = ["milliseconds     F      B      I      W  replay"]
-    for name, part in zip(("embedding", "layer", "head"), parts, strict=True):
-        lines.append(f"{name:<12}" + "".join(f"{1000 * value:7.2f}" for value in dataclasses.astuple(part)))
-    layer = parts[1].forward + parts[1].backward
-    embedding, head = ((part.forward + part.backward) / layer for part in (parts[0], parts[2]))
-    return "\n".join([*lines, f"the head weighs {head:.2f} layers, the embedding {embedding:.2f}"])
+def _text(embedding: PartCost, layers: dict[str, PartCost], head: PartCost) -> str:
+    """Return the table. layers: of each kind, by its name."""
+    width = max(12, *(len(name) + 1 for name in layers))
+    lines = ["milliseconds".ljust(width) + "     F      B      I      W  replay"]
+    for name, part in {"embedding": embedding, **layers, "head": head}.items():
+        lines.append(f"{name:<{width}}" + "".join(f"{1000 * value:7.2f}" for value in dataclasses.astuple(part)))
+    layer = sum(part.forward + part.backward for part in layers.values()) / len(layers)
+    ends = ((part.forward + part.backward) / layer for part in (head, embedding))
+    return "\n".join([*lines, "the head weighs {:.2f} layers, the embedding {:.2f}".format(*ends)])

@@ -45,6 +45,16 @@ def test_measured_layers_are_the_clock_of_a_pipeline(tmp_path: Path) -> None:
     assert sum(plan.partition.layer_counts) == 4
 
 
+def test_each_kind_of_layer_is_measured(tmp_path: Path) -> None:
+    file = tmp_path / "times.json"
+    pattern = ["--layer-pattern", "2 attention=none", "2 ffn_hidden_size=2048"]
+    assert main(["--output", str(file), "--seconds", "0.05", *MODEL, *pattern]) == 0
+    plan = plan_for([*MODEL, *pattern, "--pipeline-model-parallel-size", "2", "--pipeline-layer-times", str(file)], 2)
+    layers = plan.layer_costs.layers
+    assert layers[0] == layers[1] != layers[2] == layers[3]
+    assert layers[0].forward < layers[2].forward, "an eighth of the MLP, and no attention"
+
+
 def test_an_fp8_gemm_has_a_rate_that_its_size_gives() -> None:
     clock = SimpleNamespace(mark=lambda: 0, seconds=lambda begin, end: 0.5)
     first = SIZES["cpu"].first_gemm

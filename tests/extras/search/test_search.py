@@ -61,8 +61,19 @@ def tight(config: Config, world_size: int) -> float:
             RECOMPUTES[::2],
         ),
         (2, {"num_layers": 3, "num_attention_heads": 2}, RECOMPUTES),
+        (
+            2,
+            {
+                "num_layers": 5,
+                "position_embedding_type": "rope",
+                "layer_pattern": ("2 window_size=16 rotary_base=100", "1 attention=none ffn_hidden_size=128", "..."),
+                "norm_position": "around",
+                "attention_dropout": 0.0,
+            },
+            RECOMPUTES[:1],
+        ),
     ],
-    ids=["explicit attention", "fused attention", "an uneven cut"],
+    ids=["explicit attention", "fused attention", "an uneven cut", "layers that differ"],
 )
 def test_the_best_layout_equals_an_exhaustive_search(
     world_size: int, changes: dict[str, object], recomputes: tuple[RecomputeConfig, ...]
