@@ -22,11 +22,11 @@ from megapipe.config.config import (
 from megapipe.config.layers import layer_kinds
 from megapipe.config.model import ModelConfig
 from megapipe.config.rules.check import check
+from megapipe.config.rules.kinds import layers_text
 from megapipe.config.rules.proposals import divisors
 from megapipe.config.training import OptimizerConfig, TrainingConfig
 from megapipe.data.build_datasets import DEFAULT_SPLIT
 from megapipe.errors import ConfigError
-from megapipe.formatting import ranges_text
 from megapipe.layers.model import model_parameters
 from megapipe.plan.batch import BatchSchedule, batch_schedule
 from megapipe.plan.cut import balanced_cut, cut_layers
@@ -172,7 +172,7 @@ def kv_replicas(model: ResolvedModelConfig, tp: int) -> int:
         groups = layer.num_query_groups
         if layer.has_attention and groups % tp and tp % groups:
             ways = ", ".join(str(n) for n in divisors(layer.num_attention_heads) if groups % n == 0 or n % groups == 0)
-            where = "" if len(numbers) == model.num_layers else f"layers {ranges_text(numbers)}: "
+            where = "" if len(numbers) == model.num_layers else f"{layers_text(numbers)}: "
             raise ConfigError(
                 f"{where}--num-query-groups {groups} and --tensor-model-parallel-size {tp}: one must divide the other, "
                 f"so that each rank holds whole key/value heads or a copy of one; use a tensor-parallel size of {ways}"

@@ -140,3 +140,29 @@ def test_every_microbatch_count_of_a_ramp_has_a_schedule() -> None:
         4,
     )
     assert [plan.schedule(size // 4).num_microbatches for size in plan.batch.sizes] == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize(
+    ("tp", "groups", "replicas"),
+    [(4, (2, 4), 2), (4, (1, 2), 2), (4, (1, 4), 4), (4, (8, 4), 1), (2, (1, 8), 2)],
+    ids=lambda value: str(value),
+)
+def test_layers_with_other_key_value_heads_share_them_in_one_kind_of_group(
+    tp: int, groups: tuple[int, int], replicas: int
+) -> None:
+    words = tuple(f"1 num_query_groups={count}" for count in groups)
+    plan = resolve(small_config(num_layers=2, tensor_model_parallel_size=tp, layer_pattern=words), tp)
+    assert plan.topology.kv_replicas == replicas
+    kv = plan.topology.group_of("kv", 0)
+    for spec in plan.specs:  # the reducer sums shared rows over tp or over the kv group
+        shared = {interval.replicas for interval in spec.intervals(0, tp) if len(interval.replicas) > 1}
+        assert shared <= {tuple(range(tp)), kv}
+
+
+def test_key_value_heads_that_no_group_of_ranks_shares_are_refused() -> None:
+    changes: dict[str, object] = {"num_layers": 2, "tensor_model_parallel_size": 8, "num_attention_heads": 8}
+    with pytest.raises(ConfigError, match=r"layers of 2 and of 4 key/value heads: 4 ranks .* use at most 4"):
+        resolve(small_config(**changes, layer_pattern=("1 num_query_groups=2", "1 num_query_groups=4")), 8)
+    heads = {**changes, "num_attention_heads": 12, "tensor_model_parallel_size": 4, "kv_channels": 8}
+    with pytest.raises(ConfigError, match=r"^layer 1: --num-query-groups 3 and --tensor-model-parallel-size 4: one"):
+        resolve(small_config(**heads, layer_pattern=("1", "1 num_query_groups=3")), 4)

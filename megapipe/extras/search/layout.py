@@ -108,7 +108,8 @@ def layouts(config: Config, world_size: int, hardware: Hardware) -> Iterator[Lay
     model, batch = config.model, config.training.global_batch_size
     assert batch is not None
     # recompute of core attention saves almost nothing with fused kernels
-    unfused = any(layer.has_attention and is_explicit(layer) for layer in layer_kinds(model))
+    kinds = layer_kinds(model)
+    unfused = any(layer.has_attention and is_explicit(layer) for layer in kinds)
     recomputes = [
         each
         for each in RECOMPUTES
@@ -125,7 +126,7 @@ def layouts(config: Config, world_size: int, hardware: Hardware) -> Iterator[Lay
                 continue
             sizes = [size for size in MICRO_BATCH_SIZES if batch // dp % size == 0]
             choices = product(
-                _schedules(model.num_layers, pp),
+                _schedules(model.num_layers, pp, len(kinds) == 1),
                 CUTS if pp > 1 else CUTS[:1],
                 (True, False) if tp > 1 else (False,),
                 (True, False) if dp > 1 else (False,),
@@ -136,15 +137,16 @@ def layouts(config: Config, world_size: int, hardware: Hardware) -> Iterator[Lay
                 yield Layout(tp, pp, chunks, schedule, size, recompute, is_sliced, is_sharded, cut)
 
 
-def _schedules(num_layers: int, pp: int) -> Iterator[tuple[str, int]]:
-    """Yield (name, chunks per rank); of any number of chunks, those that divide the layers among all stages."""
+def _schedules(num_layers: int, pp: int, alike: bool) -> Iterator[tuple[str, int]]:
+    """Yield (name, chunks per rank). alike: of any number of chunks, those that divide the layers among all stages."""
     if pp == 1:
         yield default_schedule(1), 1
         return
     for family in SCHEDULES.values():
         if family.is_candidate and takes_any_chunks(family.name):
             for count in range(2, MOST_CHUNKS + 1):
-                if pp * count <= num_layers + 2 and any((num_layers + ends) % (pp * count) == 0 for ends in (0, 2)):
+                divides = any((num_layers + ends) % (pp * count) == 0 for ends in (0, 2))
+                if pp * count <= num_layers + 2 * divides and (divides or not alike):
                     yield family.name, count
         elif family.is_candidate and pp * family.num_chunks(1) <= num_layers:
             yield family.name, family.num_chunks(1)

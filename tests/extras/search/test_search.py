@@ -70,7 +70,7 @@ def tight(config: Config, world_size: int) -> float:
                 "norm_position": "around",
                 "attention_dropout": 0.0,
             },
-            RECOMPUTES[:1],
+            RECOMPUTES[2:3],
         ),
     ],
     ids=["explicit attention", "fused attention", "an uneven cut", "layers that differ"],
