@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from megapipe.config.config import Config, ResolvedModelConfig
-from megapipe.config.model import PrecisionConfig
+from megapipe.config.model import ModelConfig, PrecisionConfig
 from megapipe.config.parallel import RecomputeConfig
 from megapipe.errors import ConfigError
 from megapipe.layers.model import LayerSpec, ModelSpec, model_spec
@@ -225,11 +225,15 @@ def setting_of(config: Config) -> dict[str, Any]:
 def measured_costs(path: Path, config: Config) -> LayerCosts:
     """Return the costs of a resolved run's layers from a file. Raises ConfigError if its options were others."""
     times = read_layer_times(path)
-    wanted = json.loads(json.dumps(setting_of(config)))  # as JSON has it: lists for tuples
+    # as JSON has it: lists for tuples. A file from before an option of the model existed was measured with its default
+    wanted, defaults = (
+        json.loads(json.dumps(each)) for each in (setting_of(config), dataclasses.asdict(ModelConfig()))
+    )
+    found = defaults | times.setting
     other = [
-        f"{name} {times.setting.get(name)!r}, the run has {value!r}"
+        f"{name} {found.get(name)!r}, the run has {value!r}"
         for name, value in wanted.items()
-        if times.setting.get(name) != value
+        if found.get(name) != value
     ]
     if other:
         more = f" (and {len(other) - 4} more)" if len(other) > 4 else ""
