@@ -4,7 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from megapipe.formatting import bytes_text, count_text, duration_text, milliseconds, one_of, seconds_text, text_table
+from megapipe.formatting import (
+    bytes_text,
+    count_text,
+    duration_text,
+    milliseconds,
+    one_of,
+    ranges_text,
+    seconds_text,
+    text_table,
+)
 
 
 @pytest.mark.parametrize(
@@ -50,3 +59,7 @@ def test_columns_of_a_table_are_aligned() -> None:
         " a            1  x",
         " abcde  1234567",
     ]
+
+
+def test_runs_of_numbers_are_shown_as_ranges() -> None:
+    assert ranges_text([0, 2, 3, 4, 9, 10]) == "0, 2 to 4, 9 to 10"
