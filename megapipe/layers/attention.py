@@ -13,7 +13,14 @@ from functools import cached_property
 
 from megapipe.config.layers import LayerConfig
 from megapipe.config.model import ModelConfig
-from megapipe.layers.linear import Linear, collectives, column_gradient_bytes, output_std, row_gradient_bytes
+from megapipe.layers.linear import (
+    Linear,
+    collectives,
+    column_gradient_bytes,
+    output_std,
+    row_gradient_bytes,
+    weight_gradient_bytes,
+)
 from megapipe.layers.norm import Norm, branch_norms, residual_stream
 from megapipe.layers.table import (
     MASK_BYTES,
@@ -149,7 +156,7 @@ class Attention:
             ),
             *(() if after is None else (after.after_branch(shape, has_dropout),)),
         )
-        return Table(operations, left_bytes=hidden)
+        return Table(operations, hidden, max(weight_gradient_bytes(gemm, shape) for gemm in (qkv, projection)))
 
     def window(self, shape: RankShape) -> int | None:
         """Return the sliding window; None without one, and where it reaches over the whole sequence."""
@@ -225,7 +232,8 @@ class Attention:
             per_token = heads if self.model.qk_layernorm_scope == "head" else 1
             yield from norm.statistics(shape.tokens * per_token, shape)
         if self.qk_norms:
-            yield Kept(name, query, element)
+            if self._runs_fused(shape) or shape.recomputes("core_attn") or self._heads(shape) == self._groups(shape):
+                yield Kept(name, query, element)  # else a copy in another order, counted with core attention
             if not repeats:
                 yield Kept(name, key, element)
         if repeats:

@@ -20,7 +20,10 @@ def branch_norms(model: LayerConfig, before: str, after: str) -> tuple[Norm | No
 
 def residual_stream(shape: RankShape, hidden_size: int) -> Operation:
     """Return the start of a branch without a norm: its first linear keeps the residual stream."""
-    return Operation("residual stream", (Kept("residual stream", shape.own_tokens * hidden_size, shape.element),))
+    hidden = Kept("residual stream", shape.own_tokens * hidden_size, shape.element)
+    return Operation(
+        "residual stream", (hidden,), backward=Backward(0, 0 if shape.splits_backward else hidden.num_bytes)
+    )
 
 
 @dataclass(frozen=True)

@@ -5,10 +5,10 @@ Kept bytes equal what autograd saves, for every recompute option: `tests/model/t
 storages that saved-tensor hooks see. The formula of Korthikanti et al. 2022 (arXiv:2205.05198) for the GPT block with
 dropout, s b h (10 + 24 / t) bytes without core attention, is a special case and a test.
 
-Temporaries are activation gradients, gathered sequences, replays and weight gradients in fp32. Their peak is in the
-last layer of a stage, or in the head: what these free lowers the level for the layers before. So the backwards of the
-head and of one layer are walked in their order, each with what it holds less what was freed before it, on top of all
-that the stage has kept. `dry_run` counts the same with the real code.
+Temporaries are activation gradients, gathered sequences, replays and weight gradients in fp32. The backwards of the
+head and of the layers are walked in their order, each with what it holds less what was freed before it, on top of all
+that the stage has kept. With alike layers the peak is in the head or in the last layer, unless more waits for W than
+was kept. `dry_run` counts the same with the real code.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import cache
+from itertools import groupby
 from typing import Any, NamedTuple
 
 from megapipe.config.parallel import RecomputeConfig
@@ -180,42 +181,60 @@ def deferred_bytes(model: ModelSpec, shape: RankShape, stage: StageLayers) -> in
     return layers + sum(table.deferred_bytes for table in end_tables(model, shape, stage))
 
 
-def backward_peak(
-    model: ModelSpec, shape: RankShape, stage: StageLayers, kinds: Sequence[LayerSpec] = ()
-) -> tuple[int, int]:
+def backward_peak(model: ModelSpec, shape: RankShape, stage: StageLayers) -> tuple[int, int]:
     """Return the most that a stage's I where the shape splits the backward, else its B, makes and frees again: in the
     head and in the layers, each 0 or more.
-
-    kinds: layers that may be the last one, if not those of the stage alone.
     """
-    layers, recompute = layers_of(model, stage), shape.recompute
-    held = freed = in_head = in_layers = 0
-    if stage.has_head:
-        table = model.head.table(shape)
-        in_head, freed = _walk([table], 0, 0)
-        held = table.left_bytes
+    in_head, level = head_backward(model, shape, stage)
+    layers = layers_of(model, stage)
     if not layers:
-        if stage.has_embedding:
-            in_layers, _ = _walk([model.embedding.table(shape)], held, freed)
-        return in_head, in_layers
-    # full recompute has replayed for the last layer, unless that keeps everything and is freed before another replay
-    keeps_last = recompute.recompute_method == "block" and (recompute.recompute_num_layers or 1) < len(layers)
-    if recompute.recompute_granularity == "full" and not keeps_last:
-        held += replay_bytes(layers, shape)
-    for layer in dict.fromkeys(kinds or layers):
-        whole = layer_table(layer, shape)
-        # the first layer of a split backward may start above the last one: where more waits for W than was kept
-        grown = (len(layers) - 1) * (whole.deferred_bytes - whole.kept_bytes) if shape.splits_backward else 0
-        in_layers = max(in_layers, _walk(whole.parts, held + max(0, grown), freed)[0])
-    return in_head, in_layers
+        in_layers = level + walk_backward([model.embedding.table(shape)])[0] if stage.has_embedding else 0
+        return in_head, max(0, in_layers)
+    last, *others = reversed(layer_groups(layers, shape.recompute))
+    peak, change = group_backward(last, shape)
+    in_layers = level + peak
+    # the gradient that a stage without a head receives stays beside those of its layers
+    level += change + (0 if stage.has_head else shape.hidden_bytes(layers[0].hidden_size))
+    for group, alike in groupby(others):
+        count, (peak, change) = len(list(alike)), group_backward(group, shape)
+        in_layers = max(in_layers, level + peak, level + (count - 1) * change + peak)
+        level += count * change
+    return in_head, max(0, in_layers)
 
 
-def _walk(parts: Sequence[Table], held: int, freed: int) -> tuple[int, int]:
-    """Return the peak, 0 or more, of the backward of some parts, and the bytes freed by its end.
+def head_backward(model: ModelSpec, shape: RankShape, stage: StageLayers) -> tuple[int, int]:
+    """Return the peak of the head's backward, and what it leaves to the layers less what it frees; 0 without a head."""
+    if not stage.has_head:
+        return 0, 0
+    table = model.head.table(shape)
+    peak, freed = walk_backward([table])
+    return max(0, peak), table.left_bytes - freed
 
-    held, freed: bytes at its start, relative to what the stage has kept.
+
+@cache
+def group_backward(group: LayerGroup, shape: RankShape) -> tuple[int, int]:
+    """Return the peak of a group's backward over what the stage has kept, and what is there more by its end: what waits
+    for W, where the backward is split, less what the group kept.
+
+    The gradient of its output is there at its start. A checkpoint holds that, and what it kept, until the backward of
+    all its layers is done.
     """
-    peak = 0
+    tables = [layer_table(layer, shape) for layer in reversed(group.layers)]
+    kept, waits, peak = total_bytes(group_keeps(group, shape)), 0, 0
+    held = total_bytes(tensor for table in tables for tensor in table.keeps) - kept
+    for index, table in enumerate(tables):
+        peak = max(peak, held + waits + walk_backward(table.parts)[0])
+        waits += table.deferred_bytes if shape.splits_backward else 0
+        kept_on = (tensor for tensor in table.keeps if tensor.with_replay and shape.recompute.recompute_keep_attention)
+        held += total_bytes(kept_on) - table.kept_bytes
+        if index == 0:
+            held += shape.hidden_bytes(group.layers[0].hidden_size)
+    return peak, waits - kept
+
+
+def walk_backward(parts: Sequence[Table]) -> tuple[int, int]:
+    """Return the peak of the backward of parts over what was there at its start, and the bytes freed by its end."""
+    peak = held = freed = 0
     for part in reversed(parts):
         for backward in part.backwards:
             peak = max(peak, held + backward.held - freed)

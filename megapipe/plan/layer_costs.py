@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, groupby
 from pathlib import Path
 from typing import Any
 
@@ -255,6 +255,9 @@ def to_json(times: LayerTimes) -> str:
     """Return the text of the file."""
     seconds = dataclasses.asdict(times)
     about = {name: seconds.pop(name) for name in ("measured", "setting")}
+    runs = [(layer, len(list(run))) for layer, run in groupby(seconds["layers"])]
+    if len(times.layers) > 1:  # an entry without a count stands for any number of layers
+        seconds["layers"] = [{"count": count} | layer for layer, count in runs]
     return json.dumps({"format": FORMAT, "version": VERSION, **about, "seconds": seconds}, indent=2)
 
 

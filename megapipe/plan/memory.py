@@ -32,15 +32,15 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
-from itertools import accumulate, pairwise
 
 from megapipe.layers.linear import COPIES
+from megapipe.layers.model import layer_table
 from megapipe.layers.table import RankShape, total_bytes
 from megapipe.plan.activations import (
-    backward_peak,
     deferred_bytes,
+    group_backward,
     group_keeps,
-    group_sizes,
+    head_backward,
     layer_groups,
     layers_of,
     replay_bytes,
@@ -282,13 +282,12 @@ def offloaded_groups(plan: RunPlan, stage: int, layers: StageLayers | None = Non
 
 @dataclass(frozen=True)
 class BackwardBytes:
-    """Bytes that a stage's backward makes and frees again: in the head, in the last group (top) and in the groups
-    before it (lower). For a forward only `head` counts: the loss in fp32.
+    """Bytes that a stage's backward makes and frees again: in the head and in each group. For a forward only `head`
+    counts: the loss in fp32.
     """
 
     head: int
-    top: int = 0
-    lower: int = 0
+    groups: tuple[int, ...] = ()
     waits: tuple[int, ...] = ()  # what each group leaves for W
     head_waits: int = 0
 
@@ -329,10 +328,10 @@ class MemoryOverTime:
         if group > last:
             return 0, inside.head
         if group == last:
-            return 0, inside.top
+            return 0, inside.groups[group]
         of_head = self.kept[stage] - sum(each.kept for each in groups)
         waiting = sum(inside.waits[group + 1 :]) + inside.head_waits
-        return above + of_head - waiting, inside.lower
+        return above + of_head - waiting, inside.groups[group]
 
 
 def offloaded_memory(plan: RunPlan, pp_rank: int, kept: Mapping[int, int]) -> tuple[MemoryOverTime, int]:
@@ -368,15 +367,13 @@ def offloaded_memory(plan: RunPlan, pp_rank: int, kept: Mapping[int, int]) -> tu
 def backward_bytes(plan: RunPlan, stage: int, shape: RankShape) -> BackwardBytes:
     """Return what a stage's B makes and frees, or its I if the shape splits the backward."""
     model, layers = plan.model, plan.partition.stages[stage]
-    first, last, _, has_head = layers
-    sizes, kinds = group_sizes(plan.config.recompute, layers.num_layers), layers_of(model, layers)
-    top = StageLayers(last - (sizes[-1] if sizes else 0), last, False, has_head)
-    lower = StageLayers(first, first + (sizes[0] if sizes else 0), False, False)
-    in_head, in_top = backward_peak(model, shape, top, kinds)
-    in_lower = max(backward_peak(model, shape, lower, kinds)) + plan.message_bytes
+    in_head, level = head_backward(model, shape, layers)
+    groups = layer_groups(layers_of(model, layers), shape.recompute)
+    peaks = [group_backward(group, shape)[0] for group in groups]
+    # on top of all that was kept for the last group, of what the groups before them left for the others
+    inside = [*(peak + plan.message_bytes for peak in peaks[:-1]), *(max(0, level + peak) for peak in peaks[-1:])]
     if not shape.splits_backward:
-        return BackwardBytes(in_head, in_top, in_lower)
-    groups = pairwise(accumulate(sizes, initial=first))
-    waits = tuple(deferred_bytes(model, shape, StageLayers(start, end, False, False)) for start, end in groups)
-    head_waits = model.head.table(shape).deferred_bytes if has_head else 0
-    return BackwardBytes(in_head, in_top, in_lower, waits, head_waits)
+        return BackwardBytes(in_head, tuple(inside))
+    waits = tuple(sum(layer_table(layer, shape).deferred_bytes for layer in group.layers) for group in groups)
+    head_waits = model.head.table(shape).deferred_bytes if layers.has_head else 0
+    return BackwardBytes(in_head, tuple(inside), waits, head_waits)

@@ -1,7 +1,8 @@
 """Bytes that one rank sends to others in a training step: hidden states over tp and along the pipeline, gradients and
 parameters between replicas.
 
-Left out are sums of a few numbers a token or a step: the loss's, the norm's, those of replicated weights.
+Left out are sums of a few numbers a token or a step: the loss's, those of norms over the heads of all ranks
+(--qk-layernorm-scope projection), the gradient norm's, those of replicated weights.
 """
 
 from __future__ import annotations

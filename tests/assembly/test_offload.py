@@ -17,7 +17,7 @@ from megapipe.model.microbatch import Microbatch
 from megapipe.optimizer.schedule import Rates
 from megapipe.plan.memory import rank_memory
 from megapipe.train.step import train_step
-from tests.assembly.test_planned_memory import UNEVEN, make_plan
+from tests.assembly.test_planned_memory import UNEVEN, UNLIKE, make_plan
 from tests.harness import RankPool
 from tests.pipeline.late_copies import LateCopies
 
@@ -42,6 +42,7 @@ ONE_RANK: dict[str, dict[str, Any]] = {
         "recompute_modules": ("core_attn", "layernorm", "mlp"),
         "attention_dropout": 0.1,
     },
+    "unlike_layers": UNLIKE,
     "documents": {
         "num_layers": 6,
         "reset_position_ids": True,

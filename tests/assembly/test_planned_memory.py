@@ -28,6 +28,17 @@ from tests.tiny import tiny_config
 from tests.train.runs import FOUR_LAYERS
 
 UNEVEN = {"pipeline_model_parallel_layout": "Ettt|tt|t|L", "num_layers": 6}
+UNLIKE: dict[str, Any] = {
+    "norm_position": "after",
+    "qk_layernorm": True,
+    "normalization": "RMSNorm",
+    "layer_pattern": (
+        "1 qk_layernorm_scope=projection",
+        "1 attention=none ffn_hidden_size=32",
+        "1 norm_position=around window_size=4 num_query_groups=2",
+        "1 mlp=none",
+    ),
+}
 GRIDS: dict[str, tuple[int, dict[str, Any]]] = {
     "one_rank": (1, {}),
     "one_rank_4_chunks": (1, UNEVEN),
@@ -85,6 +96,11 @@ GRIDS: dict[str, tuple[int, dict[str, Any]]] = {
             "use_distributed_optimizer": True,
             "optimizer_post_validation": True,
         },
+    ),
+    "unlike_layers_pp2": (2, UNLIKE | {"pipeline_model_parallel_size": 2}),
+    "unlike_layers_tp2_sequence_parallel_pp2": (
+        4,
+        UNLIKE | {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2, "sequence_parallel": True},
     ),
     "tp2_sequence_parallel_zero1_pp2_2_chunks": (
         8,

@@ -20,7 +20,7 @@ from megapipe.model.microbatch import Microbatch
 from megapipe.optimizer.schedule import Rates
 from megapipe.plan.traffic import step_bytes
 from megapipe.train.step import train_step
-from tests.assembly.test_planned_memory import make_plan
+from tests.assembly.test_planned_memory import UNLIKE, make_plan
 from tests.harness import RankPool
 
 TP2, SP, PP2 = {"tensor_model_parallel_size": 2}, {"sequence_parallel": True}, {"pipeline_model_parallel_size": 2}
@@ -37,6 +37,11 @@ GRIDS: dict[str, tuple[int, dict[str, Any]]] = {
     "tp2_sequence_parallel_mlp_recompute": (
         2,
         TP2 | SP | {"recompute_granularity": "selective", "recompute_modules": ("mlp",)},
+    ),
+    "tp2_unlike_layers": (2, TP2 | UNLIKE),
+    "tp2_sequence_parallel_unlike_layers_mlp_recompute": (
+        2,
+        TP2 | SP | UNLIKE | {"recompute_granularity": "selective", "recompute_modules": ("mlp", "layernorm")},
     ),
     "pp2_tied_dp2": (4, PP2 | TIED),
     "pp2_2_chunks_tied_zero1_dp2": (4, PP2 | TIED | ZERO1 | {"num_virtual_stages_per_pipeline_rank": 2}),

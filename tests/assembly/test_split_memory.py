@@ -21,7 +21,7 @@ from megapipe.plan.memory import peak_of_row, stage_activation_bytes
 from megapipe.plan.run_plan import RunPlan
 from megapipe.schedule.action import COMPUTE_OPS, Op
 from megapipe.train.step import TrainStep
-from tests.assembly.test_planned_memory import LivePeak, make_plan
+from tests.assembly.test_planned_memory import UNLIKE, LivePeak, make_plan
 from tests.harness import RankPool
 from tests.model.test_planned_bytes import tensors_of
 
@@ -33,6 +33,8 @@ CASES: dict[str, dict[str, Any]] = {
     "v-half": {"recompute_granularity": "selective", "recompute_modules": ("core_attn", "layernorm", "mlp")},
     "v-min": {},
     "zb-h1 chunked loss": {"cross_entropy_chunk_size": 5},
+    "zb-h1 unlike layers": UNLIKE,
+    "zb-v unlike layers": UNLIKE | {"recompute_granularity": "selective", "recompute_modules": ("layernorm", "mlp")},
     "breadth-first": {"num_virtual_stages_per_pipeline_rank": 2},
 }
 

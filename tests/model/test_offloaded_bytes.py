@@ -13,9 +13,9 @@ from megapipe.plan.activations import layer_groups as planned_groups
 from megapipe.tensor_parallel.random import DropoutKey
 from tests.model.grids import BATCH, LLAMA, make_microbatch, make_stage, model_config
 from tests.model.saved_bytes import SavedBytes
-from tests.model.test_planned_bytes import DTYPES, RECOMPUTES, SHAPES, shape_of, spec_of, weights_of
+from tests.model.test_planned_bytes import ALL_SHAPES, DTYPES, RECOMPUTES, masks_of, shape_of, spec_of, weights_of
 
-CASES = [(shape, recompute) for shape in SHAPES for recompute in ("none", "core_attn-layernorm-mlp", "activation")]
+CASES = [(shape, recompute) for shape in ALL_SHAPES for recompute in ("none", "core_attn-layernorm-mlp", "activation")]
 CASES += [
     ("llama", "uniform2"),
     ("llama", "uniform2_kept"),
@@ -24,7 +24,7 @@ CASES += [
     ("documents_qk_norm", "none"),
 ]
 DOCUMENTS = LLAMA | {"position_embedding_type": "rope"}
-OF = SHAPES | {"documents": DOCUMENTS, "documents_qk_norm": DOCUMENTS | {"qk_layernorm": True}}
+OF = ALL_SHAPES | {"documents": DOCUMENTS, "documents_qk_norm": DOCUMENTS | {"qk_layernorm": True}}
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
@@ -34,10 +34,10 @@ def test_groups_keep_the_storages_in_the_plan(shape: str, name: str, dtype: str)
     stage = make_stage(config, weights_of(config, DTYPES[dtype]), recompute=recompute)
     documents = Documents(attention_mask=True, position_ids=True) if shape.startswith("documents") else Documents()
     microbatch = make_microbatch(config, documents=documents.attention_mask, dropout_key=DropoutKey(1, 2, 3))
-    context = stage.make_context(microbatch, DTYPES[dtype])
+    contexts = stage.make_context(microbatch, DTYPES[dtype])
     hidden = torch.randn(config.seq_length, BATCH, config.hidden_size, dtype=DTYPES[dtype], requires_grad=True)
-    with SavedBytes(stage, [] if context.mask is None else [context.mask]) as saved:
-        stage.run_layers(hidden, context)
+    with SavedBytes(stage, masks_of(contexts)) as saved:
+        stage.run_layers(hidden, contexts)
     seen = sorted((size, saved._shapes[address][1].itemsize) for address, size in saved._sizes.items())
     shape = shape_of(config, dtype, recompute, documents=documents)
     groups = planned_groups(spec_of(config).layers, recompute)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from itertools import combinations
 from types import MethodType
@@ -20,8 +20,9 @@ from megapipe.config.training import TrainingConfig
 from megapipe.layers.attention import is_explicit
 from megapipe.layers.model import ModelSpec, model_parameters, model_spec
 from megapipe.layers.table import Documents, RankShape
+from megapipe.model.context import LayerContext
 from megapipe.model.microbatch import Microbatch
-from megapipe.plan.activations import deferred_bytes, replay_bytes, stage_bytes
+from megapipe.plan.activations import deferred_bytes, replay_bytes, shared_bytes, stage_bytes
 from megapipe.schedule.partition import StageLayers
 from megapipe.tensor_parallel.gradients import WeightQueue
 from megapipe.tensor_parallel.random import DropoutKey
@@ -45,6 +46,36 @@ SHAPES: dict[str, dict[str, Any]] = {
     "relu_zero_centred": GPT2 | {"activation": "relu", "layernorm_zero_centered_gamma": True},
     "geglu_qkv_bias": LLAMA | {"activation": "geglu_tanh", "add_qkv_bias": True},
 }
+# layers that differ, and other places of norms than before attention and MLP
+UNLIKE: dict[str, dict[str, Any]] = {
+    "windows_and_rotary_in_some": LLAMA
+    | {"window_size": 4, "window_attn_skip_freq": "3", "no_rope_freq": "[1,0,0]", "embedding_scale": 5.0},
+    "norms_after_projection_qk_norm": LLAMA
+    | {"norm_position": "after", "qk_layernorm": True, "qk_layernorm_scope": "projection"},
+    "norms_after_layernorm_dropout": GPT2 | {"norm_position": "after", "hidden_dropout": 0.1},
+    "norms_around_soft_caps": LLAMA
+    | {"norm_position": "around", "activation": "geglu_tanh", "attn_logit_softcapping": 2.0, "qk_layernorm": True},
+    "norms_around_layernorm_dropout": GPT2
+    | {"norm_position": "around", "hidden_dropout": 0.1, "attention_dropout": 0.1, "qk_layernorm": True},
+    "missing_parts": LLAMA
+    | {"layer_pattern": ("1 attention=none", "1 mlp=none num_query_groups=4", "1 ffn_hidden_size=36")},
+    "every_layer_another": LLAMA
+    | {
+        "qk_layernorm": True,
+        "window_size": 4,
+        "layer_pattern": (
+            "1 norm_position=after qk_layernorm_scope=projection rotary_base=500 activation=relu",
+            "1 norm_position=around attn_logit_softcapping=2 window_size=6 ffn_hidden_size=36 num_query_groups=1",
+            "1 position_embedding_type=none qk_layernorm=false window_size=none activation=squared_relu",
+        ),
+    },
+    "unlike_layers_dropout": GPT2
+    | {
+        "hidden_dropout": 0.1,
+        "layer_pattern": ("1 norm_position=after mlp=none", "1 window_size=3 num_query_groups=2", "1 attention=none"),
+    },
+}
+ALL_SHAPES = SHAPES | UNLIKE
 SELECTIONS = [modules for count in range(1, 5) for modules in combinations(RECOMPUTE_MODULES, count)]
 RECOMPUTES = {
     "none": RecomputeConfig(),
@@ -72,6 +103,7 @@ CASES = [
     for name, recompute in RECOMPUTES.items()
     if name in FEW or part == ("whole" if recompute.recompute_granularity == "full" else "one_layer")
 ]
+CASES_OF_UNLIKE = [(part, name) for part in PARTS for name in RECOMPUTES if name in FEW or part == "whole"]
 SINGLE_AND_ALL = {name for name, recompute in RECOMPUTES.items() if len(recompute.recompute_modules) in (1, 4)}
 CASES_OVER_TP = [
     (part, name)
@@ -126,9 +158,9 @@ def counted(
     if not part.has_embedding:
         seq = config.seq_length // tp.size if sequence_parallel else config.seq_length
         inputs = (torch.randn(seq, BATCH, config.hidden_size, dtype=dtype).requires_grad_(),)
-    shared = stage.make_context(microbatch, dtype).mask if microbatch.document_ids is None else None
-    fields = (getattr(microbatch, field.name) for field in dataclasses.fields(microbatch))
-    excluded = [tensor for tensor in (*fields, shared) if isinstance(tensor, torch.Tensor)]
+    fields = [getattr(microbatch, field.name) for field in dataclasses.fields(microbatch)]
+    shared = masks_of(stage.make_context(microbatch, dtype)) if microbatch.document_ids is None else []
+    excluded = [tensor for tensor in (*fields, *shared) if isinstance(tensor, torch.Tensor)]
     with SavedBytes(stage, excluded) as saved:
         output = stage(*inputs, microbatch)
         forward = saved.total
@@ -136,6 +168,11 @@ def counted(
         if backward:
             (output.loss_sum if part.has_head else output.sum()).backward()
     return Count(forward, saved.total - forward, storages)
+
+
+def masks_of(contexts: Mapping[int, LayerContext]) -> list[torch.Tensor]:
+    """Return the masks that the layers of a stage share."""
+    return [context.mask for context in dict.fromkeys(contexts.values()) if context.mask is not None]
 
 
 def spec_of(config: ModelConfig) -> ModelSpec:
@@ -166,13 +203,18 @@ def planned(
     return stage_bytes(spec_of(config), shape_of(config, dtype, recompute, tp, sequence_parallel), part)
 
 
+def cases_of(shape: str, config: ModelConfig) -> list[tuple[str, str]]:
+    """Return parts of a model and recompute options, but for those that the configuration rejects."""
+    keeps_none = any(layer.attention and layer.attention.is_explicit for layer in spec_of(config).layers)
+    cases = CASES_OF_UNLIKE if shape in UNLIKE else CASES
+    return [(part, name) for part, name in cases if not (name in KEEPS_ATTENTION and keeps_none)]
+
+
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", ALL_SHAPES)
 def test_a_stage_keeps_the_bytes_in_the_plan_for_every_recompute_option(shape: str, dtype: str) -> None:
-    config = model_config(num_layers=LAYERS, **SHAPES[shape])
-    for part, name in CASES:
-        if name in KEEPS_ATTENTION and is_explicit(config):  # the configuration rejects this combination
-            continue
+    config = model_config(num_layers=LAYERS, **ALL_SHAPES[shape])
+    for part, name in cases_of(shape, config):
         count = counted(config, PARTS[part], RECOMPUTES[name], DTYPES[dtype])
         plan = planned(config, PARTS[part], RECOMPUTES[name], dtype)
         assert sum(plan.values()) == count.forward, f"{part}, recompute {name}: {plan}\n" + "\n".join(count.storages)
@@ -181,23 +223,22 @@ def test_a_stage_keeps_the_bytes_in_the_plan_for_every_recompute_option(shape: s
 def counted_over_tp(
     rank: int, world_size: int, shape: str, dtype: str, sequence_parallel: bool
 ) -> dict[tuple[str, str], Count]:
-    config = model_config(num_layers=LAYERS, **SHAPES[shape])
+    config = model_config(num_layers=LAYERS, **ALL_SHAPES[shape])
     tp = Group("tp", tuple(range(world_size)), rank, dist.group.WORLD)
     return {
         (part, name): counted(config, PARTS[part], RECOMPUTES[name], DTYPES[dtype], tp, sequence_parallel)
-        for part, name in CASES
-        if not (name in KEEPS_ATTENTION and is_explicit(config))
+        for part, name in cases_of(shape, config)
     }
 
 
 @pytest.mark.parametrize(
     ("dtype", "sequence_parallel"), [("fp32", False), ("bf16", True)], ids=["tp2_fp32", "tp2_bf16_sequence_parallel"]
 )
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", ALL_SHAPES)
 def test_tensor_parallel_ranks_keep_the_bytes_in_the_plan(
     shape: str, dtype: str, sequence_parallel: bool, rank_pools: Callable[[int], RankPool]
 ) -> None:
-    config = model_config(num_layers=LAYERS, **SHAPES[shape])
+    config = model_config(num_layers=LAYERS, **ALL_SHAPES[shape])
     for rank, counts in enumerate(rank_pools(2).run(counted_over_tp, shape, dtype, sequence_parallel)):
         for (part, name), count in counts.items():
             plan = planned(config, PARTS[part], RECOMPUTES[name], dtype, 2, sequence_parallel)
@@ -265,10 +306,10 @@ def test_a_recompute_that_keeps_attention_allocates_the_bytes_in_the_plan(shape:
 @pytest.mark.parametrize(
     "recompute", ["none", "core_attn", "layernorm", "activation", "mlp", "core_attn-layernorm-mlp", "uniform2"]
 )
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", ALL_SHAPES)
 def test_queued_weight_gradients_keep_the_bytes_in_the_plan(shape: str, recompute: str) -> None:
-    config = model_config(num_layers=LAYERS, **SHAPES[shape])
-    if recompute == "uniform2" and not is_explicit(config):
+    config = model_config(num_layers=LAYERS, **ALL_SHAPES[shape])
+    if recompute == "uniform2" and ("whole", "uniform2_kept") in cases_of(shape, config):
         recompute = "uniform2_kept"
     for part, dtype in ((PARTS["whole"], "bf16"), (PARTS["inner"], "fp32")):
         queue = WeightQueue()
@@ -316,15 +357,13 @@ def tensors_of(value: Any, seen: set[int] | None = None) -> Iterator[torch.Tenso
             yield from tensors_of(getattr(value, name, None), seen)
 
 
-@pytest.mark.parametrize("shape", ["gpt2", "llama", "llama_tied_window", "squared_relu_half_rotary", "llama_soft_caps"])
+@pytest.mark.parametrize("shape", ALL_SHAPES)
 def test_tables_shared_by_microbatches_have_the_bytes_in_the_plan(shape: str) -> None:
-    config = model_config(**SHAPES[shape])
-    shape, attention = shape_of(config, "bf16", RecomputeConfig()), spec_of(config).layers[0].attention
-    weights = {spec.name: torch.zeros(spec.shape, dtype=torch.bfloat16) for spec in model_parameters(config, False)}
-    context = make_stage(config, weights).make_context(make_microbatch(config), torch.bfloat16)
-    assert attention.rotary_table_bytes(shape) == sum(
-        table.untyped_storage().nbytes() for table in context.rotary or ()
-    )
-    assert attention.shared_mask_bytes(shape) == (
-        0 if context.mask is None else context.mask.untyped_storage().nbytes()
-    )
+    config = model_config(num_layers=LAYERS, **ALL_SHAPES[shape])
+    for part in PARTS.values():
+        stage = make_stage(config, weights_of(config, torch.bfloat16), layers=part)
+        microbatch = make_microbatch(config, dropout_key=DropoutKey(1, 2, 3))
+        contexts = dict.fromkeys(stage.make_context(microbatch, torch.bfloat16).values())
+        tensors = [tensor for context in contexts for tensor in (context.mask, *(context.rotary or ()))]
+        held = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors if t is not None}
+        assert sum(held.values()) == shared_bytes(spec_of(config), shape_of(config, "bf16", RecomputeConfig()), part)

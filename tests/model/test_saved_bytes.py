@@ -16,6 +16,7 @@ from megapipe.config.parallel import RecomputeConfig
 from megapipe.tensor_parallel.random import DropoutKey
 from tests.model.grids import BATCH, GPT2, LLAMA, SEQ, make_microbatch, make_stage, model_config, reference
 from tests.model.saved_bytes import SavedBytes
+from tests.model.test_planned_bytes import weights_of
 
 SELECTIONS: list[tuple[str, ...]] = [
     (),
@@ -39,6 +40,8 @@ OPTIONS = {
     "hidden_dropout": GPT2 | {"hidden_dropout": 0.1},
     "soft_cap": LLAMA | {"attn_logit_softcapping": 2.0},
     "attention_dropout": LLAMA | {"attention_dropout": 0.1},
+    "norms_after": LLAMA | {"norm_position": "after", "qk_layernorm": True, "qk_layernorm_scope": "projection"},
+    "norms_around": GPT2 | {"norm_position": "around", "hidden_dropout": 0.1},
 }
 
 
@@ -55,12 +58,16 @@ def layer_bytes(config: ModelConfig, modules: tuple[str, ...], element: int, wid
     gates = 2 if config.activation in GATED_ACTIVATIONS else 1
     explicit = config.attn_logit_softcapping is not None or config.attention_dropout > 0
 
-    total = 2 * tokens * (hidden * element + statistics)  # residual stream at the two norms
+    has_first, has_last = config.norm_position != "after", config.norm_position != "before"
+    total = 2 * tokens * hidden * element  # residual stream at the start of both branches
+    total += 2 * tokens * (has_first + has_last) * statistics
+    total += 2 * tokens * has_last * hidden * element  # outputs of the branches
     total += 2 * tokens * hidden * (config.hidden_dropout > 0)  # masks, one byte per element
-    total += (0 if "layernorm" in modules else 2) * tokens * hidden * element
+    total += (0 if "layernorm" in modules else 2) * has_first * tokens * hidden * element
     total += tokens * (q + 2 * kv) * element
     if config.qk_layernorm:
-        total += tokens * ((q + kv) * element + (heads + kv_heads) * statistics)
+        vectors = heads + kv_heads if config.qk_layernorm_scope == "head" else 2
+        total += tokens * ((q + kv) * element + vectors * statistics)
     if "core_attn" not in modules:
         total += tokens * q * element
         if explicit:
@@ -76,7 +83,7 @@ def layer_bytes(config: ModelConfig, modules: tuple[str, ...], element: int, wid
     if "mlp" not in modules:
         total += tokens * ffn * gates * element * (config.activation != "relu")
         total += tokens * ffn * element * ("activation" not in modules or config.activation == "relu")
-    elif "layernorm" in modules:
+    elif "layernorm" in modules and has_first:
         total -= tokens * statistics  # the replay starts at the norm's input, so its statistics are not kept either
     return total
 
@@ -124,11 +131,10 @@ def test_documents_with_grouped_queries_repeat_keys_and_values(modules: tuple[st
 def counted_layer(
     config: ModelConfig, recompute: RecomputeConfig, dtype: torch.dtype, documents: bool = False
 ) -> tuple[int, list[str]]:
-    weights = {name: tensor.to(dtype) for name, tensor in reference(config).named_parameters()}
-    stage = make_stage(config, weights, tp=Group.alone("tp"), recompute=recompute)
+    stage = make_stage(config, weights_of(config, dtype), tp=Group.alone("tp"), recompute=recompute)
     block = stage.decoder.layers["0"]
     microbatch = make_microbatch(config, documents=documents, dropout_key=DropoutKey(1, 2, 3))
-    context = stage.make_context(microbatch, dtype)
+    context = stage.make_context(microbatch, dtype)[0]
     hidden = torch.randn(SEQ, BATCH, config.hidden_size, dtype=dtype, requires_grad=True)
     shared: list[Any] = [context.mask] if context.mask is not None else []
     with SavedBytes(block, shared) as saved:
@@ -152,10 +158,10 @@ def test_full_recompute_keeps_the_input_of_each_group(recompute: RecomputeConfig
     weights = {name: tensor.float() for name, tensor in reference(config).named_parameters()}
     stage = make_stage(config, weights, recompute=recompute)
     microbatch = make_microbatch(config)
-    context = stage.make_context(microbatch, torch.float32)
+    contexts = stage.make_context(microbatch, torch.float32)
     hidden = torch.randn(SEQ, BATCH, config.hidden_size, requires_grad=True)
     with SavedBytes(stage) as saved:
-        stage.run_layers(hidden, context)
+        stage.run_layers(hidden, contexts)
     assert saved.total == num_inputs * SEQ * BATCH * config.hidden_size * 4, "\n".join(saved.storages)
 
 
@@ -163,8 +169,8 @@ def test_block_recompute_keeps_all_of_the_other_layers() -> None:
     config = model_config(**GPT2, num_layers=3)
     weights = {name: tensor.float() for name, tensor in reference(config).named_parameters()}
     stage = make_stage(config, weights, recompute=RecomputeConfig("full", "block", 1))
-    context = stage.make_context(make_microbatch(config), torch.float32)
+    contexts = stage.make_context(make_microbatch(config), torch.float32)
     hidden = torch.randn(SEQ, BATCH, config.hidden_size, requires_grad=True)
     with SavedBytes(stage) as saved:
-        stage.run_layers(hidden, context)
+        stage.run_layers(hidden, contexts)
     assert saved.total == SEQ * BATCH * config.hidden_size * 4 + 2 * layer_bytes(config, (), 4, 4)

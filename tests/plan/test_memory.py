@@ -15,14 +15,15 @@ from hypothesis import strategies as st
 
 from megapipe.config.model import PrecisionConfig
 from megapipe.config.parallel import RecomputeConfig
-from megapipe.layers.model import layer_table, model_spec
+from megapipe.layers.model import ModelSpec, layer_table, model_spec
 from megapipe.layers.table import RankShape
-from megapipe.plan.activations import bytes_by_name, replay_bytes
+from megapipe.plan.activations import LayerGroup, backward_peak, bytes_by_name, group_backward, replay_bytes
 from megapipe.plan.memory import all_rank_memory, peak_of_row, rank_memory, stage_activation_bytes
 from megapipe.plan.resolve import resolve, resolve_model
 from megapipe.schedule.action import Action, Op, parse_action
 from megapipe.schedule.families import SCHEDULES, build_lowered
 from megapipe.schedule.lifetimes import peak_live_chunks
+from megapipe.schedule.partition import StageLayers
 from megapipe.schedule.placement import Placement, linear, loop, v_shape
 from tests.schedule.strategies import family_shapes
 from tests.tiny import small_config
@@ -213,6 +214,52 @@ def test_layers_are_recomputed_one_at_a_time_and_uniform_groups_at_once() -> Non
         assert replayed(8, "full", method, size) == count * layer - hidden
     assert replayed(8) == 0
     assert replayed(0, "full", "uniform", 1) == 0
+
+
+PATTERNS = st.lists(
+    st.sampled_from(
+        ["1 norm_position=after", "3 norm_position=around", "1 attention=none", "2 mlp=none", "2 ffn_hidden_size=8"]
+    ),
+    min_size=1,
+    max_size=3,
+)
+RECOMPUTES = st.one_of(
+    st.just(RecomputeConfig()),
+    st.sampled_from(["layernorm", "mlp", "core_attn"]).map(
+        lambda module: RecomputeConfig("selective", recompute_modules=(module,))
+    ),
+    st.builds(RecomputeConfig, st.just("full"), st.sampled_from(["uniform", "block"]), st.integers(1, 3)),
+)
+
+
+@settings(max_examples=60)
+@given(PATTERNS, RECOMPUTES, st.booleans(), st.booleans(), st.booleans())
+def test_runs_of_alike_layers_have_the_peak_of_their_layers_one_by_one(
+    pattern: list[str], recompute: RecomputeConfig, has_head: bool, splits: bool, only_last: bool
+) -> None:
+    config = small_config(num_layers=9, layer_pattern=(*pattern, "...")).model
+    model = model_spec(resolve_model(config, 1), PrecisionConfig())
+    shape = RankShape(2, 32, "bf16", recompute=recompute, splits_backward=splits)
+    one_by_one = dataclasses.replace(model, layers=tuple(map(dataclasses.replace, model.layers)))
+    assert len(set(one_by_one.layers)) == 9 > len(model.kinds)
+    stage = StageLayers(6 if only_last else 0, 9, False, has_head)
+    assert backward_peak(one_by_one, shape, stage) == backward_peak(model, shape, stage)
+
+
+@pytest.mark.parametrize("width", [512, 8192])
+def test_a_wide_layer_peaks_over_what_the_layers_behind_it_have_left(width: int) -> None:
+    shape, stage = RankShape(2, 32, "bf16"), StageLayers(0, 8, False, False)
+
+    def spec(*pattern: str) -> ModelSpec:
+        model = resolve_model(small_config(layer_pattern=pattern).model, 1)
+        return model_spec(model, PrecisionConfig())
+
+    last, first = spec("7", f"1 ffn_hidden_size={width}"), spec(f"1 ffn_hidden_size={width}", "7")
+    plain, wide = (group_backward(LayerGroup((kind,), False), shape)[0] for kind in last.kinds)
+    left = shape.hidden_bytes(64) - 7 * layer_table(last.kinds[0], shape).kept_bytes
+    assert backward_peak(last, shape, stage) == (0, wide)
+    assert backward_peak(first, shape, stage) == (0, max(plain, wide + left))
+    assert (wide + left > plain) is (width == 8192)
 
 
 def test_bf16_reduction_copies_the_gradients_only_where_they_travel() -> None:

@@ -12,6 +12,7 @@ from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 
 from megapipe.errors import CommunicationError, MegapipeError
+from megapipe.plan.activations import layers_of
 from megapipe.plan.run_plan import RunPlan
 from megapipe.schedule.action import Action, Op
 from megapipe.schedule.lifetimes import Item, lifetimes
@@ -66,7 +67,7 @@ def kinds_of_ranks(plan: RunPlan) -> tuple[Kind, ...]:
         held = plan.placement.stages_of(pp_rank)
         actions = tuple((held.index(stage), op, microbatch) for stage, op, microbatch in schedule.rows[pp_rank])
         stages = (plan.partition.stages[stage] for stage in held)
-        layers = tuple((part.num_layers, part.has_embedding, part.has_head) for part in stages)
+        layers = tuple((layers_of(plan.model, part), part.has_embedding, part.has_head) for part in stages)
         specs = [plan.stage_specs[stage] for stage in held]
         row = actions, layers, plan.num_weight_versions(pp_rank)
         for tp_rank in range(topology.tp):

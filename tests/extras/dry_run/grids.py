@@ -20,6 +20,24 @@ LLAMA: dict[str, Any] = {
     "add_bias_linear": False,
     "hidden_dropout": 0.0,
 }
+# layers that differ, and other places of norms than before attention and MLP: as in Gemma-3, as in OLMo-3, and any
+UNLIKE: dict[str, dict[str, Any]] = {
+    "gemma": LLAMA
+    | {"activation": "geglu_tanh", "norm_position": "around", "qk_layernorm": True, "embedding_scale": 11.5}
+    | {"window_size": 32, "layer_pattern": ("3 rotary_base=500", "1 window_size=none", "...")},
+    "olmo": LLAMA
+    | {"norm_position": "after", "qk_layernorm": True, "qk_layernorm_scope": "projection"}
+    | {"window_size": 32, "window_attn_skip_freq": "4", "no_rope_freq": "2"},
+    "mixed": {
+        "layer_pattern": (
+            "1 attention=none ffn_hidden_size=256",
+            "1 mlp=none norm_position=after",
+            "1 norm_position=around num_query_groups=2",
+            "1 window_size=16 activation=swiglu",
+            "...",
+        )
+    },
+}
 TP2 = {"tensor_model_parallel_size": 2}
 SP2 = TP2 | {"sequence_parallel": True}
 OVERLAP = {"tp_comm_overlap": True}

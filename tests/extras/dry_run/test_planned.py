@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from tests.extras.dry_run.grids import (
     PP4,
     SP2,
     TP2,
+    UNLIKE,
     ZERO1,
     make_plan,
     read_for,
@@ -57,6 +59,7 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "zb_h2_post_validation": (4, PP4 | {"pipeline_schedule": "zb-h2", "optimizer_post_validation": True}),
     "zb_v": (4, PP4 | {"pipeline_schedule": "zb-v"}),
     "zb_h1_recompute": (2, PP2 | selective("layernorm", "activation") | {"pipeline_schedule": "zb-h1"}),
+    "zb_h1_full": (2, PP2 | FULL | {"pipeline_schedule": "zb-h1"}),
     "v_half": (4, PP4 | {"pipeline_schedule": "v-half"}),
     "dualpipe": (4, PP4 | {"pipeline_schedule": "dualpipe"}),
     "dualpipe_v": (2, PP2 | {"pipeline_schedule": "dualpipe-v"}),
@@ -83,8 +86,29 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "fp8_casts_compiled": (1, FP8 | {"dtype": "bf16", "compile_pointwise": True}),
     "fp8_full": (1, FULL | FP8 | {"fp8_recipe": "tensorwise"}),
 }
-
-
+BASES: dict[str, dict[str, Any]] = {"gpt2": {}, "llama": LLAMA} | UNLIKE
+OF_UNLIKE = (
+    "bf16",
+    "sp2_bf16",
+    "full_uniform_3_sp2",
+    "full_block_pp2",
+    "core_attn_with_dropout",
+    "softmax_in_fp32_bf16",
+    "norm_and_activation_sp2",
+    "mlp_and_norm_sp2",
+    "pp2_tied",
+    "interleaved",
+    "zb_h1_bf16_sp2",
+    "zb_h1_full",
+    "zb_h1_recompute",
+    "zb_v",
+    "dualpipe_v",
+    "offload_sp2_pp2",
+    "offload_checkpoints_pp2",
+    "offload_v",
+    "documents",
+    "fp8_zb_h1_sp2",
+)
 VARIANTS = [
     pytest.param(
         name,
@@ -102,12 +126,16 @@ VARIANTS = [
     )
     if (name, device) != ("fp64", "cuda")  # torch has no fused fp64 attention on CUDA
 ]
+VARIANTS += [
+    pytest.param(name, base, device, id=f"{name}-{base}-{device}", marks=pytest.mark.slow if index % 3 else ())
+    for index, (name, base, device) in enumerate(product(OF_UNLIKE, UNLIKE, ("cuda", "cpu")))
+]
 
 
 @pytest.mark.parametrize(("name", "base", "device"), VARIANTS)
 def test_planned_bytes_equal_the_counted_ones(name: str, base: str, device: str) -> None:
     world_size, changes = CASES[name]
-    plan = make_plan(world_size, changes | {"device": device}, LLAMA if base == "llama" else {})
+    plan = make_plan(world_size, changes | {"device": device}, BASES[base])
     for rank in ranks_at_ends(plan.topology.pp, world_size):
         counted = count_rank(plan, rank, read_for(plan), device)
         memory = rank_memory(plan, plan.topology.coordinates(rank).pp_rank)

@@ -12,7 +12,19 @@ from megapipe.comm.groups import build_process_groups
 from megapipe.extras.dry_run.meta import LiveBytes
 from megapipe.extras.dry_run.rank import RankCount, count_rank, count_step
 from megapipe.plan.memory import rank_memory
-from tests.extras.dry_run.grids import FULL, LLAMA, OVERLAP, PP2, SP2, TP2, ZERO1, make_plan, read_for, selective
+from tests.extras.dry_run.grids import (
+    FULL,
+    LLAMA,
+    OVERLAP,
+    PP2,
+    SP2,
+    TP2,
+    UNLIKE,
+    ZERO1,
+    make_plan,
+    read_for,
+    selective,
+)
 from tests.harness import RankPool
 
 CLOSE = 0.05
@@ -28,6 +40,12 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "pp2_zb_h1": (2, PP2 | {"pipeline_schedule": "zb-h1"}),
     "dualpipe_v": (2, LLAMA | PP2 | {"pipeline_schedule": "dualpipe-v"}),
     "offload": (1, LLAMA | {"cpu_offloading_num_layers": 8, "min_offloaded_tensor_size": 1}),
+    "gemma_sp2": (2, UNLIKE["gemma"] | SP2 | {"dtype": "bf16"}),
+    "gemma_pp2_full": (2, UNLIKE["gemma"] | PP2 | FULL | {"pipeline_schedule": "zb-h1"}),
+    "olmo_tp2": (2, UNLIKE["olmo"] | TP2 | selective("layernorm", "mlp")),
+    "olmo_pp2_interleaved": (2, UNLIKE["olmo"] | PP2 | {"num_virtual_stages_per_pipeline_rank": 2, "dtype": "bf16"}),
+    "mixed_pp2_zb_v": (2, UNLIKE["mixed"] | PP2 | {"pipeline_schedule": "zb-v"}),
+    "mixed_offload": (1, UNLIKE["mixed"] | {"cpu_offloading_num_layers": 8, "min_offloaded_tensor_size": 1}),
     "post_validation_zero1": (4, PP2 | ZERO1 | {"optimizer_post_validation": True}),
 }
 
