@@ -181,19 +181,6 @@ class Attention:
             return 0
         return shape.batch * shape.seq * shape.seq * shape.element
 
-    def output_copy(self, shape: RankShape) -> Kept | None:
-        """Return the second copy of attention's output that CUDA's memory-efficient kernel costs; None with others.
-
-        The kernel takes fp32 and masks. With several query groups its output is not in linear_proj's order.
-        """
-        is_masked = shape.documents.attention_mask or self.shared_mask_bytes(shape) > 0
-        repeats_keys = shape.documents.attention_mask and shape.batch > 1
-        is_recomputed = shape.recompute.recompute_granularity == "full" or shape.recomputes("core_attn")
-        is_efficient = shape.is_cuda and not self.is_explicit and (shape.dtype == "fp32" or is_masked)
-        if not is_efficient or not self._shares_keys(shape) or repeats_keys or is_recomputed:
-            return None
-        return Kept("attention output copied", self._query(shape), shape.element)
-
     def _heads(self, shape: RankShape) -> int:
         return self.model.num_attention_heads // shape.tp
 
@@ -218,6 +205,16 @@ class Attention:
 
     def _runs_fused(self, shape: RankShape) -> bool:
         return shape.attention_impl != "sdpa" or not self.is_explicit
+
+    def _copies_output(self, shape: RankShape) -> bool:
+        """Return True if attention's output is kept twice: once by CUDA's memory-efficient kernel.
+
+        The kernel takes fp32 and masks. With several query groups its output is not in linear_proj's order.
+        """
+        is_masked = shape.documents.attention_mask or self.shared_mask_bytes(shape) > 0
+        repeats_keys = shape.documents.attention_mask and shape.batch > 1
+        is_efficient = shape.is_cuda and not self.is_explicit and (shape.dtype == "fp32" or is_masked)
+        return is_efficient and self._shares_keys(shape) and not repeats_keys
 
     def _qkv_kept(self, shape: RankShape) -> Iterator[Kept]:
         """Yield q, k and v as one tensor; with qk-norm the normed q and k besides; with repeated keys three tensors
@@ -247,6 +244,8 @@ class Attention:
         if self._runs_fused(shape):
             yield Kept("attention output", query, element, with_replay=True)
             yield Kept("attention statistics", shape.tokens * self._heads(shape), wide, with_replay=True)
+            if self._copies_output(shape):
+                yield Kept("attention output copied", query, element, in_attention_time=True)
             return
         yield Kept("attention output", query, element)
         if self._heads(shape) > self._groups(shape):

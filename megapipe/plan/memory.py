@@ -201,12 +201,7 @@ def all_rank_memory(plan: RunPlan) -> tuple[RankMemory, ...]:
 
 def stage_activation_bytes(plan: RunPlan, stage: int) -> dict[str, int]:
     """Return the bytes that a stage keeps from forward to backward of one microbatch, its input included, by name."""
-    layers = plan.partition.stages[stage]
-    found = stage_bytes(plan.model, plan.shape, layers)
-    attentions = (layer.attention for layer in layers_of(plan.model, layers))
-    copies = [attention.output_copy(plan.shape) for attention in attentions if attention is not None]
-    copied = total_bytes(copy for copy in copies if copy is not None)
-    return found | {"attention output copied": copied} if copied else found
+    return stage_bytes(plan.model, plan.shape, plan.partition.stages[stage])
 
 
 def peak_of_row(
@@ -269,9 +264,7 @@ def offloaded_groups(plan: RunPlan, stage: int, layers: StageLayers | None = Non
     num_moved = plan.stage_groups(stage, layers).num_moved
     found = []
     for index, group in enumerate(layer_groups(layers_of(plan.model, layers), plan.config.recompute)):
-        attention = group.layers[0].attention
-        copy = None if attention is None else attention.output_copy(plan.shape)
-        kept = group_keeps(group, plan.shape) + (() if copy is None else (copy,))
+        kept = group_keeps(group, plan.shape)
         # the first tensor of the first group is the stage's input, which is held on the device for its gradient
         movable = kept if layers.has_embedding or index else kept[1:]
         least = plan.config.offload.min_offloaded_tensor_size
