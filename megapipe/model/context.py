@@ -65,13 +65,16 @@ class ContextBuilder:
         has_kernel = self.has_attention_kernel and microbatch.cache is None
         if has_kernel and microbatch.document_ids is not None:
             raise ValueError("this attention kernel cannot separate the documents of a sequence")
-        contexts = []
+        contexts, seq = [], microbatch.tokens.shape[1]
         for layer in self._kinds:
             mask, explicit = None, False
             if layer.has_attention and not has_kernel:
                 explicit = layer.attn_logit_softcapping is not None or layer.attention_softmax_in_fp32
                 explicit = explicit or (layer.attention_dropout > 0.0 and key is not None)
-                mask = make_mask(explicit, layer.window_size)
+                # documents have one mask for each window; a cache is longer than the new tokens
+                has_window = microbatch.cache is not None or (layer.window_size or seq) < seq
+                is_needed = explicit or microbatch.document_ids is not None
+                mask = make_mask(is_needed, layer.window_size if has_window else None)
             rotary = None if layer.rotary is None else tables[layer.rotary]
             contexts.append(LayerContext(rotary, mask, explicit, key, microbatch.cache))
         return {number: contexts[kind] for number, kind in self._kind_of.items()}
@@ -91,7 +94,6 @@ class ContextBuilder:
         if documents is not None:
             same = documents[:, None, :, None] == documents[:, None, None, :]
             return additive(same & causal(seq, window, device), dtype)
-        window = None if window is None or window >= seq else window
         if not explicit and window is None:
             return None
         return self._causal_mask(seq, window, device, dtype)

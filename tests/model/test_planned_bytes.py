@@ -27,7 +27,7 @@ from megapipe.schedule.partition import StageLayers
 from megapipe.tensor_parallel.gradients import WeightQueue
 from megapipe.tensor_parallel.random import DropoutKey
 from tests.harness import RankPool
-from tests.model.grids import BATCH, GPT2, LLAMA, make_microbatch, make_stage, model_config
+from tests.model.grids import BATCH, GPT2, LLAMA, SEQ, make_microbatch, make_stage, model_config
 from tests.model.saved_bytes import SavedBytes
 
 LAYERS = 3
@@ -75,6 +75,8 @@ UNLIKE: dict[str, dict[str, Any]] = {
         "layer_pattern": ("1 norm_position=after mlp=none", "1 window_size=3 num_query_groups=2", "1 attention=none"),
     },
 }
+# one of 4 tokens, one over the whole sequence and none
+WINDOWS = ("1 window_size=4 rotary_base=500", f"1 window_size={SEQ + 8} position_embedding_type=none", "1")
 ALL_SHAPES = SHAPES | UNLIKE
 SELECTIONS = [modules for count in range(1, 5) for modules in combinations(RECOMPUTE_MODULES, count)]
 RECOMPUTES = {
@@ -247,10 +249,14 @@ def test_tensor_parallel_ranks_keep_the_bytes_in_the_plan(
 
 
 @pytest.mark.parametrize("recompute", ["none", "core_attn", "layernorm-mlp", "uniform2", "block1", "uniform2_kept"])
+@pytest.mark.parametrize("pattern", [(), WINDOWS], ids=["alike", "windows"])
 @pytest.mark.parametrize("qk_norm", [False, True], ids=["plain", "qk_norm"])
 @pytest.mark.parametrize("groups", [1, 2, 4])
-def test_documents_cost_what_the_plan_says(groups: int, qk_norm: bool, recompute: str) -> None:
-    config = model_config(num_layers=LAYERS, **(LLAMA | {"num_query_groups": groups, "qk_layernorm": qk_norm}))
+def test_documents_cost_what_the_plan_says(
+    groups: int, qk_norm: bool, pattern: tuple[str, ...], recompute: str
+) -> None:
+    options = LLAMA | {"num_query_groups": groups, "qk_layernorm": qk_norm, "layer_pattern": pattern}
+    config = model_config(num_layers=LAYERS, **options)
     documents = Documents(position_ids=True, attention_mask=True, loss_mask=True)
     count = counted(
         config, PARTS["whole"], RECOMPUTES[recompute], torch.float64, microbatch=make_microbatch(config, documents=True)
@@ -258,6 +264,8 @@ def test_documents_cost_what_the_plan_says(groups: int, qk_norm: bool, recompute
     shape = shape_of(config, "fp64", RECOMPUTES[recompute], documents=documents)
     plan = stage_bytes(spec_of(config), shape, PARTS["whole"])
     unseen = plan["rotary tables"]  # an attribute of autograd's context
+    if recompute == "block1" and pattern:  # only the first layer, which is replayed, has a window
+        unseen += plan["document masks"] // 2
     if recompute in (
         "core_attn",
         "uniform2",
