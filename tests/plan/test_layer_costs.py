@@ -43,6 +43,28 @@ def test_full_recompute_that_keeps_attention_computes_all_but_its_products_again
     assert replays[0] - replays[1] == pytest.approx(attention)
 
 
+KINDS = ("window_size=64", "ffn_hidden_size=304", "attention=none", "mlp=none norm_position=after")
+
+
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
+@pytest.mark.parametrize(
+    "recompute",
+    [RecomputeConfig("full", "uniform", 1), RecomputeConfig("selective", recompute_modules=("mlp", "core_attn"))],
+    ids=["full", "selective"],
+)
+def test_flops_of_unlike_layers_are_those_of_models_of_each_kind(recompute: RecomputeConfig, causal: bool) -> None:
+    sizes = {"num_layers": 8, "hidden_size": 128, "num_attention_heads": 4, "seq_length": 192, "vocab_size": 1000}
+    mixed = gpt(**sizes, layer_pattern=tuple(f"2 {kind}" for kind in KINDS))
+    each = [gpt(**sizes, layer_pattern=(f"8 {kind}",)) for kind in KINDS]
+    for flops in (
+        lambda model: step_flops(model, 3, causal),
+        lambda model: recomputed_flops(model, recompute, 3, causal),
+        lambda model: sum(layer.forward + layer.replay for layer in flop_costs(spec_of(model), 192, recompute).layers),
+    ):
+        assert flops(mixed) == pytest.approx(sum(map(flops, each)) / len(each), rel=1e-12)
+        assert len({round(flops(model)) for model in each}) == len(KINDS)
+
+
 def test_causal_attention_counts_half_and_a_window_less() -> None:
     assert mean_keys(1024, None) == 512
     assert mean_keys(1024, 1024) == 512

@@ -36,3 +36,10 @@ def test_kinds_group_ranks_by_their_actions() -> None:
         make_plan(512, LARGE | {"pipeline_schedule": "gpipe", "pipeline_model_parallel_layout": "E|tttt|tttt|L"})
     )
     assert [kind.pp_ranks for kind in gpipe] == [(0,), (1, 2), (3,)]
+
+
+def test_ranks_of_one_kind_have_the_same_layers() -> None:
+    """Windows and rotary positions change no shape of a parameter, but the memory of a stage."""
+    gpipe = PP4 | {"pipeline_schedule": "gpipe", "pipeline_model_parallel_layout": "E|tttt|tttt|L", "window_size": 32}
+    for pattern, kinds in ((("1", "3 window_size=none", "..."), 3), (("4", "4 window_size=none"), 4)):
+        assert len(kinds_of_ranks(make_plan(4, gpipe | {"layer_pattern": pattern}))) == kinds

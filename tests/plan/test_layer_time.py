@@ -1,0 +1,38 @@
+"""Seconds of layers that differ: a stage takes the time that its layers take in models of their kind alone."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from megapipe.plan.hardware import HARDWARE
+from megapipe.plan.resolve import resolve
+from megapipe.plan.step_time import stage_seconds
+from megapipe.schedule.action import Op
+from tests.tiny import small_config
+
+KINDS = ("window_size=8 norm_position=around", "ffn_hidden_size=512", "attention=none", "mlp=none qk_layernorm=true")
+# copies to the host take longer than the computation, which hides a part of them
+SLOW = dataclasses.replace(HARDWARE["h100"], host_bytes_per_second=1e9)
+CASES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+    "selective": {"recompute_granularity": "selective", "recompute_modules": ("mlp", "core_attn", "layernorm")},
+    "offload": {"cpu_offloading_num_layers": 8, "min_offloaded_tensor_size": 1},
+    "tp2": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_stage_of_unlike_layers_takes_the_seconds_of_each(name: str) -> None:
+    def seconds(pattern: tuple[str, ...], op: Op) -> float:
+        options = {"attention_dropout": 0.0, "dtype": "bf16", "layer_pattern": pattern, **CASES[name]}
+        (stage,) = stage_seconds(resolve(small_config(**options), options.get("tensor_model_parallel_size", 1)), SLOW)
+        return stage.of(op)
+
+    for op in (Op.F, Op.B, Op.I, Op.W):
+        each = [seconds((f"8 {kind}",), op) for kind in KINDS]
+        assert seconds(tuple(f"2 {kind}" for kind in KINDS), op) == pytest.approx(sum(each) / len(each), rel=1e-9)
+        assert len(set(each)) == len(KINDS)
