@@ -128,9 +128,13 @@ class Attention:
         freed += [tensor for tensor in core_kept if tensor.name != "attention output"]
         if shape.recompute.recompute_keep_attention:
             freed = [tensor for tensor in freed if not tensor.with_replay]
+        if before is None:
+            start = residual_stream(shape, self.model.hidden_size)
+        else:
+            waiting = qkv_bytes + behind if shape.splits_backward else 0
+            start = before.operation(shape, backward=Backward(waiting + hidden + before.gradient_bytes(shape)))
         operations = (
-            # its backward holds less than the one of linear_qkv
-            residual_stream(shape, self.model.hidden_size) if before is None else before.operation(shape),
+            start,
             Operation(
                 "linear_qkv",
                 qkv_kept,

@@ -225,15 +225,15 @@ def setting_of(config: Config) -> dict[str, Any]:
 def measured_costs(path: Path, config: Config) -> LayerCosts:
     """Return the costs of a resolved run's layers from a file. Raises ConfigError if its options were others."""
     times = read_layer_times(path)
-    # as JSON has it: lists for tuples. A file from before an option of the model existed was measured with its default
-    wanted, defaults = (
-        json.loads(json.dumps(each)) for each in (setting_of(config), dataclasses.asdict(ModelConfig()))
-    )
-    found = defaults | times.setting
+    defaults = {
+        field.name: field.default for field in dataclasses.fields(ModelConfig)
+    }  # of options newer than the file
+    wanted, known = json.loads(json.dumps([setting_of(config), defaults]))  # as JSON has it: lists for tuples
+    known |= times.setting
     other = [
-        f"{name} {found.get(name)!r}, the run has {value!r}"
+        f"{name} {known.get(name)!r}, the run has {value!r}"
         for name, value in wanted.items()
-        if found.get(name) != value
+        if known.get(name) != value
     ]
     if other:
         more = f" (and {len(other) - 4} more)" if len(other) > 4 else ""

@@ -31,7 +31,7 @@ RECOMPUTES: tuple[dict[str, Any], ...] = (
     selective("layernorm", "mlp"),
     selective("core_attn", "layernorm", "activation"),
     FULL,
-    FULL | {"recompute_num_layers": 3},
+    FULL | {"recompute_num_layers": 4},
     FULL | {"recompute_num_layers": 2, "recompute_method": "block"},
 )
 GRIDS: dict[str, tuple[int, dict[str, Any]]] = {
