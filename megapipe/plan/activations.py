@@ -183,23 +183,19 @@ def deferred_bytes(model: ModelSpec, shape: RankShape, stage: StageLayers) -> in
 
 def backward_peak(model: ModelSpec, shape: RankShape, stage: StageLayers) -> tuple[int, int]:
     """Return the most that a stage's I where the shape splits the backward, else its B, makes and frees again: in the
-    head and in the layers, each 0 or more.
+    head and in the layers, each 0 or more. Not among them is the gradient that the stage has received, a message.
     """
     in_head, level = head_backward(model, shape, stage)
     layers = layers_of(model, stage)
     if not layers:
         in_layers = level + walk_backward([model.embedding.table(shape)])[0] if stage.has_embedding else 0
         return in_head, max(0, in_layers)
-    last, *others = reversed(layer_groups(layers, shape.recompute))
-    peak, change = group_backward(last, shape)
-    in_layers = level + peak
-    # the gradient that a stage without a head receives stays beside those of its layers
-    level += change + (0 if stage.has_head else shape.hidden_bytes(layers[0].hidden_size))
-    for group, alike in groupby(others):
+    in_layers = 0
+    for group, alike in groupby(reversed(layer_groups(layers, shape.recompute))):
         count, (peak, change) = len(list(alike)), group_backward(group, shape)
         in_layers = max(in_layers, level + peak, level + (count - 1) * change + peak)
         level += count * change
-    return in_head, max(0, in_layers)
+    return in_head, in_layers
 
 
 def head_backward(model: ModelSpec, shape: RankShape, stage: StageLayers) -> tuple[int, int]:

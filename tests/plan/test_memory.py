@@ -256,7 +256,7 @@ def test_a_wide_layer_peaks_over_what_the_layers_behind_it_have_left(width: int)
 
     last, first = spec("7", f"1 ffn_hidden_size={width}"), spec(f"1 ffn_hidden_size={width}", "7")
     plain, wide = (group_backward(LayerGroup((kind,), False), shape)[0] for kind in last.kinds)
-    left = shape.hidden_bytes(64) - 7 * layer_table(last.kinds[0], shape).kept_bytes
+    left = -7 * layer_table(last.kinds[0], shape).kept_bytes
     assert backward_peak(last, shape, stage) == (0, wide)
     assert backward_peak(first, shape, stage) == (0, max(plain, wide + left))
     assert (wide + left > plain) is (width == 8192)
