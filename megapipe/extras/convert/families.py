@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -11,6 +10,16 @@ from megapipe.config.config import Config
 from megapipe.config.model import ModelConfig
 from megapipe.config.rules.check import check
 from megapipe.errors import ConfigError
+from megapipe.extras.convert.layer_types import (
+    MINISTRAL_WINDOWS,
+    MISTRAL_WINDOWS,
+    QWEN_WINDOWS,
+    ROPE,
+    WINDOW_AGAIN,
+    every,
+    windows,
+    windows_and_rope,
+)
 from megapipe.extras.convert.snapshot import INERT
 from megapipe.extras.convert.tables import (
     LAYER,
@@ -23,30 +32,45 @@ from megapipe.extras.convert.tables import (
     fused_qkv,
     gate_and_up,
     key,
-    meaning,
+    nullable,
     read_fields,
     separate_qkv,
     shared,
     transposed,
+    unwritten,
     write_keys,
 )
 
 LONGEST_SEQUENCE = 4096  # default training length of converted models with more positions (--seq-length overrides)
 OURS, LLAMA, GPT2 = f"decoder.layers.{LAYER}", f"model.layers.{LAYER}", f"transformer.h.{LAYER}"
 
-LLAMA_ROWS = (
-    Row("embedding.word_embeddings", ("model.embed_tokens",)),
-    Row(f"{OURS}.input_layernorm", (f"{LLAMA}.input_layernorm",)),
-    Row(f"{OURS}.self_attention.linear_qkv", tuple(f"{LLAMA}.self_attn.{x}_proj" for x in "qkv"), separate_qkv),
-    Row(f"{OURS}.self_attention.q_layernorm", (f"{LLAMA}.self_attn.q_norm",)),
-    Row(f"{OURS}.self_attention.k_layernorm", (f"{LLAMA}.self_attn.k_norm",)),
-    Row(f"{OURS}.self_attention.linear_proj", (f"{LLAMA}.self_attn.o_proj",)),
-    Row(f"{OURS}.pre_mlp_layernorm", (f"{LLAMA}.post_attention_layernorm",)),
-    Row(f"{OURS}.mlp.linear_fc1", (f"{LLAMA}.mlp.gate_proj", f"{LLAMA}.mlp.up_proj"), gate_and_up),
-    Row(f"{OURS}.mlp.linear_fc2", (f"{LLAMA}.mlp.down_proj",)),
-    Row("decoder.final_layernorm", ("model.norm",)),
-    Row("output_layer", ("lm_head",)),
-)
+
+def llama_rows(norms: Mapping[str, str]) -> tuple[Row, ...]:
+    """Return the rows of Llama and its relatives. norms: our norms of the hidden states -> theirs."""
+    return (
+        Row("embedding.word_embeddings", ("model.embed_tokens",)),
+        *(Row(f"{OURS}.{ours}", (f"{LLAMA}.{theirs}",)) for ours, theirs in norms.items()),
+        Row(f"{OURS}.self_attention.linear_qkv", tuple(f"{LLAMA}.self_attn.{x}_proj" for x in "qkv"), separate_qkv),
+        Row(f"{OURS}.self_attention.q_layernorm", (f"{LLAMA}.self_attn.q_norm",)),
+        Row(f"{OURS}.self_attention.k_layernorm", (f"{LLAMA}.self_attn.k_norm",)),
+        Row(f"{OURS}.self_attention.linear_proj", (f"{LLAMA}.self_attn.o_proj",)),
+        Row(f"{OURS}.mlp.linear_fc1", (f"{LLAMA}.mlp.gate_proj", f"{LLAMA}.mlp.up_proj"), gate_and_up),
+        Row(f"{OURS}.mlp.linear_fc2", (f"{LLAMA}.mlp.down_proj",)),
+        Row("decoder.final_layernorm", ("model.norm",)),
+        Row("output_layer", ("lm_head",)),
+    )
+
+
+NORMS_BEFORE = {"input_layernorm": "input_layernorm", "pre_mlp_layernorm": "post_attention_layernorm"}
+NORMS_AFTER = {
+    "post_self_attn_layernorm": "post_attention_layernorm",
+    "post_mlp_layernorm": "post_feedforward_layernorm",
+}
+NORMS_AROUND = {
+    "input_layernorm": "input_layernorm",
+    "pre_mlp_layernorm": "pre_feedforward_layernorm",
+    **NORMS_AFTER,
+}
 GPT2_ROWS = (
     Row("embedding.word_embeddings", ("transformer.wte",)),
     Row("embedding.position_embeddings", ("transformer.wpe",)),
@@ -60,110 +84,6 @@ GPT2_ROWS = (
     Row("output_layer", ("lm_head",)),
 )
 
-THETA, SCALING, PARAMETERS, PARTIAL = "rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor"
-LENGTH = "original_max_position_embeddings"
-FACTOR = {"factor": ("rope_scaling_factor", None)}
-ORIGINAL_LENGTH = {LENGTH: ("rope_original_max_position_embeddings", None)}
-# their rope_type, which is ours but for default, our none -> their key -> (our field, default or None: required)
-ROPE_TYPES: dict[str, dict[str, tuple[str, float | None]]] = {
-    "default": {},
-    "linear": {**FACTOR},
-    "llama3": {
-        **FACTOR,
-        "low_freq_factor": ("rope_low_freq_factor", None),
-        "high_freq_factor": ("rope_high_freq_factor", None),
-        **ORIGINAL_LENGTH,
-    },
-    "yarn": {
-        **FACTOR,
-        "beta_fast": ("yarn_beta_fast", 32.0),
-        "beta_slow": ("yarn_beta_slow", 1.0),
-        "mscale": ("yarn_mscale", 1.0),
-        "mscale_all_dim": ("yarn_mscale_all_dim", 0.0),
-        **ORIGINAL_LENGTH,
-    },
-}
-
-
-def read_rope(settings: Settings) -> dict[str, Any]:
-    """Read rotary positions: `rope_theta` and `rope_scaling` (transformers 4), or `rope_parameters` (5)."""
-    scaling = dict(settings.get(PARAMETERS) or settings.get(SCALING) or {})
-    base = scaling.pop(THETA, None) or settings.get(THETA) or 10000.0
-    partial = scaling.pop(PARTIAL, None) or settings.get(PARTIAL) or 1.0
-    if partial != 1.0:
-        raise ConfigError(f"{PARTIAL} {partial} cannot be expressed: this architecture rotates whole heads")
-    kind = scaling.pop("rope_type", None) or scaling.get("type") or "default"
-    scaling.pop("type", None)
-    if kind not in ROPE_TYPES:
-        raise ConfigError(f"rope_type {kind!r} cannot be expressed; it can be {', '.join(ROPE_TYPES)}")
-    ours = "none" if kind == "default" else kind
-    fields = {"position_embedding_type": "rope", "rotary_base": float(base), "rope_scaling_type": ours}
-    if kind == "yarn":  # keys that state what is always so here
-        scaling.setdefault(LENGTH, settings.get("max_position_embeddings"))
-        if scaling.pop("truncate", True) is not True:
-            why = "here the ramp starts and ends at whole pairs of channels"
-            raise ConfigError(f"rope_type yarn: truncate false cannot be expressed: {why}")
-        given = scaling.pop("attention_factor", None)
-        if given is not None:
-            here = 0.1 * math.log(scaling["factor"]) + 1.0
-            if scaling.get("mscale") or scaling.get("mscale_all_dim") or not math.isclose(given, here, rel_tol=1e-9):
-                rule = f"it is 0.1 ln(factor) + 1 = {here}"
-                raise ConfigError(f"rope_type yarn: attention_factor {given} cannot be expressed: {rule}")
-    for name, (field, default) in ROPE_TYPES[kind].items():
-        value = scaling.pop(name, None)
-        value = default if value is None else value
-        if value is None:
-            raise ConfigError(f"rope_type {kind}: the key {name} is missing")
-        fields[field] = int(value) if name == LENGTH else float(value)
-    if scaling:
-        raise ConfigError(f"rope_type {kind}: the key {next(iter(scaling))} cannot be expressed")
-    return fields
-
-
-def write_rope(model: ModelConfig) -> dict[str, Any]:
-    """Return keys as in transformers 4, which both versions read."""
-    kind = "default" if model.rope_scaling_type == "none" else model.rope_scaling_type
-    scaling = {name: getattr(model, field) for name, (field, _) in ROPE_TYPES[kind].items()}
-    if kind == "yarn" and not model.yarn_mscale_all_dim:  # transformers takes both or neither
-        del scaling["mscale"], scaling["mscale_all_dim"]
-    return {THETA: model.rotary_base, SCALING: {"rope_type": kind, **scaling} if kind != "default" else None}
-
-
-WINDOW, USE, FIRST, TYPES = "sliding_window", "use_sliding_window", "max_window_layers", "layer_types"
-FULL, SLIDING = "full_attention", "sliding_attention"
-
-
-def read_window_by_layer(settings: Settings) -> dict[str, Any]:
-    """Read Qwen's sliding window: with use_sliding_window from layer max_window_layers on, or as layer_types says."""
-    window = settings.get(WINDOW, 4096) if settings.get(USE, False) else None
-    types = settings.get(TYPES)
-    if types is None:
-        first, layers = settings.get(FIRST, 28), settings["num_hidden_layers"]
-        types = [SLIDING if window is not None and layer >= first else FULL for layer in range(layers)]
-    unknown = set(types) - {FULL, SLIDING}
-    if unknown:
-        raise ConfigError(f"{TYPES} {unknown.pop()!r} cannot be expressed; it can be {FULL}, {SLIDING}")
-    if len(set(types)) > 1:
-        raise ConfigError(
-            f"{types.count(SLIDING)} of {len(types)} layers have a sliding window ({FIRST} or {TYPES}), which "
-            "cannot be expressed: here all layers have one or none has"
-        )
-    return {"window_size": window if types and types[0] == SLIDING else None}
-
-
-def write_window_by_layer(model: ModelConfig) -> dict[str, Any]:
-    if model.window_size is None:
-        return {USE: False}
-    return {WINDOW: model.window_size, USE: True, FIRST: 0, TYPES: [SLIDING] * model.num_layers}
-
-
-WINDOW_BY_LAYER = Rule((WINDOW, USE, FIRST, TYPES), read_window_by_layer, write_window_by_layer)
-# Mistral's: null for none
-WINDOW_IN_ALL_LAYERS = Rule(
-    (WINDOW,),
-    lambda settings: {"window_size": settings.get(WINDOW, 4096)},
-    lambda model: {WINDOW: model.window_size},
-)
 GPT2_ACTIVATIONS = {
     "gelu_new": "gelu_tanh",
     "gelu_pytorch_tanh": "gelu_tanh",
@@ -176,8 +96,8 @@ GPT2_RULES = (
     key("n_embd", "hidden_size"),
     replace(
         key("n_inner", "ffn_hidden_size", lambda settings: 4 * settings["n_embd"]),
-        write=lambda model: {
-            "n_inner": None if model.ffn_hidden_size == 4 * model.hidden_size else model.ffn_hidden_size
+        write=lambda layers: {
+            "n_inner": None if layers[0].ffn_hidden_size == 4 * layers[0].hidden_size else layers[0].ffn_hidden_size
         },
     ),
     key("n_layer", "num_layers"),
@@ -227,13 +147,26 @@ class Family:
     def write(self, model: ModelConfig) -> dict[str, Any]:
         """Return the keys of config.json. Raises ConfigError naming the first field that cannot be expressed."""
         theirs: dict[str, Any] = {"architectures": [self.architecture], "model_type": self.model_type}
-        theirs |= write_keys(self.rules, meaning(model))
+        theirs |= write_keys(self.rules, model)
         check_expressed(model, self.read(theirs), self.architecture)
         return theirs
 
 
-def _llama_family(architecture: str, model_type: str, max_positions: int, *more: Rule) -> Family:
-    """Return Llama or a relative of it. more: rules besides the common ones."""
+HIDDEN_ACT = key("hidden_act", "activation", "silu", {"silu": "swiglu", "gelu_pytorch_tanh": "geglu_tanh"})
+
+
+def _llama_family(
+    architecture: str,
+    model_type: str,
+    max_positions: int,
+    *more: Rule,
+    norms: Mapping[str, str] = NORMS_BEFORE,
+    epsilon: float = 1e-6,
+    tied: bool = False,
+    rope: Rule = ROPE,
+    activation: Rule = HIDDEN_ACT,
+) -> Family:
+    """Return Llama or a relative of it. more: rules besides the common ones. The others are defaults and variants."""
     rules = (
         key("vocab_size", "vocab_size"),
         key("hidden_size", "hidden_size"),
@@ -242,54 +175,139 @@ def _llama_family(architecture: str, model_type: str, max_positions: int, *more:
         key("num_attention_heads", "num_attention_heads"),
         key("num_key_value_heads", "num_query_groups", lambda settings: settings["num_attention_heads"]),
         key("max_position_embeddings", "max_position_embeddings", max_positions),
-        key("rms_norm_eps", "norm_epsilon", 1e-6),
-        key("hidden_act", "activation", "silu", {"silu": "swiglu", "gelu_pytorch_tanh": "geglu_tanh"}),
-        key("tie_word_embeddings", "untie_embeddings_and_output_weights", False, {False: True, True: False}),
+        key("rms_norm_eps", "norm_epsilon", epsilon),
+        key("tie_word_embeddings", "untie_embeddings_and_output_weights", tied, {False: True, True: False}),
         key("attention_dropout", "attention_dropout", 0.0),
         key("initializer_range", "init_method_std", 0.02),
-        Rule((THETA, SCALING, PARAMETERS, PARTIAL), read_rope, write_rope),
-        always(normalization="RMSNorm", layernorm_zero_centered_gamma=False, hidden_dropout=0.0),
+        always(normalization="RMSNorm", hidden_dropout=0.0),
     )
-    return Family(architecture, model_type, LLAMA_ROWS, (*rules, *more), "model.", ("rotary_emb.inv_freq",))
+    rules = (*rules, activation, rope, *more)
+    return Family(architecture, model_type, llama_rows(norms), rules, "model.", ("rotary_emb.inv_freq",))
 
 
-HEAD_DIM = key(
-    "head_dim",
-    "kv_channels",
-    lambda settings: int(settings["hidden_size"]) // int(settings["num_attention_heads"]),
-)
+def _head_dim(settings: Settings) -> int:
+    return int(settings["hidden_size"]) // int(settings["num_attention_heads"])
+
+
+HEAD_DIM = key("head_dim", "kv_channels", _head_dim)
 LLAMA_BIASES = shared(
     ("attention_bias", "mlp_bias"), "add_bias_linear", False, "here all linear layers have biases or none has"
 )
 NO_BIAS = always(add_bias_linear=False)
+NO_ATTENTION_BIAS = (
+    fixed("attention_bias", False, "its MLP has no biases, and here all linears have or none has"),
+    NO_BIAS,
+)
+
+# Gemma names one of two keys of the activation; the other one may stand beside it, without effect
+TANH, TANH_GELU = "gelu_pytorch_tanh", "here the activation of a Gemma is tanh GELU"
+GEMMA_1_ACTIVATION = key(
+    "hidden_act", "activation", TANH, {TANH: "geglu_tanh", "gelu": "geglu_tanh"}
+)  # gelu: old files
+GEMMA_ACTIVATION = key("hidden_activation", "activation", TANH, {TANH: "geglu_tanh"})
+GEMMA = (
+    *NO_ATTENTION_BIAS,
+    key("head_dim", "kv_channels", 256),
+    always(layernorm_zero_centered_gamma=True),
+    Rule((), lambda settings: {"embedding_scale": settings["hidden_size"] ** 0.5}, lambda layers: {}),
+    unwritten(fixed("use_bidirectional_attention", False, "attention is causal here")),
+)
+
+QUERY_SCALAR = "query_pre_attn_scalar"  # attention logits are divided by its root
+
+
+def read_query_scalar(settings: Settings) -> dict[str, Any]:
+    scalar = settings.get(QUERY_SCALAR, 256)
+    return {"softmax_scale": None if scalar == settings.get("head_dim", 256) else scalar**-0.5}
+
+
+GEMMA_2_AND_3 = (
+    *GEMMA,
+    always(norm_position="around"),
+    Rule((QUERY_SCALAR,), read_query_scalar, lambda layers: {QUERY_SCALAR: round(layers[0].softmax_scale ** -2)}),
+    unwritten(fixed("hidden_act", TANH, TANH_GELU)),
+)
+GEMMA_2 = (
+    *GEMMA_2_AND_3,
+    nullable("attn_logit_softcapping", "attn_logit_softcapping", 50.0),
+    nullable("final_logit_softcapping", "final_logit_softcapping", 30.0),
+    windows(every(2), WINDOW_AGAIN),
+)
+GEMMA_3 = (
+    *GEMMA_2_AND_3,
+    always(qk_layernorm=True),
+    fixed("attn_logit_softcapping", None, "the attention of this architecture has no soft-cap in transformers"),
+    nullable("final_logit_softcapping", "final_logit_softcapping", None),
+)
+OLMO = (
+    *NO_ATTENTION_BIAS,
+    always(norm_position="after", qk_layernorm=True, qk_layernorm_scope="projection"),
+    replace(  # a key that its configuration does not name, but its attention reads
+        HEAD_DIM,
+        write=lambda layers: (
+            {}
+            if layers[0].kv_channels * layers[0].num_attention_heads == layers[0].hidden_size
+            else {"head_dim": layers[0].kv_channels}
+        ),
+    ),
+)
 
 FAMILIES: dict[str, Family] = {
     family.architecture: family
     for family in (
         Family("GPT2LMHeadModel", "gpt2", GPT2_ROWS, GPT2_RULES, "transformer.", (".attn.bias", ".attn.masked_bias")),
         _llama_family("LlamaForCausalLM", "llama", 2048, HEAD_DIM, LLAMA_BIASES),
-        _llama_family("MistralForCausalLM", "mistral", 131072, HEAD_DIM, NO_BIAS, WINDOW_IN_ALL_LAYERS),
-        _llama_family("Qwen2ForCausalLM", "qwen2", 32768, NO_BIAS, always(add_qkv_bias=True), WINDOW_BY_LAYER),
+        _llama_family("MistralForCausalLM", "mistral", 131072, HEAD_DIM, NO_BIAS, MISTRAL_WINDOWS),
+        _llama_family("MinistralForCausalLM", "ministral", 131072, HEAD_DIM, NO_BIAS, MINISTRAL_WINDOWS),
+        _llama_family("Qwen2ForCausalLM", "qwen2", 32768, NO_BIAS, always(add_qkv_bias=True), QWEN_WINDOWS),
         _llama_family(
             "Qwen3ForCausalLM",
             "qwen3",
             32768,
             key("head_dim", "kv_channels", 128),
-            WINDOW_BY_LAYER,
-            fixed("attention_bias", False, "Qwen's output projection has no bias here"),
-            NO_BIAS,
+            QWEN_WINDOWS,
+            *NO_ATTENTION_BIAS,
             always(qk_layernorm=True),
+        ),
+        _llama_family(
+            "GemmaForCausalLM",
+            "gemma",
+            8192,
+            *GEMMA,
+            unwritten(fixed("hidden_activation", TANH, TANH_GELU)),
+            tied=True,
+            activation=GEMMA_1_ACTIVATION,
+        ),
+        _llama_family(
+            "Gemma2ForCausalLM",
+            "gemma2",
+            8192,
+            *GEMMA_2,
+            norms=NORMS_AROUND,
+            tied=True,
+            activation=GEMMA_ACTIVATION,
+        ),
+        _llama_family(
+            "Gemma3ForCausalLM",
+            "gemma3_text",
+            131072,
+            *GEMMA_3,
+            norms=NORMS_AROUND,
+            tied=True,
+            activation=GEMMA_ACTIVATION,
+            rope=windows_and_rope(6, 1e6, "rope_local_base_freq", 1e4),
+        ),
+        _llama_family("Olmo2ForCausalLM", "olmo2", 2048, *OLMO, norms=NORMS_AFTER, epsilon=1e-5),
+        _llama_family(
+            "Olmo3ForCausalLM", "olmo3", 2048, *OLMO, norms=NORMS_AFTER, epsilon=1e-5, rope=windows_and_rope(4, 5e5)
         ),
     )
 }
 
-_SCALED = "it multiplies embeddings by sqrt(hidden_size) and uses them unscaled in its tied output layer"
-_SANDWICH = "it also normalizes the outputs of attention and MLP (post_attention_layernorm, post_feedforward_layernorm)"
 _EXPERTS = "it is a mixture of experts"
 REFUSED: dict[str, str] = {
-    "GemmaForCausalLM": _SCALED,
-    "Gemma2ForCausalLM": f"{_SCALED}, and {_SANDWICH}",
-    "Gemma3ForCausalLM": f"{_SCALED}, and {_SANDWICH}",
+    "Gemma3ForConditionalGeneration": "it has a vision tower; convert its text model, which transformers' "
+    "Gemma3ForCausalLM.from_pretrained(FOLDER).save_pretrained(TEXT_FOLDER) writes",
     "MixtralForCausalLM": _EXPERTS,
     "Qwen2MoeForCausalLM": _EXPERTS,
     "Qwen3MoeForCausalLM": _EXPERTS,
@@ -299,7 +317,6 @@ REFUSED: dict[str, str] = {
     "FalconForCausalLM": "attention and MLP are parallel branches",
     "CohereForCausalLM": "attention and MLP are parallel branches",
     "BloomForCausalLM": "it has ALiBi positions and a norm after the embedding",
-    "Olmo2ForCausalLM": "it normalizes the outputs of attention and MLP, and queries and keys over all heads",
 }
 
 

@@ -3,21 +3,33 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from torch import Tensor
 
 from megapipe.config.config import Config
+from megapipe.config.layer_pattern import read_block_configs
 from megapipe.config.model import ModelConfig, PrecisionConfig
 from megapipe.config.rules.check import check
 from megapipe.config.training import OptimizerConfig, TrainingConfig
 from megapipe.data.dataset import SkippedSamples
 from megapipe.errors import CheckpointError, ConfigError
+from megapipe.extras.convert.layer_types import regular_period
 from megapipe.extras.convert.snapshot import LazyTensor, Snapshot, fresh_state
-from megapipe.extras.convert.tables import Rule, Settings, check_expressed, fixed, key, read_fields, write_keys
+from megapipe.extras.convert.tables import (
+    Layers,
+    Rule,
+    Settings,
+    check_expressed,
+    fixed,
+    key,
+    read_fields,
+    write_keys,
+)
 
 TRACKER, COMMON = "latest_checkpointed_iteration.txt", "common.pt"
 MOMENTS = "exp_avg", "exp_avg_sq"
@@ -60,12 +72,9 @@ UNSUPPORTED: dict[str, Any] = {
     "quick_geglu": False,
     "qk_l2_norm": False,
     "attention_output_gate": False,
-    "heterogeneous_layers_config_path": None,
     "hybrid_override_pattern": None,
     "hybrid_layer_pattern": None,
     "experimental_attention_variant": None,
-    "no_rope_freq": None,
-    "window_attn_skip_freq": None,
     "apply_query_key_layer_scaling": False,
     "normalize_attention_scores": True,
     "use_legacy_models": False,
@@ -79,9 +88,9 @@ ACTIVATIONS = {
 LINEAR, LLAMA3, FACTOR = "rotary_seq_len_interpolation_factor", "use_rope_scaling", "rope_scaling_factor"
 
 
-def write_query_groups(model: ModelConfig) -> dict[str, Any]:
-    is_grouped = model.num_query_groups != model.num_attention_heads
-    return {"group_query_attention": is_grouped, "num_query_groups": model.num_query_groups if is_grouped else 1}
+def write_query_groups(layers: Layers) -> dict[str, Any]:
+    groups, heads = layers[0].num_query_groups, layers[0].num_attention_heads
+    return {"group_query_attention": groups != heads, "num_query_groups": groups if groups != heads else 1}
 
 
 def read_rope_scaling(args: Settings) -> dict[str, Any]:
@@ -96,21 +105,74 @@ def read_rope_scaling(args: Settings) -> dict[str, Any]:
     return {}
 
 
+WINDOW, POSITIONS = "window_size", "position_embedding_type"
+WITHOUT_WINDOW, WITHOUT_ROPE = "window_attn_skip_freq", "no_rope_freq"
+BLOCKS, BLOCKS_PATH = "heterogeneous_layers_config_encoded_json", "heterogeneous_layers_config_path"
+
+
 def read_window(args: Settings) -> dict[str, Any]:
-    """Read (tokens before, 0): one less than our window, which counts the token itself."""
-    window = args.get("window_size")
+    """Read (tokens before, 0): one less than our window, which counts the token itself; and the layers without it."""
+    window = args.get(WINDOW)
     if window is None or tuple(window) in ((-1, 0), (-1, -1)):  # -1: unlimited; the causal mask hides later tokens
         return {"window_size": None}
     left, right = window
     if right != 0:
-        raise ConfigError(f"window_size {tuple(window)} cannot be expressed: tokens do not attend to later ones here")
-    return {"window_size": int(left) + 1}
+        raise ConfigError(f"{WINDOW} {tuple(window)} cannot be expressed: tokens do not attend to later ones here")
+    skipped = args.get(WITHOUT_WINDOW)
+    return {"window_size": int(left) + 1, WITHOUT_WINDOW: None if skipped is None else str(skipped)}
+
+
+def write_window(layers: Layers) -> dict[str, Any]:
+    windows = [layer.window_size for layer in layers]
+    window = next((window for window in windows if window is not None), None)
+    return {
+        WINDOW: None if window is None else (window - 1, 0),
+        WITHOUT_WINDOW: marked([w is None for w in windows], 0),
+    }
+
+
+def read_positions(args: Settings) -> dict[str, Any]:
+    skipped = args.get(WITHOUT_ROPE)
+    return {
+        POSITIONS: args.get(POSITIONS) or "learned_absolute",
+        WITHOUT_ROPE: None if skipped is None else str(skipped),
+    }
+
+
+def write_positions(layers: Layers) -> dict[str, Any]:
+    kinds = [layer.position_embedding_type for layer in layers]
+    kind = "rope" if "rope" in kinds else kinds[0]
+    return {POSITIONS: kind, WITHOUT_ROPE: marked([kind == "none" for kind in kinds], 1) if kind == "rope" else None}
+
+
+def marked(marks: Sequence[bool], mark: int) -> int | list[int] | None:
+    """Return Megatron's frequency or list of marked layers, None if all or none is. mark: what stands for one."""
+    if len(set(marks)) == 1:
+        return None
+    period = regular_period(marks)
+    is_whole = period is not None and len(marks) % period == 0
+    return period if is_whole else [mark if found else 1 - mark for found in marks]
+
+
+def read_blocks(args: Settings) -> dict[str, Any]:
+    """Read the block configurations of heterogeneous layers, which are the content of a file."""
+    text, given = args.get(BLOCKS), args.get(BLOCKS_PATH)
+    if not text and given:
+        raise ConfigError(f"{BLOCKS_PATH} {given}: its content, {BLOCKS}, is not in the checkpoint; add it to the args")
+    if not text:
+        return {}
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / "blocks.json"
+        path.write_text(text, encoding="utf-8")
+        try:
+            return {"layer_pattern": read_block_configs(str(path))}
+        except ConfigError as error:
+            raise ConfigError(str(error).replace(f"--heterogeneous-layers-config-path {path}", BLOCKS)) from None
 
 
 EPSILONS = ("norm_epsilon", "layernorm_epsilon")  # the second in older versions
 SAME_NAME = {  # args with the name and meaning of our field, with their defaults
     "kv_channels": lambda args: args["hidden_size"] // args["num_attention_heads"],
-    "position_embedding_type": "learned_absolute",
     "rotary_base": 10000.0,
     "rotary_percent": 1.0,
     "normalization": "LayerNorm",
@@ -131,12 +193,12 @@ MODEL_RULES = (
     Rule(
         tuple(ACTIVATIONS),
         lambda args: {"activation": next((ours for theirs, ours in ACTIVATIONS.items() if args.get(theirs)), "gelu")},
-        lambda model: {
-            "swiglu": model.activation == "swiglu",
-            "squared_relu": model.activation == "squared_relu",
+        lambda layers: {
+            "swiglu": layers[0].activation == "swiglu",
+            "squared_relu": layers[0].activation == "squared_relu",
             "openai_gelu": False,
-            "bias_gelu_fusion": model.activation == "gelu_tanh",
-            "bias_swiglu_fusion": model.activation == "swiglu",
+            "bias_gelu_fusion": layers[0].activation == "gelu_tanh",
+            "bias_swiglu_fusion": layers[0].activation == "swiglu",
         },
     ),
     Rule(
@@ -147,21 +209,19 @@ MODEL_RULES = (
     Rule(
         (LINEAR, LLAMA3, FACTOR),
         read_rope_scaling,
-        lambda model: {
-            LINEAR: model.rope_scaling_factor if model.rope_scaling_type == "linear" else None,
-            LLAMA3: model.rope_scaling_type == "llama3",
-            FACTOR: model.rope_scaling_factor,
+        lambda layers: {
+            LINEAR: layers[0].rope_scaling_factor if layers[0].rope_scaling_type == "linear" else None,
+            LLAMA3: layers[0].rope_scaling_type == "llama3",
+            FACTOR: layers[0].rope_scaling_factor,
         },
     ),
-    Rule(
-        ("window_size",),
-        read_window,
-        lambda model: {"window_size": None if model.window_size is None else (model.window_size - 1, 0)},
-    ),
+    Rule((WINDOW, WITHOUT_WINDOW), read_window, write_window),
+    Rule((POSITIONS, WITHOUT_ROPE), read_positions, write_positions),
+    Rule((BLOCKS, BLOCKS_PATH), read_blocks, lambda layers: {BLOCKS: None, BLOCKS_PATH: None}),
     Rule(
         EPSILONS,
         lambda args: {"norm_epsilon": next((args[name] for name in EPSILONS if args.get(name) is not None), 1e-5)},
-        lambda model: dict.fromkeys(EPSILONS, model.norm_epsilon),
+        lambda layers: dict.fromkeys(EPSILONS, layers[0].norm_epsilon),
     ),
     *(fixed(name, value, "megapipe has no counterpart") for name, value in UNSUPPORTED.items()),
 )

@@ -1,8 +1,9 @@
 """Tables between another format and ours: rules for settings, rows for tensors. Both are read in both directions.
 
-A rule maps keys of their configuration to fields of our model section. Writing may lose what the other side has no key
-for: the writer reads the result again and compares (`check_expressed`). A row maps a module of ours to theirs by a
-layout, which is a bijection: `split(join(parts)) == parts`. Our weights are [out, in], biases [out].
+A rule maps keys of their configuration to fields of our model section, and the section as each layer has it to keys.
+Writing may lose what the other side has no key for: the writer reads the result again and compares what each layer does
+(`check_expressed`). A row maps a module of ours to theirs by a layout, which is a bijection:
+`split(join(parts)) == parts`. Our weights are [out, in], biases [out].
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 
 from megapipe.config.config import ResolvedModelConfig
+from megapipe.config.layers import LayerConfig, layer_configs
 from megapipe.config.model import ModelConfig
 from megapipe.errors import ConfigError
 from megapipe.layers.model import model_parameters
@@ -23,6 +25,7 @@ from megapipe.plan.resolve import resolve_model
 from megapipe.sharding.spec import ParamSpec
 
 Settings = Mapping[str, Any]  # config.json, or Megatron's args
+Layers = tuple[LayerConfig, ...]  # the model section as each layer has it
 Shape = tuple[int, ...]
 
 # fields that change how a model is trained or stored, not what it computes: a foreign configuration may lack them
@@ -32,6 +35,7 @@ NOT_THE_MODEL = tuple(
     attention_softmax_in_fp32 init_method_std
     """.split()
 )
+SPELLINGS = ("window_attn_skip_freq", "no_rope_freq", "layer_pattern")  # of layers that differ
 ROPE_ONLY = ("rotary_base", "rotary_percent", "rope_scaling_type")
 SCALING_FIELDS = {  # fields that have an effect only with these rope_scaling_types
     "rope_scaling_factor": ("linear", "llama3", "yarn"),
@@ -51,7 +55,8 @@ class Rule:
 
     keys: tuple[str, ...]  # of the other format, that the rule handles
     read: Callable[[Settings], dict[str, Any]]  # -> our fields; raises ConfigError naming a key without an equivalent
-    write: Callable[[ModelConfig], dict[str, Any]]  # a model with all sizes -> their keys
+    # -> their keys; what all layers share is taken from the first, and compared for all after writing
+    write: Callable[[Layers], dict[str, Any]]
 
 
 REQUIRED = object()  # in place of a default
@@ -76,14 +81,23 @@ def key(theirs: str, ours: str, default: Any = REQUIRED, words: Mapping[Any, Any
             raise ConfigError(f"{theirs} {value!r} cannot be expressed; it can be {', '.join(map(str, words))}")
         return {ours: words[value]}
 
-    def write(model: ModelConfig) -> dict[str, Any]:
-        value = getattr(model, ours)
+    def write(layers: Layers) -> dict[str, Any]:
+        value = getattr(layers[0], ours)
         if words is None:
             return {theirs: value}
         # if they have no word for the value, the comparison after writing finds it
         return {theirs: next((word for word, meant in words.items() if meant == value), next(iter(words)))}
 
     return Rule((theirs,), read, write)
+
+
+def nullable(theirs: str, ours: str, default: Any) -> Rule:
+    """Return the rule of one key whose null is a value. default: their value if the key is missing."""
+    return Rule(
+        (theirs,),
+        lambda settings: {ours: settings.get(theirs, default)},
+        lambda layers: {theirs: getattr(layers[0], ours)},
+    )
 
 
 def fixed(theirs: str, only: Any, why: str) -> Rule:
@@ -95,7 +109,7 @@ def fixed(theirs: str, only: Any, why: str) -> Rule:
             raise ConfigError(f"{theirs} {value!r} cannot be expressed: {why}")
         return {}
 
-    return Rule((theirs,), read, lambda model: {theirs: only})
+    return Rule((theirs,), read, lambda layers: {theirs: only})
 
 
 def shared(keys: Sequence[str], ours: str, default: Any, why: str) -> Rule:
@@ -108,12 +122,17 @@ def shared(keys: Sequence[str], ours: str, default: Any, why: str) -> Rule:
             raise ConfigError(f"{text} cannot be expressed: {why}")
         return {ours: values[keys[0]]}
 
-    return Rule(tuple(keys), read, lambda model: dict.fromkeys(keys, getattr(model, ours)))
+    return Rule(tuple(keys), read, lambda layers: dict.fromkeys(keys, getattr(layers[0], ours)))
 
 
 def always(**fields: Any) -> Rule:
     """Return the rule of fields that have one value in every model of the architecture, without a key."""
-    return Rule((), lambda settings: dict(fields), lambda model: {})
+    return Rule((), lambda settings: dict(fields), lambda layers: {})
+
+
+def unwritten(rule: Rule) -> Rule:
+    """Return the rule of keys that are read but not written, since they have no effect beside others."""
+    return dataclasses.replace(rule, write=lambda layers: {})
 
 
 def read_fields(rules: Sequence[Rule], settings: Settings) -> dict[str, Any]:
@@ -123,16 +142,19 @@ def read_fields(rules: Sequence[Rule], settings: Settings) -> dict[str, Any]:
 
 def write_keys(rules: Sequence[Rule], model: ModelConfig) -> dict[str, Any]:
     """Return their keys of a model."""
-    model = unpadded(model)
-    return {name: value for rule in rules for name, value in rule.write(model).items()}
+    layers = layer_configs(unpadded(model))
+    return {name: value for rule in rules for name, value in rule.write(layers).items()}
 
 
 def check_expressed(model: ModelConfig, read: ModelConfig, name: str) -> None:
     """Raise ConfigError if a model that was written and read again computes something else. name: of the other side."""
-    model, read = meaning(model), meaning(read)
-    for field, value in vars(model).items():
-        if field not in NOT_THE_MODEL and getattr(read, field) != value:
-            raise ConfigError(f"{name} cannot express model.{field} {value} (it would be {getattr(read, field)})")
+    layers = meaning(model)
+    for number, (layer, again) in enumerate(zip(layers, meaning(read), strict=False)):
+        for field in (field.name for field in dataclasses.fields(layer) if field.name not in NOT_THE_MODEL):
+            value, found = getattr(layer, field), getattr(again, field)
+            if found != value:
+                where = "" if all(getattr(other, field) == value for other in layers) else f" of layer {number}"
+                raise ConfigError(f"{name} cannot express model.{field} {value}{where} (it would be {found})")
 
 
 def unpadded(model: ModelConfig) -> ResolvedModelConfig:
@@ -140,15 +162,21 @@ def unpadded(model: ModelConfig) -> ResolvedModelConfig:
     return resolve_model(dataclasses.replace(model, padded_vocab_size=model.vocab_size), 1)
 
 
-def meaning(model: ModelConfig) -> ModelConfig:
-    """Return the model in a normal form for comparison: derived sizes filled in, fields without effect at defaults."""
-    without_effect = {name for name, kinds in SCALING_FIELDS.items() if model.rope_scaling_type not in kinds}
-    if model.position_embedding_type != "rope":
+def meaning(model: ModelConfig) -> Layers:
+    """Return each layer in a normal form for comparison: derived sizes filled in, fields without effect at defaults."""
+    return tuple(_normal(layer) for layer in layer_configs(unpadded(model)))
+
+
+def _normal(layer: LayerConfig) -> LayerConfig:
+    without_effect = {name for name, kinds in SCALING_FIELDS.items() if layer.rope_scaling_type not in kinds}
+    if layer.position_embedding_type != "rope":
         without_effect = {*ROPE_ONLY, *SCALING_FIELDS}
-    if model.add_bias_linear:
+    if layer.add_bias_linear:
         without_effect.add("add_qkv_bias")  # all linear layers have biases
+    if not layer.qk_layernorm:
+        without_effect.add("qk_layernorm_scope")
     defaults = ModelConfig()
-    return unpadded(dataclasses.replace(model, **{name: getattr(defaults, name) for name in without_effect}))
+    return dataclasses.replace(layer, **{name: getattr(defaults, name) for name in (*SPELLINGS, *without_effect)})
 
 
 @dataclass(frozen=True)
@@ -225,7 +253,7 @@ class MappedTensor:
 
 def map_tensors(rows: Sequence[Row], model: ResolvedModelConfig, architecture: str) -> tuple[MappedTensor, ...]:
     """Return every parameter of an `unpadded` model, in model order. Raises ConfigError for one without a row."""
-    by_ours = {row.ours: row for row in rows}
+    by_ours, layers = {row.ours: row for row in rows}, layer_configs(model)
     mapped = []
     for spec in model_parameters(model, sequence_parallel=False):
         module, _, kind = spec.name.rpartition(".")
@@ -234,5 +262,6 @@ def map_tensors(rows: Sequence[Row], model: ResolvedModelConfig, architecture: s
         if row is None:
             raise ConfigError(f"{architecture} has no place for the tensor {spec.name} of shape {list(spec.shape)}")
         theirs = tuple(f"{name.replace(LAYER, layer)}.{kind}" for name in row.theirs)
-        mapped.append(MappedTensor(spec, theirs, row.layout(model)))
+        layout = row.layout(layers[spec.owner] if isinstance(spec.owner, int) else model)
+        mapped.append(MappedTensor(spec, theirs, layout))
     return tuple(mapped)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import io
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,6 +28,17 @@ GPT2 = {"n_layer": 2, "n_embd": 32, "n_head": 4, "n_positions": LENGTH, "vocab_s
 
 def rope(kind: str, **parameters: Any) -> dict[str, Any]:
     return {"rope_parameters": {"rope_type": kind, "rope_theta": 500.0, **parameters}}
+
+
+def ropes(full: dict[str, Any], sliding: dict[str, Any]) -> dict[str, Any]:
+    """Rotary positions by layer type. rope_type is default unless given."""
+    kinds = {"full_attention": full, "sliding_attention": sliding}
+    return {"rope_parameters": {kind: {"rope_type": "default"} | parameters for kind, parameters in kinds.items()}}
+
+
+def types(letters: str) -> list[str]:
+    """Layer types: F for full attention, S for a sliding window."""
+    return [{"F": "full_attention", "S": "sliding_attention"}[letter] for letter in letters]
 
 
 @dataclass(frozen=True)
@@ -74,6 +87,85 @@ CASES: dict[str, Case] = {
         "qwen2", {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 0}
     ),
     "qwen3": Case("qwen3", {"head_dim": 12}),
+    "qwen3_window_from_layer_1": Case(
+        "qwen3",
+        {"num_hidden_layers": 3, "use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1},
+    ),
+    "ministral": Case(
+        "ministral", {"num_hidden_layers": 4, "sliding_window": 6, "layer_types": types("FSSF"), "head_dim": 12}
+    ),
+    "gemma": Case("gemma", rope("default") | {"head_dim": 12}),
+    "gemma2": Case(
+        "gemma2",
+        rope("default")
+        | {
+            "num_hidden_layers": 4,
+            "head_dim": 12,
+            "query_pre_attn_scalar": 9,
+            "attn_logit_softcapping": 2.0,
+            "final_logit_softcapping": 3.0,
+            "sliding_window": 5,
+        },
+        "25KB",
+    ),
+    "gemma2_without_caps": Case(
+        "gemma2",
+        {
+            "num_hidden_layers": 3,
+            "head_dim": 8,
+            "query_pre_attn_scalar": 8,
+            "attn_logit_softcapping": None,
+            "final_logit_softcapping": None,
+            "sliding_window": 7,
+            "layer_types": types("FSS"),
+            "tie_word_embeddings": False,
+        },
+    ),
+    "gemma3": Case(
+        "gemma3_text",
+        ropes({"rope_type": "linear", "rope_theta": 500.0, "factor": 4.0}, {"rope_theta": 50.0})
+        | {
+            "num_hidden_layers": 5,
+            "head_dim": 12,
+            "query_pre_attn_scalar": 10,
+            "sliding_window": 5,
+            "sliding_window_pattern": 3,
+        },
+    ),
+    "gemma3_capped": Case(
+        "gemma3_text",
+        ropes({"rope_theta": 500.0}, {"rope_type": "linear", "rope_theta": 50.0, "factor": 2.0})
+        | {
+            "num_hidden_layers": 4,
+            "head_dim": 16,
+            "query_pre_attn_scalar": 16,
+            "final_logit_softcapping": 3.0,
+            "sliding_window": 9,
+            "layer_types": types("SFSF"),
+            "sliding_window_pattern": 2,
+        },
+    ),
+    "olmo2": Case("olmo2", rope("default")),
+    "olmo2_one_kv_head_linear": Case("olmo2", rope("linear", factor=3.0) | {"num_key_value_heads": 1}),
+    "olmo3": Case(
+        "olmo3",
+        ropes(
+            {
+                "rope_type": "yarn",
+                "rope_theta": 500.0,
+                "factor": 4.0,
+                "beta_fast": 2.0,
+                "beta_slow": 0.25,
+                "original_max_position_embeddings": 16,
+            },
+            {"rope_theta": 500.0},
+        )
+        | {"num_hidden_layers": 6, "sliding_window": 5},
+        "40KB",
+    ),
+    "olmo3_alike_rope": Case(
+        "olmo3", ropes({"rope_theta": 500.0}, {"rope_theta": 500.0}) | {"num_hidden_layers": 4, "sliding_window": 6}
+    ),
     "gpt2": Case("gpt2", GPT2),
     "gpt2_untied_relu_narrow": Case(
         "gpt2", GPT2 | {"tie_word_embeddings": False, "activation_function": "relu", "n_inner": 40}, "25KB"
@@ -85,18 +177,47 @@ CASES: dict[str, Case] = {
 def make(case: Case, seed: int = 3) -> Any:
     """Build a model with every parameter random.
 
-    Norms are around 1, biases are not 0, and matrices are large enough to make softmax outputs uneven.
+    Norms scale by about 1, biases are not 0, and matrices are large enough to make softmax outputs uneven.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    sizes = {} if case.model_type == "gpt2" else SIZES
-    config = AutoConfig.for_model(case.model_type, **sizes | case.settings)
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32).eval()
+    model = built(case, torch.float32)
+    centre = 0.0 if case.model_type.startswith("gemma") else 1.0  # Gemma's norms scale by 1 + weight
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():
         is_norm = parameter.ndim == 1 and name.endswith("weight")
-        parameter.normal_(1.0 if is_norm else 0.0, 0.15, generator=generator)
+        parameter.normal_(centre if is_norm else 0.0, 0.15, generator=generator)
     return model
+
+
+def built(case: Case, dtype: torch.dtype) -> Any:
+    """Build a model as transformers initializes it."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    # its own dict of rotary positions, which transformers fills
+    settings = copy.deepcopy(({} if case.model_type == "gpt2" else SIZES) | case.settings)
+    config = AutoConfig.for_model(case.model_type, **settings)
+    return AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=dtype).eval()
+
+
+@contextlib.contextmanager
+def without_casts() -> Iterator[None]:
+    """Make torch.float32 mean fp64, so that a model of transformers computes in fp64 where it casts to fp32."""
+    patched = {(torch, "float32"): torch.float64, (torch, "float"): torch.float64}
+    patched |= {(Tensor, "float"): Tensor.double}
+    before = {(owner, name): getattr(owner, name) for owner, name in patched}
+    try:
+        for (owner, name), value in patched.items():
+            setattr(owner, name, value)
+        yield
+    finally:
+        for (owner, name), value in before.items():
+            setattr(owner, name, value)
+
+
+def in_fp64(case: Case, model: Any) -> Any:
+    """Return a copy of a model in fp64. Call it, and run the result, under `without_casts`."""
+    copied = built(case, torch.float64)  # with rotary frequencies in fp64
+    copied.load_state_dict(model.state_dict())
+    return copied
 
 
 def save(model: Any, folder: Path, shard: str = "1GB") -> Path:

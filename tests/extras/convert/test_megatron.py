@@ -19,6 +19,7 @@ import torch
 from safetensors.torch import load_file
 
 from megapipe.config.config import Config
+from megapipe.config.layers import layer_configs
 from megapipe.config.model import ModelConfig, PrecisionConfig
 from megapipe.errors import CheckpointError, ConfigError, MegapipeError
 from megapipe.extras.cli.convert import guess, main
@@ -28,7 +29,7 @@ from megapipe.extras.convert.megatron import read_config
 from megapipe.extras.convert.megatron_legacy import read_distributed, read_plain
 from megapipe.extras.convert.pickled import StandIn, load_pickled, read_folder
 from megapipe.extras.convert.snapshot import LazyTensor, Snapshot, fresh_state, read_checkpoint
-from megapipe.extras.convert.tables import unpadded
+from megapipe.extras.convert.tables import meaning, unpadded
 from megapipe.layers.model import model_parameters
 from megapipe.train.state import Schedules, TrainingState
 from tests.extras.convert.test_refusals import folder as hugging_face_folder
@@ -156,6 +157,9 @@ MODELS = {
         rope_scaling_type="llama3",
         window_size=None,
     ),
+    "llama_window_and_rope_in_some_layers": dataclasses.replace(
+        LLAMA_MODEL, window_attn_skip_freq="2", no_rope_freq="[1]+[0]*3"
+    ),
     "gpt2": ModelConfig(
         num_layers=4,
         hidden_size=16,
@@ -191,6 +195,7 @@ def test_what_is_written_for_megatron_reads_back_exactly(
     assert len(list(folder.glob("mp_rank_*"))) == tp * pp
     again = megatron_legacy.read(tmp_path / "megatron")
     assert differing(again, {name: tensor.detach() for name, tensor in snapshot.tensors.items()}) == []
+    assert meaning(again.config.model) == meaning(snapshot.config.model)
     last = load_pickled(sorted(folder.iterdir())[-1] / "model_optim_rng.pt")
     head = last["model"].get("output_layer.weight")
     if pp > 1:
@@ -296,6 +301,18 @@ ARGS: dict[str, tuple[dict[str, Any], str]] = {
         "only has padded_vocab_size 64: give the true size .* with --vocab-size",
     ),
     "vocabulary_too_large": ({"vocab_size": 65}, "a vocabulary of 65 tokens does not fit into padded_vocab_size 64"),
+    "blocks_of_a_file": (
+        {"heterogeneous_layers_config_path": "blocks.json"},
+        "blocks.json: its content, heterogeneous_layers_config_encoded_json, is not in the checkpoint",
+    ),
+    "linears_in_place_of_attention": (
+        {
+            "heterogeneous_layers_config_encoded_json": json.dumps(
+                {"block_configs": [{"attention": {"replace_with_linear": True}, "ffn": {}}]}
+            )
+        },
+        "heterogeneous_layers_config_encoded_json: block 0: replace_with_linear of its attention",
+    ),
     "lookahead": ({"window_size": (4, 4)}, r"window_size \(4, 4\) cannot be expressed"),
 }
 
@@ -306,10 +323,79 @@ def test_arguments_that_cannot_be_expressed_are_named(real: Path, changes: dict[
         read_config(args_of(real, **{"vocab_size": 60} | changes), None)
 
 
+LAYERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "every_second_layer": (
+        {"window_size": (4, 0), "window_attn_skip_freq": 2},
+        {"window_size": [5, None, 5, None], "position_embedding_type": ["rope"] * 4},
+    ),
+    "lists": (
+        {"window_size": (4, 0), "window_attn_skip_freq": [1, 0, 0, 1], "no_rope_freq": [0, 0, 1, 0]},
+        {"window_size": [5, None, None, 5], "position_embedding_type": ["rope", "rope", "none", "rope"]},
+    ),
+    "every_second_layer_without_rope": (
+        {"no_rope_freq": 2},
+        {"position_embedding_type": ["rope", "none"] * 2},
+    ),
+    "blocks": (
+        {"heterogeneous_layers_config_encoded_json": json.dumps({"block_configs": [
+            {"attention": {"n_heads_in_group": 4}, "ffn": {"ffn_mult": 24.0}},
+            {"attention": {"no_op": True}, "ffn": {"ffn_mult": 48.0}},
+            {"attention": {"n_heads_in_group": 2}, "ffn": {"no_op": True}},
+            {"attention": {"n_heads_in_group": 1}, "ffn": {"ffn_mult": 24.0}},
+        ]})},
+        {
+            "has_attention": [True, False, True, True],
+            "has_mlp": [True, True, False, True],
+            "num_query_groups": [1, 4, 2, 4],
+        },
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("changes", "expected"), LAYERS.values(), ids=LAYERS.keys())
+def test_arguments_of_layers_that_differ_are_read(
+    real: Path, changes: dict[str, Any], expected: dict[str, Any]
+) -> None:
+    model = read_config(args_of(real, vocab_size=60, position_embedding_type="rope", **changes), None).model
+    layers = layer_configs(unpadded(model))
+    assert {name: [getattr(layer, name) for layer in layers] for name in expected} == expected
+
+
 def _rewrite(path: Path, change: Any) -> None:
     content = torch.load(path, weights_only=False)
     change(content)
     torch.save(content, path)
+
+
+def test_layers_without_attention_or_mlp_are_read_from_a_grid(tmp_path: Path) -> None:
+    plain = drawn(LLAMA_MODEL)
+    folder = megatron_legacy.write(plain, tmp_path / "megatron", 2, 2)
+    present: dict[str, Any] = {"attention": {"n_heads_in_group": 2}, "ffn": {"ffn_mult": 1.0}}
+    blocks = [
+        present,
+        {"attention": {"n_heads_in_group": 2}, "mlp": {"no_op": True}},
+        present,
+        {"attention": {"no_op": True}, "mlp": {"ffn_hidden_size": 24}},
+    ]
+    blocks = [{part: {"ffn_hidden_size": 24} if part == "ffn" else found for part, found in b.items()} for b in blocks]
+    lost = {1: (".mlp.", ".pre_mlp_layernorm."), 3: (".self_attention.", ".input_layernorm.")}
+
+    def remove(content: dict[str, Any], first: int) -> None:
+        content["args"].heterogeneous_layers_config_encoded_json = json.dumps({"block_configs": blocks})
+        for name in list(content["model"]):
+            if any(f"layers.{n - first}{part}" in name for n, parts in lost.items() for part in parts):
+                del content["model"][name]
+
+    for path in folder.glob("mp_rank_*"):
+        pp_rank = int(path.name[-3:])
+        _rewrite(path / "model_optim_rng.pt", lambda content, first=2 * pp_rank: remove(content, first))
+    kept = {
+        name: tensor.detach()
+        for name, tensor in plain.tensors.items()
+        if not any(f"layers.{n}{part}" in name for n, parts in lost.items() for part in parts)
+    }
+    assert len(kept) < len(plain.tensors)
+    assert differing(megatron_legacy.read(tmp_path / "megatron"), kept) == []
 
 
 Q = "decoder.layers.0.self_attention.linear_qkv.weight"
@@ -365,6 +451,31 @@ WRITTEN = {
         dataclasses.replace(LLAMA_MODEL, rope_scaling_type="yarn"),
         (1, 1),
         "cannot express model.rope_scaling_type yarn",
+    ),
+    "norms_around": (
+        dataclasses.replace(LLAMA_MODEL, norm_position="around"),
+        (1, 1),
+        "cannot express model.norm_position around",
+    ),
+    "qk_norm_of_the_projection": (
+        dataclasses.replace(LLAMA_MODEL, qk_layernorm=True, qk_layernorm_scope="projection"),
+        (1, 1),
+        "cannot express model.qk_layernorm_scope projection",
+    ),
+    "embedding_scale": (
+        dataclasses.replace(LLAMA_MODEL, embedding_scale=4.0),
+        (1, 1),
+        "cannot express model.embedding_scale 4.0",
+    ),
+    "rope_of_one_layer": (
+        dataclasses.replace(LLAMA_MODEL, layer_pattern=("2", "1 rotary_base=77", "1")),
+        (1, 1),
+        "cannot express model.rotary_base 77.0 of layer 2",
+    ),
+    "layer_without_attention": (
+        dataclasses.replace(LLAMA_MODEL, window_size=None, layer_pattern=("3", "1 attention=none")),
+        (1, 1),
+        "cannot express model.has_attention False of layer 3",
     ),
 }
 

@@ -74,9 +74,9 @@ SETTINGS: dict[str, tuple[dict[str, Any], str]] = {
         {"architectures": ["UnheardOfForCausalLM"]},
         "unknown architecture UnheardOfForCausalLM; known are GPT2",
     ),
-    "gemma2": (
-        {"architectures": ["Gemma2ForCausalLM"]},
-        r"Gemma2ForCausalLM cannot be expressed: it multiplies embeddings by sqrt",
+    "images": (
+        {"architectures": ["Gemma3ForConditionalGeneration"]},
+        "it has a vision tower; convert its text model",
     ),
     "unknown_key": ({"logit_scale": 3.0}, "unknown keys of LlamaForCausalLM: logit_scale.*--ignore-key logit_scale"),
     "missing_key": ({"intermediate_size": "absent"}, "the key intermediate_size is missing"),
@@ -102,15 +102,33 @@ SETTINGS: dict[str, tuple[dict[str, Any], str]] = {
     "activation": ({"hidden_act": "relu"}, "hidden_act 'relu' cannot be expressed; it can be silu, gelu_pytorch_tanh"),
     "half_the_biases": ({"attention_bias": True}, "attention_bias True, mlp_bias False cannot be expressed"),
     "heads": ({"num_key_value_heads": 3}, "--num-query-groups 3 does not divide --num-attention-heads 4"),
-    "windows_in_some_layers": (
-        {
-            "architectures": ["Qwen2ForCausalLM"],
-            "use_sliding_window": True,
-            "sliding_window": 4,
-            "num_hidden_layers": 3,
-            "max_window_layers": 1,
-        },
-        "2 of 3 layers have a sliding window",
+    "layer_types_of_another_length": (
+        {"architectures": ["Gemma2ForCausalLM"], "layer_types": ["full_attention"] * 2},
+        "layer_types has 2 entries, num_hidden_layers is 1",
+    ),
+    "layer_type": (
+        {"architectures": ["Olmo3ForCausalLM"], "layer_types": ["chunked_attention"]},
+        "layer_types 'chunked_attention' cannot be expressed; it can be full_attention, sliding_attention",
+    ),
+    "window_unknown": (
+        {"architectures": ["Gemma3ForCausalLM"], "sliding_window": None},
+        "layer_types has sliding_attention, but sliding_window is null",
+    ),
+    "rope_parameters_of_another_layer_type": (
+        {"architectures": ["Gemma3ForCausalLM"], "rope_parameters": {"rope_type": "default"}},
+        "rope_parameters: the key rope_type cannot be expressed; they are full_attention and sliding_attention",
+    ),
+    "soft_cap_without_effect": (
+        {"architectures": ["Gemma3ForCausalLM"], "attn_logit_softcapping": 50.0},
+        "attn_logit_softcapping 50.0 cannot be expressed",
+    ),
+    "attention_to_later_tokens": (
+        {"architectures": ["Gemma2ForCausalLM"], "use_bidirectional_attention": True},
+        "use_bidirectional_attention True cannot be expressed: attention is causal here",
+    ),
+    "biases_of_attention_alone": (
+        {"architectures": ["Olmo2ForCausalLM"], "attention_bias": True},
+        "attention_bias True cannot be expressed",
     ),
 }
 

@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from megapipe.config.model import ModelConfig
 from megapipe.errors import ConfigError
 from megapipe.extras.convert.families import FAMILIES, REFUSED, choose_family, family_of
+from megapipe.extras.convert.layer_types import FULL, SLIDING
 from megapipe.extras.convert.snapshot import INERT
 from megapipe.extras.convert.tables import (
     NOT_THE_MODEL,
@@ -97,12 +98,35 @@ LLAMA_LIKE = SIZES | ROPE | {
     "hidden_dropout": st.just(0.0),
 }  # fmt: skip
 WIDE = {"kv_channels": st.sampled_from([4, 8])}
+DEEP = {"num_layers": st.integers(1, 7)}
 WINDOW = {"window_size": st.sampled_from([None, 5])}
+GEMMA = {
+    "activation": st.just("geglu_tanh"),
+    "add_bias_linear": st.just(False),
+    "layernorm_zero_centered_gamma": st.just(True),
+}
+GEMMA_2 = GEMMA | DEEP | {"norm_position": st.just("around"), "softmax_scale": st.sampled_from([None, 168**-0.5, 0.5])}
+CAPS = {name: st.sampled_from([None, 30.0]) for name in ("attn_logit_softcapping", "final_logit_softcapping")}
+OLMO = {
+    "activation": st.sampled_from(["swiglu", "geglu_tanh"]),
+    "add_bias_linear": st.just(False),
+    "norm_position": st.just("after"),
+    "qk_layernorm": st.just(True),
+    "qk_layernorm_scope": st.just("projection"),
+}
+WINDOWED = ("Ministral", "Qwen2", "Qwen3", "Gemma2", "Gemma3", "Olmo3")  # in any layers
+ROTATED = ("Gemma3", "Olmo3")  # with rotary positions of their own where there is a window
 EXPRESSED: dict[str, dict[str, Any]] = {
     "LlamaForCausalLM": LLAMA_LIKE | WIDE | {"add_bias_linear": st.booleans()},
     "MistralForCausalLM": LLAMA_LIKE | WIDE | WINDOW | {"add_bias_linear": st.just(False)},
-    "Qwen2ForCausalLM": LLAMA_LIKE | WINDOW | {"add_bias_linear": st.just(False), "add_qkv_bias": st.just(True)},
-    "Qwen3ForCausalLM": LLAMA_LIKE | WIDE | WINDOW | {"add_bias_linear": st.just(False), "qk_layernorm": st.just(True)},
+    "MinistralForCausalLM": LLAMA_LIKE | WIDE | DEEP | {"add_bias_linear": st.just(False)},
+    "Qwen2ForCausalLM": LLAMA_LIKE | DEEP | {"add_bias_linear": st.just(False), "add_qkv_bias": st.just(True)},
+    "Qwen3ForCausalLM": LLAMA_LIKE | WIDE | DEEP | {"add_bias_linear": st.just(False), "qk_layernorm": st.just(True)},
+    "GemmaForCausalLM": LLAMA_LIKE | WIDE | GEMMA,
+    "Gemma2ForCausalLM": LLAMA_LIKE | WIDE | GEMMA_2 | CAPS,
+    "Gemma3ForCausalLM": LLAMA_LIKE | WIDE | GEMMA_2 | {"qk_layernorm": st.just(True)},
+    "Olmo2ForCausalLM": LLAMA_LIKE | WIDE | OLMO,
+    "Olmo3ForCausalLM": LLAMA_LIKE | WIDE | DEEP | OLMO,
     "GPT2LMHeadModel": SIZES
     | {
         "num_query_groups": st.just(4),
@@ -113,11 +137,37 @@ EXPRESSED: dict[str, dict[str, Any]] = {
 
 
 @st.composite
+def windowed(draw: st.DrawFn, num_layers: int, own_rope: bool) -> dict[str, Any]:
+    """Draw windows in any layers, in any of the ways to write them."""
+    marks = draw(st.lists(st.booleans(), min_size=num_layers, max_size=num_layers))
+    ways = ["list", "runs"] if any(marks) else ["no window"]
+    way = "runs" if own_rope and any(marks) else draw(st.sampled_from(ways))
+    rope = draw(st.sampled_from(["", " rotary_base=77", " rope_scaling_type=linear rope_scaling_factor=3"]))
+    words = {True: f"window_size=5{rope if own_rope else ''}", False: ""}
+    return {
+        "no window": {},
+        "list": {"window_size": 5, "window_attn_skip_freq": str([int(mark) for mark in marks])},
+        "runs": {"layer_pattern": tuple(f"1 {words[mark]}".strip() for mark in marks)},
+    }[way]
+
+
+@st.composite
 def models(draw: st.DrawFn, architecture: str) -> ModelConfig:
     fields = draw(st.fixed_dictionaries(EXPRESSED[architecture]))
     if fields.get("position_embedding_type") == "rope":
         fields |= draw(SCALED)
+    if architecture.startswith(WINDOWED):
+        fields |= draw(windowed(fields["num_layers"], architecture.startswith(ROTATED)))
+    if architecture.startswith("Gemma"):
+        fields |= {"embedding_scale": fields["hidden_size"] ** 0.5}
     return ModelConfig(**fields)
+
+
+def computed(model: ModelConfig) -> list[dict[str, Any]]:
+    """Return what each layer of a model computes with."""
+    return [
+        {name: getattr(layer, name) for name in vars(model) if name not in NOT_THE_MODEL} for layer in meaning(model)
+    ]
 
 
 @pytest.mark.parametrize("architecture", FAMILIES)
@@ -127,9 +177,7 @@ def test_every_model_comes_back_from_its_settings_and_they_from_it(architecture:
     family, model = FAMILIES[architecture], data.draw(models(architecture))
     theirs = family.write(model)
     read = family.read(theirs)
-    assert {name: getattr(meaning(read), name) for name in vars(model) if name not in NOT_THE_MODEL} == {
-        name: getattr(meaning(model), name) for name in vars(model) if name not in NOT_THE_MODEL
-    }
+    assert computed(read) == computed(model)
     trained = ("hidden_dropout", "attention_dropout", "init_method_std")
     assert [getattr(read, name) for name in trained] == [getattr(model, name) for name in trained]
     assert family.write(read) == theirs
@@ -162,6 +210,13 @@ def test_each_row_and_each_key_occurs_once(architecture: str) -> None:
     assert architecture not in REFUSED
 
 
+LLAMA: dict[str, Any] = {
+    "vocab_size": 50,
+    "position_embedding_type": "rope",
+    "normalization": "RMSNorm",
+    "activation": "swiglu",
+    "add_bias_linear": False,
+}
 UNEXPRESSED = {
     "soft_cap": {"final_logit_softcapping": 30.0},
     "attention_soft_cap": {"attn_logit_softcapping": 50.0},
@@ -173,35 +228,109 @@ UNEXPRESSED = {
     "layer_norm": {"normalization": "LayerNorm"},
     "window": {"window_size": 9},
     "qk_norm": {"qk_layernorm": True},
+    "norms_after": {"norm_position": "after"},
+    "embedding_scale": {"embedding_scale": 8.0},
 }
 
 
 @pytest.mark.parametrize("change", UNEXPRESSED.values(), ids=UNEXPRESSED.keys())
 def test_what_llama_cannot_express_is_named(change: dict[str, Any]) -> None:
-    llama = ModelConfig(
-        vocab_size=50,
-        position_embedding_type="rope",
-        normalization="RMSNorm",
-        activation="swiglu",
-        add_bias_linear=False,
-    )
+    llama = ModelConfig(**LLAMA)
     assert choose_family(llama, None)[0].architecture == "LlamaForCausalLM"
     with pytest.raises(ConfigError, match=rf"LlamaForCausalLM cannot express model\.{next(iter(change))}"):
         choose_family(dataclasses.replace(llama, **change), "LlamaForCausalLM")
 
 
 def test_by_default_the_first_architecture_that_fits_is_taken_or_all_reasons_are_given() -> None:
-    fits = ModelConfig(
-        vocab_size=50,
-        position_embedding_type="rope",
-        normalization="RMSNorm",
-        activation="swiglu",
-        add_bias_linear=False,
-        window_size=9,
-    )
+    fits = ModelConfig(**LLAMA, window_size=9)
     assert choose_family(fits, None)[0].architecture == "MistralForCausalLM"
     both = dataclasses.replace(fits, window_size=None)
     assert choose_family(both, None, "MistralForCausalLM")[0].architecture == "MistralForCausalLM"
     with pytest.raises(ConfigError) as error:
         choose_family(dataclasses.replace(fits, attn_logit_softcapping=30.0), None)
     assert all(name in str(error.value) for name in FAMILIES)
+
+
+LAYERS_OF_ONE_MODEL: list[dict[str, Any]] = [
+    {"window_size": 5, "window_attn_skip_freq": "3"},
+    {"window_size": 5, "window_attn_skip_freq": "([1]*2+[0])*2"},
+    {"layer_pattern": ("2 window_size=5", "1", "...")},
+    {"layer_pattern": ("2 window_size=5", "1", "1 window_size=5", "1 window_size=5", "1 rotary_base=10000")},
+]
+
+
+@pytest.mark.parametrize("architecture", ["MinistralForCausalLM", "Gemma3ForCausalLM"])
+def test_every_way_to_write_the_same_layers_has_the_same_settings(architecture: str) -> None:
+    other = {} if architecture.startswith("Mini") else {
+        "activation": "geglu_tanh", "layernorm_zero_centered_gamma": True, "norm_position": "around",
+        "qk_layernorm": True, "embedding_scale": 128**0.5, "untie_embeddings_and_output_weights": False,
+    }  # fmt: skip
+    common = LLAMA | {"num_layers": 6} | other
+    written = [FAMILIES[architecture].write(ModelConfig(**common | layers)) for layers in LAYERS_OF_ONE_MODEL]
+    assert written[0]["layer_types"][1:3] == ["sliding_attention", "full_attention"]
+    assert all(settings == written[0] for settings in written)
+
+
+LAYER_TYPES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "windows_in_every_second_layer": (
+        "Gemma2ForCausalLM", {"num_hidden_layers": 5}, {"window_size": 4096, "window_attn_skip_freq": "2"},
+    ),
+    "windows_in_some_layers": (
+        "MistralForCausalLM",
+        {"num_hidden_layers": 3, "sliding_window": 7, "layer_types": [FULL, SLIDING, SLIDING]},
+        {"window_size": 7, "window_attn_skip_freq": "[0]*1+[1]*2"},
+    ),
+    "qwen_from_a_layer_on": (
+        "Qwen2ForCausalLM",
+        {"num_hidden_layers": 4, "use_sliding_window": True, "sliding_window": 7, "max_window_layers": 2},
+        {"window_size": 7, "window_attn_skip_freq": "[0]*2+[1]*2"},
+    ),
+    "keys_of_transformers_4": (
+        "Gemma3ForCausalLM",
+        {"num_hidden_layers": 62, "sliding_window": 1024, "rope_scaling": {"rope_type": "linear", "factor": 8.0}},
+        {
+            "rotary_base": 1e6,
+            "rope_scaling_type": "linear",
+            "rope_scaling_factor": 8.0,
+            "layer_pattern": ("5 window_size=1024 rotary_base=10000 rope_scaling_type=none", "1", "..."),
+        },
+    ),
+    "no_pattern_that_repeats": (
+        "Gemma3ForCausalLM",
+        {"num_hidden_layers": 3, "layer_types": [SLIDING, FULL, FULL], "sliding_window": 9},
+        {"layer_pattern": ("1 window_size=9 rotary_base=10000", "2")},
+    ),
+    "keys_of_transformers_5": (
+        "Olmo3ForCausalLM",
+        {
+            "num_hidden_layers": 8,
+            "rope_parameters": {
+                FULL: {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 8192, "rope_theta": 5e5},
+                SLIDING: {"rope_type": "default", "rope_theta": 5e5},
+            },
+        },
+        {
+            "rope_original_max_position_embeddings": 8192,
+            "layer_pattern": ("3 window_size=4096 rope_scaling_type=none", "1", "..."),
+        },
+    ),
+    "olmo_3_of_transformers_4": (
+        "Olmo3ForCausalLM",
+        {"num_hidden_layers": 8, "rope_theta": 7e5, "sliding_window": 4096},
+        {"rotary_base": 7e5, "window_size": 4096, "window_attn_skip_freq": "4", "layer_pattern": ()},
+    ),
+    "one_type": (
+        "Olmo3ForCausalLM",
+        {"num_hidden_layers": 2, "layer_types": [SLIDING] * 2, "sliding_window": 9},
+        {"window_size": 9, "window_attn_skip_freq": None, "layer_pattern": ()},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("architecture", "settings", "ours"), LAYER_TYPES.values(), ids=LAYER_TYPES.keys())
+def test_layer_types_are_read_as_the_shortest_of_our_options(
+    architecture: str, settings: dict[str, Any], ours: dict[str, Any]
+) -> None:
+    sizes = {"vocab_size": 50, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4}
+    model = FAMILIES[architecture].read(sizes | settings)
+    assert {name: getattr(model, name) for name in ours} == ours

@@ -1,0 +1,258 @@
+"""Keys of config.json in which layers may differ: sliding windows and rotary positions, of all layers or by layer type.
+
+transformers 4 has `rope_theta` and `rope_scaling`, 5 has `rope_parameters`, with one entry for each layer type where
+types differ. Both are read.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from itertools import groupby
+from typing import Any
+
+from megapipe.config.layer_pattern import REPEAT
+from megapipe.config.layers import LayerConfig
+from megapipe.errors import ConfigError
+from megapipe.extras.convert.tables import Layers, Rule, Settings
+
+THETA, SCALING, PARAMETERS, PARTIAL = "rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor"
+LENGTH = "original_max_position_embeddings"
+FACTOR = {"factor": ("rope_scaling_factor", None)}
+ORIGINAL_LENGTH = {LENGTH: ("rope_original_max_position_embeddings", None)}
+# their rope_type, which is ours but for default, our none -> their key -> (our field, default or None: required)
+ROPE_TYPES: dict[str, dict[str, tuple[str, float | None]]] = {
+    "default": {},
+    "linear": {**FACTOR},
+    "llama3": {
+        **FACTOR,
+        "low_freq_factor": ("rope_low_freq_factor", None),
+        "high_freq_factor": ("rope_high_freq_factor", None),
+        **ORIGINAL_LENGTH,
+    },
+    "yarn": {
+        **FACTOR,
+        "beta_fast": ("yarn_beta_fast", 32.0),
+        "beta_slow": ("yarn_beta_slow", 1.0),
+        "mscale": ("yarn_mscale", 1.0),
+        "mscale_all_dim": ("yarn_mscale_all_dim", 0.0),
+        **ORIGINAL_LENGTH,
+    },
+}
+
+
+# ------------------------------------------------------------------------------------------- rotary positions
+
+
+def rope_fields(parameters: Mapping[str, Any], base: float, settings: Settings) -> dict[str, Any]:
+    """Return our fields of an entry of rope_parameters, or of rope_scaling. base: where the entry has none."""
+    scaling = dict(parameters)
+    base = scaling.pop(THETA, None) or base
+    partial = scaling.pop(PARTIAL, None) or settings.get(PARTIAL) or 1.0
+    if partial != 1.0:
+        raise ConfigError(f"{PARTIAL} {partial} cannot be expressed: this architecture rotates whole heads")
+    kind = scaling.pop("rope_type", None) or scaling.get("type") or "default"
+    scaling.pop("type", None)
+    if kind not in ROPE_TYPES:
+        raise ConfigError(f"rope_type {kind!r} cannot be expressed; it can be {', '.join(ROPE_TYPES)}")
+    ours = "none" if kind == "default" else kind
+    fields = {"position_embedding_type": "rope", "rotary_base": float(base), "rope_scaling_type": ours}
+    if kind == "yarn":  # keys that state what is always so here
+        scaling.setdefault(LENGTH, settings.get("max_position_embeddings"))
+        if scaling.pop("truncate", True) is not True:
+            why = "here the ramp starts and ends at whole pairs of channels"
+            raise ConfigError(f"rope_type yarn: truncate false cannot be expressed: {why}")
+        given = scaling.pop("attention_factor", None)
+        if given is not None:
+            here = 0.1 * math.log(scaling["factor"]) + 1.0
+            if scaling.get("mscale") or scaling.get("mscale_all_dim") or not math.isclose(given, here, rel_tol=1e-9):
+                rule = f"it is 0.1 ln(factor) + 1 = {here}"
+                raise ConfigError(f"rope_type yarn: attention_factor {given} cannot be expressed: {rule}")
+    for name, (field, default) in ROPE_TYPES[kind].items():
+        value = scaling.pop(name, None)
+        value = default if value is None else value
+        if value is None:
+            raise ConfigError(f"rope_type {kind}: the key {name} is missing")
+        fields[field] = int(value) if name == LENGTH else float(value)
+    if scaling:
+        raise ConfigError(f"rope_type {kind}: the key {next(iter(scaling))} cannot be expressed")
+    return fields
+
+
+def rope_scaling(layer: LayerConfig) -> dict[str, Any] | None:
+    """Return rope_scaling of a layer, None without scaling."""
+    if layer.rope_scaling_type == "none":
+        return None
+    scaling = {name: getattr(layer, field) for name, (field, _) in ROPE_TYPES[layer.rope_scaling_type].items()}
+    if layer.rope_scaling_type == "yarn" and not layer.yarn_mscale_all_dim:  # transformers takes both or neither
+        del scaling["mscale"], scaling["mscale_all_dim"]
+    return {"rope_type": layer.rope_scaling_type, **scaling}
+
+
+# the same in all layers; keys as in transformers 4, which both versions read
+ROPE = Rule(
+    (THETA, SCALING, PARAMETERS, PARTIAL),
+    lambda settings: rope_fields(
+        settings.get(PARAMETERS) or settings.get(SCALING) or {}, settings.get(THETA) or 10000.0, settings
+    ),
+    lambda layers: {THETA: layers[0].rotary_base, SCALING: rope_scaling(layers[0])},
+)
+
+# ------------------------------------------------------------------------------------------------ layer types
+
+WINDOW, USE, FIRST, TYPES = "sliding_window", "use_sliding_window", "max_window_layers", "layer_types"
+WINDOW_AGAIN = "sliding_window_size"  # in Gemma-2's files, without effect
+PATTERNS = ("sliding_window_pattern", "_sliding_window_pattern")  # before layer_types, and beside them
+FULL, SLIDING = "full_attention", "sliding_attention"
+DEFAULT_WINDOW = 4096
+
+Types = Sequence[str]
+
+
+def read_types(settings: Settings, default: Callable[[int], Types], window: int | None) -> Types:
+    """Return the type of each layer. default: types of so many layers, where layer_types is missing."""
+    num_layers = int(settings["num_hidden_layers"])
+    types = settings.get(TYPES)
+    types = default(num_layers) if types is None else types
+    unknown = sorted(set(types) - {FULL, SLIDING})
+    if unknown:
+        raise ConfigError(f"{TYPES} {unknown[0]!r} cannot be expressed; it can be {FULL}, {SLIDING}")
+    if len(types) != num_layers:
+        raise ConfigError(f"{TYPES} has {len(types)} entries, num_hidden_layers is {num_layers}")
+    if SLIDING in types and window is None:
+        raise ConfigError(f"{TYPES} has {SLIDING}, but {WINDOW} is null: the window of these layers is unknown")
+    return tuple(types)
+
+
+def every(period: int) -> Callable[[int], Types]:
+    """Return the default types of an architecture with full attention in every layer of this period."""
+    return lambda num_layers: [SLIDING if layer % period else FULL for layer in range(1, num_layers + 1)]
+
+
+def by_type(types: Types, options: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
+    """Return the model's options, of layers with the options of their types."""
+    if len(set(types)) == 1:
+        return options[types[0]]
+    model = options[FULL]
+    differing = {name: value for name, value in options[SLIDING].items() if value != model.get(name)}
+    if differing.keys() <= {"window_size"}:
+        return model | differing | {"window_attn_skip_freq": frequency([kind == FULL for kind in types])}
+    settings = (f"{name}={as_text(value)}" for name, value in differing.items())
+    return model | {"layer_pattern": pattern(types, {FULL: "", SLIDING: " ".join(settings)})}
+
+
+def as_text(value: Any) -> str:
+    """Return a value of an option, a whole number without a point."""
+    return str(int(value)) if isinstance(value, float) and value.is_integer() else str(value)
+
+
+def pattern(types: Types, settings: Mapping[str, str]) -> tuple[str, ...]:
+    """Return the words of --layer-pattern, which repeat if the types do. settings: of each type."""
+    period = next(n for n in range(1, len(types) + 1) if all(a == b for a, b in zip(types, types[n:], strict=False)))
+    runs = [(kind, len(list(run))) for kind, run in groupby(types[:period])]
+    words = [f"{count} {settings[kind]}".strip() for kind, count in runs]
+    return (*words, REPEAT) if period < len(types) else tuple(words)
+
+
+def frequency(marks: Sequence[bool]) -> str:
+    """Return --window-attn-skip-freq: N if every N-th layer is marked and no other, else a list of runs of 0 and 1."""
+    period = regular_period(marks)
+    runs = ((mark, len(list(run))) for mark, run in groupby(marks))
+    return "+".join(f"[{1 - mark}]*{count}" for mark, count in runs) if period is None else str(period)
+
+
+def regular_period(marks: Sequence[bool]) -> int | None:
+    """Return N if every N-th of the layers is marked and no other."""
+    period = [*marks, True].index(True) + 1
+    is_regular = all(mark == (layer % period == 0) for layer, mark in enumerate(marks, 1))
+    return period if is_regular and True in marks else None
+
+
+def types_of(layers: Layers) -> list[str]:
+    """Return the type of each layer."""
+    return [FULL if layer.window_size is None else SLIDING for layer in layers]
+
+
+def first_of_type(layers: Layers) -> dict[str, LayerConfig]:
+    """Return the first layer of each type, any where there is none."""
+    return {FULL: layers[0], SLIDING: layers[0]} | dict(reversed([*zip(types_of(layers), layers, strict=True)]))
+
+
+def write_types(layers: Layers) -> dict[str, Any]:
+    """Return layer_types, and the window if there is one: transformers refuses null beside layer_types."""
+    window = first_of_type(layers)[SLIDING].window_size
+    return {TYPES: types_of(layers)} | ({} if window is None else {WINDOW: window})
+
+
+def windows(default: Callable[[int], Types], *without_effect: str) -> Rule:
+    """Return the rule of windows by layer type, beside rotary positions that are the same in all layers."""
+
+    def read(settings: Settings) -> dict[str, Any]:
+        window = settings.get(WINDOW, DEFAULT_WINDOW)
+        types = read_types(settings, default if window is not None else every(1), window)
+        return by_type(types, {FULL: {"window_size": None}, SLIDING: {"window_size": window}})
+
+    return Rule((WINDOW, TYPES, *without_effect), read, write_types)
+
+
+def windows_and_rope(period: int, base: float, local_key: str | None = None, local_base: float | None = None) -> Rule:
+    """Return the rule of windows and rotary positions by layer type.
+
+    period: every how many layers one has full attention by default. base: the default of rope_theta. local_key,
+    local_base: the key of transformers 4 for rope_theta in layers with a window, and its default; None: rope_theta.
+    """
+
+    def read(settings: Settings) -> dict[str, Any]:
+        nested, theta = settings.get(PARAMETERS), settings.get(THETA) or base
+        local = (settings.get(local_key) if local_key is not None else None) or local_base or theta
+        if nested is None:  # in transformers 4 only layers with full attention are scaled
+            nested = {FULL: settings.get(SCALING)}
+        unknown = sorted(set(nested) - {FULL, SLIDING})
+        if unknown:
+            raise ConfigError(f"{PARAMETERS}: the key {unknown[0]} cannot be expressed; they are {FULL} and {SLIDING}")
+        window = settings.get(WINDOW, DEFAULT_WINDOW)
+        patterns = (settings[name] for name in PATTERNS if settings.get(name))
+        types = read_types(settings, every(int(next(patterns, period))), window)
+        options = {FULL: {"window_size": None}, SLIDING: {"window_size": window}}
+        for kind, default in ((FULL, theta), (SLIDING, local)):
+            options[kind] |= rope_fields(nested.get(kind) or {}, default, settings)
+        return by_type(types, options)
+
+    def write(layers: Layers) -> dict[str, Any]:
+        of_type = first_of_type(layers)
+        regular = regular_period([kind == FULL for kind in types_of(layers)])
+        keys = write_types(layers) | {THETA: of_type[FULL].rotary_base, SCALING: rope_scaling(of_type[FULL])}
+        keys |= {} if local_key is None else {local_key: of_type[SLIDING].rotary_base}
+        keys |= {} if local_key is None or regular is None else {PATTERNS[0]: regular}
+        keys[PARAMETERS] = {
+            kind: {THETA: layer.rotary_base, **(rope_scaling(layer) or {"rope_type": "default"})}
+            for kind, layer in of_type.items()
+        }
+        return keys
+
+    local_keys = () if local_key is None else (local_key, *PATTERNS)
+    return Rule((THETA, SCALING, PARAMETERS, PARTIAL, WINDOW, TYPES, *local_keys), read, write)
+
+
+# ------------------------------------------------------------------------------------------- Qwen and Mistral
+
+
+def read_qwen_windows(settings: Settings) -> dict[str, Any]:
+    """Read Qwen's sliding window: with use_sliding_window from layer max_window_layers on, or as layer_types says."""
+    window, first = settings.get(WINDOW, DEFAULT_WINDOW), settings.get(FIRST, 28)
+    if not settings.get(USE, False):
+        window = None
+    first = int(settings["num_hidden_layers"]) if window is None else first
+    types = read_types(settings, lambda count: [SLIDING if layer >= first else FULL for layer in range(count)], window)
+    return by_type(types, {FULL: {"window_size": None}, SLIDING: {"window_size": window}})
+
+
+def write_qwen_windows(layers: Layers) -> dict[str, Any]:
+    types = types_of(layers)
+    return write_types(layers) | {USE: True, FIRST: types.index(SLIDING)} if SLIDING in types else {USE: False}
+
+
+QWEN_WINDOWS = Rule((WINDOW, USE, FIRST, TYPES), read_qwen_windows, write_qwen_windows)
+MINISTRAL_WINDOWS = windows(lambda num_layers: [SLIDING] * num_layers)
+# transformers takes a Mistral with layer_types as a Ministral; its own Mistral has one window, null for none
+MISTRAL_WINDOWS = Rule(MINISTRAL_WINDOWS.keys, MINISTRAL_WINDOWS.read, lambda layers: {WINDOW: layers[0].window_size})

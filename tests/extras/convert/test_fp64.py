@@ -1,0 +1,73 @@
+"""In fp64 a converted model's logits and gradients equal those of transformers, whose casts to fp32 are patched out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from megapipe.comm.groups import Group
+from megapipe.config.parallel import RecomputeConfig
+from megapipe.config.training import TrainingConfig
+from megapipe.extras.convert import hugging_face
+from megapipe.extras.convert.families import FAMILIES
+from megapipe.extras.convert.snapshot import Snapshot
+from megapipe.extras.convert.tables import map_tensors, unpadded
+from megapipe.model.init import replace_parameter
+from megapipe.model.microbatch import Microbatch
+from megapipe.model.stage import GPTStage
+from megapipe.schedule.partition import StageLayers
+from tests.extras.convert.models import CASES, draw_tokens, in_fp64, make, save, without_casts
+
+pytest.importorskip(
+    "transformers", reason="the optional package transformers is not installed: pip install 'megapipe[transformers]'"
+)
+LAYERED = [name for name, case in CASES.items() if case.model_type.startswith(("gemma", "olmo", "ministral"))]
+
+
+def stage_in_fp64(snapshot: Snapshot) -> GPTStage:
+    model = unpadded(snapshot.config.model)
+    whole = StageLayers(0, model.num_layers, True, True)
+    stage = GPTStage(
+        model, whole, Group.alone("tp"), sequence_parallel=False, recompute=RecomputeConfig(), loss=TrainingConfig()
+    )
+    for name, parameter in list(stage.named_parameters()):
+        replace_parameter(stage, parameter, nn.Parameter(snapshot.weights[name].detach().double()))
+    return stage
+
+
+def assert_close(found: Tensor | None, expected: Tensor | None, name: str) -> None:
+    assert found is not None and expected is not None, name
+    assert found.dtype == expected.dtype == torch.float64
+    assert (found - expected).abs().max() <= 1e-10 * expected.abs().max(), name
+
+
+@pytest.mark.parametrize("name", LAYERED)
+def test_logits_and_gradients_are_theirs_in_fp64(tmp_path: Path, name: str) -> None:
+    case = CASES[name]
+    model = make(case)
+    snapshot = hugging_face.read(save(model, tmp_path / "theirs"))
+    tokens = draw_tokens(model.config.vocab_size)
+    with without_casts():
+        theirs = in_fp64(case, model)
+        theirs.get_input_embeddings().padding_idx = None  # it would have no gradient
+        expected = theirs(tokens, use_cache=False).logits
+        weights = torch.randn(expected.shape, generator=torch.Generator().manual_seed(8), dtype=torch.float64)
+        (expected * weights).sum().backward()
+    stage = stage_in_fp64(snapshot)
+    found = stage(Microbatch(tokens), return_logits=True)
+    assert isinstance(found, Tensor)
+    assert_close(found.transpose(0, 1), expected, "logits")
+    (found.transpose(0, 1) * weights).sum().backward()
+    gradients = {parameter: tensor.grad for parameter, tensor in stage.named_parameters()}
+    of_theirs = {parameter: tensor.grad for parameter, tensor in theirs.named_parameters()}
+    family = FAMILIES[type(model).__name__]
+    mapped = map_tensors(family.rows, unpadded(snapshot.config.model), family.architecture)
+    assert len(mapped) == len(gradients)
+    for entry in mapped:
+        gradient = gradients[entry.spec.name]
+        assert gradient is not None, entry.spec.name
+        for part, parameter in zip(entry.layout.split(gradient), entry.theirs, strict=True):
+            assert_close(part, of_theirs[parameter], parameter)
