@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from megapipe.config.config import Config, all_fields, value_of
 from megapipe.config.load import load_config
 from megapipe.extras.cli.planning import plan_for
+from megapipe.extras.convert.families import FAMILIES
+from megapipe.extras.convert.tables import check_expressed
+from megapipe.extras.dry_run.run import dry_run
 from megapipe.plan.run_plan import RunPlan
 
 REPOSITORY = Path(__file__).resolve().parents[3]
@@ -21,15 +26,89 @@ PARAMETERS = {  # billions, as the papers count parameters
     "llama3_8b": 8.03,
     "llama3_70b": 70.6,
     "llama3_405b": 405.9,
+    "gemma2_9b": 9.24,
+    "gemma3_27b": 27.0,
+    "olmo2_7b": 7.30,
+    "olmo3_32b": 32.2,
+}
+# the architecture in transformers, and keys of config.json on the hub; OLMo-3 before its YaRN
+HUB: dict[str, tuple[str, dict[str, Any]]] = {
+    "gemma2_9b": (
+        "Gemma2ForCausalLM",
+        {
+            "attn_logit_softcapping": 50.0,
+            "cache_implementation": "hybrid",
+            "final_logit_softcapping": 30.0,
+            "head_dim": 256,
+            "hidden_act": "gelu_pytorch_tanh",
+            "hidden_activation": "gelu_pytorch_tanh",
+            "hidden_size": 3584,
+            "intermediate_size": 14336,
+            "max_position_embeddings": 8192,
+            "num_attention_heads": 16,
+            "num_hidden_layers": 42,
+            "num_key_value_heads": 8,
+            "query_pre_attn_scalar": 256,
+            "rms_norm_eps": 1e-06,
+            "rope_theta": 10000.0,
+            "sliding_window": 4096,
+            "sliding_window_size": 4096,
+            "vocab_size": 256000,
+        },
+    ),
+    "gemma3_27b": (
+        "Gemma3ForCausalLM",
+        {
+            "head_dim": 128,
+            "hidden_size": 5376,
+            "intermediate_size": 21504,
+            "num_attention_heads": 32,
+            "num_hidden_layers": 62,
+            "num_key_value_heads": 16,
+            "query_pre_attn_scalar": 168,
+            "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+            "sliding_window": 1024,
+            "vocab_size": 262208,
+        },
+    ),
+    "olmo2_7b": (
+        "Olmo2ForCausalLM",
+        {
+            "hidden_size": 4096,
+            "intermediate_size": 11008,
+            "max_position_embeddings": 4096,
+            "num_attention_heads": 32,
+            "num_hidden_layers": 32,
+            "num_key_value_heads": 32,
+            "rms_norm_eps": 1e-06,
+            "rope_theta": 500000,
+            "vocab_size": 100352,
+        },
+    ),
+    "olmo3_32b": (
+        "Olmo3ForCausalLM",
+        {
+            "hidden_size": 5120,
+            "intermediate_size": 27648,
+            "max_position_embeddings": 8192,
+            "num_attention_heads": 40,
+            "num_hidden_layers": 64,
+            "num_key_value_heads": 8,
+            "rms_norm_eps": 1e-06,
+            "rope_theta": 500000,
+            "sliding_window": 4096,
+            "vocab_size": 100278,
+        },
+    ),
 }
 MADE_FOR_THE_DATA = {"quickstart": ["--vocab-size", "2048"], "quickstart_gpu": ["--vocab-size", "2048"]}
 UNDER = {"quickstart_gpu": ["--config", str(REPOSITORY / "configs" / "quickstart.yaml")]}
 
 
-def plan_of(path: Path) -> RunPlan:
+def plan_of(path: Path, *more: str) -> RunPlan:
     world = re.match(r"# (\d+) ranks?(?:, (\d+) a node)?\b", path.read_text().splitlines()[0])
     assert world is not None, f"{path.name}: the first line has to state the world, as in '# 64 ranks, 8 a node: ...'"
-    arguments = [*UNDER.get(path.stem, []), "--config", str(path), *MADE_FOR_THE_DATA.get(path.stem, [])]
+    arguments = [*UNDER.get(path.stem, []), "--config", str(path), *MADE_FOR_THE_DATA.get(path.stem, []), *more]
     return plan_for(arguments, int(world[1]), int(world[2]) if world[2] else None)
 
 
@@ -39,10 +118,39 @@ def test_a_config_resolves_on_the_world_it_states(path: Path) -> None:
     layers = [stage.num_layers for stage in plan.partition.stages]
     assert sum(layers) == plan.config.model.num_layers
     if path.stem in PARAMETERS:
-        padding = (plan.config.model.padded_vocab_size or 0) - (plan.config.model.vocab_size or 0)
-        tables = 2 if plan.config.model.untie_embeddings_and_output_weights else 1
-        count = sum(spec.num_elements for spec in plan.specs) - tables * padding * plan.config.model.hidden_size
-        assert count / 1e9 == pytest.approx(PARAMETERS[path.stem], rel=5e-3)
+        assert num_parameters(plan) / 1e9 == pytest.approx(PARAMETERS[path.stem], rel=5e-3)
+
+
+def num_parameters(plan: RunPlan) -> int:
+    """Return the parameters of a plan's model without the padding of the vocabulary."""
+    padding = (plan.config.model.padded_vocab_size or 0) - (plan.config.model.vocab_size or 0)
+    tables = 2 if plan.config.model.untie_embeddings_and_output_weights else 1
+    return sum(spec.num_elements for spec in plan.specs) - tables * padding * plan.config.model.hidden_size
+
+
+@pytest.mark.parametrize("name", HUB)
+def test_a_config_is_the_model_on_the_hub_with_as_many_parameters_as_in_transformers(name: str) -> None:
+    transformers = pytest.importorskip(
+        "transformers",
+        reason="the optional package transformers is not installed: pip install 'megapipe[transformers]'",
+    )
+    architecture, settings = HUB[name]
+    plan = plan_of(REPOSITORY / "configs" / f"{name}.yaml")
+    family = FAMILIES[architecture]
+    check_expressed(plan.config.model, family.read(settings), architecture)
+    config = transformers.AutoConfig.for_model(family.model_type, **settings)
+    with torch.device("meta"):
+        model = getattr(transformers, architecture)(config)
+    assert num_parameters(plan) == sum(parameter.numel() for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("name", HUB)
+def test_a_config_whose_layers_differ_dry_runs(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Eight layers of it have all kinds."""
+    options = ("--num-layers", "8", "--mock-data", "--train-iters", "4000")
+    assert dry_run(plan_of(REPOSITORY / "configs" / f"{name}.yaml", *options), rank=0) == 0
+    difference = re.search(r"^ +total .* ([-+]\d+\.\d) %", capsys.readouterr().out, re.MULTILINE)
+    assert difference is not None and abs(float(difference[1])) < 1.0
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)

@@ -308,7 +308,7 @@ ARGS: dict[str, tuple[dict[str, Any], str]] = {
     "linears_in_place_of_attention": (
         {
             "heterogeneous_layers_config_encoded_json": json.dumps(
-                {"block_configs": [{"attention": {"replace_with_linear": True}, "ffn": {}}]}
+                {"block_configs": [{"attention": {"replace_with_linear": True}, "ffn": {"no_op": True}}]}
             )
         },
         "heterogeneous_layers_config_encoded_json: block 0: replace_with_linear of its attention",
