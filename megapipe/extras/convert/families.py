@@ -181,8 +181,8 @@ def _llama_family(
         key("initializer_range", "init_method_std", 0.02),
         always(normalization="RMSNorm", hidden_dropout=0.0),
     )
-    rules = (*rules, activation, rope, *more)
-    return Family(architecture, model_type, llama_rows(norms), rules, "model.", ("rotary_emb.inv_freq",))
+    all_rules = (*rules, activation, rope, *more)
+    return Family(architecture, model_type, llama_rows(norms), all_rules, "model.", ("rotary_emb.inv_freq",))
 
 
 def _head_dim(settings: Settings) -> int:
@@ -306,8 +306,8 @@ FAMILIES: dict[str, Family] = {
 
 _EXPERTS = "it is a mixture of experts"
 REFUSED: dict[str, str] = {
-    "Gemma3ForConditionalGeneration": "it has a vision tower; convert its text model, which transformers' "
-    "Gemma3ForCausalLM.from_pretrained(FOLDER).save_pretrained(TEXT_FOLDER) writes",
+    "Gemma3ForConditionalGeneration": "it has a vision tower; convert its text model, a Gemma3ForCausalLM, which "
+    "docs/convert.md shows how to save",
     "MixtralForCausalLM": _EXPERTS,
     "Qwen2MoeForCausalLM": _EXPERTS,
     "Qwen3MoeForCausalLM": _EXPERTS,

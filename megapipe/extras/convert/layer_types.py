@@ -205,17 +205,17 @@ def windows_and_rope(period: int, base: float, local_key: str | None = None, loc
     def read(settings: Settings) -> dict[str, Any]:
         nested, theta = settings.get(PARAMETERS), settings.get(THETA) or base
         local = (settings.get(local_key) if local_key is not None else None) or local_base or theta
-        if nested is None:  # in transformers 4 only layers with full attention are scaled
-            nested = {FULL: settings.get(SCALING)}
+        nested = {} if nested is None else nested
         unknown = sorted(set(nested) - {FULL, SLIDING})
         if unknown:
             raise ConfigError(f"{PARAMETERS}: the key {unknown[0]} cannot be expressed; they are {FULL} and {SLIDING}")
+        scaling = settings.get(SCALING) or {}  # of layers with full attention alone
         window = settings.get(WINDOW, DEFAULT_WINDOW)
         patterns = (settings[name] for name in PATTERNS if settings.get(name))
         types = read_types(settings, every(int(next(patterns, period))), window)
         options = {FULL: {"window_size": None}, SLIDING: {"window_size": window}}
-        for kind, default in ((FULL, theta), (SLIDING, local)):
-            options[kind] |= rope_fields(nested.get(kind) or {}, default, settings)
+        options[FULL] |= rope_fields((nested.get(FULL) or {}) | scaling, theta, settings)
+        options[SLIDING] |= rope_fields(nested.get(SLIDING) or {}, local, settings)
         return by_type(types, options)
 
     def write(layers: Layers) -> dict[str, Any]:

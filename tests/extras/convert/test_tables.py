@@ -314,6 +314,22 @@ LAYER_TYPES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
             "layer_pattern": ("3 window_size=4096 rope_scaling_type=none", "1", "..."),
         },
     ),
+    "yarn_of_transformers_4": (
+        "Olmo3ForCausalLM",
+        {
+            "num_hidden_layers": 8,
+            "rope_theta": 500000,
+            "rope_scaling": {
+                "rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 8192, "beta_fast": 32.0,
+                "beta_slow": 1.0, "attention_factor": 1.2079441541679836,
+            },
+        },
+        {
+            "rope_scaling_type": "yarn",
+            "rope_scaling_factor": 8.0,
+            "layer_pattern": ("3 window_size=4096 rope_scaling_type=none", "1", "..."),
+        },
+    ),
     "olmo_3_of_transformers_4": (
         "Olmo3ForCausalLM",
         {"num_hidden_layers": 8, "rope_theta": 7e5, "sliding_window": 4096},
