@@ -218,13 +218,17 @@ QUERY_SCALAR = "query_pre_attn_scalar"  # attention logits are divided by its ro
 
 def read_query_scalar(settings: Settings) -> dict[str, Any]:
     scalar = settings.get(QUERY_SCALAR, 256)
+    if not scalar > 0:
+        raise ConfigError(f"{QUERY_SCALAR} {scalar} cannot be expressed: attention logits are divided by its root")
     return {"softmax_scale": None if scalar == settings.get("head_dim", 256) else scalar**-0.5}
 
 
 GEMMA_2_AND_3 = (
     *GEMMA,
     always(norm_position="around"),
-    Rule((QUERY_SCALAR,), read_query_scalar, lambda layers: {QUERY_SCALAR: round(layers[0].softmax_scale ** -2)}),
+    Rule(
+        (QUERY_SCALAR,), read_query_scalar, lambda layers: {QUERY_SCALAR: max(1, round(layers[0].softmax_scale ** -2))}
+    ),
     unwritten(fixed("hidden_act", TANH, TANH_GELU)),
 )
 GEMMA_2 = (

@@ -122,6 +122,10 @@ SETTINGS: dict[str, tuple[dict[str, Any], str]] = {
         {"architectures": ["Gemma3ForCausalLM"], "attn_logit_softcapping": 50.0},
         "attn_logit_softcapping 50.0 cannot be expressed",
     ),
+    "query_scalar": (
+        {"architectures": ["Gemma2ForCausalLM"], "query_pre_attn_scalar": 0},
+        "query_pre_attn_scalar 0 cannot be expressed",
+    ),
     "attention_to_later_tokens": (
         {"architectures": ["Gemma2ForCausalLM"], "use_bidirectional_attention": True},
         "use_bidirectional_attention True cannot be expressed: attention is causal here",

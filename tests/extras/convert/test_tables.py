@@ -247,7 +247,7 @@ def test_by_default_the_first_architecture_that_fits_is_taken_or_all_reasons_are
     both = dataclasses.replace(fits, window_size=None)
     assert choose_family(both, None, "MistralForCausalLM")[0].architecture == "MistralForCausalLM"
     with pytest.raises(ConfigError) as error:
-        choose_family(dataclasses.replace(fits, attn_logit_softcapping=30.0), None)
+        choose_family(dataclasses.replace(fits, attn_logit_softcapping=30.0, softmax_scale=2.0), None)
     assert all(name in str(error.value) for name in FAMILIES)
 
 

@@ -22,7 +22,7 @@ from tests.harness import RankPool
 pytest.importorskip(
     "transformers", reason="the optional package transformers is not installed: pip install 'megapipe[transformers]'"
 )
-NAMES = ["gemma2", "gemma3", "olmo2", "olmo3", "ministral"]
+NAMES = ["gemma2", "gemma3", "olmo2", "olmo2_one_kv_head_linear", "olmo3", "ministral"]
 PROMPTS = [[5, 6, 7, 8, 9, 1, 2, 11, 12], [3], [4, 4, 2]]  # the first is longer than the window
 NEW = LENGTH - 9
 STREAM = np.random.default_rng(4).integers(0, 61, 60).astype(np.uint16)
