@@ -5,7 +5,8 @@ settings. A tensor or setting that the other side cannot express is an error tha
 
 - `snapshot`: a run in any format: configuration, lazily read tensors under our names, run state; megapipe's checkpoints
 - `tables`: rules for settings, rows for tensors
-- `families`, `hugging_face`: architectures of Hugging Face; folders with config.json and safetensors files
+- `families`, `layer_types`, `hugging_face`: architectures of Hugging Face, their layers that differ; folders with
+  config.json and safetensors files
 - `pickled`: pickled files and folders of torch.distributed.checkpoint, read without executing anything in them
 - `megatron`: names of tensors and args; `megatron_legacy`, `megatron_dist`: its formats `torch`, also written, and
   `torch_dist`
