@@ -199,6 +199,15 @@ def test_every_parameter_has_names_of_its_own(architecture: str, data: st.DataOb
         assert len(entry.layout.shapes(entry.spec.shape)) == len(entry.theirs)
 
 
+def test_the_layout_of_a_tensor_is_that_of_its_own_layer() -> None:
+    pattern = ("1", "1 num_query_groups=1", "1 num_query_groups=4")
+    sizes = LLAMA | {"num_layers": 3, "hidden_size": 16, "num_attention_heads": 4, "num_query_groups": 2}
+    model = unpadded(ModelConfig(**sizes, layer_pattern=pattern))
+    mapped = map_tensors(FAMILIES["LlamaForCausalLM"].rows, model, "LlamaForCausalLM")
+    shapes = [entry.layout.shapes(entry.spec.shape) for entry in mapped if "linear_qkv" in entry.spec.name]
+    assert [[rows for rows, _ in parts] for parts in shapes] == [[16, 8, 8], [16, 4, 4], [16, 16, 16]]
+
+
 @pytest.mark.parametrize("architecture", FAMILIES)
 def test_each_row_and_each_key_occurs_once(architecture: str) -> None:
     family = FAMILIES[architecture]
