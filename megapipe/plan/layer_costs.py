@@ -225,9 +225,7 @@ def setting_of(config: Config) -> dict[str, Any]:
 def measured_costs(path: Path, config: Config) -> LayerCosts:
     """Return the costs of a resolved run's layers from a file. Raises ConfigError if its options were others."""
     times = read_layer_times(path)
-    defaults = {
-        field.name: field.default for field in dataclasses.fields(ModelConfig)
-    }  # of options newer than the file
+    defaults = dataclasses.asdict(ModelConfig())  # of options that are newer than the file
     wanted, known = json.loads(json.dumps([setting_of(config), defaults]))  # as JSON has it: lists for tuples
     known |= times.setting
     other = [

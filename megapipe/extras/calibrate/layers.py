@@ -1,5 +1,5 @@
-"""Measured seconds of embedding, each kind of layer and head of a configuration at the shapes of the run: forward,
-backward and its two halves."""
+"""Measured seconds of embedding, layers and head of a configuration at the shapes of the run: forward, backward and its
+two halves."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from megapipe.assembly.runtime import InferenceRuntime
 from megapipe.comm.collectives import barrier, broadcast_object, gather_objects
 from megapipe.comm.groups import ProcessGroups
 from megapipe.config.config import Config
-from megapipe.config.layer_pattern import ABSENT, PARTS
-from megapipe.config.layers import layer_settings
+from megapipe.config.layer_pattern import PARTS
+from megapipe.config.layers import LAYER_OPTIONS, MARKS, LayerConfig
 from megapipe.config.model import ModelConfig
 from megapipe.config.parallel import OffloadConfig, ParallelConfig, RecomputeConfig
 from megapipe.gpu.device_clock import DeviceClock, device_clock
@@ -30,36 +30,22 @@ from megapipe.schedule.partition import from_counts
 from megapipe.schedule.placement import loop
 from megapipe.tensor_parallel.random import DropoutKey
 
-LAYERS_THAT_DIFFER = {
-    "window_attn_skip_freq": None,
-    "no_rope_freq": None,
-    "layer_pattern": (),
-}  # options, and none of it
 NUM_LAYERS = 2  # timed together: a single layer's weights would stay in the caches
 EMBEDDING, LAYERS, HEAD = range(3)  # stages of the measured plan
 MIN_REPEATS, MAX_REPEATS = 3, 200  # after a warm-up
 
 
-def measured_models(model: ModelConfig) -> tuple[ModelConfig, ...]:
-    """Return for each layer the model to measure it with: a few such layers."""
-    alike = replace(model, num_layers=NUM_LAYERS, **LAYERS_THAT_DIFFER)  # type: ignore[arg-type]
-    found = []
-    for settings in layer_settings(model):
-        absent = {part: ABSENT for part in PARTS if not settings.get(f"has_{part}", True)}
-        options = {name: value for name, value in settings.items() if not name.startswith("has_")} | absent
-        words = [f"{name}={value}" for name, value in options.items()]
-        found.append(replace(alike, layer_pattern=(" ".join([str(NUM_LAYERS), *words]),)) if words else alike)
-    return tuple(found)
+def one_pipeline_rank(config: Config, world_size: int, layer: LayerConfig | None = None) -> Config:
+    """Return the configuration without a pipeline on `world_size` ranks.
 
-
-def one_pipeline_rank(config: Config, model: ModelConfig, world_size: int) -> Config:
-    """Return the configuration with this model and without a pipeline on `world_size` ranks; its parts are measured."""
+    layer: only few layers, all of this kind, whose parts are measured.
+    """
     options = dataclasses.fields(ParallelConfig)
     defaults: dict[str, Any] = {option.name: option.default for option in options if "pipeline" in option.name}
     sequences = config.training.micro_batch_size * max(1, world_size // config.parallel.tensor_model_parallel_size)
     return replace(
         config,
-        model=model,
+        model=config.model if layer is None else _alike(config.model, layer),
         parallel=replace(config.parallel, **defaults),
         training=replace(config.training, global_batch_size=sequences, rampup_batch_size=None),
         optimizer=replace(config.optimizer, optimizer_post_validation=False),
@@ -67,30 +53,32 @@ def one_pipeline_rank(config: Config, model: ModelConfig, world_size: int) -> Co
     )
 
 
-def profile_ends(
+def _alike(model: ModelConfig, layer: LayerConfig) -> ModelConfig:
+    """Return the model with NUM_LAYERS layers of one kind."""
+    values: dict[str, Any] = {name: getattr(layer, name) for name in LAYER_OPTIONS}
+    missing = [f"{part}=none" for part in PARTS if not getattr(layer, f"has_{part}")]
+    pattern = (f"{NUM_LAYERS} {' '.join(missing)}",) if missing else ()
+    frequencies: dict[str, Any] = dict.fromkeys(MARKS)
+    return replace(model, **values | frequencies, num_layers=NUM_LAYERS, layer_pattern=pattern)
+
+
+def profile_parts(
     plan: RunPlan, groups: ProcessGroups, device: torch.device, seconds: float
-) -> tuple[PartCost, PartCost]:
-    """Return the costs of embedding and head; arguments as of `profile_layer`."""
-    parts = _Parts(plan, _without_full(plan.config.recompute), groups, device, seconds)
-    return parts.cost(EMBEDDING), parts.cost(HEAD)
+) -> tuple[PartCost, PartCost, PartCost]:
+    """Return the costs of embedding, one layer and head on the slowest rank of the world. Called by all ranks.
 
-
-def profile_layer(plan: RunPlan, groups: ProcessGroups, device: torch.device, seconds: float) -> PartCost:
-    """Return the cost of one layer on the slowest rank of the world. Called by all ranks.
-
-    plan: of `one_pipeline_rank`. seconds: for each figure. With full recompute a layer is timed without and with it;
-    the difference is the time of the recomputation.
+    plan: of `one_pipeline_rank`. seconds: for each of about ten figures. With full recompute a layer is timed without
+    and with it; the difference is the time of the recomputation.
     """
-    recompute = plan.config.recompute
-    layers = _Parts(plan, _without_full(recompute), groups, device, seconds).cost(LAYERS)
-    if recompute.recompute_granularity == "full":
-        recomputed = _Parts(plan, recompute, groups, device, seconds).cost(LAYERS)
+    full = plan.config.recompute.recompute_granularity == "full"
+    plain = RecomputeConfig() if full else plan.config.recompute
+    parts = _Parts(plan, plain, groups, device, seconds)
+    embedding, layers, head = parts.cost(EMBEDDING), parts.cost(LAYERS), parts.cost(HEAD)
+    if full:
+        recomputed = _Parts(plan, plan.config.recompute, groups, device, seconds).cost(LAYERS)
         layers = replace(layers, replay=max(0.0, recomputed.backward - layers.backward))
-    return PartCost(*(value * (1.0 / NUM_LAYERS) for value in dataclasses.astuple(layers)))
-
-
-def _without_full(recompute: RecomputeConfig) -> RecomputeConfig:
-    return RecomputeConfig() if recompute.recompute_granularity == "full" else recompute
+    layer = PartCost(*(value * (1.0 / NUM_LAYERS) for value in dataclasses.astuple(layers)))
+    return embedding, layer, head
 
 
 class _Parts:

@@ -11,12 +11,14 @@ import sys
 import time
 from pathlib import Path
 
+from megapipe.config.layers import layer_kinds
 from megapipe.config.load import load_config
 from megapipe.config.training import DEVICES
 from megapipe.dtypes import TENSOR_DTYPES
 from megapipe.environment import Environment
 from megapipe.extras.cli.frame import command, option, write_file
 from megapipe.extras.cli.planning import with_vocabulary
+from megapipe.formatting import ranges_text
 from megapipe.plan.layer_costs import LayerTimes, PartCost, setting_of, to_json
 from megapipe.plan.resolve import resolve
 
@@ -81,35 +83,26 @@ def profile_layers(own: argparse.Namespace, environment: Environment) -> None:
       megapipe launch --nproc-per-node 2 -m megapipe profile-layers --output times.json --config run.yaml
                                                                                 (tp 2: on as many ranks as tp)
 
-    Forward, backward and its two halves of the embedding, a layer of each kind, and final norm, head and loss, at the
-    run's shapes on this rank's device; the slowest rank counts. The run then takes the file with
-    --pipeline-layer-times FILE.
+    Forward, backward and its two halves of the embedding, a layer, and final norm, head and loss, at the run's shapes
+    on this rank's device; the slowest rank counts. The run then takes the file with --pipeline-layer-times FILE.
     """
     config = with_vocabulary(load_config(["--plan", *own.flags], is_job=False).config)
 
     import torch
 
     from megapipe.comm.groups import build_process_groups
-    from megapipe.extras.calibrate.layers import (
-        LAYERS_THAT_DIFFER,
-        measured_models,
-        one_pipeline_rank,
-        profile_ends,
-        profile_layer,
-    )
+    from megapipe.extras.calibrate.layers import one_pipeline_rank, profile_parts
     from megapipe.train.run import join
 
-    world_size, models = environment.world_size, measured_models(config.model)
-    plans = {
-        model: resolve(one_pipeline_rank(config, model, world_size), world_size, environment.local_world_size)
-        for model in dict.fromkeys(models)
-    }
-    plan = plans[models[0]]
+    world_size, local = environment.world_size, environment.local_world_size
+    plan = resolve(one_pipeline_rank(config, world_size), world_size, local)
     world = join(plan, environment)
     groups = build_process_groups(plan.topology, world.global_rank, world.backend, world.timeout_seconds)
-    measure = (groups, world.device, own.seconds)
-    embedding, head = profile_ends(plan, *measure)
-    layer_of = {model: profile_layer(of_kind, *measure) for model, of_kind in plans.items()}
+    kinds = layer_kinds(config.model)
+    costs = []  # embedding, one layer, and head, with layers of each kind
+    for layer in kinds:
+        alike = resolve(one_pipeline_rank(config, world_size, layer), world_size, local)
+        costs.append(profile_parts(alike, groups, world.device, own.seconds))
     if environment.global_rank == 0:
         name = torch.cuda.get_device_name() if world.device.type == "cuda" else platform.machine()
         measured = {
@@ -118,24 +111,22 @@ def profile_layers(own: argparse.Namespace, environment: Environment) -> None:
             "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
             "command": shlex.join(["megapipe", *sys.argv[1:]]),
         }
-        layers = tuple(layer_of[model] for model in models) if len(plans) > 1 else tuple(layer_of.values())
-        differing = {name: getattr(config.model, name) for name in LAYERS_THAT_DIFFER}
-        whole = dataclasses.replace(plan.config, model=dataclasses.replace(plan.config.model, **differing))
-        times = LayerTimes(setting_of(whole), embedding, layers, head, measured)
+        of_layer = {number: cost[1] for numbers, cost in zip(kinds.values(), costs, strict=True) for number in numbers}
+        layers = tuple(of_layer[number] for number in range(len(of_layer) if len(kinds) > 1 else 1))
+        embedding, _, head = costs[0]
+        times = LayerTimes(setting_of(plan.config), embedding, layers, head, measured)
         write_file(own.output, to_json(times) + "\n", "--output")
-        print(_text({f"layer {models.index(model)}": layer for model, layer in layer_of.items()}, embedding, head))
+        names = ["layer"] if len(kinds) == 1 else [f"layers {ranges_text(numbers)}" for numbers in kinds.values()]
+        print(_text(embedding, dict(zip(names, (cost[1] for cost in costs), strict=True)), head))
         print(f"written: {own.output}, for --pipeline-layer-times {own.output}")
 
 
-def _text(kinds: dict[str, PartCost], embedding: PartCost, head: PartCost) -> str:
-    """Return the table. kinds: by the first layer of each."""
-    lines = ["milliseconds     F      B      I      W  replay"]
-    for name, part in ({"embedding": embedding} | kinds | {"head": head}).items():
-        lines.append(f"{name:<12}" + "".join(f"{1000 * value:7.2f}" for value in dataclasses.astuple(part)))
-    first, layer = next(iter(kinds.items()))
-    one = layer.forward + layer.backward
-    weights = [
-        f"the {name} {(part.forward + part.backward) / one:.2f}"
-        for name, part in (("head", head), ("embedding", embedding))
-    ]
-    return "\n".join([*lines, f"in units of {first}: {', '.join(weights)}"])
+def _text(embedding: PartCost, layers: dict[str, PartCost], head: PartCost) -> str:
+    """Return the table. layers: of each kind, by its name."""
+    width = max(12, *(len(name) + 1 for name in layers))
+    lines = ["milliseconds".ljust(width) + "     F      B      I      W  replay"]
+    for name, part in {"embedding": embedding, **layers, "head": head}.items():
+        lines.append(f"{name:<{width}}" + "".join(f"{1000 * value:7.2f}" for value in dataclasses.astuple(part)))
+    layer = sum(part.forward + part.backward for part in layers.values()) / len(layers)
+    ends = ((part.forward + part.backward) / layer for part in (head, embedding))
+    return "\n".join([*lines, "the head weighs {:.2f} layers, the embedding {:.2f}".format(*ends)])

@@ -17,7 +17,7 @@ from typing import Any
 from megapipe.config.config import Config, ResolvedConfig, ResolvedModelConfig, convert
 from megapipe.config.fields import value_text
 from megapipe.config.files import DataConfig
-from megapipe.config.layer_pattern import ABSENT, PARTS
+from megapipe.config.layer_pattern import PARTS
 from megapipe.config.layers import OPTIONS_OF, LayerConfig, layer_configs
 from megapipe.config.model import ModelConfig, PrecisionConfig
 from megapipe.config.training import OptimizerConfig, TrainingConfig
@@ -197,7 +197,7 @@ def _pattern(
         names = [name for part, names in OPTIONS_OF.items() if parts.get(part, True) for name in names]
         values = {name: getattr(layer, name) for name in names if getattr(layer, name) != getattr(model, name)}
         values |= {name: size for name, size in small(layer).items() if name in values}
-        settings = {part: ABSENT for part, is_there in parts.items() if not is_there}
+        settings = {part: "none" for part, is_there in parts.items() if not is_there}
         settings |= {name: value if isinstance(value, str) else value_text(value) for name, value in values.items()}
         words.append(" ".join([str(len(list(run))), *(f"{name}={text}" for name, text in settings.items())]))
     return tuple(words) if any(" " in word for word in words) else ()

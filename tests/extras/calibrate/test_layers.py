@@ -5,28 +5,19 @@ The times apply to the same shapes on another grid.
 
 from __future__ import annotations
 
-import dataclasses
-import json
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 
-from megapipe.config.layers import layer_configs
-from megapipe.config.rules.check import check
-from megapipe.errors import ConfigError
-from megapipe.extras.calibrate.layers import LAYERS_THAT_DIFFER, NUM_LAYERS, measured_models, timed
+from megapipe.extras.calibrate.layers import timed
 from megapipe.extras.calibrate.rates import SIZES, Stopwatch, fp8_gemms
 from megapipe.extras.cli.calibrate import profile_layers as main
 from megapipe.extras.cli.planning import plan_for
 from megapipe.gpu.device_clock import EventClock
-from megapipe.plan.layer_costs import measured_costs
-from megapipe.plan.resolve import resolve_model
 from megapipe.schedule.action import Op
 from tests.pipeline.fake_device import FakeDevice
-from tests.tiny import tiny_config
 
 MODEL = [
     "--num-layers",
@@ -54,35 +45,14 @@ def test_measured_layers_are_the_clock_of_a_pipeline(tmp_path: Path) -> None:
     assert sum(plan.partition.layer_counts) == 4
 
 
-def test_each_kind_of_layer_is_measured_once_and_has_its_own_entry(tmp_path: Path) -> None:
-    file, unlike = tmp_path / "times.json", ["--layer-pattern", "2", "1 attention=none ffn_hidden_size=512", "1"]
-    assert main(["--output", str(file), "--seconds", "0.01", *MODEL, *unlike]) == 0
-    plan = plan_for([*MODEL, *unlike, "--pipeline-layer-times", str(file)], 1)
-    layers = measured_costs(file, plan.config).layers
-    assert layers[0] == layers[1] == layers[3] != layers[2]
-    assert [entry["count"] for entry in json.loads(file.read_text())["seconds"]["layers"]] == [2, 1, 1]
-    with pytest.raises(ConfigError, match="was measured for layer_pattern"):
-        plan_for([*MODEL, "--pipeline-layer-times", str(file)], 1)
-
-
-@pytest.mark.parametrize(
-    "flags",
-    [
-        {"layer_pattern": ("1 attention=none ffn_mult=2.5", "2 mlp=none qk_layernorm=false", "1 window_size=none")},
-        {"window_size": 8, "window_attn_skip_freq": "2", "no_rope_freq": "[0,1,1,0]"},
-        {},
-    ],
-    ids=["parts", "windows", "alike"],
-)
-def test_models_to_measure_have_the_layers_of_the_model(flags: dict[str, Any]) -> None:
-    options = {"num_layers": 4, "qk_layernorm": True, "position_embedding_type": "rope", **flags}
-    model = tiny_config(**options).model
-    wanted = layer_configs(resolve_model(model, 1))
-    for number, alone in enumerate(measured_models(model)):
-        check(tiny_config(**options | {name: getattr(alone, name) for name in (*LAYERS_THAT_DIFFER, "num_layers")}))
-        found = layer_configs(resolve_model(alone, 1))
-        whole = {"num_layers": 4, **{name: getattr(model, name) for name in LAYERS_THAT_DIFFER}}
-        assert [dataclasses.replace(layer, **whole) for layer in found] == [wanted[number]] * NUM_LAYERS
+def test_each_kind_of_layer_is_measured(tmp_path: Path) -> None:
+    file = tmp_path / "times.json"
+    pattern = ["--layer-pattern", "2 attention=none", "2 ffn_hidden_size=2048"]
+    assert main(["--output", str(file), "--seconds", "0.05", *MODEL, *pattern]) == 0
+    plan = plan_for([*MODEL, *pattern, "--pipeline-model-parallel-size", "2", "--pipeline-layer-times", str(file)], 2)
+    layers = plan.layer_costs.layers
+    assert layers[0] == layers[1] != layers[2] == layers[3]
+    assert layers[0].forward < layers[2].forward, "an eighth of the MLP, and no attention"
 
 
 def test_an_fp8_gemm_has_a_rate_that_its_size_gives() -> None:

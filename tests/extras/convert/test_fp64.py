@@ -1,7 +1,11 @@
-"""In fp64 a converted model's logits and gradients equal those of transformers, whose casts to fp32 are patched out."""
+"""In fp64 a converted model's logits and gradients equal those of transformers, whose casts to fp32 are patched out.
+
+Its logits also equal those of the project's own reference.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -15,9 +19,12 @@ from megapipe.extras.convert import hugging_face
 from megapipe.extras.convert.families import FAMILIES
 from megapipe.extras.convert.snapshot import Snapshot
 from megapipe.extras.convert.tables import map_tensors, unpadded
+from megapipe.extras.reference.gpt import ReferenceGPT
+from megapipe.extras.verify.oracle import reference_config
 from megapipe.model.init import replace_parameter
 from megapipe.model.microbatch import Microbatch
 from megapipe.model.stage import GPTStage
+from megapipe.plan.resolve import resolve
 from megapipe.schedule.partition import StageLayers
 from tests.extras.convert.models import CASES, draw_tokens, in_fp64, make, save, without_casts
 
@@ -44,6 +51,16 @@ def assert_close(found: Tensor | None, expected: Tensor | None, name: str) -> No
     assert (found - expected).abs().max() <= 1e-10 * expected.abs().max(), name
 
 
+def reference_logits(snapshot: Snapshot, tokens: Tensor) -> Tensor:
+    """Return the logits of the project's own reference in fp64."""
+    training = dataclasses.replace(snapshot.config.training, micro_batch_size=2, train_iters=1)
+    model = dataclasses.replace(snapshot.config.model, padded_vocab_size=snapshot.config.model.vocab_size)
+    plan = resolve(dataclasses.replace(snapshot.config, model=model, training=training), 1)
+    reference = ReferenceGPT(reference_config(plan.config)).double()
+    reference.load_state_dict({name: tensor.detach().double() for name, tensor in snapshot.weights.items()})
+    return reference.logits(tokens)
+
+
 @pytest.mark.parametrize("name", LAYERED)
 def test_logits_and_gradients_are_theirs_in_fp64(tmp_path: Path, name: str) -> None:
     case = CASES[name]
@@ -60,6 +77,7 @@ def test_logits_and_gradients_are_theirs_in_fp64(tmp_path: Path, name: str) -> N
     found = stage(Microbatch(tokens), return_logits=True)
     assert isinstance(found, Tensor)
     assert_close(found.transpose(0, 1), expected, "logits")
+    assert_close(found.transpose(0, 1), reference_logits(snapshot, tokens), "logits of the reference")
     (found.transpose(0, 1) * weights).sum().backward()
     gradients = {parameter: tensor.grad for parameter, tensor in stage.named_parameters()}
     of_theirs = {parameter: tensor.grad for parameter, tensor in theirs.named_parameters()}
