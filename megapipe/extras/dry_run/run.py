@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import groupby
 
 from megapipe.assembly.datasets import build_data
 from megapipe.comm.bootstrap import choose_backend
@@ -14,7 +13,7 @@ from megapipe.data.batch import Batch
 from megapipe.errors import ConfigError
 from megapipe.extras.dry_run.grid import Kind, audit_grid, kinds_of_ranks
 from megapipe.extras.dry_run.rank import STATE, RankCount, count_rank
-from megapipe.formatting import bytes_text, range_text, text_table
+from megapipe.formatting import bytes_text, ranges_text, text_table
 from megapipe.plan.memory import RankMemory, all_rank_memory, rank_memory
 from megapipe.plan.run_plan import RunPlan
 from megapipe.schedule.action import Op, parse_action
@@ -77,7 +76,7 @@ def counted_text(plan: RunPlan, counts: Sequence[tuple[Kind, RankCount]], device
         planned, where = _planned(plan, count).total, count.peak_action or "optimizer"
         sizes = bytes_text(planned), bytes_text(count.peak), difference_text(planned, count.peak)
         seconds, rank = f"{count.seconds:.1f}", f"rank {count.global_rank}"
-        rows.append((_ranges(kind.pp_ranks), f"{len(kind.ranks):,}", rank, *sizes, where, seconds))
+        rows.append((ranges_text(kind.pp_ranks), f"{len(kind.ranks):,}", rank, *sizes, where, seconds))
     yield from text_table(rows, indent=11)
     kind, fullest = max(counts, key=lambda pair: pair[1].peak)
     yield from _items(plan, kind, fullest)
@@ -132,9 +131,3 @@ def _not_checked(plan: RunPlan) -> Iterator[str]:
     if plan.config.gpu.cuda_graph_impl != "none":
         graphs = max(memory.items["graphs"] for memory in all_rank_memory(plan))
         yield f"  not counted: the pools of CUDA graphs; planned {bytes_text(graphs)} more on the rank with the most"
-
-
-def _ranges(numbers: Sequence[int]) -> str:
-    """Return ascending numbers as text, such as '0, 2 to 5'."""
-    runs = groupby(enumerate(numbers), lambda at: at[1] - at[0])  # the difference is the same in a run
-    return ", ".join(range_text([number for _, number in run]) for _, run in runs)

@@ -18,7 +18,7 @@ from megapipe.config.config import Config, ResolvedConfig, ResolvedModelConfig, 
 from megapipe.config.fields import value_text
 from megapipe.config.files import DataConfig
 from megapipe.config.layer_pattern import PARTS
-from megapipe.config.layers import OPTIONS_OF, LayerConfig, layer_configs
+from megapipe.config.layers import OPTIONS_OF, ROTARY_OPTIONS, LayerConfig, layer_configs
 from megapipe.config.model import ModelConfig, PrecisionConfig
 from megapipe.config.training import OptimizerConfig, TrainingConfig
 from megapipe.plan.resolve import resolve
@@ -194,7 +194,9 @@ def _pattern(
     words = []
     for layer, run in itertools.groupby(layers):
         parts = {part: getattr(layer, f"has_{part}") for part in PARTS}
+        idle = (() if layer.rotary else ROTARY_OPTIONS) + (() if layer.qk_layernorm else ("qk_layernorm_scope",))
         names = [name for part, names in OPTIONS_OF.items() if parts.get(part, True) for name in names]
+        names = [name for name in names if name not in idle]  # options without effect in this layer are refused
         values = {name: getattr(layer, name) for name in names if getattr(layer, name) != getattr(model, name)}
         values |= {name: size for name, size in small(layer).items() if name in values}
         settings = {part: "none" for part, is_there in parts.items() if not is_there}

@@ -62,7 +62,9 @@ UNLIKE: dict[str, Any] = LLAMA405B | {
     "layer_pattern": (
         "14",
         "3 num_query_groups=16 ffn_hidden_size=26624",
-        "41 rotary_percent=0.25",
+        "13 rotary_percent=0.25",
+        "1",  # without rotary positions
+        "27 rotary_percent=0.25",
         "4 attention=none",
     ),
 }

@@ -23,7 +23,7 @@ from megapipe.assembly.runtime import TrainingRuntime
 from megapipe.comm.groups import ProcessGroups
 from megapipe.config.config import Config
 from megapipe.data.batch import Batch, DocumentRules
-from megapipe.extras.convert.families import LLAMA_ROWS
+from megapipe.extras.convert.families import FAMILIES
 from megapipe.extras.convert.tables import map_tensors
 from megapipe.optimizer.schedule import Rates
 from megapipe.plan.resolve import resolve
@@ -81,7 +81,8 @@ class Megapipe:
         self, shape: Shape, dtype: str, device: torch.device, weights: Mapping[str, Tensor], options: Options
     ) -> None:
         self.plan = resolve(options.applied_to(configuration(shape, dtype, device.type)), 1)
-        placed = {entry.spec.name: entry for entry in map_tensors(LLAMA_ROWS, self.plan.config.model, "the benchmark")}
+        rows = FAMILIES["LlamaForCausalLM"].rows
+        placed = {entry.spec.name: entry for entry in map_tensors(rows, self.plan.config.model, "the benchmark")}
 
         def slice_of(spec: ParamSpec, tp_rank: int, tp: int) -> Tensor:
             entry = placed[spec.name]
