@@ -98,18 +98,6 @@ CASES = [
         "--recompute-activations --layer-pattern attn_logit_softcapping=9 1 ...",
     ),
     (
-        "libraries_have_the_norms",
-        "--transformer-impl transformer_engine --layer-pattern norm_position=around 1 ...",
-        ["layers 0, 2: --transformer-impl transformer_engine has its own norms, but none for --norm-position around"],
-        "--layer-pattern norm_position=around 1 ...",
-    ),
-    (
-        "libraries_have_the_norms",
-        "--optimizer-impl apex --qk-layernorm --qk-layernorm-scope projection --normalization RMSNorm",
-        ["--optimizer-impl apex has its own norms, but none for --qk-layernorm-scope projection"],
-        "--optimizer-impl apex --norm-position after",
-    ),
-    (
         "feed_forward_positive",
         "--hidden-size 16 --swiglu",
         ["--hidden-size 16", "give --ffn-hidden-size"],

@@ -142,7 +142,7 @@ def against_the_reference(
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tp", "tp-sp"])
-@pytest.mark.parametrize("name", ["gpt2", "llama_qk_norm", "kv_heads_fewer_than_tp", "zero_centred"])
+@pytest.mark.parametrize("name", ["gpt2", "llama_qk_norm", "kv_heads_fewer_than_tp", "zero_centred", "unlike"])
 def test_a_stage_of_transformer_engine_equals_the_reference(
     rank_pools: Pools, name: str, sequence_parallel: bool
 ) -> None:
@@ -151,6 +151,13 @@ def test_a_stage_of_transformer_engine_equals_the_reference(
         "llama_qk_norm": LLAMA | {"qk_layernorm": True, "window_size": 5},
         "kv_heads_fewer_than_tp": LLAMA | {"num_query_groups": 1},
         "zero_centred": GPT2 | {"layernorm_zero_centered_gamma": True},
+        "unlike": LLAMA
+        | {
+            "norm_position": "around",
+            "qk_layernorm": True,
+            "qk_layernorm_scope": "projection",
+            "layer_pattern": ("1 window_size=5 norm_position=after", "1"),
+        },
     }[name]
     assert min(rank_pools(2).run(against_the_reference, options, sequence_parallel, ALL_TE)) > 10
 

@@ -112,21 +112,6 @@ def fp8_sizes(config: Config, layer: LayerConfig) -> Iterator[str]:
         yield f"--fp8-format needs GEMMs whose sizes are multiples of {FP8_MULTIPLE}, but {', '.join(odd)}; {way}"
 
 
-@of_each_kind
-def library_norms(config: Config, layer: LayerConfig) -> Iterator[str]:
-    """Yield the norms that the chosen libraries lack."""
-    library = chosen(
-        (TRANSFORMER_ENGINE, config.kernels.transformer_impl == "transformer_engine"),
-        ("--optimizer-impl apex", config.kernels.optimizer_impl == "apex"),
-    )[:1]
-    norms = chosen(
-        ("--qk-layernorm-scope projection", layer.has_projection_norms),
-        (f"--norm-position {layer.norm_position}", TRANSFORMER_ENGINE in library and layer.norm_position != "before"),
-    )
-    if library and norms:
-        yield f"{library[0]} has its own norms, but none for {' and '.join(norms)}; {ONE_OF_TWO}"
-
-
 def cuda_graphs(config: Config) -> Iterator[str]:
     """Yield what CUDA graphs rule out: a replay launches what was recorded, so the host cannot decide anything."""
     model, parallel, precision, kernels = config.model, config.parallel, config.precision, config.kernels
@@ -182,4 +167,4 @@ def offload_and_overlap(config: Config) -> Iterator[str]:
         yield f"--tp-comm-overlap-chunks {parallel.tp_comm_overlap_chunks} {rule}; {way}"
 
 
-RULES = (libraries, library_norms, transformer_engine, fp8, fp8_sizes, cuda_graphs, offload_and_overlap)
+RULES = (libraries, transformer_engine, fp8, fp8_sizes, cuda_graphs, offload_and_overlap)
