@@ -1,19 +1,20 @@
 """Layers that differ: `layer_configs` returns the model section as each layer has it, from the flags that give some
-layers other options than the model's.
+layers other options than the model's; `of_each_kind` makes rules that are checked for each kind of layer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
-from functools import cache, cached_property
+from functools import cache, cached_property, wraps
 from typing import Any
 
-from megapipe.config.config import ResolvedModelConfig, convert, fields_by_key
+from megapipe.config.config import Config, ResolvedModelConfig, convert, fields_by_key
 from megapipe.config.fields import NONE_WORDS, nearest, number_in, read_value
 from megapipe.config.layer_pattern import PARTS, expanded, marked_layers
 from megapipe.config.model import ModelConfig
 from megapipe.errors import ConfigError
+from megapipe.formatting import ranges_text
 
 PATTERN = "--layer-pattern"
 ROTARY_OPTIONS = (
@@ -80,7 +81,7 @@ class LayerConfig(ResolvedModelConfig):
 def layer_configs(model: ModelConfig) -> tuple[LayerConfig, ...]:
     """Return every layer's model section, one object for layers that are alike. Raises ConfigError.
 
-    Sizes that `model` has not derived yet are None.
+    Sizes that `model` lacks stay None until they are derived.
     """
     alike: dict[LayerConfig, LayerConfig] = {}
     layers = (convert(LayerConfig, model, **settings) for settings in layer_settings(model))
@@ -167,3 +168,39 @@ def _check_effects(layer: dict[str, Any], given: Collection[str]) -> None:
         option = {"n_heads_in_group": "num_query_groups", "ffn_mult": "ffn_hidden_size"}.get(name, name)
         if option in lost:
             raise ConfigError(f"{PATTERN} sets {name} in a layer without {lost[option]}; leave one of the two out")
+
+
+# rules, checked for each kind of layer
+
+
+def kinds_of(model: ModelConfig) -> dict[LayerConfig, list[int]]:
+    """Return the kinds of layers with the layers' numbers; one kind if the pattern is refused, by another rule."""
+    try:
+        return layer_kinds(model)
+    except ConfigError:
+        return layer_kinds(replace(model, layer_pattern=(), window_attn_skip_freq=None, no_rope_freq=None))
+
+
+def has_soft_cap(model: ModelConfig) -> bool:
+    """Return True if a layer caps its attention logits."""
+    return any(layer.has_attention and layer.attn_logit_softcapping is not None for layer in kinds_of(model))
+
+
+def of_each_kind(rule: Callable[[Config, LayerConfig], Iterator[str]]) -> Callable[[Config], Iterator[str]]:
+    """Return a rule that yields each message once, with the numbers of the layers unless it holds for all layers."""
+
+    @wraps(rule)
+    def checked(config: Config) -> Iterator[str]:
+        broken: dict[str, list[int]] = {}
+        for layer, numbers in kinds_of(config.model).items():
+            for message in rule(config, layer):
+                broken.setdefault(message, []).extend(numbers)
+        for message, numbers in broken.items():
+            yield message if len(numbers) == config.model.num_layers else f"{layers_text(numbers)}: {message}"
+
+    return checked
+
+
+def layers_text(numbers: list[int]) -> str:
+    """Return 'layer 3' or 'layers 0 to 4, 6'."""
+    return ("layer " if len(numbers) == 1 else "layers ") + ranges_text(sorted(numbers))

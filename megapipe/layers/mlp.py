@@ -65,7 +65,7 @@ class DenseMLP:
         fc1, fc2 = self.gemms(shape.tp)
         (before, after), size = self.norms, self.model.hidden_size
         splits, has_dropout = shape.splits_backward, self.model.hidden_dropout > 0
-        redoes_mlp, redoes_norm = shape.recomputes("mlp"), shape.recomputes("layernorm") and before is not None
+        redoes_mlp = shape.recomputes("mlp")
         is_relu, hidden = self.model.activation == "relu", shape.hidden_bytes(size)
         redoes_activation = shape.recomputes("activation") and not is_relu
         width = shape.tokens * fc2.inputs  # elements between the linears, one gate
@@ -86,15 +86,7 @@ class DenseMLP:
         made = 2 * wide if self.gates == 2 else 0
         if self.model.activation == "squared_relu":
             made = wide
-        again = 0
-        if before is None:
-            start = residual_stream(shape, size)
-        else:
-            norm_frees = hidden if splits or redoes_norm else 2 * hidden
-            norm_backward = Backward(replayed + deferred + hidden + before.gradient_bytes(shape), norm_frees)
-            keeps_statistics = not (redoes_mlp and redoes_norm)
-            start = before.operation(shape, keeps_statistics=keeps_statistics, backward=norm_backward)
-            again = before.output_again_bytes(shape)
+        again = 0 if before is None else before.output_again_bytes(shape)
         fc1_backward = Backward(replayed + inner + again + column_gradient_bytes(fc1, shape))
         activation_backward = Backward(behind + wide + inner + inner_again + replayed + made, total_bytes(inner_kept))
         fc2_backward = Backward(
@@ -102,7 +94,7 @@ class DenseMLP:
             wide if keeps_activation and not splits else 0,
         )
         operations = (
-            start,
+            self._start(shape, replayed + deferred),
             Operation(
                 "linear_fc1",
                 gemm=fc1,
@@ -123,3 +115,14 @@ class DenseMLP:
             *(() if after is None else (after.after_branch(shape, has_dropout),)),
         )
         return Table(operations, hidden + deferred, weight_gradient_bytes(fc1, shape))
+
+    def _start(self, shape: RankShape, held: int) -> Operation:
+        """Return the norm of the input, without it the residual stream. held: bytes while the norm's backward runs."""
+        norm, hidden = self.norms[0], shape.hidden_bytes(self.model.hidden_size)
+        if norm is None:
+            return residual_stream(shape, self.model.hidden_size)
+        redoes_norm = shape.recomputes("layernorm")
+        frees = hidden if shape.splits_backward or redoes_norm else 2 * hidden
+        backward = Backward(held + hidden + norm.gradient_bytes(shape), frees)
+        keeps_statistics = not (redoes_norm and shape.recomputes("mlp"))
+        return norm.operation(shape, keeps_statistics=keeps_statistics, backward=backward)

@@ -19,10 +19,9 @@ from megapipe.config.config import (
     ResolvedTrainingConfig,
     convert,
 )
-from megapipe.config.layers import layer_kinds
+from megapipe.config.layers import layer_kinds, layers_text
 from megapipe.config.model import ModelConfig
 from megapipe.config.rules.check import check
-from megapipe.config.rules.kinds import layers_text
 from megapipe.config.rules.proposals import divisors
 from megapipe.config.training import OptimizerConfig, TrainingConfig
 from megapipe.data.build_datasets import DEFAULT_SPLIT

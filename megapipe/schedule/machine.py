@@ -8,6 +8,7 @@ checked one by one (range, rank, no duplicates).
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from itertools import product
 from typing import NamedTuple, TypeVar
@@ -58,7 +59,7 @@ class Machine:
         self.count = schedule.num_microbatches
         self._num_directions = len(schedule.placement.directions)
         self._rank_speeds = costs.rank_speeds or (1.0,) * num_ranks
-        self.send_depth, self.raise_depth = send_depth, raise_depth
+        self.raise_depth = raise_depth
         self.positions = [0] * num_ranks
         self.starts = [[NEVER] * len(row) for row in schedule.rows]
         self.ends = [[NEVER] * len(row) for row in schedule.rows]
@@ -67,7 +68,7 @@ class Machine:
         # per channel
         self.channels: list[Channel] = []
         self.hops = self._resolve_hops()
-        self.depths = [send_depth or 0] * len(self.channels)
+        self.depths = [sys.maxsize if send_depth is None else send_depth] * len(self.channels)
         self.sent = [0] * len(self.channels)
         self.posted = [0] * len(self.channels)
         self.free_at = [0.0] * len(self.channels)
@@ -153,10 +154,9 @@ class Machine:
     def advance(self, rank: int) -> None:
         """Execute the row of `rank` up to its end or to an action that cannot run yet: the hot loop of a walk."""
         row, starts, ends, clock = self.schedule.rows[rank], self.starts[rank], self.ends[rank], self.clocks[rank]
-        times, waiting_for, ready, count = self.times, self.waiting_for, self.ready, self.count
+        times, waiting_for, count = self.times, self.waiting_for, self.count
         work, hops, directions, overlap = self.work, self.hops, self._num_directions, self.costs.overlap
-        unmatched = self.unmatched
-        sent, posted, depths, is_bounded = self.sent, self.posted, self.depths, self.send_depth is not None
+        sent, posted, depths, unmatched = self.sent, self.posted, self.depths, self.unmatched
         slots = iter(range(self.positions[rank], len(row)))
         for position in slots:
             stage, op, microbatch = row[position]
@@ -177,9 +177,7 @@ class Machine:
                     for base in makes:
                         times[base + key] = clock
                     for base, delay in arrives:
-                        times[base + key] = clock + delay
-                        if base + key in waiting_for:
-                            ready.append(waiting_for.pop(base + key))
+                        self._arrive(base + key, clock + delay)
                     continue
                 break
             if op in hops:
@@ -188,12 +186,11 @@ class Machine:
                     if times[value + key] < 0:
                         waiting_for[value + key] = rank
                         break
-                    if is_bounded and sent[channel] - posted[channel] >= depths[channel]:
+                    if sent[channel] - posted[channel] >= depths[channel]:
                         self.blocked_on[channel] = rank
                         break
                     sent[channel] += 1
-                    if not overlap:
-                        clock += wire_seconds
+                    clock += 0.0 if overlap else wire_seconds
                 else:
                     posted[channel] += 1
                     if channel in self.blocked_on:
@@ -235,6 +232,11 @@ class Machine:
             self.ready.append(self.waiting_for.pop(message))
         return end
 
+    def _arrive(self, value: int, time: float) -> None:
+        self.times[value] = time
+        if value in self.waiting_for:
+            self.ready.append(self.waiting_for.pop(value))
+
     def resolved(self, table: Mapping[Op, Sequence[Sequence[Entry]]], action: Action) -> tuple[Entry, int]:
         """Return an action's entry of `work` or `hops`, and what its value ids add to their bases."""
         stage, op, microbatch = action[0], action[1], action[2] or 0
@@ -256,9 +258,7 @@ class Machine:
             for base in work.makes:
                 self.times[base + key] = end
             for base, delay in work.arrives:
-                self.times[base + key] = end + delay
-                if base + key in self.waiting_for:
-                    self.ready.append(self.waiting_for.pop(base + key))
+                self._arrive(base + key, end + delay)
 
     # OVERLAP, UPDATE and REDUCE_GRAD: both methods return how many slots they executed, 0 if an input is missing
 

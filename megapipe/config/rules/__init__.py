@@ -2,7 +2,6 @@
 
 check.py       check(config), check_job(config): one ConfigError with a line for every rule that is broken
 model.py gpu.py training.py    the rules: generators that yield a message for each error
-kinds.py       rules of single layers, checked for each kind of layer
 proposals.py   values that would work instead, and the flags that were given
 
 `Need` declares that an option needs another one. Rules on the number of ranks or the schedule are in `plan.resolve`.

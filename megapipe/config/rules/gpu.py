@@ -8,9 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megapipe.config.config import Config
-from megapipe.config.layers import LayerConfig
+from megapipe.config.layers import LayerConfig, has_soft_cap, of_each_kind
 from megapipe.config.model import GATED_ACTIVATIONS
-from megapipe.config.rules.kinds import has_soft_cap, of_each_kind
 from megapipe.config.rules.proposals import chosen
 
 FP8_MULTIPLE = 16  # the matrix units of Hopper need every size of an fp8 GEMM to be a multiple of this

@@ -9,9 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megapipe.config.config import Config
-from megapipe.config.layers import LayerConfig, layer_settings
+from megapipe.config.layers import LayerConfig, has_soft_cap, kinds_of, layer_settings, of_each_kind
 from megapipe.config.model import ModelConfig
-from megapipe.config.rules.kinds import has_soft_cap, kinds_of, of_each_kind
 from megapipe.config.rules.proposals import chosen, given, use_divisors, use_multiples
 from megapipe.errors import ConfigError
 from megapipe.formatting import one_of
