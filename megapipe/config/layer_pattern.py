@@ -61,8 +61,8 @@ def _evaluated(node: ast.expr) -> Any:
 def expanded(flag: str, words: Sequence[str], num_layers: int) -> list[dict[str, str]]:
     """Return what each layer has in place of the model's options, name -> text. Raises ConfigError.
 
-    words: 'COUNT NAME=VALUE ...' or 'count=COUNT NAME=VALUE ...' for each run of layers (default: one layer); the last
-    one may be '...', which repeats the others.
+    words: 'COUNT NAME=VALUE ...' or 'count=COUNT NAME=VALUE ...' for each run of layers; the last one may be '...',
+    which repeats the others.
     """
     repeats = bool(words) and words[-1] == REPEAT
     layers: list[dict[str, str]] = []
@@ -75,7 +75,9 @@ def expanded(flag: str, words: Sequence[str], num_layers: int) -> list[dict[str,
         settings = {name.replace("-", "_"): value for name, _, value in pairs}
         if len(settings) < len(pairs):
             raise ConfigError(f"{flag} {word!r} names an option twice")
-        count = settings.pop("count", "1")
+        if "count" not in settings:
+            raise ConfigError(f"{flag} {word!r} lacks its count: write '1 {word}', a run of layers in quotes")
+        count = settings.pop("count")
         if not WHOLE.fullmatch(count) or int(count) < 1:
             raise ConfigError(f"{flag} {word!r}: a run has 1 layer or more, not {count}")
         layers += [settings] * int(count)

@@ -93,13 +93,16 @@ def read_entry(section: str | None, key: str, node: yaml.Node, where: str) -> En
 
 
 def item_text(node: yaml.Node, name: str) -> str | None:
-    """Return an item of a list: a scalar's text, of a mapping of scalars 'KEY=VALUE KEY=VALUE'; None for others."""
+    """Return an item of a list as text, None if it has none: a scalar, or a mapping of scalars, which is a run of
+    layers, 'count=N NAME=VALUE ...'; the count is 1 if it is not given.
+    """
     if isinstance(node, yaml.ScalarNode):
         return str(node.value)
     found = list(pairs(node, name)) if isinstance(node, yaml.MappingNode) else []
     if not found or not all(isinstance(value, yaml.ScalarNode) for _, value, _ in found):
         return None
-    return " ".join(f"{key}={''.join(value.value.split())}" for key, value, _ in found)
+    settings = {key: "".join(value.value.split()) for key, value, _ in found}
+    return " ".join(f"{name}={value}" for name, value in ({"count": "1"} | settings).items())
 
 
 def to_yaml(config: Config, origins: Mapping[str, str] | None = None, resolved: Config | None = None) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from typing import Any
 
 from hypothesis import strategies as st
@@ -16,7 +17,7 @@ def job(*more: str) -> list[str]:
     """Return the command line of a small job with additional flags."""
     words: list[str] = []
     for text in more:
-        words += text.split()
+        words += shlex.split(text)
     return [*JOB, *words]
 
 

@@ -47,15 +47,15 @@ CASES = [
     ),
     (
         "each_kind_of_layer_obeys",
-        "--layer-pattern num_query_groups=3 1 ...",
+        "--layer-pattern '1 num_query_groups=3' 1 ...",
         ["layers 0, 2: --num-query-groups 3 does not divide --num-attention-heads 8; use 1, 2, 4 or 8"],
-        "--layer-pattern num_query_groups=4 1 ...",
+        "--layer-pattern '1 num_query_groups=4' 1 ...",
     ),
     (
         "layers_fit",
-        "--layer-pattern window_size=8 1 1",
+        "--layer-pattern '1 window_size=8' 1 1",
         ["--layer-pattern describes 3 layers, --num-layers is 4; repeat the runs with a last word '...'"],
-        "--layer-pattern window_size=8 1 1 ...",
+        "--layer-pattern '1 window_size=8' 1 1 ...",
     ),
     (
         "layers_fit",
@@ -84,18 +84,18 @@ CASES = [
     ),
     (
         "each_kind_of_layer_has_a_kernel",
-        "--attention-impl te --bf16 --attention-dropout 0 --layer-pattern attn_logit_softcapping=9 1 ...",
+        "--attention-impl te --bf16 --attention-dropout 0 --layer-pattern '1 attn_logit_softcapping=9' 1 ...",
         ["--attention-impl te has no kernel for --attn-logit-softcapping"],
-        "--attention-impl flash --bf16 --attention-dropout 0 --layer-pattern attn_logit_softcapping=9 1 ...",
+        "--attention-impl flash --bf16 --attention-dropout 0 --layer-pattern '1 attn_logit_softcapping=9' 1 ...",
     ),
     (
         "each_kind_of_layer_has_a_kernel",
         (
             "--recompute-granularity full --recompute-method block --recompute-num-layers 1 --attention-dropout 0 "
-            "--recompute-keep-attention --layer-pattern attn_logit_softcapping=9 1 ..."
+            "--recompute-keep-attention --layer-pattern '1 attn_logit_softcapping=9' 1 ..."
         ),
         ["not fused with --attn-logit-softcapping"],
-        "--recompute-activations --layer-pattern attn_logit_softcapping=9 1 ...",
+        "--recompute-activations --layer-pattern '1 attn_logit_softcapping=9' 1 ...",
     ),
     (
         "feed_forward_positive",
@@ -165,9 +165,9 @@ CASES = [
     ),
     (
         "yarn_bands_ordered",
-        "--position-embedding-type rope --layer-pattern rope_scaling_type=yarn 1 ... --yarn-beta-fast 1",
+        "--position-embedding-type rope --layer-pattern '1 rope_scaling_type=yarn' 1 ... --yarn-beta-fast 1",
         ["layers 0, 2: --yarn-beta-fast 1 must be above --yarn-beta-slow 1"],
-        "--position-embedding-type rope --layer-pattern rope_scaling_type=linear 1 ... --yarn-beta-fast 1",
+        "--position-embedding-type rope --layer-pattern '1 rope_scaling_type=linear' 1 ... --yarn-beta-fast 1",
     ),
     (
         "yarn_temperature_is_whole",
