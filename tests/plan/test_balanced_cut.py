@@ -323,7 +323,7 @@ def busiest(plan: RunPlan) -> float:
 @settings(max_examples=5, deadline=None)
 @given(
     words=st.lists(
-        st.sampled_from(["attention=none", "mlp=none", "ffn_hidden_size=256", "ffn_hidden_size=2048", "1"]),
+        st.sampled_from(["1 attention=none", "1 mlp=none", "1 ffn_hidden_size=256", "1 ffn_hidden_size=2048", "1"]),
         min_size=8,
         max_size=8,
     ),
