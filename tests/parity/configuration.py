@@ -48,7 +48,7 @@ STACKS: dict[str, tuple[str, ...]] = {
         "ffn_hidden_size=36 activation=swiglu norm_position=after",
         "activation=gelu norm_position=before",
     ),
-    "missing parts": ("attention=none ffn_hidden_size=12", "mlp=none", ""),
+    "missing parts": ("", "attention=none ffn_hidden_size=12", "mlp=none"),
 }
 VOCABULARIES: dict[str, dict[str, Any]] = {
     "full": {"vocab_size": 48, "make_vocab_size_divisible_by": 1},
