@@ -112,9 +112,8 @@ def rotary_positions(config: Config, layer: LayerConfig) -> Iterator[str]:
 def rotary_scaling(config: Config) -> Iterator[str]:
     """Check that there are rotary positions to be scaled."""
     scaling, kind = config.model.rope_scaling_type, config.model.position_embedding_type
-    if scaling != "none" and all(layer.rotary is None for layer in kinds_of(config.model)):
-        why = f"with --position-embedding-type {kind}" if kind != "rope" else "in any layer"
-        yield f"--rope-scaling-type {scaling} scales rotary positions, which are not there {why}; leave it out"
+    if scaling != "none" and kind != "rope" and all(layer.rotary is None for layer in kinds_of(config.model)):
+        yield f"--rope-scaling-type {scaling} scales rotary positions, not --position-embedding-type {kind}; use rope"
 
 
 def axes(config: Config) -> Iterator[str]:
