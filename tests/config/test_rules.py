@@ -159,9 +159,9 @@ CASES = [
     ),
     (
         "rope_scaling_needs_rope",
-        "--use-rope-scaling --position-embedding-type rope --no-rope-freq 1",
+        "--use-rope-scaling",
         ["--rope-scaling-type llama3 scales rotary positions"],
-        "--use-rope-scaling --position-embedding-type rope --no-rope-freq 2",
+        "--use-rope-scaling --position-embedding-type rope --no-rope-freq 1",
     ),
     (
         "yarn_bands_ordered",
