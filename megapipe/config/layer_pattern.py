@@ -1,5 +1,5 @@
 """Patterns of layers as text: Megatron's frequencies and lists, the words of --layer-pattern, and JSON files of
-Llama-Nemotron's block configurations. What a pattern means for each layer is `config.layer_configs`.
+Llama-Nemotron's block configurations. What a pattern means for each layer is `config.layers`.
 """
 
 from __future__ import annotations
@@ -90,27 +90,36 @@ def expanded(flag: str, words: Sequence[str], num_layers: int) -> list[dict[str,
 
 
 def read_block_configs(path: str) -> tuple[str, ...]:
-    """Return the words of --layer-pattern for a JSON file with block_configs. Raises ConfigError.
-
-    The file is that of Megatron's heterogeneous layers, the config.json of Llama-Nemotron: for each layer the query
-    groups of its attention and the width of its MLP, either of which may be missing (no_op).
-    """
+    """Return the words of --layer-pattern for a JSON file with block_configs. Raises ConfigError."""
     flag = f"--heterogeneous-layers-config-path {path}"
     try:
-        blocks = list(json.loads(Path(path).read_text(encoding="utf-8"))["block_configs"])
+        text = Path(path).read_text(encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"{flag}: cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"{flag}: not a text file in UTF-8") from None
+    return block_words(text, flag)
+
+
+def block_words(text: str, subject: str) -> tuple[str, ...]:
+    """Return the words of --layer-pattern for the text of a JSON file with block_configs. Raises ConfigError.
+
+    The file is that of Megatron's heterogeneous layers, the config.json of Llama-Nemotron: for each layer the query
+    groups of its attention and the width of its MLP, either of which may be missing (no_op). subject: for errors.
+    """
+    try:
+        blocks = list(json.loads(text)["block_configs"])
     except (ValueError, KeyError, TypeError):
-        raise ConfigError(f"{flag}: expected a JSON object with the list block_configs") from None
+        raise ConfigError(f"{subject}: expected a JSON object with the list block_configs") from None
     words: list[str] = []
     for number, block in enumerate(blocks):
         try:
-            parts = {"attention": block["attention"], "mlp": block.get("ffn") or block["mlp"]}
+            parts = {"attention": block["attention"], "mlp": block["ffn" if "ffn" in block else "mlp"]}
             settings = [setting for part, found in parts.items() for setting in _block_part(part, found)]
         except (KeyError, TypeError, AttributeError):
-            raise ConfigError(f"{flag}: block {number} lacks the object attention, ffn or mlp") from None
+            raise ConfigError(f"{subject}: block {number} lacks the object attention, ffn or mlp") from None
         except ValueError as error:
-            raise ConfigError(f"{flag}: block {number}: {error}") from None
+            raise ConfigError(f"{subject}: block {number}: {error}") from None
         words.append(" ".join(["1", *settings]))
     return tuple(words)
 

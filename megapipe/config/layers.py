@@ -4,6 +4,7 @@ layers other options than the model's; `of_each_kind` makes rules that are check
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, wraps
@@ -137,7 +138,7 @@ def _setting(model: ModelConfig, name: str, text: str) -> dict[str, Any]:
             raise ConfigError(f"{given} does not divide --num-attention-heads {model.num_attention_heads}")
         return {"num_query_groups": int(model.num_attention_heads / number)}
     if name == "ffn_mult":
-        if number <= 0:
+        if not 0 < number < math.inf:
             raise ConfigError(f"{given}: expected a number above 0")
         return {"ffn_hidden_size": -(-int(2 * number * model.hidden_size / 3) // 256) * 256}
     if name not in LAYER_OPTIONS:

@@ -110,6 +110,7 @@ def test_every_option_of_a_layer_is_an_option_of_the_model() -> None:
             "sets window_size in a layer without attention; leave one of the two out",
         ),
         (["--layer-pattern", "4 mlp=none ffn_mult=2"], "sets ffn_mult in a layer without mlp"),
+        (["--layer-pattern", "4 ffn_mult=inf"], "ffn_mult=inf: expected a number above 0"),
         (["--layer-pattern", "4 attention=none mlp=none"], "does nothing; lower --num-layers"),
         (["--layer-pattern", "4 rotary_base=5"], "sets rotary_base in a layer without rotary positions"),
         (["--layer-pattern", "4 qk_layernorm_scope=projection"], "sets qk_layernorm_scope in a layer without"),

@@ -6,13 +6,12 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 from torch import Tensor
 
 from megapipe.config.config import Config
-from megapipe.config.layer_pattern import read_block_configs
+from megapipe.config.layer_pattern import block_words
 from megapipe.config.model import ModelConfig, PrecisionConfig
 from megapipe.config.rules.check import check
 from megapipe.config.training import OptimizerConfig, TrainingConfig
@@ -159,15 +158,7 @@ def read_blocks(args: Settings) -> dict[str, Any]:
     text, given = args.get(BLOCKS), args.get(BLOCKS_PATH)
     if not text and given:
         raise ConfigError(f"{BLOCKS_PATH} {given}: its content, {BLOCKS}, is not in the checkpoint; add it to the args")
-    if not text:
-        return {}
-    with TemporaryDirectory() as folder:
-        path = Path(folder) / "blocks.json"
-        path.write_text(text, encoding="utf-8")
-        try:
-            return {"layer_pattern": read_block_configs(str(path))}
-        except ConfigError as error:
-            raise ConfigError(str(error).replace(f"--heterogeneous-layers-config-path {path}", BLOCKS)) from None
+    return {"layer_pattern": block_words(text, BLOCKS)} if text else {}
 
 
 EPSILONS = ("norm_epsilon", "layernorm_epsilon")  # the second in older versions
