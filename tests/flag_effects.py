@@ -78,7 +78,7 @@ model.qk_layernorm | --qk-layernorm | records
 model.qk_layernorm_scope | --qk-layernorm-scope projection | records | --qk-layernorm --normalization RMSNorm
 model.window_size | --window-size 3 | records
 model.window_attn_skip_freq | --window-attn-skip-freq 2 | records | --window-size 3
-model.layer_pattern | --layer-pattern window_size=3 1 | records
+model.layer_pattern | --layer-pattern '1 window_size=3' ... | records
 model.attn_logit_softcapping | --attn-logit-softcapping 0.1 | records
 model.final_logit_softcapping | --final-logit-softcapping 0.1 | records
 model.softmax_scale | --softmax-scale 2 | records

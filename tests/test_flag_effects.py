@@ -10,6 +10,7 @@ import errno
 import io
 import json
 import re
+import shlex
 import signal
 import sys
 import threading
@@ -94,7 +95,7 @@ def rows() -> list[Row]:
 def words(text: str) -> list[list[str]]:
     """Split flags into lists of a flag and its values."""
     found: list[list[str]] = []
-    for word in text.split():
+    for word in shlex.split(text):
         if word.lstrip("!").startswith("--"):
             found.append([word])
         else:

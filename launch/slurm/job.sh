@@ -97,14 +97,15 @@ start_ranks() {
     printf '   '
     printf ' %q' "${command[@]}"
     printf '\n'
-    (
+    ( # scancel's SIGTERM goes to all processes; this shell ends with srun, and does not pass the trap on to it
+        trap : TERM
         "${command[@]}"
         printf '%s\n' "$?" >"$logs/exit-code"
     ) &
     running=$!
     local first=$logs/rank-0.log
     [ "$LAUNCHER" = srun ] || first=$logs/node-0.log
-    ( # scancel's SIGTERM goes to all processes; this one ends with srun
+    ( # and so does this one
         trap '' TERM
         exec tail --pid="$running" --sleep-interval=0.5 --lines=+1 --follow=name --retry "$first" 2>/dev/null
     ) &
