@@ -15,8 +15,10 @@ from megapipe.config.megatron_flags import (
     ALREADY_SO,
     CLASSES,
     DELIBERATE_DIFFERENCES,
+    NEUTRAL,
     REFUSED,
     SUPPORTED,
+    MegatronFlag,
     megatron_flags,
 )
 from megapipe.plan.schedule_choice import SCHEDULE_NAMES
@@ -57,6 +59,12 @@ def field_row(field: ConfigField) -> tuple[str, ...]:
     return flag_words(field), meaning, option.unit, default_text(field).removeprefix("default: ")
 
 
+def accepted_table(rows: Iterable[MegatronFlag]) -> str:
+    """Return the table of flags that are accepted without an effect."""
+    cells = [(f"`{row.name}`", ", ".join(row.accepts), row.note) for row in rows]
+    return markdown_table(("flag", "values", "why"), cells)
+
+
 def flags_document() -> str:
     """Return the whole page."""
     parts = [
@@ -76,15 +84,14 @@ def flags_document() -> str:
     counts = ", ".join(f"{len(rows)} {kind}" for kind, rows in rows_of.items())
     refused = [(f"`{row.name}`", f"`{row.default}`" if row.default else "", row.note) for row in rows_of[REFUSED]]
     parts += [
-        "## Every flag of Megatron-LM at Megatron-Core 0.16.1\n",
-        f"{len(megatron_flags())} flags: {counts}. None is ignored.\n",
+        "## Every flag of Megatron-LM at megatron-core 0.19.2\n",
+        f"{len(megatron_flags())} flags, with those that only older versions have: {counts}. None is ignored.\n",
         "### Supported\n",
         markdown_table(("flag", "field"), [(f"`{row.name}`", f"`{row.note}`") for row in rows_of[SUPPORTED]]),
         "### Accepted: megapipe always does what the flag asks for\n",
-        markdown_table(
-            ("flag", "values", "why"),
-            [(f"`{row.name}`", ", ".join(row.accepts), row.note) for row in rows_of[ALREADY_SO]],
-        ),
+        accepted_table(rows_of[ALREADY_SO]),
+        "### Accepted: the flag changes no result here\n",
+        accepted_table(rows_of[NEUTRAL]),
         "### Refused, with what to do instead\n\nA refused flag is accepted if its value is Megatron's default.\n",
         markdown_table(
             ("flag", "default", "instead"),

@@ -14,7 +14,7 @@ import operator
 import re
 import types
 import typing
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +25,8 @@ TAKES_VALUE: Any = object()  # as the value of a Flag: the value follows it on t
 NONE_WORDS = ("none", "null", "~")
 BOOL_WORDS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
 EXPECTED = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
+MOST_SHOWN = 120  # characters of a value in a message
+MOST_INT = 2**63 - 1  # torch's largest size
 LIMITS = {"at least": operator.ge, "above": operator.gt, "at most": operator.le, "below": operator.lt}
 PLAIN_TEXT = re.compile(r"[A-Za-z_./][A-Za-z0-9_./-]*")
 RESERVED = (*NONE_WORDS, *BOOL_WORDS, "y", "n", ".", "..", ".nan", ".inf")  # in YAML 1.1
@@ -48,11 +50,12 @@ class Flag:
 
 @dataclass(frozen=True)
 class Need:
-    """Another option without which a field has no effect; setting the field without it is an error."""
+    """Another option without which a field has no effect; setting the field without it is an error, or is remarked."""
 
     key: str  # 'section.name' of the other field
     flag: str  # how to give it, for the message
     values: tuple[str, ...] = ()  # the values that will do; empty: any but None, False and 0
+    without: str = ""  # if given, setting the field alone is accepted, as in Megatron, and this is said
 
 
 @dataclass(frozen=True)
@@ -171,7 +174,7 @@ def read_value(field: ConfigField, raw: str | Sequence[str], subject: str, *, li
     if option.reads_lists and not isinstance(raw, str):
         raw = f"[{', '.join(raw)}]"
     words = [raw] if isinstance(raw, str) else list(raw)
-    given = f"{subject} {' '.join(words)}"
+    given = f"{subject} {shortened(' '.join(words))}"
     if not kind.many and not isinstance(raw, str):
         raise ConfigError(f"{given}: expected one value, {EXPECTED[kind.scalar]}, got {len(words)}")
     if kind.many and isinstance(raw, str) and (kind.scalar is not str or option.choices):
@@ -205,11 +208,19 @@ def read_scalar(scalar: type, option: Option, raw: str, subject: str) -> Any:
             pass
     if value is None:
         expected = ", ".join(filter(None, (EXPECTED[scalar], expected_range(option))))
-        raise ConfigError(f"{subject} {raw}: expected {expected}")
+        raise ConfigError(f"{subject} {shortened(raw)}: expected {expected}")
     trouble = out_of_bounds(option, value)
+    if not trouble and scalar is int and abs(value) > MOST_INT:
+        trouble = "expected a number below 2^63"
     if trouble:
-        raise ConfigError(f"{subject} {raw}: {trouble}")
+        raise ConfigError(f"{subject} {shortened(raw)}: {trouble}")
     return value
+
+
+def shortened(text: str) -> str:
+    """Return a text for a message: on one line, and of a long one only the start."""
+    line = text if text.isprintable() else escaped_text(text)
+    return line if len(line) <= MOST_SHOWN else f"{line[:MOST_SHOWN]}... ({len(line)} characters)"
 
 
 def number_in(word: str) -> float | None:
@@ -231,6 +242,8 @@ def out_of_bounds(option: Option, value: Any) -> str:
         return f"choose {one_of(option.choices)}{nearest(str(value), option.choices)}"
     if value == "" and isinstance(value, str):
         return "the value is empty"  # such as an unset variable in a launch script
+    if value == "--":
+        return "the value is missing"
     if isinstance(value, bool) or not isinstance(value, int | float):
         return ""
     is_good = all(LIMITS[words](value, bound) for words, bound in option.limits.items())
@@ -239,9 +252,15 @@ def out_of_bounds(option: Option, value: Any) -> str:
 
 def nearest(word: str, words: Sequence[str]) -> str:
     """Return '; did you mean x?' with the most similar of some words, or nothing if no word is similar."""
+    meant = nearest_word(word, words)
+    return f"; did you mean {meant}?" if meant else ""
+
+
+def nearest_word(word: str, words: Iterable[str]) -> str:
+    """Return the most similar of some words, empty if no word is similar."""
     lower = {candidate.lower(): candidate for candidate in words}
-    match = difflib.get_close_matches(word.lower(), list(lower), n=1, cutoff=0.6)
-    return f"; did you mean {lower[match[0]]}?" if match else ""
+    match = difflib.get_close_matches(word.lower()[:MOST_SHOWN], list(lower), n=1, cutoff=0.6)
+    return lower[match[0]] if match else ""
 
 
 def value_text(value: Any) -> str:
@@ -260,7 +279,12 @@ def value_text(value: Any) -> str:
     is_plain = PLAIN_TEXT.fullmatch(text) and text.lower() not in RESERVED and not text.startswith("...")
     if is_plain or isinstance(value, int):
         return text
-    return '"' + "".join(escaped(character) for character in text) + '"'
+    return '"' + escaped_text(text) + '"'
+
+
+def escaped_text(text: str) -> str:
+    """Return a text as it is written inside YAML double quotes."""
+    return "".join(escaped(character) for character in text)
 
 
 def escaped(character: str) -> str:

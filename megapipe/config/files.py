@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from megapipe.config.fields import Flag, Need, count, number_in, option
 from megapipe.errors import ConfigError
@@ -20,10 +21,20 @@ TOKENIZER_TYPES = (
 )
 
 TOKENIZER = Need("data.tokenizer_type", "--tokenizer-type, the kind of tokenizer in that file")
-SAVE = Need("checkpoint.save", "--save DIR")
+SAVE = Need("checkpoint.save", "--save DIR", without="nothing will be saved")
 LOAD = Need("checkpoint.load", "--load DIR")
-WANDB = Need("logging.wandb_project", "--wandb-project")
+WANDB = Need("logging.wandb_project", "--wandb-project", without="nothing is sent to Weights & Biases")
 HEARTBEATS = Need("parallel.hang_timeout_seconds", "--hang-timeout-seconds above 0, whose heartbeats it reads")
+
+
+def read_words(path: str) -> list[str]:
+    """Return the words of a text file, such as a blend that is too long for a command line. Raises ConfigError."""
+    try:
+        return Path(path).read_text(encoding="utf-8").split()
+    except OSError as error:
+        raise ConfigError(f"--data-args-path {path}: cannot be read: {error.strerror}") from None
+    except (UnicodeDecodeError, ValueError):
+        raise ConfigError(f"--data-args-path {path}: not a text file in UTF-8") from None
 
 
 @dataclass(frozen=True)
@@ -31,9 +42,16 @@ class DataConfig:
     """Data and tokenizer. Data paths are blends: PREFIX ... (one epoch of each), or WEIGHT PREFIX WEIGHT PREFIX ..."""
 
     data_path: tuple[str, ...] | None = option(
-        None, "PREFIX of PREFIX.bin and PREFIX.idx, or a blend: WEIGHT PREFIX WEIGHT PREFIX ..."
+        None,
+        "PREFIX of PREFIX.bin and PREFIX.idx, or a blend: WEIGHT PREFIX WEIGHT PREFIX ...",
+        more_flags=(Flag("--data-args-path", read=read_words, help="data-path from a file with its words"),),
     )
-    split: str | None = option(None, "shares of --data-path for training, validation and test", derived="969,30,1")
+    split: str | None = option(
+        None,
+        "shares of --data-path for training, validation and test",
+        derived="969,30,1",
+        read=lambda text: text.strip("'\" "),
+    )
     train_data_path: tuple[str, ...] | None = option(None, "blend for training instead of a share of --data-path")
     valid_data_path: tuple[str, ...] | None = option(None, "blend for validation instead of a share of --data-path")
     test_data_path: tuple[str, ...] | None = option(None, "blend for test instead of a share of --data-path")
@@ -133,6 +151,7 @@ class LoggingConfig:
     log_interval: int = count(100, "steps between log lines", "steps")
     tensorboard_dir: str | None = option(None, "directory of TensorBoard files; unset: none")
     wandb_project: str | None = option(None, "Weights & Biases project; unset: none")
+    wandb_entity: str | None = option(None, "Weights & Biases entity; unset: that of the login", needs=WANDB)
     wandb_exp_name: str | None = option(None, "Weights & Biases run name", needs=WANDB)
     wandb_save_dir: str | None = option(None, "directory of Weights & Biases files", needs=WANDB)
     log_params_norm: bool = option(False, "log the norm of the weights")

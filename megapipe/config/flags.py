@@ -1,6 +1,6 @@
 """The command line: which flag sets which field, how argv is read, and `--help`.
 
-A flag may be spelled with - or _, and its value may follow after a blank or =. Errors are ConfigErrors of one line.
+A flag may be spelled with - or _, and its value may follow after a blank or =. All errors are reported, each in a line.
 """
 
 from __future__ import annotations
@@ -12,8 +12,18 @@ from functools import cache
 from typing import Any
 
 from megapipe.config.config import all_fields, fields_by_key
-from megapipe.config.fields import TAKES_VALUE, ConfigField, Flag, expected_range, nearest, read_value, value_text
-from megapipe.config.megatron_flags import SUPPORTED, megatron_flags
+from megapipe.config.fields import (
+    TAKES_VALUE,
+    ConfigField,
+    Flag,
+    expected_range,
+    nearest_word,
+    read_value,
+    shortened,
+    value_text,
+)
+from megapipe.config.megatron_flags import REFUSED, SUPPORTED, megatron_flags
+from megapipe.config.problems import Problems
 from megapipe.errors import ConfigError
 
 
@@ -35,6 +45,7 @@ REQUESTS = {
     "--world-size": Request("plan for N ranks, not those started; with --plan, --dry-run or --print-config", "1", "N"),
     "--ranks-per-node": Request("ranks per node of that world (default: all on one node); with --world-size", "1", "N"),
     "--verify-grid": Request("compare this grid with one process, in fp64 (default) or native, and exit", "?", "MODE"),
+    "--explain-defaults": Request("list the defaults that differ from Megatron's, as for a script of Megatron's"),
     "--help": Request("print this message, and exit"),
 }
 ABBREVIATIONS = {
@@ -44,7 +55,18 @@ ABBREVIATIONS = {
     "--dp": "dp is the number of ranks / (tp x pp x cp)",
     "--vpp": "chunks are --num-virtual-stages-per-pipeline-rank",
 }
+SYNONYMS = {  # names of other frameworks
+    "--learning-rate": "--lr",
+    "--min-learning-rate": "--min-lr",
+    "--max-grad-norm": "--clip-grad",
+    "--gradient-clipping": "--clip-grad",
+    "--max-steps": "--train-iters",
+    "--output-dir": "--save",
+    "--num-key-value-heads": "--num-query-groups",
+    "--rope-theta": "--rotary-base",
+}
 VERIFY_MODES = ("fp64", "native")  # the first is the default
+MOST_DIGITS = 9  # of a number of ranks
 REQUESTED_NUMBERS = {"--rank": 0, "--world-size": 1, "--ranks-per-node": 1}  # the smallest value of each
 
 
@@ -60,6 +82,7 @@ class Requests:
     world_size: int | None = None  # of a world that is only planned
     ranks_per_node: int | None = None
     verify_grid: str | None = None  # fp64 or native
+    explain_defaults: bool = False
     help: bool = False
 
 
@@ -76,11 +99,11 @@ class Setting:
 
 @dataclass(frozen=True)
 class CommandLine:
-    """A parsed argv: settings in order, requests, and remarks on Megatron flags that change nothing here."""
+    """A parsed argv: settings in order, requests, and the accepted flags of Megatron that change no result here."""
 
     settings: list[Setting]
     requests: Requests
-    remarks: tuple[str, ...]
+    accepted: tuple[str, ...]  # with their values
 
 
 @cache
@@ -101,8 +124,9 @@ def normalised(token: str) -> str:
     return token.replace("_", "-")
 
 
-def read_command_line(argv: Sequence[str]) -> CommandLine:
-    """Read argv (without the program's name). Raises ConfigError at the first error."""
+def read_command_line(argv: Sequence[str], problems: Problems | None = None) -> CommandLine:
+    """Read argv (without the program's name). problems: receives all errors; without it they raise one ConfigError."""
+    found = Problems() if problems is None else problems
     given: list[tuple[str, list[str]]] = []  # (flag with dashes, the words that follow it)
     for token in argv:
         if token.startswith("--") or token == "-h":
@@ -110,32 +134,49 @@ def read_command_line(argv: Sequence[str]) -> CommandLine:
             flag_name = "--help" if name == "-h" else normalised(name)
             given.append((flag_name, [value] if equals else []))
         elif not given:
-            raise ConfigError(f"{token!r} follows no flag; give a YAML file as --config FILE.yaml")
+            found.add(f"{shortened(token)!r} follows no flag; give a YAML file as --config FILE.yaml")
         else:
             given[-1][1].append(token)
-    remarks: list[str] = []
+    settings: list[Setting] = []
+    accepted: list[str] = []
     asked: dict[str, list[str]] = {}
     for name, texts in given:
-        if name in field_flags() or name in REQUESTS:
-            check_number_of_values(name, texts)
-        elif name in megatron_flags():
-            remarks.append(megatron_flags()[name].judge(texts))
-        else:
-            raise ConfigError(f"unknown flag {name}{suggestion(name)} (--help lists all flags)")
-        if name in REQUESTS:
-            asked.setdefault(name, []).extend(texts)
-    requests = read_requests(asked)
-    settings = []
-    for name, texts in given:
-        if name in field_flags() and not requests.help:
+        if name in field_flags():
             field, flag = field_flags()[name]
-            value = flag.value
-            if texts and flag.read is not None:
-                texts = list(flag.read(texts[0]))
-            if texts:
-                value = read_value(field, texts if field.kind.many else texts[0], name)
-            settings += settings_of(field, flag, value, f"flag {name}", name)
-    return CommandLine(settings, requests, tuple(remarks))
+            with found.caught(field.key, *(f"{field.section}.{other}" for other, _ in flag.also_sets)):
+                settings += read_setting(name, texts)
+        elif name in REQUESTS:
+            with found.caught():
+                check_number_of_values(name, texts)
+                if name == "--config":
+                    asked.setdefault(name, []).extend(texts)
+                else:
+                    asked[name] = texts
+        elif name in megatron_flags():
+            with found.caught():
+                accepted.append(megatron_flags()[name].judge(texts))
+        else:
+            found.add(f"unknown flag {shortened(name)}{suggestion(name)} (--help lists all flags)")
+            if (meant := meant_flag(name)) in field_flags():
+                found.unread.add(field_flags()[meant][0].key)
+    requests = read_requests(asked, found)
+    if problems is None:
+        found.raise_all()
+    return CommandLine(settings, requests, tuple(dict.fromkeys(accepted)))
+
+
+def read_setting(name: str, texts: list[str]) -> list[Setting]:
+    """Return what a flag sets. texts: the words that follow it. Raises ConfigError."""
+    field, flag = field_flags()[name]
+    check_number_of_values(name, texts)
+    value = flag.value
+    if texts and flag.read is not None:
+        texts = list(flag.read(texts[0]))
+        if not texts:
+            raise ConfigError(f"{name}: the file is empty")
+    if texts:
+        value = read_value(field, texts if field.kind.many else texts[0], name)
+    return settings_of(field, flag, value, f"flag {name}", name)
 
 
 def settings_of(field: ConfigField, flag: Flag, value: Any, origin: str, subject: str) -> list[Setting]:
@@ -154,36 +195,37 @@ def check_number_of_values(name: str, texts: list[str]) -> None:
         values, meaning = REQUESTS[name].values, REQUESTS[name].help
     if values == "" and texts:
         off = f"; to turn it off give {off_flag(name)}" if off_flag(name) else ""
-        raise ConfigError(f"{name} takes no value, but {texts[0]} follows it{off}")
+        raise ConfigError(f"{name} takes no value, but {shortened(texts[0])} follows it{off}")
     if values in ("1", "+") and not texts:
         raise ConfigError(f"{name} needs a value: {meaning}")
     if values in ("1", "?") and len(texts) > 1:
-        raise ConfigError(f"{name} {' '.join(texts)}: expected one value, got {len(texts)}")
+        raise ConfigError(f"{name} {shortened(' '.join(texts))}: expected one value, got {len(texts)}")
 
 
-def read_requests(asked: dict[str, list[str]]) -> Requests:
-    """Read the requests of a command line: name -> values. Raises ConfigError."""
+def read_requests(asked: dict[str, list[str]], problems: Problems) -> Requests:
+    """Read the requests of a command line: name -> values of its last occurrence. problems: receives the errors."""
     numbers: dict[str, Any] = {}
     for name, least in REQUESTED_NUMBERS.items():
-        text = asked[name][-1] if name in asked else ""
-        if name in asked and (not text.isdecimal() or int(text) < least):
-            raise ConfigError(f"{name} {text}: expected a whole number, at least {least}")
-        numbers[name[2:].replace("-", "_")] = int(text) if name in asked else None
-    modes: list[str | None] = [*asked["--verify-grid"], VERIFY_MODES[0]] if "--verify-grid" in asked else [None]
-    for mode in modes:
-        if mode not in (None, *VERIFY_MODES):
-            raise ConfigError(f"--verify-grid {mode}: choose {' or '.join(VERIFY_MODES)}")
-    given = {name: f"--{normalised(name)}" in asked for name in ("print_config", "plan", "dry_run", "help")}
-    requests = Requests(tuple(asked.get("--config", ())), verify_grid=modes[0], **given, **numbers)
-    if requests.ranks_per_node is not None and requests.world_size is None:
-        raise ConfigError("--ranks-per-node needs --world-size N; ranks that are started know their nodes")
-    if requests.rank is not None and not requests.dry_run:
-        raise ConfigError("--rank selects the rank that --dry-run counts: add it; launchers number ranks that train")
+        text = asked[name][0] if name in asked else ""
+        is_number = len(text) <= MOST_DIGITS and text.isascii() and text.isdecimal() and int(text) >= least
+        if name in asked and not is_number:
+            problems.add(f"{name} {shortened(text)}: expected a whole number, at least {least}")
+        numbers[name[2:].replace("-", "_")] = int(text) if is_number else None
+    mode = (asked["--verify-grid"] or [VERIFY_MODES[0]])[0] if "--verify-grid" in asked else None
+    if mode not in (None, *VERIFY_MODES):
+        problems.add(f"--verify-grid {shortened(mode)}: choose {' or '.join(VERIFY_MODES)}")
+    names = ("print_config", "plan", "dry_run", "explain_defaults", "help")
+    given = {name: f"--{normalised(name)}" in asked for name in names}
+    requests = Requests(tuple(asked.get("--config", ())), verify_grid=mode, **given, **numbers)
+    if "--ranks-per-node" in asked and "--world-size" not in asked:
+        problems.add("--ranks-per-node needs --world-size N; ranks that are started know their nodes")
+    if "--rank" in asked and not requests.dry_run:
+        problems.add("--rank selects the rank that --dry-run counts: add it; launchers number ranks that train")
     if requests.dry_run and (requests.plan or requests.verify_grid is not None):
-        raise ConfigError("--dry-run prints the plan together with its counts; leave --plan and --verify-grid out")
-    if requests.world_size is not None and not (requests.plan or requests.print_config or requests.dry_run):
+        problems.add("--dry-run prints the plan together with its counts; leave --plan and --verify-grid out")
+    if "--world-size" in asked and not (requests.plan or requests.print_config or requests.dry_run):
         way = "add --plan or --dry-run; to train on them start them (torchrun --nproc-per-node, srun)"
-        raise ConfigError(f"--world-size gives the number of ranks to plan for: {way}")
+        problems.add(f"--world-size gives the number of ranks to plan for: {way}")
     return requests
 
 
@@ -202,7 +244,22 @@ def suggestion(name: str) -> str:
     for field in all_fields():
         if name == "--" + normalised(field.name):
             return f"; the flag of {field.key} is {field.main_flag}"
-    return nearest(name, [*field_flags(), *REQUESTS, *megatron_flags()])
+    meant = meant_flag(name)
+    return f"; did you mean {meant}?" if meant else ""
+
+
+def meant_flag(name: str) -> str:
+    """Return the flag that an unknown one probably means; never a refused one, nor one that says the opposite."""
+    if name in SYNONYMS:
+        return SYNONYMS[name]
+    accepted = (row.name for row in megatron_flags().values() if row.kind != REFUSED)
+    meant = nearest_word(name, [*field_flags(), *REQUESTS, *accepted])
+    return meant if is_negative(meant) == is_negative(name) else ""
+
+
+def is_negative(name: str) -> bool:
+    """Return True for a flag that turns something off."""
+    return name.startswith(("--no-", "--disable-"))
 
 
 def help_text(schedules: Sequence[str] = ()) -> str:

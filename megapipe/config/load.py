@@ -19,8 +19,10 @@ from megapipe.config.flags import (
     read_command_line,
     settings_of,
 )
-from megapipe.config.megatron_flags import MegatronFlag, megatron_flags
-from megapipe.config.rules.check import check_job, raise_all
+from megapipe.config.megatron_flags import MegatronFlag, differences_line, megatron_flags
+from megapipe.config.problems import Problems
+from megapipe.config.rules.check import RULES, broken_rules, remarks
+from megapipe.config.rules.training import job
 from megapipe.config.yaml_file import Entry, read_entries, read_file, to_yaml
 from megapipe.errors import ConfigError
 
@@ -34,7 +36,17 @@ class LoadedConfig:
     config: Config
     origins: dict[str, str]  # 'section.field' -> 'default', 'yaml FILE line N', 'flag --x' or 'checkpoint DIR'
     requests: Requests = dataclasses.field(default_factory=Requests)
-    remarks: tuple[str, ...] = ()  # one line for each Megatron flag that changes nothing here
+    accepted: tuple[str, ...] = ()  # flags of Megatron, with values, that change no result here
+
+    @property
+    def remarks(self) -> tuple[str, ...]:
+        """Lines on what was accepted without an effect, and for a script of Megatron's on defaults that differ."""
+        lines = list(remarks(self.config))
+        if self.accepted:
+            lines.append(f"flags of Megatron that change no result here (docs/flags.md): {', '.join(self.accepted)}")
+        if self.accepted or self.requests.explain_defaults:
+            lines.append(differences_line())
+        return tuple(lines)
 
     def text(self, resolved: Config | None = None) -> str:
         """Return the YAML of `--print-config` and of checkpoints, with origins and derived values as comments."""
@@ -44,20 +56,27 @@ class LoadedConfig:
 def load_config(argv: Sequence[str], *, is_job: bool = True, schedules: Sequence[str] = ()) -> LoadedConfig:
     """Read argv (without the program's name) and the files it names. Raises ConfigError; `--help` prints and exits.
 
-    The rules that need no world size are checked, with `--use-checkpoint-args` later, by `with_checkpoint_model`.
+    The error has a line for everything that is wrong; rules are checked where the values that they need could be read.
+    Those that need no world size are checked, with `--use-checkpoint-args` later, by `with_checkpoint_model`.
     is_job False: no rule is checked here, so that an incomplete job can be inspected; `resolve` checks what it needs.
     schedules: names that `--help` lists for --pipeline-schedule.
     """
-    line = read_command_line(argv)
+    problems = Problems()
+    line = read_command_line(argv, problems)
     if line.requests.help:
         print(help_text(schedules))
         raise SystemExit(0)
-    remarks = list(line.remarks)
-    files = [settings_of_yaml(read_file(path), path, remarks) for path in line.requests.config_files]
-    values, origins = merge([*files, line.settings])
-    loaded = LoadedConfig(make_config(values), origins, line.requests, tuple(remarks))
+    accepted = list(line.accepted)
+    files = []
+    for path in line.requests.config_files:
+        with problems.caught():
+            files.append(settings_of_yaml(read_file(path), path, accepted, problems))
+    values, origins = merge([*files, line.settings], problems)
+    fill_tokenizer_type(values, origins)
+    loaded = LoadedConfig(make_config(values), origins, line.requests, tuple(accepted))
     if is_job and not loaded.config.checkpoint.use_checkpoint_args:
-        check_complete(loaded)
+        check_complete(loaded, problems)
+    problems.raise_all()
     return loaded
 
 
@@ -66,8 +85,17 @@ def from_yaml(text: str, name: str = "configuration") -> Config:
 
     Each value is checked, but not the rules between fields: a resolved configuration has its lengths in two units.
     """
-    values, _ = merge([settings_of_yaml(text, name, [])])
+    problems = Problems()
+    values, _ = merge([settings_of_yaml(text, name, [], problems)], problems)
+    problems.raise_all()
     return make_config(values)
+
+
+def fill_tokenizer_type(values: dict[str, Any], origins: dict[str, str]) -> None:
+    """Set the tokenizer that Megatron's pretrain_gpt.py takes by default, if its two files are given."""
+    files = ("data.vocab_file", "data.merge_file")
+    if values["data.tokenizer_type"] is None and all(values[key] is not None for key in files):
+        values["data.tokenizer_type"], origins["data.tokenizer_type"] = "GPT2BPETokenizer", origins[files[0]]
 
 
 def with_checkpoint_model(loaded: LoadedConfig, saved: Config, where: str) -> LoadedConfig:
@@ -87,28 +115,35 @@ def with_checkpoint_model(loaded: LoadedConfig, saved: Config, where: str) -> Lo
             raise ConfigError(f"{given}, but {rule}; leave one of the two out")
         values[field.key], origins[field.key] = stored, f"checkpoint {where}"
     merged = dataclasses.replace(loaded, config=make_config(values), origins=origins)
-    check_complete(merged)
+    problems = Problems()
+    check_complete(merged, problems)
+    problems.raise_all()
     return merged
 
 
-def check_complete(loaded: LoadedConfig) -> None:
-    """Raise ConfigError if a field that a job must give was left to its default, or the job breaks a rule."""
+def check_complete(loaded: LoadedConfig, problems: Problems) -> None:
+    """Add to the problems each field that a job must give but was left to its default, and each broken rule."""
     missing = []
     for field in all_fields():
         is_optional = field.key == "optimizer.lr" and loaded.config.training.skip_train
-        if field.option.required and loaded.origins[field.key] == DEFAULT and not is_optional:
+        is_given = loaded.origins[field.key] != DEFAULT or field.key in problems.unread
+        if field.option.required and not is_given and not is_optional:
             in_yaml = f"(in a YAML file: {field.name} in the section {field.section})"
             missing.append(f"{field.main_flag} is missing: {field.option.help} {in_yaml}")
-    raise_all(missing)
-    check_job(loaded.config)
+            problems.unread.add(field.key)
+    problems.add(*missing, *broken_rules(loaded.config, (*RULES, job), problems.unread))
 
 
-def settings_of_yaml(text: str, name: str, remarks: list[str]) -> list[Setting]:
-    """Return the settings of a YAML file. remarks: receives those on Megatron flags that change nothing here."""
-    return [setting for entry in read_entries(text, name) for setting in settings_of_entry(entry, remarks)]
+def settings_of_yaml(text: str, name: str, accepted: list[str], problems: Problems) -> list[Setting]:
+    """Return the settings of a YAML file. accepted: receives the flags of Megatron that change no result here."""
+    settings = []
+    for entry in read_entries(text, name, problems):
+        with problems.caught(*(field.key for field in all_fields() if field.name == entry.key)):
+            settings += settings_of_entry(entry, accepted)
+    return settings
 
 
-def settings_of_entry(entry: Entry, remarks: list[str]) -> list[Setting]:
+def settings_of_entry(entry: Entry, accepted: list[str]) -> list[Setting]:
     """Return the settings of one line of a YAML file. Raises ConfigError at an unknown key, with the nearest one."""
     subject = f"{entry.where}: {entry.section}.{entry.key}" if entry.section else f"{entry.where}: {entry.key}"
     by_name = {field.name: field for field in all_fields()}
@@ -119,7 +154,7 @@ def settings_of_entry(entry: Entry, remarks: list[str]) -> list[Setting]:
     elif name in field_flags():
         field, flag = field_flags()[name]
     elif name in megatron_flags():
-        remarks += megatron_remarks(entry, megatron_flags()[name])
+        accepted += accepted_entry(entry, megatron_flags()[name])
         return []
     else:
         names = [field.name for field in all_fields() if entry.section in (None, field.section)]
@@ -145,8 +180,8 @@ def settings_of_entry(entry: Entry, remarks: list[str]) -> list[Setting]:
     return settings_of(field, flag, value, f"yaml {entry.where}", subject)
 
 
-def megatron_remarks(entry: Entry, row: MegatronFlag) -> list[str]:
-    """Return the remark on a key that is a flag of Megatron's; none if it asks for nothing. Raises ConfigError."""
+def accepted_entry(entry: Entry, row: MegatronFlag) -> list[str]:
+    """Return a key that is a flag of Megatron's, with its value; none if it asks for nothing. Raises ConfigError."""
     given = [entry.raw] if isinstance(entry.raw, str) else list(entry.raw or ())
     if entry.raw is None or (not entry.quoted and given[0].lower() in NONE_WORDS):
         return []
@@ -160,11 +195,11 @@ def megatron_remarks(entry: Entry, row: MegatronFlag) -> list[str]:
         raise ConfigError(f"{entry.where}: {error}") from None
 
 
-def merge(sources: Sequence[Sequence[Setting]]) -> tuple[dict[str, Any], dict[str, str]]:
+def merge(sources: Sequence[Sequence[Setting]], problems: Problems) -> tuple[dict[str, Any], dict[str, str]]:
     """Apply each source over the earlier ones and over the defaults; return values and origins by 'section.name'.
 
     If a flag is given twice, or in its on and off forms, the last one holds, as in every launch script. Two different
-    flags of one source that set a field to different values (--bf16 and --fp16) raise ConfigError.
+    flags of one source that set a field to different values (--bf16 and --fp16) are a problem.
     """
     values: dict[str, Any] = {field.key: field.default for field in all_fields()}
     origins = dict.fromkeys(values, DEFAULT)
@@ -181,7 +216,8 @@ def merge(sources: Sequence[Sequence[Setting]]) -> tuple[dict[str, Any], dict[st
                 if not is_same_flag:
                     both = f"{value_text(earlier.value)} and {value_text(setting.value)}"
                     flags = f"{earlier.subject} and {subject}"
-                    raise ConfigError(f"{flags} contradict each other: {key} would be {both}; give one of the two")
+                    problems.add(f"{flags} contradict each other: {key} would be {both}; give one of the two")
+                    problems.unread.add(key)
             if setting.only_from is None:
                 firm[key] = setting
             values[key], origins[key] = setting.value, setting.origin

@@ -1,28 +1,33 @@
-"""Every flag of Megatron-LM at Megatron-Core 0.16.1, each in one class; no flag of a launch script is ignored.
+"""Every flag of Megatron-LM at megatron-core 0.19.2, each in one class; no flag of a launch script is ignored.
 
-The names, with the number of their values and Megatron's defaults, are in megatron_flags.csv. Sources: the
-configuration dataclasses of the megatron-core 0.16.1 wheel, from which Megatron derives 176 flags, and
-megatron/training/arguments.py from a copy of the repository of that time. Classes and notes are ours.
+The names, with the number of their values and Megatron's defaults, are in megatron_flags.csv: those of the argument
+parser of the megatron-core 0.19.2 wheel, and those that only older versions have. Classes and notes are ours.
 
 supported         sets a field of ours (the note is the field)
-already so here   accepted: megapipe always does what it asks for; the note says why
+already so here   accepted: megapipe always does what it asks for; the note says how
+neutral           accepted: it changes no result here, only speed, logs or what is not used; the note says why
 refused           an error with the note: what to do instead. Accepted if its value is Megatron's default.
 """
 
 from __future__ import annotations
 
 import csv
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from megapipe.config.fields import number_in
+from megapipe.config.fields import EXPECTED, number_in, shortened
 from megapipe.errors import ConfigError
+from megapipe.formatting import one_of
 
 SUPPORTED = "supported"
 ALREADY_SO = "already so here"
+NEUTRAL = "neutral"
 REFUSED = "refused"
-CLASSES = (SUPPORTED, ALREADY_SO, REFUSED)
+CLASSES = (SUPPORTED, ALREADY_SO, NEUTRAL, REFUSED)
+NUMBERS = {"int": int, "float": float}  # instead of values, in the column accepts
 
 
 @dataclass(frozen=True)
@@ -33,25 +38,42 @@ class MegatronFlag:
     values: str  # "": none follows; "1": one; "+": one or more
     default: str  # Megatron's, as text; "" if none
     kind: str  # one of CLASSES
-    accepts: tuple[str, ...]  # already so here: the accepted values; () any
+    accepts: tuple[str, ...]  # already so here and neutral: the values, ("int",) or ("float",) for numbers; () any
     note: str
 
-    def judge(self, given: list[str]) -> str:
-        """Return the line to print for this flag with these values. Raises ConfigError if it is refused."""
-        shown = " ".join([self.name, *given])
+    def judge(self, given: Sequence[str]) -> str:
+        """Return this flag and its values as text if they are accepted. Raises ConfigError if not."""
+        shown = " ".join([self.name, *map(shortened, given)])
         if self.values == "" and given:
-            raise ConfigError(f"{self.name} takes no value, but {given[0]} follows it")
-        if self.values != "" and not given:
+            raise ConfigError(f"{shown}: {self.name} takes no value")
+        if self.values != "" and not any(given):
             raise ConfigError(f"{self.name} needs a value; {self.note}")
-        if self.kind == ALREADY_SO and (not self.accepts or given[0] in self.accepts):
-            return f"{shown}: already so here: {self.note}"
-        if self.default and len(given) == 1:
-            number = number_in(given[0])
-            is_same_number = number is not None and number == number_in(self.default)
-            if is_same_number or given[0].lower() == self.default.lower():
-                return f"{shown}: Megatron's default, accepted"
-        way = f"use {' or '.join(self.accepts)}; {self.note}" if self.accepts else self.note
-        raise ConfigError(f"{shown} is a flag of Megatron that megapipe does not support: {way}")
+        if self.values == "1" and len(given) > 1:
+            raise ConfigError(f"{shown}: expected one value, got {len(given)}")
+        if self._is_default(given) or (self.kind != REFUSED and self._is_accepted(given)):
+            return shown
+        if self.kind == REFUSED:
+            raise ConfigError(f"{shown} is a flag of Megatron that megapipe does not support: {self.note}")
+        if self.accepts[0] in NUMBERS:
+            raise ConfigError(f"{shown}: expected {EXPECTED[NUMBERS[self.accepts[0]]]}")
+        raise ConfigError(f"{shown}: megapipe accepts {one_of(self.accepts)}; {self.note}")
+
+    def _is_accepted(self, given: Sequence[str]) -> bool:
+        if not self.accepts or self.values == "":
+            return True
+        if self.accepts[0] in NUMBERS:
+            numbers = [number_in(word) for word in given]
+            return all(number is not None and math.isfinite(number) for number in numbers) and (
+                self.accepts[0] == "float" or all(number == int(number) for number in numbers if number is not None)
+            )
+        return all(word in self.accepts for word in given)
+
+    def _is_default(self, given: Sequence[str]) -> bool:
+        if not self.default:
+            return False
+        number = number_in(" ".join(given))
+        is_same_number = number is not None and number == number_in(self.default)
+        return is_same_number or " ".join(given).lower() == self.default.lower()
 
 
 @cache
@@ -91,6 +113,7 @@ DELIBERATE_DIFFERENCES = (
     Difference(
         "--recompute-modules", "unset, meaning core_attn", "core_attn", "written out; activation exists only here"
     ),
+    Difference("--rampup-batch-size", "ignored in 0.19", "acts", "the batch grows, as the flag says"),
     Difference(
         "--window-size",
         "LEFT,RIGHT, the token itself not included",

@@ -19,7 +19,7 @@ FP8_RECIPES = ("tensorwise", "delayed")
 QK_NORM = Need("model.qk_layernorm", "--qk-layernorm")
 ROPE = Need("model.position_embedding_type", "--position-embedding-type rope", ("rope",))
 WINDOW = Need("model.window_size", "--window-size")
-FP16 = Need("precision.dtype", "--fp16 (only then is the loss scaled)", ("fp16",))
+FP16 = Need("precision.dtype", "--fp16", ("fp16",), without="the loss is not scaled")
 FP8 = Need("precision.fp8_format", "--fp8-format e4m3 or hybrid")
 
 
@@ -35,7 +35,9 @@ def read_window(text: str) -> str:
 class ModelConfig:
     """The shape of the model, from GPT-2 (the defaults) to Llama."""
 
-    num_layers: int = count(2, "transformer layers", "layers", required=True)
+    num_layers: int = count(
+        2, "transformer layers", "layers", required=True, more_flags=(Flag("--encoder-num-layers"),)
+    )
     hidden_size: int = count(128, "width of the residual stream", required=True)
     ffn_hidden_size: int | None = count(
         None, "width between the linears of the MLP", derived="4 x hidden size; gated: int(4 x hidden x 2/3 / 64) x 64"
@@ -49,7 +51,9 @@ class ModelConfig:
         more_flags=(Flag("--group-query-attention", 1, only_from=(None,), help="one group, or --num-query-groups"),),
     )
     kv_channels: int | None = count(None, "width of one attention head", derived="hidden-size / num-attention-heads")
-    seq_length: int = count(128, "training sequence length", "tokens", required=True)
+    seq_length: int = count(
+        128, "training sequence length", "tokens", required=True, more_flags=(Flag("--encoder-seq-length"),)
+    )
     max_position_embeddings: int | None = count(None, "length of the position table", "tokens", derived="seq-length")
     vocab_size: int | None = count(None, "true size of the vocabulary", "tokens", derived="the tokenizer's")
     padded_vocab_size: int | None = count(
@@ -64,7 +68,15 @@ class ModelConfig:
         "learned_absolute",
         "how positions enter the model",
         choices=("learned_absolute", "rope", "none"),
-        more_flags=(Flag("--use-rotary-position-embeddings", "rope"), Flag("--no-position-embedding", "none")),
+        more_flags=(
+            Flag("--use-rotary-position-embeddings", "rope"),
+            Flag(
+                "--no-position-embedding",
+                "none",
+                only_from=("learned_absolute",),
+                help="no position embedding; with rotary positions, as in Megatron, nothing else",
+            ),
+        ),
     )
     rotary_base: float = option(10000.0, "base of the rotary frequencies (theta)", above=0)
     rotary_percent: float = option(1.0, "fraction of each head's channels that is rotated", above=0, at_most=1)
@@ -91,7 +103,10 @@ class ModelConfig:
     )
     rope_high_freq_factor: float = option(4.0, "llama3: wavelengths below original length / this are unscaled", above=0)
     rope_original_max_position_embeddings: int = count(
-        8192, "llama3 and yarn: length the frequencies were trained for", "tokens"
+        8192,
+        "llama3 and yarn: length the frequencies were trained for",
+        "tokens",
+        more_flags=(Flag("--yarn-original-max-position-embeddings"),),
     )
     yarn_beta_fast: float = option(32.0, "yarn: frequencies with more rotations than this are unchanged", above=0)
     yarn_beta_slow: float = option(

@@ -14,6 +14,7 @@ WEIGHT_DECAY_STYLES = ("constant", "linear", "cosine")
 
 WSD = Need("optimizer.lr_decay_style", "--lr-decay-style WSD", ("WSD",))
 DECOUPLED_LR = Need("optimizer.decoupled_lr", "--decoupled-lr")
+MANUAL_GC = Need("training.manual_gc", "--manual-gc", without="Python decides when garbage is collected")
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,17 @@ class TrainingConfig:
     eval_interval: int | None = count(1000, "steps between evaluations", "steps")
     eval_iters: int = option(100, "batches in one evaluation; 0: none", "batches", at_least=0)
     seed: int = option(1234, "seed of weights, data order and dropout", at_least=0)
+    manual_gc: bool = option(
+        False, "collect garbage only at fixed steps, the same on all ranks, instead of whenever Python decides"
+    )
+    manual_gc_interval: int = option(
+        0, "steps between collections; 0: only around evaluations", "steps", at_least=0, needs=MANUAL_GC
+    )
+    manual_gc_eval: bool = option(
+        True,
+        "manual-gc: also collect before and after an evaluation",
+        more_flags=(Flag("--disable-manual-gc-eval", False),),
+    )
     deterministic_mode: bool = option(False, "use only kernels that give bit-identical results in every run")
     label_smoothing: float = option(
         0.0, "share of the target that is spread over the vocabulary", "probability", at_least=0, below=1

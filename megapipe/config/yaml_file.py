@@ -14,6 +14,7 @@ import yaml
 
 from megapipe.config.config import Config, all_fields, section_types, value_of
 from megapipe.config.fields import ConfigField, value_text
+from megapipe.config.problems import Problems
 from megapipe.errors import ConfigError
 
 
@@ -38,10 +39,12 @@ def read_file(path: str) -> str:
         raise ConfigError(f"--config {path}: cannot be read: {error.strerror}") from None
 
 
-def read_entries(text: str, name: str) -> list[Entry]:
-    """Return all entries of a YAML text, in order. name: of the file, for errors."""
+def read_entries(text: str, name: str, problems: Problems) -> list[Entry]:
+    """Return all entries of a YAML text, in order. name: of the file, for errors. problems: receives them."""
     try:
         root = yaml.compose(text, Loader=yaml.SafeLoader)
+    except RecursionError:
+        raise ConfigError(f"{name}: not readable as YAML: nested too deeply") from None
     except yaml.MarkedYAMLError as error:
         line = f" line {error.problem_mark.line + 1}" if error.problem_mark is not None else ""
         raise ConfigError(f"{name}{line}: not readable as YAML: {error.problem or error.context}") from None
@@ -53,29 +56,35 @@ def read_entries(text: str, name: str) -> list[Entry]:
     if not isinstance(root, yaml.MappingNode):
         raise ConfigError(f"{name}: expected lines of `key: value`, in sections {sections} or without")
     entries: list[Entry] = []
-    for key, value, where in pairs(root, name):
+    for key, value, where in pairs(root, name, problems):
         if isinstance(value, yaml.MappingNode):
             if key not in section_types():
-                raise ConfigError(f"{where}: unknown section {key}; sections are {sections}")
-            entries += [read_entry(key, inner, node, place) for inner, node, place in pairs(value, name)]
+                problems.add(f"{where}: unknown section {key}; sections are {sections}")
+                continue
+            for inner, node, place in pairs(value, name, problems):
+                with problems.caught(f"{key}.{inner}"):
+                    entries.append(read_entry(key, inner, node, place))
         elif key in section_types() and isinstance(value, yaml.ScalarNode) and value.value == "" and key != "optimizer":
             continue  # an empty section
         else:
-            entries.append(read_entry(None, key, value, where))
+            with problems.caught():
+                entries.append(read_entry(None, key, value, where))
     return entries
 
 
-def pairs(mapping: yaml.MappingNode, name: str) -> Iterator[tuple[str, yaml.Node, str]]:
-    """Yield (key, value node, "FILE line N") of a mapping. Raises ConfigError at a key that occurs twice."""
+def pairs(mapping: yaml.MappingNode, name: str, problems: Problems) -> Iterator[tuple[str, yaml.Node, str]]:
+    """Yield (key, value node, "FILE line N") of a mapping. problems: receives keys that occur twice."""
     seen: dict[str, int] = {}
     for key_node, value in mapping.value:
         line = key_node.start_mark.line + 1
         where = f"{name} line {line}"
         if not isinstance(key_node, yaml.ScalarNode):
-            raise ConfigError(f"{where}: a key must be a name")
+            problems.add(f"{where}: a key must be a name")
+            continue
         key = str(key_node.value).strip().replace("-", "_")
         if key in seen:
-            raise ConfigError(f"{where}: {key} was already given on line {seen[key]}")
+            problems.add(f"{where}: {key} was already given on line {seen[key]}")
+            continue
         seen[key] = line
         yield key, value, where
 
@@ -98,7 +107,9 @@ def item_text(node: yaml.Node, name: str) -> str | None:
     """
     if isinstance(node, yaml.ScalarNode):
         return str(node.value)
-    found = list(pairs(node, name)) if isinstance(node, yaml.MappingNode) else []
+    twice = Problems()
+    found = list(pairs(node, name, twice)) if isinstance(node, yaml.MappingNode) else []
+    twice.raise_all()
     if not found or not all(isinstance(value, yaml.ScalarNode) for _, value, _ in found):
         return None
     settings = {key: "".join(value.value.split()) for key, value, _ in found}

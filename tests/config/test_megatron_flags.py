@@ -15,11 +15,14 @@ from megapipe.config.megatron_flags import (
     ALREADY_SO,
     CLASSES,
     DELIBERATE_DIFFERENCES,
+    NEUTRAL,
     REFUSED,
     SUPPORTED,
+    MegatronFlag,
     megatron_flags,
 )
 from megapipe.errors import ConfigError
+from tests.config.examples import job
 from tools.write_flags_page import flags_document
 
 ROWS = list(megatron_flags().values())
@@ -43,8 +46,8 @@ HAS_TO_BE_SUPPORTED = """
 """
 
 
-def test_the_table_has_all_flags_of_0_16_1() -> None:
-    assert len(ROWS) == 677
+def test_the_table_has_all_flags_of_0_19_2_and_those_of_older_versions() -> None:
+    assert len(ROWS) == 866
     assert len({row.name for row in ROWS}) == len(ROWS)
 
 
@@ -121,30 +124,55 @@ def test_a_refused_flag_is_named_with_what_to_do_instead() -> None:
             assert row.note in str(error.value)
 
 
-def test_a_refused_flag_at_megatrons_default_is_accepted() -> None:
+def test_a_flag_at_megatrons_default_is_accepted() -> None:
     for row in ROWS:
-        if row.kind == REFUSED and row.default:
-            (remark,) = read_command_line([row.name, row.default]).remarks
-            assert remark.startswith(row.name + " ")
+        if row.kind != SUPPORTED and row.default:
+            words = [row.name, *row.default.split()]
+            assert read_command_line(words).accepted == (" ".join(words),)
 
 
-def test_an_accepted_flag_without_effect_is_explained_in_one_line() -> None:
+def words_of(row: MegatronFlag) -> list[str]:
+    """Return the flag with a value that is accepted."""
+    value = {"int": "3", "float": "0.5"}.get(row.accepts[0], row.accepts[0]) if row.accepts else "anything"
+    return [row.name] if row.values == "" else [row.name, value]
+
+
+def test_accepted_flags_without_effect_are_remarked_in_one_line() -> None:
+    rows = [row for row in ROWS if row.kind in (ALREADY_SO, NEUTRAL)]
+    assert len(rows) > 400
+    argv = [word for row in rows for word in words_of(row)]
+    remarks = load_config([*job(), *argv]).remarks
+    assert len(remarks) == 2
+    assert remarks[0].startswith("flags of Megatron that change no result here (docs/flags.md): ")
+    assert all(f" {' '.join(words_of(row))}" in remarks[0] for row in rows)
+    assert remarks[1].startswith("defaults that differ from Megatron's: ")
+
+
+def test_other_values_of_an_accepted_flag_are_refused() -> None:
+    rows = [row for row in ROWS if row.kind in (ALREADY_SO, NEUTRAL) and row.accepts]
+    assert len(rows) > 80
+    for row in rows:
+        words = f"{row.name} unheard-of: (megapipe accepts|expected a)"
+        with pytest.raises(ConfigError, match=words):
+            read_command_line([row.name, "unheard-of"])
+
+
+def test_an_accepted_flag_takes_as_many_values_as_in_megatron() -> None:
     for row in ROWS:
-        if row.kind == ALREADY_SO:
-            words = [row.name] if row.values == "" else [row.name, row.accepts[0]]
-            assert read_command_line(words).remarks == (f"{' '.join(words)}: already so here: {row.note}",)
+        if row.kind in (ALREADY_SO, NEUTRAL):
+            wrong = {"": ["x"], "1": [], "+": []}[row.values]
+            with pytest.raises(ConfigError, match=f"^{row.name}"):
+                read_command_line([row.name, *wrong])
+            if row.values == "1":
+                with pytest.raises(ConfigError, match=f"^{row.name} .*: expected one value, got 2"):
+                    read_command_line([*words_of(row), "x"])
 
 
-def test_other_values_of_an_already_so_flag_are_refused() -> None:
-    for row in ROWS:
-        if row.kind == ALREADY_SO and row.values:
-            with pytest.raises(
-                ConfigError,
-                match=(
-                    f"{row.name} unheard-of is a flag of Megatron that megapipe does not support: use {row.accepts[0]}"
-                ),
-            ):
-                read_command_line([row.name, "unheard-of"])
+def test_the_defaults_that_differ_are_told_for_scripts_of_megatron_alone() -> None:
+    told = "defaults that differ from Megatron's: "
+    assert load_config(job()).remarks == ()
+    assert [line[: len(told)] for line in load_config(job("--explain-defaults")).remarks] == [told]
+    assert load_config(job("--use-mcore-models")).remarks[1].startswith(told)
 
 
 def test_a_flag_outside_megatron_is_marked_as_ours() -> None:
@@ -195,7 +223,13 @@ def test_a_llama3_launch_script_for_megatron_runs_as_it_is() -> None:
     --save c --load c --tensorboard-dir t
 """
     loaded = load_config(words.split())
-    assert len(loaded.remarks) == 6
+    assert [flag.split()[0] for flag in loaded.accepted] == [
+        "--use-mcore-models",
+        "--attention-backend",
+        "--cross-entropy-loss-fusion",
+        "--no-create-attention-mask-in-dataloader",
+        "--ckpt-format",
+    ]
     assert loaded.config.model.activation == "swiglu"
 
 

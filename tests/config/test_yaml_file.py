@@ -144,4 +144,4 @@ def test_an_unreadable_file_is_a_message(tmp_path, kind: str) -> None:  # type: 
 def test_a_megatron_switch_that_is_already_so_is_remarked_in_yaml_too(tmp_path) -> None:  # type: ignore[no-untyped-def]
     path = tmp_path / "c.yaml"
     path.write_text("use_mcore_models: true\nnum_experts: null\nmoe_layer_freq:\nno_mmap_bin_files: false\n")
-    assert [line.split(":")[0] for line in load_config(job(f"--config {path}")).remarks] == ["--use-mcore-models"]
+    assert load_config(job(f"--config {path}")).accepted == ("--use-mcore-models",)

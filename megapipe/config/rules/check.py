@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import dataclasses
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import suppress
 
 from megapipe.config.config import Config, all_fields, fields_by_key, value_of
 from megapipe.config.fields import Need, out_of_bounds, shown
+from megapipe.config.problems import UnreadError, hiding
 from megapipe.config.rules import gpu, model, training
 from megapipe.errors import ConfigError
+
+Rule = Callable[[Config], Iterator[str]]
 
 
 def check(config: Config) -> None:
@@ -20,7 +25,7 @@ def check(config: Config) -> None:
             trouble = "" if item is None else out_of_bounds(field.option, item)
             if trouble:
                 broken.append(f"{field.key} {item}: {trouble}")
-    raise_all(broken or [message for rule in RULES for message in rule(config)])
+    raise_all(broken or broken_rules(config, RULES))
 
 
 def check_job(config: Config) -> None:
@@ -29,19 +34,47 @@ def check_job(config: Config) -> None:
     raise_all(list(training.job(config)))
 
 
+def broken_rules(config: Config, rules: Iterable[Rule], unread: Collection[str] = ()) -> list[str]:
+    """Return a message for each broken rule. unread: fields without a value; rules that ask for one are left out."""
+    names = [key.partition(".") for key in unread]
+    hidden = {name: [field for section, _, field in names if section == name] for name, _, _ in names}
+    sections = {name: hiding(getattr(config, name), fields) for name, fields in hidden.items()}
+    view, messages = dataclasses.replace(config, **sections), []
+    for rule in rules:
+        with suppress(UnreadError):
+            for message in rule(view):
+                messages.append(message)
+    return messages
+
+
 def needs(config: Config) -> Iterator[str]:
     """Yield a message for the options that have no effect because the option that they need is not given."""
+    for need, flags in unmet_needs(config):
+        verb, them = ("needs", "this") if len(flags) == 1 else ("need", "these")
+        if not need.without:
+            yield f"{' and '.join(flags)} {verb} {need.flag}; add it, or leave {them} out"
+
+
+def remarks(config: Config) -> Iterator[str]:
+    """Yield a line for the options that are accepted, as in Megatron, though they have no effect."""
+    for need, flags in unmet_needs(config):
+        if need.without:
+            yield f"{' and '.join(flags)} without {need.flag}: {need.without}"
+
+
+def unmet_needs(config: Config) -> Iterator[tuple[Need, list[str]]]:
+    """Yield each option that is missing, with the flags that have no effect without it."""
     unmet: dict[Need, list[str]] = {}
     for field in all_fields():
-        need, value = field.option.needs, value_of(config, field)
-        if need is None or value == field.default:
-            continue
-        needed = value_of(config, fields_by_key()[need.key])
-        if not (needed in need.values if need.values else needed):
-            unmet.setdefault(need, []).append(shown(field, value))
-    for need, flags in unmet.items():
-        verb, them = ("needs", "this") if len(flags) == 1 else ("need", "these")
-        yield f"{' and '.join(flags)} {verb} {need.flag}; add it, or leave {them} out"
+        need = field.option.needs
+        with suppress(UnreadError):
+            value = value_of(config, field)
+            if need is None or value == field.default:
+                continue
+            needed = value_of(config, fields_by_key()[need.key])
+            if not (needed in need.values if need.values else needed):
+                unmet.setdefault(need, []).append(shown(field, value))
+    yield from unmet.items()
 
 
 def raise_all(messages: Sequence[str]) -> None:
@@ -50,4 +83,4 @@ def raise_all(messages: Sequence[str]) -> None:
         raise ConfigError("\n".join(messages))
 
 
-RULES: tuple[Callable[[Config], Iterator[str]], ...] = (*model.RULES, *gpu.RULES, *training.RULES, needs)
+RULES: tuple[Rule, ...] = (*model.RULES, *gpu.RULES, *training.RULES, needs)

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 
 from megapipe.checkpoint.folder import checkpoint_config
 from megapipe.config.load import load_config, with_checkpoint_model
-from megapipe.config.megatron_flags import differences_line
 from megapipe.environment import Environment
 from megapipe.errors import ConfigError
 from megapipe.extras.cli.frame import run_on_ranks
@@ -63,7 +62,7 @@ def _pretrain(arguments: list[str], environment: Environment) -> int:
         raise ConfigError("--dry-run needs no other ranks: run it without torchrun or srun, with --world-size N")
     plan = planned(loaded, *world)
     if environment.global_rank == 0:
-        print("\n".join([*loaded.remarks, plan_text(plan), f"  flags    {differences_line()}"]), flush=True)
+        print("\n".join([*loaded.remarks, plan_text(plan)]), flush=True)
     if requests.plan:
         return 0
     if requests.dry_run:
