@@ -56,7 +56,8 @@ class Journal:
             self.writers.append(TensorBoard(logging.tensorboard_dir))
         if logging.wandb_project:
             name, directory = logging.wandb_exp_name, logging.wandb_save_dir
-            self.writers.append(WeightsAndBiases(logging.wandb_project, name, directory, asdict(config)))
+            project, entity = logging.wandb_project, logging.wandb_entity
+            self.writers.append(WeightsAndBiases(project, name, directory, asdict(config), entity))
 
     def write(self, metrics: Metrics) -> None:
         self._each_writer(lambda writer: writer.write(metrics))

@@ -10,6 +10,7 @@ from megapipe.assembly.datasets import RunData
 from megapipe.assembly.runtime import TrainingRuntime
 from megapipe.errors import CheckpointError, TrainingError
 from megapipe.monitor.heartbeat import PATIENCE
+from megapipe.train.garbage import GarbageCollection
 from megapipe.train.guard import Decision, Guard, StepHealth, StopRequest
 from megapipe.train.journal import Journal
 from megapipe.train.metrics import EvaluationMetrics, StepMetrics
@@ -50,13 +51,15 @@ class Training:
         self._step = train_step(runtime, self._config.logging.log_num_zeros_in_grad, self._profiling.timers)
         self._guard = Guard(runtime, state, data.train, saving, journal, stop)
         self._decision = Decision()  # what follows the last step whose result is known
+        self._garbage = GarbageCollection(self._training)
         self._rolled_back = 0  # updates that --optimizer-post-validation has taken back
 
     def run(self) -> Ending:
         """Train, save, then evaluate on validation and test data. Raises TrainingError at a NaN or infinity."""
         state = self.state
         try:
-            ending = Ending("evaluation only") if self._training.skip_train else self._train()
+            with self._garbage:
+                ending = Ending("evaluation only") if self._training.skip_train else self._train()
         except TrainingError as error:
             try:
                 self._saving.finish(is_last=False)  # the next run starts from what was saved before the NaN
@@ -90,6 +93,7 @@ class Training:
                     self._profiling.after(batch.step, len(batch.microbatches))
                     if result is not None:
                         self._settle(batch, result)  # judge, log, agree
+            self._garbage.after_step(batch.step)
             if self._step.unsettled is not None:
                 continue  # its result comes with the next step
             decision = self._decision
@@ -188,7 +192,7 @@ class Training:
             first = max(0, after_step - 1) // training.eval_interval * training.eval_iters * samples
         started = time.perf_counter()
         weighted = weights = tokens = 0.0
-        with self.runtime.heartbeat.phase(split):
+        with self.runtime.heartbeat.phase(split), self._garbage.around_evaluation():
             for i in range(training.eval_iters):
                 signal = self._guard.stop_signal()
                 if signal is not None:

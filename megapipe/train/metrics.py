@@ -184,9 +184,16 @@ class TensorBoard:
 class WeightsAndBiases:
     """A wandb run; offline if its server does not answer, and never the reason that training stops."""
 
-    def __init__(self, project: str, name: str | None, directory: str | None, configuration: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        project: str,
+        name: str | None,
+        directory: str | None,
+        configuration: dict[str, Any],
+        entity: str | None = None,
+    ) -> None:
         wandb = _import("wandb", "wandb", f"--wandb-project {project}")
-        arguments = {"project": project, "name": name, "dir": directory, "config": configuration}
+        arguments = {"project": project, "entity": entity, "name": name, "dir": directory, "config": configuration}
         self._run: Any = None
         offline = "continuing offline (wandb sync uploads later)"
         for mode, failed in ((None, offline), ("offline", "training continues without it")):
