@@ -149,6 +149,9 @@ training.skip_train | --skip-train | records
 training.eval_interval | --eval-interval 1 | records
 training.eval_iters | --eval-iters 2 | records
 training.seed | --seed 7 | records
+training.manual_gc | --manual-gc | collections 5
+training.manual_gc_interval | --manual-gc-interval 1 | collections 8 | --manual-gc
+training.manual_gc_eval | --no-manual-gc-eval | collections 1 | --manual-gc
 training.deterministic_mode | --deterministic-mode | determinism
 training.label_smoothing | --label-smoothing 0.1 | records
 training.z_loss | --z-loss 0.1 | records
@@ -256,6 +259,7 @@ checkpoint.keep_last | --keep-last 1 | checkpoints 3 1 | {SAVE} --save-interval 
 logging.log_interval | --log-interval 2 | records
 logging.tensorboard_dir | --tensorboard-dir {{tmp}}/board | file board/events*
 logging.wandb_project | --wandb-project p | wandb project
+logging.wandb_entity | --wandb-entity e | wandb entity | --wandb-project p
 logging.wandb_exp_name | --wandb-exp-name n | wandb name | --wandb-project p
 logging.wandb_save_dir | --wandb-save-dir d | wandb dir | --wandb-project p
 logging.log_params_norm | --log-params-norm | records

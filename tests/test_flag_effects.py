@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import gc
 import io
 import json
 import re
@@ -370,13 +371,23 @@ def wandb(pair: Pair, argument: str) -> None:
     assert given[0][argument] == pair.row.flags.split()[-1]
 
 
+def collections(pair: Pair, count: str) -> None:
+    """The collector is off during the run, which asks for that many collections itself."""
+    asked: list[bool] = []
+    fake = types.SimpleNamespace(isenabled=gc.isenabled, enable=gc.enable, disable=gc.disable)
+    fake.collect = lambda: asked.append(gc.isenabled())
+    pair.monkeypatch.setattr("megapipe.train.garbage.gc", fake)
+    assert pair.changed.done[0] == 0, pair.changed.done[1]
+    assert (len(asked), asked[0], gc.isenabled()) == (int(count), False, True)
+
+
 SEEN: dict[str, Callable[[Pair, str], None]] = {
     function.__name__: function
     for function in (
         layer_times,
         records, outcome, said, file, plan, saved_bytes, ranks, time_out, handlers, determinism, comparisons, device,
         readers, manifest,
-        extremes, checkpoints, failing_save, wandb, snapshot, recorded_after,
+        extremes, checkpoints, failing_save, wandb, collections, snapshot, recorded_after,
     )
 }  # fmt: skip
 ROWS = rows()

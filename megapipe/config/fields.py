@@ -40,6 +40,8 @@ class Flag:
     value: Any = TAKES_VALUE  # or the constant that the bare flag sets
     # constants for other fields of the section: `--rotary-seq-len-interpolation-factor 4` also selects linear scaling
     also_sets: tuple[tuple[str, Any], ...] = ()
+    # the same for fields that are None otherwise: `--checkpoint-activations` recomputes groups of one layer
+    or_else: tuple[tuple[str, Any], ...] = ()
     # if given, the constant is set only where the field would otherwise hold one of these values:
     # `--no-bias-gelu-fusion` turns tanh GELU into erf GELU and leaves SwiGLU alone, as in Megatron
     only_from: tuple[Any, ...] | None = None
@@ -177,9 +179,12 @@ def read_value(field: ConfigField, raw: str | Sequence[str], subject: str, *, li
     given = f"{subject} {shortened(' '.join(words))}"
     if not kind.many and not isinstance(raw, str):
         raise ConfigError(f"{given}: expected one value, {EXPECTED[kind.scalar]}, got {len(words)}")
+    if option.read is not None and isinstance(raw, str):
+        words = [option.read(raw)]
     if kind.many and isinstance(raw, str) and (kind.scalar is not str or option.choices):
         words = re.split(r"[\s,]+", raw.strip())  # other strings are paths, which can contain blanks
-    if kind.optional and not literal and len(words) == 1 and words[0].lower() in NONE_WORDS:
+    is_literal = literal and words == [raw]  # not rewritten
+    if kind.optional and not is_literal and len(words) == 1 and words[0].lower() in NONE_WORDS:
         return None
     if not kind.many:
         return read_scalar(kind.scalar, option, words[0], subject)
@@ -191,17 +196,16 @@ def read_value(field: ConfigField, raw: str | Sequence[str], subject: str, *, li
 def read_scalar(scalar: type, option: Option, raw: str, subject: str) -> Any:
     """Read one text as an int, float, bool or str within the option's choices and range.
 
-    A number is decimal and finite; an int may be written as 1e6 or 1000.0.
+    A number is decimal and finite; an int may be written as 1e6, 1000.0 or, as in Python, 1_000.
     """
-    text = option.read(raw) if option.read is not None else raw
     value: Any = None
     if scalar is str:
-        value = text
+        value = raw
     elif scalar is bool:
-        value = BOOL_WORDS.get(text.lower())
-    elif "_" not in text:
+        value = BOOL_WORDS.get(raw.lower())
+    elif raw.isascii():
         try:
-            number = int(text) if re.fullmatch(r"[+-]?\d+", text) else float(text)
+            number = int(raw) if re.fullmatch(r"[+-]?\d+(_\d+)*", raw) else float(raw)
             if math.isfinite(number) and (scalar is float or number == int(number)):
                 value = scalar(number)
         except (ValueError, OverflowError):  # not a number, or an integer of more than 308 digits
@@ -221,6 +225,11 @@ def shortened(text: str) -> str:
     """Return a text for a message: on one line, and of a long one only the start."""
     line = text if text.isprintable() else escaped_text(text)
     return line if len(line) <= MOST_SHOWN else f"{line[:MOST_SHOWN]}... ({len(line)} characters)"
+
+
+def zero_is_none(text: str) -> str:
+    """Rewrite 0 as none: in Megatron, an interval of 0 is off."""
+    return NONE_WORDS[0] if number_in(text) == 0 else text
 
 
 def number_in(word: str) -> float | None:
@@ -256,10 +265,10 @@ def nearest(word: str, words: Sequence[str]) -> str:
     return f"; did you mean {meant}?" if meant else ""
 
 
-def nearest_word(word: str, words: Iterable[str]) -> str:
+def nearest_word(word: str, words: Iterable[str], cutoff: float = 0.6) -> str:
     """Return the most similar of some words, empty if no word is similar."""
     lower = {candidate.lower(): candidate for candidate in words}
-    match = difflib.get_close_matches(word.lower()[:MOST_SHOWN], list(lower), n=1, cutoff=0.6)
+    match = difflib.get_close_matches(word.lower()[:MOST_SHOWN], list(lower), n=1, cutoff=cutoff)
     return lower[match[0]] if match else ""
 
 

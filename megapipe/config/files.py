@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megapipe.config.fields import Flag, Need, count, number_in, option
+from megapipe.config.fields import Flag, Need, count, number_in, option, shortened
 from megapipe.errors import ConfigError
 
 TOKENIZER_TYPES = (
@@ -77,7 +77,7 @@ def split_shares(text: str) -> tuple[float, float, float]:
     total = sum(shares)
     if len(shares) != len(numbers) or len(shares) > 3 or total <= 0:
         rule = "expected up to three numbers of at least 0 (training, validation, test), not all 0, such as 969,30,1"
-        raise ConfigError(f"--split {text}: {rule}")
+        raise ConfigError(f"--split {shortened(text)}: {rule}")
     shares += [0.0] * (3 - len(shares))
     return shares[0] / total, shares[1] / total, shares[2] / total
 
@@ -93,9 +93,9 @@ def parse_blend(words: Sequence[str], flag: str) -> tuple[list[str], list[float]
         return words, None
     if [number is not None for number in numbers] != [True, False] * (len(words) // 2):
         rule = "weights and prefixes must alternate, WEIGHT PREFIX WEIGHT PREFIX ..., or there must be no weights"
-        raise ConfigError(f"{flag} {' '.join(words)}: {rule}")
+        raise ConfigError(f"{flag} {shortened(' '.join(words))}: {rule}")
     if not all(0 < weight < math.inf for weight in weights):
-        raise ConfigError(f"{flag} {' '.join(words)}: weights must be above 0")
+        raise ConfigError(f"{flag} {shortened(' '.join(words))}: weights must be above 0")
     return words[1::2], weights
 
 
@@ -152,7 +152,9 @@ class LoggingConfig:
     tensorboard_dir: str | None = option(None, "directory of TensorBoard files; unset: none")
     wandb_project: str | None = option(None, "Weights & Biases project; unset: none")
     wandb_entity: str | None = option(None, "Weights & Biases entity; unset: that of the login", needs=WANDB)
-    wandb_exp_name: str | None = option(None, "Weights & Biases run name", needs=WANDB)
+    wandb_exp_name: str | None = option(
+        None, "Weights & Biases run name", needs=WANDB, more_flags=(Flag("--wandb-name"),)
+    )
     wandb_save_dir: str | None = option(None, "directory of Weights & Biases files", needs=WANDB)
     log_params_norm: bool = option(False, "log the norm of the weights")
     log_num_zeros_in_grad: bool = option(False, "log how many gradient elements are zero")

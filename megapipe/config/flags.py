@@ -183,7 +183,9 @@ def settings_of(field: ConfigField, flag: Flag, value: Any, origin: str, subject
     """Return the settings of a flag's own field and of those that it also sets."""
     others = [(fields_by_key()[f"{field.section}.{name}"], constant) for name, constant in flag.also_sets]
     settings = [Setting(field, value, origin, subject, flag.only_from)]
-    return settings + [Setting(other, constant, origin, subject) for other, constant in others]
+    settings += [Setting(other, constant, origin, subject) for other, constant in others]
+    defaults = [(fields_by_key()[f"{field.section}.{name}"], constant) for name, constant in flag.or_else]
+    return settings + [Setting(other, constant, origin, subject, (None,)) for other, constant in defaults]
 
 
 def check_number_of_values(name: str, texts: list[str]) -> None:
@@ -253,7 +255,7 @@ def meant_flag(name: str) -> str:
     if name in SYNONYMS:
         return SYNONYMS[name]
     accepted = (row.name for row in megatron_flags().values() if row.kind != REFUSED)
-    meant = nearest_word(name, [*field_flags(), *REQUESTS, *accepted])
+    meant = nearest_word(name, [*field_flags(), *REQUESTS, *accepted], cutoff=0.8)
     return meant if is_negative(meant) == is_negative(name) else ""
 
 

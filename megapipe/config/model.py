@@ -227,7 +227,7 @@ class PrecisionConfig:
         "run the GEMMs of the layers' linears in 8 bits, forward and backward, with one scale per tensor: e4m3, or "
         "hybrid with e5m2 for output gradients; weights, activations between GEMMs and messages stay in --dtype",
         choices=FP8_FORMATS,
-        more_flags=(Flag("--fp8"),),
+        more_flags=(Flag("--fp8"), Flag("--fp8-hybrid", "hybrid"), Flag("--fp8-e4m3", "e4m3")),
     )
     fp8_recipe: str = option(
         "delayed",

@@ -150,15 +150,37 @@ class RecomputeConfig:
         None,
         "what is recomputed in the backward: some modules of every layer, or whole layers; unset: nothing",
         choices=("selective", "full"),
-        more_flags=(Flag("--recompute-activations", "selective"),),
+        more_flags=(
+            Flag("--recompute-activations", "selective"),
+            Flag(
+                "--checkpoint-activations",
+                "full",
+                or_else=(("recompute_method", "uniform"), ("recompute_num_layers", 1)),
+                help="each layer as a whole, as in old versions of Megatron",
+            ),
+        ),
     )
     recompute_method: str | None = option(
         None,
         "full: uniform keeps the input of every group of N layers; block recomputes the first N layers of each chunk",
         choices=("uniform", "block"),
         needs=FULL,
+        more_flags=(
+            Flag(
+                "--activations-checkpoint-method",
+                also_sets=(("recompute_granularity", "full"),),
+                or_else=(("recompute_num_layers", 1),),
+                help="full recomputation by this method, as in old versions of Megatron",
+            ),
+        ),
     )
-    recompute_num_layers: int | None = count(None, "full: N of the method", "layers", needs=FULL)
+    recompute_num_layers: int | None = count(
+        None,
+        "full: N of the method",
+        "layers",
+        needs=FULL,
+        more_flags=(Flag("--activations-checkpoint-num-layers"),),
+    )
     recompute_keep_attention: bool = option(
         False, "full: keep a fused attention kernel's results, so that the backward does not run it again", needs=FULL
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megapipe.config.fields import Flag, Need, count, option
+from megapipe.config.fields import Flag, Need, count, option, zero_is_none
 
 DEVICES = ("auto", "cpu", "cuda")
 OPTIMIZERS = ("adam", "sgd")
@@ -33,12 +33,20 @@ class TrainingConfig:
     )
     train_iters: int | None = count(None, "steps to train (or --train-samples)", "steps")
     train_samples: int | None = count(None, "sequences to train on (or --train-iters)", "sequences")
-    exit_interval: int | None = count(None, "save and exit after a step divisible by this", "steps")
-    exit_duration_in_mins: float | None = option(None, "save and exit after this time", "minutes", above=0)
+    exit_interval: int | None = count(None, "save and exit after a step divisible by this", "steps", read=zero_is_none)
+    exit_duration_in_mins: float | None = option(
+        None, "save and exit after this time", "minutes", above=0, read=zero_is_none
+    )
     exit_signal_handler: bool = option(True, "save and exit on SIGTERM and SIGUSR1")
     skip_train: bool = option(False, "evaluate only")
-    eval_interval: int | None = count(1000, "steps between evaluations", "steps")
-    eval_iters: int = option(100, "batches in one evaluation; 0: none", "batches", at_least=0)
+    eval_interval: int | None = count(1000, "steps between evaluations; unset: none", "steps", read=zero_is_none)
+    eval_iters: int = option(
+        100,
+        "batches in one evaluation; 0: none",
+        "batches",
+        at_least=0,
+        read=lambda text: "0" if text == "-1" else text,
+    )
     seed: int = option(1234, "seed of weights, data order and dropout", at_least=0)
     manual_gc: bool = option(
         False, "collect garbage only at fixed steps, the same on all ranks, instead of whenever Python decides"

@@ -54,20 +54,30 @@ class BatchSchedule:
     def samples_after(self, num_steps: int) -> int:
         """Return the sequences consumed after `num_steps` steps from the beginning."""
         consumed = steps = 0
-        while steps < num_steps and self.size_at(consumed) != self.full:
-            consumed += self.size_at(consumed)
-            steps += 1
+        while (size := self.size_at(consumed)) != self.full:
+            count = min(num_steps - steps, self._steps_of_size_at(consumed))
+            consumed, steps = consumed + count * size, steps + count
+            if steps == num_steps:
+                return consumed
         return consumed + (num_steps - steps) * self.full
 
     def steps_for(self, samples: int) -> int:
         """Return the number of whole steps in `samples` sequences."""
         consumed = steps = 0
-        while self.size_at(consumed) != self.full:
-            if consumed + self.size_at(consumed) > samples:
+        while (size := self.size_at(consumed)) != self.full:
+            count = min((samples - consumed) // size, self._steps_of_size_at(consumed))
+            consumed, steps = consumed + count * size, steps + count
+            if consumed + size > samples and self.size_at(consumed) == size:
                 return steps
-            consumed += self.size_at(consumed)
-            steps += 1
         return steps + (samples - consumed) // self.full
+
+    def _steps_of_size_at(self, consumed: int) -> int:
+        """Return how many steps from there on have the size of the step that starts after `consumed`."""
+        size = self.size_at(consumed)
+        increments = (self.full - self.start) // self.increment
+        reached = (size - self.start) // self.increment + 1
+        end = min(-(-reached * self.ramp_samples // increments), self.ramp_samples + 1)
+        return max(1, -(-(end - consumed) // size))
 
 
 def batch_schedule(

@@ -210,7 +210,7 @@ def _optimizer(
     decay_samples = optimizer.lr_decay_samples
     if decay_samples is None:
         iters = optimizer.lr_decay_iters
-        decay_samples = training.train_samples if iters is None else iters * batch.full
+        decay_samples = training.train_samples if iters is None else batch.samples_after(iters)
     start, end = optimizer.start_weight_decay, optimizer.end_weight_decay
     return convert(
         ResolvedOptimizerConfig,
@@ -220,7 +220,7 @@ def _optimizer(
         start_weight_decay=optimizer.weight_decay if start is None else start,
         end_weight_decay=optimizer.weight_decay if end is None else end,
         lr_wsd_decay_samples=optimizer.lr_wsd_decay_samples or (optimizer.lr_wsd_decay_iters or 0) * batch.full,
-        lr_warmup_samples=optimizer.lr_warmup_samples or optimizer.lr_warmup_iters * batch.full,
+        lr_warmup_samples=optimizer.lr_warmup_samples or batch.samples_after(optimizer.lr_warmup_iters),
         decoupled_lr=optimizer.lr if optimizer.decoupled_lr is None else optimizer.decoupled_lr,
         decoupled_min_lr=optimizer.min_lr if optimizer.decoupled_min_lr is None else optimizer.decoupled_min_lr,
     )

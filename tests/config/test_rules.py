@@ -403,6 +403,7 @@ CASES = [
     ),
     ("one_source_of_data", "--data-path a", ["--mock-data and --data-path are different"], ""),
     ("split_fits_source", "--split 0,0,0", ["--split 0,0,0", "969,30,1"], "--split 1,0,0"),
+    ("split_leaves_training_data", "--split 0,1,0", ["--split 0,1,0 leaves nothing for training"], "--split 1,1,0"),
     ("blends_alternate", "--no-mock-data --data-path 0.3 a b", ["alternate"], "--no-mock-data --data-path 0.3 a 0.7 b"),
     ("blends_alternate", "--no-mock-data --data-path 0 a 1 b", ["above 0"], "--no-mock-data --data-path a b"),
     (

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megapipe.config.config import Config, fields_by_key, value_of
+from megapipe.config.fields import shortened
 from megapipe.config.files import parse_blend, split_shares
 from megapipe.config.rules.proposals import given, use_multiples
 from megapipe.errors import ConfigError
@@ -40,7 +41,7 @@ def length(config: Config) -> Iterator[str]:
     """Check that the length of the run is given once, and the schedules in its unit."""
     training = config.training
     lengths = ("optimizer.lr_decay", "optimizer.lr_warmup", "optimizer.lr_wsd_decay")
-    in_samples = given(config, "training.rampup_batch_size", *(f"{name}_samples" for name in lengths))
+    in_samples = given(config, *(f"{name}_samples" for name in lengths))
     in_steps = given(config, *(f"{name}_iters" for name in lengths))
     if training.train_iters is not None and training.train_samples is not None:
         yield "--train-iters and --train-samples both give the length of the run; give one of the two"
@@ -153,7 +154,8 @@ def sources(config: Config) -> Iterator[str]:
         yield f"--split divides --data-path, but {parts[0]} names each part itself; leave --split out"
     elif data.split is not None:
         try:
-            split_shares(data.split)
+            if not split_shares(data.split)[0] and not config.training.skip_train:
+                yield f"--split {shortened(data.split)} leaves nothing for training; make the first number larger"
         except ConfigError as error:
             yield str(error)
     try:
