@@ -36,6 +36,7 @@ SUBCOMMANDS = {
     "train-tokenizer": Subcommand("data", "train_tokenizer", "train a SentencePiece tokenizer on text"),
     "merge": Subcommand("data", "merge", "merge several token files into one"),
     "convert": Subcommand("convert", "main", "convert checkpoints from and to Hugging Face and Megatron"),
+    "migrate": Subcommand("migrate", "main", "show what each flag of a Megatron-LM launch script does here"),
 }
 
 

@@ -1,0 +1,112 @@
+"""`megapipe migrate`: what every flag of a Megatron-LM launch script does here."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from megapipe.config.config import Config
+from megapipe.errors import ConfigError, MegapipeError
+from megapipe.extras.cli.frame import command, option
+from megapipe.extras.migrate.judge import Judgement, World, judge, missing_files, with_some_vocabulary, world_of
+from megapipe.extras.migrate.report import Migration, json_report, text_report
+from megapipe.extras.migrate.shell_script import SCRIPT_NAME, Call, Decision, Reading, read_script
+from megapipe.plan.resolve import resolve
+
+SOME_VOCABULARY = 50_257  # of GPT-2; only whether the grid is possible is asked
+OPTIONS = (
+    option("--set", "a variable of the script's environment", metavar="NAME=VALUE", action="append", default=[]),
+    option("--ranks", "check for N ranks, not those of the launcher", type=int, above=0),
+    option("--json", "print everything as JSON", action="store_true"),
+)
+
+
+@command("megapipe migrate", OPTIONS, takes_config=True)
+def main(own: argparse.Namespace) -> int:
+    """Show what every flag of a Megatron-LM launch script does here; the script is parsed, never executed.
+
+      megapipe migrate train_llama3.sh
+      megapipe migrate train_gpt3.sh --set TP=8 --set PP=4 ARGUMENTS OF THE SCRIPT
+      megapipe migrate -- --num-layers 32 --hidden-size 4096 ...
+      cat common.sh train.sh | megapipe migrate -
+
+    Variables, arrays, arithmetic and conditions of the script are followed. What only a run would tell ($(hostname), a
+    variable that nothing sets) stays as it is and is named. Exit code 0: the script runs as it is, but perhaps for
+    files that are not here; 1: something has to be changed; 2: no call of pretrain_gpt.py could be read.
+    """
+    if not own.flags:
+        raise ConfigError("no script; give a file, - for standard input, or -- and the arguments of pretrain_gpt.py")
+    given = []
+    for text in own.set:
+        name, equals, value = text.partition("=")
+        if not equals or not name.isidentifier():
+            raise ConfigError(f"--set {text}: expected NAME=VALUE, a variable of the script")
+        given.append((name, value))
+    migration = migrated(own.flags, given, own.ranks)
+    print(json.dumps(json_report(migration), indent=2) if own.json else "\n".join(text_report(migration)))
+    return 0 if migration.runs else 1
+
+
+def migrated(words: Sequence[str], given: Sequence[tuple[str, str]] = (), ranks: int | None = None) -> Migration:
+    """Return the report of a script with its arguments, or of arguments of pretrain_gpt.py. Raises ConfigError."""
+    source, reading = words[0], Reading()
+    at = next((at for at, word in enumerate(words) if SCRIPT_NAME.fullmatch(word)), None)
+    if words[0].startswith("--") or at is not None:
+        start = 0 if at is None else at + 1
+        launcher = () if at is None else tuple(words[:at])
+        source = "the command line"
+        call = Call(0, launcher, "pretrain_gpt.py", tuple(words[start:]), frozenset())
+    else:
+        text = sys.stdin.read() if source == "-" else read_file(Path(source))
+        source = "standard input" if source == "-" else source
+        reading = read_script(text, source, words[1:], given)
+        if not reading.calls:
+            why = "".join(f"; {note}" for note in reading.notes)
+            raise ConfigError(f"{source} has no call of pretrain_gpt.py{why}; give its arguments: megapipe migrate --")
+        call = reading.calls[0]
+    judgement = judge(call.arguments)
+    world = world_of(call.launcher, reading.variables.values)
+    ranks_text, problems = grid(judgement, World(ranks, None) if ranks is not None else world)
+    decisions = tuple(each for each in reading.decisions if each.names & call.names and is_told(each))
+    further = [f"line {each.line}: {each.script} is started once more" for each in reading.calls[1:]]
+    missing = () if judgement.loaded is None else tuple(missing_files(judgement.loaded.config, Path()))
+    notes = (*reading.notes, *further)
+    return Migration(source, call, judgement, decisions, notes, ranks_text, problems, missing)
+
+
+def is_told(decision: Decision) -> bool:
+    """Return True if the report names a condition: one that holds, or whose outcome is assumed."""
+    return decision.outcome != "not taken"
+
+
+def read_file(path: Path) -> str:
+    """Return the text of a script. Raises ConfigError."""
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}; give the script, or -- and arguments") from None
+
+
+def grid(judgement: Judgement, world: World) -> tuple[str, tuple[str, ...]]:
+    """Return the ranks and the grid in words, and why the configuration cannot run on them."""
+    if judgement.loaded is None or judgement.unchecked:
+        return f"{world.size or 'not stated'} by the launcher; the grid is not checked", ()
+    config = judgement.loaded.config
+    least = least_ranks(config)
+    size = world.size or least
+    said = f"{size} by the launcher" if world.size else f"not stated by the launcher; checked on {size}, the least"
+    try:
+        plan = resolve(with_some_vocabulary(config, SOME_VOCABULARY), size, world.ranks_per_node)
+    except MegapipeError as error:
+        return said, tuple(str(error).splitlines())
+    axes = plan.topology
+    return f"{said}: tp {axes.tp} x pp {axes.pp} x dp {axes.dp}", ()
+
+
+def least_ranks(config: Config) -> int:
+    """Return the ranks of one data-parallel replica."""
+    parallel = config.parallel
+    return parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size * parallel.context_parallel_size

@@ -1,0 +1,203 @@
+"""Flags of a Megatron-LM command line -> what happens to each here, and the ranks that its launcher starts.
+
+Each flag is read by `read_command_line` and all accepted ones together by `load_config`, which read the command line of
+pretrain_gpt.py: there is no second table of what is supported.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from megapipe.config.config import Config
+from megapipe.config.fields import number_in, shown
+from megapipe.config.flags import REQUESTS, field_flags, normalised, read_command_line, takes_values
+from megapipe.config.load import LoadedConfig, load_config
+from megapipe.config.megatron_flags import megatron_flags
+from megapipe.errors import ConfigError
+from megapipe.extras.migrate.shell_syntax import CLOSE, OPEN
+from megapipe.extras.migrate.shell_values import is_known
+from megapipe.extras.migrate.shell_values import shown as as_written
+
+SAME = "the same here"
+TAKEN_AS = "taken as"
+NO_EFFECT = "no effect here"
+REFUSED = "refused"
+UNKNOWN = "unknown"
+OUTSIDE = "set outside the script"
+TO_CHANGE = (REFUSED, UNKNOWN)
+MANY = "*"  # any number of values: of a flag that is not known
+DATA_FILES = ("data_path", "train_data_path", "valid_data_path", "test_data_path")
+TOKENIZER_FILES = ("tokenizer_model", "vocab_file", "merge_file")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One flag of the script with its values as written, and what happens to it here."""
+
+    flag: str
+    values: tuple[str, ...]
+    outcome: str  # SAME, TAKEN_AS, NO_EFFECT, REFUSED, UNKNOWN or OUTSIDE
+    note: str = ""
+
+    @property
+    def text(self) -> str:
+        """The flag with its values."""
+        return " ".join([self.flag, *self.values])
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """What happens to all flags of a command line."""
+
+    rows: tuple[Row, ...]
+    more: tuple[str, ...]  # variables that can hold more arguments
+    problems: tuple[str, ...]  # rules that the accepted flags break together
+    loaded: LoadedConfig | None  # None if they cannot be read together
+    unchecked: tuple[str, ...]  # flags whose values are not known, so that rules about them are not checked
+
+    @property
+    def runs(self) -> bool:
+        """Whether nothing has to be changed."""
+        return not self.problems and not any(row.outcome in TO_CHANGE for row in self.rows)
+
+
+def judge(arguments: Sequence[str]) -> Judgement:
+    """Judge the arguments of pretrain_gpt.py. What is not known in them is a placeholder."""
+    rows, more, accepted, unchecked = [], [], [], []
+    for flag, values in grouped(arguments):
+        name = normalised(flag)
+        count = number_of_values(name)
+        rest = [value for value in values[count != "" :] if is_variable(value) and count not in ("+", MANY)]
+        more += [as_written(value) for value in rest]
+        values = [value for at, value in enumerate(values) if (at == 0 and count) or value not in rest]
+        texts = tuple(map(as_written, values))
+        if not all(map(is_known, values)) and not takes_text(name):
+            row = Row(flag, texts, OUTSIDE)
+        else:
+            row = judge_flag(flag, texts)
+        if row.outcome == OUTSIDE:
+            unchecked.append(name)
+        elif row.outcome not in TO_CHANGE:
+            accepted += [flag, *texts]
+        rows.append(row)
+    loaded, problems = None, []
+    try:
+        loaded = load_config(accepted, is_job=not unchecked)
+    except ConfigError as error:
+        problems = str(error).splitlines()
+    return Judgement(tuple(rows), tuple(dict.fromkeys(more)), tuple(problems), loaded, tuple(unchecked))
+
+
+def grouped(arguments: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
+    """Yield each flag as written with the words that follow it, as `read_command_line` groups them."""
+    current: tuple[str, list[str]] | None = None
+    for word in arguments:
+        if word.startswith("--"):
+            if current is not None:
+                yield current
+            flag, equals, value = word.partition("=")
+            current = flag, [value] if equals else []
+        elif current is not None:
+            current[1].append(word)
+        else:
+            yield word, []
+    if current is not None:
+        yield current
+
+
+def number_of_values(name: str) -> str:
+    """Return how many values follow a flag: "" none, "1" one, "+" one or more, MANY for a flag that is not known."""
+    if name in field_flags():
+        return takes_values(*field_flags()[name])
+    if name in REQUESTS:
+        return REQUESTS[name].values
+    return megatron_flags()[name].values if name in megatron_flags() else MANY
+
+
+def takes_text(name: str) -> bool:
+    """Return True if any text is a value of this flag, such as a path."""
+    if name not in field_flags():
+        return name not in megatron_flags() or not megatron_flags()[name].accepts
+    field, flag = field_flags()[name]
+    return field.kind.scalar is str and not field.option.choices and field.option.read is None and flag.read is None
+
+
+def is_variable(word: str) -> bool:
+    """Return True if a word is nothing but one placeholder of a variable."""
+    return word.startswith(OPEN + "$") and not word.startswith(OPEN + "$(") and word.find(CLOSE) == len(word) - 1
+
+
+def judge_flag(flag: str, values: Sequence[str]) -> Row:
+    """Judge one flag with its values, by itself."""
+    name, texts = normalised(flag), tuple(values)
+    try:
+        line = read_command_line([flag, *values])
+    except ConfigError as error:
+        is_megatrons = name in field_flags() or name in megatron_flags()
+        return Row(flag, texts, REFUSED if is_megatrons else UNKNOWN, str(error))
+    if line.settings:
+        field, _ = field_flags()[name]
+        value = line.settings[0].value
+        written = tuple(values) if isinstance(value, tuple) else " ".join(values)
+        if field.kind.scalar is not str or not values or value == written:
+            return Row(flag, texts, SAME)
+        others = [shown(each.field, each.value) for each in line.settings[1:]]
+        return Row(flag, texts, TAKEN_AS, " ".join([shown(field, value), *others]))
+    remark = "; ".join(line.remarks).removeprefix(f"{' '.join([name, *values])}: ")
+    if name in megatron_flags():
+        remark = remark.removeprefix(f"{megatron_flags()[name].kind}: ")
+    return Row(flag, texts, NO_EFFECT if remark else SAME, remark)
+
+
+def missing_files(config: Config, folder: Path) -> Iterator[tuple[str, str]]:
+    """Yield (flag, path) of the tokenizer and data files that do not exist; `$` marks a path that is not known."""
+    for name in TOKENIZER_FILES:
+        path = getattr(config.data, name)
+        if path is not None and "$" not in path and not (folder / path).exists():
+            yield "--" + normalised(name), path
+    for name in DATA_FILES:
+        for prefix in getattr(config.data, name) or ():
+            if number_in(prefix) is None and "$" not in prefix and not (folder / f"{prefix}.bin").exists():
+                yield "--" + normalised(name), f"{prefix}.bin and .idx"
+
+
+def with_some_vocabulary(config: Config, size: int) -> Config:
+    """Return a configuration with a vocabulary of this size where only a tokenizer would tell it."""
+    if config.model.vocab_size is not None:
+        return config
+    return dataclasses.replace(config, model=dataclasses.replace(config.model, vocab_size=size))
+
+
+@dataclass(frozen=True)
+class World:
+    """The ranks that a launcher starts; None where it does not say."""
+
+    size: int | None
+    ranks_per_node: int | None
+
+
+def world_of(launcher: Sequence[str], variables: Mapping[str, object]) -> World:
+    """Return the ranks that the words before the training script start. variables: those of the script."""
+    text = " ".join(word for word in launcher if is_known(word))
+
+    def number(names: str) -> int | None:
+        match = re.search(rf"(?:^|\s)(?:{names})[= ](\d+)(?=\s|$)", text)
+        return int(match[1]) if match else None
+
+    def variable(name: str) -> int | None:
+        value = variables.get(name)
+        return int(value) if isinstance(value, str) and value.isdecimal() else None
+
+    per_node = number("--nproc[-_]per[-_]node")
+    if per_node is not None or re.search(r"torchrun|torch\.distributed", text):
+        given = any(re.match(r"--nnodes", word) for word in launcher)
+        nodes = number("--nnodes") if given else 1
+        return World(per_node * nodes if per_node and nodes else None, per_node)
+    if re.search(r"(?:^|[\s/])(mpirun|mpiexec|mpirun_rsh)(?=\s|$)", text):
+        return World(number("-n|-np|--np|-c"), number("--npernode|-npernode|-ppn"))
+    size, per_node = variable("SLURM_NTASKS"), variable("SLURM_NTASKS_PER_NODE")
+    return World(number("--ntasks|-n") or size, number("--ntasks-per-node") or per_node)

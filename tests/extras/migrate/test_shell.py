@@ -1,0 +1,239 @@
+"""The reader of launch scripts: it follows what bash would do and executes nothing."""
+
+from __future__ import annotations
+
+import shlex
+import subprocess
+from pathlib import Path
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from megapipe.errors import ConfigError
+from megapipe.extras.migrate.shell_script import Call, read_script
+from megapipe.extras.migrate.shell_values import shown
+
+
+def call(script: str, *arguments: str) -> Call:
+    """Return the only call of a script."""
+    (found,) = read_script(script, "run.sh", arguments).calls
+    return found
+
+
+def arguments(script: str, *words: str) -> list[str]:
+    """Return the arguments of the only call of a script, placeholders as written."""
+    return [shown(word) for word in call(script, *words).arguments]
+
+
+def in_bash(script: str, *words: str) -> list[str]:
+    """Return what bash passes to the command that the script calls, with no environment."""
+    show = 'torchrun() { shift; [ $# -eq 0 ] || printf "%s\\0" "$@"; }\n'
+    command = ["bash", "--noprofile", "--norc", "-c", show + script, "run.sh", *words]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=20, env={"PATH": "/usr/bin:/bin"})
+    assert ended.returncode == 0, ended.stderr
+    return ended.stdout.split("\0")[:-1]
+
+
+LIKE_BASH = {
+    "variables in one string": 'A=4\nARGS="--num-layers $A \\\n  --lr 1e-3 "\nRUN $ARGS --bf16',
+    "arrays with comments": "X=( --a 1 # one\n  # --b 2\n  --c ${N:-3}\n)\nX+=( --d )\nRUN ${X[@]}",
+    "an array in quotes keeps its words": 'X=(--split "99, 1" "")\nRUN "${X[@]}" "${X[*]}"',
+    "an array without quotes is split": "X=('--fp8-format hybrid' \"--split '99,1,0'\")\nRUN ${X[@]}",
+    "quotes inside quotes": "RUN --name \"a 'b' \\\"c\\\" \\$d\" --x='e f' --y=g\\ h",
+    "defaults": ': "${A:=1}"\nB=${B:-$A} C=${C-x} D=${A:+set}\nRUN $A $B $C $D ${E:+none}',
+    "arithmetic": "A=8 B=3\nRUN $((A*B+2)) $(( ${A} / $B % 2 )) $((2**10 - (A>B))) $((A==8?1:0))",
+    "negative division": "A=-7\nRUN $((A/2)) $((A%2)) $((-A*-2))",
+    "arithmetic on lists": "A=(1 2)\nRUN $((A[1]+1)) ${#A[@]}",
+    "cutting": "T=2_000_000 P=/a/b.c.d\nRUN ${T//_} ${P##*/} ${P%.*} ${P%%.*} ${P#/a} ${P/b/x} ${P:3:2}",
+    "if and elif": "S=13\nif [ $S = 7 ]; then L=32; elif [[ $S == 1? ]]; then L=40; else L=80; fi\nRUN $L",
+    "case": "M=13b\ncase $M in 7b) L=32;; 13*|14b) L=40 ;; *) L=1;; esac\nRUN $L",
+    "numbers in tests": "A=4\nif [ $A -gt 1 ] && [[ $A -le 4 || -z $B ]]; then X=--sequence-parallel; fi\nRUN $X",
+    "an unset variable in a test": 'if [ -z "$V" ]; then V=3; fi\n[ -n "$W" ] && V=4\nRUN $V',
+    "for": 'for i in 1 2; do D="$D 0.$i part_$i"; done\nRUN --data-path $D',
+    "for over the arguments": "X=; for a; do X=$X$a; done; RUN a$X",
+    "functions": 'add() { ARGS="$ARGS --$1 $2"; }\nadd lr 1\nfunction bf { ARGS+=" --bf16"; }\nbf\nRUN $ARGS',
+    "eval": 'A="--lr 1e-4"\nrun="RUN $A --name \'x y\' | cat"\neval $run',
+    "eval with an output file": 'run="RUN --bf16"\nrun="$run |& cat"\neval "$run"',
+    "redirections": "RUN --a 2>&1 --b </dev/null | cat",
+    "a heredoc before": "cat <<EOF >/dev/null\nRUN 'no\nEOF\nRUN --a",
+    "two heredocs": "cat <<-A <<'B' >/dev/null\n\tx\n\tA\n$(y\nB\nRUN --a",
+    "an exported list": "export A=1 B='2 3'; declare -a C=(4 5); readonly D=6\nRUN $A $B ${C[1]} $D",
+    "arithmetic command": "A=2\nif (( A > 1 )); then B=3; fi\nRUN $B",
+    "indirection": "A=B B=7\nRUN ${!A}",
+    "a comment after a continued line": "RUN --a \\\n  --b # --c\n",
+    "a # inside a word": "RUN --a#b 'c # d'",
+    "ANSI quotes": "RUN $'a\\tb' $\"c\"",
+    "an empty array": 'X=()\nRUN "${X[@]}" a${X[@]}b',
+    "appending": 'A=x; A+=y; B=(1); B+=2; RUN $A "${B[@]}"',
+    "a subshell and a group": "{ A=1; }\n(true)\nRUN $A",
+    "not": "if ! [ 1 = 2 ]; then A=1; fi\nif [ ! 1 = 1 ]; then A=2; fi\nRUN $A",
+    "an ended line of Windows": "A=1\r\nRUN $A",
+}
+
+
+@pytest.mark.parametrize("script", LIKE_BASH.values(), ids=LIKE_BASH)
+def test_the_arguments_are_those_of_bash(script: str) -> None:
+    script = script.replace("RUN", "torchrun pretrain_gpt.py")
+    assert arguments(script) == in_bash(script.replace("\r\n", "\n"))
+
+
+def test_positional_arguments_are_those_of_bash() -> None:
+    script = 'A=$1 B=${2:-two} N=$#\nshift\ntorchrun pretrain_gpt.py $A $B $N $1 ${3:-none} "$@"'
+    for words in (["a", "b c", "d"], ["a", "b"]):
+        assert arguments(script, *words) == in_bash(script, *words)
+
+
+NAMES = st.sampled_from(["A", "B", "C"])
+TEXTS = st.text(alphabet="ab 1'\"$\\#(){}*;&|<>~=\t", max_size=8)
+
+
+@st.composite
+def scripts(draw: st.DrawFn) -> str:
+    """Draw a script of assignments, appends, conditions and expansions, all of which bash knows."""
+    lines = ["A=1", "B='b b'", "C=(x 'y z')"]
+    for _ in range(draw(st.integers(1, 6))):
+        name, text = draw(NAMES), shlex.quote(draw(TEXTS))
+        other = draw(
+            st.sampled_from(["$A", '"$B"', '"${C[@]}"', "${A:-d}", "$((2*3))", "${#B}", '"${B%b}"', "${Z:-$A}"])
+        )
+        lines.append(
+            draw(
+                st.sampled_from(
+                    [
+                        f"{name}={text}",
+                        f"{name}+={text}",
+                        f"C+=({text} {other})",
+                        f"if [ {text} = {other} ]; then A=same; else A=other; fi" if "[@]" not in other else "B=3",
+                        f'A="{other.strip(chr(34))} x"' if "[@]" not in other else "A=2",
+                    ]
+                )
+            )
+        )
+    return "\n".join([*lines, 'torchrun pretrain_gpt.py "$A" $B "${C[@]}" ${C[0]}'])
+
+
+@settings(max_examples=40, deadline=None)
+@given(scripts())
+@example("A='*'\ntorchrun pretrain_gpt.py \"$A\"")
+def test_any_script_of_known_parts_gives_the_words_of_bash(script: str) -> None:
+    # bash expands * in unquoted words by the files of its folder, which is not followed
+    expected = in_bash("set -f\n" + script)
+    assert arguments(script) == expected
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.text(alphabet="abXif thenfi;&|()<>{}[]$`'\"\\\n#=+-*/%!0 9\ue000\ue001@", max_size=60))
+@example("if [ 1 ]; then\n" * 40)
+@example("${" * 500)
+@example("$(" * 5000)
+@example("x=$((" + "(" * 5000)
+@example("a() { a; }; a")
+@example("X=aa; " + 'X="$X$X"; ' * 40)
+@example("case x in")
+@example("for a in b; do")
+@example("cat <<")
+def test_any_text_is_read_or_refused_in_one_line(text: str) -> None:
+    message = ""
+    try:
+        read_script(text)
+    except ConfigError as error:
+        message = str(error)
+    assert "\n" not in message
+
+
+def test_nothing_is_executed(tmp_path: Path) -> None:
+    mark = tmp_path / "mark"
+    script = f"""
+        touch {mark}
+        A=$(touch {mark}; echo 1)
+        B=`touch {mark}`
+        cat <(touch {mark}) > {mark}
+        eval "touch {mark}"
+        bash -c 'touch {mark}'
+        trap 'touch {mark}' EXIT
+        [ -f {mark} ] || touch {mark}
+        X=${{Y:-$(touch {mark})}}
+        python -c 'open("{mark}", "w")'
+        Z[$(touch {mark})]=1
+        echo $(( Q[$(touch {mark})] ))
+        torchrun pretrain_gpt.py --save $A --load "$B" $(touch {mark})
+    """
+    found = arguments(script)
+    assert not mark.exists() and not list(tmp_path.iterdir())
+    assert found == ["--save", f"$(touch {mark}; echo 1)", "--load", f"$(touch {mark})", f"$(touch {mark})"]
+
+
+def test_what_only_a_run_would_tell_stays_a_placeholder() -> None:
+    script = (
+        "N=$(nvidia-smi -L | wc -l)\nW=$((N*2))\nD=/data/$USER/x\n"
+        'torchrun pretrain_gpt.py --a $N --b $W --c $D/y --d "$HOME" --e ${F:?} --g $UNSET'
+    )
+    reading = read_script(script)
+    words = [shown(word) for word in reading.calls[0].arguments]
+    assert words[1::2] == ["$(nvidia-smi -L | wc -l)", "$((N*2))", "/data/$USER/x/y", "$HOME", "${F:?}", "$UNSET"]
+    assert list(reading.variables.unset) == ["USER", "HOME", "F", "UNSET"]
+
+
+def test_conditions_that_decide_are_named_with_their_outcome() -> None:
+    script = (
+        'if [ -d /data ]; then D=/data; else D=/tmp; fi\nif [ -n "$KEY" ]; then D=$D/key; fi\n'
+        "if [ 1 = 1 ]; then UNUSED=1; fi\nif [ 2 -gt 1 ]; then L=3; fi\nwhile read x; do L=$L$x; done\n"
+        "torchrun pretrain_gpt.py --load $D --num-layers $L"
+    )
+    reading = read_script(script)
+    (found,) = reading.calls
+    assert [shown(word) for word in found.arguments] == ["--load", "/tmp", "--num-layers", "3"]
+    told = [(each.line, each.outcome) for each in reading.decisions if each.names & found.names]
+    assert told == [
+        (1, "not taken: only running the script would tell"),
+        (2, "not taken: $KEY is not set in the script"),
+        (4, "taken"),
+        (5, "skipped: only running it would tell"),
+    ]
+
+
+LAUNCHED = {
+    "srun and bash -c": 'CMD="python pretrain_gpt.py --lr 1"\nsrun -l bash -c "RANK=\\$SLURM_PROCID numactl $CMD"',
+    "srun with exported variables": "export L='torchrun --nnodes 2' C='x/pretrain_gpt.py --lr 1'\nsrun bash -c '$L $C'",
+    "exec": "exec torchrun /m/pretrain_gpt.py --lr 1",
+    "singularity": "srun singularity exec -B /a:/a image.sif ./launch.sh pretrain_gpt.py --lr 1 > log",
+    "tee": "python -m torch.distributed.launch pretrain_gpt.py --lr 1 2>&1 | tee log",
+    "after cd": "cd /x && torchrun pretrain_gpt.py --lr 1",
+    "in the background": "torchrun pretrain_gpt.py --lr 1 &\nwait",
+    "an array of words": 'C=(torchrun pretrain_gpt.py --lr 1)\n"${C[@]}"',
+    "in a function with an exit before": "main() { torchrun pretrain_gpt.py --lr 1; }\n[ -f x ] || exit 1\nmain",
+}
+
+
+@pytest.mark.parametrize("script", LAUNCHED.values(), ids=LAUNCHED)
+def test_the_call_is_found(script: str) -> None:
+    assert arguments(script) == ["--lr", "1"]
+
+
+def test_a_command_that_only_names_the_script_is_no_call() -> None:
+    script = 'P=pretrain_gpt.py\nif [ ! -f "$P" ]; then echo "$P is missing"; fi\ncp $P /tmp\necho "torchrun $P"\n'
+    assert read_script(script).calls == []
+
+
+def test_variables_of_slurm_come_from_the_head_of_the_script() -> None:
+    head = "#SBATCH --nodes=4\n#SBATCH --ntasks-per-node 8 # ranks\n"
+    assert arguments(f"{head}srun python pretrain_gpt.py $SLURM_NNODES $SLURM_NTASKS") == ["4", "32"]
+
+
+@pytest.mark.parametrize(
+    ("script", "line", "what"),
+    [
+        ("A=1\nB='x\n", 2, "a ' is not closed"),
+        ('torchrun "x', 1, 'a " is not closed'),
+        ("\n\nif true; then A=1\n", 4, "elif or else or fi is missing"),
+        ("A=(1 2", 1, "the array A=( is not closed"),
+        ("echo ${A", 1, "is not closed"),
+        ("A=1\n)\n", 2, "')' opens or closes nothing"),
+    ],
+    ids=["single quote", "double quote", "if", "array", "brace", "parenthesis"],
+)
+def test_a_broken_script_is_refused_with_its_line(script: str, line: int, what: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^line {line}: ") as refused:
+        read_script(script)
+    assert what in str(refused.value)
