@@ -52,21 +52,35 @@ def main(own: argparse.Namespace) -> int:
 
 def migrated(words: Sequence[str], given: Sequence[tuple[str, str]] = (), ranks: int | None = None) -> Migration:
     """Return the report of a script with its arguments, or of arguments of pretrain_gpt.py. Raises ConfigError."""
-    source, reading = words[0], Reading()
     at = next((at for at, word in enumerate(words) if SCRIPT_NAME.fullmatch(word)), None)
     if words[0].startswith("--") or at is not None:
-        start = 0 if at is None else at + 1
         launcher = () if at is None else tuple(words[:at])
-        source = "the command line"
-        call = Call(0, launcher, "pretrain_gpt.py", tuple(words[start:]), frozenset())
-    else:
-        text = sys.stdin.read() if source == "-" else read_file(Path(source))
-        source = "standard input" if source == "-" else source
-        reading = read_script(text, source, words[1:], given)
-        if not reading.calls:
-            why = "".join(f"; {note}" for note in reading.notes)
-            raise ConfigError(f"{source} has no call of pretrain_gpt.py{why}; give its arguments: megapipe migrate --")
-        call = reading.calls[0]
+        arguments = tuple(words if at is None else words[at + 1 :])
+        call = Call(0, launcher, "pretrain_gpt.py", arguments, frozenset())
+        return report_of("the command line", Reading([call]), ranks)
+    if words[0] == "-":
+        return reported(sys.stdin.read(), "standard input", words[1:], given, ranks)
+    return reported(read_file(Path(words[0])), words[0], words[1:], given, ranks)
+
+
+def reported(
+    text: str,
+    source: str,
+    words: Sequence[str] = (),
+    given: Sequence[tuple[str, str]] = (),
+    ranks: int | None = None,
+) -> Migration:
+    """Return the report of the text of a script. words: its arguments; given: variables of its environment."""
+    reading = read_script(text, source, words, given)
+    if not reading.calls:
+        why = "".join(f"; {note}" for note in reading.notes)
+        raise ConfigError(f"{source} has no call of pretrain_gpt.py{why}; give its arguments: megapipe migrate --")
+    return report_of(source, reading, ranks)
+
+
+def report_of(source: str, reading: Reading, ranks: int | None) -> Migration:
+    """Return the report of the first call of a script."""
+    call = reading.calls[0]
     judgement = judge(call.arguments)
     world = world_of(call.launcher, reading.variables.values)
     ranks_text, problems = grid(judgement, World(ranks, None) if ranks is not None else world)

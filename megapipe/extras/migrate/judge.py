@@ -16,6 +16,7 @@ from megapipe.config.config import Config
 from megapipe.config.fields import number_in, shown
 from megapipe.config.flags import REQUESTS, field_flags, normalised, read_command_line, takes_values
 from megapipe.config.load import LoadedConfig, load_config
+from megapipe.config.megatron_flags import REFUSED as REFUSED_KIND
 from megapipe.config.megatron_flags import megatron_flags
 from megapipe.errors import ConfigError
 from megapipe.extras.migrate.shell_syntax import CLOSE, OPEN
@@ -80,7 +81,7 @@ def judge(arguments: Sequence[str]) -> Judgement:
         else:
             row = judge_flag(flag, texts)
         if row.outcome == OUTSIDE:
-            unchecked.append(name)
+            unchecked += [name] if name in field_flags() else []
         elif row.outcome not in TO_CHANGE:
             accepted += [flag, *texts]
         rows.append(row)
@@ -147,10 +148,10 @@ def judge_flag(flag: str, values: Sequence[str]) -> Row:
             return Row(flag, texts, SAME)
         others = [shown(each.field, each.value) for each in line.settings[1:]]
         return Row(flag, texts, TAKEN_AS, " ".join([shown(field, value), *others]))
-    remark = "; ".join(line.remarks).removeprefix(f"{' '.join([name, *values])}: ")
-    if name in megatron_flags():
-        remark = remark.removeprefix(f"{megatron_flags()[name].kind}: ")
-    return Row(flag, texts, NO_EFFECT if remark else SAME, remark)
+    row = megatron_flags().get(name)
+    if row is None:  # a request, such as --print-config
+        return Row(flag, texts, SAME)
+    return Row(flag, texts, NO_EFFECT, "it is Megatron's default" if row.kind == REFUSED_KIND else row.note)
 
 
 def missing_files(config: Config, folder: Path) -> Iterator[tuple[str, str]]:

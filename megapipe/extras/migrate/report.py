@@ -70,7 +70,8 @@ def right_column(row: Row) -> str:
     """Return the outcome of a flag in the words of the table."""
     if row.outcome == TAKEN_AS:
         return f"{TAKEN_AS} {row.note}"
-    return f"{row.outcome}: {row.note}" if row.note else row.outcome
+    note = row.note.removeprefix(row.text).removeprefix(" is a flag of Megatron that megapipe does not support")
+    return f"{row.outcome}: {note.removeprefix(': ')}" if note else row.outcome
 
 
 def text_report(migration: Migration) -> Iterator[str]:

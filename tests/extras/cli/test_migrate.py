@@ -1,0 +1,73 @@
+"""megapipe migrate: its ways to be called, exit codes and JSON."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+
+import pytest
+
+from megapipe.extras.cli.migrate import main
+from tests.extras.migrate.test_judge import MODEL
+
+
+def test_a_script_that_runs_as_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    script = tmp_path / "train.sh"
+    lines = ["TP=${TP:-1}", f"ARGS='{MODEL} --use-mcore-models'"]
+    lines.append("torchrun --nproc_per_node 4 pretrain_gpt.py $ARGS --tensor-model-parallel-size $TP")
+    script.write_text("\n".join(lines))
+    assert main([str(script)]) == 0
+    printed = capsys.readouterr().out
+    assert "--use-mcore-models" in printed and "no effect here" in printed
+    assert "4 by the launcher: tp 1 x pp 1 x dp 4" in printed
+    assert "the script runs as it is" in printed
+    assert main(["--set", "TP=2", str(script)]) == 0
+    assert "tp 2 x pp 1 x dp 2" in capsys.readouterr().out
+    assert main(["--set", "TP=3", str(script)]) == 1
+
+
+def test_arguments_alone_and_from_standard_input(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert main(["--", *MODEL.split()]) == 0
+    assert main([*MODEL.split(), "--num-experts", "8"]) == 1
+    assert "--num-experts 8" in capsys.readouterr().out
+    monkeypatch.setattr("sys.stdin", io.StringIO(f"N=$1\ntorchrun --nproc_per_node $N pretrain_gpt.py {MODEL}"))
+    assert main(["-", "8"]) == 0
+    assert "8 by the launcher" in capsys.readouterr().out
+
+
+def test_json_has_the_same_facts(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--json", "--ranks", "2", *MODEL.split(), "--num-experts", "8"]) == 1
+    report = json.loads(capsys.readouterr().out)
+    assert report["runs"] is False
+    outcomes = {row["flag"]: row["outcome"] for row in report["flags"]}
+    assert outcomes["--num-experts"] == "refused"
+    assert outcomes["--bf16"] == "the same here"
+    assert any(line.startswith("--num-experts 8") for line in report["to_change"])
+    assert "--num-experts" not in report["command"]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["nowhere.sh"], "nowhere.sh cannot be read"),
+        (["--json"], "no script"),
+        (["--set", "1=2", "x.sh"], "expected NAME=VALUE"),
+    ],
+    ids=["no file", "nothing", "set"],
+)
+def test_what_cannot_be_read_is_one_message(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(words) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+
+
+def test_a_script_without_a_call_is_one_message(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    script = tmp_path / "train.sh"
+    script.write_text("source common.sh\necho pretrain_gpt.py\n")
+    assert main([str(script)]) == 2
+    error = capsys.readouterr().err
+    assert "has no call of pretrain_gpt.py" in error and "common.sh" in error

@@ -1,0 +1,120 @@
+"""The argument lists of public launch scripts and of NVIDIA's functional tests, and their table in docs/migrate.md.
+
+Every file of scripts/ names its source in its head; below stand the flags that the script passes to pretrain_gpt.py, as
+`megapipe migrate` read them from the original, with paths and names replaced by variables. No script is copied here.
+`python -m tests.extras.migrate.public_scripts` writes the table of docs/migrate.md again.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from megapipe.extras.cli.migrate import reported
+from megapipe.extras.migrate.judge import TO_CHANGE
+from megapipe.extras.migrate.report import Migration, text_report
+
+FOLDER = Path(__file__).parent
+PAGE = FOLDER.parents[2] / "docs" / "migrate.md"
+BEGIN, END = "<!-- table of public scripts -->\n", "<!-- end of the table -->\n"
+EXAMPLE = re.compile(r"(```bash\n# train\.sh\n)(.*?)(```.*?```text\n)(.*?)(```\n)", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class PublicScript:
+    """One launch script of a public repository."""
+
+    name: str
+    source: str  # repository and path
+    commit: str
+    licence: str
+    ranks: tuple[str, ...]  # in all, and on each node if known
+    flags: tuple[str, ...]  # with their values
+
+    def launch(self) -> str:
+        """Return a launch script of these flags."""
+        total, per_node = (*self.ranks, *self.ranks)[:2] if self.ranks else ("", "")
+        launcher = "python"
+        if total:
+            launcher = f"torchrun --nproc_per_node {per_node} --nnodes {int(total) // int(per_node)}"
+        return " \\\n    ".join([f"{launcher} pretrain_gpt.py", *self.flags])
+
+    def migration(self) -> Migration:
+        """Return what `megapipe migrate` says of it."""
+        return reported(self.launch(), self.name)
+
+
+def public_scripts() -> list[PublicScript]:
+    """Read all files of the folder."""
+    found = []
+    for path in sorted((FOLDER / "scripts").glob("*.txt")):
+        lines = path.read_text(encoding="utf-8").splitlines()
+        head = [line[2:] for line in lines if line.startswith("# ")]
+        ranks = next(line for line in head if line.startswith("ranks: "))
+        found.append(
+            PublicScript(
+                path.stem,
+                head[0],
+                head[1].removeprefix("commit "),
+                head[2].removeprefix("licence: "),
+                tuple(re.findall(r"\d+", ranks)),
+                tuple(line for line in lines if not line.startswith("#")),
+            )
+        )
+    return found
+
+
+def functional_tests() -> dict[str, list[str]]:
+    """Return name -> arguments of NVIDIA's dense functional tests."""
+    found: dict[str, dict[str, list[str]]] = {}
+    for line in (FOLDER / "functional_tests.txt").read_text(encoding="utf-8").splitlines():
+        if line.startswith("#"):
+            continue
+        name, _, text = line.partition(" = ")
+        words = text.split()
+        flags: dict[str, list[str]] = {}
+        if not words[0].startswith("-"):
+            flags = {flag: list(values) for flag, values in found[words.pop(0)].items()}
+        for word in words:
+            if word.startswith("--"):
+                last = flags[word] = []
+            elif word.startswith("-") and not word[1].isdigit():
+                del flags["--" + word[1:]]
+            else:
+                last.append(word)
+        found[name] = flags
+    return {name: [word for flag, values in flags.items() for word in (flag, *values)] for name, flags in found.items()}
+
+
+def to_change(migration: Migration) -> str:
+    """Return the flags of a script that must be changed, or else the rules that they break."""
+    flags = [row.flag for row in migration.judgement.rows if row.outcome in TO_CHANGE]
+    return ", ".join(f"`{flag}`" for flag in dict.fromkeys(flags)) or "; ".join(migration.to_change)
+
+
+def table() -> str:
+    """Return the table of docs/migrate.md."""
+    rows = ["| script | flags | runs here |", "|---|---|---|"]
+    for script in public_scripts():
+        migration = script.migration()
+        verdict = "as it is" if migration.runs else f"without {to_change(migration)}"
+        repository, _, path = script.source.partition(" ")
+        rows.append(f"| {repository} `{Path(path).name}` | {len(script.flags)} | {verdict} |")
+    return "\n".join(rows) + "\n"
+
+
+def example(page: str) -> str:
+    """Return the page with the output of `megapipe migrate` for the script that it shows."""
+
+    def written(match: re.Match[str]) -> str:
+        report = text_report(reported(f"# train.sh\n{match[2]}", "train.sh"))
+        return "".join([*match.groups()[:3], *(f"{line}\n" for line in report), match[5]])
+
+    return EXAMPLE.sub(written, page, count=1)
+
+
+if __name__ == "__main__":
+    page = example(PAGE.read_text(encoding="utf-8"))
+    before, _, rest = page.partition(BEGIN)
+    PAGE.write_text(before + BEGIN + table() + END + rest.partition(END)[2], encoding="utf-8")
