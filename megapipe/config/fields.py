@@ -253,6 +253,8 @@ def out_of_bounds(option: Option, value: Any) -> str:
         return "the value is empty"  # such as an unset variable in a launch script
     if value == "--":
         return "the value is missing"
+    if isinstance(value, str) and "\0" in value:
+        return "the value contains a NUL character"
     if isinstance(value, bool) or not isinstance(value, int | float):
         return ""
     is_good = all(LIMITS[words](value, bound) for words, bound in option.limits.items())

@@ -33,7 +33,7 @@ def read_words(path: str) -> list[str]:
         return Path(path).read_text(encoding="utf-8").split()
     except OSError as error:
         raise ConfigError(f"--data-args-path {path}: cannot be read: {error.strerror}") from None
-    except (UnicodeDecodeError, ValueError):
+    except ValueError:
         raise ConfigError(f"--data-args-path {path}: not a text file in UTF-8") from None
 
 
@@ -46,12 +46,7 @@ class DataConfig:
         "PREFIX of PREFIX.bin and PREFIX.idx, or a blend: WEIGHT PREFIX WEIGHT PREFIX ...",
         more_flags=(Flag("--data-args-path", read=read_words, help="data-path from a file with its words"),),
     )
-    split: str | None = option(
-        None,
-        "shares of --data-path for training, validation and test",
-        derived="969,30,1",
-        read=lambda text: text.strip("'\" "),
-    )
+    split: str | None = option(None, "shares of --data-path for training, validation and test", derived="969,30,1")
     train_data_path: tuple[str, ...] | None = option(None, "blend for training instead of a share of --data-path")
     valid_data_path: tuple[str, ...] | None = option(None, "blend for validation instead of a share of --data-path")
     test_data_path: tuple[str, ...] | None = option(None, "blend for test instead of a share of --data-path")
@@ -72,7 +67,8 @@ def split_shares(text: str) -> tuple[float, float, float]:
 
     Missing numbers are 0, as in Megatron.
     """
-    numbers = [number_in(word) for word in text.replace("/", ",").split(",")]
+    # some launch scripts pass on the quotes around it
+    numbers = [number_in(word) for word in text.strip("'\" ").replace("/", ",").split(",")]
     shares = [number for number in numbers if number is not None and 0 <= number < math.inf]
     total = sum(shares)
     if len(shares) != len(numbers) or len(shares) > 3 or total <= 0:

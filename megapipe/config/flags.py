@@ -198,7 +198,7 @@ def check_number_of_values(name: str, texts: list[str]) -> None:
     if values == "" and texts:
         off = f"; to turn it off give {off_flag(name)}" if off_flag(name) else ""
         raise ConfigError(f"{name} takes no value, but {shortened(texts[0])} follows it{off}")
-    if values in ("1", "+") and not texts:
+    if values in ("1", "+") and (not texts or (name in REQUESTS and texts[0] in ("", "--"))):
         raise ConfigError(f"{name} needs a value: {meaning}")
     if values in ("1", "?") and len(texts) > 1:
         raise ConfigError(f"{name} {shortened(' '.join(texts))}: expected one value, got {len(texts)}")

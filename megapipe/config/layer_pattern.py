@@ -96,7 +96,7 @@ def read_block_configs(path: str) -> tuple[str, ...]:
         text = Path(path).read_text(encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"{flag}: cannot be read: {error.strerror}") from None
-    except UnicodeDecodeError:
+    except ValueError:
         raise ConfigError(f"{flag}: not a text file in UTF-8") from None
     return block_words(text, flag)
 

@@ -46,7 +46,7 @@ class MegatronFlag:
         shown = " ".join([self.name, *map(shortened, given)])
         if self.values == "" and given:
             raise ConfigError(f"{shown}: {self.name} takes no value")
-        if self.values != "" and not any(given):
+        if self.values != "" and (not given or {"", "--"} & set(given)):
             raise ConfigError(f"{self.name} needs a value; {self.note}")
         if self.values == "1" and len(given) > 1:
             raise ConfigError(f"{shown}: expected one value, got {len(given)}")

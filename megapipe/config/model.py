@@ -36,7 +36,12 @@ class ModelConfig:
     """The shape of the model, from GPT-2 (the defaults) to Llama."""
 
     num_layers: int = count(
-        2, "transformer layers", "layers", required=True, more_flags=(Flag("--encoder-num-layers"),)
+        2,
+        "transformer layers",
+        "layers",
+        at_most=100_000,
+        required=True,
+        more_flags=(Flag("--encoder-num-layers"),),
     )
     hidden_size: int = count(128, "width of the residual stream", required=True)
     ffn_hidden_size: int | None = count(

@@ -19,7 +19,9 @@ class ParallelConfig:
     """Axis sizes, partition of the layers into stages, pipeline schedule, gradient buffers, overlap and timeouts."""
 
     tensor_model_parallel_size: int = count(1, "tp: ranks that share every layer", "ranks")
-    pipeline_model_parallel_size: int = count(1, "pp: ranks among which the layers are divided in order", "ranks")
+    pipeline_model_parallel_size: int = count(
+        1, "pp: ranks among which the layers are divided in order", "ranks", at_most=100_000
+    )
     context_parallel_size: int = count(1, "cp: ranks that share every sequence (only 1 is supported)", "ranks")
     num_virtual_stages_per_pipeline_rank: int | None = count(
         None,

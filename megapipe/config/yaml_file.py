@@ -37,6 +37,8 @@ def read_file(path: str) -> str:
         raise ConfigError(f"--config {path}: not a text file in UTF-8 (byte {error.start})") from None
     except OSError as error:
         raise ConfigError(f"--config {path}: cannot be read: {error.strerror}") from None
+    except ValueError:
+        raise ConfigError("--config: the path contains a NUL character") from None
 
 
 def read_entries(text: str, name: str, problems: Problems) -> list[Entry]:

@@ -8,6 +8,8 @@ from megapipe.config.rules.proposals import divisors, nearest_values
 from megapipe.errors import ConfigError
 from megapipe.formatting import one_of
 
+MOST_MICROBATCHES = 100_000  # of a step on one rank
+
 
 @dataclass(frozen=True)
 class BatchSchedule:
@@ -28,6 +30,11 @@ class BatchSchedule:
     def num_microbatches(self) -> int:
         """Microbatches of a data-parallel rank in a step of full size."""
         return self.full // self.samples_per_microbatch
+
+    @property
+    def num_sizes(self) -> int:
+        """The number of batch sizes of the run."""
+        return (self.full - self.start) // self.increment + 1 if self.increment else 1
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -102,6 +109,11 @@ def batch_schedule(
             f"the increment must divide {full - start}"
         )
     schedule = BatchSchedule(full, unit, start, increment, samples) if start < full else BatchSchedule(full, unit)
+    if full // unit > MOST_MICROBATCHES or schedule.num_sizes > MOST_MICROBATCHES:
+        raise ConfigError(
+            f"--global-batch-size {full} is {full // unit} microbatches on each rank, in {schedule.num_sizes} sizes; "
+            f"at most {MOST_MICROBATCHES} of each can be scheduled"
+        )
     size = next((size for size in schedule.sizes if size % unit), None)
     if size is None:
         return schedule

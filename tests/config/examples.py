@@ -28,7 +28,8 @@ def scalars(scalar: type, option: Option) -> st.SearchStrategy[Any]:
     if scalar is bool:
         return st.booleans()
     if scalar is str:
-        return st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=12)
+        characters = st.characters(exclude_categories=["Cs"], exclude_characters="\0")
+        return st.text(characters, min_size=1, max_size=12).filter(lambda text: text != "--")
     if scalar is int:
         numbers: st.SearchStrategy[Any] = st.integers(
             int(option.at_least or 0), int(option.at_most if option.at_most is not None else 10**9)

@@ -231,7 +231,7 @@ def test_help_lists_every_flag_with_unit_default_and_owner(capsys: pytest.Captur
         "--z-loss X weight of log(sum(exp(logits)))^2 in the loss; 0: none (at least 0; default: 0.0) [megapipe]"
         in flat
     )
-    assert "--num-layers N transformer layers (unit: layers; at least 1; required)" in flat
+    assert "--num-layers N transformer layers (unit: layers; at least 1 and at most 100000; required)" in flat
     lines = [line for line in text.splitlines() if line.strip().startswith("--num-layers ")]
     assert lines
     assert "[megapipe]" not in lines[0]

@@ -780,7 +780,7 @@ def test_a_configuration_made_in_code_is_held_to_choices_and_ranges() -> None:
     broken = dataclasses.replace(config, model=dataclasses.replace(config.model, num_layers=0, normalization="Norm"))
     with pytest.raises(ConfigError) as error:
         check(broken)
-    assert str(error.value).splitlines()[0] == "model.num_layers 0: expected a value at least 1"
+    assert str(error.value).splitlines()[0] == "model.num_layers 0: expected a value at least 1 and at most 100000"
     assert "model.normalization Norm: choose LayerNorm" in str(error.value)
 
 

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import math
+
 from megapipe.config.config import Config, fields_by_key, value_of
 from megapipe.formatting import one_of
 
+MOST_DIVISOR = 10**6  # up to which divisors are searched
+
 
 def divisors(*numbers: int) -> list[int]:
-    """Return the common divisors, ascending."""
-    return [d for d in range(1, min(numbers) + 1) if all(number % d == 0 for number in numbers)]
+    """Return the common divisors, ascending; of numbers above MOST_DIVISOR squared not all of them."""
+    common = math.gcd(*numbers)
+    small = [d for d in range(1, min(math.isqrt(common), MOST_DIVISOR) + 1) if common % d == 0]
+    return sorted({*small, *(common // d for d in small)})
 
 
 def use_divisors(*numbers: int, wanted: int) -> str:

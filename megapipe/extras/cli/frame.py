@@ -28,6 +28,7 @@ from megapipe.monitor.process import wait_for_end
 OTHER_RANK_SECONDS = 4.0
 LOST_PEER_SECONDS = 6.0
 INTERRUPTED = 130
+MOST_COLUMNS = 2000  # of a line of a message
 TITLES = {  # exception -> first words of its message; "error" for all others
     "DataError": "data error",
     "CheckpointError": "checkpoint error",
@@ -191,13 +192,20 @@ def guarded(
         if isinstance(error, MegapipeError):
             where = f" (rank {global_rank})" if world_size > 1 else ""
             title = TITLES.get(type(error).__name__, "error")
-            print(f"{title}{where}: {error}", file=sys.stderr, flush=True)
+            print(f"{title}{where}: {abridged(str(error))}", file=sys.stderr, flush=True)
             return error.exit_code
         bug = "this is a bug in megapipe, please report it with the following traceback"
         print(f"rank {global_rank}: {bug}", file=sys.stderr)
         traceback.print_exc()
         sys.stderr.flush()
         return 1
+
+
+def abridged(text: str) -> str:
+    """Return a message whose lines are cut in the middle if a value of thousands of characters stands in them."""
+    half = MOST_COLUMNS // 2
+    lines = (line if len(line) <= MOST_COLUMNS else f"{line[:half]} ... {line[-half:]}" for line in text.splitlines())
+    return "\n".join(lines)
 
 
 def run_on_ranks(body: Callable[[Environment], int], interrupted: str) -> int:
