@@ -30,6 +30,7 @@ SAMPLES = "!--train-iters --train-samples 12"
 WSD = "--lr-decay-style WSD --lr-wsd-decay-iters 3"
 RAMP = "--weight-decay-incr-style linear --start-weight-decay 0.1 --end-weight-decay 0.5"
 FP16 = "--fp16 --initial-loss-scale 256"
+NARROW = "--bf16 --use-precision-aware-optimizer"
 FULL = "--num-layers 4 --recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 FP8 = "--hidden-size 16 --ffn-hidden-size 32 --num-attention-heads 1"
 FILES = "!--mock-data --train-data-path {A} --valid-data-path {A} --test-data-path {A}"
@@ -193,6 +194,11 @@ optimizer.sgd_momentum | --sgd-momentum 0.5 | records | --optimizer sgd
 optimizer.optimizer_post_validation | --optimizer-post-validation | ranks events | \
 {PP} --untie-embeddings-and-output-weights | 2
 optimizer.optimizer_cpu_offload | --optimizer-cpu-offload | plan memory
+optimizer.use_precision_aware_optimizer | --use-precision-aware-optimizer | plan memory | --bf16
+optimizer.main_grads_dtype | --main-grads-dtype bf16 | plan memory | {NARROW}
+optimizer.main_params_dtype | --main-params-dtype fp16 | records | {NARROW}
+optimizer.exp_avg_dtype | --exp-avg-dtype fp8 | records | {NARROW}
+optimizer.exp_avg_sq_dtype | --exp-avg-sq-dtype bf16 | records | {NARROW}
 optimizer.decoupled_lr | --decoupled-lr 0.1 | records
 optimizer.decoupled_min_lr | --decoupled-min-lr 0.05 | records | --decoupled-lr 0.1
 optimizer.override_opt_param_scheduler | --override-opt-param-scheduler | outcome | {LOAD} --lr 2e-2

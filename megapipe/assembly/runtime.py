@@ -74,7 +74,7 @@ class InferenceRuntime:
         self.heartbeat = groups.world.heartbeat or Heartbeat(GROUP_NAMES)  # a placeholder without a watchdog
         self.coordinates = plan.topology.coordinates(groups.world.global_rank)
         self.parameter_dtype = parameter_dtype(plan.config.precision.dtype)
-        # main gradients, master weights and moments: at least fp32
+        # master weights and moments: at least fp32 where --use-precision-aware-optimizer does not narrow them
         self.main_dtype = torch.promote_types(self.parameter_dtype, torch.float32)
         self.kernels = choose_kernels(plan.config, plan.splits_backward)
         self.stages: dict[int, GPTStage] = {}
@@ -163,8 +163,8 @@ class InferenceRuntime:
             chunks=comm_chunks(plan.config.parallel),
         )
         num_versions = plan.num_weight_versions(self.coordinates.pp_rank) if trains else 1
-        main_dtype = self.main_dtype if trains else None
-        buffers = StageBuffers(layouts, self.device, self.parameter_dtype, main_dtype, num_versions)
+        gradient_dtype = parameter_dtype(plan.state_dtypes(self.coordinates.pp_rank).gradient) if trains else None
+        buffers = StageBuffers(layouts, self.device, self.parameter_dtype, gradient_dtype, num_versions)
 
         def initial(spec: ParamSpec) -> Tensor:
             if draw_slice is not None:

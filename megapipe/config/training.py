@@ -11,10 +11,14 @@ OPTIMIZERS = ("adam", "sgd")
 LR_DECAY_STYLES = ("constant", "linear", "cosine", "inverse-square-root", "WSD")
 WSD_DECAY_STYLES = ("exponential", "linear", "cosine", "minus_sqrt")
 WEIGHT_DECAY_STYLES = ("constant", "linear", "cosine")
+MAIN_GRADS_DTYPES = ("fp32", "bf16", "fp16")
+MAIN_PARAMS_DTYPES = ("fp32", "fp16")
+MOMENT_DTYPES = ("fp32", "bf16", "fp16", "fp8")
 
 WSD = Need("optimizer.lr_decay_style", "--lr-decay-style WSD", ("WSD",))
 DECOUPLED_LR = Need("optimizer.decoupled_lr", "--decoupled-lr")
 MANUAL_GC = Need("training.manual_gc", "--manual-gc", without="Python decides when garbage is collected")
+PRECISION_AWARE = Need("optimizer.use_precision_aware_optimizer", "--use-precision-aware-optimizer")
 
 
 @dataclass(frozen=True)
@@ -139,6 +143,24 @@ class OptimizerConfig:
         False,
         "keep master weights and moments in host memory and update them on the CPU; in each step gradients are "
         "copied to the host and new weights back",
+    )
+    use_precision_aware_optimizer: bool = option(
+        False,
+        "allow main gradients, master weights and moments narrower than fp32, and with --bf16 keep of each fp32 master "
+        "weight only the 16 bits that the weight lacks; see docs/gpu.md",
+    )
+    main_grads_dtype: str = option(
+        "fp32",
+        "dtype in which gradients are accumulated over microbatches and, without --grad-reduce-in-bf16, reduced",
+        choices=MAIN_GRADS_DTYPES,
+        needs=PRECISION_AWARE,
+    )
+    main_params_dtype: str = option(
+        "fp32", "dtype of the master weights", choices=MAIN_PARAMS_DTYPES, needs=PRECISION_AWARE
+    )
+    exp_avg_dtype: str = option("fp32", "dtype of Adam's first moment", choices=MOMENT_DTYPES, needs=PRECISION_AWARE)
+    exp_avg_sq_dtype: str = option(
+        "fp32", "dtype of Adam's second moment", choices=MOMENT_DTYPES, needs=PRECISION_AWARE
     )
     decoupled_lr: float | None = option(
         None, "highest learning rate of embedding and output layer", above=0, derived="lr"

@@ -49,6 +49,6 @@ class Embedding:
             (dropout,) if self.model.hidden_dropout > 0 else (),
             collectives=Collectives(1, 0, 1) if shape.sequence_parallel else Collectives(ALL_REDUCE),
             deferred_bytes=shape.hidden_bytes(hidden),
-            backward=Backward(shape.gathered_bytes(hidden) + shape.tokens * hidden * shape.wide),
+            backward=Backward(shape.gathered_bytes(hidden) + shape.tokens * hidden * shape.gradient),
         )
         return Table((lookup,))

@@ -85,15 +85,15 @@ def row_gradient_bytes(gemm: Gemm, shape: RankShape) -> int:
 
 
 def weight_gradient_bytes(gemm: Gemm, shape: RankShape) -> int:
-    """Return what a weight gradient [outputs, inputs] takes before it is added to the main gradients: fp32 on CUDA,
-    the model's dtype elsewhere; nothing in fp32 and fp64, which are added in place, and in I. Operands in 8 bits come
-    on top.
+    """Return what a weight gradient [outputs, inputs] takes before it is added to the main gradients: fp32 on CUDA if
+    they are, else the model's dtype; nothing if they have the model's dtype, to which GEMMs add in place, and in I.
+    Operands in 8 bits come on top.
     """
     if gemm.is_fp8 and shape.transformer_impl == "local":
         return fp8_gradient_bytes(gemm, shape)
-    if shape.splits_backward or shape.element == shape.wide:
+    if shape.splits_backward or shape.adds_in_place:
         return 0
-    return gemm.num_weights * (shape.wide if shape.is_cuda else shape.element)
+    return gemm.num_weights * (shape.wide if shape.is_cuda and shape.gradient == shape.wide else shape.element)
 
 
 def fp8_gradient_bytes(gemm: Gemm, shape: RankShape) -> int:

@@ -10,6 +10,7 @@ from functools import cached_property
 
 from megapipe.config.config import Config
 from megapipe.config.parallel import ParallelConfig, RecomputeConfig
+from megapipe.config.state_dtypes import state_dtypes
 from megapipe.dtypes import ELEMENT_BYTES
 
 ALL_REDUCE = 2  # collectives that an all-reduce counts as: a reduce-scatter and an all-gather
@@ -62,6 +63,7 @@ class RankShape:
     chunks_loss: bool = False  # --cross-entropy-chunk-size
     is_cuda: bool = True  # CUDA kernels keep and make other tensors than those of CPUs
     splits_backward: bool = False  # into I and W: linears' inputs and output gradients wait for W
+    gradient_dtype: str | None = None  # of the main gradients; None: at least fp32
 
     @classmethod
     def of(cls, config: Config, tp: int, sequence_parallel: bool, micro_batch_size: int) -> RankShape:
@@ -81,6 +83,7 @@ class RankShape:
             compile_pointwise=config.kernels.compile_pointwise,
             chunks_loss=config.training.cross_entropy_chunk_size is not None,
             is_cuda=config.training.device != "cpu",
+            gradient_dtype=state_dtypes(config.optimizer, config.precision).gradient,
         )
 
     @property
@@ -99,8 +102,18 @@ class RankShape:
 
     @property
     def wide(self) -> int:
-        """Bytes of one element of at least fp32: statistics, logits of the loss, main gradients."""
+        """Bytes of one element of at least fp32: statistics, logits of the loss."""
         return max(ELEMENT_BYTES[self.dtype], 4)
+
+    @property
+    def gradient(self) -> int:
+        """Bytes of one element of a main gradient."""
+        return self.wide if self.gradient_dtype is None else ELEMENT_BYTES[self.gradient_dtype]
+
+    @property
+    def adds_in_place(self) -> bool:
+        """True if main gradients have the model's dtype, so that GEMMs can add to them."""
+        return self.element == self.wide if self.gradient_dtype is None else self.gradient_dtype == self.dtype
 
     def hidden_bytes(self, hidden_size: int) -> int:
         """Return the bytes of the hidden states between layers: [s, b, h], or [s / tp, b, h] (sequence parallel)."""

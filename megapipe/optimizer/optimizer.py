@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -13,15 +14,17 @@ from torch import Tensor
 
 from megapipe.comm.groups import Group, ProcessGroups
 from megapipe.config.model import PrecisionConfig
+from megapipe.config.state_dtypes import MASTER, state_dtypes
 from megapipe.config.training import OptimizerConfig
 from megapipe.data_parallel.buffers import StageBuffers
 from megapipe.data_parallel.copies import raw_bytes
 from megapipe.data_parallel.gather import ParameterGather
 from megapipe.optimizer.gradient_norm import ModelSum, clip_coefficient, count_zeros, sum_of_squares
 from megapipe.optimizer.loss_scale import LossScaler
+from megapipe.optimizer.narrow import Scales
 from megapipe.optimizer.schedule import Rates
-from megapipe.optimizer.shards import Shard, ShardSnapshot
-from megapipe.optimizer.update_rule import AdamLibrary, UpdateRule, moment_names
+from megapipe.optimizer.shards import Chunk, Shard, ShardSnapshot
+from megapipe.optimizer.update_rule import AdamLibrary, NarrowAdam, UpdateRule
 from megapipe.sharding.boxes import Piece
 
 # undoing an update costs about as much as waiting for the norm: from every second step on, early updates do not pay
@@ -51,7 +54,23 @@ class StatePiece:
     stage: int
     piece: Piece
     primary: bool  # this rank writes it to a checkpoint: first tp replica, first dp replica, not the tied copy
-    values: Tensor  # [piece.box.num_elements], a view
+    shard: Shard
+    part: slice  # of the shard's elements
+
+    @cached_property
+    def values(self) -> Tensor:
+        """[piece.box.num_elements], in at least fp32: a view; of a narrow state, a copy in host memory."""
+        if self.key not in self.shard.narrow:
+            return self.shard.states[self.key][self.part]
+        found = torch.empty(self.part.stop - self.part.start)
+        for chunk, values in self.chunks(found):
+            values.copy_(self.shard.read(self.key, chunk))
+        return found
+
+    def chunks(self, values: Tensor) -> Iterator[tuple[Chunk, Tensor]]:
+        """Yield the piece's elements, and those of `values`, a tensor of its length."""
+        for chunk in self.shard.chunks_of(self.part, self.piece.spec):
+            yield chunk, values[chunk.start - self.part.start : chunk.stop - self.part.start]
 
 
 @dataclass(frozen=True)
@@ -99,18 +118,36 @@ class Optimizer:
         # without sharding, a mirrored pipeline holds every parameter twice in the model group: the first holder counts
         holders = [rank for rank in groups.model.ranks if rank in groups.replicas.ranks]
         counts = self._sharded or groups.model.global_rank == holders[0]
+        dtypes = state_dtypes(config, precision, max(buffers.num_versions for buffers in stages.values()))
+        moments = tuple(name for name in dtypes.states if name != MASTER)
+        where = (counts, self._on_host, dtypes.narrow)
         self.shards = [
-            Shard(stage, buffer, bucket, self._replica, groups.tp, moment_names(config), counts, self._on_host)
+            Shard(stage, buffer, bucket, self._replica, groups.tp, moments, *where)
             for stage, buffers in sorted(stages.items())
             for buffer in buffers.buffers
             for bucket in buffer.layout.buckets
         ]
-        self._rule = UpdateRule(config, self.shards, library)
+        self._scales: Scales | None = None
+        if dtypes.scaled:
+            parameters = [(stage, name) for stage, buffers in sorted(stages.items()) for name in sorted(buffers.names)]
+            scaled = {state: dtypes.narrow[state] for state in dtypes.scaled}
+            holders_of = [groups.replicas, groups.tp] if self._sharded else [groups.tp]
+            at = torch.device("cpu") if self._on_host and self._device.type != "meta" else self._device
+            self._scales = Scales(scaled, parameters, holders_of, at)
+            for shard in self.shards:
+                shard.scales = self._scales
+        self._rule: UpdateRule | NarrowAdam = (
+            NarrowAdam(config, self.shards, self._scales, self._device)
+            if dtypes.is_narrow
+            else UpdateRule(config, self.shards, library)
+        )
         # shards add up over replicas; without sharding, every copy of the model holds the same gradients
         self._sum_groups: list[Group] = [groups.dp_cp, groups.model] if self._sharded else [groups.model]
-        self._snapshot = ShardSnapshot(self.shards) if config.optimizer_post_validation else None
+        self._snapshot = ShardSnapshot(self.shards, self._scales) if config.optimizer_post_validation else None
         self._policy = EarlyUpdatePolicy()
         self._started: _StartedStep | None = None
+        if MASTER in dtypes.scaled:
+            self.parameters_to_masters()
 
     @property
     def loss_scale(self) -> float:
@@ -196,18 +233,49 @@ class Optimizer:
 
     @torch.no_grad()
     def parameters_to_masters(self) -> None:
-        """Copy the parameters to the master weights, after weights were loaded without optimizer state."""
+        """Copy the parameters to the master weights, after weights were loaded without optimizer state.
+
+        A collective. Masters stored with a scale are rounded, and the parameters then follow them.
+        """
         self._check_settled()
         self._gather.finish()
         for shard in self.shards:
             if shard.has_own_master:
-                shard.master.copy_(shard.parameter)
+                shard.take_parameter()
+        if self._scales is not None and MASTER in self._scales.rows:
+            self._store(
+                lambda: (
+                    (shard, MASTER, chunk, shard.parameter[chunk.start : chunk.stop])
+                    for shard in self.shards
+                    for chunk in shard.chunks()
+                )
+            )
+            self.masters_to_parameters()
+            self._gather.finish()
+
+    @torch.no_grad()
+    def load_state(self, pieces: Iterable[StatePiece]) -> None:
+        """Take the values of pieces from `state` that were filled since, and write the parameters. A collective."""
+        copies = [piece for piece in pieces if piece.key in piece.shard.narrow]
+        self._store(
+            lambda: (
+                (piece.shard, piece.key, chunk, values)
+                for piece in copies
+                for chunk, values in piece.chunks(piece.values)
+            )
+        )
+        self.masters_to_parameters()
 
     @torch.no_grad()
     def parameters_norm(self) -> float:
         """Return the global norm of the master weights, without vocabulary padding."""
         self._check_settled()
-        owned = (shard.master[low:high] for shard in self.shards for low, high in shard.exact_ranges)
+        owned = (
+            values
+            for shard in self.shards
+            for low, high in shard.exact_ranges
+            for values in shard.wide_values(MASTER, low, high)
+        )
         return math.sqrt(ModelSum([sum_of_squares(owned, self._device)], self._sum_groups).wait()[0])
 
     @torch.no_grad()
@@ -227,9 +295,9 @@ class Optimizer:
         self._check_settled()
         names: dict[str, None] = {}
         for shard in self.shards:
-            if not shard.has_own_master:
+            if not shard.has_own_master or shard.has_remainders:  # a remainder belongs to any parameter
                 continue
-            rounded = shard.master.to(shard.parameter)
+            rounded = shard.rounded_masters()
             if torch.equal(raw_bytes(shard.parameter), raw_bytes(rounded)):
                 continue
             for part, piece in shard.pieces():
@@ -240,21 +308,22 @@ class Optimizer:
     def state(self) -> Iterator[StatePiece]:
         """Yield this rank's optimizer state as boxes of global tensors.
 
-        Loading writes into `values` and ends with masters_to_parameters().
+        Loading writes into `values` and ends with load_state().
         """
         self._check_settled()
         for shard in self.shards:
-            for key, tensor in (("master", shard.master), *shard.moments.items()):
+            for key in shard.states:
                 for part, piece in shard.pieces():
                     primary = piece.owned and not shard.is_copy and (self._sharded or self._replica == 0)
-                    yield StatePiece(key, shard.stage, piece, primary, tensor[part])
+                    yield StatePiece(key, shard.stage, piece, primary, shard, part)
 
     def held(self) -> dict[str, list[Tensor]]:
         """Return the tensors that it keeps on the device, by item of the memory plan: 'optimizer' and 'rollback'."""
         if self._on_host:
             return {"optimizer": [], "rollback": []}
-        state = [moment for shard in self.shards for moment in shard.moments.values()]
-        state += [shard.master for shard in self.shards if shard.has_own_master]
+        state = [] if self._scales is None else [self._scales.current]
+        for shard in self.shards:
+            state += [tensor for name, tensor in shard.states.items() if name != MASTER or shard.has_own_master]
         return {"optimizer": state, "rollback": [] if self._snapshot is None else self._snapshot.copies}
 
     def plain_state(self) -> dict[str, Any]:
@@ -274,6 +343,19 @@ class Optimizer:
             exact = (shard.gradient[low:high] for shard in self.shards for low, high in shard.exact_ranges)
             values.append(count_zeros(exact, self._device))
         return ModelSum(values, self._sum_groups)
+
+    def _store(self, pieces: Callable[[], Iterable[tuple[Shard, str, Chunk, Tensor]]]) -> None:
+        """Store elements of narrow states, with scales that fit. pieces: (shard, state, chunk, its values)."""
+        scales = None
+        if self._scales is not None:
+            largest = torch.zeros_like(self._scales.current)
+            for shard, state, chunk, values in pieces():
+                shard.add_largest(state, chunk, values, largest)
+            scales = self._scales.agree(largest, self._device)
+            self._scales.current.copy_(scales)
+        for shard, state, chunk, values in pieces():
+            device = shard.states[state].device
+            shard.write(state, chunk, values.to(device, torch.float32, copy=True), scales)
 
     def _update(self, factor: float, rates: Rates) -> None:
         if self._on_host:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -10,9 +11,12 @@ import torch
 from torch import Tensor
 
 from megapipe.comm.groups import Group
+from megapipe.config.state_dtypes import CHUNK, MASTER, REMAINDER
 from megapipe.data_parallel.buffers import FlatBuffer
+from megapipe.optimizer.narrow import NarrowState, Scales, stored_dtype
 from megapipe.sharding.boxes import Piece
-from megapipe.sharding.buffers import Bucket, shard_pieces
+from megapipe.sharding.buffers import ALIGNMENT, Bucket, shard_pieces
+from megapipe.sharding.spec import ParamSpec
 
 
 @dataclass(frozen=True)
@@ -25,12 +29,22 @@ class Run:
     decoupled_lr: bool
 
 
+@dataclass(frozen=True)
+class Chunk:
+    """Elements [start, stop) of a shard, all of one parameter and the padding after it; at most CHUNK."""
+
+    start: int
+    stop: int
+    spec: ParamSpec
+
+
 class Shard:
     """Elements [start, stop) of a flat buffer: the shard of one bucket of member `replica` of the replica group.
 
     parameter, gradient: [stop - start], views of the buffer; parameter is the newest version.
-    master: the memory of parameter, if there is one version in the dtype of the gradients (fp32, fp64); else a copy in
-    that dtype. moments: by name, like master.
+    states: master weights and moments by name, each in at least fp32 unless `narrow` has it: narrow states are read and
+    written chunk by chunk, with the scales of `scales`.
+    master: the memory of parameter, if there is one version of at least fp32; else a copy.
     updated_from: the gradient that the update rule uses, on the device of master.
     on_host: master, moments and updated_from are in host memory.
     is_copy: another stage owns these parameters (the tied embedding at the head), so norms leave them out.
@@ -50,24 +64,30 @@ class Shard:
         moment_names: tuple[str, ...],
         counts: bool = True,
         on_host: bool = False,
+        narrow: Mapping[str, str] | None = None,  # state -> dtype narrower than fp32
     ) -> None:
         self.stage = stage
         self.bucket = bucket
         self.start, self.stop = buffer.shard_range(bucket, replica)
         self.is_copy = buffer.layout.kind == "tied" and stage != 0
-        self._tp, self._buffer = tp, buffer
+        self._tp, self._buffer, self._on_host = tp, buffer, on_host
         self.gradient = buffer.gradients[self.start : self.stop]
-        self.has_own_master = on_host or self.parameter.dtype != self.gradient.dtype or len(buffer.versions) > 1
-        self._host_parameter: Tensor | None = None
-        if on_host:
-            self.updated_from = _host_memory(self.gradient)
-            self._host_parameter = _host_memory(self.parameter)
-            self.master = _host_memory(self.gradient).copy_(self.parameter)
-            self.moments = {name: _host_memory(self.gradient) for name in moment_names}
-        else:
-            self.updated_from = self.gradient
-            self.master = self.parameter.to(self.gradient.dtype, copy=True) if self.has_own_master else self.parameter
-            self.moments = {name: torch.zeros_like(self.gradient) for name in moment_names}
+        dtypes = narrow or {}
+        wide = torch.promote_types(self.parameter.dtype, torch.promote_types(self.gradient.dtype, torch.float32))
+        self.has_own_master = on_host or MASTER in dtypes or self.parameter.dtype != wide or len(buffer.versions) > 1
+        self.updated_from = self._zeros(self.gradient.dtype) if on_host else self.gradient
+        self._host_parameter = self._zeros(self.parameter.dtype).copy_(self.parameter) if on_host else None
+        self.scales: Scales | None = None
+        self.narrow: dict[str, NarrowState] = {}
+        self.states: dict[str, Tensor] = {}
+        for name in (MASTER, *moment_names):
+            if name in dtypes:
+                self.states[name] = self._zeros(stored_dtype(dtypes[name]))
+                self.narrow[name] = NarrowState(dtypes[name], self.states[name], self._rounded_parameter)
+            elif name == MASTER:
+                self.states[name] = self._zeros(wide).copy_(self.parameter) if self.has_own_master else self.parameter
+            else:
+                self.states[name] = self._zeros(wide)
         self.runs = tuple(self._find_runs())
         self.exact_ranges: list[tuple[int, int]] = []
         self.merged_ranges: list[tuple[int, int]] = []
@@ -78,12 +98,108 @@ class Shard:
     def parameter(self) -> Tensor:
         return self._buffer.parameters[self.start : self.stop]
 
+    @property
+    def master(self) -> Tensor:
+        """Master weights of at least fp32."""
+        return self.states[MASTER]
+
+    @property
+    def moments(self) -> dict[str, Tensor]:
+        return {name: state for name, state in self.states.items() if name != MASTER}
+
+    @property
+    def has_remainders(self) -> bool:
+        """True if a master weight consists of its parameter and a remainder."""
+        return MASTER in self.narrow and self.narrow[MASTER].dtype == REMAINDER
+
+    @property
+    def _rounded_parameter(self) -> Tensor:
+        """The parameter where the master weights are."""
+        return self.parameter if self._host_parameter is None else self._host_parameter
+
     def write_parameter(self) -> None:
         """Copy master to parameter, in its dtype. A copy from the host is not waited for."""
-        if self._host_parameter is None:
-            self.parameter.copy_(self.master)
-        else:
-            self.parameter.copy_(self._host_parameter.copy_(self.master), non_blocking=True)
+        if MASTER not in self.narrow:
+            self._rounded_parameter.copy_(self.master)
+        elif not self.has_remainders:
+            for chunk in self.chunks():
+                self._rounded_parameter[chunk.start : chunk.stop].copy_(self.read(MASTER, chunk))
+        if self._host_parameter is not None:
+            self.parameter.copy_(self._host_parameter, non_blocking=True)
+
+    def rounded_masters(self) -> Tensor:
+        """Return what `write_parameter` writes."""
+        if MASTER not in self.narrow:
+            return self.master.to(self.parameter)
+        rounded = torch.zeros_like(self.parameter)
+        for chunk in self.chunks():
+            rounded[chunk.start : chunk.stop] = self.read(MASTER, chunk)
+        return rounded
+
+    def take_parameter(self) -> None:
+        """Copy parameter to master, unless it is stored with a scale."""
+        if self._host_parameter is not None:
+            self._host_parameter.copy_(self.parameter)
+        if MASTER not in self.narrow:
+            self.master.copy_(self.parameter)
+        elif self.has_remainders:
+            self.states[MASTER].zero_()
+
+    def chunks(self) -> Iterator[Chunk]:
+        """Yield the elements of all parameters, each chunk with a multiple of ALIGNMENT elements.
+
+        Kernels may round the last elements of a tensor differently: so no bits depend on the cut into shards.
+        """
+        for slot in self.bucket.slots:
+            start, stop = max(slot.start, self.start), min(slot.stop, self.stop)
+            if start < stop:
+                stop = start + -(-(stop - start) // ALIGNMENT) * ALIGNMENT
+                yield from self.chunks_of(slice(start - self.start, stop - self.start), slot.spec)
+
+    def chunks_of(self, part: slice, spec: ParamSpec) -> Iterator[Chunk]:
+        """Yield elements of one parameter."""
+        for start in range(part.start, part.stop, CHUNK):
+            yield Chunk(start, min(start + CHUNK, part.stop), spec)
+
+    def wide_values(self, state: str, start: int, stop: int) -> Iterator[Tensor]:
+        """Yield elements [start, stop) of a state in at least fp32; for a narrow state without the padding."""
+        if state not in self.narrow:
+            yield self.states[state][start:stop]
+            return
+        for chunk in self.chunks():
+            low, high = max(start, chunk.start), min(stop, chunk.stop)
+            if low < high:
+                yield self.read(state, Chunk(low, high, chunk.spec))
+
+    def read(self, state: str, chunk: Chunk) -> Tensor:
+        """Return elements of a state in at least fp32: a view unless the state is narrow."""
+        if state not in self.narrow:
+            return self.states[state][chunk.start : chunk.stop]
+        current = None if self.scales is None else self.scales.current
+        return self.narrow[state].read(chunk.start, chunk.stop, self._scale(state, chunk, current))
+
+    def write(self, state: str, chunk: Chunk, values: Tensor, scales: Tensor | None) -> None:
+        """Store elements of a narrow state, and overwrite `values`. scales: as `Scales.current`."""
+        self.narrow[state].write(chunk.start, values, self._scale(state, chunk, scales))
+
+    def add_largest(self, state: str, chunk: Chunk, values: Tensor, largest: Tensor) -> None:
+        """Raise the largest magnitude of a parameter's state in `largest`, shaped as `Scales.current`."""
+        found = self._scale(state, chunk, largest)
+        if found is not None:
+            found.copy_(torch.maximum(found, torch.linalg.vector_norm(values, math.inf)))
+
+    def _scale(self, state: str, chunk: Chunk, scales: Tensor | None) -> Tensor | None:
+        """Return the element of `scales`, shaped as `Scales.current`, for a parameter's state; None if it has none."""
+        if self.scales is None or scales is None or state not in self.scales.rows:
+            return None
+        return scales[self.scales.rows[state], self.scales.columns[self.stage, chunk.spec.name]]
+
+    def _zeros(self, dtype: torch.dtype) -> Tensor:
+        """Return zeros as long as the shard; pinned in host memory beside a GPU, so that copies are asynchronous."""
+        device = self.gradient.device
+        if not self._on_host or device.type == "meta":
+            return torch.zeros(self.stop - self.start, dtype=dtype, device=device)
+        return torch.zeros(self.stop - self.start, dtype=dtype, pin_memory=device.type == "cuda")
 
     def pieces(self) -> Iterator[tuple[slice, Piece]]:
         """Yield (elements of the shard, the piece of a parameter in them) in order."""
@@ -114,7 +230,8 @@ class Shard:
 
 
 class ShardSnapshot:
-    """A copy of all that an update changes in this rank's shards: master weights, moments and raw gradients.
+    """A copy of all that an update changes in this rank's shards: master weights, moments and raw gradients; parameters
+    whose master weights are remainders; scales.
 
     With it, updates made before the gradient norm is known (--optimizer-post-validation) are undone. Qi et al. 2023
     (arXiv:2401.10241, section 4 and appendix) undo AdamW by arithmetic; here the old values are kept, so that an update
@@ -122,10 +239,12 @@ class ShardSnapshot:
     scale them in place.
     """
 
-    def __init__(self, shards: Sequence[Shard]) -> None:
-        self._live = [
-            live for shard in shards for live in (shard.gradient, shard.master.detach(), *shard.moments.values())
-        ]
+    def __init__(self, shards: Sequence[Shard], scales: Scales | None) -> None:
+        self._live = [] if scales is None else [scales.current]
+        for shard in shards:
+            self._live += [shard.gradient, *(state.detach() for state in shard.states.values())]
+            if shard.has_remainders:
+                self._live.append(shard.parameter.detach())
         self.copies = [torch.empty_like(live) for live in self._live]
 
     def take(self) -> None:
@@ -137,12 +256,6 @@ class ShardSnapshot:
         """Write the values of the last `take` back. Parameters that are not master weights are left to the caller."""
         for live, copy in zip(self._live, self.copies, strict=True):
             live.copy_(copy)
-
-
-def _host_memory(like: Tensor) -> Tensor:
-    """Return zeros of the same length and dtype in host memory, pinned for a GPU so that copies are asynchronous."""
-    device = "meta" if like.is_meta else "cpu"
-    return torch.zeros(like.shape, dtype=like.dtype, device=device, pin_memory=like.is_cuda)
 
 
 def _append(ranges: list[tuple[int, int]], low: int, high: int, across_gaps: bool) -> None:

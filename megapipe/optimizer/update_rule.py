@@ -1,4 +1,7 @@
-"""AdamW and SGD over flat tensors, by torch's fused kernels or another library's: one pass over all state."""
+"""AdamW and SGD over flat tensors, by torch's fused kernels or another library's: one pass over all state.
+
+`NarrowAdam` is AdamW where state is narrower than fp32.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +11,11 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from megapipe.config.state_dtypes import MASTER
 from megapipe.config.training import OptimizerConfig
+from megapipe.optimizer.narrow import Scales
 from megapipe.optimizer.schedule import Rates
-from megapipe.optimizer.shards import Run, Shard
+from megapipe.optimizer.shards import Chunk, Run, Shard
 
 FUSED_DEVICES = ("cpu", "cuda", "xpu", "meta")
 TORCH_NAMES = {"momentum": "momentum_buffer"}  # of the moments, where they differ from ours
@@ -20,13 +25,6 @@ class AdamLibrary(Protocol):
     """A library that provides Adam: gpu.libraries.Apex or gpu.libraries.TransformerEngine."""
 
     def adam(self, groups: Iterable[dict[str, Any]], config: OptimizerConfig) -> torch.optim.Optimizer: ...
-
-
-def moment_names(config: OptimizerConfig) -> tuple[str, ...]:
-    """Return the names of the flat state tensors that the rule keeps in addition to the master weights."""
-    if config.optimizer == "adam":
-        return ("exp_avg", "exp_avg_sq")
-    return ("momentum",) if config.sgd_momentum else ()
 
 
 class UpdateRule:
@@ -107,3 +105,70 @@ class UpdateRule:
         self._optimizer.grad_scale = divisor  # type: ignore[attr-defined]
         self._optimizer.found_inf = None  # type: ignore[attr-defined]
         self._optimizer.step()
+
+
+class NarrowAdam:
+    """AdamW over shards with narrow state, chunk by chunk: read in fp32, update with torch's fused kernel, write.
+
+    Moments are read as they were rounded in the last step; the new ones enter the update before they are rounded. Where
+    states have scales, each step first computes the update without writing it, to find the largest magnitudes; the
+    ranks that hold parts of a parameter agree on them, so all of them call `step`. device: of communication.
+    """
+
+    def __init__(
+        self, config: OptimizerConfig, shards: Sequence[Shard], scales: Scales | None, device: torch.device
+    ) -> None:
+        self.num_steps = 0
+        self._config, self._shards, self._scales, self._device = config, shards, scales, device
+        self._chunks = [(shard, chunk) for shard in shards for chunk in shard.chunks()]
+
+    def set_num_steps(self, num_steps: int) -> None:
+        """Continue as after num_steps updates, the t of Adam's bias correction."""
+        self.num_steps = num_steps
+
+    def step(self, factor: float, rates: Rates) -> None:
+        """Update the master weights with gradient x factor; the gradients hold the product afterwards, rounded."""
+        self.num_steps += 1
+        scales = None
+        if self._scales is not None:
+            largest = torch.zeros_like(self._scales.current)
+            for shard, chunk in self._chunks:
+                for state, values in self._updated(shard, chunk, factor, rates, in_place=False).items():
+                    shard.add_largest(state, chunk, values, largest)
+            scales = self._scales.agree(largest, self._device)
+        for shard, chunk in self._chunks:
+            for state, values in self._updated(shard, chunk, factor, rates, in_place=True).items():
+                if state in shard.narrow:
+                    shard.write(state, chunk, values, scales)
+        if self._scales is not None and scales is not None:
+            self._scales.current.copy_(scales)
+
+    def _updated(self, shard: Shard, chunk: Chunk, factor: float, rates: Rates, *, in_place: bool) -> dict[str, Tensor]:
+        """Return the updated states of a chunk. in_place: states and gradients in fp32 are updated where they are."""
+        states = {name: shard.read(name, chunk).detach() for name in shard.states}
+        stored = shard.updated_from[chunk.start : chunk.stop]
+        gradient = stored.to(torch.float32)
+        if not in_place:
+            states = {name: state if name in shard.narrow else state.clone() for name, state in states.items()}
+            gradient = gradient.clone() if gradient is stored else gradient
+        spec, config = chunk.spec, self._config
+        lr = rates.decoupled_lr if spec.decoupled_lr and rates.decoupled_lr is not None else rates.lr
+        torch._fused_adamw_(
+            [states[MASTER]],
+            [gradient],
+            [states["exp_avg"]],
+            [states["exp_avg_sq"]],
+            [],
+            [torch.full((), float(self.num_steps), device=gradient.device)],
+            lr=lr,
+            beta1=config.adam_beta1,
+            beta2=config.adam_beta2,
+            weight_decay=rates.weight_decay if spec.weight_decay else 0.0,
+            eps=config.adam_eps,
+            amsgrad=False,
+            maximize=False,
+            grad_scale=None if factor == 1.0 else torch.full((), 1.0 / factor, device=gradient.device),
+        )
+        if in_place and gradient is not stored:
+            stored.copy_(gradient)
+        return states

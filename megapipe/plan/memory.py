@@ -1,7 +1,7 @@
 """Bytes that each pipeline rank needs for a training step, item by item. All ranks of one pp_rank need the same.
 
     weights       flat parameter buffers, padding included; asynchronous schedules have one for each version in use
-    gradients     flat main-gradient buffers, fp32 (fp64)
+    gradients     flat main-gradient buffers, fp32 (fp64) or --main-grads-dtype
     optimizer     moments of this rank's shard, and masters where the weights are narrower or have several versions;
                   none with --optimizer-cpu-offload, which keeps them in host memory
     rollback      copies of gradients, masters and moments of this rank's shard (--optimizer-post-validation)
@@ -13,6 +13,7 @@
                   weight gradients
     graphs        what CUDA graphs hold beyond these three, in pools that nothing else can use (--cuda-graph-impl local)
     messages      hidden states and gradients that were received early or are being sent, at that peak
+    update        chunks that an update widens to fp32 (narrow state): the part that exceeds this peak
     reduction     bf16 copies of gradients (--grad-reduce-in-bf16): the part that exceeds the peak after activations
                   are freed
     tables        attention masks and rotary tables that all microbatches share
@@ -33,6 +34,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 
+from megapipe.config.state_dtypes import CHUNK
 from megapipe.layers.linear import COPIES
 from megapipe.layers.model import layer_table
 from megapipe.layers.table import RankShape, total_bytes
@@ -66,6 +68,8 @@ from megapipe.schedule.partition import StageLayers
 from megapipe.schedule.placement import Placement
 
 BUFFER_ALIGNMENT_BYTES = 64  # a flat buffer is allocated this much longer, so that it can start on an aligned address
+SCALE_BYTES = WIDE_BYTES = 4
+UPDATED_TENSORS = 5
 TOKEN_BYTES = 16  # token and label, int64
 USUAL_UNITS_ON_DEVICE = 2  # offloaded groups on the device at the peak of a step: one in use, one being copied
 
@@ -130,7 +134,8 @@ def rank_memory(plan: RunPlan, pp_rank: int) -> RankMemory:
     if peak.action is not None and peak.action.op in (Op.B, Op.I):
         replay = min(replay_bytes(layers_of(model, layers[peak.action.stage]), shape), peak.inside_bytes)
     copies = 0  # of all gradients in bf16, made while the last microbatch's activations exist if reductions overlap
-    if plan.config.parallel.grad_reduce_in_bf16 and plan.topology.num_replicas > 1:
+    sent_in_bf16 = plan.config.parallel.grad_reduce_in_bf16 and plan.shape.gradient_dtype != "bf16"
+    if sent_in_bf16 and plan.topology.num_replicas > 1:
         copies = 2 * plan.num_elements(stages) + (in_backward if plan.config.parallel.overlap_grad_reduce else 0)
     documents = shape.documents
     token_bytes = TOKEN_BYTES + 8 * documents.position_ids + 8 * documents.attention_mask + 4 * documents.loss_mask
@@ -142,6 +147,7 @@ def rank_memory(plan: RunPlan, pp_rank: int) -> RankMemory:
         "graphs": graphs,
         "messages": peak.message_bytes,
         "reduction": max(0, copies - reusable),
+        "update": max(0, _update_bytes(plan, pp_rank) - max(copies, reusable)),
         "tables": sum(shared_bytes(model, shape, layers[stage]) for stage in stages),
         "microbatches": count * shape.tokens * token_bytes,
     }
@@ -151,11 +157,11 @@ def rank_memory(plan: RunPlan, pp_rank: int) -> RankMemory:
 def _state(plan: RunPlan, pp_rank: int) -> dict[str, int]:
     """Return the bytes of weights, gradients, masters and moments of this rank's shard, rollback and 8-bit copies."""
     stages, num_versions = plan.placement.stages_of(pp_rank), plan.num_weight_versions(pp_rank)
-    optimizer, element, wide = plan.config.optimizer, plan.shape.element, plan.shape.wide
-    moments = {"adam": 2, "sgd": int(optimizer.sgd_momentum > 0)}[optimizer.optimizer]
-    has_own_master = element != wide or num_versions > 1
+    element, dtypes = plan.shape.element, plan.state_dtypes(pp_rank)
     elements, shard = plan.num_elements(stages), plan.shard_elements(stages)
-    num_copied = 2 + moments if optimizer.optimizer_post_validation else 0  # gradients, masters and moments
+    undo = dtypes.undo_bytes(element) if plan.config.optimizer.optimizer_post_validation else 0
+    num_parameters = sum(len(layout.slots) for stage in stages for layout in plan.buffers(stage, 0))
+    scales = SCALE_BYTES * num_parameters * len(dtypes.scaled)
     slack = sum(len(plan.buffers(stage, 0)) for stage in stages) * BUFFER_ALIGNMENT_BYTES
     fp8_weights = 0  # Transformer Engine's copies are not known
     if plan.shape.transformer_impl == "local":
@@ -164,11 +170,26 @@ def _state(plan: RunPlan, pp_rank: int) -> dict[str, int]:
         fp8_weights = sum(COPIES * gemm.num_weights for gemm in gemms)
     return {
         "weights": num_versions * (elements * element + slack),
-        "gradients": elements * wide + slack,
-        "optimizer": shard * (moments + has_own_master) * wide,
-        "rollback": shard * num_copied * wide,
+        "gradients": elements * dtypes.gradient_bytes + slack,
+        "optimizer": shard * dtypes.state_bytes + scales,
+        "rollback": shard * undo + (scales if undo else 0),
         "fp8 weights": fp8_weights,
     }
+
+
+def _update_bytes(plan: RunPlan, pp_rank: int) -> int:
+    """Return the most that an update in chunks takes on the device: gradient, master and moments in fp32, and one copy
+    more where one of them is rounded.
+    """
+    stages, dtypes = plan.placement.stages_of(pp_rank), plan.state_dtypes(pp_rank)
+    if not dtypes.is_narrow or plan.config.optimizer.optimizer_cpu_offload:
+        return 0
+    shards = ((bucket, layout) for stage in stages for layout in plan.buffers(stage, 0) for bucket in layout.buckets)
+    largest = max(
+        min(max(slot.numel for slot in bucket.slots), (bucket.stop - bucket.start) // layout.num_shards)
+        for bucket, layout in shards
+    )
+    return UPDATED_TENSORS * WIDE_BYTES * min(CHUNK, largest)
 
 
 def _graph_bytes(

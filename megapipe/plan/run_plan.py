@@ -9,6 +9,7 @@ from itertools import accumulate
 from pathlib import Path
 
 from megapipe.config.config import ResolvedConfig, ResolvedModelConfig
+from megapipe.config.state_dtypes import StateDtypes, state_dtypes
 from megapipe.layers.model import ModelSpec, model_parameters, model_spec, stage_parameters
 from megapipe.layers.table import RankShape
 from megapipe.plan.activations import group_sizes
@@ -140,6 +141,10 @@ class RunPlan:
     def shard_elements(self, stages: Iterable[int]) -> int:
         """Return the parameters of these stages whose optimizer state is on one rank, padding included."""
         return sum(layout.numel // layout.num_shards for stage in stages for layout in self.buffers(stage, 0))
+
+    def state_dtypes(self, pp_rank: int) -> StateDtypes:
+        """Return the dtypes of main gradients, masters and moments on a rank."""
+        return state_dtypes(self.config.optimizer, self.config.precision, self.num_weight_versions(pp_rank))
 
     @cached_property
     def stage_costs(self) -> Costs:

@@ -197,7 +197,7 @@ def _load_tensors(runtime: TrainingRuntime, folder: CheckpointFolder, with_optim
             padding_of(held.piece, held.values).zero_()  # vocabulary padding is not saved
     boxes = (tensor_box(held.key, held.piece, held.values) for held in wanted)
     load_tensors(folder, [box for box in boxes if box is not None], world)
-    runtime.optimizer.masters_to_parameters()
+    runtime.optimizer.load_state(wanted)
 
 
 def go_back(

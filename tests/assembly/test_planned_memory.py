@@ -40,6 +40,12 @@ UNLIKE: dict[str, Any] = {
         "1 mlp=none",
     ),
 }
+NARROW = {
+    "use_precision_aware_optimizer": True,
+    "main_grads_dtype": "bf16",
+    "exp_avg_dtype": "fp8",
+    "exp_avg_sq_dtype": "fp16",
+}
 GRIDS: dict[str, tuple[int, dict[str, Any]]] = {
     "one_rank": (1, {}),
     "one_rank_4_chunks": (1, UNEVEN),
@@ -97,6 +103,19 @@ GRIDS: dict[str, tuple[int, dict[str, Any]]] = {
             "use_distributed_optimizer": True,
             "optimizer_post_validation": True,
         },
+    ),
+    "narrow_state_pp2_zero1_post_validation": (
+        4,
+        NARROW
+        | {
+            "pipeline_model_parallel_size": 2,
+            "use_distributed_optimizer": True,
+            "optimizer_post_validation": True,
+        },
+    ),
+    "narrow_state_pipedream": (
+        2,
+        NARROW | {"pipeline_model_parallel_size": 2, "pipeline_schedule": "pipedream", "clip_grad": 0.0},
     ),
     "unlike_layers_pp2": (2, UNLIKE | {"pipeline_model_parallel_size": 2}),
     "unlike_layers_tp2_sequence_parallel_pp2": (

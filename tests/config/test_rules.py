@@ -366,6 +366,42 @@ CASES = [
         "--enable-optimizer-post-validation --pipeline-model-parallel-size 2",
     ),
     (
+        "narrow_state_is_adams",
+        "--use-precision-aware-optimizer --optimizer sgd",
+        ["for the moments of Adam", "leave it out"],
+        "--use-precision-aware-optimizer",
+    ),
+    (
+        "fp64_state_is_not_narrowed",
+        "--use-precision-aware-optimizer --dtype fp64",
+        ["fp64 is for verification", "leave it out"],
+        "--use-precision-aware-optimizer --bf16",
+    ),
+    (
+        "libraries_update_fp32_state",
+        "--use-precision-aware-optimizer --bf16 --optimizer-impl apex",
+        ["--optimizer-impl apex updates fp32 state", "use --optimizer-impl torch"],
+        "--use-precision-aware-optimizer --bf16 --optimizer-impl torch",
+    ),
+    (
+        "weights_are_no_narrow_masters",
+        "--use-precision-aware-optimizer --main-params-dtype fp16",
+        ["the weights are their own masters", "use --bf16 or --fp16"],
+        "--use-precision-aware-optimizer --main-params-dtype fp16 --bf16",
+    ),
+    (
+        "fp16_gradients_need_a_loss_scale",
+        "--use-precision-aware-optimizer --main-grads-dtype fp16 --bf16",
+        ["needs a loss scale, which --dtype bf16 does not have", "use --main-grads-dtype bf16"],
+        "--use-precision-aware-optimizer --main-grads-dtype fp16 --fp16",
+    ),
+    (
+        "narrow_dtypes_are_asked_for",
+        "--main-grads-dtype bf16 --exp-avg-sq-dtype fp16",
+        ["need --use-precision-aware-optimizer; add it, or leave these out"],
+        "--use-precision-aware-optimizer --main-grads-dtype bf16 --exp-avg-sq-dtype fp16",
+    ),
+    (
         "offloaded_state_is_updated_once",
         "--optimizer-post-validation --pipeline-model-parallel-size 2 --optimizer-cpu-offload",
         ["--optimizer-cpu-offload waits for the gradients", "leave one of the two out"],
@@ -706,7 +742,7 @@ def test_a_configuration_made_in_code_obeys_the_rules(changes: dict[str, dict[st
 
 def test_every_rule_is_broken_by_a_case() -> None:
     """Every `yield` of a rule runs in some case, and every required option is left out once."""
-    modules = [getattr(rules, name) for name in ("model", "gpu", "training")]
+    modules = [getattr(rules, name) for name in ("model", "gpu", "optimizer", "training")]
     expected = {
         (str(module.__file__), node.lineno)
         for module in modules

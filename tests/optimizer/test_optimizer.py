@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from megapipe.comm.groups import ProcessGroups
 from megapipe.config.model import PrecisionConfig
+from megapipe.config.state_dtypes import state_dtypes
 from megapipe.config.training import OptimizerConfig
 from megapipe.data_parallel.buffers import StageBuffers
 from megapipe.data_parallel.reducer import GradientReducer
@@ -39,9 +40,8 @@ class Trainer:
     ) -> None:
         dtype = DTYPES[precision.dtype]
         self.module = Toy()
-        self.buffers = stage_buffers(
-            toy_specs(), param_dtype=dtype, grad_dtype=torch.promote_types(dtype, torch.float32)
-        )
+        gradient = DTYPES[state_dtypes(config, precision).gradient]
+        self.buffers = stage_buffers(toy_specs(), param_dtype=dtype, grad_dtype=gradient)
         self.buffers.materialize(self.module, draw)
         self.reducer = GradientReducer({0: self.buffers}, ProcessGroups.alone())
         self.optimizer = Optimizer({0: self.buffers}, ProcessGroups.alone(), config, precision)

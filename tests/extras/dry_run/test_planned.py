@@ -27,6 +27,13 @@ from tests.extras.dry_run.grids import (
 
 CLOSE = 0.05
 OFFLOAD = {"cpu_offloading_num_layers": 8, "min_offloaded_tensor_size": 1}
+NARROW = {
+    "dtype": "bf16",
+    "use_precision_aware_optimizer": True,
+    "main_grads_dtype": "bf16",
+    "exp_avg_dtype": "bf16",
+    "exp_avg_sq_dtype": "fp16",
+}
 CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "one_rank": (1, {}),
     "bf16": (1, {"dtype": "bf16"}),
@@ -68,6 +75,14 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "offload_large_ones_pp4": (4, OFFLOAD | PP4 | {"min_offloaded_tensor_size": 4096}),
     "offload_checkpoints_pp2": (2, OFFLOAD | FULL | PP2 | {"recompute_keep_attention": True}),
     "offload_v": (4, OFFLOAD | PP4 | {"pipeline_schedule": "zb-v"}),
+    "narrow_state": (1, NARROW),
+    "narrow_state_dp2_zero1": (2, NARROW | ZERO1 | {"grad_reduce_in_bf16": True}),
+    "narrow_state_fp32_tp2": (2, NARROW | TP2 | {"dtype": "fp32", "exp_avg_sq_dtype": "fp32"}),
+    "narrow_state_post_validation": (2, NARROW | PP2 | {"optimizer_post_validation": True}),
+    "narrow_masters_pipedream": (
+        2,
+        NARROW | PP2 | {"pipeline_schedule": "pipedream", "clip_grad": 0.0, "main_params_dtype": "fp16"},
+    ),
     "documents": (
         1,
         {

@@ -1,0 +1,32 @@
+"""Rules of main gradients, master weights and moments narrower than fp32 (--use-precision-aware-optimizer)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megapipe.config.config import Config
+
+FLAG = "--use-precision-aware-optimizer"
+
+
+def precision_aware(config: Config) -> Iterator[str]:
+    """Yield what rules out narrow training state. Megatron also asks for the distributed optimizer; here it works
+    without."""
+    optimizer, dtype, impl = config.optimizer, config.precision.dtype, config.kernels.optimizer_impl
+    if not optimizer.use_precision_aware_optimizer:
+        return
+    if optimizer.optimizer != "adam":
+        yield f"{FLAG} is for the moments of Adam, but --optimizer is {optimizer.optimizer}; leave it out"
+    if dtype == "fp64":
+        yield f"{FLAG} with --dtype fp64: fp64 is for verification, which narrow state would spoil; leave it out"
+    elif impl != "torch":
+        yield f"--optimizer-impl {impl} updates fp32 state, which {FLAG} may narrow; use --optimizer-impl torch"
+    if optimizer.main_params_dtype == "fp16" and dtype == "fp32":
+        way = "use --bf16 or --fp16, or --main-params-dtype fp32"
+        yield f"--main-params-dtype fp16: with --dtype fp32 the weights are their own masters; {way}"
+    if optimizer.main_grads_dtype == "fp16" and dtype != "fp16":
+        way = "use --main-grads-dtype bf16, or --fp16"
+        yield f"--main-grads-dtype fp16 needs a loss scale, which --dtype {dtype} does not have: {way}"
+
+
+RULES = (precision_aware,)

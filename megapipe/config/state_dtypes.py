@@ -1,0 +1,78 @@
+"""The dtypes of a parameter's training state: main gradient, master weight and moments.
+
+Read by the plan, which counts their bytes, and by the buffers and the optimizer, which allocate them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megapipe.config.model import PrecisionConfig
+from megapipe.config.training import OptimizerConfig
+from megapipe.dtypes import ELEMENT_BYTES
+
+MASTER = "master"
+REMAINDER = "remainder"  # of a master weight: the 16 bits of an fp32 number that its bf16 parameter does not hold
+BYTES = {**ELEMENT_BYTES, REMAINDER: 2}
+CHUNK = 1 << 22  # elements that an update widens to fp32 at a time, a multiple of sharding.buffers.ALIGNMENT
+MOMENTS = {"adam": ("exp_avg", "exp_avg_sq"), "sgd": ("momentum",)}
+
+
+@dataclass(frozen=True)
+class StateDtypes:
+    """Names of dtypes (`dtypes`).
+
+    states: of the tensors that the optimizer keeps: the master weight, unless the parameter itself is one, then the
+    moments.
+    """
+
+    gradient: str
+    states: dict[str, str]
+
+    @property
+    def gradient_bytes(self) -> int:
+        return BYTES[self.gradient]
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of master weight and moments of one parameter."""
+        return sum(BYTES[dtype] for dtype in self.states.values())
+
+    def undo_bytes(self, parameter_bytes: int) -> int:
+        """Bytes of a copy of all that an update changes: the parameter only where no whole master weight exists."""
+        has_whole_master = self.states.get(MASTER, REMAINDER) != REMAINDER
+        return self.gradient_bytes + self.state_bytes + (0 if has_whole_master else parameter_bytes)
+
+    @property
+    def narrow(self) -> dict[str, str]:
+        """The states that are narrower than fp32."""
+        return {state: dtype for state, dtype in self.states.items() if BYTES[dtype] < 4}
+
+    @property
+    def is_narrow(self) -> bool:
+        """True if anything is narrower than fp32."""
+        return bool(self.narrow) or self.gradient_bytes < 4
+
+    @property
+    def scaled(self) -> tuple[str, ...]:
+        """The states whose range is so small that they are stored with a scale."""
+        return tuple(state for state, dtype in self.states.items() if dtype in ("fp16", "fp8"))
+
+
+def state_dtypes(optimizer: OptimizerConfig, precision: PrecisionConfig, num_versions: int = 1) -> StateDtypes:
+    """Return the dtypes of a rank that holds num_versions of its weights at once (asynchronous schedules).
+
+    Everything has at least fp32 unless --use-precision-aware-optimizer narrows it. With it, the fp32 master weights of
+    bf16 parameters are kept as remainders, which needs the parameters of the last update: with several versions of
+    the weights they are kept whole.
+    """
+    wide = "fp64" if precision.dtype == "fp64" else "fp32"
+    moments = () if optimizer.optimizer == "sgd" and not optimizer.sgd_momentum else MOMENTS[optimizer.optimizer]
+    gradient, master, states = wide, wide, dict.fromkeys(moments, wide)
+    if optimizer.use_precision_aware_optimizer:
+        gradient, master = optimizer.main_grads_dtype, optimizer.main_params_dtype
+        states = {"exp_avg": optimizer.exp_avg_dtype, "exp_avg_sq": optimizer.exp_avg_sq_dtype}
+        if (master, precision.dtype, num_versions) == ("fp32", "bf16", 1):
+            master = REMAINDER
+    has_master = master != precision.dtype or master != wide or num_versions > 1
+    return StateDtypes(gradient, {MASTER: master, **states} if has_master else states)
