@@ -11,6 +11,7 @@ from torch import Tensor
 
 from megapipe.assembly.runtime import TrainingRuntime, parameter_dtype
 from megapipe.config.config import Config
+from megapipe.config.state_dtypes import state_dtypes
 from megapipe.sharding.boxes import Box, Piece, pieces
 from megapipe.sharding.buffers import shard_pieces
 from megapipe.sharding.spec import Fused, ParamSpec, QueryGroups
@@ -49,11 +50,15 @@ LEAST_SHARE = 0.1
 
 
 def tolerance_of(config: Config) -> Tolerance:
-    """Return the tolerance for the configuration's dtype; gradients reduced in bf16 are rounded like bf16."""
+    """Return the tolerance for the configuration's dtype.
+
+    Gradients reduced in bf16 are rounded like bf16; updates with narrower state stay within that, as the learning rate
+    is small.
+    """
     dtype = config.precision.dtype
     if dtype == "fp64":
         return FP64
-    if config.parallel.grad_reduce_in_bf16:
+    if config.parallel.grad_reduce_in_bf16 or state_dtypes(config.optimizer, config.precision).is_narrow:
         dtype = "bf16"
     unit = torch.finfo(parameter_dtype(dtype)).eps * math.sqrt(config.model.num_layers)
     gradient, weight, loss, grad_norm = (factor * unit for factor in NATIVE[dtype])

@@ -5,7 +5,9 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 
+from megapipe.config.config import Config
 from megapipe.config.layers import layer_configs
+from megapipe.config.state_dtypes import state_dtypes
 from megapipe.extras.verify.compare import Difference, ParityStep, RankStep, tolerance_of, worst
 from megapipe.extras.verify.shrink import Shrunk
 from megapipe.layers.attention import is_explicit
@@ -93,6 +95,7 @@ def _switches(plan: RunPlan) -> Iterator[str]:
         "overlapped gradient reduce": parallel.overlap_grad_reduce,
         "overlapped parameter gather": parallel.overlap_param_gather,
         "gradients reduced in bf16": parallel.grad_reduce_in_bf16,
+        _narrow_text(config): state_dtypes(config.optimizer, config.precision).is_narrow,
         f"{offloaded} layers of each stage offloaded": offloaded > 0,
         "attention kept through recompute": recompute.recompute_keep_attention,
         f"recompute {recompute.recompute_granularity}{modules}": recompute.recompute_granularity is not None,
@@ -105,6 +108,13 @@ def _switches(plan: RunPlan) -> Iterator[str]:
         f"clipping at {config.optimizer.clip_grad:g}": config.optimizer.clip_grad > 0,
     }
     yield from (name for name, is_on in switches.items() if is_on)
+
+
+def _narrow_text(config: Config) -> str:
+    """Return the dtypes of gradients, masters and moments."""
+    dtypes = state_dtypes(config.optimizer, config.precision)
+    states = ", ".join(f"{state} {dtype}" for state, dtype in dtypes.states.items())
+    return f"main gradients {dtypes.gradient}, {states}"
 
 
 def _sizes(plan: RunPlan) -> dict[str, int | None]:
@@ -152,6 +162,8 @@ def _replaced(small: Shrunk) -> Iterator[str]:
         yield f"attention kept through full recompute by recomputed attention: {why}"
     if a.parallel.grad_reduce_in_bf16 and not b.parallel.grad_reduce_in_bf16:
         yield "gradients reduced in bf16 by gradients reduced in fp64"
+    if state_dtypes(a.optimizer, a.precision).is_narrow and not state_dtypes(b.optimizer, b.precision).is_narrow:
+        yield f"{_narrow_text(a)} by fp64 ones"
     scales = a.precision.initial_loss_scale, b.precision.initial_loss_scale
     if b.precision.dtype == "fp16" and scales[0] != scales[1]:
         yield f"initial loss scale {scales[0]:g} by {scales[1]:g}, which needs no search"

@@ -20,6 +20,7 @@ from megapipe.config.files import DataConfig
 from megapipe.config.layer_pattern import PARTS
 from megapipe.config.layers import OPTIONS_OF, ROTARY_OPTIONS, LayerConfig, layer_configs
 from megapipe.config.model import ModelConfig, PrecisionConfig
+from megapipe.config.state_dtypes import state_dtypes
 from megapipe.config.training import OptimizerConfig, TrainingConfig
 from megapipe.plan.resolve import resolve
 from megapipe.plan.run_plan import RunPlan
@@ -41,6 +42,7 @@ OPTIMIZER_KEPT = (
     "optimizer weight_decay start_weight_decay end_weight_decay weight_decay_incr_style clip_grad adam_beta1 "
     "adam_beta2 sgd_momentum".split()
 )
+NARROW = "use_precision_aware_optimizer main_grads_dtype main_params_dtype exp_avg_dtype exp_avg_sq_dtype".split()
 FP8 = (  # fields that get their defaults in every case
     "fp8_format fp8_recipe fp8_margin first_last_layers_bf16 fp8_amax_history_len fp8_amax_compute_algo".split()
 )
@@ -84,13 +86,18 @@ def shrink(
         recompute = dataclasses.replace(recompute, recompute_keep_attention=False)
     if offload.cpu_offloading_num_layers:  # the tensors are small now and still have to move
         offload = dataclasses.replace(offload, min_offloaded_tensor_size=1)
+    optimizer, rounds_to_bf16 = config.optimizer, parallel.grad_reduce_in_bf16
+    if mode == "native":
+        rounds_to_bf16 = rounds_to_bf16 or state_dtypes(optimizer, precision).is_narrow
+    else:
+        optimizer = dataclasses.replace(optimizer, **_values(OptimizerConfig(), NARROW))
     small = Config(
         model=_model(config, layers, plan.topology.tp),
         parallel=parallel,
         recompute=recompute,
         offload=offload,
         training=training,
-        optimizer=_optimizer(config.optimizer, *RATES["bf16" if parallel.grad_reduce_in_bf16 else precision.dtype]),
+        optimizer=_optimizer(optimizer, *RATES["bf16" if rounds_to_bf16 else precision.dtype]),
         precision=precision,
         data=DataConfig(**_values(config.data, DATA_KEPT)),
     )
@@ -240,7 +247,7 @@ def _optimizer(optimizer: OptimizerConfig, lr: float, adam_eps: float) -> Optimi
         lr_decay_style="constant",
         decoupled_lr=lr / 2 if has_other_rate else None,
         adam_eps=max(optimizer.adam_eps, adam_eps),
-        **_values(optimizer, OPTIMIZER_KEPT),
+        **_values(optimizer, [*OPTIMIZER_KEPT, *NARROW]),
     )
 
 
