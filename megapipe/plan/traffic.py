@@ -22,7 +22,7 @@ def reduction_bytes(plan: RunPlan, stage: int) -> float:
     """Return the bytes of reducing a stage's gradients: reduce-scatter (distributed optimizer), else all-reduce."""
     parallel = plan.config.parallel
     passes = 1 if parallel.use_distributed_optimizer else ALL_REDUCE
-    element = 2 if parallel.grad_reduce_in_bf16 else plan.shape.wide
+    element = 2 if parallel.grad_reduce_in_bf16 else plan.shape.gradient
     return passes * ring_bytes(plan.num_elements([stage]) * element, plan.topology.num_replicas)
 
 
@@ -65,7 +65,7 @@ def step_bytes(plan: RunPlan, pp_rank: int) -> dict[str, float]:
         "replicas": sum(
             ran[stage, Op.REDUCE_GRAD] * (reduction_bytes(plan, stage) + gather_bytes(plan, stage)) for stage in held
         ),
-        "embedding": ALL_REDUCE * ring_bytes(tied_elements * plan.shape.wide, 2),
+        "embedding": ALL_REDUCE * ring_bytes(tied_elements * plan.shape.gradient, 2),
     }
 
 

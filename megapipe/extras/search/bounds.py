@@ -13,6 +13,7 @@ from typing import NamedTuple, TypeVar
 
 from megapipe.config.config import Config, ResolvedModelConfig
 from megapipe.config.parallel import RecomputeConfig
+from megapipe.config.state_dtypes import state_dtypes
 from megapipe.dtypes import ELEMENT_BYTES
 from megapipe.errors import ConfigError
 from megapipe.extras.search.layout import Layout
@@ -153,10 +154,9 @@ class Bounds:
     ) -> tuple[float, float]:
         """Return (bytes of the fullest rank, seconds of the optimizer)."""
         shards = self._world_size // layout.tp // layout.pp if layout.distributed_optimizer else 1
-        optimizer, element = self._config.optimizer, ELEMENT_BYTES[self._config.precision.dtype]
-        wide = max(element, 4)
-        moments = {"adam": 2, "sgd": int(optimizer.sgd_momentum > 0)}[optimizer.optimizer]
-        per_element = element + wide + (moments + (element != wide)) * wide / shards
+        element = ELEMENT_BYTES[self._config.precision.dtype]
+        dtypes = state_dtypes(self._config.optimizer, self._config.precision)
+        per_element = element + dtypes.gradient_bytes + dtypes.state_bytes / shards
         least = most = 0.0
         for rank in ranks:
             layers = sum(map(operator.mul, rank.layers, elements.layers))
