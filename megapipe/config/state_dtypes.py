@@ -15,6 +15,7 @@ MASTER = "master"
 REMAINDER = "remainder"  # of a master weight: the 16 bits of an fp32 number that its bf16 parameter does not hold
 BYTES = {**ELEMENT_BYTES, REMAINDER: 2}
 CHUNK = 1 << 22  # elements that an update widens to fp32 at a time, a multiple of sharding.buffers.ALIGNMENT
+NORM_CHUNK = 1 << 20  # elements of a gradient that are widened at a time for its norm
 MOMENTS = {"adam": ("exp_avg", "exp_avg_sq"), "sgd": ("momentum",)}
 
 
@@ -42,6 +43,14 @@ class StateDtypes:
         """Bytes of a copy of all that an update changes: the parameter only where no whole master weight exists."""
         has_whole_master = self.states.get(MASTER, REMAINDER) != REMAINDER
         return self.gradient_bytes + self.state_bytes + (0 if has_whole_master else parameter_bytes)
+
+    @property
+    def update_bytes(self) -> int:
+        """Bytes that an update makes and frees for each element of a chunk: copies in fp32 of what is narrow, or of
+        everything where scales are found first; for a remainder, where it is NaN.
+        """
+        widened = 4 if self.scaled else len(self.narrow) + (self.gradient_bytes < 4)
+        return max(4 * widened, 4 * len(self.narrow) + (self.states.get(MASTER) == REMAINDER))
 
     @property
     def narrow(self) -> dict[str, str]:

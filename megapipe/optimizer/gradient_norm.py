@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megapipe.comm.collectives import all_reduce
 from megapipe.comm.groups import Group
-from megapipe.config.state_dtypes import CHUNK
+from megapipe.config.state_dtypes import NORM_CHUNK
 
 # fp32 sums of more elements than this drift: 40 million squares in one accumulator have an error of 2e-3
 SUM_BLOCK = 4096
@@ -27,7 +27,7 @@ def sum_of_squares(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
     """
     total = torch.zeros((), dtype=torch.float64, device=device)
     # narrow tensors in chunks, since they are widened
-    parts = (part for t in tensors for part in (t.split(CHUNK) if t.dtype.itemsize < 4 else (t,)))
+    parts = (part for t in tensors for part in (t.split(NORM_CHUNK) if t.dtype.itemsize < 4 else (t,)))
     for tensor in parts:
         tensor = tensor.to(torch.promote_types(tensor.dtype, torch.float32))
         whole = tensor.numel() // SUM_BLOCK * SUM_BLOCK

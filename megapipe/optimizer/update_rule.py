@@ -133,15 +133,22 @@ class NarrowAdam:
         if self._scales is not None:
             largest = torch.zeros_like(self._scales.current)
             for shard, chunk in self._chunks:
-                for state, values in self._updated(shard, chunk, factor, rates, in_place=False).items():
-                    shard.add_largest(state, chunk, values, largest)
+                self._measure(shard, chunk, factor, rates, largest)
             scales = self._scales.agree(largest, self._device)
         for shard, chunk in self._chunks:
-            for state, values in self._updated(shard, chunk, factor, rates, in_place=True).items():
-                if state in shard.narrow:
-                    shard.write(state, chunk, values, scales)
+            self._update(shard, chunk, factor, rates, scales)
         if self._scales is not None and scales is not None:
             self._scales.current.copy_(scales)
+
+    # each in a function of its own, so that its tensors are freed before the next chunk's are made
+    def _measure(self, shard: Shard, chunk: Chunk, factor: float, rates: Rates, largest: Tensor) -> None:
+        for state, values in self._updated(shard, chunk, factor, rates, in_place=False).items():
+            shard.add_largest(state, chunk, values, largest)
+
+    def _update(self, shard: Shard, chunk: Chunk, factor: float, rates: Rates, scales: Tensor | None) -> None:
+        for state, values in self._updated(shard, chunk, factor, rates, in_place=True).items():
+            if state in shard.narrow:
+                shard.write(state, chunk, values, scales)
 
     def _updated(self, shard: Shard, chunk: Chunk, factor: float, rates: Rates, *, in_place: bool) -> dict[str, Tensor]:
         """Return the updated states of a chunk. in_place: states and gradients in fp32 are updated where they are."""

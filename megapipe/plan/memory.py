@@ -34,7 +34,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 
-from megapipe.config.state_dtypes import CHUNK
+from megapipe.config.state_dtypes import CHUNK, NORM_CHUNK
 from megapipe.layers.linear import COPIES
 from megapipe.layers.model import layer_table
 from megapipe.layers.table import RankShape, total_bytes
@@ -68,8 +68,7 @@ from megapipe.schedule.partition import StageLayers
 from megapipe.schedule.placement import Placement
 
 BUFFER_ALIGNMENT_BYTES = 64  # a flat buffer is allocated this much longer, so that it can start on an aligned address
-SCALE_BYTES = WIDE_BYTES = 4
-UPDATED_TENSORS = 5
+SCALE_BYTES = 4
 TOKEN_BYTES = 16  # token and label, int64
 USUAL_UNITS_ON_DEVICE = 2  # offloaded groups on the device at the peak of a step: one in use, one being copied
 
@@ -178,18 +177,17 @@ def _state(plan: RunPlan, pp_rank: int) -> dict[str, int]:
 
 
 def _update_bytes(plan: RunPlan, pp_rank: int) -> int:
-    """Return the most that an update in chunks takes on the device: gradient, master and moments in fp32, and one copy
-    more where one of them is rounded.
-    """
+    """Return the bytes of the largest chunk that an update, or the norm of the gradients, makes on the device."""
     stages, dtypes = plan.placement.stages_of(pp_rank), plan.state_dtypes(pp_rank)
+    of_norm = 4 * min(NORM_CHUNK, plan.shard_elements(stages)) if dtypes.gradient_bytes < 4 else 0
     if not dtypes.is_narrow or plan.config.optimizer.optimizer_cpu_offload:
-        return 0
+        return of_norm
     shards = ((bucket, layout) for stage in stages for layout in plan.buffers(stage, 0) for bucket in layout.buckets)
     largest = max(
         min(max(slot.numel for slot in bucket.slots), (bucket.stop - bucket.start) // layout.num_shards)
         for bucket, layout in shards
     )
-    return UPDATED_TENSORS * WIDE_BYTES * min(CHUNK, largest)
+    return max(of_norm, dtypes.update_bytes * min(CHUNK, largest))
 
 
 def _graph_bytes(

@@ -15,11 +15,16 @@ from hypothesis import strategies as st
 
 from megapipe.config.model import PrecisionConfig
 from megapipe.config.parallel import RecomputeConfig
+from megapipe.extras.search.bounds import Bounds
+from megapipe.extras.search.layout import Layout
+from megapipe.extras.search.search import predict
 from megapipe.layers.model import ModelSpec, layer_table, model_spec
 from megapipe.layers.table import RankShape
 from megapipe.plan.activations import LayerGroup, backward_peak, bytes_by_name, group_backward, replay_bytes
+from megapipe.plan.hardware import hardware_named
 from megapipe.plan.memory import all_rank_memory, peak_of_row, rank_memory, stage_activation_bytes
 from megapipe.plan.resolve import resolve, resolve_model
+from megapipe.plan.traffic import reduction_bytes
 from megapipe.schedule.action import Action, Op, parse_action
 from megapipe.schedule.families import SCHEDULES, build_lowered
 from megapipe.schedule.lifetimes import peak_live_chunks
@@ -305,3 +310,74 @@ def test_graphs_hold_one_microbatch_per_slot_for_the_entire_run(schedule: str) -
         assert held - messages <= slots * (kept + max(1, before.items["temporaries"] + before.items["recompute"]) * 3)
         assert before.items["graphs"] == 0 and before.items["messages"] == after.items["messages"]
     assert plan.num_slots(0)[0] > plan.num_slots(1)[1] == 1 or schedule == "zb-h1"
+
+
+def narrow(**dtypes: str) -> dict[str, Any]:
+    return {"use_precision_aware_optimizer": True} | dtypes
+
+
+@pytest.mark.parametrize(
+    ("dtype", "changes", "gradient", "state"),
+    [
+        ("bf16", {}, 4, 12),
+        ("bf16", narrow(), 4, 10),
+        ("bf16", narrow(main_grads_dtype="bf16"), 2, 10),
+        ("bf16", narrow(main_grads_dtype="bf16", exp_avg_dtype="bf16", exp_avg_sq_dtype="bf16"), 2, 6),
+        ("bf16", narrow(main_params_dtype="fp16", exp_avg_dtype="fp8", exp_avg_sq_dtype="fp16"), 4, 5),
+        ("fp16", narrow(main_grads_dtype="fp16", exp_avg_dtype="fp8", exp_avg_sq_dtype="fp8"), 2, 6),
+        ("fp32", narrow(main_grads_dtype="bf16", exp_avg_sq_dtype="bf16"), 2, 6),
+        ("bf16", {"optimizer": "sgd"}, 4, 8),
+    ],
+    ids=lambda value: "-".join(map(str, value.values())) if isinstance(value, dict) else str(value),
+)
+def test_training_state_has_the_bytes_of_its_dtypes(
+    dtype: str, changes: dict[str, Any], gradient: int, state: int
+) -> None:
+    sharded = {"dtype": dtype, "use_distributed_optimizer": True} | changes
+    plan = resolve(small_config(**sharded), 2)
+    elements, slack = plan.num_elements([0]), 64 * len(plan.buffers(0, 0))
+    dtypes = plan.state_dtypes(0)
+    scales = 4 * len(dtypes.scaled) * len(plan.stage_specs[0])
+    items = rank_memory(plan, 0).items
+    assert items["gradients"] == elements * gradient + slack
+    assert items["optimizer"] == elements // 2 * state + scales
+    assert dtypes.scaled == tuple(name for name, each in dtypes.states.items() if each in ("fp16", "fp8"))
+    assert reduction_bytes(plan, 0) == elements * gradient / 2
+    host = rank_memory(resolve(small_config(**sharded, optimizer_cpu_offload=True), 2), 0)
+    assert (host.items["optimizer"], host.host["optimizer"]) == (0, items["optimizer"])
+
+
+def test_undoing_an_update_of_remainders_needs_a_copy_of_the_weights() -> None:
+    grid = {
+        "dtype": "bf16",
+        "pipeline_model_parallel_size": 2,
+        "optimizer_post_validation": True,
+        "untie_embeddings_and_output_weights": True,
+    }
+    sizes = {}
+    for name, changes in (("whole", {}), ("remainders", narrow()), ("masters", narrow(main_params_dtype="fp16"))):
+        plan = resolve(small_config(**grid, **changes), 2)
+        scales = 4 * len(plan.state_dtypes(0).scaled) * len(plan.stage_specs[0])
+        sizes[name] = (rank_memory(plan, 0).items["rollback"] - scales) / plan.num_elements([0])
+    assert sizes == {"whole": 4 + 12, "remainders": 4 + 10 + 2, "masters": 4 + 10}
+
+
+def test_chunks_of_an_update_count_where_a_step_has_a_lower_peak() -> None:
+    shape = {"hidden_size": 512, "seq_length": 8, "micro_batch_size": 1, "num_layers": 1, "global_batch_size": 1}
+    large, small = narrow(exp_avg_dtype="bf16"), narrow(exp_avg_dtype="bf16", optimizer_cpu_offload=True)
+    items = rank_memory(resolve(small_config(dtype="bf16", **shape, **large), 1), 0).items
+    step = sum(items[item] for item in ("activations", "recompute", "temporaries", "messages"))
+    assert items["update"] == (2 * 4 + 1) * 4 * 512 * 512 - step > 0
+    assert rank_memory(resolve(small_config(dtype="bf16", **shape, **small), 1), 0).items["update"] == 0
+    assert rank_memory(resolve(small_config(dtype="bf16", **shape), 1), 0).items["update"] == 0
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+def test_the_search_bounds_a_rank_with_narrow_state_from_below(schedule: str) -> None:
+    dtypes = narrow(main_grads_dtype="bf16", exp_avg_dtype="fp8", exp_avg_sq_dtype="fp16")
+    config = small_config(dtype="bf16", clip_grad=0.0, global_batch_size=16, **dtypes)
+    layout = Layout(1, 2, 1, schedule, 1, RecomputeConfig())
+    hardware = hardware_named("h100")
+    bound, found = Bounds(config, 4, hardware).of(layout), predict(config, layout, 4, hardware)
+    assert bound is not None
+    assert 0.5 * found.peak_bytes < bound.least_bytes <= found.peak_bytes

@@ -27,6 +27,7 @@ from tests.extras.dry_run.grids import (
 
 CLOSE = 0.05
 OFFLOAD = {"cpu_offloading_num_layers": 8, "min_offloaded_tensor_size": 1}
+SHORT = {"seq_length": 8, "micro_batch_size": 1, "global_batch_size": 1, "hidden_size": 256}
 NARROW = {
     "dtype": "bf16",
     "use_precision_aware_optimizer": True,
@@ -76,6 +77,8 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "offload_checkpoints_pp2": (2, OFFLOAD | FULL | PP2 | {"recompute_keep_attention": True}),
     "offload_v": (4, OFFLOAD | PP4 | {"pipeline_schedule": "zb-v"}),
     "narrow_state": (1, NARROW),
+    "update_in_chunks": (1, NARROW | SHORT),
+    "update_of_remainders": (1, SHORT | {"dtype": "bf16", "use_precision_aware_optimizer": True}),
     "narrow_state_dp2_zero1": (2, NARROW | ZERO1 | {"grad_reduce_in_bf16": True}),
     "narrow_state_fp32_tp2": (2, NARROW | TP2 | {"dtype": "fp32", "exp_avg_sq_dtype": "fp32"}),
     "narrow_state_post_validation": (2, NARROW | PP2 | {"optimizer_post_validation": True}),
