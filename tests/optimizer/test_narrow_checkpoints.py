@@ -1,0 +1,45 @@
+"""Checkpoints of narrow optimizer state: fp32 in the file, loaded to the bit on any grid and with any dtypes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megapipe.checkpoint.folder import open_folder
+from tests.harness import RankPool
+from tests.train.test_any_grid import LAYOUTS, begun, taken_over
+from tools.inspect_checkpoint import compare
+
+BF16 = {"dtype": "bf16"}
+REMAINDERS = BF16 | {"use_precision_aware_optimizer": True}
+NARROW = REMAINDERS | {"main_grads_dtype": "bf16", "exp_avg_dtype": "fp8", "exp_avg_sq_dtype": "fp16"}
+FP16_MASTERS = NARROW | {"main_params_dtype": "fp16", "exp_avg_dtype": "bf16"}
+# (layout and state of the run, layout and state to which it is taken over and from which it comes back)
+CASES = {
+    "narrow": ("pp2", NARROW, "tp2", NARROW),
+    "fp16_masters": ("tp2", FP16_MASTERS, "dp4_zero", FP16_MASTERS),
+    "to_fp32_state_and_back": ("dp2", NARROW, "tp2", BF16),
+    "from_fp32_state_and_back": ("tp2", BF16, "dp2", REMAINDERS),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_state_is_taken_to_another_grid_and_back_without_a_changed_bit(
+    rank_pools: Callable[[int], RankPool], tmp_path: Path, case: str
+) -> None:
+    first, state, second, other_state = CASES[case]
+    here, there, back = (str(tmp_path / name) for name in ("here", "there", "back"))
+    (world, layout), (other_world, other_layout) = LAYOUTS[first], LAYOUTS[second]
+    changes: dict[str, Any] = layout | state
+    losses = rank_pools(world).run(begun, changes, here)[0]
+    other_losses = rank_pools(other_world).run(taken_over, other_layout | other_state, here, there)[0]
+    assert rank_pools(world).run(taken_over, changes, there, back)[0] == losses
+    assert other_losses == pytest.approx(losses, rel=0.02)
+    folders = [open_folder(Path(root) / "step_00000002") for root in (here, there, back)]
+    assert {saved.dtype for saved in folders[0].manifest.tensors.values()} == {"F32"}
+    for other in folders[1:]:
+        found = list(compare(folders[0], other))
+        assert len(found) > 60 and [one.name for one in found if not one.is_equal] == []
