@@ -11,16 +11,17 @@ import json
 import re
 import secrets
 import shutil
+import zlib
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from megapipe.checkpoint.disk import Disk, reason, temporary_name
-from megapipe.checkpoint.manifest import Manifest, read_manifest
+from megapipe.checkpoint.manifest import MANIFEST_NAME, Manifest, read_manifest
 from megapipe.config.config import Config
 from megapipe.config.load import from_yaml
-from megapipe.errors import CheckpointError
+from megapipe.errors import CheckpointError, DamageError
 from megapipe.layers.embedding import WORD_EMBEDDING
 
 LATEST_NAME = "latest"
@@ -208,7 +209,7 @@ def checkpoint_config(root: Path, step: int | None = None) -> tuple[Config, Path
     found = find_checkpoint(root, step)
     if found is None:
         raise CheckpointError(f"--use-checkpoint-args: {root} holds no checkpoint")
-    return read_config(found.path / CONFIG_NAME), found.path
+    return from_yaml(read_listed(found, CONFIG_NAME), str(found.path / CONFIG_NAME)), found.path
 
 
 def saved_config(folder: CheckpointFolder) -> Config:
@@ -216,11 +217,32 @@ def saved_config(folder: CheckpointFolder) -> Config:
 
     These are the rows that were trained, whether the run had them from --vocab-size or from its tokenizer.
     """
-    config = read_config(folder.path / CONFIG_NAME)
+    config = from_yaml(read_listed(folder, CONFIG_NAME), str(folder.path / CONFIG_NAME))
+    return replace(config, model=replace(config.model, vocab_size=vocabulary_of(folder), padded_vocab_size=None))
+
+
+def vocabulary_of(folder: CheckpointFolder) -> int:
+    """Return the rows of a checkpoint's embedding. Raises CheckpointError."""
     for name, saved in folder.manifest.tensors.items():
         if name.endswith(f"/{WORD_EMBEDDING}"):
-            return replace(config, model=replace(config.model, vocab_size=saved.shape[0], padded_vocab_size=None))
+            return saved.shape[0]
     raise CheckpointError(f"{folder.path} holds no tensor {WORD_EMBEDDING}")
+
+
+def read_listed(folder: CheckpointFolder, name: str) -> str:
+    """Return the text of a file that the manifest lists, compared with its checksum. Raises CheckpointError."""
+    path, listed = folder.path / name, folder.manifest.files.get(name)
+    if listed is None:
+        raise CheckpointError(f"{folder.path} is damaged: its {MANIFEST_NAME} does not list {name}")
+    try:
+        content = path.read_bytes()
+        found = zlib.crc32(content)
+        if found != listed.crc32:
+            changed = f"its checksum is {found:08x}, expected {listed.crc32:08x}"
+            raise DamageError(f"{path} is damaged or was changed: {changed}")
+        return content.decode()
+    except (OSError, UnicodeDecodeError) as error:
+        raise DamageError(f"{path} cannot be read: {error}") from None
 
 
 def read_config(path: Path) -> Config:

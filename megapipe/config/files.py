@@ -129,6 +129,9 @@ class CheckpointConfig:
         False, "fail instead of starting from scratch if --load contains no checkpoint", needs=LOAD
     )
     use_checkpoint_args: bool = option(False, "take the model section from the checkpoint", needs=LOAD)
+    allow_changed_model: bool = option(
+        False, "load a checkpoint of a model that computes another function than this run's", needs=LOAD
+    )
     keep_last: int | None = count(
         None,
         "newest checkpoints to keep besides those of --save-retain-interval; unset: all, or with it the newest one",

@@ -9,6 +9,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from megapipe.assembly.runtime import TrainingRuntime
 from megapipe.checkpoint.disk import Disk
 from megapipe.checkpoint.folder import (
@@ -24,9 +26,11 @@ from megapipe.checkpoint.folder import (
     write_rollback,
 )
 from megapipe.checkpoint.load import load_tensors
+from megapipe.checkpoint.same_model import Comparison, compare_model
 from megapipe.checkpoint.save import from_rank_0
 from megapipe.checkpoint.shard import padding_of, tensor_box
 from megapipe.checkpoint.starts import Starts, count_start, no_progress_error
+from megapipe.comm.collectives import all_reduce
 from megapipe.comm.groups import Group
 from megapipe.config.config import Config
 from megapipe.config.files import CheckpointConfig
@@ -132,10 +136,11 @@ def _load_from(
     saved = folder.manifest.state
     with_optimizer = not (flags.no_load_optim or flags.finetune)
     _check(runtime, saved, folder.path, flags)
+    remarks = (*folder.remarks, *_check_model(runtime, folder, flags))
     if with_optimizer and schedules is not None and saved["schedules"] is not None:
         of_checkpoint = Schedules.from_dict(saved["schedules"])
         schedules = schedules_to_resume(schedules, of_checkpoint, config.optimizer, str(folder.path))
-    _load_tensors(runtime, folder, with_optimizer)
+    _load_tensors(runtime, folder, with_optimizer, flags.allow_changed_model)
     if with_optimizer:
         plain = dict(saved["optimizer"])
         if saved["precision"] != config.precision.dtype:
@@ -143,11 +148,11 @@ def _load_from(
             plain["loss_scaler"] = runtime.optimizer.plain_state()["loss_scaler"]
         runtime.optimizer.load_plain_state(plain)
     if flags.finetune:
-        return Resumed(TrainingState(), schedules, folder.path, folder.remarks)
+        return Resumed(TrainingState(), schedules, folder.path, remarks)
     # the account of the run's last rollback, if that came after the checkpoint
     account = Account.from_dict(account_of(saved, read_rollbacks(root)))
     state = TrainingState.from_dict(saved["training"], account, saved.get("spikes"))
-    return Resumed(state, schedules, folder.path, folder.remarks)
+    return Resumed(state, schedules, folder.path, remarks)
 
 
 def _check(runtime: TrainingRuntime, saved: dict[str, Any], path: Path, flags: CheckpointConfig) -> None:
@@ -183,21 +188,67 @@ def _check(runtime: TrainingRuntime, saved: dict[str, Any], path: Path, flags: C
             raise CheckpointError(f"{path} holds the state of --optimizer {rule}, this run uses {own}; {way_out}")
 
 
-def _load_tensors(runtime: TrainingRuntime, folder: CheckpointFolder, with_optimizer: bool) -> None:
-    """Fill masters (else weights) and, if asked for, moments; parameters and masters agree afterwards."""
+def _check_model(runtime: TrainingRuntime, folder: CheckpointFolder, flags: CheckpointConfig) -> tuple[str, ...]:
+    """Return remarks on how the run's model differs from a checkpoint's. A collective.
+
+    Raises CheckpointError on all ranks if it computes another function, without --allow-changed-model.
+    """
+    model = runtime.plan.config.model
+    found: Comparison = on_rank_0(partial(compare_model, folder, model), runtime.groups.world)
+    if not found.changed:
+        return found.remarks
+    lines = "".join(f"\n  {line}" for line in found.changed)
+    if not flags.allow_changed_model:
+        raise CheckpointError(
+            f"the model computes another function than the one in {folder.path}:{lines}\nSet them alike "
+            "(--use-checkpoint-args takes the checkpoint's), or give --allow-changed-model if the change is wanted"
+        )
+    return (*found.remarks, f"the model is not the one in {folder.path} (--allow-changed-model):{lines}")
+
+
+def _load_tensors(
+    runtime: TrainingRuntime, folder: CheckpointFolder, with_optimizer: bool, may_leave_out: bool = False
+) -> None:
+    """Fill masters (else weights) and, if asked for, moments; parameters and masters agree afterwards.
+
+    may_leave_out: the checkpoint may hold parameters that the model lacks. Raises CheckpointError on all ranks.
+    """
     runtime.gather.finish()
     world = runtime.groups.world
     if not with_optimizer and not folder.manifest.holds("master"):
-        load_tensors(folder, (box for _, box in runtime.held_weights()), world)
+        weights = [box for _, box in runtime.held_weights()]
+        check_all_asked_for(folder, {box.name for box in weights}, {"weights"}, may_leave_out, world, runtime.device)
+        load_tensors(folder, weights, world)
         runtime.optimizer.parameters_to_masters()
         return
     wanted = [held for held in runtime.optimizer.state() if with_optimizer or held.key == "master"]
     for held in wanted:
         if held.key != "master":
             padding_of(held.piece, held.values).zero_()  # vocabulary padding is not saved
+    named = {f"{held.key}/{held.piece.spec.name}" for held in wanted}
+    keys = {name.split("/")[0] for name in folder.manifest.tensors} if with_optimizer else {"master"}
+    check_all_asked_for(folder, named, keys, may_leave_out, world, runtime.device)
     boxes = (tensor_box(held.key, held.piece, held.values) for held in wanted)
     load_tensors(folder, [box for box in boxes if box is not None], world)
     runtime.optimizer.load_state(wanted)
+
+
+def check_all_asked_for(
+    folder: CheckpointFolder, named: set[str], keys: set[str], may_leave_out: bool, world: Group, device: torch.device
+) -> None:
+    """Raise CheckpointError on all ranks if some tensor of these keys is named by no rank. A collective."""
+    held = sorted(name for name in folder.manifest.tensors if name.split("/")[0] in keys)
+    asked = torch.tensor([name in named for name in held], dtype=torch.int64, device=device)
+    if not held or may_leave_out:
+        return
+    all_reduce(asked, world, "max")
+    left = [name for name, count in zip(held, asked.tolist(), strict=True) if not count]
+    if left:
+        shown = ", ".join(left[:4]) + (f" and {len(left) - 4} others" if len(left) > 4 else "")
+        raise CheckpointError(
+            f"{folder.path} holds {shown}, which this model does not have; give the model that was trained, or "
+            "--allow-changed-model to leave them out"
+        )
 
 
 def go_back(
@@ -250,7 +301,8 @@ def _load_before(runtime: TrainingRuntime, root: Path, step: int, back: int, jou
     def complete_before() -> list[int]:
         return [s for s in steps_in(root) if s < step and is_complete(root / folder_name(s))]
 
-    flags = replace(runtime.plan.config.checkpoint, **LOAD_ALL)
+    # what was allowed at the start of the run is not asked again
+    flags = replace(runtime.plan.config.checkpoint, **LOAD_ALL, allow_changed_model=True)
     steps = on_rank_0(complete_before, runtime.groups.world)
     for candidate in reversed(steps[: max(1, len(steps) - back + 1)]):
         try:

@@ -177,6 +177,7 @@ def refusal(rank: int, world_size: int, root: str, changes: dict[str, Any]) -> s
         return str(error)
 
 
+CHANGED = {"allow_changed_model": True}
 REFUSALS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "no_optimizer": (
         {"no_save_optim": True},
@@ -197,8 +198,13 @@ REFUSALS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         r"  --lr-decay-iters .*: 160 here, 80 in the checkpoint\n"
         r"  --decoupled-lr: 0.5 here, .*\n.*--override-opt-param-scheduler .* --use-checkpoint-opt-param-scheduler",
     ),
-    "another_model": ({}, {"hidden_size": 32}, r"master/.* has shape \[.*16.*\], but this model's has \[.*32.*\]"),
-    "more_layers": ({}, {"num_layers": 6}, r"holds no tensor master/decoder.layers.[45]"),
+    "another_model": ({}, {"hidden_size": 32}, r"--hidden-size: 16 in the checkpoint, 32 here"),
+    "other_shapes": (
+        {},
+        {"hidden_size": 32} | CHANGED,
+        r"master/.* has shape \[.*16.*\], but this model's has \[.*32.*\]",
+    ),
+    "more_layers": ({}, {"num_layers": 6} | CHANGED, r"holds no tensor master/decoder.layers.[45]"),
     "wider": ({"dtype": "fp64"}, {}, r"was saved as float64, which float32 cannot represent exactly"),
     "step": ({}, {"ckpt_step": 3}, r"--ckpt-step 3: .* has no step_00000003; it holds step_00000007"),
 }

@@ -1,0 +1,184 @@
+"""A run that loads a checkpoint computes the function that was trained, or is refused with both values."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import zlib
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megapipe.checkpoint.manifest import MANIFEST_NAME, SavedFile
+from megapipe.checkpoint.same_model import NOT_COMPARED, OF_EACH_LAYER, differences
+from megapipe.config.config import fields_by_key
+from megapipe.config.model import ModelConfig
+from megapipe.train.loading import load
+from megapipe.train.state import Schedules, TrainingState
+from tests.checkpoint.layouts import newest
+from tests.train.jobs import job
+from tests.train.runs import runtime_of, save
+
+# a model in which every option has an effect, and another value of each
+MODEL = ModelConfig(
+    num_layers=4,
+    num_query_groups=2,
+    vocab_size=29,
+    position_embedding_type="rope",
+    rope_scaling_type="yarn",
+    qk_layernorm=True,
+    window_size=16,
+    add_bias_linear=False,
+)
+OTHER: dict[str, Any] = {
+    "num_layers": 3,
+    "hidden_size": 64,
+    "ffn_hidden_size": 72,
+    "num_attention_heads": 2,
+    "num_query_groups": 4,
+    "kv_channels": 16,
+    "vocab_size": 31,
+    "position_embedding_type": "none",
+    "rotary_base": 500000.0,
+    "rotary_percent": 0.5,
+    "rope_scaling_type": "linear",
+    "rope_scaling_factor": 4.0,
+    "rope_original_max_position_embeddings": 4096,
+    "yarn_beta_fast": 16.0,
+    "yarn_beta_slow": 2.0,
+    "yarn_mscale": 0.7,
+    "yarn_mscale_all_dim": 1.0,
+    "normalization": "RMSNorm",
+    "norm_position": "after",
+    "norm_epsilon": 1e-6,
+    "layernorm_zero_centered_gamma": True,
+    "activation": "gelu",
+    "add_bias_linear": True,
+    "add_qkv_bias": True,
+    "untie_embeddings_and_output_weights": True,
+    "embedding_scale": 2.0,
+    "qk_layernorm": False,
+    "qk_layernorm_scope": "projection",
+    "window_size": 8,
+    "attn_logit_softcapping": 50.0,
+    "final_logit_softcapping": 30.0,
+    "softmax_scale": 0.1,
+}
+OF_LLAMA3 = {"rope_low_freq_factor": 2.0, "rope_high_freq_factor": 8.0}
+SIZES_FOLLOW = ("num_attention_heads", "hidden_size", "kv_channels")
+LAYERS = {
+    "window_attn_skip_freq": ("2", "--window-size: 16 in the checkpoint, null here (layers 1, 3)"),
+    "no_rope_freq": ("4", "--position-embedding-type: rope in the checkpoint, none here (layer 3)"),
+    "layer_pattern": (("3 mlp=none", "1 activation=relu"), "--layer-pattern mlp: true in the checkpoint, false here"),
+}
+
+
+def test_every_option_of_the_model_is_compared_or_named_as_one_without_effect() -> None:
+    every = {field.name for field in fields(ModelConfig)}
+    assert every == {*OTHER, *OF_LLAMA3, *NOT_COMPARED, *OF_EACH_LAYER}
+
+
+@pytest.mark.parametrize("name", [*OTHER, *OF_LLAMA3])
+def test_an_option_that_changes_the_function_is_found_with_both_values(name: str) -> None:
+    saved = replace(MODEL, rope_scaling_type="llama3") if name in OF_LLAMA3 else MODEL
+    value = (OTHER | OF_LLAMA3)[name]
+    found = list(differences(saved, replace(saved, **{name: value})))
+    flag = fields_by_key()[f"model.{name}"].main_flag
+    assert len(found) == 1 or name in SIZES_FOLLOW, found
+    assert any(line.startswith(f"{flag}: ") for line in found), found
+    assert list(differences(saved, saved)) == []
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_layers_are_compared_one_by_one(name: str) -> None:
+    value, message = LAYERS[name]
+    found = list(differences(MODEL, replace(MODEL, **{name: value})))
+    assert any(line.startswith(message) for line in found), found
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"hidden_dropout": 0.0, "attention_dropout": 0.5, "init_method_std": 1.0},
+        {"padded_vocab_size": 1024, "make_vocab_size_divisible_by": 1},
+        {"seq_length": 64, "max_position_embeddings": 4096, "attention_softmax_in_fp32": True},
+        {"ffn_hidden_size": 512, "kv_channels": 32, "softmax_scale": 1 / math.sqrt(32)},  # what is derived otherwise
+        {"window_size": None, "layer_pattern": ("4 window_size=16",)},
+    ],
+    ids=["training", "padding", "length", "derived", "pattern"],
+)
+def test_what_leaves_the_function_as_it_is_may_change(changes: dict[str, Any]) -> None:
+    assert list(differences(MODEL, replace(MODEL, **changes))) == []
+
+
+def test_options_without_effect_are_not_compared() -> None:
+    plain = ModelConfig()
+    unused = {"rotary_base": 1.0, "yarn_mscale": 2.0, "qk_layernorm_scope": "projection", "window_size": 128}
+    assert list(differences(plain, replace(plain, **unused, add_qkv_bias=True))) == []
+    assert list(differences(plain, replace(plain, window_size=127))) == [
+        "--window-size: null in the checkpoint, 127 here"
+    ]
+
+
+RUN = "--train-iters 4 --lr-decay-style constant"
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("saved")
+    assert job(f"{RUN} --exit-interval 2 --save {root}")[0] == 0
+    return root
+
+
+@pytest.mark.parametrize("finetune", ["", "--finetune"], ids=["resumed", "finetuned"])
+def test_another_function_is_refused_and_taken_on_purpose(saved: Path, finetune: str) -> None:
+    changed = f"{RUN} {finetune} --load {saved} --norm-epsilon 1e-2 --num-query-groups 4 --hidden-dropout 0"
+    code, said = job(changed)
+    assert code == 1 and "--norm-epsilon: 1.0e-05 in the checkpoint, 0.01 here\n" in said
+    assert "--num-query-groups:" not in said and "--allow-changed-model" in said
+    code, said = job(f"{changed} --allow-changed-model")
+    assert code == 0 and "--norm-epsilon: 1.0e-05 in the checkpoint, 0.01 here\n" in said
+    assert "--hidden-dropout: 0.1 in " in said and ", 0.0 from here on" in said
+
+
+def test_tensors_that_the_model_lacks_are_an_error(tmp_path: Path) -> None:
+    runtime = runtime_of(0, 1, qk_layernorm=True)
+    save(runtime, TrainingState(step=1), Schedules.of(runtime.plan.config), tmp_path)
+    flags = {"qk_layernorm": False}
+    with pytest.raises(Exception, match=r"--qk-layernorm: true in the checkpoint, false here\n"):
+        load(runtime_of(0, 1, **flags), tmp_path)
+    assert load(runtime_of(0, 1, **flags, allow_changed_model=True), tmp_path).state.step == 1
+    _rewrite_config(tmp_path, "qk_layernorm: true", "qk_layernorm: false")
+    with pytest.raises(Exception, match=r"holds exp_avg/.*, which this model does not have"):
+        load(runtime_of(0, 1, **flags), tmp_path)
+    with pytest.raises(Exception, match=r"holds master/.*k_layernorm.bias, .* and \d+ others, which"):
+        load(runtime_of(0, 1, **flags, no_load_optim=True), tmp_path)
+
+
+def test_a_configuration_that_was_changed_after_the_save_is_not_used(tmp_path: Path) -> None:
+    runtime = runtime_of(0, 1)
+    path = save(runtime, TrainingState(step=1), Schedules.of(runtime.plan.config), tmp_path).path / "config.yaml"
+    path.write_text(path.read_text().replace("norm_epsilon: 1.0e-05", "norm_epsilon: 1.0e-06"))
+    with pytest.raises(Exception, match=r"config.yaml is damaged or was changed: its checksum is"):
+        load(runtime_of(0, 1, norm_epsilon=1e-6), tmp_path)
+
+
+def test_options_that_the_checkpoint_does_not_know_are_named(tmp_path: Path) -> None:
+    runtime = runtime_of(0, 1)
+    save(runtime, TrainingState(step=1), Schedules.of(runtime.plan.config), tmp_path)
+    _rewrite_config(tmp_path, "norm_epsilon: 1.0e-05", "later_option: 3")
+    (line,) = [line for line in load(runtime_of(0, 1, norm_epsilon=1e-6), tmp_path).remarks if "not compared" in line]
+    assert line.endswith("so these were not compared: model later_option, norm_epsilon")
+
+
+def _rewrite_config(root: Path, old: str, new: str) -> None:
+    """Change the configuration of the newest checkpoint, and its checksum."""
+    folder = newest(root)
+    path = folder.path / "config.yaml"
+    content = path.read_text().replace(old, new).encode()
+    assert content != path.read_bytes()
+    path.write_bytes(content)
+    files = dict(folder.manifest.files) | {path.name: SavedFile(len(content), zlib.crc32(content))}
+    (folder.path / MANIFEST_NAME).write_text(dataclasses.replace(folder.manifest, files=files).to_json())
