@@ -261,6 +261,7 @@ checkpoint.ckpt_step | --ckpt-step 1 | said continuing after step 1 | {LOAD}
 checkpoint.exit_on_missing_checkpoint | --exit-on-missing-checkpoint | outcome | --load {{tmp}}/nothing
 checkpoint.use_checkpoint_args | --use-checkpoint-args | outcome | {LOAD} !--hidden-size !--ffn-hidden-size
 checkpoint.allow_changed_model | --allow-changed-model | outcome | {LOAD} --norm-epsilon 1e-3
+checkpoint.allow_changed_data | --allow-changed-data | outcome | {LOAD} !--mock-data --train-data-path {{A}}
 checkpoint.keep_last | --keep-last 1 | checkpoints 3 1 | {SAVE} --save-interval 1
 
 logging.log_interval | --log-interval 2 | records

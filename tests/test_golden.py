@@ -86,6 +86,7 @@ def test_a_run_resumes_after_its_rollback_with_its_saved_configuration(golden: P
     state = json.loads((golden / "again" / "step_00000005" / "manifest.json").read_text())
     (line,) = [line for line in out.splitlines() if "so these were not compared: model embedding_scale, " in line]
     assert line.startswith("run/step_00000003 was written by another version")
+    assert "run/step_00000003 does not say what data it was trained on, so the data were not compared\n" in out
     assert starts["rollbacks"] == 0
     assert "step" in out and "account" in json.dumps(state)
     rollback = json.loads((golden / "run" / "rollbacks.json").read_text())[0]

@@ -100,7 +100,8 @@ class Attempt:
                 except CheckpointError:  # not a valid checkpoint, but someone may want to look at it
                     self.disk.rename(self.final, self.root / f"{self.final.name}.damaged-{secrets.token_hex(4)}")
                 else:
-                    if manifest.state == self.extras.state:
+                    saved, own = ({**state, "data": None} for state in (manifest.state, self.extras.state))
+                    if saved == own:  # a run that is started once more after its end may read its data elsewhere
                         remark = f"{self.final} was already saved and is complete"
                         return SaveReport(self.final, manifest.num_bytes, 0.0, (), remark)
                     rule = "saving never overwrites; choose another --save or move it away"

@@ -132,6 +132,9 @@ class CheckpointConfig:
     allow_changed_model: bool = option(
         False, "load a checkpoint of a model that computes another function than this run's", needs=LOAD
     )
+    allow_changed_data: bool = option(
+        False, "continue from a checkpoint that was trained on other data than this run's", needs=LOAD
+    )
     keep_last: int | None = count(
         None,
         "newest checkpoints to keep besides those of --save-retain-interval; unset: all, or with it the newest one",

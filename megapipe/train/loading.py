@@ -34,6 +34,7 @@ from megapipe.comm.collectives import all_reduce
 from megapipe.comm.groups import Group
 from megapipe.config.config import Config
 from megapipe.config.files import CheckpointConfig
+from megapipe.data.fingerprint import Fingerprint, differences, has_another_order
 from megapipe.data.loader import Loader
 from megapipe.environment import Environment
 from megapipe.errors import CheckpointError, DamageError, TrainingError
@@ -77,8 +78,13 @@ def share_starts(counted: CountedStarts, config: Config, world: Group) -> Starts
     return starts
 
 
-def resume(runtime: TrainingRuntime, journal: Journal, starts: Starts | None = None) -> Resumed:
-    """Load from --load, or from --save after a restart if it holds a checkpoint; else start from the beginning."""
+def resume(
+    runtime: TrainingRuntime, journal: Journal, starts: Starts | None = None, data: Fingerprint | None = None
+) -> Resumed:
+    """Load from --load, or from --save after a restart if it holds a checkpoint; else start from the beginning.
+
+    data: of the training data, on rank 0.
+    """
     config, flags = runtime.plan.config, runtime.plan.config.checkpoint
     if starts is not None and starts.is_restart and flags.save is not None and steps_in(Path(flags.save)):
         # the job's own checkpoints take precedence over --load, --ckpt-step, --finetune
@@ -89,7 +95,7 @@ def resume(runtime: TrainingRuntime, journal: Journal, starts: Starts | None = N
     if flags.load is None:
         return Resumed(TrainingState(), None if config.optimizer.lr is None else Schedules.of(config))
     started = time.perf_counter()
-    resumed = load(runtime, Path(flags.load), flags)
+    resumed = load(runtime, Path(flags.load), flags, data)
     journal.say(*resumed.remarks)
     if resumed.path is not None:
         position = f"step {resumed.state.step}, {resumed.state.consumed_samples:,} samples"
@@ -98,12 +104,14 @@ def resume(runtime: TrainingRuntime, journal: Journal, starts: Starts | None = N
     return resumed
 
 
-def load(runtime: TrainingRuntime, root: Path, flags: CheckpointConfig | None = None) -> Resumed:
+def load(
+    runtime: TrainingRuntime, root: Path, flags: CheckpointConfig | None = None, data: Fingerprint | None = None
+) -> Resumed:
     """Load the newest complete checkpoint of root, or --ckpt-step, from any grid. A collective.
 
     If the newest one proves damaged while it is read, the one before is taken. A root without any checkpoint is a fresh
-    start, unless --exit-on-missing-checkpoint or --ckpt-step. flags: instead of the configuration's. Raises
-    CheckpointError on all ranks.
+    start, unless --exit-on-missing-checkpoint or --ckpt-step. flags: instead of the configuration's. data: of
+    the training data, on rank 0, to be compared. Raises CheckpointError on all ranks.
     """
     flags = flags or runtime.plan.config.checkpoint
     remarks: list[str] = []
@@ -114,7 +122,7 @@ def load(runtime: TrainingRuntime, root: Path, flags: CheckpointConfig | None = 
         if folder is None and damaged:
             raise CheckpointError(f"{root} holds no complete checkpoint:\n  " + "\n  ".join(remarks))
         try:
-            resumed = _load_from(runtime, root, folder, flags)
+            resumed = _load_from(runtime, root, folder, flags, data)
         except DamageError as error:
             if folder is None or flags.ckpt_step is not None:
                 raise
@@ -125,7 +133,11 @@ def load(runtime: TrainingRuntime, root: Path, flags: CheckpointConfig | None = 
 
 
 def _load_from(
-    runtime: TrainingRuntime, root: Path, folder: CheckpointFolder | None, flags: CheckpointConfig
+    runtime: TrainingRuntime,
+    root: Path,
+    folder: CheckpointFolder | None,
+    flags: CheckpointConfig,
+    data: Fingerprint | None,
 ) -> Resumed:
     config = runtime.plan.config
     schedules = None if config.optimizer.lr is None else Schedules.of(config)
@@ -137,6 +149,8 @@ def _load_from(
     with_optimizer = not (flags.no_load_optim or flags.finetune)
     _check(runtime, saved, folder.path, flags)
     remarks = (*folder.remarks, *_check_model(runtime, folder, flags))
+    if not flags.finetune:
+        remarks += on_rank_0(partial(_check_data, folder, data, flags), runtime.groups.world)
     if with_optimizer and schedules is not None and saved["schedules"] is not None:
         of_checkpoint = Schedules.from_dict(saved["schedules"])
         schedules = schedules_to_resume(schedules, of_checkpoint, config.optimizer, str(folder.path))
@@ -204,6 +218,31 @@ def _check_model(runtime: TrainingRuntime, folder: CheckpointFolder, flags: Chec
             "(--use-checkpoint-args takes the checkpoint's), or give --allow-changed-model if the change is wanted"
         )
     return (*found.remarks, f"the model is not the one in {folder.path} (--allow-changed-model):{lines}")
+
+
+def _check_data(folder: CheckpointFolder, own: Fingerprint | None, flags: CheckpointConfig) -> tuple[str, ...]:
+    """Return remarks on how the training data differ from a checkpoint's.
+
+    Raises CheckpointError if they are others, without --allow-changed-data.
+    """
+    saved: Fingerprint | None = folder.manifest.state.get("data")
+    if own is None or int(folder.manifest.state["training"]["consumed_samples"]) == 0:
+        return ()  # nothing is read, or nothing has been
+    if saved is None:
+        return (f"{folder.path} does not say what data it was trained on, so the data were not compared",)
+    changes = differences(saved, own)
+    if not changes and has_another_order(saved, own):
+        return (
+            "this run takes the samples in another order (another length that needs more or fewer epochs, or another "
+            "seed): some that the checkpoint's run has read will be read again before others are read at all",
+        )
+    lines = "".join(f"\n  {line}" for line in changes)
+    if changes and not flags.allow_changed_data:
+        raise CheckpointError(
+            f"the training data are not those that {folder.path} was trained on:{lines}\nGive the same data, "
+            "--allow-changed-data to continue on these, or --finetune to start at step 0"
+        )
+    return (f"the training data are not those of {folder.path} (--allow-changed-data):{lines}",) if changes else ()
 
 
 def _load_tensors(

@@ -20,6 +20,7 @@ from megapipe.checkpoint.starts import Starts, clear_starts
 from megapipe.comm.bootstrap import World, shutdown, start
 from megapipe.comm.groups import ProcessGroups, build_process_groups
 from megapipe.comm.trace import Tracer
+from megapipe.data.fingerprint import fingerprint
 from megapipe.environment import Environment, set_for_libraries
 from megapipe.gpu.kernels import choose_kernels, describe_kernels
 from megapipe.monitor.heartbeat import PATIENCE, Heartbeat
@@ -113,12 +114,14 @@ def _train(
         runtime = TrainingRuntime(plan, groups, device, tracer=tracer, marks=marks)
         data = build_data(plan)
     try:
+        is_compared = rank == 0 and data.train is not None and (root is not None or config.checkpoint.load is not None)
+        read = fingerprint(data.train.dataset) if is_compared and data.train is not None else None
         with heartbeat.phase("loading", PATIENCE):
-            resumed = resume(runtime, journal, starts)
+            resumed = resume(runtime, journal, starts, read)
             state = resumed.state
             if root is not None:
                 journal.say(*prepare_save(root, state, groups.world, resumed.damaged))
-            saving = Saving(runtime, resumed.schedules, root, config_text, data.tokenizer, journal.say)
+            saving = Saving(runtime, resumed.schedules, root, config_text, data.tokenizer, journal.say, read)
         if data.train is not None and config.training.train_samples:
             data.train.skip(state.account.skipped, config.training.train_samples)
         ending = Training(runtime, data, state, resumed.schedules, saving, journal, stop).run()

@@ -8,6 +8,7 @@ The manifest's `state` holds:
     spikes      losses and norms that the spike watch compares with; null without --spike-rollback
     schedules   learning rates and weight decay in force
     global_batch_size   sequences of a step, at the end of a ramp-up
+    data        fingerprint of the training data (data.fingerprint); null without training
     grid, precision   for people and `tools/inspect_checkpoint.py`
 """
 
@@ -36,6 +37,7 @@ from megapipe.checkpoint.save import Attempt, BackgroundSave, Extras, SaveReport
 from megapipe.checkpoint.shard import BLOCK_BYTES, TensorBox, tensor_box
 from megapipe.comm.collectives import all_reduce
 from megapipe.comm.groups import Group
+from megapipe.data.fingerprint import Fingerprint
 from megapipe.errors import CheckpointError
 from megapipe.formatting import bytes_text
 from megapipe.monitor.heartbeat import PATIENCE
@@ -47,7 +49,8 @@ class Saving:
     """The checkpoints of a run. At most one save is in flight; the next waits for it.
 
     All ranks call `save`, `write`, `advance` and `finish` together. root: --save; None saves nothing. config_text: the
-    configuration as YAML. tokenizer: saved with every checkpoint. say: prints a line once for all ranks.
+    configuration as YAML. tokenizer: saved with every checkpoint. say: prints a line once for all ranks. data:
+    of the training data, on rank 0.
     """
 
     def __init__(
@@ -58,9 +61,10 @@ class Saving:
         config_text: str,
         tokenizer: Tokenizer | None,
         say: Callable[[str], None],
+        data: Fingerprint | None = None,
     ) -> None:
         self._runtime, self._schedules, self._root = runtime, schedules, root
-        self._config_text, self._say = config_text, say
+        self._config_text, self._say, self._data = config_text, say, data
         self._tokenizer_files: dict[str, bytes] = {}
         if root is not None and tokenizer is not None and runtime.groups.world.rank == 0:
             self._tokenizer_files = files_of(tokenizer)
@@ -166,6 +170,7 @@ class Saving:
             "random": None if flags.no_save_rng else {"seed": config.training.seed},
             "schedules": None if self._schedules is None else asdict(self._schedules),
             "global_batch_size": plan.batch.full,
+            "data": self._data,
             "precision": config.precision.dtype,
             "grid": {"tp": grid.tp, "cp": grid.cp, "pp": grid.pp, "dp": grid.dp, "chunks": plan.num_chunks},
         }

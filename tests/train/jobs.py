@@ -29,11 +29,11 @@ TINY = (
 )
 
 
-def job(flags: str) -> tuple[int, str]:
+def job(flags: str, base: str = TINY) -> tuple[int, str]:
     """Run a job on one rank and return its exit code and its output."""
     said = io.StringIO()
     with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
-        code = main([*TINY.split(), *flags.split()])
+        code = main([*base.split(), *flags.split()])
     return code, said.getvalue()
 
 
