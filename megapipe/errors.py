@@ -31,6 +31,10 @@ class DamageError(CheckpointError):
     """A checkpoint that is damaged or cannot be read; an older one may be usable."""
 
 
+class NewerVersionError(CheckpointError):
+    """A checkpoint in a format of a later version: nothing may be concluded about it, nor changed in it."""
+
+
 class CommunicationError(MegapipeError):
     """A peer that did not answer, or sent something unexpected."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 import shutil
+import stat
 from collections.abc import Callable
 from pathlib import Path
 
@@ -19,7 +20,24 @@ def temporary_name(name: str) -> str:
 
 def reason(error: OSError) -> str:
     """Return the text of an error of the file system, with its number."""
-    return f"{error.strerror} (errno {error.errno})" if error.errno else str(error)
+    return f"{error.strerror} (errno {error.errno})" if error.errno else error.strerror or str(error)
+
+
+def read_regular(path: Path) -> bytes:
+    """Return the content of a file. Raises OSError, also for a folder, a pipe or a device, without waiting for it."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        require_regular(os.fstat(descriptor).st_mode)
+        with open(descriptor, "rb", closefd=False) as file:
+            return file.read()
+    finally:
+        os.close(descriptor)
+
+
+def require_regular(mode: int) -> None:
+    """Raise OSError unless the st_mode is that of a regular file."""
+    if not stat.S_ISREG(mode):
+        raise OSError(0, "it is not a regular file")
 
 
 class Disk:

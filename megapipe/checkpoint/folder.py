@@ -17,11 +17,11 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from megapipe.checkpoint.disk import Disk, reason, temporary_name
+from megapipe.checkpoint.disk import Disk, read_regular, reason, require_regular, temporary_name
 from megapipe.checkpoint.manifest import MANIFEST_NAME, Manifest, read_manifest
 from megapipe.config.config import Config
 from megapipe.config.load import from_yaml
-from megapipe.errors import CheckpointError, DamageError
+from megapipe.errors import CheckpointError, DamageError, NewerVersionError
 from megapipe.layers.embedding import WORD_EMBEDDING
 
 LATEST_NAME = "latest"
@@ -93,14 +93,24 @@ class Rollback:
     account: dict[str, Any]  # of the run after the rollback (train.state.Account)
 
 
+ROLLBACK_COUNTS = ("number", "from_step", "to_step", "first_sample", "past_sample")
+
+
 def read_rollbacks(root: Path) -> tuple[Rollback, ...]:
     """Return all rollbacks, oldest first, or none if there is no file. Raises CheckpointError for a damaged file."""
     path = root / ROLLBACKS_NAME
     try:
-        return tuple(Rollback(**entry) for entry in json.loads(path.read_text(encoding="utf-8")))
+        entries = tuple(Rollback(**entry) for entry in json.loads(read_regular(path)))
+        for entry in entries:
+            if (
+                not all(type(getattr(entry, name)) is int for name in ROLLBACK_COUNTS)
+                or type(entry.account) is not dict
+            ):
+                raise TypeError("an entry has values of wrong types")
+        return entries
     except FileNotFoundError:
         return ()
-    except (OSError, ValueError, TypeError) as error:  # ignoring it would load abandoned weights
+    except (OSError, ValueError, TypeError, RecursionError) as error:  # ignoring it would load abandoned weights
         raise CheckpointError(f"{path} cannot be read: {error}") from None
 
 
@@ -116,8 +126,11 @@ def abandoned_by(rollbacks: Sequence[Rollback], step: int, num_rollbacks: int) -
 
 
 def rollbacks_before(state: dict[str, Any]) -> int:
-    """Return the number of rollbacks that a checkpoint's state counts."""
-    return int((state.get("account") or {}).get("rollbacks", 0))
+    """Return the number of rollbacks that a checkpoint's state counts. Raises CheckpointError if it is no number."""
+    try:
+        return int((state.get("account") or {}).get("rollbacks", 0))
+    except (AttributeError, TypeError, ValueError) as error:
+        raise CheckpointError(f"the state of a checkpoint has an account that cannot be understood: {error}") from None
 
 
 def account_of(state: dict[str, Any], rollbacks: Sequence[Rollback]) -> dict[str, Any] | None:
@@ -141,30 +154,38 @@ def open_folder(path: Path) -> CheckpointFolder:
     manifest = read_manifest(path)
     for name, file in manifest.files.items():
         try:
-            found = (path / name).stat().st_size
+            found = (path / name).stat()
+            require_regular(found.st_mode)
         except FileNotFoundError:
             raise CheckpointError(f"{path} is incomplete: {name} is missing") from None
         except OSError as error:
             raise CheckpointError(f"{path / name} cannot be read: {error.strerror}") from None
-        if found != file.num_bytes:
-            raise CheckpointError(f"{path} is damaged: {name} has {found} bytes, expected {file.num_bytes}")
+        if found.st_size != file.num_bytes:
+            raise CheckpointError(f"{path} is damaged: {name} has {found.st_size} bytes, expected {file.num_bytes}")
+    if STEP_FOLDER.fullmatch(path.name) and step_of_folder(path) != manifest.step:
+        raise CheckpointError(f"{path} is damaged or was renamed: its {MANIFEST_NAME} is of step {manifest.step}")
     return CheckpointFolder(path, manifest.step, manifest)
 
 
-def is_complete(path: Path) -> bool:
-    """Return True if the folder holds a checkpoint with all its files at full length."""
-    try:
-        open_folder(path)
-    except CheckpointError:
-        return False
-    return True
+def complete_steps(root: Path) -> list[int]:
+    """Return the steps that have a complete checkpoint, ascending. Raises NewerVersionError if one cannot be judged."""
+    found = []
+    for step in steps_in(root):
+        try:
+            found.append(open_folder(root / folder_name(step)).step)
+        except NewerVersionError:
+            raise
+        except CheckpointError:
+            continue
+    return found
 
 
 def find_checkpoint(root: Path, step: int | None = None, below: int | None = None) -> CheckpointFolder | None:
     """Return the checkpoint of `step`, or the newest complete one (before step `below`), or None.
 
     Without `step`, damaged checkpoints are skipped, each with a remark. Raises CheckpointError if the given step is
-    missing or damaged, or if all checkpoints are damaged.
+    missing or damaged, if all checkpoints are damaged, if a newer version of megapipe wrote one that would have to be
+    passed over, or if root is not a folder of checkpoints but one of them, or holds such folders.
     """
     candidates = [found for found in steps_in(root) if below is None or found < below]
     if step is not None:
@@ -173,10 +194,14 @@ def find_checkpoint(root: Path, step: int | None = None, below: int | None = Non
             raise CheckpointError(f"--ckpt-step {step}: {root} has no {folder_name(step)}; it holds {held}")
         return open_folder(root / folder_name(step))
     remarks: list[str] = []
+    if not candidates and below is None:
+        check_is_root(root)
     rollbacks = read_rollbacks(root)
     for candidate in reversed(candidates):
         try:
             found = open_folder(root / folder_name(candidate))
+        except NewerVersionError:
+            raise
         except CheckpointError as error:
             remarks.append(f"skipped: {error}")
             continue
@@ -192,10 +217,24 @@ def find_checkpoint(root: Path, step: int | None = None, below: int | None = Non
     return None
 
 
+def check_is_root(root: Path) -> None:
+    """Raise CheckpointError if a folder without checkpoints is one itself, or holds folders with checkpoints."""
+    if (root / MANIFEST_NAME).exists() or STEP_FOLDER.fullmatch(root.name):
+        step = f" and --ckpt-step {step_of_folder(root)}" if STEP_FOLDER.fullmatch(root.name) else ""
+        raise CheckpointError(f"{root} is a single checkpoint, not a folder of them; give {root.parent}{step}")
+    if root.exists() and not root.is_dir():
+        raise CheckpointError(f"{root} is not a folder; give the folder that --save wrote checkpoints to")
+    below = (path for path in root.iterdir() if not path.name.startswith("abandoned-")) if root.is_dir() else ()
+    roots = sorted(path for path in below if steps_in(path))
+    if roots:
+        others = f" (or one of {len(roots) - 1} others there)" if len(roots) > 1 else ""
+        raise CheckpointError(f"{root} holds no checkpoint, but {roots[-1]} does{others}; give that folder")
+
+
 def read_latest(root: Path) -> str | None:
     """Return the folder that `latest` names, or None if the file is missing or invalid."""
     try:
-        text = (root / LATEST_NAME).read_text(encoding="utf-8").strip()
+        text = read_regular(root / LATEST_NAME).decode().strip()
     except (OSError, UnicodeDecodeError):
         return None
     return text if STEP_FOLDER.fullmatch(text) else None
@@ -235,7 +274,7 @@ def read_listed(folder: CheckpointFolder, name: str) -> str:
     if listed is None:
         raise CheckpointError(f"{folder.path} is damaged: its {MANIFEST_NAME} does not list {name}")
     try:
-        content = path.read_bytes()
+        content = read_regular(path)
         found = zlib.crc32(content)
         if found != listed.crc32:
             changed = f"its checksum is {found:08x}, expected {listed.crc32:08x}"
@@ -269,6 +308,9 @@ def prepare_root(root: Path, step: int, damaged: Sequence[int] = ()) -> tuple[st
         probe.unlink()
     except OSError as error:
         raise CheckpointError(f"--save {root} cannot be written: {reason(error)}") from None
+    if root.is_dir() and not steps_in(root) and (root / MANIFEST_NAME).exists():
+        check_is_root(root)
+    complete = complete_steps(root)  # before anything is changed, since it may be refused
     remarks = [*remove_leftovers(root)]
     for other in damaged:
         path = root / folder_name(other)
@@ -278,7 +320,7 @@ def prepare_root(root: Path, step: int, damaged: Sequence[int] = ()) -> tuple[st
         except OSError as error:
             raise CheckpointError(f"{path} is damaged and cannot be renamed: {error.strerror}; move it away") from None
         remarks.append(f"renamed {path}, which is damaged, to {renamed.name}")
-    later = [other for other in steps_in(root) if other > step and is_complete(root / folder_name(other))]
+    later = [other for other in complete if other > step and other not in damaged]
     if later:
         raise CheckpointError(
             f"--save {root} already holds {_listed(later)}, later than step {step} where this run starts. Saving never "
@@ -311,15 +353,14 @@ def remove_leftovers(root: Path) -> tuple[str, ...]:
 
 
 def remove_old(disk: Disk, root: Path, keep: Retention, just_saved: int) -> tuple[Path, ...]:
-    """Remove the complete checkpoints that `keep` does not keep; damaged ones stay. Raises OSError.
+    """Remove the complete checkpoints that `keep` does not keep; damaged ones stay. Raises OSError, NewerVersionError.
 
     Each is renamed first, so that a crash during the removal leaves no partial checkpoint under a valid name.
     """
     if keep == KEEP_ALL:
         return ()
-    complete = [step for step in steps_in(root) if is_complete(root / folder_name(step))]
     removed = []
-    for step in keep.to_remove(complete, just_saved):
+    for step in keep.to_remove(complete_steps(root), just_saved):
         path = root / folder_name(step)
         renamed = root / f".{path.name}.removed-{secrets.token_hex(8)}"
         disk.rename(path, renamed)
@@ -339,12 +380,10 @@ def move_abandoned(root: Path, disk: Disk | None = None) -> tuple[str, ...]:
         return ()
     kept, remarks = [], []
     try:
-        for step in steps_in(root):
+        steps = complete_steps(root)  # nothing loads damaged ones
+        made = [rollbacks_before(open_folder(root / folder_name(step)).manifest.state) for step in steps]
+        for step, before in zip(steps, made, strict=True):
             path = root / folder_name(step)
-            try:
-                before = rollbacks_before(open_folder(path).manifest.state)
-            except CheckpointError:
-                continue  # damaged: nothing loads it
             rollback = abandoned_by(rollbacks, step, before)
             if rollback is None:
                 kept.append(path.name)

@@ -7,11 +7,12 @@ import math
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
+from megapipe.checkpoint.disk import read_regular, reason
 from megapipe.dtypes import TENSOR_DTYPES
-from megapipe.errors import CheckpointError
+from megapipe.errors import CheckpointError, NewerVersionError
 from megapipe.sharding.boxes import Box
 
 FORMAT = "megapipe checkpoint"
@@ -47,11 +48,19 @@ class SavedTensor:
 
     @classmethod
     def from_json(cls, content: dict[str, Any]) -> SavedTensor:
+        """Raises KeyError, TypeError or ValueError where the content is not of the right kinds."""
         boxes = (
-            SavedBox(box["file"], Box(tuple(box["offset"]), tuple(box["shape"])), box["start"], tuple(box["crc32"]))
+            SavedBox(
+                box["file"],
+                Box(_counts(box["offset"]), _counts(box["shape"], 1)),
+                _count(box["start"]),
+                _counts(box["crc32"]),
+            )
             for box in content["boxes"]
         )
-        return cls(content["dtype"], tuple(content["shape"]), tuple(boxes))
+        if not all(isinstance(word, str) for word in (content["dtype"], *(box["file"] for box in content["boxes"]))):
+            raise TypeError("a dtype or file is no text")
+        return cls(content["dtype"], _counts(content["shape"], 1), tuple(boxes))
 
 
 @dataclass(frozen=True)
@@ -102,31 +111,81 @@ class Manifest:
             whole = json.loads(text)
             if whole["format"] != FORMAT:
                 raise CheckpointError(f"{where} is not the manifest of a megapipe checkpoint")
-            if whole["version"] != VERSION:
-                rule = f"this megapipe reads version {VERSION}"
-                raise CheckpointError(f"{where} has format version {whole['version']}; {rule}")
+            version = _count(whole["version"])
+            if version != VERSION:
+                kind = NewerVersionError if version > VERSION else CheckpointError
+                raise kind(f"{where} has format version {version}; this megapipe reads version {VERSION}")
             content = whole["content"]
             found = zlib.crc32(_canonical(content).encode())
             if found != whole["crc32"]:
                 raise CheckpointError(f"{where} is damaged: its checksum is {found:08x}, expected {whole['crc32']:08x}")
-        except (ValueError, KeyError, TypeError) as error:
+            files = {
+                name: SavedFile(_count(file["bytes"]), _count(file["crc32"])) for name, file in content["files"].items()
+            }
+            tensors = {name: SavedTensor.from_json(tensor) for name, tensor in content["tensors"].items()}
+            counts = (_count(content["step"]), _count(content["world_size"], 1), _count(content["block_bytes"], 1))
+            if not isinstance(content["state"], dict):
+                raise TypeError("its state is no object")
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise CheckpointError(f"{where} is damaged: {type(error).__name__}: {error}") from None
-        files = {name: SavedFile(file["bytes"], file["crc32"]) for name, file in content["files"].items()}
-        tensors = {name: SavedTensor.from_json(tensor) for name, tensor in content["tensors"].items()}
-        return cls(content["step"], content["world_size"], content["block_bytes"], content["state"], files, tensors)
+        manifest = cls(*counts, content["state"], files, tensors)
+        try:
+            manifest.check()
+        except CheckpointError as error:
+            raise CheckpointError(f"{where} is damaged: {error}") from None
+        return manifest
+
+    def check(self) -> None:
+        """Raise CheckpointError unless files are inside the folder and hold every element of each tensor once."""
+        for name in self.files:
+            if not is_inside(name):
+                raise CheckpointError(f"it lists the file {name!r}, which is not inside the folder")
+        for name, tensor in self.tensors.items():
+            item = ITEM_BYTES.get(tensor.dtype)
+            if item is None or len(tensor.shape) not in (1, 2):
+                raise CheckpointError(f"{name} has dtype {tensor.dtype!r} and {len(tensor.shape)} dimensions")
+            for saved in tensor.boxes:
+                if {len(saved.box.offset), len(saved.box.shape)} != {len(tensor.shape)}:
+                    raise CheckpointError(f"{name}: a box has other dimensions than shape {list(tensor.shape)}")
+                num_bytes, file = saved.box.num_elements * item, self.files.get(saved.file)
+                if file is None or saved.start + num_bytes > file.num_bytes:
+                    raise CheckpointError(
+                        f"{name}: {num_bytes} bytes from byte {saved.start} on are not in {saved.file!r}"
+                    )
+                if len(saved.crc32) != -(-num_bytes // self.block_bytes):
+                    raise CheckpointError(f"{name}: {len(saved.crc32)} checksums for {num_bytes} bytes")
+            check_covered(name, tensor.shape, [saved.box for saved in tensor.boxes])
+
+
+def is_inside(name: str) -> bool:
+    """Return True if a file name in a manifest or an index names a file inside its folder."""
+    path = PurePosixPath(name)
+    return bool(path.parts) and not path.is_absolute() and ".." not in path.parts and "\0" not in name
+
+
+def _count(value: Any, at_least: int = 0) -> int:
+    if type(value) is not int or not at_least <= value < 1 << 63:
+        raise ValueError(f"{value!r:.40} is not a whole number of at least {at_least}")
+    return value
+
+
+def _counts(values: Any, at_least: int = 0) -> tuple[int, ...]:
+    if not isinstance(values, list):
+        raise TypeError(f"{values!r:.40} is not a list")
+    return tuple(_count(value, at_least) for value in values)
 
 
 def read_manifest(folder: Path) -> Manifest:
     """Read the manifest of a checkpoint folder. Raises CheckpointError if it is missing, unreadable or damaged."""
     path = folder / MANIFEST_NAME
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_regular(path).decode()
     except FileNotFoundError:
         raise CheckpointError(f"{folder} is not a complete checkpoint: it has no {MANIFEST_NAME}") from None
     except UnicodeDecodeError as error:
         raise CheckpointError(f"{path} is damaged: {error}") from None
     except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
+        raise CheckpointError(f"{path} cannot be read: {reason(error)}") from None
     return Manifest.from_json(text, str(path))
 
 

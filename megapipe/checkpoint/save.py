@@ -43,7 +43,7 @@ from megapipe.checkpoint.manifest import MANIFEST_NAME, Manifest, SavedFile, Sav
 from megapipe.checkpoint.shard import BLOCK_BYTES, TensorBox, WrittenShard, shard_name, write_shard
 from megapipe.comm.collectives import broadcast_object, gather_objects
 from megapipe.comm.groups import Group
-from megapipe.errors import CheckpointError
+from megapipe.errors import CheckpointError, NewerVersionError
 
 ALIGNMENT = 64  # bytes
 INTACT = "checkpoints saved earlier are intact"
@@ -97,6 +97,8 @@ class Attempt:
             if self.final.exists():
                 try:
                     manifest = open_folder(self.final).manifest
+                except NewerVersionError as error:
+                    return error
                 except CheckpointError:  # not a valid checkpoint, but someone may want to look at it
                     self.disk.rename(self.final, self.root / f"{self.final.name}.damaged-{secrets.token_hex(4)}")
                 else:
@@ -140,6 +142,8 @@ class Attempt:
         except OSError as error:
             failed = f"then {error.filename or self.root} failed: {reason(error)}"
             return CheckpointError(f"{self.final} is complete, but {failed}")
+        except CheckpointError as error:
+            return CheckpointError(f"{self.final} is complete, but old checkpoints cannot be removed: {error}")
         return SaveReport(self.final, manifest.num_bytes, time.monotonic() - self.started, removed)
 
     def _commit(self, temporary: Path, written: Sequence[ShardResult]) -> Manifest:

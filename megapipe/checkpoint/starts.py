@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from megapipe.checkpoint.disk import Disk, reason
+from megapipe.checkpoint.disk import Disk, read_regular, reason
 from megapipe.checkpoint.folder import find_checkpoint, read_rollbacks, rollbacks_before
 from megapipe.errors import CheckpointError, NoProgressError
 
@@ -92,9 +92,9 @@ def no_progress_error(starts: Starts, root: Path, last_words: str | None) -> NoP
 def _read(path: Path) -> Starts | None:
     """Return the record, or None if the file is missing or invalid: counting then starts again."""
     try:
-        content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        content: dict[str, Any] = json.loads(read_regular(path))
         step, rollbacks = int(content["step"]), int(content["rollbacks"])
         times = tuple(map(float, content["times"]))
         return Starts(content["job"], step, rollbacks, times, bool(content["is_restart"]))
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None

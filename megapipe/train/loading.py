@@ -4,6 +4,8 @@ one from before a loss spike (PaLM, arXiv:2204.02311, 5.1)."""
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -17,15 +19,15 @@ from megapipe.checkpoint.folder import (
     CheckpointFolder,
     Rollback,
     account_of,
+    complete_steps,
     find_checkpoint,
-    folder_name,
-    is_complete,
     move_abandoned,
     read_rollbacks,
     steps_in,
     write_rollback,
 )
 from megapipe.checkpoint.load import load_tensors
+from megapipe.checkpoint.manifest import MANIFEST_NAME
 from megapipe.checkpoint.same_model import Comparison, compare_model
 from megapipe.checkpoint.save import from_rank_0
 from megapipe.checkpoint.shard import padding_of, tensor_box
@@ -147,26 +149,39 @@ def _load_from(
         return Resumed(TrainingState(), schedules, None, (f"{root} holds no checkpoint: starting from step 0",))
     saved = folder.manifest.state
     with_optimizer = not (flags.no_load_optim or flags.finetune)
-    _check(runtime, saved, folder.path, flags)
+    with understood(folder.path):
+        state = TrainingState.from_dict(saved["training"])
+        if state.step != folder.step:
+            raise ValueError(f"step {state.step} in a checkpoint of step {folder.step}")
+        _check(runtime, saved, folder.path, flags)
+        if with_optimizer and schedules is not None and saved["schedules"] is not None:
+            of_checkpoint = Schedules.from_dict(saved["schedules"])
+            schedules = schedules_to_resume(schedules, of_checkpoint, config.optimizer, str(folder.path))
+        # the account of the run's last rollback, if that came after the checkpoint
+        state.account = Account.from_dict(account_of(saved, read_rollbacks(root)))
+        state.spikes = saved.get("spikes")
     remarks = (*folder.remarks, *_check_model(runtime, folder, flags))
     if not flags.finetune:
         remarks += on_rank_0(partial(_check_data, folder, data, flags), runtime.groups.world)
-    if with_optimizer and schedules is not None and saved["schedules"] is not None:
-        of_checkpoint = Schedules.from_dict(saved["schedules"])
-        schedules = schedules_to_resume(schedules, of_checkpoint, config.optimizer, str(folder.path))
     _load_tensors(runtime, folder, with_optimizer, flags.allow_changed_model)
     if with_optimizer:
-        plain = dict(saved["optimizer"])
-        if saved["precision"] != config.precision.dtype:
-            # the loss scale of another precision means nothing here
-            plain["loss_scaler"] = runtime.optimizer.plain_state()["loss_scaler"]
-        runtime.optimizer.load_plain_state(plain)
-    if flags.finetune:
-        return Resumed(TrainingState(), schedules, folder.path, remarks)
-    # the account of the run's last rollback, if that came after the checkpoint
-    account = Account.from_dict(account_of(saved, read_rollbacks(root)))
-    state = TrainingState.from_dict(saved["training"], account, saved.get("spikes"))
-    return Resumed(state, schedules, folder.path, remarks)
+        with understood(folder.path):
+            plain = dict(saved["optimizer"])
+            if saved["precision"] != config.precision.dtype:
+                # the loss scale of another precision means nothing here
+                plain["loss_scaler"] = runtime.optimizer.plain_state()["loss_scaler"]
+            runtime.optimizer.load_plain_state(plain)
+    return Resumed(TrainingState() if flags.finetune else state, schedules, folder.path, remarks)
+
+
+@contextmanager
+def understood(path: Path) -> Iterator[None]:
+    """Turn the errors of state that is not of the expected kinds into a CheckpointError."""
+    try:
+        yield
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        what = f"{type(error).__name__}: {error}"
+        raise CheckpointError(f"the state in {path / MANIFEST_NAME} cannot be understood: {what}") from None
 
 
 def _check(runtime: TrainingRuntime, saved: dict[str, Any], path: Path, flags: CheckpointConfig) -> None:
@@ -230,8 +245,10 @@ def _check_data(folder: CheckpointFolder, own: Fingerprint | None, flags: Checkp
         return ()  # nothing is read, or nothing has been
     if saved is None:
         return (f"{folder.path} does not say what data it was trained on, so the data were not compared",)
-    changes = differences(saved, own)
-    if not changes and has_another_order(saved, own):
+    with understood(folder.path):
+        changes = differences(saved, own)
+        is_reordered = not changes and has_another_order(saved, own)
+    if is_reordered:
         return (
             "this run takes the samples in another order (another length that needs more or fewer epochs, or another "
             "seed): some that the checkpoint's run has read will be read again before others are read at all",
@@ -338,7 +355,7 @@ def _load_before(runtime: TrainingRuntime, root: Path, step: int, back: int, jou
     """Load the `back`-th newest checkpoint from before a step, the oldest if there are fewer, or return None."""
 
     def complete_before() -> list[int]:
-        return [s for s in steps_in(root) if s < step and is_complete(root / folder_name(s))]
+        return [s for s in complete_steps(root) if s < step]
 
     # what was allowed at the start of the run is not asked again
     flags = replace(runtime.plan.config.checkpoint, **LOAD_ALL, allow_changed_model=True)

@@ -14,6 +14,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from megapipe.checkpoint.disk import Disk
+from megapipe.checkpoint.manifest import is_inside
 from megapipe.checkpoint.shard import BLOCK_BYTES, byte_blocks, safetensors_header
 from megapipe.checkpoint.shard import DTYPES as SAFETENSORS_DTYPES
 from megapipe.config.config import Config
@@ -120,6 +121,8 @@ def stored_tensors(folder: Path) -> dict[str, LazyTensor]:
     """Return the tensors of all weight files, unread. Raises CheckpointError naming the file."""
     if (folder / INDEX).is_file():
         index = _json(folder / INDEX).get("weight_map", {})
+        if not isinstance(index, dict) or not all(isinstance(name, str) and is_inside(name) for name in index.values()):
+            raise CheckpointError(f"{folder / INDEX}: weight_map must give each tensor a file inside the folder")
         files = {name: read_tensors(folder / name) for name in sorted(set(index.values()))}
         for tensor, name in index.items():
             if tensor not in files[name]:
