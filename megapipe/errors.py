@@ -35,6 +35,12 @@ class NewerVersionError(CheckpointError):
     """A checkpoint in a format of a later version: nothing may be concluded about it, nor changed in it."""
 
 
+class SaveInUseError(CheckpointError):
+    """Another run saves in the same directory; a restart would not help."""
+
+    exit_code = 2
+
+
 class CommunicationError(MegapipeError):
     """A peer that did not answer, or sent something unexpected."""
 

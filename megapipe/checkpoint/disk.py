@@ -43,14 +43,17 @@ def require_regular(mode: int) -> None:
 class Disk:
     """File system operations that reach the device before they return. Every method may raise OSError.
 
-    observer: called after each 'make', 'create', 'write', 'sync', 'rename', 'remove'.
+    observer: called after each 'make', 'create', 'write', 'sync', 'rename', 'remove'. may_change: called before each
+    folder that is made and each 'rename' and 'remove'; raises CheckpointError if another run owns the directory.
     """
 
-    def __init__(self, observer: Observer | None = None) -> None:
+    def __init__(self, observer: Observer | None = None, may_change: Callable[[], None] | None = None) -> None:
         self._observer = observer
+        self.may_change = may_change or (lambda: None)
 
     def make_folder(self, path: Path) -> None:
         """Create a folder that does not exist yet, with its missing parents."""
+        self.may_change()
         self.make_parents(path)
         path.mkdir()
         self._done("make", path)
@@ -90,12 +93,14 @@ class Disk:
 
     def rename(self, old: Path, new: Path) -> None:
         """Rename within one folder and sync it. Atomic: replaces a file, fails on a folder that is not empty."""
+        self.may_change()
         os.rename(old, new)
         self._done("rename", new)
         self.sync_folder(new.parent)
 
     def remove(self, path: Path) -> None:
         """Delete a file, or a folder with its content."""
+        self.may_change()
         shutil.rmtree(path) if path.is_dir() else path.unlink()
         self._done("remove", path)
 

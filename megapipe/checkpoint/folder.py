@@ -293,7 +293,7 @@ def read_config(path: Path) -> Config:
     return from_yaml(text, str(path))
 
 
-def prepare_root(root: Path, step: int, damaged: Sequence[int] = ()) -> tuple[str, ...]:
+def prepare_root(root: Path, step: int, damaged: Sequence[int] = (), disk: Disk | None = None) -> tuple[str, ...]:
     """Prepare the root for a run that starts at `step` and saves there. Returns what was done, for the user.
 
     Must not be called while a save is in progress. damaged: steps whose checkpoints proved damaged when they were
@@ -301,8 +301,9 @@ def prepare_root(root: Path, step: int, damaged: Sequence[int] = ()) -> tuple[st
     written, if it holds complete checkpoints of later steps (a restart would load them), or only damaged ones while
     the run starts at 0.
     """
+    disk = disk or Disk()
     try:
-        Disk().make_parents(root / "probe")
+        disk.make_parents(root / "probe")
         probe = root / temporary_name(LATEST_NAME)
         probe.write_bytes(b"")
         probe.unlink()
@@ -311,12 +312,13 @@ def prepare_root(root: Path, step: int, damaged: Sequence[int] = ()) -> tuple[st
     if root.is_dir() and not steps_in(root) and (root / MANIFEST_NAME).exists():
         check_is_root(root)
     complete = complete_steps(root)  # before anything is changed, since it may be refused
+    disk.may_change()
     remarks = [*remove_leftovers(root)]
     for other in damaged:
         path = root / folder_name(other)
         renamed = path.with_name(f"{path.name}.damaged-{secrets.token_hex(4)}")
         try:
-            Disk().rename(path, renamed)
+            disk.rename(path, renamed)
         except OSError as error:
             raise CheckpointError(f"{path} is damaged and cannot be renamed: {error.strerror}; move it away") from None
         remarks.append(f"renamed {path}, which is damaged, to {renamed.name}")
@@ -390,6 +392,7 @@ def move_abandoned(root: Path, disk: Disk | None = None) -> tuple[str, ...]:
                 continue
             target = root / f"abandoned-{rollback.number}" / path.name
             disk.make_parents(target)
+            disk.may_change()
             path.rename(target)
             disk.sync_folder(target.parent)
             disk.sync_folder(root)

@@ -1,10 +1,11 @@
-"""`SaveLock`: one run at a time saves in a directory. Files `lock.N` in it, the highest N is the owner's. No torch.
+"""`SaveLock`: one run at a time saves in a directory. Files `lock.N.json` in it, the highest N is the owner's.
 
 It needs exclusive creation and atomic renames only, which NFS and Lustre have. The owner replaces its file every
 BEAT_SECONDS, in a thread of its own. A file that has not changed for DEAD_SECONDS, on the clock of the process that
-watches it, is dead: the watcher creates `lock.N+1`, which only one process can do, and then removes lower ones. A file
-that is released, or whose process is known to be gone, is taken over at once. N never falls, so an owner that was
-paused finds a higher file when it wakes. It looks for one before every change that it makes (see `Disk`).
+watches it, is dead: the watcher creates the file N + 1, which only one process can do, and then removes lower ones. A
+file that is released, or whose process is known to be gone, is taken over at once. N never falls, so an owner that was
+paused finds a higher file when it wakes. It looks for one before every change that it makes (see `Disk`). Imports no
+torch.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from megapipe.environment import Environment
 from megapipe.errors import CheckpointError, SaveInUseError
 from megapipe.monitor.process import host, process_space, process_state, start_ticks
 
-LOCK_FILE = re.compile(r"lock\.(\d{1,15})")
+LOCK_FILE = re.compile(r"lock\.(\d{1,15})\.json")
 BEAT_SECONDS = 5.0
 DEAD_SECONDS = 60.0
 POLL_SECONDS = 0.5
@@ -97,8 +98,8 @@ class SaveLock:
             self._ended.set()
             by = "another run" if found is None or found.owner is None else f"the run of {found.owner}"
             raise SaveInUseError(
-                f"{by} has taken over --save {self._root}, since this one gave no sign of life for {DEAD_SECONDS:.0f} s; "
-                "this run ends without writing there"
+                f"{by} has taken over --save {self._root}, since this one gave no sign of life for "
+                f"{DEAD_SECONDS:.0f} s; this run ends without writing there"
             )
 
     def release(self) -> None:
@@ -146,20 +147,20 @@ def acquire(
     Raises SaveInUseError if another run holds it and lives, CheckpointError if it cannot be written.
     """
     watched: Found | None = None
-    since = 0.0
+    since, number = 0.0, 1
     try:
         root.mkdir(parents=True, exist_ok=True)
         while True:
             found = newest_lock(root)
+            number = 1 if found is None else found.number + 1
             if found is None or (found.owner is not None and found.owner.is_gone(own)):
-                if take(root, 1 if found is None else found.number + 1, own):
+                if take(root, number, own):
                     break
             elif watched is None:
                 watched, since = found, clock()
-                say(
-                    f"--save {root} is locked by {found.owner or 'an unknown run'} ({lock_path(root, found.number).name}); "
-                    f"waiting for a sign of life, at most {DEAD_SECONDS:.0f} s"
-                )
+                file, by = lock_path(root, found.number).name, found.owner or "an unknown run"
+                waiting = f"waiting for a sign of life, at most {DEAD_SECONDS:.0f} s"
+                say(f"--save {root} is locked by {by} ({file}); {waiting}")
             elif found.mark != watched.mark:
                 raise SaveInUseError(
                     f"--save {root} is in use by another run: {found.owner or 'unknown'}; end it first, or choose "
@@ -167,16 +168,14 @@ def acquire(
                 )
             elif clock() - since < DEAD_SECONDS:
                 sleep(POLL_SECONDS)
-            elif take(root, found.number + 1, own):
+            elif take(root, number, own):
                 say(f"took over --save {root}: no sign of life of {found.owner or 'its run'} for {DEAD_SECONDS:.0f} s")
                 break
     except OSError as error:
         raise CheckpointError(f"--save {root} cannot be written: {reason(error)}") from None
-    number = max(numbers_in(root))
-    for lower in numbers_in(root):
-        if lower < number:
-            with suppress(OSError):
-                lock_path(root, lower).unlink()
+    for path in [*root.glob(".lock.tmp-*"), *(lock_path(root, one) for one in numbers_in(root) if one < number)]:
+        with suppress(OSError):
+            path.unlink()
     return SaveLock(root, number, own)
 
 
@@ -222,4 +221,4 @@ def numbers_in(root: Path) -> list[int]:
 
 
 def lock_path(root: Path, number: int) -> Path:
-    return root / f"lock.{number}"
+    return root / f"lock.{number}.json"

@@ -112,6 +112,8 @@ class Attempt:
             self.disk.make_folder(temporary)
         except OSError as error:
             return CheckpointError(f"cannot save in {self.root}: {reason(error)}; {INTACT}")
+        except CheckpointError as error:
+            return error
         return temporary
 
     def write(self, temporary: Path, tensors: Sequence[TensorBox], global_rank: int) -> ShardResult:
@@ -132,7 +134,7 @@ class Attempt:
         try:
             manifest = self._commit(temporary, written)
         except CheckpointError as error:
-            return CheckpointError(f"{error}{self._clean_up(temporary)}")
+            return type(error)(f"{error}{self._clean_up(temporary)}")
         except OSError as error:
             message = f"rank 0 cannot write {error.filename or temporary}: {reason(error)}; {INTACT}"
             return CheckpointError(message + self._clean_up(temporary))
@@ -143,7 +145,7 @@ class Attempt:
             failed = f"then {error.filename or self.root} failed: {reason(error)}"
             return CheckpointError(f"{self.final} is complete, but {failed}")
         except CheckpointError as error:
-            return CheckpointError(f"{self.final} is complete, but old checkpoints cannot be removed: {error}")
+            return type(error)(f"{self.final} is complete, but then: {error}")
         return SaveReport(self.final, manifest.num_bytes, time.monotonic() - self.started, removed)
 
     def _commit(self, temporary: Path, written: Sequence[ShardResult]) -> Manifest:
@@ -183,6 +185,8 @@ class Attempt:
                 self.disk.remove(temporary)
         except OSError as error:
             return f" ({temporary} could not be removed: {reason(error)}; the next start will try again)"
+        except CheckpointError:
+            pass  # another run owns the directory, and removes it
         return ""
 
 

@@ -245,7 +245,8 @@ class Guard:
         why, first_bad = broadcast_object((why, first_bad), self._runtime.groups.world)
         self._saving.finish(is_last=False)
         with self._runtime.heartbeat.phase("loading", PATIENCE):
-            went_back = go_back(self._runtime, self._loader, self._journal, self._state, first_bad, why)
+            disk = self._saving.disk
+            went_back = go_back(self._runtime, self._loader, self._journal, self._state, first_bad, why, disk)
         if not went_back:
             if error is not None:
                 raise error

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from megapipe.config.config import Config
-from megapipe.errors import CommunicationError, NoProgressError
+from megapipe.errors import CommunicationError, NoProgressError, SaveInUseError
 from megapipe.train.metrics import Console, JsonLines, Metrics, TensorBoard, WeightsAndBiases, Writer
 
 FILE_NAME = "run.jsonl"
@@ -80,9 +80,14 @@ class Journal:
 
     @contextmanager
     def failures(self) -> Iterator[None]:
-        """Record what is raised inside the block, and let it through. A lost peer is recorded by rank 0 alone."""
+        """Record what is raised inside the block, and let it through. A lost peer is recorded by rank 0 alone.
+
+        Nothing is recorded where another run saves in the folder.
+        """
         try:
             yield
+        except SaveInUseError:
+            raise
         except BaseException as error:
             if self._rank == 0 or not isinstance(error, CommunicationError):
                 self.failed(error)

@@ -27,6 +27,7 @@ from megapipe.checkpoint.folder import (
     write_rollback,
 )
 from megapipe.checkpoint.load import load_tensors
+from megapipe.checkpoint.lock import Owner, SaveLock, acquire
 from megapipe.checkpoint.manifest import MANIFEST_NAME
 from megapipe.checkpoint.same_model import Comparison, compare_model
 from megapipe.checkpoint.save import from_rank_0
@@ -59,10 +60,33 @@ class Resumed:
     damaged: tuple[Path, ...] = ()  # newer checkpoints that looked complete and were not
 
 
-def count_this_start(config: Config, environment: Environment) -> CountedStarts:
-    """Count this start of a job on rank 0, before it meets the other ranks: a start that fails there counts, too."""
+@contextmanager
+def save_lock(config: Config, environment: Environment) -> Iterator[SaveLock | CheckpointError | None]:
+    """Hold the lock of --save on rank 0 inside the block; yield the error, for `count_this_start`, if that fails."""
     if environment.global_rank != 0 or config.checkpoint.save is None or config.training.skip_train:
-        return None
+        yield None
+        return
+    try:
+        lock = acquire(Path(config.checkpoint.save), Owner.here(environment), partial(print, flush=True))
+    except CheckpointError as error:
+        yield error
+        return
+    try:
+        yield lock
+    finally:
+        lock.release()
+
+
+def count_this_start(
+    config: Config, environment: Environment, lock: SaveLock | CheckpointError | None
+) -> CountedStarts:
+    """Count this start of a job on rank 0, before it meets the other ranks: a start that fails there counts, too.
+
+    lock: of --save; an error is returned. None if nothing is saved.
+    """
+    if lock is None or isinstance(lock, CheckpointError):
+        return lock
+    assert config.checkpoint.save is not None
     try:
         return count_start(Path(config.checkpoint.save), environment.job, environment.restart_count > 0)
     except CheckpointError as error:
@@ -308,14 +332,21 @@ def check_all_asked_for(
 
 
 def go_back(
-    runtime: TrainingRuntime, loader: Loader, journal: Journal, state: TrainingState, first_bad_step: int, why: str
+    runtime: TrainingRuntime,
+    loader: Loader,
+    journal: Journal,
+    state: TrainingState,
+    first_bad_step: int,
+    why: str,
+    disk: Disk | None = None,
 ) -> bool:
     """Load the --spike-rollback-th newest checkpoint from before first_bad_step, the oldest if there are fewer.
 
     A collective. `state` becomes that position, with the samples from there to now skipped; later checkpoints are kept
     in `abandoned-N`. The entry in rollbacks.json decides: a run that ends before it is written resumes from the spike,
     one that ends after it from the checkpoint before. Returns False, with nothing changed, if there is no such
-    checkpoint. Raises TrainingError at --spike-limit, DataError if too few samples are left, CheckpointError.
+    checkpoint. disk: through which rank 0 changes --save. Raises TrainingError at --spike-limit, DataError if too few
+    samples are left, CheckpointError.
     """
     training, flags, world = runtime.plan.config.training, runtime.plan.config.checkpoint, runtime.groups.world
     assert flags.save is not None and training.spike_rollback is not None
@@ -338,8 +369,8 @@ def go_back(
 
     def commit() -> tuple[str, ...]:
         try:
-            write_rollback(root, rollback, Disk())
-            return move_abandoned(root)
+            write_rollback(root, rollback, disk or Disk())
+            return move_abandoned(root, disk)
         except OSError as error:
             raise CheckpointError(f"the rollback cannot be recorded in {root}: {error.strerror}") from None
 

@@ -6,6 +6,7 @@ import os
 import platform
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,12 +17,15 @@ import torch
 from megapipe import __version__
 from megapipe.assembly.datasets import RunData, build_data
 from megapipe.assembly.runtime import TrainingRuntime
+from megapipe.checkpoint.disk import Disk
+from megapipe.checkpoint.lock import SaveLock
 from megapipe.checkpoint.starts import Starts, clear_starts
 from megapipe.comm.bootstrap import World, shutdown, start
 from megapipe.comm.groups import ProcessGroups, build_process_groups
 from megapipe.comm.trace import Tracer
 from megapipe.data.fingerprint import fingerprint
 from megapipe.environment import Environment, set_for_libraries
+from megapipe.errors import CheckpointError
 from megapipe.gpu.kernels import choose_kernels, describe_kernels
 from megapipe.monitor.heartbeat import PATIENCE, Heartbeat
 from megapipe.monitor.process import available_cores
@@ -31,7 +35,7 @@ from megapipe.topology import GROUP_NAMES
 from megapipe.train.gpu_setup import check_fp8, graph_words, marks_of, prepare, unused, watched_memory
 from megapipe.train.guard import StopRequest, stop_requests
 from megapipe.train.journal import Journal, recorded_folder
-from megapipe.train.loading import count_this_start, resume, share_starts
+from megapipe.train.loading import count_this_start, resume, save_lock, share_starts
 from megapipe.train.loop import Training
 from megapipe.train.saving import Saving, prepare_save
 from megapipe.train.step import ACTION_LEVEL
@@ -58,12 +62,31 @@ def pretrain(
         # only kernels and an algorithm of NCCL that are bit-reproducible; torch raises where it has none
         set_for_libraries(CUBLAS_WORKSPACE_CONFIG=":4096:8", NCCL_ALGO="Ring")
         torch.use_deterministic_algorithms(True)
-    journal = Journal(recorded_folder(config), environment.global_rank)
+    with save_lock(config, environment) as lock:  # before signals are caught, so that one ends the wait for it
+        _run(plan, environment, config_text, after_training, remarks, lock)
+    if environment.world_size > 1:
+        shutdown(0)
+    return 0
+
+
+def _run(
+    plan: RunPlan,
+    environment: Environment,
+    config_text: str,
+    after_training: AfterTraining | None,
+    remarks: Sequence[str],
+    lock: SaveLock | CheckpointError | None,
+) -> None:
+    """Join the other ranks and train. lock: of --save, or why rank 0 does not have it; then nothing is written."""
+    config = plan.config
+    is_refused = isinstance(lock, CheckpointError)
+    journal = Journal(None if is_refused else recorded_folder(config), environment.global_rank)
     with journal.failures(), stop_requests(config.training.exit_signal_handler) as stop:
         kernels = choose_kernels(config)  # fails, if a library is missing, before ranks wait for each other
-        journal.open_writers(config)
+        if not is_refused:
+            journal.open_writers(config)
         nccl = prepare(config, environment)
-        counted = count_this_start(config, environment)
+        counted = count_this_start(config, environment, lock)
         world = join(plan, environment)
         check_fp8(config, world.device)
         words = (*describe_kernels(kernels, config, world.device.type), *graph_words(plan))
@@ -84,10 +107,8 @@ def pretrain(
         )
         starts = share_starts(counted, config, groups.world)
         with watched(plan, environment, groups, journal), watched_memory(plan, world.device, world.global_rank):
-            _train(plan, groups, world.device, journal, stop, starts, config_text, after_training)
-    if world.world_size > 1:
-        shutdown(0)
-    return 0
+            disk = Disk(may_change=lock.check) if isinstance(lock, SaveLock) else Disk()
+            _train(plan, groups, world.device, journal, stop, starts, config_text, after_training, disk)
 
 
 def _train(
@@ -99,8 +120,9 @@ def _train(
     starts: Starts | None,
     config_text: str,
     after_training: AfterTraining | None,
+    disk: Disk,
 ) -> None:
-    """Build, load, train. starts: of this job so far, None without --save."""
+    """Build, load, train. starts: of this job so far, None without --save. disk: for changes to --save."""
     config, rank = plan.config, groups.world.global_rank
     root = None if config.checkpoint.save is None else Path(config.checkpoint.save)
     heartbeat = groups.world.heartbeat or Heartbeat(GROUP_NAMES)
@@ -120,8 +142,8 @@ def _train(
             resumed = resume(runtime, journal, starts, read)
             state = resumed.state
             if root is not None:
-                journal.say(*prepare_save(root, state, groups.world, resumed.damaged))
-            saving = Saving(runtime, resumed.schedules, root, config_text, data.tokenizer, journal.say, read)
+                journal.say(*prepare_save(root, state, groups.world, resumed.damaged, disk))
+            saving = Saving(runtime, resumed.schedules, root, config_text, data.tokenizer, journal.say, read, disk)
         if data.train is not None and config.training.train_samples:
             data.train.skip(state.account.skipped, config.training.train_samples)
         ending = Training(runtime, data, state, resumed.schedules, saving, journal, stop).run()
@@ -131,7 +153,9 @@ def _train(
         journal.say(f"ended after step {state.step}: {ending.reason}")
         journal.record("end", step=state.step, reason=ending.reason, early=ending.early)
         if starts is not None and root is not None and not ending.early and rank == 0:
-            clear_starts(root)
+            with suppress(CheckpointError):  # another run owns the directory
+                disk.may_change()
+                clear_starts(root)
     finally:
         data.close()
         journal.close()

@@ -38,7 +38,7 @@ from megapipe.checkpoint.shard import BLOCK_BYTES, TensorBox, tensor_box
 from megapipe.comm.collectives import all_reduce
 from megapipe.comm.groups import Group
 from megapipe.data.fingerprint import Fingerprint
-from megapipe.errors import CheckpointError
+from megapipe.errors import CheckpointError, SaveInUseError
 from megapipe.formatting import bytes_text
 from megapipe.monitor.heartbeat import PATIENCE
 from megapipe.tokenizers.tokenizer import Tokenizer, files_of
@@ -50,7 +50,7 @@ class Saving:
 
     All ranks call `save`, `write`, `advance` and `finish` together. root: --save; None saves nothing. config_text: the
     configuration as YAML. tokenizer: saved with every checkpoint. say: prints a line once for all ranks. data:
-    of the training data, on rank 0.
+    of the training data, on rank 0. disk: through which rank 0 changes the directory.
     """
 
     def __init__(
@@ -62,12 +62,14 @@ class Saving:
         tokenizer: Tokenizer | None,
         say: Callable[[str], None],
         data: Fingerprint | None = None,
+        disk: Disk | None = None,
     ) -> None:
         self._runtime, self._schedules, self._root = runtime, schedules, root
         self._config_text, self._say, self._data = config_text, say, data
         self._tokenizer_files: dict[str, bytes] = {}
         if root is not None and tokenizer is not None and runtime.groups.world.rank == 0:
             self._tokenizer_files = files_of(tokenizer)
+        self.disk = disk or Disk()
         self._flags = runtime.plan.config.checkpoint
         self._staging = Staging()
         if root is not None and self._flags.async_save:
@@ -107,7 +109,7 @@ class Saving:
                     self._say(f"waited {seconds:.1f} s for the save of step {step} to end before the next begins")
                 self._failure = None
                 boxes, extras, keep = self._content(state)
-                attempt = Attempt(Disk(), self._root, state.step, extras, keep, BLOCK_BYTES)
+                attempt = Attempt(self.disk, self._root, state.step, extras, keep, BLOCK_BYTES)
                 try:
                     self._in_flight = BackgroundSave(attempt, boxes, self._runtime.groups.world, self._staging)
                 except CheckpointError as error:
@@ -118,7 +120,7 @@ class Saving:
         """Save after a step, in the foreground. Raises CheckpointError on all ranks."""
         assert self._root is not None
         boxes, extras, keep = self._content(state)
-        return save_checkpoint(self._root, state.step, boxes, extras, self._runtime.groups.world, keep)
+        return save_checkpoint(self._root, state.step, boxes, extras, self._runtime.groups.world, keep, self.disk)
 
     def advance(self) -> None:
         """Continue the save in flight; called when it `is_ready` on all ranks. Raises as `save` does."""
@@ -178,7 +180,7 @@ class Saving:
         return boxes_to_save(runtime), extras, Retention(flags.keep_last, flags.save_retain_interval)
 
     def _failed(self, step: int, error: CheckpointError) -> None:
-        if self._flags.exit_on_save_failure:
+        if self._flags.exit_on_save_failure or isinstance(error, SaveInUseError):
             raise error
         self._failure = error
         self._say(f"the save of step {step} FAILED: {error}; training continues and saves again when it is due")
@@ -191,7 +193,9 @@ class Saving:
         self._say(report.remark or f"saved {report.path} ({written}){removed}")
 
 
-def prepare_save(root: Path, state: TrainingState, world: Group, damaged: Sequence[Path] = ()) -> tuple[str, ...]:
+def prepare_save(
+    root: Path, state: TrainingState, world: Group, damaged: Sequence[Path] = (), disk: Disk | None = None
+) -> tuple[str, ...]:
     """Prepare root for a run that starts from `state`, and return remarks on what was done.
 
     Cleans up after interrupted saves and sets aside damaged checkpoints in it and what rollbacks have abandoned. Raises
@@ -206,7 +210,8 @@ def prepare_save(root: Path, state: TrainingState, world: Group, damaged: Sequen
                 f"step {rollback.from_step} to {rollback.to_step}. To continue it nevertheless give another --save"
             )
         here = [path for path in damaged if path.parent.resolve() == root.resolve()]
-        return (*move_abandoned(root), *prepare_root(root, state.step, [step_of_folder(path) for path in here]))
+        steps = [step_of_folder(path) for path in here]
+        return (*move_abandoned(root, disk), *prepare_root(root, state.step, steps, disk))
 
     return on_rank_0(prepare, world)
 

@@ -29,11 +29,11 @@ TINY = (
 )
 
 
-def job(flags: str, base: str = TINY) -> tuple[int, str]:
+def job(flags: str, base: str | None = None) -> tuple[int, str]:
     """Run a job on one rank and return its exit code and its output."""
     said = io.StringIO()
     with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
-        code = main([*base.split(), *flags.split()])
+        code = main([*(TINY if base is None else base).split(), *flags.split()])
     return code, said.getvalue()
 
 

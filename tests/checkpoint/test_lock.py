@@ -1,0 +1,321 @@
+"""One run at a time saves in a directory: whoever else starts is told who does, and an owner that lost it stops."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megapipe.checkpoint import lock as lock_module
+from megapipe.checkpoint.disk import Disk
+from megapipe.checkpoint.lock import DEAD_SECONDS, Owner, SaveLock, acquire, lock_path, newest_lock, numbers_in, take
+from megapipe.environment import read_environment
+from megapipe.errors import CheckpointError, SaveInUseError
+from tests.checkpoint.layouts import save_one
+from tests.train.jobs import job
+
+ENVIRONMENT = read_environment({})
+ELSEWHERE = {"space": "another host's", "host": "node-b"}
+# holds the lock of argv[1], tells so, and removes argv[2] when it reads a line
+HOLDER = """
+import sys
+from pathlib import Path
+from megapipe.checkpoint import lock
+from megapipe.checkpoint.disk import Disk
+from megapipe.environment import read_environment
+lock.BEAT_SECONDS = 0.05
+try:
+    held = lock.acquire(Path(sys.argv[1]), lock.Owner.here(read_environment({})), lambda line: None)
+except Exception as error:
+    sys.exit(f"{type(error).__name__} {error}")
+print("held", flush=True)
+while sys.stdin.readline().strip() == "remove":
+    try:
+        Disk(may_change=held.check).remove(Path(sys.argv[2]))
+    except Exception as error:
+        print(type(error).__name__, error, flush=True)
+held.release()
+"""
+
+
+class Clock:
+    """A clock that only sleeping moves. on_tick: called at every poll."""
+
+    def __init__(self, on_tick: Callable[[float], None] = lambda now: None) -> None:
+        self.now, self._on_tick = 0.0, on_tick
+
+    def __call__(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+        self._on_tick(self.now)
+
+
+def here(**changes: object) -> Owner:
+    return replace(Owner.here(ENVIRONMENT), **changes)  # type: ignore[arg-type]
+
+
+def quiet(line: str) -> None:
+    pass
+
+
+@pytest.fixture
+def slow_beats(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No beat comes by itself."""
+    monkeypatch.setattr(lock_module, "BEAT_SECONDS", 1e6)
+
+
+@pytest.mark.usefixtures("slow_beats")
+def test_a_released_lock_is_taken_at_once_and_its_number_rises(tmp_path: Path) -> None:
+    for number in (1, 2, 3):
+        held = acquire(tmp_path / "run", here(**ELSEWHERE), pytest.fail)
+        assert numbers_in(tmp_path / "run") == [number]
+        held.check()
+        held.release()
+    assert sorted(os.listdir(tmp_path / "run")) == ["lock.3.json"]
+
+
+@pytest.mark.usefixtures("slow_beats")
+@pytest.mark.parametrize(
+    ("before", "now"),
+    [
+        ({"pid": 2**22 + 1}, {}),
+        ({"ticks": 1}, {}),
+        ({"job": "slurm 7", **ELSEWHERE}, {"job": "slurm 7", "restarts": 1}),
+    ],
+    ids=["ended", "process_id_used_again", "requeued"],
+)
+def test_an_owner_that_is_known_to_be_gone_is_not_waited_for(tmp_path: Path, before: dict, now: dict) -> None:  # type: ignore[type-arg]
+    assert take(tmp_path, 4, here(**before))
+    held = acquire(tmp_path, here(**now), pytest.fail)
+    held.check()
+    assert numbers_in(tmp_path) == [5]
+
+
+@pytest.mark.usefixtures("slow_beats")
+@pytest.mark.parametrize("now", [{"job": "slurm 7"}, {"job": "slurm 8", "restarts": 1}, {"restarts": 3}])
+def test_a_silent_owner_is_dead_after_a_minute_of_the_watchers_clock(tmp_path: Path, now: dict) -> None:  # type: ignore[type-arg]
+    assert take(tmp_path, 4, here(job="slurm 7", **ELSEWHERE))
+    os.utime(lock_path(tmp_path, 4), (1, 1))  # clocks of hosts mean nothing
+    clock, said = Clock(), list[str]()
+    acquire(tmp_path, here(**now), said.append, clock, clock.sleep).check()
+    assert DEAD_SECONDS <= clock.now < DEAD_SECONDS + 1 and len(said) == 2
+    assert "is locked by process" in said[0] and "on node-b, started" in said[0] and "job slurm 7" in said[0]
+
+
+@pytest.mark.usefixtures("slow_beats")
+@pytest.mark.parametrize("sign", ["beat", "touched"])
+def test_any_sign_of_life_refuses_the_second_run(tmp_path: Path, sign: str) -> None:
+    held = acquire(tmp_path, here(**ELSEWHERE), pytest.fail)
+
+    def tick(now: float) -> None:
+        if now >= 30 and sign == "beat":
+            held._beat()
+        elif now >= 30:
+            os.utime(lock_path(tmp_path, 1))
+
+    clock = Clock(tick)
+    with pytest.raises(SaveInUseError, match=r"in use by another run: process \d+ on node-b, started"):
+        acquire(tmp_path, here(), quiet, clock, clock.sleep)
+    assert clock.now == 30
+    held.check()
+
+
+@pytest.mark.usefixtures("slow_beats")
+def test_a_file_that_cannot_be_read_is_not_dead_before_a_minute(tmp_path: Path) -> None:
+    lock_path(tmp_path, 2).write_text("")  # one is being created without hard links
+    clock = Clock()
+    acquire(tmp_path, here(), quiet, clock, clock.sleep)
+    assert clock.now >= DEAD_SECONDS and numbers_in(tmp_path) == [3]
+
+
+def test_without_hard_links_creation_is_exclusive_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*paths: Path) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(os, "link", refuse)
+    assert take(tmp_path, 1, here()) and not take(tmp_path, 1, here())
+    assert numbers_in(tmp_path) == [1] and not list(tmp_path.glob(".*"))
+
+
+STEP = st.tuples(st.sampled_from(["take", "check", "beat", "release"]), st.integers(0, 2))
+
+
+@settings(max_examples=40, deadline=None)
+@given(steps=st.lists(STEP, max_size=14))
+def test_in_every_order_of_steps_only_the_last_that_took_the_lock_may_write(
+    tmp_path_factory: pytest.TempPathFactory, steps: list[tuple[str, int]]
+) -> None:
+    root = tmp_path_factory.mktemp("root")
+    held: dict[int, SaveLock] = {}
+    last: int | None = None
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(lock_module, "BEAT_SECONDS", 1e6)
+        for action, runner in steps:
+            mine = held.get(runner)
+            if action == "take":
+                clock = Clock()
+                held[runner] = acquire(root, here(**ELSEWHERE), quiet, clock, clock.sleep)
+                if mine is not None:
+                    mine._ended.set()
+                last = runner
+            elif mine is not None and action == "beat":
+                mine._beat()  # also by one that was paused: it changes nothing for the owner
+            elif mine is not None and action == "release":
+                mine.release()
+                last = None if last == runner else last
+            elif mine is not None:
+                if runner == last:
+                    mine.check()
+                else:
+                    with pytest.raises(SaveInUseError):
+                        mine.check()
+        for one in held.values():
+            one._ended.set()
+
+
+def test_of_many_that_take_over_at_once_one_succeeds(tmp_path: Path) -> None:
+    for number in range(1, 20):
+        won, barrier = list[Owner](), threading.Barrier(6)
+
+        def run(number: int = number, won: list[Owner] = won, barrier: threading.Barrier = barrier) -> None:
+            own = here()
+            barrier.wait()
+            if take(tmp_path, number, own):
+                won.append(own)
+
+        threads = [threading.Thread(target=run) for _ in range(6)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        found = newest_lock(tmp_path)
+        assert found is not None and found.number == number and won == [found.owner]
+
+
+Start = Callable[[], subprocess.Popen[str]]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    """Start a process that takes the lock of `tmp_path/run`."""
+    started: list[subprocess.Popen[str]] = []
+
+    def run() -> subprocess.Popen[str]:
+        words = [sys.executable, "-c", HOLDER, str(tmp_path / "run"), str(tmp_path / "victim")]
+        pipe = subprocess.PIPE
+        started.append(subprocess.Popen(words, stdin=pipe, stdout=pipe, stderr=pipe, text=True))
+        return started[-1]
+
+    yield run
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+@pytest.fixture
+def holders(start: Start) -> Start:
+    """Start a process that holds the lock."""
+
+    def run() -> subprocess.Popen[str]:
+        process = start()
+        assert process.stdout is not None and process.stdout.readline() == "held\n"
+        return process
+
+    return run
+
+
+def test_of_two_starts_at_once_one_runs_and_the_other_is_told_who(start: Start) -> None:
+    both = [start(), start()]
+    while all(process.poll() is None for process in both):
+        time.sleep(0.02)
+    (loser,) = [process for process in both if process.poll() is not None]
+    (winner,) = [process for process in both if process is not loser]
+    assert loser.stderr is not None and winner.stdout is not None
+    assert "SaveInUseError" in (told := loser.stderr.read()) and f"process {winner.pid} on" in told
+    assert winner.stdout.readline() == "held\n"
+
+
+def test_a_killed_owner_is_replaced_at_once_and_a_live_one_never(tmp_path: Path, holders: Callable) -> None:  # type: ignore[type-arg]
+    first = holders()
+    with pytest.raises(SaveInUseError, match=rf"process {first.pid} on"):
+        acquire(tmp_path / "run", here(), quiet)
+    first.send_signal(signal.SIGKILL)
+    first.wait()
+    acquire(tmp_path / "run", here(), pytest.fail).release()
+    second = holders()
+    second.communicate("\n")  # ends normally
+    acquire(tmp_path / "run", here(**ELSEWHERE), pytest.fail).release()
+
+
+def test_a_stopped_owner_that_was_replaced_writes_nothing_when_it_wakes(tmp_path: Path, holders: Callable) -> None:  # type: ignore[type-arg]
+    victim = tmp_path / "victim"
+    victim.write_text("content")
+    first = holders()
+    first.send_signal(signal.SIGSTOP)
+    said: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(lock_module, "DEAD_SECONDS", 0.5)
+        held = acquire(tmp_path / "run", here(), said.append)
+    assert said[1].startswith(f"took over --save {tmp_path / 'run'}: no sign of life of process {first.pid}")
+    first.stdin.write("remove\n")
+    first.stdin.flush()
+    first.send_signal(signal.SIGCONT)
+    answer = first.stdout.readline()
+    assert answer.startswith("SaveInUseError the run of process") and "has taken over" in answer
+    assert victim.read_text() == "content"
+    held.check()
+    held.release()  # also after the new owner has ended
+    first.stdin.write("remove\n")
+    first.stdin.flush()
+    assert first.stdout.readline().startswith("SaveInUseError") and victim.exists()
+
+
+def test_a_save_of_an_owner_that_lost_the_lock_changes_nothing(tmp_path: Path) -> None:
+    save_one(tmp_path, 1)
+    held = acquire(tmp_path, here(), pytest.fail)
+    disk = Disk(may_change=held.check)
+    save_one(tmp_path, 2, disk=disk)
+    states: list[list[str]] = []
+
+    def lose(operation: str, path: Path) -> None:
+        if path.name == "manifest.json" and operation == "sync":
+            assert take(tmp_path, 2, here())
+            states.append(sorted(name for name in os.listdir(tmp_path) if "tmp" not in name))
+
+    with pytest.raises(SaveInUseError, match="has taken over"):
+        save_one(tmp_path, 3, disk=Disk(lose, held.check), keep_last=1)
+    assert sorted(name for name in os.listdir(tmp_path) if "tmp" not in name) == states[0]
+    with pytest.raises(SaveInUseError, match="has taken over"):
+        save_one(tmp_path, 4, disk=disk)
+
+
+def test_a_second_job_is_refused_and_writes_nothing(tmp_path: Path, holders: Callable) -> None:  # type: ignore[type-arg]
+    process = holders()
+    code, said = job(f"--train-iters 1 --save {tmp_path / 'run'}")
+    assert code == 2 and "Traceback" not in said
+    assert f"--save {tmp_path / 'run'} is in use by another run: process {process.pid} on" in said
+    assert [name for name in os.listdir(tmp_path / "run") if not name.startswith(".")] == ["lock.1.json"]
+    process.kill()
+    process.wait()
+    began = time.monotonic()
+    assert job(f"--train-iters 1 --save {tmp_path / 'run'}")[0] == 0 and time.monotonic() - began < DEAD_SECONDS
+    assert json.loads(lock_path(tmp_path / "run", 2).read_text())["released"]
+
+
+def test_a_directory_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match=r"file/run cannot be written: Not a directory"):
+        acquire(tmp_path / "file" / "run", here(), quiet)
