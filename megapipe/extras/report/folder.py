@@ -11,16 +11,17 @@ import os
 import platform
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megapipe.checkpoint.folder import CONFIG_NAME, folder_name, steps_in
+from megapipe.checkpoint.folder import CONFIG_NAME, folder_name, open_folder, read_listed, steps_in
 from megapipe.config.config import fields_by_key, value_of
 from megapipe.config.fields import value_text
 from megapipe.config.load import from_yaml
-from megapipe.errors import ConfigError, DataError
+from megapipe.errors import CheckpointError, ConfigError, DataError
 from megapipe.profile.profile import Profile, profiles_in, read_profile
 
 METRICS, RUN = "metrics.jsonl", "run.jsonl"
@@ -115,9 +116,8 @@ class Run:
         if self.started:
             return str(self.started["config"])
         for step in reversed(steps_in(self.folder)):  # the run was written before run.jsonl existed
-            path = self.folder / folder_name(step) / CONFIG_NAME
-            if path.is_file():
-                return path.read_text(encoding="utf-8", errors="replace")
+            with suppress(CheckpointError):  # damaged: an older one will do
+                return read_listed(open_folder(self.folder / folder_name(step)), CONFIG_NAME)
         return ""
 
     def _that_count(self, kind: str, split: str | None = None) -> list[Record]:
