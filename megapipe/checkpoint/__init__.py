@@ -7,6 +7,6 @@
     ROOT/.step_00000100.tmp-5f0c...            a save in progress or an interrupted one, removed at the next start
 
 `key` is `master` (fp32 or fp64), `exp_avg`, `exp_avg_sq`, `momentum`, or `weights` if masters were not saved.
-Vocabulary padding is never saved. Reading order: `manifest`, `folder` (a root, its checkpoints and rollbacks) and
-`starts`, none of which imports torch; `disk`, `shard`; then the collectives `save` and `load`.
+Vocabulary padding is never saved. Reading order: `manifest`, `folder` (a root, its checkpoints and rollbacks),
+`same_model`, `starts` and `lock`, none of which imports torch; `disk`, `shard`; then the collectives `save` and `load`.
 """
