@@ -13,6 +13,7 @@ import secrets
 import shutil
 import zlib
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -74,9 +75,12 @@ def step_of_folder(path: Path) -> int:
 
 
 def steps_in(root: Path) -> list[int]:
-    """Return the steps that have a folder, complete or not, ascending."""
-    entries = root.iterdir() if root.is_dir() else ()
-    return sorted(step_of_folder(path) for path in entries if STEP_FOLDER.fullmatch(path.name) and path.is_dir())
+    """Return the steps that have a folder, complete or not, ascending. Raises CheckpointError."""
+    try:
+        entries = list(root.iterdir()) if root.is_dir() else []
+        return sorted(step_of_folder(path) for path in entries if STEP_FOLDER.fullmatch(path.name) and path.is_dir())
+    except OSError as error:
+        raise CheckpointError(f"{root} cannot be read: {reason(error)}") from None
 
 
 @dataclass(frozen=True)
@@ -224,8 +228,11 @@ def check_is_root(root: Path) -> None:
         raise CheckpointError(f"{root} is a single checkpoint, not a folder of them; give {root.parent}{step}")
     if root.exists() and not root.is_dir():
         raise CheckpointError(f"{root} is not a folder; give the folder that --save wrote checkpoints to")
-    below = (path for path in root.iterdir() if not path.name.startswith("abandoned-")) if root.is_dir() else ()
-    roots = sorted(path for path in below if steps_in(path))
+    roots = []
+    for path in sorted(root.iterdir()) if root.is_dir() else ():
+        with suppress(CheckpointError):  # one that may not be read, such as lost+found
+            if not path.name.startswith("abandoned-") and steps_in(path):
+                roots.append(path)
     if roots:
         others = f" (or one of {len(roots) - 1} others there)" if len(roots) > 1 else ""
         raise CheckpointError(f"{root} holds no checkpoint, but {roots[-1]} does{others}; give that folder")

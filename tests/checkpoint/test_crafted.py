@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -174,14 +174,20 @@ def test_a_newer_version_is_refused_and_neither_passed_over_nor_changed(newer: P
     write_rollback(newer, Rollback(1, 4, 1, 0, 8, "a spike", 0.0, {}), Disk())
     with pytest.raises(NewerVersionError, match=refusal):
         move_abandoned(newer)
-    with pytest.raises(CheckpointError, match=rf"step_00000004 is complete, but old .* removed: .*{refusal}"):
+    with pytest.raises(CheckpointError, match=rf"step_00000004 is complete, but then: .*{refusal}"):
         save_one(newer, 4, keep_last=1)
     assert (newer / "step_00000003").is_dir()
     older = find_checkpoint(newer, 2)  # which was asked for by name
     assert older is not None and older.step == 2
 
 
-def test_a_single_checkpoint_or_a_folder_of_runs_is_not_taken_for_a_fresh_start(tmp_path: Path) -> None:
+def unreadable(path: Path) -> Iterator[Path]:
+    raise PermissionError(13, "Permission denied")
+
+
+def test_a_single_checkpoint_or_a_folder_of_runs_is_not_taken_for_a_fresh_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     step = save_one(tmp_path / "runs" / "a", 4).path
     with pytest.raises(CheckpointError, match=rf"single checkpoint.*; give {tmp_path}/runs/a and --ckpt-step 4"):
         find_checkpoint(step)
@@ -194,6 +200,10 @@ def test_a_single_checkpoint_or_a_folder_of_runs_is_not_taken_for_a_fresh_start(
         find_checkpoint(renamed)
     with pytest.raises(CheckpointError, match="latest is not a folder"):
         find_checkpoint(tmp_path / "runs" / "a" / "latest")
+    monkeypatch.setattr(Path, "iterdir", unreadable)
+    with pytest.raises(CheckpointError, match=rf"{tmp_path}/runs cannot be read: Permission denied"):
+        find_checkpoint(tmp_path / "runs")
+    monkeypatch.undo()
     (tmp_path / "empty" / "abandoned-1" / "step_00000001").mkdir(parents=True)
     assert find_checkpoint(tmp_path / "empty") is None and find_checkpoint(tmp_path / "nothing") is None
 

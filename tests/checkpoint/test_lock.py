@@ -19,9 +19,12 @@ from hypothesis import strategies as st
 
 from megapipe.checkpoint import lock as lock_module
 from megapipe.checkpoint.disk import Disk
+from megapipe.checkpoint.folder import steps_in
 from megapipe.checkpoint.lock import DEAD_SECONDS, Owner, SaveLock, acquire, lock_path, newest_lock, numbers_in, take
 from megapipe.environment import read_environment
 from megapipe.errors import CheckpointError, SaveInUseError
+from megapipe.train.saving import Saving
+from megapipe.train.state import TrainingState
 from tests.checkpoint.layouts import save_one
 from tests.train.jobs import job
 
@@ -313,6 +316,23 @@ def test_a_second_job_is_refused_and_writes_nothing(tmp_path: Path, holders: Cal
     began = time.monotonic()
     assert job(f"--train-iters 1 --save {tmp_path / 'run'}")[0] == 0 and time.monotonic() - began < DEAD_SECONDS
     assert json.loads(lock_path(tmp_path / "run", 2).read_text())["released"]
+
+
+@pytest.mark.parametrize("flags", ["", "--async-save"], ids=["waiting", "background"])
+def test_a_job_that_lost_the_lock_ends_without_another_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flags: str
+) -> None:
+    save = Saving.save
+
+    def lose(saving: Saving, state: TrainingState) -> None:
+        if state.step == 2:
+            assert take(tmp_path, 2, here())
+        save(saving, state)
+
+    monkeypatch.setattr(Saving, "save", lose)
+    code, said = job(f"--train-iters 6 --save-interval 1 --save {tmp_path} {flags}")
+    assert code == 2 and "has taken over" in said and "Traceback" not in said
+    assert steps_in(tmp_path) in ([1], [])  # in background the first save may still have been in flight
 
 
 def test_a_directory_that_cannot_be_written_is_named(tmp_path: Path) -> None:
