@@ -109,6 +109,8 @@ class GPTDataset:
         self.seq_length = seq_length
         first, last = sequences
         lengths = file.lengths[first:last]
+        if file.dtype.kind == "f":
+            raise DataError(f"{file.prefix}.idx: tokens are whole numbers, but its dtype code is that of {file.dtype}")
         if not lengths.any():
             raise DataError(f"{file.prefix}: sequences {first}..{last} of {len(file)} hold no token to sample")
 

@@ -3,7 +3,8 @@
 An entry is a folder `KIND-KEY` with `.npy` files and `description.json`. KEY is a hash of the settings and of size and
 modification time of the source, so that changed data never meets an old index. An entry is written under a temporary
 name and renamed, so it is complete or absent; if two processes build it at once, one entry stays. A lock only avoids
-the duplicate work. No disk has to be shared between machines.
+the duplicate work. No disk has to be shared between machines. An entry whose checksums do not match is built again;
+entries of earlier versions have none.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import logging
 import os
 import secrets
 import shutil
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,10 +27,11 @@ import numpy as np
 
 from megapipe.data.dataset import Array
 from megapipe.data.indexed_file import bin_path, idx_path
-from megapipe.errors import ConfigError, DataError
+from megapipe.errors import ConfigError
 
 Arrays = dict[str, Array]
 FORMAT = 1  # part of every key: increase it when the meaning of an entry changes
+BLOCK_BYTES = 1 << 20
 log = logging.getLogger(__name__)
 
 
@@ -47,27 +50,36 @@ class IndexCache:
         return cls(Path(prefix).parent / "cache", False)
 
     def arrays(self, kind: str, description: dict[str, Any], build: Callable[[], Arrays]) -> Arrays:
-        """Return the arrays of an entry, mapped read-only; a missing entry is built and stored first.
+        """Return the arrays of an entry, mapped read-only; a missing or damaged entry is built and stored first.
 
-        Raises ConfigError if a required folder cannot be written, DataError if an entry is damaged.
+        Raises ConfigError if a required folder cannot be written.
         """
         text = json.dumps({"format": FORMAT, "kind": kind, **description}, sort_keys=True)
         entry = self.folder / f"{kind}-{hashlib.sha256(text.encode()).hexdigest()[:24]}"
-        if not entry.exists():
-            try:
-                self.folder.mkdir(parents=True, exist_ok=True)
-                with open(self.folder / f".{entry.name}.lock", "w") as lock:
-                    with contextlib.suppress(OSError):  # no locks on this file system
-                        fcntl.flock(lock, fcntl.LOCK_EX)  # released when the file is closed or the process dies
-                    if not entry.exists():
-                        _store(entry, text, build())
-            except OSError as error:
-                if self.is_required:
-                    reason = f"{error.strerror}; name a writable folder"
-                    raise ConfigError(f"--data-cache-path {self.folder} cannot be written: {reason}") from None
-                log.info("%s cannot be written (%s): the %s index is kept in memory", self.folder, error.strerror, kind)
-                return build()
-        return _load(entry, text)
+        found = _load(entry, text)
+        if isinstance(found, dict):
+            return found
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            with open(self.folder / f".{entry.name}.lock", "w") as lock:
+                with contextlib.suppress(OSError):  # no locks on this file system
+                    fcntl.flock(lock, fcntl.LOCK_EX)  # released when the file is closed or the process dies
+                found = _load(entry, text)  # another process may have built it
+                if isinstance(found, dict):
+                    return found
+                if found:
+                    log.warning("%s is a damaged index (%s): it is built again", entry, found)
+                    _remove(entry)
+                built = build()
+                _store(entry, text, built)
+        except OSError as error:
+            if self.is_required:
+                reason = f"{error.strerror}; name a writable folder"
+                raise ConfigError(f"--data-cache-path {self.folder} cannot be written: {reason}") from None
+            log.info("%s cannot be written (%s): the %s index is kept in memory", self.folder, error.strerror, kind)
+            return build()
+        found = _load(entry, text)
+        return found if isinstance(found, dict) else built  # a disk that does not return what was written
 
 
 def source_stamp(prefix: str) -> dict[str, Any]:
@@ -91,7 +103,8 @@ def _store(entry: Path, text: str, arrays: Arrays) -> None:
                 os.fsync(file.fileno())
         with open(partial / "description.json", "w") as file:
             shapes = {name: list(values.shape) for name, values in arrays.items()}
-            json.dump({"description": text, "arrays": shapes}, file)
+            checksums = {name: _checksum(partial / f"{name}.npy") for name in arrays}
+            json.dump({"description": text, "arrays": shapes, "checksums": checksums}, file)
             file.flush()
             os.fsync(file.fileno())
         os.rename(partial, entry)
@@ -102,13 +115,39 @@ def _store(entry: Path, text: str, arrays: Arrays) -> None:
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def _load(entry: Path, text: str) -> Arrays:
+def _load(entry: Path, text: str) -> Arrays | str:
+    """Return the arrays of an entry, "" if there is none, or what is wrong with it."""
+    if not entry.exists():
+        return ""
     try:
         content = json.loads((entry / "description.json").read_text())
+        if content["description"] != text:
+            return "its description is another one"
+        for name, checksum in content.get("checksums", {}).items():
+            if (found := _checksum(entry / f"{name}.npy")) != checksum:
+                return f"the checksum of {name}.npy is {found} instead of {checksum}"
         arrays = {name: np.load(entry / f"{name}.npy", mmap_mode="r", allow_pickle=False) for name in content["arrays"]}
         shapes = {name: list(values.shape) for name, values in arrays.items()}
-        if content["description"] != text or shapes != content["arrays"]:
-            raise ValueError(f"shapes {shapes} instead of {content['arrays']}, or another description")
-    except (OSError, ValueError, KeyError) as error:
-        raise DataError(f"{entry} is a damaged index ({error}); delete this folder to have it rebuilt") from None
-    return arrays
+    except Exception as error:  # whatever numpy and json raise for a damaged file
+        return f"{type(error).__name__}: {error}"
+    return arrays if shapes == content["arrays"] else f"shapes {shapes} instead of {content['arrays']}"
+
+
+def _checksum(path: Path) -> int:
+    """Return the CRC-32 of a file."""
+    checksum = 0
+    with open(path, "rb") as file:
+        while block := file.read(BLOCK_BYTES):
+            checksum = zlib.crc32(block, checksum)
+    return checksum
+
+
+def _remove(entry: Path) -> None:
+    """Remove an entry; processes that have mapped it keep it."""
+    aside = entry.parent / f".{entry.name}.{secrets.token_hex(8)}"
+    with contextlib.suppress(FileNotFoundError):  # another process was first
+        os.rename(entry, aside)
+    if aside.is_dir():
+        shutil.rmtree(aside, ignore_errors=True)
+    else:
+        aside.unlink(missing_ok=True)

@@ -121,29 +121,46 @@ class IndexedFile:
         return memoryview(self._bin)[: self.num_tokens * self.dtype.itemsize]
 
     def _check(self) -> None:
-        """Check that every sequence is inside `.bin`, and that document starts rise from 0 to S."""
+        """Check that the sequences share `.bin` among them, and that document starts rise from 0 to S.
+
+        So a changed byte of the index is found, except in document starts and modes.
+        """
         idx, item, bin_bytes = idx_path(self.prefix), self.dtype.itemsize, len(self._bin)
+        end, is_in_order = 0, True  # of the sequences so far
         for begin in range(0, len(self), CHECK_BLOCK):
             lengths = self.lengths[begin : begin + CHECK_BLOCK].astype(np.int64)
             offsets = self.offsets[begin : begin + CHECK_BLOCK]
             if (lengths < 0).any():
                 bad = int(np.argmax(lengths < 0))
                 raise DataError(f"{idx}: sequence {begin + bad} has a length of {lengths[bad]} tokens")
-            wrong = (offsets < 0) | (offsets + lengths * item > bin_bytes)
+            wrong = (offsets < 0) | (offsets > bin_bytes - lengths * item)  # a sum could pass the largest number
             if wrong.any():
                 bad = int(np.argmax(wrong))
                 sequence = f"sequence {begin + bad} ({lengths[bad]} tokens of {item} bytes) at byte {offsets[bad]}"
                 reason = "the file is truncated or belongs to another index; copy or preprocess it again"
                 size = f"{bin_path(self.prefix)} has {bin_bytes} bytes"
                 raise DataError(f"{size}, but {idx.name} places {sequence}: {reason}")
+            is_in_order &= bool(np.array_equal(offsets, end + _contiguous_offsets(lengths, self.dtype)))
+            end += int(lengths.sum()) * item
+        if end != bin_bytes or not (is_in_order or self._is_shared()):
+            found = f"its {end // item} tokens of {item} bytes ({self.dtype}) do not fill {bin_path(self.prefix).name}"
+            why = f"which has {bin_bytes} bytes, one after another: it is damaged or belongs to another file"
+            raise DataError(f"{idx}: {found}, {why}; copy or preprocess both again")
         starts, rule = self.documents, f"document starts must run from 0 to the number of sequences, {len(self)}"
         if not len(starts) or starts[0] != 0 or starts[-1] != len(self):
             found = f"{starts[0]} .. {starts[-1]}" if len(starts) else "nothing"
             raise DataError(f"{idx}: {rule}, but hold {found}")
-        falls = np.flatnonzero(np.diff(starts) < 0)
+        falls = np.flatnonzero(starts[1:] < starts[:-1])
         if len(falls):
             number = falls[0] + 1
             raise DataError(f"{idx}: document {number} starts at sequence {starts[number]}, before the preceding one")
+
+
+    def _is_shared(self) -> bool:
+        """Return True if the sequences, sorted by their place, follow one another without gaps."""
+        filled = np.flatnonzero(self.lengths)
+        order = filled[np.argsort(self.offsets[filled])]
+        return bool(np.array_equal(self.offsets[order], _contiguous_offsets(self.lengths[order], self.dtype)))
 
 
 def _map(path: Path, prefix: str) -> mmap.mmap | bytes:

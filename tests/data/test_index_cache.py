@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import shutil
 import time
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import pytest
 
 from megapipe.data.gpt_dataset import GPTDataset
 from megapipe.data.index_cache import IndexCache
-from megapipe.errors import ConfigError, DataError
+from megapipe.errors import ConfigError
 from tests.data.fixtures import write_file
 
 ARRAYS = {"numbers": np.arange(1000, dtype=np.uint32)}
@@ -92,20 +93,44 @@ def test_unwritable_default_folder_keeps_the_index_in_memory(tmp_path):
     assert cache.arrays("kind", {}, lambda: ARRAYS) is ARRAYS
 
 
-@pytest.mark.parametrize("damage", ["cut", "gone", "other"])
-def test_damaged_entry_is_named_and_never_used(damage, tmp_path):
+def flip(path: Path, place: int) -> None:
+    content = bytearray(path.read_bytes())
+    content[place] ^= 1
+    path.write_bytes(content)
+
+
+DAMAGES = {
+    "cut": lambda entry: os.truncate(entry / "numbers.npy", 200),
+    "flipped bit": lambda entry: flip(entry / "numbers.npy", -1),
+    "gone": lambda entry: (entry / "numbers.npy").unlink(),
+    "empty array": lambda entry: os.truncate(entry / "numbers.npy", 0),
+    "empty description": lambda entry: os.truncate(entry / "description.json", 0),
+    "nested description": lambda entry: (entry / "description.json").write_text("[" * 100_000),
+    "another description": lambda entry: flip(entry / "description.json", 40),
+    "folder for a file": lambda entry: ((entry / "numbers.npy").unlink(), (entry / "numbers.npy").mkdir()),
+    "file for a folder": lambda entry: (shutil.rmtree(entry), entry.write_text("")),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
+def test_a_damaged_entry_is_built_again_and_never_used(damage, tmp_path, caplog):
     cache = IndexCache(tmp_path, True)
     cache.arrays("kind", {}, lambda: ARRAYS)
-    entry = tmp_path / entries(tmp_path)[0]
-    if damage == "cut":
-        os.truncate(entry / "numbers.npy", 200)
-    elif damage == "gone":
-        (entry / "numbers.npy").unlink()
-    else:
-        content = json.loads((entry / "description.json").read_text())
-        (entry / "description.json").write_text(json.dumps({**content, "description": "another"}))
-    with pytest.raises(DataError, match=r"kind-.* is a damaged index .*delete this folder"):
-        cache.arrays("kind", {}, lambda: ARRAYS)
+    damage(tmp_path / entries(tmp_path)[0])
+    for _ in range(2):
+        np.testing.assert_array_equal(cache.arrays("kind", {}, lambda: ARRAYS)["numbers"], ARRAYS["numbers"])
+    assert caplog.text.count("is a damaged index") == 1
+    assert len(entries(tmp_path)) == 1
+
+
+def test_an_entry_without_checksums_is_used(tmp_path):
+    cache = IndexCache(tmp_path, True)
+    cache.arrays("kind", {}, lambda: ARRAYS)
+    path = tmp_path / entries(tmp_path)[0] / "description.json"
+    content = json.loads(path.read_text())
+    path.write_text(json.dumps({name: content[name] for name in ("description", "arrays")}))
+    found = cache.arrays("kind", {}, lambda: {"numbers": np.zeros(3)})
+    np.testing.assert_array_equal(found["numbers"], ARRAYS["numbers"])
 
 
 def test_changed_data_meets_no_old_index(tmp_path):

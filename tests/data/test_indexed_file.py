@@ -108,6 +108,12 @@ FAULTS = {
     "offset-beyond": (".idx", put(34 + 12 + 8, "<q", 1000), r"sequence 1 \(4 tokens of 2 bytes\) at byte 1000"),
     "offset-negative": (".idx", put(34 + 12 + 8, "<q", -8), r"sequence 1 .* at byte -8"),
     "length-negative": (".idx", put(34 + 4, "<i", -4), r"x\.idx: sequence 1 has a length of -4"),
+    "offset-near-2-63": (".idx", put(34 + 12 + 8, "<q", 2**63 - 4), r"sequence 1 .* at byte 9223372036854775804"),
+    "offset-changed": (".idx", put(34 + 12 + 8, "<q", 8), r"its 12 tokens of 2 bytes .* do not fill x\.bin"),
+    "length-changed": (".idx", put(34, "<i", 2), r"its 11 tokens of 2 bytes .* do not fill x\.bin, which has 24 bytes"),
+    "another-dtype": (".idx", put(17, "B", 1), r"its 12 tokens of 1 bytes .uint8. do not fill x\.bin"),
+    "bin-long": (".bin", lambda c: c + b"12", r"do not fill x\.bin, which has 26 bytes"),
+    "documents-near-2-63": (".idx", put(102 - 24, "<q", 2**63 - 1), r"document 2 starts at sequence 2, before"),
     "documents-end": (".idx", put(102 - 8, "<q", 7), r"must run from 0 to the number of sequences, 3, but hold 0 .. 7"),
     "documents-fall": (".idx", put(102 - 24, "<q", 3), r"document 2 starts at sequence 2, before"),
 }
