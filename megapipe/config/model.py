@@ -67,7 +67,9 @@ class ModelConfig:
         "tokens",
         derived="vocab-size rounded up to a multiple of make-vocab-size-divisible-by x tp",
     )
-    make_vocab_size_divisible_by: int = count(128, "the padded vocabulary is a multiple of this times tp", "tokens")
+    make_vocab_size_divisible_by: int = count(
+        128, "the padded vocabulary is a multiple of this times tp", "tokens", at_most=10**9
+    )
 
     position_embedding_type: str = option(
         "learned_absolute",
