@@ -155,7 +155,6 @@ class IndexedFile:
             number = falls[0] + 1
             raise DataError(f"{idx}: document {number} starts at sequence {starts[number]}, before the preceding one")
 
-
     def _is_shared(self) -> bool:
         """Return True if the sequences, sorted by their place, follow one another without gaps."""
         filled = np.flatnonzero(self.lengths)
