@@ -133,22 +133,33 @@ class Console:
 
 
 class JsonLines:
-    """One JSON object per line; a resumed run appends."""
+    """One JSON object per line; a resumed run appends. Lines that a full disk refuses are lost, those after are not."""
 
     def __init__(self, path: Path) -> None:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = path.open("a", encoding="utf-8")
+            self._path, self._file = path, path.open("ab", buffering=0)  # no buffer, which would fail again when closed
         except OSError as error:
             way_out = "choose another --metrics-file or --save"
             raise ConfigError(f"metrics cannot be written to {path}: {error.strerror}; {way_out}") from error
+        self._is_told = self._is_torn = False  # a torn line is ended by the next one
 
     def write(self, metrics: Metrics) -> None:
         # JSON has neither NaN nor infinity: they are written as null
         clean = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in asdict(metrics).items()}
         record = {"kind": metrics.kind, **clean, "time": time.time()}
-        self._file.write(json.dumps(record, allow_nan=False) + "\n")
-        self._file.flush()
+        rest = b"\n" * self._is_torn + json.dumps(record, allow_nan=False).encode() + b"\n"
+        whole = len(rest)
+        try:
+            while rest:
+                rest = rest[self._file.write(rest) :]
+            self._is_torn = False
+        except OSError as error:
+            self._is_torn |= len(rest) < whole
+            if not self._is_told:
+                text = f"{self._path} cannot be written to: {error.strerror}; training continues without these lines"
+                print(text, file=sys.stderr)
+            self._is_told = True
 
     def close(self) -> None:
         self._file.close()
@@ -172,6 +183,14 @@ class TensorBoard:
         except OSError as error:
             text = f"--tensorboard-dir {directory} cannot be written to: {error.strerror}; choose another one"
             raise ConfigError(text) from error
+        before = threading.excepthook
+
+        def told(arguments: threading.ExceptHookArgs) -> None:
+            # its thread keeps an error for the next write, which raises it: no traceback
+            if not type(arguments.thread).__module__.startswith("tensorboard."):
+                before(arguments)
+
+        threading.excepthook = told
 
     def write(self, metrics: Metrics) -> None:
         for name, value in metrics.scalars().items():

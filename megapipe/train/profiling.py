@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import resource
+import sys
 import time
 from functools import cache, partial
 from pathlib import Path
@@ -159,10 +161,17 @@ class TorchTrace:
 
     def _write(self, profiler: torch.profiler.profile, last: int) -> None:
         profiler.stop()
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        profiler.export_chrome_trace(str(self._path))
-        print(f"trace of steps {self._first} to {last} written to {self._path}", flush=True)
         self._profiler, self._active = None, False
+        steps = f"trace of steps {self._first} to {last}"
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            profiler.export_chrome_trace(str(self._path))
+            # torch does not notice a full disk
+            if not self._path.is_file() or not self._path.read_bytes().rstrip().endswith(b"}"):
+                raise OSError(errno.ENOSPC, "torch's profiler left no whole file; the disk may be full")
+            print(f"{steps} written to {self._path}", flush=True)
+        except (OSError, RuntimeError) as error:  # training is worth more than its trace
+            print(f"{steps} could not be written to {self._path}: {error}", file=sys.stderr, flush=True)
 
 
 def why_no_bubble(runtime: TrainingRuntime) -> str:

@@ -1,0 +1,47 @@
+"""Standard output and error that a full disk or a closed pipe cannot turn into an error of the program."""
+
+from __future__ import annotations
+
+import io
+import os
+import sys
+from contextlib import suppress
+from typing import Any
+
+STDERR = 2
+
+
+class LastingFile(io.FileIO):
+    """A file descriptor whose writes never fail: what cannot be written is dropped, and the first time is told.
+
+    Later output appears again once it can be written, as after space was freed.
+    """
+
+    def __init__(self, descriptor: int, title: str) -> None:
+        super().__init__(descriptor, "wb", closefd=False)
+        self._title, self._is_told = title, False
+
+    def write(self, data: Any) -> int:
+        try:
+            written = super().write(data)
+        except OSError as error:
+            if not self._is_told and self.fileno() != STDERR:
+                self._is_told = True
+                text = f"{self._title} cannot be written to ({error.strerror}); this is lost, the program continues\n"
+                with suppress(OSError):
+                    os.write(STDERR, text.encode())
+            written = None
+        return len(data) if written is None else written
+
+
+def outlive_output() -> None:
+    """Replace sys.stdout and sys.stderr by streams of `LastingFile`, if they are this process's own."""
+    for name, title in (("stdout", "standard output"), ("stderr", "standard error")):
+        stream = getattr(sys, name)
+        if stream is None:  # closed by the parent process
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 (open until the process ends)
+        elif stream is getattr(sys, f"__{name}__") and type(stream) is io.TextIOWrapper:
+            with suppress(OSError):
+                stream.flush()
+            file = io.BufferedWriter(LastingFile(stream.fileno(), title))
+            setattr(sys, name, io.TextIOWrapper(file, stream.encoding, "backslashreplace", line_buffering=True))
