@@ -15,7 +15,7 @@ from typing import NoReturn
 import torch
 import torch.distributed as dist
 
-from megapipe.comm.network import interface_towards, listening_address
+from megapipe.comm.network import await_listener, check_name, interface_towards, listening_address
 from megapipe.environment import Environment, set_for_libraries
 from megapipe.errors import CommunicationError, ConfigError
 
@@ -91,6 +91,7 @@ def _initialize(environment: Environment, backend: str, timeout_seconds: float) 
     host, port = environment.master_addr, environment.master_port
     this_rank = f"rank {rank} of {world_size}"
     timeout = timedelta(seconds=timeout_seconds)
+    check_name(host)
     if backend == "gloo":
         # by default gloo listens at the address of the machine's host name, which other ranks cannot always reach
         # and which can be open to other machines
@@ -99,6 +100,8 @@ def _initialize(environment: Environment, backend: str, timeout_seconds: float) 
             set_for_libraries(GLOO_SOCKET_IFNAME=interface)
     try:
         if environment.launcher == "torchrun":
+            if rank != 0:
+                await_listener(host, port, timeout_seconds)
             torchruns, *_ = next(dist.rendezvous("env://", rank, world_size, timeout=timeout))
             torchruns.set_timeout(timeout)
             store: dist.Store = fresh_store(torchruns, rank, world_size, timeout_seconds)
@@ -116,7 +119,7 @@ def _initialize(environment: Environment, backend: str, timeout_seconds: float) 
     except RuntimeError as error:
         raise CommunicationError(
             f"{this_rank} could not connect to the other ranks at {host}:{port} over {backend} "
-            f"(timeout {timeout_seconds:g} s): {error}"
+            f"(timeout {timeout_seconds:g} s): {first_line(error)}"
         ) from error
 
 
@@ -127,10 +130,14 @@ def create_store(
 
     torch's own store listens on every interface and has no password, so any program that can reach it can read and
     write it. This one listens only where ranks can connect from: on the loopback interface, or that of the job's host.
-    Raises OSError if the port is taken, RuntimeError (torch's DistError) if the other ranks do not connect in time.
+    Raises OSError if the port is taken, RuntimeError (torch's DistError) or CommunicationError if the other ranks do
+    not connect in time.
     """
     listener = None
-    if is_server:
+    check_name(host)
+    if not is_server:
+        await_listener(host, port, timeout_seconds)
+    else:
         address = listening_address(host, num_nodes)
         is_ipv6 = ":" in address if address else socket.has_dualstack_ipv6()
         family = socket.AF_INET6 if is_ipv6 else socket.AF_INET
@@ -182,6 +189,11 @@ def fresh_store(store: dist.Store, rank: int, world_size: int, timeout_seconds: 
     raise RuntimeError(f"rank 0 did not answer within {timeout_seconds:g} s")
 
 
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error of torch, without the C++ stack that follows, or the name of its type."""
+    return next(iter(str(error).splitlines()), "") or type(error).__name__
+
+
 def shutdown(code: int = 0) -> None:
     """Leave the world and end the process with exit code `code`; return if there is no process group.
 
@@ -196,7 +208,10 @@ def shutdown(code: int = 0) -> None:
             devices = [torch.cuda.current_device()] if dist.get_backend() == "nccl" else None
             dist.barrier(device_ids=devices)
         except RuntimeError as error:
-            print(f"rank {dist.get_rank()}: the other ranks did not reach the end of the run: {error}", file=sys.stderr)
+            print(
+                f"rank {dist.get_rank()}: the other ranks did not reach the end of the run: {first_line(error)}",
+                file=sys.stderr,
+            )
             code = 1
     gc.collect()
     if code == 0:

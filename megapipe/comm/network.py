@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import socket
 import struct
+import threading
+import time
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from megapipe.errors import CommunicationError
+
 SYS_CLASS_NET = Path("/sys/class/net")
 SIOCGIFADDR = 0x8915  # Linux: get the IPv4 address of an interface
+RESOLVE_SECONDS = 3.5  # a rank also waits 6 s for the message of a peer before it prints its own (cli.frame)
+POLL_SECONDS = 0.25
 DISCARD_PORT = 9  # any port will do: connecting a UDP socket sends no packet
 
 
@@ -44,6 +50,52 @@ def local_address_towards(host: str) -> str | None:
                 probe.connect(address)
                 return str(probe.getsockname()[0])
     return None
+
+
+def check_name(host: str, way_out: str = "set MASTER_ADDR to a name or address that this machine knows") -> None:
+    """Return once a name has an address. Raises CommunicationError if it has none within RESOLVE_SECONDS.
+
+    The name of a container can become known only after this one was started, so the look-up is repeated.
+    """
+    deadline, why = time.monotonic() + RESOLVE_SECONDS, "the name service does not answer"
+    while (left := deadline - time.monotonic()) > 0:
+        answers: list[str] = []  # of one look-up: "" or the error
+        thread = threading.Thread(target=lambda to=answers: to.append(_look_up(host)), daemon=True)
+        thread.start()
+        thread.join(left)  # a look-up can block for longer than the limit
+        if answers and not answers[0]:
+            return
+        why = answers[0] if answers else why
+        time.sleep(POLL_SECONDS)
+    raise CommunicationError(f"the address {host} of the job's first node cannot be resolved: {why}; {way_out}")
+
+
+def await_listener(host: str, port: int, timeout_seconds: float) -> None:
+    """Return once a process listens at an address. Raises CommunicationError if none does in time.
+
+    torch itself prints a stack of C++ frames for every attempt that fails.
+    """
+    check_name(host)
+    deadline, why = time.monotonic() + timeout_seconds, "no answer"
+    while (left := deadline - time.monotonic()) > 0:
+        try:
+            socket.create_connection((host, port), max(POLL_SECONDS, left)).close()
+            return
+        except OSError as error:
+            why = error.strerror or str(error)
+        time.sleep(POLL_SECONDS)
+    raise CommunicationError(
+        f"no rank 0 listens at {host}:{port} within {timeout_seconds:g} s ({why}): it was not started, has ended, or "
+        "another MASTER_ADDR or MASTER_PORT was given"
+    )
+
+
+def _look_up(host: str) -> str:
+    try:
+        socket.getaddrinfo(host, None)
+    except (OSError, UnicodeError) as error:
+        return getattr(error, "strerror", None) or str(error)
+    return ""
 
 
 def interface_with(address: str) -> Interface | None:

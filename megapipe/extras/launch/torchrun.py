@@ -23,11 +23,14 @@ import torch.distributed.elastic.rendezvous.registry as rendezvous_registry
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousInfo, RendezvousParameters
+from torch.distributed.elastic.rendezvous.api import RendezvousTimeoutError
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
+from torch.distributed.elastic.rendezvous.utils import _matches_machine_hostname
 from torch.distributed.launcher.api import LaunchConfig
 from torch.distributed.run import config_from_args, determine_local_world_size, get_args_parser
 
-from megapipe.comm.bootstrap import create_store
+from megapipe.comm.bootstrap import create_store, first_line
+from megapipe.comm.network import await_listener, check_name
 from megapipe.environment import announce_launcher, set_for_libraries
 from megapipe.errors import CommunicationError, ConfigError
 from megapipe.extras.launch.flags import TORCHRUN_PORT, parse_refusing
@@ -40,6 +43,7 @@ SAVING_SECONDS = 60  # for healthy ranks that are restarted because a node joine
 TOLD_BY_RANK = (1, 2, 3, 130)  # exit codes of a program that has printed its error
 FINAL = (2, 3, 130)  # of these, where a restart would not help: refused, no progress, interrupted twice
 LOOPBACK = "127.0.0.1"
+RENDEZVOUS_SECONDS = 600.0  # for the node that hosts the rendezvous to start; --rdzv-conf timeout=SECONDS
 
 
 @dataclass(frozen=True)
@@ -86,14 +90,19 @@ def run(arguments: argparse.Namespace, num_threads: int, forwarder: Forwarder) -
     with _silence():
         try:
             config, command, command_arguments = config_from_args(arguments)
+            _find_nodes(config)
             agent = _Agent(forwarder, config, command, command_arguments)
             result = agent.run()
         except (AssertionError, ValueError) as error:
             raise ConfigError(str(error)) from None
-        except (RuntimeError, OSError, RendezvousError) as error:
+        except RendezvousTimeoutError:
             raise CommunicationError(
-                f"the nodes could not connect: {str(error.__cause__ or error).splitlines()[0]}"
-            ) from error
+                "not enough nodes came in time: start this command on the others too, or wait longer with "
+                "--rdzv-conf join_timeout=SECONDS"
+            ) from None
+        except (RuntimeError, OSError, RendezvousError) as error:
+            text = first_line(error.__cause__ or error)
+            raise CommunicationError(f"the nodes could not connect: {text}") from error
     if not result.is_failed():
         return Outcome(0)
     outcome = _outcome(result, forwarder)
@@ -121,6 +130,19 @@ def outcome_of(exit_codes: Mapping[int, int], received: signal.Signals | None = 
 
 def _outcome(result: RunResult, forwarder: Forwarder) -> Outcome:
     return outcome_of({rank: failure.exitcode for rank, failure in result.failures.items()}, forwarder.received)
+
+
+def _find_nodes(config: LaunchConfig) -> None:
+    """Check that the rendezvous is known, and if another node hosts it, wait for it. Raises CommunicationError."""
+    host, _, port = config.rdzv_endpoint.rpartition(":")
+    if not host or not port.isdigit():
+        return
+    check_name(host, f"--master-addr or --rdzv-endpoint {config.rdzv_endpoint} must be known to this machine")
+    if config.rdzv_backend == "c10d":
+        parameters = RendezvousParameters("c10d", config.rdzv_endpoint, config.run_id, 1, 1, **config.rdzv_configs)
+        is_host = parameters.get_as_bool("is_host")
+        if not (_matches_machine_hostname(host) if is_host is None else is_host):
+            await_listener(host, int(port), float(config.rdzv_configs.get("timeout", RENDEZVOUS_SECONDS)))
 
 
 def free_port() -> int:
