@@ -8,8 +8,11 @@ import sys
 
 if __name__ == "__main__":
     try:
-        from megapipe.extras.cli.pretrain import main
+        from megapipe.monitor.signals import ended_by_signals
 
-        sys.exit(main())
+        with ended_by_signals():
+            from megapipe.extras.cli.pretrain import main
+
+            sys.exit(main())
     except KeyboardInterrupt:  # while modules were being imported
         sys.exit(130)

@@ -130,7 +130,7 @@ def live_folder(token: str) -> Path:
 def sweep() -> None:
     """Remove the live folders of this user's crashed runs on this host."""
     for folder in base_folder().glob(f"megapipe-{os.getuid()}-*"):
-        with suppress(OSError, ValueError, KeyError, TypeError):
+        with suppress(OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
             roster = Roster.from_dict(json.loads((folder / ROSTER).read_text(encoding="utf-8")))
             here = [member for member in roster.members if member.host == host()]
             if not any(m.space != process_space() or not process_state(m.pid, m.started).has_ended for m in here):
@@ -191,7 +191,7 @@ def read_folder(run: Path) -> tuple[Roster, list[Sighting]]:
         ) from None
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror}") from None
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise DataError(f"{path} is damaged: {error}") from None
     copies = dict(_copies(run / NAME))
     sightings = []

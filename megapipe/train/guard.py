@@ -6,10 +6,12 @@ import enum
 import math
 import signal
 import statistics
+import sys
+import threading
 import time
 from collections import deque
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
@@ -22,6 +24,7 @@ from megapipe.config.training import TrainingConfig
 from megapipe.data.loader import Loader
 from megapipe.errors import CommunicationError, TrainingError
 from megapipe.monitor.heartbeat import PATIENCE
+from megapipe.monitor.signals import SignalThread, end, end_text, ended_by_signals, ignore
 from megapipe.train.copies_check import CopiesCheck
 from megapipe.train.journal import Journal
 from megapipe.train.loading import go_back
@@ -32,6 +35,9 @@ from megapipe.train.step import StepBatch, StepResult, read_microbatches
 
 WAY_OUT = "Lower --lr, look at the data, or ignore it with --no-check-for-nan-in-loss-and-grad"
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+MAX_INTERRUPTS = 2  # the first asks to save and exit, the second to exit without saving, a third ends at once
+LEAVE_SECONDS = 3.0  # after the second, for the main thread to exit
+INTERRUPTED = 130
 MAD_TO_DEVIATION = 1.4826  # a normal distribution's standard deviation over its median absolute deviation
 # Of a logarithm, that is 0.3 % of the value: a curve steadier than that does not spike because of noise.
 LEAST_DEVIATION = 0.003
@@ -39,27 +45,66 @@ LEAST_SHARE = 0.5  # of the window that must be filled before anything is judged
 
 
 class StopRequest:
-    """The first stop signal that this rank received. Ranks agree on the step after which they stop (`Guard.decide`)."""
+    """The first stop signal that this rank received. Ranks agree on the step after which they stop (`Guard.decide`).
 
-    def __init__(self) -> None:
+    handled: the signals that ask to stop from `begin` on; before it, SIGINT and SIGTERM end the process.
+    """
+
+    def __init__(self, handled: Sequence[signal.Signals] = ()) -> None:
         self.signal: signal.Signals | None = None
+        self._handled = handled
+        self._num_interrupts = 0
+        self._stack = ExitStack()
 
     def receive(self, number: int, frame: FrameType | None) -> None:
-        """Handle a signal. A second SIGINT restores Python's own behaviour and raises KeyboardInterrupt."""
+        """Handle a signal. A second SIGINT raises KeyboardInterrupt."""
         if number == signal.SIGINT and self.signal is signal.SIGINT:
-            signal.signal(signal.SIGINT, signal.default_int_handler)
+            signal.signal(signal.SIGINT, ignore)
+            sys.unraisablehook = lambda _: None  # where it cannot be raised, such as in a destructor
             raise KeyboardInterrupt
         if self.signal is None:
             self.signal = signal.Signals(number)
+
+    def hold(self) -> None:
+        """Let SIGINT and SIGTERM end this process, and note SIGUSR1 for the first step."""
+        self._stack.enter_context(ended_by_signals())
+        if signal.SIGUSR1 in self._handled:
+            signal.signal(signal.SIGUSR1, self.receive)
+
+    def begin(self) -> None:
+        """Handle signals from here on: training begins."""
+        self._stack.close()
+        if self._handled:
+            self._stack.enter_context(SignalThread(self._receive_at_once))
+        for number in self._handled:
+            signal.signal(number, self.receive)
+
+    def close(self) -> None:
+        """Stop handling signals."""
+        self._stack.close()
+
+    def _receive_at_once(self, number: int) -> None:
+        """End the process if its main thread does not react to a second SIGINT, at a third, or at a SIGTERM that does
+        not ask to stop."""
+        if number == signal.SIGTERM and number not in self._handled:
+            end(128 + number, end_text(number))
+        if number == signal.SIGINT:
+            self._num_interrupts += 1
+            if self._num_interrupts > MAX_INTERRUPTS:
+                end(INTERRUPTED, "")
+            elif self._num_interrupts == MAX_INTERRUPTS:
+                timer = threading.Timer(LEAVE_SECONDS, end, (INTERRUPTED, ""))
+                timer.daemon = True
+                timer.start()
 
 
 @contextmanager
 def stop_requests(handle_termination: bool) -> Iterator[StopRequest]:
     """Handle SIGINT, and with handle_termination SIGTERM and SIGUSR1, inside the block; then restore old handlers."""
-    request = StopRequest()
-    handled = STOP_SIGNALS if handle_termination else (signal.SIGINT,)
-    before = {number: signal.signal(number, request.receive) for number in handled}
+    request = StopRequest(STOP_SIGNALS if handle_termination else (signal.SIGINT,))
+    before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
     try:
+        request.hold()
         yield request
     except CommunicationError:
         if request.signal is signal.SIGTERM:
@@ -69,6 +114,7 @@ def stop_requests(handle_termination: bool) -> Iterator[StopRequest]:
             signal.raise_signal(signal.SIGTERM)
         raise
     finally:
+        request.close()
         for number, handler in before.items():
             signal.signal(number, handler)
 

@@ -50,6 +50,7 @@ class Training:
         self._profiling = Profiling(runtime, journal)
         self._step = train_step(runtime, self._config.logging.log_num_zeros_in_grad, self._profiling.timers)
         self._guard = Guard(runtime, state, data.train, saving, journal, stop)
+        self._stop = stop
         self._decision = Decision()  # what follows the last step whose result is known
         self._garbage = GarbageCollection(self._training)
         self._rolled_back = 0  # updates that --optimizer-post-validation has taken back
@@ -57,6 +58,7 @@ class Training:
     def run(self) -> Ending:
         """Train, save, then evaluate on validation and test data. Raises TrainingError at a NaN or infinity."""
         state = self.state
+        self._stop.begin()
         try:
             with self._garbage:
                 ending = Ending("evaluation only") if self._training.skip_train else self._train()

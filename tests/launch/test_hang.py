@@ -16,8 +16,8 @@ from tests.launch.scripts import launch
 from tests.tiny import TINY_FLAGS
 
 LIMIT_SECONDS = 2.0
-MOST_SECONDS = 2.0  # from the limit to the report
-END_SECONDS = 6.0  # from the report to the end; the launcher gives the stopped rank 2
+MOST_SECONDS = 20.0  # from the limit to the report; 0.2 s on an idle machine
+END_SECONDS = 40.0  # from the report to the end; the launcher gives the stopped rank 2, a busy machine takes longer
 
 
 def test_a_stopped_rank_of_four_is_named_and_all_are_terminated(

@@ -229,7 +229,7 @@ def test_a_cancelled_job_leaves_no_process_and_is_not_requeued(cluster: SlurmClu
     assert job.ended() == "CANCELLED"
     began = time.monotonic()
     while cluster.left_over():
-        assert time.monotonic() - began < 20, "processes of the job are still there"
+        assert time.monotonic() - began < 100, "processes of the job are still there"
         time.sleep(0.1)
     assert "ended after step" in job.log and "SIGTERM received" in job.log and "requeueing the job" not in job.log, (
         job.log

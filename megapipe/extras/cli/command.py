@@ -57,8 +57,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         guess = nearest(words[0], list(SUBCOMMANDS))
         print(f"megapipe {words[0]}: unknown subcommand{guess}; see megapipe --help", file=sys.stderr)
         return 2
+    from megapipe.monitor.signals import ended_by_signals
+
     module, function, _ = SUBCOMMANDS[words[0]]
-    code: int = getattr(importlib.import_module(f"megapipe.extras.cli.{module}"), function)(words[1:])
+    with ended_by_signals():  # KeyboardInterrupt inside an import leaves a traceback
+        imported = importlib.import_module(f"megapipe.extras.cli.{module}")
+    code: int = getattr(imported, function)(words[1:])
     return code
 
 

@@ -32,12 +32,13 @@ from pathlib import Path
 
 from megapipe.config.load import load_config
 from megapipe.errors import ConfigError
-from megapipe.extras.cli.frame import INTERRUPTED, guarded
+from megapipe.extras.cli.frame import guarded
 from megapipe.extras.cli.planning import planned
 from megapipe.extras.launch.flags import Launch, read_launch
-from megapipe.extras.launch.forwarder import Forwarder, InterruptedBeforeStart
+from megapipe.extras.launch.forwarder import Forwarder
 from megapipe.extras.launch.places import group_traffic, places_text
 from megapipe.formatting import bytes_text, count_text, text_table
+from megapipe.monitor.output import outlive_output
 from megapipe.monitor.process import available_cores
 from megapipe.plan.run_plan import RunPlan
 
@@ -67,16 +68,14 @@ def main(arguments: Sequence[str]) -> int:
 
 def launch(arguments: Sequence[str]) -> int:
     """Run a script as torchrun does; return the exit code of the first rank that failed, or 0. Raises ConfigError."""
-    try:
-        with Forwarder() as forwarder:
-            from megapipe.extras.launch.torchrun import parse, ranks_here, run  # torch, which takes seconds
+    outlive_output()
+    with Forwarder() as forwarder:
+        from megapipe.extras.launch.torchrun import parse, ranks_here, run  # torch, which takes seconds
 
-            parsed = parse(arguments)
-            if not parsed.module and not parsed.no_python and not Path(parsed.training_script).is_file():
-                raise ConfigError(f"no such script {parsed.training_script}")
-            outcome = run(parsed, threads_of_a_rank(ranks_here(parsed)), forwarder)
-    except InterruptedBeforeStart:
-        return INTERRUPTED
+        parsed = parse(arguments)
+        if not parsed.module and not parsed.no_python and not Path(parsed.training_script).is_file():
+            raise ConfigError(f"no such script {parsed.training_script}")
+        outcome = run(parsed, threads_of_a_rank(ranks_here(parsed)), forwarder)
     if outcome.message:
         print(outcome.message, file=sys.stderr, flush=True)
     return outcome.exit_code

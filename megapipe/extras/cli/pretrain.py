@@ -16,6 +16,8 @@ from megapipe.environment import Environment
 from megapipe.errors import ConfigError
 from megapipe.extras.cli.frame import run_on_ranks
 from megapipe.extras.cli.planning import planned
+from megapipe.monitor.output import outlive_output
+from megapipe.monitor.signals import ended_by_signals
 from megapipe.plan.report import plan_text
 from megapipe.plan.schedule_choice import SCHEDULE_NAMES, check_schedule
 
@@ -29,7 +31,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run pretraining on this rank and return the exit code."""
     arguments = sys.argv[1:] if argv is None else list(argv)
     interrupted = "interrupted; the last checkpoint is complete, later steps are lost"
-    return run_on_ranks(lambda environment: _pretrain(arguments, environment), interrupted)
+    outlive_output()
+    with ended_by_signals():
+        return run_on_ranks(lambda environment: _pretrain(arguments, environment), interrupted)
 
 
 def verify(arguments: Sequence[str]) -> int:

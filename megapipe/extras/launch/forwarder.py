@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
+from megapipe.monitor.signals import SignalThread, end
+
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
 FORWARDED_AS = {signal.SIGHUP: signal.SIGTERM}  # the terminal was closed: save and exit
 MAX_INTERRUPTS = 2  # ranks handle two interrupts (save and exit, exit now); the third kills them
@@ -18,16 +20,12 @@ STARTUP_SECONDS = 60.0
 REPEAT_SECONDS = 1.0
 
 
-class InterruptedBeforeStart(Exception):
-    """A signal arrived before there were ranks to forward it to."""
-
-
 class Forwarder:
     """Forwards signals to the ranks while entered: each leads its own session, which terminal signals do not reach.
 
     SIGUSR1, which asks to save and exit, is never lost: one that arrives before the ranks exist is held for them, and
-    it is repeated to ranks that possibly have no handler yet. Any other signal that arrives before the ranks exist
-    raises InterruptedBeforeStart.
+    it is repeated to ranks that possibly have no handler yet. Any other signal that arrives before the ranks exist,
+    also while this launcher waits for those of other nodes, ends the process with code 128 + its number and a line.
     """
 
     def __init__(self) -> None:
@@ -39,6 +37,7 @@ class Forwarder:
         self._ready_at = 0.0  # when ranks can be expected to handle SIGUSR1
         self._repeated_at: float | None = None
         self._old_handlers: dict[signal.Signals, Any] = {}
+        self._thread = SignalThread(self._end_before_start)
 
     @contextmanager
     def starting_ranks(self) -> Iterator[list[int]]:
@@ -71,9 +70,11 @@ class Forwarder:
 
     def __enter__(self) -> Forwarder:
         self._old_handlers = {number: signal.signal(number, self._receive) for number in FORWARDED}
+        self._thread.__enter__()
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._thread.__exit__()
         for number, handler in self._old_handlers.items():
             signal.signal(number, handler)
 
@@ -84,13 +85,17 @@ class Forwarder:
         if number == signal.SIGUSR1 and time.monotonic() < (self._ready_at or math.inf):
             self._repeated_at = time.monotonic()
         elif not self._ranks:
-            raise InterruptedBeforeStart
+            return  # the process is being ended
         self.received = signal.Signals(number)
         self._num_interrupts += number == signal.SIGINT
         if self._num_interrupts > MAX_INTERRUPTS:
             self._forward(signal.SIGKILL)
         else:
             self._forward(FORWARDED_AS.get(self.received, self.received))
+
+    def _end_before_start(self, number: int) -> None:
+        if number != signal.SIGUSR1 and number in FORWARDED and not (self._ranks or self._starting):
+            end(128 + number, f"ended by {signal.Signals(number).name} before any rank was started")
 
     def _forward(self, number: signal.Signals) -> None:
         for process_id in self._ranks:
