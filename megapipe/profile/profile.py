@@ -172,7 +172,7 @@ def read_profile(path: Path) -> Profile:
         raise DataError(f"{path} cannot be read: {error.strerror}") from None
     except MegapipeError as error:
         raise DataError(str(error) if str(path) in str(error) else f"{path}: {error}") from None
-    except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
         raise DataError(f"{path} is damaged: {type(error).__name__}: {error}") from None
 
 

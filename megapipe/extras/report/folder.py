@@ -26,6 +26,32 @@ from megapipe.profile.profile import Profile, profiles_in, read_profile
 
 METRICS, RUN = "metrics.jsonl", "run.jsonl"
 Record = dict[str, Any]
+Number = int | float
+LARGEST = 1e100  # larger numbers are shown like infinite ones
+MOST_DIGITS = 100
+LAST_SECOND = 2.0**36  # Unix seconds that a date can be made of
+# kind of a record -> the types of the values that the report needs
+FORMS: dict[str, dict[str, Any]] = {
+    "start": {"time": Number, "host": str, "pid": int, "versions": dict, "machine": dict, "grid": dict, "config": str},
+    "resumed": {"path": str},
+    "note": {"time": Number, "text": str},
+    "warning": {"text": str},
+    "failure": {"rank": int, "error": str, "text": str},
+    "end": {"step": int, "reason": str, "early": bool},
+    "step": {
+        "step": int,
+        "train_iters": int,
+        "consumed_tokens": int,
+        "global_batch_size": int,
+        "phases": dict,
+        "loss": Number | None,
+        "step_seconds": Number,
+        "tokens_per_second": Number,
+    },
+    "evaluation": {"step": int, "loss": Number | None, "split": str},
+}
+GRID = ("world_size", "tp", "cp", "pp", "dp", "chunks")
+NOT_NUMBERS = ("kind", "bubble_note", "phases", "split")  # of steps and evaluations
 
 
 @dataclass(frozen=True)
@@ -164,14 +190,34 @@ def _records(path: Path, oddities: list[str]) -> Iterator[Record]:
         raise DataError(f"{path} cannot be read: {error.strerror}") from None
     for number, line in enumerate(lines, start=1):
         try:
-            record = json.loads(line)
-            if not isinstance(record["kind"], str):
+            record = json.loads(line, parse_float=_finite, parse_int=_finite, parse_constant=_finite)
+            if not _has_its_form(record):
                 raise ValueError
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, RecursionError):
             if number < len(lines):  # the last line of a running job can be incomplete
                 oddities.append(f"{path.name} line {number} cannot be read and was skipped")
             continue
         yield record
+
+
+def _finite(text: str) -> float | None:
+    """Return a number of JSON, None for one that is not finite or that no chart can show."""
+    value = int(text) if len(text) < MOST_DIGITS and text.lstrip("-").isdigit() else float(text)
+    return value if abs(value) < LARGEST else None
+
+
+def _has_its_form(record: Record) -> bool:
+    """Return True if the values of a record that the report reads have the types that a run writes."""
+    kind = record["kind"]
+    if not isinstance(kind, str) or not all(isinstance(record[key], of) for key, of in FORMS.get(kind, {}).items()):
+        return False
+    if "time" in record and not (isinstance(record["time"], Number) and 0 <= record["time"] < LAST_SECOND):
+        return False
+    if kind == "start":
+        return all(isinstance(record["grid"].get(key), int) for key in GRID)
+    if kind not in ("step", "evaluation"):
+        return True
+    return all(key in NOT_NUMBERS or value is None or isinstance(value, Number) for key, value in record.items())
 
 
 def _segments(journal: list[Record], metrics: list[Record]) -> list[Segment]:
