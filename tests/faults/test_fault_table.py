@@ -219,13 +219,13 @@ LAUNCHED: dict[
         lambda command: os.kill(command.ranks()[2], signal.SIGKILL),
         137,
         "rank 2 was killed by SIGKILL",
-        20.0,
+        60.0,
     ),
     "kill -9 of the launcher": (
         lambda command: command.signal(signal.SIGKILL),
         -9,
         "rank 0: the launcher (process ",
-        5.0,
+        60.0,
     ),
 }
 
