@@ -14,6 +14,7 @@ from megapipe.config.yaml_file import to_yaml
 from megapipe.errors import CheckpointError, ConfigError
 from megapipe.extras.cli.frame import command, option, write_file
 from megapipe.extras.cli.planning import HARDWARE_OPTIONS, hardware_given, planned, with_vocabulary
+from megapipe.extras.report.grid_svg import grid_svg
 from megapipe.extras.search.candidate import OBJECTIVES, Candidate, Objective, predict_plan
 from megapipe.extras.search.layout import Layout
 from megapipe.extras.search.search import choose
@@ -23,6 +24,7 @@ from megapipe.plan.report import plan_text
 from megapipe.plan.resolve import resolve
 
 OPTIONS = (
+    option("--svg", "write a drawing of the grid: every rank with the part of the model that it holds", type=Path),
     option(
         "--estimator",
         "megatron: also print Megatron-LM's estimate of the memory",
@@ -63,6 +65,8 @@ def main(own: argparse.Namespace) -> int:
     those in a YAML file are not.
     """
     if own.gpus is not None or own.gpu is not None or own.hardware is not None:
+        if own.svg is not None:
+            raise ConfigError("--svg draws the grid of --world-size N; leave it out of a search")
         return _search(own)
     search = {"--objective": own.objective, "--price": own.price, "--tokens-per-second": own.tokens_per_second}
     search |= {"--output": own.output, "--json": own.json or None}
@@ -73,6 +77,9 @@ def main(own: argparse.Namespace) -> int:
         raise ConfigError("megapipe plan needs --world-size N, the number of ranks to plan for")
     plan = planned(loaded, loaded.requests.world_size, loaded.requests.ranks_per_node)
     print(plan_text(plan))
+    if own.svg is not None:
+        write_file(own.svg, grid_svg(plan), "--svg")
+        print(f"written: {own.svg}")
     if own.estimator == "megatron":
         print(megatron_text(plan))
     return 0
