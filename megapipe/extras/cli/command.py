@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import importlib
+import shutil
+import subprocess
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 
@@ -27,6 +30,7 @@ SUBCOMMANDS = {
     "schedule": Subcommand("schedule", "main", "draw, compare, check and simulate pipeline schedules"),
     "doctor": Subcommand("doctor", "main", "check this machine or allocation: versions, interfaces, links of groups"),
     "status": Subcommand("status", "main", "show what every rank of a run does now, and which ranks it waits for"),
+    "configs": Subcommand("configs", "main", "list or copy the configurations that come with megapipe"),
     "progress": Subcommand("plan", "progress", "print the step that a run has reached, for job scripts"),
     "report": Subcommand("report", "main", "write an HTML report of a run"),
     "verify": Subcommand("pretrain", "verify", "compare the grid with a single plain process: pretrain --verify-grid"),
@@ -46,10 +50,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not words or words[0] in ("-h", "--help", "help"):
         print(help_text(), end="")
         return 0 if words else 2
+    if sys.platform == "win32":
+        print(
+            "megapipe does not run on Windows itself; install it in WSL2 (Windows Subsystem for Linux)", file=sys.stderr
+        )
+        return 2
     if words[0] == "--version":
-        from megapipe import __version__
-
-        print(f"megapipe {__version__}")
+        print(version_text())
         return 0
     if words[0] not in SUBCOMMANDS:
         from megapipe.config.fields import nearest
@@ -72,5 +79,20 @@ def help_text() -> str:
     lines = [f"  {name.ljust(width)}{subcommand.help}\n" for name, subcommand in SUBCOMMANDS.items()]
     return (
         f"usage: megapipe SUBCOMMAND [arguments]      (each has --help)\n\n{''.join(lines)}\n"
-        "pretraining on several ranks: megapipe launch --nproc-per-node N pretrain_gpt.py --config FILE.yaml [flags]\n"
+        "pretraining on several ranks: megapipe launch --nproc-per-node N pretrain --config FILE.yaml [flags]\n"
     )
+
+
+def version_text() -> str:
+    """Return the versions of megapipe, with the commit of a clone, and of torch with its CUDA."""
+    import torch
+
+    from megapipe import __version__
+
+    folder = Path(__file__).resolve().parents[3]
+    ask = ["git", "-C", str(folder), "describe", "--always", "--dirty", "--exclude=*"]
+    commit = ""
+    if (folder / ".git").exists() and shutil.which("git"):
+        commit = subprocess.run(ask, capture_output=True, text=True).stdout.strip()
+    cuda = f"CUDA {torch.version.cuda}" if torch.version.cuda else "no CUDA"
+    return f"megapipe {__version__}{commit and f' (commit {commit})'}, torch {torch.__version__} ({cuda})"

@@ -1,17 +1,18 @@
 """usage: megapipe launch [flags of torchrun] SCRIPT [flags of the script]
 
-Starts SCRIPT on several ranks, as torchrun does and with torchrun's flags:
+Starts SCRIPT on several ranks, as torchrun does and with torchrun's flags. SCRIPT is a Python file, or a command of
+megapipe that runs on ranks (pretrain, verify, evaluate, generate, doctor):
 
-  megapipe launch --nproc-per-node 8 pretrain_gpt.py --config configs/quickstart.yaml
+  megapipe launch --nproc-per-node 8 pretrain --config configs/quickstart.yaml
   megapipe launch --nnodes 2 --node-rank 0 --master-addr node0 --master-port 29500 --nproc-per-node 8 \\
-      pretrain_gpt.py ...
+      pretrain ...
 
 Differences: no traceback or log of the launcher; the exit code is that of the first rank that failed; SIGINT, SIGTERM
 and SIGUSR1 are forwarded to the ranks, which save and exit (code 0); a second Ctrl-C exits without saving, a third
 kills. OMP_NUM_THREADS is cores / ranks if it is not set. On one node the ranks connect through a free port of the
 loopback device.
 
-  megapipe launch --dry-run --hosts node[01-16] --nproc-per-node 8 pretrain_gpt.py ...
+  megapipe launch --dry-run --hosts node[01-16] --nproc-per-node 8 pretrain ...
 
 prints instead the command of each node, the host, GPU and grid position of each rank, and which groups span nodes with
 the bytes that they send in a step; it starts nothing and imports no torch. --hosts: names of the nodes, as SLURM writes
@@ -43,7 +44,8 @@ from megapipe.monitor.process import available_cores
 from megapipe.plan.run_plan import RunPlan
 
 MOST_COMMANDS_SHOWN = 4
-PRETRAINING = ("pretrain_gpt.py", "megapipe.extras.cli.pretrain")
+PRETRAINING = ("pretrain_gpt.py", "megapipe.extras.cli.pretrain", "pretrain")
+ON_RANKS = ("pretrain", "verify", "evaluate", "generate", "doctor")  # subcommands that may stand in place of a script
 NAMES = {"replicas": "dp"}  # the replicas of the parameters are the data-parallel group
 
 
@@ -73,12 +75,21 @@ def launch(arguments: Sequence[str]) -> int:
         from megapipe.extras.launch.torchrun import parse, ranks_here, run  # torch, which takes seconds
 
         parsed = parse(arguments)
-        if not parsed.module and not parsed.no_python and not Path(parsed.training_script).is_file():
-            raise ConfigError(f"no such script {parsed.training_script}")
+        if not parsed.module and not parsed.no_python:
+            check_script(parsed.training_script)
+            if parsed.training_script in ON_RANKS:
+                words = [parsed.training_script, *parsed.training_script_args]
+                parsed.module, parsed.training_script, parsed.training_script_args = True, "megapipe", words
         outcome = run(parsed, threads_of_a_rank(ranks_here(parsed)), forwarder)
     if outcome.message:
         print(outcome.message, file=sys.stderr, flush=True)
     return outcome.exit_code
+
+
+def check_script(script: str) -> None:
+    """Raise ConfigError unless this is a command of megapipe that runs on ranks, or a file."""
+    if script not in ON_RANKS and not Path(script).is_file():
+        raise ConfigError(f"no such script {script}; give a file, or one of {', '.join(ON_RANKS)}")
 
 
 def threads_of_a_rank(num_ranks: int) -> int:
@@ -92,8 +103,8 @@ def preview(arguments: Sequence[str]) -> str:
     arguments: those of `megapipe launch`. Raises ConfigError for everything that could not be launched or trained.
     """
     launch = read_launch(arguments)
-    if not Path(launch.script).is_file() and "--module" not in launch.flags and "--no-python" not in launch.flags:
-        raise ConfigError(f"no such script {launch.script}")
+    if not {"--module", "--no-python"} & set(launch.flags):
+        check_script(launch.script)
     per_node = launch.ranks_per_node
     num_ranks = launch.num_nodes * per_node
     where = f"{count_text(num_ranks, 'rank')} on {count_text(launch.num_nodes, 'node')}, {per_node} on each"

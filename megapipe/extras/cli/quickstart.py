@@ -25,6 +25,7 @@ from megapipe.data.indexed_file import IndexedFile
 from megapipe.data.preprocess import Progress, output_prefix, preprocess
 from megapipe.data.text_source import corpus_documents, read_records, write_jsonl
 from megapipe.errors import ConfigError
+from megapipe.extras.cli.configs import FOLDER
 from megapipe.extras.cli.frame import command, option, write_file
 from megapipe.extras.cli.report import write_report
 from megapipe.extras.report.folder import read_run
@@ -32,11 +33,8 @@ from megapipe.formatting import count_text
 from megapipe.tokenizers.sentencepiece import train_sentencepiece
 from megapipe.tokenizers.tokenizer import build_tokenizer
 
-REPOSITORY = Path(__file__).resolve().parents[3]
-SCRIPT = REPOSITORY / "pretrain_gpt.py"
-CPU_CONFIG, GPU_CONFIG = REPOSITORY / "configs" / "quickstart.yaml", REPOSITORY / "configs" / "quickstart_gpu.yaml"
-CPU_FLAGS = ("--config", str(CPU_CONFIG))
-GPU_FLAGS = (*CPU_FLAGS, "--config", str(GPU_CONFIG))
+CPU_FLAGS = ("--config", str(FOLDER / "quickstart.yaml"))
+GPU_FLAGS = (*CPU_FLAGS, "--config", str(FOLDER / "quickstart_gpu.yaml"))
 CPU_RANKS = 8
 SAVE_INTERVAL, WARMUP_STEPS, PROFILE_STEP = 100, 20, 20
 DECAY_SHARE = 0.35  # of the steps of a run, at its end
@@ -103,7 +101,7 @@ def main(own: argparse.Namespace) -> int:
     prepared = prepare(own.corpus, own.out, own.vocab_size, own.megabytes)
     checkpoints = prepared.folder / "checkpoints"
     done = steps_done(checkpoints)
-    words = ["--nproc-per-node", str(grid.num_ranks), str(SCRIPT), *grid.flags]
+    words = ["--nproc-per-node", str(grid.num_ranks), "pretrain", *grid.flags]
     words += pretrain_arguments(prepared, checkpoints, done, own.steps)
     if not grid.num_gpus:  # profiles over NCCL are untested
         words += profile_flags(done, own.steps)
@@ -174,8 +172,6 @@ def count_gpus() -> int:
 
 def _config(flags: Sequence[str]) -> Config:
     """Load the configuration so far. Raises ConfigError for unknown flags and for those that the quickstart sets."""
-    if not all(path.is_file() for path in (SCRIPT, CPU_CONFIG, GPU_CONFIG)):
-        raise ConfigError(f"the quickstart needs a clone of the repository; {REPOSITORY} is not one")
     loaded = load_config(flags, is_job=False)
     for key, instead in SET_HERE.items():
         if loaded.origins[key].startswith("flag"):

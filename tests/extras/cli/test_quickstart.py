@@ -19,6 +19,7 @@ from megapipe.extras.cli.quickstart import (
     profile_flags,
 )
 from megapipe.plan.resolve import resolve
+from tests.launch.scripts import REPOSITORY
 
 PREPARED = Prepared(Path("f"), Path("f/tokens"), Path("f/tokenizer.model"), 5.0, ("def ",))
 
@@ -100,7 +101,7 @@ def test_own_options_are_separated_from_training_flags() -> None:
 
 
 def corpus_file(path: Path, first_line: str) -> Path:
-    sources = [file.read_text() for file in sorted((quickstart.REPOSITORY / "megapipe" / "config").rglob("*.py"))]
+    sources = [file.read_text() for file in sorted((REPOSITORY / "megapipe" / "config").rglob("*.py"))]
     path.write_text("\n\n".join([first_line, *sources]))
     return path
 
@@ -143,7 +144,7 @@ def test_a_second_run_continues_for_as_many_steps() -> None:
 def test_the_summary_takes_the_validation_loss_of_the_last_step(
     reached: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    recorded = quickstart.REPOSITORY / "tests" / "fixtures" / "report" / "interleaved" / "metrics.jsonl"
+    recorded = REPOSITORY / "tests" / "fixtures" / "report" / "interleaved" / "metrics.jsonl"
     records = [json.loads(line) for line in recorded.read_text().splitlines()]
     (loss,) = [r["loss"] for r in records if r.get("split") == "validation" and r["step"] == 14]
 
