@@ -21,11 +21,12 @@ root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 install=yes
 lab=no
 all=no
+extras=test
 options=()
 selection=()
 for argument in "$@"; do
     case $argument in
-        --all | --slow) options+=(--all); all=yes ;;
+        --all | --slow) options+=(--all); all=yes extras=test,docs ;;
         --gpu | --exhaustive) options+=("$argument") ;;
         --lab) lab=yes ;;
         --no-install) install=no ;;
@@ -87,7 +88,7 @@ install_lab() {
 
 [ "$lab" = no ] || phase "install SLURM" install_lab
 if [ "$install" = yes ]; then
-    phase install "$root/launch/install.sh" --extras test
+    phase install "$root/launch/install.sh" --extras "$extras"
     [ "${verdicts[-1]}" = passed ] || { report; exit 1; }
 elif [ ! -x "$venv/bin/python" ]; then
     printf 'test: no virtual environment at %s; omit --no-install or set VENV\n' "$venv" >&2

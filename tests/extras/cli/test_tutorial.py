@@ -1,0 +1,65 @@
+"""docs/tutorial.md runs from top to bottom, and the pictures of docs/concepts.md are those that its commands draw."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megapipe.extras.cli.command import main
+from tests.launch.scripts import REPOSITORY
+
+TUTORIAL = (REPOSITORY / "docs" / "tutorial.md").read_text(encoding="utf-8")
+CONCEPTS = (REPOSITORY / "docs" / "concepts.md").read_text(encoding="utf-8")
+MODEL = re.search(r'MODEL="(.*)"', CONCEPTS)
+DRAWN = re.findall(r"<!-- drawn by: megapipe (.*) -->", CONCEPTS)
+
+
+@pytest.mark.timeout(600)
+def test_the_tutorial_runs(tmp_path: Path) -> None:
+    commands = "\n".join(re.findall(r"```bash\n(.*?)```", TUTORIAL, re.DOTALL))
+    assert commands.count("megapipe ") >= 10
+    shell = f"set -e\nexport PYTHONPATH={REPOSITORY} OMP_NUM_THREADS=1\n"
+    shell += f'megapipe() {{ "{sys.executable}" -m megapipe "$@"; }}\npython() {{ "{sys.executable}" "$@"; }}\n'
+    bash = [shutil.which("bash") or "bash", "-c", shell + commands]
+    ended = subprocess.run(bash, cwd=tmp_path, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stdout[-2000:] + ended.stderr[-2000:]
+    for text in ("step 20/40 |", "continuing after step 20", "step 40/40 |", "same: loss, gradient norm", "perplexity"):
+        assert text in ended.stdout, ended.stdout[-6000:]
+    assert (tmp_path / "run" / "report.html").is_file() and (tmp_path / "exported" / "config.json").is_file()
+
+
+@pytest.mark.parametrize("line", DRAWN)
+def test_the_pictures_of_the_axes_are_drawn_by_their_commands(
+    line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert MODEL is not None
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "docs" / "concepts").mkdir(parents=True)
+    words = shlex.split(line.replace("$MODEL", MODEL[1]))
+    assert main(words) == 0
+    (drawn,) = (tmp_path / "docs" / "concepts").iterdir()
+    assert drawn.read_text() == (REPOSITORY / "docs" / "concepts" / drawn.name).read_text()
+    assert f"](concepts/{drawn.name})" in CONCEPTS
+
+
+def test_a_grid_that_is_too_large_is_not_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert MODEL is not None
+    assert main(["plan", "--world-size", "256", *MODEL[1].split(), "--svg", str(tmp_path / "a.svg")]) == 2
+    assert "too large for a drawing; plan for at most 128 ranks" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def test_configurations_are_copied_but_never_over_others(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["configs", "--copy", str(tmp_path / "a")]) == 0
+    names = {path.name for path in (REPOSITORY / "configs").glob("*.yaml")}
+    assert {path.name for path in (tmp_path / "a").iterdir()} == names
+    (tmp_path / "a" / "llama3_8b.yaml").write_text("mine")
+    assert main(["configs", "--copy", str(tmp_path / "a")]) == 2
+    assert "already holds" in capsys.readouterr().err
+    assert (tmp_path / "a" / "llama3_8b.yaml").read_text() == "mine"
