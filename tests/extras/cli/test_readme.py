@@ -77,7 +77,11 @@ def test_links_and_paths_exist(text: str) -> None:
 
 
 def test_the_architecture_page_names_every_package() -> None:
-    packages = {path.stem for path in (REPOSITORY / "megapipe").iterdir() if path.is_dir() or path.suffix == ".py"}
+    packages = {
+        path.stem
+        for path in (REPOSITORY / "megapipe").iterdir()
+        if (path / "__init__.py").exists() or path.suffix == ".py"
+    }
     packages -= {"__init__", "__main__", "__pycache__"}
     assert not {package for package in packages if f"`{package}`" not in ARCHITECTURE}
 
