@@ -15,6 +15,7 @@ from megapipe.config.fields import value_text
 from megapipe.config.layers import ROTARY_OPTIONS, LayerConfig, layer_configs, layers_text
 from megapipe.config.load import settings_of_entry
 from megapipe.config.model import ModelConfig
+from megapipe.config.problems import Problems
 from megapipe.config.yaml_file import read_entries
 from megapipe.errors import CheckpointError, ConfigError
 
@@ -79,8 +80,11 @@ def compare_model(folder: CheckpointFolder, own: ModelConfig) -> Comparison:
 def saved_model(folder: CheckpointFolder) -> tuple[ModelConfig, set[str]]:
     """Return the model of a checkpoint, and the options that only its file or only this version knows."""
     text, known = read_listed(folder, CONFIG_NAME), {option.name for option in fields(ModelConfig)}
+    problems = Problems()
     try:
-        entries = [one for one in read_entries(text, str(folder.path / CONFIG_NAME)) if one.section == "model"]
+        found = read_entries(text, str(folder.path / CONFIG_NAME), problems)
+        problems.raise_all()
+        entries = [one for one in found if one.section == "model"]
         settings = [one for entry in entries if entry.key in known for one in settings_of_entry(entry, [])]
     except ConfigError as error:
         raise CheckpointError(f"the model cannot be compared: {error}") from None

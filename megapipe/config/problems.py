@@ -53,6 +53,6 @@ def hiding(section: Section, names: Collection[str]) -> Section:
     if not names:
         return section
     kind = type(type(section).__name__, (type(section),), {"__getattribute__": read})
-    copy = object.__new__(kind)
+    copy: Section = object.__new__(kind)
     vars(copy).update(vars(section))
     return copy
