@@ -10,8 +10,8 @@ from functools import cached_property
 
 from megapipe.config.config import Config
 from megapipe.config.parallel import ParallelConfig, RecomputeConfig
-from megapipe.config.state_dtypes import state_dtypes
 from megapipe.dtypes import ELEMENT_BYTES
+from megapipe.sharding.state_dtypes import state_dtypes
 
 ALL_REDUCE = 2  # collectives that an all-reduce counts as: a reduce-scatter and an all-gather
 MASK_BYTES = 1  # dropout masks are bool

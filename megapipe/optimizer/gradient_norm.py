@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megapipe.comm.collectives import all_reduce
 from megapipe.comm.groups import Group
-from megapipe.config.state_dtypes import NORM_CHUNK
+from megapipe.sharding.state_dtypes import NORM_CHUNK
 
 # fp32 sums of more elements than this drift: 40 million squares in one accumulator have an error of 2e-3
 SUM_BLOCK = 4096

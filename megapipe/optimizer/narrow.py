@@ -20,8 +20,8 @@ from torch import Tensor
 
 from megapipe.comm.collectives import all_reduce
 from megapipe.comm.groups import Group
-from megapipe.config.state_dtypes import REMAINDER
 from megapipe.dtypes import DTYPES
+from megapipe.sharding.state_dtypes import REMAINDER
 
 # dtype -> (bits of the significand, exponent of the power of two below which scaled elements lie)
 SCALED = {"fp16": (11, 15), "fp8": (4, 8)}

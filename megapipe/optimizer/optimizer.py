@@ -14,7 +14,6 @@ from torch import Tensor
 
 from megapipe.comm.groups import Group, ProcessGroups
 from megapipe.config.model import PrecisionConfig
-from megapipe.config.state_dtypes import MASTER, state_dtypes
 from megapipe.config.training import OptimizerConfig
 from megapipe.data_parallel.buffers import StageBuffers
 from megapipe.data_parallel.copies import raw_bytes
@@ -26,6 +25,7 @@ from megapipe.optimizer.schedule import Rates
 from megapipe.optimizer.shards import Chunk, Shard, ShardSnapshot
 from megapipe.optimizer.update_rule import AdamLibrary, NarrowAdam, UpdateRule
 from megapipe.sharding.boxes import Piece
+from megapipe.sharding.state_dtypes import MASTER, state_dtypes
 
 # undoing an update costs about as much as waiting for the norm: from every second step on, early updates do not pay
 WINDOW, STOP_AT, RESUME_AT = 8, 4, 1

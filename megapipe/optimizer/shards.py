@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from megapipe.comm.groups import Group
-from megapipe.config.state_dtypes import CHUNK, MASTER, REMAINDER
 from megapipe.data_parallel.buffers import FlatBuffer
 from megapipe.optimizer.narrow import NarrowState, Scales, stored_dtype
 from megapipe.sharding.boxes import Piece
 from megapipe.sharding.buffers import ALIGNMENT, Bucket, shard_pieces
 from megapipe.sharding.spec import ParamSpec
+from megapipe.sharding.state_dtypes import CHUNK, MASTER, REMAINDER
 
 
 @dataclass(frozen=True)

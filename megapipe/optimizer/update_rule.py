@@ -11,11 +11,11 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from megapipe.config.state_dtypes import MASTER
 from megapipe.config.training import OptimizerConfig
 from megapipe.optimizer.narrow import Scales
 from megapipe.optimizer.schedule import Rates
 from megapipe.optimizer.shards import Chunk, Run, Shard
+from megapipe.sharding.state_dtypes import MASTER
 
 FUSED_DEVICES = ("cpu", "cuda", "xpu", "meta")
 TORCH_NAMES = {"momentum": "momentum_buffer"}  # of the moments, where they differ from ours

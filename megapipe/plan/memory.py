@@ -13,9 +13,8 @@
                   weight gradients
     graphs        what CUDA graphs hold beyond these three, in pools that nothing else can use (--cuda-graph-impl local)
     messages      hidden states and gradients that were received early or are being sent, at that peak
-    update        chunks that an update widens to fp32 (narrow state): the part that exceeds this peak
-    reduction     bf16 copies of gradients (--grad-reduce-in-bf16): the part that exceeds the peak after activations
-                  are freed
+    reduction     bf16 copies of gradients (--grad-reduce-in-bf16), or what an update of narrow state widens to fp32 at a
+                  time (--use-precision-aware-optimizer): the part that exceeds the peak after activations are freed
     tables        attention masks and rotary tables that all microbatches share
     microbatches  tokens, labels and what belongs to them, of the whole step
 
@@ -34,7 +33,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 
-from megapipe.config.state_dtypes import CHUNK, NORM_CHUNK
 from megapipe.layers.linear import COPIES
 from megapipe.layers.model import layer_table
 from megapipe.layers.table import RankShape, total_bytes
@@ -66,6 +64,7 @@ from megapipe.schedule.lifetimes import (
 )
 from megapipe.schedule.partition import StageLayers
 from megapipe.schedule.placement import Placement
+from megapipe.sharding.state_dtypes import CHUNK, NORM_CHUNK
 
 BUFFER_ALIGNMENT_BYTES = 64  # a flat buffer is allocated this much longer, so that it can start on an aligned address
 SCALE_BYTES = 4
@@ -145,8 +144,7 @@ def rank_memory(plan: RunPlan, pp_rank: int) -> RankMemory:
         "temporaries": peak.inside_bytes - replay,
         "graphs": graphs,
         "messages": peak.message_bytes,
-        "reduction": max(0, copies - reusable),
-        "update": max(0, _update_bytes(plan, pp_rank) - max(copies, reusable)),
+        "reduction": max(0, max(copies, _update_bytes(plan, pp_rank)) - reusable),
         "tables": sum(shared_bytes(model, shape, layers[stage]) for stage in stages),
         "microbatches": count * shape.tokens * token_bytes,
     }

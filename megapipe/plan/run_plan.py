@@ -9,7 +9,6 @@ from itertools import accumulate
 from pathlib import Path
 
 from megapipe.config.config import ResolvedConfig, ResolvedModelConfig
-from megapipe.config.state_dtypes import StateDtypes, state_dtypes
 from megapipe.layers.model import ModelSpec, model_parameters, model_spec, stage_parameters
 from megapipe.layers.table import RankShape
 from megapipe.plan.activations import group_sizes
@@ -36,6 +35,7 @@ from megapipe.schedule.simulate import Timeline, unhindered_send_depth
 from megapipe.schedule.validate import validate
 from megapipe.sharding.buffers import BufferKind, BufferLayout, layout_buffers
 from megapipe.sharding.spec import ParamSpec
+from megapipe.sharding.state_dtypes import StateDtypes, state_dtypes
 from megapipe.topology import Topology
 
 SCHEDULES_CACHED = 512  # a search has some hundreds of plans, which share most of their schedules

@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megapipe.config.model import PrecisionConfig
-from megapipe.config.state_dtypes import CHUNK, state_dtypes
 from megapipe.config.training import OptimizerConfig
 from megapipe.data_parallel.gather import ParameterGather
 from megapipe.data_parallel.reducer import GradientReducer
@@ -25,6 +24,7 @@ from megapipe.optimizer.narrow import NarrowState
 from megapipe.optimizer.optimizer import Optimizer
 from megapipe.optimizer.schedule import Rates
 from megapipe.optimizer.shards import Chunk
+from megapipe.sharding.state_dtypes import CHUNK, state_dtypes
 from tests.data_parallel.toy import Toy, draw, groups_of, stage_buffers, tokens_of, toy_specs
 from tests.harness import RankPool
 from tests.optimizer.test_optimizer import ADAM, DTYPES, Trainer

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from megapipe.comm.groups import ProcessGroups
 from megapipe.config.model import PrecisionConfig
-from megapipe.config.state_dtypes import state_dtypes
 from megapipe.config.training import OptimizerConfig
 from megapipe.data_parallel.buffers import StageBuffers
 from megapipe.data_parallel.reducer import GradientReducer
@@ -19,6 +18,7 @@ from megapipe.optimizer.gradient_norm import sum_of_squares
 from megapipe.optimizer.optimizer import Optimizer, StepReport
 from megapipe.optimizer.schedule import Rates
 from megapipe.sharding.spec import Fused, ParamSpec
+from megapipe.sharding.state_dtypes import state_dtypes
 from tests.data_parallel.toy import Toy, draw, stage_buffers, tokens_of, toy_specs
 
 ADAM = OptimizerConfig(lr=0.01, clip_grad=0.5, adam_beta2=0.99, adam_eps=1e-3)

@@ -13,7 +13,6 @@ from typing import NamedTuple, TypeVar
 
 from megapipe.config.config import Config, ResolvedModelConfig
 from megapipe.config.parallel import RecomputeConfig
-from megapipe.config.state_dtypes import state_dtypes
 from megapipe.dtypes import ELEMENT_BYTES
 from megapipe.errors import ConfigError
 from megapipe.extras.search.layout import Layout
@@ -30,6 +29,7 @@ from megapipe.schedule.costs import Shape
 from megapipe.schedule.families import SCHEDULES
 from megapipe.schedule.partition import StageLayers
 from megapipe.sharding.spec import Owner
+from megapipe.sharding.state_dtypes import state_dtypes
 
 Sizes = TypeVar("Sizes", bound=tuple[int | tuple[int, ...], ...])
 FILLS = 2  # after this many times pp microbatches a schedule has nearly reached its peak memory

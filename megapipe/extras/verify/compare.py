@@ -11,10 +11,10 @@ from torch import Tensor
 
 from megapipe.assembly.runtime import TrainingRuntime, parameter_dtype
 from megapipe.config.config import Config
-from megapipe.config.state_dtypes import state_dtypes
 from megapipe.sharding.boxes import Box, Piece, pieces
 from megapipe.sharding.buffers import shard_pieces
 from megapipe.sharding.spec import Fused, ParamSpec, QueryGroups
+from megapipe.sharding.state_dtypes import state_dtypes
 
 # gradients this much smaller than the model's largest are mathematically zero: in fp64 only rounding is left
 ZERO_SHARE = 1e-12

@@ -7,12 +7,12 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from megapipe.config.config import Config
 from megapipe.config.layers import layer_configs
-from megapipe.config.state_dtypes import state_dtypes
 from megapipe.extras.verify.compare import Difference, ParityStep, RankStep, tolerance_of, worst
 from megapipe.extras.verify.shrink import Shrunk
 from megapipe.layers.attention import is_explicit
 from megapipe.plan.run_plan import RunPlan
 from megapipe.sharding.spec import ParamSpec
+from megapipe.sharding.state_dtypes import state_dtypes
 
 LINE_WIDTH = 125
 MARGIN = 15  # columns of the titles in the lines about a failure

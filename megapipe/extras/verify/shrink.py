@@ -20,12 +20,12 @@ from megapipe.config.files import DataConfig
 from megapipe.config.layer_pattern import PARTS
 from megapipe.config.layers import OPTIONS_OF, ROTARY_OPTIONS, LayerConfig, layer_configs
 from megapipe.config.model import ModelConfig, PrecisionConfig
-from megapipe.config.state_dtypes import state_dtypes
 from megapipe.config.training import OptimizerConfig, TrainingConfig
 from megapipe.plan.resolve import resolve
 from megapipe.plan.run_plan import RunPlan
 from megapipe.schedule.partition import Partition, from_counts
 from megapipe.sharding.buffers import BufferLayout
+from megapipe.sharding.state_dtypes import state_dtypes
 
 NUM_STEPS = 3
 MAX_LAYERS = 48
