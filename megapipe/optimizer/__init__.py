@@ -2,6 +2,7 @@
 
 - `optimizer`:     `Optimizer`: unscale, norm, clip, update this rank's shards, write parameters; its saved state
 - `shards`:        `Shard`: the part of a bucket that this rank updates, with master weights and moments
+- `narrow`:        state in 16 or 8 bits, its scales and remainders
 - `update_rule`:   AdamW and SGD over flat tensors
 - `gradient_norm`: global norms and counts in which every element counts once
 - `loss_scale`:    constant and dynamic loss scale of fp16

@@ -13,8 +13,8 @@
                   weight gradients
     graphs        what CUDA graphs hold beyond these three, in pools that nothing else can use (--cuda-graph-impl local)
     messages      hidden states and gradients that were received early or are being sent, at that peak
-    reduction     bf16 copies of gradients (--grad-reduce-in-bf16), or what an update of narrow state widens to fp32 at a
-                  time (--use-precision-aware-optimizer): the part that exceeds the peak after activations are freed
+    reduction     bf16 copies of gradients (--grad-reduce-in-bf16), or what an update of narrow state widens to fp32 at
+                  a time (--use-precision-aware-optimizer): the part that exceeds the peak after activations are freed
     tables        attention masks and rotary tables that all microbatches share
     microbatches  tokens, labels and what belongs to them, of the whole step
 
