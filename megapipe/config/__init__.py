@@ -7,7 +7,7 @@ yaml_file.py    read_entries and to_yaml: the YAML form
 flags.py        the command line and --help
 load.py         load_config(argv) -> LoadedConfig; from_yaml; with_checkpoint_model
 rules/          rules between fields that do not depend on the number of ranks
-megatron_flags.py, .csv    every flag of Megatron: supported, already so here, neutral, or refused; deliberate differences
+megatron_flags.py, .csv    every flag of Megatron in a class: supported, already so here, neutral, refused
 problems.py     all that is wrong with a command line and its files, reported at once
 
 A new field is one declaration in its section: flag, YAML key, help, documentation and checks follow from it.

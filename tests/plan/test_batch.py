@@ -69,3 +69,16 @@ def test_the_ramp_of_megatron() -> None:
 def test_a_batch_that_cannot_be_cut_is_refused(arguments: tuple, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         batch_schedule(*arguments)
+
+
+def test_a_batch_of_more_microbatches_than_can_be_scheduled_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"--global-batch-size 1000000000000 is .* microbatches on each rank"):
+        batch_schedule(10**12, 1, 1, None)
+    with pytest.raises(ConfigError, match="in 10000000 sizes; at most 100000"):
+        batch_schedule(10**7, 1, 1000, (1, 1, 9 * 10**18))
+
+
+def test_a_long_ramp_is_counted_without_a_loop_over_its_steps() -> None:
+    schedule = batch_schedule(8, 1, 1, (1, 1, 7 * 10**15))
+    assert schedule.samples_after(10**15) == 10**15  # the first size lasts 1/7 of the ramp
+    assert schedule.steps_for(10**15 + 20) == 10**15 + 10
