@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import sys
 from collections.abc import Sequence
@@ -14,6 +15,7 @@ from megapipe.extras.cli.frame import command, option
 from megapipe.extras.migrate.judge import Judgement, World, judge, missing_files, with_some_vocabulary, world_of
 from megapipe.extras.migrate.report import Migration, json_report, text_report
 from megapipe.extras.migrate.shell_script import SCRIPT_NAME, Call, Decision, Reading, read_script
+from megapipe.plan.batch import batch_schedule
 from megapipe.plan.resolve import resolve
 
 SOME_VOCABULARY = 50_257  # of GPT-2; only whether the grid is possible is asked
@@ -112,12 +114,17 @@ def grid(judgement: Judgement, world: World) -> tuple[str, tuple[str, ...]]:
     least = least_ranks(config)
     size = world.size or least
     said = f"{size} by the launcher" if world.size else f"not stated by the launcher; checked on {size}, the least"
+    training, rampup = config.training, config.training.rampup_batch_size
+    # one schedule, not one for each size of a ramp: in a deep pipeline those take a minute
+    constant = dataclasses.replace(config, training=dataclasses.replace(training, rampup_batch_size=None))
     try:
-        plan = resolve(with_some_vocabulary(config, SOME_VOCABULARY), size, world.ranks_per_node)
+        plan = resolve(with_some_vocabulary(constant, SOME_VOCABULARY), size, world.ranks_per_node)
+        batch_schedule(training.global_batch_size, training.micro_batch_size, plan.topology.dp, rampup, least)
     except MegapipeError as error:
         return said, tuple(str(error).splitlines())
     axes = plan.topology
-    return f"{said}: tp {axes.tp} x pp {axes.pp} x dp {axes.dp}", ()
+    later = "; schedules of the smaller batches are checked at start" if rampup else ""
+    return f"{said}: tp {axes.tp} x pp {axes.pp} x dp {axes.dp}{later}", ()
 
 
 def least_ranks(config: Config) -> int:
