@@ -57,3 +57,11 @@ def test_a_stream_that_the_parent_closed_is_replaced(closed: str) -> None:
     number = {"stdout": 1, "stderr": 2}[closed]
     words = ["bash", "-c", f'exec "$@" {number}>&-', "bash", sys.executable, "-c", f"{code}; sys.{closed}.flush()"]
     assert subprocess.run(words, env=environment(), capture_output=True, timeout=110).returncode == 0
+
+
+@pytest.mark.parametrize("words", ["--help", "explain --lr", "doctor --help"])
+def test_a_command_that_prints_ends_quietly_with_its_reader(words: str) -> None:
+    line = 'set -o pipefail; "$@" | true'
+    command = ["bash", "-c", line, "bash", sys.executable, "-m", "megapipe", *words.split()]
+    ended = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=110)
+    assert (ended.returncode, ended.stderr) in ((141, ""), (0, ""))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -42,11 +43,17 @@ SUBCOMMANDS = {
     "convert": Subcommand("convert", "main", "convert checkpoints from and to Hugging Face and Megatron"),
     "migrate": Subcommand("migrate", "main", "show what each flag of a Megatron-LM launch script does here"),
 }
+# words of commands that only print: `| head` ends them like any other tool
+PRINTING = frozenset(
+    ("-h", "--help", "help", "plan", "explain", "schedule", "status", "progress", "configs", "migrate")
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a subcommand and return the exit code."""
     words = list(sys.argv[1:] if arguments is None else arguments)
+    if arguments is None and PRINTING.intersection(words or ["help"]):
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     if not words or words[0] in ("-h", "--help", "help"):
         print(help_text(), end="")
         return 0 if words else 2
