@@ -7,6 +7,7 @@ import io
 import random
 import resource
 import signal
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import FrameType
@@ -44,13 +45,16 @@ def limits() -> Iterator[None]:
     with open("/proc/self/statm", encoding="ascii") as file:
         used = int(file.read().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (used + MORE_BYTES, hard))
-    signal.alarm(LIMIT_SECONDS)
+    began = time.monotonic()
+    left, _ = signal.setitimer(signal.ITIMER_REAL, LIMIT_SECONDS)  # pytest-timeout uses the same timer
     try:
         yield
     finally:
-        signal.alarm(0)
-        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
         signal.signal(signal.SIGALRM, before)
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+        if left:
+            signal.setitimer(signal.ITIMER_REAL, max(0.01, left - (time.monotonic() - began)))
 
 
 def said(main: Callable[[Sequence[str]], int], words: Sequence[str]) -> Said:
