@@ -14,6 +14,7 @@ from megapipe.errors import ConfigError
 from megapipe.schedule.action import Action, Op
 from megapipe.schedule.costs import AutoGoal, Shape
 from megapipe.schedule.generate import split_backward as split
+from megapipe.schedule.generate import v_shape as on_v
 from megapipe.schedule.generate import whole_backward as whole
 from megapipe.schedule.generate.automatic import automatic
 from megapipe.schedule.lifetimes import VersionRule, one_group_stale, stashed
@@ -94,9 +95,9 @@ _FAMILIES = (
     ),
     _Split("zb-h1", split.zb_h1, "backward split, W in a third of the bubble; the memory of 1F1B", is_candidate=True),
     _Split("zb-h2", split.zb_h2, "backward split, no bubble between steps where F = I = W; about twice the memory"),
-    _ZeroBubbleV("zb-v", split.zb_v, "backward split on a V: almost no bubble where F = I = W, the memory of 1F1B"),
-    _ZeroBubbleV("v-half", split.v_half, "backward split on a V: half the bubble and half the memory of 1F1B"),
-    _ZeroBubbleV("v-min", split.v_min, "backward split on a V: two thirds of 1F1B's bubble, a third of its memory"),
+    _ZeroBubbleV("zb-v", on_v.zb_v, "backward split on a V: almost no bubble where F = I = W, the memory of 1F1B"),
+    _ZeroBubbleV("v-half", on_v.v_half, "backward split on a V: half the bubble and half the memory of 1F1B"),
+    _ZeroBubbleV("v-min", on_v.v_min, "backward split on a V: two thirds of 1F1B's bubble, a third of its memory"),
     _Split("zb-auto", automatic, "backward split, searched for measured times and a memory limit", is_automatic=True),
     _Split(
         "dualpipe",

@@ -149,9 +149,8 @@ def test_v_half_and_v_min_keep_their_peaks_for_any_number_of_microbatches(p, m):
 def test_v_half_and_v_min_reach_half_and_two_thirds_of_1f1bs_bubble(p, rounds):
     m, of_1f1b = rounds * p, 3 * (p - 1)
     half, least = timeline_of(build_schedule("v-half", p, 2, m)), timeline_of(build_schedule("v-min", p, 2, m))
-    assert chained(half) == barrier(half) == max(1.0, 1.5 * p - (2.0 if p % 2 else 2.5)) <= of_1f1b / 2
-    assert chained(least) == barrier(least) == 2 * p - (1.5 if p % 3 == 0 else 2.5)
-    assert barrier(least) <= max(of_1f1b * 2 / 3 + 0.5, 1.5)
+    assert chained(half) == barrier(half) == max(0.5, 1.5 * p - (2.0 if p % 2 else 3.5)) <= of_1f1b / 2
+    assert chained(least) == barrier(least) == max(0.5, 2 * p - (3.5, 2.5, 4.5)[p % 3]) <= of_1f1b * 2 / 3
     assert max(peak_live_microbatches(half)) == (p + 2) // 2
     assert max(peak_live_microbatches(least)) == (p + 4) // 3
 
