@@ -6,6 +6,7 @@ import math
 import operator
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from copy import copy
 from dataclasses import replace
 from functools import cache
 from itertools import chain
@@ -106,6 +107,12 @@ class Bounds:
     def __init__(self, config: Config, world_size: int, hardware: Hardware) -> None:
         self._config, self._world_size, self._hardware = config, world_size, hardware
         self._model, self._cut, self._times = cache(self._make_model), cache(self._make_cut), cache(self._make_times)
+
+    def at(self, world_size: int) -> Bounds:
+        """Return the bounds for another number of accelerators, which share what does not depend on it."""
+        other = copy(self)
+        other._world_size = world_size
+        return other
 
     def of(self, layout: Layout) -> Bound | None:
         """Return the bounds; None for an illegal model or cut, or a cut that equals the one by cost.

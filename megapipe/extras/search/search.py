@@ -29,6 +29,7 @@ from megapipe.schedule.action import Op
 MOST_MISSES = 3
 FILLS = 4  # a short step has about this many times pp microbatches
 NEAR_MISS = 1.25  # layouts that need more than this times the usable memory are not reported
+SHORT_STEP_ERROR = 1.01  # a short step's prediction for a whole one is at most this factor too long
 LEAST_BYTES = 4  # per parameter, over all ranks: weight and gradient, at 2 bytes each
 
 
@@ -41,8 +42,8 @@ def choose(
 ) -> tuple[Found, list[Found]]:
     """Return the best result on up to `most` accelerators, and those of all numbers of accelerators tried, ascending.
 
-    'gpus' bisects, which assumes that a goal reached on some number of nodes is reached on more nodes too. 'cost' tries
-    `most`, half of it and so on. Raises ConfigError if nothing fits or reaches tokens_per_second.
+    'gpus' goes up from the fewest: more accelerators can be slower, where they do not divide the batch or the layers.
+    'cost' tries `most`, half of it and so on. Raises ConfigError if nothing fits or reaches tokens_per_second.
     """
     if objective.kind == "time":
         found = search(config, most, hardware, pinned)
@@ -60,16 +61,47 @@ def choose(
     if objective.kind == "cost":
         halves = [most >> times for times in range(most.bit_length()) if most >> times >= numbers[0]]
         enough = [number for number in halves if is_enough(number)]
-    elif is_enough(numbers[-1]):
-        # the last number is enough, so the search for the first one that is need not try it again
-        enough = [numbers[bisect.bisect_left(numbers, True, hi=len(numbers) - 1, key=is_enough)]]
     else:
-        enough = []
+        possible = _Possible(config, hardware, pinned, objective.tokens_per_second)
+        enough = next(([number] for number in numbers if possible.on(number) and is_enough(number)), [])
     if not enough:
         reach = f" and reaches {objective.tokens_per_second:,.0f} tokens/s" if objective.tokens_per_second else ""
         raise ConfigError(f"no layout on up to {most} {hardware.name} fits{reach}; use more of them, or another kind")
     best = min((tried[number] for number in enough), key=lambda found: found.cost(objective.price_per_hour) or math.inf)
     return best, [tried[number] for number in sorted(tried)]
+
+
+class _Possible:
+    """A quick test of numbers of accelerators: one layout that reaches the goal is enough, the best is not wanted."""
+
+    def __init__(
+        self,
+        config: Config,
+        hardware: Hardware,
+        pinned: Callable[[Layout], bool],
+        tokens_per_second: float | None,
+    ) -> None:
+        self._config, self._hardware, self._pinned = config, hardware, pinned
+        self._bounds = Bounds(config, 1, hardware)
+        tokens = (config.training.global_batch_size or 0) * config.model.seq_length
+        self._most_seconds = tokens / tokens_per_second * SHORT_STEP_ERROR if tokens_per_second else math.inf
+
+    def on(self, num_gpus: int) -> bool:
+        """Return False if no layout on so many accelerators fits and reaches the goal."""
+        steps = ShortSteps(self._config, num_gpus, self._hardware)
+        bounded = _bounded(self._bounds.at(num_gpus), self._config, num_gpus, self._hardware, self._pinned)
+        return _Walk(steps, 1, self._most_seconds).finds_one(bounded)
+
+
+def _bounded(
+    bounds: Bounds, config: Config, world_size: int, hardware: Hardware, pinned: Callable[[Layout], bool]
+) -> list[tuple[Bound, Layout]]:
+    """Return all legal layouts with their bounds, least seconds first. Raises ConfigError without a global batch."""
+    if config.training.global_batch_size is None:
+        raise ConfigError("--global-batch-size is missing; set it: the sequences of a step limit the parallelism")
+    wanted = [(bounds.of(layout), layout) for layout in layouts(config, world_size, hardware) if pinned(layout)]
+    legal = [(bound, layout) for bound, layout in wanted if bound is not None]
+    return sorted(legal, key=lambda pair: pair[0].seconds)
 
 
 def _numbers_of_gpus(config: Config, most: int, hardware: Hardware) -> list[int]:
@@ -93,13 +125,8 @@ def search(
     pinned: returns True for the layouts to consider (default: all).
     Raises ConfigError without a global batch size, if no layout is legal, and if none nearly fits.
     """
-    if config.training.global_batch_size is None:
-        raise ConfigError("--global-batch-size is missing; set it: the sequences of a step limit the parallelism")
-    bounds, steps = Bounds(config, world_size, hardware), ShortSteps(config, world_size, hardware)
-    wanted = [(bounds.of(layout), layout) for layout in layouts(config, world_size, hardware) if pinned(layout)]
-    bounded = sorted(
-        ((bound, layout) for bound, layout in wanted if bound is not None), key=lambda pair: pair[0].seconds
-    )
+    bounded = _bounded(Bounds(config, world_size, hardware), config, world_size, hardware, pinned)
+    steps = ShortSteps(config, world_size, hardware)
     walk = _Walk(steps, num_best)
     walk.along(bounded)
     if not walk.best and not walk.too_large:
@@ -120,8 +147,8 @@ def search(
 class _Walk:
     """The state of a search: the best layouts found so far, and those that are slightly too large."""
 
-    def __init__(self, steps: ShortSteps, num_best: int) -> None:
-        self._steps, self._num_best = steps, num_best
+    def __init__(self, steps: ShortSteps, num_best: int, most_seconds: float = math.inf) -> None:
+        self._steps, self._num_best, self._most_seconds = steps, num_best, most_seconds
         self.best: list[tuple[float, Layout]] = []
         self.too_large: list[tuple[float, Layout]] = []  # seconds, or a lower bound of them
         self.num_predicted, self.refused = 0, ""
@@ -129,7 +156,7 @@ class _Walk:
     def along(self, bounded: Sequence[tuple[Bound, Layout]]) -> None:
         """Look at the layouts in the order of their bounds, until no bound beats the best."""
         usable = self._steps.hardware.usable_bytes
-        slowest = math.inf  # the seconds that a layout has to beat
+        slowest = self._most_seconds  # the seconds that a layout has to beat
         for bound, layout in bounded:
             if bound.seconds >= slowest:
                 break
@@ -151,6 +178,17 @@ class _Walk:
                 del self.best[self._num_best :]
                 if len(self.best) == self._num_best:
                     slowest = self.best[-1][0]
+
+    def finds_one(self, bounded: Sequence[tuple[Bound, Layout]]) -> bool:
+        """Return True as soon as one layout fits and is fast enough; the best of them is not looked for."""
+        fitting = (pair for pair in bounded if pair[0].least_bytes <= self._steps.hardware.usable_bytes)
+        for pair in fitting:
+            if pair[0].seconds >= self._most_seconds:
+                break
+            self.along([pair])
+            if self.best:
+                return True
+        return False
 
     def misses(self, fastest: float) -> tuple[Candidate, ...]:
         """Return the fastest of the layouts that are slightly too large, if faster than `fastest`."""

@@ -6,6 +6,7 @@ Objectives are compared with an exhaustive search over the number of accelerator
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 
 import pytest
@@ -161,7 +162,11 @@ def test_without_a_global_batch_or_a_fitting_model_a_remedy_is_given() -> None:
         search(small(global_batch_size=7, num_layers=1, num_attention_heads=1), 64, H100)
 
 
-TWO_A_NODE = dataclasses.replace(H100, ranks_per_node=2, memory_bytes=int(0.15 * GIB))
+def two_a_node(gib: float) -> Hardware:
+    return dataclasses.replace(H100, ranks_per_node=2, memory_bytes=int(gib * GIB))
+
+
+TWO_A_NODE = two_a_node(0.15)
 WIDE = small(num_layers=8, hidden_size=512, vocab_size=2048, global_batch_size=16)
 
 
@@ -184,6 +189,40 @@ def test_fewer_ranks_than_the_fewest_do_not_fit() -> None:
     fastest = choose(WIDE, 8, TWO_A_NODE, Objective(), is_plain)[0].best[0].time.tokens_per_second
     fewest, _ = choose(WIDE, 8, TWO_A_NODE, Objective("gpus", tokens_per_second=0.9 * fastest), is_plain)
     assert fewest.num_gpus == next(n for n in every if fits(n, 0.9 * fastest))
+
+
+# 5 layers, 6 heads and 12 sequences: 6 accelerators are faster than 8, and some numbers have no layout
+UNEVEN = small(num_layers=5, num_attention_heads=6, hidden_size=384, vocab_size=2048, global_batch_size=12)
+NUMBERS = (1, 2, 4, 6, 8, 10, 12, 14)
+
+
+@functools.cache
+def reached(num_gpus: int, gib: float) -> float:
+    """Return the tokens/s of the best layout by a whole search, 0 if nothing fits."""
+    try:
+        best = search(UNEVEN, num_gpus, two_a_node(gib), is_plain).best
+    except ConfigError:
+        return 0.0
+    return best[0].time.tokens_per_second if best else 0.0
+
+
+@given(st.sampled_from([2.0, 0.15, 0.08]), st.floats(0.05, 1.1), st.sampled_from(NUMBERS))
+@settings(max_examples=25, deadline=None)
+def test_the_fewest_accelerators_equal_a_search_of_every_number(gib: float, share: float, most: int) -> None:
+    every = {number: reached(number, gib) for number in NUMBERS}
+    goal = share * max(every.values())
+    enough = [number for number in NUMBERS if number <= most and every[number] >= goal]
+    objective = Objective("gpus", tokens_per_second=goal)
+    if enough:
+        assert choose(UNEVEN, most, two_a_node(gib), objective, is_plain)[0].num_gpus == enough[0]
+    else:
+        with pytest.raises(ConfigError, match="no layout on up to"):
+            choose(UNEVEN, most, two_a_node(gib), objective, is_plain)
+
+
+def test_more_accelerators_can_be_slower() -> None:
+    rates = [reached(number, 0.15) for number in NUMBERS]
+    assert rates != sorted(rates)
 
 
 def test_the_cheapest_tokens_cost_what_their_accelerators_do() -> None:
