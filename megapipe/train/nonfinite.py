@@ -95,7 +95,7 @@ def repeat_step(runtime: TrainingRuntime, microbatches: Microbatches) -> str:
     runtime.gather.finish()
     if runtime.graphs is not None:
         runtime.graphs.release()  # a replay runs no hooks
-    average = LossAverage(runtime.plan.config.training.calculate_per_token_loss)
+    average = LossAverage.of(runtime.plan)
     objective = average.objective(lambda: runtime.optimizer.loss_scale)
     try:
         runtime.reducer.begin_step(len(microbatches))

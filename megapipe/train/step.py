@@ -1,7 +1,9 @@
 """One optimizer step: forwards and backwards, average of the loss, gradient reduction, update; timers of its phases.
 
-The loss is the mean of the microbatches' means, or over tokens with --calculate-per-token-loss. Gradients are raw sums
-over microbatches and replicas; the optimizer divides them by `PendingLoss.denominator`.
+The reported loss is the mean over the tokens of the global batch that a loss mask leaves, as in Megatron. What is
+differentiated is the mean of the microbatches' means, or with --calculate-per-token-loss the reported one; they differ
+only under a loss mask. Gradients are raw sums over microbatches and replicas; the optimizer divides them by
+`PendingLoss.denominator`.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ from megapipe.monitor.heartbeat import READING, Heartbeat
 from megapipe.optimizer.optimizer import StepReport
 from megapipe.optimizer.schedule import Rates
 from megapipe.pipeline.engine import BegunRun, Step
+from megapipe.plan.run_plan import RunPlan
 from megapipe.schedule.action import Op, parse_action
 
 PHASE_LEVEL, ACTION_LEVEL = 1, 2
@@ -127,6 +130,7 @@ class PendingLoss:
     work: Work
     per_token: bool
     num_microbatches: float  # of the global batch
+    all_tokens: float  # of the global batch, also those that a loss mask hides
 
     @property
     def denominator(self) -> float:
@@ -134,18 +138,27 @@ class PendingLoss:
         return max(self.wait().num_tokens, 1.0) if self.per_token else self.num_microbatches
 
     def wait(self) -> StepLoss:
-        """Wait for the all-reduce and return the loss."""
+        """Wait for the all-reduce and return the loss: without a mask the mean of means, which is that over tokens."""
         self.work.wait()
         loss_sum, num_tokens, means = self.totals.tolist()
-        loss = loss_sum / max(num_tokens, 1.0) if self.per_token else means / self.num_microbatches
+        is_over_tokens = self.per_token or num_tokens != self.all_tokens
+        loss = loss_sum / max(num_tokens, 1.0) if is_over_tokens else means / self.num_microbatches
         return StepLoss(loss, num_tokens)
 
 
 @dataclass(frozen=True)
 class LossAverage:
-    """The rule of the average."""
+    """The rule of the average that is differentiated and of the reported one, which is always over tokens."""
 
     per_token: bool  # over the tokens of the global batch; else over each microbatch's tokens, then over microbatches
+    microbatch_tokens: int  # on one rank, also those that a loss mask hides
+
+    @classmethod
+    def of(cls, plan: RunPlan) -> LossAverage:
+        """Return the rule of a run."""
+        training = plan.config.training
+        tokens = training.micro_batch_size * plan.config.model.seq_length // plan.topology.cp
+        return cls(training.calculate_per_token_loss, tokens)
 
     def objective(self, loss_scale: Callable[[], float]) -> Any:
         """Return the engine's `loss`: StageLoss -> (scalar to differentiate, the same detached).
@@ -176,12 +189,13 @@ class LossAverage:
             means = [report.loss_sum / report.num_tokens.clamp(min=1) for report in reports]
             totals[2] = torch.stack(means).double().sum()
         work = all_reduce(totals, groups.world, async_op=True)
-        return PendingLoss(totals, work, self.per_token, float(num_microbatches * groups.dp_cp.size))
+        count = float(num_microbatches * groups.dp_cp.size)
+        return PendingLoss(totals, work, self.per_token, count, count * self.microbatch_tokens)
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """The outcome of one step, the same on every rank. loss: before the update, averaged as the configuration says."""
+    """The outcome of one step, the same on every rank. loss: before the update, the mean over the batch's tokens."""
 
     loss: float
     num_tokens: float
@@ -233,7 +247,7 @@ class TrainStep:
         self.runtime = runtime
         self.unsettled: StepBatch | None = None  # the last step, where its result is not known yet
         self._timers = timers or Timers(0, torch.device("cpu"))
-        self._average = LossAverage(runtime.plan.config.training.calculate_per_token_loss)
+        self._average = LossAverage.of(runtime.plan)
         self._count_zero_gradients = count_zero_gradients
 
     def run(self, microbatches: Sequence[Microbatch], rates: Rates) -> StepResult:

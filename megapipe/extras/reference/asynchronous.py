@@ -55,7 +55,7 @@ def asynchronous_step(
     set_lr(optimizer, lr, decoupled_lr)
     parameters = dict(model.named_parameters())
     history = [_snapshot(parameters)]
-    losses: list[float] = []
+    loss_sum = num_tokens = 0.0
     averaged: dict[str, Tensor] = {}
     for first in range(0, len(microbatches), delays.group_size):
         group = range(first, min(first + delays.group_size, len(microbatches)))
@@ -63,8 +63,8 @@ def asynchronous_step(
         for k in group:
             weights = {name: history[delays.versions(stage_of[name], k)][name] for name in parameters}
             for microbatch in microbatches[k]:
-                loss, gradients = _loss_and_gradients(model, weights, microbatch)
-                losses.append(loss)
+                found, count, gradients = _loss_and_gradients(model, weights, microbatch)
+                loss_sum, num_tokens = loss_sum + found, num_tokens + count
                 for name, gradient in gradients.items():
                     averaged[name] += gradient / (len(group) * len(microbatches[k]))
         for name, parameter in parameters.items():
@@ -72,18 +72,21 @@ def asynchronous_step(
         optimizer.step()
         history.append(_snapshot(parameters))
     norm = torch.stack([gradient.norm() for gradient in averaged.values()]).norm().item()
-    return StepResult(sum(losses) / len(losses), norm, averaged)
+    return StepResult(loss_sum / max(num_tokens, 1), norm, averaged)
 
 
 def _loss_and_gradients(
     model: nn.Module, weights: Mapping[str, Tensor], microbatch: Microbatch
-) -> tuple[float, dict[str, Tensor]]:
-    """Return the mean loss of one microbatch with the given weights, and its gradients."""
+) -> tuple[float, float, dict[str, Tensor]]:
+    """Return the loss of one microbatch with the given weights, its tokens, and the gradients of the mean over them."""
     leaves = {name: weight.detach().requires_grad_() for name, weight in weights.items()}
     loss_sum, num_tokens = torch.func.functional_call(model, leaves, kwargs=dict(microbatch))
-    loss = loss_sum / num_tokens.clamp(min=1)
-    loss.backward()
-    return loss.item(), {name: leaf.grad for name, leaf in leaves.items() if leaf.grad is not None}
+    (loss_sum / num_tokens.clamp(min=1)).backward()
+    return (
+        loss_sum.item(),
+        num_tokens.item(),
+        {name: leaf.grad for name, leaf in leaves.items() if leaf.grad is not None},
+    )
 
 
 def _snapshot(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -18,7 +18,7 @@ Microbatch = Mapping[str, Any]
 class StepResult:
     """The result of one optimizer step."""
 
-    loss: float  # the value whose gradient was computed
+    loss: float  # the mean over the tokens that loss masks leave
     grad_norm: float  # L2 over all parameters, before clipping
     grads: dict[str, Tensor]  # by parameter name, before clipping
 
@@ -34,9 +34,10 @@ def reference_step(
 ) -> StepResult:
     """Run one optimizer step over a global batch: the microbatches of all data-parallel ranks, with equal weights.
 
-    The loss is the mean over a microbatch's tokens (weighted by loss_mask; at least 1), then over microbatches; with
-    per_token_loss the sum over all microbatches divided by all their tokens. Gradients are scaled by
-    clip_grad / (norm + 1e-6) if that is below 1; clip_grad 0: no clipping. lr, decoupled_lr: see set_lr.
+    The reported loss is the sum over all microbatches divided by all their tokens (weighted by loss_mask; at least 1).
+    Gradients are those of the mean over a microbatch's tokens, then over microbatches; with per_token_loss of the
+    reported loss. They are scaled by clip_grad / (norm + 1e-6) if that is below 1; clip_grad 0: no clipping.
+    lr, decoupled_lr: see set_lr.
     """
     set_lr(optimizer, lr, decoupled_lr)
     optimizer.zero_grad(set_to_none=True)
@@ -45,9 +46,8 @@ def reference_step(
     for microbatch in microbatches:
         loss_sum, num_tokens = model(**microbatch)
         denominator = max(total_tokens, 1) if per_token_loss else num_tokens.clamp(min=1) * len(microbatches)
-        share = loss_sum / denominator
-        share.backward()
-        loss += share.item()
+        (loss_sum / denominator).backward()
+        loss += loss_sum.item() / max(total_tokens, 1)
     grads = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
     result_grads = {name: grad.clone() for name, grad in grads.items()}
     norms = [torch.linalg.vector_norm(grad, dtype=at_least_fp32(grad.dtype)) for grad in grads.values()]
