@@ -200,8 +200,9 @@ class Training:
                 if signal is not None:
                     return signal
                 result = self._step.evaluate(read_microbatches(self.runtime, loader, first + i * samples, count, None))
-                # the mean of the batches' losses, or of all their tokens
-                weight = result.num_tokens if training.calculate_per_token_loss else 1.0
+                # the mean of the batches' losses, under a loss mask of all their tokens
+                is_over_tokens = training.calculate_per_token_loss or self.runtime.plan.config.data.eod_mask_loss
+                weight = result.num_tokens if is_over_tokens else 1.0
                 weighted += result.loss * weight
                 weights += weight
                 tokens += result.num_tokens
