@@ -9,6 +9,6 @@ settings. A tensor or setting that the other side cannot express is an error tha
   config.json and safetensors files
 - `pickled`: pickled files and folders of torch.distributed.checkpoint, read without executing anything in them
 - `megatron`: names of tensors and args; `megatron_legacy`, `megatron_dist`: its formats `torch`, also written, and
-  `torch_dist`
+  `torch_dist`; `megatron_buckets`: optimizer state stored by gradient buckets
 - `dcp_run`: runs saved by torch.distributed.checkpoint
 """

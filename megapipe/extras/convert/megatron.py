@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from megapipe.config.config import Config
@@ -29,6 +30,8 @@ from megapipe.extras.convert.tables import (
     read_fields,
     write_keys,
 )
+from megapipe.sharding.boxes import pieces
+from megapipe.sharding.spec import ParamSpec
 
 TRACKER, COMMON = "latest_checkpointed_iteration.txt", "common.pt"
 MOMENTS = "exp_avg", "exp_avg_sq"
@@ -61,6 +64,16 @@ def renamed(name: str, shift: int = 0, fused: bool = False) -> str:
     return name
 
 
+def joined(spec: ParamSpec, parts: Sequence[Tensor], num_rows: int) -> Tensor:
+    """Return the first `num_rows` rows of a tensor, without vocabulary padding, from the slices of all tp ranks."""
+    whole = torch.empty(spec.shape, dtype=parts[0].dtype)
+    for tp_rank, part in enumerate(parts):
+        for piece in pieces(spec, tp_rank, len(parts)):
+            if piece.owned:
+                whole[piece.box.slices] = part.flatten()[piece.start : piece.stop].view(piece.box.shape)
+    return whole if num_rows == spec.shape[0] else whole[:num_rows].clone()
+
+
 # args that change what the model computes and that megapipe lacks, with the value that has no effect
 UNSUPPORTED: dict[str, Any] = {
     "num_experts": None,
@@ -77,6 +90,11 @@ UNSUPPORTED: dict[str, Any] = {
     "apply_query_key_layer_scaling": False,
     "normalize_attention_scores": True,
     "use_legacy_models": False,
+    "softmax_type": "vanilla",
+    "glu_linear_offset": 0.0,
+    "activation_func_clamp_value": None,
+    "linear_attention_freq": None,
+    "use_mup": False,
 }
 ACTIVATIONS = {
     "swiglu": "swiglu",
@@ -162,6 +180,7 @@ def read_blocks(args: Settings) -> dict[str, Any]:
 
 
 EPSILONS = ("norm_epsilon", "layernorm_epsilon")  # the second in older versions
+ZERO_CENTERED = ("layernorm_zero_centered_gamma", "apply_layernorm_1p")  # the second before version 0.17
 SAME_NAME = {  # args with the name and meaning of our field, with their defaults
     "kv_channels": lambda args: args["hidden_size"] // args["num_attention_heads"],
     "rotary_base": 10000.0,
@@ -180,7 +199,11 @@ SIZES = "num_layers hidden_size num_attention_heads seq_length max_position_embe
 MODEL_RULES = (
     *(key(name, name) for name in SIZES),
     *(key(name, name, default) for name, default in SAME_NAME.items()),
-    key("apply_layernorm_1p", "layernorm_zero_centered_gamma", False),
+    Rule(
+        ZERO_CENTERED,
+        lambda args: {"layernorm_zero_centered_gamma": any(bool(args.get(name)) for name in ZERO_CENTERED)},
+        lambda layers: dict.fromkeys(ZERO_CENTERED, layers[0].layernorm_zero_centered_gamma),
+    ),
     Rule(
         tuple(ACTIVATIONS),
         lambda args: {"activation": next((ours for theirs, ours in ACTIVATIONS.items() if args.get(theirs)), "gelu")},
@@ -238,8 +261,9 @@ def read_config(args: Settings, vocab_size: int | None) -> Config:
             f"the checkpoint only has padded_vocab_size {padded}: give the true size (the tokenizer's) with "
             f"--vocab-size, or --vocab-size {padded} if there is no padding"
         )
-    if vocab_size is None:  # NullTokenizer adds an eod token
-        vocab_size = int(args["vocab_size"]) + (args.get("tokenizer_type") == "NullTokenizer")
+    if vocab_size is None:
+        adds_eod = args.get("tokenizer_type") == "NullTokenizer" and "null_tokenizer_eod_id" not in args  # before 0.17
+        vocab_size = int(args["vocab_size"]) + adds_eod
     if vocab_size > padded:
         raise ConfigError(f"a vocabulary of {vocab_size} tokens does not fit into padded_vocab_size {padded}")
     config = Config(
@@ -250,6 +274,34 @@ def read_config(args: Settings, vocab_size: int | None) -> Config:
     )
     check(config)
     return config
+
+
+def read_run_config(args: Settings, vocab_size: int | None, keeps_padding: bool) -> tuple[Config, tuple[str, ...]]:
+    """Return our configuration of a Megatron run and remarks on its vocabulary.
+
+    keeps_padding: the padding rows, which Megatron trains and counts in the softmax, become part of the vocabulary.
+    """
+    padded = int(args["padded_vocab_size"])
+    if not keeps_padding:
+        return read_config(args, vocab_size), ()
+    config = read_config(args, padded)
+    if vocab_size is None and args.get("vocab_size") is None:
+        tokens = "an unknown number are tokens"
+    else:
+        true_size = read_config(args, vocab_size).model.vocab_size
+        if true_size == padded:
+            return config, ()
+        tokens = f"{true_size} are tokens"
+    remark = (
+        f"kept all {padded} rows of the vocabulary, of which {tokens}: Megatron trains its padding and counts it in "
+        "the softmax, so losses continue as they were; --drop-vocab-padding leaves it out"
+    )
+    if args.get("tokenizer_type") == "NullTokenizer":
+        remark += (
+            f"; the end of a document by NullTokenizer would now be token {padded - 1}: it has no effect on losses "
+        )
+        remark += "without --eod-mask-loss, --reset-position-ids and --reset-attention-mask"
+    return config, (remark,)
 
 
 def _given(args: Settings, names: str) -> dict[str, Any]:
@@ -271,6 +323,7 @@ def run_snapshot(
     args: Settings,
     content: Mapping[str, Any],
     optimizer: OptimizerState | None,
+    remarks: tuple[str, ...] = (),
 ) -> Snapshot:
     """Return the Snapshot of a run, or without optimizer state that of a model at step 0.
 
@@ -278,7 +331,7 @@ def run_snapshot(
     """
     state = fresh_state(config.precision.dtype)
     if optimizer is None:
-        return Snapshot(config, tensors, state)
+        return Snapshot(config, tensors, state, remarks=remarks)
     step = int(content.get("iteration", args.get("iteration", 0)))
     samples = int(args.get("consumed_train_samples") or 0)
     state["training"] = {
@@ -300,7 +353,7 @@ def run_snapshot(
     state["random"] = {"seed": config.training.seed}
     if content.get("opt_param_scheduler") is not None:
         state["schedules"] = read_schedules(content["opt_param_scheduler"], args)
-    return Snapshot(config, tensors, state)
+    return Snapshot(config, tensors, state, remarks=remarks)
 
 
 def read_schedules(scheduler: Mapping[str, Any], args: Settings) -> dict[str, Any]:

@@ -32,7 +32,8 @@ from megapipe.extras.convert.megatron import (
     TRY_WEIGHTS_ONLY,
     OptimizerState,
     iteration_folder,
-    read_config,
+    joined,
+    read_run_config,
     renamed,
     run_snapshot,
     write_args,
@@ -90,9 +91,16 @@ class Chunk:
         return tensor
 
 
-def read(root: Path, step: int | None = None, vocab_size: int | None = None, weights_only: bool = False) -> Snapshot:
+def read(
+    root: Path,
+    step: int | None = None,
+    vocab_size: int | None = None,
+    weights_only: bool = False,
+    drop_padding: bool = False,
+) -> Snapshot:
     """Read a Megatron run, with optimizer state if there is any, unless weights_only.
 
+    A run with optimizer state keeps its vocabulary padding unless drop_padding.
     Raises ConfigError, CheckpointError naming a tensor that is missing, unexpected or of another shape.
     """
     folder = iteration_folder(root, step)
@@ -100,7 +108,7 @@ def read(root: Path, step: int | None = None, vocab_size: int | None = None, wei
     args = vars(first["args"])
     keys = {"master": "master" if "master" in stages[0][0].tensors else "weights"}  # ours -> those of the chunks
     keys |= {key: key for key in MOMENTS} if state is not None else {}
-    config = read_config(args, vocab_size)
+    config, remarks = read_run_config(args, vocab_size, state is not None and not drop_padding)
     tp = len(stages[0])
     padded = resolve_model(dataclasses.replace(config.model, padded_vocab_size=int(args["padded_vocab_size"])), tp)
     located = _locate(folder, stages, padded.num_layers)
@@ -114,7 +122,7 @@ def read(root: Path, step: int | None = None, vocab_size: int | None = None, wei
         for key, theirs in keys.items():
             ranks = enumerate(stages[stage])
             parts = tuple(chunk.tensor(theirs, name, spec.local_shape(tp_rank, tp)) for tp_rank, chunk in ranks)
-            tensors[f"{key}/{spec.name}"] = LazyTensor(shape, parts[0].dtype, partial(_join, spec, parts, shape[0]))
+            tensors[f"{key}/{spec.name}"] = LazyTensor(shape, parts[0].dtype, partial(joined, spec, parts, shape[0]))
     if not config.model.untie_embeddings_and_output_weights and HEAD in located:
         stage, name = located.pop(HEAD)
         for copy, original in zip(stages[stage], stages[0], strict=True):
@@ -124,7 +132,7 @@ def read(root: Path, step: int | None = None, vocab_size: int | None = None, wei
         stage, _ = next(iter(located.values()))
         names = [name for _, name in located.values()]
         check_nothing_left(stages[stage][0].path, names, "the model that its args describe")
-    return run_snapshot(config, tensors, args, first, state)
+    return run_snapshot(config, tensors, args, first, state, remarks)
 
 
 def _load_stages(folder: Path, weights_only: bool) -> tuple[list[list[Chunk]], dict[Any, Any], OptimizerState | None]:
@@ -186,16 +194,6 @@ def _locate(folder: Path, stages: list[list[Chunk]], num_layers: int) -> dict[st
     if first != num_layers:
         raise CheckpointError(f"{folder} holds {first} layers, its args say num_layers {num_layers}")
     return located
-
-
-def _join(spec: ParamSpec, parts: Sequence[Tensor], num_rows: int) -> Tensor:
-    """Return the first `num_rows` rows of a tensor, without vocabulary padding, from the slices of all tp ranks."""
-    whole = torch.empty(spec.shape, dtype=parts[0].dtype)
-    for tp_rank, part in enumerate(parts):
-        for piece in pieces(spec, tp_rank, len(parts)):
-            if piece.owned:
-                whole[piece.box.slices] = part.flatten()[piece.start : piece.stop].view(piece.box.shape)
-    return whole if num_rows == spec.shape[0] else whole[:num_rows].clone()
 
 
 # -------------------------------------------------------------------------------------------- optimizer state

@@ -57,11 +57,7 @@ class StandIn:
 def load_pickled(path: Path) -> dict[Any, Any]:
     """Return the dictionary that torch.save wrote, with tensors mapped from disk. Raises CheckpointError."""
     try:
-        unknown = set(torch.serialization.get_unsafe_globals_in_checkpoint(path)) - {"argparse.Namespace"}
-        allowed: list[Any] = [(type(name.rpartition(".")[2], (StandIn,), {}), name) for name in sorted(unknown)]
-        allowed.append(argparse.Namespace)
-        with torch.serialization.safe_globals(allowed):
-            content = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+        content = _load(path, mmap=True)
     except FileNotFoundError:
         raise CheckpointError(f"{path}: no such file") from None
     except (OSError, RuntimeError, ValueError, EOFError, pickle.UnpicklingError) as error:
@@ -69,6 +65,17 @@ def load_pickled(path: Path) -> dict[Any, Any]:
     if not isinstance(content, dict):
         raise CheckpointError(f"{path} holds a {type(content).__name__}, not the dictionary of a checkpoint")
     return content
+
+
+def _load(file: Any, mmap: bool = False) -> Any:
+    """Return what torch.save wrote, with an inert placeholder for each object of an unknown class."""
+    unknown = set(torch.serialization.get_unsafe_globals_in_checkpoint(file)) - {"argparse.Namespace"}
+    if not mmap:
+        file.seek(0)
+    allowed: list[Any] = [(type(name.rpartition(".")[2], (StandIn,), {}), name) for name in sorted(unknown)]
+    allowed.append(argparse.Namespace)
+    with torch.serialization.safe_globals(allowed):
+        return torch.load(file, map_location="cpu", mmap=mmap, weights_only=True)
 
 
 def _first_line(error: Exception) -> str:
@@ -86,14 +93,17 @@ class StoredValue:
     start: int
     num_bytes: int
 
-    def read(self) -> Any:
-        """Read tensors, numbers, strings and containers of them. Raises CheckpointError for all else."""
+    def read(self, with_stand_ins: bool = False) -> Any:
+        """Read tensors, numbers, strings and containers of them. Raises CheckpointError for all else.
+
+        with_stand_ins: return an inert placeholder for each object of an unknown class.
+        """
         try:
             with open(self.path, "rb") as file:
                 file.seek(self.start)
                 content = io.BytesIO(file.read(self.num_bytes))
-                return torch.load(content, map_location="cpu", weights_only=True)
-        except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
+                return _load(content) if with_stand_ins else torch.load(content, map_location="cpu", weights_only=True)
+        except (OSError, RuntimeError, ValueError, EOFError, pickle.UnpicklingError) as error:
             raise CheckpointError(f"{self.path}: {self.name} cannot be read: {_first_line(error)}") from None
 
 

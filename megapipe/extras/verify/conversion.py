@@ -47,14 +47,28 @@ class Comparison:
 
 def compare(snapshot: Snapshot, folder: Path) -> Comparison:
     """Compare a snapshot's model with that of a Hugging Face folder on random tokens, in fp32 on the CPU."""
-    model = snapshot.config.model
-    assert model.vocab_size is not None
-    length = min(LONGEST, unpadded(model).max_position_embeddings or LONGEST)
-    tokens = torch.randint(model.vocab_size, (BATCH, length), generator=torch.Generator().manual_seed(1))
+    assert snapshot.config.model.vocab_size is not None
+    tokens = random_tokens(snapshot, snapshot.config.model.vocab_size)
     theirs = hugging_face_logits(folder, tokens)
     ours = stage_logits(snapshot, tokens)
     same = (ours.argmax(-1) == theirs.argmax(-1)).float().mean().item()
     return Comparison((ours - theirs).abs().max().item(), theirs.abs().max().item(), same, tokens.numel())
+
+
+def random_tokens(snapshot: Snapshot, vocab_size: int) -> Tensor:
+    length = min(LONGEST, unpadded(snapshot.config.model).max_position_embeddings or LONGEST)
+    return torch.randint(vocab_size, (BATCH, length), generator=torch.Generator().manual_seed(1))
+
+
+def loss_of_padding(snapshot: Snapshot, vocab_size: int) -> tuple[float, int]:
+    """Return how much of the loss is due to rows from vocab_size on in the softmax, and the tokens it was measured on.
+
+    This is the mean of -log(1 - p), p: the probability of all those rows.
+    """
+    tokens = random_tokens(snapshot, vocab_size)
+    logits = stage_logits(snapshot, tokens).double()
+    change = logits.logsumexp(-1) - logits[..., :vocab_size].logsumexp(-1)
+    return change.mean().item(), tokens.numel()
 
 
 @torch.no_grad()

@@ -1,0 +1,247 @@
+"""Runs that Megatron-Core 0.19.2 trained and saved on CPU, in each of its formats, read and continued here.
+
+The fixtures' README says what they are. Their vocabulary has 101 tokens in 128 rows, all of them in Megatron's softmax.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megapipe.config.model import ModelConfig
+from megapipe.errors import CheckpointError, ConfigError
+from megapipe.extras.cli.convert import main
+from megapipe.extras.cli.convert import read as read_source
+from megapipe.extras.convert import megatron_buckets, megatron_dist
+from megapipe.extras.convert.megatron_buckets import Place, lay_out
+from megapipe.extras.convert.snapshot import LazyTensor, Snapshot, read_checkpoint
+from megapipe.extras.convert.tables import unpadded
+from megapipe.layers.embedding import WORD_EMBEDDING
+from megapipe.layers.model import model_parameters
+from megapipe.sharding.boxes import Box
+from tests.train import jobs
+from tests.train.jobs import job
+
+FIXTURES = Path(__file__).parents[2] / "fixtures" / "megatron_runs"
+FORMATS = ("plain", "dp_reshardable", "fully_reshardable", "legacy")
+STEPS = range(4, 14)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("megatron_runs")
+    with tarfile.open(FIXTURES / "checkpoints.tar.xz") as archive:
+        archive.extractall(root, filter="data")
+    return root
+
+
+def read(folder: Path, *flags: str) -> Snapshot:
+    return read_source("megatron", main.parse([str(folder), *flags]))
+
+
+def values(snapshot: Snapshot) -> dict[str, torch.Tensor]:
+    return {name: tensor.detach() for name, tensor in snapshot.tensors.items()}
+
+
+def test_buckets_hold_the_state_that_megatron_stores_by_name(runs: Path) -> None:
+    buckets, named = (read(runs / kind) for kind in ("dp_reshardable", "fully_reshardable"))
+    assert not (runs / "dp_reshardable" / "iter_0000003" / "common.pt").exists()
+    expected = values(named)
+    assert expected.keys() == buckets.tensors.keys()
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in values(buckets).items())
+    assert (buckets.state, buckets.config) == (named.state, named.config)
+    assert buckets.state["training"]["step"] == buckets.state["optimizer"]["num_steps"] == 3
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_the_next_ten_losses_are_megatrons(
+    runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([str(runs / kind), str(tmp_path / "ours")]) == 0
+    assert "kept all 128 rows of the vocabulary, of which 101 are tokens" in capsys.readouterr().out
+    monkeypatch.setattr(jobs, "TINY", "--num-workers 0 --eval-iters 0 --log-interval 1 --device cpu")
+    code, said = job(
+        f"--load {tmp_path / 'ours'} --use-checkpoint-args --use-checkpoint-opt-param-scheduler --lr 1e-2 "
+        "--min-lr 1e-3 --adam-beta2 0.95 --weight-decay 0.1 --micro-batch-size 2 --global-batch-size 8 "
+        f"--train-iters 40 --exit-interval 13 --seed 1234 --data-path {FIXTURES / 'corpus'} --split 100,0,0 "
+        f"--data-cache-path {tmp_path / 'cache'} --save {tmp_path / 'run'}"
+    )
+    assert code == 0, said
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    steps = [line for line in lines if line["kind"] == "step"]
+    curve = json.loads((FIXTURES / "curves.json").read_text())[kind]
+    assert [line["step"] for line in steps] == list(STEPS)
+    assert [line["loss"] for line in steps] == pytest.approx(curve["losses"][3:], abs=1e-6)
+    assert [line["grad_norm"] for line in steps] == pytest.approx(curve["grad_norms"][3:], rel=1e-5)
+    assert [line["lr"] for line in steps] == pytest.approx(curve["lrs"][3:], rel=1e-6)
+
+
+# ------------------------------------------------------------------------------------------------ the vocabulary
+
+
+def test_padding_rows_are_dropped_only_on_demand(
+    runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    kept = read(runs / "plain")
+    dropped = read(runs / "plain", "--drop-vocab-padding")
+    weights = read(runs / "plain", "--weights-only")
+    sizes = [snapshot.config.model.vocab_size for snapshot in (kept, dropped, weights)]
+    assert sizes == [128, 101, 101] and not dropped.remarks and not weights.remarks
+    whole, cut = values(kept), values(dropped)
+    assert all(torch.equal(tensor, whole[name][: tensor.shape[0]]) for name, tensor in cut.items())
+    assert whole["exp_avg_sq/output_layer.weight"][101:].abs().min() > 0, "Megatron trains the padding"
+    assert main([str(runs / "plain"), str(tmp_path / "ours"), "--drop-vocab-padding"]) == 0
+    said = capsys.readouterr().out
+    change = float(said.split("the loss is ")[1].split()[0])
+    assert "128 rows to 101" in said and 0.1 < change < 0.4
+
+
+def test_padding_rows_go_to_megatron_and_back(runs: Path, tmp_path: Path) -> None:
+    first = read(runs / "plain")
+    assert main([str(runs / "plain"), str(tmp_path / "ours")]) == 0
+    line = f"{tmp_path / 'ours'} {tmp_path / 'theirs'} --to megatron --tensor-model-parallel-size 2"
+    assert main(line.split()) == 0
+    weights = read(tmp_path / "theirs").weights
+    assert all(torch.equal(tensor.detach(), weights[name].detach()) for name, tensor in first.weights.items())
+
+
+def test_the_true_size_is_needed_only_to_drop_rows(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    common = megatron_dist._common
+
+    def without_size(*arguments: Any) -> Any:
+        content = common(*arguments)
+        content["args"].vocab_size = None
+        return content
+
+    monkeypatch.setattr(megatron_dist, "_common", without_size)
+    (remark,) = read(runs / "plain").remarks
+    assert "of which an unknown number are tokens" in remark
+    with pytest.raises(ConfigError, match="only has padded_vocab_size 128: give the true size"):
+        read(runs / "plain", "--drop-vocab-padding")
+    assert read(runs / "plain", "--drop-vocab-padding", "--vocab-size", "90").config.model.vocab_size == 90
+
+
+# ---------------------------------------------------------------------------------------------------- the layout
+
+
+LAYOUTS: dict[str, tuple[list[int], dict[str, Place] | None]] = {
+    "one_bucket": ([64 * 2 + 20], {"a": Place(0, 0, 40), "b": Place(0, 64, 64), "c": Place(0, 128, 20)}),
+    "a_bucket_each": ([40, 64, 20], {"a": Place(0, 0, 40), "b": Place(1, 0, 64), "c": Place(2, 0, 20)}),
+    "before_a_shared_embedding": ([64, 64, 20], {"a": Place(0, 0, 40), "b": Place(1, 0, 64), "c": Place(2, 0, 20)}),
+    "too_large": ([64 * 3 + 20], None),
+    "one_parameter_less": ([64 + 64], None),
+}
+
+
+@pytest.mark.parametrize(("sizes", "expected"), LAYOUTS.values(), ids=LAYOUTS.keys())
+def test_parameters_fill_buckets_from_multiples_of_64(sizes: list[int], expected: dict[str, Place] | None) -> None:
+    assert lay_out([("a", 40), ("b", 64), ("c", 20)], sizes) == expected
+
+
+@dataclasses.dataclass(frozen=True)
+class Flat:
+    """A flat tensor of a bucket, in memory."""
+
+    values: torch.Tensor
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.values.shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.values.dtype
+
+    def read(self, box: Box) -> torch.Tensor:
+        return self.values[box.slices]
+
+
+def test_a_tied_embedding_has_a_bucket_on_the_first_and_on_the_last_stage() -> None:
+    """The case is a GPT-2 in bf16 over pp 2, with Transformer Engine's order of the parameters."""
+    model = unpadded(ModelConfig(num_layers=2, hidden_size=8, num_attention_heads=2, vocab_size=32, seq_length=16))
+    generator = torch.Generator().manual_seed(5)
+    masters = {
+        spec.name: torch.randn(spec.shape, generator=generator)
+        for spec in model_parameters(model, sequence_parallel=False)
+    }
+    layer = "self_attention.linear_proj input_layernorm self_attention.linear_qkv pre_mlp_layernorm mlp.linear_fc1 "
+    modules = [
+        ["embedding.word_embeddings", "embedding.position_embeddings"]
+        + [f"decoder.layers.0.{name}" for name in f"{layer}mlp.linear_fc2".split()],
+        [f"decoder.layers.1.{name}" for name in f"{layer}mlp.linear_fc2".split()] + ["decoder.final_layernorm"],
+    ]
+    stored: dict[str, Any] = {}
+    for pp_rank, names in enumerate(modules):
+        order = [f"{name}.{kind}" for name in names for kind in ("weight", "bias") if f"{name}.{kind}" in masters]
+        order += [WORD_EMBEDDING] if pp_rank else []
+        buckets: list[list[torch.Tensor]] = [[]]
+        for name in reversed(order):
+            flat = masters[name].flatten()
+            if name == WORD_EMBEDDING:
+                buckets += [[flat], []]
+            else:
+                buckets[-1].append(torch.cat([flat, flat.new_zeros(-len(flat) % 64)]))
+        for number, parts in enumerate(parts for parts in buckets if parts):
+            for kind, factor in (("param", 1.0), ("exp_avg", 2.0), ("exp_avg_sq", 3.0)):
+                key = f"optimizer.distributed.dp_group_idx_{pp_rank}.gbuf_idx_0.dtype_x.bucket_idx_{number}.{kind}"
+                stored[key] = Flat(torch.cat(parts) * factor)
+    weights = {
+        name: LazyTensor(tuple(t.shape), torch.bfloat16, lambda t=t: t.bfloat16())  # type: ignore[misc]
+        for name, t in masters.items()
+    }
+    args = {"tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 2}
+    state = megatron_buckets.state_by_parameter(Path("f"), model, args, stored, weights)
+    for name, master in masters.items():
+        for key, factor in (("master", 1.0), ("exp_avg", 2.0), ("exp_avg_sq", 3.0)):
+            assert torch.equal(state[f"{key}/{name}"].detach(), master * factor), name
+
+
+def test_parameters_in_an_unknown_order_are_found_out(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    order = megatron_buckets.LAYER_ORDER
+    swapped = [*order[:5], *order[:4:-1]]  # fc2, fc1, norm in place of norm, fc1, fc2
+    for name in ("LAYER_ORDER", "FUSED_ORDER"):
+        monkeypatch.setattr(megatron_buckets, name, swapped)
+    with pytest.raises(CheckpointError, match=r"not the concatenation.*--dist-ckpt-optim-fully-reshardable"):
+        read(runs / "dp_reshardable")
+
+
+def test_a_master_that_differs_from_its_weight_is_found_out(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    weights: dict[str, Any] = {}
+    tensors = megatron_buckets._tensors
+
+    def shifted(folder: Path, stage: Any, given: dict[str, Any], tp: int) -> Any:
+        name = "decoder.layers.1.mlp.linear_fc1.weight"
+        weights.update(given, **{name: dataclasses.replace(given[name], read=lambda: given[name].read() + 1)})
+        return tensors(folder, stage, weights, tp)
+
+    monkeypatch.setattr(megatron_buckets, "_tensors", shifted)
+    with pytest.raises(
+        CheckpointError, match=r"master of decoder.layers.1.mlp.linear_fc1.weight differs from the weight"
+    ):
+        values(read(runs / "dp_reshardable"))
+
+
+def test_missing_groups_are_named(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    common = megatron_dist._common
+
+    def of_another_grid(*arguments: Any) -> Any:
+        content = common(*arguments)
+        content["args"].tensor_model_parallel_size = 4
+        return content
+
+    monkeypatch.setattr(megatron_dist, "_common", of_another_grid)
+    with pytest.raises(CheckpointError, match="has 4 groups of gradient buffers, its args say tp 4 and pp 2"):
+        read(runs / "dp_reshardable")
+
+
+def test_a_converted_run_is_what_was_read(runs: Path, tmp_path: Path) -> None:
+    assert main([str(runs / "dp_reshardable"), str(tmp_path / "ours")]) == 0
+    expected = values(read(runs / "dp_reshardable"))
+    found = values(read_checkpoint(tmp_path / "ours"))
+    assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found)
