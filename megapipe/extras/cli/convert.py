@@ -167,7 +167,8 @@ def write(target_format: str, snapshot: Snapshot, own: argparse.Namespace) -> st
         return f"{dcp_run.write(snapshot, target)}: torch.distributed.checkpoint.load(state_dict, checkpoint_id=...)"
     tp, pp = own.tensor_model_parallel_size, own.pipeline_model_parallel_size
     folder = megatron_legacy.write(snapshot, target, tp, pp, own.transformer_impl == "transformer_engine")
-    return f"{folder}: in Megatron --load {target} --finetune --ckpt-format torch"
+    flags = "" if megatron_legacy.has_writable_optimizer(snapshot) else " --finetune"
+    return f"{folder}: in Megatron --load {target}{flags} --ckpt-format torch"
 
 
 def _measure_padding(snapshot: Snapshot, own: argparse.Namespace) -> None:

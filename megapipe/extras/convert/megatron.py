@@ -74,6 +74,20 @@ def joined(spec: ParamSpec, parts: Sequence[Tensor], num_rows: int) -> Tensor:
     return whole if num_rows == spec.shape[0] else whole[:num_rows].clone()
 
 
+# modules of a layer in the order in which Megatron creates them, with its own norms; Transformer Engine's are part of
+# the linear layer that follows
+LAYER_ORDER = (
+    "input_layernorm self_attention.linear_proj self_attention.linear_qkv self_attention.q_layernorm "
+    "self_attention.k_layernorm pre_mlp_layernorm mlp.linear_fc1 mlp.linear_fc2"
+).split()
+FUSED_ORDER = [LAYER_ORDER[1], LAYER_ORDER[0], *LAYER_ORDER[2:]]
+
+
+def place_in_layer(order: Sequence[str], spec: ParamSpec) -> int:
+    """Return the place of a layer's parameter in Megatron's order."""
+    return order.index(spec.name.split(".", 3)[3].rpartition(".")[0])
+
+
 # args that change what the model computes and that megapipe lacks, with the value that has no effect
 UNSUPPORTED: dict[str, Any] = {
     "num_experts": None,

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from megapipe.config.config import ResolvedModelConfig
 from megapipe.errors import CheckpointError
-from megapipe.extras.convert.megatron import MOMENTS, TRY_WEIGHTS_ONLY, joined
+from megapipe.extras.convert.megatron import FUSED_ORDER, LAYER_ORDER, MOMENTS, TRY_WEIGHTS_ONLY, joined, place_in_layer
 from megapipe.extras.convert.pickled import StoredTensor, StoredValue
 from megapipe.extras.convert.snapshot import LazyTensor
 from megapipe.layers.embedding import WORD_EMBEDDING
@@ -33,13 +33,6 @@ GROUP = re.compile(
 )
 KEYS = {"master": "param", **dict(zip(MOMENTS, MOMENTS, strict=True))}  # ours -> theirs
 ALIGNMENT = 64  # elements
-# modules of a layer in the order in which Megatron creates them, with its own norms; Transformer Engine's are part of
-# the linear layer that follows
-LAYER_ORDER = (
-    "input_layernorm self_attention.linear_proj self_attention.linear_qkv self_attention.q_layernorm "
-    "self_attention.k_layernorm pre_mlp_layernorm mlp.linear_fc1 mlp.linear_fc2"
-).split()
-FUSED_ORDER = [LAYER_ORDER[1], LAYER_ORDER[0], *LAYER_ORDER[2:]]
 
 
 class Place(NamedTuple):
@@ -113,7 +106,7 @@ def _stages(
         if isinstance(spec.owner, int):
             layers[spec.owner].append(spec)
     for layer in layers:
-        layer.sort(key=lambda spec: order.index(spec.name.split(".", 3)[3].rpartition(".")[0]))
+        layer.sort(key=partial(place_in_layer, order))
     stages, first = [], 0
     for number, ranks in enumerate(members):
         is_last = number == len(members) - 1

@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import re
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -26,20 +27,23 @@ from torch import Tensor
 from megapipe.errors import CheckpointError, ConfigError
 from megapipe.extras.convert.megatron import (
     EXTRA_STATE,
+    FUSED_ORDER,
     HEAD,
+    LAYER_ORDER,
     MOMENTS,
     TRACKER,
     TRY_WEIGHTS_ONLY,
     OptimizerState,
     iteration_folder,
     joined,
+    place_in_layer,
     read_run_config,
     renamed,
     run_snapshot,
     write_args,
 )
 from megapipe.extras.convert.pickled import load_pickled
-from megapipe.extras.convert.snapshot import LazyTensor, Snapshot, check_nothing_left, new_folder, one_step
+from megapipe.extras.convert.snapshot import DTYPES, LazyTensor, Snapshot, check_nothing_left, new_folder, one_step
 from megapipe.extras.convert.tables import unpadded
 from megapipe.layers.embedding import WORD_EMBEDDING
 from megapipe.layers.model import model_parameters, stage_parameters
@@ -327,7 +331,9 @@ def _unflatten(path: Path, buffer: Mapping[str, Any], weights: Weights) -> dict[
 
 
 def write(snapshot: Snapshot, root: Path, tp: int = 1, pp: int = 1, transformer_engine: bool = True) -> Path:
-    """Write weights in a new directory atomically, to --load --finetune in Megatron. Returns the iteration's folder.
+    """Write a run in a new directory atomically, to --load in Megatron. Returns the iteration's folder.
+
+    Its optimizer state is written if Megatron can continue it (`has_writable_optimizer`), else weights to --finetune.
 
     transformer_engine: use its names of norms instead of those of --transformer-impl local. Raises ConfigError for an
     unsuitable tp or pp or a model that Megatron's args cannot express, CheckpointError if root exists.
@@ -341,12 +347,17 @@ def write(snapshot: Snapshot, root: Path, tp: int = 1, pp: int = 1, transformer_
         raise ConfigError(f"--tensor-model-parallel-size {tp} {rule}")
     args = write_args(snapshot.config, snapshot.state, model.padded_vocab_size, tp, pp)
     args["transformer_impl"] = "transformer_engine" if transformer_engine else "local"
-    specs, whole = model_parameters(model, sequence_parallel=False), snapshot.weights
+    specs, whole = _in_order(model_parameters(model, sequence_parallel=False), transformer_engine), snapshot.weights
+    continues = has_writable_optimizer(snapshot)
+    if continues:  # beside fp32 masters the weights have the dtype of the run
+        whole = {name: tensor.to(DTYPES[snapshot.config.precision.dtype]) for name, tensor in whole.items()}
     folder = f"iter_{snapshot.step:07d}"
     with new_folder(root) as (disk, temporary):
         for pp_rank in range(pp):
             held = range(pp_rank * layers // pp, (pp_rank + 1) * layers // pp)
             stage = stage_parameters(specs, held, pp_rank == 0, pp_rank == pp - 1)
+            if pp_rank > 0:  # the copy of a tied embedding is the last stage's output layer
+                stage = tuple(sorted(stage, key=lambda spec: spec.owner == "embedding"))
             for tp_rank in range(tp):
                 weights: dict[str, Tensor | None] = {}  # layers are numbered from 0
                 for spec in stage:
@@ -354,6 +365,9 @@ def write(snapshot: Snapshot, root: Path, tp: int = 1, pp: int = 1, transformer_
                     if name == WORD_EMBEDDING and pp_rank > 0:
                         name = HEAD  # the last stage's copy of a tied embedding
                     weights[name] = _slice(spec, whole[spec.name].detach(), tp_rank, tp)
+                optimizer = {}
+                if continues:
+                    optimizer = _optimizer_content(snapshot, stage, tp_rank, tp)
                 if transformer_engine:
                     for layer in range(len(held)):
                         for module in EXTRA_STATE_MODULES:
@@ -363,14 +377,80 @@ def write(snapshot: Snapshot, root: Path, tp: int = 1, pp: int = 1, transformer_
                     "checkpoint_version": CHECKPOINT_VERSION,
                     "iteration": snapshot.step,
                     "model": weights,
+                    **optimizer,
                 }
                 rank = f"mp_rank_{tp_rank:02d}" + (f"_{pp_rank:03d}" if pp > 1 else "")
                 disk.make_folder(temporary / folder / rank)
                 with disk.create(temporary / folder / rank / MODEL_FILE) as file:
                     torch.save(content, cast(IO[bytes], file))  # it calls write and flush
-                del content, weights  # before the next rank's weights are read
+                del content, weights, optimizer  # before the next rank's weights are read
         disk.write_file(temporary / TRACKER, str(snapshot.step).encode())
     return root / folder
+
+
+def _in_order(specs: Sequence[ParamSpec], transformer_engine: bool) -> list[ParamSpec]:
+    """Return the parameters in the order in which Megatron creates them, which its optimizer numbers."""
+    order = FUSED_ORDER if transformer_engine else LAYER_ORDER
+    kinds = {"embedding": -1, "head": sys.maxsize}
+    return sorted(
+        specs,
+        key=lambda s: (s.owner, place_in_layer(order, s)) if isinstance(s.owner, int) else (kinds[s.owner], 0),
+    )
+
+
+def has_writable_optimizer(snapshot: Snapshot) -> bool:
+    """Return True for a run with Adam's state, fp32 masters and one learning rate, which Megatron can continue."""
+    state, weights = snapshot.state, snapshot.weights
+    return (
+        (state.get("optimizer") or {}).get("rule") == "adam"
+        and state.get("schedules") is not None
+        and snapshot.config.optimizer.decoupled_lr is None
+        and all(f"{key}/{name}" in snapshot.tensors for key in MOMENTS for name in weights)
+        and all(tensor.dtype == torch.float32 for tensor in weights.values())
+    )
+
+
+def _optimizer_content(snapshot: Snapshot, stage: Sequence[ParamSpec], tp_rank: int, tp: int) -> dict[str, Any]:
+    """Return the state of Megatron's plain Adam on one rank, and of its schedules."""
+
+    def cut(spec: ParamSpec, key: str) -> Tensor:
+        return _slice(spec, snapshot.tensors[f"{key}/{spec.name}"].detach(), tp_rank, tp).float()
+
+    state, config = snapshot.state, snapshot.config
+    steps, lr, decay = state["optimizer"]["num_steps"], state["schedules"]["lr"], state["schedules"]["weight_decay"]
+    groups, masters, moments = [], [], {}
+    for decays in (True, False):
+        members = [s for s in stage if (len(s.shape) > 1 and not s.name.endswith("bias")) == decays]
+        if not members:
+            continue
+        indices = list(range(len(moments), len(moments) + len(members)))
+        for index, spec in zip(indices, members, strict=True):
+            found = {key: cut(spec, key) for key in MOMENTS}
+            moments[index] = {"step": torch.tensor(float(steps)), **found}
+        groups.append({
+            "params": indices, "step": steps, "lr": lr["max_lr"], "max_lr": lr["max_lr"], "min_lr": lr["min_lr"] or 0.0,
+            "betas": (config.optimizer.adam_beta1, config.optimizer.adam_beta2), "eps": config.optimizer.adam_eps,
+            "weight_decay": decay["start"] if decays else 0.0, "wd_mult": float(decays), "lr_mult": 1.0,
+            "is_expert_parallel": False, "is_decoupled_lr": False, "default_config": True,
+        })  # fmt: skip
+        masters.append([cut(spec, "master") for spec in members])
+    optimizer: dict[str, Any] = {"state": moments, "param_groups": groups}
+    if config.precision.dtype != "fp32":
+        optimizer = {"optimizer": optimizer, "fp32_from_fp16_params": masters}
+    if config.precision.dtype == "fp16":
+        scaler = state["optimizer"]["loss_scaler"]
+        optimizer["grad_scaler"] = {
+            "scale": torch.tensor([scaler["scale"]]),
+            "growth_tracker": scaler["good_steps"],
+            "hysteresis_tracker": scaler["overflows_left"],
+        }
+    scheduler = {
+        "max_lr": lr["max_lr"], "min_lr": lr["min_lr"], "lr_decay_style": lr["style"],
+        "lr_warmup_steps": lr["warmup_samples"], "lr_decay_steps": lr["decay_samples"],
+        "num_steps": state["training"]["consumed_samples"], "start_wd": decay["start"], "end_wd": decay["end"],
+        "wd_incr_style": decay["style"], "wd_incr_steps": decay["ramp_samples"],
+    }  # fmt: skip
+    return {"optimizer": optimizer, "opt_param_scheduler": scheduler, "num_floating_point_operations_so_far": 0}
 
 
 def _slice(spec: ParamSpec, whole: Tensor, tp_rank: int, tp: int) -> Tensor:

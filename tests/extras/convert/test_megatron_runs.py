@@ -14,12 +14,13 @@ from typing import Any
 import pytest
 import torch
 
-from megapipe.config.model import ModelConfig
+from megapipe.config.model import ModelConfig, PrecisionConfig
 from megapipe.errors import CheckpointError, ConfigError
 from megapipe.extras.cli.convert import main
 from megapipe.extras.cli.convert import read as read_source
-from megapipe.extras.convert import megatron_buckets, megatron_dist
+from megapipe.extras.convert import megatron_buckets, megatron_dist, megatron_legacy
 from megapipe.extras.convert.megatron_buckets import Place, lay_out
+from megapipe.extras.convert.pickled import load_pickled
 from megapipe.extras.convert.snapshot import LazyTensor, Snapshot, read_checkpoint
 from megapipe.extras.convert.tables import unpadded
 from megapipe.layers.embedding import WORD_EMBEDDING
@@ -30,7 +31,7 @@ from tests.train.jobs import job
 
 FIXTURES = Path(__file__).parents[2] / "fixtures" / "megatron_runs"
 FORMATS = ("plain", "dp_reshardable", "fully_reshardable", "legacy")
-STEPS = range(4, 14)
+LONG = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
 @pytest.fixture(scope="module")
@@ -66,20 +67,60 @@ def test_the_next_ten_losses_are_megatrons(
     assert main([str(runs / kind), str(tmp_path / "ours")]) == 0
     assert "kept all 128 rows of the vocabulary, of which 101 are tokens" in capsys.readouterr().out
     monkeypatch.setattr(jobs, "TINY", "--num-workers 0 --eval-iters 0 --log-interval 1 --device cpu")
-    code, said = job(
-        f"--load {tmp_path / 'ours'} --use-checkpoint-args --use-checkpoint-opt-param-scheduler --lr 1e-2 "
-        "--min-lr 1e-3 --adam-beta2 0.95 --weight-decay 0.1 --micro-batch-size 2 --global-batch-size 8 "
-        f"--train-iters 40 --exit-interval 13 --seed 1234 --data-path {FIXTURES / 'corpus'} --split 100,0,0 "
-        f"--data-cache-path {tmp_path / 'cache'} --save {tmp_path / 'run'}"
-    )
-    assert code == 0, said
-    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    steps = [line for line in lines if line["kind"] == "step"]
+    steps = continued(tmp_path / "ours", tmp_path, 13)
     curve = json.loads((FIXTURES / "curves.json").read_text())[kind]
-    assert [line["step"] for line in steps] == list(STEPS)
+    assert [line["step"] for line in steps] == list(range(4, 14))
     assert [line["loss"] for line in steps] == pytest.approx(curve["losses"][3:], abs=1e-6)
     assert [line["grad_norm"] for line in steps] == pytest.approx(curve["grad_norms"][3:], rel=1e-5)
     assert [line["lr"] for line in steps] == pytest.approx(curve["lrs"][3:], rel=1e-6)
+
+
+def continued(source: Path, folder: Path, last: int) -> list[dict[str, Any]]:
+    """Train a converted run up to a step, as Megatron did, and return the metrics of its steps."""
+    code, said = job(
+        f"--load {source} --use-checkpoint-args --use-checkpoint-opt-param-scheduler --lr 1e-2 --min-lr 1e-3 "
+        "--adam-beta2 0.95 --weight-decay 0.1 --micro-batch-size 2 --global-batch-size 8 --train-iters 40 "
+        f"--exit-interval {last} --seed 1234 --data-path {FIXTURES / 'corpus'} --split 100,0,0 "
+        f"--data-cache-path {folder / 'cache'} --save {folder / 'run'}"
+    )
+    assert code == 0, said
+    lines = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+    return [line for line in lines if line["kind"] == "step"]
+
+
+def test_megatron_continued_a_run_trained_here(
+    runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Megatron loaded step 13 of this run as written for tp 2 x pp 2, and made the steps 14 to 23 of the curve."""
+    assert main([str(runs / "legacy"), str(tmp_path / "ours")]) == 0
+    monkeypatch.setattr(jobs, "TINY", "--num-workers 0 --eval-iters 0 --log-interval 1 --device cpu")
+    steps = continued(tmp_path / "ours", tmp_path, 23)[10:]
+    curve = json.loads((FIXTURES / "curves.json").read_text())["legacy_from_megapipe_step_13"]
+    assert [line["step"] for line in steps] == list(range(14, 24)) and curve["first_step"] == 13
+    assert [line["loss"] for line in steps] == pytest.approx(curve["losses"], abs=1e-6)
+    assert [line["grad_norm"] for line in steps] == pytest.approx(curve["grad_norms"], rel=1e-5)
+    assert [line["lr"] for line in steps] == pytest.approx(curve["lrs"], rel=1e-6)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("implementation", ["local", "transformer_engine"])
+def test_a_run_goes_to_megatron_and_back_with_its_optimizer(
+    runs: Path, tmp_path: Path, dtype: str, implementation: str
+) -> None:
+    run = read(runs / "plain")
+    config = dataclasses.replace(run.config, precision=PrecisionConfig(dtype))
+    scaler = {"scale": 1024.0, "good_steps": 7, "overflows_left": 2} if dtype == "fp16" else None
+    optimizer = run.state["optimizer"] | ({"loss_scaler": scaler} if scaler else {})
+    run = dataclasses.replace(run, config=config, state=run.state | {"optimizer": optimizer, "precision": dtype})
+    megatron_legacy.write(run, tmp_path / "theirs", 2, 2, implementation == "transformer_engine")
+    again, expected = read(tmp_path / "theirs"), values(run)
+    found = values(again)
+    assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found)
+    for part in ("training", "optimizer", "schedules"):
+        assert again.state[part] == run.state[part]
+    file = load_pickled(tmp_path / "theirs" / "iter_0000003" / "mp_rank_01_001" / "model_optim_rng.pt")
+    assert {str(t.dtype) for t in file["model"].values() if t is not None} == {f"torch.{LONG[dtype]}"}
+    assert file["args"].vocab_size == file["args"].padded_vocab_size == 128
 
 
 # ------------------------------------------------------------------------------------------------ the vocabulary
