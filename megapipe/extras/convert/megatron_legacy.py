@@ -418,7 +418,9 @@ def _optimizer_content(snapshot: Snapshot, stage: Sequence[ParamSpec], tp_rank: 
 
     state, config = snapshot.state, snapshot.config
     steps, lr, decay = state["optimizer"]["num_steps"], state["schedules"]["lr"], state["schedules"]["weight_decay"]
-    groups, masters, moments = [], [], {}
+    groups: list[dict[str, Any]] = []
+    masters: list[list[Tensor]] = []
+    moments: dict[int, dict[str, Tensor]] = {}
     for decays in (True, False):
         members = [s for s in stage if (len(s.shape) > 1 and not s.name.endswith("bias")) == decays]
         if not members:
