@@ -130,7 +130,7 @@ def abandoned_by(rollbacks: Sequence[Rollback], step: int, num_rollbacks: int) -
 
 
 def rollbacks_before(state: dict[str, Any]) -> int:
-    """Return the number of rollbacks that a checkpoint's state counts. Raises CheckpointError if it is no number."""
+    """Return the number of rollbacks that a checkpoint's state counts. Raises CheckpointError for anything else."""
     try:
         return int((state.get("account") or {}).get("rollbacks", 0))
     except (AttributeError, TypeError, ValueError) as error:
@@ -230,7 +230,7 @@ def check_is_root(root: Path) -> None:
         raise CheckpointError(f"{root} is not a folder; give the folder that --save wrote checkpoints to")
     roots = []
     for path in sorted(root.iterdir()) if root.is_dir() else ():
-        with suppress(CheckpointError):  # one that may not be read, such as lost+found
+        with suppress(CheckpointError):  # one without permission to read it, such as lost+found
             if not path.name.startswith("abandoned-") and steps_in(path):
                 roots.append(path)
     if roots:

@@ -1,7 +1,7 @@
 """`SaveLock`: one run at a time saves in a directory. Files `lock.N.json` in it, the highest N is the owner's.
 
 It needs exclusive creation and atomic renames only, which NFS and Lustre have. The owner replaces its file every
-BEAT_SECONDS, in a thread of its own. A file that has not changed for DEAD_SECONDS, on the clock of the process that
+BEAT_SECONDS, in a separate thread. A file that has not changed for DEAD_SECONDS, on the clock of the process that
 watches it, is dead: the watcher creates the file N + 1, which only one process can do, and then removes lower ones. A
 file that is released, or whose process is known to be gone, is taken over at once. N never falls, so an owner that was
 paused finds a higher file when it wakes. It looks for one before every change that it makes (see `Disk`). Imports no
@@ -89,7 +89,7 @@ class SaveLock:
 
     def check(self) -> None:
         """Return if this process is still the owner. Raises SaveInUseError, CheckpointError."""
-        self._beat()  # a change of the folder, after which a client of NFS reads the folder anew
+        self._beat()  # a change of the folder, after which a client of NFS reads the folder again
         try:
             found = newest_lock(self._root)
         except OSError as error:

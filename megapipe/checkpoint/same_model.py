@@ -1,5 +1,5 @@
 """Does a run's model compute the function of the checkpoint that it loads? Compares the model section of the
-configuration beside the checkpoint with the run's, layer by layer. Imports no torch.
+configuration saved with the checkpoint with the run's, layer by layer. Imports no torch.
 """
 
 from __future__ import annotations

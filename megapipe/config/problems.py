@@ -1,4 +1,4 @@
-"""`Problems`: collects what is wrong with a command line and its files, so that all of it is reported at once."""
+"""`Problems`: collects the errors of a command line and its files, so that all are reported at once."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Problems:
             self.unread.update(keys)
 
     def raise_all(self) -> None:
-        """Raise one ConfigError with all messages; return if there are none."""
+        """Raise one ConfigError with all messages; return if there are no messages."""
         if self.messages:
             raise ConfigError("\n".join(self.messages))
 

@@ -1,4 +1,4 @@
-"""Fingerprints of training data, kept in checkpoints: a run that resumes is told if it would read other data.
+"""Fingerprints of training data, kept in checkpoints: resuming on other data is noticed.
 
 A fingerprint is plain JSON: {"kind": "generated" or "files", "seq_length": tokens, ...}; of files, "members" with share
 of the blend, prefix, range of sequences, bytes of both files and checksums of the index and of blocks of the tokens.

@@ -116,7 +116,7 @@ def _store(entry: Path, text: str, arrays: Arrays) -> None:
 
 
 def _load(entry: Path, text: str) -> Arrays | str:
-    """Return the arrays of an entry, "" if there is none, or what is wrong with it."""
+    """Return the arrays of an entry, "" if there is no entry, or the reason why it cannot be used."""
     if not entry.exists():
         return ""
     try:

@@ -12,7 +12,7 @@ STDERR = 2
 
 
 class LastingFile(io.FileIO):
-    """A file descriptor whose writes never fail: what cannot be written is dropped, and the first time is told.
+    """A file descriptor whose writes never fail: what cannot be written is dropped, and the first time is reported.
 
     Later output appears again once it can be written, as after space was freed.
     """

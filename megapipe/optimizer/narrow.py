@@ -2,7 +2,7 @@
 
 - bf16: rounded to nearest.
 - fp16 and fp8 (e4m3): rounded to nearest after division by a scale, one for each state of each parameter of the whole
-  model: the power of two with which the largest element comes to lie in [2^14, 2^15) or [2^7, 2^8). Transformer Engine
+  model: the power of two that brings the largest element into [2^14, 2^15) or [2^7, 2^8). Transformer Engine
   has a scale for each rank's part instead, so that results depend on the grid.
 - remainder, of a master weight: the low 16 bits of an fp32 number, as a signed number. The parameter is its high 16
   bits, plus 1 if the remainder is negative: fp32 rounded to bf16, halves away from zero.
@@ -23,7 +23,7 @@ from megapipe.comm.groups import Group
 from megapipe.dtypes import DTYPES
 from megapipe.sharding.state_dtypes import REMAINDER
 
-# dtype -> (bits of the significand, exponent of the power of two below which scaled elements lie)
+# dtype -> (bits of the significand, exponent of the power of two that bounds scaled elements)
 SCALED = {"fp16": (11, 15), "fp8": (4, 8)}
 LEAST_EXPONENT = -100  # of a scale, so that its inverse is finite
 
@@ -81,7 +81,7 @@ class NarrowState:
         return self.dtype in SCALED
 
     def read(self, start: int, stop: int, scale: Tensor | None = None) -> Tensor:
-        """Return elements [start, stop) in fp32, in memory of their own."""
+        """Return elements [start, stop) in fp32, in separate memory."""
         stored = self.stored[start:stop]
         if self.dtype == REMAINDER:
             high = self._parameter[start:stop].view(torch.int16).to(torch.int32)

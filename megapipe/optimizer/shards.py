@@ -195,7 +195,7 @@ class Shard:
         return scales[self.scales.rows[state], self.scales.columns[self.stage, chunk.spec.name]]
 
     def _zeros(self, dtype: torch.dtype) -> Tensor:
-        """Return zeros as long as the shard; pinned in host memory beside a GPU, so that copies are asynchronous."""
+        """Return zeros as long as the shard; pinned in host memory if there is a GPU, for asynchronous copies."""
         device = self.gradient.device
         if not self._on_host or device.type == "meta":
             return torch.zeros(self.stop - self.start, dtype=dtype, device=device)

@@ -140,7 +140,7 @@ class NarrowAdam:
         if self._scales is not None and scales is not None:
             self._scales.current.copy_(scales)
 
-    # each in a function of its own, so that its tensors are freed before the next chunk's are made
+    # each in a separate call, so that its tensors are freed before the next chunk's are made
     def _measure(self, shard: Shard, chunk: Chunk, factor: float, rates: Rates, largest: Tensor) -> None:
         for state, values in self._updated(shard, chunk, factor, rates, in_place=False).items():
             shard.add_largest(state, chunk, values, largest)

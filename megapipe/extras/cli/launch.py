@@ -45,7 +45,7 @@ from megapipe.plan.run_plan import RunPlan
 
 MOST_COMMANDS_SHOWN = 4
 PRETRAINING = ("pretrain_gpt.py", "megapipe.extras.cli.pretrain", "pretrain")
-ON_RANKS = ("pretrain", "verify", "evaluate", "generate", "doctor")  # subcommands that may stand in place of a script
+ON_RANKS = ("pretrain", "verify", "evaluate", "generate", "doctor")  # subcommands accepted in place of a script
 NAMES = {"replicas": "dp"}  # the replicas of the parameters are the data-parallel group
 
 

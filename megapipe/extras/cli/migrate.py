@@ -35,7 +35,7 @@ def main(own: argparse.Namespace) -> int:
       megapipe migrate -- --num-layers 32 --hidden-size 4096 ...
       cat common.sh train.sh | megapipe migrate -
 
-    Variables, arrays, arithmetic and conditions of the script are followed. What only a run would tell ($(hostname), a
+    Variables, arrays, arithmetic and conditions of the script are followed. What only a run shows ($(hostname), a
     variable that nothing sets) stays as it is and is named. Exit code 0: the script runs as it is, but perhaps for
     files that are not here; 1: something has to be changed; 2: no call of pretrain_gpt.py could be read.
     """

@@ -29,7 +29,8 @@ from megapipe.sharding.boxes import Box
 from megapipe.sharding.spec import ParamSpec
 
 GROUP = re.compile(
-    r"optimizer\.distributed\.dp_group_idx_(\d+)\.gbuf_idx_(\d+)\.dtype_.*\.bucket_idx_(\d+)\.(param|exp_avg|exp_avg_sq)"
+    r"optimizer\.distributed\.dp_group_idx_(\d+)\.gbuf_idx_(\d+)\.dtype_.*\.bucket_idx_(\d+)\."
+    r"(param|exp_avg|exp_avg_sq)"
 )
 KEYS = {"master": "param", **dict(zip(MOMENTS, MOMENTS, strict=True))}  # ours -> theirs
 ALIGNMENT = 64  # elements
@@ -83,7 +84,7 @@ def state_by_parameter(
         stages = _stages(model, order, members, tp)
         if stages is None:
             continue
-        # the first stage last: its tied embedding stands for the last stage's copy too
+        # the first stage last: its tied embedding also serves as the last stage's copy
         state = {name: tensor for stage in stages[::-1] for name, tensor in _tensors(folder, stage, weights, tp)}
         if all(_agrees(state[f"master/{name}"], weight) for name, weight in weights.items() if len(weight.shape) == 1):
             return state
@@ -140,7 +141,7 @@ def lay_out(parameters: Sequence[tuple[str, int]], sizes: Sequence[int]) -> dict
             name, num_elements = left.pop(0)
             places[name] = Place(bucket, _aligned(end), num_elements)
             end = _aligned(end) + num_elements
-        if size not in (end, _aligned(end)):  # aligned where the next parameter has a bucket of its own
+        if size not in (end, _aligned(end)):  # aligned where the next parameter has a separate bucket
             return None
     return None if left else places
 

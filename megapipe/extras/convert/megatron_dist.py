@@ -135,7 +135,7 @@ def _optimizer(
         kind = (common.get("content_metadata") or {}).get("distrib_optim_sharding_type")
         if kind not in RESHARDABLE or not any(name.startswith(OPTIMIZER) for name in stored):
             raise CheckpointError(
-                f"{folder}: the distributed optimizer's state is stored as {kind or 'objects of its own'}, which "
+                f"{folder}: the distributed optimizer's state is stored as {kind or 'separate objects'}, which "
                 "cannot be read; load it in Megatron and save once with --dist-ckpt-optim-fully-reshardable, or "
                 f"{TRY_WEIGHTS_ONLY}"
             )

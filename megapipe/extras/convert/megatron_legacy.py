@@ -349,7 +349,7 @@ def write(snapshot: Snapshot, root: Path, tp: int = 1, pp: int = 1, transformer_
     args["transformer_impl"] = "transformer_engine" if transformer_engine else "local"
     specs, whole = _in_order(model_parameters(model, sequence_parallel=False), transformer_engine), snapshot.weights
     continues = has_writable_optimizer(snapshot)
-    if continues:  # beside fp32 masters the weights have the dtype of the run
+    if continues:  # with fp32 masters the weights have the dtype of the run
         whole = {name: tensor.to(DTYPES[snapshot.config.precision.dtype]) for name, tensor in whole.items()}
     folder = f"iter_{snapshot.step:07d}"
     with new_folder(root) as (disk, temporary):

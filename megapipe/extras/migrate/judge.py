@@ -52,7 +52,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Judgement:
-    """What happens to all flags of a command line."""
+    """The judgement of all flags of a command line."""
 
     rows: tuple[Row, ...]
     more: tuple[str, ...]  # variables that can hold more arguments
@@ -133,7 +133,7 @@ def is_variable(word: str) -> bool:
 
 
 def judge_flag(flag: str, values: Sequence[str]) -> Row:
-    """Judge one flag with its values, by itself."""
+    """Judge one flag with its values, regardless of others."""
     name, texts = normalised(flag), tuple(values)
     try:
         line = read_command_line([flag, *values])
@@ -167,7 +167,7 @@ def missing_files(config: Config, folder: Path) -> Iterator[tuple[str, str]]:
 
 
 def with_some_vocabulary(config: Config, size: int) -> Config:
-    """Return a configuration with a vocabulary of this size where only a tokenizer would tell it."""
+    """Return a configuration with a vocabulary of this size where only a tokenizer defines it."""
     if config.model.vocab_size is not None:
         return config
     return dataclasses.replace(config, model=dataclasses.replace(config.model, vocab_size=size))

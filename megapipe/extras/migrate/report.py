@@ -36,7 +36,7 @@ class Migration:
 
     @property
     def to_change(self) -> tuple[str, ...]:
-        """What has to be changed, a line each."""
+        """Return the changes that are needed, a line each."""
         rows = [row.note for row in self.judgement.rows if row.outcome in TO_CHANGE]
         return (*dict.fromkeys(rows), *self.judgement.problems, *self.grid_problems)
 
@@ -106,7 +106,7 @@ def text_report(migration: Migration) -> Iterator[str]:
 
 
 def headed(title: str, lines: list[str] | tuple[str, ...]) -> Iterator[str]:
-    """Yield a title and indented lines, or nothing if there are none."""
+    """Yield a title and indented lines, or nothing without lines."""
     if lines:
         yield f"{title}:"
         yield from (f"  {line}" for line in lines)

@@ -67,7 +67,7 @@ class Call:
 
 @dataclass
 class Reading:
-    """What a walk through a script found."""
+    """The result of following a script."""
 
     calls: list[Call] = field(default_factory=list)
     decisions: list[Decision] = field(default_factory=list)
@@ -136,7 +136,7 @@ class Walk:
         self.depth = self.num_commands = 0
 
     def commands(self, commands: Sequence[Command]) -> bool | None:
-        """Follow some commands and return the truth of the last, None if only running it would tell."""
+        """Follow some commands and return the truth of the last, None if it depends on running it."""
         truth: bool | None = True
         for command in commands:
             truth = self.command(command)
@@ -188,7 +188,7 @@ class Walk:
                 unset = sorted(name for name in self.variables.used if self.variables.look_up(name) is None)
                 reason = ""
                 if truth is None:
-                    reason = ": only running the script would tell"
+                    reason = ": it depends on running the script"
                 elif unset:
                     reason = f": ${', $'.join(unset)} is not set in the script"
                 outcome = ("taken" if truth else "not taken") + reason
@@ -215,7 +215,7 @@ class Walk:
             words = [text for word in loop.words for text in self.variables.fields(word, empty_if_unset=True)]
         if words is None or not all(map(is_known, words)):
             names = frozenset(assigned_names(loop.body))
-            self.reading.decisions.append(Decision(loop.line, loop.text, "skipped: only running it would tell", names))
+            self.reading.decisions.append(Decision(loop.line, loop.text, "skipped: it depends on running it", names))
             return None
         for word in words:
             self.variables.assign(loop.name, word)
@@ -295,7 +295,7 @@ class Walk:
             self.look_for_call(words, command, used)
         if "pretrain_gpt.py" in command.heredoc:
             where = f"line {command.line}: a call of pretrain_gpt.py in a heredoc"
-            self.reading.notes.append(f"{where} is not read; give it as a script of its own")
+            self.reading.notes.append(f"{where} is not read; give it as a separate script")
         return None
 
     def inside(self, commands: Sequence[Command], arguments: Sequence[str]) -> bool | None:
@@ -350,7 +350,7 @@ def is_condition(command: Command) -> bool:
 
 
 class Condition:
-    """The words of a test, read by precedence; the truth of a part that is not known is None."""
+    """The words of a test, read by precedence; an unknown truth is None."""
 
     def __init__(self, variables: Variables, words: list[str]) -> None:
         self.variables, self.words, self.at = variables, words, 0

@@ -53,7 +53,7 @@ class Word:
 
 @dataclass(frozen=True)
 class Simple:
-    """A command of words; `[[ ... ]]` and `(( ... ))` too. heredoc: its text, empty if there is none."""
+    """A command of words; `[[ ... ]]` and `(( ... ))` too. heredoc: its text, empty without one."""
 
     words: tuple[Word, ...]
     line: int
@@ -62,7 +62,7 @@ class Simple:
 
 @dataclass(frozen=True)
 class Chain:
-    """Commands joined by `&&`, `||` or `|`; joints[i] stands before commands[i + 1]."""
+    """Commands joined by `&&`, `||` or `|`; joints[i] precedes commands[i + 1]."""
 
     commands: tuple[Command, ...]
     joints: tuple[str, ...]
@@ -195,7 +195,7 @@ class Reader:
             self.blanks(newlines=True)
 
     def keyword(self, words: tuple[str, ...]) -> str:
-        """Return the reserved word of these that stands here, or nothing."""
+        """Return the reserved word of these at this position, or nothing."""
         match = re.compile(r"([a-z]+|\}|\)|;;&?|;&)").match(self.text, self.at)
         return match[1] if match is not None and match[1] in words else ""
 
@@ -353,7 +353,7 @@ class Reader:
         return Loop(text, line, body, name, words if word == "for" else None)
 
     def test(self, line: int) -> Simple:
-        """Read `[[ ... ]]`, whose operators are words of their own."""
+        """Read `[[ ... ]]`, whose operators are separate words."""
         words: list[Word] = []
         while True:
             self.blanks(newlines=True)

@@ -40,7 +40,7 @@ def is_known(text: str) -> bool:
 
 
 def shown(text: str) -> str:
-    """Return a text with its placeholders as they stand in the script."""
+    """Return a text with its placeholders as the script writes them."""
     return text.replace(OPEN, "").replace(CLOSE, "")
 
 
@@ -116,7 +116,7 @@ class Variables:
         return "".join(texts)
 
     def _values_of(self, part: Part, empty_if_unset: bool) -> Iterator[tuple[str, bool]]:
-        """Yield the values of a part, each with True if it joins what stands before it."""
+        """Yield the values of a part, each with True if it joins the value before it."""
         if part.kind == TEXT:
             yield part.text, True
         elif part.kind == COMMAND:
@@ -254,7 +254,7 @@ class Variables:
         tokens, at = [], 0
         while text[at:].strip():
             match = TOKEN.match(text, at)
-            if match is None:  # an assignment, ++, or no number
+            if match is None:  # an assignment, ++, or not a number
                 raise OpenValueError
             tokens.append(match[1])
             at = match.end()
@@ -354,7 +354,7 @@ class Calculation:
 
     @staticmethod
     def apply(operator: str, left: int, right: int) -> int:
-        """Return the result of an operator. Raises OpenValueError if there is none, or it has more than 64 bits."""
+        """Return the result of an operator. Raises OpenValueError if it is undefined, or it has more than 64 bits."""
         if (operator in ("/", "%") and right == 0) or (operator in ("<<", ">>") and not 0 <= right < 64):
             raise OpenValueError
         quotient = abs(left) // abs(right) * (1 if (left < 0) == (right < 0) else -1) if right else 0

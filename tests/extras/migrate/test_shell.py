@@ -186,10 +186,10 @@ def test_conditions_that_decide_are_named_with_their_outcome() -> None:
     assert [shown(word) for word in found.arguments] == ["--load", "/tmp", "--num-layers", "3"]
     told = [(each.line, each.outcome) for each in reading.decisions if each.names & found.names]
     assert told == [
-        (1, "not taken: only running the script would tell"),
+        (1, "not taken: it depends on running the script"),
         (2, "not taken: $KEY is not set in the script"),
         (4, "taken"),
-        (5, "skipped: only running it would tell"),
+        (5, "skipped: it depends on running it"),
     ]
 
 
