@@ -35,8 +35,8 @@ class NewerVersionError(CheckpointError):
     """A checkpoint in a format of a later version: nothing may be concluded about it, nor changed in it."""
 
 
-class SaveInUseError(CheckpointError):
-    """Another run saves in the same directory; a restart would not help."""
+class SaveRefusedError(CheckpointError):
+    """A directory that this run cannot save in: another run does, or it is not writable. A restart would not help."""
 
     exit_code = 2
 

@@ -1,6 +1,6 @@
 """Fit the efficiencies of megapipe/plan/hardware.py to published runs, and print how well the others are predicted.
 
-python tools/fit_efficiency.py
+python -m tools.fit_efficiency
 
 Two numbers for A100: `highest` and `half_at` of the curve of GEMMs; least squares of log(predicted / published) over
 the steps of Narayanan et al. 2021 and Korthikanti et al. 2022. Then the same fitted to each of the two papers alone, as

@@ -24,7 +24,7 @@ from pathlib import Path
 
 from megapipe.checkpoint.disk import read_regular, reason, temporary_name
 from megapipe.environment import Environment
-from megapipe.errors import CheckpointError, SaveInUseError
+from megapipe.errors import CheckpointError, SaveRefusedError
 from megapipe.monitor.process import host, process_space, process_state, start_ticks
 
 LOCK_FILE = re.compile(r"lock\.(\d{1,15})\.json")
@@ -88,7 +88,7 @@ class SaveLock:
         threading.Thread(target=self._keep, name="save lock", daemon=True).start()
 
     def check(self) -> None:
-        """Return if this process is still the owner. Raises SaveInUseError, CheckpointError."""
+        """Return if this process is still the owner. Raises SaveRefusedError, CheckpointError."""
         self._beat()  # a change of the folder, after which a client of NFS reads the folder again
         try:
             found = newest_lock(self._root)
@@ -97,7 +97,7 @@ class SaveLock:
         if self._ended.is_set() or found is None or found.number != self._number:
             self._ended.set()
             by = "another run" if found is None or found.owner is None else f"the run of {found.owner}"
-            raise SaveInUseError(
+            raise SaveRefusedError(
                 f"{by} has taken over --save {self._root}, since this one gave no sign of life for "
                 f"{DEAD_SECONDS:.0f} s; this run ends without writing there"
             )
@@ -144,7 +144,7 @@ def acquire(
 ) -> SaveLock:
     """Become the owner of a directory, which is created. say: prints a line if that takes long.
 
-    Raises SaveInUseError if another run holds it and lives, CheckpointError if it cannot be written.
+    Raises SaveRefusedError if another run holds it and lives, or CheckpointError if it cannot be written.
     """
     watched: Found | None = None
     since, number = 0.0, 1
@@ -162,7 +162,7 @@ def acquire(
                 waiting = f"waiting for a sign of life, at most {DEAD_SECONDS:.0f} s"
                 say(f"--save {root} is locked by {by} ({file}); {waiting}")
             elif found.mark != watched.mark:
-                raise SaveInUseError(
+                raise SaveRefusedError(
                     f"--save {root} is in use by another run: {found.owner or 'unknown'}; end it first, or choose "
                     "another --save"
                 )
@@ -171,6 +171,8 @@ def acquire(
             elif take(root, number, own):
                 say(f"took over --save {root}: no sign of life of {found.owner or 'its run'} for {DEAD_SECONDS:.0f} s")
                 break
+    except (NotADirectoryError, FileExistsError, PermissionError) as error:  # a restart would not help
+        raise SaveRefusedError(f"--save {root} cannot be written: {reason(error)}; choose another --save") from None
     except OSError as error:
         raise CheckpointError(f"--save {root} cannot be written: {reason(error)}") from None
     for path in [*root.glob(".lock.tmp-*"), *(lock_path(root, one) for one in numbers_in(root) if one < number)]:

@@ -154,6 +154,7 @@ class OptimizerConfig:
         "dtype in which gradients are accumulated over microbatches and, without --grad-reduce-in-bf16, reduced",
         choices=MAIN_GRADS_DTYPES,
         needs=PRECISION_AWARE,
+        more_flags=(Flag("--accumulate-allreduce-grads-in-fp32", value="fp32"),),
     )
     main_params_dtype: str = option(
         "fp32", "dtype of the master weights", choices=MAIN_PARAMS_DTYPES, needs=PRECISION_AWARE

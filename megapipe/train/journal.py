@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from megapipe.config.config import Config
-from megapipe.errors import CommunicationError, NoProgressError, SaveInUseError
+from megapipe.errors import CommunicationError, NoProgressError, SaveRefusedError
 from megapipe.train.metrics import Console, JsonLines, Metrics, TensorBoard, WeightsAndBiases, Writer
 
 FILE_NAME = "run.jsonl"
@@ -86,7 +86,7 @@ class Journal:
         """
         try:
             yield
-        except SaveInUseError:
+        except SaveRefusedError:
             raise
         except BaseException as error:
             if self._rank == 0 or not isinstance(error, CommunicationError):

@@ -38,7 +38,7 @@ from megapipe.checkpoint.shard import BLOCK_BYTES, TensorBox, tensor_box
 from megapipe.comm.collectives import all_reduce
 from megapipe.comm.groups import Group
 from megapipe.data.fingerprint import Fingerprint
-from megapipe.errors import CheckpointError, SaveInUseError
+from megapipe.errors import CheckpointError, SaveRefusedError
 from megapipe.formatting import bytes_text
 from megapipe.monitor.heartbeat import PATIENCE
 from megapipe.tokenizers.tokenizer import Tokenizer, files_of
@@ -180,7 +180,7 @@ class Saving:
         return boxes_to_save(runtime), extras, Retention(flags.keep_last, flags.save_retain_interval)
 
     def _failed(self, step: int, error: CheckpointError) -> None:
-        if self._flags.exit_on_save_failure or isinstance(error, SaveInUseError):
+        if self._flags.exit_on_save_failure or isinstance(error, SaveRefusedError):
             raise error
         self._failure = error
         self._say(f"the save of step {step} FAILED: {error}; training continues and saves again when it is due")

@@ -22,7 +22,7 @@ from megapipe.checkpoint.disk import Disk
 from megapipe.checkpoint.folder import steps_in
 from megapipe.checkpoint.lock import DEAD_SECONDS, Owner, SaveLock, acquire, lock_path, newest_lock, numbers_in, take
 from megapipe.environment import read_environment
-from megapipe.errors import CheckpointError, SaveInUseError
+from megapipe.errors import CheckpointError, SaveRefusedError
 from megapipe.train.saving import Saving
 from megapipe.train.state import TrainingState
 from tests.checkpoint.layouts import save_one
@@ -130,7 +130,7 @@ def test_any_sign_of_life_refuses_the_second_run(tmp_path: Path, sign: str) -> N
             os.utime(lock_path(tmp_path, 1))
 
     clock = Clock(tick)
-    with pytest.raises(SaveInUseError, match=r"in use by another run: process \d+ on node-b, started"):
+    with pytest.raises(SaveRefusedError, match=r"in use by another run: process \d+ on node-b, started"):
         acquire(tmp_path, here(), quiet, clock, clock.sleep)
     assert clock.now == 30
     held.check()
@@ -183,7 +183,7 @@ def test_in_every_order_of_steps_only_the_last_that_took_the_lock_may_write(
                 if runner == last:
                     mine.check()
                 else:
-                    with pytest.raises(SaveInUseError):
+                    with pytest.raises(SaveRefusedError):
                         mine.check()
         for one in held.values():
             one._ended.set()
@@ -247,13 +247,13 @@ def test_of_two_starts_at_once_one_runs_and_the_other_is_told_who(start: Start) 
     (loser,) = [process for process in both if process.poll() is not None]
     (winner,) = [process for process in both if process is not loser]
     assert loser.stderr is not None and winner.stdout is not None
-    assert "SaveInUseError" in (told := loser.stderr.read()) and f"process {winner.pid} on" in told
+    assert "SaveRefusedError" in (told := loser.stderr.read()) and f"process {winner.pid} on" in told
     assert winner.stdout.readline() == "held\n"
 
 
 def test_a_killed_owner_is_replaced_at_once_and_a_live_one_never(tmp_path: Path, holders: Callable) -> None:  # type: ignore[type-arg]
     first = holders()
-    with pytest.raises(SaveInUseError, match=rf"process {first.pid} on"):
+    with pytest.raises(SaveRefusedError, match=rf"process {first.pid} on"):
         acquire(tmp_path / "run", here(), quiet)
     first.send_signal(signal.SIGKILL)
     first.wait()
@@ -277,13 +277,13 @@ def test_a_stopped_owner_that_was_replaced_writes_nothing_when_it_wakes(tmp_path
     first.stdin.flush()
     first.send_signal(signal.SIGCONT)
     answer = first.stdout.readline()
-    assert answer.startswith("SaveInUseError the run of process") and "has taken over" in answer
+    assert answer.startswith("SaveRefusedError the run of process") and "has taken over" in answer
     assert victim.read_text() == "content"
     held.check()
     held.release()  # also after the new owner has ended
     first.stdin.write("remove\n")
     first.stdin.flush()
-    assert first.stdout.readline().startswith("SaveInUseError") and victim.exists()
+    assert first.stdout.readline().startswith("SaveRefusedError") and victim.exists()
 
 
 def test_a_save_of_an_owner_that_lost_the_lock_changes_nothing(tmp_path: Path) -> None:
@@ -298,10 +298,10 @@ def test_a_save_of_an_owner_that_lost_the_lock_changes_nothing(tmp_path: Path) -
             assert take(tmp_path, 2, here())
             states.append(sorted(name for name in os.listdir(tmp_path) if "tmp" not in name))
 
-    with pytest.raises(SaveInUseError, match="has taken over"):
+    with pytest.raises(SaveRefusedError, match="has taken over"):
         save_one(tmp_path, 3, disk=Disk(lose, held.check), keep_last=1)
     assert sorted(name for name in os.listdir(tmp_path) if "tmp" not in name) == states[0]
-    with pytest.raises(SaveInUseError, match="has taken over"):
+    with pytest.raises(SaveRefusedError, match="has taken over"):
         save_one(tmp_path, 4, disk=disk)
 
 

@@ -33,6 +33,8 @@ TITLES = {  # exception -> first words of its message; "error" for all others
     "DataError": "data error",
     "CheckpointError": "checkpoint error",
     "DamageError": "checkpoint error",
+    "NewerVersionError": "checkpoint error",
+    "SaveRefusedError": "checkpoint error",
     "CommunicationError": "communication error",
     "TrainingError": "training stopped",
     "ScheduleError": "schedule error",

@@ -206,8 +206,11 @@ class Reader:
         while self.at < len(self.text) and not self.keyword(until):
             if self.keyword((")", "}", ";;")):
                 break
+            start = self.at
             found.append(self.chain())
             self.separators()
+            if self.at == start:
+                raise self.error(f"{self.peek()!r} begins no command")
         if until and not self.keyword(until):
             raise self.error(f"{' or '.join(until)} is missing")
         return tuple(found)
@@ -366,7 +369,10 @@ class Reader:
                 self.at += len(operator)
                 words.append(Word((Part(TEXT, operator, True),)))
             else:
+                start = self.at
                 words.append(self.word())
+                if self.at == start:
+                    raise self.error(f"{self.peek()!r} is not expected in [[ ]]")
                 if words[-1].literal == "]]":
                     return Simple(tuple(words), line)
 

@@ -133,6 +133,9 @@ def test_any_script_of_known_parts_gives_the_words_of_bash(script: str) -> None:
 @example("case x in")
 @example("for a in b; do")
 @example("cat <<")
+@example(";;&")
+@example("&>a")
+@example("[[ |")
 def test_any_text_is_read_or_refused_in_one_line(text: str) -> None:
     message = ""
     try:

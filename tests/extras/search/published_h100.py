@@ -6,7 +6,8 @@
               docs/performance-summary.md, commit 00b7660 (25.11 container, fp8 with current scaling): the dense row
               without context parallelism and FSDP, Llama-3 70B.
     mosaicml  mosaicml/llm-foundry, scripts/train/benchmarking/README.md, commit 061f2c7: MPT models on 8 GPUs with
-              fully sharded data parallelism, here as sharded optimizer states; rows with sequences of 512 to 8,192.
+              fully sharded data parallelism, here as sharded optimizer states; a selection: sequences of 1,024 to
+              8,192.
     titan     pytorch/torchtitan, benchmarks/llama3_h100_202412_torchtitan.md, commit 31a17bf (26 December 2024): the
               8B model with torch.compile and selective checkpointing, here without recompute. These cards have 2.4 TB/s
               of memory and a limit of 500 W.
