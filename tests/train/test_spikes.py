@@ -192,9 +192,9 @@ def test_a_crash_in_a_rollback_costs_nothing(tmp_path: Path, monkeypatch: pytest
     assert job(flags.replace("/c", "/undisturbed"))[0] == 0
     move = loading.move_abandoned
 
-    def crash(root: Path) -> Any:
+    def crash(*where: Any) -> Any:
         if event == "moved":
-            move(root)
+            move(*where)
         raise Crash
 
     with monkeypatch.context() as patch:

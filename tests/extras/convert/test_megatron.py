@@ -246,7 +246,7 @@ def test_a_pickled_file_executes_no_code(tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_a_format_that_is_tied_to_its_grid_is_refused_with_the_reason(real: Path) -> None:
     with pytest.raises(
-        CheckpointError, match=r"stored as objects of its own, which cannot be read.*fully-reshardable.*--weights-only"
+        CheckpointError, match=r"stored as separate objects, which cannot be read.*fully-reshardable.*--weights-only"
     ):
         megatron_dist._optimizer(Path("folder"), {}, ["optimizer.distributed.dp_group_idx_0.param_state"], {}, False)
     with pytest.raises(
