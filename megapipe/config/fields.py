@@ -14,12 +14,13 @@ import operator
 import re
 import types
 import typing
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from megapipe.errors import ConfigError
 from megapipe.formatting import one_of
+from megapipe.registry import EXTENSIONS, Registry
 
 TAKES_VALUE: Any = object()  # as the value of a Flag: the value follows it on the command line
 NONE_WORDS = ("none", "null", "~")
@@ -66,7 +67,7 @@ class Option:
 
     help: str
     unit: str = ""
-    choices: tuple[str, ...] = ()
+    choices: Collection[str] = ()  # a Registry also takes the names of extensions
     at_least: float | None = None
     above: float | None = None
     at_most: float | None = None
@@ -75,6 +76,7 @@ class Option:
     off_flag: str | None = None  # for booleans: instead of --no-field-name
     more_flags: tuple[Flag, ...] = ()
     read: Callable[[str], str] | None = None  # rewrites the text of a value before it is read
+    adds_up: bool = False  # a tuple that each flag and file adds to, where others replace the value
     reads_lists: bool = False  # a YAML list is read as its text: [1, 1, 0]
     required: bool = False  # must be given for a training job; the default in the dataclass is for tests
     derived: str = ""  # what plan.resolve puts in place of None
@@ -247,8 +249,8 @@ def expected_range(option: Option) -> str:
 
 def out_of_bounds(option: Option, value: Any) -> str:
     """Return the error in one value of the right type; empty if the value is valid."""
-    if option.choices and value not in option.choices:
-        return f"choose {one_of(option.choices)}{nearest(str(value), option.choices)}"
+    if (option.choices or isinstance(option.choices, Registry)) and value not in option.choices:
+        return unknown_name(value, option.choices)
     if value == "" and isinstance(value, str):
         return "the value is empty"  # such as an unset variable in a launch script
     if value == "--":
@@ -261,7 +263,15 @@ def out_of_bounds(option: Option, value: Any) -> str:
     return "" if is_good else f"expected a value {expected_range(option)}"
 
 
-def nearest(word: str, words: Sequence[str]) -> str:
+def unknown_name(value: Any, choices: Collection[str]) -> str:
+    """Return the error of a name that is not among some choices."""
+    if not isinstance(choices, Registry):
+        return f"choose {one_of(tuple(choices))}{nearest(str(value), choices)}"
+    ways = [*choices, f"a {choices.kind} of an extension, loaded with --extension FILE.py"]
+    return f"choose {one_of(ways)}{nearest(str(value), choices)}{EXTENSIONS.hint}"
+
+
+def nearest(word: str, words: Iterable[str]) -> str:
     """Return '; did you mean x?' with the most similar of some words, or nothing if no word is similar."""
     meant = nearest_word(word, words)
     return f"; did you mean {meant}?" if meant else ""

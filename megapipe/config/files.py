@@ -3,24 +3,56 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from megapipe.config.fields import Flag, Need, count, number_in, option, shortened
 from megapipe.errors import ConfigError
+from megapipe.registry import Registry
 
-TOKENIZER_TYPES = (
-    "ByteTokenizer",
-    "NullTokenizer",
-    "SentencePieceTokenizer",
-    "GPTSentencePieceTokenizer",
-    "Llama2Tokenizer",
-    "HuggingFaceTokenizer",
-    "GPT2BPETokenizer",
+
+@dataclass(frozen=True)
+class TokenizerKind:
+    """A type of tokenizer. files: the fields of the data section that must be given.
+
+    build: of an extension: (--tokenizer-model) -> Tokenizer. The tokenizers of megapipe are in `tokenizers`.
+    """
+
+    files: tuple[str, ...] = ("tokenizer_model",)
+    build: Callable[[str | None], Any] | None = None
+
+
+TOKENIZER_TYPES = Registry(
+    "tokenizer",
+    "--tokenizer-type",
+    {
+        "ByteTokenizer": TokenizerKind(()),
+        "NullTokenizer": TokenizerKind(()),
+        "SentencePieceTokenizer": TokenizerKind(),
+        "GPTSentencePieceTokenizer": TokenizerKind(),
+        "Llama2Tokenizer": TokenizerKind(),
+        "HuggingFaceTokenizer": TokenizerKind(),
+        "GPT2BPETokenizer": TokenizerKind(("vocab_file", "merge_file")),
+    },
 )
 
+
+@dataclass(frozen=True)
+class DatasetKind:
+    """A data set of an extension. build: `data.registered.DatasetPart` -> TokenDataset."""
+
+    build: Callable[..., Any]
+    has_loss_mask: bool  # its samples say which tokens are trained
+
+
+DATASETS: Registry[DatasetKind] = Registry("data set", "--dataset", {})
+# from the configuration to an object with log and close
+LOGGERS: Registry[Callable[..., Any]] = Registry("logger", "--logger", {})
+
 TOKENIZER = Need("data.tokenizer_type", "--tokenizer-type, the kind of tokenizer in that file")
+DATASET = Need("data.dataset", "--dataset NAME")
 SAVE = Need("checkpoint.save", "--save DIR", without="nothing will be saved")
 LOAD = Need("checkpoint.load", "--load DIR")
 WANDB = Need("logging.wandb_project", "--wandb-project", without="nothing is sent to Weights & Biases")
@@ -51,6 +83,8 @@ class DataConfig:
     valid_data_path: tuple[str, ...] | None = option(None, "blend for validation instead of a share of --data-path")
     test_data_path: tuple[str, ...] | None = option(None, "blend for test instead of a share of --data-path")
     data_cache_path: str | None = option(None, "directory of index caches", derived="a directory next to the data")
+    dataset: str | None = option(None, "train on the data set of this name, of an extension", choices=DATASETS)
+    dataset_options: tuple[str, ...] = option((), "NAME=TEXT for each option of --dataset", needs=DATASET)
     mock_data: bool = option(False, "train on generated tokens instead of files")
     num_workers: int = option(2, "threads that prefetch batches on each rank; 0: none", "threads", at_least=0)
     reset_position_ids: bool = option(False, "restart positions after each end-of-document token")
@@ -60,6 +94,11 @@ class DataConfig:
     tokenizer_model: str | None = option(None, "file or directory of the tokenizer", needs=TOKENIZER)
     vocab_file: str | None = option(None, "vocabulary of GPT2BPETokenizer (vocab.json)", needs=TOKENIZER)
     merge_file: str | None = option(None, "merges of GPT2BPETokenizer (merges.txt)", needs=TOKENIZER)
+
+    @property
+    def masks_loss(self) -> bool:
+        """True if microbatches have a loss mask: some tokens are in no loss."""
+        return self.eod_mask_loss or (self.dataset is not None and DATASETS[self.dataset].has_loss_mask)
 
 
 def split_shares(text: str) -> tuple[float, float, float]:
@@ -158,6 +197,7 @@ class LoggingConfig:
         None, "Weights & Biases run name", needs=WANDB, more_flags=(Flag("--wandb-name"),)
     )
     wandb_save_dir: str | None = option(None, "directory of Weights & Biases files", needs=WANDB)
+    logger: tuple[str, ...] = option((), "loggers of an extension that get the metrics too", choices=LOGGERS)
     log_params_norm: bool = option(False, "log the norm of the weights")
     log_num_zeros_in_grad: bool = option(False, "log how many gradient elements are zero")
     log_throughput: bool = option(False, "log TFLOP/s per device")

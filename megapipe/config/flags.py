@@ -6,7 +6,7 @@ A flag may be spelled with - or _, and its value may follow after a blank or =. 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -295,7 +295,7 @@ def help_text(schedules: Sequence[str] = ()) -> str:
     return parser.format_help()
 
 
-def choices_of(field: ConfigField, schedules: Sequence[str]) -> Sequence[str]:
+def choices_of(field: ConfigField, schedules: Sequence[str]) -> Collection[str]:
     """Return the choices of a field. schedules: those of --pipeline-schedule, which the schedule package defines."""
     return schedules if field.key == "parallel.pipeline_schedule" else field.option.choices
 

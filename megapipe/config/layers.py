@@ -42,6 +42,7 @@ OPTIONS_OF = {
         "qk_layernorm_scope",
         "attn_logit_softcapping",
         "softmax_scale",
+        "attention_kind",
     ),
     "mlp": ("ffn_hidden_size", "activation"),
     "": ("norm_position",),

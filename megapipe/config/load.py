@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,8 +26,10 @@ from megapipe.config.rules.check import RULES, broken_rules, remarks
 from megapipe.config.rules.training import job
 from megapipe.config.yaml_file import Entry, read_entries, read_file, to_yaml
 from megapipe.errors import ConfigError
+from megapipe.registry import EXTENSIONS
 
 DEFAULT = "default"
+EXTENSION = "extension"  # the field of the training section
 
 
 @dataclass(frozen=True)
@@ -62,6 +65,7 @@ def load_config(argv: Sequence[str], *, is_job: bool = True, schedules: Sequence
     schedules: names that `--help` lists for --pipeline-schedule.
     """
     problems = Problems()
+    load_extensions(argv)
     line = read_command_line(argv, problems)
     if line.requests.help:
         print(help_text(schedules))
@@ -78,6 +82,31 @@ def load_config(argv: Sequence[str], *, is_job: bool = True, schedules: Sequence
         check_complete(loaded, problems)
     problems.raise_all()
     return loaded
+
+
+def load_extensions(argv: Sequence[str]) -> None:
+    """Run the extensions that flags and the files of --config name, before their names are read. Raises ConfigError.
+
+    Nothing else is checked here: what cannot be read is reported when it is read.
+    """
+    given: dict[str, list[str]] = {"--config": [], "--extension": []}
+    words = given.setdefault("", [])
+    for token in argv:
+        if token.startswith("--"):
+            name, equals, value = token.partition("=")
+            words = given.get(normalised(name), [])
+            words += [value] if equals else []
+        else:
+            words.append(token)
+    named: list[str] = []
+    for path in given["--config"]:
+        with suppress(ConfigError):
+            for entry in read_entries(read_file(path), path, Problems()):
+                if entry.key == EXTENSION and entry.raw is not None:
+                    named += [entry.raw] if isinstance(entry.raw, str) else entry.raw
+    for name in (*named, *given["--extension"]):
+        if name.lower() not in NONE_WORDS:
+            EXTENSIONS.load(name)
 
 
 def from_yaml(text: str, name: str = "configuration") -> Config:
@@ -220,5 +249,7 @@ def merge(sources: Sequence[Sequence[Setting]], problems: Problems) -> tuple[dic
                     problems.unread.add(key)
             if setting.only_from is None:
                 firm[key] = setting
+            if setting.field.option.adds_up and setting.value is not None:
+                setting = dataclasses.replace(setting, value=tuple(dict.fromkeys((*values[key], *setting.value))))
             values[key], origins[key] = setting.value, setting.origin
     return values, origins

@@ -2,15 +2,71 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from megapipe.config.fields import Flag, Need, count, option
 from megapipe.config.layer_pattern import read_block_configs
 from megapipe.dtypes import TENSOR_DTYPES
+from megapipe.registry import Registry
 
-NORMALIZATIONS = ("LayerNorm", "RMSNorm")
-ACTIVATIONS = ("gelu", "gelu_tanh", "swiglu", "geglu_tanh", "squared_relu", "relu")
-GATED_ACTIVATIONS = ("swiglu", "geglu_tanh")
+
+@dataclass(frozen=True)
+class NormKind:
+    """A norm over the last dimension.
+
+    function: of an extension: (x, weight, bias or None, epsilon) -> x's shape, all in at least fp32. The norms of
+    megapipe are in model/norm.py.
+    """
+
+    statistics: int = 0  # numbers in at least fp32 that are kept of each vector
+    has_bias: bool = False
+    backward_tensors: float = 0.0  # of x's shape, in at least fp32, that a function's backward makes
+    function: Callable[..., Any] | None = None
+
+
+@dataclass(frozen=True)
+class ActivationKind:
+    """An activation of the MLP.
+
+    function: of an extension: [..., F], or gated [..., 2 F] of halves [gate | up], -> [..., F]. Those of megapipe are
+    in model/mlp.py.
+    """
+
+    is_gated: bool = False
+    keeps_output: bool = False  # the backward needs the output, which the next linear keeps, in place of the input
+    backward_tensors: float = 0.0  # [..., F] that its backward makes besides its input's gradient
+    function: Callable[..., Any] | None = None
+
+
+@dataclass(frozen=True)
+class AttentionKind:
+    """Core attention: from queries, keys and values to a weighted sum of values.
+
+    function: of an extension: (q, k, v, mask, AttentionHeads) -> output. Softmax attention is in model/attention.py.
+    """
+
+    backward_squares: float = 0.0  # [b, heads, s, s] in at least fp32 that a function's backward makes
+    function: Callable[..., Any] | None = None
+
+
+NORMALIZATIONS = Registry(
+    "norm", "--normalization", {"LayerNorm": NormKind(statistics=2, has_bias=True), "RMSNorm": NormKind(statistics=1)}
+)
+ACTIVATIONS = Registry(
+    "activation",
+    "--activation",
+    {
+        "gelu": ActivationKind(),
+        "gelu_tanh": ActivationKind(),
+        "swiglu": ActivationKind(is_gated=True, backward_tensors=2),
+        "geglu_tanh": ActivationKind(is_gated=True, backward_tensors=2),
+        "squared_relu": ActivationKind(backward_tensors=1),
+        "relu": ActivationKind(keeps_output=True),
+    },
+)
+ATTENTIONS = Registry("attention kind", "--attention-kind", {"softmax": AttentionKind()})
 NORM_POSITIONS = ("before", "after", "around")
 QK_NORM_SCOPES = ("head", "projection")
 FP8_FORMATS = ("e4m3", "hybrid")
@@ -187,6 +243,7 @@ class ModelConfig:
     )
     attn_logit_softcapping: float | None = option(None, "attention logits become c tanh(x / c); unset: none", above=0)
     final_logit_softcapping: float | None = option(None, "output logits become c tanh(x / c); unset: none", above=0)
+    attention_kind: str = option("softmax", "how scores become weights of the values", choices=ATTENTIONS)
     softmax_scale: float | None = option(None, "factor on attention logits", above=0, derived="1 / sqrt(kv-channels)")
     attention_softmax_in_fp32: bool = option(
         False, "compute attention logits and softmax in at least fp32 (unfused attention instead of a flash kernel)"
@@ -209,7 +266,7 @@ class ModelConfig:
         """Return the width of the MLP: ffn-hidden-size, or Megatron's 4 h, if gated int(4 h x 2/3 / 64) x 64."""
         if self.ffn_hidden_size is not None:
             return self.ffn_hidden_size
-        if self.activation in GATED_ACTIVATIONS:
+        if ACTIVATIONS[self.activation].is_gated:
             return int((4 * self.hidden_size * 2 / 3) / 64) * 64
         return 4 * self.hidden_size
 

@@ -2,18 +2,38 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
 from megapipe.config.fields import Flag, Need, count, option, zero_is_none
+from megapipe.registry import Registry
 
 DEVICES = ("auto", "cpu", "cuda")
-OPTIMIZERS = ("adam", "sgd")
 LR_DECAY_STYLES = ("constant", "linear", "cosine", "inverse-square-root", "WSD")
 WSD_DECAY_STYLES = ("exponential", "linear", "cosine", "minus_sqrt")
 WEIGHT_DECAY_STYLES = ("constant", "linear", "cosine")
 MAIN_GRADS_DTYPES = ("fp32", "bf16", "fp16")
 MAIN_PARAMS_DTYPES = ("fp32", "fp16")
 MOMENT_DTYPES = ("fp32", "bf16", "fp16", "fp8")
+
+
+@dataclass(frozen=True)
+class UpdateKind:
+    """An update rule: the tensors that it keeps of each parameter, all of the parameter's shape.
+
+    update: of an extension: (weights, gradient, states, UpdateStep) -> None, elementwise and in place. The rules of
+    megapipe are in optimizer/update_rule.py. A rule over whole matrices needs another kind: shards are not whole.
+    """
+
+    states: tuple[str, ...]
+    options: Mapping[str, float] = field(default_factory=dict)  # of --optimizer-options, with their defaults
+    temporaries: int = 0  # tensors of a chunk's size, in at least fp32, that an update makes at the same time
+    update: Callable[..., None] | None = None
+
+
+OPTIMIZERS = Registry(
+    "update rule", "--optimizer", {"adam": UpdateKind(("exp_avg", "exp_avg_sq")), "sgd": UpdateKind(("momentum",))}
+)
 
 WSD = Need("optimizer.lr_decay_style", "--lr-decay-style WSD", ("WSD",))
 DECOUPLED_LR = Need("optimizer.decoupled_lr", "--decoupled-lr")
@@ -103,6 +123,12 @@ class TrainingConfig:
         "before every save; a difference ends the run and names the ranks; unset: never",
         "steps",
     )
+    extension: tuple[str, ...] = option(
+        (),
+        "FILE.py or MODULE that adds schedules, norms, activations, kinds of attention, update rules, tokenizers, data "
+        "sets or loggers; Python code that runs. May be repeated; see docs/extend/index.md",
+        adds_up=True,
+    )
     device: str = option("auto", "device of the tensors; auto: cuda if there is a GPU", choices=DEVICES)
 
 
@@ -132,6 +158,7 @@ class OptimizerConfig:
     adam_beta2: float = option(0.999, "decay of the second moment", at_least=0, below=1)
     adam_eps: float = option(1e-8, "added to the root of the second moment", above=0)
     sgd_momentum: float = option(0.9, "momentum of SGD", at_least=0, below=1)
+    optimizer_options: tuple[str, ...] = option((), "NAME=NUMBER for each option of an extension's update rule")
     optimizer_post_validation: bool = option(
         False,
         "pipelines: no barrier between steps; each rank updates at once, and rolls the update back and repeats it, "

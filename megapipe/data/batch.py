@@ -15,6 +15,8 @@ from numpy.typing import NDArray
 from megapipe.data.dataset import TokenArray
 from megapipe.errors import ConfigError
 
+MASKED_ROWS = 2  # of a sample with a loss mask: tokens, and 1 where the token is trained
+
 
 @dataclass(frozen=True)
 class DocumentRules:
@@ -49,12 +51,17 @@ class Batch:
 
     @classmethod
     def of(cls, samples: TokenArray, sample_ids: tuple[int, ...], rules: DocumentRules) -> Batch:
-        """Build a microbatch. samples: [micro, seq + 1]."""
+        """Build a microbatch. samples: [micro, seq + 1], or with a loss mask [micro, MASKED_ROWS, seq + 1]."""
+        trained = None
+        if samples.ndim == 3 and samples.shape[1] == MASKED_ROWS:
+            samples, trained = samples[:, 0], samples[:, 1, 1:].astype(np.float32)
         tokens, labels = np.ascontiguousarray(samples[:, :-1]), np.ascontiguousarray(samples[:, 1:])
         is_eod: NDArray[np.bool_] = np.equal(tokens, -1 if rules.eod is None else rules.eod)
         loss_mask = position_ids = document_ids = None
         if rules.eod_mask_loss:
             loss_mask = np.where(is_eod, np.float32(0.0), np.float32(1.0))
+        if trained is not None:
+            loss_mask = trained if loss_mask is None else loss_mask * trained
         if rules.reset_position_ids:
             # distance from the start of the document, or of the sample for the document that continues from before it
             positions = np.arange(is_eod.shape[1], dtype=np.int64)

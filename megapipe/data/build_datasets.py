@@ -7,12 +7,13 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from megapipe.config.files import DataConfig, parse_blend, split_shares
+from megapipe.config.files import DATASETS, DataConfig, parse_blend, split_shares
 from megapipe.data.blend import BlendedDataset, normalize
 from megapipe.data.dataset import SyntheticDataset, TokenDataset
 from megapipe.data.gpt_dataset import GPTDataset
 from megapipe.data.index_cache import IndexCache
 from megapipe.data.indexed_file import IndexedFile
+from megapipe.data.registered import DatasetPart, options_of
 from megapipe.errors import ConfigError, DataError
 
 SPLIT_NAMES = ("train", "valid", "test")
@@ -46,6 +47,8 @@ def build_datasets(request: DatasetRequest) -> Datasets:
     """Build the datasets. Raises ConfigError for contradictory flags, DataError for missing or too small files."""
     data = request.data
     part_paths = (data.train_data_path, data.valid_data_path, data.test_data_path)
+    if data.dataset is not None:
+        return _registered(request)
     sources = [data.mock_data, data.data_path is not None, any(path is not None for path in part_paths)]
     if sum(sources) != 1:
         ways = "--data-path, --train-data-path/--valid-data-path/--test-data-path, and --mock-data"
@@ -69,6 +72,17 @@ def build_datasets(request: DatasetRequest) -> Datasets:
                 weights = None  # a single file needs no weight and no surplus
             built[part] = _build_part(request, part, prefixes, weights, (0.0, 1.0), open_file)
     return Datasets(*built)
+
+
+def _registered(request: DatasetRequest) -> Datasets:
+    """Build the parts of --dataset."""
+    assert request.data.dataset is not None
+    if request.vocab_size is None:
+        raise ConfigError("--dataset needs the vocabulary size: give --vocab-size or a tokenizer")
+    build, options = DATASETS[request.data.dataset].build, options_of(request.data.dataset_options)
+    sizes = (request.seq_length, request.vocab_size, request.seed, options)
+    parts = zip(SPLIT_NAMES, request.num_samples, strict=True)
+    return Datasets(*(build(DatasetPart(name, number, *sizes)) if number else None for name, number in parts))
 
 
 def _build_part(

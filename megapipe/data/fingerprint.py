@@ -16,6 +16,7 @@ from megapipe.data.blend import BlendedDataset
 from megapipe.data.dataset import SyntheticDataset, TokenDataset
 from megapipe.data.gpt_dataset import GPTDataset
 from megapipe.data.indexed_file import bin_path, idx_path
+from megapipe.data.registered import RegisteredDataset
 from megapipe.errors import DataError
 
 INDEX_BLOCKS = (1024, 1 << 16)  # number and bytes of the blocks that are read of an .idx: all of up to 64 MiB
@@ -27,6 +28,8 @@ Fingerprint = dict[str, Any]
 
 def fingerprint(dataset: TokenDataset) -> Fingerprint | None:
     """Return the fingerprint of a dataset, None for one of another kind. Raises DataError if a file is unreadable."""
+    if isinstance(dataset, RegisteredDataset):
+        return dataset.fingerprint()
     if isinstance(dataset, SyntheticDataset):
         return {"kind": "generated", "seq_length": dataset.seq_length, "tokens": len(dataset.cycle)}
     members: list[TokenDataset] = [dataset]
@@ -103,6 +106,8 @@ def _content(member: dict[str, Any]) -> dict[str, Any]:
 def _kind(found: Fingerprint) -> str:
     if found["kind"] == "generated":
         return "generated tokens (--mock-data)"
+    if found["kind"] == "extension":
+        return str(found["tokens"])
     prefixes = [member["prefix"] for member in found["members"]]
     return ", ".join(prefixes[:4]) + (f" and {len(prefixes) - 4} others" if len(prefixes) > 4 else "")
 

@@ -13,7 +13,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from megapipe.config.config import Config
 from megapipe.config.layers import layer_configs
-from megapipe.config.model import PrecisionConfig
+from megapipe.config.model import ATTENTIONS, PrecisionConfig
+from megapipe.config.training import OPTIMIZERS
 from megapipe.gpu.libraries import Apex, FlashAttention, TransformerEngine
 
 AnyFunction = TypeVar("AnyFunction", bound=Callable[..., Any])
@@ -91,6 +92,8 @@ def describe_kernels(kernels: Kernels, config: Config, device_type: str) -> tupl
         optimizer = "FusedAdam of apex, and its accumulating weight gradient"
     elif kernels.optimizer is not None:
         optimizer = f"FusedAdam of Transformer Engine {kernels.optimizer.version}"
+    elif OPTIMIZERS[config.optimizer.optimizer].update is not None:
+        optimizer = f"{config.optimizer.optimizer} of {OPTIMIZERS.origin(config.optimizer.optimizer)}"
     else:
         optimizer = f"torch's fused {'AdamW' if config.optimizer.optimizer == 'adam' else 'SGD'}"
     return (
@@ -111,6 +114,9 @@ def _describe_attention(kernels: Kernels, config: Config, device_type: str) -> s
         "--attention-dropout": model.attention_dropout > 0,
         "--attn-logit-softcapping": any(layer.attn_logit_softcapping is not None for layer in layer_configs(model)),
         "--attention-softmax-in-fp32": model.attention_softmax_in_fp32,
+        "--attention-kind": any(
+            ATTENTIONS[layer.attention_kind].function is not None for layer in layer_configs(model)
+        ),
     }
     reasons = [flag for flag, is_on in explicit.items() if is_on]
     if reasons:

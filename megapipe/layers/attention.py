@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from megapipe.config.layers import LayerConfig
-from megapipe.config.model import ModelConfig
+from megapipe.config.model import ATTENTIONS, AttentionKind, ModelConfig
 from megapipe.layers.linear import (
     Linear,
     collectives,
@@ -37,7 +37,11 @@ from megapipe.sharding.spec import Fused, Heads, ParamSpec, QueryGroups
 
 
 def is_explicit(model: ModelConfig) -> bool:
-    """Return True if training writes attention out: fused kernels have no soft-cap, keyed dropout or softmax dtype."""
+    """Return True if training writes attention out: fused kernels have no soft-cap, keyed dropout or softmax dtype,
+    nor the score function of an extension.
+    """
+    if ATTENTIONS[model.attention_kind].function is not None:
+        return True
     return model.attn_logit_softcapping is not None or model.attention_softmax_in_fp32 or model.attention_dropout > 0
 
 
@@ -76,6 +80,12 @@ class Attention:
     @cached_property
     def is_explicit(self) -> bool:
         return is_explicit(self.model)
+
+    @property
+    def registered(self) -> AttentionKind | None:
+        """The row of a kind of attention that an extension has added: its backward replays it from q, k and v."""
+        kind = ATTENTIONS[self.model.attention_kind]
+        return None if kind.function is None else kind
 
     def parameters(self, prefix: str, layer: int, sequence_parallel: bool) -> Iterator[ParamSpec]:
         """Yield the parameters of layer number `layer`, in model order."""
@@ -181,7 +191,8 @@ class Attention:
 
     def document_mask_bytes(self, shape: RankShape, is_replayed: bool) -> int:
         """Return the bytes of a microbatch's mask [b, 1, s, s]; written out, only a replay keeps it."""
-        if not shape.documents.attention_mask or (self.is_explicit and not is_replayed):
+        is_dropped = self.is_explicit and self.registered is None and not is_replayed
+        if not shape.documents.attention_mask or is_dropped:
             return 0
         return shape.batch * shape.seq * shape.seq * shape.element
 
@@ -233,7 +244,8 @@ class Attention:
             per_token = heads if self.model.qk_layernorm_scope == "head" else 1
             yield from norm.statistics(shape.tokens * per_token, shape)
         if self.qk_norms:
-            if self._runs_fused(shape) or shape.recomputes("core_attn") or self._heads(shape) == self._groups(shape):
+            keeps_order = self._runs_fused(shape) or self.registered is not None or shape.recomputes("core_attn")
+            if keeps_order or self._heads(shape) == self._groups(shape):
                 yield Kept(name, query, element)  # else a copy in another order, counted with core attention
             if not repeats:
                 yield Kept(name, key, element)
@@ -252,6 +264,8 @@ class Attention:
                 yield Kept("attention output copied", query, element, in_attention_time=True)
             return
         yield Kept("attention output", query, element)
+        if self.registered is not None:
+            return
         if self._heads(shape) > self._groups(shape):
             yield Kept("attention output", query, element)  # q in the order of its batched GEMM
         has_soft_cap = self.model.attn_logit_softcapping is not None
@@ -275,7 +289,9 @@ class Attention:
             return CoreAttention(4.0 * shape.tokens * keys * heads * self.model.kv_channels, 0.0, 2.5)
         squares = float(self._squares(shape))
         dropped = 2.0 * shape.element + 1.0 if self.model.attention_dropout > 0 else 0.0  # read, write, and the mask
-        return CoreAttention(4.0 * squares * self.model.kv_channels, squares * (4.0 * shape.element + dropped), 2.0)
+        backward = 2.0 if self.registered is None else 3.0  # it computes the forward again
+        flops = 4.0 * squares * self.model.kv_channels
+        return CoreAttention(flops, squares * (4.0 * shape.element + dropped), backward)
 
     def _core_gradient_bytes(self, shape: RankShape) -> int:
         """Return what core attention's backward makes: the gradients of q, k and v apart and then side by side;
@@ -287,6 +303,9 @@ class Attention:
             qkv = (self._query(shape) + 2 * self._key(shape)) * element
             return (output if shape.recomputes("core_attn") else 0) + 2 * qkv
         again = total_bytes(self._core_kept(shape)) if shape.recomputes("core_attn") else 0
+        if self.registered is not None:
+            qkv = (self._query(shape) + 2 * self._key(shape)) * element
+            return again + 2 * qkv + int(self.registered.backward_squares * self._squares(shape) * wide)
         casts = 2 if element != wide else 1
         dropped = element if self.model.attention_dropout > 0 else 0
         capped = 0 if self.model.attn_logit_softcapping is None else wide

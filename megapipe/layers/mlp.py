@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from megapipe.config.layers import LayerConfig
-from megapipe.config.model import GATED_ACTIVATIONS
+from megapipe.config.model import ACTIVATIONS, ActivationKind
 from megapipe.layers.linear import (
     Linear,
     collectives,
@@ -34,9 +34,14 @@ class DenseMLP:
         return branch_norms(self.model, "pre_mlp_layernorm", "post_mlp_layernorm")
 
     @property
+    def activation(self) -> ActivationKind:
+        """The row of its activation."""
+        return ACTIVATIONS[self.model.activation]
+
+    @property
     def gates(self) -> int:
         """2 where linear_fc1 makes gate and up, else 1."""
-        return 2 if self.model.activation in GATED_ACTIVATIONS else 1
+        return 2 if self.activation.is_gated else 1
 
     def parameters(self, prefix: str, layer: int, sequence_parallel: bool) -> Iterator[ParamSpec]:
         """Yield the parameters of layer number `layer`, in model order."""
@@ -66,13 +71,13 @@ class DenseMLP:
         (before, after), size = self.norms, self.model.hidden_size
         splits, has_dropout = shape.splits_backward, self.model.hidden_dropout > 0
         redoes_mlp = shape.recomputes("mlp")
-        is_relu, hidden = self.model.activation == "relu", shape.hidden_bytes(size)
-        redoes_activation = shape.recomputes("activation") and not is_relu
+        keeps_output, hidden = self.activation.keeps_output, shape.hidden_bytes(size)
+        redoes_activation = shape.recomputes("activation") and not keeps_output
         width = shape.tokens * fc2.inputs  # elements between the linears, one gate
         wide, inner = width * shape.element, self.gates * width * shape.element
 
         keeps_activation = not redoes_activation and not redoes_mlp
-        inner_kept = () if is_relu or redoes_mlp else (Kept("mlp hidden", self.gates * width, shape.element),)
+        inner_kept = () if keeps_output or redoes_mlp else (Kept("mlp hidden", self.gates * width, shape.element),)
         activation_kept = (Kept("mlp activation", width, shape.element),) if keeps_activation else ()
         masks = (Kept("dropout masks", shape.own_tokens * size, MASK_BYTES),) if has_dropout else ()
 
@@ -83,9 +88,7 @@ class DenseMLP:
         fc2_input = inner if redoes_activation and not redoes_mlp else wide  # what waits for W in its place
         deferred = inner + hidden if splits else 0
         # a gated activation makes the other gate's product and its gradient, squared ReLU the ReLU
-        made = 2 * wide if self.gates == 2 else 0
-        if self.model.activation == "squared_relu":
-            made = wide
+        made = int(self.activation.backward_tensors * wide)
         again = 0 if before is None else before.output_again_bytes(shape)
         fc1_backward = Backward(replayed + inner + again + column_gradient_bytes(fc1, shape))
         activation_backward = Backward(behind + wide + inner + inner_again + replayed + made, total_bytes(inner_kept))

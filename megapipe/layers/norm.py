@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from megapipe.config.layers import LayerConfig
-from megapipe.config.model import ModelConfig
+from megapipe.config.model import NORMALIZATIONS, ModelConfig, NormKind
 from megapipe.layers.table import Backward, Kept, Operation, RankShape
 from megapipe.sharding.spec import Init, Owner, ParamSpec, Replicated, Slicing
 
@@ -32,13 +32,15 @@ class Norm:
 
     name: str
     size: int
-    kind: str  # LayerNorm or RMSNorm
+    kind: NormKind
     zero_centered: bool
 
     @classmethod
     def of(cls, model: ModelConfig, name: str, size: int | None = None) -> Norm:
         """Return a norm of the model's kind; size: the hidden size if None."""
-        return cls(name, size or model.hidden_size, model.normalization, model.layernorm_zero_centered_gamma)
+        return cls(
+            name, size or model.hidden_size, NORMALIZATIONS[model.normalization], model.layernorm_zero_centered_gamma
+        )
 
     def parameters(self, prefix: str, owner: Owner, partial_gradient: bool) -> Iterator[ParamSpec]:
         """Yield weight and bias.
@@ -46,7 +48,7 @@ class Norm:
         partial_gradient: each tp rank normalizes other tokens or heads, so that gradients are partial.
         """
         yield self.weight(prefix, owner, Replicated(), partial_gradient)
-        if self.kind == "LayerNorm":
+        if self.kind.has_bias:
             name, shape = f"{prefix}{self.name}.bias", (self.size,)
             yield ParamSpec(name, shape, owner, weight_decay=False, partial_gradient=partial_gradient)
 
@@ -58,7 +60,7 @@ class Norm:
 
     def statistics(self, vectors: int, shape: RankShape, name: str = "norm statistics") -> tuple[Kept, ...]:
         """Return the statistics kept of so many vectors: mean and variance, or the mean square alone."""
-        return (Kept(name, vectors, shape.wide),) * (2 if self.kind == "LayerNorm" else 1)
+        return (Kept(name, vectors, shape.wide),) * self.kind.statistics
 
     def after_branch(self, shape: RankShape, has_dropout: bool) -> Operation:
         """Return the norm at the end of a residual branch, over the output of its last linear."""
@@ -80,7 +82,9 @@ class Norm:
 
     def gradient_bytes(self, shape: RankShape) -> int:
         """Return what the norm's backward makes: RMSNorm is one kernel on CUDA, else products in at least fp32."""
-        if shape.is_cuda or self.kind == "LayerNorm":
+        if self.kind.function is not None:
+            return int(self.kind.backward_tensors * shape.own_tokens * self.size * shape.wide)
+        if shape.is_cuda or self.kind.has_bias:
             return shape.hidden_bytes(self.size)
         return (3 if shape.element == shape.wide else 5) * shape.own_tokens * self.size * shape.wide
 

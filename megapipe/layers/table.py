@@ -76,7 +76,7 @@ class RankShape:
             tp=tp,
             sequence_parallel=sequence_parallel and tp > 1,
             recompute=config.recompute,
-            documents=Documents(data.reset_position_ids, data.reset_attention_mask, data.eod_mask_loss),
+            documents=Documents(data.reset_position_ids, data.reset_attention_mask, data.masks_loss),
             chunks=comm_chunks(config.parallel) if tp > 1 else WHOLE,
             attention_impl=config.kernels.attention_impl,
             transformer_impl=config.kernels.transformer_impl,

@@ -3,7 +3,7 @@
 linear_qkv's rows are in Megatron's order, one block per query group: [q_0 .. q_{n-1}, k, v] x head_dim. With fewer
 key/value heads than tp ranks, neighbouring ranks share one: each holds its own query heads and a replica of k and v.
 
-Core attention has two forms:
+Core attention has two forms, and those of extensions (`model.registered`):
     fused_attention      torch's scaled_dot_product_attention; saves q, k, v (views into the tensor they come from),
                          its output and the log-sum-exp, [b, heads, s] fp32
     explicit_attention   separate GEMMs and softmax, for soft-capped logits, keyed dropout of the probabilities (the
@@ -24,9 +24,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megapipe.config.model import ATTENTIONS
 from megapipe.model.context import LayerContext, rotate_
 from megapipe.model.layer_factory import LayerFactory
 from megapipe.model.recompute import CoreAttention, RecomputedSegment
+from megapipe.model.registered import AttentionHeads, registered_attention
 from megapipe.tensor_parallel.gemms import at_least_fp32
 from megapipe.tensor_parallel.gradients import InputRecompute
 from megapipe.tensor_parallel.random import keyed_dropout
@@ -44,6 +46,11 @@ class SelfAttention(nn.Module):
         self.groups = max(1, config.num_query_groups // tp.size)
         self.queries = config.num_attention_heads // tp.size // self.groups  # per group, on this rank
         self.scale = config.softmax_scale
+        self.heads: AttentionHeads | None = None  # of a kind of attention that an extension has added
+        if ATTENTIONS[config.attention_kind].function is not None:
+            count = self.groups * self.queries
+            heads = range(tp.rank * count, (tp.rank + 1) * count)
+            self.heads = AttentionHeads(self.scale, heads, config.num_attention_heads)
         width = config.num_attention_heads * self.head_dim
         rows = width + 2 * config.num_query_groups * self.head_dim
         local_rows = self.groups * (self.queries + 2) * self.head_dim  # > rows / tp where k and v are replicated
@@ -83,6 +90,9 @@ class SelfAttention(nn.Module):
     def _core(self, q: Tensor, k: Tensor, v: Tensor, context: LayerContext) -> Tensor:
         if self.kernel is not None and context.cache is None:
             return self.kernel(q, k, v)
+        if self.heads is not None:
+            assert context.mask is not None
+            return registered_attention(self.config.attention_kind, q, k, v, context.mask, self.heads)
         if not context.explicit:
             return fused_attention(q, k, v, context.mask, self.scale)
         assert context.mask is not None

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from megapipe.config.config import ResolvedModelConfig
 from megapipe.config.layers import LayerConfig
+from megapipe.config.model import ATTENTIONS
 from megapipe.errors import ConfigError
 from megapipe.model.microbatch import KVCache, Microbatch
 from megapipe.model.recompute import KeptAttention
@@ -70,6 +71,7 @@ class ContextBuilder:
             mask, explicit = None, False
             if layer.has_attention and not has_kernel:
                 explicit = layer.attn_logit_softcapping is not None or layer.attention_softmax_in_fp32
+                explicit = explicit or ATTENTIONS[layer.attention_kind].function is not None
                 explicit = explicit or (layer.attention_dropout > 0.0 and key is not None)
                 # documents have one mask for each window; a cache is longer than the new tokens
                 has_window = microbatch.cache is not None or (layer.window_size or seq) < seq

@@ -15,9 +15,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megapipe.config.model import GATED_ACTIVATIONS
+from megapipe.config.model import ACTIVATIONS as KINDS
 from megapipe.model.layer_factory import LayerFactory
 from megapipe.model.recompute import RecomputedSegment
+from megapipe.model.registered import registered_activation
 from megapipe.tensor_parallel.gradients import InputRecompute
 
 Activation = Callable[[Tensor], Tensor]
@@ -32,10 +33,11 @@ class MLP(nn.Module):
         config, recompute, kernels = factory.config, factory.recompute, factory.kernels
         self.recompute = recompute
         self.activation = activation(config.activation, kernels.pointwise if kernels.compiles else None)
+        kind = KINDS[config.activation]
         # relu saves only its output, which linear_fc2 saves too: recomputing it would free nothing
-        self.recompute_activation = "activation" in recompute and config.activation != "relu"
+        self.recompute_activation = "activation" in recompute and not kind.keeps_output
         hidden, ffn, bias = config.hidden_size, config.ffn_hidden_size, config.add_bias_linear
-        rows = 2 * ffn if config.activation in GATED_ACTIVATIONS else ffn
+        rows = 2 * ffn if kind.is_gated else ffn
         self.linear_fc1 = factory.linear("column", layer, hidden, rows, bias)
         self.linear_fc2 = factory.linear("row", layer, ffn, hidden, bias)
 
@@ -56,6 +58,8 @@ class MLP(nn.Module):
 
 def activation(name: str, compiler: Callable[[Pointwise], Pointwise] | None = None) -> Activation:
     """Return an activation by its name. compiler: compiles it and its gradient into one kernel each."""
+    if KINDS[name].function is not None:
+        return registered_activation(KINDS[name], name)
     if compiler is None or name not in GRADIENTS:
         return ACTIVATIONS[name]
     forward, backward = map(compiler, GRADIENTS[name])

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from megapipe.comm.collectives import all_reduce
 from megapipe.comm.groups import Group
-from megapipe.config.model import ModelConfig
+from megapipe.config.model import NORMALIZATIONS, ModelConfig
+from megapipe.model.registered import registered_norm
 from megapipe.tensor_parallel.gemms import at_least_fp32
 
 # (x, weight as it multiplies, bias or None for RMSNorm, epsilon) -> x's shape and dtype
@@ -27,15 +28,17 @@ class Norm(nn.Module):
 
     def __init__(self, config: ModelConfig, size: int, kernel: NormKernel | None = None) -> None:
         super().__init__()
-        self.kernel = kernel
+        self.kernel, self.name, self.kind = kernel, config.normalization, NORMALIZATIONS[config.normalization]
         self.epsilon = config.norm_epsilon
         self.zero_centered = config.layernorm_zero_centered_gamma
         self.weight = nn.Parameter(torch.empty(size, device="meta"))
-        has_bias = config.normalization == "LayerNorm"
-        self.bias = nn.Parameter(torch.empty(size, device="meta")) if has_bias else None
+        self.bias = nn.Parameter(torch.empty(size, device="meta")) if self.kind.has_bias else None
 
     def forward(self, x: Tensor) -> Tensor:
         """Return a new contiguous tensor of x's dtype. x: [..., size], any strides."""
+        if self.kind.function is not None:
+            zero_centered = self.zero_centered
+            return registered_norm(self.kind, self.name, x, self.weight, self.bias, self.epsilon, zero_centered)
         if self.kernel is None and not x.is_cuda:
             # torch's CPU kernels, unlike those of CUDA, do not keep fp32 statistics for half types
             if self.bias is None:

@@ -14,13 +14,14 @@ from torch import Tensor
 
 from megapipe.comm.groups import Group, ProcessGroups
 from megapipe.config.model import PrecisionConfig
-from megapipe.config.training import OptimizerConfig
+from megapipe.config.training import OPTIMIZERS, OptimizerConfig
 from megapipe.data_parallel.buffers import StageBuffers
 from megapipe.data_parallel.copies import raw_bytes
 from megapipe.data_parallel.gather import ParameterGather
 from megapipe.optimizer.gradient_norm import ModelSum, clip_coefficient, count_zeros, sum_of_squares
 from megapipe.optimizer.loss_scale import LossScaler
 from megapipe.optimizer.narrow import Scales
+from megapipe.optimizer.registered import RegisteredRule
 from megapipe.optimizer.schedule import Rates
 from megapipe.optimizer.shards import Chunk, Shard, ShardSnapshot
 from megapipe.optimizer.update_rule import AdamLibrary, NarrowAdam, UpdateRule
@@ -136,11 +137,13 @@ class Optimizer:
             self._scales = Scales(scaled, parameters, holders_of, at)
             for shard in self.shards:
                 shard.scales = self._scales
-        self._rule: UpdateRule | NarrowAdam = (
-            NarrowAdam(config, self.shards, self._scales, self._device)
-            if dtypes.is_narrow
-            else UpdateRule(config, self.shards, library)
-        )
+        self._rule: UpdateRule | NarrowAdam | RegisteredRule
+        if OPTIMIZERS[config.optimizer].update is not None:
+            self._rule = RegisteredRule(config, self.shards)
+        elif dtypes.is_narrow:
+            self._rule = NarrowAdam(config, self.shards, self._scales, self._device)
+        else:
+            self._rule = UpdateRule(config, self.shards, library)
         # shards add up over replicas; without sharding, every copy of the model holds the same gradients
         self._sum_groups: list[Group] = [groups.dp_cp, groups.model] if self._sharded else [groups.model]
         self._snapshot = ShardSnapshot(self.shards, self._scales) if config.optimizer_post_validation else None

@@ -178,7 +178,7 @@ def _update_bytes(plan: RunPlan, pp_rank: int) -> int:
     """Return the bytes of the largest chunk that an update, or the norm of the gradients, makes on the device."""
     stages, dtypes = plan.placement.stages_of(pp_rank), plan.state_dtypes(pp_rank)
     of_norm = 4 * min(NORM_CHUNK, plan.shard_elements(stages)) if dtypes.gradient_bytes < 4 else 0
-    if not dtypes.is_narrow or plan.config.optimizer.optimizer_cpu_offload:
+    if not (dtypes.is_narrow or dtypes.rule_bytes) or plan.config.optimizer.optimizer_cpu_offload:
         return of_norm
     shards = ((bucket, layout) for stage in stages for layout in plan.buffers(stage, 0) for bucket in layout.buckets)
     largest = max(

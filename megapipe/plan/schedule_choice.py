@@ -7,6 +7,7 @@ from megapipe.config.fields import nearest
 from megapipe.config.parallel import ParallelConfig
 from megapipe.errors import ConfigError
 from megapipe.formatting import one_of
+from megapipe.registry import EXTENSIONS
 from megapipe.schedule.families import SCHEDULES, default_schedule
 from megapipe.schedule.partition import layout_stages
 
@@ -65,8 +66,9 @@ def check_schedule(config: Config) -> None:
 
 def _known_name(parallel: ParallelConfig) -> str:
     name = parallel.pipeline_schedule
-    if name not in SCHEDULE_NAMES:
-        raise ConfigError(f"--pipeline-schedule {name}: choose {one_of(SCHEDULE_NAMES)}{nearest(name, SCHEDULE_NAMES)}")
+    if name != AUTO and name not in SCHEDULES:
+        names = (AUTO, *SCHEDULES)
+        raise ConfigError(f"--pipeline-schedule {name}: choose {one_of(names)}{nearest(name, names)}{EXTENSIONS.hint}")
     return name
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from megapipe.errors import ConfigError
+from megapipe.registry import EXTENSIONS, Registry
 from megapipe.schedule.action import Action, Op
 from megapipe.schedule.costs import AutoGoal, Shape
 from megapipe.schedule.generate import split_backward as split
@@ -123,7 +124,7 @@ _FAMILIES = (
         versions=one_group_stale,
     ),
 )
-SCHEDULES = {family.name: family for family in _FAMILIES}
+SCHEDULES = Registry("schedule", "--pipeline-schedule", {family.name: family for family in _FAMILIES})
 
 
 def schedule_family(name: str) -> ScheduleFamily:
@@ -131,7 +132,9 @@ def schedule_family(name: str) -> ScheduleFamily:
     if name not in SCHEDULES:
         near = difflib.get_close_matches(name, SCHEDULES, n=1)
         hint = f"did you mean {near[0]}? " if near else ""
-        raise ConfigError(f"unknown pipeline schedule {name!r}; {hint}choose one of {', '.join(SCHEDULES)}")
+        raise ConfigError(
+            f"unknown pipeline schedule {name!r}; {hint}choose one of {', '.join(SCHEDULES)}{EXTENSIONS.hint}"
+        )
     return SCHEDULES[name]
 
 

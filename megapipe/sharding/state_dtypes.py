@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megapipe.config.model import PrecisionConfig
-from megapipe.config.training import OptimizerConfig
+from megapipe.config.training import OPTIMIZERS, OptimizerConfig
 from megapipe.dtypes import ELEMENT_BYTES
 
 MASTER = "master"
@@ -16,7 +16,6 @@ REMAINDER = "remainder"  # of a master weight: the 16 bits of an fp32 number tha
 BYTES = {**ELEMENT_BYTES, REMAINDER: 2}
 CHUNK = 1 << 22  # elements that an update widens to fp32 at a time, a multiple of sharding.buffers.ALIGNMENT
 NORM_CHUNK = 1 << 20  # elements of a gradient that are widened at a time for its norm
-MOMENTS = {"adam": ("exp_avg", "exp_avg_sq"), "sgd": ("momentum",)}
 
 
 @dataclass(frozen=True)
@@ -29,6 +28,7 @@ class StateDtypes:
 
     gradient: str
     states: dict[str, str]
+    rule_bytes: int = 0  # that the update rule of an extension makes and frees for each element of a chunk
 
     @property
     def gradient_bytes(self) -> int:
@@ -47,8 +47,10 @@ class StateDtypes:
     @property
     def update_bytes(self) -> int:
         """Bytes that an update makes and frees for each element of a chunk: copies in fp32 of what is narrow, or of
-        everything where scales are found first; for a remainder, where it is NaN.
+        everything where scales are found first; for a remainder, where it is NaN; what an extension's rule makes.
         """
+        if self.rule_bytes:
+            return self.rule_bytes
         widened = 4 if self.scaled else len(self.narrow) + (self.gradient_bytes < 4)
         return max(4 * widened, 4 * len(self.narrow) + (self.states.get(MASTER) == REMAINDER))
 
@@ -75,8 +77,8 @@ def state_dtypes(optimizer: OptimizerConfig, precision: PrecisionConfig, num_ver
     bf16 parameters are kept as remainders, which needs the parameters of the last update: with several versions of
     the weights they are kept whole.
     """
-    wide = "fp64" if precision.dtype == "fp64" else "fp32"
-    moments = () if optimizer.optimizer == "sgd" and not optimizer.sgd_momentum else MOMENTS[optimizer.optimizer]
+    wide, kind = "fp64" if precision.dtype == "fp64" else "fp32", OPTIMIZERS[optimizer.optimizer]
+    moments = () if optimizer.optimizer == "sgd" and not optimizer.sgd_momentum else kind.states
     gradient, master, states = wide, wide, dict.fromkeys(moments, wide)
     if optimizer.use_precision_aware_optimizer:
         gradient, master = optimizer.main_grads_dtype, optimizer.main_params_dtype
@@ -84,4 +86,4 @@ def state_dtypes(optimizer: OptimizerConfig, precision: PrecisionConfig, num_ver
         if (master, precision.dtype, num_versions) == ("fp32", "bf16", 1):
             master = REMAINDER
     has_master = master != precision.dtype or master != wide or num_versions > 1
-    return StateDtypes(gradient, {MASTER: master, **states} if has_master else states)
+    return StateDtypes(gradient, {MASTER: master, **states} if has_master else states, kind.temporaries * BYTES[wide])

@@ -5,9 +5,10 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
-from megapipe.config.fields import nearest
+from megapipe.config.fields import unknown_name
+from megapipe.config.files import TOKENIZER_TYPES
 from megapipe.errors import ConfigError, DataError
 from megapipe.tokenizers.hugging_face import (
     TOKENIZER_FILE,
@@ -93,11 +94,38 @@ class NullTokenizer:
         """Do nothing: --vocab-size is enough."""
 
 
+SAMPLE_TEXT = "A text, with numbers 0 to 9.\n"  # that a tokenizer of an extension is tried on
 FROM_MODEL = {
     kind.name: kind
     for kind in (GPTSentencePieceTokenizer, HuggingFaceTokenizer, Llama2Tokenizer, SentencePieceTokenizer)
 }
-TOKENIZERS = sorted([*FROM_MODEL, ByteTokenizer.name, GPT2BPETokenizer.name, NullTokenizer.name])
+
+
+TOKENIZERS = TOKENIZER_TYPES  # for commands that take --tokenizer-type
+
+
+def checked(tokenizer: Any, name: str) -> Tokenizer:
+    """Return the tokenizer of an extension, with what it may leave out. Raises ConfigError.
+
+    A text must give ids of the vocabulary. bos, eod and pad are None, and `save` does nothing, where it lacks them.
+    """
+    kind = type(tokenizer).__name__
+    for word in ("encode", "decode", "vocab_size"):
+        if not hasattr(tokenizer, word):
+            raise ConfigError(f"--tokenizer-type {name}: {kind} has no {word}; see docs/extend/tokenizer.md")
+    size, ids = tokenizer.vocab_size, list(tokenizer.encode(SAMPLE_TEXT))
+    for attribute in ("eod", "bos", "pad"):
+        if not hasattr(tokenizer, attribute):
+            setattr(tokenizer, attribute, None)
+    if not hasattr(tokenizer, "save"):
+        tokenizer.save = lambda folder: None
+    tokenizer.name = name
+    special = [number for number in (tokenizer.eod, tokenizer.bos, tokenizer.pad) if number is not None]
+    wrong = [number for number in (*ids, *special) if not 0 <= number < size]
+    if wrong:
+        raise ConfigError(f"--tokenizer-type {name}: token {wrong[0]} is outside its vocab_size of {size} tokens")
+    found: Tokenizer = tokenizer
+    return found
 
 
 def build_tokenizer(
@@ -108,9 +136,11 @@ def build_tokenizer(
     merge_file: str | None = None,
 ) -> Tokenizer:
     """Build a tokenizer. Raises ConfigError for an unknown type or a missing flag, DataError for an invalid file."""
-    if tokenizer_type not in TOKENIZERS:
-        meant = nearest(tokenizer_type, TOKENIZERS)
-        raise ConfigError(f"unknown --tokenizer-type {tokenizer_type}{meant} (known are {', '.join(TOKENIZERS)})")
+    if tokenizer_type not in TOKENIZER_TYPES:
+        raise ConfigError(f"unknown --tokenizer-type {tokenizer_type}: {unknown_name(tokenizer_type, TOKENIZER_TYPES)}")
+    build = TOKENIZER_TYPES[tokenizer_type].build
+    if build is not None:
+        return checked(build(tokenizer_model), tokenizer_type)
     if tokenizer_type == ByteTokenizer.name:
         return ByteTokenizer()
     if tokenizer_type == NullTokenizer.name:

@@ -27,7 +27,7 @@ from typing import Any
 
 from megapipe.config.config import Config
 from megapipe.errors import CommunicationError, NoProgressError, SaveRefusedError
-from megapipe.train.metrics import Console, JsonLines, Metrics, TensorBoard, WeightsAndBiases, Writer
+from megapipe.train.metrics import Console, JsonLines, Metrics, Registered, TensorBoard, WeightsAndBiases, Writer
 
 FILE_NAME = "run.jsonl"
 
@@ -58,6 +58,7 @@ class Journal:
             name, directory = logging.wandb_exp_name, logging.wandb_save_dir
             project, entity = logging.wandb_project, logging.wandb_entity
             self.writers.append(WeightsAndBiases(project, name, directory, asdict(config), entity))
+        self.writers += [Registered(name, config) for name in logging.logger]
 
     def write(self, metrics: Metrics) -> None:
         self._each_writer(lambda writer: writer.write(metrics))
@@ -105,7 +106,8 @@ class Journal:
             except Exception as error:  # a full disk, a lost server: training is worth more than its metrics
                 self.writers.remove(writer)
                 why = f"{type(error).__name__}: {error}"
-                text = f"{type(writer).__name__} stopped: {why}; training continues without it"
+                name = getattr(writer, "name", type(writer).__name__)
+                text = f"{name} stopped: {why}; training continues without it"
                 print(text, file=sys.stderr)
                 self.record("warning", text=text)
 

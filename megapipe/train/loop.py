@@ -201,7 +201,7 @@ class Training:
                     return signal
                 result = self._step.evaluate(read_microbatches(self.runtime, loader, first + i * samples, count, None))
                 # the mean of the batches' losses, under a loss mask of all their tokens
-                is_over_tokens = training.calculate_per_token_loss or self.runtime.plan.config.data.eod_mask_loss
+                is_over_tokens = training.calculate_per_token_loss or self.runtime.plan.config.data.masks_loss
                 weight = result.num_tokens if is_over_tokens else 1.0
                 weighted += result.loss * weight
                 weights += weight

@@ -15,6 +15,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, ClassVar
 
+from megapipe.config.config import Config
+from megapipe.config.files import LOGGERS
 from megapipe.errors import ConfigError
 from megapipe.formatting import clock_text
 
@@ -243,4 +245,27 @@ class WeightsAndBiases:
             thread.join(WANDB_TIMEOUT_SECONDS)
 
 
-Writer = Console | JsonLines | TensorBoard | WeightsAndBiases
+class Registered:
+    """The logger of an extension. One that cannot be made is left out, like one that fails later."""
+
+    def __init__(self, name: str, config: Config) -> None:
+        self.name, self._logger = f"--logger {name}", None
+        try:
+            self._logger = LOGGERS[name](config)
+        except Exception as error:
+            print(
+                f"{self.name} did not start: {type(error).__name__}: {error}; training continues without it",
+                file=sys.stderr,
+            )
+
+    def write(self, metrics: Metrics) -> None:
+        if self._logger is not None:
+            self._logger.log(metrics.step, metrics.scalars())
+
+    def close(self) -> None:
+        close = getattr(self._logger, "close", None)
+        if close is not None:
+            close()
+
+
+Writer = Console | JsonLines | TensorBoard | WeightsAndBiases | Registered

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from megapipe.comm.groups import Group
-from megapipe.config.model import GATED_ACTIVATIONS, ModelConfig
+from megapipe.config.model import ACTIVATIONS, ModelConfig
 from megapipe.config.parallel import RecomputeConfig
 from megapipe.tensor_parallel.random import DropoutKey
 from tests.model.grids import BATCH, GPT2, LLAMA, SEQ, make_microbatch, make_stage, model_config, reference
@@ -55,7 +55,7 @@ def layer_bytes(config: ModelConfig, modules: tuple[str, ...], element: int, wid
     heads, kv_heads, channels = config.num_attention_heads, config.num_query_groups, config.kv_channels
     q, kv, hidden, ffn = heads * channels, kv_heads * channels, config.hidden_size, config.ffn_hidden_size
     statistics = wide * (2 if config.normalization == "LayerNorm" else 1)
-    gates = 2 if config.activation in GATED_ACTIVATIONS else 1
+    gates = 2 if ACTIVATIONS[config.activation].is_gated else 1
     explicit = config.attn_logit_softcapping is not None or config.attention_dropout > 0
 
     has_first, has_last = config.norm_position != "after", config.norm_position != "before"

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 from megapipe.config.config import Config
 from megapipe.config.layers import LayerConfig, has_soft_cap, of_each_kind
-from megapipe.config.model import GATED_ACTIVATIONS
+from megapipe.config.model import ACTIVATIONS
 from megapipe.config.rules.proposals import chosen
 
 FP8_MULTIPLE = 16  # the matrix units of Hopper need every size of an fp8 GEMM to be a multiple of this
@@ -104,7 +104,7 @@ def fp8_sizes(config: Config, layer: LayerConfig) -> Iterator[str]:
     if layer.has_mlp:
         width = layer.ffn_hidden_size // tp
         sizes["--ffn-hidden-size / tp"] = width
-        sizes["rows of the MLP's first linear / tp"] = (2 if layer.activation in GATED_ACTIVATIONS else 1) * width
+        sizes["rows of the MLP's first linear / tp"] = (2 if ACTIVATIONS[layer.activation].is_gated else 1) * width
     odd = [f"{name} = {size}" for name, size in sizes.items() if size % FP8_MULTIPLE]
     if odd:
         way = "choose other sizes, a smaller --tensor-model-parallel-size, or no fp8"

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from megapipe.config.config import Config
 from megapipe.config.layers import LayerConfig, has_soft_cap, kinds_of, layer_settings, of_each_kind
-from megapipe.config.model import ModelConfig
+from megapipe.config.model import ATTENTIONS, NORMALIZATIONS, ModelConfig
 from megapipe.config.rules.proposals import chosen, given, use_divisors, use_multiples
 from megapipe.errors import ConfigError
 from megapipe.formatting import one_of
@@ -69,6 +69,35 @@ def attention(config: Config, layer: LayerConfig) -> Iterator[str]:
         yield f"--num-query-groups {groups} does not divide --num-attention-heads {heads}; {sizes}"
     if layer.has_projection_norms and layer.normalization != "RMSNorm":
         yield f"--qk-layernorm-scope projection is an RMSNorm, not a {layer.normalization}; add --normalization RMSNorm"
+
+
+@of_each_kind
+def attention_kind(config: Config, layer: LayerConfig) -> Iterator[str]:
+    """Yield the options of softmax attention that an extension's kind of attention does not have."""
+    kind = layer.attention_kind
+    if not layer.has_attention or ATTENTIONS[kind].function is None:
+        return
+    unused = chosen(
+        ("--attn-logit-softcapping", layer.attn_logit_softcapping is not None),
+        ("--attention-dropout above 0 (use --attention-dropout 0)", layer.attention_dropout > 0),
+        ("--attention-softmax-in-fp32", layer.attention_softmax_in_fp32),
+        (f"--attention-impl {config.kernels.attention_impl} (use sdpa)", config.kernels.attention_impl != "sdpa"),
+        ("--recompute-keep-attention", config.recompute.recompute_keep_attention),
+    )
+    if unused:
+        rule = f"belong{'s' if len(unused) == 1 else ''} to softmax attention"
+        yield f"{one_of(unused)} {rule}, not to --attention-kind {kind}; leave one of the two out"
+
+
+def norm_kind(config: Config) -> Iterator[str]:
+    """Yield the libraries that lack an extension's norm."""
+    name, kernels = config.model.normalization, config.kernels
+    libraries = chosen(
+        ("--transformer-impl transformer_engine (use local)", kernels.transformer_impl != "local"),
+        ("--optimizer-impl apex (use torch)", kernels.optimizer_impl == "apex"),
+    )
+    if NORMALIZATIONS[name].function is not None and libraries:
+        yield f"{one_of(libraries)} has norms of its own, not --normalization {name}"
 
 
 @of_each_kind
@@ -200,6 +229,8 @@ RULES = (
     shape,
     layers_that_differ,
     attention,
+    attention_kind,
+    norm_kind,
     mlp,
     rotary_positions,
     rotary_scaling,

@@ -1,10 +1,16 @@
-"""Rules of main gradients, master weights and moments narrower than fp32 (--use-precision-aware-optimizer)."""
+"""Rules of main gradients, master weights and moments narrower than fp32 (--use-precision-aware-optimizer), and of the
+options of update rules.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 from megapipe.config.config import Config
+from megapipe.config.fields import number_in
+from megapipe.config.training import OPTIMIZERS, OptimizerConfig
+from megapipe.errors import ConfigError
 
 FLAG = "--use-precision-aware-optimizer"
 
@@ -29,4 +35,27 @@ def precision_aware(config: Config) -> Iterator[str]:
         yield f"--main-grads-dtype fp16 needs a loss scale, which --dtype {dtype} does not have: {way}"
 
 
-RULES = (precision_aware,)
+def options(config: Config) -> Iterator[str]:
+    """Check the options of an extension's update rule."""
+    try:
+        rule_options(config.optimizer)
+    except ConfigError as error:
+        yield str(error)
+
+
+def rule_options(optimizer: OptimizerConfig) -> dict[str, float]:
+    """Return the options of the update rule, with its defaults. Raises ConfigError."""
+    found = dict(OPTIMIZERS[optimizer.optimizer].options)
+    for word in optimizer.optimizer_options:
+        name, _, text = word.partition("=")
+        value = number_in(text)
+        if name not in found:
+            known = f"its options are {', '.join(found)}" if found else "which has none"
+            raise ConfigError(f"--optimizer-options {word}: no option of --optimizer {optimizer.optimizer}; {known}")
+        if value is None or not math.isfinite(value):
+            raise ConfigError(f"--optimizer-options {word}: expected {name}=NUMBER")
+        found[name] = value
+    return found
+
+
+RULES = (precision_aware, options)

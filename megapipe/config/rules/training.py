@@ -6,12 +6,10 @@ from collections.abc import Iterator
 
 from megapipe.config.config import Config, fields_by_key, value_of
 from megapipe.config.fields import shortened
-from megapipe.config.files import parse_blend, split_shares
+from megapipe.config.files import TOKENIZER_TYPES, parse_blend, split_shares
 from megapipe.config.rules.proposals import given, use_multiples
 from megapipe.errors import ConfigError
 
-# flags that name a tokenizer's files; all other types need tokenizer_model
-TOKENIZER_FILES = {None: (), "ByteTokenizer": (), "NullTokenizer": (), "GPT2BPETokenizer": ("vocab_file", "merge_file")}
 SPLIT_PATHS = ("data.train_data_path", "data.valid_data_path", "data.test_data_path")
 
 
@@ -147,7 +145,7 @@ def sources(config: Config) -> Iterator[str]:
     """Check that there is one source of data, the split, and the blends (the first error only)."""
     data = config.data
     parts = given(config, *SPLIT_PATHS)
-    found = given(config, "data.mock_data", "data.data_path") + parts[:1]
+    found = given(config, "data.mock_data", "data.data_path", "data.dataset") + parts[:1]
     if len(found) > 1:
         yield f"{' and '.join(found)} are different sources of data; give one of them"
     if data.split is not None and parts:
@@ -170,7 +168,7 @@ def sources(config: Config) -> Iterator[str]:
 def tokenizer(config: Config) -> Iterator[str]:
     """Yield the files that a tokenizer lacks."""
     data = config.data
-    needed = TOKENIZER_FILES.get(data.tokenizer_type, ("tokenizer_model",))
+    needed = () if data.tokenizer_type is None else TOKENIZER_TYPES[data.tokenizer_type].files
     missing = [name for name in needed if getattr(data, name) is None]
     if data.tokenizer_type == "GPT2BPETokenizer" and data.tokenizer_model is not None:
         missing = []  # a folder with both files, as in a checkpoint
@@ -187,7 +185,7 @@ def job(config: Config) -> Iterator[str]:
         yield "the length of the run is missing; give --train-iters or --train-samples (or --skip-train to evaluate)"
     if not training.skip_train and config.optimizer.lr is None:
         yield "--lr, the highest learning rate, is missing"
-    if not data.mock_data and data.data_path is None:
+    if not data.mock_data and data.data_path is None and data.dataset is None:
         paths = given(config, *SPLIT_PATHS)
         if not paths:
             yield "training data is missing; give --data-path PREFIX, --train-data-path PREFIX or --mock-data"

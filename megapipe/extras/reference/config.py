@@ -1,6 +1,6 @@
 """`ReferenceConfig`: the shape of the reference GPT under Megatron's names."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -73,14 +73,24 @@ class ReferenceConfig:
     final_logit_softcapping: float | None = None
     softmax_scale: float | None = None  # None: 1 / sqrt(kv_channels)
 
+    # functions in place of the named ones; normalization, activation and attention are then only names
+    norm_function: Callable[..., Any] | None = None  # (x, weight, bias or None, epsilon) -> x's shape
+    norm_has_bias: bool = False
+    activation_function: Callable[..., Any] | None = None  # [..., F], or gated [..., 2 F], -> [..., F]
+    activation_is_gated: bool = False
+    # (q, k, v, mask, heads) -> output, [b, n, s, c]; mask: 0 or -inf, [1 or b, 1, s, s]; heads: passed on
+    attention_function: Callable[..., Any] | None = None
+    attention_heads: Any = None
+
     hidden_dropout: float = 0.0
     attention_dropout: float = 0.0
     label_smoothing: float = 0.0
     z_loss: float = 0.0  # coefficient of logsumexp(logits)^2
 
     def __post_init__(self) -> None:
+        functions = {"normalization": self.norm_function, "activation": self.activation_function}
         for field, allowed in NAMES.items():
-            if getattr(self, field) not in allowed:
+            if getattr(self, field) not in allowed and functions.get(field) is None:
                 raise ValueError(f"{field} is {getattr(self, field)!r}; it is one of {', '.join(allowed)}")
         heads, groups = self.num_attention_heads, self.num_query_groups
         if heads % groups:
@@ -108,4 +118,8 @@ class ReferenceConfig:
 
     @property
     def gated(self) -> bool:
-        return self.activation in GATED_ACTIVATIONS
+        return self.activation_is_gated or self.activation in GATED_ACTIVATIONS
+
+    @property
+    def has_norm_bias(self) -> bool:
+        return self.norm_has_bias or self.normalization == "LayerNorm"

@@ -183,6 +183,12 @@ class SelfAttention(nn.Module):
             q, k = rotate(q, *rotary), rotate(k, *rotary)
         k, v = (x.repeat_interleave(queries_per_group, dim=2) for x in (k, v))  # [b, s, n, c]
 
+        if config.attention_function is not None:
+            visible = visible_keys(config, position_ids, document_ids)
+            mask = torch.zeros(visible.shape, dtype=q.dtype, device=q.device).masked_fill(~visible, -torch.inf)
+            q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # [b, n, s, c]
+            context = config.attention_function(q, k, v, mask, config.attention_heads)
+            return self.linear_proj(context.transpose(1, 2).flatten(2, 3))
         scale = config.kv_channels**-0.5 if config.softmax_scale is None else config.softmax_scale
         scores = soft_cap(torch.einsum("bqnc,bknc->bnqk", q, k) * scale, config.attn_logit_softcapping)
         visible = visible_keys(config, position_ids, document_ids)
@@ -198,14 +204,15 @@ class MLP(nn.Module):
 
     def __init__(self, config: ReferenceConfig) -> None:
         super().__init__()
-        self.gated, self.activation = config.gated, ACTIVATIONS[config.activation]
+        self.gated, self.function = config.gated, config.activation_function
+        self.activation = ACTIVATIONS[config.activation] if self.function is None else self.function
         hidden, width, bias = config.hidden_size, config.ffn_hidden_size, config.add_bias_linear
         self.linear_fc1 = nn.Linear(hidden, 2 * width if config.gated else width, bias=bias)
         self.linear_fc2 = nn.Linear(width, hidden, bias=bias)
 
     def forward(self, hidden: Tensor) -> Tensor:
         inner = self.linear_fc1(hidden)
-        if self.gated:
+        if self.gated and self.function is None:
             gate, up = inner.chunk(2, dim=-1)
             return self.linear_fc2(self.activation(gate) * up)
         return self.linear_fc2(self.activation(inner))
@@ -218,7 +225,7 @@ class Norm(nn.Module):
         super().__init__()
         self.config = config
         self.weight = nn.Parameter(torch.empty(size))
-        if config.normalization == "LayerNorm":
+        if config.has_norm_bias:
             self.bias = nn.Parameter(torch.empty(size))
 
     def forward(self, hidden: Tensor) -> Tensor:
@@ -226,6 +233,9 @@ class Norm(nn.Module):
         scale = self.weight.to(x.dtype)
         if self.config.layernorm_zero_centered_gamma:
             scale = scale + 1.0
+        if self.config.norm_function is not None:
+            bias = self.bias.to(x.dtype) if self.config.has_norm_bias else None
+            return self.config.norm_function(x, scale, bias, self.config.norm_epsilon).to(hidden.dtype)
         if self.config.normalization == "LayerNorm":
             x = x - x.mean(dim=-1, keepdim=True)
         x = x * torch.rsqrt(x.square().mean(dim=-1, keepdim=True) + self.config.norm_epsilon) * scale

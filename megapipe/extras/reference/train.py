@@ -1,6 +1,6 @@
 """One plain training step and its optimizer, which the parallel step must equal."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,8 +68,11 @@ def build_optimizer(
     betas: tuple[float, float] = (0.9, 0.999),
     eps: float = 1e-8,
     momentum: float = 0.9,
+    update: Callable[..., None] | None = None,
 ) -> torch.optim.Optimizer:
     """Build torch.optim.AdamW ("adamw", decoupled decay) or torch.optim.SGD ("sgd", decay added to the gradient).
+
+    update: another rule instead, (weights, gradient, states, number, lr, weight decay) -> None on whole parameters.
 
     Each parameter is a group with "name", "weight_decay" (0 for 1-D and bias parameters) and "decoupled": True for the
     word embedding and the head, which may have another learning rate.
@@ -83,11 +86,30 @@ def build_optimizer(
         }
         for name, parameter in model.named_parameters()
     ]
+    if update is not None:
+        return RuleOptimizer(groups, update)
     if kind == "adamw":
         return torch.optim.AdamW(groups, lr=0.0, betas=betas, eps=eps, foreach=False, fused=False)
     if kind == "sgd":
         return torch.optim.SGD(groups, lr=0.0, momentum=momentum, foreach=False, fused=False)
     raise ValueError(f"unknown optimizer {kind!r}; use adamw or sgd")
+
+
+class RuleOptimizer(torch.optim.Optimizer):
+    """A function as update rule of whole parameters; it makes its states itself."""
+
+    def __init__(self, groups: list[dict[str, Any]], update: Callable[..., None]) -> None:
+        super().__init__(groups, {"lr": 0.0})
+        self._update, self._number = update, 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self._number += 1
+        for group in self.param_groups:
+            (parameter,) = group["params"]
+            if parameter.grad is not None:
+                states = self.state[parameter]
+                self._update(parameter, parameter.grad, states, self._number, group["lr"], group["weight_decay"])
 
 
 def set_lr(optimizer: torch.optim.Optimizer, lr: float, decoupled_lr: float | None = None) -> None:

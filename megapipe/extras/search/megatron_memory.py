@@ -16,7 +16,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megapipe.config.config import ResolvedModelConfig
-from megapipe.config.model import GATED_ACTIVATIONS
+from megapipe.config.model import ACTIVATIONS
 from megapipe.plan.run_plan import RunPlan
 
 BYTES_OF_A_PARAMETER = 18.0
@@ -52,7 +52,7 @@ def block_parameters(model: ResolvedModelConfig) -> float:
     """Return the parameters of all layers and the final norm, without the biases of linears."""
     h, ffn = model.hidden_size, model.ffn_hidden_size
     norm = 1 if model.normalization == "RMSNorm" else 2
-    gated = 1.5 if model.activation in GATED_ACTIVATIONS else 1.0
+    gated = 1.5 if ACTIVATIONS[model.activation].is_gated else 1.0
     queries = model.kv_channels * model.num_attention_heads
     attention = 2.0 * h * queries * (1.0 + model.num_query_groups / model.num_attention_heads)
     return model.num_layers * (2.0 * h * (gated * ffn + norm) + attention) + norm * h

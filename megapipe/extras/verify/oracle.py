@@ -6,8 +6,9 @@ Initial weights and global batches are random, reproducible, and the same for th
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,14 +16,19 @@ from torch import Tensor
 
 from megapipe.assembly.microbatches import Keys, Microbatches, to_microbatch
 from megapipe.assembly.runtime import DrawSlice, TrainingRuntime
-from megapipe.config.config import ResolvedConfig
+from megapipe.config.config import ResolvedConfig, ResolvedModelConfig
 from megapipe.config.layers import layer_configs
+from megapipe.config.model import ACTIVATIONS, ATTENTIONS, NORMALIZATIONS
+from megapipe.config.rules.optimizer import rule_options
+from megapipe.config.training import OPTIMIZERS, OptimizerConfig
 from megapipe.data.batch import Batch, DocumentRules
 from megapipe.extras.reference.asynchronous import Delays, asynchronous_step
 from megapipe.extras.reference.config import ReferenceConfig
 from megapipe.extras.reference.gpt import ReferenceGPT
 from megapipe.extras.reference.train import Microbatch, StepResult, build_optimizer, reference_step
 from megapipe.model.init import draw
+from megapipe.model.registered import AttentionHeads
+from megapipe.optimizer.registered import UpdateStep
 from megapipe.optimizer.schedule import Rates
 from megapipe.plan.run_plan import RunPlan
 from megapipe.schedule.families import SCHEDULES
@@ -38,7 +44,7 @@ BRANCH_SHARE = 0.03
 BRANCH_NORMS = ("post_self_attn_layernorm.weight", "post_mlp_layernorm.weight")
 EOD_SHARE = 0.15  # share of end-of-document tokens where the configuration uses documents
 FROM_TRAINING = ("label_smoothing", "z_loss")  # fields of ReferenceConfig that the training section has
-OPTIMIZERS = {"adam": "adamw", "sgd": "sgd"}
+OPTIMIZER_NAMES = {"adam": "adamw", "sgd": "sgd"}
 
 
 def drawn_slices(seed: int, dtype: torch.dtype) -> DrawSlice:
@@ -120,11 +126,12 @@ class Oracle:
         optimizer = config.optimizer
         self._optimizer = build_optimizer(
             self.model,
-            OPTIMIZERS[optimizer.optimizer],
+            OPTIMIZER_NAMES.get(optimizer.optimizer, ""),
             weight_decay=1.0,  # marks the groups that decay; `step` sets their real weight decay
             betas=(optimizer.adam_beta1, optimizer.adam_beta2),
             eps=optimizer.adam_eps,
             momentum=optimizer.sgd_momentum,
+            update=registered_update(optimizer),
         )
         self._decaying = [group for group in self._optimizer.param_groups if group["weight_decay"]]
 
@@ -186,11 +193,42 @@ def reference_config(config: ResolvedConfig) -> ReferenceConfig:
     # every option of a resolved model section has a field of the same name there, or no effect on the result
     names = {field.name for field in dataclasses.fields(ReferenceConfig)}
     model, *layers = (
-        {name: value for name, value in vars(section).items() if name in names}
+        {name: value for name, value in vars(section).items() if name in names} | functions_of(section)
         for section in (config.model, *layer_configs(config.model))
     )
     training = {name: getattr(config.training, name) for name in FROM_TRAINING}
     return ReferenceConfig(**model, **training, layers=tuple(layers))
+
+
+def functions_of(model: ResolvedModelConfig) -> dict[str, Any]:
+    """Return the fields of ReferenceConfig for the norm, activation and attention that extensions have added."""
+    norm, activation = NORMALIZATIONS[model.normalization], ACTIVATIONS[model.activation]
+    heads = AttentionHeads(model.softmax_scale, range(model.num_attention_heads), model.num_attention_heads)
+    return {
+        "norm_function": norm.function,
+        "norm_has_bias": norm.has_bias,
+        "activation_function": activation.function,
+        "activation_is_gated": activation.is_gated,
+        "attention_function": ATTENTIONS[model.attention_kind].function,
+        "attention_heads": heads,
+    }
+
+
+def registered_update(optimizer: OptimizerConfig) -> Callable[..., None] | None:
+    """Return the rule of an extension as the reference's optimizer calls it; None for a rule of megapipe."""
+    kind, options = OPTIMIZERS[optimizer.optimizer], rule_options(optimizer)
+    if kind.update is None:
+        return None
+    update = kind.update
+
+    def apply(
+        weights: Tensor, gradient: Tensor, states: dict[str, Tensor], number: int, lr: float, decay: float
+    ) -> None:
+        if not states:
+            states.update({name: torch.zeros_like(weights) for name in kind.states})
+        update(weights, gradient, states, UpdateStep(number, lr, decay, options))
+
+    return apply
 
 
 @dataclass(frozen=True)

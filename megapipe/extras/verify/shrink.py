@@ -40,7 +40,7 @@ DATA_KEPT = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")
 TRAINING_KEPT = "seed deterministic_mode label_smoothing z_loss calculate_per_token_loss device".split()
 OPTIMIZER_KEPT = (
     "optimizer weight_decay start_weight_decay end_weight_decay weight_decay_incr_style clip_grad adam_beta1 "
-    "adam_beta2 sgd_momentum".split()
+    "adam_beta2 sgd_momentum optimizer_options".split()
 )
 NARROW = "use_precision_aware_optimizer main_grads_dtype main_params_dtype exp_avg_dtype exp_avg_sq_dtype".split()
 FP8 = (  # fields that get their defaults in every case

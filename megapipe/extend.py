@@ -1,0 +1,236 @@
+"""The interface for extensions: what adds schedules, norms, activations, kinds of attention, update rules, tokenizers,
+data sets and loggers to megapipe, without a fork.
+
+A file that calls these functions at its top level is an extension; `--extension FILE.py` loads it, and an installed
+package with an entry point in the group `megapipe.extensions` is found by the names that it adds. Each function
+registers what follows it under a name, which the option for names of its kind then takes. docs/extend/index.md has a
+complete example of each. Families of checkpoints to convert: `megapipe.extras.convert`.
+
+None of this imports torch: functions of an extension may import it themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+from megapipe.config.files import DATASETS, LOGGERS, TOKENIZER_TYPES, DatasetKind, TokenizerKind
+from megapipe.config.model import ACTIVATIONS, ATTENTIONS, NORMALIZATIONS, ActivationKind, AttentionKind, NormKind
+from megapipe.config.training import OPTIMIZERS, UpdateKind
+from megapipe.data.registered import DatasetPart, RegisteredDataset
+from megapipe.errors import ConfigError, ScheduleError
+from megapipe.schedule.action import Action, Op
+from megapipe.schedule.costs import Shape
+from megapipe.schedule.families import SCHEDULES, ScheduleFamily, build_lowered
+from megapipe.schedule.placement import Placement, linear, loop, two_directions, v_shape
+from megapipe.schedule.schedule import Row
+from megapipe.sharding.state_dtypes import MASTER
+
+__all__ = [
+    "Action",
+    "DatasetPart",
+    "Op",
+    "Placement",
+    "Row",
+    "Shape",
+    "linear",
+    "loop",
+    "register_activation",
+    "register_attention",
+    "register_dataset",
+    "register_logger",
+    "register_norm",
+    "register_schedule",
+    "register_tokenizer",
+    "register_update_rule",
+    "two_directions",
+    "v_shape",
+]
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+# (ranks, microbatches) on which a schedule is proven when it is registered
+PROVEN = ((2, 1), (2, 4), (3, 7), (4, 4), (4, 9))
+RESERVED_STATES = (MASTER, "weights")  # keys of checkpoints
+
+
+def register_schedule(name: str, summary: str, **properties: Any) -> Callable[[Function], Function]:
+    """Register a function Shape -> rows of actions, one row for each pipeline rank, as --pipeline-schedule `name`.
+
+    The actions are F and B, or with splits_backward I and W; messages and reductions are added by megapipe. summary: a
+    line for `megapipe schedule --help`. properties: other fields of `ScheduleFamily`, such as placement=v_shape,
+    takes_chunks=True, splits_backward=True. The schedule is proven to be complete and free of deadlocks for some sizes
+    here, and for its own size in each run. Raises ScheduleError, with the grid and the action at fault.
+    """
+
+    def register(function: Function) -> Function:
+        def generate(shape: Shape) -> tuple[Row, ...]:
+            return _rows(function, name, shape)
+
+        try:
+            family = ScheduleFamily(name, generate, summary, **properties)
+        except TypeError as error:
+            raise ConfigError(f"schedule {name!r}: {error}") from None
+        SCHEDULES.add(name, family)
+        _prove(family)
+        return function
+
+    return register
+
+
+def _rows(function: Callable[..., Any], name: str, shape: Shape) -> tuple[Row, ...]:
+    """Return the rows that a function generates. Raises ScheduleError if it fails or returns something else."""
+    size = f"schedule {name!r} on {shape.num_ranks} ranks with {shape.num_microbatches} microbatches"
+    try:
+        rows = tuple(tuple(row) for row in function(shape))
+    except Exception as error:
+        raise ScheduleError(f"{size}: {type(error).__name__}: {error}") from None
+    wrong = [action for row in rows for action in row if not isinstance(action, Action)]
+    if wrong:
+        raise ScheduleError(f"{size}: a row holds {wrong[0]!r}; expected Action(stage, Op.F, microbatch)")
+    return rows
+
+
+def _prove(family: ScheduleFamily) -> None:
+    """Build and validate a schedule for some sizes. Raises ScheduleError, also where properties do not fit the rows."""
+    for ranks, microbatches in PROVEN:
+        if family.counts is not None and family.counts(ranks, microbatches)[0]:
+            continue
+        schedule = build_lowered(family.name, ranks, family.num_chunks(2), microbatches)
+        found = bool(schedule.ops & {Op.I, Op.W})
+        if found != family.splits_backward:
+            rows = "I and W" if found else "no I and W"
+            raise ScheduleError(f"schedule {family.name!r} has {rows}: register it with splits_backward={found}")
+        if not schedule.is_synchronous and family.versions is None:
+            raise ScheduleError(f"schedule {family.name!r} has UPDATE, so it must be registered with its versions")
+
+
+def register_norm(
+    name: str, *, has_bias: bool = False, backward_tensors: float = 8.0
+) -> Callable[[Function], Function]:
+    """Register a function (x, weight, bias, epsilon) -> x's shape as --normalization `name`.
+
+    x: [..., size]; weight: [size], 1 at the start, 1 + weight with --apply-layernorm-1p; bias: [size], or None without
+    has_bias. All are in at least fp32, and the result is rounded to the model's dtype. Only x is kept for the backward,
+    which runs the function again. backward_tensors: tensors of x's size in at least fp32 that the backward holds at
+    most, for the planned memory; --dry-run counts them.
+    """
+
+    def register(function: Function) -> Function:
+        _check_number(f"norm {name!r}", backward_tensors)
+        NORMALIZATIONS.add(name, NormKind(0, has_bias, backward_tensors, function))
+        return function
+
+    return register
+
+
+def register_activation(
+    name: str, *, is_gated: bool = False, backward_tensors: float = 4.0
+) -> Callable[[Function], Function]:
+    """Register a function x -> y of tensors as --activation `name`, elementwise.
+
+    x: [..., F], or with is_gated [..., 2 F], the halves gate and up of a linear twice as wide; y: [..., F], all in the
+    model's dtype. Only x is kept for the backward, which runs the function again. backward_tensors: tensors of y's size
+    that the backward holds at most besides x, y and their gradients.
+    """
+
+    def register(function: Function) -> Function:
+        _check_number(f"activation {name!r}", backward_tensors)
+        ACTIVATIONS.add(name, ActivationKind(is_gated, False, backward_tensors, function))
+        return function
+
+    return register
+
+
+def register_attention(name: str, *, backward_squares: float = 5.0) -> Callable[[Function], Function]:
+    """Register a function (q, k, v, mask, heads) -> output as --attention-kind `name`.
+
+    q, output: [batch, heads, s, d] with the heads of this tensor-parallel rank; k, v: [batch, heads, keys, d]; mask: to
+    add to scores, 0 or -infinity, [1 or batch, 1, s, keys] in q's dtype; heads: `AttentionHeads`, with the scale of the
+    scores and the global numbers of the heads. Only q, k and v are kept for the backward, which runs the function
+    again. backward_squares: tensors [batch, heads, s, s] in at least fp32 that the backward holds at most.
+    """
+
+    def register(function: Function) -> Function:
+        _check_number(f"attention kind {name!r}", backward_squares)
+        ATTENTIONS.add(name, AttentionKind(backward_squares, function))
+        return function
+
+    return register
+
+
+def register_update_rule(
+    name: str, *, states: Sequence[str] = (), options: Mapping[str, float] | None = None, temporaries: int = 3
+) -> Callable[[Function], Function]:
+    """Register a function (weights, gradient, states, step) -> None as --optimizer `name`.
+
+    It updates weights and states in place and leaves the gradient as it is: flat tensors in at least fp32, parts of a
+    parameter. It must be elementwise. states: the names of the tensors that are kept for each parameter, zeros at the
+    start; they are sharded, saved and planned like Adam's moments. step: `UpdateStep`. options: names with defaults,
+    which --optimizer-options NAME=NUMBER replaces; found in step.options. temporaries: tensors of the weights' size
+    that an update makes at the same time, for the planned memory.
+    """
+
+    def register(function: Function) -> Function:
+        names = (states,) if isinstance(states, str) else tuple(states)
+        for state in names:
+            if not str(state).isidentifier() or state in RESERVED_STATES or names.count(state) > 1:
+                raise ConfigError(f"update rule {name!r}: {state!r} cannot name a state, or names two")
+        _check_number(f"update rule {name!r}", temporaries)
+        OPTIMIZERS.add(name, UpdateKind(names, dict(options or {}), int(temporaries), function))
+        return function
+
+    return register
+
+
+def register_tokenizer(name: str, *, needs_model: bool = False) -> Callable[[Function], Function]:
+    """Register a function --tokenizer-model -> tokenizer (or a class) as --tokenizer-type `name`.
+
+    It is called with the path, or with None. The tokenizer has vocab_size, encode(text) -> ids and decode(ids) -> text;
+    optionally eod, bos and pad, ids or None, and save(folder), which writes the files that the path of a folder can
+    name later. needs_model: --tokenizer-model must be given.
+    """
+
+    def register(function: Function) -> Function:
+        TOKENIZER_TYPES.add(name, TokenizerKind(("tokenizer_model",) if needs_model else (), function))
+        return function
+
+    return register
+
+
+def register_dataset(name: str, *, shuffle: bool = True, has_loss_mask: bool = False) -> Callable[[Function], Function]:
+    """Register a function DatasetPart -> data set (or a class) as --dataset `name`.
+
+    The data set has a length and sample(index) -> the seq_length + 1 token ids of a sample, always the same for the
+    same index, on every rank; with has_loss_mask the pair of them and of as many numbers, 1 where the token is trained
+    and 0 where it is in no loss. It may have `fingerprint`, a text that changes with the data; a run resumes only with
+    the same. Samples come in the order of a permutation drawn from --seed, a new one in each epoch; shuffle=False:
+    in their own order.
+    """
+
+    def register(function: Function) -> Function:
+        def build(part: DatasetPart) -> RegisteredDataset:
+            return RegisteredDataset(name, part, function, shuffle, has_loss_mask)
+
+        DATASETS.add(name, DatasetKind(build, has_loss_mask))
+        return function
+
+    return register
+
+
+def register_logger(name: str) -> Callable[[Function], Function]:
+    """Register a function Config -> logger (or a class) as --logger `name`.
+
+    It is called on rank 0 when the run starts. The logger has log(step, metrics), metrics by name such as train/loss
+    (those that TensorBoard gets), and optionally close(). A logger that fails is left out from then on.
+    """
+
+    def register(function: Function) -> Function:
+        LOGGERS.add(name, function)
+        return function
+
+    return register
+
+
+def _check_number(what: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1000:
+        raise ConfigError(f"{what}: expected a number of tensors of at least 0, got {value!r}")
