@@ -14,9 +14,18 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
+from megapipe.config.config import Config
 from megapipe.config.files import DATASETS, LOGGERS, TOKENIZER_TYPES, DatasetKind, TokenizerKind
-from megapipe.config.model import ACTIVATIONS, ATTENTIONS, NORMALIZATIONS, ActivationKind, AttentionKind, NormKind
-from megapipe.config.training import OPTIMIZERS, UpdateKind
+from megapipe.config.model import (
+    ACTIVATIONS,
+    ATTENTIONS,
+    NORMALIZATIONS,
+    ActivationKind,
+    AttentionHeads,
+    AttentionKind,
+    NormKind,
+)
+from megapipe.config.training import OPTIMIZERS, UpdateKind, UpdateStep
 from megapipe.data.registered import DatasetPart, RegisteredDataset
 from megapipe.errors import ConfigError, ScheduleError
 from megapipe.schedule.action import Action, Op
@@ -28,11 +37,14 @@ from megapipe.sharding.state_dtypes import MASTER
 
 __all__ = [
     "Action",
+    "AttentionHeads",
+    "Config",
     "DatasetPart",
     "Op",
     "Placement",
     "Row",
     "Shape",
+    "UpdateStep",
     "linear",
     "loop",
     "register_activation",

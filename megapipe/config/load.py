@@ -250,6 +250,6 @@ def merge(sources: Sequence[Sequence[Setting]], problems: Problems) -> tuple[dic
             if setting.only_from is None:
                 firm[key] = setting
             if setting.field.option.adds_up and setting.value is not None:
-                setting = dataclasses.replace(setting, value=tuple(dict.fromkeys((*values[key], *setting.value))))
+                setting = dataclasses.replace(setting, value=(*values[key], *setting.value))
             values[key], origins[key] = setting.value, setting.origin
     return values, origins

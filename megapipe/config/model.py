@@ -41,6 +41,15 @@ class ActivationKind:
 
 
 @dataclass(frozen=True)
+class AttentionHeads:
+    """What attention knows besides q, k, v and the mask."""
+
+    scale: float  # factor on scores: --softmax-scale
+    heads: range  # global numbers of the query heads of this tensor-parallel rank
+    num_heads: int  # of the model
+
+
+@dataclass(frozen=True)
 class AttentionKind:
     """Core attention: from queries, keys and values to a weighted sum of values.
 

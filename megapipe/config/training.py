@@ -18,6 +18,16 @@ MOMENT_DTYPES = ("fp32", "bf16", "fp16", "fp8")
 
 
 @dataclass(frozen=True)
+class UpdateStep:
+    """The numbers of one update."""
+
+    number: int  # of the update, from 1
+    lr: float
+    weight_decay: float  # 0 for vectors and biases
+    options: Mapping[str, float]  # those of the rule, with the values of --optimizer-options
+
+
+@dataclass(frozen=True)
 class UpdateKind:
     """An update rule: the tensors that it keeps of each parameter, all of the parameter's shape.
 

@@ -24,11 +24,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megapipe.config.model import ATTENTIONS
+from megapipe.config.model import ATTENTIONS, AttentionHeads
 from megapipe.model.context import LayerContext, rotate_
 from megapipe.model.layer_factory import LayerFactory
 from megapipe.model.recompute import CoreAttention, RecomputedSegment
-from megapipe.model.registered import AttentionHeads, registered_attention
+from megapipe.model.registered import registered_attention
 from megapipe.tensor_parallel.gemms import at_least_fp32
 from megapipe.tensor_parallel.gradients import InputRecompute
 from megapipe.tensor_parallel.random import keyed_dropout

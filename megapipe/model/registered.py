@@ -7,25 +7,15 @@ a layer keeps then follows from the kind of part, whatever the function does ins
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megapipe.config.model import ATTENTIONS, ActivationKind, NormKind
+from megapipe.config.model import ATTENTIONS, ActivationKind, AttentionHeads, NormKind
 from megapipe.errors import ConfigError
 from megapipe.tensor_parallel.gemms import at_least_fp32
-
-
-@dataclass(frozen=True)
-class AttentionHeads:
-    """What attention knows besides q, k, v and the mask."""
-
-    scale: float  # factor on scores: --softmax-scale
-    heads: range  # global numbers of the query heads of this tensor-parallel rank
-    num_heads: int  # of the model
 
 
 def replayed(function: Callable[..., Tensor], name: str, shape: tuple[int, ...], *inputs: Tensor | None) -> Tensor:

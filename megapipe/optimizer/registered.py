@@ -7,29 +7,18 @@ states alone. So it may be applied to any part of a parameter: a rank holds part
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from megapipe.config.rules.optimizer import rule_options
-from megapipe.config.training import OPTIMIZERS, OptimizerConfig, UpdateKind
+from megapipe.config.training import OPTIMIZERS, OptimizerConfig, UpdateKind, UpdateStep
 from megapipe.errors import ConfigError
 from megapipe.optimizer.schedule import Rates
 from megapipe.optimizer.shards import Shard
 from megapipe.sharding.state_dtypes import MASTER
 
 TRIED = 64  # elements of the trial
-
-
-@dataclass(frozen=True)
-class UpdateStep:
-    """The numbers of one update."""
-
-    number: int  # of the update, from 1
-    lr: float
-    weight_decay: float  # 0 for vectors and biases
-    options: Mapping[str, float]  # those of the rule, with the values of --optimizer-options
 
 
 class RegisteredRule:

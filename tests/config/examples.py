@@ -8,6 +8,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 from megapipe.config.fields import ConfigField, Option, out_of_bounds
+from megapipe.registry import Registry
 
 SHAPE = "--num-layers 4 --hidden-size 64 --num-attention-heads 8 --seq-length 32"
 JOB = (SHAPE + " --micro-batch-size 2 --lr 1e-3 --train-iters 100 --mock-data --vocab-size 100").split()
@@ -21,10 +22,15 @@ def job(*more: str) -> list[str]:
     return [*JOB, *words]
 
 
+def has_values(field: ConfigField) -> bool:
+    """Return False for a field that takes only names of extensions."""
+    return not isinstance(field.option.choices, Registry) or len(field.option.choices) > 0
+
+
 def scalars(scalar: type, option: Option) -> st.SearchStrategy[Any]:
     """Build a strategy for the field's scalar type, within its choices and range."""
     if option.choices:
-        return st.sampled_from(option.choices)
+        return st.sampled_from(tuple(option.choices))
     if scalar is bool:
         return st.booleans()
     if scalar is str:
@@ -43,6 +49,8 @@ def scalars(scalar: type, option: Option) -> st.SearchStrategy[Any]:
 
 def values(field: ConfigField) -> st.SearchStrategy[Any]:
     """Build a strategy for all values that the field's declaration allows."""
+    if not has_values(field):
+        return st.just(field.default)
     one = scalars(field.kind.scalar, field.option)
     if field.kind.many:
         length = field.kind.length

@@ -18,17 +18,15 @@ from megapipe.assembly.microbatches import Keys, Microbatches, to_microbatch
 from megapipe.assembly.runtime import DrawSlice, TrainingRuntime
 from megapipe.config.config import ResolvedConfig, ResolvedModelConfig
 from megapipe.config.layers import layer_configs
-from megapipe.config.model import ACTIVATIONS, ATTENTIONS, NORMALIZATIONS
+from megapipe.config.model import ACTIVATIONS, ATTENTIONS, NORMALIZATIONS, AttentionHeads
 from megapipe.config.rules.optimizer import rule_options
-from megapipe.config.training import OPTIMIZERS, OptimizerConfig
+from megapipe.config.training import OPTIMIZERS, OptimizerConfig, UpdateStep
 from megapipe.data.batch import Batch, DocumentRules
 from megapipe.extras.reference.asynchronous import Delays, asynchronous_step
 from megapipe.extras.reference.config import ReferenceConfig
 from megapipe.extras.reference.gpt import ReferenceGPT
 from megapipe.extras.reference.train import Microbatch, StepResult, build_optimizer, reference_step
 from megapipe.model.init import draw
-from megapipe.model.registered import AttentionHeads
-from megapipe.optimizer.registered import UpdateStep
 from megapipe.optimizer.schedule import Rates
 from megapipe.plan.run_plan import RunPlan
 from megapipe.schedule.families import SCHEDULES
