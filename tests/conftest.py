@@ -49,6 +49,16 @@ NOT_DRAWN = "one of many cases: --all runs others at each commit, --all --exhaus
 LEFT_OUT = {"--all": "a long test: run with --all", "--gpu": "needs a CUDA device: run with --gpu"}
 
 
+@pytest.fixture(autouse=True)
+def without_extensions() -> Iterator[None]:
+    """Remove what a test's extensions have registered."""
+    yield
+    from megapipe.registry import EXTENSIONS
+
+    for name in list(EXTENSIONS.loaded):
+        EXTENSIONS.unload(name)
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("megapipe")
     group.addoption("--all", "--slow", action="store_true", dest="run_all", help="also run the long tests")

@@ -16,6 +16,10 @@ NAME         a function of the test file
 
 from __future__ import annotations
 
+from pathlib import Path
+
+EXTEND = f"--extension {Path(__file__).resolve().parent.parent / 'examples' / 'extend_'}"
+SUMS = f"{EXTEND}dataset.py --vocab-size 257 !--mock-data --dataset sums"
 PP = "--pipeline-model-parallel-size 2 --num-layers 4 --global-batch-size 16"
 PP5 = f"{PP} --num-layers 5 --vocab-size 4096"
 SP2 = "--tensor-model-parallel-size 2 --sequence-parallel"
@@ -83,6 +87,7 @@ model.layer_pattern | --layer-pattern '1 window_size=3' ... | records
 model.attn_logit_softcapping | --attn-logit-softcapping 0.1 | records
 model.final_logit_softcapping | --final-logit-softcapping 0.1 | records
 model.softmax_scale | --softmax-scale 2 | records
+model.attention_kind | --attention-kind sigmoid | records | {EXTEND}layer.py
 model.attention_softmax_in_fp32 | --attention-softmax-in-fp32 | saved_bytes | --bf16
 model.hidden_dropout | --hidden-dropout 0.5 | records
 model.attention_dropout | --attention-dropout 0.5 | records
@@ -166,6 +171,7 @@ training.spike_threshold | --spike-threshold 1e-9 | said (rollback 1) | {SPIKES}
 training.spike_window | --spike-window 8 | said (rollback 1) | {SPIKES} --spike-steps 1 --spike-threshold 1e-9
 training.spike_steps | --spike-steps 1 | said (rollback 1) | \
 {SPIKES} --spike-window 8 --spike-steps 50 --spike-threshold 1e-9
+training.extension | {EXTEND}schedule.py | said schedule eager-1f1b
 training.device | --device cuda | device
 
 optimizer.optimizer | --optimizer sgd | records
@@ -191,6 +197,7 @@ optimizer.adam_beta1 | --adam-beta1 0.5 | records
 optimizer.adam_beta2 | --adam-beta2 0.5 | records
 optimizer.adam_eps | --adam-eps 0.01 | records
 optimizer.sgd_momentum | --sgd-momentum 0.5 | records | --optimizer sgd
+optimizer.optimizer_options | --optimizer-options beta2=0.5 | records | {EXTEND}update_rule.py --optimizer lion
 optimizer.optimizer_post_validation | --optimizer-post-validation | ranks events | \
 {PP} --untie-embeddings-and-output-weights | 2
 optimizer.optimizer_cpu_offload | --optimizer-cpu-offload | plan memory
@@ -235,6 +242,8 @@ data.train_data_path | --train-data-path {{B}} | records | {FILES}
 data.valid_data_path | --valid-data-path {{B}} | records | {FILES}
 data.test_data_path | --test-data-path {{B}} | records | {FILES}
 data.data_cache_path | --data-cache-path {{tmp}}/cache | file cache/* | {FILES}
+data.dataset | --dataset sums | outcome | {EXTEND}dataset.py --vocab-size 257
+data.dataset_options | --dataset-options digits=1 | records | {SUMS}
 data.mock_data | --mock-data | outcome | !--mock-data
 data.num_workers | --num-workers 2 | readers
 data.reset_position_ids | --reset-position-ids | records | {DOCUMENTS}
@@ -270,6 +279,7 @@ logging.wandb_project | --wandb-project p | wandb project
 logging.wandb_entity | --wandb-entity e | wandb entity | --wandb-project p
 logging.wandb_exp_name | --wandb-exp-name n | wandb name | --wandb-project p
 logging.wandb_save_dir | --wandb-save-dir d | wandb dir | --wandb-project p
+logging.logger | --logger csv | file ckpt/csv/train_loss.csv | {SAVE} {EXTEND}logger.py
 logging.log_params_norm | --log-params-norm | records
 logging.log_num_zeros_in_grad | --log-num-zeros-in-grad | records
 logging.log_throughput | --log-throughput | said TFLOP/s |

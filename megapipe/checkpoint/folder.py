@@ -22,8 +22,9 @@ from megapipe.checkpoint.disk import Disk, read_regular, reason, require_regular
 from megapipe.checkpoint.manifest import MANIFEST_NAME, Manifest, read_manifest
 from megapipe.config.config import Config
 from megapipe.config.load import from_yaml
-from megapipe.errors import CheckpointError, DamageError, NewerVersionError
+from megapipe.errors import CheckpointError, ConfigError, DamageError, NewerVersionError
 from megapipe.layers.embedding import WORD_EMBEDDING
+from megapipe.registry import EXTENSIONS
 
 LATEST_NAME = "latest"
 CONFIG_NAME = "config.yaml"
@@ -255,7 +256,7 @@ def checkpoint_config(root: Path, step: int | None = None) -> tuple[Config, Path
     found = find_checkpoint(root, step)
     if found is None:
         raise CheckpointError(f"--use-checkpoint-args: {root} holds no checkpoint")
-    return from_yaml(read_listed(found, CONFIG_NAME), str(found.path / CONFIG_NAME)), found.path
+    return listed_config(found), found.path
 
 
 def saved_config(folder: CheckpointFolder) -> Config:
@@ -263,8 +264,25 @@ def saved_config(folder: CheckpointFolder) -> Config:
 
     These are the rows that were trained, whether the run had them from --vocab-size or from its tokenizer.
     """
-    config = from_yaml(read_listed(folder, CONFIG_NAME), str(folder.path / CONFIG_NAME))
+    config = listed_config(folder)
     return replace(config, model=replace(config.model, vocab_size=vocabulary_of(folder), padded_vocab_size=None))
+
+
+def listed_config(folder: CheckpointFolder) -> Config:
+    """Return a checkpoint's configuration. Raises ConfigError if it cannot be read, with the extensions it needs."""
+    text = read_listed(folder, CONFIG_NAME)
+    try:
+        return from_yaml(text, str(folder.path / CONFIG_NAME))
+    except ConfigError as error:
+        raise ConfigError(f"{error}{missing_extensions(folder)}") from None
+
+
+def missing_extensions(folder: CheckpointFolder) -> str:
+    """Return the end of a message that names the extensions that a checkpoint was saved with and that are missing."""
+    loaded = {row for one in EXTENSIONS.loaded.values() for row in one.provides}
+    saved = [one for one in folder.manifest.state.get("extensions", []) if not loaded.issuperset(one["provides"])]
+    words = [f"--extension {one['name']} ({', '.join(one['provides'])})" for one in saved]
+    return f"; {folder.path} was saved with {' and '.join(words)}: give it here too" if words else ""
 
 
 def vocabulary_of(folder: CheckpointFolder) -> int:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from megapipe.checkpoint.folder import CONFIG_NAME, CheckpointFolder, read_listed, vocabulary_of
+from megapipe.checkpoint.folder import CONFIG_NAME, CheckpointFolder, missing_extensions, read_listed, vocabulary_of
 from megapipe.config.config import fields_by_key, make_config
 from megapipe.config.fields import value_text
 from megapipe.config.layers import ROTARY_OPTIONS, LayerConfig, layer_configs, layers_text
@@ -88,7 +88,7 @@ def saved_model(folder: CheckpointFolder) -> tuple[ModelConfig, set[str]]:
         entries = [one for one in found if one.section == "model"]
         settings = [one for entry in entries if entry.key in known for one in settings_of_entry(entry, [])]
     except ConfigError as error:
-        raise CheckpointError(f"the model cannot be compared: {error}") from None
+        raise CheckpointError(f"the model cannot be compared: {error}{missing_extensions(folder)}") from None
     named = {entry.key for entry in entries}
     model = make_config({setting.field.key: setting.value for setting in settings}).model
     return replace(model, vocab_size=vocabulary_of(folder)), named ^ known

@@ -41,6 +41,7 @@ from megapipe.data.fingerprint import Fingerprint, differences, has_another_orde
 from megapipe.data.loader import Loader
 from megapipe.environment import Environment
 from megapipe.errors import CheckpointError, DamageError, TrainingError
+from megapipe.train.extensions import changed_extensions
 from megapipe.train.journal import Journal, last_failure, recorded_folder
 from megapipe.train.state import Account, Schedules, TrainingState, on_rank_0, schedules_to_resume
 
@@ -185,6 +186,7 @@ def _load_from(
         state.account = Account.from_dict(account_of(saved, read_rollbacks(root)))
         state.spikes = saved.get("spikes")
     remarks = (*folder.remarks, *_check_model(runtime, folder, flags))
+    remarks += changed_extensions(saved.get("extensions", []), str(folder.path))
     if not flags.finetune:
         remarks += on_rank_0(partial(_check_data, folder, data, flags), runtime.groups.world)
     _load_tensors(runtime, folder, with_optimizer, flags.allow_changed_model)

@@ -32,6 +32,7 @@ from megapipe.monitor.process import available_cores
 from megapipe.plan.report import plan_text
 from megapipe.plan.run_plan import RunPlan
 from megapipe.topology import GROUP_NAMES
+from megapipe.train.extensions import check_same_on_all_ranks, extension_lines
 from megapipe.train.gpu_setup import check_fp8, graph_words, marks_of, prepare, unused, watched_memory
 from megapipe.train.guard import StopRequest, stop_requests
 from megapipe.train.journal import Journal, recorded_folder
@@ -95,7 +96,7 @@ def _run(
             text = {"config": config_text, "plan": plan_text(plan), "remarks": list(remarks), "kernels": list(words)}
             journal.record("start", **described, **text)
             print("kernels: " + "\n         ".join(words), flush=True)
-        journal.say(*unused(config.gpu, world))
+        journal.say(*extension_lines(), *unused(config.gpu, world))
         heartbeat = Heartbeat(GROUP_NAMES) if config.parallel.hang_timeout_seconds else None
         groups = build_process_groups(
             plan.topology,
@@ -105,6 +106,7 @@ def _run(
             heartbeat=heartbeat,
             nccl=nccl.options,
         )
+        check_same_on_all_ranks(config, groups.world)
         starts = share_starts(counted, config, groups.world)
         with watched(plan, environment, groups, journal), watched_memory(plan, world.device, world.global_rank):
             disk = Disk(may_change=lock.check) if isinstance(lock, SaveLock) else Disk()

@@ -8,6 +8,7 @@ The manifest's `state` holds:
     spikes      losses and norms that the spike watch compares with; null without --spike-rollback
     schedules   learning rates and weight decay in force
     global_batch_size   sequences of a step, at the end of a ramp-up
+    extensions  name, checksum and names of what they provide (train.extensions)
     data        fingerprint of the training data (data.fingerprint); null without training
     grid, precision   for people and `tools/inspect_checkpoint.py`
 """
@@ -42,6 +43,7 @@ from megapipe.errors import CheckpointError, SaveRefusedError
 from megapipe.formatting import bytes_text
 from megapipe.monitor.heartbeat import PATIENCE
 from megapipe.tokenizers.tokenizer import Tokenizer, files_of
+from megapipe.train.extensions import extensions_to_save
 from megapipe.train.state import Schedules, TrainingState, on_rank_0
 
 
@@ -173,6 +175,7 @@ class Saving:
             "schedules": None if self._schedules is None else asdict(self._schedules),
             "global_batch_size": plan.batch.full,
             "data": self._data,
+            "extensions": extensions_to_save(),
             "precision": config.precision.dtype,
             "grid": {"tp": grid.tp, "cp": grid.cp, "pp": grid.pp, "dp": grid.dp, "chunks": plan.num_chunks},
         }

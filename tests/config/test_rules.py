@@ -678,6 +678,33 @@ RAMPS = [
     ("--global-batch-size 8 --rampup-batch-size 4 1 100", "multiples of --micro-batch-size 2"),
     ("--global-batch-size 8 --rampup-batch-size 0 2 100", "at least 1"),
 ]
+EXTENSION = "--extension tests/fixtures/extension.py"
+CASES += [
+    (
+        "attention_of_an_extension_is_not_softmax",
+        f"{EXTENSION} --attention-kind plain-attention --attention-dropout 0 --attn-logit-softcapping 30",
+        ["--attn-logit-softcapping belongs to softmax attention, not to --attention-kind plain-attention"],
+        f"{EXTENSION} --attention-kind plain-attention --attention-dropout 0",
+    ),
+    (
+        "libraries_lack_norms_of_extensions",
+        f"{EXTENSION} --normalization plain-norm --transformer-impl transformer_engine --bf16",
+        ["--transformer-impl transformer_engine (use local) has norms of its own, not --normalization plain-norm"],
+        f"{EXTENSION} --normalization plain-norm",
+    ),
+    (
+        "options_belong_to_a_data_set",
+        "--dataset-options digits=2",
+        ["--dataset-options digits=2 needs --dataset NAME; add it, or leave this out"],
+        "",
+    ),
+    (
+        "options_belong_to_an_update_rule",
+        f"{EXTENSION} --optimizer plain-rule --optimizer-options gamma=1",
+        ["--optimizer-options gamma=1: no option of --optimizer plain-rule; its options are beta"],
+        f"{EXTENSION} --optimizer plain-rule --optimizer-options beta=0.25",
+    ),
+]
 # like CASES, but only configurations built in code can break these rules
 IN_CODE = [
     ({"data": {"mock_data": False, "data_path": ()}}, "--data-path is empty"),

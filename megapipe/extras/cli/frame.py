@@ -29,6 +29,7 @@ OTHER_RANK_SECONDS = 4.0
 LOST_PEER_SECONDS = 6.0
 INTERRUPTED = 130
 MOST_COLUMNS = 2000  # of a line of a message
+EXTENSION_HELP = "--extension FILE.py or MODULE loads what extensions add (docs/extend/index.md); may be repeated."
 TITLES = {  # exception -> first words of its message; "error" for all others
     "DataError": "data error",
     "CheckpointError": "checkpoint error",
@@ -126,7 +127,7 @@ class Command:
         parser = Parser(
             prog=self.name,
             description=inspect.getdoc(self.body),
-            epilog="All other flags are those of pretrain_gpt.py." if self.takes_config else None,
+            epilog="All other flags are those of pretrain_gpt.py." if self.takes_config else EXTENSION_HELP,
             formatter_class=argparse.RawDescriptionHelpFormatter,
             allow_abbrev=False,
         )
@@ -140,6 +141,8 @@ class Command:
 
     def parse(self, words: Sequence[str]) -> argparse.Namespace:
         """Parse flags with - or _. Raises ConfigError for an unknown flag, with the nearest one."""
+        if not self.takes_config:
+            words = load_extensions_in(words)
         parser = self.parser()
         known = [flag for action in parser._actions for flag in action.option_strings]
         dashed = []
@@ -164,6 +167,24 @@ class Command:
             if isinstance(each, Option) and (each.above is not None or each.at_least is not None):
                 each.check(getattr(own, each.names[-1].lstrip("-").replace("-", "_")))
         return own
+
+
+def load_extensions_in(words: Sequence[str]) -> list[str]:
+    """Run the extensions that --extension FILE.py or MODULE names, and return the other words. Raises ConfigError."""
+    others: list[str] = []
+    left = iter(words)
+    for word in left:
+        flag, equals, value = word.partition("=")
+        if flag == "--extension":
+            from megapipe.registry import EXTENSIONS  # here, since most commands have none
+
+            name = value if equals else next(left, "")
+            if not name or name.startswith("--"):
+                raise ConfigError("--extension needs a value: FILE.py or MODULE")
+            EXTENSIONS.load(name)
+        else:
+            others.append(word)
+    return others
 
 
 def command(

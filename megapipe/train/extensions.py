@@ -1,0 +1,65 @@
+"""The extensions of a run: the same on all ranks, named in checkpoints, compared when a run resumes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from megapipe.comm.collectives import gather_objects
+from megapipe.comm.groups import Group
+from megapipe.config.config import Config
+from megapipe.errors import ConfigError
+from megapipe.registry import EXTENSIONS, Extension
+
+
+def check_same_on_all_ranks(config: Config, world: Group) -> None:
+    """Raise ConfigError on all ranks if one has loaded other extensions than rank 0, or other content. A collective.
+
+    Also if the configuration, made in Python, names an extension that is not loaded.
+    """
+    for name in config.training.extension:
+        if name not in EXTENSIONS.loaded:
+            raise ConfigError(
+                f"training.extension names {name}, which is not loaded: call EXTENSIONS.load({name!r}) first"
+            )
+    own = {extension.name: extension.sha256 for extension in EXTENSIONS.loaded.values()}
+    everywhere = gather_objects(own, world)
+    for rank, found in enumerate(everywhere):
+        for name in {**everywhere[0], **found}:
+            first, other = (_short(one.get(name)) for one in (everywhere[0], found))
+            if first != other:
+                raise ConfigError(
+                    f"--extension {name} is {first} on rank 0 and {other} on rank {rank}; copy one file to all"
+                )
+
+
+def extension_lines() -> Iterator[str]:
+    """Yield a line for each loaded extension, for the log."""
+    for one in EXTENSIONS.loaded.values():
+        yield f"extension {one.name} ({_short(one.sha256)}): {', '.join(one.provides)}"
+
+
+def extensions_to_save() -> list[dict[str, Any]]:
+    """Return the extensions as JSON, for a checkpoint."""
+    return [
+        {"name": one.name, "sha256": one.sha256, "provides": list(one.provides)} for one in EXTENSIONS.loaded.values()
+    ]
+
+
+def changed_extensions(saved: list[dict[str, Any]], where: str) -> tuple[str, ...]:
+    """Return a line for each extension that is not the one with which a checkpoint was saved. where: the checkpoint."""
+    by_row = {row: one for one in EXTENSIONS.loaded.values() for row in one.provides}
+    lines = {}
+    for one in saved:
+        for row in one["provides"]:
+            now: Extension | None = by_row.get(row)
+            if now is not None and now.sha256 != one["sha256"]:
+                text = (
+                    f"{now.name} ({_short(now.sha256)}) is not the {one['name']} ({_short(one['sha256'])}) of {where}"
+                )
+                lines[now.name] = f"extension {text}: {row} may compute something else"
+    return tuple(lines.values())
+
+
+def _short(sha256: str | None) -> str:
+    return "not loaded" if sha256 is None else f"sha256 {sha256[:12]}"
