@@ -28,7 +28,7 @@ def gated_relu2(x: Tensor) -> Tensor:
     return torch.relu(gate).square() * up
 
 
-@register_attention("sigmoid", backward_squares=5)
+@register_attention("sigmoid", backward_squares=3)
 def sigmoid_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, heads: AttentionHeads) -> Tensor:
     """sigmoid(q k^T - ln keys) v: each key counts by itself, without a softmax over all (arXiv:2409.04431)."""
     scores = q @ k.transpose(-2, -1) * heads.scale - math.log(k.shape[-2])

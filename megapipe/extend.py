@@ -153,13 +153,13 @@ def register_activation(
     return register
 
 
-def register_attention(name: str, *, backward_squares: float = 5.0) -> Callable[[Function], Function]:
+def register_attention(name: str, *, backward_squares: float = 4.0) -> Callable[[Function], Function]:
     """Register a function (q, k, v, mask, heads) -> output as --attention-kind `name`.
 
     q, output: [batch, heads, s, d] with the heads of this tensor-parallel rank; k, v: [batch, heads, keys, d]; mask: to
     add to scores, 0 or -infinity, [1 or batch, 1, s, keys] in q's dtype; heads: `AttentionHeads`, with the scale of the
     scores and the global numbers of the heads. Only q, k and v are kept for the backward, which runs the function
-    again. backward_squares: tensors [batch, heads, s, s] in at least fp32 that the backward holds at most.
+    again. backward_squares: tensors [batch, heads, s, s] that the backward holds at most.
     """
 
     def register(function: Function) -> Function:

@@ -226,11 +226,12 @@ def _place_and_reason(error: Exception) -> str:
     """
     if isinstance(error, SyntaxError):
         return f", line {error.lineno}: {error.msg}: {(error.text or '').strip()}"
+    python, mine = Path(traceback.__file__).parent, str(Path(__file__).parent)
     own = [
         frame
         for frame in traceback.extract_tb(error.__traceback__)
-        if not frame.filename.startswith((str(Path(__file__).parent), "<frozen"))
-        and "/importlib/" not in frame.filename
+        if not frame.filename.startswith((mine, "<frozen", f"{python}/importlib/"))
+        and Path(frame.filename).parent != python
     ]
     reason = str(error) if isinstance(error, MegapipeError) else f"{type(error).__name__}: {error}"
     if not own:

@@ -56,7 +56,7 @@ class AttentionKind:
     function: of an extension: (q, k, v, mask, AttentionHeads) -> output. Softmax attention is in model/attention.py.
     """
 
-    backward_squares: float = 0.0  # [b, heads, s, s] in at least fp32 that a function's backward makes
+    backward_squares: float = 0.0  # [b, heads, s, s] that a function's backward makes
     function: Callable[..., Any] | None = None
 
 

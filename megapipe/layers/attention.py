@@ -305,7 +305,7 @@ class Attention:
         again = total_bytes(self._core_kept(shape)) if shape.recomputes("core_attn") else 0
         if self.registered is not None:
             qkv = (self._query(shape) + 2 * self._key(shape)) * element
-            return again + 2 * qkv + int(self.registered.backward_squares * self._squares(shape) * wide)
+            return again + 2 * qkv + int(self.registered.backward_squares * self._squares(shape) * element)
         casts = 2 if element != wide else 1
         dropped = element if self.model.attention_dropout > 0 else 0
         capped = 0 if self.model.attn_logit_softcapping is None else wide

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import product
 from typing import Any
 
 from megapipe.comm.collectives import gather_objects
 from megapipe.comm.groups import Group
 from megapipe.config.config import Config
 from megapipe.errors import ConfigError
-from megapipe.registry import EXTENSIONS, Extension
+from megapipe.registry import EXTENSIONS
 
 
 def check_same_on_all_ranks(config: Config, world: Group) -> None:
@@ -48,17 +49,14 @@ def extensions_to_save() -> list[dict[str, Any]]:
 
 def changed_extensions(saved: list[dict[str, Any]], where: str) -> tuple[str, ...]:
     """Return a line for each extension that is not the one with which a checkpoint was saved. where: the checkpoint."""
-    by_row = {row: one for one in EXTENSIONS.loaded.values() for row in one.provides}
-    lines = {}
-    for one in saved:
-        for row in one["provides"]:
-            now: Extension | None = by_row.get(row)
-            if now is not None and now.sha256 != one["sha256"]:
-                text = (
-                    f"{now.name} ({_short(now.sha256)}) is not the {one['name']} ({_short(one['sha256'])}) of {where}"
-                )
-                lines[now.name] = f"extension {text}: {row} may compute something else"
-    return tuple(lines.values())
+    lines = []
+    for one, now in product(saved, EXTENSIONS.loaded.values()):
+        rows = [row for row in one["provides"] if row in now.provides]
+        if rows and now.sha256 != one["sha256"]:
+            before = f"{one['name']} ({_short(one['sha256'])}) of {where}"
+            what = f"{', '.join(rows)} may be something else"
+            lines.append(f"extension {now.name} ({_short(now.sha256)}) is not the {before}: {what}")
+    return tuple(lines)
 
 
 def _short(sha256: str | None) -> str:

@@ -11,6 +11,7 @@ NAMES = {
     "normalization": ("LayerNorm", "RMSNorm"),
     "norm_position": ("before", "after", "around"),
     "qk_layernorm_scope": ("head", "projection"),
+    "attention_kind": ("softmax",),
     "activation": ("gelu", "gelu_tanh", "relu", "squared_relu", *GATED_ACTIVATIONS),
 }
 
@@ -71,6 +72,7 @@ class ReferenceConfig:
     window_size: int | None = None  # a query at i sees the keys i - window_size + 1 .. i
     attn_logit_softcapping: float | None = None  # scores -> cap * tanh(scores / cap)
     final_logit_softcapping: float | None = None
+    attention_kind: str = "softmax"
     softmax_scale: float | None = None  # None: 1 / sqrt(kv_channels)
 
     # functions in place of the named ones; normalization, activation and attention are then only names
@@ -88,7 +90,11 @@ class ReferenceConfig:
     z_loss: float = 0.0  # coefficient of logsumexp(logits)^2
 
     def __post_init__(self) -> None:
-        functions = {"normalization": self.norm_function, "activation": self.activation_function}
+        functions = {
+            "normalization": self.norm_function,
+            "activation": self.activation_function,
+            "attention_kind": self.attention_function,
+        }
         for field, allowed in NAMES.items():
             if getattr(self, field) not in allowed and functions.get(field) is None:
                 raise ValueError(f"{field} is {getattr(self, field)!r}; it is one of {', '.join(allowed)}")

@@ -29,6 +29,14 @@ from tests.tiny import LLAMA, tiny_config
 
 # the reference computes in fp32 or better anyway; its weights and padded vocabulary are given
 PER_LAYER = {"window_attn_skip_freq", "no_rope_freq", "layer_pattern"}  # the fields `layers` and has_* in the reference
+FUNCTIONS = {  # of extensions: tests/test_extend.py
+    "norm_function",
+    "norm_has_bias",
+    "activation_function",
+    "activation_is_gated",
+    "attention_function",
+    "attention_heads",
+}
 WITHOUT_EFFECT = {"make_vocab_size_divisible_by", "init_method_std", "attention_softmax_in_fp32"}
 KEY = DropoutKey(seed=3, step=1, microbatch=5)
 
@@ -37,7 +45,7 @@ def test_every_model_option_reaches_the_reference() -> None:
     options = {field.name for field in dataclasses.fields(ModelConfig)}
     known = {field.name for field in dataclasses.fields(ReferenceConfig)}
     assert options - known == WITHOUT_EFFECT | PER_LAYER
-    assert known - options == {*FROM_TRAINING, "layers", "has_attention", "has_mlp"}
+    assert known - options == {*FROM_TRAINING, "layers", "has_attention", "has_mlp", *FUNCTIONS}
     config = resolve(tiny_config(**LLAMA, tp=2, label_smoothing=0.1, z_loss=1e-3), 2).config
     made = reference_config(config)
     assert all(getattr(made, name) == getattr(config.model, name) for name in options & known)
