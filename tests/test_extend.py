@@ -57,6 +57,11 @@ def written(tmp_path: Path, text: str, name: str = "mine.py") -> str:
     return str(tmp_path / name)
 
 
+def test_the_page_shows_the_examples_as_they_are() -> None:
+    page = (EXAMPLES.parent / "docs" / "extend.md").read_text()
+    assert [name for name in NAMES if f"```python\n{Path(example(name)).read_text()}```" not in page] == []
+
+
 # finding and loading
 
 

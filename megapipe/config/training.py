@@ -136,7 +136,7 @@ class TrainingConfig:
     extension: tuple[str, ...] = option(
         (),
         "FILE.py or MODULE that adds schedules, norms, activations, kinds of attention, update rules, tokenizers, data "
-        "sets or loggers; Python code that runs. May be repeated; see docs/extend/index.md",
+        "sets or loggers; Python code that runs. May be repeated; see docs/extend.md",
         adds_up=True,
     )
     device: str = option("auto", "device of the tensors; auto: cuda if there is a GPU", choices=DEVICES)

@@ -61,7 +61,7 @@ class RegisteredDataset:
         for word in ("__len__", "sample"):
             if not hasattr(self._data, word):
                 raise ConfigError(
-                    f"{self._subject}: {type(self._data).__name__} has no {word}; see docs/extend/dataset.md"
+                    f"{self._subject}: {type(self._data).__name__} has no {word}; see docs/extend.md"
                 )
         if not len(self._data):
             raise DataError(f"{self._subject} is empty, but the run takes {part.num_samples} samples of it")

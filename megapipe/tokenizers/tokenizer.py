@@ -112,7 +112,7 @@ def checked(tokenizer: Any, name: str) -> Tokenizer:
     kind = type(tokenizer).__name__
     for word in ("encode", "decode", "vocab_size"):
         if not hasattr(tokenizer, word):
-            raise ConfigError(f"--tokenizer-type {name}: {kind} has no {word}; see docs/extend/tokenizer.md")
+            raise ConfigError(f"--tokenizer-type {name}: {kind} has no {word}; see docs/extend.md")
     size, ids = tokenizer.vocab_size, list(tokenizer.encode(SAMPLE_TEXT))
     for attribute in ("eod", "bos", "pad"):
         if not hasattr(tokenizer, attribute):

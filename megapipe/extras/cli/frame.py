@@ -29,7 +29,7 @@ OTHER_RANK_SECONDS = 4.0
 LOST_PEER_SECONDS = 6.0
 INTERRUPTED = 130
 MOST_COLUMNS = 2000  # of a line of a message
-EXTENSION_HELP = "--extension FILE.py or MODULE loads what extensions add (docs/extend/index.md); may be repeated."
+EXTENSION_HELP = "--extension FILE.py or MODULE loads what extensions add (docs/extend.md); may be repeated."
 TITLES = {  # exception -> first words of its message; "error" for all others
     "DataError": "data error",
     "CheckpointError": "checkpoint error",
