@@ -4,7 +4,7 @@ data sets and loggers to megapipe, without a fork.
 A file that calls these functions at its top level is an extension; `--extension FILE.py` loads it, and an installed
 package with an entry point in the group `megapipe.extensions` is found by the names that it adds. Each function
 registers what follows it under a name, which the option for names of its kind then takes. docs/extend.md has a
-complete example of each. Families of checkpoints to convert: `megapipe.extras.convert`.
+complete example of each. Families of checkpoints to convert: `megapipe.extras.convert.extend`.
 
 None of this imports torch: functions of an extension may import it themselves.
 """

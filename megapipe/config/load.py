@@ -101,7 +101,8 @@ def load_extensions(argv: Sequence[str]) -> None:
     named: list[str] = []
     for path in given["--config"]:
         with suppress(ConfigError):
-            for entry in read_entries(read_file(path), path, Problems()):
+            text = read_file(path)
+            for entry in read_entries(text, path, Problems()) if EXTENSION in text else ():
                 if entry.key == EXTENSION and entry.raw is not None:
                     named += [entry.raw] if isinstance(entry.raw, str) else entry.raw
     for name in (*named, *given["--extension"]):

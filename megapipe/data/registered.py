@@ -60,9 +60,7 @@ class RegisteredDataset:
         self._data = build(part)
         for word in ("__len__", "sample"):
             if not hasattr(self._data, word):
-                raise ConfigError(
-                    f"{self._subject}: {type(self._data).__name__} has no {word}; see docs/extend.md"
-                )
+                raise ConfigError(f"{self._subject}: {type(self._data).__name__} has no {word}; see docs/extend.md")
         if not len(self._data):
             raise DataError(f"{self._subject} is empty, but the run takes {part.num_samples} samples of it")
         self._num_samples = part.num_samples
