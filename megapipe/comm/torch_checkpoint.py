@@ -6,8 +6,10 @@ versions.
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -15,7 +17,8 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint import CheckpointException, FileSystemWriter, save
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import MetadataIndex, StorageMeta
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, StorageMeta
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 
 
 @runtime_checkable
@@ -29,6 +32,25 @@ class LazyTensor(Protocol):
     def dtype(self) -> torch.dtype: ...
 
     def detach(self) -> Tensor: ...
+
+
+@dataclass(frozen=True)
+class LazyStack:
+    """Tensors of one shape and dtype, written as the rows of a tensor [number, *shape], each of them by itself."""
+
+    rows: Sequence[LazyTensor]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (len(self.rows), *self.rows[0].shape)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.rows[0].dtype
+
+    def detach(self) -> Tensor:
+        """Read all rows at once."""
+        return torch.stack([row.detach() for row in self.rows])
 
 
 class _LazyPlanner(DefaultSavePlanner):
@@ -47,26 +69,49 @@ class _LazyPlanner(DefaultSavePlanner):
         shown = {name: torch.empty(leaf.shape, dtype=leaf.dtype, device="meta") for name, leaf in self._lazy.items()}
         self.state_dict = {**self.state_dict, **shown}
 
+    def create_local_plan(self) -> SavePlan:
+        plan = super().create_local_plan()
+        items = [part for item in plan.items for part in self._by_rows(item)]
+        self.plan = dataclasses.replace(plan, items=items)
+        return self.plan
+
+    def _by_rows(self, item: WriteItem) -> list[WriteItem]:
+        """Return one item for each row of a stack, the item itself for everything else."""
+        if item.tensor_data is None or not isinstance(self._lazy.get(item.index.fqn), LazyStack):
+            return [item]
+        number, *shape = item.tensor_data.size
+        parts = []
+        for row in range(number):
+            chunk = ChunkStorageMetadata(torch.Size([row, *(0 for _ in shape)]), torch.Size([1, *shape]))
+            data = dataclasses.replace(item.tensor_data, chunk=chunk)
+            index = MetadataIndex(item.index.fqn, chunk.offsets)
+            parts.append(WriteItem(index, WriteItemType.SHARD, tensor_data=data))
+        return parts
+
     def lookup_object(self, index: MetadataIndex) -> Any:
         lazy = self._lazy.get(index.fqn)
         if lazy is None:
             return super().lookup_object(index)
+        is_row = isinstance(lazy, LazyStack) and index.offset is not None
+        if is_row:
+            lazy = lazy.rows[index.offset[0]]
         if self._written is not None:
             self._written.untyped_storage().resize_(0)
         # a copy, since others may hold the tensor that was read and its memory is freed above
         self._written = lazy.detach().clone(memory_format=torch.contiguous_format)
-        return self._written
+        return self._written[None] if is_row else self._written
 
 
-def save_state_dict(state: Mapping[str, Any], folder: Path) -> None:
-    """Write a nested state dict of LazyTensors and picklable values, without a process group.
+def save_state_dict(state: Mapping[str, Any], folder: Path, is_flat: bool = False) -> None:
+    """Write a nested state dict of LazyTensors, LazyStacks and picklable values, without a process group.
 
-    A leaf's key is its path joined by '.'. Raises OSError, or the error of reading a tensor.
+    A leaf's key is its path joined by '.'. is_flat: every value of `state` is a leaf, also a list or a dict.
+    Raises OSError, or the error of reading a tensor.
     """
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "torch.distributed is disabled")  # as intended here
             writer = FileSystemWriter(folder, per_thread_copy_ahead=0)  # one tensor at a time, also with a GPU
-            save(dict(state), storage_writer=writer, planner=_LazyPlanner(), no_dist=True)
+            save(dict(state), storage_writer=writer, planner=_LazyPlanner(flatten_state_dict=not is_flat), no_dist=True)
     except CheckpointException as error:  # a BaseException, which most handlers would not catch
         raise next(iter(error.failures.values()))[0] from None

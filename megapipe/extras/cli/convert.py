@@ -13,6 +13,7 @@ from megapipe.errors import CheckpointError, ConfigError
 from megapipe.extras.cli.frame import command, option
 from megapipe.extras.convert import dcp_run, hugging_face, megatron_dist, megatron_legacy
 from megapipe.extras.convert.megatron import iteration_folder
+from megapipe.extras.convert.megatron_writing import has_writable_optimizer
 from megapipe.extras.convert.snapshot import DTYPES, Snapshot, read_checkpoint, write_checkpoint
 
 HUGGING_FACE, OWN, MEGATRON, DCP = "hugging-face", "megapipe", "megatron", "dcp"
@@ -30,6 +31,8 @@ CONCERNS = {
     "tensor_model_parallel_size": ("to", MEGATRON),
     "pipeline_model_parallel_size": ("to", MEGATRON),
     "transformer_impl": ("to", MEGATRON),
+    "ckpt_format": ("to", MEGATRON),
+    "use_distributed_optimizer": ("to", MEGATRON),
 }
 
 OPTIONS = (
@@ -70,6 +73,17 @@ OPTIONS = (
     ),
     option("--architecture", "Hugging Face architecture (default: that of the source, or the first that fits)"),
     option("--max-shard-size", "largest safetensors file (default: 5 GB)", default=5.0),
+    option(
+        "--ckpt-format",
+        "Megatron: format to write: torch_dist, which loads on any grid, or torch",
+        choices=("torch", "torch_dist"),
+        default="torch",
+    ),
+    option(
+        "--use-distributed-optimizer",
+        "Megatron: write the optimizer's state for a run with this flag",
+        action="store_true",
+    ),
     option("--tensor-model-parallel-size", "Megatron: tp of the ranks to write for", default=1),
     option("--pipeline-model-parallel-size", "Megatron: pp of the ranks to write for", default=1),
     option(
@@ -83,13 +97,13 @@ OPTIONS = (
 
 @command("megapipe convert", OPTIONS, interrupted="\ninterrupted; no checkpoint was written")
 def main(own: argparse.Namespace) -> None:
-    """Convert checkpoints on the CPU: Hugging Face <-> megapipe, Megatron -> megapipe, megapipe -> Megatron (torch
-    format).
+    """Convert checkpoints on the CPU: Hugging Face <-> megapipe <-> Megatron, torch.distributed.checkpoint.
 
-      megapipe convert Llama-3.2-1B checkpoints/llama              a Hugging Face folder, to --load and train on
-      megapipe convert checkpoints/llama export --to hugging-face  back, or after training
-      megapipe convert megatron_run checkpoints/run                a Megatron run: weights, moments, step, schedules
-      megapipe convert checkpoints/run out --to dcp                for torch.distributed.checkpoint; --from dcp: back
+    megapipe convert Llama-3.2-1B checkpoints/llama              a Hugging Face folder, to --load and train on
+    megapipe convert checkpoints/llama export --to hugging-face  back, or after training
+    megapipe convert megatron_run checkpoints/run                a Megatron run: weights, moments, step, schedules
+    megapipe convert checkpoints/run out --to megatron --ckpt-format torch_dist --use-distributed-optimizer   back
+    megapipe convert checkpoints/run out --to dcp                for torch.distributed.checkpoint; --from dcp: back
     """
     source_format = own.source_format or guess(own.source)
     target_format = own.target_format or (HUGGING_FACE if source_format == OWN else OWN)
@@ -165,10 +179,13 @@ def write(target_format: str, snapshot: Snapshot, own: argparse.Namespace) -> st
         return f"{target} ({hugging_face.write(snapshot, target, own.architecture, int(own.max_shard_size * 1e9))})"
     if target_format == DCP:
         return f"{dcp_run.write(snapshot, target)}: torch.distributed.checkpoint.load(state_dict, checkpoint_id=...)"
+    module = megatron_dist if own.ckpt_format == "torch_dist" else megatron_legacy
     tp, pp = own.tensor_model_parallel_size, own.pipeline_model_parallel_size
-    folder = megatron_legacy.write(snapshot, target, tp, pp, own.transformer_impl == "transformer_engine")
-    flags = "" if megatron_legacy.has_writable_optimizer(snapshot) else " --finetune"
-    return f"{folder}: in Megatron --load {target}{flags} --ckpt-format torch"
+    is_fused = own.transformer_impl == "transformer_engine"
+    folder = module.write(snapshot, target, tp, pp, is_fused, own.use_distributed_optimizer)
+    flags = f"--load {target} --ckpt-format {own.ckpt_format}"
+    flags += "" if has_writable_optimizer(snapshot) else " --finetune"
+    return f"{folder}: in Megatron {flags}{' --use-distributed-optimizer' if own.use_distributed_optimizer else ''}"
 
 
 def _measure_padding(snapshot: Snapshot, own: argparse.Namespace) -> None:

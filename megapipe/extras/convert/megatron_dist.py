@@ -1,19 +1,30 @@
-"""Megatron's `torch_dist` checkpoints: whole tensors, layers possibly stacked, norms under either of their names."""
+"""Megatron's `torch_dist` checkpoints: whole tensors, layers possibly stacked, norms under either of their names.
+
+They are read in each form that Megatron writes, and written as Megatron-Core 0.19 does: layers stacked, norms under
+Transformer Engine's names, args among the tensors, optimizer state by parameter (fully reshardable).
+"""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
 from collections.abc import Collection, Mapping
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import torch
+from torch import Tensor
+
+from megapipe.config.config import ResolvedModelConfig
 from megapipe.errors import CheckpointError
 from megapipe.extras.convert import megatron_buckets
 from megapipe.extras.convert.megatron import (
     COMMON,
     EXTRA_STATE,
     MOMENTS,
+    TRACKER,
     TRY_WEIGHTS_ONLY,
     OptimizerState,
     iteration_folder,
@@ -21,8 +32,16 @@ from megapipe.extras.convert.megatron import (
     renamed,
     run_snapshot,
 )
+from megapipe.extras.convert.megatron_writing import (
+    EXTRA_STATE_MODULES,
+    common_content,
+    optimizer_content,
+    param_groups,
+    prepare,
+    with_padding,
+)
 from megapipe.extras.convert.pickled import METADATA, StoredTensor, StoredValue, load_pickled, read_folder
-from megapipe.extras.convert.snapshot import LazyTensor, Snapshot, check_nothing_left, one_step
+from megapipe.extras.convert.snapshot import LazyTensor, Snapshot, check_nothing_left, new_folder, one_step
 from megapipe.extras.convert.tables import unpadded
 from megapipe.layers.embedding import WORD_EMBEDDING
 from megapipe.layers.model import model_parameters
@@ -30,10 +49,16 @@ from megapipe.plan.resolve import resolve_model
 from megapipe.sharding.boxes import Box
 from megapipe.sharding.spec import ParamSpec
 
+if TYPE_CHECKING:
+    from megapipe.comm.torch_checkpoint import LazyStack
+
 COMMON_VALUE = "common_state/shard_0_1"
 OPTIMIZER = "optimizer.state."
 MASTERS = ("fp32_param", "param")  # of a plain, of a distributed optimizer
-RESHARDABLE = ("fully_reshardable", "fully_sharded_model_space", None)
+FULLY_RESHARDABLE = "fully_reshardable"
+RESHARDABLE = (FULLY_RESHARDABLE, "fully_sharded_model_space", None)
+BACKEND, BACKEND_VERSION = "metadata.json", {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
+CONTENT = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}  # of the state dict, by Megatron
 
 
 def is_distributed(root: Path) -> bool:
@@ -147,3 +172,94 @@ def _optimizer(
     if "common_step" in inner.get("state", {}):
         steps = {int(inner["state"]["common_step"])}
     return OptimizerState([], one_step(folder, steps), content.get("grad_scaler"))
+
+
+def write(
+    snapshot: Snapshot,
+    root: Path,
+    tp: int = 1,
+    pp: int = 1,
+    transformer_engine: bool = True,
+    distributed_optimizer: bool = False,
+) -> Path:
+    """Write a run in a new directory atomically, to --load in Megatron with any tp and pp. Returns its folder.
+
+    Its optimizer state is written if Megatron can continue it (`has_writable_optimizer`), for its distributed optimizer
+    or for the plain one; else weights to --finetune. One tensor is in memory at a time.
+
+    tp, pp: recorded in the args, and the vocabulary is padded for this tp. Raises ConfigError for a model that
+    Megatron's args cannot express, CheckpointError if root exists.
+    """
+    from megapipe.comm.torch_checkpoint import save_state_dict  # its import takes as long as all others together
+
+    run = prepare(snapshot, "torch_dist", tp, pp, transformer_engine, distributed_optimizer)
+    common = common_content(snapshot, run) | {"content_metadata": dict(CONTENT)}
+    sources: dict[str, Mapping[str, LazyTensor]] = {"": run.weights}  # by the prefix of their names
+    if run.continues:
+        kinds = dict(zip(MOMENTS, MOMENTS, strict=True))
+        groups, steps = param_groups(snapshot), float(snapshot.state["optimizer"]["num_steps"])
+        if distributed_optimizer:
+            kinds["param"] = "master"
+            common["content_metadata"] |= {
+                "distrib_optim_sharding_type": FULLY_RESHARDABLE,
+                "distrib_optim_fully_reshardable_mem_efficient": False,
+            }
+            inner = optimizer_content(snapshot, {"param_groups": groups})
+            common["optimizer"] = inner | {"param_state_sharding_type": FULLY_RESHARDABLE}
+        else:
+            inner = {"state": {"common_step": torch.tensor(steps)}, "param_groups": groups}
+            is_fp32 = snapshot.config.precision.dtype == "fp32"
+            common["optimizer"] = inner if is_fp32 else optimizer_content(snapshot, inner)
+            kinds |= {} if is_fp32 else {"fp32_param": "master"}
+        for theirs, ours in kinds.items():
+            tensors = {name: snapshot.tensors[f"{ours}/{name}"].to(torch.float32) for name in run.weights}
+            sources[f"{OPTIMIZER}{theirs}."] = tensors
+    content: dict[str, Any] = {COMMON_VALUE: [common], **_extra_states(run.model, transformer_engine)}
+    for prefix, tensors in sources.items():
+        content |= {prefix + name: entry for name, entry in _stacked(run.model, tensors).items()}
+    folder = f"iter_{snapshot.step:07d}"
+    with new_folder(root) as (disk, temporary):
+        disk.make_folder(temporary / folder)
+        save_state_dict(content, temporary / folder, is_flat=True)
+        disk.write_file(temporary / folder / BACKEND, json.dumps(BACKEND_VERSION).encode())
+        disk.sync_folder(temporary / folder)
+        disk.write_file(temporary / TRACKER, str(snapshot.step).encode())
+    return root / folder
+
+
+def _extra_states(model: ResolvedModelConfig, transformer_engine: bool) -> dict[str, Any]:
+    """Return the extra states that Megatron asks for, empty as without fp8, by name and place among the layers."""
+    modules = EXTRA_STATE_MODULES[0 if transformer_engine else 1 :]
+    if transformer_engine and model.qk_layernorm:
+        modules = (*modules, "self_attention.q_layernorm", "self_attention.k_layernorm")
+    layers, number = "decoder.layers", model.num_layers
+    states: dict[str, Any] = {
+        f"{layers}.{module}.{EXTRA_STATE}/shard_{layer}_{number}": [None]
+        for module in modules
+        for layer in range(number)
+    }
+    return states | ({f"decoder.final_layernorm.{EXTRA_STATE}/shard_0_1": [None]} if transformer_engine else {})
+
+
+def _stacked(model: ResolvedModelConfig, tensors: Mapping[str, LazyTensor]) -> dict[str, LazyTensor | LazyStack]:
+    """Return tensors by Megatron's names, those of layers stacked in the order of the layers.
+
+    model: with its padded vocabulary, for which rows of zeros are added.
+    """
+    from megapipe.comm.torch_checkpoint import LazyStack
+
+    found: dict[str, LazyTensor] = {}
+    stacks: dict[str, list[LazyTensor]] = {}
+    for spec in model_parameters(model, sequence_parallel=False):
+        tensor, name = tensors[spec.name], renamed(spec.name, fused=True)
+        if isinstance(spec.owner, int):
+            stacks.setdefault(name.replace(f"layers.{spec.owner}.", "layers.", 1), []).append(tensor)
+        elif tensor.shape == spec.shape:
+            found[name] = tensor
+        else:
+            found[name] = LazyTensor(spec.shape, tensor.dtype, partial(_padded, tensor, spec.shape[0]))
+    return found | {name: LazyStack(rows) for name, rows in stacks.items()}
+
+
+def _padded(tensor: LazyTensor, num_rows: int) -> Tensor:
+    return with_padding(tensor.detach(), num_rows)

@@ -1,6 +1,6 @@
 """Megatron's legacy `torch` checkpoints, iter_N/mp_rank_TT[_PPP]/model_optim_rng.pt.
 
-They are read from any tp, pp and virtual pp; weights are written for a given tp and pp, one rank's in memory at a time.
+They are read from any tp, pp and virtual pp, and written for a given tp and pp, with one rank's tensors in memory.
 A rank's chunk numbers its `decoder.layers.N` from 0; chunk c of pp_rank r is stage c x pp + r.
 
 Optimizer state has no names. A plain optimizer numbers parameters through its groups (with weight decay, without), each
@@ -11,11 +11,10 @@ must equal the weights, otherwise the file is rejected.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -24,7 +23,7 @@ from typing import IO, Any, cast
 import torch
 from torch import Tensor
 
-from megapipe.errors import CheckpointError, ConfigError
+from megapipe.errors import CheckpointError
 from megapipe.extras.convert.megatron import (
     EXTRA_STATE,
     FUSED_ORDER,
@@ -40,7 +39,15 @@ from megapipe.extras.convert.megatron import (
     read_run_config,
     renamed,
     run_snapshot,
-    write_args,
+)
+from megapipe.extras.convert.megatron_writing import (
+    EXTRA_STATE_MODULES,
+    common_content,
+    is_decayed,
+    optimizer_content,
+    param_groups,
+    prepare,
+    with_padding,
 )
 from megapipe.extras.convert.pickled import load_pickled
 from megapipe.extras.convert.snapshot import DTYPES, LazyTensor, Snapshot, check_nothing_left, new_folder, one_step
@@ -54,15 +61,7 @@ from megapipe.sharding.spec import ParamSpec
 MODEL_FILE, OPTIMIZER_FILE = "model_optim_rng.pt", "distrib_optim.pt"
 RANK = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?(_\d{3,})?")
 LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
-CHECKPOINT_VERSION = 3.0  # of Megatron's format, since q, k and v are interleaved by query group
 ALIGNMENT = 64  # elements between the starts of parameters in the distributed optimizer's buffers
-EXTRA_STATE_MODULES = (
-    "self_attention.core_attention",
-    "self_attention.linear_qkv",
-    "self_attention.linear_proj",
-    "mlp.linear_fc1",
-    "mlp.linear_fc2",
-)
 
 Weights = Mapping[str, Tensor]  # of one model chunk, by name in model order
 
@@ -330,27 +329,27 @@ def _unflatten(path: Path, buffer: Mapping[str, Any], weights: Weights) -> dict[
 # ---------------------------------------------------------------------------------------------------- writing
 
 
-def write(snapshot: Snapshot, root: Path, tp: int = 1, pp: int = 1, transformer_engine: bool = True) -> Path:
+def write(
+    snapshot: Snapshot,
+    root: Path,
+    tp: int = 1,
+    pp: int = 1,
+    transformer_engine: bool = True,
+    distributed_optimizer: bool = False,
+) -> Path:
     """Write a run in a new directory atomically, to --load in Megatron. Returns the iteration's folder.
 
     Its optimizer state is written if Megatron can continue it (`has_writable_optimizer`), else weights to --finetune.
 
-    transformer_engine: use its names of norms instead of those of --transformer-impl local. Raises ConfigError for an
-    unsuitable tp or pp or a model that Megatron's args cannot express, CheckpointError if root exists.
+    transformer_engine: use its names of norms instead of those of --transformer-impl local. distributed_optimizer:
+    write the state for --use-distributed-optimizer. Raises ConfigError for an unsuitable tp or pp or a model that
+    Megatron's args cannot express, CheckpointError if root exists.
     """
-    model = resolve_model(dataclasses.replace(snapshot.config.model, padded_vocab_size=None), tp)
-    layers, groups = model.num_layers, model.num_query_groups
-    if layers % pp:
-        raise ConfigError(f"--pipeline-model-parallel-size {pp} does not divide the {layers} layers of the model")
-    if groups % tp:
-        rule = f"does not divide {groups} query groups, as Megatron requires"
-        raise ConfigError(f"--tensor-model-parallel-size {tp} {rule}")
-    args = write_args(snapshot.config, snapshot.state, model.padded_vocab_size, tp, pp)
-    args["transformer_impl"] = "transformer_engine" if transformer_engine else "local"
-    specs, whole = _in_order(model_parameters(model, sequence_parallel=False), transformer_engine), snapshot.weights
-    continues = has_writable_optimizer(snapshot)
-    if continues:  # with fp32 masters the weights have the dtype of the run
-        whole = {name: tensor.to(DTYPES[snapshot.config.precision.dtype]) for name, tensor in whole.items()}
+    run = prepare(snapshot, "torch", tp, pp, transformer_engine, distributed_optimizer)
+    specs, layers = (
+        _in_order(model_parameters(run.model, sequence_parallel=False), transformer_engine),
+        run.model.num_layers,
+    )
     folder = f"iter_{snapshot.step:07d}"
     with new_folder(root) as (disk, temporary):
         for pp_rank in range(pp):
@@ -364,26 +363,25 @@ def write(snapshot: Snapshot, root: Path, tp: int = 1, pp: int = 1, transformer_
                     name = renamed(spec.name, -held.start, transformer_engine)
                     if name == WORD_EMBEDDING and pp_rank > 0:
                         name = HEAD  # the last stage's copy of a tied embedding
-                    weights[name] = _slice(spec, whole[spec.name].detach(), tp_rank, tp)
-                optimizer = {}
-                if continues:
-                    optimizer = _optimizer_content(snapshot, stage, tp_rank, tp)
+                    weights[name] = _slice(spec, run.weights[spec.name].detach(), tp_rank, tp)
+                rank = temporary / folder / (f"mp_rank_{tp_rank:02d}" + (f"_{pp_rank:03d}" if pp > 1 else ""))
+                disk.make_folder(rank)
+                optimizer: dict[str, Any] = {}
+                if run.continues:
+                    cut = partial(_cut, snapshot, tp_rank, tp)
+                    if distributed_optimizer:
+                        optimizer = {"optimizer": optimizer_content(snapshot, {"param_groups": param_groups(snapshot)})}
+                        with disk.create(rank / OPTIMIZER_FILE) as file:
+                            torch.save(_flat_state(snapshot, stage, cut, pp), cast(IO[bytes], file))
+                    else:
+                        optimizer = {"optimizer": _plain_state(snapshot, stage, cut)}
                 if transformer_engine:
                     for layer in range(len(held)):
                         for module in EXTRA_STATE_MODULES:
                             weights[f"decoder.layers.{layer}.{module}.{EXTRA_STATE}"] = None
-                content = {
-                    "args": argparse.Namespace(**args),
-                    "checkpoint_version": CHECKPOINT_VERSION,
-                    "iteration": snapshot.step,
-                    "model": weights,
-                    **optimizer,
-                }
-                rank = f"mp_rank_{tp_rank:02d}" + (f"_{pp_rank:03d}" if pp > 1 else "")
-                disk.make_folder(temporary / folder / rank)
-                with disk.create(temporary / folder / rank / MODEL_FILE) as file:
-                    torch.save(content, cast(IO[bytes], file))  # it calls write and flush
-                del content, weights, optimizer  # before the next rank's weights are read
+                with disk.create(rank / MODEL_FILE) as file:  # it calls write and flush
+                    torch.save(common_content(snapshot, run) | {"model": weights} | optimizer, cast(IO[bytes], file))
+                del weights, optimizer  # before the next rank's weights are read
         disk.write_file(temporary / TRACKER, str(snapshot.step).encode())
     return root / folder
 
@@ -398,65 +396,60 @@ def _in_order(specs: Sequence[ParamSpec], transformer_engine: bool) -> list[Para
     )
 
 
-def has_writable_optimizer(snapshot: Snapshot) -> bool:
-    """Return True for a run with Adam's state, fp32 masters and one learning rate, which Megatron can continue."""
-    state, weights = snapshot.state, snapshot.weights
-    return (
-        (state.get("optimizer") or {}).get("rule") == "adam"
-        and state.get("schedules") is not None
-        and snapshot.config.optimizer.decoupled_lr is None
-        and all(f"{key}/{name}" in snapshot.tensors for key in MOMENTS for name in weights)
-        and all(tensor.dtype == torch.float32 for tensor in weights.values())
-    )
+def _cut(snapshot: Snapshot, tp_rank: int, tp: int, key: str, spec: ParamSpec) -> Tensor:
+    """Return a tp rank's slice of a tensor of the optimizer's state, in fp32. key: of the Snapshot."""
+    return _slice(spec, snapshot.tensors[f"{key}/{spec.name}"].detach(), tp_rank, tp).float()
 
 
-def _optimizer_content(snapshot: Snapshot, stage: Sequence[ParamSpec], tp_rank: int, tp: int) -> dict[str, Any]:
-    """Return the state of Megatron's plain Adam on one rank, and of its schedules."""
-
-    def cut(spec: ParamSpec, key: str) -> Tensor:
-        return _slice(spec, snapshot.tensors[f"{key}/{spec.name}"].detach(), tp_rank, tp).float()
-
-    state, config = snapshot.state, snapshot.config
-    steps, lr, decay = state["optimizer"]["num_steps"], state["schedules"]["lr"], state["schedules"]["weight_decay"]
-    groups: list[dict[str, Any]] = []
+def _plain_state(
+    snapshot: Snapshot, stage: Sequence[ParamSpec], cut: Callable[[str, ParamSpec], Tensor]
+) -> dict[str, Any]:
+    """Return the state of Megatron's plain Adam on one rank."""
+    steps, groups = float(snapshot.state["optimizer"]["num_steps"]), []
     masters: list[list[Tensor]] = []
     moments: dict[int, dict[str, Tensor]] = {}
-    for decays in (True, False):
-        members = [s for s in stage if (len(s.shape) > 1 and not s.name.endswith("bias")) == decays]
+    for group in param_groups(snapshot):
+        members = [spec for spec in stage if is_decayed(spec) == bool(group["wd_mult"])]
         if not members:
             continue
         indices = list(range(len(moments), len(moments) + len(members)))
         for index, spec in zip(indices, members, strict=True):
-            found = {key: cut(spec, key) for key in MOMENTS}
-            moments[index] = {"step": torch.tensor(float(steps)), **found}
-        groups.append({
-            "params": indices, "step": steps, "lr": lr["max_lr"], "max_lr": lr["max_lr"], "min_lr": lr["min_lr"] or 0.0,
-            "betas": (config.optimizer.adam_beta1, config.optimizer.adam_beta2), "eps": config.optimizer.adam_eps,
-            "weight_decay": decay["start"] if decays else 0.0, "wd_mult": float(decays), "lr_mult": 1.0,
-            "is_expert_parallel": False, "is_decoupled_lr": False, "default_config": True,
-        })  # fmt: skip
-        masters.append([cut(spec, "master") for spec in members])
+            moments[index] = {"step": torch.tensor(steps)} | {key: cut(key, spec) for key in MOMENTS}
+        groups.append({"params": indices, **group})
+        masters.append([cut("master", spec) for spec in members])
     optimizer: dict[str, Any] = {"state": moments, "param_groups": groups}
-    if config.precision.dtype != "fp32":
-        optimizer = {"optimizer": optimizer, "fp32_from_fp16_params": masters}
-    if config.precision.dtype == "fp16":
-        scaler = state["optimizer"]["loss_scaler"]
-        optimizer["grad_scaler"] = {
-            "scale": torch.tensor([scaler["scale"]]),
-            "growth_tracker": scaler["good_steps"],
-            "hysteresis_tracker": scaler["overflows_left"],
-        }
-    scheduler = {
-        "max_lr": lr["max_lr"], "min_lr": lr["min_lr"], "lr_decay_style": lr["style"],
-        "lr_warmup_steps": lr["warmup_samples"], "lr_decay_steps": lr["decay_samples"],
-        "num_steps": state["training"]["consumed_samples"], "start_wd": decay["start"], "end_wd": decay["end"],
-        "wd_incr_style": decay["style"], "wd_incr_steps": decay["ramp_samples"],
-    }  # fmt: skip
-    return {"optimizer": optimizer, "opt_param_scheduler": scheduler, "num_floating_point_operations_so_far": 0}
+    if snapshot.config.precision.dtype == "fp32":
+        return optimizer
+    return optimizer_content(snapshot, optimizer) | {"fp32_from_fp16_params": masters}
+
+
+def _flat_state(
+    snapshot: Snapshot, stage: Sequence[ParamSpec], cut: Callable[[str, ParamSpec], Tensor], pp: int
+) -> dict[Any, Any]:
+    """Return the parameter state of Megatron's distributed optimizer on one rank, without overlap of gradients.
+
+    Each buffer is flat: parameters in reverse order, each from a multiple of 64 elements of its bucket on. A tied
+    embedding has a bucket of its own, and all others have one; if the sizes of parameters are multiples of 64, the
+    buffer is the same for any buckets.
+    """
+    is_tied = pp > 1 and not snapshot.config.model.untie_embeddings_and_output_weights
+    flats: dict[str, Any] = {}
+    for theirs, ours in (("param", "master"), *zip(MOMENTS, MOMENTS, strict=True)):
+        parts: list[Tensor] = []
+        total = bucket_start = 0
+        for spec in reversed(stage):
+            values = cut(ours, spec).flatten()
+            gap = -(total - bucket_start) % ALIGNMENT
+            parts += [values.new_zeros(gap), values]
+            total += gap + values.numel()
+            if is_tied and spec.name == WORD_EMBEDDING:
+                bucket_start = total
+        flats |= {theirs: torch.cat(parts), "numel_unpadded": total}
+    dtypes = DTYPES[snapshot.config.precision.dtype], torch.float32  # of the parameters, of their gradients
+    return {"buckets_coalesced": True, 0: {dtypes: flats}}
 
 
 def _slice(spec: ParamSpec, whole: Tensor, tp_rank: int, tp: int) -> Tensor:
     """Return a tp rank's slice of a whole tensor, with vocabulary padding added as zeros."""
-    if whole.shape[0] < spec.shape[0]:
-        whole = torch.cat([whole, whole.new_zeros(spec.shape[0] - whole.shape[0], *whole.shape[1:])])
+    whole = with_padding(whole, spec.shape[0])
     return torch.cat([whole[piece.box.slices] for piece in pieces(spec, tp_rank, tp)], spec.slicing.dim or 0)
