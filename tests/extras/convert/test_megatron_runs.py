@@ -8,11 +8,13 @@ from __future__ import annotations
 import dataclasses
 import json
 import tarfile
+import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 
 from megapipe.config.model import ModelConfig, PrecisionConfig
 from megapipe.errors import CheckpointError, ConfigError
@@ -20,7 +22,7 @@ from megapipe.extras.cli.convert import main
 from megapipe.extras.cli.convert import read as read_source
 from megapipe.extras.convert import megatron_buckets, megatron_dist, megatron_legacy
 from megapipe.extras.convert.megatron_buckets import Place, lay_out
-from megapipe.extras.convert.pickled import load_pickled
+from megapipe.extras.convert.pickled import load_pickled, read_folder
 from megapipe.extras.convert.snapshot import LazyTensor, Snapshot, read_checkpoint
 from megapipe.extras.convert.tables import unpadded
 from megapipe.layers.embedding import WORD_EMBEDDING
@@ -91,36 +93,133 @@ def continued(source: Path, folder: Path, last: int) -> list[dict[str, Any]]:
 def test_megatron_continued_a_run_trained_here(
     runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Megatron loaded step 13 of this run as written for tp 2 x pp 2, and made the steps 14 to 23 of the curve."""
+    """Megatron loaded step 13 of this run in each form of FORMS_BACK, and made the steps 14 to 23 of its curve."""
     assert main([str(runs / "legacy"), str(tmp_path / "ours")]) == 0
     monkeypatch.setattr(jobs, "TINY", "--num-workers 0 --eval-iters 0 --log-interval 1 --device cpu")
     steps = continued(tmp_path / "ours", tmp_path, 23)[10:]
-    curve = json.loads((FIXTURES / "curves.json").read_text())["legacy_from_megapipe_step_13"]
-    assert [line["step"] for line in steps] == list(range(14, 24)) and curve["first_step"] == 13
-    assert [line["loss"] for line in steps] == pytest.approx(curve["losses"], abs=1e-6)
-    assert [line["grad_norm"] for line in steps] == pytest.approx(curve["grad_norms"], rel=1e-5)
-    assert [line["lr"] for line in steps] == pytest.approx(curve["lrs"], rel=1e-6)
+    assert [line["step"] for line in steps] == list(range(14, 24))
+    curves = json.loads((FIXTURES / "curves.json").read_text())
+    for form in FORMS_BACK:
+        curve = curves[f"{form}_from_megapipe_step_13"]
+        assert curve["first_step"] == 13, form
+        assert [line["loss"] for line in steps] == pytest.approx(curve["losses"], abs=1e-6), form
+        assert [line["grad_norm"] for line in steps] == pytest.approx(curve["grad_norms"], rel=1e-5), form
+        assert [line["lr"] for line in steps] == pytest.approx(curve["lrs"], rel=1e-6), form
+
+
+# the name of Megatron's run -> the function that writes for it, and whether its optimizer is distributed
+FORMS_BACK: dict[str, tuple[Any, bool]] = {
+    "legacy": (megatron_legacy.write, False),
+    "legacy_distributed": (megatron_legacy.write, True),
+    "plain": (megatron_dist.write, False),
+    "fully_reshardable": (megatron_dist.write, True),
+}
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("form", FORMS_BACK)
 @pytest.mark.parametrize("implementation", ["local", "transformer_engine"])
 def test_a_run_goes_to_megatron_and_back_with_its_optimizer(
-    runs: Path, tmp_path: Path, dtype: str, implementation: str
+    runs: Path, tmp_path: Path, dtype: str, form: str, implementation: str
 ) -> None:
     run = read(runs / "plain")
     config = dataclasses.replace(run.config, precision=PrecisionConfig(dtype))
     scaler = {"scale": 1024.0, "good_steps": 7, "overflows_left": 2} if dtype == "fp16" else None
     optimizer = run.state["optimizer"] | ({"loss_scaler": scaler} if scaler else {})
     run = dataclasses.replace(run, config=config, state=run.state | {"optimizer": optimizer, "precision": dtype})
-    megatron_legacy.write(run, tmp_path / "theirs", 2, 2, implementation == "transformer_engine")
+    write, is_distributed = FORMS_BACK[form]
+    folder = write(run, tmp_path / "theirs", 2, 2, implementation == "transformer_engine", is_distributed)
     again, expected = read(tmp_path / "theirs"), values(run)
     found = values(again)
     assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found)
     for part in ("training", "optimizer", "schedules"):
         assert again.state[part] == run.state[part]
-    file = load_pickled(tmp_path / "theirs" / "iter_0000003" / "mp_rank_01_001" / "model_optim_rng.pt")
-    assert {str(t.dtype) for t in file["model"].values() if t is not None} == {f"torch.{LONG[dtype]}"}
-    assert file["args"].vocab_size == file["args"].padded_vocab_size == 128
+    if write is megatron_dist.write:
+        stored, others = read_folder(folder)
+        weights = {name: tensor.dtype for name, tensor in stored.items() if not name.startswith("optimizer.")}
+        args = others["common_state/shard_0_1"].read(with_stand_ins=True)[0]["args"]
+    else:
+        file = load_pickled(folder / "mp_rank_01_001" / "model_optim_rng.pt")
+        weights, args = {name: t.dtype for name, t in file["model"].items() if t is not None}, file["args"]
+    assert {str(found) for found in weights.values()} == {f"torch.{LONG[dtype]}"}
+    assert args.vocab_size == args.padded_vocab_size == 128
+    assert args.use_distributed_optimizer == is_distributed
+
+
+@pytest.mark.parametrize("form", ["plain", "fully_reshardable"])
+def test_a_written_torch_dist_folder_holds_what_megatrons_own_holds(runs: Path, tmp_path: Path, form: str) -> None:
+    """Names, shapes, dtypes and the rest but for args, of the same run as Megatron-Core 0.19.2 wrote it."""
+    theirs = runs / form / "iter_0000003"
+    ours = megatron_dist.write(read(runs / form), tmp_path / "ours", 2, 2, False, form == "fully_reshardable")
+    (expected, expected_others), (found, found_others) = read_folder(theirs), read_folder(ours)
+    assert {n: (t.shape, t.dtype) for n, t in found.items()} == {n: (t.shape, t.dtype) for n, t in expected.items()}
+    assert all(torch.equal(tensor.read(), expected[name].read()) for name, tensor in found.items())
+    assert found_others.keys() == expected_others.keys(), "the args and extra states of all layers"
+    assert (ours / "metadata.json").read_text() == (theirs / "metadata.json").read_text()
+    rest, theirs_rest = (
+        others["common_state/shard_0_1"].read(with_stand_ins=True)[0] for others in (found_others, expected_others)
+    )
+    assert rest.keys() == theirs_rest.keys() and rest["opt_param_scheduler"] == theirs_rest["opt_param_scheduler"]
+    content, theirs_content = rest["content_metadata"], theirs_rest["content_metadata"]
+    key = "distrib_optim_fully_reshardable_mem_efficient"  # a way of gathering, which Megatron lets differ
+    assert content | {key: None} == theirs_content | {key: None}
+    optimizer, theirs_optimizer = rest["optimizer"], theirs_rest["optimizer"]
+    assert optimizer.keys() == theirs_optimizer.keys()
+    groups, theirs_groups = (state.get("optimizer", state)["param_groups"] for state in (optimizer, theirs_optimizer))
+    by_schedule = ("lr", "step")  # set in every step; counted in `common_step` by a plain optimizer
+    for group, theirs_group in zip(groups, theirs_groups, strict=True):
+        shared = (group.keys() & theirs_group.keys()) - set(by_schedule)
+        assert {name: group[name] for name in shared} == {name: theirs_group[name] for name in shared}
+        assert group.keys() - theirs_group.keys() <= {"step"}, "keys that Megatron matches its groups by"
+
+
+def test_torch_loads_a_written_torch_dist_folder_in_slices(runs: Path, tmp_path: Path) -> None:
+    folder = megatron_dist.write(read(runs / "plain"), tmp_path / "ours", 1, 1, False, True)
+    name = "optimizer.state.exp_avg_sq.decoder.layers.mlp.linear_fc1.weight"
+    state = {name: torch.zeros(2, 24, 8)}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.load(state, checkpoint_id=folder, no_dist=True)
+    assert torch.equal(state[name], read_folder(runs / "plain" / "iter_0000003")[0][name].read())
+    boxes = [box for box, _ in read_folder(folder)[0][name].boxes]
+    assert boxes == [Box((layer, 0, 0), (1, 24, 8)) for layer in range(2)], "one layer at a time"
+
+
+@pytest.mark.parametrize(("tp", "pp"), [(1, 1), (2, 2), (1, 2)])
+@pytest.mark.parametrize("form", FORMS_BACK)
+def test_a_tied_model_whose_sizes_are_not_multiples_of_64_goes_to_megatron_and_back(
+    runs: Path, tmp_path: Path, form: str, tp: int, pp: int
+) -> None:
+    model = ModelConfig(num_layers=2, hidden_size=12, num_attention_heads=2, vocab_size=31, seq_length=16)
+    source = read(runs / "plain")
+    generator = torch.Generator().manual_seed(7)
+    drawn = {
+        f"{key}/{spec.name}": torch.randn(spec.shape, generator=generator)
+        for spec in model_parameters(unpadded(model), sequence_parallel=False)
+        for key in ("master", "exp_avg", "exp_avg_sq")
+    }
+    tensors = {name: LazyTensor(tuple(t.shape), t.dtype, lambda t=t: t) for name, t in drawn.items()}  # type: ignore[misc]
+    config = dataclasses.replace(source.config, model=dataclasses.replace(model, make_vocab_size_divisible_by=16))
+    write, is_distributed = FORMS_BACK[form]
+    write(
+        dataclasses.replace(source, config=config, tensors=tensors), tmp_path / "theirs", tp, pp, True, is_distributed
+    )
+    found = values(read(tmp_path / "theirs", "--drop-vocab-padding"))
+    assert found.keys() == drawn.keys() and all(torch.equal(found[name], drawn[name]) for name in found)
+
+
+def test_optimizer_state_is_asked_for_only_where_there_is_any(
+    runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([str(runs / "plain"), str(tmp_path / "ours"), "--weights-only"]) == 0
+    line = f"{tmp_path / 'ours'} {tmp_path / 'theirs'} --to megatron --ckpt-format torch_dist"
+    assert main([*line.split(), "--use-distributed-optimizer"]) == 2
+    assert "has no optimizer state that Megatron could continue" in capsys.readouterr().err
+    assert not (tmp_path / "theirs").exists()
+    assert main(line.split()) == 0
+    assert "--ckpt-format torch_dist --finetune" in capsys.readouterr().out
+    again, expected = read(tmp_path / "theirs").weights, read_checkpoint(tmp_path / "ours").weights
+    assert all(torch.equal(again[name].detach(), tensor.detach()) for name, tensor in expected.items())
 
 
 # ------------------------------------------------------------------------------------------------ the vocabulary
