@@ -1,10 +1,15 @@
-"""Architectures of Hugging Face that megapipe can express: tables of tensors and settings, read in both directions."""
+"""Architectures of Hugging Face that megapipe can express: tables of tensors and settings, read in both directions.
+
+`register_family` adds one from outside, in a file that `megapipe convert --extension FILE.py` loads.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
+
+import torch
 
 from megapipe.config.config import Config
 from megapipe.config.model import ModelConfig
@@ -32,14 +37,17 @@ from megapipe.extras.convert.tables import (
     fused_qkv,
     gate_and_up,
     key,
+    map_tensors,
     nullable,
     read_fields,
     separate_qkv,
     shared,
     transposed,
+    unpadded,
     unwritten,
     write_keys,
 )
+from megapipe.registry import EXTENSIONS, Registry
 
 LONGEST_SEQUENCE = 4096  # default training length of converted models with more positions (--seq-length overrides)
 OURS, LLAMA, GPT2 = f"decoder.layers.{LAYER}", f"model.layers.{LAYER}", f"transformer.h.{LAYER}"
@@ -127,8 +135,9 @@ class Family:
     model_type: str
     rows: tuple[Row, ...]
     rules: tuple[Rule, ...]
-    prefix: str  # missing from all names if the base model was saved without its head
-    buffers: tuple[str, ...]  # suffixes of tensors that are not learned (masks, frequencies), which are skipped
+    prefix: str = "model."  # missing from all names if the base model was saved without its head
+    # suffixes of tensors that are not learned (masks, frequencies), which are skipped
+    buffers: tuple[str, ...] = ("rotary_emb.inv_freq",)
 
     def read(self, theirs: Settings, ignored: frozenset[str] = frozenset()) -> ModelConfig:
         """Return our model section. Raises ConfigError naming a key that is unknown or cannot be expressed."""
@@ -155,7 +164,7 @@ class Family:
 HIDDEN_ACT = key("hidden_act", "activation", "silu", {"silu": "swiglu", "gelu_pytorch_tanh": "geglu_tanh"})
 
 
-def _llama_family(
+def llama_family(
     architecture: str,
     model_type: str,
     max_positions: int,
@@ -182,7 +191,7 @@ def _llama_family(
         always(normalization="RMSNorm", hidden_dropout=0.0),
     )
     all_rules = (*rules, activation, rope, *more)
-    return Family(architecture, model_type, llama_rows(norms), all_rules, "model.", ("rotary_emb.inv_freq",))
+    return Family(architecture, model_type, llama_rows(norms), all_rules)
 
 
 def _head_dim(settings: Settings) -> int:
@@ -256,57 +265,89 @@ OLMO = (
     ),
 )
 
-FAMILIES: dict[str, Family] = {
-    family.architecture: family
-    for family in (
-        Family("GPT2LMHeadModel", "gpt2", GPT2_ROWS, GPT2_RULES, "transformer.", (".attn.bias", ".attn.masked_bias")),
-        _llama_family("LlamaForCausalLM", "llama", 2048, HEAD_DIM, LLAMA_BIASES),
-        _llama_family("MistralForCausalLM", "mistral", 131072, HEAD_DIM, NO_BIAS, MISTRAL_WINDOWS),
-        _llama_family("MinistralForCausalLM", "ministral", 131072, HEAD_DIM, NO_BIAS, MINISTRAL_WINDOWS),
-        _llama_family("Qwen2ForCausalLM", "qwen2", 32768, NO_BIAS, always(add_qkv_bias=True), QWEN_WINDOWS),
-        _llama_family(
-            "Qwen3ForCausalLM",
-            "qwen3",
-            32768,
-            key("head_dim", "kv_channels", 128),
-            QWEN_WINDOWS,
-            *NO_ATTENTION_BIAS,
-            always(qk_layernorm=True),
-        ),
-        _llama_family(
-            "GemmaForCausalLM",
-            "gemma",
-            8192,
-            *GEMMA,
-            unwritten(fixed("hidden_activation", TANH, TANH_GELU)),
-            tied=True,
-            activation=GEMMA_1_ACTIVATION,
-        ),
-        _llama_family(
-            "Gemma2ForCausalLM",
-            "gemma2",
-            8192,
-            *GEMMA_2,
-            norms=NORMS_AROUND,
-            tied=True,
-            activation=GEMMA_ACTIVATION,
-        ),
-        _llama_family(
-            "Gemma3ForCausalLM",
-            "gemma3_text",
-            131072,
-            *GEMMA_3,
-            norms=NORMS_AROUND,
-            tied=True,
-            activation=GEMMA_ACTIVATION,
-            rope=windows_and_rope(6, 1e6, "rope_local_base_freq", 1e4),
-        ),
-        _llama_family("Olmo2ForCausalLM", "olmo2", 2048, *OLMO, norms=NORMS_AFTER, epsilon=1e-5),
-        _llama_family(
-            "Olmo3ForCausalLM", "olmo3", 2048, *OLMO, norms=NORMS_AFTER, epsilon=1e-5, rope=windows_and_rope(4, 5e5)
-        ),
-    )
-}
+_BUILT_IN = (
+    Family("GPT2LMHeadModel", "gpt2", GPT2_ROWS, GPT2_RULES, "transformer.", (".attn.bias", ".attn.masked_bias")),
+    llama_family("LlamaForCausalLM", "llama", 2048, HEAD_DIM, LLAMA_BIASES),
+    llama_family("MistralForCausalLM", "mistral", 131072, HEAD_DIM, NO_BIAS, MISTRAL_WINDOWS),
+    llama_family("MinistralForCausalLM", "ministral", 131072, HEAD_DIM, NO_BIAS, MINISTRAL_WINDOWS),
+    llama_family("Qwen2ForCausalLM", "qwen2", 32768, NO_BIAS, always(add_qkv_bias=True), QWEN_WINDOWS),
+    llama_family(
+        "Qwen3ForCausalLM",
+        "qwen3",
+        32768,
+        key("head_dim", "kv_channels", 128),
+        QWEN_WINDOWS,
+        *NO_ATTENTION_BIAS,
+        always(qk_layernorm=True),
+    ),
+    llama_family(
+        "GemmaForCausalLM",
+        "gemma",
+        8192,
+        *GEMMA,
+        unwritten(fixed("hidden_activation", TANH, TANH_GELU)),
+        tied=True,
+        activation=GEMMA_1_ACTIVATION,
+    ),
+    llama_family(
+        "Gemma2ForCausalLM",
+        "gemma2",
+        8192,
+        *GEMMA_2,
+        norms=NORMS_AROUND,
+        tied=True,
+        activation=GEMMA_ACTIVATION,
+    ),
+    llama_family(
+        "Gemma3ForCausalLM",
+        "gemma3_text",
+        131072,
+        *GEMMA_3,
+        norms=NORMS_AROUND,
+        tied=True,
+        activation=GEMMA_ACTIVATION,
+        rope=windows_and_rope(6, 1e6, "rope_local_base_freq", 1e4),
+    ),
+    llama_family("Olmo2ForCausalLM", "olmo2", 2048, *OLMO, norms=NORMS_AFTER, epsilon=1e-5),
+    llama_family(
+        "Olmo3ForCausalLM", "olmo3", 2048, *OLMO, norms=NORMS_AFTER, epsilon=1e-5, rope=windows_and_rope(4, 5e5)
+    ),
+)
+FAMILIES: Registry[Family] = Registry(
+    "conversion family", "--architecture", {family.architecture: family for family in _BUILT_IN}
+)
+
+
+def register_family(family: Family, example: Settings) -> Family:
+    """Add an architecture to those that `megapipe convert` reads and writes, at the top level of an extension.
+
+    example: keys of a small config.json, on which the tables are proven here: its settings come back from ours, every
+    parameter has a row of its own, and each layout restores what it has split. Choose sizes that differ from each
+    other, with fewer key and value heads than heads if the architecture can have them. Raises ConfigError naming the
+    key or tensor at fault, or if the architecture is known already.
+    """
+    name = f"conversion family {family.architecture!r}"
+    try:
+        model = family.read(example)
+        family.write(model)
+        mapped = map_tensors(family.rows, unpadded(model), family.architecture)
+    except ConfigError as error:
+        raise ConfigError(f"{name}: its example: {error}") from None
+    seen: set[str] = set()
+    for entry in mapped:
+        tensor = entry.spec.name
+        if repeated := [part for part in entry.theirs if part in seen]:
+            raise ConfigError(f"{name}: {repeated[0]} is a part of {tensor} and of another tensor")
+        seen.update(entry.theirs)
+        whole = torch.randn(entry.spec.shape, generator=torch.Generator().manual_seed(len(seen)))
+        parts = entry.layout.split(whole)
+        if len(parts) != len(entry.theirs):
+            raise ConfigError(f"{name}: the layout of {tensor} has {len(parts)} parts, its row {len(entry.theirs)}")
+        if not torch.equal(entry.layout.join(parts), whole):
+            raise ConfigError(f"{name}: the layout of {tensor} does not restore the tensor that it has split")
+    FAMILIES.add(family.architecture, family)
+    return family
+
 
 _EXPERTS = "it is a mixture of experts"
 REFUSED: dict[str, str] = {
@@ -334,7 +375,7 @@ def family_of(config: Mapping[str, Any]) -> Family:
     name = ", ".join(named) or str(config.get("model_type"))
     if name in REFUSED:
         raise ConfigError(f"{name} cannot be expressed: {REFUSED[name]}")
-    raise ConfigError(f"unknown architecture {name}; known are {', '.join(FAMILIES)}")
+    raise ConfigError(f"unknown architecture {name}; known are {', '.join(FAMILIES)}{EXTENSIONS.hint}")
 
 
 def choose_family(
@@ -346,7 +387,7 @@ def choose_family(
     with what each cannot express.
     """
     if requested is not None and requested not in FAMILIES:
-        raise ConfigError(f"unknown --architecture {requested}; known are {', '.join(FAMILIES)}")
+        raise ConfigError(f"unknown --architecture {requested}; known are {', '.join(FAMILIES)}{EXTENSIONS.hint}")
     names = [requested] if requested is not None else sorted(FAMILIES, key=lambda name: name != original)
     reasons = []
     for name in names:
