@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from megapipe.extras.convert.tables import (
     fixed,
     key,
     read_fields,
+    unpadded,
     write_keys,
 )
 from megapipe.sharding.boxes import pieces
@@ -74,6 +76,30 @@ def joined(spec: ParamSpec, parts: Sequence[Tensor], num_rows: int) -> Tensor:
     return whole if num_rows == spec.shape[0] else whole[:num_rows].clone()
 
 
+def in_halves(config: Config, tensors: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
+    """Return tensors of a model with rotary_interleaved by `key/name`, unread, with channels of its heads reordered.
+
+    A rotary pair is two neighbouring channels there, and channels i and i + n / 2 of n rotated ones here. Queries and
+    keys take the same order, so their products stay as they are; elementwise optimizer state moves with its weight.
+    """
+    size = unpadded(config.model).head_size()
+    rotated = int(size * config.model.rotary_percent)
+    order = torch.tensor([*range(0, rotated, 2), *range(1, rotated, 2), *range(rotated, size)])
+
+    def of_heads(tensor: LazyTensor) -> Tensor:  # [groups x (queries of a group, key, value) x size, ...]
+        groups = unpadded(config.model).query_groups()
+        whole = tensor.detach().reshape(groups, -1, size, *tensor.shape[1:])
+        return torch.cat([whole[:, :-1, order], whole[:, -1:]], 1).reshape(tensor.shape)
+
+    found = dict(tensors)
+    for name, tensor in tensors.items():
+        if ".linear_qkv." in name:
+            found[name] = LazyTensor(tensor.shape, tensor.dtype, partial(of_heads, tensor))
+        elif ".q_layernorm." in name or ".k_layernorm." in name:
+            found[name] = LazyTensor(tensor.shape, tensor.dtype, lambda tensor=tensor: tensor.detach()[order])  # type: ignore[misc]
+    return found
+
+
 # modules of a layer in the order in which Megatron creates them, with its own norms; Transformer Engine's are part of
 # the linear layer that follows
 LAYER_ORDER = (
@@ -92,7 +118,6 @@ def place_in_layer(order: Sequence[str], spec: ParamSpec) -> int:
 UNSUPPORTED: dict[str, Any] = {
     "num_experts": None,
     "multi_latent_attention": False,
-    "rotary_interleaved": False,
     "apply_residual_connection_post_layernorm": False,
     "mtp_num_layers": None,
     "quick_geglu": False,
@@ -116,6 +141,7 @@ ACTIVATIONS = {
     "openai_gelu": "gelu_tanh",
     "bias_gelu_fusion": "gelu_tanh",  # otherwise GELU is exact
 }
+INTERLEAVED = "rotary_interleaved"
 LINEAR, LLAMA3, FACTOR = "rotary_seq_len_interpolation_factor", "use_rope_scaling", "rope_scaling_factor"
 
 
@@ -245,6 +271,7 @@ MODEL_RULES = (
     ),
     Rule((WINDOW, WITHOUT_WINDOW), read_window, write_window),
     Rule((POSITIONS, WITHOUT_ROPE), read_positions, write_positions),
+    Rule((INTERLEAVED,), lambda args: {}, lambda layers: {INTERLEAVED: False}),  # `in_halves` reorders the channels
     Rule((BLOCKS, BLOCKS_PATH), read_blocks, lambda layers: {BLOCKS: None, BLOCKS_PATH: None}),
     Rule(
         EPSILONS,
@@ -341,8 +368,16 @@ def run_snapshot(
 ) -> Snapshot:
     """Return the Snapshot of a run, or without optimizer state that of a model at step 0.
 
-    tensors: under our names. content: of a checkpoint file, for everything other than tensors.
+    tensors: under our names, with Megatron's order of the channels. content: of a checkpoint file, for everything
+    other than tensors.
     """
+    if args.get(INTERLEAVED):
+        tensors = in_halves(config, tensors)
+        remarks = (
+            *remarks,
+            "reordered the channels of queries and keys (rotary_interleaved): rotary pairs lie in the two halves of a "
+            "head now; leave out --rotary-interleaved if the run goes back to Megatron",
+        )
     state = fresh_state(config.precision.dtype)
     if optimizer is None:
         return Snapshot(config, tensors, state, remarks=remarks)

@@ -290,7 +290,6 @@ def args_of(real: Path, **changes: Any) -> dict[str, Any]:
 ARGS: dict[str, tuple[dict[str, Any], str]] = {
     "experts": ({"num_experts": 8}, "num_experts 8 cannot be expressed"),
     "latent_attention": ({"multi_latent_attention": True}, "multi_latent_attention True cannot be expressed"),
-    "interleaved_rotation": ({"rotary_interleaved": True}, "rotary_interleaved True cannot be expressed"),
     "two_scalings": (
         {"use_rope_scaling": True, "rotary_seq_len_interpolation_factor": 2},
         "together cannot be expressed",

@@ -16,11 +16,13 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
+from megapipe.config.config import Config
 from megapipe.config.model import ModelConfig, PrecisionConfig
 from megapipe.errors import CheckpointError, ConfigError
 from megapipe.extras.cli.convert import main
 from megapipe.extras.cli.convert import read as read_source
 from megapipe.extras.convert import megatron_buckets, megatron_dist, megatron_legacy
+from megapipe.extras.convert.megatron import in_halves
 from megapipe.extras.convert.megatron_buckets import Place, lay_out
 from megapipe.extras.convert.pickled import load_pickled, read_folder
 from megapipe.extras.convert.snapshot import LazyTensor, Snapshot, read_checkpoint
@@ -32,7 +34,7 @@ from tests.train import jobs
 from tests.train.jobs import job
 
 FIXTURES = Path(__file__).parents[2] / "fixtures" / "megatron_runs"
-FORMATS = ("plain", "dp_reshardable", "fully_reshardable", "legacy")
+FORMATS = ("plain", "dp_reshardable", "fully_reshardable", "interleaved", "legacy")
 LONG = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
@@ -67,7 +69,9 @@ def test_the_next_ten_losses_are_megatrons(
     runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main([str(runs / kind), str(tmp_path / "ours")]) == 0
-    assert "kept all 128 rows of the vocabulary, of which 101 are tokens" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "kept all 128 rows of the vocabulary, of which 101 are tokens" in said
+    assert ("reordered the channels of queries and keys" in said) == (kind == "interleaved")
     monkeypatch.setattr(jobs, "TINY", "--num-workers 0 --eval-iters 0 --log-interval 1 --device cpu")
     steps = continued(tmp_path / "ours", tmp_path, 13)
     curve = json.loads((FIXTURES / "curves.json").read_text())[kind]
@@ -220,6 +224,27 @@ def test_optimizer_state_is_asked_for_only_where_there_is_any(
     assert "--ckpt-format torch_dist --finetune" in capsys.readouterr().out
     again, expected = read(tmp_path / "theirs").weights, read_checkpoint(tmp_path / "ours").weights
     assert all(torch.equal(again[name].detach(), tensor.detach()) for name, tensor in expected.items())
+
+
+def test_interleaved_channels_of_heads_become_two_halves() -> None:
+    """The first 6 of 8 channels are rotated; biases and the norms of heads move too, everything else stays."""
+    sizes = {"num_layers": 1, "hidden_size": 32, "num_attention_heads": 4, "num_query_groups": 2, "vocab_size": 32}
+    model = ModelConfig(**sizes, qk_layernorm=True, position_embedding_type="rope", rotary_percent=0.75, seq_length=8)
+    specs = model_parameters(unpadded(model), sequence_parallel=False)
+    tensors = {f"master/{spec.name}": torch.randn(spec.shape) for spec in specs}
+    lazy = {name: LazyTensor(tuple(t.shape), t.dtype, lambda t=t: t) for name, t in tensors.items()}  # type: ignore[misc]
+    found = {name: tensor.detach() for name, tensor in in_halves(Config(model=model), lazy).items()}
+    moved = [0, 2, 4, 1, 3, 5, 6, 7]
+    for kind in ("weight", "bias"):
+        name = f"master/decoder.layers.0.self_attention.linear_qkv.{kind}"
+        before, after = tensors.pop(name), found.pop(name)
+        for head in range(8):  # two groups of two queries, a key and a value
+            rows = torch.arange(8 * head, 8 * head + 8)
+            assert torch.equal(after[rows], before[rows if head % 4 == 3 else rows[moved]]), (kind, head)
+        for part in ("q", "k"):
+            name = f"master/decoder.layers.0.self_attention.{part}_layernorm.{kind}"
+            assert torch.equal(found.pop(name), tensors.pop(name)[moved])
+    assert found.keys() == tensors.keys() and all(torch.equal(found[name], tensors[name]) for name in found)
 
 
 # ------------------------------------------------------------------------------------------------ the vocabulary
