@@ -8,6 +8,7 @@ from megapipe.config.config import Config
 from megapipe.data.batch import DocumentRules
 from megapipe.data.build_datasets import DatasetRequest, build_datasets
 from megapipe.data.loader import Loader
+from megapipe.data.padding import padding_remarks
 from megapipe.plan.run_plan import RunPlan
 from megapipe.tokenizers.tokenizer import Tokenizer, build_tokenizer
 
@@ -20,6 +21,7 @@ class RunData:
     valid: Loader | None
     test: Loader | None
     tokenizer: Tokenizer | None
+    remarks: tuple[str, ...] = ()  # on the data, for the log
 
     def close(self) -> None:
         for loader in (self.train, self.valid, self.test):
@@ -75,4 +77,7 @@ def build_data(plan: RunPlan) -> RunData:
         None if dataset is None else Loader(dataset, rules, num_workers=data.num_workers, name=name)
         for name, dataset in (("train", datasets.train), ("validation", datasets.valid), ("test", datasets.test))
     )
-    return RunData(train, valid, test, tokenizer)
+    remarks: tuple[str, ...] = ()
+    if tokenizer is not None and datasets.train is not None and not data.mock_data:
+        remarks = padding_remarks(datasets.train, tokenizer.pad, (tokenizer.eod, tokenizer.bos))
+    return RunData(train, valid, test, tokenizer, remarks)

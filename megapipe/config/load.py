@@ -49,6 +49,12 @@ class LoadedConfig:
             lines.append(f"flags of Megatron that change no result here (docs/flags.md): {', '.join(self.accepted)}")
         if self.accepted or self.requests.explain_defaults:
             lines.append(differences_line())
+            size = self.config.model.vocab_size
+            if self.config.data.tokenizer_type == "NullTokenizer" and size is not None:
+                lines.append(
+                    f"NullTokenizer has {size + 1} tokens with --vocab-size {size}, as in Megatron before 0.17; in "
+                    f"0.19 it has {size}, of which the last ends a document: --vocab-size {size - 1} gives the same here"
+                )
         return tuple(lines)
 
     def text(self, resolved: Config | None = None) -> str:

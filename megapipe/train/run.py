@@ -137,6 +137,7 @@ def _train(
         marks = marks_of(config.gpu, config.logging, rank)
         runtime = TrainingRuntime(plan, groups, device, tracer=tracer, marks=marks)
         data = build_data(plan)
+        journal.say(*data.remarks)
     try:
         is_compared = rank == 0 and data.train is not None and (root is not None or config.checkpoint.load is not None)
         read = fingerprint(data.train.dataset) if is_compared and data.train is not None else None
