@@ -92,9 +92,9 @@ class _LazyPlanner(DefaultSavePlanner):
         lazy = self._lazy.get(index.fqn)
         if lazy is None:
             return super().lookup_object(index)
-        is_row = isinstance(lazy, LazyStack) and index.offset is not None
-        if is_row:
-            lazy = lazy.rows[index.offset[0]]
+        is_row = False
+        if isinstance(lazy, LazyStack) and index.offset is not None:
+            lazy, is_row = lazy.rows[index.offset[0]], True
         if self._written is not None:
             self._written.untyped_storage().resize_(0)
         # a copy, since others may hold the tensor that was read and its memory is freed above

@@ -53,7 +53,7 @@ class LoadedConfig:
             if self.config.data.tokenizer_type == "NullTokenizer" and size is not None:
                 lines.append(
                     f"NullTokenizer has {size + 1} tokens with --vocab-size {size}, as in Megatron before 0.17; in "
-                    f"0.19 it has {size}, of which the last ends a document: --vocab-size {size - 1} gives the same here"
+                    f"0.19 it has {size}, of which the last ends a document: --vocab-size {size - 1} is the same here"
                 )
         return tuple(lines)
 

@@ -64,6 +64,6 @@ def test_a_megatron_script_hears_of_the_token_that_null_tokenizer_adds(is_script
     line = "--num-layers 1 --mock-data --tokenizer-type NullTokenizer --vocab-size 100"
     remarks = load_config([*line.split(), *(["--use-mcore-models"] if is_script else [])], is_job=False).remarks
     assert [remark for remark in remarks if "NullTokenizer has 101 tokens" in remark] == [
-        remark for remark in remarks if "--vocab-size 99 gives the same here" in remark
+        remark for remark in remarks if "--vocab-size 99 is the same here" in remark
     ]
     assert any("NullTokenizer" in remark for remark in remarks) == is_script

@@ -212,8 +212,9 @@ def write(
             common["optimizer"] = inner if is_fp32 else optimizer_content(snapshot, inner)
             kinds |= {} if is_fp32 else {"fp32_param": "master"}
         for theirs, ours in kinds.items():
-            tensors = {name: snapshot.tensors[f"{ours}/{name}"].to(torch.float32) for name in run.weights}
-            sources[f"{OPTIMIZER}{theirs}."] = tensors
+            sources[f"{OPTIMIZER}{theirs}."] = {
+                name: snapshot.tensors[f"{ours}/{name}"].to(torch.float32) for name in run.weights
+            }
     content: dict[str, Any] = {COMMON_VALUE: [common], **_extra_states(run.model, transformer_engine)}
     for prefix, tensors in sources.items():
         content |= {prefix + name: entry for name, entry in _stacked(run.model, tensors).items()}
