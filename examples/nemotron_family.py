@@ -8,15 +8,25 @@ docs/extend/conversion_family.md explains it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
-from megapipe.extras.convert.families import HEAD_DIM, LLAMA_BIASES, Family, register_family
-from megapipe.extras.convert.layer_types import rope_fields
-from megapipe.extras.convert.tables import Layers, Row, Rule, always, key, separate_qkv
+from megapipe.extras.convert.extend import (
+    HEAD_DIM,
+    LLAMA_BIASES,
+    Family,
+    Layers,
+    Row,
+    Rule,
+    Settings,
+    always,
+    key,
+    register_family,
+    rope_fields,
+    separate_qkv,
+)
 
 
-def read_positions(config: Mapping[str, Any]) -> dict[str, Any]:
+def read_positions(config: Settings) -> dict[str, Any]:
     """Return our fields: transformers 5 has one dictionary, transformers 4 two keys."""
     parameters = dict(config.get("rope_parameters") or {})
     share = parameters.pop("partial_rotary_factor", None) or config.get("partial_rotary_factor") or 0.5

@@ -193,9 +193,13 @@ def write(target_format: str, snapshot: Snapshot, own: argparse.Namespace) -> st
     tp, pp = own.tensor_model_parallel_size, own.pipeline_model_parallel_size
     is_fused = own.transformer_impl == "transformer_engine"
     folder = module.write(snapshot, target, tp, pp, is_fused, own.use_distributed_optimizer)
+    is_distributed, is_legacy = own.use_distributed_optimizer, own.ckpt_format == "torch"
     flags = f"--load {target} --ckpt-format {own.ckpt_format}"
-    flags += "" if has_writable_optimizer(snapshot) else " --finetune"
-    return f"{folder}: in Megatron {flags}{' --use-distributed-optimizer' if own.use_distributed_optimizer else ''}"
+    if not has_writable_optimizer(snapshot):
+        return f"{folder}: in Megatron {flags} --finetune"
+    flags += f"{' --no-load-rng' if is_legacy else ''}{' --use-distributed-optimizer' if is_distributed else ''}"
+    plain = " (the state of its plain optimizer: convert with --use-distributed-optimizer for runs that have this flag)"
+    return f"{folder}: in Megatron {flags}{'' if is_distributed else plain}"
 
 
 def _measure_padding(snapshot: Snapshot, own: argparse.Namespace) -> None:

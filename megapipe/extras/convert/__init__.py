@@ -6,9 +6,9 @@ settings. A tensor or setting that the other side cannot express is an error tha
 - `snapshot`: a run in any format: configuration, lazily read tensors under our names, run state; megapipe's checkpoints
 - `tables`: rules for settings, rows for tensors
 - `families`, `layer_types`, `hugging_face`: architectures of Hugging Face, their layers that differ; folders with
-  config.json and safetensors files
+  config.json and safetensors files; `extend` adds architectures from outside
 - `pickled`: pickled files and folders of torch.distributed.checkpoint, read without executing anything in them
-- `megatron`: names of tensors and args; `megatron_legacy`, `megatron_dist`: its formats `torch`, also written, and
-  `torch_dist`; `megatron_buckets`: optimizer state stored by gradient buckets
+- `megatron`: names of tensors and args; `megatron_legacy`, `megatron_dist`: its formats `torch` and `torch_dist`;
+  `megatron_writing`: what is written in both; `megatron_buckets`: optimizer state stored by gradient buckets
 - `dcp_run`: runs saved by torch.distributed.checkpoint
 """

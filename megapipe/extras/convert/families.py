@@ -1,6 +1,6 @@
 """Architectures of Hugging Face that megapipe can express: tables of tensors and settings, read in both directions.
 
-`register_family` adds one from outside, in a file that `megapipe convert --extension FILE.py` loads.
+`extend.register_family` adds one from outside.
 """
 
 from __future__ import annotations
@@ -8,8 +8,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
-
-import torch
 
 from megapipe.config.config import Config
 from megapipe.config.model import ModelConfig
@@ -37,13 +35,11 @@ from megapipe.extras.convert.tables import (
     fused_qkv,
     gate_and_up,
     key,
-    map_tensors,
     nullable,
     read_fields,
     separate_qkv,
     shared,
     transposed,
-    unpadded,
     unwritten,
     write_keys,
 )
@@ -316,38 +312,6 @@ _BUILT_IN = (
 FAMILIES: Registry[Family] = Registry(
     "conversion family", "--architecture", {family.architecture: family for family in _BUILT_IN}
 )
-
-
-def register_family(family: Family, example: Settings) -> Family:
-    """Add an architecture to those that `megapipe convert` reads and writes, at the top level of an extension.
-
-    example: keys of a small config.json, on which the tables are proven here: its settings come back from ours, every
-    parameter has a row of its own, and each layout restores what it has split. Choose sizes that differ from each
-    other, with fewer key and value heads than heads if the architecture can have them. Raises ConfigError naming the
-    key or tensor at fault, or if the architecture is known already.
-    """
-    name = f"conversion family {family.architecture!r}"
-    try:
-        model = family.read(example)
-        family.write(model)
-        mapped = map_tensors(family.rows, unpadded(model), family.architecture)
-    except ConfigError as error:
-        raise ConfigError(f"{name}: its example: {error}") from None
-    seen: set[str] = set()
-    for entry in mapped:
-        tensor = entry.spec.name
-        if repeated := [part for part in entry.theirs if part in seen]:
-            raise ConfigError(f"{name}: {repeated[0]} is a part of {tensor} and of another tensor")
-        seen.update(entry.theirs)
-        whole = torch.randn(entry.spec.shape, generator=torch.Generator().manual_seed(len(seen)))
-        parts = entry.layout.split(whole)
-        if len(parts) != len(entry.theirs):
-            raise ConfigError(f"{name}: the layout of {tensor} has {len(parts)} parts, its row {len(entry.theirs)}")
-        if not torch.equal(entry.layout.join(parts), whole):
-            raise ConfigError(f"{name}: the layout of {tensor} does not restore the tensor that it has split")
-    FAMILIES.add(family.architecture, family)
-    return family
-
 
 _EXPERTS = "it is a mixture of experts"
 REFUSED: dict[str, str] = {

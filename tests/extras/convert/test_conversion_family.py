@@ -12,8 +12,8 @@ import torch
 
 from megapipe.errors import ConfigError
 from megapipe.extras.cli.convert import main
-from megapipe.extras.convert.families import FAMILIES, Family, register_family
-from megapipe.extras.convert.tables import Layout, Row
+from megapipe.extras.convert.extend import Family, Layout, Row, register_family
+from megapipe.extras.convert.families import FAMILIES
 from megapipe.registry import EXTENSIONS, PYTHON_CODE
 
 ROOT = Path(__file__).parents[3]
