@@ -194,28 +194,43 @@ def first_line(error: BaseException) -> str:
     return next(iter(str(error).splitlines()), "") or type(error).__name__
 
 
+def is_joined() -> bool:
+    """Return True if this process is a rank of a world of several."""
+    return dist.is_initialized()
+
+
+def disband() -> None:
+    """Leave the world together with all other ranks; the process goes on alone. Does nothing outside a world.
+
+    Raises CommunicationError if a rank does not come. The barrier keeps any rank from taking the store away from others.
+    """
+    if not dist.is_initialized():
+        return
+    try:
+        devices = [torch.cuda.current_device()] if dist.get_backend() == "nccl" else None
+        dist.barrier(device_ids=devices)
+    except RuntimeError as error:
+        missing = f"the other ranks did not reach the end of the run: {first_line(error)}"
+        raise CommunicationError(f"rank {dist.get_rank()}: {missing}") from error
+    gc.collect()
+    dist.destroy_process_group()
+
+
 def shutdown(code: int = 0) -> None:
     """Leave the world and end the process with exit code `code`; return if there is no process group.
 
     The order matters: gloo can abort at interpreter exit after a successful run. With code 0 all ranks first meet at a
-    barrier, so that no rank takes the store away from another; if a rank does not come, the code becomes 1. With
-    another code this rank does not wait: the launcher terminates the others.
+    barrier; if a rank does not come, the code becomes 1. With another code this rank does not wait: the launcher
+    terminates the others.
     """
     if not dist.is_initialized():
         return
     if code == 0:
         try:
-            devices = [torch.cuda.current_device()] if dist.get_backend() == "nccl" else None
-            dist.barrier(device_ids=devices)
-        except RuntimeError as error:
-            print(
-                f"rank {dist.get_rank()}: the other ranks did not reach the end of the run: {first_line(error)}",
-                file=sys.stderr,
-            )
+            disband()
+        except CommunicationError as error:
+            print(error, file=sys.stderr)
             code = 1
-    gc.collect()
-    if code == 0:
-        dist.destroy_process_group()
     leave(code)
 
 
