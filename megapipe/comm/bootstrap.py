@@ -202,7 +202,7 @@ def is_joined() -> bool:
 def disband() -> None:
     """Leave the world together with all other ranks; the process goes on alone. Does nothing outside a world.
 
-    Raises CommunicationError if a rank does not come. The barrier keeps any rank from taking the store away from others.
+    Raises CommunicationError if a rank does not come. The barrier keeps a rank from taking the store away.
     """
     if not dist.is_initialized():
         return
