@@ -7,6 +7,7 @@
 - `journal`, `metrics`: run.jsonl, console and writers; what a step reports
 - `guard`:   judges every step, agrees with all ranks on what follows and recovers from bad steps, with `nonfinite`
   (NaN and infinity) and `copies_check` (copies of parameters must be bit-identical)
+- `observer`: what the caller of `pretrain` can follow of a run
 - `profiling`: rates and traces of the steps, with `pipeline_profile` and `stragglers`
 - `watch`:   heartbeats and the watchdog; `gpu_setup`: settings and checks for GPUs alone
 """

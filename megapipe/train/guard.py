@@ -29,6 +29,7 @@ from megapipe.train.copies_check import CopiesCheck
 from megapipe.train.journal import Journal
 from megapipe.train.loading import go_back
 from megapipe.train.nonfinite import OutputWatch, Sums, describe_nonfinite, repeat_step
+from megapipe.train.observer import Observer
 from megapipe.train.saving import Saving
 from megapipe.train.state import TrainingState
 from megapipe.train.step import StepBatch, StepResult, read_microbatches
@@ -205,10 +206,11 @@ class Guard:
         saving: Saving,
         journal: Journal,
         stop: StopRequest,
+        observer: Observer,
     ) -> None:
         training = runtime.plan.config.training
         self._runtime, self._state, self._loader = runtime, state, loader
-        self._saving, self._journal, self._stop = saving, journal, stop
+        self._saving, self._journal, self._stop, self._observer = saving, journal, stop, observer
         self._started = time.monotonic()
         self.copies = CopiesCheck(runtime)
         self._outputs = OutputWatch(runtime) if training.check_for_nan_in_loss_and_grad else None
@@ -255,17 +257,19 @@ class Guard:
         return Decision(reason, bool(due), not not_ready, StepHealth(worst))
 
     def stop_signal(self) -> str | None:
-        """Return the stop signal that any rank has received, as a reason to stop; for use where no step has ended."""
+        """Return what any rank's signals or observer ask for as a reason to stop; for use where no step has ended."""
         reason: str | None = self._agree()[0]
         return reason
 
     def _agree(self, *values: int) -> list[Any]:
-        """Return the stop signal of any rank as a reason to stop, or None, then the maximum of each value."""
+        """Return why any rank's signals or observer ask to stop, or None, then the maximum of each value."""
         own = 0 if self._stop.signal is None else int(self._stop.signal)
-        tensor = torch.tensor([own, *map(int, values)], device=self._runtime.device)
+        asked = [own, self._observer.wants_stop, *values]
+        tensor = torch.tensor(list(map(int, asked)), device=self._runtime.device)
         all_reduce(tensor, self._runtime.groups.world, op="max")
-        number, *largest = tensor.tolist()
-        return [f"{signal.Signals(number).name} received" if number else None, *largest]
+        number, is_asked, *largest = tensor.tolist()
+        reason = "a callback asked to stop" if is_asked else None
+        return [f"{signal.Signals(number).name} received" if number else reason, *largest]
 
     def prepare_save(self) -> None:
         """Check the copies of the parameters, and put the state of the spike watch into the state to be saved."""

@@ -14,6 +14,7 @@ from megapipe.train.garbage import GarbageCollection
 from megapipe.train.guard import Decision, Guard, StepHealth, StopRequest
 from megapipe.train.journal import Journal
 from megapipe.train.metrics import EvaluationMetrics, StepMetrics
+from megapipe.train.observer import Observer, StepSummary, TrainingResult
 from megapipe.train.profiling import Profiling
 from megapipe.train.saving import Saving
 from megapipe.train.state import Schedules, TrainingState
@@ -22,7 +23,7 @@ from megapipe.train.step import StepBatch, StepResult, read_microbatches, train_
 
 @dataclass(frozen=True)
 class Ending:
-    """The reason why the loop ended, for the last line of the log."""
+    """The reason why the loop ended."""
 
     reason: str
     early: bool = False  # before all steps that were asked for
@@ -32,6 +33,7 @@ class Training:
     """One rank's run from `state` to the end, or to the first reason to stop.
 
     schedules: None only if nothing is trained. stop: what signals have asked for; ranks agree on it after every step.
+    observer: is told of steps and evaluations.
     """
 
     def __init__(
@@ -43,21 +45,24 @@ class Training:
         saving: Saving,
         journal: Journal,
         stop: StopRequest,
+        observer: Observer,
     ) -> None:
         self.runtime, self.data, self.state = runtime, data, state
         self._config, self._training, self._schedules = runtime.plan.config, runtime.plan.config.training, schedules
-        self._saving, self._journal = saving, journal
+        self._saving, self._journal, self._observer = saving, journal, observer
         self._profiling = Profiling(runtime, journal)
         self._step = train_step(runtime, self._config.logging.log_num_zeros_in_grad, self._profiling.timers)
-        self._guard = Guard(runtime, state, data.train, saving, journal, stop)
+        self._guard = Guard(runtime, state, data.train, saving, journal, stop, observer)
         self._stop = stop
         self._decision = Decision()  # what follows the last step whose result is known
         self._garbage = GarbageCollection(self._training)
+        self._losses: dict[str, float] = {}  # the last one of 'train', 'validation' and 'test'
         self._rolled_back = 0  # updates that --optimizer-post-validation has taken back
 
-    def run(self) -> Ending:
+    def run(self) -> TrainingResult:
         """Train, save, then evaluate on validation and test data. Raises TrainingError at a NaN or infinity."""
         state = self.state
+        self._observer.on_start(state.step)
         self._stop.begin()
         try:
             with self._garbage:
@@ -75,7 +80,8 @@ class Training:
             ending = ending if stopped is None else Ending(stopped, early=True)
         self.runtime.gather.finish()
         self._profiling.finish(state.step)
-        return ending
+        losses = (self._losses.get(name) for name in ("train", "validation", "test"))
+        return TrainingResult(state.step, ending.reason, not ending.early, *losses)
 
     def _train(self) -> Ending:
         state, train_iters, first = self.state, self._training.train_iters, self.state.step
@@ -110,7 +116,7 @@ class Training:
             if decision.stop_reason is not None:
                 return Ending(decision.stop_reason, early=state.step < train_iters)
             if self._is_due(self._training.eval_interval) and state.step < train_iters:
-                if (stopped := self._evaluate("validation")) is not None:
+                if (stopped := self._evaluate("validation") or self._guard.stop_signal()) is not None:
                     return Ending(stopped, early=True)
                 self._profiling.restart()
             if self._is_due(self._config.checkpoint.save_interval) or decision.save_due:
@@ -151,6 +157,10 @@ class Training:
         if self._is_due(self._config.logging.log_interval) or state.step == self._training.train_iters:
             self._journal.write(self._metrics(batch, result))
             self._profiling.stragglers.report(state.step, count)
+        self._losses["train"] = result.loss
+        consumed = state.consumed_samples, state.consumed_tokens
+        numbers = result.loss, batch.rates.lr, result.update.grad_norm, result.update.skipped
+        self._observer.on_step_end(StepSummary(state.step, *numbers, *consumed))
         self._decision = guard.decide(health)
         if self._decision.save_ready:
             self._saving.advance()
@@ -207,7 +217,10 @@ class Training:
                 weights += weight
                 tokens += result.num_tokens
         loss, seconds = weighted / max(weights, 1.0), time.perf_counter() - started
-        self._journal.write(EvaluationMetrics(split, after_step, loss, round(tokens), seconds))
+        metrics = EvaluationMetrics(split, after_step, loss, round(tokens), seconds)
+        self._losses[split] = loss
+        self._journal.write(metrics)
+        self._observer.on_evaluation(metrics)
         return None
 
     def _save(self) -> None:

@@ -20,7 +20,7 @@ from megapipe.assembly.runtime import TrainingRuntime
 from megapipe.checkpoint.disk import Disk
 from megapipe.checkpoint.lock import SaveLock
 from megapipe.checkpoint.starts import Starts, clear_starts
-from megapipe.comm.bootstrap import World, shutdown, start
+from megapipe.comm.bootstrap import World, start
 from megapipe.comm.groups import ProcessGroups, build_process_groups
 from megapipe.comm.trace import Tracer
 from megapipe.data.fingerprint import fingerprint
@@ -38,6 +38,7 @@ from megapipe.train.guard import StopRequest, stop_requests
 from megapipe.train.journal import Journal, recorded_folder
 from megapipe.train.loading import count_this_start, resume, save_lock, share_starts
 from megapipe.train.loop import Training
+from megapipe.train.observer import Observer
 from megapipe.train.saving import Saving, prepare_save
 from megapipe.train.step import ACTION_LEVEL
 from megapipe.train.watch import watched
@@ -51,12 +52,13 @@ def pretrain(
     config_text: str,
     after_training: AfterTraining | None = None,
     remarks: Sequence[str] = (),
+    observer: Observer | None = None,
 ) -> int:
-    """Train as planned on this rank. Ends the process if there are other ranks (comm.bootstrap.shutdown), else returns
-    the exit code.
+    """Train as planned on this rank and return the exit code. The ranks' groups are still open then.
 
     config_text: the configuration as YAML that loads again, saved with every checkpoint. after_training: called on
-    every rank after a run that reached its end. remarks: on the configuration, for the record of the run.
+    every rank after a run that reached its end. remarks: on the configuration, for the record of the run. observer:
+    follows the run.
     """
     config = plan.config
     if config.training.deterministic_mode:
@@ -64,9 +66,7 @@ def pretrain(
         set_for_libraries(CUBLAS_WORKSPACE_CONFIG=":4096:8", NCCL_ALGO="Ring")
         torch.use_deterministic_algorithms(True)
     with save_lock(config, environment) as lock:  # before signals are caught, so that one ends the wait for it
-        _run(plan, environment, config_text, after_training, remarks, lock)
-    if environment.world_size > 1:
-        shutdown(0)
+        _run(plan, environment, config_text, after_training, remarks, lock, observer or Observer())
     return 0
 
 
@@ -77,6 +77,7 @@ def _run(
     after_training: AfterTraining | None,
     remarks: Sequence[str],
     lock: SaveLock | CheckpointError | None,
+    observer: Observer,
 ) -> None:
     """Join the other ranks and train. lock: of --save, or why rank 0 does not have it; then nothing is written."""
     config = plan.config
@@ -110,7 +111,7 @@ def _run(
         starts = share_starts(counted, config, groups.world)
         with watched(plan, environment, groups, journal), watched_memory(plan, world.device, world.global_rank):
             disk = Disk(may_change=lock.check) if isinstance(lock, SaveLock) else Disk()
-            _train(plan, groups, world.device, journal, stop, starts, config_text, after_training, disk)
+            _train(plan, groups, world.device, journal, stop, starts, config_text, after_training, disk, observer)
 
 
 def _train(
@@ -123,6 +124,7 @@ def _train(
     config_text: str,
     after_training: AfterTraining | None,
     disk: Disk,
+    observer: Observer,
 ) -> None:
     """Build, load, train. starts: of this job so far, None without --save. disk: for changes to --save."""
     config, rank = plan.config, groups.world.global_rank
@@ -146,16 +148,19 @@ def _train(
             state = resumed.state
             if root is not None:
                 journal.say(*prepare_save(root, state, groups.world, resumed.damaged, disk))
-            saving = Saving(runtime, resumed.schedules, root, config_text, data.tokenizer, journal.say, read, disk)
+            saving = Saving(
+                runtime, resumed.schedules, root, config_text, data.tokenizer, journal.say, read, disk, observer.on_save
+            )
         if data.train is not None and config.training.train_samples:
             data.train.skip(state.account.skipped, config.training.train_samples)
-        ending = Training(runtime, data, state, resumed.schedules, saving, journal, stop).run()
-        if after_training is not None and not ending.early:
+        result = Training(runtime, data, state, resumed.schedules, saving, journal, stop, observer).run()
+        if after_training is not None and result.is_complete:
             with heartbeat.phase("after the training", PATIENCE):
                 after_training(runtime, data, journal)
-        journal.say(f"ended after step {state.step}: {ending.reason}")
-        journal.record("end", step=state.step, reason=ending.reason, early=ending.early)
-        if starts is not None and root is not None and not ending.early and rank == 0:
+        journal.say(f"ended after step {state.step}: {result.reason}")
+        journal.record("end", step=state.step, reason=result.reason, early=not result.is_complete)
+        observer.on_end(result)
+        if starts is not None and root is not None and result.is_complete and rank == 0:
             with suppress(CheckpointError):  # another run owns the directory
                 disk.may_change()
                 clear_starts(root)

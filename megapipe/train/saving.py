@@ -52,7 +52,8 @@ class Saving:
 
     All ranks call `save`, `write`, `advance` and `finish` together. root: --save; None saves nothing. config_text: the
     configuration as YAML. tokenizer: saved with every checkpoint. say: prints a line once for all ranks. data:
-    of the training data, on rank 0. disk: through which rank 0 changes the directory.
+    of the training data, on rank 0. disk: through which rank 0 changes the directory. on_save: called on all ranks with
+    the folder of every checkpoint that is complete.
     """
 
     def __init__(
@@ -65,9 +66,10 @@ class Saving:
         say: Callable[[str], None],
         data: Fingerprint | None = None,
         disk: Disk | None = None,
+        on_save: Callable[[Path], None] = lambda folder: None,
     ) -> None:
         self._runtime, self._schedules, self._root = runtime, schedules, root
-        self._config_text, self._say, self._data = config_text, say, data
+        self._config_text, self._say, self._data, self._on_save = config_text, say, data, on_save
         self._tokenizer_files: dict[str, bytes] = {}
         if root is not None and tokenizer is not None and runtime.groups.world.rank == 0:
             self._tokenizer_files = files_of(tokenizer)
@@ -194,6 +196,7 @@ class Saving:
         written = f"{bytes_text(report.num_bytes)} in {report.seconds:.1f} s{background}"
         removed = f"; removed {names}" if names else ""
         self._say(report.remark or f"saved {report.path} ({written}){removed}")
+        self._on_save(report.path)
 
 
 def prepare_save(
