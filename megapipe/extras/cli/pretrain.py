@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megapipe.checkpoint.folder import checkpoint_config
-from megapipe.config.load import load_config, with_checkpoint_model
+from megapipe.config.load import LoadedConfig, load_config, with_checkpoint_model
 from megapipe.environment import Environment
 from megapipe.errors import ConfigError
 from megapipe.extras.cli.frame import run_on_ranks
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from megapipe.assembly.datasets import RunData
     from megapipe.assembly.runtime import TrainingRuntime
     from megapipe.train.journal import Journal
+    from megapipe.train.observer import Observer
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -42,7 +43,11 @@ def verify(arguments: Sequence[str]) -> int:
 
 
 def _pretrain(arguments: list[str], environment: Environment) -> int:
-    loaded = load_config(arguments, schedules=SCHEDULE_NAMES)
+    return run_job(load_config(arguments, schedules=SCHEDULE_NAMES), environment)
+
+
+def run_job(loaded: LoadedConfig, environment: Environment, observer: Observer | None = None) -> int:
+    """Train with a loaded configuration, or do what it requests instead, and return the exit code."""
     requests, checkpoint = loaded.requests, loaded.config.checkpoint
     if checkpoint.use_checkpoint_args:
         if checkpoint.load is None:
@@ -79,7 +84,7 @@ def _pretrain(arguments: list[str], environment: Environment) -> int:
         return verify(plan, environment, requests.verify_grid)
     from megapipe.train.run import pretrain
 
-    return pretrain(plan, environment, loaded.text(plan.config), print_samples, loaded.remarks)
+    return pretrain(plan, environment, loaded.text(plan.config), print_samples, loaded.remarks, observer)
 
 
 def print_samples(runtime: TrainingRuntime, data: RunData, journal: Journal) -> None:
