@@ -367,7 +367,9 @@ class _Reduction:
 def _pipeline_ranks(num_ranks: int, data_parallel: int) -> int:
     if data_parallel < 1 or num_ranks % data_parallel:
         divisors = ", ".join(str(n) for n in range(1, num_ranks + 1) if num_ranks % n == 0)
-        raise ConfigError(f"data_parallel={data_parallel} does not divide the {num_ranks} rank(s); use one of {divisors}")
+        raise ConfigError(
+            f"data_parallel={data_parallel} does not divide the {num_ranks} rank(s); use one of {divisors}"
+        )
     return num_ranks // data_parallel
 
 

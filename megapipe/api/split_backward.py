@@ -67,9 +67,7 @@ class SplitStageRunner(StageRunner):
         return tuple(torch.zeros_like(t) if t.grad is None else t.grad for t in kept.inputs)
 
 
-def input_gradients(
-    roots: Sequence[GradientEdge], gradients: Sequence[Tensor | None], inputs: Tensors
-) -> list[Branch]:
+def input_gradients(roots: Sequence[GradientEdge], gradients: Sequence[Tensor | None], inputs: Tensors) -> list[Branch]:
     """Add the gradients of `inputs`, leaves, to their .grad, and return the branches whose weights wait.
 
     roots, gradients: the outputs, by their edges, and their gradients; None for a scalar means 1. Weights that cannot

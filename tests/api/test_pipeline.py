@@ -111,7 +111,7 @@ def train(rank: int, world_size: int, model: str, cases: list[tuple[str, int]], 
     results = []
     for schedule, chunks in cases:
         modules = MODELS[model][0]()
-        if rank >= world_size // 2 and dp == 2:  # another start, which replica 0 overwrites
+        if dp == 2 and rank % 2:  # replica 1 has another start, which replica 0 overwrites
             modules = [copy.deepcopy(module) for module in modules]
             with torch.no_grad():
                 for module in modules:
