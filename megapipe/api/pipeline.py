@@ -123,7 +123,7 @@ class Pipeline:
         self._reductions = self._plan_reductions(parts)
         self._channels = Channels.build(self._placement, self._groups.pp, self.device)
         self._messages: list[Specs] | None = None  # that cross each boundary, known after the first step
-        self._shape: Specs = ()  # of the inputs of a microbatch
+        self._shapes: dict[str, Specs] = {}  # of the inputs and targets of a microbatch
         self._engines: dict[bool, Engine] = {}
 
     def step(self, inputs: Tensor | Sequence[Tensor] | None, targets: Any) -> Tensor:
@@ -222,16 +222,17 @@ class Pipeline:
         last: list[Any] = [None] * count
         if self.holds_first:
             given = (inputs,) if isinstance(inputs, Tensor) else inputs
-            first = [tuple(part) for part in _parts(given, count, "inputs", self.device)]
-            shape = tuple(map(MessageSpec.of, first[0]))
-            if self._shape and shape != self._shape:
-                raise ConfigError(
-                    f"a microbatch has the inputs {_shown(shape)}, those of the first step were {_shown(self._shape)}; "
-                    "every step has the same shapes (DataLoader: drop_last=True)"
-                )
-            self._shape = shape
+            first = _parts(given, count, "inputs", self.device)
         if self.holds_last:
             last = _parts(targets, count, "targets", self.device)
+        for what, value in ("inputs", first[0]), ("targets", last[0]):
+            shapes = tuple(map(MessageSpec.of, _tensors(value)))
+            before = self._shapes.setdefault(what, shapes)
+            if shapes != before:
+                raise ConfigError(
+                    f"a microbatch has the {what} {_shown(shapes)}, those of the first step were {_shown(before)}; every "
+                    "step has the same shapes (DataLoader: drop_last=True)"
+                )
         return [Microbatch(*pair) for pair in zip(first, last, strict=True)]
 
     def _find_messages(self, microbatch: Microbatch) -> list[Specs]:
@@ -247,8 +248,8 @@ class Pipeline:
                 found = self._try_stage(stage, messages[-1] if stage else (), microbatch, stage == last)
             problem, kind, specs = broadcast_object(found, self._groups.pp, source)
             if problem:
-                got = f" for {_shown(messages[-1])} from stage {stage - 1}" if stage else ""
-                raise ConfigError(f"stage {stage}{got}: {kind}: {problem}")
+                got = f"{_shown(messages[-1])} from stage {stage - 1}" if stage else "its inputs"
+                raise ConfigError(f"stage {stage} for {got}: {kind}: {problem}")
             messages.append(tuple(MessageSpec(tuple(shape), getattr(torch, dtype)) for shape, dtype in specs))
         return messages
 
@@ -268,7 +269,7 @@ class Pipeline:
                 if not outputs or any(not isinstance(tensor, Tensor) for tensor in outputs):
                     raise ConfigError(f"it returned {_kind(output)}; return a tensor or a tuple of tensors")
         except Exception as error:
-            return str(error) or "no message", type(error).__name__, ()
+            return next(iter(str(error).splitlines()), "no message"), type(error).__name__, ()
         finally:
             for buffer, before in buffers:
                 buffer.copy_(before)
@@ -424,6 +425,14 @@ def _parts(value: Any, count: int, what: str, device: torch.device) -> list[Any]
         by_key = {key: _parts(item, count, what, device) for key, item in value.items()}
         return [{key: parts[number] for key, parts in by_key.items()} for number in range(count)]
     raise ConfigError(f"{what} is {_kind(value)} on a rank that needs it; give tensors [batch, ...]")
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    """Return the tensors in tuples and dictionaries, in order."""
+    if isinstance(value, Tensor):
+        return [value]
+    members = value.values() if isinstance(value, Mapping) else value or ()
+    return [tensor for member in members for tensor in _tensors(member)]
 
 
 def _kind(value: Any) -> str:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megapipe.api.config import Config
-from megapipe.comm.bootstrap import disband
+from megapipe.comm.bootstrap import disband, is_joined
 from megapipe.environment import Environment, read_environment
 from megapipe.errors import ConfigError, TrainingError
 from megapipe.extras.cli.frame import end_at_once, end_with_launcher, guarded
@@ -75,11 +75,13 @@ class Trainer:
         self._observer.wants_stop = False
         if not self._environment.is_distributed:
             return self._run(self._environment)
+        is_owner = not is_joined()
         end_with_launcher(self._environment)
         code = guarded(lambda: 0 if self._run(self._environment) else 1, self.rank, self.world_size)
         if code:
             end_at_once(code)
-        disband()
+        if is_owner:
+            disband()
         return self._observer.taken()
 
     def stop(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -152,3 +153,108 @@ def test_every_schedule_computes_what_one_process_does(
                         assert torch.allclose(value, expected[name], rtol=1e-10), (case, name)
                 else:
                     assert (value - expected[name]).abs().max() <= 1e-10 * expected[name].abs().max(), (case, name)
+
+
+def errors(rank: int, world_size: int) -> dict[str, str]:
+    """Return the message of each plausible mistake."""
+    as_rank(rank, world_size, pipeline_module)
+
+    def linears(*widths: int) -> list[nn.Module]:
+        return [nn.Linear(*pair) for pair in itertools.pairwise(widths)]
+
+    def made(*stages: nn.Module, loss: Any = cross_entropy, **settings: Any) -> Pipeline:
+        return Pipeline(stages, loss=loss, **({"microbatches": 2, "device": "cpu"} | settings))
+
+    def step(stages: list[nn.Module], x: Any, y: Any, **settings: Any) -> Callable[[], Any]:
+        return lambda: made(*stages, **settings).step(x, y)
+
+    x, y = torch.randn(4, 3), torch.zeros(4, dtype=torch.int64)
+    tied = linears(3, 3, 3)
+    tied[1].weight = tied[0].weight
+
+    def changed() -> None:
+        pipeline = made(*linears(3, 5, 4))
+        pipeline.step(x, y)
+        pipeline.step(x[:2], y[:2])
+
+    mistakes = {
+        "number of stages": lambda: made(*linears(3, 4, 4, 4)),
+        "no stages": lambda: made(),
+        "chunks": lambda: made(*linears(3, 4, 4), schedule="gpipe", chunks=2),
+        "schedule": lambda: made(*linears(3, 4, 4), schedule="zb-1"),
+        "asynchronous": lambda: made(*linears(3, 4, 4), schedule="pipedream"),
+        "replicas": lambda: made(*linears(3, 4, 4), data_parallel=3),
+        "shared": lambda: made(*tied),
+        "not a module": lambda: made(lambda: 3, lambda: 3),
+        "batch": step(linears(3, 5, 4), x[:3], y[:3]),
+        "no inputs": step(linears(3, 5, 4), None, None),
+        "inputs": step(linears(3, 5, 4), torch.randn(4, 7), y),
+        "between stages": step([*linears(3, 5), *linears(6, 4)], x, y),
+        "loss": step(linears(3, 5, 4), x, y, loss=lambda output, target: output),
+        "outputs": step([nn.Identity(), Named()], x, y),
+        "changed shapes": changed,
+    }
+    return {name: error_of(call) for name, call in mistakes.items()}
+
+
+class Named(nn.Module):
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        return {"x": x}
+
+
+MESSAGES = {
+    "number of stages": "3 stages do not divide over 2 pipeline rank(s) x 1 chunk(s); give a multiple of 2",
+    "no stages": "0 stages do not divide over 2 pipeline rank(s)",
+    "chunks": "schedule gpipe holds one chunk per rank, but 2 were given",
+    "schedule": "unknown pipeline schedule 'zb-1'; did you mean zb-h1?",
+    "asynchronous": "schedule pipedream updates weights within a step",
+    "replicas": "data_parallel=3 does not divide the 2 rank(s); use one of 1, 2",
+    "shared": "stages 0 and 1 share the parameter weight (weight), but different ranks hold them",
+    "not a module": "is a int; give an nn.Module, or a function without arguments that returns one",
+    "batch": "float32[3, 3]: a batch of 3 does not divide into 2 microbatches",
+    "no inputs": "inputs is None on a rank that needs it; give tensors [batch, ...]",
+    "inputs": "stage 0 for its inputs: RuntimeError: mat1 and mat2 shapes cannot be multiplied (2x7 and 3x5)",
+    "between stages": "stage 1 for float32[2, 5] from stage 0: RuntimeError: mat1 and mat2 shapes cannot be multiplied",
+    "loss": "loss returned a tensor float32[2, 4]; it must return a scalar: average it",
+    "outputs": "stage 1 for float32[2, 3] from stage 0: TypeError: cross_entropy_loss",
+    "changed shapes": "a microbatch has the inputs float32[1, 3], those of the first step were float32[2, 3]",
+}
+ON_THE_OTHER_END = {  # what the last rank says where it does not see the same mistake
+    "batch": "targets int64[3]: a batch of 3",
+    "no inputs": "targets is None",
+    "changed shapes": "a microbatch has the targets int64[1], those of the first step were int64[2]",
+}
+
+
+def test_mistakes_are_reported_in_one_line_on_every_rank(rank_pools: Callable[[int], RankPool]) -> None:
+    for rank, found in enumerate(rank_pools(2).run(errors)):
+        for name, message in MESSAGES.items():
+            expected = ON_THE_OTHER_END.get(name, message) if rank else message
+            assert expected in found[name], (rank, name)
+            assert len(found[name].splitlines()) == 1 and found[name].startswith("ConfigError"), (rank, name)
+
+
+def evaluate_and_clip(rank: int, world_size: int) -> tuple[float, float, float, list[Tensor]]:
+    torch.set_default_dtype(torch.float64)
+    as_rank(rank, world_size, pipeline_module)
+    x, y = batch("conv", 0)
+    stages = [module.train() for module in conv_net()]
+    pipeline = Pipeline(stages, loss=cross_entropy, microbatches=COUNT, schedule="zb-h1", device="cpu")
+    generator = torch.get_rng_state()
+    buffers = [buffer.clone() for buffer in pipeline.model.buffers()]
+    pipeline.model.eval()
+    evaluated = pipeline.evaluate(x, y).item()
+    assert torch.equal(torch.get_rng_state(), generator)
+    assert all(torch.equal(*pair) for pair in zip(buffers, pipeline.model.buffers(), strict=True))
+    pipeline.step(x, y)
+    norm = pipeline.clip_grad_norm(0.01).item()
+    return evaluated, norm, pipeline.clip_grad_norm(1.0).item(), [p.grad for p in pipeline.model.parameters()]
+
+
+def test_evaluation_and_the_gradient_norm_are_those_of_one_process(rank_pools: Callable[[int], RankPool]) -> None:
+    (alone,), two = rank_pools(1).run(evaluate_and_clip), rank_pools(2).run(evaluate_and_clip)
+    for evaluated, norm, clipped, _ in two:
+        assert (evaluated, norm, clipped) == pytest.approx(alone[:3], rel=1e-10)
+    assert alone[2] == pytest.approx(0.01, rel=1e-3) and alone[1] > 0.1
+    for gradient, expected in zip([*two[0][3], *two[1][3]], alone[3], strict=True):
+        assert torch.allclose(gradient, expected, rtol=1e-9)
