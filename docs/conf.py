@@ -13,7 +13,8 @@ project = "megapipe"
 author = "the megapipe authors"
 copyright = "the megapipe authors, Apache-2.0"
 version = release = __version__
-extensions = ["myst_parser", "sphinx_copybutton"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx_copybutton"]
+autodoc_member_order = "bysource"
 html_theme = "furo"
 html_title = f"megapipe {version}"
 html_show_sphinx = False

@@ -17,7 +17,7 @@ from megapipe.plan.schedule_choice import SCHEDULE_NAMES
 
 
 class Config:
-    """The configuration of a run: the options of docs/flags.md, with the same defaults, checks and messages.
+    """The configuration of a run: the options of docs/flags.md, with the same defaults, checks and messages::
 
         Config(num_layers=12, hidden_size=768, bf16=True, data_path=["corpus_text_document"], lr=6e-4, ...)
         Config.from_yaml("configs/quickstart.yaml", train_iters=100)

@@ -32,7 +32,7 @@ from megapipe.tokenizers.tokenizer import Tokenizer
 def load(
     checkpoint: str | PathLike[str], *, step: int | None = None, dtype: str | None = None, device: str = "auto"
 ) -> tuple[LanguageModel, Tokenizer | None]:
-    """Load a trained model and its tokenizer into this process; the tokenizer is None if the model was saved without.
+    """Load a trained model and its tokenizer into this process; the tokenizer is None if the model was saved without::
 
         model, tokenizer = load("runs/quickstart/checkpoints")
         logits = model(torch.tensor([tokenizer.encode("Once upon a time")]))

@@ -39,7 +39,7 @@ class Microbatch(NamedTuple):
 
 
 class Pipeline:
-    """A model cut into stages, trained over pipeline ranks and replicas; the same script runs on any number of ranks.
+    """A model cut into stages, trained over pipeline ranks and replicas; the same script runs on any number of ranks::
 
         with Pipeline([Embed(), Block(), Block(), Head()], loss=cross_entropy, microbatches=8) as pipeline:
             optimizer = torch.optim.AdamW(pipeline.model.parameters())
@@ -230,8 +230,8 @@ class Pipeline:
             before = self._shapes.setdefault(what, shapes)
             if shapes != before:
                 raise ConfigError(
-                    f"a microbatch has the {what} {_shown(shapes)}, those of the first step were {_shown(before)}; every "
-                    "step has the same shapes (DataLoader: drop_last=True)"
+                    f"a microbatch has the {what} {_shown(shapes)}, those of the first step were {_shown(before)}; "
+                    "every step has the same shapes (DataLoader: drop_last=True)"
                 )
         return [Microbatch(*pair) for pair in zip(first, last, strict=True)]
 

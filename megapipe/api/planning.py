@@ -20,7 +20,7 @@ from megapipe.schedule.validate import ValidationReport, validate
 
 
 def make_plan(config: Config, world_size: int, ranks_per_node: int | None = None) -> RunPlan:
-    """Plan a run on `world_size` ranks: the plan that `Trainer` would carry out there; nothing is started.
+    """Plan a run on `world_size` ranks: the plan that `Trainer` would carry out there; nothing is started::
 
         plan = make_plan(Config.from_yaml("configs/llama3_8b.yaml"), 64, ranks_per_node=8)
         print(plan_text(plan))
@@ -106,7 +106,7 @@ def make_schedule(
     group_size: int | None = None,
     memory_limit: float | None = None,
 ) -> PipelineSchedule:
-    """Build and prove a pipeline schedule of docs/schedules.md, or of a loaded extension.
+    """Build and prove a pipeline schedule of docs/schedules.md, or of a loaded extension::
 
         print(make_schedule("zb-h1", 4, 8).draw())
 

@@ -121,7 +121,7 @@ class _Owners:
         found: dict[Node | str | None, list[Tensor]] = {}
         for node, owner in self._of.items():
             if node.name() == "torch::autograd::AccumulateGrad":
-                found.setdefault(owner, []).append(node.variable)
+                found.setdefault(owner, []).append(node.variable)  # type: ignore[attr-defined]
         return found
 
 

@@ -43,7 +43,7 @@ class Callback:
 
 
 class Trainer:
-    """Pretrains a model on the ranks that were started: one, or those of torchrun, srun or `megapipe launch`.
+    """Pretrains a model on the ranks that were started: one, or those of torchrun, srun or `megapipe launch`::
 
         result = Trainer(Config.from_yaml("configs/quickstart.yaml", train_iters=100)).run()
         print(result.step, result.loss)

@@ -55,11 +55,6 @@ class ScheduleFamily:
         """True if the schedule computes what a single process would."""
         return self.versions is None
 
-    @property
-    def runs_plain_modules(self) -> bool:
-        """True if a stage may be any module: whole backwards, one rank per stage, no updates within the step."""
-        return self.is_synchronous and not self.splits_backward and self.placement is not two_directions
-
     def num_chunks(self, asked: int) -> int:
         """Return the chunks per rank if `asked` are wanted of families that take any number."""
         return self.chunks or (asked if self.takes_chunks else 1)

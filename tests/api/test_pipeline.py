@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import itertools
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
@@ -15,10 +14,9 @@ from torch.nn.functional import cross_entropy
 
 from megapipe.api import pipeline as pipeline_module
 from megapipe.api.pipeline import Pipeline
-from megapipe.errors import ConfigError
 from megapipe.schedule.families import SCHEDULES
 from tests.api.ranks import as_rank, error_of
-from tests.harness import RankFailure, RankPool
+from tests.harness import RankPool
 
 COUNT, ROWS, CLASSES, BLOCKS = 8, 2, 5, 8  # microbatches, their rows, classes, modules of a model
 SYNCHRONOUS = [family for family in SCHEDULES.values() if family.is_synchronous]

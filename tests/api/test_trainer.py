@@ -129,8 +129,12 @@ def test_everything_that_is_missing_is_reported_when_a_trainer_is_made() -> None
     with pytest.raises(ConfigError) as caught:
         Trainer(Config(num_layers=2, train_iters=5, train_samples=40))
     text = str(caught.value)
-    assert "--seq-length is missing" in text and "--train-samples 40" in text and len(text.splitlines()) > 2
-    with pytest.raises(ConfigError, match="needs a megapipe.Config, got a dict"):
+    assert (
+        "--seq-length is missing" in text
+        and "--train-iters and --train-samples both" in text
+        and len(text.splitlines()) > 2
+    )
+    with pytest.raises(ConfigError, match=r"needs a megapipe\.Config, got a dict"):
         Trainer({"num_layers": 2})  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="a callback is a int; derive it from"):
         Trainer(tiny(), [3])  # type: ignore[list-item]

@@ -1,4 +1,4 @@
-"""Plain modules as pipeline stages, with a different width at every boundary, and the same modules in one process."""
+"""Plain modules as pipeline stages, with a different width at every boundary."""
 
 from __future__ import annotations
 
@@ -60,20 +60,6 @@ def loss_of(output: Any, payload: Payload) -> Tensor:
         return (output * payload["factor"][:, None]).square().sum()
     x, factor, numbers = output
     return (x.square().sum(1) * numbers).sum() + factor.sum()
-
-
-def in_one_process(num_stages: int, count: int, tuples: bool) -> tuple[list[Tensor], dict[int, list[Tensor]]]:
-    """Return the losses, and the gradients of each stage's parameters for the mean over microbatches."""
-    modules = [Plain(stage, tuples) for stage in range(num_stages)]
-    losses = []
-    for payload in payloads(count):
-        output: Any = ()
-        for module in modules:
-            output = module(*(output if isinstance(output, tuple) else (output,)), payload)
-        loss = loss_of(output, payload)
-        (loss / count).backward()
-        losses.append(loss.detach())
-    return losses, {stage: gradients(module) for stage, module in enumerate(modules)}
 
 
 def gradients(module: nn.Module) -> list[Tensor]:

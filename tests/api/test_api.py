@@ -1,0 +1,141 @@
+"""The public API: one list, imported lazily, described on one page whose examples run."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import megapipe
+from megapipe import api
+from megapipe.api.config import Config
+from megapipe.api.planning import make_plan, make_schedule
+from megapipe.errors import ConfigError, MegapipeError
+from megapipe.plan.report import plan_text
+from megapipe.schedule.families import SCHEDULES
+from megapipe.schedule.schedule import from_csv
+from tests.train.jobs import TINY
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+PAGE = (REPOSITORY / "docs" / "api.md").read_text(encoding="utf-8")
+
+
+def test_the_page_lists_what_is_public() -> None:
+    assert sorted(re.findall(r"^\| `(\w+)` \|", PAGE, re.MULTILINE)) == sorted(api.__all__)
+    documented = set(re.findall(r"^\.\. auto\w+:: (\w+)", PAGE, re.MULTILINE))
+    errors = {
+        name
+        for name in api.__all__
+        if inspect.isclass(getattr(api, name)) and issubclass(getattr(api, name), MegapipeError)
+    }
+    assert documented | errors == set(api.__all__)
+
+
+def test_every_public_name_has_a_docstring_and_annotations() -> None:
+    for name in api.__all__:
+        value = getattr(megapipe, name)
+        assert value is getattr(api, name) and inspect.getdoc(value), name
+        if inspect.isclass(value) and value.__module__.startswith("megapipe.api"):
+            for member, function in vars(value).items():
+                if inspect.isfunction(function) and not member.startswith("_"):
+                    assert inspect.getdoc(function) and "return" in function.__annotations__, f"{name}.{member}"
+
+
+def test_no_public_name_is_a_package() -> None:
+    packages = {path.stem for path in (REPOSITORY / "megapipe").iterdir()}
+    assert not packages & set(api.__all__)
+
+
+def test_importing_megapipe_is_instant_and_planning_needs_no_torch() -> None:
+    code = (
+        "import sys, megapipe\n"
+        "assert not {'torch', 'numpy', 'megapipe.config'} & set(sys.modules)\n"
+        "from megapipe import plan, schedule\n"
+        "from megapipe import Config, make_plan, make_schedule, plan_text\n"
+        f"make_plan(Config.from_flags({TINY!r}), 2); make_schedule('zb-v', 2, 4).draw()\n"
+        "assert plan.__name__ == 'megapipe.plan' and schedule.__name__ == 'megapipe.schedule'\n"
+        "assert 'torch' not in sys.modules and 'Trainer' in dir(megapipe)\n"
+        "try: megapipe.Trainr\n"
+        "except AttributeError as error: assert 'Trainer' in str(error)\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
+
+
+def test_the_examples_of_the_page_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    blocks = re.findall(r"^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
+    assert len(blocks) == 4
+    exec("\n".join(blocks), {"__name__": "page"})
+    assert (tmp_path / "zb-h1.svg").read_text().startswith("<svg")
+
+
+def test_keywords_flags_and_yaml_give_the_same_configuration(tmp_path: Path) -> None:
+    options = {
+        "num_layers": 4, "hidden_size": 16, "num_attention_heads": 4, "seq_length": 8, "lr": 1e-3, "bf16": True,
+        "fp16": False, "add_bias_linear": False, "data_path": ["a", "0.5"], "split": None, "save": tmp_path,
+        "recompute_modules": ("mlp",),
+    }  # fmt: skip
+    config = Config(**options)
+    words = (
+        "--num-layers 4 --hidden_size 16 --num-attention-heads=4 --seq-length 8 --lr 0.001 --bf16 --disable-bias-linear"
+    )
+    flags = Config.from_flags(f"{words} --data-path a 0.5 --split none --recompute-modules mlp --save {tmp_path}")
+    assert config == flags and hash(config) == hash(flags) and config.values.precision.dtype == "bf16"
+    assert config.values.data.data_path == ("a", "0.5") and config.values.model.add_bias_linear is False
+    (tmp_path / "run.yaml").write_text(config.to_yaml())
+    assert Config.from_yaml(tmp_path / "run.yaml") == config != config.replace(num_layers=8)
+    assert Config.from_yaml(tmp_path / "run.yaml", num_layers=8) == config.replace(num_layers=8)
+
+
+def test_all_mistakes_of_a_configuration_are_reported_at_once() -> None:
+    with pytest.raises(ConfigError) as caught:
+        Config(num_layer=4, hidden_size="wide", lr=-1, bf16="yes", split=True)
+    assert str(caught.value).splitlines() == [
+        "unknown flag --num-layer; did you mean --num-layers? (--help lists all flags)",
+        "--hidden-size wide: expected a whole number, at least 1",
+        "--lr -1: expected a value above 0",
+        "--bf16 takes no value, but yes follows it",
+    ]
+    for options, message in (
+        ({"plan": True}, "--plan is a request of the command line, not an option of a run"),
+        ({"help": True}, "--help is a request of the command line"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            Config(**options)
+    with pytest.raises(ConfigError, match="needs the path of a YAML file"):
+        Config.from_yaml()
+
+
+def test_a_plan_is_that_of_the_command_line() -> None:
+    plan = make_plan(Config.from_flags(TINY).replace(pipeline_model_parallel_size=2), 4)
+    assert (plan.topology.pp, plan.topology.dp, plan.schedule_name) == (2, 2, "1f1b")
+    assert "4 ranks = tp 1 x pp 2 x dp 2" in plan_text(plan)
+    with pytest.raises(ConfigError, match="a world of 3 ranks cannot hold"):
+        make_plan(Config.from_flags(TINY).replace(pipeline_model_parallel_size=2), 3)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_a_schedule_is_proven_simulated_and_drawn(name: str) -> None:
+    schedule = make_schedule(name, 2, 4)
+    assert schedule.name == name and len(schedule.rows) == 2 and str(schedule.rows[0][0]).endswith("F0")
+    assert schedule.validate().num_actions > 16
+    timeline = schedule.simulate(1.0, 2.0, 3.0)
+    assert timeline.makespan_seconds >= 4 * 6.0 and 0.0 <= timeline.barrier_bubble.share < 0.8
+    assert len(schedule.draw().splitlines()) >= 2 and schedule.svg().startswith("<svg")
+    if name != "dualpipe":  # whose placement a CSV does not say
+        assert from_csv(schedule.csv()).rows == schedule.rows
+
+
+def test_wrong_arguments_of_a_schedule_are_refused() -> None:
+    with pytest.raises(ConfigError, match="memory_limit is for zb-auto"):
+        make_schedule("1f1b", 2, 4, memory_limit=2)
+    assert make_schedule("zb-auto", 2, 4, memory_limit=2).simulate().peak_live_chunks <= (2, 2)
+    with pytest.raises(ConfigError, match="zb-v holds 2 stages per rank, but 1 were given"):
+        make_schedule("zb-v", 2, 4, chunks=1)
+    with pytest.raises(ConfigError, match="transfer -1: expected seconds, at least 0"):
+        make_schedule("1f1b", 2, 4).simulate(transfer=-1)
