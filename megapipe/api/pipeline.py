@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -184,6 +185,9 @@ class Pipeline:
         if self._messages is None:
             self._messages = self._find_messages(microbatches[0])
         messages = self._messages
+        if is_training:
+            for reduction in self._reductions.values():
+                reduction.begin()
         reports = self._engine(is_training).run(Step(microbatches, lambda boundary: messages[boundary], self._scaled))
         if is_training:
             for reduction in self._reductions.values():
@@ -255,7 +259,7 @@ class Pipeline:
 
     def _try_stage(self, stage: int, inputs: Specs, microbatch: Microbatch, is_last: bool) -> tuple[str, str, Any]:
         """Return (error, its type, shapes and dtypes of the outputs) of a forward on zeros."""
-        module = self._stages[stage]
+        module, microbatch = self._stages[stage], copy.deepcopy(microbatch)  # it may change its inputs in place
         buffers = [(buffer, buffer.clone()) for part in module.modules for buffer in part.buffers()]
         try:
             with torch.no_grad(), torch.random.fork_rng(self._generators):
@@ -331,7 +335,8 @@ class _Reduction:
     """The average of some parameters' gradients over replicas, one all-reduce for each dtype.
 
     A gradient that is None on every replica stays None, so that optimizers leave the parameter alone. divisor: the
-    number of replicas that differ in data; a mirrored pipeline has twice as many holders of a stage.
+    number of replicas that differ in data. A mirrored pipeline has twice as many holders of a stage, whose gradients
+    of one step are a sum: there those of earlier steps are set aside.
     """
 
     parameters: list[nn.Parameter]
@@ -340,6 +345,14 @@ class _Reduction:
 
     def __post_init__(self) -> None:
         self._pending: list[tuple[Work, Tensor, list[nn.Parameter]]] = []
+        self._before: list[Tensor | None] = []
+
+    def begin(self) -> None:
+        """Prepare for the gradients of a step."""
+        if self.replicas.size > self.divisor:
+            self._before = [parameter.grad for parameter in self.parameters]
+            for parameter in self.parameters:
+                parameter.grad = None
 
     def start(self) -> None:
         """Start it when all gradients are complete."""
@@ -363,6 +376,9 @@ class _Reduction:
                     parameter.grad = torch.empty_like(parameter)
                 if parameter.grad is not None:
                     parameter.grad.copy_(total.view_as(parameter))
+        for parameter, before in zip(self.parameters, self._before, strict=False):
+            if before is not None:
+                parameter.grad = before if parameter.grad is None else before.add_(parameter.grad)
 
 
 def _pipeline_ranks(num_ranks: int, data_parallel: int) -> int:

@@ -43,14 +43,14 @@ class Twice(nn.Module):
 
 
 class Split(nn.Module):
-    """Return a tuple with a tensor that only depends on a weight, integers and an unused tensor."""
+    """Return a tuple with a tensor that only depends on a weight, integers and an unused tensor. Changes its input."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.bias = nn.Parameter(torch.randn(width))
+        self.bias, self.unused = nn.Parameter(torch.randn(width)), nn.Parameter(torch.randn(width))
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        return x.tanh(), self.bias * 2, torch.arange(len(x)), x.detach()
+        return x.mul_(0.5).tanh(), self.bias * 2, torch.arange(len(x)), x.detach()
 
 
 class Join(nn.Module):
@@ -256,3 +256,37 @@ def test_evaluation_and_the_gradient_norm_are_those_of_one_process(rank_pools: C
     assert alone[2] == pytest.approx(0.01, rel=1e-3) and alone[1] > 0.1
     for gradient, expected in zip([*two[0][3], *two[1][3]], alone[3], strict=True):
         assert torch.allclose(gradient, expected, rtol=1e-9)
+
+
+def accumulate(rank: int, world_size: int) -> list[float]:
+    """Return how far the gradients of two steps are from twice those of one, for each grid of two ranks."""
+    as_rank(rank, world_size, pipeline_module)
+    differences = []
+    for settings in ({"schedule": "dualpipe"}, {"schedule": "zb-v"}, {"data_parallel": 2}):
+        pipeline = Pipeline(mlp(), loss=cross_entropy, microbatches=COUNT, device="cpu", **settings)
+        x, y = batch("mlp", pipeline.replica)
+        pipeline.step(x.clone(), y)
+        first = [None if p.grad is None else p.grad.clone() for p in pipeline.model.parameters()]
+        pipeline.step(x.clone(), y)
+        pairs = zip(first, pipeline.model.parameters(), strict=True)
+        differences += [float((p.grad - 2 * one).abs().max()) for one, p in pairs if one is not None]
+    return differences
+
+
+def test_the_gradients_of_several_steps_add_up(rank_pools: Callable[[int], RankPool]) -> None:
+    for differences in rank_pools(2).run(accumulate):
+        assert len(differences) > 20 and max(differences) < 1e-6
+
+
+def test_a_batch_is_not_changed_by_the_trial_of_the_first_step() -> None:
+    seen = []
+
+    class InPlace(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            seen.append(x[0, 0].item())
+            return super().forward(x.add_(1.0))
+
+    Pipeline([InPlace(3, 4)], loss=cross_entropy, microbatches=2, device="cpu").step(
+        torch.zeros(4, 3), torch.zeros(4, dtype=torch.int64)
+    )
+    assert seen == [0.0, 0.0, 0.0]
