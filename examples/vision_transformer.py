@@ -23,7 +23,8 @@ class Head(nn.Linear):
 
 
 def blocks():
-    layer = nn.TransformerEncoderLayer(WIDTH, 4, 4 * WIDTH, dropout=0.0, activation="gelu", batch_first=True)
+    options = {"dropout": 0.0, "activation": "gelu", "batch_first": True, "norm_first": True}
+    layer = nn.TransformerEncoderLayer(WIDTH, 4, 4 * WIDTH, **options)
     return nn.TransformerEncoder(layer, num_layers=2, enable_nested_tensor=False)
 
 

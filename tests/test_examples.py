@@ -48,7 +48,9 @@ def test_an_example_learns_the_same_on_one_rank_and_on_several(
     one, (first, *others) = losses_of(alone), run_ranks(run_example, ranks, name, *arguments)
     assert all(not losses_of(text) for text in others)
     assert losses_of(first) == pytest.approx(one, abs=2e-3 if num_losses is None else 1e-4)
-    assert one[-1] < 0.8 * one[0] and (num_losses is None or len(one) == num_losses)
+    assert one[-1] < (0.34 if name == "vision_transformer" else 0.8) * one[0] and (
+        num_losses is None or len(one) == num_losses
+    )
     if num_losses is None:
         assert "a callback asked to stop" in alone and "a callback asked to stop" in first and len(one) < 60
 

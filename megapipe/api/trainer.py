@@ -14,6 +14,7 @@ from megapipe.environment import Environment, read_environment
 from megapipe.errors import ConfigError, TrainingError
 from megapipe.extras.cli.frame import end_at_once, end_with_launcher, guarded
 from megapipe.extras.cli.pretrain import run_job
+from megapipe.monitor.output import outlive_output
 from megapipe.train.metrics import EvaluationMetrics
 from megapipe.train.observer import Observer, StepSummary, TrainingResult
 
@@ -73,6 +74,7 @@ class Trainer:
         printed, and ends this process with the exit code of docs/reliability.md, so that the launcher ends the others.
         """
         self._observer.wants_stop = False
+        outlive_output()
         if not self._environment.is_distributed:
             return self._run(self._environment)
         is_owner = not is_joined()
