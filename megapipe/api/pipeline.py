@@ -149,8 +149,8 @@ class Pipeline:
     def clip_grad_norm(self, max_norm: float) -> Tensor:
         """Scale the gradients so that their norm over all stages is at most max_norm; return the norm before, [] fp64.
 
-        Called by every rank between `step` and the optimizer's step, in place of torch.nn.utils.clip_grad_norm_, which
-        would see only this rank's stages.
+        Called by every rank between `step` and the optimizer's step, in place of the function of torch, which would see
+        only this rank's stages.
         """
         gradients = [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
         squares = torch.zeros((), dtype=torch.float64, device=self.device)

@@ -31,13 +31,13 @@ class Callback:
         """Called before the first step. step: the last one of the checkpoint that the run continues, else 0."""
 
     def on_step_end(self, trainer: Trainer, summary: StepSummary) -> None:
-        """Called after every step whose loss is finite; steps taken back by --spike-rollback are called again."""
+        """Called after every step whose loss is finite; a step is reported again after a rollback."""
 
     def on_evaluation(self, trainer: Trainer, metrics: EvaluationMetrics) -> None:
         """Called after every evaluation. metrics: split ('validation' or 'test'), step, loss, num_tokens, seconds."""
 
     def on_save(self, trainer: Trainer, folder: Path) -> None:
-        """Called when a checkpoint is complete in its folder, with --async-save some steps after its own."""
+        """Called when a checkpoint is complete in its folder, with asynchronous saving some steps after its own."""
 
     def on_end(self, trainer: Trainer, result: TrainingResult) -> None:
         """Called when training has ended without an error."""
