@@ -3,6 +3,9 @@
 The end-of-document token belongs to the document that it ends. After it positions restart (--reset-position-ids),
 attention does not look back across it (--reset-attention-mask), and the position where it is the input has no loss
 (--eod-mask-loss), since the next token belongs to an unrelated document.
+
+Samples of conversations (--sft) say themselves what is trained and where a conversation begins; the rules for documents
+do not apply to them.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ from megapipe.data.dataset import TokenArray
 from megapipe.errors import ConfigError
 
 MASKED_ROWS = 2  # of a sample with a loss mask: tokens, and 1 where the token is trained
+CHAT_ROWS = 3  # of a sample of conversations: tokens; 1 where the token is trained; number of the conversation
 
 
 @dataclass(frozen=True)
@@ -51,9 +55,11 @@ class Batch:
 
     @classmethod
     def of(cls, samples: TokenArray, sample_ids: tuple[int, ...], rules: DocumentRules) -> Batch:
-        """Build a microbatch. samples: [micro, seq + 1], or with a loss mask [micro, MASKED_ROWS, seq + 1]."""
+        """Build a microbatch. samples: [micro, seq + 1], or [micro, MASKED_ROWS or CHAT_ROWS, seq + 1]."""
         trained = None
-        if samples.ndim == 3 and samples.shape[1] == MASKED_ROWS:
+        if samples.ndim == 3 and samples.shape[1] == CHAT_ROWS:
+            return cls._of_chats(samples, sample_ids)
+        if samples.ndim == 3:
             samples, trained = samples[:, 0], samples[:, 1, 1:].astype(np.float32)
         tokens, labels = np.ascontiguousarray(samples[:, :-1]), np.ascontiguousarray(samples[:, 1:])
         is_eod: NDArray[np.bool_] = np.equal(tokens, -1 if rules.eod is None else rules.eod)
@@ -71,3 +77,19 @@ class Batch:
         if rules.reset_attention_mask:
             document_ids = np.cumsum(is_eod, axis=1, dtype=np.int64) - is_eod  # number of eod tokens before each token
         return cls(tokens, labels, loss_mask, position_ids, document_ids, sample_ids)
+
+    @classmethod
+    def _of_chats(cls, samples: TokenArray, sample_ids: tuple[int, ...]) -> Batch:
+        """Build a microbatch of conversations, each with positions from 0, that do not see each other."""
+        tokens, trained, chats = samples[:, 0], samples[:, 1], samples[:, 2, :-1]
+        positions = np.arange(chats.shape[1], dtype=np.int64)
+        starts = np.zeros(chats.shape, dtype=np.int64)
+        starts[:, 1:] = np.where(chats[:, 1:] != chats[:, :-1], positions[1:], 0)
+        return cls(
+            np.ascontiguousarray(tokens[:, :-1]),
+            np.ascontiguousarray(tokens[:, 1:]),
+            trained[:, 1:].astype(np.float32),
+            positions - np.maximum.accumulate(starts, axis=1),
+            np.ascontiguousarray(chats),
+            sample_ids,
+        )

@@ -11,13 +11,16 @@ from typing import Any
 from megapipe.errors import ConfigError, DataError
 
 TOKENIZER_FILE = "tokenizer.json"
+TEMPLATE_FILE = "chat_template.jinja"
 CONFIG_FILES = ("tokenizer_config.json", "special_tokens_map.json")
+SPECIAL_TOKENS = ("eos_token", "bos_token", "pad_token", "unk_token")
+TEMPLATE_HOLDERS = ("chat_template.json", "tokenizer_config.json")
 # saved together with the tokenizer if they exist: an export of the trained model uses them
 COMPANIONS = (
     *CONFIG_FILES,
     "added_tokens.json",
     "chat_template.json",
-    "chat_template.jinja",
+    TEMPLATE_FILE,
     "generation_config.json",
     "config.json",
 )
@@ -41,6 +44,7 @@ class _Fast:
     def __init__(self, tokenizer: Any, special: dict[str, str], files: Mapping[str, Path]) -> None:
         self._tokenizer = tokenizer
         self._files = dict(files)  # by the name they are saved under
+        self.special = special  # 'eos_token' -> its text
         vocabulary = tokenizer.get_vocab(with_added_tokens=True)
         # ids can have gaps; an embedding needs a row for the highest one
         self.vocab_size: int = max(len(vocabulary), 1 + max(vocabulary.values(), default=-1))
@@ -85,12 +89,40 @@ class HuggingFaceTokenizer(_Fast):
                 config = json.loads(file.read_text("utf-8"))
             except ValueError as error:
                 raise DataError(f"{file} is not JSON: {error}") from None
-            for key in ("eos_token", "bos_token", "pad_token"):
+            for key in SPECIAL_TOKENS:
                 value = config.get(key) if isinstance(config, dict) else None
                 text = value.get("content") if isinstance(value, dict) else value  # an object or a string
                 if isinstance(text, str):
                     special.setdefault(key, text)
         super().__init__(tokenizer, special, {TOKENIZER_FILE: path} | companions)
+
+    @property
+    def origin(self) -> str:
+        """Its file, for messages."""
+        return str(self._files[TOKENIZER_FILE])
+
+    def for_chats(self) -> Any:
+        """Return a copy of the library's tokenizer that adds no tokens and gives offsets in the text as it is."""
+        content = json.loads(self._tokenizer.to_str())
+        content["post_processor"] = None  # one for bytes would leave spaces out of the offsets
+        return type(self._tokenizer).from_str(json.dumps(content))
+
+    def chat_template(self) -> str | None:
+        """Return the chat template of the tokenizer's files, or None. Raises DataError if one cannot be read."""
+        if TEMPLATE_FILE in self._files:
+            return self._files[TEMPLATE_FILE].read_text("utf-8")
+        for name in TEMPLATE_HOLDERS:
+            try:
+                found = json.loads(self._files[name].read_text("utf-8")) if name in self._files else {}
+            except ValueError as error:
+                raise DataError(f"{self._files[name]} is not JSON: {error}") from None
+            template = found.get("chat_template") if isinstance(found, dict) else None
+            if isinstance(template, list):  # several by name
+                named = {one.get("name"): one.get("template") for one in template if isinstance(one, dict)}
+                template = named.get("default")
+            if isinstance(template, str):
+                return template
+        return None
 
 
 class GPT2BPETokenizer(_Fast):

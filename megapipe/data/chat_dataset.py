@@ -1,0 +1,298 @@
+"""`ChatDataset`: conversations packed into sequences, and the chat datasets of a run.
+
+Epoch e shuffles the conversations by (seed, part, e), packs them, and shuffles the sequences. So every epoch holds each
+conversation once, no sequence spans two epochs, and a longer run begins like a shorter one. A sequence of seq_length
+holds conversations of up to seq_length + 1 tokens together, since the last token is only a label.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from bisect import bisect_left, insort
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megapipe.config.files import parse_blend
+from megapipe.data.batch import CHAT_ROWS
+from megapipe.data.blend import BlendedDataset, normalize
+from megapipe.data.build_datasets import (
+    DEFAULT_SPLIT,
+    SPLIT_NAMES,
+    SURPLUS,
+    DatasetRequest,
+    Datasets,
+    parse_split,
+    sequence_range,
+)
+from megapipe.data.chat import ChatEncoder, ChatFile, open_chats
+from megapipe.data.dataset import Array, TokenArray, TokenDataset
+from megapipe.data.index_cache import Arrays, IndexCache
+from megapipe.errors import DataError
+
+OPEN_SEQUENCES = 256  # sequences that packing fills at the same time
+CHECKED_CHATS = 4096  # conversations at the beginning whose order the fingerprint holds
+REFUSE, DROP, TRUNCATE = "refuse", "drop", "truncate"
+
+
+def pack(lengths: Sequence[int], capacity: int) -> list[list[int]]:
+    """Pack by best fit: each item goes to the open sequence with the least room that takes it, else to a new one.
+
+    With more than OPEN_SEQUENCES open, the fullest is closed. Returns the items of each sequence.
+    """
+    sequences: list[list[int]] = []
+    rooms: list[tuple[int, int]] = []  # (room, number) of the open sequences, ascending
+    for item, length in enumerate(lengths):
+        place = bisect_left(rooms, (length, -1))
+        if place < len(rooms):
+            room, number = rooms.pop(place)
+        else:
+            room, number = capacity, len(sequences)
+            sequences.append([])
+        sequences[number].append(item)
+        insort(rooms, (room - length, number))
+        if len(rooms) > OPEN_SEQUENCES:
+            rooms.pop(0)
+    return sequences
+
+
+@dataclass(frozen=True)
+class Selection:
+    """The conversations of one part of a file that are trained on, and the numbers of those that are not."""
+
+    numbers: Array  # [kept] int64: numbers in the file
+    lengths: Array  # [kept] int64: tokens of each, after truncation
+    num_long: int  # dropped or truncated for their length
+    num_untrained: int  # left out because no token is trained (after truncation)
+
+
+def select(file: ChatFile, first: int, past: int, seq_length: int, overlong: str) -> Selection:
+    """Choose among conversations [first, past). Raises DataError if some are too long and `overlong` is "refuse"."""
+    lengths = np.diff(file.starts[first : past + 1])
+    limit = seq_length + 1
+    is_long = lengths > limit
+    num_long = int(is_long.sum())
+    if num_long and overlong == REFUSE:
+        raise DataError(
+            f"{file.path}: {num_long} of {past - first} conversations are longer than --seq-length {seq_length} (the "
+            f"longest has {int(lengths.max())} tokens); give --sft-overlong drop or truncate, or a larger --seq-length"
+        )
+    trained = np.asarray(file.first_trained[first:past]) < np.minimum(lengths, limit)
+    kept = trained & ~is_long if overlong == DROP else trained
+    numbers = first + np.flatnonzero(kept).astype(np.int64)
+    if not len(numbers):
+        raise DataError(
+            f"{file.path}: none of {past - first} conversations has a token of an answer within --seq-length "
+            f"{seq_length} (--sft-overlong {overlong}); give a larger --seq-length"
+        )
+    num_untrained = int((~trained & ~is_long).sum() if overlong == DROP else (~trained).sum())
+    return Selection(numbers, np.minimum(lengths, limit)[kept], num_long, num_untrained)
+
+
+class ChatDataset:
+    """Conversations [first, past) of a file as samples of CHAT_ROWS x (seq_length + 1), see `Batch.of`.
+
+    num_samples None: one epoch; else as many whole epochs as it needs. packs False: one conversation in a sequence.
+    pad: the token of padding, which is in no loss and seen by no other token.
+    """
+
+    def __init__(
+        self,
+        file: ChatFile,
+        chats: tuple[int, int],
+        *,
+        num_samples: int | None,
+        seq_length: int,
+        seed: tuple[int, int],
+        overlong: str = REFUSE,
+        packs: bool = True,
+        pad: int = 0,
+        cache: IndexCache | None = None,
+        key: dict[str, Any] | None = None,
+    ) -> None:
+        self.file, self.chats, self.seq_length, self.seed, self.pad = file, chats, seq_length, seed, pad
+        self.packs, self.overlong = packs, overlong
+        self.selection = select(file, *chats, seq_length, overlong)
+        self._cache, self._key = cache, key or {}
+        self._index(num_samples or 0)
+
+    def _index(self, num_samples: int) -> None:
+        def build() -> Arrays:
+            return build_order(self.selection, num_samples, self.seq_length + 1, self.seed, self.packs)
+
+        description = {
+            **self._key,
+            "chats": self.chats,
+            "num_samples": num_samples,
+            "seq_length": self.seq_length,
+            "seed": self.seed,
+            "overlong": self.overlong,
+            "packs": self.packs,
+        }
+        arrays = build() if self._cache is None else self._cache.arrays("packed", description, build)
+        self._order, self._bounds = arrays["order"], arrays["bounds"]
+        self.num_epochs = len(self._order) // len(self.selection.numbers)
+
+    def __len__(self) -> int:
+        return len(self._bounds) - 1
+
+    def grow(self, size: int) -> None:
+        """Add whole epochs until there are `size` samples."""
+        if size > len(self):
+            self._index(size)
+
+    def members(self, index: int) -> list[tuple[int, int]]:
+        """Return the conversations of a sample: (number in the file, tokens)."""
+        kept = self._order[self._bounds[index] : self._bounds[index + 1]]
+        return [(int(self.selection.numbers[i]), int(self.selection.lengths[i])) for i in kept]
+
+    def __getitem__(self, index: int) -> TokenArray:
+        if not 0 <= index < len(self):
+            raise IndexError(f"sample {index} of a dataset of {len(self)} samples ({self.file.path})")
+        sample = np.zeros((CHAT_ROWS, self.seq_length + 1), dtype=np.int64)
+        sample[0], filled = self.pad, 0
+        members = self.members(index)
+        for place, (number, length) in enumerate(members):
+            start = int(self.file.starts[number])
+            sample[0, filled : filled + length] = self.file.tokens[start : start + length]
+            sample[1, filled : filled + length] = self.file.trained[start : start + length]
+            sample[2, filled : filled + length] = place
+            filled += length
+        sample[2, filled:] = len(members)  # padding is a conversation of its own
+        return sample
+
+    def describe(self) -> str:
+        """Return a line on the conversations and how they were packed."""
+        kept, per_epoch = len(self.selection.numbers), len(self) / self.num_epochs
+        tokens = int(self.selection.lengths.sum())
+        fill = tokens / (per_epoch * (self.seq_length + 1))
+        first, past = self.chats
+        text = f"{self.file.path}: {kept:,} conversations of {tokens:,} tokens in {per_epoch:,.0f} sequences an epoch"
+        notes = [f"{fill:.1%} full", f"{self.num_epochs} epoch(s) prepared"]
+        if self.selection.num_long:
+            how = {DROP: "dropped", TRUNCATE: "truncated"}[self.overlong]
+            notes.append(f"{self.selection.num_long:,} of {past - first:,} too long: {how}")
+        if self.selection.num_untrained:
+            notes.append(f"{self.selection.num_untrained:,} left out: no token of an answer is left")
+        if self.file.num_cut:
+            notes.append(f"{self.file.num_cut:,} tokens across the start of an answer get no loss")
+        return f"{text} ({'; '.join(notes)})"
+
+    def fingerprint(self, share: float) -> dict[str, Any]:
+        """Return the entry of this file in the fingerprint of the data, see `data.fingerprint`."""
+        file, checked = self.file, slice(0, CHECKED_CHATS)
+        return {
+            "share": round(share, 12),
+            "prefix": file.path,
+            "sequences": list(self.chats),
+            "bytes": [len(file.tokens) * file.tokens.dtype.itemsize, len(file.starts) * 8],
+            "index": zlib.crc32(file.starts[checked].astype("<i8").tobytes()),
+            "tokens": zlib.crc32(file.tokens[: int(file.starts[checked][-1])].astype("<i8").tobytes()),
+            "order": zlib.crc32(self._order[checked].astype("<i8").tobytes()),
+        }
+
+
+def build_order(
+    selection: Selection, num_samples: int, capacity: int, seed: tuple[int, int], packs: bool
+) -> dict[str, Array]:
+    """Return `order`, places in the selection in the order of reading, and `bounds`, [samples + 1], of each sample."""
+    count, order, sizes = len(selection.numbers), [], [np.zeros(1, dtype=np.int64)]
+    total = epoch = 0
+    while epoch == 0 or total < num_samples:
+        random = np.random.default_rng([*seed, epoch])
+        shuffled = random.permutation(count)
+        items = pack(selection.lengths[shuffled].tolist(), capacity) if packs else [[i] for i in range(count)]
+        arranged = [items[i] for i in random.permutation(len(items))]
+        order.append(shuffled[[item for sequence in arranged for item in sequence]].astype(np.int64))
+        sizes.append(np.array([len(sequence) for sequence in arranged], dtype=np.int64))
+        total, epoch = total + len(items), epoch + 1
+    return {"order": np.concatenate(order), "bounds": np.cumsum(np.concatenate(sizes))}
+
+
+def build_chat_datasets(request: DatasetRequest, encoder: ChatEncoder) -> tuple[Datasets, tuple[str, ...]]:
+    """Build the datasets of a run of --sft, and a line on each. Raises ConfigError, DataError."""
+    data = request.data
+    built: list[TokenDataset | None] = [None] * 3
+    lines: list[str] = []
+    files: dict[str, ChatFile] = {}
+    if data.data_path is not None:
+        paths = [(data.data_path, "--data-path", part) for part in parse_split(data.split or DEFAULT_SPLIT)]
+    else:
+        given = (data.train_data_path, data.valid_data_path, data.test_data_path)
+        paths = [(words or (), f"--{name}-data-path", (0.0, 1.0)) for words, name in zip(given, SPLIT_NAMES, strict=True)]
+    for part, (words, flag, part_range) in enumerate(paths):
+        if not words or part_range is None or not request.num_samples[part]:
+            continue
+        names, weights = parse_blend(words, flag)
+        for name in names:
+            if name not in files:
+                files[name] = open_chats(name, encoder, IndexCache.at(data.data_cache_path, name))
+        _check_forms(list(files.values()))
+
+        def build(name: str, count: int | None, part: int = part, part_range: Any = part_range) -> ChatDataset:
+            file = files[name]
+            first, past = sequence_range(part_range, len(file))
+            if first == past:
+                empty = f"--split {data.split or DEFAULT_SPLIT} gives its {SPLIT_NAMES[part]} part none of them"
+                way = "give it a larger share, or request no samples of it (0 in --split, --eval-iters 0)"
+                raise DataError(f"{name} has {len(file)} conversations, and {empty}; {way}")
+            cache = IndexCache.at(data.data_cache_path, name)
+            pad = next((token for token in (encoder.pad, encoder.eod) if token is not None), 0)
+            found = ChatDataset(
+                file,
+                (first, past),
+                num_samples=count,
+                seq_length=request.seq_length,
+                seed=(request.seed, part),
+                overlong=data.sft_overlong,
+                packs=data.sft_packing,
+                pad=pad,
+                cache=cache,
+                key=_source(file, encoder),
+            )
+            lines.append(f"{SPLIT_NAMES[part]}: {found.describe()}")
+            return found
+
+        built[part] = _blended(names, weights, request.num_samples[part], build, data.data_cache_path)
+    return Datasets(*built), tuple(lines)
+
+
+def _blended(
+    names: list[str],
+    weights: Sequence[float] | None,
+    num_samples: int,
+    build: Callable[[str, int | None], ChatDataset],
+    cache_path: str | None,
+) -> TokenDataset:
+    """Build one part of a run: one file, or a blend by weight; without weights one epoch of each file."""
+    if len(names) == 1:
+        return build(names[0], num_samples)
+    if weights is None:
+        members = [build(name, None) for name in names]
+        shares, size = [float(len(member)) for member in members], sum(map(len, members))
+    else:
+        shares = list(normalize(weights))
+        counts = [math.ceil(num_samples * share) for share in shares]
+        members = [
+            build(name, math.ceil(count * (1 + SURPLUS))) for name, count in zip(names, counts, strict=True)
+        ]
+        size = sum(counts)
+    return BlendedDataset(members, shares, size, names=names, cache=IndexCache.at(cache_path, names[0]))
+
+
+def _source(file: ChatFile, encoder: ChatEncoder) -> dict[str, Any]:
+    found = Path(file.path).stat()
+    return {"path": str(Path(file.path).resolve()), "bytes": found.st_size, "mtime_ns": found.st_mtime_ns, "encoder": encoder.key}
+
+
+def _check_forms(files: Sequence[ChatFile]) -> None:
+    """Raise DataError if the files do not all have the same form."""
+    other = next((file for file in files if file.form != files[0].form), None)
+    if other is not None:
+        raise DataError(
+            f"{files[0].path} has {files[0].form}, but {other.path} has {other.form}; use one form in all files"
+        )

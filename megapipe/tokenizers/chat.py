@@ -1,0 +1,252 @@
+"""Chat templates: a conversation -> its text, its tokens, and which of them the assistant wrote.
+
+A template is Jinja, of the tokenizer itself or one of FORMATS, and runs in Jinja's immutable sandbox. The answer of an
+assistant begins where the text would end if the template were asked for one (`add_generation_prompt`), which is what
+the model gets in use, and ends with the text of the conversation up to this message. So each of these texts must begin
+the next one; a template that writes earlier messages differently once later ones follow is refused.
+
+The tokens are those of the whole text. A token is trained if its first character is in an answer: one that begins in
+the prompt and reaches into the answer is not. An answer that holds special tokens ends, for training, with the last
+of them (the end of the turn); the line break that a template writes after it is not trained.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megapipe.errors import ConfigError, DataError
+from megapipe.tokenizers.hugging_face import TEMPLATE_FILE, HuggingFaceTokenizer
+
+if TYPE_CHECKING:
+    from jinja2 import nodes
+    from jinja2.parser import Parser
+
+Message = Mapping[str, str]  # role and content
+DEFAULT_FORMAT = "default"
+FLAG = "--sft-tokenizer-prompt-format"
+SPECIAL = re.compile(r"<\|[^|<>{}\s]+\|>|<SPECIAL_\d+>")
+# what each named format writes; "default" is the tokenizer's own template
+FORMATS = {
+    "chatml": (
+        "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    ),
+    "llama3": (
+        "<|begin_of_text|>{% for message in messages %}<|start_header_id|>"
+        "{{ 'ipython' if message.role == 'tool' else message.role }}<|end_header_id|>\n\n{{ message.content | trim }}"
+        "<|eot_id|>{% endfor %}{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}"
+    ),
+    "nemotron-h-aligned": (
+        "{% for message in messages %}{% set text = message.content | trim %}{% if message.role == 'system' %}"
+        "<SPECIAL_10>System\n{{ text }}\n{% elif message.role == 'user' %}<SPECIAL_11>User\n{{ text }}\n"
+        "<SPECIAL_11>Assistant\n{% elif message.role == 'assistant' %}{{ text }}\n{% else %}"
+        "{{ raise_exception('this format has no role ' ~ message.role) }}{% endif %}{% endfor %}"
+    ),
+    "plain": (
+        "{{ bos_token }}{% for message in messages %}{{ message.role | capitalize }}: {{ message.content }}"
+        "{{ eos_token if message.role == 'assistant' }}\n{% endfor %}"
+        "{% if add_generation_prompt %}Assistant:{% endif %}"
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Rendered:
+    """The text of a conversation, and the answers in it as [start, end) of its characters."""
+
+    text: str
+    answers: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True)
+class ChatTokens:
+    """The tokens of a conversation and whether each is trained, both [n]. num_cut: tokens across an answer's start."""
+
+    tokens: NDArray[np.int64]
+    trained: NDArray[np.bool_]
+    num_cut: int
+
+
+class ChatTokenizer:
+    """A tokenizer with the chat template that a run trains; `save` writes the template too.
+
+    prompt_format: "default" or a key of FORMATS. Raises ConfigError if the tokenizer has no template, or lacks the
+    special tokens that the template writes.
+    """
+
+    def __init__(self, tokenizer: HuggingFaceTokenizer, prompt_format: str = DEFAULT_FORMAT) -> None:
+        self._base = tokenizer
+        self.name, self.vocab_size = tokenizer.name, tokenizer.vocab_size
+        self.eod, self.bos, self.pad = tokenizer.eod, tokenizer.bos, tokenizer.pad
+        self._library_tokenizer = tokenizer.for_chats()
+        self.prompt_format = prompt_format
+        self.template = FORMATS.get(prompt_format) or tokenizer.chat_template()
+        if self.template is None:
+            raise ConfigError(
+                f"{tokenizer.origin} has no chat template (chat_template.jinja, or chat_template in "
+                f"tokenizer_config.json); choose one with {FLAG}: {', '.join(FORMATS)}"
+            )
+        self._where = f"{FLAG} {prompt_format}" if prompt_format in FORMATS else f"the template of {tokenizer.origin}"
+        self._specials = {name: text for name, text in tokenizer.special.items() if self._id(text) is not None}
+        self._write = self._compiled(self.template)
+        self._check_special_tokens()
+
+    @property
+    def key(self) -> str:
+        """A checksum of everything that the tokens of a conversation depend on."""
+        content = json.dumps([self._library_tokenizer.to_str(), self.template, self._specials], sort_keys=True)
+        return hashlib.sha256(content.encode()).hexdigest()
+
+    def encode(self, text: str) -> list[int]:
+        return self._base.encode(text)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return self._base.decode(ids)
+
+    def save(self, folder: Path) -> None:
+        """Write the tokenizer's files and the template, so that an export is prompted as it was trained."""
+        self._base.save(folder)
+        if self.prompt_format in FORMATS:
+            (folder / TEMPLATE_FILE).write_text(self.template or "", encoding="utf-8")
+
+    def render(self, messages: Sequence[Message]) -> Rendered:
+        """Write a conversation. Raises DataError if its text is ambiguous, or the template cannot write it."""
+        self._check_contents(messages)
+        whole = self._text(messages)
+        answers = []
+        for number, message in enumerate(messages):
+            if message["role"] != "assistant":
+                continue
+            before = self._text(messages[:number], prompt=True)
+            after = whole if number + 1 == len(messages) else self._text(messages[: number + 1])
+            if not (whole.startswith(after) and after.startswith(before)):
+                raise DataError(
+                    f"{self._where} writes message {number + 1} differently when others follow or precede it, so the "
+                    f"tokens of the answer cannot be told; use a fixed format ({FLAG} {', '.join(FORMATS)})"
+                )
+            if message["content"].strip() not in after[len(before) :]:
+                raise DataError(
+                    f"{self._where} does not write the content of message {number + 1} as it is; change the content, "
+                    f"or use a fixed format ({FLAG} {', '.join(FORMATS)})"
+                )
+            answers.append((len(before), len(after)))
+        return Rendered(whole, tuple(answers))
+
+    def tokenize(self, chats: Sequence[Rendered]) -> list[ChatTokens]:
+        """Tokenize texts, on all cores."""
+        encodings = self._library_tokenizer.encode_batch([chat.text for chat in chats], add_special_tokens=False)
+        special = self._special_ids()
+        return [_tokens(chat, encoding, special) for chat, encoding in zip(chats, encodings, strict=True)]
+
+    def _special_ids(self) -> frozenset[int]:
+        added = self._library_tokenizer.get_added_tokens_decoder()
+        return frozenset(number for number, token in added.items() if token.special)
+
+    def _id(self, text: str) -> int | None:
+        found: int | None = self._library_tokenizer.token_to_id(text)
+        return found
+
+    def _text(self, messages: Sequence[Message], prompt: bool = False) -> str:
+        from jinja2 import TemplateError
+
+        if not messages and prompt and self.prompt_format not in FORMATS:
+            # many templates look at the first message; a conversation that begins with an answer has no prompt there
+            raise DataError("the conversation begins with an answer; begin it with a message of the user")
+        try:
+            return self._write(list(map(dict, messages)), prompt)
+        except (TemplateError, TypeError, ValueError, KeyError, IndexError, AttributeError) as error:
+            text = str(error) or type(error).__name__
+            raise DataError(f"{self._where} refuses the conversation: {text}") from None
+
+    def _check_contents(self, messages: Sequence[Message]) -> None:
+        """Raise DataError if a content holds the text of a special token, which would become that token."""
+        pattern = self._forbidden
+        for number, message in enumerate(messages, 1):
+            if pattern is not None and (found := pattern.search(message["content"])):
+                rule = f"the special token {found[0]}, which must come from the template alone"
+                raise DataError(f"the content of message {number} holds {rule}; remove it from the text")
+
+    def _check_special_tokens(self) -> None:
+        """Raise ConfigError if the template writes special tokens that the vocabulary does not have."""
+        added = self._library_tokenizer.get_added_tokens_decoder().values()
+        texts = sorted((token.content for token in added if token.special), key=len, reverse=True)
+        self._forbidden = re.compile("|".join(map(re.escape, texts))) if texts else None
+        if self.prompt_format == "plain" and "eos_token" not in self._specials:
+            raise ConfigError(f"{FLAG} plain ends an answer with the eos_token, which {self._base.origin} does not have")
+        try:
+            text = self._text([{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}])
+        except DataError:
+            return  # a template that asks for a system message, say; the data will show whether it works
+        missing = [token for token in dict.fromkeys(SPECIAL.findall(text)) if self._id(token) is None]
+        if missing:
+            raise ConfigError(
+                f"{self._where} writes the special token {missing[0]}, which {self._base.origin} does not have; choose "
+                f"another format ({FLAG} {', '.join(FORMATS)}), or a tokenizer with this token"
+            )
+
+    def _compiled(self, template: str) -> Callable[[list[dict[str, str]], bool], str]:
+        """Compile a template with the names that transformers gives to it. Raises ConfigError."""
+        from jinja2 import TemplateError, TemplateSyntaxError
+        from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+        def refuse(message: str) -> None:
+            raise TemplateError(message)
+
+        def to_json(value: Any, indent: int | None = None) -> str:
+            return json.dumps(value, ensure_ascii=False, indent=indent)
+
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _generation()]
+        )
+        environment.filters["tojson"] = to_json
+        environment.globals["raise_exception"] = refuse  # no strftime_now: the text must not depend on the day
+        try:
+            compiled = environment.from_string(template)
+        except TemplateSyntaxError as error:
+            raise ConfigError(f"{self._where} is not valid Jinja: line {error.lineno}: {error}") from None
+        names = {"bos_token": "", "eos_token": ""} | self._specials
+
+        def write(messages: list[dict[str, str]], prompt: bool) -> str:
+            return compiled.render(
+                messages=messages, add_generation_prompt=prompt, tools=None, documents=None, **names
+            )
+
+        return write
+
+
+def _generation() -> Any:
+    """Return a Jinja extension that reads transformers' {% generation %} blocks as their content."""
+    from jinja2.ext import Extension
+
+    class Generation(Extension):
+        tags = {"generation"}  # noqa: RUF012 - Jinja's interface
+
+        def parse(self, parser: Parser) -> list[nodes.Node]:
+            next(parser.stream)
+            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+    return Generation
+
+
+def _tokens(chat: Rendered, encoding: Any, special: frozenset[int]) -> ChatTokens:
+    """Return the tokens of a text with those that are trained."""
+    ids = np.array(encoding.ids, dtype=np.int64)
+    offsets = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2)
+    trained = np.zeros(len(ids), dtype=np.bool_)
+    is_special = np.isin(ids, list(special))
+    num_cut = 0
+    for start, end in chat.answers:
+        first, past = np.searchsorted(offsets[:, 0], [start, end])
+        num_cut += int(((offsets[:first, 0] < start) & (offsets[:first, 1] > start)).sum())
+        ends = np.flatnonzero(is_special[first:past])
+        trained[first : first + int(ends[-1]) + 1 if len(ends) else past] = True
+    return ChatTokens(ids, trained, num_cut)
