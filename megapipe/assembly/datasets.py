@@ -7,9 +7,11 @@ from dataclasses import dataclass
 from megapipe.config.config import Config
 from megapipe.data.batch import DocumentRules
 from megapipe.data.build_datasets import DatasetRequest, build_datasets
+from megapipe.data.chat_dataset import build_chat_datasets
 from megapipe.data.loader import Loader
 from megapipe.data.padding import padding_remarks
 from megapipe.plan.run_plan import RunPlan
+from megapipe.tokenizers.chat import chat_tokenizer
 from megapipe.tokenizers.tokenizer import Tokenizer, build_tokenizer
 
 
@@ -66,18 +68,23 @@ def build_data(plan: RunPlan) -> RunData:
     """Open the files, build the indices and start the loaders. Raises ConfigError, DataError."""
     data = plan.config.data
     tokenizer = tokenizer_of(plan.config, is_resolved=True)
-    datasets = build_datasets(dataset_request(plan))
-    rules = DocumentRules(
-        None if tokenizer is None else tokenizer.eod,
-        data.reset_position_ids,
-        data.reset_attention_mask,
-        data.eod_mask_loss,
-    )
+    remarks: tuple[str, ...] = ()
+    if data.sft:
+        chats = tokenizer = chat_tokenizer(tokenizer, data.sft_tokenizer_prompt_format)
+        datasets, remarks = build_chat_datasets(dataset_request(plan), chats)
+        rules = DocumentRules()
+    else:
+        datasets = build_datasets(dataset_request(plan))
+        rules = DocumentRules(
+            None if tokenizer is None else tokenizer.eod,
+            data.reset_position_ids,
+            data.reset_attention_mask,
+            data.eod_mask_loss,
+        )
+        if tokenizer is not None and datasets.train is not None and not data.mock_data:
+            remarks = padding_remarks(datasets.train, tokenizer.pad, (tokenizer.eod, tokenizer.bos))
     train, valid, test = (
         None if dataset is None else Loader(dataset, rules, num_workers=data.num_workers, name=name)
         for name, dataset in (("train", datasets.train), ("validation", datasets.valid), ("test", datasets.test))
     )
-    remarks: tuple[str, ...] = ()
-    if tokenizer is not None and datasets.train is not None and not data.mock_data:
-        remarks = padding_remarks(datasets.train, tokenizer.pad, (tokenizer.eod, tokenizer.bos))
     return RunData(train, valid, test, tokenizer, remarks)

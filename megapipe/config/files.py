@@ -12,6 +12,7 @@ from megapipe.config.fields import Flag, Need, count, number_in, option, shorten
 from megapipe.errors import ConfigError
 from megapipe.registry import Registry
 
+HUGGING_FACE_TOKENIZER = "HuggingFaceTokenizer"
 
 @dataclass(frozen=True)
 class TokenizerKind:
@@ -33,7 +34,7 @@ TOKENIZER_TYPES = Registry(
         "SentencePieceTokenizer": TokenizerKind(),
         "GPTSentencePieceTokenizer": TokenizerKind(),
         "Llama2Tokenizer": TokenizerKind(),
-        "HuggingFaceTokenizer": TokenizerKind(),
+        HUGGING_FACE_TOKENIZER: TokenizerKind(),
         "GPT2BPETokenizer": TokenizerKind(("vocab_file", "merge_file")),
     },
 )
@@ -53,10 +54,12 @@ LOGGERS: Registry[Callable[..., Any]] = Registry("logger", "--logger", {})
 
 TOKENIZER = Need("data.tokenizer_type", "--tokenizer-type, the kind of tokenizer in that file")
 DATASET = Need("data.dataset", "--dataset NAME")
+SFT = Need("data.sft", "--sft, supervised finetuning")
 SAVE = Need("checkpoint.save", "--save DIR", without="nothing will be saved")
 LOAD = Need("checkpoint.load", "--load DIR")
 WANDB = Need("logging.wandb_project", "--wandb-project", without="nothing is sent to Weights & Biases")
 HEARTBEATS = Need("parallel.hang_timeout_seconds", "--hang-timeout-seconds above 0, whose heartbeats it reads")
+PROMPT_FORMATS = ("default", "chatml", "llama3", "nemotron-h-aligned", "plain")
 
 
 def read_words(path: str) -> list[str]:
@@ -90,6 +93,22 @@ class DataConfig:
     reset_position_ids: bool = option(False, "restart positions after each end-of-document token")
     reset_attention_mask: bool = option(False, "let a token attend only to its own document")
     eod_mask_loss: bool = option(False, "no loss where the input is an end-of-document token")
+    sft: bool = option(
+        False,
+        "supervised finetuning: data are JSON lines of conversations, and only the assistant's tokens are trained",
+    )
+    sft_tokenizer_prompt_format: str = option(
+        "default", "chat template: the tokenizer's own (default), or a fixed one", choices=PROMPT_FORMATS, needs=SFT
+    )
+    sft_packing: bool = option(
+        True, "pack several conversations into a sequence, which do not see each other; else one in each sequence"
+    )
+    sft_overlong: str = option(
+        "refuse",
+        "conversations longer than the sequence: refuse the data, drop them, or truncate them at the end",
+        choices=("refuse", "drop", "truncate"),
+        needs=SFT,
+    )
     tokenizer_type: str | None = option(None, "kind of tokenizer", choices=TOKENIZER_TYPES)
     tokenizer_model: str | None = option(None, "file or directory of the tokenizer", needs=TOKENIZER)
     vocab_file: str | None = option(None, "vocabulary of GPT2BPETokenizer (vocab.json)", needs=TOKENIZER)
@@ -99,6 +118,11 @@ class DataConfig:
     def masks_loss(self) -> bool:
         """True if microbatches have a loss mask: some tokens are in no loss."""
         return self.eod_mask_loss or (self.dataset is not None and DATASETS[self.dataset].has_loss_mask)
+
+
+def is_hugging_face(load: str | None) -> bool:
+    """Return True if --load names a Hugging Face folder: checkpoints of a run have no config.json there."""
+    return load is not None and (Path(load) / "config.json").is_file()
 
 
 def split_shares(text: str) -> tuple[float, float, float]:

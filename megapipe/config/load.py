@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 from megapipe.config.config import Config, all_fields, make_config, value_of
 from megapipe.config.fields import BOOL_WORDS, NONE_WORDS, TAKES_VALUE, Flag, nearest, read_value, value_text
+from megapipe.config.files import is_hugging_face
 from megapipe.config.flags import (
     Requests,
     Setting,
@@ -23,6 +24,7 @@ from megapipe.config.flags import (
 from megapipe.config.megatron_flags import MegatronFlag, differences_line, megatron_flags
 from megapipe.config.problems import Problems
 from megapipe.config.rules.check import RULES, broken_rules, remarks
+from megapipe.config.rules.sft import IMPLIED
 from megapipe.config.rules.training import job
 from megapipe.config.yaml_file import Entry, read_entries, read_file, to_yaml
 from megapipe.errors import ConfigError
@@ -66,7 +68,8 @@ def load_config(argv: Sequence[str], *, is_job: bool = True, schedules: Sequence
     """Read argv (without the program's name) and the files it names. Raises ConfigError; `--help` prints and exits.
 
     The error has a line for everything that is wrong; rules are checked where the values that they need could be read.
-    Those that need no world size are checked, with `--use-checkpoint-args` later, by `with_checkpoint_model`.
+    Those that need no world size are checked, with `--use-checkpoint-args` or a Hugging Face folder in --load later, by
+    `with_checkpoint_model`.
     is_job False: no rule is checked here, so that an incomplete job can be inspected; `resolve` checks what it needs.
     schedules: names that `--help` lists for --pipeline-schedule.
     """
@@ -83,8 +86,10 @@ def load_config(argv: Sequence[str], *, is_job: bool = True, schedules: Sequence
             files.append(settings_of_yaml(read_file(path), path, accepted, problems))
     values, origins = merge([*files, line.settings], problems)
     fill_tokenizer_type(values, origins)
+    fill_implied_by_sft(values, origins, problems)
     loaded = LoadedConfig(make_config(values), origins, line.requests, tuple(accepted))
-    if is_job and not loaded.config.checkpoint.use_checkpoint_args:
+    checkpoint = loaded.config.checkpoint
+    if is_job and not checkpoint.use_checkpoint_args and not is_hugging_face(checkpoint.load):
         check_complete(loaded, problems)
     problems.raise_all()
     return loaded
@@ -134,22 +139,43 @@ def fill_tokenizer_type(values: dict[str, Any], origins: dict[str, str]) -> None
         values["data.tokenizer_type"], origins["data.tokenizer_type"] = "GPT2BPETokenizer", origins[files[0]]
 
 
-def with_checkpoint_model(loaded: LoadedConfig, saved: Config, where: str) -> LoadedConfig:
+def fill_implied_by_sft(values: dict[str, Any], origins: dict[str, str], problems: Problems) -> None:
+    """Set what --sft implies; the opposite is a problem."""
+    for key, meaning in IMPLIED.items() if values["data.sft"] else ():
+        if origins[key] != DEFAULT and not values[key]:
+            problems.add(f"{key} is false by {origins[key]}, but --sft {meaning}; leave one of the two out")
+        elif not values[key]:
+            values[key], origins[key] = True, origins["data.sft"]
+
+
+def with_checkpoint_model(
+    loaded: LoadedConfig,
+    saved: Config,
+    where: str,
+    taker: str = "--use-checkpoint-args",
+    overridable: Collection[str] = (),
+) -> LoadedConfig:
     """Take the model section from a checkpoint's configuration (`--use-checkpoint-args`), and check the result.
 
-    The padded vocabulary depends on tp and is derived again. Raises ConfigError if a flag or file sets another value.
+    The padded vocabulary depends on tp and is derived again. Raises ConfigError with a line for each field that a flag
+    or file sets to another value. taker: the flag that takes the model. overridable: fields whose given value holds.
     """
+    conflicts = []
     values = {field.key: value_of(loaded.config, field) for field in all_fields()}
     origins = dict(loaded.origins)
     for field in all_fields():
         if field.section != "model" or field.name == "padded_vocab_size":
             continue
         stored = value_of(saved, field)
+        if origins[field.key] != DEFAULT and field.name in overridable:
+            continue
         if origins[field.key] != DEFAULT and values[field.key] != stored:
             given = f"{field.key} is {value_text(values[field.key])} by {origins[field.key]}"
-            rule = f"{value_text(stored)} in the checkpoint {where}, from which --use-checkpoint-args takes the model"
-            raise ConfigError(f"{given}, but {rule}; leave one of the two out")
+            rule = f"{value_text(stored)} in the checkpoint {where}, from which {taker} takes the model"
+            conflicts.append(f"{given}, but {rule}; leave one of the two out")
         values[field.key], origins[field.key] = stored, f"checkpoint {where}"
+    if conflicts:
+        raise ConfigError("\n".join(conflicts))
     merged = dataclasses.replace(loaded, config=make_config(values), origins=origins)
     problems = Problems()
     check_complete(merged, problems)

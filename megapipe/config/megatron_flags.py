@@ -109,6 +109,12 @@ DELIBERATE_DIFFERENCES = (
     ),
     Difference("--high-priority-stream-groups", "none", "pp", "a pipeline waits for its messages"),
     Difference("--profile-ranks", "none", "0", "--profile alone writes a trace"),
+    Difference(
+        "--sft-tokenizer-prompt-format",
+        "nemotron-h-aligned; default trains all tokens",
+        "default: the tokenizer's template",
+        "answers alone are trained, in every format",
+    ),
     Difference("--transformer-impl", "transformer_engine", "local", "an optional library, which runs only on GPUs"),
     Difference(
         "--recompute-modules", "unset, meaning core_attn", "core_attn", "written out; activation exists only here"

@@ -12,7 +12,6 @@ import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from pathlib import Path
 from typing import IO, Any, Protocol, cast
 
 import numpy as np
@@ -31,7 +30,11 @@ OTHER_FORMS = {
     "instruction": "join instruction and input to the prompt, and rename output to completion",
     "text": "this is text for pretraining; megapipe preprocess reads it",
 }
-UNREAD_KEYS = ("tools", "functions", "documents")  # a template would write them; so they must not be left out in silence
+UNREAD_KEYS = (
+    "tools",
+    "functions",
+    "documents",
+)  # a template would write them; so they must not be left out in silence
 BATCH = 512  # conversations that are tokenized at once
 
 Message = dict[str, str]

@@ -36,6 +36,7 @@ from megapipe.errors import DataError
 
 OPEN_SEQUENCES = 256  # sequences that packing fills at the same time
 CHECKED_CHATS = 4096  # conversations at the beginning whose order the fingerprint holds
+CHECKED_TOKENS = 1 << 22  # tokens, evenly spaced, whose values it holds; all of a smaller file
 REFUSE, DROP, TRUNCATE = "refuse", "drop", "truncate"
 
 
@@ -185,14 +186,16 @@ class ChatDataset:
     def fingerprint(self, share: float) -> dict[str, Any]:
         """Return the entry of this file in the fingerprint of the data, see `data.fingerprint`."""
         file, checked = self.file, slice(0, CHECKED_CHATS)
+        sampled = slice(None, None, max(1, len(file.tokens) // CHECKED_TOKENS))
+        order = zlib.crc32(self._order[checked].astype("<i8").tobytes())
         return {
             "share": round(share, 12),
             "prefix": file.path,
             "sequences": list(self.chats),
             "bytes": [len(file.tokens) * file.tokens.dtype.itemsize, len(file.starts) * 8],
-            "index": zlib.crc32(file.starts[checked].astype("<i8").tobytes()),
-            "tokens": zlib.crc32(file.tokens[: int(file.starts[checked][-1])].astype("<i8").tobytes()),
-            "order": zlib.crc32(self._order[checked].astype("<i8").tobytes()),
+            "index": zlib.crc32(np.ascontiguousarray(file.starts[sampled]).tobytes()),
+            "tokens": zlib.crc32((2 * file.tokens[sampled].astype("<i8") + file.trained[sampled]).tobytes()),
+            "order": zlib.crc32(self._bounds[checked].astype("<i8").tobytes(), order),
         }
 
 
@@ -223,7 +226,9 @@ def build_chat_datasets(request: DatasetRequest, encoder: ChatEncoder) -> tuple[
         paths = [(data.data_path, "--data-path", part) for part in parse_split(data.split or DEFAULT_SPLIT)]
     else:
         given = (data.train_data_path, data.valid_data_path, data.test_data_path)
-        paths = [(words or (), f"--{name}-data-path", (0.0, 1.0)) for words, name in zip(given, SPLIT_NAMES, strict=True)]
+        paths = [
+            (words or (), f"--{name}-data-path", (0.0, 1.0)) for words, name in zip(given, SPLIT_NAMES, strict=True)
+        ]
     for part, (words, flag, part_range) in enumerate(paths):
         if not words or part_range is None or not request.num_samples[part]:
             continue
@@ -277,16 +282,19 @@ def _blended(
     else:
         shares = list(normalize(weights))
         counts = [math.ceil(num_samples * share) for share in shares]
-        members = [
-            build(name, math.ceil(count * (1 + SURPLUS))) for name, count in zip(names, counts, strict=True)
-        ]
+        members = [build(name, math.ceil(count * (1 + SURPLUS))) for name, count in zip(names, counts, strict=True)]
         size = sum(counts)
     return BlendedDataset(members, shares, size, names=names, cache=IndexCache.at(cache_path, names[0]))
 
 
 def _source(file: ChatFile, encoder: ChatEncoder) -> dict[str, Any]:
     found = Path(file.path).stat()
-    return {"path": str(Path(file.path).resolve()), "bytes": found.st_size, "mtime_ns": found.st_mtime_ns, "encoder": encoder.key}
+    return {
+        "path": str(Path(file.path).resolve()),
+        "bytes": found.st_size,
+        "mtime_ns": found.st_mtime_ns,
+        "encoder": encoder.key,
+    }
 
 
 def _check_forms(files: Sequence[ChatFile]) -> None:

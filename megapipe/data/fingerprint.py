@@ -1,7 +1,8 @@
 """Fingerprints of training data, kept in checkpoints: resuming on other data is noticed.
 
-A fingerprint is plain JSON: {"kind": "generated" or "files", "seq_length": tokens, ...}; of files, "members" with share
-of the blend, prefix, range of sequences, bytes of both files and checksums of the index and of blocks of the tokens.
+A fingerprint is plain JSON: {"kind": "generated", "files" or "chats", "seq_length": tokens, ...}; of files
+and chats, "members" with share of the blend, prefix, range of sequences, bytes of both files and checksums of the index
+and of blocks of the tokens.
 Of large files a fixed number of blocks is read. The number of samples, the prefix and the index cache may change.
 """
 
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from megapipe.data.blend import BlendedDataset
+from megapipe.data.chat_dataset import ChatDataset
 from megapipe.data.dataset import SyntheticDataset, TokenDataset
 from megapipe.data.gpt_dataset import GPTDataset
 from megapipe.data.indexed_file import bin_path, idx_path
@@ -36,6 +38,10 @@ def fingerprint(dataset: TokenDataset) -> Fingerprint | None:
     shares = [1.0]
     if isinstance(dataset, BlendedDataset):
         members, shares = list(dataset.members), list(dataset.weights)
+    chats = [member for member in members if isinstance(member, ChatDataset)]
+    if len(chats) == len(members):
+        found = [member.fingerprint(share) for member, share in zip(chats, shares, strict=True)]
+        return {"kind": "chats", "seq_length": chats[0].seq_length, "members": found}
     files = [member for member in members if isinstance(member, GPTDataset)]
     if len(files) != len(members):
         return None

@@ -23,6 +23,7 @@ from megapipe.config.layers import layer_kinds, layers_text
 from megapipe.config.model import ModelConfig
 from megapipe.config.rules.check import check
 from megapipe.config.rules.proposals import divisors
+from megapipe.config.rules.sft import with_implied
 from megapipe.config.training import OptimizerConfig, TrainingConfig
 from megapipe.data.build_datasets import DEFAULT_SPLIT
 from megapipe.errors import ConfigError
@@ -41,6 +42,7 @@ def resolve(config: Config, world_size: int, ranks_per_node: int | None = None) 
 
     config.model.vocab_size must be known (the tokenizer's). Raises ConfigError for everything that cannot be run.
     """
+    config = with_implied(config)
     check(config)
     check_schedule(config)
     model = resolve_model(config.model, config.parallel.tensor_model_parallel_size)
@@ -87,6 +89,7 @@ def vary(plan: RunPlan, config: Config) -> RunPlan:
 
     Grid, parameters and their audits are taken from the plan. Raises ConfigError as `resolve` does.
     """
+    config = with_implied(config)
     check(config)
     training, batch = _batch(config.training, plan.topology)
     optimizer = _optimizer(config.optimizer, training, batch)

@@ -43,7 +43,8 @@ FORMATS = {
     "llama3": (
         "<|begin_of_text|>{% for message in messages %}<|start_header_id|>"
         "{{ 'ipython' if message.role == 'tool' else message.role }}<|end_header_id|>\n\n{{ message.content | trim }}"
-        "<|eot_id|>{% endfor %}{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}"
+        "<|eot_id|>{% endfor %}"
+        "{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}"
     ),
     "nemotron-h-aligned": (
         "{% for message in messages %}{% set text = message.content | trim %}{% if message.role == 'system' %}"
@@ -181,7 +182,9 @@ class ChatTokenizer:
         texts = sorted((token.content for token in added if token.special), key=len, reverse=True)
         self._forbidden = re.compile("|".join(map(re.escape, texts))) if texts else None
         if self.prompt_format == "plain" and "eos_token" not in self._specials:
-            raise ConfigError(f"{FLAG} plain ends an answer with the eos_token, which {self._base.origin} does not have")
+            raise ConfigError(
+                f"{FLAG} plain ends an answer with the eos_token, which {self._base.origin} does not have"
+            )
         try:
             text = self._text([{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}])
         except DataError:
@@ -216,11 +219,19 @@ class ChatTokenizer:
         names = {"bos_token": "", "eos_token": ""} | self._specials
 
         def write(messages: list[dict[str, str]], prompt: bool) -> str:
-            return compiled.render(
-                messages=messages, add_generation_prompt=prompt, tools=None, documents=None, **names
-            )
+            return compiled.render(messages=messages, add_generation_prompt=prompt, tools=None, documents=None, **names)
 
         return write
+
+
+def chat_tokenizer(tokenizer: object, prompt_format: str = DEFAULT_FORMAT) -> ChatTokenizer:
+    """Return a tokenizer with its chat template. Raises ConfigError if it has no tokenizer.json."""
+    if not isinstance(tokenizer, HuggingFaceTokenizer):
+        kind = getattr(tokenizer, "name", "no tokenizer")
+        raise ConfigError(
+            f"--sft needs a HuggingFaceTokenizer with a tokenizer.json, not {kind}: see docs/finetuning.md"
+        )
+    return ChatTokenizer(tokenizer, prompt_format)
 
 
 def _generation() -> Any:

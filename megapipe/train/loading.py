@@ -4,12 +4,12 @@ one from before a loss spike (PaLM, arXiv:2204.02311, 5.1)."""
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -47,7 +47,16 @@ from megapipe.train.state import Account, Schedules, TrainingState, on_rank_0, s
 
 # flags to resume this job's own run
 LOAD_ALL: dict[str, Any] = {"finetune": False, "no_load_optim": False, "no_load_rng": False}
+Weights = Mapping[str, "WholeTensor"]  # 'master/' + parameter -> values
 CountedStarts = Starts | CheckpointError | None  # None: nothing is saved, so there is nothing to count
+
+
+class WholeTensor(Protocol):
+    """A tensor on disk, [shape of the parameter] without vocabulary padding."""
+
+    def detach(self) -> torch.Tensor:
+        """Read it."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -106,11 +115,15 @@ def share_starts(counted: CountedStarts, config: Config, world: Group) -> Starts
 
 
 def resume(
-    runtime: TrainingRuntime, journal: Journal, starts: Starts | None = None, data: Fingerprint | None = None
+    runtime: TrainingRuntime,
+    journal: Journal,
+    starts: Starts | None = None,
+    data: Fingerprint | None = None,
+    weights: Weights | None = None,
 ) -> Resumed:
     """Load from --load, or from --save after a restart if it holds a checkpoint; else start from the beginning.
 
-    data: of the training data, on rank 0.
+    data: of the training data, on rank 0. weights: those of --load, if that is not a checkpoint of a run.
     """
     config, flags = runtime.plan.config, runtime.plan.config.checkpoint
     if starts is not None and starts.is_restart and flags.save is not None and steps_in(Path(flags.save)):
@@ -122,7 +135,12 @@ def resume(
     if flags.load is None:
         return Resumed(TrainingState(), None if config.optimizer.lr is None else Schedules.of(config))
     started = time.perf_counter()
-    resumed = load(runtime, Path(flags.load), flags, data)
+    if weights is not None and flags == config.checkpoint:
+        load_whole(runtime, weights)
+        schedules = None if config.optimizer.lr is None else Schedules.of(config)
+        resumed = Resumed(TrainingState(), schedules, Path(flags.load))
+    else:
+        resumed = load(runtime, Path(flags.load), flags, data)
     journal.say(*resumed.remarks)
     if resumed.path is not None:
         position = f"step {resumed.state.step}, {resumed.state.consumed_samples:,} samples"
@@ -313,6 +331,24 @@ def _load_tensors(
     boxes = (tensor_box(held.key, held.piece, held.values) for held in wanted)
     load_tensors(folder, [box for box in boxes if box is not None], world)
     runtime.optimizer.load_state(wanted)
+
+
+def load_whole(runtime: TrainingRuntime, weights: Weights) -> None:
+    """Fill masters and parameters from whole tensors; each rank reads those of which it holds a part.
+
+    Raises CheckpointError if one cannot be read.
+    """
+    runtime.gather.finish()
+    held = [one for one in runtime.optimizer.state() if one.key == "master"]
+    name, whole = "", torch.empty(0)
+    for one in held:
+        box = tensor_box(one.key, one.piece, one.values)
+        if box is None:
+            continue
+        if box.name != name:  # the pieces of a parameter follow each other
+            name, whole = box.name, weights[box.name].detach()
+        box.values.copy_(whole[box.box.slices].reshape(-1))
+    runtime.optimizer.load_state(held)
 
 
 def check_all_asked_for(

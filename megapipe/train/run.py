@@ -36,7 +36,7 @@ from megapipe.train.extensions import check_same_on_all_ranks, extension_lines
 from megapipe.train.gpu_setup import check_fp8, graph_words, marks_of, prepare, unused, watched_memory
 from megapipe.train.guard import StopRequest, stop_requests
 from megapipe.train.journal import Journal, recorded_folder
-from megapipe.train.loading import count_this_start, resume, save_lock, share_starts
+from megapipe.train.loading import Weights, count_this_start, resume, save_lock, share_starts
 from megapipe.train.loop import Training
 from megapipe.train.observer import Observer
 from megapipe.train.saving import Saving, prepare_save
@@ -52,13 +52,14 @@ def pretrain(
     config_text: str,
     after_training: AfterTraining | None = None,
     remarks: Sequence[str] = (),
+    weights: Weights | None = None,
     observer: Observer | None = None,
 ) -> int:
     """Train as planned on this rank and return the exit code. The ranks' groups are still open then.
 
     config_text: the configuration as YAML that loads again, saved with every checkpoint. after_training: called on
-    every rank after a run that reached its end. remarks: on the configuration, for the record of the run. observer:
-    follows the run.
+    every rank after a run that reached its end. remarks: on the configuration, for the record of the run.
+    weights: those of --load, if that is not a checkpoint of a run. observer: follows the run.
     """
     config = plan.config
     if config.training.deterministic_mode:
@@ -66,7 +67,7 @@ def pretrain(
         set_for_libraries(CUBLAS_WORKSPACE_CONFIG=":4096:8", NCCL_ALGO="Ring")
         torch.use_deterministic_algorithms(True)
     with save_lock(config, environment) as lock:  # before signals are caught, so that one ends the wait for it
-        _run(plan, environment, config_text, after_training, remarks, lock, observer or Observer())
+        _run(plan, environment, config_text, after_training, remarks, lock, weights, observer or Observer())
     return 0
 
 
@@ -77,6 +78,7 @@ def _run(
     after_training: AfterTraining | None,
     remarks: Sequence[str],
     lock: SaveLock | CheckpointError | None,
+    weights: Weights | None,
     observer: Observer,
 ) -> None:
     """Join the other ranks and train. lock: of --save, or why rank 0 does not have it; then nothing is written."""
@@ -111,7 +113,8 @@ def _run(
         starts = share_starts(counted, config, groups.world)
         with watched(plan, environment, groups, journal), watched_memory(plan, world.device, world.global_rank):
             disk = Disk(may_change=lock.check) if isinstance(lock, SaveLock) else Disk()
-            _train(plan, groups, world.device, journal, stop, starts, config_text, after_training, disk, observer)
+            after = config_text, after_training, disk, weights, observer
+            _train(plan, groups, world.device, journal, stop, starts, *after)
 
 
 def _train(
@@ -124,6 +127,7 @@ def _train(
     config_text: str,
     after_training: AfterTraining | None,
     disk: Disk,
+    weights: Weights | None,
     observer: Observer,
 ) -> None:
     """Build, load, train. starts: of this job so far, None without --save. disk: for changes to --save."""
@@ -144,7 +148,7 @@ def _train(
         is_compared = rank == 0 and data.train is not None and (root is not None or config.checkpoint.load is not None)
         read = fingerprint(data.train.dataset) if is_compared and data.train is not None else None
         with heartbeat.phase("loading", PATIENCE):
-            resumed = resume(runtime, journal, starts, read)
+            resumed = resume(runtime, journal, starts, read, weights)
             state = resumed.state
             if root is not None:
                 journal.say(*prepare_save(root, state, groups.world, resumed.damaged, disk))

@@ -9,7 +9,7 @@ from contextlib import suppress
 from megapipe.config.config import Config, all_fields, fields_by_key, value_of
 from megapipe.config.fields import Need, out_of_bounds, shown
 from megapipe.config.problems import UnreadError, hiding
-from megapipe.config.rules import gpu, model, optimizer, training
+from megapipe.config.rules import gpu, model, optimizer, sft, training
 from megapipe.errors import ConfigError
 
 Rule = Callable[[Config], Iterator[str]]
@@ -83,4 +83,4 @@ def raise_all(messages: Sequence[str]) -> None:
         raise ConfigError("\n".join(messages))
 
 
-RULES: tuple[Rule, ...] = (*model.RULES, *gpu.RULES, *training.RULES, *optimizer.RULES, needs)
+RULES: tuple[Rule, ...] = (*model.RULES, *gpu.RULES, *training.RULES, *optimizer.RULES, *sft.RULES, needs)

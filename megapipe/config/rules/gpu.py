@@ -26,7 +26,10 @@ def libraries(config: Config) -> Iterator[str]:
     unsupported = chosen(
         ("--attention-dropout above 0 (use --attention-dropout 0)", model.attention_dropout > 0),
         ("--attention-softmax-in-fp32 (its kernels always use fp32: leave it out)", model.attention_softmax_in_fp32),
-        ("--reset-attention-mask", config.data.reset_attention_mask),
+        (
+            "--sft (documents that do not see each other)" if config.data.sft else "--reset-attention-mask",
+            config.data.reset_attention_mask,
+        ),
         ("--attn-logit-softcapping", attention == "te" and has_soft_cap(model)),
         (f"--dtype {dtype} (use --bf16 or --fp16)", dtype not in HALF_TYPES),
     )

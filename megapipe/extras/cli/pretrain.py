@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megapipe.checkpoint.folder import checkpoint_config
+from megapipe.config.files import is_hugging_face
 from megapipe.config.load import LoadedConfig, load_config, with_checkpoint_model
 from megapipe.environment import Environment
 from megapipe.errors import ConfigError
@@ -48,8 +49,12 @@ def _pretrain(arguments: list[str], environment: Environment) -> int:
 
 def run_job(loaded: LoadedConfig, environment: Environment, observer: Observer | None = None) -> int:
     """Train with a loaded configuration, or do what it requests instead, and return the exit code."""
-    requests, checkpoint = loaded.requests, loaded.config.checkpoint
-    if checkpoint.use_checkpoint_args:
+    requests, checkpoint, weights = loaded.requests, loaded.config.checkpoint, None
+    if is_hugging_face(checkpoint.load):
+        from megapipe.extras.cli.hugging_face import start_from
+
+        loaded, weights = start_from(loaded)
+    elif checkpoint.use_checkpoint_args:
         if checkpoint.load is None:
             raise ConfigError("--use-checkpoint-args takes the model from a checkpoint; give it with --load DIR")
         saved, folder = checkpoint_config(Path(checkpoint.load), checkpoint.ckpt_step)
@@ -84,7 +89,8 @@ def run_job(loaded: LoadedConfig, environment: Environment, observer: Observer |
         return verify(plan, environment, requests.verify_grid)
     from megapipe.train.run import pretrain
 
-    return pretrain(plan, environment, loaded.text(plan.config), print_samples, loaded.remarks, observer)
+    text = loaded.text(plan.config)
+    return pretrain(plan, environment, text, print_samples, loaded.remarks, weights, observer)
 
 
 def print_samples(runtime: TrainingRuntime, data: RunData, journal: Journal) -> None:
