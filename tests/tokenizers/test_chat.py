@@ -1,0 +1,162 @@
+"""Chat templates give the tokens that transformers gives, and exactly the answers are trained."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megapipe.errors import ConfigError, DataError
+from megapipe.tokenizers.chat import FORMATS, ChatTokenizer, Message
+from megapipe.tokenizers.hugging_face import HuggingFaceTokenizer
+from tests.tokenizers.chat_tokenizers import write_tokenizer
+
+pytest.importorskip("tokenizers")
+
+INSTRUCTIONS = (
+    "{% for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content }} [/INST]{% elif m.role == 'assistant' %}"
+    " {% generation %}{{ m.content }}{{ eos_token }}{% endgeneration %}{% else %}"
+    "{{ raise_exception('only user and assistant') }}{% endif %}{% endfor %}"
+)
+ENDS = {"chatml": "<|im_end|>", "llama3": "<|eot_id|>", "plain": "<|endoftext|>", "instructions": "<|endoftext|>"}
+CHAT: list[Message] = [
+    {"role": "system", "content": "Be kind."},
+    {"role": "user", "content": "héllo"},
+    {"role": "assistant", "content": "fine, thanks 🙂"},
+    {"role": "user", "content": "how are you"},
+    {"role": "assistant", "content": "hello\n\nworld"},
+]
+Make = Callable[..., ChatTokenizer]
+
+
+@pytest.fixture(scope="session")
+def make(tmp_path_factory: pytest.TempPathFactory) -> Make:
+    """Return a function that builds a tokenizer with a template of its own or a named format."""
+
+    def build(template: str | None = None, prompt_format: str = "default", **more: tuple[str, ...]) -> ChatTokenizer:
+        folder = write_tokenizer(tmp_path_factory.mktemp("tokenizer"), template, **more)
+        return ChatTokenizer(HuggingFaceTokenizer(folder), prompt_format)
+
+    return build
+
+
+def trained_text(tokenizer: ChatTokenizer, chat: list[Message]) -> str:
+    """Return the text of the trained tokens, with special tokens."""
+    (found,) = tokenizer.tokenize([tokenizer.render(chat)])
+    ids = [int(i) for i, trained in zip(found.tokens, found.trained, strict=True) if trained]
+    return str(tokenizer._library_tokenizer.decode(ids, skip_special_tokens=False))
+
+
+@pytest.mark.parametrize("name", ["chatml", "llama3", "plain", "instructions"])
+def test_tokens_are_those_of_transformers(make: Make, tmp_path: Path, name: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    tokenizer = make(FORMATS.get(name, INSTRUCTIONS))
+    chat = CHAT[1:] if name == "instructions" else CHAT
+    tokenizer.save(tmp_path)
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path).apply_chat_template(chat, tokenize=True)
+    (ours,) = tokenizer.tokenize([tokenizer.render(chat)])
+    assert ours.tokens.tolist() == list(theirs["input_ids"])
+
+
+@pytest.mark.parametrize("name", ["chatml", "llama3", "plain"])
+def test_answers_with_their_end_are_trained(make: Make, name: str) -> None:
+    space = " " if name == "plain" else ""
+    expected = "".join(space + m["content"] + ENDS[name] for m in CHAT if m["role"] == "assistant")
+    assert trained_text(make(prompt_format=name), CHAT) == expected
+
+
+def test_a_format_without_an_end_trains_the_line_break(make: Make) -> None:
+    tokenizer = make(prompt_format="nemotron-h-aligned", special=("<|endoftext|>", "<SPECIAL_10>", "<SPECIAL_11>"))
+    assert trained_text(tokenizer, CHAT) == "fine, thanks 🙂\nhello\n\nworld\n"
+
+
+@settings(max_examples=40, deadline=None)
+@given(data=st.data())
+def test_exactly_the_answers_are_trained(make: Make, data: st.DataObject) -> None:
+    """Texts of any characters: the trained tokens are the answers' text, and the tokens those of the whole text."""
+    tokenizer = _chatml.get("it") or _chatml.setdefault("it", make(prompt_format="chatml"))
+    texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
+    roles = data.draw(st.lists(st.sampled_from(["system", "user", "assistant", "tool"]), min_size=1, max_size=5))
+    chat: list[Message] = [{"role": role, "content": data.draw(texts)} for role in roles]
+    (found,) = tokenizer.tokenize([tokenizer.render(chat)])
+    starts = found.tokens == tokenizer._library_tokenizer.token_to_id("<|im_start|>")
+    assert int(starts.sum()) == len(chat)
+    assert trained_text(tokenizer, chat) == "".join(m["content"] + "<|im_end|>" for m in chat if m["role"] == "assistant")
+
+
+_chatml: dict[str, ChatTokenizer] = {}
+
+
+def test_a_token_that_begins_in_the_prompt_is_not_trained(make: Make) -> None:
+    template = (
+        "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% else %}A: {{ m.content }}{{ eos_token }}"
+        "{% endif %}{% endfor %}{% if add_generation_prompt %}A: {% endif %}"
+    )
+    tokenizer = make(template)
+    chat: list[Message] = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "hello world"}]
+    (found,) = tokenizer.tokenize([tokenizer.render(chat)])
+    assert found.num_cut == 1  # ' hel', whose space is in the prompt
+    assert trained_text(tokenizer, chat) == "lo world<|endoftext|>"
+
+
+BAD_TEMPLATES = {
+    "changing": (
+        "{% for m in messages %}{{ m.role }}{% if loop.last %}!{% endif %}{{ m.content }}{% endfor %}",
+        "writes message 2 differently",
+    ),
+    "dropping": ("{% for m in messages %}{{ m.content.split('thanks')[0] }}{% endfor %}", "does not write the content"),
+    "raising": ("{{ raise_exception('roles must alternate') }}", "refuses the conversation: roles must alternate"),
+    "attacking": ("{{ ''.__class__.__mro__ }}", "refuses the conversation: .*unsafe"),
+    "looking": ("{{ messages[9].content }}", "refuses the conversation"),
+}
+
+
+@pytest.mark.parametrize(("template", "message"), BAD_TEMPLATES.values(), ids=BAD_TEMPLATES)
+def test_a_template_that_cannot_be_masked_is_refused(make: Make, template: str, message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        make(template).render(CHAT[1:3])
+
+
+def test_special_tokens_in_a_content_are_refused(make: Make) -> None:
+    chat = [CHAT[1], {"role": "assistant", "content": "a<|im_end|>b"}]
+    with pytest.raises(DataError, match=r"content of message 2 holds the special token <\|im_end\|>"):
+        make(prompt_format="plain").render(chat)
+
+
+@pytest.mark.parametrize(
+    ("template", "prompt_format", "special", "message"),
+    [
+        (None, "default", ("<|endoftext|>",), "has no chat template"),
+        (None, "chatml", ("<|endoftext|>",), r"writes the special token <\|im_start\|>, which .* does not have"),
+        (FORMATS["llama3"], "default", ("<|endoftext|>",), r"writes the special token <\|begin_of_text\|>"),
+        ("{% for %}", "default", ("<|endoftext|>",), "is not valid Jinja: line 1"),
+    ],
+    ids=["none", "format", "own", "invalid"],
+)
+def test_a_tokenizer_that_does_not_fit_is_refused(
+    make: Make, template: str | None, prompt_format: str, special: tuple[str, ...], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make(template, prompt_format, special=special)
+
+
+def test_the_template_comes_from_any_of_the_files_that_may_hold_it(tmp_path: Path) -> None:
+    folder = write_tokenizer(tmp_path)
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    named = [{"name": "other", "template": "a"}, {"name": "default", "template": "b"}]
+    (folder / "tokenizer_config.json").write_text(json.dumps(config | {"chat_template": named}))
+    assert HuggingFaceTokenizer(folder).chat_template() == "b"
+    (folder / "chat_template.json").write_text('{"chat_template": "c"}')
+    assert HuggingFaceTokenizer(folder).chat_template() == "c"
+    (folder / "chat_template.jinja").write_text("d")
+    assert HuggingFaceTokenizer(folder).chat_template() == "d"
+
+
+def test_a_named_format_is_saved_with_the_tokenizer(make: Make, tmp_path: Path) -> None:
+    make("own", prompt_format="plain").save(tmp_path)
+    assert (tmp_path / "chat_template.jinja").read_text() == FORMATS["plain"]
+    assert (tmp_path / "tokenizer.json").is_file()
