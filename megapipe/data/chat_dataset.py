@@ -185,9 +185,10 @@ class ChatDataset:
 
     def fingerprint(self, share: float) -> dict[str, Any]:
         """Return the entry of this file in the fingerprint of the data, see `data.fingerprint`."""
-        file, checked = self.file, slice(0, CHECKED_CHATS)
+        file, count = self.file, min(len(self.selection.numbers), CHECKED_CHATS)  # of the first epoch
+        bounds = self._bounds[: np.searchsorted(self._bounds, count, side="right")]
         sampled = slice(None, None, max(1, len(file.tokens) // CHECKED_TOKENS))
-        order = zlib.crc32(self._order[checked].astype("<i8").tobytes())
+        order = zlib.crc32(self._order[:count].astype("<i8").tobytes())
         return {
             "share": round(share, 12),
             "prefix": file.path,
@@ -195,7 +196,7 @@ class ChatDataset:
             "bytes": [len(file.tokens) * file.tokens.dtype.itemsize, len(file.starts) * 8],
             "index": zlib.crc32(np.ascontiguousarray(file.starts[sampled]).tobytes()),
             "tokens": zlib.crc32((2 * file.tokens[sampled].astype("<i8") + file.trained[sampled]).tobytes()),
-            "order": zlib.crc32(self._bounds[checked].astype("<i8").tobytes(), order),
+            "order": zlib.crc32(bounds.astype("<i8").tobytes(), order),
         }
 
 

@@ -85,7 +85,9 @@ def test_exactly_the_answers_are_trained(make: Make, data: st.DataObject) -> Non
     (found,) = tokenizer.tokenize([tokenizer.render(chat)])
     starts = found.tokens == tokenizer._library_tokenizer.token_to_id("<|im_start|>")
     assert int(starts.sum()) == len(chat)
-    assert trained_text(tokenizer, chat) == "".join(m["content"] + "<|im_end|>" for m in chat if m["role"] == "assistant")
+    assert trained_text(tokenizer, chat) == "".join(
+        m["content"] + "<|im_end|>" for m in chat if m["role"] == "assistant"
+    )
 
 
 _chatml: dict[str, ChatTokenizer] = {}
