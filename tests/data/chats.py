@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -18,7 +19,7 @@ def random_chats(lengths: Sequence[int], vocab_size: int = 50, seed: int = 0) ->
     trained = random.random(starts[-1]) < 0.5
     trained[starts[1:] - 1] = True
     trained[starts[:-1]] = False
-    first = [int(np.flatnonzero(trained[a:b])[0]) for a, b in zip(starts, starts[1:], strict=False)]
+    first = [int(np.flatnonzero(trained[a:b])[0]) for a, b in itertools.pairwise(starts)]
     tokens = random.integers(0, vocab_size, starts[-1]).astype(np.uint16)
     return ChatFile("chats.jsonl", MESSAGES, tokens, trained, starts, np.array(first, dtype=np.int64), 0)
 

@@ -97,7 +97,7 @@ def test_long_conversations_are_dropped_or_truncated_as_asked(overlong: str, kep
 
 
 def test_long_conversations_are_refused_by_default() -> None:
-    with pytest.raises(DataError, match="1 of 3 conversations are longer than --seq-length 15 .the longest has 17"):
+    with pytest.raises(DataError, match=r"1 of 3 conversations are longer than --seq-length 15 \(the longest has 17"):
         dataset([4, 16, 17])
 
 
