@@ -2,7 +2,7 @@
 
 Format: FIELD | FLAGS THAT CHANGE IT | EXPECTED EFFECT | FLAGS GIVEN TO BOTH RUNS | RANKS. `!--flag` removes a flag of
 the base. In paths {tmp} is the run's own folder, {saved} holds checkpoints of steps 1 and 2 of the base, {A} and {B}
-are token files.
+are token files, and {chats} holds a tokenizer with a chat template and chat.jsonl.
 
 records      the run succeeds with different records of steps and evaluations
 outcome      exit code or messages differ
@@ -44,6 +44,12 @@ SPIKES = f"{SAVE} --save-interval 1 --spike-rollback 1 --train-iters 12"
 PROFILE = f"{SAVE} --profile --profile-step-start 0"
 SENTENCES = "--tokenizer-type SentencePieceTokenizer --tokenizer-model {tmp}/a.model"
 GPT2 = "!--vocab-size --tokenizer-type GPT2BPETokenizer --vocab-file {vocab} --merge-file {tmp}/a.txt"
+
+CHAT_FILES = (
+    "!--mock-data !--vocab-size --train-data-path {chats}/chat.jsonl --valid-data-path {chats}/chat.jsonl "
+    "--tokenizer-type HuggingFaceTokenizer --tokenizer-model {chats} --seq-length 64"
+)
+CHATS = f"{CHAT_FILES} --sft --sft-overlong truncate"
 
 TABLE = f"""
 model.num_layers | --num-layers 3 | plan specs
@@ -249,6 +255,10 @@ data.num_workers | --num-workers 2 | readers
 data.reset_position_ids | --reset-position-ids | records | {DOCUMENTS}
 data.reset_attention_mask | --reset-attention-mask | records | {DOCUMENTS}
 data.eod_mask_loss | --eod-mask-loss | records | {DOCUMENTS}
+data.sft | --sft --sft-overlong truncate | said conversations of | {CHAT_FILES}
+data.sft_tokenizer_prompt_format | --sft-tokenizer-prompt-format plain | records | {CHATS}
+data.sft_packing | --no-sft-packing | records | {CHATS}
+data.sft_overlong | --sft-overlong drop | records | {CHATS}
 data.tokenizer_type | --tokenizer-type ByteTokenizer | outcome | !--vocab-size
 data.tokenizer_model | --tokenizer-model {{tmp}}/b.model | said b.model | {SENTENCES}
 data.vocab_file | --vocab-file {{tmp}}/b.json | said b.json | {GPT2}

@@ -45,12 +45,14 @@ from megapipe.plan.layer_costs import LayerTimes, PartCost, setting_of, to_json
 from megapipe.plan.memory import rank_memory
 from megapipe.plan.resolve import resolve
 from megapipe.plan.run_plan import RunPlan
+from megapipe.tokenizers.chat import FORMATS
 from megapipe.train.gpu_setup import graph_words, snapshot_path
 from megapipe.train.guard import StopRequest
 from megapipe.train.loop import Training
 from megapipe.train.run import join
 from tests.flag_effects import TABLE
 from tests.harness import RankPool
+from tests.tokenizers.chat_tokenizers import write_tokenizer
 from tests.train.grids import runtime_of, step_microbatches, trainer
 from tests.train.jobs import job_on_rank
 
@@ -403,7 +405,12 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
             for _ in range(1000):
                 writer.add_document(random.randint(0, 32, 20))
     (root / "vocab.json").write_text('{"a": 0, "<|endoftext|>": 1}')
+    write_tokenizer(root / "chats", FORMATS["chatml"])
+    answers = [f"answer {number}" * (1 + 15 * (number == 3)) for number in range(8)]
+    pairs = [{"prompt": "ask", "completion": answer} for answer in answers]
+    (root / "chats" / "chat.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
     found = {"A": root / "A", "B": root / "B", "saved": root / "saved", "vocab": root / "vocab.json"}
+    found["chats"] = root / "chats"
     saving = Case([BASE, "--train-iters 2 --lr-decay-style constant --save {saved} --save-interval 1"], found, root)
     assert saving.done[0] == 0, saving.done[1]
     return found
