@@ -101,7 +101,9 @@ class DataConfig:
         "default", "chat template: the tokenizer's own (default), or a fixed one", choices=PROMPT_FORMATS, needs=SFT
     )
     sft_packing: bool = option(
-        True, "pack several conversations into a sequence, which do not see each other; else one in each sequence"
+        True,
+        "pack several conversations into a sequence, which do not see each other; else one in each sequence",
+        needs=SFT,
     )
     sft_overlong: str = option(
         "refuse",

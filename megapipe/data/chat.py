@@ -35,6 +35,7 @@ UNREAD_KEYS = (
     "functions",
     "documents",
 )  # a template would write them; so they must not be left out in silence
+SAID_BYTES = 1 << 24  # a larger file takes long enough to say that it is tokenized
 BATCH = 512  # conversations that are tokenized at once
 
 Message = dict[str, str]
@@ -113,6 +114,8 @@ def _encode(path: str, encoder: ChatEncoder) -> Arrays:
     trained: list[Array] = []
     first: list[int] = []
     num_cut, form = 0, ""
+    if os.path.getsize(path) > SAID_BYTES:
+        print(f"tokenizing {path}: its tokens are kept in the index cache", flush=True)
     chats = read_chats(path)
     while batch := list(islice(chats, BATCH)):
         rendered = []

@@ -120,6 +120,7 @@ class ChatDataset:
         self.selection = select(file, *chats, seq_length, overlong)
         self._cache, self._key = cache, key or {}
         self._index(num_samples or 0)
+        self.num_requested = len(self) if num_samples is None else num_samples
 
     def _index(self, num_samples: int) -> None:
         def build() -> Arrays:
@@ -173,7 +174,7 @@ class ChatDataset:
         fill = tokens / (per_epoch * (self.seq_length + 1))
         first, past = self.chats
         text = f"{self.file.path}: {kept:,} conversations of {tokens:,} tokens in {per_epoch:,.0f} sequences an epoch"
-        notes = [f"{fill:.1%} full", f"{self.num_epochs} epoch(s) prepared"]
+        notes = [f"{fill:.1%} full", f"{self.num_requested / per_epoch:.3g} epochs are asked for"]
         if self.selection.num_long:
             how = {DROP: "dropped", TRUNCATE: "truncated"}[self.overlong]
             notes.append(f"{self.selection.num_long:,} of {past - first:,} too long: {how}")

@@ -6,8 +6,8 @@ the model gets in use, and ends with the text of the conversation up to this mes
 the next one; a template that writes earlier messages differently once later ones follow is refused.
 
 The tokens are those of the whole text. A token is trained if its first character is in an answer: one that begins in
-the prompt and reaches into the answer is not. An answer that holds special tokens ends, for training, with the last
-of them (the end of the turn); the line break that a template writes after it is not trained.
+the prompt and reaches into the answer is not. Blanks and line breaks that a template writes after the last special
+token of an answer, the end of the turn, are not trained.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -101,7 +102,7 @@ class ChatTokenizer:
         self._write = self._compiled(self.template)
         self._check_special_tokens()
 
-    @property
+    @cached_property
     def key(self) -> str:
         """A checksum of everything that the tokens of a conversation depend on."""
         content = json.dumps([self._library_tokenizer.to_str(), self.template, self._specials], sort_keys=True)
@@ -258,6 +259,8 @@ def _tokens(chat: Rendered, encoding: Any, special: frozenset[int]) -> ChatToken
     for start, end in chat.answers:
         first, past = np.searchsorted(offsets[:, 0], [start, end])
         num_cut += int(((offsets[:first, 0] < start) & (offsets[:first, 1] > start)).sum())
-        ends = np.flatnonzero(is_special[first:past])
-        trained[first : first + int(ends[-1]) + 1 if len(ends) else past] = True
+        specials = first + np.flatnonzero(is_special[first:past])
+        if len(specials) and not chat.text[int(offsets[specials[-1], 1]) : end].strip():
+            past = int(specials[-1]) + 1
+        trained[first:past] = True
     return ChatTokens(ids, trained, num_cut)

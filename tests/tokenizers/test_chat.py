@@ -105,6 +105,14 @@ def test_a_token_that_begins_in_the_prompt_is_not_trained(make: Make) -> None:
     assert trained_text(tokenizer, chat) == "lo world<|endoftext|>"
 
 
+def test_text_after_a_special_token_of_an_answer_is_trained(make: Make) -> None:
+    template = (
+        "{% for m in messages %}{{ m.role }}:{% if m.role == 'assistant' %}<|im_start|>{% endif %}{{ m.content }}\n"
+        "{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
+    )
+    assert trained_text(make(template), CHAT[1:3]) == "<|im_start|>fine, thanks 🙂\n"
+
+
 BAD_TEMPLATES = {
     "changing": (
         "{% for m in messages %}{{ m.role }}{% if loop.last %}!{% endif %}{{ m.content }}{% endfor %}",

@@ -121,7 +121,7 @@ def test_one_command_trains_a_hugging_face_folder_and_exports_it(folder: Path, t
     transformers = pytest.importorskip("transformers")
     code, said = job(flags(folder, tmp_path, f"--save {tmp_path / 'run'}"), base="")
     assert code == 0, said
-    assert "train: " in said and "22 conversations" in said
+    assert "train: " in said and "22 conversations of" in said
     losses = [step["loss"] for step in steps_of(tmp_path / "run" / "metrics.jsonl")]
     assert losses[-1] < losses[0]
     with contextlib.redirect_stdout(io.StringIO()) as printed:
