@@ -55,6 +55,7 @@ LOGGERS: Registry[Callable[..., Any]] = Registry("logger", "--logger", {})
 TOKENIZER = Need("data.tokenizer_type", "--tokenizer-type, the kind of tokenizer in that file")
 DATASET = Need("data.dataset", "--dataset NAME")
 SFT = Need("data.sft", "--sft, supervised finetuning")
+FORMAT = Need("data.sft", "--sft", without="no conversations are read")
 SAVE = Need("checkpoint.save", "--save DIR", without="nothing will be saved")
 LOAD = Need("checkpoint.load", "--load DIR")
 WANDB = Need("logging.wandb_project", "--wandb-project", without="nothing is sent to Weights & Biases")
@@ -98,7 +99,7 @@ class DataConfig:
         "supervised finetuning: data are JSON lines of conversations, and only the assistant's tokens are trained",
     )
     sft_tokenizer_prompt_format: str = option(
-        "default", "chat template: the tokenizer's own (default), or a fixed one", choices=PROMPT_FORMATS, needs=SFT
+        "default", "chat template: the tokenizer's own (default), or a fixed one", choices=PROMPT_FORMATS, needs=FORMAT
     )
     sft_packing: bool = option(
         True,

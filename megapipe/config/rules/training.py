@@ -100,7 +100,8 @@ def post_validation(config: Config) -> Iterator[str]:
         rule = "removes the barrier between the steps of a pipeline, but --pipeline-model-parallel-size is 1"
         yield f"--optimizer-post-validation {rule}; leave it out"
     elif config.training.calculate_per_token_loss:
-        rule = "--calculate-per-token-loss divides the gradient by the number of tokens of all last stages"
+        flag = "--sft, with --calculate-per-token-loss," if config.data.sft else "--calculate-per-token-loss"
+        rule = f"{flag} divides the gradient by the number of tokens of all last stages"
         way = "leave one of the two out"
         yield f"--optimizer-post-validation updates before the other ranks have answered, but {rule}; {way}"
     if config.optimizer.optimizer_cpu_offload:
