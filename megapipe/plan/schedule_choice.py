@@ -44,8 +44,8 @@ def check_schedule(config: Config) -> None:
             f"{updates} each stage at its own time, before the tokens of the batch, by which "
             "--calculate-per-token-loss divides, are counted; leave that out: each microbatch then has the same weight"
             if not config.data.sft
-            else f"{updates} each stage at its own time, before the trained tokens, by which --sft divides, are counted; "
-            "choose a synchronous schedule",
+            else f"{updates} each stage at its own time, before the trained tokens, by which --sft divides, are "
+            "counted; choose a synchronous schedule",
         ),
         (
             is_tied and config.parallel.pipeline_model_parallel_size > 1,

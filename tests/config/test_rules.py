@@ -28,6 +28,19 @@ GRAPHS = "--cuda-graph-impl local --hidden-dropout 0 --attention-dropout 0"
 # (rule, flags that break it, words of the message, similar flags that are valid)
 CASES = [
     (
+        "conversations_are_not_generated",
+        "--sft --tokenizer-type HuggingFaceTokenizer --tokenizer-model folder",
+        ["--mock-data generates tokens, but --sft trains on conversations"],
+        "--no-sft",
+    ),
+    (
+        "conversations_need_a_tokenizer",
+        "--sft",
+        ["--sft needs a tokenizer.json", "but no --tokenizer-type is given"],
+        "--no-sft",
+    ),
+    ("conversations_are_asked_for", "--sft-overlong drop", ["needs --sft, supervised finetuning;"], "--no-sft"),
+    (
         "heads_divide_hidden",
         "--hidden-size 60",
         ["--num-attention-heads 8 does not divide --hidden-size 60", "use 56 or 64 as hidden size"],
@@ -769,7 +782,7 @@ def test_a_configuration_made_in_code_obeys_the_rules(changes: dict[str, dict[st
 
 def test_every_rule_is_broken_by_a_case() -> None:
     """Every `yield` of a rule runs in some case, and every required option is left out once."""
-    modules = [getattr(rules, name) for name in ("model", "gpu", "optimizer", "training")]
+    modules = [getattr(rules, name) for name in ("model", "gpu", "optimizer", "sft", "training")]
     expected = {
         (str(module.__file__), node.lineno)
         for module in modules
