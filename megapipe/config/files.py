@@ -120,7 +120,8 @@ class DataConfig:
     @property
     def masks_loss(self) -> bool:
         """True if microbatches have a loss mask: some tokens are in no loss."""
-        return self.eod_mask_loss or (self.dataset is not None and DATASETS[self.dataset].has_loss_mask)
+        has_own = self.dataset is not None and DATASETS[self.dataset].has_loss_mask
+        return self.eod_mask_loss or self.sft or has_own
 
 
 def is_hugging_face(load: str | None) -> bool:
