@@ -138,7 +138,7 @@ def pieces_of(dataset: TokenDataset, index: int) -> tuple[Piece, ...]:
         return ()
     found: list[Piece] = []
     file = dataset.file
-    place, offset = dataset.index.locate(int(dataset.index.shuffle[index]) * dataset.seq_length)
+    place, offset = dataset.index.locate(int(dataset.index.shuffle[index]))
     position = 0
     while position <= dataset.seq_length:
         sequence = int(dataset.index.documents[place])
@@ -173,11 +173,11 @@ def stream_samples_of(dataset: GPTDataset, document: int) -> Iterator[int]:
 
     Sample k holds tokens k seq .. k seq + seq of the stream, one of them shared with the next sample.
     """
-    file, ends, seq = dataset.file, dataset.index.ends, dataset.seq_length
+    file, seq = dataset.file, dataset.seq_length
     sequences = np.arange(file.documents[document], file.documents[document + 1])
     for place in np.flatnonzero(np.isin(dataset.index.documents, sequences)).tolist():
-        past = int(ends[place])
-        first = past - int(file.lengths[dataset.index.documents[place]])
+        first = dataset.index.position(place, seq, file.lengths)
+        past = first + int(file.lengths[dataset.index.documents[place]])
         if past > first:
             yield from range(max(0, -(-(first - seq) // seq)), min((past - 1) // seq, len(dataset) - 1) + 1)
 

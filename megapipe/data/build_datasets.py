@@ -59,7 +59,8 @@ def build_datasets(request: DatasetRequest) -> Datasets:
         sizes = (request.seq_length, request.vocab_size, request.seed)
         numbers = enumerate(request.num_samples)
         return Datasets(*(SyntheticDataset(number, *sizes, part) if number else None for part, number in numbers))
-    open_file = functools.cache(IndexedFile)  # the parts share their files
+    # the parts share their files; who builds the index of a part checks the file
+    open_file = functools.cache(functools.partial(IndexedFile, check=False))
     if data.data_path is not None:
         blend = parse_blend(data.data_path, "--data-path")
         ranges = parse_split(data.split or DEFAULT_SPLIT)
@@ -105,7 +106,7 @@ def _build_part(
         members = []
         for file in files:
             first, last = sequence_range(part_range, len(file))
-            if file.lengths[first:last].any():
+            if file.has_tokens(first, last):
                 members.append(_member(request, part, file, part_range, None))
         members = [member for member in members if len(member)]
         weights = [len(member) for member in members]

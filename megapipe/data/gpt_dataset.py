@@ -18,6 +18,7 @@ from megapipe.data.indexed_file import IndexedFile
 from megapipe.errors import DataError
 
 LAST_EPOCH_THRESHOLD = 0.80
+BLOCK = 1 << 18  # documents whose samples are found at a time, so that the work fits into the processor's caches
 
 
 @dataclass(frozen=True)
@@ -47,16 +48,22 @@ class SampleIndex:
     """The order of documents and samples. The names of the fields are those of the arrays in the index cache."""
 
     documents: Array  # [E x sequences]: sequence numbers in stream order
-    ends: Array  # [E x sequences] int64: tokens of the stream up to and including each
+    places: Array  # [num_samples + 1]: index into `documents` of the first token of each stream sample, and of the end
+    offsets: Array  # [num_samples + 1]: tokens of that document before it, in the narrowest dtype that holds them
     shuffle: Array  # [num_samples]: stream sample of each sample
 
     def __len__(self) -> int:
         return len(self.shuffle)
 
-    def locate(self, position: int) -> tuple[int, int]:
-        """Return (index into `documents`, offset in that document) of token `position` of the stream."""
-        place = int(np.searchsorted(self.ends, position, side="right"))
-        return place, position - (int(self.ends[place - 1]) if place else 0)
+    def locate(self, stream_sample: int) -> tuple[int, int]:
+        """Return (index into `documents`, offset in that document) of the first token of a stream sample."""
+        return int(self.places[stream_sample]), int(self.offsets[stream_sample])
+
+    def position(self, place: int, seq_length: int, lengths: Array) -> int:
+        """Return the position in the stream of the first token of `documents[place]`. lengths: of all sequences."""
+        nearest = int(np.searchsorted(self.places, place, side="right")) - 1  # the last sample that starts before it
+        start, offset = self.locate(nearest)
+        return nearest * seq_length - offset + int(lengths[self.documents[start:place]].sum(dtype=np.int64))
 
 
 def build_sample_index(
@@ -69,21 +76,42 @@ def build_sample_index(
     plan = plan_epochs(int(lengths.sum(dtype=np.int64)), num_samples, seq_length)
     random = np.random.RandomState(seed)
     stop = first_sequence + len(lengths)
-    epoch = np.arange(first_sequence, stop, dtype=np.int32 if stop <= np.iinfo(np.int32).max else np.int64)
-    parts = []
-    shuffled_together = (plan.num_epochs - 1, 1) if plan.separate_last else (plan.num_epochs,)
-    for num_epochs in shuffled_together:
-        part = np.tile(epoch, num_epochs)
-        random.shuffle(part)
-        parts.append(part)
-    documents = np.concatenate(parts)
-    ends = np.cumsum(lengths[documents - first_sequence], dtype=np.int64)
+    dtype = np.int32 if max(stop, plan.num_epochs * len(lengths)) <= np.iinfo(np.int32).max else np.int64
+    documents = np.empty((plan.num_epochs, len(lengths)), dtype)
+    documents[:] = np.arange(first_sequence, stop, dtype=dtype)
+    if plan.separate_last:
+        random.shuffle(documents[:-1].reshape(-1))
+        random.shuffle(documents[-1])
+    else:
+        random.shuffle(documents.reshape(-1))
+    documents = documents.reshape(-1)
+    places, offsets = _sample_starts(lengths, documents, first_sequence, plan.num_samples, seq_length)
     fits_uint32 = plan.num_samples < np.iinfo(np.uint32).max - 1
     samples = np.arange(plan.num_samples, dtype=np.uint32 if fits_uint32 else np.int64)
     random.shuffle(samples[: plan.num_samples_before_last])
     if plan.num_samples_before_last < plan.num_samples:
         random.shuffle(samples[plan.num_samples_before_last :])
-    return SampleIndex(documents, ends, samples)
+    return SampleIndex(documents, places, offsets, samples)
+
+
+def _sample_starts(
+    lengths: Array, documents: Array, first_sequence: int, num_samples: int, seq_length: int
+) -> tuple[Array, Array]:
+    """Return the places and offsets of a SampleIndex: of tokens 0, seq, 2 seq, ... of the stream."""
+    places = np.empty(num_samples + 1, documents.dtype)
+    offsets = np.empty(num_samples + 1, np.min_scalar_type(int(lengths.max())))
+    filled, end = 0, 0  # samples found, and tokens of the stream, in the blocks before
+    for begin in range(0, len(documents), BLOCK):
+        held = lengths[documents[begin : begin + BLOCK] - first_sequence]
+        ends = end + np.cumsum(held, dtype=np.int64)
+        end = int(ends[-1])
+        past = min(num_samples, (end - 1) // seq_length) + 1
+        positions = np.arange(filled, past, dtype=np.int64) * seq_length
+        found = np.searchsorted(ends, positions, side="right")
+        places[filled:past] = begin + found
+        offsets[filled:past] = positions - (ends[found] - held[found])
+        filled = max(filled, past)
+    return places, offsets
 
 
 class GPTDataset:
@@ -108,15 +136,17 @@ class GPTDataset:
         self.num_requested = num_samples
         self.seq_length = seq_length
         first, last = sequences
-        lengths = file.lengths[first:last]
         if file.dtype.kind == "f":
             raise DataError(f"{file.prefix}.idx: tokens are whole numbers, but its dtype code is that of {file.dtype}")
-        if not lengths.any():
+        if not file.has_tokens(first, last):
             raise DataError(f"{file.prefix}: sequences {first}..{last} of {len(file)} hold no token to sample")
 
         def build() -> Arrays:
+            file.check()  # here, so that ranks that find the index in the cache do not read all of the .idx
             # requesting 0 samples gives one epoch, the minimum
-            return vars(build_sample_index(lengths, first, num_samples or 0, seq_length, seed))
+            built = build_sample_index(file.lengths[first:last], first, num_samples or 0, seq_length, seed)
+            file.release()
+            return vars(built)
 
         description = {  # everything that the order of samples depends on
             "source": source_stamp(file.prefix),
@@ -137,7 +167,7 @@ class GPTDataset:
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of a dataset of {len(self)} samples ({self.file.prefix})")
         # tokens k seq .. k seq + seq of the stream, gathered from all documents that they span
-        place, offset = self.index.locate(int(self.index.shuffle[index]) * self.seq_length)
+        place, offset = self.index.locate(int(self.index.shuffle[index]))
         sample = np.empty(self.seq_length + 1, dtype=np.int64)
         filled = 0
         while filled < len(sample):

@@ -3,8 +3,9 @@
 An entry is a folder `KIND-KEY` with `.npy` files and `description.json`. KEY is a hash of the settings and of size and
 modification time of the source, so that changed data never meets an old index. An entry is written under a temporary
 name and renamed, so it is complete or absent; if two processes build it at once, one entry stays. A lock only avoids
-the duplicate work. No disk has to be shared between machines. An entry whose checksums do not match is built again;
-entries of earlier versions have none.
+the duplicate work. No disk has to be shared between machines. An entry whose checksums do not match is built again.
+Checksums are computed again only for files whose size, inode or times differ from those noted at the last check: so a
+rank that starts reads the description and maps the arrays, however large they are.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import logging
 import os
 import secrets
 import shutil
+import time
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -30,7 +32,8 @@ from megapipe.data.indexed_file import bin_path, idx_path
 from megapipe.errors import ConfigError
 
 Arrays = dict[str, Array]
-FORMAT = 1  # part of every key: increase it when the meaning of an entry changes
+FORMAT = 2  # part of every key: increase it when the meaning of an entry changes
+SETTLED_NS = 50_000_000  # a file this young could change again without a change of its times
 BLOCK_BYTES = 1 << 20
 log = logging.getLogger(__name__)
 
@@ -101,12 +104,13 @@ def _store(entry: Path, text: str, arrays: Arrays) -> None:
                 np.save(file, values, allow_pickle=False)
                 file.flush()
                 os.fsync(file.fileno())
-        with open(partial / "description.json", "w") as file:
-            shapes = {name: list(values.shape) for name, values in arrays.items()}
-            checksums = {name: _checksum(partial / f"{name}.npy") for name in arrays}
-            json.dump({"description": text, "arrays": shapes, "checksums": checksums}, file)
-            file.flush()
-            os.fsync(file.fileno())
+        stamps = {name: _stamp(partial, name) for name in arrays}
+        content = {
+            "description": text,
+            "arrays": {name: list(values.shape) for name, values in arrays.items()},
+            "checksums": {name: _checksum(partial / f"{name}.npy") for name in arrays},
+        }
+        _write_description(partial, content, stamps)
         os.rename(partial, entry)
     except OSError:
         if not entry.exists():  # if it exists, another process was first, with the same entry
@@ -123,14 +127,40 @@ def _load(entry: Path, text: str) -> Arrays | str:
         content = json.loads((entry / "description.json").read_text())
         if content["description"] != text:
             return "its description is another one"
-        for name, checksum in content.get("checksums", {}).items():
-            if (found := _checksum(entry / f"{name}.npy")) != checksum:
-                return f"the checksum of {name}.npy is {found} instead of {checksum}"
+        stamps = {name: _stamp(entry, name) for name in content["checksums"]}
+        changed = [name for name, stamp in stamps.items() if content["stamps"].get(name) != stamp]
+        for name in changed:
+            if (found := _checksum(entry / f"{name}.npy")) != content["checksums"][name]:
+                return f"the checksum of {name}.npy is {found} instead of {content['checksums'][name]}"
+        if changed:
+            with contextlib.suppress(OSError):  # a folder of others: each start computes the checksums
+                _write_description(entry, content, stamps)
         arrays = {name: np.load(entry / f"{name}.npy", mmap_mode="r", allow_pickle=False) for name in content["arrays"]}
         shapes = {name: list(values.shape) for name, values in arrays.items()}
     except Exception as error:  # whatever numpy and json raise for a damaged file
         return f"{type(error).__name__}: {error}"
     return arrays if shapes == content["arrays"] else f"shapes {shapes} instead of {content['arrays']}"
+
+
+def _write_description(entry: Path, content: dict[str, Any], stamps: dict[str, list[int]]) -> None:
+    """Write the description. stamps: of the arrays, taken before their checksums were computed."""
+    now = time.time_ns()
+    content["stamps"] = {name: stamp for name, stamp in stamps.items() if now - max(stamp[2:]) > SETTLED_NS}
+    partial = entry / f".description.{secrets.token_hex(8)}"
+    try:
+        with open(partial, "w") as file:
+            json.dump(content, file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(partial, entry / "description.json")
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def _stamp(entry: Path, name: str) -> list[int]:
+    """Return size, inode and times of an array's file, of which any change of the file changes one."""
+    found = os.stat(entry / f"{name}.npy")
+    return [found.st_size, found.st_ino, found.st_mtime_ns, found.st_ctime_ns]
 
 
 def _checksum(path: Path) -> int:

@@ -38,7 +38,7 @@ DTYPES: dict[int, np.dtype[Any]] = {
     for code, name in {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 6: "<f8", 7: "<f4", 8: "<u2"}.items()
 }
 CODES = {dtype: code for code, dtype in DTYPES.items()}
-CHECK_BLOCK = 1 << 20  # sequences checked at a time, so that opening a huge file needs no second copy of its index
+CHECK_BLOCK = 1 << 18  # sequences checked at a time, so that a check needs no second copy of a huge index
 
 
 def bin_path(prefix: str | Path) -> Path:
@@ -55,12 +55,13 @@ def token_dtype(vocab_size: int) -> np.dtype[Any]:
 
 
 class IndexedFile:
-    """A pair of token files read through mmap: opening checks the index, reading touches only the pages it needs.
+    """A pair of token files read through mmap: reading touches only the pages it needs.
 
+    check: also read the whole index and check it (`check`). Without it, opening reads the header and checks sizes.
     Raises DataError, naming the file and the offending number, if the pair is missing, truncated or inconsistent.
     """
 
-    def __init__(self, prefix: str | Path) -> None:
+    def __init__(self, prefix: str | Path, *, check: bool = True) -> None:
         self.prefix = str(prefix)
         path = idx_path(prefix)
         index = _map(path, self.prefix)
@@ -89,7 +90,10 @@ class IndexedFile:
         has_modes = num_sequences > 0 and len(index) == plain + num_sequences
         self.modes: Array | None = np.frombuffer(index, "i1", num_sequences, plain) if has_modes else None
         self._bin = _map(bin_path(prefix), self.prefix)
-        self._check()
+        self._index = index
+        self._is_checked = False
+        if check:
+            self.check()
 
     def __len__(self) -> int:
         """Return the number of sequences."""
@@ -110,7 +114,13 @@ class IndexedFile:
         if start < 0 or count < 0 or start + count > length:
             wanted = f"tokens {start}..{start + count} requested of sequence {sequence}"
             raise DataError(f"{self.prefix}: {wanted}, which has {length}")
-        return np.frombuffer(self._bin, self.dtype, count, int(self.offsets[sequence]) + start * self.dtype.itemsize)
+        offset = int(self.offsets[sequence]) + start * self.dtype.itemsize
+        if offset < 0 or offset + count * self.dtype.itemsize > len(self._bin):
+            found = (
+                f"sequence {sequence} at byte {offset} is outside of {bin_path(self.prefix)} ({len(self._bin)} bytes)"
+            )
+            raise DataError(f"{found}: {idx_path(self.prefix).name} is damaged; copy or preprocess it again")
+        return np.frombuffer(self._bin, self.dtype, count, offset)
 
     def is_contiguous(self) -> bool:
         """Return True if `.bin` holds the sequences in order without gaps, as our writer leaves it."""
@@ -120,40 +130,72 @@ class IndexedFile:
         """Return the bytes of all sequences of a contiguous file."""
         return memoryview(self._bin)[: self.num_tokens * self.dtype.itemsize]
 
-    def _check(self) -> None:
-        """Check that the sequences share `.bin` among them, and that document starts rise from 0 to S.
+    def has_tokens(self, first: int, last: int) -> bool:
+        """Return True if any of the sequences first .. last - 1 has a token. Reads up to the first that has."""
+        return any(self.lengths[i : min(last, i + 1024)].any() for i in range(first, last, 1024))
 
-        So a changed byte of the index is found, except in document starts and modes.
+    def check(self) -> None:
+        """Check, once, that the sequences share `.bin` among them, and that document starts rise from 0 to S.
+
+        So a changed byte of the index is found, except in document starts and modes. Raises DataError.
         """
+        if self._is_checked:
+            return
+        self._check_sequences()
+        self._check_documents()
+        self._is_checked = True
+
+    def release(self) -> None:
+        """Unmap the pages of the index that were read; the next access maps them again."""
+        if isinstance(self._index, mmap.mmap):
+            self._index.madvise(mmap.MADV_DONTNEED)
+
+    def _check_sequences(self) -> None:
         idx, item, bin_bytes = idx_path(self.prefix), self.dtype.itemsize, len(self._bin)
         end, is_in_order = 0, True  # of the sequences so far
         for begin in range(0, len(self), CHECK_BLOCK):
-            lengths = self.lengths[begin : begin + CHECK_BLOCK].astype(np.int64)
+            lengths = self.lengths[begin : begin + CHECK_BLOCK]
             offsets = self.offsets[begin : begin + CHECK_BLOCK]
-            if (lengths < 0).any():
+            if lengths.min() < 0:
                 bad = int(np.argmax(lengths < 0))
                 raise DataError(f"{idx}: sequence {begin + bad} has a length of {lengths[bad]} tokens")
-            wrong = (offsets < 0) | (offsets > bin_bytes - lengths * item)  # a sum could pass the largest number
-            if wrong.any():
-                bad = int(np.argmax(wrong))
-                sequence = f"sequence {begin + bad} ({lengths[bad]} tokens of {item} bytes) at byte {offsets[bad]}"
-                reason = "the file is truncated or belongs to another index; copy or preprocess it again"
-                size = f"{bin_path(self.prefix)} has {bin_bytes} bytes"
-                raise DataError(f"{size}, but {idx.name} places {sequence}: {reason}")
-            is_in_order &= bool(np.array_equal(offsets, end + _contiguous_offsets(lengths, self.dtype)))
-            end += int(lengths.sum()) * item
+            ends = end + np.cumsum(lengths, dtype=np.int64) * item
+            follows = offsets[0] == end and bool(np.array_equal(offsets[1:], ends[:-1]))
+            if not follows or ends[-1] > bin_bytes:
+                self._check_places(begin, lengths.astype(np.int64), offsets)
+            is_in_order &= follows
+            end = int(ends[-1])
+            self.release()
         if end != bin_bytes or not (is_in_order or self._is_shared()):
             found = f"its {end // item} tokens of {item} bytes ({self.dtype}) do not fill {bin_path(self.prefix).name}"
             why = f"which has {bin_bytes} bytes, one after another: it is damaged or belongs to another file"
             raise DataError(f"{idx}: {found}, {why}; copy or preprocess both again")
-        starts, rule = self.documents, f"document starts must run from 0 to the number of sequences, {len(self)}"
+
+    def _check_places(self, begin: int, lengths: Array, offsets: Array) -> None:
+        """Check that sequences begin, begin + 1, ... lie in `.bin`."""
+        item, bin_bytes = self.dtype.itemsize, len(self._bin)
+        wrong = (offsets < 0) | (offsets > bin_bytes - lengths * item)  # a sum could pass the largest number
+        if wrong.any():
+            bad = int(np.argmax(wrong))
+            sequence = f"sequence {begin + bad} ({lengths[bad]} tokens of {item} bytes) at byte {offsets[bad]}"
+            reason = "the file is truncated or belongs to another index; copy or preprocess it again"
+            size = f"{bin_path(self.prefix)} has {bin_bytes} bytes"
+            raise DataError(f"{size}, but {idx_path(self.prefix).name} places {sequence}: {reason}")
+
+    def _check_documents(self) -> None:
+        idx, starts = idx_path(self.prefix), self.documents
+        rule = f"document starts must run from 0 to the number of sequences, {len(self)}"
         if not len(starts) or starts[0] != 0 or starts[-1] != len(self):
             found = f"{starts[0]} .. {starts[-1]}" if len(starts) else "nothing"
             raise DataError(f"{idx}: {rule}, but hold {found}")
-        falls = np.flatnonzero(starts[1:] < starts[:-1])
-        if len(falls):
-            number = falls[0] + 1
-            raise DataError(f"{idx}: document {number} starts at sequence {starts[number]}, before the preceding one")
+        for begin in range(0, len(starts), CHECK_BLOCK):
+            block = starts[begin : begin + CHECK_BLOCK + 1]  # one is shared with the next block
+            falls = block[1:] < block[:-1]
+            if falls.any():
+                number = begin + int(np.argmax(falls)) + 1
+                start = f"document {number} starts at sequence {starts[number]}"
+                raise DataError(f"{idx}: {start}, before the preceding one")
+            self.release()
 
     def _is_shared(self) -> bool:
         """Return True if the sequences, sorted by their place, follow one another without gaps."""

@@ -12,6 +12,7 @@ from megapipe.data.blend import BlendedDataset
 from megapipe.data.build_datasets import DatasetRequest, build_datasets, parse_split, sequence_range
 from megapipe.data.dataset import SyntheticDataset
 from megapipe.data.gpt_dataset import GPTDataset
+from megapipe.data.indexed_file import IndexedFile
 from megapipe.errors import ConfigError, DataError
 from tests.data.fixtures import FOLDER, changed, write_file
 
@@ -156,3 +157,25 @@ def test_split_covers_every_sequence_once(parts, num_sequences):
 def test_bad_split_is_refused(text):
     with pytest.raises(ConfigError, match=f"--split {re.escape(text)}: expected"):
         parse_split(text)
+
+
+def test_only_the_process_that_builds_an_index_reads_the_whole_idx(request_a, monkeypatch):
+    checked = []
+    monkeypatch.setattr(IndexedFile, "check", lambda file: checked.append(file.prefix))
+    first = build_datasets(request_a)
+    assert set(checked) == {A}
+    checked.clear()
+    second = build_datasets(request_a)
+    assert checked == []
+    assert [second.train[i].tolist() for i in range(20)] == [first.train[i].tolist() for i in range(20)]
+
+
+def test_a_damaged_index_is_found_when_the_run_starts(tmp_path):
+    write_file(tmp_path / "x", [9] * 40)
+    index = bytearray((tmp_path / "x.idx").read_bytes())
+    index[34 + 4 * 40 + 8] ^= 1  # the offset of sequence 1
+    (tmp_path / "x.idx").write_bytes(index)
+    data = DataConfig(data_path=(str(tmp_path / "x"),), split="100,0,0", data_cache_path=str(tmp_path / "cache"))
+    for _ in range(2):
+        with pytest.raises(DataError, match=r"do not fill x\.bin"):
+            build_datasets(DatasetRequest(data, 16, 1, (5, 0, 0)))

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from megapipe.data import index_cache as module
 from megapipe.data.gpt_dataset import GPTDataset
 from megapipe.data.index_cache import IndexCache
 from megapipe.errors import ConfigError
@@ -123,14 +124,31 @@ def test_a_damaged_entry_is_built_again_and_never_used(damage, tmp_path, caplog)
     assert len(entries(tmp_path)) == 1
 
 
-def test_an_entry_without_checksums_is_used(tmp_path):
+def test_a_start_reads_no_array_that_has_not_changed_since_its_checksum(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "SETTLED_NS", 0)
+    read = []
+    checksum = module._checksum
+    monkeypatch.setattr(module, "_checksum", lambda path: read.append(path.name) or checksum(path))
+
+    def start() -> list[str]:
+        read.clear()
+        found = IndexCache(tmp_path, True).arrays("kind", {}, lambda: ARRAYS)
+        np.testing.assert_array_equal(found["numbers"], ARRAYS["numbers"])
+        return list(read)
+
+    assert start() == ["numbers.npy"]  # written
+    assert start() == []
+    os.utime(tmp_path / entries(tmp_path)[0] / "numbers.npy")  # as after a copy
+    assert start() == ["numbers.npy"]
+    assert start() == []
+
+
+def test_a_file_that_has_just_changed_is_read_again_at_the_next_start(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "SETTLED_NS", 10**18)
     cache = IndexCache(tmp_path, True)
     cache.arrays("kind", {}, lambda: ARRAYS)
     path = tmp_path / entries(tmp_path)[0] / "description.json"
-    content = json.loads(path.read_text())
-    path.write_text(json.dumps({name: content[name] for name in ("description", "arrays")}))
-    found = cache.arrays("kind", {}, lambda: {"numbers": np.zeros(3)})
-    np.testing.assert_array_equal(found["numbers"], ARRAYS["numbers"])
+    assert json.loads(path.read_text())["stamps"] == {}
 
 
 def test_changed_data_meets_no_old_index(tmp_path):

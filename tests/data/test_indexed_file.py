@@ -265,3 +265,12 @@ def test_a_folder_means_its_files_sorted_by_name(tmp_path):
     assert prefixes_in(tmp_path) == [str(tmp_path / "a"), str(tmp_path / "b")]
     with pytest.raises(ConfigError, match=r"holds no \.idx file"):
         prefixes_in(FOLDER.parent)
+
+
+@pytest.mark.parametrize("fault", ["offset-beyond", "offset-negative", "length-negative", "bin-cut"])
+def test_a_file_opened_without_the_check_refuses_the_damaged_sequence(fault, tmp_path):
+    file = IndexedFile(damaged(tmp_path, *FAULTS[fault][:2]), check=False)
+    with pytest.raises(DataError, match="sequence"):
+        [file.read(number) for number in range(len(file))]
+    with pytest.raises(DataError, match=FAULTS[fault][2]):
+        file.check()
