@@ -52,6 +52,12 @@ class Environment:
         return self.world_size > 1
 
 
+def set_tokenizer_threads(num_threads: int) -> None:
+    """Set the threads of the tokenizers library in this process; it reads the variables when it first encodes."""
+    os.environ["RAYON_NUM_THREADS"] = str(num_threads)
+    os.environ["TOKENIZERS_PARALLELISM"] = "true"
+
+
 def read_environment(environ: Mapping[str, str] | None = None) -> Environment:
     """Read the environment of this process. Raises ConfigError if a launcher's variables are incomplete or wrong."""
     variables = os.environ if environ is None else environ

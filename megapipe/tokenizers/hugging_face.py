@@ -57,6 +57,10 @@ class _Fast:
     def encode(self, text: str) -> list[int]:
         return list(self._tokenizer.encode(text).ids)
 
+    def encode_batch(self, texts: list[str], num_threads: int) -> list[list[int]]:
+        """Encode texts in the library's own threads, whose number `environment.set_tokenizer_threads` has set."""
+        return [encoding.ids for encoding in self._tokenizer.encode_batch_fast(texts)]
+
     def decode(self, ids: Sequence[int]) -> str:
         return str(self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=True))
 

@@ -44,6 +44,11 @@ class _Model:
     def encode(self, text: str) -> list[int]:
         return [int(i) for i in self._processor.EncodeAsIds(text)]
 
+    def encode_batch(self, texts: list[str], num_threads: int) -> list[list[int]]:
+        """Encode texts in the library's own threads."""
+        found: list[list[int]] = self._processor.Encode(texts, out_type=int, num_threads=num_threads)
+        return found
+
     def decode(self, ids: Sequence[int]) -> str:
         return str(self._processor.DecodeIds([int(i) for i in ids if i < self._num_pieces]))
 
@@ -102,6 +107,10 @@ class Llama2Tokenizer(GPTSentencePieceTokenizer):
     def encode(self, text: str) -> list[int]:
         ids = super().encode(text)
         return ids if self.bos is None else [self.bos, *ids]
+
+    def encode_batch(self, texts: list[str], num_threads: int) -> list[list[int]]:
+        found = super().encode_batch(texts, num_threads)
+        return found if self.bos is None else [[self.bos, *ids] for ids in found]
 
 
 def train_sentencepiece(
