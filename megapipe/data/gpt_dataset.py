@@ -77,14 +77,12 @@ def build_sample_index(
     random = np.random.RandomState(seed)
     stop = first_sequence + len(lengths)
     dtype = np.int32 if max(stop, plan.num_epochs * len(lengths)) <= np.iinfo(np.int32).max else np.int64
-    documents = np.empty((plan.num_epochs, len(lengths)), dtype)
-    documents[:] = np.arange(first_sequence, stop, dtype=dtype)
+    documents = np.empty(plan.num_epochs * len(lengths), dtype)
+    documents.reshape(plan.num_epochs, -1)[:] = np.arange(first_sequence, stop, dtype=dtype)
+    num_together = len(documents) - (len(lengths) if plan.separate_last else 0)
+    random.shuffle(documents[:num_together])
     if plan.separate_last:
-        random.shuffle(documents[:-1].reshape(-1))
-        random.shuffle(documents[-1])
-    else:
-        random.shuffle(documents.reshape(-1))
-    documents = documents.reshape(-1)
+        random.shuffle(documents[num_together:])
     places, offsets = _sample_starts(lengths, documents, first_sequence, plan.num_samples, seq_length)
     fits_uint32 = plan.num_samples < np.iinfo(np.uint32).max - 1
     samples = np.arange(plan.num_samples, dtype=np.uint32 if fits_uint32 else np.int64)

@@ -223,6 +223,53 @@ def _contiguous_offsets(lengths: Array, dtype: np.dtype[Any]) -> Array:
     return np.concatenate([np.zeros(min(1, len(ends)), np.int64), ends[:-1]])
 
 
+def index_bytes(num_documents: int) -> int:
+    """Return the size of an `.idx` with one sequence per document."""
+    return HEADER.size + 12 * num_documents + 8 * (num_documents + 1)
+
+
+def write_index(
+    path: Path, dtype: np.dtype[Any], lengths: Array, documents: Array | None = None, modes: bytes = b""
+) -> None:
+    """Write the `.idx` of sequences that follow one another and sync it. documents: None for one sequence each.
+
+    Works in blocks, so that the arrays may be mapped files of any size.
+    """
+    num_starts = len(lengths) + 1 if documents is None else len(documents)
+    with open(path, "wb") as file:
+        file.write(HEADER.pack(MAGIC, VERSION, CODES[dtype], len(lengths), num_starts))
+        blocks = [slice(begin, begin + CHECK_BLOCK) for begin in range(0, max(len(lengths), num_starts), CHECK_BLOCK)]
+        for block in blocks:
+            file.write(lengths[block].astype("<i4").tobytes())
+        end = 0
+        for block in blocks:
+            file.write((end + _contiguous_offsets(lengths[block], dtype)).astype("<i8").tobytes())
+            end += int(lengths[block].sum(dtype=np.int64)) * dtype.itemsize
+        for block in blocks:
+            starts = np.arange(block.start, min(block.stop, num_starts)) if documents is None else documents[block]
+            file.write(starts.astype("<i8").tobytes())
+        file.write(modes)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def publish(partial_bin: Path, partial_idx: Path, prefix: str) -> None:
+    """Give a pair of files on disk its names. The part that was done before a crash is left out.
+
+    The old index is removed first and the new one comes last, so that no index ever meets a foreign `.bin`.
+    """
+    if partial_bin.exists():
+        idx_path(prefix).unlink(missing_ok=True)
+        os.replace(partial_bin, bin_path(prefix))
+    if partial_idx.exists():
+        os.replace(partial_idx, idx_path(prefix))
+    folder = os.open(bin_path(prefix).parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
 class IndexedWriter:
     """Writes a pair of token files under temporary names and renames them once everything is on disk.
 
@@ -298,32 +345,17 @@ class IndexedWriter:
         self.num_tokens += file.num_tokens
 
     def commit(self) -> None:
-        """Write the index, sync, rename.
-
-        The old index is removed first and the new one comes last, so that no index ever meets a foreign `.bin`.
-        """
-        lengths = np.frombuffer(self._lengths, np.intc).astype("<i4")
+        """Write the index, sync, rename."""
         try:
-            with open(self._partial[1], "wb") as file:
-                file.write(HEADER.pack(MAGIC, VERSION, CODES[self.dtype], len(lengths), len(self._documents)))
-                file.write(lengths.tobytes())
-                file.write(_contiguous_offsets(lengths, self.dtype).astype("<i8").tobytes())
-                file.write(np.frombuffer(self._documents, np.int64).astype("<i8").tobytes())
-                if self._modes is not None:
-                    file.write(self._modes.tobytes())
-                file.flush()
-                os.fsync(file.fileno())
+            lengths, documents = (
+                np.frombuffer(a, d) for a, d in ((self._lengths, np.intc), (self._documents, np.int64))
+            )
+            modes = b"" if self._modes is None else self._modes.tobytes()
+            write_index(self._partial[1], self.dtype, lengths, documents, modes)
             self._bin.flush()
             os.fsync(self._bin.fileno())
             self._bin.close()
-            idx_path(self.prefix).unlink(missing_ok=True)
-            os.replace(self._partial[0], bin_path(self.prefix))
-            os.replace(self._partial[1], idx_path(self.prefix))
-            folder = os.open(bin_path(self.prefix).parent, os.O_RDONLY)
-            try:
-                os.fsync(folder)
-            finally:
-                os.close(folder)
+            publish(self._partial[0], self._partial[1], self.prefix)
         except OSError as error:
             self.abort()
             raise DataError(f"cannot write token files {self.prefix}.bin/.idx: {error.strerror}") from None

@@ -1,7 +1,8 @@
-"""Text to token files: one process reads documents and writes tokens in order, several tokenize.
+"""Text to token files: one process reads documents and writes tokens in order, several threads or processes tokenize.
 
-Each worker calls a factory for the tokenizer once, so that nothing large is pickled and this package does not depend on
-the tokenizers. Unlike in Megatron, a document without tokens is left out (and counted).
+A tokenizer with `encode_batch` runs in this process, in the threads of its library; for others, each worker process
+calls a factory for the tokenizer once, so that nothing large is pickled and this package does not depend on the
+tokenizers. Unlike in Megatron, a document without tokens is left out (and counted).
 """
 
 from __future__ import annotations
@@ -10,27 +11,36 @@ import multiprocessing
 import signal
 import sys
 import time
+from array import array
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import ExitStack
-from dataclasses import dataclass, field
+from contextlib import closing
+from dataclasses import asdict, dataclass, field
 from typing import Protocol, TextIO
 
 import numpy as np
 
 from megapipe.data.dataset import Array
-from megapipe.data.indexed_file import IndexedWriter, token_dtype
-from megapipe.data.text_source import Record
-from megapipe.errors import ConfigError, DataError
+from megapipe.data.indexed_file import token_dtype
+from megapipe.data.partial_output import PartialOutput
+from megapipe.data.text_source import Position, Problem, Record
+from megapipe.environment import set_tokenizer_threads
+from megapipe.errors import ConfigError, DataError, MegapipeError
 
 BATCH_BYTES = 1 << 18  # text per task: large compared with the cost of a message, small compared with a corpus
+THREAD_BATCH_BYTES = 1 << 20  # per thread of a library that tokenizes a batch in threads
 BATCHES_PER_WORKER = 3  # in flight, so that memory stays bounded however fast the reader is
+BATCHES_IN_THREADS = 3  # while the library encodes one batch, Python parses the next and packs the one before
+COMMIT_BYTES = 1 << 26  # text after which the work is on disk for good
 
 
 class Encoder(Protocol):
-    """The part of a tokenizer that preprocessing uses."""
+    """The part of a tokenizer that preprocessing uses.
+
+    A tokenizer whose library has threads also has `encode_batch(texts, num_threads) -> list[list[int]]`.
+    """
 
     vocab_size: int
     eod: int | None
@@ -47,6 +57,7 @@ class Counts:
 
     documents: int = 0
     empty: int = 0  # documents without tokens, which are not written
+    skipped: int = 0  # bad records
     tokens: dict[str, int] = field(default_factory=dict)
     text_bytes: int = 0
     seconds: float = 0.0
@@ -63,14 +74,14 @@ class Encoded:
     """A batch of tokenized documents: for each key the concatenated tokens and the number of tokens per document."""
 
     tokens: dict[str, Array]
-    lengths: dict[str, list[int]]
-    num_documents: int
+    lengths: dict[str, Array]
     text_bytes: int
+    problems: tuple[Problem, ...]  # the records that are not among the documents
+    end: Position  # in the input, behind the batch
 
-
-def output_prefix(prefix: str, key: str) -> str:
-    """Return the prefix of the token files for a JSON key: PREFIX_KEY_document."""
-    return f"{prefix}_{key}_document"
+    @property
+    def num_documents(self) -> int:
+        return len(next(iter(self.lengths.values())))
 
 
 def preprocess(
@@ -81,54 +92,100 @@ def preprocess(
     keys: Sequence[str] = ("text",),
     append_eod: bool = False,
     num_workers: int = 1,
+    skip_bad: int = 0,
+    output: PartialOutput | None = None,
     progress: Progress | None = None,
 ) -> Counts:
     """Write `PREFIX_KEY_document.bin/.idx` for each key, with one document per record, and return the counts.
 
-    The files get their names once all of them are complete; an error or Ctrl-C leaves none. Raises DataError for a
-    record that cannot be read or a worker that died, ConfigError for append_eod without such a token.
+    The files get their names once all of them are complete. output: an earlier run's, which the records continue;
+    after an error or Ctrl-C it keeps what was done. Without it, nothing is left, and existing files are replaced.
+    skip_bad: the number of bad records that are left out and reported in PREFIX.skipped.jsonl. Raises DataError for
+    one more or a worker that died, ConfigError for append_eod without such a token.
     """
+    set_tokenizer_threads(num_workers)
     encoder = encoder_factory()  # here too, so that an invalid tokenizer is reported once, not by each worker
-    if append_eod and encoder.eod is None:
-        raise ConfigError("--append-eod: this tokenizer has no end-of-document token")
-    if num_workers < 1:
-        raise ConfigError(f"--workers {num_workers}: at least one worker process is needed")
-    counts = Counts(tokens=dict.fromkeys(keys, 0))
-    begin = time.monotonic()
-    with ExitStack() as stack:
-        writers = {
-            key: stack.enter_context(IndexedWriter(output_prefix(prefix, key), token_dtype(encoder.vocab_size)))
-            for key in keys
-        }
-        for encoded in _encode_all(records, encoder_factory, tuple(keys), append_eod, num_workers):
-            for key, writer in writers.items():
-                start = 0
-                for length in encoded.lengths[key]:
-                    if length:
-                        writer.add_document(encoded.tokens[key][start : start + length])
-                    else:
-                        counts.empty += 1
-                    start += length
-                counts.tokens[key] += start
-            counts.documents += encoded.num_documents
-            counts.text_bytes += encoded.text_bytes
-            counts.seconds = time.monotonic() - begin
-            if progress is not None:
-                progress.show(counts)
-        if counts.documents == counts.empty:
-            raise DataError(f"{prefix}: the input holds no document with text in it, so there is nothing to write")
+    if output is None:
+        output = PartialOutput(prefix, keys, token_dtype(encoder.vocab_size), overwrite=True)
+    counts = Counts(**output.counts) if output.counts else Counts(tokens=dict.fromkeys(keys, 0))
+    try:
+        if append_eod and encoder.eod is None:
+            raise ConfigError("--append-eod: this tokenizer has no end-of-document token")
+        if num_workers < 1:
+            raise ConfigError(f"--workers {num_workers}: at least one worker is needed")
+        if not output.is_read:
+            encoding = _encode_all(records, encoder_factory, encoder, (tuple(keys), append_eod), num_workers)
+            with closing(encoding):
+                _write_all(encoding, output, counts, skip_bad, progress)
+        output.publish()
+    except BaseException as error:
+        kept = "no file was written"
+        if output.is_resumable and counts.documents > counts.empty:
+            kept = f"the same command goes on after the documents that are kept in {output.folder}"
+            output.close()
+        else:
+            output.discard()
+        if isinstance(error, OSError):
+            raise DataError(f"cannot write token files {prefix}: {error.strerror}; {kept}") from None
+        if isinstance(error, DataError):
+            raise DataError(f"{error}; {kept}") from None
+        raise
     if progress is not None:
         progress.end()
     return counts
 
 
-def _batches(records: Iterable[Record]) -> Iterator[list[Record]]:
+def _write_all(
+    encoding: Iterable[Encoded], output: PartialOutput, counts: Counts, skip_bad: int, progress: Progress | None
+) -> None:
+    """Write the batches and commit now and then, also before an error or Ctrl-C goes on."""
+    begin, committed = time.monotonic() - counts.seconds, counts.text_bytes
+    try:
+        for encoded in encoding:
+            if encoded.problems and counts.skipped + len(encoded.problems) > skip_bad:
+                problem = encoded.problems[max(0, skip_bad - counts.skipped)]
+                before = f", after {skip_bad:,} that were skipped" if skip_bad else ""
+                way = "repair it, or leave out up to N bad records with --skip-bad N"
+                raise DataError(f"{problem.text}{before}; {way}")
+            _write(encoded, output, counts)
+            counts.seconds = time.monotonic() - begin
+            output.mark(encoded.end, asdict(counts))
+            if counts.text_bytes - committed >= COMMIT_BYTES:
+                output.commit()
+                committed = counts.text_bytes
+            if progress is not None:
+                progress.show(counts)
+        if counts.documents == counts.empty:
+            raise DataError(
+                f"{output.prefix}: the input holds no document with text in it, so nothing is to be written"
+            )
+    except OSError:
+        raise  # a full disk: what was committed before stays
+    except BaseException:
+        output.commit()
+        raise
+    output.commit(is_read=True)
+
+
+def _write(encoded: Encoded, output: PartialOutput, counts: Counts) -> None:
+    for key, lengths in encoded.lengths.items():
+        filled = lengths[lengths > 0]
+        output.add(key, encoded.tokens[key], filled)
+        counts.empty += len(lengths) - len(filled)
+        counts.tokens[key] += len(encoded.tokens[key])
+    output.skip(encoded.problems)
+    counts.documents += encoded.num_documents
+    counts.skipped += len(encoded.problems)
+    counts.text_bytes += encoded.text_bytes
+
+
+def _batches(records: Iterable[Record], batch_bytes: int) -> Iterator[list[Record]]:
     batch: list[Record] = []
     size = 0
     for record in records:
         batch.append(record)
-        size += len(record.content)
-        if size >= BATCH_BYTES:
+        size += record.num_bytes
+        if size >= batch_bytes:
             yield batch
             batch, size = [], 0
     if batch:
@@ -136,31 +193,70 @@ def _batches(records: Iterable[Record]) -> Iterator[list[Record]]:
 
 
 def _encode_all(
-    records: Iterable[Record], factory: EncoderFactory, keys: tuple[str, ...], append_eod: bool, num_workers: int
-) -> Iterator[Encoded]:
+    records: Iterable[Record],
+    factory: EncoderFactory,
+    encoder: Encoder,
+    settings: tuple[tuple[str, ...], bool],
+    num_workers: int,
+) -> Generator[Encoded]:
     """Yield tokenized batches in the order of the records, with a bounded number of batches in flight."""
+    if hasattr(encoder, "encode_batch"):
+        threads = ThreadPoolExecutor(BATCHES_IN_THREADS)
+        batches = _batches(records, THREAD_BATCH_BYTES * num_workers)
+        return _in_flight(
+            threads,
+            batches,
+            lambda b: threads.submit(encode_records, b, encoder, *settings, num_workers),
+            BATCHES_IN_THREADS,
+        )
     # spawn: a fork would inherit locks of the threads that some tokenizers start
-    context = multiprocessing.get_context("spawn")
     pool = ProcessPoolExecutor(
-        num_workers, mp_context=context, initializer=_start_worker, initargs=(factory, keys, append_eod)
+        num_workers,
+        mp_context=multiprocessing.get_context("spawn"),
+        initializer=_start_worker,
+        initargs=(factory, *settings),
     )
+
+    def submit(batch: list[Record]) -> Future[Encoded]:
+        # Ctrl-C reaches all processes of the terminal. Submitting may start a worker, which inherits the signal
+        # mask: so workers never get SIGINT, and the parent stops them
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            return pool.submit(_encode, batch)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+    return _in_flight(pool, _batches(records, BATCH_BYTES), submit, BATCHES_PER_WORKER * num_workers)
+
+
+def _in_flight(
+    pool: Executor,
+    batches: Iterable[list[Record]],
+    submit: Callable[[list[Record]], Future[Encoded]],
+    most: int,
+) -> Generator[Encoded]:
+    """Yield the results of the batches in order, with at most so many batches in work."""
     pending: deque[Future[Encoded]] = deque()
+    failure: Exception | None = None
+    reader = iter(batches)
     try:
-        for batch in _batches(records):
-            # Ctrl-C reaches all processes of the terminal. Submitting may start a worker, which inherits the signal
-            # mask: so workers never get SIGINT, and the parent stops them
-            before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        while failure is None:
             try:
-                pending.append(pool.submit(_encode, batch))
-            finally:
-                signal.pthread_sigmask(signal.SIG_SETMASK, before)
-            if len(pending) >= BATCHES_PER_WORKER * num_workers:
+                batch = next(reader, None)
+            except MegapipeError as error:  # of the reader; the documents before it count
+                failure = error
+                break
+            if batch is None:
+                break
+            pending.append(submit(batch))
+            if len(pending) >= most:
                 yield pending.popleft().result()
         while pending:
             yield pending.popleft().result()
+        if failure is not None:
+            raise failure
     except BrokenProcessPool:
-        way_out = "perhaps out of memory (try fewer --workers); no file was written"
-        raise DataError(f"a tokenizing worker died, {way_out}") from None
+        raise DataError("a tokenizing worker died, perhaps out of memory: try fewer --workers") from None
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
 
@@ -169,6 +265,7 @@ _work: list[tuple[Encoder, tuple[str, ...], bool]] = []  # in each worker proces
 
 
 def _start_worker(factory: EncoderFactory, keys: tuple[str, ...], append_eod: bool) -> None:
+    set_tokenizer_threads(1)
     _work[:] = [(factory(), keys, append_eod)]
 
 
@@ -176,26 +273,56 @@ def _encode(batch: list[Record]) -> Encoded:
     return encode_records(batch, *_work[0])
 
 
-def encode_records(batch: list[Record], encoder: Encoder, keys: tuple[str, ...], append_eod: bool) -> Encoded:
+def encode_records(
+    batch: list[Record], encoder: Encoder, keys: tuple[str, ...], append_eod: bool, num_threads: int = 1
+) -> Encoded:
     """Tokenize a batch. A document without text stays empty: it gets no end-of-document token either."""
-    dtype = token_dtype(encoder.vocab_size)
-    tokens: dict[str, list[Array]] = {key: [] for key in keys}
-    lengths: dict[str, list[int]] = {key: [] for key in keys}
+    problems: list[Problem] = []
+    records: list[Record] = []
+    ids: dict[str, list[list[int]]] = {key: [] for key in keys}
+    is_batched = hasattr(encoder, "encode_batch")
+    parsed: list[list[str]] = []
     for record in batch:
-        for key, text in zip(keys, record.texts(keys), strict=True):
+        texts = record.parse(keys)
+        if isinstance(texts, list) and not is_batched:
             try:
-                ids = encoder.encode(text) if text else []
+                encoded = [encoder.encode(text) if text else [] for text in texts]
             except DataError as error:
-                raise DataError(f"{record.origin}: {error}") from None
-            if ids and (min(ids) < 0 or max(ids) >= encoder.vocab_size):
-                bad = next(i for i in ids if not 0 <= i < encoder.vocab_size)
-                raise DataError(f"{record.origin}: token {bad} is outside of the vocabulary of {encoder.vocab_size}")
-            if ids and append_eod and encoder.eod is not None:
-                ids.append(encoder.eod)
-            tokens[key].append(np.array(ids, dtype=dtype))
-            lengths[key].append(len(ids))
-    joined = {key: np.concatenate(tokens[key]) for key in keys}
-    return Encoded(joined, lengths, len(batch), sum(len(record.content) for record in batch))
+                texts = record.problem(str(error))
+            else:
+                for key, one in zip(keys, encoded, strict=True):
+                    ids[key].append(one)
+        if isinstance(texts, Problem):
+            problems.append(texts)
+        else:
+            parsed.append(texts)
+            records.append(record)
+    for place, key in enumerate(keys) if is_batched else ():
+        filled = [texts[place] for texts in parsed if texts[place]]
+        found = iter(encoder.encode_batch(filled, num_threads))  # type: ignore[attr-defined]
+        ids[key] = [next(found) if texts[place] else [] for texts in parsed]
+    eod = encoder.eod if append_eod else None
+    tokens, lengths = {}, {}
+    for key in keys:
+        tokens[key], lengths[key] = _packed(ids[key], records, encoder.vocab_size, eod)
+    return Encoded(tokens, lengths, sum(record.num_bytes for record in batch), tuple(problems), batch[-1].end)
+
+
+def _packed(ids: list[list[int]], records: list[Record], vocab_size: int, eod: int | None) -> tuple[Array, Array]:
+    """Return (tokens of all documents, each with `eod` if it has any; number of tokens of each)."""
+    joined = array("q")
+    for document in ids:
+        joined.extend(document)
+        if eod is not None and document:
+            joined.append(eod)
+    values = np.frombuffer(joined, np.int64) if joined else np.empty(0, np.int64)
+    lengths = np.array([len(document) + (eod is not None and len(document) > 0) for document in ids], np.int64)
+    if len(values) and (values.min() < 0 or values.max() >= vocab_size):
+        place = int(np.argmax((values < 0) | (values >= vocab_size)))
+        record = records[int(np.searchsorted(np.cumsum(lengths), place, side="right"))]
+        rule = f"token {values[place]} is outside of the vocabulary of {vocab_size}"
+        raise DataError(record.problem(rule).text)
+    return values.astype(token_dtype(vocab_size)), lengths
 
 
 class Progress:

@@ -1,4 +1,4 @@
-"""Documents from text on disk: JSON lines, plain text files, directory trees, Python's own standard library.
+"""Documents from files and pipes: JSON lines, plain text, parquet, Arrow, `datasets` folders, the standard library.
 
 `read_records` yields raw records for workers to parse; `corpus_documents` reads a whole small corpus into memory.
 """
@@ -8,21 +8,32 @@ from __future__ import annotations
 import glob
 import gzip
 import hashlib
+import io
 import itertools
 import json
 import os
+import stat
 import sysconfig
 import zlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, cast
+from typing import IO, NamedTuple, cast
 
+from megapipe.data.tables import Cells, DamagedFile, ZstdFile, read_rows
 from megapipe.errors import ConfigError, DataError
 
-JSON_SUFFIXES = (".jsonl", ".json", ".ndjson", ".jsonl.gz", ".json.gz", ".ndjson.gz")
+JSON_SUFFIXES = (".jsonl", ".json", ".ndjson")
+COMPRESSED_SUFFIXES = (".gz", ".zst", ".zstd")
+TABLE_SUFFIXES = {".parquet": "parquet", ".arrow": "arrow", ".feather": "arrow", ".ipc": "arrow"}
+UNREADABLE_SUFFIXES = (".xz", ".bz2", ".lz4", ".zip", ".7z", ".tar", ".tgz", ".tar.gz", ".tar.zst")
+GZIP_MAGIC, ZSTD_MAGIC = b"\x1f\x8b", b"\x28\xb5\x2f\xfd"
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+FORMATS = ("jsonl", "text", "parquet", "arrow")
 DOCUMENT_UNITS = ("file", "line", "blank-line")
 TEXT_KEY = "text"
+STDIN, STDIN_PATH = "-", Path("/dev/stdin")
+GUESS_BYTES = 1 << 20  # read of a text file to find its document unit
+LINES_PER_PARAGRAPH = 50  # on average, in a text whose blank lines are taken for separators
 
 CODE_SUFFIXES = "py pyi txt md rst tex html css js ts c h cc cpp hpp cu java go rs rb sh sql toml yaml yml csv"
 TEXT_SUFFIXES = frozenset(f".{name}" for name in CODE_SUFFIXES.split())
@@ -35,100 +46,286 @@ PIECE_CHARACTERS = 4000  # a long text file is cut into documents of about this 
 MIN_DOCUMENTS = 20  # fewer cannot be split into train and valid
 
 
-@dataclass(frozen=True)
-class Record:
-    """The source of one document. number: line in the file, from 1; 0 for a whole text file."""
+class Position(NamedTuple):
+    """A place between two documents of the input."""
+
+    file: int = 0  # index in the list of files
+    byte: int = 0  # of the decompressed text; 0 in tables
+    number: int = 0  # lines or rows of the file before it
+
+
+class Problem(NamedTuple):
+    """A record that cannot be read, or the rest of a file."""
+
+    path: str
+    unit: str  # "line", "row", or "" in a whole text file
+    number: int  # from 1
+    byte: int | None  # in the decompressed text; None in tables
+    reason: str
+
+    @property
+    def text(self) -> str:
+        place = f" {self.unit} {self.number}" if self.unit else ""
+        return f"{self.path}{place}{'' if self.byte is None else f', byte {self.byte}'}: {self.reason}"
+
+
+class Record(NamedTuple):
+    """The source of one document. number: line or row in the file, from 1; 0 for a whole text file."""
 
     path: str
     number: int
     content: bytes
     is_json: bool
+    byte: int = 0  # of its first byte, in the decompressed text
+    end: Position = Position()  # behind it
+    cells: Cells | None = None  # of a table, in the order of the keys
+    damage: str | None = None  # why the rest of the file cannot be read
 
     @property
-    def origin(self) -> str:
-        return f"{self.path} line {self.number}" if self.number else self.path
+    def num_bytes(self) -> int:
+        return len(self.content) if self.cells is None else sum(len(cell or b"") for cell in self.cells)
+
+    def problem(self, reason: str, byte: int = 0) -> Problem:
+        """Return a problem of this record, at a byte of its content."""
+        if self.cells is not None:
+            return Problem(self.path, "row", self.number, None, reason)
+        return Problem(self.path, "line" if self.number else "", self.number, self.byte + byte, reason)
 
     def texts(self, keys: Sequence[str]) -> list[str]:
         """Return the text under each key; plain text counts as key "text". Raises DataError naming file and line."""
+        found = self.parse(keys)
+        if isinstance(found, Problem):
+            raise DataError(found.text)
+        return found
+
+    def parse(self, keys: Sequence[str]) -> list[str] | Problem:
+        """Return the text under each key; plain text counts as key "text"."""
+        if self.damage is not None:
+            return self.problem(f"the rest of the file cannot be read: {self.damage}")
+        if self.cells is not None:
+            return self._parse_cells(self.cells, keys)
+        content = self.content
+        if not self.byte and content.startswith(BYTE_ORDER_MARK):
+            content = content[len(BYTE_ORDER_MARK) :]
         try:
-            text = self.content.decode("utf-8")
+            text = content.decode("utf-8")
         except UnicodeDecodeError as error:
-            invalid = self.content[error.start : error.start + 4]
-            raise DataError(f"{self.origin}: byte {error.start} is not UTF-8 ({invalid!r})") from None
-        if not self.is_json:
-            return [text]
+            invalid = content[error.start : error.start + 4]
+            return self.problem(f"not UTF-8 ({invalid!r})", error.start + len(self.content) - len(content))
+        return self._parse_json(text, keys) if self.is_json else [text]
+
+    def _parse_cells(self, cells: Cells, keys: Sequence[str]) -> list[str] | Problem:
+        texts = []
+        for key, cell in zip(keys, cells, strict=True):
+            if cell is None:
+                return self.problem(f"null in the column {key!r}")
+            try:
+                texts.append(cell.decode("utf-8"))
+            except UnicodeDecodeError as error:
+                return self.problem(f"the column {key!r} is not UTF-8 at byte {error.start}")
+        return texts
+
+    def _parse_json(self, text: str, keys: Sequence[str]) -> list[str] | Problem:
         try:
             value = json.loads(text)
-        except json.JSONDecodeError as error:
-            reason = f"{error.msg.removesuffix(' at')} at column {error.colno}"
-            raise DataError(f"{self.origin} is not JSON: {reason}: {text.strip()[:80]!r}") from None
+        except (json.JSONDecodeError, RecursionError) as error:
+            at = error.pos if isinstance(error, json.JSONDecodeError) else 0
+            reason = error.msg.removesuffix(" at") if isinstance(error, json.JSONDecodeError) else "nested too deeply"
+            hint = "; a JSON array is not JSON lines: convert it with jq -c '.[]'" if text.lstrip()[:1] == "[" else ""
+            found = f"not JSON ({reason} at column {at + 1}): {text.strip()[:80]!r}{hint}"
+            return self.problem(found, len(text[:at].encode("utf-8")))
+        except ValueError as error:  # a number of thousands of digits
+            return self.problem(f"not JSON that can be read: {error}")
         if not isinstance(value, dict):
             rule = f"each line must be an object with the keys {', '.join(keys)}"
-            raise DataError(f"{self.origin} holds a JSON {type(value).__name__}; {rule}")
+            return self.problem(f"holds a JSON {type(value).__name__}; {rule}")
         for key in keys:
             if not isinstance(value.get(key), str):
                 others = f"the keys {', '.join(map(repr, value)) or 'none'}"
                 found = f"{type(value[key]).__name__} under {key!r}" if key in value else others
-                raise DataError(f"{self.origin} has no text under the key {key!r} (it has {found}); see --json-keys")
+                return self.problem(f"no text under the key {key!r} (it has {found}); see --json-keys")
         texts: list[str] = [value[key] for key in keys]
-        if b"\\u" in self.content and any("\ud800" <= character <= "\udfff" for text in texts for character in text):
-            raise DataError(f"{self.origin}: an unpaired surrogate escape (\\ud800 .. \\udfff) is not a character")
+        if "\\u" in text and any("\ud800" <= character <= "\udfff" for text in texts for character in text):
+            return self.problem("an unpaired surrogate escape (\\ud800 .. \\udfff) is not a character")
         return texts
 
 
 def find_files(inputs: Sequence[str], suffixes: Sequence[str] = ()) -> list[Path]:
     """Return the files named, matched by a pattern, or found in directories (sorted; with one of `suffixes` if any).
 
-    Raises ConfigError if an input does not exist or nothing is found.
+    `-` is standard input; a folder saved by `datasets` gives its data files. Raises ConfigError if an input does not
+    exist, nothing is found, a file occurs twice or is compressed in a way that is not supported.
     """
-    files: list[Path] = []
-    for name in inputs:
-        path = Path(name)
-        if path.is_dir():
-            for found in sorted(path.rglob("*")):
-                is_hidden = any(part.startswith(".") for part in found.relative_to(path).parts)
-                if not is_hidden and found.is_file() and (not suffixes or found.name.endswith(tuple(suffixes))):
-                    files.append(found)
-        elif path.exists():
-            files.append(path)
-        elif matches := sorted(glob.glob(name, recursive=True)):
-            files.extend(Path(match) for match in matches if Path(match).is_file())
-        else:
-            raise ConfigError(f"--input {name}: no such file, directory or pattern")
+    files = [file for name in inputs for file in _files_of(name, tuple(suffixes))]
     if not files:
         wanted = f" whose name ends in {' '.join(suffixes)}" if suffixes else ""
         raise ConfigError(f"--input {' '.join(inputs)} holds no file{wanted}")
+    seen: dict[tuple[int, int], Path] = {}
+    for file in files:
+        if file.name.endswith(UNREADABLE_SUFFIXES):
+            raise ConfigError(f"--input {file}: this compression is not supported; unpack it, or use .gz or .zst")
+        found = os.stat(file)
+        first = seen.setdefault((found.st_dev, found.st_ino), file)
+        if first is not file:
+            raise ConfigError(f"--input gives the same file twice: {first} and {file}")
     return files
 
 
-def is_json_lines(path: Path) -> bool:
-    return path.name.endswith(JSON_SUFFIXES)
+def _files_of(name: str, suffixes: tuple[str, ...]) -> list[Path]:
+    path = Path(name)
+    if name == STDIN:
+        return [STDIN_PATH]
+    if (path / "dataset_dict.json").is_file():
+        splits = sorted(f"{each.parent}" for each in path.glob("*/state.json"))
+        raise ConfigError(f"--input {name} is a folder of `datasets` with several splits; name one: {' '.join(splits)}")
+    if (path / "state.json").is_file() and any(path.glob("*.arrow")):
+        return _files_of_dataset(path)
+    if path.is_dir():
+        found = [
+            each
+            for each in sorted(path.rglob("*"))
+            if not any(part.startswith(".") for part in each.relative_to(path).parts) and each.is_file()
+        ]
+        return [each for each in found if not suffixes or each.name.endswith(suffixes)]
+    if path.exists():
+        return [path]
+    matches = [Path(match) for match in sorted(glob.glob(name, recursive=True))]
+    if not any(match.is_file() for match in matches):
+        raise ConfigError(f"--input {name}: no such file, directory or pattern")
+    return [match for match in matches if match.is_file()]
 
 
-def read_records(files: Sequence[Path], document_unit: str = "file") -> Iterator[Record]:
-    """Yield every document of the files, in order. document_unit: of plain text, a key of DOCUMENT_UNITS."""
-    for path in files:
+def _files_of_dataset(folder: Path) -> list[Path]:
+    """Return the data files of a folder written by `Dataset.save_to_disk`, in their order."""
+    path = folder / "state.json"
+    try:
+        state = json.loads(path.read_text("utf-8"))
+        names = [each["filename"] for each in state["_data_files"]]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"--input {folder}: {path} is not the state of a `datasets` folder ({error!r})") from None
+    if state.get("_indices_data_files"):
+        raise ConfigError(f"--input {folder}: its rows are selected by an index; save it after flatten_indices()")
+    missing = [name for name in names if Path(name).name != name or not (folder / name).is_file()]
+    if missing or not names:
+        raise ConfigError(f"--input {folder}: its data files are missing: {', '.join(missing) or 'none is named'}")
+    return [folder / name for name in names]
+
+
+def is_regular(path: Path) -> bool:
+    """Return True for a file that can be read again from any place, unlike a pipe."""
+    return stat.S_ISREG(os.stat(path).st_mode) and path != STDIN_PATH
+
+
+def format_of(path: Path, input_format: str | None = None) -> str:
+    """Return the format (one of FORMATS) of a file by its name; JSON lines for a pipe whose name says nothing."""
+    if input_format is not None:
+        return input_format
+    name = path.name
+    for suffix in COMPRESSED_SUFFIXES:
+        name = name.removesuffix(suffix)
+    if name.endswith(JSON_SUFFIXES):
+        return "jsonl"
+    return TABLE_SUFFIXES.get(Path(name).suffix, "text" if is_regular(path) else "jsonl")
+
+
+def infer_document_unit(path: Path) -> tuple[str, str]:
+    """Return (document unit of a text file, the reason), from its first megabyte."""
+    with open_text(path) as file:
+        lines = file.read(GUESS_BYTES).splitlines()
+    num_lines = sum(bool(line.strip()) for line in lines)
+    breaks = sum(not before.strip() and bool(line.strip()) for before, line in itertools.pairwise(lines))
+    if breaks and breaks * LINES_PER_PARAGRAPH >= num_lines:
+        return "blank-line", "it has blank lines"
+    return ("line", "it has lines, and few or no blank ones") if num_lines > 1 else ("file", "it has one line")
+
+
+def open_text(path: Path, start: int = 0) -> IO[bytes]:
+    """Open a file at a byte of its text, which its first bytes show to be plain, gzip or zstd."""
+    raw = open(path, "rb")  # noqa: SIM115 (the caller closes)
+    magic = raw.peek(len(ZSTD_MAGIC))
+    file = cast(IO[bytes], raw)
+    if magic.startswith(GZIP_MAGIC):
+        file = cast(IO[bytes], gzip.GzipFile(fileobj=raw))
+    elif magic.startswith(ZSTD_MAGIC):
+        file = cast(IO[bytes], io.BufferedReader(ZstdFile(raw, path), 1 << 20))
+    elif not magic and path.name.endswith(COMPRESSED_SUFFIXES):
+        raise EOFError("the file is empty, as no compressed file is")
+    elif start:
+        raw.seek(start)
+        return file
+    while start:
+        skipped = len(file.read(min(start, 1 << 20)))
+        if not skipped:
+            raise EOFError(f"the text ends {start} bytes before the place where reading goes on")
+        start -= skipped
+    return file
+
+
+def read_records(
+    files: Sequence[Path],
+    document_unit: str = "file",
+    *,
+    keys: Sequence[str] = (TEXT_KEY,),
+    input_format: str | None = None,
+    start: Position | None = None,
+) -> Iterator[Record]:
+    """Yield every document of the files, in order, from `start` on.
+
+    document_unit: of plain text, one of DOCUMENT_UNITS. keys: the columns of tables. Of a file that is truncated or
+    damaged, the last record says so. Raises DataError for a file that cannot be opened or lacks a column.
+    """
+    start = start or Position()
+    for index in range(start.file, len(files)):
+        path, begin = files[index], start if index == start.file else Position(index)
+        kind = format_of(path, input_format)
+        last = begin
         try:
-            is_json = is_json_lines(path)
-            with cast(IO[bytes], gzip.open(path, "rb")) if path.suffix == ".gz" else open(path, "rb") as file:
-                if is_json or document_unit == "line":
-                    for number, line in enumerate(file, 1):
-                        if line.strip():
-                            yield Record(str(path), number, line if is_json else line.rstrip(b"\r\n"), is_json)
-                elif document_unit == "blank-line":
-                    lines: list[bytes] = []
-                    first = 1
-                    for number, line in enumerate(itertools.chain(file, [b""]), 1):
-                        if line.strip():
-                            first = first if lines else number
-                            lines.append(line)
-                        elif lines:
-                            yield Record(str(path), first, b"".join(lines), False)
-                            lines = []
-                else:
-                    yield Record(str(path), 0, file.read(), False)
-        except (OSError, EOFError, zlib.error) as error:
-            raise DataError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from None
+            if kind in ("parquet", "arrow"):
+                records = _rows(path, kind, keys, begin)
+            elif kind == "text" and document_unit == "file":
+                records = _whole(path, begin)
+            else:
+                records = _lines(path, kind == "jsonl", document_unit, begin)
+            for record in records:
+                last = record.end
+                yield record
+        except (EOFError, zlib.error, gzip.BadGzipFile, DamagedFile) as error:
+            cells = () if kind in ("parquet", "arrow") else None
+            end = Position(index + 1)
+            yield Record(str(path), last.number + 1, b"", False, last.byte, end, cells, str(error))
+        except OSError as error:
+            raise DataError(f"cannot read {path}: {error.strerror or error}") from None
+
+
+def _rows(path: Path, kind: str, keys: Sequence[str], begin: Position) -> Iterator[Record]:
+    for row, cells in read_rows(path, kind == "parquet", keys, begin.number):
+        yield Record(str(path), row + 1, b"", False, 0, Position(begin.file, 0, row + 1), cells)
+
+
+def _whole(path: Path, begin: Position) -> Iterator[Record]:
+    with open_text(path) as file:
+        yield Record(str(path), 0, file.read(), False, 0, Position(begin.file + 1))
+
+
+def _lines(path: Path, is_json: bool, document_unit: str, begin: Position) -> Iterator[Record]:
+    """Yield the documents of a file by line or, of plain text, by blank lines."""
+    name, byte, number = str(path), begin.byte, begin.number
+    paragraph: list[bytes] = []
+    first = Position()  # of the paragraph
+    with open_text(path, begin.byte) as file:
+        for line in itertools.chain(file, [b""]):
+            place = Position(begin.file, byte, number)
+            byte, number = byte + len(line), number + 1
+            if not is_json and document_unit == "blank-line":
+                if line.strip():
+                    first = first if paragraph else place
+                    paragraph.append(line)
+                elif paragraph:
+                    yield Record(name, first.number + 1, b"".join(paragraph), False, first.byte, place)
+                    paragraph = []
+            elif line.strip():
+                content = line if is_json else line.rstrip(b"\r\n")
+                yield Record(name, number, content, is_json, place.byte, Position(begin.file, byte, number))
 
 
 def corpus_documents(
@@ -175,7 +372,7 @@ def _tree(root: Path, suffixes: frozenset[str], skipped: frozenset[str]) -> Iter
 
 def _pieces(path: Path) -> Iterator[tuple[str, str]]:
     """Yield (number, text) of the documents of one file."""
-    if is_json_lines(path):
+    if format_of(path) != "text":
         for record in read_records([path]):
             yield str(record.number), record.texts(["text"])[0]
         return

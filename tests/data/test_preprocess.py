@@ -9,12 +9,14 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from megapipe.data import preprocess as module
 from megapipe.data.indexed_file import IndexedFile
+from megapipe.data.partial_output import PartialOutput
 from megapipe.data.preprocess import Counts, Progress, preprocess
-from megapipe.data.text_source import Record
+from megapipe.data.text_source import Position, Record, read_records
 from megapipe.errors import ConfigError, DataError
 from megapipe.tokenizers.tokenizer import ByteTokenizer, NullTokenizer
 
@@ -42,11 +44,20 @@ class DyingTokenizer(ByteTokenizer):
         os._exit(9)
 
 
-def test_two_workers_keep_the_order_of_documents_and_each_key_its_file(tmp_path, monkeypatch):
+class Batched(ByteTokenizer):
+    """A tokenizer whose library has threads."""
+
+    def encode_batch(self, texts, num_threads):
+        return [self.encode(text) for text in texts]
+
+
+@pytest.mark.parametrize("tokenizer", [ByteTokenizer, Batched], ids=["processes", "threads"])
+def test_two_workers_keep_the_order_of_documents_and_each_key_its_file(tokenizer, tmp_path, monkeypatch):
     monkeypatch.setattr(module, "BATCH_BYTES", 100)  # many batches
+    monkeypatch.setattr(module, "THREAD_BATCH_BYTES", 100)
     records = [json_record(i, text="x" * (i % 7), title=str(i)) for i in range(200)]
     counts = preprocess(
-        iter(records), str(tmp_path / "c"), ByteTokenizer, keys=("text", "title"), append_eod=True, num_workers=2
+        iter(records), str(tmp_path / "c"), tokenizer, keys=("text", "title"), append_eod=True, num_workers=2
     )
     assert documents(tmp_path / "c_title_document") == [[*str(i).encode(), 256] for i in range(200)]
     assert documents(tmp_path / "c_text_document") == [[*b"x" * (i % 7), 256] for i in range(200) if i % 7]
@@ -57,8 +68,10 @@ def test_two_workers_keep_the_order_of_documents_and_each_key_its_file(tmp_path,
     assert len(list(tmp_path.iterdir())) == 4
 
 
-def test_reader_is_never_far_ahead_of_the_workers(monkeypatch):
+@pytest.mark.parametrize("tokenizer", [ByteTokenizer, Batched], ids=["processes", "threads"])
+def test_reader_is_never_far_ahead_of_the_workers(tokenizer, monkeypatch):
     monkeypatch.setattr(module, "BATCH_BYTES", 1)  # one record per batch
+    monkeypatch.setattr(module, "THREAD_BATCH_BYTES", 1)
     read = []
 
     def records():
@@ -66,16 +79,16 @@ def test_reader_is_never_far_ahead_of_the_workers(monkeypatch):
             read.append(i)
             yield json_record(i, text="abc")
 
-    encoded = module._encode_all(records(), ByteTokenizer, ("text",), False, 2)
+    encoded = module._encode_all(records(), tokenizer, tokenizer(), (("text",), False), 2)
     for written in range(10):
         next(encoded)
         assert len(read) <= written + 2 * module.BATCHES_PER_WORKER + 1
     encoded.close()
 
 
-def test_bad_record_stops_with_its_line_and_leaves_no_file(tmp_path):
-    records = [*(json_record(i, text="abc") for i in range(1, 5)), Record("c.jsonl", 5, b'{"text"', True)]
-    with pytest.raises(DataError, match=r"c\.jsonl line 5 is not JSON"):
+def test_bad_record_stops_with_its_place_and_leaves_no_file(tmp_path):
+    records = [*(json_record(i, text="abc") for i in range(1, 5)), Record("c.jsonl", 5, b'{"text"', True, byte=60)]
+    with pytest.raises(DataError, match=r"c\.jsonl line 5, byte 67: not JSON .*; no file was written"):
         preprocess(records, str(tmp_path / "c"), ByteTokenizer)
     assert list(tmp_path.iterdir()) == []
 
@@ -86,22 +99,43 @@ def test_dead_worker_is_an_error_and_no_hang(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("tokenizer", [ByteTokenizer, Batched], ids=["processes", "threads"])
+def test_an_unreadable_file_is_an_error_after_the_documents_before_it(tokenizer, tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "BATCH_BYTES", 1)
+    monkeypatch.setattr(module, "THREAD_BATCH_BYTES", 1)
+    (tmp_path / "a.jsonl").write_text('{"text": "ab"}\n' * 9)
+    (tmp_path / "b.jsonl").mkdir()
+    output = PartialOutput(str(tmp_path / "c"), ["text"], np.dtype("<u2"), {})
+    with pytest.raises(DataError, match=r"cannot read .*b\.jsonl: Is a directory; the same command goes on"):
+        preprocess(
+            read_records([tmp_path / "a.jsonl", tmp_path / "b.jsonl"]), str(tmp_path / "c"), tokenizer, output=output
+        )
+    progress = json.loads((tmp_path / "c.partial" / "progress.json").read_text())
+    assert (progress["position"], progress["counts"]["documents"]) == ([0, 9 * 15, 9], 9)
+
+
+def test_a_token_outside_of_the_vocabulary_keeps_only_what_was_before_it(tmp_path, monkeypatch):
+    class Wrong(Batched):
+        vocab_size = 120
+
+    monkeypatch.setattr(module, "THREAD_BATCH_BYTES", 1)
+    records = [json_record(i, text="z" if i == 3 else "a")._replace(end=Position(0, 0, i)) for i in range(1, 9)]
+    output = PartialOutput(str(tmp_path / "c"), ["text"], np.dtype("<u2"), {})
+    with pytest.raises(DataError, match="line 3, byte 0: token 122 is outside of the vocabulary of 120"):
+        preprocess(records, str(tmp_path / "c"), Wrong, output=output)
+    assert json.loads((tmp_path / "c.partial" / "progress.json").read_text())["position"] == [0, 0, 2]
+
+
 def test_input_without_text_is_an_error(tmp_path):
     with pytest.raises(DataError, match="no document with text in it"):
         preprocess([], str(tmp_path / "c"), ByteTokenizer)
 
 
-def test_text_that_the_tokenizer_refuses_is_named_with_its_line():
-    with pytest.raises(DataError, match=r"c\.jsonl line 3: the NullTokenizer reads numbers from 0 to 10, not '11'"):
-        module.encode_records([json_record(3, text="1 11")], NullTokenizer(10), ("text",), False)
-
-
-def test_token_outside_of_the_vocabulary_is_refused():
-    class Wrong(ByteTokenizer):
-        vocab_size = 100
-
-    with pytest.raises(DataError, match="line 3: token 122 is outside of the vocabulary of 100"):
-        module.encode_records([json_record(3, text="z")], Wrong(), ("text",), False)
+def test_text_that_the_tokenizer_refuses_is_a_bad_record():
+    encoded = module.encode_records([json_record(3, text="1 11")], NullTokenizer(10), ("text",), False)
+    rule = "c.jsonl line 3, byte 0: the NullTokenizer reads numbers from 0 to 10, not '11'"
+    assert [problem.text for problem in encoded.problems] == [rule]
+    assert encoded.num_documents == 0
 
 
 def test_end_of_document_needs_such_a_token(tmp_path):
@@ -210,12 +244,13 @@ def test_ctrl_c_in_the_middle_leaves_no_file(tmp_path):
         pipe.write((json.dumps({"text": "x" * 1000}) + "\n") * 2000)
         pipe.flush()
         limit = time.monotonic() + 30
-        while not (begun := list(tmp_path.glob("*.partial-*"))) and time.monotonic() < limit:
+        while not (begun := list(tmp_path.glob("*.partial/text.bin"))) and time.monotonic() < limit:
             time.sleep(0.02)
         assert begun
         os.killpg(tool.pid, signal.SIGINT)  # Ctrl-C in a terminal signals the parent and the workers
         stdout, stderr = tool.communicate(timeout=30)
     assert tool.returncode == 130
-    assert stderr.strip() == "interrupted; no file was written"
+    assert "c.jsonl can be read only once: an interrupted run begins again" in stderr
+    assert stderr.strip().splitlines()[-1].startswith("interrupted; the same command goes on")
     assert stdout == ""
     assert [path.name for path in tmp_path.iterdir()] == ["c.jsonl"]

@@ -1,18 +1,32 @@
 from __future__ import annotations
 
 import gzip
+import itertools
 import json
+import os
+import sys
 import sysconfig
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
+import zstandard
 
-from megapipe.data.text_source import Record, corpus_documents, find_files, read_records, write_jsonl
+from megapipe.data.text_source import (
+    Problem,
+    Record,
+    corpus_documents,
+    find_files,
+    infer_document_unit,
+    read_records,
+    write_jsonl,
+)
 from megapipe.errors import ConfigError, DataError
 
 
 def texts(files, unit="file", keys=("text",)):
-    return [record.texts(keys) for record in read_records(files, unit)]
+    return [record.texts(keys) for record in read_records(files, unit, keys=keys)]
 
 
 @pytest.mark.parametrize("name", ["c.jsonl", "c.json", "c.jsonl.gz"])
@@ -58,30 +72,218 @@ def test_input_without_text_is_refused(inputs, suffixes, message, tmp_path, monk
 
 
 FAULTS = {
-    "not-json": (b'{"text": "a', "c.jsonl line 7 is not JSON: .* at column"),
-    "a-list": (b"[1]", "c.jsonl line 7 holds a JSON list"),
-    "no-key": (b'{"body": "a"}', "c.jsonl line 7 has no text under the key 'text' .it has the keys 'body'"),
-    "a-number": (b'{"text": 3}', "has no text under the key 'text' .it has int under 'text'"),
-    "not-utf8": (b'{"text": "\xff"}', "c.jsonl line 7: byte 10 is not UTF-8"),
-    "half-a-character": (b'{"text": "\\ud800"}', "line 7: an unpaired surrogate escape"),
+    "not-json": (b'{"text": "a', r"c.jsonl line 7, byte 109: not JSON .* at column 10\)"),
+    "a-list": (b"[1]", "c.jsonl line 7, byte 100: holds a JSON list"),
+    "an-array-over-lines": (b"[\n", "a JSON array is not JSON lines: convert it with jq"),
+    "no-key": (b'{"body": "a"}', "c.jsonl line 7, byte 100: no text under the key 'text' .it has the keys 'body'"),
+    "a-number": (b'{"text": 3}', "no text under the key 'text' .it has int under 'text'"),
+    "not-utf8": (b'{"text": "\xff"}', "c.jsonl line 7, byte 110: not UTF-8"),
+    "half-a-character": (b'{"text": "\\ud800"}', "line 7, byte 100: an unpaired surrogate escape"),
+    "deep": (b"[" * 100_000, "line 7, byte 100: not JSON"),
+    "many-digits": (
+        b'{"text": ' + b"9" * 5000 + b"}",
+        "line 7, byte 100: not JSON that can be read: Exceeds the limit",
+    ),
 }
 
 
 @pytest.mark.parametrize(("content", "message"), FAULTS.values(), ids=FAULTS.keys())
-def test_bad_line_is_named_with_file_and_number(content, message):
+def test_bad_line_is_named_with_file_line_and_byte(content, message):
     with pytest.raises(DataError, match=message):
-        Record("c.jsonl", 7, content, True).texts(["text"])
+        Record("c.jsonl", 7, content, True, byte=100).texts(["text"])
 
 
 def test_both_halves_of_an_escape_are_a_character():
     assert Record("c.jsonl", 1, b'{"text": "\\ud83d\\ude00"}', True).texts(["text"]) == ["😀"]
 
 
-def test_damaged_gzip_is_named(tmp_path):
-    whole = gzip.compress(b'{"text": "a"}\n' * 1000)
-    (tmp_path / "c.jsonl.gz").write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(DataError, match=r"cannot read .*c\.jsonl\.gz"):
-        texts([tmp_path / "c.jsonl.gz"])
+def zstd(content: bytes) -> bytes:
+    compressor = zstandard.ZstdCompressor()
+    half = len(content) // 2  # two frames, as from `cat a.zst b.zst`
+    return compressor.compress(content[:half]) + compressor.compress(content[half:])
+
+
+PACKED = {"gz": gzip.compress, "zst": zstd}
+LINES = b"".join(b'{"text": "%d"}\n\n' % i for i in range(1000))
+
+
+@pytest.mark.parametrize("suffix", PACKED)
+def test_packed_text_is_read_by_its_first_bytes(suffix, tmp_path):
+    path, misnamed = tmp_path / f"c.jsonl.{suffix}", tmp_path / "d.jsonl"
+    path.write_bytes(PACKED[suffix](LINES))
+    misnamed.write_bytes(PACKED[suffix](LINES))
+    assert texts([path]) == texts([misnamed]) == [[str(i)] for i in range(1000)]
+
+
+@pytest.mark.parametrize("suffix", PACKED)
+@pytest.mark.parametrize("damage", ["cut", "empty", "changed"])
+def test_a_damaged_packed_file_ends_in_a_bad_record(suffix, damage, tmp_path):
+    path = tmp_path / f"c.jsonl.{suffix}"
+    whole = PACKED[suffix](LINES)
+    middle = 3 * len(whole) // 4
+    changed = whole[:middle] + bytes(255 - byte for byte in whole[middle:])
+    path.write_bytes({"cut": whole[:middle], "empty": b"", "changed": changed}[damage])
+    (tmp_path / "z.jsonl").write_text('{"text": "next"}')
+    *records, bad, last = list(read_records([path, tmp_path / "z.jsonl"]))
+    whole_lines = list(itertools.takewhile(lambda r: not isinstance(r.parse(["text"]), Problem), records))
+    assert [record.texts(["text"]) for record in whole_lines] == [[str(i)] for i in range(len(whole_lines))]
+    assert bool(whole_lines) == (damage != "empty")
+    found = bad.parse(["text"])
+    assert isinstance(found, Problem)
+    assert "the rest of the file cannot be read" in found.reason
+    assert last.texts(["text"]) == ["next"]
+
+
+def table(texts, **columns):
+    return pa.table({"text": texts, "id": list(range(len(texts))), **columns})
+
+
+def write_parquet(rows, path):
+    pq.write_table(rows, path, row_group_size=7)
+
+
+def write_arrow(rows, path, make=pa.ipc.new_file):
+    with make(str(path), rows.schema) as writer:
+        writer.write_table(rows, max_chunksize=7)
+
+
+TABLES = {
+    "c.parquet": write_parquet,
+    "c.arrow": write_arrow,
+    "stream.arrow": lambda rows, path: write_arrow(rows, path, pa.ipc.new_stream),
+}
+TEXTS = [f"text {i} é" for i in range(30)]
+
+
+@pytest.mark.parametrize("name", TABLES)
+@pytest.mark.parametrize(
+    "kind",
+    [pa.string(), pa.large_string(), pa.dictionary(pa.int32(), pa.string())],
+    ids=["string", "large-string", "dictionary"],
+)
+def test_a_table_gives_a_document_a_row(name, kind, tmp_path):
+    rows = table(pa.array(TEXTS).cast(kind), title=[f"t{i}" for i in range(30)])
+    TABLES[name](rows, tmp_path / name)
+    assert texts([tmp_path / name], keys=("title", "text")) == [[f"t{i}", text] for i, text in enumerate(TEXTS)]
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_bad_rows_are_named_and_do_not_hide_others(name, tmp_path):
+    rows = table(pa.array([b"a", None, b"\xff", b"d"]).cast(pa.binary()).view(pa.string()))
+    TABLES[name](rows, tmp_path / name)
+    found = [record.parse(["text"]) for record in read_records([tmp_path / name])]
+    assert [found[0], found[3]] == [["a"], ["d"]]
+    assert found[1].text == f"{tmp_path / name} row 2: null in the column 'text'"
+    assert found[2].text == f"{tmp_path / name} row 3: the column 'text' is not UTF-8 at byte 0"
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_a_cut_table_ends_in_a_bad_record(name, tmp_path):
+    TABLES[name](table(TEXTS * 20), tmp_path / name)
+    os.truncate(tmp_path / name, (tmp_path / name).stat().st_size // 2)
+    found = [record.parse(["text"]) for record in read_records([tmp_path / name])]
+    assert isinstance(found[-1], Problem)
+    assert "the rest of the file cannot be read" in found[-1].reason
+    assert found[:-1] == [[text] for text in TEXTS * 20][: len(found) - 1]
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_a_table_without_the_column_or_text_in_it_is_refused(name, tmp_path):
+    TABLES[name](table(TEXTS), tmp_path / name)
+    with pytest.raises(DataError, match=r"has no column 'body' .it has 'text', 'id'.; see --json-keys"):
+        texts([tmp_path / name], keys=("body",))
+    with pytest.raises(DataError, match="the column 'id' holds int64, not strings"):
+        texts([tmp_path / name], keys=("id",))
+
+
+@pytest.mark.parametrize(("name", "package"), [("c.parquet", "pyarrow"), ("c.jsonl.zst", "zstandard")])
+def test_a_missing_package_is_one_line_that_says_what_to_install(name, package, tmp_path, monkeypatch):
+    (tmp_path / name).write_bytes(b"\x28\xb5\x2f\xfd")
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(ConfigError, match=rf"needs the package '{package}': run pip install 'megapipe\[data\]'"):
+        texts([tmp_path / name])
+
+
+def saved_dataset(folder, num_files=2, **state):
+    folder.mkdir()
+    names = [f"data-{i:05d}-of-{num_files:05d}.arrow" for i in range(num_files)]
+    for i, name in enumerate(names):
+        write_arrow(table([f"{i}"]), folder / name, pa.ipc.new_stream)
+    files = [{"filename": name} for name in names]
+    (folder / "state.json").write_text(json.dumps({"_data_files": files, "_split": "train", **state}))
+    (folder / "dataset_info.json").write_text("{}")
+    return names
+
+
+def test_a_folder_of_datasets_gives_its_data_files(tmp_path):
+    saved_dataset(tmp_path / "train")
+    assert texts(find_files([str(tmp_path / "train")])) == [["0"], ["1"]]
+    (tmp_path / "dataset_dict.json").write_text('{"splits": ["train"]}')
+    with pytest.raises(ConfigError, match=r"with several splits; name one: .*train"):
+        find_files([str(tmp_path)])
+
+
+def test_a_folder_of_datasets_that_is_not_whole_is_refused(tmp_path):
+    names = saved_dataset(tmp_path / "a")
+    (tmp_path / "a" / names[1]).unlink()
+    with pytest.raises(ConfigError, match=f"its data files are missing: {names[1]}"):
+        find_files([str(tmp_path / "a")])
+    saved_dataset(tmp_path / "b", _indices_data_files=[{"filename": "indices.arrow"}])
+    with pytest.raises(ConfigError, match=r"flatten_indices"):
+        find_files([str(tmp_path / "b")])
+
+
+def test_the_same_file_twice_is_refused(tmp_path):
+    (tmp_path / "a.jsonl").write_text("")
+    (tmp_path / "b.jsonl").symlink_to("a.jsonl")
+    for inputs in (["a.jsonl", "a.*"], ["a.jsonl", "b.jsonl"], ["."]):
+        with pytest.raises(ConfigError, match=r"the same file twice: .*a\.jsonl and "):
+            find_files([str(tmp_path / name) for name in inputs])
+
+
+def test_another_compression_is_refused_before_reading(tmp_path):
+    (tmp_path / "a.jsonl.xz").write_text("")
+    with pytest.raises(ConfigError, match=r"this compression is not supported; unpack it, or use \.gz or \.zst"):
+        find_files([str(tmp_path)])
+
+
+@pytest.mark.parametrize(
+    ("content", "unit"),
+    [
+        ("a\nb\n\nc\n", "blank-line"),
+        ("a\nb\nc\n", "line"),
+        ("a\n", "file"),
+        ("", "file"),
+        ("line\n" * 200 + "\n" + "line\n" * 200, "line"),  # one stray blank line
+    ],
+    ids=["paragraphs", "lines", "one-line", "empty", "stray"],
+)
+def test_the_document_unit_of_a_file_is_inferred(content, unit, tmp_path):
+    (tmp_path / "x.txt").write_text(content)
+    assert infer_document_unit(tmp_path / "x.txt")[0] == unit
+
+
+def test_a_byte_order_mark_is_no_text(tmp_path):
+    (tmp_path / "x.txt").write_bytes(b"\xef\xbb\xbfa")
+    (tmp_path / "x.jsonl").write_bytes(b'\xef\xbb\xbf{"text": "b"}')
+    assert texts([tmp_path / "x.txt", tmp_path / "x.jsonl"]) == [["a"], ["b"]]
+
+
+MIXED_UNITS = ["file", "line", "blank-line"]
+
+
+@pytest.mark.parametrize("unit", MIXED_UNITS)
+def test_reading_goes_on_after_any_record(unit, tmp_path):
+    write_parquet(table(TEXTS), tmp_path / "a.parquet")
+    write_arrow(table(TEXTS), tmp_path / "b.arrow")
+    (tmp_path / "c.txt").write_text("a\nb\n\n\nc d\n\n e")
+    (tmp_path / "d.txt").write_text("")
+    (tmp_path / "e.jsonl.zst").write_bytes(zstd(LINES[:500]))
+    (tmp_path / "f.jsonl").write_bytes(LINES[:100])
+    files = sorted(tmp_path.iterdir())
+    whole = list(read_records(files, unit))
+    for place, record in enumerate(whole):
+        assert list(read_records(files, unit, start=record.end)) == whole[place + 1 :]
 
 
 def tree(folder: Path) -> None:

@@ -4,23 +4,34 @@ from __future__ import annotations
 
 import argparse
 import functools
+import hashlib
+import os
+import sys
+import time
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from megapipe.data import indexed_file
-from megapipe.data.preprocess import Progress, output_prefix
+from megapipe.data.partial_output import PartialOutput, output_prefix, require_space
+from megapipe.data.preprocess import Progress
 from megapipe.data.preprocess import preprocess as tokenize
 from megapipe.data.text_source import (
     DOCUMENT_UNITS,
+    FORMATS,
+    STDIN_PATH,
     TEXT_KEY,
     corpus_documents,
     find_files,
-    is_json_lines,
+    format_of,
+    infer_document_unit,
+    is_regular,
     read_records,
 )
 from megapipe.errors import ConfigError
 from megapipe.extras.cli.frame import command, option
 from megapipe.tokenizers.sentencepiece import train_sentencepiece
-from megapipe.tokenizers.tokenizer import TOKENIZERS, build_tokenizer
+from megapipe.tokenizers.tokenizer import TOKENIZERS, Tokenizer, build_tokenizer, files_of
 
 TRAIN_TOKENIZER_OPTIONS = (
     option("--input", "directory of text files, text file, or JSON lines with the key text", required=True),
@@ -32,13 +43,18 @@ PREPROCESS_OPTIONS = (
     "text",
     option(
         "--input",
-        "files, patterns or directories; .jsonl/.json(.gz) hold JSON lines, others plain text",
+        "files, patterns, directories, folders of `datasets`, or - for standard input: .jsonl .json .ndjson, .parquet, "
+        ".arrow; all others are plain text. Text may be packed (.gz .zst)",
         nargs="+",
         required=True,
     ),
     option("--json-keys", "keys to tokenize, each to its own files (default: text)", nargs="+", default=[TEXT_KEY]),
     option("--suffixes", "in directories, only files such as .py .md (default: all)", nargs="+", default=[]),
-    option("--document-unit", "unit of a document in plain text", choices=DOCUMENT_UNITS, default="file"),
+    option("--input-format", "of all inputs (default: by their names; JSON lines from a pipe)", choices=FORMATS),
+    option("--document-unit", "in plain text (default: file; inferred from a single file)", choices=DOCUMENT_UNITS),
+    option(
+        "--skip-bad", "leave out up to N bad records and report them in PREFIX.skipped.jsonl", default=0, at_least=0
+    ),
     "tokenizer",
     option("--tokenizer-type", f"one of {', '.join(TOKENIZERS)}", required=True),
     option("--tokenizer-model", "SentencePiece model, tokenizer.json, or a folder with one of them"),
@@ -48,7 +64,8 @@ PREPROCESS_OPTIONS = (
     option("--append-eod", "end each document with the end-of-document token", action="store_true"),
     "output",
     option("--output-prefix", "PREFIX of PREFIX_KEY_document.bin/.idx", required=True),
-    option("--workers", "tokenizing processes", default=1),
+    option("--overwrite", "replace existing files, and drop the work of another interrupted run", action="store_true"),
+    option("--workers", "tokenizing threads, or processes where the tokenizer's library has no threads", default=1),
     option("--log-interval", "without a terminal: print progress after every N documents (default: never)", type=int),
 )
 REFUSED = {  # Megatron's flags that are not here, and what to do instead
@@ -57,12 +74,17 @@ REFUSED = {  # Megatron's flags that are not here, and what to do instead
     "--partitions": "several files go to --input at once; use --workers for speed",
     "--keep-sequential-samples": "the order of the input is always kept; leave it out",
     "--lang": "documents are not cut into sentences; leave it out",
+    "--find-optimal-num-workers": "use as many --workers as there are cores",
+    "--workers-to-check": "use as many --workers as there are cores",
+    "--max-documents": "give fewer files, or lines by way of head: head -n 1000 FILE | megapipe preprocess --input -",
 }
 MERGE_OPTIONS = (
     option("--input", "file prefixes (without .bin/.idx), or directories", nargs="+", required=True),
     option("--output-prefix", "prefix of the merged .bin/.idx", required=True),
+    option("--overwrite", "replace existing files", action="store_true"),
 )
 NO_FILE = "\ninterrupted; no file was written"
+KEPT = "\ninterrupted; the same command goes on from the last commit (from the beginning, if the input was a pipe)"
 
 
 @command("megapipe train-tokenizer", TRAIN_TOKENIZER_OPTIONS, interrupted=NO_FILE)
@@ -79,39 +101,87 @@ def train_tokenizer(own: argparse.Namespace) -> None:
     print(f"wrote {own.output}: {own.vocab_size:,} pieces, trained on {len(documents):,} documents")
 
 
-@command("megapipe preprocess", PREPROCESS_OPTIONS, interrupted=NO_FILE, refused=REFUSED)
+@command("megapipe preprocess", PREPROCESS_OPTIONS, interrupted=KEPT, refused=REFUSED)
 def preprocess(own: argparse.Namespace) -> None:
-    """Tokenize text into token files: JSON lines, plain text or directories -> PREFIX_KEY_document.bin/.idx.
+    """Tokenize text into token files: JSON lines, plain text, parquet, Arrow -> PREFIX_KEY_document.bin/.idx.
 
-        megapipe preprocess --input corpus.jsonl --output-prefix data/corpus \\
+        megapipe preprocess --input 'corpus/*.jsonl.zst' --output-prefix data/corpus \\
             --tokenizer-type SentencePieceTokenizer --tokenizer-model tokenizer.model --append-eod --workers 8
 
-    tools/preprocess_data.py is the same command under Megatron's name.
+    After an error, Ctrl-C or kill -9, the same command goes on where the work was last committed. The token files do
+    not depend on --workers or interruptions. tools/preprocess_data.py is the same command under Megatron's name.
     """
     factory = functools.partial(
         build_tokenizer, own.tokenizer_type, own.tokenizer_model, own.vocab_size, own.vocab_file, own.merge_file
     )
     files = find_files(own.input, own.suffixes)
-    plain = next((path for path in files if not is_json_lines(path)), None)
-    if plain is not None and own.json_keys != [TEXT_KEY]:
+    texts = [path for path in files if format_of(path, own.input_format) == "text"]
+    if texts and own.json_keys != [TEXT_KEY]:
         keys = " ".join(own.json_keys)
-        raise ConfigError(f"--json-keys {keys}: {plain} is plain text, which has the key {TEXT_KEY!r} only")
+        raise ConfigError(f"--json-keys {keys}: {texts[0]} is plain text, which has the key {TEXT_KEY!r} only")
+    tokenizer = factory()
+    unit = own.document_unit or _document_unit(files, texts)
+    output = _open_output(own, files, unit, tokenizer)
+    if output.counts:
+        print(f"going on after {output.counts['documents']:,} documents of an interrupted run ({output.folder})")
     counts = tokenize(
-        read_records(files, own.document_unit),
+        read_records(files, unit, keys=own.json_keys, input_format=own.input_format, start=output.position),
         own.output_prefix,
         factory,
         keys=own.json_keys,
         append_eod=own.append_eod,
         num_workers=own.workers,
+        skip_bad=own.skip_bad,
+        output=output,
         progress=Progress(log_interval=own.log_interval),
     )
     print(counts.line() + (f", {counts.empty:,} empty documents left out" if counts.empty else ""))
-    vocab_size = factory().vocab_size
+    if counts.skipped:
+        print(f"{counts.skipped:,} bad records skipped: see {own.output_prefix}.skipped.jsonl")
     for key in own.json_keys:
         print(
             f"wrote {output_prefix(own.output_prefix, key)}.bin/.idx: {counts.tokens[key]:,} tokens as "
-            f"{indexed_file.token_dtype(vocab_size)}, vocabulary {vocab_size:,}"
+            f"{output.dtype}, vocabulary {tokenizer.vocab_size:,}"
         )
+
+
+def _document_unit(files: Sequence[Path], texts: Sequence[Path]) -> str:
+    """Return the unit of documents in plain text where none is given: of a single file by its content, and say so."""
+    if len(files) != 1 or not texts or not is_regular(files[0]):
+        return DOCUMENT_UNITS[0]
+    unit, reason = infer_document_unit(files[0])
+    others = " or ".join(each for each in DOCUMENT_UNITS if each != unit)
+    print(f"{files[0]}: --document-unit {unit} is taken, because {reason}; or give {others}")
+    return unit
+
+
+def _open_output(own: argparse.Namespace, files: Sequence[Path], unit: str, tokenizer: Tokenizer) -> PartialOutput:
+    """Return the output, which continues an interrupted run if there is one of these inputs and settings."""
+    pipe = next((path for path in files if not is_regular(path)), None)
+    description: dict[str, Any] | None = None
+    if pipe is None:
+        content = hashlib.sha256()
+        for name, data in sorted(files_of(tokenizer).items()):
+            content.update(f"{name} {len(data)} ".encode() + data)
+        description = {
+            "input": [_identity(path) for path in files],
+            "--json-keys": own.json_keys,
+            "--input-format": own.input_format,
+            "--document-unit": unit,
+            "--append-eod": own.append_eod,
+            "tokenizer": f"{own.tokenizer_type} of {tokenizer.vocab_size} tokens, SHA-256 {content.hexdigest()[:16]}",
+        }
+    else:
+        name = "standard input" if pipe == STDIN_PATH else str(pipe)
+        print(f"note: {name} can be read only once: an interrupted run begins again", file=sys.stderr)
+    dtype = indexed_file.token_dtype(tokenizer.vocab_size)
+    return PartialOutput(own.output_prefix, own.json_keys, dtype, description, overwrite=own.overwrite)
+
+
+def _identity(path: Path) -> str:
+    found = os.stat(path)
+    modified = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(found.st_mtime))
+    return f"{os.path.realpath(path)} ({found.st_size:,} bytes of {modified}.{found.st_mtime_ns % 10**9:09})"
 
 
 @command("megapipe merge", MERGE_OPTIONS, interrupted=NO_FILE)
@@ -123,6 +193,13 @@ def merge(own: argparse.Namespace) -> None:
     prefixes = [
         prefix for name in own.input for prefix in (indexed_file.prefixes_in(name) if Path(name).is_dir() else [name])
     ]
+    for path in (indexed_file.bin_path(own.output_prefix), indexed_file.idx_path(own.output_prefix)):
+        if path.exists() and not own.overwrite:
+            raise ConfigError(f"{path} exists: choose another --output-prefix, or replace it with --overwrite")
+    pairs = [make(prefix) for prefix in prefixes for make in (indexed_file.bin_path, indexed_file.idx_path)]
+    folder = Path(own.output_prefix).absolute().parent
+    folder.mkdir(parents=True, exist_ok=True)
+    require_space(folder, sum(path.stat().st_size for path in pairs if path.exists()), "the merged file")
     merged = indexed_file.merge(prefixes, own.output_prefix)
     print(
         f"wrote {own.output_prefix}.bin/.idx: {merged.num_documents:,} documents, {merged.num_tokens:,} tokens as "

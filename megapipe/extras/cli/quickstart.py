@@ -22,7 +22,8 @@ from megapipe.config.load import load_config
 from megapipe.data.build_datasets import parse_split, sequence_range
 from megapipe.data.dataset import unigram_entropy
 from megapipe.data.indexed_file import IndexedFile
-from megapipe.data.preprocess import Progress, output_prefix, preprocess
+from megapipe.data.partial_output import output_prefix
+from megapipe.data.preprocess import Progress, preprocess
 from megapipe.data.text_source import corpus_documents, read_records, write_jsonl
 from megapipe.errors import ConfigError
 from megapipe.extras.cli.configs import FOLDER
