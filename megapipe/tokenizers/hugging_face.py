@@ -141,7 +141,8 @@ class GPT2BPETokenizer(_Fast):
             if not path.is_file():
                 raise DataError(f"there is no file {path}; see {flag}")
         try:
-            tokenizer = library.ByteLevelBPETokenizer.from_file(str(vocab_file), str(merge_file))
+            built = library.ByteLevelBPETokenizer.from_file(str(vocab_file), str(merge_file))
+            tokenizer = library.Tokenizer.from_str(built.to_str())  # which also has encode_batch_fast
         except Exception as error:  # the package raises plain Exception
             raise DataError(f"{vocab_file} and {merge_file} are not a vocabulary and its merges: {error}") from None
         names = {"vocab.json": files[0], "merges.txt": files[1]}
