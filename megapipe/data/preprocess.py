@@ -30,7 +30,7 @@ from megapipe.environment import set_tokenizer_threads
 from megapipe.errors import ConfigError, DataError, MegapipeError
 
 BATCH_BYTES = 1 << 18  # text per task: large compared with the cost of a message, small compared with a corpus
-THREAD_BATCH_BYTES = 1 << 20  # per thread of a library that tokenizes a batch in threads
+THREAD_BATCH_BYTES = 1 << 18  # the same, for each thread of a library that tokenizes a batch in threads
 BATCHES_PER_WORKER = 3  # in flight, so that memory stays bounded however fast the reader is
 BATCHES_IN_THREADS = 3  # while the library encodes one batch, Python parses the next and packs the one before
 COMMIT_BYTES = 1 << 26  # text after which the work is on disk for good

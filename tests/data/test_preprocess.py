@@ -11,6 +11,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tokenizers import ByteLevelBPETokenizer
+from tokenizers.processors import TemplateProcessing
 
 from megapipe.data import preprocess as module
 from megapipe.data.indexed_file import IndexedFile
@@ -18,7 +20,8 @@ from megapipe.data.partial_output import PartialOutput
 from megapipe.data.preprocess import Counts, Progress, preprocess
 from megapipe.data.text_source import Position, Record, read_records
 from megapipe.errors import ConfigError, DataError
-from megapipe.tokenizers.tokenizer import ByteTokenizer, NullTokenizer
+from megapipe.tokenizers.sentencepiece import train_sentencepiece
+from megapipe.tokenizers.tokenizer import FROM_MODEL, ByteTokenizer, NullTokenizer, build_tokenizer
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 TOOL = [sys.executable, str(REPOSITORY / "tools" / "preprocess_data.py")]
@@ -124,6 +127,39 @@ def test_a_token_outside_of_the_vocabulary_keeps_only_what_was_before_it(tmp_pat
     with pytest.raises(DataError, match="line 3, byte 0: token 122 is outside of the vocabulary of 120"):
         preprocess(records, str(tmp_path / "c"), Wrong, output=output)
     assert json.loads((tmp_path / "c.partial" / "progress.json").read_text())["position"] == [0, 0, 2]
+
+
+TEXTS = ["", "def main() -> None:\n    return\n", "é 漢字 \U0001f600", " ", "<|endoftext|> inside", "x" * 3000]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    """Write a model of every kind and return the arguments of `build_tokenizer` by type."""
+    folder = tmp_path_factory.mktemp("models")
+    train_sentencepiece([Path(module.__file__).read_text()], folder / "tokenizer.model", vocab_size=400, num_threads=1)
+    bpe = ByteLevelBPETokenizer()
+    bpe.train_from_iterator(TEXTS * 3, vocab_size=300, special_tokens=["<|endoftext|>", "<s>"], show_progress=False)
+    bpe.save_model(str(folder))
+    bpe.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])  # as Llama 3's
+    bpe.save(str(folder / "tokenizer.json"))
+    pieces = (str(folder / "tokenizer.model"),)
+    return {
+        "HuggingFaceTokenizer": (str(folder / "tokenizer.json"),),
+        "GPT2BPETokenizer": (str(folder),),
+        "SentencePieceTokenizer": pieces,
+        "GPTSentencePieceTokenizer": pieces,
+        "Llama2Tokenizer": pieces,
+    }
+
+
+@pytest.mark.parametrize("kind", sorted(FROM_MODEL.keys() | {"GPT2BPETokenizer"}))
+def test_a_batch_in_the_threads_of_the_library_gives_the_tokens_of_each_text(kind, models):
+    tokenizer = build_tokenizer(kind, *models[kind])
+    records = [json_record(i, text=text) for i, text in enumerate(TEXTS)]
+    encoded = module.encode_records(records, tokenizer, ("text",), True, 2)
+    each = [[*tokenizer.encode(text), tokenizer.eod] if text else [] for text in TEXTS]
+    assert encoded.lengths["text"].tolist() == [len(ids) for ids in each]
+    assert encoded.tokens["text"].tolist() == [token for ids in each for token in ids]
 
 
 def test_input_without_text_is_an_error(tmp_path):

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
+import os.path
 import shutil
 import statistics
 import subprocess
@@ -113,11 +113,7 @@ def measure(own: argparse.Namespace) -> None:
 def run(python: str, side: str, own: argparse.Namespace, cache: Path) -> dict[str, Any]:
     words = ["--side", side, "--prefix", str(own.folder / "tokens"), "--cache", str(cache)]
     words += ["--seq-length", str(own.seq_length), "--samples", str(own.samples)]
-    repository = str(Path(__file__).resolve().parents[2])
-    paths = os.pathsep.join([repository, *filter(None, [os.environ.get("PYTHONPATH")])])
-    done = subprocess.run(
-        [python, __file__, *words], env={**os.environ, "PYTHONPATH": paths}, capture_output=True, text=True
-    )
+    done = subprocess.run([python, __file__, *words], capture_output=True, text=True)
     if done.returncode:
         sys.exit(f"{side} failed:\n{done.stderr[-3000:]}")
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
