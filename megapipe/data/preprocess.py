@@ -39,7 +39,8 @@ COMMIT_BYTES = 1 << 26  # text after which the work is on disk for good
 class Encoder(Protocol):
     """The part of a tokenizer that preprocessing uses.
 
-    A tokenizer whose library has threads also has `encode_batch(texts, num_threads) -> list[list[int]]`.
+    A tokenizer whose library has threads also has `encode_batch(texts, num_threads) -> list[list[int]]`, which is
+    called from several threads.
     """
 
     vocab_size: int

@@ -112,7 +112,7 @@ class Record(NamedTuple):
         except UnicodeDecodeError as error:
             invalid = content[error.start : error.start + 4]
             return self.problem(f"not UTF-8 ({invalid!r})", error.start + len(self.content) - len(content))
-        return self._parse_json(text, keys) if self.is_json else [text]
+        return self._parse_json(text.rstrip("\r\n"), keys) if self.is_json else [text]
 
     def _parse_cells(self, cells: Cells, keys: Sequence[str]) -> list[str] | Problem:
         texts = []
@@ -216,13 +216,22 @@ def is_regular(path: Path) -> bool:
     return stat.S_ISREG(os.stat(path).st_mode) and path != STDIN_PATH
 
 
+def is_prose(path: Path) -> bool:
+    """Return True if a file's name is that of a text that may hold many documents: .txt, or without a suffix."""
+    return Path(_unpacked(path.name)).suffix in (".txt", "")
+
+
+def _unpacked(name: str) -> str:
+    for suffix in COMPRESSED_SUFFIXES:
+        name = name.removesuffix(suffix)
+    return name
+
+
 def format_of(path: Path, input_format: str | None = None) -> str:
     """Return the format (one of FORMATS) of a file by its name; JSON lines for a pipe whose name says nothing."""
     if input_format is not None:
         return input_format
-    name = path.name
-    for suffix in COMPRESSED_SUFFIXES:
-        name = name.removesuffix(suffix)
+    name = _unpacked(path.name)
     if name.endswith(JSON_SUFFIXES):
         return "jsonl"
     return TABLE_SUFFIXES.get(Path(name).suffix, "text" if is_regular(path) else "jsonl")

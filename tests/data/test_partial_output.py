@@ -225,6 +225,12 @@ def test_the_document_unit_of_one_text_file_is_inferred_and_said(command, tmp_pa
     code, text = command("a.txt")
     assert "a.txt: --document-unit line is taken, because it has lines" in text
     assert (code, num_documents()) == (0, 3)
+    (tmp_path / "a.py").write_text("one\n\ntwo\n")
+    code, text = command("a.py", "--overwrite")  # a source file is one document
+    assert (code, num_documents(), "is taken" in text) == (0, 1, False)
+    os.mkfifo(tmp_path / "pipe")
+    code, text = command("pipe", "--input-format", "text", "--overwrite")
+    assert (code, "from pipe needs --document-unit" in text) == (2, True)
 
 
 def test_standard_input_is_json_lines_that_cannot_be_gone_on_with(command, tmp_path, monkeypatch):

@@ -25,6 +25,7 @@ from megapipe.data.text_source import (
     find_files,
     format_of,
     infer_document_unit,
+    is_prose,
     is_regular,
     read_records,
 )
@@ -51,7 +52,11 @@ PREPROCESS_OPTIONS = (
     option("--json-keys", "keys to tokenize, each to its own files (default: text)", nargs="+", default=[TEXT_KEY]),
     option("--suffixes", "in directories, only files such as .py .md (default: all)", nargs="+", default=[]),
     option("--input-format", "of all inputs (default: by their names; JSON lines from a pipe)", choices=FORMATS),
-    option("--document-unit", "in plain text (default: file; inferred from a single file)", choices=DOCUMENT_UNITS),
+    option(
+        "--document-unit",
+        "in plain text (default: file; of a single .txt inferred from its blank lines)",
+        choices=DOCUMENT_UNITS,
+    ),
     option(
         "--skip-bad", "leave out up to N bad records and report them in PREFIX.skipped.jsonl", default=0, at_least=0
     ),
@@ -146,8 +151,11 @@ def preprocess(own: argparse.Namespace) -> None:
 
 
 def _document_unit(files: Sequence[Path], texts: Sequence[Path]) -> str:
-    """Return the unit of documents in plain text where none is given: of a single file by its content, and say so."""
-    if len(files) != 1 or not texts or not is_regular(files[0]):
+    """Return the unit of documents in plain text where none is given; of a single .txt it is inferred, and said."""
+    pipe = next((path for path in texts if not is_regular(path)), None)
+    if pipe is not None:
+        raise ConfigError(f"--input-format text from {pipe} needs --document-unit ({', '.join(DOCUMENT_UNITS)})")
+    if len(files) != 1 or not texts or not is_prose(files[0]):
         return DOCUMENT_UNITS[0]
     unit, reason = infer_document_unit(files[0])
     others = " or ".join(each for each in DOCUMENT_UNITS if each != unit)
