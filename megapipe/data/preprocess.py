@@ -8,8 +8,10 @@ tokenizers. Unlike in Megatron, a document without tokens is left out (and count
 from __future__ import annotations
 
 import multiprocessing
+import os
 import signal
 import sys
+import threading
 import time
 from array import array
 from collections import deque
@@ -267,7 +269,16 @@ _work: list[tuple[Encoder, tuple[str, ...], bool]] = []  # in each worker proces
 
 def _start_worker(factory: EncoderFactory, keys: tuple[str, ...], append_eod: bool) -> None:
     set_tokenizer_threads(1)
+    # the kill -9 of its parent would leave a worker waiting for ever
+    threading.Thread(target=_end_with_parent, name="parent-watch", daemon=True).start()
     _work[:] = [(factory(), keys, append_eod)]
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
 
 
 def _encode(batch: list[Record]) -> Encoded:
@@ -311,19 +322,25 @@ def encode_records(
 
 def _packed(ids: list[list[int]], records: list[Record], vocab_size: int, eod: int | None) -> tuple[Array, Array]:
     """Return (tokens of all documents, each with `eod` if it has any; number of tokens of each)."""
-    joined = array("q")
-    for document in ids:
-        joined.extend(document)
+    joined = array("I")  # fromlist: a fifth of the time of numpy's conversion
+    for document, record in zip(ids, records, strict=True):
+        try:
+            joined.fromlist(document)
+        except OverflowError:
+            raise DataError(record.problem(_outside(min(document), vocab_size)).text) from None
         if eod is not None and document:
             joined.append(eod)
-    values = np.frombuffer(joined, np.int64) if joined else np.empty(0, np.int64)
+    values = np.frombuffer(joined, np.uint32) if joined else np.empty(0, np.uint32)
     lengths = np.array([len(document) + (eod is not None and len(document) > 0) for document in ids], np.int64)
-    if len(values) and (values.min() < 0 or values.max() >= vocab_size):
-        place = int(np.argmax((values < 0) | (values >= vocab_size)))
+    if len(values) and values.max() >= vocab_size:
+        place = int(np.argmax(values >= vocab_size))
         record = records[int(np.searchsorted(np.cumsum(lengths), place, side="right"))]
-        rule = f"token {values[place]} is outside of the vocabulary of {vocab_size}"
-        raise DataError(record.problem(rule).text)
+        raise DataError(record.problem(_outside(int(values[place]), vocab_size)).text)
     return values.astype(token_dtype(vocab_size)), lengths
+
+
+def _outside(token: int, vocab_size: int) -> str:
+    return f"token {token} is outside of the vocabulary of {vocab_size}"
 
 
 class Progress:

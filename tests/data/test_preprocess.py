@@ -117,14 +117,18 @@ def test_an_unreadable_file_is_an_error_after_the_documents_before_it(tokenizer,
     assert (progress["position"], progress["counts"]["documents"]) == ([0, 9 * 15, 9], 9)
 
 
-def test_a_token_outside_of_the_vocabulary_keeps_only_what_was_before_it(tmp_path, monkeypatch):
+@pytest.mark.parametrize(("text", "token"), [("z", 122), ("b", -52)])
+def test_a_token_outside_of_the_vocabulary_keeps_only_what_was_before_it(text, token, tmp_path, monkeypatch):
     class Wrong(Batched):
         vocab_size = 120
 
+        def encode(self, text):
+            return [token - (150 if text == "b" else 0) for token in super().encode(text)]
+
     monkeypatch.setattr(module, "THREAD_BATCH_BYTES", 1)
-    records = [json_record(i, text="z" if i == 3 else "a")._replace(end=Position(0, 0, i)) for i in range(1, 9)]
+    records = [json_record(i, text=text if i == 3 else "a")._replace(end=Position(0, 0, i)) for i in range(1, 9)]
     output = PartialOutput(str(tmp_path / "c"), ["text"], np.dtype("<u2"), {})
-    with pytest.raises(DataError, match="line 3, byte 0: token 122 is outside of the vocabulary of 120"):
+    with pytest.raises(DataError, match=f"line 3, byte 0: token {token} is outside of the vocabulary of 120"):
         preprocess(records, str(tmp_path / "c"), Wrong, output=output)
     assert json.loads((tmp_path / "c.partial" / "progress.json").read_text())["position"] == [0, 0, 2]
 
@@ -256,6 +260,33 @@ def test_wrong_flags_end_with_one_message_and_no_traceback(words, code, message,
     assert message in captured.err
     assert captured.out == ""
     assert [path.name for path in tmp_path.iterdir()] == ["x.txt"]
+
+
+def test_workers_end_with_a_killed_parent(tmp_path):
+    os.mkfifo(tmp_path / "c.jsonl")
+    words = ["--input", str(tmp_path / "c.jsonl"), "--output-prefix", str(tmp_path / "out"), "--workers", "1"]
+    tool = subprocess.Popen(
+        [*TOOL, *words, "--tokenizer-type", "ByteTokenizer"], env=ENVIRONMENT, stderr=subprocess.DEVNULL
+    )
+    with open(tmp_path / "c.jsonl", "w") as pipe:
+        pipe.write((json.dumps({"text": "x" * 1000}) + "\n") * 9000)
+        pipe.flush()  # more than is in flight, so that a worker has returned tokens
+        children = Path(f"/proc/{tool.pid}/task/{tool.pid}/children")
+        workers = [int(process) for process in children.read_text().split() if b"spawn_main" in command_of(process)]
+        tool.kill()
+        tool.wait()
+    assert workers
+    limit = time.monotonic() + 30
+    while any(b"spawn_main" in command_of(process) for process in workers) and time.monotonic() < limit:
+        time.sleep(0.05)
+    assert not [process for process in workers if b"spawn_main" in command_of(process)]
+
+
+def command_of(process) -> bytes:
+    try:
+        return Path(f"/proc/{process}/cmdline").read_bytes()
+    except OSError:
+        return b""
 
 
 def test_ctrl_c_in_the_middle_leaves_no_file(tmp_path):
