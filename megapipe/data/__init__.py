@@ -7,6 +7,6 @@
 - `gpt_dataset`     samples of one token file: epochs, document order, sample order
 - `blend`           several datasets mixed by weight; `index_cache`: shuffled indices kept on disk
 - `indexed_file`    token files `PREFIX.bin` and `PREFIX.idx`: reading, writing, merging
-- `text_source`     documents from JSON lines, plain text, directory trees
-- `preprocess`      text -> token files, in several processes
+- `text_source`     documents from JSON lines, plain text, directory trees, pipes; `tables`: parquet, Arrow, zstd
+- `preprocess`      text -> token files, in several threads or processes; `partial_output`: its progress
 """

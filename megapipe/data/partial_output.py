@@ -60,6 +60,7 @@ class PartialOutput:
         self.folder = Path(f"{prefix}.partial")
         self.is_resumable = description is not None
         self.position, self.counts = Position(), dict[str, Any]()
+        self.is_committed = False  # a later run can go on from here
         self.is_read = False  # all input is in the folder; what is missing is the index, or names
         self._files: dict[str, IO[bytes]] = {}
         self._marked: dict[str, Any] | None = None
@@ -107,7 +108,7 @@ class PartialOutput:
             other = difference(run["description"], description)
             if other is None:
                 self.position, self.counts = Position(*progress["position"]), progress["counts"]
-                self.is_read = progress["is_read"]
+                self.is_read, self.is_committed = progress["is_read"], True
                 sizes: dict[str, int] = progress["bytes"]
                 return sizes
             if not overwrite:
@@ -157,6 +158,7 @@ class PartialOutput:
                 os.fsync(file.fileno())
         if self.is_resumable and self._marked is not None:
             _write(self.folder / "progress.json", {**self._marked, "is_read": is_read})
+            self.is_committed = True
 
     def publish(self) -> None:
         """Write the index of each key, give all files their names, and remove the folder.

@@ -123,7 +123,7 @@ def preprocess(
         output.publish()
     except BaseException as error:
         kept = "no file was written"
-        if output.is_resumable and counts.documents > counts.empty:
+        if output.is_committed and counts.documents > counts.empty:
             kept = f"the same command goes on after the documents that are kept in {output.folder}"
             output.close()
         else:

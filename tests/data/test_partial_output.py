@@ -142,6 +142,13 @@ def test_a_full_disk_keeps_what_was_committed(tmp_path, small_steps, monkeypatch
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", full)
+        patch.setattr(module, "COMMIT_BYTES", 10**9)
+        count = itertools.count(28)  # the first commit fails
+        with pytest.raises(DataError, match="No space left on device; no file was written"):
+            run(files, tmp_path / "a" / "out")
+        assert not contents(tmp_path / "a")
+        patch.setattr(module, "COMMIT_BYTES", 500)
+        count = itertools.count()
         with pytest.raises(DataError, match="No space left on device; the same command goes on after the documents"):
             run(files, tmp_path / "a" / "out")
         patch.setattr(os, "fsync", fsync)

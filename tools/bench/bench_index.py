@@ -52,7 +52,7 @@ def megapipe_index(prefix: str, cache: str, seq_length: int, num_samples: int) -
     from megapipe.config.files import DataConfig
     from megapipe.data.build_datasets import DatasetRequest, build_datasets
 
-    data = DataConfig(data_path=[prefix], split=SPLIT, data_cache_path=cache)
+    data = DataConfig(data_path=(prefix,), split=SPLIT, data_cache_path=cache)
     request = DatasetRequest(data, seq_length, SEED, (num_samples, 0, 0))
     return lambda: build_datasets(request).train, lambda built: (built.index.documents, built.index.shuffle)
 
