@@ -84,7 +84,11 @@ def test_a_run_resumes_after_its_rollback_with_its_saved_configuration(golden: P
     words += ["--train-iters", "24", "--exit-interval", "5", "--no-profile-pipeline"]
     out = run(golden, str(REPOSITORY / "pretrain_gpt.py"), *words, "--num-virtual-stages-per-pipeline-rank", "1")
     state = json.loads((golden / "again" / "step_00000005" / "manifest.json").read_text())
-    (line,) = [line for line in out.splitlines() if "so these were not compared: model embedding_scale, " in line]
+    (line,) = [
+        line
+        for line in out.splitlines()
+        if "so these were not compared: model attention_kind, embedding_scale, " in line
+    ]
     assert line.startswith("run/step_00000003 was written by another version")
     assert "run/step_00000003 does not say what data it was trained on, so the data were not compared\n" in out
     assert starts["rollbacks"] == 0
