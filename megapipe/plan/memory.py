@@ -30,7 +30,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 
 from megapipe.layers.linear import COPIES
@@ -107,8 +107,20 @@ class RankMemory:
 
 
 def rank_memory(plan: RunPlan, pp_rank: int) -> RankMemory:
-    """Return every item of one rank, for a step at the full global batch size."""
-    model, shape, count = plan.model, plan.shape, plan.batch.num_microbatches
+    """Return every item of one rank, for the step of the run that needs the most (a ramp changes the batch size)."""
+    full = plan.batch.num_microbatches
+    steps = [step_memory(plan, pp_rank, count, alike) for count, alike in plan.decisive_counts.items() if count != full]
+    most = max((step_memory(plan, pp_rank, full), *steps), key=lambda step: step.total)  # the full one of equal ones
+    hosts = [most.host, *(step.host for step in steps)]
+    return replace(most, host=max(hosts, key=lambda host: sum(host.values())))
+
+
+def step_memory(plan: RunPlan, pp_rank: int, count: int, num_read: int | None = None) -> RankMemory:
+    """Return every item of one rank, for a step of `count` microbatches.
+
+    num_read: the number of microbatches whose tokens are counted, if another.
+    """
+    model, shape = plan.model, plan.shape
     stages = plan.placement.stages_of(pp_rank)
     layers = {stage: plan.partition.stages[stage] for stage in stages}
     kept = {stage: sum(stage_activation_bytes(plan, stage).values()) for stage in stages}
@@ -118,7 +130,7 @@ def rank_memory(plan: RunPlan, pp_rank: int) -> RankMemory:
     }
     offloaded, host = None, {}
     if plan.config.offload.cpu_offloading_num_layers:
-        offloaded, host["activations"] = offloaded_memory(plan, pp_rank, kept)
+        offloaded, host["activations"] = offloaded_memory(plan, pp_rank, count, kept)
     row, message_bytes = plan.schedule(count).rows[pp_rank], plan.message_bytes
     peak = peak_of_row(row, pp_rank, plan.placement, kept, waiting, message_bytes, plan.send_depth, inside, offloaded)
     state = _state(plan, pp_rank)
@@ -146,7 +158,7 @@ def rank_memory(plan: RunPlan, pp_rank: int) -> RankMemory:
         "messages": peak.message_bytes,
         "reduction": max(0, max(copies, _update_bytes(plan, pp_rank)) - reusable),
         "tables": sum(shared_bytes(model, shape, layers[stage]) for stage in stages),
-        "microbatches": count * shape.tokens * token_bytes,
+        "microbatches": (num_read or count) * shape.tokens * token_bytes,
     }
     return RankMemory(pp_rank, items, peak.live, host)
 
@@ -344,14 +356,16 @@ class MemoryOverTime:
         return above + of_head - waiting, inside.groups[group]
 
 
-def offloaded_memory(plan: RunPlan, pp_rank: int, kept: Mapping[int, int]) -> tuple[MemoryOverTime, int]:
-    """Return the device memory of a full step's row over time, and the bytes of all its host buffers together.
+def offloaded_memory(
+    plan: RunPlan, pp_rank: int, num_microbatches: int, kept: Mapping[int, int]
+) -> tuple[MemoryOverTime, int]:
+    """Return the device memory of a step's row over time, and the bytes of all its host buffers together.
 
     kept: bytes of each stage for one microbatch without offloading.
     """
     stages = {stage: plan.stage_groups(stage) for stage in plan.placement.stages_of(pp_rank)}
     groups = {stage: offloaded_groups(plan, stage) for stage in stages}
-    moves = plan.row_moves(plan.batch.num_microbatches, pp_rank)
+    moves = plan.row_moves(num_microbatches, pp_rank)
     away: dict[Moment, int] = {}
     now = 0
     in_use, most = Counter[int](), Counter[int]()  # host buffers, by size

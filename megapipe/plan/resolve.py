@@ -114,8 +114,8 @@ def _balanced_and_checked(draft: RunPlan) -> RunPlan:
                 f"{draft.config.training.micro_batch_size} x dp {draft.topology.dp}: use {ways} instead"
             )
     plan = dataclasses.replace(draft, partition=balanced_cut(draft))
-    for size in batch.sizes:  # now, so that errors surface before anything starts
-        plan.schedule(size // batch.samples_per_microbatch)
+    for count in plan.decisive_counts:  # now, so that errors surface before anything starts
+        plan.schedule(count)
     if plan.config.gpu.cuda_graph_impl != "none" and plan.overlaps_stages:
         raise ConfigError(
             f"--cuda-graph-impl {plan.config.gpu.cuda_graph_impl}: --pipeline-schedule {name} runs two graphs at the "

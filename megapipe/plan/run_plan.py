@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from itertools import accumulate
@@ -16,7 +16,7 @@ from megapipe.plan.batch import BatchSchedule
 from megapipe.plan.layer_costs import LayerCosts, flop_costs, measured_costs, stage_costs
 from megapipe.schedule.action import Op
 from megapipe.schedule.costs import AutoGoal, Costs
-from megapipe.schedule.families import SCHEDULES, build_forward_only, build_lowered
+from megapipe.schedule.families import SCHEDULES, ScheduleFamily, build_forward_only, build_lowered
 from megapipe.schedule.lifetimes import (
     Moves,
     Slots,
@@ -29,7 +29,7 @@ from megapipe.schedule.lifetimes import (
 )
 from megapipe.schedule.lower import give_head_start
 from megapipe.schedule.partition import Partition, StageLayers
-from megapipe.schedule.placement import Placement
+from megapipe.schedule.placement import Placement, v_shape
 from megapipe.schedule.schedule import Schedule
 from megapipe.schedule.simulate import Timeline, unhindered_send_depth
 from megapipe.schedule.validate import validate
@@ -52,6 +52,28 @@ class LoweredSchedule:
     def send_depth(self) -> int:
         """The fewest in-flight sends of a channel with which no send blocks."""
         return unhindered_send_depth(self.schedule)
+
+
+def decisive_counts(family: ScheduleFamily, pp: int, group_size: int | None, counts: Iterable[int]) -> dict[int, int]:
+    """Return numbers of microbatches -> the most of `counts` whose step is like theirs in memory and in-flight sends.
+
+    No step of `counts` exceeds them all, so that a plan needs no schedule of other sizes of a ramp. More microbatches
+    never need less, with three exceptions: where microbatches run in groups, this holds only for whole groups more; a
+    step that does not fill a V may need more than a longer one; and zb-auto searches for each number. From some number
+    on, `period` more microbatches only repeat the middle of every row: the smallest such number stands for the others.
+    """
+    numbers = sorted(counts)
+    full, start, period = numbers[-1], numbers[-1] + 1, 1
+    if family.takes_group_size:
+        start, period = 4 * (group_size or pp), group_size or pp
+        numbers = list({count % period: count for count in numbers}.values())
+    elif family.placement is v_shape and family.counts is None:
+        start, period = 2 * pp + 2, 1
+    elif not family.is_automatic:
+        return {full: full}
+    alike = {count: count if count < start else start + (count - start) % period for count in numbers}
+    found = {alike[count]: count for count in numbers if alike[count] != alike[full]}
+    return found | {full: full}
 
 
 @dataclass(frozen=True, eq=False)
@@ -199,12 +221,12 @@ class RunPlan:
     @property
     def overlaps_stages(self) -> bool:
         """True if rows pair the forward of one stage with the backward of another (DualPipe)."""
-        return any(Op.OVERLAP in self.schedule(count).ops for count in self._microbatch_counts)
+        return Op.OVERLAP in self.schedule(min(self.decisive_counts)).ops
 
     @property
     def splits_backward(self) -> bool:
         """True if the training schedule has I and W instead of B, at least in part."""
-        return any(Op.W in self.schedule(count).ops for count in self._microbatch_counts)
+        return SCHEDULES[self.schedule_name].splits_backward
 
     def weight_versions(self, num_microbatches: int, pp_rank: int) -> WeightVersions:
         """Return the version of the weights that each microbatch uses on this rank of an asynchronous schedule."""
@@ -218,7 +240,7 @@ class RunPlan:
         """Return the versions of its weights that a rank holds at once, for any number of microbatches of the run."""
         if self.is_synchronous:
             return 1
-        return 1 + max(max(self.weight_versions(count, pp_rank).buffer_of) for count in self._microbatch_counts)
+        return 1 + max(max(self.weight_versions(count, pp_rank).buffer_of) for count in self.decisive_counts)
 
     def slots(self, num_microbatches: int, pp_rank: int) -> Slots:
         """Return the slot of each (stage, microbatch) of this rank: static buffers of CUDA graphs from F to B or W."""
@@ -226,7 +248,7 @@ class RunPlan:
 
     def num_slots(self, pp_rank: int) -> dict[int, int]:
         """Return the number of slots of each stage of the rank, enough for any number of microbatches of the run."""
-        of_counts = [num_slots(self.slots(count, pp_rank)) for count in self._microbatch_counts]
+        of_counts = [num_slots(self.slots(count, pp_rank)) for count in self.decisive_counts]
         return {stage: max(counts[stage] for counts in of_counts) for stage in self.placement.stages_of(pp_rank)}
 
     def stage_groups(self, stage: int, layers: StageLayers | None = None) -> StageGroups:
@@ -244,13 +266,15 @@ class RunPlan:
     @cached_property
     def send_depth(self) -> int:
         """Enough in-flight sends of a channel that none blocks for any number of microbatches of the run, plus one."""
-        makers = (self._training, self._forward_only)
-        return 1 + max(make(count).send_depth for count in self._microbatch_counts for make in makers)
+        forward_only = self._forward_only(self.batch.num_microbatches)
+        return 1 + max(step.send_depth for step in (forward_only, *map(self._training, self.decisive_counts)))
 
-    @property
-    def _microbatch_counts(self) -> set[int]:
-        """Numbers of microbatches of all steps of the run, on one dp rank."""
-        return {size // self.batch.samples_per_microbatch for size in self.batch.sizes}
+    @cached_property
+    def decisive_counts(self) -> Mapping[int, int]:
+        """Numbers of microbatches whose steps decide on the memory and the sends of the run: see `decisive_counts`."""
+        counts = (size // self.batch.samples_per_microbatch for size in self.batch.sizes)
+        group_size = self.config.parallel.microbatch_group_size_per_virtual_pipeline_stage
+        return decisive_counts(SCHEDULES[self.schedule_name], self.topology.pp, group_size, counts)
 
     @property
     def num_optimizer_shards(self) -> int:

@@ -14,7 +14,7 @@ from megapipe.errors import ConfigError
 from megapipe.extras.dry_run.grid import Kind, audit_grid, kinds_of_ranks
 from megapipe.extras.dry_run.rank import STATE, RankCount, count_rank
 from megapipe.formatting import bytes_text, ranges_text, text_table
-from megapipe.plan.memory import RankMemory, all_rank_memory, rank_memory
+from megapipe.plan.memory import RankMemory, all_rank_memory, step_memory
 from megapipe.plan.run_plan import RunPlan
 from megapipe.schedule.action import Op, parse_action
 from megapipe.train.state import Schedules
@@ -90,7 +90,7 @@ def difference_text(planned: int, counted: int) -> str:
 
 
 def _planned(plan: RunPlan, count: RankCount) -> RankMemory:
-    return rank_memory(plan, plan.topology.coordinates(count.global_rank).pp_rank)
+    return step_memory(plan, plan.topology.coordinates(count.global_rank).pp_rank, plan.batch.num_microbatches)
 
 
 def _items(plan: RunPlan, kind: Kind, count: RankCount) -> Iterator[str]:
