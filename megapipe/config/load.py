@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -23,7 +23,7 @@ from megapipe.config.flags import (
 )
 from megapipe.config.megatron_flags import MegatronFlag, differences_line, megatron_flags
 from megapipe.config.problems import Problems
-from megapipe.config.rules.check import RULES, broken_rules, remarks
+from megapipe.config.rules.check import RULES, Rule, broken_rules, remarks
 from megapipe.config.rules.sft import IMPLIED
 from megapipe.config.rules.training import job
 from megapipe.config.yaml_file import Entry, read_entries, read_file, to_yaml
@@ -64,14 +64,22 @@ class LoadedConfig:
         return to_yaml(self.config, self.origins, resolved)
 
 
-def load_config(argv: Sequence[str], *, is_job: bool = True, schedules: Sequence[str] = ()) -> LoadedConfig:
+def load_config(
+    argv: Sequence[str],
+    *,
+    is_job: bool = True,
+    schedules: Sequence[str] = (),
+    more: Callable[[Requests], Sequence[Rule]] = lambda _: (),
+    if_refused: Sequence[Rule] = (),
+) -> LoadedConfig:
     """Read argv (without the program's name) and the files it names. Raises ConfigError; `--help` prints and exits.
 
     The error has a line for everything that is wrong; rules are checked where the values that they need could be read.
     Those that need no world size are checked, with `--use-checkpoint-args` or a Hugging Face folder in --load later, by
     `with_checkpoint_model`.
     is_job False: no rule is checked here, so that an incomplete job can be inspected; `resolve` checks what it needs.
-    schedules: names that `--help` lists for --pipeline-schedule.
+    schedules: names that `--help` lists for --pipeline-schedule. more: rules to check besides `RULES`, for the requests
+    of the command line. if_refused: rules that are only asked if something is wrong.
     """
     problems = Problems()
     load_extensions(argv)
@@ -88,9 +96,14 @@ def load_config(argv: Sequence[str], *, is_job: bool = True, schedules: Sequence
     fill_tokenizer_type(values, origins)
     fill_implied_by_sft(values, origins, problems)
     loaded = LoadedConfig(make_config(values), origins, line.requests, tuple(accepted))
-    checkpoint = loaded.config.checkpoint
-    if is_job and not checkpoint.use_checkpoint_args and not is_hugging_face(checkpoint.load):
-        check_complete(loaded, problems)
+    rules, checkpoint = more(line.requests), loaded.config.checkpoint
+    takes_model = checkpoint.use_checkpoint_args or is_hugging_face(checkpoint.load)  # checked with it later
+    if is_job and not takes_model:
+        check_complete(loaded, problems, rules)
+    elif problems.messages and not takes_model:
+        problems.add(*broken_rules(loaded.config, (*RULES, *rules), problems.unread))
+    if problems.messages:
+        problems.add(*broken_rules(loaded.config, if_refused, problems.unread))
     problems.raise_all()
     return loaded
 
@@ -152,13 +165,15 @@ def with_checkpoint_model(
     loaded: LoadedConfig,
     saved: Config,
     where: str,
+    more: Sequence[Rule] = (),
     taker: str = "--use-checkpoint-args",
     overridable: Collection[str] = (),
 ) -> LoadedConfig:
     """Take the model section from a checkpoint's configuration (`--use-checkpoint-args`), and check the result.
 
-    The padded vocabulary depends on tp and is derived again. Raises ConfigError with a line for each field that a flag
-    or file sets to another value. taker: the flag that takes the model. overridable: fields whose given value holds.
+    The padded vocabulary depends on tp and is derived again. more: rules to check besides `RULES`. Raises ConfigError
+    with a line for each field that a flag or file sets to another value. taker: the flag that takes the model.
+    overridable: fields whose given value holds.
     """
     conflicts = []
     values = {field.key: value_of(loaded.config, field) for field in all_fields()}
@@ -178,12 +193,12 @@ def with_checkpoint_model(
         raise ConfigError("\n".join(conflicts))
     merged = dataclasses.replace(loaded, config=make_config(values), origins=origins)
     problems = Problems()
-    check_complete(merged, problems)
+    check_complete(merged, problems, more)
     problems.raise_all()
     return merged
 
 
-def check_complete(loaded: LoadedConfig, problems: Problems) -> None:
+def check_complete(loaded: LoadedConfig, problems: Problems, more: Sequence[Rule] = ()) -> None:
     """Add to the problems each field that a job must give but was left to its default, and each broken rule."""
     missing = []
     for field in all_fields():
@@ -193,7 +208,7 @@ def check_complete(loaded: LoadedConfig, problems: Problems) -> None:
             in_yaml = f"(in a YAML file: {field.name} in the section {field.section})"
             missing.append(f"{field.main_flag} is missing: {field.option.help} {in_yaml}")
             problems.unread.add(field.key)
-    problems.add(*missing, *broken_rules(loaded.config, (*RULES, job), problems.unread))
+    problems.add(*missing, *broken_rules(loaded.config, (*RULES, job, *more), problems.unread))
 
 
 def settings_of_yaml(text: str, name: str, accepted: list[str], problems: Problems) -> list[Setting]:

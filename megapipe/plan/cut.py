@@ -56,25 +56,30 @@ def cut_layers(model: ResolvedModelConfig, parallel: ParallelConfig, placement: 
     --pipeline-balance even; otherwise by forward FLOPs, head included. For the other values of --pipeline-balance,
     `balanced_cut` improves this partition, for which it needs a plan.
     """
+    return check_cut(model.num_layers, parallel, placement) or _cut_by_flops(model, placement.num_stages)
+
+
+def check_cut(num_layers: int, parallel: ParallelConfig, placement: Placement) -> Partition | None:
+    """Return the partition by hand or in equal numbers, or None to cut by cost. Raises ConfigError if it cannot be."""
     num_stages, pp = placement.num_stages, placement.num_ranks
     if parallel.pipeline_model_parallel_layout is not None:
-        return parse_layout(parallel.pipeline_model_parallel_layout, model.num_layers, num_stages)
+        return parse_layout(parallel.pipeline_model_parallel_layout, num_layers, num_stages)
     if is_by_hand(parallel) or parallel.pipeline_balance == "even":
         return cut_evenly(
-            model.num_layers,
+            num_layers,
             placement.rank_of_stage,
             parallel.decoder_first_pipeline_num_layers,
             parallel.decoder_last_pipeline_num_layers,
             parallel.account_for_embedding_in_pipeline_split,
             parallel.account_for_loss_in_pipeline_split,
         )
-    if model.num_layers < num_stages:
+    if num_layers < num_stages:
         raise ConfigError(
-            f"--num-layers {model.num_layers} is fewer than {pp} pipeline ranks x {num_stages // pp} chunks = "
+            f"--num-layers {num_layers} is fewer than {pp} pipeline ranks x {num_stages // pp} chunks = "
             f"{num_stages} stages; use fewer stages, or write --pipeline-model-parallel-layout, in which a stage "
             "may be empty"
         )
-    return _cut_by_flops(model, num_stages)
+    return None
 
 
 @cache
@@ -87,10 +92,8 @@ def _cut_by_flops(model: ResolvedModelConfig, num_stages: int) -> Partition:
 def balanced_cut(draft: RunPlan) -> Partition:
     """Return the candidate cut with the shortest simulated step; the draft's own where the run asks for no balance.
 
-    draft: the run's plan with the cut of `cut_layers`. Raises ConfigError if settings of ranks do not fit the
-    pipeline, or if a rank's memory is too small.
+    draft: the run's plan with the cut of `cut_layers`. Raises ConfigError if a rank's memory is too small.
     """
-    _check_rank_settings(draft.config)
     parallel, num_stages = draft.config.parallel, draft.placement.num_stages
     limits, memory = None, parallel.pipeline_rank_memory  # bytes that each pp_rank may fill
     if memory is not None:
@@ -119,7 +122,7 @@ def step_of_costs(plan: RunPlan, costs: LayerCosts, cut: Partition) -> float:
     return plan.step_seconds(timeline) + (full - few) * max(timeline.work_seconds) / few
 
 
-def _check_rank_settings(config: Config) -> None:
+def check_rank_settings(config: Config) -> None:
     """Raise ConfigError for settings of pipeline ranks that do not fit the pipeline."""
     parallel, pp = config.parallel, config.parallel.pipeline_model_parallel_size
     if parallel.pipeline_balance == "measured" and parallel.pipeline_layer_times is None:

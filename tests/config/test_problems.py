@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from megapipe.config.config import all_fields
+from megapipe.config.config import Config, all_fields
 from megapipe.config.files import split_shares
 from megapipe.config.flags import REQUESTS, field_flags, meant_flag, read_command_line
 from megapipe.config.load import load_config
@@ -17,7 +18,6 @@ from megapipe.config.rules.proposals import divisors
 from megapipe.errors import ConfigError
 from megapipe.extras.cli.frame import MOST_COLUMNS, abridged
 from megapipe.plan.resolve import resolve
-from megapipe.plan.schedule_choice import check_schedule
 from tests.config.examples import job
 
 EVERY_NAME = sorted({*field_flags(), *REQUESTS, *megatron_flags()} - {"--help"})
@@ -46,7 +46,6 @@ def test_a_job_with_any_value_of_a_flag_is_planned_or_refused(name: str) -> None
     for value in NASTY:
         with contextlib.suppress(ConfigError):
             config = load_config([*job("--global-batch-size 8"), f"{name}={value}"]).config
-            check_schedule(config)
             resolve(config, 1)
 
 
@@ -81,6 +80,15 @@ def test_all_that_is_wrong_is_reported_at_once_each_in_a_line(tmp_path: Path) ->
     assert len(found) == len(starts), found
     for line, start in zip(found, starts, strict=True):
         assert line.startswith(start), (line, start)
+
+
+def test_a_rule_for_refused_runs_is_asked_of_refused_runs_only() -> None:
+    def told(_: Config) -> Iterator[str]:
+        yield "the checkpoint has other layers"
+
+    load_config(job(), if_refused=(told,))
+    with pytest.raises(ConfigError, match="the checkpoint has other layers"):
+        load_config(job("--num-lay 3"), if_refused=(told,))
 
 
 def test_rules_do_not_judge_values_that_could_not_be_read() -> None:

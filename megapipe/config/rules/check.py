@@ -15,8 +15,11 @@ from megapipe.errors import ConfigError
 Rule = Callable[[Config], Iterator[str]]
 
 
-def check(config: Config) -> None:
-    """Raise ConfigError with one line for each choice, range and rule that the configuration breaks."""
+def check(config: Config, more: Sequence[Rule] = ()) -> None:
+    """Raise ConfigError with one line for each choice, range and rule that the configuration breaks.
+
+    more: rules to check besides RULES.
+    """
     broken = []
     for field in all_fields():  # only a configuration made in code: flags and files are checked as they are read
         value = value_of(config, field)
@@ -25,7 +28,7 @@ def check(config: Config) -> None:
             trouble = "" if item is None else out_of_bounds(field.option, item)
             if trouble:
                 broken.append(f"{field.key} {item}: {trouble}")
-    raise_all(broken or broken_rules(config, RULES))
+    raise_all(broken or broken_rules(config, (*RULES, *more)))
 
 
 def check_job(config: Config) -> None:
@@ -44,7 +47,7 @@ def broken_rules(config: Config, rules: Iterable[Rule], unread: Collection[str] 
         with suppress(UnreadError):
             for message in rule(view):
                 messages.append(message)
-    return messages
+    return list(dict.fromkeys(messages))
 
 
 def needs(config: Config) -> Iterator[str]:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from pathlib import Path
 
 from megapipe.config.config import Config
 from megapipe.config.load import DEFAULT, LoadedConfig, with_checkpoint_model
+from megapipe.config.rules.check import Rule
 from megapipe.errors import ConfigError
 from megapipe.extras.convert import hugging_face
 from megapipe.extras.convert.snapshot import TOKENIZERS, Snapshot
@@ -18,10 +20,10 @@ OVERRIDABLE = (
 ).split()
 
 
-def start_from(loaded: LoadedConfig) -> tuple[LoadedConfig, Weights]:
+def start_from(loaded: LoadedConfig, rules: Sequence[Rule]) -> tuple[LoadedConfig, Weights]:
     """Return the run with the folder's model section, and its tokenizer unless one is given; and the weights, unread.
 
-    Raises ConfigError for a flag that contradicts the folder, CheckpointError for a folder that cannot be converted.
+    rules: of the run's ranks, checked with all others. Raises ConfigError for a flag that contradicts the folder, CheckpointError for a folder that cannot be converted.
     """
     folder = Path(str(loaded.config.checkpoint.load))
     if not loaded.config.checkpoint.finetune:
@@ -29,7 +31,7 @@ def start_from(loaded: LoadedConfig) -> tuple[LoadedConfig, Weights]:
         raise ConfigError(f"--load {folder} {rule}; add --finetune to start at step 0 from these weights")
     snapshot = hugging_face.read(folder)
     given = with_tokenizer(loaded, snapshot, folder)
-    taken = with_checkpoint_model(given, snapshot.config, str(folder), "--load", OVERRIDABLE)
+    taken = with_checkpoint_model(given, snapshot.config, str(folder), rules, "--load", OVERRIDABLE)
     return taken, snapshot.tensors
 
 

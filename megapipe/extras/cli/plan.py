@@ -13,7 +13,7 @@ from megapipe.config.load import load_config
 from megapipe.config.yaml_file import to_yaml
 from megapipe.errors import CheckpointError, ConfigError
 from megapipe.extras.cli.frame import command, option, write_file
-from megapipe.extras.cli.planning import HARDWARE_OPTIONS, hardware_given, planned, with_vocabulary
+from megapipe.extras.cli.planning import HARDWARE_OPTIONS, hardware_given, planned, rules_of_world, with_vocabulary
 from megapipe.extras.report.grid_svg import grid_svg
 from megapipe.extras.search.candidate import OBJECTIVES, Candidate, Objective, predict_plan
 from megapipe.extras.search.layout import Layout
@@ -72,7 +72,7 @@ def main(own: argparse.Namespace) -> int:
     search |= {"--output": own.output, "--json": own.json or None}
     if idle := [flag for flag, value in search.items() if value is not None]:
         raise ConfigError(f"{idle[0]} belongs to the search for a layout: add --gpus N and --gpu NAME")
-    loaded = load_config(["--plan", *own.flags], is_job=False)
+    loaded = load_config(["--plan", *own.flags], is_job=False, more=rules_of_world)
     if loaded.requests.world_size is None:
         raise ConfigError("megapipe plan needs --world-size N, the number of ranks to plan for")
     plan = planned(loaded, loaded.requests.world_size, loaded.requests.ranks_per_node)
@@ -176,7 +176,7 @@ def progress(own: argparse.Namespace) -> None:
       megapipe progress --world-size 8 --config configs/quickstart.yaml --save runs/one
       step 40 of 100, runs/one/step_00000040
     """
-    loaded = load_config(["--plan", *own.flags])
+    loaded = load_config(["--plan", *own.flags], more=rules_of_world)
     if loaded.requests.world_size is None:
         raise ConfigError("megapipe progress needs --world-size N, the number of ranks of the run")
     config = planned(loaded, loaded.requests.world_size, loaded.requests.ranks_per_node).config

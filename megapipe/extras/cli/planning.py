@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from megapipe.assembly.datasets import tokenizer_of
+from megapipe.checkpoint.folder import find_checkpoint, vocabulary_of
+from megapipe.checkpoint.same_model import compare_model
 from megapipe.config.config import Config
+from megapipe.config.flags import Requests
 from megapipe.config.load import LoadedConfig, load_config
-from megapipe.errors import ConfigError
+from megapipe.config.rules.check import Rule
+from megapipe.errors import ConfigError, MegapipeError
 from megapipe.extras.cli.frame import option
 from megapipe.plan.hardware import Hardware, hardware_named, read_hardware
 from megapipe.plan.resolve import resolve
 from megapipe.plan.run_plan import RunPlan
+from megapipe.plan.world_rules import world_rules
 
 HARDWARE_OPTIONS = (
     option("--gpu", "the accelerator, by its name in the hardware table (docs/planner.md)", metavar="NAME"),
@@ -37,6 +42,34 @@ def with_vocabulary(config: Config) -> Config:
         )
     model = dataclasses.replace(config.model, vocab_size=given or tokenizer.vocab_size)
     return dataclasses.replace(config, model=model)
+
+
+def model_of_checkpoint(config: Config) -> Iterator[str]:
+    """Yield how the model differs from the one in the checkpoint of --load, for a run that is refused anyway: layers
+    that do not divide over the ranks may be layers that should be others.
+    """
+    checkpoint = config.checkpoint
+    if checkpoint.load is None or checkpoint.use_checkpoint_args or checkpoint.allow_changed_model:
+        return
+    if config.model.head_size() < 1:  # refused by a rule on its own
+        return
+    try:
+        folder = find_checkpoint(Path(checkpoint.load), checkpoint.ckpt_step)
+        if folder is None:
+            return
+        vocabulary = vocabulary_of(folder)  # this run's may be unknown yet
+        found = compare_model(folder, dataclasses.replace(config.model, vocab_size=vocabulary))
+    except MegapipeError:  # another model is not what is wrong
+        return
+    for line in found.changed:
+        yield f"{line} ({folder.path}); --use-checkpoint-args takes the model from there"
+
+
+def rules_of_world(requests: Requests) -> tuple[Rule, ...]:
+    """Return the rules of the world that --world-size gives, none without."""
+    if requests.world_size is None:
+        return ()
+    return world_rules(requests.world_size, requests.ranks_per_node)
 
 
 def planned(loaded: LoadedConfig, num_ranks: int, ranks_per_node: int | None) -> RunPlan:

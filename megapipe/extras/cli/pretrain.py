@@ -12,15 +12,18 @@ from typing import TYPE_CHECKING
 
 from megapipe.checkpoint.folder import checkpoint_config
 from megapipe.config.files import is_hugging_face
+from megapipe.config.flags import Requests
 from megapipe.config.load import LoadedConfig, load_config, with_checkpoint_model
+from megapipe.config.rules.check import Rule, broken_rules
 from megapipe.environment import Environment
 from megapipe.errors import ConfigError
 from megapipe.extras.cli.frame import run_on_ranks
-from megapipe.extras.cli.planning import planned
+from megapipe.extras.cli.planning import model_of_checkpoint, planned
 from megapipe.monitor.output import outlive_output
 from megapipe.monitor.signals import ended_by_signals
 from megapipe.plan.report import plan_text
-from megapipe.plan.schedule_choice import SCHEDULE_NAMES, check_schedule
+from megapipe.plan.schedule_choice import SCHEDULE_NAMES
+from megapipe.plan.world_rules import world_rules
 
 if TYPE_CHECKING:
     from megapipe.assembly.datasets import RunData
@@ -44,26 +47,27 @@ def verify(arguments: Sequence[str]) -> int:
 
 
 def _pretrain(arguments: list[str], environment: Environment) -> int:
-    return run_job(load_config(arguments, schedules=SCHEDULE_NAMES), environment)
+    def rules(requests: Requests) -> tuple[Rule, ...]:
+        return world_rules(*_world(requests, environment))
+
+    loaded = load_config(arguments, schedules=SCHEDULE_NAMES, more=rules, if_refused=_compare(environment))
+    return run_job(loaded, environment)
 
 
 def run_job(loaded: LoadedConfig, environment: Environment, observer: Observer | None = None) -> int:
     """Train with a loaded configuration, or do what it requests instead, and return the exit code."""
     requests, checkpoint, weights = loaded.requests, loaded.config.checkpoint, None
+    rules, compare = world_rules(*_world(requests, environment)), _compare(environment)
     if is_hugging_face(checkpoint.load):
         from megapipe.extras.cli.hugging_face import start_from
 
-        loaded, weights = start_from(loaded)
+        loaded, weights = start_from(loaded, rules)
     elif checkpoint.use_checkpoint_args:
         if checkpoint.load is None:
             raise ConfigError("--use-checkpoint-args takes the model from a checkpoint; give it with --load DIR")
         saved, folder = checkpoint_config(Path(checkpoint.load), checkpoint.ckpt_step)
-        loaded = with_checkpoint_model(loaded, saved, str(folder))
-    check_schedule(loaded.config)
-    # the ranks that were started, or with --world-size those of the plan
-    world: tuple[int, int | None] = environment.world_size, environment.local_world_size
-    if requests.world_size is not None:
-        world = requests.world_size, requests.ranks_per_node
+        loaded = with_checkpoint_model(loaded, saved, str(folder), rules)
+    world = _world(requests, environment)
     if requests.print_config:
         if environment.global_rank == 0:
             try:
@@ -74,7 +78,10 @@ def run_job(loaded: LoadedConfig, environment: Environment, observer: Observer |
         return 0
     if requests.dry_run and environment.is_distributed:
         raise ConfigError("--dry-run needs no other ranks: run it without torchrun or srun, with --world-size N")
-    plan = planned(loaded, *world)
+    try:
+        plan = planned(loaded, *world)
+    except ConfigError as error:
+        raise ConfigError("\n".join([str(error), *broken_rules(loaded.config, compare)])) from None
     if environment.global_rank == 0:
         print("\n".join([*loaded.remarks, plan_text(plan)]), flush=True)
     if requests.plan:
@@ -91,6 +98,18 @@ def run_job(loaded: LoadedConfig, environment: Environment, observer: Observer |
 
     text = loaded.text(plan.config)
     return pretrain(plan, environment, text, print_samples, loaded.remarks, weights, observer)
+
+
+def _compare(environment: Environment) -> tuple[Rule, ...]:
+    """Return the comparison with the checkpoint's model, read by one rank, and only if the run is refused."""
+    return (model_of_checkpoint,) if environment.global_rank == 0 else ()
+
+
+def _world(requests: Requests, environment: Environment) -> tuple[int, int | None]:
+    """Return the number of ranks and of those on a node: the ranks that were started, or those of --world-size."""
+    if requests.world_size is not None:
+        return requests.world_size, requests.ranks_per_node
+    return environment.world_size, environment.local_world_size
 
 
 def print_samples(runtime: TrainingRuntime, data: RunData, journal: Journal) -> None:

@@ -1,0 +1,236 @@
+"""Rules on the schedule and on the number of ranks, in the form of `config.rules`: their errors are reported together
+with those of the flags.
+
+A rule yields what `resolve` would stop at; it is silent where a rule of `config.rules` has said what is wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import cache
+
+from megapipe.config.config import Config
+from megapipe.config.layers import layer_kinds, layers_text
+from megapipe.config.model import ModelConfig
+from megapipe.config.rules import model as of_model
+from megapipe.config.rules import training as of_training
+from megapipe.config.rules.check import Rule
+from megapipe.config.rules.proposals import divisors
+from megapipe.errors import ConfigError
+from megapipe.plan.batch import BatchSchedule, batch_schedule
+from megapipe.plan.cut import check_cut, check_rank_settings
+from megapipe.plan.schedule_choice import check_schedule, group_size, memory_limit, schedule_and_chunks
+from megapipe.schedule.action import Op
+from megapipe.schedule.families import SCHEDULES, build_schedule
+from megapipe.schedule.placement import Placement, two_directions
+from megapipe.schedule.schedule import Schedule
+from megapipe.topology import Topology
+
+
+def world_rules(world_size: int, ranks_per_node: int | None = None) -> tuple[Rule, ...]:
+    """Return the rules of a run on `world_size` ranks, `ranks_per_node` of them on each node (None: one node)."""
+
+    def grid_of(config: Config) -> Topology:
+        return topology_of(config, world_size, ranks_per_node, replicas=1)
+
+    def check_batch(config: Config) -> None:
+        grid = grid_of(config)
+        batch = batch_of(config, grid)
+        check_counts(config, schedule_of(config), grid, batch)
+        num_steps(config, batch)
+
+    return (
+        _rule(check_schedule),
+        _rule(placement_of, of_model.chunks),
+        _rule(_check_groups, of_model.chunks),
+        _rule(_check_memory_limit, of_model.chunks),
+        _rule(_check_layers, of_model.chunks),
+        _rule(check_rank_settings),
+        _rule(_check_heads, of_model.shape, of_model.attention, of_model.layers_that_differ),
+        _rule(grid_of, of_model.axes),
+        _rule(check_batch, of_training.batch, of_model.axes, of_model.chunks),
+        _rule(check_post_validation, of_training.post_validation, of_model.chunks),
+        _rule(_check_graphs, of_model.chunks),
+    )
+
+
+def _rule(question: Callable[[Config], object], *before: Rule) -> Rule:
+    """Return the rule that yields the lines of the ConfigError of a question, unless a rule before it is broken."""
+
+    def rule(config: Config) -> Iterator[str]:
+        if any(True for other in before for _ in other(config)):
+            return
+        try:
+            question(config)
+        except ConfigError as error:
+            yield from str(error).splitlines()
+
+    return rule
+
+
+def schedule_of(config: Config) -> str:
+    """Return the name of the schedule. Raises ConfigError."""
+    return schedule_and_chunks(config.parallel, config.model.num_layers)[0]
+
+
+def placement_of(config: Config) -> Placement:
+    """Return which rank holds which stage. Raises ConfigError."""
+    name, chunks = schedule_and_chunks(config.parallel, config.model.num_layers)
+    return SCHEDULES[name].place(config.parallel.pipeline_model_parallel_size, chunks)
+
+
+def _check_groups(config: Config) -> None:
+    group_size(config.parallel, schedule_of(config))
+
+
+def _check_memory_limit(config: Config) -> None:
+    memory_limit(config.parallel, schedule_of(config))
+
+
+def _check_layers(config: Config) -> None:
+    check_cut(config.model.num_layers, config.parallel, placement_of(config))
+
+
+def topology_of(config: Config, world_size: int, ranks_per_node: int | None, replicas: int | None = None) -> Topology:
+    """Return the grid of ranks. Raises ConfigError if it does not fit.
+
+    replicas: tp ranks that hold the same key/value heads, if not those of the model.
+    """
+    parallel = config.parallel
+    family = SCHEDULES.get(parallel.pipeline_schedule)  # None for 'auto', which is not mirrored
+    is_mirrored = family is not None and family.placement is two_directions
+    return _topology(
+        world_size,
+        parallel.tensor_model_parallel_size,
+        parallel.context_parallel_size,
+        parallel.pipeline_model_parallel_size,
+        parallel.rank_order,
+        ranks_per_node,
+        parallel.allow_tp_across_nodes,
+        replicas or kv_replicas(config.model, parallel.tensor_model_parallel_size),
+        is_mirrored,
+    )
+
+
+@cache
+def _topology(
+    world_size: int,
+    tp: int,
+    cp: int,
+    pp: int,
+    order: str,
+    ranks_per_node: int | None,
+    allow_tp_across_nodes: bool,
+    kv_replicas: int,
+    mirrored_pipeline: bool,
+) -> Topology:
+    return Topology.of_world(
+        world_size,
+        tp=tp,
+        cp=cp,
+        pp=pp,
+        order=order,
+        ranks_per_node=ranks_per_node,
+        allow_tp_across_nodes=allow_tp_across_nodes,
+        kv_replicas=kv_replicas,
+        mirrored_pipeline=mirrored_pipeline,
+    )
+
+
+def _check_heads(config: Config) -> None:
+    kv_replicas(config.model, config.parallel.tensor_model_parallel_size)
+
+
+def kv_replicas(model: ModelConfig, tp: int) -> int:
+    """Return how many neighbouring tp ranks hold the same key/value heads: 1, tp, or the one number between them.
+
+    Raises ConfigError if heads cannot be spread over tp, or if layers differ in a number between 1 and tp.
+    """
+    found: dict[int, int] = {}  # replicas -> key/value heads
+    for layer, numbers in layer_kinds(model).items():
+        groups = layer.num_query_groups
+        if layer.has_attention and groups % tp and tp % groups:
+            ways = ", ".join(str(n) for n in divisors(layer.num_attention_heads) if groups % n == 0 or n % groups == 0)
+            where = "" if len(numbers) == model.num_layers else f"{layers_text(numbers)}: "
+            raise ConfigError(
+                f"{where}--num-query-groups {groups} and --tensor-model-parallel-size {tp}: one must divide the other, "
+                f"so that each rank holds whole key/value heads or a copy of one; use a tensor-parallel size of {ways}"
+            )
+        if layer.has_attention:
+            found[max(1, tp // groups)] = groups
+    between = [number for number in found if 1 < number < tp]
+    if len(between) > 1:
+        some, other = (found[number] for number in between[:2])
+        raise ConfigError(
+            f"--tensor-model-parallel-size {tp} with layers of {some} and of {other} key/value heads: {between[0]} "
+            f"ranks would share a head in some layers and {between[1]} in others; use at most {max(some, other)}"
+        )
+    return between[0] if between else max(found, default=1)
+
+
+def batch_of(config: Config, topology: Topology) -> BatchSchedule:
+    """Return the batch sizes of the run. Raises ConfigError if they do not divide over the ranks."""
+    training, ranks_per_replica = config.training, topology.tp * topology.cp * topology.pp
+    sizes = training.global_batch_size, training.micro_batch_size
+    return batch_schedule(*sizes, topology.dp, training.rampup_batch_size, ranks_per_replica)
+
+
+def num_steps(config: Config, batch: BatchSchedule) -> int | None:
+    """Return the steps of the run, None if no length is given. Raises ConfigError if it is shorter than a step."""
+    iters, samples = config.training.train_iters, config.training.train_samples
+    if iters is not None or samples is None:
+        return iters
+    iters = batch.steps_for(samples)
+    if iters == 0:
+        raise ConfigError(f"--train-samples {samples} is less than one step of {batch.sizes[0]} sequences")
+    return iters
+
+
+def check_counts(config: Config, schedule_name: str, topology: Topology, batch: BatchSchedule) -> None:
+    """Raise ConfigError if the schedule cannot run some number of microbatches of the run (a ramp-up changes it)."""
+    counts = SCHEDULES[schedule_name].counts
+    if counts is None:
+        return
+    for size in batch.sizes:
+        count = size // batch.samples_per_microbatch
+        trouble, near = counts(topology.pp, count)
+        if trouble:
+            ways = " or ".join(str(number * batch.samples_per_microbatch) for number in near)
+            raise ConfigError(
+                f"--pipeline-schedule {schedule_name} {trouble}; {batch.flag_of(size)} {size}, {count} microbatch(es) "
+                f"of {config.training.micro_batch_size} x dp {topology.dp}: use {ways} instead"
+            )
+
+
+def check_post_validation(config: Config) -> None:
+    """Raise ConfigError if the schedule or a tied embedding rules out steps without a barrier."""
+    if not config.optimizer.optimizer_post_validation:
+        return
+    name, placement = schedule_of(config), placement_of(config)
+    if placement.second_direction is not None or not SCHEDULES[name].is_synchronous:
+        raise ConfigError(
+            "--optimizer-post-validation removes the barrier between synchronous steps of a pipeline with one "
+            f"direction, which --pipeline-schedule {name} is not; leave the flag out, or choose zb-h2 or zb-v"
+        )
+    is_tied = not config.model.untie_embeddings_and_output_weights
+    if is_tied and placement.rank_of_stage[0] != placement.rank_of_stage[-1]:
+        raise ConfigError(
+            "--optimizer-post-validation with a tied embedding on the first and the last rank: the first rank's update "
+            "needs the last one's gradient, which is a barrier again; add --untie-embeddings-and-output-weights, "
+            "choose a V-shaped schedule (both ends on one rank), or leave the flag out"
+        )
+
+
+def _check_graphs(config: Config) -> None:
+    """Raise ConfigError if the schedule rules out CUDA graphs."""
+    impl, name = config.gpu.cuda_graph_impl, schedule_of(config)
+    if impl != "none" and Op.OVERLAP in _small_schedule(name).ops:
+        raise ConfigError(
+            f"--cuda-graph-impl {impl}: --pipeline-schedule {name} runs two graphs at the same time, which share "
+            "cuBLAS's workspace; use zb-v"
+        )
+
+
+@cache
+def _small_schedule(name: str) -> Schedule:
+    return build_schedule(name, 2, SCHEDULES[name].num_chunks(1), 4)
