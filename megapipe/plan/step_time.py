@@ -25,11 +25,9 @@ from megapipe.plan.traffic import gather_bytes, reduction_bytes
 from megapipe.schedule.action import Op
 from megapipe.schedule.costs import Costs
 from megapipe.schedule.simulate import Bubble, Timeline, simulate
+from megapipe.sharding.state_dtypes import StateDtypes
 from megapipe.topology import Topology
 
-# bytes an element of the shard: gradient read; master and two moments read and written; bf16 weight written
-OPTIMIZER_BYTES = 30
-NORM_BYTES = 4  # bytes an element of the shard: gradient read for the global norm
 HALVES = {Op.F: ("forward",), Op.B: ("inputs", "weights"), Op.I: ("inputs",), Op.W: ("weights",)}
 
 
@@ -91,13 +89,26 @@ def predict_step(plan: RunPlan, hardware: Hardware) -> StepTime:
     parts["reduce"] = reduce
     # all ranks wait for the norm, and for the next step's first stage
     held = [plan.placement.stages_of(rank) for rank in range(plan.topology.pp)]
-    updated = max(plan.shard_elements(stages_of_rank) for stages_of_rank in held) * (OPTIMIZER_BYTES + NORM_BYTES)
+    updated = max(
+        plan.shard_elements(stages_of_rank) * update_bytes(plan.state_dtypes(rank), plan.shape.element)
+        for rank, stages_of_rank in enumerate(held)
+    )
     cast = max(_weight_cast_seconds(plan, hardware, rank) for rank in range(plan.topology.pp))
     parts["optimizer"] = updated / hardware.memory_bytes_per_second + cast
     parts["gather"] = max(_exposed_gather(plan, hardware, stages_of_rank, stages) for stages_of_rank in held)
     flops, tokens = step_flops(model, sequences, causal=True), sequences * model.seq_length
     peak, world_size = hardware.peak(plan.config.precision.dtype), plan.topology.world_size
     return StepTime(sum(parts.values()), parts, tokens, flops, world_size, peak, timeline)
+
+
+def update_bytes(dtypes: StateDtypes, element: int) -> int:
+    """Return the bytes that norm and update move for each element of a rank's shard.
+
+    Both read the gradient. Master and moments are read and written, the weight, of `element` bytes, is written, and
+    read where no whole master weight exists.
+    """
+    read = dtypes.undo_bytes(element) - dtypes.gradient_bytes  # an update reads what it changes
+    return 2 * dtypes.gradient_bytes + read + dtypes.state_bytes + element
 
 
 def stage_seconds(plan: RunPlan, hardware: Hardware) -> tuple[OpSeconds, ...]:

@@ -9,7 +9,7 @@ import pytest
 
 from megapipe.plan.hardware import HARDWARE
 from megapipe.plan.resolve import resolve
-from megapipe.plan.step_time import stage_seconds
+from megapipe.plan.step_time import predict_step, stage_seconds
 from megapipe.schedule.action import Op
 from tests.tiny import small_config
 
@@ -36,3 +36,26 @@ def test_a_stage_of_unlike_layers_takes_the_seconds_of_each(name: str) -> None:
         each = [seconds((f"8 {kind}",), op) for kind in KINDS]
         assert seconds(tuple(f"2 {kind}" for kind in KINDS), op) == pytest.approx(sum(each) / len(each), rel=1e-9)
         assert len(set(each)) == len(KINDS)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "changes", "num_bytes"),
+    [
+        # gradient for norm and update; master and moments read and written; weight written
+        ("bf16", {}, 4 + 4 + 2 * 12 + 2),
+        ("fp32", {}, 4 + 4 + 2 * 8 + 2 * 4),  # the weight is its own master
+        ("bf16", {"use_precision_aware_optimizer": True}, 4 + 4 + 2 * (2 + 8) + 2 * 2),  # the weight is half of it
+        (
+            "bf16",
+            dict.fromkeys(("main_grads_dtype", "exp_avg_dtype", "exp_avg_sq_dtype"), "bf16")
+            | {"use_precision_aware_optimizer": True},
+            2 + 2 + 2 * (2 + 4) + 2 * 2,
+        ),
+    ],
+    ids=["bf16", "fp32", "remainders", "narrow"],
+)
+def test_an_update_moves_the_bytes_of_its_dtypes(dtype: str, changes: dict[str, Any], num_bytes: int) -> None:
+    config = small_config(dtype=dtype, use_distributed_optimizer=True, **changes)
+    plan, hardware = resolve(config, 2), HARDWARE["h100"]
+    moved = predict_step(plan, hardware).parts["optimizer"] * hardware.memory_bytes_per_second
+    assert moved == pytest.approx(plan.shard_elements([0]) * num_bytes)

@@ -24,7 +24,7 @@ from megapipe.plan.cut import cut_layers, undominated
 from megapipe.plan.hardware import Hardware, Link
 from megapipe.plan.layer_time import OpSeconds, head_seconds, layer_seconds
 from megapipe.plan.resolve import resolve_model
-from megapipe.plan.step_time import NORM_BYTES, OPTIMIZER_BYTES
+from megapipe.plan.step_time import update_bytes
 from megapipe.schedule.action import Action, Op
 from megapipe.schedule.costs import Shape
 from megapipe.schedule.families import SCHEDULES
@@ -174,7 +174,7 @@ class Bounds:
                 kept += rank.heads * times.head.kept_bytes
             least = max(least, held * per_element + kept)
             most = max(most, held)
-        return least, most / shards * (OPTIMIZER_BYTES + NORM_BYTES) / self._hardware.memory_bytes_per_second
+        return least, most / shards * update_bytes(dtypes, element) / self._hardware.memory_bytes_per_second
 
     def _make_model(self, tp: int) -> tuple[ResolvedModelConfig, Elements] | None:
         try:
