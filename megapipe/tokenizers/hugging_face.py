@@ -159,8 +159,13 @@ class TransformersTokenizer:
     def __init__(self, model: str | Path) -> None:
         library = _library("transformers", f"the tokenizer {model} has no {TOKENIZER_FILE}, and")
         try:
-            self._tokenizer = library.AutoTokenizer.from_pretrained(str(model))
+            self._tokenizer = library.AutoTokenizer.from_pretrained(str(model), trust_remote_code=False)
         except (OSError, ValueError) as error:
+            if "trust_remote_code" in str(error):
+                raise DataError(
+                    f"the tokenizer {model} consists of Python code of its own, which is never executed "
+                    f"(--trust-remote-code changes nothing); give its {TOKENIZER_FILE}, or preprocess the data with it"
+                ) from None
             raise DataError(f"transformers cannot load the tokenizer {model}: {error}") from None
         self.vocab_size = len(self._tokenizer)
         self.eod: int | None = self._tokenizer.eos_token_id

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megapipe.config.files import TOKENIZER_TYPES
+from megapipe.config.megatron_flags import megatron_flags
 from megapipe.errors import ConfigError, DataError
 from megapipe.tokenizers.tokenizer import FROM_MODEL, ByteTokenizer, build_tokenizer, files_of
 
@@ -182,13 +183,30 @@ def test_folder_without_tokenizer_json_goes_through_transformers(tmp_path, monke
     class Package:
         class AutoTokenizer:
             @staticmethod
-            def from_pretrained(model):
+            def from_pretrained(model, trust_remote_code):
                 assert model == str(tmp_path)
                 return Loaded()
 
     monkeypatch.setitem(sys.modules, "transformers", Package)
     tokenizer = build_tokenizer("HuggingFaceTokenizer", str(tmp_path))
     assert (tokenizer.vocab_size, tokenizer.eod, tokenizer.bos, tokenizer.encode("x")) == (9, 1, 2, [3, 4])
+
+
+@pytest.mark.parametrize("has_file", [False, True], ids=["needs_code", "needs_none"])
+def test_a_tokenizer_of_remote_code_is_an_error_if_and_only_if_it_needs_the_code(has_file, bpe_folder, tmp_path):
+    config = {"tokenizer_class": "OwnTokenizer", "auto_map": {"AutoTokenizer": ["own.OwnTokenizer", None]}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    marker = tmp_path / "executed"
+    (tmp_path / "own.py").write_text(f"open({str(marker)!r}, 'w')\nclass OwnTokenizer: pass\n")
+    assert "--trust-remote-code" in megatron_flags()
+    if has_file:
+        (tmp_path / "tokenizer.json").write_bytes((bpe_folder / "tokenizer.json").read_bytes())
+        assert build_tokenizer("HuggingFaceTokenizer", tmp_path).vocab_size == 300
+    else:
+        pytest.importorskip("transformers")
+        with pytest.raises(DataError, match=r"consists of Python code of its own, which is never executed"):
+            build_tokenizer("HuggingFaceTokenizer", tmp_path)
+    assert not marker.exists()
 
 
 def test_every_type_has_its_name(bpe_folder):
