@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import shutil
 import signal
 import subprocess
@@ -50,6 +51,19 @@ PRINTING = frozenset(
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a subcommand and return the exit code; 1 with one line if standard output cannot be written to."""
+    try:
+        code = run(arguments)
+        sys.stdout.flush()
+    except OSError as error:  # a full disk; those of files have been reported by the subcommand
+        print(f"error: standard output cannot be written to: {error.strerror}", file=sys.stderr)
+        if sys.stdout is sys.__stdout__:  # what is left in its buffer would be an error at exit again
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    return code
+
+
+def run(arguments: Sequence[str] | None = None) -> int:
     """Run a subcommand and return the exit code."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     if arguments is None and PRINTING.intersection(words or ["help"]):

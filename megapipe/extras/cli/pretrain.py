@@ -25,6 +25,8 @@ from megapipe.plan.report import plan_text
 from megapipe.plan.schedule_choice import SCHEDULE_NAMES
 from megapipe.plan.world_rules import world_rules
 
+PRINTING = frozenset(("--help", "--plan", "--print-config"))  # requests that only print
+
 if TYPE_CHECKING:
     from megapipe.assembly.datasets import RunData
     from megapipe.assembly.runtime import TrainingRuntime
@@ -36,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run pretraining on this rank and return the exit code."""
     arguments = sys.argv[1:] if argv is None else list(argv)
     interrupted = "interrupted; the last checkpoint is complete, later steps are lost"
-    outlive_output()
+    outlive_output(tells_closed=PRINTING.isdisjoint(arguments))
     with ended_by_signals():
         return run_on_ranks(lambda environment: _pretrain(arguments, environment), interrupted)
 

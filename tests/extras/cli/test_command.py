@@ -112,3 +112,32 @@ def test_status_repeats_only_after_a_positive_time(
 ) -> None:
     assert main(["status", str(tmp_path), "--watch", seconds]) == 2
     assert f"--watch {seconds} must be above 0" in capsys.readouterr().err
+
+
+def test_help_on_a_full_disk_is_one_line() -> None:
+    with open("/dev/full", "w") as full:
+        ran = subprocess.run(
+            [sys.executable, "-m", "megapipe", "plan", "--help"], stdout=full, stderr=subprocess.PIPE, text=True
+        )
+    assert (ran.returncode, ran.stderr) == (
+        1,
+        "error: standard output cannot be written to: No space left on device\n",
+    )
+
+
+def test_a_plan_that_nobody_reads_to_its_end_ends_in_silence() -> None:
+    flags = (
+        "--num-layers 2 --hidden-size 16 --num-attention-heads 2 --seq-length 8 --micro-batch-size 1 --train-iters 1 "
+        "--lr 1e-3 --mock-data --vocab-size 32 --plan"
+    )
+    ran = subprocess.Popen(
+        [sys.executable, "pretrain_gpt.py", *flags.split()],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        cwd=REPOSITORY,
+    )
+    assert ran.stdout is not None
+    ran.stdout.close()
+    assert ran.stderr is not None
+    assert ran.stderr.read() == b""
+    assert ran.wait() == 0
