@@ -5,6 +5,7 @@ YAML is parsed only into nodes with line numbers for errors; each scalar is read
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,10 @@ from megapipe.config.config import Config, all_fields, section_types, value_of
 from megapipe.config.fields import ConfigField, value_text
 from megapipe.config.problems import Problems
 from megapipe.errors import ConfigError
+
+MOST_CHARACTERS = 1 << 18  # of a file
+DEEPEST = 100  # brackets within brackets
+BRACKET = re.compile(r"[\[\]{}]")
 
 
 @dataclass(frozen=True)
@@ -43,6 +48,10 @@ def read_file(path: str) -> str:
 
 def read_entries(text: str, name: str, problems: Problems) -> list[Entry]:
     """Return all entries of a YAML text, in order. name: of the file, for errors. problems: receives them."""
+    if len(text) > MOST_CHARACTERS:
+        raise ConfigError(f"{name}: {len(text):,} characters; a configuration has at most {MOST_CHARACTERS:,}")
+    if nesting(text) > DEEPEST:  # the parser takes a time that grows with its square
+        raise ConfigError(f"{name}: not readable as YAML: brackets are nested too deeply, or not closed")
     try:
         root = yaml.compose(text, Loader=yaml.SafeLoader)
     except RecursionError:
@@ -72,6 +81,15 @@ def read_entries(text: str, name: str, problems: Problems) -> list[Entry]:
             with problems.caught():
                 entries.append(read_entry(None, key, value, where))
     return entries
+
+
+def nesting(text: str) -> int:
+    """Return the deepest nesting of brackets, those in comments and quotes included."""
+    deepest = depth = 0
+    for bracket in BRACKET.finditer(text):
+        depth = depth + 1 if bracket[0] in "[{" else max(0, depth - 1)
+        deepest = max(deepest, depth)
+    return deepest
 
 
 def pairs(mapping: yaml.MappingNode, name: str, problems: Problems) -> Iterator[tuple[str, yaml.Node, str]]:

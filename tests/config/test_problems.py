@@ -189,7 +189,14 @@ def test_a_blend_is_read_from_a_file(tmp_path: Path) -> None:
 
 def test_deeply_nested_yaml_is_one_line(tmp_path: Path) -> None:
     path = tmp_path / "c.yaml"
-    for text in ("[" * 500, "a: " + "{b: " * 500, "a: &x [*x]", "? [1]\n: 2"):
+    for text in (
+        "[" * 500,
+        "a: " + "{b: " * 500,
+        "a: &x [*x]",
+        "? [1]\n: 2",
+        "a: [" * 50_000,
+        "a: [\n" + "- b\n" * 99_999,
+    ):
         path.write_text(text)
         assert len(messages(f"--config {path}")) == 1
 
