@@ -7,24 +7,24 @@ Prints every row of tests/extras/search/published_h100.py and of Llama-3's paper
 factors of the parts of a step that are fitted to all other sources. The factors apply to the seconds of 16-bit GEMMs,
 of fp8 GEMMs, of attention and of pointwise kernels, each within the range that hardware allows; a source counts as much
 as another, however many rows it has. They are a check of what such efficiencies can reach on a source not seen;
-nothing uses them. torchtitan's cards have another power limit and memory: they are in no fit.
+nothing uses them. The last line is a floor of the error within a source: how tokens per second and GPU scatter where
+only the number of GPUs differs.
 """
 
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from megapipe.plan.hardware import hardware_named
 from megapipe.plan.step_time import predict_step
 from tests.extras.search.published import PublishedRun, published_runs
-from tests.extras.search.published_h100 import published_h100_runs
+from tests.extras.search.published_h100 import REPEATED, mosaicml_attention_share, published_h100_runs
 
 # factors of seconds, from the least (GEMMs at 0.96 of the peak, pointwise kernels fused away) to the most
 RANGES = {"16-bit gemm": (0.6, 1.5), "fp8 gemm": (0.6, 1.5), "attention": (0.7, 2.5), "pointwise": (0.3, 1.6)}
 FACTORS = tuple(RANGES)
-OTHER_CARDS = ("titan",)
 Factors = tuple[float, ...]
 AS_THEY_ARE: Factors = (1.0,) * len(FACTORS)
 
@@ -77,24 +77,29 @@ def fit(by_source: Mapping[str, Sequence[Predicted]]) -> Factors:
 
 
 def main() -> None:
-    hardware = hardware_named("h100")
     by_source: dict[str, list[Predicted]] = {}
     for run in (*published_h100_runs(), *(run for run in published_runs() if run.gpu == "h100")):
-        row = Predicted(run, predict_step(run.plan(), hardware).parts)
+        row = Predicted(run, predict_step(run.plan(), run.hardware).parts)
         by_source.setdefault(run.source, []).append(row)
         print(f"{run.source:9} {run.name:42} {run.seconds:8.3f} s  predicted / published {math.exp(row.error()):.2f}")
     print(f"\n{'source':9} rows   bias    rms   held out: bias    rms   {', '.join(FACTORS)}")
-    fitted = {source: rows for source, rows in by_source.items() if source not in OTHER_CARDS}
     for source, rows in by_source.items():
-        factors = fit({name: others for name, others in fitted.items() if name != source})
+        factors = fit({name: others for name, others in by_source.items() if name != source})
         bias, held_out = (math.exp(sum(row.error(f) for row in rows) / len(rows)) - 1 for f in (AS_THEY_ARE, factors))
         print(
             f"{source:9} {len(rows):4} {bias:+6.1%} {rms(rows):6.1%} {held_out:+15.1%} {rms(rows, factors):6.1%}   "
             + ", ".join(f"{factor:.2f}" for factor in factors)
         )
-    factors = fit(fitted)
+    factors = fit(by_source)
     errors = ", ".join(f"{source} {rms(rows, factors):.1%}" for source, rows in by_source.items())
-    print(f"fitted to all of {', '.join(fitted)}: rms {errors}   {', '.join(f'{factor:.2f}' for factor in factors)}")
+    print(f"fitted to all of {', '.join(by_source)}: rms {errors}   {', '.join(f'{factor:.2f}' for factor in factors)}")
+    share, rows = mosaicml_attention_share(), by_source["mosaicml"]
+    slower = (1.0, 1.0, rows[0].run.hardware.attention_share / share, 1.0)
+    print(f"mosaicml with attention at {share:.3f} of the peak, by its longest sequences: rms {rms(rows, slower):.1%}")
+    logs = [[math.log(tokens) for tokens in of_model] for of_model in REPEATED.values()]
+    away = [value - statistics.fmean(of_model) for of_model in logs for value in of_model]
+    degrees = len(away) - len(logs)
+    print(f"scatter within a source: {math.sqrt(sum(value**2 for value in away) / degrees):.1%} of {len(away)} rows")
 
 
 if __name__ == "__main__":

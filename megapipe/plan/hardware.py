@@ -4,8 +4,9 @@ Rates are those of the makers' data sheets, for matrices without sparsity: NVIDI
 B200 (2024), AMD MI300X (2023). NVIDIA gives fp8 with sparsity, twice the dense rate; A100 has no fp8. Links are counted
 in one direction for one device. How much of a peak GEMMs reach is not in data sheets: tools/fit_efficiency.py fits it
 to published steps in 16 bits, of A100 and of H100, and later devices are taken to be like H100. In fp8 GEMMs are taken
-to reach the same share as in 16 bits: units twice as fast are fed by operands of half the bytes. The shares of
-attention, of the memory's rate and of links are estimates. docs/planner.md compares what comes of them.
+to reach the same share as in 16 bits: units twice as fast are fed by operands of half the bytes. The share of attention
+is a published one since H100; on A100 it is an estimate, as are those of the memory's rate and of links.
+docs/planner.md compares what comes of them.
 """
 
 from __future__ import annotations
@@ -38,7 +39,9 @@ def saturating(highest: float, half_at: float) -> tuple[tuple[int, float], ...]:
 
 HALF_AT = 284.0
 GEMM_SHARES = saturating(0.80, HALF_AT)  # A100
-SINCE_H100 = saturating(0.575, HALF_AT)
+SINCE_H100 = saturating(0.586, HALF_AT)
+# of the peak: FlashAttention 2 on H100 by Shah et al. 2024 (arXiv:2407.08608); torch's own fused attention is the same
+ATTENTION_SINCE_H100 = 0.35
 # gigabytes a second in one direction of 16 lanes (the data sheets: 64 and 128 for both directions together)
 PCIE_4, PCIE_5 = 32.0, 64.0
 HOST_SHARE = 0.8  # of that rate, what copies between pinned memory and a device are taken to reach
@@ -111,6 +114,7 @@ def _row(
     network: float,  # of a device's network card
     host: float,  # of its slot
     shares: tuple[tuple[int, float], ...] = SINCE_H100,
+    attention: float = ATTENTION_SINCE_H100,
 ) -> Hardware:
     """Return a row of the table from figures in the units of data sheets."""
     return Hardware(
@@ -122,6 +126,7 @@ def _row(
         Link(0.75 * node * GIGA, 10e-6),  # three quarters of the rate is what rings of NCCL reach
         Link(0.85 * network * GIGA, 20e-6),
         gemm_shares=shares,
+        attention_share=attention,
         host_bytes_per_second=HOST_SHARE * host * GIGA,
     )
 
@@ -129,8 +134,8 @@ def _row(
 HARDWARE: dict[str, Hardware] = {
     hardware.name: hardware
     for hardware in (
-        _row("a100-40", "A100-SXM4-40GB", (312,), 40, 1.555, 300, 25, PCIE_4, GEMM_SHARES),
-        _row("a100-80", "A100", (312,), 80, 2.039, 300, 25, PCIE_4, GEMM_SHARES),
+        _row("a100-40", "A100-SXM4-40GB", (312,), 40, 1.555, 300, 25, PCIE_4, GEMM_SHARES, 0.45),
+        _row("a100-80", "A100", (312,), 80, 2.039, 300, 25, PCIE_4, GEMM_SHARES, 0.45),
         _row("h100", "H100", (989, 1979), 80, 3.35, 450, 50, PCIE_5),
         _row("h200", "H200", (989, 1979), 141, 4.8, 450, 50, PCIE_5),
         _row("b200", "B200", (2250, 4500), 180, 8.0, 900, 50, PCIE_5),

@@ -114,7 +114,7 @@ def update_bytes(dtypes: StateDtypes, element: int) -> int:
 def stage_seconds(plan: RunPlan, hardware: Hardware) -> tuple[OpSeconds, ...]:
     """Return the seconds of each stage for one microbatch."""
     config, model, shape = plan.config, plan.model, plan.shape
-    tp_link = hardware.network if plan.topology.crosses_nodes("tp") else hardware.node
+    tp_link = ring_link(plan.topology, "tp", hardware.node, hardware.network)
     of_kind = {kind: layer_seconds(kind, shape, hardware, tp_link) for kind in model.kinds}
     found: dict[tuple[int, ...], OpSeconds] = {}  # by the number of layers of each kind
     stages = []
@@ -225,20 +225,20 @@ def _exposed_gather(plan: RunPlan, hardware: Hardware, held: tuple[int, ...], st
 
 
 @cache
-def _replica_link(topology: Topology, node: Link, network: Link) -> Link:
-    """Return the link of a ring over the replicas of a shard: between nodes each of its members in a node adds
-    another network card.
+def ring_link(topology: Topology, kind: str, node: Link, network: Link) -> Link:
+    """Return the link of a ring over a kind of group: between nodes each of its members in a node adds another network
+    card.
     """
-    if not topology.crosses_nodes("replicas"):
+    if not topology.crosses_nodes(kind):
         return node
-    group = topology.group_of("replicas", 0)
+    group = topology.group_of(kind, 0)
     together = sum(topology.node_of(rank) == topology.node_of(group[0]) for rank in group)
     rate = min(together * network.bytes_per_second, node.bytes_per_second)
     return Link(max(rate, network.bytes_per_second), network.latency_seconds)
 
 
 def _replica_seconds(plan: RunPlan, hardware: Hardware, num_bytes: float, passes: int = 1) -> float:
-    link = _replica_link(plan.topology, hardware.node, hardware.network)
+    link = ring_link(plan.topology, "replicas", hardware.node, hardware.network)
     return num_bytes / link.bytes_per_second + passes * (plan.topology.num_replicas > 1) * link.latency_seconds
 
 

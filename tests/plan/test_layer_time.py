@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 
-from megapipe.plan.hardware import HARDWARE
+from megapipe.plan.hardware import HARDWARE, Link
 from megapipe.plan.resolve import resolve
-from megapipe.plan.step_time import predict_step, stage_seconds
+from megapipe.plan.step_time import predict_step, ring_link, stage_seconds
 from megapipe.schedule.action import Op
+from megapipe.topology import Topology
 from tests.tiny import small_config
 
 KINDS = ("window_size=8 norm_position=around", "ffn_hidden_size=512", "attention=none", "mlp=none qk_layernorm=true")
@@ -60,3 +61,12 @@ def test_an_update_moves_the_bytes_of_its_dtypes(dtype: str, changes: dict[str, 
     plan = resolve(config, 2)
     moved = predict_step(plan, hardware).parts["optimizer"] * hardware.memory_bytes_per_second
     assert moved == pytest.approx(plan.shard_elements([0]) * num_bytes)
+
+
+@pytest.mark.parametrize(("tp", "cards"), [(8, None), (16, 8), (32, 8)], ids=["in_a_node", "two_nodes", "four_nodes"])
+def test_a_ring_between_nodes_uses_the_network_card_of_each_of_its_ranks(tp: int, cards: int | None) -> None:
+    topology = Topology(tp=tp, ranks_per_node=8, allow_tp_across_nodes=True)
+    node, network = Link(300e9, 1e-5), Link(20e9, 3e-5)
+    link = ring_link(topology, "tp", node, network)
+    assert link == (node if cards is None else Link(cards * 20e9, 3e-5))
+    assert ring_link(topology, "tp", node, Link(90e9, 3e-5)).bytes_per_second == 300e9

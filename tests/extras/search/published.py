@@ -19,7 +19,9 @@ example.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from megapipe.config.config import Config
 from megapipe.config.model import ModelConfig, PrecisionConfig
@@ -51,13 +53,20 @@ class PublishedRun:
     num_gpus: int
     config: Config = field(repr=False)
     seconds: float
+    changes: Mapping[str, float] = field(default_factory=dict)  # of the table's hardware, by the name of the field
+
+    @property
+    def hardware(self) -> Hardware:
+        """The GPU of the table's row."""
+        changes: dict[str, Any] = dict(self.changes)
+        return dataclasses.replace(hardware_named(self.gpu), **changes)
 
     def plan(self) -> RunPlan:
         return resolve(self.config, self.num_gpus, 8)
 
     def predicted_seconds(self, hardware: Hardware | None = None) -> float:
         """Predict the step time on `hardware`, or on the GPU of the table's row if None."""
-        return predict_step(self.plan(), hardware or hardware_named(self.gpu)).seconds
+        return predict_step(self.plan(), hardware or self.hardware).seconds
 
 
 def published_runs() -> tuple[PublishedRun, ...]:

@@ -9,10 +9,14 @@
               fully sharded data parallelism, here as sharded optimizer states; a selection: sequences of 1,024 to
               8,192.
     titan     pytorch/torchtitan, benchmarks/llama3_h100_202412_torchtitan.md, commit 31a17bf (26 December 2024): the
-              8B model with torch.compile and selective checkpointing, here without recompute. These cards have 2.4 TB/s
-              of memory and a limit of 500 W.
+              8B model with torch.compile and selective checkpointing, which recomputes every second matrix product but
+              not attention: here half of the layers without their attention. These cards have 2.4 TB/s of memory and
+              a limit of 500 W, which is not taken into account.
 
-Copied as facts on 22 November 2026. Fused casts and pointwise kernels are assumed in all of them.
+Copied as facts on 22 November 2026. Fused pointwise kernels are assumed in all of them. The kernels are those of each
+source, as far as it names them: the first two multiply in fp8 with Transformer Engine, whose norms and activations
+write fp8 themselves, torchtitan with casts that torch.compile fuses. NVIDIA's attention is cuDNN's, for which half of
+the peak is assumed; the others are taken to have FlashAttention 2, as the table of hardware.
 """
 
 from __future__ import annotations
@@ -24,6 +28,7 @@ from megapipe.config.gpu import KernelsConfig
 from megapipe.config.model import ModelConfig, PrecisionConfig
 from megapipe.config.parallel import ParallelConfig, RecomputeConfig
 from megapipe.config.training import TrainingConfig
+from megapipe.plan.hardware import TERA
 from tests.extras.search.published import FULL, PublishedRun
 
 LLAMA: dict[str, Any] = {
@@ -128,6 +133,36 @@ ROWS = (
 )
 
 
+# tokens per second and GPU of MosaicML's table where only the number of GPUs differs (8, 16, 32 or 64): bf16, 2,048
+# tokens, the same microbatch; nothing on these GPUs explains that more of them are faster
+REPEATED = {
+    "MPT-760m": (63147, 68551, 67971),
+    "MPT-1b": (46037, 45130, 44402),
+    "MPT-3b": (23021, 22525),
+    "MPT-13b": (4792, 4767, 4811, 4800),
+}
+
+# model -> layers, hidden size, and MosaicML's tokens per second and GPU for sequences of 2,048 and of 32,768 tokens,
+# both without checkpointing; the longer ones are not among ROWS
+LONG = {"MPT-1b": (24, 2048, 45455, 12025), "MPT-760m": (24, 1536, 63147, 16291)}
+
+
+def mosaicml_attention_share() -> float:
+    """Return the share of the peak that MosaicML's attention reaches by LONG: what a token takes longer in the longer
+    sequence is 3.5 forwards of causal attention over 30,720 more tokens.
+    """
+    shares = []
+    for layers, hidden, short_tokens, long_tokens in LONG.values():
+        flops = 3.5 * 2 * layers * hidden * (32768 - 2048)
+        shares.append(flops / (1 / long_tokens - 1 / short_tokens) / (989 * TERA))
+    return sum(shares) / len(shares)
+
+
+# source -> what its cards and kernels have instead of the table's values, and what it recomputes
+HARDWARE_CHANGES = {"nvidia": {"attention_share": 0.5}, "titan": {"memory_bytes_per_second": 2.4e12}}
+RECOMPUTES = {"titan": RecomputeConfig("full", "block", 16, recompute_keep_attention=True)}
+
+
 def published_h100_runs() -> tuple[PublishedRun, ...]:
     """Return all rows as runs to predict."""
     return tuple(map(_run, ROWS))
@@ -135,6 +170,8 @@ def published_h100_runs() -> tuple[PublishedRun, ...]:
 
 def _run(row: Row) -> PublishedRun:
     shape, others = MODELS[row.model]
+    has_engine = row.dtype == "fp8" and row.source != "titan"
+    implementation = "transformer_engine" if has_engine else "local"
     config = Config(
         model=_model(shape, others | {"seq_length": row.seq}),
         parallel=ParallelConfig(
@@ -147,9 +184,10 @@ def _run(row: Row) -> PublishedRun:
             overlap_param_gather=True,
         ),
         training=TrainingConfig(micro_batch_size=row.micro, global_batch_size=row.batch),
-        recompute=FULL if row.has_recompute else RecomputeConfig(),
+        recompute=FULL if row.has_recompute else RECOMPUTES.get(row.source, RecomputeConfig()),
         precision=PrecisionConfig(dtype="bf16", fp8_format="hybrid" if row.dtype == "fp8" else None),
-        kernels=KernelsConfig(compile_pointwise=True),
+        kernels=KernelsConfig(compile_pointwise=True, transformer_impl=implementation),
     )
+    seconds, changes = row.batch * row.seq / row.gpus / row.tokens, HARDWARE_CHANGES.get(row.source, {})
     name = f"{row.model}, {row.gpus} GPUs, {row.dtype}, {row.seq} x {row.micro}"
-    return PublishedRun(row.source, name, "h100", row.gpus, config, row.batch * row.seq / row.gpus / row.tokens)
+    return PublishedRun(row.source, name, "h100", row.gpus, config, seconds, changes)

@@ -1,11 +1,13 @@
 """The published H100 rows: their shapes give the TFLOP/s that the sources print beside tokens per second."""
 
+import math
+
 import pytest
 
 from megapipe.plan.hardware import TERA
 from megapipe.plan.layer_costs import step_flops
 from megapipe.plan.resolve import resolve_model
-from tests.extras.search.published_h100 import ROWS, published_h100_runs
+from tests.extras.search.published_h100 import ROWS, mosaicml_attention_share, published_h100_runs
 
 # (model, tokens/s and GPU) -> model TFLOP/s and GPU as printed beside them
 PRINTED = {
@@ -35,3 +37,15 @@ def test_a_rows_shape_gives_the_printed_tflops(model: str, tokens: int) -> None:
     row, run = next(pair for pair in runs if (pair[0].model, pair[0].tokens) == (model, tokens))
     flops = step_flops(resolve_model(run.config.model, row.tp), row.batch, causal=model in CAUSAL)
     assert flops / row.gpus / run.seconds / TERA == pytest.approx(PRINTED[model, tokens], rel=0.005)
+
+
+def test_an_unseen_source_is_predicted_within_10_percent() -> None:
+    """Check two sources in bf16 and fp8 with one row each of the cheapest to plan; the tool prints all rows."""
+    runs = [run for run in published_h100_runs() if run.name.startswith("LLAMA") and run.num_gpus <= 8]
+    assert {run.source for run in runs} == {"nvidia", "titan"}
+    errors = [math.log(run.predicted_seconds() / run.seconds) for run in runs]
+    assert math.sqrt(sum(error * error for error in errors) / len(errors)) < 0.1
+
+
+def test_the_attention_of_mosaicml_is_slower_than_flash_attention_2() -> None:
+    assert mosaicml_attention_share() == pytest.approx(0.175, abs=0.003)
