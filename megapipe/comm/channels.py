@@ -66,10 +66,12 @@ class _Declaration:
     tag: int  # the part of the tag that all these messages share
 
     def matches(self, tensors: tuple[Tensor, ...]) -> bool:
-        return len(tensors) == len(self.messages) and all(
-            tensor.shape == message.shape and tensor.dtype is message.dtype
-            for tensor, message in zip(tensors, self.messages, strict=True)
-        )
+        if len(tensors) != len(self.messages):
+            return False
+        for tensor, message in zip(tensors, self.messages, strict=True):
+            if tensor.shape != message.shape or tensor.dtype is not message.dtype:
+                return False
+        return True
 
 
 @dataclass
@@ -173,17 +175,20 @@ class Channel:
 
     def send(self, tensors: tuple[Tensor, ...]) -> PendingSend:
         """Start to send one message and return at once. The tensors must not be changed before the send is complete."""
-        self._check_end("send", sends=True)
-        if any(not isinstance(tensor, Tensor) for tensor in tensors):
-            found = tuple(type(tensor).__name__ for tensor in tensors)
-            raise ValueError(f"{self}: a message is a tuple of tensors, got {found}")
-        while self._in_flight and (self._in_flight[0].done() or len(self._in_flight) == self.max_in_flight):
-            self._in_flight.popleft().wait()
+        if not self.sends:
+            raise self._wrong_end("send")
+        for tensor in tensors:
+            if not isinstance(tensor, Tensor):
+                found = tuple(type(tensor).__name__ for tensor in tensors)
+                raise ValueError(f"{self}: a message is a tuple of tensors, got {found}")
+        in_flight = self._in_flight
+        while in_flight and (len(in_flight) == self.max_in_flight or in_flight[0].done()):
+            in_flight.popleft().wait()
         start_ns = perf_counter_ns()
         if self.message_times is not None:
             start = self.now()
             self.message_times.append((start, start))
-        tensors = tuple(tensor.detach().contiguous() for tensor in tensors)
+        tensors = tuple([tensor.detach().contiguous() for tensor in tensors])
         declaration, handles, kept = self._declaration, [], tensors
         if declaration is None or not declaration.matches(tensors):
             declaration = self._declare(tuple(map(MessageSpec.of, tensors)))
@@ -193,12 +198,13 @@ class Channel:
             kept = (*tensors, header)
         handles += [self._post(tensor, declaration.tag) for tensor in tensors]
         pending = PendingSend(self, kept, handles, start_ns)
-        self._in_flight.append(pending)
+        in_flight.append(pending)
         return pending
 
     def post_receive(self, messages: tuple[MessageSpec, ...]) -> PendingReceive:
         """Start to receive one message into new tensors. On a GPU this occupies the device until the peer sends."""
-        self._check_end("post_receive", sends=False)
+        if self.sends:
+            raise self._wrong_end("post_receive")
         start_ns = perf_counter_ns()
         declaration = self._declaration
         if self._headers:
@@ -207,7 +213,7 @@ class Channel:
             declaration = self._declare(messages)
             buffer = torch.zeros(DECLARATION_BYTES, dtype=torch.uint8, device=self.device)
             self._headers.append(_Header(buffer, declaration.text, self._post(buffer, self._tag("", header=True))))
-        tensors = tuple(torch.empty(message.shape, dtype=message.dtype, device=self.device) for message in messages)
+        tensors = tuple([torch.empty(message.shape, dtype=message.dtype, device=self.device) for message in messages])
         handles = [self._post(tensor, declaration.tag) for tensor in tensors]
         return PendingReceive(self, tensors, handles, list(self._headers), start_ns)
 
@@ -284,10 +290,9 @@ class Channel:
         peer = f" {preposition} global rank {self.peer}"
         return communication_error(self.group, f"{verb} {self} ({contents})", error, start_ns, peer)
 
-    def _check_end(self, operation: str, sends: bool) -> None:
-        if self.sends != sends:
-            own = f"global rank {self.group.global_rank}"
-            raise ScheduleError(f"{own} cannot {operation} {self}: it is the other end of that channel")
+    def _wrong_end(self, operation: str) -> ScheduleError:
+        own = f"global rank {self.group.global_rank}"
+        return ScheduleError(f"{own} cannot {operation} {self}: it is the other end of that channel")
 
 
 class Channels(dict[ChannelKey, Channel]):

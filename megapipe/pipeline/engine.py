@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
 
 from megapipe.comm.channels import Channel, ChannelKey, MessageSpec, PendingReceive
 from megapipe.comm.trace import Tracer
@@ -52,14 +52,15 @@ class BegunRun:
     """The state of a running row: the values in flight. Created by `Engine.begin`, consumed by `Engine.finish`."""
 
     step: Step
+    messages: Mapping[ChannelKey, tuple[MessageSpec, ...]]  # of the channels that end on this rank
     # outputs and input gradients that are not sent yet, or not yet used by another stage of this rank
     outputs: dict[Key, Tensors] = field(default_factory=dict)
     input_gradients: dict[Key, Tensors] = field(default_factory=dict)
-    receives: dict[tuple[Op, int, int], PendingReceive] = field(default_factory=dict)
+    receives: dict[Action, PendingReceive] = field(default_factory=dict)
     reports: dict[int, Any] = field(default_factory=dict)
 
 
-Handler = Callable[[BegunRun, Action], None]
+Act = Callable[[BegunRun], None]  # one action of the row
 
 
 class Engine:
@@ -128,55 +129,45 @@ class Engine:
             for stage in range(self.last_stage)
             if rank_of_stage[stage] == rank_of_stage[stage + 1]
         }
-        self._handlers = self._make_handlers(weights, streams, marks)
+        self._acts = tuple(self._bind(action, weights, marks) for action in self.row)
 
-    def _make_handlers(
+    def _bind(
         self,
+        action: Action,
         weights: StageWeights | None,
-        streams: StageStreams | None,
         marks: Callable[[str], AbstractContextManager[Any]] | None,
-    ) -> dict[Op, Handler]:
-        """Return the function that runs each kind of action, wrapped by what the run needs around it.
+    ) -> Act:
+        """Return the function that runs one action, wrapped by what the run needs around it.
 
-        The order of the wrappers matters: a mark encloses the stream, the stream the offload, the offload the weights.
+        All that is known before the run is looked up here, once per action. The order of the wrappers matters: a mark
+        encloses the stream, the stream the offload, the offload the weights.
         """
-
-        def with_weights(handler: Handler, weights: StageWeights) -> Handler:
-            def handle(run: BegunRun, action: Action) -> None:
-                weights.use(action.stage, _number(action))
-                handler(run, action)
-
-            return handle
-
-        def within(handler: Handler, context: Callable[[Action], AbstractContextManager[Any]]) -> Handler:
-            def handle(run: BegunRun, action: Action) -> None:
-                with context(action):
-                    handler(run, action)
-
-            return handle
-
-        handlers: dict[Op, Handler] = {
+        stage, op, _ = action
+        binders: dict[Op, Callable[[Action], Act]] = {
             Op.F: self._forward,
             Op.B: self._backward,
             Op.I: self._backward,
-            Op.W: lambda run, action: self._stages[action.stage].backward_weight(_number(action)),
+            Op.W: lambda action: lambda run: self._stages[stage].backward_weight(_number(action)),
             Op.SEND_F: self._send,
             Op.RECV_F: self._receive,
             Op.SEND_B: self._send,
             Op.RECV_B: self._receive,
-            Op.REDUCE_GRAD: lambda run, action: self._reduce_gradients(action.stage),
+            Op.REDUCE_GRAD: lambda action: lambda run: self._reduce_gradients(stage),
         }
         if weights is not None:
-            handlers |= {op: with_weights(handlers[op], weights) for op in COMPUTE_OPS}
-            handlers[Op.UPDATE] = lambda run, action: weights.update(action.stage, _number(action))
-        if self._offload is not None:
-            handlers |= {op: within(handlers[op], self._offload.computing) for op in COMPUTE_OPS}
+            binders[Op.UPDATE] = lambda action: lambda run: weights.update(stage, _number(action))
+        streams = self._streams
         if streams is not None:
-            handlers |= {op: within(handlers[op], lambda action: streams.computing(action.stage)) for op in COMPUTE_OPS}
-            handlers[Op.OVERLAP] = lambda run, action: streams.begin_pair()
-        if marks is not None:
-            handlers = {op: within(handler, lambda action: marks(str(action))) for op, handler in handlers.items()}
-        return handlers
+            binders[Op.OVERLAP] = lambda action: lambda run: streams.begin_pair()
+        act = binders[op](action)
+        if op in COMPUTE_OPS:
+            if weights is not None:
+                act = _after(partial(weights.use, stage, _number(action)), act)
+            if self._offload is not None:
+                act = _within(partial(self._offload.computing, action), act)
+            if streams is not None:
+                act = _within(partial(streams.computing, stage), act)
+        return act if marks is None else _within(partial(marks, str(action)), act)
 
     def run(self, step: Step) -> list[Any]:
         """Run the row once and return the last stage's reports in microbatch order; an empty list on other ranks.
@@ -192,7 +183,8 @@ class Engine:
             raise ValueError(
                 f"the schedule runs {self.num_microbatches} microbatches, {len(step.microbatches)} were given"
             )
-        run = BegunRun(step)
+        ends = [key for key, channel in self._channels.items() if not channel.sends]
+        run = BegunRun(step, {key: _contents(step.message(key[0]), key[1]) for key in ends})
         for runner in self._stages.values():
             runner.begin_row(self.is_training)
         if self._offload is not None:
@@ -214,22 +206,22 @@ class Engine:
             self._offload.clear()
 
     def _act(self, run: BegunRun, part: slice, run_ends: bool) -> None:
-        heartbeat, tracer, streams, handlers = self._heartbeat, self._tracer, self._streams, self._handlers
+        heartbeat, tracer, streams = self._heartbeat, self._tracer, self._streams
         row_start = 0 if tracer is None else tracer.now()
         try:
             with torch.set_grad_enabled(self.is_training):
-                for action, word in zip(self.row[part], self._words[part], strict=True):
+                for act, action, word in zip(self._acts[part], self.row[part], self._words[part], strict=True):
                     if heartbeat is not None:
                         heartbeat.act(word)
                     if tracer is None:
-                        handlers[action.op](run, action)
+                        act(run)
                         continue
                     start = tracer.now()
-                    handlers[action.op](run, action)
+                    act(run)
                     # each half of a pair ends on its own stream; the current stream waits for both
                     own_stream = streams.of(action.stage) if streams and action.op in COMPUTE_OPS else None
                     ended = tracer.now(own_stream)
-                    tracer.event(str(action), "action", start, ended)
+                    tracer.event(word.decode(), "action", start, ended)
             if run_ends:
                 for channel in self._channels.values():
                     channel.drain()
@@ -241,68 +233,102 @@ class Engine:
         if tracer is not None:
             tracer.event("row", "row", row_start, tracer.now())
 
-    def _forward(self, run: BegunRun, action: Action) -> None:
-        stage, microbatch = action.stage, _number(action)
-        inputs = self._arrived(run, action, Op.RECV_F) if stage else ()
-        is_last = stage == self.last_stage
-        result = self._stages[stage].forward(
-            microbatch, inputs, run.step.microbatches[microbatch], run.step.loss if is_last else None
-        )
-        if is_last:
-            run.reports[microbatch] = result
-        else:
-            run.outputs[stage, microbatch] = result
+    # Each of the following returns the function that runs one action.
 
-    def _backward(self, run: BegunRun, action: Action) -> None:
-        """Run B or I."""
-        stage, microbatch = action.stage, _number(action)
-        gradients: tuple[Tensor | None, ...] = (None,)  # the objective's gradient is 1
-        if stage != self.last_stage:
-            gradients = self._arrived(run, action, Op.RECV_B)
-        runner = self._stages[stage]
+    def _forward(self, action: Action) -> Act:
+        stage, microbatch = key = action.stage, _number(action)
+        forward, inputs, is_last = self._stages[stage].forward, self._inputs(action), stage == self.last_stage
+
+        def act(run: BegunRun) -> None:
+            step = run.step
+            if is_last:
+                run.reports[microbatch] = forward(microbatch, inputs(run), step.microbatches[microbatch], step.loss)
+            else:
+                run.outputs[key] = forward(microbatch, inputs(run), step.microbatches[microbatch], None)
+
+        return act
+
+    def _backward(self, action: Action) -> Act:
+        """Bind B or I."""
+        stage, microbatch = key = action.stage, _number(action)
+        runner, gradients = self._stages[stage], self._inputs(action)
         backward = runner.backward if action.op is Op.B else runner.backward_input
-        input_gradients = backward(microbatch, gradients)
-        if stage:
-            run.input_gradients[stage, microbatch] = input_gradients
 
-    def _send(self, run: BegunRun, action: Action) -> None:
-        stage, microbatch = action.stage, _number(action)
-        if action.op is Op.SEND_F:
-            self._channel(stage, "activation", microbatch).send(run.outputs.pop((stage, microbatch)))
-        else:
-            self._channel(stage - 1, "gradient", microbatch).send(run.input_gradients.pop((stage, microbatch)))
+        def act(run: BegunRun) -> None:
+            input_gradients = backward(microbatch, gradients(run))
+            if stage:
+                run.input_gradients[key] = input_gradients
 
-    def _receive(self, run: BegunRun, action: Action) -> None:
-        stage, microbatch = action.stage, _number(action)
-        if action.op is Op.RECV_F:
-            channel, message = self._channel(stage - 1, "activation", microbatch), run.step.message(stage - 1)
-        else:
-            channel = self._channel(stage, "gradient", microbatch)
-            message = tuple(spec for spec in run.step.message(stage) if spec.dtype.is_floating_point)
-        run.receives[action.op, stage, microbatch] = channel.post_receive(message)
+        return act
 
-    def _arrived(self, run: BegunRun, action: Action, receive: Op) -> Tensors:
-        """Return the input of a computation, from another stage of this rank or from the message of `receive`."""
-        stage, microbatch, tracer = action.stage, _number(action), self._tracer
-        made, maker, boundary = run.outputs, stage - 1, stage - 1
-        if receive is Op.RECV_B:
-            made, maker, boundary = run.input_gradients, stage + 1, stage
-        if (boundary, microbatch % self._num_directions) in self._local:
-            tensors = made.pop((maker, microbatch))
-        else:
-            pending = run.receives.pop((receive, stage, microbatch))
-            start = 0 if tracer is None else tracer.now()
-            tensors = pending.wait()
-            if tracer is not None:
-                tracer.event(str(Action(stage, receive, microbatch)), "wait", start, tracer.now())
-        if self._streams is not None:
-            self._streams.use(tensors)
-        return tensors
+    def _send(self, action: Action) -> Act:
+        stage, microbatch = key = action.stage, _number(action)
+        is_output = action.op is Op.SEND_F
+        boundary, kind = (stage, "activation") if is_output else (stage - 1, "gradient")
+        send = self._channels[boundary, kind, microbatch % self._num_directions].send
 
-    def _channel(self, boundary: int, kind: str, microbatch: int) -> Channel:
-        return self._channels[boundary, kind, microbatch % self._num_directions]
+        def act(run: BegunRun) -> None:
+            send((run.outputs if is_output else run.input_gradients).pop(key))
+
+        return act
+
+    def _receive(self, action: Action) -> Act:
+        boundary, kind = (action.stage - 1, "activation") if action.op is Op.RECV_F else (action.stage, "gradient")
+        channel = boundary, kind, _number(action) % self._num_directions
+        post = self._channels[channel].post_receive
+
+        def act(run: BegunRun) -> None:
+            run.receives[action] = post(run.messages[channel])
+
+        return act
+
+    def _inputs(self, action: Action) -> Callable[[BegunRun], Any]:
+        """Return the function that gives a computation its input, from another stage of this rank or a message."""
+        stage, microbatch, is_forward = action.stage, _number(action), action.op is Op.F
+        tracer, streams = self._tracer, self._streams
+        if stage == (0 if is_forward else self.last_stage):
+            return lambda run: () if is_forward else (None,)  # the objective's gradient is 1
+        boundary, maker = (stage - 1, stage - 1) if is_forward else (stage, stage + 1)
+        made, receive = (maker, microbatch), Action(stage, Op.RECV_F if is_forward else Op.RECV_B, microbatch)
+        is_local, name = (boundary, microbatch % self._num_directions) in self._local, str(receive)
+
+        def inputs(run: BegunRun) -> Tensors:
+            if is_local:
+                tensors = (run.outputs if is_forward else run.input_gradients).pop(made)
+            elif tracer is None:
+                tensors = run.receives.pop(receive).wait()
+            else:
+                start = tracer.now()
+                tensors = run.receives.pop(receive).wait()
+                tracer.event(name, "wait", start, tracer.now())
+            if streams is not None:
+                streams.use(tensors)
+            return tensors
+
+        return inputs
+
+
+def _contents(tensors: tuple[MessageSpec, ...], kind: str) -> tuple[MessageSpec, ...]:
+    """Return what a message over a boundary that `tensors` cross contains: gradients only of floating-point ones."""
+    return tensors if kind == "activation" else tuple(spec for spec in tensors if spec.dtype.is_floating_point)
 
 
 def _number(action: Action) -> int:
     assert action.microbatch is not None
     return action.microbatch
+
+
+def _after(first: Callable[[], Any], act: Act) -> Act:
+    def both(run: BegunRun) -> None:
+        first()
+        act(run)
+
+    return both
+
+
+def _within(context: Callable[[], AbstractContextManager[Any]], act: Act) -> Act:
+    def enclosed(run: BegunRun) -> None:
+        with context():
+            act(run)
+
+    return enclosed

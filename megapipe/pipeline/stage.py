@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import GradientEdge, _engine_run_backward, get_gradient_edge
 
 from megapipe.tensor_parallel.gradients import WeightQueue
 
@@ -37,6 +37,7 @@ class _Kept:
     # in place of outputs, so that sent tensors can be freed; None for an output without a graph, whose gradient is
     # ignored
     edges: tuple[GradientEdge | None, ...]
+    scalar: tuple[torch.dtype, torch.device] | None  # of the last stage's loss
 
 
 class StageRunner:
@@ -69,29 +70,40 @@ class StageRunner:
         """
         training = torch.is_grad_enabled()
         if training:
-            inputs = tuple(t.detach().requires_grad_(t.is_floating_point()) for t in inputs)
+            inputs = tuple([t.detach().requires_grad_(t.is_floating_point()) for t in inputs])
         output = self.module(*inputs, payload)
         if self.observe is not None:
             self.observe(microbatch, output)
-        report = None
+        report = scalar = None
         if loss is not None:
             output, report = loss(output, payload)
+            if training:
+                scalar = output.dtype, output.device
+                if output.shape:
+                    raise ValueError(f"the loss must be a scalar of shape [], got shape {list(output.shape)}")
         outputs = output if isinstance(output, tuple) else (output,)
         if training:
-            edges = tuple(get_gradient_edge(t) if t.requires_grad else None for t in outputs if t.is_floating_point())
-            self._kept[microbatch] = _Kept(tuple(t for t in inputs if t.requires_grad), edges)
-        return report if loss is not None else tuple(t.detach() for t in outputs)
+            edges = tuple([get_gradient_edge(t) if t.requires_grad else None for t in outputs if t.is_floating_point()])
+            self._kept[microbatch] = _Kept(tuple([t for t in inputs if t.requires_grad]), edges, scalar)
+        return report if loss is not None else tuple([t.detach() for t in outputs])
 
     def backward(self, microbatch: int, gradients: Gradients) -> Tensors:
         """Compute input and weight gradients together (op B) and return the gradients of the floating-point inputs.
 
-        gradients: those of the floating-point outputs; None for a scalar means 1.
+        gradients: those of the floating-point outputs; (None,) for the loss means 1.
         """
         kept = self._kept.pop(microbatch)
-        pairs = [(edge, gradient) for edge, gradient in zip(kept.edges, gradients, strict=True) if edge is not None]
-        if pairs:
-            torch.autograd.backward(tuple(edge for edge, _ in pairs), tuple(gradient for _, gradient in pairs))
-        return tuple(torch.zeros_like(t) if t.grad is None else t.grad for t in kept.inputs)
+        if kept.scalar is not None and gradients[0] is None:
+            dtype, device = kept.scalar
+            gradients = (torch.ones((), dtype=dtype, device=device),)
+        edges = tuple([edge for edge in kept.edges if edge is not None])
+        if len(edges) < len(kept.edges):
+            gradients = tuple([g for edge, g in zip(kept.edges, gradients, strict=True) if edge is not None])
+        if edges:
+            # torch.autograd.backward first checks shapes in Python, which takes longer than the rest of its overhead;
+            # the engine in C++ checks them again
+            _engine_run_backward(edges, gradients, False, False, (), allow_unreachable=True, accumulate_grad=True)
+        return tuple([torch.zeros_like(t) if (grad := t.grad) is None else grad for t in kept.inputs])
 
     def backward_input(self, microbatch: int, gradients: Gradients) -> Tensors:
         """Compute only input gradients (op I); queue those of weights for `backward_weight`."""

@@ -56,9 +56,9 @@ def bytes_after_each_action(rank: int, world_size: int, changes: dict[str, Any])
     known = {tensor.untyped_storage().data_ptr() for tensor in (*flat, *given)}
     found: list[int] = []
 
-    def recorded(handler: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
-        def run(run: Any, action: Any) -> None:
-            handler(run, action)
+    def recorded(act: Callable[[Any], None]) -> Callable[[Any], None]:
+        def run(run: Any) -> None:
+            act(run)
             waiting = [
                 tensor for runner in runtime.runners.values() for tensor in tensors_of(runner.weight_gradients.waiting)
             ]
@@ -69,8 +69,8 @@ def bytes_after_each_action(rank: int, world_size: int, changes: dict[str, Any])
         return run
 
     engine = runtime.engine(count)
-    for op in COMPUTE_OPS & engine._handlers.keys():
-        engine._handlers[op] = recorded(engine._handlers[op])
+    pairs = zip(engine._acts, engine.row, strict=True)
+    engine._acts = tuple(recorded(act) if action.op in COMPUTE_OPS else act for act, action in pairs)
     with live.hooks:
         TrainStep(runtime).gradients(microbatches).wait()
     return found
