@@ -22,6 +22,7 @@ from megapipe.pipeline.offload import Offload
 from megapipe.pipeline.stage import LossFunction, Stage, Tensors
 from megapipe.schedule.action import COMPUTE_OPS, Action, Op
 from megapipe.schedule.lifetimes import NO_MOVES, Moves
+from megapipe.schedule.lower import without_pairs
 from megapipe.schedule.schedule import Schedule
 
 Key = tuple[int, int]  # (stage, microbatch)
@@ -107,8 +108,7 @@ class Engine:
             raise ValueError(f"schedule {schedule} has no messages: lower it first (schedule.lower)")
         if weights is None and not schedule.is_synchronous:
             raise ValueError(f"schedule {schedule} updates weights while it runs: the engine needs `weights`")
-        ops = set(Op) if streams is not None else set(Op) - {Op.OVERLAP}
-        self.row = tuple(action for action in schedule.rows[pp_rank] if action.op in ops)
+        self.row = schedule.rows[pp_rank] if streams is not None else without_pairs(schedule.rows[pp_rank])
         self.num_microbatches = schedule.num_microbatches
         self.is_training = schedule.has_backward
         self.last_stage = placement.num_stages - 1

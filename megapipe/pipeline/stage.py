@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, _engine_run_backward, get_gradient_edge
 
 from megapipe.tensor_parallel.gradients import WeightQueue
@@ -38,6 +39,14 @@ class _Kept:
     # ignored
     edges: tuple[GradientEdge | None, ...]
     scalar: tuple[torch.dtype, torch.device] | None  # of the last stage's loss
+
+
+def _edge(tensor: Tensor) -> GradientEdge:
+    """Return the gradient edge of a tensor; torch's own function makes another tensor, which only some nodes need."""
+    node = tensor.grad_fn
+    if node is None or isinstance(node, BackwardCFunction):
+        return get_gradient_edge(tensor)
+    return GradientEdge(node, tensor.output_nr)
 
 
 class StageRunner:
@@ -83,7 +92,7 @@ class StageRunner:
                     raise ValueError(f"the loss must be a scalar of shape [], got shape {list(output.shape)}")
         outputs = output if isinstance(output, tuple) else (output,)
         if training:
-            edges = tuple([get_gradient_edge(t) if t.requires_grad else None for t in outputs if t.is_floating_point()])
+            edges = tuple([_edge(t) if t.requires_grad else None for t in outputs if t.is_floating_point()])
             self._kept[microbatch] = _Kept(tuple([t for t in inputs if t.requires_grad]), edges, scalar)
         return report if loss is not None else tuple([t.detach() for t in outputs])
 

@@ -17,12 +17,13 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
 from megapipe.errors import DataError, MegapipeError
 from megapipe.schedule.action import Action, Op
+from megapipe.schedule.lower import without_pairs
 from megapipe.schedule.placement import Placement
 from megapipe.schedule.schedule import Schedule, from_csv, to_csv
 
@@ -113,8 +114,7 @@ def schedule_as_run(schedule: Schedule, row: Sequence[Action]) -> Schedule:
     """Return the schedule without OVERLAP if the engine that ran `row` ran the halves of a pair one after the other."""
     if Op.OVERLAP not in schedule.ops or any(action.op is Op.OVERLAP for action in row):
         return schedule
-    rows = tuple(tuple(action for action in each if action.op is not Op.OVERLAP) for each in schedule.rows)
-    return Schedule(schedule.name, schedule.placement, schedule.num_microbatches, rows)
+    return replace(schedule, rows=tuple(map(without_pairs, schedule.rows)))
 
 
 def measured_row(row: Sequence[Action], events: Iterable[Event], to_local: Callable[[int], int] = int) -> MeasuredRow:

@@ -64,6 +64,25 @@ def lower(schedule: Schedule, receive_depth: int = 2) -> Schedule:
     return replace(schedule, rows=tuple(rows))
 
 
+def without_pairs(row: tuple[Action, ...]) -> tuple[Action, ...]:
+    """Return a row, lowered or not, for a rank that runs the two halves of each pair one after the other.
+
+    There is no OVERLAP, and the message of the first half leaves before the second half starts, not after the pair.
+    """
+    if not any(action.op is Op.OVERLAP for action in row):
+        return row
+    held = {pair._replace(op=Op.SEND_F) for pair in row if pair.op is Op.OVERLAP}
+    sent = held.intersection(row)
+    result: list[Action] = []
+    for action in row:
+        if action.op is not Op.OVERLAP and action not in held:
+            result.append(action)
+        send = action._replace(op=Op.SEND_F)
+        if action.op is Op.F and send in sent:
+            result.append(send)
+    return tuple(result)
+
+
 def sends_of(schedule: Schedule) -> Sends:
     """Return the SEND that follows each op of a compute-only schedule, None where its value stays on the rank."""
     directions, last = schedule.placement.directions, schedule.num_stages - 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
@@ -12,7 +13,7 @@ from megapipe.comm.groups import Group
 from megapipe.comm.trace import Tracer
 from megapipe.pipeline.engine import Engine, Step
 from megapipe.pipeline.stage import StageRunner
-from megapipe.schedule.lower import lower
+from megapipe.schedule.lower import lower, without_pairs
 from megapipe.schedule.simulate import unhindered_send_depth
 from schedule_bench.devices import Stages
 from schedule_bench.work import Work
@@ -23,9 +24,11 @@ class MegapipeSide:
     gradients."""
 
     def __init__(self, work: Work, pp: Group, receive_depth: int, tracer: Tracer | None = None) -> None:
-        self.schedule = work.schedule()
-        placement = self.schedule.placement
-        lowered = lower(self.schedule, receive_depth)
+        schedule = work.schedule()
+        # as the engine runs it on a CPU
+        self.schedule = replace(schedule, rows=tuple(map(without_pairs, schedule.rows)))
+        placement = schedule.placement
+        lowered = lower(schedule, receive_depth)
         depth = 1 + unhindered_send_depth(lowered)
         self.stages: Stages = work.stages(placement.stages_of(pp.rank), placement.num_stages)
         runners = {

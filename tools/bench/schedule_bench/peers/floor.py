@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megapipe.schedule.action import COMPUTE_OPS, Action, Op
-from megapipe.schedule.schedule import Schedule
+from megapipe.schedule.action import Action, Op
+from megapipe.schedule.lower import without_pairs
 from schedule_bench.work import Work
 
 Key = tuple[int, int | None]  # stage, microbatch
@@ -21,7 +22,8 @@ class Wire:
     else is done."""
 
     def __init__(self, work: Work, rank: int, group: Any) -> None:
-        self.schedule = _without_pairs(work.schedule())
+        schedule = work.schedule()
+        self.schedule = replace(schedule, rows=tuple(map(without_pairs, schedule.rows)))
         self._rank, self._group, self.work = rank, group, work
         self._row = self.schedule.rows[rank]
         self._routes = {action: (self._comes_from(action), self._goes_to(action)) for action in self._row}
@@ -86,13 +88,6 @@ class Wire:
         return (
             None if peer == self._rank else (peer, (microbatch * self.schedule.num_stages + to_stage) * 2 + is_forward)
         )
-
-
-def _without_pairs(schedule: Schedule) -> Schedule:
-    """Return the same order without OVERLAP: each half of a pair waits for its own input and is sent when it is
-    done."""
-    rows = tuple(tuple(action for action in row if action.op in COMPUTE_OPS) for row in schedule.rows)
-    return Schedule(schedule.name, schedule.placement, schedule.num_microbatches, rows)
 
 
 class Floor(Wire):
