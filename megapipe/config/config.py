@@ -58,6 +58,7 @@ class ResolvedParallelConfig(ParallelConfig):
     """The parallel section on a given number of ranks. sequence_parallel: asked for, and tp is above 1."""
 
     num_virtual_stages_per_pipeline_rank: int
+    pipeline_receive_depth: int
     ddp_bucket_size: int
 
 

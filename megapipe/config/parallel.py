@@ -91,7 +91,12 @@ class ParallelConfig:
         "microbatches",
         derived="pp with zb-auto",
     )
-    pipeline_receive_depth: int = count(1, "receives posted ahead of the action that waits for them", "messages")
+    pipeline_receive_depth: int | None = count(
+        None,
+        "computations a receive is posted ahead of the one that waits for it",
+        "computations",
+        derived="4 with --device cpu, where a posted receive costs only memory, else 1",
+    )
     sequence_parallel: bool = option(False, "norms and dropout work on 1/tp of the sequence; no effect without tp")
     tp_comm_overlap: bool = option(
         False,

@@ -31,6 +31,7 @@ from megapipe.plan.cut import balanced_cut, cut_layers
 from megapipe.plan.run_plan import RunPlan
 from megapipe.plan.schedule_choice import group_size, memory_limit, schedule_and_chunks
 from megapipe.plan.world_rules import batch_of, check_counts, num_steps, placement_of, topology_of, world_rules
+from megapipe.schedule.lower import default_receive_depth
 from megapipe.sharding.audit import audit_slices, audit_stages
 from megapipe.topology import Topology
 
@@ -55,6 +56,8 @@ def resolve(config: Config, world_size: int, ranks_per_node: int | None = None) 
         num_virtual_stages_per_pipeline_rank=chunks,
         microbatch_group_size_per_virtual_pipeline_stage=group_size(config.parallel, schedule_name),
         pipeline_memory_limit=memory_limit(config.parallel, schedule_name),
+        pipeline_receive_depth=config.parallel.pipeline_receive_depth
+        or default_receive_depth(may_use_gpu=training.device != "cpu"),
         ddp_bucket_size=config.parallel.ddp_bucket_size or max(40_000_000, 1_000_000 * topology.dp),
     )
     partition = cut_layers(model, parallel, placement)

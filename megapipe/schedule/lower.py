@@ -17,6 +17,15 @@ from megapipe.schedule.schedule import Schedule, gc_paused
 Sends = dict[Op, list[list[Op | None]]]  # [op][direction][stage] -> the SEND that follows
 
 
+def default_receive_depth(may_use_gpu: bool) -> int:
+    """Return how many compute actions ahead receives are posted if nothing else is asked for.
+
+    A message that finds its receive posted takes gloo a third of the time of one that has to wait for it, and a posted
+    receive costs only memory there; on a GPU it occupies the device until the message arrives.
+    """
+    return 1 if may_use_gpu else 4
+
+
 @gc_paused()
 def lower(schedule: Schedule, receive_depth: int = 2) -> Schedule:
     """Add SEND, RECV and REDUCE_GRAD to a valid compute-only schedule.

@@ -26,6 +26,7 @@ from schedule_bench.page import bars, insert, line_of, machine, tables
 from schedule_bench.run import Result, run_cases
 
 from megapipe.errors import MegapipeError
+from megapipe.schedule.lower import default_receive_depth
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -44,9 +45,9 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--receive-depth",
         type=int,
-        default=1,
+        default=default_receive_depth(may_use_gpu=False),
         metavar="N",
-        help="compute actions a receive is posted ahead (default: 1)",
+        help="compute actions a receive is posted ahead (default: %(default)s, as in training on a CPU)",
     )
     parser.add_argument(
         "--wire", action="store_true", help="also run sleeps and messages without autograd (only in the JSON)"
