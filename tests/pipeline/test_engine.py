@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,16 +19,18 @@ from megapipe.errors import CommunicationError
 from megapipe.gpu.streams import StageStreams
 from megapipe.pipeline.engine import Engine, Step
 from megapipe.pipeline.stage import StageRunner
-from megapipe.schedule.action import Action, Op
+from megapipe.plan.resolve import resolve
+from megapipe.schedule.action import COMPUTE_OPS, Action, Op
 from megapipe.schedule.families import build_lowered, build_schedule
 from megapipe.schedule.lifetimes import peak_live_chunks
-from megapipe.schedule.lower import lower
+from megapipe.schedule.lower import lower, without_pairs
 from megapipe.schedule.schedule import Schedule
 from megapipe.schedule.validate import validate
 from megapipe.tensor_parallel.gradients import WeightQueue
 from megapipe.tensor_parallel.linear import ColumnParallelLinear
 from tests.harness import RankFailure, RankPool
 from tests.pipeline.stages import Plain, gradients, loss_of, merged, message, payloads, pp_group
+from tests.tiny import tiny_config
 
 WIDTH = 6
 
@@ -410,3 +414,45 @@ def test_row_with_updates_uses_the_planned_weight_versions(
 def test_a_schedule_with_updates_needs_weights() -> None:
     with pytest.raises(ValueError, match=r"pipedream.*updates weights while it runs: the engine needs `weights`"):
         Engine(build_lowered("pipedream", 1, 1, 2), 0, {0: StageRunner(Scaled())}, {})
+
+
+@pytest.mark.parametrize("name", ["dualpipe", "dualpipe-v"])
+@pytest.mark.parametrize("receive_depth", [0, 1, 4])
+def test_without_streams_the_first_half_of_a_pair_is_sent_before_the_second_half(name: str, receive_depth: int) -> None:
+    chunks = 2 if name == "dualpipe-v" else 1
+    paired = build_lowered(name, 4, chunks, 10, receive_depth=receive_depth)
+    rows = tuple(map(without_pairs, paired.rows))
+    validate(replace(paired, rows=rows))
+    for before, after in zip(paired.rows, rows, strict=True):
+        assert Counter(after) == Counter(action for action in before if action.op is not Op.OVERLAP)
+        assert [a for a in after if a.op in COMPUTE_OPS] == [a for a in before if a.op in COMPUTE_OPS]
+        made = [slot for slot, action in enumerate(after) if action._replace(op=Op.SEND_F) in after]
+        assert all(after[slot + 1].op is Op.SEND_F for slot in made if after[slot].op is Op.F)
+    plain = build_lowered("1f1b", 2, 1, 4)
+    assert without_pairs(plain.rows[0]) is plain.rows[0]
+
+
+@pytest.mark.parametrize(("device", "given", "ahead"), [("cpu", None, 4), ("auto", None, 1), ("cpu", 2, 2)])
+def test_receives_are_posted_four_computations_ahead_on_cpus(device: str, given: int | None, ahead: int) -> None:
+    plan = resolve(tiny_config(pipeline_model_parallel_size=2, pipeline_receive_depth=given, device=device), 2)
+    count = plan.batch.full // plan.batch.samples_per_microbatch
+    assert plan.config.parallel.pipeline_receive_depth == ahead
+    assert plan.schedule(count).rows == lower(build_schedule("1f1b", 2, 1, count), ahead).rows
+
+
+class Doubled(nn.Module):
+    def forward(self, payload: Tensor) -> Tensor:
+        return payload * 2
+
+
+def test_a_loss_with_a_shape_is_refused() -> None:
+    runner = StageRunner(Doubled())
+    with pytest.raises(ValueError, match=r"the loss must be a scalar of shape \[\], got shape \[3\]"):
+        runner.forward(0, (), torch.ones(3, requires_grad=True), lambda output, payload: (output, None))
+
+
+def test_a_gradient_of_another_shape_is_refused() -> None:
+    runner = StageRunner(Doubled())
+    runner.forward(0, (), torch.ones(3, requires_grad=True), None)
+    with pytest.raises(RuntimeError, match="shape"):
+        runner.backward(0, (torch.ones(2),))

@@ -1,0 +1,192 @@
+#!/usr/bin/env python3
+"""Training speed of megapipe beside Megatron-Core 0.16.1 on CPUs, one process or tensor parallel, in alternating turns.
+
+pip install --no-deps --target FOLDER megatron-core==0.16.1
+python tools/bench/bench_megatron.py FOLDER --tp 2
+python tools/bench/bench_megatron.py FOLDER --tp 2 --tuned    Megatron with torch's attention kernel and its own fusions
+
+Both train the shape of bench_cpu.py on the same tokens, each with its own initial weights. Megatron-Core expects CUDA;
+its calls of it are redirected to the CPU. docs/performance.md explains the results.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from bench_job import CLIP, LR, TIMEOUT_SECONDS, WEIGHT_DECAY, Grid, Measured, draw_rows, serve
+from bench_processes import BenchError, answer, free_port, num_cores, processor, spawn
+from bench_table import Quartiles
+from plain_loop import Shape
+
+
+def redirect_cuda() -> None:
+    """Make explicit CUDA calls of Megatron-Core run on the CPU."""
+    import torch
+
+    def on_cpu(make: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *a, **k: make(*a, **(k | {"device": "cpu"} if "cuda" in str(k.get("device")) else k))
+
+    cuda: Any = torch.cuda
+    tensor: Any = torch.Tensor
+    cuda.current_device = lambda: torch.device("cpu")
+    cuda.synchronize = cuda.empty_cache = lambda *arguments, **named: None
+    tensor.cuda = lambda self, *arguments, **named: self
+    type_of = tensor.type
+    tensor.type = lambda self, *to: type_of(self, *to) if to else type_of(self).replace("torch.", "torch.cuda.")
+    for name in ("tensor", "zeros", "empty", "ones", "full"):
+        setattr(torch, name, on_cpu(getattr(torch, name)))
+
+
+def attention(q: Any, k: Any, v: Any, *_: Any, **__: Any) -> Any:
+    """Compute causal attention of [s, b, heads, d] by torch's kernel, in place of Megatron's separate GEMMs."""
+    from torch.nn.functional import scaled_dot_product_attention
+
+    q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))
+    return scaled_dot_product_attention(q, k, v, is_causal=True).permute(2, 0, 1, 3).flatten(2)
+
+
+def make_step(shape: Shape, tuned: bool) -> Callable[[], float]:
+    """Return Megatron's training step, which returns the mean loss; its parallel state must be initialized."""
+    import torch
+    import torch.nn.functional as F
+    from megatron.core import parallel_state, tensor_parallel
+    from megatron.core.distributed import (
+        DistributedDataParallel,
+        DistributedDataParallelConfig,
+        finalize_model_grads,
+    )
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    tensor_parallel.random.CudaRNGStatesTracker.fork = lambda self, name=None: nullcontext()  # there is no dropout
+    config = TransformerConfig(
+        num_layers=shape.layers, hidden_size=shape.hidden, num_attention_heads=shape.heads,
+        ffn_hidden_size=4 * shape.hidden, activation_func=F.gelu, hidden_dropout=0.0, attention_dropout=0.0,
+        tensor_model_parallel_size=parallel_state.get_tensor_model_parallel_world_size(), use_cpu_initialization=True,
+        pipeline_dtype=torch.float32, params_dtype=torch.float32, finalize_model_grads_func=finalize_model_grads,
+        masked_softmax_fusion=False, bias_activation_fusion=tuned, bias_dropout_fusion=tuned,
+    )  # fmt: skip
+    gpt = GPTModel(
+        config, get_gpt_layer_local_spec(), vocab_size=shape.vocab, max_sequence_length=shape.seq,
+        share_embeddings_and_output_weights=True, position_embedding_type="learned_absolute",
+    )  # fmt: skip
+    if tuned:
+        for layer in gpt.decoder.layers:
+            layer.self_attention.core_attention.forward = attention
+    model = DistributedDataParallel(config, DistributedDataParallelConfig(), gpt)
+    options = OptimizerConfig(optimizer="adam", lr=LR, weight_decay=WEIGHT_DECAY, clip_grad=CLIP)
+    optimizer = get_megatron_optimizer(options, [model])
+    rows, positions = torch.from_numpy(draw_rows(shape)), torch.arange(shape.seq).expand(shape.micro_batch, -1)
+    hidden = torch.ones(1, 1, shape.seq, shape.seq, dtype=torch.bool).triu(1)
+
+    def loss_of(output: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        loss = output.mean()
+        return loss, {"loss": loss.detach().clone()}
+
+    def forward(batches: Any, model: Any) -> tuple[torch.Tensor, Callable[..., Any]]:
+        batch = next(batches)
+        return model(batch[:, :-1].contiguous(), positions, hidden, labels=batch[:, 1:].contiguous()), loss_of
+
+    def step() -> float:
+        model.zero_grad_buffer()
+        optimizer.zero_grad()
+        found = get_forward_backward_func()(
+            forward_step_func=forward, data_iterator=iter(rows.split(shape.micro_batch)), model=[model],
+            num_microbatches=shape.microbatches, seq_length=shape.seq, micro_batch_size=shape.micro_batch,
+            forward_only=False,
+        )  # fmt: skip
+        optimizer.step()
+        return sum(float(each["loss"]) for each in found) / len(found)
+
+    return step
+
+
+def serve_megatron(orders: Connection, folder: str, shape: Shape, tp: int, rank: int, port: int, tuned: bool) -> None:
+    """Answer each number of steps with its measurement, until 0, as `bench_job.serve` does."""
+    sys.path.append(folder)  # last, so that everything else comes from this environment
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    redirect_cuda()
+    from megatron.core import parallel_state
+
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    dist.init_process_group("gloo", rank=rank, world_size=tp)
+    parallel_state.initialize_model_parallel(tp, 1)
+    step = make_step(shape, tuned)
+    orders.send(None)
+    while steps := orders.recv():
+        dist.barrier()
+        cpu, begin = time.process_time(), time.perf_counter()
+        losses = tuple(step() for _ in range(steps))
+        end, cpu = time.perf_counter(), time.process_time() - cpu
+        orders.send(Measured(begin, end, cpu, losses))
+    os._exit(0)  # gloo may abort at interpreter exit
+
+
+def measure(folder: str, shape: Shape, tp: int, rounds: int, tuned: bool) -> dict[str, list[tuple[float, float]]]:
+    """Return (seconds, CPU seconds of all ranks) of each round's step by name; a first step is not counted."""
+    ports = free_port(), free_port()
+    jobs = {
+        "megapipe": [spawn(serve, shape, Grid(tp=tp), rank, ports[0]) for rank in range(tp)],
+        "Megatron-Core": [spawn(serve_megatron, folder, shape, tp, rank, ports[1], tuned) for rank in range(tp)],
+    }
+    turns: dict[str, list[tuple[float, float]]] = {name: [] for name in jobs}
+    try:
+        for name, ranks in jobs.items():
+            for _, connection in ranks:
+                answer(connection, name, TIMEOUT_SECONDS)
+        for number in range(rounds + 1):
+            for name, ranks in jobs.items() if number % 2 else reversed(jobs.items()):
+                for _, connection in ranks:
+                    connection.send(1)
+                found: list[Measured] = [answer(connection, name, TIMEOUT_SECONDS) for _, connection in ranks]
+                seconds = max(each.end for each in found) - min(each.start for each in found)
+                turns[name].append((seconds, sum(each.cpu_seconds for each in found)))
+        return {name: found[1:] for name, found in turns.items()}
+    finally:
+        for process, _ in (rank for ranks in jobs.values() for rank in ranks):
+            process.kill()
+
+
+def main(argv: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path, help="where megatron-core is installed")
+    parser.add_argument("--tp", type=int, default=2, metavar="N", help="ranks (default: 2)")
+    parser.add_argument("--rounds", type=int, default=10, metavar="N", help="steps of each in turn (default: 10)")
+    parser.add_argument("--tuned", action="store_true", help="give Megatron torch's attention kernel and its fusions")
+    given, shape = parser.parse_args(argv), Shape()
+    if not (given.folder / "megatron" / "core").is_dir():
+        print(f"bench_megatron: no megatron/core in {given.folder}; see --help", file=sys.stderr)
+        return 2
+    try:
+        turns = measure(str(given.folder), shape, given.tp, given.rounds, given.tuned)
+    except BenchError as error:
+        print(f"bench_megatron: {error}", file=sys.stderr)
+        return 2
+    for name, found in turns.items():
+        tokens = Quartiles.of([shape.step_tokens / seconds for seconds, _ in found])
+        cpu = Quartiles.of([cpu for _, cpu in found])
+        print(f"{name}: {tokens.text(',.0f')} tokens/s, {cpu.text('.3f')} CPU s a step")
+    pairs = list(zip(turns["Megatron-Core"], turns["megapipe"], strict=True))
+    for index, what in enumerate(("tokens/s", "tokens per CPU second")):
+        print(f"megapipe / Megatron-Core, {what}: {Quartiles.of([a[index] / b[index] for a, b in pairs]).text('.3f')}")
+    tuned = ", Megatron tuned" if given.tuned else ""
+    print(f"tp {given.tp}{tuned}; median [quartiles] of {given.rounds} pairs; {processor()}, {num_cores()} cores")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
