@@ -237,24 +237,25 @@ class Engine:
 
     def _forward(self, action: Action) -> Act:
         stage, microbatch = key = action.stage, _number(action)
-        forward, inputs, is_last = self._stages[stage].forward, self._inputs(action), stage == self.last_stage
+        runner, inputs, is_last = self._stages[stage], self._inputs(action), stage == self.last_stage
 
         def act(run: BegunRun) -> None:
             step = run.step
+            payload = step.microbatches[microbatch]
             if is_last:
-                run.reports[microbatch] = forward(microbatch, inputs(run), step.microbatches[microbatch], step.loss)
+                run.reports[microbatch] = runner.forward(microbatch, inputs(run), payload, step.loss)
             else:
-                run.outputs[key] = forward(microbatch, inputs(run), step.microbatches[microbatch], None)
+                run.outputs[key] = runner.forward(microbatch, inputs(run), payload, None)
 
         return act
 
     def _backward(self, action: Action) -> Act:
         """Bind B or I."""
         stage, microbatch = key = action.stage, _number(action)
-        runner, gradients = self._stages[stage], self._inputs(action)
-        backward = runner.backward if action.op is Op.B else runner.backward_input
+        runner, gradients, is_full = self._stages[stage], self._inputs(action), action.op is Op.B
 
         def act(run: BegunRun) -> None:
+            backward = runner.backward if is_full else runner.backward_input
             input_gradients = backward(microbatch, gradients(run))
             if stage:
                 run.input_gradients[key] = input_gradients
