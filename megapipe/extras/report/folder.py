@@ -272,9 +272,9 @@ def changed_settings(text: str) -> tuple[list[Setting], str]:
             origins[f"{section}.{match[1]}"] = match[2].split("; derived")[0]
     found = []
     for key, field in fields_by_key().items():
-        value = value_of(config, field)
-        if value != field.default:
+        value, origin = value_of(config, field), origins.get(key, "")
+        if value != field.default and origin != "default":  # of the version that ran
             must_be_given = field.default is None and field.option.required
             default = "must be given" if must_be_given else value_text(field.default)
-            found.append(Setting(field.section, field.main_flag, value_text(value), default, origins.get(key, "")))
+            found.append(Setting(field.section, field.main_flag, value_text(value), default, origin))
     return found, "" if found else "all settings have their default values"
