@@ -184,8 +184,10 @@ def prepare(corpus: str | None, out: Path, vocab_size: int, megabytes: float) ->
     """Make the missing files, and print each step. Raises ConfigError, DataError."""
     documents = corpus_documents(corpus, megabytes)
     digest = hashlib.sha256(f"{vocab_size} {SPLIT}".encode())  # separates the tokenizers of different texts
+    texts = hashlib.sha256()
     for text in documents:
-        digest.update(len(text).to_bytes(8, "little") + text.encode("utf-8"))
+        for hashed in (digest, texts):
+            hashed.update(len(text).to_bytes(8, "little") + text.encode("utf-8"))
     name = STDLIB_NAME if corpus is None else re.sub(r"[^\w.-]", "_", Path(corpus).resolve().name)[:40]
     folder = out / f"{name}-{digest.hexdigest()[:8]}"
     record, prefix = folder / "prepared.json", Path(output_prefix(str(folder / "tokens"), "text"))
@@ -197,7 +199,7 @@ def prepare(corpus: str | None, out: Path, vocab_size: int, megabytes: float) ->
         return Prepared(folder, prefix, tokenizer, facts["entropy"], tuple(facts["prompts"]))
     began = time.monotonic()
     size = sum(len(text.encode("utf-8")) for text in documents) / 1e6
-    _say("corpus", f"{len(documents):,} documents, {size:.1f} MB of {source}")
+    _say("corpus", f"{len(documents):,} documents, {size:.1f} MB of {source}, SHA-256 {texts.hexdigest()}")
     write_jsonl(documents, folder / "corpus.jsonl")
     train_sentencepiece(documents, tokenizer, vocab_size=vocab_size, max_bytes=TOKENIZER_BYTES)
     _say("tokenizer", f"{vocab_size:,} SentencePiece pieces (Unigram), {time.monotonic() - began:.1f} s")
