@@ -35,6 +35,7 @@ SUBCOMMANDS = {
     "configs": Subcommand("configs", "main", "list or copy the configurations that come with megapipe"),
     "progress": Subcommand("plan", "progress", "print the step that a run has reached, for job scripts"),
     "report": Subcommand("report", "main", "write an HTML report of a run"),
+    "compare": Subcommand("compare", "main", "compare runs: settings that differ, results, an HTML page of curves"),
     "verify": Subcommand("pretrain", "verify", "compare the grid with a single plain process: pretrain --verify-grid"),
     "generate": Subcommand("inference", "generate", "generate texts with a trained model"),
     "evaluate": Subcommand("inference", "evaluate", "compute a model's loss and perplexity on a text or token file"),
@@ -46,7 +47,7 @@ SUBCOMMANDS = {
 }
 # words of commands that only print: `| head` ends them like any other tool
 PRINTING = frozenset(
-    ("-h", "--help", "help", "plan", "explain", "schedule", "status", "progress", "configs", "migrate")
+    ("-h", "--help", "help", "plan", "explain", "schedule", "status", "progress", "configs", "migrate", "compare")
 )
 
 

@@ -17,6 +17,9 @@ from megapipe.extras.report.timeline import round_step
 
 LEFT, RIGHT, TOP, BOTTOM = 58, 16, 12, 30
 MAX_POINTS = 1500  # per curve; of longer curves only the local minima and maxima are drawn
+NUM_COLOURS = 8  # of the style sheet
+MOST_TICKS = 8  # of a y axis
+SIZES = {"large": (1120, 320), "medium": (540, 220), "small": (350, 220)}  # class in the style sheet -> width, height
 
 Point = tuple[float, float]
 
@@ -33,7 +36,7 @@ class Curve:
 
 @dataclass(frozen=True)
 class Chart:
-    """A chart over steps. marks: (step, text) of vertical lines. is_logarithmic: a y axis in powers of ten."""
+    """A chart over steps, or `axis`. marks: (step, text) of vertical lines. is_logarithmic: the y axis."""
 
     title: str
     curves: Sequence[Curve]
@@ -42,6 +45,8 @@ class Chart:
     marks: Sequence[tuple[float, str]] = ()
     is_logarithmic: bool = False
     from_zero: bool = False
+    axis: str = "step"
+    is_wide: bool = False
     width: int = 540
     height: int = 220
 
@@ -92,10 +97,14 @@ class _Frame:
         low, high = self.low, self.high
         if self.is_logarithmic:
             if high - low > 0.9:
-                yield from (10.0**power for power in range(math.ceil(low), math.floor(high) + 1))
+                factors = (1, 2, 5) if high - low < 3 else (1,)
+                values = (
+                    factor * 10.0**power for power in range(math.floor(low), math.ceil(high)) for factor in factors
+                )
+                yield from (value for value in (*values, 10.0 ** math.ceil(high)) if low <= math.log10(value) <= high)
                 return
             low, high = 10**low, 10**high
-        step = round_step((high - low) / 4)
+        step = round_step((high - low) / MOST_TICKS)
         for index in range(math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9) + 1):
             if not self.is_logarithmic or index > 0:
                 yield index * step
@@ -111,25 +120,25 @@ def chart_svg(chart: Chart) -> str:
     parts = [
         f'<svg class="chart" viewBox="0 0 {chart.width} {chart.height}" role="img" aria-label="{escape(chart.title)}" '
         f'data-frame="{frame.x(0):.4f} {frame.x(1) - frame.x(0):.9g} {TOP} {bottom}" '
-        f'data-unit="{escape(chart.unit)}">'
+        f'data-unit="{escape(chart.unit)}" data-axis="{escape(chart.axis)}">'
     ]
     for value in frame.ticks():
         y = frame.y(value)
         parts.append(f'<line class="grid" x1="{LEFT}" y1="{y:.1f}" x2="{right}" y2="{y:.1f}"/>')
         parts.append(f'<text class="tick" x="{LEFT - 7}" y="{y + 4:.1f}" text-anchor="end">{number(value)}</text>')
-    step = max(1.0, round_step((frame.high_x - frame.low_x) / max(2, chart.width // 110)))
+    step = max(1.0, round_step((frame.high_x - frame.low_x) / (chart.width // 48)))
     first = math.ceil(frame.low_x / step) * step
     for index in range(int((frame.high_x - first) / step + 1e-9) + 1):
         value = first + index * step
         place = f'x="{frame.x(value):.1f}" y="{bottom + 16}"'
         parts.append(f'<text class="tick" {place} text-anchor="middle">{number(value)}</text>')
-    parts.append(f'<text class="tick" x="{right}" y="{chart.height - 2}" text-anchor="end">step</text>')
+    parts.append(f'<text class="tick" x="{right}" y="{chart.height - 2}" text-anchor="end">{escape(chart.axis)}</text>')
     for mark, text in chart.marks:
         place = f'x1="{frame.x(mark):.1f}" y1="{TOP}" x2="{frame.x(mark):.1f}" y2="{bottom}"'
         parts.append(f'<line class="mark" {place}><title>{escape(text)}</title></line>')
     data = []
     for curve in chart.curves:
-        kept = thinned(curve.points)
+        kept = thinned(curve.points, min(MAX_POINTS, 3 * chart.width))
         if curve.kind != "lost":
             rounded = [[x, float(f"{y:.5g}")] for x, y in kept]
             data.append({"name": curve.name, "colour": curve.colour, "points": rounded})
@@ -176,14 +185,14 @@ def charts_html(run: Run) -> str:
     measured = _curve("measured", run.steps, "bubble", 1, factor=100)
     planned = _curve("planned", run.steps, "predicted_bubble", factor=100)
     charts = [
-        Chart("Loss", losses, "nats per token", repeated, marks, width=1120, height=320),
+        Chart("Loss", losses, "nats per token", repeated, marks, is_wide=True),
         Chart("Speed", [speed], "tokens/s", marks=marks, from_zero=True),
         Chart("Memory", [memory], "MiB", "maximum over ranks", marks, from_zero=True),
         Chart("Learning rate", [_curve("learning rate", run.steps, "lr")], marks=marks, from_zero=True),
         Chart("Gradient norm", [norm], marks=marks, is_logarithmic=spans_decades),
         Chart("Bubble of each step", [measured, planned], "%", marks=marks, from_zero=True),
     ]
-    drawn = "".join(map(_figure, charts))
+    drawn = "".join(map(figure_html, charts))
     note = next((record["bubble_note"] for record in reversed(run.steps) if record.get("bubble_note")), "")
     note_html = f'<p class="soft">Bubble of each step: {escape(note)}.</p>' if note else ""
     return f'<div class="charts">{drawn}</div>{note_html}' if drawn else ""
@@ -197,20 +206,21 @@ def _curve(
     return Curve(name, points, kind, colour)
 
 
-def _figure(chart: Chart) -> str:
-    drawn, is_wide = chart_svg(chart), chart.width > Chart.width
-    if not drawn:
+def figure_html(chart: Chart) -> str:
+    """Return a chart with its caption, drawn once for each width of window; '' if no curve has a point."""
+    if not chart_svg(chart):
         return ""
-    if is_wide:  # a second, narrow version for small windows, where the wide one would be too small to read
-        narrow = chart_svg(replace(chart, width=540, height=260))
-        drawn = f'<div class="broad">{drawn}</div><div class="narrow">{narrow}</div>'
+    sizes = SIZES.items() if chart.is_wide else list(SIZES.items())[1:]
+    drawn = ""
+    for name, (width, height) in sizes:
+        drawn += f'<div class="{name}">{chart_svg(replace(chart, width=width, height=height))}</div>'
     legend = ""
     for curve in chart.curves:
         if curve.points and curve.kind != "lost":
             value = curve.points[-1][1]
             last = f"{value:.4f}" if 0.1 <= abs(value) < 100 else number(value)
-            legend += f'<span><i class="c{curve.colour}"></i>{curve.name}, last {last}</span>'
+            legend += f'<span><i class="c{curve.colour}"></i>{escape(curve.name)}, last {last}</span>'
     unit = f" <span>{escape(chart.unit)}</span>" if chart.unit else ""
     note = f"<span>{escape(chart.note)}</span>" if chart.note else ""
-    caption = f'<figcaption>{chart.title}{unit}{legend}{note}<span class="readout"></span></figcaption>'
-    return f'<figure class="{"wide" if is_wide else "half"}">{caption}{drawn}</figure>'
+    caption = f'<figcaption>{escape(chart.title)}{unit}{legend}{note}<span class="readout"></span></figcaption>'
+    return f'<figure class="{"wide" if chart.is_wide else "half"}">{caption}{drawn}</figure>'

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 from megapipe.checkpoint.folder import CONFIG_NAME, folder_name, open_folder, read_listed, steps_in
 from megapipe.config.config import fields_by_key, value_of
 from megapipe.config.fields import value_text
+from megapipe.config.flags import default_text
 from megapipe.config.load import from_yaml
 from megapipe.errors import CheckpointError, ConfigError, DataError
 from megapipe.profile.profile import Profile, profiles_in, read_profile
@@ -274,7 +275,6 @@ def changed_settings(text: str) -> tuple[list[Setting], str]:
     for key, field in fields_by_key().items():
         value, origin = value_of(config, field), origins.get(key, "")
         if value != field.default and origin != "default":  # of the version that ran
-            must_be_given = field.default is None and field.option.required
-            default = "must be given" if must_be_given else value_text(field.default)
+            default = default_text(field).removeprefix("default: ")
             found.append(Setting(field.section, field.main_flag, value_text(value), default, origin))
     return found, "" if found else "all settings have their default values"

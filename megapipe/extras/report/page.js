@@ -9,7 +9,7 @@ for (const svg of document.querySelectorAll("svg.chart")) {
     const at = x0 + slope * step;
     for (const [name, value] of Object.entries({x1: at, x2: at, y1: top, y2: bottom})) line.setAttribute(name, value);
     hover.setAttribute("visibility", "visible");
-    readout.textContent = "step " + step.toLocaleString("en") + ": " + curves.filter(c => c.points.some(p => p[0] === step))
+    readout.textContent = svg.dataset.axis + " " + step.toLocaleString("en") + ": " + curves.filter(c => c.points.some(p => p[0] === step))
       .map(c => c.name + " " + show(near(c.points, step)[1]) + " " + svg.dataset.unit).join(", ");
   });
   svg.addEventListener("pointerleave", () => { hover.setAttribute("visibility", "hidden"); readout.textContent = ""; });

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from html import escape
 from importlib.resources import files
 from statistics import median
+from typing import Any
 
 from megapipe import __version__
 from megapipe.extras.report.charts import charts_html, number
@@ -37,17 +38,22 @@ def page(run: Run, now: float | None = None) -> str:
     }
     sources = [name for name in (METRICS, RUN) if (run.folder / name).is_file()]
     sources += [run.profile_path.name] if run.profile_path else []
+    footer = f"Written {moment(now)} by megapipe report {__version__} from {', '.join(sources)}."
+    return html_page(title, [_header(run, title, now), _tiles(run)], sections, footer)
+
+
+def html_page(title: str, top: Sequence[str], sections: Mapping[str, str], footer: str) -> str:
+    """Return a whole HTML file. sections: heading -> content, which is left out if it is empty."""
     resources = files("megapipe.extras.report")
     style, script = (resources.joinpath(name).read_text(encoding="utf-8") for name in ("page.css", "page.js"))
     head = (
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{escape(title)} - megapipe run</title><style>{style}</style></head>"
+        f"<title>{escape(title)} - megapipe</title><style>{style}</style></head>"
     )
-    footer = f"Written {_moment(now)} by megapipe report {__version__} from {', '.join(sources)}."
-    parts = [head, "<body>", _header(run, title, now), _tiles(run)]
+    parts = [head, "<body>", *top]
     parts += [f"<section><h2>{name}</h2>\n{content}\n</section>" for name, content in sections.items() if content]
-    parts += [f'<footer class="soft">{footer}</footer>', f"<script>{script}</script>", "</body></html>\n"]
+    parts += [f'<footer class="soft">{escape(footer)}</footer>', f"<script>{script}</script>", "</body></html>\n"]
     return "\n".join(parts)
 
 
@@ -56,7 +62,7 @@ def _header(run: Run, title: str, now: float) -> str:
     state = STATES.get(ending, ending)
     if ending in ("running", "unknown") and run.last.times:
         state += f", last record {duration_text(max(0.0, now - max(run.last.times)))} ago"
-    about = [_grid_text(run)] if run.started.get("grid") else []
+    about = [grid_text(run.started["grid"])] if run.started.get("grid") else []
     about += [line.strip()[len("model") :].strip() for line in _plan(run) if line.strip().startswith("model ")][:1]
     lines = " \N{MIDDLE DOT} ".join(map(escape, filter(None, about)))
     below = f'<div class="soft">{lines}</div>' if lines else ""
@@ -135,7 +141,7 @@ def _grid(run: Run) -> str:
     """Return the grid of ranks, with the printed plan."""
     grid, plan, parts = run.started.get("grid"), "\n".join(_plan(run)), []
     if grid:
-        parts.append(f"<p>{escape(_grid_text(run))}, schedule {escape(str(grid['schedule']))}.</p>")
+        parts.append(f"<p>{escape(grid_text(run.started['grid']))}, schedule {escape(str(grid['schedule']))}.</p>")
     if grid and 1 < grid["world_size"] <= MAX_RANKS_SHOWN:
         t = Topology(grid["tp"], grid["cp"], grid["pp"], grid["dp"], grid["order"])
         cells: dict[tuple[int, int], list[str]] = {}
@@ -143,7 +149,7 @@ def _grid(run: Run) -> str:
             place = t.coordinates(ranks[0])
             cells.setdefault((place.pp_rank, place.dp_rank), []).append(" ".join(map(str, ranks)))
         rows = [[f"<th>pp {pp}</th>", *("<br/>".join(cells[pp, dp]) for dp in range(t.dp))] for pp in range(t.pp)]
-        parts.append(_table(["", *(f"dp {dp}" for dp in range(t.dp))], rows, "grid"))
+        parts.append(table_html(["", *(f"dp {dp}" for dp in range(t.dp))], rows, "grid"))
         if t.tp > 1:
             parts.append('<p class="soft">Global ranks; the ranks in one cell are a tensor-parallel group.</p>')
     if plan:
@@ -151,9 +157,8 @@ def _grid(run: Run) -> str:
     return "".join(parts)
 
 
-def _grid_text(run: Run) -> str:
-    """Return a description of the grid such as '8 ranks = tp 2 x pp 2 x 2 chunks x dp 2'."""
-    grid = run.started["grid"]
+def grid_text(grid: Mapping[str, Any]) -> str:
+    """Return a description of a recorded grid such as '8 ranks = tp 2 x pp 2 x 2 chunks x dp 2'."""
     chunks = f" x {grid['chunks']} chunks" if grid["chunks"] > 1 else ""
     cp = f" x cp {grid['cp']}" if grid["cp"] > 1 else ""
     ranks = count_text(grid["world_size"], "rank")
@@ -182,7 +187,7 @@ def _configuration(run: Run) -> str:
             ]
         )
     if changed:
-        parts.append(_table(["section", "setting", "value", "default", "from"], rows, "settings"))
+        parts.append(table_html(["section", "setting", "value", "default", "from"], rows, "settings"))
     else:
         parts.append(f"<p>{escape(why_none)}.</p>")
     remarks, command = run.started.get("remarks"), run.started.get("command")
@@ -200,15 +205,15 @@ def _starts(run: Run) -> str:
     head = ["start", "time", "duration", "steps logged", "started", "ended"]
     rows = [[f'<td class="v">{cell}</td>' for cell in _start_row(i, each)] for i, each in enumerate(run.segments, 1)]
     notes = [record for segment in run.segments for record in segment.of("note")]
-    lines = "".join(f"{_moment(record['time'])}  {escape(record['text'])}\n" for record in notes)
+    lines = "".join(f"{moment(record['time'])}  {escape(record['text'])}\n" for record in notes)
     more = _folded(f"other log messages ({len(notes)})", lines) if notes else ""
-    return f'<div class="scroll">{_table(head, rows)}</div>{more}'
+    return f'<div class="scroll">{table_html(head, rows)}</div>{more}'
 
 
 def _start_row(index: int, segment: Segment) -> Iterator[str]:
     times, steps, end, failures = segment.times, segment.steps, segment.last("end"), segment.of("failure")
     yield str(index)
-    yield _moment(min(times)) if times else ""
+    yield moment(min(times)) if times else ""
     yield duration_text(max(times) - min(times)) if times else ""
     yield f"{steps[0]['step']:,} to {steps[-1]['step']:,}" if steps else "none"
     resumed = segment.last("resumed")
@@ -232,10 +237,10 @@ def _versions(run: Run) -> str:
     machine = {key.replace("_", " "): value for key, value in start["machine"].items() if key in MACHINE}
     named = {**start["versions"], "host of rank 0": start["host"], **machine}
     rows = [[f"<th>{escape(name)}</th>", f'<td class="v">{escape(str(value))}</td>'] for name, value in named.items()]
-    return _table([], rows, "narrow")
+    return table_html([], rows, "narrow")
 
 
-def _table(head: Sequence[str], rows: Iterable[Sequence[str]], kind: str = "") -> str:
+def table_html(head: Sequence[str], rows: Iterable[Sequence[str]], kind: str = "") -> str:
     """Return a table. rows: their cells, each with its <th> or <td>, or without one. kind: its class."""
     lines = ["".join(f"<th>{cell}</th>" for cell in head)] if head else []
     lines += ["".join(cell if cell.startswith("<t") else f"<td>{cell}</td>" for cell in row) for row in rows]
@@ -249,6 +254,6 @@ def _folded(summary: str, text: str, is_open: bool = False) -> str:
     return f"{tag}<summary>{summary}</summary><pre>{text}</pre></details>"
 
 
-def _moment(seconds: float) -> str:
+def moment(seconds: float) -> str:
     """Return Unix seconds as local date and time."""
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
