@@ -37,7 +37,11 @@ class Request:
 
 
 REQUESTS = {
-    "--config": Request("YAML file with the same names; flags win over it, and later files over it", "1", "FILE"),
+    "--config": Request(
+        "YAML file with the same names, or the name of a supplied one (megapipe configs); flags win over it",
+        "1",
+        "FILE",
+    ),
     "--print-config": Request("print the configuration with the origin of each value, and exit"),
     "--plan": Request("print the plan (grid, stages, parameters, bubble, memory), and exit"),
     "--dry-run": Request("audit all ranks, run a step of each kind, print counted and planned memory, and exit"),

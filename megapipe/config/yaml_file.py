@@ -14,13 +14,14 @@ from typing import Any
 import yaml
 
 from megapipe.config.config import Config, all_fields, section_types, value_of
-from megapipe.config.fields import ConfigField, value_text
+from megapipe.config.fields import ConfigField, nearest, value_text
 from megapipe.config.problems import Problems
 from megapipe.errors import ConfigError
 
 MOST_CHARACTERS = 1 << 18  # of a file
 DEEPEST = 100  # brackets within brackets
 BRACKET = re.compile(r"[\[\]{}]")
+SUPPLIED = Path(__file__).resolve().parents[1] / "configs"  # that come with megapipe
 
 
 @dataclass(frozen=True)
@@ -35,13 +36,21 @@ class Entry:
 
 
 def read_file(path: str) -> str:
-    """Read the text of a configuration file. Raises ConfigError if it does not exist or is not UTF-8."""
+    """Read the text of a configuration file, or of a supplied one by its name: llama3_8b is configs/llama3_8b.yaml.
+
+    A file of that name wins. Raises ConfigError if there is neither, or the file is not UTF-8.
+    """
+    supplied = {file.stem: file for file in SUPPLIED.glob("*.yaml")}
     try:
-        return Path(path).read_text(encoding="utf-8")
+        file = supplied.get(path, Path(path)) if not Path(path).exists() else Path(path)
+        return file.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise ConfigError(f"--config {path}: not a text file in UTF-8 (byte {error.start})") from None
     except OSError as error:
-        raise ConfigError(f"--config {path}: cannot be read: {error.strerror}") from None
+        is_name = isinstance(error, FileNotFoundError) and "/" not in path and "." not in path
+        listed = "; megapipe configs lists the supplied ones"
+        way = (nearest(path, list(supplied)) or listed) if is_name else ""
+        raise ConfigError(f"--config {path}: cannot be read: {error.strerror}{way}") from None
     except ValueError:
         raise ConfigError("--config: the path contains a NUL character") from None
 

@@ -7,10 +7,9 @@ import re
 import shutil
 from pathlib import Path
 
+from megapipe.config.yaml_file import SUPPLIED
 from megapipe.errors import ConfigError
 from megapipe.extras.cli.frame import command, option
-
-FOLDER = Path(__file__).resolve().parents[2] / "configs"
 
 
 @command(
@@ -22,10 +21,10 @@ def main(own: argparse.Namespace) -> int:
     """List the configurations that come with megapipe, or copy them to a folder.
 
     megapipe configs
+    megapipe plan --world-size 8 --config llama3_8b
     megapipe configs --copy configs
-    megapipe plan --world-size 8 --config configs/llama3_8b.yaml
     """
-    files = sorted(FOLDER.glob("*.yaml"))
+    files = sorted(SUPPLIED.glob("*.yaml"))
     if own.copy is None:
         width = max(len(file.name) for file in files)
         print("\n".join(f"{file.name.ljust(width)}  {_summary(file)}" for file in files))

@@ -19,6 +19,7 @@ import numpy as np
 from megapipe.checkpoint.folder import find_checkpoint
 from megapipe.config.config import Config, fields_by_key
 from megapipe.config.load import load_config
+from megapipe.config.yaml_file import SUPPLIED
 from megapipe.data.build_datasets import parse_split, sequence_range
 from megapipe.data.dataset import unigram_entropy
 from megapipe.data.indexed_file import IndexedFile
@@ -26,7 +27,6 @@ from megapipe.data.partial_output import output_prefix
 from megapipe.data.preprocess import Progress, preprocess
 from megapipe.data.text_source import corpus_documents, read_records, write_jsonl
 from megapipe.errors import ConfigError
-from megapipe.extras.cli.configs import FOLDER
 from megapipe.extras.cli.frame import command, option, write_file
 from megapipe.extras.cli.report import write_report
 from megapipe.extras.report.folder import read_run
@@ -34,8 +34,8 @@ from megapipe.formatting import count_text
 from megapipe.tokenizers.sentencepiece import train_sentencepiece
 from megapipe.tokenizers.tokenizer import build_tokenizer
 
-CPU_FLAGS = ("--config", str(FOLDER / "quickstart.yaml"))
-GPU_FLAGS = (*CPU_FLAGS, "--config", str(FOLDER / "quickstart_gpu.yaml"))
+CPU_FLAGS = ("--config", str(SUPPLIED / "quickstart.yaml"))
+GPU_FLAGS = (*CPU_FLAGS, "--config", str(SUPPLIED / "quickstart_gpu.yaml"))
 CPU_RANKS = 8
 SAVE_INTERVAL, WARMUP_STEPS, PROFILE_STEP = 100, 20, 20
 DECAY_SHARE = 0.35  # of the steps of a run, at its end
