@@ -292,6 +292,7 @@ logging.wandb_save_dir | --wandb-save-dir d | wandb dir | --wandb-project p
 logging.logger | --logger csv | file ckpt/csv/train_loss.csv | {SAVE} {EXTEND}logger.py
 logging.log_params_norm | --log-params-norm | records
 logging.log_num_zeros_in_grad | --log-num-zeros-in-grad | records
+logging.quiet | --quiet | outcome
 logging.log_throughput | --log-throughput | said TFLOP/s |
 logging.timing_log_level | --timing-log-level 2 | said forward-backward
 logging.log_straggler | --log-straggler | outcome | --hang-timeout-seconds 0

@@ -218,6 +218,9 @@ class LoggingConfig:
     """Logging to the console, to metrics.jsonl and to each writer that is configured; profiles; samples at the end."""
 
     log_interval: int = count(100, "steps between log lines", "steps")
+    quiet: bool = option(
+        False, "print no plan and no line for a step or an evaluation; notes on checkpoints and problems still appear"
+    )
     tensorboard_dir: str | None = option(None, "directory of TensorBoard files; unset: none")
     wandb_project: str | None = option(None, "Weights & Biases project; unset: none")
     wandb_entity: str | None = option(None, "Weights & Biases entity; unset: that of the login", needs=WANDB)

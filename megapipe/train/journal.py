@@ -41,7 +41,7 @@ class Journal:
 
     def __init__(self, folder: Path | None, global_rank: int = 0) -> None:
         self._path = None if folder is None else folder / FILE_NAME
-        self._rank = global_rank
+        self._rank, self._is_quiet = global_rank, False
         self.writers: list[Writer] = []
 
     def open_writers(self, config: Config) -> None:
@@ -49,7 +49,9 @@ class Journal:
         if self._rank != 0:
             return
         logging, folder = config.logging, recorded_folder(config)
-        self.writers.append(Console())
+        self._is_quiet = logging.quiet
+        if not logging.quiet:
+            self.writers.append(Console())
         if folder is not None:
             self.writers.append(JsonLines(Path(logging.metrics_file or folder / "metrics.jsonl")))
         if logging.tensorboard_dir:
@@ -73,6 +75,11 @@ class Journal:
         for text in lines:
             print(text, flush=True)
             self.record("note", text=text)
+
+    def progress(self, text: str) -> None:
+        """Print a line on rank 0 that soon is of no interest, and so is not recorded."""
+        if self._rank == 0 and not self._is_quiet:
+            print(text, flush=True)
 
     def record(self, kind: str, **values: Any) -> None:
         """Append a line to run.jsonl, on rank 0."""

@@ -10,6 +10,7 @@ from megapipe.assembly.datasets import RunData
 from megapipe.assembly.runtime import TrainingRuntime
 from megapipe.errors import CheckpointError, TrainingError
 from megapipe.monitor.heartbeat import PATIENCE
+from megapipe.train.evaluation import EvaluationClock
 from megapipe.train.garbage import GarbageCollection
 from megapipe.train.guard import Decision, Guard, StepHealth, StopRequest
 from megapipe.train.journal import Journal
@@ -57,6 +58,10 @@ class Training:
         self._decision = Decision()  # what follows the last step whose result is known
         self._garbage = GarbageCollection(self._training)
         self._losses: dict[str, float] = {}  # the last one of 'train', 'validation' and 'test'
+        splits = {"validation": data.valid, "test": data.test}
+        self._clock = EvaluationClock(
+            self._training, tuple(name for name, loader in splits.items() if loader is not None), journal.progress
+        )
         self._rolled_back = 0  # updates that --optimizer-post-validation has taken back
 
     def run(self) -> TrainingResult:
@@ -169,6 +174,7 @@ class Training:
     def _metrics(self, batch: StepBatch, result: StepResult) -> StepMetrics:
         state, update, train_iters = self.state, result.update, self._training.train_iters
         measured = self._profiling.take(train_iters - state.step)
+        measured["seconds_left"] += self._clock.seconds_left(state.step, measured["step_seconds"])
         norm = self.runtime.optimizer.parameters_norm() if self._config.logging.log_params_norm else None
         return StepMetrics(
             **state.to_dict(),
@@ -205,7 +211,7 @@ class Training:
         started = time.perf_counter()
         weighted = weights = tokens = 0.0
         with self.runtime.heartbeat.phase(split), self._garbage.around_evaluation():
-            for i in range(training.eval_iters):
+            for i in self._clock.batches(split, after_step):
                 signal = self._guard.stop_signal()
                 if signal is not None:
                     return signal

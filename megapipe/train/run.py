@@ -98,7 +98,7 @@ def _run(
             described = _description(plan, world)
             text = {"config": config_text, "plan": plan_text(plan), "remarks": list(remarks), "kernels": list(words)}
             journal.record("start", **described, **text)
-            print("kernels: " + "\n         ".join(words), flush=True)
+            journal.progress("kernels: " + "\n         ".join(words))
         journal.say(*extension_lines(), *unused(config.gpu, world))
         heartbeat = Heartbeat(GROUP_NAMES) if config.parallel.hang_timeout_seconds else None
         groups = build_process_groups(

@@ -84,7 +84,8 @@ def run_job(loaded: LoadedConfig, environment: Environment, observer: Observer |
         plan = planned(loaded, *world)
     except ConfigError as error:
         raise ConfigError("\n".join([str(error), *broken_rules(loaded.config, compare)])) from None
-    if environment.global_rank == 0:
+    is_training = not (requests.plan or requests.dry_run or requests.verify_grid is not None)
+    if environment.global_rank == 0 and not (loaded.config.logging.quiet and is_training):
         print("\n".join([*loaded.remarks, plan_text(plan)]), flush=True)
     if requests.plan:
         return 0

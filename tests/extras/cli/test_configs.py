@@ -102,7 +102,7 @@ HUB: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
-MADE_FOR_THE_DATA = dict.fromkeys(("quickstart", "quickstart_gpu", "stdlib_llama"), ["--vocab-size", "2048"])
+MADE_FOR_THE_DATA = {name: ["--vocab-size", "2048"] for name in ("quickstart", "quickstart_gpu", "stdlib_llama")}
 OVER_THE_QUICKSTART = {  # values that are defaults, but not those of quickstart.yaml
     "stdlib_llama": {
         "parallel.tensor_model_parallel_size",
@@ -189,7 +189,7 @@ def test_a_supplied_config_is_found_by_its_name_unless_a_file_has_it(
     assert load_config(["--config", "llama3_8b"], is_job=False).config.model.num_layers == 3
     with pytest.raises(ConfigError, match=r"--config llama3_8: cannot be read: .*; did you mean llama3_8b\?$"):
         load_config(["--config", "llama3_8"], is_job=False)
-    with pytest.raises(ConfigError, match="--config mine: cannot be read: .*; megapipe configs lists the supplied"):
+    with pytest.raises(ConfigError, match=r"--config mine: cannot be read: .*; megapipe configs lists the supplied"):
         load_config(["--config", "mine"], is_job=False)
     with pytest.raises(ConfigError, match=r"--config mine\.yaml: cannot be read: No such file or directory$"):
         load_config(["--config", "mine.yaml"], is_job=False)
