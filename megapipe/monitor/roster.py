@@ -160,12 +160,16 @@ def sight(member: Member, live: Path) -> Sighting:
     return Sighting(member, snapshot, (now_ns - snapshot.record.since_ns) / 1e9, process, answers)
 
 
-def write_roster(folder: Path, roster: Roster, live: Path) -> None:
-    """Write roster.json to a folder, and remove the copies of an earlier start. Raises OSError."""
+def write_roster(folder: Path, roster: Roster, live: Path, run: Path | None = None) -> None:
+    """Write roster.json to a folder, and remove the copies of an earlier start. Raises OSError.
+
+    run: the run's folder, None if it has none.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     for path in folder.glob("host_*.bin"):
         path.unlink(missing_ok=True)
-    replace_file(folder / ROSTER, json.dumps({"live": str(live), **asdict(roster)}).encode())
+    named = {"live": str(live), "run": None if run is None else str(run.resolve())}
+    replace_file(folder / ROSTER, json.dumps(named | asdict(roster)).encode())
 
 
 def write_copies(folder: Path, roster: Roster, live: Path) -> None:
@@ -206,6 +210,24 @@ def read_folder(run: Path) -> tuple[Roster, list[Sighting]]:
             sighting = replace(sighting, snapshot=snapshot, age_seconds=age)
         sightings.append(sighting)
     return roster, sightings
+
+
+def newest_run(below: Path) -> Path:
+    """Return the folder of the run that was started last, of those below a folder and of this user's on this host.
+
+    Raises ConfigError if there is none.
+    """
+    started: list[tuple[float, Path]] = []
+    for depth in ("", "*/", "*/*/", "*/*/*/"):
+        started += [(path.stat().st_mtime, path.parent.parent) for path in below.glob(f"{depth}{NAME}/{ROSTER}")]
+    for path in base_folder().glob(f"megapipe-{os.getuid()}-*/{ROSTER}"):
+        with suppress(OSError, ValueError, KeyError, TypeError):
+            run = json.loads(path.read_text(encoding="utf-8"))["run"]
+            if run is not None and (Path(run) / NAME / ROSTER).is_file():
+                started.append((path.stat().st_mtime, Path(run)))
+    if not started:
+        raise ConfigError(f"no run was found below {below.resolve()} or on this host; name the folder of its --save")
+    return max(started)[1]
 
 
 def _copies(folder: Path) -> Iterator[tuple[int, tuple[Snapshot, float]]]:

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 from megapipe.comm.bootstrap import leave
@@ -72,7 +73,10 @@ class _Watch:
     ) -> None:
         self._heartbeat, self._journal = heartbeat, journal
         folder = recorded_folder(plan.config)
-        self._folder = None if folder is None else folder / NAME  # of copies for `megapipe status`; None: no copies
+        self._run, self._folder = (
+            folder,
+            None if folder is None else folder / NAME,
+        )  # of copies for `megapipe status`; None: no copies
         self._rank, topology, pid, space = groups.world.global_rank, plan.topology, os.getpid(), process_space()
         token = broadcast_object(secrets.token_hex(6), groups.world)
         try:
@@ -108,7 +112,7 @@ class _Watch:
     def start(self) -> None:
         if self._writes:
             sweep()
-            self._write(write_roster, self._live)
+            self._write(partial(write_roster, run=self._run), self._live)
         if self._rank == 0 and self._folder is not None:
             self._write(write_roster, self._folder)
         if self._exchange is not None:

@@ -11,29 +11,32 @@ from typing import Any
 
 from megapipe.extras.cli.frame import command, option
 from megapipe.monitor.diagnosis import doing, summary, table, waits_for
-from megapipe.monitor.roster import Sighting, read_folder
+from megapipe.monitor.roster import Sighting, newest_run, read_folder
 
 OPTIONS = (
-    option("run", "the run's folder", type=Path, metavar="RUN"),
+    option("run", "the run's folder (default: the newest run)", type=Path, metavar="RUN", nargs="?"),
     option("--json", "one JSON object instead of a table", action="store_true"),
     option("--watch", "repeat every SECONDS seconds, until Ctrl-C", type=float, above=0.0, metavar="SECONDS"),
 )
 
 
-@command("megapipe status", OPTIONS)
+@command("megapipe status", OPTIONS, needs_words=False)
 def main(own: argparse.Namespace) -> None:
     """Show what every rank of a run does now: step, action, which ranks it waits for, and for how long.
 
-    RUN is the folder given as --save (or that of --metrics-file). Ranks of this host are read live, those of other
-    hosts from a copy that is about a second old. After a crash it shows the last records. Changes nothing and needs no
-    torch.
+    RUN is the folder given as --save (or that of --metrics-file). Without it, the run that was started last is shown,
+    of those below the current folder and of yours on this host. Ranks of this host are read live, those of other hosts
+    from a copy that is about a second old. After a crash it shows the last records. Changes nothing and needs no torch.
     """
+    run = own.run or newest_run(Path())
+    if own.run is None and not own.json:
+        print(f"the newest run is {run}")
     try:
-        show(own.run, own.json)
+        show(run, own.json)
         while own.watch:
             time.sleep(own.watch)
             print()
-            show(own.run, own.json)
+            show(run, own.json)
     except KeyboardInterrupt:  # the usual end of --watch
         pass
 
