@@ -197,6 +197,12 @@ def value_for_libraries(name: str) -> str | None:
     return os.environ.get(name)
 
 
+def allows_colour(environ: Mapping[str, str] | None = None) -> bool:
+    """Return False if the user wants no colours (NO_COLOR, https://no-color.org) or the terminal has none."""
+    variables = os.environ if environ is None else environ
+    return not variables.get("NO_COLOR") and variables.get("TERM") != "dumb"
+
+
 def announce_launcher() -> None:
     """Set the variable from which the ranks that this process starts know their launcher."""
     os.environ[LAUNCHER_PID] = str(os.getpid())

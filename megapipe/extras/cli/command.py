@@ -67,16 +67,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def run(arguments: Sequence[str] | None = None) -> int:
     """Run a subcommand and return the exit code."""
     words = list(sys.argv[1:] if arguments is None else arguments)
+    if sys.platform == "win32":  # before any import of what only Unix has
+        print("error: megapipe does not run on native Windows; install it in WSL2 (wsl --install)", file=sys.stderr)
+        return 2
     if arguments is None and PRINTING.intersection(words or ["help"]):
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     if not words or words[0] in ("-h", "--help", "help"):
         print(help_text(), end="")
         return 0 if words else 2
-    if sys.platform == "win32":
-        print(
-            "megapipe does not run on Windows itself; install it in WSL2 (Windows Subsystem for Linux)", file=sys.stderr
-        )
-        return 2
     if words[0] == "--version":
         print(version_text())
         return 0

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 
-from megapipe.extras.cli.frame import command, option, write_file
+from megapipe.extras.cli.frame import command, option, painted, write_file
 from megapipe.extras.report.compare import compare_page, compare_text, read_named
 from megapipe.extras.report.folder import read_run
 
@@ -24,4 +25,5 @@ def main(own: argparse.Namespace) -> None:
     """
     runs = read_named(own.runs, read_run)
     write_file(own.output, compare_page(runs), "--output")
-    print(f"{compare_text(runs)}\n\n{own.output}: the curves over each other; open it in any browser")
+    text = compare_text(runs, lambda title: painted(title, "bold", sys.stdout))
+    print(f"{text}\n\n{own.output}: the curves over each other; open it in any browser")

@@ -18,9 +18,9 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TextIO
 
-from megapipe.environment import Environment, read_environment
+from megapipe.environment import Environment, allows_colour, read_environment
 from megapipe.errors import CommunicationError, ConfigError, MegapipeError
 from megapipe.monitor.process import wait_for_end
 
@@ -41,6 +41,7 @@ TITLES = {  # exception -> first words of its message; "error" for all others
     "ScheduleError": "schedule error",
     "NoProgressError": "no progress",
 }
+STYLES = {"bold": 1, "red": 31}  # codes of ANSI terminals
 METAVARS = {int: "N", float: "X", Path: "FILE"}  # type of an option -> name of its value in the help
 
 
@@ -215,13 +216,19 @@ def guarded(
         if isinstance(error, MegapipeError):
             where = f" (rank {global_rank})" if world_size > 1 else ""
             title = TITLES.get(type(error).__name__, "error")
-            print(f"{title}{where}: {abridged(str(error))}", file=sys.stderr, flush=True)
+            head = painted(f"{title}{where}:", "red", sys.stderr)
+            print(f"{head} {abridged(str(error))}", file=sys.stderr, flush=True)
             return error.exit_code
         bug = "this is a bug in megapipe, please report it with the following traceback"
         print(f"rank {global_rank}: {bug}", file=sys.stderr)
         traceback.print_exc()
         sys.stderr.flush()
         return 1
+
+
+def painted(text: str, style: str, stream: TextIO) -> str:
+    """Return a text in one of STYLES if it goes to a terminal whose user wants colours, else as it is."""
+    return f"\x1b[{STYLES[style]}m{text}\x1b[0m" if stream.isatty() and allows_colour() else text
 
 
 def abridged(text: str) -> str:

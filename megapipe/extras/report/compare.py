@@ -145,14 +145,16 @@ EXPLAINED = (
 )
 
 
-def compare_text(runs: Mapping[str, Run]) -> str:
-    """Return the comparison for a terminal: settings that differ, then results."""
+def compare_text(runs: Mapping[str, Run], heading: Callable[[str], str] = str) -> str:
+    """Return the comparison for a terminal: settings that differ, then results. heading: formats the two titles."""
     table, problems = differences(runs)
     shortened = [[_shortened(text) for text in row] for row in table]
     lines = (
-        ["settings that differ", *text_table(shortened, left=range(len(runs) + 1))] if table else ["no setting differs"]
+        [heading("settings that differ"), *text_table(shortened, left=range(len(runs) + 1))]
+        if table
+        else ["no setting differs"]
     )
-    lines += [*problems, "", "results", *text_table(results(runs), left=(0, -1)), f"  {EXPLAINED}"]
+    lines += [*problems, "", heading("results"), *text_table(results(runs), left=(0, -1)), f"  {EXPLAINED}"]
     return "\n".join(lines)
 
 
