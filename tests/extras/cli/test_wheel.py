@@ -16,7 +16,7 @@ from tests.launch.scripts import REPOSITORY
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Build the wheel from a copy of what it is made of, and unpack it into a folder."""
     source, target = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("installed")
-    for name in ("megapipe", "configs", "pyproject.toml", "README.md", "LICENSE"):
+    for name in ("megapipe", "configs", "pyproject.toml", "README.md", "LICENSE", "NOTICE"):
         subprocess.run(["cp", "-r", "--no-dereference", REPOSITORY / name, source], check=True)
     pip = [sys.executable, "-m", "pip", "-q", "--disable-pip-version-check"]
     build = ["wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", target, source]
