@@ -1,0 +1,186 @@
+"""Dockerfile, Kubernetes, torchx and SLURM arrays, as far as they can be tried on one machine without a daemon."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.launch.scripts import REPOSITORY, environment
+from tests.tiny import TINY_FLAGS
+
+LAUNCH = REPOSITORY / "launch"
+JOB = [*TINY_FLAGS, "--mock-data", "--global-batch-size", "4", "--train-iters", "2"]
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def instructions() -> list[tuple[str, str]]:
+    """Return the instructions of the Dockerfile and their arguments, in order."""
+    text = (LAUNCH / "docker" / "Dockerfile").read_text(encoding="utf-8").replace("\\\n", " ")
+    lines = [line for line in text.splitlines() if line and not line.startswith("#")]
+    return [(line.split()[0], line.partition(" ")[2].strip()) for line in lines]
+
+
+def test_the_dockerfile_copies_what_the_repository_has_and_takes_base_and_torch_as_arguments() -> None:
+    found = instructions()
+    copied = [source for name, rest in found if name == "COPY" for source in rest.split()[:-1]]
+    assert copied and all((REPOSITORY / source).exists() for source in copied)
+    arguments = dict(rest.split("=", 1) for name, rest in found if name == "ARG")
+    assert set(arguments) == {"BASE", "TORCH_INDEX"} and ("FROM", "${BASE}") in found
+    assert ("ENTRYPOINT", '["megapipe"]') in found
+
+
+def test_the_lines_of_the_dockerfile_run_in_an_empty_folder(tmp_path: Path) -> None:
+    """All but apt-get, which is only asked for its packages; pip takes torch from its configured index."""
+    place = tmp_path / "opt" / "megapipe"
+    configured = subprocess.run(
+        [sys.executable, "-m", "pip", "config", "get", "global.index-url"], capture_output=True, text=True
+    ).stdout.strip()
+    variables = {"HOME": str(tmp_path), "PATH": os.environ["PATH"], "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
+    variables |= {
+        name: value for name, value in os.environ.items() if name.startswith("PIP_") or "proxy" in name.lower()
+    }
+    variables["TORCH_INDEX"] = configured or "https://pypi.org/simple"
+    folder, num_run = tmp_path, 0
+    for name, rest in instructions():
+        rest = rest.replace("/opt/megapipe", str(place))
+        if name == "ENV":
+            key, _, value = rest.partition("=")
+            variables[key] = value.replace("$PATH", variables["PATH"])
+        elif name == "WORKDIR":
+            folder = tmp_path / rest.lstrip("/") if not rest.startswith(str(tmp_path)) else Path(rest)
+            folder.mkdir(parents=True)
+        elif name == "COPY":
+            *sources, target = rest.split()
+            for source in sources:
+                into = folder if target == "./" else folder / target
+                subprocess.run(["cp", "-r", "--no-dereference", REPOSITORY / source, into], check=True)
+        elif name == "RUN" and "apt-get" in rest:
+            packages = re.search(r"--no-install-recommends ([\w -]+?) &&", rest)
+            assert packages is not None
+            if shutil.which("apt-cache"):
+                subprocess.run(["apt-cache", "show", *packages[1].split()], check=True, capture_output=True)
+        elif name == "RUN":
+            num_run += 1
+            ended = subprocess.run(["sh", "-c", rest], cwd=folder, env=variables, capture_output=True, text=True)
+            assert ended.returncode == 0, f"{rest}\n{ended.stdout[-1000:]}{ended.stderr[-2000:]}"
+    assert num_run >= 4 and "stdlib_llama.yaml" in ended.stdout and ended.stdout.startswith("megapipe ")
+
+
+def pods() -> list[dict[str, Any]]:
+    """Return the pods of the PyTorchJob: the master's, then the worker's."""
+    job = yaml.safe_load((LAUNCH / "kubernetes" / "pytorchjob.yaml").read_text(encoding="utf-8"))
+    assert (job["apiVersion"], job["kind"]) == ("kubeflow.org/v1", "PyTorchJob")
+    replicas = job["spec"]["pytorchReplicaSpecs"]
+    assert list(replicas) == ["Master", "Worker"] and replicas["Master"]["replicas"] == 1
+    return [replica["template"]["spec"] for replica in replicas.values()]
+
+
+def test_the_pytorchjob_names_container_port_and_volumes_as_the_operator_expects() -> None:
+    for pod in pods():
+        (container,) = pod["containers"]
+        assert container["name"] == "pytorch" and container["ports"][0]["name"] == "pytorchjob-port"
+        assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in pod["volumes"]}
+        ranks = next(word for word in container["args"] if word.startswith("--nproc-per-node="))
+        assert int(ranks.partition("=")[2]) == container["resources"]["limits"]["nvidia.com/gpu"]
+
+
+def test_the_containers_of_a_pytorchjob_train_together_with_what_the_operator_sets(tmp_path: Path) -> None:
+    port = free_port()
+    processes = []
+    for rank, pod in enumerate(pods()):
+        operator = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "RANK": str(rank)}
+        operator["PYTHONUNBUFFERED"] = "0"
+        words = pod["containers"][0]["args"]
+        for name, value in operator.items():  # as the kubelet does
+            words = [word.replace(f"$({name})", value) for word in words]
+        words = [word.replace("--nproc-per-node=8", "--nproc-per-node=1") for word in words]
+        words = [*words[: words.index("pretrain") + 1], *JOB, "--pipeline-model-parallel-size", "2"]
+        command = [sys.executable, "-m", "megapipe", *words]
+        processes.append(
+            subprocess.Popen(
+                command,
+                cwd=tmp_path,
+                env=environment() | operator,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+        )
+    ended = [process.communicate(timeout=110) for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], ended
+    assert "step 2/2 |" in ended[0][0] and "pp 2" in ended[0][0]
+
+
+def test_the_torchx_component_starts_the_ranks(tmp_path: Path) -> None:
+    pytest.importorskip("torchx")
+    (tmp_path / "bin").mkdir()
+    wrapper = tmp_path / "bin" / "megapipe"
+    wrapper.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m megapipe "$@"\n')
+    wrapper.chmod(0o755)
+    component = f"{LAUNCH / 'torchx' / 'megapipe_pretrain.py'}:pretrain"
+    own = ["--ranks_per_node", "2", "--image", str(tmp_path)]
+    words = ["run", "-s", "local_cwd", "--wait", component, *own, "--", *JOB, "--save", str(tmp_path / "run")]
+    words += ["--pipeline-model-parallel-size", "2"]
+    variables = environment() | {"PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}", "HOME": str(tmp_path)}
+    ended = subprocess.run(
+        [sys.executable, "-m", "torchx.cli.main", *words],
+        cwd=tmp_path,
+        env=variables,
+        capture_output=True,
+        text=True,
+        timeout=110,
+    )
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert records[-1]["step"] == 2
+
+
+def sweep(folder: Path, task: str | None, *words: str) -> subprocess.CompletedProcess[str]:
+    """Run sweep.sbatch with a job script that prints its arguments and the folder of its logs."""
+    script = folder / "launch" / "slurm" / "pretrain.sbatch"
+    script.parent.mkdir(parents=True, exist_ok=True)
+    script.write_text('printf "%s\\n" "$LOG_FOLDER" "$@"\n')
+    variables = os.environ | {"SLURM_SUBMIT_DIR": str(folder), "SLURM_JOB_ID": "7"}
+    variables |= {} if task is None else {"SLURM_ARRAY_TASK_ID": task}
+    command = ["bash", str(LAUNCH / "slurm" / "sweep.sbatch"), *words]
+    return subprocess.run(command, cwd=folder, env=variables, capture_output=True, text=True)
+
+
+def test_a_task_of_a_sweep_trains_with_its_line(tmp_path: Path) -> None:
+    (tmp_path / "sweep.txt").write_text("lr1 --lr 1e-4\nlr2 --lr 2e-4 --clip-grad 0.5\n../up --lr 1\n")
+    ended = sweep(tmp_path, "2", "sweep.txt", "--config", "a b.yaml")
+    assert ended.stdout.splitlines() == [
+        f"{tmp_path}/logs/lr2-7",
+        *["--lr", "2e-4", "--clip-grad", "0.5", "--config", "a b.yaml", "--save", "runs/lr2", "--load", "runs/lr2"],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("task", "message"),
+    [
+        ("3", "line 3 begins with ../up, which is no name for a run"),
+        ("4", "sweep.txt has no line 4"),
+        (None, "--array=1-3"),
+    ],
+    ids=["path", "line", "no array"],
+)
+def test_a_sweep_without_a_usable_line_is_refused(task: str | None, message: str, tmp_path: Path) -> None:
+    (tmp_path / "sweep.txt").write_text("lr1 --lr 1e-4\nlr2 --lr 2e-4\n../up --lr 1\n")
+    ended = sweep(tmp_path, task, "sweep.txt")
+    assert ended.returncode == 2 and message in ended.stderr and ended.stdout == ""
