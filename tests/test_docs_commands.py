@@ -1,0 +1,64 @@
+"""Every command of README.md, CONTRIBUTING.md and docs is run by a test, or listed with the reason why not."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.docs_commands import REPOSITORY, commands_of, pages, table
+
+HERE = {row.command: row.how for row in table() if row.how == "here"}
+
+
+def test_every_command_has_a_row_and_every_row_a_command() -> None:
+    shown = [command for page in pages() for command in commands_of(page)]
+    listed = [row.command for row in table()]
+    missing = set(shown) - set(listed)
+    assert not missing, f"say in tests/docs_commands.txt how these are tried: {sorted(missing)}"
+    gone = set(listed) - set(shown)
+    assert not gone, f"no page shows these any more; take them out of tests/docs_commands.txt: {sorted(gone)}"
+    assert len(listed) == len(set(listed))
+
+
+def test_every_row_names_a_test_or_a_reason() -> None:
+    for row in table():
+        if row.how.startswith("test "):
+            path, _, name = row.how.removeprefix("test ").partition("::")
+            text = (REPOSITORY / path).read_text(encoding="utf-8")
+            assert re.search(rf"^def {name}\(", text, re.MULTILINE), f"{row.how}: there is no such test"
+        else:
+            assert row.how == "here" or re.fullmatch(r"not: \w.{10,}", row.how), row
+
+
+@pytest.mark.parametrize("page", sorted({command.page for command in HERE}))
+def test_commands_run_as_they_stand(page: str, tmp_path: Path) -> None:
+    for name in ("configs", "tools", "megapipe", "pretrain_gpt.py", "launch"):
+        (tmp_path / name).symlink_to(REPOSITORY / name)
+    for name, text in here_documents(REPOSITORY / page).items():
+        (tmp_path / name).write_text(text)
+    shell = f"set -e\nexport PYTHONPATH={REPOSITORY} OMP_NUM_THREADS=1\n"
+    shell += f'megapipe() {{ "{sys.executable}" -m megapipe "$@"; }}\n'
+    lines = [command.text for command in HERE if command.page == page and "<<" not in command.text]
+    bash = [shutil.which("bash") or "bash", "-c", shell + "\n".join(lines)]
+    ended = subprocess.run(bash, cwd=tmp_path, capture_output=True, text=True, timeout=110)
+    assert lines and ended.returncode == 0, ended.stderr
+    assert ended.stdout
+
+
+def here_documents(page: Path) -> dict[str, str]:
+    """Return the files that the page's commands write with `cat > NAME <<END`."""
+    found = re.findall(r"^cat > (\S+) <<-?\s*'?(\w+)'?\n(.*?)^\2$", page.read_text(), re.DOTALL | re.MULTILINE)
+    return {name: text for name, _, text in found}
+
+
+def test_commands_are_found_without_comments_continuations_and_here_documents(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    text = "```bash\na --x \\\n    1  # why\n# no command\ncat > f <<'END'\nb\nEND\na --x 1\n```\n```yaml\nc: 1\n```\n"
+    page.write_text(text, encoding="utf-8")
+    assert [command.text for command in commands_of(page)] == ["a --x 1", "cat > f <<END"]
+    assert here_documents(page) == {"f": "b\n"}
