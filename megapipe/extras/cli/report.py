@@ -7,6 +7,7 @@ from pathlib import Path
 
 from megapipe.errors import ConfigError
 from megapipe.extras.cli.frame import command, option, write_file
+from megapipe.extras.report.charts import loss_svg
 from megapipe.extras.report.comparison_svg import comparison_svg
 from megapipe.extras.report.folder import read_run
 from megapipe.extras.report.page import page
@@ -16,6 +17,7 @@ FILE_NAME = "report.html"
 OPTIONS = (
     option("run", "the run's folder", type=Path, metavar="RUN"),
     option("--output", f"where to write it (default: RUN/{FILE_NAME})", type=Path),
+    option("--loss-svg", "also write only the chart of losses, as SVG", type=Path),
     option("--svg", "also write only the drawing of plan and measurement, as SVG", type=Path),
 )
 
@@ -35,6 +37,11 @@ def main(own: argparse.Namespace) -> None:
     torch.
     """
     path = write_report(own.run, own.output)
+    if own.loss_svg is not None:
+        drawn = loss_svg(read_run(own.run))
+        if not drawn:
+            raise ConfigError(f"--loss-svg {own.loss_svg}: no step of {own.run} has been logged yet")
+        write_file(own.loss_svg, drawn, "--loss-svg")
     if own.svg is not None:
         profile = read_run(own.run).profile
         if profile is None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from html import escape
@@ -166,10 +167,17 @@ def thinned(points: Sequence[Point], most: int = MAX_POINTS) -> list[Point]:
     return sorted({points[0], points[-1], *kept})
 
 
-def charts_html(run: Run) -> str:
-    """Return the charts of a run; '' if nothing was logged."""
-    begun = enumerate(run.segments, start=1)
-    marks = [(float(each.steps[0]["step"]), f"start {i}") for i, each in begun if i > 1 and each.steps]
+PALETTE = ("#2463a6", "#c2571a", "#1f7a4d")  # of a drawing without the report's style sheet
+STANDALONE = (
+    "text{font:11px 'DejaVu Sans',Helvetica,Arial,sans-serif;fill:#616c78}.grid{stroke:#dfe3e8}"
+    ".mark{stroke:#616c78;stroke-dasharray:2 3}"
+    ".curve{fill:none;stroke-width:1.7;stroke-linejoin:round}.lost{opacity:.35;stroke-dasharray:3 3}"
+    + "".join(f".c{i}{{stroke:{colour}}}circle.c{i}{{fill:{colour}}}" for i, colour in enumerate(PALETTE))
+)
+
+
+def loss_chart(run: Run) -> Chart:
+    """Return the chart of training, validation and test loss."""
     losses = [
         _curve("training", run.steps, "loss"),
         *(_curve("lost", lost, "loss", kind="lost") for lost in run.lost_steps),
@@ -177,6 +185,31 @@ def charts_html(run: Run) -> str:
         _curve("test", run.evaluations("test"), "loss", 2, kind="dots"),
     ]
     repeated = "dashed: steps repeated after a restart" if any(run.lost_steps) else ""
+    return Chart("Loss", losses, "nats per token", repeated, _starts(run), is_wide=True)
+
+
+def loss_svg(run: Run, width: int = 860, height: int = 320) -> str:
+    """Return the chart of losses as an SVG file of its own; '' if no step was logged."""
+    drawn = chart_svg(replace(loss_chart(run), width=width, height=height))
+    legend = "".join(
+        f'<text x="{LEFT + 14 + 90 * i}" y="{TOP + 8}" style="fill:{PALETTE[i]}">{name}</text>'
+        for i, name in enumerate(("training", *(each for each in ("validation", "test") if run.evaluations(each))))
+    )
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}"'
+    style = f'<style>{STANDALONE}</style><rect width="{width}" height="{height}" fill="#ffffff" stroke="none"/>{legend}'
+    drawn = re.sub(r"<metadata>.*?</metadata>", "", drawn)
+    return drawn.replace("<svg", head, 1).replace(">", f">{style}", 1) + "\n" if drawn else ""
+
+
+def _starts(run: Run) -> list[tuple[float, str]]:
+    """Return the marks of the second and later starts of a run."""
+    begun = enumerate(run.segments, start=1)
+    return [(float(each.steps[0]["step"]), f"start {i}") for i, each in begun if i > 1 and each.steps]
+
+
+def charts_html(run: Run) -> str:
+    """Return the charts of a run; '' if nothing was logged."""
+    marks = _starts(run)
     speed = _curve("speed", run.steps, "tokens_per_second", 2)
     memory = _curve("memory", run.steps, "memory_bytes", 3, factor=2**-20)
     norm = _curve("gradient norm", run.steps, "grad_norm", 1)
@@ -185,7 +218,7 @@ def charts_html(run: Run) -> str:
     measured = _curve("measured", run.steps, "bubble", 1, factor=100)
     planned = _curve("planned", run.steps, "predicted_bubble", factor=100)
     charts = [
-        Chart("Loss", losses, "nats per token", repeated, marks, is_wide=True),
+        loss_chart(run),
         Chart("Speed", [speed], "tokens/s", marks=marks, from_zero=True),
         Chart("Memory", [memory], "MiB", "maximum over ranks", marks, from_zero=True),
         Chart("Learning rate", [_curve("learning rate", run.steps, "lr")], marks=marks, from_zero=True),

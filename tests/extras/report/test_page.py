@@ -314,3 +314,32 @@ def test_a_folder_that_is_no_run_is_refused_and_those_below_are_named(
     assert "is not a folder" in capsys.readouterr().err
     assert main([str(recorded), "--output", str(tmp_path / "no" / "page.html")]) == 2
     assert "cannot be written: No such file or directory; say where with --output FILE" in capsys.readouterr().err
+
+
+def test_the_chart_of_losses_is_a_drawing_of_its_own(
+    recorded: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "loss.svg"
+    assert main([str(recorded), "--loss-svg", str(path)]) == 0
+    found = ElementTree.fromstring(path.read_text())
+    assert not list(found.iter("metadata")) and found.attrib["width"] == "860"
+    texts = [element.text for element in found.iter("{http://www.w3.org/2000/svg}text")]
+    assert {"training", "validation", "step"} <= set(texts)
+    (recorded / "metrics.jsonl").write_text("")
+    assert main([str(recorded), "--loss-svg", str(path)]) == 2
+    assert "no step of" in capsys.readouterr().err
+
+
+def test_an_axis_has_at_least_four_ticks_whatever_its_range() -> None:
+    for low, high in ((0.0, 1.0), (2.9, 6.4), (0.013, 0.0171), (3.0, 3.4), (0.0, 2300.0), (511.0, 511.2), (-3.0, 17.0)):
+        drawn = chart_svg(Chart("t", [Curve("a", [(1.0, low), (900.0, high)])]))
+        assert 4 <= drawn.count('text-anchor="end"') - 1 <= 11, (low, high)  # without the name of the x axis
+        assert 5 <= drawn.count('text-anchor="middle"') <= 12
+
+
+def test_settings_are_shown_with_the_default_that_they_would_have_had() -> None:
+    text = "model:\n  ffn_hidden_size: 512\n  num_layers: 2\n  hidden_size: 64\ntraining:\n  micro_batch_size: 4\n"
+    text += "  global_batch_size: 16\n"
+    defaults = {setting.flag: setting.default for setting in changed_settings(text)[0]}
+    assert defaults["--global-batch-size"] == "micro-batch-size x dp" and defaults["--micro-batch-size"] == "required"
+    assert defaults["--ffn-hidden-size"].startswith("4 x hidden size")
