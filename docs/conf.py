@@ -15,6 +15,8 @@ copyright = "the megapipe authors, Apache-2.0"
 version = release = __version__
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx_copybutton"]
 autodoc_member_order = "bysource"
+highlight_language = "text"  # of blocks without a language, which show output
+smartquotes = False  # -- is the beginning of a flag
 html_theme = "furo"
 html_title = f"megapipe {version}"
 html_show_sphinx = False
@@ -22,9 +24,10 @@ myst_heading_anchors = 4
 
 
 def add_contents(app, document, source):
-    """Give the index page a table of contents of the pages that it links to, in the sections of its own headings."""
+    """Give the index a table of contents of its links, in the sections of its headings; name pages without .md."""
     if document != "index":
         return
+    source[0] = re.sub(r"\[(\w+)\.md\]\(", lambda link: f"[{link[1].replace('_', ' ')}](", source[0])
     for section in reversed(list(re.finditer(r"^## (.*)\n(?:(?!^## ).*\n)*", source[0], re.MULTILINE))):
         pages = re.findall(r"\]\((\w+)\.md\)", section[0])
         entries = "\n".join(dict.fromkeys(pages))

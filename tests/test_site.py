@@ -5,7 +5,9 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from urllib.parse import unquote
 
 import pytest
 
@@ -22,6 +24,29 @@ def test_the_site_builds_and_every_link_resolves(tmp_path: Path) -> None:
     assert {path.stem for path in (tmp_path / "site").glob("*.html")} >= pages
     index = (tmp_path / "site" / "index.html").read_text(encoding="utf-8")
     assert pages - {"index"} <= set(re.findall(r'class="reference internal" href="(\w+)\.html"', index))
+    assert not list(broken_links(tmp_path / "site"))
+
+
+def broken_links(site: Path) -> Iterator[str]:
+    """Yield the links of a built site to files or places in them that do not exist."""
+    texts = {path: path.read_text(encoding="utf-8") for path in site.rglob("*.html")}
+    places = {path: set(re.findall(r'\bid="([^"]+)"', text)) for path, text in texts.items()}
+    for path, text in texts.items():
+        for link in set(re.findall(r'\b(?:href|src)="([^"]+)"', text)):
+            if re.match(r"[a-z]+:|//|#$", link):
+                continue
+            name, _, place = unquote(link).partition("#")
+            target = (path.parent / name.partition("?")[0]).resolve() if name else path
+            if not target.exists() or (place and target in places and place not in places[target]):
+                yield f"{path.name}: {link}"
+
+
+def test_a_broken_link_is_found(tmp_path: Path) -> None:
+    (tmp_path / "a.html").write_text(
+        '<a href="b.html#x">1</a><a href="b.html#y">2</a><a href="c.html">3</a><a href="#z">'
+    )
+    (tmp_path / "b.html").write_text('<p id="x"><a href="https://example.org/nothing">4</a>')
+    assert sorted(broken_links(tmp_path)) == ["a.html: #z", "a.html: b.html#y", "a.html: c.html"]
 
 
 def test_every_page_is_on_the_index() -> None:
