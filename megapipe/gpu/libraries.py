@@ -157,7 +157,7 @@ class TransformerEngine(_FusedAdam):
 
         self._te, self._adam = te, FusedAdam
         self.version = str(getattr(transformer_engine, "__version__", "?"))
-        self._recipe = _recipe(recipe, precision)
+        self._recipes = {spans_tp: _recipe(recipe, precision, spans_tp) for spans_tp in (False, True)}
         self._linear_type: Any = type("Linear", (_Linear, te.Linear), {})
         self._norm_types = {
             "LayerNorm": type("LayerNorm", (te.LayerNorm,), {}),
@@ -221,7 +221,7 @@ class TransformerEngine(_FusedAdam):
 
     def stage_region(self, tp: Group) -> AbstractContextManager[Any]:
         """Enclose a stage's forward, at whose end delayed scales are updated from maxima over tp."""
-        return nullcontext() if self._recipe is None else self._region(tp, True)
+        return self._region(tp, True)
 
     def _region(self, tp: Group, enabled: bool) -> AbstractContextManager[Any]:
         """Enter fp8.
@@ -229,15 +229,20 @@ class TransformerEngine(_FusedAdam):
         Only tp ranks share maxima, since they multiply slices of the same tensors and gather them in 8 bits;
         data-parallel replicas have independent scales.
         """
-        if self._recipe is None:
+        recipe = self._recipes[tp.size > 1]
+        if recipe is None:
             return nullcontext()
         if hasattr(self._te, "autocast"):  # from 2.8
-            return self._te.autocast(enabled=enabled, recipe=self._recipe, amax_reduction_group=tp.handle)
-        return self._te.fp8_autocast(enabled=enabled, fp8_recipe=self._recipe, fp8_group=tp.handle)
+            return self._te.autocast(enabled=enabled, recipe=recipe, amax_reduction_group=tp.handle)
+        return self._te.fp8_autocast(enabled=enabled, fp8_recipe=recipe, fp8_group=tp.handle)
 
 
-def _recipe(library: Any, precision: PrecisionConfig) -> Any:
-    """Return the library's object for the fp8 settings; None without fp8."""
+def _recipe(library: Any, precision: PrecisionConfig, spans_tp: bool) -> Any:
+    """Return the library's object for the fp8 settings; None without fp8.
+
+    spans_tp: maxima are reduced over the group of the region. The library takes a missing group for the whole world,
+    whose ranks are in different stages, so a tp group of one rank has to turn the reduction off.
+    """
     if precision.fp8_format is None:
         return None
     numbers = library.Format.E4M3 if precision.fp8_format == "e4m3" else library.Format.HYBRID
@@ -248,6 +253,7 @@ def _recipe(library: Any, precision: PrecisionConfig) -> Any:
         fp8_format=numbers,
         amax_history_len=precision.fp8_amax_history_len,
         amax_compute_algo=precision.fp8_amax_compute_algo,
+        reduce_amax=spans_tp,
     )
 
 

@@ -241,3 +241,12 @@ def test_fp8_of_transformer_engine_has_one_region_a_forward_and_shares_maxima_ov
     name = {"delayed": "DelayedScaling", "tensorwise": "Float8CurrentScaling"}[recipe]
     for found in rank_pools(2).run(regions_of, f"{flags} --micro-batch-size 2"):
         assert found == [(True, name, True)] * 2
+
+
+@pytest.mark.parametrize("grid", ["dp2", "pp2"])
+def test_fp8_of_transformer_engine_without_tp_reduces_no_maxima(rank_pools: Pools, grid: str) -> None:
+    """With delayed scaling the library would all-reduce over the world, in which a stage waits for another's output."""
+    flags = "--pipeline-model-parallel-size 2" if grid == "pp2" else ""
+    fp8 = f"{TE} --fp8-format hybrid --fp8-recipe delayed --hidden-size 64 --ffn-hidden-size 64 --micro-batch-size 2"
+    for found in rank_pools(2).run(regions_of, f"{fp8} {flags}"):
+        assert {(enabled, name) for enabled, name, _ in found} == {(True, "DelayedScaling")}

@@ -31,6 +31,9 @@ def autocast(
         yield
     finally:
         REGIONS.pop()
+    if enabled and not REGIONS and recipe.delayed() and recipe.reduce_amax and dist.is_initialized():
+        # the library then reduces over the group, which for None is the world: ranks of other stages never join
+        assert amax_reduction_group is not None, "maxima are reduced over all ranks of the world"
 
 
 def _rounded(x: Tensor) -> Tensor:
