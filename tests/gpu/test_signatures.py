@@ -1,0 +1,152 @@
+"""Every call of the adapters is one that the real libraries take: it is bound to signatures read from their sources.
+
+The table is written by tools/write_library_signatures.py. Transformer Engine 2.9 and 2.20, flash-attn 2.6.3, and apex at the commit that
+the table names.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megapipe.comm.groups import Group
+from megapipe.config.model import PrecisionConfig
+from megapipe.config.training import OptimizerConfig
+from megapipe.gpu.libraries import Apex, AttentionShape, FlashAttention, TransformerEngine
+from tests.gpu.stand_ins import installed
+
+TABLE: dict[str, dict[str, dict[str, Any]]] = json.loads(
+    Path(__file__).with_name("library_signatures.json").read_text()
+)
+VERSIONS = [(library, version) for library, versions in TABLE.items() for version in versions]
+OLD = "pytorch.fp8_autocast"  # called only where there is no autocast
+
+
+def signature_of(parameters: list[tuple[str, str, str | None]]) -> inspect.Signature:
+    """Return a signature whose defaults are their source text."""
+    made = [
+        inspect.Parameter(
+            name,
+            inspect._ParameterKind[kind],
+            default=inspect.Parameter.empty if default is None else default,
+        )
+        for name, kind, default in parameters
+    ]
+    return inspect.Signature(made)
+
+
+def passed_on(table: dict[str, Any], name: str) -> list[Any]:
+    """Return the parameters to which a class passes keyword arguments that are not its own."""
+    return table.get(name.replace("__init__", "**kwargs"), []) if name.endswith("__init__") else []
+
+
+def bound(function: Callable[..., Any], name: str, table: dict[str, Any], seen: set[str]) -> Callable[..., Any]:
+    """Wrap a function of a stub so that its arguments are first bound to the library's signature."""
+    signature = signature_of(table[name])
+    rest = passed_on(table, name)
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        arguments = signature.bind(*args, **kwargs).arguments
+        if rest:
+            signature_of(rest).bind(*args[:2], **arguments.get("kwargs", {}))
+        seen.add(name)
+        return function(*args, **kwargs)
+
+    return call
+
+
+@contextmanager
+def checked(library: str, version: str) -> Iterator[set[str]]:
+    """Install the stubs with checked calls; yields the names that have been called."""
+    table, seen = TABLE[library][version], set()
+    with installed():
+        for name in table:
+            if "**" in name or name == OLD:
+                continue
+            *place, attribute = name.split(".")
+            owner: Any = importlib.import_module(library)
+            for part in place:
+                known = getattr(owner, part, None)
+                owner = known if known is not None else importlib.import_module(f"{owner.__name__}.{part}")
+            setattr(owner, attribute, bound(getattr(owner, attribute), name, table, seen))
+        yield seen
+
+
+def call_all(library: str) -> None:
+    """Call everything that the adapter of a library calls."""
+    shape, alone = AttentionShape(0, 2, 8, 0.5, 4, None, False), Group.alone("tp")
+    weight = torch.nn.Parameter(torch.ones(8))
+    qkv = [torch.randn(4, 1, 1, number, 8) for number in (2, 1, 1)]
+    if library == "flash_attn":
+        FlashAttention().attention(shape)(*qkv)
+        return
+    opened: Any
+    if library == "apex":
+        opened = Apex()
+        opened.norm(torch.ones(2, 8), weight, None, 1e-5)
+        opened.norm(torch.ones(2, 8), weight, weight, 1e-5)
+    else:
+        for recipe in ("delayed", "tensorwise"):
+            opened = TransformerEngine("", "", PrecisionConfig(fp8_format="hybrid", fp8_recipe=recipe))
+            with opened.stage_region(alone):
+                pass
+        for norm in ("LayerNorm", "RMSNorm"):
+            opened.norm(norm, 8, 1e-5, True)
+        opened.attention(shape)(*qkv)
+        linear = opened.linear(
+            "column",
+            8,
+            8,
+            bias=True,
+            tp=alone,
+            sequence_parallel=False,
+            queue=None,
+            splits_backward=True,
+            uses_fp8=False,
+        ).to_empty(device="cpu")
+        linear(torch.ones(2, 1, 8, requires_grad=True)).sum().backward()
+        linear.backward_dw()
+    opened.adam([{"params": [weight]}], OptimizerConfig())
+
+
+@pytest.mark.parametrize(("library", "version"), VERSIONS)
+def test_the_libraries_take_what_the_adapters_give(library: str, version: str) -> None:
+    with checked(library, version) as seen:
+        call_all(library)
+    assert seen == {name for name in TABLE[library][version] if "**" not in name and name != OLD}
+
+
+@pytest.mark.parametrize(("library", "version"), VERSIONS)
+def test_stubs_have_the_parameters_and_defaults_of_the_libraries(library: str, version: str) -> None:
+    """A stub may lack parameters, but has none that the library lacks, and no default where the library has none."""
+    table = TABLE[library][version]
+    with checked(library, version):
+        for name, parameters in table.items():
+            if "**" in name or name == OLD:
+                continue
+            *place, attribute = name.split(".")
+            owner = functools.reduce(getattr, place, importlib.import_module(library))
+            known = {each: default for each, _, default in [*passed_on(table, name), *parameters]}
+            ours = inspect.signature(getattr(owner, attribute)).parameters
+            for parameter in ours.values():
+                assert parameter.name in known, f"{library} {version}: {name} takes no {parameter.name}"
+                if parameter.default is not inspect.Parameter.empty:
+                    assert known[parameter.name] is not None, f"{name}: {parameter.name} has no default"
+
+
+def test_an_argument_that_a_library_does_not_take_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    version = next(iter(TABLE["flash_attn"]))
+    softcap = [row for row in TABLE["flash_attn"][version]["flash_attn_func"] if row[0] != "softcap"]
+    monkeypatch.setitem(TABLE["flash_attn"][version], "flash_attn_func", softcap)
+    with checked("flash_attn", version), pytest.raises(TypeError, match="softcap"):
+        call_all("flash_attn")
