@@ -1,7 +1,7 @@
 """Every call of the adapters is one that the real libraries take: it is bound to signatures read from their sources.
 
-The table is written by tools/write_library_signatures.py. Transformer Engine 2.9 and 2.20, flash-attn 2.6.3, and apex at the commit that
-the table names.
+The table (tools/write_library_signatures.py) has Transformer Engine 2.9 and 2.20, flash-attn 2.6.3, and apex at the commit
+that it names.
 """
 
 from __future__ import annotations

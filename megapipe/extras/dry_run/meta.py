@@ -118,12 +118,12 @@ class MetaMode(TorchFunctionMode):
             Tensor.__bool__: lambda tensor: True,
             Tensor.__float__: lambda tensor: 1.0,
             Tensor.__int__: lambda tensor: 1,
-            F.scaled_dot_product_attention: partial(_attention, device),
+            F.scaled_dot_product_attention: partial(attention_on, device),
         }
         if device == "cuda":
             self._answers |= {
                 Tensor.is_cuda.__get__: lambda tensor: True,  # type: ignore[attr-defined]
-                F.rms_norm: lambda x, normalized_shape, weight, eps: _RMSNormOfCuda.apply(x, weight),
+                F.rms_norm: lambda x, normalized_shape, weight, eps: RMSNormOfCuda.apply(x, weight),
             }
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -135,7 +135,7 @@ def _ones(shape: tuple[int, ...]) -> Any:
     return [_ones(shape[1:]) for _ in range(shape[0])] if shape else 1.0
 
 
-def _attention(
+def attention_on(
     device: str,
     q: Tensor,
     k: Tensor,
@@ -175,7 +175,7 @@ def _attention(
     return efficient(q, k, v, bias, True, dropout_p, is_causal, scale=scale)[0]  # type: ignore[no-any-return]
 
 
-class _RMSNormOfCuda(torch.autograd.Function):
+class RMSNormOfCuda(torch.autograd.Function):
     """CUDA's fused kernel, which keeps x, weight and 1 / rms of each row in fp32."""
 
     @staticmethod

@@ -1,0 +1,60 @@
+"""`build` compiles the fake device; `load` makes it part of this process, which must not have imported torch yet."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from importlib.metadata import version
+from pathlib import Path
+
+SOURCE = Path(__file__).with_name("guard.cpp")
+COMPILER = "g++"
+
+
+def missing() -> str | None:
+    """Return why the device cannot be built here, or None."""
+    if shutil.which(COMPILER) is None:
+        return f"{COMPILER} is not installed"
+    if not (_torch() / "include" / "ATen").is_dir():
+        return "the installed torch has no headers"
+    return None
+
+
+def build() -> Path:
+    """Return the device as a shared library; compiled once for each version of torch and of the source."""
+    torch = _torch()
+    key = hashlib.sha256(SOURCE.read_bytes() + version("torch").encode() + str(torch).encode()).hexdigest()[:16]
+    folder = Path(tempfile.gettempdir()) / f"megapipe-fake-cuda-{os.getuid()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    library = folder / f"{key}.so"
+    if not library.exists():
+        made = library.with_suffix(f".{os.getpid()}")
+        include = [f"-I{torch / 'include'}", f"-I{torch / 'include/torch/csrc/api/include'}"]
+        # calls into torch stay unresolved until the library is loaded into a process that has libc10 and libtorch_cpu
+        flags = ["-std=c++20", "-O0", "-fPIC", "-shared", "-w"]
+        subprocess.run([COMPILER, *flags, *include, str(SOURCE), "-o", str(made)], check=True)
+        made.replace(library)
+    return library
+
+
+def load(library: Path) -> None:
+    """Load torch's libraries with global symbols, then the device. Call before `import torch`."""
+    if "torch" in sys.modules:
+        raise RuntimeError(
+            "torch is imported already: it has found that there is no accelerator and does not ask again"
+        )
+    for name in ("libc10.so", "libtorch_cpu.so"):
+        ctypes.CDLL(str(_torch() / "lib" / name), mode=ctypes.RTLD_GLOBAL)
+    ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
+
+
+def _torch() -> Path:
+    spec = importlib.util.find_spec("torch")
+    assert spec is not None and spec.origin is not None
+    return Path(spec.origin).parent
