@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""Write the signatures of the optional libraries' functions that megapipe calls, read from their sources without running them.
+"""Write the signatures of the functions of optional libraries that megapipe calls, read from their sources.
 
     python tools/write_library_signatures.py NAME=VERSION=FOLDER ... > tests/gpu/library_signatures.json
 
 NAME: transformer_engine, flash_attn or apex. FOLDER: an unpacked wheel, source distribution or checkout. VERSION: the
-package's, or for apex, which is not on PyPI, the commit. The table holds names, kinds and defaults of parameters, no code.
-tests/gpu/test_signatures.py binds megapipe's calls to it.
+package's, or for apex, which is not on PyPI, the commit. No library is run, and the table holds no code: names, kinds and
+defaults of parameters. tests/gpu/test_signatures.py binds megapipe's calls to it.
 """
 
 from __future__ import annotations

@@ -14,6 +14,7 @@ from megapipe.registry import Registry
 
 HUGGING_FACE_TOKENIZER = "HuggingFaceTokenizer"
 
+
 @dataclass(frozen=True)
 class TokenizerKind:
     """A type of tokenizer. files: the fields of the data section that must be given.

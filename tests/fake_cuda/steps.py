@@ -10,11 +10,12 @@ values: a number read from one is 1.
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
 if __name__ == "__main__":
     from tests.fake_cuda.device import load
 
-    load(sys.argv[1])
+    load(Path(sys.argv[1]))
 
 import json
 import time
@@ -25,7 +26,6 @@ from collections import Counter
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 

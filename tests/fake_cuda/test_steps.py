@@ -28,16 +28,17 @@ def run() -> Iterator[Run]:
         pytest.skip(f"no fake CUDA device: {why}")
     command = [sys.executable, "-m", "tests.fake_cuda.steps", str(device.build())]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdin is not None and process.stdout is not None
+        asked, answers = process.stdin, process.stdout
+        assert asked is not None and answers is not None
 
         def ask(*arguments: Any) -> Any:
-            print(json.dumps(arguments), file=process.stdin, flush=True)
-            line = process.stdout.readline()
+            print(json.dumps(arguments), file=asked, flush=True)
+            line = answers.readline()
             assert line, "the process with the fake device has died"
             return SimpleNamespace(**json.loads(line))
 
         yield ask
-        process.stdin.close()
+        asked.close()
 
 
 @pytest.mark.parametrize("base", BASES)

@@ -1,7 +1,7 @@
 """Every call of the adapters is one that the real libraries take: it is bound to signatures read from their sources.
 
-The table (tools/write_library_signatures.py) has Transformer Engine 2.9 and 2.20, flash-attn 2.6.3, and apex at the commit
-that it names.
+The table (tools/write_library_signatures.py) has Transformer Engine 2.9 and 2.20, flash-attn 2.6.3, and apex at the
+commit that it names.
 """
 
 from __future__ import annotations
@@ -68,7 +68,8 @@ def bound(function: Callable[..., Any], name: str, table: dict[str, Any], seen: 
 @contextmanager
 def checked(library: str, version: str) -> Iterator[set[str]]:
     """Install the stubs with checked calls; yields the names that have been called."""
-    table, seen = TABLE[library][version], set()
+    table = TABLE[library][version]
+    seen: set[str] = set()
     with installed():
         for name in table:
             if "**" in name or name == OLD:

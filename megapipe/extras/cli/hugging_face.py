@@ -23,7 +23,8 @@ OVERRIDABLE = (
 def start_from(loaded: LoadedConfig, rules: Sequence[Rule]) -> tuple[LoadedConfig, Weights]:
     """Return the run with the folder's model section, and its tokenizer unless one is given; and the weights, unread.
 
-    rules: of the run's ranks, checked with all others. Raises ConfigError for a flag that contradicts the folder, CheckpointError for a folder that cannot be converted.
+    rules: of the run's ranks, checked with all others. Raises ConfigError for a flag that contradicts the folder,
+    CheckpointError for a folder that cannot be converted.
     """
     folder = Path(str(loaded.config.checkpoint.load))
     if not loaded.config.checkpoint.finetune:

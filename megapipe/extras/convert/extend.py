@@ -1,6 +1,6 @@
 """The interface for conversion families from outside: files that `megapipe convert --extension FILE.py` loads.
 
-docs/extend/conversion_family.md has a complete example.
+docs/conversion_family.md has a complete example.
 """
 
 from __future__ import annotations
