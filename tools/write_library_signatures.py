@@ -4,8 +4,8 @@
     python tools/write_library_signatures.py NAME=VERSION=FOLDER ... > tests/gpu/library_signatures.json
 
 NAME: transformer_engine, flash_attn or apex. FOLDER: an unpacked wheel, source distribution or checkout. VERSION: the
-package's, or for apex, which is not on PyPI, the commit. No library is run, and the table holds no code: names, kinds and
-defaults of parameters. tests/gpu/test_signatures.py binds megapipe's calls to it.
+package's, or for apex, which is not on PyPI, the commit. No library is run, and the table holds no code: names,
+kinds and defaults of parameters. tests/gpu/test_signatures.py binds megapipe's calls to it.
 """
 
 from __future__ import annotations

@@ -58,8 +58,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
     except OSError as error:  # a full disk; those of files have been reported by the subcommand
         print(f"error: standard output cannot be written to: {error.strerror}", file=sys.stderr)
-        if sys.stdout is sys.__stdout__ is not None:  # what is left in its buffer would be an error at exit again
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if (
+            sys.__stdout__ is not None and sys.stdout is sys.__stdout__
+        ):  # what is left in its buffer would be an error at exit again
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.__stdout__.fileno())
         return 1
     return code
 
