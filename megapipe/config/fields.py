@@ -172,7 +172,7 @@ def read_value(field: ConfigField, raw: str | Sequence[str], subject: str, *, li
     """Read the value of this field from a text or a list of texts. Raises ConfigError.
 
     subject: the name of the field in errors (`--lr`, `tiny.yaml line 3: optimizer.lr`).
-    literal: the text was quoted, so that "none" is a string.
+    literal: the text was quoted or in a list, so that "none" is a string.
     """
     kind, option = field.kind, field.option
     if option.reads_lists and not isinstance(raw, str):
@@ -185,7 +185,7 @@ def read_value(field: ConfigField, raw: str | Sequence[str], subject: str, *, li
         words = [option.read(raw)]
     if kind.many and isinstance(raw, str) and (kind.scalar is not str or option.choices):
         words = re.split(r"[\s,]+", raw.strip())  # other strings are paths, which can contain blanks
-    is_literal = literal and words == [raw]  # not rewritten
+    is_literal = literal and words == ([raw] if isinstance(raw, str) else list(raw))  # not rewritten
     if kind.optional and not is_literal and len(words) == 1 and words[0].lower() in NONE_WORDS:
         return None
     if not kind.many:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -127,7 +128,7 @@ class DataConfig:
 
 def is_hugging_face(load: str | None) -> bool:
     """Return True if --load names a Hugging Face folder: checkpoints of a run have no config.json there."""
-    return load is not None and (Path(load) / "config.json").is_file()
+    return load is not None and os.path.isfile(os.path.join(load, "config.json"))
 
 
 def split_shares(text: str) -> tuple[float, float, float]:

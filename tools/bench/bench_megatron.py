@@ -26,6 +26,8 @@ from bench_processes import BenchError, answer, free_port, num_cores, processor,
 from bench_table import Quartiles
 from plain_loop import Shape
 
+from megapipe.environment import set_for_libraries
+
 
 def redirect_cuda() -> None:
     """Make explicit CUDA calls of Megatron-Core run on the CPU."""
@@ -122,7 +124,7 @@ def serve_megatron(orders: Connection, folder: str, shape: Shape, tp: int, rank:
     redirect_cuda()
     from megatron.core import parallel_state
 
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    set_for_libraries(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     dist.init_process_group("gloo", rank=rank, world_size=tp)
     parallel_state.initialize_model_parallel(tp, 1)
     step = make_step(shape, tuned)
