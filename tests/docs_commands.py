@@ -43,7 +43,8 @@ def commands_of(page: Path) -> list[Command]:
             continue
         block = re.sub(r"<<-?\s*'?(\w+)'?\n.*?^\1$", r"<<\1", block, flags=re.DOTALL | re.MULTILINE)
         block = re.sub(r"\\\n\s*", "", block)
-        for line in block.splitlines():
+        quoted = re.sub(r"'[^']*'", lambda text: text[0].replace("\n", " "), block)  # a quoted text is one argument
+        for line in quoted.splitlines():
             line = " ".join(re.sub(r"\s#\s.*", "", line).split())
             if line and not line.startswith("#"):
                 found[line] = None

@@ -29,7 +29,7 @@ def extension() -> Iterator[str]:
 
 
 def test_the_page_shows_the_example() -> None:
-    page = (ROOT / "docs" / "extend" / "conversion_family.md").read_text()
+    page = (ROOT / "docs" / "conversion_family.md").read_text()
     assert page.split("```python\n")[1].split("```")[0] == EXAMPLE.read_text()
 
 
