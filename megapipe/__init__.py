@@ -15,6 +15,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from megapipe.version import __version__ as __version__
+
 if TYPE_CHECKING:
     from megapipe.api.config import Config
     from megapipe.api.language_model import LanguageModel, load
@@ -34,7 +36,6 @@ if TYPE_CHECKING:
     from megapipe.train.metrics import EvaluationMetrics
     from megapipe.train.observer import StepSummary, TrainingResult
 
-__version__ = "0.1.0"
 __all__ = [
     "Callback",
     "CheckpointError",

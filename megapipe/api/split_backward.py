@@ -1,7 +1,7 @@
 """The backward of any module in two halves: gradients of its inputs first (op I), of its weights later (op W).
 
 Qi et al. 2023 (arXiv:2401.10241) split the backward of each linear by hand. Here autograd's graph of one microbatch is
-split where it stands. Call inner the nodes from which an input of the stage can be reached. A weight hangs below a
+split as it is. Call inner the nodes from which an input of the stage can be reached. A weight hangs below a
 node outside, which some inner nodes lead to:
 
     output -> [inner ... inner -> inner] -> input
@@ -101,7 +101,7 @@ def input_gradients(roots: Sequence[GradientEdge], gradients: Sequence[Tensor | 
 
 
 class _Owners:
-    """Which inner node leads to each node outside: one of them, 'outputs', or None if its weights cannot wait."""
+    """Records which inner node leads to each node outside: a node, 'outputs', or None if its weights cannot wait."""
 
     def __init__(self) -> None:
         self._of: dict[Node, Node | str | None] = {}

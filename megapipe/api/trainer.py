@@ -20,7 +20,7 @@ from megapipe.train.observer import Observer, StepSummary, TrainingResult
 
 
 class Callback:
-    """What a script does while a Trainer trains: a subclass overrides the methods that it needs.
+    """Methods that a Trainer calls while it trains; a subclass overrides those that it needs.
 
     All of them are called on every rank, in the same order and with the same values: print or write files only where
     `trainer.rank == 0`. They run in the training loop, which waits for them. An exception ends training with a

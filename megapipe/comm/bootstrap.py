@@ -200,7 +200,7 @@ def is_joined() -> bool:
 
 
 def disband() -> None:
-    """Leave the world together with all other ranks; the process goes on alone. Does nothing outside a world.
+    """Leave the world together with all other ranks; the process continues alone. Does nothing outside a world.
 
     Raises CommunicationError if a rank does not come. The barrier keeps a rank from taking the store away.
     """

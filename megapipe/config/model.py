@@ -42,7 +42,7 @@ class ActivationKind:
 
 @dataclass(frozen=True)
 class AttentionHeads:
-    """What attention knows besides q, k, v and the mask."""
+    """Facts for an attention kind besides q, k, v and the mask."""
 
     scale: float  # factor on scores: --softmax-scale
     heads: range  # global numbers of the query heads of this tensor-parallel rank

@@ -1,8 +1,8 @@
-"""The token files of a preprocessing run that is not complete: a folder from which a second run goes on.
+"""The token files of a preprocessing run that is not complete: a folder from which a second run continues.
 
 `PREFIX.partial/` holds, until the files get their names,
 
-    run.json            inputs and settings; a run with others does not go on from here
+    run.json            inputs and settings; a run with others does not continue from here
     progress.json       position in the input, counts, and how many bytes of the following files belong to them
     KEY.bin             tokens
     KEY.lengths         int32 tokens of each document
@@ -60,7 +60,7 @@ class PartialOutput:
         self.folder = Path(f"{prefix}.partial")
         self.is_resumable = description is not None
         self.position, self.counts = Position(), dict[str, Any]()
-        self.is_committed = False  # a later run can go on from here
+        self.is_committed = False  # a later run can continue from here
         self.is_read = False  # all input is in the folder; what is missing is the index, or names
         self._files: dict[str, IO[bytes]] = {}
         self._marked: dict[str, Any] | None = None
@@ -112,9 +112,7 @@ class PartialOutput:
                 sizes: dict[str, int] = progress["bytes"]
                 return sizes
             if not overwrite:
-                way = (
-                    "repeat that command to go on with it, choose another --output-prefix, or drop it with --overwrite"
-                )
+                way = "repeat that command to continue it, choose another --output-prefix, or drop it with --overwrite"
                 raise ConfigError(f"{self.folder} is the work of an interrupted run with another {other}; {way}")
         for path in self.folder.iterdir():
             if path.name != "lock":
@@ -163,7 +161,7 @@ class PartialOutput:
     def publish(self) -> None:
         """Write the index of each key, give all files their names, and remove the folder.
 
-        If the process dies in between, the next run goes on here. Raises DataError if the index does not fit on disk.
+        If the process dies in between, the next run continues here. Raises DataError if the index does not fit on disk.
         """
         self._close_files()
         lengths = {key: self.folder / f"{key}.lengths" for key in self.keys}

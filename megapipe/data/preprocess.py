@@ -124,7 +124,7 @@ def preprocess(
     except BaseException as error:
         kept = "no file was written"
         if output.is_committed and counts.documents > counts.empty:
-            kept = f"the same command goes on after the documents that are kept in {output.folder}"
+            kept = f"the same command continues after the documents that are kept in {output.folder}"
             output.close()
         else:
             output.discard()
@@ -141,7 +141,7 @@ def preprocess(
 def _write_all(
     encoding: Iterable[Encoded], output: PartialOutput, counts: Counts, skip_bad: int, progress: Progress | None
 ) -> None:
-    """Write the batches and commit now and then, also before an error or Ctrl-C goes on."""
+    """Write the batches and commit now and then, also before an error or Ctrl-C is raised again."""
     begin, committed = time.monotonic() - counts.seconds, counts.text_bytes
     try:
         for encoded in encoding:

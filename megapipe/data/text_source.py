@@ -265,7 +265,7 @@ def open_text(path: Path, start: int = 0) -> IO[bytes]:
     while start:
         skipped = len(file.read(min(start, 1 << 20)))
         if not skipped:
-            raise EOFError(f"the text ends {start} bytes before the place where reading goes on")
+            raise EOFError(f"the text ends {start} bytes before the place where reading continues")
         start -= skipped
     return file
 

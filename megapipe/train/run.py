@@ -14,7 +14,6 @@ from typing import Any
 import numpy
 import torch
 
-from megapipe import __version__
 from megapipe.assembly.datasets import RunData, build_data
 from megapipe.assembly.runtime import TrainingRuntime
 from megapipe.checkpoint.disk import Disk
@@ -42,6 +41,7 @@ from megapipe.train.observer import Observer
 from megapipe.train.saving import Saving, prepare_save
 from megapipe.train.step import ACTION_LEVEL
 from megapipe.train.watch import watched
+from megapipe.version import __version__
 
 AfterTraining = Callable[[TrainingRuntime, RunData, Journal], None]
 

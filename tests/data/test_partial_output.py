@@ -149,7 +149,7 @@ def test_a_full_disk_keeps_what_was_committed(tmp_path, small_steps, monkeypatch
         assert not contents(tmp_path / "a")
         patch.setattr(module, "COMMIT_BYTES", 500)
         count = itertools.count()
-        with pytest.raises(DataError, match="No space left on device; the same command goes on after the documents"):
+        with pytest.raises(DataError, match="No space left on device; the same command continues after the documents"):
             run(files, tmp_path / "a" / "out")
         patch.setattr(os, "fsync", fsync)
         patch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
@@ -187,7 +187,7 @@ def test_bad_records_are_skipped_up_to_n_and_reported(command, tmp_path, small_s
     code, text = command("a.jsonl")
     assert code == 1
     assert "a.jsonl line 21, byte 1260: no text under the key 'text'" in text
-    assert "the same command goes on after the documents that are kept in out.partial" in text
+    assert "the same command continues after the documents that are kept in out.partial" in text
     code, text = command("a.jsonl", "--skip-bad", "1")
     assert (code, "a.jsonl line 31, byte 1849: not UTF-8" in text) == (1, True)
     assert "after 1 that were skipped" in text

@@ -109,7 +109,7 @@ def test_an_unreadable_file_is_an_error_after_the_documents_before_it(tokenizer,
     (tmp_path / "a.jsonl").write_text('{"text": "ab"}\n' * 9)
     (tmp_path / "b.jsonl").mkdir()
     output = PartialOutput(str(tmp_path / "c"), ["text"], np.dtype("<u2"), {})
-    with pytest.raises(DataError, match=r"cannot read .*b\.jsonl: Is a directory; the same command goes on"):
+    with pytest.raises(DataError, match=r"cannot read .*b\.jsonl: Is a directory; the same command continues"):
         preprocess(
             read_records([tmp_path / "a.jsonl", tmp_path / "b.jsonl"]), str(tmp_path / "c"), tokenizer, output=output
         )
@@ -318,6 +318,6 @@ def test_ctrl_c_in_the_middle_leaves_no_file(tmp_path):
         stdout, stderr = tool.communicate(timeout=30)
     assert tool.returncode == 130
     assert "c.jsonl can be read only once: an interrupted run begins again" in stderr
-    assert stderr.strip().splitlines()[-1].startswith("interrupted; the same command goes on")
+    assert stderr.strip().splitlines()[-1].startswith("interrupted; the same command continues")
     assert stdout == ""
     assert [path.name for path in tmp_path.iterdir()] == ["c.jsonl"]

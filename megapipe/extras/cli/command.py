@@ -109,7 +109,7 @@ def version_text() -> str:
     """Return the versions of megapipe, with the commit of a clone, and of torch with its CUDA."""
     import torch
 
-    from megapipe import __version__
+    from megapipe.version import __version__
 
     folder = Path(__file__).resolve().parents[3]
     ask = ["git", "-C", str(folder), "describe", "--always", "--dirty", "--exclude=*"]

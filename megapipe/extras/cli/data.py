@@ -89,7 +89,7 @@ MERGE_OPTIONS = (
     option("--overwrite", "replace existing files", action="store_true"),
 )
 NO_FILE = "\ninterrupted; no file was written"
-KEPT = "\ninterrupted; the same command goes on from the last commit (from the beginning, if the input was a pipe)"
+KEPT = "\ninterrupted; the same command continues from the last commit (from the beginning, if the input was a pipe)"
 
 
 @command("megapipe train-tokenizer", TRAIN_TOKENIZER_OPTIONS, interrupted=NO_FILE)
@@ -113,7 +113,7 @@ def preprocess(own: argparse.Namespace) -> None:
         megapipe preprocess --input 'corpus/*.jsonl.zst' --output-prefix data/corpus \\
             --tokenizer-type SentencePieceTokenizer --tokenizer-model tokenizer.model --append-eod --workers 8
 
-    After an error, Ctrl-C or kill -9, the same command goes on where the work was last committed. The token files do
+    After an error, Ctrl-C or kill -9, the same command continues where the work was last committed. The token files do
     not depend on --workers or interruptions. tools/preprocess_data.py is the same command under Megatron's name.
     """
     factory = functools.partial(

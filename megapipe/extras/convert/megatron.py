@@ -91,12 +91,15 @@ def in_halves(config: Config, tensors: Mapping[str, LazyTensor]) -> dict[str, La
         whole = tensor.detach().reshape(groups, -1, size, *tensor.shape[1:])
         return torch.cat([whole[:, :-1, order], whole[:, -1:]], 1).reshape(tensor.shape)
 
+    def of_head(tensor: LazyTensor) -> Tensor:  # [size]
+        return tensor.detach()[order]
+
     found = dict(tensors)
     for name, tensor in tensors.items():
         if ".linear_qkv." in name:
             found[name] = LazyTensor(tensor.shape, tensor.dtype, partial(of_heads, tensor))
         elif ".q_layernorm." in name or ".k_layernorm." in name:
-            found[name] = LazyTensor(tensor.shape, tensor.dtype, lambda tensor=tensor: tensor.detach()[order])  # type: ignore[misc]
+            found[name] = LazyTensor(tensor.shape, tensor.dtype, partial(of_head, tensor))
     return found
 
 

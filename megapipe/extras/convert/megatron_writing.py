@@ -31,7 +31,7 @@ EXTRA_STATE_MODULES = (
 
 @dataclass(frozen=True)
 class MegatronRun:
-    """What both formats hold of a run, in Megatron's terms."""
+    """The parts of a run that both formats hold, in Megatron's terms."""
 
     model: ResolvedModelConfig  # with its padded vocabulary
     args: Mapping[str, Any]

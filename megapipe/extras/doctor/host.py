@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from torch.nn.attention import SDPBackend
 
-from megapipe import __version__
 from megapipe.comm.network import Interface, interface_towards, interfaces
 from megapipe.environment import Environment, library_settings
 from megapipe.monitor.process import host
+from megapipe.version import __version__
 
 PACKAGES = (
     *("torch", "numpy", "safetensors", "pyyaml", "sentencepiece"),

@@ -9,7 +9,6 @@ from html import escape
 from pathlib import Path
 from statistics import fmean, median
 
-from megapipe import __version__
 from megapipe.config.config import Config, fields_by_key, value_of
 from megapipe.config.fields import ConfigField, value_text
 from megapipe.config.load import from_yaml
@@ -18,6 +17,7 @@ from megapipe.extras.report.charts import NUM_COLOURS, Chart, Curve, Point, figu
 from megapipe.extras.report.folder import Record, Run
 from megapipe.extras.report.page import STATES, grid_text, html_page, moment, table_html
 from megapipe.formatting import duration_text, seconds_text, text_table
+from megapipe.version import __version__
 
 MOST_COLUMNS = 40  # of a value at the terminal
 CURVE_POINTS = 100  # smoothed curves average over so many parts of a run

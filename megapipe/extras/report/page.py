@@ -10,12 +10,12 @@ from importlib.resources import files
 from statistics import median
 from typing import Any
 
-from megapipe import __version__
 from megapipe.extras.report.charts import charts_html, number
 from megapipe.extras.report.folder import METRICS, RUN, Run, Segment, changed_settings
 from megapipe.extras.report.pipeline import pipeline_html, tiles_html
 from megapipe.formatting import bytes_text, count_text, duration_text, seconds_text
 from megapipe.topology import Topology
+from megapipe.version import __version__
 
 STATES = {"ended": "finished", "stopped": "stopped early", "unknown": "no end recorded"}  # Segment.ending -> text
 MACHINE = ("device", "cores", "threads_per_rank", "backend", "system")  # keys of a start's record
