@@ -99,6 +99,8 @@ def test_all_mistakes_of_a_configuration_are_reported_at_once() -> None:
         "--hidden-size wide: expected a whole number, at least 1",
         "--lr -1: expected a value above 0",
         "--bf16 takes no value, but yes follows it",
+        "--split true: expected up to three numbers of at least 0 (training, validation, test), not all 0, such as "
+        "969,30,1",
     ]
     for options, message in (
         ({"plan": True}, "--plan is a request of the command line, not an option of a run"),

@@ -87,7 +87,8 @@ def test_a_model_comes_with_the_tokenizer_of_its_run(tmp_path: Path) -> None:
         model.generate(prompts, 0)
     with pytest.raises(ConfigError, match="dtype 'float8': choose one of"):
         load(tmp_path, dtype="float8")
+    (tmp_path / "empty").mkdir()
     with pytest.raises(CheckpointError, match="looks like none of"):
-        load(tmp_path.parent)
+        load(tmp_path / "empty")
     with pytest.raises(CheckpointError, match="nowhere is not a folder"):
         load(tmp_path / "nowhere")

@@ -65,6 +65,7 @@ OTHER: dict[str, Any] = {
     "attn_logit_softcapping": 50.0,
     "final_logit_softcapping": 30.0,
     "softmax_scale": 0.1,
+    "attention_kind": "of an extension",
 }
 OF_LLAMA3 = {"rope_low_freq_factor": 2.0, "rope_high_freq_factor": 8.0}
 SIZES_FOLLOW = ("num_attention_heads", "hidden_size", "kv_channels")

@@ -164,6 +164,14 @@ def tensors(value: Any) -> list[Tensor]:
     return [found for each in value for found in tensors(each)] if isinstance(value, list | tuple) else []
 
 
+class DeviceBytes(LiveBytes):
+    """Counts the storages on the device only."""
+
+    def _see(self, tensor: Tensor) -> None:
+        if tensor.is_cuda:
+            super()._see(tensor)
+
+
 class Stream:
     """A stream, or an event, on which everything has always happened."""
 
@@ -206,10 +214,11 @@ def pretend() -> None:
 
 
 def seen_of(world_size: int, rank: int, changes: dict[str, Any], base: dict[str, Any]) -> Seen:
-    """Run two steps and return what was seen of the second; then count the bytes of one, with a runtime of its own."""
+    """Run two steps and return what was seen of the second; then count the bytes of one, with a second runtime."""
     answers, started = Answers(), time.perf_counter()
+    given = {key: tuple(value) if isinstance(value, list) else value for key, value in (base | changes).items()}
     try:
-        plan = make_plan(world_size, changes | {"device": "cuda"}, base)
+        plan = make_plan(world_size, given | {"device": "cuda"})
         groups, read = fake_process_groups(plan.topology, rank, Traffic()), read_for(plan)
 
         def empty(spec: ParamSpec, tp_rank: int, tp: int) -> Tensor:
@@ -224,7 +233,7 @@ def seen_of(world_size: int, rank: int, changes: dict[str, Any], base: dict[str,
                 count = plan.batch.num_microbatches
                 step.run(Microbatches(count, partial(read, place), keys, DEVICE), Rates(1e-3, 0.1))
             runtime.finish_parameters()
-        seen, live = answers.seen, LiveBytes()
+        seen, live = answers.seen, DeviceBytes()
         with FakeTensorMode(allow_non_fake_inputs=True), Answers(), live:
             counted, _ = count_step(plan, groups, DEVICE, live, read, empty)
         seen.counted_bytes = dict(counted.items)

@@ -20,7 +20,7 @@ OVERRIDABLE = (
 ).split()
 
 
-def start_from(loaded: LoadedConfig, rules: Sequence[Rule]) -> tuple[LoadedConfig, Weights]:
+def start_from(loaded: LoadedConfig, rules: Sequence[Rule] = ()) -> tuple[LoadedConfig, Weights]:
     """Return the run with the folder's model section, and its tokenizer unless one is given; and the weights, unread.
 
     rules: of the run's ranks, checked with all others. Raises ConfigError for a flag that contradicts the folder,

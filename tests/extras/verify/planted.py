@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from itertools import compress
 from typing import Any
 
 import pytest
@@ -84,8 +85,10 @@ def dropped_microbatch(patch: pytest.MonkeyPatch, rank: int) -> None:
 
     def planted(self: Engine, schedule: Any, *args: Any, **kwargs: Any) -> None:
         build(self, schedule, *args, **kwargs)
-        self.row = tuple(action for action in self.row if action.microbatch != self.num_microbatches - 1)
-        self._words = tuple(str(action).encode() for action in self.row)
+        kept = [action.microbatch != self.num_microbatches - 1 for action in self.row]
+        self.row, self._words, self._acts = (
+            tuple(compress(part, kept)) for part in (self.row, self._words, self._acts)
+        )
 
     patch.setattr(Engine, "__init__", planted)
 
