@@ -111,8 +111,11 @@ def test_the_starts_of_a_killed_run_are_counted(golden: Path) -> None:
     assert ended.returncode == 3, ended.stderr
 
 
-def test_token_files_and_index_caches_are_found(golden: Path) -> None:
-    """Entries are named by a hash of path and mtime of the source, so both are set to those of the copy."""
+def test_token_files_are_read_and_old_index_caches_are_left_alone(golden: Path) -> None:
+    """Caches of another format are built again beside the old ones.
+
+    Entries are named by a hash of path and mtime of the source, so both are set to those of the copy.
+    """
     for entry in list((golden / "cache").iterdir()):
         content = json.loads((entry / "description.json").read_text())
         description = json.loads(content["description"])
@@ -125,7 +128,7 @@ def test_token_files_and_index_caches_are_found(golden: Path) -> None:
         entry.rename(entry.with_name(f"samples-{hashlib.sha256(content['description'].encode()).hexdigest()[:24]}"))
     before = sorted(path.name for path in (golden / "cache").iterdir())
     pretrain(golden, "--train-iters", "24", "--exit-interval", "1", "--hidden-dropout", "0")
-    assert sorted(path.name for path in (golden / "cache").iterdir() if not path.name.startswith(".")) == before
+    assert set(before) < {path.name for path in (golden / "cache").iterdir() if not path.name.startswith(".")}
 
 
 def test_a_profile_and_a_journal_make_a_report(golden: Path) -> None:

@@ -15,6 +15,7 @@ import pytest
 from tests.extras.dry_run.grids import FP8, LLAMA, SP2
 from tests.fake_cuda.test_steps import run as run  # a fixture
 
+pytestmark = pytest.mark.timeout(300)
 LAYER_8B = LLAMA | {
     "hidden_size": 4096,
     "ffn_hidden_size": 14336,

@@ -14,10 +14,12 @@ import pytest
 from tests.extras.dry_run.test_planned import BASES, CASES, STATE, ranks_at_ends
 from tests.fake_cuda import device
 
+pytestmark = pytest.mark.timeout(300)
 Run = Callable[..., Any]
 CLOSE = 0.06  # of models of four layers; what is planned roughly weighs more than in the eight of test_planned
 # what the host reads in a step, once its row is launched: the loss, and the norm with the health of all ranks
-NOT_HERE = ("fp64", "fp8_casts_compiled")  # torch has no fused fp64 attention on CUDA; torch.compile needs values
+# torch has no fused fp64 attention on CUDA; torch.compile needs values; torch.tensor (of scales) needs a driver
+NOT_HERE = ("fp64", "fp8_casts_compiled", *(name for name in CASES if name.startswith(("narrow", "update"))))
 HOST_READS = {"train/step.py:wait", "optimizer/gradient_norm.py:wait"}
 
 
@@ -42,7 +44,7 @@ def run() -> Iterator[Run]:
         asked.close()
 
 
-@pytest.mark.parametrize("base", BASES)
+@pytest.mark.parametrize("base", ["gpt2", "llama"])
 @pytest.mark.parametrize("name", [name for name in CASES if name not in NOT_HERE])
 def test_two_steps_keep_to_the_device(name: str, base: str, run: Run) -> None:
     world_size, changes = CASES[name]
