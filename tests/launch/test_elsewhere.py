@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
-import shutil
 import socket
 import subprocess
 import sys
@@ -43,43 +41,6 @@ def test_the_dockerfile_copies_what_the_repository_has_and_takes_base_and_torch_
     arguments = dict(rest.split("=", 1) for name, rest in found if name == "ARG")
     assert set(arguments) == {"BASE", "TORCH_INDEX"} and ("FROM", "${BASE}") in found
     assert ("ENTRYPOINT", '["megapipe"]') in found
-
-
-def test_the_lines_of_the_dockerfile_run_in_an_empty_folder(tmp_path: Path) -> None:
-    """All but apt-get, which is only asked for its packages; pip takes torch from its configured index."""
-    place = tmp_path / "opt" / "megapipe"
-    configured = subprocess.run(
-        [sys.executable, "-m", "pip", "config", "get", "global.index-url"], capture_output=True, text=True
-    ).stdout.strip()
-    variables = {"HOME": str(tmp_path), "PATH": os.environ["PATH"], "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
-    variables |= {
-        name: value for name, value in os.environ.items() if name.startswith("PIP_") or "proxy" in name.lower()
-    }
-    variables["TORCH_INDEX"] = configured or "https://pypi.org/simple"
-    folder, num_run = tmp_path, 0
-    for name, rest in instructions():
-        rest = rest.replace("/opt/megapipe", str(place))
-        if name == "ENV":
-            key, _, value = rest.partition("=")
-            variables[key] = value.replace("$PATH", variables["PATH"])
-        elif name == "WORKDIR":
-            folder = tmp_path / rest.lstrip("/") if not rest.startswith(str(tmp_path)) else Path(rest)
-            folder.mkdir(parents=True)
-        elif name == "COPY":
-            *sources, target = rest.split()
-            for source in sources:
-                into = folder if target == "./" else folder / target
-                subprocess.run(["cp", "-r", "--no-dereference", REPOSITORY / source, into], check=True)
-        elif name == "RUN" and "apt-get" in rest:
-            packages = re.search(r"--no-install-recommends ([\w -]+?) &&", rest)
-            assert packages is not None
-            if shutil.which("apt-cache"):
-                subprocess.run(["apt-cache", "show", *packages[1].split()], check=True, capture_output=True)
-        elif name == "RUN":
-            num_run += 1
-            ended = subprocess.run(["sh", "-c", rest], cwd=folder, env=variables, capture_output=True, text=True)
-            assert ended.returncode == 0, f"{rest}\n{ended.stdout[-1000:]}{ended.stderr[-2000:]}"
-    assert num_run >= 4 and "stdlib_llama.yaml" in ended.stdout and ended.stdout.startswith("megapipe ")
 
 
 def pods() -> list[dict[str, Any]]:
