@@ -1,4 +1,4 @@
-"""Every kind of configuration takes two steps on the fake device: right devices and dtypes, no waits, planned bytes."""
+"""Configurations of most kinds take two steps on the fake device: right devices and dtypes, no waits, planned bytes."""
 
 from __future__ import annotations
 
