@@ -166,7 +166,12 @@ class IndexedFile:
             is_in_order &= follows
             end = int(ends[-1])
             self.release()
-        if end != bin_bytes or not (is_in_order or self._is_shared()):
+        if end == bin_bytes and not is_in_order:  # sequences may follow one another without gaps in another order
+            filled = np.flatnonzero(self.lengths)
+            order = filled[np.argsort(self.offsets[filled])]
+            contiguous = _contiguous_offsets(self.lengths[order], self.dtype)
+            is_in_order = bool(np.array_equal(self.offsets[order], contiguous))
+        if end != bin_bytes or not is_in_order:
             found = f"its {end // item} tokens of {item} bytes ({self.dtype}) do not fill {bin_path(self.prefix).name}"
             why = f"which has {bin_bytes} bytes, one after another: it is damaged or belongs to another file"
             raise DataError(f"{idx}: {found}, {why}; copy or preprocess both again")
@@ -196,12 +201,6 @@ class IndexedFile:
                 start = f"document {number} starts at sequence {starts[number]}"
                 raise DataError(f"{idx}: {start}, before the preceding one")
             self.release()
-
-    def _is_shared(self) -> bool:
-        """Return True if the sequences, sorted by their place, follow one another without gaps."""
-        filled = np.flatnonzero(self.lengths)
-        order = filled[np.argsort(self.offsets[filled])]
-        return bool(np.array_equal(self.offsets[order], _contiguous_offsets(self.lengths[order], self.dtype)))
 
 
 def _map(path: Path, prefix: str) -> mmap.mmap | bytes:

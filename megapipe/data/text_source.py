@@ -292,7 +292,8 @@ def read_records(
             if kind in ("parquet", "arrow"):
                 records = _rows(path, kind, keys, begin)
             elif kind == "text" and document_unit == "file":
-                records = _whole(path, begin)
+                with open_text(path) as file:
+                    records = iter([Record(str(path), 0, file.read(), False, 0, Position(index + 1))])
             else:
                 records = _lines(path, kind == "jsonl", document_unit, begin)
             for record in records:
@@ -309,11 +310,6 @@ def read_records(
 def _rows(path: Path, kind: str, keys: Sequence[str], begin: Position) -> Iterator[Record]:
     for row, cells in read_rows(path, kind == "parquet", keys, begin.number):
         yield Record(str(path), row + 1, b"", False, 0, Position(begin.file, 0, row + 1), cells)
-
-
-def _whole(path: Path, begin: Position) -> Iterator[Record]:
-    with open_text(path) as file:
-        yield Record(str(path), 0, file.read(), False, 0, Position(begin.file + 1))
 
 
 def _lines(path: Path, is_json: bool, document_unit: str, begin: Position) -> Iterator[Record]:

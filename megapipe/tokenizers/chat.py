@@ -146,12 +146,9 @@ class ChatTokenizer:
     def tokenize(self, chats: Sequence[Rendered]) -> list[ChatTokens]:
         """Tokenize texts, on all cores."""
         encodings = self._library_tokenizer.encode_batch([chat.text for chat in chats], add_special_tokens=False)
-        special = self._special_ids()
-        return [_tokens(chat, encoding, special) for chat, encoding in zip(chats, encodings, strict=True)]
-
-    def _special_ids(self) -> frozenset[int]:
         added = self._library_tokenizer.get_added_tokens_decoder()
-        return frozenset(number for number, token in added.items() if token.special)
+        special = frozenset(number for number, token in added.items() if token.special)
+        return [_tokens(chat, encoding, special) for chat, encoding in zip(chats, encodings, strict=True)]
 
     def _id(self, text: str) -> int | None:
         found: int | None = self._library_tokenizer.token_to_id(text)

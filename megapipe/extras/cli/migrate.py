@@ -86,16 +86,12 @@ def report_of(source: str, reading: Reading, ranks: int | None) -> Migration:
     judgement = judge(call.arguments)
     world = world_of(call.launcher, reading.variables.values)
     ranks_text, problems = grid(judgement, World(ranks, None) if ranks is not None else world)
-    decisions = tuple(each for each in reading.decisions if each.names & call.names and is_told(each))
+    # conditions that hold, or whose outcome is assumed
+    decisions = tuple(each for each in reading.decisions if each.names & call.names and each.outcome != "not taken")
     further = [f"line {each.line}: {each.script} is started once more" for each in reading.calls[1:]]
     missing = () if judgement.loaded is None else tuple(missing_files(judgement.loaded.config, Path()))
     notes = (*reading.notes, *further)
     return Migration(source, call, judgement, decisions, notes, ranks_text, problems, missing)
-
-
-def is_told(decision: Decision) -> bool:
-    """Return True if the report names a condition: one that holds, or whose outcome is assumed."""
-    return decision.outcome != "not taken"
 
 
 def read_file(path: Path) -> str:
@@ -111,7 +107,10 @@ def grid(judgement: Judgement, world: World) -> tuple[str, tuple[str, ...]]:
     if judgement.loaded is None or judgement.unchecked:
         return f"{world.size or 'not stated'} by the launcher; the grid is not checked", ()
     config = judgement.loaded.config
-    least = least_ranks(config)
+    parallel = config.parallel
+    least = (  # ranks of one data-parallel replica
+        parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size * parallel.context_parallel_size
+    )
     size = world.size or least
     said = f"{size} by the launcher" if world.size else f"not stated by the launcher; checked on {size}, the least"
     training, rampup = config.training, config.training.rampup_batch_size
@@ -125,9 +124,3 @@ def grid(judgement: Judgement, world: World) -> tuple[str, tuple[str, ...]]:
     axes = plan.topology
     later = "; schedules of the smaller batches are checked at start" if rampup else ""
     return f"{said}: tp {axes.tp} x pp {axes.pp} x dp {axes.dp}{later}", ()
-
-
-def least_ranks(config: Config) -> int:
-    """Return the ranks of one data-parallel replica."""
-    parallel = config.parallel
-    return parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size * parallel.context_parallel_size

@@ -190,11 +190,7 @@ def llama_family(
     return Family(architecture, model_type, llama_rows(norms), all_rules)
 
 
-def _head_dim(settings: Settings) -> int:
-    return int(settings["hidden_size"]) // int(settings["num_attention_heads"])
-
-
-HEAD_DIM = key("head_dim", "kv_channels", _head_dim)
+HEAD_DIM = key("head_dim", "kv_channels", lambda own: int(own["hidden_size"]) // int(own["num_attention_heads"]))
 LLAMA_BIASES = shared(
     ("attention_bias", "mlp_bias"), "add_bias_linear", False, "here all linear layers have biases or none has"
 )

@@ -8,6 +8,7 @@ of the weights they must equal the weights.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -118,7 +119,7 @@ def _stages(
         sizes = [ranks[0][key].shape[0] for key in sorted(ranks[0]) if key[1] == KEYS["master"]]
         for stop in [len(layers)] if is_last else range(first, len(layers) + 1):
             own = [*start, *(spec for layer in layers[first:stop] for spec in layer), *end][::-1]
-            places = lay_out([(spec.name, _numel(spec, tp)) for spec in own], sizes)
+            places = lay_out([(spec.name, math.prod(spec.local_shape(0, tp))) for spec in own], sizes)
             if places is not None:
                 stages.append(Stage(tuple(own), places, ranks))
                 first = stop
@@ -126,10 +127,6 @@ def _stages(
         else:
             return None
     return stages
-
-
-def _numel(spec: ParamSpec, tp: int) -> int:
-    return torch.Size(spec.local_shape(0, tp)).numel()
 
 
 def lay_out(parameters: Sequence[tuple[str, int]], sizes: Sequence[int]) -> dict[str, Place] | None:

@@ -183,7 +183,10 @@ def compare_page(runs: Mapping[str, Run], now: float | None = None) -> str:
     else:
         settings = f"<p>No setting differs.</p>{settings}"
     shown = results(runs)
-    rows = [[f"<td>{_legend(i, row[0])}</td>", *(_cell(text) for text in row[1:])] for i, row in enumerate(shown[1:])]
+    rows = [
+        [f"<td>{_legend(i, row[0])}</td>", *(f"<td>{escape(text)}</td>" for text in row[1:])]
+        for i, row in enumerate(shown[1:])
+    ]
     charts = "".join(map(figure_html, charts_of(runs)))
     sections = {
         "Settings that differ": settings,
@@ -198,10 +201,6 @@ def compare_page(runs: Mapping[str, Run], now: float | None = None) -> str:
 
 def _legend(index: int, name: str) -> str:
     return f'<span class="run c{index}">{escape(name)}</span>'
-
-
-def _cell(text: str) -> str:
-    return f"<td>{escape(text)}</td>"
 
 
 def charts_of(runs: Mapping[str, Run]) -> list[Chart]:
