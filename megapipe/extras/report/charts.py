@@ -75,7 +75,7 @@ class _Frame:
         low, high = (0.0 if chart.from_zero else min(ys)), max(ys)
         if self.is_logarithmic:
             low, high = math.log10(min(ys)), math.log10(max(ys))
-        if high - low < 1e-12 * max(1.0, abs(high)):
+        if high - low <= 1e-5 * max(abs(low), abs(high)):  # a constant, up to rounding
             if chart.from_zero and high:
                 low, high = 0.0, high * 1.2
             else:
@@ -123,10 +123,14 @@ def chart_svg(chart: Chart) -> str:
         f'data-frame="{frame.x(0):.4f} {frame.x(1) - frame.x(0):.9g} {TOP} {bottom}" '
         f'data-unit="{escape(chart.unit)}" data-axis="{escape(chart.axis)}">'
     ]
-    for value in frame.ticks():
+    values = list(frame.ticks())
+    labels = [number(value) for value in values]
+    if len(set(labels)) < len(labels):  # a narrow range needs more digits
+        labels = [f"{value:.7g}" for value in values]
+    for value, label in zip(values, labels, strict=True):
         y = frame.y(value)
         parts.append(f'<line class="grid" x1="{LEFT}" y1="{y:.1f}" x2="{right}" y2="{y:.1f}"/>')
-        parts.append(f'<text class="tick" x="{LEFT - 7}" y="{y + 4:.1f}" text-anchor="end">{number(value)}</text>')
+        parts.append(f'<text class="tick" x="{LEFT - 7}" y="{y + 4:.1f}" text-anchor="end">{label}</text>')
     step = max(1.0, round_step((frame.high_x - frame.low_x) / (chart.width // 48)))
     first = math.ceil(frame.low_x / step) * step
     for index in range(int((frame.high_x - first) / step + 1e-9) + 1):
@@ -251,7 +255,7 @@ def figure_html(chart: Chart) -> str:
     for curve in chart.curves:
         if curve.points and curve.kind != "lost":
             value = curve.points[-1][1]
-            last = f"{value:.4f}" if 0.1 <= abs(value) < 100 else number(value)
+            last = f"{value:.4f}" if 0.1 <= abs(value) < 100 and chart.unit != "%" else number(value)
             legend += f'<span><i class="c{curve.colour}"></i>{escape(curve.name)}, last {last}</span>'
     unit = f" <span>{escape(chart.unit)}</span>" if chart.unit else ""
     note = f"<span>{escape(chart.note)}</span>" if chart.note else ""

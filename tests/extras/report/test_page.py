@@ -337,6 +337,13 @@ def test_an_axis_has_at_least_four_ticks_whatever_its_range() -> None:
         assert 5 <= drawn.count('text-anchor="middle"') <= 12
 
 
+@pytest.mark.parametrize(("low", "high"), [(4.89552104, 4.89557), (0.51293, 0.51294), (12_345.0, 12_346.5), (2.0, 2.0)])
+def test_ticks_of_a_narrow_range_have_different_labels(low: float, high: float) -> None:
+    drawn = chart_svg(Chart("t", [Curve("a", [(1.0, low), (2.0, high)])]))
+    labels = re.findall(r'text-anchor="end">([^<]*)<', drawn)[:-1]  # without the name of the x axis
+    assert len(labels) >= 4 and len(set(labels)) == len(labels)
+
+
 def test_settings_are_shown_with_the_default_that_they_would_have_had() -> None:
     text = "model:\n  ffn_hidden_size: 512\n  num_layers: 2\n  hidden_size: 64\ntraining:\n  micro_batch_size: 4\n"
     text += "  global_batch_size: 16\n"
