@@ -84,6 +84,13 @@ class ResolvedOptimizerConfig(OptimizerConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
+class ResolvedLoggingConfig(LoggingConfig):
+    """The logging section of a run of known length."""
+
+    log_interval: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class ResolvedConfig(Config):
     """A configuration on a given number of ranks."""
 
@@ -91,6 +98,7 @@ class ResolvedConfig(Config):
     parallel: ResolvedParallelConfig
     training: ResolvedTrainingConfig
     optimizer: ResolvedOptimizerConfig
+    logging: ResolvedLoggingConfig
 
 
 def convert(section_type: type[Section], section: object, **changes: Any) -> Section:

@@ -219,7 +219,9 @@ class CheckpointConfig:
 class LoggingConfig:
     """Logging to the console, to metrics.jsonl and to each writer that is configured; profiles; samples at the end."""
 
-    log_interval: int = count(100, "steps between log lines", "steps")
+    log_interval: int | None = count(
+        None, "steps between log lines", "steps", derived="100, or a twentieth of the steps of a shorter run"
+    )
     quiet: bool = option(
         False, "print no plan and no line for a step or an evaluation; notes on checkpoints and problems still appear"
     )

@@ -107,6 +107,7 @@ DELIBERATE_DIFFERENCES = (
         "acts alone",
         "a given number is never ignored",
     ),
+    Difference("--log-interval", "100", "100, or a twentieth of a shorter run", "a short run has curves, too"),
     Difference("--high-priority-stream-groups", "none", "pp", "a pipeline waits for its messages"),
     Difference("--profile-ranks", "none", "0", "--profile alone writes a trace"),
     Difference(

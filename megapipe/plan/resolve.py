@@ -13,6 +13,7 @@ from functools import cache
 from megapipe.config.config import (
     Config,
     ResolvedConfig,
+    ResolvedLoggingConfig,
     ResolvedModelConfig,
     ResolvedOptimizerConfig,
     ResolvedParallelConfig,
@@ -64,9 +65,10 @@ def resolve(config: Config, world_size: int, ranks_per_node: int | None = None) 
     optimizer, data = _optimizer(config.optimizer, training, batch), config.data
     if data.data_path is not None and data.split is None:
         data = dataclasses.replace(data, split=DEFAULT_SPLIT)
-    resolved = convert(
-        ResolvedConfig, config, model=model, parallel=parallel, training=training, optimizer=optimizer, data=data
-    )
+    interval = config.logging.log_interval or max(1, min(100, (training.train_iters or 2000) // 20))
+    logging = convert(ResolvedLoggingConfig, config.logging, log_interval=interval)
+    sections = {"model": model, "parallel": parallel, "training": training, "optimizer": optimizer}
+    resolved = convert(ResolvedConfig, config, **sections, data=data, logging=logging)
     specs = model_parameters(model, parallel.sequence_parallel)
     plan = _balanced_and_checked(RunPlan(resolved, topology, placement, partition, specs, batch, schedule_name))
     _audit_slices(model, parallel.sequence_parallel, tp)

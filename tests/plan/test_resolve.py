@@ -22,6 +22,12 @@ def test_sizes_that_follow_from_others_are_filled_in() -> None:
     assert plan.config.training.train_samples == 40
 
 
+@pytest.mark.parametrize(("steps", "interval"), [(None, 100), (7, 1), (60, 3), (2000, 100), (500_000, 100)])
+def test_a_short_run_is_logged_twenty_times(steps: int | None, interval: int) -> None:
+    assert resolve(small_config(train_iters=steps), 1).config.logging.log_interval == interval
+    assert resolve(small_config(train_iters=steps, log_interval=50), 1).config.logging.log_interval == 50
+
+
 def test_swiglu_gets_megatrons_width() -> None:
     assert resolve(small_config(activation="swiglu", hidden_size=512), 1).config.model.ffn_hidden_size == 1344
 
