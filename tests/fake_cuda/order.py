@@ -1,0 +1,219 @@
+"""`find_races`: accesses to one memory that the streams, events and messages of a run leave unordered.
+
+A log is what one rank did, in the order in which its host did it. A queue is a stream, the internal stream of an NCCL
+communicator, or HOST. Work of a queue runs in order, and after everything that the host had waited for when it was
+launched. A `Wait` orders a queue after a `Mark`, as an event does. A receive is ordered after the send that it matches,
+on another rank; no other order between ranks is used, so a run may not depend on one.
+
+Vector clocks as in FastTrack (Flanagan & Freund 2009): entry q of a queue's clock is the number of operations of queue
+q that are complete before its next operation begins.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+HOST = "host"
+Span = tuple[int, int, int]  # (storage, first byte, byte after the last)
+
+
+class Operation(NamedTuple):
+    """Work launched on a queue. sends, receives: the message that it is an end of, if any."""
+
+    queue: str
+    place: str
+    reads: tuple[Span, ...] = ()
+    writes: tuple[Span, ...] = ()
+    sends: str | None = None
+    receives: str | None = None
+
+
+class Mark(NamedTuple):
+    """An event recorded in a queue."""
+
+    event: str
+    queue: str
+
+
+class Wait(NamedTuple):
+    """The queue's later work waits for the event's last mark; on HOST, the host does."""
+
+    queue: str
+    event: str
+
+
+class Free(NamedTuple):
+    """The allocator takes back a storage: from now on, work of `queue`, where it was allocated, may reuse its memory.
+
+    used_by: the queues named to record_stream; the allocator waits for what they have been given so far. No later
+    entry has the storage's number.
+    """
+
+    storage: int
+    queue: str
+    place: str
+    used_by: frozenset[str] = frozenset()
+
+
+Entry = Operation | Mark | Wait | Free
+Clock = dict[str, int]
+
+
+class Access(NamedTuple):
+    """One operation's access to bytes of a storage."""
+
+    first: int
+    stop: int
+    writes: bool
+    queue: str
+    number: int  # of the operation on its queue
+    position: int  # in the log
+    place: str
+    after: frozenset[str] = frozenset()  # queues whose accesses so far are ordered before it by other means
+
+    def __str__(self) -> str:
+        return f"{'write' if self.writes else 'read'} on {self.queue} by {self.place}"
+
+
+class Race(NamedTuple):
+    """Two unordered accesses, as text."""
+
+    earlier: str
+    later: str
+
+    def __str__(self) -> str:
+        return f"{self.earlier}  <->  {self.later}"
+
+
+def find_races(logs: Sequence[Iterable[Entry]]) -> list[Race]:
+    """Return the races of all ranks' logs, each pair of places once.
+
+    Raises ValueError if work never begins: a receive without a send, or ranks that wait for each other.
+    """
+    sent: dict[str, Clock] = {}
+    ranks = [_Rank(f"{rank} ", log, sent) for rank, log in enumerate(logs)]
+    while any([rank.advance() for rank in ranks]):
+        pass
+    stuck = [f"rank {rank.name}{work}" for rank in ranks for work in rank.next_work()]
+    if stuck:
+        raise ValueError(f"never begins: {'; '.join(stuck)}")
+    return list(dict.fromkeys(race for rank in ranks for race in rank.races))
+
+
+class _Launched(NamedTuple):
+    """An entry in its queue. What the host had done before: its number of operations and of waits."""
+
+    entry: Entry
+    position: int  # in the log
+    host_operations: int
+    host_waits: int
+    mark: int  # the position of a Mark, or of the one that a Wait is for
+
+
+class _Rank:
+    """One rank's queues, each run as far as events and messages allow."""
+
+    def __init__(self, name: str, log: Iterable[Entry], sent: dict[str, Clock]) -> None:
+        self.name = name
+        self.races: list[Race] = []
+        self._sent = sent  # by message, of all ranks
+        self._queues: dict[str, deque[_Launched]] = {}
+        self._clocks: dict[str, Clock] = {}  # by queue
+        self._marks: dict[int, Clock] = {}
+        self._host: list[Clock] = [{}]  # what the host knows after each of its waits
+        self._accesses: dict[int, list[Access]] = {}  # by storage
+        self._split(log)
+
+    def _split(self, log: Iterable[Entry]) -> None:
+        """Sort the log into queues."""
+        latest: dict[str, int] = {}  # event -> its last mark
+        operations = waits = 0
+        for position, entry in enumerate(log):
+            if isinstance(entry, Mark):
+                latest[entry.event] = position
+            elif isinstance(entry, Wait) and entry.event not in latest:  # waiting for it does nothing
+                continue
+            mark = latest[entry.event] if isinstance(entry, Mark | Wait) else -1
+            self._queues.setdefault(entry.queue, deque()).append(
+                _Launched(entry, position, operations, waits, mark)
+            )
+            if entry.queue == HOST:
+                operations += isinstance(entry, Operation)
+                waits += isinstance(entry, Wait)
+
+    def next_work(self) -> list[str]:
+        """Return what each queue would do next."""
+        return [str(queue[0].entry) for queue in self._queues.values() if queue]
+
+    def advance(self) -> bool:
+        """Run every queue until it has to wait. Returns False if nothing ran."""
+        has_run = False
+        for name, queue in self._queues.items():
+            while queue and self._can_begin(queue[0]):
+                self._run(name, queue.popleft())
+                has_run = True
+        return has_run
+
+    def _can_begin(self, launched: _Launched) -> bool:
+        entry = launched.entry
+        host_operations = self._clocks.get(HOST, {}).get(self.name + HOST, 0)
+        if launched.host_waits >= len(self._host) or launched.host_operations > host_operations:
+            return False
+        if isinstance(entry, Operation):
+            return entry.receives is None or entry.receives in self._sent
+        return not isinstance(entry, Wait) or launched.mark in self._marks
+
+    def _run(self, queue: str, launched: _Launched) -> None:
+        entry, clock, name = launched.entry, self._clocks.setdefault(queue, {}), self.name + queue
+        if queue != HOST:
+            _join(clock, self._host[launched.host_waits])
+            clock[self.name + HOST] = launched.host_operations
+        if isinstance(entry, Mark):
+            self._marks[launched.mark] = dict(clock)
+        elif isinstance(entry, Wait):
+            _join(clock, self._marks[launched.mark])
+            if queue == HOST:
+                self._host.append(dict(clock))
+        elif isinstance(entry, Free):
+            clock[name] = clock.get(name, 0) + 1
+            place = f"use of its memory for other tensors, after it was freed in {entry.place}"
+            freed = Access(0, sys.maxsize, True, queue, clock[name], launched.position, place, entry.used_by)
+            self._access(entry.storage, freed, clock)
+        else:
+            self._operate(entry, launched.position, clock, name)
+
+    def _operate(self, operation: Operation, position: int, clock: Clock, name: str) -> None:
+        if operation.receives is not None:
+            _join(clock, self._sent[operation.receives])
+        number = clock[name] = clock.get(name, 0) + 1
+        for spans, writes in ((operation.reads, False), (operation.writes, True)):
+            for storage, first, stop in spans:
+                access = Access(first, stop, writes, operation.queue, number, position, operation.place)
+                self._access(storage, access, clock)
+        if operation.sends is not None:
+            self._sent[operation.sends] = dict(clock)
+
+    def _access(self, storage: int, new: Access, clock: Mapping[str, int]) -> None:
+        kept = []
+        for old in self._accesses.get(storage, ()):
+            ordered = (
+                old.queue == new.queue
+                or old.number <= clock.get(self.name + old.queue, 0)
+                or old.queue in new.after
+                or new.queue in old.after
+            )
+            if not ordered and (old.writes or new.writes) and old.first < new.stop and new.first < old.stop:
+                self.races.append(Race(*map(str, sorted((old, new), key=lambda access: access.position))))
+            # whatever conflicts with an access that this one follows and covers conflicts with this one too
+            if not (ordered and new.writes >= old.writes and new.first <= old.first and old.stop <= new.stop):
+                kept.append(old)
+        self._accesses[storage] = [*kept, new]
+
+
+def _join(clock: Clock, other: Mapping[str, int]) -> None:
+    for queue, number in other.items():
+        if number > clock.get(queue, 0):
+            clock[queue] = number
