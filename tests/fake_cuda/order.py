@@ -46,16 +46,16 @@ class Wait(NamedTuple):
 
 
 class Free(NamedTuple):
-    """The allocator takes back a storage: from now on, work of `queue`, where it was allocated, may reuse its memory.
+    """From now on, work of `queue`, on which the storage was allocated, may use its memory for other tensors.
 
-    used_by: the queues named to record_stream; the allocator waits for what they have been given so far. No later
-    entry has the storage's number.
+    after: events for which the allocator waits first, of the queues named to record_stream. No later entry has the
+    storage's number.
     """
 
     storage: int
     queue: str
     place: str
-    used_by: frozenset[str] = frozenset()
+    after: tuple[str, ...] = ()
 
 
 Entry = Operation | Mark | Wait | Free
@@ -72,7 +72,6 @@ class Access(NamedTuple):
     number: int  # of the operation on its queue
     position: int  # in the log
     place: str
-    after: frozenset[str] = frozenset()  # queues whose accesses so far are ordered before it by other means
 
     def __str__(self) -> str:
         return f"{'write' if self.writes else 'read'} on {self.queue} by {self.place}"
@@ -95,7 +94,7 @@ def find_races(logs: Sequence[Iterable[Entry]]) -> list[Race]:
     """
     sent: dict[str, Clock] = {}
     ranks = [_Rank(f"{rank} ", log, sent) for rank, log in enumerate(logs)]
-    while any([rank.advance() for rank in ranks]):
+    while sum(rank.advance() for rank in ranks):
         pass
     stuck = [f"rank {rank.name}{work}" for rank in ranks for work in rank.next_work()]
     if stuck:
@@ -110,7 +109,7 @@ class _Launched(NamedTuple):
     position: int  # in the log
     host_operations: int
     host_waits: int
-    mark: int  # the position of a Mark, or of the one that a Wait is for
+    marks: tuple[int, ...]  # the position of a Mark, or of those that a Wait or Free is for
 
 
 class _Rank:
@@ -124,6 +123,7 @@ class _Rank:
         self._clocks: dict[str, Clock] = {}  # by queue
         self._marks: dict[int, Clock] = {}
         self._host: list[Clock] = [{}]  # what the host knows after each of its waits
+        self._frees: list[tuple[_Launched, Clock]] = []  # until their events have happened
         self._accesses: dict[int, list[Access]] = {}  # by storage
         self._split(log)
 
@@ -136,10 +136,9 @@ class _Rank:
                 latest[entry.event] = position
             elif isinstance(entry, Wait) and entry.event not in latest:  # waiting for it does nothing
                 continue
-            mark = latest[entry.event] if isinstance(entry, Mark | Wait) else -1
-            self._queues.setdefault(entry.queue, deque()).append(
-                _Launched(entry, position, operations, waits, mark)
-            )
+            events = (entry.event,) if isinstance(entry, Mark | Wait) else getattr(entry, "after", ())
+            marks = tuple(latest[event] for event in events)
+            self._queues.setdefault(entry.queue, deque()).append(_Launched(entry, position, operations, waits, marks))
             if entry.queue == HOST:
                 operations += isinstance(entry, Operation)
                 waits += isinstance(entry, Wait)
@@ -155,6 +154,11 @@ class _Rank:
             while queue and self._can_begin(queue[0]):
                 self._run(name, queue.popleft())
                 has_run = True
+        for free, clock in [each for each in self._frees if self._are_marked(each[0].marks)]:
+            self._frees.remove((free, clock))
+            for mark in free.marks:
+                _join(clock, self._marks[mark])
+            self._reuse(free, clock)
         return has_run
 
     def _can_begin(self, launched: _Launched) -> bool:
@@ -164,7 +168,10 @@ class _Rank:
             return False
         if isinstance(entry, Operation):
             return entry.receives is None or entry.receives in self._sent
-        return not isinstance(entry, Wait) or launched.mark in self._marks
+        return not isinstance(entry, Wait) or self._are_marked(launched.marks)
+
+    def _are_marked(self, marks: Iterable[int]) -> bool:
+        return all(mark in self._marks for mark in marks)
 
     def _run(self, queue: str, launched: _Launched) -> None:
         entry, clock, name = launched.entry, self._clocks.setdefault(queue, {}), self.name + queue
@@ -172,18 +179,23 @@ class _Rank:
             _join(clock, self._host[launched.host_waits])
             clock[self.name + HOST] = launched.host_operations
         if isinstance(entry, Mark):
-            self._marks[launched.mark] = dict(clock)
+            self._marks[launched.position] = dict(clock)
         elif isinstance(entry, Wait):
-            _join(clock, self._marks[launched.mark])
+            _join(clock, self._marks[launched.marks[0]])
             if queue == HOST:
                 self._host.append(dict(clock))
         elif isinstance(entry, Free):
             clock[name] = clock.get(name, 0) + 1
-            place = f"use of its memory for other tensors, after it was freed in {entry.place}"
-            freed = Access(0, sys.maxsize, True, queue, clock[name], launched.position, place, entry.used_by)
-            self._access(entry.storage, freed, clock)
+            self._frees.append((launched, dict(clock)))
         else:
             self._operate(entry, launched.position, clock, name)
+
+    def _reuse(self, launched: _Launched, clock: Clock) -> None:
+        free = launched.entry
+        assert isinstance(free, Free)
+        place = f"use of its memory for other tensors, after it was freed in {free.place}"
+        number = clock[self.name + free.queue]
+        self._access(free.storage, Access(0, sys.maxsize, True, free.queue, number, launched.position, place), clock)
 
     def _operate(self, operation: Operation, position: int, clock: Clock, name: str) -> None:
         if operation.receives is not None:
@@ -199,12 +211,7 @@ class _Rank:
     def _access(self, storage: int, new: Access, clock: Mapping[str, int]) -> None:
         kept = []
         for old in self._accesses.get(storage, ()):
-            ordered = (
-                old.queue == new.queue
-                or old.number <= clock.get(self.name + old.queue, 0)
-                or old.queue in new.after
-                or new.queue in old.after
-            )
+            ordered = old.queue == new.queue or old.number <= clock.get(self.name + old.queue, 0)
             if not ordered and (old.writes or new.writes) and old.first < new.stop and new.first < old.stop:
                 self.races.append(Race(*map(str, sorted((old, new), key=lambda access: access.position))))
             # whatever conflicts with an access that this one follows and covers conflicts with this one too

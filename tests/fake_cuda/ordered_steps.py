@@ -47,10 +47,10 @@ from tests.fake_cuda.recorder import Device, NcclHandle, OrderedAnswers, Recorde
 from tests.fake_cuda.steps import DEVICE, pretend
 
 BASE: dict[str, Any] = {
-    "num_layers": 4,
+    "num_layers": 2,
     "hidden_size": 64,
     "num_attention_heads": 4,
-    "seq_length": 32,
+    "seq_length": 16,
     "vocab_size": 96,
     "global_batch_size": 4,
     "micro_batch_size": 1,

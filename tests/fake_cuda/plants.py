@@ -1,9 +1,128 @@
-"""Planted mistakes in the order of streams, each a context in which megapipe makes it."""
+"""Planted mistakes in the order of streams: `PLANTS` replaces a method of megapipe by a function that makes one."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
+from unittest.mock import patch
 
-PLANTS: dict[str, Callable[[], AbstractContextManager[Any]]] = {}
+from torch import Tensor
+
+from megapipe.comm.channels import Channel, PendingReceive, PendingSend
+from megapipe.comm.collectives import Work
+from megapipe.data_parallel.gather import ParameterGather
+from megapipe.data_parallel.reducer import GradientReducer
+from megapipe.gpu.streams import HostBuffer, StageStreams, StreamCopies
+from megapipe.optimizer.gradient_norm import ModelSum
+from megapipe.pipeline.graphs import CapturedStage, StageGraphs
+from megapipe.pipeline.offload import _Carried
+from megapipe.tensor_parallel.gemms import SequenceGather
+from tests.fake_cuda.recorder import Stream, on
+
+begin_step, finish, post_receive = GradientReducer.begin_step, GradientReducer.finish, Channel.post_receive
+
+
+def nothing(*_: Any) -> None:
+    """Do nothing in place of something."""
+
+
+@contextmanager
+def computing_without_join(streams: StageStreams, stage: int) -> Iterator[None]:
+    streams._fork()
+    with on(streams.of(stage)):
+        yield
+
+
+def to_busy_buffer(copies: StreamCopies, stream: Stream, buffer: HostBuffer, copy: Callable[[], None]) -> Any:
+    copies._out.wait_stream(stream)
+    return copies._run(copies._out, copy)
+
+
+def to_busy_memory(copies: StreamCopies, stream: Stream, buffer: HostBuffer, copy: Callable[[], None]) -> Any:
+    buffer.read = copies._run(copies._in, copy)
+    return buffer.read
+
+
+def release_at_once(carried: Any) -> None:
+    for part in carried._parts.values():
+        part.bytes = None
+
+
+def message_on_its_way(receive: PendingReceive) -> tuple[Tensor, ...]:
+    return receive._tensors
+
+
+def drop_message(send: PendingSend) -> None:
+    send._handles, send._tensors = [], ()
+
+
+def receive_into_one_buffer(channel: Channel, messages: Any) -> PendingReceive:
+    buffer = channel.handle.__dict__.setdefault("buffer", [])
+    if not buffer:
+        receive = post_receive(channel, messages)
+        buffer += receive._tensors
+        return receive
+    return PendingReceive(channel, tuple(buffer), [channel._post(tensor, 0) for tensor in buffer], [], 0)
+
+
+def reduce_early(reducer: GradientReducer, num_microbatches: int) -> None:
+    begin_step(reducer, num_microbatches)
+    for states in reducer._plain.values():
+        reducer._launch(states)
+        for state in states:
+            state.launched = False
+
+
+def finish_without_wait(reducer: GradientReducer) -> None:
+    for work, result, _ in reducer.pending:
+        reducer.kept = (*getattr(reducer, "kept", ()), work, result)  # type: ignore[attr-defined]
+    reducer.pending = []
+    finish(reducer)
+
+
+def gathered_halfway(gather: SequenceGather) -> Tensor:
+    gather.launch()
+    return gather.tensor if gather._full is None else gather._full
+
+
+def sums_on_their_way(sums: ModelSum) -> list[float]:
+    return [float(value) for value in sums._summed.tolist()]
+
+
+def fill_on_another_stream(graphs: StageGraphs, fixed: Iterable[Any], given: Iterable[Any], what: str) -> None:
+    with on(Stream()):
+        for target, source in zip(fixed, given, strict=True):
+            if target is not None:
+                target.copy_(source)
+
+
+def send_from_the_graph(stage: CapturedStage, microbatch: int, gradients: Any) -> tuple[Tensor, ...]:
+    slot = stage._graphs.slots[stage._slots[microbatch]]
+    stage._graphs.fill(slot.gradients, gradients, "gradient")
+    slot.backward()
+    return slot.input_gradients
+
+
+PLANTS: dict[str, Callable[[], Any]] = {
+    "no fork": partial(patch.object, StageStreams, "_fork", nothing),
+    "no join": partial(patch.object, StageStreams, "computing", computing_without_join),
+    "no record_stream": partial(patch.object, StageStreams, "use", nothing),
+    "no event after a copy": partial(patch.object, StreamCopies, "wait", nothing),
+    "host buffer overwritten": partial(patch.object, StreamCopies, "to_host", to_busy_buffer),
+    "copied into memory in use": partial(patch.object, StreamCopies, "to_device", to_busy_memory),
+    "released during the copy": partial(patch.object, _Carried, "release", release_at_once),
+    "message not waited for": partial(patch.object, PendingReceive, "wait", message_on_its_way),
+    "receive buffer reused": partial(patch.object, Channel, "post_receive", receive_into_one_buffer),
+    "sent tensor freed": partial(patch.object, PendingSend, "wait", drop_message),
+    "reduced before the backward": partial(patch.object, GradientReducer, "begin_step", reduce_early),
+    "reduction not waited for": partial(patch.object, GradientReducer, "finish", finish_without_wait),
+    "parameters not waited for": partial(patch.object, ParameterGather, "wait", nothing),
+    "chunk not waited for": partial(patch.object, SequenceGather, "full", gathered_halfway),
+    "collective not waited for": partial(patch.object, Work, "wait", nothing),
+    "norm read too early": partial(patch.object, ModelSum, "wait", sums_on_their_way),
+    "host update without wait": partial(patch.object, Stream, "synchronize", nothing),
+    "graph input from another stream": partial(patch.object, StageGraphs, "fill", fill_on_another_stream),
+    "sent from a graph": partial(patch.object, CapturedStage, "backward_input", send_from_the_graph),
+}

@@ -1,9 +1,9 @@
 """Records what a rank asks of the fake device, as a log for `order.find_races`, and replaces torch.cuda's streams.
 
-    Recorder           the log: operations on storages by stream, allocations and frees, events
-    OrderedAnswers     adds to `steps.Answers` what the host reads
-    Stream, Event, CudaGraph, graph    of torch.cuda
-    NcclHandle         a process group on an internal stream of its own
+Recorder           the log: operations on storages by stream, allocations and frees, events
+OrderedAnswers     adds to `steps.Answers` what the host reads
+Stream, Event, CudaGraph, graph    of torch.cuda
+NcclHandle         a process group on an internal stream of its own
 """
 
 from __future__ import annotations
@@ -83,6 +83,7 @@ class Recorder(TorchDispatchMode):
         self._numbers = count(1)
         # by address: (reference, number, queue of the allocation, whether a graph owns the memory, record_stream's)
         self._storages: dict[int, tuple[Any, int, str, bool, set[str]]] = {}
+        self._freed: dict[str, list[Free]] = {}  # by queue, until its next allocation, which may get the memory
         self._queues: set[str] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -164,6 +165,7 @@ class Recorder(TorchDispatchMode):
         if address not in self._storages:
             reference = weakref.ref(storage, lambda _: self._free(address))
             queue = _name(Device.current()) if tensor.is_cuda else HOST
+            self.log += self._freed.pop(queue, [])
             self._storages[address] = reference, next(self._numbers), queue, self.capturing is not None, set()
         return self._storages[address][1]
 
@@ -171,7 +173,9 @@ class Recorder(TorchDispatchMode):
         _, number, queue, of_graph, used_by = self._storages.pop(address)
         # the allocator of pinned memory waits for copies; a graph's memory is not used by others
         if queue != HOST and (self.capturing is not None or not of_graph):
-            self.log.append(Free(number, queue, where(), frozenset(used_by)))
+            events = {self.new("event"): user for user in used_by}
+            self.log += [Mark(event, user) for event, user in events.items()]
+            self._freed.setdefault(queue, []).append(Free(number, queue, where(), tuple(events)))
 
     def _spans(self, tensor: Tensor) -> list[Span]:
         if not tensor.numel():

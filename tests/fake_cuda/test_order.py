@@ -13,6 +13,7 @@ B_AFTER_A = [Mark("e", "a"), Wait("b", "e")]
 HOST_AFTER_A = [Mark("e", "a"), Wait(HOST, "e")]
 ON_HOST = Operation(HOST, "host", writes=WHOLE)
 FREE = Free(1, "a", "free")
+FREE_AFTER_B = [Mark("f", "b"), FREE._replace(after=("f",))]
 
 
 ORDERED: dict[str, list[Entry]] = {
@@ -24,7 +25,14 @@ ORDERED: dict[str, list[Entry]] = {
     "a host that waits and writes": [WRITE, *HOST_AFTER_A, ON_HOST],
     "a launch after the host's write": [ON_HOST, READ],
     "other bytes": [WRITE, READ._replace(reads=((1, 100, 200),))],
-    "record_stream": [WRITE, *B_AFTER_A, READ, FREE._replace(used_by=frozenset("b"))],
+    "record_stream": [WRITE, *B_AFTER_A, READ, *FREE_AFTER_B],
+    "record_stream of a stream that waits for the other": [
+        WRITE._replace(queue="c"),
+        Mark("e", "c"),
+        Wait("b", "e"),
+        READ,
+        *FREE_AFTER_B,
+    ],
     "a free after an event back": [WRITE, *B_AFTER_A, READ, Mark("f", "b"), Wait("a", "f"), FREE],
 }
 UNORDERED: dict[str, tuple[list[Entry], tuple[str, str]]] = {
@@ -44,8 +52,12 @@ UNORDERED: dict[str, tuple[list[Entry], tuple[str, str]]] = {
     ),
     "a free without record_stream": ([WRITE, *B_AFTER_A, READ, FREE], ("read", "free")),
     "record_stream of another stream": (
-        [WRITE, *B_AFTER_A, READ, FREE._replace(used_by=frozenset("c"))],
+        [WRITE, *B_AFTER_A, Wait("c", "e"), READ._replace(queue="c"), *FREE_AFTER_B],
         ("read", "free"),
+    ),
+    "record_stream, which orders nothing else": (
+        [READ, READ._replace(reads=((2, 0, 1),)), *FREE_AFTER_B, WRITE._replace(writes=((2, 0, 1),))],
+        ("read", "write"),
     ),
 }
 
@@ -80,7 +92,7 @@ def test_a_receive_is_ordered_after_the_work_before_its_send() -> None:
 
 
 def test_a_receive_that_no_rank_sends_is_an_error() -> None:
-    with pytest.raises(ValueError, match="never begins: rank 0 .*receives='it'"):
+    with pytest.raises(ValueError, match=r"never begins: rank 0 .*receives='it'"):
         find_races([[Operation("n", "receive", writes=WHOLE, receives="it")], []])
 
 
