@@ -28,7 +28,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megapipe.assembly import runtime as assembly
 from megapipe.assembly.microbatches import Keys, Microbatches
@@ -44,7 +43,7 @@ from tests.extras.dry_run.grids import make_plan, read_for
 from tests.fake_cuda.order import Entry, find_races
 from tests.fake_cuda.plants import PLANTS
 from tests.fake_cuda.recorder import Device, NcclHandle, OrderedAnswers, Recorder, pretend_streams
-from tests.fake_cuda.steps import DEVICE, pretend
+from tests.fake_cuda.steps import DEVICE, ShapesOnly, pretend
 
 BASE: dict[str, Any] = {
     "num_layers": 2,
@@ -84,7 +83,7 @@ def log_of(plan: RunPlan, rank: int, num_steps: int) -> list[Entry]:
     def empty(spec: ParamSpec, tp_rank: int, tp: int) -> Tensor:
         return torch.empty(spec.local_shape(tp_rank, tp), device=DEVICE)
 
-    with FakeTensorMode(allow_non_fake_inputs=True), recorder, answers:
+    with ShapesOnly(), recorder, answers:
         runtime = TrainingRuntime(plan, groups, DEVICE, empty)
         for channel in runtime.channels.values():
             channel.handle = NcclHandle(str(channel), Traffic(), recorder)

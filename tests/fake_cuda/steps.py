@@ -33,7 +33,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode, disable_fake_tensor_cache
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -83,6 +83,17 @@ def place() -> str:
             return f"{path.relative_to(PACKAGE)}:{frame.f_code.co_name}"
         frame = frame.f_back
     return "outside"
+
+
+class ShapesOnly(FakeTensorMode):
+    """Tensors without values. Nothing is cached for set_: the key would keep the storage, and be found only by it."""
+
+    def __init__(self) -> None:
+        super().__init__(allow_non_fake_inputs=True)
+
+    def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with disable_fake_tensor_cache(self) if func.overloadpacket is torch.ops.aten.set_ else nullcontext():
+            return super().dispatch(func, types, args, kwargs or {})
 
 
 class Answers(TorchFunctionMode):
@@ -224,7 +235,7 @@ def seen_of(world_size: int, rank: int, changes: dict[str, Any], base: dict[str,
         def empty(spec: ParamSpec, tp_rank: int, tp: int) -> Tensor:
             return torch.empty(spec.local_shape(tp_rank, tp), device=DEVICE)
 
-        with FakeTensorMode(allow_non_fake_inputs=True), Operations(answers), answers:
+        with ShapesOnly(), Operations(answers), answers:
             runtime = TrainingRuntime(plan, groups, DEVICE, empty)
             step, place = train_step(runtime), runtime.coordinates.dp_rank
             for number in range(2):
@@ -234,7 +245,7 @@ def seen_of(world_size: int, rank: int, changes: dict[str, Any], base: dict[str,
                 step.run(Microbatches(count, partial(read, place), keys, DEVICE), Rates(1e-3, 0.1))
             runtime.finish_parameters()
         seen, live = answers.seen, DeviceBytes()
-        with FakeTensorMode(allow_non_fake_inputs=True), Answers(), live:
+        with ShapesOnly(), Answers(), live:
             counted, _ = count_step(plan, groups, DEVICE, live, read, empty)
         seen.counted_bytes = dict(counted.items)
         seen.planned_bytes = dict(rank_memory(plan, runtime.coordinates.pp_rank).items)

@@ -56,7 +56,6 @@ def test_two_steps_keep_to_the_device(name: str, base: str, run: Run) -> None:
     assert not seen.mixed_devices and not seen.pageable_copies
     assert set(seen.host_reads) <= HOST_READS
     assert {item: seen.counted_bytes[item] for item in STATE} == {item: seen.planned_bytes[item] for item in STATE}
-    if "cpu_offloading_num_layers" not in changes:  # FakeTensorMode keeps a storage that set_ was given
-        assert sum(seen.counted_bytes.values()) == pytest.approx(sum(seen.planned_bytes.values()), rel=CLOSE)
+    assert sum(seen.counted_bytes.values()) == pytest.approx(sum(seen.planned_bytes.values()), rel=CLOSE)
     if changes.get("dtype") == "bf16" and "fp8_format" not in changes:
         assert set(seen.product_dtypes) == {"bfloat16 bfloat16"}
