@@ -9,11 +9,11 @@ from tests.fake_cuda.order import HOST, Entry, Free, Mark, Operation, Wait, find
 WHOLE = ((1, 0, 100),)
 WRITE = Operation("a", "write", writes=WHOLE)
 READ = Operation("b", "read", reads=WHOLE)
-B_AFTER_A = [Mark("e", "a"), Wait("b", "e")]
-HOST_AFTER_A = [Mark("e", "a"), Wait(HOST, "e")]
+B_AFTER_A: list[Entry] = [Mark("e", "a"), Wait("b", "e")]
+HOST_AFTER_A: list[Entry] = [Mark("e", "a"), Wait(HOST, "e")]
 ON_HOST = Operation(HOST, "host", writes=WHOLE)
 FREE = Free(1, "a", "free")
-FREE_AFTER_B = [Mark("f", "b"), FREE._replace(after=("f",))]
+FREE_AFTER_B: list[Entry] = [Mark("f", "b"), FREE._replace(after=("f",))]
 
 
 ORDERED: dict[str, list[Entry]] = {
@@ -98,7 +98,7 @@ def test_a_receive_that_no_rank_sends_is_an_error() -> None:
 
 def test_a_receive_may_be_posted_before_what_its_peer_waits_for() -> None:
     """Both ranks post their receive first and send then."""
-    logs = [
+    logs: list[list[Entry]] = [
         [
             Operation("in", "receive", writes=WHOLE, receives=received),
             Mark("e", "in"),
