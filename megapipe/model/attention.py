@@ -64,7 +64,10 @@ class SelfAttention(nn.Module):
 
     def forward(self, x: Tensor, context: LayerContext, recompute: InputRecompute | None = None) -> Tensor:
         """recompute: how linear_qkv recomputes x in the backward, instead of saving it."""
-        q, k, v = self._heads(self.linear_qkv(x, recompute), context)
+        return self.attend(*self.split_heads(self.linear_qkv(x, recompute), context), context)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, context: LayerContext) -> Tensor:
+        """Return core attention and its output projection."""
         if context.cache is not None:
             k, v = context.cache.extend(self.layer, k, v)
         core: CoreAttention = partial(self._core, context=context)
@@ -74,7 +77,7 @@ class SelfAttention(nn.Module):
             return RecomputedSegment(core).then(self.linear_proj, q, k, v)
         return self.linear_proj(core(q, k, v))
 
-    def _heads(self, qkv: Tensor, context: LayerContext) -> tuple[Tensor, Tensor, Tensor]:
+    def split_heads(self, qkv: Tensor, context: LayerContext) -> tuple[Tensor, Tensor, Tensor]:
         """Split [s, b, g (n + 2) d] into q [s, b, g, n, d] and k, v [s, b, g, 1, d], normed and rotated."""
         normed, groups, queries, head_dim = self.config.qk_layernorm, self.groups, self.queries, self.head_dim
         if context.rotary is not None and not normed:

@@ -41,19 +41,23 @@ class MLP(nn.Module):
         self.linear_fc1 = factory.linear("column", layer, hidden, rows, bias)
         self.linear_fc2 = factory.linear("row", layer, ffn, hidden, bias)
 
-    def forward(self, x: Tensor, norm: nn.Module | None) -> Tensor:
-        """Return MLP(norm(x)). The norm is an argument because it may be recomputed together with linear_fc1."""
+    def forward(self, x: Tensor, norm: nn.Module | None, activation: Activation | None = None) -> Tensor:
+        """Return MLP(norm(x)). The norm is an argument because it may be recomputed together with linear_fc1.
+
+        activation: a compiled form of its own.
+        """
+        activation = activation or self.activation
         recompute_norm = "layernorm" in self.recompute and norm is not None
         norm = nn.Identity() if norm is None else norm
         if "mlp" in self.recompute:
             start = x if recompute_norm else norm(x)
             segment = RecomputedSegment(
-                lambda start: self.activation(self.linear_fc1(norm(start) if recompute_norm else start))
+                lambda start: activation(self.linear_fc1(norm(start) if recompute_norm else start))
             )
             return segment.then(self.linear_fc2, start)
         middle = self.linear_fc1(norm(x), InputRecompute(norm.forward, (x,)) if recompute_norm else None)
-        recompute = InputRecompute(self.activation, (middle,)) if self.recompute_activation else None
-        return self.linear_fc2(self.activation(middle), recompute)
+        recompute = InputRecompute(activation, (middle,)) if self.recompute_activation else None
+        return self.linear_fc2(activation(middle), recompute)
 
 
 def activation(name: str, compiler: Callable[[Pointwise], Pointwise] | None = None) -> Activation:

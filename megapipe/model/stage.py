@@ -47,6 +47,7 @@ from megapipe.config.training import TrainingConfig
 from megapipe.gpu.kernels import TORCH, Kernels
 from megapipe.layers.table import WHOLE, CommChunks
 from megapipe.model.attention import SelfAttention
+from megapipe.model.compiled import CompiledBlock, Parts
 from megapipe.model.context import ContextBuilder, LayerContext
 from megapipe.model.embedding_and_head import Embedding, Loss, capped_logits
 from megapipe.model.layer_factory import LayerFactory
@@ -69,7 +70,7 @@ class Block(nn.Module):
     def __init__(self, layer: int, factory: LayerFactory) -> None:
         super().__init__()
         self.layer = layer
-        self.recompute_norm = "layernorm" in factory.recompute
+        self.recompute = factory.recompute
         self.dropout_rate = factory.config.hidden_dropout
         # masks differ over tp only where ranks hold different slices of the sequence
         self.dropout_rank = factory.tp.rank if factory.sequence_parallel else None
@@ -81,11 +82,20 @@ class Block(nn.Module):
         if factory.config.has_mlp:
             self.pre_mlp_layernorm, self.post_mlp_layernorm = factory.branch_norms()
             self.mlp = MLP(layer, factory)
+        self.compiled: CompiledBlock | None = None
+
+    @property
+    def parts(self) -> Parts:
+        """Its modules, for the compiled form."""
+        norms = {name: module for name, module in self.named_children() if name.endswith("layernorm")}
+        return Parts(self.layer, self.self_attention, self.mlp, norms, self.recompute, self.dropout_rank)
 
     def forward(self, hidden: Tensor, context: LayerContext) -> Tensor:
+        if self.compiled is not None and self.compiled.accepts(hidden, context):
+            return self.compiled(self.parts, hidden, context)
         if self.self_attention is not None:
             norm, recompute = self.input_layernorm, None
-            if norm is not None and self.recompute_norm:
+            if norm is not None and "layernorm" in self.recompute:
                 recompute = InputRecompute(norm.forward, (hidden,))
             update = self.self_attention(hidden if norm is None else norm(hidden), context, recompute)
             hidden = self._add(hidden, update, self.post_self_attn_layernorm, context, "attention_output")
