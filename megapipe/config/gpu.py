@@ -35,6 +35,13 @@ class KernelsConfig:
     compile_pointwise: bool = option(
         False, "torch.compile the operations between the linears (activations, casts of fp8) in the first step"
     )
+    compile_blocks: str = option(
+        "auto",
+        "torch.compile whole transformer blocks, or with tensor parallelism the regions between their linears; auto: "
+        "on GPUs with Triton, if a block gives equal results and is faster, else not; on: on CPUs too, an error where "
+        "it cannot work; see docs/compile.md",
+        choices=("auto", "on", "off"),
+    )
 
 
 @dataclass(frozen=True)

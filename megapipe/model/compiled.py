@@ -18,7 +18,7 @@ Dropout masks are drawn outside, with the keys of the eager block, and are input
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from types import FunctionType, MethodType
 from typing import Any, NamedTuple
@@ -70,14 +70,15 @@ class Parts(NamedTuple):
 class BlockFormulas:
     """The parts of a block between its linears as plain functions, for torch.compile.
 
-    groups, queries: key/value heads of this rank, and query heads of each.
+    groups, queries: key/value heads of one of tp ranks, and query heads of each.
     """
 
-    def __init__(self, config: LayerConfig, groups: int, queries: int) -> None:
+    def __init__(self, config: LayerConfig, tp: int) -> None:
         self.epsilon, self.zero_centered = config.norm_epsilon, config.layernorm_zero_centered_gamma
         self.has_mean = config.normalization == "LayerNorm"
         self.has_attention, self.has_mlp = config.has_attention, config.has_mlp
-        self.groups, self.queries, self.head_dim = groups, queries, config.kv_channels
+        self.groups, self.head_dim = max(1, config.num_query_groups // tp), config.kv_channels
+        self.queries = config.num_attention_heads // tp // self.groups
         self.qk_dims = 3 if config.qk_layernorm_scope == "projection" else 1
         self.scale, self.cap = config.softmax_scale, config.attn_logit_softcapping
         self.keeps = {
@@ -113,7 +114,9 @@ class BlockFormulas:
             q, k = (_rotated(x, *rotary) for x in (q, k))
         return q, k, v
 
-    def attention(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, explicit: bool, kept: Tensor | None) -> Tensor:
+    def attention(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, explicit: bool, kept: Tensor | None
+    ) -> Tensor:
         """Return core attention. kept: dropout mask of the probabilities."""
         if not explicit:
             return fused_attention(q, k, v, mask, self.scale)

@@ -172,11 +172,12 @@ class GPTStage(nn.Module):
         is_selective = recompute.recompute_granularity == "selective"
         modules = frozenset(recompute.recompute_modules if is_selective else ())
         model = convert(LayerConfig, config)
-        factory = LayerFactory(model, tp, sequence_parallel, modules, queue, kernels, chunks)
+        self.factory = factory = LayerFactory(model, tp, sequence_parallel, modules, queue, kernels, chunks)
         self.embedding: Embedding | TiedHead | None = None
         self.output_layer: ColumnParallelLinear | None = None
         if layers.has_embedding:
             self.embedding = Embedding(config, tp, sequence_parallel=sequence_parallel, queue=queue)
+        self.layer_configs = held
         self.decoder = Decoder(held, factory.norm(config.hidden_size) if layers.has_head else None, factory)
         if layers.has_head:
             head = ColumnParallelLinear(

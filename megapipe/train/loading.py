@@ -203,6 +203,7 @@ def _load_from(
         # the account of the run's last rollback, if that came after the checkpoint
         state.account = Account.from_dict(account_of(saved, read_rollbacks(root)))
         state.spikes = saved.get("spikes")
+        state.compiles_blocks = saved.get("compiles_blocks")
     remarks = (*folder.remarks, *_check_model(runtime, folder, flags))
     remarks += changed_extensions(saved.get("extensions", []), str(folder.path))
     if not flags.finetune:

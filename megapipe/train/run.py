@@ -31,6 +31,7 @@ from megapipe.monitor.process import available_cores
 from megapipe.plan.report import plan_text
 from megapipe.plan.run_plan import RunPlan
 from megapipe.topology import GROUP_NAMES
+from megapipe.train.compiled_blocks import choose_blocks
 from megapipe.train.extensions import check_same_on_all_ranks, extension_lines
 from megapipe.train.gpu_setup import check_fp8, graph_words, marks_of, prepare, unused, watched_memory
 from megapipe.train.guard import StopRequest, stop_requests
@@ -155,6 +156,8 @@ def _train(
             saving = Saving(
                 runtime, resumed.schedules, root, config_text, data.tokenizer, journal.say, read, disk, observer.on_save
             )
+        with heartbeat.phase("compiling blocks", PATIENCE):
+            state.compiles_blocks = choose_blocks(runtime, state.compiles_blocks, journal.say)
         if data.train is not None and config.training.train_samples:
             data.train.skip(state.account.skipped, config.training.train_samples)
         result = Training(runtime, data, state, resumed.schedules, saving, journal, stop, observer).run()

@@ -6,6 +6,7 @@ The manifest's `state` holds:
     random      the seed: all streams are keyed by (seed, step, ...), so it is the random state; null with --no-save-rng
     account     skipped windows of the data set, rollbacks, what they cost
     spikes      losses and norms that the spike watch compares with; null without --spike-rollback
+    compiles_blocks   the choice of --compile-blocks auto; null if none was made
     schedules   learning rates and weight decay in force
     global_batch_size   sequences of a step, at the end of a ramp-up
     extensions  name, checksum and names of what they provide (train.extensions)
@@ -172,6 +173,7 @@ class Saving:
             "training": state.to_dict(),
             "account": state.account.to_dict(),
             "spikes": state.spikes,
+            "compiles_blocks": state.compiles_blocks,
             "optimizer": optimizer,
             "random": None if flags.no_save_rng else {"seed": config.training.seed},
             "schedules": None if self._schedules is None else asdict(self._schedules),

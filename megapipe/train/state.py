@@ -68,6 +68,7 @@ class TrainingState:
     skipped_steps: int = 0
     account: Account = field(default_factory=Account)
     spikes: dict[str, Any] | None = None  # state of the spike watch, None without it
+    compiles_blocks: bool | None = None  # the choice of --compile-blocks auto, None before it
 
     def advance(self, samples: int, tokens: int) -> None:
         """Count one more step."""

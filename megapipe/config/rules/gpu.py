@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megapipe.config.config import Config
-from megapipe.config.layers import LayerConfig, has_soft_cap, of_each_kind
-from megapipe.config.model import ACTIVATIONS
+from megapipe.config.layers import LayerConfig, has_soft_cap, kinds_of, of_each_kind
+from megapipe.config.model import ACTIVATIONS, NORMALIZATIONS
 from megapipe.config.rules.proposals import chosen
 
 FP8_MULTIPLE = 16  # the matrix units of Hopper need every size of an fp8 GEMM to be a multiple of this
@@ -155,6 +155,38 @@ def cuda_graphs(config: Config) -> Iterator[str]:
         yield f"{GRAPHS} repeats in every step what was recorded in one: " + "; ".join(reasons)
 
 
+def why_not_compiled(config: Config) -> str | None:
+    """Return why --compile-blocks cannot compile the blocks of this configuration; None if it can."""
+    kernels, optimizer = config.kernels, config.kernels.optimizer_impl
+    norm, kinds = NORMALIZATIONS[config.model.normalization], kinds_of(config.model)
+    reasons = chosen(
+        (f"{TRANSFORMER_ENGINE} has its own fused kernels", kernels.transformer_impl != "local"),
+        (f"--optimizer-impl {optimizer} brings its own norms", optimizer == "apex"),
+        ("--cuda-graph-impl records the kernels of eager blocks", config.gpu.cuda_graph_impl != "none"),
+        (
+            "--fp8-format casts between the linears and their GEMMs, which --compile-pointwise compiles",
+            config.precision.fp8_format is not None,
+        ),
+        (
+            "--cpu-offloading-num-layers plans with the activations that eager blocks save",
+            config.offload.cpu_offloading_num_layers > 0,
+        ),
+        ("the norm of an extension is not compiled", norm.function is not None),
+        (
+            "the activation of an extension is not compiled",
+            any(ACTIVATIONS[layer.activation].function is not None for layer in kinds),
+        ),
+    )
+    return "; ".join(reasons) or None
+
+
+def compiled_blocks(config: Config) -> Iterator[str]:
+    """Yield why --compile-blocks on is impossible; auto then leaves the blocks as they are, and says so."""
+    reason = why_not_compiled(config)
+    if config.kernels.compile_blocks == "on" and reason is not None:
+        yield f"--compile-blocks on: {reason}; {ONE_OF_TWO}, or use --compile-blocks auto"
+
+
 def offload_and_overlap(config: Config) -> Iterator[str]:
     """Check the number of offloaded layers, and the number of chunks of the overlapped collectives."""
     count, group = config.offload.cpu_offloading_num_layers, config.recompute.recompute_num_layers
@@ -169,4 +201,4 @@ def offload_and_overlap(config: Config) -> Iterator[str]:
         yield f"--tp-comm-overlap-chunks {parallel.tp_comm_overlap_chunks} {rule}; {way}"
 
 
-RULES = (libraries, transformer_engine, fp8, fp8_sizes, cuda_graphs, offload_and_overlap)
+RULES = (libraries, transformer_engine, fp8, fp8_sizes, cuda_graphs, compiled_blocks, offload_and_overlap)

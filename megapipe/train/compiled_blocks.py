@@ -1,0 +1,231 @@
+"""The choice of --compile-blocks: one block of each kind is compared with the eager one, and its time measured.
+
+All ranks take the same decision: the results must agree on every rank, and the seconds are summed over them.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch._dynamo.exc import TorchDynamoException
+from torch._inductor.exc import InductorError
+
+from megapipe.assembly.runtime import TrainingRuntime
+from megapipe.comm.collectives import all_reduce
+from megapipe.config.layers import LayerConfig
+from megapipe.config.model import ATTENTIONS
+from megapipe.config.rules.gpu import why_not_compiled
+from megapipe.errors import ConfigError
+from megapipe.gpu.compile import missing_compiler
+from megapipe.model.compiled import BlockFormulas, Compile, CompiledBlock
+from megapipe.model.microbatch import Microbatch
+from megapipe.model.stage import Block, GPTStage
+from megapipe.tensor_parallel.gradients import GradientSlot
+from megapipe.tensor_parallel.random import DropoutKey
+
+FLAG = "--compile-blocks"
+# largest difference of a tensor, relative to its largest element: both round, at other places
+TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
+NUM_PAIRS = 5
+
+
+def choose_blocks(
+    runtime: TrainingRuntime,
+    before: bool | None,
+    say: Callable[[str], None],
+    compiler: Compile | None = None,
+) -> bool | None:
+    """Compile the blocks of all stages if --compile-blocks asks for it, or finds it right. A collective.
+
+    before: the choice of the run that is resumed, which auto keeps. compiler: torch.compile with other options. Returns
+    the choice of auto, None without one. Raises ConfigError on all ranks if it is `on` and impossible or not equal.
+    """
+    config, device = runtime.plan.config, runtime.device
+    wanted = config.kernels.compile_blocks
+    if wanted == "off" or (wanted == "auto" and device.type != "cuda") or config.training.skip_train:
+        return before
+    reason = why_not_compiled(config) or missing_compiler(device.type)
+    anywhere = torch.tensor([float(reason is not None)], device=device)
+    all_reduce(anywhere, runtime.groups.world, "max")
+    if anywhere.item():
+        reason = reason or "another rank has no compiler"
+        if wanted == "on":
+            raise ConfigError(f"{FLAG} on: {reason}; use {FLAG} auto or off")
+        say(f"blocks are not compiled: {reason} ({FLAG} auto)")
+        return before
+    runtime.finish_parameters()
+    compiled = compiled_forms(runtime, compiler)
+    if wanted == "auto" and before is not None:
+        if before:
+            use(runtime, compiled)
+        say(f"blocks are {'compiled' if before else 'not compiled'}, as in the run before ({FLAG} auto)")
+        return before
+    trial = agreed_trial(runtime, compiled)
+    words = f"{trial.describe()} ({FLAG} {wanted})"
+    if not trial.is_equal and wanted == "on":
+        raise ConfigError(f"{FLAG} on: a compiled block is not the eager one: {trial.describe()}; use {FLAG} off")
+    chosen = trial.is_equal and (wanted == "on" or trial.compiled_seconds < trial.eager_seconds)
+    if chosen:
+        use(runtime, compiled)
+    say(f"blocks are {'compiled' if chosen else 'not compiled'}: {words}")
+    return chosen if wanted == "auto" else before
+
+
+@dataclass(frozen=True)
+class Trial:
+    """The comparison of compiled blocks with eager ones. difference: as a share of the tolerance; infinite: failed."""
+
+    difference: float
+    eager_seconds: float  # forward and backward of one block of each kind, the sum over ranks
+    compiled_seconds: float
+    compile_seconds: float
+    error: str = ""
+
+    @property
+    def is_equal(self) -> bool:
+        return self.difference <= 1.0
+
+    def describe(self) -> str:
+        """Return one line."""
+        if self.difference == float("inf"):
+            return self.error or "they could not be compiled or are not finite on another rank"
+        ratio = self.eager_seconds / max(self.compiled_seconds, 1e-9)
+        return (
+            f"forward and backward take {1e3 * self.compiled_seconds:.3g} ms, eager {1e3 * self.eager_seconds:.3g} ms "
+            f"({ratio:.2f} of its speed); results differ by {self.difference:.2g} of the tolerance; compiled in "
+            f"{self.compile_seconds:.1f} s"
+        )
+
+
+def compiled_forms(runtime: TrainingRuntime, compiler: Compile | None = None) -> dict[LayerConfig, CompiledBlock]:
+    """Return a compiled form for each kind of layer on this rank; nothing is compiled before its first use."""
+    (spec,) = runtime.message(0)
+    recompute, tp = runtime.plan.config.recompute, runtime.groups.tp.size
+    is_selective = recompute.recompute_granularity == "selective" and bool(recompute.recompute_modules)
+    found: dict[LayerConfig, CompiledBlock] = {}
+    for module in runtime.stages.values():
+        for config in module.layer_configs.values():
+            if config in found:
+                continue
+            is_whole = (
+                tp == 1
+                and not is_selective
+                and not recompute.recompute_keep_attention
+                and runtime.kernels.attention is None
+                and ATTENTIONS[config.attention_kind].function is None
+            )
+            found[config] = CompiledBlock(BlockFormulas(config, tp), tuple(spec.shape), is_whole, compiler)
+    return found
+
+
+def use(runtime: TrainingRuntime, compiled: dict[LayerConfig, CompiledBlock]) -> None:
+    """Let all blocks run in their compiled form from now on."""
+    for module in runtime.stages.values():
+        for number, config in module.layer_configs.items():
+            block = module.decoder.layers[str(number)]
+            assert isinstance(block, Block)
+            block.compiled = compiled[config]
+
+
+def agreed_trial(runtime: TrainingRuntime, compiled: dict[LayerConfig, CompiledBlock]) -> Trial:
+    """Try the first block of each kind on every rank; return the sums and the largest difference. A collective."""
+    error, worst, seconds, began = "", 0.0, [0.0, 0.0], time.perf_counter()
+    tried: set[LayerConfig] = set()
+    for module in runtime.stages.values():
+        for number, config in module.layer_configs.items():
+            if config in tried or error:
+                continue
+            tried.add(config)
+            try:
+                difference, *pair = try_block(runtime, module, number, compiled[config])
+            except torch.OutOfMemoryError:
+                raise
+            except (TorchDynamoException, InductorError, RuntimeError) as failure:
+                error, worst = f"compiling failed: {str(failure).strip().splitlines()[0]}", float("inf")
+            else:
+                worst = max(worst, difference)
+                seconds = [a + b for a, b in zip(seconds, pair, strict=True)]
+    compile_seconds = time.perf_counter() - began
+    world, options = runtime.groups.world, {"dtype": torch.float64, "device": runtime.device}
+    most, sums = torch.tensor([worst, compile_seconds], **options), torch.tensor(seconds, **options)
+    all_reduce(most, world, "max")
+    all_reduce(sums, world)
+    worst, compile_seconds = most.tolist()
+    return Trial(worst, *sums.tolist(), compile_seconds, error)
+
+
+def try_block(
+    runtime: TrainingRuntime, module: GPTStage, number: int, compiled: CompiledBlock
+) -> tuple[float, float, float]:
+    """Run one block eager and compiled, with gradients, on random hidden states of a microbatch.
+
+    Returns the largest difference as a share of the tolerance (infinite if not finite), and the seconds of both. The
+    block shares the weights of the layer, not its gradients.
+    """
+    real, device, dtype = module.decoder.layers[str(number)], runtime.device, runtime.parameter_dtype
+    block = Block(number, module.factory.of(module.layer_configs[number]))
+    for name, parameter in real.named_parameters():
+        owner, _, attribute = name.rpartition(".")
+        block.get_submodule(owner)._parameters[attribute] = nn.Parameter(parameter.detach())
+    context = module.make_context(example(runtime), dtype)[number]
+    generator = torch.Generator().manual_seed(runtime.plan.config.training.seed)
+    hidden, grad = (torch.randn(compiled.shape, generator=generator).to(device, dtype) for _ in range(2))
+
+    def run(form: CompiledBlock | None) -> tuple[Tensor, Tensor]:
+        block.compiled, leaf = form, hidden.detach().requires_grad_()
+        output = block(leaf, context)
+        output.backward(grad)
+        assert leaf.grad is not None
+        return output.detach(), leaf.grad
+
+    def results(form: CompiledBlock | None) -> list[Tensor]:
+        for linear in block.parts.linears:
+            linear.slots = {
+                name: GradientSlot(torch.zeros_like(parameter, dtype=runtime.main_dtype))
+                for name, parameter in linear.named_parameters()
+            }
+        block.zero_grad()
+        found = run(form)
+        slots = [slot.main_grad for linear in block.parts.linears for slot in linear.slots.values()]
+        return [*found, *slots, *(p.grad for p in block.parameters() if p.grad is not None)]
+
+    eager, other = results(None), results(compiled)
+    worst = max(_difference(a, b) for a, b in zip(other, eager, strict=True)) / TOLERANCES[dtype]
+    seconds: dict[CompiledBlock | None, list[float]] = {None: [], compiled: []}
+    for _ in range(NUM_PAIRS):
+        for form, taken in seconds.items():
+            began = _now(device)
+            run(form)
+            taken.append(_now(device) - began)
+    return worst, *(statistics.median(taken) for taken in seconds.values())  # type: ignore[return-value]
+
+
+def example(runtime: TrainingRuntime) -> Microbatch:
+    """Return a microbatch like those of the run, of one document a sequence."""
+    config, device = runtime.plan.config, runtime.device
+    tokens = torch.zeros(config.training.micro_batch_size, config.model.seq_length, dtype=torch.int64, device=device)
+    has_documents = config.data.reset_attention_mask or config.data.sft
+    positions = torch.arange(tokens.shape[1], device=device).expand_as(tokens).contiguous()
+    return Microbatch(
+        tokens,
+        position_ids=positions if config.data.reset_position_ids or config.data.sft else None,
+        document_ids=tokens if has_documents else None,
+        dropout_key=DropoutKey(config.training.seed, 0, 0),
+    )
+
+
+def _difference(a: Tensor, b: Tensor) -> float:
+    """Return max|a - b| / max|b|; infinity if one is not finite."""
+    found = float((a.double() - b.double()).abs().max() / b.double().abs().max().clamp(min=1e-30))
+    return found if found == found else float("inf")
+
+
+def _now(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
