@@ -112,6 +112,7 @@ class BlockFormulas:
             q, k = (self.norm(x, norms[name], self.qk_dims) for x, name in ((q, "q"), (k, "k")))
         if rotary is not None:
             q, k = (_rotated(x, *rotary) for x in (q, k))
+            v = v.contiguous()  # written in the same pass; as a view it would keep all of qkv for the backward
         return q, k, v
 
     def attention(
@@ -265,8 +266,7 @@ class CompiledBlock:
             function = getattr(self.formulas, name)
             if isinstance(function, MethodType):
                 plain = function.__func__
-                code = plain.__code__.replace(co_filename=f"{plain.__code__.co_filename}")
-                own = FunctionType(code, plain.__globals__, name, plain.__defaults__, plain.__closure__)
+                own = FunctionType(plain.__code__.replace(), plain.__globals__, name, plain.__defaults__)
                 function = MethodType(own, self.formulas)
             self._functions[name] = self._compile(function)
         return self._functions[name]

@@ -12,8 +12,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch._dynamo.exc import TorchDynamoException
-from torch._inductor.exc import InductorError
 
 from megapipe.assembly.runtime import TrainingRuntime
 from megapipe.comm.collectives import all_reduce
@@ -47,9 +45,11 @@ def choose_blocks(
     """
     config, device = runtime.plan.config, runtime.device
     wanted = config.kernels.compile_blocks
-    if wanted == "off" or (wanted == "auto" and device.type != "cuda") or config.training.skip_train:
+    if wanted == "off" or (wanted == "auto" and not chooses(device)) or config.training.skip_train:
         return before
-    reason = why_not_compiled(config) or missing_compiler(device.type)
+    reason = why_not_compiled(config)
+    if reason is None and compiler is None:
+        reason = missing_compiler(device.type)
     anywhere = torch.tensor([float(reason is not None)], device=device)
     all_reduce(anywhere, runtime.groups.world, "max")
     if anywhere.item():
@@ -74,6 +74,11 @@ def choose_blocks(
         use(runtime, compiled)
     say(f"blocks are {'compiled' if chosen else 'not compiled'}: {words}")
     return chosen if wanted == "auto" else before
+
+
+def chooses(device: torch.device) -> bool:
+    """Return True where auto compares and chooses: on GPUs, not on CPUs."""
+    return device.type == "cuda"
 
 
 @dataclass(frozen=True)
@@ -134,6 +139,9 @@ def use(runtime: TrainingRuntime, compiled: dict[LayerConfig, CompiledBlock]) ->
 
 def agreed_trial(runtime: TrainingRuntime, compiled: dict[LayerConfig, CompiledBlock]) -> Trial:
     """Try the first block of each kind on every rank; return the sums and the largest difference. A collective."""
+    from torch._dynamo.exc import TorchDynamoException  # a second of imports, for runs that compile alone
+    from torch._inductor.exc import InductorError
+
     error, worst, seconds, began = "", 0.0, [0.0, 0.0], time.perf_counter()
     tried: set[LayerConfig] = set()
     for module in runtime.stages.values():

@@ -1,0 +1,197 @@
+"""Compiled blocks train as eager ones do, in one graph each; the choice of --compile-blocks is logged and kept.
+
+Most tests trace the graphs and run them by torch's own kernels ("eager", or "aot_eager", which also traces the backward);
+compiling them takes half a minute a shape, so few tests do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from megapipe.data.batch import DocumentRules
+from megapipe.errors import ConfigError
+from megapipe.model.stage import Block
+from megapipe.optimizer.schedule import Rates
+from megapipe.train import compiled_blocks
+from megapipe.train.compiled_blocks import TOLERANCES, Trial, choose_blocks
+from tests.harness import RankPool
+from tests.tiny import LLAMA, tiny_config
+from tests.train.grids import runtime_of, step_microbatches, trainer
+
+FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+SELECTIVE = {"recompute_granularity": "selective"}
+DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
+PP = {"pipeline_model_parallel_size": 2}
+TP = {"tensor_model_parallel_size": 2}
+DOCUMENTS = {"reset_position_ids": True, "reset_attention_mask": True}
+ONE_RANK: dict[str, dict[str, Any]] = {
+    "llama": LLAMA,
+    "gpt with dropout": DROPOUT,
+    "documents, window, qk-norm": LLAMA | DOCUMENTS | {"window_size": 3, "qk_layernorm": True},
+    "norms around, soft-cap, squared ReLU, layernorm-1p": {
+        "norm_position": "around",
+        "attn_logit_softcapping": 5.0,
+        "activation": "squared_relu",
+        "layernorm_zero_centered_gamma": True,
+    },
+    "norms after, geglu, norms of the projections, part of each head rotated": LLAMA
+    | {"norm_position": "after", "activation": "geglu_tanh", "qk_layernorm": True, "qk_layernorm_scope": "projection"}
+    | {"kv_channels": 8, "rotary_percent": 0.5},
+    "full recompute, dropout": FULL | DROPOUT,
+    "full recompute that keeps attention": LLAMA | FULL | {"recompute_keep_attention": True},
+    "recomputed modules": LLAMA
+    | SELECTIVE
+    | {"recompute_modules": ("core_attn", "layernorm", "mlp"), "hidden_dropout": 0.1},
+    "recomputed activations": SELECTIVE | DROPOUT | {"recompute_modules": ("core_attn", "layernorm", "activation")},
+    "layers that differ": LLAMA | {"num_layers": 3, "window_size": 3, "window_attn_skip_freq": "2"},
+    "bf16": LLAMA | {"dtype": "bf16"},
+}
+TWO_RANKS: dict[str, dict[str, Any]] = {
+    "tp2": TP | LLAMA | DROPOUT,
+    "tp2, sequence parallel": TP | LLAMA | DROPOUT | {"sequence_parallel": True},
+    "tp2, norms of the projections": TP | LLAMA | {"qk_layernorm": True, "qk_layernorm_scope": "projection"},
+    "zb-h1": PP | LLAMA | {"pipeline_schedule": "zb-h1"},
+    "zb-v, dropout": PP | DROPOUT | {"pipeline_schedule": "zb-v", "num_layers": 4},
+    "dualpipe": PP | LLAMA | {"pipeline_schedule": "dualpipe", "num_layers": 4},
+    "interleaved": PP | LLAMA | {"num_virtual_stages_per_pipeline_rank": 2, "num_layers": 4},
+    "pipedream-2bw": PP | {"pipeline_schedule": "pipedream-2bw", "clip_grad": 0.0},
+    "zb-h1, post-validation": PP | {"pipeline_schedule": "zb-h1", "optimizer_post_validation": True},
+    "dp2, distributed optimizer": LLAMA
+    | {"use_distributed_optimizer": True, "overlap_param_gather": True}
+    | {"overlap_grad_reduce": True},
+}
+
+
+def compiler(backend: str) -> Callable[..., Any]:
+    return partial(torch.compile, fullgraph=True, dynamic=False, backend=backend)
+
+
+def trained(
+    rank: int, world_size: int, changes: dict[str, Any], backend: str | None
+) -> tuple[list[float], list[torch.Tensor], list[str]]:
+    """Train two steps and evaluate; return losses and gradient norms, the parameters, and what was said."""
+    torch._dynamo.reset()
+    said: list[str] = []
+    options = {"dtype": "fp64", "vocab_size": 28, "make_vocab_size_divisible_by": 1, "global_batch_size": 8}
+    if changes.get("reset_attention_mask"):
+        options["tokenizer_type"] = "NullTokenizer"
+    config = tiny_config(**options | changes, compile_blocks="off" if backend is None else "on")
+    runtime = runtime_of(config, rank, world_size)
+    if backend is not None:
+        assert choose_blocks(runtime, None, said.append, compiler(backend)) is None
+        blocks = [block for stage in runtime.stages.values() for block in stage.modules() if isinstance(block, Block)]
+        assert all(block.compiled is not None for block in blocks)
+    step, random, numbers = trainer(runtime), np.random.RandomState(0), []
+    rules = DocumentRules(3, True, True, True) if changes.get("reset_attention_mask") else None
+    for number in range(2):
+        rows = random.randint(0, 28, (8, 9))
+        result = step.run(step_microbatches(runtime, rows, number, rules), Rates(1e-2, 0.01))
+        numbers += [result.loss, result.update.grad_norm]
+    numbers.append(step.evaluate(step_microbatches(runtime, rows, 2, rules)).loss)
+    runtime.gather.finish()
+    return numbers, [b.parameter(name).clone() for b in runtime.buffers.values() for name in b.names], said
+
+
+def assert_alike(found: tuple[Any, ...], expected: tuple[Any, ...], dtype: torch.dtype) -> None:
+    limit = 10 * TOLERANCES[dtype]
+    assert found[0] == pytest.approx(expected[0], rel=limit)
+    for one, other in zip(found[1], expected[1], strict=True):
+        torch.testing.assert_close(one, other, rtol=limit, atol=limit)
+
+
+@pytest.mark.parametrize("name", ONE_RANK)
+def test_one_rank_trains_as_without_compiled_blocks(name: str) -> None:
+    changes = ONE_RANK[name]
+    expected = trained(0, 1, changes, None)
+    found = trained(0, 1, changes, "eager" if name == "llama" else "aot_eager")
+    assert_alike(found, expected, torch.bfloat16 if "dtype" in changes else torch.float64)
+    assert found[2][0].startswith("blocks are compiled: forward and backward take ")
+
+
+@pytest.mark.parametrize("name", TWO_RANKS)
+def test_ranks_of_a_grid_train_as_without_compiled_blocks(name: str, rank_pools: Callable[[int], RankPool]) -> None:
+    pool, changes = rank_pools(2), TWO_RANKS[name]
+    for found, expected in zip(pool.run(trained, changes, "aot_eager"), pool.run(trained, changes, None), strict=True):
+        assert_alike(found, expected, torch.float64)
+
+
+def other_result(*_: Any) -> Callable[..., Any]:
+    """Return what compiles the block's function to one with another result."""
+
+    def compile(function: Callable[..., Any]) -> Callable[..., Any]:
+        def wrong(hidden: torch.Tensor, *rest: Any) -> Any:
+            output, inputs = function(hidden, *rest)
+            return output * 1.0001, inputs
+
+        return wrong
+
+    return compile
+
+
+def failing(function: Callable[..., Any]) -> Callable[..., Any]:
+    def fail(*_: Any) -> Any:
+        raise RuntimeError("no kernel for this\nand more")
+
+    return fail
+
+
+def choice(wanted: str, compiler: Callable[..., Any], before: bool | None = None) -> tuple[bool | None, str, bool]:
+    """Return the choice of a run that takes the CPU for a GPU, what it said, and whether blocks are compiled."""
+    runtime = runtime_of(tiny_config(**LLAMA, compile_blocks=wanted), 0, 1)
+    said: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compiled_blocks, "chooses", lambda device: True)
+        made = choose_blocks(runtime, before, said.append, compiler)
+    (stage,) = runtime.stages.values()
+    compiled = {block.compiled is not None for block in stage.modules() if isinstance(block, Block)}
+    assert len(compiled) == len(said) == 1
+    return made, said[0], compiled.pop()
+
+
+def test_another_result_is_not_used() -> None:
+    made, said, is_compiled = choice("auto", other_result())
+    assert (made, is_compiled) == (False, False)
+    assert said.startswith("blocks are not compiled: ")
+    assert "results differ by" in said
+    with pytest.raises(ConfigError, match="a compiled block is not the eager one"):
+        choice("on", other_result())
+
+
+def test_a_block_that_cannot_be_compiled_runs_eager_with_the_reason() -> None:
+    assert choice("auto", failing) == (
+        False,
+        "blocks are not compiled: compiling failed: no kernel for this (--compile-blocks auto)",
+        False,
+    )
+    with pytest.raises(ConfigError, match="no kernel for this"):
+        choice("on", failing)
+
+
+@pytest.mark.parametrize("seconds", [0.5, 2.0], ids=["faster", "slower"])
+def test_auto_takes_the_faster_form(seconds: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiled_blocks, "agreed_trial", lambda *_: Trial(0.1, 1.0, seconds, 3.0))
+    made, _, is_compiled = choice("auto", compiler("eager"))
+    assert made is is_compiled is (seconds < 1.0)
+    assert choice("on", compiler("eager"))[2]
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_a_resumed_run_keeps_the_choice(before: bool) -> None:
+    made, said, is_compiled = choice("auto", failing, before)  # nothing is tried
+    assert made is is_compiled is before
+    assert said.endswith("as in the run before (--compile-blocks auto)")
+
+
+def test_without_a_compiler_on_is_an_error_and_auto_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "/nowhere/g++")
+    monkeypatch.setattr(compiled_blocks, "missing_compiler", lambda device: "no compiler here")
+    none: Any = None
+    assert choice("auto", none)[1] == "blocks are not compiled: no compiler here (--compile-blocks auto)"
+    with pytest.raises(ConfigError, match="--compile-blocks on: no compiler here; use --compile-blocks auto or off"):
+        choice("on", none)
