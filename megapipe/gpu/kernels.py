@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from megapipe.config.config import Config
 from megapipe.config.layers import layer_configs
 from megapipe.config.model import ATTENTIONS, PrecisionConfig
+from megapipe.config.rules.gpu import why_not_compiled
 from megapipe.config.training import OPTIMIZERS
 from megapipe.gpu.libraries import Apex, FlashAttention, TransformerEngine
 
@@ -99,9 +100,19 @@ def describe_kernels(kernels: Kernels, config: Config, device_type: str) -> tupl
     return (
         f"linears    {linears} (--transformer-impl {chosen.transformer_impl}); {fp8}",
         f"norms      {norms}; pointwise functions {pointwise} (--compile-pointwise)",
+        f"blocks     {_describe_blocks(config, device_type)} (--compile-blocks {chosen.compile_blocks})",
         f"attention  {attention} (--attention-impl {chosen.attention_impl})",
         f"optimizer  {optimizer} (--optimizer-impl {chosen.optimizer_impl})",
     )
+
+
+def _describe_blocks(config: Config, device_type: str) -> str:
+    wanted, reason = config.kernels.compile_blocks, why_not_compiled(config)
+    if wanted == "off" or (wanted == "auto" and device_type != "cuda"):
+        return "not compiled"
+    if reason is not None:
+        return f"not compiled: {reason}"
+    return "compiled before the first step, if equal" + (" and faster" if wanted == "auto" else "")
 
 
 def _describe_attention(kernels: Kernels, config: Config, device_type: str) -> str:

@@ -1,18 +1,21 @@
 """Compiled blocks train as eager ones do, in one graph each; the choice of --compile-blocks is logged and kept.
 
-Most tests trace the graphs and run them by torch's own kernels ("eager", or "aot_eager", which also traces the backward);
-compiling them takes half a minute a shape, so few tests do.
+The short tests run the functions that would be compiled as they are; the long ones trace them, forward and backward
+("aot_eager"); one compiles them, which takes half a minute a shape.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+import re
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch._inductor.utils import run_and_get_code
 
 from megapipe.data.batch import DocumentRules
 from megapipe.errors import ConfigError
@@ -21,6 +24,7 @@ from megapipe.optimizer.schedule import Rates
 from megapipe.train import compiled_blocks
 from megapipe.train.compiled_blocks import TOLERANCES, Trial, choose_blocks
 from tests.harness import RankPool
+from tests.model.saved_bytes import SavedBytes
 from tests.tiny import LLAMA, tiny_config
 from tests.train.grids import runtime_of, step_microbatches, trainer
 
@@ -61,7 +65,7 @@ TWO_RANKS: dict[str, dict[str, Any]] = {
     "dualpipe": PP | LLAMA | {"pipeline_schedule": "dualpipe", "num_layers": 4},
     "interleaved": PP | LLAMA | {"num_virtual_stages_per_pipeline_rank": 2, "num_layers": 4},
     "pipedream-2bw": PP | {"pipeline_schedule": "pipedream-2bw", "clip_grad": 0.0},
-    "zb-h1, post-validation": PP | {"pipeline_schedule": "zb-h1", "optimizer_post_validation": True},
+    "zb-h1, post-validation": PP | LLAMA | {"pipeline_schedule": "zb-h1", "optimizer_post_validation": True},
     "dp2, distributed optimizer": LLAMA
     | {"use_distributed_optimizer": True, "overlap_param_gather": True}
     | {"overlap_grad_reduce": True},
@@ -69,6 +73,9 @@ TWO_RANKS: dict[str, dict[str, Any]] = {
 
 
 def compiler(backend: str) -> Callable[..., Any]:
+    """Return torch.compile with a backend; untraced: the functions that would be compiled, as they are."""
+    if backend == "untraced":
+        return lambda function: function
     return partial(torch.compile, fullgraph=True, dynamic=False, backend=backend)
 
 
@@ -76,7 +83,6 @@ def trained(
     rank: int, world_size: int, changes: dict[str, Any], backend: str | None
 ) -> tuple[list[float], list[torch.Tensor], list[str]]:
     """Train two steps and evaluate; return losses and gradient norms, the parameters, and what was said."""
-    torch._dynamo.reset()
     said: list[str] = []
     options = {"dtype": "fp64", "vocab_size": 28, "make_vocab_size_divisible_by": 1, "global_batch_size": 8}
     if changes.get("reset_attention_mask"):
@@ -105,20 +111,85 @@ def assert_alike(found: tuple[Any, ...], expected: tuple[Any, ...], dtype: torch
         torch.testing.assert_close(one, other, rtol=limit, atol=limit)
 
 
-@pytest.mark.parametrize("name", ONE_RANK)
-def test_one_rank_trains_as_without_compiled_blocks(name: str) -> None:
+def check_one_rank(name: str, backend: str) -> None:
     changes = ONE_RANK[name]
-    expected = trained(0, 1, changes, None)
-    found = trained(0, 1, changes, "eager" if name == "llama" else "aot_eager")
+    found, expected = trained(0, 1, changes, backend), trained(0, 1, changes, None)
     assert_alike(found, expected, torch.bfloat16 if "dtype" in changes else torch.float64)
     assert found[2][0].startswith("blocks are compiled: forward and backward take ")
 
 
-@pytest.mark.parametrize("name", TWO_RANKS)
-def test_ranks_of_a_grid_train_as_without_compiled_blocks(name: str, rank_pools: Callable[[int], RankPool]) -> None:
-    pool, changes = rank_pools(2), TWO_RANKS[name]
-    for found, expected in zip(pool.run(trained, changes, "aot_eager"), pool.run(trained, changes, None), strict=True):
+def check_two_ranks(name: str, backend: str, pool: RankPool) -> None:
+    changes = TWO_RANKS[name]
+    for found, expected in zip(pool.run(trained, changes, backend), pool.run(trained, changes, None), strict=True):
         assert_alike(found, expected, torch.float64)
+
+
+@pytest.mark.parametrize("name", ONE_RANK)
+def test_one_rank_trains_as_without_compiled_blocks(name: str) -> None:
+    check_one_rank(name, "untraced")
+
+
+@pytest.mark.parametrize("name", TWO_RANKS)
+def test_a_grid_trains_as_without_compiled_blocks(name: str, rank_pools: Callable[[int], RankPool]) -> None:
+    check_two_ranks(name, "untraced", rank_pools(2))
+
+
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("name", ONE_RANK)
+def test_traced_blocks_train_the_same_without_a_graph_break(name: str) -> None:
+    check_one_rank(name, "aot_eager")
+
+
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("name", TWO_RANKS)
+def test_traced_blocks_of_a_grid_train_the_same(name: str, rank_pools: Callable[[int], RankPool]) -> None:
+    check_two_ranks(name, "aot_eager", rank_pools(2))
+
+
+@pytest.fixture(scope="session")
+def inductor_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Let the compiled shapes of a session share one cache; one that TORCHINDUCTOR_CACHE_DIR names is kept."""
+    with pytest.MonkeyPatch.context() as patch:
+        if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:
+            patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path_factory.mktemp("inductor")))
+        yield
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.usefixtures("inductor_cache")
+def test_a_compiled_llama_block_has_five_kernels_besides_gemms_and_attention() -> None:
+    """One pass each: the norm; split, rotation and v; residual sum with the next norm; SwiGLU; the last sum.
+
+    It saves what the eager block saves, and the statistics of the second norm.
+    """
+    runtime = runtime_of(tiny_config(**LLAMA | {"num_layers": 1, "compile_blocks": "on"}), 0, 1)
+    (module,) = runtime.stages.values()
+    block = module.decoder.layers["0"]
+    hidden = torch.randn(8, 1, 16, requires_grad=True)
+    context = module.make_context(compiled_blocks.example(runtime), torch.float32)[0]
+
+    def run() -> SavedBytes:
+        with SavedBytes(module, [hidden, *context.rotary]) as saved:
+            output = block(hidden, context)
+        output.sum().backward()
+        return saved
+
+    eager = run().total
+    said: list[str] = []
+    # the graphs that inductor has in its cache come without their code
+    with torch._inductor.config.patch(fx_graph_cache=False):
+        _, (forward, backward) = run_and_get_code(lambda: choose_blocks(runtime, None, said.append))
+    assert said[0].startswith("blocks are compiled")
+    calls = [
+        re.findall(r"^\s+(?:buf\d+ = )?([\w.]+)\(", code[code.index("def call(") :], re.M)
+        for code in (forward, backward)
+    ]
+    fused = [sum(name.startswith("cpp_fused") for name in each) for each in calls]
+    products = [sum(name in ("extern_kernels.mm", "extern_kernels.addmm") for name in each) for each in calls]
+    assert (fused[0], products[0]) == (5, 4)
+    assert (fused[1], products[1]) == (6, 4)
+    statistics = 8 * 4
+    assert run().total <= eager + statistics
 
 
 def other_result(*_: Any) -> Callable[..., Any]:
@@ -176,9 +247,9 @@ def test_a_block_that_cannot_be_compiled_runs_eager_with_the_reason() -> None:
 @pytest.mark.parametrize("seconds", [0.5, 2.0], ids=["faster", "slower"])
 def test_auto_takes_the_faster_form(seconds: float, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiled_blocks, "agreed_trial", lambda *_: Trial(0.1, 1.0, seconds, 3.0))
-    made, _, is_compiled = choice("auto", compiler("eager"))
+    made, _, is_compiled = choice("auto", compiler("untraced"))
     assert made is is_compiled is (seconds < 1.0)
-    assert choice("on", compiler("eager"))[2]
+    assert choice("on", compiler("untraced"))[2]
 
 
 @pytest.mark.parametrize("before", [True, False])
