@@ -64,7 +64,7 @@ TWO_RANKS: dict[str, dict[str, Any]] = {
     "zb-v, dropout": PP | DROPOUT | {"pipeline_schedule": "zb-v", "num_layers": 4},
     "dualpipe": PP | LLAMA | {"pipeline_schedule": "dualpipe", "num_layers": 4},
     "interleaved": PP | LLAMA | {"num_virtual_stages_per_pipeline_rank": 2, "num_layers": 4},
-    "pipedream-2bw": PP | {"pipeline_schedule": "pipedream-2bw", "clip_grad": 0.0},
+    "pipedream-2bw": PP | LLAMA | {"pipeline_schedule": "pipedream-2bw", "clip_grad": 0.0},
     "zb-h1, post-validation": PP | LLAMA | {"pipeline_schedule": "zb-h1", "optimizer_post_validation": True},
     "dp2, distributed optimizer": LLAMA
     | {"use_distributed_optimizer": True, "overlap_param_gather": True}
