@@ -87,9 +87,9 @@ class BlockFormulas:
             "mlp_output": 1.0 - config.hidden_dropout,
         }
         name = config.activation
-        self.activation = GRADIENTS[name][0] if name in GRADIENTS else ACTIVATIONS[name]
+        self.function = GRADIENTS[name][0] if name in GRADIENTS else ACTIVATIONS[name]
         if name == "squared_relu":
-            self.activation = lambda x: F.relu(x).square()  # autograd does not differentiate one in place
+            self.function = lambda x: F.relu(x).square()  # autograd does not differentiate one in place
 
     def norm(self, x: Tensor, weights: Weights, num_dims: int = 1) -> Tensor:
         """Return the norm of x over its last dims, computed in at least fp32."""
@@ -124,6 +124,10 @@ class BlockFormulas:
         assert mask is not None
         dropout = None if kept is None else partial(self.dropout, kept=kept, site="attention_probs")
         return explicit_attention(q, k, v, mask, self.scale, self.cap, dropout)
+
+    def activation(self, x: Tensor) -> Tensor:
+        """Return the activation of linear_fc1's output."""
+        return self.function(x)
 
     def dropout(self, x: Tensor, kept: Tensor | None, site: str) -> Tensor:
         """Return x times its mask over the probability of keeping an element; x itself without a mask."""
@@ -263,17 +267,14 @@ class CompiledBlock:
     def _compiled(self, name: str) -> Callable[..., Any]:
         """Return a function of the formulas, compiled. It has its own code, since torch limits the graphs of one."""
         if name not in self._functions:
-            function = getattr(self.formulas, name)
-            if isinstance(function, MethodType):
-                plain = function.__func__
-                own = FunctionType(plain.__code__.replace(), plain.__globals__, name, plain.__defaults__)
-                function = MethodType(own, self.formulas)
-            self._functions[name] = self._compile(function)
+            plain = getattr(BlockFormulas, name)
+            own = FunctionType(plain.__code__.replace(), plain.__globals__, name, plain.__defaults__)
+            self._functions[name] = self._compile(MethodType(own, self.formulas))
         return self._functions[name]
 
     def _dropout_masks(self, parts: Parts, hidden: Tensor, context: LayerContext) -> dict[str, Tensor]:
         """Draw the masks of one forward by their sites; none without dropout or outside training."""
-        key, shapes = context.dropout_key, {}
+        key, shapes = context.dropout_key, dict[str, tuple[tuple[int, ...], int | None]]()
         if key is None:
             return {}
         if parts.self_attention is not None:

@@ -34,7 +34,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
-from functools import partial
+from functools import cached_property, partial
 from itertools import chain
 
 from torch import Tensor, nn
@@ -84,7 +84,7 @@ class Block(nn.Module):
             self.mlp = MLP(layer, factory)
         self.compiled: CompiledBlock | None = None
 
-    @property
+    @cached_property
     def parts(self) -> Parts:
         """Its modules, for the compiled form."""
         norms = {name: module for name, module in self.named_children() if name.endswith("layernorm")}

@@ -159,12 +159,16 @@ def agreed_trial(runtime: TrainingRuntime, compiled: dict[LayerConfig, CompiledB
                 worst = max(worst, difference)
                 seconds = [a + b for a, b in zip(seconds, pair, strict=True)]
     compile_seconds = time.perf_counter() - began
-    world, options = runtime.groups.world, {"dtype": torch.float64, "device": runtime.device}
-    most, sums = torch.tensor([worst, compile_seconds], **options), torch.tensor(seconds, **options)
+    world = runtime.groups.world
+    most, sums = (
+        torch.tensor(values, dtype=torch.float64, device=runtime.device)
+        for values in ([worst, compile_seconds], seconds)
+    )
     all_reduce(most, world, "max")
     all_reduce(sums, world)
     worst, compile_seconds = most.tolist()
-    return Trial(worst, *sums.tolist(), compile_seconds, error)
+    eager, compiled_seconds = sums.tolist()
+    return Trial(worst, eager, compiled_seconds, compile_seconds, error)
 
 
 def try_block(

@@ -88,7 +88,8 @@ class TrainingState:
     def from_dict(
         cls, values: dict[str, Any], account: Account | None = None, spikes: dict[str, Any] | None = None
     ) -> TrainingState:
-        return cls(**{name: int(values[name]) for name in COUNTS}, account=account or Account(), spikes=spikes)
+        counts: dict[str, Any] = {name: int(values[name]) for name in COUNTS}
+        return cls(**counts, account=account or Account(), spikes=spikes)
 
 
 @dataclass(frozen=True)

@@ -169,7 +169,7 @@ def test_a_compiled_llama_block_has_five_kernels_besides_gemms_and_attention() -
     context = module.make_context(compiled_blocks.example(runtime), torch.float32)[0]
 
     def run() -> SavedBytes:
-        with SavedBytes(module, [hidden, *context.rotary]) as saved:
+        with SavedBytes(module, [hidden, *(context.rotary or ())]) as saved:
             output = block(hidden, context)
         output.sum().backward()
         return saved

@@ -5,7 +5,7 @@ python tools/bench/bench_compile.py --hidden 128               10 rounds; a cold
 python tools/bench/bench_compile.py --hidden 512 --markdown    a table to paste
 
 The four loops train the same model (tools/bench/plain_loop.py), stay alive and take turns, in the opposite order every
-second round; ratios are formed within a round. The plain loop is compiled by torch.compile(model). Needs an idle
+second round; ratios are formed within a round. The plain loop is compiled by model.compile(). Needs an idle
 machine for figures that mean something. docs/compile.md has the results.
 """
 
@@ -29,7 +29,7 @@ LOOPS = {
     "megapipe": "megapipe",
     "compiled": "megapipe, compiled blocks",
     "plain": "plain loop",
-    "compiled-plain": "plain loop, torch.compile(model)",
+    "compiled-plain": "plain loop, model.compile()",
 }
 RATIOS = (("compiled", "megapipe"), ("compiled", "compiled-plain"), ("compiled-plain", "plain"))
 COMPILE_SECONDS = 600.0
@@ -42,7 +42,7 @@ def serve(orders: Connection, shape: Shape, name: str) -> None:
     if name.endswith("plain"):
         job = PlainJob(shape)
         if name == "compiled-plain":
-            job.loop.model = torch.compile(job.loop.model)
+            job.loop.model.compile()
     else:
         job = MegapipeJob(shape, Grid(), 0, free_port())
         if name == "compiled":
@@ -93,7 +93,7 @@ def main(argv: Sequence[str]) -> int:
     wall = {name: [turn.end - turn.start for turn in found] for name, found in turns.items()}
     cpu = {name: [turn.cpu_seconds for turn in found] for name, found in turns.items()}
     tokens = shape.step_tokens * arguments.steps
-    rows = [("loop", "tokens/s", "CPU s a step")]
+    rows: list[tuple[str, ...]] = [("loop", "tokens/s", "CPU s a step")]
     for name, title in LOOPS.items():
         speed, seconds = ([tokens / value for value in wall[name]], [value / arguments.steps for value in cpu[name]])
         rows.append((title, Quartiles.of(speed).text(",.0f"), Quartiles.of(seconds).text(".3f")))
