@@ -23,10 +23,11 @@ from megapipe.model.stage import Block
 from megapipe.optimizer.schedule import Rates
 from megapipe.train import compiled_blocks
 from megapipe.train.compiled_blocks import TOLERANCES, Trial, choose_blocks
+from megapipe.train.step import train_step
 from tests.harness import RankPool
 from tests.model.saved_bytes import SavedBytes
 from tests.tiny import LLAMA, tiny_config
-from tests.train.grids import runtime_of, step_microbatches, trainer
+from tests.train.grids import runtime_of, step_microbatches
 
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 SELECTIVE = {"recompute_granularity": "selective"}
@@ -93,7 +94,7 @@ def trained(
         assert choose_blocks(runtime, None, said.append, compiler(backend)) is None
         blocks = [block for stage in runtime.stages.values() for block in stage.modules() if isinstance(block, Block)]
         assert all(block.compiled is not None for block in blocks)
-    step, random, numbers = trainer(runtime), np.random.RandomState(0), []
+    step, random, numbers = train_step(runtime), np.random.RandomState(0), []
     rules = DocumentRules(3, True, True, True) if changes.get("reset_attention_mask") else None
     for number in range(2):
         rows = random.randint(0, 28, (8, 9))
@@ -120,7 +121,8 @@ def check_one_rank(name: str, backend: str) -> None:
 
 def check_two_ranks(name: str, backend: str, pool: RankPool) -> None:
     changes = TWO_RANKS[name]
-    for found, expected in zip(pool.run(trained, changes, backend), pool.run(trained, changes, None), strict=True):
+    actual, plain = (pool.run(trained, changes, which, timeout=180) for which in (backend, None))
+    for found, expected in zip(actual, plain, strict=True):
         assert_alike(found, expected, torch.float64)
 
 
