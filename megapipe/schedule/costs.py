@@ -24,6 +24,8 @@ class Costs:
     # (stage of the forward, stage of the backward) -> an overlapped pair; if missing, the sum of its halves
     pair_seconds: Mapping[tuple[int, int], float] = field(default_factory=dict)
     rank_speeds: tuple[float, ...] = ()  # relative speed of each pp_rank's computation, 1: the given seconds; (): all 1
+    # stages that occupy the network of a rank, not its computation: the all-to-alls of a schedule of parts
+    network: frozenset[int] = frozenset()
 
     @staticmethod
     def equal(

@@ -9,8 +9,9 @@ checked one by one (range, rank, no duplicates).
 from __future__ import annotations
 
 import sys
+from collections import deque
 from collections.abc import Mapping, Sequence
-from itertools import product
+from itertools import islice, product
 from typing import NamedTuple, TypeVar
 
 from megapipe.schedule.action import COMPUTE_OPS, SEND_OPS, Action, Op
@@ -64,7 +65,8 @@ class Machine:
         self.starts = [[NEVER] * len(row) for row in schedule.rows]
         self.ends = [[NEVER] * len(row) for row in schedule.rows]
         self.clocks = [0.0] * num_ranks
-        self.reduce_clocks = [0.0] * num_ranks  # reductions run one after another, overlapped with computation
+        self.network_clocks = [0.0] * num_ranks  # all-to-alls run one after another, beside the computation
+        self.reduce_clocks = [0.0] * num_ranks  # so do reductions
         # per channel
         self.channels: list[Channel] = []
         self.hops = self._resolve_hops()
@@ -115,7 +117,8 @@ class Machine:
                     if self._is_far(stage, step, direction):
                         delay = self.costs.seconds.get((stage, send), 0.0) + self.costs.latency_seconds
                         arrives.append((self._base(kind, 0, True), delay))
-                seconds = self.costs.seconds.get((stage, op), 0.0) / self._rank_speeds[rank]
+                speed = 1.0 if stage in self.costs.network else self._rank_speeds[rank]
+                seconds = self.costs.seconds.get((stage, op), 0.0) / speed
                 table[op][direction].append(_Work(needs, makes, tuple(arrives), seconds))
         return table
 
@@ -154,14 +157,14 @@ class Machine:
     def advance(self, rank: int) -> None:
         """Execute the row of `rank` up to its end or to an action that cannot run yet: the hot loop of a walk."""
         row, starts, ends, clock = self.schedule.rows[rank], self.starts[rank], self.ends[rank], self.clocks[rank]
-        times, waiting_for, count = self.times, self.waiting_for, self.count
-        work, hops, directions, overlap = self.work, self.hops, self._num_directions, self.costs.overlap
+        times, waiting_for, count, overlap = self.times, self.waiting_for, self.count, self.costs.overlap
+        work, hops, directions, network = self.work, self.hops, self._num_directions, self.costs.network
         sent, posted, depths, unmatched = self.sent, self.posted, self.depths, self.unmatched
         slots = iter(range(self.positions[rank], len(row)))
         for position in slots:
             stage, op, microbatch = row[position]
             key = stage * count + (microbatch or 0)
-            if op in work:
+            if op in work and stage not in network:
                 needs, makes, arrives, seconds = work[op][microbatch % directions][stage]  # type: ignore[operator]
                 start = clock
                 for base in needs:
@@ -183,31 +186,31 @@ class Machine:
             if op in hops:
                 value, message, channel, wire_seconds = hops[op][(microbatch or 0) % directions][stage]
                 if op in SEND_OPS:
-                    if times[value + key] < 0:
+                    if (at := times[value + key]) < 0:
                         waiting_for[value + key] = rank
                         break
                     if sent[channel] - posted[channel] >= depths[channel]:
                         self.blocked_on[channel] = rank
                         break
                     sent[channel] += 1
-                    clock += 0.0 if overlap else wire_seconds
+                    at = max(at, clock := clock + (0.0 if overlap else wire_seconds))
                 else:
+                    at = clock
                     posted[channel] += 1
                     if channel in self.blocked_on:
                         self._unblock(channel, clock)
-                starts[position] = clock
+                starts[position] = at
                 if message + key in unmatched:
-                    ends[position] = self.complete(message + key, channel, wire_seconds, clock)
+                    ends[position] = self.complete(message + key, channel, wire_seconds, at)
                 else:
-                    unmatched[message + key] = clock, ends, position
+                    unmatched[message + key] = at, ends, position
                 continue
             self.positions[rank], self.clocks[rank] = position, clock
-            num_done = self._overlap(rank) if op is Op.OVERLAP else self._update_or_reduce(rank, row[position])
-            if not num_done:
+            beside = self._overlap if op is Op.OVERLAP else self._exchange if op in work else self._update_or_reduce
+            if not (num_done := beside(rank, row[position])):
                 break
             clock = self.clocks[rank]
-            for _ in range(num_done - 1):
-                next(slots)
+            deque(islice(slots, num_done - 1), maxlen=0)  # both halves of a pair are done
         else:
             position = len(row)
         self.positions[rank], self.clocks[rank] = position, clock
@@ -260,9 +263,21 @@ class Machine:
             for base, delay in work.arrives:
                 self._arrive(base + key, end + delay)
 
-    # OVERLAP, UPDATE and REDUCE_GRAD: both methods return how many slots they executed, 0 if an input is missing
+    # all-to-alls, OVERLAP, UPDATE and REDUCE_GRAD: the methods return how many slots they executed, 0 if an input is
+    # missing
 
-    def _overlap(self, rank: int) -> int:
+    def _exchange(self, rank: int, action: Action) -> int:
+        """Run an all-to-all on the network of the rank: its computation goes on."""
+        slot, work = self.positions[rank], self.resolved(self.work, action)
+        start = self.ready_at(rank, [work], self.network_clocks[rank])
+        if start is None:
+            return 0
+        self.network_clocks[rank] = end = start + work[0].seconds
+        self.starts[rank][slot], self.ends[rank][slot] = start, end
+        self.finish([work], end)
+        return 1
+
+    def _overlap(self, rank: int, pair: Action) -> int:
         """Run a forward and a backward side by side: both start when both have what they need and end with the pair."""
         slot = self.positions[rank]
         forward, backward = self.schedule.rows[rank][slot + 1 : slot + 3]

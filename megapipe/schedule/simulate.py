@@ -66,11 +66,11 @@ class Timeline:
     @cached_property
     def work_seconds(self) -> tuple[float, ...]:
         """Seconds that each rank computes."""
-        totals = []
+        totals, network = [], self.costs.network
         for row, starts, ends in zip(self.schedule.rows, self.starts, self.ends, strict=True):
             total = last = 0.0
-            for (_, op, _), start, end in zip(row, starts, ends, strict=True):
-                if op in BUSY_OPS:
+            for (stage, op, _), start, end in zip(row, starts, ends, strict=True):
+                if op in BUSY_OPS and stage not in network:
                     total += end - (start if start > last else last)  # the second half of a pair adds nothing
                     last = end
             totals.append(total)
@@ -131,6 +131,8 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
         raise ScheduleError(
             f"the costs of schedule {schedule} lack (stage {missing[0]}, {missing[1]}); name every stage and op"
         )
+    if not costs.overlap and costs.network:
+        raise ScheduleError("costs without overlap cannot name stages that run on the network beside the computation")
     if not costs.overlap and not schedule.is_lowered:
         raise ScheduleError(f"costs without overlap need messages, schedule {schedule} has none: lower it first")
     if costs.rank_speeds and len(costs.rank_speeds) != schedule.num_ranks:

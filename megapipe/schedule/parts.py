@@ -1,0 +1,274 @@
+"""Schedules of parts: every action of a stage cut into the attention, all-to-alls, MLP and head of its layers.
+
+A part is scheduled like a small stage: `expand` turns a schedule of stages into one of parts, whose placement puts the
+parts of a stage on the rank of the stage, so that `lower`, `validate`, `lifetimes` and `simulate` apply as they are.
+Attention, MLP and head have F, I and W, or F and B. Dispatch and combine, the all-to-alls of expert parallelism, have
+no weights: F and B. A rank runs them on its network, beside its computation (`Costs.network`).
+
+The row of a rank is the order in which it issues parts. Each of its two resources runs them in that order, and a part
+starts when its resource is free and its input is there. All members of an expert-parallel group have the same pp_rank
+and thus the same row, so that they issue their collectives in one order.
+"""
+
+from __future__ import annotations
+
+import enum
+import re
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import chain
+from typing import NamedTuple
+
+from megapipe.errors import ConfigError, ScheduleError
+from megapipe.schedule.action import Action, Op, parse_action
+from megapipe.schedule.lifetimes import Held, peak_held
+from megapipe.schedule.partition import Partition
+from megapipe.schedule.placement import Placement
+from megapipe.schedule.schedule import Schedule, gc_paused
+from megapipe.schedule.validate import ValidationReport, validate
+
+
+class Part(enum.Enum):
+    """A part of a layer, or the end of the model."""
+
+    ATTENTION = "A"  # with the norm before it, for experts also the router; on the first layer with the embedding
+    DISPATCH = "D"  # tokens to the ranks of their experts
+    MLP = "M"
+    COMBINE = "C"  # the results back
+    HEAD = "H"  # last norm, output layer and loss
+
+    __hash__ = object.__hash__
+
+
+NETWORK_PARTS = frozenset({Part.DISPATCH, Part.COMBINE})
+
+
+class Site(NamedTuple):
+    """One part of the model. layer: its index in the model; the head's is the number of layers."""
+
+    stage: int
+    layer: int
+    part: Part
+
+
+@dataclass(frozen=True)
+class Parts:
+    """All parts of a model in order; `stage` of an action in a schedule of parts is an index into `sites`."""
+
+    sites: tuple[Site, ...]
+
+    @cached_property
+    def of_stage(self) -> tuple[range, ...]:
+        """The indices of each stage's parts."""
+        stages = [site.stage for site in self.sites]
+        return tuple(range(stages.index(s), stages.index(s) + stages.count(s)) for s in range(stages[-1] + 1))
+
+    @cached_property
+    def network(self) -> frozenset[int]:
+        """The indices of the all-to-alls."""
+        return frozenset(index for index, site in enumerate(self.sites) if site.part in NETWORK_PARTS)
+
+    def text(self, action: Action) -> str:
+        """Return an action of a schedule of parts as text: "2F0.5A" is the attention of layer 5 in 2F0."""
+        stage, layer, part = self.sites[action.stage]
+        return f"{action._replace(stage=stage)}.{'' if part is Part.HEAD else layer}{part.value}"
+
+    def parse(self, text: str) -> Action:
+        """Return the action of a text: the inverse of `text`. Raises ScheduleError for anything else."""
+        name, _, place = text.strip().partition(".")
+        action = parse_action(name)
+        found = self._index.get(f"{action.stage}.{place}")
+        if found is None:
+            example = self.text(Action(0, Op.F, 0))
+            raise ScheduleError(f"{text!r} is not a part of this model; write an action, its layer and part: {example}")
+        return action._replace(stage=found)
+
+    @cached_property
+    def _index(self) -> dict[str, int]:
+        names = (self.text(Action(index, Op.F, 0)) for index in range(len(self.sites)))
+        return {re.sub(r"F0", "", name, count=1): index for index, name in enumerate(names)}
+
+    def to_csv(self, schedule: Schedule) -> str:
+        """Write one line per pp_rank, one part per cell, in the order of issue."""
+        return "".join(",".join(map(self.text, row)) + "\n" for row in schedule.rows)
+
+    def from_csv(self, text: str, like: Schedule) -> Schedule:
+        """Read rows written by `to_csv` into a schedule with the placement and microbatches of `like`."""
+        lines = [line.split(",") for line in text.splitlines()]
+        rows = tuple(tuple(self.parse(cell) for cell in line if cell.strip()) for line in lines)
+        return replace(like, rows=rows)
+
+
+def parts_of(partition: Partition, has_experts: Sequence[bool]) -> Parts:
+    """Return the parts of a model. has_experts: for each layer, whether its MLP consists of experts.
+
+    Raises ConfigError if a stage has neither layers nor the head.
+    """
+    if len(has_experts) != partition.num_layers:
+        raise ConfigError(
+            f"{len(has_experts)} kinds of layers were given for {partition.num_layers} layers; give one each"
+        )
+    sites: list[Site] = []
+    for stage, (first, end, _, has_head) in enumerate(partition.stages):
+        if first == end and not has_head:
+            raise ConfigError(
+                f"stage {stage} of {len(partition.stages)} would have no layer; use at most {partition.num_layers}"
+            )
+        for layer in range(first, end):
+            sites += (Site(stage, layer, part) for part in Part if _is_in_layer(part, has_experts[layer]))
+        if has_head:
+            sites.append(Site(stage, end, Part.HEAD))
+    return Parts(tuple(sites))
+
+
+def _is_in_layer(part: Part, has_experts: bool) -> bool:
+    return part is not Part.HEAD and (has_experts or part not in NETWORK_PARTS)
+
+
+def pair_up(schedule: Schedule) -> Schedule:
+    """Merge each backward of a compute-only 1F1B or interleaved schedule with the forward that follows it into a pair.
+
+    That is what Megatron's `--overlap-moe-expert-parallel-comm` runs: one more forward before the first backward. A
+    forward never depends on the backward before it, but where it depends on it by way of other ranks (naive) the pairs
+    would wait for each other: raises ScheduleError then, from `validate`.
+    """
+    rows = []
+    for row in schedule.rows:
+        merged: list[Action] = []
+        for action in row:
+            if action.op is Op.F and merged and merged[-1].op in (Op.B, Op.I):
+                merged[-1:] = [action._replace(op=Op.OVERLAP), action, merged[-1]]
+            else:
+                merged.append(action)
+        rows.append(tuple(merged))
+    paired = replace(schedule, rows=tuple(rows))
+    validate(paired)
+    return paired
+
+
+@gc_paused()
+def expand(schedule: Schedule, parts: Parts, delay_weights: bool = True) -> Schedule:
+    """Return a compute-only schedule of stages as the schedule of their parts, compute-only too.
+
+    The parts of an action follow one another; those of an overlapped pair are merged by `merge`. delay_weights: full
+    backwards are cut into I and W, and each W is issued behind the all-to-all that needs its I, so that it runs beside
+    it (Megatron's `--delay-wgrad-compute`); otherwise they stay whole. Raises ScheduleError if the schedule is lowered
+    or has another number of stages.
+    """
+    if schedule.is_lowered or schedule.num_stages != len(parts.of_stage):
+        raise ScheduleError(
+            f"schedule {schedule} cannot be cut into the parts of {len(parts.of_stage)} stages: it must have as many, "
+            "and no messages"
+        )
+    network, whole = parts.network, not delay_weights
+    rows = []
+    for row in schedule.rows:
+        actions, expanded = iter(row), []
+        for action in actions:
+            if action.op is Op.OVERLAP:
+                halves = (_cut(next(actions), parts, whole) for _ in range(2))
+                expanded += merge(*halves, network)
+            else:
+                expanded += _cut(action, parts, whole)
+        rows.append(tuple(expanded))
+    ranks = [tuple(ranks[site.stage] for site in parts.sites) for ranks in schedule.placement.directions]
+    placement = Placement(schedule.num_ranks, *ranks)
+    return Schedule(schedule.name, placement, schedule.num_microbatches, tuple(rows))
+
+
+def _cut(action: Action, parts: Parts, whole: bool) -> list[Action]:
+    """Return the parts of an action in order; if full backwards do not stay `whole`, W follows the next all-to-all."""
+    stage, op, microbatch = action
+    sites, network = parts.of_stage[stage], parts.network
+    if op is Op.F:
+        return [Action(site, op, microbatch) for site in sites]
+    if op in (Op.W, Op.UPDATE):
+        return [Action(site, op, microbatch) for site in reversed(sites) if op is Op.UPDATE or site not in network]
+    row: list[Action] = []
+    weights: list[Action] = []
+    for site in reversed(sites):
+        if site not in network and op is Op.B and not whole:
+            row += weights
+            row.append(Action(site, Op.I, microbatch))
+            weights = [Action(site, Op.W, microbatch)]
+        else:
+            row += (Action(site, Op.B if site in network else op, microbatch), *weights)
+            weights = []
+    return row + weights
+
+
+def merge(forward: Sequence[Action], backward: Sequence[Action], network: frozenset[int]) -> list[Action]:
+    """Merge the parts of a forward and of a backward that do not depend on each other, in DualPipe's order.
+
+    The two take turns. A turn ends with the next all-to-all, which then runs beside the computation of the other's
+    turn; the weight gradients behind it belong to the turn. Layer by layer that gives the order of DeepSeek-V3
+    (arXiv:2412.19437, figure 4):
+
+        computation   A.F        M.I  M.W  M.F        A.I  A.W  (A.F of the next layer)
+        network       C.B   D.F       D.B        C.F       (C.B of the layer before)
+
+    Turns without an all-to-all (dense layers, the head) take an even share of the computation that is left.
+    """
+    chains = deque(backward), deque(forward)
+    row: list[Action] = []
+    turn = 0
+    while all(chains):
+        own, other = chains[turn], chains[1 - turn]
+        computing = sum(action.stage not in network and action.op is not Op.W for action in own)
+        share = -(-computing // (1 + sum(action.stage in network for action in other)))
+        while own:
+            row.append(own.popleft())
+            share -= row[-1].stage not in network and row[-1].op is not Op.W
+            if row[-1].stage in network or (share <= 0 and own and own[0].stage not in network):
+                break
+        while own and own[0].op is Op.W:
+            row.append(own.popleft())
+        turn = 1 - turn
+    return row + list(chain(*chains))
+
+
+def prove(schedule: Schedule, stages: Schedule, parts: Parts, members: Sequence[Schedule] = ()) -> ValidationReport:
+    """Prove a schedule of parts, lowered or not, or raise ScheduleError with the faulty part marked.
+
+    - It can run (`validate`), also if a rank waits for each part's input before it issues the next one.
+    - No rank keeps more parts alive than the rows of `stages`, the schedule that was expanded.
+    - All members of every expert-parallel group issue the same all-to-alls in the same order. members: the schedules of
+      the other expert-parallel ranks; they share the pp_rank of each row, and usually its row.
+    """
+    for number, member in enumerate(members, 1):
+        for rank, rows in enumerate(zip(schedule.rows, member.rows, strict=True)):
+            own, other = (
+                [parts.text(a) for a in row if a.stage in parts.network and a.op in (Op.F, Op.B)] for row in rows
+            )
+            if own != other:
+                slot = next((i for i, names in enumerate(zip(own, other, strict=False)) if names[0] != names[1]), -1)
+                raise ScheduleError(
+                    f"schedule {schedule}: rank {rank} issues {own[slot]} where expert-parallel rank {number} issues "
+                    f"{other[slot]}; members of a group must issue its collectives in one order"
+                )
+    try:
+        report = validate(schedule)
+    except ScheduleError as error:
+        raise ScheduleError(_with_names(str(error), parts)) from None
+    sizes = [len(sites) for sites in parts.of_stage]
+    for rank, (row, whole) in enumerate(zip(schedule.rows, stages.rows, strict=True)):
+        peak, most = peak_held(row, {Held.MICROBATCH: 1}), peak_held(whole, {Held.MICROBATCH: 1}, sizes)
+        if schedule.has_backward and peak > most:
+            raise ScheduleError(
+                f"schedule {schedule}: rank {rank} keeps {peak:g} parts alive, the stages of {stages} only {most:g}"
+            )
+    return report
+
+
+def _with_names(message: str, parts: Parts) -> str:
+    """Return a message of `validate` with the text of each part instead of its number."""
+
+    def place(found: re.Match[str]) -> str:
+        stage, layer, part = parts.sites[int(found[1])]
+        return f"stage {stage}, layer {layer}, {part.name.lower()}"
+
+    ops = "|".join(op.value for op in Op)
+    named = re.sub(r"\bstage (\d+)\b", place, message)
+    return re.sub(rf"\b\d+({ops})\d*\b", lambda found: parts.text(parse_action(found[0])), named)
