@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from megapipe.errors import ConfigError, ScheduleError
 from megapipe.schedule.action import SEND_OPS, Op
@@ -69,6 +69,10 @@ class Model:
             if self.pair_share != 1.0
         }
         return Costs(seconds, self.latency_seconds, self.overlap, pairs, self.rank_speeds)
+
+    def measure(self, schedule: Schedule) -> Measures:
+        """Return the measures of a compute-only schedule."""
+        return measure(schedule, self)[0]
 
 
 @dataclass(frozen=True)
@@ -138,21 +142,38 @@ def measure(schedule: Schedule, model: Model, receive_depth: int = 2) -> tuple[M
     return measures, timeline
 
 
+Measured = TypeVar("Measured", covariant=True)
+
+
+class Measurable(Protocol[Measured]):
+    """A model that `compare` can measure: `Model`, and `experts.ExpertModel`."""
+
+    @property
+    def kept_for_weights(self) -> float:
+        """The part of the activations that stays from I to W."""
+
+    def costs(self, num_stages: int) -> Costs:
+        """Return the costs of contiguous stages."""
+
+    def measure(self, schedule: Schedule) -> Measured:
+        """Return the measures of a compute-only schedule."""
+
+
 def compare(
-    model: Model,
+    model: Measurable[Measured],
     num_ranks: int,
     num_chunks: int,
     num_microbatches: int,
     group_size: int | None = None,
     memory_limits: Sequence[float] = (),
     names: Sequence[str] = (),
-) -> list[Measures | Refusal]:
+) -> list[Measured | Refusal]:
     """Measure all families of the table (or `names`) for the same model, in the order of the table.
 
     num_chunks: for the families that take any number. memory_limits: of zb-auto, in microbatches, one row each
     (default: p and 2 p).
     """
-    rows: list[Measures | Refusal] = []
+    rows: list[Measured | Refusal] = []
     for name in names or SCHEDULES:
         limits: Sequence[float | None] = (None,)
         if name in SCHEDULES and SCHEDULES[name].is_automatic:
@@ -165,7 +186,7 @@ def compare(
                 group = group_size if family.takes_group_size else None
                 chunks = family.num_chunks(num_chunks)
                 schedule = build_schedule(name, num_ranks, chunks, num_microbatches, group, goal)
-                rows.append(measure(replace(schedule, name=label), model)[0])
+                rows.append(model.measure(replace(schedule, name=label)))
             except (ConfigError, ScheduleError) as error:
                 rows.append(Refusal(label, str(error).splitlines()[0]))
     return rows

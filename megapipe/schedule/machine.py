@@ -277,7 +277,7 @@ class Machine:
         self.finish([work], end)
         return 1
 
-    def _overlap(self, rank: int, pair: Action) -> int:
+    def _overlap(self, rank: int, head: Action) -> int:
         """Run a forward and a backward side by side: both start when both have what they need and end with the pair."""
         slot = self.positions[rank]
         forward, backward = self.schedule.rows[rank][slot + 1 : slot + 3]
@@ -286,7 +286,7 @@ class Machine:
         if start is None:
             return 0
         in_sequence = sum(work.seconds for work, _ in works)
-        pair = self.costs.pair_seconds.get((forward.stage, backward.stage))
+        pair = self.costs.pair_seconds.get((head.stage, backward.stage))
         end = start + (in_sequence if pair is None else pair / self._rank_speeds[rank])
         self.starts[rank][slot : slot + 3] = [start] * 3
         self.ends[rank][slot : slot + 3] = [end] * 3

@@ -43,6 +43,9 @@ class Part(enum.Enum):
 
 
 NETWORK_PARTS = frozenset({Part.DISPATCH, Part.COMBINE})
+# Schedules in which a backward and the forward after it can be merged: in the others the next rank's forward would have
+# to wait for a backward that needs it (naive), or no forward follows a backward.
+MERGED = frozenset({"1f1b", "interleaved"})
 
 
 class Site(NamedTuple):
@@ -128,12 +131,13 @@ def _is_in_layer(part: Part, has_experts: bool) -> bool:
 
 
 def pair_up(schedule: Schedule) -> Schedule:
-    """Merge each backward of a compute-only 1F1B or interleaved schedule with the forward that follows it into a pair.
+    """Merge each backward of a compute-only schedule in MERGED with the forward that follows it into a pair.
 
-    That is what Megatron's `--overlap-moe-expert-parallel-comm` runs: one more forward before the first backward. A
-    forward never depends on the backward before it, but where it depends on it by way of other ranks (naive) the pairs
-    would wait for each other: raises ScheduleError then, from `validate`.
+    That is what Megatron's `--overlap-moe-expert-parallel-comm` runs: one more forward before the first backward. Other
+    schedules are returned as they are, with the pairs that they have.
     """
+    if schedule.name not in MERGED:
+        return schedule
     rows = []
     for row in schedule.rows:
         merged: list[Action] = []
@@ -143,9 +147,7 @@ def pair_up(schedule: Schedule) -> Schedule:
             else:
                 merged.append(action)
         rows.append(tuple(merged))
-    paired = replace(schedule, rows=tuple(rows))
-    validate(paired)
-    return paired
+    return replace(schedule, rows=tuple(rows))
 
 
 @gc_paused()
@@ -168,8 +170,8 @@ def expand(schedule: Schedule, parts: Parts, delay_weights: bool = True) -> Sche
         actions, expanded = iter(row), []
         for action in actions:
             if action.op is Op.OVERLAP:
-                halves = (_cut(next(actions), parts, whole) for _ in range(2))
-                expanded += merge(*halves, network)
+                forward, backward = (_cut(next(actions), parts, whole) for _ in range(2))
+                expanded += merge(forward, backward, network)
             else:
                 expanded += _cut(action, parts, whole)
         rows.append(tuple(expanded))
@@ -202,34 +204,39 @@ def _cut(action: Action, parts: Parts, whole: bool) -> list[Action]:
 def merge(forward: Sequence[Action], backward: Sequence[Action], network: frozenset[int]) -> list[Action]:
     """Merge the parts of a forward and of a backward that do not depend on each other, in DualPipe's order.
 
-    The two take turns. A turn ends with the next all-to-all, which then runs beside the computation of the other's
-    turn; the weight gradients behind it belong to the turn. Layer by layer that gives the order of DeepSeek-V3
+    The two take turns. A turn issues computation and then an all-to-all, which runs beside the computation of the
+    other's turn; the weight gradients behind it belong to the turn. Layer by layer that gives the order of DeepSeek-V3
     (arXiv:2412.19437, figure 4):
 
-        computation   A.F        M.I  M.W  M.F        A.I  A.W  (A.F of the next layer)
-        network       C.B   D.F       D.B        C.F       (C.B of the layer before)
+        computation   A.F  M.I  M.W  M.F  A.I  A.W
+        network       C.B  D.F  D.B       C.F  C.B of the layer before
 
-    Turns without an all-to-all (dense layers, the head) take an even share of the computation that is left.
+    Where layers differ (dense layers, the head, stages of unequal length) a turn takes at most an even share of the
+    computation that is left, so that every all-to-all of the other has some to run beside.
     """
     chains = deque(backward), deque(forward)
     row: list[Action] = []
-    turn = 0
+    turn = int(backward[0].stage not in network)
     while all(chains):
         own, other = chains[turn], chains[1 - turn]
-        computing = sum(action.stage not in network and action.op is not Op.W for action in own)
-        share = -(-computing // (1 + sum(action.stage in network for action in other)))
-        while own:
+        exchanges = sum(action.stage in network for action in other)
+        share = -(-sum(action.stage not in network for action in own) // (1 + exchanges))
+        issued = False
+        while own and not (issued and own[0].op is not Op.W) and (share > 0 or own[0].stage in network):
             row.append(own.popleft())
-            share -= row[-1].stage not in network and row[-1].op is not Op.W
-            if row[-1].stage in network or (share <= 0 and own and own[0].stage not in network):
-                break
-        while own and own[0].op is Op.W:
-            row.append(own.popleft())
+            issued |= row[-1].stage in network
+            share -= row[-1].stage not in network
         turn = 1 - turn
     return row + list(chain(*chains))
 
 
-def prove(schedule: Schedule, stages: Schedule, parts: Parts, members: Sequence[Schedule] = ()) -> ValidationReport:
+def prove(
+    schedule: Schedule,
+    stages: Schedule,
+    parts: Parts,
+    send_depth: int | None = None,
+    members: Sequence[Schedule] = (),
+) -> ValidationReport:
     """Prove a schedule of parts, lowered or not, or raise ScheduleError with the faulty part marked.
 
     - It can run (`validate`), also if a rank waits for each part's input before it issues the next one.
@@ -249,7 +256,7 @@ def prove(schedule: Schedule, stages: Schedule, parts: Parts, members: Sequence[
                     f"{other[slot]}; members of a group must issue its collectives in one order"
                 )
     try:
-        report = validate(schedule)
+        report = validate(schedule, send_depth)
     except ScheduleError as error:
         raise ScheduleError(_with_names(str(error), parts)) from None
     sizes = [len(sites) for sites in parts.of_stage]

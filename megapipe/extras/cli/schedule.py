@@ -5,20 +5,26 @@ from __future__ import annotations
 import argparse
 import csv
 import json
+import math
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from megapipe.errors import ConfigError
-from megapipe.extras.cli.frame import command, option
+from megapipe.extras.cli.frame import Option, command, option
+from megapipe.extras.report.parts_svg import parts_svg
 from megapipe.extras.report.timeline import grid_text, svg
 from megapipe.formatting import text_table
 from megapipe.profile.trace import chrome_trace
 from megapipe.schedule.compare import Measures, Model, Refusal, Seconds, compare, measure
 from megapipe.schedule.costs import AutoGoal
+from megapipe.schedule.experts import ExpertMeasures, ExpertModel, measure_experts
 from megapipe.schedule.families import SCHEDULES, build_schedule, schedule_family
 from megapipe.schedule.lower import lower
+from megapipe.schedule.parts import expand, pair_up, prove
 from megapipe.schedule.placement import Placement, linear, loop, two_directions, v_shape
 from megapipe.schedule.schedule import Schedule, from_csv, to_csv
 from megapipe.schedule.validate import validate
@@ -44,6 +50,20 @@ NAME = (
     option("name", f"one of {', '.join(SCHEDULES)}; or give --csv", nargs="?", metavar="NAME"),
     option("--csv", "read the schedule from this file instead, one line per rank: 0F0,0F1,...", type=Path),
     option("--placement", "of the CSV file's stages (default: taken from its forwards)", choices=tuple(PLACEMENTS)),
+)
+_HALVES: dict[str, Any] = {"type": float, "nargs": 3, "metavar": ("F", "I", "W")}
+_WAYS: dict[str, Any] = {"type": float, "nargs": 2, "metavar": ("F", "B")}
+EXPERTS = (
+    "mixture of experts; times in milliseconds (or any unit) of a layer and microbatch, defaults like DeepSeek-V3's",
+    option("--experts", "cut stages into attention, dispatch, MLP and combine; overlap", action="store_true"),
+    option("--layers", "of the model", default=61),
+    option("--dense-layers", "the first of them, which have no experts", default=3),
+    option("--attention", "with norms and router: forward, I and W", default=(5.5, 7.5, 3.5), **_HALVES),
+    option("--expert-mlp", "routed and shared experts", default=(4.6, 4.6, 4.6), **_HALVES),
+    option("--dense-mlp", "of the dense layers", default=(4.6, 4.6, 4.6), **_HALVES),
+    option("--head", "output layer and loss", default=(19.0, 19.0, 19.0), **_HALVES),
+    option("--dispatch", "all-to-all to the experts: forward and backward", default=(2.3, 4.7), **_WAYS),
+    option("--combine", "all-to-all back", default=(4.7, 2.3), **_WAYS),
 )
 NAMES = option("names", "which schedules (default: all)", nargs="*", metavar="NAME")
 MODEL = (
@@ -79,6 +99,7 @@ DEPTHS = (
     option("--send-depth", "sends that a channel may have in flight (default: the smallest number)", type=int),
     option("--receive-depth", "actions by which a receive is posted ahead", default=2),
 )
+PARTS = option("--parts", "with --experts: prove these rows, as draw --experts --csv-out writes them", type=Path)
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -115,6 +136,42 @@ def _model(own: argparse.Namespace) -> Model:
     )
 
 
+def _expert_model(own: argparse.Namespace) -> ExpertModel | None:
+    """Return the model of --experts, None without it. Raises ConfigError for flags that would not be read."""
+    read = "ranks microbatches chunks group-size p2p transfer kept-for-weights memory-limit json".split()
+    unread = [each for each in MODEL if isinstance(each, Option) and each.names[-1][2:] not in read]
+    for each in unread if own.experts else (each for each in EXPERTS[2:] if isinstance(each, Option)):
+        value = getattr(own, each.names[-1][2:].replace("-", "_"))
+        if value not in (None, each.settings.get("default")) and value is not False:
+            where, use = (
+                ("without", "the times of parts, as --attention F I W,") if own.experts else ("with", "--experts")
+            )
+            raise ConfigError(f"{each.names[-1]} is only read {where} --experts; use {use} or omit it")
+    if not own.experts:
+        return None
+    if own.layers < 1 or not 0 <= own.dense_layers <= own.layers:
+        raise ConfigError(
+            f"--layers {own.layers} --dense-layers {own.dense_layers}: use 1 layer or more, of them 0 or more dense"
+        )
+    times = [own.attention, own.dense_mlp, own.expert_mlp, own.head, own.dispatch, own.combine]
+    if not all(0 <= value < math.inf for each in times for value in each):
+        raise ConfigError(f"the times {times} of the parts must be 0 or more")
+    attention, dense, expert, head = (Seconds(*each) for each in times[:4])
+    dispatch, combine = ((forward, backward) for forward, backward in times[4:])
+    return ExpertModel(
+        tuple(layer >= own.dense_layers for layer in range(own.layers)),
+        attention,
+        dense,
+        expert,
+        head,
+        dispatch,
+        combine,
+        own.transfer,
+        own.p2p,
+        own.kept_for_weights,
+    )
+
+
 def _read_slices(path: Path) -> tuple[Seconds, ...]:
     columns = ("forward", "input_grad", "weight_grad")
     heading = f"the heading {','.join(columns)}"
@@ -130,7 +187,7 @@ def _read_slices(path: Path) -> tuple[Seconds, ...]:
     return tuple(slices)
 
 
-def _schedule(own: argparse.Namespace, model: Model) -> Schedule:
+def _schedule(own: argparse.Namespace, model: Model | ExpertModel) -> Schedule:
     """Return the compute-only schedule by name or from the file."""
     if own.csv is not None:
         if own.name is not None:
@@ -151,37 +208,49 @@ def _microbatches(own: argparse.Namespace) -> int:
     return 2 * own.ranks if own.microbatches is None else int(own.microbatches)
 
 
-@command("megapipe schedule draw", (*NAME, *MODEL, *DRAWINGS), needs_words=False)
+@command("megapipe schedule draw", (*NAME, *MODEL, *EXPERTS, *DRAWINGS), needs_words=False)
 def _draw(own: argparse.Namespace) -> None:
-    """Draw one schedule: text for a terminal, SVG with a memory curve, Chrome/Perfetto trace, CSV."""
-    model = _model(own)
+    """Draw one schedule: text for a terminal, SVG with a memory curve, Chrome/Perfetto trace, CSV.
+
+    With --experts the drawing has two lanes per rank, computation and all-to-alls, and text and CSV hold the parts of
+    layers in the order of issue: 2F0.5A is the attention of layer 5 in 2F0.
+    """
+    experts = _expert_model(own)
+    model = experts or _model(own)
     schedule = _schedule(own, model)
-    measures, timeline = measure(schedule.compute_only(), model)
+    measures: Measures | ExpertMeasures
+    if experts is None:
+        measures, timeline = measure(schedule.compute_only(), _model(own))
+        text, picture = partial(grid_text, timeline, own.width or 160), partial(svg, timeline, own.width)
+        rows = partial(to_csv, timeline.schedule if own.lowered else schedule)
+    else:
+        if own.trace is not None:
+            raise ConfigError("--trace draws stages, not their parts; use --svg with --experts")
+        measures, timeline = measure_experts(schedule.compute_only(), experts)
+        parts = experts.parts(schedule.num_stages)
+        text = rows = partial(parts.to_csv, timeline.schedule if own.lowered else timeline.schedule.compute_only())
+        picture = partial(parts_svg, timeline, parts, own.width)
     written = []
-    for path, text in (
-        (own.svg, lambda: svg(timeline, own.width)),
-        (own.trace, lambda: chrome_trace(timeline)),
-        (own.csv_out, lambda: to_csv(timeline.schedule if own.lowered else schedule)),
-    ):
+    for path, content in ((own.svg, picture), (own.trace, partial(chrome_trace, timeline)), (own.csv_out, rows)):
         if path is not None:
-            path.write_text(text(), encoding="utf-8")
+            path.write_text(content(), encoding="utf-8")
             written.append(str(path))
     if own.json:
         print(json.dumps({**asdict(measures), "written": written}))
-    elif written:
-        print("wrote " + ", ".join(written))
     else:
-        print(grid_text(timeline, own.width or 160))
+        print("wrote " + ", ".join(written) if written else text())
 
 
-@command("megapipe schedule compare", (NAMES, *MODEL), needs_words=False)
+@command("megapipe schedule compare", (NAMES, *MODEL, *EXPERTS), needs_words=False)
 def _compare(own: argparse.Namespace) -> int:
-    """Print one table over all schedules, or those named."""
+    """Print one table over all schedules, or those named; with --experts, what they hide of the all-to-alls."""
     chunks = 2 if own.chunks is None else own.chunks
-    limits = own.memory_limit or ()
-    rows = compare(_model(own), own.ranks, chunks, _microbatches(own), own.group_size, limits, own.names)
+    sizes = own.ranks, chunks, _microbatches(own), own.group_size, own.memory_limit or (), own.names
+    experts = _expert_model(own)
+    rows: Sequence[Measures | ExpertMeasures | Refusal]
+    rows = compare(_model(own), *sizes) if experts is None else compare(experts, *sizes)
     print(json.dumps([asdict(row) for row in rows]) if own.json else table_text(rows))
-    return 0 if any(isinstance(row, Measures) for row in rows) else ConfigError.exit_code
+    return ConfigError.exit_code if all(isinstance(row, Refusal) for row in rows) else 0
 
 
 _COLUMNS: dict[str, Callable[[Measures], str]] = {
@@ -205,28 +274,60 @@ depth: sends that a channel must be able to have in flight without a posted rece
 _NOT_SYNCHRONOUS = "NOT synchronous: weights change while microbatches are in flight"
 
 
-def table_text(rows: Sequence[Measures | Refusal]) -> str:
+_EXPERT_COLUMNS: dict[str, Callable[[ExpertMeasures], str]] = {
+    "schedule": lambda row: row.schedule + ("" if row.is_synchronous else " *"),
+    "stages": lambda row: str(row.num_stages // row.num_ranks),
+    "serial": lambda row: f"{row.serial_seconds:.5g}",
+    "weights": lambda row: f"{row.weights_seconds:.5g}",
+    "pairs": lambda row: "-" if row.pairs_seconds is None else f"{row.pairs_seconds:.5g}",
+    "bound": lambda row: f"{row.bound_seconds:.5g}",
+    "all-to-all": lambda row: f"{row.exchange_seconds:.5g}",
+    "exposed": lambda row: f"{row.exposed_seconds:.5g}",
+    "hidden": lambda row: f"{row.hidden_share:.1%}",
+    "peak": lambda row: f"{row.peak_microbatches:.4g}",
+}
+_EXPERT_LEGEND = """
+serial: step whose all-to-alls block the computation; weights: they run beside weight gradients of their own backward
+pairs: forwards and backwards are merged; bound: no order on these stages is faster; peak: with the pairs
+all-to-all: on the busiest rank; exposed: of that, while the rank computes nothing, in the faster of weights and pairs
+hidden: the part of all all-to-alls that is not exposed"""
+
+
+def table_text(rows: Sequence[Measures | ExpertMeasures | Refusal]) -> str:
     """Return the table for a terminal, with a legend."""
-    measured = [row for row in rows if isinstance(row, Measures)]
-    columns = dict(_COLUMNS)
-    if not any(row.peak_bytes for row in measured):
-        del columns["bytes"]
-    if all(row.step_seconds == row.makespan_seconds for row in measured):
-        del columns["step"]
+    measured = [row for row in rows if not isinstance(row, Refusal)]
+    columns: dict[str, Callable[[Any], str]] = dict(_COLUMNS)
+    legend = _LEGEND
+    if any(isinstance(row, ExpertMeasures) for row in rows):
+        columns, legend = dict(_EXPERT_COLUMNS), _EXPERT_LEGEND
+    else:
+        if not any(row.peak_bytes for row in measured if isinstance(row, Measures)):
+            del columns["bytes"]
+        if all(row.step_seconds == row.makespan_seconds for row in measured if isinstance(row, Measures)):
+            del columns["step"]
     cells = [list(columns), *([cell(row) for cell in columns.values()] for row in measured)]
     width = max(len(line[0]) for line in cells)
     lines = list(text_table(cells, left=(0,), indent=0))
     lines += [f"{row.schedule.ljust(width)}  refused: {row.refused}" for row in rows if isinstance(row, Refusal)]
-    lines.append(_LEGEND)
+    lines.append(legend)
     if any(not row.is_synchronous for row in measured):
         lines.append(f"*: {_NOT_SYNCHRONOUS}; part of an endless stream, including its ends")
     return "\n".join(lines)
 
 
-@command("megapipe schedule check", (*NAME, *MODEL, *DEPTHS), needs_words=False)
+@command("megapipe schedule check", (*NAME, *MODEL, *EXPERTS, *DEPTHS, PARTS), needs_words=False)
 def _check(own: argparse.Namespace) -> None:
-    """Prove a schedule, by name or from a CSV file, and print the send depth of every channel."""
-    schedule = _schedule(own, _model(own))
+    """Prove a schedule, by name or from a CSV file, and print the send depth of every channel.
+
+    With --experts the parts of its layers are proven, in megapipe's order or in that of --parts.
+    """
+    experts = _expert_model(own)
+    schedule = _schedule(own, experts or _model(own))
+    if own.parts is not None and experts is None:
+        raise ConfigError("--parts is only read with --experts; add it")
+    if experts is not None:
+        _check_parts(own, schedule.compute_only(), experts)
+        return
     if not schedule.is_lowered:
         validate(schedule)
         schedule = lower(schedule, own.receive_depth)
@@ -255,6 +356,29 @@ def _check(own: argparse.Namespace) -> None:
     for entry in channels:
         depths = f"send depth {entry['least_send_depth']}, receives posted {entry['most_posted']}"
         print(f"  {str(entry['channel']).ljust(width)}  {depths}")
+
+
+def _check_parts(own: argparse.Namespace, schedule: Schedule, model: ExpertModel) -> None:
+    """Prove and print a schedule of parts, expanded or read from --parts."""
+    parts, paired = model.parts(schedule.num_stages), pair_up(schedule)
+    expanded = expand(paired, parts)
+    if own.parts is not None:
+        expanded = parts.from_csv(own.parts.read_text(encoding="utf-8"), expanded)
+    report = prove(
+        expanded if expanded.is_lowered else lower(expanded, own.receive_depth), paired, parts, own.send_depth
+    )
+    print(
+        json.dumps(
+            {
+                "schedule": str(report.schedule),
+                "valid": True,
+                "num_actions": report.num_actions,
+                "send_depth": report.send_depth,
+            }
+        )
+        if own.json
+        else report
+    )
 
 
 @command("megapipe schedule simulate", (*NAME, *MODEL), needs_words=False)

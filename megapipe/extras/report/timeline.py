@@ -236,10 +236,10 @@ def _messages(drawing: _Drawing) -> Iterator[str]:
 def fill(placement: Placement, rank: int, action: Action) -> str:
     """Return the colour of an action's box, by its op and by the chunk that its stage is on the rank."""
     stages = placement.stages_of(rank)
-    return _shade(action.op, stages.index(action.stage) / max(1, len(stages) - 1))
+    return shade(action.op, stages.index(action.stage) / max(1, len(stages) - 1))
 
 
-def _shade(op: Op, part: float) -> str:
+def shade(op: Op, part: float) -> str:
     """Return the op's colour at a part from 0 (first chunk) to 1 (last chunk)."""
     first, last, _ = COLOURS[op]
     channels = ((int(first[i : i + 2], 16), int(last[i : i + 2], 16)) for i in (1, 3, 5))
@@ -260,7 +260,7 @@ def legend(ops: Iterable[Op], num_chunks: int, x: float, y: int, letter: float =
     for op in ops:
         shades = num_chunks if op in COMPUTE_OPS else 1
         for chunk in range(shades):
-            colour = _shade(op, chunk / max(1, num_chunks - 1))
+            colour = shade(op, chunk / max(1, num_chunks - 1))
             parts.append(f'<rect x="{x:g}" y="{y - 10}" width="12" height="12" fill="{colour}"/>')
             x += 14
         name = NAMES[op] + (f", chunk 0 .. {num_chunks - 1}" if shades > 1 else "")
