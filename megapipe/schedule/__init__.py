@@ -10,5 +10,6 @@ anything runs.
     validate, machine    the proof (complete, ordered, no deadlock); the walk that proof and simulator share
     costs                Shape, Costs, AutoGoal: the arguments of generators and simulator
     simulate, compare    Costs -> Timeline, bubbles, memory curves; all families side by side
+    parts, experts       actions cut into parts of layers, all-to-alls on a second resource; what each schedule hides
     partition, balance   layers -> stages
 """

@@ -34,6 +34,7 @@ usage: megapipe schedule COMMAND [arguments]      (each has --help)
 
   draw       text for a terminal, SVG with a memory curve, Chrome/Perfetto trace, CSV
   compare    one table over all schedules: megapipe schedule compare -p 8 -m 32 -v 2
+             --experts: what each hides of the all-to-alls of mixture of experts
   check      prove a schedule, by name or from a CSV file (torch.distributed.pipelining's too);
              prints the send depth of every channel
   simulate   makespan, idle, peaks and messages of one schedule, rank by rank
@@ -364,21 +365,10 @@ def _check_parts(own: argparse.Namespace, schedule: Schedule, model: ExpertModel
     expanded = expand(paired, parts)
     if own.parts is not None:
         expanded = parts.from_csv(own.parts.read_text(encoding="utf-8"), expanded)
-    report = prove(
-        expanded if expanded.is_lowered else lower(expanded, own.receive_depth), paired, parts, own.send_depth
-    )
-    print(
-        json.dumps(
-            {
-                "schedule": str(report.schedule),
-                "valid": True,
-                "num_actions": report.num_actions,
-                "send_depth": report.send_depth,
-            }
-        )
-        if own.json
-        else report
-    )
+    rows = expanded if expanded.is_lowered else lower(expanded, own.receive_depth)
+    report = prove(rows, paired, parts, own.send_depth)
+    summary = {"schedule": str(rows), "valid": True, "num_actions": report.num_actions, "send_depth": report.send_depth}
+    print(json.dumps(summary) if own.json else report)
 
 
 @command("megapipe schedule simulate", (*NAME, *MODEL), needs_words=False)

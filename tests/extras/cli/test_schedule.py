@@ -172,3 +172,75 @@ def test_the_tool_runs_the_command_and_imports_no_torch() -> None:
 def test_the_schedule_pictures_of_the_documentation_are_current() -> None:
     stored = {path.name: path.read_text(encoding="utf-8") for path in (REPOSITORY / "docs" / "schedules").glob("*.svg")}
     assert stored == pictures(), "draw them again: python tools/draw_all_schedules.py"
+
+
+def test_compare_tells_what_each_schedule_hides_of_the_all_to_alls(capsys: pytest.CaptureFixture[str]) -> None:
+    words = [
+        "compare",
+        "--experts",
+        "-p",
+        "4",
+        "-m",
+        "8",
+        "--layers",
+        "13",
+        "--dense-layers",
+        "1",
+        "gpipe",
+        "dualpipe",
+        "zb-v",
+    ]
+    assert main([*words, "--json"]) == 0
+    rows = {row["schedule"]: row for row in json.loads(capsys.readouterr().out)}
+    assert rows["gpipe"]["pairs_seconds"] is None
+    assert rows["dualpipe"]["bound_seconds"] < rows["dualpipe"]["pairs_seconds"] < rows["dualpipe"]["serial_seconds"]
+    assert rows["dualpipe"]["exchange_seconds"] == pytest.approx(8 * 3 * 14.0)  # 3 layers a stage and 8 microbatches
+    assert main(words) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split() == "schedule stages serial weights pairs bound all-to-all exposed hidden peak".split()
+    assert [line.split()[0] for line in lines[1:4]] == ["gpipe", "dualpipe", "zb-v"]
+
+
+def test_rows_of_parts_are_proven_by_name_or_from_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["dualpipe", "-p", "4", "-m", "8", "--experts", "--layers", "8"]
+    assert main(["check", *words]) == 0
+    assert "8 microbatches): 718 actions, valid; 12 channels" in capsys.readouterr().out
+    path = tmp_path / "rows.csv"
+    assert main(["draw", *words, "--csv-out", str(path)]) == 0
+    assert main(["check", *words, "--parts", str(path)]) == 0
+    text = path.read_text()
+    assert text.startswith("0F0.0A,0F0.0M,0F0.1A,")
+    path.write_text(text.replace("0F0.0A,0F0.0M", "0F0.0M,0F0.0A", 1))
+    assert main(["check", *words, "--parts", str(path)]) == 2
+    assert "0F0.0M needs the activation of stage 0, layer 0, attention" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["compare", "--experts", "--forward", "2"], "--forward is only read without --experts"),
+        (["compare", "--layers", "4"], "--layers is only read with --experts"),
+        (["compare", "--experts", "--layers", "2", "--dense-layers", "3"], "use 1 layer or more"),
+        (["compare", "--experts", "--dispatch", "-1", "2"], "must be 0 or more"),
+        (["compare", "--experts", "1f1b", "--layers", "3", "-p", "5"], "would have no layer"),
+        (["check", "1f1b", "--parts", "rows.csv"], "--parts is only read with --experts"),
+        (["draw", "1f1b", "--experts", "--trace", "x.json"], "--trace draws stages"),
+    ],
+    ids=["time of stages", "no --experts", "dense layers", "negative", "too many ranks", "parts", "trace"],
+)
+def test_options_of_experts_that_cannot_be_read_are_refused(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(words) == 2
+    printed = capsys.readouterr()
+    assert message in printed.out + printed.err
+
+
+def test_the_picture_of_parts_is_current(tmp_path: Path) -> None:
+    path = tmp_path / "expert_schedule.svg"
+    words = "draw dualpipe-v -p 2 -m 5 --experts --layers 4 --dense-layers 0 --head 2 2 2 --width 1500".split()
+    assert main([*words, "--svg", str(path)]) == 0
+    stored = REPOSITORY / "docs" / "images" / "expert_schedule.svg"
+    assert path.read_text(encoding="utf-8") == stored.read_text(encoding="utf-8")
+    assert path.read_text(encoding="utf-8").count(">rank ") == 2
+    ET.parse(path)
