@@ -204,9 +204,9 @@ def _cut(action: Action, parts: Parts, whole: bool) -> list[Action]:
 def merge(forward: Sequence[Action], backward: Sequence[Action], network: frozenset[int]) -> list[Action]:
     """Merge the parts of a forward and of a backward that do not depend on each other, in DualPipe's order.
 
-    The two take turns. A turn issues computation and then an all-to-all, which runs beside the computation of the
-    other's turn; the weight gradients behind it belong to the turn. Layer by layer that gives the order of DeepSeek-V3
-    (arXiv:2412.19437, figure 4):
+    The two take turns, first the backward if it has an all-to-all near its start. A turn issues computation and then an
+    all-to-all, which runs beside the computation of the other's turn; the weight gradients behind it belong to the
+    turn. Layer by layer that gives the order of DeepSeek-V3 (arXiv:2412.19437, figure 4):
 
         computation   A.F  M.I  M.W  M.F  A.I  A.W
         network       C.B  D.F  D.B       C.F  C.B of the layer before
@@ -216,7 +216,7 @@ def merge(forward: Sequence[Action], backward: Sequence[Action], network: frozen
     """
     chains = deque(backward), deque(forward)
     row: list[Action] = []
-    turn = int(backward[0].stage not in network)
+    turn = int(all(action.stage not in network for action in backward[:2]))
     while all(chains):
         own, other = chains[turn], chains[1 - turn]
         exchanges = sum(action.stage in network for action in other)

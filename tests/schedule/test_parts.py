@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 
 import pytest
@@ -102,13 +103,11 @@ def test_the_text_names_stage_op_microbatch_layer_and_part():
 
 
 def merged_texts(has_experts):
-    """Return the merged pair of a forward of stage 0 and a backward of stage 1, by resource, without the head."""
-    parts = parts_of(from_counts([len(has_experts)] * 2, 2 * len(has_experts)), has_experts * 2)
-    pair = replace(
-        build_schedule("gpipe", 2, 1, 1), rows=((Action(0, Op.OVERLAP, 1), Action(0, F, 1), Action(1, B, 0)), ())
-    )
-    row = expand(pair, parts).rows[0]
-    texts = [(a.stage in parts.network, parts.text(a)) for a in row if parts.sites[a.stage].part is not Part.HEAD]
+    """Return the merged pair of a forward of stage 0 and a backward of stage 1, by resource; stage 2 has the head."""
+    parts = parts_of(from_counts([len(has_experts)] * 3, 3 * len(has_experts)), has_experts * 3)
+    pair = Action(0, Op.OVERLAP, 1), Action(0, F, 1), Action(1, B, 0)
+    row = expand(replace(build_schedule("gpipe", 3, 1, 1), rows=(pair, (), ())), parts).rows[0]
+    texts = [(action.stage in parts.network, parts.text(action)) for action in row]
     return tuple(" ".join(text for is_exchange, text in texts if is_exchange is lane) for lane in (False, True))
 
 
@@ -169,7 +168,7 @@ def pair_times(has_experts_forward, has_experts_backward, seconds):
     cut = [
         expand(replace(schedule, rows=((action,), ())), parts).rows[0] for action in (Action(0, F, 1), Action(1, B, 0))
     ]
-    forward, backward = cut[0], [a for a in cut[1] if parts.sites[a.stage].part is not Part.HEAD]
+    forward, backward = cut
     ends: dict[Action, float] = {}
 
     def run(row):
@@ -204,15 +203,24 @@ E, D = True, False
 )
 @pytest.mark.parametrize("seconds", [EQUAL, V3], ids=["equal", "deepseek-v3"])
 def test_the_merged_order_is_the_shortest_of_all(forward, backward, seconds):
-    merged, best, _ = pair_times(forward, backward, seconds)
-    assert merged == pytest.approx(best, rel=1e-9)
-
-
-@given(kinds, kinds, part_seconds())
-@settings(max_examples=25)
-def test_with_any_times_the_merged_order_is_near_the_shortest(forward, backward, seconds):
     merged, best, serial = pair_times(forward, backward, seconds)
-    assert best <= merged <= min(1.35 * best, serial)
+    assert merged == pytest.approx(best, rel=1e-9)
+    assert merged <= serial
+
+
+def test_with_drawn_times_the_merged_order_is_near_the_shortest():
+    rng = random.Random(1)
+    ratios = []
+    for _ in range(20):
+        forward, backward = ([rng.random() < 0.6 for _ in range(rng.randint(1, 3))] for _ in range(2))
+        seconds = {(part, op): rng.randint(1, 6) * EQUAL[part, op] for part in Part for op in (F, I, W)}
+        seconds |= {(part, B): seconds[part, I] + seconds[part, W] for part in Part}
+        merged, best, serial = pair_times(forward, backward, seconds)
+        assert best <= serial
+        ratios.append(merged / best)
+    assert min(ratios) >= 1
+    assert max(ratios) < 1.25
+    assert sum(ratios) / len(ratios) < 1.05
 
 
 def planted(name, change):
@@ -271,7 +279,7 @@ def test_parts_that_stay_alive_longer_than_their_stages_are_refused():
     parts = layers_of(1, [True])
     rows = expand(schedule, parts)
     late = tuple(sorted(rows.rows[0], key=lambda action: action.op is W))
-    with pytest.raises(ScheduleError, match=r"rank 0 keeps 15 parts alive, the stages of .* only 5"):
+    with pytest.raises(ScheduleError, match=r"rank 0 keeps 11 parts alive, the stages of .* only 5"):
         prove(replace(rows, rows=(late,)), schedule, parts)
 
 
@@ -297,11 +305,11 @@ MODEL = ExpertModel(
 
 
 def test_a_pair_by_hand():
-    """Two ranks of resources: one layer, F of microbatch 1 under B of microbatch 0, all parts of one second."""
+    """One layer, F of microbatch 1 merged with B of microbatch 0; all parts take one second, the head none."""
     one = Seconds(1.0, 1.0, 1.0)
     model = ExpertModel((True,), one, one, one, Seconds(0.0, 0.0, 0.0), (1.0, 1.0), (1.0, 1.0))
     measures, timeline = measure_experts(build_schedule("1f1b", 1, 1, 2), model)
-    # serial: 2 x (4 + 6); merged: F0 4, then A D.. in 6 with one wait, then C.B M.I D.B|M.W A.I A.W in 6
+    # serial: 2 x (4 + 6); merged: F alone 4, the pair 6 (all of its computation), B alone 5 (one W beside D)
     assert measures.serial_seconds == 20
     assert measures.pairs_seconds == timeline.makespan_seconds == 15
     assert measures.bound_seconds == 12  # the computation of the rank
