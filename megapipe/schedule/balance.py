@@ -209,10 +209,6 @@ class _PartialCut(NamedTuple):
     ends: tuple[int, ...]  # the last layer, exclusive, of each stage
 
 
-def _unevenness(cut: _PartialCut) -> float:
-    return sum(load * load for load in cut.loads)
-
-
 def _searched(question: CutQuestion, known: Sequence[Partition]) -> list[Partition]:
     """Return the cuts whose busiest share is least busy, or [] if none is better than the known ones.
 
@@ -246,6 +242,9 @@ def _searched(question: CutQuestion, known: Sequence[Partition]) -> list[Partiti
         partial = {end: list(cuts.values()) for end, cuts in reached.items() if cuts}
         if sum(map(len, partial.values())) > MOST_PARTIAL_CUTS // num_stages:
             width = max(1, MOST_PARTIAL_CUTS // num_stages // len(partial))
-            partial = {end: heapq.nsmallest(width, cuts, key=_unevenness) for end, cuts in partial.items()}
+            partial = {
+                end: heapq.nsmallest(width, cuts, key=lambda cut: sum(x * x for x in cut.loads))
+                for end, cuts in partial.items()
+            }
     best = heapq.nsmallest(MOST_FOUND, partial.get(question.num_layers, ()), key=lambda cut: sorted(cut.loads)[::-1])
     return [from_counts([end - start for start, end in pairwise((0, *cut.ends))], question.num_layers) for cut in best]

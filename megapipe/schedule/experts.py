@@ -51,7 +51,7 @@ class ExpertModel:
         """Return the costs of whole stages whose all-to-alls block the computation."""
         parts = self.parts(num_stages)
         seconds: dict[tuple[int, Op], float] = {}
-        for (site, op), value in self.part_costs(parts, beside=False).seconds.items():
+        for (site, op), value in self.part_costs(parts, overlap=False).seconds.items():
             stage = parts.sites[site].stage
             seconds[stage, op] = seconds.get((stage, op), 0.0) + value
         seconds |= dict.fromkeys(product(range(num_stages), (Op.SEND_F, Op.SEND_B)), self.transfer_seconds)
@@ -61,15 +61,15 @@ class ExpertModel:
         """Return the measures of a compute-only schedule."""
         return measure_experts(schedule, self)[0]
 
-    def part_costs(self, parts: Parts, beside: bool) -> Costs:
-        """Return the costs of parts. beside: all-to-alls run beside the computation; otherwise they block it."""
+    def part_costs(self, parts: Parts, overlap: bool) -> Costs:
+        """Return the costs of parts. overlap: all-to-alls overlap with the computation; otherwise they block it."""
         seconds: dict[tuple[int, Op], float] = {}
         for index, site in enumerate(parts.sites):
             forward, input_gradient, weight_gradient = self.seconds(site)
             seconds[index, Op.F], seconds[index, Op.B] = forward, input_gradient + weight_gradient
             seconds[index, Op.I], seconds[index, Op.W] = input_gradient, weight_gradient
             seconds[index, Op.SEND_F] = seconds[index, Op.SEND_B] = self.transfer_seconds
-        return Costs(seconds, self.latency_seconds, network=parts.network if beside else frozenset())
+        return Costs(seconds, self.latency_seconds, network=parts.network if overlap else frozenset())
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class ExpertMeasures:
     num_microbatches: int
     is_synchronous: bool
     serial_seconds: float  # all-to-alls block the computation
-    weights_seconds: float  # they run beside the weight gradients of their own backward, and at the seams of actions
+    weights_seconds: float  # they overlap with weight gradients of the same backward, and between actions
     pairs_seconds: float | None  # forwards and backwards are merged; None: the schedule has no pairs
     bound_seconds: float  # no order of the parts on this placement is faster
     exchange_seconds: float  # all-to-alls of the rank with most of them
@@ -105,10 +105,10 @@ def measure_experts(schedule: Schedule, model: ExpertModel) -> tuple[ExpertMeasu
     has_pairs = Op.OVERLAP in paired.ops
     depth = max(map(len, parts.of_stage))  # of receives: one stage ahead
 
-    def timeline(stages: Schedule, beside: bool) -> Timeline:
-        rows = lower(expand(stages, parts, delay_weights=beside), depth)
+    def timeline(stages: Schedule, overlap: bool) -> Timeline:
+        rows = lower(expand(stages, parts, delay_weights=overlap), depth)
         prove(rows, stages, parts)
-        return simulate(rows, model.part_costs(parts, beside))
+        return simulate(rows, model.part_costs(parts, overlap))
 
     blocking, weights = timeline(serial, False), timeline(serial, True)
     pairs = timeline(paired, True) if has_pairs else None

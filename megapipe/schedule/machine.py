@@ -65,7 +65,7 @@ class Machine:
         self.starts = [[NEVER] * len(row) for row in schedule.rows]
         self.ends = [[NEVER] * len(row) for row in schedule.rows]
         self.clocks = [0.0] * num_ranks
-        self.network_clocks = [0.0] * num_ranks  # all-to-alls run one after another, beside the computation
+        self.network_clocks = [0.0] * num_ranks  # all-to-alls run one after another, overlapped with computation
         self.reduce_clocks = [0.0] * num_ranks  # so do reductions
         # per channel
         self.channels: list[Channel] = []
@@ -206,8 +206,8 @@ class Machine:
                     unmatched[message + key] = at, ends, position
                 continue
             self.positions[rank], self.clocks[rank] = position, clock
-            beside = self._overlap if op is Op.OVERLAP else self._exchange if op in work else self._update_or_reduce
-            if not (num_done := beside(rank, row[position])):
+            execute = self._overlap if op is Op.OVERLAP else self._exchange if op in work else self._update_or_reduce
+            if not (num_done := execute(rank, row[position])):
                 break
             clock = self.clocks[rank]
             deque(islice(slots, num_done - 1), maxlen=0)  # both halves of a pair are done

@@ -3,7 +3,7 @@
 A part is scheduled like a small stage: `expand` turns a schedule of stages into one of parts, whose placement puts the
 parts of a stage on the rank of the stage, so that `lower`, `validate`, `lifetimes` and `simulate` apply as they are.
 Attention, MLP and head have F, I and W, or F and B. Dispatch and combine, the all-to-alls of expert parallelism, have
-no weights: F and B. A rank runs them on its network, beside its computation (`Costs.network`).
+no weights: F and B. They occupy the network of a rank and overlap with its computation (`Costs.network`).
 
 The row of a rank is the order in which it issues parts. Each of its two resources runs them in that order, and a part
 starts when its resource is free and its input is there. All members of an expert-parallel group have the same pp_rank
@@ -120,14 +120,11 @@ def parts_of(partition: Partition, has_experts: Sequence[bool]) -> Parts:
                 f"stage {stage} of {len(partition.stages)} would have no layer; use at most {partition.num_layers}"
             )
         for layer in range(first, end):
-            sites += (Site(stage, layer, part) for part in Part if _is_in_layer(part, has_experts[layer]))
+            absent = {Part.HEAD} if has_experts[layer] else {Part.HEAD, *NETWORK_PARTS}
+            sites += (Site(stage, layer, part) for part in Part if part not in absent)
         if has_head:
             sites.append(Site(stage, end, Part.HEAD))
     return Parts(tuple(sites))
-
-
-def _is_in_layer(part: Part, has_experts: bool) -> bool:
-    return part is not Part.HEAD and (has_experts or part not in NETWORK_PARTS)
 
 
 def pair_up(schedule: Schedule) -> Schedule:
@@ -155,9 +152,9 @@ def expand(schedule: Schedule, parts: Parts, delay_weights: bool = True) -> Sche
     """Return a compute-only schedule of stages as the schedule of their parts, compute-only too.
 
     The parts of an action follow one another; those of an overlapped pair are merged by `merge`. delay_weights: full
-    backwards are cut into I and W, and each W is issued behind the all-to-all that needs its I, so that it runs beside
-    it (Megatron's `--delay-wgrad-compute`); otherwise they stay whole. Raises ScheduleError if the schedule is lowered
-    or has another number of stages.
+    backwards are cut into I and W, and each W is issued behind the all-to-all that needs its I, so that it overlaps
+    with it (Megatron's `--delay-wgrad-compute`); otherwise they stay whole. Raises ScheduleError if the schedule is
+    lowered or has another number of stages.
     """
     if schedule.is_lowered or schedule.num_stages != len(parts.of_stage):
         raise ScheduleError(
@@ -205,14 +202,14 @@ def merge(forward: Sequence[Action], backward: Sequence[Action], network: frozen
     """Merge the parts of a forward and of a backward that do not depend on each other, in DualPipe's order.
 
     The two take turns, first the backward if it has an all-to-all near its start. A turn issues computation and then an
-    all-to-all, which runs beside the computation of the other's turn; the weight gradients behind it belong to the
+    all-to-all, which overlaps with the computation of the other's turn; the weight gradients behind it belong to the
     turn. Layer by layer that gives the order of DeepSeek-V3 (arXiv:2412.19437, figure 4):
 
         computation   A.F  M.I  M.W  M.F  A.I  A.W
         network       C.B  D.F  D.B       C.F  C.B of the layer before
 
     Where layers differ (dense layers, the head, stages of unequal length) a turn takes at most an even share of the
-    computation that is left, so that every all-to-all of the other has some to run beside.
+    computation that is left, so that every all-to-all of the other has some to overlap with.
     """
     chains = deque(backward), deque(forward)
     row: list[Action] = []

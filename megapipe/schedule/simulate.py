@@ -132,7 +132,9 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
             f"the costs of schedule {schedule} lack (stage {missing[0]}, {missing[1]}); name every stage and op"
         )
     if not costs.overlap and costs.network:
-        raise ScheduleError("costs without overlap cannot name stages that run on the network beside the computation")
+        raise ScheduleError(
+            "costs without overlap cannot have stages on the network, which overlap with the computation"
+        )
     if not costs.overlap and not schedule.is_lowered:
         raise ScheduleError(f"costs without overlap need messages, schedule {schedule} has none: lower it first")
     if costs.rank_speeds and len(costs.rank_speeds) != schedule.num_ranks:

@@ -53,7 +53,7 @@ kinds = st.lists(st.booleans(), min_size=1, max_size=3)
 
 
 @given(family_schedules(max_p=4, max_m=8), kinds, part_seconds(), st.booleans())
-@settings(max_examples=40)
+@settings(max_examples=25)
 def test_every_schedule_of_parts_is_proven_and_no_faster_than_the_bound(schedule, kinds, seconds, delays):
     parts, paired = layers_of(schedule.num_stages, kinds), pair_up(schedule)
     rows = lower(expand(paired, parts, delays), 3)
@@ -71,7 +71,7 @@ def test_every_schedule_of_parts_is_proven_and_no_faster_than_the_bound(schedule
 
 
 @given(family_schedules(max_p=4, max_m=8), kinds, part_seconds())
-@settings(max_examples=30)
+@settings(max_examples=20)
 def test_serial_parts_take_as_long_as_their_stages(schedule, kinds, seconds):
     parts = layers_of(schedule.num_stages, kinds)
     serial = replace(schedule, rows=tuple(map(without_pairs, schedule.rows)))
@@ -85,7 +85,7 @@ def test_serial_parts_take_as_long_as_their_stages(schedule, kinds, seconds):
 
 
 @given(family_schedules(max_p=4, max_m=8), kinds)
-@settings(max_examples=20)
+@settings(max_examples=10)
 def test_text_is_read_back(schedule, kinds):
     parts = layers_of(schedule.num_stages, kinds)
     rows = lower(expand(pair_up(schedule), parts), 2)

@@ -288,7 +288,7 @@ _EXPERT_COLUMNS: dict[str, Callable[[ExpertMeasures], str]] = {
     "peak": lambda row: f"{row.peak_microbatches:.4g}",
 }
 _EXPERT_LEGEND = """
-serial: step whose all-to-alls block the computation; weights: they run beside weight gradients of their own backward
+serial: step whose all-to-alls block the computation; weights: they overlap with weight gradients of the same backward
 pairs: forwards and backwards are merged; bound: no order on these stages is faster; peak: with the pairs
 all-to-all: on the busiest rank; exposed: of that, while the rank computes nothing, in the faster of weights and pairs
 hidden: the part of all all-to-alls that is not exposed"""
