@@ -193,13 +193,13 @@ class Machine:
                         self.blocked_on[channel] = rank
                         break
                     sent[channel] += 1
-                    at = max(at, clock := clock + (0.0 if overlap else wire_seconds))
+                    clock += 0.0 if overlap else wire_seconds
                 else:
                     at = clock
                     posted[channel] += 1
                     if channel in self.blocked_on:
                         self._unblock(channel, clock)
-                starts[position] = at
+                starts[position] = at = clock if clock > at else at  # an all-to-all may end after the computation
                 if message + key in unmatched:
                     ends[position] = self.complete(message + key, channel, wire_seconds, at)
                 else:
