@@ -154,9 +154,11 @@ def _expert_model(own: argparse.Namespace) -> ExpertModel | None:
         raise ConfigError(
             f"--layers {own.layers} --dense-layers {own.dense_layers}: use 1 layer or more, of them 0 or more dense"
         )
-    times = [own.attention, own.dense_mlp, own.expert_mlp, own.head, own.dispatch, own.combine]
-    if not all(0 <= value < math.inf for each in times for value in each):
-        raise ConfigError(f"the times {times} of the parts must be 0 or more")
+    flags = ("attention", "dense-mlp", "expert-mlp", "head", "dispatch", "combine")
+    times = [getattr(own, flag.replace("-", "_")) for flag in flags]
+    for flag, values in zip(flags, times, strict=True):
+        if not all(0 <= value < math.inf for value in values):
+            raise ConfigError(f"--{flag} {' '.join(f'{value:g}' for value in values)}: every time must be 0 or more")
     attention, dense, expert, head = (Seconds(*each) for each in times[:4])
     dispatch, combine = ((forward, backward) for forward, backward in times[4:])
     return ExpertModel(
