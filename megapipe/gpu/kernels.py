@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_map_only
 
 from megapipe.config.config import Config
 from megapipe.config.layers import layer_configs
@@ -137,7 +138,9 @@ def _describe_attention(kernels: Kernels, config: Config, device_type: str) -> s
 
 
 def compiled(function: AnyFunction) -> AnyFunction:
-    """Compile a pointwise function that returns one tensor: one kernel, for tensors of any size.
+    """Compile a pointwise function into one kernel, for tensors of any size.
+
+    It returns a tensor or several, or its first argument, which it has overwritten.
 
     Only the inside of our hand-written Functions is compiled, never a graph with a linear in it, which would lose side
     effects such as main gradients and the weight queue. What is saved for the backward does not change.
@@ -151,7 +154,15 @@ def compiled(function: AnyFunction) -> AnyFunction:
         if not x.is_meta:
             return kernel(x, *others)  # type: ignore[no-any-return]
         with _disable_current_modes():  # a dry run counts the result of the one kernel, not the function's temporaries
-            result = function(x, *others)
-        return torch.empty_strided(result.shape, result.stride(), dtype=result.dtype, device=result.device)
+            results = function(x, *others)
+
+        def made(result: Tensor) -> Tensor:
+            return (
+                x
+                if result is x
+                else torch.empty_strided(result.shape, result.stride(), dtype=result.dtype, device=x.device)
+            )
+
+        return tree_map_only(Tensor, made, results)
 
     return call  # type: ignore[return-value]

@@ -12,7 +12,13 @@ from megapipe.layers.norm import Norm
 from megapipe.layers.table import Backward, Gemm, Kept, Operation, RankShape, Table, total_bytes
 from megapipe.sharding.spec import Fused, Init, ParamSpec
 
-LOSS_BLOCK_BYTES = 1 << 23  # half types: logits are raised to fp32 in blocks of this size, two at a time
+
+def loss_block_bytes(is_cuda: bool) -> int:
+    """Return the bytes of fp32 to which the loss raises logits of half types at a time.
+
+    CPUs: what their caches hold. CUDA: a block costs ten kernel launches, so few blocks.
+    """
+    return 1 << 27 if is_cuda else 1 << 23
 
 
 @dataclass(frozen=True)
@@ -49,10 +55,13 @@ class Head:
         return shape.tokens * (self.model.padded_vocab_size // shape.tp)
 
     def loss_block_bytes(self, shape: RankShape) -> int:
-        """Return the bytes of logits of half types that are raised to fp32 at once, in the forward and backward."""
-        if shape.element == shape.wide:
+        """Return the bytes of logits of half types that are raised to fp32 at once, in the forward and backward.
+
+        Two blocks; compiled, no logits exist in fp32.
+        """
+        if shape.element == shape.wide or shape.compile_pointwise:
             return 0
-        return min(2 * LOSS_BLOCK_BYTES, self.logits(shape) * shape.wide)
+        return min(2 * loss_block_bytes(shape.is_cuda), self.logits(shape) * shape.wide)
 
     def table(self, shape: RankShape) -> Table:
         """Return what one microbatch does on one rank. With chunks_loss the backward recomputes the logits."""

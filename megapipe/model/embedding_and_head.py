@@ -12,8 +12,9 @@ from megapipe.comm.groups import Group
 from megapipe.config.config import ResolvedModelConfig
 from megapipe.config.training import TrainingConfig
 from megapipe.errors import DataError
+from megapipe.gpu.kernels import TORCH, Kernels
 from megapipe.model.microbatch import Microbatch, StageLoss
-from megapipe.tensor_parallel.cross_entropy import chunked_cross_entropy, vocab_parallel_cross_entropy
+from megapipe.tensor_parallel.cross_entropy import LossKernels, chunked_cross_entropy, vocab_parallel_cross_entropy
 from megapipe.tensor_parallel.embedding import VocabParallelEmbedding
 from megapipe.tensor_parallel.gemms import at_least_fp32, slice_length
 from megapipe.tensor_parallel.gradients import WeightQueue
@@ -58,7 +59,8 @@ class Embedding(nn.Module):
 class Loss:
     """Output layer and summed cross entropy; saves the logits [s, b, V / tp], twice with a soft-cap, none in chunks."""
 
-    def __init__(self, config: ResolvedModelConfig, training: TrainingConfig) -> None:
+    def __init__(self, config: ResolvedModelConfig, training: TrainingConfig, kernels: Kernels = TORCH) -> None:
+        self.kernels = LossKernels(kernels.pointwise) if kernels.compiles else None
         self.vocab_size, self.cap = config.vocab_size, config.final_logit_softcapping
         self.options = {"label_smoothing": training.label_smoothing, "z_loss": training.z_loss}
         self.chunk_size = training.cross_entropy_chunk_size
@@ -70,7 +72,9 @@ class Loss:
         labels = microbatch.labels.t()
         if self.chunk_size is None:
             logits = capped_logits(linear(hidden), self.cap)
-            losses = vocab_parallel_cross_entropy(logits, labels, linear.tp, self.vocab_size, **self.options)
+            losses = vocab_parallel_cross_entropy(
+                logits, labels, linear.tp, self.vocab_size, **self.options, kernels=self.kernels
+            )
         else:
             losses = chunked_cross_entropy(
                 hidden, linear, labels, self.vocab_size, self.chunk_size, cap=self.cap, **self.options

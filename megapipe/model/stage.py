@@ -160,7 +160,7 @@ class GPTStage(nn.Module):
         super().__init__()
         self.config, self.stage_layers, self.tp = config, layers, tp
         self.sequence_parallel = sequence_parallel = sequence_parallel and tp.size > 1
-        self.loss = Loss(config, loss) if layers.has_head else None
+        self.loss = Loss(config, loss, kernels) if layers.has_head else None
         self.group_runner: GroupRunner | None = None
         self._library = kernels.layers
         numbers = range(layers.first_layer, layers.last_layer_exclusive)

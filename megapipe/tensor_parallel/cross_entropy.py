@@ -6,11 +6,14 @@ Two forms compute the same loss:
   exponentials and, for label smoothing, the sum of logits) after one all-reduce of the maximum. The logits' memory is
   reused: in fp32 and fp64 they become exponentials in the forward and the gradient in the backward, and nothing of size
   [s, b, V / tp] is allocated. In bf16 and fp16 they stay, and blocks of rows are raised to fp32 twice, since stored
-  exponentials would lose small probabilities.
+  exponentials would lose small probabilities. Blocks have a budget of bytes: small on CPUs, whose caches hold them, and
+  large on GPUs, where each block costs kernel launches. Compiled, forward and backward read the half-precision logits
+  once each and write nothing in fp32.
 - `chunked_cross_entropy` takes the output layer and its input, and computes the logits of some tokens at a time:
   neither the logits nor their gradient exist in full. The backward recomputes the logits: one GEMM more, or two with a
   split backward, where W recomputes them instead of keeping their gradient since I. Maxima stay local until the end,
-  so a chunk needs no collective.
+  so a chunk needs no collective. (torch's linear_cross_entropy cuts the same way, but needs the whole vocabulary on one
+  rank and returns the weight gradient to autograd, where ours is added to main gradients in fp32 and may wait for W.)
 
 With K true words, z their logits, p = softmax(z), lse = logsumexp(z), a = label_smoothing K / (K - 1) (Megatron-LM):
     loss     = (1 - a) (lse - z_label) - a mean_k(z_k - lse) + z_loss lse^2            z-loss: PaLM, arXiv:2204.02311
@@ -19,7 +22,7 @@ With K true words, z their logits, p = softmax(z), lse = logsumexp(z), a = label
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,12 +33,11 @@ from torch.autograd.function import once_differentiable
 
 from megapipe.comm.collectives import all_reduce
 from megapipe.comm.groups import Group
+from megapipe.layers.head import loss_block_bytes
 from megapipe.tensor_parallel.embedding import VocabularySlice, check_ids
 from megapipe.tensor_parallel.gemms import SequenceGather, at_least_fp32, gathered, summed
 from megapipe.tensor_parallel.gradients import add_to_grad
 from megapipe.tensor_parallel.linear import ColumnParallelLinear
-
-BLOCK_ELEMENTS = 1 << 21  # bf16 and fp16: logits raised to fp32 at a time, 8 MiB
 
 
 def vocab_parallel_cross_entropy(
@@ -45,8 +47,11 @@ def vocab_parallel_cross_entropy(
     true_vocab_size: int,
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
+    kernels: LossKernels | None = None,
 ) -> Tensor:
     """Return the loss of each token, [s, b], in at least fp32, the same on all tp ranks. Padding is not in the softmax.
+
+    kernels: compiled passes over logits in half precision.
 
     Saves the logits, the labels, and two numbers per token in at least fp32. The logits are overwritten, with and
     without autograd, and must not be read afterwards (autograd reports an operation that saved them for its own
@@ -57,7 +62,7 @@ def vocab_parallel_cross_entropy(
     if not logits.is_contiguous() or (logits.is_leaf and logits.requires_grad):
         logits = logits.clone(memory_format=torch.contiguous_format)
     loss = _TokenLoss(logits.shape[-1], tp, true_vocab_size, label_smoothing, z_loss)
-    return _CrossEntropy.apply(logits, labels, loss)
+    return _CrossEntropy.apply(logits, labels, loss, kernels)
 
 
 def chunked_cross_entropy(
@@ -128,14 +133,14 @@ class _TokenLoss:
     def gradient(self, logits: Tensor, labels: Tensor, log_sum_exp: Tensor, grad: Tensor) -> Tensor:
         """Compute d(loss) / d(logits) of logits [n, V / tp] in grad's dtype, at least fp32. Others: [n]."""
         factor = self.softmax_factor(grad, log_sum_exp)
-        gradient = logits.to(grad.dtype).sub_(log_sum_exp[:, None]).exp_().mul_(factor[:, None])
+        gradient = _difference(logits, log_sum_exp).exp_().mul_(factor[:, None])
         self.subtract_targets(gradient, labels, grad)
         return gradient
 
 
 class _CrossEntropy(Function):
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, labels: Tensor, loss: _TokenLoss) -> Tensor:
+    def forward(ctx: Any, logits: Tensor, labels: Tensor, loss: _TokenLoss, kernels: LossKernels | None) -> Tensor:
         wide, num_true = at_least_fp32(logits.dtype), loss.vocabulary.num_true
         rows = logits.view(-1, logits.shape[-1])
         rows[:, num_true:].fill_(-torch.inf)
@@ -148,12 +153,14 @@ class _CrossEntropy(Function):
             all_logits = rows[:, :num_true].sum(-1, dtype=wide).sub_(maximum * num_true)
         if rows.dtype == wide:
             sum_exp = rows.sub_(maximum[:, None]).exp_().sum(-1)  # the rows are exponentials from now on
+        elif kernels is not None:
+            sum_exp = kernels.sum_of_exponentials(rows, maximum)
         else:
             sum_exp = torch.empty_like(maximum)
             for block in _blocks(rows):
-                sum_exp[block] = rows[block].to(wide).sub_(maximum[block, None]).exp_().sum(-1)
+                sum_exp[block] = sum_of_exponentials(rows[block], maximum[block])
         losses, sum_exp, log_sum_exp = loss.reduce(maximum, label_logit, all_logits, sum_exp)
-        ctx.loss, ctx.is_used_up = loss, False
+        ctx.loss, ctx.kernels, ctx.is_used_up = loss, kernels, False
         ctx.save_for_backward(logits, labels, sum_exp, log_sum_exp)
         return losses.view(labels.shape)
 
@@ -173,10 +180,54 @@ class _CrossEntropy(Function):
         if logits.dtype == sum_exp.dtype:  # the rows hold exponentials since the forward
             rows.mul_((loss.softmax_factor(grad, log_sum_exp) / sum_exp)[:, None])
             loss.subtract_targets(rows, labels, grad)
+        elif ctx.kernels is not None:
+            columns, is_local = loss.vocabulary.local(labels)
+            target = (grad * (1 - loss.smoothing)).masked_fill_(~is_local, 0)
+            smoothed = grad * (loss.smoothing / loss.vocab_size) if loss.smoothing else None
+            factor = loss.softmax_factor(grad, log_sum_exp)
+            ctx.kernels.write_gradient(rows, log_sum_exp, factor, columns, target, smoothed, loss.vocabulary.num_true)
         else:
             for block in _blocks(rows):
                 rows[block] = loss.gradient(rows[block], labels[block], log_sum_exp[block], grad[block])
-        return logits.detach(), None, None
+        return logits.detach(), None, None, None
+
+
+def sum_of_exponentials(rows: Tensor, maximum: Tensor) -> Tensor:
+    """Return the sums of exp(rows - maximum), [n], in the dtype of maximum [n]; rows: [n, V / tp]."""
+    return _difference(rows, maximum).exp_().sum(-1)
+
+
+def _difference(rows: Tensor, subtracted: Tensor) -> Tensor:
+    """Return rows [n, m] - subtracted [n], in its dtype: in place if the rows have it, else one kernel raises them."""
+    return rows.sub_(subtracted[:, None]) if rows.dtype == subtracted.dtype else torch.sub(rows, subtracted[:, None])
+
+
+def write_gradient(
+    rows: Tensor,  # [n, V / tp], the logits; overwritten by their gradient
+    log_sum_exp: Tensor,  # [n], fp32, as the others
+    factor: Tensor,  # [n], of the probabilities
+    columns: Tensor,  # [n], int64, of the labels
+    target: Tensor,  # [n], subtracted there
+    smoothed: Tensor | None,  # [n], subtracted from the num_true words
+    num_true: int,
+) -> Tensor:
+    """Compute what `_TokenLoss.gradient` does as one pointwise formula, for compilation; return rows."""
+    words = torch.arange(rows.shape[1], device=rows.device)
+    gradient = (rows.float() - log_sum_exp[:, None]).exp() * factor[:, None]
+    gradient = gradient - torch.where(words == columns[:, None], target[:, None], 0.0)
+    if smoothed is not None:
+        gradient = gradient - torch.where(words < num_true, smoothed[:, None], 0.0)
+    return rows.copy_(gradient)
+
+
+class LossKernels:
+    """The passes over logits in half precision, each compiled into one kernel that writes nothing in fp32.
+
+    compiler: gpu.kernels.compiled.
+    """
+
+    def __init__(self, compiler: Callable[[Callable[..., Tensor]], Callable[..., Tensor]]) -> None:
+        self.sum_of_exponentials, self.write_gradient = compiler(sum_of_exponentials), compiler(write_gradient)
 
 
 def _slices(length: int, size: int) -> Iterator[slice]:
@@ -184,8 +235,8 @@ def _slices(length: int, size: int) -> Iterator[slice]:
 
 
 def _blocks(rows: Tensor) -> Iterator[slice]:
-    """Return slices of rows [n, V / tp] with about BLOCK_ELEMENTS elements each."""
-    return _slices(rows.shape[0], max(BLOCK_ELEMENTS // rows.shape[1], 1))
+    """Return slices of rows [n, V / tp] that take about `loss_block_bytes` in fp32 each."""
+    return _slices(rows.shape[0], max(loss_block_bytes(rows.is_cuda) // (4 * rows.shape[1]), 1))
 
 
 @dataclass(frozen=True)
@@ -230,7 +281,7 @@ class _ChunkedCrossEntropy(Function):
             label_logit[chunk] = logits.gather(1, columns[chunk, None]).squeeze(1).to(wide)
             if loss.smoothing:
                 sums[chunk] = logits[:, :num_true].sum(-1, dtype=wide)
-            sum_exp[chunk] = logits.to(wide).sub_(highest[chunk, None]).exp_().sum(-1)
+            sum_exp[chunk] = sum_of_exponentials(logits, highest[chunk])
         maximum = highest.clone()
         all_reduce(maximum, tp, op="max")
         sum_exp *= highest.sub_(maximum).exp_()

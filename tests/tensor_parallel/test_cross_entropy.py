@@ -12,8 +12,10 @@ from torch.nn import functional
 import megapipe.tensor_parallel.cross_entropy as cross_entropy_module
 from megapipe.comm.groups import Group
 from megapipe.errors import ConfigError, DataError
+from megapipe.extras.dry_run.meta import MetaMode
+from megapipe.layers.head import loss_block_bytes
 from megapipe.model.embedding_and_head import capped_logits
-from megapipe.tensor_parallel.cross_entropy import chunked_cross_entropy, vocab_parallel_cross_entropy
+from megapipe.tensor_parallel.cross_entropy import LossKernels, chunked_cross_entropy, vocab_parallel_cross_entropy
 from megapipe.tensor_parallel.embedding import VocabParallelEmbedding
 from megapipe.tensor_parallel.gradients import GradientSlot, WeightQueue
 from megapipe.tensor_parallel.linear import ColumnParallelLinear
@@ -88,7 +90,7 @@ def test_a_group_of_one_is_the_plain_loss(true_size: int) -> None:
 def run_low_precision(rank: int, world_size: int, dtype: torch.dtype) -> None:
     for block in (1, 64, 1 << 21):  # row by row, in blocks, whole
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(cross_entropy_module, "BLOCK_ELEMENTS", block)
+            patch.setattr(cross_entropy_module, "loss_block_bytes", lambda is_cuda: 4 * block)
             compare_low_precision(tp_group(rank, world_size), dtype)
 
 
@@ -268,3 +270,29 @@ def test_logits_in_chunks_are_never_whole(dtype: torch.dtype) -> None:
     with Storages() as storages:
         chunked_cross_entropy(hidden, linear, labels, vocab, size).sum().backward()
     assert storages.largest <= max(size * vocab, vocab * 16)
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_the_formulas_for_compilation_give_the_loss_and_gradient_of_the_blocks(smoothing: float) -> None:
+    """The functions that would be compiled, as they are written; padding of two words, both kinds of half precision."""
+    for dtype in (torch.bfloat16, torch.float16):
+        logits = (4 * torch.randn(6, 2, 18)).to(dtype)
+        labels = torch.randint(0, 16, (6, 2))
+        found = []
+        for kernels in (None, LossKernels(lambda function: function)):
+            leaf = logits.clone().requires_grad_()
+            options = {"label_smoothing": smoothing, "z_loss": 1e-3, "kernels": kernels}
+            loss = vocab_parallel_cross_entropy(leaf, labels, Group.alone("tp"), 16, **options)
+            loss.sum().backward()
+            found.append((loss.detach(), leaf.grad))
+        torch.testing.assert_close(found[1], found[0], rtol=1e-6, atol=1e-6)
+
+
+def test_blocks_keep_to_their_bytes_with_few_launches_on_gpus() -> None:
+    """Llama 3's vocabulary and 8,192 tokens: 32 blocks on a GPU, 512 on a CPU, whose caches are small."""
+    for device, count in (("cpu", 512), ("cuda", 32)):
+        rows = torch.empty(8192, 128_256, dtype=torch.bfloat16, device="meta")
+        with MetaMode(device):
+            blocks = list(cross_entropy_module._blocks(rows))
+        assert len(blocks) == count
+        assert all((block.stop - block.start) * 4 * 128_256 <= loss_block_bytes(device == "cuda") for block in blocks)
