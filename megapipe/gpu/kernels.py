@@ -39,6 +39,13 @@ class Kernels:
         """Return the function, compiled if that was chosen."""
         return compiled(function) if self.compiles else function
 
+    def casts(self, function: AnyFunction) -> AnyFunction:
+        """Return a cast to fp8, compiled on CUDA always: a chain of kernels would make fp8 slower than bf16."""
+        if self.compiles:
+            return compiled(function)
+        fused = compiled(function)
+        return lambda x, *others: (fused if x.is_cuda else function)(x, *others)  # type: ignore[return-value]
+
 
 TORCH = Kernels()
 
@@ -89,6 +96,8 @@ def describe_kernels(kernels: Kernels, config: Config, device_type: str) -> tupl
         elif kernels.layers is None:
             fp8 += " (emulated on this CPU, for tests: operands rounded to fp8, products in fp32)"
     pointwise = "compiled" if kernels.compiles else "not compiled"
+    if kernels.fp8 is not None and kernels.layers is None and device_type == "cuda" and not kernels.compiles:
+        pointwise += ", casts to fp8 compiled"
     attention = _describe_attention(kernels, config, device_type)
     if isinstance(kernels.optimizer, Apex):
         optimizer = "FusedAdam of apex, and its accumulating weight gradient"

@@ -1,8 +1,9 @@
 """Linears of a part: their parameters, what their gradients make and free again, and what multiplying in 8 bits adds.
 
-megapipe's own fp8 linears find an operand's largest element in one pass and cast the operand in another; without
---compile-pointwise that is a chain of kernels over a copy in fp32, with it one kernel. Transformer Engine makes both
-layouts in one pass and casts weights for every microbatch; the copies it keeps are not known and not counted.
+megapipe's own fp8 linears find an operand's largest element in one pass and cast the operand in another (with delayed
+scales on CUDA in the same one): one kernel on CUDA or with --compile-pointwise, else a chain of them over a copy in
+fp32. Transformer Engine makes both layouts in one pass and casts weights for every microbatch; the copies it keeps are
+not known and not counted.
 """
 
 from __future__ import annotations
@@ -103,12 +104,13 @@ def fp8_gradient_bytes(gemm: Gemm, shape: RankShape) -> int:
     Without CUDA's torch._scaled_mm the rounded operands are raised to fp32 and multiplied there.
     """
     gradient, inputs = shape.tokens * gemm.outputs, shape.tokens * gemm.inputs
-    copies = 1 if shape.compile_pointwise else 1 + WIDE  # a cast that is several kernels copies to fp32 first
+    copies = 1 if shape.compiles_casts else 1 + WIDE  # a cast that is several kernels copies to fp32 first
     if shape.splits_backward:
         raised = 0 if shape.is_cuda else WIDE * (gradient + gemm.num_weights + inputs)
         return max(copies * gradient, gradient + raised)
     product = WIDE * gemm.num_weights
-    cast = max(copies * gradient, gradient + copies * inputs)
+    # both layouts of the gradient while that of the inputs is computed
+    cast = max(copies * gradient, 2 * gradient, gradient + copies * inputs)
     raised = 0 if shape.is_cuda else max(WIDE * (gradient + inputs), product)
     return max(cast, gradient + inputs + raised + product)
 
@@ -119,7 +121,8 @@ class Casts:
 
     inputs: float  # of a linear's input, in F
     gradients: float  # of its output's gradient, in I
-    both: float  # of these two, in W
+    inputs_again: float  # of the input, in W
+    gradients_again: float  # of the output's gradient, in W
     weight: float  # in each F
     weight_once: float  # of a weight, once a step
     weight_gradient: float  # that leaves its GEMM before it is added
@@ -130,11 +133,15 @@ def casts(shape: RankShape) -> Casts:
     element = shape.element
     if shape.transformer_impl == "transformer_engine":
         both_layouts = element + 2.0
-        return Casts(both_layouts, both_layouts, 0.0, both_layouts, 0.0, 0.0)
+        return Casts(both_layouts, both_layouts, 0.0, 0.0, both_layouts, 0.0, 0.0)
+    is_fused = shape.compiles_casts
     # a chain of kernels: read, raise to fp32, scale, clamp, round
-    cast = element + 1.0 if shape.compile_pointwise else element + WIDE + 2 * WIDE + 2 * WIDE + WIDE + 1.0
-    straight, transposed = element + cast, 2.0  # one more pass finds the largest element
-    return Casts(straight, straight, straight + transposed, 0.0, straight + transposed, 3.0 * WIDE)
+    cast = element + 1.0 if is_fused else element + WIDE + 2 * WIDE + 2 * WIDE + WIDE + 1.0
+    straight = element + cast  # one more pass finds the largest element
+    # the transpose instead of the cast, and in addition to it
+    columns, both = (straight, straight + 1.0) if is_fused else (straight + 2.0, straight + 2.0)
+    gradients, again = (straight, columns) if shape.splits_backward else (both, 0.0)
+    return Casts(straight, gradients, columns, again, 0.0, both, 3.0 * WIDE)
 
 
 def fp8_layers(precision: PrecisionConfig, num_layers: int) -> range:

@@ -87,6 +87,11 @@ class RankShape:
         )
 
     @property
+    def compiles_casts(self) -> bool:
+        """True if a cast to fp8 is one kernel, which it always is on CUDA."""
+        return self.compile_pointwise or self.is_cuda
+
+    @property
     def tokens(self) -> int:
         return self.batch * self.seq
 

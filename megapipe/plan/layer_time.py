@@ -145,7 +145,7 @@ class _Clock:
         moved = {
             Op.F: cast.inputs * read + cast.weight * weights,
             Op.I: cast.gradients * written,
-            Op.W: cast.both * (read + written) + cast.weight_gradient * weights,
+            Op.W: cast.inputs_again * read + cast.gradients_again * written + cast.weight_gradient * weights,
         }[op]
         return moved / self.hardware.pointwise_bytes_per_second
 

@@ -6,7 +6,8 @@ A tensor t is cast to round(t s) with s = largest number of the format / (2^marg
 tensorwise), or comes from this tensor's history over previous steps (delayed; tensorwise in the first step), so that
 s is the same for all microbatches of a step and recomputed values have the same bits. Weights are cast once per run
 of a schedule (`begin`), not once per microbatch. Inputs are saved for the backward in the model's dtype, as without
-fp8, and cast when used.
+fp8, and cast when used. A gradient is cast once for both of its products, unless W waits. On CUDA a cast is compiled,
+with its transpose and (delayed) its amax: as a chain of kernels it would move more bytes than fp8 saves.
 
 Each rank casts the operands of its GEMMs: a gathered x is complete, so all tp ranks cast it alike; of W, and of
 tensors split by columns, each tp rank has its own scales, finer than those of a single process. Maxima cross ranks
@@ -19,12 +20,14 @@ multiplied in fp32, which differs only in the order of sums; this is slow and me
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._triton import has_triton
 
 from megapipe.comm.collectives import all_reduce
 from megapipe.comm.groups import Group
@@ -35,20 +38,33 @@ from megapipe.tensor_parallel.gradients import GradientSlot
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 MIN_CAPABILITY = (8, 9)  # Ada; Hopper has 9.0
 FNUZ_ARCHITECTURES = "gfx94"  # MI300: e4m3fnuz and e5m2fnuz
+C_COMPILERS = ("cc", "gcc", "clang")  # Triton builds its launchers with one
 
 
 def fp8_unsupported_reason(device: torch.device) -> str | None:
-    """Return why this GPU cannot multiply these formats; None if it can, and for a CPU, which emulates them."""
+    """Return why this GPU cannot multiply these formats, or its casts not be compiled; None if they can, and for a CPU,
+    which emulates them.
+    """
     if device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(device)
     if torch.version.hip is not None:
         is_fnuz = torch.cuda.get_device_properties(device).gcnArchName.startswith(FNUZ_ARCHITECTURES)
-        return f"{name} has other 8-bit formats (fnuz)" if is_fnuz else None
+        return f"{name} has other 8-bit formats (fnuz)" if is_fnuz else _uncompilable_reason()
     major, minor = torch.cuda.get_device_capability(device)
     if (major, minor) < MIN_CAPABILITY:
         return f"{name}, compute capability {major}.{minor}, has no fp8 matrix units (8.9 or higher has)"
-    return None
+    return _uncompilable_reason()
+
+
+def _uncompilable_reason() -> str | None:
+    """Return why torch.compile cannot fuse casts on this machine's GPU, or None."""
+    lacking = None if has_triton() else "Triton, which comes with torch's wheels for GPUs (pip install triton)"
+    if lacking is None and not any(map(shutil.which, C_COMPILERS)):
+        lacking = "a C compiler (apt-get install gcc)"
+    if lacking is None:
+        return None
+    return f"its casts, not fused, would make fp8 slower than bf16, and fusing them needs {lacking}; install it"
 
 
 @dataclass(frozen=True)
@@ -79,6 +95,22 @@ def cast_to_fp8(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     largest = torch.finfo(dtype).max
     # in place: one fp32 copy, not three
     return x.to(torch.float32, copy=True).mul_(scale).clamp_(-largest, largest).to(dtype)
+
+
+def cast_layouts(
+    x: Tensor, scale: Tensor, dtype: torch.dtype, rows: bool, columns: bool, measures: bool
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Return x [rows, k] in 8 bits, its transpose [k, rows], and its amax in fp32, each if asked for.
+
+    Compiled it is one pass. Hopper's matrix units take the summed dim last, hence the transpose.
+    """
+    values = cast_to_fp8(x, scale, dtype)
+    transposed = values.t().contiguous() if columns else None
+    return values if rows else None, transposed, _amax(x) if measures else None
+
+
+def _amax(x: Tensor) -> Tensor:
+    return torch.linalg.vector_norm(x, torch.inf, dtype=torch.float32)
 
 
 def fp8_matmul(
@@ -118,23 +150,33 @@ class TensorScale:
         self._history: list[Tensor] = []  # amax of past steps, newest first
         self._seen: Tensor | None = None  # amax of this step so far
         self.delayed: Tensor | None = None  # the scale from the history
+        self.delayed_inverse: Tensor | None = None
+
+    @property
+    def has_history(self) -> bool:
+        """True if scales come from the amax of earlier steps."""
+        return self._length > 0
 
     def scale_for(self, x: Tensor, records: bool, group: Group | None = None) -> Tensor:
         """Return the scale for x, an fp32 scalar. records: x enters the history, if scales are delayed.
 
         group: x is this rank's slice; without a delayed scale, the ranks of the group agree on the largest element.
         """
-        records = records and self._length > 0
+        records = records and self.has_history
         if self.delayed is not None and not records:
             return self.delayed
-        amax = torch.linalg.vector_norm(x, torch.inf, dtype=torch.float32)
+        amax = _amax(x)
         if self.delayed is None and group is not None:
             all_reduce(amax, group, "max")
         if records:
-            if self._seen is None:
-                self._seen = torch.zeros_like(amax)
-            torch.maximum(self._seen, amax, out=self._seen)
+            self.record(amax)
         return fp8_scale(amax, self.dtype, self._margin) if self.delayed is None else self.delayed
+
+    def record(self, amax: Tensor) -> None:
+        """Add the amax of a tensor of this step."""
+        if self._seen is None:
+            self._seen = torch.zeros_like(amax)
+        torch.maximum(self._seen, amax, out=self._seen)
 
     def step(self) -> None:
         """Finish a step: move what it saw into the history and update the delayed scale."""
@@ -144,20 +186,23 @@ class TensorScale:
         self._seen.zero_()
         amax = torch.stack(self._history).amax() if self._uses_maximum else self._history[0]
         scale = fp8_scale(amax, self.dtype, self._margin)
+        inverse = scale.reciprocal()
         self.delayed = scale if self.delayed is None else self.delayed.copy_(scale)
+        self.delayed_inverse = inverse if self.delayed_inverse is None else self.delayed_inverse.copy_(inverse)
 
 
 class Fp8Gemms(Gemms):
-    """The GEMMs of one linear in 8 bits, with its scales and its 8-bit weight. pointwise: compiles the casts."""
+    """The GEMMs of one linear in 8 bits, with its scales and its 8-bit weight. compiler: of the casts."""
 
-    def __init__(self, precision: PrecisionConfig, pointwise: Callable[[Any], Any] = lambda function: function) -> None:
-        self._cast_kernel = pointwise(cast_to_fp8)
+    def __init__(self, precision: PrecisionConfig, compiler: Callable[[Any], Any] = lambda function: function) -> None:
+        self._cast_kernel = compiler(cast_layouts)
         self.x = TensorScale(E4M3, precision)
         self.weight = TensorScale(E4M3, precision)
         self.gradient = TensorScale(E4M3 if precision.fp8_format == "e4m3" else E5M2, precision)
         self._weight: tuple[Fp8Tensor, Fp8Tensor] | None = None  # and its transpose, in fixed memory
         self._weight_is_current = False
         self._trains = True
+        self._gradient_columns: Fp8Tensor | None = None  # from `input_gradient` to the weight gradient after it
 
     def begin(self, trains: bool) -> None:
         """Start a run of a schedule, possibly with new weights. trains: what it sees enters the history."""
@@ -168,12 +213,15 @@ class Fp8Gemms(Gemms):
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         rows = x.reshape(-1, x.shape[-1])
-        y = fp8_matmul(self._cast(self.x, rows), self.cast_weight(weight)[0], x.dtype, bias, fast=True)
+        y = fp8_matmul(self._cast(self.x, rows)[0], self.cast_weight(weight)[0], x.dtype, bias, fast=True)
         return torch.ops.aten._unsafe_view(y, (*x.shape[:-1], weight.shape[0]))
 
-    def input_gradient(self, grad_output: Tensor, weight: Tensor) -> Tensor:
+    def input_gradient(self, grad_output: Tensor, weight: Tensor, *, then_weight: bool = False) -> Tensor:
         rows = grad_output.reshape(-1, weight.shape[0])
-        dx = fp8_matmul(self._cast(self.gradient, rows), self.cast_weight(weight)[1], grad_output.dtype)
+        cast, *columns = self._cast(self.gradient, rows, columns=then_weight)
+        if then_weight:
+            self._gradient_columns = columns[0]
+        dx = fp8_matmul(cast, self.cast_weight(weight)[1], grad_output.dtype)
         return dx.view(*grad_output.shape[:-1], weight.shape[1])
 
     def forward_chunks(self, x: Tensor, weight: Tensor, bias: Tensor | None, group: Group | None) -> ChunkProduct:
@@ -189,8 +237,11 @@ class Fp8Gemms(Gemms):
         slot.add(self._outer(grad_output, inputs, torch.float32))
 
     def _outer(self, grad_output: Tensor, inputs: Tensor, dtype: torch.dtype) -> Tensor:
-        dy = self._cast(self.gradient, grad_output, transposed=True)
-        return fp8_matmul(dy, self._cast(self.x, inputs, transposed=True), dtype)
+        dy, self._gradient_columns = self._gradient_columns, None
+        if dy is None:
+            (dy,) = self._cast(self.gradient, grad_output, rows=False, columns=True)
+        (x,) = self._cast(self.x, inputs, rows=False, columns=True, records=False)  # the forward has recorded it
+        return fp8_matmul(dy, x, dtype)
 
     def _chunks(
         self, operand: TensorScale, x: Tensor, matrix: Fp8Tensor, bias: Tensor | None, group: Group | None, fast: bool
@@ -199,31 +250,45 @@ class Fp8Gemms(Gemms):
         common = operand.scale_for(x, self._trains, group) if operand.delayed is None else None
 
         def product(chunk: Tensor, out: Tensor) -> None:
-            rows = self._cast(operand, chunk.reshape(-1, chunk.shape[-1]), scale=common)
+            (rows,) = self._cast(operand, chunk.reshape(-1, chunk.shape[-1]), scale=common)
             out.copy_(fp8_matmul(rows, matrix, out.dtype, bias, fast=fast).view(out.shape))
 
         return product
 
     @torch.no_grad()
     def _cast(
-        self, operand: TensorScale, x: Tensor, *, transposed: bool = False, scale: Tensor | None = None
-    ) -> Fp8Tensor:
-        """Cast x to [rows, k] or, transposed, [k, rows]: Hopper's matrix units take the summed dim last."""
-        if scale is None:
-            scale = operand.scale_for(x, self._trains)
-        values = self._cast_kernel(x, scale, operand.dtype)
-        return Fp8Tensor(values.t().contiguous() if transposed else values, scale.reciprocal())
+        self,
+        operand: TensorScale,
+        x: Tensor,
+        *,
+        rows: bool = True,
+        columns: bool = False,
+        scale: Tensor | None = None,
+        records: bool = True,
+    ) -> list[Fp8Tensor]:
+        """Cast x to [rows, k] and, or, to [k, rows]. records: x enters the history in training."""
+        records, measures, inverse = records and self._trains, False, None
+        if scale is None and operand.delayed is not None:
+            scale, inverse, measures = operand.delayed, operand.delayed_inverse, records and operand.has_history
+        elif scale is None:
+            scale = operand.scale_for(x, records)
+        *made, amax = self._cast_kernel(x, scale, operand.dtype, rows, columns, measures)
+        if measures:
+            operand.record(amax)
+        inverse = scale.reciprocal() if inverse is None else inverse
+        return [Fp8Tensor(values, inverse) for values in made if values is not None]
 
     @torch.no_grad()
     def cast_weight(self, weight: Tensor) -> tuple[Fp8Tensor, Fp8Tensor]:
         """Return the weight and its transpose in 8 bits, cast on the first call of a run."""
         if self._weight is None or not self._weight_is_current:
-            cast = self._cast(self.weight, weight.detach())
-            both = cast, Fp8Tensor(cast.values.t().contiguous(), cast.scale_inverse)
+            cast, transposed = self._cast(self.weight, weight.detach(), columns=True)
             if self._weight is None:
-                self._weight = both
-            for kept, new in zip(self._weight, both, strict=True):
-                kept.values.copy_(new.values)
-                kept.scale_inverse.copy_(new.scale_inverse)
+                inverse = cast.scale_inverse.clone()
+                self._weight = Fp8Tensor(cast.values, inverse), Fp8Tensor(transposed.values, inverse)
+            else:
+                for kept, new in zip(self._weight, (cast, transposed), strict=True):
+                    kept.values.copy_(new.values)
+                self._weight[0].scale_inverse.copy_(cast.scale_inverse)
             self._weight_is_current = True
         return self._weight

@@ -117,8 +117,8 @@ class Gemms:
         y = functional.linear(x.reshape(-1, x.shape[-1]), weight, bias)
         return torch.ops.aten._unsafe_view(y, (*x.shape[:-1], weight.shape[0]))
 
-    def input_gradient(self, grad_output: Tensor, weight: Tensor) -> Tensor:
-        """Return dy W, [..., in]."""
+    def input_gradient(self, grad_output: Tensor, weight: Tensor, *, then_weight: bool = False) -> Tensor:
+        """Return dy W, [..., in]. then_weight: the weight gradient of the same dy is the next call."""
         return torch.mm(grad_output.reshape(-1, weight.shape[0]), weight).view(*grad_output.shape[:-1], weight.shape[1])
 
     def forward_chunks(self, x: Tensor, weight: Tensor, bias: Tensor | None, group: Group | None) -> ChunkProduct:

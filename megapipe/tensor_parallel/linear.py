@@ -251,7 +251,8 @@ class ColumnParallelLinear(ParallelLinear):
             product = gemms.input_gradient_chunks(grad_output, weight, None)
             grad_input = summed_product(grad_output, product, weight.shape[1], tp, scatters, self.chunks.reduce)
         elif ctx.needs_input_grad[0]:
-            grad_input = partial = gemms.input_gradient(grad_output, weight)
+            then_weight = ctx.needs_input_grad[1] and not self.queue.is_deferring
+            grad_input = partial = gemms.input_gradient(grad_output, weight, then_weight=then_weight)
             if scatters:
                 grad_input = partial.new_empty((slice_length(partial, tp), *partial.shape[1:]))
                 work = reduce_scatter(grad_input, partial, tp, async_op=True)
@@ -295,7 +296,8 @@ class RowParallelLinear(ParallelLinear):
             if full is not None:
                 full_grad = SequenceGather(full, None)
         elif ctx.needs_input_grad[0]:
-            grad_input = gemms.input_gradient(full_grad.full(), weight)
+            then_weight = ctx.needs_input_grad[1] and not deferring
+            grad_input = gemms.input_gradient(full_grad.full(), weight, then_weight=then_weight)
         # a queued gradient keeps this rank's slice of grad_output, not the gathered one
         gather = SequenceGather(grad_output, tp) if deferring else full_grad
         pending = _weight_gradient(ctx, inputs, gather, grad_output, None)

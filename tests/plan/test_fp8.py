@@ -22,7 +22,7 @@ from megapipe.plan.step_time import predict_step, stage_seconds
 from tests.tiny import small_config
 
 H100 = hardware_named("h100")
-FREE_CASTS = Casts(*6 * [0.0])
+FREE_CASTS = Casts(*7 * [0.0])
 
 
 def plan_of(world_size: int = 1, **changes: Any) -> RunPlan:
@@ -74,29 +74,36 @@ def test_only_the_gemms_of_the_layers_linears_are_faster(monkeypatch: pytest.Mon
             )
 
 
-@pytest.mark.parametrize(("compiles", "moved"), [(False, 2 + 27), (True, 2 + 3)], ids=["as_written", "one_kernel"])
-def test_a_cast_moves_what_its_kernels_read_and_write(compiles: bool, moved: float) -> None:
-    """A cast takes one pass for the maximum, then one per operation or one fused kernel."""
-    cast = casts(plan_of(fp8_format="e4m3", compile_pointwise=compiles).shape)
-    assert cast.inputs == cast.gradients == moved
-    found, plain = (
-        stage_seconds(plan_of(**changes), H100)[0]
-        for changes in ({"fp8_format": "e4m3", "compile_pointwise": compiles}, {})
-    )
+@pytest.mark.parametrize(
+    ("changes", "moved"),
+    [({"device": "cpu"}, 2 + 27), ({"device": "cpu", "compile_pointwise": True}, 2 + 3), ({"device": "cuda"}, 2 + 3)],
+    ids=["as_written", "compiled", "cuda"],
+)
+def test_a_cast_moves_what_its_kernels_read_and_write(changes: dict[str, Any], moved: float) -> None:
+    """A cast takes one pass for the maximum, then one per operation or, always on CUDA, one fused kernel."""
+    cast = casts(plan_of(fp8_format="e4m3", **changes).shape)
+    transposed = moved if moved == 5 else moved + 2
+    beside = moved + 1 if moved == 5 else moved + 2  # of a cast and its transpose
+    assert (cast.inputs, cast.inputs_again, cast.gradients, cast.gradients_again) == (moved, transposed, beside, 0)
+    found, plain = (stage_seconds(plan_of(**each), H100)[0] for each in ({"fp8_format": "e4m3"} | changes, changes))
     tokens, h = 4096, 4096
     read, written = tokens * (h + h + h + 4 * h), tokens * (3 * h + h + 4 * h + h)
     bandwidth = H100.pointwise_bytes_per_second
     assert found.forward["pointwise"] - plain.forward["pointwise"] == pytest.approx(8 * moved * read / bandwidth)
-    assert found.inputs["pointwise"] - plain.inputs["pointwise"] == pytest.approx(8 * moved * written / bandwidth)
+    assert found.inputs["pointwise"] - plain.inputs["pointwise"] == pytest.approx(8 * beside * written / bandwidth)
     weights = 12 * h * h
-    transposed = (moved + 2) * (read + written) + 12 * weights
-    assert found.weights["pointwise"] == pytest.approx(8 * transposed / bandwidth)
+    assert found.weights["pointwise"] == pytest.approx(8 * (transposed * read + 12 * weights) / bandwidth)
+
+
+def test_a_split_backward_casts_the_gradient_for_each_half() -> None:
+    shape = dataclasses.replace(plan_of(fp8_format="e4m3", device="cuda").shape, splits_backward=True)
+    assert (casts(shape).gradients, casts(shape).gradients_again) == (5, 5)
 
 
 def test_casts_as_one_kernel_make_fp8_faster_than_bf16_and_as_written_they_eat_it_up() -> None:
     bf16, written, compiled = (
         predict_step(plan_of(**changes), H100).seconds
-        for changes in ({}, {"fp8_format": "hybrid"}, {"fp8_format": "hybrid", "compile_pointwise": True})
+        for changes in ({}, {"fp8_format": "hybrid", "device": "cpu"}, {"fp8_format": "hybrid", "device": "cuda"})
     )
     assert compiled < 0.9 * bf16 and compiled < written
 

@@ -168,3 +168,36 @@ def test_weights_are_cast_once_per_run_of_a_schedule(monkeypatch: pytest.MonkeyP
         assert shapes.count((16, 32)) == row + 1
         layer.weight.data.mul_(2)
     torch.testing.assert_close(outputs[-1], 2 * outputs[0])
+
+
+@pytest.mark.parametrize("precision", [TENSORWISE, DELAYED], ids=["tensorwise", "delayed"])
+def test_a_gradient_cast_once_for_both_products_gives_their_bits(precision: PrecisionConfig) -> None:
+    """Three steps: the products of a backward at once, and those of I and W apart."""
+    found = []
+    for then_weight in (True, False):
+        torch.manual_seed(0)
+        gemms, weight, results = Fp8Gemms(precision), torch.randn(16, 32), []
+        for _ in range(3):
+            gemms.begin(trains=True)
+            x, dy = torch.randn(8, 32), torch.randn(8, 16)
+            results.append(gemms.forward(x, weight, None))
+            results.append(gemms.input_gradient(dy, weight, then_weight=then_weight))
+            results.append(gemms.weight_gradient(dy, x))
+        found.append(results)
+    assert all(map(torch.equal, *found))
+
+
+@pytest.mark.parametrize(
+    ("triton", "compiler", "lacks"),
+    [(False, "cc", "Triton"), (True, None, "a C compiler"), (True, "cc", None)],
+    ids=["no_triton", "no_compiler", "both"],
+)
+def test_fp8_is_refused_where_its_casts_cannot_be_compiled(
+    monkeypatch: pytest.MonkeyPatch, triton: bool, compiler: str | None, lacks: str | None
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA H100")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    monkeypatch.setattr(fp8, "has_triton", lambda: triton)
+    monkeypatch.setattr(fp8.shutil, "which", lambda _: compiler)
+    why = fp8.fp8_unsupported_reason(torch.device("cuda"))
+    assert why is None if lacks is None else f"fusing them needs {lacks}" in str(why)
