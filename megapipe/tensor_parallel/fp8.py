@@ -23,6 +23,8 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -107,6 +109,20 @@ def cast_layouts(
     values = cast_to_fp8(x, scale, dtype)
     transposed = values.t().contiguous() if columns else None
     return values if rows else None, transposed, _amax(x) if measures else None
+
+
+@cache
+def cast_variant(dtype: torch.dtype, rows: bool, columns: bool, measures: bool) -> Callable[..., Any]:
+    """Return cast_layouts (x, scale) with these options, as a function with a code object of its own.
+
+    torch.compile keeps 8 graphs for a code object, and with fullgraph a ninth is an error: options, shapes and strides
+    of all linears would be more.
+    """
+
+    def cast(x: Tensor, scale: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        return cast_layouts(x, scale, dtype, rows, columns, measures)
+
+    return FunctionType(cast.__code__.replace(), globals(), "cast_layouts", None, cast.__closure__)
 
 
 def _amax(x: Tensor) -> Tensor:
@@ -195,7 +211,7 @@ class Fp8Gemms(Gemms):
     """The GEMMs of one linear in 8 bits, with its scales and its 8-bit weight. compiler: of the casts."""
 
     def __init__(self, precision: PrecisionConfig, compiler: Callable[[Any], Any] = lambda function: function) -> None:
-        self._cast_kernel = compiler(cast_layouts)
+        self._cast_kernel = cache(lambda *options: compiler(cast_variant(*options)))
         self.x = TensorScale(E4M3, precision)
         self.weight = TensorScale(E4M3, precision)
         self.gradient = TensorScale(E4M3 if precision.fp8_format == "e4m3" else E5M2, precision)
@@ -272,7 +288,7 @@ class Fp8Gemms(Gemms):
             scale, inverse, measures = operand.delayed, operand.delayed_inverse, records and operand.has_history
         elif scale is None:
             scale = operand.scale_for(x, records)
-        *made, amax = self._cast_kernel(x, scale, operand.dtype, rows, columns, measures)
+        *made, amax = self._cast_kernel(operand.dtype, rows, columns, measures)(x, scale)
         if measures:
             operand.record(amax)
         inverse = scale.reciprocal() if inverse is None else inverse

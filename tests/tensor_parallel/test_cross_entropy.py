@@ -90,7 +90,7 @@ def test_a_group_of_one_is_the_plain_loss(true_size: int) -> None:
 def run_low_precision(rank: int, world_size: int, dtype: torch.dtype) -> None:
     for block in (1, 64, 1 << 21):  # row by row, in blocks, whole
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(cross_entropy_module, "loss_block_bytes", lambda is_cuda: 4 * block)
+            patch.setattr(cross_entropy_module, "loss_block_bytes", lambda is_cuda, size=4 * block: size)
             compare_low_precision(tp_group(rank, world_size), dtype)
 
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import megapipe.tensor_parallel.fp8 as fp8
 from megapipe.comm.groups import Group
 from megapipe.config.model import PrecisionConfig
+from megapipe.gpu.kernels import compiled
 from megapipe.tensor_parallel.fp8 import (
     E4M3,
     E5M2,
@@ -185,6 +186,31 @@ def test_a_gradient_cast_once_for_both_products_gives_their_bits(precision: Prec
             results.append(gemms.weight_gradient(dy, x))
         found.append(results)
     assert all(map(torch.equal, *found))
+
+
+def test_all_casts_of_a_model_stay_within_the_graphs_that_torch_keeps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Linears of several shapes, square ones too, whole and split backwards, steps with and without a history.
+
+    The casts are traced with fullgraph, which makes a ninth graph of one function an error, not compiled.
+    """
+    whole = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda function, **settings: whole(function, backend="eager", **settings))
+    torch._dynamo.reset()
+    fp8.cast_variant.cache_clear()
+    for outputs, inputs in ((32, 32), (48, 32), (32, 64), (64, 48)):
+        found = []
+        for compiler in (lambda function: function, compiled):
+            torch.manual_seed(0)
+            gemms, weight, results = Fp8Gemms(DELAYED, compiler), torch.randn(outputs, inputs), []
+            for step in range(3):
+                gemms.begin(trains=True)
+                for tokens in (32, 16):
+                    x, dy = torch.randn(tokens, inputs), torch.randn(tokens, outputs)
+                    results.append(gemms.forward(x, weight, None))
+                    results.append(gemms.input_gradient(dy, weight, then_weight=step > 0))
+                    results.append(gemms.weight_gradient(dy, x))
+            found.append(results)
+        assert all(map(torch.equal, *found))
 
 
 @pytest.mark.parametrize(
