@@ -22,7 +22,7 @@ from megapipe.data_parallel.buffers import StageBuffers
 from megapipe.data_parallel.gather import ParameterGather
 from megapipe.data_parallel.reducer import GradientReducer
 from megapipe.dtypes import DTYPES
-from megapipe.gpu.kernels import choose_kernels
+from megapipe.gpu.kernels import choose_kernels, compiled
 from megapipe.gpu.libraries import Apex
 from megapipe.gpu.streams import StageStreams, copies_for
 from megapipe.layers.table import comm_chunks
@@ -252,7 +252,13 @@ class TrainingRuntime(InferenceRuntime):
         for stage, module in self.stages.items():
             self.gather.wait_inside(stage, module, module.parts())
         self.optimizer = Optimizer(
-            self.buffers, groups, plan.config.optimizer, plan.config.precision, self.gather, self.kernels.optimizer
+            self.buffers,
+            groups,
+            plan.config.optimizer,
+            plan.config.precision,
+            self.gather,
+            self.kernels.optimizer,
+            compiled if self.kernels.compiles_update else None,
         )
         self._stage_streams = StageStreams(self.stages, device) if device.type == "cuda" else None
         self.updates = None if plan.is_synchronous else RowUpdates(self)

@@ -28,9 +28,10 @@ class KernelsConfig:
     )
     optimizer_impl: str = option(
         "torch",
-        "AdamW and SGD of torch, or FusedAdam of NVIDIA's apex or of Transformer Engine; apex also brings its fused "
-        "norms and the weight gradient that accumulates inside its GEMM",
-        choices=("torch", "apex", "te"),
+        "AdamW and SGD of torch, or AdamW by torch.compile (one pass that also writes 16-bit weights), or FusedAdam of "
+        "NVIDIA's apex or of Transformer Engine; apex also brings its fused norms and the weight gradient that "
+        "accumulates inside its GEMM",
+        choices=("torch", "compiled", "apex", "te"),
     )
     compile_pointwise: bool = option(
         False, "torch.compile the operations between the linears (activations, casts of fp8) in the first step"

@@ -30,6 +30,7 @@ class Kernels:
     norms: Apex | None = None  # norms alone
     attention: FlashAttention | TransformerEngine | None = None
     optimizer: Apex | TransformerEngine | None = None
+    compiles_update: bool = False  # the optimizer's pass is compiled
     fp8: PrecisionConfig | None = None  # settings of fp8; None without it
     compiles: bool = False  # pointwise functions are compiled
     splits_backward: bool = False  # the schedule has I and W
@@ -72,6 +73,7 @@ def choose_kernels(config: Config, splits_backward: bool = False) -> Kernels:
         norms,
         attention,
         optimizer,
+        compiles_update=chosen.optimizer_impl == "compiled",
         fp8=precision if precision.fp8_format is not None else None,
         compiles=chosen.compile_pointwise,
         splits_backward=splits_backward,
@@ -105,6 +107,8 @@ def describe_kernels(kernels: Kernels, config: Config, device_type: str) -> tupl
         optimizer = f"FusedAdam of Transformer Engine {kernels.optimizer.version}"
     elif OPTIMIZERS[config.optimizer.optimizer].update is not None:
         optimizer = f"{config.optimizer.optimizer} of {OPTIMIZERS.origin(config.optimizer.optimizer)}"
+    elif kernels.compiles_update:
+        optimizer = "AdamW, compiled, which writes the weights in the same pass"
     else:
         optimizer = f"torch's fused {'AdamW' if config.optimizer.optimizer == 'adam' else 'SGD'}"
     return (
@@ -149,7 +153,7 @@ def _describe_attention(kernels: Kernels, config: Config, device_type: str) -> s
 def compiled(function: AnyFunction) -> AnyFunction:
     """Compile a pointwise function into one kernel, for tensors of any size.
 
-    It returns a tensor or several, or its first argument, which it has overwritten.
+    It returns a tensor or several; some may be arguments that it has overwritten.
 
     Only the inside of our hand-written Functions is compiled, never a graph with a linear in it, which would lose side
     effects such as main gradients and the weight queue. What is saved for the backward does not change.
@@ -166,11 +170,9 @@ def compiled(function: AnyFunction) -> AnyFunction:
             results = function(x, *others)
 
         def made(result: Tensor) -> Tensor:
-            return (
-                x
-                if result is x
-                else torch.empty_strided(result.shape, result.stride(), dtype=result.dtype, device=x.device)
-            )
+            if any(result is given for given in (x, *others)):  # overwritten
+                return result
+            return torch.empty_strided(result.shape, result.stride(), dtype=result.dtype, device=x.device)
 
         return tree_map_only(Tensor, made, results)
 

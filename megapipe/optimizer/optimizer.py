@@ -24,7 +24,7 @@ from megapipe.optimizer.narrow import Scales
 from megapipe.optimizer.registered import RegisteredRule
 from megapipe.optimizer.schedule import Rates
 from megapipe.optimizer.shards import Chunk, Shard, ShardSnapshot
-from megapipe.optimizer.update_rule import AdamLibrary, NarrowAdam, UpdateRule
+from megapipe.optimizer.update_rule import AdamLibrary, CompiledAdam, NarrowAdam, UpdateRule
 from megapipe.sharding.boxes import Piece
 from megapipe.sharding.state_dtypes import MASTER, state_dtypes
 
@@ -90,7 +90,8 @@ class Optimizer:
 
     stages: buffers by stage index, their parameters filled: master weights start as copies of them.
     groups: replicas, dp_cp, tp and model are used. gather: started after each update; required for sharded buffers.
-    library: provides Adam; None for torch's. shards: of every bucket of the stages.
+    library: provides Adam; None for torch's. compiler: compiles AdamW instead (`CompiledAdam`). shards: of every bucket
+    of the stages.
 
     A step has two halves: `start` needs no other pipeline rank, `settle` waits for the global norm, which decides on
     clipping and on skipping the step. With --optimizer-post-validation `start` already updates, assuming neither
@@ -106,6 +107,7 @@ class Optimizer:
         precision: PrecisionConfig,
         gather: ParameterGather | None = None,
         library: AdamLibrary | None = None,
+        compiler: Callable[[Callable[..., Any]], Any] | None = None,
     ) -> None:
         self.scaler = LossScaler.of(precision)
         self._clip_grad = config.clip_grad
@@ -137,13 +139,16 @@ class Optimizer:
             self._scales = Scales(scaled, parameters, holders_of, at)
             for shard in self.shards:
                 shard.scales = self._scales
-        self._rule: UpdateRule | NarrowAdam | RegisteredRule
+        self._rule: UpdateRule | NarrowAdam | CompiledAdam | RegisteredRule
         if OPTIMIZERS[config.optimizer].update is not None:
             self._rule = RegisteredRule(config, self.shards)
         elif dtypes.is_narrow:
             self._rule = NarrowAdam(config, self.shards, self._scales, self._device)
+        elif compiler is not None:
+            self._rule = CompiledAdam(config, self.shards, compiler)
         else:
             self._rule = UpdateRule(config, self.shards, library)
+        self._raw_factor = 1.0  # of the last update, where gradients keep their raw sums
         # shards add up over replicas; without sharding, every copy of the model holds the same gradients
         self._sum_groups: list[Group] = [groups.dp_cp, groups.model] if self._sharded else [groups.model]
         self._snapshot = ShardSnapshot(self.shards, self._scales) if config.optimizer_post_validation else None
@@ -185,8 +190,8 @@ class Optimizer:
     def settle(self) -> StepReport:
         """End a step: wait for the norm, then update the parameters, or correct an update that did not wait.
 
-        Afterwards the gradients hold the clipped averages. An infinite or NaN norm skips the update; the caller decides
-        whether training continues. Raises RuntimeError if no step was started.
+        Afterwards the gradients hold the clipped averages (their raw sums with `CompiledAdam`). An infinite or NaN norm
+        skips the update; the caller decides whether training continues. Raises RuntimeError if no step was started.
         """
         started, self._started = self._started, None
         if started is None:
@@ -224,7 +229,9 @@ class Optimizer:
     def last_update(self, count_zero_gradients: bool = False) -> StepReport:
         """Return the report of the gradients that the last `update` left; called by all ranks."""
         square, *zeros = self._sum_gradients(count_zero_gradients).wait()
-        return StepReport(math.sqrt(square), 1.0, False, self.scaler.scale, int(zeros[0]) if zeros else None)
+        return StepReport(
+            self._raw_factor * math.sqrt(square), 1.0, False, self.scaler.scale, int(zeros[0]) if zeros else None
+        )
 
     @torch.no_grad()
     def masters_to_parameters(self) -> None:
@@ -368,7 +375,11 @@ class Optimizer:
                 # also completes the last copies of weights from the host, whose memory the rule overwrites
                 torch.cuda.current_stream(self._device).synchronize()
         self._rule.step(factor, rates)
-        self.masters_to_parameters()
+        if isinstance(self._rule, CompiledAdam):  # it has written the parameters
+            self._raw_factor = factor
+            self._gather.start()
+        else:
+            self.masters_to_parameters()
 
     def _check_settled(self) -> None:
         if self._started is not None:

@@ -1,11 +1,12 @@
 """AdamW and SGD over flat tensors, by torch's fused kernels or another library's: one pass over all state.
 
-`NarrowAdam` is AdamW where state is narrower than fp32.
+`NarrowAdam` is AdamW where state is narrower than fp32, `CompiledAdam` one compiled pass that writes the weights, too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -105,6 +106,65 @@ class UpdateRule:
         self._optimizer.grad_scale = divisor  # type: ignore[attr-defined]
         self._optimizer.found_inf = None  # type: ignore[attr-defined]
         self._optimizer.step()
+
+
+class CompiledAdam:
+    """AdamW over fp32 state as one compiled pass over each run, which writes the parameters in their dtype as well.
+
+    torch's fused kernel also writes the gradients that it scales, and the parameters take another pass: 42 bytes for
+    each element with the norm, against 34 here. The gradients keep their raw sums. compiler: gpu.kernels.compiled.
+    """
+
+    def __init__(
+        self, config: OptimizerConfig, shards: Sequence[Shard], compiler: Callable[[Callable[..., Any]], Any]
+    ) -> None:
+        self.num_steps = 0
+        self._config, self._kernel = config, compiler(adamw_pass)
+        self._runs = [(shard, run) for shard in shards for run in shard.runs]
+
+    def set_num_steps(self, num_steps: int) -> None:
+        """Continue as after num_steps updates, the t of Adam's bias correction."""
+        self.num_steps = num_steps
+
+    def step(self, factor: float, rates: Rates) -> None:
+        """Update the master weights, and parameters that are copies of them, with gradient x factor."""
+        self.num_steps += 1
+        config = self._config
+        first, second = (1 - beta**self.num_steps for beta in (config.adam_beta1, config.adam_beta2))
+        for shard, run in self._runs:
+            part = slice(run.start, run.stop)
+            lr = rates.decoupled_lr if run.decoupled_lr and rates.decoupled_lr is not None else rates.lr
+            decay = 1 - lr * (rates.weight_decay if run.weight_decay else 0.0)
+            # tensors on the host: as numbers each new value would compile the pass again
+            scalars = (torch.tensor(value) for value in (factor, decay, lr / first, 1 / math.sqrt(second)))
+            states = (shard.states[name].detach()[part] for name in (MASTER, "exp_avg", "exp_avg_sq"))
+            parameter = shard.parameter.detach()[part] if shard.has_own_master else None
+            options = config.adam_beta1, config.adam_beta2, config.adam_eps
+            self._kernel(*states, shard.updated_from[part], parameter, *scalars, *options)
+
+
+def adamw_pass(
+    master: Tensor,  # fp32, as the next three, of one shape
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    gradient: Tensor,
+    parameter: Tensor | None,  # a copy of master in the model's dtype
+    factor: Tensor,  # of the gradient; a scalar on the host, as the next three
+    decay: Tensor,  # of the weights
+    step_size: Tensor,
+    inverse_root: Tensor,  # 1 / sqrt(1 - beta2^t)
+    beta1: float,
+    beta2: float,
+    eps: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Update the first three and parameter in place, and return the first three."""
+    scaled = gradient * factor
+    first = exp_avg + (scaled - exp_avg) * (1 - beta1)
+    second = exp_avg_sq * beta2 + scaled * scaled * (1 - beta2)
+    updated = master * decay - step_size * first / (second.sqrt() * inverse_root + eps)
+    if parameter is not None:
+        parameter.copy_(updated)
+    return master.copy_(updated), exp_avg.copy_(first), exp_avg_sq.copy_(second)
 
 
 class NarrowAdam:

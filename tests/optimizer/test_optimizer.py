@@ -260,3 +260,23 @@ def test_sharded_buffers_need_a_gather() -> None:
     buffers: StageBuffers = stage_buffers(toy_specs(), 2)
     with pytest.raises(ValueError, match="need a ParameterGather"):
         Optimizer({0: buffers}, ProcessGroups.alone(), ADAM, PrecisionConfig())
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_the_pass_for_compilation_updates_as_torchs_fused_kernel_and_writes_the_weights(dtype: str) -> None:
+    """Four steps, two of them clipped; the function is not compiled. Gradients keep their raw sums."""
+    plain, found = Trainer(ADAM, PrecisionConfig(dtype=dtype)), Trainer(ADAM, PrecisionConfig(dtype=dtype))
+    found.optimizer = Optimizer(
+        {0: found.buffers},
+        ProcessGroups.alone(),
+        ADAM,
+        PrecisionConfig(dtype=dtype),
+        compiler=lambda function: function,
+    )
+    for step in range(4):
+        reports = plain.step(step), found.step(step)
+        assert reports[1].grad_norm == pytest.approx(reports[0].grad_norm, rel=1e-5 if dtype == "fp32" else 1e-2)
+    assert found.optimizer.plain_state() == plain.optimizer.plain_state()
+    assert_close(found.weights(), plain.weights(), 1e-5 if dtype == "fp32" else 1e-2)
+    assert not found.optimizer.stale_parameters()
+    assert [piece.key for piece in found.optimizer.state()] == [piece.key for piece in plain.optimizer.state()]

@@ -50,7 +50,7 @@ def libraries(config: Config) -> Iterator[str]:
     picked = chosen(
         (f"--transformer-impl {kernels.transformer_impl}", kernels.transformer_impl != "local"),
         (f"--attention-impl {attention}", attention != "sdpa"),
-        (f"--optimizer-impl {impl}", impl != "torch"),
+        (f"--optimizer-impl {impl}", impl not in ("torch", "compiled")),
     )
     if config.training.device == "cpu" and picked:
         yield f"{', '.join(picked)}: these libraries need a GPU, but --device is cpu; {ONE_OF_TWO}"
