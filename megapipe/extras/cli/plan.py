@@ -22,6 +22,7 @@ from megapipe.extras.search.search_report import SearchReport, megatron_text
 from megapipe.plan.hardware import Hardware
 from megapipe.plan.report import plan_text
 from megapipe.plan.resolve import resolve
+from megapipe.plan.roofline import roofline_text
 
 OPTIONS = (
     option("--svg", "write a drawing of the grid: every rank with the part of the model that it holds", type=Path),
@@ -30,6 +31,11 @@ OPTIONS = (
         "megatron: also print Megatron-LM's estimate of the memory",
         choices=("megapipe", "megatron"),
         default="megapipe",
+    ),
+    option(
+        "--roofline",
+        "with --gpu or --hardware: also print the kernels of a layer and of a step with the time that they would take",
+        action="store_true",
     ),
     "search, with --gpus N and one of --gpu and --hardware",
     option("--gpus", "search for a layout on N accelerators", type=int, above=0),
@@ -64,7 +70,10 @@ def main(own: argparse.Namespace) -> int:
     microbatch, recompute, sequence parallelism, distributed optimizer and partition that are given as flags are kept,
     those in a YAML file are not.
     """
-    if own.gpus is not None or own.gpu is not None or own.hardware is not None:
+    hardware = hardware_given(own) if own.roofline else None
+    if own.roofline and (hardware is None or own.gpus is not None):
+        raise ConfigError("--roofline is for --world-size N ranks with one of --gpu NAME and --hardware FILE")
+    if not own.roofline and (own.gpus is not None or own.gpu is not None or own.hardware is not None):
         if own.svg is not None:
             raise ConfigError("--svg draws the grid of --world-size N; leave it out of a search")
         return _search(own)
@@ -77,6 +86,8 @@ def main(own: argparse.Namespace) -> int:
         raise ConfigError("megapipe plan needs --world-size N, the number of ranks to plan for")
     plan = planned(loaded, loaded.requests.world_size, loaded.requests.ranks_per_node)
     print(plan_text(plan))
+    if hardware is not None:
+        print(roofline_text(plan, hardware))
     if own.svg is not None:
         write_file(own.svg, grid_svg(plan), "--svg")
         print(f"written: {own.svg}")
