@@ -23,7 +23,8 @@ import traceback
 import warnings
 import weakref
 from collections import Counter
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from types import SimpleNamespace
@@ -42,18 +43,22 @@ from megapipe.assembly.runtime import TrainingRuntime
 from megapipe.comm.channels import Channel
 from megapipe.comm.fake_backend import Traffic
 from megapipe.comm.groups import fake_process_groups
+from megapipe.extras.dry_run import rank as dry_run
 from megapipe.extras.dry_run.meta import LiveBytes, RMSNormOfCuda, attention_on
-from megapipe.extras.dry_run.rank import count_step
 from megapipe.optimizer.schedule import Rates
 from megapipe.plan.memory import rank_memory
 from megapipe.sharding.spec import ParamSpec
 from megapipe.train.step import train_step
 from tests.extras.dry_run.grids import make_plan, read_for
+from tests.fake_cuda.mistakes import mistake
 
 PACKAGE = Path(__file__).parents[2] / "megapipe"
 DEVICE = torch.device("cuda", 0)
 KERNELS = torch.library.Library("aten", "IMPL")
 PRODUCTS = {"mm": 0, "bmm": 0, "_scaled_mm": 0, "addmm": 1, "addmm_": 1, "baddbmm": 1}  # position of the first operand
+OVERWRITES = ("copy_", "zero_", "fill_")
+SPARSE = ("gather", "scatter_add_", "index_put_", "embedding")
+NOT_KERNELS = ("empty", "empty_strided", "empty_like", "new_empty", "detach", "record_stream")
 
 
 @dataclass
@@ -61,8 +66,10 @@ class Seen:
     """What one step asked of the device. Places are 'file:function' of the innermost frame of megapipe."""
 
     seconds: float = 0.0  # of both steps and of building the runtime, on the host
-    kernels: Counter[str] = field(default_factory=Counter)  # operations with a result in new memory, or in place
-    bytes_moved: Counter[str] = field(default_factory=Counter)  # of the tensors that they read and write
+    # operations with a result in new memory, or in place, and the bytes of the tensors that they read and write, both
+    # by 'place name'
+    kernels: Counter[str] = field(default_factory=Counter)
+    bytes_moved: Counter[str] = field(default_factory=Counter)
     host_reads: Counter[str] = field(default_factory=Counter)
     pageable_copies: Counter[str] = field(default_factory=Counter)  # between the device and memory that is not pinned
     mixed_devices: Counter[str] = field(
@@ -73,10 +80,16 @@ class Seen:
     planned_bytes: dict[str, int] = field(default_factory=dict)
     error: str = ""
 
+    def add(self, name: str, used: list[Tensor], where: str | None = None) -> None:
+        """Count one kernel. used: what it reads and writes. where: its place, if not the current one."""
+        key = f"{where or place()} {name}"
+        self.kernels[key] += 1
+        self.bytes_moved[key] += sum(tensor.nbytes for tensor in used if tensor.is_cuda)
+
 
 def place() -> str:
     """Return where in megapipe the current operation was called."""
-    frame: Any = sys._getframe(2)
+    frame: Any = sys._getframe(1)
     while frame is not None:
         path = Path(frame.f_code.co_filename)
         if PACKAGE in path.parents:
@@ -103,11 +116,13 @@ class Answers(TorchFunctionMode):
         super().__init__()
         self.seen = Seen()
         self.pinned: weakref.WeakSet[Any] = weakref.WeakSet()
+        self.live: DeviceBytes | None = None
+        self.is_inside_kernel = False
         self._numbers = {Tensor.item: 1.0, Tensor.__float__: 1.0, Tensor.__int__: 1, Tensor.__bool__: True}
         # a CPU build of torch does not choose CUDA's kernels of attention and RMSNorm
         self._kernels = {
             F.scaled_dot_product_attention: partial(attention_on, "cuda"),
-            F.rms_norm: lambda x, normalized_shape, weight, eps: RMSNormOfCuda.apply(x, weight),
+            F.rms_norm: lambda x, normalized_shape, weight, eps: RMSNormCounted.apply(x, weight, self),
         }
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -116,6 +131,10 @@ class Answers(TorchFunctionMode):
             if args[0].is_cuda:
                 self.seen.host_reads[place()] += 1
             return np.ones(tuple(args[0].shape)).tolist() if func is Tensor.tolist else self._numbers[func]
+        if func is torch.tensor and torch.device(kwargs.get("device") or "cpu").type == "cuda":
+            self.seen.pageable_copies[place()] += 1
+            device, made = kwargs.pop("device"), func(*args, **kwargs)
+            return torch.empty(made.shape, dtype=made.dtype, device=device)
         if func is Tensor.random_:
             kwargs.pop("generator", None)
         if func is Tensor.pin_memory:
@@ -123,6 +142,20 @@ class Answers(TorchFunctionMode):
         if kwargs.pop("pin_memory", False):
             return self._pin(func(*args, **kwargs))
         return self._kernels.get(func, func)(*args, **kwargs)
+
+    @contextmanager
+    def inside_kernel(self) -> Iterator[None]:
+        """Count neither operations nor memory: both stay inside one compiled kernel."""
+        self.is_inside_kernel, outer = True, self.is_inside_kernel
+        paused = self.live is not None and self.live._is_paused
+        if self.live is not None:
+            self.live._is_paused = True
+        try:
+            yield
+        finally:
+            self.is_inside_kernel = outer
+            if self.live is not None:
+                self.live._is_paused = paused
 
     def is_pinned(self, tensor: Tensor) -> bool:
         return tensor.untyped_storage() in self.pinned
@@ -142,8 +175,9 @@ class Operations(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        inputs, outputs = list(tensors((args, kwargs))), list(tensors(result))
-        self._record(str(func.overloadpacket).removeprefix("aten."), func, inputs, outputs)
+        if not self._answers.is_inside_kernel:
+            name = str(func.overloadpacket).removeprefix("aten.")
+            self._record(name, func, tensors((args, kwargs)), tensors(result))
         return result
 
     def _record(self, name: str, func: Any, inputs: list[Tensor], outputs: list[Tensor]) -> None:
@@ -161,9 +195,19 @@ class Operations(TorchDispatchMode):
             seen.product_dtypes[" ".join(str(tensor.dtype).removeprefix("torch.") for tensor in operands)] += 1
         storages = {id(tensor.untyped_storage()) for tensor in inputs}
         is_view = not func._schema.is_mutable and all(id(t.untyped_storage()) in storages for t in outputs)
-        if not is_view and name not in ("empty", "empty_strided", "empty_like", "new_empty", "detach", "record_stream"):
-            seen.kernels[name] += 1
-            seen.bytes_moved[name] += sum(tensor.nbytes for tensor in both if tensor.is_cuda)
+        if not is_view and name not in NOT_KERNELS:
+            seen.add(name, moved(name, func, inputs, outputs))
+
+
+def moved(name: str, func: Any, inputs: list[Tensor], outputs: list[Tensor]) -> list[Tensor]:
+    """Return the tensors that a kernel reads and those that it writes, one that it does both with twice."""
+    if name in SPARSE:  # reads or writes few rows of the first, as many as there are indices
+        return [tensor for tensor in (*inputs[1:], *outputs) if tensor.shape != inputs[0].shape]
+    if name in OVERWRITES or func._overloadname == "out":  # the result is among the inputs and not read
+        inputs = [tensor for tensor in inputs if all(tensor is not result for result in outputs)]
+    if not outputs:  # kernels over lists of tensors; only AdamW's gradients and states are large
+        outputs = inputs
+    return [*inputs, *outputs]
 
 
 def tensors(value: Any) -> list[Tensor]:
@@ -173,6 +217,45 @@ def tensors(value: Any) -> list[Tensor]:
     if isinstance(value, dict):
         value = list(value.values())
     return [found for each in value for found in tensors(each)] if isinstance(value, list | tuple) else []
+
+
+class RMSNormCounted(RMSNormOfCuda):
+    """CUDA's fused RMSNorm: one kernel forward, and two backward, of which one sums the weight's gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, answers: Answers) -> Tensor:  # type: ignore[override]
+        result = RMSNormOfCuda.forward(ctx, x, weight)
+        ctx.answers = answers
+        answers.seen.add("rms_norm", [x, weight, result])
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        dx, dw = RMSNormOfCuda.backward(ctx, grad)
+        ctx.answers.seen.add("rms_norm_backward", [grad, ctx.saved_tensors[0], dx])
+        ctx.answers.seen.add("rms_norm_backward", [grad, ctx.saved_tensors[0]])
+        return dx, dw, None
+
+
+def compiled(function: Callable[..., Any], **_: Any) -> Callable[..., Any]:
+    """Stand in for torch.compile of pointwise functions and reductions: one kernel that reads its arguments once."""
+    name = f"compiled {getattr(function, '__name__', 'function')}"
+    where = getattr(function, "__module__", "").removeprefix("megapipe.").replace(".", "/") + ".py:"
+
+    def call(*args: Any) -> Any:
+        answers = ACTIVE[-1]
+        with answers.inside_kernel():
+            results = function(*args)
+        answers.seen.add(name, [*tensors(args), *tensors(results)], where)
+        if answers.live is not None:
+            for result in tensors(results):
+                answers.live._see(result)
+        return results
+
+    return call
+
+
+ACTIVE: list[Answers] = []
 
 
 class DeviceBytes(LiveBytes):
@@ -217,6 +300,7 @@ def pretend() -> None:
     }
     for name, value in stand_ins.items():
         setattr(torch.cuda, name, value)
+    torch.compile = compiled  # type: ignore[assignment]
     torch.Generator = Generator  # type: ignore[misc]
     # a CPU build composes this one of other operations on CUDA tensors
     KERNELS.impl("silu_backward", lambda grad, x: torch.empty_like(x), "CUDA")
@@ -224,9 +308,11 @@ def pretend() -> None:
     Channel.compare = lambda self, header, *_: setattr(header, "compared", True)  # type: ignore[method-assign]
 
 
-def seen_of(world_size: int, rank: int, changes: dict[str, Any], base: dict[str, Any]) -> Seen:
-    """Run two steps and return what was seen of the second; then count the bytes of one, with a second runtime."""
-    answers, started = Answers(), time.perf_counter()
+def seen_of(world_size: int, rank: int, changes: dict[str, Any], base: dict[str, Any], plant: str = "") -> Seen:
+    """Run two steps: the first counts bytes, the second operations. plant: a row of `mistakes.PLANTED`."""
+    answers, live, started = Answers(), DeviceBytes(), time.perf_counter()
+    answers.live = live
+    ACTIVE.append(answers)
     given = {key: tuple(value) if isinstance(value, list) else value for key, value in (base | changes).items()}
     try:
         plan = make_plan(world_size, given | {"device": "cuda"})
@@ -235,22 +321,28 @@ def seen_of(world_size: int, rank: int, changes: dict[str, Any], base: dict[str,
         def empty(spec: ParamSpec, tp_rank: int, tp: int) -> Tensor:
             return torch.empty(spec.local_shape(tp_rank, tp), device=DEVICE)
 
-        with ShapesOnly(), Operations(answers), answers:
-            runtime = TrainingRuntime(plan, groups, DEVICE, empty)
-            step, place = train_step(runtime), runtime.coordinates.dp_rank
-            for number in range(2):
-                answers.seen = Seen()
-                keys = Keys(1, number, place, plan.topology.dp)
-                count = plan.batch.num_microbatches
-                step.run(Microbatches(count, partial(read, place), keys, DEVICE), Rates(1e-3, 0.1))
+        built: list[TrainingRuntime] = []
+
+        def build(*arguments: Any) -> TrainingRuntime:
+            built.append(TrainingRuntime(*arguments))
+            return built[-1]
+
+        dry_run.TrainingRuntime = build  # type: ignore[misc, assignment]
+        with ShapesOnly(), Operations(answers), answers, mistake(plant):
+            with live:
+                counted, _ = dry_run.count_step(plan, groups, DEVICE, live, read, empty)
+            answers.live, answers.seen = None, Seen()
+            (runtime,) = built
+            dp_rank = runtime.coordinates.dp_rank
+            keys, count = Keys(1, 1, dp_rank, plan.topology.dp), plan.batch.num_microbatches
+            microbatches = Microbatches(count, partial(read, dp_rank), keys, DEVICE)
+            train_step(runtime).run(microbatches, Rates(1e-3, 0.1))
             runtime.finish_parameters()
-        seen, live = answers.seen, DeviceBytes()
-        with ShapesOnly(), Answers(), live:
-            counted, _ = count_step(plan, groups, DEVICE, live, read, empty)
-        seen.counted_bytes = dict(counted.items)
-        seen.planned_bytes = dict(rank_memory(plan, runtime.coordinates.pp_rank).items)
+        answers.seen.counted_bytes = dict(counted.items)
+        answers.seen.planned_bytes = dict(rank_memory(plan, runtime.coordinates.pp_rank).items)
     except Exception as error:
         answers.seen.error = "".join(traceback.format_exception(error))
+    ACTIVE.clear()
     answers.seen.seconds = time.perf_counter() - started
     return answers.seen
 

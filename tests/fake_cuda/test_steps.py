@@ -2,46 +2,20 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-from collections.abc import Callable, Iterator
-from types import SimpleNamespace
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from tests.extras.dry_run.test_planned import BASES, CASES, STATE, ranks_at_ends
-from tests.fake_cuda import device
+from tests.fake_cuda.mistakes import PLANTED
 
 pytestmark = pytest.mark.timeout(300)
 Run = Callable[..., Any]
 CLOSE = 0.06  # of models of four layers; what is planned roughly weighs more than in the eight of test_planned
 # what the host reads in a step, once its row is launched: the loss, and the norm with the health of all ranks
-# torch has no fused fp64 attention on CUDA; torch.compile needs values; torch.tensor (of scales) needs a driver
-NOT_HERE = ("fp64", "fp8_casts_compiled", *(name for name in CASES if name.startswith(("narrow", "update"))))
+NOT_HERE = ("fp64",)  # torch has no fused fp64 attention on CUDA
 HOST_READS = {"train/step.py:wait", "optimizer/gradient_norm.py:wait"}
-
-
-@pytest.fixture(scope="module")
-def run() -> Iterator[Run]:
-    """Runs steps in one process that has the fake device: (world_size, rank, changes, base) -> `steps.Seen`."""
-    why = device.missing()
-    if why is not None:
-        pytest.skip(f"no fake CUDA device: {why}")
-    command = [sys.executable, "-m", "tests.fake_cuda.steps", str(device.build())]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        asked, answers = process.stdin, process.stdout
-        assert asked is not None and answers is not None
-
-        def ask(*arguments: Any) -> Any:
-            print(json.dumps(arguments), file=asked, flush=True)
-            line = answers.readline()
-            assert line, "the process with the fake device has died"
-            return SimpleNamespace(**json.loads(line))
-
-        yield ask
-        asked.close()
 
 
 @pytest.mark.parametrize("base", ["gpt2", "llama"])
@@ -59,3 +33,21 @@ def test_two_steps_keep_to_the_device(name: str, base: str, run: Run) -> None:
     assert sum(seen.counted_bytes.values()) == pytest.approx(sum(seen.planned_bytes.values()), rel=CLOSE)
     if changes.get("dtype") == "bf16" and "fp8_format" not in changes:
         assert set(seen.product_dtypes) == {"bfloat16 bfloat16"}
+
+
+TINY = {"num_layers": 1, "hidden_size": 64, "num_attention_heads": 2, "ffn_hidden_size": 64, "global_batch_size": 2}
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_a_planted_mistake_is_found(name: str, run: Run) -> None:
+    changes = TINY | {"dtype": "bf16"}
+    right, wrong = (run(1, 0, changes, BASES["llama"], plant) for plant in ("", name))
+    assert not right.error and set(right.host_reads) <= HOST_READS and not right.pageable_copies
+    found = {
+        "wrong_device": "same device" in wrong.error,
+        "host_read": not set(wrong.host_reads) <= HOST_READS,
+        "extra_kernel": sum(wrong.kernels.values()) > sum(right.kernels.values()) and not wrong.error,
+        "pageable_copy": bool(wrong.pageable_copies),
+        "mixed_dtype": set(wrong.product_dtypes) > {"bfloat16 bfloat16"},
+    }
+    assert found[name], wrong

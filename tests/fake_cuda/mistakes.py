@@ -1,0 +1,42 @@
+"""Mistakes that are planted into a step on the fake device, each of which a check of the suite has to find."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megapipe.tensor_parallel import gemms
+
+Forward = Callable[..., Tensor]
+
+
+def _read(y: Tensor) -> Tensor:
+    y.sum().item()
+    return y
+
+
+# name -> what is done to the result of every linear without fp8
+PLANTED: dict[str, Callable[[Tensor], Tensor]] = {
+    "wrong_device": lambda y: y + torch.ones(y.shape[-1], dtype=y.dtype),
+    "host_read": _read,
+    "extra_kernel": lambda y: y.clone(),
+    "pageable_copy": lambda y: y + torch.ones(y.shape[-1], dtype=y.dtype).to(y.device),
+    "mixed_dtype": lambda y: torch.mm(y.flatten(0, -2).float(), y.new_zeros(y.shape[-1], 1).float()).sum() * 0 + y,
+}
+
+
+@contextmanager
+def mistake(name: str) -> Iterator[None]:
+    """Make a mistake of `PLANTED` inside; none for ''."""
+    right: Any = gemms.Gemms.forward
+    if name:
+        wrong = PLANTED[name]
+        gemms.Gemms.forward = lambda *args: wrong(right(*args)).to(args[1].dtype)  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        gemms.Gemms.forward = right  # type: ignore[method-assign]
