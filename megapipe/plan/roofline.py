@@ -48,7 +48,7 @@ class Forms:
 
 @dataclass(frozen=True)
 class Work:
-    """What one part of a layer or step asks of the GPU. kernels: launches, GEMMs and attention included."""
+    """The kernels of one part of a layer or step. kernels: launches, GEMMs and attention included."""
 
     part: str
     kernels: float
@@ -275,9 +275,10 @@ def roofline_text(plan: RunPlan, hardware: Hardware) -> str:
     layer = [("part", "kernels", "GB", "ms", "share", "made of")]
     for work in found.layer:
         seconds = work.time(fast) / (plan.batch.num_microbatches if work.is_per_step else 1)
+        moved = "" if work.seconds is not None else f"{work.num_bytes / GIGA:.2f}"
         share = f"{seconds / found.layer_seconds:.1%}"
         part = f"{work.part}, once a step" if work.is_per_step else work.part
-        layer.append((part, f"{work.kernels:g}", _gigabytes(work), f"{1e3 * seconds:.2f}", share, work.reason))
+        layer.append((part, f"{work.kernels:g}", moved, f"{1e3 * seconds:.2f}", share, work.reason))
     rows: list[tuple[str, ...]] = [("", "layer ms", "loss ms", "update ms", "step ms", "MFU")]
     for name, forms in (("as configured", configured_forms(plan)), *remedies(plan)):
         each = roofline(plan, hardware, forms)
@@ -294,7 +295,3 @@ def roofline_text(plan: RunPlan, hardware: Hardware) -> str:
         *text_table(rows, left=(0,), indent=2),
     ]
     return "\n".join(lines)
-
-
-def _gigabytes(work: Work) -> str:
-    return "" if work.seconds is not None else f"{work.num_bytes / GIGA:.2f}"

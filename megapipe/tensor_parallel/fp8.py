@@ -113,7 +113,7 @@ def cast_layouts(
 
 @cache
 def cast_variant(dtype: torch.dtype, rows: bool, columns: bool, measures: bool) -> Callable[..., Any]:
-    """Return cast_layouts (x, scale) with these options, as a function with a code object of its own.
+    """Return cast_layouts (x, scale) with these options, as a function with a separate code object.
 
     torch.compile keeps 8 graphs for a code object, and with fullgraph a ninth is an error: options, shapes and strides
     of all linears would be more.
