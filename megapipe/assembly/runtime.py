@@ -156,7 +156,9 @@ class InferenceRuntime:
             plan.partition.stages[stage],
             tp_group,
             sequence_parallel=plan.config.parallel.sequence_parallel,
-            recompute=plan.config.recompute,
+            recompute=plan.config.recompute
+            if plan.config.recompute.recompute_memory_budget is None
+            else plan.layer_recompute(stage),
             loss=plan.config.training,
             weight_queue=queue,
             kernels=self.kernels,

@@ -194,6 +194,14 @@ class RecomputeConfig:
     recompute_modules: tuple[str, ...] = option(
         ("core_attn",), "selective: modules that are recomputed", choices=RECOMPUTE_MODULES, needs=SELECTIVE
     )
+    recompute_memory_budget: float | None = option(
+        None,
+        "in place of the other recompute options: share of the activation memory that full recompute would save and "
+        "that is kept instead; each layer recomputes what saves the most bytes per FLOP: 1 keeps everything, 0 only "
+        "what full recompute keeps; see docs/activation_memory.md",
+        at_least=0,
+        at_most=1,
+    )
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ from megapipe.tensor_parallel.linear import ColumnParallelLinear, RowParallelLin
 
 @dataclass(frozen=True)
 class LayerFactory:
-    """Builds what one layer of a stage is made of, on one tp rank. recompute: modules that every layer recomputes."""
+    """Builds what one layer of a stage is made of, on one tp rank. recompute: modules that the layer recomputes."""
 
     config: LayerConfig
     tp: Group
@@ -37,9 +37,9 @@ class LayerFactory:
     kernels: Kernels
     chunks: CommChunks
 
-    def of(self, config: LayerConfig) -> LayerFactory:
-        """Return the factory of a layer with this configuration."""
-        return replace(self, config=config)
+    def of(self, config: LayerConfig, recompute: frozenset[str]) -> LayerFactory:
+        """Return the factory of a layer with this configuration and recompute."""
+        return replace(self, config=config, recompute=recompute)
 
     def linear(
         self,

@@ -25,6 +25,11 @@ from megapipe.errors import ConfigError
 from megapipe.tensor_parallel.gradients import InputRecompute
 
 
+def recomputed_modules(config: RecomputeConfig) -> frozenset[str]:
+    """Return the modules that selective recompute makes again."""
+    return frozenset(config.recompute_modules if config.recompute_granularity == "selective" else ())
+
+
 def layer_groups(config: RecomputeConfig, layers: Sequence[int]) -> list[tuple[tuple[int, ...], bool]]:
     """Split the layers of a stage into groups that run as one: (layers, True if the group is checkpointed).
 

@@ -32,7 +32,7 @@ tests/model/test_saved_bytes.py compares this table with what autograd saves.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import cached_property, partial
 from itertools import chain
@@ -53,7 +53,7 @@ from megapipe.model.embedding_and_head import Embedding, Loss, capped_logits
 from megapipe.model.layer_factory import LayerFactory
 from megapipe.model.microbatch import Microbatch, StageLoss
 from megapipe.model.mlp import MLP
-from megapipe.model.recompute import KeptAttention, RecomputedSegment, layer_groups
+from megapipe.model.recompute import KeptAttention, RecomputedSegment, layer_groups, recomputed_modules
 from megapipe.schedule.partition import StageLayers
 from megapipe.tensor_parallel.fp8 import Fp8Gemms
 from megapipe.tensor_parallel.gradients import InputRecompute, WeightQueue
@@ -114,11 +114,9 @@ class Block(nn.Module):
 class Decoder(nn.Module):
     """The layers of a stage by their global number, and on the last stage the final norm."""
 
-    def __init__(
-        self, layers: Mapping[int, LayerConfig], final_layernorm: nn.Module | None, factory: LayerFactory
-    ) -> None:
+    def __init__(self, factories: Mapping[int, LayerFactory], final_layernorm: nn.Module | None) -> None:
         super().__init__()
-        self.layers = nn.ModuleDict({str(number): Block(number, factory.of(layer)) for number, layer in layers.items()})
+        self.layers = nn.ModuleDict({str(number): Block(number, factory) for number, factory in factories.items()})
         self.final_layernorm = final_layernorm
 
 
@@ -151,7 +149,7 @@ class GPTStage(nn.Module):
         tp: Group,
         *,
         sequence_parallel: bool,
-        recompute: RecomputeConfig,
+        recompute: RecomputeConfig | Sequence[RecomputeConfig],  # of all layers, or of each one apart
         loss: TrainingConfig,
         weight_queue: WeightQueue | None = None,
         kernels: Kernels = TORCH,
@@ -166,19 +164,22 @@ class GPTStage(nn.Module):
         numbers = range(layers.first_layer, layers.last_layer_exclusive)
         held = {number: layer_configs(config)[number] for number in numbers}
         self.make_context = ContextBuilder(held, has_attention_kernel=kernels.attention is not None)
-        self._groups = layer_groups(recompute, numbers)
-        self._keep_attention = recompute.recompute_keep_attention
+        if isinstance(recompute, RecomputeConfig):
+            own, self._groups = dict.fromkeys(numbers, recompute), layer_groups(recompute, numbers)
+        else:
+            own = dict(zip(numbers, recompute, strict=True))
+            self._groups = [group for number, each in own.items() for group in layer_groups(each, (number,))]
+        self.keep_attention = {number for number, each in own.items() if each.recomputekeep_attention}
         queue = WeightQueue() if weight_queue is None else weight_queue
-        is_selective = recompute.recompute_granularity == "selective"
-        modules = frozenset(recompute.recompute_modules if is_selective else ())
+        modules = {number: recomputed_modules(each) for number, each in own.items()}
         model = convert(LayerConfig, config)
-        self.factory = factory = LayerFactory(model, tp, sequence_parallel, modules, queue, kernels, chunks)
+        factory = LayerFactory(model, tp, sequence_parallel, frozenset(), queue, kernels, chunks)
         self.embedding: Embedding | TiedHead | None = None
         self.output_layer: ColumnParallelLinear | None = None
         if layers.has_embedding:
             self.embedding = Embedding(config, tp, sequence_parallel=sequence_parallel, queue=queue)
-        self.layer_configs = held
-        self.decoder = Decoder(held, factory.norm(config.hidden_size) if layers.has_head else None, factory)
+        self.factories = {number: factory.of(layer, modules[number]) for number, layer in held.items()}
+        self.decoder = Decoder(self.factories, factory.norm(config.hidden_size) if layers.has_head else None)
         if layers.has_head:
             head = ColumnParallelLinear(
                 config.hidden_size,
@@ -261,7 +262,7 @@ class GPTStage(nn.Module):
         ]
         with nullcontext() if self._library is None else self._library.stage_region(self.tp):
             for group, (layers, is_checkpointed) in enumerate(self._groups):
-                kept = KeptAttention() if is_checkpointed and self._keep_attention else None
+                kept = KeptAttention() if is_checkpointed and layers[0] in self.keep_attention else None
                 run: Callable[[Tensor], Tensor] = partial(
                     self._run_group, contexts={layer: contexts[layer].keeping(kept) for layer in layers}
                 )

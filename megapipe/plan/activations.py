@@ -24,15 +24,24 @@ from megapipe.config.parallel import RecomputeConfig
 from megapipe.layers.attention import Attention
 from megapipe.layers.model import LayerSpec, ModelSpec, layer_table
 from megapipe.layers.table import Kept, RankShape, Table, total_bytes
+from megapipe.plan.recompute_choice import layer_recompute
 from megapipe.schedule.action import Op
 from megapipe.schedule.partition import StageLayers
 
 
 class LayerGroup(NamedTuple):
-    """Consecutive layers that a stage runs as one: those of a checkpoint of full recompute, else one layer."""
+    """Consecutive layers that a stage runs as one: those of a checkpoint of full recompute, else one layer.
+
+    recompute: the group's own (--recompute-memory-budget); None: the shape's.
+    """
 
     layers: tuple[LayerSpec, ...]
     is_checkpoint: bool
+    recompute: RecomputeConfig | None = None
+
+    def shape(self, shape: RankShape) -> RankShape:
+        """Return the shape with the group's recompute."""
+        return shape if self.recompute is None else with_recompute(shape, self.recompute)
 
 
 def layers_of(model: ModelSpec, stage: StageLayers) -> tuple[LayerSpec, ...]:
@@ -49,9 +58,14 @@ def end_tables(model: ModelSpec, shape: RankShape, stage: StageLayers) -> list[T
 
 
 @cache
+def with_recompute(shape: RankShape, recompute: RecomputeConfig) -> RankShape:
+    """Return the shape with another recompute."""
+    return replace(shape, recompute=recompute)
+
+
 def without_recompute(shape: RankShape) -> RankShape:
     """Return the shape of a run that keeps everything."""
-    return replace(shape, recompute=RecomputeConfig())
+    return with_recompute(shape, RecomputeConfig())
 
 
 @cache
@@ -68,13 +82,17 @@ def group_sizes(recompute: RecomputeConfig, num_layers: int) -> tuple[int, ...]:
     return tuple(min(size, num_layers - start) for start in range(0, num_layers, size))
 
 
-def layer_groups(layers: Sequence[LayerSpec], recompute: RecomputeConfig) -> tuple[LayerGroup, ...]:
+def layer_groups(layers: tuple[LayerSpec, ...], shape: RankShape) -> tuple[LayerGroup, ...]:
     """Return the groups of a stage. --recompute-method block recomputes its first N layers alone."""
+    recompute = shape.recompute
+    if recompute.recompute_memory_budget is not None:
+        own = zip(layers, layer_recompute(layers, shape), strict=True)
+        return tuple(LayerGroup((layer,), each.recompute_granularity == "full", each) for layer, each in own)
     is_full, is_block = recompute.recompute_granularity == "full", recompute.recompute_method == "block"
     last_recomputed = (recompute.recompute_num_layers or 1) if is_block else len(layers)
     groups, start = [], 0
     for size in group_sizes(recompute, len(layers)):
-        groups.append(LayerGroup(tuple(layers[start : start + size]), is_full and start < last_recomputed))
+        groups.append(LayerGroup(layers[start : start + size], is_full and start < last_recomputed))
         start += size
     return tuple(groups)
 
@@ -82,6 +100,7 @@ def layer_groups(layers: Sequence[LayerSpec], recompute: RecomputeConfig) -> tup
 @cache
 def group_keeps(group: LayerGroup, shape: RankShape) -> tuple[Kept, ...]:
     """Return the tensors that a group keeps; the first is its input."""
+    shape = group.shape(shape)
     if not group.is_checkpoint:
         return tuple(tensor for layer in group.layers for tensor in layer_table(layer, shape).keeps)
     checkpoint = Kept("checkpoints", shape.own_tokens * group.layers[0].hidden_size, shape.element)
@@ -107,11 +126,11 @@ def _group_bytes(group: LayerGroup, shape: RankShape) -> Counter[str]:
 def stage_bytes(model: ModelSpec, shape: RankShape, stage: StageLayers) -> dict[str, int]:
     """Return the bytes that a stage keeps from F to B or I of one microbatch, its input included, by name."""
     total: Counter[str] = Counter()
-    groups = layer_groups(layers_of(model, stage), shape.recompute)
+    groups = layer_groups(layers_of(model, stage), shape)
     for group, count in Counter(groups).items():
         total.update({what: count * size for what, size in _group_bytes(group, shape).items()})
     if groups:
-        is_replayed = any(group.is_checkpoint for group in groups) or shape.recomputes("core_attn")
+        is_replayed = any(group.is_checkpoint or group.shape(shape).recomputes("core_attn") for group in groups)
         masks, tables = Counter[Any](), Counter[Any]()  # one for each window, and for each kind of rotary positions
         for each in attentions(model, stage):
             size = each.document_mask_bytes(shape, is_replayed)
@@ -140,13 +159,16 @@ def shared_bytes(model: ModelSpec, shape: RankShape, stage: StageLayers) -> int:
     return masks.total() + tables.total()
 
 
-def replay_bytes(layers: Sequence[LayerSpec], shape: RankShape) -> int:
+def replay_bytes(layers: tuple[LayerSpec, ...], shape: RankShape) -> int:
     """Return the most that one replay in the backward of these layers recomputes and holds until its end."""
+    if shape.recompute.recompute_memory_budget is not None:
+        kinds = set(layer_groups(layers, shape))
+        return max((replay_bytes(group.layers, group.shape(shape)) for group in kinds), default=0)
     whole, granularity = without_recompute(shape), shape.recompute.recompute_granularity
     if granularity is None:
         return 0
     if granularity == "full":  # what a replay adds to what the checkpoint kept
-        checkpoints = {group for group in layer_groups(layers, shape.recompute) if group.is_checkpoint}
+        checkpoints = {group for group in layer_groups(layers, shape) if group.is_checkpoint}
         return max(
             (
                 sum(layer_table(layer, whole).kept_bytes for layer in group.layers)
@@ -176,9 +198,14 @@ def deferred_bytes(model: ModelSpec, shape: RankShape, stage: StageLayers) -> in
     Inputs that selective recompute drops are held as what they are computed from; those that a replay computes, which
     happens in I, as they are. Full recompute has ended before W.
     """
-    counts = Counter(layers_of(model, stage))
-    layers = sum(count * layer_table(layer, shape).deferred_bytes for layer, count in counts.items())
+    counts = Counter(layer_groups(layers_of(model, stage), shape))
+    layers = sum(count * group_waits(group, shape) for group, count in counts.items())
     return layers + sum(table.deferred_bytes for table in end_tables(model, shape, stage))
+
+
+def group_waits(group: LayerGroup, shape: RankShape) -> int:
+    """Return what a group holds for one microbatch between I and W."""
+    return sum(layer_table(layer, group.shape(shape)).deferred_bytes for layer in group.layers)
 
 
 def backward_peak(model: ModelSpec, shape: RankShape, stage: StageLayers) -> tuple[int, int]:
@@ -191,7 +218,7 @@ def backward_peak(model: ModelSpec, shape: RankShape, stage: StageLayers) -> tup
         in_layers = level + walk_backward([model.embedding.table(shape)])[0] if stage.has_embedding else 0
         return in_head, max(0, in_layers)
     in_layers = 0
-    for group, alike in groupby(reversed(layer_groups(layers, shape.recompute))):
+    for group, alike in groupby(reversed(layer_groups(layers, shape))):
         count, (peak, change) = len(list(alike)), group_backward(group, shape)
         in_layers = max(in_layers, level + peak, level + (count - 1) * change + peak)
         level += count * change
@@ -215,6 +242,7 @@ def group_backward(group: LayerGroup, shape: RankShape) -> tuple[int, int]:
     The gradient of its output is there at its start. A checkpoint holds that, and what it kept, until the backward of
     all its layers is done.
     """
+    shape = group.shape(shape)
     tables = [layer_table(layer, shape) for layer in reversed(group.layers)]
     kept, waits, peak = total_bytes(group_keeps(group, shape)), 0, 0
     held = total_bytes(tensor for table in tables for tensor in table.keeps) - kept

@@ -12,7 +12,7 @@ import dataclasses
 import json
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, groupby
@@ -24,7 +24,8 @@ from megapipe.config.model import ModelConfig, PrecisionConfig
 from megapipe.config.parallel import RecomputeConfig
 from megapipe.errors import ConfigError
 from megapipe.layers.model import LayerSpec, ModelSpec, model_spec
-from megapipe.layers.table import comm_chunks
+from megapipe.layers.table import RankShape, comm_chunks
+from megapipe.plan.recompute_choice import layer_recompute
 from megapipe.schedule.action import Op
 from megapipe.schedule.costs import Costs
 from megapipe.schedule.partition import Partition, StageLayers
@@ -65,26 +66,30 @@ def step_flops(model: ResolvedModelConfig, sequences: int, causal: bool) -> floa
 
 
 def replayed_flops(layer: LayerSpec, recompute: RecomputeConfig, seq_length: int, causal: bool) -> float:
-    """Return what full recompute repeats of a layer, per token: its forward, but for attention if that is kept."""
-    return gemm_flops(layer) if recompute.recompute_keep_attention else layer_flops(layer, seq_length, causal)
+    """Return what a backward repeats of a layer, per token.
+
+    Full recompute: its forward, but for attention if that is kept. Selective: core attention, and the first linear of
+    the MLP.
+    """
+    if recompute.recompute_granularity == "full":
+        return gemm_flops(layer) if recompute.recompute_keep_attention else layer_flops(layer, seq_length, causal)
+    of_module = {
+        "core_attn": layer.attention_flops(seq_length, causal),
+        "mlp": 0.0 if layer.mlp is None else 2.0 * layer.mlp.gemms(tp=1)[0].num_weights,
+    }
+    modules = recompute.recompute_modules if recompute.recompute_granularity == "selective" else ()
+    return sum(of_module.get(module, 0.0) for module in modules)
 
 
-def recomputed_flops(model: ResolvedModelConfig, recompute: RecomputeConfig, sequences: int, causal: bool) -> float:
+def recomputed_flops(
+    model: ResolvedModelConfig, recompute: Iterable[RecomputeConfig], sequences: int, causal: bool
+) -> float:
     """Return what a step computes again, for hardware FLOPs (HFU).
 
-    Full recompute: every layer's replay (--recompute-method block is counted with all layers). Selective: core
-    attention, and the first linear of the MLP.
+    recompute: of each layer. --recompute-method block is counted with all layers.
     """
-    total, granularity = 0.0, recompute.recompute_granularity
-    for layer, count in Counter(model_spec(model, PrecisionConfig()).layers).items():
-        of_module = {
-            "core_attn": layer.attention_flops(model.seq_length, causal),
-            "mlp": 0.0 if layer.mlp is None else 2.0 * layer.mlp.gemms(tp=1)[0].num_weights,
-        }
-        if granularity == "full":
-            total += count * replayed_flops(layer, recompute, model.seq_length, causal)
-        elif granularity == "selective":
-            total += count * sum(of_module.get(module, 0.0) for module in recompute.recompute_modules)
+    counts = Counter(zip(model_spec(model, PrecisionConfig()).layers, recompute, strict=True)).items()
+    total = sum(count * replayed_flops(*layer, model.seq_length, causal) for layer, count in counts)
     return total * sequences * model.seq_length
 
 
@@ -134,6 +139,9 @@ class LayerCosts:
     layers: tuple[PartCost, ...]  # one entry for each
     head: PartCost
     recompute: RecomputeConfig  # decides which layers are replayed
+    # the layers and the shape by which --recompute-memory-budget chooses, where it is given
+    specs: tuple[LayerSpec, ...] = ()
+    shape: RankShape | None = None
 
     @cached_property
     def layers_alike(self) -> bool:
@@ -148,6 +156,16 @@ class LayerCosts:
             num_replayed = min(most, stage.num_layers)
         if not stage.num_layers:
             total = PartCost()
+        elif self.shape is not None:
+            specs, seq = self.specs[first:end], self.shape.seq
+            total = sum(self.layers[first:end], PartCost())
+            again = (
+                cost.forward * replayed_flops(spec, recompute, seq, False) / layer_flops(spec, seq, False)
+                for cost, spec, recompute in zip(
+                    self.layers[first:end], specs, layer_recompute(specs, self.shape), strict=True
+                )
+            )
+            total = replace(total, replay=sum(again))
         elif self.layers_alike:
             total = replace(self.layers[0] * stage.num_layers, replay=self.layers[0].replay * num_replayed)
         else:

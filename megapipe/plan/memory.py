@@ -34,12 +34,12 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 
 from megapipe.layers.linear import COPIES
-from megapipe.layers.model import layer_table
 from megapipe.layers.table import RankShape, total_bytes
 from megapipe.plan.activations import (
     deferred_bytes,
     group_backward,
     group_keeps,
+    group_waits,
     head_backward,
     layer_groups,
     layers_of,
@@ -292,7 +292,7 @@ def offloaded_groups(plan: RunPlan, stage: int, layers: StageLayers | None = Non
     layers = layers or plan.partition.stages[stage]
     num_moved = plan.stage_groups(stage, layers).num_moved
     found = []
-    for index, group in enumerate(layer_groups(layers_of(plan.model, layers), plan.config.recompute)):
+    for index, group in enumerate(layer_groups(layers_of(plan.model, layers), plan.shape)):
         kept = group_keeps(group, plan.shape)
         # the first tensor of the first group is the stage's input, which is held on the device for its gradient
         movable = kept if layers.has_embedding or index else kept[1:]
@@ -392,12 +392,12 @@ def backward_bytes(plan: RunPlan, stage: int, shape: RankShape) -> BackwardBytes
     """Return what a stage's B makes and frees, or its I if the shape splits the backward."""
     model, layers = plan.model, plan.partition.stages[stage]
     in_head, level = head_backward(model, shape, layers)
-    groups = layer_groups(layers_of(model, layers), shape.recompute)
+    groups = layer_groups(layers_of(model, layers), shape)
     peaks = [group_backward(group, shape)[0] for group in groups]
     # on top of all that was kept for the last group, of what the groups before them left for the others
     inside = [*(peak + plan.message_bytes for peak in peaks[:-1]), *(max(0, level + peak) for peak in peaks[-1:])]
     if not shape.splits_backward:
         return BackwardBytes(in_head, tuple(inside))
-    waits = tuple(sum(layer_table(layer, shape).deferred_bytes for layer in group.layers) for group in groups)
+    waits = tuple(group_waits(group, shape) for group in groups)
     head_waits = model.head.table(shape).deferred_bytes if layers.has_head else 0
     return BackwardBytes(in_head, tuple(inside), waits, head_waits)

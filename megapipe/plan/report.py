@@ -13,6 +13,7 @@ from megapipe.plan.activations import stage_bytes
 from megapipe.plan.hardware import GIGA, HOST_SHARE, PCIE_4, PCIE_5
 from megapipe.plan.layer_costs import layer_flops, step_flops
 from megapipe.plan.memory import RankMemory, all_rank_memory, offloaded_groups, stage_activation_bytes
+from megapipe.plan.recompute_choice import recompute_text
 from megapipe.plan.run_plan import RunPlan
 from megapipe.plan.step_time import expected_bubble
 from megapipe.schedule.partition import StageLayers
@@ -199,7 +200,20 @@ def _memory(plan: RunPlan) -> Iterator[str]:
     parts = [*parts[:MOST_PARTS_SHOWN], *([("other", rest)] if rest else [])]
     words = ", ".join(f"{what} {bytes_text(size)}" for what, size in parts)
     yield f"  kept     {bytes_text(sum(kept[stage].values()))} by stage {stage} for one microbatch: {words}"
+    yield from _recompute(plan)
     yield from _host(plan, max(ranks, key=lambda rank: sum(rank.host.values())))
+
+
+def _recompute(plan: RunPlan) -> Iterator[str]:
+    """Yield a line with the layers of each kind of recompute that --recompute-memory-budget has chosen."""
+    if plan.config.recompute.recompute_memory_budget is None:
+        return
+    own = [each for stage in range(plan.placement.num_stages) for each in plan.layer_recompute(stage)]
+    numbers: dict[str, list[int]] = {}
+    for number, recompute in enumerate(own):
+        numbers.setdefault(recompute_text(recompute), []).append(number)
+    words = "; ".join(f"layers {ranges_text(layers)}: {what}" for what, layers in numbers.items())
+    yield f"  {recompute_text(plan.config.recompute)}: {words}"
 
 
 def _host(plan: RunPlan, rank: RankMemory) -> Iterator[str]:

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from itertools import accumulate
 from pathlib import Path
 
 from megapipe.config.config import ResolvedConfig, ResolvedModelConfig
+from megapipe.config.parallel import RecomputeConfig
 from megapipe.layers.model import ModelSpec, model_parameters, model_spec, stage_parameters
 from megapipe.layers.table import RankShape
 from megapipe.plan.activations import group_sizes
 from megapipe.plan.batch import BatchSchedule
 from megapipe.plan.layer_costs import LayerCosts, flop_costs, measured_costs, stage_costs
+from megapipe.plan.recompute_choice import layer_recompute
 from megapipe.schedule.action import Op
 from megapipe.schedule.costs import AutoGoal, Costs
 from megapipe.schedule.families import SCHEDULES, ScheduleFamily, build_forward_only, build_lowered
@@ -177,12 +179,22 @@ class RunPlan:
     def layer_costs(self) -> LayerCosts:
         """Costs of the parts of the model on a rank of speed 1."""
         file = self.config.parallel.pipeline_layer_times
-        return self.flop_costs if file is None else measured_costs(Path(file), self.config)
+        return self.flop_costs if file is None else self._budgeted(measured_costs(Path(file), self.config))
 
     @property
     def flop_costs(self) -> LayerCosts:
         """Costs of the parts of the model from FLOPs."""
-        return flop_costs(self.model, self.config.model.seq_length, self.config.recompute)
+        return self._budgeted(flop_costs(self.model, self.config.model.seq_length, self.config.recompute))
+
+    def _budgeted(self, costs: LayerCosts) -> LayerCosts:
+        """Return costs that know what --recompute-memory-budget recomputes, where it is given."""
+        has_budget = self.config.recompute.recompute_memory_budget is not None
+        return replace(costs, specs=self.model.layers, shape=self.shape) if has_budget else costs
+
+    def layer_recompute(self, stage: int) -> tuple[RecomputeConfig, ...]:
+        """Return the recompute of each layer of a stage."""
+        first, end, *_ = self.partition.stages[stage]
+        return layer_recompute(self.model.layers[first:end], self.shape)
 
     @property
     def rank_speeds(self) -> tuple[float, ...]:

@@ -12,14 +12,16 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 from megapipe.layers.linear import casts
 from megapipe.layers.table import ALL_REDUCE
-from megapipe.plan.activations import layer_groups, layers_of
+from megapipe.plan.activations import layer_groups, layers_of, with_recompute
 from megapipe.plan.hardware import Hardware, Link
 from megapipe.plan.layer_costs import step_flops
 from megapipe.plan.layer_time import OpSeconds, head_seconds, layer_seconds
 from megapipe.plan.memory import offloaded_groups
+from megapipe.plan.recompute_choice import layer_recompute
 from megapipe.plan.run_plan import RunPlan
 from megapipe.plan.traffic import gather_bytes, reduction_bytes
 from megapipe.schedule.action import Op
@@ -115,16 +117,18 @@ def stage_seconds(plan: RunPlan, hardware: Hardware) -> tuple[OpSeconds, ...]:
     """Return the seconds of each stage for one microbatch."""
     config, model, shape = plan.config, plan.model, plan.shape
     tp_link = ring_link(plan.topology, "tp", hardware.node, hardware.network)
-    of_kind = {kind: layer_seconds(kind, shape, hardware, tp_link) for kind in model.kinds}
-    found: dict[tuple[int, ...], OpSeconds] = {}  # by the number of layers of each kind
+    of_layer = cache(lambda layer, recompute: layer_seconds(layer, with_recompute(shape, recompute), hardware, tp_link))
+    nothing = layer_seconds(model.layers[0], shape, hardware, tp_link) * 0
+    found: dict[frozenset[Any], OpSeconds] = {}  # by the number of layers of each kind and recompute
     stages = []
-    for layers in plan.partition.stages:
-        counted = Counter(layers_of(model, layers))
-        counts = tuple(counted[kind] for kind in model.kinds)
-        if counts not in found:
-            terms = [of_kind[kind] * count for kind, count in zip(model.kinds, counts, strict=True)]
-            found[counts] = sum(terms[1:], terms[0])
-        stages.append(found[counts])
+    for stage_layers in plan.partition.stages:
+        specs = layers_of(model, stage_layers)
+        counts = Counter(zip(specs, layer_recompute(specs, shape), strict=True))
+        key = frozenset(counts.items())
+        if key not in found:
+            terms = [of_layer(*kind) * count for kind, count in counts.items()]
+            found[key] = sum(terms[1:], terms[0]) if terms else nothing
+        stages.append(found[key])
     stages[-1] += head_seconds(model, shape, hardware, tp_link)
     if not config.offload.cpu_offloading_num_layers:
         return tuple(stages)
@@ -133,11 +137,12 @@ def stage_seconds(plan: RunPlan, hardware: Hardware) -> tuple[OpSeconds, ...]:
     backward_op = Op.I if plan.splits_backward else Op.B
     for stage, held in enumerate(plan.partition.stages):
         forward = backward = 0.0
-        groups = layer_groups(layers_of(model, held), config.recompute)
+        groups = layer_groups(layers_of(model, held), shape)
         for group, moved in zip(groups, offloaded_groups(plan, stage), strict=True):
             copy = moved.moved / hardware.host_bytes_per_second
-            forward += max(0.0, copy - sum(of_kind[layer].of(Op.F) for layer in group.layers))
-            backward += max(0.0, copy - sum(of_kind[layer].of(backward_op) for layer in group.layers))
+            seconds = [of_layer(layer, group.shape(shape).recompute) for layer in group.layers]
+            forward += max(0.0, copy - sum(layer.of(Op.F) for layer in seconds))
+            backward += max(0.0, copy - sum(layer.of(backward_op) for layer in seconds))
         stages[stage] += OpSeconds({"host": forward}, {"host": backward}, {})
     return tuple(stages)
 

@@ -11,7 +11,8 @@ from collections import Counter
 
 from megapipe.layers.model import layer_table
 from megapipe.layers.table import ALL_REDUCE, ring_bytes
-from megapipe.plan.activations import end_tables, layers_of
+from megapipe.plan.activations import end_tables, layers_of, with_recompute
+from megapipe.plan.recompute_choice import layer_recompute
 from megapipe.plan.run_plan import RunPlan
 from megapipe.schedule.action import Op
 
@@ -37,13 +38,15 @@ def stage_collectives(plan: RunPlan, stage: int) -> int:
     """Return the number of collectives over tp of a stage for one microbatch, recomputed ones included."""
     model, shape, layers = plan.model, plan.shape, plan.partition.stages[stage]
     total = sum(table.collectives.total for table in end_tables(model, shape, layers))
-    for layer, count in Counter(layers_of(model, layers)).items():
+    held = layers_of(model, layers)
+    for (layer, recompute), count in Counter(zip(held, layer_recompute(held, shape), strict=True)).items():
+        shape = with_recompute(shape, recompute)
         table = layer_table(layer, shape)
         # a backward with recomputation does those of forwards again: all, or those of the recomputed modules
         again = sum(
             operation.collectives.forward
             for operation in table.operations
-            if shape.recompute.recompute_granularity == "full"
+            if recompute.recompute_granularity == "full"
             or (operation.recompute_module is not None and shape.recomputes(operation.recompute_module))
         )
         total += count * (table.collectives.total + again)

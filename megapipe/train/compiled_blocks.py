@@ -9,6 +9,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -107,50 +108,66 @@ class Trial:
         )
 
 
-def compiled_forms(runtime: TrainingRuntime, compiler: Compile | None = None) -> dict[LayerConfig, CompiledBlock]:
+class LayerKind(NamedTuple):
+    """What layers have in common that share a compiled form. recompute: modules that each recomputes."""
+
+    config: LayerConfig
+    recompute: frozenset[str]
+    keeps_attention: bool
+
+
+def layer_kinds(module: GPTStage) -> dict[int, LayerKind]:
+    """Return the kind of each layer of a stage, by its global number."""
+    return {
+        number: LayerKind(factory.config, factory.recompute, number in module.keep_attention)
+        for number, factory in module.factories.items()
+    }
+
+
+def compiled_forms(runtime: TrainingRuntime, compiler: Compile | None = None) -> dict[LayerKind, CompiledBlock]:
     """Return a compiled form for each kind of layer on this rank; nothing is compiled before its first use."""
     (spec,) = runtime.message(0)
-    recompute, tp = runtime.plan.config.recompute, runtime.groups.tp.size
-    is_selective = recompute.recompute_granularity == "selective" and bool(recompute.recompute_modules)
-    found: dict[LayerConfig, CompiledBlock] = {}
+    tp = runtime.groups.tp.size
+    found: dict[LayerKind, CompiledBlock] = {}
     for module in runtime.stages.values():
-        for config in module.layer_configs.values():
-            if config in found:
+        for kind in layer_kinds(module).values():
+            if kind in found:
                 continue
+            config = kind.config
             is_whole = (
                 tp == 1
-                and not is_selective
-                and not recompute.recompute_keep_attention
+                and not kind.recompute
+                and not kind.keeps_attention
                 and runtime.kernels.attention is None
                 and ATTENTIONS[config.attention_kind].function is None
             )
-            found[config] = CompiledBlock(BlockFormulas(config, tp), tuple(spec.shape), is_whole, compiler)
+            found[kind] = CompiledBlock(BlockFormulas(config, tp), tuple(spec.shape), is_whole, compiler)
     return found
 
 
-def use(runtime: TrainingRuntime, compiled: dict[LayerConfig, CompiledBlock]) -> None:
+def use(runtime: TrainingRuntime, compiled: dict[LayerKind, CompiledBlock]) -> None:
     """Let all blocks run in their compiled form from now on."""
     for module in runtime.stages.values():
-        for number, config in module.layer_configs.items():
+        for number, kind in layer_kinds(module).items():
             block = module.decoder.layers[str(number)]
             assert isinstance(block, Block)
-            block.compiled = compiled[config]
+            block.compiled = compiled[kind]
 
 
-def agreed_trial(runtime: TrainingRuntime, compiled: dict[LayerConfig, CompiledBlock]) -> Trial:
+def agreed_trial(runtime: TrainingRuntime, compiled: dict[LayerKind, CompiledBlock]) -> Trial:
     """Try the first block of each kind on every rank; return the sums and the largest difference. A collective."""
     from torch._dynamo.exc import TorchDynamoException  # a second of imports, for runs that compile alone
     from torch._inductor.exc import InductorError
 
     error, worst, seconds, began = "", 0.0, [0.0, 0.0], time.perf_counter()
-    tried: set[LayerConfig] = set()
+    tried: set[LayerKind] = set()
     for module in runtime.stages.values():
-        for number, config in module.layer_configs.items():
-            if config in tried or error:
+        for number, kind in layer_kinds(module).items():
+            if kind in tried or error:
                 continue
-            tried.add(config)
+            tried.add(kind)
             try:
-                difference, *pair = try_block(runtime, module, number, compiled[config])
+                difference, *pair = try_block(runtime, module, number, compiled[kind])
             except torch.OutOfMemoryError:
                 raise
             except (TorchDynamoException, InductorError, RuntimeError) as failure:
@@ -180,7 +197,7 @@ def try_block(
     block shares the weights of the layer, not its gradients.
     """
     real, device, dtype = module.decoder.layers[str(number)], runtime.device, runtime.parameter_dtype
-    block = Block(number, module.factory.of(module.layer_configs[number]))
+    block = Block(number, module.factories[number])
     for name, parameter in real.named_parameters():
         owner, _, attribute = name.rpartition(".")
         block.get_submodule(owner)._parameters[attribute] = nn.Parameter(parameter.detach())

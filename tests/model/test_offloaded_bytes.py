@@ -40,7 +40,7 @@ def test_groups_keep_the_storages_in_the_plan(shape: str, name: str, dtype: str)
         stage.run_layers(hidden, contexts)
     seen = sorted((size, saved._shapes[address][1].itemsize) for address, size in saved._sizes.items())
     shape = shape_of(config, dtype, recompute, documents=documents)
-    groups = planned_groups(spec_of(config).layers, recompute)
+    groups = planned_groups(spec_of(config).layers, shape)
     planned = [tensor for group in groups for tensor in group_keeps(group, shape)]
     assert sorted((tensor.num_bytes, tensor.element_bytes) for tensor in planned) == seen
 

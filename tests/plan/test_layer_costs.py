@@ -37,7 +37,8 @@ def test_full_recompute_that_keeps_attention_computes_all_but_its_products_again
     model = gpt(num_layers=2, hidden_size=256, num_attention_heads=4, seq_length=512, vocab_size=1000)
     full, kept = (RecomputeConfig("full", "uniform", 1, recompute_keep_attention=keeps) for keeps in (False, True))
     attention = 4.0 * 512 * 256  # q k^T and the product with v, per token
-    spared = recomputed_flops(model, full, 3, causal=False) - recomputed_flops(model, kept, 3, causal=False)
+    of_full, of_kept = (recomputed_flops(model, [each] * 2, 3, causal=False) for each in (full, kept))
+    spared = of_full - of_kept
     assert spared == pytest.approx(3 * 512 * 2 * attention)
     replays = [flop_costs(spec_of(model), 512, each).layers[0].replay for each in (full, kept)]
     assert replays[0] - replays[1] == pytest.approx(attention)
@@ -58,7 +59,7 @@ def test_flops_of_unlike_layers_are_those_of_models_of_each_kind(recompute: Reco
     each = [gpt(**sizes, layer_pattern=(f"8 {kind}",)) for kind in KINDS]
     for flops in (
         lambda model: step_flops(model, 3, causal),
-        lambda model: recomputed_flops(model, recompute, 3, causal),
+        lambda model: recomputed_flops(model, [recompute] * 8, 3, causal),
         lambda model: sum(layer.forward + layer.replay for layer in flop_costs(spec_of(model), 192, recompute).layers),
     ):
         assert flops(mixed) == pytest.approx(sum(map(flops, each)) / len(each), rel=1e-12)

@@ -63,7 +63,8 @@ def transformer_engine(config: Config) -> Iterator[str]:
         return
     selected = recompute.recompute_modules if recompute.recompute_granularity == "selective" else ()
     inputs = [module for module in ("layernorm", "activation") if module in selected]
-    repeats_linears = recompute.recompute_granularity == "full" or "mlp" in selected
+    has_budget = recompute.recompute_memory_budget is not None
+    repeats_linears = recompute.recompute_granularity == "full" or "mlp" in selected or has_budget
     if precision.dtype == "fp64":
         yield f"{TRANSFORMER_ENGINE} does not compute in fp64; use --transformer-impl local"
     elif inputs:

@@ -199,6 +199,13 @@ def recompute(config: Config) -> Iterator[str]:
     """Check the recompute section."""
     asked, model, impl = config.recompute, config.model, config.kernels.attention_impl
     modules, is_full = asked.recompute_modules, asked.recompute_granularity == "full"
+    if asked.recompute_memory_budget is not None:
+        names = ("granularity", "method", "num_layers", "keep_attention", "modules")
+        chosen_by_hand = given(config, *(f"recompute.recompute_{name}" for name in names))
+        if chosen_by_hand:
+            rule = f"chooses what each layer recomputes, which {' and '.join(chosen_by_hand)} would fix"
+            yield f"--recompute-memory-budget {asked.recompute_memory_budget:g} {rule}; leave one of the two out"
+        return
     missing = chosen(
         ("--recompute-method uniform or block", asked.recompute_method is None),
         ("--recompute-num-layers N", asked.recompute_num_layers is None),

@@ -71,7 +71,8 @@ def profile_parts(
     and with it; the difference is the time of the recomputation.
     """
     full = plan.config.recompute.recompute_granularity == "full"
-    plain = RecomputeConfig() if full else plan.config.recompute
+    has_budget = plan.config.recompute.recompute_memory_budget is not None  # recompute follows from FLOPs then
+    plain = RecomputeConfig() if full or has_budget else plan.config.recompute
     parts = _Parts(plan, plain, groups, device, seconds)
     embedding, layers, head = parts.cost(EMBEDDING), parts.cost(LAYERS), parts.cost(HEAD)
     if full:

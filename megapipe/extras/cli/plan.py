@@ -141,6 +141,7 @@ def has_values(layout: Layout, config: Config, keys: Set[str]) -> bool:
         "parallel.use_distributed_optimizer": layout.distributed_optimizer == parallel.use_distributed_optimizer,
         "parallel.pipeline_balance": layout.pp == 1 or layout.cut == parallel.pipeline_balance,
         "recompute.recompute_granularity": layout.recompute.recompute_granularity == recompute.recompute_granularity,
+        "recompute.recompute_memory_budget": layout.recompute == recompute,
     }
     return all(has_value[key] for key in has_value.keys() & keys)
 

@@ -17,12 +17,13 @@ from megapipe.config.parallel import RecomputeConfig
 from megapipe.dtypes import ELEMENT_BYTES
 from megapipe.errors import ConfigError
 from megapipe.extras.search.layout import Layout
-from megapipe.layers.model import model_parameters, model_spec
+from megapipe.layers.model import ModelSpec, model_parameters, model_spec
 from megapipe.layers.table import Documents, RankShape
 from megapipe.plan.activations import layers_of, stage_bytes
 from megapipe.plan.cut import cut_layers, undominated
 from megapipe.plan.hardware import Hardware, Link
 from megapipe.plan.layer_time import OpSeconds, head_seconds, layer_seconds
+from megapipe.plan.recompute_choice import FULL, choices
 from megapipe.plan.resolve import resolve_model
 from megapipe.plan.step_time import update_bytes
 from megapipe.schedule.action import Action, Op
@@ -209,12 +210,13 @@ class Bounds:
         model, _ = found
         links = hardware.node, hardware.network
         tp_link = Link(max(link.bytes_per_second for link in links), min(link.latency_seconds for link in links))
-        shape = replace(RankShape.of(self._config, tp, sliced, size), recompute=recompute, documents=Documents())
         spec = model_spec(model, self._config.precision)
+        shape = replace(RankShape.of(self._config, tp, sliced, size), recompute=recompute, documents=Documents())
+        fewest, shape = _around_budget(spec, shape)
         head = head_seconds(spec, shape, hardware, tp_link)
         numbers = [spec.layers.index(kind) for kind in spec.kinds]
-        kept = [sum(stage_bytes(spec, shape, StageLayers(n, n + 1, False, False)).values()) for n in numbers]
-        with_head = sum(stage_bytes(spec, shape, StageLayers(0, 1, False, True)).values())
+        kept = [sum(stage_bytes(spec, fewest, StageLayers(n, n + 1, False, False)).values()) for n in numbers]
+        with_head = sum(stage_bytes(spec, fewest, StageLayers(0, 1, False, True)).values())
 
         def both(each: OpSeconds) -> float:
             return each.of(Op.I) + each.of(Op.W) if split else each.of(Op.B)
@@ -228,6 +230,23 @@ class Bounds:
             part(head, with_head - kept[0]),
             shape.hidden_bytes(model.hidden_size) / tp_link.bytes_per_second + tp_link.latency_seconds,
         )
+
+
+def _around_budget(spec: ModelSpec, shape: RankShape) -> tuple[RankShape, RankShape]:
+    """Return the shape with a recompute that keeps no more than the budget's choice, and with one that takes no longer.
+
+    Without a budget both are the shape itself.
+    """
+    budget = shape.recompute.recompute_memory_budget
+    if budget is None:
+        return shape, shape
+    if len(spec.kinds) > 1:  # in a stage of several kinds, a kind may be recomputed more or less than alone
+        return replace(shape, recompute=FULL), replace(shape, recompute=RecomputeConfig())
+    hull = choices(spec.layers[0], replace(shape, recompute=RecomputeConfig()))
+    wanted = hull[-1].kept_bytes + budget * (hull[0].kept_bytes - hull[-1].kept_bytes)
+    place = next(place for place, choice in enumerate(hull) if choice.kept_bytes <= wanted)
+    more = hull[place if hull[place].kept_bytes == wanted else place - 1]
+    return replace(shape, recompute=hull[place].recompute), replace(shape, recompute=more.recompute)
 
 
 @cache

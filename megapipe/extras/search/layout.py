@@ -22,6 +22,7 @@ from megapipe.config.parallel import RecomputeConfig
 from megapipe.config.rules.proposals import divisors
 from megapipe.layers.attention import is_explicit
 from megapipe.plan.hardware import Hardware
+from megapipe.plan.recompute_choice import recompute_text
 from megapipe.schedule.families import SCHEDULES, default_schedule
 
 MOST_CHUNKS = 8
@@ -32,6 +33,7 @@ RECOMPUTES = (
     RecomputeConfig("selective", recompute_modules=("layernorm", "activation")),
     RecomputeConfig("selective", recompute_modules=("core_attn", "layernorm", "activation")),
     RecomputeConfig("full", "uniform", 1),
+    *(RecomputeConfig(recompute_memory_budget=budget) for budget in (0.25, 0.5, 0.75)),
 )
 # by cost; in equal numbers; in equal numbers with embedding and head counted as a layer each
 CUTS = ("cost", "even", "ends")
@@ -116,6 +118,8 @@ def layouts(config: Config, world_size: int, hardware: Hardware) -> Iterator[Lay
         if unfused or each.recompute_granularity != "selective" or "core_attn" not in each.recompute_modules
     ]
     # tp within a node unless --allow-tp-across-nodes is given
+    if config.recompute.recompute_memory_budget is not None and config.recompute not in recomputes:
+        recomputes.append(config.recompute)
     widest = world_size if config.parallel.allow_tp_across_nodes else min(hardware.ranks_per_node, world_size)
     for tp in divisors(widest):
         if world_size % tp or model.num_attention_heads % tp:
@@ -156,12 +160,3 @@ def takes_any_chunks(schedule: str) -> bool:
     """Return True if the number of chunks per rank is a choice."""
     family = SCHEDULES[schedule]
     return family.takes_chunks and family.chunks is None
-
-
-def recompute_text(recompute: RecomputeConfig) -> str:
-    """Return 'no recompute', 'full recompute' (possibly except for attention), or 'recompute' with the modules."""
-    if recompute.recompute_granularity is None:
-        return "no recompute"
-    if recompute.recompute_granularity == "full":
-        return "full recompute except for attention" if recompute.recompute_keep_attention else "full recompute"
-    return "recompute " + "+".join(recompute.recompute_modules)

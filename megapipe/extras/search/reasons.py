@@ -11,9 +11,9 @@ from megapipe.config.parallel import RecomputeConfig
 from megapipe.config.training import OptimizerConfig, TrainingConfig
 from megapipe.errors import ConfigError
 from megapipe.extras.search.candidate import Candidate, Found, predict_plan
-from megapipe.extras.search.layout import recompute_text
 from megapipe.formatting import bytes_text
 from megapipe.plan.hardware import Hardware
+from megapipe.plan.recompute_choice import recompute_text
 from megapipe.plan.resolve import resolve
 from megapipe.plan.run_plan import RunPlan
 from megapipe.schedule.families import default_schedule
@@ -81,7 +81,7 @@ def _pipeline(found: Found, hardware: Hardware) -> Iterator[str]:
 def _recompute(winner: Candidate, hardware: Hardware) -> Iterator[str]:
     """Yield the time and memory of the winner without recompute, if that does not fit."""
     layout, plan = winner.layout, winner.plan
-    if layout.recompute.recompute_granularity is None:
+    if layout.recompute == RecomputeConfig():
         return
     bare = dataclasses.replace(plan, config=dataclasses.replace(plan.config, recompute=RecomputeConfig()))
     try:

@@ -2,7 +2,8 @@
 
 A candidate is a configuration that training accepts too: nothing is predicted that `resolve` refuses. Candidates are
 tried in order of a lower bound of their time, and the search ends when no remaining bound is below the times of the
-best. The result is therefore the best by the model of `step_time`, not by a heuristic.
+best. The result is therefore the best by the model of `step_time`, not by a heuristic. Of recompute memory budgets a
+few are candidates; afterwards each of the best layouts with recompute gets the largest budget with which it fits.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import math
 from collections.abc import Callable, Hashable, Sequence
 
 from megapipe.config.config import Config
+from megapipe.config.parallel import RecomputeConfig
 from megapipe.errors import ConfigError
 from megapipe.extras.search.bounds import Bound, Bounds
 from megapipe.extras.search.candidate import Candidate, Found, Objective, predict_plan
@@ -30,6 +32,7 @@ MOST_MISSES = 3
 FILLS = 4  # a short step has about this many times pp microbatches
 NEAR_MISS = 1.25  # layouts that need more than this times the usable memory are not reported
 SHORT_STEP_ERROR = 1.01  # a short step's prediction for a whole one is at most this factor too long
+PARTS = 64  # of a recompute memory budget
 LEAST_BYTES = 4  # per parameter, over all ranks: weight and gradient, at 2 bytes each
 
 
@@ -131,7 +134,9 @@ def search(
     walk.along(bounded)
     if not walk.best and not walk.too_large:
         raise ConfigError(_nothing_found(config, world_size, hardware, walk.refused, [bound for bound, _ in bounded]))
-    best = sorted((steps.in_full(layout) for _, layout in walk.best), key=lambda each: each.time.seconds)
+    refined = (steps.least_recompute(layout) for _, layout in walk.best)
+    distinct = dict.fromkeys([*(layout for _, layout in walk.best), *filter(pinned, refined)])
+    best = sorted(map(steps.in_full, distinct), key=lambda each: each.time.seconds)[:num_best]
     misses = walk.misses(best[0].time.seconds if best else math.inf)
     rival = None
     if best and all(each.layout.pp == 1 for each in best):
@@ -224,13 +229,10 @@ class ShortSteps:
         If the first rank already needs more than `most_bytes`: (inf, its bytes). If the step takes `slowest` seconds or
         more, the bytes are only a lower bound.
         """
-        count = layout.num_microbatches(self._config, self._world_size)
-        few = count if count <= (FILLS + 1) * layout.pp else FILLS * layout.pp + count % layout.pp
-        plan = self._plan(layout, few * (self._world_size // layout.tp // layout.pp) * layout.micro_batch_size)
+        count, few, plan = self._short(layout)
 
         def in_a_whole_step(rank: RankMemory) -> int:
-            """Return the rank's bytes in a whole step, which holds the inputs of all microbatches instead of `few`."""
-            return rank.total + rank.items["microbatches"] // few * (count - few)
+            return _bytes_in_full(rank, few, count)
 
         need = in_a_whole_step(rank_memory(plan, 0))
         if need > most_bytes:
@@ -240,6 +242,33 @@ class ShortSteps:
         if seconds < slowest:
             need = max(map(in_a_whole_step, all_rank_memory(plan)))
         return seconds, need
+
+    def least_recompute(self, layout: Layout) -> Layout:
+        """Return the layout with the largest --recompute-memory-budget with which it fits, in steps of 1 / PARTS; the
+        layout itself if it has no recompute or none of these fits.
+        """
+        fits, too_large = 0, PARTS
+        if layout.recompute == RecomputeConfig():
+            return layout
+        while too_large - fits > 1:
+            part = (fits + too_large) // 2
+            try:
+                count, few, plan = self._short(_with_budget(layout, part))
+            except ConfigError:
+                return layout
+            need = max(_bytes_in_full(rank, few, count) for rank in all_rank_memory(plan))
+            fits, too_large = (part, too_large) if need <= self.hardware.usable_bytes else (fits, part)
+        return _with_budget(layout, fits) if fits else layout
+
+    def _short(self, layout: Layout) -> tuple[int, int, RunPlan]:
+        """Return the microbatches of a whole step and of a short one, and the plan of the short one."""
+        count = layout.num_microbatches(self._config, self._world_size)
+        few = count if count <= (FILLS + 1) * layout.pp else FILLS * layout.pp + count % layout.pp
+        return (
+            count,
+            few,
+            self._plan(layout, few * (self._world_size // layout.tp // layout.pp) * layout.micro_batch_size),
+        )
 
     def in_full(self, layout: Layout) -> Candidate:
         return predict(self._config, layout, self._world_size, self.hardware)
@@ -252,6 +281,15 @@ class ShortSteps:
             return vary(self._plans[key], config)
         self._plans[key] = resolve(config, self._world_size, self.hardware.ranks_per_node)
         return self._plans[key]
+
+
+def _with_budget(layout: Layout, part: int) -> Layout:
+    return dataclasses.replace(layout, recompute=RecomputeConfig(recompute_memory_budget=part / PARTS))
+
+
+def _bytes_in_full(rank: RankMemory, few: int, count: int) -> int:
+    """Return a rank's bytes in a whole step, which holds the inputs of all `count` microbatches instead of `few`."""
+    return rank.total + rank.items["microbatches"] // few * (count - few)
 
 
 def _period(time: StepTime, pp: int) -> float:

@@ -197,13 +197,14 @@ def megatron_text(plan: RunPlan) -> str:
 
 def utilisation(candidate: Candidate) -> dict[str, float]:
     """Return MFU and HFU by both conventions; hardware FLOPs are the model's plus recomputed ones."""
-    config, time = candidate.plan.config, candidate.time
+    plan, config, time = candidate.plan, candidate.plan.config, candidate.time
     sequences = config.training.global_batch_size
     peak = time.seconds * time.world_size * time.peak_flops
     shares: dict[str, float] = {}
+    own = [each for stage in range(plan.placement.num_stages) for each in plan.layer_recompute(stage)]
     for name, causal in (("causal", True), ("full_attention", False)):
         model = step_flops(config.model, sequences, causal)
-        again = recomputed_flops(config.model, config.recompute, sequences, causal)
+        again = recomputed_flops(config.model, own, sequences, causal)
         shares |= {f"mfu_{name}": model / peak, f"hfu_{name}": (model + again) / peak}
     return shares
 

@@ -10,6 +10,7 @@ from megapipe.config.layers import layer_configs
 from megapipe.extras.verify.compare import Difference, ParityStep, RankStep, tolerance_of, worst
 from megapipe.extras.verify.shrink import Shrunk
 from megapipe.layers.attention import is_explicit
+from megapipe.plan.recompute_choice import recompute_text
 from megapipe.plan.run_plan import RunPlan
 from megapipe.sharding.spec import ParamSpec
 from megapipe.sharding.state_dtypes import state_dtypes
@@ -99,6 +100,7 @@ def _switches(plan: RunPlan) -> Iterator[str]:
         f"{offloaded} layers of each stage offloaded": offloaded > 0,
         "attention kept through recompute": recompute.recompute_keep_attention,
         f"recompute {recompute.recompute_granularity}{modules}": recompute.recompute_granularity is not None,
+        recompute_text(recompute): recompute.recompute_memory_budget is not None,
         "per-token loss": training.calculate_per_token_loss,
         f"label smoothing {training.label_smoothing:g}": training.label_smoothing > 0,
         f"z-loss {training.z_loss:g}": training.z_loss > 0,

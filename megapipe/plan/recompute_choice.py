@@ -1,0 +1,137 @@
+"""What --recompute-memory-budget recomputes in each layer of a stage: a choice among the kinds of recompute that exist.
+
+A layer can keep everything, drop what --recompute-modules names, or be recomputed whole, with or without the results of
+its attention. Of these choices, as points (bytes kept, FLOPs recomputed), only the lower convex hull matters; a step
+along it saves bytes for FLOPs. The steps of all layers of a stage are taken in the order of bytes saved per FLOP, until
+the stage keeps at most
+
+    least + budget * (most - least)
+
+bytes, `most` with everything kept and `least` with full recompute. A larger budget takes fewer of the same steps, so
+that kept bytes and FLOPs are monotone in it. Before its last step the stage keeps more than that, with the fewest FLOPs
+possible for what it keeps (the greedy solution of the fractional knapsack problem, Dantzig 1957): the FLOPs exceed the
+least possible by less than those of one step of one layer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from itertools import pairwise, product
+from typing import NamedTuple
+
+from megapipe.config.parallel import RecomputeConfig
+from megapipe.layers.model import LayerSpec, layer_table
+from megapipe.layers.table import Operation, RankShape, total_bytes
+
+ELEMENTWISE_FLOPS = 8.0  # for each element that a norm or an activation makes again; only orders steps without GEMMs
+FULL = RecomputeConfig("full", "uniform", 1)
+MOST_FUSED_CHANNELS = 256  # of a head; fused kernels with more may be missing
+
+
+class Choice(NamedTuple):
+    """One layer under one kind of recompute."""
+
+    recompute: RecomputeConfig
+    kept_bytes: int  # from F to B or I of one microbatch
+    flops: float  # that the backward of one microbatch recomputes
+
+
+@cache
+def choices(layer: LayerSpec, shape: RankShape) -> tuple[Choice, ...]:
+    """Return the lower convex hull of a layer's choices, from everything kept to the fewest bytes.
+
+    shape: with any recompute, which is ignored.
+    """
+    whole = replace(shape, recompute=RecomputeConfig(), splits_backward=False)
+    points = sorted((_choice(layer, whole, each) for each in _recomputes(layer, whole)), key=lambda c: c[1:])
+    hull: list[Choice] = []  # from the fewest bytes upwards, FLOPs falling ever more slowly
+    for point in points:
+        if hull and point.flops >= hull[-1].flops:
+            continue
+        while len(hull) > 1 and _saved_per_flop(point, hull[-1]) < _saved_per_flop(hull[-1], hull[-2]):
+            hull.pop()
+        hull.append(point)
+    return tuple(reversed(hull))
+
+
+@cache
+def layer_recompute(layers: tuple[LayerSpec, ...], shape: RankShape) -> tuple[RecomputeConfig, ...]:
+    """Return the recompute of each layer of a stage: the budget's choice, or the shape's where it has no budget."""
+    budget = shape.recompute.recompute_memory_budget
+    if budget is None:
+        return (shape.recompute,) * len(layers)
+    of_layer = [choices(layer, replace(shape, recompute=RecomputeConfig(), splits_backward=False)) for layer in layers]
+    steps = [
+        (-_saved_per_flop(before, after), number, place)
+        for number, hull in enumerate(of_layer)
+        for place, (before, after) in enumerate(pairwise(hull), 1)
+    ]
+    kept, least = (sum(hull[end].kept_bytes for hull in of_layer) for end in (0, -1))
+    most_wanted, at = least + budget * (kept - least), [0] * len(layers)
+    for _, number, place in sorted(steps):
+        if kept <= most_wanted:
+            break
+        kept += of_layer[number][place].kept_bytes - of_layer[number][place - 1].kept_bytes
+        at[number] = place
+    return tuple(hull[place].recompute for hull, place in zip(of_layer, at, strict=True))
+
+
+def recompute_text(recompute: RecomputeConfig) -> str:
+    """Return the recompute in a few words: 'no recompute', 'full recompute except for attention', or the modules."""
+    if recompute.recompute_memory_budget is not None:
+        return f"recompute memory budget {recompute.recompute_memory_budget:.4g}"
+    if recompute.recompute_granularity is None:
+        return "no recompute"
+    if recompute.recompute_granularity == "full":
+        return "full recompute except for attention" if recompute.recompute_keep_attention else "full recompute"
+    return "recompute " + "+".join(recompute.recompute_modules)
+
+
+def _saved_per_flop(before: Choice, after: Choice) -> float:
+    return (before.kept_bytes - after.kept_bytes) / (after.flops - before.flops)
+
+
+def _recomputes(layer: LayerSpec, shape: RankShape) -> list[RecomputeConfig]:
+    """Return the kinds of recompute that a layer can have."""
+    is_own = shape.transformer_impl == "local"  # Transformer Engine keeps the inputs of its linears anyway
+    cores, norms = ((), ("core_attn",)), ((), ("layernorm",)) if is_own else ((),)
+    mlps = ((), ("activation",), ("mlp",)) if is_own else ((), ("mlp",))
+    found = [RecomputeConfig(), FULL]
+    found += [
+        RecomputeConfig("selective", recompute_modules=modules)
+        for each in product(cores, norms, mlps)
+        if (modules := tuple(module for part in each for module in part))
+    ]
+    attention = layer.attention
+    if attention is not None and shape.attention_impl != "te" and not (shape.dtype == "fp64" and shape.is_cuda):
+        model = attention.model
+        is_fused = any(tensor.with_replay for tensor in layer_table(layer, shape).keeps)
+        is_fused = is_fused and not model.attention_dropout and not model.attention_softmax_in_fp32
+        if is_fused and model.kv_channels <= MOST_FUSED_CHANNELS:
+            found.append(replace(FULL, recompute_keep_attention=True))
+    return found
+
+
+def _choice(layer: LayerSpec, whole: RankShape, recompute: RecomputeConfig) -> Choice:
+    """Return a layer's bytes and FLOPs. whole: the shape without recompute."""
+    shape = replace(whole, recompute=recompute)
+    everything, table, is_full = layer_table(layer, whole), layer_table(layer, shape), False
+    if recompute.recompute_granularity == "full":
+        is_full, kept = True, list(table.keeps[:1])
+        if recompute.recompute_keep_attention:
+            kept += [tensor for tensor in table.keeps if tensor.with_replay]
+    else:
+        kept = list(table.keeps)
+    elements = sum(tensor.elements for tensor in everything.keeps) - sum(tensor.elements for tensor in kept)
+
+    def repeats(operation: Operation) -> bool:
+        if is_full:
+            return operation.attention is None or not recompute.recompute_keep_attention
+        return operation.recompute_module is not None and shape.recomputes(operation.recompute_module)
+
+    flops = ELEMENTWISE_FLOPS * elements
+    for operation in filter(repeats, everything.operations):
+        flops += 2.0 * shape.tokens * operation.gemm.num_weights if operation.gemm is not None else 0.0
+        flops += operation.attention.flops if operation.attention is not None else 0.0
+    return Choice(recompute, total_bytes(kept), flops)
