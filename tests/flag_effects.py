@@ -142,6 +142,7 @@ recompute.recompute_granularity | --recompute-granularity selective --recompute-
 recompute.recompute_method | --recompute-method block | saved_bytes | {FULL}
 recompute.recompute_num_layers | --recompute-num-layers 2 | saved_bytes | {FULL}
 recompute.recompute_keep_attention | --recompute-keep-attention | saved_bytes | {FULL} --attention-dropout 0
+recompute.recompute_memory_budget | --recompute-memory-budget 0.5 | saved_bytes
 recompute.recompute_modules | --recompute-modules mlp | saved_bytes | --recompute-granularity selective
 
 offload.cpu_offloading_num_layers | --cpu-offloading-num-layers 3 --min-offloaded-tensor-size 1 | plan memory | \

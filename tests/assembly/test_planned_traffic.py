@@ -43,6 +43,7 @@ GRIDS: dict[str, tuple[int, dict[str, Any]]] = {
         2,
         TP2 | SP | UNLIKE | {"recompute_granularity": "selective", "recompute_modules": ("mlp", "layernorm")},
     ),
+    "tp2_sequence_parallel_budget": (2, TP2 | SP | {"recompute_memory_budget": 0.4}),
     "pp2_tied_dp2": (4, PP2 | TIED),
     "pp2_2_chunks_tied_zero1_dp2": (4, PP2 | TIED | ZERO1 | {"num_virtual_stages_per_pipeline_rank": 2}),
     "dualpipe_zero1": (4, PP2 | ZERO1 | {"pipeline_schedule": "dualpipe"}),

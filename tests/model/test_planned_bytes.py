@@ -135,7 +135,7 @@ def weights_of(config: ModelConfig, dtype: torch.dtype) -> dict[str, torch.Tenso
 def counted(
     config: ModelConfig,
     part: StageLayers,
-    recompute: RecomputeConfig,
+    recompute: RecomputeConfig | tuple[RecomputeConfig, ...],
     dtype: torch.dtype,
     tp: Group | None = None,
     sequence_parallel: bool = False,

@@ -170,6 +170,8 @@ def _recompute(grid: Grid) -> dict[str, Any]:
     if words == "none":
         return {}
     method, _, number = words.partition(" ")
+    if method == "budget":
+        return {"recompute_memory_budget": float(number)}
     if method in ("uniform", "block"):
         is_unfused = grid["attention_dropout"] or grid["attn_logit_softcapping"] or grid["attention_softmax_in_fp32"]
         is_unfused = is_unfused or grid["layers"] == "windows"  # one of them is capped

@@ -65,6 +65,16 @@ CORNERS = {
         hidden_dropout=0.2,
         microbatches=3,
     ),
+    "tp 2, sequence parallel, split backward, recompute by a memory budget, dropout": plain_grid(
+        tp=2,
+        pp=2,
+        schedule="zb-h1",
+        sequence_parallel=True,
+        recompute="budget 0.4",
+        cut="even",
+        hidden_dropout=0.2,
+        microbatches=3,
+    ),
     "embedding alone, head alone, tied, two chunks": plain_grid(
         pp=2, dp=2, **INTERLEAVED, cut="empty stages", microbatches=3, clip_grad=0.05, **SHARDED
     ),

@@ -53,6 +53,9 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "attention_dropout": (1, {"attention_dropout": 0.1}),
     "softmax_in_fp32_bf16": (1, {"attention_softmax_in_fp32": True, "dtype": "bf16"}),
     "soft_caps": (1, {"attn_logit_softcapping": 30.0, "final_logit_softcapping": 30.0, "dtype": "bf16"}),
+    "budget_of_05_sp2": (2, {"recompute_memory_budget": 0.5} | SP2 | {"dtype": "bf16"}),
+    "budget_of_03_pp2_zb_h1": (2, {"recompute_memory_budget": 0.3} | PP2 | {"pipeline_schedule": "zb-h1"}),
+    "budget_of_07_offload_pp2": (2, {"recompute_memory_budget": 0.7} | PP2 | OFFLOAD),
     "norm_and_activation_sp2": (2, selective("layernorm", "activation") | SP2 | {"dtype": "bf16"}),
     "mlp": (1, selective("mlp")),
     "mlp_and_norm_sp2": (2, selective("mlp", "layernorm") | SP2 | {"dtype": "bf16"}),
@@ -108,6 +111,8 @@ BASES: dict[str, dict[str, Any]] = {"gpt2": {}, "llama": LLAMA} | UNLIKE
 OF_UNLIKE = (
     "bf16",
     "sp2_bf16",
+    "budget_of_05_sp2",
+    "budget_of_03_pp2_zb_h1",
     "full_uniform_3_sp2",
     "full_block_pp2",
     "core_attn_with_dropout",
