@@ -21,7 +21,7 @@ from megapipe.comm.trace import Tracer
 from megapipe.data_parallel.buffers import StageBuffers
 from megapipe.data_parallel.gather import ParameterGather
 from megapipe.data_parallel.reducer import GradientReducer
-from megapipe.dtypes import DTYPES
+from megapipe.dtypes import DTYPES, FP8
 from megapipe.gpu.kernels import choose_kernels, compiled
 from megapipe.gpu.libraries import Apex
 from megapipe.gpu.streams import StageStreams, copies_for
@@ -87,7 +87,13 @@ class InferenceRuntime:
             tp_groups = [tp, second_communicator(tp)]
         for stage, tp_group in zip(held, tp_groups, strict=True):
             self._add_stage(stage, tp_group, draw_slice, trains)
-        self.channels = Channels.build(plan.placement, groups.pp, device, max_in_flight=plan.send_depth)
+        self.channels = Channels.build(
+            plan.placement,
+            groups.pp,
+            device,
+            max_in_flight=plan.send_depth,
+            in_fp8=plan.config.parallel.pipeline_message_dtype == FP8,
+        )
         self._forward_engines: dict[int, Engine] = {}
 
     @property

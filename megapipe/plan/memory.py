@@ -69,6 +69,7 @@ from megapipe.sharding.state_dtypes import CHUNK, NORM_CHUNK
 BUFFER_ALIGNMENT_BYTES = 64  # a flat buffer is allocated this much longer, so that it can start on an aligned address
 SCALE_BYTES = 4
 TOKEN_BYTES = 16  # token and label, int64
+LOCAL_MESSAGES = frozenset({Held.LOCAL_INPUT, Held.LOCAL_GRADIENT})  # between stages of one rank
 USUAL_UNITS_ON_DEVICE = 2  # offloaded groups on the device at the peak of a step: one in use, one being copied
 
 
@@ -132,7 +133,18 @@ def step_memory(plan: RunPlan, pp_rank: int, count: int, num_read: int | None = 
     if plan.config.offload.cpu_offloading_num_layers:
         offloaded, host["activations"] = offloaded_memory(plan, pp_rank, count, kept)
     row, message_bytes = plan.schedule(count).rows[pp_rank], plan.message_bytes
-    peak = peak_of_row(row, pp_rank, plan.placement, kept, waiting, message_bytes, plan.send_depth, inside, offloaded)
+    peak = peak_of_row(
+        row,
+        pp_rank,
+        plan.placement,
+        kept,
+        waiting,
+        message_bytes,
+        plan.send_depth,
+        inside,
+        offloaded,
+        plan.sent_bytes,
+    )
     state = _state(plan, pp_rank)
     if plan.config.optimizer.optimizer_cpu_offload:
         host["optimizer"], state["optimizer"] = state["optimizer"], 0
@@ -243,6 +255,7 @@ def peak_of_row(
     sends_in_flight: int,  # the most of one channel
     inside_bytes: Mapping[tuple[int, Op], int] | None = None,  # what an op of a stage makes and frees again
     offloaded: MemoryOverTime | None = None,  # what is offloaded meanwhile
+    sent_bytes: int | None = None,  # of a message on its way, until the action that uses it; None: message_bytes
 ) -> Peak:
     """Return the peak of one row of a lowered training schedule, a fold over what each action creates and frees."""
     sizes: dict[Held, Mapping[int, int]] = {Held.ACTIVATIONS: activation_bytes, Held.DEFERRED: waiting_bytes}
@@ -251,8 +264,11 @@ def peak_of_row(
     def total(items: tuple[Item, ...]) -> tuple[int, int]:
         """Return the bytes of activations and of messages among some items."""
         kept = sum(sizes[kind][stage] for kind, stage in items if kind in sizes)
-        return kept, sum(kind in MESSAGES for kind, _ in items) * message_bytes
+        messages = [kind for kind, _ in items if kind in MESSAGES]
+        num_local = sum(kind in LOCAL_MESSAGES for kind in messages)
+        return kept, num_local * message_bytes + (len(messages) - num_local) * on_its_way
 
+    on_its_way = message_bytes if sent_bytes is None else sent_bytes
     live = Counter(dict.fromkeys(activation_bytes, 0))
     kept = messages = 0
     peak = Peak(0, 0, dict(live))
@@ -264,9 +280,10 @@ def peak_of_row(
         live[stage] += op is Op.F
         inside = 0 if inside_bytes is None else inside_bytes.get((stage, op), 0)
         levels = ((0, inside),) if offloaded is None else offloaded.levels(action, inside)
+        decoded = (message_bytes - on_its_way) * ((Held.RECEIVED_GRADIENT, stage) in changes.frees)
         for less, made in levels:
-            if kept - less + messages + made > peak.total:
-                peak = Peak(kept - less, messages, dict(live), made, action)
+            if kept - less + messages + decoded + made > peak.total:
+                peak = Peak(kept - less, messages + decoded, dict(live), made, action)
         left, freed = total(changes.leaves), total(changes.frees)
         kept += left[0] - freed[0]
         messages += left[1] - freed[1]

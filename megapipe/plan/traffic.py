@@ -64,7 +64,7 @@ def step_bytes(plan: RunPlan, pp_rank: int) -> dict[str, float]:
     tied_elements = sum(layout.numel // layout.num_shards for layout in tied)
     return {
         "tp": collectives * plan.shape.collective_bytes(plan.config.model.hidden_size),
-        "pp": float(sum(count for (_, op), count in ran.items() if op in MESSAGES) * plan.message_bytes),
+        "pp": float(sum(count for (_, op), count in ran.items() if op in MESSAGES) * plan.sent_bytes),
         "replicas": sum(
             ran[stage, Op.REDUCE_GRAD] * (reduction_bytes(plan, stage) + gather_bytes(plan, stage)) for stage in held
         ),

@@ -232,6 +232,17 @@ def recompute(config: Config) -> Iterator[str]:
         yield f"--recompute-keep-attention {rule}; leave one of the two out"
 
 
+def message_dtype(config: Config) -> Iterator[str]:
+    """Check the dtype of messages between pipeline ranks."""
+    if config.parallel.pipeline_message_dtype is None:
+        return
+    if config.parallel.pipeline_model_parallel_size == 1:
+        yield f"--pipeline-message-dtype fp8 acts between pipeline ranks: it needs {PP} of at least 2; leave it out"
+    if config.precision.dtype == "fp64":
+        rule = "fp64 is for verification, and messages in fp8 would limit its precision"
+        yield f"--pipeline-message-dtype fp8 with --dtype fp64: {rule}; leave it out, or use --bf16"
+
+
 RULES = (
     shape,
     layers_that_differ,
@@ -245,4 +256,5 @@ RULES = (
     chunks,
     layers_of_stages,
     recompute,
+    message_dtype,
 )

@@ -136,7 +136,7 @@ def group_traffic(plan: RunPlan) -> tuple[GroupTraffic, ...]:
                 pp_rank, node = topology.coordinates(rank).pp_rank, topology.node_of(rank)
                 for other, count in to[pp_rank].items():
                     if topology.node_of(rank + (other - pp_rank) * topology.strides["pp"]) != node:
-                        leaving[node] += count * plan.message_bytes
+                        leaving[node] += count * plan.sent_bytes
         else:
             for group in crossing:
                 for node in topology.nodes_of(group):

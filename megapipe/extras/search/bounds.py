@@ -218,6 +218,10 @@ class Bounds:
         kept = [sum(stage_bytes(spec, fewest, StageLayers(n, n + 1, False, False)).values()) for n in numbers]
         with_head = sum(stage_bytes(spec, fewest, StageLayers(0, 1, False, True)).values())
 
+        message = shape.hidden_bytes(model.hidden_size)
+        if self._config.parallel.pipeline_message_dtype is not None:
+            message = shape.own_tokens * model.hidden_size
+
         def both(each: OpSeconds) -> float:
             return each.of(Op.I) + each.of(Op.W) if split else each.of(Op.B)
 
@@ -228,7 +232,7 @@ class Bounds:
         return _Times(
             tuple(map(part, seconds, kept)),
             part(head, with_head - kept[0]),
-            shape.hidden_bytes(model.hidden_size) / tp_link.bytes_per_second + tp_link.latency_seconds,
+            message / tp_link.bytes_per_second + tp_link.latency_seconds,
         )
 
 
