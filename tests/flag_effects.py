@@ -130,6 +130,7 @@ parallel.use_distributed_optimizer | --use-distributed-optimizer | plan buffers 
 parallel.overlap_grad_reduce | --overlap-grad-reduce | ranks events | --ddp-bucket-size 500
 parallel.overlap_param_gather | --overlap-param-gather | ranks events | --use-distributed-optimizer
 parallel.overlap_p2p_comm | --no-overlap-p2p-communication | plan rows | {PP} --pipeline-receive-depth 3 | 2
+parallel.pipeline_message_dtype | --pipeline-message-dtype fp8 | ranks losses | {PP}
 parallel.grad_reduce_in_bf16 | --grad-reduce-in-bf16 | ranks losses
 parallel.ddp_bucket_size | --ddp-bucket-size 500 | plan buffers
 parallel.rank_order | --rank-order tp-cp-pp-dp | plan topology | {PP} --tensor-model-parallel-size 2 | 8

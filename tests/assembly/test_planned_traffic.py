@@ -14,7 +14,7 @@ from torch import Tensor
 from megapipe.assembly.microbatches import Keys
 from megapipe.assembly.runtime import TrainingRuntime
 from megapipe.comm import collectives
-from megapipe.comm.channels import Channel
+from megapipe.comm.channels import NUMBER_BITS, Channel
 from megapipe.comm.groups import Group, build_process_groups
 from megapipe.model.microbatch import Microbatch
 from megapipe.optimizer.schedule import Rates
@@ -44,6 +44,11 @@ GRIDS: dict[str, tuple[int, dict[str, Any]]] = {
         TP2 | SP | UNLIKE | {"recompute_granularity": "selective", "recompute_modules": ("mlp", "layernorm")},
     ),
     "tp2_sequence_parallel_budget": (2, TP2 | SP | {"recompute_memory_budget": 0.4}),
+    "pp2_2_chunks_fp8_messages": (
+        2,
+        PP2 | {"num_virtual_stages_per_pipeline_rank": 2, "pipeline_message_dtype": "fp8"},
+    ),
+    "tp2_sequence_parallel_pp2_fp8_messages": (4, TP2 | SP | PP2 | {"pipeline_message_dtype": "fp8"}),
     "pp2_tied_dp2": (4, PP2 | TIED),
     "pp2_2_chunks_tied_zero1_dp2": (4, PP2 | TIED | ZERO1 | {"num_virtual_stages_per_pipeline_rank": 2}),
     "dualpipe_zero1": (4, PP2 | ZERO1 | {"pipeline_schedule": "dualpipe"}),
@@ -61,7 +66,7 @@ def sent(rank: int, world_size: int, changes: dict[str, Any]) -> dict[str, float
     plan = make_plan(world_size, "fp32", **changes)
     runtime = TrainingRuntime(plan, build_process_groups(plan.topology, rank, "gloo", 30), torch.device("cpu"))
     found: Counter[str] = Counter()
-    run, send = collectives._run, Channel.send
+    run, post = collectives._run, Channel._post
 
     def counted(name: str, group: Group, tensors: tuple[Tensor, ...], *rest: Any) -> Any:
         whole = max(tensors, key=Tensor.numel, default=None)
@@ -73,15 +78,16 @@ def sent(rank: int, world_size: int, changes: dict[str, Any]) -> dict[str, float
             found[group.name] += PASSES[name] * whole.nbytes * (group.size - 1) / group.size  # type: ignore[assignment]
         return run(name, group, tensors, *rest)
 
-    def counted_send(channel: Channel, tensors: tuple[Tensor, ...]) -> Any:
-        found["pp"] += sum(tensor.nbytes for tensor in tensors)
-        return send(channel, tensors)
+    def counted_post(channel: Channel, tensor: Tensor, tag: int) -> Any:
+        is_header = tag >> NUMBER_BITS & 1
+        found["pp"] += tensor.nbytes if channel.sends and not is_header else 0
+        return post(channel, tensor, tag)
 
     count = plan.batch.full // plan.batch.samples_per_microbatch
     keys = Keys(1, 2, runtime.coordinates.dp_rank, plan.topology.dp)
     tokens = torch.randint(29, (count, 2, 8), generator=torch.Generator().manual_seed(rank))
     microbatches = [Microbatch(each, labels=each.clone(), dropout_key=keys.of(k)) for k, each in enumerate(tokens)]
-    with mock.patch.object(collectives, "_run", counted), mock.patch.object(Channel, "send", counted_send):
+    with mock.patch.object(collectives, "_run", counted), mock.patch.object(Channel, "_post", counted_post):
         train_step(runtime).run(microbatches, Rates(1e-2, 0.0))
         runtime.gather.finish()
     return dict(found)

@@ -74,8 +74,10 @@ def other_values(field: ConfigField, current: Any) -> list[Any]:
         return [value for value in values if value != current]
     if kind.many or kind.scalar is str:
         return [] if current == field.default else [field.default]
-    if current is None:
-        candidates: list[Any] = [kind.scalar(1), kind.scalar(2)]
+    if kind.scalar is float and (option.at_least, option.at_most) == (0, 1):
+        candidates: list[Any] = [0.0, 0.25, 0.5, 0.75, 1.0]
+    elif current is None:
+        candidates = [kind.scalar(1), kind.scalar(2)]
     elif kind.scalar is int:
         candidates = [current // 2, current * 2]
     else:
