@@ -145,13 +145,16 @@ def out_of_memory(plan: RunPlan, device: torch.device, global_rank: int, error: 
 def ways_out(plan: RunPlan) -> str:
     """List flags that lower the planned memory, those that cost the least speed first."""
     config, granularity = plan.config, plan.config.recompute.recompute_granularity
+    budget = config.recompute.recompute_memory_budget
     ways = {
         "--use-distributed-optimizer": not config.parallel.use_distributed_optimizer and plan.topology.dp > 1,
         "--sequence-parallel": plan.topology.tp > 1 and not config.parallel.sequence_parallel,
-        "--recompute-granularity selective": granularity is None,
+        f"a --recompute-memory-budget below {budget}": bool(budget),
+        "--recompute-granularity selective": granularity is None and budget is None,
         "no --cuda-graph-impl": config.gpu.cuda_graph_impl != "none",
         f"--micro-batch-size {config.training.micro_batch_size // 2}": config.training.micro_batch_size > 1,
-        "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1": granularity != "full",
+        "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1": granularity != "full"
+        and budget is None,
         "--cpu-offloading-num-layers N, which costs copies to the host (--plan says how much)": (
             not config.offload.cpu_offloading_num_layers
         ),
