@@ -200,7 +200,8 @@ class KeptAttention:
             raise ConfigError(
                 "--recompute-keep-attention keeps the results of a fused attention kernel, but on "
                 f"{output.device.type} in {output.dtype} attention ran without one that torch can see (CUDA has none "
-                "for fp64); use --bf16 or --fp16, --attention-impl sdpa, or leave it out"
+                "for fp64); use --bf16 or --fp16, --attention-impl sdpa, or leave it out (if "
+                "--recompute-memory-budget chose it: use --recompute-granularity instead)"
             )
         return output
 
