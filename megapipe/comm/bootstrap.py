@@ -54,7 +54,7 @@ def start(
                 f"but the launcher set rank {rank} of {world_size}"
             )
     elif world_size > 1:
-        _initialize(environment, backend, timeout_seconds)
+        _initialize(environment, backend, timeout_seconds, torch_device)
     return World(rank, world_size, backend, torch_device, timeout_seconds)
 
 
@@ -62,31 +62,58 @@ def choose_backend(backend: str, device: str, local_rank: int) -> tuple[str, tor
     """Return backend and device of this process. A requested one is used or rejected, never replaced.
 
     backend: 'auto' (NCCL on GPUs, gloo on CPUs), 'gloo', 'nccl'. device: 'auto' (a GPU where torch sees one), 'cpu',
-    'cuda'. Raises ConfigError if the choice is not available.
+    'cuda'. Raises ConfigError if the choice is not available, or if torch is built for GPUs and can use none.
     """
     if device not in ("auto", "cpu", "cuda"):
         raise ConfigError(f"unknown --device {device!r}; use auto, cpu or cuda")
-    has_gpu = torch.cuda.is_available()
-    if device == "cpu" or (device == "auto" and not has_gpu):
+    if device == "cpu":
         if backend == "nccl":
-            why = "torch sees none; use gloo" if device == "auto" else "--device is cpu; use gloo or --device cuda"
-            raise ConfigError(f"--distributed-backend nccl needs GPUs, but {why}")
+            raise ConfigError("--distributed-backend nccl needs GPUs, but --device is cpu; use gloo or --device cuda")
         return "gloo", torch.device("cpu")
-    if not has_gpu:
-        why = "a CPU build of torch, no driver, or an empty CUDA_VISIBLE_DEVICES"
-        raise ConfigError(f"--device cuda: torch sees no GPU ({why}); use --device cpu")
+    if not torch.cuda.is_available():
+        built_for = torch.version.cuda or torch.version.hip
+        if built_for is not None:  # training on the CPU without a word would look like a very slow GPU
+            raise ConfigError(
+                f"this torch is built for {'CUDA' if torch.version.cuda else 'ROCm'} {built_for}, but it cannot use a "
+                f"GPU: {_why_no_gpu()}; repair that (`nvidia-smi` shows the driver), or use the CPU with "
+                "--device cpu"
+            )
+        if device == "cuda":
+            raise ConfigError("--device cuda: torch sees no GPU (this is a CPU build of torch); use --device cpu")
+        if backend == "nccl":
+            raise ConfigError("--distributed-backend nccl needs GPUs, but torch sees none; use gloo")
+        return "gloo", torch.device("cpu")
+    # each rank has its own GPU, or sees only its own (srun --gpus-per-task=1): _check_own_gpu; with gloo ranks may
+    # share GPUs, as tensors travel through host memory
+    index = local_rank % torch.cuda.device_count()
+    return "gloo" if backend == "gloo" else "nccl", torch.device("cuda", index)
+
+
+def _why_no_gpu() -> str:
+    """Return torch's reason for not using a GPU."""
+    try:
+        torch.cuda.init()
+        torch.cuda.current_device()
+    except (RuntimeError, AssertionError) as error:
+        return first_line(error).rstrip(".")
+    return "no GPU is visible (CUDA_VISIBLE_DEVICES hides all of them, or the container was started without)"
+
+
+def _check_own_gpu(store: dist.Store, environment: Environment, device: torch.device) -> None:
+    """Raise ConfigError if another rank has this rank's GPU. One request, where a node has more ranks than GPUs."""
     num_gpus = torch.cuda.device_count()
-    if backend == "gloo":  # ranks may share a GPU: tensors travel through host memory
-        return "gloo", torch.device("cuda", local_rank % num_gpus)
-    if local_rank >= num_gpus:
+    if num_gpus >= environment.local_world_size:
+        return
+    if store.add(f"gpu {torch.cuda.get_device_properties(device).uuid}", 1) > 1:
         raise ConfigError(
-            f"local rank {local_rank} has no GPU: this node has {num_gpus}; start at most one rank per GPU, let ranks "
-            "share GPUs with --distributed-backend gloo (slow, for tests), or use --device cpu"
+            f"rank {environment.global_rank} (local rank {environment.local_rank}) has no GPU of its own: it sees "
+            f"{num_gpus} on a node with {environment.local_world_size} ranks, and another rank uses {device}; start at "
+            "most one rank per GPU, let ranks share GPUs with --distributed-backend gloo (slow, for tests), or use "
+            "--device cpu"
         )
-    return "nccl", torch.device("cuda", local_rank)
 
 
-def _initialize(environment: Environment, backend: str, timeout_seconds: float) -> None:
+def _initialize(environment: Environment, backend: str, timeout_seconds: float, device: torch.device) -> None:
     rank, world_size, num_nodes = environment.global_rank, environment.world_size, environment.num_nodes
     host, port = environment.master_addr, environment.master_port
     this_rank = f"rank {rank} of {world_size}"
@@ -107,6 +134,8 @@ def _initialize(environment: Environment, backend: str, timeout_seconds: float) 
             store: dist.Store = fresh_store(torchruns, rank, world_size, timeout_seconds)
         else:
             store = create_store(host, port, world_size, rank == 0, timeout_seconds, num_nodes)
+        if backend == "nccl":
+            _check_own_gpu(store, environment, device)
         # no device_id: with it, every new group is split from the world's communicator, a collective that also blocks
         # non-members
         dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)

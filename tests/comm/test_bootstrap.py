@@ -10,12 +10,13 @@ import socket
 import threading
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from megapipe.comm.bootstrap import START_KEY, choose_backend, fresh_store, shutdown, start
+from megapipe.comm.bootstrap import START_KEY, _check_own_gpu, choose_backend, fresh_store, shutdown, start
 from megapipe.comm.collectives import all_reduce
 from megapipe.comm.groups import build_process_groups
 from megapipe.environment import Environment
@@ -114,23 +115,43 @@ def test_backend_that_is_not_there_is_refused_and_not_replaced(
         choose_backend(backend, device, 0)
 
 
-@pytest.mark.parametrize(
-    ("backend", "local_rank", "message"),
-    [
-        pytest.param("auto", 4, "local rank 4 has no GPU: this node has 4", id="more ranks than gpus"),
-    ],
-)
-def test_gpu_node_that_does_not_fit_is_refused(
-    backend: str, local_rank: int, message: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("device", ["auto", "cuda"])
+def test_a_driver_that_cannot_be_used_is_an_error_and_never_training_on_the_cpu(
+    device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    def too_old() -> None:
+        raise RuntimeError("The NVIDIA driver on your system is too old (found version 11040).\nUpdate it.")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "init", too_old)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    with pytest.raises(ConfigError, match=r"built for CUDA 13.0, .*too old .found version 11040.; .*--device cpu$"):
+        choose_backend("auto", device, 0)
+    assert choose_backend("auto", "cpu", 0) == ("gloo", torch.device("cpu"))
+
+
+def test_ranks_have_the_gpu_of_their_local_rank_or_the_only_one_they_see(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
-    with pytest.raises(ConfigError, match=message):
-        choose_backend(backend, "cuda", local_rank)
     assert choose_backend("auto", "auto", 3) == ("nccl", torch.device("cuda", 3))
-    assert choose_backend("gloo", "cuda", 5) == ("gloo", torch.device("cuda", 1)), (
-        "ranks share cards where gloo is asked for"
-    )
+    assert choose_backend("gloo", "cuda", 5) == ("gloo", torch.device("cuda", 1)), "ranks share GPUs over gloo"
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)  # srun --gpus-per-task=1
+    assert choose_backend("auto", "auto", 3) == ("nccl", torch.device("cuda", 0))
+
+
+def test_ranks_that_share_a_gpu_over_nccl_are_refused_by_the_name_of_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    store, device = dist.HashStore(), torch.device("cuda", 0)
+
+    def check(local_rank: int, uuid: str) -> None:
+        properties = SimpleNamespace(uuid=uuid)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
+        _check_own_gpu(store, environment_of(local_rank, 2), device)
+
+    check(0, "GPU-a")
+    check(1, "GPU-b")
+    with pytest.raises(ConfigError, match=r"^rank 1 .*sees 1 on a node with 2 ranks, and another rank uses cuda:0"):
+        check(1, "GPU-a")
 
 
 def meet(store: dist.Store, order: list[int], names: list[list[str]]) -> None:
