@@ -56,10 +56,14 @@ class ModelSum:
             all_reduce(self._summed, group)
         self._work = all_reduce(self._summed, last, async_op=True)
 
+    def tensor(self) -> Tensor:
+        """Return the sums, fp64, after which the current stream is ordered (on a CPU: once they are complete)."""
+        self._work.wait()
+        return self._summed
+
     def wait(self) -> list[float]:
         """Return the sums once they are complete."""
-        self._work.wait()
-        return [float(value) for value in self._summed.tolist()]
+        return [float(value) for value in self.tensor().tolist()]
 
 
 def clip_coefficient(norm: float, max_norm: float) -> float:

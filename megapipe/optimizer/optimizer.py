@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -186,17 +186,24 @@ class Optimizer:
             is_updated = True
         self._started = _StartedStep(sums, factor, loss_scale, rates, is_updated)
 
+    def sums(self) -> Tensor:
+        """Return the sums that decide on the started step, on the device and ordered in its stream; see `settle`."""
+        if self._started is None:
+            raise RuntimeError("no step was started: call start first")
+        return self._started.sums.tensor()
+
     @torch.no_grad()
-    def settle(self) -> StepReport:
+    def settle(self, sums: Sequence[float] | None = None) -> StepReport:
         """End a step: wait for the norm, then update the parameters, or correct an update that did not wait.
 
-        Afterwards the gradients hold the clipped averages (their raw sums with `CompiledAdam`). An infinite or NaN norm
-        skips the update; the caller decides whether training continues. Raises RuntimeError if no step was started.
+        sums: the values of `sums`, if the caller has read them. Afterwards the gradients hold the clipped averages
+        (their raw sums with `CompiledAdam`). An infinite or NaN norm skips the update; the caller decides whether
+        training continues. Raises RuntimeError if no step was started.
         """
         started, self._started = self._started, None
         if started is None:
             raise RuntimeError("no step was started: call start first")
-        raw_square, *zeros = started.sums.wait()
+        raw_square, *zeros = started.sums.wait() if sums is None else sums
         norm = started.factor * math.sqrt(raw_square)
         coefficient = clip_coefficient(norm, self._clip_grad)
         skipped = not math.isfinite(norm)

@@ -11,7 +11,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
@@ -23,6 +23,7 @@ from megapipe.comm.collectives import all_reduce, broadcast_object
 from megapipe.config.training import TrainingConfig
 from megapipe.data.loader import Loader
 from megapipe.errors import CommunicationError, TrainingError
+from megapipe.gpu.host_copy import HostCopy
 from megapipe.monitor.heartbeat import PATIENCE
 from megapipe.monitor.signals import SignalThread, end, end_text, ended_by_signals, ignore
 from megapipe.train.copies_check import CopiesCheck
@@ -221,6 +222,10 @@ class Guard:
             self._spikes.load_state(state.spikes)
         self._spike = ""  # why the last step is one
         self._nonfinite: tuple[StepBatch, StepResult, Sums] | None = None  # the last step, if it is to be explained
+        self._side = torch.cuda.Stream(runtime.device) if runtime.device.type == "cuda" else None
+        self._asks_ahead = self._side is not None and self._spikes is None
+        self._asked: HostCopy | None = None  # after the last step; on GPUs
+        self._has_saved = False  # since then: what it says of saves is out of date
 
     def has_run(self, batch: StepBatch) -> None:
         """Take note of the outputs of a step that has run, whether or not its result is known."""
@@ -243,13 +248,21 @@ class Guard:
 
     def decide(self, health: StepHealth) -> Decision:
         """Agree with all ranks on what follows the last step, by one all-reduce of what any rank's clock, signals, disk
-        and numbers say."""
+        and numbers say.
+
+        On GPUs the host does not wait for that: what was asked after one step is followed after the next. A loss or
+        norm that is not finite needs no agreement, as all ranks have the same; spikes, which rank 0 judges, do.
+        """
         config, saving = self._runtime.plan.config, self._saving
         limit, minutes = config.training.exit_duration_in_mins, config.checkpoint.save_interval_minutes
         interval = config.training.exit_interval
         is_late = limit is not None and time.monotonic() - self._started > 60.0 * limit
         is_due = minutes is not None and saving.seconds_since_save >= 60.0 * minutes
-        reason, late, due, not_ready, worst = self._agree(is_late, is_due, not saving.is_ready, health)
+        asked = is_late, is_due, not saving.is_ready
+        if not self._asks_ahead:
+            reason, late, due, not_ready, worst = self._agree(*asked, health)
+        else:
+            (reason, late, due, not_ready), worst = self._agreed_before(*asked), health
         if reason is None and late:
             reason = f"--exit-duration-in-mins {limit:g} is over"
         elif reason is None and interval is not None and self._state.step % interval == 0:
@@ -263,16 +276,29 @@ class Guard:
 
     def _agree(self, *values: int) -> list[Any]:
         """Return why any rank's signals or observer ask to stop, or None, then the maximum of each value."""
+        return _reasons(self._ask(*values).values())
+
+    def _agreed_before(self, *values: int) -> list[Any]:
+        """Return what `_agree` would have returned after the last step, and ask now, for the next one."""
+        agreed = [None, False, False, True] if self._asked is None else _reasons(self._asked.values())
+        if self._has_saved:
+            agreed[2:] = False, True
+        # a save that follows now is not yet seen by what is asked now
+        self._asked, self._has_saved = self._ask(*values), agreed[2:] != [False, True]
+        return agreed
+
+    def _ask(self, *values: int) -> HostCopy:
+        """Start the all-reduce of this rank's signals, observer and values, on a stream that no kernel waits for."""
         own = 0 if self._stop.signal is None else int(self._stop.signal)
-        asked = [own, self._observer.wants_stop, *values]
-        tensor = torch.tensor(list(map(int, asked)), device=self._runtime.device)
-        all_reduce(tensor, self._runtime.groups.world, op="max")
-        number, is_asked, *largest = tensor.tolist()
-        reason = "a callback asked to stop" if is_asked else None
-        return [f"{signal.Signals(number).name} received" if number else reason, *largest]
+        asked, side = list(map(int, (own, self._observer.wants_stop, *values))), self._side
+        with nullcontext() if side is None else torch.cuda.stream(side):
+            tensor = torch.tensor(asked, pin_memory=side is not None).to(self._runtime.device, non_blocking=True)
+            work = all_reduce(tensor, self._runtime.groups.world, op="max", async_op=True)
+            return HostCopy(tensor, work)
 
     def prepare_save(self) -> None:
         """Check the copies of the parameters, and put the state of the spike watch into the state to be saved."""
+        self._has_saved = True
         self.copies.compare(self._state.step)
         if self._spikes is not None:
             self._state.spikes = self._spikes.state()
@@ -315,3 +341,10 @@ class Guard:
         again = read_microbatches(runtime, loader, batch.first_sample, len(batch.microbatches), batch.step - 1)
         with runtime.heartbeat.phase("searching", PATIENCE):
             return f"{text}; {repeat_step(runtime, again)}"
+
+
+def _reasons(asked: Sequence[float]) -> list[Any]:
+    """Return the reason to stop, or None, and the other values of `Guard._ask`."""
+    number, is_asked, *largest = map(int, asked)
+    reason = "a callback asked to stop" if is_asked else None
+    return [f"{signal.Signals(number).name} received" if number else reason, *largest]

@@ -24,6 +24,7 @@ from megapipe.comm.trace import Tracer
 from megapipe.data.batch import Batch
 from megapipe.data.loader import Loader
 from megapipe.gpu.device_clock import DeviceClock, device_clock
+from megapipe.gpu.host_copy import HostCopy
 from megapipe.model.microbatch import Microbatch, StageLoss
 from megapipe.monitor.heartbeat import READING, Heartbeat
 from megapipe.optimizer.optimizer import StepReport
@@ -139,8 +140,11 @@ class PendingLoss:
 
     def wait(self) -> StepLoss:
         """Wait for the all-reduce and return the loss: without a mask the mean of means, which is that over tokens."""
-        self.work.wait()
-        loss_sum, num_tokens, means = self.totals.tolist()
+        return self.of(HostCopy(self.totals, self.work).values())
+
+    def of(self, totals: Sequence[float]) -> StepLoss:
+        """Return the loss from the values of the reduced totals."""
+        loss_sum, num_tokens, means = totals
         is_over_tokens = self.per_token or num_tokens != self.all_tokens
         loss = loss_sum / max(num_tokens, 1.0) if is_over_tokens else means / self.num_microbatches
         return StepLoss(loss, num_tokens)
@@ -271,9 +275,14 @@ class TrainStep:
 
     def finish(self, loss: PendingLoss) -> StepResult:
         """Wait for the loss and the global norm; from here on the weights are final."""
-        found = loss.wait()
-        with self._timers.phase("verdict" if self.runtime.optimizer.is_ahead else "optimizer"):
-            update = self.runtime.optimizer.settle()
+        loss.work.wait()
+        optimizer = self.runtime.optimizer
+        with self._timers.phase("verdict" if optimizer.is_ahead else "optimizer"):
+            # loss and norm in one copy: the host waits for the device once per step
+            numbers = HostCopy(torch.cat([loss.totals, optimizer.sums()])).values()
+            num_totals = len(loss.totals)
+            update = optimizer.settle(numbers[num_totals:])
+        found = loss.of(numbers[:num_totals])
         return StepResult(found.loss, found.num_tokens, update)
 
     def gradients(self, microbatches: Sequence[Microbatch], begun: BegunRun | None = None) -> PendingLoss:

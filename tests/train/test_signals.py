@@ -16,6 +16,7 @@ from unittest import mock
 import pytest
 
 from megapipe.train import run as run_module
+from megapipe.train.guard import Guard
 from megapipe.train.saving import Saving
 from megapipe.train.step import TrainStep
 from tests.harness import REPOSITORY, RankPool
@@ -49,6 +50,33 @@ def job_with_signal(
 
     with mock.patch.object(owner, name, interrupted):
         return (*job_on_rank(rank, world_size, flags), calls)
+
+
+def job_that_asks_ahead(rank: int, world_size: int, flags: str) -> tuple[str, str, str | None]:
+    """Run a job whose ranks agree as on GPUs; rank 1 gets a signal during its second step."""
+    build, train, steps = Guard.__init__, TrainStep.run, 0
+
+    def ahead(self: Guard, *arguments: Any) -> None:
+        build(self, *arguments)
+        self._asks_ahead = True
+
+    def interrupted(self: TrainStep, *arguments: Any) -> Any:
+        nonlocal steps
+        steps += 1
+        if rank == 1 and steps == 2:
+            os.kill(os.getpid(), signal.SIGUSR1)
+        return train(self, *arguments)
+
+    with mock.patch.object(Guard, "__init__", ahead), mock.patch.object(TrainStep, "run", interrupted):
+        return job_on_rank(rank, world_size, flags)
+
+
+def test_ranks_that_do_not_wait_for_the_agreement_follow_it_one_step_later(rank_pools: Pools, tmp_path: Path) -> None:
+    flags = "--train-iters 9 --exit-signal-handler --async-save --save-interval 1 --use-distributed-optimizer"
+    said = rank_pools(2).run(job_that_asks_ahead, f"{flags} --save {tmp_path}")
+    assert [error for _, error, _ in said] == ["", ""], said
+    assert "ended after step 3: SIGUSR1 received" in said[0][0]
+    assert [line["step"] for line in lines_of(tmp_path / "metrics.jsonl") if line["kind"] == "step"] == [1, 2, 3]
 
 
 @pytest.fixture(scope="module")
