@@ -18,10 +18,12 @@ import torch.distributed as dist
 from megapipe.comm.network import await_listener, check_name, interface_towards, listening_address
 from megapipe.environment import Environment, set_for_libraries
 from megapipe.errors import CommunicationError, ConfigError
+from megapipe.monitor.process import allow_open_files
 
 START_KEY = "megapipe start"
 POLL_SECONDS = 0.02
 RANKS_PER_WAIT = 1024
+OPEN_FILES = 1024  # of a rank: data, libraries, NCCL's connections; what grows with the world is added
 
 
 @dataclass(frozen=True)
@@ -54,8 +56,21 @@ def start(
                 f"but the launcher set rank {rank} of {world_size}"
             )
     elif world_size > 1:
+        remark = allow_open_files(open_files_needed(world_size, environment.num_nodes, backend, rank == 0))
+        if remark and rank == 0:  # it needs most
+            print(remark, file=sys.stderr)
         _initialize(environment, backend, timeout_seconds, torch_device)
     return World(rank, world_size, backend, torch_device, timeout_seconds)
+
+
+def open_files_needed(world_size: int, num_nodes: int, backend: str, hosts_store: bool) -> int:
+    """Return how many files and sockets a rank, or a launcher that hosts the store, opens at most."""
+    needed = OPEN_FILES
+    if hosts_store:  # a connection of every rank; one for the heartbeats of every host, and of every rank after a hang
+        needed += 2 * world_size + num_nodes
+    if backend == "gloo":  # a connection to every member of each of this rank's groups
+        needed += 4 * world_size
+    return needed
 
 
 def choose_backend(backend: str, device: str, local_rank: int) -> tuple[str, torch.device]:

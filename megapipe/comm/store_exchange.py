@@ -1,4 +1,4 @@
-"""`StoreExchange`: heartbeats between hosts, through the store of the rendezvous."""
+"""`StoreExchange`: heartbeats between hosts, through the store of the rendezvous; one rank publishes for its host."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from megapipe.monitor.heartbeat import FILE_BYTES
+
 STORE_SECONDS = 3.0  # timeout of one request to the store
 PUBLISH_SECONDS = 1.0
 RETRY_SECONDS = 5.0  # between attempts to reach a lost store; torch prints a stack trace at each
@@ -22,38 +24,56 @@ Request = Callable[[dist.Store], Any]
 
 
 class StoreExchange:
-    """Publishes this rank's record every second from a thread and reads what other ranks published (monitor.watchdog).
+    """Publishes the records of this rank's host every second from a thread, and reads those of other hosts.
 
-    Only `fetch`, called when something is wrong, tries a store that stopped answering again.
-    token: of this run, the same on all ranks.
+    One rank of a host does both (`speaks`), over a connection of its own: two requests a second and host, however many
+    ranks it has. The others connect only to `fetch`, `claim` or publish a stack when something is wrong. Only `fetch`
+    tries a store that stopped answering again. Used by monitor.watchdog.
+    token: of this run, the same on all ranks. hosts: the ranks of each host. records: those of this host in that order,
+    of FILE_BYTES each, zeros for a rank without one. speaks: this rank publishes for its host at the moment.
     """
 
-    def __init__(self, rank: int, token: str, record: Callable[[], bytes], store: dist.Store | None = None) -> None:
+    def __init__(
+        self,
+        rank: int,
+        token: str,
+        hosts: Sequence[Sequence[int]],
+        records: Callable[[], bytes],
+        speaks: Callable[[], bool],
+        store: dist.Store | None = None,
+    ) -> None:
         self._store = dist.distributed_c10d._get_default_store() if store is None else store
         self._prefix = f"megapipe {token}"
-        self._connection = _Connection(self._store, self._prefix)
-        self._rank, self._record = rank, record
+        self._connection: _Connection | None = None
+        self._rank, self._records, self._speaks = rank, records, speaks
+        self._hosts = hosts
+        self._host_of = {rank: index for index, ranks in enumerate(hosts) for rank in ranks}
         self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._publish, name="heartbeat", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
         self.is_reported = False
 
     def start(self) -> None:
         self._thread.start()
 
     def stop(self) -> None:
-        """Stop the thread and publish a last record."""
+        """Stop the thread and publish a last time."""
         self._stopped.set()
         if self._thread.is_alive():
             self._thread.join(STORE_SECONDS)
-        self._set(f"record {self._rank}", self._record())
+        self._publish()
 
     def fetch(self, ranks: Sequence[int]) -> dict[int, bytes]:
         """Return the records last published by these ranks; an empty dict if the store cannot be reached now."""
-        lost_at = self._connection.lost_at
-        if lost_at < math.inf and time.monotonic() >= lost_at + RETRY_SECONDS:
-            self._connection = _Connection(self._store, self._prefix)
-        records = {rank: self._get(f"record {rank}") for rank in ranks}
-        return {rank: record for rank, record in records.items() if record}
+        if self._connection is not None and time.monotonic() >= self._connection.lost_at + RETRY_SECONDS:
+            self._connection = None
+        hosts = sorted({self._host_of[rank] for rank in ranks})
+        keys = [f"host {host}" for host in hosts]
+        every = self._request(lambda store: store.multi_get(keys) if store.check(keys) else None)  # type: ignore[attr-defined]
+        found: dict[int, bytes] = {}
+        for host, data in zip(hosts, every or map(self._get, keys), strict=True):
+            for index, rank in enumerate(self._hosts[host]):
+                found[rank] = data[index * FILE_BYTES : (index + 1) * FILE_BYTES]
+        return {rank: found[rank] for rank in ranks if any(found[rank])}
 
     def stack(self, rank: int) -> str:
         """Return the stack trace that a rank published, or ""."""
@@ -64,22 +84,32 @@ class StoreExchange:
 
     def claim(self) -> bool:
         """Return True to the first rank that asks, and also if the store does not answer."""
-        return self._connection.request(lambda store: store.add("claim", 1)) in (1, None)
+        return self._request(lambda store: store.add("claim", 1)) in (1, None)
 
     def set_reported(self) -> None:
         """Let all ranks know that the failure has been reported; they see it in `is_reported`."""
         self._set("told", "1")
 
     def _set(self, key: str, value: str | bytes) -> None:
-        self._connection.request(lambda store: store.set(key, value))  # type: ignore[arg-type]
+        self._request(lambda store: store.set(key, value))  # type: ignore[arg-type]
 
     def _get(self, key: str) -> bytes:
-        return self._connection.request(lambda store: store.get(key) if store.check([key]) else b"") or b""
+        return self._request(lambda store: store.get(key) if store.check([key]) else b"") or b""
+
+    def _request(self, request: Request) -> Any:
+        if self._connection is None:
+            self._connection = _Connection(self._store, self._prefix)
+        return self._connection.request(request)
 
     def _publish(self) -> None:
+        if self._speaks():
+            self._set(f"host {self._host_of[self._rank]}", self._records())
+
+    def _run(self) -> None:
         while not self._stopped.wait(PUBLISH_SECONDS):
-            self._set(f"record {self._rank}", self._record())
-            self.is_reported = self.is_reported or bool(self._get("told"))
+            self._publish()
+            # other ranks of the host see it in their folder (monitor.watchdog)
+            self.is_reported = self.is_reported or (self._speaks() and bool(self._get("told")))
 
 
 class _Connection:

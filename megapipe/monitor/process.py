@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import select
 import socket
 import time
@@ -104,3 +105,20 @@ def wait_for_end(process: int) -> None:
             while True:
                 os.kill(process, 0)  # raises once the process has ended
                 time.sleep(POLL_SECONDS)
+
+
+def allow_open_files(needed: int) -> str:
+    """Raise this process's limit of open files and sockets to `needed` if it is lower.
+
+    Returns "", or if the hard limit is lower, what the administrator has to raise; then the hard limit holds.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+    if most == needed:
+        return ""
+    return (
+        f"a process may have {hard} open files and sockets here (ulimit -Hn), and this run may need {needed}: raise "
+        "the hard limit (LimitNOFILE of slurmd, of containerd or in limits.conf)"
+    )

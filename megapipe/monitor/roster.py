@@ -12,7 +12,7 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
@@ -170,6 +170,20 @@ def write_roster(folder: Path, roster: Roster, live: Path, run: Path | None = No
         path.unlink(missing_ok=True)
     named = {"live": str(live), "run": None if run is None else str(run.resolve())}
     replace_file(folder / ROSTER, json.dumps(named | asdict(roster)).encode())
+
+
+def speaks(members: Sequence[Member], rank: int, live: Path) -> bool:
+    """Return True if a rank publishes for its host: no lower one of the host is left and answers.
+
+    members: those of the host. A rank whose process is stopped, or that native code keeps from answering, is replaced.
+    """
+    others = (sight(member, live) for member in members if member.rank < rank)
+    return not any(other.answers and not other.has_left and not other.is_gone for other in others)
+
+
+def records_of(members: Sequence[Member], live: Path) -> bytes:
+    """Return the live records of ranks of this host, of FILE_BYTES each, zeros for a rank that has none."""
+    return b"".join(_read(record_path(live, member.rank))[:FILE_BYTES].ljust(FILE_BYTES, b"\0") for member in members)
 
 
 def write_copies(folder: Path, roster: Roster, live: Path) -> None:

@@ -22,7 +22,7 @@ from typing import Any, Protocol
 from megapipe.monitor.diagnosis import MOST_CULPRITS, Diagnosis, Fault, diagnose, report_text
 from megapipe.monitor.heartbeat import Heartbeat, Snapshot, read_snapshot
 from megapipe.monitor.process import process_space
-from megapipe.monitor.roster import Roster, Sighting, replace_file, sight, stack_path
+from megapipe.monitor.roster import Roster, Sighting, replace_file, sight, speaks, stack_path
 
 MOST_INTERVAL_SECONDS = 0.5
 GONE_SECONDS = 3.0  # after which a dead rank is reported; a living launcher ends all ranks sooner and reports it itself
@@ -106,8 +106,9 @@ class Watchdog:
             before = now
             self._heartbeat.pulse()
             if self.is_reported:
+                self._set_reported()  # for the other ranks of this host, which do not ask the store
                 self._leave(())
-            elif now >= self._not_before and (self._is_stuck() or self._has_dead_rank()):
+            elif now >= self._not_before and ((self._is_stuck() and self._may_look()) or self._has_dead_rank()):
                 self._look()
                 before = time.time()
             else:
@@ -126,6 +127,15 @@ class Watchdog:
                 replace_file(stack_path(self._live, self._rank), text.encode())
             self._ask(lambda exchange: exchange.publish_stack(text))
         return True
+
+    def _may_look(self) -> bool:
+        """Return True unless a lower rank of this host, which answers, looks at the other hosts: one rank a host asks
+        the store, and the others only if that one has not ended the run after a while."""
+        if self._exchange is None or speaks(self._here, self._rank, self._live):
+            return True
+        record = self._heartbeat.snapshot().record
+        stuck_seconds = (time.time_ns() - record.since_ns) / 1e9 - self._limit_seconds * record.patience
+        return stuck_seconds >= TURN_SECONDS + REPORT_SECONDS
 
     def _has_dead_rank(self) -> bool:
         """Return True if a rank of this host has been dead for GONE_SECONDS."""
@@ -153,8 +163,7 @@ class Watchdog:
             return
         if self._claim():
             self._say(report_text(diagnosis, sightings, self._stacks(diagnosis, sightings), self._limit_seconds))
-            with suppress(OSError):
-                (self._live / "told").touch(mode=0o600)
+            self._set_reported()
             self._ask(lambda exchange: exchange.set_reported())
             self._leave(sightings)
 
@@ -240,6 +249,11 @@ class Watchdog:
             return time.time() - (self._live / "claimed").stat().st_mtime > REPORT_SECONDS
         except OSError:
             return False
+
+    def _set_reported(self) -> None:
+        """Let the other ranks of this host know that the report has been made."""
+        with suppress(OSError):
+            (self._live / "told").touch(mode=0o600)
 
     def _leave(self, sightings: Sequence[Sighting]) -> None:
         """End this process; with `kills`, first the ranks of this host that cannot leave."""

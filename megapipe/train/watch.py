@@ -29,7 +29,9 @@ from megapipe.monitor.roster import (
     base_folder,
     live_folder,
     record_path,
+    records_of,
     sight,
+    speaks,
     sweep,
     write_copies,
     write_roster,
@@ -95,7 +97,16 @@ class _Watch:
         self._writes = self._rank == min(member.rank for member in self._here)
         self._exchange = None
         if len(self._here) < len(self._roster.members):
-            self._exchange = StoreExchange(self._rank, token, heartbeat.as_bytes)
+            hosts: dict[str, list[int]] = {}
+            for member in self._roster.members:
+                hosts.setdefault(member.space, []).append(member.rank)
+            self._exchange = StoreExchange(
+                self._rank,
+                token,
+                list(hosts.values()),
+                partial(records_of, self._here, self._live),
+                partial(speaks, self._here, self._rank, self._live),
+            )
         self.watchdog = Watchdog(
             heartbeat,
             self._roster,
@@ -126,15 +137,17 @@ class _Watch:
         self.watchdog.stop()
         self._heartbeat.leave(last_phase)
         self._stopped.set()
-        if self._exchange is not None:
-            self._exchange.stop()
         if not self._writes:
+            if self._exchange is not None:
+                self._exchange.stop()
             return
         until = time.monotonic() + LEAVE_SECONDS if last_phase == "ended" else 0.0
         while time.monotonic() < until:
             if all((seen := sight(member, self._live)).has_left or seen.is_gone for member in self._here):
                 break
             time.sleep(0.01)
+        if self._exchange is not None:
+            self._exchange.stop()
         self._copy()
         if last_phase == "ended":
             shutil.rmtree(self._live, ignore_errors=True)

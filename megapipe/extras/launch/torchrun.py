@@ -29,12 +29,13 @@ from torch.distributed.elastic.rendezvous.utils import _matches_machine_hostname
 from torch.distributed.launcher.api import LaunchConfig
 from torch.distributed.run import config_from_args, determine_local_world_size, get_args_parser
 
-from megapipe.comm.bootstrap import create_store, first_line
+from megapipe.comm.bootstrap import create_store, first_line, open_files_needed
 from megapipe.comm.network import await_listener, check_name
 from megapipe.environment import announce_launcher, set_for_libraries
 from megapipe.errors import CommunicationError, ConfigError
 from megapipe.extras.launch.flags import TORCHRUN_PORT, parse_refusing
 from megapipe.extras.launch.forwarder import Forwarder
+from megapipe.monitor.process import allow_open_files
 
 LAST_LINES = 30  # of a log file, shown if nothing was printed
 # for the remaining ranks when one has failed: they cannot save, and their messages would add nothing (cli.frame)
@@ -91,6 +92,10 @@ def run(arguments: argparse.Namespace, num_threads: int, forwarder: Forwarder) -
         try:
             config, command, command_arguments = config_from_args(arguments)
             _find_nodes(config)
+            if remark := allow_open_files(
+                open_files_needed(config.max_nodes * config.nproc_per_node, config.max_nodes, "", True)
+            ):
+                print(f"megapipe launch: {remark}", file=sys.stderr)
             agent = _Agent(forwarder, config, command, command_arguments)
             result = agent.run()
         except (AssertionError, ValueError) as error:
