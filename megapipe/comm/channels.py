@@ -273,6 +273,15 @@ class Channel:
         if self.group.tracer is not None:
             self.group.tracer.event(f"boundary {self.boundary} {self.kind}{self._suffix}", kind, start_ns)
 
+    def connection_round(self) -> int:
+        """Return the round of `connect`: the pairs of ranks of a round are disjoint, so that they connect in parallel.
+
+        0 for the neighbours (0, 1), (2, 3), ...; 1 for (1, 2), (3, 4), ...; an odd ring closes in round 2.
+        """
+        group = self.group
+        first, second = sorted((group.rank, group.ranks.index(self.peer)))
+        return first % 2 if second == first + 1 else 1 + group.size % 2
+
     def connect(self) -> None:
         """Exchange one element, by which NCCL creates the connection."""
         token = torch.zeros(1, device=self.device)
@@ -372,8 +381,9 @@ class Channels(dict[ChannelKey, Channel]):
                 in_fp8=in_fp8,
             )
         if uses_nccl:
-            # in the same order on all ranks: the first messages would connect in an order that may deadlock
-            for channel in channels.values():
+            # in one order on all ranks: the first messages would connect in an order that may deadlock. Pairs of
+            # ranks in two rounds, as in the order of the boundaries each would wait for the one before
+            for channel in sorted(channels.values(), key=Channel.connection_round):
                 channel.connect()
             torch.cuda.synchronize()
         return channels

@@ -6,12 +6,22 @@ import gc
 import os
 import random
 import time
+from collections import Counter
 
 import pytest
 import torch
 from torch import Tensor
 
-from megapipe.comm.channels import NUMBER_BITS, ChannelKey, Channels, MessageSpec, PendingReceive, PendingSend
+from megapipe.comm import channels as channels_module
+from megapipe.comm.channels import (
+    NUMBER_BITS,
+    Channel,
+    ChannelKey,
+    Channels,
+    MessageSpec,
+    PendingReceive,
+    PendingSend,
+)
 from megapipe.comm.groups import Group
 from megapipe.comm.trace import Tracer
 from megapipe.errors import CommunicationError, ScheduleError
@@ -321,3 +331,35 @@ def test_hops_inside_a_rank_have_no_channel() -> None:
 def test_placement_for_another_pipeline_is_refused() -> None:
     with pytest.raises(ScheduleError, match=r"the placement is for 2 pipeline ranks, the group pp \(ranks 0\) has 1"):
         Channels.build(linear(2), Group.alone("pp"))
+
+
+@pytest.mark.parametrize(
+    ("placement", "longest"),
+    [
+        pytest.param(loop(16, 8), 32, id="pp 16, 8 chunks: 254 one after the other"),
+        pytest.param(loop(5, 2), 10, id="an odd ring"),
+        pytest.param(two_directions(8), 8, id="two directions"),
+    ],
+)
+def test_pairs_of_ranks_connect_in_parallel(
+    placement: Placement, longest: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    order: list[tuple[int, str, int]] = []
+    monkeypatch.setattr(channels_module, "backend_of", lambda group: "nccl")
+    monkeypatch.setattr(channels_module, "new_handle", lambda *_: None)
+    monkeypatch.setattr(Channel, "connect", lambda self: order.append((self.boundary, self.kind, self.direction)))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    ranks = tuple(range(placement.num_ranks))
+    waiting = []
+    for rank in ranks:
+        order.clear()
+        Channels.build(placement, Group("pp", ranks, rank, siblings=(ranks,)))
+        waiting.append(list(order))
+    rounds = 0
+    while any(waiting):  # a round lets all pairs connect whose two ranks have come to the same channel
+        heads = Counter(order[0] for order in waiting if order)
+        ready = {key for key, ends in heads.items() if ends == 2}
+        assert ready, "the ranks wait for each other"
+        waiting = [order[1:] if order and order[0] in ready else order for order in waiting]
+        rounds += 1
+    assert rounds == longest
