@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -60,6 +61,21 @@ class AttentionShape:
     window: int | None  # tokens that a token sees, itself included; None: all before it
     cap: float | None
     deterministic: bool
+
+
+def soft_cap(cap: float | None, function: Callable[..., Any], library: str, known_in: str) -> dict[str, float]:
+    """Return the argument for --attn-logit-softcapping. Raises ConfigError if this version of a library has none.
+
+    known_in: a version that is known to have it.
+    """
+    if cap is None:
+        return {}
+    if "softcap" not in inspect.signature(function).parameters:
+        raise ConfigError(
+            f"--attn-logit-softcapping: the attention of {library} has no soft-cap; install {known_in} or newer, or "
+            "use --attention-impl sdpa"
+        )
+    return {"softcap": cap}
 
 
 def fold_groups(x: Tensor) -> Tensor:
@@ -122,7 +138,7 @@ class FlashAttention:
         options = {
             "window_size": (-1, -1) if shape.window is None else (shape.window - 1, 0),
             "softmax_scale": shape.scale,
-            "softcap": shape.cap or 0.0,
+            **soft_cap(shape.cap, self._function, f"flash-attn {self.version}", "2.6"),
             "deterministic": shape.deterministic,
             "dropout_p": 0.0,
             "causal": True,
@@ -202,7 +218,8 @@ class TransformerEngine(_FusedAdam):
     def attention(self, shape: AttentionShape) -> AttentionKernel:
         """Build DotProductAttention, which chooses among flash-attn, cuDNN and its own kernels."""
         window = None if shape.window is None else (shape.window - 1, 0)
-        module = self._te.DotProductAttention(
+        kind = self._te.DotProductAttention
+        module = kind(
             shape.queries,
             shape.head_dim,
             num_gqa_groups=1,
@@ -212,6 +229,7 @@ class TransformerEngine(_FusedAdam):
             window_size=window,
             softmax_scale=shape.scale,
             layer_number=shape.layer + 1,
+            **soft_cap(shape.cap, kind.__init__, f"Transformer Engine {self.version}", "2.20"),
         )
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -97,12 +97,6 @@ CASES = [
     ),
     (
         "each_kind_of_layer_has_a_kernel",
-        "--attention-impl te --bf16 --attention-dropout 0 --layer-pattern '1 attn_logit_softcapping=9' 1 ...",
-        ["--attention-impl te has no kernel for --attn-logit-softcapping"],
-        "--attention-impl flash --bf16 --attention-dropout 0 --layer-pattern '1 attn_logit_softcapping=9' 1 ...",
-    ),
-    (
-        "each_kind_of_layer_has_a_kernel",
         (
             "--recompute-granularity full --recompute-method block --recompute-num-layers 1 --attention-dropout 0 "
             "--recompute-keep-attention --layer-pattern '1 attn_logit_softcapping=9' 1 ..."
@@ -485,12 +479,6 @@ CASES = [
         "--attention-impl flash --bf16",
         ["--attention-impl flash has no kernel for --attention-dropout above 0", "or use --attention-impl sdpa"],
         "--attention-impl flash --bf16 --attention-dropout 0",
-    ),
-    (
-        "attention_has_a_kernel",
-        "--attention-impl te --bf16 --attention-dropout 0 --attn-logit-softcapping 30",
-        ["no kernel for --attn-logit-softcapping"],
-        "--attention-impl flash --bf16 --attention-dropout 0 --attn-logit-softcapping 30",
     ),
     (
         "optimizer_has_a_kernel",

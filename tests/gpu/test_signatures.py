@@ -21,6 +21,7 @@ import torch
 from megapipe.comm.groups import Group
 from megapipe.config.model import PrecisionConfig
 from megapipe.config.training import OptimizerConfig
+from megapipe.errors import ConfigError
 from megapipe.gpu.libraries import Apex, AttentionShape, FlashAttention, TransformerEngine
 from tests.gpu.stand_ins import installed
 
@@ -145,9 +146,44 @@ def test_stubs_have_the_parameters_and_defaults_of_the_libraries(library: str, v
                     assert known[parameter.name] is not None, f"{name}: {parameter.name} has no default"
 
 
+@pytest.mark.parametrize(("version", "takes_it"), [("2.9.0", False), ("2.20.2", True)])
+def test_a_soft_cap_goes_to_versions_of_transformer_engine_that_have_it(
+    version: str, takes_it: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shape, given = AttentionShape(0, 2, 8, 0.5, 4, 30.0, False), {}
+    signature = signature_of(TABLE["transformer_engine"][version]["pytorch.DotProductAttention.__init__"])
+
+    def build(*args: Any, **kwargs: Any) -> None:
+        given.update(signature.bind(*args, **kwargs).arguments)
+
+    build.__signature__ = signature  # type: ignore[attr-defined]
+    with installed():
+        pytorch = importlib.import_module("transformer_engine.pytorch")
+        monkeypatch.setattr(pytorch.DotProductAttention, "__init__", build)
+        attention = TransformerEngine("", "", PrecisionConfig()).attention
+        if takes_it:
+            attention(shape)
+            assert given["softcap"] == 30.0
+        else:
+            with pytest.raises(
+                ConfigError, match=r"Transformer Engine .* no soft-cap; install 2\.20 or newer, or use "
+            ):
+                attention(shape)
+
+
+def test_a_soft_cap_needs_a_flash_attn_that_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    shape = AttentionShape(0, 2, 8, 0.5, 4, 30.0, False)
+    with installed():
+        library = importlib.import_module("flash_attn")
+        FlashAttention().attention(shape)
+        monkeypatch.setattr(library, "flash_attn_func", lambda q, k, v, dropout_p=0.0, causal=False: q)  # before 2.6
+        with pytest.raises(ConfigError, match="has no soft-cap"):
+            FlashAttention().attention(shape)
+
+
 def test_an_argument_that_a_library_does_not_take_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     version = next(iter(TABLE["flash_attn"]))
-    softcap = [row for row in TABLE["flash_attn"][version]["flash_attn_func"] if row[0] != "softcap"]
-    monkeypatch.setitem(TABLE["flash_attn"][version], "flash_attn_func", softcap)
-    with checked("flash_attn", version), pytest.raises(TypeError, match="softcap"):
+    scale = [row for row in TABLE["flash_attn"][version]["flash_attn_func"] if row[0] != "softmax_scale"]
+    monkeypatch.setitem(TABLE["flash_attn"][version], "flash_attn_func", scale)
+    with checked("flash_attn", version), pytest.raises(TypeError, match="softmax_scale"):
         call_all("flash_attn")

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megapipe.config.config import Config
-from megapipe.config.layers import LayerConfig, has_soft_cap, kinds_of, of_each_kind
+from megapipe.config.layers import LayerConfig, kinds_of, of_each_kind
 from megapipe.config.model import ACTIVATIONS, NORMALIZATIONS
 from megapipe.config.rules.proposals import chosen
 
@@ -30,7 +30,6 @@ def libraries(config: Config) -> Iterator[str]:
             "--sft (documents that do not see each other)" if config.data.sft else "--reset-attention-mask",
             config.data.reset_attention_mask,
         ),
-        ("--attn-logit-softcapping", attention == "te" and has_soft_cap(model)),
         (f"--dtype {dtype} (use --bf16 or --fp16)", dtype not in HALF_TYPES),
     )
     if attention != "sdpa" and unsupported:
