@@ -7,12 +7,17 @@
 #   PYTHON=EXE    the Python to create it with, 3.11 or newer (default: the first one found)
 #
 # Without an NVIDIA GPU, torch's CPU build is installed: from pip's configured index if it has one, else from download.pytorch.org if that
-# is reachable, else the default build of the index. Does nothing if nothing has changed.
+# is reachable, else the default build of the index. With one, the newest build that the driver can run (nvidia-smi shows its CUDA
+# version): a torch for a newer CUDA would not see the GPU. Does nothing if nothing has changed.
+#
+#   TORCH_CUDA=cu126   the build to install, whatever the driver: cu126, cu130, ...
 set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 venv=${VENV:-$root/.venv}
-torch_cpu_index=https://download.pytorch.org/whl/cpu
+torch_index=https://download.pytorch.org/whl
+torch_cpu_index=$torch_index/cpu
+torch_builds="13.2 13.0 12.9 12.8 12.6" # CUDA versions for which torch has had builds, newest first
 extras=
 
 fail() {
@@ -54,14 +59,32 @@ has_nvidia_gpu() {
     [ -e /proc/driver/nvidia/version ] || { command -v nvidia-smi >/dev/null 2>&1 && timeout 10 nvidia-smi -L >/dev/null 2>&1; }
 }
 
+# Print the CUDA version that the driver supports, as in 12.8; nothing if it does not say.
+driver_cuda() {
+    timeout 20 nvidia-smi 2>/dev/null | sed -n 's/.*CUDA\( UMD\)\{0,1\} Version: *\([0-9][0-9]*\.[0-9][0-9]*\).*/\2/p' | head -n 1
+}
+
+# Print the newest build of torch $2 that a driver for CUDA $1 can run, as in cu128. A build runs on every driver of its major version
+# (12.8 on a driver for 12.2): CUDA's minor versions are compatible.
+build_for() {
+    local build
+    for build in $torch_builds; do
+        if [ "${build%%.*}" -le "${1%%.*}" ] && offered "torch==$2+cu${build/./}" --extra-index-url "$torch_index/cu${build/./}"; then
+            printf 'cu%s\n' "${build/./}"
+            return
+        fi
+    done
+    return 1
+}
+
 # Print the version of the constraint "torch==X".
 torch_version() {
     sed -n 's/^torch==\([^ ;+]*\).*/\1/p' "$root/constraints.txt"
 }
 
-# Succeed if pip's configured index has this requirement. Downloads no wheel.
+# Succeed if pip's configured index (and those of further options) has this requirement. Downloads no wheel.
 offered() {
-    timeout 90 "$venv/bin/python" -m pip install --quiet --dry-run --no-deps --ignore-installed --retries 1 --timeout 15 "$1" >/dev/null 2>&1
+    timeout 90 "$venv/bin/python" -m pip install --quiet --dry-run --no-deps --ignore-installed --retries 1 --timeout 15 "$@" >/dev/null 2>&1
 }
 
 reachable() {
@@ -80,12 +103,18 @@ import importlib.metadata as m, sys
 sys.exit(m.version('torch').split('+')[0] != '$version')" >/dev/null 2>&1; then
         return
     fi
-    local pip=("$venv/bin/python" -m pip install -qq -c "$root/constraints.txt")
+    local pip=("$venv/bin/python" -m pip install -qq -c "$root/constraints.txt") cuda='' build=${TORCH_CUDA:-}
     if [ "$(uname -s)" != Linux ]; then
         "${pip[@]}" "torch==$version"
     elif has_nvidia_gpu; then
-        printf 'install: torch %s for NVIDIA GPUs\n' "$version"
-        "${pip[@]}" "torch==$version"
+        cuda=$(driver_cuda)
+        if [ -z "$build" ] && [ -n "$cuda" ]; then
+            build=$(build_for "$cuda" "$version") ||
+                fail "no build of torch $version runs on this NVIDIA driver, which is for CUDA $cuda, or $torch_index cannot be reached:
+update the driver, or set TORCH_CUDA to a build that you know to run (cu126, cu130)"
+        fi
+        printf 'install: torch %s for NVIDIA GPUs%s%s\n' "$version" "${cuda:+, the driver for CUDA $cuda}" "${build:+: $build}"
+        "${pip[@]}" ${build:+--extra-index-url "$torch_index/$build"} "torch==$version${build:++$build}"
     elif offered "torch==$version+cpu"; then
         printf 'install: torch %s, the CPU build of this index\n' "$version"
         "${pip[@]}" "torch==$version+cpu"

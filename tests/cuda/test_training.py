@@ -200,7 +200,7 @@ def test_a_model_that_does_not_fit_reports_the_planned_bytes(tmp_path: Path) -> 
         torch.cuda.set_per_process_memory_fraction(1.0)
         torch.cuda.empty_cache()
     assert code == 1
-    assert "ran out of memory: planned" in said and "Ways out:" in said and "of the card's" in said
+    assert "ran out of memory: planned" in said and "Ways out:" in said and "of the GPU's" in said
     assert any(
         "ran out" in json.loads(line).get("text", "") for line in (tmp_path / "run.jsonl").read_text().splitlines()
     )
