@@ -147,7 +147,7 @@ def _describe_attention(kernels: Kernels, config: Config, device_type: str) -> s
     if reasons:
         return f"explicit, not fused, for {' and '.join(reasons)}"
     is_half = device_type == "cuda" and config.precision.dtype in ("bf16", "fp16")
-    return "scaled_dot_product_attention" + (", a flash kernel where there is no mask" if is_half else "")
+    return "scaled_dot_product_attention" + (", a fused kernel" if is_half else "")
 
 
 def compiled(function: AnyFunction) -> AnyFunction:

@@ -31,6 +31,7 @@ from megapipe.monitor.process import available_cores
 from megapipe.plan.report import plan_text
 from megapipe.plan.run_plan import RunPlan
 from megapipe.topology import GROUP_NAMES
+from megapipe.train.active_kernels import active_kernels
 from megapipe.train.compiled_blocks import choose_blocks
 from megapipe.train.extensions import check_same_on_all_ranks, extension_lines
 from megapipe.train.gpu_setup import check_fp8, graph_words, marks_of, prepare, unused, watched_memory
@@ -94,7 +95,8 @@ def _run(
         counted = count_this_start(config, environment, lock)
         world = join(plan, environment)
         check_fp8(config, world.device)
-        words = (*describe_kernels(kernels, config, world.device.type), *graph_words(plan))
+        found = active_kernels(config, kernels, world.device)
+        words = (*describe_kernels(kernels, config, world.device.type), *found, *graph_words(plan))
         if environment.global_rank == 0:
             described = _description(plan, world)
             text = {"config": config_text, "plan": plan_text(plan), "remarks": list(remarks), "kernels": list(words)}
