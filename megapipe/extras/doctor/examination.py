@@ -153,7 +153,8 @@ def _findings(report: HostReport) -> Iterator[tuple[bool, str, str]]:
     if report.has_nvidia_driver and not report.gpus and not report.versions.get("cuda"):
         way = "install a CUDA build, or the ranks stay on the CPU"
         yield True, "torch without CUDA", f"an NVIDIA driver is loaded, but this torch is built without CUDA: {way}"
-    if report.gpus and ranks > len(report.gpus):
+    # with a single one each rank may see its own (srun --gpus-per-task=1); sharing it is refused when ranks meet
+    if 1 < len(report.gpus) < ranks:
         yield True, "ranks without a GPU", f"{ranks} ranks and {len(report.gpus)} GPUs: start at most one rank a GPU"
     if not report.gpus and threads > 1 and ranks * threads > cores:
         way = f"set OMP_NUM_THREADS={max(1, int(cores // ranks))}"

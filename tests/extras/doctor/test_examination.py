@@ -96,6 +96,8 @@ def with_resources(report: HostReport, **changes: object) -> HostReport:
 def test_a_host_without_faults_is_fine(here: HostReport) -> None:
     well = with_resources(here, open_files=65536, shared_memory_bytes=1 << 30, cores=8, cpu_limit=None)
     assert remarks_by_kind(well) == {}
+    one_each = dataclasses.replace(well, gpus=(Gpu("H100", 80),), num_ranks=4)  # srun --gpus-per-task=1
+    assert "ranks without a GPU" not in remarks_by_kind(one_each)
 
 
 @pytest.mark.parametrize(
@@ -114,7 +116,13 @@ def test_a_host_without_faults_is_fine(here: HostReport) -> None:
         ({"num_ranks": 4}, {"cores": 64, "cpu_limit": 2.0}, "oversubscribed", False, "4 ranks on 2 cores"),
         ({"load": 9.5}, {"cores": 4}, "busy", False, "load 9.5 on 4 cores"),
         ({"has_nvidia_driver": True}, {}, "torch without CUDA", True, "built without CUDA"),
-        ({"gpus": (Gpu("H100", 80),), "num_ranks": 2}, {"cores": 4}, "ranks without a GPU", True, "2 ranks and 1 GPUs"),
+        (
+            {"gpus": (Gpu("H100", 80),) * 2, "num_ranks": 3},
+            {"cores": 4},
+            "ranks without a GPU",
+            True,
+            "3 ranks and 2 GPUs",
+        ),
         (
             {"rdma_ports": (Port("mlx5_0", 1, "1: DOWN", "", "InfiniBand"),)},
             {},
