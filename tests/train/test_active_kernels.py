@@ -33,10 +33,10 @@ def test_the_kernels_are_those_that_torch_picks(
 
     monkeypatch.setattr(torch, "_fused_sdp_choice", choose)
     monkeypatch.setattr(module, "gemm_adds_to_fp32", lambda device, dtype: adds)
-    config = load_config([*WORDS, "--bf16", "--attention-dropout", "0"]).config
+    config = load_config([*WORDS, "--train-iters", "1", "--bf16", "--attention-dropout", "0"]).config
     first, second = module.active_kernels(config, Kernels(), META)
     assert attention in first and gradients in second
     assert shapes == [(1, 1, 256, 4)]
     assert module.active_kernels(config, Kernels(), torch.device("cpu")) == ()
-    windows = load_config([*WORDS, "--attention-dropout", "0", "--window-size", "4"]).config
+    windows = load_config([*WORDS, "--train-iters", "1", "--attention-dropout", "0", "--window-size", "4"]).config
     assert module.active_kernels(windows, Kernels(), META)[0].endswith("under a mask")
