@@ -6,7 +6,7 @@
 #   --all           also the long tests, with new hypothesis examples for each commit. Without it the tests are the same every time; both
 #                   print what they leave out
 #   --exhaustive    with --all: every case of the tests of which --all draws some (tests/long_tests.txt)
-#   --gpu           also the tests that need a CUDA device
+#   --gpu           also the tests that need a CUDA device (tools/bench/first_day.py: these alone, with the figures of the machine)
 #   --lab           also install Debian's SLURM and munge with apt-get (needs root) for the tests that submit jobs to daemons
 #                   that they start themselves; without SLURM these tests are skipped
 #   --no-install    use the virtual environment as it is

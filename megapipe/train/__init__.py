@@ -9,5 +9,5 @@
   (NaN and infinity) and `copies_check` (copies of parameters must be bit-identical)
 - `observer`: what the caller of `pretrain` can follow of a run
 - `profiling`: rates and traces of the steps, with `pipeline_profile` and `stragglers`
-- `watch`:   heartbeats and the watchdog; `gpu_setup`: settings and checks for GPUs alone
+- `watch`:   heartbeats and the watchdog; `gpu_setup`, `active_kernels`: settings, checks and kernels of GPUs
 """
