@@ -1,0 +1,384 @@
+"""A simulation of CUDA's hardware work queues and of the SMs that NCCL kernels hold, driven by the rows of a schedule.
+
+A process has CUDA_DEVICE_MAX_CONNECTIONS hardware work queues (8 if unset), and every stream is mapped to one of them.
+A queue is strictly in order: if its head cannot start, because its stream is busy or waits for an event, nothing behind
+it starts, even on other streams. A receive that is behind such a head is not posted, and its sender may be what the
+head waits for: the run hangs.
+
+`enqueue` writes down what the engine enqueues on every rank, `run_queues` executes it, and `waiting_receives` counts
+the receives that hold SMs: NCCL's blocks do not share one with other kernels. Simulated, not measured: how a driver
+maps streams to queues is not documented, so two mappings are tried.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import NamedTuple
+
+from megapipe.errors import ScheduleError
+from megapipe.schedule.action import COMPUTE_OPS, RECV_OPS, SEND_OPS, Action, Op
+from megapipe.schedule.dependencies import NEEDS, TRAVELS, Channel, channel_of
+from megapipe.schedule.lower import without_pairs
+from megapipe.schedule.schedule import Schedule, gc_paused
+
+DEFAULT_CONNECTIONS = 8  # CUDA's, if CUDA_DEVICE_MAX_CONNECTIONS is unset
+MOST_CONNECTIONS = 32
+POOL_STREAMS, POOL_PRIORITIES = 32, 4  # torch's pool: so many streams of each priority; communicators take them in turn
+HIGH = POOL_PRIORITIES - 1  # pool of NCCL's streams with is_high_priority_stream
+CURRENT, TP, DP = "current", "tp", "dp"  # names of streams; those of messages are channels, of DualPipe's stages ints
+SECONDS = {Op.F: 1.0, Op.B: 2.0, Op.I: 1.0, Op.W: 1.0, Op.UPDATE: 0.0}  # of computations, F = 1
+# stream -> hardware queue: in the order in which this job first uses its streams, or in the order in which torch
+# creates its pool, where the priorities alternate
+BY_USE, BY_POOL = "use", "pool"
+MAPPINGS = (BY_USE, BY_POOL)
+
+Stream = str | int | Channel
+
+
+class Work(NamedTuple):
+    """One entry of a stream: a kernel, or with `after` the wait for an event."""
+
+    stream: Stream
+    name: str  # for messages: 2F0, 2RECV_F0, tp
+    after: int | None = None  # index of the entry of this rank after which the awaited event was recorded
+    seconds: float = 0.0
+    message: tuple[Channel, int] | None = None  # a send or receive: channel, number on it
+    is_receive: bool = False
+
+
+@dataclass
+class Program:
+    """The entries that one rank enqueues in a step, in order; the host never waits."""
+
+    works: list[Work] = field(default_factory=list)
+    last: dict[Stream, int] = field(default_factory=dict)  # stream -> index of its latest entry
+
+    def add(self, work: Work) -> int:
+        """Enqueue an entry and return its index."""
+        self.works.append(work)
+        self.last[work.stream] = len(self.works) - 1
+        return len(self.works) - 1
+
+    def wait(self, stream: Stream, index: int | None, name: str) -> None:
+        """Make a stream wait for an entry (cudaStreamWaitEvent); nothing happens if there is none."""
+        if index is not None:
+            self.add(Work(stream, name, after=index))
+
+    def communicate(self, work: Work, waiting: Stream = CURRENT) -> int:
+        """Enqueue an NCCL kernel that waits for what `waiting` holds so far, as torch does, and return its index."""
+        self.wait(work.stream, self.last.get(waiting), work.name)
+        return self.add(work)
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What ranks communicate besides the messages of the schedule, and how."""
+
+    tp_collectives: int = 0  # of each forward and each (half) backward; 0: tp is 1
+    dp: bool = False  # REDUCE_GRAD starts a collective over the replicas
+    send_depth: int | None = None  # with so many sends in flight the stream waits for the oldest; None: never
+    message_seconds: float = 0.0  # of a message, a forward takes 1
+    collective_seconds: float = 0.0  # of one of the tp collectives
+
+
+@gc_paused()
+def enqueue(schedule: Schedule, traffic: Traffic = Traffic()) -> tuple[Program, ...]:
+    """Return what each pp_rank enqueues in one step of a lowered schedule.
+
+    Ranks of one tp or dp group enqueue the same, so one of them stands for all: a cycle of waits over several of them
+    would also be a cycle in their common program. Not included: the declarations of the first messages, offloading and
+    CUDA graphs.
+    """
+    streams = Op.OVERLAP in schedule.ops
+    return tuple(
+        _Rank(schedule, pp_rank, traffic, streams).program_of(row if streams else without_pairs(row))
+        for pp_rank, row in enumerate(schedule.rows)
+    )
+
+
+class _Rank:
+    """The engine on one rank, as far as streams see it (`pipeline.engine`, `comm.channels`, `gpu.streams`)."""
+
+    def __init__(self, schedule: Schedule, pp_rank: int, traffic: Traffic, stage_streams: bool) -> None:
+        self.placement, self.pp_rank, self.traffic = schedule.placement, pp_rank, traffic
+        self.num_directions = len(self.placement.directions)
+        self.stages = self.placement.stages_of(pp_rank) if stage_streams else ()
+        self.program = Program()
+        self.in_flight: defaultdict[Channel, deque[int]] = defaultdict(deque)
+        self.numbers: defaultdict[Channel, int] = defaultdict(int)
+        self.received: dict[Action, int] = {}
+        self.halves_left = 0
+
+    def program_of(self, row: Iterable[Action]) -> Program:
+        program = self.program
+        for action in row:
+            if action.op in COMPUTE_OPS:
+                self.compute(action)
+            elif action.op in RECV_OPS or action.op in SEND_OPS:
+                self.message(action)
+            elif action.op is Op.OVERLAP:
+                self.fork()
+                self.halves_left = 2
+            elif self.traffic.dp:
+                reduced = program.communicate(Work(DP, str(action)))
+                if action.op is Op.UPDATE:
+                    program.wait(CURRENT, reduced, str(action))
+        for sends in self.in_flight.values():
+            for send in sends:
+                program.wait(CURRENT, send, "end of the row")
+        program.wait(CURRENT, program.last.get(DP), "end of the row")
+        return program
+
+    def message(self, action: Action) -> None:
+        """Post a send or a receive: its kernel starts once what the current stream holds is done."""
+        channel, program, name = channel_of(action, self.num_directions), self.program, str(action)
+        is_send = action.op in SEND_OPS
+        sends = self.in_flight[channel] if is_send else deque()
+        if is_send and len(sends) == self.traffic.send_depth:
+            program.wait(CURRENT, sends.popleft(), name)
+        seconds, message = self.traffic.message_seconds, (channel, self.numbers[channel])
+        self.numbers[channel] += 1
+        index = program.communicate(Work(channel, name, None, seconds, message, not is_send))
+        if is_send:
+            sends.append(index)
+        else:
+            self.received[action] = index
+
+    def compute(self, action: Action) -> None:
+        """Run F, B, I or W, after the message that it needs; in the stage's own stream if pairs overlap (DualPipe)."""
+        stage, op, microbatch = action
+        program, stream, name = self.program, CURRENT if not self.stages else stage, str(action)
+        if self.stages and self.halves_left == 0:
+            self.fork()
+        for kind, offset in NEEDS[op]:
+            if kind in TRAVELS:
+                receive = Action(stage, TRAVELS[kind][1], microbatch)
+                if TRAVELS[kind][2] == -offset and receive in self.received:
+                    program.wait(stream, self.received.pop(receive), name)
+        count = 0 if op is Op.W else self.traffic.tp_collectives
+        tp = TP if not self.stages else f"{TP} {stage}"  # the halves of a pair have a communicator each
+        program.add(Work(stream, name, seconds=SECONDS[op] / (count + 1)))
+        for _ in range(count):
+            summed = program.communicate(Work(tp, name, seconds=self.traffic.collective_seconds), stream)
+            program.wait(stream, summed, name)
+            program.add(Work(stream, name, seconds=SECONDS[op] / (count + 1)))
+        self.halves_left = max(0, self.halves_left - 1)
+        if self.stages and self.halves_left == 0:
+            for other in self.stages:
+                program.wait(CURRENT, program.last.get(other), "join")
+
+    def fork(self) -> None:
+        for stage in self.stages:
+            self.program.wait(stage, self.program.last.get(CURRENT), "fork")
+
+
+def pool_of(stream: Stream, high_priority: Sequence[str]) -> int | None:
+    """Return the pool of torch that a stream is taken from: 0 or HIGH; None for the default stream."""
+    if stream == CURRENT:
+        return None
+    kind = "pp" if isinstance(stream, Channel) else str(stream).split()[0]
+    return HIGH if kind in high_priority else 0
+
+
+def queue_map(
+    streams: Iterable[Stream], connections: int | None, mapping: str, high_priority: Sequence[str]
+) -> dict[Stream, tuple[int, int]]:
+    """Return stream -> (number of the CUDA stream, hardware queue). connections: None for a queue of each stream.
+
+    torch hands out the POOL_STREAMS streams of a priority in turn, so more communicators than that share streams.
+    """
+    taken: dict[int | None, int] = defaultdict(int)
+    numbers: dict[Stream, int] = {}
+    for stream in streams:
+        pool = pool_of(stream, high_priority)
+        index = taken[pool] % POOL_STREAMS
+        taken[pool] += 1
+        numbers[stream] = 0 if pool is None else 1 + index * POOL_PRIORITIES + pool
+    if mapping == BY_USE:
+        ranks = {number: rank for rank, number in enumerate(dict.fromkeys(numbers.values()))}
+    else:
+        ranks = {number: number for number in numbers.values()}
+    return {
+        stream: (number, ranks[number] if connections is None else ranks[number] % connections)
+        for stream, number in numbers.items()
+    }
+
+
+@dataclass(frozen=True)
+class QueueRun:
+    """The result of `run_queues`. starts, ends: [rank][entry], -1 where an entry never started or ended."""
+
+    programs: tuple[Program, ...]
+    starts: list[list[float]]
+    ends: list[list[float]]
+    blocked: tuple[str, ...]  # of each queue that is stuck: its head and what that waits for; empty if all ended
+
+
+@gc_paused()
+def run_queues(
+    programs: tuple[Program, ...],
+    connections: int | None,
+    mapping: str = BY_USE,
+    high_priority: Sequence[str] = ("pp", "tp"),
+) -> QueueRun:
+    """Execute the programs of all ranks on hardware queues.
+
+    An entry starts when the one before it in its queue has started, the one before it in its stream has ended, and the
+    event it waits for has happened. A kernel then ends after its seconds, both ends of a message after both have
+    started (no send completes without its receive). Entries only wait for others, so the order in which they are tried
+    changes nothing: if this run does not hang, none does, however long kernels and messages take.
+    """
+    machine = _Machine(programs, connections, mapping, high_priority)
+    while machine.ready:
+        machine.advance(*machine.ready.pop())
+    return QueueRun(programs, machine.starts, machine.ends, tuple(machine.stuck()))
+
+
+class _Machine:
+    """The queues of all ranks while `run_queues` executes them."""
+
+    def __init__(
+        self, programs: tuple[Program, ...], connections: int | None, mapping: str, high_priority: Sequence[str]
+    ) -> None:
+        self.programs = programs
+        self.starts = [[-1.0] * len(program.works) for program in programs]
+        self.ends = [[-1.0] * len(program.works) for program in programs]
+        self.before: list[list[int | None]] = []  # the entry before each in its CUDA stream
+        self.queues: list[list[list[int]]] = []  # [rank][queue] -> entries
+        for program in programs:
+            streams = sorted({work.stream for work in program.works}, key=_creation_order)
+            queue_of = queue_map(streams, connections, mapping, high_priority)
+            last: dict[int, int] = {}
+            entries: defaultdict[int, list[int]] = defaultdict(list)
+            before: list[int | None] = []
+            for index, work in enumerate(program.works):
+                number, queue = queue_of[work.stream]
+                before.append(last.get(number))
+                last[number] = index
+                entries[queue].append(index)
+            self.before.append(before)
+            self.queues.append(list(entries.values()))
+        self.heads = [[0] * len(queues) for queues in self.queues]
+        self.clocks = [[0.0] * len(queues) for queues in self.queues]
+        self.ready = [(rank, queue) for rank, queues in enumerate(self.queues) for queue in range(len(queues))]
+        self.waiting: defaultdict[tuple[int, int], list[int]] = defaultdict(list)  # (rank, entry) -> queues of the rank
+        self.half: dict[tuple[Channel, int], tuple[int, int]] = {}  # a message's first end: (rank, entry)
+
+    def blocker(self, rank: int, index: int) -> int | None:
+        """Return the entry whose end an entry waits for; None if it can start."""
+        for other in (self.before[rank][index], self.programs[rank].works[index].after):
+            if other is not None and self.ends[rank][other] < 0:
+                return other
+        return None
+
+    def advance(self, rank: int, queue: int) -> None:
+        """Start entries of a queue up to the first that cannot start."""
+        entries, works = self.queues[rank][queue], self.programs[rank].works
+        starts, ends = self.starts[rank], self.ends[rank]
+        clock, head = self.clocks[rank][queue], self.heads[rank][queue]
+        while head < len(entries):
+            index = entries[head]
+            blocker = self.blocker(rank, index)
+            if blocker is not None:
+                self.waiting[rank, blocker].append(queue)
+                break
+            work = works[index]
+            for other in (self.before[rank][index], work.after):
+                clock = clock if other is None else max(clock, ends[other])
+            starts[index] = clock
+            head += 1
+            if work.message is None:
+                self.end(rank, index, clock + work.seconds)
+            elif work.message in self.half:
+                peer, posted = self.half.pop(work.message)
+                end = max(clock, self.starts[peer][posted]) + work.seconds
+                self.end(rank, index, end)
+                self.end(peer, posted, end)
+            else:
+                self.half[work.message] = rank, index
+        self.heads[rank][queue], self.clocks[rank][queue] = head, clock
+
+    def end(self, rank: int, index: int, time: float) -> None:
+        self.ends[rank][index] = time
+        self.ready += [(rank, queue) for queue in self.waiting.pop((rank, index), ())]
+
+    def stuck(self) -> Iterable[str]:
+        """Yield a line for each queue that did not reach its end."""
+        for rank, queues in enumerate(self.queues):
+            works = self.programs[rank].works
+            for entries, head in zip(queues, self.heads[rank], strict=True):
+                if head < len(entries):
+                    other = self.blocker(rank, entries[head])
+                    assert other is not None
+                    behind = len(entries) - head - 1
+                    name, awaited = works[entries[head]].name, works[other].name
+                    yield f"rank {rank}: {name} waits for {awaited}, with {behind} entries behind it in its queue"
+
+
+def _creation_order(stream: Stream) -> tuple[int, str]:
+    """Return the key by which a rank's streams are created: the channels are connected before the first step."""
+    if isinstance(stream, Channel):
+        return 1, f"{stream.boundary:06} {stream.direction} {stream.kind.value}"
+    return (0 if stream == CURRENT else 2), str(stream)
+
+
+def why_it_hangs(
+    programs: tuple[Program, ...],
+    connections: int,
+    high_priority: Sequence[str] = ("pp", "tp"),
+    mappings: Sequence[str] = MAPPINGS,
+) -> str:
+    """Return what waits for what if a step can hang with so many connections under any of the mappings, else ''."""
+    for mapping in mappings:
+        run = run_queues(programs, connections, mapping, high_priority)
+        if run.blocked:
+            return run.blocked[0]
+    return ""
+
+
+class Held(NamedTuple):
+    """Receives of one rank that wait for their sender. Each holds as many SMs as its communicator has channels."""
+
+    mean: float  # while the rank computes
+    peak: int
+    # the most kernels of messages, sends included, that can wait at once, however long kernels and messages take
+    bound: int
+
+
+def waiting_receives(schedule: Schedule, traffic: Traffic = Traffic()) -> tuple[Held, ...]:
+    """Return for each pp_rank how many receives wait in a step of a lowered schedule that no queue delays."""
+    run = run_queues(enqueue(schedule, traffic), None)
+    if run.blocked:
+        raise ScheduleError(f"schedule {schedule} hangs even with a queue for every stream: {run.blocked[0]}")
+    held = []
+    for program, starts, ends in zip(run.programs, run.starts, run.ends, strict=True):
+        receives, busy = [], []
+        for work, start, end in zip(program.works, starts, ends, strict=True):
+            if work.is_receive:
+                receives.append((start, end))
+            elif work.message is None and work.seconds and not str(work.stream).startswith(TP):
+                busy.append((start, end))
+        overlap = sum(max(0.0, min(a, b) - max(c, d)) for c, a in receives for d, b in busy)
+        steps = sorted([(end, -1) for _, end in receives] + [(start, 1) for start, end in receives if end > start])
+        peak = max(accumulate(step for _, step in steps), default=0)
+        held.append(Held(overlap / sum(end - start for start, end in busy), peak, most_waiting(program)))
+    return tuple(held)
+
+
+def most_waiting(program: Program) -> int:
+    """Return the most kernels of messages of one rank that can be on its SMs at once.
+
+    One can be there from the moment it is enqueued until a stream has waited for it; of those of one communicator,
+    whose stream is in order, only the first.
+    """
+    waiting: set[int] = set()
+    most = 0
+    for index, work in enumerate(program.works):
+        if work.message is not None:
+            waiting.add(index)
+            most = max(most, len({program.works[other].stream for other in waiting}))
+        waiting.discard(-1 if work.after is None else work.after)
+    return most
