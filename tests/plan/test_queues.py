@@ -1,0 +1,190 @@
+"""Hardware work queues and waiting receives: against a literal machine, known hangs, the claims of the docs."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megapipe.plan.queues import (
+    BY_USE,
+    CURRENT,
+    MAPPINGS,
+    TP,
+    Program,
+    Stream,
+    Traffic,
+    Work,
+    enqueue,
+    queue_map,
+    run_queues,
+    waiting_receives,
+    why_it_hangs,
+)
+from megapipe.schedule.action import Op
+from megapipe.schedule.dependencies import Channel, ValueKind
+from megapipe.schedule.families import build_lowered
+
+CHANNELS = (Channel(ValueKind.ACT, 0), Channel(ValueKind.GRAD, 0), Channel(ValueKind.ACT, 1))
+
+
+def literal(programs: tuple[Program, ...], connections: int, seed: int) -> bool:
+    """Return True if queues that are served in a random order, with kernels that end at random moments, get stuck."""
+    draw = random.Random(seed)
+    queues: list[tuple[int, list[int]]] = []  # (rank, entries not started)
+    for rank, program in enumerate(programs):
+        streams = list(dict.fromkeys(work.stream for work in program.works))
+        streams.sort(key=lambda stream: (stream != CURRENT, str(CHANNELS.index(stream)) if stream in CHANNELS else "9"))
+        queue_of = queue_map(streams, connections, BY_USE, ("pp",))
+        for queue in range(connections):
+            entries = [index for index, work in enumerate(program.works) if queue_of[work.stream][1] == queue]
+            queues.append((rank, entries))
+    started: set[tuple[int, int]] = set()
+    ended: set[tuple[int, int]] = set()
+
+    def may_start(rank: int, index: int) -> bool:
+        works = programs[rank].works
+        earlier = [other for other in range(index) if works[other].stream == works[index].stream]
+        awaited = [] if works[index].after is None else [works[index].after]
+        return all((rank, other) in ended for other in (*earlier, *awaited))
+
+    def may_end(rank: int, index: int) -> bool:
+        message = programs[rank].works[index].message
+        ends = [
+            (r, i) for r, p in enumerate(programs) for i, w in enumerate(p.works) if message and w.message == message
+        ]
+        return message is None or (len(ends) == 2 and all(end in started for end in ends))
+
+    while True:
+        steps: list[tuple[str, int, int]] = [("end", *each) for each in started - ended if may_end(*each)]
+        heads = [(number, rank, entries[0]) for number, (rank, entries) in enumerate(queues) if entries]
+        steps += [("start", number, 0) for number, rank, index in heads if may_start(rank, index)]
+        if not steps:
+            return any(entries for _, entries in queues)
+        kind, first, second = draw.choice(sorted(steps))
+        if kind == "end":
+            ended.add((first, second))
+        else:
+            rank, entries = queues[first]
+            started.add((rank, entries.pop(0)))
+
+
+@st.composite
+def random_programs(draw: st.DrawFn) -> tuple[Program, ...]:
+    """Draw two ranks that exchange messages on three channels in any order, with kernels and waits between them."""
+    programs = (Program(), Program())
+    numbers: dict[tuple[int, Channel], int] = {}
+    for rank, program in enumerate(programs):
+        for channel in draw(st.permutations(CHANNELS * 2)):
+            if draw(st.booleans()):
+                program.add(Work(CURRENT, "kernel"))
+            number = numbers[rank, channel] = numbers.get((rank, channel), -1) + 1
+            posted = program.communicate(Work(channel, f"{channel.boundary}", message=(channel, number)))
+            if draw(st.booleans()):
+                program.wait(CURRENT, draw(st.integers(0, posted)), "wait")
+    return programs
+
+
+@settings(max_examples=80)
+@given(random_programs(), st.sampled_from((1, 2, 3, 4)), st.integers(0, 3))
+def test_random_programs_hang_where_a_literal_machine_does(
+    programs: tuple[Program, ...], connections: int, seed: int
+) -> None:
+    expected = literal(programs, connections, seed)
+    assert bool(run_queues(programs, connections, high_priority=("pp",)).blocked) == expected
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+@pytest.mark.parametrize("name", ["gpipe", "1f1b"])
+def test_schedules_hang_where_a_literal_machine_does(name: str, depth: int) -> None:
+    """On two ranks: the literal machine is slow."""
+    programs = enqueue(build_lowered(name, 2, 1, 4, None, depth))
+    for connections in (1, 2, 3):
+        expected = literal(programs, connections, seed=0)
+        assert bool(run_queues(programs, connections, high_priority=("pp",)).blocked) == expected
+
+
+def test_a_planted_hang_is_found_and_named() -> None:
+    """Each rank enqueues a send behind the wait for the peer's message: only a queue of its own lets the send start."""
+    programs = (Program(), Program())
+    for rank, program in enumerate(programs):
+        mine, other = CHANNELS[rank], CHANNELS[1 - rank]
+        received = program.communicate(Work(other, "receive", message=(other, 0), is_receive=True))
+        program.wait(CURRENT, received, "forward")
+        program.add(Work(mine, "send", message=(mine, 0)))
+    (first, _) = run_queues(programs, 1).blocked
+    assert first == "rank 0: forward waits for receive, with 1 entries behind it in its queue"
+    assert why_it_hangs(programs, 1) == first
+    assert not why_it_hangs(programs, 8)
+
+
+@pytest.mark.parametrize(
+    ("name", "chunks", "depth", "unsafe"),
+    [
+        ("1f1b", 1, 1, ()),
+        ("1f1b", 1, 2, ()),
+        ("gpipe", 1, 1, ()),
+        ("gpipe", 1, 2, (1, 2)),
+        ("breadth-first", 4, 1, (1, 2)),
+    ],
+)
+def test_known_hangs(name: str, chunks: int, depth: int, unsafe: tuple[int, ...]) -> None:
+    programs = enqueue(build_lowered(name, 4, chunks, 16, None, depth), Traffic(dp=True))
+    assert tuple(c for c in (1, 2, 8, 32) if why_it_hangs(programs, c, mappings=(BY_USE,))) == unsafe
+
+
+@pytest.mark.parametrize("connections", [1, 2, 8])
+def test_a_tensor_parallel_group_hangs_where_one_of_its_ranks_does(connections: int) -> None:
+    """The sums over tp are rendezvous of the copies of a rank; their names differ, so that each is a message."""
+    for name, depth in (("1f1b", 2), ("1f1b", 3), ("gpipe", 2), ("interleaved", 3)):
+        programs = enqueue(build_lowered(name, 2, 2 if name == "interleaved" else 1, 4, None, depth), Traffic(1))
+        twice = []
+        for rank, program in enumerate(programs):
+            for copy in range(2):
+                sums = 0
+                works = []
+                for work in program.works:
+                    if work.message is not None:
+                        channel, number = work.message
+                        work = work._replace(message=(channel._replace(direction=10 + copy), number))
+                    elif work.stream == TP and work.after is None:
+                        work = work._replace(message=(Channel(ValueKind.WGRAD, rank), sums))
+                        sums += 1
+                    works.append(work)
+                twice.append(dataclasses.replace(program, works=works))
+        for mapping in MAPPINGS:
+            alone = run_queues(programs, connections, mapping).blocked
+            assert bool(run_queues(tuple(twice), connections, mapping).blocked) == bool(alone)
+
+
+def test_more_communicators_than_streams_in_torchs_pool_share_streams() -> None:
+    streams: list[Stream] = [CURRENT, *(Channel(ValueKind.ACT, boundary) for boundary in range(34))]
+    numbers = [number for number, _ in queue_map(streams, None, BY_USE, ("pp",)).values()]
+    assert len(set(numbers)) == 33 and numbers[1:3] == numbers[33:]
+
+
+def test_a_middle_rank_of_1f1b_waits_with_one_receive_on_average_and_two_at_most() -> None:
+    """F = 1, B = 2, as in docs/gpu_queues.md."""
+    traffic = Traffic(message_seconds=0.05)
+    held = waiting_receives(build_lowered("1f1b", 4, 1, 16, None, 1), traffic)
+    assert held[1].peak == held[2].peak == 2
+    assert 0.8 < held[1].mean < 1.0
+    deeper = waiting_receives(build_lowered("1f1b", 4, 1, 16, None, 2), traffic)
+    assert all(two.mean > one.mean and two.bound >= one.bound for one, two in zip(held[:3], deeper[:3], strict=True))
+
+
+def test_the_bound_holds_for_any_durations() -> None:
+    schedule = build_lowered("dualpipe-v", 4, 2, 8, None, 1)
+    for seconds in (0.0, 0.1, 5.0):
+        for held in waiting_receives(schedule, Traffic(message_seconds=seconds)):
+            assert held.peak <= held.bound
+
+
+def test_both_halves_of_a_pair_have_streams_of_their_own() -> None:
+    schedule = build_lowered("dualpipe-v", 2, 2, 4, None, 1)
+    assert Op.OVERLAP in schedule.ops
+    streams = {work.stream for work in enqueue(schedule, Traffic(tp_collectives=1))[0].works}
+    assert {0, 3, f"{TP} 0", f"{TP} 3"} <= streams
