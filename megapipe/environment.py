@@ -192,6 +192,17 @@ def set_for_libraries(**settings: str | int) -> None:
         os.environ.setdefault(name, str(value))
 
 
+def replace_for_libraries(name: str, value: str) -> None:
+    """Set a variable that libraries read in this process, also if it is set to something else."""
+    os.environ[name] = value
+
+
+def sees_gpu() -> bool:
+    """Return True if the driver of a GPU is there and CUDA_VISIBLE_DEVICES does not hide all; torch is not asked."""
+    is_hidden = os.environ.get("CUDA_VISIBLE_DEVICES") == ""
+    return not is_hidden and any(os.path.exists(path) for path in ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg"))
+
+
 def value_for_libraries(name: str) -> str | None:
     """Return a variable that libraries read, None if it is not set."""
     return os.environ.get(name)

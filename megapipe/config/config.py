@@ -59,6 +59,7 @@ class ResolvedParallelConfig(ParallelConfig):
 
     num_virtual_stages_per_pipeline_rank: int
     pipeline_receive_depth: int
+    tp_comm_overlap: bool
     ddp_bucket_size: int
 
 

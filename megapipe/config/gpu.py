@@ -56,9 +56,20 @@ class GpuConfig:
         None, "YAML file with cga_cluster_size, min_ctas, max_ctas, net_name for kinds of groups (tp, pp, dp, ...)"
     )
     high_priority_stream_groups: tuple[str, ...] = option(
-        ("pp",),
-        "kinds of groups whose NCCL kernels have priority: the messages that a pipeline waits for",
+        ("tp", "pp"),
+        "kinds of groups whose NCCL kernels have priority: sums that a layer and messages that a pipeline waits for",
         choices=NCCL_GROUPS,
+    )
+    gemm_sm_carveout: int = option(
+        0,
+        "SMs that torch's GEMMs leave free for NCCL's kernels (a hint to cuBLAS, which follows it on Hopper); "
+        "megapipe calibrate --tune measures it",
+        "SMs",
+        at_least=0,
+    )
+    tuned: str | None = option(
+        None,
+        "file of settings that megapipe calibrate --tune measured on this kind of device; flags and other files win",
     )
     cuda_graph_impl: str = option(
         "none",

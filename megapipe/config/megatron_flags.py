@@ -108,7 +108,9 @@ DELIBERATE_DIFFERENCES = (
         "a given number is never ignored",
     ),
     Difference("--log-interval", "100", "100, or a twentieth of a shorter run", "a short run has curves, too"),
-    Difference("--high-priority-stream-groups", "none", "pp", "a pipeline waits for its messages"),
+    Difference(
+        "--high-priority-stream-groups", "none", "tp pp", "layers wait for its sums, a pipeline for its messages"
+    ),
     Difference("--profile-ranks", "none", "0", "--profile alone writes a trace"),
     Difference(
         "--sft-tokenizer-prompt-format",

@@ -98,11 +98,12 @@ class ParallelConfig:
         derived="4 with --device cpu, where a posted receive costs only memory, else 1",
     )
     sequence_parallel: bool = option(False, "norms and dropout work on 1/tp of the sequence; no effect without tp")
-    tp_comm_overlap: bool = option(
-        False,
+    tp_comm_overlap: bool | None = option(
+        None,
         "split the tensor-parallel collectives of a linear that no other GEMM can hide into chunks, each overlapped "
         "with the GEMM of the chunk before: a forward's all-gather and reduction, the all-gather of a row-parallel "
         "linear's output gradient; see docs/gpu.md",
+        derived="on from tp 4 with --sequence-parallel and --transformer-impl local on GPUs, else off",
     )
     tp_comm_overlap_ag: bool = option(
         True,

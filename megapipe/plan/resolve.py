@@ -22,6 +22,7 @@ from megapipe.config.config import (
 )
 from megapipe.config.model import ModelConfig
 from megapipe.config.rules.check import check
+from megapipe.config.rules.gpu import overlaps_by_default
 from megapipe.config.rules.sft import with_implied
 from megapipe.config.training import OptimizerConfig
 from megapipe.data.build_datasets import DEFAULT_SPLIT
@@ -59,6 +60,9 @@ def resolve(config: Config, world_size: int, ranks_per_node: int | None = None) 
         pipeline_memory_limit=memory_limit(config.parallel, schedule_name),
         pipeline_receive_depth=config.parallel.pipeline_receive_depth
         or default_receive_depth(may_use_gpu=training.device != "cpu"),
+        tp_comm_overlap=overlaps_by_default(config)
+        if config.parallel.tp_comm_overlap is None
+        else config.parallel.tp_comm_overlap,
         ddp_bucket_size=config.parallel.ddp_bucket_size or max(40_000_000, 1_000_000 * topology.dp),
     )
     partition = cut_layers(model, parallel, placement)

@@ -11,12 +11,24 @@ from megapipe.config.config import Config
 from megapipe.config.layers import LayerConfig, kinds_of, of_each_kind
 from megapipe.config.model import ACTIVATIONS, NORMALIZATIONS
 from megapipe.config.rules.proposals import chosen
+from megapipe.environment import sees_gpu
 
 FP8_MULTIPLE = 16  # the matrix units of Hopper need every size of an fp8 GEMM to be a multiple of this
 HALF_TYPES = ("bf16", "fp16")
 GRAPHS = "--cuda-graph-impl local"
 TRANSFORMER_ENGINE = "--transformer-impl transformer_engine"
 ONE_OF_TWO = "leave one of the two out"
+
+
+def overlaps_by_default(config: Config) -> bool:
+    """Return whether --tp-comm-overlap is on if it is not given: on GPUs from tp 4, where its collectives cost most.
+
+    --device auto means a GPU where this machine has one, so a plan for GPUs made elsewhere needs --device cuda.
+    """
+    parallel, device, tp = config.parallel, config.training.device, config.parallel.tensor_model_parallel_size
+    fits = parallel.sequence_parallel and config.model.seq_length // tp >= parallel.tp_comm_overlap_chunks
+    is_gpu = device == "cuda" or (device == "auto" and sees_gpu())
+    return tp >= 4 and fits and is_gpu and config.kernels.transformer_impl == "local"
 
 
 def libraries(config: Config) -> Iterator[str]:
