@@ -311,7 +311,9 @@ logging.sample_prompts | --sample-prompts 1 2 | said samples: | --tokenizer-type
 logging.sample_tokens | --sample-tokens 1 | outcome | --tokenizer-type NullTokenizer --vocab-size 31 --sample-prompts 1
 gpu.nccl_settings | --nccl-settings NCCL_DEBUG=INFO | said --nccl-settings: no effect, as ranks communicate over gloo
 gpu.nccl_communicator_config_path | --nccl-communicator-config-path {{tmp}}/none.yaml | said none.yaml cannot be read
-gpu.high_priority_stream_groups | --high-priority-stream-groups tp pp | said --high-priority-stream-groups: no effect
+gpu.high_priority_stream_groups | --high-priority-stream-groups dp | said --high-priority-stream-groups: no effect
+gpu.gemm_sm_carveout | --gemm-sm-carveout 8 | said --gemm-sm-carveout: no effect without a GPU
+gpu.tuned | --tuned {{tmp}}/none.yaml | said none.yaml cannot be read
 gpu.cuda_graph_impl | --cuda-graph-impl local | said --cuda-graph-impl local
 gpu.cuda_graph_warmup_steps | --cuda-graph-warmup-steps 5 | recorded_after | !--device --cuda-graph-impl local
 gpu.nvtx_ranges | --nvtx-ranges | said --nvtx-ranges needs a GPU, and this run has none

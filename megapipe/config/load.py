@@ -26,6 +26,7 @@ from megapipe.config.problems import Problems
 from megapipe.config.rules.check import RULES, Rule, broken_rules, remarks
 from megapipe.config.rules.sft import IMPLIED
 from megapipe.config.rules.training import job
+from megapipe.config.tuned import tuned_settings
 from megapipe.config.yaml_file import Entry, read_entries, read_file, to_yaml
 from megapipe.errors import ConfigError
 from megapipe.registry import EXTENSIONS
@@ -93,6 +94,10 @@ def load_config(
         with problems.caught():
             files.append(settings_of_yaml(read_file(path), path, accepted, problems))
     values, origins = merge([*files, line.settings], problems)
+    if values["gpu.tuned"] is not None:
+        with problems.caught():
+            measured = tuned_settings(values["gpu.tuned"])
+            values, origins = merge([measured, *files, line.settings], Problems())
     fill_tokenizer_type(values, origins)
     fill_implied_by_sft(values, origins, problems)
     loaded = LoadedConfig(make_config(values), origins, line.requests, tuple(accepted))

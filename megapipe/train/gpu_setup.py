@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -14,27 +15,38 @@ from megapipe.comm.nccl import NcclSettings
 from megapipe.config.config import Config
 from megapipe.config.files import LoggingConfig
 from megapipe.config.gpu import GpuConfig
-from megapipe.environment import Environment, set_for_libraries
+from megapipe.config.tuned import read_tuned
+from megapipe.environment import Environment, replace_for_libraries, set_for_libraries, value_for_libraries
 from megapipe.errors import ConfigError, TrainingError
 from megapipe.formatting import bytes_text
 from megapipe.plan.memory import rank_memory
+from megapipe.plan.queues import DEFAULT_CONNECTIONS, MOST_CONNECTIONS, Traffic, enqueue, why_it_hangs
 from megapipe.plan.run_plan import RunPlan
 from megapipe.tensor_parallel.fp8 import fp8_unsupported_reason
 
 FLIGHT_RECORDER_FOLDER = "nccl"
+CONNECTIONS, P2P_CHANNELS = "CUDA_DEVICE_MAX_CONNECTIONS", "NCCL_MAX_P2P_NCHANNELS"
+CHANNELS_IN_NODE = 4  # of a message; docs/gpu_queues.md has what waiting receives then hold
+MOST_ACTIONS = 20_000  # of schedules whose queues are simulated at the start: about a second
 MOST_HISTORY_ENTRIES = 100_000
 
 Marks = Callable[[str], AbstractContextManager[Any]]  # name -> profiler range
 
 
-def prepare(config: Config, environment: Environment) -> NcclSettings:
-    """Set what CUDA's allocator and NCCL read when they start, before the first use of either. Raises ConfigError."""
+def prepare(plan: RunPlan, environment: Environment) -> tuple[NcclSettings, tuple[str, ...]]:
+    """Set what CUDA, its allocator and NCCL read when they start, before the first use of any; returns lines to print.
+
+    Raises ConfigError.
+    """
+    config = plan.config
+    said = connections_line(plan) if config.training.device != "cpu" else ()
     settings, save = NcclSettings.of(config.gpu), config.checkpoint.save
     wanted = config.parallel.distributed_backend
     backend, device = choose_backend(wanted, config.training.device, environment.local_rank)
     if device.type == "cuda":
         # without segments that grow, messages and graph replays of many sizes fragment the memory
         set_for_libraries(PYTORCH_ALLOC_CONF="expandable_segments:True")
+        torch._C._set_sm_carveout_experimental(config.gpu.gemm_sm_carveout or None)
     elif config.gpu.nvtx_ranges or config.gpu.record_memory_history:
         flag = "--nvtx-ranges" if config.gpu.nvtx_ranges else "--record-memory-history"
         raise ConfigError(
@@ -42,13 +54,83 @@ def prepare(config: Config, environment: Environment) -> NcclSettings:
         )
     if device.type != "cuda" and config.gpu.cuda_graph_impl != "none":
         raise ConfigError("--cuda-graph-impl local needs a GPU, and this run has none; leave it out")
+    said = (*(said if device.type == "cuda" else ()), *tuned_line(config.gpu.tuned, device))
     if backend == "nccl":
+        said += channels_line(plan, settings)
         settings.prepare(None if save is None else Path(save) / FLIGHT_RECORDER_FOLDER)
         if config.gpu.cuda_graph_impl != "none":
             # NCCL registers the buffers of collectives in a graph and assumes that each is one allocation;
             # a segment that has grown consists of several
             set_for_libraries(NCCL_GRAPH_REGISTER=0)
-    return settings
+    return settings, said
+
+
+def connections_line(plan: RunPlan) -> tuple[str, ...]:
+    """Replace a CUDA_DEVICE_MAX_CONNECTIONS with which this run's schedules can hang, and return a line that says so.
+
+    Megatron's scripts export 1, for an order of kernels that nothing here relies on. Called before CUDA starts.
+    """
+    if plan.topology.pp == 1 or (torch.version.cuda is None and torch.version.hip is None):
+        return ()
+    text = value_for_libraries(CONNECTIONS)
+    given = int(text) if text is not None and text.isascii() and text.isdigit() and int(text) else DEFAULT_CONNECTIONS
+    schedules = [plan.schedule(count) for count in plan.decisive_counts]
+    traffic = Traffic(
+        tp_collectives=2 if plan.topology.tp > 1 else 0,
+        dp=plan.topology.num_replicas > 1 and plan.config.parallel.overlap_grad_reduce,
+        send_depth=plan.send_depth,
+    )
+    if sum(len(row) for schedule in schedules for row in schedule.rows) > MOST_ACTIONS:
+        chosen, why = max(given, MOST_CONNECTIONS), "this schedule is too large to be simulated at the start"
+    else:
+        priority, why, chosen = plan.config.gpu.high_priority_stream_groups, "", given
+        programs = [enqueue(schedule, traffic) for schedule in schedules]
+        for chosen in dict.fromkeys((given, *(count for count in (8, 16, MOST_CONNECTIONS) if count > given))):
+            hang = next(filter(None, (why_it_hangs(each, chosen, priority) for each in programs)), "")
+            if not hang:
+                break
+            why = why or f"with {given} a step can hang ({hang})"
+        else:
+            why += f"; it can with {chosen} too: use --pipeline-receive-depth 1"
+    if chosen == given:
+        return (f"{CONNECTIONS} {given}: {why}",) if why else ()
+    replace_for_libraries(CONNECTIONS, str(chosen))
+    origin = "of the environment" if text is not None else "CUDA's default"
+    return (f"{CONNECTIONS}: {chosen} instead of {given}, {origin}: {why}",)
+
+
+def channels_line(plan: RunPlan, settings: NcclSettings) -> tuple[str, ...]:
+    """Limit NCCL's channels of messages inside a node, unless the user has set them, and return a line that says so.
+
+    A waiting receive holds an SM for each channel, up to 32 over NVLink. Options of a communicator such as max_ctas are
+    meant for collectives; for messages NCCL's maintainers name the variable (github.com/NVIDIA/nccl/issues/1598).
+    """
+    topology = plan.topology
+    if topology.pp == 1 or P2P_CHANNELS in settings.variables or value_for_libraries(P2P_CHANNELS):
+        return ()
+    neighbours = [pair for pipeline in topology.groups("pp") for pair in pairwise(pipeline)]
+    if all(len(topology.nodes_of(pair)) > 1 for pair in neighbours):
+        return ()  # NCCL uses two channels a peer over the network
+    set_for_libraries(**{P2P_CHANNELS: CHANNELS_IN_NODE})
+    return (f"{P2P_CHANNELS}={CHANNELS_IN_NODE}: a waiting receive holds at most {CHANNELS_IN_NODE} SMs",)
+
+
+def tuned_line(path: str | None, device: torch.device) -> tuple[str, ...]:
+    """Return a line on the settings of --tuned. Raises ConfigError if they were measured on another kind of device."""
+    if path is None:
+        return ()
+    tuned, here = read_tuned(path), device_kind(device)
+    if tuned.device != here:
+        raise ConfigError(
+            f"--tuned {path} was measured on {tuned.device}, this run is on {here}; tune here, or leave it out"
+        )
+    settings = ", ".join(f"{key.partition('.')[2]} {value}" for key, value in tuned.settings.items())
+    return (f"tuned by {path} (flags and --config win): {settings or 'the defaults are fastest'}",)
+
+
+def device_kind(device: torch.device) -> str:
+    """Return 'cpu', or the driver's name of the GPU."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
 
 
 def check_fp8(config: Config, device: torch.device) -> None:
@@ -61,13 +143,18 @@ def check_fp8(config: Config, device: torch.device) -> None:
 
 
 def unused(config: GpuConfig, world: World) -> list[str]:
-    """Return remarks on NCCL settings that have no effect because the backend is another."""
+    """Return remarks on settings that have no effect on this device or backend."""
+    idle = (
+        ["--gemm-sm-carveout: no effect without a GPU"]
+        if config.gemm_sm_carveout and world.device.type != "cuda"
+        else []
+    )
     if world.backend == "nccl":
-        return []
+        return idle
     default = GpuConfig()
     names = ("nccl_settings", "nccl_communicator_config_path", "high_priority_stream_groups")
     given = ["--" + name.replace("_", "-") for name in names if getattr(config, name) != getattr(default, name)]
-    return [f"{', '.join(given)}: no effect, as ranks communicate over {world.backend}"] if given else []
+    return idle + ([f"{', '.join(given)}: no effect, as ranks communicate over {world.backend}"] if given else [])
 
 
 def graph_words(plan: RunPlan) -> tuple[str, ...]:

@@ -88,10 +88,10 @@ def _run(
     is_refused = isinstance(lock, CheckpointError)
     journal = Journal(None if is_refused else recorded_folder(config), environment.global_rank)
     with journal.failures(), stop_requests(config.training.exit_signal_handler) as stop:
+        nccl, said = prepare(plan, environment)  # before a library can start CUDA
         kernels = choose_kernels(config)  # fails, if a library is missing, before ranks wait for each other
         if not is_refused:
             journal.open_writers(config)
-        nccl = prepare(config, environment)
         counted = count_this_start(config, environment, lock)
         world = join(plan, environment)
         check_fp8(config, world.device)
@@ -102,7 +102,7 @@ def _run(
             text = {"config": config_text, "plan": plan_text(plan), "remarks": list(remarks), "kernels": list(words)}
             journal.record("start", **described, **text)
             journal.progress("kernels: " + "\n         ".join(words))
-        journal.say(*extension_lines(), *unused(config.gpu, world))
+        journal.say(*extension_lines(), *said, *unused(config.gpu, world))
         heartbeat = Heartbeat(GROUP_NAMES) if config.parallel.hang_timeout_seconds else None
         groups = build_process_groups(
             plan.topology,

@@ -37,11 +37,11 @@ def test_communicators_get_the_options_of_their_kind_of_group(tmp_path: Path, mo
     settings = NcclSettings.of(GpuConfig(nccl_communicator_config_path=str(file)))
     made = []
     monkeypatch.setattr(dist, "new_group", lambda ranks, **arguments: made.append(arguments))
-    for kind in ("tp", "pp", "dp"):
+    for kind in ("cp", "pp", "dp"):
         groups.new_handle((0, 1), kind, "nccl", 5.0, kind, settings.options)
         groups.new_handle((0, 1), kind, "gloo", 5.0, kind, settings.options)
-    tp, _, pp, _, dp, _ = (arguments["pg_options"] for arguments in made)
-    assert tp is None
+    cp, _, pp, _, dp, _ = (arguments["pg_options"] for arguments in made)
+    assert cp is None
     assert pp.is_high_priority_stream and pp._timeout == timedelta(seconds=5)
     assert not dp.is_high_priority_stream and dp.config == SimpleNamespace(
         cga_cluster_size=0, min_ctas=2, max_ctas=8, net_name="IB"
