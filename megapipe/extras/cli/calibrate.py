@@ -5,19 +5,23 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import os
 import platform
 import shlex
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from megapipe.config.layers import layer_kinds
 from megapipe.config.load import load_config
 from megapipe.config.training import DEVICES
+from megapipe.config.tuned import Tuned, to_yaml
 from megapipe.dtypes import TENSOR_DTYPES
 from megapipe.environment import Environment
+from megapipe.errors import ConfigError
 from megapipe.extras.cli.frame import command, option, write_file
-from megapipe.extras.cli.planning import with_vocabulary
+from megapipe.extras.cli.planning import planned, with_vocabulary
 from megapipe.formatting import ranges_text
 from megapipe.plan.layer_costs import LayerTimes, PartCost, setting_of, to_json
 from megapipe.plan.resolve import resolve
@@ -38,6 +42,65 @@ PROFILE_OPTIONS = (
 )
 
 
+TUNE_OPTIONS = (
+    option("--tune", "measure settings of a run instead of the machine", action="store_true"),
+    option("--nproc-per-node", "ranks of the measured runs, on this machine", type=int, required=True, above=0),
+    option("--output", "never overwritten without --force", type=Path, default="tuned.yaml", metavar="FILE.yaml"),
+    option("--force", "overwrite the file", action="store_true"),
+    option("--steps", "counted in each run, after two to warm up; every candidate runs twice", default=8, above=0),
+)
+
+
+def calibrate(arguments: Sequence[str]) -> int:
+    """Run `megapipe calibrate`, or with --tune its measurement of settings, and return the exit code."""
+    return (_tune if "--tune" in arguments else _calibrate)(arguments)
+
+
+@command("megapipe calibrate --tune", TUNE_OPTIONS, takes_config=True, interrupted="interrupted; no file was written")
+def _tune(own: argparse.Namespace) -> None:
+    """Measure which settings make a configuration fastest on this machine, and write them to a file.
+
+      megapipe calibrate --tune --nproc-per-node 8 --output tuned.yaml --config run.yaml
+      megapipe launch --nproc-per-node 8 pretrain --config run.yaml --tuned tuned.yaml
+
+    Short runs of the configuration with one setting changed at a time: with a pipeline the receive depth, with tensor
+    parallelism the overlap of its collectives and their chunks, on GPUs also NCCL's channels of messages and the SMs
+    that GEMMs leave free. A setting is changed only if that is more than 2 % faster. What flags and files give is not
+    varied. The machine should do nothing else.
+    """
+    from megapipe.extras.calibrate import tune
+    from megapipe.extras.calibrate.hardware_file import refuse_taken
+
+    refuse_taken(own.output, own.force)
+    loaded = load_config(own.flags)
+    plan = planned(loaded, own.nproc_per_node, own.nproc_per_node)
+
+    import torch
+
+    from megapipe.train.gpu_setup import device_kind
+
+    is_gpu = loaded.config.training.device != "cpu" and torch.cuda.is_available()
+    decisions = tuple(tune.choices(plan, loaded, is_gpu))
+    if not decisions:
+        raise ConfigError("nothing to tune: the run has neither tp nor pp, or its flags and files give every setting")
+    load = os.getloadavg()[0]
+    measure = tune.measured_run(own.flags, own.nproc_per_node, own.steps)
+    settings, figures = tune.search(iter(decisions), measure)
+    measured = {
+        "command": shlex.join(["megapipe", *sys.argv[1:]]),
+        "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "versions": {"torch": torch.__version__, "cuda": torch.version.cuda, "python": platform.python_version()},
+        "load_before": round(load, 1),
+        "steps": [{"settings": dict(each.settings), "step_seconds": list(each.step_seconds)} for each in figures],
+    }
+    kind = device_kind(torch.device("cuda" if is_gpu else "cpu"))
+    write_file(own.output, to_yaml(Tuned(kind, settings, measured)), "--output")
+    print(tune.figures_text(figures))
+    print(
+        f"fastest: {' '.join(tune.flags_of(settings)) or 'as given'}\nwritten: {own.output}, for --tuned {own.output}"
+    )
+
+
 @command(
     "megapipe calibrate",
     CALIBRATE_OPTIONS,
@@ -45,7 +108,7 @@ PROFILE_OPTIONS = (
     needs_words=False,
     interrupted="interrupted; no file was written",
 )
-def calibrate(own: argparse.Namespace, environment: Environment) -> None:
+def _calibrate(own: argparse.Namespace, environment: Environment) -> None:
     """Measure this machine and write a hardware file for `megapipe plan`.
 
       megapipe calibrate --output here.yaml
@@ -56,6 +119,10 @@ def calibrate(own: argparse.Namespace, environment: Environment) -> None:
     node, and between nodes where there are several. Ranks measure at the same time, and the slowest counts. The file
     says what was not measured. Measure on a machine that does nothing else. On CPUs a rank has OMP_NUM_THREADS threads,
     as in training, and one where that is not set.
+
+      megapipe calibrate --tune --nproc-per-node 2 --config run.yaml                (its own options: add --help)
+
+    measures instead which settings make a configuration fastest, for --tuned FILE.
     """
     from megapipe.extras.calibrate import hardware_file
     from megapipe.extras.calibrate.rates import measure

@@ -30,6 +30,7 @@ SUBCOMMANDS = {
     "profile-layers": Subcommand("calibrate", "profile_layers", "measure embedding, layers, head, to balance stages"),
     "calibrate": Subcommand("calibrate", "calibrate", "measure this machine and its links: a hardware file for plan"),
     "schedule": Subcommand("schedule", "main", "draw, compare, check and simulate pipeline schedules"),
+    "queues": Subcommand("queues", "main", "simulate CUDA's work queues and the SMs that waiting receives hold"),
     "doctor": Subcommand("doctor", "main", "check this machine or allocation: versions, interfaces, links of groups"),
     "status": Subcommand("status", "main", "show what every rank of a run does now, and which ranks it waits for"),
     "configs": Subcommand("configs", "main", "list or copy the configurations that come with megapipe"),
@@ -47,7 +48,20 @@ SUBCOMMANDS = {
 }
 # words of commands that only print: `| head` ends them like any other tool
 PRINTING = frozenset(
-    ("-h", "--help", "help", "plan", "explain", "schedule", "status", "progress", "configs", "migrate", "compare")
+    (
+        "-h",
+        "--help",
+        "help",
+        "plan",
+        "explain",
+        "schedule",
+        "queues",
+        "status",
+        "progress",
+        "configs",
+        "migrate",
+        "compare",
+    )
 )
 
 

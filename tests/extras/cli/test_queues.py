@@ -1,0 +1,32 @@
+"""`megapipe queues` prints the tables of docs/gpu_queues.md."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from megapipe.extras.cli.queues import main
+
+SMALL = ["gpipe", "1f1b", "-p", "3", "-m", "6"]
+
+
+def test_the_depths_that_hang_are_listed_by_connections(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*SMALL, "--json"]) == 0
+    gpipe, one = json.loads(capsys.readouterr().out)
+    assert gpipe["1"] == "2 3 4" and gpipe["32"] == "-"
+    assert one["1"].startswith("3") or one["1"] == "-"
+    assert main(SMALL) == 0
+    assert capsys.readouterr().out.splitlines()[1].split()[:2] == ["gpipe", "1"]
+
+
+def test_channels_and_sms_scale_the_table_of_sms(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*SMALL, "--sm-table", "--channels", "32", "--sms", "128", "--json"]) == 0
+    for row in json.loads(capsys.readouterr().out):
+        assert row["SMs"].endswith(f"/{row['peak'] * 32}") and row["of the GPU"] == f"{row['peak'] / 4:.0%}"
+        assert 0 < float(row["mean"]) <= row["peak"] <= row["bound"]
+
+
+def test_an_unknown_schedule_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["1f2b"]) == 2
+    assert "unknown pipeline schedule '1f2b'" in capsys.readouterr().err
