@@ -89,7 +89,7 @@ def _tune(own: argparse.Namespace) -> None:
     measured = {
         "command": shlex.join(["megapipe", *sys.argv[1:]]),
         "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        "versions": {"torch": torch.__version__, "cuda": torch.version.cuda, "python": platform.python_version()},
+        "versions": {"torch": str(torch.__version__), "cuda": torch.version.cuda, "python": platform.python_version()},
         "load_before": round(load, 1),
         "steps": [{"settings": dict(each.settings), "step_seconds": list(each.step_seconds)} for each in figures],
     }

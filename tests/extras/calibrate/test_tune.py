@@ -46,13 +46,8 @@ def test_the_fastest_is_kept_and_noise_changes_nothing() -> None:
     both = iter([({DEPTH: 2}, {DEPTH: 3}), ({OVERLAP: True},)])
     chosen, figures = search(both, measure)
     assert chosen == {DEPTH: 2}, "1 % is not more than noise"
-    assert [dict(figure.settings) for figure in figures] == [
-        {},
-        {DEPTH: 2},
-        {DEPTH: 3},
-        {DEPTH: 2},
-        {DEPTH: 2, OVERLAP: True},
-    ]
+    both_ways = {DEPTH: 2, OVERLAP: True}
+    assert [figure.settings for figure in figures] == [{}, {DEPTH: 2}, {DEPTH: 3}, {DEPTH: 2}, both_ways]
     assert asked[:6] == [{}, {DEPTH: 2}, {DEPTH: 3}, {DEPTH: 3}, {DEPTH: 2}, {}], "in order, then in reverse"
     assert all(len(figure.step_seconds) == 6 for figure in figures)
 
@@ -64,8 +59,8 @@ def test_flags_of_settings() -> None:
     )
 
 
-def test_a_run_that_fails_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(MegapipeError, match="the run with --pipeline-receive-depth 3 failed:\n.*--num-layers"):
+def test_a_run_that_fails_is_shown() -> None:
+    with pytest.raises(MegapipeError, match=r"the run with --pipeline-receive-depth 3 failed:\n[^~]*--num-layers"):
         tune.measured_run(["--num-layers", "none"], 1, 1)({DEPTH: 3})
 
 
