@@ -63,7 +63,7 @@ class Program:
         return len(self.works) - 1
 
     def wait(self, stream: Stream, index: int | None, name: str) -> None:
-        """Make a stream wait for an entry (cudaStreamWaitEvent); nothing happens if there is none."""
+        """Make a stream wait for an entry (cudaStreamWaitEvent). index: None to return at once."""
         if index is not None:
             self.add(Work(stream, name, after=index))
 
@@ -75,7 +75,7 @@ class Program:
 
 @dataclass(frozen=True)
 class Traffic:
-    """What ranks communicate besides the messages of the schedule, and how."""
+    """The communication of a step besides the messages of the schedule, and the limits of both."""
 
     tp_collectives: int = 0  # of each forward and each (half) backward; 0: tp is 1
     dp: bool = False  # REDUCE_GRAD starts a collective over the replicas
@@ -88,9 +88,9 @@ class Traffic:
 def enqueue(schedule: Schedule, traffic: Traffic = Traffic()) -> tuple[Program, ...]:
     """Return what each pp_rank enqueues in one step of a lowered schedule.
 
-    Ranks of one tp or dp group enqueue the same, so one of them stands for all: a cycle of waits over several of them
-    would also be a cycle in their common program. Not included: the declarations of the first messages, offloading and
-    CUDA graphs.
+    Ranks of one tp or dp group enqueue the same, so only one of them is simulated: a cycle of waits over several of
+    them would also be a cycle in their common program. Not included: the declarations of the first messages,
+    offloading and CUDA graphs.
     """
     streams = Op.OVERLAP in schedule.ops
     return tuple(
@@ -175,14 +175,6 @@ class _Rank:
             self.program.wait(stage, self.program.last.get(CURRENT), "fork")
 
 
-def pool_of(stream: Stream, high_priority: Sequence[str]) -> int | None:
-    """Return the pool of torch that a stream is taken from: 0 or HIGH; None for the default stream."""
-    if stream == CURRENT:
-        return None
-    kind = "pp" if isinstance(stream, Channel) else str(stream).split()[0]
-    return HIGH if kind in high_priority else 0
-
-
 def queue_map(
     streams: Iterable[Stream], connections: int | None, mapping: str, high_priority: Sequence[str]
 ) -> dict[Stream, tuple[int, int]]:
@@ -193,7 +185,8 @@ def queue_map(
     taken: dict[int | None, int] = defaultdict(int)
     numbers: dict[Stream, int] = {}
     for stream in streams:
-        pool = pool_of(stream, high_priority)
+        kind = "pp" if isinstance(stream, Channel) else str(stream).split()[0]
+        pool = None if stream == CURRENT else HIGH if kind in high_priority else 0  # None: the default stream
         index = taken[pool] % POOL_STREAMS
         taken[pool] += 1
         numbers[stream] = 0 if pool is None else 1 + index * POOL_PRIORITIES + pool
