@@ -54,9 +54,8 @@ def main(own: argparse.Namespace) -> None:
         print(f"\nreceives that wait, of the worst rank: mean while it computes, and at most; {of}")
         print("bound: kernels of messages, sends included, that can wait at once however long kernels take")
     else:
-        print(
-            "\nhang: with streams mapped to queues in the order of their use; (hang): only in the order of torch's pool"
-        )
+        print("\nreceive depths at which a step can hang, by the number of queues (CUDA_DEVICE_MAX_CONNECTIONS);")
+        print("streams are mapped to queues in the order of their use, (depth): only if in the order of torch's pool")
 
 
 def _schedules(name: str, own: argparse.Namespace) -> Iterator[tuple[int, int, Schedule, Traffic]]:
