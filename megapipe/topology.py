@@ -36,9 +36,14 @@ GROUP_AXES: dict[str, tuple[str, ...]] = {
     "model": ("tp", "pp"),  # one whole copy of the model, two in a mirrored pipeline
     "embedding": ("pp",),  # first and last pp_rank of a pipeline: tied input and output embeddings are summed over it
     "kv": ("tp",),  # tp neighbours that hold the same KV heads
+    # the ranks of a pp_rank as a second grid, for experts: etp varies fastest, then ep, then the experts' replicas
+    "etp": ("tp", "cp", "dp"),  # ranks that share every expert
+    "ep": ("tp", "cp", "dp"),  # ranks among which the experts of a layer are divided
+    "expert_replicas": ("tp", "cp", "dp"),  # ranks that hold the same experts, doubled in a mirrored pipeline
     "world": AXES,
 }
 GROUP_NAMES = tuple(GROUP_AXES)
+EXPERT_GROUPS = ("etp", "ep", "expert_replicas")
 
 
 class Coordinates(NamedTuple):
@@ -55,7 +60,8 @@ class Topology:
     """The grid of ranks.
 
     Raises ConfigError for sizes below 1, an order that is not a permutation, nodes that are not full, a tp group across
-    nodes (unless allow_tp_across_nodes), and an odd number of ranks in a mirrored pipeline.
+    nodes (unless allow_tp_across_nodes), an odd number of ranks in a mirrored pipeline, and a grid of experts that does
+    not divide the ranks of a pp_rank.
     """
 
     tp: int = 1
@@ -67,6 +73,8 @@ class Topology:
     allow_tp_across_nodes: bool = False
     kv_replicas: int = 1  # tp neighbours that hold the same KV heads (tp / number of query groups if tp is larger)
     mirrored_pipeline: bool = False  # pp_ranks r and pp - 1 - r hold the same stages (DualPipe) and are `replicas`
+    ep: int = 1  # ranks among which the experts of a layer are divided
+    expert_tp: int | None = None  # ranks that share every expert; None: tp
 
     @classmethod
     def of_world(cls, world_size: int, *, tp: int = 1, cp: int = 1, pp: int = 1, **options: Any) -> Topology:
@@ -94,6 +102,7 @@ class Topology:
             ways = f"{self.pp - 1} or {self.pp + 1}" if self.pp > 1 else "2"
             rule = "a pipeline in two directions (--pipeline-schedule dualpipe) pairs each rank with the opposite one"
             raise ConfigError(f"--pipeline-model-parallel-size {self.pp} is odd: {rule}; use {ways}")
+        self._check_experts()
         if self.ranks_per_node is None:
             return
         if self.ranks_per_node < 1:
@@ -115,6 +124,16 @@ class Topology:
         return {"tp": self.tp, "cp": self.cp, "dp": self.dp, "pp": self.pp}[axis]
 
     @property
+    def etp(self) -> int:
+        """Ranks that share every expert: tp unless another number was given."""
+        return self.tp if self.expert_tp is None else self.expert_tp
+
+    @property
+    def edp(self) -> int:
+        """Copies of every expert on the ranks of one pp_rank."""
+        return self.tp * self.cp * self.dp // (self.ep * self.etp)
+
+    @property
     def world_size(self) -> int:
         return self.tp * self.cp * self.pp * self.dp
 
@@ -122,6 +141,16 @@ class Topology:
     def num_replicas(self) -> int:
         """Number of ranks that hold the same parameters: dp x cp, twice that in a mirrored pipeline."""
         return self.dp * self.cp * (2 if self.mirrored_pipeline else 1)
+
+    @property
+    def num_expert_replicas(self) -> int:
+        """Number of ranks that hold the same experts: edp, twice that in a mirrored pipeline."""
+        return self.edp * (2 if self.mirrored_pipeline else 1)
+
+    def expert_rank(self, global_rank: int) -> int:
+        """Return ep_rank x etp + etp_rank: the place of a rank among the ep x etp ranks that cut the experts."""
+        place = self.coordinates(global_rank)
+        return (place.tp_rank + self.tp * (place.cp_rank + self.cp * place.dp_rank)) % (self.ep * self.etp)
 
     @cached_property
     def strides(self) -> dict[str, int]:
@@ -155,11 +184,13 @@ class Topology:
     def _members(self, name: str) -> npt.NDArray[np.int64]:
         """Return the groups of one kind as [groups, size of a group]."""
         grid, axes = self._grid, [AXES.index(axis) for axis in _axes(name)]
+        if name in EXPERT_GROUPS:
+            grid, axes = self._expert_grid, [EXPERT_GROUPS.index(name)]
         if name == "embedding":
             grid = grid[..., self._ends]
         elif name == "kv":  # tp is cut into two axes, of which the faster one is the group
             grid, axes = grid.reshape(self.tp // self.kv_replicas, self.kv_replicas, *grid.shape[1:]), [1]
-        elif self._is_mirrored(name):  # the opposite ranks of each pipeline become a new first axis
+        if self._is_mirrored(name):  # the opposite ranks of each pipeline become a new first axis
             grid = np.stack([grid[..., : self.pp // 2], grid[..., ::-1][..., : self.pp // 2]])
             axes = [0, *(axis + 1 for axis in axes)]
         size = math.prod(grid.shape[axis] for axis in axes)
@@ -172,6 +203,16 @@ class Topology:
         The time is proportional to the group, except in the first call, which makes the grid of all ranks.
         """
         axes, place = _axes(name), self.coordinates(global_rank)
+        if name in EXPERT_GROUPS:
+            at, pp_ranks = self.expert_rank(global_rank), [place.pp_rank]
+            block = (place.tp_rank + self.tp * (place.cp_rank + self.cp * place.dp_rank)) // (self.ep * self.etp)
+            etp_rank, ep_rank = at % self.etp, at // self.etp
+            whole = range(self._expert_grid.shape[EXPERT_GROUPS.index(name)])
+            members = {"etp": [etp_rank], "ep": [ep_rank], "expert_replicas": [block], name: whole}
+            if self._is_mirrored(name):
+                pp_ranks.append(self.pp - 1 - place.pp_rank)
+            index = [*(members[axis] for axis in EXPERT_GROUPS), pp_ranks]
+            return tuple(sorted(self._expert_grid[np.ix_(*index)].ravel().tolist()))
         index = [range(self.size(axis)) if axis in axes else [at] for axis, at in zip(AXES, place, strict=True)]
         if name == "embedding":
             if place.pp_rank not in self._ends:
@@ -209,6 +250,11 @@ class Topology:
         ranks = np.arange(self.world_size).reshape([self.size(axis) for axis in slowest_first])
         return ranks.transpose([slowest_first.index(axis) for axis in AXES])
 
+    @cached_property
+    def _expert_grid(self) -> npt.NDArray[np.int64]:
+        """Global ranks by [etp_rank, ep_rank, copy of the experts, pp_rank]."""
+        return self._grid.reshape((self.etp, self.ep, self.edp, self.pp), order="F")
+
     @property
     def _ends(self) -> list[int]:
         """The first and the last pp_rank."""
@@ -216,7 +262,23 @@ class Topology:
 
     def _is_mirrored(self, name: str) -> bool:
         """Return True if groups of this kind contain two opposite ranks of each pipeline."""
-        return name == "replicas" and self.mirrored_pipeline
+        return name in ("replicas", "expert_replicas") and self.mirrored_pipeline
+
+    def _check_experts(self) -> None:
+        """Raise ConfigError if ep x etp does not divide the ranks of a pp_rank, or if their order would not be kept."""
+        ranks = self.tp * self.cp * self.dp
+        if self.ep < 1 or self.etp < 1 or ranks % (self.ep * self.etp):
+            raise ConfigError(
+                f"--expert-model-parallel-size {self.ep} x expert tensor parallel {self.etp} does not divide the "
+                f"{ranks} ranks of a pipeline rank (tensor {self.tp} x context {self.cp} x data {self.dp}); change it, "
+                "or --expert-tensor-parallel-size (--tensor-model-parallel-size unless given)"
+            )
+        within = [axis for axis in self.order.split("-") if axis != "pp"]
+        if (self.ep, self.etp) != (1, self.tp) and within != ["tp", "cp", "dp"]:
+            raise ConfigError(
+                f"--rank-order {self.order} with experts over {self.ep} x {self.etp} ranks: their grid is folded over "
+                f"tp, then cp, then dp; use {DEFAULT_ORDER}, or pp at another place in it"
+            )
 
     def _check_rank(self, global_rank: int) -> None:
         if not 0 <= global_rank < self.world_size:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from itertools import permutations
+from typing import Any
 
 import numpy as np
 import pytest
@@ -30,7 +31,13 @@ def topologies(draw: st.DrawFn, largest_world: int = LARGEST_WORLD) -> Topology:
         ranks_left //= sizes[axis]
     replicas = draw(st.sampled_from([n for n in range(1, sizes["tp"] + 1) if sizes["tp"] % n == 0]))
     mirrored = sizes["pp"] % 2 == 0 and draw(st.booleans())
-    return Topology(**sizes, order=draw(st.sampled_from(ORDERS)), kv_replicas=replicas, mirrored_pipeline=mirrored)
+    order, experts = draw(st.sampled_from(ORDERS)), {}
+    if order.replace("-pp", "").replace("pp-", "") == "tp-cp-dp":
+        slice_size = sizes["tp"] * sizes["cp"] * sizes["dp"]
+        etp = draw(st.sampled_from([n for n in range(1, slice_size + 1) if slice_size % n == 0]))
+        ep = draw(st.sampled_from([n for n in range(1, slice_size // etp + 1) if slice_size // etp % n == 0]))
+        experts = {"ep": ep, "expert_tp": etp}
+    return Topology(**sizes, order=order, kv_replicas=replicas, mirrored_pipeline=mirrored, **experts)
 
 
 def expected_groups(topology: Topology, axes: tuple[str, ...]) -> set[tuple[int, ...]]:
@@ -121,6 +128,42 @@ def test_replicas_are_the_dp_and_cp_ranks_of_one_pp_rank_or_of_two_opposite_ones
 
 
 @given(topologies(largest_world=1024))
+@settings(max_examples=60)
+def test_ranks_of_the_same_place_in_the_expert_grid_are_the_experts_replicas(topology: Topology) -> None:
+    holders: dict[tuple[int, ...], list[int]] = {}
+    for rank in range(topology.world_size):
+        pp_rank = topology.coordinates(rank).pp_rank
+        stages = {pp_rank, topology.pp - 1 - pp_rank} if topology.mirrored_pipeline else {pp_rank}
+        holders.setdefault((topology.expert_rank(rank), *sorted(stages)), []).append(rank)
+    assert set(topology.groups("expert_replicas")) == {tuple(ranks) for ranks in holders.values()}
+    assert {len(ranks) for ranks in holders.values()} == {topology.num_expert_replicas}
+    for name, size in (("etp", topology.etp), ("ep", topology.ep)):
+        for group in topology.groups(name):
+            places = [divmod(topology.expert_rank(rank), topology.etp) for rank in group]
+            assert [place[name == "etp"] for place in places] == list(range(size))
+            assert len({place[name == "ep"] for place in places}) == 1
+
+
+def test_experts_may_span_tp_and_dp() -> None:
+    topology = Topology(tp=2, dp=4, pp=2, ep=4, expert_tp=1)
+    assert topology.groups("ep")[:2] == ((0, 1, 2, 3), (4, 5, 6, 7))
+    assert topology.groups("expert_replicas")[:2] == ((0, 4), (1, 5))
+    assert topology.groups("tp")[:2] == ((0, 1), (2, 3))
+
+
+@pytest.mark.parametrize(
+    ("experts", "message"),
+    [
+        pytest.param({"ep": 3}, "3 x expert tensor parallel 2 does not divide the 4 ranks", id="division"),
+        pytest.param({"ep": 2, "order": "dp-tp-cp-pp"}, "folded over tp, then cp, then dp", id="order"),
+    ],
+)
+def test_expert_grids_that_do_not_fit_are_refused(experts: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Topology(tp=2, dp=2, **experts)
+
+
+@given(topologies(largest_world=1024))
 @settings(max_examples=30)
 def test_embedding_groups_join_the_ends_of_each_pipeline(topology: Topology) -> None:
     expected = {tuple(dict.fromkeys((pipeline[0], pipeline[-1]))) for pipeline in topology.groups("pp")}
@@ -145,7 +188,21 @@ def test_order_makes_pipeline_peers_neighbours() -> None:
 def test_all_groups_of_16384_ranks_take_under_two_seconds() -> None:
     began = time.process_time()
     topology = Topology(tp=8, cp=2, pp=16, dp=64, ranks_per_node=8, kv_replicas=2)
-    assert [len(topology.groups(name)) for name in GROUP_NAMES] == [2048, 8192, 1024, 256, 128, 128, 128, 1024, 8192, 1]
+    assert [len(topology.groups(name)) for name in GROUP_NAMES] == [
+        2048,
+        8192,
+        1024,
+        256,
+        128,
+        128,
+        128,
+        1024,
+        8192,
+        2048,
+        16384,
+        128,
+        1,
+    ]
     for rank in range(0, topology.world_size, 16):
         for name in ("tp", "pp", "dp_cp", "embedding"):
             topology.group_of(name, rank)
@@ -204,8 +261,8 @@ def test_world_that_does_not_divide_is_refused_and_never_rounded() -> None:
 
 def test_unknown_group_and_foreign_ranks_are_refused() -> None:
     topology = Topology(tp=2, pp=2)
-    with pytest.raises(KeyError, match="unknown process group 'ep'"):
-        topology.groups("ep")
+    with pytest.raises(KeyError, match="unknown process group 'sp'"):
+        topology.groups("sp")
     with pytest.raises(IndexError, match="global rank 4 is outside a world of 4"):
         topology.coordinates(4)
     with pytest.raises(IndexError, match="pp_rank 2 is outside"):

@@ -73,7 +73,7 @@ class ProcessGroups:
 
     embedding: first and last rank of a pipeline; None on the ranks between. kv: tp neighbours with the same KV heads.
     replicas: holders of this rank's parameters, which is dp_cp, joined with that of the opposite pp_rank in a mirrored
-    pipeline.
+    pipeline. etp, ep and expert_replicas: the grid of the experts (topology.GROUP_AXES).
     """
 
     world: Group
@@ -86,6 +86,21 @@ class ProcessGroups:
     model: Group
     embedding: Group | None
     kv: Group
+    etp: Group
+    ep: Group
+    expert_replicas: Group
+
+    def replicas_of(self, is_expert: bool) -> Group:
+        """Return the ranks that hold the same dense parameters, or the same experts."""
+        return self.expert_replicas if is_expert else self.replicas
+
+    def cut_of(self, is_expert: bool) -> tuple[int, int]:
+        """Return this rank's place among the ranks that cut dense parameters (tp) or experts (ep x etp), and how many
+        there are.
+        """
+        if is_expert:
+            return self.ep.rank * self.etp.size + self.etp.rank, self.ep.size * self.etp.size
+        return self.tp.rank, self.tp.size
 
     @classmethod
     def alone(
@@ -140,6 +155,8 @@ def build_process_groups(
     same_ranks = {"dp_cp": "dp"} if topology.cp == 1 else {}
     if not topology.mirrored_pipeline:
         same_ranks["replicas"] = "dp_cp"
+    if (topology.ep, topology.etp) == (1, topology.tp):
+        same_ranks |= {"etp": "tp", "expert_replicas": "replicas"}
     groups: dict[str, Any] = {}
     for name in GROUP_NAMES:
         other = same_ranks.get(name)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from megapipe.config.fields import Flag, Need, count, option
 
 # kinds of process groups that have their own communicators; the world's is created before them
-NCCL_GROUPS = ("tp", "cp", "pp", "dp", "dp_cp", "replicas", "model", "embedding", "kv")
+NCCL_GROUPS = ("tp", "cp", "pp", "dp", "dp_cp", "replicas", "model", "embedding", "kv", "etp", "ep", "expert_replicas")
 GRAPHS = Need("gpu.cuda_graph_impl", "--cuda-graph-impl local", ("local",))
 
 

@@ -32,16 +32,19 @@ def audit_stages(specs: Sequence[ParamSpec], stages: Mapping[int, Sequence[Param
             )
 
 
-def audit_slices(specs: Iterable[ParamSpec], tp: int) -> None:
+def audit_slices(specs: Iterable[ParamSpec], tp: int, num_expert_ranks: int = 1) -> None:
     """Check that each element of each global tensor is held by exactly its declared tp ranks, and owned by one.
+
+    num_expert_ranks: ep x etp, over which experts are cut.
 
     Raises ConfigError naming parameter, rows and ranks.
     """
     for spec in specs:
         held: dict[tuple[int, int], list[int]] = {}
         declared: dict[tuple[int, int], tuple[int, ...]] = {}
-        for tp_rank in range(tp):
-            for interval in spec.intervals(tp_rank, tp):
+        ranks = num_expert_ranks if spec.is_expert else tp
+        for tp_rank in range(ranks):
+            for interval in spec.intervals(tp_rank, ranks):
                 held.setdefault((interval.start, interval.stop), []).append(tp_rank)
                 declared[interval.start, interval.stop] = interval.replicas
         position = 0
@@ -57,8 +60,16 @@ def audit_slices(specs: Iterable[ParamSpec], tp: int) -> None:
             raise ConfigError(f"{spec.name}: rows from {position} on are held by no tp_rank")
 
 
-def audit_buffers(specs: Sequence[ParamSpec], layouts: Sequence[BufferLayout], tp_rank: int, tp: int) -> None:
+def audit_buffers(
+    specs: Sequence[ParamSpec],
+    layouts: Sequence[BufferLayout],
+    tp_rank: int,
+    tp: int,
+    expert_cut: tuple[int, int] = (0, 1),
+) -> None:
     """Check that each parameter of a stage has one slot, that slots do not overlap and that shards cover their bucket.
+
+    expert_cut: the rank's place among the ep x etp ranks that cut experts, and their number.
 
     Raises ConfigError naming the parameter or the range.
     """
@@ -66,7 +77,7 @@ def audit_buffers(specs: Sequence[ParamSpec], layouts: Sequence[BufferLayout], t
     if sorted(placed) != sorted(spec.name for spec in specs):
         raise ConfigError(f"buffers hold {sorted(placed)}, the stage holds {sorted(spec.name for spec in specs)}")
     for layout in layouts:
-        position = 0
+        position, cut = 0, expert_cut if layout.is_expert else (tp_rank, tp)
         for bucket in layout.buckets:
             if bucket.start != position or (bucket.stop - bucket.start) % layout.num_shards:
                 found = f"{layout.kind} bucket [{bucket.start}, {bucket.stop})"
@@ -77,7 +88,7 @@ def audit_buffers(specs: Sequence[ParamSpec], layouts: Sequence[BufferLayout], t
                     raise ConfigError(
                         f"{slot.spec.name} at [{slot.start}, {slot.stop}) overlaps its neighbour or exceeds its bucket"
                     )
-                if sum(piece.box.num_elements for piece in pieces(slot.spec, tp_rank, tp)) != slot.numel:
+                if sum(piece.box.num_elements for piece in pieces(slot.spec, *cut)) != slot.numel:
                     raise ConfigError(f"{slot.spec.name}: its boxes do not add up to its {slot.numel} local elements")
                 end = slot.stop
             position = bucket.stop

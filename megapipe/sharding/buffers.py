@@ -16,7 +16,7 @@ from megapipe.sharding.spec import ParamSpec
 
 ALIGNMENT = 32  # elements: 64 bytes at bf16 and more at wider types; fp64 kernels change their bits with alignment
 
-BufferKind = Literal["plain", "partial", "tied", "shared"]
+BufferKind = Literal["plain", "expert", "partial", "tied", "shared"]
 
 
 @dataclass(frozen=True)
@@ -54,15 +54,20 @@ class Bucket:
 class BufferLayout:
     """One flat buffer of a stage.
 
-    kind: 'plain' buckets are reduced once their last gradient is there; 'partial' ones need sums over tp replicas
-    first, at the end of the stage; 'tied' holds the word embedding of a model whose head is on another rank, summed
-    over the embedding group at the end; 'shared' holds it where the head is another stage of the same rank, whose
-    gradients come into the same memory: complete when both are done.
+    kind: 'plain' buckets are reduced once their last gradient is there, 'expert' ones too, over the replicas of the
+    experts (ep x etp cut them in place of tp); 'partial' ones first need sums over tp replicas, at the end of a stage;
+    'tied' holds the word embedding of a model whose head is on another rank, summed over the embedding group at the
+    end; 'shared' holds it where the head is another stage of the same rank, whose gradients come into the same memory:
+    complete when both are done.
     """
 
     kind: BufferKind
     buckets: tuple[Bucket, ...]
     num_shards: int
+
+    @property
+    def is_expert(self) -> bool:
+        return self.kind == "expert"
 
     @property
     def numel(self) -> int:
@@ -80,22 +85,28 @@ def layout_buffers(
     num_shards: int,
     bucket_size: int,
     tied_kind: BufferKind = "plain",
+    num_expert_ranks: int = 1,
+    num_expert_shards: int = 1,
 ) -> tuple[BufferLayout, ...]:
     """Return the buffers of a stage that holds `specs` (model order).
 
-    num_shards: ranks that share the optimizer state of these parameters; 1 without the distributed optimizer.
+    num_shards, num_expert_shards: ranks that share the optimizer state of dense parameters and of experts; 1 without
+    the distributed optimizer. num_expert_ranks: ep x etp, whose ranks hold equal parts.
     bucket_size: approximate number of parameters in a bucket. Buckets fill in reverse model order, the order in which
     a backward finishes them. tied_kind: 'tied' or 'shared' where another stage uses the tied embedding too, so that
     it gets a separate buffer.
     """
-    kinds: dict[BufferKind, list[ParamSpec]] = {"plain": [], "partial": [], "tied": [], "shared": []}
+    kinds: dict[BufferKind, list[ParamSpec]] = {"plain": [], "expert": [], "partial": [], "tied": [], "shared": []}
     for spec in reversed(specs):
         if spec.tied and tied_kind != "plain":
             kinds[tied_kind].append(spec)
+        elif spec.is_expert:
+            kinds["expert"].append(spec)
         else:
             kinds["partial" if spec.summed_over_replicas(tp_rank, tp) else "plain"].append(spec)
+    cuts = dict.fromkeys(kinds, (tp_rank, tp, num_shards)) | {"expert": (0, num_expert_ranks, num_expert_shards)}
     return tuple(
-        BufferLayout(kind, tuple(_fill(members, tp_rank, tp, num_shards, bucket_size)), num_shards)
+        BufferLayout(kind, tuple(_fill(members, *cuts[kind], bucket_size)), cuts[kind][-1])
         for kind, members in kinds.items()
         if members
     )

@@ -107,7 +107,30 @@ class Heads:
         return (Interval(member * width, (member + 1) * width, replicas),)
 
 
-Slicing = Replicated | Fused | QueryGroups | Heads
+@dataclass(frozen=True)
+class Experts:
+    """The stacked rows of `count` experts, cut over ep x etp ranks: rank ep_rank x etp + etp_rank holds count / ep
+    experts, of each of the `parts` tensors stacked in an expert ([gate; up] of SwiGLU) 1 / etp of the rows.
+
+    A whole tensor on one rank is the cut over one rank, whatever etp is.
+    """
+
+    count: int
+    parts: int = 1
+    etp: int = 1
+    dim: int = 0
+
+    def intervals(self, size: int, rank: int, ranks: int) -> tuple[Interval, ...]:
+        etp = min(self.etp, ranks)
+        ep, part = ranks // etp, size // (self.count * self.parts)
+        if self.count % ep or part % etp:
+            raise ConfigError(f"{self.count} experts of {part} rows cannot be cut over {ep} x {etp} ranks")
+        (ep_rank, etp_rank), held, width = divmod(rank, etp), self.count // ep * self.parts, part // etp
+        starts = ((ep_rank * held + index) * part + etp_rank * width for index in range(held))
+        return tuple(Interval(start, start + width, (rank,)) for start in starts)
+
+
+Slicing = Replicated | Fused | QueryGroups | Heads | Experts
 Owner = int | Literal["embedding", "head"]
 
 
@@ -124,7 +147,8 @@ class ParamSpec:
     """One parameter of the model under its global (Megatron) name.
 
     shape: the global tensor, vocabulary padded. `slicing` says how tp cuts it. `owner` is the layer index that holds
-    it, or 'embedding' (first stage) or 'head' (last stage).
+    it, or 'embedding' (first stage) or 'head' (last stage). The ranks that cut a dense parameter are those of tp, the
+    ranks that cut experts those of ep x etp: tp_rank and tp stand for either.
     """
 
     name: str
@@ -147,6 +171,11 @@ class ParamSpec:
         dim = self.slicing.dim or 0
         rows = sum(interval.stop - interval.start for interval in self.intervals(tp_rank, tp))
         return (*self.shape[:dim], rows, *self.shape[dim + 1 :])
+
+    @property
+    def is_expert(self) -> bool:
+        """True if ep x etp cut the parameter in place of tp, so that other ranks are its replicas."""
+        return isinstance(self.slicing, Experts)
 
     @property
     def num_elements(self) -> int:

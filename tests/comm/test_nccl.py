@@ -79,7 +79,7 @@ def test_a_setting_given_twice_is_refused() -> None:
     ("text", "message"),
     [
         pytest.param("- 1", "expected kinds of groups with options", id="list"),
-        pytest.param("ep: {max_ctas: 1}", "unknown kind of group ep; use one of tp, cp", id="group"),
+        pytest.param("sp: {max_ctas: 1}", "unknown kind of group sp; use one of tp, cp", id="group"),
         pytest.param("dp: {ctas: 1}", "unknown option dp.ctas; use one of cga_cluster_size", id="key"),
         pytest.param("dp: {max_ctas: many}", "dp.max_ctas is 'many'; expected an integer", id="value"),
         pytest.param("dp: [", "cannot be read", id="yaml"),
