@@ -14,11 +14,12 @@ from megapipe.sharding.buffers import Bucket
 
 
 class ParameterGather:
-    """All-gathers the parameter buffers over the replica group, in place, bucket by bucket.
+    """All-gathers the parameter buffers over their replica groups, in place, bucket by bucket.
 
     stages: buffers by stage index. order: the stages in the order in which the schedule first uses them.
     overlap: start() returns at once, and each submodule registered with `wait_inside` waits only for its own buckets,
     so that later buckets arrive during its computation. Without overlap start() waits for all of them.
+    replicas, expert_replicas: holders of the same dense parameters, and of the same experts where a stage has experts.
     tracer: records waits, such as "parameters of stage 2". pending: what is still being gathered, by stage.
 
     Unsharded buffers need no gather. Parameters read before wait() or finish() are stale: saving, evaluating,
@@ -33,6 +34,7 @@ class ParameterGather:
         *,
         overlap: bool = True,
         tracer: Tracer | None = None,
+        expert_replicas: Group | None = None,
     ) -> None:
         if sorted(order) != sorted(stages):
             raise ValueError(f"the order of first use names stages {sorted(order)}, this rank holds {sorted(stages)}")
@@ -46,7 +48,8 @@ class ParameterGather:
             ]
             for stage in order
         }
-        self._replicas, self._overlap, self._tracer = replicas, overlap, tracer
+        self._overlap, self._tracer = overlap, tracer
+        self._replicas = {False: replicas, True: expert_replicas or replicas}  # by BufferLayout.is_expert
         self.pending: dict[int, dict[Bucket, Work]] = {stage: {} for stage in order}
 
     def wait_inside(self, stage: int, module: nn.Module, parts: Sequence[nn.Module]) -> None:
@@ -76,10 +79,11 @@ class ParameterGather:
         self.finish()
         for stage, buckets in self._buckets.items():
             for bucket, buffer in buckets:
-                low, high = buffer.shard_range(bucket, self._replicas.rank)
+                replicas = self._replicas[buffer.layout.is_expert]
+                low, high = buffer.shard_range(bucket, replicas.rank)
                 # .data: gloo writes when it completes, which autograd would take for a change of saved weights
                 whole, shard = buffer.parameters.data[bucket.start : bucket.stop], buffer.parameters.data[low:high]
-                self.pending[stage][bucket] = all_gather(whole, shard, self._replicas, async_op=True)
+                self.pending[stage][bucket] = all_gather(whole, shard, replicas, async_op=True)
         if not self._overlap:
             self.finish()
 

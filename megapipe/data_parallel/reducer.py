@@ -31,7 +31,8 @@ class GradientReducer:
     Afterwards a rank's shard of each bucket (the whole bucket without the distributed optimizer) holds raw sums over
     microbatches and replicas; the rest of the buffer is undefined.
 
-    stages: buffers by stage index; stage 0 holds the embedding. groups: tp, replicas, kv and embedding are used.
+    stages: buffers by stage index; stage 0 holds the embedding. groups: tp, kv, embedding and both kinds of replicas,
+    of dense parameters and of experts, are used.
     overlap: start a bucket's reduction after its last gradient; otherwise all reductions run in finish().
     reduce_in_bf16: communicate a bf16 copy and sum in bf16.
     pending: reductions in flight: (work, result, gradients); a result in other memory is copied at the end.
@@ -52,7 +53,9 @@ class GradientReducer:
     ) -> None:
         self._stages = dict(sorted(stages.items()))
         self._groups, self._overlap, self._reduce_in_bf16 = groups, overlap, reduce_in_bf16
-        self._plain = {stage: _states(buffers, "plain") for stage, buffers in self._stages.items()}
+        self._plain = {
+            stage: [*_states(buffers, "plain"), *_states(buffers, "expert")] for stage, buffers in self._stages.items()
+        }
         self._partial = {stage: _states(buffers, "partial") for stage, buffers in self._stages.items()}
         self._tied = [state for buffers in self._stages.values() for state in _states(buffers, "tied")]
         self._shared = [state for buffers in self._stages.values() for state in _states(buffers, "shared")]
@@ -64,15 +67,15 @@ class GradientReducer:
         self._in_step = False
         self._reduced: list[int] = []
         self.pending: list[tuple[Work, Tensor, Tensor]] = []
-        size = groups.replicas.size
         for stage, buffers in self._stages.items():
             for buffer in buffers.buffers:
+                size = groups.replicas_of(buffer.layout.is_expert).size
                 if buffer.layout.num_shards not in (1, size):
                     raise ValueError(
                         f"stage {stage}: {buffer.layout.num_shards} shards in a replica group of {size}; "
                         f"the number must be 1 or {size}"
                     )
-            if overlap and size == groups.dp_cp.size:  # not in a mirrored pipeline
+            if overlap and groups.replicas.size == groups.dp_cp.size:  # not in a mirrored pipeline
                 buffers.listener = functools.partial(self._added, stage)
         if self._tied and groups.embedding is None:
             raise ValueError("this rank holds a tied embedding but has no embedding group")
@@ -142,6 +145,8 @@ class GradientReducer:
         state.missing[name] -= 1
         if state.missing[name] == 0:
             for earlier in self._plain[stage]:
+                if earlier.buffer is not state.buffer:
+                    continue
                 if any(count > 0 for count in earlier.missing.values()):
                     break
                 self._launch([earlier])
@@ -158,11 +163,11 @@ class GradientReducer:
 
     def _launch(self, states: Iterable[_BucketState]) -> None:
         """Start the reductions of these buckets that have not been started yet."""
-        group = self._groups.replicas
         for state in states:
             if state.launched:
                 continue
             state.launched = True
+            group = self._groups.replicas_of(state.buffer.layout.is_expert)
             if group.size == 1:
                 continue
             buffer, bucket = state.buffer, state.bucket
