@@ -1,6 +1,7 @@
 """`Copies`: bitwise comparison, by checksums, of parameters of which several ranks hold copies.
 
-    replicas    every flat buffer, over the ranks that hold the same stages and tp slice
+    replicas    every flat buffer, over the ranks that hold the same stages and tp slice; those of experts over the
+                ranks that hold the same experts (expert_replicas)
     tp          parameters that tp does not split: norms, biases of row-parallel layers, position embeddings
     kv          rows of q|k|v that tp neighbours share where there are fewer KV heads than tp
     embedding   the tied word embedding at both ends of a pipeline
@@ -27,6 +28,7 @@ from megapipe.sharding.boxes import pieces
 from megapipe.sharding.buffers import Slot
 
 BLOCK_BYTES = 1 << 22  # bytes of each rank's copy that one all-gather brings together for the comparison of elements
+WHOLE = {"replicas": False, "expert_replicas": True}  # groups that compare whole buffers, of experts or not
 LANES = 2048  # lanes of words; each lane is summed, then the sums are weighted
 WORD_BYTES = 8
 # odd; 2^64 divided by the golden ratio, as a signed number: spreads the weights of neighbouring lanes
@@ -64,7 +66,9 @@ class Copies:
         self._stages = dict(sorted(stages.items()))
         self._device = next(iter(stages.values())).device
         self._tp_rank, self._tp = groups.tp.rank, groups.tp.size
-        compared = (groups.replicas, groups.tp, groups.kv, groups.embedding)
+        has_experts = any(buffer.layout.is_expert for held in stages.values() for buffer in held.buffers)
+        experts = groups.expert_replicas if has_experts else None
+        compared = (groups.replicas, experts, groups.tp, groups.kv, groups.embedding)
         self._groups = [group for group in compared if group is not None and group.size > 1]
 
     @torch.no_grad()
@@ -75,8 +79,9 @@ class Copies:
         """
         differs = False
         for group in self._groups:  # all of them, because other ranks take part in their collectives
-            if group.name == "replicas":
-                flat = [buffer.versions for buffers in self._stages.values() for buffer in buffers.buffers]
+            if group.name in WHOLE:
+                held = (buffer for buffers in self._stages.values() for buffer in buffers.buffers)
+                flat = [buffer.versions for buffer in held if WHOLE[group.name] == buffer.layout.is_expert]
                 tensors = [values for versions in flat for values in versions]
             else:
                 parts = [raw_bytes(values) for _, values in self._by_parameter(group)]
@@ -110,12 +115,14 @@ class Copies:
             return
         for stage, buffers in self._stages.items():
             for parameter, (buffer, slot) in buffers.slots.items():
+                if WHOLE.get(group.name, False) != buffer.layout.is_expert:
+                    continue
                 for version, whole in enumerate(buffer.versions):
                     name = f"{parameter} of stage {stage}"
                     if len(buffer.versions) > 1:
                         name += f", version {version}"
                     values = whole[slot.start : slot.stop]
-                    shared = [(0, slot.numel)] if group.name == "replicas" else self._shared(slot, group)
+                    shared = [(0, slot.numel)] if group.name in WHOLE else self._shared(slot, group)
                     for start, stop in shared:
                         yield name, values[start:stop]
 

@@ -89,9 +89,9 @@ class Optimizer:
     """AdamW or SGD over the shards of this rank's stages, with loss scale, global-norm clipping and master weights.
 
     stages: buffers by stage index, their parameters filled: master weights start as copies of them.
-    groups: replicas, dp_cp, tp and model are used. gather: started after each update; required for sharded buffers.
-    library: provides Adam; None for torch's. compiler: compiles AdamW instead (`CompiledAdam`). shards: of every bucket
-    of the stages.
+    groups: both kinds of replicas, dp_cp, tp, model and world are used. gather: started after each update; required for
+    sharded buffers. library: provides Adam; None for torch's. compiler: compiles AdamW instead (`CompiledAdam`).
+    shards: of every bucket of the stages.
 
     A step has two halves: `start` needs no other pipeline rank, `settle` waits for the global norm, which decides on
     clipping and on skipping the step. With --optimizer-post-validation `start` already updates, assuming neither
@@ -111,23 +111,38 @@ class Optimizer:
     ) -> None:
         self.scaler = LossScaler.of(precision)
         self._clip_grad = config.clip_grad
-        self._replica = groups.replicas.rank
+        self._groups = groups
         self._device = next(iter(stages.values())).device
         self._on_host = config.optimizer_cpu_offload
         self._sharded = any(buffer.layout.num_shards > 1 for buffers in stages.values() for buffer in buffers.buffers)
         if self._sharded and gather is None:
             raise ValueError("sharded buffers need a ParameterGather: without it ranks keep stale parameters")
-        self._gather = ParameterGather(stages, tuple(stages), groups.replicas) if gather is None else gather
+        if gather is None:
+            expert_replicas = groups.expert_replicas
+            gather = ParameterGather(stages, tuple(stages), groups.replicas, expert_replicas=expert_replicas)
+        self._gather = gather
         # without sharding, a mirrored pipeline holds every parameter twice in the model group: the first holder counts
         holders = [rank for rank in groups.model.ranks if rank in groups.replicas.ranks]
-        counts = self._sharded or groups.model.global_rank == holders[0]
+        first_of_model = groups.model.global_rank == holders[0]
+        # experts on a grid of their own: the first of all replicas counts, and the sums are over the world
+        is_folded = (groups.ep.size, groups.etp.ranks) != (1, groups.tp.ranks)
         dtypes = state_dtypes(config, precision, max(buffers.num_versions for buffers in stages.values()))
         moments = tuple(name for name in dtypes.states if name != MASTER)
-        where = (counts, self._on_host, dtypes.narrow)
         self.shards = [
-            Shard(stage, buffer, bucket, self._replica, groups.tp, moments, *where)
+            Shard(
+                stage,
+                buffer,
+                bucket,
+                groups.replicas_of(is_expert).rank,
+                groups.cut_of(is_expert),
+                moments,
+                self._sharded or (groups.replicas_of(is_expert).rank == 0 if is_folded else first_of_model),
+                self._on_host,
+                dtypes.narrow,
+            )
             for stage, buffers in sorted(stages.items())
             for buffer in buffers.buffers
+            for is_expert in (buffer.layout.is_expert,)
             for bucket in buffer.layout.buckets
         ]
         self._scales: Scales | None = None
@@ -151,6 +166,8 @@ class Optimizer:
         self._raw_factor = 1.0  # of the last update, where gradients keep their raw sums
         # shards add up over replicas; without sharding, every copy of the model holds the same gradients
         self._sum_groups: list[Group] = [groups.dp_cp, groups.model] if self._sharded else [groups.model]
+        if is_folded:
+            self._sum_groups = [groups.world]
         self._snapshot = ShardSnapshot(self.shards, self._scales) if config.optimizer_post_validation else None
         self._policy = EarlyUpdatePolicy()
         self._started: _StartedStep | None = None
@@ -331,7 +348,8 @@ class Optimizer:
         for shard in self.shards:
             for key in shard.states:
                 for part, piece in shard.pieces():
-                    primary = piece.owned and not shard.is_copy and (self._sharded or self._replica == 0)
+                    is_first = self._groups.replicas_of(piece.spec.is_expert).rank == 0
+                    primary = piece.owned and not shard.is_copy and (self._sharded or is_first)
                     yield StatePiece(key, shard.stage, piece, primary, shard, part)
 
     def held(self) -> dict[str, list[Tensor]]:

@@ -10,7 +10,6 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
-from megapipe.comm.groups import Group
 from megapipe.data_parallel.buffers import FlatBuffer
 from megapipe.optimizer.narrow import NarrowState, Scales, stored_dtype
 from megapipe.sharding.boxes import Piece
@@ -41,6 +40,7 @@ class Chunk:
 class Shard:
     """Elements [start, stop) of a flat buffer: the shard of one bucket of member `replica` of the replica group.
 
+    cut: place of this rank among those that cut the parameters, and their number.
     parameter, gradient: [stop - start], views of the buffer; parameter is the newest version.
     states: master weights and moments by name, each in at least fp32 unless `narrow` has it: narrow states are read and
     written chunk by chunk, with the scales of `scales`.
@@ -60,7 +60,7 @@ class Shard:
         buffer: FlatBuffer,
         bucket: Bucket,
         replica: int,
-        tp: Group,
+        cut: tuple[int, int],
         moment_names: tuple[str, ...],
         counts: bool = True,
         on_host: bool = False,
@@ -70,7 +70,7 @@ class Shard:
         self.bucket = bucket
         self.start, self.stop = buffer.shard_range(bucket, replica)
         self.is_copy = buffer.layout.kind == "tied" and stage != 0
-        self._tp, self._buffer, self._on_host = tp, buffer, on_host
+        self._cut, self._buffer, self._on_host = cut, buffer, on_host
         self.gradient = buffer.gradients[self.start : self.stop]
         dtypes = narrow or {}
         wide = torch.promote_types(self.parameter.dtype, torch.promote_types(self.gradient.dtype, torch.float32))
@@ -203,7 +203,7 @@ class Shard:
 
     def pieces(self) -> Iterator[tuple[slice, Piece]]:
         """Yield (elements of the shard, the piece of a parameter in them) in order."""
-        for position, piece in shard_pieces(self.bucket, self._tp.rank, self._tp.size, self.start, self.stop):
+        for position, piece in shard_pieces(self.bucket, *self._cut, self.start, self.stop):
             start = position - self.start
             yield slice(start, start + piece.box.num_elements), piece
 

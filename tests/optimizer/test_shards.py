@@ -3,7 +3,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megapipe.comm.groups import Group
 from megapipe.optimizer.shards import Shard
 from megapipe.sharding.spec import Fused, ParamSpec
 from tests.data_parallel.toy import stage_buffers
@@ -19,9 +18,8 @@ SPECS = (
 
 def shards_of(tp_rank: int, replica: int, num_shards: int, dtype: torch.dtype = torch.float64) -> tuple[Shard, ...]:
     buffers = stage_buffers(SPECS, num_shards, 1000, tp_rank=tp_rank, tp=2, param_dtype=dtype, grad_dtype=torch.float64)
-    tp = Group("tp", (0, 1), tp_rank)
     return tuple(
-        Shard(0, buffer, bucket, replica, tp, ("exp_avg",))
+        Shard(0, buffer, bucket, replica, (tp_rank, 2), ("exp_avg",))
         for buffer in buffers.buffers
         for bucket in buffer.layout.buckets
     )
