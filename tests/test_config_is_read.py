@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from megapipe.config.config import all_fields, section_types
-from megapipe.config.layers import MARKS
+from megapipe.config.layers import EXPERT_LAYERS, MARKS
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 SECTION_OF_CLASS = {
@@ -81,7 +81,7 @@ def last_name(node: ast.AST) -> str:
 
 def test_every_field_is_read_outside_the_configuration() -> None:
     # what layers have in place of the model's options is read in `config.layers`, and that elsewhere
-    found: set[tuple[str, str]] = {("model", name) for name in (*MARKS, "layer_pattern")}
+    found: set[tuple[str, str]] = {("model", name) for name in (*MARKS, EXPERT_LAYERS, "layer_pattern")}
     found.add(("optimizer", "optimizer_options"))  # by the rule that turns them into numbers
     for path in (REPOSITORY / "megapipe").rglob("*.py"):
         if "config" not in path.relative_to(REPOSITORY / "megapipe").parts[:1]:

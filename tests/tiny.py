@@ -13,6 +13,8 @@ SHORT = {
     "chunks": "num_virtual_stages_per_pipeline_rank",
     "sp": "sequence_parallel",
     "zero": "use_distributed_optimizer",
+    "ep": "expert_model_parallel_size",
+    "etp": "expert_tensor_parallel_size",
 }
 TINY: dict[str, Any] = {
     "num_layers": 2,

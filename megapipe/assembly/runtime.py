@@ -27,6 +27,7 @@ from megapipe.gpu.libraries import Apex
 from megapipe.gpu.streams import StageStreams, copies_for
 from megapipe.layers.table import comm_chunks
 from megapipe.model.init import draw
+from megapipe.model.layer_factory import ExpertGroups
 from megapipe.model.stage import GPTStage
 from megapipe.monitor.heartbeat import PATIENCE, Heartbeat
 from megapipe.optimizer.optimizer import Optimizer
@@ -81,12 +82,14 @@ class InferenceRuntime:
         self.runners: dict[int, StageRunner] = {}
         self.buffers: dict[int, StageBuffers] = {}
         held, tp = plan.placement.stages_of(self.coordinates.pp_rank), groups.tp
-        tp_groups = [tp] * len(held)
+        tp_groups, experts = [tp] * len(held), [ExpertGroups(groups.ep, groups.etp)] * len(held)
         if trains and len(held) == 2 and tp.size > 1 and plan.overlaps_stages:
             # the two stages of an overlapped pair compute at the same time, so each has its own communicators
             tp_groups = [tp, second_communicator(tp)]
-        for stage, tp_group in zip(held, tp_groups, strict=True):
-            self._add_stage(stage, tp_group, draw_slice, trains)
+        if trains and len(held) == 2 and plan.model.has_experts and plan.overlaps_stages:
+            experts[1] = ExpertGroups(second_communicator(groups.ep), second_communicator(groups.etp))
+        for stage, tp_group, expert_groups in zip(held, tp_groups, experts, strict=True):
+            self._add_stage(stage, tp_group, expert_groups, draw_slice, trains)
         self.channels = Channels.build(
             plan.placement,
             groups.pp,
@@ -133,12 +136,14 @@ class InferenceRuntime:
         for stage, stage_buffers in self.buffers.items():
             for buffer in stage_buffers.buffers:
                 is_copy = buffer.layout.kind == "tied" and stage != 0
+                cut = self.groups.cut_of(buffer.layout.is_expert)
+                is_first = self.groups.replicas_of(buffer.layout.is_expert).rank == 0
                 for slot in buffer.layout.slots:
-                    for piece in pieces(slot.spec, self.groups.tp.rank, self.groups.tp.size):
+                    for piece in pieces(slot.spec, *cut):
                         values = buffer.parameters[slot.start + piece.start : slot.start + piece.stop]
                         box = tensor_box(key, piece, values)
                         if box is not None:
-                            yield piece.owned and not is_copy and self.groups.replicas.rank == 0, box
+                            yield piece.owned and not is_copy and is_first, box
 
     def load_weights(self, folder: CheckpointFolder) -> int:
         """Fill the parameters from a checkpoint of any grid, and return the bytes filled on this rank. A collective.
@@ -152,10 +157,12 @@ class InferenceRuntime:
                 buffer.parameters.zero_()
         return load_tensors(folder, (box for _, box in self.held_weights(key)), self.groups.world, may_round=True)
 
-    def _add_stage(self, stage: int, tp_group: Group, draw_slice: DrawSlice | None, trains: bool) -> None:
-        plan, tp_rank, tp = self.plan, self.coordinates.tp_rank, self.plan.topology.tp
-        layouts = plan.buffers(stage, tp_rank)
-        audit_buffers(plan.stage_specs[stage], layouts, tp_rank, tp)
+    def _add_stage(
+        self, stage: int, tp_group: Group, experts: ExpertGroups, draw_slice: DrawSlice | None, trains: bool
+    ) -> None:
+        plan, groups = self.plan, self.groups
+        layouts = plan.buffers(stage, groups.tp.rank)
+        audit_buffers(plan.stage_specs[stage], layouts, *groups.cut_of(False), groups.cut_of(True))
         queue = WeightQueue() if trains else None
         module = GPTStage(
             plan.config.model,
@@ -169,15 +176,17 @@ class InferenceRuntime:
             weight_queue=queue,
             kernels=self.kernels,
             chunks=comm_chunks(plan.config.parallel),
+            experts=experts,
         )
         num_versions = plan.num_weight_versions(self.coordinates.pp_rank) if trains else 1
         gradient_dtype = parameter_dtype(plan.state_dtypes(self.coordinates.pp_rank).gradient) if trains else None
         buffers = StageBuffers(layouts, self.device, self.parameter_dtype, gradient_dtype, num_versions)
 
         def initial(spec: ParamSpec) -> Tensor:
+            cut = groups.cut_of(spec.is_expert)
             if draw_slice is not None:
-                return draw_slice(spec, tp_rank, tp)
-            return draw(spec, tp_rank, tp, plan.config.training.seed, self.main_dtype)
+                return draw_slice(spec, *cut)
+            return draw(spec, *cut, plan.config.training.seed, self.main_dtype)
 
         outer = self.kernels.optimizer.add_outer if isinstance(self.kernels.optimizer, Apex) else None
         slots = partial(GradientSlot, kernel=outer) if trains else None
@@ -255,7 +264,12 @@ class TrainingRuntime(InferenceRuntime):
         )
         order = plan.order_of_first_use(self.coordinates.pp_rank)
         self.gather = ParameterGather(
-            self.buffers, order, groups.replicas, overlap=parallel.overlap_param_gather, tracer=tracer
+            self.buffers,
+            order,
+            groups.replicas,
+            overlap=parallel.overlap_param_gather,
+            tracer=tracer,
+            expert_replicas=groups.expert_replicas,
         )
         for stage, module in self.stages.items():
             self.gather.wait_inside(stage, module, module.parts())

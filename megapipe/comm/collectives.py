@@ -10,7 +10,7 @@ watchdog ends the process); ValueError for shapes that do not match, before anyt
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -104,6 +104,31 @@ def reduce_scatter(output: Tensor, tensor: Tensor, group: Group, async_op: bool 
     _check_shards("reduce_scatter", group, whole=tensor, shard=output)
     launch = partial(_reduce_scatter_single, group=group.handle, async_op=True)
     return _run("reduce_scatter", group, (output, tensor), async_op, launch)
+
+
+def all_to_all(
+    output: Tensor,
+    tensor: Tensor,
+    output_rows: Sequence[int],
+    input_rows: Sequence[int],
+    group: Group,
+    async_op: bool = False,
+) -> Work:
+    """Send rows of tensor [sum of input_rows, ...] to each rank of the group, in order, and write those received from
+    each rank into output [sum of output_rows, ...], in order.
+    """
+    _check_contiguous("all_to_all", group, output, tensor)
+    for name, whole, rows in (("output", output, output_rows), ("input", tensor, input_rows)):
+        if len(rows) != group.size or sum(rows) != whole.shape[0]:
+            raise ValueError(
+                f"all_to_all in group {group}: {whole.shape[0]} rows of {name} are divided as {list(rows)}"
+            )
+
+    def launch(received: Tensor, sent: Tensor) -> Any:
+        splits = list(output_rows), list(input_rows)
+        return dist.all_to_all_single(received, sent, *splits, group=group.handle, async_op=True)
+
+    return _run("all_to_all", group, (output, tensor), async_op, launch)
 
 
 def broadcast(tensor: Tensor, group: Group, source: int = 0, async_op: bool = False) -> Work:

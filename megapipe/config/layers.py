@@ -48,6 +48,7 @@ OPTIONS_OF = {
     "": ("norm_position",),
 }
 # field that names layers -> their number in a list of numbers, and what they have in place of the model's option
+EXPERT_LAYERS = "moe_layer_freq"  # marks layers from the first on, where the frequencies of MARKS end on theirs
 MARKS: dict[str, tuple[int, str, Any]] = {
     "window_attn_skip_freq": (0, "window_size", None),
     "no_rope_freq": (1, "position_embedding_type", "none"),
@@ -72,6 +73,11 @@ class LayerConfig(ResolvedModelConfig):
     def has_projection_norms(self) -> bool:
         """True if q and k are normalized over all heads together."""
         return self.has_attention and self.qk_layernorm and self.qk_layernorm_scope == "projection"
+
+    @property
+    def expert_ffn_size(self) -> int:
+        """Width between the linears of one expert."""
+        return self.ffn_hidden_size if self.moe_ffn_hidden_size is None else self.moe_ffn_hidden_size
 
     @cached_property
     def window(self) -> int | None:
@@ -117,6 +123,13 @@ def layer_settings(model: ModelConfig) -> list[dict[str, Any]]:
             flags[name] = flag
             for layer in marked_layers(flag, text, model.num_layers, mark):
                 layers[layer][name] = value
+    if model.moe_layer_freq is not None:
+        text, flag = model.moe_layer_freq, fields_by_key()[f"model.{EXPERT_LAYERS}"].main_flag
+        dense = marked_layers(flag, text, model.num_layers, 0)
+        if text.strip().isdecimal():
+            dense = [layer for layer in range(model.num_layers) if layer % int(text)]
+        for layer in dense:
+            layers[layer]["num_experts"] = None
     for settings, given in zip(layers, expanded(PATTERN, model.layer_pattern, model.num_layers), strict=False):
         both = [name for name in given if name in flags]
         if both:
@@ -180,7 +193,9 @@ def kinds_of(model: ModelConfig) -> dict[LayerConfig, list[int]]:
     try:
         return layer_kinds(model)
     except ConfigError:
-        return layer_kinds(replace(model, layer_pattern=(), window_attn_skip_freq=None, no_rope_freq=None))
+        return layer_kinds(
+            replace(model, layer_pattern=(), window_attn_skip_freq=None, no_rope_freq=None, moe_layer_freq=None)
+        )
 
 
 def has_soft_cap(model: ModelConfig) -> bool:

@@ -78,11 +78,17 @@ ACTIVATIONS = Registry(
 ATTENTIONS = Registry("attention kind", "--attention-kind", {"softmax": AttentionKind()})
 NORM_POSITIONS = ("before", "after", "around")
 QK_NORM_SCOPES = ("head", "projection")
+EXPERT_SCORES = ("softmax", "sigmoid")
+LOAD_BALANCING = ("aux_loss", "seq_aux_loss", "none")
+ROUTER_DTYPES = ("fp32", "fp64")
 FP8_FORMATS = ("e4m3", "hybrid")
 FP8_RECIPES = ("tensorwise", "delayed")
 
 QK_NORM = Need("model.qk_layernorm", "--qk-layernorm")
 ROPE = Need("model.position_embedding_type", "--position-embedding-type rope", ("rope",))
+EXPERTS = Need("model.num_experts", "--num-experts N")
+SHARED_EXPERT = Need("model.moe_shared_expert_intermediate_size", "--moe-shared-expert-intermediate-size N")
+ROUTER_GROUPS = Need("model.moe_router_num_groups", "--moe-router-num-groups N")
 WINDOW = Need("model.window_size", "--window-size")
 FP16 = Need("precision.dtype", "--fp16", ("fp16",), without="the loss is not scaled")
 FP8 = Need("precision.fp8_format", "--fp8-format e4m3 or hybrid")
@@ -249,6 +255,57 @@ class ModelConfig:
                 help="layer-pattern from a JSON file with block_configs (Llama-Nemotron)",
             ),
         ),
+    )
+    num_experts: int | None = count(
+        None, "experts of each layer with a mixture of experts (docs/experts.md); unset: dense MLPs", "experts"
+    )
+    moe_layer_freq: str | None = option(
+        None,
+        "layers with experts: N, every N-th layer from the first, or a list with 1 for each of them, '[0]+[1]*23'; "
+        "unset: all",
+        reads_lists=True,
+        needs=EXPERTS,
+    )
+    moe_ffn_hidden_size: int | None = count(
+        None, "width between the linears of one expert", derived="ffn-hidden-size", needs=EXPERTS
+    )
+    moe_shared_expert_intermediate_size: int | None = count(
+        None, "width of the shared experts together, which see every token; unset: none", needs=EXPERTS
+    )
+    moe_shared_expert_gate: bool = option(
+        False, "multiply the shared experts' output by a sigmoid of a learned score of the token", needs=SHARED_EXPERT
+    )
+    moe_router_topk: int = count(2, "experts that see a token", "experts", needs=EXPERTS)
+    moe_router_score_function: str = option(
+        "softmax", "how the router's logits become scores", choices=EXPERT_SCORES, needs=EXPERTS
+    )
+    moe_router_pre_softmax: bool = option(
+        False, "softmax over all experts before the choice, in place of over the chosen ones", needs=EXPERTS
+    )
+    moe_router_topk_scaling_factor: float | None = option(
+        None, "factor on the weights of the chosen experts; unset: 1", above=0, needs=EXPERTS
+    )
+    moe_router_num_groups: int | None = count(
+        None, "groups of experts, of which a token chooses first; unset: none", "groups", needs=EXPERTS
+    )
+    moe_router_group_topk: int | None = count(
+        None, "groups whose experts a token can choose: those of the largest scores", "groups", needs=ROUTER_GROUPS
+    )
+    moe_router_dtype: str | None = option(
+        None, "dtype of the router's GEMM; unset: --dtype", choices=ROUTER_DTYPES, needs=EXPERTS
+    )
+    moe_router_force_load_balancing: bool = option(
+        False, "for measurements: give every expert the same number of tokens, whatever the scores", needs=EXPERTS
+    )
+    moe_router_load_balancing_type: str = option(
+        "aux_loss",
+        "loss that balances the experts' load: over a microbatch, or over each sequence (seq_aux_loss)",
+        choices=LOAD_BALANCING,
+        needs=EXPERTS,
+    )
+    moe_aux_loss_coeff: float = option(0.0, "coefficient of the load balancing loss", at_least=0, needs=EXPERTS)
+    moe_z_loss_coeff: float | None = option(
+        None, "coefficient of the mean squared logsumexp of the router's logits; unset: 0", at_least=0, needs=EXPERTS
     )
     attn_logit_softcapping: float | None = option(None, "attention logits become c tanh(x / c); unset: none", above=0)
     final_logit_softcapping: float | None = option(None, "output logits become c tanh(x / c); unset: none", above=0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megapipe.config.fields import Flag, Need, count, option
+from megapipe.config.model import EXPERTS
 
 TP_OVERLAP = Need("parallel.tp_comm_overlap", "--tp-comm-overlap")
 DISTRIBUTED_OPTIMIZER = Need("parallel.use_distributed_optimizer", "--use-distributed-optimizer")
@@ -23,6 +24,12 @@ class ParallelConfig:
         1, "pp: ranks among which the layers are divided in order", "ranks", at_most=100_000
     )
     context_parallel_size: int = count(1, "cp: ranks that share every sequence (only 1 is supported)", "ranks")
+    expert_model_parallel_size: int = count(
+        1, "ep: ranks, of those of tp and dp, among which the experts of a layer are divided", "ranks", needs=EXPERTS
+    )
+    expert_tensor_parallel_size: int | None = count(
+        None, "etp: ranks that share every expert", "ranks", derived="tensor-model-parallel-size", needs=EXPERTS
+    )
     num_virtual_stages_per_pipeline_rank: int | None = count(
         None,
         "model chunks a pipeline rank holds (interleaving); 1: none",

@@ -17,10 +17,11 @@ from megapipe.layers.embedding import Embedding
 from megapipe.layers.head import Head
 from megapipe.layers.linear import fp8_layers
 from megapipe.layers.mlp import DenseMLP
+from megapipe.layers.moe import MoE
 from megapipe.layers.table import Gemm, RankShape, Table
 from megapipe.sharding.spec import Owner, ParamSpec
 
-Part = Attention | DenseMLP
+Part = Attention | DenseMLP | MoE
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,6 +81,10 @@ class ModelSpec:
     head: Head
 
     @cached_property
+    def has_experts(self) -> bool:
+        return any(isinstance(part, MoE) for layer in self.kinds for part in layer.parts)
+
+    @cached_property
     def kinds(self) -> tuple[LayerSpec, ...]:
         """The layers that differ from each other, in order of appearance."""
         return tuple(dict.fromkeys(self.layers))
@@ -95,12 +100,13 @@ def model_spec(model: ResolvedModelConfig, precision: PrecisionConfig) -> ModelS
 
 def _layer_spec(layer: LayerConfig, is_fp8: bool) -> LayerSpec:
     parts = [Attention(layer, is_fp8)] if layer.has_attention else []
-    return LayerSpec((*parts, *([DenseMLP(layer, is_fp8)] if layer.has_mlp else [])), is_fp8)
+    branch = MoE(layer) if layer.num_experts is not None else DenseMLP(layer, is_fp8)
+    return LayerSpec((*parts, *([branch] if layer.has_mlp else [])), is_fp8)
 
 
 @cache
-def model_parameters(model: ResolvedModelConfig, sequence_parallel: bool) -> tuple[ParamSpec, ...]:
-    """Return all parameters of a resolved model.
+def model_parameters(model: ResolvedModelConfig, sequence_parallel: bool, etp: int = 1) -> tuple[ParamSpec, ...]:
+    """Return all parameters of a resolved model. etp: ranks that share every expert.
 
     sequence_parallel: norms, row-parallel biases and position embeddings then see only a slice of the sequence, so
     that their gradients are partial over tp (Korthikanti et al. 2022, arXiv:2205.05198, section 4.2.2).
@@ -112,7 +118,11 @@ def model_parameters(model: ResolvedModelConfig, sequence_parallel: bool) -> tup
             parameter
             for number, layer in enumerate(spec.layers)
             for part in layer.parts
-            for parameter in part.parameters(f"decoder.layers.{number}.", number, sequence_parallel)
+            for parameter in (
+                part.parameters(f"decoder.layers.{number}.", number, sequence_parallel, etp)
+                if isinstance(part, MoE)
+                else part.parameters(f"decoder.layers.{number}.", number, sequence_parallel)
+            )
         ),
         *spec.head.parameters(sequence_parallel),
     )

@@ -63,6 +63,8 @@ class RankShape:
     chunks_loss: bool = False  # --cross-entropy-chunk-size
     is_cuda: bool = True  # CUDA kernels keep and make other tensors than those of CPUs
     splits_backward: bool = False  # into I and W: linears' inputs and output gradients wait for W
+    ep: int = 1  # ranks among which experts are divided
+    etp: int = 1  # ranks that share every expert
     gradient_dtype: str | None = None  # of the main gradients; None: at least fp32
 
     @classmethod
@@ -83,6 +85,8 @@ class RankShape:
             compile_pointwise=config.kernels.compile_pointwise,
             chunks_loss=config.training.cross_entropy_chunk_size is not None,
             is_cuda=config.training.device != "cpu",
+            ep=config.parallel.expert_model_parallel_size,
+            etp=config.parallel.expert_tensor_parallel_size or tp,
             gradient_dtype=state_dtypes(config.optimizer, config.precision).gradient,
         )
 

@@ -7,7 +7,7 @@ instead of saving it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from torch import nn
@@ -26,6 +26,14 @@ from megapipe.tensor_parallel.linear import ColumnParallelLinear, RowParallelLin
 
 
 @dataclass(frozen=True)
+class ExpertGroups:
+    """The ranks among which experts are divided, and those that share every expert."""
+
+    ep: Group = field(default_factory=lambda: Group.alone("ep"))
+    etp: Group = field(default_factory=lambda: Group.alone("etp"))
+
+
+@dataclass(frozen=True)
 class LayerFactory:
     """Builds what one layer of a stage is made of, on one tp rank. recompute: modules that the layer recomputes."""
 
@@ -36,6 +44,7 @@ class LayerFactory:
     queue: WeightQueue
     kernels: Kernels
     chunks: CommChunks
+    experts: ExpertGroups = field(default_factory=ExpertGroups)
 
     def of(self, config: LayerConfig, recompute: frozenset[str]) -> LayerFactory:
         """Return the factory of a layer with this configuration and recompute."""

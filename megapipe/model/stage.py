@@ -50,9 +50,10 @@ from megapipe.model.attention import SelfAttention
 from megapipe.model.compiled import CompiledBlock, Parts
 from megapipe.model.context import ContextBuilder, LayerContext
 from megapipe.model.embedding_and_head import Embedding, Loss, capped_logits
-from megapipe.model.layer_factory import LayerFactory
+from megapipe.model.layer_factory import ExpertGroups, LayerFactory
 from megapipe.model.microbatch import Microbatch, StageLoss
 from megapipe.model.mlp import MLP
+from megapipe.model.moe import MoE
 from megapipe.model.recompute import KeptAttention, RecomputedSegment, layer_groups, recomputed_modules
 from megapipe.schedule.partition import StageLayers
 from megapipe.tensor_parallel.fp8 import Fp8Gemms
@@ -75,19 +76,20 @@ class Block(nn.Module):
         # masks differ over tp only where ranks hold different slices of the sequence
         self.dropout_rank = factory.tp.rank if factory.sequence_parallel else None
         self.self_attention: SelfAttention | None = None
-        self.mlp: MLP | None = None
+        self.mlp: MLP | MoE | None = None
         if factory.config.has_attention:
             self.input_layernorm, self.post_self_attn_layernorm = factory.branch_norms()
             self.self_attention = SelfAttention(layer, factory)
         if factory.config.has_mlp:
             self.pre_mlp_layernorm, self.post_mlp_layernorm = factory.branch_norms()
-            self.mlp = MLP(layer, factory)
+            self.mlp = MLP(layer, factory) if factory.config.num_experts is None else MoE(layer, factory)
         self.compiled: CompiledBlock | None = None
 
     @cached_property
     def parts(self) -> Parts:
         """Its modules, for the compiled form."""
         norms = {name: module for name, module in self.named_children() if name.endswith("layernorm")}
+        assert not isinstance(self.mlp, MoE)  # refused by a rule of the configuration
         return Parts(self.layer, self.self_attention, self.mlp, norms, self.recompute, self.dropout_rank)
 
     def forward(self, hidden: Tensor, context: LayerContext) -> Tensor:
@@ -154,6 +156,7 @@ class GPTStage(nn.Module):
         weight_queue: WeightQueue | None = None,
         kernels: Kernels = TORCH,
         chunks: CommChunks = WHOLE,
+        experts: ExpertGroups | None = None,
     ) -> None:
         super().__init__()
         self.config, self.stage_layers, self.tp = config, layers, tp
@@ -169,11 +172,12 @@ class GPTStage(nn.Module):
         else:
             own = dict(zip(numbers, recompute, strict=True))
             self._groups = [group for number, each in own.items() for group in layer_groups(each, (number,))]
-        self.keep_attention = {number for number, each in own.items() if each.recomputekeep_attention}
+        self.keep_attention = {number for number, each in own.items() if each.recompute_keep_attention}
         queue = WeightQueue() if weight_queue is None else weight_queue
         modules = {number: recomputed_modules(each) for number, each in own.items()}
         model = convert(LayerConfig, config)
-        factory = LayerFactory(model, tp, sequence_parallel, frozenset(), queue, kernels, chunks)
+        own_experts = experts or ExpertGroups()
+        factory = LayerFactory(model, tp, sequence_parallel, frozenset(), queue, kernels, chunks, own_experts)
         self.embedding: Embedding | TiedHead | None = None
         self.output_layer: ColumnParallelLinear | None = None
         if layers.has_embedding:

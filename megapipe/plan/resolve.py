@@ -73,9 +73,9 @@ def resolve(config: Config, world_size: int, ranks_per_node: int | None = None) 
     logging = convert(ResolvedLoggingConfig, config.logging, log_interval=interval)
     sections = {"model": model, "parallel": parallel, "training": training, "optimizer": optimizer}
     resolved = convert(ResolvedConfig, config, **sections, data=data, logging=logging)
-    specs = model_parameters(model, parallel.sequence_parallel)
+    specs = model_parameters(model, parallel.sequence_parallel, topology.etp)
     plan = _balanced_and_checked(RunPlan(resolved, topology, placement, partition, specs, batch, schedule_name))
-    _audit_slices(model, parallel.sequence_parallel, tp)
+    _audit_slices(model, parallel.sequence_parallel, tp, topology.ep, topology.etp)
     audit_stages(specs, dict(enumerate(plan.stage_specs)))
     return plan
 
@@ -106,8 +106,8 @@ def _balanced_and_checked(draft: RunPlan) -> RunPlan:
 
 
 @cache
-def _audit_slices(model: ResolvedModelConfig, sequence_parallel: bool, tp: int) -> None:
-    audit_slices(model_parameters(model, sequence_parallel), tp)
+def _audit_slices(model: ResolvedModelConfig, sequence_parallel: bool, tp: int, ep: int, etp: int) -> None:
+    audit_slices(model_parameters(model, sequence_parallel, etp), tp, ep * etp)
 
 
 def resolve_model(model: ModelConfig, tp: int) -> ResolvedModelConfig:

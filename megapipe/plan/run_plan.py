@@ -89,11 +89,13 @@ class ParameterLayout:
     num_shards: int
     bucket_size: int
     tied_kind: BufferKind
+    expert_ranks: tuple[int, int]  # ep x etp, and etp
+    num_expert_shards: int
 
     @cached_property
     def stages(self) -> tuple[tuple[ParamSpec, ...], ...]:
         """The parameters of every stage, in model order."""
-        specs = model_parameters(self.model, self.sequence_parallel)
+        specs = model_parameters(self.model, self.sequence_parallel, self.expert_ranks[1])
         return tuple(
             stage_parameters(specs, range(first, end), has_embedding, has_head, has_tied_copy=self.tied_kind == "tied")
             for first, end, has_embedding, has_head in self.partition.stages
@@ -161,6 +163,8 @@ class RunPlan:
             self.num_optimizer_shards,
             parallel.ddp_bucket_size,
             self.tied_kind,
+            (self.topology.ep * self.topology.etp, self.topology.etp),
+            self.topology.num_expert_replicas if parallel.use_distributed_optimizer else 1,
         )
 
     def buffers(self, stage: int, tp_rank: int) -> tuple[BufferLayout, ...]:
@@ -382,5 +386,12 @@ def _forward_only_schedule(placement: Placement, num_microbatches: int, receive_
 @lru_cache(maxsize=64 * SCHEDULES_CACHED)
 def _stage_buffers(layout: ParameterLayout, stage: int, tp_rank: int) -> tuple[BufferLayout, ...]:
     return layout_buffers(
-        layout.stages[stage], tp_rank, layout.tp, layout.num_shards, layout.bucket_size, layout.tied_kind
+        layout.stages[stage],
+        tp_rank,
+        layout.tp,
+        layout.num_shards,
+        layout.bucket_size,
+        layout.tied_kind,
+        layout.expert_ranks[0],
+        layout.num_expert_shards,
     )

@@ -51,6 +51,7 @@ def world_rules(world_size: int, ranks_per_node: int | None = None) -> tuple[Rul
         _rule(check_batch, of_training.batch, of_model.axes, of_model.chunks),
         _rule(check_post_validation, of_training.post_validation, of_model.chunks),
         _rule(_check_graphs, of_model.chunks),
+        _rule(_check_experts, of_model.chunks),
     )
 
 
@@ -109,6 +110,8 @@ def topology_of(config: Config, world_size: int, ranks_per_node: int | None, rep
         parallel.allow_tp_across_nodes,
         replicas or kv_replicas(config.model, parallel.tensor_model_parallel_size),
         is_mirrored,
+        parallel.expert_model_parallel_size,
+        parallel.expert_tensor_parallel_size,
     )
 
 
@@ -123,6 +126,8 @@ def _topology(
     allow_tp_across_nodes: bool,
     kv_replicas: int,
     mirrored_pipeline: bool,
+    ep: int,
+    expert_tp: int | None,
 ) -> Topology:
     return Topology.of_world(
         world_size,
@@ -134,6 +139,8 @@ def _topology(
         allow_tp_across_nodes=allow_tp_across_nodes,
         kv_replicas=kv_replicas,
         mirrored_pipeline=mirrored_pipeline,
+        ep=ep,
+        expert_tp=expert_tp,
     )
 
 
@@ -228,6 +235,16 @@ def _check_graphs(config: Config) -> None:
         raise ConfigError(
             f"--cuda-graph-impl {impl}: --pipeline-schedule {name} runs two graphs at the same time, which share "
             "cuBLAS's workspace; use zb-v"
+        )
+
+
+def _check_experts(config: Config) -> None:
+    """Raise ConfigError for experts with a schedule whose stages update at their own times."""
+    name = schedule_of(config)
+    if config.model.num_experts is not None and not SCHEDULES[name].is_synchronous:
+        raise ConfigError(
+            f"--num-experts does not work with --pipeline-schedule {name} yet, which updates weights while "
+            "microbatches are in flight; use a synchronous schedule, such as 1f1b"
         )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -43,17 +44,22 @@ def differences(rank: int, world_size: int, grid: Grid, without_loss: tuple[int,
     each."""
     assert world_size == world_of(grid)
     plan = resolve(configuration(grid), world_size)
-    groups = build_process_groups(plan.topology, rank, "gloo", 60)
     rates = [
         Rates(lr, grid["weight_decay"] * decay, grid["decoupled_lr"])
         for lr, decay in ((0.02, 1), (0.01, 2), (0.015, 1))
     ]
-    batches = random_batches(plan.config, plan.topology.dp, microbatch_counts(plan)[:steps], seed=1)
+    return plan_differences(rank, plan, rates[:steps], without_loss)
+
+
+def plan_differences(rank: int, plan: RunPlan, rates: Sequence[Rates], without_loss: tuple[int, ...] = ()) -> list[str]:
+    """Return the differences of one plan's run, a step for each of the rates; called by all ranks."""
+    groups = build_process_groups(plan.topology, rank, "gloo", 60)
+    batches = random_batches(plan.config, plan.topology.dp, microbatch_counts(plan)[: len(rates)], seed=1)
     batches = [
         [_masked(part) if number in without_loss else part for number, part in enumerate(batch)] for batch in batches
     ]
     slices = drawn_slices(plan.config.training.seed, torch.float64)
-    compared = compare_with_oracle(plan, groups, torch.device("cpu"), slices, batches, rates[:steps], FP64)
+    compared = compare_with_oracle(plan, groups, torch.device("cpu"), slices, batches, rates, FP64)
     return [line for step in compared for line in _lines(step)]
 
 

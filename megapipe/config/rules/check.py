@@ -9,7 +9,7 @@ from contextlib import suppress
 from megapipe.config.config import Config, all_fields, fields_by_key, value_of
 from megapipe.config.fields import Need, out_of_bounds, shown
 from megapipe.config.problems import UnreadError, hiding
-from megapipe.config.rules import gpu, model, optimizer, sft, training
+from megapipe.config.rules import experts, gpu, model, optimizer, sft, training
 from megapipe.errors import ConfigError
 
 Rule = Callable[[Config], Iterator[str]]
@@ -86,4 +86,12 @@ def raise_all(messages: Sequence[str]) -> None:
         raise ConfigError("\n".join(messages))
 
 
-RULES: tuple[Rule, ...] = (*model.RULES, *gpu.RULES, *training.RULES, *optimizer.RULES, *sft.RULES, needs)
+RULES: tuple[Rule, ...] = (
+    *model.RULES,
+    *experts.RULES,
+    *gpu.RULES,
+    *training.RULES,
+    *optimizer.RULES,
+    *sft.RULES,
+    needs,
+)

@@ -55,7 +55,8 @@ def audit_grid(plan: RunPlan) -> int:
                 raise CommunicationError(f"rank {rank} is in {counts[rank]} groups {name}, not in {expected}")
     for stage in range(plan.placement.num_stages):
         for tp_rank in range(topology.tp):
-            audit_buffers(plan.stage_specs[stage], plan.buffers(stage, tp_rank), tp_rank, topology.tp)
+            experts = (0, topology.ep * topology.etp)
+            audit_buffers(plan.stage_specs[stage], plan.buffers(stage, tp_rank), tp_rank, topology.tp, experts)
     return num_groups
 
 
@@ -71,7 +72,8 @@ def kinds_of_ranks(plan: RunPlan) -> tuple[Kind, ...]:
         specs = [plan.stage_specs[stage] for stage in held]
         row = actions, layers, plan.num_weight_versions(pp_rank)
         for tp_rank in range(topology.tp):
-            shapes = tuple(tuple(sorted(spec.local_shape(tp_rank, topology.tp) for spec in each)) for each in specs)
+            cuts = {False: (tp_rank, topology.tp), True: (0, topology.ep * topology.etp)}
+            shapes = tuple(tuple(sorted(spec.local_shape(*cuts[spec.is_expert]) for spec in each)) for each in specs)
             behaviour[pp_rank, tp_rank] = row, shapes
     found: dict[Hashable, list[int]] = {}
     for rank, place in all_coordinates(topology):

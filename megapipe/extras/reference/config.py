@@ -12,6 +12,8 @@ NAMES = {
     "norm_position": ("before", "after", "around"),
     "qk_layernorm_scope": ("head", "projection"),
     "attention_kind": ("softmax",),
+    "moe_router_score_function": ("softmax", "sigmoid"),
+    "moe_router_load_balancing_type": ("aux_loss", "seq_aux_loss", "none"),
     "activation": ("gelu", "gelu_tanh", "relu", "squared_relu", *GATED_ACTIVATIONS),
 }
 
@@ -68,6 +70,21 @@ class ReferenceConfig:
     add_bias_linear: bool = True  # a bias in linear_qkv, linear_proj, linear_fc1 and linear_fc2
     add_qkv_bias: bool = False  # a bias in linear_qkv even without add_bias_linear
     untie_embeddings_and_output_weights: bool = False
+
+    # a mixture of experts in place of the MLP, where num_experts is not None
+    num_experts: int | None = None
+    moe_ffn_hidden_size: int | None = None  # None: ffn_hidden_size
+    moe_shared_expert_intermediate_size: int | None = None
+    moe_shared_expert_gate: bool = False
+    moe_router_topk: int = 2
+    moe_router_score_function: str = "softmax"
+    moe_router_pre_softmax: bool = False
+    moe_router_topk_scaling_factor: float | None = None
+    moe_router_num_groups: int | None = None
+    moe_router_group_topk: int | None = None
+    moe_router_load_balancing_type: str = "aux_loss"
+    moe_aux_loss_coeff: float = 0.0
+    moe_z_loss_coeff: float | None = None
 
     window_size: int | None = None  # a query at i sees the keys i - window_size + 1 .. i
     attn_logit_softcapping: float | None = None  # scores -> cap * tanh(scores / cap)

@@ -9,13 +9,14 @@ of GPT-NeoX, Llama and Megatron-LM).
 
 import math
 from collections.abc import Callable
-from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megapipe.extras.reference.config import ReferenceConfig
+from megapipe.extras.reference.experts import MoE
+from megapipe.extras.reference.mlp import MLP
 
 # (layer, site, shape) -> mask already divided by 1 - p, or None for no dropout there.
 #   site "embedding"         layer -1        [b, s, h]
@@ -84,6 +85,12 @@ class ReferenceGPT(nn.Module):
         logits = F.linear(hidden, head)[..., : config.vocab_size]
         return soft_cap(logits.to(at_least_fp32(logits.dtype)), config.final_logit_softcapping)
 
+    def router_losses(self) -> Tensor | float:
+        """Return the sum of the losses of all routers in the last forward: load balancing and z loss, with their
+        coefficients; 0.0 without experts. It is a loss of one microbatch, added to the mean over its tokens.
+        """
+        return sum((module.loss for module in self.modules() if isinstance(module, MoE)), 0.0)
+
 
 class Embedding(nn.Module):
     def __init__(self, config: ReferenceConfig) -> None:
@@ -129,7 +136,7 @@ class Block(nn.Module):
             self.post_self_attn_layernorm = Norm(config, config.hidden_size) if norms_output else nn.Identity()
         if config.has_mlp:
             self.pre_mlp_layernorm = Norm(config, config.hidden_size) if norms_input else nn.Identity()
-            self.mlp = MLP(config)
+            self.mlp = MLP(config) if config.num_experts is None else MoE(config)
             self.post_mlp_layernorm = Norm(config, config.hidden_size) if norms_output else nn.Identity()
 
     def forward(
@@ -199,25 +206,6 @@ class SelfAttention(nn.Module):
         return self.linear_proj(context.flatten(2, 3))
 
 
-class MLP(nn.Module):
-    """linear_fc2(activation(linear_fc1(x))). Gated: linear_fc1 has the rows [gate; up], then act(gate) * up."""
-
-    def __init__(self, config: ReferenceConfig) -> None:
-        super().__init__()
-        self.gated, self.function = config.gated, config.activation_function
-        self.activation = ACTIVATIONS[config.activation] if self.function is None else self.function
-        hidden, width, bias = config.hidden_size, config.ffn_hidden_size, config.add_bias_linear
-        self.linear_fc1 = nn.Linear(hidden, 2 * width if config.gated else width, bias=bias)
-        self.linear_fc2 = nn.Linear(width, hidden, bias=bias)
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        inner = self.linear_fc1(hidden)
-        if self.gated and self.function is None:
-            gate, up = inner.chunk(2, dim=-1)
-            return self.linear_fc2(self.activation(gate) * up)
-        return self.linear_fc2(self.activation(inner))
-
-
 class Norm(nn.Module):
     """LayerNorm, or RMSNorm (no mean, no bias), over the last dim in at least fp32."""
 
@@ -284,16 +272,6 @@ def dropout(x: Tensor, rate: float, dropout_masks: DropoutMasks | None, layer: i
     """Return x times the mask of this site; x itself at rate 0 or without a mask."""
     mask = dropout_masks(layer, site, tuple(x.shape)) if dropout_masks is not None and rate > 0.0 else None
     return x if mask is None else x * mask.to(x.dtype)
-
-
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "gelu": F.gelu,
-    "gelu_tanh": partial(F.gelu, approximate="tanh"),
-    "relu": F.relu,
-    "squared_relu": lambda x: F.relu(x).square(),
-    "swiglu": F.silu,
-    "geglu_tanh": partial(F.gelu, approximate="tanh"),
-}
 
 
 def cos_sin(config: ReferenceConfig, position_ids: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

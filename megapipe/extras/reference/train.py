@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megapipe.extras.reference.gpt import at_least_fp32
+from megapipe.extras.reference.gpt import ReferenceGPT, at_least_fp32
 
 # Arguments of ReferenceGPT.forward by name: tokens, labels, loss_mask, and optionally position_ids, document_ids,
 # dropout_masks.
@@ -46,7 +46,8 @@ def reference_step(
     for microbatch in microbatches:
         loss_sum, num_tokens = model(**microbatch)
         denominator = max(total_tokens, 1) if per_token_loss else num_tokens.clamp(min=1) * len(microbatches)
-        (loss_sum / denominator).backward()
+        # routers' losses are means over a microbatch, as the loss is without per_token_loss
+        (loss_sum / denominator + router_losses(model) / len(microbatches)).backward()
         loss += loss_sum.item() / max(total_tokens, 1)
     grads = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
     result_grads = {name: grad.clone() for name, grad in grads.items()}
@@ -58,6 +59,11 @@ def reference_step(
             grad.mul_(coefficient)
     optimizer.step()
     return StepResult(loss, norm, result_grads)
+
+
+def router_losses(model: nn.Module) -> Tensor | float:
+    """Return ReferenceGPT.router_losses; 0.0 for another model."""
+    return model.router_losses() if isinstance(model, ReferenceGPT) else 0.0
 
 
 def build_optimizer(

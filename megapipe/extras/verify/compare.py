@@ -108,24 +108,24 @@ class Difference:
 
 def gradient_pieces(runtime: TrainingRuntime) -> Iterator[HeldPiece]:
     """Yield this rank's reduced gradients as views: its shards with the distributed optimizer, else whole ones."""
-    replica, tp = runtime.groups.replicas.rank, runtime.groups.tp
     for stage, buffers in runtime.buffers.items():
         for buffer in buffers.buffers:
+            is_expert = buffer.layout.is_expert
+            replica, cut = runtime.groups.replicas_of(is_expert).rank, runtime.groups.cut_of(is_expert)
             for bucket in buffer.layout.buckets:
                 low, high = buffer.shard_range(bucket, replica)
-                for position, piece in shard_pieces(bucket, tp.rank, tp.size, low, high):
+                for position, piece in shard_pieces(bucket, *cut, low, high):
                     yield HeldPiece(stage, piece, buffer.gradients[position : position + piece.box.num_elements])
 
 
 def weight_pieces(runtime: TrainingRuntime) -> Iterator[HeldPiece]:
     """Yield this rank's whole local parameters, as the next forward reads them."""
     runtime.gather.finish()
-    tp = runtime.groups.tp
     for stage, buffers in runtime.buffers.items():
         specs = {spec.name: spec for spec in runtime.plan.stage_specs[stage]}
         for name in buffers.names:
             local = buffers.parameter(name).detach().view(-1)
-            for piece in pieces(specs[name], tp.rank, tp.size):
+            for piece in pieces(specs[name], *runtime.groups.cut_of(specs[name].is_expert)):
                 yield HeldPiece(stage, piece, local[piece.start : piece.stop])
 
 

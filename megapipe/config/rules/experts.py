@@ -1,0 +1,95 @@
+"""Rules of a mixture of experts: the choice of experts, their division over ranks, and what cannot be combined yet."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megapipe.config.config import Config
+from megapipe.config.layers import LayerConfig, of_each_kind
+from megapipe.config.rules.proposals import chosen, use_divisors, use_multiples
+from megapipe.formatting import one_of
+
+
+@of_each_kind
+def choice(config: Config, layer: LayerConfig) -> Iterator[str]:
+    """Check the number of chosen experts and the groups they are chosen from."""
+    experts, topk, groups = layer.num_experts, layer.moe_router_topk, layer.moe_router_num_groups
+    if experts is None or not layer.has_mlp:
+        return
+    is_softmax, taken = layer.moe_router_score_function == "softmax", layer.moe_router_group_topk
+    if topk > experts:
+        yield f"--moe-router-topk {topk} is above --num-experts {experts}; use at most {experts}"
+    if topk == 1 and is_softmax and not layer.moe_router_pre_softmax:
+        rule = "the softmax over one chosen expert is 1 for any score, so that the router would not learn"
+        yield f"--moe-router-topk 1: {rule}; add --moe-router-pre-softmax"
+    if layer.moe_router_pre_softmax and not is_softmax:
+        yield "--moe-router-pre-softmax belongs to --moe-router-score-function softmax; leave one of the two out"
+    if groups is None:
+        return
+    if taken is None:
+        yield f"--moe-router-num-groups {groups} needs --moe-router-group-topk, the groups that a token takes"
+    elif experts % groups:
+        ways = use_divisors(experts, wanted=groups)
+        yield f"--moe-router-num-groups {groups} does not divide --num-experts {experts}; {ways}"
+    elif taken > groups:
+        yield f"--moe-router-group-topk {taken} is above --moe-router-num-groups {groups}; use at most {groups}"
+    elif topk % taken:
+        rule = "a group's score is the sum of its topk / group-topk best experts"
+        yield f"--moe-router-group-topk {taken} does not divide --moe-router-topk {topk}: {rule}"
+    elif topk > taken * (experts // groups):
+        held = f"{taken} of {groups} groups hold {taken * (experts // groups)} experts"
+        yield f"--moe-router-topk {topk}: {held}; raise --moe-router-group-topk"
+
+
+@of_each_kind
+def division(config: Config, layer: LayerConfig) -> Iterator[str]:
+    """Check the division of experts over ep and etp, and the slices of the sequence that tp ranks route."""
+    experts, parallel = layer.num_experts, config.parallel
+    if experts is None or not layer.has_mlp:
+        return
+    ep, tp = parallel.expert_model_parallel_size, parallel.tensor_model_parallel_size
+    etp, width = parallel.expert_tensor_parallel_size or tp, layer.expert_ffn_size
+    if experts % ep:
+        ways = use_divisors(experts, wanted=ep)
+        yield f"--expert-model-parallel-size {ep} does not divide --num-experts {experts}; {ways}"
+    if width % etp:
+        ways = use_multiples(etp, width)
+        yield f"expert tensor parallel size {etp} does not divide --moe-ffn-hidden-size {width}; {ways}"
+    if tp > 1 and not parallel.sequence_parallel:
+        rule = "without it every tp rank would send the same tokens to the experts"
+        yield f"--num-experts with --tensor-model-parallel-size {tp} needs --sequence-parallel: {rule}"
+    shared = layer.moe_shared_expert_intermediate_size
+    if shared is not None and shared % tp:
+        ways = use_multiples(tp, shared)
+        yield f"--tensor-model-parallel-size {tp} does not divide the shared experts' width {shared}; {ways}"
+
+
+def combinations(config: Config) -> Iterator[str]:
+    """Yield what does not work together with experts."""
+    model, recompute = config.model, config.recompute
+    if model.num_experts is None:
+        return
+    is_selective = recompute.recompute_granularity == "selective"
+    modules = {"layernorm", "mlp", "activation"} & set(recompute.recompute_modules) if is_selective else ()
+    refused = chosen(
+        ("biases (add --disable-bias-linear)", model.add_bias_linear),
+        (f"--recompute-modules {' '.join(sorted(modules))} (use core_attn, or full recompute)", bool(modules)),
+        ("--fp8-format", config.precision.fp8_format is not None),
+        ("--transformer-impl transformer_engine", config.kernels.transformer_impl != "local"),
+        ("--compile-pointwise", config.kernels.compile_pointwise),
+        ("--cuda-graph-impl", config.gpu.cuda_graph_impl != "none"),
+        ("--use-precision-aware-optimizer", config.optimizer.use_precision_aware_optimizer),
+        ("--cpu-offloading-num-layers", config.offload.cpu_offloading_num_layers > 0),
+    )
+    if refused:
+        yield f"--num-experts does not work with {one_of(refused)} yet; leave one of the two out"
+    has_losses = bool(model.moe_z_loss_coeff or model.moe_aux_loss_coeff)
+    scaled = chosen(
+        ("--fp16, whose loss scale it does not have", config.precision.dtype == "fp16"),
+        ("--calculate-per-token-loss", config.training.calculate_per_token_loss),
+    )
+    if has_losses and scaled:
+        yield f"--moe-aux-loss-coeff or --moe-z-loss-coeff does not work with {one_of(scaled)} yet; set it to 0"
+
+
+RULES = (choice, division, combinations)

@@ -1,0 +1,126 @@
+"""A mixture of experts in one process: every expert is a plain product over the tokens that chose it.
+
+weight1 [experts x gates x f, h] and weight2 [experts x f, h] hold the experts one after the other; weight2 is not
+transposed: an expert is act(x weight1^T) weight2.
+"""
+
+from dataclasses import replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megapipe.extras.reference.config import ReferenceConfig
+from megapipe.extras.reference.mlp import ACTIVATIONS, MLP
+
+
+class Experts(nn.Module):
+    def __init__(self, config: ReferenceConfig) -> None:
+        super().__init__()
+        assert config.num_experts is not None
+        self.config, self.width = config, config.moe_ffn_hidden_size or config.ffn_hidden_size
+        self.gates = 2 if config.gated else 1
+        self.weight1 = nn.Parameter(torch.empty(config.num_experts * self.gates * self.width, config.hidden_size))
+        self.weight2 = nn.Parameter(torch.empty(config.num_experts * self.width, config.hidden_size))
+
+    def forward(self, expert: int, tokens: Tensor) -> Tensor:
+        """Return one expert's result. tokens: [n, h]."""
+        rows = self.gates * self.width
+        inner = tokens @ self.weight1[expert * rows : (expert + 1) * rows].t()
+        if self.config.activation_function is not None:
+            inner = self.config.activation_function(inner)
+        elif self.config.gated:
+            gate, up = inner.chunk(2, dim=-1)
+            inner = ACTIVATIONS[self.config.activation](gate) * up
+        else:
+            inner = ACTIVATIONS[self.config.activation](inner)
+        return inner @ self.weight2[expert * self.width : (expert + 1) * self.width]
+
+
+class SharedExperts(MLP):
+    def __init__(self, config: ReferenceConfig, width: int) -> None:
+        super().__init__(replace(config, ffn_hidden_size=width))
+        if config.moe_shared_expert_gate:
+            self.gate_weight = nn.Parameter(torch.empty(1, config.hidden_size))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        output = super().forward(hidden)
+        return output * torch.sigmoid(hidden @ self.gate_weight.t()) if hasattr(self, "gate_weight") else output
+
+
+class MoE(nn.Module):
+    """Router, experts and shared experts. loss: the router's losses in the last forward."""
+
+    loss: Tensor | float = 0.0
+
+    def __init__(self, config: ReferenceConfig) -> None:
+        super().__init__()
+        assert config.num_experts is not None
+        self.config = config
+        self.router = nn.Linear(config.hidden_size, config.num_experts, bias=False)
+        self.experts = Experts(config)
+        if config.moe_shared_expert_intermediate_size is not None:
+            self.shared_experts = SharedExperts(config, config.moe_shared_expert_intermediate_size)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """[b, s, h] -> the same."""
+        config, is_softmax = self.config, self.config.moe_router_score_function == "softmax"
+        logits = self.router(hidden)
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        scores = logits.softmax(-1) if is_softmax else logits.sigmoid()
+        self.loss = self._losses(logits, scores)
+        if is_softmax and not config.moe_router_pre_softmax:
+            scores = logits
+        chosen = self._best(scores.detach())
+        weights = scores.gather(-1, chosen)
+        if is_softmax and not config.moe_router_pre_softmax:
+            weights = weights.softmax(-1)
+        elif not is_softmax and config.moe_router_topk > 1:
+            weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+        weights = weights * (config.moe_router_topk_scaling_factor or 1.0)
+        output = torch.zeros_like(hidden)
+        for expert in range(config.num_experts or 0):
+            share = (weights * (chosen == expert)).sum(-1, keepdim=True)  # [b, s, 1]
+            seen = (chosen == expert).any(-1)
+            output = output.index_put(
+                torch.where(seen), (self.experts(expert, hidden[seen]) * share[seen]).to(hidden.dtype), accumulate=True
+            )
+        return output + self.shared_experts(hidden) if hasattr(self, "shared_experts") else output
+
+    def _best(self, scores: Tensor) -> Tensor:
+        """Return the k best experts of each token [b, s, k]; of equal ones those of smaller numbers."""
+        config, groups = self.config, self.config.moe_router_num_groups
+        if groups is not None:
+            per_group = scores.unflatten(-1, (groups, -1))
+            taken = config.moe_router_group_topk or groups
+            sums = ordered(per_group)[0][..., : config.moe_router_topk // taken].sum(-1)
+            best = ordered(sums)[1][..., :taken]
+            lost = torch.ones_like(sums, dtype=torch.bool).scatter(-1, best, False)
+            scores = per_group.masked_fill(lost[..., None], -torch.inf).flatten(-2)
+        return ordered(scores)[1][..., : config.moe_router_topk]
+
+    def _losses(self, logits: Tensor, scores: Tensor) -> Tensor | float:
+        """Return coefficient x experts / (k T^2) x sum of n_i p_i, and the z loss.
+
+        n_i: tokens whose k best shares include expert i; p_i: the sum of its shares; T tokens: those of the microbatch,
+        or of a sequence, with the mean over sequences.
+        """
+        config, topk = self.config, self.config.moe_router_topk
+        loss: Tensor | float = 0.0
+        if config.moe_z_loss_coeff:
+            loss = config.moe_z_loss_coeff * logits.logsumexp(-1).square().mean()
+        if not config.moe_aux_loss_coeff or config.moe_router_load_balancing_type == "none":
+            return loss
+        shares = scores / scores.sum(-1, keepdim=True)
+        sets = list(shares) if config.moe_router_load_balancing_type == "seq_aux_loss" else [shares.flatten(0, 1)]
+        for one in sets:  # [T, experts]
+            counts = F.one_hot(ordered(one.detach())[1][:, :topk], one.shape[1]).sum((0, 1))
+            total = (counts * one.sum(0)).sum() * one.shape[1] / (topk * one.shape[0] ** 2)
+            loss = loss + config.moe_aux_loss_coeff * total / len(sets)
+        return loss
+
+
+def ordered(scores: Tensor) -> tuple[Tensor, Tensor]:
+    """Return scores and their places, the largest first, of equal ones the first."""
+    found = scores.sort(dim=-1, descending=True, stable=True)
+    return found.values, found.indices

@@ -1,0 +1,161 @@
+"""A mixture of experts: x + norm(experts(norm(x))), each token seen by the k experts that a router chooses.
+
+Every rank routes its own t tokens. Their k t copies go to the ranks of their experts by an all-to-all over ep, then to
+all ranks that share an expert (etp), and back the same way, summed over etp; each token then weighs its k results.
+Nothing is dropped. The table assumes balanced routing, by which a rank's experts see k t rows, times etp.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from megapipe.config.layers import LayerConfig
+from megapipe.config.model import ACTIVATIONS
+from megapipe.layers.linear import Linear, output_std
+from megapipe.layers.mlp import DenseMLP
+from megapipe.layers.norm import Norm, branch_norms, residual_stream
+from megapipe.layers.table import MASK_BYTES, Backward, Gemm, Kept, Operation, RankShape, Table, total_bytes
+from megapipe.sharding.spec import Experts, Fused, Init, ParamSpec
+
+INDEX_BYTES = 8  # int64
+ROW_PASSES = 4  # all-to-alls of rows for one microbatch: dispatch and combine, in F and in B
+
+
+@dataclass(frozen=True, eq=False)
+class MoE:
+    """The branch of one transformer layer with a router, experts and perhaps shared experts, its norms included."""
+
+    model: LayerConfig
+
+    @cached_property
+    def norms(self) -> tuple[Norm | None, Norm | None]:
+        """The norms of the branch's input and of its output."""
+        return branch_norms(self.model, "pre_mlp_layernorm", "post_mlp_layernorm")
+
+    @cached_property
+    def shared(self) -> DenseMLP | None:
+        """The shared experts, one MLP without norms of its own."""
+        width = self.model.moe_shared_expert_intermediate_size
+        return None if width is None else DenseMLP(replace(self.model, ffn_hidden_size=width), is_fp8=False)
+
+    @property
+    def num_experts(self) -> int:
+        assert self.model.num_experts is not None
+        return self.model.num_experts
+
+    @property
+    def gates(self) -> int:
+        """2 where an expert's first linear makes gate and up, else 1."""
+        return 2 if ACTIVATIONS[self.model.activation].is_gated else 1
+
+    def parameters(self, prefix: str, layer: int, sequence_parallel: bool, etp: int = 1) -> Iterator[ParamSpec]:
+        """Yield the parameters of layer number `layer`, in model order.
+
+        weight1 [experts x gates x ffn, hidden] and weight2 [experts x ffn, hidden] are those of all experts, stacked;
+        weight2 is the transpose of a linear's weight, so that both are cut by rows.
+        """
+        model, hidden, name, count = self.model, self.model.hidden_size, f"{prefix}mlp", self.num_experts
+        width, first, last = model.expert_ffn_size, Init("normal", model.init_method_std), output_std(model)
+        before, after = self.norms
+        yield from before.parameters(prefix, layer, sequence_parallel) if before is not None else ()
+        shape = (count, hidden)
+        yield ParamSpec(f"{name}.router.weight", shape, layer, init=first, partial_gradient=sequence_parallel)
+        cut = Experts(count, self.gates, etp)
+        yield ParamSpec(f"{name}.experts.weight1", (count * self.gates * width, hidden), layer, cut, first)
+        cut = Experts(count, 1, etp)
+        yield ParamSpec(f"{name}.experts.weight2", (count * width, hidden), layer, cut, Init("normal", last))
+        if self.shared is not None:
+            shared, name = self.shared.model.ffn_hidden_size, f"{name}.shared_experts"
+            gates, std = self.gates, model.init_method_std
+            fc1 = Linear(f"{name}.linear_fc1", gates * shared, hidden, Fused(0, gates), False, std)
+            yield from fc1.parameters(layer, sequence_parallel)
+            yield from Linear(f"{name}.linear_fc2", hidden, shared, Fused(1), False, last).parameters(layer, False)
+            if model.moe_shared_expert_gate:
+                shape = (1, hidden)
+                yield ParamSpec(f"{name}.gate_weight", shape, layer, init=first, partial_gradient=sequence_parallel)
+        yield from after.parameters(prefix, layer, sequence_parallel) if after is not None else ()
+
+    def gemms(self, tp: int) -> tuple[Gemm, ...]:
+        """Return the products that a token goes through, as linears on one of tp ranks: router, its k experts (as many
+        wide ones), shared experts.
+        """
+        hidden, width = self.model.hidden_size, self.model.moe_router_topk * self.model.expert_ffn_size // tp
+        routed = (
+            Gemm(hidden, self.num_experts, True),
+            Gemm(hidden, self.gates * width, True),
+            Gemm(width, hidden, False),
+        )
+        return routed if self.shared is None else (*routed, *self.shared.gemms(tp))
+
+    @property
+    def inactive_weights(self) -> int:
+        """Weights of the experts that a token does not see."""
+        idle = self.num_experts - self.model.moe_router_topk
+        return idle * (self.gates + 1) * self.model.expert_ffn_size * self.model.hidden_size
+
+    def row_bytes(self, shape: RankShape) -> int:
+        """Return the bytes of the rows that a rank's tokens become, k for each, at one end of an all-to-all."""
+        return self.model.moe_router_topk * shape.hidden_bytes(self.model.hidden_size)
+
+    def table(self, shape: RankShape) -> Table:
+        """Return what one microbatch does on one rank at balanced routing."""
+        size, topk, element, wide = self.model.hidden_size, self.model.moe_router_topk, shape.element, shape.wide
+        tokens, hidden = shape.own_tokens, shape.hidden_bytes(self.model.hidden_size)
+        rows, width = topk * tokens, self.model.expert_ffn_size // shape.etp
+        gathered, rows_bytes = rows * shape.etp, self.row_bytes(shape)
+        before, after = self.norms
+        has_dropout = self.model.hidden_dropout > 0
+        behind = hidden if has_dropout or after is not None else 0
+        router = (
+            Kept("router scores", tokens * self.num_experts, wide),
+            Kept("router weights", rows, wide),
+            Kept("routing", 2 * rows, INDEX_BYTES),
+        )
+        dispatched = (Kept("expert inputs", gathered * size, element),)
+        inner_kept = (Kept("expert hidden", self.gates * gathered * width, element),)
+        outputs_kept = (Kept("expert outputs", rows * size, element),)
+        activated = (Kept("expert activation", gathered * width, element),)
+        inner, outer = self.gates * gathered * width * element, gathered * size * element
+        waits = inner + outer if shape.splits_backward else 0
+        start = residual_stream(shape, size)
+        if before is not None:
+            start = before.operation(shape, backward=Backward(hidden + before.gradient_bytes(shape)))
+        masks = (Kept("dropout masks", tokens * size, MASK_BYTES),) if has_dropout else ()
+        shared = () if self.shared is None else tuple(self._shared_operations(shape))
+        combine = Backward(behind + 3 * rows_bytes, total_bytes(outputs_kept))
+        operations = (
+            start,
+            Operation("router", router, backward=Backward(behind + 2 * hidden)),
+            Operation("dispatch", backward=Backward(behind + 2 * rows_bytes + outer)),
+            Operation(
+                "expert_fc1",
+                dispatched,
+                deferred_bytes=inner + outer,
+                backward=Backward(behind + inner + 2 * outer + waits, total_bytes(dispatched)),
+            ),
+            Operation("expert_activation", inner_kept, backward=Backward(behind + 2 * inner + waits)),
+            Operation(
+                "expert_fc2",
+                activated,
+                deferred_bytes=outer + gathered * width * element,
+                backward=Backward(behind + outer + inner),
+            ),
+            Operation("combine", (*outputs_kept, *masks), backward=combine),
+            *shared,
+            *(() if after is None else (after.after_branch(shape, has_dropout),)),
+        )
+        deferred = sum(operation.deferred_bytes for operation in operations) if shape.splits_backward else 0
+        return Table(operations, hidden + deferred)
+
+    def _shared_operations(self, shape: RankShape) -> Iterator[Operation]:
+        """Yield the operations of the shared experts: those of a dense MLP, without its norms, dropout and input."""
+        assert self.shared is not None
+        for operation in self.shared.table(shape).operations:
+            if operation.name in ("linear_fc1", "activation", "linear_fc2"):
+                keeps = tuple(tensor for tensor in operation.keeps if tensor.name != "dropout masks")
+                yield replace(operation, keeps=keeps)
+        if self.model.moe_shared_expert_gate:
+            size = shape.own_tokens * self.model.hidden_size
+            yield Operation("shared_gate", (Kept("shared expert output", size, shape.element),))

@@ -1,0 +1,299 @@
+"""`MoE`: a mixture of experts in place of a layer's MLP (Shazeer et al. 2017, arXiv:1701.06538), dropless.
+
+    router    [t, h] -> weights and numbers of the k experts of each token, both [t, k]
+    dispatch  k copies of each token, in the order of experts, to the ranks of their experts (model/dispatch.py)
+    experts   act(x W1^T) W2 for the rows of each expert
+    combine   sum over j < k of weight[j] x result[j], in the order of j: the same sums on every grid
+
+t = s b / tp tokens: with tp every rank routes its slice of the sequence.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+from megapipe.comm.collectives import all_reduce
+from megapipe.comm.groups import Group
+from megapipe.config.layers import LayerConfig
+from megapipe.config.model import ACTIVATIONS as KINDS
+from megapipe.dtypes import DTYPES
+from megapipe.errors import ConfigError
+from megapipe.model.dispatch import Routes
+from megapipe.model.layer_factory import LayerFactory
+from megapipe.model.mlp import MLP, activation
+from megapipe.tensor_parallel.gemms import at_least_fp32
+from megapipe.tensor_parallel.gradients import GradientSlot, WeightQueue, add_to_grad
+
+
+class MoE(nn.Module):
+    """Router, experts, perhaps shared experts: [s, b, h] (a slice of s with sequence parallelism) -> the same.
+
+    Raises ConfigError for tp without sequence parallelism.
+    """
+
+    def __init__(self, layer: int, factory: LayerFactory) -> None:
+        super().__init__()
+        model, tp = factory.config, factory.tp
+        if tp.size > 1 and not factory.sequence_parallel:
+            raise ConfigError(
+                f"--num-experts with tensor parallel size {tp.size} needs --sequence-parallel: without it every tp "
+                "rank would send the same tokens to the experts"
+            )
+        self.router = Router(model, tp)
+        self.experts = ExpertWeights(factory)
+        self.groups = factory.experts
+        self.shared_experts: SharedExperts | None = None
+        if model.moe_shared_expert_intermediate_size is not None:
+            self.shared_experts = SharedExperts(layer, factory, model.moe_shared_expert_intermediate_size)
+
+    def forward(self, x: Tensor, norm: nn.Module | None) -> Tensor:
+        """Return the weighted sum of the experts' results for norm(x), and the shared experts' added."""
+        x = x if norm is None else norm(x)
+        weights, chosen = self.router(x)
+        topk = chosen.shape[1]
+        by_expert = chosen.flatten().argsort(stable=True)  # of the rows token x k + j
+        ones = torch.ones_like(by_expert)
+        counts = ones.new_zeros(self.router.num_experts).scatter_add_(0, chosen.flatten(), ones)
+        routes = Routes.of(counts, by_expert.shape[0], self.groups)
+        rows = routes.dispatch(_Copies.apply(x.flatten(0, -2), by_expert, topk))
+        results = routes.combine(self.experts(rows, routes.expert_rows))
+        output = _Combine.apply(results, weights, by_expert).view(x.shape)
+        return output if self.shared_experts is None else output + self.shared_experts(x)
+
+
+class SharedExperts(MLP):
+    """An MLP that sees every token; its output is multiplied by sigmoid(x gate_weight^T) with a gate."""
+
+    def __init__(self, layer: int, factory: LayerFactory, width: int) -> None:
+        super().__init__(layer, factory.of(replace(factory.config, ffn_hidden_size=width)))
+        self.gate_weight: nn.Parameter | None = None
+        if factory.config.moe_shared_expert_gate:
+            self.gate_weight = nn.Parameter(torch.empty(1, factory.config.hidden_size, device="meta"))
+
+    def forward(self, x: Tensor, norm: nn.Module | None = None) -> Tensor:
+        output = super().forward(x, norm)
+        return output if self.gate_weight is None else output * F.linear(x, self.gate_weight).sigmoid()
+
+
+class Router(nn.Module):
+    """The choice of k experts for each token, with the losses that balance it.
+
+    Scores are in at least fp32. Ties go to the expert, or the group, of the smaller number.
+    """
+
+    def __init__(self, model: LayerConfig, tp: Group) -> None:
+        super().__init__()
+        assert model.num_experts is not None
+        self.model, self.tp, self.num_experts = model, tp, model.num_experts
+        self.dtype = (
+            None if model.moe_router_dtype is None else getattr(torch, DTYPES[model.moe_router_dtype].torch_name)
+        )
+        self.weight = nn.Parameter(torch.empty(model.num_experts, model.hidden_size, device="meta"))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return weights [t, k] in at least fp32 and experts [t, k] int64, t = s b, the best first. x: [s, b, h]."""
+        model, topk = self.model, self.model.moe_router_topk
+        dtype = x.dtype if self.dtype is None else torch.promote_types(x.dtype, self.dtype)
+        logits = F.linear(x.to(dtype), self.weight.to(dtype))
+        logits = logits.to(at_least_fp32(dtype))
+        losses = []
+        if model.moe_z_loss_coeff:
+            tokens = x.shape[0] * x.shape[1] * self.tp.size
+            losses.append(model.moe_z_loss_coeff * logits.logsumexp(-1).square().sum() / tokens)
+        is_softmax = model.moe_router_score_function == "softmax"
+        shares = logits.softmax(-1) if is_softmax else logits.sigmoid()
+        if model.moe_aux_loss_coeff and model.moe_router_load_balancing_type != "none":
+            losses.append(self._balance_loss(shares if is_softmax else shares / shares.sum(-1, keepdim=True)))
+        scores = (shares if model.moe_router_pre_softmax or not is_softmax else logits).flatten(0, 1)
+        chosen = self._choose(scores.detach())
+        if model.moe_router_force_load_balancing:
+            places = torch.arange(scores.shape[0] * topk, device=scores.device) + self.tp.rank
+            chosen = (places % self.num_experts).view(-1, topk)
+        weights = scores.gather(1, chosen)
+        if is_softmax and not model.moe_router_pre_softmax:
+            weights = weights.softmax(-1)
+        elif not is_softmax and topk > 1:
+            weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+        if model.moe_router_topk_scaling_factor is not None:
+            weights = weights * model.moe_router_topk_scaling_factor
+        for loss in losses:
+            weights = _WithLoss.apply(weights, loss)
+        return weights, chosen
+
+    def _choose(self, scores: Tensor) -> Tensor:
+        """Return the best experts [t, k] by scores [t, experts], in the best groups where there are groups."""
+        model, topk, groups = self.model, self.model.moe_router_topk, self.model.moe_router_num_groups
+        if groups is not None:
+            taken = model.moe_router_group_topk or groups
+            grouped = scores.view(-1, groups, self.num_experts // groups)
+            best = grouped.sort(dim=-1, descending=True, stable=True).values[..., : topk // taken].sum(-1)
+            kept = best.sort(dim=-1, descending=True, stable=True).indices[:, :taken]
+            is_kept = torch.zeros_like(best, dtype=torch.bool).scatter_(1, kept, True)
+            scores = grouped.masked_fill(~is_kept[..., None], -torch.inf).flatten(1)
+        return scores.sort(dim=-1, descending=True, stable=True).indices[:, :topk]
+
+    def _balance_loss(self, shares: Tensor) -> Tensor:
+        """Return this rank's part of coefficient x experts / (k T^2) x sum over experts of tokens x sum of shares.
+
+        shares: [s, b, experts]. tokens: those of the set that would choose the expert by its share alone, of all tp
+        ranks. T: size of the set, a microbatch, or each sequence, over which the losses are averaged
+        (Shazeer et al. 2017; Wang et al. 2024, arXiv:2408.15664).
+        """
+        model, (seq, batch, _) = self.model, shares.shape
+        chosen = shares.detach().sort(dim=-1, descending=True, stable=True).indices[..., : model.moe_router_topk]
+        counts = torch.zeros_like(shares).scatter_(-1, chosen, 1.0).sum(0)  # [b, experts]
+        total, sets = seq * self.tp.size, batch
+        if model.moe_router_load_balancing_type == "aux_loss":
+            counts, total, sets = counts.sum(0, keepdim=True), total * batch, 1
+        all_reduce(counts, self.tp)
+        factor = model.moe_aux_loss_coeff * self.num_experts / (model.moe_router_topk * total * total * sets)
+        return factor * (counts * shares.sum(0)).sum()
+
+
+class ExpertWeights(nn.Module):
+    """The experts of this rank: weight1 [n gates f, h] and weight2 [n f, h], n = experts / ep, f = width / etp.
+
+    Both are the weights of the experts one after the other. Their gradients wait for W where the backward is split.
+    """
+
+    def __init__(self, factory: LayerFactory) -> None:
+        super().__init__()
+        config, experts = factory.config, factory.experts
+        assert config.num_experts is not None
+        self.queue: WeightQueue = factory.queue
+        self.slots: dict[str, GradientSlot | None] = {"weight1": None, "weight2": None}
+        kernels = factory.kernels
+        self.activation = activation(config.activation, kernels.pointwise if kernels.compiles else None)
+        gates = 2 if KINDS[config.activation].is_gated else 1
+        rows = config.num_experts // experts.ep.size * (config.expert_ffn_size // experts.etp.size)
+        self.weight1 = nn.Parameter(torch.empty(gates * rows, config.hidden_size, device="meta"))
+        self.weight2 = nn.Parameter(torch.empty(rows, config.hidden_size, device="meta"))
+
+    def forward(self, rows: Tensor, counts: tuple[int, ...]) -> Tensor:
+        """Return the experts' results, partial over etp. rows: [n, h], counts[e] of them for expert e, in order."""
+        inner = _Product.apply(rows, self.weight1, counts, self, "weight1", True)
+        return _Product.apply(self.activation(inner), self.weight2, counts, self, "weight2", False)
+
+
+class _Product(Function):
+    """x_e W_e^T, or x_e W_e, for the rows of each expert; the weights' gradients go to the slot of the parameter."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, counts: tuple[int, ...], owner: ExpertWeights, name: str, transpose: bool
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.arguments = counts, owner, name, transpose
+        return _products(x, weight, counts, transpose)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (x, weight), (counts, owner, name, transpose) = ctx.saved_tensors, ctx.arguments
+        slot, outer, inner = owner.slots[name], (grad, x)[not transpose], (x, grad)[not transpose]
+        if ctx.needs_input_grad[1]:
+            owner.queue.submit(_WeightGradients(outer, inner, counts, slot, weight))
+        return _products(grad, weight, counts, not transpose), None, None, None, None, None
+
+
+def _products(x: Tensor, weight: Tensor, counts: tuple[int, ...], transpose: bool) -> Tensor:
+    """Return the products of each expert's rows with its weight, joined."""
+    matrices = weight.view(len(counts), -1, weight.shape[1])
+    output = x.new_empty(x.shape[0], matrices.shape[1] if transpose else weight.shape[1])
+    start = 0
+    for matrix, count in zip(matrices, counts, strict=True):
+        if count:
+            torch.mm(x[start : start + count], matrix.t() if transpose else matrix, out=output[start : start + count])
+        start += count
+    return output
+
+
+@dataclass(eq=False)
+class _WeightGradients:
+    """outer_e^T inner_e for every expert, waiting for W. An expert without rows gets no gradient, but is counted."""
+
+    outer: Tensor
+    inner: Tensor
+    counts: tuple[int, ...]
+    slot: GradientSlot | None
+    weight: Tensor
+
+    def launch(self) -> None:
+        """Do nothing: no communication is needed."""
+
+    def accumulate(self) -> None:
+        dense = torch.zeros_like(self.weight) if self.slot is None else self.slot.main_grad
+        kernel, start = None if self.slot is None else self.slot.kernel, 0
+        matrices = dense.view(len(self.counts), -1, dense.shape[1])
+        for expert, count in enumerate(self.counts):
+            if count:
+                rows = slice(start, start + count)
+                GradientSlot(matrices[expert], kernel=kernel).add_outer(self.outer[rows], self.inner[rows])
+            start += count
+        if self.slot is None:
+            add_to_grad(self.weight, dense)
+        else:
+            self.slot.ready()
+
+
+class _Copies(Function):
+    """Row i is token order[i] // k. Backward: a token's gradient is the sum over its k copies, in order."""
+
+    @staticmethod
+    def forward(ctx: Any, tokens: Tensor, order: Tensor, topk: int) -> Tensor:
+        ctx.save_for_backward(order)
+        ctx.topk = topk
+        return tokens[order // topk]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (order,) = ctx.saved_tensors
+        return _in_tokens(grad, order, ctx.topk).sum(1), None, None
+
+
+class _Combine(Function):
+    """The sum of each token's k results times their weights, in the results' dtype."""
+
+    @staticmethod
+    def forward(ctx: Any, results: Tensor, weights: Tensor, order: Tensor) -> Tensor:
+        ctx.save_for_backward(results, weights, order)
+        by_token = _in_tokens(results, order, weights.shape[1])
+        return (by_token * weights[..., None]).sum(1).to(results.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        results, weights, order = ctx.saved_tensors
+        topk = weights.shape[1]
+        of_weights = (_in_tokens(results, order, topk) * grad[:, None].to(weights.dtype)).sum(-1)
+        scale = weights.flatten()[order][:, None]
+        return (grad[order // topk] * scale).to(results.dtype), of_weights, None
+
+
+class _WithLoss(Function):
+    """x, so that the backward of x also runs that of a loss, with gradient 1."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, loss: Tensor) -> Tensor:
+        ctx.loss = loss.dtype, loss.device
+        return x.view_as(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return grad, torch.ones((), dtype=ctx.loss[0], device=ctx.loss[1])
+
+
+def _in_tokens(rows: Tensor, order: Tensor, topk: int) -> Tensor:
+    """Return rows [k t, ...], which are in the order of experts, as [t, k, ...]."""
+    by_token = torch.empty_like(rows)
+    by_token[order] = rows
+    return by_token.view(-1, topk, *rows.shape[1:])

@@ -1,0 +1,78 @@
+"""Mixtures of experts on every grid equal one process in fp64: losses, gradients, weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from megapipe.optimizer.schedule import Rates
+from megapipe.plan.resolve import resolve
+from tests.harness import RankPool
+from tests.parity.comparison import plan_differences
+from tests.tiny import make_config
+
+MODEL: dict[str, Any] = {
+    "num_layers": 4,
+    "hidden_size": 16,
+    "ffn_hidden_size": 24,
+    "num_attention_heads": 4,
+    "seq_length": 8,
+    "vocab_size": 24,
+    "make_vocab_size_divisible_by": 4,
+    "micro_batch_size": 2,
+    "global_batch_size": 16,
+    "train_iters": 2,
+    "lr": 0.01,
+    "adam_eps": 1e-3,
+    "dtype": "fp64",
+    "device": "cpu",
+    "hidden_dropout": 0.0,
+    "attention_dropout": 0.0,
+    "activation": "swiglu",
+    "normalization": "RMSNorm",
+    "add_bias_linear": False,
+    "sequence_parallel": True,
+    "num_experts": 4,
+    "moe_ffn_hidden_size": 12,
+    "moe_aux_loss_coeff": 0.02,
+    "moe_z_loss_coeff": 0.01,
+    "clip_grad": 0.3,
+}
+ZERO = {"use_distributed_optimizer": True, "overlap_grad_reduce": True, "overlap_param_gather": True}
+SIGMOID = {
+    "num_experts": 8,
+    "moe_router_topk": 4,
+    "moe_router_score_function": "sigmoid",
+    "moe_router_num_groups": 4,
+    "moe_router_group_topk": 2,
+    "moe_router_topk_scaling_factor": 2.5,
+    "moe_router_load_balancing_type": "seq_aux_loss",
+}
+SHARED = {"moe_shared_expert_intermediate_size": 8, "moe_shared_expert_gate": True}
+FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+GRIDS: dict[str, tuple[int, dict[str, Any]]] = {
+    "one rank": (1, {}),
+    "one rank, sigmoid, groups, shared": (1, SIGMOID | SHARED | {"moe_layer_freq": "2"}),
+    "ep 2 of dp 2": (2, {"ep": 2}),
+    "ep 2 of tp 2, etp 1": (2, {"tp": 2, "ep": 2, "etp": 1}),
+    "etp 2 of tp 2": (2, {"tp": 2, "ddp_bucket_size": 100, "moe_router_pre_softmax": True, "moe_router_topk": 1}),
+    "etp 2 of dp 2": (2, {"etp": 2} | ZERO | FULL),
+    "ep 4 of tp 2 dp 2, zero": (4, {"tp": 2, "ep": 4, "etp": 1} | ZERO | SIGMOID),
+    "ep 2 etp 2 pp 2 zero bubble": (
+        8,
+        {"tp": 2, "ep": 2, "pp": 2, "pipeline_schedule": "zb-h1", "ddp_bucket_size": 500} | ZERO | SHARED,
+    ),
+}
+
+
+def differences(rank: int, world_size: int, options: dict[str, Any]) -> list[str]:
+    plan = resolve(make_config(**MODEL | options), world_size)
+    return plan_differences(rank, plan, [Rates(0.02, 0.1, None), Rates(0.01, 0.2, None)])
+
+
+@pytest.mark.parametrize("name", GRIDS)
+def test_grid_with_experts_equals_one_process(name: str, rank_pools: Callable[[int], RankPool]) -> None:
+    world_size, options = GRIDS[name]
+    assert rank_pools(world_size).run(differences, options)[0] == []
