@@ -26,6 +26,7 @@ SP2 = "--tensor-model-parallel-size 2 --sequence-parallel"
 VPP = f"{PP} --num-virtual-stages-per-pipeline-rank 2"
 ROPE = "--position-embedding-type rope"
 LLAMA3 = f"{ROPE} --rope-scaling-type llama3 --rope-original-max-position-embeddings 16"
+MOE = "--num-experts 4 --disable-bias-linear"
 YARN = (
     f"{ROPE} --rope-scaling-type yarn --kv-channels 16 --rotary-base 100 --rope-original-max-position-embeddings 4096"
 )
@@ -76,6 +77,22 @@ model.yarn_beta_slow | --yarn-beta-slow 4 | records | {YARN}
 model.yarn_mscale | --yarn-mscale 0.5 | records | {YARN} --yarn-mscale-all-dim 0.8
 model.yarn_mscale_all_dim | --yarn-mscale-all-dim 0.5 | records | {YARN}
 model.no_rope_freq | --no-rope-freq 2 | records | {ROPE}
+model.num_experts | --num-experts 4 | plan specs | --disable-bias-linear
+model.moe_layer_freq | --moe-layer-freq 2 | plan specs | {MOE}
+model.moe_ffn_hidden_size | --moe-ffn-hidden-size 8 | plan specs | {MOE}
+model.moe_shared_expert_intermediate_size | --moe-shared-expert-intermediate-size 8 | plan specs | {MOE}
+model.moe_shared_expert_gate | --moe-shared-expert-gate | plan specs | {MOE} --moe-shared-expert-intermediate-size 8
+model.moe_router_topk | --moe-router-topk 3 | records | {MOE}
+model.moe_router_score_function | --moe-router-score-function sigmoid | records | {MOE}
+model.moe_router_pre_softmax | --moe-router-pre-softmax | records | {MOE}
+model.moe_router_topk_scaling_factor | --moe-router-topk-scaling-factor 2 | records | {MOE}
+model.moe_router_num_groups | --moe-router-num-groups 2 --moe-router-group-topk 1 | records | {MOE}
+model.moe_router_group_topk | --moe-router-group-topk 1 | outcome | {MOE} --moe-router-num-groups 2
+model.moe_router_dtype | --moe-router-dtype fp32 | records | {MOE} --bf16
+model.moe_router_force_load_balancing | --moe-router-force-load-balancing | records | {MOE}
+model.moe_router_load_balancing_type | --moe-router-load-balancing-type none | records | {MOE} --moe-aux-loss-coeff 9
+model.moe_aux_loss_coeff | --moe-aux-loss-coeff 9 | records | {MOE}
+model.moe_z_loss_coeff | --moe-z-loss-coeff 9 | records | {MOE}
 model.normalization | --normalization RMSNorm | records
 model.norm_position | --norm-position around | plan specs
 model.norm_epsilon | --norm-epsilon 0.1 | records
@@ -122,6 +139,8 @@ parallel.pipeline_schedule | --pipeline-schedule gpipe | plan rows | {PP} | 2
 parallel.pipeline_memory_limit | --pipeline-memory-limit 1 | plan rows | {PP} --pipeline-schedule zb-auto | 2
 parallel.pipeline_receive_depth | --pipeline-receive-depth 3 | plan rows | {PP} | 2
 parallel.sequence_parallel | --sequence-parallel | plan specs | --tensor-model-parallel-size 2 | 2
+parallel.expert_model_parallel_size | --expert-model-parallel-size 2 | ranks events | {MOE}
+parallel.expert_tensor_parallel_size | --expert-tensor-parallel-size 2 | ranks events | {MOE}
 parallel.tp_comm_overlap | --tp-comm-overlap | ranks collectives | {SP2}
 parallel.tp_comm_overlap_ag | --disable-tp-comm-overlap-ag | ranks collectives | {SP2} --tp-comm-overlap
 parallel.tp_comm_overlap_rs | --disable-tp-comm-overlap-rs | ranks collectives | {SP2} --tp-comm-overlap

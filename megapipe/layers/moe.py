@@ -16,11 +16,20 @@ from megapipe.config.model import ACTIVATIONS
 from megapipe.layers.linear import Linear, output_std
 from megapipe.layers.mlp import DenseMLP
 from megapipe.layers.norm import Norm, branch_norms, residual_stream
-from megapipe.layers.table import MASK_BYTES, Backward, Gemm, Kept, Operation, RankShape, Table, total_bytes
+from megapipe.layers.table import (
+    MASK_BYTES,
+    Backward,
+    Gemm,
+    Kept,
+    Operation,
+    RankShape,
+    Table,
+    ring_bytes,
+    total_bytes,
+)
 from megapipe.sharding.spec import Experts, Fused, Init, ParamSpec
 
 INDEX_BYTES = 8  # int64
-ROW_PASSES = 4  # all-to-alls of rows for one microbatch: dispatch and combine, in F and in B
 
 
 @dataclass(frozen=True, eq=False)
@@ -98,6 +107,18 @@ class MoE:
     def row_bytes(self, shape: RankShape) -> int:
         """Return the bytes of the rows that a rank's tokens become, k for each, at one end of an all-to-all."""
         return self.model.moe_router_topk * shape.hidden_bytes(self.model.hidden_size)
+
+    def sent_bytes(self, shape: RankShape) -> dict[str, tuple[float, float]]:
+        """Return the bytes that a rank sends over 'ep' and 'etp' for one microbatch, in F and in the backward.
+
+        Rows go to the experts and back, in either direction; before that the number of rows of every expert.
+        """
+        rows, counts = self.row_bytes(shape), self.num_experts * INDEX_BYTES
+        sent = {"ep": (rows, counts, shape.ep), "etp": (rows * shape.etp, counts * shape.etp, shape.etp)}
+        return {
+            name: (ring_bytes(2 * whole + number, size), ring_bytes(2 * whole, size))
+            for name, (whole, number, size) in sent.items()
+        }
 
     def table(self, shape: RankShape) -> Table:
         """Return what one microbatch does on one rank at balanced routing."""

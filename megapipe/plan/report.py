@@ -110,6 +110,10 @@ def _grid(plan: RunPlan) -> Iterator[str]:
         yield f"  nodes    {t.num_nodes} of {t.ranks_per_node} ranks; groups that cross nodes: {crossing or 'none'}"
     if t.world_size == 1:
         return
+    if plan.model.has_experts:
+        ranks = [" ".join(map(str, t.group_of(name, 0))) for name in ("etp", "ep", "expert_replicas")]
+        sizes = f"etp {t.etp} x ep {t.ep} x {t.edp} copies x pp {t.pp}"
+        yield f"  experts  {sizes}; groups of rank 0: etp ({ranks[0]}), ep ({ranks[1]}), copies ({ranks[2]})"
     if t.world_size > MOST_RANKS_SHOWN:
         yield f"  grid     rank order {t.order}, tp fastest: tp groups (0..{t.tp - 1}), ..."
         return
@@ -145,6 +149,8 @@ def _stages(plan: RunPlan) -> Iterator[str]:
         once = f"less {copies:,} of the tied embedding's copy = {sum(counts) - copies:,}, {once}"
     total = ("sum", "", f"{sum(counts):,}", once)
     yield from text_table([("stage", "pp_rank", "parameters", "holds"), *rows, total], left=(-1,))
+    if plan.model.has_experts:
+        yield f"  active   {plan.active_parameters:,} parameters, of the experts those that a token chooses"
 
 
 def _holds(plan: RunPlan, run: Sequence[int]) -> str:

@@ -11,6 +11,7 @@ from pathlib import Path
 from megapipe.config.config import ResolvedConfig, ResolvedModelConfig
 from megapipe.config.parallel import RecomputeConfig
 from megapipe.layers.model import ModelSpec, model_parameters, model_spec, stage_parameters
+from megapipe.layers.moe import MoE
 from megapipe.layers.table import RankShape
 from megapipe.plan.activations import group_sizes
 from megapipe.plan.batch import BatchSchedule
@@ -170,6 +171,13 @@ class RunPlan:
     def buffers(self, stage: int, tp_rank: int) -> tuple[BufferLayout, ...]:
         """Return the flat buffers of a stage on this tp_rank."""
         return _stage_buffers(self._parameter_layout, stage, tp_rank)
+
+    @property
+    def active_parameters(self) -> int:
+        """Parameters that a token goes through: all but those of the experts that did not choose it."""
+        parts = (part for layer in self.model.layers for part in layer.parts)
+        idle = sum(part.inactive_weights for part in parts if isinstance(part, MoE))
+        return sum(spec.num_elements for spec in self.specs) - idle
 
     def num_elements(self, stages: Iterable[int]) -> int:
         """Return the parameters of these stages on one rank, padding of the buffers included."""

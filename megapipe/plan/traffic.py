@@ -1,8 +1,9 @@
 """Bytes that one rank sends to others in a training step: hidden states over tp and along the pipeline, gradients and
-parameters between replicas.
+parameters between replicas, tokens on their way to experts and back.
 
 Left out are sums of a few numbers a token or a step: the loss's, those of norms over the heads of all ranks
-(--qk-layernorm-scope projection), the gradient norm's, those of replicated weights.
+(--qk-layernorm-scope projection), the gradient norm's, those of replicated weights, and the tokens of each expert,
+which tp ranks add for the load balancing loss.
 """
 
 from __future__ import annotations
@@ -10,28 +11,55 @@ from __future__ import annotations
 from collections import Counter
 
 from megapipe.layers.model import layer_table
+from megapipe.layers.moe import MoE
 from megapipe.layers.table import ALL_REDUCE, ring_bytes
 from megapipe.plan.activations import end_tables, layers_of, with_recompute
 from megapipe.plan.recompute_choice import layer_recompute
 from megapipe.plan.run_plan import RunPlan
 from megapipe.schedule.action import Op
 
+KINDS = (False, True)  # of parameters: dense, experts
 MESSAGES = {Op.SEND_F: 1, Op.SEND_B: -1}  # and how many stages further they go
 
 
-def reduction_bytes(plan: RunPlan, stage: int) -> float:
-    """Return the bytes of reducing a stage's gradients: reduce-scatter (distributed optimizer), else all-reduce."""
+def reduction_bytes(plan: RunPlan, stage: int, kinds: tuple[bool, ...] = KINDS) -> float:
+    """Return the bytes of reducing a stage's gradients: reduce-scatter (distributed optimizer), else all-reduce.
+
+    kinds: False for dense parameters, True for experts.
+    """
     parallel = plan.config.parallel
     passes = 1 if parallel.use_distributed_optimizer else ALL_REDUCE
-    element = 2 if parallel.grad_reduce_in_bf16 else plan.shape.gradient
-    return passes * ring_bytes(plan.num_elements([stage]) * element, plan.topology.num_replicas)
+    return passes * _replica_bytes(plan, stage, 2 if parallel.grad_reduce_in_bf16 else plan.shape.gradient, kinds)
 
 
-def gather_bytes(plan: RunPlan, stage: int) -> float:
+def gather_bytes(plan: RunPlan, stage: int, kinds: tuple[bool, ...] = KINDS) -> float:
     """Return the bytes of gathering a stage's updated parameters; 0 without the distributed optimizer."""
     if not plan.config.parallel.use_distributed_optimizer:
         return 0.0
-    return ring_bytes(plan.num_elements([stage]) * plan.shape.element, plan.topology.num_replicas)
+    return _replica_bytes(plan, stage, plan.shape.element, kinds)
+
+
+def _replica_bytes(plan: RunPlan, stage: int, element: int, kinds: tuple[bool, ...]) -> float:
+    sizes = {False: plan.topology.num_replicas, True: plan.topology.num_expert_replicas}
+    layouts = plan.buffers(stage, 0)
+    return sum(
+        ring_bytes(sum(layout.numel for layout in layouts if layout.is_expert == kind) * element, sizes[kind])
+        for kind in kinds
+    )
+
+
+def expert_bytes(plan: RunPlan, stage: int) -> dict[str, float]:
+    """Return the bytes that the experts of a stage send over ep and over etp for one microbatch, at balanced routing;
+    replays of full recompute included.
+    """
+    total: Counter[str] = Counter()
+    replays = int(plan.shape.recompute.recompute_granularity == "full")
+    for layer, count in Counter(layers_of(plan.model, plan.partition.stages[stage])).items():
+        for part in layer.parts:
+            if isinstance(part, MoE):
+                for name, (forward, backward) in part.sent_bytes(plan.shape).items():
+                    total[name] += count * ((1 + replays) * forward + backward)  # type: ignore[assignment]
+    return dict(total)
 
 
 def stage_collectives(plan: RunPlan, stage: int) -> int:
@@ -54,7 +82,9 @@ def stage_collectives(plan: RunPlan, stage: int) -> int:
 
 
 def step_bytes(plan: RunPlan, pp_rank: int) -> dict[str, float]:
-    """Return the bytes that such a rank sends in a full step, by group: 'tp', 'pp', 'replicas', 'embedding'."""
+    """Return the bytes that such a rank sends in a full step, by group: 'tp', 'pp', 'replicas', 'embedding', and for a
+    model with experts 'expert_replicas', 'ep' and 'etp'.
+    """
     row = plan.schedule(plan.batch.num_microbatches).rows[pp_rank]
     held = plan.placement.stages_of(pp_rank)
     ran = Counter((stage, op) for stage, op, _ in row)  # several reductions where a step has several updates
@@ -62,13 +92,24 @@ def step_bytes(plan: RunPlan, pp_rank: int) -> dict[str, float]:
     # the all-reduce of the tied embedding's gradients between the first rank and the last, after the replicas' sums
     tied = [layout for stage in held for layout in plan.buffers(stage, 0) if layout.kind == "tied"]
     tied_elements = sum(layout.numel // layout.num_shards for layout in tied)
+
+    def replicas(*kinds: bool) -> float:
+        return sum(
+            ran[stage, Op.REDUCE_GRAD] * (reduction_bytes(plan, stage, kinds) + gather_bytes(plan, stage, kinds))
+            for stage in held
+        )
+
+    experts: Counter[str] = Counter()
+    if plan.model.has_experts:
+        experts["expert_replicas"] = replicas(True)  # type: ignore[assignment]
+        for stage in held:
+            experts.update({name: ran[stage, Op.F] * sent for name, sent in expert_bytes(plan, stage).items()})
     return {
         "tp": collectives * plan.shape.collective_bytes(plan.config.model.hidden_size),
         "pp": float(sum(count for (_, op), count in ran.items() if op in MESSAGES) * plan.sent_bytes),
-        "replicas": sum(
-            ran[stage, Op.REDUCE_GRAD] * (reduction_bytes(plan, stage) + gather_bytes(plan, stage)) for stage in held
-        ),
+        "replicas": replicas(False),
         "embedding": ALL_REDUCE * ring_bytes(tied_elements * plan.shape.gradient, 2),
+        **experts,
     }
 
 

@@ -42,9 +42,9 @@ def audit_slices(specs: Iterable[ParamSpec], tp: int, num_expert_ranks: int = 1)
     for spec in specs:
         held: dict[tuple[int, int], list[int]] = {}
         declared: dict[tuple[int, int], tuple[int, ...]] = {}
-        ranks = num_expert_ranks if spec.is_expert else tp
-        for tp_rank in range(ranks):
-            for interval in spec.intervals(tp_rank, ranks):
+        num_ranks = num_expert_ranks if spec.is_expert else tp
+        for tp_rank in range(num_ranks):
+            for interval in spec.intervals(tp_rank, num_ranks):
                 held.setdefault((interval.start, interval.stop), []).append(tp_rank)
                 declared[interval.start, interval.stop] = interval.replicas
         position = 0

@@ -26,6 +26,12 @@ from tests.harness import RankPool
 TP2, SP, PP2 = {"tensor_model_parallel_size": 2}, {"sequence_parallel": True}, {"pipeline_model_parallel_size": 2}
 TIED, ZERO1 = {"untie_embeddings_and_output_weights": False}, {"use_distributed_optimizer": True}
 OVERLAP = {"tp_comm_overlap": True, "tp_comm_overlap_chunks": 3}
+EXPERTS = {
+    "num_experts": 4,
+    "moe_router_force_load_balancing": True,
+    "moe_layer_freq": "2",
+    "add_bias_linear": False,
+}
 GRIDS: dict[str, tuple[int, dict[str, Any]]] = {
     "tp2": (2, TP2),
     "tp2_sequence_parallel": (2, TP2 | SP),
@@ -53,8 +59,17 @@ GRIDS: dict[str, tuple[int, dict[str, Any]]] = {
     "pp2_2_chunks_tied_zero1_dp2": (4, PP2 | TIED | ZERO1 | {"num_virtual_stages_per_pipeline_rank": 2}),
     "dualpipe_zero1": (4, PP2 | ZERO1 | {"pipeline_schedule": "dualpipe"}),
     "tp2_sequence_parallel_pp2_zero1": (4, TP2 | SP | PP2 | ZERO1),
+    "experts_ep2_zero1": (4, EXPERTS | ZERO1 | {"expert_model_parallel_size": 2}),
+    "experts_tp2_ep2_full_recompute": (
+        4,
+        EXPERTS
+        | TP2
+        | SP
+        | {"expert_model_parallel_size": 2, "moe_shared_expert_intermediate_size": 8}
+        | {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+    ),
 }
-PASSES = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1}
+PASSES = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1, "all_to_all": 1}
 HIDDEN = 16
 
 

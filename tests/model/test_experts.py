@@ -1,0 +1,174 @@
+"""Mixtures of experts: choices, rows and gradients in cases that have been wrong in public systems."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megapipe.assembly.runtime import TrainingRuntime
+from megapipe.comm.groups import Group, build_process_groups
+from megapipe.config.config import convert
+from megapipe.config.layers import LayerConfig
+from megapipe.errors import ConfigError
+from megapipe.extras.verify.compare import gradient_pieces
+from megapipe.extras.verify.oracle import drawn_slices, random_batches, share_of
+from megapipe.model.dispatch import Routes
+from megapipe.model.layer_factory import ExpertGroups
+from megapipe.model.moe import Router
+from megapipe.optimizer.schedule import Rates
+from megapipe.plan.resolve import resolve, resolve_model
+from megapipe.train.step import TrainStep
+from tests.harness import RankPool
+from tests.parity.test_experts import MODEL, ZERO
+from tests.tiny import make_config
+
+SIGMOID = {"moe_router_score_function": "sigmoid"}
+
+
+def router(weight: Tensor, **options: Any) -> Router:
+    """Build a router with this weight [experts, hidden] on one rank."""
+    options = MODEL | {"hidden_size": weight.shape[1], "num_experts": weight.shape[0]} | options
+    model = resolve_model(make_config(**options).model, 1)
+    made = Router(convert(LayerConfig, model), Group.alone("tp"))
+    made.weight = torch.nn.Parameter(weight)
+    return made
+
+
+def test_ties_go_to_the_experts_of_smaller_numbers() -> None:
+    weights, chosen = router(torch.zeros(6, 4, dtype=torch.float64))(torch.randn(3, 2, 4, dtype=torch.float64))
+    assert chosen.tolist() == [[0, 1]] * 6
+    assert weights.tolist() == [[0.5, 0.5]] * 6
+
+
+def test_a_token_chooses_from_the_best_groups_only() -> None:
+    # experts 0 to 5 in groups of two; the single best expert, 5, is in a group of a small sum
+    logits = torch.tensor([1.0, 1.0, 0.9, 1.3, -9.0, 2.0], dtype=torch.float64)
+    options = SIGMOID | {"moe_router_topk": 2, "moe_router_num_groups": 3, "moe_router_group_topk": 1}
+    weight = torch.zeros(6, 4, dtype=torch.float64)
+    weight[:, 0] = logits
+    _, chosen = router(weight, **options)(torch.eye(1, 4, dtype=torch.float64)[None])
+    assert chosen.tolist() == [[3, 2]]
+
+
+def test_weights_of_sigmoid_scores_are_renormalized_and_scaled() -> None:
+    options = SIGMOID | {"moe_router_topk_scaling_factor": 2.5}
+    weights, _ = router(torch.randn(6, 4, dtype=torch.float64), **options)(torch.randn(3, 2, 4, dtype=torch.float64))
+    assert torch.allclose(weights.sum(1), torch.full((6,), 2.5, dtype=torch.float64))
+
+
+def test_the_balance_loss_of_equal_shares_is_its_coefficient() -> None:
+    coefficient = router(torch.zeros(4, 4, dtype=torch.float64), moe_aux_loss_coeff=0.3)._balance_loss(
+        torch.full((8, 2, 4), 0.25, dtype=torch.float64)
+    )
+    assert coefficient.item() == pytest.approx(0.3)
+
+
+def test_rows_of_every_expert_keep_the_order_of_tokens() -> None:
+    counts = torch.tensor([2, 0, 3])
+    routes = Routes.of(counts, 5, ExpertGroups())
+    assert routes.expert_rows == (2, 0, 3)
+    assert routes.order.tolist() == list(range(5))
+
+
+# --- on several ranks
+
+
+def one_step(rank: int, world_size: int, options: dict[str, Any], chosen: Sequence[int] | None) -> Any:
+    """Run a step, with every token sent to `chosen` if given; return norm, loss and the largest expert gradient."""
+    plan = resolve(make_config(**MODEL | options), world_size)
+    runtime = TrainingRuntime(
+        plan,
+        build_process_groups(plan.topology, rank, "gloo", 60),
+        torch.device("cpu"),
+        drawn_slices(1, torch.float64),
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        if chosen is not None:
+            patch.setattr(
+                Router, "_choose", lambda self, scores: torch.tensor(chosen).expand(scores.shape[0], -1).contiguous()
+            )
+        (batch,) = random_batches(plan.config, plan.topology.dp, [4 // plan.topology.dp], seed=3)
+        result = TrainStep(runtime).run(share_of(runtime, batch, 0), Rates(0.0, 0.0, None))
+    held = [piece for piece in gradient_pieces(runtime) if piece.piece.spec.is_expert]
+    largest = max((piece.values.abs().max().item() for piece in held), default=0.0)
+    return result.update.grad_norm, result.loss, largest
+
+
+SKEWED: dict[str, tuple[int, dict[str, Any]]] = {
+    "ep4-zero": (4, {"ep": 4} | ZERO),
+    "tp2-ep2-etp2": (4, {"tp": 2, "ep": 2}),
+    "ep2-zero-bubble": (4, {"ep": 2, "pp": 2, "pipeline_schedule": "zb-h1"}),
+}
+
+
+@pytest.mark.parametrize("name", SKEWED)
+def test_ranks_whose_experts_get_no_token_agree_with_one_rank(name: str, rank_pools: Callable[[int], RankPool]) -> None:
+    """All tokens go to experts 0 and 1: other ranks have zero gradients, and still take part in every collective."""
+    world_size, options = SKEWED[name]
+    batch = {"global_batch_size": 8}
+    norm, loss, _ = rank_pools(1).run(one_step, batch, (0, 1))[0]
+    found = rank_pools(world_size).run(one_step, options | batch, (0, 1))
+    for rank_norm, rank_loss, _ in found:
+        assert rank_norm == pytest.approx(norm, rel=1e-12)
+        assert rank_loss == pytest.approx(loss, rel=1e-12)
+    assert any(largest == 0.0 for _, _, largest in found)
+
+
+NORMS = {"tp2-ep4": (4, {"tp": 2, "ep": 4, "etp": 1}), "tp4-etp2-ep2": (4, {"tp": 4, "ep": 2, "etp": 2} | ZERO)}
+
+
+@pytest.mark.parametrize("name", NORMS)
+def test_megatron_5916_the_norm_of_ep_with_tp_counts_every_element_once(
+    name: str, rank_pools: Callable[[int], RankPool]
+) -> None:
+    """Megatron-LM 5916 undercounted experts; TransformerEngine's ROCm fork, 715, counted routers tp times."""
+    world_size, options = NORMS[name]
+    batch = {"global_batch_size": 8}
+    ((norm, _, _),) = rank_pools(1).run(one_step, batch, None)
+    assert [found[0] for found in rank_pools(world_size).run(one_step, options | batch, None)] == pytest.approx(
+        [norm] * world_size, rel=1e-12
+    )
+
+
+@pytest.mark.parametrize("kind", ["aux_loss", "seq_aux_loss"])
+def test_megatron_3768_5047_7452_the_balance_loss_does_not_depend_on_tp(
+    kind: str, rank_pools: Callable[[int], RankPool]
+) -> None:
+    """The coefficient is so large that the loss decides on the gradient of the routers."""
+    options = {"moe_aux_loss_coeff": 50.0, "moe_router_load_balancing_type": kind, "global_batch_size": 8}
+    ((norm, _, _),) = rank_pools(1).run(one_step, options, None)
+    assert rank_pools(2).run(one_step, options | {"tp": 2}, None)[0][0] == pytest.approx(norm, rel=1e-12)
+
+
+REFUSED: dict[str, tuple[int, dict[str, Any], str]] = {
+    "ep-divides-experts": (3, {"ep": 3, "global_batch_size": 12}, "size 3 does not divide --num-experts 4"),
+    "k": (1, {"moe_router_topk": 5}, "--moe-router-topk 5 is above --num-experts 4"),
+    "k-one": (1, {"moe_router_topk": 1}, "add --moe-router-pre-softmax"),
+    "tp-without-sp": (2, {"tp": 2, "sequence_parallel": False}, "needs --sequence-parallel"),
+    "groups": (1, {"moe_router_num_groups": 3, "moe_router_group_topk": 1}, "3 does not divide --num-experts 4"),
+    "group-topk": (1, {"moe_router_num_groups": 2}, "needs --moe-router-group-topk"),
+    "width": (8, {"etp": 8}, "expert tensor parallel size 8 does not divide --moe-ffn-hidden-size 12"),
+    "biases": (1, {"add_bias_linear": True}, "biases"),
+    "grid": (2, {"ep": 4}, "does not divide the 2 ranks of a pipeline rank"),
+    "asynchronous": (
+        2,
+        {"pp": 2, "pipeline_schedule": "pipedream", "clip_grad": 0.0, "untie_embeddings_and_output_weights": True},
+        "does not work with --pipeline-schedule pipedream",
+    ),
+    "without-experts": (2, {"num_experts": None, "ep": 2}, "--expert-model-parallel-size.* needs? --num-experts"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_run_is_refused_in_one_message(name: str) -> None:
+    world_size, options, message = REFUSED[name]
+    if options.get("num_experts", 4) is None:
+        options = {key: None for key in MODEL if key.startswith("moe_")} | options
+        options = options | {"moe_aux_loss_coeff": 0.0}
+    with pytest.raises(ConfigError, match=message) as caught:
+        resolve(make_config(**MODEL | options), world_size)
+    assert len(str(caught.value).splitlines()) == 1, caught.value
