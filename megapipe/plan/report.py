@@ -111,9 +111,9 @@ def _grid(plan: RunPlan) -> Iterator[str]:
     if t.world_size == 1:
         return
     if plan.model.has_experts:
-        ranks = [" ".join(map(str, t.group_of(name, 0))) for name in ("etp", "ep", "expert_replicas")]
+        shown = [" ".join(map(str, t.group_of(name, 0))) for name in ("etp", "ep", "expert_replicas")]
         sizes = f"etp {t.etp} x ep {t.ep} x {t.edp} copies x pp {t.pp}"
-        yield f"  experts  {sizes}; groups of rank 0: etp ({ranks[0]}), ep ({ranks[1]}), copies ({ranks[2]})"
+        yield f"  experts  {sizes}; groups of rank 0: etp ({shown[0]}), ep ({shown[1]}), copies ({shown[2]})"
     if t.world_size > MOST_RANKS_SHOWN:
         yield f"  grid     rank order {t.order}, tp fastest: tp groups (0..{t.tp - 1}), ..."
         return

@@ -64,6 +64,25 @@ GRIDS: dict[str, tuple[int, dict[str, Any]]] = {
         8,
         {"tp": 2, "ep": 2, "pp": 2, "pipeline_schedule": "zb-h1", "ddp_bucket_size": 500} | ZERO | SHARED,
     ),
+    "ep 2 pp 2 dualpipe": (4, {"ep": 2, "pp": 2, "pipeline_schedule": "dualpipe"} | ZERO | SIGMOID),
+    "ep 2 pp 2 dualpipe-v": (4, {"ep": 2, "pp": 2, "chunks": 2, "pipeline_schedule": "dualpipe-v"} | FULL),
+    "ep 2 etp 1 tp 2 pp 2 interleaved": (4, {"tp": 2, "ep": 2, "etp": 1, "pp": 2, "chunks": 2} | SHARED),
+    "ep 2 pp 2 zb-v, no balance": (
+        4,
+        {"ep": 2, "pp": 2, "chunks": 2, "pipeline_schedule": "zb-v", "moe_router_load_balancing_type": "none"} | ZERO,
+    ),
+    "ep 2 etp 2 of tp 4": (4, {"tp": 4, "ep": 2, "etp": 2, "moe_layer_freq": "[0]+[1]*3"} | SIGMOID | SHARED),
+    "ep 4 etp 2 of dp 8": (8, {"ep": 4, "etp": 2} | ZERO | SIGMOID | {"moe_router_pre_softmax": False}),
+    "ep 4 etp 1 of tp 2 dp 4, norms around": (
+        8,
+        {"tp": 2, "ep": 4, "etp": 1, "norm_position": "around", "activation": "squared_relu", "hidden_dropout": 0.2},
+    ),
+    "ep 2 pp 2 without a barrier": (
+        4,
+        {"ep": 2, "pp": 2, "pipeline_schedule": "zb-h2", "optimizer_post_validation": True}
+        | {"untie_embeddings_and_output_weights": True}
+        | ZERO,
+    ),
 }
 
 

@@ -21,6 +21,7 @@ from megapipe.config.layer_pattern import PARTS
 from megapipe.config.layers import OPTIONS_OF, ROTARY_OPTIONS, LayerConfig, layer_configs
 from megapipe.config.model import ModelConfig, PrecisionConfig
 from megapipe.config.training import OptimizerConfig, TrainingConfig
+from megapipe.errors import ConfigError
 from megapipe.plan.resolve import resolve
 from megapipe.plan.run_plan import RunPlan
 from megapipe.schedule.partition import Partition, from_counts
@@ -63,6 +64,11 @@ def shrink(
 ) -> Shrunk:
     """Return the plan with small sizes. mode: 'fp64', or 'native' for the configuration's own dtype."""
     config, partition = plan.config, plan.partition
+    if mode == "native" and plan.model.has_experts:
+        raise ConfigError(
+            f"--verify-grid native compares with fp64, in which tokens may choose other experts than in "
+            f"{config.precision.dtype}; use --verify-grid for a model with experts"
+        )
     layers = layer_configs(config.model)
     if partition.num_layers > MAX_LAYERS:  # all stages lose the same number of layers, so that the largest keeps two
         fewer = max(max(partition.layer_counts) - 2, 0)
@@ -181,8 +187,23 @@ def _model(config: ResolvedConfig, layers: Sequence[LayerConfig], tp: int) -> Mo
         layer_pattern=_pattern(model, layers, small),
         window_attn_skip_freq=None,
         no_rope_freq=None,
+        **_experts(config, layers, tp),
         **small(model),
     )
+
+
+def _experts(config: ResolvedConfig, layers: Sequence[LayerConfig], tp: int) -> dict[str, Any]:
+    """Return the options of experts with small widths, and which of these layers have experts."""
+    model, etp = config.model, config.parallel.expert_tensor_parallel_size or tp
+    if model.num_experts is None:
+        return {}
+    widths = {"moe_ffn_hidden_size": etp, "moe_shared_expert_intermediate_size": tp}
+    given = {name: (getattr(model, name), ranks) for name, ranks in widths.items() if getattr(model, name) is not None}
+    has_experts = [int(layer.num_experts is not None) for layer in layers]
+    return {
+        "moe_layer_freq": None if all(has_experts) else str(has_experts),
+        **{name: ranks * min(width // ranks, MAX_NORMED_FFN) for name, (width, ranks) in given.items()},
+    }
 
 
 def _scaled(size: int, largest: int, limit: int) -> int:

@@ -78,6 +78,14 @@ CASES: dict[str, tuple[int, str, dict[str, Any]]] = {
         | {"layer_pattern": ("2 window_size=3 rotary_base=100", "1 attention=none ffn_hidden_size=64", "...")}
         | {"recompute_granularity": "selective", "recompute_modules": ("core_attn", "layernorm", "mlp")},
     ),
+    "experts": (
+        4,
+        "fp64",
+        LLAMA
+        | {"tp": 2, "ep": 4, "etp": 1, "sp": True, "zero": True, "num_layers": 12, "moe_layer_freq": "[0]*2+[1]*10"}
+        | {"num_experts": 8, "moe_ffn_hidden_size": 64, "moe_shared_expert_intermediate_size": 16}
+        | {"moe_aux_loss_coeff": 0.1, "moe_router_dtype": "fp32", "moe_router_score_function": "sigmoid"},
+    ),
     "many norms after branches": (1, "fp64", LLAMA | {"norm_position": "after", "num_layers": 24}),
     "bf16, norms around branches": (1, "native", LLAMA | {"norm_position": "around", "num_layers": 6, "dtype": "bf16"}),
     "every loss term": (
