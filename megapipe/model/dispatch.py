@@ -51,7 +51,7 @@ class Routes:
         everywhere = counts.new_empty(etp.size * counts.shape[0])
         all_gather(everywhere, received, etp)
         if counts.is_meta:
-            parts, rows = (num_rows // ep.size,) * ep.size, (num_rows * etp.size // per_rank,) * per_rank
+            parts, rows = _even(num_rows, ep.size), _even(num_rows * etp.size, per_rank)
             return cls(groups, parts, parts, (num_rows,) * etp.size, rows, counts.new_empty(num_rows * etp.size))
         expert = torch.arange(per_rank, device=counts.device).repeat(etp.size * ep.size)
         order = expert.repeat_interleave(everywhere).argsort(stable=True)
@@ -73,6 +73,11 @@ class Routes:
         inverse[self.order] = torch.arange(self.order.shape[0], device=self.order.device)
         summed = _Sum.apply(_Reorder.apply(results, inverse), self.gathered, self.groups.etp)
         return _Exchange.apply(summed, self.received, self.sent, self.groups.ep)
+
+
+def _even(total: int, parts: int) -> tuple[int, ...]:
+    """Return equal parts of a total, the first ones larger by 1 where it does not divide."""
+    return tuple((total + parts - 1 - index) // parts for index in range(parts))
 
 
 def exchange(rows: Tensor, sent: Sequence[int], received: Sequence[int], group: Group) -> Tensor:

@@ -123,6 +123,7 @@ def resolve_model(model: ModelConfig, tp: int) -> ResolvedModelConfig:
         model,
         padded_vocab_size=model.padded_vocab_size or -(-model.vocab_size // multiple) * multiple,
         ffn_hidden_size=model.feed_forward_size(),
+        moe_ffn_hidden_size=model.moe_ffn_hidden_size or (model.num_experts and model.feed_forward_size()),
         num_query_groups=model.query_groups(),
         kv_channels=kv_channels,
         max_position_embeddings=model.max_position_embeddings or model.seq_length,

@@ -35,10 +35,20 @@ NARROW = {
     "exp_avg_dtype": "bf16",
     "exp_avg_sq_dtype": "fp16",
 }
+EXPERTS = {
+    "num_experts": 4,
+    "moe_layer_freq": "2",
+    "moe_shared_expert_intermediate_size": 64,
+    "add_bias_linear": False,
+    "expert_model_parallel_size": 2,
+}
 CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "one_rank": (1, {}),
     "bf16": (1, {"dtype": "bf16"}),
     "fp64": (1, {"dtype": "fp64"}),
+    "experts_dp2_zero1_bf16": (2, EXPERTS | ZERO1 | {"dtype": "bf16"}),
+    "experts_full_sp2_dp2": (4, EXPERTS | SP2 | FULL),
+    "experts_pp2_zb_h1": (4, EXPERTS | PP2 | {"pipeline_schedule": "zb-h1"}),
     "dp2_zero1_bf16": (2, ZERO1 | {"dtype": "bf16", "ddp_bucket_size": 50_000}),
     "dp2_reduce_in_bf16": (2, {"dtype": "bf16", "grad_reduce_in_bf16": True}),
     "tp2": (2, TP2),

@@ -33,7 +33,7 @@ def row(flag: str) -> Row:
         ("--lr=1e-3", "the same here", ""),
         ("--use-mcore-models", "no effect here", "only implementation"),
         ("--bert-embedder-type megatron", "no effect here", "Megatron's default"),
-        ("--num-experts 8", "refused", "--num-experts"),
+        ("--moe-input-jitter-eps 0.1", "refused", "docs/experts.md"),
         ("--num-layers 0", "refused", "expected a value at least 1"),
         ("--num-layers 4 5", "refused", "expected one value, got 2"),
         ("--nonsense 3", "unknown", "unknown flag --nonsense"),
@@ -117,7 +117,8 @@ def test_missing_files_are_named_and_are_no_error(tmp_path: Path) -> None:
 
 
 def test_the_printed_command_is_one_that_the_real_command_line_accepts() -> None:
-    script = f"torchrun --nproc_per_node 2 x/pretrain_gpt.py {MODEL} --num-experts 8 --nonsense --data-cache-path 'a b'"
+    flags = "--moe-input-jitter-eps 0.1 --nonsense --data-cache-path 'a b'"
+    script = f"torchrun --nproc_per_node 2 x/pretrain_gpt.py {MODEL} {flags}"
     migration = reported(script, "run.sh")
     assert not migration.runs
     (call,) = read_script(migration.command()).calls
@@ -125,4 +126,4 @@ def test_the_printed_command_is_one_that_the_real_command_line_accepts() -> None
     loaded = load_config(list(call.arguments))
     assert loaded.config.data.data_cache_path == "a b"
     text = "\n".join(text_report(migration))
-    assert "to change:" in text and "--num-experts 8" in text and "unknown flag --nonsense" in text
+    assert "to change:" in text and "--moe-input-jitter-eps 0.1" in text and "unknown flag --nonsense" in text
