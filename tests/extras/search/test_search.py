@@ -236,3 +236,9 @@ def test_the_cheapest_tokens_cost_what_their_accelerators_do() -> None:
 def test_an_objective_that_no_number_reaches_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"no layout on up to 8 h100 fits and reaches 1,000,000,000,000,000 tokens/s"):
         choose(WIDE, 8, TWO_A_NODE, Objective("gpus", tokens_per_second=1e15), is_plain)
+
+
+def test_a_model_with_experts_is_refused() -> None:
+    config = small_config(global_batch_size=8, num_experts=4, add_bias_linear=False)
+    with pytest.raises(ConfigError, match="--num-experts"):
+        search(config, 8, H100)
