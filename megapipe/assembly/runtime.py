@@ -16,7 +16,7 @@ from megapipe.checkpoint.folder import CheckpointFolder
 from megapipe.checkpoint.load import load_tensors
 from megapipe.checkpoint.shard import TensorBox, tensor_box
 from megapipe.comm.channels import Channels, MessageSpec
-from megapipe.comm.groups import Group, ProcessGroups, second_communicator
+from megapipe.comm.groups import ExpertGroups, Group, ProcessGroups, second_communicator
 from megapipe.comm.trace import Tracer
 from megapipe.data_parallel.buffers import StageBuffers
 from megapipe.data_parallel.gather import ParameterGather
@@ -27,7 +27,6 @@ from megapipe.gpu.libraries import Apex
 from megapipe.gpu.streams import StageStreams, copies_for
 from megapipe.layers.table import comm_chunks
 from megapipe.model.init import draw
-from megapipe.model.layer_factory import ExpertGroups
 from megapipe.model.stage import GPTStage
 from megapipe.monitor.heartbeat import PATIENCE, Heartbeat
 from megapipe.optimizer.optimizer import Optimizer

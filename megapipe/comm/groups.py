@@ -110,6 +110,14 @@ class ProcessGroups:
         return cls(**{name: Group.alone(name, global_rank, tracer, heartbeat) for name in GROUP_NAMES})
 
 
+@dataclass(frozen=True)
+class ExpertGroups:
+    """The ranks among which experts are divided, and those that share every expert."""
+
+    ep: Group = field(default_factory=lambda: Group.alone("ep"))
+    etp: Group = field(default_factory=lambda: Group.alone("etp"))
+
+
 def build_process_groups(
     topology: Topology,
     global_rank: int,

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megapipe.config.fields import Flag, Need, count, option
-from megapipe.config.model import EXPERTS
 
+EXPERTS = Need("model.num_experts", "--num-experts N")
 TP_OVERLAP = Need("parallel.tp_comm_overlap", "--tp-comm-overlap")
 DISTRIBUTED_OPTIMIZER = Need("parallel.use_distributed_optimizer", "--use-distributed-optimizer")
 RECOMPUTE_MODULES = ("core_attn", "layernorm", "mlp", "activation")

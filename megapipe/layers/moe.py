@@ -45,7 +45,7 @@ class MoE:
 
     @cached_property
     def shared(self) -> DenseMLP | None:
-        """The shared experts, one MLP without norms of its own."""
+        """The shared experts: one MLP without norms."""
         width = self.model.moe_shared_expert_intermediate_size
         return None if width is None else DenseMLP(replace(self.model, ffn_hidden_size=width), is_fp8=False)
 

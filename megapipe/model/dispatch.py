@@ -19,8 +19,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from megapipe.comm.collectives import all_gather, all_to_all
-from megapipe.comm.groups import Group
-from megapipe.model.layer_factory import ExpertGroups
+from megapipe.comm.groups import ExpertGroups, Group
 
 
 @dataclass(frozen=True, eq=False)

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from torch import nn
 
-from megapipe.comm.groups import Group
+from megapipe.comm.groups import ExpertGroups, Group
 from megapipe.config.layers import LayerConfig
 from megapipe.gpu.kernels import Kernels
 from megapipe.gpu.libraries import AttentionKernel, AttentionShape
@@ -23,14 +23,6 @@ from megapipe.tensor_parallel.fp8 import Fp8Gemms
 from megapipe.tensor_parallel.gemms import PLAIN_GEMMS
 from megapipe.tensor_parallel.gradients import WeightQueue
 from megapipe.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
-
-
-@dataclass(frozen=True)
-class ExpertGroups:
-    """The ranks among which experts are divided, and those that share every expert."""
-
-    ep: Group = field(default_factory=lambda: Group.alone("ep"))
-    etp: Group = field(default_factory=lambda: Group.alone("etp"))
 
 
 @dataclass(frozen=True)

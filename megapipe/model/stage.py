@@ -39,7 +39,7 @@ from itertools import chain
 
 from torch import Tensor, nn
 
-from megapipe.comm.groups import Group
+from megapipe.comm.groups import ExpertGroups, Group
 from megapipe.config.config import ResolvedModelConfig, convert
 from megapipe.config.layers import LayerConfig, layer_configs
 from megapipe.config.parallel import RecomputeConfig
@@ -50,7 +50,7 @@ from megapipe.model.attention import SelfAttention
 from megapipe.model.compiled import CompiledBlock, Parts
 from megapipe.model.context import ContextBuilder, LayerContext
 from megapipe.model.embedding_and_head import Embedding, Loss, capped_logits
-from megapipe.model.layer_factory import ExpertGroups, LayerFactory
+from megapipe.model.layer_factory import LayerFactory
 from megapipe.model.microbatch import Microbatch, StageLoss
 from megapipe.model.mlp import MLP
 from megapipe.model.moe import MoE

@@ -117,15 +117,8 @@ class Optimizer:
         self._sharded = any(buffer.layout.num_shards > 1 for buffers in stages.values() for buffer in buffers.buffers)
         if self._sharded and gather is None:
             raise ValueError("sharded buffers need a ParameterGather: without it ranks keep stale parameters")
-        if gather is None:
-            expert_replicas = groups.expert_replicas
-            gather = ParameterGather(stages, tuple(stages), groups.replicas, expert_replicas=expert_replicas)
-        self._gather = gather
-        # without sharding, a mirrored pipeline holds every parameter twice in the model group: the first holder counts
-        holders = [rank for rank in groups.model.ranks if rank in groups.replicas.ranks]
-        first_of_model = groups.model.global_rank == holders[0]
-        # experts on a grid of their own: the first of all replicas counts, and the sums are over the world
-        is_folded = (groups.ep.size, groups.etp.ranks) != (1, groups.tp.ranks)
+        self._gather = ParameterGather(stages, tuple(stages), groups.replicas) if gather is None else gather
+        counts, self._sum_groups = _counted_once(groups, self._sharded)
         dtypes = state_dtypes(config, precision, max(buffers.num_versions for buffers in stages.values()))
         moments = tuple(name for name in dtypes.states if name != MASTER)
         self.shards = [
@@ -136,7 +129,7 @@ class Optimizer:
                 groups.replicas_of(is_expert).rank,
                 groups.cut_of(is_expert),
                 moments,
-                self._sharded or (groups.replicas_of(is_expert).rank == 0 if is_folded else first_of_model),
+                counts[is_expert],
                 self._on_host,
                 dtypes.narrow,
             )
@@ -164,10 +157,6 @@ class Optimizer:
         else:
             self._rule = UpdateRule(config, self.shards, library)
         self._raw_factor = 1.0  # of the last update, where gradients keep their raw sums
-        # shards add up over replicas; without sharding, every copy of the model holds the same gradients
-        self._sum_groups: list[Group] = [groups.dp_cp, groups.model] if self._sharded else [groups.model]
-        if is_folded:
-            self._sum_groups = [groups.world]
         self._snapshot = ShardSnapshot(self.shards, self._scales) if config.optimizer_post_validation else None
         self._policy = EarlyUpdatePolicy()
         self._started: _StartedStep | None = None
@@ -409,6 +398,19 @@ class Optimizer:
     def _check_settled(self) -> None:
         if self._started is not None:
             raise RuntimeError("a step was started and its global norm is not known yet: call settle first")
+
+
+def _counted_once(groups: ProcessGroups, is_sharded: bool) -> tuple[dict[bool, bool], list[Group]]:
+    """Return whether this rank counts its elements of dense parameters (False) and of experts (True), and the groups
+    over which sums are added, so that every element of the model counts once.
+    """
+    if (groups.ep.size, groups.etp.ranks) != (1, groups.tp.ranks):  # no groups share both grids but the world
+        return {kind: is_sharded or groups.replicas_of(kind).rank == 0 for kind in (False, True)}, [groups.world]
+    # shards add up over replicas; without sharding, every copy of the model holds the same gradients, and a mirrored
+    # pipeline holds every parameter twice in the model group: the first holder counts
+    holders = [rank for rank in groups.model.ranks if rank in groups.replicas.ranks]
+    counts = is_sharded or groups.model.global_rank == holders[0]
+    return {False: counts, True: counts}, [groups.dp_cp, groups.model] if is_sharded else [groups.model]
 
 
 class EarlyUpdatePolicy:

@@ -10,14 +10,13 @@ import torch
 from torch import Tensor
 
 from megapipe.assembly.runtime import TrainingRuntime
-from megapipe.comm.groups import Group, build_process_groups
+from megapipe.comm.groups import ExpertGroups, Group, build_process_groups
 from megapipe.config.config import convert
 from megapipe.config.layers import LayerConfig
 from megapipe.errors import ConfigError
 from megapipe.extras.verify.compare import gradient_pieces
 from megapipe.extras.verify.oracle import drawn_slices, random_batches, share_of
 from megapipe.model.dispatch import Routes
-from megapipe.model.layer_factory import ExpertGroups
 from megapipe.model.moe import Router
 from megapipe.optimizer.schedule import Rates
 from megapipe.plan.resolve import resolve, resolve_model
