@@ -139,22 +139,28 @@ class MoE:
         outputs_kept = (Kept("expert outputs", rows * size, element),)
         activated = (Kept("expert activation", gathered * width, element),)
         inner, outer = self.gates * gathered * width * element, gathered * size * element
-        waits = inner + outer if shape.splits_backward else 0
+        # gradients of the linears' outputs, which wait for W: those of the shared experts from the start on
+        shared = () if self.shared is None else tuple(self._shared_operations(shape))
+        splits, waits, before_all = shape.splits_backward, 0, 0
+        if splits:
+            waits = inner + outer
+        if splits and self.shared is not None:
+            before_all = hidden + self.gates * shape.tokens * self.shared.gemms(shape.tp)[1].inputs * element
+        behind, waits = behind + before_all, waits + before_all
         start = residual_stream(shape, size)
         if before is not None:
-            start = before.operation(shape, backward=Backward(hidden + before.gradient_bytes(shape)))
+            start = before.operation(shape, backward=Backward(waits + hidden + before.gradient_bytes(shape)))
         masks = (Kept("dropout masks", tokens * size, MASK_BYTES),) if has_dropout else ()
-        shared = () if self.shared is None else tuple(self._shared_operations(shape))
         combine = Backward(behind + 3 * rows_bytes, total_bytes(outputs_kept))
         operations = (
             start,
-            Operation("router", router, backward=Backward(behind + 2 * hidden)),
-            Operation("dispatch", backward=Backward(behind + 2 * rows_bytes + outer)),
+            Operation("router", router, backward=Backward(waits + 3 * hidden)),
+            Operation("dispatch", backward=Backward(waits + hidden + 2 * rows_bytes + outer)),
             Operation(
                 "expert_fc1",
                 dispatched,
                 deferred_bytes=inner + outer,
-                backward=Backward(behind + inner + 2 * outer + waits, total_bytes(dispatched)),
+                backward=Backward(behind + inner + 2 * outer + waits, 0 if splits else total_bytes(dispatched)),
             ),
             Operation("expert_activation", inner_kept, backward=Backward(behind + 2 * inner + waits)),
             Operation(
@@ -167,8 +173,7 @@ class MoE:
             *shared,
             *(() if after is None else (after.after_branch(shape, has_dropout),)),
         )
-        deferred = sum(operation.deferred_bytes for operation in operations) if shape.splits_backward else 0
-        return Table(operations, hidden + deferred)
+        return Table(operations, hidden + waits)
 
     def _shared_operations(self, shape: RankShape) -> Iterator[Operation]:
         """Yield the operations of the shared experts: those of a dense MLP, without its norms, dropout and input."""
