@@ -197,6 +197,7 @@ class _Product(Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (x, weight), (counts, owner, name, transpose) = ctx.saved_tensors, ctx.arguments
+        x = x.detach()  # W runs with autograd on, where a queued x would tie its graph to the main gradients
         slot, outer, inner = owner.slots[name], (grad, x)[not transpose], (x, grad)[not transpose]
         if ctx.needs_input_grad[1]:
             owner.queue.submit(_WeightGradients(outer, inner, counts, slot, weight))
