@@ -27,7 +27,7 @@ from megapipe.dtypes import DTYPES
 from megapipe.errors import ConfigError
 from megapipe.model.dispatch import Routes
 from megapipe.model.layer_factory import LayerFactory
-from megapipe.model.mlp import MLP, activation
+from megapipe.model.mlp import MLP, Activation, activation
 from megapipe.tensor_parallel.gemms import at_least_fp32
 from megapipe.tensor_parallel.gradients import GradientSlot, WeightQueue, add_to_grad
 
@@ -72,13 +72,13 @@ class SharedExperts(MLP):
     """An MLP that sees every token; its output is multiplied by sigmoid(x gate_weight^T) with a gate."""
 
     def __init__(self, layer: int, factory: LayerFactory, width: int) -> None:
-        super().__init__(layer, factory.of(replace(factory.config, ffn_hidden_size=width)))
+        super().__init__(layer, factory.of(replace(factory.config, ffn_hidden_size=width), factory.recompute))
         self.gate_weight: nn.Parameter | None = None
         if factory.config.moe_shared_expert_gate:
             self.gate_weight = nn.Parameter(torch.empty(1, factory.config.hidden_size, device="meta"))
 
-    def forward(self, x: Tensor, norm: nn.Module | None = None) -> Tensor:
-        output = super().forward(x, norm)
+    def forward(self, x: Tensor, norm: nn.Module | None = None, activation: Activation | None = None) -> Tensor:
+        output = super().forward(x, norm, activation)
         return output if self.gate_weight is None else output * F.linear(x, self.gate_weight).sigmoid()
 
 

@@ -74,6 +74,7 @@ def combinations(config: Config) -> Iterator[str]:
     refused = chosen(
         ("biases (add --disable-bias-linear)", model.add_bias_linear),
         (f"--recompute-modules {' '.join(sorted(modules))} (use core_attn, or full recompute)", bool(modules)),
+        ("--recompute-memory-budget", recompute.recompute_memory_budget is not None),
         ("--fp8-format", config.precision.fp8_format is not None),
         ("--transformer-impl transformer_engine", config.kernels.transformer_impl != "local"),
         ("--compile-pointwise", config.kernels.compile_pointwise),

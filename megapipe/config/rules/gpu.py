@@ -183,6 +183,7 @@ def why_not_compiled(config: Config) -> str | None:
             "--cpu-offloading-num-layers plans with the activations that eager blocks save",
             config.offload.cpu_offloading_num_layers > 0,
         ),
+        ("experts are not compiled", config.model.num_experts is not None),
         ("the norm of an extension is not compiled", norm.function is not None),
         (
             "the activation of an extension is not compiled",
