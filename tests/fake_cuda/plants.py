@@ -108,7 +108,6 @@ def send_from_the_graph(stage: CapturedStage, microbatch: int, gradients: Any) -
 PLANTS: dict[str, Callable[[], Any]] = {
     "no fork": partial(patch.object, StageStreams, "_fork", nothing),
     "no join": partial(patch.object, StageStreams, "computing", computing_without_join),
-    "no record_stream": partial(patch.object, StageStreams, "use", nothing),
     "no event after a copy": partial(patch.object, StreamCopies, "wait", nothing),
     "host buffer overwritten": partial(patch.object, StreamCopies, "to_host", to_busy_buffer),
     "copied into memory in use": partial(patch.object, StreamCopies, "to_device", to_busy_memory),

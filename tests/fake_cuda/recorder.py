@@ -181,7 +181,7 @@ class Recorder(TorchDispatchMode):
         if not tensor.numel():
             return []
         number, size = self._number(tensor), tensor.element_size()
-        start = tensor.storage_offset() * size
+        start = int(tensor.storage_offset()) * size
         layout = _rows(tuple(tensor.shape), tuple(tensor.stride()))
         return [(number, start + first * size, start + stop * size) for first, stop in layout]
 

@@ -86,15 +86,14 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
 }
 # plant -> the case in which it is made, and words of both places
 FOUND: dict[str, tuple[str, str, str]] = {
-    "no fork": ("dualpipe", "stream", "stream"),
+    "no fork": ("dualpipe", "write on the default stream", "read on stream"),
     "no join": ("dualpipe", "stream", "stream"),
-    "no record_stream": ("dualpipe", "on stream", "freed"),
     "no event after a copy": ("offload", "copy_ in pipeline/offload.py:copy", "default stream"),
     "host buffer overwritten": ("offload_pp2", "offload.py:copy", "offload.py:copy"),
     "copied into memory in use": ("offload", "", "copy_ in pipeline/offload.py:copy"),
     "released during the copy": ("offload", "read on stream", "freed in"),
     "message not waited for": ("pp2", "receive", "default stream"),
-    "receive buffer reused": ("pp2", "default stream", "receive"),
+    "receive buffer reused": ("pp2", "receive in", "read on the default stream"),
     "sent tensor freed": ("pp2", "send", "freed"),
     "reduced before the backward": ("zero1", "reduce_scatter in data_parallel/reducer.py", "default stream"),
     "reduction not waited for": ("zero1", "reduce_scatter in data_parallel/reducer.py", "default stream"),
