@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -11,17 +11,14 @@ from unittest.mock import patch
 from torch import Tensor
 
 from megapipe.comm.channels import Channel, PendingReceive, PendingSend
-from megapipe.comm.collectives import Work
-from megapipe.data_parallel.gather import ParameterGather
 from megapipe.data_parallel.reducer import GradientReducer
 from megapipe.gpu.streams import HostBuffer, StageStreams, StreamCopies
-from megapipe.optimizer.gradient_norm import ModelSum
-from megapipe.pipeline.graphs import CapturedStage, StageGraphs
+from megapipe.pipeline.graphs import CapturedStage
 from megapipe.pipeline.offload import _Carried
 from megapipe.tensor_parallel.gemms import SequenceGather
 from tests.fake_cuda.recorder import Stream, on
 
-begin_step, finish, post_receive = GradientReducer.begin_step, GradientReducer.finish, Channel.post_receive
+begin_step, post_receive = GradientReducer.begin_step, Channel.post_receive
 
 
 def nothing(*_: Any) -> None:
@@ -75,27 +72,9 @@ def reduce_early(reducer: GradientReducer, num_microbatches: int) -> None:
             state.launched = False
 
 
-def finish_without_wait(reducer: GradientReducer) -> None:
-    for work, result, _ in reducer.pending:
-        reducer.kept = (*getattr(reducer, "kept", ()), work, result)  # type: ignore[attr-defined]
-    reducer.pending = []
-    finish(reducer)
-
-
 def gathered_halfway(gather: SequenceGather) -> Tensor:
     gather.launch()
     return gather.tensor if gather._full is None else gather._full
-
-
-def sums_on_their_way(sums: ModelSum) -> list[float]:
-    return [float(value) for value in sums._summed.tolist()]
-
-
-def fill_on_another_stream(graphs: StageGraphs, fixed: Iterable[Any], given: Iterable[Any], what: str) -> None:
-    with on(Stream()):
-        for target, source in zip(fixed, given, strict=True):
-            if target is not None:
-                target.copy_(source)
 
 
 def send_from_the_graph(stage: CapturedStage, microbatch: int, gradients: Any) -> tuple[Tensor, ...]:
@@ -116,12 +95,7 @@ PLANTS: dict[str, Callable[[], Any]] = {
     "receive buffer reused": partial(patch.object, Channel, "post_receive", receive_into_one_buffer),
     "sent tensor freed": partial(patch.object, PendingSend, "wait", drop_message),
     "reduced before the backward": partial(patch.object, GradientReducer, "begin_step", reduce_early),
-    "reduction not waited for": partial(patch.object, GradientReducer, "finish", finish_without_wait),
-    "parameters not waited for": partial(patch.object, ParameterGather, "wait", nothing),
     "chunk not waited for": partial(patch.object, SequenceGather, "full", gathered_halfway),
-    "collective not waited for": partial(patch.object, Work, "wait", nothing),
-    "norm read too early": partial(patch.object, ModelSum, "wait", sums_on_their_way),
     "host update without wait": partial(patch.object, Stream, "synchronize", nothing),
-    "graph input from another stream": partial(patch.object, StageGraphs, "fill", fill_on_another_stream),
     "sent from a graph": partial(patch.object, CapturedStage, "backward_input", send_from_the_graph),
 }
