@@ -53,7 +53,7 @@ TUNE_OPTIONS = (
 
 def calibrate(arguments: Sequence[str]) -> int:
     """Run `megapipe calibrate`, or with --tune its measurement of settings, and return the exit code."""
-    return (_tune if "--tune" in arguments else _calibrate)(arguments)
+    return (_tune if "--tune" in arguments else calibrate_machine)(arguments)
 
 
 @command("megapipe calibrate --tune", TUNE_OPTIONS, takes_config=True, interrupted="interrupted; no file was written")
@@ -108,7 +108,7 @@ def _tune(own: argparse.Namespace) -> None:
     needs_words=False,
     interrupted="interrupted; no file was written",
 )
-def _calibrate(own: argparse.Namespace, environment: Environment) -> None:
+def calibrate_machine(own: argparse.Namespace, environment: Environment) -> None:
     """Measure this machine and write a hardware file for `megapipe plan`.
 
       megapipe calibrate --output here.yaml

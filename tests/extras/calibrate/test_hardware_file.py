@@ -27,7 +27,7 @@ from megapipe.extras.calibrate.rates import (
     link_trials,
     slowest,
 )
-from megapipe.extras.cli.calibrate import calibrate as main
+from megapipe.extras.cli.calibrate import calibrate_machine as main
 from megapipe.extras.cli.command import main as megapipe
 from megapipe.extras.doctor.trials import SEND, Sample, Trial
 from megapipe.plan.hardware import HARDWARE, Hardware, Link, read_hardware
