@@ -263,6 +263,7 @@ class ModelConfig:
         None,
         "layers with experts: N, every N-th layer from the first, or a list with 1 for each of them, '[0]+[1]*23'; "
         "unset: all",
+        derived="1",
         reads_lists=True,
         needs=EXPERTS,
     )

@@ -301,6 +301,48 @@ CASES = [
         ),
     ),
     (
+        "experts_are_chosen_among_experts",
+        "--moe-router-topk 4",
+        ["--moe-router-topk 4 needs --num-experts N"],
+        "--moe-router-topk 4 --num-experts 8 --disable-bias-linear",
+    ),
+    (
+        "shared_experts_have_a_gate",
+        "--num-experts 4 --moe-shared-expert-gate --disable-bias-linear",
+        ["needs --moe-shared-expert-intermediate-size N"],
+        "--num-experts 4 --moe-shared-expert-gate --moe-shared-expert-intermediate-size 64 --disable-bias-linear",
+    ),
+    (
+        "groups_are_taken_of_groups",
+        "--num-experts 4 --moe-router-group-topk 2 --disable-bias-linear",
+        ["needs --moe-router-num-groups N"],
+        "--num-experts 4 --moe-router-group-topk 2 --moe-router-num-groups 4 --disable-bias-linear",
+    ),
+    (
+        "a_budget_chooses_what_is_recomputed",
+        "--recompute-memory-budget 0.5 --recompute-granularity selective",
+        ["--recompute-memory-budget 0.5 chooses", "--recompute-granularity would fix"],
+        "--recompute-memory-budget 0.5",
+    ),
+    (
+        "messages_are_between_ranks",
+        "--pipeline-message-dtype fp8",
+        ["--pipeline-message-dtype fp8 acts between pipeline ranks", "of at least 2"],
+        "--pipeline-message-dtype fp8 --pipeline-model-parallel-size 2",
+    ),
+    (
+        "fp64_messages_are_exact",
+        "--pipeline-message-dtype fp8 --pipeline-model-parallel-size 2 --fp64",
+        ["--pipeline-message-dtype fp8 with --dtype fp64", "use --bf16"],
+        "--pipeline-message-dtype fp8 --pipeline-model-parallel-size 2 --bf16",
+    ),
+    (
+        "compiled_blocks_are_not_recorded",
+        f"{GRAPHS} --compile-blocks on",
+        ["--compile-blocks on: --cuda-graph-impl records", "--compile-blocks auto"],
+        GRAPHS,
+    ),
+    (
         "offloaded_size_needs_layers",
         "--min-offloaded-tensor-size 5",
         ["needs --cpu-offloading-num-layers"],

@@ -153,9 +153,7 @@ def oddities(configured: Candidate, winner: Candidate | None, hardware: Hardware
 def _switched_off(configured: Candidate, hardware: Hardware) -> Iterator[str]:
     """Yield the options that are off and would predict a better step."""
     config, t, need = configured.plan.config, configured.plan.topology, configured.peak_bytes
-    has_own_casts = config.precision.fp8_format is not None and config.kernels.transformer_impl == "local"
     for section, name, has_effect in (
-        ("kernels", "compile_pointwise", has_own_casts),
         ("parallel", "sequence_parallel", t.tp > 1),
         ("parallel", "use_distributed_optimizer", t.dp > 1),
         ("parallel", "overlap_grad_reduce", t.dp > 1),

@@ -103,7 +103,6 @@ def test_a_large_bubble_is_reported_with_the_microbatches_that_lower_it() -> Non
         ),
         (4, {"tensor_model_parallel_size": 4}, "--sequence-parallel is off"),
         (4, {"overlap_grad_reduce": False}, "--overlap-grad-reduce is off"),
-        (1, {"fp8_format": "hybrid"}, "--compile-pointwise is off"),
     ],
     ids=[
         "tp across nodes",
@@ -112,7 +111,6 @@ def test_a_large_bubble_is_reported_with_the_microbatches_that_lower_it() -> Non
         "starved",
         "no sequence parallelism",
         "no overlap",
-        "casts as written",
     ],
 )
 def test_doubtful_options_are_reported(world_size: int, changes: dict[str, object], words: str) -> None:
