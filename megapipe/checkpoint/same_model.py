@@ -29,8 +29,17 @@ NOT_COMPARED = (
     "make_vocab_size_divisible_by",
     "seq_length",  # positions of a longer sequence are computed alike; a table of positions has its own shape
     "max_position_embeddings",
+    "moe_router_load_balancing_type",  # this and the next two are losses of training
+    "moe_aux_loss_coeff",
+    "moe_z_loss_coeff",
+    "moe_router_dtype",  # rounding
 )
-OF_EACH_LAYER = ("layer_pattern", "window_attn_skip_freq", "no_rope_freq")  # compared as what each layer has
+OF_EACH_LAYER = (
+    "layer_pattern",
+    "window_attn_skip_freq",
+    "no_rope_freq",
+    "moe_layer_freq",
+)  # compared as what each layer has
 ATTENTION_OPTIONS = (
     "num_attention_heads",
     "num_query_groups",

@@ -67,6 +67,19 @@ OTHER: dict[str, Any] = {
     "softmax_scale": 0.1,
     "attention_kind": "of an extension",
 }
+OF_EXPERTS = {
+    "num_experts": 4,
+    "moe_ffn_hidden_size": 40,
+    "moe_shared_expert_intermediate_size": 24,
+    "moe_shared_expert_gate": True,
+    "moe_router_topk": 1,
+    "moe_router_score_function": "sigmoid",
+    "moe_router_pre_softmax": True,
+    "moe_router_topk_scaling_factor": 2.5,
+    "moe_router_num_groups": 2,
+    "moe_router_group_topk": 2,
+    "moe_router_force_load_balancing": True,
+}
 OF_LLAMA3 = {"rope_low_freq_factor": 2.0, "rope_high_freq_factor": 8.0}
 SIZES_FOLLOW = ("num_attention_heads", "hidden_size", "kv_channels")
 LAYERS = {
@@ -78,13 +91,14 @@ LAYERS = {
 
 def test_every_option_of_the_model_is_compared_or_named_as_one_without_effect() -> None:
     every = {field.name for field in fields(ModelConfig)}
-    assert every == {*OTHER, *OF_LLAMA3, *NOT_COMPARED, *OF_EACH_LAYER}
+    assert every == {*OTHER, *OF_LLAMA3, *OF_EXPERTS, *NOT_COMPARED, *OF_EACH_LAYER}
 
 
-@pytest.mark.parametrize("name", [*OTHER, *OF_LLAMA3])
+@pytest.mark.parametrize("name", [*OTHER, *OF_LLAMA3, *OF_EXPERTS])
 def test_an_option_that_changes_the_function_is_found_with_both_values(name: str) -> None:
     saved = replace(MODEL, rope_scaling_type="llama3") if name in OF_LLAMA3 else MODEL
-    value = (OTHER | OF_LLAMA3)[name]
+    saved = replace(MODEL, num_experts=8) if name in OF_EXPERTS else saved
+    value = (OTHER | OF_LLAMA3 | OF_EXPERTS)[name]
     found = list(differences(saved, replace(saved, **{name: value})))
     flag = fields_by_key()[f"model.{name}"].main_flag
     assert len(found) == 1 or name in SIZES_FOLLOW, found

@@ -10,7 +10,6 @@ import pytest
 from megapipe.gpu.host_copy import HostCopy
 from megapipe.train.step import TrainStep
 from tests.extras.dry_run.grids import LLAMA
-from tests.fake_cuda.test_steps import run as run  # a fixture
 from tests.train.jobs import job
 
 pytestmark = pytest.mark.timeout(300)

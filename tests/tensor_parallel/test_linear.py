@@ -258,7 +258,7 @@ def run_order(rank: int, world_size: int, sequence_parallel: bool) -> list[str]:
         for (module, name), original in zip(places, originals, strict=True):
             setattr(module, name, spied(name, original))
         GradientSlot.add_outer = lambda *args: (events.append("wgrad"), original_add(*args))[1]
-        Gemms.input_gradient = lambda *args: (events.append("dgrad"), original_mm(*args))[1]
+        Gemms.input_gradient = lambda *args, **options: (events.append("dgrad"), original_mm(*args, **options))[1]
         y.backward(case.output_part(case.grad_outputs[0]))
     finally:
         for (module, name), original in zip(places, originals, strict=True):

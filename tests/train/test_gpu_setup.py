@@ -70,6 +70,7 @@ def test_fp8_is_refused_at_the_start_on_a_gpu_without_it(
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(gcnArchName=arch))
     monkeypatch.setattr(torch.version, "hip", hip)
+    monkeypatch.setattr("megapipe.tensor_parallel.fp8.has_triton", lambda: True)
     config, card = tiny(fp8_format="hybrid"), torch.device("cuda")
     check_fp8(config, torch.device("cpu"))
     check_fp8(tiny(), card)
@@ -215,4 +216,4 @@ def test_host_reads_nothing_of_the_device_until_a_step_has_been_started(
     assert waits["start"] == []
     per_step = [sorted(set(waits["finish"]))]
     assert 0 < len(waits["finish"]) <= 3 * 8, per_step
-    assert set(waits["finish"]) <= {"step.wait", "gradient_norm.wait"}, per_step
+    assert set(waits["finish"]) == {"host_copy.values"}, per_step

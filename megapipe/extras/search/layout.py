@@ -33,7 +33,6 @@ RECOMPUTES = (
     RecomputeConfig("selective", recompute_modules=("layernorm", "activation")),
     RecomputeConfig("selective", recompute_modules=("core_attn", "layernorm", "activation")),
     RecomputeConfig("full", "uniform", 1),
-    *(RecomputeConfig(recompute_memory_budget=budget) for budget in (0.25, 0.5, 0.75)),
 )
 # by cost; in equal numbers; in equal numbers with embedding and head counted as a layer each
 CUTS = ("cost", "even", "ends")

@@ -2,8 +2,8 @@
 
 A candidate is a configuration that training accepts too: nothing is predicted that `resolve` refuses. Candidates are
 tried in order of a lower bound of their time, and the search ends when no remaining bound is below the times of the
-best. The result is therefore the best by the model of `step_time`, not by a heuristic. Of recompute memory budgets a
-few are candidates; afterwards each of the best layouts with recompute gets the largest budget with which it fits.
+best. The result is therefore the best by the model of `step_time`, not by a heuristic. Recompute memory budgets are not
+candidates; afterwards each of the best layouts with recompute is also tried with the largest budget that fits.
 """
 
 from __future__ import annotations
@@ -142,7 +142,13 @@ def search(
     walk.along(bounded)
     if not walk.best and not walk.too_large:
         raise ConfigError(_nothing_found(config, world_size, hardware, walk.refused, [bound for bound, _ in bounded]))
-    refined = (steps.least_recompute(layout) for _, layout in walk.best)
+    no_recompute = RecomputeConfig()
+    recomputing = {  # the first of those that differ in recompute alone
+        dataclasses.replace(layout, recompute=no_recompute): layout
+        for _, layout in reversed(walk.best)
+        if layout.recompute != no_recompute
+    }
+    refined = map(steps.least_recompute, recomputing.values())
     distinct = dict.fromkeys([*(layout for _, layout in walk.best), *filter(pinned, refined)])
     best = sorted(map(steps.in_full, distinct), key=lambda each: each.time.seconds)[:num_best]
     misses = walk.misses(best[0].time.seconds if best else math.inf)
@@ -253,11 +259,9 @@ class ShortSteps:
 
     def least_recompute(self, layout: Layout) -> Layout:
         """Return the layout with the largest --recompute-memory-budget with which it fits, in steps of 1 / PARTS; the
-        layout itself if it has no recompute or none of these fits.
+        layout itself if none of these fits.
         """
         fits, too_large = 0, PARTS
-        if layout.recompute == RecomputeConfig():
-            return layout
         while too_large - fits > 1:
             part = (fits + too_large) // 2
             try:

@@ -202,6 +202,7 @@ def _experts(config: ResolvedConfig, layers: Sequence[LayerConfig], tp: int) -> 
     has_experts = [int(layer.num_experts is not None) for layer in layers]
     return {
         "moe_layer_freq": None if all(has_experts) else str(has_experts),
+        "moe_router_force_load_balancing": False,  # the reference chooses experts by their scores
         **{name: ranks * min(width // ranks, MAX_NORMED_FFN) for name, (width, ranks) in given.items()},
     }
 

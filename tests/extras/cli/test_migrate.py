@@ -31,22 +31,22 @@ def test_arguments_alone_and_from_standard_input(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert main(["--", *MODEL.split()]) == 0
-    assert main([*MODEL.split(), "--num-experts", "8"]) == 1
-    assert "--num-experts 8" in capsys.readouterr().out
+    assert main([*MODEL.split(), "--mtp-num-layers", "1"]) == 1
+    assert "--mtp-num-layers 1" in capsys.readouterr().out
     monkeypatch.setattr("sys.stdin", io.StringIO(f"N=$1\ntorchrun --nproc_per_node $N pretrain_gpt.py {MODEL}"))
     assert main(["-", "8"]) == 0
     assert "8 by the launcher" in capsys.readouterr().out
 
 
 def test_json_has_the_same_facts(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--json", "--ranks", "2", *MODEL.split(), "--num-experts", "8"]) == 1
+    assert main(["--json", "--ranks", "2", *MODEL.split(), "--mtp-num-layers", "1"]) == 1
     report = json.loads(capsys.readouterr().out)
     assert report["runs"] is False
     outcomes = {row["flag"]: row["outcome"] for row in report["flags"]}
-    assert outcomes["--num-experts"] == "refused"
+    assert outcomes["--mtp-num-layers"] == "refused"
     assert outcomes["--bf16"] == "the same here"
-    assert any(line.startswith("--num-experts 8") for line in report["to_change"])
-    assert "--num-experts" not in report["command"]
+    assert any(line.startswith("--mtp-num-layers 1") for line in report["to_change"])
+    assert "--mtp-num-layers" not in report["command"]
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,12 @@ from tests.extras.verify.grids import given_slices
 from tests.tiny import LLAMA, tiny_config
 
 # the reference computes in fp32 or better anyway; its weights and padded vocabulary are given
-PER_LAYER = {"window_attn_skip_freq", "no_rope_freq", "layer_pattern"}  # the fields `layers` and has_* in the reference
+PER_LAYER = {
+    "window_attn_skip_freq",
+    "no_rope_freq",
+    "moe_layer_freq",
+    "layer_pattern",
+}  # the fields `layers` and has_* in the reference
 FUNCTIONS = {  # of extensions: tests/test_extend.py
     "norm_function",
     "norm_has_bias",
@@ -37,7 +42,13 @@ FUNCTIONS = {  # of extensions: tests/test_extend.py
     "attention_function",
     "attention_heads",
 }
-WITHOUT_EFFECT = {"make_vocab_size_divisible_by", "init_method_std", "attention_softmax_in_fp32"}
+WITHOUT_EFFECT = {
+    "make_vocab_size_divisible_by",
+    "init_method_std",
+    "attention_softmax_in_fp32",
+    "moe_router_dtype",
+    "moe_router_force_load_balancing",
+}
 KEY = DropoutKey(seed=3, step=1, microbatch=5)
 
 
