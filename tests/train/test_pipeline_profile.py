@@ -153,7 +153,7 @@ def test_one_rank_is_profiled_too_and_a_run_that_ends_early_says_what_it_has(tmp
 
 def test_a_profiled_step_lasts_until_the_weights_are_updated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     update = Optimizer.settle
-    monkeypatch.setattr(Optimizer, "settle", lambda self: (time.sleep(0.2), update(self))[1])
+    monkeypatch.setattr(Optimizer, "settle", lambda self, *sums: (time.sleep(0.2), update(self, *sums))[1])
     code, said = job(f"--train-iters 2 --profile-pipeline --profile-step-start 1 --metrics-file {tmp_path}/m.jsonl")
     assert code == 0, said
     phases = summarize(read_profile(profiles_in(tmp_path)[0])).phases
