@@ -31,7 +31,7 @@ LAYER_8B = LLAMA | {
     "dtype": "bf16",
     "global_batch_size": 1,
 }
-TP8 = SP2 | {"tensor_model_parallel_size": 8}
+TP8 = SP2 | {"tensor_model_parallel_size": 8, "tp_comm_overlap": False}  # whole GEMMs
 COMPILED = {"compile_pointwise": True, "optimizer_impl": "compiled"}
 CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "bf16": (1, {}),
