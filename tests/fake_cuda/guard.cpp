@@ -22,7 +22,7 @@ void report(What what, int64_t subject, const c10::Stream& stream) {
 c10::Stream stream_of(int64_t id) { return c10::Stream(c10::Stream::UNSAFE, kDevice, id); }
 
 int64_t address_of_storage(const c10::DataPtr& data) {
-  static const c10::StorageImpl example(c10::StorageImpl::use_byte_size_t(), 0, nullptr, false);
+  static const c10::StorageImpl example(c10::StorageImpl::use_byte_size_t(), 0, c10::DataPtr(), nullptr, false);
   const auto offset = reinterpret_cast<int64_t>(&example.data_ptr()) - reinterpret_cast<int64_t>(&example);
   return reinterpret_cast<int64_t>(&data) - offset;
 }
