@@ -43,8 +43,8 @@ def test_the_fastest_is_kept_and_noise_changes_nothing() -> None:
         faster = {1: 1.0, 2: 0.5, 3: 0.7}[settings.get(DEPTH, 1)]
         return [faster * (0.99 if settings.get(OVERLAP) else 1.0)] * 3
 
-    both = iter([({DEPTH: 2}, {DEPTH: 3}), ({OVERLAP: True},)])
-    chosen, figures = search(both, measure)
+    both: list[tuple[Settings, ...]] = [({DEPTH: 2}, {DEPTH: 3}), ({OVERLAP: True},)]
+    chosen, figures = search(iter(both), measure)
     assert chosen == {DEPTH: 2}, "1 % is not more than noise"
     both_ways = {DEPTH: 2, OVERLAP: True}
     assert [figure.settings for figure in figures] == [{}, {DEPTH: 2}, {DEPTH: 3}, {DEPTH: 2}, both_ways]
