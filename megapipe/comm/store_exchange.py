@@ -68,7 +68,9 @@ class StoreExchange:
             self._connection = None
         hosts = sorted({self._host_of[rank] for rank in ranks})
         keys = [f"host {host}" for host in hosts]
-        every = self._request(lambda store: store.multi_get(keys) if store.check(keys) else None)  # type: ignore[attr-defined]
+        every = self._request(
+            lambda store: store.multi_get(keys) if store.check(keys) else None  # type: ignore[attr-defined]
+        )
         found: dict[int, bytes] = {}
         for host, data in zip(hosts, every or map(self._get, keys), strict=True):
             for index, rank in enumerate(self._hosts[host]):

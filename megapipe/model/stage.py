@@ -159,11 +159,10 @@ class GPTStage(nn.Module):
         experts: ExpertGroups | None = None,
     ) -> None:
         super().__init__()
-        self.config, self.stage_layers, self.tp = config, layers, tp
+        self.config, self.stage_layers, self.tp, self._library = config, layers, tp, kernels.layers
         self.sequence_parallel = sequence_parallel = sequence_parallel and tp.size > 1
         self.loss = Loss(config, loss, kernels) if layers.has_head else None
         self.group_runner: GroupRunner | None = None
-        self._library = kernels.layers
         numbers = range(layers.first_layer, layers.last_layer_exclusive)
         held = {number: layer_configs(config)[number] for number in numbers}
         self.make_context = ContextBuilder(held, has_attention_kernel=kernels.attention is not None)
@@ -174,7 +173,6 @@ class GPTStage(nn.Module):
             self._groups = [group for number, each in own.items() for group in layer_groups(each, (number,))]
         self.keep_attention = {number for number, each in own.items() if each.recompute_keep_attention}
         queue = WeightQueue() if weight_queue is None else weight_queue
-        modules = {number: recomputed_modules(each) for number, each in own.items()}
         model = convert(LayerConfig, config)
         own_experts = experts or ExpertGroups()
         factory = LayerFactory(model, tp, sequence_parallel, frozenset(), queue, kernels, chunks, own_experts)
@@ -182,7 +180,7 @@ class GPTStage(nn.Module):
         self.output_layer: ColumnParallelLinear | None = None
         if layers.has_embedding:
             self.embedding = Embedding(config, tp, sequence_parallel=sequence_parallel, queue=queue)
-        self.factories = {number: factory.of(layer, modules[number]) for number, layer in held.items()}
+        self.factories = {number: factory.of(layer, recomputed_modules(own[number])) for number, layer in held.items()}
         self.decoder = Decoder(self.factories, factory.norm(config.hidden_size) if layers.has_head else None)
         if layers.has_head:
             head = ColumnParallelLinear(

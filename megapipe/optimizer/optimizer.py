@@ -110,10 +110,8 @@ class Optimizer:
         compiler: Callable[[Callable[..., Any]], Any] | None = None,
     ) -> None:
         self.scaler = LossScaler.of(precision)
-        self._clip_grad = config.clip_grad
-        self._groups = groups
-        self._device = next(iter(stages.values())).device
-        self._on_host = config.optimizer_cpu_offload
+        self._clip_grad, self._on_host = config.clip_grad, config.optimizer_cpu_offload
+        self._groups, self._device = groups, next(iter(stages.values())).device
         self._sharded = any(buffer.layout.num_shards > 1 for buffers in stages.values() for buffer in buffers.buffers)
         if self._sharded and gather is None:
             raise ValueError("sharded buffers need a ParameterGather: without it ranks keep stale parameters")
@@ -141,10 +139,9 @@ class Optimizer:
         self._scales: Scales | None = None
         if dtypes.scaled:
             parameters = [(stage, name) for stage, buffers in sorted(stages.items()) for name in sorted(buffers.names)]
-            scaled = {state: dtypes.narrow[state] for state in dtypes.scaled}
             holders_of = [groups.replicas, groups.tp] if self._sharded else [groups.tp]
             at = torch.device("cpu") if self._on_host and self._device.type != "meta" else self._device
-            self._scales = Scales(scaled, parameters, holders_of, at)
+            self._scales = Scales({state: dtypes.narrow[state] for state in dtypes.scaled}, parameters, holders_of, at)
             for shard in self.shards:
                 shard.scales = self._scales
         self._rule: UpdateRule | NarrowAdam | CompiledAdam | RegisteredRule

@@ -1,4 +1,4 @@
-"""What --recompute-memory-budget recomputes in each layer of a stage: a choice among the kinds of recompute that exist.
+"""The choice of --recompute-memory-budget: what each layer of a stage recomputes.
 
 A layer can keep everything, drop what --recompute-modules names, or be recomputed whole, with or without the results of
 its attention. Of these choices, as points (bytes kept, FLOPs recomputed), only the lower convex hull matters; a step

@@ -109,7 +109,7 @@ class Trial:
 
 
 class LayerKind(NamedTuple):
-    """What layers have in common that share a compiled form. recompute: modules that each recomputes."""
+    """The properties that layers with one compiled form share. recompute: modules that each recomputes."""
 
     config: LayerConfig
     recompute: frozenset[str]
