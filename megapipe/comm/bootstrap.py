@@ -87,7 +87,7 @@ def choose_backend(backend: str, device: str, local_rank: int) -> tuple[str, tor
         return "gloo", torch.device("cpu")
     if not torch.cuda.is_available():
         built_for = torch.version.cuda or torch.version.hip
-        if built_for is not None:  # training on the CPU without a word would look like a very slow GPU
+        if built_for is not None:  # silently training on the CPU would look like a very slow GPU
             raise ConfigError(
                 f"this torch is built for {'CUDA' if torch.version.cuda else 'ROCm'} {built_for}, but it cannot use a "
                 f"GPU: {_why_no_gpu()}; repair that (`nvidia-smi` shows the driver), or use the CPU with "

@@ -26,7 +26,7 @@ Request = Callable[[dist.Store], Any]
 class StoreExchange:
     """Publishes the records of this rank's host every second from a thread, and reads those of other hosts.
 
-    One rank of a host does both (`speaks`), over a connection of its own: two requests a second and host, however many
+    One rank of a host does both (`speaks`), over a separate connection: two requests a second and host, however many
     ranks it has. The others connect only to `fetch`, `claim` or publish a stack when something is wrong. Only `fetch`
     tries a store that stopped answering again. Used by monitor.watchdog.
     token: of this run, the same on all ranks. hosts: the ranks of each host. records: those of this host in that order,

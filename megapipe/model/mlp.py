@@ -44,7 +44,7 @@ class MLP(nn.Module):
     def forward(self, x: Tensor, norm: nn.Module | None, activation: Activation | None = None) -> Tensor:
         """Return MLP(norm(x)). The norm is an argument because it may be recomputed together with linear_fc1.
 
-        activation: a compiled form of its own.
+        activation: used in place of `self.activation`, for example its compiled form.
         """
         activation = activation or self.activation
         recompute_norm = "layernorm" in self.recompute and norm is not None

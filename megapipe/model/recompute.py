@@ -26,7 +26,7 @@ from megapipe.tensor_parallel.gradients import InputRecompute
 
 
 def recomputed_modules(config: RecomputeConfig) -> frozenset[str]:
-    """Return the modules that selective recompute makes again."""
+    """Return the modules that selective recompute runs again."""
     return frozenset(config.recompute_modules if config.recompute_granularity == "selective" else ())
 
 

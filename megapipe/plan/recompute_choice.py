@@ -24,7 +24,7 @@ from megapipe.config.parallel import RecomputeConfig
 from megapipe.layers.model import LayerSpec, layer_table
 from megapipe.layers.table import Operation, RankShape, total_bytes
 
-ELEMENTWISE_FLOPS = 8.0  # for each element that a norm or an activation makes again; only orders steps without GEMMs
+ELEMENTWISE_FLOPS = 8.0  # for each element that a norm or an activation computes again; only orders steps without GEMMs
 FULL = RecomputeConfig("full", "uniform", 1)
 MOST_FUSED_CHANNELS = 256  # of a head; fused kernels with more may be missing
 

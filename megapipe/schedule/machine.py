@@ -267,7 +267,7 @@ class Machine:
     # missing
 
     def _exchange(self, rank: int, action: Action) -> int:
-        """Run an all-to-all on the network of the rank: its computation goes on."""
+        """Run an all-to-all on the network of the rank, concurrently with its computation."""
         slot, work = self.positions[rank], self.resolved(self.work, action)
         start = self.ready_at(rank, [work], self.network_clocks[rank])
         if start is None:

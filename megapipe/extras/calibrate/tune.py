@@ -1,6 +1,6 @@
 """`megapipe calibrate --tune`: short runs of a configuration with one setting changed at a time; the fastest is kept.
 
-Every candidate is a run of its own under `megapipe launch`: NCCL and CUDA read some settings only when they start.
+Every candidate is a separate run under `megapipe launch`: NCCL and CUDA read some settings only when they start.
 """
 
 from __future__ import annotations
