@@ -176,7 +176,7 @@ def why_not_compiled(config: Config) -> str | None:
         (f"--optimizer-impl {optimizer} brings its own norms", optimizer == "apex"),
         ("--cuda-graph-impl records the kernels of eager blocks", config.gpu.cuda_graph_impl != "none"),
         (
-            "--fp8-format casts between the linears and their GEMMs, which --compile-pointwise compiles",
+            "--fp8-format casts between the linears and their GEMMs, and the casts are compiled separately",
             config.precision.fp8_format is not None,
         ),
         (
