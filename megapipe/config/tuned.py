@@ -38,7 +38,8 @@ def read_tuned(path: str) -> Tuned:
     try:
         found = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ConfigError(f"{subject} cannot be read: {str(error).splitlines()[0]}") from None
+        why = getattr(error, "strerror", None) or str(error).splitlines()[0]
+        raise ConfigError(f"{subject} cannot be read: {why}; megapipe calibrate --tune writes such a file") from None
     if not isinstance(found, dict) or not isinstance(found.get("device"), str):
         raise ConfigError(f"{subject} is not a file of megapipe calibrate --tune: it names no device; measure again")
     settings, measured = found.get("settings"), found.get("measured")

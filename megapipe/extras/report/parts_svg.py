@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from html import escape
 
-from megapipe.extras.report.timeline import COLOURS, LEFT, NAMES, RIGHT, TOP, paths_by_fill, round_step, shade
+from megapipe.extras.report.timeline import COLOURS, LEFT, NAMES, RIGHT, TOP, box, paths_by_fill, round_step, shade
 from megapipe.schedule.action import COMPUTE_OPS
 from megapipe.schedule.experts import exposures
 from megapipe.schedule.parts import Part, Parts
@@ -67,13 +67,7 @@ def _lanes(timeline: Timeline, parts: Parts, rank: int, scale: float) -> Iterato
         if sum(map(len, timeline.schedule.rows)) > LARGE:
             merged.append((colour, x, float(y), w, float(height)))
             continue
-        label, text = str(action.microbatch), ""
-        if w >= 6.5 * len(label) + 1:
-            style = f'text-anchor="middle" fill="{COLOURS[action.op][2]}" pointer-events="none"'
-            text = f'<text x="{x + w / 2:.2f}" y="{y + height / 2 + 4:g}" {style}>{label}</text>'
-        yield (
-            f'<rect x="{x:.2f}" y="{y}" width="{w:.2f}" height="{height}" fill="{colour}" stroke="#ffffff" '
-            f'stroke-width="0.6"><title>{parts.text(action)}: {start:.6g} .. {end:.6g}</title></rect>{text}'
-        )
+        title = f"{parts.text(action)}: {start:.6g} .. {end:.6g}"
+        yield box((x, y, w, height), colour, action.op, str(action.microbatch), title)
     for colour, path in paths_by_fill(merged).items():
         yield f'<path fill="{colour}" stroke="#ffffff" stroke-width="0.2" d="{path}"/>'

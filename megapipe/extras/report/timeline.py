@@ -174,16 +174,22 @@ def _lane(drawing: _Drawing, rank: int) -> Iterator[str]:
             merged.append((colour, x, y, w, height))
             continue
         label = "" if action.microbatch is None else str(action.microbatch)
-        text = ""
-        if label and w >= 6.5 * len(label) + 1:
-            style = f'text-anchor="middle" fill="{COLOURS[action.op][2]}" pointer-events="none"'
-            text = f'<text x="{x + w / 2:.2f}" y="{y + height / 2 + 4:g}" {style}>{label}</text>'
-        yield (
-            f'<rect x="{x:.2f}" y="{y:g}" width="{w:.2f}" height="{height:g}" fill="{colour}" '
-            f'stroke="#ffffff" stroke-width="0.6"><title>{action}: {start:.6g} .. {end:.6g} s</title></rect>{text}'
-        )
+        yield box((x, y, w, height), colour, action.op, label, f"{action}: {start:.6g} .. {end:.6g} s")
     for colour, path in paths_by_fill(merged).items():
         yield f'<path fill="{colour}" stroke="#ffffff" stroke-width="0.2" d="{path}"/>'
+
+
+def box(place: tuple[float, float, float, float], colour: str, op: Op, label: str, title: str) -> str:
+    """Return the box of one action at (x, y, width, height), with its label if that fits. title: shown on hovering."""
+    x, y, width, height = place
+    text = ""
+    if label and width >= 6.5 * len(label) + 1:
+        style = f'text-anchor="middle" fill="{COLOURS[op][2]}" pointer-events="none"'
+        text = f'<text x="{x + width / 2:.2f}" y="{y + height / 2 + 4:g}" {style}>{label}</text>'
+    return (
+        f'<rect x="{x:.2f}" y="{y:g}" width="{width:.2f}" height="{height:g}" fill="{colour}" '
+        f'stroke="#ffffff" stroke-width="0.6"><title>{title}</title></rect>{text}'
+    )
 
 
 def _curves(drawing: _Drawing, rank: int, waiting: Curve) -> list[str]:
