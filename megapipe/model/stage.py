@@ -235,9 +235,10 @@ class GPTStage(nn.Module):
 
     def parts(self) -> list[nn.Module]:
         """Return submodules that together hold all parameters, in the order in which a forward calls them."""
-        layers = list(self.decoder.layers.values())
+        blocks: list[Block] = list(self.decoder.layers.values())  # type: ignore[arg-type]
+        layers: list[nn.Module | None] = list(blocks)
         if self.config.num_experts is not None:  # they may run in parts (--overlap-moe-expert-parallel-comm)
-            layers = [module for block in layers for module in block.modules_in_order()]
+            layers = [module for block in blocks for module in block.modules_in_order()]
         parts = [self.embedding, *layers, self.decoder.final_layernorm, self.output_layer]
         if isinstance(self.embedding, TiedHead):
             parts = [*parts[1:], self.embedding.word_embeddings]
