@@ -152,6 +152,10 @@ parallel.tp_comm_overlap_chunks | --tp-comm-overlap-chunks 3 | ranks collectives
 parallel.use_distributed_optimizer | --use-distributed-optimizer | plan buffers | | 2
 parallel.overlap_grad_reduce | --overlap-grad-reduce | ranks events | --ddp-bucket-size 500
 parallel.overlap_param_gather | --overlap-param-gather | ranks events | --use-distributed-optimizer
+parallel.overlap_moe_expert_parallel_comm | --overlap-moe-expert-parallel-comm | plan rows | \
+    {MOE} --expert-model-parallel-size 2 | 2
+parallel.delay_wgrad_compute | --delay-wgrad-compute | plan rows | \
+    {MOE} --expert-model-parallel-size 2 --overlap-moe-expert-parallel-comm | 2
 parallel.overlap_p2p_comm | --no-overlap-p2p-communication | plan rows | {PP} --pipeline-receive-depth 3 | 2
 parallel.pipeline_message_dtype | --pipeline-message-dtype fp8 | ranks losses | {PP}
 parallel.grad_reduce_in_bf16 | --grad-reduce-in-bf16 | ranks losses

@@ -195,7 +195,9 @@ def plan(pair: Pair, part: str) -> None:
             "partition": lambda: made.partition,
             "specs": lambda: made.specs,
             "batch": lambda: made.batch,
-            "rows": lambda: made.schedule(made.batch.num_microbatches_at(0)).rows,
+            "rows": lambda: (
+                (made.schedule if made.parts is None else made.part_schedule)(made.batch.num_microbatches_at(0)).rows
+            ),
             "memory": lambda: [rank_memory(made, pp_rank).items for pp_rank in range(topology.pp)],
             "buffers": lambda: [made.buffers(stage, 0) for stage in range(made.placement.num_stages)],
         }

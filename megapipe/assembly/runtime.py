@@ -12,16 +12,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megapipe.assembly.parts import part_runners
 from megapipe.checkpoint.folder import CheckpointFolder
 from megapipe.checkpoint.load import load_tensors
 from megapipe.checkpoint.shard import TensorBox, tensor_box
 from megapipe.comm.channels import Channels, MessageSpec
+from megapipe.comm.collectives import gather_objects
 from megapipe.comm.groups import ExpertGroups, Group, ProcessGroups, second_communicator
 from megapipe.comm.trace import Tracer
 from megapipe.data_parallel.buffers import StageBuffers
 from megapipe.data_parallel.gather import ParameterGather
 from megapipe.data_parallel.reducer import GradientReducer
 from megapipe.dtypes import DTYPES, FP8
+from megapipe.errors import ScheduleError
 from megapipe.gpu.kernels import choose_kernels, compiled
 from megapipe.gpu.libraries import Apex
 from megapipe.gpu.streams import StageStreams, copies_for
@@ -31,6 +34,7 @@ from megapipe.model.stage import GPTStage
 from megapipe.monitor.heartbeat import PATIENCE, Heartbeat
 from megapipe.optimizer.optimizer import Optimizer
 from megapipe.optimizer.schedule import Rates
+from megapipe.pipeline.deliveries import deliveries_for
 from megapipe.pipeline.engine import Engine
 from megapipe.pipeline.graphs import CapturedStage, CudaRecorder, RankGraphs, StageGraphs
 from megapipe.pipeline.offload import Offload
@@ -38,6 +42,7 @@ from megapipe.pipeline.stage import Stage, StageRunner
 from megapipe.plan.run_plan import RunPlan
 from megapipe.schedule.action import Op
 from megapipe.schedule.lifetimes import NO_MOVES, WeightVersions
+from megapipe.schedule.parts import Parts, exchange_digest
 from megapipe.sharding.audit import audit_buffers
 from megapipe.sharding.boxes import Box, pieces
 from megapipe.sharding.spec import ParamSpec
@@ -82,11 +87,14 @@ class InferenceRuntime:
         self.buffers: dict[int, StageBuffers] = {}
         held, tp = plan.placement.stages_of(self.coordinates.pp_rank), groups.tp
         tp_groups, experts = [tp] * len(held), [ExpertGroups(groups.ep, groups.etp)] * len(held)
-        if trains and len(held) == 2 and tp.size > 1 and plan.overlaps_stages:
+        overlaps = trains and len(held) == 2 and plan.parts is None and plan.overlaps_stages
+        if overlaps and tp.size > 1:
             # the two stages of an overlapped pair compute at the same time, so each has its own communicators
             tp_groups = [tp, second_communicator(tp)]
-        if trains and len(held) == 2 and plan.model.has_experts and plan.overlaps_stages:
+        if overlaps and plan.model.has_experts:
             experts[1] = ExpertGroups(second_communicator(groups.ep), second_communicator(groups.etp))
+        if trains and plan.parts is not None:
+            experts = [ExpertGroups(groups.ep, groups.etp, second_communicator(groups.ep))] * len(held)
         for stage, tp_group, expert_groups in zip(held, tp_groups, experts, strict=True):
             self._add_stage(stage, tp_group, expert_groups, draw_slice, trains)
         self.channels = Channels.build(
@@ -314,6 +322,14 @@ class TrainingRuntime(InferenceRuntime):
         """Return the engine of this rank's row for a step of this many microbatches."""
         if num_microbatches in self._engines:
             return self._engines[num_microbatches]
+        if self.plan.parts is not None:
+            self._engines[num_microbatches] = self._part_engine(num_microbatches, self.plan.parts)
+        else:
+            self._engines[num_microbatches] = self.stage_engine(num_microbatches)
+        return self._engines[num_microbatches]
+
+    def stage_engine(self, num_microbatches: int) -> Engine:
+        """Return a new engine of this rank's row, which runs its stages as a whole."""
         plan, pp_rank = self.plan, self.coordinates.pp_rank
         schedule = plan.schedule(num_microbatches)
         runners: Mapping[int, Stage] = self.runners
@@ -323,7 +339,7 @@ class TrainingRuntime(InferenceRuntime):
                 stage: CapturedStage(captured, {m: slot for (number, m), slot in slots.items() if number == stage})
                 for stage, captured in self.graphs.stages.items()
             }
-        engine = self._engines[num_microbatches] = Engine(
+        return Engine(
             schedule,
             pp_rank,
             runners,
@@ -338,7 +354,34 @@ class TrainingRuntime(InferenceRuntime):
             self.offload,
             NO_MOVES if self.offload is None else plan.row_moves(num_microbatches, pp_rank),
         )
-        return engine
+
+    def _part_engine(self, num_microbatches: int, parts: Parts) -> Engine:
+        """Build the engine of this rank's row of parts. A collective over ep, which compares the rows."""
+        pp_rank, schedule = self.coordinates.pp_rank, self.plan.part_schedule(num_microbatches)
+        ep = Group.alone("ep") if self.device.type == "meta" else self.groups.ep  # nothing is compared in a dry run
+        digests = gather_objects(exchange_digest(schedule.rows[pp_rank], parts), ep)
+        if len(set(digests)) > 1:
+            ranks = ", ".join(f"{rank}: {found}" for rank, found in zip(ep.ranks, digests, strict=True))
+            raise ScheduleError(
+                f"the ranks of an expert-parallel group would issue different all-to-alls (rank: digest {ranks}); "
+                "start all ranks with the same version and the same flags"
+            )
+        runners: dict[int, Stage] = {}
+        for stage, module in self.stages.items():
+            runners |= part_runners(parts, stage, module, self.runners[stage])
+        heartbeat = self.groups.world.heartbeat
+        return Engine(
+            schedule,
+            pp_rank,
+            runners,
+            self.channels,
+            self.reducer.reduce,
+            self.tracer,
+            heartbeat=heartbeat,
+            marks=self.marks,
+            parts=parts,
+            deliveries=deliveries_for(self.device, heartbeat),
+        )
 
     def _build_graphs(self, recorder: CudaRecorder | None) -> RankGraphs:
         return RankGraphs(

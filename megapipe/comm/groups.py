@@ -112,10 +112,14 @@ class ProcessGroups:
 
 @dataclass(frozen=True)
 class ExpertGroups:
-    """The ranks among which experts are divided, and those that share every expert."""
+    """The ranks among which experts are divided, and those that share every expert.
+
+    counts: those of ep with another communicator, for the numbers of rows, where rows of others are in flight on ep.
+    """
 
     ep: Group = field(default_factory=lambda: Group.alone("ep"))
     etp: Group = field(default_factory=lambda: Group.alone("etp"))
+    counts: Group | None = None
 
 
 def build_process_groups(

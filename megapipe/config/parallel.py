@@ -10,6 +10,7 @@ EXPERTS = Need("model.num_experts", "--num-experts N")
 TP_OVERLAP = Need("parallel.tp_comm_overlap", "--tp-comm-overlap")
 DISTRIBUTED_OPTIMIZER = Need("parallel.use_distributed_optimizer", "--use-distributed-optimizer")
 RECOMPUTE_MODULES = ("core_attn", "layernorm", "mlp", "activation")
+EP_OVERLAP = Need("parallel.overlap_moe_expert_parallel_comm", "--overlap-moe-expert-parallel-comm")
 FULL = Need("recompute.recompute_granularity", "--recompute-granularity full", ("full",))
 SELECTIVE = Need("recompute.recompute_granularity", "--recompute-granularity selective", ("selective",))
 OFFLOADING = Need("offload.cpu_offloading_num_layers", "--cpu-offloading-num-layers N")
@@ -29,6 +30,19 @@ class ParallelConfig:
     )
     expert_tensor_parallel_size: int | None = count(
         None, "etp: ranks that share every expert", "ranks", derived="tensor-model-parallel-size", needs=EXPERTS
+    )
+    overlap_moe_expert_parallel_comm: bool = option(
+        False,
+        "run the all-to-alls of experts under computation: stages run in parts, and the parts of a forward and of the "
+        "backward of another microbatch take turns (1f1b, interleaved, dualpipe, dualpipe-v); see "
+        "docs/expert_schedules.md",
+        needs=EXPERTS,
+    )
+    delay_wgrad_compute: bool = option(
+        False,
+        "with --overlap-moe-expert-parallel-comm: split backwards, and compute weight gradients under the all-to-all "
+        "that follows their input gradients",
+        needs=EP_OVERLAP,
     )
     num_virtual_stages_per_pipeline_rank: int | None = count(
         None,

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from megapipe.comm.collectives import all_gather, all_to_all
+from megapipe.comm.collectives import Work, all_gather, all_to_all
 from megapipe.comm.groups import ExpertGroups, Group
 
 
@@ -46,7 +46,7 @@ class Routes:
         ep, etp = groups.ep, groups.etp
         per_rank = counts.shape[0] // ep.size
         received = torch.empty_like(counts)
-        all_to_all(received, counts, [per_rank] * ep.size, [per_rank] * ep.size, ep)
+        all_to_all(received, counts, [per_rank] * ep.size, [per_rank] * ep.size, groups.counts or ep)
         everywhere = counts.new_empty(etp.size * counts.shape[0])
         all_gather(everywhere, received, etp)
         if counts.is_meta:
@@ -62,16 +62,22 @@ class Routes:
         return cls(groups, sent, tuple(by_source[etp.rank]), tuple(sum(source) for source in by_source), rows, order)
 
     def dispatch(self, rows: Tensor) -> Tensor:
-        """Return the rows of this rank's experts, expert by expert. rows: this rank's, in the order of experts."""
-        rows = _Exchange.apply(rows, self.sent, self.received, self.groups.ep)
-        return _Reorder.apply(_Gather.apply(rows, self.gathered, self.groups.etp), self.order)
+        """Return the rows that the ranks of ep send to this one. rows: this rank's, in the order of experts."""
+        return _Exchange.apply(rows, self.sent, self.received, self.groups.ep)
 
-    def combine(self, results: Tensor) -> Tensor:
-        """Return the results for this rank's rows, in their order. results: partial over etp, ordered as dispatched."""
+    def by_expert(self, received: Tensor) -> Tensor:
+        """Return the dispatched rows of all ranks of etp, expert by expert. received: those of this rank."""
+        return _Reorder.apply(_Gather.apply(received, self.gathered, self.groups.etp), self.order)
+
+    def by_rank(self, results: Tensor) -> Tensor:
+        """Return the results of the dispatched rows, in their order. results: partial over etp, expert by expert."""
         inverse = torch.empty_like(self.order)
         inverse[self.order] = torch.arange(self.order.shape[0], device=self.order.device)
-        summed = _Sum.apply(_Reorder.apply(results, inverse), self.gathered, self.groups.etp)
-        return _Exchange.apply(summed, self.received, self.sent, self.groups.ep)
+        return _Sum.apply(_Reorder.apply(results, inverse), self.gathered, self.groups.etp)
+
+    def combine(self, results: Tensor) -> Tensor:
+        """Return the results for this rank's rows, in their order. results: those of the rows dispatched to it."""
+        return _Exchange.apply(results, self.received, self.sent, self.groups.ep)
 
 
 def _even(total: int, parts: int) -> tuple[int, ...]:
@@ -81,11 +87,20 @@ def _even(total: int, parts: int) -> tuple[int, ...]:
 
 def exchange(rows: Tensor, sent: Sequence[int], received: Sequence[int], group: Group) -> Tensor:
     """Return the rows that all ranks of the group send to this one."""
-    if group.size == 1:
-        return rows
-    output = rows.new_empty(sum(received), *rows.shape[1:])
-    all_to_all(output, rows.contiguous(), received, sent, group)
+    output, work = start_exchange(rows, sent, received, group)
+    if work is not None:
+        work.wait()
     return output
+
+
+def start_exchange(
+    rows: Tensor, sent: Sequence[int], received: Sequence[int], group: Group
+) -> tuple[Tensor, Work | None]:
+    """Start to fill a tensor with the rows that all ranks of the group send to this one; None: it is filled."""
+    if group.size == 1:
+        return rows, None
+    output = rows.new_empty(sum(received), *rows.shape[1:])
+    return output, all_to_all(output, rows.contiguous(), received, sent, group, async_op=True)
 
 
 def gather_rows(rows: Tensor, counts: Sequence[int], group: Group) -> Tensor:

@@ -60,18 +60,34 @@ class MoE(nn.Module):
         key: that of a microbatch in training, whose load the router records.
         """
         x = x if norm is None else norm(x)
+        rows, weights, by_expert, routes = self.route(x, key)
+        results = routes.combine(self.run_experts(routes.dispatch(rows), routes))
+        output = self.weigh(results, weights, by_expert).view(x.shape)
+        return output if self.shared_experts is None else output + self.shared_experts(x)
+
+    def route(self, x: Tensor, key: DropoutKey | None = None) -> tuple[Tensor, Tensor, Tensor, Routes]:
+        """Return the rows to dispatch [k t, h], weights [t, k], the order of the rows and their routes. x: [s, b, h].
+
+        Entry i of the order is token x k + j of row i. Exchanges the numbers of rows, and waits for them. key: as in
+        `forward`.
+        """
         weights, chosen = self.router(x)
         topk = chosen.shape[1]
-        by_expert = chosen.flatten().argsort(stable=True)  # of the rows token x k + j
+        by_expert = chosen.flatten().argsort(stable=True)
         ones = torch.ones_like(by_expert)
         counts = ones.new_zeros(self.router.num_experts).scatter_add_(0, chosen.flatten(), ones)
         if key is not None:
             self.router.loads[key.microbatch] = counts
         routes = Routes.of(counts, by_expert.shape[0], self.groups)
-        rows = routes.dispatch(_Copies.apply(x.flatten(0, -2), by_expert, topk))
-        results = routes.combine(self.experts(rows, routes.expert_rows))
-        output = _Combine.apply(results, weights, by_expert).view(x.shape)
-        return output if self.shared_experts is None else output + self.shared_experts(x)
+        return _Copies.apply(x.flatten(0, -2), by_expert, topk), weights, by_expert, routes
+
+    def run_experts(self, received: Tensor, routes: Routes) -> Tensor:
+        """Return the results of the rows that were dispatched to this rank, [n, h] both, in the same order."""
+        return routes.by_rank(self.experts(routes.by_expert(received), routes.expert_rows))
+
+    def weigh(self, results: Tensor, weights: Tensor, by_expert: Tensor) -> Tensor:
+        """Return the weighted sums of each token's results [t, h]. results: [k t, h], as `route` ordered the rows."""
+        return _Combine.apply(results, weights, by_expert)
 
 
 class SharedExperts(MLP):

@@ -95,17 +95,35 @@ class Block(nn.Module):
     def forward(self, hidden: Tensor, context: LayerContext) -> Tensor:
         if self.compiled is not None and self.compiled.accepts(hidden, context):
             return self.compiled(self.parts, hidden, context)
+        hidden = self.attend(hidden, context)
+        if self.mlp is None:
+            return hidden
+        key = (context.dropout_key,) if isinstance(self.mlp, MoE) else ()
+        return self.add_mlp(hidden, self.mlp(hidden, self.pre_mlp_layernorm, *key), context)
+
+    def attend(self, hidden: Tensor, context: LayerContext) -> Tensor:
+        """Add the branch of attention to the residual stream."""
+        if self.self_attention is None:
+            return hidden
+        norm, recompute = self.input_layernorm, None
+        if norm is not None and "layernorm" in self.recompute:
+            recompute = InputRecompute(norm.forward, (hidden,))
+        update = self.self_attention(hidden if norm is None else norm(hidden), context, recompute)
+        return self._add(hidden, update, self.post_self_attn_layernorm, context, "attention_output")
+
+    def add_mlp(self, hidden: Tensor, update: Tensor, context: LayerContext) -> Tensor:
+        """Add the output of the MLP, or of the experts, to the residual stream; `update` is overwritten."""
+        return self._add(hidden, update, self.post_mlp_layernorm, context, "mlp_output")
+
+    def modules_in_order(self) -> list[nn.Module | None]:
+        """Return submodules that together hold all parameters, in the order in which a forward calls them."""
+        order: list[nn.Module | None] = []
         if self.self_attention is not None:
-            norm, recompute = self.input_layernorm, None
-            if norm is not None and "layernorm" in self.recompute:
-                recompute = InputRecompute(norm.forward, (hidden,))
-            update = self.self_attention(hidden if norm is None else norm(hidden), context, recompute)
-            hidden = self._add(hidden, update, self.post_self_attn_layernorm, context, "attention_output")
+            order += (self.input_layernorm, self.self_attention, self.post_self_attn_layernorm)
         if self.mlp is not None:
-            norm = self.pre_mlp_layernorm
-            update = self.mlp(hidden, norm, *((context.dropout_key,) if isinstance(self.mlp, MoE) else ()))
-            hidden = self._add(hidden, update, self.post_mlp_layernorm, context, "mlp_output")
-        return hidden
+            mlp = list(self.mlp.children()) if isinstance(self.mlp, MoE) else [self.mlp]
+            order += (self.pre_mlp_layernorm, *mlp, self.post_mlp_layernorm)
+        return order
 
     def _add(self, hidden: Tensor, update: Tensor, norm: nn.Module | None, context: LayerContext, site: str) -> Tensor:
         """Return hidden + dropout(norm(update))."""
@@ -223,7 +241,11 @@ class GPTStage(nn.Module):
 
     def parts(self) -> list[nn.Module]:
         """Return submodules that together hold all parameters, in the order in which a forward calls them."""
-        parts = [self.embedding, *self.decoder.layers.values(), self.decoder.final_layernorm, self.output_layer]
+        blocks: list[Block] = list(self.decoder.layers.values())  # type: ignore[arg-type]
+        layers: list[nn.Module | None] = list(blocks)
+        if self.config.num_experts is not None:  # they may run in parts (--overlap-moe-expert-parallel-comm)
+            layers = [module for block in blocks for module in block.modules_in_order()]
+        parts = [self.embedding, *layers, self.decoder.final_layernorm, self.output_layer]
         if isinstance(self.embedding, TiedHead):
             parts = [*parts[1:], self.embedding.word_embeddings]
         return [part for part in parts if part is not None]
@@ -239,15 +261,26 @@ class GPTStage(nn.Module):
         """
         hidden, microbatch = inputs if len(inputs) == 2 else (None, *inputs)
         assert isinstance(microbatch, Microbatch) and not isinstance(hidden, Microbatch)
-        if self.stage_layers.has_embedding:
-            assert isinstance(self.embedding, Embedding)
-            hidden = self.embedding(microbatch)
-        if hidden is None:
-            raise ValueError(f"without the embedding a stage needs the hidden states before it: {self.stage_layers}")
+        hidden = self.embed(hidden, microbatch)
         hidden = self.run_layers(hidden, self.make_context(microbatch, hidden.dtype))
         if self.loss is None:
             return hidden
-        assert self.decoder.final_layernorm is not None
+        return self.run_head(hidden, microbatch, return_logits, last_position)
+
+    def embed(self, hidden: Tensor | None, microbatch: Microbatch) -> Tensor:
+        """Return the hidden states that enter the layers: those of the previous stage, or the embedding's."""
+        if self.stage_layers.has_embedding:
+            assert isinstance(self.embedding, Embedding)
+            return self.embedding(microbatch)
+        if hidden is None:
+            raise ValueError(f"without the embedding a stage needs the hidden states before it: {self.stage_layers}")
+        return hidden
+
+    def run_head(
+        self, hidden: Tensor, microbatch: Microbatch, return_logits: bool = False, last_position: bool = False
+    ) -> Tensor | StageLoss:
+        """Run the final norm, the output layer and the loss of the last stage; arguments as in `forward`."""
+        assert self.decoder.final_layernorm is not None and self.loss is not None
         hidden = self.decoder.final_layernorm(hidden[-1:] if last_position else hidden)
         head = self.output_layer
         if head is None:

@@ -17,6 +17,7 @@ import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from threading import get_ident
 from typing import NamedTuple, Protocol
 
 PATIENCE = 5  # factor on the time limit in phases that may take long: the first step, saving, loading
@@ -145,6 +146,7 @@ class Heartbeat:
         self._step_began = self._wait_began = time.time_ns()
         self.last_step: StepTimes | None = None  # of the step before the current one
         self.observer: WaitObserver | None = None
+        self._ignored: tuple[int, ...] = ()  # threads
         self._map()
         self._write()
 
@@ -176,8 +178,14 @@ class Heartbeat:
         self._action = action
         self._write()
 
+    def ignore_thread(self) -> None:
+        """Leave out the waits of the calling thread, during which the rank computes."""
+        self._ignored += (get_ident(),)
+
     def wait_for_peer(self, wait: Wait, channel: bytes, peer: int) -> None:
         """Begin to wait until global rank `peer` has sent or received a message of a channel."""
+        if self._ignored and get_ident() in self._ignored:
+            return
         self._begin((wait, peer), self._write(wait, peer, 0, channel))
 
     def count_launch(self, group: str) -> int:
@@ -188,6 +196,8 @@ class Heartbeat:
 
     def wait_for_all(self, group: str, operation: str, number: int) -> None:
         """Begin to wait for the end of a collective."""
+        if self._ignored and get_ident() in self._ignored:
+            return
         word = self._words.get((group, operation))
         if word is None:
             word = self._words[group, operation] = f"{group} {operation}".encode()
@@ -195,6 +205,8 @@ class Heartbeat:
 
     def end_wait(self) -> None:
         """End a wait, if there is one."""
+        if self._ignored and get_ident() in self._ignored:
+            return
         now = self._write()
         cause, self._cause = self._cause, None
         if cause is not None:

@@ -18,11 +18,13 @@ from megapipe.comm.channels import Channel, ChannelKey, MessageSpec, PendingRece
 from megapipe.comm.trace import Tracer
 from megapipe.gpu.streams import StageStreams
 from megapipe.monitor.heartbeat import Heartbeat
+from megapipe.pipeline.deliveries import Deliveries
 from megapipe.pipeline.offload import Offload
-from megapipe.pipeline.stage import LossFunction, Stage, Tensors
+from megapipe.pipeline.stage import LossFunction, Pending, Stage, Tensors
 from megapipe.schedule.action import COMPUTE_OPS, Action, Op
 from megapipe.schedule.lifetimes import NO_MOVES, Moves
 from megapipe.schedule.lower import without_pairs
+from megapipe.schedule.parts import Parts
 from megapipe.schedule.schedule import Schedule
 
 Key = tuple[int, int]  # (stage, microbatch)
@@ -55,8 +57,8 @@ class BegunRun:
     step: Step
     messages: Mapping[ChannelKey, tuple[MessageSpec, ...]]  # of the channels that end on this rank
     # outputs and input gradients that are not sent yet, or not yet used by another stage of this rank
-    outputs: dict[Key, Tensors] = field(default_factory=dict)
-    input_gradients: dict[Key, Tensors] = field(default_factory=dict)
+    outputs: dict[Key, Tensors | Pending] = field(default_factory=dict)
+    input_gradients: dict[Key, Tensors | Pending] = field(default_factory=dict)
     receives: dict[Action, PendingReceive] = field(default_factory=dict)
     reports: dict[int, Any] = field(default_factory=dict)
 
@@ -79,6 +81,9 @@ class Engine:
     heartbeat: notified of every action as it begins.
     marks: context managers opened around every action under its text form, for profilers.
     offload, moves: what moves activations to the host and back during the row, and the plan of that.
+    parts: those of a schedule of parts (schedule.parts). `stages` are then the runners of its parts, and channels,
+    messages and reductions those of the stages: the last reduction of a part in the row is that of its stage.
+    deliveries: sends the results of all-to-alls when they are there; needed with `parts`.
     Raises ValueError if the stages are not those of the row.
     """
 
@@ -97,6 +102,8 @@ class Engine:
         marks: Callable[[str], AbstractContextManager[Any]] | None = None,
         offload: Offload | None = None,
         moves: Moves = NO_MOVES,
+        parts: Parts | None = None,
+        deliveries: Deliveries | None = None,
     ) -> None:
         placement = schedule.placement
         if set(stages) != set(placement.stages_of(pp_rank)):
@@ -120,7 +127,9 @@ class Engine:
         self._head_start = head_start
         self._heartbeat = heartbeat
         self._offload, self._moves = offload, moves
-        self._words = tuple(str(action).encode() for action in self.row)
+        self._parts, self._deliveries = parts, deliveries
+        self._text: Callable[[Action], str] = str if parts is None else parts.text
+        self._words = tuple(self._text(action).encode() for action in self.row)
         self._num_directions = len(placement.directions)
         # (boundary, direction) of the hops inside a rank
         self._local = {
@@ -152,7 +161,7 @@ class Engine:
             Op.RECV_F: self._receive,
             Op.SEND_B: self._send,
             Op.RECV_B: self._receive,
-            Op.REDUCE_GRAD: lambda action: lambda run: self._reduce_gradients(stage),
+            Op.REDUCE_GRAD: self._reduce,
         }
         if weights is not None:
             binders[Op.UPDATE] = lambda action: lambda run: weights.update(stage, _number(action))
@@ -167,7 +176,7 @@ class Engine:
                 act = _within(partial(self._offload.computing, action), act)
             if streams is not None:
                 act = _within(partial(streams.computing, stage), act)
-        return act if marks is None else _within(partial(marks, str(action)), act)
+        return act if marks is None else _within(partial(marks, self._text(action)), act)
 
     def run(self, step: Step) -> list[Any]:
         """Run the row once and return the last stage's reports in microbatch order; an empty list on other ranks.
@@ -200,6 +209,8 @@ class Engine:
 
     def discard(self) -> None:
         """Discard a begun run. If all ranks of the pipeline do so, each may begin again, with other weights."""
+        if self._deliveries is not None:
+            self._deliveries.cancel()
         for runner in self._stages.values():
             runner.clear()
         if self._offload is not None:
@@ -223,6 +234,8 @@ class Engine:
                     ended = tracer.now(own_stream)
                     tracer.event(word.decode(), "action", start, ended)
             if run_ends:
+                if self._deliveries is not None:
+                    self._deliveries.finish()
                 for channel in self._channels.values():
                     channel.drain()
         except BaseException:
@@ -266,16 +279,32 @@ class Engine:
         stage, microbatch = key = action.stage, _number(action)
         is_output = action.op is Op.SEND_F
         boundary, kind = (stage, "activation") if is_output else (stage - 1, "gradient")
-        send = self._channels[boundary, kind, microbatch % self._num_directions].send
+        send = self._channels[self._stage_of(boundary), kind, microbatch % self._num_directions].send
+        deliveries = self._deliveries
 
         def act(run: BegunRun) -> None:
-            send((run.outputs if is_output else run.input_gradients).pop(key))
+            message = (run.outputs if is_output else run.input_gradients).pop(key)
+            if isinstance(message, tuple):
+                send(message)
+            else:  # the row goes on meanwhile
+                assert deliveries is not None
+                deliveries.deliver(message, send)
 
         return act
 
+    def _reduce(self, action: Action) -> Act:
+        """Bind REDUCE_GRAD; of the parts of a stage only the last in the row reduces the gradients of the stage."""
+        stage = self._stage_of(action.stage)
+        of_stage = [a for a in self.row if a.op is Op.REDUCE_GRAD and self._stage_of(a.stage) == stage]
+        return (lambda run: self._reduce_gradients(stage)) if action == of_stage[-1] else lambda run: None
+
+    def _stage_of(self, index: int) -> int:
+        """Return the stage of a part; the index itself where the schedule is one of stages."""
+        return index if self._parts is None else self._parts.sites[index].stage
+
     def _receive(self, action: Action) -> Act:
         boundary, kind = (action.stage - 1, "activation") if action.op is Op.RECV_F else (action.stage, "gradient")
-        channel = boundary, kind, _number(action) % self._num_directions
+        channel = self._stage_of(boundary), kind, _number(action) % self._num_directions
         post = self._channels[channel].post_receive
 
         def act(run: BegunRun) -> None:
@@ -291,17 +320,17 @@ class Engine:
             return lambda run: () if is_forward else (None,)  # the objective's gradient is 1
         boundary, maker = (stage - 1, stage - 1) if is_forward else (stage, stage + 1)
         made, receive = (maker, microbatch), Action(stage, Op.RECV_F if is_forward else Op.RECV_B, microbatch)
-        is_local, name = (boundary, microbatch % self._num_directions) in self._local, str(receive)
+        is_local, name = (boundary, microbatch % self._num_directions) in self._local, self._text(receive)
 
         def inputs(run: BegunRun) -> Tensors:
-            if is_local:
-                tensors = (run.outputs if is_forward else run.input_gradients).pop(made)
-            elif tracer is None:
-                tensors = run.receives.pop(receive).wait()
+            found = (run.outputs if is_forward else run.input_gradients).pop(made) if is_local else None
+            if isinstance(found, tuple):
+                tensors = found
             else:
-                start = tracer.now()
-                tensors = run.receives.pop(receive).wait()
-                tracer.event(name, "wait", start, tracer.now())
+                start = 0 if tracer is None else tracer.now()
+                tensors = (run.receives.pop(receive) if found is None else found).wait()
+                if tracer is not None:
+                    tracer.event(name, "wait", start, tracer.now())
             if streams is not None:
                 streams.use(tensors)
             return tensors

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -18,14 +18,23 @@ Gradients = tuple[Tensor | None, ...]
 LossFunction = Callable[[Any, Any], tuple[Tensor, Any]]  # (output, payload) -> (scalar to differentiate, report)
 
 
+class Pending(Protocol):
+    """A result that is on its way: the output or the input gradient of an all-to-all."""
+
+    def wait(self) -> Tensors:
+        """Return the result when it is there; called once. On a GPU the current stream waits, not the host."""
+
+
 class Stage(Protocol):
-    """The interface that the engine needs of a stage: `StageRunner` or `graphs.CapturedStage`."""
+    """The interface that the engine needs of a stage or of a part of one: `StageRunner`, `graphs.CapturedStage`, or
+    the parts of `assembly.parts`. A tuple between two parts of a stage may hold other things than tensors.
+    """
 
     @property
     def begin_row(self) -> Callable[[bool], None]: ...
     def forward(self, microbatch: int, inputs: Tensors, payload: Any, loss: LossFunction | None) -> Any: ...
-    def backward(self, microbatch: int, gradients: Gradients) -> Tensors: ...
-    def backward_input(self, microbatch: int, gradients: Gradients) -> Tensors: ...
+    def backward(self, microbatch: int, gradients: Gradients) -> Tensors | Pending: ...
+    def backward_input(self, microbatch: int, gradients: Gradients) -> Tensors | Pending: ...
     def backward_weight(self, microbatch: int) -> None: ...
     def clear(self) -> None: ...
 
@@ -57,6 +66,7 @@ class StageRunner:
     floating-point are only sent forward; a floating-point one that a stage does not use has gradient zero.
     weight_gradients: needed only by schedules that split the backward (ops I and W).
     begin_row: called at the start of a row with True if it trains. observe: if set, called with every output.
+    part: what distinguishes its waiting weight gradients from those of others that share the queue.
     """
 
     def __init__(
@@ -64,8 +74,10 @@ class StageRunner:
         module: Callable[..., Any],
         weight_gradients: WeightQueue | None = None,
         begin_row: Callable[[bool], None] = lambda trains: None,
+        part: Hashable = None,
     ) -> None:
         self.module = module
+        self._part = part
         self.begin_row = begin_row
         self.weight_gradients = weight_gradients
         self.observe: Callable[[int, Any], None] | None = None
@@ -117,7 +129,7 @@ class StageRunner:
     def backward_input(self, microbatch: int, gradients: Gradients) -> Tensors:
         """Compute only input gradients (op I); queue those of weights for `backward_weight`."""
         queue = self._queue()
-        queue.defer(microbatch)
+        queue.defer(self._key(microbatch))
         try:
             return self.backward(microbatch, gradients)
         finally:
@@ -125,7 +137,7 @@ class StageRunner:
 
     def backward_weight(self, microbatch: int) -> None:
         """Compute the weight gradients that `backward_input` queued (op W)."""
-        self._queue().run(microbatch)
+        self._queue().run(self._key(microbatch))
 
     def clear(self) -> None:
         """Discard microbatches whose backward will not run, for example after an error."""
@@ -137,6 +149,9 @@ class StageRunner:
     def num_live(self) -> int:
         """Microbatches between their F and their B."""
         return len(self._kept)
+
+    def _key(self, microbatch: int) -> Hashable:
+        return microbatch if self._part is None else (self._part, microbatch)
 
     def _queue(self) -> WeightQueue:
         if self.weight_gradients is None:

@@ -101,7 +101,10 @@ def _balanced_and_checked(draft: RunPlan) -> RunPlan:
     """
     plan = dataclasses.replace(draft, partition=balanced_cut(draft))
     for count in plan.decisive_counts:  # now, so that errors surface before anything starts
-        plan.schedule(count)
+        if plan.parts is None:
+            plan.schedule(count)
+        else:
+            plan.part_schedule(count)
     return plan
 
 

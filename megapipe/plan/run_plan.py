@@ -19,7 +19,7 @@ from megapipe.plan.layer_costs import LayerCosts, flop_costs, measured_costs, st
 from megapipe.plan.recompute_choice import layer_recompute
 from megapipe.schedule.action import Op
 from megapipe.schedule.costs import AutoGoal, Costs
-from megapipe.schedule.families import SCHEDULES, ScheduleFamily, build_forward_only, build_lowered
+from megapipe.schedule.families import SCHEDULES, ScheduleFamily, build_forward_only, build_schedule
 from megapipe.schedule.lifetimes import (
     Moves,
     Slots,
@@ -30,8 +30,9 @@ from megapipe.schedule.lifetimes import (
     plan_moves,
     weight_versions,
 )
-from megapipe.schedule.lower import give_head_start
+from megapipe.schedule.lower import give_head_start, lower
 from megapipe.schedule.partition import Partition, StageLayers
+from megapipe.schedule.parts import Parts, expand, pair_up, parts_of, prove
 from megapipe.schedule.placement import Placement, v_shape
 from megapipe.schedule.schedule import Schedule
 from megapipe.schedule.simulate import Timeline, unhindered_send_depth
@@ -226,6 +227,17 @@ class RunPlan:
         """Return the lowered training schedule of a step with this many microbatches."""
         return self._training(num_microbatches).schedule
 
+    @cached_property
+    def parts(self) -> Parts | None:
+        """The parts in which stages run (--overlap-moe-expert-parallel-comm); None: stages run as a whole."""
+        if not self.config.parallel.overlap_moe_expert_parallel_comm:
+            return None
+        return parts_of(self.partition, [any(isinstance(p, MoE) for p in layer.parts) for layer in self.model.layers])
+
+    def part_schedule(self, num_microbatches: int) -> Schedule:
+        """Return the lowered schedule of `parts` of a step: that of `schedule`, with the parts of pairs merged."""
+        return self._in_parts(num_microbatches).schedule
+
     def head_start(self, num_microbatches: int) -> tuple[int, ...]:
         """Return for each row of `schedule` the number of first actions that need no verdict on the step before
         (--optimizer-post-validation).
@@ -300,7 +312,10 @@ class RunPlan:
     def send_depth(self) -> int:
         """Enough in-flight sends of a channel that none blocks for any number of microbatches of the run, plus one."""
         forward_only = self._forward_only(self.batch.num_microbatches)
-        return 1 + max(step.send_depth for step in (forward_only, *map(self._training, self.decisive_counts)))
+        steps = [forward_only, *map(self._training, self.decisive_counts)]
+        if self.parts is not None:
+            steps += map(self._in_parts, self.decisive_counts)
+        return 1 + max(step.send_depth for step in steps)
 
     @cached_property
     def decisive_counts(self) -> Mapping[int, int]:
@@ -355,7 +370,13 @@ class RunPlan:
             self._receive_depth,
             not self.config.optimizer.optimizer_post_validation,
             None if limit is None else (self.layer_costs, self.partition, self.rank_speeds, limit),
+            parallel.overlap_moe_expert_parallel_comm,
         )
+
+    def _in_parts(self, num_microbatches: int) -> LoweredSchedule:
+        assert self.parts is not None, "without --overlap-moe-expert-parallel-comm stages run as a whole"
+        schedule, delays = self.schedule(num_microbatches), self.config.parallel.delay_wgrad_compute
+        return _part_schedule(schedule.compute_only(), self.parts, self._receive_depth, delays)
 
     def _forward_only(self, num_microbatches: int) -> LoweredSchedule:
         return _forward_only_schedule(self.placement, num_microbatches, self._receive_depth)
@@ -371,18 +392,32 @@ def _training_schedule(
     receive_depth: int,
     has_barrier: bool,  # a step ends with a norm over all ranks
     searched: tuple[LayerCosts, Partition, tuple[float, ...], int] | None,  # costs, cut, speeds, memory limit (zb-auto)
+    has_pairs: bool,  # each backward is merged with the forward after it
 ) -> LoweredSchedule:
     """Build and lower a training schedule."""
     goal = None
     if searched is not None:
         costs, partition, rank_speeds, limit = searched
         goal = AutoGoal(stage_costs(costs, partition, rank_speeds), limit, has_barrier=has_barrier)
-    schedule = build_lowered(name, pp, num_chunks, num_microbatches, group_size, receive_depth, goal)
+    if has_pairs and name == "1f1b":  # its own warm-up is too short: each pair would wait for that of the next rank
+        name = "interleaved"
+    planned = build_schedule(name, pp, num_chunks, num_microbatches, group_size, goal)
+    schedule = lower(pair_up(planned) if has_pairs else planned, receive_depth)
+    validate(schedule)
     if has_barrier:
         return LoweredSchedule(schedule, (0,) * pp)
     started, lengths = give_head_start(schedule)
     validate(started)
     return LoweredSchedule(started, lengths)
+
+
+@lru_cache(maxsize=SCHEDULES_CACHED)
+def _part_schedule(stages: Schedule, parts: Parts, receive_depth: int, delay_weights: bool) -> LoweredSchedule:
+    """Cut a compute-only schedule into parts, lower and prove it. receive_depth: in stages."""
+    ahead = receive_depth * max(map(len, parts.of_stage))
+    schedule = lower(expand(stages, parts, delay_weights), ahead)
+    prove(schedule, stages, parts)
+    return LoweredSchedule(schedule, (0,) * stages.num_ranks)
 
 
 @lru_cache(maxsize=SCHEDULES_CACHED)

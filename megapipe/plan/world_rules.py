@@ -22,6 +22,7 @@ from megapipe.plan.cut import check_cut, check_rank_settings
 from megapipe.plan.schedule_choice import check_schedule, group_size, memory_limit, schedule_and_chunks
 from megapipe.schedule.action import Op
 from megapipe.schedule.families import SCHEDULES, build_schedule
+from megapipe.schedule.parts import MERGED
 from megapipe.schedule.placement import Placement, two_directions
 from megapipe.schedule.schedule import Schedule
 from megapipe.topology import Topology
@@ -52,6 +53,7 @@ def world_rules(world_size: int, ranks_per_node: int | None = None) -> tuple[Rul
         _rule(check_post_validation, of_training.post_validation, of_model.chunks),
         _rule(_check_graphs, of_model.chunks),
         _rule(_check_experts, of_model.chunks),
+        _rule(_check_overlap, of_model.chunks),
     )
 
 
@@ -245,6 +247,19 @@ def _check_experts(config: Config) -> None:
         raise ConfigError(
             f"--num-experts does not work with --pipeline-schedule {name} yet, which updates weights while "
             "microbatches are in flight; use a synchronous schedule, such as 1f1b"
+        )
+
+
+def _check_overlap(config: Config) -> None:
+    """Raise ConfigError for a schedule without pairs if the all-to-alls of experts are to run under computation."""
+    if not config.parallel.overlap_moe_expert_parallel_comm:
+        return
+    name = schedule_of(config)
+    if name not in MERGED and Op.OVERLAP not in _small_schedule(name).ops:
+        raise ConfigError(
+            f"--overlap-moe-expert-parallel-comm runs the all-to-alls of a forward under the backward of another "
+            f"microbatch, but --pipeline-schedule {name} has no such pairs; use 1f1b, interleaved, dualpipe or "
+            "dualpipe-v, or leave the flag out"
         )
 
 

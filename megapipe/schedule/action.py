@@ -69,3 +69,8 @@ def parse_action(text: str) -> Action:
         rule = "takes no microbatch" if op is Op.REDUCE_GRAD else f"needs a microbatch, as in {match[1]}{op.value}0"
         raise ScheduleError(f"{text!r} is not an action: {op.value} {rule}")
     return Action(int(match[1]), op, int(match[3]) if match[3] else None)
+
+
+def stage_action(text: str) -> Action:
+    """Parse the text of an action of a stage, or of one of its parts: 2F0 for "2F0.5A" (schedule.parts)."""
+    return parse_action(text.partition(".")[0])

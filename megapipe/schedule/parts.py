@@ -13,9 +13,10 @@ and thus the same row, so that they issue their collectives in one order.
 from __future__ import annotations
 
 import enum
+import hashlib
 import re
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
@@ -243,9 +244,7 @@ def prove(
     """
     for number, member in enumerate(members, 1):
         for rank, rows in enumerate(zip(schedule.rows, member.rows, strict=True)):
-            own, other = (
-                [parts.text(a) for a in row if a.stage in parts.network and a.op in (Op.F, Op.B)] for row in rows
-            )
+            own, other = (exchanges(row, parts) for row in rows)
             if own != other:
                 slot = next((i for i, names in enumerate(zip(own, other, strict=False)) if names[0] != names[1]), -1)
                 raise ScheduleError(
@@ -264,6 +263,16 @@ def prove(
                 f"schedule {schedule}: rank {rank} keeps {peak:g} parts alive, the stages of {stages} only {most:g}"
             )
     return report
+
+
+def exchanges(row: Iterable[Action], parts: Parts) -> list[str]:
+    """Return the all-to-alls of a row in the order in which they are issued."""
+    return [parts.text(action) for action in row if action.stage in parts.network and action.op in (Op.F, Op.B)]
+
+
+def exchange_digest(row: Iterable[Action], parts: Parts) -> str:
+    """Return a short digest of `exchanges`, equal on ranks that issue the same all-to-alls in the same order."""
+    return hashlib.sha256(" ".join(exchanges(row, parts)).encode()).hexdigest()[:16]
 
 
 def _with_names(message: str, parts: Parts) -> str:

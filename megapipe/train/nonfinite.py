@@ -99,7 +99,9 @@ def repeat_step(runtime: TrainingRuntime, microbatches: Microbatches) -> str:
     objective = average.objective(lambda: runtime.optimizer.loss_scale)
     try:
         runtime.reducer.begin_step(len(microbatches))
-        runtime.engine(len(microbatches)).run(Step(microbatches, runtime.message, objective))
+        # whole stages, whose modules are called, also where training runs them in parts
+        engine = runtime.engine if runtime.plan.parts is None else runtime.stage_engine
+        engine(len(microbatches)).run(Step(microbatches, runtime.message, objective))
         runtime.reducer.finish()
     finally:
         for undo in reversed(search.undo):

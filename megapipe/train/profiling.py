@@ -18,7 +18,7 @@ from megapipe.monitor.process import available_cores
 from megapipe.plan.hardware import peak_flops
 from megapipe.plan.layer_costs import step_flops
 from megapipe.plan.step_time import expected_bubble
-from megapipe.schedule.action import BUSY_OPS, parse_action
+from megapipe.schedule.action import BUSY_OPS, stage_action
 from megapipe.train.journal import Journal
 from megapipe.train.pipeline_profile import NOT_REACHED, PipelineProfiler
 from megapipe.train.step import Timers
@@ -98,7 +98,7 @@ class Profiling:
         tracer, world = self._runtime.tracer, self._runtime.groups.world
         if self._bubble_note or tracer is None or self._num_steps == 0:
             return None
-        computing = [event for event in tracer.of_kind("action") if parse_action(event.name).op in BUSY_OPS]
+        computing = [event for event in tracer.of_kind("action") if stage_action(event.name).op in BUSY_OPS]
         kinds = computing, tracer.of_kind("wait"), tracer.of_kind("row")
         computed, waited, in_row = (sum(event.end_ns - event.start_ns for event in events) for events in kinds)
         busy = torch.tensor([float(computed - waited)], dtype=torch.float64, device=self._runtime.device)

@@ -31,7 +31,7 @@ from megapipe.optimizer.optimizer import StepReport
 from megapipe.optimizer.schedule import Rates
 from megapipe.pipeline.engine import BegunRun, Step
 from megapipe.plan.run_plan import RunPlan
-from megapipe.schedule.action import Op, parse_action
+from megapipe.schedule.action import Op, stage_action
 from megapipe.train.expert_loads import ExpertLoads
 
 PHASE_LEVEL, ACTION_LEVEL = 1, 2
@@ -110,7 +110,7 @@ def action_seconds(tracer: Tracer) -> dict[str, float]:
             if waits[position].start_ns >= event.start_ns:
                 waited += waits[position].end_ns - waits[position].start_ns
             position += 1
-        name = ACTION_NAMES[parse_action(event.name).op]
+        name = ACTION_NAMES[stage_action(event.name).op]
         seconds[name] = seconds.get(name, 0.0) + (event.end_ns - event.start_ns - waited) / 1e9
         if waited:
             seconds[WAITING] = seconds.get(WAITING, 0.0) + waited / 1e9

@@ -313,6 +313,13 @@ CASES = [
         "--num-experts 4 --moe-shared-expert-gate --moe-shared-expert-intermediate-size 64 --disable-bias-linear",
     ),
     (
+        "weight_gradients_are_delayed_under_all_to_alls",
+        "--num-experts 4 --disable-bias-linear --delay-wgrad-compute",
+        ["--delay-wgrad-compute needs --overlap-moe-expert-parallel-comm"],
+        "--num-experts 4 --disable-bias-linear --delay-wgrad-compute --overlap-moe-expert-parallel-comm "
+        "--expert-model-parallel-size 2",
+    ),
+    (
         "groups_are_taken_of_groups",
         "--num-experts 4 --moe-router-group-topk 2 --disable-bias-linear",
         ["needs --moe-router-num-groups N"],

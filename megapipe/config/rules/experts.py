@@ -98,4 +98,22 @@ def combinations(config: Config) -> Iterator[str]:
         yield f"--moe-aux-loss-coeff or --moe-z-loss-coeff does not work with {one_of(scaled)} yet; set it to 0"
 
 
-RULES = (choice, division, combinations)
+def overlap(config: Config) -> Iterator[str]:
+    """Check what --overlap-moe-expert-parallel-comm needs, and what cannot run in parts."""
+    parallel, flag = config.parallel, "--overlap-moe-expert-parallel-comm"
+    if not parallel.overlap_moe_expert_parallel_comm or config.model.num_experts is None:
+        return
+    if parallel.expert_model_parallel_size == 1:
+        yield f"{flag} with --expert-model-parallel-size 1: there is no all-to-all; use 2 or more, or leave it out"
+    if config.recompute.recompute_granularity == "full":
+        rule = "a replay runs a whole layer, with all-to-alls at a place where other ranks have none"
+        yield f"{flag} with --recompute-granularity full: {rule}; use selective, or leave one of the two out"
+    refused = chosen(
+        ("--optimizer-post-validation", config.optimizer.optimizer_post_validation),
+        ("--profile-pipeline", config.logging.profile_pipeline),
+    )
+    if refused:
+        yield f"{flag} does not work with {one_of(refused)} yet; leave one of the two out"
+
+
+RULES = (choice, division, combinations, overlap)

@@ -105,11 +105,11 @@ def situations(
 def microbatches_to_run(plan: RunPlan, pp_rank: int) -> int:
     """Return the fewest microbatches whose row has all situations of the full step's row, or the full number.
 
-    Asynchronous schedules change their weights within the step, and with offloading the actions around decide what is
-    on the device: both are always run in full.
+    Asynchronous schedules change their weights within the step, and with offloading, or with stages in parts, the
+    actions around decide what is on the device: these are always run in full.
     """
     full = plan.batch.num_microbatches
-    if not plan.is_synchronous or plan.config.offload.cpu_offloading_num_layers:
+    if not plan.is_synchronous or plan.config.offload.cpu_offloading_num_layers or plan.parts is not None:
         return full
     pp, where = plan.topology.pp, (plan.placement, pp_rank, plan.send_depth)
     wanted = situations(plan.schedule(full).rows[pp_rank], *where)

@@ -21,7 +21,7 @@ from megapipe.extras.dry_run.grid import microbatches_to_run
 from megapipe.extras.dry_run.meta import LiveBytes, MetaMode
 from megapipe.optimizer.schedule import Rates
 from megapipe.plan.run_plan import RunPlan
-from megapipe.schedule.action import Action, Op, parse_action
+from megapipe.schedule.action import Action, Op, stage_action
 from megapipe.sharding.spec import ParamSpec
 from megapipe.train.nonfinite import OutputWatch
 from megapipe.train.step import train_step
@@ -141,7 +141,7 @@ class ActionWatch(Tracer):
             if self._has_risen:
                 self.peak_action, self.before_action = name, self._at_start
             if self._traffic is not None:
-                action = parse_action(name)
+                action = stage_action(name)
                 self._sent_by[action.stage, action.op] = self._traffic.since(self._sent_before)
                 self._sent_before = self._traffic.copy()
         if kind in ("action", "row"):

@@ -16,7 +16,7 @@ from megapipe.extras.dry_run.rank import STATE, RankCount, count_rank
 from megapipe.formatting import bytes_text, ranges_text, text_table
 from megapipe.plan.memory import RankMemory, all_rank_memory, step_memory
 from megapipe.plan.run_plan import RunPlan
-from megapipe.schedule.action import Op, parse_action
+from megapipe.schedule.action import Op, stage_action
 from megapipe.train.state import Schedules
 
 NOT_COUNTED = "workspace inside kernels, allocator slack, NCCL, the CUDA context"
@@ -101,7 +101,7 @@ def _items(plan: RunPlan, kind: Kind, count: RankCount) -> Iterator[str]:
     rows = [(item, memory.items[item], count.items[item]) for item in STATE if memory.items[item] or count.items[item]]
     step = memory.total - sum(memory.items[item] for item in STATE)
     inside = memory.items["temporaries"] + memory.items["recompute"]
-    if count.peak_action and parse_action(count.peak_action).op in (Op.B, Op.I):
+    if count.peak_action and stage_action(count.peak_action).op in (Op.B, Op.I):
         # the plan's items are those at the start of a backward
         rows.append(("at the start of the peak's action", step - inside, count.before_action))
         rows.append((f"allocated in {count.peak_action}", inside, count.items["step"] - count.before_action))

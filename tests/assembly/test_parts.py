@@ -1,0 +1,95 @@
+"""Stages that run in parts compute what whole stages compute, to the bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from megapipe.assembly.runtime import TrainingRuntime
+from megapipe.comm.groups import build_process_groups
+from megapipe.comm.trace import Tracer
+from megapipe.errors import ConfigError
+from megapipe.extras.verify.compare import gradient_pieces
+from megapipe.extras.verify.oracle import drawn_slices, random_batches, share_of
+from megapipe.optimizer.schedule import Rates
+from megapipe.plan.resolve import resolve
+from megapipe.schedule.lifetimes import peak_live_chunks
+from megapipe.train.step import TrainStep
+from tests.harness import RankPool
+from tests.parity.test_experts import MODEL, SHARED, SIGMOID, ZERO
+from tests.tiny import make_config
+
+OVERLAP = {"overlap_moe_expert_parallel_comm": True}
+DELAY = OVERLAP | {"delay_wgrad_compute": True}
+
+
+def one_step(rank: int, world_size: int, options: dict[str, Any]) -> Any:
+    """Run a step; return loss, norm, all gradients as bytes, and the names of the actions."""
+    plan, tracer = resolve(make_config(**MODEL | options), world_size), Tracer()
+    groups = build_process_groups(plan.topology, rank, "gloo", 60)
+    runtime = TrainingRuntime(
+        plan, groups, torch.device("cpu"), drawn_slices(1, torch.float64), None if plan.parts is None else tracer
+    )
+    (batch,) = random_batches(plan.config, plan.topology.dp, [plan.batch.num_microbatches], seed=3)
+    result = TrainStep(runtime).run(share_of(runtime, batch, 0), Rates(0.0, 0.0, None))
+    gradients = {
+        (piece.piece.spec.name, str(piece.piece)): piece.values.numpy().tobytes() for piece in gradient_pieces(runtime)
+    }
+    actions = [event.name for event in tracer.of_kind("action")]
+    return result.loss, result.update.grad_norm, gradients, actions
+
+
+CASES: dict[str, tuple[int, dict[str, Any]]] = {
+    "pp 1": (2, {"ep": 2} | SHARED),
+    "dropout, norms around": (
+        2,
+        {"ep": 2, "hidden_dropout": 0.2, "norm_position": "around", "moe_layer_freq": "2"} | SHARED,
+    ),
+    "tp 2, ep 2, etp 2": (4, {"tp": 2, "ep": 2} | SIGMOID | SHARED),
+    "interleaved": (4, {"ep": 2, "pp": 2, "chunks": 2, "recompute_granularity": "selective"} | ZERO),
+    "dualpipe": (4, {"ep": 2, "pp": 2, "pipeline_schedule": "dualpipe"} | SHARED),
+    "dualpipe-v": (4, {"ep": 2, "pp": 2, "chunks": 2, "pipeline_schedule": "dualpipe-v"}),
+}
+
+
+@pytest.mark.parametrize("how", [OVERLAP, DELAY], ids=["whole backwards", "delayed weight gradients"])
+@pytest.mark.parametrize("name", CASES)
+def test_stages_in_parts_compute_the_bits_of_whole_stages(
+    name: str, how: dict[str, Any], rank_pools: Callable[[int], RankPool]
+) -> None:
+    world_size, options = CASES[name]
+    pool = rank_pools(world_size)
+    for whole, parts in zip(pool.run(one_step, options), pool.run(one_step, options | how), strict=True):
+        assert parts[:2] == whole[:2]
+        assert [key for key in whole[2] if whole[2][key] != parts[2][key]] == []
+        assert any(name.endswith("D") for name in parts[3])
+
+
+PP2 = {"ep": 2, "pp": 2}
+FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+REFUSED: dict[str, tuple[int, dict[str, Any], str]] = {
+    "ep 1": (1, {}, "size 1: there is no all-to-all; use 2 or more"),
+    "full recompute": (2, {"ep": 2} | FULL, "--recompute-granularity full: a replay runs a whole layer"),
+    "zero bubble": (4, PP2 | {"pipeline_schedule": "zb-h1"}, "zb-h1 has no such pairs; use 1f1b, interleaved"),
+    "gpipe": (4, PP2 | {"pipeline_schedule": "gpipe"}, "gpipe has no such pairs"),
+    "no barrier": (4, PP2 | {"optimizer_post_validation": True}, "does not work with --optimizer-post-validation yet"),
+    "profile": (2, {"ep": 2, "profile_pipeline": True, "save": "x"}, "does not work with --profile-pipeline yet"),
+    "no layer": (4, PP2 | {"pipeline_model_parallel_layout": "E|tttt,L"}, "stage 0 of 2 would have no layer"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_does_not_run_in_parts_is_refused(name: str) -> None:
+    world_size, options, message = REFUSED[name]
+    with pytest.raises(ConfigError, match=message):
+        resolve(make_config(**MODEL | options | OVERLAP), world_size)
+
+
+def test_1f1b_in_pairs_has_a_warm_up_long_enough() -> None:
+    """Each pair of 1F1B's own rows would wait for that of the next rank."""
+    plan = resolve(make_config(**MODEL | PP2 | OVERLAP | {"global_batch_size": 32}), 4)
+    plain = resolve(make_config(**MODEL | PP2 | {"global_batch_size": 32}), 4)
+    assert [peak_live_chunks(made.schedule(8)) for made in (plan, plain)] == [(4, 2), (2, 1)]
