@@ -47,7 +47,10 @@ def comm_chunks(parallel: ParallelConfig) -> CommChunks:
 
 @dataclass(frozen=True)
 class RankShape:
-    """One microbatch of `batch` sequences of `seq` tokens on one tp rank, and the options that its costs depend on."""
+    """One microbatch of `batch` sequences of `seq` tokens on one tp and cp rank, and the options that its costs depend on.
+
+    seq: those of this cp rank; a sequence has cp times as many.
+    """
 
     batch: int
     seq: int
@@ -66,6 +69,9 @@ class RankShape:
     ep: int = 1  # ranks among which experts are divided
     etp: int = 1  # ranks that share every expert
     gradient_dtype: str | None = None  # of the main gradients; None: at least fp32
+    cp: int = 1
+    cp_comm_types: tuple[str, ...] = ("p2p",)  # one, or one for each layer
+    cp_inner: int = 1  # ranks that exchange heads with a2a+p2p
 
     @classmethod
     def of(cls, config: Config, tp: int, sequence_parallel: bool, micro_batch_size: int) -> RankShape:
@@ -73,7 +79,7 @@ class RankShape:
         data = config.data
         return cls(
             batch=micro_batch_size,
-            seq=config.model.seq_length,
+            seq=config.model.seq_length // config.parallel.context_parallel_size,
             dtype=config.precision.dtype,
             tp=tp,
             sequence_parallel=sequence_parallel and tp > 1,
@@ -88,6 +94,9 @@ class RankShape:
             ep=config.parallel.expert_model_parallel_size,
             etp=config.parallel.expert_tensor_parallel_size or tp,
             gradient_dtype=state_dtypes(config.optimizer, config.precision).gradient,
+            cp=config.parallel.context_parallel_size,
+            cp_comm_types=config.parallel.cp_comm_type,
+            cp_inner=(config.parallel.hierarchical_context_parallel_sizes or (1,))[0],
         )
 
     @property
