@@ -47,9 +47,9 @@ def comm_chunks(parallel: ParallelConfig) -> CommChunks:
 
 @dataclass(frozen=True)
 class RankShape:
-    """One microbatch of `batch` sequences of `seq` tokens on one tp and cp rank, and the options that its costs depend on.
+    """One microbatch of `batch` sequences on one tp and cp rank, and the options that its costs depend on.
 
-    seq: those of this cp rank; a sequence has cp times as many.
+    seq: tokens of a sequence on this cp rank.
     """
 
     batch: int
@@ -70,8 +70,7 @@ class RankShape:
     etp: int = 1  # ranks that share every expert
     gradient_dtype: str | None = None  # of the main gradients; None: at least fp32
     cp: int = 1
-    cp_comm_types: tuple[str, ...] = ("p2p",)  # one, or one for each layer
-    cp_inner: int = 1  # ranks that exchange heads with a2a+p2p
+    cp_inner: int = 1  # ranks that exchange heads with --cp-comm-type a2a+p2p
 
     @classmethod
     def of(cls, config: Config, tp: int, sequence_parallel: bool, micro_batch_size: int) -> RankShape:
@@ -95,9 +94,13 @@ class RankShape:
             etp=config.parallel.expert_tensor_parallel_size or tp,
             gradient_dtype=state_dtypes(config.optimizer, config.precision).gradient,
             cp=config.parallel.context_parallel_size,
-            cp_comm_types=config.parallel.cp_comm_type,
             cp_inner=(config.parallel.hierarchical_context_parallel_sizes or (1,))[0],
         )
+
+    @property
+    def whole_seq(self) -> int:
+        """Tokens of a sequence on all cp ranks."""
+        return self.seq * self.cp
 
     @property
     def compiles_casts(self) -> bool:

@@ -84,7 +84,7 @@ class FusedBlocks:
         block: MaskedBlock,
         source: int,
     ) -> Gradients:
-        shapes, (queries, batch, groups, per_group, _), aten = (q.shape, k.shape), q.shape, torch.ops.aten
+        shape, (queries, batch, groups, per_group, _), aten = q.shape, q.shape, torch.ops.aten
         fold = _folded_dim(q, block)
         split = (queries, batch, groups, per_group, -1)
         grad, output = (_fold(x.view(split), fold) for x in (grad, output))
@@ -108,7 +108,7 @@ class FusedBlocks:
                 *(grad, q, k, v, bias, output, padded, unused, unused, 0.0, (True, True, True, False), causal),
                 scale=self.scale,
             )
-        return _unfolded(grads, *shapes)
+        return _unfolded(grads, shape)
 
 
 @dataclass(frozen=True)
@@ -144,7 +144,7 @@ class WrittenBlocks:
         block: MaskedBlock,
         source: int,
     ) -> Gradients:
-        shapes = q.shape, k.shape
+        shape = q.shape
         q, k, v = _folded(q, k, v, 2)
         grad, output = (x.permute(1, 2, 0, 3) for x in (grad, output))
         logits, squashed = self._logits(q, k, block)
@@ -157,7 +157,7 @@ class WrittenBlocks:
         if squashed is not None:
             grad_logits = grad_logits * (1 - squashed.square())
         grad_logits = grad_logits.to(q.dtype) * self.scale
-        return _unfolded((grad_logits @ k, grad_logits.transpose(2, 3) @ q, grad_v), *shapes)
+        return _unfolded((grad_logits @ k, grad_logits.transpose(2, 3) @ q, grad_v), shape)
 
     def _logits(self, q: Tensor, k: Tensor, block: MaskedBlock) -> tuple[Tensor, Tensor | None]:
         """Return the logits in at least fp32, and with a soft-cap their tanh."""
@@ -196,10 +196,10 @@ def _fold(x: Tensor, dim: int) -> Tensor:
     return x.flatten(dim, dim + 1).permute(1, 2, 0, 3)
 
 
-def _unfolded(grads: Any, q_shape: torch.Size, k_shape: torch.Size) -> Gradients:
-    """Return the gradients of folded q, k and v with the shapes of q and of k, summed over the heads that share k."""
-    (_, batch, groups, per_group, size), (keys, *_) = q_shape, k_shape
-    grad_q, grad_k, grad_v = (x.reshape(batch, groups, per_group, -1, size) for x in grads)
+def _unfolded(grads: Any, q_shape: torch.Size) -> Gradients:
+    """Return the gradients of folded q, k and v, those of k and v summed over the heads that share k."""
+    _, batch, groups, per_group, size = q_shape
+    grad_q, grad_k, grad_v = (x.reshape(batch, groups, per_group, -1, size) for x in grads[:3])
     grad_k, grad_v = (x.sum(2, keepdim=True) if per_group > 1 else x for x in (grad_k, grad_v))
     grad_q, grad_k, grad_v = (x.permute(3, 0, 1, 2, 4) for x in (grad_q, grad_k, grad_v))
     return grad_q, grad_k, grad_v
