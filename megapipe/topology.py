@@ -23,11 +23,14 @@ from megapipe.errors import ConfigError
 AXES = ("tp", "cp", "dp", "pp")
 DEFAULT_ORDER = "tp-cp-dp-pp"
 
-# axes along which the members of a group differ; 'embedding' and 'kv' use a part of an axis, and so do the 'replicas'
-# of a mirrored pipeline
+# axes along which the members of a group differ; 'embedding', 'kv', 'cp_a2a' and 'cp_p2p' use a part of an axis, and so
+# do the 'replicas' of a mirrored pipeline
 GROUP_AXES: dict[str, tuple[str, ...]] = {
     "tp": ("tp",),
     "cp": ("cp",),
+    # cp as two levels: consecutive ranks exchange heads for positions, the ranks at the same place in each form a ring
+    "cp_a2a": ("cp",),
+    "cp_p2p": ("cp",),
     "pp": ("pp",),
     "dp": ("dp",),
     "dp_cp": ("dp", "cp"),  # shards of a global batch
@@ -60,8 +63,8 @@ class Topology:
     """The grid of ranks.
 
     Raises ConfigError for sizes below 1, an order that is not a permutation, nodes that are not full, a tp group across
-    nodes (unless allow_tp_across_nodes), an odd number of ranks in a mirrored pipeline, and a grid of experts that does
-    not divide the ranks of a pp_rank.
+    nodes (unless allow_tp_across_nodes), an odd number of ranks in a mirrored pipeline, a grid of experts that does not
+    divide the ranks of a pp_rank, and a level of cp that does not divide it.
     """
 
     tp: int = 1
@@ -75,6 +78,7 @@ class Topology:
     mirrored_pipeline: bool = False  # pp_ranks r and pp - 1 - r hold the same stages (DualPipe) and are `replicas`
     ep: int = 1  # ranks among which the experts of a layer are divided
     expert_tp: int | None = None  # ranks that share every expert; None: tp
+    cp_inner: int = 1  # consecutive cp ranks of a 'cp_a2a' group
 
     @classmethod
     def of_world(cls, world_size: int, *, tp: int = 1, cp: int = 1, pp: int = 1, **options: Any) -> Topology:
@@ -98,6 +102,8 @@ class Topology:
             raise ConfigError(f"--rank-order {self.order!r} {rule}")
         if self.kv_replicas < 1 or self.tp % self.kv_replicas:
             raise ConfigError(f"{self.kv_replicas} replicas of a KV head do not divide the {self.tp} ranks of tp")
+        if self.cp_inner < 1 or self.cp % self.cp_inner:
+            raise ConfigError(f"groups of {self.cp_inner} ranks do not divide the {self.cp} ranks of cp")
         if self.mirrored_pipeline and self.pp % 2:
             ways = f"{self.pp - 1} or {self.pp + 1}" if self.pp > 1 else "2"
             rule = "a pipeline in two directions (--pipeline-schedule dualpipe) pairs each rank with the opposite one"
@@ -188,6 +194,9 @@ class Topology:
             grid, axes = self._expert_grid, [EXPERT_GROUPS.index(name)]
         if name == "embedding":
             grid = grid[..., self._ends]
+        elif name in ("cp_a2a", "cp_p2p"):  # cp is cut into two axes, of which the faster one is cp_a2a
+            outer = (self.cp // self.cp_inner, self.cp_inner)
+            grid, axes = grid.reshape(self.tp, *outer, *grid.shape[2:]), [2 if name == "cp_a2a" else 1]
         elif name == "kv":  # tp is cut into two axes, of which the faster one is the group
             grid, axes = grid.reshape(self.tp // self.kv_replicas, self.kv_replicas, *grid.shape[1:]), [1]
         if self._is_mirrored(name):  # the opposite ranks of each pipeline become a new first axis
@@ -218,6 +227,11 @@ class Topology:
             if place.pp_rank not in self._ends:
                 return ()
             index[-1] = self._ends
+        elif name == "cp_a2a":
+            first = place.cp_rank // self.cp_inner * self.cp_inner
+            index[1] = range(first, first + self.cp_inner)
+        elif name == "cp_p2p":
+            index[1] = range(place.cp_rank % self.cp_inner, self.cp, self.cp_inner)
         elif name == "kv":
             first = place.tp_rank // self.kv_replicas * self.kv_replicas
             index[0] = range(first, first + self.kv_replicas)

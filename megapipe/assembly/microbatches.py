@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import overload
 
 import numpy as np
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from megapipe.data.batch import Batch
 from megapipe.model.microbatch import Microbatch
+from megapipe.sharding.sequence import WHOLE_SEQUENCE, SequencePart
 from megapipe.tensor_parallel.random import DropoutKey
 
 
@@ -31,11 +32,19 @@ class Keys:
 class Microbatches(Sequence[Microbatch]):
     """A rank's microbatches of a global batch, shared by all of its stages.
 
-    read: microbatch number -> Batch. keys: None for evaluation, without dropout.
+    read: microbatch number -> Batch of whole sequences. keys: None for evaluation, without dropout. part: what this cp
+    rank holds of each sequence.
     """
 
-    def __init__(self, count: int, read: Callable[[int], Batch], keys: Keys | None, device: torch.device) -> None:
-        self._count, self._read, self._keys, self._device = count, read, keys, device
+    def __init__(
+        self,
+        count: int,
+        read: Callable[[int], Batch],
+        keys: Keys | None,
+        device: torch.device,
+        part: SequencePart = WHOLE_SEQUENCE,
+    ) -> None:
+        self._count, self._read, self._keys, self._device, self._part = count, read, keys, device, part
         self._made: dict[int, Microbatch] = {}
         self.sample_ids: dict[int, tuple[int, ...]] = {}
 
@@ -51,8 +60,11 @@ class Microbatches(Sequence[Microbatch]):
             return [self[i] for i in range(*index.indices(self._count))]
         if index not in self._made:
             batch = self._read(index)
+            if self._part.ranks > 1:
+                batch = batch.part(self._part.positions(batch.tokens.shape[1]))
             self.sample_ids[index] = batch.sample_ids
-            self._made[index] = to_microbatch(batch, self._device, None if self._keys is None else self._keys.of(index))
+            key = None if self._keys is None else replace(self._keys.of(index), part=self._part)
+            self._made[index] = to_microbatch(batch, self._device, key)
         return self._made[index]
 
 
@@ -70,4 +82,5 @@ def to_microbatch(batch: Batch, device: torch.device, key: DropoutKey | None) ->
         position_ids=None if batch.position_ids is None else tensor(batch.position_ids),
         document_ids=None if batch.document_ids is None else tensor(batch.document_ids),
         dropout_key=key,
+        loss_tokens=None if batch.loss_tokens is None else tensor(np.array(batch.loss_tokens)),
     )

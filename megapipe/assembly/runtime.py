@@ -18,7 +18,7 @@ from megapipe.checkpoint.load import load_tensors
 from megapipe.checkpoint.shard import TensorBox, tensor_box
 from megapipe.comm.channels import Channels, MessageSpec
 from megapipe.comm.collectives import gather_objects
-from megapipe.comm.groups import ExpertGroups, Group, ProcessGroups, second_communicator
+from megapipe.comm.groups import ContextGroups, ExpertGroups, Group, ProcessGroups, second_communicator
 from megapipe.comm.trace import Tracer
 from megapipe.data_parallel.buffers import StageBuffers
 from megapipe.data_parallel.gather import ParameterGather
@@ -45,6 +45,7 @@ from megapipe.schedule.lifetimes import NO_MOVES, WeightVersions
 from megapipe.schedule.parts import Parts, exchange_digest
 from megapipe.sharding.audit import audit_buffers
 from megapipe.sharding.boxes import Box, pieces
+from megapipe.sharding.sequence import SequencePart
 from megapipe.sharding.spec import ParamSpec
 from megapipe.tensor_parallel.gradients import GradientSlot, WeightQueue
 from megapipe.topology import GROUP_NAMES
@@ -85,18 +86,22 @@ class InferenceRuntime:
         self.stages: dict[int, GPTStage] = {}
         self.runners: dict[int, StageRunner] = {}
         self.buffers: dict[int, StageBuffers] = {}
+        self.sequence_part = SequencePart(groups.cp.rank, groups.cp.size)  # of every sequence, on this rank
         held, tp = plan.placement.stages_of(self.coordinates.pp_rank), groups.tp
         tp_groups, experts = [tp] * len(held), [ExpertGroups(groups.ep, groups.etp)] * len(held)
+        context = [groups.context] * len(held)
         overlaps = trains and len(held) == 2 and plan.parts is None and plan.overlaps_stages
         if overlaps and tp.size > 1:
             # the two stages of an overlapped pair compute at the same time, so each has its own communicators
             tp_groups = [tp, second_communicator(tp)]
+        if overlaps and groups.cp.size > 1:
+            context[1] = context[1].second_communicators()
         if overlaps and plan.model.has_experts:
             experts[1] = ExpertGroups(second_communicator(groups.ep), second_communicator(groups.etp))
         if trains and plan.parts is not None:
             experts = [ExpertGroups(groups.ep, groups.etp, second_communicator(groups.ep))] * len(held)
-        for stage, tp_group, expert_groups in zip(held, tp_groups, experts, strict=True):
-            self._add_stage(stage, tp_group, expert_groups, draw_slice, trains)
+        for stage, tp_group, of_experts, of_context in zip(held, tp_groups, experts, context, strict=True):
+            self._add_stage(stage, tp_group, of_experts, of_context, draw_slice, trains)
         self.channels = Channels.build(
             plan.placement,
             groups.pp,
@@ -121,12 +126,13 @@ class InferenceRuntime:
         return self._forward_engines[num_microbatches]
 
     def message(self, boundary: int, seq: int | None = None) -> tuple[MessageSpec, ...]:
-        """Return what crosses a stage boundary: hidden states [s, b, h]; [s / tp, b, h] with sequence parallelism.
+        """Return what crosses a stage boundary: hidden states [s / cp, b, h]; [s / cp / tp, b, h] with sequence
+        parallelism.
 
         seq: --seq-length if None.
         """
         config = self.plan.config
-        length = config.model.seq_length if seq is None else seq
+        length = (config.model.seq_length if seq is None else seq) // self.plan.topology.cp
         if config.parallel.sequence_parallel:
             length //= self.plan.topology.tp
         shape = length, config.training.micro_batch_size, config.model.hidden_size
@@ -176,7 +182,13 @@ class InferenceRuntime:
         return load_tensors(folder, (box for _, box in self.held_weights(key)), self.groups.world, may_round=True)
 
     def _add_stage(
-        self, stage: int, tp_group: Group, experts: ExpertGroups, draw_slice: DrawSlice | None, trains: bool
+        self,
+        stage: int,
+        tp_group: Group,
+        experts: ExpertGroups,
+        context: ContextGroups,
+        draw_slice: DrawSlice | None,
+        trains: bool,
     ) -> None:
         plan, groups = self.plan, self.groups
         layouts = plan.buffers(stage, groups.tp.rank)
@@ -195,6 +207,8 @@ class InferenceRuntime:
             kernels=self.kernels,
             chunks=comm_chunks(plan.config.parallel),
             experts=experts,
+            context=context,
+            cp_comm_types=plan.config.parallel.cp_comm_type,
         )
         num_versions = plan.num_weight_versions(self.coordinates.pp_rank) if trains else 1
         gradient_dtype = parameter_dtype(plan.state_dtypes(self.coordinates.pp_rank).gradient) if trains else None
@@ -228,7 +242,7 @@ class RowUpdates:
     def __init__(self, runtime: TrainingRuntime) -> None:
         (self._buffers,) = runtime.buffers.values()
         self._reducer, self._optimizer = runtime.reducer, runtime.optimizer
-        self._num_replicas = runtime.groups.dp_cp.size
+        self._num_replicas = runtime.groups.dp.size
         self._versions = WeightVersions((), (0,), ())
         self._rates = Rates(0.0, 0.0)
         self._first = self._num_done = 0

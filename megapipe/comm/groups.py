@@ -79,6 +79,8 @@ class ProcessGroups:
     world: Group
     tp: Group
     cp: Group
+    cp_a2a: Group
+    cp_p2p: Group
     pp: Group
     dp: Group
     dp_cp: Group
@@ -89,6 +91,11 @@ class ProcessGroups:
     etp: Group
     ep: Group
     expert_replicas: Group
+
+    @property
+    def context(self) -> ContextGroups:
+        """The groups of context parallelism."""
+        return ContextGroups(self.cp, self.cp_a2a, self.cp_p2p)
 
     def replicas_of(self, is_expert: bool) -> Group:
         """Return the ranks that hold the same dense parameters, or the same experts."""
@@ -108,6 +115,19 @@ class ProcessGroups:
     ) -> ProcessGroups:
         """Return the groups of a world of one rank."""
         return cls(**{name: Group.alone(name, global_rank, tracer, heartbeat) for name in GROUP_NAMES})
+
+
+@dataclass(frozen=True)
+class ContextGroups:
+    """The ranks that share every sequence, and the two levels of --cp-comm-type a2a+p2p (topology.GROUP_AXES)."""
+
+    cp: Group = field(default_factory=lambda: Group.alone("cp"))
+    a2a: Group = field(default_factory=lambda: Group.alone("cp_a2a"))
+    p2p: Group = field(default_factory=lambda: Group.alone("cp_p2p"))
+
+    def second_communicators(self) -> ContextGroups:
+        """Return the same ranks with other communicators; called by all ranks of the world together."""
+        return ContextGroups(*map(second_communicator, (self.cp, self.a2a, self.p2p)))
 
 
 @dataclass(frozen=True)
@@ -165,6 +185,8 @@ def build_process_groups(
 
     # kinds that always have the same members share one communicator
     same_ranks = {"dp_cp": "dp"} if topology.cp == 1 else {}
+    if topology.cp_inner in (1, topology.cp):
+        same_ranks["cp_p2p" if topology.cp_inner == 1 else "cp_a2a"] = "cp"
     if not topology.mirrored_pipeline:
         same_ranks["replicas"] = "dp_cp"
     if (topology.ep, topology.etp) == (1, topology.tp):

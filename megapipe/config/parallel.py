@@ -9,6 +9,7 @@ from megapipe.config.fields import Flag, Need, count, option
 EXPERTS = Need("model.num_experts", "--num-experts N")
 TP_OVERLAP = Need("parallel.tp_comm_overlap", "--tp-comm-overlap")
 DISTRIBUTED_OPTIMIZER = Need("parallel.use_distributed_optimizer", "--use-distributed-optimizer")
+CP_COMM_TYPES = ("p2p", "all_gather", "a2a", "a2a+p2p")
 RECOMPUTE_MODULES = ("core_attn", "layernorm", "mlp", "activation")
 EP_OVERLAP = Need("parallel.overlap_moe_expert_parallel_comm", "--overlap-moe-expert-parallel-comm")
 FULL = Need("recompute.recompute_granularity", "--recompute-granularity full", ("full",))
@@ -24,7 +25,22 @@ class ParallelConfig:
     pipeline_model_parallel_size: int = count(
         1, "pp: ranks among which the layers are divided in order", "ranks", at_most=100_000
     )
-    context_parallel_size: int = count(1, "cp: ranks that share every sequence (only 1 is supported)", "ranks")
+    context_parallel_size: int = count(
+        1, "cp: ranks that share every sequence, each with 1/cp of its tokens; see docs/long_context.md", "ranks"
+    )
+    cp_comm_type: tuple[str, ...] = option(
+        ("p2p",),
+        "how attention reaches the keys of other cp ranks, one for all layers or one for each: pass keys and values on "
+        "in a ring under the computation (p2p); gather them (all_gather); exchange positions for heads (a2a); "
+        "exchange heads within groups and pass keys on between them (a2a+p2p)",
+        choices=CP_COMM_TYPES,
+    )
+    hierarchical_context_parallel_sizes: tuple[int, ...] | None = option(
+        None,
+        "cp-comm-type a2a+p2p: ranks of a group that exchanges heads, and number of these groups, which form the ring",
+        "ranks",
+        at_least=1,
+    )
     expert_model_parallel_size: int = count(
         1, "ep: ranks, of those of tp and dp, among which the experts of a layer are divided", "ranks", needs=EXPERTS
     )

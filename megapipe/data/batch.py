@@ -10,7 +10,7 @@ do not apply to them.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -52,6 +52,7 @@ class Batch:
     position_ids: TokenArray | None  # [micro, seq]; None: 0 .. seq - 1
     document_ids: NDArray[np.int64] | None  # [micro, seq]: document within the sample, from 0; None: plain causal mask
     sample_ids: tuple[int, ...]  # [micro]: indices in the dataset, for messages
+    loss_tokens: float | None = None  # sum of the loss mask of whole sequences, where the arrays are a part of them
 
     @classmethod
     def of(cls, samples: TokenArray, sample_ids: tuple[int, ...], rules: DocumentRules) -> Batch:
@@ -77,6 +78,21 @@ class Batch:
         if rules.reset_attention_mask:
             document_ids = np.cumsum(is_eod, axis=1, dtype=np.int64) - is_eod  # number of eod tokens before each token
         return cls(tokens, labels, loss_mask, position_ids, document_ids, sample_ids)
+
+    def part(self, held: NDArray[np.int64]) -> Batch:
+        """Return the arrays at the positions `held` by one cp rank, and document ids of the whole sequences.
+
+        Labels are shifted before, so that the last token of a chunk has the first one of the next as its label.
+        """
+        mask, positions = self.loss_mask, self.position_ids
+        return replace(
+            self,
+            tokens=self.tokens[:, held],
+            labels=self.labels[:, held],
+            loss_mask=None if mask is None else mask[:, held],
+            position_ids=None if positions is None else positions[:, held],
+            loss_tokens=float(self.tokens.size if mask is None else mask.sum(dtype=np.float64)),
+        )
 
     @classmethod
     def _of_chats(cls, samples: TokenArray, sample_ids: tuple[int, ...]) -> Batch:

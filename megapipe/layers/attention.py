@@ -7,7 +7,7 @@ matrices.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -31,8 +31,10 @@ from megapipe.layers.table import (
     Operation,
     RankShape,
     Table,
+    ring_bytes,
     total_bytes,
 )
+from megapipe.sharding.sequence import Block, SequencePart, attention_blocks, ring_steps
 from megapipe.sharding.spec import Fused, Heads, ParamSpec, QueryGroups
 
 
@@ -59,6 +61,7 @@ class Attention:
 
     model: LayerConfig
     is_fp8: bool  # its linears multiply in 8 bits
+    cp_comm_type: str = "p2p"  # how it reaches the keys of other cp ranks
 
     @cached_property
     def norms(self) -> tuple[Norm | None, Norm | None]:
@@ -175,7 +178,31 @@ class Attention:
     def window(self, shape: RankShape) -> int | None:
         """Return the sliding window; None without one, and where it reaches over the whole sequence."""
         size = self.model.window_size
-        return None if size is None or size >= shape.seq else size
+        return None if size is None or size >= shape.whole_seq else size
+
+    def mask_kind(self, shape: RankShape) -> tuple[int | None, int]:
+        """Return what layers that share a mask have in common: window, and ranks of the ring."""
+        return self.window(shape), self._ring(shape)
+
+    def sent_bytes(self, shape: RankShape) -> tuple[dict[str, float], dict[str, float]]:
+        """Return the bytes that a rank sends for one microbatch to other cp ranks, in a forward and in a backward, by
+        group.
+
+        A ring sends keys and values to each rank that needs them, in the backward again, and their gradients back in
+        at least fp32; gathering them costs the same. An exchange of heads and positions sends q, k, v and the output.
+        """
+        if shape.cp == 1:
+            return {}, {}
+        exchanged, ring = self._exchanged(shape), self._ring(shape)
+        query, keys, element = self._query(shape), 2 * self._key(shape), shape.element
+        a2a = ring_bytes((2 * query + keys) * element, exchanged)
+        steps = ring - 1
+        if self.cp_comm_type != "all_gather" and ring > 1:
+            steps = len(ring_steps(ring, shape.whole_seq, self.window(shape)))
+        to_ring, back = float(steps * keys * element), float(steps * keys * (element + shape.wide))
+        if self.cp_comm_type == "a2a+p2p":
+            return {"cp_a2a": a2a, "cp_p2p": to_ring}, {"cp_a2a": a2a, "cp_p2p": back}
+        return {"cp": a2a + to_ring}, {"cp": a2a + back}
 
     def rotary_table_bytes(self, shape: RankShape) -> int:
         """Return the bytes of cos and sin of one sequence, [s, r / 2] each, r the rotated channels."""
@@ -186,15 +213,47 @@ class Attention:
         """Return the bytes of the additive mask [s, s] that a stage makes once: with a sliding window, and where
         attention is written out. Documents have a mask for each microbatch instead.
         """
-        is_needed = (self.window(shape) is not None or self.is_explicit) and shape.attention_impl == "sdpa"
-        return shape.seq * shape.seq * shape.element if is_needed and not shape.documents.attention_mask else 0
+        window = self.window(shape)
+        is_needed = (window is not None or self._is_written_out(shape)) and shape.attention_impl == "sdpa"
+        if not is_needed or shape.documents.attention_mask:
+            return 0
+        return self._mask_bytes(shape, lambda block: block.kind == "masked")
 
     def document_mask_bytes(self, shape: RankShape, is_replayed: bool) -> int:
         """Return the bytes of a microbatch's mask [b, 1, s, s]; written out, only a replay keeps it."""
-        is_dropped = self.is_explicit and self.registered is None and not is_replayed
+        is_dropped = self._is_written_out(shape) and self.registered is None and not is_replayed
         if not shape.documents.attention_mask or is_dropped:
             return 0
-        return shape.batch * shape.seq * shape.seq * shape.element
+        return shape.batch * self._mask_bytes(shape, lambda block: True)
+
+    def _mask_bytes(self, shape: RankShape, has_mask: Callable[[Block], bool]) -> int:
+        """Return the bytes of the masks of one sequence: of all its positions, or of a ring's blocks, on the rank with
+        the most, with a byte for each query of a block.
+        """
+        ranks, seq = self._ring(shape), shape.whole_seq
+        if ranks == 1:
+            return seq * seq * shape.element
+        return max(
+            sum(
+                (block.queries[1] - block.queries[0]) * ((block.keys[1] - block.keys[0]) * shape.element + 1)
+                for source in range(ranks)
+                for block in attention_blocks(SequencePart(rank, ranks), source, seq, self.window(shape))
+                if has_mask(block)
+            )
+            for rank in range(ranks)
+        )
+
+    def _exchanged(self, shape: RankShape) -> int:
+        """Return the number of cp ranks that exchange heads for positions."""
+        return {"a2a": shape.cp, "a2a+p2p": shape.cp_inner}.get(self.cp_comm_type, 1)
+
+    def _ring(self, shape: RankShape) -> int:
+        """Return the number of cp ranks whose keys a rank reaches in blocks."""
+        return shape.cp // self._exchanged(shape)
+
+    def _is_written_out(self, shape: RankShape) -> bool:
+        """Return True if whole matrices of queries and keys are kept; blocks compute theirs again."""
+        return self.is_explicit and self._ring(shape) == 1
 
     def _heads(self, shape: RankShape) -> int:
         return self.model.num_attention_heads // shape.tp
@@ -216,10 +275,10 @@ class Attention:
 
     def _squares(self, shape: RankShape) -> int:
         """Return the elements of a matrix of all queries and keys."""
-        return shape.batch * self._heads(shape) * shape.seq * shape.seq
+        return shape.tokens * self._heads(shape) * shape.whole_seq
 
     def _runs_fused(self, shape: RankShape) -> bool:
-        return shape.attention_impl != "sdpa" or not self.is_explicit
+        return shape.attention_impl != "sdpa" or not self._is_written_out(shape)
 
     def _copies_output(self, shape: RankShape) -> bool:
         """Return True if attention's output is kept twice: once by CUDA's memory-efficient kernel.
@@ -229,6 +288,8 @@ class Attention:
         is_masked = shape.documents.attention_mask or self.shared_mask_bytes(shape) > 0
         repeats_keys = shape.documents.attention_mask and shape.batch > 1
         is_efficient = shape.is_cuda and not self.is_explicit and (shape.dtype == "fp32" or is_masked)
+        if self._ring(shape) > 1:
+            return False
         return is_efficient and self._shares_keys(shape) and not repeats_keys
 
     def _qkv_kept(self, shape: RankShape) -> Iterator[Kept]:
@@ -237,7 +298,10 @@ class Attention:
         """
         name, element, query, key = "q, k, v", shape.element, self._query(shape), self._key(shape)
         is_repeatable = self._shares_keys(shape) and self._runs_fused(shape) and not shape.recomputes("core_attn")
-        repeats = is_repeatable and shape.documents.attention_mask and shape.batch > 1
+        repeats = is_repeatable and shape.documents.attention_mask and shape.batch > 1 and self._ring(shape) == 1
+        if self._exchanged(shape) > 1:
+            yield from self._exchanged_kept(shape, repeats)
+            return
         if not repeats or self.qk_norms:
             yield Kept(name, query + 2 * key, element)
         for norm, heads in zip(self.qk_norms, (self._heads(shape), self._groups(shape)), strict=False):
@@ -254,9 +318,27 @@ class Attention:
                 yield Kept(name, query, element)
             yield from [Kept("q, k, v repeated", query, element)] * 2
 
+    def _exchanged_kept(self, shape: RankShape, repeats: bool) -> Iterator[Kept]:
+        """Yield q, k and v of this rank's heads at the positions of all; with qk-norm its input and statistics."""
+        query, key, element = self._query(shape), self._key(shape), shape.element
+        if self.qk_norms or not repeats or shape.recomputes("core_attn"):
+            yield Kept("q, k, v", query + 2 * key, element)
+        for norm, heads in zip(self.qk_norms, (self._heads(shape), self._groups(shape)), strict=False):
+            per_token = heads if self.model.qk_layernorm_scope == "head" else 1
+            yield from norm.statistics(shape.tokens * per_token, shape)
+        if self.qk_norms and shape.recomputes("core_attn"):
+            yield Kept("q, k, v", query + key, element)  # normed, before the exchange
+        elif self.qk_norms and not repeats:
+            yield Kept("q, k, v", query + 2 * key, element)
+        if repeats:
+            yield Kept("q, k, v", query, element)
+            yield from [Kept("q, k, v repeated", query, element)] * 2
+
     def _core_kept(self, shape: RankShape) -> Iterator[Kept]:
         """Yield the output, and the log-sum-exp of the logits or, written out, what softmax and dropout keep."""
         element, wide, query, squares = shape.element, shape.wide, self._query(shape), self._squares(shape)
+        if self._exchanged(shape) > 1 and self._runs_fused(shape):
+            yield Kept("attention output", query, element)  # of all heads, as linear_proj keeps it
         if self._runs_fused(shape):
             yield Kept("attention output", query, element, with_replay=True)
             yield Kept("attention statistics", shape.tokens * self._heads(shape), wide, with_replay=True)
@@ -284,8 +366,8 @@ class Attention:
         two. Written out, all is computed, probabilities are moved, and the backward has four products.
         """
         heads = self._heads(shape)
-        if not self.is_explicit:
-            keys = mean_keys(shape.seq, self.model.window_size)
+        if not self._is_written_out(shape):
+            keys = mean_keys(shape.whole_seq, self.model.window_size)
             return CoreAttention(4.0 * shape.tokens * keys * heads * self.model.kv_channels, 0.0, 2.5)
         squares = float(self._squares(shape))
         dropped = 2.0 * shape.element + 1.0 if self.model.attention_dropout > 0 else 0.0  # read, write, and the mask
@@ -298,7 +380,9 @@ class Attention:
         written out, those of the probabilities. Recomputed results come on top.
         """
         element, wide = shape.element, shape.wide
-        if not self.is_explicit:
+        if self._ring(shape) > 1:
+            return self._ring_gradient_bytes(shape)
+        if not self._is_written_out(shape):
             output = self._query(shape) * element + shape.tokens * self._heads(shape) * wide
             qkv = (self._query(shape) + 2 * self._key(shape)) * element
             return (output if shape.recomputes("core_attn") else 0) + 2 * qkv
@@ -310,3 +394,17 @@ class Attention:
         dropped = element if self.model.attention_dropout > 0 else 0
         capped = 0 if self.model.attn_logit_softcapping is None else wide
         return again + self._squares(shape) * (element + dropped + casts * wide + capped)
+
+    def _ring_gradient_bytes(self, shape: RankShape) -> int:
+        """Return what the backward of attention in blocks makes: keys and values of this rank, of the block and of the
+        next one; in at least fp32 the gradients of q, of this rank's keys and of those on their way; those of a block.
+
+        Gathered, keys and their gradients are those of all ranks of the ring.
+        """
+        element, wide, query, keys = shape.element, shape.wide, self._query(shape), 2 * self._key(shape)
+        ring, blocks = self._ring(shape), (query + keys) * element
+        held, sums = (2, 2) if ring == 2 else (3, 4)
+        if self.cp_comm_type == "all_gather":
+            held, sums = 1 + ring, ring
+        again = total_bytes(self._core_kept(shape)) if shape.recomputes("core_attn") else 0
+        return again + keys * (held * element + sums * wide) + query * wide + blocks

@@ -91,15 +91,21 @@ class ModelSpec:
 
 
 @cache
-def model_spec(model: ResolvedModelConfig, precision: PrecisionConfig) -> ModelSpec:
-    """Return the parts of a resolved model."""
+def model_spec(
+    model: ResolvedModelConfig, precision: PrecisionConfig, cp_comm_type: tuple[str, ...] = ("p2p",)
+) -> ModelSpec:
+    """Return the parts of a resolved model. cp_comm_type: one, or one for each layer."""
     in_fp8, alike = fp8_layers(precision, model.num_layers), cache(_layer_spec)
-    layers = (alike(layer, number in in_fp8) for number, layer in enumerate(layer_configs(model)))
+    kinds = cp_comm_type * (model.num_layers if len(cp_comm_type) == 1 else 1)
+    layers = (
+        alike(layer, number in in_fp8, kind)
+        for number, (layer, kind) in enumerate(zip(layer_configs(model), kinds, strict=True))
+    )
     return ModelSpec(Embedding(model), tuple(layers), Head(model))
 
 
-def _layer_spec(layer: LayerConfig, is_fp8: bool) -> LayerSpec:
-    parts = [Attention(layer, is_fp8)] if layer.has_attention else []
+def _layer_spec(layer: LayerConfig, is_fp8: bool, cp_comm_type: str) -> LayerSpec:
+    parts = [Attention(layer, is_fp8, cp_comm_type)] if layer.has_attention else []
     branch = MoE(layer) if layer.num_experts is not None else DenseMLP(layer, is_fp8)
     return LayerSpec((*parts, *([branch] if layer.has_mlp else [])), is_fp8)
 

@@ -47,7 +47,10 @@ def comm_chunks(parallel: ParallelConfig) -> CommChunks:
 
 @dataclass(frozen=True)
 class RankShape:
-    """One microbatch of `batch` sequences of `seq` tokens on one tp rank, and the options that its costs depend on."""
+    """One microbatch of `batch` sequences on one tp and cp rank, and the options that its costs depend on.
+
+    seq: tokens of a sequence on this cp rank.
+    """
 
     batch: int
     seq: int
@@ -66,6 +69,8 @@ class RankShape:
     ep: int = 1  # ranks among which experts are divided
     etp: int = 1  # ranks that share every expert
     gradient_dtype: str | None = None  # of the main gradients; None: at least fp32
+    cp: int = 1
+    cp_inner: int = 1  # ranks that exchange heads with --cp-comm-type a2a+p2p
 
     @classmethod
     def of(cls, config: Config, tp: int, sequence_parallel: bool, micro_batch_size: int) -> RankShape:
@@ -73,7 +78,7 @@ class RankShape:
         data = config.data
         return cls(
             batch=micro_batch_size,
-            seq=config.model.seq_length,
+            seq=config.model.seq_length // config.parallel.context_parallel_size,
             dtype=config.precision.dtype,
             tp=tp,
             sequence_parallel=sequence_parallel and tp > 1,
@@ -88,7 +93,14 @@ class RankShape:
             ep=config.parallel.expert_model_parallel_size,
             etp=config.parallel.expert_tensor_parallel_size or tp,
             gradient_dtype=state_dtypes(config.optimizer, config.precision).gradient,
+            cp=config.parallel.context_parallel_size,
+            cp_inner=(config.parallel.hierarchical_context_parallel_sizes or (1,))[0],
         )
+
+    @property
+    def whole_seq(self) -> int:
+        """Tokens of a sequence on all cp ranks."""
+        return self.seq * self.cp
 
     @property
     def compiles_casts(self) -> bool:

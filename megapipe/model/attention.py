@@ -17,6 +17,7 @@ q: [s, b, g, n, d]; k, v: [keys, b, g, 1, d], any strides; keys is s, or more wi
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -25,13 +26,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megapipe.config.model import ATTENTIONS, AttentionHeads
+from megapipe.model.block_attention import BlockKernel, FusedBlocks, WrittenBlocks
 from megapipe.model.context import LayerContext, rotate_
 from megapipe.model.layer_factory import LayerFactory
 from megapipe.model.recompute import CoreAttention, RecomputedSegment
 from megapipe.model.registered import registered_attention
+from megapipe.sharding.sequence import WHOLE_SEQUENCE, SequencePart
 from megapipe.tensor_parallel.gemms import at_least_fp32
 from megapipe.tensor_parallel.gradients import InputRecompute
-from megapipe.tensor_parallel.random import keyed_dropout
+from megapipe.tensor_parallel.random import keyed_dropout, keyed_mask
 
 
 class SelfAttention(nn.Module):
@@ -40,16 +43,20 @@ class SelfAttention(nn.Module):
     def __init__(self, layer: int, factory: LayerFactory) -> None:
         super().__init__()
         config, tp = factory.config, factory.tp
-        self.config, self.layer, self.tp_rank = config, layer, tp.rank
+        self.config, self.layer = config, layer
         self.recompute_core = "core_attn" in factory.recompute
         self.head_dim = config.kv_channels
         self.groups = max(1, config.num_query_groups // tp.size)
         self.queries = config.num_attention_heads // tp.size // self.groups  # per group, on this rank
         self.scale = config.softmax_scale
+        self.context_parallel, count = factory.context, self.groups * self.queries
+        self.head_rank = tp.rank  # among the ranks that compute core attention of other heads
+        if self.context_parallel is not None:
+            a2a = self.context_parallel.a2a
+            self.head_rank, count = tp.rank * a2a.size + a2a.rank, count // a2a.size
         self.heads: AttentionHeads | None = None  # of a kind of attention that an extension has added
         if ATTENTIONS[config.attention_kind].function is not None:
-            count = self.groups * self.queries
-            heads = range(tp.rank * count, (tp.rank + 1) * count)
+            heads = range(self.head_rank * count, (self.head_rank + 1) * count)
             self.heads = AttentionHeads(self.scale, heads, config.num_attention_heads)
         width = config.num_attention_heads * self.head_dim
         rows = width + 2 * config.num_query_groups * self.head_dim
@@ -91,6 +98,31 @@ class SelfAttention(nn.Module):
         return q, k, v
 
     def _core(self, q: Tensor, k: Tensor, v: Tensor, context: LayerContext) -> Tensor:
+        parallel = self.context_parallel
+        if parallel is None or context.cache is not None:
+            return self._local_core(q, k, v, context)
+        q, k, v = parallel.heads_for_positions(q, k, v)
+        if parallel.ring.size == 1:
+            output = self._local_core(q, k, v, context)
+        else:
+            output = parallel.attend(q, k, v, context.blocks, self._block_kernel(q, context, parallel.part))
+        return parallel.positions_for_heads(output.unflatten(-1, (-1, self.head_dim))).flatten(2)
+
+    def _block_kernel(self, q: Tensor, context: LayerContext, part: SequencePart) -> BlockKernel:
+        """Return what computes blocks of attention. part: of every sequence, for which this rank has queries."""
+        if not context.explicit and not (q.is_cuda and q.dtype is torch.float64):  # CUDA has no fused kernel for it
+            return FusedBlocks(self.scale)
+        rate, key, seq = self.config.attention_dropout, context.dropout_key, self.config.seq_length // part.ranks
+        if rate == 0.0 or key is None:
+            return WrittenBlocks(self.scale, self.config.attn_logit_softcapping)
+
+        def kept(source: int, batch_and_heads: tuple[int, int], device: torch.device) -> Tensor:
+            own, shape = replace(key, part=part, keys_of=source), (*batch_and_heads, seq, seq)
+            return keyed_mask(shape, rate, own, self.layer, "attention_probs", self.head_rank, device)
+
+        return WrittenBlocks(self.scale, self.config.attn_logit_softcapping, kept, 1.0 / (1.0 - rate))
+
+    def _local_core(self, q: Tensor, k: Tensor, v: Tensor, context: LayerContext) -> Tensor:
         if self.kernel is not None and context.cache is None:
             return self.kernel(q, k, v)
         if self.heads is not None:
@@ -100,9 +132,11 @@ class SelfAttention(nn.Module):
             return fused_attention(q, k, v, context.mask, self.scale)
         assert context.mask is not None
         rate, key = self.config.attention_dropout, context.dropout_key
+        if key is not None and self.context_parallel is not None:  # these are whole sequences
+            key = replace(key, part=WHOLE_SEQUENCE)
 
         def dropout(probs: Tensor) -> Tensor:
-            return keyed_dropout(probs, rate, key, self.layer, "attention_probs", self.tp_rank)
+            return keyed_dropout(probs, rate, key, self.layer, "attention_probs", self.head_rank)
 
         return explicit_attention(q, k, v, context.mask, self.scale, self.config.attn_logit_softcapping, dropout)
 

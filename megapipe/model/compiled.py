@@ -281,7 +281,7 @@ class CompiledBlock:
             shapes["attention_output"] = hidden.shape, parts.dropout_rank
             if self.is_whole and context.explicit:
                 heads, (seq, batch) = self.formulas.groups * self.formulas.queries, hidden.shape[:2]
-                shapes["attention_probs"] = (batch, heads, seq, seq), parts.self_attention.tp_rank
+                shapes["attention_probs"] = (batch, heads, seq, seq), parts.self_attention.head_rank
         if parts.mlp is not None:
             shapes["mlp_output"] = hidden.shape, parts.dropout_rank
         drops = {site: 1.0 - keep for site, keep in self.formulas.keeps.items()}

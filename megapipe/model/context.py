@@ -6,15 +6,17 @@ saved.
 
 Masks are additive (0 or -inf), built once for each window and once per microbatch for documents. They cost s^2 elements
 (b s^2 with documents) per stage and window, not per layer; plain causal attention with a fused kernel has no mask.
+With context parallelism positions are those in the whole sequence, and layers that compute attention in blocks of
+queries and keys have a mask only for the blocks that need one.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache, lru_cache, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,8 +27,23 @@ from megapipe.config.model import ATTENTIONS
 from megapipe.errors import ConfigError
 from megapipe.model.microbatch import KVCache, Microbatch
 from megapipe.model.recompute import KeptAttention
+from megapipe.sharding.sequence import WHOLE_SEQUENCE, Block, SequencePart, attention_blocks, ring_steps
 from megapipe.tensor_parallel.gemms import at_least_fp32
 from megapipe.tensor_parallel.random import DropoutKey
+
+
+class MaskedBlock(NamedTuple):
+    """A block of queries and keys.
+
+    mask: [1 or b, 1, queries, keys]; None: what the block says. empty: queries without a key, [1 or b, 1, queries].
+    """
+
+    block: Block
+    mask: Tensor | None = None
+    empty: Tensor | None = None
+
+
+MaskedBlocks = tuple[MaskedBlock, ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,6 +56,14 @@ class LayerContext:
     dropout_key: DropoutKey | None
     cache: KVCache | None = None
     kept_attention: KeptAttention | None = None  # keeps attention's results from the forward for the recompute
+    # of attention in blocks, by rank of the ring whose keys they are; its own first
+    blocks: Mapping[int, MaskedBlocks] = field(default_factory=dict)
+
+    @property
+    def masks(self) -> list[Tensor]:
+        """All masks."""
+        blocks = (each.mask for masked in self.blocks.values() for each in masked)
+        return [mask for mask in (self.mask, *blocks) if mask is not None]
 
     def keeping(self, kept: KeptAttention | None) -> LayerContext:
         """Return the context with attention's results kept."""
@@ -48,27 +73,44 @@ class LayerContext:
 class ContextBuilder:
     """Builds the contexts of each microbatch for the layers of one stage, by their global number."""
 
-    def __init__(self, layers: Mapping[int, LayerConfig], has_attention_kernel: bool = False) -> None:
-        """has_attention_kernel: a library's kernel handles causality, window and soft-cap; only a cache needs masks."""
-        kinds = list(dict.fromkeys(layers.values()))
-        self._kinds, self._kind_of = kinds, {number: kinds.index(layer) for number, layer in layers.items()}
-        self.has_attention_kernel = has_attention_kernel
-        self.rotary = {layer.rotary: Rotary(layer) for layer in kinds if layer.rotary is not None}
+    def __init__(
+        self,
+        layers: Mapping[int, LayerConfig],
+        has_attention_kernel: bool = False,
+        part: SequencePart = WHOLE_SEQUENCE,
+        rings: Mapping[int, SequencePart] | None = None,
+    ) -> None:
+        """has_attention_kernel: a library's kernel handles causality, window and soft-cap; only a cache needs masks.
+
+        part: of every sequence, on this cp rank. rings: for each layer the part of which it has queries, once it has
+        exchanged heads for positions; by default all of the sequence.
+        """
+        whole = dict.fromkeys(layers, WHOLE_SEQUENCE) | dict(rings or {})
+        named = {number: (layer, whole[number]) for number, layer in layers.items()}
+        kinds = list(dict.fromkeys(named.values()))
+        self._kinds, self._kind_of = kinds, {number: kinds.index(kind) for number, kind in named.items()}
+        self.has_attention_kernel, self.part = has_attention_kernel, part
+        configs = [layer for layer, _ in kinds]
+        self.rotary = {layer.rotary: Rotary(layer, part) for layer in configs if layer.rotary is not None}
         # of one length only: generation asks for a new one with every token
-        self._causal_mask = lru_cache(maxsize=max(1, len({layer.window_size for layer in kinds})))(
+        num_windows = max(1, len({layer.window_size for layer in configs}))
+        self._causal_mask = lru_cache(maxsize=num_windows)(
             lambda seq, window, device, dtype: additive(causal(seq, window, device), dtype)
         )
+        self._blocks = lru_cache(maxsize=num_windows * len(kinds))(blocks_with_masks)
 
     def __call__(self, microbatch: Microbatch, dtype: torch.dtype) -> dict[int, LayerContext]:
         """Build the contexts of a microbatch; alike layers share one. dtype: that of the activations."""
         make_mask, key = cache(partial(self._mask, microbatch, dtype)), microbatch.dropout_key
+        make_blocks = cache(partial(self._masked_blocks, microbatch, dtype))
         tables = {options: rotary.tables(microbatch, at_least_fp32(dtype)) for options, rotary in self.rotary.items()}
         has_kernel = self.has_attention_kernel and microbatch.cache is None
         if has_kernel and microbatch.document_ids is not None:
             raise ValueError("this attention kernel cannot separate the documents of a sequence")
-        contexts, seq = [], microbatch.tokens.shape[1]
-        for layer in self._kinds:
+        contexts, seq = [], microbatch.tokens.shape[1] * self.part.ranks
+        for layer, ring in self._kinds:
             mask, explicit = None, False
+            blocks: Mapping[int, MaskedBlocks] = {}
             if layer.has_attention and not has_kernel:
                 explicit = layer.attn_logit_softcapping is not None or layer.attention_softmax_in_fp32
                 explicit = explicit or ATTENTIONS[layer.attention_kind].function is not None
@@ -76,13 +118,25 @@ class ContextBuilder:
                 # documents have one mask for each window; a cache is longer than the new tokens
                 has_window = microbatch.cache is not None or (layer.window_size or seq) < seq
                 is_needed = explicit or microbatch.document_ids is not None
-                mask = make_mask(is_needed, layer.window_size if has_window else None)
+                window = layer.window_size if has_window else None
+                if ring.ranks > 1:
+                    blocks = make_blocks(ring, window)
+                else:
+                    mask = make_mask(is_needed, window)
             rotary = None if layer.rotary is None else tables[layer.rotary]
-            contexts.append(LayerContext(rotary, mask, explicit, key, microbatch.cache))
+            contexts.append(LayerContext(rotary, mask, explicit, key, microbatch.cache, blocks=blocks))
         return {number: contexts[kind] for number, kind in self._kind_of.items()}
 
+    def _masked_blocks(
+        self, microbatch: Microbatch, dtype: torch.dtype, ring: SequencePart, window: int | None
+    ) -> Mapping[int, MaskedBlocks]:
+        seq, documents = microbatch.tokens.shape[1] * self.part.ranks, microbatch.document_ids
+        if documents is not None:
+            return blocks_with_masks(ring, seq, window, microbatch.tokens.device, dtype, documents)
+        return self._blocks(ring, seq, window, microbatch.tokens.device, dtype)
+
     def _mask(self, microbatch: Microbatch, dtype: torch.dtype, explicit: bool, window: int | None) -> Tensor | None:
-        seq, device = microbatch.tokens.shape[1], microbatch.tokens.device
+        seq, device = microbatch.tokens.shape[1] * self.part.ranks, microbatch.tokens.device
         documents, kv_cache = microbatch.document_ids, microbatch.cache
         if kv_cache is not None:
             visible = kv_cache.visible(seq, window, device)
@@ -101,6 +155,36 @@ class ContextBuilder:
         return self._causal_mask(seq, window, device, dtype)
 
 
+def blocks_with_masks(
+    ring: SequencePart,
+    seq: int,
+    window: int | None,
+    device: torch.device,
+    dtype: torch.dtype,
+    documents: Tensor | None = None,  # [b, s], of the whole sequence
+) -> dict[int, MaskedBlocks]:
+    """Return the blocks of a part's queries by the rank whose keys they see, its own first, with their masks."""
+    found: dict[int, MaskedBlocks] = {}
+    queries = torch.from_numpy(ring.positions(seq)).to(device)
+    for step in (0, *ring_steps(ring.ranks, seq, window)):
+        source = (ring.rank - step) % ring.ranks
+        keys = torch.from_numpy(SequencePart(source, ring.ranks).positions(seq)).to(device)
+        masked: list[MaskedBlock] = []
+        for block in attention_blocks(ring, source, seq, window):
+            if documents is None and block.kind != "masked":
+                masked.append(MaskedBlock(block))
+                continue
+            q, k = queries[slice(*block.queries)], keys[slice(*block.keys)]
+            visible = (q[:, None] >= k)[None, None]
+            if window is not None:
+                visible = visible & (q[:, None] < k + window)
+            if documents is not None:
+                visible = visible & (documents[:, q][:, None, :, None] == documents[:, k][:, None, None, :])
+            masked.append(MaskedBlock(block._replace(kind="masked"), additive(visible, dtype), ~visible.any(-1)))
+        found[source] = tuple(masked)
+    return found
+
+
 def causal(seq: int, window: int | None, device: torch.device) -> Tensor:
     """Return [1, 1, s, s], True where the query (row) i sees the key (column) j: j in (i - window, i]."""
     visible = torch.ones(seq, seq, dtype=torch.bool, device=device).tril_()
@@ -115,10 +199,13 @@ def additive(visible: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class Rotary:
-    """The cos and sin tables of alike layers, kept for the longest sequence so far (per device and dtype)."""
+    """The cos and sin tables of alike layers, kept for the longest sequence so far (per device and dtype).
 
-    def __init__(self, config: ResolvedModelConfig) -> None:
-        self.config = config
+    part: of every sequence, on this cp rank.
+    """
+
+    def __init__(self, config: ResolvedModelConfig, part: SequencePart = WHOLE_SEQUENCE) -> None:
+        self.config, self.part = config, part
         self.channels = int(config.kv_channels * config.rotary_percent)
         if self.channels % 2 or not self.channels:
             raise ConfigError(
@@ -134,8 +221,10 @@ class Rotary:
             return self._at(microbatch.position_ids.t(), dtype)
         seq, device = microbatch.tokens.shape[1], microbatch.tokens.device
         key = (device, dtype)
-        if key not in self._tables or self._tables[key][0].shape[0] < seq:
-            self._tables[key] = self._at(torch.arange(seq, device=device)[:, None], dtype)
+        held = self._tables[key][0].shape[0] if key in self._tables else 0
+        if held < seq or (self.part.ranks > 1 and held != seq):
+            positions = torch.from_numpy(self.part.positions(seq * self.part.ranks)).to(device)
+            self._tables[key] = self._at(positions[:, None], dtype)
         cos, sin = self._tables[key]
         return cos[:seq], sin[:seq]
 

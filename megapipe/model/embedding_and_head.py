@@ -14,6 +14,7 @@ from megapipe.config.training import TrainingConfig
 from megapipe.errors import DataError
 from megapipe.gpu.kernels import TORCH, Kernels
 from megapipe.model.microbatch import Microbatch, StageLoss
+from megapipe.sharding.sequence import WHOLE_SEQUENCE, SequencePart
 from megapipe.tensor_parallel.cross_entropy import LossKernels, chunked_cross_entropy, vocab_parallel_cross_entropy
 from megapipe.tensor_parallel.embedding import VocabParallelEmbedding
 from megapipe.tensor_parallel.gemms import at_least_fp32, slice_length
@@ -23,12 +24,23 @@ from megapipe.tensor_parallel.random import EMBEDDING_LAYER, keyed_dropout
 
 
 class Embedding(nn.Module):
-    """Tokens -> [s, b, h], with sequence parallelism this rank's [s / tp, b, h]. Saves position ids where given."""
+    """Tokens -> [s, b, h], with sequence parallelism this rank's [s / tp, b, h]. Saves position ids where given.
 
-    def __init__(self, config: ResolvedModelConfig, tp: Group, *, sequence_parallel: bool, queue: WeightQueue) -> None:
+    part: of every sequence, on this cp rank; s is its length.
+    """
+
+    def __init__(
+        self,
+        config: ResolvedModelConfig,
+        tp: Group,
+        *,
+        sequence_parallel: bool,
+        queue: WeightQueue,
+        part: SequencePart = WHOLE_SEQUENCE,
+    ) -> None:
         super().__init__()
         hidden_size = config.hidden_size
-        self.tp, self.sequence_parallel = tp, sequence_parallel
+        self.tp, self.sequence_parallel, self.part = tp, sequence_parallel, part
         self.dropout_rate, self.scale = config.hidden_dropout, config.embedding_scale
         self.dropout_rank = tp.rank if sequence_parallel else None
         self.word_embeddings = VocabParallelEmbedding(
@@ -43,10 +55,16 @@ class Embedding(nn.Module):
         if self.scale != 1.0:
             hidden = hidden * torch.tensor(self.scale, dtype=hidden.dtype).item()  # rounded, as in Gemma
         if self.position_embeddings is not None:
-            table, seq, ids = self.position_embeddings.weight, microbatch.tokens.shape[1], microbatch.position_ids
+            table, ids = self.position_embeddings.weight, microbatch.position_ids
+            seq = microbatch.tokens.shape[1] * self.part.ranks
             if seq > table.shape[0]:
                 raise DataError(f"a sequence of {seq} tokens is longer than --max-position-embeddings {table.shape[0]}")
-            rows = table[:seq].unsqueeze(1) if ids is None else ids.t()  # [s, 1, h], or ids [s, b]
+            if ids is not None:
+                rows = ids.t()  # [s, b]
+            elif self.part.ranks == 1:
+                rows = table[:seq].unsqueeze(1)  # [s, 1, h]
+            else:
+                rows = torch.cat([table[run.start : run.stop] for run in self.part.runs(seq)]).unsqueeze(1)
             if self.sequence_parallel:  # this rank's slice; the gradient of the table is partial
                 length = slice_length(rows, self.tp)
                 rows = rows.narrow(0, self.tp.rank * length, length)
@@ -79,10 +97,13 @@ class Loss:
             losses = chunked_cross_entropy(
                 hidden, linear, labels, self.vocab_size, self.chunk_size, cap=self.cap, **self.options
             )
-        if microbatch.loss_mask is None:
-            return StageLoss(losses.sum(), losses.new_full((), losses.numel()))
-        mask = microbatch.loss_mask.t().to(losses.dtype)
-        return StageLoss((losses * mask).sum(), mask.sum())
+        mask, num_tokens = microbatch.loss_mask, microbatch.loss_tokens
+        if mask is not None:
+            mask = mask.t().to(losses.dtype)
+            losses = losses * mask
+        if num_tokens is None:  # this rank has whole sequences
+            num_tokens = losses.new_full((), losses.numel()) if mask is None else mask.sum()
+        return StageLoss(losses.sum(), num_tokens.to(losses.dtype))
 
 
 def capped_logits(logits: Tensor, cap: float | None) -> Tensor:

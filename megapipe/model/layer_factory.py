@@ -18,6 +18,7 @@ from megapipe.gpu.kernels import Kernels
 from megapipe.gpu.libraries import AttentionKernel, AttentionShape
 from megapipe.layers.linear import fp8_layers
 from megapipe.layers.table import CommChunks
+from megapipe.model.context_parallel import ContextParallel
 from megapipe.model.norm import Norm, ProjectionNorm
 from megapipe.tensor_parallel.fp8 import Fp8Gemms
 from megapipe.tensor_parallel.gemms import PLAIN_GEMMS
@@ -37,10 +38,13 @@ class LayerFactory:
     kernels: Kernels
     chunks: CommChunks
     experts: ExpertGroups = field(default_factory=ExpertGroups)
+    context: ContextParallel | None = None  # with several cp ranks
 
-    def of(self, config: LayerConfig, recompute: frozenset[str]) -> LayerFactory:
-        """Return the factory of a layer with this configuration and recompute."""
-        return replace(self, config=config, recompute=recompute)
+    def of(
+        self, config: LayerConfig, recompute: frozenset[str], context: ContextParallel | None = None
+    ) -> LayerFactory:
+        """Return the factory of a layer with this configuration, recompute and context parallelism."""
+        return replace(self, config=config, recompute=recompute, context=context)
 
     def linear(
         self,

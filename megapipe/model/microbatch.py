@@ -12,15 +12,19 @@ from megapipe.tensor_parallel.random import DropoutKey
 
 @dataclass(frozen=True)
 class Microbatch:
-    """One microbatch of one data-parallel rank, the same on all its tp and pp ranks. All tensors are [b, s]."""
+    """One microbatch of one data-parallel rank, the same on all its tp and pp ranks. Tensors are [b, s], s the tokens
+    of this cp rank (`sharding.sequence`).
+    """
 
     tokens: Tensor  # int64
     labels: Tensor | None = None  # int64, the token after each; None for inference
     loss_mask: Tensor | None = None  # weight of each token's loss; None: all 1
-    position_ids: Tensor | None = None  # None: 0 .. s - 1
-    document_ids: Tensor | None = None  # tokens with equal ids see each other; None: one document
+    position_ids: Tensor | None = None  # None: those in the sequence, 0 .. s - 1 with one cp rank
+    # tokens with equal ids see each other, [b, s cp], of the whole sequence on every cp rank; None: one document
+    document_ids: Tensor | None = None
     dropout_key: DropoutKey | None = None  # None: no dropout (evaluation, inference)
     cache: KVCache | None = None  # generation: tokens continue the cached ones, and position_ids are required
+    loss_tokens: Tensor | None = None  # sum of the loss mask over all cp ranks, []; None: over this one's
 
 
 @dataclass(frozen=True)
@@ -28,7 +32,7 @@ class StageLoss:
     """The output of the last stage: sums over the microbatch, scalars in at least fp32, for any kind of average."""
 
     loss_sum: Tensor  # sum of loss * loss_mask over the tokens, the same on all tp ranks
-    num_tokens: Tensor  # sum of loss_mask
+    num_tokens: Tensor  # sum of loss_mask over the whole sequences, those of all cp ranks
 
 
 class KVCache:

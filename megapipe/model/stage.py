@@ -39,7 +39,7 @@ from itertools import chain
 
 from torch import Tensor, nn
 
-from megapipe.comm.groups import ExpertGroups, Group
+from megapipe.comm.groups import ContextGroups, ExpertGroups, Group
 from megapipe.config.config import ResolvedModelConfig, convert
 from megapipe.config.layers import LayerConfig, layer_configs
 from megapipe.config.parallel import RecomputeConfig
@@ -49,6 +49,7 @@ from megapipe.layers.table import WHOLE, CommChunks
 from megapipe.model.attention import SelfAttention
 from megapipe.model.compiled import CompiledBlock, Parts
 from megapipe.model.context import ContextBuilder, LayerContext
+from megapipe.model.context_parallel import ContextParallel
 from megapipe.model.embedding_and_head import Embedding, Loss, capped_logits
 from megapipe.model.layer_factory import LayerFactory
 from megapipe.model.microbatch import Microbatch, StageLoss
@@ -56,6 +57,7 @@ from megapipe.model.mlp import MLP
 from megapipe.model.moe import MoE, Router
 from megapipe.model.recompute import KeptAttention, RecomputedSegment, layer_groups, recomputed_modules
 from megapipe.schedule.partition import StageLayers
+from megapipe.sharding.sequence import WHOLE_SEQUENCE, SequencePart
 from megapipe.tensor_parallel.fp8 import Fp8Gemms
 from megapipe.tensor_parallel.gradients import InputRecompute, WeightQueue
 from megapipe.tensor_parallel.linear import ColumnParallelLinear
@@ -176,6 +178,8 @@ class GPTStage(nn.Module):
         kernels: Kernels = TORCH,
         chunks: CommChunks = WHOLE,
         experts: ExpertGroups | None = None,
+        context: ContextGroups | None = None,
+        cp_comm_types: Sequence[str] = ("p2p",),  # one, or one for each layer of the model
     ) -> None:
         super().__init__()
         self.config, self.stage_layers, self.tp, self._library = config, layers, tp, kernels.layers
@@ -184,7 +188,14 @@ class GPTStage(nn.Module):
         self.group_runner: GroupRunner | None = None
         numbers = range(layers.first_layer, layers.last_layer_exclusive)
         held = {number: layer_configs(config)[number] for number in numbers}
-        self.make_context = ContextBuilder(held, has_attention_kernel=kernels.attention is not None)
+        self.context_parallel: dict[int, ContextParallel] = {}
+        self.part = WHOLE_SEQUENCE
+        if context is not None and context.cp.size > 1:
+            self.part = SequencePart(context.cp.rank, context.cp.size)
+            kinds = tuple(cp_comm_types) * (config.num_layers if len(cp_comm_types) == 1 else 1)
+            self.context_parallel = {number: ContextParallel.of(kinds[number], context) for number in numbers}
+        rings = {number: layer.part for number, layer in self.context_parallel.items()}
+        self.make_context = ContextBuilder(held, kernels.attention is not None, self.part, rings)
         if isinstance(recompute, RecomputeConfig):
             own, self._groups = dict.fromkeys(numbers, recompute), layer_groups(recompute, numbers)
         else:
@@ -198,8 +209,11 @@ class GPTStage(nn.Module):
         self.embedding: Embedding | TiedHead | None = None
         self.output_layer: ColumnParallelLinear | None = None
         if layers.has_embedding:
-            self.embedding = Embedding(config, tp, sequence_parallel=sequence_parallel, queue=queue)
-        self.factories = {number: factory.of(layer, recomputed_modules(own[number])) for number, layer in held.items()}
+            self.embedding = Embedding(config, tp, sequence_parallel=sequence_parallel, queue=queue, part=self.part)
+        self.factories = {
+            number: factory.of(layer, recomputed_modules(own[number]), self.context_parallel.get(number))
+            for number, layer in held.items()
+        }
         self.decoder = Decoder(self.factories, factory.norm(config.hidden_size) if layers.has_head else None)
         if layers.has_head:
             head = ColumnParallelLinear(
@@ -298,8 +312,7 @@ class GPTStage(nn.Module):
         constants = [
             tensor
             for context in dict.fromkeys(contexts.values())
-            for tensor in (context.mask, *(context.rotary or ()))
-            if tensor is not None
+            for tensor in (*context.masks, *(context.rotary or ()))
         ]
         with nullcontext() if self._library is None else self._library.stage_region(self.tp):
             for group, (layers, is_checkpointed) in enumerate(self._groups):

@@ -134,7 +134,7 @@ def stage_bytes(model: ModelSpec, shape: RankShape, stage: StageLayers) -> dict[
         masks, tables = Counter[Any](), Counter[Any]()  # one for each window, and for each kind of rotary positions
         for each in attentions(model, stage):
             size = each.document_mask_bytes(shape, is_replayed)
-            masks[each.window(shape)] = max(masks[each.window(shape)], size)
+            masks[each.mask_kind(shape)] = max(masks[each.mask_kind(shape)], size)
             tables[each.model.rotary] = each.rotary_table_bytes(shape)
         total["document masks"] = masks.total()
         if shape.documents.position_ids:
@@ -154,7 +154,7 @@ def shared_bytes(model: ModelSpec, shape: RankShape, stage: StageLayers) -> int:
     """Return the bytes of the masks and rotary tables that a stage makes once, for all microbatches."""
     masks, tables = Counter[Any](), Counter[Any]()
     for each in attentions(model, stage):
-        masks[each.window(shape)] = max(masks[each.window(shape)], each.shared_mask_bytes(shape))
+        masks[each.mask_kind(shape)] = max(masks[each.mask_kind(shape)], each.shared_mask_bytes(shape))
         tables[each.model.rotary] = 0 if shape.documents.position_ids else each.rotary_table_bytes(shape)
     return masks.total() + tables.total()
 

@@ -157,7 +157,7 @@ class LayerCosts:
         if not stage.num_layers:
             total = PartCost()
         elif self.shape is not None:
-            specs, seq = self.specs[first:end], self.shape.seq
+            specs, seq = self.specs[first:end], self.shape.whole_seq
             total = sum(self.layers[first:end], PartCost())
             again = (
                 cost.forward * replayed_flops(spec, recompute, seq, False) / layer_flops(spec, seq, False)

@@ -27,7 +27,7 @@ POINTWISE_PASSES = 2.0
 @dataclass(frozen=True)
 class OpSeconds:
     """Seconds of F, I and W of one layer, head or stage on one rank, by what takes them: 'gemm', 'attention',
-    'pointwise', 'tp'.
+    'pointwise', 'tp', and with context parallelism 'cp' (messages of attention that its computation does not hide).
 
     hidden: tensor-parallel messages that a whole backward runs under its GEMMs, so that B takes I + W - hidden.
     """
@@ -61,8 +61,10 @@ class OpSeconds:
         return OpSeconds(times(self.forward), times(self.inputs), times(self.weights), count * self.hidden)
 
 
-def layer_seconds(layer: LayerSpec, shape: RankShape, hardware: Hardware, tp_link: Link) -> OpSeconds:
-    """Return the seconds of one transformer layer. Recomputation is part of I."""
+def layer_seconds(
+    layer: LayerSpec, shape: RankShape, hardware: Hardware, tp_link: Link, cp_link: Link | None = None
+) -> OpSeconds:
+    """Return the seconds of one transformer layer. Recomputation is part of I. cp_link: tp's if None."""
     clock = _Clock(shape, layer.hidden_size, hardware, tp_link)
     plain = replace(without_recompute(shape), documents=Documents())
     table, gemms = layer_table(layer, plain), layer.gemms(shape.tp)
@@ -75,13 +77,22 @@ def layer_seconds(layer: LayerSpec, shape: RankShape, hardware: Hardware, tp_lin
     messages = sum(map(clock.gather, columns)) + sum(map(clock.reduction, rows))
     moved = pointwise + clock.casts(Op.F, gemms)
     forward = {"gemm": gemm, "attention": attention, "pointwise": moved, "tp": messages}
+    core_backward = sum(core.backward_forwards * clock.attention(core) for core in cores)
+    messages_back = 0.0
+    if shape.cp > 1 and layer.attention is not None:
+        sent, sent_back = layer.attention.sent_bytes(shape)
+        link = cp_link or tp_link
+        forward["cp"] = _exposed_context(layer.attention.cp_comm_type, sent, attention, link)
+        messages_back = _exposed_context(layer.attention.cp_comm_type, sent_back, core_backward, link)
     again = _recomputed(layer, shape, plain, clock, forward)
     inputs = {
         "gemm": gemm,
-        "attention": sum(core.backward_forwards * clock.attention(core) for core in cores),
+        "attention": core_backward,
         "pointwise": 2.0 * pointwise + clock.casts(Op.I, gemms),
         "tp": sum(map(clock.gather, rows)) + sum(map(clock.reduction, columns)) + again.pop("tp", 0.0),
     }
+    if "cp" in forward:
+        inputs["cp"] = messages_back
     weights = {
         "gemm": gemm,
         "pointwise": clock.casts(Op.W, gemms),
@@ -89,6 +100,15 @@ def layer_seconds(layer: LayerSpec, shape: RankShape, hardware: Hardware, tp_lin
     }
     hidden = sum(map(clock.hidden, columns))
     return OpSeconds(forward, {part: inputs[part] + again.get(part, 0.0) for part in inputs}, weights, hidden)
+
+
+def _exposed_context(kind: str, sent: Mapping[str, float], computed: float, link: Link) -> float:
+    """Return what messages over cp add to attention: those of a ring run under it, the others do not."""
+    seconds = {group: num_bytes / link.bytes_per_second + link.latency_seconds for group, num_bytes in sent.items()}
+    if kind == "p2p":
+        return max(0.0, sum(seconds.values()) - computed)
+    ring = seconds.pop("cp_p2p", 0.0)
+    return sum(seconds.values()) + max(0.0, ring - computed)
 
 
 def head_seconds(model: ModelSpec, shape: RankShape, hardware: Hardware, tp_link: Link) -> OpSeconds:
@@ -213,6 +233,7 @@ def _recomputed(
             continue
         if operation.attention is not None:
             again["attention"] += clock.attention(operation.attention)
+            again["cp"] = forward.get("cp", 0.0)
         if operation.gemm is not None:
             again["gemm"] += clock.gemm(operation.gemm)
             again["pointwise"] += clock.casts(Op.F, [operation.gemm])

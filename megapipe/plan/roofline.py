@@ -82,6 +82,7 @@ def check_counted(plan: RunPlan) -> None:
         "--hidden-dropout 0 --attention-dropout 0": not model.hidden_dropout and not model.attention_dropout,
         "norms before attention and MLP alone": model.norm_position == "before" and not model.qk_layernorm,
         "--bf16 or --fp16": config.precision.dtype in ("bf16", "fp16"),
+        "--context-parallel-size 1": plan.topology.cp == 1,
         "alike layers": len(plan.model.kinds) == 1,
         "no --window-size, soft-caps or reset masks": not (
             model.window_size or model.attn_logit_softcapping or config.data.reset_attention_mask
@@ -234,7 +235,9 @@ def roofline(plan: RunPlan, hardware: Hardware, forms: Forms) -> Roofline:
     span = simulated.seconds - others - simulated.parts["optimizer"]
     seconds = busiest * span / (span - simulated.parts["bubble"]) + others + update
     flops = step_flops(plan.config.model, plan.batch.full, causal=True) / plan.topology.world_size
-    of_layer = 3.0 * plan.shape.tokens / plan.shape.tp * layer_flops(plan.model.kinds[0], plan.shape.seq, causal=True)
+    of_layer = (
+        3.0 * plan.shape.tokens / plan.shape.tp * layer_flops(plan.model.kinds[0], plan.shape.whole_seq, causal=True)
+    )
     return Roofline(layer, one_layer, loss, update, seconds, flops / seconds / peak, of_layer / one_layer / peak)
 
 

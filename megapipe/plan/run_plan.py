@@ -122,7 +122,7 @@ class RunPlan:
     @cached_property
     def model(self) -> ModelSpec:
         """The parts of the model."""
-        return model_spec(self.config.model, self.config.precision)
+        return model_spec(self.config.model, self.config.precision, self.config.parallel.cp_comm_type)
 
     @cached_property
     def shape(self) -> RankShape:

@@ -46,7 +46,7 @@ class StepTime:
     """The predicted time of a step.
 
     parts: the seconds of the rank that computes longest, which add up to `seconds`: 'gemm', 'attention', 'pointwise',
-    'tp' (tensor-parallel messages that no GEMM hides), 'host' (where layers are offloaded: waits for copies), 'bubble'
+    'tp' (tensor-parallel messages that no GEMM hides), 'cp' (messages of attention that it does not hide), 'host' (where layers are offloaded: waits for copies), 'bubble'
     (idle, and waits for messages), 'reduce' and 'gather' (gradients and parameters between replicas, what the
     computation does not hide), 'optimizer' (with fp8 the cast of its new weights, too).
     """
@@ -117,7 +117,10 @@ def stage_seconds(plan: RunPlan, hardware: Hardware) -> tuple[OpSeconds, ...]:
     """Return the seconds of each stage for one microbatch."""
     config, model, shape = plan.config, plan.model, plan.shape
     tp_link = ring_link(plan.topology, "tp", hardware.node, hardware.network)
-    of_layer = cache(lambda layer, recompute: layer_seconds(layer, with_recompute(shape, recompute), hardware, tp_link))
+    cp_link = ring_link(plan.topology, "cp", hardware.node, hardware.network)
+    of_layer = cache(
+        lambda layer, recompute: layer_seconds(layer, with_recompute(shape, recompute), hardware, tp_link, cp_link)
+    )
     nothing = layer_seconds(model.layers[0], shape, hardware, tp_link) * 0
     found: dict[frozenset[Any], OpSeconds] = {}  # by the number of layers of each kind and recompute
     stages = []

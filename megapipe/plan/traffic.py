@@ -1,5 +1,5 @@
-"""Bytes that one rank sends to others in a training step: hidden states over tp and along the pipeline, gradients and
-parameters between replicas, tokens on their way to experts and back.
+"""Bytes that one rank sends to others in a training step: hidden states over tp and along the pipeline, keys and values
+over cp, gradients and parameters between replicas, tokens on their way to experts and back.
 
 Left out are sums of a few numbers a token or a step: the loss's, those of norms over the heads of all ranks
 (--qk-layernorm-scope projection), the gradient norm's, those of replicated weights, and the tokens of each expert,
@@ -62,6 +62,19 @@ def expert_bytes(plan: RunPlan, stage: int) -> dict[str, float]:
     return dict(total)
 
 
+def context_bytes(plan: RunPlan, stage: int) -> Counter[str]:
+    """Return the bytes that attention of a stage sends over cp for one microbatch, by group; replays included."""
+    total: Counter[str] = Counter()
+    for layer, count in Counter(layers_of(plan.model, plan.partition.stages[stage])).items():
+        if layer.attention is None:
+            continue
+        is_replayed = plan.shape.recompute.recompute_granularity == "full" or plan.shape.recomputes("core_attn")
+        forward, backward = layer.attention.sent_bytes(plan.shape)
+        for name in forward:
+            total[name] += count * ((1 + is_replayed) * forward[name] + backward[name])  # type: ignore[assignment]
+    return total
+
+
 def stage_collectives(plan: RunPlan, stage: int) -> int:
     """Return the number of collectives over tp of a stage for one microbatch, recomputed ones included."""
     model, shape, layers = plan.model, plan.shape, plan.partition.stages[stage]
@@ -83,7 +96,7 @@ def stage_collectives(plan: RunPlan, stage: int) -> int:
 
 def step_bytes(plan: RunPlan, pp_rank: int) -> dict[str, float]:
     """Return the bytes that such a rank sends in a full step, by group: 'tp', 'pp', 'replicas', 'embedding', and for a
-    model with experts 'expert_replicas', 'ep' and 'etp'.
+    model with experts 'expert_replicas', 'ep' and 'etp'; with context parallelism 'cp', or 'cp_a2a' and 'cp_p2p'.
     """
     row = plan.schedule(plan.batch.num_microbatches).rows[pp_rank]
     held = plan.placement.stages_of(pp_rank)
@@ -109,12 +122,16 @@ def step_bytes(plan: RunPlan, pp_rank: int) -> dict[str, float]:
         experts["expert_replicas"] = replicas(True)  # type: ignore[assignment]
         for stage in held:
             experts.update({name: ran[stage, Op.F] * sent for name, sent in expert_bytes(plan, stage).items()})
+    context: Counter[str] = Counter()
+    for stage in held if plan.topology.cp > 1 else ():
+        context.update({name: ran[stage, Op.F] * sent for name, sent in context_bytes(plan, stage).items()})
     return {
         "tp": collectives * plan.shape.collective_bytes(plan.config.model.hidden_size),
         "pp": float(sum(count for (_, op), count in ran.items() if op in MESSAGES) * plan.sent_bytes),
         "replicas": replicas(False) + loads,
         "embedding": ALL_REDUCE * ring_bytes(tied_elements * plan.shape.gradient, 2),
         **experts,
+        **context,
     }
 
 

@@ -114,6 +114,7 @@ def topology_of(config: Config, world_size: int, ranks_per_node: int | None, rep
         is_mirrored,
         parallel.expert_model_parallel_size,
         parallel.expert_tensor_parallel_size,
+        (parallel.hierarchical_context_parallel_sizes or (1,))[0],
     )
 
 
@@ -130,6 +131,7 @@ def _topology(
     mirrored_pipeline: bool,
     ep: int,
     expert_tp: int | None,
+    cp_inner: int,
 ) -> Topology:
     return Topology.of_world(
         world_size,
@@ -143,6 +145,7 @@ def _topology(
         mirrored_pipeline=mirrored_pipeline,
         ep=ep,
         expert_tp=expert_tp,
+        cp_inner=cp_inner,
     )
 
 

@@ -1,6 +1,6 @@
 """Dropout masks that depend on a key, not on the order of calls.
 
-The key is (seed, step, global microbatch, layer, site, tp_rank if sharded).
+The key is (seed, step, global microbatch, layer, site, tp_rank if sharded, part of the sequence with several cp ranks).
 So dropout is the same under every schedule and grid, and a recompute draws the same mask by calling again.
 """
 
@@ -17,6 +17,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from megapipe.errors import ConfigError
+from megapipe.sharding.sequence import WHOLE_SEQUENCE, SequencePart
 
 EMBEDDING_LAYER = -1
 SITES = ("embedding", "attention_probs", "attention_output", "mlp_output")
@@ -34,6 +35,8 @@ class DropoutKey:
     seed: int
     step: int
     microbatch: int
+    part: SequencePart = WHOLE_SEQUENCE  # of its sequences
+    keys_of: int | None = None  # attention_probs: the rank whose keys they belong to, where each has some of them
 
     def stream(self, layer: int, site: str, tp_rank: int | None) -> int:
         """Return the 128-bit key of the random stream of one site.
@@ -46,6 +49,10 @@ class DropoutKey:
             raise ValueError(f"no dropout site {site!r}; sites are {', '.join(SITES)}")
         rank = "all" if tp_rank is None else tp_rank
         place = f"dropout|{self.seed}|{self.step}|{self.microbatch}|{layer}|{site}|{rank}"
+        if self.part.ranks > 1:
+            place += f"|{self.part.rank} of {self.part.ranks}"
+        if self.keys_of is not None:
+            place += f"|keys of {self.keys_of}"
         return stream_key(place)
 
 

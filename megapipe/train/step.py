@@ -156,13 +156,13 @@ class LossAverage:
     """The rule of the average that is differentiated and of the reported one, which is always over tokens."""
 
     per_token: bool  # over the tokens of the global batch; else over each microbatch's tokens, then over microbatches
-    microbatch_tokens: int  # on one rank, also those that a loss mask hides
+    microbatch_tokens: int  # of whole sequences, also those that a loss mask hides
 
     @classmethod
     def of(cls, plan: RunPlan) -> LossAverage:
         """Return the rule of a run."""
         training = plan.config.training
-        tokens = training.micro_batch_size * plan.config.model.seq_length // plan.topology.cp
+        tokens = training.micro_batch_size * plan.config.model.seq_length
         return cls(training.calculate_per_token_loss, tokens)
 
     def objective(self, loss_scale: Callable[[], float]) -> Any:
@@ -184,17 +184,19 @@ class LossAverage:
     ) -> PendingLoss:
         """Start to average this rank's reports, which only ranks of the last stage have, with those of all replicas.
 
-        One all-reduce of three numbers over the world, so that every rank, whatever its stage, learns the loss.
+        Each cp rank reports the loss of its tokens, and the number of tokens of whole sequences. One all-reduce of three
+        numbers over the world, so that every rank, whatever its stage, learns the loss.
         """
         totals = torch.zeros(3, dtype=torch.float64, device=device)
         if reports and groups.tp.rank == 0:  # tp ranks report the same loss
             totals[0] = torch.stack([report.loss_sum for report in reports]).double().sum()
-            totals[1] = torch.stack([report.num_tokens for report in reports]).double().sum()
+            if groups.cp.rank == 0:
+                totals[1] = torch.stack([report.num_tokens for report in reports]).double().sum()
             # a microbatch whose tokens are all masked out counts 0
             means = [report.loss_sum / report.num_tokens.clamp(min=1) for report in reports]
             totals[2] = torch.stack(means).double().sum()
         work = all_reduce(totals, groups.world, async_op=True)
-        count = float(num_microbatches * groups.dp_cp.size)
+        count = float(num_microbatches * groups.dp.size)
         return PendingLoss(totals, work, self.per_token, count, count * self.microbatch_tokens)
 
 
@@ -236,7 +238,7 @@ def read_microbatches(
             return loader.microbatch(consumed, k, dp_rank, dp, training.micro_batch_size)
 
     keys = None if step is None else Keys(training.seed, step, dp_rank, dp)
-    return Microbatches(count, read, keys, runtime.device)
+    return Microbatches(count, read, keys, runtime.device, runtime.sequence_part)
 
 
 class TrainStep:

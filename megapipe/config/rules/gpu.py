@@ -26,7 +26,8 @@ def overlaps_by_default(config: Config) -> bool:
     --device auto means a GPU where this machine has one, so a plan for GPUs made elsewhere needs --device cuda.
     """
     parallel, device, tp = config.parallel, config.training.device, config.parallel.tensor_model_parallel_size
-    fits = parallel.sequence_parallel and config.model.seq_length // tp >= parallel.tp_comm_overlap_chunks
+    length = config.model.seq_length // parallel.context_parallel_size // tp
+    fits = parallel.sequence_parallel and length >= parallel.tp_comm_overlap_chunks
     is_gpu = device == "cuda" or (device == "auto" and sees_gpu())
     return tp >= 4 and fits and is_gpu and config.kernels.transformer_impl == "local"
 
@@ -110,7 +111,9 @@ def fp8_sizes(config: Config, layer: LayerConfig) -> Iterator[str]:
         return
     tp, head, heads = config.parallel.tensor_model_parallel_size, layer.kv_channels, layer.num_attention_heads
     sizes = {
-        "--micro-batch-size x --seq-length": config.training.micro_batch_size * layer.seq_length,
+        "--micro-batch-size x --seq-length / cp": config.training.micro_batch_size
+        * layer.seq_length
+        // config.parallel.context_parallel_size,
         "--hidden-size": layer.hidden_size,
     }
     if layer.has_attention:
@@ -184,6 +187,7 @@ def why_not_compiled(config: Config) -> str | None:
             config.offload.cpu_offloading_num_layers > 0,
         ),
         ("experts are not compiled", config.model.num_experts is not None),
+        ("attention over several cp ranks is not compiled", config.parallel.context_parallel_size > 1),
         ("the norm of an extension is not compiled", norm.function is not None),
         (
             "the activation of an extension is not compiled",
@@ -206,7 +210,8 @@ def offload_and_overlap(config: Config) -> Iterator[str]:
     if config.recompute.recompute_method == "uniform" and group is not None and count % group:
         rule = f"splits a group of --recompute-num-layers {group}, which keeps one input for all its layers"
         yield f"--cpu-offloading-num-layers {count} {rule}; use a multiple of {group}"
-    parallel, length, tp = config.parallel, config.model.seq_length, config.parallel.tensor_model_parallel_size
+    parallel, tp = config.parallel, config.parallel.tensor_model_parallel_size
+    length = config.model.seq_length // parallel.context_parallel_size
     positions = length // tp if parallel.sequence_parallel else length
     if parallel.tp_comm_overlap and tp > 1 and parallel.tp_comm_overlap_chunks > positions:
         rule = f"is more than the {positions} positions of --seq-length {length} that a rank holds"

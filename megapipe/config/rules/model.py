@@ -34,7 +34,7 @@ def shape(config: Config) -> Iterator[str]:
         yield f"{rule}; {sizes} as hidden size, or give the width of a head with --kv-channels"
     if heads % tp:
         yield f"{tp_does_not_divide} --num-attention-heads {heads}; {use_divisors(heads, wanted=tp)}"
-    if config.parallel.sequence_parallel and length % tp:
+    if config.parallel.sequence_parallel and length % tp and config.parallel.context_parallel_size == 1:
         ways = f"{use_multiples(tp, length)} as sequence length, or leave --sequence-parallel out"
         yield f"{tp_does_not_divide} --seq-length {length}, which --sequence-parallel needs; {ways}"
     if model.max_position_embeddings is not None and model.max_position_embeddings < length:
@@ -148,10 +148,6 @@ def rotary_scaling(config: Config) -> Iterator[str]:
 def axes(config: Config) -> Iterator[str]:
     """Check the axes, their order, and the communication backend."""
     parallel = config.parallel
-    if parallel.context_parallel_size != 1:
-        way = "use 1, and --tensor-model-parallel-size with --sequence-parallel for long sequences"
-        rule = "context parallelism is not supported yet"
-        yield f"--context-parallel-size {parallel.context_parallel_size}: {rule}; {way}"
     if sorted(parallel.rank_order.split("-")) != sorted(AXES):
         yield f"--rank-order {parallel.rank_order}: name each of {one_of(AXES)} once, joined by -, such as tp-cp-dp-pp"
     if parallel.distributed_backend == "nccl" and config.training.device == "cpu":

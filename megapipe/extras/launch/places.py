@@ -13,7 +13,7 @@ from megapipe.topology import AXES, Topology, all_coordinates
 
 SHOWN_AXES = ("pp", "dp", "cp", "tp")
 MOST_RANKS_SHOWN = 32
-SENDING = ("tp", "pp", "replicas", "embedding")  # groups that send much in a step
+SENDING = ("tp", "cp", "cp_a2a", "cp_p2p", "pp", "replicas", "embedding")  # groups that send much in a step
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,7 @@ def group_traffic(plan: RunPlan) -> tuple[GroupTraffic, ...]:
     found = []
     for name in SENDING:
         groups = [group for group in topology.groups(name) if len(group) > 1]
-        most = max(sent[name] for sent in by_pp_rank)
+        most = max(sent.get(name, 0.0) for sent in by_pp_rank)
         if not groups or not most:
             continue
         crossing = [group for group in groups if len(topology.nodes_of(group)) > 1]
@@ -140,7 +140,7 @@ def group_traffic(plan: RunPlan) -> tuple[GroupTraffic, ...]:
         else:
             for group in crossing:
                 for node in topology.nodes_of(group):
-                    leaving[node] += by_pp_rank[topology.coordinates(group[0]).pp_rank][name]
+                    leaving[node] += by_pp_rank[topology.coordinates(group[0]).pp_rank].get(name, 0.0)
         network_bytes = max(leaving.values(), default=0.0)
         found.append(GroupTraffic(name, len(groups[0]), len(groups), len(crossing), most, network_bytes))
     return tuple(found)

@@ -6,6 +6,7 @@ Initial weights and global batches are random, reproducible, and the same for th
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -30,6 +31,7 @@ from megapipe.model.init import draw
 from megapipe.optimizer.schedule import Rates
 from megapipe.plan.run_plan import RunPlan
 from megapipe.schedule.families import SCHEDULES
+from megapipe.sharding.sequence import SequencePart
 from megapipe.sharding.spec import Init, ParamSpec
 from megapipe.tensor_parallel.random import DropoutKey, keyed_mask
 
@@ -96,7 +98,8 @@ def share_of(runtime: TrainingRuntime, batch: GlobalBatch, step: int) -> Microba
     """Return this rank's microbatches of a global batch, with the dropout keys of training."""
     seed, dp, dp_rank = runtime.plan.config.training.seed, runtime.plan.topology.dp, runtime.coordinates.dp_rank
     keys = Keys(seed, step, dp_rank, dp)
-    return Microbatches(len(batch) // dp, lambda k: batch[k * dp + dp_rank], keys, runtime.device)
+    read = lambda k: batch[k * dp + dp_rank]  # noqa: E731
+    return Microbatches(len(batch) // dp, read, keys, runtime.device, runtime.sequence_part)
 
 
 @dataclass(frozen=True)
@@ -235,7 +238,8 @@ class GridMasks:
     """The reference's `DropoutMasks`: whole masks in fp64, concatenated from the slices that a grid's tp ranks draw.
 
     The mask of attention probabilities is cut by heads; that of hidden states by the sequence under sequence
-    parallelism, else all tp ranks share one stream. The grid draws hidden states as [s, b, h], not [b, s, h].
+    parallelism, else all tp ranks share one stream. The grid draws hidden states as [s, b, h], not [b, s, h]. With
+    context parallelism each part of the sequence has streams of its own, of attention each pair of parts of a ring.
     """
 
     config: ResolvedConfig
@@ -244,19 +248,39 @@ class GridMasks:
 
     def __call__(self, layer: int, site: str, shape: tuple[int, ...]) -> Tensor:
         """Return the mask divided by 1 - p. shape: [b, heads, s, s] for attention_probs, else [b, s, h]."""
-        model, tp = self.config.model, self.config.parallel.tensor_model_parallel_size
-
-        def kept(local: tuple[int, ...], rate: float, tp_rank: int | None) -> Tensor:
-            return keyed_mask(local, rate, self.key, layer, site, tp_rank, self.device)
-
+        model, parallel = self.config.model, self.config.parallel
         if site == "attention_probs":
-            rate, (batch, heads, *square) = model.attention_dropout, shape
-            mask = torch.cat([kept((batch, heads // tp, *square), rate, rank) for rank in range(tp)], dim=1)
-        else:
-            rate, (batch, seq, hidden) = model.hidden_dropout, shape
-            if self.config.parallel.sequence_parallel:
-                mask = torch.cat([kept((seq // tp, batch, hidden), rate, rank) for rank in range(tp)])
-            else:
-                mask = kept((seq, batch, hidden), rate, None)
-            mask = mask.transpose(0, 1)
-        return mask.double() / (1.0 - rate)
+            return self._probs(layer, shape).double() / (1.0 - model.attention_dropout)
+        tp, cp, rate, (batch, seq, hidden) = (
+            parallel.tensor_model_parallel_size,
+            parallel.context_parallel_size,
+            model.hidden_dropout,
+            shape,
+        )
+        mask = torch.empty(seq, batch, hidden, dtype=torch.bool, device=self.device)
+        for part in (SequencePart(rank, cp) for rank in range(cp)):
+            key = dataclasses.replace(self.key, part=part)
+            ranks = range(tp) if parallel.sequence_parallel else (None,)
+            local = seq // cp // len(ranks), batch, hidden
+            slices = [keyed_mask(local, rate, key, layer, site, rank, self.device) for rank in ranks]
+            mask[part.positions(seq)] = torch.cat(slices)
+        return mask.transpose(0, 1).double() / (1.0 - rate)
+
+    def _probs(self, layer: int, shape: tuple[int, ...]) -> Tensor:
+        """Return the mask of probabilities, [b, heads, s, s]."""
+        parallel, rate, (batch, heads, seq, _) = self.config.parallel, self.config.model.attention_dropout, shape
+        kinds, cp = parallel.cp_comm_type, parallel.context_parallel_size
+        kind = kinds[0] if len(kinds) == 1 else kinds[layer]
+        exchanged = {"a2a": cp, "a2a+p2p": (parallel.hierarchical_context_parallel_sizes or (1,))[0]}.get(kind, 1)
+        head_ranks, ring = parallel.tensor_model_parallel_size * exchanged, cp // exchanged
+        mask = torch.empty(shape, dtype=torch.bool, device=self.device)
+        parts = [SequencePart(rank, ring) for rank in range(ring)]
+        local = batch, heads // head_ranks, seq // ring, seq // ring
+        for rank in range(head_ranks):
+            held = mask[:, rank * local[1] : (rank + 1) * local[1]]
+            for queries, keys in itertools.product(parts, parts):
+                key = dataclasses.replace(self.key, part=queries, keys_of=keys.rank if ring > 1 else None)
+                drawn = keyed_mask(local, rate, key, layer, "attention_probs", rank, self.device)
+                rows = torch.from_numpy(queries.positions(seq))[:, None]
+                held[:, :, rows, torch.from_numpy(keys.positions(seq))] = drawn
+        return mask

@@ -20,6 +20,7 @@ from megapipe.config.files import DataConfig
 from megapipe.config.layer_pattern import PARTS
 from megapipe.config.layers import OPTIONS_OF, ROTARY_OPTIONS, LayerConfig, layer_configs
 from megapipe.config.model import ModelConfig, PrecisionConfig
+from megapipe.config.rules.context import heads_exchanged
 from megapipe.config.training import OptimizerConfig, TrainingConfig
 from megapipe.errors import ConfigError
 from megapipe.plan.resolve import resolve
@@ -77,8 +78,12 @@ def shrink(
         partition = from_counts(counts, sum(counts))
     training, num_microbatches = _training(plan)
     precision, recompute, offload = _precision(config.precision, mode), config.recompute, config.offload
+    kinds = config.parallel.cp_comm_type
+    if len(kinds) > len(layers):
+        kinds = tuple(kind for kind, _ in zip(itertools.cycle(dict.fromkeys(kinds)), layers))
     parallel = dataclasses.replace(
         config.parallel,
+        cp_comm_type=kinds,
         pipeline_model_parallel_layout=partition.layout(),  # balancing small sizes would move layers between stages
         num_layers_per_virtual_pipeline_stage=None,
         decoder_first_pipeline_num_layers=None,
@@ -142,15 +147,18 @@ def _model(config: ResolvedConfig, layers: Sequence[LayerConfig], tp: int) -> Mo
     """Return the model of these layers with small sizes. What layers have in other sizes keeps its proportions."""
     model = config.model
     kinds = (model, *dict.fromkeys(layers))
-    heads, whole = model.num_attention_heads, 1
+    heads, whole, held = model.num_attention_heads, 1, 1
     if all(kind.num_query_groups % tp == 0 for kind in kinds):
-        # each rank has whole groups: keep at most two of them; groups shared by ranks are all kept
+        # each rank has whole groups: keep two of them, or one for each rank of a2a; groups shared by ranks are all kept
         whole = math.gcd(*(kind.num_query_groups // tp for kind in kinds))
+    held = min(whole, max(2, heads_exchanged(config)))
     rotated = [kind.rotary_percent for kind in kinds if kind.position_embedding_type == "rope"]
     # 8 channels, or the smallest size above for which each --rotary-percent rotates whole pairs
     sizes = (size for size in range(8, model.kv_channels) if all(_rotates_pairs(size, share) for share in rotated))
     # about 16 tokens, and at least two for each rank that holds a slice of the sequence
     divisor = tp if config.parallel.sequence_parallel else 1
+    if config.parallel.context_parallel_size > 1:
+        divisor = math.lcm(2, divisor) * config.parallel.context_parallel_size
     seq = min(model.seq_length, max(16, 2 * divisor) // divisor * divisor)
     widest = max(kind.ffn_hidden_size for kind in kinds) // tp
     narrow = MAX_FFN if all(kind.norm_position == "before" for kind in kinds) else MAX_NORMED_FFN
@@ -162,7 +170,7 @@ def _model(config: ResolvedConfig, layers: Sequence[LayerConfig], tp: int) -> Mo
         if window is not None:  # it hides keys if the original one does
             window = seq if window >= model.seq_length else _scaled(window, longest, max(1, seq // 3))
         return {
-            "num_query_groups": kind.num_query_groups // whole * min(whole, 2),
+            "num_query_groups": kind.num_query_groups // whole * held,
             "ffn_hidden_size": tp * _scaled(kind.ffn_hidden_size // tp, widest, narrow),
             "window_size": window,
         }
@@ -177,7 +185,7 @@ def _model(config: ResolvedConfig, layers: Sequence[LayerConfig], tp: int) -> Mo
         model,
         num_layers=len(layers),
         hidden_size=min(model.hidden_size, 32),
-        num_attention_heads=heads // whole * min(whole, 2),
+        num_attention_heads=heads // whole * held,
         kv_channels=next(sizes, model.kv_channels),
         seq_length=seq,
         max_position_embeddings=seq + min(model.max_position_embeddings - model.seq_length, 3),

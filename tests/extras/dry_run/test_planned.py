@@ -42,6 +42,7 @@ EXPERTS = {
     "add_bias_linear": False,
     "expert_model_parallel_size": 2,
 }
+CP2 = {"context_parallel_size": 2}
 CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "one_rank": (1, {}),
     "bf16": (1, {"dtype": "bf16"}),
@@ -112,6 +113,20 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
         },
     ),
     "window": (1, {"window_size": 32}),
+    "cp2_p2p": (2, CP2),
+    "cp4_all_gather_sp2_bf16": (
+        8,
+        SP2 | {"context_parallel_size": 4, "cp_comm_type": ("all_gather",), "dtype": "bf16"},
+    ),
+    "cp2_a2a_zb_h1_bf16": (4, CP2 | PP2 | {"cp_comm_type": ("a2a",), "pipeline_schedule": "zb-h1", "dtype": "bf16"}),
+    "cp4_a2a_p2p_full": (
+        4,
+        {"context_parallel_size": 4, "cp_comm_type": ("a2a+p2p",), "hierarchical_context_parallel_sizes": (2, 2)}
+        | FULL,
+    ),
+    "cp4_p2p_window_zero1": (4, {"context_parallel_size": 4, "window_size": 24} | ZERO1),
+    "cp2_p2p_documents_core_attn": (2, CP2 | {"reset_attention_mask": True} | selective("core_attn")),
+    "cp2_p2p_soft_caps_dropout": (2, CP2 | {"attn_logit_softcapping": 30.0, "attention_dropout": 0.1}),
     "sp2_in_chunks_bf16": (2, SP2 | OVERLAP | {"dtype": "bf16"}),
     "zb_h1_sp2_in_chunks": (4, PP2 | SP2 | OVERLAP | {"pipeline_schedule": "zb-h1"}),
     "fp8_ends_pp2": (2, PP2 | FP8 | {"dtype": "bf16", "first_last_layers_bf16": True}),

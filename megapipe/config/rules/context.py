@@ -1,0 +1,98 @@
+"""Rules of context parallelism: lengths of sequences, kinds of communication, and what cannot be combined with them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from megapipe.config.config import Config
+from megapipe.config.layers import LayerConfig, of_each_kind
+from megapipe.config.model import ATTENTIONS
+from megapipe.config.rules.proposals import chosen, divisors, nearest_values, use_multiples
+from megapipe.formatting import one_of
+
+CP = "--context-parallel-size"
+KIND = "--cp-comm-type"
+SIZES = "--hierarchical-context-parallel-sizes"
+
+
+def length(config: Config) -> Iterator[str]:
+    """Check that the sequence can be cut into two chunks for each cp rank, and their tokens over tp."""
+    parallel, seq = config.parallel, config.model.seq_length
+    cp, tp = parallel.context_parallel_size, parallel.tensor_model_parallel_size
+    if cp == 1:
+        return
+    unit, rule = 2 * cp, f"2 x {CP} {cp}: each rank holds an early chunk and a late one"
+    if parallel.sequence_parallel and tp > 1:
+        unit = math.lcm(unit, cp * tp)
+        rule += f", with --sequence-parallel a multiple of {CP} x --tensor-model-parallel-size {tp}"
+    if seq % unit:
+        yield f"--seq-length {seq} is not a multiple of {rule}; {use_multiples(unit, seq)}"
+
+
+def kinds(config: Config) -> Iterator[str]:
+    """Check the number of kinds and the levels of a2a+p2p."""
+    parallel, layers = config.parallel, config.model.num_layers
+    types, sizes, cp = (
+        parallel.cp_comm_type,
+        parallel.hierarchical_context_parallel_sizes,
+        parallel.context_parallel_size,
+    )
+    if len(types) not in (1, layers):
+        yield f"{KIND} names {len(types)} kinds; name one, or one for each of {layers} layers"
+    if "a2a+p2p" in types and cp > 1 and sizes is None:
+        yield f"{KIND} a2a+p2p needs {SIZES} A R, ranks that exchange heads and groups in the ring, A x R = {cp}"
+    if sizes is not None and "a2a+p2p" not in types:
+        yield f"{SIZES} belongs to {KIND} a2a+p2p; leave one of the two out"
+    elif sizes is not None and (len(sizes) != 2 or math.prod(sizes) != cp):
+        ways = one_of([f"{size} {cp // size}" for size in nearest_values(divisors(cp), sizes[0] if sizes else 1)])
+        yield f"{SIZES} {' '.join(map(str, sizes))}: two numbers whose product is {CP} {cp}; use {ways}"
+
+
+def heads_exchanged(config: Config) -> int:
+    """Return the most ranks among which a layer exchanges heads for positions; 1 if none does."""
+    parallel = config.parallel
+    inner = (parallel.hierarchical_context_parallel_sizes or (1,))[0]
+    ranks = {"a2a": parallel.context_parallel_size, "a2a+p2p": inner}
+    return max(ranks.get(kind, 1) for kind in parallel.cp_comm_type or ("p2p",))
+
+
+@of_each_kind
+def heads(config: Config, layer: LayerConfig) -> Iterator[str]:
+    """Check that the key/value heads of a tp rank can be divided over the ranks that exchange them."""
+    parallel, ranks = config.parallel, heads_exchanged(config)
+    tp = parallel.tensor_model_parallel_size
+    held = max(1, layer.num_query_groups // tp)
+    if layer.has_attention and ranks > 1 and held % ranks:
+        ways = one_of(nearest_values(divisors(held), ranks))
+        rule = f"{layer.num_query_groups} key/value heads over --tensor-model-parallel-size {tp} are {held} a rank"
+        flag = f"{KIND} a2a" if "a2a" in parallel.cp_comm_type else f"{SIZES} {ranks}"
+        yield f"{flag} divides them over {ranks} ranks, but {rule}: use {ways}, or {KIND} p2p or all_gather"
+
+
+def combinations(config: Config) -> Iterator[str]:
+    """Yield what context parallelism, or its kinds that compute attention in blocks, cannot be combined with."""
+    parallel, model, kernels, recompute = config.parallel, config.model, config.kernels, config.recompute
+    if parallel.context_parallel_size == 1:
+        return
+    refused = chosen(
+        ("--num-experts", model.num_experts is not None),
+        ("--transformer-impl transformer_engine", kernels.transformer_impl != "local"),
+        ("--compile-pointwise", kernels.compile_pointwise),
+        ("--cuda-graph-impl", config.gpu.cuda_graph_impl != "none"),
+        ("--recompute-memory-budget", recompute.recompute_memory_budget is not None),
+    )
+    if refused:
+        yield f"{CP} {parallel.context_parallel_size} does not work with {one_of(refused)} yet; leave one of the two out"
+    in_blocks = [kind for kind in dict.fromkeys(parallel.cp_comm_type) if kind != "a2a"]
+    needs_a2a = chosen(
+        (f"--attention-impl {kernels.attention_impl}", kernels.attention_impl != "sdpa"),
+        (f"--attention-kind {model.attention_kind}", ATTENTIONS[model.attention_kind].function is not None),
+        ("--recompute-keep-attention", recompute.recompute_keep_attention),
+    )
+    if in_blocks and needs_a2a:
+        rule = "computes attention in blocks of queries and keys, which does not work with"
+        yield f"{KIND} {one_of(in_blocks)} {rule} {one_of(needs_a2a)}; use {KIND} a2a"
+
+
+RULES = (length, kinds, heads, combinations)

@@ -1,0 +1,210 @@
+"""Attention of a block of queries on a block of keys with its log-sum-exp, and the backward with that of all keys.
+
+q: [queries, b, g, n, d]; k, v: [keys, b, g, 1, d], any strides. Output [b, g n, queries, d], log-sum-exp
+[b, g n, queries] in at least fp32; a query that sees no key of the block has output 0 and log-sum-exp -inf.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megapipe.model.context import MaskedBlock
+from megapipe.tensor_parallel.gemms import at_least_fp32
+
+HALF_TYPES = (torch.float16, torch.bfloat16)
+LSE_MULTIPLE = 32  # to which CUDA's memory-efficient kernel pads the log-sum-exp
+MASK_MULTIPLE = 16  # of elements, to which it wants rows of a mask aligned
+Gradients = tuple[Tensor, Tensor, Tensor]  # of q, k and v
+
+
+class BlockKernel(Protocol):
+    """Computes blocks. source: the rank of the ring whose keys they are."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, block: MaskedBlock, source: int) -> tuple[Tensor, Tensor]:
+        """Return output and log-sum-exp."""
+
+    def backward(
+        self,
+        grad: Tensor,  # of the output over all keys, [queries, b, g n, d]
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        output: Tensor,  # over all keys, [queries, b, g n, d]
+        lse: Tensor,  # over all keys, [b, g n, queries]
+        block: MaskedBlock,
+        source: int,
+    ) -> Gradients:
+        """Return this block's share of the gradients."""
+
+
+@dataclass(frozen=True)
+class FusedBlocks:
+    """torch's fused kernels: flash attention on CPUs, and on CUDA in half types without mask, else memory-efficient."""
+
+    scale: float
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, block: MaskedBlock, source: int) -> tuple[Tensor, Tensor]:
+        (queries, batch, _, _, size), aten = q.shape, torch.ops.aten
+        fold = _folded_dim(q, block)
+        q, k, v = _folded(q, k, v, fold)
+        causal, mask = block.block.kind == "causal", block.mask
+        if not q.is_cuda:
+            output, lse = aten._scaled_dot_product_flash_attention_for_cpu(
+                q, k, v, 0.0, causal, attn_mask=mask, scale=self.scale
+            )
+        elif mask is None and q.dtype in HALF_TYPES:
+            output, lse = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False, scale=self.scale)[:2]
+        else:
+            bias = None if mask is None else _aligned(mask).expand(q.shape[0], q.shape[1], -1, -1)
+            output, lse = aten._scaled_dot_product_efficient_attention(
+                q, k, v, bias, True, 0.0, causal, scale=self.scale
+            )[:2]
+            lse = lse[:, :, :queries]
+        output, lse = output.reshape(batch, -1, queries, size), lse.reshape(batch, -1, queries)
+        if block.empty is not None:
+            # the kernel's own result of such a row is not one: CPUs return a log-sum-exp of 0
+            output = output.masked_fill(block.empty.unsqueeze(-1), 0.0)
+            lse = lse.masked_fill(block.empty, -torch.inf)
+        return output, lse
+
+    def backward(
+        self,
+        grad: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        output: Tensor,
+        lse: Tensor,
+        block: MaskedBlock,
+        source: int,
+    ) -> Gradients:
+        shape, (queries, batch, groups, per_group, _), aten = q.shape, q.shape, torch.ops.aten
+        fold = _folded_dim(q, block)
+        split = (queries, batch, groups, per_group, -1)
+        grad, output = (_fold(x.view(split), fold) for x in (grad, output))
+        q, k, v = _folded(q, k, v, fold)
+        lse = lse.reshape(q.shape[:3])
+        causal, mask = block.block.kind == "causal", block.mask
+        if not q.is_cuda:
+            grads = aten._scaled_dot_product_flash_attention_for_cpu_backward(
+                grad, q, k, v, output, lse, 0.0, causal, attn_mask=mask, scale=self.scale
+            )
+        elif mask is None and q.dtype in HALF_TYPES:
+            unused = torch.empty(2, dtype=torch.uint64, device=q.device)  # of dropout
+            grads = aten._scaled_dot_product_flash_attention_backward(
+                *(grad, q, k, v, output, lse, None, None, queries, k.shape[2], 0.0, causal, unused, unused[:0]),
+                scale=self.scale,
+            )
+        else:
+            bias = None if mask is None else _aligned(mask).expand(q.shape[0], q.shape[1], -1, -1)
+            padded, unused = F.pad(lse, (0, -queries % LSE_MULTIPLE)), torch.zeros((), dtype=torch.int64)
+            grads = aten._scaled_dot_product_efficient_attention_backward(
+                *(grad, q, k, v, bias, output, padded, unused, unused, 0.0, (True, True, True, False), causal),
+                scale=self.scale,
+            )
+        return _unfolded(grads, shape)
+
+
+@dataclass(frozen=True)
+class WrittenBlocks:
+    """GEMMs and softmax in at least fp32, for what fused kernels lack. The backward computes the probabilities again.
+
+    kept: (source, (b, g n), device) -> mask of the probabilities that dropout keeps, [b, g n, s, s of the source].
+    factor: of the kept ones.
+    """
+
+    scale: float
+    cap: float | None = None
+    kept: Callable[[int, tuple[int, int], torch.device], Tensor] | None = None
+    factor: float = 1.0
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, block: MaskedBlock, source: int) -> tuple[Tensor, Tensor]:
+        batch, queries = q.shape[1], q.shape[0]
+        q, k, v = _folded(q, k, v, 2)
+        logits, _ = self._logits(q, k, block)
+        lse = torch.logsumexp(logits, dim=-1)
+        probs = (logits - lse.masked_fill(lse == -torch.inf, 0.0).unsqueeze(-1)).exp_()
+        output = self._dropped(probs, block, source).to(v.dtype) @ v
+        return output.view(batch, -1, queries, v.shape[-1]), lse
+
+    def backward(
+        self,
+        grad: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        output: Tensor,
+        lse: Tensor,
+        block: MaskedBlock,
+        source: int,
+    ) -> Gradients:
+        shape = q.shape
+        q, k, v = _folded(q, k, v, 2)
+        grad, output = (x.permute(1, 2, 0, 3) for x in (grad, output))
+        logits, squashed = self._logits(q, k, block)
+        wide = logits.dtype
+        probs = (logits - lse.unsqueeze(-1)).exp_()
+        grad_v = self._dropped(probs, block, source).to(v.dtype).transpose(2, 3) @ grad
+        delta = (grad.to(wide) * output.to(wide)).sum(-1, keepdim=True)
+        grad_probs = self._dropped((grad @ v.transpose(2, 3)).to(wide), block, source)
+        grad_logits = probs * (grad_probs - delta)
+        if squashed is not None:
+            grad_logits = grad_logits * (1 - squashed.square())
+        grad_logits = grad_logits.to(q.dtype) * self.scale
+        return _unfolded((grad_logits @ k, grad_logits.transpose(2, 3) @ q, grad_v), shape)
+
+    def _logits(self, q: Tensor, k: Tensor, block: MaskedBlock) -> tuple[Tensor, Tensor | None]:
+        """Return the logits in at least fp32, and with a soft-cap their tanh."""
+        logits, squashed = ((q * self.scale) @ k.transpose(2, 3)).to(at_least_fp32(q.dtype)), None
+        if self.cap is not None:
+            squashed = torch.div(logits, self.cap).tanh_()
+            logits = squashed * self.cap
+        if block.mask is not None:
+            logits = logits + block.mask
+        elif block.block.kind == "causal":
+            visible = torch.ones(logits.shape[-2:], dtype=torch.bool, device=logits.device).tril_()
+            logits = logits.masked_fill(~visible, -torch.inf)
+        return logits, squashed
+
+    def _dropped(self, x: Tensor, block: MaskedBlock, source: int) -> Tensor:
+        if self.kept is None:
+            return x
+        kept = self.kept(source, (x.shape[0], x.shape[1]), x.device)
+        return x * kept[:, :, slice(*block.block.queries), slice(*block.block.keys)] * self.factor
+
+
+def _folded_dim(q: Tensor, block: MaskedBlock) -> int:
+    """Return 1 to fold query groups into the batch, which shares k and v without a copy, unless each sequence has its
+    own mask; else 2, to fold the heads of a group.
+    """
+    return 1 if q.shape[3] > 1 and (block.mask is None or block.mask.shape[0] == 1) else 2
+
+
+def _folded(q: Tensor, k: Tensor, v: Tensor, dim: int) -> Gradients:
+    """Return q, k and v as [b, heads, s, d]."""
+    q, k, v = (_fold(x.expand(-1, -1, -1, q.shape[3], -1), dim) for x in (q, k, v))
+    return q, k, v
+
+
+def _fold(x: Tensor, dim: int) -> Tensor:
+    return x.flatten(dim, dim + 1).permute(1, 2, 0, 3)
+
+
+def _unfolded(grads: Any, q_shape: torch.Size) -> Gradients:
+    """Return the gradients of folded q, k and v, those of k and v summed over the heads that share k."""
+    _, batch, groups, per_group, size = q_shape
+    grad_q, grad_k, grad_v = (x.reshape(batch, groups, per_group, -1, size) for x in grads[:3])
+    grad_k, grad_v = (x.sum(2, keepdim=True) if per_group > 1 else x for x in (grad_k, grad_v))
+    grad_q, grad_k, grad_v = (x.permute(3, 0, 1, 2, 4) for x in (grad_q, grad_k, grad_v))
+    return grad_q, grad_k, grad_v
+
+
+def _aligned(mask: Tensor) -> Tensor:
+    """Return a mask whose rows begin at multiples that CUDA's kernel accepts."""
+    return F.pad(mask, (0, -mask.shape[-1] % MASK_MULTIPLE))[..., : mask.shape[-1]]

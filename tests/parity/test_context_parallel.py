@@ -1,0 +1,118 @@
+"""Context parallelism of every kind equals one process in fp64: losses, gradients, weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from megapipe.optimizer.schedule import Rates
+from megapipe.plan.resolve import resolve
+from tests.harness import RankPool
+from tests.parity.comparison import plan_differences
+from tests.tiny import make_config
+
+MODEL: dict[str, Any] = {
+    "num_layers": 2,
+    "hidden_size": 16,
+    "ffn_hidden_size": 24,
+    "num_attention_heads": 4,
+    "seq_length": 24,
+    "vocab_size": 24,
+    "make_vocab_size_divisible_by": 4,
+    "micro_batch_size": 2,
+    "global_batch_size": 8,
+    "train_iters": 2,
+    "lr": 0.01,
+    "adam_eps": 1e-3,
+    "dtype": "fp64",
+    "device": "cpu",
+    "hidden_dropout": 0.0,
+    "attention_dropout": 0.0,
+    "clip_grad": 0.3,
+}
+ZERO = {"use_distributed_optimizer": True, "overlap_grad_reduce": True, "overlap_param_gather": True}
+ROPE = {"position_embedding_type": "rope", "rope_scaling_type": "yarn", "rope_original_max_position_embeddings": 8}
+DOCUMENTS = {"eod_mask_loss": True, "reset_position_ids": True, "reset_attention_mask": True}
+LLAMA = ROPE | {"normalization": "RMSNorm", "activation": "swiglu", "add_bias_linear": False, "num_query_groups": 2}
+FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+CORE = {"recompute_granularity": "selective", "recompute_modules": ("core_attn",)}
+DROPOUT = {"hidden_dropout": 0.2, "attention_dropout": 0.3}
+UNTIED = {"untie_embeddings_and_output_weights": True}
+A2A, GATHER = {"cp_comm_type": ("a2a",)}, {"cp_comm_type": ("all_gather",)}
+BOTH = {"cp_comm_type": ("a2a+p2p",), "hierarchical_context_parallel_sizes": (2, 2)}
+GRIDS: dict[str, tuple[int, dict[str, Any]]] = {
+    "cp 2, p2p": (2, {"cp": 2}),
+    "cp 2, all_gather": (2, {"cp": 2} | GATHER),
+    "cp 2, a2a": (2, {"cp": 2} | A2A),
+    "cp 4, a2a+p2p": (4, {"cp": 4} | BOTH),
+    "cp 3, p2p, grouped, rotary": (3, {"cp": 3} | LLAMA),
+    "cp 2, p2p, documents": (2, {"cp": 2} | DOCUMENTS | LLAMA),
+    "cp 2, all_gather, documents, tokens": (2, {"cp": 2, "calculate_per_token_loss": True} | DOCUMENTS | GATHER),
+    "cp 4, a2a+p2p, documents": (4, {"cp": 4} | DOCUMENTS | BOTH | ROPE),
+    "cp 4, p2p, window of 2": (4, {"cp": 4, "window_size": 2} | LLAMA),
+    "cp 3, p2p, window of 7, dropout": (3, {"cp": 3, "window_size": 7} | DROPOUT),
+    "cp 2, all_gather, window of 9": (2, {"cp": 2, "window_size": 9} | GATHER | LLAMA),
+    "cp 4, a2a+p2p, window of 5, dropout": (4, {"cp": 4, "window_size": 5} | BOTH | DROPOUT),
+    "cp 2, a2a, window of 5, documents, dropout": (2, {"cp": 2, "window_size": 5} | A2A | DROPOUT | DOCUMENTS),
+    "cp 2, p2p, soft-caps, dropout": (
+        2,
+        {"cp": 2, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0, "num_query_groups": 1} | DROPOUT,
+    ),
+    "cp 2, all_gather, softmax in fp32, dropout": (
+        2,
+        {"cp": 2, "attention_softmax_in_fp32": True} | GATHER | DROPOUT | DOCUMENTS,
+    ),
+    "cp 2 tp 2 sequence parallel, qk norm": (
+        4,
+        {"cp": 2, "tp": 2, "sequence_parallel": True, "qk_layernorm": True} | LLAMA | ZERO | CORE,
+    ),
+    "cp 2 tp 4 one kv head, dropout": (
+        8,
+        {"cp": 2, "tp": 4, "sequence_parallel": True, "num_query_groups": 1} | DROPOUT | DOCUMENTS,
+    ),
+    "cp 2 dp 2 pp 2 zb-h1": (8, {"cp": 2, "pp": 2, "pipeline_schedule": "zb-h1"} | ZERO | LLAMA | DOCUMENTS),
+    "cp 2 pp 2 zb-v, a2a, full": (
+        4,
+        {"cp": 2, "pp": 2, "chunks": 2, "pipeline_schedule": "zb-v", "num_layers": 4} | A2A | FULL,
+    ),
+    "cp 2 pp 2 dualpipe": (
+        4,
+        {"cp": 2, "pp": 2, "pipeline_schedule": "dualpipe", "global_batch_size": 16} | ZERO | LLAMA,
+    ),
+    "cp 2 pp 2 interleaved, full": (
+        4,
+        {"cp": 2, "pp": 2, "chunks": 2, "num_layers": 4, "sequence_parallel": True} | FULL | LLAMA | DOCUMENTS,
+    ),
+    "cp 2 dp 2, a kind each": (
+        4,
+        {"cp": 2, "num_layers": 3, "cp_comm_type": ("a2a", "p2p", "all_gather"), "rank_order": "dp-cp-tp-pp"}
+        | ZERO
+        | DOCUMENTS,
+    ),
+    "cp 4 tp 2, a2a+p2p, core": (
+        8,
+        {"cp": 4, "tp": 2, "sequence_parallel": True} | BOTH | CORE | ROPE,
+    ),
+    "cp 2 pp 2 pipedream": (4, {"cp": 2, "pp": 2, "pipeline_schedule": "pipedream", "clip_grad": 0.0} | LLAMA | UNTIED),
+    "cp 2, a2a, keeps attention": (2, {"cp": 2, "recompute_keep_attention": True} | A2A | FULL | LLAMA),
+    "cp 2 pp 2 without a barrier": (
+        4,
+        {"cp": 2, "pp": 2, "pipeline_schedule": "zb-h2", "optimizer_post_validation": True} | UNTIED | ZERO,
+    ),
+    "cp 2, offloaded": (2, {"cp": 2, "cpu_offloading_num_layers": 1, "min_offloaded_tensor_size": 1} | DOCUMENTS),
+}
+SHORT = {"cp": "context_parallel_size"}
+
+
+def differences(rank: int, world_size: int, options: dict[str, Any]) -> list[str]:
+    named = {SHORT.get(name, name): value for name, value in options.items()}
+    plan = resolve(make_config(**MODEL | named), world_size)
+    return plan_differences(rank, plan, [Rates(0.02, 0.1, None), Rates(0.01, 0.2, None)])
+
+
+@pytest.mark.parametrize("name", GRIDS)
+def test_grid_with_context_parallelism_equals_one_process(name: str, rank_pools: Callable[[int], RankPool]) -> None:
+    world_size, options = GRIDS[name]
+    assert rank_pools(world_size).run(differences, options)[0] == []
