@@ -14,13 +14,14 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import NamedTuple
 
 from megapipe.errors import ScheduleError
 from megapipe.schedule.action import COMPUTE_OPS, RECV_OPS, SEND_OPS, Action, Op
 from megapipe.schedule.dependencies import NEEDS, TRAVELS, Channel, channel_of
+from megapipe.schedule.lifetimes import NO_MOVES, Moves, Unit
 from megapipe.schedule.lower import without_pairs
 from megapipe.schedule.schedule import Schedule, gc_paused
 
@@ -28,7 +29,8 @@ DEFAULT_CONNECTIONS = 8  # CUDA's, if CUDA_DEVICE_MAX_CONNECTIONS is unset
 MOST_CONNECTIONS = 32
 POOL_STREAMS, POOL_PRIORITIES = 32, 4  # torch's pool: so many streams of each priority; communicators take them in turn
 HIGH = POOL_PRIORITIES - 1  # pool of NCCL's streams with is_high_priority_stream
-CURRENT, TP, DP = "current", "tp", "dp"  # names of streams; those of messages are channels, of DualPipe's stages ints
+# names of streams; those of messages are channels, of DualPipe's stages ints
+CURRENT, TP, DP, TO_HOST, TO_DEVICE = "current", "tp", "dp", "to host", "to device"
 SECONDS = {Op.F: 1.0, Op.B: 2.0, Op.I: 1.0, Op.W: 1.0, Op.UPDATE: 0.0}  # of computations, F = 1
 # stream -> hardware queue: in the order in which this job first uses its streams, or in the order in which torch
 # creates its pool, where the priorities alternate
@@ -55,6 +57,12 @@ class Program:
 
     works: list[Work] = field(default_factory=list)
     last: dict[Stream, int] = field(default_factory=dict)  # stream -> index of its latest entry
+    idle: frozenset[Stream] = frozenset()  # streams of the process that this step does not use
+
+    @property
+    def streams(self) -> list[Stream]:
+        """The streams of the process, in the order in which it creates them."""
+        return sorted({work.stream for work in self.works} | self.idle, key=_creation_order)
 
     def add(self, work: Work) -> int:
         """Enqueue an entry and return its index."""
@@ -82,6 +90,10 @@ class Traffic:
     send_depth: int | None = None  # with so many sends in flight the stream waits for the oldest; None: never
     message_seconds: float = 0.0  # of a message, a forward takes 1
     collective_seconds: float = 0.0  # of one of the tp collectives
+    # --cuda-graph-impl: a computation with its collectives is one entry of its stream, the launch of a graph
+    graphs: bool = False
+    moves: tuple[Moves, ...] = ()  # of each pp_rank: activations that are copied to the host and back
+    copy_seconds: float = 0.0  # of one of these copies
 
 
 @gc_paused()
@@ -89,13 +101,20 @@ def enqueue(schedule: Schedule, traffic: Traffic = Traffic()) -> tuple[Program, 
     """Return what each pp_rank enqueues in one step of a lowered schedule.
 
     Ranks of one tp or dp group enqueue the same, so only one of them is simulated: a cycle of waits over several of
-    them would also be a cycle in their common program. Not included: the declarations of the first messages,
-    offloading and CUDA graphs.
+    them would also be a cycle in their common program. A forward-only schedule gives the step of an evaluation, whose
+    process also has the streams of training: `beside` adds them. Not included: the declarations of the first messages.
     """
     streams = Op.OVERLAP in schedule.ops
     return tuple(
         _Rank(schedule, pp_rank, traffic, streams).program_of(row if streams else without_pairs(row))
         for pp_rank, row in enumerate(schedule.rows)
+    )
+
+
+def beside(programs: tuple[Program, ...], others: tuple[Program, ...]) -> tuple[Program, ...]:
+    """Return programs whose processes also have the streams of `others`, the programs of another step of the run."""
+    return tuple(
+        replace(program, idle=frozenset(other.streams)) for program, other in zip(programs, others, strict=True)
     )
 
 
@@ -111,6 +130,7 @@ class _Rank:
         self.numbers: defaultdict[Channel, int] = defaultdict(int)
         self.received: dict[Action, int] = {}
         self.halves_left = 0
+        self.copies = _Copies(self.program, traffic, traffic.moves[pp_rank] if traffic.moves else NO_MOVES)
 
     def program_of(self, row: Iterable[Action]) -> Program:
         program = self.program
@@ -158,21 +178,84 @@ class _Rank:
                 receive = Action(stage, TRAVELS[kind][1], microbatch)
                 if TRAVELS[kind][2] == -offset and receive in self.received:
                     program.wait(stream, self.received.pop(receive), name)
-        count = 0 if op is Op.W else self.traffic.tp_collectives
-        tp = TP if not self.stages else f"{TP} {stage}"  # the halves of a pair have a communicator each
-        program.add(Work(stream, name, seconds=SECONDS[op] / (count + 1)))
-        for _ in range(count):
-            summed = program.communicate(Work(tp, name, seconds=self.traffic.collective_seconds), stream)
-            program.wait(stream, summed, name)
-            program.add(Work(stream, name, seconds=SECONDS[op] / (count + 1)))
+        moments = self.copies.moments_of(action)
+        for moment in moments:
+            self.copies.begin(moment, stream)
+            self.work(stream, stage, op, name, SECONDS[op] / len(moments))
+            self.copies.end(moment, stream)
         self.halves_left = max(0, self.halves_left - 1)
         if self.stages and self.halves_left == 0:
             for other in self.stages:
                 program.wait(CURRENT, program.last.get(other), "join")
 
+    def work(self, stream: Stream, stage: int, op: Op, name: str, seconds: float) -> None:
+        """Run kernels for so long, with the collectives over tp between them."""
+        program, count = self.program, 0 if op is Op.W or self.traffic.graphs else self.traffic.tp_collectives
+        tp = TP if not self.stages else f"{TP} {stage}"  # the halves of a pair have a communicator each
+        program.add(Work(stream, name, seconds=seconds / (count + 1)))
+        for _ in range(count):
+            summed = program.communicate(Work(tp, name, seconds=self.traffic.collective_seconds), stream)
+            program.wait(stream, summed, name)
+            program.add(Work(stream, name, seconds=seconds / (count + 1)))
+
     def fork(self) -> None:
         for stage in self.stages:
             self.program.wait(stage, self.program.last.get(CURRENT), "fork")
+
+
+class _Copies:
+    """Offloading on one rank, as far as streams see it (`pipeline.offload`, `gpu.streams.StreamCopies`).
+
+    A moment is an index of `Moves.moments`; without offloading an action is one moment, None.
+    """
+
+    def __init__(self, program: Program, traffic: Traffic, moves: Moves) -> None:
+        self.program, self.moves, self.seconds = program, moves, traffic.copy_seconds
+        self.next = 0
+        self.written: dict[Unit, tuple[Stream, int]] = {}  # the stream of the forward, the copy to the host
+        self.arrived: dict[Unit, int] = {}  # the copy back
+        self.buffers: list[int | None] = []  # free ones, with the last copy out of each
+
+    def moments_of(self, action: Action) -> list[int | None]:
+        """Return the moments of a computation, in order."""
+        if action not in self.moves.firsts:
+            return [None]
+        first, moments = self.next, self.moves.moments
+        while self.next < len(moments) and moments[self.next][:3] == action:
+            self.next += 1
+        return list(range(first, self.next))
+
+    def begin(self, index: int | None, stream: Stream) -> None:
+        """Wait for copies, and start those back to the device, before a moment computes."""
+        if index is None:
+            return
+        program, moment = self.program, self.moves.moments[index]
+        for unit in self.moves.released.get(index, ()):
+            made_on, copy = self.written[unit]
+            program.wait(made_on, copy, f"release of {unit.stage}F{unit.microbatch}")
+        for unit in self.moves.loaded.get(index, ()):
+            made_on, _ = self.written.pop(unit)
+            name = f"copy back of {unit.stage}F{unit.microbatch}"
+            program.wait(TO_DEVICE, program.last.get(made_on), name)
+            self.arrived[unit] = program.add(Work(TO_DEVICE, name, seconds=self.seconds))
+            self.buffers.append(self.arrived[unit])
+        arrived = (
+            None if moment.op is Op.F else self.arrived.pop(Unit(moment.stage, moment.microbatch, moment.group), None)
+        )
+        program.wait(stream, arrived, str(Action(*moment[:3])))
+
+    def end(self, index: int | None, stream: Stream) -> None:
+        """Start the copy to the host after the forward of a group that leaves the device."""
+        if index is None:
+            return
+        program, moment = self.program, self.moves.moments[index]
+        unit = Unit(moment.stage, moment.microbatch, moment.group)
+        if moment.op is not Op.F or unit not in self.moves.moved:
+            return
+        name = f"copy of {moment.stage}F{moment.microbatch}"
+        program.wait(TO_HOST, program.last.get(stream), name)
+        program.wait(TO_HOST, self.buffers.pop() if self.buffers else None, name)
+        self.written[unit] = stream, program.add(Work(TO_HOST, name, seconds=self.seconds))
 
 
 def queue_map(
@@ -242,8 +325,7 @@ class _Machine:
         self.before: list[list[int | None]] = []  # the entry before each in its CUDA stream
         self.queues: list[list[list[int]]] = []  # [rank][queue] -> entries
         for program in programs:
-            streams = sorted({work.stream for work in program.works}, key=_creation_order)
-            queue_of = queue_map(streams, connections, mapping, high_priority)
+            queue_of = queue_map(program.streams, connections, mapping, high_priority)
             last: dict[int, int] = {}
             entries: defaultdict[int, list[int]] = defaultdict(list)
             before: list[int | None] = []
@@ -352,7 +434,7 @@ def waiting_receives(schedule: Schedule, traffic: Traffic = Traffic()) -> tuple[
         for work, start, end in zip(program.works, starts, ends, strict=True):
             if work.is_receive:
                 receives.append((start, end))
-            elif work.message is None and work.seconds and not str(work.stream).startswith(TP):
+            elif work.message is None and work.seconds and str(work.stream).split()[0] not in (TP, "to"):
                 busy.append((start, end))
         overlap = sum(max(0.0, min(a, b) - max(c, d)) for c, a in receives for d, b in busy)
         steps = sorted([(end, -1) for _, end in receives] + [(start, 1) for start, end in receives if end > start])

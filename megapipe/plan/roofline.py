@@ -23,7 +23,7 @@ from megapipe.plan.hardware import GIGA, Hardware
 from megapipe.plan.layer_costs import layer_flops, step_flops
 from megapipe.plan.layer_time import layer_seconds
 from megapipe.plan.run_plan import RunPlan
-from megapipe.plan.step_time import predict_step, ring_link
+from megapipe.plan.step_time import optimizer_bytes, predict_step, ring_link, update_bytes
 
 # Shares of data-sheet peaks that good kernels reach on large tensors of an H100 SXM: 690 of 989 TFLOP/s in GEMMs (and
 # as much of the peak in fp8), 2.5 of 3.35 TB/s, attention 600 TFLOP/s forward and 480 backward.
@@ -123,7 +123,7 @@ def layer_work(plan: RunPlan, hardware: Hardware, forms: Forms) -> tuple[Work, .
         Work("attention", 2, 0.0, "one fused kernel forward; one call backward", core),
         Work("norms", 10 if shape.sequence_parallel else 8, 14.0 * own * hidden * element, NORMS),
         Work("residual", 4, 12.0 * own * hidden * element, "two sums, and two of gradients"),
-        _rotary(tokens * rotated, tokens * qkv * element, element, forms.fuses_rotary),
+        _rotary(tokens * rotated, tokens * qkv * element, shape.seq * channels // 2, element, forms.fuses_rotary),
         Work("qkv gradient", 1, 2.0 * tokens * qkv * element, "gradients of q, k and v are copied side by side"),
         Work("activation", 2, 8.0 * tokens * ffn * element, "one compiled kernel each way")
         if forms.compiles
@@ -142,16 +142,21 @@ def _parts(layer: LayerSpec) -> tuple[Attention, DenseMLP]:
     return layer.attention, layer.mlp
 
 
-def _rotary(rotated: int, qkv_bytes: int, element: int, is_fused: bool) -> Work:
-    """Return the work of rotating so many elements of q and k, and their gradients, of qkv_bytes with those of v."""
-    if is_fused:
-        return Work("rotary", 2, 4.0 * rotated * element, "one kernel each way, in place")
+def _rotary(rotated: int, qkv_bytes: int, table: int, element: int, is_fused: bool) -> Work:
+    """Return the work of rotating so many elements of q and k, and their gradients, of qkv_bytes with those of v.
+
+    table: elements of cos, and of sin.
+    """
     wide = 4
+    if is_fused:
+        moved = 4.0 * rotated * element + 4.0 * table * wide
+        return Work("rotary", 2, moved, "one kernel each way, in place")
     casts, copies = rotated * (element + wide), rotated * (wide + element)
     products, sums = 4 * rotated / 2 * 2 * wide, 2 * rotated / 2 * 3 * wide
     each_way = casts + products + sums + copies
+    tables = 10.0 * table * wide  # a product reads one, and the gradient turns by -sin
     reason = "raise both halves, four products, two sums, write both halves; the gradient is copied first"
-    return Work("rotary", 22, 2.0 * each_way + 2.0 * qkv_bytes, reason)
+    return Work("rotary", 22, 2.0 * each_way + 2.0 * qkv_bytes + tables, reason)
 
 
 def _casts(layer: LayerSpec, plan: RunPlan, forms: Forms) -> Iterator[Work]:
@@ -179,22 +184,21 @@ def step_work(plan: RunPlan, forms: Forms) -> dict[str, Work]:
     vocabulary = plan.config.model.padded_vocab_size // shape.tp
     logits = float(shape.tokens * vocabulary)
     blocks = math.ceil(shape.tokens / max(forms.loss_block_bytes // (4 * vocabulary), 1))
-    sums = 3 if shape.tp > 1 else 0  # of the terms of all ranks
+    # the terms of all ranks are summed; the embedding looks for the tokens that are in this rank's rows
+    over_tp = 3 + 5 if shape.tp > 1 else 0
     if forms.compiles:
         loss = Work(
-            "loss", 31 + sums, 8 * logits, "maximum, sum of exponentials, gradient: a pass over the logits each"
+            "loss", 31 + over_tp, 8 * logits, "maximum, sum of exponentials, gradient: a pass over the logits each"
         )
     else:
         reason = (
             "maximum; by blocks in fp32: difference, exponential, sum; backward difference, exponential, factor, copy"
         )
-        loss = Work("loss", 21 + sums + 17 * blocks, 48 * logits, reason)
-    if forms.fuses_update:
-        update = Work("update", 0, 38.0, "bytes a parameter: norm 4, one pass 30 that writes 16-bit weights, zeros 4")
-    else:
-        update = Work(
-            "update", 0, 46.0, "bytes a parameter: norm 4, AdamW 32 with the scaled gradient, weights 6, zeros 4"
-        )
+        loss = Work("loss", 21 + over_tp + 17 * blocks, 48 * logits, reason)
+    dtypes = plan.state_dtypes(0)
+    moved = update_bytes(dtypes, shape.element, forms.fuses_update) + dtypes.gradient_bytes
+    pass_bytes = "one pass 30 that writes 16-bit weights" if forms.fuses_update else "AdamW 32, weights 6"
+    update = Work("update", 0, float(moved), f"bytes a parameter: norm 4, {pass_bytes}, zeros 4")
     return {"loss": loss, "update": update}
 
 
@@ -223,8 +227,8 @@ def roofline(plan: RunPlan, hardware: Hardware, forms: Forms) -> Roofline:
     peak = hardware.peak(plan.config.precision.dtype)
     product = 2.0 * plan.shape.tokens * head.num_weights / (peak * GEMM_SHARE)
     loss = step["loss"].time(fast) + 3 * product
-    shards = [plan.shard_elements(plan.placement.stages_of(rank)) for rank in range(plan.topology.pp)]
-    update = max(shards) * step["update"].num_bytes / fast.memory_bytes_per_second
+    moved = max(optimizer_bytes(plan, rank, forms.fuses_update) for rank in range(plan.topology.pp))
+    update = moved / fast.memory_bytes_per_second
     held = [
         [plan.partition.stages[stage] for stage in plan.placement.stages_of(rank)] for rank in range(plan.topology.pp)
     ]

@@ -27,7 +27,7 @@ from megapipe.plan.traffic import gather_bytes, reduction_bytes
 from megapipe.schedule.action import Op
 from megapipe.schedule.costs import Costs
 from megapipe.schedule.simulate import Bubble, Timeline, simulate
-from megapipe.sharding.state_dtypes import StateDtypes
+from megapipe.sharding.state_dtypes import BYTES, MASTER, REMAINDER, StateDtypes
 from megapipe.topology import Topology
 
 HALVES = {Op.F: ("forward",), Op.B: ("inputs", "weights"), Op.I: ("inputs",), Op.W: ("weights",)}
@@ -91,10 +91,8 @@ def predict_step(plan: RunPlan, hardware: Hardware) -> StepTime:
     parts["reduce"] = reduce
     # all ranks wait for the norm, and for the next step's first stage
     held = [plan.placement.stages_of(rank) for rank in range(plan.topology.pp)]
-    updated = max(
-        plan.shard_elements(stages_of_rank) * update_bytes(plan.state_dtypes(rank), plan.shape.element)
-        for rank, stages_of_rank in enumerate(held)
-    )
+    is_compiled = plan.config.kernels.optimizer_impl == "compiled"
+    updated = max(optimizer_bytes(plan, rank, is_compiled) for rank in range(plan.topology.pp))
     cast = max(_weight_cast_seconds(plan, hardware, rank) for rank in range(plan.topology.pp))
     parts["optimizer"] = updated / hardware.memory_bytes_per_second + cast
     parts["gather"] = max(_exposed_gather(plan, hardware, stages_of_rank, stages) for stages_of_rank in held)
@@ -103,14 +101,52 @@ def predict_step(plan: RunPlan, hardware: Hardware) -> StepTime:
     return StepTime(sum(parts.values()), parts, tokens, flops, world_size, peak, timeline)
 
 
-def update_bytes(dtypes: StateDtypes, element: int) -> int:
+def optimizer_bytes(plan: RunPlan, pp_rank: int, is_compiled: bool) -> int:
+    """Return the bytes that a rank moves once a step: zeroed gradients, the norm and the update."""
+    stages, dtypes = plan.placement.stages_of(pp_rank), plan.state_dtypes(pp_rank)
+    of_shard = plan.shard_elements(stages) * update_bytes(dtypes, plan.shape.element, is_compiled)
+    return of_shard + plan.num_elements(stages) * dtypes.gradient_bytes
+
+
+def update_bytes(dtypes: StateDtypes, element: int, is_compiled: bool = False) -> int:
     """Return the bytes that norm and update move for each element of a rank's shard.
 
-    Both read the gradient. Master and moments are read and written, the weight, of `element` bytes, is written, and
-    read where no whole master weight exists.
+    element: bytes of a weight. is_compiled: --optimizer-impl compiled. tests/fake_cuda/test_budget.py counts them. The
+    fused kernel reads and writes master and moments, and also writes the gradient that it has scaled; another pass
+    reads the master and writes the weight. Compiled, one pass does all of it and leaves the gradient. Narrow states are
+    widened before the fused kernel and narrowed after it (`optimizer.narrow`).
     """
-    read = dtypes.undo_bytes(element) - dtypes.gradient_bytes  # an update reads what it changes
-    return 2 * dtypes.gradient_bytes + read + dtypes.state_bytes + element
+    gradient, wide = dtypes.gradient_bytes, 4
+    if dtypes.is_narrow:
+        states = {MASTER: "fp32"} | dtypes.states
+        widened = 0 if gradient == wide else gradient + wide  # the gradient: before and after, and for the norm
+        read, written = _narrow_bytes(dtypes)
+        kernel = 2 * wide * (1 + len(states))
+        update = 2 * widened + sum(read.values()) + kernel + sum(written.values())
+        if MASTER in dtypes.states and states[MASTER] != REMAINDER:
+            update += read.get(MASTER, wide) + (wide if MASTER in read else 0) + element
+        if dtypes.scaled:  # the same on copies before, to find the largest elements
+            copied = 2 * wide * (len(states) - len(read)) + (widened or 2 * wide)
+            update += sum(read.values()) + copied + kernel + wide * len(dtypes.scaled)
+        return widened + wide + update
+    read_and_written = dtypes.undo_bytes(element) - gradient  # an update reads what it changes
+    master = BYTES[dtypes.states[MASTER]] if MASTER in dtypes.states else 0
+    of_weight = master and element + (0 if is_compiled else master)
+    return 2 * gradient + (0 if is_compiled else gradient) + 2 * read_and_written + of_weight
+
+
+def _narrow_bytes(dtypes: StateDtypes) -> tuple[dict[str, int], dict[str, int]]:
+    """Return the bytes of widening an element of each narrow state to fp32, and of narrowing it."""
+    wide, read, written = 4, dict[str, int](), dict[str, int]()
+    for state, dtype in dtypes.narrow.items():
+        cast = BYTES[dtype] + wide
+        if (
+            dtype == REMAINDER
+        ):  # read: bits of the weight, shifted, and the remainder; written: checked for NaN, rounded
+            read[state], written[state] = cast + 2 * wide + cast + wide, 2 * (2 * wide + 1) + 2 * cast + 4 * wide
+        else:  # a scale is one pass more
+            read[state] = written[state] = cast + 2 * wide * (state in dtypes.scaled)
+    return read, written
 
 
 def stage_seconds(plan: RunPlan, hardware: Hardware) -> tuple[OpSeconds, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -20,8 +21,10 @@ from megapipe.environment import Environment, replace_for_libraries, set_for_lib
 from megapipe.errors import ConfigError, TrainingError
 from megapipe.formatting import bytes_text
 from megapipe.plan.memory import rank_memory
-from megapipe.plan.queues import DEFAULT_CONNECTIONS, MOST_CONNECTIONS, Traffic, enqueue, why_it_hangs
+from megapipe.plan.queues import DEFAULT_CONNECTIONS, MOST_CONNECTIONS, Traffic, beside, enqueue, why_it_hangs
 from megapipe.plan.run_plan import RunPlan
+from megapipe.schedule.lifetimes import Moves
+from megapipe.schedule.schedule import Schedule
 from megapipe.tensor_parallel.fp8 import fp8_unsupported_reason
 
 FLIGHT_RECORDER_FOLDER = "nccl"
@@ -74,17 +77,13 @@ def connections_line(plan: RunPlan) -> tuple[str, ...]:
         return ()
     text = value_for_libraries(CONNECTIONS)
     given = int(text) if text is not None and text.isascii() and text.isdigit() and int(text) else DEFAULT_CONNECTIONS
-    schedules = [plan.schedule(count) for count in plan.decisive_counts]
-    traffic = Traffic(
-        tp_collectives=2 if plan.topology.tp > 1 else 0,
-        dp=plan.topology.num_replicas > 1 and plan.config.parallel.overlap_grad_reduce,
-        send_depth=plan.send_depth,
-    )
-    if sum(len(row) for schedule in schedules for row in schedule.rows) > MOST_ACTIONS:
+    steps = _steps(plan)
+    if sum(len(row) for schedule, _ in steps for row in schedule.rows) > MOST_ACTIONS:
         chosen, why = max(given, MOST_CONNECTIONS), "this schedule is too large to be simulated at the start"
     else:
         priority, why, chosen = plan.config.gpu.high_priority_stream_groups, "", given
-        programs = [enqueue(schedule, traffic) for schedule in schedules]
+        programs = [enqueue(*step) for step in steps]
+        programs = [beside(each, programs[0]) for each in programs]
         for chosen in dict.fromkeys((given, *(count for count in (8, 16, MOST_CONNECTIONS) if count > given))):
             hang = next(filter(None, (why_it_hangs(each, chosen, priority) for each in programs)), "")
             if not hang:
@@ -97,6 +96,24 @@ def connections_line(plan: RunPlan) -> tuple[str, ...]:
     replace_for_libraries(CONNECTIONS, str(chosen))
     origin = "of the environment" if text is not None else "CUDA's default"
     return (f"{CONNECTIONS}: {chosen} instead of {given}, {origin}: {why}",)
+
+
+def _steps(plan: RunPlan) -> list[tuple[Schedule, Traffic]]:
+    """Return the lowered schedules of a run with their traffic: training, with and without graphs, and evaluation."""
+    traffic = Traffic(
+        tp_collectives=2 if plan.topology.tp > 1 else 0,
+        dp=plan.topology.num_replicas > 1 and plan.config.parallel.overlap_grad_reduce,
+        send_depth=plan.send_depth,
+    )
+    steps = []
+    for count in plan.decisive_counts:
+        moves: tuple[Moves, ...] = ()
+        if plan.config.offload.cpu_offloading_num_layers:
+            moves = tuple(plan.row_moves(count, rank) for rank in range(plan.topology.pp))
+        steps.append((plan.schedule(count), replace(traffic, moves=moves)))
+        if plan.config.gpu.cuda_graph_impl != "none" and traffic.tp_collectives:  # else a graph enqueues the same
+            steps.append((plan.schedule(count), replace(traffic, graphs=True)))
+    return [*steps, (plan.forward_schedule(plan.batch.num_microbatches), replace(traffic, dp=False))]
 
 
 def channels_line(plan: RunPlan, settings: NcclSettings) -> tuple[str, ...]:

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
 
+from megapipe.model.compiled import BlockFormulas
 from megapipe.tensor_parallel import gemms
 
 Forward = Callable[..., Tensor]
@@ -28,10 +30,21 @@ PLANTED: dict[str, Callable[[Tensor], Tensor]] = {
     "mixed_dtype": lambda y: torch.mm(y.flatten(0, -2).float(), y.new_zeros(y.shape[-1], 1).float()).sum() * 0 + y,
 }
 
+# the same to the result of the activation of compiled blocks
+PLANTED_IN_BLOCKS: dict[str, Callable[[Tensor], Tensor]] = {
+    "graph_break": lambda y: (torch._dynamo.graph_break(), y)[1],
+    "host_read_in_a_graph": lambda y: y * y.sum().item(),
+}
+
 
 @contextmanager
 def mistake(name: str) -> Iterator[None]:
-    """Make a mistake of `PLANTED` inside; none for ''."""
+    """Make a mistake inside; none for ''."""
+    if name in PLANTED_IN_BLOCKS:
+        activation = BlockFormulas.activation
+        with patch.object(BlockFormulas, "activation", lambda *args: PLANTED_IN_BLOCKS[name](activation(*args))):
+            yield
+        return
     right: Any = gemms.Gemms.forward
     if name:
         wrong = PLANTED[name]

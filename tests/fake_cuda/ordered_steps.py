@@ -31,19 +31,20 @@ from torch import Tensor
 
 from megapipe.assembly import runtime as assembly
 from megapipe.assembly.microbatches import Keys, Microbatches
-from megapipe.assembly.runtime import TrainingRuntime
+from megapipe.assembly.runtime import TrainingRuntime, parameter_dtype
 from megapipe.comm.fake_backend import Traffic
 from megapipe.comm.groups import Group, ProcessGroups, fake_process_groups
 from megapipe.optimizer.schedule import Rates
 from megapipe.plan.run_plan import RunPlan
 from megapipe.sharding.spec import ParamSpec
+from megapipe.tensor_parallel.gradients import gemm_adds_to_fp32
 from megapipe.topology import GROUP_NAMES
 from megapipe.train.step import StepBatch, train_step
 from tests.extras.dry_run.grids import make_plan, read_for
 from tests.fake_cuda.order import Entry, find_races
 from tests.fake_cuda.plants import PLANTS
 from tests.fake_cuda.recorder import Device, NcclHandle, OrderedAnswers, Recorder, pretend_streams
-from tests.fake_cuda.steps import DEVICE, ShapesOnly, pretend
+from tests.fake_cuda.steps import ACTIVE, DEVICE, ShapesOnly, pretend
 
 BASE: dict[str, Any] = {
     "num_layers": 2,
@@ -75,6 +76,7 @@ def _communicator(group: Group, name: str, recorder: Recorder) -> Group:
 def log_of(plan: RunPlan, rank: int, num_steps: int) -> list[Entry]:
     """Run steps of one rank and return its log."""
     answers = OrderedAnswers()
+    ACTIVE[:] = [answers]
     recorder = answers.recorder = Device.recorder = Recorder(answers)
     Device.set_current(0)
     groups, read = nccl_groups(plan, rank, recorder), read_for(plan)
@@ -84,6 +86,7 @@ def log_of(plan: RunPlan, rank: int, num_steps: int) -> list[Entry]:
         return torch.empty(spec.local_shape(tp_rank, tp), device=DEVICE)
 
     with ShapesOnly(), recorder, answers:
+        gemm_adds_to_fp32(DEVICE, parameter_dtype(plan.config.precision.dtype))  # as at the start of a run
         runtime = TrainingRuntime(plan, groups, DEVICE, empty)
         for channel in runtime.channels.values():
             channel.handle = NcclHandle(str(channel), Traffic(), recorder)
@@ -119,6 +122,7 @@ def races_of(world_size: int, changes: dict[str, Any], num_steps: int = 2, plant
 
 if __name__ == "__main__":
     warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")  # our buffers align their start
+    warnings.filterwarnings("error", "The AccumulateGrad node's stream")  # it would break the capture of a graph
     pretend()
     pretend_streams()
     Device.load(sys.argv[1])

@@ -5,20 +5,23 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
 from torch import Tensor
 
 from megapipe.comm.channels import Channel, PendingReceive, PendingSend
+from megapipe.data_parallel.gather import ParameterGather
 from megapipe.data_parallel.reducer import GradientReducer
 from megapipe.gpu.streams import HostBuffer, StageStreams, StreamCopies
 from megapipe.pipeline.graphs import CapturedStage
 from megapipe.pipeline.offload import _Carried
+from megapipe.tensor_parallel import gemms
 from megapipe.tensor_parallel.gemms import SequenceGather
 from tests.fake_cuda.recorder import Stream, on
 
-begin_step, post_receive = GradientReducer.begin_step, Channel.post_receive
+begin_step, finish, post_receive = GradientReducer.begin_step, GradientReducer.finish, Channel.post_receive
 
 
 def nothing(*_: Any) -> None:
@@ -72,6 +75,24 @@ def reduce_early(reducer: GradientReducer, num_microbatches: int) -> None:
             state.launched = False
 
 
+def finish_at_once(reducer: GradientReducer) -> None:
+    reducer.pending = []
+    finish(reducer)
+
+
+def drop_gathers(gather: ParameterGather, stage: int, buckets: Any = None) -> None:
+    for bucket in tuple(gather.pending[stage]) if buckets is None else buckets:
+        gather.pending[stage].pop(bucket, None)
+
+
+def start_only(collective: Callable[..., Any]) -> Callable[..., Any]:
+    def start(*tensors: Any, async_op: bool = False) -> Any:
+        collective(*tensors, async_op=True)
+        return SimpleNamespace(wait=nothing)
+
+    return start
+
+
 def gathered_halfway(gather: SequenceGather) -> Tensor:
     gather.launch()
     return gather.tensor if gather._full is None else gather._full
@@ -95,6 +116,10 @@ PLANTS: dict[str, Callable[[], Any]] = {
     "receive buffer reused": partial(patch.object, Channel, "post_receive", receive_into_one_buffer),
     "sent tensor freed": partial(patch.object, PendingSend, "wait", drop_message),
     "reduced before the backward": partial(patch.object, GradientReducer, "begin_step", reduce_early),
+    "reduction not waited for": partial(patch.object, GradientReducer, "finish", finish_at_once),
+    "parameters not waited for": partial(patch.object, ParameterGather, "wait", drop_gathers),
+    "sum over tp not waited for": partial(patch.object, gemms, "all_reduce", start_only(gemms.all_reduce)),
+    "chunk's sum not waited for": partial(patch.object, gemms, "reduce_scatter", start_only(gemms.reduce_scatter)),
     "chunk not waited for": partial(patch.object, SequenceGather, "full", gathered_halfway),
     "host update without wait": partial(patch.object, Stream, "synchronize", nothing),
     "sent from a graph": partial(patch.object, CapturedStage, "backward_input", send_from_the_graph),

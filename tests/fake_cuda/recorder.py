@@ -79,6 +79,7 @@ class Recorder(TorchDispatchMode):
         super().__init__()
         self.log: list[Entry] = []
         self.capturing: CudaGraph | None = None
+        self.capture_stream: Stream | None = None
         self._is_pinned = answers.is_pinned
         self._numbers = count(1)
         # by address: (reference, number, queue of the allocation, whether a graph owns the memory, record_stream's)
@@ -312,8 +313,9 @@ def graph(captured: CudaGraph, pool: int = 0, **_: Any) -> Iterator[None]:
     recorder: Recorder = Device.recorder
     recorder.synchronize()
     captured.pool, captured.place, recorder.capturing = pool, where(), captured
+    recorder.capture_stream = recorder.capture_stream or Stream()  # torch captures all graphs on one
     try:
-        with on(Stream()):
+        with on(recorder.capture_stream):
             yield
     finally:
         recorder.capturing = None

@@ -50,6 +50,7 @@ from megapipe.plan.memory import rank_memory
 from megapipe.sharding.spec import ParamSpec
 from megapipe.train.step import train_step
 from tests.extras.dry_run.grids import make_plan, read_for
+from tests.fake_cuda.compiled import compile_blocks
 from tests.fake_cuda.mistakes import mistake
 
 PACKAGE = Path(__file__).parents[2] / "megapipe"
@@ -78,6 +79,9 @@ class Seen:
     product_dtypes: Counter[str] = field(default_factory=Counter)  # of the operands of matrix products
     counted_bytes: dict[str, int] = field(default_factory=dict)  # at the peak of a step; see dry_run's RankCount.items
     planned_bytes: dict[str, int] = field(default_factory=dict)
+    # of --compile-blocks: function -> how often each of its graphs calls each operation; what was said of the choice
+    graphs: dict[str, list[dict[str, int]]] = field(default_factory=dict)
+    said: str = ""
     error: str = ""
 
     def add(self, name: str, used: list[Tensor], where: str | None = None) -> None:
@@ -157,6 +161,16 @@ class Answers(TorchFunctionMode):
             if self.live is not None:
                 self.live._is_paused = paused
 
+    def as_kernel(self, name: str, function: Callable[..., Any], *args: Any, where: str | None = None) -> Any:
+        """Return function(*args), counted as one kernel that reads its arguments and writes its results."""
+        with self.inside_kernel():
+            results = function(*args)
+        self.seen.add(name, [*tensors(args), *tensors(results)], where)
+        if self.live is not None:
+            for result in tensors(results):
+                self.live._see(result)
+        return results
+
     def is_pinned(self, tensor: Tensor) -> bool:
         return tensor.untyped_storage() in self.pinned
 
@@ -171,6 +185,10 @@ class Operations(TorchDispatchMode):
     def __init__(self, answers: Answers) -> None:
         super().__init__()
         self._answers = answers
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -243,14 +261,7 @@ def compiled(function: Callable[..., Any], **_: Any) -> Callable[..., Any]:
     where = getattr(function, "__module__", "").removeprefix("megapipe.").replace(".", "/") + ".py:"
 
     def call(*args: Any) -> Any:
-        answers = ACTIVE[-1]
-        with answers.inside_kernel():
-            results = function(*args)
-        answers.seen.add(name, [*tensors(args), *tensors(results)], where)
-        if answers.live is not None:
-            for result in tensors(results):
-                answers.live._see(result)
-        return results
+        return ACTIVE[-1].as_kernel(name, function, *args, where=where)
 
     return call
 
@@ -260,6 +271,10 @@ ACTIVE: list[Answers] = []
 
 class DeviceBytes(LiveBytes):
     """Counts the storages on the device only."""
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
 
     def _see(self, tensor: Tensor) -> None:
         if tensor.is_cuda:
@@ -297,6 +312,8 @@ def pretend() -> None:
         "current_stream": lambda *_: Stream(),
         "stream": lambda *_: nullcontext(),
         "synchronize": lambda *_: None,
+        "get_rng_state": lambda *_: torch.empty(0, dtype=torch.uint8),
+        "set_rng_state": lambda *_: None,
     }
     for name, value in stand_ins.items():
         setattr(torch.cuda, name, value)
@@ -309,7 +326,7 @@ def pretend() -> None:
 
 
 def seen_of(world_size: int, rank: int, changes: dict[str, Any], base: dict[str, Any], plant: str = "") -> Seen:
-    """Run two steps: the first counts bytes, the second operations. plant: a row of `mistakes.PLANTED`."""
+    """Run two steps: the first counts bytes, the second operations. plant: a name in `mistakes`."""
     answers, live, started = Answers(), DeviceBytes(), time.perf_counter()
     answers.live = live
     ACTIVE.append(answers)
@@ -323,15 +340,20 @@ def seen_of(world_size: int, rank: int, changes: dict[str, Any], base: dict[str,
 
         built: list[TrainingRuntime] = []
 
+        graphs, said = answers.seen.graphs, ""
+
         def build(*arguments: Any) -> TrainingRuntime:
+            nonlocal said
             built.append(TrainingRuntime(*arguments))
+            if plan.config.kernels.compile_blocks == "on":
+                said = compile_blocks(built[-1], answers, graphs)
             return built[-1]
 
         dry_run.TrainingRuntime = build  # type: ignore[misc, assignment]
         with ShapesOnly(), Operations(answers), answers, mistake(plant):
             with live:
                 counted, _ = dry_run.count_step(plan, groups, DEVICE, live, read, empty)
-            answers.live, answers.seen = None, Seen()
+            answers.live, answers.seen = None, Seen(graphs=graphs, said=said)
             (runtime,) = built
             dp_rank = runtime.coordinates.dp_rank
             keys, count = Keys(1, 1, dp_rank, plan.topology.dp), plan.batch.num_microbatches

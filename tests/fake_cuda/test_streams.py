@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.extras.dry_run.grids import OVERLAP, PP2, PP4, SP2, ZERO1
+from tests.extras.dry_run.grids import FP8, FULL, OVERLAP, PP2, PP4, SP2, TP2, ZERO1, selective
 from tests.fake_cuda import device
 
 pytestmark = pytest.mark.timeout(300)
@@ -20,6 +20,8 @@ OVERLAPPED = ZERO1 | {"overlap_grad_reduce": True, "overlap_param_gather": True}
 OFFLOAD = {"cpu_offloading_num_layers": 4, "min_offloaded_tensor_size": 1, "num_layers": 4}
 GRAPHS = {"cuda_graph_impl": "local", "cuda_graph_warmup_steps": 1}
 POST = {"optimizer_post_validation": True}
+DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
+DEPTH_4 = {"pipeline_receive_depth": 4}
 
 
 def schedule(name: str, **changes: Any) -> dict[str, Any]:
@@ -47,6 +49,26 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "offload_pp2": (2, OFFLOAD | PP2),
     "graphs": (1, GRAPHS),
     "graphs_pp2": (2, GRAPHS | PP2),
+    # every other schedule, and every other option that launches work of its own, in few cases
+    "gpipe_depth_4_fp16": (2, PP2 | DEPTH_4 | schedule("gpipe", dtype="fp16")),
+    "interleaved_depth_4_full_recompute": (2, PP2 | V2 | DEPTH_4 | FULL),
+    "breadth_first_depth_4_dropout": (2, PP2 | V2 | DEPTH_4 | DROPOUT | schedule("breadth-first")),
+    "zb_h1_dp2_selective_recompute": (
+        4,
+        PP2 | selective("core_attn", "layernorm", "mlp") | schedule("zb-h1", overlap_grad_reduce=True),
+    ),
+    "zb_h2_fp8": (2, PP2 | FP8 | schedule("zb-h2")),
+    "v_half_depth_4_full_recompute_dropout": (2, PP2 | V2 | DEPTH_4 | FULL | DROPOUT | schedule("v-half")),
+    "v_min_selective_recompute": (2, PP2 | V2 | selective("activation", "layernorm") | schedule("v-min")),
+    "pipedream_depth_4": (2, PP2 | DEPTH_4 | schedule("pipedream", clip_grad=0.0)),
+    "pipedream_2bw_dp2_depth_4": (4, PP2 | DEPTH_4 | schedule("pipedream-2bw", clip_grad=0.0, global_batch_size=8)),
+    "dp2": (2, {"overlap_grad_reduce": True, "ddp_bucket_size": 5_000}),
+    "dp2_reduced_at_the_end_in_bf16": (2, {"overlap_grad_reduce": False, "grad_reduce_in_bf16": True}),
+    "tp2_fp16": (2, TP2 | {"dtype": "fp16"}),
+    "zb_h1_sp2_in_chunks_fp8": (4, PP2 | SP2 | OVERLAP | FP8 | schedule("zb-h1")),
+    "graphs_zb_h1": (2, GRAPHS | PP2 | schedule("zb-h1")),
+    "graphs_interleaved": (2, GRAPHS | PP2 | V2),
+    "graphs_sp2_in_chunks": (2, GRAPHS | SP2 | OVERLAP),
 }
 # plant -> the case in which it is made, and words of both places
 FOUND: dict[str, tuple[str, str, str]] = {
@@ -60,6 +82,14 @@ FOUND: dict[str, tuple[str, str, str]] = {
     "receive buffer reused": ("pp2", "receive in", "read on the default stream"),
     "sent tensor freed": ("pp2", "send", "freed"),
     "reduced before the backward": ("zero1", "reduce_scatter in data_parallel/reducer.py", "default stream"),
+    "reduction not waited for": ("zero1", "reduce_scatter in data_parallel/reducer.py", "default stream"),
+    "parameters not waited for": ("zero1", "all_gather in data_parallel/gather.py", "read on the default stream"),
+    "sum over tp not waited for": ("tp2_fp16", "all_reduce in tensor_parallel/gemms.py", "default stream"),
+    "chunk's sum not waited for": (
+        "sp2_in_chunks",
+        "reduce_scatter in tensor_parallel/gemms.py:summed_product",
+        "default",
+    ),
     "chunk not waited for": ("sp2_in_chunks", "all_gather in tensor_parallel/gemms.py", "default stream"),
     "host update without wait": ("host_optimizer", "default stream", "host"),
     "sent from a graph": ("graphs_pp2", "send", "graph of"),

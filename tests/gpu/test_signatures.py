@@ -50,7 +50,10 @@ def passed_on(table: dict[str, Any], name: str) -> list[Any]:
     return table.get(name.replace("__init__", "**kwargs"), []) if name.endswith("__init__") else []
 
 
-def bound(function: Callable[..., Any], name: str, table: dict[str, Any], seen: set[str]) -> Callable[..., Any]:
+Calls = dict[str, set[str]]  # name -> the keyword arguments that it was called with
+
+
+def bound(function: Callable[..., Any], name: str, table: dict[str, Any], seen: Calls) -> Callable[..., Any]:
     """Wrap a function of a stub so that its arguments are first bound to the library's signature."""
     signature = signature_of(table[name])
     rest = passed_on(table, name)
@@ -60,17 +63,17 @@ def bound(function: Callable[..., Any], name: str, table: dict[str, Any], seen: 
         arguments = signature.bind(*args, **kwargs).arguments
         if rest:
             signature_of(rest).bind(*args[:2], **arguments.get("kwargs", {}))
-        seen.add(name)
+        seen.setdefault(name, set()).update(kwargs)
         return function(*args, **kwargs)
 
     return call
 
 
 @contextmanager
-def checked(library: str, version: str) -> Iterator[set[str]]:
+def checked(library: str, version: str) -> Iterator[Calls]:
     """Install the stubs with checked calls; yields the names that have been called."""
     table = TABLE[library][version]
-    seen: set[str] = set()
+    seen: Calls = {}
     with installed():
         for name in table:
             if "**" in name or name == OLD:
@@ -125,7 +128,7 @@ def call_all(library: str) -> None:
 def test_the_libraries_take_what_the_adapters_give(library: str, version: str) -> None:
     with checked(library, version) as seen:
         call_all(library)
-    assert seen == {name for name in TABLE[library][version] if "**" not in name and name != OLD}
+    assert set(seen) == {name for name in TABLE[library][version] if "**" not in name and name != OLD}
 
 
 @pytest.mark.parametrize(("library", "version"), VERSIONS)
@@ -181,9 +184,45 @@ def test_a_soft_cap_needs_a_flash_attn_that_has_it(monkeypatch: pytest.MonkeyPat
             FlashAttention().attention(shape)
 
 
-def test_an_argument_that_a_library_does_not_take_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    version = next(iter(TABLE["flash_attn"]))
-    scale = [row for row in TABLE["flash_attn"][version]["flash_attn_func"] if row[0] != "softmax_scale"]
-    monkeypatch.setitem(TABLE["flash_attn"][version], "flash_attn_func", scale)
-    with checked("flash_attn", version), pytest.raises(TypeError, match="softmax_scale"):
-        call_all("flash_attn")
+@pytest.mark.parametrize(("library", "version"), VERSIONS)
+def test_an_argument_that_a_library_does_not_take_is_found(
+    library: str, version: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each keyword argument of the adapters in turn is one that the library lacks."""
+    table = TABLE[library][version]
+    with checked(library, version) as seen:
+        call_all(library)
+    for name, given in seen.items():
+        for argument in given:
+            with monkeypatch.context() as patch:
+                for key in (name, name.replace("__init__", "**kwargs")):
+                    if key in table:
+                        patch.setitem(table, key, [row for row in table[key] if row[0] not in (argument, "kwargs")])
+                with checked(library, version), pytest.raises(TypeError, match=f"'{argument}'"):
+                    call_all(library)
+    assert library == "apex" or sum(map(len, seen.values())) > 5
+
+
+class Misspelt(TransformerEngine):
+    """An adapter with a wrong argument in one call."""
+
+    def linear(self, *args: Any, **kwargs: Any) -> torch.nn.Module:
+        whole = self._linear_type
+        self._linear_type = lambda *sizes, **options: whole(*sizes, delay_wgrad=True, **options)
+        return super().linear(*args, **kwargs)
+
+
+@pytest.mark.parametrize("version", TABLE["transformer_engine"])
+def test_a_wrong_argument_of_an_adapter_is_found(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(globals(), "TransformerEngine", Misspelt)
+    with checked("transformer_engine", version), pytest.raises(TypeError, match="'delay_wgrad'"):
+        call_all("transformer_engine")
+
+
+@pytest.mark.parametrize(
+    ("library", "version"), [(library, version) for library, version in VERSIONS if library != "apex"]
+)
+def test_a_wrong_name_of_the_soft_cap_is_found(library: str, version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megapipe.gpu.libraries.soft_cap", lambda *_: {"soft_cap": 1.0})
+    with checked(library, version), pytest.raises(TypeError, match="'soft_cap'"):
+        call_all(library)

@@ -42,25 +42,27 @@ def test_a_stage_of_unlike_layers_takes_the_seconds_of_each(name: str) -> None:
 @pytest.mark.parametrize(
     ("dtype", "changes", "num_bytes"),
     [
-        # gradient for norm and update; master and moments read and written; weight written
-        ("bf16", {}, 4 + 4 + 2 * 12 + 2),
-        ("fp32", {}, 4 + 4 + 2 * 8 + 2 * 4),  # the weight is its own master
-        ("bf16", {"use_precision_aware_optimizer": True}, 4 + 4 + 2 * (2 + 8) + 2 * 2),  # the weight is half of it
+        # norm; gradient read and written, master and moments read and written; master read and weight written
+        ("bf16", {}, 4 + 2 * 4 + 2 * 12 + 4 + 2),
+        ("fp32", {}, 4 + 2 * 4 + 2 * 12),  # the weight is its own master
+        ("bf16", {"optimizer_impl": "compiled"}, 4 + 4 + 2 * 12 + 2),
         (
             "bf16",
             dict.fromkeys(("main_grads_dtype", "exp_avg_dtype", "exp_avg_sq_dtype"), "bf16")
-            | {"use_precision_aware_optimizer": True},
-            2 + 2 + 2 * (2 + 4) + 2 * 2,
+            | {"use_precision_aware_optimizer": True, "main_params_dtype": "fp32"},
+            # norm of a widened gradient; gradient, remainder and moments widened, updated, narrowed
+            (6 + 4) + (6 + 24 + 2 * 6) + 2 * 16 + (6 + 46 + 2 * 6),
         ),
     ],
-    ids=["bf16", "fp32", "remainders", "narrow"],
+    ids=["bf16", "fp32", "compiled", "narrow"],
 )
 def test_an_update_moves_the_bytes_of_its_dtypes(dtype: str, changes: dict[str, Any], num_bytes: int) -> None:
     config = small_config(dtype=dtype, use_distributed_optimizer=True, **changes)
     hardware = dataclasses.replace(HARDWARE["h100"], flops={"bf16": 1e15, "fp32": 1e14})
     plan = resolve(config, 2)
     moved = predict_step(plan, hardware).parts["optimizer"] * hardware.memory_bytes_per_second
-    assert moved == pytest.approx(plan.shard_elements([0]) * num_bytes)
+    zeros = plan.num_elements([0]) * (2 if "main_grads_dtype" in changes else 4)  # of all gradients
+    assert moved == pytest.approx(plan.shard_elements([0]) * num_bytes + zeros)
 
 
 @pytest.mark.parametrize(("tp", "cards"), [(8, None), (16, 8), (32, 8)], ids=["in_a_node", "two_nodes", "four_nodes"])

@@ -12,12 +12,16 @@ from hypothesis import strategies as st
 from megapipe.plan.queues import (
     BY_USE,
     CURRENT,
+    DP,
     MAPPINGS,
+    TO_DEVICE,
+    TO_HOST,
     TP,
     Program,
     Stream,
     Traffic,
     Work,
+    beside,
     enqueue,
     queue_map,
     run_queues,
@@ -26,7 +30,9 @@ from megapipe.plan.queues import (
 )
 from megapipe.schedule.action import Op
 from megapipe.schedule.dependencies import Channel, ValueKind
-from megapipe.schedule.families import build_lowered
+from megapipe.schedule.families import build_forward_only, build_lowered
+from megapipe.schedule.lifetimes import Moves, StageGroups, plan_moves
+from megapipe.schedule.schedule import Schedule
 
 CHANNELS = (Channel(ValueKind.ACT, 0), Channel(ValueKind.GRAD, 0), Channel(ValueKind.ACT, 1))
 
@@ -188,3 +194,63 @@ def test_both_halves_of_a_pair_have_streams_of_their_own() -> None:
     assert Op.OVERLAP in schedule.ops
     streams = {work.stream for work in enqueue(schedule, Traffic(tp_collectives=1))[0].works}
     assert {0, 3, f"{TP} 0", f"{TP} 3"} <= streams
+
+
+def moves_of(schedule: Schedule, layers: int) -> tuple[Moves, ...]:
+    last = schedule.placement.num_stages - 1
+    groups = {stage: StageGroups(layers, layers, stage == last) for stage in range(last + 1)}
+    return tuple(plan_moves(row, groups) for row in schedule.rows)
+
+
+def test_every_offloaded_group_is_copied_out_and_back_in_the_order_of_the_runtime() -> None:
+    schedule = build_lowered("1f1b", 4, 1, 8, None, 1)
+    moves = moves_of(schedule, 2)
+    for program, of_rank in zip(enqueue(schedule, Traffic(moves=moves)), moves, strict=True):
+        out, back = (
+            [index for index, work in enumerate(program.works) if work.stream == stream and work.after is None]
+            for stream in (TO_HOST, TO_DEVICE)
+        )
+        assert len(out) == len(back) == len(of_rank.moved) > 0
+        waits = {work.after for work in program.works if work.stream == CURRENT}
+        assert waits >= {*out, *back}  # memory is reused after the copy out, and read after the copy back
+        # a host buffer is written again after the last copy out of it
+        assert {work.after for work in program.works if work.stream == TO_HOST} & set(back)
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1", "zb-v", "dualpipe-v", "gpipe"])
+def test_offloading_neither_hangs_with_queues_of_their_own_nor_changes_the_time_if_copies_take_none(name: str) -> None:
+    schedule = build_lowered(name, 4, 2 if "v" in name else 1, 8, None, 1)
+    plain, moved = (run_queues(enqueue(schedule, Traffic(moves=each)), None) for each in ((), moves_of(schedule, 2)))
+    assert not moved.blocked
+    assert max(map(max, moved.ends)) == pytest.approx(max(map(max, plain.ends)))
+    slow = run_queues(enqueue(schedule, Traffic(moves=moves_of(schedule, 2), copy_seconds=3.0)), None)
+    assert max(map(max, slow.ends)) > max(map(max, plain.ends)) and not slow.blocked
+
+
+def test_a_graph_is_one_entry_that_takes_as_long() -> None:
+    schedule = build_lowered("1f1b", 2, 1, 4, None, 1)
+    eager, graphs = (enqueue(schedule, Traffic(tp_collectives=2, graphs=each)) for each in (False, True))
+    assert {work.stream for work in eager[0].works} - {work.stream for work in graphs[0].works} == {TP}
+    ends = [max(map(max, run_queues(each, None).ends)) for each in (eager, graphs)]
+    assert ends[0] == pytest.approx(ends[1])
+
+
+def test_an_evaluation_has_the_streams_of_training() -> None:
+    """Its forwards use half of the channels; the others keep their places among the hardware queues."""
+    training = build_lowered("1f1b", 4, 1, 8, None, 2)
+    forward = build_forward_only(training.placement, 8, 2)
+    programs = enqueue(training, Traffic(dp=True))
+    alone = enqueue(forward)
+    both = beside(alone, programs)
+    assert all(set(program.streams) < set(other.streams) for program, other in zip(alone, both, strict=True))
+    assert all(program.streams == other.streams for program, other in zip(both, programs, strict=True))
+    assert DP in both[0].streams and both[0].works == alone[0].works
+    assert not run_queues(both, 32).blocked
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_evaluations_hang_where_a_literal_machine_does(depth: int) -> None:
+    programs = enqueue(build_forward_only(build_lowered("1f1b", 2, 1, 4).placement, 4, depth))
+    for connections in (1, 2, 3):
+        expected = literal(programs, connections, seed=0)
+        assert bool(run_queues(programs, connections, high_priority=("pp",)).blocked) == expected

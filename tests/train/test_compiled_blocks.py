@@ -10,6 +10,7 @@ import os
 import re
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -65,6 +66,8 @@ TWO_RANKS: dict[str, dict[str, Any]] = {
     "dualpipe": PP | LLAMA | {"pipeline_schedule": "dualpipe", "num_layers": 4},
     "interleaved": PP | LLAMA | {"num_virtual_stages_per_pipeline_rank": 2, "num_layers": 4},
     "zb-h1, post-validation": PP | LLAMA | {"pipeline_schedule": "zb-h1", "optimizer_post_validation": True},
+    "pipedream": PP | LLAMA | {"pipeline_schedule": "pipedream", "clip_grad": 0.0},
+    "pipedream-2bw": PP | DROPOUT | {"pipeline_schedule": "pipedream-2bw", "clip_grad": 0.0},
     "dp2, distributed optimizer": LLAMA
     | {"use_distributed_optimizer": True, "overlap_param_gather": True}
     | {"overlap_grad_reduce": True},
@@ -79,7 +82,7 @@ def compiler(backend: str) -> Callable[..., Any]:
 
 
 def trained(
-    rank: int, world_size: int, changes: dict[str, Any], backend: str | None
+    rank: int, world_size: int, changes: dict[str, Any], backend: str | None, evaluates: bool = True
 ) -> tuple[list[float], list[torch.Tensor], list[str]]:
     """Train two steps and evaluate; return losses and gradient norms, the parameters, and what was said."""
     said: list[str] = []
@@ -98,7 +101,8 @@ def trained(
         rows = random.randint(0, 28, (8, 9))
         result = step.run(step_microbatches(runtime, rows, number, rules), Rates(1e-2, 0.01))
         numbers += [result.loss, result.update.grad_norm]
-    numbers.append(step.evaluate(step_microbatches(runtime, rows, 2, rules)).loss)
+    if evaluates:
+        numbers.append(step.evaluate(step_microbatches(runtime, rows, 2, rules)).loss)
     runtime.gather.finish()
     return numbers, [b.parameter(name).clone() for b in runtime.buffers.values() for name in b.names], said
 
@@ -176,20 +180,50 @@ def test_a_compiled_llama_block_has_five_kernels_besides_gemms_and_attention() -
 
     eager = run().total
     said: list[str] = []
-    # the graphs that inductor has in its cache come without their code
-    with torch._inductor.config.patch(fx_graph_cache=False):
-        _, (forward, backward) = run_and_get_code(lambda: choose_blocks(runtime, None, said.append))
+    _, codes = with_code(lambda: choose_blocks(runtime, None, said.append))
     assert said[0].startswith("blocks are compiled")
-    calls = [
-        re.findall(r"^\s+(?:buf\d+ = )?([\w.]+)\(", code[code.index("def call(") :], re.M)
-        for code in (forward, backward)
-    ]
-    fused = [sum(name.startswith("cpp_fused") for name in each) for each in calls]
-    products = [sum(name in ("extern_kernels.mm", "extern_kernels.addmm") for name in each) for each in calls]
-    assert (fused[0], products[0]) == (5, 4)
-    assert (fused[1], products[1]) == (6, 4)
+    assert [kernels_of(code) for code in codes] == [(5, 4), (6, 4)]
     statistics = 8 * 4
     assert run().total <= eager + statistics
+
+
+def with_code(work: Callable[[], Any]) -> tuple[Any, list[str]]:
+    """Return the result of work, and the code that inductor writes for each graph of it."""
+    # graphs that inductor has in its cache come without their code
+    with torch._inductor.config.patch(fx_graph_cache=False, compile_threads=1):
+        result, codes = run_and_get_code(work)
+    return result, codes
+
+
+def kernels_of(code: str) -> tuple[int, int]:
+    """Return the fused kernels and the GEMMs that a graph's code calls."""
+    calls = re.findall(r"^\s+(?:buf\d+ = )?([\w.]+)\(", code[code.index("def call(") :], re.M)
+    fused = sum(name.startswith("cpp_fused") for name in calls)
+    return fused, sum(name in ("extern_kernels.mm", "extern_kernels.addmm") for name in calls)
+
+
+def trained_with_code(
+    rank: int, world_size: int, changes: dict[str, Any], cache: str
+) -> tuple[Any, list[tuple[int, int]]]:
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", cache)
+    result, codes = with_code(lambda: trained(rank, world_size, changes, "inductor", evaluates=False))
+    return result, [kernels_of(code) for code in codes]
+
+
+@pytest.mark.timeout(600)
+def test_compiled_regions_between_collectives_train_the_same(
+    rank_pools: Callable[[int], RankPool], tmp_path: Path
+) -> None:
+    """Forward: the norm; split, rotation and v; residual sum with the next norm; SwiGLU; the last sum."""
+    changes = TP | LLAMA | {"sequence_parallel": True, "num_layers": 1}
+    actual = rank_pools(2).run(trained_with_code, changes, str(tmp_path), timeout=540)
+    plain = rank_pools(2).run(trained, changes, None, False, timeout=60)
+    for (found, kernels), expected in zip(actual, plain, strict=True):
+        assert_alike(found, expected, torch.float64)
+        assert found[2][0].startswith("blocks are compiled")
+        forward, backward = kernels[:5], kernels[5:]
+        assert forward == [(1, 0)] * 5, kernels
+        assert len(backward) == 5 and sum(fused for fused, _ in backward) == 6, kernels
 
 
 def other_result(*_: Any) -> Callable[..., Any]:

@@ -175,7 +175,9 @@ class Bounds:
                 kept += rank.heads * times.head.kept_bytes
             least = max(least, held * per_element + kept)
             most = max(most, held)
-        return least, most / shards * update_bytes(dtypes, element) / self._hardware.memory_bytes_per_second
+        is_compiled = self._config.kernels.optimizer_impl == "compiled"
+        moved = most / shards * update_bytes(dtypes, element, is_compiled) + most * dtypes.gradient_bytes
+        return least, moved / self._hardware.memory_bytes_per_second
 
     def _make_model(self, tp: int) -> tuple[ResolvedModelConfig, Elements] | None:
         try:
