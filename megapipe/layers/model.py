@@ -15,6 +15,7 @@ from megapipe.config.model import PrecisionConfig
 from megapipe.layers.attention import Attention
 from megapipe.layers.embedding import Embedding
 from megapipe.layers.head import Head
+from megapipe.layers.latent_attention import LatentAttention
 from megapipe.layers.linear import fp8_layers
 from megapipe.layers.mlp import DenseMLP
 from megapipe.layers.moe import MoE
@@ -105,7 +106,11 @@ def model_spec(
 
 
 def _layer_spec(layer: LayerConfig, is_fp8: bool, cp_comm_type: str) -> LayerSpec:
-    parts = [Attention(layer, is_fp8, cp_comm_type)] if layer.has_attention else []
+    parts: list[Attention | LatentAttention] = []
+    if layer.has_attention and layer.multi_latent_attention:
+        parts = [LatentAttention(layer, is_fp8)]
+    elif layer.has_attention:
+        parts = [Attention(layer, is_fp8, cp_comm_type)]
     branch = MoE(layer) if layer.num_experts is not None else DenseMLP(layer, is_fp8)
     return LayerSpec((*parts, *([branch] if layer.has_mlp else [])), is_fp8)
 

@@ -75,8 +75,10 @@ def context_bytes(plan: RunPlan, stage: int) -> Counter[str]:
     return total
 
 
-def stage_collectives(plan: RunPlan, stage: int) -> int:
-    """Return the number of collectives over tp of a stage for one microbatch, recomputed ones included."""
+def stage_collectives(plan: RunPlan, stage: int) -> float:
+    """Return the number of collectives over tp of a stage for one microbatch, recomputed ones included; those of fewer
+    channels than hidden states have as their share.
+    """
     model, shape, layers = plan.model, plan.shape, plan.partition.stages[stage]
     total = sum(table.collectives.total for table in end_tables(model, shape, layers))
     held = layers_of(model, layers)

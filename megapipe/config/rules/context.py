@@ -77,6 +77,7 @@ def combinations(config: Config) -> Iterator[str]:
         return
     refused = chosen(
         ("--num-experts", model.num_experts is not None),
+        ("--multi-latent-attention", model.multi_latent_attention),
         ("--transformer-impl transformer_engine", kernels.transformer_impl != "local"),
         ("--compile-pointwise", kernels.compile_pointwise),
         ("--cuda-graph-impl", config.gpu.cuda_graph_impl != "none"),
