@@ -49,6 +49,7 @@ ATTENTION_OPTIONS = (
     "qk_layernorm_scope",
     "attn_logit_softcapping",
     "attention_kind",
+    "softmax_type",
     "softmax_scale",
     "add_qkv_bias",
     *ROTARY_OPTIONS,

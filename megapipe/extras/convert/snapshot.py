@@ -49,8 +49,9 @@ INERT = frozenset(
     bad_words_ids bos_token_id cache_implementation chunk_size_feed_forward cls_token_id decoder_start_token_id
     do_sample dtype early_stopping eos_token_id finetuning_task gradient_checkpointing id2label is_decoder
     is_encoder_decoder label2id length_penalty max_length min_length model_type n_ctx num_beams num_labels
-    num_return_sequences output_attentions output_hidden_states output_scores pad_token_id prefix pretraining_tp
-    problem_type reorder_and_upcast_attn repetition_penalty return_dict return_dict_in_generate sep_token_id
+    num_return_sequences output_attentions output_hidden_states output_router_logits output_scores pad_token_id prefix pretraining_tp
+    problem_type reorder_and_upcast_attn repetition_penalty return_dict return_dict_in_generate router_aux_loss_coef
+    sep_token_id
     summary_activation summary_first_dropout summary_proj_to_labels summary_type summary_use_proj task_specific_params
     temperature tokenizer_class top_k top_p torch_dtype torchscript transformers_version unk_token_id unsloth_fixed
     unsloth_version use_cache

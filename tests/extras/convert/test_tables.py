@@ -114,7 +114,18 @@ OLMO = {
     "qk_layernorm": st.just(True),
     "qk_layernorm_scope": st.just("projection"),
 }
-WINDOWED = ("Ministral", "Qwen2", "Qwen3", "Gemma2", "Gemma3", "Olmo3")  # in any layers
+EXPERTS = LLAMA_LIKE | {
+    "add_bias_linear": st.just(False),
+    "num_experts": st.integers(4, 6),
+    "moe_router_topk": st.integers(2, 4),
+    "moe_router_dtype": st.sampled_from([None, "fp32"]),
+    "moe_aux_loss_coeff": st.sampled_from([0.0, 0.1]),
+}
+PRE_SOFTMAX = {"moe_router_pre_softmax": st.booleans()}
+QWEN_EXPERTS = EXPERTS | PRE_SOFTMAX | DEEP | {"moe_ffn_hidden_size": st.integers(1, 30)}
+SHARED = {"moe_shared_expert_intermediate_size": st.integers(1, 30), "moe_shared_expert_gate": st.just(True)}
+SOME = ("Qwen2Moe", "Qwen3Moe")  # experts in any layers
+WINDOWED = ("Ministral", "Qwen2", "Qwen3ForCausalLM", "Gemma2", "Gemma3", "Olmo3")  # in any layers
 ROTATED = ("Gemma3", "Olmo3")  # with rotary positions of their own where there is a window
 EXPRESSED: dict[str, dict[str, Any]] = {
     "LlamaForCausalLM": LLAMA_LIKE | WIDE | {"add_bias_linear": st.booleans()},
@@ -127,6 +138,16 @@ EXPRESSED: dict[str, dict[str, Any]] = {
     "Gemma3ForCausalLM": LLAMA_LIKE | WIDE | GEMMA_2 | {"qk_layernorm": st.just(True)},
     "Olmo2ForCausalLM": LLAMA_LIKE | WIDE | OLMO,
     "Olmo3ForCausalLM": LLAMA_LIKE | WIDE | DEEP | OLMO,
+    "MixtralForCausalLM": EXPERTS | WIDE | WINDOW,
+    "Qwen2MoeForCausalLM": QWEN_EXPERTS | SHARED | {"add_qkv_bias": st.booleans()},
+    "Qwen3MoeForCausalLM": QWEN_EXPERTS | WIDE | WINDOW | {"qk_layernorm": st.just(True)},
+    "OlmoeForCausalLM": EXPERTS
+    | WIDE
+    | PRE_SOFTMAX
+    | {
+        "qk_layernorm": st.just(True),
+        "qk_layernorm_scope": st.just("projection"),
+    },
     "GPT2LMHeadModel": SIZES
     | {
         "num_query_groups": st.just(4),
@@ -158,6 +179,9 @@ def models(draw: st.DrawFn, architecture: str) -> ModelConfig:
         fields |= draw(SCALED)
     if architecture.startswith(WINDOWED):
         fields |= draw(windowed(fields["num_layers"], architecture.startswith(ROTATED)))
+    if architecture.startswith(SOME):
+        marks = draw(st.lists(st.integers(0, 1), min_size=fields["num_layers"], max_size=fields["num_layers"]))
+        fields |= {"moe_layer_freq": str(marks) if any(marks) else draw(st.sampled_from([None, "2"]))}
     if architecture.startswith("Gemma"):
         fields |= {"embedding_scale": fields["hidden_size"] ** 0.5}
     return ModelConfig(**fields)
