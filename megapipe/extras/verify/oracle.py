@@ -106,7 +106,7 @@ class OracleStep:
     loss: float
     grad_norm: float
     gradients: dict[str, Tensor]  # averaged over the global batch, before clipping
-    weights: dict[str, Tensor]  # after the update
+    weights: dict[str, Tensor]  # after the update, with the tensors of model_states
 
 
 class Oracle:
@@ -153,8 +153,9 @@ class Oracle:
             microbatches.append(arguments)
         result = self._train(microbatches, rates)
         weights = {name: parameter.detach().clone() for name, parameter in self.model.named_parameters()}
+        states = {name: state.double() for name, state in self.model.states().items()}
         gradients = {name: result.grads.get(name, torch.zeros_like(weight)) for name, weight in weights.items()}
-        return OracleStep(result.loss, result.grad_norm, gradients, weights)
+        return OracleStep(result.loss, result.grad_norm, gradients, weights | states)
 
     def _train(self, microbatches: Sequence[Microbatch], rates: Rates) -> StepResult:
         return reference_step(
