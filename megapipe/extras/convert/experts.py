@@ -20,6 +20,7 @@ from megapipe.extras.convert.tables import (
     Rule,
     Settings,
     always,
+    fixed,
     gate_and_up,
     key,
     of_experts,
@@ -50,6 +51,11 @@ def shared_rows(name: str) -> tuple[Row, ...]:
 
 MIXTRAL_ROWS = expert_rows("block_sparse_moe", "gate", "w1", "w3", "w2")
 ROWS = expert_rows("mlp", "gate", "gate_proj", "up_proj", "down_proj")
+GLM_ROWS = (
+    *ROWS,
+    *shared_rows("mlp.shared_experts"),
+    Row(f"{OURS}.mlp.router.expert_bias", (f"{LLAMA}.mlp.gate.e_score_correction_bias",)),
+)
 QWEN_2_ROWS = (
     *ROWS,
     *shared_rows("mlp.shared_expert"),
@@ -148,3 +154,65 @@ def write_sparse_step(layers: Layers) -> dict[str, Any]:
 
 SPARSE_STEP = Rule((STEP, DENSE), read_sparse_step, write_sparse_step)
 SHARED_GATED = (expert_key("shared_expert_intermediate_size", SHARED, 5632), always(moe_shared_expert_gate=True))
+
+
+# --------------------------------------------------------------------------------------- GLM and its relatives
+
+FIRST, SHARED_COUNT, WIDTH = "first_k_dense_replace", "n_shared_experts", "moe_intermediate_size"
+GROUPS, TAKEN, TOPK, MTP = "n_group", "topk_group", "num_experts_per_tok", "num_nextn_predict_layers"
+
+
+def read_first_dense(settings: Settings) -> dict[str, Any]:
+    first, num_layers = settings.get(FIRST), int(settings["num_hidden_layers"])
+    first = 1 if first is None else first
+    return expert_layers([layer >= first for layer in range(num_layers)], f"{FIRST} {first}")
+
+
+def write_first_dense(layers: Layers) -> dict[str, Any]:
+    return {FIRST: [layer.num_experts is not None for layer in layers].index(True)}
+
+
+def read_shared_width(settings: Settings) -> dict[str, Any]:
+    """Read the width of all shared experts together, a multiple of that of one expert."""
+    count = settings.get(SHARED_COUNT)
+    count = 1 if count is None else count
+    if not count >= 1:
+        raise ConfigError(f"{SHARED_COUNT} {count} cannot be expressed: shared experts of width 0 hold empty tensors")
+    return {SHARED: count * settings[WIDTH]}
+
+
+def write_shared_width(layers: Layers) -> dict[str, Any]:
+    layer = of_expert_layer(layers)
+    return {SHARED_COUNT: (layer.moe_shared_expert_intermediate_size or 0) // layer.expert_ffn_size}
+
+
+def read_groups(settings: Settings) -> dict[str, Any]:
+    """Read the groups that a token chooses first. Their score is the sum of the best two experts of each."""
+    groups, taken, topk = settings.get(GROUPS) or 1, settings.get(TAKEN) or 1, settings.get(TOPK) or 8
+    if groups == 1:
+        return {}
+    if topk != 2 * taken:
+        scores = f"a group's score is the sum of its {TOPK} / {TAKEN} best experts here, and of its best two there"
+        raise ConfigError(f"{GROUPS} {groups} with {TOPK} {topk} and {TAKEN} {taken} cannot be expressed: {scores}")
+    return {"moe_router_num_groups": groups, "moe_router_group_topk": taken}
+
+
+def write_groups(layers: Layers) -> dict[str, Any]:
+    layer = of_expert_layer(layers)
+    return {GROUPS: layer.moe_router_num_groups or 1, TAKEN: layer.moe_router_group_topk or 1}
+
+
+SCALING = "routed_scaling_factor"
+SIGMOID_ROUTER = (
+    always(moe_router_score_function="sigmoid", moe_router_enable_expert_bias=True, moe_router_dtype="fp32"),
+    fixed(NORMALIZED, True, "sigmoid scores are divided by the sum over the chosen experts here"),
+    replace(
+        key(SCALING, "moe_router_topk_scaling_factor", 1.0),
+        write=lambda layers: {SCALING: of_expert_layer(layers).moe_router_topk_scaling_factor or 1.0},
+    ),
+    Rule((GROUPS, TAKEN), read_groups, write_groups),
+    Rule((FIRST,), read_first_dense, write_first_dense),
+    Rule((SHARED_COUNT,), read_shared_width, write_shared_width),
+)
+# modules that predict further tokens; files without their tensors name them too
+NO_PREDICTION = Rule((MTP, "num_mtp_layers"), lambda settings: {}, lambda layers: {MTP: 0})

@@ -367,6 +367,21 @@ _BUILT_IN = (
         mlp=experts.all_layers(("num_experts",), 8),
         more_rows=experts.ROWS,
     ),
+    llama_family(
+        "Glm4MoeForCausalLM",
+        "glm4_moe",
+        131072,
+        UNUSUAL_HEAD_DIM,
+        *experts.SIGMOID_ROUTER,
+        experts.NO_PREDICTION,
+        key("attention_bias", "add_qkv_bias", False),
+        NO_BIAS,
+        key("use_qk_norm", "qk_layernorm", False),
+        epsilon=1e-5,
+        rope=rope(1e4, 0.5),
+        mlp=experts.some_layers(("n_routed_experts", "num_local_experts"), 8),
+        more_rows=experts.GLM_ROWS,
+    ),
 )
 FAMILIES: Registry[Family] = Registry(
     "conversion family", "--architecture", {family.architecture: family for family in _BUILT_IN}

@@ -20,7 +20,7 @@ from megapipe.config.config import ResolvedModelConfig
 from megapipe.config.layers import LayerConfig, layer_configs
 from megapipe.config.model import ACTIVATIONS, ModelConfig
 from megapipe.errors import ConfigError
-from megapipe.layers.model import model_parameters
+from megapipe.layers.model import model_parameters, model_states
 from megapipe.plan.resolve import resolve_model
 from megapipe.sharding.spec import ParamSpec
 
@@ -33,7 +33,7 @@ NOT_THE_MODEL = tuple(
     """
     seq_length padded_vocab_size make_vocab_size_divisible_by hidden_dropout attention_dropout
     attention_softmax_in_fp32 init_method_std moe_router_dtype moe_router_load_balancing_type moe_aux_loss_coeff
-    moe_z_loss_coeff
+    moe_z_loss_coeff moe_router_bias_update_rate
     """.split()
 )
 SPELLINGS = ("window_attn_skip_freq", "no_rope_freq", "layer_pattern", "moe_layer_freq")  # of layers that differ
@@ -290,10 +290,12 @@ class MappedTensor:
 
 
 def map_tensors(rows: Sequence[Row], model: ResolvedModelConfig, architecture: str) -> tuple[MappedTensor, ...]:
-    """Return every parameter of an `unpadded` model, in model order. Raises ConfigError for one without a row."""
+    """Return every parameter of an `unpadded` model in model order, then its states. Raises ConfigError for one without
+    a row.
+    """
     by_ours, layers = {row.ours: row for row in rows}, layer_configs(model)
     mapped = []
-    for spec in model_parameters(model, sequence_parallel=False):
+    for spec in (*model_parameters(model, sequence_parallel=False), *model_states(model)):
         layer, config = str(spec.owner), layers[spec.owner] if isinstance(spec.owner, int) else model
         name = spec.name.replace(f".{layer}.", f".{LAYER}.", 1) if isinstance(spec.owner, int) else spec.name
         module, _, kind = name.rpartition(".")

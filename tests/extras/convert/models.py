@@ -25,6 +25,7 @@ SIZES = {
 }
 EAGER = {"attn_implementation": "eager", "experts_implementation": "eager"}  # other kernels of experts refuse fp64
 EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 20}
+GLM = {"num_experts_per_tok": 2, "moe_intermediate_size": 20, "num_mtp_layers": 0}
 GPT2 = {"n_layer": 2, "n_embd": 32, "n_head": 4, "n_positions": LENGTH, "vocab_size": 61}
 
 
@@ -216,6 +217,24 @@ CASES: dict[str, Case] = {
     "olmoe_normalized": Case(
         "olmoe", {"num_experts_per_tok": 2, "num_experts": 5, "norm_topk_prob": True, "num_key_value_heads": 4}
     ),
+    "glm4_moe": Case(
+        "glm4_moe",
+        GLM
+        | {"n_routed_experts": 6, "use_qk_norm": True, "attention_bias": True, "head_dim": 12, "n_shared_experts": 2},
+    ),
+    "glm4_moe_groups": Case(
+        "glm4_moe",
+        GLM
+        | {
+            "num_hidden_layers": 3,
+            "n_routed_experts": 12,
+            "n_group": 4,
+            "topk_group": 2,
+            "num_experts_per_tok": 4,
+            "first_k_dense_replace": 2,
+            "routed_scaling_factor": 2.5,
+        },
+    ),
     "gpt2": Case("gpt2", GPT2),
     "gpt2_untied_relu_narrow": Case(
         "gpt2", GPT2 | {"tie_word_embeddings": False, "activation_function": "relu", "n_inner": 40}, "25KB"
@@ -235,6 +254,9 @@ def make(case: Case, seed: int = 3) -> Any:
     for name, parameter in model.named_parameters():
         is_norm = parameter.ndim == 1 and name.endswith("weight")
         parameter.normal_(centre if is_norm else 0.0, 0.15, generator=generator)
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            buffer.normal_(0.0, 0.15, generator=generator)
     return model
 
 
