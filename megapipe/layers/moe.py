@@ -63,24 +63,33 @@ class MoE:
         """Yield the parameters of layer number `layer`, in model order.
 
         weight1 [experts x gates x ffn, hidden] and weight2 [experts x ffn, hidden] are those of all experts, stacked;
-        weight2 is the transpose of a linear's weight, so that both are cut by rows.
+        weight2 is the transpose of a linear's weight, so that both are cut by rows. With biases (--disable-bias-linear
+        not given) there are a router's bias, bias1 [experts x gates x ffn] and bias2 [experts x hidden], cut alike.
         """
         model, hidden, name, count = self.model, self.model.hidden_size, f"{prefix}mlp", self.num_experts
         width, first, last = model.expert_ffn_size, Init("normal", model.init_method_std), output_std(model)
+        has_bias = model.add_bias_linear
         before, after = self.norms
         yield from before.parameters(prefix, layer, sequence_parallel) if before is not None else ()
         shape = (count, hidden)
         yield ParamSpec(f"{name}.router.weight", shape, layer, init=first, partial_gradient=sequence_parallel)
-        cut = Experts(count, self.gates, etp)
-        yield ParamSpec(f"{name}.experts.weight1", (count * self.gates * width, hidden), layer, cut, first)
-        cut = Experts(count, 1, etp)
-        yield ParamSpec(f"{name}.experts.weight2", (count * width, hidden), layer, cut, Init("normal", last))
+        if has_bias:
+            is_partial = sequence_parallel
+            yield ParamSpec(f"{name}.router.bias", (count,), layer, weight_decay=False, partial_gradient=is_partial)
+        inner, outer, experts = Experts(count, self.gates, etp), Experts(count, 1, etp), f"{name}.experts"
+        rows = count * self.gates * width
+        yield ParamSpec(f"{experts}.weight1", (rows, hidden), layer, inner, first)
+        yield ParamSpec(f"{experts}.weight2", (count * width, hidden), layer, outer, Init("normal", last))
+        if has_bias:
+            yield ParamSpec(f"{experts}.bias1", (rows,), layer, inner, weight_decay=False)
+            yield ParamSpec(f"{experts}.bias2", (count * hidden,), layer, outer, weight_decay=False)
         if self.shared is not None:
             shared, name = self.shared.model.ffn_hidden_size, f"{name}.shared_experts"
             gates, std = self.gates, model.init_method_std
-            fc1 = Linear(f"{name}.linear_fc1", gates * shared, hidden, Fused(0, gates), False, std)
+            fc1 = Linear(f"{name}.linear_fc1", gates * shared, hidden, Fused(0, gates), has_bias, std)
             yield from fc1.parameters(layer, sequence_parallel)
-            yield from Linear(f"{name}.linear_fc2", hidden, shared, Fused(1), False, last).parameters(layer, False)
+            fc2 = Linear(f"{name}.linear_fc2", hidden, shared, Fused(1), has_bias, last)
+            yield from fc2.parameters(layer, sequence_parallel)
             if model.moe_shared_expert_gate:
                 shape = (1, hidden)
                 yield ParamSpec(f"{name}.gate_weight", shape, layer, init=first, partial_gradient=sequence_parallel)
@@ -106,8 +115,10 @@ class MoE:
     @property
     def inactive_weights(self) -> int:
         """Weights of the experts that a token does not see."""
-        idle = self.num_experts - self.model.moe_router_topk
-        return idle * (self.gates + 1) * self.model.expert_ffn_size * self.model.hidden_size
+        idle, width, hidden = self.num_experts - self.model.moe_router_topk, self.model.expert_ffn_size, 0
+        hidden = self.model.hidden_size
+        biases = self.gates * width + hidden if self.model.add_bias_linear else 0
+        return idle * ((self.gates + 1) * width * hidden + biases)
 
     def row_bytes(self, shape: RankShape) -> int:
         """Return the bytes of the rows that a rank's tokens become, k for each, at one end of an all-to-all."""

@@ -107,6 +107,7 @@ class Router(nn.Module):
             None if model.moe_router_dtype is None else getattr(torch, DTYPES[model.moe_router_dtype].torch_name)
         )
         self.weight = nn.Parameter(torch.empty(model.num_experts, model.hidden_size, device="meta"))
+        self.bias = nn.Parameter(torch.empty(model.num_experts, device="meta")) if model.add_bias_linear else None
         bias = torch.zeros(model.num_experts) if model.moe_router_enable_expert_bias else None
         self.register_buffer("expert_bias", bias, persistent=False)
         self.loads: dict[int, Tensor] = {}
@@ -115,7 +116,7 @@ class Router(nn.Module):
         """Return weights [t, k] in at least fp32 and experts [t, k] int64, t = s b, the best first. x: [s, b, h]."""
         model, topk = self.model, self.model.moe_router_topk
         dtype = x.dtype if self.dtype is None else torch.promote_types(x.dtype, self.dtype)
-        logits = F.linear(x.to(dtype), self.weight.to(dtype))
+        logits = F.linear(x.to(dtype), self.weight.to(dtype), None if self.bias is None else self.bias.to(dtype))
         logits = logits.to(at_least_fp32(dtype))
         losses = []
         if model.moe_z_loss_coeff:
@@ -174,7 +175,9 @@ class Router(nn.Module):
 class ExpertWeights(nn.Module):
     """The experts of this rank: weight1 [n gates f, h] and weight2 [n f, h], n = experts / ep, f = width / etp.
 
-    Both are the weights of the experts one after the other. Their gradients wait for W where the backward is split.
+    Both are the weights of the experts one after the other, as are the biases, bias1 [n gates f] and bias2 [n h / etp]:
+    a rank adds its h / etp channels of bias2 to its part of the sum over etp. Gradients wait for W where the backward
+    is split.
     """
 
     def __init__(self, factory: LayerFactory) -> None:
@@ -182,40 +185,62 @@ class ExpertWeights(nn.Module):
         config, experts = factory.config, factory.experts
         assert config.num_experts is not None
         self.queue: WeightQueue = factory.queue
-        self.slots: dict[str, GradientSlot | None] = {"weight1": None, "weight2": None}
+        self.slots: dict[str, GradientSlot | None] = dict.fromkeys(("weight1", "weight2", "bias1", "bias2"))
         kernels = factory.kernels
         self.activation = activation(config, kernels.pointwise if kernels.compiles else None)
         gates = 2 if KINDS[config.activation].is_gated else 1
         rows = config.num_experts // experts.ep.size * (config.expert_ffn_size // experts.etp.size)
         self.weight1 = nn.Parameter(torch.empty(gates * rows, config.hidden_size, device="meta"))
         self.weight2 = nn.Parameter(torch.empty(rows, config.hidden_size, device="meta"))
+        self.bias1: nn.Parameter | None = None
+        self.bias2: nn.Parameter | None = None
+        channels = config.hidden_size // experts.etp.size
+        self.channels = slice(experts.etp.rank * channels, (experts.etp.rank + 1) * channels)  # of bias2 on this rank
+        if config.add_bias_linear:
+            self.bias1 = nn.Parameter(torch.empty(gates * rows, device="meta"))
+            self.bias2 = nn.Parameter(torch.empty(config.num_experts // experts.ep.size * channels, device="meta"))
 
     def forward(self, rows: Tensor, counts: tuple[int, ...]) -> Tensor:
         """Return the experts' results, partial over etp. rows: [n, h], counts[e] of them for expert e, in order."""
-        inner = _Product.apply(rows, self.weight1, counts, self, "weight1", True)
-        return _Product.apply(self.activation(inner), self.weight2, counts, self, "weight2", False)
+        inner = _Product.apply(rows, self.weight1, self.bias1, counts, self, 1)
+        return _Product.apply(self.activation(inner), self.weight2, self.bias2, counts, self, 2)
 
 
 class _Product(Function):
-    """x_e W_e^T, or x_e W_e, for the rows of each expert; the weights' gradients go to the slot of the parameter."""
+    """x_e W_e^T + b_e of linear 1, or x_e W_e + b_e of linear 2, for the rows of each expert."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, counts: tuple[int, ...], owner: ExpertWeights, name: str, transpose: bool
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        counts: tuple[int, ...],
+        owner: ExpertWeights,
+        number: int,
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.arguments = counts, owner, name, transpose
-        return _products(x, weight, counts, transpose)
+        ctx.arguments = bias, counts, owner, number
+        output = _products(x, weight, counts, number == 1)
+        if bias is not None:
+            columns = output if number == 1 else output[:, owner.channels]
+            for rows, values in zip(columns.split(counts), bias.view(len(counts), -1), strict=True):
+                rows += values
+        return output
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        (x, weight), (counts, owner, name, transpose) = ctx.saved_tensors, ctx.arguments
+        (x, weight), (bias, counts, owner, number) = ctx.saved_tensors, ctx.arguments
         x = x.detach()  # W runs with autograd on, where a queued x would tie its graph to the main gradients
-        slot, outer, inner = owner.slots[name], (grad, x)[not transpose], (x, grad)[not transpose]
+        outer, inner = (grad, x) if number == 1 else (x, grad)
         if ctx.needs_input_grad[1]:
+            slot = owner.slots[f"weight{number}"]
             owner.queue.submit(_WeightGradients(outer, inner, counts, slot, weight))
-        return _products(grad, weight, counts, not transpose), None, None, None, None, None
+        if bias is not None and ctx.needs_input_grad[2]:
+            columns = grad if number == 1 else grad[:, owner.channels]
+            owner.queue.submit(_BiasGradients(columns, counts, owner.slots[f"bias{number}"], bias))
+        return _products(grad, weight, counts, number != 1), None, None, None, None, None
 
 
 def _products(x: Tensor, weight: Tensor, counts: tuple[int, ...], transpose: bool) -> Tensor:
@@ -255,6 +280,29 @@ class _WeightGradients:
         if self.slot is None:
             add_to_grad(self.weight, dense)
         else:
+            self.slot.ready()
+
+
+@dataclass(eq=False)
+class _BiasGradients:
+    """The sum of every expert's rows, waiting for W."""
+
+    rows: Tensor
+    counts: tuple[int, ...]
+    slot: GradientSlot | None
+    bias: Tensor
+
+    def launch(self) -> None:
+        """Do nothing: no communication is needed."""
+
+    @torch.no_grad()
+    def accumulate(self) -> None:
+        dtype = self.bias.dtype if self.slot is None else self.slot.main_grad.dtype
+        sums = torch.cat([rows.sum(0, dtype=dtype) for rows in self.rows.split(self.counts)])
+        if self.slot is None:
+            add_to_grad(self.bias, sums)
+        else:
+            self.slot.add(sums)
             self.slot.ready()
 
 

@@ -151,7 +151,11 @@ REFUSED: dict[str, tuple[int, dict[str, Any], str]] = {
     "groups": (1, {"moe_router_num_groups": 3, "moe_router_group_topk": 1}, "3 does not divide --num-experts 4"),
     "group-topk": (1, {"moe_router_num_groups": 2}, "needs --moe-router-group-topk"),
     "width": (8, {"etp": 8}, "expert tensor parallel size 8 does not divide --moe-ffn-hidden-size 12"),
-    "biases": (1, {"add_bias_linear": True}, "biases"),
+    "bias-channels": (
+        3,
+        {"etp": 3, "add_bias_linear": True, "global_batch_size": 12},
+        "expert tensor parallel size 3 does not divide --hidden-size 16",
+    ),
     "grid": (2, {"ep": 4}, "does not divide the 2 ranks of a pipeline rank"),
     "asynchronous": (
         2,

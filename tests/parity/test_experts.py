@@ -57,6 +57,16 @@ GRIDS: dict[str, tuple[int, dict[str, Any]]] = {
     "one rank": (1, {}),
     "one rank, sigmoid, groups, shared": (1, SIGMOID | SHARED | {"moe_layer_freq": "2"}),
     "ep 2 of dp 2": (2, {"ep": 2}),
+    "biases of linears, one rank": (1, {"add_bias_linear": True} | SHARED),
+    "biases of linears, ep 2 etp 2 pp 2 zero bubble": (
+        8,
+        {"tp": 2, "ep": 2, "pp": 2, "pipeline_schedule": "zb-h1", "add_bias_linear": True} | ZERO | SHARED,
+    ),
+    "biases of linears, ep 2 of tp 2, etp 1, sigmoid": (
+        2,
+        {"tp": 2, "ep": 2, "etp": 1, "add_bias_linear": True} | BIAS,
+    ),
+    "biases of linears, etp 2 of dp 4, full recompute": (4, {"etp": 2, "ep": 2, "add_bias_linear": True} | ZERO | FULL),
     "bias, one rank": (1, BIAS),
     "bias, ep 2 of dp 2, full recompute": (2, {"ep": 2} | BIAS | FULL),
     "bias, ep 2 of tp 2, zero bubble": (

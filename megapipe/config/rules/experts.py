@@ -58,6 +58,9 @@ def division(config: Config, layer: LayerConfig) -> Iterator[str]:
     if width % etp:
         ways = use_multiples(etp, width)
         yield f"expert tensor parallel size {etp} does not divide --moe-ffn-hidden-size {width}; {ways}"
+    if layer.add_bias_linear and layer.hidden_size % etp:
+        rule = "which the biases of experts are cut by"
+        yield f"expert tensor parallel size {etp} does not divide --hidden-size {layer.hidden_size}, {rule}"
     if tp > 1 and not parallel.sequence_parallel:
         rule = "without it every tp rank would send the same tokens to the experts"
         yield f"--num-experts with --tensor-model-parallel-size {tp} needs --sequence-parallel: {rule}"
@@ -75,7 +78,6 @@ def combinations(config: Config) -> Iterator[str]:
     is_selective = recompute.recompute_granularity == "selective"
     modules = {"layernorm", "mlp", "activation"} & set(recompute.recompute_modules) if is_selective else ()
     refused = chosen(
-        ("biases (add --disable-bias-linear)", model.add_bias_linear),
         (f"--recompute-modules {' '.join(sorted(modules))} (use core_attn, or full recompute)", bool(modules)),
         ("--recompute-memory-budget", recompute.recompute_memory_budget is not None),
         ("--fp8-format", config.precision.fp8_format is not None),

@@ -1,7 +1,7 @@
 """A mixture of experts in one process: every expert is a plain product over the tokens that chose it.
 
 weight1 [experts x gates x f, h] and weight2 [experts x f, h] hold the experts one after the other; weight2 is not
-transposed: an expert is act(x weight1^T) weight2.
+transposed: an expert is act(x weight1^T + bias1) weight2 + bias2.
 """
 
 from dataclasses import replace
@@ -22,13 +22,18 @@ class Experts(nn.Module):
         self.gates = 2 if config.gated else 1
         self.weight1 = nn.Parameter(torch.empty(config.num_experts * self.gates * self.width, config.hidden_size))
         self.weight2 = nn.Parameter(torch.empty(config.num_experts * self.width, config.hidden_size))
+        if config.add_bias_linear:
+            self.bias1 = nn.Parameter(torch.empty(config.num_experts * self.gates * self.width))
+            self.bias2 = nn.Parameter(torch.empty(config.num_experts * config.hidden_size))
 
     def forward(self, expert: int, tokens: Tensor) -> Tensor:
         """Return one expert's result. tokens: [n, h]."""
         rows = self.gates * self.width
         inner = tokens @ self.weight1[expert * rows : (expert + 1) * rows].t()
-        inner = activated(self.config, inner)
-        return inner @ self.weight2[expert * self.width : (expert + 1) * self.width]
+        if self.config.add_bias_linear:
+            inner = inner + self.bias1.view(-1, rows)[expert]
+        output = activated(self.config, inner) @ self.weight2[expert * self.width : (expert + 1) * self.width]
+        return output + self.bias2.view(-1, output.shape[1])[expert] if self.config.add_bias_linear else output
 
 
 class SharedExperts(MLP):
@@ -57,7 +62,7 @@ class MoE(nn.Module):
         super().__init__()
         assert config.num_experts is not None
         self.config = config
-        self.router = nn.Linear(config.hidden_size, config.num_experts, bias=False)
+        self.router = nn.Linear(config.hidden_size, config.num_experts, bias=config.add_bias_linear)
         self.experts = Experts(config)
         if config.moe_shared_expert_intermediate_size is not None:
             self.shared_experts = SharedExperts(config, config.moe_shared_expert_intermediate_size)
