@@ -22,9 +22,12 @@ from megapipe.extras.convert.tables import (
     always,
     fixed,
     gate_and_up,
+    interleaved_experts,
     key,
     of_experts,
     of_experts_transposed,
+    stacked_experts,
+    unwritten,
 )
 
 SHARED = "moe_shared_expert_intermediate_size"
@@ -55,6 +58,14 @@ GLM_ROWS = (
     *ROWS,
     *shared_rows("mlp.shared_experts"),
     Row(f"{OURS}.mlp.router.expert_bias", (f"{LLAMA}.mlp.gate.e_score_correction_bias",)),
+)
+GPT_OSS_ROWS = (
+    Row(f"{OURS}.self_attention.softmax_offset", (f"{LLAMA}.self_attn.sinks",)),
+    Row(f"{OURS}.mlp.router", (f"{LLAMA}.mlp.router",)),
+    Row(f"{OURS}.mlp.experts.weight1", (f"{LLAMA}.mlp.experts.gate_up_proj",), interleaved_experts),
+    Row(f"{OURS}.mlp.experts.weight2", (f"{LLAMA}.mlp.experts.down_proj",), stacked_experts),
+    Row(f"{OURS}.mlp.experts.bias1", (f"{LLAMA}.mlp.experts.gate_up_proj_bias",), interleaved_experts),
+    Row(f"{OURS}.mlp.experts.bias2", (f"{LLAMA}.mlp.experts.down_proj_bias",), stacked_experts),
 )
 QWEN_2_ROWS = (
     *ROWS,
@@ -216,3 +227,43 @@ SIGMOID_ROUTER = (
 )
 # modules that predict further tokens; files without their tensors name them too
 NO_PREDICTION = Rule((MTP, "num_mtp_layers"), lambda settings: {}, lambda layers: {MTP: 0})
+
+# ---------------------------------------------------------------------------------------------------- GPT-OSS
+
+LIMIT = "swiglu_limit"
+AGAIN, CONTEXT, LENGTH = "experts_per_token", "initial_context_length", "original_max_position_embeddings"
+
+
+def read_again(settings: Settings) -> dict[str, Any]:
+    """Check keys of the first files that repeat others."""
+    scaling = settings.get("rope_parameters") or settings.get("rope_scaling") or GPT_OSS_ROPE
+    for name, other, value in ((AGAIN, TOPK, settings.get(TOPK, 4)), (CONTEXT, LENGTH, scaling.get(LENGTH))):
+        if settings.get(name) not in (None, value):
+            raise ConfigError(f"{name} {settings[name]} differs from {other} {value}")
+    return {}
+
+
+GPT_OSS = (
+    always(
+        add_bias_linear=True,
+        activation="quick_geglu",
+        glu_linear_offset=1.0,
+        softmax_type="learnable",
+        moe_router_score_function="softmax",
+    ),
+    key(LIMIT, "activation_func_clamp_value", 7.0),
+    fixed("swiglu_alpha", 1.702, "it is the factor of quick GELU here"),
+    fixed("attention_bias", True, "experts and routers have biases, and here all linears have them or none"),
+    Rule((AGAIN, CONTEXT), read_again, lambda layers: {}),
+    unwritten(
+        fixed("quantization_config", None, "weights are quantized; save them in bf16 with transformers (dequantize)")
+    ),
+)
+GPT_OSS_ROPE = {
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    LENGTH: 4096,
+}

@@ -176,6 +176,7 @@ def llama_family(
     *more: Rule,
     norms: Mapping[str, str] = NORMS_BEFORE,
     epsilon: float = 1e-6,
+    groups: int | None = None,
     tied: bool = False,
     rope: Rule = ROPE,
     activation: Rule = HIDDEN_ACT,
@@ -183,12 +184,17 @@ def llama_family(
     more_rows: tuple[Row, ...] = (),
 ) -> Family:
     """Return Llama or a relative of it. more: rules besides the common ones. The others are defaults and variants."""
+
+    def query_groups(settings: Settings) -> int:
+        has_default = groups is not None and "num_key_value_heads" not in settings  # null: as many as heads
+        return groups if has_default else settings["num_attention_heads"]
+
     rules = (
         key("vocab_size", "vocab_size"),
         key("hidden_size", "hidden_size"),
         key("num_hidden_layers", "num_layers"),
         key("num_attention_heads", "num_attention_heads"),
-        key("num_key_value_heads", "num_query_groups", lambda settings: settings["num_attention_heads"]),
+        key("num_key_value_heads", "num_query_groups", query_groups),
         key("max_position_embeddings", "max_position_embeddings", max_positions),
         key("rms_norm_eps", "norm_epsilon", epsilon),
         key("tie_word_embeddings", "untie_embeddings_and_output_weights", tied, {False: True, True: False}),
@@ -319,11 +325,12 @@ _BUILT_IN = (
         "MixtralForCausalLM",
         "mixtral",
         131072,
-        HEAD_DIM,
+        UNUSUAL_HEAD_DIM,
         NO_BIAS,
         nullable("sliding_window", "window_size", None),
         fixed("router_jitter_noise", 0.0, "the router sees its input without noise here"),
         epsilon=1e-5,
+        groups=8,
         rope=rope(1e6),
         mlp=experts.all_layers(("num_local_experts",), 2),
         more_rows=experts.MIXTRAL_ROWS,
@@ -338,6 +345,7 @@ _BUILT_IN = (
         key("qkv_bias", "add_qkv_bias", True),
         NO_BIAS,
         QWEN_2_MOE_WINDOWS,
+        groups=16,
         mlp=experts.some_layers(("num_experts",), 4),
         more_rows=experts.QWEN_2_ROWS,
     ),
@@ -351,6 +359,7 @@ _BUILT_IN = (
         *NO_ATTENTION_BIAS,
         always(qk_layernorm=True),
         QWEN_3_MOE_WINDOWS,
+        groups=4,
         mlp=experts.some_layers(("num_experts", "num_local_experts"), 8),
         more_rows=experts.ROWS,
     ),
@@ -378,9 +387,24 @@ _BUILT_IN = (
         NO_BIAS,
         key("use_qk_norm", "qk_layernorm", False),
         epsilon=1e-5,
+        groups=8,
         rope=rope(1e4, 0.5),
         mlp=experts.some_layers(("n_routed_experts", "num_local_experts"), 8),
         more_rows=experts.GLM_ROWS,
+    ),
+    llama_family(
+        "GptOssForCausalLM",
+        "gpt_oss",
+        131072,
+        key("head_dim", "kv_channels", 64),
+        *experts.GPT_OSS,
+        windows(every(2), default_window=128),
+        epsilon=1e-5,
+        groups=8,
+        rope=rope(15e4, scaling=experts.GPT_OSS_ROPE),
+        activation=fixed("hidden_act", "silu", "experts have a clamped SwiGLU, whatever it says"),
+        mlp=experts.all_layers(("num_local_experts", "num_experts"), 4),
+        more_rows=experts.GPT_OSS_ROWS,
     ),
 )
 FAMILIES: Registry[Family] = Registry(

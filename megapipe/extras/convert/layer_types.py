@@ -95,19 +95,21 @@ def rope_scaling(layer: LayerConfig) -> dict[str, Any] | None:
     return {"rope_type": layer.rope_scaling_type, **scaling}
 
 
-def rope(base: float = 10000.0, part: float | None = None) -> Rule:
-    """Return the rule of rotary positions that are the same in all layers. base, part: defaults, as in rope_fields.
+def rope(base: float = 10000.0, part: float | None = None, scaling: Mapping[str, Any] | None = None) -> Rule:
+    """Return the rule of rotary positions that are the same in all layers. It writes keys as in transformers 4, which
+    both versions read.
 
-    It writes keys as in transformers 4, which both versions read.
+    base, part, scaling: defaults; the first two as in rope_fields.
     """
 
     def read(settings: Settings) -> dict[str, Any]:
-        parameters = settings.get(PARAMETERS) or settings.get(SCALING) or {}
+        parameters = settings.get(PARAMETERS) or settings.get(SCALING) or scaling or {}
         return rope_fields(parameters, settings.get(THETA) or base, settings, part)
 
     def write(layers: Layers) -> dict[str, Any]:
         rotated = {} if part is None else {PARTIAL: layers[0].rotary_percent}
-        return {THETA: layers[0].rotary_base, SCALING: rope_scaling(layers[0]), **rotated}
+        own = rope_scaling(layers[0]) or (None if scaling is None else {"rope_type": "default"})
+        return {THETA: layers[0].rotary_base, SCALING: own, **rotated}
 
     return Rule((THETA, SCALING, PARAMETERS, PARTIAL), read, write)
 
@@ -200,11 +202,11 @@ def write_types(layers: Layers) -> dict[str, Any]:
     return {TYPES: types_of(layers)} | ({} if window is None else {WINDOW: window})
 
 
-def windows(default: Callable[[int], Types], *without_effect: str) -> Rule:
+def windows(default: Callable[[int], Types], *without_effect: str, default_window: int = DEFAULT_WINDOW) -> Rule:
     """Return the rule of windows by layer type, beside rotary positions that are the same in all layers."""
 
     def read(settings: Settings) -> dict[str, Any]:
-        window = settings.get(WINDOW, DEFAULT_WINDOW)
+        window = settings.get(WINDOW, default_window)
         types = read_types(settings, default if window is not None else every(1), window)
         return by_type(types, {FULL: {"window_size": None}, SLIDING: {"window_size": window}})
 

@@ -256,6 +256,26 @@ def of_experts_transposed(model: ModelConfig) -> Layout:
     )
 
 
+def stacked_experts(model: ModelConfig) -> Layout:
+    """Return the layout of one tensor with a dimension of experts, whose rows are ours."""
+    count = model.num_experts or 1
+    return Layout(lambda parts: parts[0].flatten(0, 1), lambda whole: (whole.unflatten(0, (count, -1)),))
+
+
+def interleaved_experts(model: ModelConfig) -> Layout:
+    """Return the layout of [experts, in, 2 width], of biases [experts, 2 width], whose channels alternate: gate, up."""
+    count = model.num_experts or 1
+
+    def join(parts: Sequence[Tensor]) -> Tensor:
+        rows = parts[0].transpose(1, -1)  # [experts, 2 width, in]
+        return rows.unflatten(1, (-1, 2)).transpose(1, 2).flatten(0, 2)
+
+    def split(whole: Tensor) -> tuple[Tensor, ...]:
+        return (whole.unflatten(0, (count, 2, -1)).transpose(1, 2).flatten(1, 2).transpose(1, -1),)
+
+    return Layout(join, split)
+
+
 LAYER = "#"  # placeholder for the layer's number in our names and theirs
 EXPERT = "@"  # placeholder for an expert's number in theirs
 OURS, LLAMA = f"decoder.layers.{LAYER}", f"model.layers.{LAYER}"  # layers in our names, and in those of Llama

@@ -186,7 +186,6 @@ CASES: dict[str, Case] = {
             "shared_expert_intermediate_size": 40,
             "use_sliding_window": True,
             "sliding_window": 5,
-            "max_window_layers": 3,
         },
     ),
     "qwen2_moe_normalized_tied": Case(
@@ -233,6 +232,24 @@ CASES: dict[str, Case] = {
             "num_experts_per_tok": 4,
             "first_k_dense_replace": 2,
             "routed_scaling_factor": 2.5,
+        },
+    ),
+    "gpt_oss": Case(
+        "gpt_oss",
+        {"num_hidden_layers": 4, "num_local_experts": 4, "head_dim": 12, "sliding_window": 5, "swiglu_limit": 0.4}
+        | rope("yarn", factor=4.0, beta_fast=2.0, beta_slow=0.3, truncate=False, original_max_position_embeddings=16),
+        "30KB",
+    ),
+    "gpt_oss_defaults": Case(
+        "gpt_oss",
+        {
+            "num_hidden_layers": 3,
+            "num_local_experts": 5,
+            "num_experts_per_tok": 2,
+            "sliding_window": 7,
+            "head_dim": 8,
+            "layer_types": types("FSS"),
+            "num_key_value_heads": 1,
         },
     ),
     "gpt2": Case("gpt2", GPT2),

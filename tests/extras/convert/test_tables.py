@@ -79,6 +79,7 @@ SCALED = st.one_of(
             "yarn_beta_slow": st.floats(0.5, 2),
             "yarn_mscale": st.just(0.7),
             "yarn_mscale_all_dim": st.just(0.4),
+            "yarn_correction_range_round_to_int": st.booleans(),
             "rope_original_max_position_embeddings": st.integers(8, 64),
         }
     ),
@@ -126,7 +127,7 @@ QWEN_EXPERTS = EXPERTS | PRE_SOFTMAX | DEEP | {"moe_ffn_hidden_size": st.integer
 SHARED = {"moe_shared_expert_intermediate_size": st.integers(1, 30), "moe_shared_expert_gate": st.just(True)}
 GROUPS = {"num_experts": 8, "moe_router_topk": 4, "moe_router_num_groups": 4, "moe_router_group_topk": 2}
 SOME = ("Qwen2Moe", "Qwen3Moe")  # experts in any layers
-WINDOWED = ("Ministral", "Qwen2", "Qwen3ForCausalLM", "Gemma2", "Gemma3", "Olmo3")  # in any layers
+WINDOWED = ("Ministral", "Qwen2", "Qwen3ForCausalLM", "Gemma2", "Gemma3", "Olmo3", "GptOss")  # in any layers
 ROTATED = ("Gemma3", "Olmo3")  # with rotary positions of their own where there is a window
 EXPRESSED: dict[str, dict[str, Any]] = {
     "LlamaForCausalLM": LLAMA_LIKE | WIDE | {"add_bias_linear": st.booleans()},
@@ -162,6 +163,16 @@ EXPRESSED: dict[str, dict[str, Any]] = {
         "rotary_percent": st.sampled_from([0.5, 1.0]),
         "qk_layernorm": st.booleans(),
         "add_qkv_bias": st.booleans(),
+    },
+    "GptOssForCausalLM": EXPERTS
+    | WIDE
+    | DEEP
+    | {
+        "activation": st.just("quick_geglu"),
+        "glu_linear_offset": st.just(1.0),
+        "add_bias_linear": st.just(True),
+        "activation_func_clamp_value": st.sampled_from([1.0, 7.0]),
+        "softmax_type": st.just("learnable"),
     },
     "GPT2LMHeadModel": SIZES
     | {
