@@ -78,6 +78,7 @@ model.yarn_beta_fast | --yarn-beta-fast 64 | records | {YARN}
 model.yarn_beta_slow | --yarn-beta-slow 4 | records | {YARN}
 model.yarn_mscale | --yarn-mscale 0.5 | records | {YARN} --yarn-mscale-all-dim 0.8
 model.yarn_mscale_all_dim | --yarn-mscale-all-dim 0.5 | records | {YARN}
+model.yarn_correction_range_round_to_int | --no-yarn-correction-range-round-to-int | records | {YARN}
 model.no_rope_freq | --no-rope-freq 2 | records | {ROPE}
 model.num_experts | --num-experts 4 | plan specs | --disable-bias-linear
 model.moe_layer_freq | --moe-layer-freq 2 | plan specs | {MOE}
@@ -102,6 +103,8 @@ model.norm_position | --norm-position around | plan specs
 model.norm_epsilon | --norm-epsilon 0.1 | records
 model.layernorm_zero_centered_gamma | --apply-layernorm-1p | plan specs
 model.activation | --activation relu | records
+model.glu_linear_offset | --glu-linear-offset 1 | records | --swiglu
+model.activation_func_clamp_value | --activation-func-clamp-value 0.001 | records | --swiglu
 model.add_bias_linear | --disable-bias-linear | plan specs
 model.add_qkv_bias | --add-qkv-bias | plan specs | --disable-bias-linear
 model.untie_embeddings_and_output_weights | --untie-embeddings-and-output-weights | plan specs
@@ -111,6 +114,7 @@ model.qk_layernorm_scope | --qk-layernorm-scope projection | records | --qk-laye
 model.window_size | --window-size 3 | records
 model.window_attn_skip_freq | --window-attn-skip-freq 2 | records | --window-size 3
 model.layer_pattern | --layer-pattern '1 window_size=3' ... | records
+model.softmax_type | --softmax-type learnable | plan specs
 model.attn_logit_softcapping | --attn-logit-softcapping 0.1 | records
 model.final_logit_softcapping | --final-logit-softcapping 0.1 | records
 model.softmax_scale | --softmax-scale 2 | records

@@ -50,6 +50,7 @@ ATTENTION_OPTIONS = (
     "qk_layernorm_scope",
     "attn_logit_softcapping",
     "attention_kind",
+    "softmax_type",
     "softmax_scale",
     "add_qkv_bias",
     "multi_latent_attention",

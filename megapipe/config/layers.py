@@ -30,6 +30,7 @@ ROTARY_OPTIONS = (
     "yarn_beta_slow",
     "yarn_mscale",
     "yarn_mscale_all_dim",
+    "yarn_correction_range_round_to_int",
 )
 # part of a layer -> options in which layers may differ; "" for its attention and MLP together
 OPTIONS_OF = {

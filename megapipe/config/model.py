@@ -72,11 +72,13 @@ ACTIVATIONS = Registry(
         "gelu_tanh": ActivationKind(),
         "swiglu": ActivationKind(is_gated=True, backward_tensors=2),
         "geglu_tanh": ActivationKind(is_gated=True, backward_tensors=2),
+        "quick_geglu": ActivationKind(is_gated=True, backward_tensors=3),
         "squared_relu": ActivationKind(backward_tensors=1),
         "relu": ActivationKind(keeps_output=True),
     },
 )
 ATTENTIONS = Registry("attention kind", "--attention-kind", {"softmax": AttentionKind()})
+SOFTMAX_TYPES = ("vanilla", "off-by-one", "learnable")
 NORM_POSITIONS = ("before", "after", "around")
 QK_NORM_SCOPES = ("head", "projection")
 EXPERT_SCORES = ("softmax", "sigmoid")
@@ -218,6 +220,9 @@ class ModelConfig:
         at_least=0,
         more_flags=(Flag("--mscale-all-dim"),),
     )
+    yarn_correction_range_round_to_int: bool = option(
+        True, "yarn: the ramp between the two kinds of frequencies starts and ends at whole pairs of channels"
+    )
 
     no_rope_freq: str | None = option(
         None,
@@ -241,8 +246,13 @@ class ModelConfig:
         more_flags=(
             Flag("--swiglu", "swiglu"),
             Flag("--squared-relu", "squared_relu"),
+            Flag("--quick-geglu", "quick_geglu"),
             Flag("--no-bias-gelu-fusion", "gelu", only_from=("gelu_tanh",), help="erf GELU, as in Megatron"),
         ),
+    )
+    glu_linear_offset: float = option(0.0, "gated activations are act(gate) x (up + this)")
+    activation_func_clamp_value: float | None = option(
+        None, "gated activations: largest gate, and largest and smallest up (c and -c); unset: none", above=0
     )
     add_bias_linear: bool = option(True, "biases in the linear layers", off_flag="--disable-bias-linear")
     add_qkv_bias: bool = option(False, "bias in the query-key-value projection even without other biases")
@@ -358,6 +368,12 @@ class ModelConfig:
     attn_logit_softcapping: float | None = option(None, "attention logits become c tanh(x / c); unset: none", above=0)
     final_logit_softcapping: float | None = option(None, "output logits become c tanh(x / c); unset: none", above=0)
     attention_kind: str = option("softmax", "how scores become weights of the values", choices=ATTENTIONS)
+    softmax_type: str = option(
+        "vanilla",
+        "attention may also choose no token: off-by-one adds 1 to the softmax's denominator, learnable exp of a weight "
+        "of each head (attention sinks)",
+        choices=SOFTMAX_TYPES,
+    )
     softmax_scale: float | None = option(None, "factor on attention logits", above=0, derived="1 / sqrt(kv-channels)")
     attention_softmax_in_fp32: bool = option(
         False, "compute attention logits and softmax in at least fp32 (unfused attention instead of a flash kernel)"
@@ -367,6 +383,11 @@ class ModelConfig:
     init_method_std: float = option(
         0.02, "standard deviation of initial weights (output linears: / sqrt(2 x num-layers))", at_least=0
     )
+
+    @property
+    def bends_gates(self) -> bool:
+        """True if gated activations are clamped or offset."""
+        return self.activation_func_clamp_value is not None or self.glu_linear_offset != 0
 
     def head_size(self) -> int:
         """Return the width of one query head: kv-channels, or hidden-size / num-attention-heads; with latent attention

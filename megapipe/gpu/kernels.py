@@ -139,6 +139,7 @@ def _describe_attention(kernels: Kernels, config: Config, device_type: str) -> s
         "--attention-dropout": model.attention_dropout > 0,
         "--attn-logit-softcapping": any(layer.attn_logit_softcapping is not None for layer in layer_configs(model)),
         "--attention-softmax-in-fp32": model.attention_softmax_in_fp32,
+        f"--softmax-type {model.softmax_type}": model.softmax_type != "vanilla",
         "--attention-kind": any(
             ATTENTIONS[layer.attention_kind].function is not None for layer in layer_configs(model)
         ),

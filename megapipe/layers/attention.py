@@ -35,14 +35,14 @@ from megapipe.layers.table import (
     total_bytes,
 )
 from megapipe.sharding.sequence import Block, SequencePart, attention_blocks, ring_steps
-from megapipe.sharding.spec import Fused, Heads, ParamSpec, QueryGroups
+from megapipe.sharding.spec import Fused, Heads, Init, ParamSpec, QueryGroups
 
 
 def is_explicit(model: ModelConfig) -> bool:
-    """Return True if training writes attention out: fused kernels have no soft-cap, keyed dropout or softmax dtype,
-    nor the score function of an extension.
+    """Return True if training writes attention out: fused kernels have no soft-cap, keyed dropout, softmax dtype or
+    attention sinks, nor the score function of an extension.
     """
-    if ATTENTIONS[model.attention_kind].function is not None:
+    if ATTENTIONS[model.attention_kind].function is not None or model.softmax_type != "vanilla":
         return True
     return model.attn_logit_softcapping is not None or model.attention_softmax_in_fp32 or model.attention_dropout > 0
 
@@ -107,6 +107,9 @@ class Attention:
         else:
             for norm in self.qk_norms:  # one weight for all heads, of which each tp rank sees its own
                 yield from norm.parameters(prefix, layer, partial_gradient=True)
+        if model.softmax_type == "learnable":
+            offset = f"{name}.softmax_offset"
+            yield ParamSpec(offset, (heads,), layer, Fused(0), Init("normal", std), weight_decay=False)
         yield from projection.parameters(layer, sequence_parallel)
         yield from after.parameters(prefix, layer, sequence_parallel) if after is not None else ()
 

@@ -21,6 +21,11 @@ from megapipe.layers.table import MASK_BYTES, Backward, Gemm, Kept, Operation, R
 from megapipe.sharding.spec import Fused, ParamSpec
 
 
+def backward_tensors(model: LayerConfig) -> float:
+    """Return how many tensors [..., F] an activation's backward makes besides its input's gradient."""
+    return ACTIVATIONS[model.activation].backward_tensors + (model.activation_func_clamp_value is not None)
+
+
 @dataclass(frozen=True, eq=False)
 class DenseMLP:
     """The MLP branch of one transformer layer, its norms included."""
@@ -88,7 +93,7 @@ class DenseMLP:
         fc2_input = inner if redoes_activation and not redoes_mlp else wide  # what waits for W in its place
         deferred = inner + hidden if splits else 0
         # a gated activation makes the other gate's product and its gradient, squared ReLU the ReLU
-        made = int(self.activation.backward_tensors * wide)
+        made = int(backward_tensors(self.model) * wide)
         again = 0 if before is None else before.output_again_bytes(shape)
         fc1_backward = Backward(replayed + inner + again + column_gradient_bytes(fc1, shape))
         activation_backward = Backward(behind + wide + inner + inner_again + replayed + made, total_bytes(inner_kept))

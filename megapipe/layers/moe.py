@@ -14,7 +14,7 @@ from functools import cached_property
 from megapipe.config.layers import LayerConfig
 from megapipe.config.model import ACTIVATIONS
 from megapipe.layers.linear import Linear, output_std
-from megapipe.layers.mlp import DenseMLP
+from megapipe.layers.mlp import DenseMLP, backward_tensors
 from megapipe.layers.norm import Norm, branch_norms, residual_stream
 from megapipe.layers.table import (
     MASK_BYTES,
@@ -155,6 +155,7 @@ class MoE:
         outputs_kept = (Kept("expert outputs", rows * size, element),)
         activated = (Kept("expert activation", gathered * width, element),)
         inner, outer = self.gates * gathered * width * element, gathered * size * element
+        made = max(inner, int(backward_tensors(self.model) * gathered * width * element))
         # gradients of the linears' outputs, which wait for W: those of the shared experts from the start on
         shared = () if self.shared is None else tuple(self._shared_operations(shape))
         splits, waits, before_all = shape.splits_backward, 0, 0
@@ -178,7 +179,7 @@ class MoE:
                 deferred_bytes=inner + outer,
                 backward=Backward(behind + inner + 2 * outer + waits, 0 if splits else total_bytes(dispatched)),
             ),
-            Operation("expert_activation", inner_kept, backward=Backward(behind + 2 * inner + waits)),
+            Operation("expert_activation", inner_kept, backward=Backward(behind + inner + made + waits)),
             Operation(
                 "expert_fc2",
                 activated,

@@ -7,8 +7,8 @@ Core attention has two forms, and those of extensions (`model.registered`):
     fused_attention      torch's scaled_dot_product_attention; saves q, k, v (views into the tensor they come from),
                          its output and the log-sum-exp, [b, heads, s] fp32
     explicit_attention   separate GEMMs and softmax, for soft-capped logits, keyed dropout of the probabilities (the
-                         same under every schedule and grid) and --attention-softmax-in-fp32; saves the probabilities,
-                         b heads s^2
+                         same under every schedule and grid), attention sinks and --attention-softmax-in-fp32; saves
+                         the probabilities, b heads s^2
 
 Shapes: s sequence, b batch, g key/value heads, n query heads per key/value head, d head_dim, all of this rank.
 q: [s, b, g, n, d]; k, v: [keys, b, g, 1, d], any strides; keys is s, or more with a cache. Result: [s, b, g n d].
@@ -68,6 +68,9 @@ class SelfAttention(nn.Module):
         if config.qk_layernorm:
             self.q_layernorm = factory.qk_norm(self.groups * self.queries)
             self.k_layernorm = factory.qk_norm(self.groups)
+        self.softmax_offset: nn.Parameter | None = None
+        if config.softmax_type == "learnable":
+            self.softmax_offset = nn.Parameter(torch.empty(self.groups * self.queries, device="meta"))
 
     def forward(self, x: Tensor, context: LayerContext, recompute: InputRecompute | None = None) -> Tensor:
         """recompute: how linear_qkv recomputes x in the backward, instead of saving it."""
@@ -138,7 +141,11 @@ class SelfAttention(nn.Module):
         def dropout(probs: Tensor) -> Tensor:
             return keyed_dropout(probs, rate, key, self.layer, "attention_probs", self.head_rank)
 
-        return explicit_attention(q, k, v, context.mask, self.scale, self.config.attn_logit_softcapping, dropout)
+        cap = self.config.attn_logit_softcapping
+        offset: Tensor | None = self.softmax_offset
+        if self.config.softmax_type == "off-by-one":
+            offset = q.new_zeros(self.groups * self.queries)
+        return explicit_attention(q, k, v, context.mask, self.scale, cap, dropout, offset)
 
 
 def fused_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
@@ -167,6 +174,7 @@ def explicit_attention(
     scale: float,
     cap: float | None,  # logits become cap * tanh(logits / cap)
     dropout: Callable[[Tensor], Tensor] | None,  # applied to the probabilities [b, g n, s, keys]
+    offset: Tensor | None = None,  # [g n], the logit of a key without a value (an attention sink)
 ) -> Tensor:
     """Compute attention from GEMMs in q's dtype, with cap, mask and softmax in at least fp32."""
     seq, batch, groups, queries, head_dim = q.shape
@@ -176,7 +184,7 @@ def explicit_attention(
     # scale inside the GEMM: unscaled logits overflow fp16
     logits = torch.baddbmm(q.new_zeros(1, 1, 1), q, k.transpose(1, 2), beta=0, alpha=scale)
     logits = logits.view(batch, groups * queries, seq, num_keys)
-    probs = _MaskedSoftmax.apply(logits, mask, cap).to(v.dtype)
+    probs = _MaskedSoftmax.apply(logits, mask, cap, offset).to(v.dtype)
     if dropout is not None:
         probs = dropout(probs)
     output = torch.bmm(probs.view(batch * groups, queries * seq, num_keys), v)
@@ -184,16 +192,22 @@ def explicit_attention(
 
 
 class _MaskedSoftmax(torch.autograd.Function):
-    """softmax(cap tanh(logits / cap) + mask) in at least fp32. Saves the probabilities and, with a cap, the tanh."""
+    """softmax(cap tanh(logits / cap) + mask) in at least fp32. Saves the probabilities and, with a cap, the tanh.
+
+    offset: [heads], one more logit of every query, whose probability is left out (Xiao et al. 2023, arXiv:2309.17453).
+    """
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, mask: Tensor, cap: float | None) -> Tensor:
-        ctx.dtype = logits.dtype
+    def forward(ctx: Any, logits: Tensor, mask: Tensor, cap: float | None, offset: Tensor | None) -> Tensor:
+        ctx.dtype, ctx.offset_dtype = logits.dtype, None if offset is None else offset.dtype
         logits, squashed = logits.to(at_least_fp32(logits.dtype)), None
         if cap is not None:
             squashed = torch.div(logits, cap).tanh_()
             logits = squashed * cap
-        probs = torch.softmax(logits + mask, dim=-1)
+        logits = logits + mask
+        probs = torch.softmax(logits, dim=-1)
+        if offset is not None:
+            probs *= torch.sigmoid(logits.logsumexp(-1, keepdim=True) - offset[:, None, None].to(logits.dtype))
         ctx.save_for_backward(probs, squashed)
         return probs
 
@@ -201,6 +215,8 @@ class _MaskedSoftmax(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         probs, squashed = ctx.saved_tensors
         grad = torch._softmax_backward_data(grad, probs, -1, probs.dtype)
+        # a softmax's gradients sum to 0 over all of its logits
+        of_offset = None if ctx.offset_dtype is None else grad.sum((0, 2, 3)).neg_().to(ctx.offset_dtype)
         if squashed is not None:
             grad = grad.addcmul_(grad * squashed, squashed, value=-1)
-        return grad.to(ctx.dtype), None, None
+        return grad.to(ctx.dtype), None, None, of_offset

@@ -52,7 +52,8 @@ class LayerContext:
 
     rotary: tuple[Tensor, Tensor] | None  # cos and sin
     mask: Tensor | None  # [1 or b, 1, s, keys] in the activations' dtype; None: the kernel's causality
-    explicit: bool  # attention is written out: fused kernels lack soft-capping, keyed dropout and a softmax in fp32
+    # attention is written out: fused kernels lack soft-capping, keyed dropout, attention sinks and a softmax in fp32
+    explicit: bool
     dropout_key: DropoutKey | None
     cache: KVCache | None = None
     kept_attention: KeptAttention | None = None  # keeps attention's results from the forward for the recompute
@@ -113,6 +114,7 @@ class ContextBuilder:
             blocks: Mapping[int, MaskedBlocks] = {}
             if layer.has_attention and not has_kernel:
                 explicit = layer.attn_logit_softcapping is not None or layer.attention_softmax_in_fp32
+                explicit = explicit or layer.softmax_type != "vanilla"
                 explicit = explicit or ATTENTIONS[layer.attention_kind].function is not None
                 explicit = explicit or (layer.attention_dropout > 0.0 and key is not None)
                 # documents have one mask for each window; a cache is longer than the new tokens
@@ -300,8 +302,10 @@ def _yarn(config: ResolvedModelConfig, channels: int, frequencies: Tensor) -> Te
         original = config.rope_original_max_position_embeddings
         return channels * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(config.rotary_base))
 
-    first = max(math.floor(pair_with(config.yarn_beta_fast)), 0)
-    last = min(math.ceil(pair_with(config.yarn_beta_slow)), channels - 1)
+    first, last = pair_with(config.yarn_beta_fast), pair_with(config.yarn_beta_slow)
+    if config.yarn_correction_range_round_to_int:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, channels - 1)
     pairs = torch.arange(channels // 2, dtype=frequencies.dtype, device=frequencies.device)
     # 0.001: the width that public implementations give an empty ramp
     stretched = ((pairs - first) / max(last - first, 0.001)).clamp(0.0, 1.0)

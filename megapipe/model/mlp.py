@@ -8,6 +8,7 @@ of the last dimension.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megapipe.config.layers import LayerConfig
 from megapipe.config.model import ACTIVATIONS as KINDS
 from megapipe.model.layer_factory import LayerFactory
 from megapipe.model.recompute import RecomputedSegment
@@ -32,7 +34,7 @@ class MLP(nn.Module):
         super().__init__()
         config, recompute, kernels = factory.config, factory.recompute, factory.kernels
         self.recompute = recompute
-        self.activation = activation(config.activation, kernels.pointwise if kernels.compiles else None)
+        self.activation = activation(config, kernels.pointwise if kernels.compiles else None)
         kind = KINDS[config.activation]
         # relu saves only its output, which linear_fc2 saves too: recomputing it would free nothing
         self.recompute_activation = "activation" in recompute and not kind.keeps_output
@@ -60,10 +62,14 @@ class MLP(nn.Module):
         return self.linear_fc2(activation(middle), recompute)
 
 
-def activation(name: str, compiler: Callable[[Pointwise], Pointwise] | None = None) -> Activation:
-    """Return an activation by its name. compiler: compiles it and its gradient into one kernel each."""
+def activation(config: LayerConfig, compiler: Callable[[Pointwise], Pointwise] | None = None) -> Activation:
+    """Return the activation of a layer. compiler: compiles it and its gradient into one kernel each."""
+    name = config.activation
     if KINDS[name].function is not None:
         return registered_activation(KINDS[name], name)
+    if config.bends_gates:
+        gate = BentGate(name, config.activation_func_clamp_value, config.glu_linear_offset)
+        return lambda x: _WithGradient.apply(x, gate.forward, gate.backward)
     if compiler is None or name not in GRADIENTS:
         return ACTIVATIONS[name]
     forward, backward = map(compiler, GRADIENTS[name])
@@ -108,6 +114,59 @@ class _WithGradient(torch.autograd.Function):
 
 _gelu_tanh = partial(F.gelu, approximate="tanh")
 _gelu_tanh_backward = partial(torch.ops.aten.gelu_backward, approximate="tanh")
+QUICK_GELU = 1.702  # x sigmoid(1.702 x) is close to GELU (Hendrycks and Gimpel 2016, arXiv:1606.08415)
+
+
+def _quick_gelu(x: Tensor) -> Tensor:
+    return F.silu(x * QUICK_GELU).div_(QUICK_GELU)
+
+
+def _quick_gelu_backward(grad: Tensor, x: Tensor) -> Tensor:
+    result: Tensor = torch.ops.aten.silu_backward(grad, x * QUICK_GELU)
+    return result
+
+
+# name -> the activation of the gate, and (grad, gate) -> its gradient
+GATES: dict[str, tuple[Pointwise, Pointwise]] = {
+    "swiglu": (F.silu, torch.ops.aten.silu_backward),
+    "geglu_tanh": (_gelu_tanh, _gelu_tanh_backward),
+    "quick_geglu": (_quick_gelu, _quick_gelu_backward),
+}
+
+
+@dataclass(frozen=True)
+class BentGate:
+    """act(min(gate, limit)) * (clamp(up, -limit, limit) + offset) of halves [gate | up], without a limit if None."""
+
+    name: str  # in GATES
+    limit: float | None
+    offset: float
+
+    def forward(self, gate_up: Tensor) -> Tensor:
+        gate, up = self._bent(gate_up)
+        output: Tensor = GATES[self.name][0](gate).mul_(up)
+        return output
+
+    def backward(self, grad: Tensor, gate_up: Tensor) -> Tensor:
+        """Return the gradient of gate_up; what the limit has cut off has none."""
+        act, act_backward = GATES[self.name]
+        gate, up = self._bent(gate_up)
+        grads = torch.empty_like(gate_up)
+        grad_gate, grad_up = grads.chunk(2, dim=-1)
+        torch.mul(grad, act(gate), out=grad_up)
+        grad_gate.copy_(act_backward(up.mul_(grad), gate))
+        if self.limit is not None:
+            gate, up = gate_up.chunk(2, dim=-1)
+            grad_gate.masked_fill_(gate > self.limit, 0.0)
+            grad_up.masked_fill_(up > self.limit, 0.0).masked_fill_(up < -self.limit, 0.0)
+        return grads
+
+    def _bent(self, gate_up: Tensor) -> tuple[Tensor, Tensor]:
+        gate, up = gate_up.chunk(2, dim=-1)
+        if self.limit is None:
+            return gate, up + self.offset
+        return gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit).add_(self.offset)
+
 
 ACTIVATIONS: dict[str, Activation] = {
     "gelu": F.gelu,
@@ -115,8 +174,7 @@ ACTIVATIONS: dict[str, Activation] = {
     "relu": F.relu,
     "squared_relu": lambda x: _WithGradient.apply(x, *GRADIENTS["squared_relu"]),
     # gated linear units: Shazeer 2020, arXiv:2002.05202
-    "swiglu": lambda x: _Gated.apply(x, F.silu, torch.ops.aten.silu_backward),
-    "geglu_tanh": lambda x: _Gated.apply(x, _gelu_tanh, _gelu_tanh_backward),
+    **{name: partial(lambda pair, x: _Gated.apply(x, *pair), pair) for name, pair in GATES.items()},
 }
 
 
@@ -140,6 +198,5 @@ GRADIENTS: dict[str, tuple[Pointwise, Pointwise]] = {
     "gelu_tanh": (_gelu_tanh, _gelu_tanh_backward),
     # So et al. 2021, arXiv:2109.08668
     "squared_relu": (lambda x: F.relu(x).square_(), lambda grad, x: F.relu(x).mul_(2).mul_(grad)),
-    "swiglu": _gated(F.silu, torch.ops.aten.silu_backward),
-    "geglu_tanh": _gated(_gelu_tanh, _gelu_tanh_backward),
+    **{name: _gated(*pair) for name, pair in GATES.items()},
 }

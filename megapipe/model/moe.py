@@ -203,7 +203,7 @@ class ExpertWeights(nn.Module):
         self.queue: WeightQueue = factory.queue
         self.slots: dict[str, GradientSlot | None] = dict.fromkeys(("weight1", "weight2", "bias1", "bias2"))
         kernels = factory.kernels
-        self.activation = activation(config.activation, kernels.pointwise if kernels.compiles else None)
+        self.activation = activation(config, kernels.pointwise if kernels.compiles else None)
         gates = 2 if KINDS[config.activation].is_gated else 1
         rows = config.num_experts // experts.ep.size * (config.expert_ffn_size // experts.etp.size)
         self.weight1 = nn.Parameter(torch.empty(gates * rows, config.hidden_size, device="meta"))

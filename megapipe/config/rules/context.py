@@ -78,6 +78,7 @@ def combinations(config: Config) -> Iterator[str]:
     refused = chosen(
         ("--num-experts", model.num_experts is not None),
         ("--multi-latent-attention", model.multi_latent_attention),
+        (f"--softmax-type {model.softmax_type}", model.softmax_type != "vanilla"),
         ("--transformer-impl transformer_engine", kernels.transformer_impl != "local"),
         ("--compile-pointwise", kernels.compile_pointwise),
         ("--cuda-graph-impl", config.gpu.cuda_graph_impl != "none"),

@@ -39,6 +39,7 @@ def libraries(config: Config) -> Iterator[str]:
     unsupported = chosen(
         ("--attention-dropout above 0 (use --attention-dropout 0)", model.attention_dropout > 0),
         ("--attention-softmax-in-fp32 (its kernels always use fp32: leave it out)", model.attention_softmax_in_fp32),
+        (f"--softmax-type {model.softmax_type}", model.softmax_type != "vanilla"),
         (
             "--sft (documents that do not see each other)" if config.data.sft else "--reset-attention-mask",
             config.data.reset_attention_mask,
@@ -188,6 +189,8 @@ def why_not_compiled(config: Config) -> str | None:
         ),
         ("experts are not compiled", config.model.num_experts is not None),
         ("attention over several cp ranks is not compiled", config.parallel.context_parallel_size > 1),
+        (f"--softmax-type {config.model.softmax_type} is not compiled", config.model.softmax_type != "vanilla"),
+        ("--activation-func-clamp-value and --glu-linear-offset are not compiled", config.model.bends_gates),
         ("the norm of an extension is not compiled", norm.function is not None),
         (
             "the activation of an extension is not compiled",

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from megapipe.config.config import Config
 from megapipe.config.layers import OPTIONS_OF, LayerConfig, has_soft_cap, kinds_of, layer_settings, of_each_kind
-from megapipe.config.model import ATTENTIONS, NORMALIZATIONS, ROPE, ModelConfig
+from megapipe.config.model import ACTIVATIONS, ATTENTIONS, NORMALIZATIONS, ROPE, ModelConfig
 from megapipe.config.rules.proposals import chosen, given, use_divisors, use_multiples
 from megapipe.errors import ConfigError
 from megapipe.formatting import one_of
@@ -94,6 +94,7 @@ def latent_attention(config: Config) -> Iterator[str]:
         yield f"{flag}: layers cannot differ in {one_of(differing)}; give all layers the model's"
     refused = chosen(
         ("--add-qkv-bias", model.add_qkv_bias),
+        (f"--softmax-type {model.softmax_type}", model.softmax_type != "vanilla"),
         ("--qk-layernorm-scope projection (--qk-layernorm norms the latents)", model.qk_layernorm_scope != "head"),
         (f"--attention-kind {model.attention_kind}", ATTENTIONS[model.attention_kind].function is not None),
         ("--transformer-impl transformer_engine", config.kernels.transformer_impl != "local"),
@@ -117,6 +118,7 @@ def attention_kind(config: Config, layer: LayerConfig) -> Iterator[str]:
         ("--attn-logit-softcapping", layer.attn_logit_softcapping is not None),
         ("--attention-dropout above 0 (use --attention-dropout 0)", layer.attention_dropout > 0),
         ("--attention-softmax-in-fp32", layer.attention_softmax_in_fp32),
+        (f"--softmax-type {layer.softmax_type}", layer.softmax_type != "vanilla"),
         (f"--attention-impl {config.kernels.attention_impl} (use sdpa)", config.kernels.attention_impl != "sdpa"),
         ("--recompute-keep-attention", config.recompute.recompute_keep_attention),
     )
@@ -151,6 +153,21 @@ def mlp(config: Config, layer: LayerConfig) -> Iterator[str]:
         heads = model.num_attention_heads
         ways = f"{use_multiples(tp, width)} as ffn hidden size, or {use_divisors(heads, width, wanted=tp)} as tp"
         yield f"--tensor-model-parallel-size {tp} does not divide --ffn-hidden-size {width}{origin}; {ways}"
+
+
+@of_each_kind
+def gates(config: Config, layer: LayerConfig) -> Iterator[str]:
+    """Yield the options of gated activations that a layer without them does not have."""
+    kind = ACTIVATIONS[layer.activation]
+    if not layer.has_mlp or (kind.is_gated and kind.function is None):
+        return
+    unused = chosen(
+        ("--activation-func-clamp-value", layer.activation_func_clamp_value is not None),
+        ("--glu-linear-offset", layer.glu_linear_offset != 0),
+    )
+    if unused:
+        names = one_of([name for name, kind in ACTIVATIONS.items() if kind.is_gated and kind.function is None])
+        yield f"{one_of(unused)} has no effect on --activation {layer.activation}; use {names}, or leave it out"
 
 
 @of_each_kind
@@ -257,6 +274,7 @@ def recompute(config: Config) -> Iterator[str]:
         ("--attention-dropout above 0", model.attention_dropout > 0),
         ("--attn-logit-softcapping", impl == "sdpa" and has_soft_cap(model)),
         ("--attention-softmax-in-fp32", model.attention_softmax_in_fp32),
+        (f"--softmax-type {model.softmax_type}", model.softmax_type != "vanilla"),
     )
     if is_full and asked.recompute_keep_attention and impl == "te":
         rule = "torch does not see the kernels of --attention-impl te"
@@ -285,6 +303,7 @@ RULES = (
     attention_kind,
     norm_kind,
     mlp,
+    gates,
     rotary_positions,
     rotary_scaling,
     axes,

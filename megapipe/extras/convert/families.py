@@ -13,19 +13,25 @@ from megapipe.config.config import Config
 from megapipe.config.model import ModelConfig
 from megapipe.config.rules.check import check
 from megapipe.errors import ConfigError
+from megapipe.extras.convert import experts
 from megapipe.extras.convert.layer_types import (
     MINISTRAL_WINDOWS,
     MISTRAL_WINDOWS,
+    QWEN_2_MOE_WINDOWS,
+    QWEN_3_MOE_WINDOWS,
     QWEN_WINDOWS,
     ROPE,
     WINDOW_AGAIN,
     every,
+    rope,
     windows,
     windows_and_rope,
 )
 from megapipe.extras.convert.snapshot import INERT
 from megapipe.extras.convert.tables import (
     LAYER,
+    LLAMA,
+    OURS,
     Row,
     Rule,
     Settings,
@@ -46,7 +52,7 @@ from megapipe.extras.convert.tables import (
 from megapipe.registry import EXTENSIONS, Registry
 
 LONGEST_SEQUENCE = 4096  # default training length of converted models with more positions (--seq-length overrides)
-OURS, LLAMA, GPT2 = f"decoder.layers.{LAYER}", f"model.layers.{LAYER}", f"transformer.h.{LAYER}"
+GPT2 = f"transformer.h.{LAYER}"
 
 
 def llama_rows(norms: Mapping[str, str]) -> tuple[Row, ...]:
@@ -152,7 +158,10 @@ class Family:
     def write(self, model: ModelConfig) -> dict[str, Any]:
         """Return the keys of config.json. Raises ConfigError naming the first field that cannot be expressed."""
         theirs: dict[str, Any] = {"architectures": [self.architecture], "model_type": self.model_type}
-        theirs |= write_keys(self.rules, model)
+        try:
+            theirs |= write_keys(self.rules, model)
+        except ConfigError as error:
+            raise ConfigError(f"{self.architecture} cannot express it: {error}") from None
         check_expressed(model, self.read(theirs), self.architecture)
         return theirs
 
@@ -167,18 +176,26 @@ def llama_family(
     *more: Rule,
     norms: Mapping[str, str] = NORMS_BEFORE,
     epsilon: float = 1e-6,
+    groups: int | None = None,
     tied: bool = False,
     rope: Rule = ROPE,
     activation: Rule = HIDDEN_ACT,
+    mlp: tuple[Rule, ...] = (key("intermediate_size", "ffn_hidden_size"),),
+    more_rows: tuple[Row, ...] = (),
 ) -> Family:
     """Return Llama or a relative of it. more: rules besides the common ones. The others are defaults and variants."""
+
+    def query_groups(settings: Settings) -> int:
+        if groups is not None and "num_key_value_heads" not in settings:  # null: as many as heads
+            return groups
+        return int(settings["num_attention_heads"])
+
     rules = (
         key("vocab_size", "vocab_size"),
         key("hidden_size", "hidden_size"),
-        key("intermediate_size", "ffn_hidden_size"),
         key("num_hidden_layers", "num_layers"),
         key("num_attention_heads", "num_attention_heads"),
-        key("num_key_value_heads", "num_query_groups", lambda settings: settings["num_attention_heads"]),
+        key("num_key_value_heads", "num_query_groups", query_groups),
         key("max_position_embeddings", "max_position_embeddings", max_positions),
         key("rms_norm_eps", "norm_epsilon", epsilon),
         key("tie_word_embeddings", "untie_embeddings_and_output_weights", tied, {False: True, True: False}),
@@ -186,8 +203,8 @@ def llama_family(
         key("initializer_range", "init_method_std", 0.02),
         always(normalization="RMSNorm", hidden_dropout=0.0),
     )
-    all_rules = (*rules, activation, rope, *more)
-    return Family(architecture, model_type, llama_rows(norms), all_rules)
+    all_rules = (*rules, activation, rope, *mlp, *more)
+    return Family(architecture, model_type, (*llama_rows(norms), *more_rows), all_rules)
 
 
 HEAD_DIM = key("head_dim", "kv_channels", lambda own: int(own["hidden_size"]) // int(own["num_attention_heads"]))
@@ -244,17 +261,18 @@ GEMMA_3 = (
     fixed("attn_logit_softcapping", None, "the attention of this architecture has no soft-cap in transformers"),
     nullable("final_logit_softcapping", "final_logit_softcapping", None),
 )
+UNUSUAL_HEAD_DIM = replace(  # a key that a configuration does not name, but its attention reads
+    HEAD_DIM,
+    write=lambda layers: (
+        {}
+        if layers[0].kv_channels * layers[0].num_attention_heads == layers[0].hidden_size
+        else {"head_dim": layers[0].kv_channels}
+    ),
+)
 OLMO = (
     *NO_ATTENTION_BIAS,
     always(norm_position="after", qk_layernorm=True, qk_layernorm_scope="projection"),
-    replace(  # a key that its configuration does not name, but its attention reads
-        HEAD_DIM,
-        write=lambda layers: (
-            {}
-            if layers[0].kv_channels * layers[0].num_attention_heads == layers[0].hidden_size
-            else {"head_dim": layers[0].kv_channels}
-        ),
-    ),
+    UNUSUAL_HEAD_DIM,
 )
 
 _BUILT_IN = (
@@ -304,20 +322,102 @@ _BUILT_IN = (
     llama_family(
         "Olmo3ForCausalLM", "olmo3", 2048, *OLMO, norms=NORMS_AFTER, epsilon=1e-5, rope=windows_and_rope(4, 5e5)
     ),
+    llama_family(
+        "MixtralForCausalLM",
+        "mixtral",
+        131072,
+        UNUSUAL_HEAD_DIM,
+        NO_BIAS,
+        nullable("sliding_window", "window_size", None),
+        fixed("router_jitter_noise", 0.0, "the router sees its input without noise here"),
+        epsilon=1e-5,
+        groups=8,
+        rope=rope(1e6),
+        mlp=experts.all_layers(("num_local_experts",), 2),
+        more_rows=experts.MIXTRAL_ROWS,
+    ),
+    llama_family(
+        "Qwen2MoeForCausalLM",
+        "qwen2_moe",
+        32768,
+        experts.MAYBE_NORMALIZED,
+        experts.SPARSE_STEP,
+        *experts.SHARED_GATED,
+        key("qkv_bias", "add_qkv_bias", True),
+        NO_BIAS,
+        QWEN_2_MOE_WINDOWS,
+        groups=16,
+        mlp=experts.some_layers(("num_experts",), 4),
+        more_rows=experts.QWEN_2_ROWS,
+    ),
+    llama_family(
+        "Qwen3MoeForCausalLM",
+        "qwen3_moe",
+        32768,
+        UNUSUAL_HEAD_DIM,
+        experts.MAYBE_NORMALIZED,
+        experts.SPARSE_STEP,
+        *NO_ATTENTION_BIAS,
+        always(qk_layernorm=True),
+        QWEN_3_MOE_WINDOWS,
+        groups=4,
+        mlp=experts.some_layers(("num_experts", "num_local_experts"), 8),
+        more_rows=experts.ROWS,
+    ),
+    llama_family(
+        "OlmoeForCausalLM",
+        "olmoe",
+        4096,
+        UNUSUAL_HEAD_DIM,
+        experts.MAYBE_NORMALIZED,
+        *NO_ATTENTION_BIAS,
+        always(qk_layernorm=True, qk_layernorm_scope="projection"),
+        fixed("clip_qkv", None, "queries, keys and values are not clipped here"),
+        epsilon=1e-5,
+        mlp=experts.all_layers(("num_experts",), 8),
+        more_rows=experts.ROWS,
+    ),
+    llama_family(
+        "Glm4MoeForCausalLM",
+        "glm4_moe",
+        131072,
+        UNUSUAL_HEAD_DIM,
+        *experts.SIGMOID_ROUTER,
+        experts.NO_PREDICTION,
+        key("attention_bias", "add_qkv_bias", False),
+        NO_BIAS,
+        key("use_qk_norm", "qk_layernorm", False),
+        epsilon=1e-5,
+        groups=8,
+        rope=rope(1e4, 0.5),
+        mlp=experts.some_layers(("n_routed_experts", "num_local_experts"), 8),
+        more_rows=experts.GLM_ROWS,
+    ),
+    llama_family(
+        "GptOssForCausalLM",
+        "gpt_oss",
+        131072,
+        key("head_dim", "kv_channels", 64),
+        *experts.GPT_OSS,
+        windows(every(2), default_window=128),
+        epsilon=1e-5,
+        groups=8,
+        rope=rope(15e4, scaling=experts.GPT_OSS_ROPE),
+        activation=fixed("hidden_act", "silu", "experts have a clamped SwiGLU, whatever it says"),
+        mlp=experts.all_layers(("num_local_experts", "num_experts"), 4),
+        more_rows=experts.GPT_OSS_ROWS,
+    ),
 )
 FAMILIES: Registry[Family] = Registry(
     "conversion family", "--architecture", {family.architecture: family for family in _BUILT_IN}
 )
 
-_EXPERTS = "it is a mixture of experts"
+_LATENT = "it has latent attention"
 REFUSED: dict[str, str] = {
     "Gemma3ForConditionalGeneration": "it has a vision tower; convert its text model, a Gemma3ForCausalLM, which "
     "docs/convert.md shows how to save",
-    "MixtralForCausalLM": _EXPERTS,
-    "Qwen2MoeForCausalLM": _EXPERTS,
-    "Qwen3MoeForCausalLM": _EXPERTS,
-    "DeepseekV2ForCausalLM": f"{_EXPERTS} with latent attention",
-    "DeepseekV3ForCausalLM": f"{_EXPERTS} with latent attention",
+    "DeepseekV2ForCausalLM": _LATENT,
+    "DeepseekV3ForCausalLM": _LATENT,
     "GPTJForCausalLM": "attention and MLP are parallel branches, and rotary positions are interleaved",
     "FalconForCausalLM": "attention and MLP are parallel branches",
     "CohereForCausalLM": "attention and MLP are parallel branches",

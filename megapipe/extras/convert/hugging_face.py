@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -173,8 +173,12 @@ def write(snapshot: Snapshot, folder: Path, architecture: str | None = None, max
     dtype = str(weights[WORD_EMBEDDING].dtype).removeprefix("torch.")
     config = copied | config | {"dtype" if "dtype" in copied else "torch_dtype": dtype}
 
+    @lru_cache(maxsize=1)  # the parts of a tensor are written one after the other
+    def parts(entry: MappedTensor) -> tuple[Tensor, ...]:
+        return entry.layout.split(weights[entry.spec.name].detach())
+
     def part(entry: MappedTensor, index: int) -> Tensor:
-        return entry.layout.split(weights[entry.spec.name].detach())[index]
+        return parts(entry)[index]
 
     groups: list[dict[str, LazyTensor]] = [{}]  # in order; each file below max_bytes, a larger tensor alone
     size = total = 0

@@ -44,12 +44,17 @@ ROPE_TYPES: dict[str, dict[str, tuple[str, float | None]]] = {
 # ------------------------------------------------------------------------------------------- rotary positions
 
 
-def rope_fields(parameters: Mapping[str, Any], base: float, settings: Settings) -> dict[str, Any]:
-    """Return our fields of an entry of rope_parameters, or of rope_scaling. base: where the entry has none."""
+def rope_fields(
+    parameters: Mapping[str, Any], base: float, settings: Settings, part: float | None = None
+) -> dict[str, Any]:
+    """Return our fields of an entry of rope_parameters, or of rope_scaling.
+
+    base, part: where the entry has none; part: the rotated part of a head, None where whole heads are rotated.
+    """
     scaling = dict(parameters)
     base = scaling.pop(THETA, None) or base
-    partial = scaling.pop(PARTIAL, None) or settings.get(PARTIAL) or 1.0
-    if partial != 1.0:
+    partial = scaling.pop(PARTIAL, None) or settings.get(PARTIAL) or part or 1.0
+    if part is None and partial != 1.0:
         raise ConfigError(f"{PARTIAL} {partial} cannot be expressed: this architecture rotates whole heads")
     kind = scaling.pop("rope_type", None) or scaling.get("type") or "default"
     scaling.pop("type", None)
@@ -57,11 +62,10 @@ def rope_fields(parameters: Mapping[str, Any], base: float, settings: Settings) 
         raise ConfigError(f"rope_type {kind!r} cannot be expressed; it can be {', '.join(ROPE_TYPES)}")
     ours = "none" if kind == "default" else kind
     fields = {"position_embedding_type": "rope", "rotary_base": float(base), "rope_scaling_type": ours}
+    fields |= {} if part is None else {"rotary_percent": float(partial)}
     if kind == "yarn":  # keys that state what is always so here
         scaling.setdefault(LENGTH, settings.get("max_position_embeddings"))
-        if scaling.pop("truncate", True) is not True:
-            why = "here the ramp starts and ends at whole pairs of channels"
-            raise ConfigError(f"rope_type yarn: truncate false cannot be expressed: {why}")
+        fields["yarn_correction_range_round_to_int"] = bool(scaling.pop("truncate", True))
         given = scaling.pop("attention_factor", None)
         if given is not None:
             here = 0.1 * math.log(scaling["factor"]) + 1.0
@@ -86,17 +90,31 @@ def rope_scaling(layer: LayerConfig) -> dict[str, Any] | None:
     scaling = {name: getattr(layer, field) for name, (field, _) in ROPE_TYPES[layer.rope_scaling_type].items()}
     if layer.rope_scaling_type == "yarn" and not layer.yarn_mscale_all_dim:  # transformers takes both or neither
         del scaling["mscale"], scaling["mscale_all_dim"]
+    if layer.rope_scaling_type == "yarn" and not layer.yarn_correction_range_round_to_int:
+        scaling["truncate"] = False
     return {"rope_type": layer.rope_scaling_type, **scaling}
 
 
-# the same in all layers; keys as in transformers 4, which both versions read
-ROPE = Rule(
-    (THETA, SCALING, PARAMETERS, PARTIAL),
-    lambda settings: rope_fields(
-        settings.get(PARAMETERS) or settings.get(SCALING) or {}, settings.get(THETA) or 10000.0, settings
-    ),
-    lambda layers: {THETA: layers[0].rotary_base, SCALING: rope_scaling(layers[0])},
-)
+def rope(base: float = 10000.0, part: float | None = None, scaling: Mapping[str, Any] | None = None) -> Rule:
+    """Return the rule of rotary positions that are the same in all layers. It writes keys as in transformers 4, which
+    both versions read.
+
+    base, part, scaling: defaults; the first two as in rope_fields.
+    """
+
+    def read(settings: Settings) -> dict[str, Any]:
+        parameters = settings.get(PARAMETERS) or settings.get(SCALING) or scaling or {}
+        return rope_fields(parameters, settings.get(THETA) or base, settings, part)
+
+    def write(layers: Layers) -> dict[str, Any]:
+        rotated = {} if part is None else {PARTIAL: layers[0].rotary_percent}
+        own = rope_scaling(layers[0]) or (None if scaling is None else {"rope_type": "default"})
+        return {THETA: layers[0].rotary_base, SCALING: own, **rotated}
+
+    return Rule((THETA, SCALING, PARAMETERS, PARTIAL), read, write)
+
+
+ROPE = rope()
 
 # ------------------------------------------------------------------------------------------------ layer types
 
@@ -184,11 +202,11 @@ def write_types(layers: Layers) -> dict[str, Any]:
     return {TYPES: types_of(layers)} | ({} if window is None else {WINDOW: window})
 
 
-def windows(default: Callable[[int], Types], *without_effect: str) -> Rule:
+def windows(default: Callable[[int], Types], *without_effect: str, default_window: int = DEFAULT_WINDOW) -> Rule:
     """Return the rule of windows by layer type, beside rotary positions that are the same in all layers."""
 
     def read(settings: Settings) -> dict[str, Any]:
-        window = settings.get(WINDOW, DEFAULT_WINDOW)
+        window = settings.get(WINDOW, default_window)
         types = read_types(settings, default if window is not None else every(1), window)
         return by_type(types, {FULL: {"window_size": None}, SLIDING: {"window_size": window}})
 
@@ -252,7 +270,30 @@ def write_qwen_windows(layers: Layers) -> dict[str, Any]:
     return write_types(layers) | {USE: True, FIRST: types.index(SLIDING)} if SLIDING in types else {USE: False}
 
 
+def read_qwen_2_moe_windows(settings: Settings) -> dict[str, Any]:
+    """Read Qwen2-MoE's sliding window: in every second layer before max_window_layers, or as layer_types says."""
+    window = settings.get(WINDOW, DEFAULT_WINDOW) if settings.get(USE, False) else None
+    last = 0 if window is None else settings.get(FIRST, 28)
+
+    def default(num_layers: int) -> Types:
+        return [SLIDING if layer % 2 == 0 and layer < last else FULL for layer in range(num_layers)]
+
+    return by_type(
+        read_types(settings, default, window), {FULL: {"window_size": None}, SLIDING: {"window_size": window}}
+    )
+
+
+def write_qwen_2_moe_windows(layers: Layers) -> dict[str, Any]:
+    return write_types(layers) | {USE: SLIDING in types_of(layers)}
+
+
 QWEN_WINDOWS = Rule((WINDOW, USE, FIRST, TYPES), read_qwen_windows, write_qwen_windows)
+QWEN_2_MOE_WINDOWS = Rule(QWEN_WINDOWS.keys, read_qwen_2_moe_windows, write_qwen_2_moe_windows)
+QWEN_3_MOE_WINDOWS = Rule(  # in all layers; it reads no other key, but files have max_window_layers
+    (WINDOW, USE, FIRST),
+    lambda settings: {"window_size": settings.get(WINDOW, DEFAULT_WINDOW) if settings.get(USE, False) else None},
+    lambda layers: {WINDOW: layers[0].window_size, USE: layers[0].window_size is not None},
+)
 MINISTRAL_WINDOWS = windows(lambda num_layers: [SLIDING] * num_layers)
 # transformers takes a Mistral with layer_types as a Ministral; its own Mistral has one window, null for none
 MISTRAL_WINDOWS = Rule(MINISTRAL_WINDOWS.keys, MINISTRAL_WINDOWS.read, lambda layers: {WINDOW: layers[0].window_size})

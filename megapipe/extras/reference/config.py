@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-GATED_ACTIVATIONS = ("swiglu", "geglu_tanh")
+GATED_ACTIVATIONS = ("swiglu", "geglu_tanh", "quick_geglu")
 NAMES = {
     "position_embedding_type": ("learned_absolute", "rope", "none"),
     "rope_scaling_type": ("none", "linear", "llama3", "yarn"),
@@ -12,6 +12,7 @@ NAMES = {
     "norm_position": ("before", "after", "around"),
     "qk_layernorm_scope": ("head", "projection"),
     "attention_kind": ("softmax",),
+    "softmax_type": ("vanilla", "off-by-one", "learnable"),
     "moe_router_score_function": ("softmax", "sigmoid"),
     "moe_router_load_balancing_type": ("aux_loss", "seq_aux_loss", "none"),
     "activation": ("gelu", "gelu_tanh", "relu", "squared_relu", *GATED_ACTIVATIONS),
@@ -53,6 +54,7 @@ class ReferenceConfig:
     yarn_beta_slow: float = 1.0
     yarn_mscale: float = 1.0
     yarn_mscale_all_dim: float = 0.0
+    yarn_correction_range_round_to_int: bool = True
 
     normalization: str = "LayerNorm"
     norm_epsilon: float = 1e-5
@@ -64,6 +66,8 @@ class ReferenceConfig:
     )
 
     activation: str = "gelu"
+    glu_linear_offset: float = 0.0  # gated: act(gate) * (up + offset)
+    activation_func_clamp_value: float | None = None  # gated: c; gate is at most c, up between -c and c
     embedding_scale: float = (
         1.0  # factor on word embeddings, rounded to their dtype; positions are added to the product
     )
@@ -100,6 +104,7 @@ class ReferenceConfig:
     attn_logit_softcapping: float | None = None  # scores -> cap * tanh(scores / cap)
     final_logit_softcapping: float | None = None
     attention_kind: str = "softmax"
+    softmax_type: str = "vanilla"  # off-by-one: one more logit of every query, 0, without a value; learnable: a weight
     softmax_scale: float | None = None  # None: 1 / sqrt(kv_channels)
 
     # functions in place of the named ones; normalization, activation and attention are then only names

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megapipe.extras.reference.config import ReferenceConfig
-from megapipe.extras.reference.mlp import ACTIVATIONS, MLP
+from megapipe.extras.reference.mlp import MLP, activated
 
 
 class Experts(nn.Module):
@@ -32,14 +32,7 @@ class Experts(nn.Module):
         inner = tokens @ self.weight1[expert * rows : (expert + 1) * rows].t()
         if self.config.add_bias_linear:
             inner = inner + self.bias1.view(-1, rows)[expert]
-        if self.config.activation_function is not None:
-            inner = self.config.activation_function(inner)
-        elif self.config.gated:
-            gate, up = inner.chunk(2, dim=-1)
-            inner = ACTIVATIONS[self.config.activation](gate) * up
-        else:
-            inner = ACTIVATIONS[self.config.activation](inner)
-        output = inner @ self.weight2[expert * self.width : (expert + 1) * self.width]
+        output = activated(self.config, inner) @ self.weight2[expert * self.width : (expert + 1) * self.width]
         return output + self.bias2.view(-1, output.shape[1])[expert] if self.config.add_bias_linear else output
 
 

@@ -185,6 +185,8 @@ class SelfAttention(nn.Module):
             is_whole = config.qk_layernorm_scope == "projection"
             self.q_layernorm = Norm(config, heads * channels if is_whole else channels)
             self.k_layernorm = Norm(config, groups * channels if is_whole else channels)
+        if config.softmax_type == "learnable":
+            self.softmax_offset = nn.Parameter(torch.empty(heads))
 
     def forward(
         self, hidden: Tensor, position_ids: Tensor, document_ids: Tensor | None, dropout_masks: DropoutMasks | None
@@ -227,7 +229,10 @@ class SelfAttention(nn.Module):
         scores = soft_cap(torch.einsum("bqnc,bknc->bnqk", q, k) * scale, config.attn_logit_softcapping)
         visible = visible_keys(config, position_ids, document_ids)
         scores = scores.to(at_least_fp32(scores.dtype)).masked_fill(~visible, -torch.inf)
-        probs = scores.softmax(dim=-1).to(v.dtype)
+        if config.softmax_type != "vanilla":
+            offset = self.softmax_offset if config.softmax_type == "learnable" else scores.new_zeros(scores.shape[1])
+            scores = torch.cat((scores, offset.to(scores.dtype)[:, None, None].expand(*scores.shape[:3], 1)), dim=-1)
+        probs = scores.softmax(dim=-1)[..., : k.shape[1]].to(v.dtype)
         probs = dropout(probs, config.attention_dropout, dropout_masks, self.layer, "attention_probs")
         context = torch.einsum("bnqk,bknc->bqnc", probs, v)
         return context.flatten(2, 3)
@@ -384,9 +389,12 @@ def _yarn(config: ReferenceConfig, frequencies: Tensor) -> Tensor:
     """YaRN's NTK-by-parts (Peng et al. 2023, arXiv:2309.00071): a ramp over the pairs between beta_fast and beta_slow
     turns.
     """
-    first = max(math.floor(_yarn_pair_with_turns(config, config.yarn_beta_fast)), 0)
-    last = min(math.ceil(_yarn_pair_with_turns(config, config.yarn_beta_slow)), config.rotary_channels - 1)
-    width = (last - first) or 1  # pairs are integers: an empty ramp is a step for any width up to 1
+    first = _yarn_pair_with_turns(config, config.yarn_beta_fast)
+    last = _yarn_pair_with_turns(config, config.yarn_beta_slow)
+    if config.yarn_correction_range_round_to_int:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, config.rotary_channels - 1)
+    width = max(last - first, 1e-3)  # of an empty ramp, a step
     pairs = torch.arange(config.rotary_channels // 2, dtype=frequencies.dtype, device=frequencies.device)
     slowed = ((pairs - first) / width).clamp(0.0, 1.0)
     return (1.0 - slowed) * frequencies + slowed * frequencies / config.rope_scaling_factor

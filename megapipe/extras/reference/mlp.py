@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from functools import partial
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -14,18 +15,28 @@ class MLP(nn.Module):
 
     def __init__(self, config: ReferenceConfig) -> None:
         super().__init__()
-        self.gated, self.function = config.gated, config.activation_function
-        self.activation = ACTIVATIONS[config.activation] if self.function is None else self.function
+        self.config = config
         hidden, width, bias = config.hidden_size, config.ffn_hidden_size, config.add_bias_linear
         self.linear_fc1 = nn.Linear(hidden, 2 * width if config.gated else width, bias=bias)
         self.linear_fc2 = nn.Linear(width, hidden, bias=bias)
 
     def forward(self, hidden: Tensor) -> Tensor:
         inner = self.linear_fc1(hidden)
-        if self.gated and self.function is None:
-            gate, up = inner.chunk(2, dim=-1)
-            return self.linear_fc2(self.activation(gate) * up)
-        return self.linear_fc2(self.activation(inner))
+        return self.linear_fc2(activated(self.config, inner))
+
+
+def activated(config: ReferenceConfig, inner: Tensor) -> Tensor:
+    """Return the activation of linear_fc1's output, [..., F] of [..., F or 2 F]."""
+    if config.activation_function is not None:
+        return config.activation_function(inner)
+    function = ACTIVATIONS[config.activation]
+    if not config.gated:
+        return function(inner)
+    gate, up = inner.chunk(2, dim=-1)
+    limit = config.activation_func_clamp_value
+    if limit is not None:
+        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    return function(gate) * (up + config.glu_linear_offset)
 
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -35,4 +46,5 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "squared_relu": lambda x: F.relu(x).square(),
     "swiglu": F.silu,
     "geglu_tanh": partial(F.gelu, approximate="tanh"),
+    "quick_geglu": lambda x: x * torch.sigmoid(1.702 * x),
 }

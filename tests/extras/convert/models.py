@@ -23,6 +23,9 @@ SIZES = {
     "max_position_embeddings": LENGTH,
     "vocab_size": 61,
 }
+EAGER = {"attn_implementation": "eager", "experts_implementation": "eager"}  # other kernels of experts refuse fp64
+EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 20}
+GLM = {"num_experts_per_tok": 2, "moe_intermediate_size": 20, "num_mtp_layers": 0}
 GPT2 = {"n_layer": 2, "n_embd": 32, "n_head": 4, "n_positions": LENGTH, "vocab_size": 61}
 
 
@@ -166,6 +169,89 @@ CASES: dict[str, Case] = {
     "olmo3_alike_rope": Case(
         "olmo3", ropes({"rope_theta": 500.0}, {"rope_theta": 500.0}) | {"num_hidden_layers": 4, "sliding_window": 6}
     ),
+    "mixtral": Case(
+        "mixtral", rope("default") | {"num_experts_per_tok": 2, "num_local_experts": 4, "sliding_window": 5}, "30KB"
+    ),
+    "mixtral_narrow_head": Case(
+        "mixtral", {"num_experts_per_tok": 2, "num_local_experts": 3, "head_dim": 12, "num_key_value_heads": 1}
+    ),
+    "qwen2_moe": Case(
+        "qwen2_moe",
+        EXPERTS
+        | {
+            "num_hidden_layers": 4,
+            "decoder_sparse_step": 2,
+            "num_experts": 6,
+            "num_experts_per_tok": 3,
+            "shared_expert_intermediate_size": 40,
+            "use_sliding_window": True,
+            "sliding_window": 5,
+        },
+    ),
+    "qwen2_moe_normalized_tied": Case(
+        "qwen2_moe",
+        EXPERTS
+        | {
+            "num_hidden_layers": 3,
+            "mlp_only_layers": [1],
+            "norm_topk_prob": True,
+            "num_experts": 4,
+            "shared_expert_intermediate_size": 24,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "qwen3_moe": Case("qwen3_moe", EXPERTS | {"num_experts": 8, "norm_topk_prob": True, "head_dim": 12}, "30KB"),
+    "qwen3_moe_window": Case(
+        "qwen3_moe",
+        EXPERTS
+        | {
+            "num_hidden_layers": 3,
+            "num_experts": 4,
+            "mlp_only_layers": [0],
+            "use_sliding_window": True,
+            "sliding_window": 7,
+        },
+    ),
+    "olmoe": Case("olmoe", rope("default") | {"num_experts_per_tok": 2, "num_experts": 4}),
+    "olmoe_normalized": Case(
+        "olmoe", {"num_experts_per_tok": 2, "num_experts": 5, "norm_topk_prob": True, "num_key_value_heads": 4}
+    ),
+    "glm4_moe": Case(
+        "glm4_moe",
+        GLM
+        | {"n_routed_experts": 6, "use_qk_norm": True, "attention_bias": True, "head_dim": 12, "n_shared_experts": 2},
+    ),
+    "glm4_moe_groups": Case(
+        "glm4_moe",
+        GLM
+        | {
+            "num_hidden_layers": 3,
+            "n_routed_experts": 12,
+            "n_group": 4,
+            "topk_group": 2,
+            "num_experts_per_tok": 4,
+            "first_k_dense_replace": 2,
+            "routed_scaling_factor": 2.5,
+        },
+    ),
+    "gpt_oss": Case(
+        "gpt_oss",
+        {"num_hidden_layers": 4, "num_local_experts": 4, "head_dim": 12, "sliding_window": 5, "swiglu_limit": 0.4}
+        | rope("yarn", factor=4.0, beta_fast=2.0, beta_slow=0.3, truncate=False, original_max_position_embeddings=16),
+        "30KB",
+    ),
+    "gpt_oss_defaults": Case(
+        "gpt_oss",
+        {
+            "num_hidden_layers": 3,
+            "num_local_experts": 5,
+            "num_experts_per_tok": 2,
+            "sliding_window": 7,
+            "head_dim": 8,
+            "layer_types": types("FSS"),
+            "num_key_value_heads": 1,
+        },
+    ),
     "gpt2": Case("gpt2", GPT2),
     "gpt2_untied_relu_narrow": Case(
         "gpt2", GPT2 | {"tie_word_embeddings": False, "activation_function": "relu", "n_inner": 40}, "25KB"
@@ -185,6 +271,9 @@ def make(case: Case, seed: int = 3) -> Any:
     for name, parameter in model.named_parameters():
         is_norm = parameter.ndim == 1 and name.endswith("weight")
         parameter.normal_(centre if is_norm else 0.0, 0.15, generator=generator)
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            buffer.normal_(0.0, 0.15, generator=generator)
     return model
 
 
@@ -195,7 +284,7 @@ def built(case: Case, dtype: torch.dtype) -> Any:
     # its own dict of rotary positions, which transformers fills
     settings = copy.deepcopy(({} if case.model_type == "gpt2" else SIZES) | case.settings)
     config = AutoConfig.for_model(case.model_type, **settings)
-    return AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=dtype).eval()
+    return AutoModelForCausalLM.from_config(config, dtype=dtype, **EAGER).eval()
 
 
 @contextlib.contextmanager
@@ -218,6 +307,14 @@ def in_fp64(case: Case, model: Any) -> Any:
     copied = built(case, torch.float64)  # with rotary frequencies in fp64
     copied.load_state_dict(model.state_dict())
     return copied
+
+
+def gradients(model: Any) -> dict[str, Tensor]:
+    """Return the gradients under the names that transformers gives to stored weights."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    found = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+    return revert_weight_conversion(model, found)
 
 
 def save(model: Any, folder: Path, shard: str = "1GB") -> Path:

@@ -21,17 +21,20 @@ from megapipe.extras.convert.snapshot import Snapshot
 from megapipe.extras.convert.tables import map_tensors, unpadded
 from megapipe.extras.reference.gpt import ReferenceGPT
 from megapipe.extras.verify.oracle import reference_config
+from megapipe.layers.model import model_states
 from megapipe.model.init import replace_parameter
 from megapipe.model.microbatch import Microbatch
 from megapipe.model.stage import GPTStage
 from megapipe.plan.resolve import resolve
 from megapipe.schedule.partition import StageLayers
 from tests.extras.convert.models import CASES, draw_tokens, in_fp64, make, save, without_casts
+from tests.extras.convert.models import gradients as of_stored_names
 
 pytest.importorskip(
     "transformers", reason="the optional package transformers is not installed: pip install 'megapipe[transformers]'"
 )
-LAYERED = [name for name, case in CASES.items() if case.model_type.startswith(("gemma", "olmo", "ministral"))]
+MODEL_TYPES = ("gemma", "olmo", "ministral", "mixtral", "qwen2_moe", "qwen3_moe", "glm4_moe", "gpt_oss")
+LAYERED = [name for name, case in CASES.items() if case.model_type.startswith(MODEL_TYPES)]
 
 
 def stage_in_fp64(snapshot: Snapshot) -> GPTStage:
@@ -42,6 +45,8 @@ def stage_in_fp64(snapshot: Snapshot) -> GPTStage:
     )
     for name, parameter in list(stage.named_parameters()):
         replace_parameter(stage, parameter, nn.Parameter(snapshot.weights[name].detach().double()))
+    for name, state in stage.named_buffers():
+        state.copy_(snapshot.weights[name].detach())
     return stage
 
 
@@ -57,7 +62,11 @@ def reference_logits(snapshot: Snapshot, tokens: Tensor) -> Tensor:
     model = dataclasses.replace(snapshot.config.model, padded_vocab_size=snapshot.config.model.vocab_size)
     plan = resolve(dataclasses.replace(snapshot.config, model=model, training=training), 1)
     reference = ReferenceGPT(reference_config(plan.config)).double()
-    reference.load_state_dict({name: tensor.detach().double() for name, tensor in snapshot.weights.items()})
+    states = {spec.name for spec in model_states(unpadded(snapshot.config.model))}
+    weights = {name: tensor.detach().double() for name, tensor in snapshot.weights.items()}
+    reference.load_state_dict({name: tensor for name, tensor in weights.items() if name not in states})
+    for name in states:
+        reference.get_submodule(name.removesuffix(".router.expert_bias")).expert_bias = weights[name]
     return reference.logits(tokens)
 
 
@@ -80,12 +89,13 @@ def test_logits_and_gradients_are_theirs_in_fp64(tmp_path: Path, name: str) -> N
     assert_close(found.transpose(0, 1), reference_logits(snapshot, tokens), "logits of the reference")
     (found.transpose(0, 1) * weights).sum().backward()
     gradients = {parameter: tensor.grad for parameter, tensor in stage.named_parameters()}
-    of_theirs = {parameter: tensor.grad for parameter, tensor in theirs.named_parameters()}
+    of_theirs = of_stored_names(theirs)
     family = FAMILIES[type(model).__name__]
     mapped = map_tensors(family.rows, unpadded(snapshot.config.model), family.architecture)
-    assert len(mapped) == len(gradients)
-    for entry in mapped:
+    states = model_states(unpadded(snapshot.config.model))
+    assert len(mapped) == len(gradients) + len(states)
+    for entry in mapped[: len(gradients)]:
         gradient = gradients[entry.spec.name]
         assert gradient is not None, entry.spec.name
         for part, parameter in zip(entry.layout.split(gradient), entry.theirs, strict=True):
-            assert_close(part, of_theirs[parameter], parameter)
+            assert_close(part, of_theirs.get(parameter), parameter)

@@ -30,7 +30,7 @@ from megapipe.extras.convert.tables import (
     transposed,
     unpadded,
 )
-from megapipe.layers.model import model_parameters
+from megapipe.layers.model import model_parameters, model_states
 
 
 @st.composite
@@ -79,6 +79,7 @@ SCALED = st.one_of(
             "yarn_beta_slow": st.floats(0.5, 2),
             "yarn_mscale": st.just(0.7),
             "yarn_mscale_all_dim": st.just(0.4),
+            "yarn_correction_range_round_to_int": st.booleans(),
             "rope_original_max_position_embeddings": st.integers(8, 64),
         }
     ),
@@ -114,7 +115,19 @@ OLMO = {
     "qk_layernorm": st.just(True),
     "qk_layernorm_scope": st.just("projection"),
 }
-WINDOWED = ("Ministral", "Qwen2", "Qwen3", "Gemma2", "Gemma3", "Olmo3")  # in any layers
+EXPERTS = LLAMA_LIKE | {
+    "add_bias_linear": st.just(False),
+    "num_experts": st.integers(4, 6),
+    "moe_router_topk": st.integers(2, 4),
+    "moe_router_dtype": st.sampled_from([None, "fp32"]),
+    "moe_aux_loss_coeff": st.sampled_from([0.0, 0.1]),
+}
+PRE_SOFTMAX = {"moe_router_pre_softmax": st.booleans()}
+QWEN_EXPERTS = EXPERTS | PRE_SOFTMAX | DEEP | {"moe_ffn_hidden_size": st.integers(1, 30)}
+SHARED = {"moe_shared_expert_intermediate_size": st.integers(1, 30), "moe_shared_expert_gate": st.just(True)}
+GROUPS = {"num_experts": 8, "moe_router_topk": 4, "moe_router_num_groups": 4, "moe_router_group_topk": 2}
+SOME = ("Qwen2Moe", "Qwen3Moe")  # experts in any layers
+WINDOWED = ("Ministral", "Qwen2", "Qwen3ForCausalLM", "Gemma2", "Gemma3", "Olmo3", "GptOss")  # in any layers
 ROTATED = ("Gemma3", "Olmo3")  # with rotary positions of their own where there is a window
 EXPRESSED: dict[str, dict[str, Any]] = {
     "LlamaForCausalLM": LLAMA_LIKE | WIDE | {"add_bias_linear": st.booleans()},
@@ -127,6 +140,40 @@ EXPRESSED: dict[str, dict[str, Any]] = {
     "Gemma3ForCausalLM": LLAMA_LIKE | WIDE | GEMMA_2 | {"qk_layernorm": st.just(True)},
     "Olmo2ForCausalLM": LLAMA_LIKE | WIDE | OLMO,
     "Olmo3ForCausalLM": LLAMA_LIKE | WIDE | DEEP | OLMO,
+    "MixtralForCausalLM": EXPERTS | WIDE | WINDOW,
+    "Qwen2MoeForCausalLM": QWEN_EXPERTS | SHARED | {"add_qkv_bias": st.booleans()},
+    "Qwen3MoeForCausalLM": QWEN_EXPERTS | WIDE | WINDOW | {"qk_layernorm": st.just(True)},
+    "OlmoeForCausalLM": EXPERTS
+    | WIDE
+    | PRE_SOFTMAX
+    | {
+        "qk_layernorm": st.just(True),
+        "qk_layernorm_scope": st.just("projection"),
+    },
+    "Glm4MoeForCausalLM": EXPERTS
+    | WIDE
+    | DEEP
+    | {
+        "moe_ffn_hidden_size": st.just(6),
+        "moe_shared_expert_intermediate_size": st.sampled_from([6, 18]),
+        "moe_router_score_function": st.just("sigmoid"),
+        "moe_router_enable_expert_bias": st.just(True),
+        "moe_router_dtype": st.just("fp32"),
+        "moe_router_topk_scaling_factor": st.sampled_from([None, 1.0, 2.5]),
+        "rotary_percent": st.sampled_from([0.5, 1.0]),
+        "qk_layernorm": st.booleans(),
+        "add_qkv_bias": st.booleans(),
+    },
+    "GptOssForCausalLM": EXPERTS
+    | WIDE
+    | DEEP
+    | {
+        "activation": st.just("quick_geglu"),
+        "glu_linear_offset": st.just(1.0),
+        "add_bias_linear": st.just(True),
+        "activation_func_clamp_value": st.sampled_from([1.0, 7.0]),
+        "softmax_type": st.just("learnable"),
+    },
     "GPT2LMHeadModel": SIZES
     | {
         "num_query_groups": st.just(4),
@@ -158,6 +205,13 @@ def models(draw: st.DrawFn, architecture: str) -> ModelConfig:
         fields |= draw(SCALED)
     if architecture.startswith(WINDOWED):
         fields |= draw(windowed(fields["num_layers"], architecture.startswith(ROTATED)))
+    if architecture.startswith(SOME):
+        marks = draw(st.lists(st.integers(0, 1), min_size=fields["num_layers"], max_size=fields["num_layers"]))
+        fields |= {"moe_layer_freq": str(marks) if any(marks) else draw(st.sampled_from([None, "2"]))}
+    if architecture.startswith("Glm"):
+        dense = draw(st.integers(0, fields["num_layers"] - 1))
+        fields |= {"moe_layer_freq": f"[0]*{dense}+[1]*{fields['num_layers'] - dense}"}
+        fields |= draw(st.sampled_from([{}, GROUPS, GROUPS | {"moe_router_num_groups": 3, "num_experts": 9}]))
     if architecture.startswith("Gemma"):
         fields |= {"embedding_scale": fields["hidden_size"] ** 0.5}
     return ModelConfig(**fields)
@@ -191,7 +245,7 @@ def test_every_parameter_has_names_of_its_own(architecture: str, data: st.DataOb
     model = unpadded(data.draw(models(architecture)))
     placed = map_tensors(FAMILIES[architecture].rows, model, architecture)
     assert [entry.spec.name for entry in placed] == [
-        spec.name for spec in model_parameters(model, sequence_parallel=False)
+        spec.name for spec in (*model_parameters(model, sequence_parallel=False), *model_states(model))
     ]
     theirs = [name for entry in placed for name in entry.theirs]
     assert len(set(theirs)) == len(theirs)

@@ -51,4 +51,8 @@ def runtime_on(
     plan = resolve(config, world_size)
     groups = build_process_groups(plan.topology, rank, "gloo", 60)
     slices = drawn_slices(7, torch.float64) if weights is None else given_slices(weights)
-    return InferenceRuntime(plan, groups, torch.device("cpu"), slices)
+    runtime = InferenceRuntime(plan, groups, torch.device("cpu"), slices)
+    for _, box in runtime.held_states():
+        if weights is not None:
+            box.values.copy_(weights[box.name.removeprefix("weights/")])
+    return runtime
