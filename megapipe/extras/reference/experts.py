@@ -49,9 +49,13 @@ class SharedExperts(MLP):
 
 
 class MoE(nn.Module):
-    """Router, experts and shared experts. loss: the router's losses in the last forward."""
+    """Router, experts and shared experts.
+
+    loss: the router's losses in the last forward. chosen: the experts of each token there [b, s, k].
+    """
 
     loss: Tensor | float = 0.0
+    chosen: Tensor | None = None
 
     def __init__(self, config: ReferenceConfig) -> None:
         super().__init__()
@@ -71,7 +75,7 @@ class MoE(nn.Module):
         self.loss = self._losses(logits, scores)
         if is_softmax and not config.moe_router_pre_softmax:
             scores = logits
-        chosen = self._best(scores.detach())
+        self.chosen = chosen = self._best(scores.detach())
         weights = scores.gather(-1, chosen)
         if is_softmax and not config.moe_router_pre_softmax:
             weights = weights.softmax(-1)
