@@ -4,7 +4,6 @@ configuration saved with the checkpoint with the run's, layer by layer. Imports 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -40,6 +39,7 @@ OF_EACH_LAYER = (
     "no_rope_freq",
     "moe_layer_freq",
 )  # compared as what each layer has
+LATENT_SIZES = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
 ATTENTION_OPTIONS = (
     "num_attention_heads",
     "num_query_groups",
@@ -51,6 +51,8 @@ ATTENTION_OPTIONS = (
     "attention_kind",
     "softmax_scale",
     "add_qkv_bias",
+    "multi_latent_attention",
+    *LATENT_SIZES,
     *ROTARY_OPTIONS,
 )
 # --rope-scaling-type -> beginnings of the names of the rotary options that are used
@@ -139,7 +141,7 @@ def _sized(model: ModelConfig) -> ModelConfig:
         ffn_hidden_size=model.feed_forward_size(),
         num_query_groups=model.query_groups(),
         kv_channels=model.head_size(),
-        softmax_scale=model.softmax_scale or 1.0 / math.sqrt(model.head_size()),
+        softmax_scale=model.attention_scale(),
     )
 
 
@@ -155,6 +157,8 @@ def _function_of(layer: LayerConfig, longest: int) -> dict[str, Any]:
     unused |= {name for name in ROTARY_OPTIONS if not name.startswith(uses)}
     if not layer.qk_layernorm:
         unused.add("qk_layernorm_scope")
+    if not layer.multi_latent_attention:
+        unused |= {*LATENT_SIZES}
     if layer.add_bias_linear:
         unused.add("add_qkv_bias")
     if layer.window_size is not None and layer.window_size >= longest:

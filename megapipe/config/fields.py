@@ -41,7 +41,8 @@ class Flag:
     value: Any = TAKES_VALUE  # or the constant that the bare flag sets
     # constants for other fields of the section: `--rotary-seq-len-interpolation-factor 4` also selects linear scaling
     also_sets: tuple[tuple[str, Any], ...] = ()
-    # the same, only for fields that would otherwise be None: `--checkpoint-activations` recomputes groups of one layer
+    # the same, only for fields that would otherwise have their default: `--checkpoint-activations` recomputes groups of
+    # one layer
     or_else: tuple[tuple[str, Any], ...] = ()
     # if given, the constant is set only where the field would otherwise hold one of these values:
     # `--no-bias-gelu-fusion` turns tanh GELU into erf GELU and leaves SwiGLU alone, as in Megatron

@@ -189,7 +189,7 @@ def settings_of(field: ConfigField, flag: Flag, value: Any, origin: str, subject
     settings = [Setting(field, value, origin, subject, flag.only_from)]
     settings += [Setting(other, constant, origin, subject) for other, constant in others]
     defaults = [(fields_by_key()[f"{field.section}.{name}"], constant) for name, constant in flag.or_else]
-    return settings + [Setting(other, constant, origin, subject, (None,)) for other, constant in defaults]
+    return settings + [Setting(other, constant, origin, subject, (other.default,)) for other, constant in defaults]
 
 
 def check_number_of_values(name: str, texts: list[str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -87,11 +88,17 @@ FP8_RECIPES = ("tensorwise", "delayed")
 QK_NORM = Need("model.qk_layernorm", "--qk-layernorm")
 ROPE = Need("model.position_embedding_type", "--position-embedding-type rope", ("rope",))
 EXPERTS = Need("model.num_experts", "--num-experts N")
+LATENT = Need("model.multi_latent_attention", "--multi-latent-attention")
 SHARED_EXPERT = Need("model.moe_shared_expert_intermediate_size", "--moe-shared-expert-intermediate-size N")
 ROUTER_GROUPS = Need("model.moe_router_num_groups", "--moe-router-num-groups N")
 WINDOW = Need("model.window_size", "--window-size")
 FP16 = Need("precision.dtype", "--fp16", ("fp16",), without="the loss is not scaled")
 FP8 = Need("precision.fp8_format", "--fp8-format e4m3 or hybrid")
+
+
+def read_rope_type(text: str) -> str:
+    """Rewrite Megatron's --rope-type as a scaling: 'rope' is none."""
+    return "none" if text == "rope" else text
 
 
 def read_window(text: str) -> str:
@@ -162,7 +169,11 @@ class ModelConfig:
         "none",
         "how rotary frequencies are scaled to sequences longer than they were trained for",
         choices=("none", "linear", "llama3", "yarn"),
-        more_flags=(Flag("--use-rope-scaling", "llama3"),),
+        more_flags=(
+            Flag("--use-rope-scaling", "llama3"),
+            Flag("--rope-type", help="rope (no scaling) or yarn"),
+        ),
+        read=read_rope_type,
     )
     rope_scaling_factor: float = option(
         8.0,
@@ -173,6 +184,13 @@ class ModelConfig:
                 "--rotary-seq-len-interpolation-factor",
                 also_sets=(("rope_scaling_type", "linear"),),
                 help="same as --rope-scaling-type linear --rope-scaling-factor N",
+            ),
+            Flag(
+                "--rotary-scaling-factor",
+                also_sets=(("rope_scaling_type", "yarn"),),
+                or_else=(("rope_original_max_position_embeddings", 4096),),
+                help="same as --rope-scaling-type yarn --rope-scaling-factor N, with a default of 4096 for "
+                "--rope-original-max-position-embeddings",
             ),
         ),
     )
@@ -190,8 +208,15 @@ class ModelConfig:
     yarn_beta_slow: float = option(
         1.0, "yarn: frequencies with fewer rotations than this are fully interpolated", above=0
     )
-    yarn_mscale: float = option(1.0, "yarn: numerator of the attention temperature", at_least=0)
-    yarn_mscale_all_dim: float = option(0.0, "yarn: denominator of the attention temperature (0: none)", at_least=0)
+    yarn_mscale: float = option(
+        1.0, "yarn: numerator of the attention temperature", at_least=0, more_flags=(Flag("--mscale"),)
+    )
+    yarn_mscale_all_dim: float = option(
+        0.0,
+        "yarn: denominator of the attention temperature (0: none); with latent attention a factor of the softmax scale",
+        at_least=0,
+        more_flags=(Flag("--mscale-all-dim"),),
+    )
 
     no_rope_freq: str | None = option(
         None,
@@ -256,6 +281,18 @@ class ModelConfig:
             ),
         ),
     )
+    multi_latent_attention: bool = option(
+        False, "multi-head latent attention: queries, keys and values from low-rank latents (docs/experts.md)"
+    )
+    q_lora_rank: int | None = count(
+        None, "width of the latent of the queries; unset: queries are projected at once", "channels", needs=LATENT
+    )
+    kv_lora_rank: int = count(32, "width of the latent of keys and values", "channels", needs=LATENT)
+    qk_head_dim: int = count(128, "channels of a query or key head that are not rotated", "channels", needs=LATENT)
+    qk_pos_emb_head_dim: int = count(
+        64, "rotated channels of a query head, and of the one key that all heads share", "channels", needs=LATENT
+    )
+    v_head_dim: int = count(128, "channels of a value head", "channels", needs=LATENT)
     num_experts: int | None = count(
         None, "experts of each layer with a mixture of experts (docs/experts.md); unset: dense MLPs", "experts"
     )
@@ -322,8 +359,29 @@ class ModelConfig:
     )
 
     def head_size(self) -> int:
-        """Return the width of one attention head: kv-channels, or hidden-size / num-attention-heads."""
+        """Return the width of one query head: kv-channels, or hidden-size / num-attention-heads; with latent attention
+        its rotated and other channels.
+        """
+        if self.multi_latent_attention:
+            return self.qk_head_dim + self.qk_pos_emb_head_dim
         return self.kv_channels if self.kv_channels is not None else self.hidden_size // self.num_attention_heads
+
+    def rotary_channels(self) -> int:
+        """Return the rotated channels of a query or key head."""
+        if self.multi_latent_attention:
+            return self.qk_pos_emb_head_dim
+        return int(self.head_size() * self.rotary_percent)
+
+    def attention_scale(self) -> float:
+        """Return the factor on attention logits: softmax-scale, or 1 / sqrt(width of a query head). With latent
+        attention and YaRN the latter is multiplied by (0.1 x mscale-all-dim x ln(factor) + 1)^2.
+        """
+        if self.softmax_scale is not None:
+            return self.softmax_scale
+        scale = 1.0 / math.sqrt(self.head_size())
+        if self.multi_latent_attention and self.rope_scaling_type == "yarn":
+            scale *= (0.1 * self.yarn_mscale_all_dim * math.log(self.rope_scaling_factor) + 1.0) ** 2
+        return scale
 
     def query_groups(self) -> int:
         """Return the number of key/value heads: num-query-groups, or one for each attention head."""

@@ -4,7 +4,7 @@ A new kind of layer is a module here with one table. Parameters, FLOPs, memory, 
 are sums over tables.
 
 - `model`:     `ModelSpec`: the parts of a model, one `LayerSpec` a transformer layer; its parameters in model order
-- `embedding`, `attention`, `mlp`, `head`: the parts; attention and MLP include the norm before them
+- `embedding`, `attention`, `latent_attention`, `mlp`, `moe`, `head`: the parts; attention and MLP include their norms
 - `norm`, `linear`: what parts are made of, and what linears that multiply in 8 bits add
 - `table`:     the columns of a table: operations with their kept tensors, GEMMs, collectives and backward;
                `RankShape`: the microbatch and the options that a table depends on

@@ -179,7 +179,7 @@ class Attention:
 
     def rotary_table_bytes(self, shape: RankShape) -> int:
         """Return the bytes of cos and sin of one sequence, [s, r / 2] each, r the rotated channels."""
-        rotated = 0 if self.model.rotary is None else int(self.model.kv_channels * self.model.rotary_percent)
+        rotated = 0 if self.model.rotary is None else self.model.rotary_channels()
         return 2 * shape.seq * (rotated // 2) * shape.wide
 
     def shared_mask_bytes(self, shape: RankShape) -> int:

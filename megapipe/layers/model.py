@@ -15,6 +15,7 @@ from megapipe.config.model import PrecisionConfig
 from megapipe.layers.attention import Attention
 from megapipe.layers.embedding import Embedding
 from megapipe.layers.head import Head
+from megapipe.layers.latent_attention import LatentAttention
 from megapipe.layers.linear import fp8_layers
 from megapipe.layers.mlp import DenseMLP
 from megapipe.layers.moe import MoE
@@ -104,7 +105,8 @@ def model_spec(model: ResolvedModelConfig, precision: PrecisionConfig) -> ModelS
 
 
 def _layer_spec(layer: LayerConfig, is_fp8: bool) -> LayerSpec:
-    parts = [Attention(layer, is_fp8)] if layer.has_attention else []
+    kind = LatentAttention if layer.multi_latent_attention else Attention
+    parts = [kind(layer, is_fp8)] if layer.has_attention else []
     branch = MoE(layer) if layer.num_experts is not None else DenseMLP(layer, is_fp8)
     return LayerSpec((*parts, *([branch] if layer.has_mlp else [])), is_fp8)
 

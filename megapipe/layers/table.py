@@ -163,17 +163,20 @@ class Kept:
 
 @dataclass(frozen=True)
 class Collectives:
-    """Number of all-gathers and reduce-scatters of hidden states over tp, in F, I (recomputed ones included) and W."""
+    """Number of all-gathers and reduce-scatters of hidden states over tp, in F, I (recomputed ones included) and W.
 
-    forward: int = 0
-    inputs: int = 0
-    weights: int = 0
+    One of fewer channels is counted as their share.
+    """
+
+    forward: float = 0
+    inputs: float = 0
+    weights: float = 0
 
     def __add__(self, other: Collectives) -> Collectives:
         return Collectives(self.forward + other.forward, self.inputs + other.inputs, self.weights + other.weights)
 
     @property
-    def total(self) -> int:
+    def total(self) -> float:
         return self.forward + self.inputs + self.weights
 
 
@@ -182,13 +185,19 @@ class Gemm:
     """The product [tokens, inputs] x [inputs, outputs] of a linear on one rank.
 
     is_column: the outputs are cut over tp, and the input is gathered under sequence parallelism; else the inputs are
-    cut, and the output is summed over tp.
+    cut, and the output is summed over tp. is_replicated: every rank holds it whole, for its own tokens.
     """
 
     inputs: int
     outputs: int
     is_column: bool
     is_fp8: bool = False  # the operands have 8 bits
+    is_replicated: bool = False
+
+    @property
+    def width(self) -> int:
+        """Channels that its collectives over tp move: its inputs are gathered, or its outputs summed."""
+        return self.inputs if self.is_column else self.outputs
 
     @property
     def num_weights(self) -> int:

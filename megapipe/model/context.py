@@ -119,7 +119,7 @@ class Rotary:
 
     def __init__(self, config: ResolvedModelConfig) -> None:
         self.config = config
-        self.channels = int(config.kv_channels * config.rotary_percent)
+        self.channels = config.rotary_channels()
         if self.channels % 2 or not self.channels:
             raise ConfigError(
                 f"--rotary-percent {config.rotary_percent} of --kv-channels {config.kv_channels} is {self.channels} "
@@ -176,10 +176,17 @@ class _Rotate(torch.autograd.Function):
 
 def _rotate_in_place(x: Tensor, cos: Tensor, sin: Tensor, layout: tuple[int, int, int]) -> None:
     groups, heads, head_dim = layout
+    rotate_pairs_(x.view(*x.shape[:2], groups, -1, head_dim)[:, :, :, :heads], cos, sin)
+
+
+def rotate_pairs_(rotated: Tensor, cos: Tensor, sin: Tensor) -> None:
+    """Rotate, in place and outside autograd, the first r channels of [s, b, groups, heads, r or more], any strides.
+
+    cos, sin: [s, 1 or b, 1, 1, r / 2].
+    """
     half = cos.shape[-1]
-    rotated = x.view(*x.shape[:2], groups, -1, head_dim)[:, :, :, :heads]
     first, second = rotated[..., :half], rotated[..., half : 2 * half]
-    if x.dtype == cos.dtype:
+    if rotated.dtype == cos.dtype:
         across = first * sin
         first.mul_(cos).addcmul_(second, sin, value=-1)
         second.mul_(cos).add_(across)

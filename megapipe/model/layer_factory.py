@@ -71,6 +71,15 @@ class LayerFactory:
             in_features, out_features, **common, local_out_features=local_out_features, gemms=gemms, chunks=self.chunks
         )
 
+    def replicated_linear(self, in_features: int, out_features: int) -> nn.Module:
+        """Build a linear without bias that every tp rank holds whole, over this rank's tokens: [s, b, in] (a slice of s
+        with sequence parallelism) -> [s, b, out].
+        """
+        alone = Group.alone("tp", self.tp.global_rank)
+        return ColumnParallelLinear(
+            in_features, out_features, bias=False, tp=alone, sequence_parallel=False, queue=self.queue
+        )
+
     def norm(self, size: int) -> nn.Module:
         """Build a norm over the last dim."""
         config, kernels = self.config, self.kernels

@@ -21,6 +21,9 @@ key/value heads x head_dim, divided by tp (K: at least one head). "unless x": no
     explicit attention      (soft-cap, attention dropout, softmax in fp32) replaces the log-sum-exp by
                             S2 fp32+ probabilities, S2 = b heads s^2; S2 fp32+ of tanh with a cap; with dropout S2 and
                             S2 bytes of mask, without it S2 in half types; T Q with grouped queries
+    latent attention        replaces T (Q + 2 K) and T Q by t (q rank + kv rank + rotated) and their statistics,
+                            t (q rank + kv rank) normed, 3 T Q of q, k and v padded to the queries' width, T Q of padded
+                            output, and T V, V = heads x value channels
     documents, grouped      q, k and v with k and v repeated for each query head: 3 T Q instead of T (Q + 2 K), with
                             qk-norm in addition to T (Q + 2 K)
 A layer without attention or without an MLP has the rows of the other branch alone.
@@ -50,6 +53,7 @@ from megapipe.model.attention import SelfAttention
 from megapipe.model.compiled import CompiledBlock, Parts
 from megapipe.model.context import ContextBuilder, LayerContext
 from megapipe.model.embedding_and_head import Embedding, Loss, capped_logits
+from megapipe.model.latent_attention import LatentAttention
 from megapipe.model.layer_factory import LayerFactory
 from megapipe.model.microbatch import Microbatch, StageLoss
 from megapipe.model.mlp import MLP
@@ -79,7 +83,8 @@ class Block(nn.Module):
         self.mlp: MLP | MoE | None = None
         if factory.config.has_attention:
             self.input_layernorm, self.post_self_attn_layernorm = factory.branch_norms()
-            self.self_attention = SelfAttention(layer, factory)
+            kind = LatentAttention if factory.config.multi_latent_attention else SelfAttention
+            self.self_attention = kind(layer, factory)
         if factory.config.has_mlp:
             self.pre_mlp_layernorm, self.post_mlp_layernorm = factory.branch_norms()
             self.mlp = MLP(layer, factory) if factory.config.num_experts is None else MoE(layer, factory)

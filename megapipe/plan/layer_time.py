@@ -17,7 +17,7 @@ from megapipe.dtypes import FP8
 from megapipe.layers.linear import casts
 from megapipe.layers.model import LayerSpec, ModelSpec, layer_table
 from megapipe.layers.moe import INDEX_BYTES, MoE
-from megapipe.layers.table import ALL_REDUCE, CoreAttention, Documents, Gemm, RankShape, ring_bytes
+from megapipe.layers.table import ALL_REDUCE, Collectives, CoreAttention, Documents, Gemm, RankShape, ring_bytes
 from megapipe.plan.activations import without_recompute
 from megapipe.plan.hardware import Hardware, Link
 from megapipe.schedule.action import Op
@@ -116,14 +116,16 @@ def layer_seconds(
     clock = _Clock(shape, layer.hidden_size, hardware, tp_link)
     plain = replace(without_recompute(shape), documents=Documents())
     table, gemms = layer_table(layer, plain), layer.linears(shape.tp)
-    columns, rows = [gemm for gemm in gemms if gemm.is_column], [gemm for gemm in gemms if not gemm.is_column]
+    columns = [gemm for gemm in gemms if gemm.is_column and not gemm.is_replicated]
+    rows = [gemm for gemm in gemms if not gemm.is_column]
     mixtures = [part for part in layer.parts if isinstance(part, MoE)]
     gemm = sum(map(clock.gemm, gemms)) + sum(map(clock.routed, mixtures))
     cores = [operation.attention for operation in table.operations if operation.attention is not None]
     attention = sum(map(clock.attention, cores))
     kept = sum(tensor.num_bytes for tensor in table.keeps if not tensor.in_attention_time)
     pointwise = POINTWISE_PASSES * kept / hardware.pointwise_bytes_per_second
-    messages = sum(map(clock.gather, columns)) + sum(map(clock.reduction, rows))
+    others = sum((operation.collectives for operation in table.operations if operation.gemm is None), Collectives())
+    messages = sum(map(clock.gather, columns)) + sum(map(clock.reduction, rows)) + others.forward * clock.collective()
     moved = pointwise + clock.casts(Op.F, gemms)
     forward = {"gemm": gemm, "attention": attention, "pointwise": moved, "tp": messages}
     if mixtures:
@@ -134,7 +136,10 @@ def layer_seconds(
         "gemm": gemm,
         "attention": sum(core.backward_forwards * clock.attention(core) for core in cores),
         "pointwise": 2.0 * pointwise + clock.casts(Op.I, gemms),
-        "tp": sum(map(clock.gather, rows)) + sum(map(clock.reduction, columns)) + again.pop("tp", 0.0),
+        "tp": sum(map(clock.gather, rows))
+        + sum(map(clock.reduction, columns))
+        + others.inputs * clock.collective()
+        + again.pop("tp", 0.0),
     }
     if mixtures:
         inputs["ep"] = sum(2 * rows_seconds for rows_seconds, _ in ways)
@@ -174,7 +179,8 @@ class _Clock:
 
     def gemm(self, gemm: Gemm, tokens: int | None = None) -> float:
         """Return the seconds of one product: by its FLOPs or by what it moves, whichever takes longer."""
-        tokens, hardware = tokens or self.shape.tokens, self.hardware
+        own = self.shape.own_tokens if gemm.is_replicated else self.shape.tokens
+        tokens, hardware = tokens or own, self.hardware
         dtype, operand = (FP8, 1.0) if gemm.is_fp8 else (self.shape.dtype, 2.0)
         flops = 2.0 * tokens * gemm.inputs * gemm.outputs
         compute = flops / (hardware.peak(dtype) * hardware.gemm_share(min(tokens, gemm.inputs, gemm.outputs)))
@@ -214,22 +220,24 @@ class _Clock:
         }[op]
         return moved / self.hardware.pointwise_bytes_per_second
 
-    def collective(self, chunks: int = 1) -> float:
-        """Return the seconds of one of `chunks` chunks of an all-gather or reduce-scatter of hidden states."""
+    def collective(self, chunks: int = 1, width: int | None = None) -> float:
+        """Return the seconds of one of `chunks` chunks of an all-gather or reduce-scatter of hidden states, or of
+        `width` channels.
+        """
         if self.shape.tp == 1:
             return 0.0
-        num_bytes = self.shape.collective_bytes(self.hidden_size)
+        num_bytes = self.shape.collective_bytes(width or self.hidden_size)
         return num_bytes / chunks / self.link.bytes_per_second + self.link.latency_seconds
 
     def gather(self, gemm: Gemm) -> float:
         """Return what gathering the tokens of a linear adds to its GEMM; nothing without sequence parallelism."""
         chunks = self.shape.chunks.gather
-        return self._exposed(self.collective(chunks), chunks, gemm) if self.shape.sequence_parallel else 0.0
+        return self._exposed(self.collective(chunks, gemm.width), chunks, gemm) if self.shape.sequence_parallel else 0.0
 
     def reduction(self, gemm: Gemm) -> float:
         """Return what the sum over tp of a linear's result adds to its GEMM: a reduce-scatter, or an all-reduce."""
         chunks = self.shape.chunks.reduce
-        return self._exposed(self._passes * self.collective(chunks), chunks, gemm)
+        return self._exposed(self._passes * self.collective(chunks, gemm.width), chunks, gemm)
 
     def hidden(self, gemm: Gemm) -> float:
         """Return what a whole backward of a column-parallel linear hides.
@@ -238,7 +246,7 @@ class _Clock:
         scattered under that of the weights; without, it is all-reduced there. Both are whole in B, where I alone may
         cut the reduction into chunks.
         """
-        collective, product = self.collective(), self.gemm(gemm)
+        collective, product = self.collective(width=gemm.width), self.gemm(gemm)
         gather = min(collective, product) if self.shape.sequence_parallel else 0.0
         passes = self._passes
         return gather + min(passes * collective, product) - (passes * collective - self.reduction(gemm))

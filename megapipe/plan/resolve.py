@@ -7,7 +7,6 @@ partition of the layers, the batch, the length of the run. All other rules are i
 from __future__ import annotations
 
 import dataclasses
-import math
 from functools import cache
 
 from megapipe.config.config import (
@@ -117,7 +116,6 @@ def resolve_model(model: ModelConfig, tp: int) -> ResolvedModelConfig:
             "the size of the vocabulary is unknown; give --vocab-size, or --tokenizer-type and --tokenizer-model"
         )
     multiple = model.make_vocab_size_divisible_by * tp
-    kv_channels = model.head_size()
     return convert(
         ResolvedModelConfig,
         model,
@@ -125,9 +123,9 @@ def resolve_model(model: ModelConfig, tp: int) -> ResolvedModelConfig:
         ffn_hidden_size=model.feed_forward_size(),
         moe_ffn_hidden_size=model.moe_ffn_hidden_size or (model.num_experts and model.feed_forward_size()),
         num_query_groups=model.query_groups(),
-        kv_channels=kv_channels,
+        kv_channels=model.head_size(),
         max_position_embeddings=model.max_position_embeddings or model.seq_length,
-        softmax_scale=model.softmax_scale or 1.0 / math.sqrt(kv_channels),
+        softmax_scale=model.attention_scale(),
     )
 
 

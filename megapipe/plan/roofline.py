@@ -82,6 +82,7 @@ def check_counted(plan: RunPlan) -> None:
         "--hidden-dropout 0 --attention-dropout 0": not model.hidden_dropout and not model.attention_dropout,
         "norms before attention and MLP alone": model.norm_position == "before" and not model.qk_layernorm,
         "--bf16 or --fp16": config.precision.dtype in ("bf16", "fp16"),
+        "no --multi-latent-attention": not model.multi_latent_attention,
         "alike layers": len(plan.model.kinds) == 1,
         "no --window-size, soft-caps or reset masks": not (
             model.window_size or model.attn_logit_softcapping or config.data.reset_attention_mask

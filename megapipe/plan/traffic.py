@@ -66,8 +66,10 @@ def layer_expert_bytes(plan: RunPlan, layer: LayerSpec) -> dict[str, float]:
     return {name: (1 + replays) * forward + back for sent in parts for name, (forward, back) in sent.items()}
 
 
-def stage_collectives(plan: RunPlan, stage: int) -> int:
-    """Return the number of collectives over tp of a stage for one microbatch, recomputed ones included."""
+def stage_collectives(plan: RunPlan, stage: int) -> float:
+    """Return the number of collectives over tp of a stage for one microbatch, recomputed ones included; those of fewer
+    channels than hidden states have as their share.
+    """
     model, shape, layers = plan.model, plan.shape, plan.partition.stages[stage]
     total = sum(table.collectives.total for table in end_tables(model, shape, layers))
     held = layers_of(model, layers)

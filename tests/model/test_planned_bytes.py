@@ -46,6 +46,23 @@ SHAPES: dict[str, dict[str, Any]] = {
     "relu_zero_centred": GPT2 | {"activation": "relu", "layernorm_zero_centered_gamma": True},
     "geglu_qkv_bias": LLAMA | {"activation": "geglu_tanh", "add_qkv_bias": True},
 }
+LATENT = LLAMA | {
+    "multi_latent_attention": True,
+    "num_query_groups": 4,
+    "qk_head_dim": 6,
+    "qk_pos_emb_head_dim": 4,
+    "v_head_dim": 8,
+    "q_lora_rank": 9,
+    "kv_lora_rank": 7,
+    "qk_layernorm": True,
+}
+SHAPES |= {
+    "latent": LATENT,
+    "latent_layernorm_equal_heads": LATENT | {"v_head_dim": 10, "normalization": "LayerNorm", "hidden_dropout": 0.1},
+    "latent_of_keys_alone_soft_cap": LATENT | {"q_lora_rank": None, "attn_logit_softcapping": 2.0},
+    "latent_without_norms_dropout": LATENT
+    | {"qk_layernorm": False, "attention_dropout": 0.1, "norm_position": "around"},
+}
 # layers that differ, and other places of norms than before attention and MLP
 UNLIKE: dict[str, dict[str, Any]] = {
     "windows_and_rotary_in_some": LLAMA

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megapipe.config.config import Config
-from megapipe.config.layers import LayerConfig, has_soft_cap, kinds_of, layer_settings, of_each_kind
-from megapipe.config.model import ATTENTIONS, NORMALIZATIONS, ModelConfig
+from megapipe.config.layers import OPTIONS_OF, LayerConfig, has_soft_cap, kinds_of, layer_settings, of_each_kind
+from megapipe.config.model import ATTENTIONS, NORMALIZATIONS, ROPE, ModelConfig
 from megapipe.config.rules.proposals import chosen, given, use_divisors, use_multiples
 from megapipe.errors import ConfigError
 from megapipe.formatting import one_of
@@ -28,7 +28,7 @@ def shape(config: Config) -> Iterator[str]:
     heads, hidden = model.num_attention_heads, model.hidden_size
     length, padded = model.seq_length, model.padded_vocab_size
     tp_does_not_divide = f"--tensor-model-parallel-size {tp} does not divide"
-    if model.kv_channels is None and hidden % heads:
+    if model.kv_channels is None and hidden % heads and not model.multi_latent_attention:
         sizes = use_multiples(heads, hidden)
         rule = f"--num-attention-heads {heads} does not divide --hidden-size {hidden}"
         yield f"{rule}; {sizes} as hidden size, or give the width of a head with --kv-channels"
@@ -69,6 +69,42 @@ def attention(config: Config, layer: LayerConfig) -> Iterator[str]:
         yield f"--num-query-groups {groups} does not divide --num-attention-heads {heads}; {sizes}"
     if layer.has_projection_norms and layer.normalization != "RMSNorm":
         yield f"--qk-layernorm-scope projection is an RMSNorm, not a {layer.normalization}; add --normalization RMSNorm"
+
+
+def latent_attention(config: Config) -> Iterator[str]:
+    """Check latent attention's sizes, and what does not work with it."""
+    model = config.model
+    if not model.multi_latent_attention:
+        return
+    flag, width, values = "--multi-latent-attention", model.head_size(), model.v_head_dim
+    if model.position_embedding_type != "rope" or model.rotary_percent != 1.0:
+        yield f"{flag} rotates all channels of --qk-pos-emb-head-dim: give {ROPE.flag}, and no --rotary-percent"
+    if model.num_query_groups not in (None, model.num_attention_heads):
+        rule = f"each of the {model.num_attention_heads} heads has its own keys and values"
+        yield f"{flag} with --num-query-groups {model.num_query_groups}: {rule}; leave it out"
+    if model.kv_channels not in (None, width, values, model.qk_head_dim):
+        rule = f"heads have {width} channels, --qk-head-dim and --qk-pos-emb-head-dim together"
+        yield f"{flag} with --kv-channels {model.kv_channels}: {rule}; leave it out"
+    if values > width:
+        yield f"--v-head-dim {values} is above the {width} channels of query heads; use at most {width}"
+    kinds = kinds_of(model)
+    names = (name for name in OPTIONS_OF["attention"] if name not in ("window_size", "attn_logit_softcapping"))
+    differing = [name for name in names if len({getattr(kind, name) for kind in kinds if kind.has_attention}) > 1]
+    if differing:
+        yield f"{flag}: layers cannot differ in {one_of(differing)}; give all layers the model's"
+    refused = chosen(
+        ("--add-qkv-bias", model.add_qkv_bias),
+        ("--qk-layernorm-scope projection (--qk-layernorm norms the latents)", model.qk_layernorm_scope != "head"),
+        (f"--attention-kind {model.attention_kind}", ATTENTIONS[model.attention_kind].function is not None),
+        ("--transformer-impl transformer_engine", config.kernels.transformer_impl != "local"),
+        (f"--attention-impl {config.kernels.attention_impl}", config.kernels.attention_impl == "te"),
+        ("--compile-pointwise", config.kernels.compile_pointwise),
+        ("--cuda-graph-impl", config.gpu.cuda_graph_impl != "none"),
+        ("--fp8-format", config.precision.fp8_format is not None),
+        ("--cpu-offloading-num-layers", config.offload.cpu_offloading_num_layers > 0),
+    )
+    if refused:
+        yield f"{flag} does not work with {one_of(refused)} yet; leave one of the two out"
 
 
 @of_each_kind
@@ -122,10 +158,12 @@ def rotary_positions(config: Config, layer: LayerConfig) -> Iterator[str]:
     """Check rotary positions and their scaling."""
     scaling, head = layer.rope_scaling_type, layer.kv_channels
     low, high = layer.rope_low_freq_factor, layer.rope_high_freq_factor
-    width = int(head * layer.rotary_percent)
+    width = layer.rotary_channels()
     if layer.rotary is None:
         return
-    if head >= 1 and (width % 2 or width <= 0):
+    if layer.multi_latent_attention and width % 2:
+        yield f"--qk-pos-emb-head-dim {width} is odd, but rotary positions rotate pairs of channels; use {width + 1}"
+    elif head >= 1 and (width % 2 or width <= 0):
         rotated = f"--rotary-percent {layer.rotary_percent:g} of a head of {head} channels is {width}"
         way = "choose --kv-channels or --rotary-percent so that it is even and above 0"
         yield f"{rotated}, but rotary positions rotate pairs of channels; {way}"
@@ -247,6 +285,7 @@ RULES = (
     shape,
     layers_that_differ,
     attention,
+    latent_attention,
     attention_kind,
     norm_kind,
     mlp,

@@ -71,6 +71,14 @@ class ReferenceConfig:
     add_qkv_bias: bool = False  # a bias in linear_qkv even without add_bias_linear
     untie_embeddings_and_output_weights: bool = False
 
+    # latent attention: low-rank latents of the queries (None: no latent), and of keys and values
+    multi_latent_attention: bool = False
+    q_lora_rank: int | None = None
+    kv_lora_rank: int = 32
+    qk_head_dim: int = 128  # not rotated; kv_channels = qk_head_dim + qk_pos_emb_head_dim
+    qk_pos_emb_head_dim: int = 64  # rotated
+    v_head_dim: int = 128
+
     # a mixture of experts in place of the MLP, where num_experts is not None
     num_experts: int | None = None
     moe_ffn_hidden_size: int | None = None  # None: ffn_hidden_size
@@ -137,6 +145,8 @@ class ReferenceConfig:
 
     @property
     def rotary_channels(self) -> int:
+        if self.multi_latent_attention:
+            return self.qk_pos_emb_head_dim
         return int(self.kv_channels * self.rotary_percent)
 
     @property

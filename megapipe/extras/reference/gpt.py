@@ -132,7 +132,8 @@ class Block(nn.Module):
         norms_output = config.norm_position in ("after", "around")
         if config.has_attention:
             self.input_layernorm = Norm(config, config.hidden_size) if norms_input else nn.Identity()
-            self.self_attention = SelfAttention(config, layer)
+            kind = LatentAttention if config.multi_latent_attention else SelfAttention
+            self.self_attention = kind(config, layer)
             self.post_self_attn_layernorm = Norm(config, config.hidden_size) if norms_output else nn.Identity()
         if config.has_mlp:
             self.pre_mlp_layernorm = Norm(config, config.hidden_size) if norms_input else nn.Identity()
@@ -190,12 +191,25 @@ class SelfAttention(nn.Module):
             q, k = rotate(q, *rotary), rotate(k, *rotary)
         k, v = (x.repeat_interleave(queries_per_group, dim=2) for x in (k, v))  # [b, s, n, c]
 
+        return self.linear_proj(self.attend(q, k, v, position_ids, document_ids, dropout_masks))
+
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        position_ids: Tensor,
+        document_ids: Tensor | None,
+        dropout_masks: DropoutMasks | None,
+    ) -> Tensor:
+        """Return the weighted values, [b, s, n x their channels]. q, k: [b, s, n, c], v: [b, s, n, any]."""
+        config = self.config
         if config.attention_function is not None:
             visible = visible_keys(config, position_ids, document_ids)
             mask = torch.zeros(visible.shape, dtype=q.dtype, device=q.device).masked_fill(~visible, -torch.inf)
             q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # [b, n, s, c]
             context = config.attention_function(q, k, v, mask, config.attention_heads)
-            return self.linear_proj(context.transpose(1, 2).flatten(2, 3))
+            return context.transpose(1, 2).flatten(2, 3)
         scale = config.kv_channels**-0.5 if config.softmax_scale is None else config.softmax_scale
         scores = soft_cap(torch.einsum("bqnc,bknc->bnqk", q, k) * scale, config.attn_logit_softcapping)
         visible = visible_keys(config, position_ids, document_ids)
@@ -203,7 +217,50 @@ class SelfAttention(nn.Module):
         probs = scores.softmax(dim=-1).to(v.dtype)
         probs = dropout(probs, config.attention_dropout, dropout_masks, self.layer, "attention_probs")
         context = torch.einsum("bnqk,bknc->bqnc", probs, v)
-        return self.linear_proj(context.flatten(2, 3))
+        return context.flatten(2, 3)
+
+
+class LatentAttention(SelfAttention):
+    """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434): the last channels of a query head are rotated, and
+    all heads share one rotated key. Rows of linear_kv_up_proj: [key, value] for each head.
+    """
+
+    def __init__(self, config: ReferenceConfig, layer: int) -> None:
+        nn.Module.__init__(self)
+        self.config, self.layer = config, layer
+        heads, hidden = config.num_attention_heads, config.hidden_size
+        query, rank = heads * (config.qk_head_dim + config.qk_pos_emb_head_dim), config.kv_lora_rank
+        if config.q_lora_rank is None:
+            self.linear_q_proj = nn.Linear(hidden, query, bias=False)
+        else:
+            self.linear_q_down_proj = nn.Linear(hidden, config.q_lora_rank, bias=False)
+            self.q_layernorm = Norm(config, config.q_lora_rank) if config.qk_layernorm else nn.Identity()
+            self.linear_q_up_proj = nn.Linear(config.q_lora_rank, query, bias=False)
+        self.linear_kv_down_proj = nn.Linear(hidden, rank + config.qk_pos_emb_head_dim, bias=False)
+        self.kv_layernorm = Norm(config, rank) if config.qk_layernorm else nn.Identity()
+        self.linear_kv_up_proj = nn.Linear(rank, heads * (config.qk_head_dim + config.v_head_dim), bias=False)
+        self.linear_proj = nn.Linear(heads * config.v_head_dim, hidden, bias=config.add_bias_linear)
+
+    def forward(
+        self, hidden: Tensor, position_ids: Tensor, document_ids: Tensor | None, dropout_masks: DropoutMasks | None
+    ) -> Tensor:
+        config, (batch, seq, _) = self.config, hidden.shape
+        heads, plain, rotated = config.num_attention_heads, config.qk_head_dim, config.qk_pos_emb_head_dim
+        if config.q_lora_rank is None:
+            q = self.linear_q_proj(hidden)
+        else:
+            q = self.linear_q_up_proj(self.q_layernorm(self.linear_q_down_proj(hidden)))
+        q, q_rotated = q.view(batch, seq, heads, plain + rotated).split((plain, rotated), dim=-1)
+        latent, k_rotated = self.linear_kv_down_proj(hidden).split((config.kv_lora_rank, rotated), dim=-1)
+        k, v = (
+            self.linear_kv_up_proj(self.kv_layernorm(latent))
+            .view(batch, seq, heads, plain + config.v_head_dim)
+            .split((plain, config.v_head_dim), dim=-1)
+        )
+        rotary = cos_sin(config, position_ids, at_least_fp32(hidden.dtype))
+        q = torch.cat((q, rotate(q_rotated, *rotary)), dim=-1)
+        k = torch.cat((k, rotate(k_rotated[:, :, None], *rotary).expand(-1, -1, heads, -1)), dim=-1)
+        return self.linear_proj(self.attend(q, k, v, position_ids, document_ids, dropout_masks))
 
 
 class Norm(nn.Module):

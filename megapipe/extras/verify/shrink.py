@@ -171,14 +171,17 @@ def _model(config: ResolvedConfig, layers: Sequence[LayerConfig], tp: int) -> Mo
     rows = min(padded, tp * max(8, 48 // tp))
     if vocab > rows - tp:  # with padded rows if the original has any
         vocab, padded = rows - min(padded - vocab, 3), rows
-    is_derived_scale = math.isclose(model.softmax_scale, model.kv_channels**-0.5)
+    is_derived_scale = math.isclose(
+        model.softmax_scale,
+        dataclasses.replace(model, softmax_scale=None).attention_scale(),  # type: ignore[arg-type]
+    )
     return convert(
         ModelConfig,
         model,
         num_layers=len(layers),
         hidden_size=min(model.hidden_size, 32),
         num_attention_heads=heads // whole * min(whole, 2),
-        kv_channels=next(sizes, model.kv_channels),
+        kv_channels=None if model.multi_latent_attention else next(sizes, model.kv_channels),
         seq_length=seq,
         max_position_embeddings=seq + min(model.max_position_embeddings - model.seq_length, 3),
         vocab_size=vocab,
@@ -188,8 +191,18 @@ def _model(config: ResolvedConfig, layers: Sequence[LayerConfig], tp: int) -> Mo
         window_attn_skip_freq=None,
         no_rope_freq=None,
         **_experts(config, layers, tp),
+        **_latents(model),
         **small(model),
     )
+
+
+def _latents(model: ResolvedModelConfig) -> dict[str, Any]:
+    """Return small sizes of latent attention."""
+    if not model.multi_latent_attention:
+        return {}
+    smallest = {"q_lora_rank": 12, "kv_lora_rank": 10, "qk_head_dim": 6, "qk_pos_emb_head_dim": 4, "v_head_dim": 6}
+    found = {name: (getattr(model, name), size) for name, size in smallest.items()}
+    return {name: None if value is None else min(value, size) for name, (value, size) in found.items()}
 
 
 def _experts(config: ResolvedConfig, layers: Sequence[LayerConfig], tp: int) -> dict[str, Any]:

@@ -1,0 +1,236 @@
+"""Multi-head latent attention: x + norm(proj(core_attention(q, k, v))), with q, k and v projected up from latents of
+the tokens and one rotated key for all heads (DeepSeek-V2, arXiv:2405.04434).
+
+Core attention and its options are those of `Attention`; values are padded to the width of keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+from megapipe.layers.attention import Attention, mean_keys
+from megapipe.layers.linear import (
+    Linear,
+    collectives,
+    column_gradient_bytes,
+    output_std,
+    row_gradient_bytes,
+    weight_gradient_bytes,
+)
+from megapipe.layers.norm import Norm, residual_stream
+from megapipe.layers.table import (
+    ALL_REDUCE,
+    MASK_BYTES,
+    Backward,
+    Collectives,
+    Gemm,
+    Kept,
+    Operation,
+    RankShape,
+    Table,
+    total_bytes,
+)
+from megapipe.sharding.spec import Fused, Init, ParamSpec, Replicated
+
+
+@dataclass(frozen=True, eq=False)
+class LatentAttention(Attention):
+    """The branch of one transformer layer with latent attention, its norms included."""
+
+    @cached_property
+    def qk_norms(self) -> tuple[Norm, ...]:
+        """Nothing: --qk-layernorm norms the latents."""
+        return ()
+
+    @cached_property
+    def latent_norms(self) -> dict[str, Norm]:
+        """The norms of the latents 'q' and 'kv', where there are latents and --qk-layernorm."""
+        model = self.model
+        ranks = {"q": model.q_lora_rank, "kv": model.kv_lora_rank}
+        return {
+            name: Norm.of(model, f"self_attention.{name}_layernorm", rank)
+            for name, rank in ranks.items()
+            if rank is not None and model.qk_layernorm
+        }
+
+    @property
+    def kv_down_rows(self) -> int:
+        """The latent of keys and values, and the key that all heads share."""
+        return self.model.kv_lora_rank + self.model.qk_pos_emb_head_dim
+
+    def parameters(self, prefix: str, layer: int, sequence_parallel: bool) -> Iterator[ParamSpec]:
+        """Yield the parameters of layer number `layer`, in model order.
+
+        Down projections and norms of latents see this rank's tokens only under sequence parallelism.
+        """
+        model, hidden, name = self.model, self.model.hidden_size, f"{prefix}self_attention"
+        heads, std, before, after = model.num_attention_heads, model.init_method_std, *self.norms
+
+        def down(which: str, rows: int) -> ParamSpec:
+            shape, init = (rows, hidden), Init("normal", std)
+            return ParamSpec(f"{name}.{which}.weight", shape, layer, Replicated(), init, True, sequence_parallel)
+
+        def up(which: str, width: int, rank: int) -> Iterator[ParamSpec]:
+            return Linear(f"{name}.{which}", heads * width, rank, Fused(0), False, std).parameters(layer, False)
+
+        def norm(which: str) -> Iterator[ParamSpec]:
+            found = self.latent_norms.get(which)
+            return iter(()) if found is None else found.parameters(prefix, layer, sequence_parallel)
+
+        yield from before.parameters(prefix, layer, sequence_parallel) if before is not None else ()
+        if model.q_lora_rank is None:
+            yield from up("linear_q_proj", model.kv_channels, hidden)
+        else:
+            yield down("linear_q_down_proj", model.q_lora_rank)
+            yield from norm("q")
+            yield from up("linear_q_up_proj", model.kv_channels, model.q_lora_rank)
+        yield down("linear_kv_down_proj", self.kv_down_rows)
+        yield from norm("kv")
+        yield from up("linear_kv_up_proj", model.qk_head_dim + model.v_head_dim, model.kv_lora_rank)
+        values = heads * model.v_head_dim
+        projection = Linear(f"{name}.linear_proj", hidden, values, Fused(1), model.add_bias_linear, output_std(model))
+        yield from projection.parameters(layer, sequence_parallel)
+        yield from after.parameters(prefix, layer, sequence_parallel) if after is not None else ()
+
+    def gemms(self, tp: int) -> tuple[Gemm, ...]:  # type: ignore[override]
+        """Return its linears on one of tp ranks, in the order of the forward."""
+        model, hidden, heads = self.model, self.model.hidden_size, self.model.num_attention_heads // tp
+        query = heads * model.kv_channels
+        if model.q_lora_rank is None:
+            queries: tuple[Gemm, ...] = (Gemm(hidden, query, True),)
+        else:
+            queries = Gemm(hidden, model.q_lora_rank, True, is_replicated=True), Gemm(model.q_lora_rank, query, True)
+        return (
+            *queries,
+            Gemm(hidden, self.kv_down_rows, True, is_replicated=True),
+            Gemm(model.kv_lora_rank, heads * (model.qk_head_dim + model.v_head_dim), True),
+            Gemm(heads * model.v_head_dim, hidden, False),
+        )
+
+    def flops_per_token(self, seq_length: int, causal: bool) -> float:
+        """Return the forward FLOPs of core attention, per token, without the padding of values."""
+        keys = mean_keys(seq_length, self.model.window_size) if causal else float(seq_length)
+        return 2.0 * keys * self.model.num_attention_heads * (self.model.kv_channels + self.model.v_head_dim)
+
+    def table(self, shape: RankShape) -> Table:
+        """Return what one microbatch does on one rank."""
+        model, gemms, (before, after) = self.model, self.gemms(shape.tp), self.norms
+        hidden, query = shape.hidden_bytes(model.hidden_size), self._query(shape) * shape.element
+        values, splits = shape.tokens * gemms[-1].inputs * shape.element, shape.splits_backward
+        has_dropout = model.hidden_dropout > 0
+        dropout = Kept("dropout masks", shape.own_tokens * model.hidden_size, MASK_BYTES)
+        behind = hidden if has_dropout or after is not None else 0
+        redoes_core = shape.recomputes("core_attn")
+        heads_kept = (Kept("q, k, v", 3 * self._query(shape), shape.element),)
+        core_kept = () if redoes_core else self._trimmed_kept(shape)
+        # linear_proj keeps the output, trimmed or not
+        output = "attention output" if model.v_head_dim == model.kv_channels else "attention output trimmed"
+        freed = [tensor for tensor in (*heads_kept, *core_kept) if tensor.name != output]
+        if shape.recompute.recompute_keep_attention:
+            freed = [tensor for tensor in freed if not tensor.with_replay]
+        key_gemm = gemms[-2]
+        keys = shape.tokens * key_gemm.outputs * shape.element
+        downs = tuple(self._projections(shape, behind, query + keys))
+        waiting = sum(self._output_bytes(gemm, shape) for gemm in gemms[:-1]) + behind if splits else 0
+        start = residual_stream(shape, model.hidden_size)
+        if before is not None:
+            start = before.operation(shape, backward=Backward(waiting + hidden + before.gradient_bytes(shape)))
+        # the gradients of q, k and v, a copy of the first, and the gradient of the projection to keys and values
+        made = Backward(behind + 4 * query + keys)
+        core_made = query + self._core_gradient_bytes(shape) - (0 if self.is_explicit else 3 * query)
+        operations = (
+            start,
+            *downs,
+            Operation("heads", heads_kept, collectives=self._shared_key_collectives(shape), backward=made),
+            Operation(
+                "core_attention",
+                core_kept,
+                attention=self._core(shape),
+                recompute_module="core_attn",
+                backward=Backward(behind + core_made, total_bytes(freed)),
+            ),
+            Operation(
+                "linear_proj",
+                (dropout,) if has_dropout else (),
+                gemm=gemms[-1],
+                collectives=collectives(gemms[-1], shape),
+                deferred_bytes=values + hidden,
+                backward=Backward(behind + values + row_gradient_bytes(gemms[-1], shape)),
+            ),
+            *(() if after is None else (after.after_branch(shape, has_dropout),)),
+        )
+        return Table(operations, hidden, max(weight_gradient_bytes(gemm, shape) for gemm in gemms))
+
+    def _projections(self, shape: RankShape, behind: int, gradients: int) -> Iterator[Operation]:
+        """Yield the projections down to latents, their norms, and those up to heads.
+
+        gradients: bytes of the gradients of q, and of keys and values, which are there when their backward starts.
+        """
+        model, hidden = self.model, shape.hidden_bytes(self.model.hidden_size)
+        before = self.norms[0]
+        again = 0 if before is None else before.output_again_bytes(shape)
+        *queries, kv_down, kv_up = self.gemms(shape.tp)[:-1]
+        held = behind + gradients
+        if model.q_lora_rank is None:
+            (up,) = queries
+            yield self._operation("linear_q_proj", up, shape, (), held + again + column_gradient_bytes(up, shape))
+        else:
+            down, up = queries
+            yield self._operation("linear_q_down_proj", down, shape, (), held + again + 2 * hidden)
+            kept = self._latent_kept("q", model.q_lora_rank, model.q_lora_rank, shape)
+            yield self._operation("linear_q_up_proj", up, shape, kept, held + hidden + column_gradient_bytes(up, shape))
+        # its input is the other projections' too
+        yield self._operation("linear_kv_down_proj", kv_down, shape, (), held + again + hidden, waits_for_input=False)
+        kept = self._latent_kept("kv", model.kv_lora_rank, self.kv_down_rows, shape)
+        yield self._operation("linear_kv_up_proj", kv_up, shape, kept, held + column_gradient_bytes(kv_up, shape))
+
+    def _operation(
+        self, name: str, gemm: Gemm, shape: RankShape, kept: tuple[Kept, ...], held: int, waits_for_input: bool = True
+    ) -> Operation:
+        """Return a projection. held: bytes while its backward runs. kept: its input, and that of the norm before it."""
+        inputs = shape.own_tokens * gemm.inputs * shape.element if waits_for_input else 0
+        return Operation(
+            name,
+            kept,
+            gemm=gemm,
+            collectives=Collectives() if gemm.is_replicated else self._share(collectives(gemm, shape), gemm.inputs),
+            deferred_bytes=inputs + self._output_bytes(gemm, shape),
+            backward=Backward(held),
+        )
+
+    def _latent_kept(self, name: str, rank: int, rows: int, shape: RankShape) -> tuple[Kept, ...]:
+        """Return a latent as the projection up keeps it; with a norm its input, [t, rows], and statistics too."""
+        tokens, normed = shape.own_tokens, Kept("latents", shape.own_tokens * rank, shape.element)
+        norm = self.latent_norms.get(name)
+        if norm is None:
+            return (normed,)
+        return Kept("latents", tokens * rows, shape.element), *norm.statistics(tokens, shape), normed
+
+    def _output_bytes(self, gemm: Gemm, shape: RankShape) -> int:
+        """Return the bytes of a projection's output on one rank."""
+        return (shape.own_tokens if gemm.is_replicated else shape.tokens) * gemm.outputs * shape.element
+
+    def _trimmed_kept(self, shape: RankShape) -> tuple[Kept, ...]:
+        """Return what core attention keeps, and its output without the padding of values."""
+        model = self.model
+        if model.v_head_dim == model.kv_channels:
+            return tuple(self._core_kept(shape))
+        kept = list(self._core_kept(shape))
+        if not self._runs_fused(shape):
+            kept = [tensor for tensor in kept if tensor.name != "attention output"]
+        values = shape.tokens * self._heads(shape) * model.v_head_dim
+        return *kept, Kept("attention output trimmed", values, shape.element)
+
+    def _shared_key_collectives(self, shape: RankShape) -> Collectives:
+        """Return the gather of the key that all heads share, and the sum of its gradient over tp."""
+        width = self.model.qk_pos_emb_head_dim
+        if not shape.sequence_parallel:
+            return self._share(Collectives(inputs=ALL_REDUCE), width)
+        return self._share(Collectives(1, 1), width)
+
+    def _share(self, counts: Collectives, width: int) -> Collectives:
+        """Return collectives of so many channels as parts of those of hidden states."""
+        part = width / self.model.hidden_size
+        return Collectives(counts.forward * part, counts.inputs * part, counts.weights * part)

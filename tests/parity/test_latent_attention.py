@@ -1,0 +1,78 @@
+"""Latent attention on every grid equals one process in fp64: losses, gradients, weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from megapipe.optimizer.schedule import Rates
+from megapipe.plan.resolve import resolve
+from tests.harness import RankPool
+from tests.parity.comparison import plan_differences
+from tests.parity.test_experts import FULL, SHARED, SIGMOID, ZERO
+from tests.parity.test_experts import MODEL as EXPERTS
+from tests.tiny import make_config
+
+LATENT: dict[str, Any] = {
+    "multi_latent_attention": True,
+    "position_embedding_type": "rope",
+    "qk_layernorm": True,
+    "q_lora_rank": 10,
+    "kv_lora_rank": 7,
+    "qk_head_dim": 5,
+    "qk_pos_emb_head_dim": 4,
+    "v_head_dim": 6,
+}
+YARN = {
+    "rope_scaling_type": "yarn",
+    "rope_scaling_factor": 4.0,
+    "rope_original_max_position_embeddings": 4,
+    "rotary_base": 50.0,
+    "yarn_mscale": 0.7,
+    "yarn_mscale_all_dim": 0.9,
+}
+MODEL = EXPERTS | {"num_experts": None, "moe_ffn_hidden_size": None} | LATENT
+MODEL |= {"moe_aux_loss_coeff": 0.0, "moe_z_loss_coeff": None}
+DEEPSEEK = {"num_experts": 8, "moe_ffn_hidden_size": 12, "moe_layer_freq": "[0]+[1]*3"} | SIGMOID | YARN
+DEEPSEEK |= SHARED | {"moe_shared_expert_gate": False}
+CORE = {"recompute_granularity": "selective", "recompute_modules": ("core_attn", "layernorm")}
+GRIDS: dict[str, tuple[int, dict[str, Any]]] = {
+    "one rank, yarn": (1, YARN),
+    "one rank, no latent of q, no norms, biases, equal heads": (
+        1,
+        {"q_lora_rank": None, "qk_layernorm": False, "add_bias_linear": True, "v_head_dim": 9},
+    ),
+    "tp 2": (2, {"tp": 2, "sequence_parallel": False} | YARN),
+    "tp 2, sequence parallel": (2, {"tp": 2, "attn_logit_softcapping": 2.0, "window_size": 3}),
+    "tp 4, zero, core and norms recomputed": (4, {"tp": 4} | ZERO | CORE),
+    "tp 2 dp 2, no latent of q": (4, {"tp": 2, "q_lora_rank": None, "attention_dropout": 0.2} | ZERO),
+    "tp 2 pp 2 zero bubble": (4, {"tp": 2, "pp": 2, "pipeline_schedule": "zb-h1"} | YARN),
+    "tp 2 pp 2 zero bubble, core recomputed": (
+        4,
+        {"tp": 2, "pp": 2, "pipeline_schedule": "zb-h1", "sequence_parallel": False} | CORE,
+    ),
+    "pp 2 interleaved, full recompute, norms around": (
+        2,
+        {"pp": 2, "chunks": 2, "norm_position": "around", "hidden_dropout": 0.1} | FULL,
+    ),
+    "pp 2 dualpipe": (2, {"pp": 2, "pipeline_schedule": "dualpipe", "qk_layernorm": False} | ZERO),
+    "tp 2 in chunks": (2, {"tp": 2, "tp_comm_overlap": True, "tp_comm_overlap_chunks": 2}),
+    "experts, tp 2 ep 2 pp 2 zero bubble": (
+        4,
+        {"tp": 2, "ep": 2, "etp": 1, "pp": 2, "pipeline_schedule": "zb-h1"} | DEEPSEEK | ZERO,
+    ),
+    "experts, pp 2 ep 2 dualpipe-v": (4, {"ep": 2, "pp": 2, "chunks": 2, "pipeline_schedule": "dualpipe-v"} | DEEPSEEK),
+}
+
+
+def differences(rank: int, world_size: int, options: dict[str, Any]) -> list[str]:
+    plan = resolve(make_config(**MODEL | options), world_size)
+    return plan_differences(rank, plan, [Rates(0.02, 0.1, None), Rates(0.01, 0.2, None)])
+
+
+@pytest.mark.parametrize("name", GRIDS)
+def test_grid_with_latent_attention_equals_one_process(name: str, rank_pools: Callable[[int], RankPool]) -> None:
+    world_size, options = GRIDS[name]
+    assert rank_pools(world_size).run(differences, options)[0] == []
