@@ -47,16 +47,14 @@ class LatentAttention(SelfAttention):
             config.q_lora_rank,
             config.kv_lora_rank,
         )
-        self.q_layernorm: nn.Module | None = None
-        self.kv_layernorm: nn.Module | None = None
         if q_rank is None:
             self.linear_q_proj = factory.linear("column", layer, hidden, heads * self.head_dim, False)
         else:
             self.linear_q_down_proj = factory.replicated_linear(hidden, q_rank)
-            self.q_layernorm = factory.norm(q_rank) if config.qk_layernorm else None
+            self.q_layernorm = factory.norm(q_rank) if config.qk_layernorm else nn.Identity()
             self.linear_q_up_proj = factory.linear("column", layer, q_rank, heads * self.head_dim, False)
         self.linear_kv_down_proj = factory.replicated_linear(hidden, kv_rank + config.qk_pos_emb_head_dim)
-        self.kv_layernorm = factory.norm(kv_rank) if config.qk_layernorm else None
+        self.kv_layernorm = factory.norm(kv_rank) if config.qk_layernorm else nn.Identity()
         rows = heads * (config.qk_head_dim + config.v_head_dim)
         self.linear_kv_up_proj = factory.linear("column", layer, kv_rank, rows, False)
         self.linear_proj = factory.linear("row", layer, heads * config.v_head_dim, hidden, config.add_bias_linear)
@@ -67,12 +65,11 @@ class LatentAttention(SelfAttention):
         if config.q_lora_rank is None:
             q = self.linear_q_proj(x, recompute)
         else:
-            latent = self.linear_q_down_proj(x, recompute)
-            q = self.linear_q_up_proj(latent if self.q_layernorm is None else self.q_layernorm(latent))
+            q = self.linear_q_up_proj(self.q_layernorm(self.linear_q_down_proj(x, recompute)))
         latent, shared_key = self.linear_kv_down_proj(x, recompute).split(
             (config.kv_lora_rank, config.qk_pos_emb_head_dim), dim=-1
         )
-        latent = latent.contiguous() if self.kv_layernorm is None else self.kv_layernorm(latent)
+        latent = self.kv_layernorm(latent).contiguous()  # without a norm a copy, so that the rest is not kept
         assert context.rotary is not None
         q, k, v = _Heads.apply(q, self.linear_kv_up_proj(latent), shared_key, *context.rotary, self)
         shape = (*q.shape[:2], self.groups, 1, self.head_dim)

@@ -34,6 +34,18 @@ EXPERTS = {
     "moe_layer_freq": "2",
     "add_bias_linear": False,
 }
+LATENT = {
+    "multi_latent_attention": True,
+    "position_embedding_type": "rope",
+    "num_query_groups": None,
+    "kv_channels": None,
+    "qk_layernorm": True,
+    "q_lora_rank": 8,
+    "kv_lora_rank": 12,
+    "qk_head_dim": 3,
+    "qk_pos_emb_head_dim": 4,
+    "v_head_dim": 5,
+}
 GRIDS: dict[str, tuple[int, dict[str, Any]]] = {
     "tp2": (2, TP2),
     "tp2_sequence_parallel": (2, TP2 | SP),
@@ -61,6 +73,16 @@ GRIDS: dict[str, tuple[int, dict[str, Any]]] = {
     "pp2_2_chunks_tied_zero1_dp2": (4, PP2 | TIED | ZERO1 | {"num_virtual_stages_per_pipeline_rank": 2}),
     "dualpipe_zero1": (4, PP2 | ZERO1 | {"pipeline_schedule": "dualpipe"}),
     "tp2_sequence_parallel_pp2_zero1": (4, TP2 | SP | PP2 | ZERO1),
+    "latent_attention_tp2": (2, TP2 | LATENT),
+    "latent_attention_tp2_sequence_parallel_pp2": (4, TP2 | SP | PP2 | LATENT),
+    "latent_of_keys_alone_tp2_sequence_parallel_full": (
+        2,
+        TP2
+        | SP
+        | LATENT
+        | {"q_lora_rank": None, "recompute_granularity": "full"}
+        | {"recompute_method": "uniform", "recompute_num_layers": 1},
+    ),
     "experts_ep2_zero1": (4, EXPERTS | ZERO1 | {"expert_model_parallel_size": 2}),
     "experts_tp2_ep2_full_recompute": (
         4,
@@ -78,8 +100,11 @@ HIDDEN = 16
 def sent(rank: int, world_size: int, changes: dict[str, Any]) -> dict[str, float]:
     """Run a step and return the bytes handed to each group.
 
-    Over tp only hidden states count, as in the plan.
+    Over tp only hidden states and latents count, as in the plan.
     """
+    widths = {HIDDEN}
+    if "multi_latent_attention" in changes:
+        widths |= {LATENT["q_lora_rank"], LATENT["kv_lora_rank"], LATENT["qk_pos_emb_head_dim"]}
     plan = make_plan(world_size, "fp32", **changes)
     runtime = TrainingRuntime(plan, build_process_groups(plan.topology, rank, "gloo", 30), torch.device("cpu"))
     found: Counter[str] = Counter()
@@ -90,7 +115,7 @@ def sent(rank: int, world_size: int, changes: dict[str, Any]) -> dict[str, float
         if (
             whole is not None
             and name in PASSES
-            and (group.name != "tp" or (whole.ndim == 3 and whole.shape[-1] == HIDDEN))
+            and (group.name != "tp" or (whole.ndim == 3 and whole.shape[-1] in widths))
         ):
             found[group.name] += PASSES[name] * whole.nbytes * (group.size - 1) / group.size  # type: ignore[assignment]
         return run(name, group, tensors, *rest)

@@ -161,6 +161,8 @@ class Block(nn.Module):
 class SelfAttention(nn.Module):
     """Explicit softmax attention. linear_qkv's rows: [q_0 .. q_{n/g-1}, k, v] x kv_channels for each query group."""
 
+    q_layernorm: nn.Module
+
     def __init__(self, config: ReferenceConfig, layer: int) -> None:
         super().__init__()
         self.config, self.layer = config, layer
@@ -237,7 +239,7 @@ class LatentAttention(SelfAttention):
             self.q_layernorm = Norm(config, config.q_lora_rank) if config.qk_layernorm else nn.Identity()
             self.linear_q_up_proj = nn.Linear(config.q_lora_rank, query, bias=False)
         self.linear_kv_down_proj = nn.Linear(hidden, rank + config.qk_pos_emb_head_dim, bias=False)
-        self.kv_layernorm = Norm(config, rank) if config.qk_layernorm else nn.Identity()
+        self.kv_layernorm: nn.Module = Norm(config, rank) if config.qk_layernorm else nn.Identity()
         self.linear_kv_up_proj = nn.Linear(rank, heads * (config.qk_head_dim + config.v_head_dim), bias=False)
         self.linear_proj = nn.Linear(heads * config.v_head_dim, hidden, bias=config.add_bias_linear)
 

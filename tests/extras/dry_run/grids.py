@@ -38,6 +38,15 @@ UNLIKE: dict[str, dict[str, Any]] = {
         )
     },
 }
+# latent attention in the proportions of DeepSeek-V3, without experts
+UNLIKE["latent"] = LLAMA | {"num_query_groups": None, "multi_latent_attention": True, "qk_layernorm": True}
+UNLIKE["latent"] |= {
+    "q_lora_rank": 48,
+    "kv_lora_rank": 32,
+    "qk_head_dim": 16,
+    "qk_pos_emb_head_dim": 8,
+    "v_head_dim": 16,
+}
 TP2 = {"tensor_model_parallel_size": 2}
 SP2 = TP2 | {"sequence_parallel": True}
 OVERLAP = {"tp_comm_overlap": True}
