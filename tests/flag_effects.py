@@ -27,6 +27,8 @@ VPP = f"{PP} --num-virtual-stages-per-pipeline-rank 2"
 ROPE = "--position-embedding-type rope"
 LLAMA3 = f"{ROPE} --rope-scaling-type llama3 --rope-original-max-position-embeddings 16"
 MOE = "--num-experts 4 --disable-bias-linear"
+SIGMOID = f"{MOE} --moe-router-score-function sigmoid"
+BIAS = "--moe-router-enable-expert-bias"
 YARN = (
     f"{ROPE} --rope-scaling-type yarn --kv-channels 16 --rotary-base 100 --rope-original-max-position-embeddings 4096"
 )
@@ -88,6 +90,8 @@ model.moe_router_pre_softmax | --moe-router-pre-softmax | records | {MOE}
 model.moe_router_topk_scaling_factor | --moe-router-topk-scaling-factor 2 | records | {MOE}
 model.moe_router_num_groups | --moe-router-num-groups 2 --moe-router-group-topk 1 | records | {MOE}
 model.moe_router_group_topk | --moe-router-group-topk 1 | outcome | {MOE} --moe-router-num-groups 2
+model.moe_router_enable_expert_bias | {BIAS} --moe-router-bias-update-rate 0.5 | records | {SIGMOID}
+model.moe_router_bias_update_rate | --moe-router-bias-update-rate 0.5 | records | {SIGMOID} {BIAS}
 model.moe_router_dtype | --moe-router-dtype fp32 | records | {MOE} --bf16
 model.moe_router_force_load_balancing | --moe-router-force-load-balancing | records | {MOE}
 model.moe_router_load_balancing_type | --moe-router-load-balancing-type none | records | {MOE} --moe-aux-loss-coeff 9

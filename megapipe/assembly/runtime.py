@@ -39,7 +39,7 @@ from megapipe.plan.run_plan import RunPlan
 from megapipe.schedule.action import Op
 from megapipe.schedule.lifetimes import NO_MOVES, WeightVersions
 from megapipe.sharding.audit import audit_buffers
-from megapipe.sharding.boxes import pieces
+from megapipe.sharding.boxes import Box, pieces
 from megapipe.sharding.spec import ParamSpec
 from megapipe.tensor_parallel.gradients import GradientSlot, WeightQueue
 from megapipe.topology import GROUP_NAMES
@@ -128,7 +128,8 @@ class InferenceRuntime:
         """Return when all parameters are up to date: at once, as inference does not update them."""
 
     def held_weights(self, key: str = "weights") -> Iterator[tuple[bool, TensorBox]]:
-        """Yield every piece of a parameter on this rank but vocabulary padding, as a box named `key`/parameter.
+        """Yield every piece of a parameter on this rank but vocabulary padding, as a box named `key`/parameter, and the
+        states.
 
         The flag is True if, of all ranks that hold the piece, this one writes it to a checkpoint.
         """
@@ -143,6 +144,16 @@ class InferenceRuntime:
                         box = tensor_box(key, piece, values)
                         if box is not None:
                             yield piece.owned and not is_copy and is_first, box
+
+        yield from self.held_states(key)
+
+    def held_states(self, key: str = "weights") -> Iterator[tuple[bool, TensorBox]]:
+        """Yield the tensors of `layers.model.model_states` on this rank, as `held_weights` does parameters."""
+        is_first = self.groups.replicas.rank == 0 and self.groups.tp.rank == 0
+        for module in self.stages.values():
+            for name, values in module.named_buffers():
+                shape = tuple(values.shape)
+                yield is_first, TensorBox(f"{key}/{name}", shape, Box((0,) * len(shape), shape), values)
 
     def load_weights(self, folder: CheckpointFolder) -> int:
         """Fill the parameters from a checkpoint of any grid, and return the bytes filled on this rank. A collective.
@@ -191,6 +202,9 @@ class InferenceRuntime:
         slots = partial(GradientSlot, kernel=outer) if trains else None
         lender = self.buffers[0] if plan.borrows_embedding(stage) else None
         buffers.materialize(module, initial, slots, lender)
+        for router in module.routers().values():
+            if router.expert_bias is not None:
+                router.expert_bias = router.expert_bias.to(self.device)
         self.stages[stage], self.buffers[stage] = module, buffers
         self.runners[stage] = StageRunner(module, queue, module.begin_row)
 

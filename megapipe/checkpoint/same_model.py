@@ -32,6 +32,7 @@ NOT_COMPARED = (
     "moe_aux_loss_coeff",
     "moe_z_loss_coeff",
     "moe_router_dtype",  # rounding
+    "moe_router_bias_update_rate",
 )
 OF_EACH_LAYER = (
     "layer_pattern",

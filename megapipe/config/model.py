@@ -91,6 +91,7 @@ EXPERTS = Need("model.num_experts", "--num-experts N")
 LATENT = Need("model.multi_latent_attention", "--multi-latent-attention")
 SHARED_EXPERT = Need("model.moe_shared_expert_intermediate_size", "--moe-shared-expert-intermediate-size N")
 ROUTER_GROUPS = Need("model.moe_router_num_groups", "--moe-router-num-groups N")
+EXPERT_BIAS = Need("model.moe_router_enable_expert_bias", "--moe-router-enable-expert-bias")
 WINDOW = Need("model.window_size", "--window-size")
 FP16 = Need("precision.dtype", "--fp16", ("fp16",), without="the loss is not scaled")
 FP8 = Need("precision.fp8_format", "--fp8-format e4m3 or hybrid")
@@ -331,6 +332,15 @@ class ModelConfig:
     )
     moe_router_dtype: str | None = option(
         None, "dtype of the router's GEMM; unset: --dtype", choices=ROUTER_DTYPES, needs=EXPERTS
+    )
+    moe_router_enable_expert_bias: bool = option(
+        False,
+        "add a bias to each expert's score for the choice alone, raised after a step for experts below the mean load "
+        "and lowered for those above it",
+        needs=EXPERTS,
+    )
+    moe_router_bias_update_rate: float = option(
+        1e-3, "change of an expert's bias in a step", above=0, needs=EXPERT_BIAS
     )
     moe_router_force_load_balancing: bool = option(
         False, "for measurements: give every expert the same number of tokens, whatever the scores", needs=EXPERTS

@@ -135,6 +135,19 @@ def model_parameters(model: ResolvedModelConfig, sequence_parallel: bool, etp: i
     )
 
 
+@cache
+def model_states(model: ResolvedModelConfig) -> tuple[ParamSpec, ...]:
+    """Return the fp32 tensors of a model that are saved with its parameters and have no gradient: biases of routers."""
+    layers = enumerate(model_spec(model, PrecisionConfig()).layers)
+    return tuple(
+        state
+        for number, layer in layers
+        for part in layer.parts
+        if isinstance(part, MoE)
+        for state in part.states(f"decoder.layers.{number}.", number)
+    )
+
+
 def stage_parameters(
     parameters: Iterable[ParamSpec], layers: range, has_embedding: bool, has_head: bool, has_tied_copy: bool = True
 ) -> tuple[ParamSpec, ...]:

@@ -86,6 +86,11 @@ class MoE:
                 yield ParamSpec(f"{name}.gate_weight", shape, layer, init=first, partial_gradient=sequence_parallel)
         yield from after.parameters(prefix, layer, sequence_parallel) if after is not None else ()
 
+    def states(self, prefix: str, layer: int) -> Iterator[ParamSpec]:
+        """Yield the fp32 tensors that belong to the model but have no gradient: every rank holds them whole."""
+        if self.model.moe_router_enable_expert_bias:
+            yield ParamSpec(f"{prefix}mlp.router.expert_bias", (self.num_experts,), layer)
+
     def gemms(self, tp: int) -> tuple[Gemm, ...]:
         """Return the products that a token goes through, as linears on one of tp ranks: router, its k experts (as many
         wide ones), shared experts.

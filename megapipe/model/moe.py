@@ -30,6 +30,7 @@ from megapipe.model.layer_factory import LayerFactory
 from megapipe.model.mlp import MLP, Activation, activation
 from megapipe.tensor_parallel.gemms import at_least_fp32
 from megapipe.tensor_parallel.gradients import GradientSlot, WeightQueue, add_to_grad
+from megapipe.tensor_parallel.random import DropoutKey
 
 
 class MoE(nn.Module):
@@ -53,14 +54,19 @@ class MoE(nn.Module):
         if model.moe_shared_expert_intermediate_size is not None:
             self.shared_experts = SharedExperts(layer, factory, model.moe_shared_expert_intermediate_size)
 
-    def forward(self, x: Tensor, norm: nn.Module | None) -> Tensor:
-        """Return the weighted sum of the experts' results for norm(x), and the shared experts' added."""
+    def forward(self, x: Tensor, norm: nn.Module | None, key: DropoutKey | None = None) -> Tensor:
+        """Return the weighted sum of the experts' results for norm(x), and the shared experts' added.
+
+        key: that of a microbatch in training, whose load the router records.
+        """
         x = x if norm is None else norm(x)
         weights, chosen = self.router(x)
         topk = chosen.shape[1]
         by_expert = chosen.flatten().argsort(stable=True)  # of the rows token x k + j
         ones = torch.ones_like(by_expert)
         counts = ones.new_zeros(self.router.num_experts).scatter_add_(0, chosen.flatten(), ones)
+        if key is not None:
+            self.router.loads[key.microbatch] = counts
         routes = Routes.of(counts, by_expert.shape[0], self.groups)
         rows = routes.dispatch(_Copies.apply(x.flatten(0, -2), by_expert, topk))
         results = routes.combine(self.experts(rows, routes.expert_rows))
@@ -85,8 +91,13 @@ class SharedExperts(MLP):
 class Router(nn.Module):
     """The choice of k experts for each token, with the losses that balance it.
 
-    Scores are in at least fp32. Ties go to the expert, or the group, of the smaller number.
+    Scores are in at least fp32. Ties go to the expert, or the group, of the smaller number. expert_bias: [experts]
+    fp32, added to the scores for the choice alone (Wang et al. 2024, arXiv:2408.15664); changed after each step by
+    train.expert_loads. loads: tokens of this rank for each expert, [experts] int64, by number of the microbatch in the
+    global batch; a replay writes the same again.
     """
+
+    expert_bias: Tensor | None
 
     def __init__(self, model: LayerConfig, tp: Group) -> None:
         super().__init__()
@@ -96,6 +107,9 @@ class Router(nn.Module):
             None if model.moe_router_dtype is None else getattr(torch, DTYPES[model.moe_router_dtype].torch_name)
         )
         self.weight = nn.Parameter(torch.empty(model.num_experts, model.hidden_size, device="meta"))
+        bias = torch.zeros(model.num_experts) if model.moe_router_enable_expert_bias else None
+        self.register_buffer("expert_bias", bias, persistent=False)
+        self.loads: dict[int, Tensor] = {}
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return weights [t, k] in at least fp32 and experts [t, k] int64, t = s b, the best first. x: [s, b, h]."""
@@ -112,7 +126,7 @@ class Router(nn.Module):
         if model.moe_aux_loss_coeff and model.moe_router_load_balancing_type != "none":
             losses.append(self._balance_loss(shares if is_softmax else shares / shares.sum(-1, keepdim=True)))
         scores = (shares if model.moe_router_pre_softmax or not is_softmax else logits).flatten(0, 1)
-        chosen = self._choose(scores.detach())
+        chosen = self._choose(scores.detach() if self.expert_bias is None else scores.detach() + self.expert_bias)
         if model.moe_router_force_load_balancing:
             places = torch.arange(scores.shape[0] * topk, device=scores.device) + self.tp.rank
             chosen = (places % self.num_experts).view(-1, topk)

@@ -57,7 +57,7 @@ from megapipe.model.latent_attention import LatentAttention
 from megapipe.model.layer_factory import LayerFactory
 from megapipe.model.microbatch import Microbatch, StageLoss
 from megapipe.model.mlp import MLP
-from megapipe.model.moe import MoE
+from megapipe.model.moe import MoE, Router
 from megapipe.model.recompute import KeptAttention, RecomputedSegment, layer_groups, recomputed_modules
 from megapipe.schedule.partition import StageLayers
 from megapipe.tensor_parallel.fp8 import Fp8Gemms
@@ -107,7 +107,8 @@ class Block(nn.Module):
             update = self.self_attention(hidden if norm is None else norm(hidden), context, recompute)
             hidden = self._add(hidden, update, self.post_self_attn_layernorm, context, "attention_output")
         if self.mlp is not None:
-            update = self.mlp(hidden, self.pre_mlp_layernorm)
+            norm = self.pre_mlp_layernorm
+            update = self.mlp(hidden, norm, *((context.dropout_key,) if isinstance(self.mlp, MoE) else ()))
             hidden = self._add(hidden, update, self.post_mlp_layernorm, context, "mlp_output")
         return hidden
 
@@ -209,6 +210,11 @@ class GPTStage(nn.Module):
             for linear in self.decoder.modules()
             if isinstance(gemms := getattr(linear, "gemms", None), Fp8Gemms)
         ]
+
+    def routers(self) -> dict[int, Router]:
+        """Return the routers of its layers with experts, by the layers' global numbers."""
+        layers = ((layer.layer, layer.mlp) for layer in self.decoder.layers.values() if isinstance(layer, Block))
+        return {number: mlp.router for number, mlp in layers if isinstance(mlp, MoE)}
 
     def begin_row(self, trains: bool) -> None:
         """Start a run of a schedule: forwards and, if it trains, backwards, with one set of weights."""

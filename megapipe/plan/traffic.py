@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import Counter
 
 from megapipe.layers.model import LayerSpec, layer_table
-from megapipe.layers.moe import MoE
+from megapipe.layers.moe import INDEX_BYTES, MoE
 from megapipe.layers.table import ALL_REDUCE, ring_bytes
 from megapipe.plan.activations import end_tables, layers_of, with_recompute
 from megapipe.plan.recompute_choice import layer_recompute
@@ -106,6 +106,11 @@ def step_bytes(plan: RunPlan, pp_rank: int) -> dict[str, float]:
         )
 
     experts: Counter[str] = Counter()
+    loads = 0.0  # of all experts, summed once a step for their biases
+    if plan.config.model.moe_router_enable_expert_bias:
+        layers = [layer for stage in held for layer in layers_of(plan.model, plan.partition.stages[stage])]
+        states = sum(part.num_experts for layer in layers for part in layer.parts if isinstance(part, MoE))
+        loads = ALL_REDUCE * ring_bytes(states * INDEX_BYTES, plan.topology.num_replicas)
     if plan.model.has_experts:
         experts["expert_replicas"] = replicas(True)  # type: ignore[assignment]
         for stage in held:
@@ -113,7 +118,7 @@ def step_bytes(plan: RunPlan, pp_rank: int) -> dict[str, float]:
     return {
         "tp": collectives * plan.shape.collective_bytes(plan.config.model.hidden_size),
         "pp": float(sum(count for (_, op), count in ran.items() if op in MESSAGES) * plan.sent_bytes),
-        "replicas": replicas(False),
+        "replicas": replicas(False) + loads,
         "embedding": ALL_REDUCE * ring_bytes(tied_elements * plan.shape.gradient, 2),
         **experts,
     }

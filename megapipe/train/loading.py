@@ -326,11 +326,12 @@ def _load_tensors(
     for held in wanted:
         if held.key != "master":
             padding_of(held.piece, held.values).zero_()  # vocabulary padding is not saved
-    named = {f"{held.key}/{held.piece.spec.name}" for held in wanted}
+    states = [box for _, box in runtime.held_states("master")]
+    named = {f"{held.key}/{held.piece.spec.name}" for held in wanted} | {box.name for box in states}
     keys = {name.split("/")[0] for name in folder.manifest.tensors} if with_optimizer else {"master"}
     check_all_asked_for(folder, named, keys, may_leave_out, world, runtime.device)
     boxes = (tensor_box(held.key, held.piece, held.values) for held in wanted)
-    load_tensors(folder, [box for box in boxes if box is not None], world)
+    load_tensors(folder, [*(box for box in boxes if box is not None), *states], world)
     runtime.optimizer.load_state(wanted)
 
 
@@ -349,6 +350,8 @@ def load_whole(runtime: TrainingRuntime, weights: Weights) -> None:
         if box.name != name:  # the pieces of a parameter follow each other
             name, whole = box.name, weights[box.name].detach()
         box.values.copy_(whole[box.box.slices].reshape(-1))
+    for _, box in runtime.held_states("master"):
+        box.values.copy_(weights[box.name].detach())
     runtime.optimizer.load_state(held)
 
 

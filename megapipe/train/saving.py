@@ -234,5 +234,6 @@ def boxes_to_save(runtime: TrainingRuntime) -> Iterator[TensorBox]:
         held = (h for h in runtime.optimizer.state() if h.primary and (with_optimizer or h.key == "master"))
         boxes = (tensor_box(h.key, h.piece, h.values) for h in held)
         yield from (box for box in boxes if box is not None)
+        yield from (box for is_primary, box in runtime.held_states("master") if is_primary)
     else:
         yield from (box for is_primary, box in runtime.held_weights() if is_primary)

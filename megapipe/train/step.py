@@ -32,6 +32,7 @@ from megapipe.optimizer.schedule import Rates
 from megapipe.pipeline.engine import BegunRun, Step
 from megapipe.plan.run_plan import RunPlan
 from megapipe.schedule.action import Op, parse_action
+from megapipe.train.expert_loads import ExpertLoads
 
 PHASE_LEVEL, ACTION_LEVEL = 1, 2
 
@@ -252,6 +253,7 @@ class TrainStep:
         self.unsettled: StepBatch | None = None  # the last step, where its result is not known yet
         self._timers = timers or Timers(0, torch.device("cpu"))
         self._average = LossAverage.of(runtime.plan)
+        self.expert_loads = ExpertLoads(runtime)
         self._count_zero_gradients = count_zero_gradients
 
     def run(self, microbatches: Sequence[Microbatch], rates: Rates) -> StepResult:
@@ -271,6 +273,7 @@ class TrainStep:
         loss = self.gradients(microbatches, begun)
         with self._timers.phase("optimizer"):
             self.runtime.optimizer.start(1.0 / loss.denominator, rates, self._count_zero_gradients)
+            self.expert_loads.start(self.runtime.optimizer.is_ahead)
         return loss
 
     def finish(self, loss: PendingLoss) -> StepResult:
@@ -282,6 +285,7 @@ class TrainStep:
             numbers = HostCopy(torch.cat([loss.totals, optimizer.sums()])).values()
             num_totals = len(loss.totals)
             update = optimizer.settle(numbers[num_totals:])
+            self.expert_loads.settle(update.skipped)
         found = loss.of(numbers[:num_totals])
         return StepResult(found.loss, found.num_tokens, update)
 
@@ -292,6 +296,8 @@ class TrainStep:
         """
         runtime, count = self.runtime, len(microbatches)
         engine, step = runtime.engine(count), self._engine_step(microbatches)
+        if begun is None:
+            self.expert_loads.clear()
         with self._timers.phase("forward-backward"):
             runtime.reducer.begin_step(count)
             reports = engine.run(step) if begun is None else engine.finish(begun)

@@ -319,6 +319,19 @@ CASES = [
         "--num-experts 4 --moe-router-group-topk 2 --moe-router-num-groups 4 --disable-bias-linear",
     ),
     (
+        "biases_of_experts_have_a_rate",
+        "--num-experts 4 --moe-router-score-function sigmoid --moe-router-bias-update-rate 0.1",
+        ["needs --moe-router-enable-expert-bias"],
+        "--num-experts 4 --moe-router-score-function sigmoid --moe-router-bias-update-rate 0.1 "
+        "--moe-router-enable-expert-bias --disable-bias-linear",
+    ),
+    (
+        "biases_of_experts_add_to_scores_up_to_1",
+        "--num-experts 4 --moe-router-enable-expert-bias --disable-bias-linear",
+        ["--moe-router-enable-expert-bias needs --moe-router-score-function sigmoid"],
+        "--num-experts 4 --moe-router-enable-expert-bias --moe-router-score-function sigmoid --disable-bias-linear",
+    ),
+    (
         "a_budget_chooses_what_is_recomputed",
         "--recompute-memory-budget 0.5 --recompute-granularity selective",
         ["--recompute-memory-budget 0.5 chooses", "--recompute-granularity would fix"],

@@ -50,12 +50,27 @@ SIGMOID = {
     "moe_router_topk_scaling_factor": 2.5,
     "moe_router_load_balancing_type": "seq_aux_loss",
 }
+BIAS = SIGMOID | {"moe_router_enable_expert_bias": True, "moe_router_bias_update_rate": 0.05}
 SHARED = {"moe_shared_expert_intermediate_size": 8, "moe_shared_expert_gate": True}
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 GRIDS: dict[str, tuple[int, dict[str, Any]]] = {
     "one rank": (1, {}),
     "one rank, sigmoid, groups, shared": (1, SIGMOID | SHARED | {"moe_layer_freq": "2"}),
     "ep 2 of dp 2": (2, {"ep": 2}),
+    "bias, one rank": (1, BIAS),
+    "bias, ep 2 of dp 2, full recompute": (2, {"ep": 2} | BIAS | FULL),
+    "bias, ep 2 of tp 2, zero bubble": (
+        4,
+        {"tp": 2, "pp": 2, "ep": 2, "etp": 1, "pipeline_schedule": "zb-h1"} | BIAS | ZERO,
+    ),
+    "bias, dp 2 pp 2 dualpipe": (4, {"pp": 2, "pipeline_schedule": "dualpipe"} | BIAS),
+    "bias, ep 2 pp 2 without a barrier": (
+        4,
+        {"ep": 2, "pp": 2, "pipeline_schedule": "zb-h2", "optimizer_post_validation": True}
+        | {"untie_embeddings_and_output_weights": True}
+        | BIAS
+        | ZERO,
+    ),
     "ep 2 of tp 2, etp 1": (2, {"tp": 2, "ep": 2, "etp": 1}),
     "etp 2 of tp 2": (2, {"tp": 2, "ddp_bucket_size": 100, "moe_router_pre_softmax": True, "moe_router_topk": 1}),
     "etp 2 of dp 2": (2, {"etp": 2} | ZERO | FULL),

@@ -27,6 +27,9 @@ EXPERTS: dict[str, Any] = {
     "moe_shared_expert_intermediate_size": 8,
     "add_bias_linear": False,
     "sequence_parallel": True,
+    "moe_router_score_function": "sigmoid",
+    "moe_router_enable_expert_bias": True,
+    "moe_router_bias_update_rate": 0.05,
 }
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "one": (1, {}),
@@ -48,6 +51,8 @@ def test_every_expert_layout_loads_what_every_other_saved(tmp_path: Path) -> Non
             for held in runtime.optimizer.state():
                 values = whole(held.key, held.piece.spec.name, held.piece.spec.shape)[held.piece.box.slices]
                 held.values.copy_(values.reshape(-1))
+            for _, box in runtime.held_states("master"):
+                box.values.copy_(whole(*box.name.split("/", 1), box.shape))
             written.append(attempt.write(temporary, list(boxes_to_save(runtime)), rank))
         report = attempt.finish(temporary, written)
         assert isinstance(report, SaveReport), report
@@ -56,6 +61,7 @@ def test_every_expert_layout_loads_what_every_other_saved(tmp_path: Path) -> Non
             for runtime in ranks:
                 found = (tensor_box(held.key, held.piece, held.values) for held in runtime.optimizer.state())
                 boxes = [box for box in found if box is not None]
+                boxes += [box for _, box in runtime.held_states("master")]
                 for box in boxes:
                     box.values.fill_(math.nan)
                 load_tensors(folder, boxes, Group.alone("world"))

@@ -24,6 +24,9 @@ def choice(config: Config, layer: LayerConfig) -> Iterator[str]:
         yield f"--moe-router-topk 1: {rule}; add --moe-router-pre-softmax"
     if layer.moe_router_pre_softmax and not is_softmax:
         yield "--moe-router-pre-softmax belongs to --moe-router-score-function softmax; leave one of the two out"
+    if layer.moe_router_enable_expert_bias and is_softmax:
+        rule = "the bias is added to scores between 0 and 1, each by itself"
+        yield f"--moe-router-enable-expert-bias needs --moe-router-score-function sigmoid: {rule}"
     if groups is None:
         return
     if taken is None:

@@ -51,11 +51,14 @@ class SharedExperts(MLP):
 class MoE(nn.Module):
     """Router, experts and shared experts.
 
-    loss: the router's losses in the last forward. chosen: the experts of each token there [b, s, k].
+    loss: the router's losses in the last forward. chosen: the experts of each token there [b, s, k]. expert_bias:
+    [experts] fp32, None without --moe-router-enable-expert-bias. load: tokens for each expert since the last `balance`.
     """
 
     loss: Tensor | float = 0.0
     chosen: Tensor | None = None
+    expert_bias: Tensor | None = None
+    load: Tensor | int = 0
 
     def __init__(self, config: ReferenceConfig) -> None:
         super().__init__()
@@ -75,7 +78,11 @@ class MoE(nn.Module):
         self.loss = self._losses(logits, scores)
         if is_softmax and not config.moe_router_pre_softmax:
             scores = logits
-        self.chosen = chosen = self._best(scores.detach())
+        if config.moe_router_enable_expert_bias and self.expert_bias is None:
+            self.expert_bias = torch.zeros(config.num_experts or 0, device=hidden.device)
+        chosen = self._best(scores.detach() + (0.0 if self.expert_bias is None else self.expert_bias))
+        self.chosen = chosen
+        self.load = self.load + F.one_hot(chosen, config.num_experts or 0).sum((0, 1, 2))
         weights = scores.gather(-1, chosen)
         if is_softmax and not config.moe_router_pre_softmax:
             weights = weights.softmax(-1)
@@ -90,6 +97,14 @@ class MoE(nn.Module):
                 torch.where(seen), (self.experts(expert, hidden[seen]) * share[seen]).to(hidden.dtype), accumulate=True
             )
         return output + self.shared_experts(hidden) if hasattr(self, "shared_experts") else output
+
+    def balance(self) -> None:
+        """End a step: raise the bias of experts below the mean load, lower that of those above it."""
+        if self.expert_bias is not None:
+            assert isinstance(self.load, Tensor)
+            sign = (self.load.double().mean() - self.load.double()).sign().to(torch.float32)
+            self.expert_bias = self.expert_bias + self.config.moe_router_bias_update_rate * sign
+        self.load = 0
 
     def _best(self, scores: Tensor) -> Tensor:
         """Return the k best experts of each token [b, s, k]; of equal ones those of smaller numbers."""

@@ -85,6 +85,17 @@ class ReferenceGPT(nn.Module):
         logits = F.linear(hidden, head)[..., : config.vocab_size]
         return soft_cap(logits.to(at_least_fp32(logits.dtype)), config.final_logit_softcapping)
 
+    def balance(self) -> None:
+        """End a step: update the biases of all routers by the loads of its forwards."""
+        for module in self.modules():
+            if isinstance(module, MoE):
+                module.balance()
+
+    def states(self) -> dict[str, Tensor]:
+        """Return the biases of all routers that have one, by name."""
+        found = {name: module.expert_bias for name, module in self.named_modules() if isinstance(module, MoE)}
+        return {f"{name}.router.expert_bias": bias for name, bias in found.items() if bias is not None}
+
     def router_losses(self) -> Tensor | float:
         """Return the sum of the losses of all routers in the last forward: load balancing and z loss, with their
         coefficients; 0.0 without experts. It is a loss of one microbatch, added to the mean over its tokens.

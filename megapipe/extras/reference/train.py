@@ -58,6 +58,8 @@ def reference_step(
         for grad in grads.values():
             grad.mul_(coefficient)
     optimizer.step()
+    if isinstance(model, ReferenceGPT):
+        model.balance()
     return StepResult(loss, norm, result_grads)
 
 

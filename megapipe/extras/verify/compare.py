@@ -12,6 +12,7 @@ from torch import Tensor
 from megapipe.assembly.runtime import TrainingRuntime, parameter_dtype
 from megapipe.config.config import Config
 from megapipe.extras.verify.routing import NO_CHOICES, OtherChoice, Routing
+from megapipe.layers.model import model_states
 from megapipe.sharding.boxes import Box, Piece, pieces
 from megapipe.sharding.buffers import shard_pieces
 from megapipe.sharding.spec import Fused, ParamSpec, QueryGroups
@@ -120,8 +121,13 @@ def gradient_pieces(runtime: TrainingRuntime) -> Iterator[HeldPiece]:
 
 
 def weight_pieces(runtime: TrainingRuntime) -> Iterator[HeldPiece]:
-    """Yield this rank's whole local parameters, as the next forward reads them."""
+    """Yield this rank's whole local parameters and states, as the next forward reads them."""
     runtime.gather.finish()
+    states = {spec.name: spec for spec in model_states(runtime.plan.config.model)}
+    for stage, module in runtime.stages.items():
+        for name, values in module.named_buffers():
+            (piece,) = pieces(states[name], 0, 1)
+            yield HeldPiece(stage, piece, values)
     for stage, buffers in runtime.buffers.items():
         specs = {spec.name: spec for spec in runtime.plan.stage_specs[stage]}
         for name in buffers.names:

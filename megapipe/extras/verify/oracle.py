@@ -107,7 +107,7 @@ class OracleStep:
     loss: float
     grad_norm: float
     gradients: dict[str, Tensor]  # averaged over the global batch, before clipping
-    weights: dict[str, Tensor]  # after the update
+    weights: dict[str, Tensor]  # after the update, with the tensors of model_states
     choices: Tensor | None = None  # of experts, as `routing.PlainChoices` takes them; None without experts
 
 
@@ -156,9 +156,10 @@ class Oracle:
             microbatches.append(arguments)
         result = self._train(microbatches, rates)
         weights = {name: parameter.detach().clone() for name, parameter in self.model.named_parameters()}
+        states = {name: state.double() for name, state in self.model.states().items()}
         gradients = {name: result.grads.get(name, torch.zeros_like(weight)) for name, weight in weights.items()}
         choices = None if self._choices is None else self._choices.take()
-        return OracleStep(result.loss, result.grad_norm, gradients, weights, choices)
+        return OracleStep(result.loss, result.grad_norm, gradients, weights | states, choices)
 
     def _train(self, microbatches: Sequence[Microbatch], rates: Rates) -> StepResult:
         return reference_step(

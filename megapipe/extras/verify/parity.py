@@ -36,6 +36,7 @@ from megapipe.extras.verify.oracle import (
 from megapipe.extras.verify.report import found_text, plan_text
 from megapipe.extras.verify.routing import NO_CHOICES, GridChoices, broadcast_choices, check_all_compared
 from megapipe.extras.verify.shrink import Shrunk, shrink
+from megapipe.layers.model import model_states
 from megapipe.model.microbatch import Microbatch
 from megapipe.optimizer.schedule import Rates
 from megapipe.pipeline.engine import BegunRun
@@ -116,10 +117,8 @@ def compare_with_oracle(
             result = trainer.run(share_of(runtime, batch, step), rate)
             repeats += 1
         own = oracle.step(batch, step, rate) if oracle else None
-        plain, routing = _broadcast(own, plan.specs, groups.world, device), NO_CHOICES
-        if choices is not None:
-            known = None if own is None else own.choices
-            routing = choices.compare(broadcast_choices(known, plan.config, len(batch), groups.world, device))
+        plain = _broadcast(own, plan.specs, model_states(plan.config.model), groups.world, device)
+        routing = NO_CHOICES
         gradients = compare(trainer.averaged, plain.gradients, tolerance.gradient, tolerance.least_share)
         weights_found = compare(weight_pieces(runtime), plain.weights, tolerance.weight)
         rank, norm = groups.world.global_rank, result.update.grad_norm
@@ -165,17 +164,24 @@ def _copies(runtime: TrainingRuntime, factor: float) -> list[HeldPiece]:
     return [HeldPiece(held.stage, held.piece, held.values.double() * factor) for held in gradient_pieces(runtime)]
 
 
-def _broadcast(plain: OracleStep | None, specs: Sequence[ParamSpec], world: Group, device: torch.device) -> OracleStep:
+def _broadcast(
+    plain: OracleStep | None,
+    specs: Sequence[ParamSpec],
+    states: Sequence[ParamSpec],
+    world: Group,
+    device: torch.device,
+) -> OracleStep:
     """Return rank 0's oracle step on every rank, sent as one tensor: loss, gradient norm, gradients, weights."""
-    sizes = [spec.num_elements for spec in specs]
-    flat = torch.empty(2 + 2 * sum(sizes), dtype=torch.float64, device=device)
+    sent = (*specs, *specs, *states)
+    sizes = [spec.num_elements for spec in sent]
+    flat = torch.empty(2 + sum(sizes), dtype=torch.float64, device=device)
     if plain is not None:
-        tensors = [whole[spec.name].reshape(-1) for whole in (plain.gradients, plain.weights) for spec in specs]
+        wholes = [plain.gradients] * len(specs) + [plain.weights] * (len(specs) + len(states))
+        tensors = [whole[spec.name].reshape(-1) for whole, spec in zip(wholes, sent, strict=True)]
         torch.cat([torch.tensor([plain.loss, plain.grad_norm], dtype=torch.float64, device=device), *tensors], out=flat)
     broadcast(flat, world)
     loss, grad_norm = flat[:2].tolist()
-    gradients, weights = (
-        {spec.name: part.view(spec.shape) for spec, part in zip(specs, half.split(sizes), strict=True)}
-        for half in flat[2:].split(sum(sizes))
-    )
+    parts = [part.view(spec.shape) for spec, part in zip(sent, flat[2:].split(sizes), strict=True)]
+    gradients = {spec.name: part for spec, part in zip(specs, parts, strict=False)}
+    weights = {spec.name: part for spec, part in zip(sent[len(specs) :], parts[len(specs) :], strict=True)}
     return OracleStep(loss, grad_norm, gradients, weights)

@@ -1,0 +1,65 @@
+"""`ExpertLoads`: the tokens that each expert gets in a step, and the biases that balance them without a loss."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megapipe.assembly.runtime import TrainingRuntime
+from megapipe.comm.collectives import all_reduce
+
+
+class ExpertLoads:
+    """The loads of the experts in this rank's layers over a global batch, and the routers' biases.
+
+    Once a step each bias changes by --moe-router-bias-update-rate x sign(mean load - load), unless the step is skipped
+    (Wang et al. 2024, arXiv:2408.15664). Loads count what tokens choose, before any is dropped. Called by all ranks
+    together; nothing is done without experts.
+    """
+
+    def __init__(self, runtime: TrainingRuntime) -> None:
+        found = {layer: router for module in runtime.stages.values() for layer, router in module.routers().items()}
+        self.layers = tuple(sorted(found))
+        self._routers = [found[layer] for layer in self.layers]
+        self._groups = (runtime.groups.tp, runtime.groups.replicas)  # whose ranks route other tokens
+        model = runtime.plan.config.model
+        self._updates = model.moe_router_enable_expert_bias
+        self._rate = model.moe_router_bias_update_rate
+        self._before: list[Tensor] | None = None  # biases before an update that may be undone
+
+    def clear(self) -> None:
+        """Forget the loads of forwards that belong to no step."""
+        for router in self._routers:
+            router.loads.clear()
+
+    def start(self, is_ahead: bool) -> None:
+        """Sum the loads of the step's forwards. is_ahead: the next forwards precede `settle`, so update now."""
+        if not self._updates or not self._routers:
+            return
+        own = [torch.stack(list(router.loads.values())).sum(0) for router in self._routers]
+        self.clear()
+        self._loads = torch.stack(own)  # [layers, experts]
+        for group in self._groups:
+            all_reduce(self._loads, group)
+        if is_ahead:
+            self._update()
+
+    def settle(self, skipped: bool) -> None:
+        """Update the biases once it is known that the step is not skipped, or undo an update of a skipped one."""
+        if not self._updates or not self._routers:
+            return
+        before, self._before = self._before, None
+        if before is None and not skipped:
+            self._update()
+            self._before = None
+        elif before is not None and skipped:
+            for router, bias in zip(self._routers, before, strict=True):
+                assert router.expert_bias is not None
+                router.expert_bias.copy_(bias)
+
+    def _update(self) -> None:
+        excess = self._loads * self._loads.shape[1] - self._loads.sum(1, keepdim=True)  # exact: int64
+        biases = [router.expert_bias for router in self._routers if router.expert_bias is not None]
+        self._before = [bias.clone() for bias in biases]
+        for bias, sign in zip(biases, excess.sign().to(torch.float32), strict=True):
+            bias.sub_(sign, alpha=self._rate)

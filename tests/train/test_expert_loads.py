@@ -1,0 +1,136 @@
+"""Biases that balance experts: what counts, what a skipped step leaves, and what a checkpoint keeps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from megapipe.assembly.runtime import TrainingRuntime
+from megapipe.comm.groups import ProcessGroups, build_process_groups
+from megapipe.errors import ConfigError
+from megapipe.extras.verify.oracle import drawn_slices, random_batches, share_of
+from megapipe.layers.model import model_states
+from megapipe.optimizer.schedule import Rates
+from megapipe.plan.resolve import resolve
+from megapipe.train.step import TrainStep
+from tests.harness import RankPool
+from tests.parity.test_experts import BIAS, FULL, MODEL, ZERO
+from tests.tiny import make_config
+
+RATES = Rates(0.01, 0.0, None)
+
+
+def built(options: dict[str, Any], rank: int = 0, world_size: int = 1) -> TrainingRuntime:
+    plan = resolve(make_config(**MODEL | BIAS | options), world_size)
+    groups = ProcessGroups.alone() if world_size == 1 else build_process_groups(plan.topology, rank, "gloo", 60)
+    dtype = torch.float64 if plan.config.precision.dtype == "fp64" else torch.float32
+    return TrainingRuntime(plan, groups, torch.device("cpu"), drawn_slices(1, dtype))
+
+
+def batches_of(runtime: TrainingRuntime, count: int) -> list[Any]:
+    plan = runtime.plan
+    return random_batches(plan.config, plan.topology.dp, [8 // plan.topology.dp] * count, seed=3)
+
+
+def biases(runtime: TrainingRuntime) -> torch.Tensor:
+    return torch.stack([box.values.clone() for _, box in runtime.held_states()])
+
+
+def test_states_have_the_names_and_shapes_of_their_specification() -> None:
+    runtime = built({"moe_layer_freq": "2"})
+    held = {box.name: box.shape for _, box in runtime.held_states()}
+    assert held == {f"weights/{spec.name}": spec.shape for spec in model_states(runtime.plan.config.model)}
+    assert list(held) == [f"weights/decoder.layers.{layer}.mlp.router.expert_bias" for layer in (0, 2)]
+
+
+def test_a_bias_moves_by_the_rate_towards_the_mean_load_of_the_global_batch() -> None:
+    runtime = built({})
+    trainer = TrainStep(runtime)
+    (batch,) = batches_of(runtime, 1)
+    loads: dict[int, torch.Tensor] = {}
+    clear = trainer.expert_loads.clear
+
+    def keep() -> None:
+        for layer, router in runtime.stages[0].routers().items():
+            if router.loads:
+                loads[layer] = torch.stack(list(router.loads.values())).sum(0)
+        clear()
+
+    trainer.expert_loads.clear = keep  # type: ignore[method-assign]
+    trainer.run(share_of(runtime, batch, 0), RATES)
+    assert len(loads) == 4
+    for bias, load in zip(biases(runtime), loads.values(), strict=True):
+        assert load.sum() == 16 * 8 * 4  # samples x tokens x topk, each counted once
+        mean = load.sum() / load.numel()
+        expected = [0.05 if count < mean else -0.05 if count > mean else 0.0 for count in load.tolist()]
+        assert torch.allclose(bias, torch.tensor(expected))
+        assert set(expected) >= {0.05, -0.05}
+
+
+def test_evaluation_and_replays_do_not_count() -> None:
+    found = []
+    for options, evaluates in (({}, False), ({}, True), (FULL, True)):
+        runtime = built(options)
+        trainer = TrainStep(runtime)
+        for step, batch in enumerate(batches_of(runtime, 2)):
+            if evaluates:
+                before = biases(runtime)
+                evaluation = share_of(runtime, batch, step)
+                evaluation._keys = None  # as `read_microbatches` does for evaluation
+                trainer.evaluate(evaluation)
+                assert torch.equal(before, biases(runtime))
+            trainer.run(share_of(runtime, batch, step), RATES)
+        found.append(biases(runtime))
+    assert found[0].abs().max() > 0
+    assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
+
+
+def test_a_skipped_step_leaves_the_biases() -> None:
+    runtime = built(
+        {"dtype": "fp16", "initial_loss_scale": 2.0**60, "hysteresis": 1, "moe_z_loss_coeff": None}
+        | {"moe_aux_loss_coeff": 0.0}
+    )
+    trainer = TrainStep(runtime)
+    (batch,) = batches_of(runtime, 1)
+    result = trainer.run(share_of(runtime, batch, 0), RATES)
+    assert result.update.skipped
+    assert biases(runtime).abs().max() == 0
+    while result.update.skipped:
+        result = trainer.run(share_of(runtime, batch, 0), RATES)
+    assert biases(runtime).abs().max() == pytest.approx(0.05)
+
+
+def test_an_update_ahead_of_the_verdict_is_undone_by_a_skip() -> None:
+    runtime = built({})
+    trainer = TrainStep(runtime)
+    (batch,) = batches_of(runtime, 1)
+    loads = trainer.expert_loads
+    for skipped, largest in ((True, 0.0), (False, 0.05)):
+        trainer.gradients(share_of(runtime, batch, 0))
+        loads.start(is_ahead=True)
+        assert biases(runtime).abs().max() == pytest.approx(0.05)
+        loads.settle(skipped)
+        assert biases(runtime).abs().max() == pytest.approx(largest)
+
+
+def after_two_steps(rank: int, world_size: int, options: dict[str, Any]) -> list[list[float]]:
+    runtime = built(options, rank, world_size)
+    trainer = TrainStep(runtime)
+    for step, batch in enumerate(batches_of(runtime, 2)):
+        trainer.run(share_of(runtime, batch, step), RATES)
+    assert biases(runtime).abs().max() > 0
+    return biases(runtime).tolist()
+
+
+@pytest.mark.parametrize("options", [{"ep": 4}, {"tp": 2, "ep": 2, "etp": 1} | ZERO], ids=["ep4", "tp2-ep2-zero"])
+def test_every_rank_has_the_biases_of_one_rank(options: dict[str, Any], rank_pools: Callable[[int], RankPool]) -> None:
+    ((*expected,),) = rank_pools(1).run(after_two_steps, {})
+    assert all(found == expected for found in rank_pools(4).run(after_two_steps, options))
+
+
+def test_a_bias_needs_sigmoid_scores() -> None:
+    with pytest.raises(ConfigError, match="--moe-router-enable-expert-bias needs --moe-router-score-function sigmoid"):
+        resolve(make_config(**MODEL | {"moe_router_enable_expert_bias": True}), 1)
