@@ -119,6 +119,9 @@ def compare_with_oracle(
         own = oracle.step(batch, step, rate) if oracle else None
         plain = _broadcast(own, plan.specs, model_states(plan.config.model), groups.world, device)
         routing = NO_CHOICES
+        if choices is not None:
+            known = None if own is None else own.choices
+            routing = choices.compare(broadcast_choices(known, plan.config, len(batch), groups.world, device))
         gradients = compare(trainer.averaged, plain.gradients, tolerance.gradient, tolerance.least_share)
         weights_found = compare(weight_pieces(runtime), plain.weights, tolerance.weight)
         rank, norm = groups.world.global_rank, result.update.grad_norm
