@@ -253,6 +253,12 @@ class Topology:
         members, per_node = self._members(name), self.ranks_per_node or self.world_size
         return bool((members[:, 0] // per_node != members[:, -1] // per_node).any())
 
+    def least_on_a_node(self, name: str) -> int:
+        """Return the fewest ranks that a group of this kind has on a node where it has any."""
+        nodes = self._members(name) // (self.ranks_per_node or self.world_size)
+        of_group = nodes + self.num_nodes * np.arange(len(nodes))[:, None]
+        return int(np.unique(of_group, return_counts=True)[1].min())
+
     @property
     def num_nodes(self) -> int:
         return math.ceil(self.world_size / self.ranks_per_node) if self.ranks_per_node else 1

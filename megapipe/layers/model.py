@@ -55,6 +55,11 @@ class LayerSpec:
         """Return its linears on one of tp ranks, in the order of the forward."""
         return tuple(gemm for part in self.parts for gemm in part.gemms(tp))
 
+    def linears(self, tp: int) -> tuple[Gemm, ...]:
+        """Return those of its linears that tp cuts and every token goes through: all but the router and its experts."""
+        cut = (part.shared if isinstance(part, MoE) else part for part in self.parts)
+        return tuple(gemm for part in cut if part is not None for gemm in part.gemms(tp))
+
 
 @dataclass(frozen=True)
 class LayerTable(Table):

@@ -1,11 +1,12 @@
 """The table of accelerators and their links that predictions of time and memory use; a file can replace it.
 
-Rates are those of the makers' data sheets, for matrices without sparsity: NVIDIA A100 (2021), H100 SXM and H200 (2023),
-B200 (2024), AMD MI300X (2023). NVIDIA gives fp8 with sparsity, twice the dense rate; A100 has no fp8. Links are counted
-in one direction for one device. How much of a peak GEMMs reach is not in data sheets: tools/fit_efficiency.py fits it
-to published steps in 16 bits, of A100 and of H100, and later devices are taken to be like H100. In fp8 GEMMs are taken
-to reach the same share as in 16 bits: units twice as fast are fed by operands of half the bytes. The share of attention
-is a published one since H100; on A100 it is an estimate, as are those of the memory's rate and of links.
+Rates are those of the makers' data sheets, for matrices without sparsity: NVIDIA A100 (2021), H100 SXM, H800 and H200
+(2023), B200 (2024), AMD MI300X (2023). H800 is H100 with slower links within a node. NVIDIA gives fp8 with sparsity,
+twice the dense rate; A100 has no fp8. Links are counted in one direction for one device. How much of a peak GEMMs reach
+is not in data sheets: tools/fit_efficiency.py fits it to published steps in 16 bits, of A100 and of H100, and later
+devices are taken to be like H100. In fp8 GEMMs are taken to reach the same share as in 16 bits: units twice as fast are
+fed by operands of half the bytes. The share of attention is a published one since H100; on A100 it is an estimate, as
+are those of the memory's rate and of links.
 docs/planner.md compares what comes of them.
 """
 
@@ -137,6 +138,7 @@ HARDWARE: dict[str, Hardware] = {
         _row("a100-40", "A100-SXM4-40GB", (312,), 40, 1.555, 300, 25, PCIE_4, GEMM_SHARES, 0.45),
         _row("a100-80", "A100", (312,), 80, 2.039, 300, 25, PCIE_4, GEMM_SHARES, 0.45),
         _row("h100", "H100", (989, 1979), 80, 3.35, 450, 50, PCIE_5),
+        _row("h800", "H800", (989, 1979), 80, 3.35, 200, 50, PCIE_5),
         _row("h200", "H200", (989, 1979), 141, 4.8, 450, 50, PCIE_5),
         _row("b200", "B200", (2250, 4500), 180, 8.0, 900, 50, PCIE_5),
         _row("mi300x", "MI300X", (1307, 2615), 192, 5.3, 448, 50, PCIE_5),

@@ -1,9 +1,10 @@
 """Seconds of one transformer layer and of the head, for one microbatch on one rank: GEMMs by their shapes, attention,
-what moves memory, and tensor-parallel messages with what hides them. Sums over the tables of `layers`.
+what moves memory, tensor-parallel messages with what hides them, and the all-to-alls of experts. Sums over the tables
+of `layers`.
 
 Kernels reach a share of the peak that depends on the smallest size of a GEMM alone; everything else moves memory at a
 share of its rate. With fp8 the GEMMs of a layer's linears have the peak of fp8, and casts move memory; attention and
-the head do not change.
+the head do not change. Experts are taken to get equally many rows, which every one of them multiplies on its own.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from functools import cached_property
 from megapipe.dtypes import FP8
 from megapipe.layers.linear import casts
 from megapipe.layers.model import LayerSpec, ModelSpec, layer_table
-from megapipe.layers.table import ALL_REDUCE, Collectives, CoreAttention, Documents, Gemm, RankShape
+from megapipe.layers.moe import INDEX_BYTES, MoE
+from megapipe.layers.table import ALL_REDUCE, Collectives, CoreAttention, Documents, Gemm, RankShape, ring_bytes
 from megapipe.plan.activations import without_recompute
 from megapipe.plan.hardware import Hardware, Link
 from megapipe.schedule.action import Op
@@ -27,7 +29,8 @@ POINTWISE_PASSES = 2.0
 @dataclass(frozen=True)
 class OpSeconds:
     """Seconds of F, I and W of one layer, head or stage on one rank, by what takes them: 'gemm', 'attention',
-    'pointwise', 'tp', and with context parallelism 'cp' (messages of attention that its computation does not hide).
+    'pointwise', 'tp', with context parallelism 'cp' (messages of attention that its computation does not hide), and
+    with experts 'ep', the messages of their rows.
 
     hidden: tensor-parallel messages that a whole backward runs under its GEMMs, so that B takes I + W - hidden.
     """
@@ -61,16 +64,68 @@ class OpSeconds:
         return OpSeconds(times(self.forward), times(self.inputs), times(self.weights), count * self.hidden)
 
 
+@dataclass(frozen=True)
+class ExpertLinks:
+    """The links of the messages of experts.
+
+    inside: ranks of an ep group on one node, the fewest of any rank; the others are reached over the network.
+    """
+
+    etp: Link  # of a ring over etp
+    node: Link
+    network: Link
+    ep: int
+    inside: int
+
+    def shares(self) -> tuple[float, float]:
+        """Return the shares of a rank's rows that go to other ranks of its node, and to other nodes, if every expert
+        gets equally many.
+        """
+        return (self.inside - 1) / self.ep, (self.ep - self.inside) / self.ep
+
+    def exchange(self, num_bytes: float) -> float:
+        """Return the seconds of an all-to-all over ep of num_bytes a rank, its own part included.
+
+        The links within the node and the network card of the rank work at the same time.
+        """
+        ways = zip(self.shares(), (self.node, self.network), strict=True)
+        return max(share and share * num_bytes / link.bytes_per_second + link.latency_seconds for share, link in ways)
+
+
+def expert_message_seconds(part: MoE, shape: RankShape, links: ExpertLinks) -> tuple[float, float]:
+    """Return the seconds of moving a microbatch's rows to the ranks of their experts, or back, in one direction; and
+    those of exchanging the numbers of rows first, which only a forward does.
+
+    etp adds a gather of the rows of all ranks that share an expert, or the sum of their results.
+    """
+    rows, counts = part.row_bytes(shape), part.num_experts * INDEX_BYTES
+
+    def shared(num_bytes: float) -> float:
+        passed = ring_bytes(num_bytes * shape.etp, shape.etp)
+        return passed / links.etp.bytes_per_second + links.etp.latency_seconds if shape.etp > 1 else 0.0
+
+    return links.exchange(rows) + shared(rows), links.exchange(counts) + shared(counts)
+
+
 def layer_seconds(
-    layer: LayerSpec, shape: RankShape, hardware: Hardware, tp_link: Link, cp_link: Link | None = None
+    layer: LayerSpec,
+    shape: RankShape,
+    hardware: Hardware,
+    tp_link: Link,
+    cp_link: Link | None = None,
+    experts: ExpertLinks | None = None,
 ) -> OpSeconds:
-    """Return the seconds of one transformer layer. Recomputation is part of I. cp_link: tp's if None."""
+    """Return the seconds of one transformer layer. Recomputation is part of I.
+
+    cp_link: tp's if None. experts: without these links the messages of experts take no time.
+    """
     clock = _Clock(shape, layer.hidden_size, hardware, tp_link)
     plain = replace(without_recompute(shape), documents=Documents())
-    table, gemms = layer_table(layer, plain), layer.gemms(shape.tp)
+    table, gemms = layer_table(layer, plain), layer.linears(shape.tp)
     columns = [gemm for gemm in gemms if gemm.is_column and not gemm.is_replicated]
     rows = [gemm for gemm in gemms if not gemm.is_column]
-    gemm = sum(map(clock.gemm, gemms))
+    mixtures = [part for part in layer.parts if isinstance(part, MoE)]
+    gemm = sum(map(clock.gemm, gemms)) + sum(map(clock.routed, mixtures))
     cores = [operation.attention for operation in table.operations if operation.attention is not None]
     attention = sum(map(clock.attention, cores))
     kept = sum(tensor.num_bytes for tensor in table.keeps if not tensor.in_attention_time)
@@ -86,6 +141,9 @@ def layer_seconds(
         link = cp_link or tp_link
         forward["cp"] = _exposed_context(layer.attention.cp_comm_type, sent, attention, link)
         messages_back = _exposed_context(layer.attention.cp_comm_type, sent_back, core_backward, link)
+    if mixtures:
+        ways = [(0.0, 0.0) if experts is None else expert_message_seconds(part, shape, experts) for part in mixtures]
+        forward["ep"] = sum(2 * rows_seconds + counts_seconds for rows_seconds, counts_seconds in ways)
     again = _recomputed(layer, shape, plain, clock, forward)
     inputs = {
         "gemm": gemm,
@@ -98,6 +156,8 @@ def layer_seconds(
     }
     if "cp" in forward:
         inputs["cp"] = messages_back
+    if mixtures:
+        inputs["ep"] = sum(2 * rows_seconds for rows_seconds, _ in ways)
     weights = {
         "gemm": gemm,
         "pointwise": clock.casts(Op.W, gemms),
@@ -150,6 +210,15 @@ class _Clock:
         compute = flops / (hardware.peak(dtype) * hardware.gemm_share(min(tokens, gemm.inputs, gemm.outputs)))
         moved = operand * (tokens * gemm.inputs + gemm.num_weights) + 2.0 * tokens * gemm.outputs
         return max(compute, moved / hardware.memory_bytes_per_second)
+
+    def routed(self, part: MoE) -> float:
+        """Return the seconds of one product for all rows with the router, and with the experts of this rank."""
+        shape, model = self.shape, part.model
+        held, width = part.num_experts // shape.ep, model.expert_ffn_size // shape.etp
+        rows = max(1, model.moe_router_topk * shape.own_tokens * shape.etp // held)
+        hidden, of_one = model.hidden_size, Gemm(width, model.hidden_size, False)
+        of_each = self.gemm(Gemm(hidden, part.gates * width, True), rows) + self.gemm(of_one, rows)
+        return self.gemm(Gemm(hidden, part.num_experts, True), shape.own_tokens) + held * of_each
 
     def attention(self, core: CoreAttention) -> float:
         """Return the seconds of core attention's forward."""

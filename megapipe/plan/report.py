@@ -10,12 +10,14 @@ from megapipe.config.layers import LAYER_OPTIONS, OPTIONS_OF, ROTARY_OPTIONS, la
 from megapipe.formatting import bytes_text, count_text, flops_text, range_text, ranges_text, text_table
 from megapipe.layers.table import WHOLE, comm_chunks
 from megapipe.plan.activations import stage_bytes
-from megapipe.plan.hardware import GIGA, HOST_SHARE, PCIE_4, PCIE_5
+from megapipe.plan.expert_overlap import expert_model, measure_overlap
+from megapipe.plan.hardware import GIGA, HOST_SHARE, PCIE_4, PCIE_5, TERA, Hardware
 from megapipe.plan.layer_costs import layer_flops, step_flops
 from megapipe.plan.memory import RankMemory, all_rank_memory, offloaded_groups, stage_activation_bytes
 from megapipe.plan.recompute_choice import recompute_text
 from megapipe.plan.run_plan import RunPlan
-from megapipe.plan.step_time import expected_bubble
+from megapipe.plan.step_time import StepTime, expected_bubble, predict_step
+from megapipe.plan.traffic import layer_expert_bytes
 from megapipe.schedule.partition import StageLayers
 
 MOST_RANKS_SHOWN = 64
@@ -23,6 +25,7 @@ MOST_STAGES_SHOWN = 16
 MOST_PIPELINE_RANKS_SHOWN = 16
 MOST_PARTS_SHOWN = 5
 SMALL = 0.01  # of a rank's total
+SMALL_PART = 0.0005  # of a step
 ALWAYS_SHOWN = ("weights", "gradients", "optimizer", "activations")
 
 
@@ -31,6 +34,40 @@ def plan_text(plan: RunPlan) -> str:
     return "\n".join(
         [*_headline(plan), *_kinds(plan), *_grid(plan), *_stages(plan), *_batch(plan), *_bubble(plan), *_memory(plan)]
     )
+
+
+def step_text(plan: RunPlan, hardware: Hardware) -> str:
+    """Return the predicted time of a step by parts, and of the all-to-alls of experts, as text for a terminal."""
+    time = predict_step(plan, hardware)
+    shares = {part: seconds / time.seconds for part, seconds in time.parts.items()}
+    words = ", ".join(f"{part} {share:.1%}" for part, share in shares.items() if share > SMALL_PART)
+    rate = time.tokens_per_second / time.world_size
+    lines = [
+        f"  step     {time.seconds:.3g} s predicted on {hardware.name}, {rate:,.0f} tokens/s a rank, "
+        f"{time.flops_per_second / TERA:.0f} TFLOP/s, MFU {time.mfu:.1%} (causal attention counted half)",
+        f"           on the rank with the most computation: {words}",
+    ]
+    if plan.model.has_experts and plan.topology.ep * plan.topology.etp > 1:
+        lines += _exchange_times(plan, hardware, time)
+    return "\n".join(lines)
+
+
+def _exchange_times(plan: RunPlan, hardware: Hardware, time: StepTime) -> Iterator[str]:
+    """Yield lines with the all-to-alls of a layer and microbatch, their share of a step, and what overlap hides."""
+    dispatch = expert_model(plan, hardware).dispatch
+    whole, share = 2 * sum(dispatch), time.parts["ep"] / time.seconds
+    yield (
+        f"  ep       {whole * 1e3:.3g} ms a layer and microbatch to experts and back "
+        f"({2 * dispatch[0] * 1e3:.3g} forward, {2 * dispatch[1] * 1e3:.3g} backward), {share:.1%} of the step, while "
+        "nothing else is computed"
+    )
+    measures = measure_overlap(plan, hardware)
+    if measures is not None:
+        gain = 1.0 - measures.step_seconds / measures.serial_seconds
+        yield (
+            f"           rows of parts would hide {measures.hidden_share:.0%} of the all-to-alls under computation: "
+            f"{gain:.1%} less time for the schedule (docs/expert_schedules.md)"
+        )
 
 
 def _headline(plan: RunPlan) -> Iterator[str]:
@@ -106,14 +143,19 @@ def _grid(plan: RunPlan) -> Iterator[str]:
     """Yield one line for each pipeline rank: the global ranks of its tp groups, by dp replica."""
     t = plan.topology
     if t.num_nodes > 1:
-        crossing = ", ".join(name for name in ("tp", "pp", "dp") if t.size(name) > 1 and t.crosses_nodes(name))
+        names = [name for name in ("tp", "pp", "dp") if t.size(name) > 1]
+        if plan.model.has_experts:
+            names += [name for name, size in (("ep", t.ep), ("etp", t.etp)) if size > 1]
+        crossing = ", ".join(name for name in names if t.crosses_nodes(name))
         yield f"  nodes    {t.num_nodes} of {t.ranks_per_node} ranks; groups that cross nodes: {crossing or 'none'}"
     if t.world_size == 1:
         return
     if plan.model.has_experts:
-        shown = [" ".join(map(str, t.group_of(name, 0))) for name in ("etp", "ep", "expert_replicas")]
+        groups = [t.group_of(name, 0) for name in ("etp", "ep", "expert_replicas")]
+        shown = [" ".join(map(str, group if len(group) <= 8 else (*group[:3], "...", group[-1]))) for group in groups]
         sizes = f"etp {t.etp} x ep {t.ep} x {t.edp} copies x pp {t.pp}"
         yield f"  experts  {sizes}; groups of rank 0: etp ({shown[0]}), ep ({shown[1]}), copies ({shown[2]})"
+        yield from _expert_messages(plan)
     if t.world_size > MOST_RANKS_SHOWN:
         yield f"  grid     rank order {t.order}, tp fastest: tp groups (0..{t.tp - 1}), ..."
         return
@@ -126,6 +168,20 @@ def _grid(plan: RunPlan) -> Iterator[str]:
     yield "  grid     " + " " * 5 + "  ".join(f"dp {d}".ljust(width) for d in range(t.dp)).rstrip()
     for pp_rank in range(t.pp):
         yield f"           pp {pp_rank} " + "  ".join(tp_groups[pp_rank, d].ljust(width) for d in range(t.dp)).rstrip()
+
+
+def _expert_messages(plan: RunPlan) -> Iterator[str]:
+    """Yield a line with what a rank sends for the experts of one layer and microbatch."""
+    t, layer = plan.topology, next(kind for kind in plan.model.kinds if layer_expert_bytes(plan, kind))
+    sent, words = layer_expert_bytes(plan, layer), []
+    if t.ep > 1:
+        away = (t.ep - t.least_on_a_node("ep")) / (t.ep - 1)
+        ways = {"within its node": (1.0 - away) * sent["ep"], "to other nodes": away * sent["ep"]}
+        words += [f"{bytes_text(size)} over ep {where}" for where, size in ways.items() if size]
+    if t.etp > 1:
+        words.append(f"{bytes_text(sent['etp'])} over etp")
+    if words:
+        yield f"           a rank sends for a layer and microbatch, forward and backward: {', '.join(words)}"
 
 
 def _stages(plan: RunPlan) -> Iterator[str]:
@@ -150,7 +206,9 @@ def _stages(plan: RunPlan) -> Iterator[str]:
     total = ("sum", "", f"{sum(counts):,}", once)
     yield from text_table([("stage", "pp_rank", "parameters", "holds"), *rows, total], left=(-1,))
     if plan.model.has_experts:
-        yield f"  active   {plan.active_parameters:,} parameters, of the experts those that a token chooses"
+        share = plan.active_parameters / sum(spec.num_elements for spec in plan.specs)
+        of_all = f"{share:.1%} of all, of the experts those that a token chooses; FLOPs count these"
+        yield f"  active   {plan.active_parameters:,} parameters, {of_all}"
 
 
 def _holds(plan: RunPlan, run: Sequence[int]) -> str:

@@ -2,8 +2,9 @@
 
 `expected_bubble` takes stages by FLOPs or measured times, messages free, `predict_step` layers by `layer_time` and
 messages over the links they cross. It is a first-order model: tensor-parallel messages delay the computation unless a
-GEMM hides them, pipeline messages overlap with it, reductions run under the backward of the last microbatch, gathers
-under the forward of the first. docs/planner.md says what is fitted and compares with published runs.
+GEMM hides them, and so do the all-to-alls of experts; pipeline messages overlap with it, reductions run under the
+backward of the last microbatch, gathers under the forward of the first. docs/planner.md says what is fitted and
+compares with published runs.
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ from megapipe.layers.table import ALL_REDUCE
 from megapipe.plan.activations import layer_groups, layers_of, with_recompute
 from megapipe.plan.hardware import Hardware, Link
 from megapipe.plan.layer_costs import step_flops
-from megapipe.plan.layer_time import OpSeconds, head_seconds, layer_seconds
+from megapipe.plan.layer_time import ExpertLinks, OpSeconds, head_seconds, layer_seconds
 from megapipe.plan.memory import offloaded_groups
 from megapipe.plan.recompute_choice import layer_recompute
 from megapipe.plan.run_plan import RunPlan
-from megapipe.plan.traffic import gather_bytes, reduction_bytes
+from megapipe.plan.traffic import KINDS, gather_bytes, reduction_bytes
 from megapipe.schedule.action import Op
 from megapipe.schedule.costs import Costs
 from megapipe.schedule.simulate import Bubble, Timeline, simulate
@@ -46,9 +47,10 @@ class StepTime:
     """The predicted time of a step.
 
     parts: the seconds of the rank that computes longest, which add up to `seconds`: 'gemm', 'attention', 'pointwise',
-    'tp' (tensor-parallel messages that no GEMM hides), 'cp' (messages of attention that it does not hide), 'host' (where layers are offloaded: waits for copies), 'bubble'
-    (idle, and waits for messages), 'reduce' and 'gather' (gradients and parameters between replicas, what the
-    computation does not hide), 'optimizer' (with fp8 the cast of its new weights, too).
+    'tp' (tensor-parallel messages that no GEMM hides), 'cp' (messages of attention that it does not hide), 'ep' (with
+    experts: all-to-alls of rows), 'host' (where layers are offloaded: waits for copies), 'bubble' (idle, and waits for
+    messages), 'reduce' and 'gather' (gradients and parameters between replicas, what the computation does not hide),
+    'optimizer' (with fp8 the cast of its new weights, too).
     """
 
     seconds: float
@@ -152,10 +154,12 @@ def _narrow_bytes(dtypes: StateDtypes) -> tuple[dict[str, int], dict[str, int]]:
 def stage_seconds(plan: RunPlan, hardware: Hardware) -> tuple[OpSeconds, ...]:
     """Return the seconds of each stage for one microbatch."""
     config, model, shape = plan.config, plan.model, plan.shape
-    tp_link = ring_link(plan.topology, "tp", hardware.node, hardware.network)
+    tp_link, experts = ring_link(plan.topology, "tp", hardware.node, hardware.network), expert_links(plan, hardware)
     cp_link = ring_link(plan.topology, "cp", hardware.node, hardware.network)
     of_layer = cache(
-        lambda layer, recompute: layer_seconds(layer, with_recompute(shape, recompute), hardware, tp_link, cp_link)
+        lambda layer, recompute: layer_seconds(
+            layer, with_recompute(shape, recompute), hardware, tp_link, cp_link, experts
+        )
     )
     nothing = layer_seconds(model.layers[0], shape, hardware, tp_link) * 0
     found: dict[frozenset[Any], OpSeconds] = {}  # by the number of layers of each kind and recompute
@@ -253,7 +257,7 @@ def _reduced_by_buckets(plan: RunPlan, hardware: Hardware, timeline: Timeline, p
 def reduction_seconds(plan: RunPlan, hardware: Hardware, stage: int) -> float:
     """Return the seconds of reducing a stage's gradients over its replicas."""
     passes = 1 if plan.config.parallel.use_distributed_optimizer else ALL_REDUCE
-    return _replica_seconds(plan, hardware, reduction_bytes(plan, stage), passes)
+    return sum(_replica_seconds(plan, hardware, reduction_bytes(plan, stage, (kind,)), kind, passes) for kind in KINDS)
 
 
 def _exposed_gather(plan: RunPlan, hardware: Hardware, held: tuple[int, ...], stages: tuple[OpSeconds, ...]) -> float:
@@ -262,7 +266,9 @@ def _exposed_gather(plan: RunPlan, hardware: Hardware, held: tuple[int, ...], st
     """
     if not plan.config.parallel.use_distributed_optimizer:
         return 0.0
-    total = sum(_replica_seconds(plan, hardware, gather_bytes(plan, stage)) for stage in held)
+    total = sum(
+        _replica_seconds(plan, hardware, gather_bytes(plan, stage, (kind,)), kind) for stage in held for kind in KINDS
+    )
     if not plan.config.parallel.overlap_param_gather:
         return total
     hidden = sum(stages[stage].of(Op.F) for stage in held)
@@ -284,9 +290,26 @@ def ring_link(topology: Topology, kind: str, node: Link, network: Link) -> Link:
     return Link(max(rate, network.bytes_per_second), network.latency_seconds)
 
 
-def _replica_seconds(plan: RunPlan, hardware: Hardware, num_bytes: float, passes: int = 1) -> float:
-    link = ring_link(plan.topology, "replicas", hardware.node, hardware.network)
-    return num_bytes / link.bytes_per_second + passes * (plan.topology.num_replicas > 1) * link.latency_seconds
+def expert_links(plan: RunPlan, hardware: Hardware) -> ExpertLinks | None:
+    """Return the links of the messages of experts; None for a model without."""
+    return expert_links_of(plan.topology, hardware.node, hardware.network) if plan.model.has_experts else None
+
+
+@cache
+def expert_links_of(topology: Topology, node: Link, network: Link) -> ExpertLinks:
+    """Return the links of the messages of experts on a grid."""
+    etp = ring_link(topology, "etp", node, network)
+    return ExpertLinks(etp, node, network, topology.ep, topology.least_on_a_node("ep"))
+
+
+def _replica_seconds(plan: RunPlan, hardware: Hardware, num_bytes: float, is_expert: bool, passes: int = 1) -> float:
+    """Return the seconds of a ring over the ranks that hold the same parameters, dense ones or experts."""
+    t = plan.topology
+    name, size = ("expert_replicas", t.num_expert_replicas) if is_expert else ("replicas", t.num_replicas)
+    if size == 1 or (is_expert and not num_bytes):
+        return 0.0
+    link = ring_link(t, name, hardware.node, hardware.network)
+    return num_bytes / link.bytes_per_second + passes * link.latency_seconds
 
 
 def _parts(timeline: Timeline, pp_rank: int, stages: tuple[OpSeconds, ...]) -> dict[str, float]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from megapipe.layers.model import layer_table
+from megapipe.layers.model import LayerSpec, layer_table
 from megapipe.layers.moe import INDEX_BYTES, MoE
 from megapipe.layers.table import ALL_REDUCE, ring_bytes
 from megapipe.plan.activations import end_tables, layers_of, with_recompute
@@ -53,12 +53,9 @@ def expert_bytes(plan: RunPlan, stage: int) -> dict[str, float]:
     replays of full recompute included.
     """
     total: Counter[str] = Counter()
-    replays = int(plan.shape.recompute.recompute_granularity == "full")
     for layer, count in Counter(layers_of(plan.model, plan.partition.stages[stage])).items():
-        for part in layer.parts:
-            if isinstance(part, MoE):
-                for name, (forward, backward) in part.sent_bytes(plan.shape).items():
-                    total[name] += count * ((1 + replays) * forward + backward)  # type: ignore[assignment]
+        for name, sent in layer_expert_bytes(plan, layer).items():
+            total[name] += count * sent  # type: ignore[assignment]
     return dict(total)
 
 
@@ -73,6 +70,13 @@ def context_bytes(plan: RunPlan, stage: int) -> Counter[str]:
         for name in forward:
             total[name] += count * ((1 + is_replayed) * forward[name] + backward[name])  # type: ignore[assignment]
     return total
+
+
+def layer_expert_bytes(plan: RunPlan, layer: LayerSpec) -> dict[str, float]:
+    """Return the bytes that the experts of one layer send over ep and over etp for one microbatch; {} without any."""
+    replays = int(plan.shape.recompute.recompute_granularity == "full")
+    parts = (part.sent_bytes(plan.shape) for part in layer.parts if isinstance(part, MoE))
+    return {name: (1 + replays) * forward + back for sent in parts for name, (forward, back) in sent.items()}
 
 
 def stage_collectives(plan: RunPlan, stage: int) -> float:

@@ -83,6 +83,35 @@ def test_traffic_within_a_node_is_not_on_the_network() -> None:
     assert traffic["pp"].network_bytes == 8 * traffic["pp"].rank_bytes
 
 
+EXPERTS = {"num_experts": 8, "disable_bias_linear": True, "global_batch_size": 32}
+
+
+def test_all_to_alls_leave_a_node_by_what_its_ranks_send_to_others() -> None:
+    plan = planned(16, 8, expert_model_parallel_size=8, use_distributed_optimizer=True, **EXPERTS)
+    traffic = {group.name: group for group in group_traffic(plan)}
+    assert traffic.keys() == {"replicas", "ep", "expert_replicas"}
+    assert (traffic["ep"].crossing, traffic["ep"].network_bytes) == (0, 0.0)
+    copies = traffic["expert_replicas"]
+    assert (copies.ranks, copies.groups, copies.crossing) == (2, 8, 8)
+    assert copies.network_bytes == 8 * copies.rank_bytes
+    wide = planned(16, 4, expert_model_parallel_size=8, **EXPERTS)
+    exchange = {group.name: group for group in group_traffic(wide)}["ep"]
+    assert exchange.crossing == exchange.groups == 2
+    assert exchange.network_bytes == 4 * exchange.rank_bytes * 4 / 7  # of 7 others, 4 are on the other node
+    assert exchange.rank_bytes == step_bytes(wide, 0)["ep"]
+
+
+def test_experts_shared_by_tensor_parallel_ranks_send_over_etp() -> None:
+    tp2 = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
+    plan = planned(4, None, **tp2, **EXPERTS)
+    assert {group.name for group in group_traffic(plan)} == {"tp", "replicas", "etp", "expert_replicas"}
+
+
+def test_the_places_of_experts_are_reported_in_a_small_world() -> None:
+    lines = places_text(Topology(tp=2, dp=2, ep=4, expert_tp=1), ["one"])
+    assert [line.split()[-2:] for line in lines] == [["ep", "etp"], ["0", "0"], ["1", "0"], ["2", "0"], ["3", "0"]]
+
+
 SIZES = st.sampled_from([1, 2, 3, 4])
 
 

@@ -3,7 +3,8 @@
 simulation of its schedule.
 
 python tools/bench/bench_cpu.py                                 the two rows with a bar, about 3 minutes
-python tools/bench/bench_cpu.py --rows one pp2 tp2 pp2x2 dp2    all rows
+python tools/bench/bench_cpu.py --rows one pp2 tp2 pp2x2 dp2    all rows of the dense model
+python tools/bench/bench_cpu.py --no-plain --rows dp2 ep2 dp4 ep4   8 experts, and as many FLOPs without
 python tools/bench/bench_cpu.py --markdown --json figures.json  a table to paste, and every number behind it
 
 All rows stay alive and take turns, in the opposite order every second round. Ratios are formed within a round, so that
@@ -21,7 +22,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from bench_job import TIMEOUT_SECONDS, Grid, Measured, check, make_plan, serve, simulated_seconds
+from bench_job import EXPERTS, TIMEOUT_SECONDS, Grid, Measured, check, make_plan, serve, simulated_seconds
 from bench_processes import BenchError, answer, free_port, num_cores, processor, spawn
 from bench_table import Quartiles, as_markdown
 from plain_loop import Shape
@@ -34,6 +35,9 @@ GRIDS = {
     "tp2": Grid(tp=2),
     "pp2x2": Grid(pp=2, chunks=2),
     "dp2": Grid(dp=2),
+    "dp4": Grid(dp=4),
+    "ep2": Grid(dp=2, ep=2),
+    "ep4": Grid(dp=4, ep=4),
 }
 LARGEST_DIFFERENCE = 1e-4  # of loss and gradient norm in three steps of both loops: fp32 sums in different orders
 ONE_PROCESS_BAR, PIPELINE_BAR = 0.97, 0.93
@@ -161,6 +165,10 @@ def figures(shape: Shape, turns: dict[str, list[Turn]]) -> dict[str, dict[str, Q
             mine["cpu_speed_to_plain"] = ratios([turn.cpu_seconds for turn in turns["plain"]], cpu)
         if name not in ("plain", "one") and "one" in turns:
             mine["speed_to_one"] = ratios(seconds["one"], seconds[name])
+        dense = f"dp{GRIDS[name].dp}" if name != "plain" and GRIDS[name].ep else ""
+        if dense in turns:
+            mine["speed_to_dense"] = ratios(seconds[dense], seconds[name])
+            mine["cpu_speed_to_dense"] = ratios([turn.cpu_seconds for turn in turns[dense]], cpu)
         if row[0].simulated_seconds:
             mine["simulated_to_measured"] = ratios([turn.simulated_seconds for turn in row], seconds[name])
             mine["simulated_to_row"] = ratios(
@@ -181,6 +189,7 @@ def title(name: str, shape: Shape) -> str:
         + [f"x {grid.chunks} chunks"] * (grid.chunks > 1)
     )
     parts += [f"dp {grid.dp}, ZeRO-1"] * (grid.dp > 1)
+    parts += [f"ep {grid.ep}, {EXPERTS} experts"] * (grid.ep > 0)
     if grid.pp > 1:
         parts.append("cut " + "|".join(str(count) for count in make_plan(shape, grid).partition.layer_counts))
     return f"megapipe, {' '.join(parts)}" if parts else "megapipe, one process"
@@ -194,7 +203,11 @@ def table(shape: Shape, found: dict[str, dict[str, Quartiles]]) -> list[tuple[st
     rows: list[tuple[str, ...]] = [HEADINGS]
     for name, mine in found.items():
         ratio = ""
-        for key, against in (("speed_to_plain", "plain"), ("speed_to_one", "one process")):
+        for key, against in (
+            ("speed_to_plain", "plain"),
+            ("speed_to_one", "one process"),
+            ("speed_to_dense", "the dense model"),
+        ):
             if key in mine:
                 ratio = f"{mine[key].text('.3f')} to {against}"
         rows.append(

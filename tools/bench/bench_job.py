@@ -41,17 +41,22 @@ from megapipe.train.step import StepResult, TrainStep
 
 LR, WEIGHT_DECAY, CLIP = 1e-4, 0.01, 1.0
 SEED = 1234
+EXPERTS = 8
 TIMEOUT_SECONDS = 300.0
 
 
 @dataclass(frozen=True)
 class Grid:
-    """The grid of megapipe; a grid of one rank is a single process."""
+    """The grid of megapipe; a grid of one rank is a single process.
+
+    ep: 0 for the dense model; otherwise its MLPs are EXPERTS experts, of which a token sees two of half the width each.
+    """
 
     tp: int = 1
     pp: int = 1
     chunks: int = 1
     dp: int = 1
+    ep: int = 0
 
     @property
     def world(self) -> int:
@@ -76,6 +81,9 @@ class Measured:
 
 def make_plan(shape: Shape, grid: Grid) -> RunPlan:
     """Return the plan of a row. The batch of a step is the same on every grid."""
+    experts: dict[str, Any] = {}
+    if grid.ep:  # two experts of 2 h have the FLOPs of the dense model's 4 h
+        experts = {"num_experts": EXPERTS, "moe_ffn_hidden_size": 2 * shape.hidden, "add_bias_linear": False}
     config = Config(
         model=ModelConfig(
             num_layers=shape.layers,
@@ -86,9 +94,11 @@ def make_plan(shape: Shape, grid: Grid) -> RunPlan:
             make_vocab_size_divisible_by=1,  # the plain loop has no padding
             hidden_dropout=0.0,
             attention_dropout=0.0,
+            **experts,
         ),
         parallel=ParallelConfig(
             tensor_model_parallel_size=grid.tp,
+            expert_model_parallel_size=max(grid.ep, 1),
             pipeline_model_parallel_size=grid.pp,
             num_virtual_stages_per_pipeline_rank=grid.chunks if grid.chunks > 1 else None,
             use_distributed_optimizer=grid.dp > 1,

@@ -46,7 +46,8 @@ from megapipe.plan.run_plan import RunPlan
 MOST_COMMANDS_SHOWN = 4
 PRETRAINING = ("pretrain_gpt.py", "megapipe.extras.cli.pretrain", "pretrain")
 ON_RANKS = ("pretrain", "verify", "evaluate", "generate", "doctor")  # subcommands accepted in place of a script
-NAMES = {"replicas": "dp"}  # the replicas of the parameters are the data-parallel group
+# the replicas of the parameters are the data-parallel group
+NAMES = {"replicas": "dp", "expert_replicas": "copies of experts"}
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -117,7 +118,8 @@ def preview(arguments: Sequence[str]) -> str:
     t = plan.topology
     cp = f" x cp {t.cp}" if t.cp > 1 else ""
     device = "local rank" if plan.config.training.device == "cpu" else "GPU"
-    lines += ["", f"grid: tp {t.tp} x pp {t.pp} x dp {t.dp}{cp}, rank order {t.order}"]
+    experts = f"; experts: etp {t.etp} x ep {t.ep} x {t.edp} copies x pp {t.pp}" if plan.model.has_experts else ""
+    lines += ["", f"grid: tp {t.tp} x pp {t.pp} x dp {t.dp}{cp}, rank order {t.order}{experts}"]
     return "\n".join([*lines, *places_text(t, launch.names, device), "", *_traffic(plan)])
 
 

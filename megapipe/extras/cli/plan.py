@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Set
+from collections.abc import Sequence, Set
 from pathlib import Path
 
 from megapipe.checkpoint.folder import find_checkpoint
@@ -20,7 +20,7 @@ from megapipe.extras.search.layout import Layout
 from megapipe.extras.search.search import choose
 from megapipe.extras.search.search_report import SearchReport, megatron_text
 from megapipe.plan.hardware import Hardware
-from megapipe.plan.report import plan_text
+from megapipe.plan.report import plan_text, step_text
 from megapipe.plan.resolve import resolve
 from megapipe.plan.roofline import roofline_text
 
@@ -62,18 +62,20 @@ def main(own: argparse.Namespace) -> int:
 
     shows the grid with its nodes, the layers and parameters of each stage and their sum, batch, FLOPs, the expected
     bubble and the memory of every rank; or why it cannot run. It is pretrain_gpt.py --plan, but data, length and
-    learning rate may be omitted. --ranks-per-node: by default all ranks are on one node.
+    learning rate may be omitted. --ranks-per-node: by default all ranks are on one node. With --gpu or --hardware the
+    nodes are those of the hardware, and the predicted time of a step is shown, with experts that of their all-to-alls.
 
       megapipe plan --gpus 1024 --gpu a100-80 --config configs/gpt3_175b.yaml --output best.yaml
 
-    searches for a layout and predicts its step time and memory; see docs/planner.md. Parallel sizes, schedule,
+    searches for a layout and predicts its step time and memory; see docs/planner.md. Parallel sizes (those of experts
+    too), schedule,
     microbatch, recompute, sequence parallelism, distributed optimizer and partition that are given as flags are kept,
     those in a YAML file are not.
     """
-    hardware = hardware_given(own) if own.roofline else None
+    hardware = hardware_given(own)
     if own.roofline and (hardware is None or own.gpus is not None):
         raise ConfigError("--roofline is for --world-size N ranks with one of --gpu NAME and --hardware FILE")
-    if not own.roofline and (own.gpus is not None or own.gpu is not None or own.hardware is not None):
+    if own.gpus is not None or (hardware is not None and not own.roofline and not _has_world(own.flags)):
         if own.svg is not None:
             raise ConfigError("--svg draws the grid of --world-size N; leave it out of a search")
         return _search(own)
@@ -84,9 +86,14 @@ def main(own: argparse.Namespace) -> int:
     loaded = load_config(["--plan", *own.flags], is_job=False, more=rules_of_world)
     if loaded.requests.world_size is None:
         raise ConfigError("megapipe plan needs --world-size N, the number of ranks to plan for")
-    plan = planned(loaded, loaded.requests.world_size, loaded.requests.ranks_per_node)
+    num_ranks, per_node = loaded.requests.world_size, loaded.requests.ranks_per_node
+    if hardware is not None and per_node is None and num_ranks > hardware.ranks_per_node:
+        per_node = hardware.ranks_per_node
+    plan = planned(loaded, num_ranks, per_node)
     print(plan_text(plan))
     if hardware is not None:
+        print(step_text(plan, hardware))
+    if hardware is not None and own.roofline:
         print(roofline_text(plan, hardware))
     if own.svg is not None:
         write_file(own.svg, grid_svg(plan), "--svg")
@@ -100,7 +107,7 @@ def _search(own: argparse.Namespace) -> int:
     """Search, print and return the exit code, 1 if nothing fits. Raises ConfigError."""
     if own.gpus is None:
         raise ConfigError("a search needs --gpus N, the number of accelerators, 1 or more")
-    if any(word.split("=")[0].replace("_", "-") in ("--world-size", "--ranks-per-node") for word in own.flags):
+    if _has_world(own.flags) or any(word.split("=")[0].replace("_", "-") == "--ranks-per-node" for word in own.flags):
         raise ConfigError("--gpus N searches for a layout, --world-size N shows the configured; give one of the two")
     hardware = hardware_given(own)
     if hardware is None:
@@ -127,6 +134,10 @@ def _search(own: argparse.Namespace) -> int:
     return 0
 
 
+def _has_world(flags: Sequence[str]) -> bool:
+    return any(word.split("=")[0].replace("_", "-") == "--world-size" for word in flags)
+
+
 def has_values(layout: Layout, config: Config, keys: Set[str]) -> bool:
     """Return True if the layout has the configured values of these fields."""
     parallel, recompute = config.parallel, config.recompute
@@ -134,6 +145,8 @@ def has_values(layout: Layout, config: Config, keys: Set[str]) -> bool:
     has_value = {
         "parallel.tensor_model_parallel_size": layout.tp == parallel.tensor_model_parallel_size,
         "parallel.pipeline_model_parallel_size": layout.pp == parallel.pipeline_model_parallel_size,
+        "parallel.expert_model_parallel_size": layout.ep == parallel.expert_model_parallel_size,
+        "parallel.expert_tensor_parallel_size": layout.etp == parallel.expert_tensor_parallel_size,
         "parallel.pipeline_schedule": parallel.pipeline_schedule in ("auto", layout.schedule),
         "parallel.num_virtual_stages_per_pipeline_rank": layout.chunks == chunks,
         "training.micro_batch_size": layout.micro_batch_size == config.training.micro_batch_size,
@@ -175,6 +188,8 @@ def as_configured(config: Config, world_size: int, hardware: Hardware) -> Candid
         parallel.sequence_parallel,
         parallel.use_distributed_optimizer or t.dp == 1,
         parallel.pipeline_balance,
+        t.ep,
+        t.etp if plan.model.has_experts else None,
     )
     return predict_plan(layout, plan, hardware)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -13,7 +13,8 @@ from megapipe.topology import AXES, Topology, all_coordinates
 
 SHOWN_AXES = ("pp", "dp", "cp", "tp")
 MOST_RANKS_SHOWN = 32
-SENDING = ("tp", "cp", "cp_a2a", "cp_p2p", "pp", "replicas", "embedding")  # groups that send much in a step
+# groups that send much in a step
+SENDING = ("tp", "cp", "cp_a2a", "cp_p2p", "pp", "replicas", "embedding", "ep", "etp", "expert_replicas")
 
 
 @dataclass(frozen=True)
@@ -30,10 +31,13 @@ def places_text(topology: Topology, hosts: Sequence[str], device: str = "GPU") -
     axes = [axis for axis in SHOWN_AXES if topology.size(axis) > 1 or axis in ("pp", "dp", "tp")]
     per_node = topology.ranks_per_node or topology.world_size
     if topology.world_size <= MOST_RANKS_SHOWN:
-        rows = [("rank", "host", device, *axes)]
+        of_experts = ("ep", "etp") if topology.ep > 1 or topology.etp != topology.tp else ()
+        rows = [("rank", "host", device, *axes, *of_experts)]
         for rank, place in all_coordinates(topology):
-            shown = (str(place[AXES.index(axis)]) for axis in axes)
-            rows.append((str(rank), hosts[topology.node_of(rank)], str(rank % per_node), *shown))
+            of_axes = [place[AXES.index(axis)] for axis in axes]
+            if of_experts:
+                of_axes += divmod(topology.expert_rank(rank), topology.etp)
+            rows.append((str(rank), hosts[topology.node_of(rank)], str(rank % per_node), *map(str, of_axes)))
     else:
         rows = [("ranks", "hosts", f"{device}s", *axes)]
         for box in boxes(topology):
@@ -114,7 +118,7 @@ class GroupTraffic:
     crossing: int  # groups that have ranks on several nodes
     rank_bytes: float  # sent by one rank, the maximum over ranks
     # sent by a node to others, the maximum over nodes, if rings follow the order of a group's ranks: each of its nodes
-    # then sends to one other node what a rank sends to the next
+    # then sends to one other node what a rank sends to the next; ep has all-to-alls
     network_bytes: float
 
 
@@ -137,6 +141,11 @@ def group_traffic(plan: RunPlan) -> tuple[GroupTraffic, ...]:
                 for other, count in to[pp_rank].items():
                     if topology.node_of(rank + (other - pp_rank) * topology.strides["pp"]) != node:
                         leaving[node] += count * plan.sent_bytes
+        elif name == "ep":  # no ring: every rank sends to every other one
+            for group in crossing:
+                sent_by_one = by_pp_rank[topology.coordinates(group[0]).pp_rank][name]
+                for node, here in Counter(map(topology.node_of, group)).items():
+                    leaving[node] += here * sent_by_one * (len(group) - here) / (len(group) - 1)
         else:
             for group in crossing:
                 for node in topology.nodes_of(group):

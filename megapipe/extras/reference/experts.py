@@ -48,13 +48,14 @@ class SharedExperts(MLP):
 
 
 class MoE(nn.Module):
-    """Router, experts and shared experts. loss: the router's losses in the last forward.
+    """Router, experts and shared experts.
 
-    expert_bias: [experts] fp32, None without --moe-router-enable-expert-bias. load: tokens for each expert since the
-    last `balance`.
+    loss: the router's losses in the last forward. chosen: the experts of each token there [b, s, k]. expert_bias:
+    [experts] fp32, None without --moe-router-enable-expert-bias. load: tokens for each expert since the last `balance`.
     """
 
     loss: Tensor | float = 0.0
+    chosen: Tensor | None = None
     expert_bias: Tensor | None = None
     load: Tensor | int = 0
 
@@ -79,6 +80,7 @@ class MoE(nn.Module):
         if config.moe_router_enable_expert_bias and self.expert_bias is None:
             self.expert_bias = torch.zeros(config.num_experts or 0, device=hidden.device)
         chosen = self._best(scores.detach() + (0.0 if self.expert_bias is None else self.expert_bias))
+        self.chosen = chosen
         self.load = self.load + F.one_hot(chosen, config.num_experts or 0).sum((0, 1, 2))
         weights = scores.gather(-1, chosen)
         if is_softmax and not config.moe_router_pre_softmax:

@@ -63,6 +63,12 @@ def _rank(plan: RunPlan, rank: int, x: int, y: int, row: int, box: int) -> Itera
     yield f'<rect x="{x}" y="{y}" width="{WIDTH}" height="{box}" rx="4" fill="#ffffff" stroke="#d4d8e0"/>'
     yield f'<text x="{x + 6}" y="{y + 14}" font-weight="bold" fill="{TEXT}">rank {rank}</text>'
     yield f'<text x="{x + 6}" y="{y + 27}" font-size="9.5" fill="{QUIET}">{coordinates}</text>'
+    if plan.model.has_experts:
+        ep_rank, etp_rank = divmod(plan.topology.expert_rank(rank), plan.topology.etp)
+        shown = f"ep {ep_rank}" + (f", etp {etp_rank}" if plan.topology.etp > 1 else "")
+        yield (
+            f'<text x="{x + WIDTH - 6}" y="{y + 14}" font-size="9.5" text-anchor="end" fill="{QUIET}">{shown}</text>'
+        )
     column = (WIDTH - 12) / tp
     stages = plan.placement.stages_of(place.pp_rank)
     for index, stage in enumerate(_rows(plan)):
@@ -86,4 +92,6 @@ def _rows(plan: RunPlan) -> list[int]:
 def _title(plan: RunPlan) -> str:
     sizes = plan.topology
     chunks = f" x {plan.num_chunks} chunks" if plan.num_chunks > 1 else ""
-    return f"{sizes.world_size} ranks = tp {sizes.tp} x pp {sizes.pp}{chunks} x dp {sizes.dp}"
+    of_experts = f"etp {sizes.etp} x ep {sizes.ep} x {sizes.edp} copies x pp {sizes.pp}"
+    experts = f", experts: {of_experts}" if plan.model.has_experts else ""
+    return f"{sizes.world_size} ranks = tp {sizes.tp} x pp {sizes.pp}{chunks} x dp {sizes.dp}{experts}"

@@ -22,16 +22,17 @@ from megapipe.layers.table import Documents, RankShape
 from megapipe.plan.activations import layers_of, stage_bytes
 from megapipe.plan.cut import cut_layers, undominated
 from megapipe.plan.hardware import Hardware, Link
-from megapipe.plan.layer_time import OpSeconds, head_seconds, layer_seconds
+from megapipe.plan.layer_time import ExpertLinks, OpSeconds, head_seconds, layer_seconds
 from megapipe.plan.recompute_choice import FULL, choices
 from megapipe.plan.resolve import resolve_model
-from megapipe.plan.step_time import update_bytes
+from megapipe.plan.step_time import expert_links_of, update_bytes
 from megapipe.schedule.action import Action, Op
 from megapipe.schedule.costs import Shape
 from megapipe.schedule.families import SCHEDULES
 from megapipe.schedule.partition import StageLayers
 from megapipe.sharding.spec import Owner
 from megapipe.sharding.state_dtypes import state_dtypes
+from megapipe.topology import Topology
 
 Sizes = TypeVar("Sizes", bound=tuple[int | tuple[int, ...], ...])
 FILLS = 2  # after this many times pp microbatches a schedule has nearly reached its peak memory
@@ -66,9 +67,10 @@ class _Holds(NamedTuple):
 
 
 class Elements(NamedTuple):
-    """Parameters of one layer of each kind, of the embedding and of the head."""
+    """Parameters of one layer of each kind, without its experts, and of these; of the embedding and of the head."""
 
     layers: Counts
+    experts: Counts
     embedding: int
     head: int
 
@@ -108,11 +110,12 @@ class Bounds:
     def __init__(self, config: Config, world_size: int, hardware: Hardware) -> None:
         self._config, self._world_size, self._hardware = config, world_size, hardware
         self._model, self._cut, self._times = cache(self._make_model), cache(self._make_cut), cache(self._make_times)
+        self._links = cache(self._make_links)
 
     def at(self, world_size: int) -> Bounds:
         """Return the bounds for another number of accelerators, which share what does not depend on it."""
         other = copy(self)
-        other._world_size = world_size
+        other._world_size, other._links = world_size, cache(other._make_links)
         return other
 
     def of(self, layout: Layout) -> Bound | None:
@@ -122,7 +125,7 @@ class Bounds:
         microbatches, and the last gradient passes the stages before it afterwards.
         Memory: the state of a rank, and the activations that its first forwards keep until a backward.
         """
-        found = self._model(layout.tp)
+        found, etp = self._model(layout.tp), layout.etp or layout.tp
         if found is None:
             return None
         grid = layout.tp, layout.pp, layout.chunks, layout.schedule
@@ -131,7 +134,9 @@ class Bounds:
             return None
         count = layout.num_microbatches(self._config, self._world_size)
         is_sliced, is_split = layout.sequence_parallel and layout.tp > 1, SCHEDULES[layout.schedule].splits_backward
-        times = self._times(layout.tp, is_sliced, is_split, layout.micro_batch_size, layout.recompute)
+        links = None if found[0].num_experts is None else self._links(layout.tp, layout.pp, layout.ep, etp)
+        size, recompute = layout.micro_batch_size, layout.recompute
+        times = self._times(layout.tp, is_sliced, is_split, size, recompute, (layout.ep, etp), links)
         waits, holds = _waits(cut), _holds(cut, layout.schedule, min(count, FILLS * layout.pp))
         _, elements = found
         least, optimizer = self._bytes(elements, layout, holds, times)
@@ -161,22 +166,25 @@ class Bounds:
         self, elements: Elements, layout: Layout, ranks: tuple[_Holds, ...], times: _Times
     ) -> tuple[float, float]:
         """Return (bytes of the fullest rank, seconds of the optimizer)."""
-        shards = self._world_size // layout.tp // layout.pp if layout.distributed_optimizer else 1
+        replicas, cut = self._world_size // layout.tp // layout.pp, layout.ep * (layout.etp or layout.tp)
+        shards, expert_shards = (replicas, replicas * layout.tp // cut) if layout.distributed_optimizer else (1, 1)
         element = ELEMENT_BYTES[self._config.precision.dtype]
         dtypes = state_dtypes(self._config.optimizer, self._config.precision)
-        per_element = element + dtypes.gradient_bytes + dtypes.state_bytes / shards
-        least = most = 0.0
+        kept_for_each, state = element + dtypes.gradient_bytes, dtypes.state_bytes
+        least = most = most_held = 0.0
         for rank in ranks:
             layers = sum(map(operator.mul, rank.layers, elements.layers))
             held = (layers + rank.embeddings * elements.embedding + rank.heads * elements.head) / layout.tp
+            experts = sum(map(operator.mul, rank.layers, elements.experts)) / cut
+            sharded = held / shards + experts / expert_shards
             # with several stages on a rank the head may keep nothing at the moment when most layers are kept
             kept = times.of(rank.live_layers, "kept_bytes")
             if layout.chunks == 1:
                 kept += rank.heads * times.head.kept_bytes
-            least = max(least, held * per_element + kept)
-            most = max(most, held)
+            least = max(least, (held + experts) * kept_for_each + sharded * state + kept)
+            most, most_held = max(most, sharded), max(most_held, held + experts)
         is_compiled = self._config.kernels.optimizer_impl == "compiled"
-        moved = most / shards * update_bytes(dtypes, element, is_compiled) + most * dtypes.gradient_bytes
+        moved = most * update_bytes(dtypes, element, is_compiled) + most_held * dtypes.gradient_bytes
         return least, moved / self._hardware.memory_bytes_per_second
 
     def _make_model(self, tp: int) -> tuple[ResolvedModelConfig, Elements] | None:
@@ -184,12 +192,15 @@ class Bounds:
             model = resolve_model(replace(self._config.model, padded_vocab_size=None), tp)
         except ConfigError:
             return None
-        elements = Counter[Owner]()
+        elements = Counter[tuple[Owner, bool]]()
         for spec in model_parameters(model, tp > 1):
-            elements[spec.owner] += math.prod(spec.shape)
+            elements[spec.owner, spec.is_expert] += math.prod(spec.shape)
         layers = model_spec(model, self._config.precision).layers
-        of_kind = tuple(elements[layers.index(kind)] for kind in dict.fromkeys(layers))
-        return model, Elements(of_kind, elements["embedding"], elements["head"])
+        dense, experts = (
+            tuple(elements[layers.index(kind), is_expert] for kind in dict.fromkeys(layers))
+            for is_expert in (False, True)
+        )
+        return model, Elements(dense, experts, elements["embedding", False], elements["head", False])
 
     def _make_cut(self, tp: int, pp: int, chunks: int, schedule: str, how: str) -> Cut | None:
         """Return the cut of the layers, None if it is illegal. The head's cost includes the padding for tp."""
@@ -206,7 +217,34 @@ class Bounds:
         held = [Counter(layers_of(spec, stage)) for stage in partition.stages]
         return Cut(pp, placement.rank_of_stage, tuple(tuple(each[kind] for kind in spec.kinds) for each in held))
 
-    def _make_times(self, tp: int, sliced: bool, split: bool, size: int, recompute: RecomputeConfig) -> _Times:
+    def _make_links(self, tp: int, pp: int, ep: int, etp: int) -> ExpertLinks | None:
+        """Return the links of the messages of experts; None for a grid that is refused."""
+        hardware, parallel = self._hardware, self._config.parallel
+        try:
+            topology = Topology.of_world(
+                self._world_size,
+                tp=tp,
+                pp=pp,
+                order=parallel.rank_order,
+                ranks_per_node=hardware.ranks_per_node,
+                allow_tp_across_nodes=True,
+                ep=ep,
+                expert_tp=etp,
+            )
+        except ConfigError:
+            return None
+        return expert_links_of(topology, hardware.node, hardware.network)
+
+    def _make_times(
+        self,
+        tp: int,
+        sliced: bool,
+        split: bool,
+        size: int,
+        recompute: RecomputeConfig,
+        cut: tuple[int, int],  # ep and etp
+        experts: ExpertLinks | None,
+    ) -> _Times:
         hardware, found = self._hardware, self._model(tp)
         assert found is not None
         model, _ = found
@@ -214,6 +252,7 @@ class Bounds:
         tp_link = Link(max(link.bytes_per_second for link in links), min(link.latency_seconds for link in links))
         spec = model_spec(model, self._config.precision)
         shape = replace(RankShape.of(self._config, tp, sliced, size), recompute=recompute, documents=Documents())
+        shape = replace(shape, ep=cut[0], etp=cut[1])
         fewest, shape = _around_budget(spec, shape)
         head = head_seconds(spec, shape, hardware, tp_link)
         numbers = [spec.layers.index(kind) for kind in spec.kinds]
@@ -230,7 +269,7 @@ class Bounds:
         def part(each: OpSeconds, kept_bytes: int) -> _Part:
             return _Part(each.of(Op.F), each.of(Op.I), both(each), kept_bytes)
 
-        seconds = (layer_seconds(kind, shape, hardware, tp_link) for kind in spec.kinds)
+        seconds = (layer_seconds(kind, shape, hardware, tp_link, experts=experts) for kind in spec.kinds)
         return _Times(
             tuple(map(part, seconds, kept)),
             part(head, with_head - kept[0]),

@@ -7,6 +7,7 @@ Not varied:
   more memory
 - DualPipe is faster only by the overlap of its pairs, which is not predicted
 - context parallelism, and cuts by hand
+- experts: more ranks that share every expert than tp has
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from itertools import product
 from megapipe.config.config import Config
 from megapipe.config.layers import layer_kinds
 from megapipe.config.parallel import RecomputeConfig
+from megapipe.config.rules.experts import combinations
 from megapipe.config.rules.proposals import divisors
 from megapipe.layers.attention import is_explicit
 from megapipe.plan.hardware import Hardware
@@ -40,7 +42,7 @@ CUTS = ("cost", "even", "ends")
 
 @dataclass(frozen=True)
 class Layout:
-    """One candidate of a search. cut: one of CUTS."""
+    """One candidate of a search. cut: one of CUTS. etp: ranks that share every expert; None: tp."""
 
     tp: int
     pp: int
@@ -51,6 +53,8 @@ class Layout:
     sequence_parallel: bool = True  # where there is tp
     distributed_optimizer: bool = True
     cut: str = "cost"
+    ep: int = 1
+    etp: int | None = None
 
     def num_microbatches(self, config: Config, world_size: int) -> int:
         """Return the microbatches of each dp rank in a step."""
@@ -64,6 +68,8 @@ class Layout:
             config.parallel,
             tensor_model_parallel_size=self.tp,
             pipeline_model_parallel_size=self.pp,
+            expert_model_parallel_size=self.ep,
+            expert_tensor_parallel_size=self.etp,
             num_virtual_stages_per_pipeline_rank=self.chunks if takes_any_chunks(self.schedule) else None,
             num_layers_per_virtual_pipeline_stage=None,
             pipeline_model_parallel_layout=None,
@@ -91,7 +97,8 @@ class Layout:
     @property
     def grid(self) -> str:
         chunks = f" x {self.chunks} chunks" if self.chunks > 1 else ""
-        return f"tp {self.tp} x pp {self.pp}{chunks}"
+        experts = f", etp {self.etp} x ep {self.ep}" if self.etp is not None else ""
+        return f"tp {self.tp} x pp {self.pp}{chunks}{experts}"
 
     @property
     def options(self) -> tuple[str, ...]:
@@ -108,17 +115,8 @@ def layouts(config: Config, world_size: int, hardware: Hardware) -> Iterator[Lay
     """Yield every layout that the sizes allow; `resolve` may still refuse some of them."""
     model, batch = config.model, config.training.global_batch_size
     assert batch is not None
-    # recompute of core attention saves almost nothing with fused kernels
-    kinds = layer_kinds(model)
-    unfused = any(layer.has_attention and is_explicit(layer) for layer in kinds)
-    recomputes = [
-        each
-        for each in RECOMPUTES
-        if unfused or each.recompute_granularity != "selective" or "core_attn" not in each.recompute_modules
-    ]
+    kinds, recomputes = layer_kinds(model), _recomputes(config)
     # tp within a node unless --allow-tp-across-nodes is given
-    if config.recompute.recompute_memory_budget is not None and config.recompute not in recomputes:
-        recomputes.append(config.recompute)
     widest = world_size if config.parallel.allow_tp_across_nodes else min(hardware.ranks_per_node, world_size)
     for tp in divisors(widest):
         if world_size % tp or model.num_attention_heads % tp:
@@ -131,13 +129,47 @@ def layouts(config: Config, world_size: int, hardware: Hardware) -> Iterator[Lay
             choices = product(
                 _schedules(model.num_layers, pp, len(kinds) == 1),
                 CUTS if pp > 1 else CUTS[:1],
-                (True, False) if tp > 1 else (False,),
-                (True, False) if dp > 1 else (False,),
+                # experts need sequence parallelism
+                (True, False)[: 1 if model.num_experts else 2] if tp > 1 else (False,),
+                _expert_grids(config, tp, dp),
                 sizes,
                 recomputes,
             )
-            for (schedule, chunks), cut, is_sliced, is_sharded, size, recompute in choices:
-                yield Layout(tp, pp, chunks, schedule, size, recompute, is_sliced, is_sharded, cut)
+            for (schedule, chunks), cut, is_sliced, (ep, etp, is_sharded), size, recompute in choices:
+                yield Layout(tp, pp, chunks, schedule, size, recompute, is_sliced, is_sharded, cut, ep, etp)
+
+
+def _recomputes(config: Config) -> list[RecomputeConfig]:
+    """Return the settings of recompute to compare: those that change something and that the model allows."""
+    # recompute of core attention saves almost nothing with fused kernels
+    unfused = any(layer.has_attention and is_explicit(layer) for layer in layer_kinds(config.model))
+    recomputes = [
+        each
+        for each in RECOMPUTES
+        if unfused or each.recompute_granularity != "selective" or "core_attn" not in each.recompute_modules
+    ]
+    if config.recompute.recompute_memory_budget is not None and config.recompute not in recomputes:
+        recomputes.append(config.recompute)
+    always = set(combinations(dataclasses.replace(config, recompute=RecomputeConfig())))
+    return [each for each in recomputes if always.issuperset(combinations(dataclasses.replace(config, recompute=each)))]
+
+
+def _expert_grids(config: Config, tp: int, dp: int) -> list[tuple[int, int | None, bool]]:
+    """Return every ep and etp that divide experts, their widths and ranks, with and without the distributed optimizer
+    where some parameters have replicas. etp divides tp.
+    """
+    model, shards = config.model, (True, False) if dp > 1 else (False,)
+    if model.num_experts is None:
+        return [(1, None, is_sharded) for is_sharded in shards]
+    width = model.moe_ffn_hidden_size or model.feed_forward_size()
+    return [
+        (ep, etp, is_sharded)
+        for etp in divisors(tp)
+        if width % etp == 0
+        for ep in divisors(model.num_experts)
+        if tp * dp % (ep * etp) == 0
+        for is_sharded in ((True, False) if tp * dp > ep * etp else shards)
+    ]
 
 
 def _schedules(num_layers: int, pp: int, alike: bool) -> Iterator[tuple[str, int]]:

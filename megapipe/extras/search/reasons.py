@@ -25,6 +25,7 @@ REPORTED_RANK_RATIO = 2  # ranks in a copy of the model, relative to the winner'
 # part of the step time -> messages that do not overlap with computation, and a way out
 MESSAGES = {
     "tp": ("tensor-parallel communication", "a smaller tp is slower or does not fit"),
+    "ep": ("all-to-alls of experts", "a smaller ep is slower or does not fit"),
     "reduce": ("the reduction of gradients between replicas", "raise --global-batch-size to hide it"),
     "gather": ("the gather of parameters between replicas", "raise --global-batch-size to hide it"),
 }
@@ -39,7 +40,7 @@ def reasons(found: Found, hardware: Hardware) -> Iterator[str]:
     yield from _recompute(winner, hardware)
     yield from fill_the_pipeline(winner)
     for part, (messages, remedy) in MESSAGES.items():
-        share = winner.time.parts[part] / winner.time.seconds
+        share = winner.time.parts.get(part, 0.0) / winner.time.seconds
         if share > REPORTED_MESSAGES:
             yield f"{share:.1%} of the step is {messages} that does not overlap with computation; {remedy}"
 
@@ -133,6 +134,7 @@ def oddities(configured: Candidate, winner: Candidate | None, hardware: Hardware
             f"pp {t.pp} stays inside a node while gradients cross nodes (--rank-order {t.order}): a pipeline sends "
             "less, so the pipeline should cross nodes; use --rank-order tp-cp-dp-pp"
         )
+    yield from _experts(configured, winner)
     if count < t.pp:
         yield (
             f"{count} microbatches cannot fill a pipeline of {t.pp} ranks: some ranks are always idle; raise "
@@ -148,6 +150,19 @@ def oddities(configured: Candidate, winner: Candidate | None, hardware: Hardware
                 f"could be {t.world_size // enough} instead of {t.dp}"
             )
     yield from _switched_off(configured, hardware)
+
+
+def _experts(configured: Candidate, winner: Candidate | None) -> Iterator[str]:
+    """Yield a warning about all-to-alls over the network where a smaller ep is found to be faster."""
+    t, time = configured.plan.topology, configured.time
+    share = time.parts.get("ep", 0.0) / time.seconds
+    if winner is None or t.ep == 1 or not t.crosses_nodes("ep") or share <= REPORTED_MESSAGES:
+        return
+    if winner.layout.ep < t.ep:
+        yield (
+            f"ep {t.ep} crosses nodes of {t.ranks_per_node}, {t.least_on_a_node('ep')} ranks of a group on each: "
+            f"{share:.0%} of the step is all-to-alls; the best layout has ep {winner.layout.ep}"
+        )
 
 
 def _switched_off(configured: Candidate, hardware: Hardware) -> Iterator[str]:

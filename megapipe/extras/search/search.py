@@ -99,15 +99,7 @@ class _Possible:
 def _bounded(
     bounds: Bounds, config: Config, world_size: int, hardware: Hardware, pinned: Callable[[Layout], bool]
 ) -> list[tuple[Bound, Layout]]:
-    """Return all legal layouts with their bounds, least seconds first.
-
-    Raises ConfigError without a global batch, and for a model with experts.
-    """
-    if config.model.num_experts is not None:
-        raise ConfigError(
-            "--gpus: the search does not know the layouts of experts (--num-experts) yet; give the grid, "
-            "--expert-model-parallel-size included, and --world-size"
-        )
+    """Return all legal layouts with their bounds, least seconds first. Raises ConfigError without a global batch."""
     if config.training.global_batch_size is None:
         raise ConfigError("--global-batch-size is missing; set it: the sequences of a step limit the parallelism")
     wanted = [(bounds.of(layout), layout) for layout in layouts(config, world_size, hardware) if pinned(layout)]

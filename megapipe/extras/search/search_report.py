@@ -77,6 +77,7 @@ class SearchReport:
         return {
             "tp": layout.tp,
             "pp": layout.pp,
+            **({} if layout.etp is None else {"ep": layout.ep, "etp": layout.etp}),
             "chunks": layout.chunks,
             "schedule": layout.schedule,
             "dp": candidate.plan.topology.dp,
@@ -145,6 +146,7 @@ class SearchReport:
             "": name,
             "tp": str(layout.tp),
             "pp": str(layout.pp),
+            **({} if layout.etp is None else {"ep": str(layout.ep), "etp": str(layout.etp)}),
             "chunks": str(layout.chunks),
             "schedule": layout.schedule,
             "dp": str(candidate.plan.topology.dp),

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from megapipe.assembly.runtime import TrainingRuntime, parameter_dtype
 from megapipe.config.config import Config
+from megapipe.extras.verify.routing import NO_CHOICES, OtherChoice, Routing
 from megapipe.layers.model import model_states
 from megapipe.sharding.boxes import Box, Piece, pieces
 from megapipe.sharding.buffers import shard_pieces
@@ -245,6 +246,7 @@ class RankStep:
     grad_norm: float
     gradients: Summary
     weights: Summary
+    routing: Routing = NO_CHOICES
 
 
 @dataclass(frozen=True)
@@ -266,7 +268,12 @@ class ParityStep:
     def passes(self) -> bool:
         tensors = all(not rank.gradients.wrong and not rank.weights.wrong for rank in self.ranks)
         norms = all(_is_close(rank.grad_norm, self.grad_norm, self.tolerance.grad_norm) for rank in self.ranks)
-        return tensors and norms and self.loss_passes
+        return tensors and norms and self.loss_passes and self.first_other_choice() is None
+
+    def first_other_choice(self) -> OtherChoice | None:
+        """Return the first token that chose other experts on the grid, by layer; None if all chose the same."""
+        found = (rank.routing.first for rank in self.ranks)
+        return min((choice for choice in found if choice is not None), key=lambda each: each.layer, default=None)
 
     def first_wrong(self) -> tuple[str, list[tuple[RankStep, Difference]]]:
         """Return the first tensor out of bounds, gradients before weights and in model order.

@@ -27,6 +27,7 @@ from megapipe.extras.reference.asynchronous import Delays, asynchronous_step
 from megapipe.extras.reference.config import ReferenceConfig
 from megapipe.extras.reference.gpt import ReferenceGPT
 from megapipe.extras.reference.train import Microbatch, StepResult, build_optimizer, reference_step
+from megapipe.extras.verify.routing import PlainChoices
 from megapipe.model.init import draw
 from megapipe.optimizer.schedule import Rates
 from megapipe.plan.run_plan import RunPlan
@@ -110,6 +111,7 @@ class OracleStep:
     grad_norm: float
     gradients: dict[str, Tensor]  # averaged over the global batch, before clipping
     weights: dict[str, Tensor]  # after the update, with the tensors of model_states
+    choices: Tensor | None = None  # of experts, as `routing.PlainChoices` takes them; None without experts
 
 
 class Oracle:
@@ -134,6 +136,7 @@ class Oracle:
             momentum=optimizer.sgd_momentum,
             update=registered_update(optimizer),
         )
+        self._choices = PlainChoices(self.model) if config.model.num_experts is not None else None
         self._decaying = [group for group in self._optimizer.param_groups if group["weight_decay"]]
 
     def step(self, batch: GlobalBatch, step: int, rates: Rates) -> OracleStep:
@@ -158,7 +161,8 @@ class Oracle:
         weights = {name: parameter.detach().clone() for name, parameter in self.model.named_parameters()}
         states = {name: state.double() for name, state in self.model.states().items()}
         gradients = {name: result.grads.get(name, torch.zeros_like(weight)) for name, weight in weights.items()}
-        return OracleStep(result.loss, result.grad_norm, gradients, weights | states)
+        choices = None if self._choices is None else self._choices.take()
+        return OracleStep(result.loss, result.grad_norm, gradients, weights | states, choices)
 
     def _train(self, microbatches: Sequence[Microbatch], rates: Rates) -> StepResult:
         return reference_step(

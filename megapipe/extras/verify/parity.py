@@ -34,6 +34,7 @@ from megapipe.extras.verify.oracle import (
     whole_weights,
 )
 from megapipe.extras.verify.report import found_text, plan_text
+from megapipe.extras.verify.routing import NO_CHOICES, GridChoices, broadcast_choices, check_all_compared
 from megapipe.extras.verify.shrink import Shrunk, shrink
 from megapipe.layers.model import model_states
 from megapipe.model.microbatch import Microbatch
@@ -107,6 +108,7 @@ def compare_with_oracle(
             oracle = Oracle(plan.config, weights, device)
         else:
             oracle = AsynchronousOracle(plan, weights, device)
+    choices = GridChoices(runtime) if plan.model.has_experts else None
     found = []
     for step, (batch, rate) in enumerate(zip(batches, rates, strict=True)):
         result = trainer.run(share_of(runtime, batch, step), rate)
@@ -114,12 +116,16 @@ def compare_with_oracle(
         while result.update.skipped and runtime.optimizer.scaler.is_dynamic and repeats < MAX_REPEATS:
             result = trainer.run(share_of(runtime, batch, step), rate)
             repeats += 1
-        done = oracle.step(batch, step, rate) if oracle else None
-        plain = _broadcast(done, plan.specs, model_states(plan.config.model), groups.world, device)
+        own = oracle.step(batch, step, rate) if oracle else None
+        plain = _broadcast(own, plan.specs, model_states(plan.config.model), groups.world, device)
+        routing = NO_CHOICES
+        if choices is not None:
+            known = None if own is None else own.choices
+            routing = choices.compare(broadcast_choices(known, plan.config, len(batch), groups.world, device))
         gradients = compare(trainer.averaged, plain.gradients, tolerance.gradient, tolerance.least_share)
         weights_found = compare(weight_pieces(runtime), plain.weights, tolerance.weight)
         rank, norm = groups.world.global_rank, result.update.grad_norm
-        mine = RankStep(rank, result.loss, norm, Summary.of(gradients), Summary.of(weights_found))
+        mine = RankStep(rank, result.loss, norm, Summary.of(gradients), Summary.of(weights_found), routing)
         covered = [(held.piece.spec.name, held.piece.box) for held in trainer.averaged]
         everywhere = gather_objects((mine, covered), groups.world)
         missing = uncovered(plan.specs, [box for _, boxes in everywhere for box in boxes])
@@ -129,6 +135,8 @@ def compare_with_oracle(
                 "about them"
             )
         ranks = tuple(each for each, _ in everywhere)
+        if choices is not None:
+            check_all_compared([rank.routing for rank in ranks], plan.config, len(batch))
         found.append(ParityStep(step, plain.loss, plain.grad_norm, ranks, tolerance, repeats))
     return found
 

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from megapipe.config.config import Config
 from megapipe.config.layers import layer_configs
 from megapipe.extras.verify.compare import Difference, ParityStep, RankStep, tolerance_of, worst
+from megapipe.extras.verify.routing import OtherChoice, expert_layers
 from megapipe.extras.verify.shrink import Shrunk
 from megapipe.layers.attention import is_explicit
 from megapipe.plan.recompute_choice import recompute_text
@@ -191,7 +192,9 @@ def found_text(small: Shrunk, steps: Sequence[ParityStep]) -> str:
     failed = next((step for step in steps if not step.passes), None)
     if failed is None:
         count, ranks = len(small.plan.specs), small.plan.topology.world_size
-        lines.append(f"  same: loss, gradient norm, {count} gradients and {count} weights on {ranks} rank(s)")
+        layers = len(expert_layers(small.plan.config))
+        experts = f", the experts of every token in {layers} layer(s)" if layers else ""
+        lines.append(f"  same: loss, gradient norm, {count} gradients and {count} weights{experts} on {ranks} rank(s)")
     else:
         lines.append("")
         for text in _failure(small, failed):
@@ -222,6 +225,9 @@ def _short(name: str) -> str:
 
 
 def _failure(small: Shrunk, step: ParityStep) -> Iterator[str]:
+    choice = step.first_other_choice()
+    if choice is not None:
+        yield from _other_choice(small, step, choice)
     kind, culprits = step.first_wrong()
     if not culprits:
         name = "the loss" if not step.loss_passes else "the gradient norm"
@@ -264,6 +270,24 @@ def _failure(small: Shrunk, step: ParityStep) -> Iterator[str]:
     weights = _names(name for r in step.ranks for name in r.weights.wrong if (name, kind) != (found.name, "weight"))
     yield f"  also         in this step wrong gradients: {gradients}; wrong weights: {weights}"
     yield f"  declared     {_declared(small.plan.specs[found.place], small.plan)}"
+
+
+def _other_choice(small: Shrunk, step: ParityStep, choice: OtherChoice) -> Iterator[str]:
+    """Yield which token chose other experts first, and on which ranks tokens did."""
+    wrong = [rank for rank in step.ranks if rank.routing.num_other]
+    count, whole = (sum(getattr(r.routing, name) for r in step.ranks) for name in ("num_other", "num_choices"))
+    yield (
+        f"DIFFERENT in step {step.step + 1}, first of all in the choice of experts of layer {choice.layer}: all that "
+        "differs below may follow from it"
+    )
+    yield (
+        f"  where        token {choice.token} of sequence {choice.sequence} of microbatch {choice.microbatch}: grid "
+        f"{' '.join(map(str, choice.grid))}, plain {' '.join(map(str, choice.plain))}"
+    )
+    yield f"  how many     {count:,} of {whole:,} choices (tokens x layers)"
+    yield f"  which ranks  {_ranks(small.plan, wrong)}"
+    why = "the router's input or weight differs (look at the layers before it), or how it scores, groups or breaks ties"
+    yield f"  cause        {why}"
 
 
 def _ranks(plan: RunPlan, wrong: Sequence[RankStep]) -> str:

@@ -31,7 +31,12 @@ PARAMETERS = {  # billions, as the papers count parameters
     "gemma3_27b": 27.0,
     "olmo2_7b": 7.30,
     "olmo3_32b": 32.2,
+    "mixtral_8x7b": 46.7,
+    "qwen2_57b_a14b": 57.4,
+    "qwen3_30b_a3b": 30.5,
+    "deepseek_v3": 671.0,
 }
+ACTIVE = {"mixtral_8x7b": 12.9, "qwen2_57b_a14b": 14.2, "qwen3_30b_a3b": 3.3, "deepseek_v3": 37.0}  # of a token
 # the architecture in transformers, and keys of config.json on the hub; OLMo-3 before its YaRN
 HUB: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma2_9b": (
@@ -127,6 +132,12 @@ def test_a_config_resolves_on_the_world_it_states(path: Path) -> None:
     assert sum(layers) == plan.config.model.num_layers
     if path.stem in PARAMETERS:
         assert num_parameters(plan) / 1e9 == pytest.approx(PARAMETERS[path.stem], rel=5e-3)
+
+
+@pytest.mark.parametrize("name", ACTIVE)
+def test_a_token_sees_as_many_parameters_as_published(name: str) -> None:
+    plan = plan_of(REPOSITORY / "configs" / f"{name}.yaml")
+    assert plan.active_parameters / 1e9 == pytest.approx(ACTIVE[name], rel=0.02)
 
 
 def num_parameters(plan: RunPlan) -> int:

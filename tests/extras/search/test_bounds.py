@@ -120,6 +120,46 @@ def test_no_bound_is_above_its_prediction(config: Config, pattern: tuple[str, ..
     assert bound.least_bytes <= found.peak_bytes
 
 
+EXPERTS = {
+    "num_experts": 8,
+    "add_bias_linear": False,
+    "hidden_size": 256,
+    "num_attention_heads": 4,
+    "seq_length": 128,
+    "global_batch_size": 48,
+    "dtype": "bf16",
+}
+
+
+@given(
+    chosen,
+    st.sampled_from((1, 2, 4, 8)),
+    st.sampled_from((1, 2, 4)),
+    st.sampled_from((None, "2", "[0]*2+[1]*4")),
+    st.sampled_from((None, 96)),
+    st.sampled_from((1, 2, 4)),
+    st.sampled_from((2, 4, 8)),
+)
+@settings(max_examples=60, deadline=None)
+def test_no_bound_is_above_its_prediction_with_experts(
+    layout: Layout, ep: int, etp: int, layers: str | None, shared: int | None, dp: int, per_node: int
+) -> None:
+    config = small_config(**EXPERTS, num_layers=6, moe_layer_freq=layers, moe_shared_expert_intermediate_size=shared)
+    layout = dataclasses.replace(layout, ep=ep, etp=etp, sequence_parallel=layout.tp > 1)
+    world_size, hardware = layout.tp * layout.pp * dp, dataclasses.replace(H100, ranks_per_node=per_node)
+    try:
+        found = predict(config, layout, world_size, hardware)
+    except ConfigError:
+        assume(False)
+    bound = Bounds(config, world_size, hardware).of(layout)
+    if bound is None:
+        assert layout.cut != "cost"
+        return
+    assert bound.seconds <= found.time.seconds * (1 + 1e-9)
+    assert bound.least_bytes <= found.peak_bytes
+    assert bound.seconds > 0.3 * found.time.seconds or layout.pp > 1 or dp > 1  # not an empty claim
+
+
 @pytest.mark.parametrize(
     ("schedule", "chunks"), [("1f1b", 1), ("interleaved", 2), ("zb-h1", 1), ("zb-v", 2), ("v-half", 2), ("v-min", 2)]
 )

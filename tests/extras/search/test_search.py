@@ -17,7 +17,7 @@ from megapipe.config.config import Config
 from megapipe.config.parallel import RecomputeConfig
 from megapipe.errors import ConfigError
 from megapipe.extras.search.candidate import Objective
-from megapipe.extras.search.layout import RECOMPUTES, Layout
+from megapipe.extras.search.layout import RECOMPUTES, Layout, layouts
 from megapipe.extras.search.search import choose, predict, search
 from megapipe.plan.hardware import GIB, Hardware, Link, hardware_named
 from megapipe.plan.resolve import resolve, vary
@@ -238,7 +238,55 @@ def test_an_objective_that_no_number_reaches_is_refused() -> None:
         choose(WIDE, 8, TWO_A_NODE, Objective("gpus", tokens_per_second=1e15), is_plain)
 
 
-def test_a_model_with_experts_is_refused() -> None:
-    config = small_config(global_batch_size=8, num_experts=4, add_bias_linear=False)
-    with pytest.raises(ConfigError, match="--num-experts"):
-        search(config, 8, H100)
+EXPERTS = {"num_experts": 4, "add_bias_linear": False, "global_batch_size": 8, "moe_ffn_hidden_size": 512}
+
+
+@pytest.mark.parametrize("per_node", [2, 4])
+def test_the_best_layout_with_experts_equals_an_exhaustive_search(per_node: int) -> None:
+    config, every = small(**EXPERTS, num_layers=2), []
+    for tp, pp, (schedule, chunks), size, recompute, sharded, cut, ep, etp in itertools.product(
+        (1, 2, 4),
+        (1, 2),
+        FAMILIES[:2] + FAMILIES[4:6],
+        (1, 2, 4),
+        RECOMPUTES[::4],
+        BOTH,
+        ("cost", "even"),
+        (1, 2, 4),
+        (1, 2, 4),
+    ):
+        if tp * pp > 4 or tp % etp or 4 // pp % (ep * etp):
+            continue
+        try:
+            layout = Layout(tp, pp, chunks, schedule, size, recompute, tp > 1, sharded, cut, ep, etp)
+            every.append(predict(config, layout, 4, dataclasses.replace(H100, ranks_per_node=per_node)))
+        except ConfigError:
+            continue
+    peaks = sorted(each.peak_bytes for each in every)
+    for usable in (peaks[-1], peaks[len(peaks) // 10]):
+        memory = int(usable / H100.memory_share) + 1
+        hardware = dataclasses.replace(H100, ranks_per_node=per_node, memory_bytes=memory)
+        fitting = [each for each in every if each.peak_bytes <= hardware.usable_bytes]
+        best = search(config, 4, hardware, lambda layout: layout.recompute in RECOMPUTES[::4]).best
+        assert best[0].time.seconds == pytest.approx(min(each.time.seconds for each in fitting), rel=1e-3)
+        assert all(each.layout.etp is not None for each in best)
+
+
+def test_layouts_of_experts_divide_experts_and_ranks_and_are_accepted_by_training() -> None:
+    config = small(**EXPERTS)
+    tried = [layout for layout in layouts(config, 8, H100) if layout.tp <= 2 and layout.micro_batch_size == 1]
+    grids = {(layout.tp, layout.pp, layout.ep, layout.etp) for layout in tried}
+    assert {(1, 1, ep, 1) for ep in (1, 2, 4)} | {(2, 1, 4, 1), (2, 1, 2, 2)} <= grids
+    assert all(layout.sequence_parallel == (layout.tp > 1) for layout in tried)
+    for tp, pp, ep, etp in grids:
+        layout = Layout(tp, pp, 1, "1f1b", 1, RecomputeConfig(), tp > 1, True, "cost", ep, etp)
+        topology = resolve(layout.applied_to(config), 8, 8).topology
+        assert (topology.tp, topology.pp, topology.ep, topology.etp) == (tp, pp, ep, etp)
+
+
+def test_ep_is_kept_inside_a_node_where_the_network_is_slow() -> None:
+    config = small(**{**EXPERTS, "num_experts": 8, "global_batch_size": 16})
+    slow = dataclasses.replace(H100, ranks_per_node=4, network=Link(1e8, 1e-5))
+    best = search(config, 8, slow, lambda layout: layout.ep > 1).best[0]
+    assert not best.plan.topology.crosses_nodes("ep")
+    assert f"etp {best.layout.etp} x ep {best.layout.ep}" in best.layout.grid

@@ -1,0 +1,104 @@
+"""The times of the parts of a plan's layers, and what a step gains if all-to-alls of experts overlap with computation.
+
+The rows are those of `schedule.parts`: attention, dispatch, MLP and combine of each layer, with the plan's own cut.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from megapipe.layers.attention import Attention
+from megapipe.layers.model import LayerSpec
+from megapipe.layers.moe import MoE
+from megapipe.plan.hardware import Hardware
+from megapipe.plan.layer_time import OpSeconds, head_seconds, layer_seconds
+from megapipe.plan.run_plan import RunPlan
+from megapipe.plan.step_time import expert_links, ring_link
+from megapipe.schedule.action import Op
+from megapipe.schedule.compare import Seconds
+from megapipe.schedule.experts import ExpertMeasures, ExpertModel, measure_experts
+from megapipe.schedule.families import SCHEDULES, build_schedule
+from megapipe.schedule.partition import Partition
+from megapipe.schedule.parts import Parts, parts_of
+
+MOST_FILLS = 6  # times pp microbatches that are simulated; longer steps only repeat their middle
+
+
+@dataclass(frozen=True)
+class PlannedExperts(ExpertModel):
+    """The parts of a plan, cut into its stages."""
+
+    partition: Partition | None = None
+
+    def parts(self, num_stages: int) -> Parts:
+        """Return the parts of the plan's stages."""
+        assert self.partition is not None and len(self.partition.stages) == num_stages
+        return parts_of(self.partition, self.has_experts)
+
+
+def expert_model(plan: RunPlan, hardware: Hardware) -> PlannedExperts:
+    """Return the seconds of the plan's parts on some hardware; kinds of layers that differ by their mean.
+
+    What a backward recomputes belongs to the part that it recomputes.
+    """
+    shape, links = plan.shape, expert_links(plan, hardware)
+    tp_link = ring_link(plan.topology, "tp", hardware.node, hardware.network)
+    kinds = {
+        kind: [
+            (part, layer_seconds(_alone(kind, part), shape, hardware, tp_link, experts=links)) for part in kind.parts
+        ]
+        for kind in plan.model.kinds
+    }
+    every = [timed for layer in plan.model.layers for timed in kinds[layer]]
+    attention = [seconds for part, seconds in every if isinstance(part, Attention)]
+    experts = [seconds for part, seconds in every if isinstance(part, MoE)]
+    dense = [seconds for part, seconds in every if not isinstance(part, Attention | MoE)]
+    # half of the messages go to the experts, half come back
+    way = tuple(sum(getattr(one, half).get("ep", 0.0) for one in experts[:1]) / 2 for half in ("forward", "inputs"))
+    forward, backward = way
+    link = hardware.network if plan.topology.crosses_nodes("pp") else hardware.node
+    return PlannedExperts(
+        has_experts=tuple(any(isinstance(part, MoE) for part in layer.parts) for layer in plan.model.layers),
+        attention=_mean(attention),
+        dense_mlp=_mean(dense),
+        expert_mlp=_mean(experts),
+        head=_mean([head_seconds(plan.model, shape, hardware, tp_link)]),
+        dispatch=(forward, backward),
+        combine=(forward, backward),
+        transfer_seconds=plan.sent_bytes / link.bytes_per_second,
+        latency_seconds=link.latency_seconds,
+        partition=plan.partition,
+    )
+
+
+def measure_overlap(plan: RunPlan, hardware: Hardware) -> ExpertMeasures | None:
+    """Simulate the plan's schedule with all-to-alls that block the computation, and with rows in which they overlap.
+
+    None where there is nothing to overlap, or no such rows: one rank of ep, a schedule that is searched for or not
+    synchronous, a stage with neither layers nor head.
+    """
+    family, t, partition = SCHEDULES[plan.schedule_name], plan.topology, plan.partition
+    is_empty = any(not stage.num_layers and not stage.has_head for stage in partition.stages)
+    if t.ep == 1 or family.is_automatic or not plan.is_synchronous or is_empty or not plan.model.has_experts:
+        return None
+    count = plan.batch.num_microbatches
+    few = min(count, MOST_FILLS * t.pp + count % t.pp)
+    group = plan.config.parallel.microbatch_group_size_per_virtual_pipeline_stage
+    schedule = build_schedule(plan.schedule_name, t.pp, plan.num_chunks, few, group)
+    return measure_experts(schedule, expert_model(plan, hardware))[0]
+
+
+def _alone(layer: LayerSpec, part: Attention | MoE | object) -> LayerSpec:
+    """Return a layer of one part."""
+    return LayerSpec(tuple(each for each in layer.parts if each is part), layer.is_fp8)
+
+
+def _mean(seconds: Iterable[OpSeconds]) -> Seconds:
+    """Return the mean computation in F, I and W, without the messages of experts."""
+    every = list(seconds)
+
+    def of(op: Op, half: str) -> float:
+        return sum(each.of(op) - getattr(each, half).get("ep", 0.0) for each in every) / max(len(every), 1)
+
+    return Seconds(of(Op.F, "forward"), of(Op.I, "inputs"), of(Op.W, "weights"))
