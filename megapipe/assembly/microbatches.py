@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from megapipe.data.batch import Batch
+from megapipe.gpu.packed_attention import DocumentBorders
 from megapipe.model.microbatch import Microbatch
 from megapipe.tensor_parallel.random import DropoutKey
 
@@ -31,11 +32,19 @@ class Keys:
 class Microbatches(Sequence[Microbatch]):
     """A rank's microbatches of a global batch, shared by all of its stages.
 
-    read: microbatch number -> Batch. keys: None for evaluation, without dropout.
+    read: microbatch number -> Batch. keys: None for evaluation, without dropout. packs: documents have borders instead
+    of ids (`InferenceRuntime.packs_documents`).
     """
 
-    def __init__(self, count: int, read: Callable[[int], Batch], keys: Keys | None, device: torch.device) -> None:
-        self._count, self._read, self._keys, self._device = count, read, keys, device
+    def __init__(
+        self,
+        count: int,
+        read: Callable[[int], Batch],
+        keys: Keys | None,
+        device: torch.device,
+        packs: bool = False,
+    ) -> None:
+        self._count, self._read, self._keys, self._device, self._packs = count, read, keys, device, packs
         self._made: dict[int, Microbatch] = {}
         self.sample_ids: dict[int, tuple[int, ...]] = {}
 
@@ -52,22 +61,28 @@ class Microbatches(Sequence[Microbatch]):
         if index not in self._made:
             batch = self._read(index)
             self.sample_ids[index] = batch.sample_ids
-            self._made[index] = to_microbatch(batch, self._device, None if self._keys is None else self._keys.of(index))
+            key = None if self._keys is None else self._keys.of(index)
+            self._made[index] = to_microbatch(batch, self._device, key, self._packs)
         return self._made[index]
 
 
-def to_microbatch(batch: Batch, device: torch.device, key: DropoutKey | None) -> Microbatch:
-    """Move the arrays of a batch to the device. A mask of ones and positions 0 .. s-1 stay implicit."""
+def to_microbatch(batch: Batch, device: torch.device, key: DropoutKey | None, packs: bool = False) -> Microbatch:
+    """Move the arrays of a batch to the device. A mask of ones and positions 0 .. s-1 stay implicit.
+
+    packs: for kernels that take the borders of documents; else they get ids, for a mask.
+    """
 
     def tensor(array: np.ndarray) -> Tensor:
         made = torch.from_numpy(array)
         return made.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else made.to(device)
 
+    ids = batch.document_ids
     return Microbatch(
         tokens=tensor(batch.tokens),
         labels=tensor(batch.labels),
         loss_mask=None if batch.loss_mask is None else tensor(batch.loss_mask),
         position_ids=None if batch.position_ids is None else tensor(batch.position_ids),
-        document_ids=None if batch.document_ids is None else tensor(batch.document_ids),
+        document_ids=None if ids is None or packs else tensor(ids),
         dropout_key=key,
+        borders=DocumentBorders.of(ids, tensor) if ids is not None and packs else None,
     )

@@ -5,7 +5,8 @@ of rotated channels. Tables are in at least fp32. The backward is the rotation b
 saved.
 
 Masks are additive (0 or -inf), built once for each window and once per microbatch for documents. They cost s^2 elements
-(b s^2 with documents) per stage and window, not per layer; plain causal attention with a fused kernel has no mask.
+(b s^2 with documents) per stage and window, not per layer; plain causal attention with a fused kernel has no mask, nor
+have kernels that take the borders of documents.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from megapipe.config.config import ResolvedModelConfig
 from megapipe.config.layers import LayerConfig
 from megapipe.config.model import ATTENTIONS
 from megapipe.errors import ConfigError
+from megapipe.gpu.packed_attention import DocumentBorders
 from megapipe.model.microbatch import KVCache, Microbatch
 from megapipe.model.recompute import KeptAttention
 from megapipe.tensor_parallel.gemms import at_least_fp32
@@ -38,6 +40,7 @@ class LayerContext:
     explicit: bool  # attention is written out: fused kernels lack soft-capping, keyed dropout and a softmax in fp32
     dropout_key: DropoutKey | None
     cache: KVCache | None = None
+    borders: DocumentBorders | None = None  # attention stays within documents, without a mask
     kept_attention: KeptAttention | None = None  # keeps attention's results from the forward for the recompute
 
     def keeping(self, kept: KeptAttention | None) -> LayerContext:
@@ -65,7 +68,7 @@ class ContextBuilder:
         tables = {options: rotary.tables(microbatch, at_least_fp32(dtype)) for options, rotary in self.rotary.items()}
         has_kernel = self.has_attention_kernel and microbatch.cache is None
         if has_kernel and microbatch.document_ids is not None:
-            raise ValueError("this attention kernel cannot separate the documents of a sequence")
+            raise ValueError("this attention kernel takes the borders of documents, not a mask")
         contexts, seq = [], microbatch.tokens.shape[1]
         for layer in self._kinds:
             mask, explicit = None, False
@@ -74,11 +77,14 @@ class ContextBuilder:
                 explicit = explicit or ATTENTIONS[layer.attention_kind].function is not None
                 explicit = explicit or (layer.attention_dropout > 0.0 and key is not None)
                 # documents have one mask for each window; a cache is longer than the new tokens
+                if explicit and microbatch.borders is not None:
+                    raise ValueError("attention that is written out needs document_ids, not the borders of documents")
                 has_window = microbatch.cache is not None or (layer.window_size or seq) < seq
                 is_needed = explicit or microbatch.document_ids is not None
-                mask = make_mask(is_needed, layer.window_size if has_window else None)
+                if microbatch.borders is None:
+                    mask = make_mask(is_needed, layer.window_size if has_window else None)
             rotary = None if layer.rotary is None else tables[layer.rotary]
-            contexts.append(LayerContext(rotary, mask, explicit, key, microbatch.cache))
+            contexts.append(LayerContext(rotary, mask, explicit, key, microbatch.cache, microbatch.borders))
         return {number: contexts[kind] for number, kind in self._kind_of.items()}
 
     def _mask(self, microbatch: Microbatch, dtype: torch.dtype, explicit: bool, window: int | None) -> Tensor | None:

@@ -7,20 +7,25 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from megapipe.gpu.packed_attention import DocumentBorders
 from megapipe.tensor_parallel.random import DropoutKey
 
 
 @dataclass(frozen=True)
 class Microbatch:
-    """One microbatch of one data-parallel rank, the same on all its tp and pp ranks. All tensors are [b, s]."""
+    """One microbatch of one data-parallel rank, the same on all its tp and pp ranks. All tensors are [b, s].
+
+    Other shapes: those in borders and in the cache.
+    """
 
     tokens: Tensor  # int64
     labels: Tensor | None = None  # int64, the token after each; None for inference
     loss_mask: Tensor | None = None  # weight of each token's loss; None: all 1
     position_ids: Tensor | None = None  # None: 0 .. s - 1
-    document_ids: Tensor | None = None  # tokens with equal ids see each other; None: one document
+    document_ids: Tensor | None = None  # tokens with equal ids see each other; None: one document, or `borders`
     dropout_key: DropoutKey | None = None  # None: no dropout (evaluation, inference)
     cache: KVCache | None = None  # generation: tokens continue the cached ones, and position_ids are required
+    borders: DocumentBorders | None = None  # of documents, for kernels that need no mask
 
 
 @dataclass(frozen=True)

@@ -191,6 +191,7 @@ class GPTStage(nn.Module):
                 sequence_parallel=sequence_parallel,
                 queue=queue,
                 chunks=chunks,
+                sm_carveout=kernels.sm_carveout,
             )
             if config.untie_embeddings_and_output_weights:
                 self.output_layer = head
@@ -259,7 +260,7 @@ class GPTStage(nn.Module):
         constants = [
             tensor
             for context in dict.fromkeys(contexts.values())
-            for tensor in (context.mask, *(context.rotary or ()))
+            for tensor in (context.mask, *(context.rotary or ()), context.borders and context.borders.starts)
             if tensor is not None
         ]
         with nullcontext() if self._library is None else self._library.stage_region(self.tp):

@@ -235,7 +235,7 @@ def read_microbatches(
             return loader.microbatch(consumed, k, dp_rank, dp, training.micro_batch_size)
 
     keys = None if step is None else Keys(training.seed, step, dp_rank, dp)
-    return Microbatches(count, read, keys, runtime.device)
+    return Microbatches(count, read, keys, runtime.device, runtime.packs_documents)
 
 
 class TrainStep:

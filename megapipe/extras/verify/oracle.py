@@ -96,7 +96,8 @@ def share_of(runtime: TrainingRuntime, batch: GlobalBatch, step: int) -> Microba
     """Return this rank's microbatches of a global batch, with the dropout keys of training."""
     seed, dp, dp_rank = runtime.plan.config.training.seed, runtime.plan.topology.dp, runtime.coordinates.dp_rank
     keys = Keys(seed, step, dp_rank, dp)
-    return Microbatches(len(batch) // dp, lambda k: batch[k * dp + dp_rank], keys, runtime.device)
+    packs = runtime.packs_documents
+    return Microbatches(len(batch) // dp, lambda k: batch[k * dp + dp_rank], keys, runtime.device, packs)
 
 
 @dataclass(frozen=True)

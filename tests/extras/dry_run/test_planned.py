@@ -42,6 +42,13 @@ EXPERTS = {
     "add_bias_linear": False,
     "expert_model_parallel_size": 2,
 }
+DOCUMENTS = {
+    "reset_position_ids": True,
+    "reset_attention_mask": True,
+    "eod_mask_loss": True,
+    "tokenizer_type": "ByteTokenizer",
+    "vocab_size": 257,
+}
 CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "one_rank": (1, {}),
     "bf16": (1, {"dtype": "bf16"}),
@@ -101,16 +108,7 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
         2,
         NARROW | PP2 | {"pipeline_schedule": "pipedream", "clip_grad": 0.0, "main_params_dtype": "fp16"},
     ),
-    "documents": (
-        1,
-        {
-            "reset_position_ids": True,
-            "reset_attention_mask": True,
-            "eod_mask_loss": True,
-            "tokenizer_type": "ByteTokenizer",
-            "vocab_size": 257,
-        },
-    ),
+    "documents": (1, DOCUMENTS),
     "window": (1, {"window_size": 32}),
     "sp2_in_chunks_bf16": (2, SP2 | OVERLAP | {"dtype": "bf16"}),
     "zb_h1_sp2_in_chunks": (4, PP2 | SP2 | OVERLAP | {"pipeline_schedule": "zb-h1"}),
@@ -118,6 +116,9 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "fp8_zb_h1_sp2": (4, PP2 | SP2 | FP8 | {"dtype": "bf16", "pipeline_schedule": "zb-h1"}),
     "fp8_casts_compiled": (1, FP8 | {"dtype": "bf16", "compile_pointwise": True}),
     "fp8_full": (1, FULL | FP8 | {"fp8_recipe": "tensorwise"}),
+    "documents_bf16": (1, DOCUMENTS | {"dtype": "bf16"}),
+    "documents_bf16_core_attn": (1, DOCUMENTS | selective("core_attn") | {"dtype": "bf16", "micro_batch_size": 1}),
+    "documents_bf16_full_but_attention": (1, DOCUMENTS | FULL | {"recompute_keep_attention": True, "dtype": "bf16"}),
 }
 BASES: dict[str, dict[str, Any]] = {"gpt2": {}, "llama": LLAMA} | UNLIKE
 OF_UNLIKE = (
