@@ -76,6 +76,7 @@ class Seen:
         default_factory=Counter
     )  # operations on tensors of both, 0-dimensional ones aside
     product_dtypes: Counter[str] = field(default_factory=Counter)  # of the operands of matrix products
+    carveouts: Counter[str] = field(default_factory=Counter)  # products by 'place SMs left free'
     counted_bytes: dict[str, int] = field(default_factory=dict)  # at the peak of a step; see dry_run's RankCount.items
     planned_bytes: dict[str, int] = field(default_factory=dict)
     error: str = ""
@@ -192,6 +193,7 @@ class Operations(TorchDispatchMode):
             seen.mixed_devices[f"{name} in {place()}"] += 1
         if name in PRODUCTS:
             operands = inputs[PRODUCTS[name] :][:2]
+            seen.carveouts[f"{place()} {torch._C._get_sm_carveout_experimental() or 0}"] += 1
             seen.product_dtypes[" ".join(str(tensor.dtype).removeprefix("torch.") for tensor in operands)] += 1
         storages = {id(tensor.untyped_storage()) for tensor in inputs}
         is_view = not func._schema.is_mutable and all(id(t.untyped_storage()) in storages for t in outputs)
