@@ -43,7 +43,9 @@ FUNCTIONS = {
         ("common.recipe.DelayedScaling.__init__", "common/recipe/__init__.py", "DelayedScaling", ""),
         ("common.recipe.Float8CurrentScaling.__init__", "common/recipe/__init__.py", "Float8CurrentScaling", ""),
     ],
-    "flash_attn": [("flash_attn_func", "flash_attn_interface.py", "", "flash_attn_func")],
+    "flash_attn": [
+        (name, "flash_attn_interface.py", "", name) for name in ("flash_attn_func", "flash_attn_varlen_func")
+    ],
     "apex": [
         ("optimizers.FusedAdam.__init__", "optimizers/fused_adam.py", "FusedAdam", "__init__"),
         (

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from megapipe.data.batch import Batch
+from megapipe.gpu.packed_attention import DocumentBorders
 from megapipe.model.microbatch import Microbatch
 from megapipe.sharding.sequence import WHOLE_SEQUENCE, SequencePart
 from megapipe.tensor_parallel.random import DropoutKey
@@ -33,7 +34,7 @@ class Microbatches(Sequence[Microbatch]):
     """A rank's microbatches of a global batch, shared by all of its stages.
 
     read: microbatch number -> Batch of whole sequences. keys: None for evaluation, without dropout. part: what this cp
-    rank holds of each sequence.
+    rank holds of each sequence. packs: documents have borders instead of ids (`InferenceRuntime.packs_documents`).
     """
 
     def __init__(
@@ -43,8 +44,10 @@ class Microbatches(Sequence[Microbatch]):
         keys: Keys | None,
         device: torch.device,
         part: SequencePart = WHOLE_SEQUENCE,
+        packs: bool = False,
     ) -> None:
-        self._count, self._read, self._keys, self._device, self._part = count, read, keys, device, part
+        self._count, self._read, self._keys, self._device = count, read, keys, device
+        self._part, self._packs = part, packs
         self._made: dict[int, Microbatch] = {}
         self.sample_ids: dict[int, tuple[int, ...]] = {}
 
@@ -64,23 +67,28 @@ class Microbatches(Sequence[Microbatch]):
                 batch = batch.part(self._part.positions(batch.tokens.shape[1]))
             self.sample_ids[index] = batch.sample_ids
             key = None if self._keys is None else replace(self._keys.of(index), part=self._part)
-            self._made[index] = to_microbatch(batch, self._device, key)
+            self._made[index] = to_microbatch(batch, self._device, key, self._packs)
         return self._made[index]
 
 
-def to_microbatch(batch: Batch, device: torch.device, key: DropoutKey | None) -> Microbatch:
-    """Move the arrays of a batch to the device. A mask of ones and positions 0 .. s-1 stay implicit."""
+def to_microbatch(batch: Batch, device: torch.device, key: DropoutKey | None, packs: bool = False) -> Microbatch:
+    """Move the arrays of a batch to the device. A mask of ones and positions 0 .. s-1 stay implicit.
+
+    packs: for kernels that take the borders of documents; else they get ids, for a mask.
+    """
 
     def tensor(array: np.ndarray) -> Tensor:
         made = torch.from_numpy(array)
         return made.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else made.to(device)
 
+    ids = batch.document_ids
     return Microbatch(
         tokens=tensor(batch.tokens),
         labels=tensor(batch.labels),
         loss_mask=None if batch.loss_mask is None else tensor(batch.loss_mask),
         position_ids=None if batch.position_ids is None else tensor(batch.position_ids),
-        document_ids=None if batch.document_ids is None else tensor(batch.document_ids),
+        document_ids=None if ids is None or packs else tensor(ids),
         dropout_key=key,
         loss_tokens=None if batch.loss_tokens is None else tensor(np.array(batch.loss_tokens)),
+        borders=DocumentBorders.of(ids, tensor) if ids is not None and packs else None,
     )

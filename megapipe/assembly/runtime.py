@@ -27,6 +27,7 @@ from megapipe.dtypes import DTYPES, FP8
 from megapipe.errors import ScheduleError
 from megapipe.gpu.kernels import choose_kernels, compiled
 from megapipe.gpu.libraries import Apex
+from megapipe.gpu.packed_attention import why_not_packed
 from megapipe.gpu.streams import StageStreams, copies_for
 from megapipe.layers.table import comm_chunks
 from megapipe.model.init import draw
@@ -83,6 +84,7 @@ class InferenceRuntime:
         # master weights and moments: at least fp32 where --use-precision-aware-optimizer does not narrow them
         self.main_dtype = torch.promote_types(self.parameter_dtype, torch.float32)
         self.kernels = choose_kernels(plan.config, plan.splits_backward)
+        self.packs_documents = plan.shape.documents.borders and why_not_packed(plan.config, device) is None
         self.stages: dict[int, GPTStage] = {}
         self.runners: dict[int, StageRunner] = {}
         self.buffers: dict[int, StageBuffers] = {}

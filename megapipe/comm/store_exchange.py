@@ -84,9 +84,9 @@ class StoreExchange:
     def publish_stack(self, text: str) -> None:
         self._set(f"stack {self._rank}", text)
 
-    def claim(self) -> bool:
-        """Return True to the first rank that asks, and also if the store does not answer."""
-        return self._request(lambda store: store.add("claim", 1)) in (1, None)
+    def claim(self, what: str = "claim") -> bool:
+        """Return True to the first rank that asks for it, and also if the store does not answer."""
+        return self._request(lambda store: store.add(what, 1)) in (1, None)
 
     def set_reported(self) -> None:
         """Let all ranks know that the failure has been reported; they see it in `is_reported`."""

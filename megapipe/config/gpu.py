@@ -65,8 +65,8 @@ class GpuConfig:
     )
     gemm_sm_carveout: int = option(
         0,
-        "SMs that torch's GEMMs leave free for NCCL's kernels (a hint to cuBLAS, which follows it on Hopper); "
-        "megapipe calibrate --tune measures it",
+        "SMs that GEMMs beside a tensor-parallel collective leave free for it (a hint to cuBLAS, which follows it on "
+        "Hopper); megapipe calibrate --tune measures it",
         "SMs",
         at_least=0,
     )

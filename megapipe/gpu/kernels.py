@@ -18,6 +18,7 @@ from megapipe.config.model import ATTENTIONS, PrecisionConfig
 from megapipe.config.rules.gpu import why_not_compiled
 from megapipe.config.training import OPTIMIZERS
 from megapipe.gpu.libraries import Apex, FlashAttention, TransformerEngine
+from megapipe.gpu.packed_attention import why_not_packed
 
 AnyFunction = TypeVar("AnyFunction", bound=Callable[..., Any])
 
@@ -35,6 +36,7 @@ class Kernels:
     compiles: bool = False  # pointwise functions are compiled
     splits_backward: bool = False  # the schedule has I and W
     deterministic: bool = False  # --deterministic-mode
+    sm_carveout: int = 0  # SMs that GEMMs beside collectives over tp leave free
 
     def pointwise(self, function: AnyFunction) -> AnyFunction:
         """Return the function, compiled if that was chosen."""
@@ -78,10 +80,11 @@ def choose_kernels(config: Config, splits_backward: bool = False) -> Kernels:
         compiles=chosen.compile_pointwise,
         splits_backward=splits_backward,
         deterministic=config.training.deterministic_mode,
+        sm_carveout=config.gpu.gemm_sm_carveout,
     )
 
 
-def describe_kernels(kernels: Kernels, config: Config, device_type: str) -> tuple[str, ...]:
+def describe_kernels(kernels: Kernels, config: Config, device: torch.device) -> tuple[str, ...]:
     """Return one line per part of the model: the active implementation, and why."""
     chosen = config.kernels
     if kernels.layers is not None:
@@ -93,14 +96,14 @@ def describe_kernels(kernels: Kernels, config: Config, device_type: str) -> tupl
     fp8 = "no fp8"
     if precision.fp8_format is not None:
         fp8 = f"fp8 {precision.fp8_format}, {precision.fp8_recipe} scaling"
-        if kernels.layers is None and device_type == "cuda":
+        if kernels.layers is None and device.type == "cuda":
             fp8 += " (torch._scaled_mm)"
         elif kernels.layers is None:
             fp8 += " (emulated on this CPU, for tests: operands rounded to fp8, products in fp32)"
     pointwise = "compiled" if kernels.compiles else "not compiled"
-    if kernels.fp8 is not None and kernels.layers is None and device_type == "cuda" and not kernels.compiles:
+    if kernels.fp8 is not None and kernels.layers is None and device.type == "cuda" and not kernels.compiles:
         pointwise += ", casts to fp8 compiled"
-    attention = _describe_attention(kernels, config, device_type)
+    attention = _describe_attention(kernels, config, device)
     if isinstance(kernels.optimizer, Apex):
         optimizer = "FusedAdam of apex, and its accumulating weight gradient"
     elif kernels.optimizer is not None:
@@ -114,7 +117,7 @@ def describe_kernels(kernels: Kernels, config: Config, device_type: str) -> tupl
     return (
         f"linears    {linears} (--transformer-impl {chosen.transformer_impl}); {fp8}",
         f"norms      {norms}; pointwise functions {pointwise} (--compile-pointwise)",
-        f"blocks     {_describe_blocks(config, device_type)} (--compile-blocks {chosen.compile_blocks})",
+        f"blocks     {_describe_blocks(config, device.type)} (--compile-blocks {chosen.compile_blocks})",
         f"attention  {attention} (--attention-impl {chosen.attention_impl})",
         f"optimizer  {optimizer} (--optimizer-impl {chosen.optimizer_impl})",
     )
@@ -129,9 +132,9 @@ def _describe_blocks(config: Config, device_type: str) -> str:
     return "compiled before the first step, if equal" + (" and faster" if wanted == "auto" else "")
 
 
-def _describe_attention(kernels: Kernels, config: Config, device_type: str) -> str:
+def _describe_attention(kernels: Kernels, config: Config, device: torch.device) -> str:
     if isinstance(kernels.attention, FlashAttention):
-        return f"flash-attn {kernels.attention.version}"
+        return f"flash-attn {kernels.attention.version}" + ", by documents" * config.data.reset_attention_mask
     if kernels.attention is not None:
         return f"DotProductAttention of Transformer Engine {kernels.attention.version}"
     model = config.model
@@ -147,7 +150,12 @@ def _describe_attention(kernels: Kernels, config: Config, device_type: str) -> s
     reasons = [flag for flag, is_on in explicit.items() if is_on]
     if reasons:
         return f"explicit, not fused, for {' and '.join(reasons)}"
-    is_half = device_type == "cuda" and config.precision.dtype in ("bf16", "fp16")
+    if config.data.reset_attention_mask:
+        reason = why_not_packed(config, device)
+        if reason is None:
+            return "torch's variable-length flash kernel, by documents"
+        return f"scaled_dot_product_attention under a mask of documents: {reason}"
+    is_half = device.type == "cuda" and config.precision.dtype in ("bf16", "fp16")
     return "scaled_dot_product_attention" + (", a fused kernel" if is_half else "")
 
 

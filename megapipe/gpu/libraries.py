@@ -16,6 +16,7 @@ from megapipe.comm.groups import Group
 from megapipe.config.model import PrecisionConfig
 from megapipe.config.training import OptimizerConfig
 from megapipe.errors import ConfigError
+from megapipe.gpu.packed_attention import DocumentBorders, packed_attention
 
 # usual name -> the command that installs it
 INSTALL = {
@@ -46,8 +47,8 @@ def importing(library: str, flag: str, instead: str) -> Iterator[None]:
         ) from error
 
 
-# (q [s, b, g, n, d], k [s, b, g, 1, d], v [s, b, g, 1, d]) -> [s, b, g n d], causal
-AttentionKernel = Callable[[Tensor, Tensor, Tensor], Tensor]
+# (q [s, b, g, n, d], k [s, b, g, 1, d], v [s, b, g, 1, d], documents) -> [s, b, g n d], causal
+AttentionKernel = Callable[[Tensor, Tensor, Tensor, DocumentBorders | None], Tensor]
 
 
 @dataclass(frozen=True)
@@ -131,6 +132,7 @@ class FlashAttention:
             import flash_attn
         self.version = str(getattr(flash_attn, "__version__", "?"))
         self._function: Callable[..., Any] = flash_attn.flash_attn_func
+        self._packed: Callable[..., Any] = flash_attn.flash_attn_varlen_func
 
     def attention(self, shape: AttentionShape) -> AttentionKernel:
         """Build the attention of one layer; saves q, k, v (views of one tensor), the output and fp32 log-sum-exp."""
@@ -144,7 +146,13 @@ class FlashAttention:
             "causal": True,
         }
 
-        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        def packed(q: Tensor, k: Tensor, v: Tensor, borders: DocumentBorders) -> Tensor:
+            starts, longest = borders.starts, borders.longest
+            return self._packed(q, k, v, starts, starts, longest, longest, **options)  # type: ignore[no-any-return]
+
+        def attend(q: Tensor, k: Tensor, v: Tensor, borders: DocumentBorders | None = None) -> Tensor:
+            if borders is not None:
+                return packed_attention(q, k, v, borders, packed)
             seq, batch = q.shape[:2]
             heads = (fold_groups(x).transpose(0, 1) for x in (q, k, v))  # [b g, s, n or 1, d]
             output = self._function(*heads, **options)
@@ -232,7 +240,9 @@ class TransformerEngine(_FusedAdam):
             **soft_cap(shape.cap, kind.__init__, f"Transformer Engine {self.version}", "2.20"),
         )
 
-        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        def attend(q: Tensor, k: Tensor, v: Tensor, borders: DocumentBorders | None = None) -> Tensor:
+            if borders is not None:
+                raise ValueError("this attention does not keep documents apart")
             return module(fold_groups(q), fold_groups(k), fold_groups(v)).reshape(*q.shape[:2], -1)
 
         return attend

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from megapipe.config.layers import LayerConfig
-from megapipe.config.model import ATTENTIONS, AttentionKind, ModelConfig
+from megapipe.config.model import ATTENTIONS, AttentionKind
 from megapipe.layers.linear import (
     Linear,
     collectives,
@@ -22,6 +22,7 @@ from megapipe.layers.linear import (
     weight_gradient_bytes,
 )
 from megapipe.layers.norm import Norm, branch_norms, residual_stream
+from megapipe.layers.packing import is_explicit
 from megapipe.layers.table import (
     MASK_BYTES,
     Backward,
@@ -36,15 +37,6 @@ from megapipe.layers.table import (
 )
 from megapipe.sharding.sequence import Block, SequencePart, attention_blocks, ring_steps
 from megapipe.sharding.spec import Fused, Heads, Init, ParamSpec, QueryGroups
-
-
-def is_explicit(model: ModelConfig) -> bool:
-    """Return True if training writes attention out: fused kernels have no soft-cap, keyed dropout, softmax dtype or
-    attention sinks, nor the score function of an extension.
-    """
-    if ATTENTIONS[model.attention_kind].function is not None or model.softmax_type != "vanilla":
-        return True
-    return model.attn_logit_softcapping is not None or model.attention_softmax_in_fp32 or model.attention_dropout > 0
 
 
 def mean_keys(seq_length: int, window_size: int | None) -> float:
@@ -214,11 +206,10 @@ class Attention:
 
     def shared_mask_bytes(self, shape: RankShape) -> int:
         """Return the bytes of the additive mask [s, s] that a stage makes once: with a sliding window, and where
-        attention is written out. Documents have a mask for each microbatch instead.
+        attention is written out. Documents have a mask for each microbatch, or their borders, instead.
         """
-        window = self.window(shape)
-        is_needed = (window is not None or self._is_written_out(shape)) and shape.attention_impl == "sdpa"
-        if not is_needed or shape.documents.attention_mask:
+        is_needed = (self.window(shape) is not None or self._is_written_out(shape)) and shape.attention_impl == "sdpa"
+        if not is_needed or shape.documents.attention_mask or shape.documents.borders:
             return 0
         return self._mask_bytes(shape, lambda block: block.kind == "masked")
 
@@ -284,10 +275,13 @@ class Attention:
         return shape.attention_impl != "sdpa" or not self._is_written_out(shape)
 
     def _copies_output(self, shape: RankShape) -> bool:
-        """Return True if attention's output is kept twice: once by CUDA's memory-efficient kernel.
+        """Return True if attention's output is kept twice: once by a kernel in another order than linear_proj's.
 
-        The kernel takes fp32 and masks. With several query groups its output is not in linear_proj's order.
+        That is CUDA's memory-efficient kernel, which takes fp32 and masks, with several query groups, and the kernel
+        that takes the borders of documents, with several sequences.
         """
+        if shape.documents.borders:
+            return shape.batch > 1
         is_masked = shape.documents.attention_mask or self.shared_mask_bytes(shape) > 0
         repeats_keys = shape.documents.attention_mask and shape.batch > 1
         is_efficient = shape.is_cuda and not self.is_explicit and (shape.dtype == "fp32" or is_masked)
@@ -320,6 +314,8 @@ class Attention:
             if not self.qk_norms:
                 yield Kept(name, query, element)
             yield from [Kept("q, k, v repeated", query, element)] * 2
+        if self.qk_norms and shape.documents.borders and shape.batch > 1 and not shape.recomputes("core_attn"):
+            yield Kept(name, key, element)  # v in the kernel's order, besides q, k and v as the norms' inputs
 
     def _exchanged_kept(self, shape: RankShape, repeats: bool) -> Iterator[Kept]:
         """Yield q, k and v of this rank's heads at the positions of all; with qk-norm its input and statistics."""

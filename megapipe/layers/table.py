@@ -11,6 +11,7 @@ from functools import cached_property
 from megapipe.config.config import Config
 from megapipe.config.parallel import ParallelConfig, RecomputeConfig
 from megapipe.dtypes import ELEMENT_BYTES
+from megapipe.layers.packing import why_masked
 from megapipe.sharding.state_dtypes import state_dtypes
 
 ALL_REDUCE = 2  # collectives that an all-reduce counts as: a reduce-scatter and an all-gather
@@ -24,6 +25,7 @@ class Documents:
     position_ids: bool = False
     attention_mask: bool = False
     loss_mask: bool = False
+    borders: bool = False  # of documents, for kernels that need no mask
 
 
 @dataclass(frozen=True)
@@ -75,7 +77,9 @@ class RankShape:
     @classmethod
     def of(cls, config: Config, tp: int, sequence_parallel: bool, micro_batch_size: int) -> RankShape:
         """Return the shape for a configuration's options on another grid or with another microbatch than its own."""
-        data = config.data
+        data, is_cuda = config.data, config.training.device != "cpu"
+        is_masked = why_masked(config, is_cuda) is not None
+        has_borders = data.reset_attention_mask and not is_masked
         return cls(
             batch=micro_batch_size,
             seq=config.model.seq_length // config.parallel.context_parallel_size,
@@ -83,13 +87,13 @@ class RankShape:
             tp=tp,
             sequence_parallel=sequence_parallel and tp > 1,
             recompute=config.recompute,
-            documents=Documents(data.reset_position_ids, data.reset_attention_mask, data.masks_loss),
+            documents=Documents(data.reset_position_ids, is_masked, data.masks_loss, has_borders),
             chunks=comm_chunks(config.parallel) if tp > 1 else WHOLE,
             attention_impl=config.kernels.attention_impl,
             transformer_impl=config.kernels.transformer_impl,
             compile_pointwise=config.kernels.compile_pointwise,
             chunks_loss=config.training.cross_entropy_chunk_size is not None,
-            is_cuda=config.training.device != "cpu",
+            is_cuda=is_cuda,
             ep=config.parallel.expert_model_parallel_size,
             etp=config.parallel.expert_tensor_parallel_size or tp,
             gradient_dtype=state_dtypes(config.optimizer, config.precision).gradient,

@@ -3,9 +3,10 @@
 linear_qkv's rows are in Megatron's order, one block per query group: [q_0 .. q_{n-1}, k, v] x head_dim. With fewer
 key/value heads than tp ranks, neighbouring ranks share one: each holds its own query heads and a replica of k and v.
 
-Core attention has two forms, and those of extensions (`model.registered`):
+Core attention has three forms, and those of extensions (`model.registered`):
     fused_attention      torch's scaled_dot_product_attention; saves q, k, v (views into the tensor they come from),
                          its output and the log-sum-exp, [b, heads, s] fp32
+    packed_attention     torch's variable-length kernel within packed documents (`gpu.packed_attention`); saves the same
     explicit_attention   separate GEMMs and softmax, for soft-capped logits, keyed dropout of the probabilities (the
                          same under every schedule and grid), attention sinks and --attention-softmax-in-fp32; saves
                          the probabilities, b heads s^2
@@ -26,6 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megapipe.config.model import ATTENTIONS, AttentionHeads
+from megapipe.gpu.packed_attention import packed_attention, torch_kernel
 from megapipe.model.block_attention import BlockKernel, FusedBlocks, WrittenBlocks
 from megapipe.model.context import LayerContext, rotate_
 from megapipe.model.layer_factory import LayerFactory
@@ -127,7 +129,10 @@ class SelfAttention(nn.Module):
 
     def _local_core(self, q: Tensor, k: Tensor, v: Tensor, context: LayerContext) -> Tensor:
         if self.kernel is not None and context.cache is None:
-            return self.kernel(q, k, v)
+            return self.kernel(q, k, v, context.borders)
+        if context.borders is not None:
+            kernel = partial(torch_kernel, scale=self.scale, window=self.config.window)
+            return packed_attention(q, k, v, context.borders, kernel)
         if self.heads is not None:
             assert context.mask is not None
             return registered_attention(self.config.attention_kind, q, k, v, context.mask, self.heads)

@@ -5,9 +5,9 @@ of rotated channels. Tables are in at least fp32. The backward is the rotation b
 saved.
 
 Masks are additive (0 or -inf), built once for each window and once per microbatch for documents. They cost s^2 elements
-(b s^2 with documents) per stage and window, not per layer; plain causal attention with a fused kernel has no mask.
-With context parallelism positions are those in the whole sequence, and layers that compute attention in blocks of
-queries and keys have a mask only for the blocks that need one.
+(b s^2 with documents) per stage and window, not per layer; plain causal attention with a fused kernel has no mask, nor
+have kernels that take the borders of documents. With context parallelism positions are those in the whole sequence, and
+layers that compute attention in blocks of queries and keys have a mask only for the blocks that need one.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from megapipe.config.config import ResolvedModelConfig
 from megapipe.config.layers import LayerConfig
 from megapipe.config.model import ATTENTIONS
 from megapipe.errors import ConfigError
+from megapipe.gpu.packed_attention import DocumentBorders
 from megapipe.model.microbatch import KVCache, Microbatch
 from megapipe.model.recompute import KeptAttention
 from megapipe.sharding.sequence import WHOLE_SEQUENCE, Block, SequencePart, attention_blocks, ring_steps
@@ -56,6 +57,7 @@ class LayerContext:
     explicit: bool
     dropout_key: DropoutKey | None
     cache: KVCache | None = None
+    borders: DocumentBorders | None = None  # attention stays within documents, without a mask
     kept_attention: KeptAttention | None = None  # keeps attention's results from the forward for the recompute
     # of attention in blocks, by rank of the ring whose keys they are; its own first
     blocks: Mapping[int, MaskedBlocks] = field(default_factory=dict)
@@ -107,7 +109,7 @@ class ContextBuilder:
         tables = {options: rotary.tables(microbatch, at_least_fp32(dtype)) for options, rotary in self.rotary.items()}
         has_kernel = self.has_attention_kernel and microbatch.cache is None
         if has_kernel and microbatch.document_ids is not None:
-            raise ValueError("this attention kernel cannot separate the documents of a sequence")
+            raise ValueError("this attention kernel takes the borders of documents, not a mask")
         contexts, seq = [], microbatch.tokens.shape[1] * self.part.ranks
         for layer, ring in self._kinds:
             mask, explicit = None, False
@@ -118,15 +120,19 @@ class ContextBuilder:
                 explicit = explicit or ATTENTIONS[layer.attention_kind].function is not None
                 explicit = explicit or (layer.attention_dropout > 0.0 and key is not None)
                 # documents have one mask for each window; a cache is longer than the new tokens
+                if explicit and microbatch.borders is not None:
+                    raise ValueError("attention that is written out needs document_ids, not the borders of documents")
                 has_window = microbatch.cache is not None or (layer.window_size or seq) < seq
                 is_needed = explicit or microbatch.document_ids is not None
                 window = layer.window_size if has_window else None
                 if ring.ranks > 1:
                     blocks = make_blocks(ring, window)
-                else:
+                elif microbatch.borders is None:
                     mask = make_mask(is_needed, window)
             rotary = None if layer.rotary is None else tables[layer.rotary]
-            contexts.append(LayerContext(rotary, mask, explicit, key, microbatch.cache, blocks=blocks))
+            contexts.append(
+                LayerContext(rotary, mask, explicit, key, microbatch.cache, microbatch.borders, blocks=blocks)
+            )
         return {number: contexts[kind] for number, kind in self._kind_of.items()}
 
     def _masked_blocks(

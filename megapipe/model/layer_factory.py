@@ -69,11 +69,10 @@ class LayerFactory:
             rows = out_features if local_out_features is None else local_out_features * self.tp.size
             common |= {"splits_backward": self.kernels.splits_backward, "uses_fp8": fp8 is not None}
             return library.linear(kind, in_features, rows, **common)
-        gemms = PLAIN_GEMMS if fp8 is None else Fp8Gemms(fp8, self.kernels.casts)
+        common["gemms"] = PLAIN_GEMMS if fp8 is None else Fp8Gemms(fp8, self.kernels.casts)
+        common |= {"chunks": self.chunks, "sm_carveout": self.kernels.sm_carveout}
         make = ColumnParallelLinear if kind == "column" else RowParallelLinear
-        return make(
-            in_features, out_features, **common, local_out_features=local_out_features, gemms=gemms, chunks=self.chunks
-        )
+        return make(in_features, out_features, **common, local_out_features=local_out_features)
 
     def replicated_linear(self, in_features: int, out_features: int) -> nn.Module:
         """Build a linear without bias that every tp rank holds whole, over this rank's tokens: [s, b, in] (a slice of s

@@ -7,24 +7,27 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from megapipe.gpu.packed_attention import DocumentBorders
 from megapipe.tensor_parallel.random import DropoutKey
 
 
 @dataclass(frozen=True)
 class Microbatch:
     """One microbatch of one data-parallel rank, the same on all its tp and pp ranks. Tensors are [b, s], s the tokens
-    of this cp rank (`sharding.sequence`).
+    of this cp rank (`sharding.sequence`). Other shapes: those in borders and in the cache.
     """
 
     tokens: Tensor  # int64
     labels: Tensor | None = None  # int64, the token after each; None for inference
     loss_mask: Tensor | None = None  # weight of each token's loss; None: all 1
     position_ids: Tensor | None = None  # None: those in the sequence, 0 .. s - 1 with one cp rank
-    # tokens with equal ids see each other, [b, s cp], of the whole sequence on every cp rank; None: one document
+    # tokens with equal ids see each other, [b, s cp], of the whole sequence on every cp rank; None: one document, or
+    # `borders`
     document_ids: Tensor | None = None
     dropout_key: DropoutKey | None = None  # None: no dropout (evaluation, inference)
     cache: KVCache | None = None  # generation: tokens continue the cached ones, and position_ids are required
     loss_tokens: Tensor | None = None  # sum of the loss mask over all cp ranks, []; None: over this one's
+    borders: DocumentBorders | None = None  # of documents, for kernels that need no mask
 
 
 @dataclass(frozen=True)

@@ -132,7 +132,9 @@ ATTENTION_KERNELS = frozenset(
         "aten::_scaled_dot_product_cudnn_attention",
         "aten::_scaled_dot_product_flash_attention_for_cpu",
         "aten::_scaled_dot_product_fused_attention_overrideable",
+        "torch_attn::_varlen_attn",
         "flash_attn::_flash_attn_forward",
+        "flash_attn::_flash_attn_varlen_forward",
     }
 )
 KernelResults = tuple[Any, ...]  # what one kernel returned: tensors and numbers

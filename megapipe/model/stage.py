@@ -229,6 +229,7 @@ class GPTStage(nn.Module):
                 sequence_parallel=sequence_parallel,
                 queue=queue,
                 chunks=chunks,
+                sm_carveout=kernels.sm_carveout,
             )
             if config.untie_embeddings_and_output_weights:
                 self.output_layer = head
@@ -317,7 +318,8 @@ class GPTStage(nn.Module):
         constants = [
             tensor
             for context in dict.fromkeys(contexts.values())
-            for tensor in (*context.masks, *(context.rotary or ()))
+            for tensor in (*context.masks, *(context.rotary or ()), context.borders and context.borders.starts)
+            if tensor is not None
         ]
         with nullcontext() if self._library is None else self._library.stage_region(self.tp):
             for group, (layers, is_checkpointed) in enumerate(self._groups):

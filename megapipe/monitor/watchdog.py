@@ -42,7 +42,7 @@ class Exchange(Protocol):
     def fetch(self, ranks: Sequence[int]) -> dict[int, bytes]: ...
     def stack(self, rank: int) -> str: ...
     def publish_stack(self, text: str) -> None: ...
-    def claim(self) -> bool: ...
+    def claim(self, what: str = "claim") -> bool: ...
     def set_reported(self) -> None: ...
 
 
@@ -90,8 +90,15 @@ class Watchdog:
             self._thread.join(2 * MOST_INTERVAL_SECONDS)
 
     def unreachable(self) -> list[Sighting]:
-        """Return sightings of all ranks if any of another host is unreachable, else []. Takes PULSE_SECONDS."""
-        sightings = [] if self._exchange is None else self._sightings()
+        """Return sightings of all ranks if any of another host is unreachable, else []. Takes PULSE_SECONDS.
+
+        The records of all ranks are many: after a lost peer one rank of the run looks, the first of those that are the
+        lowest living one of their host.
+        """
+        living = (member.rank for member in self._here if not sight(member, self._live).is_gone)
+        is_first = self._rank == next(living, self._rank)
+        looks = is_first and bool(self._ask(lambda exchange: exchange.claim("lost peer")))
+        sightings = self._sightings() if looks else []
         return sightings if any(sighting.is_unreachable for sighting in sightings) else []
 
     def _run(self) -> None:

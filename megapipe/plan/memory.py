@@ -160,9 +160,9 @@ def step_memory(plan: RunPlan, pp_rank: int, count: int, num_read: int | None = 
     if sent_in_bf16 and plan.topology.num_replicas > 1:
         copies = 2 * plan.num_elements(stages) + (in_backward if plan.config.parallel.overlap_grad_reduce else 0)
     documents = shape.documents
-    token_bytes = (
-        TOKEN_BYTES + 8 * documents.position_ids + 8 * shape.cp * documents.attention_mask + 4 * documents.loss_mask
-    )
+    token_bytes = TOKEN_BYTES + 8 * documents.position_ids + 4 * documents.loss_mask
+    token_bytes += 8 * shape.cp * documents.attention_mask
+    token_bytes += 4 * documents.borders  # at most one a token
     items = {
         **state,
         "activations": peak.activation_bytes,

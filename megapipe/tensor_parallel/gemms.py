@@ -22,7 +22,8 @@ number of rows.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from itertools import pairwise
 
@@ -42,6 +43,24 @@ ChunkProduct = Callable[[Tensor, Tensor], None]
 def at_least_fp32(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype for sums and statistics: fp32 for half types, else the dtype itself."""
     return torch.promote_types(dtype, torch.float32)
+
+
+@contextmanager
+def leaving_sms(count: int, x: Tensor) -> Iterator[None]:
+    """Let the GEMMs launched inside leave SMs of x's GPU to a collective that runs beside them. count: 0 for none.
+
+    A GEMM with a block for every SM takes two waves where a collective holds some. The setting is one of the process, a
+    hint to cuBLAS at each launch (github.com/pytorch/pytorch/issues/143988); it is put back afterwards.
+    """
+    if not count or not x.is_cuda:
+        yield
+        return
+    before = torch._C._get_sm_carveout_experimental()
+    torch._C._set_sm_carveout_experimental(count)
+    try:
+        yield
+    finally:
+        torch._C._set_sm_carveout_experimental(before)
 
 
 def slice_length(x: Tensor, group: Group) -> int:
@@ -170,8 +189,12 @@ def gathered_product(
     group: Group,
     count: int,
     full: Tensor | None = None,  # [s, ..., n]
+    carveout: int = 0,
 ) -> Tensor:
-    """Return full(x) M + bias, [s, ..., m], with the all-gather in `count` chunks. full: set to full(x) if given."""
+    """Return full(x) M + bias, [s, ..., m], with the all-gather in `count` chunks. full: set to full(x) if given.
+
+    carveout: SMs that the products beside a gather leave free.
+    """
     x = x.contiguous()
     y = x.new_empty((x.shape[0] * group.size, *x.shape[1:-1], width))
     chunks = chunk_slices(x.shape[0], count)
@@ -183,7 +206,8 @@ def gathered_product(
             ahead = SequenceGather(x[following], group)
             ahead.launch()
         by_rank = current.full().view(group.size, -1, x.shape[-1])
-        product(by_rank, _rows_by_rank(y, group.size, positions))
+        with leaving_sms(carveout if following is not None else 0, x):
+            product(by_rank, _rows_by_rank(y, group.size, positions))
         if full is not None:
             _rows_by_rank(full, group.size, positions).copy_(by_rank)
     return y
@@ -196,8 +220,9 @@ def summed_product(
     group: Group,
     scatter: bool,
     count: int,
+    carveout: int = 0,
 ) -> Tensor:
-    """Return the sum over the group of x M, reduced in `count` chunks.
+    """Return the sum over the group of x M, reduced in `count` chunks. carveout: as in `gathered_product`.
 
     Returns [s, ..., m] after an all-reduce or, with `scatter`, this rank's slice [s / tp, ..., m] after a
     reduce-scatter. Raises ConfigError if the group's size does not divide s and it scatters.
@@ -209,7 +234,8 @@ def summed_product(
     for positions in chunk_slices(length, count):
         output = y[positions]
         partial_sum = empty_gathered(output, group) if scatter else output
-        product(_rows_by_rank(x, ranks, positions), partial_sum.view(ranks, -1, width))
+        with leaving_sms(carveout if works else 0, x):
+            product(_rows_by_rank(x, ranks, positions), partial_sum.view(ranks, -1, width))
         if scatter:
             works.append(reduce_scatter(output, partial_sum, group, async_op=True))
         else:

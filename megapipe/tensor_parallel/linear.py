@@ -42,6 +42,7 @@ from megapipe.tensor_parallel.gemms import (
     empty_gathered,
     gathered,
     gathered_product,
+    leaving_sms,
     slice_length,
     summed,
     summed_product,
@@ -73,7 +74,9 @@ class ParallelLinear(nn.Module):
         local_out_features: int | None = None,
         gemms: Gemms = PLAIN_GEMMS,
         chunks: CommChunks = WHOLE,
+        sm_carveout: int = 0,
     ) -> None:
+        """sm_carveout: SMs that GEMMs beside a collective over tp leave free."""
         super().__init__()
         sizes = {"output": out_features, "input": in_features}  # in the order of the weight's dims
         whole = sizes[self.split]
@@ -91,6 +94,7 @@ class ParallelLinear(nn.Module):
         self.tp = tp
         self.sequence_parallel = sequence_parallel and tp.size > 1
         self.chunks = chunks if tp.size > 1 else WHOLE
+        self.sm_carveout = sm_carveout
         self.gemms = gemms
         self.queue = WeightQueue() if queue is None else queue
         self.slots: dict[str, GradientSlot] = {}
@@ -237,7 +241,8 @@ class ColumnParallelLinear(ParallelLinear):
     def output(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         if self.sequence_parallel and self.chunks.gather > 1:
             product = self.gemms.forward_chunks(x, weight, bias, self.tp)
-            return gathered_product(x, product, weight.shape[0], self.tp, self.chunks.gather)
+            count, carveout = self.chunks.gather, self.sm_carveout
+            return gathered_product(x, product, weight.shape[0], self.tp, count, carveout=carveout)
         return self.gemms.forward(gathered(x, self.tp) if self.sequence_parallel else x, weight, bias)
 
     def gradients(self, ctx: Any, grad_output: Tensor, weight: Tensor, inputs: list[Tensor]) -> Gradients:
@@ -248,17 +253,20 @@ class ColumnParallelLinear(ParallelLinear):
         grad_input: Tensor | None = None
         work: Work | None = None
         if ctx.needs_input_grad[0] and self.queue.is_deferring and self.chunks.reduce > 1:
-            product = gemms.input_gradient_chunks(grad_output, weight, None)
-            grad_input = summed_product(grad_output, product, weight.shape[1], tp, scatters, self.chunks.reduce)
+            product, count = gemms.input_gradient_chunks(grad_output, weight, None), self.chunks.reduce
+            width, carveout = weight.shape[1], self.sm_carveout
+            grad_input = summed_product(grad_output, product, width, tp, scatters, count, carveout)
         elif ctx.needs_input_grad[0]:
             then_weight = ctx.needs_input_grad[1] and not self.queue.is_deferring
-            grad_input = partial = gemms.input_gradient(grad_output, weight, then_weight=then_weight)
+            with leaving_sms(self.sm_carveout if then_weight and scatters else 0, grad_output):
+                grad_input = partial = gemms.input_gradient(grad_output, weight, then_weight=then_weight)
             if scatters:
                 grad_input = partial.new_empty((slice_length(partial, tp), *partial.shape[1:]))
                 work = reduce_scatter(grad_input, partial, tp, async_op=True)
             elif tp.size > 1:
                 work = all_reduce(partial, tp, async_op=True)
-        grad_weight, grad_bias = _compute_or_queue(pending)
+        with leaving_sms(0 if work is None else self.sm_carveout, grad_output):
+            grad_weight, grad_bias = _compute_or_queue(pending)
         if work is not None:
             work.wait()
         return grad_input, grad_weight, grad_bias
@@ -278,7 +286,7 @@ class RowParallelLinear(ParallelLinear):
             return gemms.forward(x, weight, bias)
         if self.chunks.reduce > 1:
             product = gemms.forward_chunks(x, weight, None, None)
-            y = summed_product(x, product, weight.shape[0], tp, scatters, self.chunks.reduce)
+            y = summed_product(x, product, weight.shape[0], tp, scatters, self.chunks.reduce, self.sm_carveout)
         else:
             y = summed(gemms.forward(x, weight, None), tp, scatters)
         return y if bias is None else y.add_(bias)
@@ -292,7 +300,8 @@ class RowParallelLinear(ParallelLinear):
             product = gemms.input_gradient_chunks(grad_output, weight, tp)
             # wgrad, if it follows, reads the gathered gradient that the chunks leave behind
             full = empty_gathered(grad_output, tp) if ctx.needs_input_grad[1] and not deferring else None
-            grad_input = gathered_product(grad_output, product, weight.shape[1], tp, self.chunks.gather, full)
+            count, carveout = self.chunks.gather, self.sm_carveout
+            grad_input = gathered_product(grad_output, product, weight.shape[1], tp, count, full, carveout)
             if full is not None:
                 full_grad = SequenceGather(full, None)
         elif ctx.needs_input_grad[0]:

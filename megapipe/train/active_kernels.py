@@ -10,7 +10,8 @@ from megapipe.config.layers import layer_configs
 from megapipe.config.model import ModelConfig
 from megapipe.dtypes import DTYPES
 from megapipe.gpu.kernels import Kernels
-from megapipe.layers.attention import is_explicit
+from megapipe.gpu.packed_attention import why_not_packed
+from megapipe.layers.packing import is_explicit
 from megapipe.tensor_parallel.gradients import gemm_adds_to_fp32
 
 NAMES = {
@@ -41,7 +42,8 @@ def active_kernels(config: Config, kernels: Kernels, device: torch.device) -> tu
     model, dtype = config.model, getattr(torch, DTYPES[config.precision.dtype].torch_name)
     lines = []
     plain = [layer for layer in layer_configs(model) if not is_explicit(layer)]
-    if kernels.attention is None and plain:
+    packs = config.data.reset_attention_mask and why_not_packed(config, device) is None
+    if kernels.attention is None and plain and not packs:
         masks = {layer.window_size is not None or config.data.reset_attention_mask for layer in plain}
         parts = (f"{_attention(plain[0], dtype, device, masked)}{' under a mask' * masked}" for masked in sorted(masks))
         lines.append(f"           on this GPU: {', '.join(parts)}")

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -21,6 +22,7 @@ from megapipe.config.model import ATTENTIONS
 from megapipe.config.rules.gpu import why_not_compiled
 from megapipe.errors import ConfigError
 from megapipe.gpu.compile import missing_compiler
+from megapipe.gpu.packed_attention import DocumentBorders
 from megapipe.model.compiled import BlockFormulas, Compile, CompiledBlock
 from megapipe.model.microbatch import Microbatch
 from megapipe.model.stage import Block, GPTStage
@@ -139,6 +141,7 @@ def compiled_forms(runtime: TrainingRuntime, compiler: Compile | None = None) ->
                 and not kind.recompute
                 and not kind.keeps_attention
                 and runtime.kernels.attention is None
+                and not runtime.packs_documents
                 and ATTENTIONS[config.attention_kind].function is None
             )
             found[kind] = CompiledBlock(BlockFormulas(config, tp), tuple(spec.shape), is_whole, compiler)
@@ -238,13 +241,15 @@ def example(runtime: TrainingRuntime) -> Microbatch:
     """Return a microbatch like those of the run, of one document a sequence."""
     config, device = runtime.plan.config, runtime.device
     tokens = torch.zeros(config.training.micro_batch_size, config.model.seq_length, dtype=torch.int64, device=device)
-    has_documents = config.data.reset_attention_mask or config.data.sft
+    has_documents, packs = config.data.reset_attention_mask or config.data.sft, runtime.packs_documents
+    ids = np.zeros(tuple(tokens.shape), dtype=np.int64)
     positions = torch.arange(tokens.shape[1], device=device).expand_as(tokens).contiguous()
     return Microbatch(
         tokens,
         position_ids=positions if config.data.reset_position_ids or config.data.sft else None,
-        document_ids=tokens if has_documents else None,
+        document_ids=tokens if has_documents and not packs else None,
         dropout_key=DropoutKey(config.training.seed, 0, 0),
+        borders=DocumentBorders.of(ids, lambda starts: torch.from_numpy(starts).to(device)) if packs else None,
     )
 
 

@@ -49,7 +49,6 @@ def prepare(plan: RunPlan, environment: Environment) -> tuple[NcclSettings, tupl
     if device.type == "cuda":
         # without segments that grow, messages and graph replays of many sizes fragment the memory
         set_for_libraries(PYTORCH_ALLOC_CONF="expandable_segments:True")
-        torch._C._set_sm_carveout_experimental(config.gpu.gemm_sm_carveout or None)
     elif config.gpu.nvtx_ranges or config.gpu.record_memory_history:
         flag = "--nvtx-ranges" if config.gpu.nvtx_ranges else "--record-memory-history"
         raise ConfigError(

@@ -96,7 +96,7 @@ def _run(
         world = join(plan, environment)
         check_fp8(config, world.device)
         found = active_kernels(config, kernels, world.device)
-        words = (*describe_kernels(kernels, config, world.device.type), *found, *graph_words(plan))
+        words = (*describe_kernels(kernels, config, world.device), *found, *graph_words(plan))
         if environment.global_rank == 0:
             described = _description(plan, world)
             text = {"config": config_text, "plan": plan_text(plan), "remarks": list(remarks), "kernels": list(words)}

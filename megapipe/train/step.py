@@ -238,7 +238,7 @@ def read_microbatches(
             return loader.microbatch(consumed, k, dp_rank, dp, training.micro_batch_size)
 
     keys = None if step is None else Keys(training.seed, step, dp_rank, dp)
-    return Microbatches(count, read, keys, runtime.device, runtime.sequence_part)
+    return Microbatches(count, read, keys, runtime.device, runtime.sequence_part, runtime.packs_documents)
 
 
 class TrainStep:

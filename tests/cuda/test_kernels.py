@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 
+from megapipe.gpu.packed_attention import DocumentBorders, packed_attention, torch_kernel
+from megapipe.model.attention import fused_attention
+from megapipe.model.context import additive, causal
 from megapipe.tensor_parallel.gemms import PLAIN_GEMMS
 from megapipe.tensor_parallel.gradients import GradientSlot, gemm_adds_to_fp32
 
@@ -69,3 +74,24 @@ def test_rows_of_an_embedding_are_added_in_one_order() -> None:
         slot.add_rows(rows, gradient)
         sums.append(slot.main_grad)
     assert torch.equal(sums[0], sums[1]) and torch.equal(sums[1], sums[2])
+
+
+@pytest.mark.parametrize("window", [None, 40], ids=["", "window"])
+@pytest.mark.parametrize(("groups", "queries", "batch"), [(4, 1, 1), (2, 4, 1), (2, 4, 2), (1, 8, 1)])
+def test_documents_by_their_borders_equal_documents_under_a_mask(
+    groups: int, queries: int, batch: int, window: int | None
+) -> None:
+    seq, size = 256, 64
+    ids = torch.zeros(batch, seq, dtype=torch.int64)
+    ids[0, 17:], ids[0, 200:] = 1, 2
+    borders = DocumentBorders.of(ids.numpy(), lambda starts: torch.from_numpy(starts).to(CARD))
+    ids = ids.to(CARD)
+    visible = (ids[:, None, :, None] == ids[:, None, None]) & causal(seq, window, ids.device)
+    qkv = torch.randn(seq, batch, groups, queries + 2, size, device=CARD).bfloat16().requires_grad_()
+    parts = qkv.split((queries, 1, 1), dim=3)
+    kernel = partial(torch_kernel, scale=0.125, window=window)
+    packed = packed_attention(*parts, borders, kernel)
+    masked = fused_attention(*parts, additive(visible, torch.bfloat16), 0.125)
+    torch.testing.assert_close(packed, masked, rtol=2e-2, atol=2e-2)
+    gradients = [torch.autograd.grad(x.float().square().sum(), qkv)[0] for x in (packed, masked)]
+    torch.testing.assert_close(*gradients, rtol=5e-2, atol=5e-2)

@@ -77,6 +77,7 @@ class Seen:
         default_factory=Counter
     )  # operations on tensors of both, 0-dimensional ones aside
     product_dtypes: Counter[str] = field(default_factory=Counter)  # of the operands of matrix products
+    carveouts: Counter[str] = field(default_factory=Counter)  # products by 'place SMs left free'
     counted_bytes: dict[str, int] = field(default_factory=dict)  # at the peak of a step; see dry_run's RankCount.items
     planned_bytes: dict[str, int] = field(default_factory=dict)
     # of --compile-blocks: function -> how often each of its graphs calls each operation; what was said of the choice
@@ -210,6 +211,7 @@ class Operations(TorchDispatchMode):
             seen.mixed_devices[f"{name} in {place()}"] += 1
         if name in PRODUCTS:
             operands = inputs[PRODUCTS[name] :][:2]
+            seen.carveouts[f"{place()} {torch._C._get_sm_carveout_experimental() or 0}"] += 1
             seen.product_dtypes[" ".join(str(tensor.dtype).removeprefix("torch.") for tensor in operands)] += 1
         storages = {id(tensor.untyped_storage()) for tensor in inputs}
         is_view = not func._schema.is_mutable and all(id(t.untyped_storage()) in storages for t in outputs)
@@ -357,7 +359,7 @@ def seen_of(world_size: int, rank: int, changes: dict[str, Any], base: dict[str,
             (runtime,) = built
             dp_rank = runtime.coordinates.dp_rank
             keys, count = Keys(1, 1, dp_rank, plan.topology.dp), plan.batch.num_microbatches
-            microbatches = Microbatches(count, partial(read, dp_rank), keys, DEVICE)
+            microbatches = Microbatches(count, partial(read, dp_rank), keys, DEVICE, runtime.packs_documents)
             train_step(runtime).run(microbatches, Rates(1e-3, 0.1))
             runtime.finish_parameters()
         answers.seen.counted_bytes = dict(counted.items)

@@ -54,7 +54,9 @@ def test_compiled_blocks_keep_to_the_device(name: str, run: Callable[..., Any]) 
         assert SYNCHRONIZES not in graph
         assert sum(graph.get(product, 0) for product in PRODUCTS) == (4 if "block" in seen.graphs else 0)
     if name in ("llama", "zb-h1", "dualpipe"):
-        assert [graph.get(f"{ATTENTION}{end}") for graph, end in zip(seen.graphs["block"], ("", "_backward"))] == [1, 1]
+        assert [
+            graph.get(f"{ATTENTION}{end}") for graph, end in zip(seen.graphs["block"], ("", "_backward"), strict=True)
+        ] == [1, 1]
     print(sum(seen.counted_bytes.values()) / sum(seen.planned_bytes.values()), seen.seconds)
     assert {item: seen.counted_bytes[item] for item in STATE} == {item: seen.planned_bytes[item] for item in STATE}
     assert sum(seen.counted_bytes.values()) == pytest.approx(sum(seen.planned_bytes.values()), rel=CLOSE)

@@ -19,6 +19,7 @@ from megapipe.config.model import PrecisionConfig
 from megapipe.errors import ConfigError
 from megapipe.gpu.kernels import Kernels, choose_kernels, describe_kernels
 from megapipe.gpu.libraries import AttentionShape, FlashAttention, TransformerEngine
+from megapipe.gpu.packed_attention import DocumentBorders
 from megapipe.model.attention import explicit_attention
 from megapipe.model.context import additive, causal
 from megapipe.optimizer.schedule import Rates
@@ -87,12 +88,12 @@ def test_the_start_names_the_library_of_each_kernel() -> None:
         precision=PrecisionConfig(dtype="bf16", fp8_format="hybrid"),
     )
     with installed():
-        said = "\n".join(describe_kernels(choose_kernels(config), config, "cuda"))
+        said = "\n".join(describe_kernels(choose_kernels(config), config, torch.device("cuda")))
     assert "Transformer Engine 2.stub (--transformer-impl transformer_engine); fp8 hybrid, delayed scaling\n" in said
     assert "flash-attn 2.8.stub (--attention-impl flash)" in said
     assert "FusedAdam of Transformer Engine" in said
     own = Config(precision=PrecisionConfig(dtype="bf16", fp8_format="e4m3"))
-    said = "\n".join(describe_kernels(choose_kernels(own), own, "cpu"))
+    said = "\n".join(describe_kernels(choose_kernels(own), own, torch.device("cpu")))
     assert "emulated on this CPU, for tests: operands rounded to fp8, products in fp32" in said
     assert "explicit, not fused, for --attention-dropout" in said
 
@@ -111,11 +112,28 @@ def test_attention_of_a_library_equals_explicit_attention(
     mask = additive(causal(seq, window, torch.device("cpu")), torch.float64)
     with installed():
         opened = FlashAttention() if library == "flash" else TransformerEngine("", "", PrecisionConfig())
-        output = opened.attention(shape)(*qkv.split((queries, 1, 1), dim=3))
+        output = opened.attention(shape)(*qkv.split((queries, 1, 1), dim=3), None)
         (gradient,) = torch.autograd.grad(output.square().sum(), qkv)
     expected = explicit_attention(*qkv.split((queries, 1, 1), dim=3), mask, 0.4, cap, None)
     (expected_gradient,) = torch.autograd.grad(expected.square().sum(), qkv)
     assert output.shape == (seq, batch, groups * queries * size)
+    torch.testing.assert_close(output, expected, rtol=1e-12, atol=1e-13)
+    torch.testing.assert_close(gradient, expected_gradient, rtol=1e-11, atol=1e-12)
+
+
+@pytest.mark.parametrize(("window", "cap"), [(None, None), (3, None), (None, 1.5)], ids=["plain", "window", "cap"])
+def test_flash_attention_keeps_documents_apart(window: int | None, cap: float | None) -> None:
+    seq, batch, groups, queries, size = 9, 2, 2, 3, 4
+    qkv = torch.randn(seq, batch, groups, queries + 2, size, dtype=torch.float64, requires_grad=True)
+    ids = torch.tensor([[0] * 4 + [1] * 5, [0] * 9])
+    borders = DocumentBorders.of(ids.numpy(), torch.from_numpy)
+    visible = (ids[:, None, :, None] == ids[:, None, None]) & causal(seq, window, torch.device("cpu"))
+    with installed():
+        kernel = FlashAttention().attention(AttentionShape(0, queries, size, 0.4, window, cap, False))
+        output = kernel(*qkv.split((queries, 1, 1), dim=3), borders)
+    (gradient,) = torch.autograd.grad(output.square().sum(), qkv)
+    expected = explicit_attention(*qkv.split((queries, 1, 1), dim=3), additive(visible, torch.float64), 0.4, cap, None)
+    (expected_gradient,) = torch.autograd.grad(expected.square().sum(), qkv)
     torch.testing.assert_close(output, expected, rtol=1e-12, atol=1e-13)
     torch.testing.assert_close(gradient, expected_gradient, rtol=1e-11, atol=1e-12)
 

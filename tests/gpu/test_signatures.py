@@ -23,6 +23,7 @@ from megapipe.config.model import PrecisionConfig
 from megapipe.config.training import OptimizerConfig
 from megapipe.errors import ConfigError
 from megapipe.gpu.libraries import Apex, AttentionShape, FlashAttention, TransformerEngine
+from megapipe.gpu.packed_attention import DocumentBorders
 from tests.gpu.stand_ins import installed
 
 TABLE: dict[str, dict[str, dict[str, Any]]] = json.loads(
@@ -93,7 +94,9 @@ def call_all(library: str) -> None:
     weight = torch.nn.Parameter(torch.ones(8))
     qkv = [torch.randn(4, 1, 1, number, 8) for number in (2, 1, 1)]
     if library == "flash_attn":
-        FlashAttention().attention(shape)(*qkv)
+        kernel, documents = FlashAttention().attention(shape), DocumentBorders(torch.tensor([0, 3, 4]).int(), 3)
+        kernel(*qkv, None)
+        kernel(*qkv, documents)
         return
     opened: Any
     if library == "apex":
@@ -107,7 +110,7 @@ def call_all(library: str) -> None:
                 pass
         for norm in ("LayerNorm", "RMSNorm"):
             opened.norm(norm, 8, 1e-5, True)
-        opened.attention(shape)(*qkv)
+        opened.attention(shape)(*qkv, None)
         linear = opened.linear(
             "column",
             8,

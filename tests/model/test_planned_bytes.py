@@ -17,8 +17,8 @@ from megapipe.comm.groups import Group
 from megapipe.config.model import ModelConfig, PrecisionConfig
 from megapipe.config.parallel import RECOMPUTE_MODULES, RecomputeConfig
 from megapipe.config.training import TrainingConfig
-from megapipe.layers.attention import is_explicit
 from megapipe.layers.model import ModelSpec, model_parameters, model_spec
+from megapipe.layers.packing import is_explicit
 from megapipe.layers.table import Documents, RankShape
 from megapipe.model.context import LayerContext
 from megapipe.model.microbatch import Microbatch

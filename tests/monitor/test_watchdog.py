@@ -24,9 +24,11 @@ class OtherHost:
     def __init__(self, heartbeat: Heartbeat, answers: bool, is_taken: bool = False) -> None:
         self.heartbeat, self.answers, self.is_taken = heartbeat, answers, is_taken
         self.is_reported = False
+        self.num_fetches = 0
         heartbeat.pulse()
 
     def fetch(self, ranks: Sequence[int]) -> dict[int, bytes]:
+        self.num_fetches += 1
         if self.answers:
             self.heartbeat.pulse()
         return {1: self.heartbeat.as_bytes()} if 1 in ranks else {}
@@ -37,7 +39,7 @@ class OtherHost:
     def publish_stack(self, text: str) -> None:
         self.published = text
 
-    def claim(self) -> bool:
+    def claim(self, what: str = "claim") -> bool:
         return not self.is_taken
 
     def set_reported(self) -> None:
@@ -85,6 +87,29 @@ def test_a_missing_rank_of_another_host_is_reported(tmp_path: Path, answers: boo
     assert "rank 0 (pp 0, stage 0) waits" in report
     assert exchange.is_reported
     assert "test_watchdog.py" in exchange.published, "the stack of the thread that waits"
+
+
+@pytest.mark.parametrize("is_taken", [False, True], ids=["first", "later"])
+def test_one_rank_of_the_run_looks_for_a_lost_peer(tmp_path: Path, is_taken: bool) -> None:
+    exchange = OtherHost(Heartbeat(("world",)), False, is_taken)
+    *_, watchdog = watched(tmp_path, exchange)
+    assert [sighting.is_unreachable for sighting in watchdog.unreachable()] == ([] if is_taken else [False, True])
+    assert exchange.num_fetches == (0 if is_taken else 2)
+
+
+def test_one_rank_of_a_host_asks_for_that(tmp_path: Path) -> None:
+    """Rank 2 leaves it to rank 0, which lives, but not to a rank whose process has ended."""
+    exchange, pid = OtherHost(Heartbeat(("world",)), False), os.getpid()
+    for first_pid, asks in ((pid, False), (2**22 + 1, True)):
+        first = Member(0, "a", first_pid, start_ticks(pid), process_space(), "pp 0", (0,))
+        own = Member(2, "a", pid, start_ticks(pid), process_space(), "pp 2", (2,))
+        roster = Roster((first, Member(1, "b", 77, 5, "elsewhere", "pp 1", (1,)), own), {"world": ((0, 1, 2),)})
+        heartbeats = [Heartbeat(("world",)) for _ in (0, 2)]
+        for rank, heartbeat in zip((0, 2), heartbeats, strict=True):
+            heartbeat.share(record_path(tmp_path, rank))
+            heartbeat.pulse()
+        watchdog = Watchdog(heartbeats[1], roster, 2, tmp_path, LIMIT_SECONDS, print, print, exchange)
+        assert bool(watchdog.unreachable()) == asks
 
 
 def test_a_rank_leaves_without_a_report_when_another_host_has_reported(tmp_path: Path) -> None:

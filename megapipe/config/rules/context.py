@@ -79,6 +79,10 @@ def combinations(config: Config) -> Iterator[str]:
         ("--num-experts", model.num_experts is not None),
         ("--multi-latent-attention", model.multi_latent_attention),
         (f"--softmax-type {model.softmax_type}", model.softmax_type != "vanilla"),
+        (
+            "--attention-impl flash with --reset-attention-mask",
+            kernels.attention_impl == "flash" and config.data.reset_attention_mask,
+        ),
         ("--transformer-impl transformer_engine", kernels.transformer_impl != "local"),
         ("--compile-pointwise", kernels.compile_pointwise),
         ("--cuda-graph-impl", config.gpu.cuda_graph_impl != "none"),

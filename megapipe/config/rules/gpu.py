@@ -42,7 +42,7 @@ def libraries(config: Config) -> Iterator[str]:
         (f"--softmax-type {model.softmax_type}", model.softmax_type != "vanilla"),
         (
             "--sft (documents that do not see each other)" if config.data.sft else "--reset-attention-mask",
-            config.data.reset_attention_mask,
+            config.data.reset_attention_mask and attention == "te",
         ),
         (f"--dtype {dtype} (use --bf16 or --fp16)", dtype not in HALF_TYPES),
     )
@@ -161,6 +161,9 @@ def cuda_graphs(config: Config) -> Iterator[str]:
         rule = "moves activations when autograd asks for them, which a replay does not"
         count = config.offload.cpu_offloading_num_layers
         reasons.append(f"--cpu-offloading-num-layers {count} {rule}; leave it out, or use --recompute-granularity")
+    if config.data.reset_attention_mask and kernels.attention_impl == "flash":
+        rule = "takes documents of other numbers and lengths in every microbatch"
+        reasons.append(f"--attention-impl flash {rule}; use --attention-impl sdpa, which then has a mask")
     if config.optimizer.optimizer_post_validation:
         rule = "may run forwards twice while their first messages are in flight"
         reasons.append(f"--optimizer-post-validation {rule}; leave it out")

@@ -106,7 +106,8 @@ def count_step(
     count = num_microbatches or plan.batch.num_microbatches
     dp_rank = runtime.coordinates.dp_rank
     keys = Keys(plan.config.training.seed, 0, dp_rank, plan.topology.dp)
-    microbatches = Microbatches(count, lambda k: read(dp_rank, k), keys, device, runtime.sequence_part)
+    read_own = lambda k: read(dp_rank, k)  # noqa: E731
+    microbatches = Microbatches(count, read_own, keys, device, runtime.sequence_part, runtime.packs_documents)
     outputs = OutputWatch(runtime) if plan.config.training.check_for_nan_in_loss_and_grad else None
     live.begin()
     train_step(runtime, plan.config.logging.log_num_zeros_in_grad).run(microbatches, RATES)

@@ -22,7 +22,7 @@ from megapipe.config.layers import layer_kinds
 from megapipe.config.parallel import RecomputeConfig
 from megapipe.config.rules.experts import combinations
 from megapipe.config.rules.proposals import divisors
-from megapipe.layers.attention import is_explicit
+from megapipe.layers.packing import is_explicit
 from megapipe.plan.hardware import Hardware
 from megapipe.plan.recompute_choice import recompute_text
 from megapipe.schedule.families import SCHEDULES, default_schedule

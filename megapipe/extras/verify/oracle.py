@@ -100,7 +100,8 @@ def share_of(runtime: TrainingRuntime, batch: GlobalBatch, step: int) -> Microba
     seed, dp, dp_rank = runtime.plan.config.training.seed, runtime.plan.topology.dp, runtime.coordinates.dp_rank
     keys = Keys(seed, step, dp_rank, dp)
     read = lambda k: batch[k * dp + dp_rank]  # noqa: E731
-    return Microbatches(len(batch) // dp, read, keys, runtime.device, runtime.sequence_part)
+    parts = runtime.sequence_part, runtime.packs_documents
+    return Microbatches(len(batch) // dp, read, keys, runtime.device, *parts)
 
 
 @dataclass(frozen=True)

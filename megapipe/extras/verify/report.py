@@ -10,7 +10,7 @@ from megapipe.config.layers import layer_configs
 from megapipe.extras.verify.compare import Difference, ParityStep, RankStep, tolerance_of, worst
 from megapipe.extras.verify.routing import OtherChoice, expert_layers
 from megapipe.extras.verify.shrink import Shrunk
-from megapipe.layers.attention import is_explicit
+from megapipe.layers.packing import is_explicit
 from megapipe.plan.recompute_choice import recompute_text
 from megapipe.plan.run_plan import RunPlan
 from megapipe.sharding.spec import ParamSpec

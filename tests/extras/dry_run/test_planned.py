@@ -43,6 +43,13 @@ EXPERTS = {
     "expert_model_parallel_size": 2,
 }
 CP2 = {"context_parallel_size": 2}
+DOCUMENTS = {
+    "reset_position_ids": True,
+    "reset_attention_mask": True,
+    "eod_mask_loss": True,
+    "tokenizer_type": "ByteTokenizer",
+    "vocab_size": 257,
+}
 CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "one_rank": (1, {}),
     "bf16": (1, {"dtype": "bf16"}),
@@ -102,16 +109,7 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
         2,
         NARROW | PP2 | {"pipeline_schedule": "pipedream", "clip_grad": 0.0, "main_params_dtype": "fp16"},
     ),
-    "documents": (
-        1,
-        {
-            "reset_position_ids": True,
-            "reset_attention_mask": True,
-            "eod_mask_loss": True,
-            "tokenizer_type": "ByteTokenizer",
-            "vocab_size": 257,
-        },
-    ),
+    "documents": (1, DOCUMENTS),
     "window": (1, {"window_size": 32}),
     "cp2_p2p": (2, CP2),
     "cp4_all_gather_sp2_bf16": (
@@ -133,6 +131,9 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "fp8_zb_h1_sp2": (4, PP2 | SP2 | FP8 | {"dtype": "bf16", "pipeline_schedule": "zb-h1"}),
     "fp8_casts_compiled": (1, FP8 | {"dtype": "bf16", "compile_pointwise": True}),
     "fp8_full": (1, FULL | FP8 | {"fp8_recipe": "tensorwise"}),
+    "documents_bf16": (1, DOCUMENTS | {"dtype": "bf16"}),
+    "documents_bf16_core_attn": (1, DOCUMENTS | selective("core_attn") | {"dtype": "bf16", "micro_batch_size": 1}),
+    "documents_bf16_full_but_attention": (1, DOCUMENTS | FULL | {"recompute_keep_attention": True, "dtype": "bf16"}),
 }
 BASES: dict[str, dict[str, Any]] = {"gpt2": {}, "llama": LLAMA} | UNLIKE
 OF_UNLIKE = (

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 from torch import Tensor
 
@@ -36,3 +38,29 @@ def flash_attn_func(
     if window_size[0] >= 0:
         hidden = hidden | (column < row - window_size[0])
     return torch.einsum("bhqk,bkhd->bqhd", logits.masked_fill(hidden, -torch.inf).softmax(-1), v)
+
+
+def flash_attn_varlen_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    deterministic: bool = False,
+) -> Tensor:
+    """Run each document of q, k, v [tokens, heads, d] by itself."""
+    assert cu_seqlens_q.dtype == torch.int32
+    assert torch.equal(cu_seqlens_q, cu_seqlens_k)
+    assert max_seqlen_q == max_seqlen_k == cu_seqlens_q.diff().max()
+    outputs = []
+    for start, stop in pairwise(cu_seqlens_q.tolist()):
+        document = (x[None, start:stop] for x in (q, k, v))
+        outputs.append(flash_attn_func(*document, dropout_p, softmax_scale, causal, window_size, softcap)[0])
+    return torch.cat(outputs)
