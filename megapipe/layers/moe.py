@@ -72,9 +72,11 @@ class MoE:
         shape = (count, hidden)
         yield ParamSpec(f"{name}.router.weight", shape, layer, init=first, partial_gradient=sequence_parallel)
         cut = Experts(count, self.gates, etp)
-        yield ParamSpec(f"{name}.experts.weight1", (count * self.gates * width, hidden), layer, cut, first)
+        shape = (count * self.gates * width, hidden)
+        yield ParamSpec(f"{name}.experts.weight1", shape, layer, cut, first, matrix="outputs x inputs")
         cut = Experts(count, 1, etp)
-        yield ParamSpec(f"{name}.experts.weight2", (count * width, hidden), layer, cut, Init("normal", last))
+        shape, init = (count * width, hidden), Init("normal", last)
+        yield ParamSpec(f"{name}.experts.weight2", shape, layer, cut, init, matrix="inputs x outputs")
         if self.shared is not None:
             shared, name = self.shared.model.ffn_hidden_size, f"{name}.shared_experts"
             gates, std = self.gates, model.init_method_std

@@ -222,7 +222,7 @@ def roofline(plan: RunPlan, hardware: Hardware, forms: Forms) -> Roofline:
     peak = hardware.peak(plan.config.precision.dtype)
     product = 2.0 * plan.shape.tokens * head.num_weights / (peak * GEMM_SHARE)
     loss = step["loss"].time(fast) + 3 * product
-    shards = [plan.shard_elements(plan.placement.stages_of(rank)) for rank in range(plan.topology.pp)]
+    shards = [sum(plan.shard_elements(plan.placement.stages_of(rank)).values()) for rank in range(plan.topology.pp)]
     update = max(shards) * step["update"].num_bytes / fast.memory_bytes_per_second
     held = [
         [plan.partition.stages[stage] for stage in plan.placement.stages_of(rank)] for rank in range(plan.topology.pp)

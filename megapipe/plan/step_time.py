@@ -92,7 +92,10 @@ def predict_step(plan: RunPlan, hardware: Hardware) -> StepTime:
     # all ranks wait for the norm, and for the next step's first stage
     held = [plan.placement.stages_of(rank) for rank in range(plan.topology.pp)]
     updated = max(
-        plan.shard_elements(stages_of_rank) * update_bytes(plan.state_dtypes(rank), plan.shape.element)
+        sum(
+            count * update_bytes(plan.state_dtypes(rank), plan.shape.element, kind)
+            for kind, count in plan.shard_elements(stages_of_rank).items()
+        )
         for rank, stages_of_rank in enumerate(held)
     )
     cast = max(_weight_cast_seconds(plan, hardware, rank) for rank in range(plan.topology.pp))
@@ -103,14 +106,14 @@ def predict_step(plan: RunPlan, hardware: Hardware) -> StepTime:
     return StepTime(sum(parts.values()), parts, tokens, flops, world_size, peak, timeline)
 
 
-def update_bytes(dtypes: StateDtypes, element: int) -> int:
+def update_bytes(dtypes: StateDtypes, element: int, of_matrix: bool = False) -> int:
     """Return the bytes that norm and update move for each element of a rank's shard.
 
     Both read the gradient. Master and moments are read and written, the weight, of `element` bytes, is written, and
     read where no whole master weight exists.
     """
-    read = dtypes.undo_bytes(element) - dtypes.gradient_bytes  # an update reads what it changes
-    return 2 * dtypes.gradient_bytes + read + dtypes.state_bytes + element
+    read = dtypes.undo_bytes(element, of_matrix) - dtypes.gradient_bytes  # an update reads what it changes
+    return 2 * dtypes.gradient_bytes + read + dtypes.state_bytes(of_matrix) + element
 
 
 def stage_seconds(plan: RunPlan, hardware: Hardware) -> tuple[OpSeconds, ...]:

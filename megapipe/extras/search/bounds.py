@@ -164,7 +164,7 @@ class Bounds:
         shards = self._world_size // layout.tp // layout.pp if layout.distributed_optimizer else 1
         element = ELEMENT_BYTES[self._config.precision.dtype]
         dtypes = state_dtypes(self._config.optimizer, self._config.precision)
-        per_element = element + dtypes.gradient_bytes + dtypes.state_bytes / shards
+        per_element = element + dtypes.gradient_bytes + dtypes.state_bytes(True) / shards
         least = most = 0.0
         for rank in ranks:
             layers = sum(map(operator.mul, rank.layers, elements.layers))

@@ -25,6 +25,7 @@ from megapipe.data.batch import Batch, DocumentRules
 from megapipe.extras.reference.asynchronous import Delays, asynchronous_step
 from megapipe.extras.reference.config import ReferenceConfig
 from megapipe.extras.reference.gpt import ReferenceGPT
+from megapipe.extras.reference.muon import MuonOptions
 from megapipe.extras.reference.train import Microbatch, StepResult, build_optimizer, reference_step
 from megapipe.model.init import draw
 from megapipe.optimizer.schedule import Rates
@@ -42,7 +43,7 @@ BRANCH_SHARE = 0.03
 BRANCH_NORMS = ("post_self_attn_layernorm.weight", "post_mlp_layernorm.weight")
 EOD_SHARE = 0.15  # share of end-of-document tokens where the configuration uses documents
 FROM_TRAINING = ("label_smoothing", "z_loss")  # fields of ReferenceConfig that the training section has
-OPTIMIZER_NAMES = {"adam": "adamw", "sgd": "sgd"}
+OPTIMIZER_NAMES = {"adam": "adamw", "sgd": "sgd", "muon": "muon"}
 
 
 def drawn_slices(seed: int, dtype: torch.dtype) -> DrawSlice:
@@ -130,6 +131,7 @@ class Oracle:
             eps=optimizer.adam_eps,
             momentum=optimizer.sgd_momentum,
             update=registered_update(optimizer),
+            muon=muon_options(optimizer),
         )
         self._decaying = [group for group in self._optimizer.param_groups if group["weight_decay"]]
 
@@ -210,6 +212,19 @@ def functions_of(model: ResolvedModelConfig) -> dict[str, Any]:
         "attention_function": ATTENTIONS[model.attention_kind].function,
         "attention_heads": heads,
     }
+
+
+def muon_options(optimizer: OptimizerConfig) -> MuonOptions:
+    """Return the options of Muon as the reference's optimizer takes them."""
+    return MuonOptions(
+        momentum=optimizer.muon_momentum,
+        nesterov=optimizer.muon_nesterov,
+        coefficient_type=optimizer.muon_coefficient_type,
+        num_steps=optimizer.muon_num_ns_steps,
+        scale_mode=optimizer.muon_scale_mode,
+        extra_scale_factor=optimizer.muon_extra_scale_factor,
+        splits_qkv=not optimizer.muon_no_split_qkv,
+    )
 
 
 def registered_update(optimizer: OptimizerConfig) -> Callable[..., None] | None:
