@@ -51,8 +51,8 @@ OPTIMIZERS = Registry(
         "muon": UpdateKind(("exp_avg", "exp_avg_sq"), matrix_states=("momentum",)),
     },
 )
-# (a, b, c) of the steps of Newton-Schulz, X <- a X + (b X X^T + c (X X^T)^2) X, repeated in turn. Sources: Jordan et al.
-# 2024, "Muon: an optimizer for hidden layers in neural networks" (simple); Megatron-Core (quintic)
+# (a, b, c) of the steps of Newton-Schulz, X <- a X + (b X X^T + c (X X^T)^2) X, in turn. Sources: Jordan et al. 2024,
+# "Muon: an optimizer for hidden layers in neural networks" (simple); Megatron-Core (quintic)
 NEWTON_SCHULZ = {
     "simple": ((3.4445, -4.7750, 2.0315),),
     "quintic": (

@@ -109,6 +109,12 @@ def describe_kernels(kernels: Kernels, config: Config, device_type: str) -> tupl
         optimizer = f"{config.optimizer.optimizer} of {OPTIMIZERS.origin(config.optimizer.optimizer)}"
     elif kernels.compiles_update:
         optimizer = "AdamW, compiled, which writes the weights in the same pass"
+    elif config.optimizer.optimizer == "muon":
+        steps, precision = config.optimizer.muon_num_ns_steps, config.optimizer.muon_fp32_matmul_prec
+        optimizer = (
+            f"Muon for the matrices of hidden layers, {steps} steps of Newton-Schulz (fp32 on GPUs: {precision}), "
+            "torch's fused AdamW for the rest"
+        )
     else:
         optimizer = f"torch's fused {'AdamW' if config.optimizer.optimizer == 'adam' else 'SGD'}"
     return (

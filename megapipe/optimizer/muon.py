@@ -50,8 +50,8 @@ class _Grid:
         held: dict[OwnedMatrix, Tensor],
         collects: bool,
     ) -> tuple[list[list[Tensor]], list[list[Tensor]]]:
-        """Return, by replica, the parts of this rank's shards that belong to each, and the places of all shards' parts in
-        the slices that it holds. collects: where every shard has all, only the owner's.
+        """Return, by replica, the parts of this rank's shards that belong to each, and the places of all shards' parts
+        in the slices that it holds. collects: where every shard has all, only the owner's.
         """
         shards: list[list[Tensor]] = [[] for _ in self.replicas.ranks]
         slices: list[list[Tensor]] = [[] for _ in self.replicas.ranks]
@@ -95,10 +95,10 @@ class _Grid:
 class Muon:
     """The rule of --optimizer muon.
 
-    The momentum is a running mean of the clipped gradient. Each matrix of momentum (with muon_nesterov: of its mean with
-    the gradient) is brought to its owner, orthogonalized in at least fp32, and returned to the shards (sharding.matrices
-    says which rank owns which), where weights decay as with AdamW. groups: replicas and the ranks that cut parameters.
-    device: of the computation, which is not that of the state with --optimizer-cpu-offload.
+    The momentum is a running mean of the clipped gradient. Each matrix of momentum (with muon_nesterov: of its mean
+    with the gradient) is brought to its owner (sharding.matrices), orthogonalized in at least fp32, and returned to the
+    shards, where weights decay as with AdamW. groups: replicas and the ranks that cut parameters. device: of the
+    computation, which is not that of the state with --optimizer-cpu-offload.
     """
 
     def __init__(

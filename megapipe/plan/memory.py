@@ -49,6 +49,7 @@ from megapipe.plan.activations import (
     stage_bytes,
     temporary_bytes,
 )
+from megapipe.plan.muon import muon_work
 from megapipe.plan.run_plan import RunPlan
 from megapipe.schedule.action import Action, Op
 from megapipe.schedule.lifetimes import (
@@ -202,8 +203,10 @@ def _state(plan: RunPlan, pp_rank: int) -> dict[str, int]:
 def _update_bytes(plan: RunPlan, pp_rank: int) -> int:
     """Return the bytes of the largest chunk that an update, or the norm of the gradients, makes on the device."""
     stages, dtypes = plan.placement.stages_of(pp_rank), plan.state_dtypes(pp_rank)
-    elements = sum(plan.shard_elements(stages).values())
-    of_norm = 4 * min(NORM_CHUNK, elements) if dtypes.gradient_bytes < 4 else 0
+    elements = plan.shard_elements(stages)
+    of_norm = 4 * min(NORM_CHUNK, sum(elements.values())) if dtypes.gradient_bytes < 4 else 0
+    if plan.config.optimizer.optimizer == "muon":
+        return (elements[True] + muon_work(plan, pp_rank).temporary_elements) * dtypes.gradient_bytes
     if not (dtypes.is_narrow or dtypes.rule_bytes) or plan.config.optimizer.optimizer_cpu_offload:
         return of_norm
     shards = ((bucket, layout) for stage in stages for layout in plan.buffers(stage, 0) for bucket in layout.buckets)

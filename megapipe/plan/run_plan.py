@@ -187,8 +187,8 @@ class RunPlan:
         return sum(layout.numel for stage in stages for layout in self.buffers(stage, 0))
 
     def shard_elements(self, stages: Iterable[int]) -> dict[bool, int]:
-        """Return the parameters of these stages whose optimizer state is on one rank, padding included: True for buckets
-        of matrices that the update rule treats as such, False for all others.
+        """Return the parameters of these stages whose optimizer state is on one rank, padding included: True for
+        buckets of matrices that the update rule treats as such, False for all others.
         """
         total = {False: 0, True: 0}
         for layout in (layout for stage in stages for layout in self.buffers(stage, 0)):

@@ -21,6 +21,7 @@ from megapipe.plan.hardware import Hardware, Link
 from megapipe.plan.layer_costs import step_flops
 from megapipe.plan.layer_time import OpSeconds, head_seconds, layer_seconds
 from megapipe.plan.memory import offloaded_groups
+from megapipe.plan.muon import muon_work
 from megapipe.plan.recompute_choice import layer_recompute
 from megapipe.plan.run_plan import RunPlan
 from megapipe.plan.traffic import gather_bytes, reduction_bytes
@@ -99,7 +100,8 @@ def predict_step(plan: RunPlan, hardware: Hardware) -> StepTime:
         for rank, stages_of_rank in enumerate(held)
     )
     cast = max(_weight_cast_seconds(plan, hardware, rank) for rank in range(plan.topology.pp))
-    parts["optimizer"] = updated / hardware.memory_bytes_per_second + cast
+    muon = max(_muon_seconds(plan, hardware, rank) for rank in range(plan.topology.pp))
+    parts["optimizer"] = updated / hardware.memory_bytes_per_second + cast + muon
     parts["gather"] = max(_exposed_gather(plan, hardware, stages_of_rank, stages) for stages_of_rank in held)
     flops, tokens = step_flops(model, sequences, causal=True), sequences * model.seq_length
     peak, world_size = hardware.peak(plan.config.precision.dtype), plan.topology.world_size
@@ -114,6 +116,20 @@ def update_bytes(dtypes: StateDtypes, element: int, of_matrix: bool = False) -> 
     """
     read = dtypes.undo_bytes(element, of_matrix) - dtypes.gradient_bytes  # an update reads what it changes
     return 2 * dtypes.gradient_bytes + read + dtypes.state_bytes(of_matrix) + element
+
+
+def _muon_seconds(plan: RunPlan, hardware: Hardware, pp_rank: int) -> float:
+    """Return the seconds of Newton-Schulz and of bringing matrices to their owners and back."""
+    work, optimizer = muon_work(plan, pp_rank), plan.config.optimizer
+    dtype = plan.config.precision.dtype
+    # GPUs multiply fp32 at half the rate of 16 bits (TF32), or without tensor cores
+    slowdown = {"bf16": 1, "fp16": 1}.get(dtype, 0) * (16 if optimizer.muon_fp32_matmul_prec == "highest" else 2)
+    rate = hardware.peak(dtype) / max(slowdown, 1) * hardware.gemm_share(plan.config.model.hidden_size)
+    seconds = work.flops / rate
+    for group, elements in work.sent.items():
+        link = ring_link(plan.topology, group, hardware.node, hardware.network)
+        seconds += elements * plan.shape.gradient / link.bytes_per_second + 2 * link.latency_seconds
+    return seconds
 
 
 def stage_seconds(plan: RunPlan, hardware: Hardware) -> tuple[OpSeconds, ...]:

@@ -1,5 +1,5 @@
-"""Rules of main gradients, master weights and moments narrower than fp32 (--use-precision-aware-optimizer), of Muon, and
-of the options of update rules.
+"""Rules of main gradients, master weights and moments narrower than fp32 (--use-precision-aware-optimizer), of Muon,
+and of the options of update rules.
 """
 
 from __future__ import annotations

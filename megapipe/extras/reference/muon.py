@@ -48,8 +48,8 @@ def hidden_matrices(model: nn.Module, splits_qkv: bool) -> dict[str, Any]:
             found[f"{name}.linear_qkv.weight"] = [(part, False) for part in rows] if splits_qkv else [(None, False)]
             found[f"{name}.linear_proj.weight"] = [(None, False)]
         elif isinstance(module, MLP):
-            rows = torch.arange(len(module.linear_fc1.weight)).chunk(2 if module.gated else 1)
-            found[f"{name}.linear_fc1.weight"] = [(part, False) for part in rows]
+            halves = torch.arange(len(module.linear_fc1.weight)).chunk(2 if module.gated else 1)
+            found[f"{name}.linear_fc1.weight"] = [(part, False) for part in halves]
             found[f"{name}.linear_fc2.weight"] = [(None, False)]
         elif isinstance(module, Experts):
             count = module.config.num_experts or 1
@@ -60,7 +60,7 @@ def hidden_matrices(model: nn.Module, splits_qkv: bool) -> dict[str, Any]:
 
 
 class Muon(torch.optim.Optimizer):
-    """groups: one parameter each, with "name", "weight_decay" and "decoupled"; adamw: updates those without matrices."""
+    """groups: one parameter each, with "name", "weight_decay" and "decoupled". adamw: options of the others' AdamW."""
 
     def __init__(self, model: nn.Module, groups: list[dict[str, Any]], options: MuonOptions, **adamw: Any) -> None:
         self._matrices, self._options = hidden_matrices(model, options.splits_qkv), options
