@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from megapipe.config.fields import Flag, Need, count, option, zero_is_none
 from megapipe.registry import Registry
@@ -32,7 +33,7 @@ class UpdateKind:
     """An update rule: the tensors that it keeps of each parameter, all of the parameter's shape.
 
     update: of an extension: (weights, gradient, states, UpdateStep) -> None, elementwise and in place. The rules of
-    megapipe are in optimizer/update_rule.py. A rule over whole matrices needs another kind: shards are not whole.
+    megapipe are in optimizer/update_rule.py, those over whole matrices in optimizer/muon.py.
     """
 
     states: tuple[str, ...]
@@ -40,15 +41,18 @@ class UpdateKind:
     temporaries: int = 0  # tensors of a chunk's size, in at least fp32, that an update makes at the same time
     update: Callable[..., None] | None = None
     matrix_states: tuple[str, ...] | None = None  # in place of states, of the matrices of hidden layers
+    # of an extension: (momentum of a matrix [outputs, inputs], UpdateStep) -> what lr multiplies, of the same shape
+    direction: Callable[..., Any] | None = None
 
 
+ADAM_STATES = ("exp_avg", "exp_avg_sq")
 OPTIMIZERS = Registry(
     "update rule",
     "--optimizer",
     {
-        "adam": UpdateKind(("exp_avg", "exp_avg_sq")),
+        "adam": UpdateKind(ADAM_STATES),
         "sgd": UpdateKind(("momentum",)),
-        "muon": UpdateKind(("exp_avg", "exp_avg_sq"), matrix_states=("momentum",)),
+        "muon": UpdateKind(ADAM_STATES, matrix_states=("momentum",)),
     },
 )
 # (a, b, c) of the steps of Newton-Schulz, X <- a X + (b X X^T + c (X X^T)^2) X, in turn. Sources: Jordan et al. 2024,

@@ -18,6 +18,7 @@ from megapipe.config.model import ATTENTIONS, PrecisionConfig
 from megapipe.config.rules.gpu import why_not_compiled
 from megapipe.config.training import OPTIMIZERS
 from megapipe.gpu.libraries import Apex, FlashAttention, TransformerEngine
+from megapipe.registry import BUILT_IN
 
 AnyFunction = TypeVar("AnyFunction", bound=Callable[..., Any])
 
@@ -105,14 +106,14 @@ def describe_kernels(kernels: Kernels, config: Config, device_type: str) -> tupl
         optimizer = "FusedAdam of apex, and its accumulating weight gradient"
     elif kernels.optimizer is not None:
         optimizer = f"FusedAdam of Transformer Engine {kernels.optimizer.version}"
-    elif OPTIMIZERS[config.optimizer.optimizer].update is not None:
+    elif OPTIMIZERS.origin(config.optimizer.optimizer) != BUILT_IN:
         optimizer = f"{config.optimizer.optimizer} of {OPTIMIZERS.origin(config.optimizer.optimizer)}"
     elif kernels.compiles_update:
         optimizer = "AdamW, compiled, which writes the weights in the same pass"
     elif config.optimizer.optimizer == "muon":
-        steps, precision = config.optimizer.muon_num_ns_steps, config.optimizer.muon_fp32_matmul_prec
+        steps, products = config.optimizer.muon_num_ns_steps, config.optimizer.muon_fp32_matmul_prec
         optimizer = (
-            f"Muon for the matrices of hidden layers, {steps} steps of Newton-Schulz (fp32 on GPUs: {precision}), "
+            f"Muon for the matrices of hidden layers, {steps} steps of Newton-Schulz (fp32 on GPUs: {products}), "
             "torch's fused AdamW for the rest"
         )
     else:

@@ -11,7 +11,9 @@ from torch import Tensor
 
 from megapipe.comm.collectives import all_to_all
 from megapipe.comm.groups import Group, ProcessGroups
-from megapipe.config.training import NEWTON_SCHULZ, OptimizerConfig
+from megapipe.config.rules.optimizer import rule_options
+from megapipe.config.training import NEWTON_SCHULZ, OPTIMIZERS, OptimizerConfig, UpdateStep
+from megapipe.errors import ConfigError
 from megapipe.optimizer.schedule import Rates
 from megapipe.optimizer.shards import Shard
 from megapipe.optimizer.update_rule import UpdateRule
@@ -39,9 +41,9 @@ class _Grid:
     def is_alone(self) -> bool:
         return self.replicas.size == self.columns.size == 1
 
-    def owned_by_replica(self, matrices: Sequence[tuple[Shard, OwnedMatrix]]) -> list[OwnedMatrix]:
+    def held(self, matrices: Sequence[tuple[Shard, OwnedMatrix]]) -> Sequence[tuple[Shard, OwnedMatrix]]:
         """Return the matrices whose owner is this rank, or cuts parameters with it."""
-        return [matrix for _, matrix in matrices if matrix.replica == self.replicas.rank]
+        return [pair for pair in matrices if pair[1].replica == self.replicas.rank]
 
     def shards_and_slices(
         self,
@@ -93,7 +95,7 @@ class _Grid:
 
 
 class Muon:
-    """The rule of --optimizer muon.
+    """The rule of --optimizer muon, or of an extension over whole matrices.
 
     The momentum is a running mean of the clipped gradient. Each matrix of momentum (with muon_nesterov: of its mean
     with the gradient) is brought to its owner (sharding.matrices), orthogonalized in at least fp32, and returned to the
@@ -106,6 +108,8 @@ class Muon:
     ) -> None:
         self.num_steps = 0
         self._config, self._device = config, device
+        self._kind, self._options = OPTIMIZERS[config.optimizer], rule_options(config)
+        self._momentum = self._options["momentum"] if self._kind.direction is not None else config.muon_momentum
         self._rest = UpdateRule(config, [shard for shard in shards if not shard.bucket.has_matrices])
         self._shards = [shard for shard in shards if shard.bucket.has_matrices]
         self._grids = [grid for kind in (False, True) if (grid := self._grid(groups, kind)).matrices]
@@ -140,38 +144,55 @@ class Muon:
             gradient, momentum = shard.updated_from, shard.moments["momentum"]
             if factor != 1.0:
                 gradient.mul_(factor)
-            momentum.lerp_(gradient, 1 - self._config.muon_momentum)
+            momentum.lerp_(gradient, 1 - self._momentum)
             start = momentum
-            if self._config.muon_nesterov:
-                start = gradient.lerp(momentum, self._config.muon_momentum)
+            if self._kind.direction is None and self._config.muon_nesterov:
+                start = gradient.lerp(momentum, self._momentum)
             updates[id(shard)] = start.to(self._device, copy=start is momentum)
         with _matmul_precision(self._config.muon_fp32_matmul_prec, self._device):
             for grid in self._grids:
                 # alone one by one, which needs less memory
                 for matrices in ([one] for one in grid.matrices) if grid.is_alone else [grid.matrices]:
-                    self._orthogonalize(grid, matrices, updates)
+                    self._replace(grid, matrices, updates, rates)
         for shard in self._shards:
             master = shard.master.detach()
             master.mul_(1 - rates.lr * rates.weight_decay)
             master.add_(updates[id(shard)].to(master.device), alpha=-rates.lr)
 
-    def _orthogonalize(
-        self, grid: _Grid, matrices: Sequence[tuple[Shard, OwnedMatrix]], updates: dict[int, Tensor]
+    def _replace(
+        self, grid: _Grid, matrices: Sequence[tuple[Shard, OwnedMatrix]], updates: dict[int, Tensor], rates: Rates
     ) -> None:
-        """Replace the parts of these matrices in `updates` by those of their orthogonalized forms."""
-        config, like = self._config, next(iter(updates.values()))
-        held = {matrix: like.new_empty(matrix.local_shape) for matrix in grid.owned_by_replica(matrices)}
+        """Replace the parts of these matrices in `updates` by what is subtracted from the weights, before lr."""
+        like = next(iter(updates.values()))
+        held = {matrix: like.new_empty(matrix.local_shape) for _, matrix in grid.held(matrices)}
         whole = {matrix: like.new_empty(matrix.matrix.shape) for matrix in held if matrix.column == grid.columns.rank}
         _exchange(*grid.shards_and_slices(matrices, updates, held, collects=True), grid.replicas, like)
         _exchange(*grid.slices_and_matrices(held, whole, collects=True), grid.columns, like)
-        coefficients = NEWTON_SCHULZ[config.muon_coefficient_type]
         for matrix, values in whole.items():
-            scale = muon_scale(matrix.matrix.fans, config.muon_scale_mode) * config.muon_extra_scale_factor
-            torch.mul(orthogonalized(values, coefficients, config.muon_num_ns_steps), scale, out=values)
+            # as [outputs, inputs]
+            values = values if matrix.matrix.spec.matrix == "outputs x inputs" else values.T
+            values.copy_(self._direction(values, rates))
         slices, parts = grid.slices_and_matrices(held, whole, collects=False)
         _exchange(parts, slices, grid.columns, like)
         shards, slices = grid.shards_and_slices(matrices, updates, held, collects=False)
         _exchange(slices, shards, grid.replicas, like)
+
+    def _direction(self, matrix: Tensor, rates: Rates) -> Tensor:
+        """Return the update of a matrix [outputs, inputs] of momentum."""
+        config = self._config
+        if self._kind.direction is not None:
+            step = UpdateStep(self.num_steps, rates.lr, rates.weight_decay, self._options)
+            found = self._kind.direction(matrix, step)
+            if not isinstance(found, Tensor) or found.shape != matrix.shape:
+                shape = list(found.shape) if isinstance(found, Tensor) else type(found).__name__
+                raise ConfigError(
+                    f"update rule {config.optimizer!r} returned {shape} for a matrix of shape {list(matrix.shape)}; "
+                    "return a tensor of that shape"
+                )
+            return found
+        scale = muon_scale(matrix.shape, config.muon_scale_mode) * config.muon_extra_scale_factor
+        coefficients = NEWTON_SCHULZ[config.muon_coefficient_type]
+        return orthogonalized(matrix, coefficients, config.muon_num_ns_steps).mul_(scale)
 
 
 def orthogonalized(matrix: Tensor, coefficients: Sequence[tuple[float, float, float]], steps: int) -> Tensor:

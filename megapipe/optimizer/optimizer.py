@@ -153,7 +153,7 @@ class Optimizer:
             self._rule = NarrowAdam(config, self.shards, self._scales, self._device)
         elif compiler is not None:
             self._rule = CompiledAdam(config, self.shards, compiler)
-        elif config.optimizer == "muon":
+        elif OPTIMIZERS[config.optimizer].matrix_states is not None:
             self._rule = Muon(config, self.shards, groups, self._device)
         else:
             self._rule = UpdateRule(config, self.shards, library)

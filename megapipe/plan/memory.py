@@ -205,7 +205,7 @@ def _update_bytes(plan: RunPlan, pp_rank: int) -> int:
     stages, dtypes = plan.placement.stages_of(pp_rank), plan.state_dtypes(pp_rank)
     elements = plan.shard_elements(stages)
     of_norm = 4 * min(NORM_CHUNK, sum(elements.values())) if dtypes.gradient_bytes < 4 else 0
-    if plan.config.optimizer.optimizer == "muon":
+    if elements[True]:
         return (elements[True] + muon_work(plan, pp_rank).temporary_elements) * dtypes.gradient_bytes
     if not (dtypes.is_narrow or dtypes.rule_bytes) or plan.config.optimizer.optimizer_cpu_offload:
         return of_norm

@@ -1,4 +1,6 @@
-"""What --optimizer muon adds to a step: products, exchanged matrices and the memory of both."""
+"""What --optimizer muon adds to a step: products, exchanged matrices and the memory of both. Rules of extensions over
+whole matrices are planned like it.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 
-from megapipe.config.training import OptimizerConfig
+from megapipe.config.training import OPTIMIZERS, OptimizerConfig
 from megapipe.plan.run_plan import RunPlan
 from megapipe.sharding.buffers import Bucket
 from megapipe.sharding.matrices import OwnedMatrix, share_out
@@ -29,7 +31,7 @@ class MuonWork:
 def muon_work(plan: RunPlan, pp_rank: int) -> MuonWork:
     """Return the work of an update; nothing without Muon."""
     optimizer, topology = plan.config.optimizer, plan.topology
-    if optimizer.optimizer != "muon":
+    if OPTIMIZERS[optimizer.optimizer].matrix_states is None:
         return MuonWork()
     layouts = [layout for stage in plan.placement.stages_of(pp_rank) for layout in plan.buffers(stage, 0)]
     flops, temporary = 0, 0

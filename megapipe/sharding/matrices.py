@@ -38,12 +38,6 @@ class Matrix:
     def shape(self) -> tuple[int, int]:
         return sum(map(len, self.rows)), self.spec.shape[1]
 
-    @property
-    def fans(self) -> tuple[int, int]:
-        """Outputs and inputs of the linear; the transpose of `shape` where the parameter is stored transposed."""
-        rows, columns = self.shape
-        return (columns, rows) if self.spec.matrix == "inputs x outputs" else (rows, columns)
-
     def flops(self, steps: int) -> int:
         """Return the operations of `steps` steps of Newton-Schulz, each three products of matrices."""
         small, large = sorted(self.shape)
@@ -159,13 +153,13 @@ def share_out(
     )
 
 
-def muon_scale(fans: tuple[int, int], mode: str) -> float:
-    """Return the factor of an orthogonalized update, of --muon-scale-mode, for a linear with these (outputs, inputs).
+def muon_scale(shape: Sequence[int], mode: str) -> float:
+    """Return the factor of an orthogonalized update, of --muon-scale-mode, for a linear of shape [outputs, inputs].
 
     spectral: Liu et al. 2025 (arXiv:2502.16982) without their 0.2. shape_scaling: Jordan et al. 2024. unit_rms_norm: of
     Bernstein and Newhouse 2024 (arXiv:2409.20325).
     """
-    outputs, inputs = fans
+    outputs, inputs = shape
     if mode == "spectral":
         return math.sqrt(max(outputs, inputs))
     return math.sqrt(outputs / inputs if mode == "unit_rms_norm" else max(1.0, outputs / inputs))

@@ -1,6 +1,6 @@
 """Muon on whole parameters: the matrices of attention, MLPs and experts, everything else with AdamW."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,6 +32,8 @@ class MuonOptions:
     scale_mode: str
     extra_scale_factor: float
     splits_qkv: bool
+    # (matrix [outputs, inputs], number of the step, lr, weight decay) -> update, instead of Muon's
+    direction: Callable[[Tensor, int, float, float], Tensor] | None = None
 
 
 def hidden_matrices(model: nn.Module, splits_qkv: bool) -> dict[str, Any]:
@@ -64,6 +66,7 @@ class Muon(torch.optim.Optimizer):
 
     def __init__(self, model: nn.Module, groups: list[dict[str, Any]], options: MuonOptions, **adamw: Any) -> None:
         self._matrices, self._options = hidden_matrices(model, options.splits_qkv), options
+        self._number = 0
         super().__init__(groups, {"lr": 0.0})
         self._others = [group for group in self.param_groups if group["name"] not in self._matrices]
         self._adamw = torch.optim.AdamW([dict(group) for group in self._others], lr=0.0, foreach=False, **adamw)
@@ -73,6 +76,7 @@ class Muon(torch.optim.Optimizer):
         for own, group in zip(self._others, self._adamw.param_groups, strict=True):
             group["lr"], group["weight_decay"] = own["lr"], own["weight_decay"]
         self._adamw.step()
+        self._number += 1
         options = self._options
         for group in self.param_groups:
             (parameter,) = group["params"]
@@ -88,18 +92,23 @@ class Muon(torch.optim.Optimizer):
             for rows, is_transposed in self._matrices[group["name"]]:
                 part = slice(None) if rows is None else rows
                 matrix = update[part]
-                update[part] = self._scale(matrix.T if is_transposed else matrix) * newton_schulz(matrix, options)
+                rates = self._number, group["lr"], group["weight_decay"]
+                found = self._direction(matrix.T if is_transposed else matrix, *rates)
+                update[part] = found.T if is_transposed else found
             parameter.mul_(1 - group["lr"] * group["weight_decay"]).sub_(group["lr"] * update)
 
-    def _scale(self, matrix: Tensor) -> float:
+    def _direction(self, matrix: Tensor, number: int, lr: float, decay: float) -> Tensor:
         """matrix: [outputs, inputs]."""
+        if self._options.direction is not None:
+            return self._options.direction(matrix, number, lr, decay)
         outputs, inputs = matrix.shape
         modes = {
             "spectral": max(outputs, inputs) ** 0.5,
             "unit_rms_norm": (outputs / inputs) ** 0.5,
             "shape_scaling": max(1.0, outputs / inputs) ** 0.5,
         }
-        return self._options.extra_scale_factor * modes[self._options.scale_mode]
+        scale = self._options.extra_scale_factor * modes[self._options.scale_mode]
+        return scale * newton_schulz(matrix, self._options)
 
 
 def newton_schulz(matrix: Tensor, options: MuonOptions) -> Tensor:

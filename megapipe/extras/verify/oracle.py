@@ -125,7 +125,7 @@ class Oracle:
         optimizer = config.optimizer
         self._optimizer = build_optimizer(
             self.model,
-            OPTIMIZER_NAMES.get(optimizer.optimizer, ""),
+            OPTIMIZER_NAMES.get(optimizer.optimizer, "muon"),
             weight_decay=1.0,  # marks the groups that decay; `step` sets their real weight decay
             betas=(optimizer.adam_beta1, optimizer.adam_beta2),
             eps=optimizer.adam_eps,
@@ -215,10 +215,18 @@ def functions_of(model: ResolvedModelConfig) -> dict[str, Any]:
 
 
 def muon_options(optimizer: OptimizerConfig) -> MuonOptions:
-    """Return the options of Muon as the reference's optimizer takes them."""
+    """Return the options of Muon, or of an extension's rule over matrices, as the reference's optimizer takes them."""
+    kind, options = OPTIMIZERS[optimizer.optimizer], rule_options(optimizer)
+    given = kind.direction
+
+    def direction(matrix: Tensor, number: int, lr: float, decay: float) -> Tensor:
+        assert given is not None
+        return given(matrix, UpdateStep(number, lr, decay, options))
+
     return MuonOptions(
-        momentum=optimizer.muon_momentum,
-        nesterov=optimizer.muon_nesterov,
+        direction=None if given is None else direction,
+        momentum=options.get("momentum", optimizer.muon_momentum),
+        nesterov=optimizer.muon_nesterov and given is None,
         coefficient_type=optimizer.muon_coefficient_type,
         num_steps=optimizer.muon_num_ns_steps,
         scale_mode=optimizer.muon_scale_mode,
