@@ -40,7 +40,7 @@ NAMES = {
     "schedule": ["schedule eager-1f1b"],
     "layer": ["norm lp-norm", "activation gated-relu2", "attention kind sigmoid"],
     "update_rule": ["update rule lion"],
-    "matrix_rule": ["update rule polar"],
+    "matrix_rule": ["update rule whitened"],
     "dataset": ["data set sums"],
     "tokenizer": ["tokenizer characters"],
     "logger": ["logger csv"],
@@ -428,7 +428,14 @@ def test_the_examples_on_tp2_pp2_equal_one_process() -> None:
 
 
 def test_a_rule_over_matrices_equals_one_process_on_tp2_dp2() -> None:
-    options = {"tp": 2, "sp": True, "num_query_groups": 2, "zero": True, "activation": "swiglu", "optimizer": "polar"}
+    options = {
+        "tp": 2,
+        "sp": True,
+        "num_query_groups": 2,
+        "zero": True,
+        "activation": "swiglu",
+        "optimizer": "whitened",
+    }
     found = run_ranks(with_extensions, 4, ("matrix_rule",), options)[0]
     assert found[:2] == (3, True), found[2]
 
