@@ -25,7 +25,7 @@ from megapipe.config.model import (
     AttentionKind,
     NormKind,
 )
-from megapipe.config.training import OPTIMIZERS, UpdateKind, UpdateStep
+from megapipe.config.training import ADAM_STATES, OPTIMIZERS, UpdateKind, UpdateStep
 from megapipe.data.registered import DatasetPart, RegisteredDataset
 from megapipe.errors import ConfigError, ScheduleError
 from megapipe.schedule.action import Action, Op
@@ -51,6 +51,7 @@ __all__ = [
     "register_attention",
     "register_dataset",
     "register_logger",
+    "register_matrix_rule",
     "register_norm",
     "register_schedule",
     "register_tokenizer",
@@ -189,6 +190,26 @@ def register_update_rule(
                 raise ConfigError(f"update rule {name!r}: {state!r} cannot name a state, or names two")
         _check_number(f"update rule {name!r}", temporaries)
         OPTIMIZERS.add(name, UpdateKind(names, dict(options or {}), int(temporaries), function))
+        return function
+
+    return register
+
+
+def register_matrix_rule(name: str, *, options: Mapping[str, float] | None = None) -> Callable[[Function], Function]:
+    """Register a function (momentum, step) -> update as --optimizer `name`, over the matrices of hidden layers.
+
+    It gets the momentum of one whole matrix, [outputs, inputs] in at least fp32, on one rank, and returns the tensor
+    that the learning rate multiplies: q, k and v of attention, gate and up of an MLP and every expert come apart.
+    Weights decay as with AdamW, which updates all other parameters. The momentum is a running mean of the gradient:
+    the option `momentum`, 0.9 unless `options` gives another, is its decay. step: `UpdateStep`. options: names with
+    defaults, as in `register_update_rule`.
+    """
+
+    def register(function: Function) -> Function:
+        kind = UpdateKind(
+            ADAM_STATES, {"momentum": 0.9, **(options or {})}, matrix_states=("momentum",), direction=function
+        )
+        OPTIMIZERS.add(name, kind)
         return function
 
     return register

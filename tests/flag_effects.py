@@ -236,6 +236,15 @@ optimizer.adam_beta1 | --adam-beta1 0.5 | records
 optimizer.adam_beta2 | --adam-beta2 0.5 | records
 optimizer.adam_eps | --adam-eps 0.01 | records
 optimizer.sgd_momentum | --sgd-momentum 0.5 | records | --optimizer sgd
+optimizer.muon_momentum | --muon-momentum 0.5 | records | --optimizer muon
+optimizer.muon_nesterov | --muon-nesterov | records | --optimizer muon
+optimizer.muon_coefficient_type | --muon-coefficient-type simple | records | --optimizer muon
+optimizer.muon_num_ns_steps | --muon-num-ns-steps 10 | records | --optimizer muon
+optimizer.muon_scale_mode | --muon-scale-mode shape_scaling | records | --optimizer muon
+optimizer.muon_extra_scale_factor | --muon-extra-scale-factor 0.2 | records | --optimizer muon
+optimizer.muon_no_split_qkv | --muon-no-split-qkv | records | --optimizer muon
+optimizer.muon_tp_mode | --muon-tp-mode blockwise | outcome | --optimizer muon
+optimizer.muon_fp32_matmul_prec | --muon-fp32-matmul-prec highest | said fp32 on GPUs: highest | --optimizer muon
 optimizer.optimizer_options | --optimizer-options beta2=0.5 | records | {EXTEND}update_rule.py --optimizer lion
 optimizer.optimizer_post_validation | --optimizer-post-validation | ranks events | \
 {PP} --untie-embeddings-and-output-weights | 2

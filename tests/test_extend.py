@@ -40,6 +40,7 @@ NAMES = {
     "schedule": ["schedule eager-1f1b"],
     "layer": ["norm lp-norm", "activation gated-relu2", "attention kind sigmoid"],
     "update_rule": ["update rule lion"],
+    "matrix_rule": ["update rule whitened"],
     "dataset": ["data set sums"],
     "tokenizer": ["tokenizer characters"],
     "logger": ["logger csv"],
@@ -424,6 +425,25 @@ def test_the_examples_on_tp2_pp2_equal_one_process() -> None:
     options |= {"pipeline_schedule": "eager-1f1b", "optimizer": "lion", "optimizer_options": ("beta2=0.9",)}
     found = run_ranks(with_extensions, 4, ("schedule", "layer", "update_rule"), options)[0]
     assert found[:2] == (3, True), found[2]
+
+
+def test_a_rule_over_matrices_equals_one_process_on_tp2_dp2() -> None:
+    options = {
+        "tp": 2,
+        "sp": True,
+        "num_query_groups": 2,
+        "zero": True,
+        "activation": "swiglu",
+        "optimizer": "whitened",
+    }
+    found = run_ranks(with_extensions, 4, ("matrix_rule",), options)[0]
+    assert found[:2] == (3, True), found[2]
+
+
+def test_a_rule_over_matrices_returns_a_matrix_of_the_same_shape(tmp_path: Path) -> None:
+    mine = written(tmp_path, "register_matrix_rule('flat')(lambda momentum, step: momentum[:, 0])")
+    code, said = job(f"--extension {mine} --optimizer flat --train-iters 1")
+    assert code == 2 and "update rule 'flat' returned [" in said and "return a tensor of that shape" in said
 
 
 def test_the_examples_train_on_tp2_pp2_and_resume_on_one_rank(tmp_path: Path) -> None:

@@ -111,6 +111,12 @@ DELIBERATE_DIFFERENCES = (
     Difference(
         "--high-priority-stream-groups", "none", "tp pp", "layers wait for its sums, a pipeline for its messages"
     ),
+    Difference(
+        "--muon-tp-mode",
+        "blockwise",
+        "none",
+        "blockwise is another optimizer with tensor parallelism, so it is spelled out",
+    ),
     Difference("--profile-ranks", "none", "0", "--profile alone writes a trace"),
     Difference(
         "--sft-tokenizer-prompt-format",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from megapipe.config.fields import Flag, Need, count, option, zero_is_none
 from megapipe.registry import Registry
@@ -32,22 +33,48 @@ class UpdateKind:
     """An update rule: the tensors that it keeps of each parameter, all of the parameter's shape.
 
     update: of an extension: (weights, gradient, states, UpdateStep) -> None, elementwise and in place. The rules of
-    megapipe are in optimizer/update_rule.py. A rule over whole matrices needs another kind: shards are not whole.
+    megapipe are in optimizer/update_rule.py, those over whole matrices in optimizer/muon.py.
     """
 
     states: tuple[str, ...]
     options: Mapping[str, float] = field(default_factory=dict)  # of --optimizer-options, with their defaults
     temporaries: int = 0  # tensors of a chunk's size, in at least fp32, that an update makes at the same time
     update: Callable[..., None] | None = None
+    matrix_states: tuple[str, ...] | None = None  # in place of states, of the matrices of hidden layers
+    # of an extension: (momentum of a matrix [outputs, inputs], UpdateStep) -> what lr multiplies, of the same shape
+    direction: Callable[..., Any] | None = None
 
 
+ADAM_STATES = ("exp_avg", "exp_avg_sq")
 OPTIMIZERS = Registry(
-    "update rule", "--optimizer", {"adam": UpdateKind(("exp_avg", "exp_avg_sq")), "sgd": UpdateKind(("momentum",))}
+    "update rule",
+    "--optimizer",
+    {
+        "adam": UpdateKind(ADAM_STATES),
+        "sgd": UpdateKind(("momentum",)),
+        "muon": UpdateKind(ADAM_STATES, matrix_states=("momentum",)),
+    },
 )
+# (a, b, c) of the steps of Newton-Schulz, X <- a X + (b X X^T + c (X X^T)^2) X, in turn. Sources: Jordan et al. 2024,
+# "Muon: an optimizer for hidden layers in neural networks" (simple); Megatron-Core (quintic)
+NEWTON_SCHULZ = {
+    "simple": ((3.4445, -4.7750, 2.0315),),
+    "quintic": (
+        (4.0848, -6.8946, 2.9270),
+        (3.9505, -6.3029, 2.6377),
+        (3.7418, -5.5913, 2.3037),
+        (2.8769, -3.1427, 1.2046),
+        (2.8366, -3.0525, 1.2012),
+    ),
+}
+MUON_SCALE_MODES = ("spectral", "unit_rms_norm", "shape_scaling")
+MUON_TP_MODES = ("duplicated", "distributed", "blockwise")
+MATMUL_PRECISIONS = ("medium", "high", "highest")
 
 WSD = Need("optimizer.lr_decay_style", "--lr-decay-style WSD", ("WSD",))
 DECOUPLED_LR = Need("optimizer.decoupled_lr", "--decoupled-lr")
 MANUAL_GC = Need("training.manual_gc", "--manual-gc", without="Python decides when garbage is collected")
+MUON = Need("optimizer.optimizer", "--optimizer muon", ("muon",), without="only Muon reads it")
 PRECISION_AWARE = Need("optimizer.use_precision_aware_optimizer", "--use-precision-aware-optimizer")
 
 
@@ -146,7 +173,11 @@ class TrainingConfig:
 class OptimizerConfig:
     """Update rule and its schedules. Lengths in samples count the sequences consumed before a step."""
 
-    optimizer: str = option("adam", "update rule (adam decouples weight decay: AdamW)", choices=OPTIMIZERS)
+    optimizer: str = option(
+        "adam",
+        "update rule (adam decouples weight decay: AdamW; muon: matrices of hidden layers by Muon, the rest by AdamW)",
+        choices=OPTIMIZERS,
+    )
     lr: float | None = option(None, "highest learning rate", above=0, required=True)
     min_lr: float = option(0.0, "lowest learning rate after warm-up", at_least=0)
     lr_decay_style: str = option("linear", "shape of the decay", choices=LR_DECAY_STYLES)
@@ -168,6 +199,46 @@ class OptimizerConfig:
     adam_beta2: float = option(0.999, "decay of the second moment", at_least=0, below=1)
     adam_eps: float = option(1e-8, "added to the root of the second moment", above=0)
     sgd_momentum: float = option(0.9, "momentum of SGD", at_least=0, below=1)
+    muon_momentum: float = option(0.9, "decay of Muon's momentum", at_least=0, below=1, needs=MUON)
+    muon_nesterov: bool = option(
+        False,
+        "orthogonalize the mean of gradient and momentum (Nesterov's form)",
+        needs=MUON,
+        more_flags=(Flag("--muon-use-nesterov", True, help="same, as in Megatron before 0.18"),),
+    )
+    muon_coefficient_type: str = option(
+        "quintic", "coefficients of Newton-Schulz", choices=tuple(NEWTON_SCHULZ), needs=MUON
+    )
+    muon_num_ns_steps: int = count(5, "steps of Newton-Schulz; quintic: a multiple of 5", "steps", needs=MUON)
+    muon_scale_mode: str = option(
+        "spectral",
+        "factor of the update of a linear with m outputs and n inputs: sqrt(max(m, n)), sqrt(m / n) or "
+        "sqrt(max(1, m / n))",
+        choices=MUON_SCALE_MODES,
+        needs=MUON,
+    )
+    muon_extra_scale_factor: float = option(
+        1.0, "another factor of the update; with spectral, 0.2 suits learning rates of AdamW", above=0, needs=MUON
+    )
+    muon_no_split_qkv: bool = option(
+        False,
+        "orthogonalize q, k and v of a layer as one matrix: another optimizer, with other results",
+        off_flag="--muon-split-qkv",
+        needs=MUON,
+    )
+    muon_tp_mode: str | None = option(
+        None,
+        "required with tensor parallelism, since Megatron's default has changed: duplicated and distributed are the "
+        "update of one process; blockwise, which orthogonalizes each rank's slice, is refused",
+        choices=MUON_TP_MODES,
+        needs=MUON,
+    )
+    muon_fp32_matmul_prec: str = option(
+        "medium",
+        "precision of Newton-Schulz in fp32 on GPUs (torch.set_float32_matmul_precision)",
+        choices=MATMUL_PRECISIONS,
+        needs=MUON,
+    )
     optimizer_options: tuple[str, ...] = option((), "NAME=NUMBER for each option of an extension's update rule")
     optimizer_post_validation: bool = option(
         False,

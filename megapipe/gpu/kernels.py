@@ -19,6 +19,7 @@ from megapipe.config.rules.gpu import why_not_compiled
 from megapipe.config.training import OPTIMIZERS
 from megapipe.gpu.libraries import Apex, FlashAttention, TransformerEngine
 from megapipe.gpu.packed_attention import why_not_packed
+from megapipe.registry import BUILT_IN
 
 AnyFunction = TypeVar("AnyFunction", bound=Callable[..., Any])
 
@@ -108,10 +109,16 @@ def describe_kernels(kernels: Kernels, config: Config, device: torch.device) -> 
         optimizer = "FusedAdam of apex, and its accumulating weight gradient"
     elif kernels.optimizer is not None:
         optimizer = f"FusedAdam of Transformer Engine {kernels.optimizer.version}"
-    elif OPTIMIZERS[config.optimizer.optimizer].update is not None:
+    elif OPTIMIZERS.origin(config.optimizer.optimizer) != BUILT_IN:
         optimizer = f"{config.optimizer.optimizer} of {OPTIMIZERS.origin(config.optimizer.optimizer)}"
     elif kernels.compiles_update:
         optimizer = "AdamW, compiled, which writes the weights in the same pass"
+    elif config.optimizer.optimizer == "muon":
+        steps, products = config.optimizer.muon_num_ns_steps, config.optimizer.muon_fp32_matmul_prec
+        optimizer = (
+            f"Muon for the matrices of hidden layers, {steps} steps of Newton-Schulz (fp32 on GPUs: {products}), "
+            "torch's fused AdamW for the rest"
+        )
     else:
         optimizer = f"torch's fused {'AdamW' if config.optimizer.optimizer == 'adam' else 'SGD'}"
     return (

@@ -70,7 +70,16 @@ class LatentAttention(Attention):
 
         def down(which: str, rows: int) -> ParamSpec:
             shape, init = (rows, hidden), Init("normal", std)
-            return ParamSpec(f"{name}.{which}.weight", shape, layer, Replicated(), init, True, sequence_parallel)
+            return ParamSpec(
+                f"{name}.{which}.weight",
+                shape,
+                layer,
+                Replicated(),
+                init,
+                True,
+                sequence_parallel,
+                matrix="outputs x inputs",
+            )
 
         def up(which: str, width: int, rank: int) -> Iterator[ParamSpec]:
             return Linear(f"{name}.{which}", heads * width, rank, Fused(0), False, std).parameters(layer, False)

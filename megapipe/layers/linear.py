@@ -42,7 +42,8 @@ class Linear:
         A row-parallel bias is added after the sum over tp: each rank sees only the gradient of its tokens.
         """
         name, is_column = self.name, self.slicing.dim == 0
-        yield ParamSpec(f"{name}.weight", (self.outputs, self.inputs), owner, self.slicing, Init("normal", self.std))
+        shape, init = (self.outputs, self.inputs), Init("normal", self.std)
+        yield ParamSpec(f"{name}.weight", shape, owner, self.slicing, init, matrix="outputs x inputs")
         if self.has_bias and is_column:
             yield ParamSpec(f"{name}.bias", (self.outputs,), owner, self.slicing, weight_decay=False)
         elif self.has_bias:

@@ -77,9 +77,9 @@ class MoE:
             is_partial = sequence_parallel
             yield ParamSpec(f"{name}.router.bias", (count,), layer, weight_decay=False, partial_gradient=is_partial)
         inner, outer, experts = Experts(count, self.gates, etp), Experts(count, 1, etp), f"{name}.experts"
-        rows = count * self.gates * width
-        yield ParamSpec(f"{experts}.weight1", (rows, hidden), layer, inner, first)
-        yield ParamSpec(f"{experts}.weight2", (count * width, hidden), layer, outer, Init("normal", last))
+        rows, init = count * self.gates * width, Init("normal", last)
+        yield ParamSpec(f"{experts}.weight1", (rows, hidden), layer, inner, first, matrix="outputs x inputs")
+        yield ParamSpec(f"{experts}.weight2", (count * width, hidden), layer, outer, init, matrix="inputs x outputs")
         if has_bias:
             yield ParamSpec(f"{experts}.bias1", (rows,), layer, inner, weight_decay=False)
             yield ParamSpec(f"{experts}.bias2", (count * hidden,), layer, outer, weight_decay=False)

@@ -20,6 +20,7 @@ from megapipe.data_parallel.copies import raw_bytes
 from megapipe.data_parallel.gather import ParameterGather
 from megapipe.optimizer.gradient_norm import ModelSum, clip_coefficient, count_zeros, sum_of_squares
 from megapipe.optimizer.loss_scale import LossScaler
+from megapipe.optimizer.muon import Muon
 from megapipe.optimizer.narrow import Scales
 from megapipe.optimizer.registered import RegisteredRule
 from megapipe.optimizer.schedule import Rates
@@ -118,7 +119,8 @@ class Optimizer:
         self._gather = ParameterGather(stages, tuple(stages), groups.replicas) if gather is None else gather
         counts, self._sum_groups = _counted_once(groups, self._sharded)
         dtypes = state_dtypes(config, precision, max(buffers.num_versions for buffers in stages.values()))
-        moments = tuple(name for name in dtypes.states if name != MASTER)
+        kinds = {False: dtypes.states, True: dtypes.matrix_states}
+        moments = {kind: tuple(name for name in states if name != MASTER) for kind, states in kinds.items()}
         self.shards = [
             Shard(
                 stage,
@@ -126,7 +128,7 @@ class Optimizer:
                 bucket,
                 groups.replicas_of(is_expert).rank,
                 groups.cut_of(is_expert),
-                moments,
+                moments[bucket.has_matrices],
                 counts[is_expert],
                 self._on_host,
                 dtypes.narrow,
@@ -144,13 +146,15 @@ class Optimizer:
             self._scales = Scales({state: dtypes.narrow[state] for state in dtypes.scaled}, parameters, holders_of, at)
             for shard in self.shards:
                 shard.scales = self._scales
-        self._rule: UpdateRule | NarrowAdam | CompiledAdam | RegisteredRule
+        self._rule: UpdateRule | NarrowAdam | CompiledAdam | Muon | RegisteredRule
         if OPTIMIZERS[config.optimizer].update is not None:
             self._rule = RegisteredRule(config, self.shards)
         elif dtypes.is_narrow:
             self._rule = NarrowAdam(config, self.shards, self._scales, self._device)
         elif compiler is not None:
             self._rule = CompiledAdam(config, self.shards, compiler)
+        elif OPTIMIZERS[config.optimizer].matrix_states is not None:
+            self._rule = Muon(config, self.shards, groups, self._device)
         else:
             self._rule = UpdateRule(config, self.shards, library)
         self._raw_factor = 1.0  # of the last update, where gradients keep their raw sums

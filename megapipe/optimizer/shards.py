@@ -67,7 +67,7 @@ class Shard:
         narrow: Mapping[str, str] | None = None,  # state -> dtype narrower than fp32
     ) -> None:
         self.stage = stage
-        self.bucket = bucket
+        self.bucket, self.layout = bucket, buffer.layout
         self.start, self.stop = buffer.shard_range(bucket, replica)
         self.is_copy = buffer.layout.kind == "tied" and stage != 0
         self._cut, self._buffer, self._on_host = cut, buffer, on_host

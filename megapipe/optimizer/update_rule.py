@@ -70,7 +70,7 @@ class UpdateRule:
             state = self._optimizer.state[master]
             for name, moment in shard.moments.items():  # zeros give the same first step as torch's missing momentum
                 state[TORCH_NAMES.get(name, name)] = moment[run.start : run.stop]
-            if config.optimizer == "adam" and library is None:
+            if config.optimizer != "sgd" and library is None:
                 state["step"] = torch.zeros((), dtype=torch.float32, device=device if self._fused else None)
 
     def set_num_steps(self, num_steps: int) -> None:

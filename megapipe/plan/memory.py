@@ -49,6 +49,7 @@ from megapipe.plan.activations import (
     stage_bytes,
     temporary_bytes,
 )
+from megapipe.plan.muon import muon_work
 from megapipe.plan.run_plan import RunPlan
 from megapipe.schedule.action import Action, Op
 from megapipe.schedule.lifetimes import (
@@ -182,7 +183,8 @@ def _state(plan: RunPlan, pp_rank: int) -> dict[str, int]:
     stages, num_versions = plan.placement.stages_of(pp_rank), plan.num_weight_versions(pp_rank)
     element, dtypes = plan.shape.element, plan.state_dtypes(pp_rank)
     elements, shard = plan.num_elements(stages), plan.shard_elements(stages)
-    undo = dtypes.undo_bytes(element) if plan.config.optimizer.optimizer_post_validation else 0
+    undoes = plan.config.optimizer.optimizer_post_validation
+    undo = sum(count * dtypes.undo_bytes(element, kind) for kind, count in shard.items()) if undoes else 0
     num_parameters = sum(len(layout.slots) for stage in stages for layout in plan.buffers(stage, 0))
     scales = SCALE_BYTES * num_parameters * len(dtypes.scaled)
     slack = sum(len(plan.buffers(stage, 0)) for stage in stages) * BUFFER_ALIGNMENT_BYTES
@@ -194,8 +196,8 @@ def _state(plan: RunPlan, pp_rank: int) -> dict[str, int]:
     return {
         "weights": num_versions * (elements * element + slack),
         "gradients": elements * dtypes.gradient_bytes + slack,
-        "optimizer": shard * dtypes.state_bytes + scales,
-        "rollback": shard * undo + (scales if undo else 0),
+        "optimizer": sum(count * dtypes.state_bytes(kind) for kind, count in shard.items()) + scales,
+        "rollback": undo + (scales if undo else 0),
         "fp8 weights": fp8_weights,
     }
 
@@ -203,7 +205,10 @@ def _state(plan: RunPlan, pp_rank: int) -> dict[str, int]:
 def _update_bytes(plan: RunPlan, pp_rank: int) -> int:
     """Return the bytes of the largest chunk that an update, or the norm of the gradients, makes on the device."""
     stages, dtypes = plan.placement.stages_of(pp_rank), plan.state_dtypes(pp_rank)
-    of_norm = 4 * min(NORM_CHUNK, plan.shard_elements(stages)) if dtypes.gradient_bytes < 4 else 0
+    elements = plan.shard_elements(stages)
+    of_norm = 4 * min(NORM_CHUNK, sum(elements.values())) if dtypes.gradient_bytes < 4 else 0
+    if elements[True]:
+        return (elements[True] + muon_work(plan, pp_rank).temporary_elements) * dtypes.gradient_bytes
     if not (dtypes.is_narrow or dtypes.rule_bytes) or plan.config.optimizer.optimizer_cpu_offload:
         return of_norm
     shards = ((bucket, layout) for stage in stages for layout in plan.buffers(stage, 0) for bucket in layout.buckets)

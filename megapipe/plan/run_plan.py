@@ -10,6 +10,7 @@ from pathlib import Path
 
 from megapipe.config.config import ResolvedConfig, ResolvedModelConfig
 from megapipe.config.parallel import RecomputeConfig
+from megapipe.config.training import OPTIMIZERS
 from megapipe.layers.model import ModelSpec, model_parameters, model_spec, stage_parameters
 from megapipe.layers.moe import MoE
 from megapipe.layers.table import RankShape
@@ -93,6 +94,7 @@ class ParameterLayout:
     tied_kind: BufferKind
     expert_ranks: tuple[int, int]  # ep x etp, and etp
     num_expert_shards: int
+    matrices_apart: bool  # in buckets, for --optimizer muon
 
     @cached_property
     def stages(self) -> tuple[tuple[ParamSpec, ...], ...]:
@@ -167,6 +169,7 @@ class RunPlan:
             self.tied_kind,
             (self.topology.ep * self.topology.etp, self.topology.etp),
             self.topology.num_expert_replicas if parallel.use_distributed_optimizer else 1,
+            OPTIMIZERS[self.config.optimizer.optimizer].matrix_states is not None,
         )
 
     def buffers(self, stage: int, tp_rank: int) -> tuple[BufferLayout, ...]:
@@ -184,9 +187,16 @@ class RunPlan:
         """Return the parameters of these stages on one rank, padding of the buffers included."""
         return sum(layout.numel for stage in stages for layout in self.buffers(stage, 0))
 
-    def shard_elements(self, stages: Iterable[int]) -> int:
-        """Return the parameters of these stages whose optimizer state is on one rank, padding included."""
-        return sum(layout.numel // layout.num_shards for stage in stages for layout in self.buffers(stage, 0))
+    def shard_elements(self, stages: Iterable[int]) -> dict[bool, int]:
+        """Return the parameters of these stages whose optimizer state is on one rank, padding included: True for
+        buckets of matrices that the update rule treats as such, False for all others.
+        """
+        total = {False: 0, True: 0}
+        for layout in (layout for stage in stages for layout in self.buffers(stage, 0)):
+            for bucket in layout.buckets:
+                is_apart = self._parameter_layout.matrices_apart and bucket.has_matrices
+                total[is_apart] += (bucket.stop - bucket.start) // layout.num_shards
+        return total
 
     def state_dtypes(self, pp_rank: int) -> StateDtypes:
         """Return the dtypes of main gradients, masters and moments on a rank."""
@@ -437,4 +447,5 @@ def _stage_buffers(layout: ParameterLayout, stage: int, tp_rank: int) -> tuple[B
         layout.tied_kind,
         layout.expert_ranks[0],
         layout.num_expert_shards,
+        layout.matrices_apart,
     )

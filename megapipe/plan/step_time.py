@@ -22,6 +22,7 @@ from megapipe.plan.hardware import Hardware, Link
 from megapipe.plan.layer_costs import step_flops
 from megapipe.plan.layer_time import ExpertLinks, OpSeconds, head_seconds, layer_seconds
 from megapipe.plan.memory import offloaded_groups
+from megapipe.plan.muon import muon_work
 from megapipe.plan.recompute_choice import layer_recompute
 from megapipe.plan.run_plan import RunPlan
 from megapipe.plan.traffic import KINDS, gather_bytes, reduction_bytes
@@ -96,7 +97,8 @@ def predict_step(plan: RunPlan, hardware: Hardware) -> StepTime:
     is_compiled = plan.config.kernels.optimizer_impl == "compiled"
     updated = max(optimizer_bytes(plan, rank, is_compiled) for rank in range(plan.topology.pp))
     cast = max(_weight_cast_seconds(plan, hardware, rank) for rank in range(plan.topology.pp))
-    parts["optimizer"] = updated / hardware.memory_bytes_per_second + cast
+    muon = max(_muon_seconds(plan, hardware, rank) for rank in range(plan.topology.pp))
+    parts["optimizer"] = updated / hardware.memory_bytes_per_second + cast + muon
     parts["gather"] = max(_exposed_gather(plan, hardware, stages_of_rank, stages) for stages_of_rank in held)
     flops, tokens = step_flops(model, sequences, causal=True), sequences * model.seq_length
     peak, world_size = hardware.peak(plan.config.precision.dtype), plan.topology.world_size
@@ -105,12 +107,15 @@ def predict_step(plan: RunPlan, hardware: Hardware) -> StepTime:
 
 def optimizer_bytes(plan: RunPlan, pp_rank: int, is_compiled: bool) -> int:
     """Return the bytes that a rank moves once a step: zeroed gradients, the norm and the update."""
-    stages, dtypes = plan.placement.stages_of(pp_rank), plan.state_dtypes(pp_rank)
-    of_shard = plan.shard_elements(stages) * update_bytes(dtypes, plan.shape.element, is_compiled)
+    stages, dtypes, element = plan.placement.stages_of(pp_rank), plan.state_dtypes(pp_rank), plan.shape.element
+    of_shard = sum(
+        count * update_bytes(dtypes, element, is_compiled, of_matrix)
+        for of_matrix, count in plan.shard_elements(stages).items()
+    )
     return of_shard + plan.num_elements(stages) * dtypes.gradient_bytes
 
 
-def update_bytes(dtypes: StateDtypes, element: int, is_compiled: bool = False) -> int:
+def update_bytes(dtypes: StateDtypes, element: int, is_compiled: bool = False, of_matrix: bool = False) -> int:
     """Return the bytes that norm and update move for each element of a rank's shard.
 
     element: bytes of a weight. is_compiled: --optimizer-impl compiled. tests/fake_cuda/test_budget.py counts them. The
@@ -131,7 +136,7 @@ def update_bytes(dtypes: StateDtypes, element: int, is_compiled: bool = False) -
             copied = 2 * wide * (len(states) - len(read)) + (widened or 2 * wide)
             update += sum(read.values()) + copied + kernel + wide * len(dtypes.scaled)
         return widened + wide + update
-    read_and_written = dtypes.undo_bytes(element) - gradient  # an update reads what it changes
+    read_and_written = dtypes.undo_bytes(element, of_matrix) - gradient  # an update reads what it changes
     master = BYTES[dtypes.states[MASTER]] if MASTER in dtypes.states else 0
     of_weight = master and element + (0 if is_compiled else master)
     return 2 * gradient + (0 if is_compiled else gradient) + 2 * read_and_written + of_weight
@@ -142,13 +147,26 @@ def _narrow_bytes(dtypes: StateDtypes) -> tuple[dict[str, int], dict[str, int]]:
     wide, read, written = 4, dict[str, int](), dict[str, int]()
     for state, dtype in dtypes.narrow.items():
         cast = BYTES[dtype] + wide
-        if (
-            dtype == REMAINDER
-        ):  # read: bits of the weight, shifted, and the remainder; written: checked for NaN, rounded
+        # read: bits of the weight, shifted, and the remainder; written: checked for NaN, rounded
+        if dtype == REMAINDER:
             read[state], written[state] = cast + 2 * wide + cast + wide, 2 * (2 * wide + 1) + 2 * cast + 4 * wide
         else:  # a scale is one pass more
             read[state] = written[state] = cast + 2 * wide * (state in dtypes.scaled)
     return read, written
+
+
+def _muon_seconds(plan: RunPlan, hardware: Hardware, pp_rank: int) -> float:
+    """Return the seconds of Newton-Schulz and of bringing matrices to their owners and back."""
+    work, optimizer = muon_work(plan, pp_rank), plan.config.optimizer
+    dtype = plan.config.precision.dtype
+    # GPUs multiply fp32 at half the rate of 16 bits (TF32), or without tensor cores
+    slowdown = {"bf16": 1, "fp16": 1}.get(dtype, 0) * (16 if optimizer.muon_fp32_matmul_prec == "highest" else 2)
+    rate = hardware.peak(dtype) / max(slowdown, 1) * hardware.gemm_share(plan.config.model.hidden_size)
+    seconds = work.flops / rate
+    for group, elements in work.sent.items():
+        link = ring_link(plan.topology, group, hardware.node, hardware.network)
+        seconds += elements * plan.shape.gradient / link.bytes_per_second + 2 * link.latency_seconds
+    return seconds
 
 
 def stage_seconds(plan: RunPlan, hardware: Hardware) -> tuple[OpSeconds, ...]:

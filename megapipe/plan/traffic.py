@@ -14,6 +14,7 @@ from megapipe.layers.model import LayerSpec, layer_table
 from megapipe.layers.moe import INDEX_BYTES, MoE
 from megapipe.layers.table import ALL_REDUCE, ring_bytes
 from megapipe.plan.activations import end_tables, layers_of, with_recompute
+from megapipe.plan.muon import muon_work
 from megapipe.plan.recompute_choice import layer_recompute
 from megapipe.plan.run_plan import RunPlan
 from megapipe.schedule.action import Op
@@ -102,7 +103,8 @@ def stage_collectives(plan: RunPlan, stage: int) -> float:
 
 def step_bytes(plan: RunPlan, pp_rank: int) -> dict[str, float]:
     """Return the bytes that such a rank sends in a full step, by group: 'tp', 'pp', 'replicas', 'embedding', and for a
-    model with experts 'expert_replicas', 'ep' and 'etp'; with context parallelism 'cp', or 'cp_a2a' and 'cp_p2p'.
+    model with experts 'expert_replicas', 'ep' and 'etp'; with context parallelism 'cp', or 'cp_a2a' and 'cp_p2p'. Of
+    matrices that Muon exchanges the mean over the ranks.
     """
     row = plan.schedule(plan.batch.num_microbatches).rows[pp_rank]
     held = plan.placement.stages_of(pp_rank)
@@ -118,6 +120,7 @@ def step_bytes(plan: RunPlan, pp_rank: int) -> dict[str, float]:
             for stage in held
         )
 
+    muon = {group: count * plan.shape.gradient for group, count in muon_work(plan, pp_rank).sent.items()}
     experts: Counter[str] = Counter()
     loads = 0.0  # of all experts, summed once a step for their biases
     if plan.config.model.moe_router_enable_expert_bias:
@@ -126,15 +129,16 @@ def step_bytes(plan: RunPlan, pp_rank: int) -> dict[str, float]:
         loads = ALL_REDUCE * ring_bytes(states * INDEX_BYTES, plan.topology.num_replicas)
     if plan.model.has_experts:
         experts["expert_replicas"] = replicas(True)  # type: ignore[assignment]
+        experts.update({group: muon.get(group, 0.0) for group in ("expert_replicas", "etp")})
         for stage in held:
             experts.update({name: ran[stage, Op.F] * sent for name, sent in expert_bytes(plan, stage).items()})
     context: Counter[str] = Counter()
     for stage in held if plan.topology.cp > 1 else ():
         context.update({name: ran[stage, Op.F] * sent for name, sent in context_bytes(plan, stage).items()})
     return {
-        "tp": collectives * plan.shape.collective_bytes(plan.config.model.hidden_size),
+        "tp": collectives * plan.shape.collective_bytes(plan.config.model.hidden_size) + muon.get("tp", 0.0),
         "pp": float(sum(count for (_, op), count in ran.items() if op in MESSAGES) * plan.sent_bytes),
-        "replicas": replicas(False) + loads,
+        "replicas": replicas(False) + loads + muon.get("replicas", 0.0),
         "embedding": ALL_REDUCE * ring_bytes(tied_elements * plan.shape.gradient, 2),
         **experts,
         **context,

@@ -44,6 +44,11 @@ class Bucket:
     stop: int
     slots: tuple[Slot, ...]
 
+    @property
+    def has_matrices(self) -> bool:
+        """True if all parameters are matrices of hidden layers."""
+        return all(slot.spec.matrix is not None for slot in self.slots)
+
     def shard(self, index: int, num_shards: int) -> tuple[int, int]:
         """Return the element range of the buffer that member `index` of the replica group owns."""
         width = (self.stop - self.start) // num_shards
@@ -87,6 +92,7 @@ def layout_buffers(
     tied_kind: BufferKind = "plain",
     num_expert_ranks: int = 1,
     num_expert_shards: int = 1,
+    matrices_apart: bool = False,
 ) -> tuple[BufferLayout, ...]:
     """Return the buffers of a stage that holds `specs` (model order).
 
@@ -94,7 +100,8 @@ def layout_buffers(
     the distributed optimizer. num_expert_ranks: ep x etp, whose ranks hold equal parts.
     bucket_size: approximate number of parameters in a bucket. Buckets fill in reverse model order, the order in which
     a backward finishes them. tied_kind: 'tied' or 'shared' where another stage uses the tied embedding too, so that
-    it gets a separate buffer.
+    it gets a separate buffer. matrices_apart: a bucket holds only matrices of hidden layers, or none, since the update
+    rule keeps other states of them.
     """
     kinds: dict[BufferKind, list[ParamSpec]] = {"plain": [], "expert": [], "partial": [], "tied": [], "shared": []}
     for spec in reversed(specs):
@@ -106,7 +113,7 @@ def layout_buffers(
             kinds["partial" if spec.summed_over_replicas(tp_rank, tp) else "plain"].append(spec)
     cuts = dict.fromkeys(kinds, (tp_rank, tp, num_shards)) | {"expert": (0, num_expert_ranks, num_expert_shards)}
     return tuple(
-        BufferLayout(kind, tuple(_fill(members, *cuts[kind], bucket_size)), cuts[kind][-1])
+        BufferLayout(kind, tuple(_fill(members, *cuts[kind], bucket_size, matrices_apart)), cuts[kind][-1])
         for kind, members in kinds.items()
         if members
     )
@@ -121,14 +128,19 @@ def shard_pieces(bucket: Bucket, tp_rank: int, tp: int, start: int, stop: int) -
                 yield slot.start + piece.start, piece
 
 
-def _fill(specs: Sequence[ParamSpec], tp_rank: int, tp: int, num_shards: int, bucket_size: int) -> Iterator[Bucket]:
+def _fill(
+    specs: Sequence[ParamSpec], tp_rank: int, tp: int, num_shards: int, bucket_size: int, matrices_apart: bool
+) -> Iterator[Bucket]:
     """Cut a list of parameters into buckets of about bucket_size elements; in each, those with weight decay first."""
     start = size = 0
     group: list[ParamSpec] = []
-    for spec in specs:
+    if matrices_apart:
+        specs = sorted(specs, key=lambda spec: spec.matrix is None)
+    for spec, following in zip(specs, (*specs[1:], None), strict=True):
         group.append(spec)
         size += math.prod(spec.local_shape(tp_rank, tp))
-        if size < bucket_size and spec is not specs[-1]:
+        is_last = following is None or (matrices_apart and (following.matrix is None) != (spec.matrix is None))
+        if size < bucket_size and not is_last:
             continue
         slots, position = [], start
         # runs of equal settings for the optimizer's groups

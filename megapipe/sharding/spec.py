@@ -161,6 +161,8 @@ class ParamSpec:
     tied: bool = False  # also used by the stage with the head, which holds a replica unless it is on the same rank
     decoupled_lr: bool = False  # takes --decoupled-lr (embedding and head)
     true_rows: int | None = None  # rows of dim 0 without vocabulary padding, which is never saved
+    # how the weights of a hidden layer's linear are stored, which --optimizer muon updates as whole matrices
+    matrix: Literal["outputs x inputs", "inputs x outputs"] | None = None
 
     def intervals(self, tp_rank: int, tp: int) -> tuple[Interval, ...]:
         """Return the rows of dimension `slicing.dim` (0 if replicated) in tp_rank's local tensor, in order."""

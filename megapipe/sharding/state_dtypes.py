@@ -23,26 +23,26 @@ class StateDtypes:
     """Names of dtypes (`dtypes`).
 
     states: of the tensors that the optimizer keeps: the master weight, unless the parameter itself is one, then the
-    moments.
+    moments. matrix_states: the same of matrices of hidden layers.
     """
 
     gradient: str
     states: dict[str, str]
+    matrix_states: dict[str, str]
     rule_bytes: int = 0  # that the update rule of an extension makes and frees for each element of a chunk
 
     @property
     def gradient_bytes(self) -> int:
         return BYTES[self.gradient]
 
-    @property
-    def state_bytes(self) -> int:
+    def state_bytes(self, of_matrix: bool = False) -> int:
         """Bytes of master weight and moments of one parameter."""
-        return sum(BYTES[dtype] for dtype in self.states.values())
+        return sum(BYTES[dtype] for dtype in (self.matrix_states if of_matrix else self.states).values())
 
-    def undo_bytes(self, parameter_bytes: int) -> int:
+    def undo_bytes(self, parameter_bytes: int, of_matrix: bool = False) -> int:
         """Bytes of a copy of all that an update changes: the parameter only where no whole master weight exists."""
         has_whole_master = self.states.get(MASTER, REMAINDER) != REMAINDER
-        return self.gradient_bytes + self.state_bytes + (0 if has_whole_master else parameter_bytes)
+        return self.gradient_bytes + self.state_bytes(of_matrix) + (0 if has_whole_master else parameter_bytes)
 
     @property
     def update_bytes(self) -> int:
@@ -80,10 +80,13 @@ def state_dtypes(optimizer: OptimizerConfig, precision: PrecisionConfig, num_ver
     wide, kind = "fp64" if precision.dtype == "fp64" else "fp32", OPTIMIZERS[optimizer.optimizer]
     moments = () if optimizer.optimizer == "sgd" and not optimizer.sgd_momentum else kind.states
     gradient, master, states = wide, wide, dict.fromkeys(moments, wide)
+    of_matrix = states if kind.matrix_states is None else dict.fromkeys(kind.matrix_states, wide)
     if optimizer.use_precision_aware_optimizer:
         gradient, master = optimizer.main_grads_dtype, optimizer.main_params_dtype
-        states = {"exp_avg": optimizer.exp_avg_dtype, "exp_avg_sq": optimizer.exp_avg_sq_dtype}
+        states = of_matrix = {"exp_avg": optimizer.exp_avg_dtype, "exp_avg_sq": optimizer.exp_avg_sq_dtype}
         if (master, precision.dtype, num_versions) == ("fp32", "bf16", 1):
             master = REMAINDER
     has_master = master != precision.dtype or master != wide or num_versions > 1
-    return StateDtypes(gradient, {MASTER: master, **states} if has_master else states, kind.temporaries * BYTES[wide])
+    if has_master:
+        states, of_matrix = {MASTER: master, **states}, {MASTER: master, **of_matrix}
+    return StateDtypes(gradient, states, of_matrix, kind.temporaries * BYTES[wide])

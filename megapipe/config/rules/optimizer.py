@@ -1,5 +1,5 @@
-"""Rules of main gradients, master weights and moments narrower than fp32 (--use-precision-aware-optimizer), and of the
-options of update rules.
+"""Rules of main gradients, master weights and moments narrower than fp32 (--use-precision-aware-optimizer), of Muon,
+and of the options of update rules.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 from megapipe.config.config import Config
 from megapipe.config.fields import number_in
-from megapipe.config.training import OPTIMIZERS, OptimizerConfig
+from megapipe.config.training import NEWTON_SCHULZ, OPTIMIZERS, OptimizerConfig
 from megapipe.errors import ConfigError
 
 FLAG = "--use-precision-aware-optimizer"
@@ -35,6 +35,32 @@ def precision_aware(config: Config) -> Iterator[str]:
         yield f"--main-grads-dtype fp16 needs a loss scale, which --dtype {dtype} does not have: {way}"
 
 
+def muon(config: Config) -> Iterator[str]:
+    """Check the options of Muon."""
+    optimizer, impl = config.optimizer, config.kernels.optimizer_impl
+    if optimizer.optimizer != "muon":
+        return
+    steps, period = optimizer.muon_num_ns_steps, len(NEWTON_SCHULZ[optimizer.muon_coefficient_type])
+    if steps % period:
+        nearest = max(1, round(steps / period)) * period
+        yield (
+            f"--muon-num-ns-steps {steps}: --muon-coefficient-type {optimizer.muon_coefficient_type} has coefficients "
+            f"for {period} steps in turn; give a multiple, such as {nearest}, or --muon-coefficient-type simple"
+        )
+    if optimizer.muon_tp_mode == "blockwise":
+        yield (
+            "--muon-tp-mode blockwise orthogonalizes the slice of each rank, so that results change with tp; give "
+            "duplicated or distributed, which are both the update of one process"
+        )
+    elif optimizer.muon_tp_mode is None and config.parallel.tensor_model_parallel_size > 1:
+        yield (
+            "--optimizer muon with tensor parallelism needs --muon-tp-mode duplicated (or distributed: here the same), "
+            "because Megatron's default, blockwise up to 0.18, is another optimizer"
+        )
+    if impl != "torch":
+        yield f"--optimizer-impl {impl} has no Muon; leave it out"
+
+
 def options(config: Config) -> Iterator[str]:
     """Check the options of an extension's update rule."""
     try:
@@ -58,4 +84,4 @@ def rule_options(optimizer: OptimizerConfig) -> dict[str, float]:
     return found
 
 
-RULES = (precision_aware, options)
+RULES = (precision_aware, muon, options)

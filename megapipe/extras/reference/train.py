@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from megapipe.extras.reference.gpt import ReferenceGPT, at_least_fp32
+from megapipe.extras.reference.muon import Muon, MuonOptions
 
 # Arguments of ReferenceGPT.forward by name: tokens, labels, loss_mask, and optionally position_ids, document_ids,
 # dropout_masks.
@@ -77,8 +78,10 @@ def build_optimizer(
     eps: float = 1e-8,
     momentum: float = 0.9,
     update: Callable[..., None] | None = None,
+    muon: MuonOptions | None = None,
 ) -> torch.optim.Optimizer:
-    """Build torch.optim.AdamW ("adamw", decoupled decay) or torch.optim.SGD ("sgd", decay added to the gradient).
+    """Build torch.optim.AdamW ("adamw", decoupled decay), torch.optim.SGD ("sgd", decay added to the gradient) or Muon
+    ("muon", with options in muon).
 
     update: another rule instead, (weights, gradient, states, number, lr, weight decay) -> None on whole parameters.
 
@@ -100,7 +103,9 @@ def build_optimizer(
         return torch.optim.AdamW(groups, lr=0.0, betas=betas, eps=eps, foreach=False, fused=False)
     if kind == "sgd":
         return torch.optim.SGD(groups, lr=0.0, momentum=momentum, foreach=False, fused=False)
-    raise ValueError(f"unknown optimizer {kind!r}; use adamw or sgd")
+    if kind == "muon" and muon is not None:
+        return Muon(model, groups, muon, betas=betas, eps=eps)
+    raise ValueError(f"unknown optimizer {kind!r}; use adamw, sgd or muon")
 
 
 class RuleOptimizer(torch.optim.Optimizer):

@@ -170,7 +170,7 @@ class Bounds:
         shards, expert_shards = (replicas, replicas * layout.tp // cut) if layout.distributed_optimizer else (1, 1)
         element = ELEMENT_BYTES[self._config.precision.dtype]
         dtypes = state_dtypes(self._config.optimizer, self._config.precision)
-        kept_for_each, state = element + dtypes.gradient_bytes, dtypes.state_bytes
+        kept_for_each, state = element + dtypes.gradient_bytes, dtypes.state_bytes(True)
         least = most = most_held = 0.0
         for rank in ranks:
             layers = sum(map(operator.mul, rank.layers, elements.layers))

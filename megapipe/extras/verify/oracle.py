@@ -26,6 +26,7 @@ from megapipe.data.batch import Batch, DocumentRules
 from megapipe.extras.reference.asynchronous import Delays, asynchronous_step
 from megapipe.extras.reference.config import ReferenceConfig
 from megapipe.extras.reference.gpt import ReferenceGPT
+from megapipe.extras.reference.muon import MuonOptions
 from megapipe.extras.reference.train import Microbatch, StepResult, build_optimizer, reference_step
 from megapipe.extras.verify.routing import PlainChoices
 from megapipe.model.init import draw
@@ -45,7 +46,7 @@ BRANCH_SHARE = 0.03
 BRANCH_NORMS = ("post_self_attn_layernorm.weight", "post_mlp_layernorm.weight")
 EOD_SHARE = 0.15  # share of end-of-document tokens where the configuration uses documents
 FROM_TRAINING = ("label_smoothing", "z_loss")  # fields of ReferenceConfig that the training section has
-OPTIMIZER_NAMES = {"adam": "adamw", "sgd": "sgd"}
+OPTIMIZER_NAMES = {"adam": "adamw", "sgd": "sgd", "muon": "muon"}
 
 
 def drawn_slices(seed: int, dtype: torch.dtype) -> DrawSlice:
@@ -130,12 +131,13 @@ class Oracle:
         optimizer = config.optimizer
         self._optimizer = build_optimizer(
             self.model,
-            OPTIMIZER_NAMES.get(optimizer.optimizer, ""),
+            OPTIMIZER_NAMES.get(optimizer.optimizer, "muon"),
             weight_decay=1.0,  # marks the groups that decay; `step` sets their real weight decay
             betas=(optimizer.adam_beta1, optimizer.adam_beta2),
             eps=optimizer.adam_eps,
             momentum=optimizer.sgd_momentum,
             update=registered_update(optimizer),
+            muon=muon_options(optimizer),
         )
         self._choices = PlainChoices(self.model) if config.model.num_experts is not None else None
         self._decaying = [group for group in self._optimizer.param_groups if group["weight_decay"]]
@@ -219,6 +221,27 @@ def functions_of(model: ResolvedModelConfig) -> dict[str, Any]:
         "attention_function": ATTENTIONS[model.attention_kind].function,
         "attention_heads": heads,
     }
+
+
+def muon_options(optimizer: OptimizerConfig) -> MuonOptions:
+    """Return the options of Muon, or of an extension's rule over matrices, as the reference's optimizer takes them."""
+    kind, options = OPTIMIZERS[optimizer.optimizer], rule_options(optimizer)
+    given = kind.direction
+
+    def direction(matrix: Tensor, number: int, lr: float, decay: float) -> Tensor:
+        assert given is not None
+        return given(matrix, UpdateStep(number, lr, decay, options))
+
+    return MuonOptions(
+        direction=None if given is None else direction,
+        momentum=options.get("momentum", optimizer.muon_momentum),
+        nesterov=optimizer.muon_nesterov and given is None,
+        coefficient_type=optimizer.muon_coefficient_type,
+        num_steps=optimizer.muon_num_ns_steps,
+        scale_mode=optimizer.muon_scale_mode,
+        extra_scale_factor=optimizer.muon_extra_scale_factor,
+        splits_qkv=not optimizer.muon_no_split_qkv,
+    )
 
 
 def registered_update(optimizer: OptimizerConfig) -> Callable[..., None] | None:

@@ -86,6 +86,30 @@ CASES: dict[str, tuple[int, str, dict[str, Any]]] = {
         | {"num_experts": 8, "moe_ffn_hidden_size": 64, "moe_shared_expert_intermediate_size": 16}
         | {"moe_aux_loss_coeff": 0.1, "moe_router_dtype": "fp32", "moe_router_score_function": "sigmoid"},
     ),
+    "muon": (
+        4,
+        "fp64",
+        LLAMA
+        | OVERLAP
+        | {"tp": 4, "sp": True, "num_query_groups": 2, "optimizer": "muon", "muon_tp_mode": "distributed"}
+        | {"muon_nesterov": True, "muon_scale_mode": "unit_rms_norm"},
+    ),
+    "muon, experts": (
+        4,
+        "fp64",
+        LLAMA
+        | {"tp": 2, "ep": 2, "etp": 1, "sp": True, "zero": True, "num_experts": 4, "moe_ffn_hidden_size": 64}
+        | {"optimizer": "muon", "muon_tp_mode": "duplicated", "muon_coefficient_type": "simple"}
+        | {"muon_scale_mode": "shape_scaling", "ddp_bucket_size": 3000},
+    ),
+    "muon, two directions": (
+        8,
+        "fp64",
+        GPT2
+        | WIDE
+        | {"pipeline_schedule": "dualpipe", "global_batch_size": 12, "optimizer": "muon", "muon_tp_mode": "duplicated"}
+        | {"muon_no_split_qkv": True, "muon_extra_scale_factor": 0.2, "weight_decay": 0.3, "zero": True},
+    ),
     "many norms after branches": (1, "fp64", LLAMA | {"norm_position": "after", "num_layers": 24}),
     "bf16, norms around branches": (1, "native", LLAMA | {"norm_position": "around", "num_layers": 6, "dtype": "bf16"}),
     "every loss term": (

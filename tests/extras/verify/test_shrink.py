@@ -194,6 +194,17 @@ CHANGED |= {
     "recompute_num_layers": 2,
 }
 CHANGED |= {"cpu_offloading_num_layers": 1}
+CHANGED |= {
+    "muon_momentum": 0.5,
+    "muon_nesterov": True,
+    "muon_coefficient_type": "simple",
+    "muon_num_ns_steps": 3,
+    "muon_scale_mode": "shape_scaling",
+    "muon_extra_scale_factor": 0.2,
+    "muon_no_split_qkv": True,
+    "muon_tp_mode": "duplicated",
+    "muon_fp32_matmul_prec": "high",
+}
 
 
 def test_every_option_that_is_not_a_size_is_kept() -> None:

@@ -1,0 +1,88 @@
+"""What --optimizer muon adds to a step: products, exchanged matrices and the memory of both. Rules of extensions over
+whole matrices are planned like it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache
+
+from megapipe.config.training import OPTIMIZERS, OptimizerConfig
+from megapipe.plan.run_plan import RunPlan
+from megapipe.sharding.buffers import Bucket
+from megapipe.sharding.matrices import OwnedMatrix, share_out
+
+
+@dataclass(frozen=True)
+class MuonWork:
+    """One update of the ranks of a pp_rank.
+
+    flops: of Newton-Schulz on the rank with the most. sent: elements that a rank sends, the mean over the ranks, by
+    group. temporary_elements: that the rank with the most makes and frees, beside a copy of its shard.
+    """
+
+    flops: int = 0
+    sent: Mapping[str, float] = field(default_factory=dict)
+    temporary_elements: int = 0
+
+
+def muon_work(plan: RunPlan, pp_rank: int) -> MuonWork:
+    """Return the work of an update; nothing without Muon."""
+    optimizer, topology = plan.config.optimizer, plan.topology
+    if OPTIMIZERS[optimizer.optimizer].matrix_states is None:
+        return MuonWork()
+    layouts = [layout for stage in plan.placement.stages_of(pp_rank) for layout in plan.buffers(stage, 0)]
+    flops, temporary = 0, 0
+    sent: dict[str, float] = {}
+    for is_expert, names, replicas, columns in (
+        (False, ("replicas", "tp"), topology.num_replicas, topology.tp),
+        (True, ("expert_replicas", "etp"), topology.num_expert_replicas, topology.etp),
+    ):
+        held = [layout for layout in layouts if layout.is_expert == is_expert]
+        buckets = tuple(bucket for layout in held for bucket in layout.buckets if bucket.has_matrices)
+        num_shards = max((layout.num_shards for layout in held), default=1)
+        ranks = topology.ep * topology.etp if is_expert else columns
+        grid = _grid_work(buckets, ranks, replicas, columns, num_shards, optimizer)
+        flops, temporary = flops + grid.flops, max(temporary, grid.temporary_elements)
+        sent |= {name: grid.sent.get(kind, 0.0) for name, kind in zip(names, ("replicas", "columns"), strict=True)}
+    return MuonWork(flops, sent, temporary)
+
+
+@lru_cache(maxsize=64)
+def _grid_work(
+    buckets: tuple[Bucket, ...], ranks: int, replicas: int, columns: int, num_shards: int, optimizer: OptimizerConfig
+) -> MuonWork:
+    steps, work = optimizer.muon_num_ns_steps, Counter[tuple[int, int]]()
+    held, whole = Counter[tuple[int, int]](), Counter[tuple[int, int]]()  # elements
+    sent, largest = Counter[str](), 0
+    for column in range(columns):
+        for matrix in share_out(buckets, (column, ranks), replicas, columns, steps, not optimizer.muon_no_split_qkv):
+            owner, elements = (matrix.replica, matrix.column), matrix.local_shape[0] * matrix.local_shape[1]
+            held[matrix.replica, column] += elements
+            if column == matrix.column:
+                rows, width = matrix.matrix.shape
+                work[owner] += matrix.matrix.flops(steps)
+                whole[owner] += rows * width
+                # the matrix of two steps and two products of its smaller side
+                largest = max(largest, 2 * rows * width + 2 * min(rows, width) ** 2)
+            for replica in range(replicas):
+                if replica != matrix.replica:
+                    away = sum(part.numel for part in matrix.parts(replica, num_shards))
+                    sent["replicas"] += away if num_shards == 1 else 2 * away
+            if column != matrix.column:
+                sent["columns"] += elements + sum(
+                    rows.count * matrix.local_shape[1] for rows in matrix.rows if _is_sent(matrix, rows.holders, column)
+                )
+    places = replicas * columns
+    if places == 1:  # one matrix at a time, its slice and itself
+        return MuonWork(work[0, 0], {}, 2 * largest)
+    exchanged = max((2 * held[place] + whole[place] for place in held), default=0)
+    mean = {name: count / places for name, count in sent.items()}
+    return MuonWork(max(work.values(), default=0), mean, exchanged + largest)
+
+
+def _is_sent(matrix: OwnedMatrix, holders: tuple[int, ...], column: int) -> bool:
+    """Return whether the rank at a column sends rows that `holders` hold to the owner."""
+    return column == (matrix.column if matrix.column in holders else holders[0])
