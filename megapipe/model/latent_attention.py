@@ -35,7 +35,8 @@ class LatentAttention(SelfAttention):
     def __init__(self, layer: int, factory: LayerFactory) -> None:
         nn.Module.__init__(self)
         config, tp = factory.config, factory.tp
-        self.config, self.layer, self.tp_rank = config, layer, tp.rank
+        self.config, self.layer, self.head_rank = config, layer, tp.rank
+        self.context_parallel = self.softmax_offset = None  # refused together with latent attention
         self.tp, self.sequence_parallel = tp, factory.sequence_parallel
         self.recompute_core = "core_attn" in factory.recompute
         self.groups, self.queries = config.num_attention_heads // tp.size, 1

@@ -53,7 +53,7 @@ def hidden_matrices(model: nn.Module, splits_qkv: bool) -> dict[str, Any]:
             found[f"{name}.linear_qkv.weight"] = [(part, False) for part in rows] if splits_qkv else [(None, False)]
             found[f"{name}.linear_proj.weight"] = [(None, False)]
         elif isinstance(module, MLP):
-            halves = torch.arange(len(module.linear_fc1.weight)).chunk(2 if module.gated else 1)
+            halves = torch.arange(len(module.linear_fc1.weight)).chunk(2 if module.config.gated else 1)
             found[f"{name}.linear_fc1.weight"] = [(part, False) for part in halves]
             found[f"{name}.linear_fc2.weight"] = [(None, False)]
         elif isinstance(module, Experts):
