@@ -18,6 +18,7 @@ from megapipe.config.gpu import GpuConfig, KernelsConfig
 from megapipe.config.model import ModelConfig, PrecisionConfig
 from megapipe.config.parallel import OffloadConfig, ParallelConfig, RecomputeConfig
 from megapipe.config.training import OptimizerConfig, TrainingConfig
+from megapipe.errors import ConfigError
 
 Section = TypeVar("Section")
 
@@ -142,3 +143,23 @@ def make_config(values: dict[str, Any]) -> Config:
         section, name = key.split(".")
         sections[section][name] = value
     return Config(**{name: section_types()[name](**fields) for name, fields in sections.items()})
+
+
+def resolve_model(model: ModelConfig, tp: int) -> ResolvedModelConfig:
+    """Fill in the sizes that are derived from others. Raises ConfigError if the vocabulary is unknown."""
+    if model.vocab_size is None:
+        raise ConfigError(
+            "the size of the vocabulary is unknown; give --vocab-size, or --tokenizer-type and --tokenizer-model"
+        )
+    multiple = model.make_vocab_size_divisible_by * tp
+    return convert(
+        ResolvedModelConfig,
+        model,
+        padded_vocab_size=model.padded_vocab_size or -(-model.vocab_size // multiple) * multiple,
+        ffn_hidden_size=model.feed_forward_size(),
+        moe_ffn_hidden_size=model.moe_ffn_hidden_size or (model.num_experts and model.feed_forward_size()),
+        num_query_groups=model.query_groups(),
+        kv_channels=model.head_size(),
+        max_position_embeddings=model.max_position_embeddings or model.seq_length,
+        softmax_scale=model.attention_scale(),
+    )

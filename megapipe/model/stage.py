@@ -208,8 +208,7 @@ class GPTStage(nn.Module):
             self._groups = [group for number, each in own.items() for group in layer_groups(each, (number,))]
         self.keep_attention = {number for number, each in own.items() if each.recompute_keep_attention}
         queue = WeightQueue() if weight_queue is None else weight_queue
-        model = convert(LayerConfig, config)
-        own_experts = experts or ExpertGroups()
+        model, own_experts = convert(LayerConfig, config), experts or ExpertGroups()
         factory = LayerFactory(model, tp, sequence_parallel, frozenset(), queue, kernels, chunks, own_experts)
         self.embedding: Embedding | TiedHead | None = None
         self.output_layer: ColumnParallelLinear | None = None

@@ -1,7 +1,7 @@
 """Global norms and counts over the model, in which every element counts once.
 
-Each rank sums the elements that it counts (`Shard.exact_ranges`); the sums are then added over the shards of the
-replicas, if the optimizer is sharded, and over tp and pp.
+Each rank sums the elements that it counts (`Shard.exact_ranges`): those of its shards, or of the first replica if the
+optimizer is not sharded. The sums are then added over all ranks, in one message with other numbers of the step.
 """
 
 from __future__ import annotations
@@ -47,14 +47,13 @@ def count_zeros(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
 
 
 class ModelSum:
-    """Scalars summed over several groups, one message per group; the last message may still be in flight."""
+    """Scalars summed over the world, in one message that may still be in flight."""
 
-    def __init__(self, values: Sequence[Tensor], groups: Sequence[Group]) -> None:
-        self._summed = torch.stack(list(values))
-        *first, last = groups
-        for group in first:
-            all_reduce(self._summed, group)
-        self._work = all_reduce(self._summed, last, async_op=True)
+    def __init__(self, values: Sequence[Tensor], world: Group, beside: Tensor | None = None) -> None:
+        """beside: [n] fp64, further numbers to sum, which follow the values."""
+        summed = torch.stack(list(values))
+        self._summed = summed if beside is None else torch.cat([summed, beside])
+        self._work = all_reduce(self._summed, world, async_op=True)
 
     def tensor(self) -> Tensor:
         """Return the sums, fp64, after which the current stream is ordered (on a CPU: once they are complete)."""

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megapipe.comm.groups import Group, ProcessGroups
+from megapipe.comm.groups import ProcessGroups
 from megapipe.config.model import PrecisionConfig
 from megapipe.config.training import OPTIMIZERS, OptimizerConfig
 from megapipe.data_parallel.buffers import StageBuffers
@@ -77,10 +77,11 @@ class StatePiece:
 
 @dataclass(frozen=True)
 class _StartedStep:
-    """A step between `start` and `settle`. factor: scale of the gradients, clipping aside."""
+    """A step between `start` and `settle`. gradient_factor: as in `start`."""
 
     sums: ModelSum
-    factor: float
+    num_zeros: int  # numbers of zeros among the sums: 0 or 1
+    gradient_factor: float | None
     loss_scale: float
     rates: Rates
     is_updated: bool
@@ -90,7 +91,7 @@ class Optimizer:
     """AdamW or SGD over the shards of this rank's stages, with loss scale, global-norm clipping and master weights.
 
     stages: buffers by stage index, their parameters filled: master weights start as copies of them.
-    groups: both kinds of replicas, dp_cp, tp, model and world are used. gather: started after each update; required for
+    groups: both kinds of replicas, tp and world are used. gather: started after each update; required for
     sharded buffers. library: provides Adam; None for torch's. compiler: compiles AdamW instead (`CompiledAdam`).
     shards: of every bucket of the stages.
 
@@ -117,7 +118,6 @@ class Optimizer:
         if self._sharded and gather is None:
             raise ValueError("sharded buffers need a ParameterGather: without it ranks keep stale parameters")
         self._gather = ParameterGather(stages, tuple(stages), groups.replicas) if gather is None else gather
-        counts, self._sum_groups = _counted_once(groups, self._sharded)
         dtypes = state_dtypes(config, precision, max(buffers.num_versions for buffers in stages.values()))
         kinds = {False: dtypes.states, True: dtypes.matrix_states}
         moments = {kind: tuple(name for name in states if name != MASTER) for kind, states in kinds.items()}
@@ -129,7 +129,7 @@ class Optimizer:
                 groups.replicas_of(is_expert).rank,
                 groups.cut_of(is_expert),
                 moments[bucket.has_matrices],
-                counts[is_expert],
+                self._sharded or groups.replicas_of(is_expert).rank == 0,  # else counted by the first replica
                 self._on_host,
                 dtypes.narrow,
             )
@@ -175,43 +175,54 @@ class Optimizer:
         return self._started is not None and self._started.is_updated
 
     @torch.no_grad()
-    def start(self, gradient_factor: float, rates: Rates, count_zero_gradients: bool = False) -> None:
+    def start(
+        self,
+        gradient_factor: float | None,
+        rates: Rates,
+        count_zero_gradients: bool = False,
+        beside: Tensor | None = None,
+    ) -> None:
         """Begin a step: launch the sum of the norm, and update if updates need not wait for it.
 
         The reduced gradients are raw sums over microbatches and replicas of loss x loss_scale.
         gradient_factor: 1 / (microbatches x dp), or 1 / tokens of the global batch; the loss scale is divided out here.
+        None: given to `settle`, where no update is made before. beside: [n] fp64, numbers to sum over the world in the
+        same message.
         """
         self._check_settled()
         self._gather.finish()
-        loss_scale = self.scaler.scale
-        factor = gradient_factor / loss_scale
-        sums = self._sum_gradients(count_zero_gradients)
-        is_updated = False
+        loss_scale, is_updated = self.scaler.scale, False
+        sums = self._sum_gradients(count_zero_gradients, beside)
         if self._snapshot is not None and self._policy.allows:
-            self._snapshot.take()
-            self._update(factor, rates)
+            assert gradient_factor is not None, "a rule refuses early updates that divide by the number of tokens"
             is_updated = True
-        self._started = _StartedStep(sums, factor, loss_scale, rates, is_updated)
+            self._snapshot.take()
+            self._update(gradient_factor / loss_scale, rates)
+        self._started = _StartedStep(sums, int(count_zero_gradients), gradient_factor, loss_scale, rates, is_updated)
 
     def sums(self) -> Tensor:
-        """Return the sums that decide on the started step, on the device and ordered in its stream; see `settle`."""
+        """Return the sums that decide on the started step, then those `beside` them, on the device and ordered in its
+        stream; see `settle`."""
         if self._started is None:
             raise RuntimeError("no step was started: call start first")
         return self._started.sums.tensor()
 
     @torch.no_grad()
-    def settle(self, sums: Sequence[float] | None = None) -> StepReport:
+    def settle(self, sums: Sequence[float] | None = None, gradient_factor: float | None = None) -> StepReport:
         """End a step: wait for the norm, then update the parameters, or correct an update that did not wait.
 
-        sums: the values of `sums`, if the caller has read them. Afterwards the gradients hold the clipped averages
-        (their raw sums with `CompiledAdam`). An infinite or NaN norm skips the update; the caller decides whether
-        training continues. Raises RuntimeError if no step was started.
+        sums: the values of `sums`, if the caller has read them. gradient_factor: if `start` was given None.
+        Afterwards the gradients hold the clipped averages (their raw sums with `CompiledAdam`). An infinite or NaN norm
+        skips the update; the caller decides whether training continues. Raises RuntimeError if no step was started.
         """
         started, self._started = self._started, None
         if started is None:
             raise RuntimeError("no step was started: call start first")
-        raw_square, *zeros = started.sums.wait() if sums is None else sums
-        norm = started.factor * math.sqrt(raw_square)
+        given = started.gradient_factor if gradient_factor is None else gradient_factor
+        assert given is not None
+        factor, numbers = given / started.loss_scale, started.sums.wait() if sums is None else sums
+        zeros = numbers[1 : 1 + started.num_zeros]
+        norm = factor * math.sqrt(numbers[0])
         coefficient = clip_coefficient(norm, self._clip_grad)
         skipped = not math.isfinite(norm)
         is_plain = not skipped and coefficient == 1.0  # neither clipped nor skipped
@@ -222,7 +233,7 @@ class Optimizer:
             self._snapshot.restore()
             self._rule.set_num_steps(self._rule.num_steps - 1)
         if not skipped and not (started.is_updated and is_plain):
-            self._update(started.factor * coefficient, started.rates)
+            self._update(factor * coefficient, started.rates)
         elif rolled_back:
             self.masters_to_parameters()
         self.scaler.update(skipped)
@@ -240,12 +251,13 @@ class Optimizer:
         self._update(gradient_factor / self.scaler.scale, rates)
 
     @torch.no_grad()
-    def last_update(self, count_zero_gradients: bool = False) -> StepReport:
-        """Return the report of the gradients that the last `update` left; called by all ranks."""
-        square, *zeros = self._sum_gradients(count_zero_gradients).wait()
-        return StepReport(
-            self._raw_factor * math.sqrt(square), 1.0, False, self.scaler.scale, int(zeros[0]) if zeros else None
-        )
+    def last_update(self, count_zero_gradients: bool, beside: Tensor) -> tuple[StepReport, list[float]]:
+        """Return the report of the gradients that the last `update` left, and the sums of the numbers beside it; called
+        by all ranks. beside: as in `start`.
+        """
+        square, *others = self._sum_gradients(count_zero_gradients, beside).wait()
+        num_zeros = int(others.pop(0)) if count_zero_gradients else None
+        return StepReport(self._raw_factor * math.sqrt(square), 1.0, False, self.scaler.scale, num_zeros), others
 
     @torch.no_grad()
     def masters_to_parameters(self) -> None:
@@ -300,7 +312,7 @@ class Optimizer:
             for low, high in shard.exact_ranges
             for values in shard.wide_values(MASTER, low, high)
         )
-        return math.sqrt(ModelSum([sum_of_squares(owned, self._device)], self._sum_groups).wait()[0])
+        return math.sqrt(ModelSum([sum_of_squares(owned, self._device)], self._groups.world).wait()[0])
 
     @torch.no_grad()
     def nonfinite_gradients(self) -> list[str]:
@@ -360,14 +372,14 @@ class Optimizer:
         self._rule.set_num_steps(int(state["num_steps"]))
         self.scaler.load_state(state["loss_scaler"])
 
-    def _sum_gradients(self, count_zero_gradients: bool) -> ModelSum:
+    def _sum_gradients(self, count_zero_gradients: bool, beside: Tensor | None) -> ModelSum:
         """Launch the sum of the squares of all raw gradients, and of the number of zeros among them."""
         merged = (shard.gradient[low:high] for shard in self.shards for low, high in shard.merged_ranges)
         values = [sum_of_squares(merged, self._device)]
         if count_zero_gradients:
             exact = (shard.gradient[low:high] for shard in self.shards for low, high in shard.exact_ranges)
             values.append(count_zeros(exact, self._device))
-        return ModelSum(values, self._sum_groups)
+        return ModelSum(values, self._groups.world, beside)
 
     def _store(self, pieces: Callable[[], Iterable[tuple[Shard, str, Chunk, Tensor]]]) -> None:
         """Store elements of narrow states, with scales that fit. pieces: (shard, state, chunk, its values)."""
@@ -399,19 +411,6 @@ class Optimizer:
     def _check_settled(self) -> None:
         if self._started is not None:
             raise RuntimeError("a step was started and its global norm is not known yet: call settle first")
-
-
-def _counted_once(groups: ProcessGroups, is_sharded: bool) -> tuple[dict[bool, bool], list[Group]]:
-    """Return whether this rank counts its elements of dense parameters (False) and of experts (True), and the groups
-    over which sums are added, so that every element of the model counts once.
-    """
-    if (groups.ep.size, groups.etp.ranks) != (1, groups.tp.ranks):  # no groups share both grids but the world
-        return {kind: is_sharded or groups.replicas_of(kind).rank == 0 for kind in (False, True)}, [groups.world]
-    # shards add up over replicas; without sharding, every copy of the model holds the same gradients, and a mirrored
-    # pipeline holds every parameter twice in the model group: the first holder counts
-    holders = [rank for rank in groups.model.ranks if rank in groups.replicas.ranks]
-    counts = is_sharded or groups.model.global_rank == holders[0]
-    return {False: counts, True: counts}, [groups.dp_cp, groups.model] if is_sharded else [groups.model]
 
 
 class EarlyUpdatePolicy:

@@ -18,14 +18,13 @@ from megapipe.config.config import (
     ResolvedParallelConfig,
     ResolvedTrainingConfig,
     convert,
+    resolve_model,
 )
-from megapipe.config.model import ModelConfig
 from megapipe.config.rules.check import check
 from megapipe.config.rules.gpu import overlaps_by_default
 from megapipe.config.rules.sft import with_implied
 from megapipe.config.training import OptimizerConfig
 from megapipe.data.build_datasets import DEFAULT_SPLIT
-from megapipe.errors import ConfigError
 from megapipe.layers.model import model_parameters
 from megapipe.plan.batch import BatchSchedule
 from megapipe.plan.cut import balanced_cut, cut_layers
@@ -110,26 +109,6 @@ def _balanced_and_checked(draft: RunPlan) -> RunPlan:
 @cache
 def _audit_slices(model: ResolvedModelConfig, sequence_parallel: bool, tp: int, ep: int, etp: int) -> None:
     audit_slices(model_parameters(model, sequence_parallel, etp), tp, ep * etp)
-
-
-def resolve_model(model: ModelConfig, tp: int) -> ResolvedModelConfig:
-    """Fill in the sizes that are derived from others. Raises ConfigError if the vocabulary is unknown."""
-    if model.vocab_size is None:
-        raise ConfigError(
-            "the size of the vocabulary is unknown; give --vocab-size, or --tokenizer-type and --tokenizer-model"
-        )
-    multiple = model.make_vocab_size_divisible_by * tp
-    return convert(
-        ResolvedModelConfig,
-        model,
-        padded_vocab_size=model.padded_vocab_size or -(-model.vocab_size // multiple) * multiple,
-        ffn_hidden_size=model.feed_forward_size(),
-        moe_ffn_hidden_size=model.moe_ffn_hidden_size or (model.num_experts and model.feed_forward_size()),
-        num_query_groups=model.query_groups(),
-        kv_channels=model.head_size(),
-        max_position_embeddings=model.max_position_embeddings or model.seq_length,
-        softmax_scale=model.attention_scale(),
-    )
 
 
 def _batch(config: Config, topology: Topology) -> tuple[ResolvedTrainingConfig, BatchSchedule]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -18,8 +19,8 @@ from torch import Tensor
 
 from megapipe.assembly.microbatches import Keys, Microbatches
 from megapipe.assembly.runtime import InferenceRuntime, TrainingRuntime
-from megapipe.comm.collectives import Work, all_reduce
-from megapipe.comm.groups import ProcessGroups
+from megapipe.comm.collectives import all_reduce
+from megapipe.comm.groups import Group, ProcessGroups
 from megapipe.comm.trace import Tracer
 from megapipe.data.batch import Batch
 from megapipe.data.loader import Loader
@@ -126,25 +127,38 @@ class StepLoss(NamedTuple):
 
 @dataclass(frozen=True)
 class PendingLoss:
-    """A `StepLoss` whose all-reduce is in flight. totals: loss sum, tokens, sum of the microbatches' means."""
+    """This rank's part of a `StepLoss`.
+
+    totals: [3] fp64: loss sum, tokens, sum of the microbatches' means; they are summed over the world.
+    """
 
     totals: Tensor
-    work: Work
+    world: Group
     per_token: bool
     num_microbatches: float  # of the global batch
     all_tokens: float  # of the global batch, also those that a loss mask hides
 
     @property
     def denominator(self) -> float:
-        """The divisor of the raw gradient sums. Waits for the all-reduce only if it is the number of tokens."""
-        return max(self.wait().num_tokens, 1.0) if self.per_token else self.num_microbatches
+        """The divisor of the raw gradient sums. If that is the number of tokens, a collective, which is waited for."""
+        return self.denominator_of(self._summed.num_tokens if self.per_token else 0.0)
 
-    def wait(self) -> StepLoss:
-        """Wait for the all-reduce and return the loss: without a mask the mean of means, which is that over tokens."""
-        return self.of(HostCopy(self.totals, self.work).values())
+    def denominator_of(self, num_tokens: float) -> float:
+        """Return the divisor of the raw gradient sums. num_tokens: of the global batch, for those over tokens."""
+        return max(num_tokens, 1.0) if self.per_token else self.num_microbatches
+
+    def sum(self) -> StepLoss:
+        """Sum the totals over the world, wait and return the loss. A collective."""
+        return self._summed
+
+    @cached_property
+    def _summed(self) -> StepLoss:
+        totals = self.totals.clone()
+        return self.of(HostCopy(totals, all_reduce(totals, self.world, async_op=True)).values())
 
     def of(self, totals: Sequence[float]) -> StepLoss:
-        """Return the loss from the values of the reduced totals."""
+        """Return the loss from the values of the summed totals: without a mask the mean of means, which is that over
+        tokens."""
         loss_sum, num_tokens, means = totals
         is_over_tokens = self.per_token or num_tokens != self.all_tokens
         loss = loss_sum / max(num_tokens, 1.0) if is_over_tokens else means / self.num_microbatches
@@ -179,13 +193,13 @@ class LossAverage:
 
         return scaled
 
-    def start(
+    def pending(
         self, reports: list[StageLoss], groups: ProcessGroups, device: torch.device, num_microbatches: int
     ) -> PendingLoss:
-        """Start to average this rank's reports, which only ranks of the last stage have, with those of all replicas.
+        """Return the totals of this rank's reports, which only ranks of the last stage have.
 
-        Each cp rank reports the loss of its tokens, and the number of tokens of whole sequences. One all-reduce of three
-        numbers over the world, so that every rank, whatever its stage, learns the loss.
+        Each cp rank reports the loss of its tokens, and the number of tokens of whole sequences. They are summed over
+        the world, so that every rank, whatever its stage, learns the loss.
         """
         totals = torch.zeros(3, dtype=torch.float64, device=device)
         if reports and groups.tp.rank == 0:  # tp ranks report the same loss
@@ -195,9 +209,8 @@ class LossAverage:
             # a microbatch whose tokens are all masked out counts 0
             means = [report.loss_sum / report.num_tokens.clamp(min=1) for report in reports]
             totals[2] = torch.stack(means).double().sum()
-        work = all_reduce(totals, groups.world, async_op=True)
         count = float(num_microbatches * groups.dp.size)
-        return PendingLoss(totals, work, self.per_token, count, count * self.microbatch_tokens)
+        return PendingLoss(totals, groups.world, self.per_token, count, count * self.microbatch_tokens)
 
 
 @dataclass(frozen=True)
@@ -244,8 +257,9 @@ def read_microbatches(
 class TrainStep:
     """Forward and backward, reduction, update.
 
-    The order: zero the gradients, run this rank's row of the schedule, finish the reductions, average the loss over the
-    world, update the shards. The parameter all-gather that follows overlaps with the next step's forwards.
+    The order: zero the gradients, run this rank's row of the schedule, finish the reductions, sum the loss and the norm
+    over the world in one message, update the shards. The parameter all-gather that follows overlaps with the next
+    step's forwards.
     """
 
     def __init__(
@@ -272,23 +286,22 @@ class TrainStep:
 
     def start(self, microbatches: Sequence[Microbatch], rates: Rates, begun: BegunRun | None = None) -> PendingLoss:
         """Run forward, backward and reduction and start the update, without synchronising with the GPU."""
-        loss = self.gradients(microbatches, begun)
+        loss, optimizer = self.gradients(microbatches, begun), self.runtime.optimizer
         with self._timers.phase("optimizer"):
-            self.runtime.optimizer.start(1.0 / loss.denominator, rates, self._count_zero_gradients)
-            self.expert_loads.start(self.runtime.optimizer.is_ahead)
+            factor = None if loss.per_token else 1.0 / loss.denominator  # the number of tokens is summed with the norm
+            optimizer.start(factor, rates, self._count_zero_gradients, loss.totals)
+            self.expert_loads.start(optimizer.is_ahead)
         return loss
 
     def finish(self, loss: PendingLoss) -> StepResult:
         """Wait for the loss and the global norm; from here on the weights are final."""
-        loss.work.wait()
         optimizer = self.runtime.optimizer
         with self._timers.phase("verdict" if optimizer.is_ahead else "optimizer"):
-            # loss and norm in one copy: the host waits for the device once per step
-            numbers = HostCopy(torch.cat([loss.totals, optimizer.sums()])).values()
-            num_totals = len(loss.totals)
-            update = optimizer.settle(numbers[num_totals:])
+            # loss and norm in one message and one copy: the host waits for the device once per step
+            numbers = HostCopy(optimizer.sums()).values()
+            found = loss.of(numbers[-len(loss.totals) :])
+            update = optimizer.settle(numbers, 1.0 / loss.denominator_of(found.num_tokens))
             self.expert_loads.settle(update.skipped)
-        found = loss.of(numbers[:num_totals])
         return StepResult(found.loss, found.num_tokens, update)
 
     def gradients(self, microbatches: Sequence[Microbatch], begun: BegunRun | None = None) -> PendingLoss:
@@ -307,7 +320,7 @@ class TrainStep:
             runtime.reducer.finish()
         if runtime.graphs is not None:
             runtime.graphs.after_step(step)
-        return self._average.start(reports, runtime.groups, runtime.device, count)
+        return self._average.pending(reports, runtime.groups, runtime.device, count)
 
     @torch.no_grad()
     def evaluate(self, microbatches: Sequence[Microbatch]) -> StepLoss:
@@ -318,7 +331,7 @@ class TrainStep:
         runtime.gather.finish()
         step = Step(microbatches, runtime.message, self._average.objective(lambda: 1.0))
         reports = runtime.forward_engine(count).run(step)
-        return self._average.start(reports, runtime.groups, runtime.device, count).wait()
+        return self._average.pending(reports, runtime.groups, runtime.device, count).sum()
 
     def _engine_step(self, microbatches: Sequence[Microbatch]) -> Step:
         runtime = self.runtime
@@ -380,8 +393,10 @@ class AsynchronousStep(TrainStep):
         with self._timers.phase("forward-backward"):
             reports = runtime.engine(count).run(self._engine_step(microbatches))
         updates.finish()
-        loss = self._average.start(reports, runtime.groups, runtime.device, count).wait()
-        return StepResult(loss.loss, loss.num_tokens, runtime.optimizer.last_update(self._count_zero_gradients))
+        pending = self._average.pending(reports, runtime.groups, runtime.device, count)
+        update, totals = runtime.optimizer.last_update(self._count_zero_gradients, pending.totals)
+        loss = pending.of(totals)
+        return StepResult(loss.loss, loss.num_tokens, update)
 
 
 def train_step(runtime: TrainingRuntime, count_zero_gradients: bool = False, timers: Timers | None = None) -> TrainStep:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megapipe.assembly.runtime import TrainingRuntime
 from megapipe.comm.groups import ExpertGroups, Group, build_process_groups
-from megapipe.config.config import convert
+from megapipe.config.config import convert, resolve_model
 from megapipe.config.layers import LayerConfig
 from megapipe.errors import ConfigError
 from megapipe.extras.verify.compare import gradient_pieces
@@ -19,7 +19,7 @@ from megapipe.extras.verify.oracle import drawn_slices, random_batches, share_of
 from megapipe.model.dispatch import Routes
 from megapipe.model.moe import Router
 from megapipe.optimizer.schedule import Rates
-from megapipe.plan.resolve import resolve, resolve_model
+from megapipe.plan.resolve import resolve
 from megapipe.train.step import TrainStep
 from tests.harness import RankPool
 from tests.parity.test_experts import MODEL, ZERO

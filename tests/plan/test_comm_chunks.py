@@ -6,13 +6,13 @@ from dataclasses import replace
 
 import pytest
 
+from megapipe.config.config import resolve_model
 from megapipe.config.model import PrecisionConfig
 from megapipe.config.parallel import RecomputeConfig
 from megapipe.layers.model import model_spec
 from megapipe.layers.table import WHOLE, CommChunks, RankShape
 from megapipe.plan.hardware import Link, hardware_named
 from megapipe.plan.layer_time import OpSeconds, head_seconds, layer_seconds
-from megapipe.plan.resolve import resolve_model
 from megapipe.schedule.action import Op
 from tests.extras.search.published import gpt
 

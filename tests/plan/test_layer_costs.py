@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
+from megapipe.config.config import resolve_model
 from megapipe.config.model import ModelConfig, PrecisionConfig
 from megapipe.config.parallel import RecomputeConfig
 from megapipe.layers.attention import mean_keys
 from megapipe.layers.model import ModelSpec, model_spec
 from megapipe.plan.layer_costs import flop_costs, head_flops, layer_flops, recomputed_flops, step_flops
-from megapipe.plan.resolve import resolve_model
 
 
 def gpt(**changes: object) -> ModelConfig:

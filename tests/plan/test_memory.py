@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megapipe.config.config import resolve_model
 from megapipe.config.model import PrecisionConfig
 from megapipe.config.parallel import RecomputeConfig
 from megapipe.extras.search.bounds import Bounds
@@ -23,7 +24,7 @@ from megapipe.layers.table import RankShape
 from megapipe.plan.activations import LayerGroup, backward_peak, bytes_by_name, group_backward, replay_bytes
 from megapipe.plan.hardware import hardware_named
 from megapipe.plan.memory import all_rank_memory, peak_of_row, rank_memory, stage_activation_bytes
-from megapipe.plan.resolve import resolve, resolve_model
+from megapipe.plan.resolve import resolve
 from megapipe.plan.traffic import reduction_bytes
 from megapipe.schedule.action import Action, Op, parse_action
 from megapipe.schedule.families import SCHEDULES, build_lowered

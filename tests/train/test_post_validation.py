@@ -225,7 +225,7 @@ def test_a_late_norm_delays_neither_updates_nor_the_head_start_of_others(
 ) -> None:
     changes = setting(**GRIDS["pp4"], clip_grad=0.0)
     events = rank_pools(4).run(late_norm, changes, str(tmp_path / "flag"))[0]
-    verdict = next(event for event in events if event.name == "model all_reduce")
+    verdict = next(event for event in events if event.name == "world all_reduce")
     forwards = [event for event in events if event.kind == "action" and re.fullmatch(r"0F\d", event.name)]
     early = [event.name for event in forwards if event.end_ns < verdict.end_ns]
     assert early == ["0F0", "0F1", "0F2"]

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from megapipe.config.config import ResolvedModelConfig
+from megapipe.config.config import ResolvedModelConfig, resolve_model
 from megapipe.errors import CheckpointError
 from megapipe.extras.convert import megatron_buckets
 from megapipe.extras.convert.megatron import (
@@ -45,7 +45,6 @@ from megapipe.extras.convert.snapshot import LazyTensor, Snapshot, check_nothing
 from megapipe.extras.convert.tables import unpadded
 from megapipe.layers.embedding import WORD_EMBEDDING
 from megapipe.layers.model import model_parameters
-from megapipe.plan.resolve import resolve_model
 from megapipe.sharding.boxes import Box
 from megapipe.sharding.spec import ParamSpec
 

@@ -23,6 +23,7 @@ from typing import IO, Any, cast
 import torch
 from torch import Tensor
 
+from megapipe.config.config import resolve_model
 from megapipe.errors import CheckpointError
 from megapipe.extras.convert.megatron import (
     EXTRA_STATE,
@@ -54,7 +55,6 @@ from megapipe.extras.convert.snapshot import DTYPES, LazyTensor, Snapshot, check
 from megapipe.extras.convert.tables import unpadded
 from megapipe.layers.embedding import WORD_EMBEDDING
 from megapipe.layers.model import model_parameters, stage_parameters
-from megapipe.plan.resolve import resolve_model
 from megapipe.sharding.boxes import pieces
 from megapipe.sharding.spec import ParamSpec
 

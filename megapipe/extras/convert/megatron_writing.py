@@ -11,11 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megapipe.config.config import ResolvedModelConfig
+from megapipe.config.config import ResolvedModelConfig, resolve_model
 from megapipe.errors import ConfigError
 from megapipe.extras.convert.megatron import MOMENTS, write_args
 from megapipe.extras.convert.snapshot import DTYPES, LazyTensor, Snapshot
-from megapipe.plan.resolve import resolve_model
 from megapipe.sharding.spec import ParamSpec
 
 CHECKPOINT_VERSION = 3.0  # of Megatron's format, since q, k and v are interleaved by query group

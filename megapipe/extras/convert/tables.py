@@ -16,12 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megapipe.config.config import ResolvedModelConfig
+from megapipe.config.config import ResolvedModelConfig, resolve_model
 from megapipe.config.layers import LayerConfig, layer_configs
 from megapipe.config.model import ACTIVATIONS, ModelConfig
 from megapipe.errors import ConfigError
 from megapipe.layers.model import model_parameters, model_states
-from megapipe.plan.resolve import resolve_model
 from megapipe.sharding.spec import ParamSpec
 
 Settings = Mapping[str, Any]  # config.json, or Megatron's args

@@ -12,7 +12,7 @@ from functools import cache
 from itertools import chain
 from typing import NamedTuple, TypeVar
 
-from megapipe.config.config import Config, ResolvedModelConfig
+from megapipe.config.config import Config, ResolvedModelConfig, resolve_model
 from megapipe.config.parallel import RecomputeConfig
 from megapipe.dtypes import ELEMENT_BYTES
 from megapipe.errors import ConfigError
@@ -24,7 +24,6 @@ from megapipe.plan.cut import cut_layers, undominated
 from megapipe.plan.hardware import Hardware, Link
 from megapipe.plan.layer_time import ExpertLinks, OpSeconds, head_seconds, layer_seconds
 from megapipe.plan.recompute_choice import FULL, choices
-from megapipe.plan.resolve import resolve_model
 from megapipe.plan.step_time import expert_links_of, update_bytes
 from megapipe.schedule.action import Action, Op
 from megapipe.schedule.costs import Shape

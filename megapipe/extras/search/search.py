@@ -13,7 +13,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Hashable, Sequence
 
-from megapipe.config.config import Config
+from megapipe.config.config import Config, resolve_model
 from megapipe.config.parallel import RecomputeConfig
 from megapipe.errors import ConfigError
 from megapipe.extras.search.bounds import Bound, Bounds
@@ -23,7 +23,7 @@ from megapipe.formatting import bytes_text
 from megapipe.layers.model import model_parameters
 from megapipe.plan.hardware import Hardware
 from megapipe.plan.memory import RankMemory, all_rank_memory, rank_memory
-from megapipe.plan.resolve import resolve, resolve_model, vary
+from megapipe.plan.resolve import resolve, vary
 from megapipe.plan.run_plan import RunPlan
 from megapipe.plan.step_time import StepTime, predict_step
 from megapipe.schedule.action import Op

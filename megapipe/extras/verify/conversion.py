@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from megapipe.comm.groups import Group
+from megapipe.config.config import resolve_model
 from megapipe.config.parallel import RecomputeConfig
 from megapipe.config.training import TrainingConfig
 from megapipe.extras.convert.snapshot import Snapshot
@@ -17,7 +18,6 @@ from megapipe.extras.convert.tables import unpadded
 from megapipe.model.init import replace_parameter
 from megapipe.model.microbatch import Microbatch
 from megapipe.model.stage import GPTStage
-from megapipe.plan.resolve import resolve_model
 from megapipe.schedule.partition import StageLayers
 
 BATCH, LONGEST = 2, 128

@@ -23,7 +23,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from megapipe.config.config import Config
+from megapipe.config.config import Config, resolve_model
 from megapipe.config.model import ModelConfig, PrecisionConfig
 from megapipe.config.parallel import ParallelConfig, RecomputeConfig
 from megapipe.config.training import TrainingConfig
@@ -32,7 +32,7 @@ from megapipe.layers.table import RankShape
 from megapipe.plan.hardware import TERA, Hardware, hardware_named
 from megapipe.plan.layer_costs import step_flops
 from megapipe.plan.layer_time import OpSeconds, layer_seconds
-from megapipe.plan.resolve import resolve, resolve_model
+from megapipe.plan.resolve import resolve
 from megapipe.plan.run_plan import RunPlan
 from megapipe.plan.step_time import predict_step
 

@@ -6,12 +6,12 @@ import math
 
 import pytest
 
+from megapipe.config.config import resolve_model
 from megapipe.config.model import PrecisionConfig
 from megapipe.extras.search.layout import RECOMPUTES
 from megapipe.layers.model import layer_table, model_spec
 from megapipe.layers.table import RankShape
 from megapipe.plan.hardware import TERA, hardware_named
-from megapipe.plan.resolve import resolve_model
 from megapipe.schedule.action import Op
 from tests.extras.search.published import (
     LAYER_OF_22B,

@@ -4,9 +4,9 @@ import math
 
 import pytest
 
+from megapipe.config.config import resolve_model
 from megapipe.plan.hardware import TERA
 from megapipe.plan.layer_costs import step_flops
-from megapipe.plan.resolve import resolve_model
 from tests.extras.search.published_h100 import ROWS, mosaicml_attention_share, published_h100_runs
 
 # (model, tokens/s and GPU) -> model TFLOP/s and GPU as printed beside them

@@ -105,10 +105,9 @@ def second_holder_forgotten(patch: pytest.MonkeyPatch, rank: int) -> None:
 
 def divisor_without_dp(patch: pytest.MonkeyPatch, rank: int) -> None:
     """Divide gradients, which are sums over dp (here the world), by the denominator of a single replica."""
-    denominator = PendingLoss.denominator.fget
-    assert denominator is not None
+    right = PendingLoss.denominator_of
     patch.setattr(
-        PendingLoss, "denominator", property(lambda self: denominator(self) / torch.distributed.get_world_size())
+        PendingLoss, "denominator_of", lambda self, tokens: right(self, tokens) / torch.distributed.get_world_size()
     )
 
 
