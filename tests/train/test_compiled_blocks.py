@@ -214,16 +214,17 @@ def trained_with_code(
 def test_compiled_regions_between_collectives_train_the_same(
     rank_pools: Callable[[int], RankPool], tmp_path: Path
 ) -> None:
-    """Forward: the norm; split, rotation and v; residual sum with the next norm; SwiGLU; the last sum."""
+    """One kernel each: the norm; split, rotation and v; residual sum with the next norm; SwiGLU; the last sum.
+
+    So are the gradients, but of the last sum, which is passed on.
+    """
     changes = TP | LLAMA | {"sequence_parallel": True, "num_layers": 1}
     actual = rank_pools(2).run(trained_with_code, changes, str(tmp_path), timeout=540)
     plain = rank_pools(2).run(trained, changes, None, False, timeout=60)
     for (found, kernels), expected in zip(actual, plain, strict=True):
         assert_alike(found, expected, torch.float64)
         assert found[2][0].startswith("blocks are compiled")
-        forward, backward = kernels[:5], kernels[5:]
-        assert forward == [(1, 0)] * 5, kernels
-        assert len(backward) == 5 and sum(fused for fused, _ in backward) == 6, kernels
+        assert kernels == [(1, 0)] * 9
 
 
 def other_result(*_: Any) -> Callable[..., Any]:
