@@ -24,6 +24,7 @@ from megapipe.model.stage import Block
 from megapipe.optimizer.schedule import Rates
 from megapipe.train import compiled_blocks
 from megapipe.train.compiled_blocks import TOLERANCES, Trial, choose_blocks
+from megapipe.train.step import train_step
 from tests.harness import RankPool
 from tests.model.saved_bytes import SavedBytes
 from tests.tiny import LLAMA, tiny_config
@@ -67,7 +68,9 @@ TWO_RANKS: dict[str, dict[str, Any]] = {
     "interleaved": PP | LLAMA | {"num_virtual_stages_per_pipeline_rank": 2, "num_layers": 4},
     "zb-h1, post-validation": PP | LLAMA | {"pipeline_schedule": "zb-h1", "optimizer_post_validation": True},
     "pipedream": PP | LLAMA | {"pipeline_schedule": "pipedream", "clip_grad": 0.0},
-    "pipedream-2bw": PP | DROPOUT | {"pipeline_schedule": "pipedream-2bw", "clip_grad": 0.0},
+    "pipedream-2bw": PP
+    | DROPOUT
+    | {"pipeline_schedule": "pipedream-2bw", "clip_grad": 0.0, "untie_embeddings_and_output_weights": True},
     "dp2, distributed optimizer": LLAMA
     | {"use_distributed_optimizer": True, "overlap_param_gather": True}
     | {"overlap_grad_reduce": True},
@@ -95,7 +98,8 @@ def trained(
         assert choose_blocks(runtime, None, said.append, compiler(backend)) is None
         blocks = [block for stage in runtime.stages.values() for block in stage.modules() if isinstance(block, Block)]
         assert all(block.compiled is not None for block in blocks)
-    step, random, numbers = trainer(runtime), np.random.RandomState(0), []
+    step = trainer(runtime) if runtime.plan.is_synchronous else train_step(runtime)
+    random, numbers = np.random.RandomState(0), []
     rules = DocumentRules(3, True, True, True) if changes.get("reset_attention_mask") else None
     for number in range(2):
         rows = random.randint(0, 28, (8, 9))
