@@ -149,7 +149,7 @@ def _narrow_bytes(dtypes: StateDtypes) -> tuple[dict[str, int], dict[str, int]]:
         cast = BYTES[dtype] + wide
         # read: bits of the weight, shifted, and the remainder; written: checked for NaN, rounded
         if dtype == REMAINDER:
-            read[state], written[state] = cast + 2 * wide + cast + wide, 2 * (2 * wide + 1) + 2 * cast + 4 * wide
+            read[state], written[state] = 2 * cast + 3 * wide, 2 * cast + 7 * wide + 2
         else:  # a scale is one pass more
             read[state] = written[state] = cast + 2 * wide * (state in dtypes.scaled)
     return read, written

@@ -39,13 +39,12 @@ def compile_blocks(runtime: TrainingRuntime, answers: Any, graphs: Graphs) -> st
 
 @contextmanager
 def equal_results(answers: Any) -> Iterator[None]:
-    """Let the host read 0: no difference between results, and no rank without a compiler."""
-    before = dict(answers._numbers)
-    answers._numbers |= {Tensor.item: 0.0, Tensor.__float__: 0.0}
+    """Let the host read 0 for differences, and what it has put into small tensors."""
+    answers.knows_given, answers._numbers[Tensor.__float__] = True, 0.0
     try:
         yield
     finally:
-        answers._numbers |= before
+        answers.knows_given, answers._numbers[Tensor.__float__] = False, 1.0
 
 
 def traced(answers: Any, graphs: Graphs, function: Callable[..., Any]) -> Callable[..., Any]:

@@ -127,6 +127,7 @@ UPDATES: dict[str, dict[str, Any]] = {
     "scaled masters": NARROW | {"main_params_dtype": "fp16"},
     "whole gradients, scaled moments": NARROW
     | {"main_grads_dtype": "fp32", "exp_avg_dtype": "fp8", "exp_avg_sq_dtype": "fp8"},
+    "fp32 weights, narrow moment": NARROW | {"dtype": "fp32", "exp_avg_sq_dtype": "fp32"},
     "zero1": ZERO1,
 }
 

@@ -203,7 +203,7 @@ def test_an_argument_that_a_library_does_not_take_is_found(
                         patch.setitem(table, key, [row for row in table[key] if row[0] not in (argument, "kwargs")])
                 with checked(library, version), pytest.raises(TypeError, match=f"'{argument}'"):
                     call_all(library)
-    assert library == "apex" or sum(map(len, seen.values())) > 5
+    assert library == "apex" or sum(map(len, seen.values())) >= 5
 
 
 class Misspelt(TransformerEngine):

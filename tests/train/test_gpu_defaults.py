@@ -43,6 +43,14 @@ def test_safe_connections_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     assert os.environ[CONNECTIONS] == "1"
 
 
+def test_connections_with_which_only_an_evaluation_can_hang_are_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(CONNECTIONS, "1")
+    changes = GPIPE | {"pipeline_schedule": "zb-v", "num_layers": 8}
+    assert connections_line(resolve(small_config(**changes, pipeline_receive_depth=1), 4)) == ()
+    (line,) = connections_line(resolve(small_config(**changes, pipeline_receive_depth=2), 4))
+    assert " instead of 1, of the environment: with 1 a step can hang (rank " in line
+
+
 def test_a_schedule_too_large_to_simulate_gets_the_most_connections(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megapipe.train.gpu_setup.MOST_ACTIONS", 10)
     (line,) = connections_line(resolve(small_config(**GPIPE), 4))

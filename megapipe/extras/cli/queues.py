@@ -27,7 +27,7 @@ OPTIONS = (
     option("-m --microbatches", "default: four times the ranks", type=int, above=0),
     option("-v --chunks", "stages a rank where a schedule takes any number", default=2, above=0),
     option("--tp", "with tensor parallelism: two collectives in every forward and backward", action="store_true"),
-    option("--offload", "layers of every stage, all offloaded to the host", default=0, least=0, metavar="LAYERS"),
+    option("--offload", "layers of every stage, all offloaded to the host", default=0, at_least=0, metavar="LAYERS"),
     option("--evaluation", "of the forwards of an evaluation instead of a training step", action="store_true"),
     option("--channels", "NCCL channels of a message, each of which holds an SM while it waits", default=4, above=0),
     option("--sms", "of the GPU; H100: 132", default=132, above=0),
