@@ -66,6 +66,7 @@ class RankShape:
     ep: int = 1  # ranks among which experts are divided
     etp: int = 1  # ranks that share every expert
     gradient_dtype: str | None = None  # of the main gradients; None: at least fp32
+    in_parts: bool = False  # layers run in parts, between which tensors are detached
 
     @classmethod
     def of(cls, config: Config, tp: int, sequence_parallel: bool, micro_batch_size: int) -> RankShape:
@@ -88,6 +89,7 @@ class RankShape:
             ep=config.parallel.expert_model_parallel_size,
             etp=config.parallel.expert_tensor_parallel_size or tp,
             gradient_dtype=state_dtypes(config.optimizer, config.precision).gradient,
+            in_parts=config.parallel.overlap_moe_expert_parallel_comm,
         )
 
     @property

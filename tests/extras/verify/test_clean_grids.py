@@ -86,6 +86,14 @@ CASES: dict[str, tuple[int, str, dict[str, Any]]] = {
         | {"num_experts": 8, "moe_ffn_hidden_size": 64, "moe_shared_expert_intermediate_size": 16}
         | {"moe_aux_loss_coeff": 0.1, "moe_router_dtype": "fp32", "moe_router_score_function": "sigmoid"},
     ),
+    "experts in parts": (
+        4,
+        "fp64",
+        LLAMA
+        | {"pp": 2, "chunks": 2, "ep": 2, "zero": True, "num_layers": 6, "moe_layer_freq": "[0]+[1]*5"}
+        | {"num_experts": 4, "moe_ffn_hidden_size": 64, "moe_shared_expert_intermediate_size": 16}
+        | {"overlap_moe_expert_parallel_comm": True, "delay_wgrad_compute": True},
+    ),
     "many norms after branches": (1, "fp64", LLAMA | {"norm_position": "after", "num_layers": 24}),
     "bf16, norms around branches": (1, "native", LLAMA | {"norm_position": "around", "num_layers": 6, "dtype": "bf16"}),
     "every loss term": (
