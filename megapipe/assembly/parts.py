@@ -18,6 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from megapipe.comm.collectives import Work
@@ -48,7 +49,7 @@ class Exchange:
 
 @dataclass(eq=False)
 class StageParts:
-    """What the parts of one stage share. runner: that of the whole stage, whose observer gets the stage's output."""
+    """State that the parts of one stage share. runner: that of the whole stage, whose observer gets its output."""
 
     module: GPTStage
     runner: StageRunner
@@ -269,7 +270,10 @@ class _Combine(_Part):
         return Exchange(work, lambda: self.run(given, tensors))
 
     def run_backward(self, run: RunBackward, microbatch: int, gradients: Any) -> Pending:
-        residual, weights, returned, *shared = run(microbatch, gradients)
+        residual, weights, returned, *shared = made = run(microbatch, gradients)
+        for tensor in made:  # autograd makes them on the stream that completed the forward (StreamDeliveries)
+            if tensor.is_cuda:
+                tensor.record_stream(torch.cuda.current_stream(tensor.device))
         routes = self._routes.pop(microbatch)
         results, work = start_exchange(returned, routes.sent, routes.received, routes.groups.ep)
         return Exchange(work, lambda: (residual, weights, shared[0] if shared else None, results))

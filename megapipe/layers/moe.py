@@ -124,6 +124,13 @@ class MoE:
         """Return the bytes of the rows that a rank's tokens become, k for each, at one end of an all-to-all."""
         return self.model.moe_router_topk * shape.hidden_bytes(self.model.hidden_size)
 
+    def border_bytes(self, shape: RankShape) -> int:
+        """Return the bytes that pass from part to part in a pair (--overlap-moe-expert-parallel-comm), for either half:
+        rows at both ends of an all-to-all, weights of the rows, the residual stream and what the shared experts add.
+        """
+        streams = 2 * shape.hidden_bytes(self.model.hidden_size)
+        return 2 * (2 * self.row_bytes(shape) + self.model.moe_router_topk * shape.own_tokens * shape.wide + streams)
+
     def sent_bytes(self, shape: RankShape) -> dict[str, tuple[float, float]]:
         """Return the bytes that a rank sends over 'ep' and 'etp' for one microbatch, in F and in the backward.
 
@@ -168,6 +175,8 @@ class MoE:
         if before is not None:
             start = before.operation(shape, backward=Backward(waits + hidden + before.gradient_bytes(shape)))
         masks = (Kept("dropout masks", tokens * size, MASK_BYTES),) if has_dropout else ()
+        if shape.in_parts and self.shared is not None:  # the sum of both results is another part than the experts
+            masks = (Kept("shared expert results", tokens * size, element), *masks)
         combine = Backward(behind + 3 * rows_bytes, total_bytes(outputs_kept))
         operations = (
             start,

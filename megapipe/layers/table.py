@@ -73,6 +73,7 @@ class RankShape:
     gradient_dtype: str | None = None  # of the main gradients; None: at least fp32
     cp: int = 1
     cp_inner: int = 1  # ranks that exchange heads with --cp-comm-type a2a+p2p
+    in_parts: bool = False  # layers run in parts, between which tensors are detached
 
     @classmethod
     def of(cls, config: Config, tp: int, sequence_parallel: bool, micro_batch_size: int) -> RankShape:
@@ -99,6 +100,7 @@ class RankShape:
             gradient_dtype=state_dtypes(config.optimizer, config.precision).gradient,
             cp=config.parallel.context_parallel_size,
             cp_inner=(config.parallel.hierarchical_context_parallel_sizes or (1,))[0],
+            in_parts=config.parallel.overlap_moe_expert_parallel_comm,
         )
 
     @property

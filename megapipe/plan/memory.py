@@ -12,7 +12,9 @@
     temporaries   other tensors that this backward makes and frees: activation gradients, gathered sequences, fp32
                   weight gradients
     graphs        what CUDA graphs hold beyond these three, in pools that nothing else can use (--cuda-graph-impl local)
-    messages      hidden states and gradients that were received early or are being sent, at that peak
+    messages      hidden states and gradients that were received early or are being sent, at that peak; where stages run
+                  in parts, what passes between these (activations and temporaries are then those of whole stages, which
+                  is more than the parts of a merged pair hold)
     reduction     bf16 copies of gradients (--grad-reduce-in-bf16), or what an update of narrow state widens to fp32 at
                   a time (--use-precision-aware-optimizer): the part that exceeds the peak after activations are freed
     tables        attention masks and rotary tables that all microbatches share
@@ -34,6 +36,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 
 from megapipe.layers.linear import COPIES
+from megapipe.layers.moe import MoE
 from megapipe.layers.table import RankShape, total_bytes
 from megapipe.plan.activations import (
     deferred_bytes,
@@ -170,12 +173,25 @@ def step_memory(plan: RunPlan, pp_rank: int, count: int, num_read: int | None = 
         "recompute": replay,
         "temporaries": peak.inside_bytes - replay,
         "graphs": graphs,
-        "messages": peak.message_bytes,
+        "messages": peak.message_bytes + border_bytes(plan, stages),
         "reduction": max(0, max(copies, _update_bytes(plan, pp_rank)) - reusable),
         "tables": sum(shared_bytes(model, shape, layers[stage]) for stage in stages),
         "microbatches": (num_read or count) * shape.tokens * token_bytes,
     }
     return RankMemory(pp_rank, items, peak.live, host)
+
+
+def border_bytes(plan: RunPlan, stages: Iterable[int]) -> int:
+    """Return the most that passes between the parts of a pair's layers, and what of a layer waits for W meanwhile; 0
+    where stages run as a whole.
+    """
+    if plan.parts is None:
+        return 0
+    layers = {layer for stage in stages for layer in layers_of(plan.model, plan.partition.stages[stage])}
+    experts = [part.border_bytes(plan.shape) for layer in layers for part in layer.parts if isinstance(part, MoE)]
+    groups = layer_groups(tuple(layers), plan.shape) if plan.config.parallel.delay_wgrad_compute else []
+    waits = [group_waits(group, split(plan.shape)) for group in groups]
+    return max(experts, default=0) + max(waits, default=0)
 
 
 def _state(plan: RunPlan, pp_rank: int) -> dict[str, int]:

@@ -78,6 +78,7 @@ def _headline(plan: RunPlan) -> Iterator[str]:
         "tensor-parallel collectives in chunks": comm_chunks(parallel) != WHOLE,
         "distributed optimizer": parallel.use_distributed_optimizer,
         "every parameter on two pipeline ranks": t.mirrored_pipeline,
+        "experts' all-to-alls under computation": plan.parts is not None,
     }
     ranks, name = count_text(t.world_size, "rank"), ", ".join([plan.schedule_name, *(e for e in extras if extras[e])])
     yield f"plan: {ranks} = tp {t.tp} x pp {t.pp}{chunks} x dp {t.dp}, schedule {name}"

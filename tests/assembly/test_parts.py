@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,12 +12,14 @@ import torch
 from megapipe.assembly.runtime import TrainingRuntime
 from megapipe.comm.groups import build_process_groups
 from megapipe.comm.trace import Tracer
-from megapipe.errors import ConfigError
+from megapipe.errors import ConfigError, ScheduleError
 from megapipe.extras.verify.compare import gradient_pieces
 from megapipe.extras.verify.oracle import drawn_slices, random_batches, share_of
 from megapipe.optimizer.schedule import Rates
 from megapipe.plan.resolve import resolve
 from megapipe.schedule.lifetimes import peak_live_chunks
+from megapipe.schedule.lower import lower
+from megapipe.schedule.parts import expand
 from megapipe.train.step import TrainStep
 from tests.harness import RankPool
 from tests.parity.test_experts import MODEL, SHARED, SIGMOID, ZERO
@@ -66,6 +69,25 @@ def test_stages_in_parts_compute_the_bits_of_whole_stages(
         assert parts[:2] == whole[:2]
         assert [key for key in whole[2] if whole[2][key] != parts[2][key]] == []
         assert any(name.endswith("D") for name in parts[3])
+
+
+def engine_with_another_row(rank: int, world_size: int) -> Any:
+    """Build an engine where rank 1 has no pairs."""
+    plan = resolve(make_config(**MODEL | DELAY | {"ep": 2}), world_size)
+    if rank:
+        serial = replace(plan.config.parallel, overlap_moe_expert_parallel_comm=False)
+        other = replace(plan, config=replace(plan.config, parallel=serial)).schedule(plan.batch.num_microbatches)
+        assert plan.parts is not None
+        rows = lower(expand(other.compute_only(), plan.parts), 4)
+        object.__setattr__(plan, "part_schedule", lambda count: rows)
+    groups = build_process_groups(plan.topology, rank, "gloo", 60)
+    runtime = TrainingRuntime(plan, groups, torch.device("cpu"), drawn_slices(1, torch.float64))
+    with pytest.raises(ScheduleError, match="would issue different all-to-alls"):
+        runtime.engine(plan.batch.num_microbatches)
+
+
+def test_ranks_that_would_issue_all_to_alls_in_other_orders_are_refused(rank_pools: Callable[[int], RankPool]) -> None:
+    rank_pools(2).run(engine_with_another_row)
 
 
 PP2 = {"ep": 2, "pp": 2}

@@ -84,6 +84,12 @@ GRIDS: dict[str, tuple[int, dict[str, Any]]] = {
         | {"recompute_method": "uniform", "recompute_num_layers": 1},
     ),
     "experts_ep2_zero1": (4, EXPERTS | ZERO1 | {"expert_model_parallel_size": 2}),
+    "experts_ep2_in_parts": (
+        4,
+        EXPERTS
+        | PP2
+        | {"expert_model_parallel_size": 2, "overlap_moe_expert_parallel_comm": True, "delay_wgrad_compute": True},
+    ),
     "experts_tp2_ep2_full_recompute": (
         4,
         EXPERTS

@@ -23,6 +23,29 @@ GRIDS: dict[str, tuple[int, dict[str, Any]]] = {
     "pp 2 interleaved": (4, {"ep": 2, "pp": 2, "chunks": 2} | DELAY | ZERO | SHARED),
     "pp 2 dualpipe": (4, {"ep": 2, "pp": 2, "pipeline_schedule": "dualpipe"} | DELAY | ZERO | SIGMOID),
     "pp 2 dualpipe-v": (4, {"ep": 2, "pp": 2, "chunks": 2, "pipeline_schedule": "dualpipe-v"} | OVERLAP | SHARED),
+    "pp 4 1f1b, 6 layers": (
+        8,
+        {"ep": 2, "pp": 4, "num_layers": 6, "moe_layer_freq": "[0,1,1,1,0,1]", "global_batch_size": 32} | DELAY | ZERO,
+    ),
+    "pp 4 dualpipe": (
+        8,
+        {"ep": 2, "pp": 4, "pipeline_schedule": "dualpipe", "global_batch_size": 32} | DELAY | SIGMOID,
+    ),
+    "pp 4 dualpipe-v, no norms before": (
+        8,
+        {"ep": 2, "pp": 4, "chunks": 2, "pipeline_schedule": "dualpipe-v", "num_layers": 8, "global_batch_size": 32}
+        | {"norm_position": "after"}
+        | DELAY
+        | ZERO
+        | SHARED,
+    ),
+    "tp 2, etp 2, ep 2, pp 2": (
+        8,
+        {"tp": 2, "ep": 2, "pp": 2, "chunks": 2, "hidden_dropout": 0.2, "recompute_granularity": "selective"}
+        | OVERLAP
+        | SHARED,
+    ),
+    "tp 2, etp 1, ep 4, pp 2": (8, {"tp": 2, "ep": 4, "etp": 1, "pp": 2} | DELAY | ZERO | SIGMOID),
 }
 
 

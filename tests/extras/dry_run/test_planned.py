@@ -195,6 +195,26 @@ def test_planned_bytes_equal_the_counted_ones(name: str, base: str, device: str)
         assert counted.peak == pytest.approx(memory.total, rel=CLOSE), (rank, counted, dict(memory.items))
 
 
+IN_PARTS = EXPERTS | PP2 | {"overlap_moe_expert_parallel_comm": True}
+PARTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "1f1b": (4, IN_PARTS),
+    "interleaved": (4, IN_PARTS | {"num_virtual_stages_per_pipeline_rank": 2, "delay_wgrad_compute": True}),
+    "dualpipe_bf16": (4, IN_PARTS | {"pipeline_schedule": "dualpipe", "dtype": "bf16", "delay_wgrad_compute": True}),
+}
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_stages_in_parts_take_at_most_the_planned_bytes(name: str) -> None:
+    """The plan counts whole stages and what passes between parts, of which a merged pair holds less."""
+    world_size, changes = PARTS[name]
+    plan = make_plan(world_size, changes, LLAMA)
+    for rank in ranks_at_ends(plan.topology.pp, world_size):
+        counted = count_rank(plan, rank, read_for(plan), "cuda")
+        memory = rank_memory(plan, plan.topology.coordinates(rank).pp_rank)
+        assert {item: counted.items[item] for item in STATE} == {item: memory.items[item] for item in STATE}
+        assert 0.6 * memory.total < counted.peak <= memory.total, (rank, counted, dict(memory.items))
+
+
 def ranks_at_ends(pp: int, world_size: int) -> list[int]:
     """Return the first and the last rank: one with the embedding, one with the head."""
     return sorted({0, world_size - 1}) if pp > 1 else [0]

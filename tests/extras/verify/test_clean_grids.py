@@ -110,6 +110,14 @@ CASES: dict[str, tuple[int, str, dict[str, Any]]] = {
         | {"pipeline_schedule": "dualpipe", "global_batch_size": 12, "optimizer": "muon", "muon_tp_mode": "duplicated"}
         | {"muon_no_split_qkv": True, "muon_extra_scale_factor": 0.2, "weight_decay": 0.3, "zero": True},
     ),
+    "experts in parts": (
+        4,
+        "fp64",
+        LLAMA
+        | {"pp": 2, "chunks": 2, "ep": 2, "zero": True, "num_layers": 6, "moe_layer_freq": "[0]+[1]*5"}
+        | {"num_experts": 4, "moe_ffn_hidden_size": 64, "moe_shared_expert_intermediate_size": 16}
+        | {"overlap_moe_expert_parallel_comm": True, "delay_wgrad_compute": True},
+    ),
     "many norms after branches": (1, "fp64", LLAMA | {"norm_position": "after", "num_layers": 24}),
     "bf16, norms around branches": (1, "native", LLAMA | {"norm_position": "around", "num_layers": 6, "dtype": "bf16"}),
     "every loss term": (
