@@ -81,12 +81,13 @@ class InferenceRuntime:
         self.runners: dict[int, StageRunner] = {}
         self.buffers: dict[int, StageBuffers] = {}
         held, tp = plan.placement.stages_of(self.coordinates.pp_rank), groups.tp
-        tp_groups, experts = [tp] * len(held), [ExpertGroups(groups.ep, groups.etp)] * len(held)
+        tp_groups, experts = [tp] * len(held), [ExpertGroups(groups.ep, groups.etp, groups.dp)] * len(held)
         if trains and len(held) == 2 and tp.size > 1 and plan.overlaps_stages:
             # the two stages of an overlapped pair compute at the same time, so each has its own communicators
             tp_groups = [tp, second_communicator(tp)]
         if trains and len(held) == 2 and plan.model.has_experts and plan.overlaps_stages:
-            experts[1] = ExpertGroups(second_communicator(groups.ep), second_communicator(groups.etp))
+            own = (groups.ep, groups.etp, groups.dp)
+            experts[1] = ExpertGroups(*(second_communicator(group) for group in own))
         for stage, tp_group, expert_groups in zip(held, tp_groups, experts, strict=True):
             self._add_stage(stage, tp_group, expert_groups, draw_slice, trains)
         self.channels = Channels.build(
@@ -295,6 +296,9 @@ class TrainingRuntime(InferenceRuntime):
             self.kernels.optimizer,
             compiled if self.kernels.compiles_update else None,
         )
+        for module in self.stages.values():
+            for router in module.routers().values():
+                router.loss_scale = lambda: self.optimizer.loss_scale
         self._stage_streams = StageStreams(self.stages, device) if device.type == "cuda" else None
         self.updates = None if plan.is_synchronous else RowUpdates(self)
         self.graphs = None if plan.config.gpu.cuda_graph_impl == "none" else self._build_graphs(recorder)

@@ -112,10 +112,11 @@ class ProcessGroups:
 
 @dataclass(frozen=True)
 class ExpertGroups:
-    """The ranks among which experts are divided, and those that share every expert."""
+    """The ranks among which experts are divided, those that share every expert, and those with other microbatches."""
 
     ep: Group = field(default_factory=lambda: Group.alone("ep"))
     etp: Group = field(default_factory=lambda: Group.alone("etp"))
+    dp: Group = field(default_factory=lambda: Group.alone("dp"))
 
 
 def build_process_groups(

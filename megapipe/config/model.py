@@ -79,7 +79,7 @@ ATTENTIONS = Registry("attention kind", "--attention-kind", {"softmax": Attentio
 NORM_POSITIONS = ("before", "after", "around")
 QK_NORM_SCOPES = ("head", "projection")
 EXPERT_SCORES = ("softmax", "sigmoid")
-LOAD_BALANCING = ("aux_loss", "seq_aux_loss", "none")
+LOAD_BALANCING = ("aux_loss", "seq_aux_loss", "global_aux_loss", "none")
 ROUTER_DTYPES = ("fp32", "fp64")
 FP8_FORMATS = ("e4m3", "hybrid")
 FP8_RECIPES = ("tensorwise", "delayed")
@@ -308,13 +308,16 @@ class ModelConfig:
     moe_router_force_load_balancing: bool = option(
         False, "for measurements: give every expert the same number of tokens, whatever the scores", needs=EXPERTS
     )
-    moe_router_load_balancing_type: str = option(
-        "aux_loss",
-        "loss that balances the experts' load: over a microbatch, or over each sequence (seq_aux_loss)",
+    moe_router_load_balancing_type: tuple[str, ...] = option(
+        ("aux_loss",),
+        "losses that balance the experts' load: over a microbatch, each sequence (seq_aux_loss) or the microbatches of "
+        "the global batch so far (global_aux_loss)",
         choices=LOAD_BALANCING,
         needs=EXPERTS,
     )
-    moe_aux_loss_coeff: float = option(0.0, "coefficient of the load balancing loss", at_least=0, needs=EXPERTS)
+    moe_aux_loss_coeff: tuple[float, ...] = option(
+        (0.0,), "coefficient of each load balancing loss", at_least=0, needs=EXPERTS
+    )
     moe_z_loss_coeff: float | None = option(
         None, "coefficient of the mean squared logsumexp of the router's logits; unset: 0", at_least=0, needs=EXPERTS
     )
@@ -330,6 +333,12 @@ class ModelConfig:
     init_method_std: float = option(
         0.02, "standard deviation of initial weights (output linears: / sqrt(2 x num-layers))", at_least=0
     )
+
+    @property
+    def balance_losses(self) -> dict[str, float]:
+        """The load balancing losses with their coefficients, without those of coefficient 0."""
+        pairs = zip(self.moe_router_load_balancing_type, self.moe_aux_loss_coeff, strict=False)
+        return {name: coefficient for name, coefficient in pairs if coefficient and name != "none"}
 
     def head_size(self) -> int:
         """Return the width of one attention head: kv-channels, or hidden-size / num-attention-heads."""

@@ -36,9 +36,12 @@ class LayerContext:
     rotary: tuple[Tensor, Tensor] | None  # cos and sin
     mask: Tensor | None  # [1 or b, 1, s, keys] in the activations' dtype; None: the kernel's causality
     explicit: bool  # attention is written out: fused kernels lack soft-capping, keyed dropout and a softmax in fp32
-    dropout_key: DropoutKey | None
+    dropout_key: DropoutKey | None  # None outside training
     cache: KVCache | None = None
     kept_attention: KeptAttention | None = None  # keeps attention's results from the forward for the recompute
+    # factor on losses over the microbatch that are means: its tokens with --calculate-per-token-loss, which divides
+    # by all tokens of the step
+    loss_weight: Tensor | float = 1.0
 
     def keeping(self, kept: KeptAttention | None) -> LayerContext:
         """Return the context with attention's results kept."""
@@ -48,8 +51,13 @@ class LayerContext:
 class ContextBuilder:
     """Builds the contexts of each microbatch for the layers of one stage, by their global number."""
 
-    def __init__(self, layers: Mapping[int, LayerConfig], has_attention_kernel: bool = False) -> None:
-        """has_attention_kernel: a library's kernel handles causality, window and soft-cap; only a cache needs masks."""
+    def __init__(
+        self, layers: Mapping[int, LayerConfig], has_attention_kernel: bool = False, per_token_loss: bool = False
+    ) -> None:
+        """has_attention_kernel: a library's kernel handles causality, window and soft-cap; only a cache needs masks.
+        per_token_loss: --calculate-per-token-loss.
+        """
+        self._per_token_loss = per_token_loss
         kinds = list(dict.fromkeys(layers.values()))
         self._kinds, self._kind_of = kinds, {number: kinds.index(layer) for number, layer in layers.items()}
         self.has_attention_kernel = has_attention_kernel
@@ -67,6 +75,9 @@ class ContextBuilder:
         if has_kernel and microbatch.document_ids is not None:
             raise ValueError("this attention kernel cannot separate the documents of a sequence")
         contexts, seq = [], microbatch.tokens.shape[1]
+        weight: Tensor | float = 1.0
+        if self._per_token_loss:
+            weight = float(microbatch.tokens.numel()) if microbatch.loss_mask is None else microbatch.loss_mask.sum()
         for layer in self._kinds:
             mask, explicit = None, False
             if layer.has_attention and not has_kernel:
@@ -78,7 +89,7 @@ class ContextBuilder:
                 is_needed = explicit or microbatch.document_ids is not None
                 mask = make_mask(is_needed, layer.window_size if has_window else None)
             rotary = None if layer.rotary is None else tables[layer.rotary]
-            contexts.append(LayerContext(rotary, mask, explicit, key, microbatch.cache))
+            contexts.append(LayerContext(rotary, mask, explicit, key, microbatch.cache, loss_weight=weight))
         return {number: contexts[kind] for number, kind in self._kind_of.items()}
 
     def _mask(self, microbatch: Microbatch, dtype: torch.dtype, explicit: bool, window: int | None) -> Tensor | None:

@@ -10,6 +10,7 @@ t = s b / tp tokens: with tp every rank routes its slice of the sequence.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -25,12 +26,12 @@ from megapipe.config.layers import LayerConfig
 from megapipe.config.model import ACTIVATIONS as KINDS
 from megapipe.dtypes import DTYPES
 from megapipe.errors import ConfigError
+from megapipe.model.context import LayerContext
 from megapipe.model.dispatch import Routes
 from megapipe.model.layer_factory import LayerFactory
 from megapipe.model.mlp import MLP, Activation, activation
 from megapipe.tensor_parallel.gemms import at_least_fp32
 from megapipe.tensor_parallel.gradients import GradientSlot, WeightQueue, add_to_grad
-from megapipe.tensor_parallel.random import DropoutKey
 
 
 class MoE(nn.Module):
@@ -47,26 +48,26 @@ class MoE(nn.Module):
                 f"--num-experts with tensor parallel size {tp.size} needs --sequence-parallel: without it every tp "
                 "rank would send the same tokens to the experts"
             )
-        self.router = Router(model, tp)
+        self.router = Router(model, tp, factory.experts.dp)
         self.experts = ExpertWeights(factory)
         self.groups = factory.experts
         self.shared_experts: SharedExperts | None = None
         if model.moe_shared_expert_intermediate_size is not None:
             self.shared_experts = SharedExperts(layer, factory, model.moe_shared_expert_intermediate_size)
 
-    def forward(self, x: Tensor, norm: nn.Module | None, key: DropoutKey | None = None) -> Tensor:
+    def forward(self, x: Tensor, norm: nn.Module | None, context: LayerContext | None = None) -> Tensor:
         """Return the weighted sum of the experts' results for norm(x), and the shared experts' added.
 
-        key: that of a microbatch in training, whose load the router records.
+        context: of a microbatch in training, for the router's losses and records.
         """
         x = x if norm is None else norm(x)
-        weights, chosen = self.router(x)
+        weights, chosen = self.router(x, context)
         topk = chosen.shape[1]
         by_expert = chosen.flatten().argsort(stable=True)  # of the rows token x k + j
         ones = torch.ones_like(by_expert)
         counts = ones.new_zeros(self.router.num_experts).scatter_add_(0, chosen.flatten(), ones)
-        if key is not None:
-            self.router.loads[key.microbatch] = counts
+        if context is not None and context.dropout_key is not None:
+            self.router.loads[context.dropout_key.microbatch] = counts
         routes = Routes.of(counts, by_expert.shape[0], self.groups)
         rows = routes.dispatch(_Copies.apply(x.flatten(0, -2), by_expert, topk))
         results = routes.combine(self.experts(rows, routes.expert_rows))
@@ -94,15 +95,17 @@ class Router(nn.Module):
     Scores are in at least fp32. Ties go to the expert, or the group, of the smaller number. expert_bias: [experts]
     fp32, added to the scores for the choice alone (Wang et al. 2024, arXiv:2408.15664); changed after each step by
     train.expert_loads. loads: tokens of this rank for each expert, [experts] int64, by number of the microbatch in the
-    global batch; a replay writes the same again.
+    global batch; a replay writes the same again. loss_scale: factor on gradients, asked for in the backward.
     """
 
     expert_bias: Tensor | None
 
-    def __init__(self, model: LayerConfig, tp: Group) -> None:
+    def __init__(self, model: LayerConfig, tp: Group, dp: Group | None = None) -> None:
         super().__init__()
         assert model.num_experts is not None
         self.model, self.tp, self.num_experts = model, tp, model.num_experts
+        self.dp = Group.alone("dp") if dp is None else dp
+        self.loss_scale: Callable[[], float] = lambda: 1.0
         self.dtype = (
             None if model.moe_router_dtype is None else getattr(torch, DTYPES[model.moe_router_dtype].torch_name)
         )
@@ -111,21 +114,24 @@ class Router(nn.Module):
         bias = torch.zeros(model.num_experts) if model.moe_router_enable_expert_bias else None
         self.register_buffer("expert_bias", bias, persistent=False)
         self.loads: dict[int, Tensor] = {}
+        self._sums: dict[int, Tensor] = {}  # of `_global_counts` over the microbatches up to a number
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return weights [t, k] in at least fp32 and experts [t, k] int64, t = s b, the best first. x: [s, b, h]."""
+    def clear(self) -> None:
+        """Forget what the forwards of a step have recorded."""
+        self.loads.clear()
+        self._sums.clear()
+
+    def forward(self, x: Tensor, context: LayerContext | None = None) -> tuple[Tensor, Tensor]:
+        """Return weights [t, k] in at least fp32 and experts [t, k] int64, t = s b, the best first. x: [s, b, h].
+
+        With the context of a microbatch in training, the backward of the weights is also that of the router's losses.
+        """
         model, topk = self.model, self.model.moe_router_topk
         dtype = x.dtype if self.dtype is None else torch.promote_types(x.dtype, self.dtype)
         logits = F.linear(x.to(dtype), self.weight.to(dtype), None if self.bias is None else self.bias.to(dtype))
         logits = logits.to(at_least_fp32(dtype))
-        losses = []
-        if model.moe_z_loss_coeff:
-            tokens = x.shape[0] * x.shape[1] * self.tp.size
-            losses.append(model.moe_z_loss_coeff * logits.logsumexp(-1).square().sum() / tokens)
         is_softmax = model.moe_router_score_function == "softmax"
         shares = logits.softmax(-1) if is_softmax else logits.sigmoid()
-        if model.moe_aux_loss_coeff and model.moe_router_load_balancing_type != "none":
-            losses.append(self._balance_loss(shares if is_softmax else shares / shares.sum(-1, keepdim=True)))
         scores = (shares if model.moe_router_pre_softmax or not is_softmax else logits).flatten(0, 1)
         chosen = self._choose(scores.detach() if self.expert_bias is None else scores.detach() + self.expert_bias)
         if model.moe_router_force_load_balancing:
@@ -138,8 +144,10 @@ class Router(nn.Module):
             weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
         if model.moe_router_topk_scaling_factor is not None:
             weights = weights * model.moe_router_topk_scaling_factor
-        for loss in losses:
-            weights = _WithLoss.apply(weights, loss)
+        if context is not None and context.dropout_key is not None:
+            normalized = shares if is_softmax else shares / shares.sum(-1, keepdim=True)
+            for loss in self._losses(logits, normalized, context.dropout_key.microbatch):
+                weights = _WithLoss.apply(weights, loss, self.loss_scale, context.loss_weight)
         return weights, chosen
 
     def _choose(self, scores: Tensor) -> Tensor:
@@ -154,21 +162,55 @@ class Router(nn.Module):
             scores = grouped.masked_fill(~is_kept[..., None], -torch.inf).flatten(1)
         return scores.sort(dim=-1, descending=True, stable=True).indices[:, :topk]
 
-    def _balance_loss(self, shares: Tensor) -> Tensor:
-        """Return this rank's part of coefficient x experts / (k T^2) x sum over experts of tokens x sum of shares.
+    def _losses(self, logits: Tensor, shares: Tensor, microbatch: int) -> Iterator[Tensor]:
+        """Yield this rank's parts of the losses with their coefficients. logits, shares: [s, b, experts]."""
+        model, tokens = self.model, shares.shape[0] * shares.shape[1] * self.tp.size
+        if model.moe_z_loss_coeff:
+            yield model.moe_z_loss_coeff * logits.logsumexp(-1).square().sum() / tokens
+        if not model.balance_losses:
+            return
+        counts = self._counts(shares)
+        for name, coefficient in model.balance_losses.items():
+            if name == "seq_aux_loss":
+                yield coefficient * self._balance_loss(shares, counts, tokens // shares.shape[1]) / shares.shape[1]
+                continue
+            whole, total = counts.sum(0, keepdim=True), tokens
+            if name == "global_aux_loss":
+                whole, total = self._global_counts(whole, microbatch), tokens * self.dp.size
+                coefficient *= self.dp.size  # gradients are averaged over dp, but this is the sum of its ranks' parts
+            yield coefficient * self._balance_loss(shares, whole, total)
 
-        shares: [s, b, experts]. tokens: those of the set that would choose the expert by its share alone, of all tp
-        ranks. T: size of the set, a microbatch, or each sequence, over which the losses are averaged
-        (Shazeer et al. 2017; Wang et al. 2024, arXiv:2408.15664).
+    def _counts(self, shares: Tensor) -> Tensor:
+        """Return the tokens of each sequence, on all tp ranks, that would choose an expert by its share alone,
+        [b, experts].
         """
-        model, (seq, batch, _) = self.model, shares.shape
-        chosen = shares.detach().sort(dim=-1, descending=True, stable=True).indices[..., : model.moe_router_topk]
-        counts = torch.zeros_like(shares).scatter_(-1, chosen, 1.0).sum(0)  # [b, experts]
-        total, sets = seq * self.tp.size, batch
-        if model.moe_router_load_balancing_type == "aux_loss":
-            counts, total, sets = counts.sum(0, keepdim=True), total * batch, 1
+        chosen = shares.detach().sort(dim=-1, descending=True, stable=True).indices[..., : self.model.moe_router_topk]
+        counts = torch.zeros_like(shares).scatter_(-1, chosen, 1.0).sum(0)
         all_reduce(counts, self.tp)
-        factor = model.moe_aux_loss_coeff * self.num_experts / (model.moe_router_topk * total * total * sets)
+        return counts
+
+    def _global_counts(self, counts: Tensor, microbatch: int) -> Tensor:
+        """Return the mean of such counts over the microbatches of all dp ranks up to this one, by number.
+
+        Megatron's running mean, but in the order of the numbers; a replay finds what the forward has summed.
+        """
+        number = microbatch // self.dp.size
+        if number not in self._sums:
+            counts = counts.clone()
+            all_reduce(counts, self.dp)
+            if number:
+                counts += self._sums[number - 1]
+            self._sums[number] = counts
+        return self._sums[number] / (number + 1)
+
+    def _balance_loss(self, shares: Tensor, counts: Tensor, total: int) -> Tensor:
+        """Return experts / (k T^2) x sum over experts of their tokens x their sum of shares, summed over the rows of
+        counts [b or 1, experts].
+
+        shares: [s, b, experts]. T: the tokens that counts count, in `total` (Shazeer et al. 2017; Wang et al. 2024,
+        arXiv:2408.15664).
+        """
+        factor = self.num_experts / (self.model.moe_router_topk * total * total)
         return factor * (counts * shares.sum(0)).sum()
 
 
@@ -342,17 +384,19 @@ class _Combine(Function):
 
 
 class _WithLoss(Function):
-    """x, so that the backward of x also runs that of a loss, with gradient 1."""
+    """x, so that the backward of x also runs that of a loss, with gradient scale() x weight."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, loss: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, loss: Tensor, scale: Callable[[], float], weight: Tensor | float) -> Tensor:
         ctx.loss = loss.dtype, loss.device
+        ctx.factors = scale, weight
         return x.view_as(x)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return grad, torch.ones((), dtype=ctx.loss[0], device=ctx.loss[1])
+        (dtype, device), (scale, weight) = ctx.loss, ctx.factors
+        return grad, torch.ones((), dtype=dtype, device=device) * scale() * weight, None, None
 
 
 def _in_tokens(rows: Tensor, order: Tensor, topk: int) -> Tensor:

@@ -103,7 +103,7 @@ class Block(nn.Module):
             hidden = self._add(hidden, update, self.post_self_attn_layernorm, context, "attention_output")
         if self.mlp is not None:
             norm = self.pre_mlp_layernorm
-            update = self.mlp(hidden, norm, *((context.dropout_key,) if isinstance(self.mlp, MoE) else ()))
+            update = self.mlp(hidden, norm, *((context,) if isinstance(self.mlp, MoE) else ()))
             hidden = self._add(hidden, update, self.post_mlp_layernorm, context, "mlp_output")
         return hidden
 
@@ -166,7 +166,10 @@ class GPTStage(nn.Module):
         self.group_runner: GroupRunner | None = None
         numbers = range(layers.first_layer, layers.last_layer_exclusive)
         held = {number: layer_configs(config)[number] for number in numbers}
-        self.make_context = ContextBuilder(held, has_attention_kernel=kernels.attention is not None)
+        has_kernel = kernels.attention is not None
+        self.make_context = ContextBuilder(
+            held, has_kernel, config.num_experts is not None and loss.calculate_per_token_loss
+        )
         if isinstance(recompute, RecomputeConfig):
             own, self._groups = dict.fromkeys(numbers, recompute), layer_groups(recompute, numbers)
         else:

@@ -30,14 +30,14 @@ class ExpertLoads:
     def clear(self) -> None:
         """Forget the loads of forwards that belong to no step."""
         for router in self._routers:
-            router.loads.clear()
+            router.clear()
 
     def start(self, is_ahead: bool) -> None:
         """Sum the loads of the step's forwards. is_ahead: the next forwards precede `settle`, so update now."""
-        if not self._updates or not self._routers:
-            return
-        own = [torch.stack(list(router.loads.values())).sum(0) for router in self._routers]
+        own = [torch.stack(list(router.loads.values())).sum(0) for router in self._routers if self._updates]
         self.clear()
+        if not own:
+            return
         self._loads = torch.stack(own)  # [layers, experts]
         for group in self._groups:
             all_reduce(self._loads, group)

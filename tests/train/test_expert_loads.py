@@ -91,7 +91,7 @@ def test_evaluation_and_replays_do_not_count() -> None:
 def test_a_skipped_step_leaves_the_biases() -> None:
     runtime = built(
         {"dtype": "fp16", "initial_loss_scale": 2.0**60, "hysteresis": 1, "moe_z_loss_coeff": None}
-        | {"moe_aux_loss_coeff": 0.0}
+        | {"moe_aux_loss_coeff": (0.0,)}
     )
     trainer = TrainStep(runtime)
     (batch,) = batches_of(runtime, 1)
