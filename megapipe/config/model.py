@@ -79,6 +79,7 @@ ATTENTIONS = Registry("attention kind", "--attention-kind", {"softmax": Attentio
 NORM_POSITIONS = ("before", "after", "around")
 QK_NORM_SCOPES = ("head", "projection")
 EXPERT_SCORES = ("softmax", "sigmoid")
+DROP_POLICIES = ("probs", "position")
 LOAD_BALANCING = ("aux_loss", "seq_aux_loss", "global_aux_loss", "none")
 ROUTER_DTYPES = ("fp32", "fp64")
 FP8_FORMATS = ("e4m3", "hybrid")
@@ -89,6 +90,7 @@ ROPE = Need("model.position_embedding_type", "--position-embedding-type rope", (
 EXPERTS = Need("model.num_experts", "--num-experts N")
 SHARED_EXPERT = Need("model.moe_shared_expert_intermediate_size", "--moe-shared-expert-intermediate-size N")
 ROUTER_GROUPS = Need("model.moe_router_num_groups", "--moe-router-num-groups N")
+CAPACITY = Need("model.moe_expert_capacity_factor", "--moe-expert-capacity-factor")
 EXPERT_BIAS = Need("model.moe_router_enable_expert_bias", "--moe-router-enable-expert-bias")
 WINDOW = Need("model.window_size", "--window-size")
 FP16 = Need("precision.dtype", "--fp16", ("fp16",), without="the loss is not scaled")
@@ -307,6 +309,24 @@ class ModelConfig:
     )
     moe_router_force_load_balancing: bool = option(
         False, "for measurements: give every expert the same number of tokens, whatever the scores", needs=EXPERTS
+    )
+    moe_expert_capacity_factor: float | None = option(
+        None,
+        "most rows that a rank sends to an expert for a microbatch, in multiples of the mean; the others are dropped; "
+        "unset: none are",
+        above=0,
+        needs=EXPERTS,
+    )
+    moe_token_drop_policy: str = option(
+        "probs",
+        "rows beyond the capacity that are dropped: those of the smallest weights, or of the last positions",
+        choices=DROP_POLICIES,
+        needs=CAPACITY,
+    )
+    moe_pad_expert_input_to_capacity: bool = option(
+        False,
+        "send every expert as many rows as its capacity, so that the host need not wait for counts",
+        needs=CAPACITY,
     )
     moe_router_load_balancing_type: tuple[str, ...] = option(
         ("aux_loss",),

@@ -1,4 +1,4 @@
-"""`MoE`: a mixture of experts in place of a layer's MLP (Shazeer et al. 2017, arXiv:1701.06538), dropless.
+"""`MoE`: a mixture of experts in place of a layer's MLP (Shazeer et al. 2017, arXiv:1701.06538).
 
     router    [t, h] -> weights and numbers of the k experts of each token, both [t, k]
     dispatch  k copies of each token, in the order of experts, to the ranks of their experts (model/dispatch.py)
@@ -26,6 +26,7 @@ from megapipe.config.layers import LayerConfig
 from megapipe.config.model import ACTIVATIONS as KINDS
 from megapipe.dtypes import DTYPES
 from megapipe.errors import ConfigError
+from megapipe.layers.moe import expert_capacity
 from megapipe.model.context import LayerContext
 from megapipe.model.dispatch import Routes
 from megapipe.model.layer_factory import LayerFactory
@@ -62,17 +63,41 @@ class MoE(nn.Module):
         """
         x = x if norm is None else norm(x)
         weights, chosen = self.router(x, context)
-        topk = chosen.shape[1]
-        by_expert = chosen.flatten().argsort(stable=True)  # of the rows token x k + j
-        ones = torch.ones_like(by_expert)
-        counts = ones.new_zeros(self.router.num_experts).scatter_add_(0, chosen.flatten(), ones)
+        experts = chosen.flatten()
+        load = experts.new_zeros(self.router.num_experts).scatter_add_(0, experts, torch.ones_like(experts))
         if context is not None and context.dropout_key is not None:
-            self.router.loads[context.dropout_key.microbatch] = counts
-        routes = Routes.of(counts, by_expert.shape[0], self.groups)
-        rows = routes.dispatch(_Copies.apply(x.flatten(0, -2), by_expert, topk))
+            self.router.loads[context.dropout_key.microbatch] = load
+        order, routes = self._routes(weights, experts, load)
+        is_whole = self.router.model.moe_expert_capacity_factor is None
+        rows = routes.dispatch(_Copies.apply(x.flatten(0, -2), order, chosen.shape[1], is_whole))
         results = routes.combine(self.experts(rows, routes.expert_rows))
-        output = _Combine.apply(results, weights, by_expert).view(x.shape)
+        output = _Combine.apply(results, weights, order, is_whole).view(x.shape)
         return output if self.shared_experts is None else output + self.shared_experts(x)
+
+    def _routes(self, weights: Tensor, experts: Tensor, load: Tensor) -> tuple[Tensor, Routes]:
+        """Return the rows to send, in the order of experts, and their routes.
+
+        A row is token x k + j, or k t for padding. weights: [t, k]. experts: [k t], that of each row. load: [experts].
+        """
+        model, num_rows = self.router.model, experts.shape[0]
+        capacity = expert_capacity(model, weights.shape[0])
+        if capacity is None:
+            return experts.argsort(stable=True), Routes.of(load, num_rows, self.groups)
+        first = torch.arange(num_rows, device=experts.device)
+        if model.moe_token_drop_policy == "probs":
+            first = weights.detach().flatten().argsort(descending=True, stable=True)
+        order = first[experts[first].argsort(stable=True)]
+        expert = experts[order]
+        place = torch.arange(num_rows, device=experts.device) - (load.cumsum(0) - load)[expert]
+        is_kept = place < capacity
+        if not model.moe_pad_expert_input_to_capacity:
+            most = min(num_rows, capacity * load.shape[0])
+            order = order[:most] if order.is_meta else order[is_kept]  # a dry run has no values
+            return order, Routes.of(load.clamp(max=capacity), order.shape[0], self.groups)
+        size = capacity * load.shape[0]
+        slots = torch.where(is_kept, expert * capacity + place, size)  # all dropped rows share the last one
+        padded = order.new_full((size + 1,), num_rows).scatter_(0, slots, order)
+        return padded[:-1], Routes.even(capacity, load.shape[0], self.groups, experts.device)
 
 
 class SharedExperts(MLP):
@@ -114,12 +139,32 @@ class Router(nn.Module):
         bias = torch.zeros(model.num_experts) if model.moe_router_enable_expert_bias else None
         self.register_buffer("expert_bias", bias, persistent=False)
         self.loads: dict[int, Tensor] = {}
+        self.losses: dict[int, dict[str, Tensor]] = {}  # this rank's parts, by microbatch
+        self.num_tokens = 0  # of a microbatch on this rank
         self._sums: dict[int, Tensor] = {}  # of `_global_counts` over the microbatches up to a number
 
     def clear(self) -> None:
         """Forget what the forwards of a step have recorded."""
         self.loads.clear()
+        self.losses.clear()
         self._sums.clear()
+
+    @torch.no_grad()
+    def take(self) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        """Return the sums over the step's microbatches, and forget them: the load [experts], the dropped rows, and this
+        rank's part of each loss with its coefficient.
+        """
+        loads = torch.stack(list(self.loads.values()) or [torch.zeros(self.num_experts, dtype=torch.int64)])
+        losses: dict[str, Tensor] = {}
+        for found in self.losses.values():
+            for name, loss in found.items():
+                losses[name] = losses[name] + loss if name in losses else loss
+        dropped = loads.new_zeros(())
+        capacity = expert_capacity(self.model, self.num_tokens)
+        if capacity is not None:
+            dropped = (loads - capacity).clamp(min=0).sum()
+        self.clear()
+        return loads.sum(0), dropped, losses
 
     def forward(self, x: Tensor, context: LayerContext | None = None) -> tuple[Tensor, Tensor]:
         """Return weights [t, k] in at least fp32 and experts [t, k] int64, t = s b, the best first. x: [s, b, h].
@@ -146,8 +191,11 @@ class Router(nn.Module):
             weights = weights * model.moe_router_topk_scaling_factor
         if context is not None and context.dropout_key is not None:
             normalized = shares if is_softmax else shares / shares.sum(-1, keepdim=True)
-            for loss in self._losses(logits, normalized, context.dropout_key.microbatch):
+            microbatch, self.num_tokens = context.dropout_key.microbatch, chosen.shape[0]
+            losses = dict(self._losses(logits, normalized, microbatch))
+            for loss in losses.values():
                 weights = _WithLoss.apply(weights, loss, self.loss_scale, context.loss_weight)
+            self.losses[microbatch] = {name: loss.detach() for name, loss in losses.items()}
         return weights, chosen
 
     def _choose(self, scores: Tensor) -> Tensor:
@@ -162,23 +210,24 @@ class Router(nn.Module):
             scores = grouped.masked_fill(~is_kept[..., None], -torch.inf).flatten(1)
         return scores.sort(dim=-1, descending=True, stable=True).indices[:, :topk]
 
-    def _losses(self, logits: Tensor, shares: Tensor, microbatch: int) -> Iterator[Tensor]:
-        """Yield this rank's parts of the losses with their coefficients. logits, shares: [s, b, experts]."""
+    def _losses(self, logits: Tensor, shares: Tensor, microbatch: int) -> Iterator[tuple[str, Tensor]]:
+        """Yield this rank's parts of the losses with their coefficients, by name. logits, shares: [s, b, experts]."""
         model, tokens = self.model, shares.shape[0] * shares.shape[1] * self.tp.size
         if model.moe_z_loss_coeff:
-            yield model.moe_z_loss_coeff * logits.logsumexp(-1).square().sum() / tokens
+            yield "z_loss", model.moe_z_loss_coeff * logits.logsumexp(-1).square().sum() / tokens
         if not model.balance_losses:
             return
         counts = self._counts(shares)
         for name, coefficient in model.balance_losses.items():
             if name == "seq_aux_loss":
-                yield coefficient * self._balance_loss(shares, counts, tokens // shares.shape[1]) / shares.shape[1]
+                batch = shares.shape[1]
+                yield name, coefficient * self._balance_loss(shares, counts, tokens // batch) / batch
                 continue
             whole, total = counts.sum(0, keepdim=True), tokens
             if name == "global_aux_loss":
                 whole, total = self._global_counts(whole, microbatch), tokens * self.dp.size
                 coefficient *= self.dp.size  # gradients are averaged over dp, but this is the sum of its ranks' parts
-            yield coefficient * self._balance_loss(shares, whole, total)
+            yield name, coefficient * self._balance_loss(shares, whole, total)
 
     def _counts(self, shares: Tensor) -> Tensor:
         """Return the tokens of each sequence, on all tp ranks, that would choose an expert by its share alone,
@@ -349,38 +398,40 @@ class _BiasGradients:
 
 
 class _Copies(Function):
-    """Row i is token order[i] // k. Backward: a token's gradient is the sum over its k copies, in order."""
+    """Row i is token order[i] // k, zeros for padding. Backward: a token's gradient is the sum over its copies."""
 
     @staticmethod
-    def forward(ctx: Any, tokens: Tensor, order: Tensor, topk: int) -> Tensor:
+    def forward(ctx: Any, tokens: Tensor, order: Tensor, topk: int, is_whole: bool) -> Tensor:
         ctx.save_for_backward(order)
-        ctx.topk = topk
-        return tokens[order // topk]
+        ctx.arguments = tokens.shape[0], topk, is_whole
+        return _of_tokens(tokens, order, topk, is_whole)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (order,) = ctx.saved_tensors
-        return _in_tokens(grad, order, ctx.topk).sum(1), None, None
+        return _in_tokens(grad, order, *ctx.arguments).sum(1), None, None, None
 
 
 class _Combine(Function):
-    """The sum of each token's k results times their weights, in the results' dtype."""
+    """The sum of each token's k results times their weights, in the results' dtype; a dropped row's result is 0."""
 
     @staticmethod
-    def forward(ctx: Any, results: Tensor, weights: Tensor, order: Tensor) -> Tensor:
+    def forward(ctx: Any, results: Tensor, weights: Tensor, order: Tensor, is_whole: bool) -> Tensor:
         ctx.save_for_backward(results, weights, order)
-        by_token = _in_tokens(results, order, weights.shape[1])
+        ctx.is_whole = is_whole
+        by_token = _in_tokens(results, order, weights.shape[0], weights.shape[1], is_whole)
         return (by_token * weights[..., None]).sum(1).to(results.dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        results, weights, order = ctx.saved_tensors
-        topk = weights.shape[1]
-        of_weights = (_in_tokens(results, order, topk) * grad[:, None].to(weights.dtype)).sum(-1)
-        scale = weights.flatten()[order][:, None]
-        return (grad[order // topk] * scale).to(results.dtype), of_weights, None
+        (results, weights, order), is_whole = ctx.saved_tensors, ctx.is_whole
+        by_token = _in_tokens(results, order, weights.shape[0], weights.shape[1], is_whole)
+        of_weights = (by_token * grad[:, None].to(weights.dtype)).sum(-1)
+        scale = _of_tokens(weights.flatten()[:, None], order, 1, is_whole)
+        copies = _of_tokens(grad, order, weights.shape[1], is_whole)
+        return (copies * scale).to(results.dtype), of_weights, None, None
 
 
 class _WithLoss(Function):
@@ -399,8 +450,23 @@ class _WithLoss(Function):
         return grad, torch.ones((), dtype=dtype, device=device) * scale() * weight, None, None
 
 
-def _in_tokens(rows: Tensor, order: Tensor, topk: int) -> Tensor:
-    """Return rows [k t, ...], which are in the order of experts, as [t, k, ...]."""
-    by_token = torch.empty_like(rows)
+def _of_tokens(tokens: Tensor, order: Tensor, topk: int, is_whole: bool) -> Tensor:
+    """Return tokens[order // k], zeros where that is behind the last token. tokens: [t, n]. is_whole: nowhere is."""
+    index = order // topk
+    if is_whole:
+        return tokens[index]
+    return tokens[index.clamp(max=tokens.shape[0] - 1)] * (index < tokens.shape[0])[:, None]
+
+
+def _in_tokens(rows: Tensor, order: Tensor, num_tokens: int, topk: int, is_whole: bool) -> Tensor:
+    """Return rows, which are in the order of experts, as [t, k, ...]: zeros for dropped ones, without padding.
+
+    is_whole: order is a permutation.
+    """
+    num_rows = num_tokens * topk
+    if is_whole:
+        by_token = torch.empty_like(rows)
+    else:
+        by_token = rows.new_zeros(num_rows + 1, *rows.shape[1:])
     by_token[order] = rows
-    return by_token.view(-1, topk, *rows.shape[1:])
+    return by_token[:num_rows].view(num_tokens, topk, *rows.shape[1:])

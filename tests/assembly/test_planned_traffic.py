@@ -60,6 +60,12 @@ GRIDS: dict[str, tuple[int, dict[str, Any]]] = {
     "dualpipe_zero1": (4, PP2 | ZERO1 | {"pipeline_schedule": "dualpipe"}),
     "tp2_sequence_parallel_pp2_zero1": (4, TP2 | SP | PP2 | ZERO1),
     "experts_ep2_zero1": (4, EXPERTS | ZERO1 | {"expert_model_parallel_size": 2}),
+    "experts_ep2_padded": (
+        2,
+        EXPERTS
+        | {"expert_model_parallel_size": 2, "moe_router_force_load_balancing": False}
+        | {"moe_expert_capacity_factor": 1.5, "moe_pad_expert_input_to_capacity": True},
+    ),
     "experts_tp2_ep2_full_recompute": (
         4,
         EXPERTS

@@ -64,8 +64,8 @@ def test_weights_of_sigmoid_scores_are_renormalized_and_scaled() -> None:
 def test_the_balance_loss_of_equal_shares_is_its_coefficient(kind: str) -> None:
     options = {"moe_router_load_balancing_type": (kind,), "moe_aux_loss_coeff": (0.3,), "moe_z_loss_coeff": None}
     shares = torch.full((8, 2, 4), 0.25, dtype=torch.float64)
-    (loss,) = router(torch.zeros(4, 4, dtype=torch.float64), **options)._losses(shares.log(), shares, 0)
-    assert loss.item() == pytest.approx(0.3)
+    ((name, loss),) = router(torch.zeros(4, 4, dtype=torch.float64), **options)._losses(shares.log(), shares, 0)
+    assert (name, loss.item()) == (kind, pytest.approx(0.3))
 
 
 def test_rows_of_every_expert_keep_the_order_of_tokens() -> None:
@@ -73,6 +73,13 @@ def test_rows_of_every_expert_keep_the_order_of_tokens() -> None:
     routes = Routes.of(counts, 5, ExpertGroups())
     assert routes.expert_rows == (2, 0, 3)
     assert routes.order.tolist() == list(range(5))
+
+
+def test_padded_rows_travel_like_counted_ones() -> None:
+    groups = ExpertGroups()
+    counted, even = Routes.of(torch.full((3,), 4), 12, groups), Routes.even(4, 3, groups, torch.device("cpu"))
+    assert (even.sent, even.gathered, even.expert_rows) == (counted.sent, counted.gathered, counted.expert_rows)
+    assert torch.equal(even.order, counted.order)
 
 
 # --- on several ranks

@@ -56,6 +56,8 @@ EVERY_LOSS = {
     "moe_router_load_balancing_type": ("aux_loss", "seq_aux_loss", "global_aux_loss"),
     "moe_aux_loss_coeff": (0.02, 0.05, 0.1),
 }
+DROPS = {"moe_expert_capacity_factor": 0.8, "micro_batch_size": 2}
+PADS = {"moe_expert_capacity_factor": 1.1, "moe_pad_expert_input_to_capacity": True}
 PER_TOKEN = {"calculate_per_token_loss": True}
 SHARED = {"moe_shared_expert_intermediate_size": 8, "moe_shared_expert_gate": True}
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
@@ -88,6 +90,19 @@ GRIDS: dict[str, tuple[int, dict[str, Any]]] = {
         {"tp": 2, "ep": 2, "pp": 2, "chunks": 2} | EVERY_LOSS | PER_TOKEN,
     ),
     "every loss, sigmoid, ep 4 of dp 4": (4, {"ep": 4} | SIGMOID | EVERY_LOSS | ZERO),
+    "capacity, one rank": (1, DROPS | BIAS),
+    "capacity, ep 2 of tp 2 dp 2, etp 1, position": (
+        4,
+        {"tp": 2, "ep": 2, "etp": 1, "moe_token_drop_policy": "position"} | DROPS | FULL | ZERO,
+    ),
+    "capacity padded, ep 2 etp 2 pp 2 zero bubble": (
+        8,
+        {"tp": 2, "ep": 2, "pp": 2, "pipeline_schedule": "zb-h1"} | PADS | ZERO | SHARED,
+    ),
+    "capacity padded, ep 4 of tp 2 dp 2, biases of linears": (
+        4,
+        {"tp": 2, "ep": 4, "etp": 1, "add_bias_linear": True} | PADS | SIGMOID,
+    ),
     "bias, one rank": (1, BIAS),
     "bias, ep 2 of dp 2, full recompute": (2, {"ep": 2} | BIAS | FULL),
     "bias, ep 2 of tp 2, zero bubble": (

@@ -14,6 +14,7 @@ NAMES = {
     "qk_layernorm_scope": ("head", "projection"),
     "attention_kind": ("softmax",),
     "moe_router_score_function": ("softmax", "sigmoid"),
+    "moe_token_drop_policy": ("probs", "position"),
     "activation": ("gelu", "gelu_tanh", "relu", "squared_relu", *GATED_ACTIVATIONS),
 }
 
@@ -84,6 +85,9 @@ class ReferenceConfig:
     moe_router_group_topk: int | None = None
     moe_router_enable_expert_bias: bool = False
     moe_router_bias_update_rate: float = 1e-3
+    moe_expert_capacity_factor: float | None = None
+    moe_token_drop_policy: str = "probs"
+    moe_capacity_slices: int = 1  # equal slices of the sequence, each with its own capacity
     moe_router_load_balancing_type: tuple[str, ...] = ("aux_loss",)
     moe_aux_loss_coeff: tuple[float, ...] = (0.0,)
     moe_z_loss_coeff: float | None = None

@@ -4,6 +4,7 @@ weight1 [experts x gates x f, h] and weight2 [experts x f, h] hold the experts o
 transposed: an expert is act(x weight1^T + bias1) weight2 + bias2.
 """
 
+import math
 from dataclasses import dataclass, replace
 
 import torch
@@ -107,6 +108,8 @@ class MoE(nn.Module):
         elif not is_softmax and config.moe_router_topk > 1:
             weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
         weights = weights * (config.moe_router_topk_scaling_factor or 1.0)
+        if config.moe_expert_capacity_factor is not None:
+            weights = weights * self._kept(weights.detach(), chosen)
         output = torch.zeros_like(hidden)
         for expert in range(config.num_experts or 0):
             share = (weights * (chosen == expert)).sum(-1, keepdim=True)  # [b, s, 1]
@@ -115,6 +118,23 @@ class MoE(nn.Module):
                 torch.where(seen), (self.experts(expert, hidden[seen]) * share[seen]).to(hidden.dtype), accumulate=True
             )
         return output + self.shared_experts(hidden) if hasattr(self, "shared_experts") else output
+
+    def _kept(self, weights: Tensor, chosen: Tensor) -> Tensor:
+        """Return 1 for the rows that their experts' capacity leaves in a slice of the sequence, else 0, [b, s, k]."""
+        config, kept = self.config, torch.zeros_like(weights)
+        factor, size = config.moe_expert_capacity_factor or 0.0, weights.shape[1] // config.moe_capacity_slices
+        for start in range(0, weights.shape[1], size):
+            part = kept[:, start : start + size].transpose(0, 1)  # in the order of positions, then sequences
+            slices = (each[:, start : start + size].transpose(0, 1).flatten() for each in (weights, chosen))
+            (scores, experts), flags = slices, torch.zeros(part.numel(), dtype=part.dtype, device=part.device)
+            capacity = math.ceil(experts.numel() / (config.num_experts or 1) * factor)
+            for expert in range(config.num_experts or 0):
+                (rows,) = torch.where(experts == expert)
+                if config.moe_token_drop_policy == "probs":
+                    rows = rows[ordered(scores[rows])[1]]
+                flags[rows[:capacity]] = 1.0
+            part.copy_(flags.view(part.shape))
+        return kept
 
     def balance(self) -> None:
         """End a step: raise the bias of experts below the mean load, lower that of those above it."""

@@ -197,7 +197,8 @@ def reference_config(config: ResolvedConfig) -> ReferenceConfig:
         for section in (config.model, *layer_configs(config.model))
     )
     training = {name: getattr(config.training, name) for name in FROM_TRAINING}
-    return ReferenceConfig(**model, **training, layers=tuple(layers))
+    slices = config.parallel.tensor_model_parallel_size  # a tp rank's capacity is that of its slice of the sequence
+    return ReferenceConfig(**model, **training, moe_capacity_slices=slices, layers=tuple(layers))
 
 
 def functions_of(model: ResolvedModelConfig) -> dict[str, Any]:
