@@ -126,6 +126,15 @@ def test_ranks_whose_experts_get_no_token_agree_with_one_rank(name: str, rank_po
     assert any(largest == 0.0 for _, _, largest in found)
 
 
+@pytest.mark.parametrize("name", SKEWED)
+def test_all_tokens_may_go_to_one_expert(name: str, rank_pools: Callable[[int], RankPool]) -> None:
+    world_size, options = SKEWED[name]
+    common = {"global_batch_size": 8, "moe_router_topk": 1, "moe_router_pre_softmax": True}
+    norm, loss, _ = rank_pools(1).run(one_step, common, (2,))[0]
+    for rank_norm, rank_loss, _ in rank_pools(world_size).run(one_step, options | common, (2,)):
+        assert (rank_norm, rank_loss) == (pytest.approx(norm, rel=1e-12), pytest.approx(loss, rel=1e-12))
+
+
 NORMS = {"tp2-ep4": (4, {"tp": 2, "ep": 4, "etp": 1}), "tp4-etp2-ep2": (4, {"tp": 4, "ep": 2, "etp": 2} | ZERO)}
 
 

@@ -15,6 +15,7 @@ from megapipe.extras.verify.oracle import drawn_slices, random_batches, share_of
 from megapipe.layers.model import model_states
 from megapipe.optimizer.schedule import Rates
 from megapipe.plan.resolve import resolve
+from megapipe.train.expert_loads import ExpertReport
 from megapipe.train.step import TrainStep
 from tests.harness import RankPool
 from tests.parity.test_experts import BIAS, FULL, MODEL, ZERO
@@ -134,3 +135,42 @@ def test_every_rank_has_the_biases_of_one_rank(options: dict[str, Any], rank_poo
 def test_a_bias_needs_sigmoid_scores() -> None:
     with pytest.raises(ConfigError, match="--moe-router-enable-expert-bias needs --moe-router-score-function sigmoid"):
         resolve(make_config(**MODEL | {"moe_router_enable_expert_bias": True}), 1)
+
+
+def reported(rank: int, world_size: int, options: dict[str, Any]) -> ExpertReport | None:
+    runtime = built(options, rank, world_size)
+    trainer = TrainStep(runtime)
+    (batch,) = batches_of(runtime, 1)
+    trainer.run(share_of(runtime, batch, 0), RATES)
+    return trainer.expert_loads.report(8)
+
+
+EVERY = {
+    "moe_router_load_balancing_type": ("aux_loss", "seq_aux_loss"),
+    "moe_aux_loss_coeff": (0.1, 0.2),
+    "moe_layer_freq": "[1,1,0,1]",
+}
+
+
+def test_the_report_is_the_same_on_every_rank_of_every_grid(rank_pools: Callable[[int], RankPool]) -> None:
+    """One process with 4 microbatches fewer a rank: loads add up over dp, ep, tp and pipeline ranks."""
+    (expected,) = rank_pools(1).run(reported, EVERY)
+    assert expected is not None and expected.layers == (0, 1, 3)
+    assert list(expected.losses) == ["z_loss", "aux_loss", "seq_aux_loss"]
+    for loads, imbalance in zip(expected.load, expected.imbalance, strict=True):
+        assert len(loads) == 8 and sum(loads) == pytest.approx(8.0) and imbalance == max(loads) > 1.0
+    # near balance a loss is its coefficient, and never far below
+    assert all(0.09 < loss < 0.4 for loss in expected.losses["aux_loss"])
+    for options in ({"ep": 2, "pp": 2}, {"tp": 2, "ep": 4, "etp": 1}):
+        for found in rank_pools(4).run(reported, EVERY | options):
+            assert found is not None and found.layers == expected.layers and found.dropped == [0.0] * 3
+            assert torch.allclose(torch.tensor(found.load), torch.tensor(expected.load))
+            for name, losses in expected.losses.items():
+                assert found.losses[name] == pytest.approx(losses, rel=1e-10)
+
+
+def test_dropped_rows_are_those_beyond_the_capacity() -> None:
+    report = reported(0, 1, {"moe_expert_capacity_factor": 0.5})
+    assert report is not None
+    # every expert takes at most half of the mean, so at least half of the rows are dropped
+    assert all(0.5 <= share < 0.75 for share in report.dropped)
