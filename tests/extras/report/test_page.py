@@ -375,5 +375,9 @@ def test_loads_of_experts_are_drawn_by_layer_at_some_steps(recorded: Path) -> No
     drawn = expert_maps_html(steps)
     assert drawn.count("<svg") == min(MOST_MAPS, len(steps))
     assert [level_of(load) for load in (0.0, 1.0, 2.0, 9.0)] == [0, (LEVELS - 1) // 2, LEVELS - 1, LEVELS - 1]
+    for wrong in (3, {"1": []}, {"1": ["x"]}, {"1": 2}):
+        records[0]["expert_load"] = wrong
+        path.write_text("".join(json.dumps(record) + "\n" for record in records))
+        assert "Load of experts" in shown(recorded)
     many = [steps[0] | {"expert_load": {str(layer): [1.0] * 512 for layer in range(70)}}] * 3
     assert expert_maps_html(many).count("<svg") == 1
