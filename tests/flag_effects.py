@@ -28,6 +28,8 @@ ROPE = "--position-embedding-type rope"
 LLAMA3 = f"{ROPE} --rope-scaling-type llama3 --rope-original-max-position-embeddings 16"
 MOE = "--num-experts 4 --disable-bias-linear"
 SIGMOID = f"{MOE} --moe-router-score-function sigmoid"
+CAPACITY = "--moe-expert-capacity-factor 0.5"
+ROOM = "--moe-expert-capacity-factor 2"
 BIAS = "--moe-router-enable-expert-bias"
 YARN = (
     f"{ROPE} --rope-scaling-type yarn --kv-channels 16 --rotary-base 100 --rope-original-max-position-embeddings 4096"
@@ -93,6 +95,9 @@ model.moe_router_num_groups | --moe-router-num-groups 2 --moe-router-group-topk 
 model.moe_router_group_topk | --moe-router-group-topk 1 | outcome | {MOE} --moe-router-num-groups 2
 model.moe_router_enable_expert_bias | {BIAS} --moe-router-bias-update-rate 0.5 | records | {SIGMOID}
 model.moe_router_bias_update_rate | --moe-router-bias-update-rate 0.5 | records | {SIGMOID} {BIAS}
+model.moe_expert_capacity_factor | {CAPACITY} | records | {MOE}
+model.moe_token_drop_policy | --moe-token-drop-policy position | records | {MOE} {CAPACITY}
+model.moe_pad_expert_input_to_capacity | --moe-pad-expert-input-to-capacity | saved_bytes | {MOE} {ROOM}
 model.moe_router_dtype | --moe-router-dtype fp32 | records | {MOE} --bf16
 model.moe_router_force_load_balancing | --moe-router-force-load-balancing | records | {MOE}
 model.moe_router_load_balancing_type | --moe-router-load-balancing-type none | records | {MOE} --moe-aux-loss-coeff 9
@@ -333,6 +338,7 @@ logging.wandb_entity | --wandb-entity e | wandb entity | --wandb-project p
 logging.wandb_exp_name | --wandb-exp-name n | wandb name | --wandb-project p
 logging.wandb_save_dir | --wandb-save-dir d | wandb dir | --wandb-project p
 logging.logger | --logger csv | file ckpt/csv/train_loss.csv | {SAVE} {EXTEND}logger.py
+logging.moe_per_layer_logging | --moe-per-layer-logging | records | {MOE}
 logging.log_params_norm | --log-params-norm | records
 logging.log_num_zeros_in_grad | --log-num-zeros-in-grad | records
 logging.quiet | --quiet | outcome

@@ -187,8 +187,8 @@ class _RoutedAttention(_Attention):
         residual = self.attend(hidden[0] if hidden else None, given)
         norm = self.block.pre_mlp_layernorm
         x = residual if norm is None else norm(residual)
-        key = self.shared.context(given, self.layer, residual).dropout_key
-        rows, weights, order, routes = self.experts.route(x, key)
+        context = self.shared.context(given, self.layer, residual)
+        rows, weights, order, routes = self.experts.route(x, context)
         given.routing = order, routes
         return (residual, weights, rows) if self.experts.shared_experts is None else (residual, weights, rows, x)
 

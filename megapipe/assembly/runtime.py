@@ -90,7 +90,7 @@ class InferenceRuntime:
         self.buffers: dict[int, StageBuffers] = {}
         self.sequence_part = SequencePart(groups.cp.rank, groups.cp.size)  # of every sequence, on this rank
         held, tp = plan.placement.stages_of(self.coordinates.pp_rank), groups.tp
-        tp_groups, experts = [tp] * len(held), [ExpertGroups(groups.ep, groups.etp)] * len(held)
+        tp_groups, experts = [tp] * len(held), [ExpertGroups(groups.ep, groups.etp, groups.dp)] * len(held)
         context = [groups.context] * len(held)
         overlaps = trains and len(held) == 2 and plan.parts is None and plan.overlaps_stages
         if overlaps and tp.size > 1:
@@ -99,9 +99,10 @@ class InferenceRuntime:
         if overlaps and groups.cp.size > 1:
             context[1] = context[1].second_communicators()
         if overlaps and plan.model.has_experts:
-            experts[1] = ExpertGroups(second_communicator(groups.ep), second_communicator(groups.etp))
+            own = (groups.ep, groups.etp, groups.dp)
+            experts[1] = ExpertGroups(*(second_communicator(group) for group in own))
         if trains and plan.parts is not None:
-            experts = [ExpertGroups(groups.ep, groups.etp, second_communicator(groups.ep))] * len(held)
+            experts = [ExpertGroups(groups.ep, groups.etp, groups.dp, second_communicator(groups.ep))] * len(held)
         for stage, tp_group, of_experts, of_context in zip(held, tp_groups, experts, context, strict=True):
             self._add_stage(stage, tp_group, of_experts, of_context, draw_slice, trains)
         self.channels = Channels.build(
@@ -319,6 +320,9 @@ class TrainingRuntime(InferenceRuntime):
             self.kernels.optimizer,
             compiled if self.kernels.compiles_update else None,
         )
+        for module in self.stages.values():
+            for router in module.routers().values():
+                router.loss_scale = lambda: self.optimizer.loss_scale
         self._stage_streams = StageStreams(self.stages, device) if device.type == "cuda" else None
         self.updates = None if plan.is_synchronous else RowUpdates(self)
         self.graphs = None if plan.config.gpu.cuda_graph_impl == "none" else self._build_graphs(recorder)

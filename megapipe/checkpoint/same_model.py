@@ -33,6 +33,7 @@ NOT_COMPARED = (
     "moe_z_loss_coeff",
     "moe_router_dtype",  # rounding
     "moe_router_bias_update_rate",
+    "moe_pad_expert_input_to_capacity",
 )
 OF_EACH_LAYER = (
     "layer_pattern",

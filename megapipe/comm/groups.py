@@ -132,13 +132,14 @@ class ContextGroups:
 
 @dataclass(frozen=True)
 class ExpertGroups:
-    """The ranks among which experts are divided, and those that share every expert.
+    """The ranks among which experts are divided, those that share every expert, and those with other microbatches.
 
     counts: those of ep with another communicator, for the numbers of rows, where rows of others are in flight on ep.
     """
 
     ep: Group = field(default_factory=lambda: Group.alone("ep"))
     etp: Group = field(default_factory=lambda: Group.alone("etp"))
+    dp: Group = field(default_factory=lambda: Group.alone("dp"))
     counts: Group | None = None
 
 

@@ -58,6 +58,7 @@ TOKENIZER = Need("data.tokenizer_type", "--tokenizer-type, the kind of tokenizer
 DATASET = Need("data.dataset", "--dataset NAME")
 SFT = Need("data.sft", "--sft, supervised finetuning")
 FORMAT = Need("data.sft", "--sft", without="no conversations are read")
+EXPERTS = Need("model.num_experts", "--num-experts N")
 SAVE = Need("checkpoint.save", "--save DIR", without="nothing will be saved")
 LOAD = Need("checkpoint.load", "--load DIR")
 WANDB = Need("logging.wandb_project", "--wandb-project", without="nothing is sent to Weights & Biases")
@@ -234,6 +235,9 @@ class LoggingConfig:
     wandb_save_dir: str | None = option(None, "directory of Weights & Biases files", needs=WANDB)
     logger: tuple[str, ...] = option((), "loggers of an extension that get the metrics too", choices=LOGGERS)
     log_params_norm: bool = option(False, "log the norm of the weights")
+    moe_per_layer_logging: bool = option(
+        False, "log the load of every expert and the router losses of every layer, not only their means", needs=EXPERTS
+    )
     log_num_zeros_in_grad: bool = option(False, "log how many gradient elements are zero")
     log_throughput: bool = option(False, "log TFLOP/s per device")
     timing_log_level: int = option(0, "phase timers: 0 the step, 1 its phases, 2 every action", at_least=0, at_most=2)

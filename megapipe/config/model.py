@@ -82,7 +82,8 @@ SOFTMAX_TYPES = ("vanilla", "off-by-one", "learnable")
 NORM_POSITIONS = ("before", "after", "around")
 QK_NORM_SCOPES = ("head", "projection")
 EXPERT_SCORES = ("softmax", "sigmoid")
-LOAD_BALANCING = ("aux_loss", "seq_aux_loss", "none")
+DROP_POLICIES = ("probs", "position")
+LOAD_BALANCING = ("aux_loss", "seq_aux_loss", "global_aux_loss", "none")
 ROUTER_DTYPES = ("fp32", "fp64")
 FP8_FORMATS = ("e4m3", "hybrid")
 FP8_RECIPES = ("tensorwise", "delayed")
@@ -93,6 +94,7 @@ EXPERTS = Need("model.num_experts", "--num-experts N")
 LATENT = Need("model.multi_latent_attention", "--multi-latent-attention")
 SHARED_EXPERT = Need("model.moe_shared_expert_intermediate_size", "--moe-shared-expert-intermediate-size N")
 ROUTER_GROUPS = Need("model.moe_router_num_groups", "--moe-router-num-groups N")
+CAPACITY = Need("model.moe_expert_capacity_factor", "--moe-expert-capacity-factor")
 EXPERT_BIAS = Need("model.moe_router_enable_expert_bias", "--moe-router-enable-expert-bias")
 WINDOW = Need("model.window_size", "--window-size")
 FP16 = Need("precision.dtype", "--fp16", ("fp16",), without="the loss is not scaled")
@@ -355,13 +357,34 @@ class ModelConfig:
     moe_router_force_load_balancing: bool = option(
         False, "for measurements: give every expert the same number of tokens, whatever the scores", needs=EXPERTS
     )
-    moe_router_load_balancing_type: str = option(
-        "aux_loss",
-        "loss that balances the experts' load: over a microbatch, or over each sequence (seq_aux_loss)",
+    moe_expert_capacity_factor: float | None = option(
+        None,
+        "most rows that a rank sends to an expert for a microbatch, in multiples of the mean; the others are dropped; "
+        "unset: none are",
+        above=0,
+        needs=EXPERTS,
+    )
+    moe_token_drop_policy: str = option(
+        "probs",
+        "rows beyond the capacity that are dropped: those of the smallest weights, or of the last positions",
+        choices=DROP_POLICIES,
+        needs=CAPACITY,
+    )
+    moe_pad_expert_input_to_capacity: bool = option(
+        False,
+        "send every expert as many rows as its capacity, so that the host need not wait for counts",
+        needs=CAPACITY,
+    )
+    moe_router_load_balancing_type: tuple[str, ...] = option(
+        ("aux_loss",),
+        "losses that balance the experts' load: over a microbatch, each sequence (seq_aux_loss) or the microbatches of "
+        "the global batch so far (global_aux_loss)",
         choices=LOAD_BALANCING,
         needs=EXPERTS,
     )
-    moe_aux_loss_coeff: float = option(0.0, "coefficient of the load balancing loss", at_least=0, needs=EXPERTS)
+    moe_aux_loss_coeff: tuple[float, ...] = option(
+        (0.0,), "coefficient of each load balancing loss", at_least=0, needs=EXPERTS
+    )
     moe_z_loss_coeff: float | None = option(
         None, "coefficient of the mean squared logsumexp of the router's logits; unset: 0", at_least=0, needs=EXPERTS
     )
@@ -388,6 +411,12 @@ class ModelConfig:
     def bends_gates(self) -> bool:
         """True if gated activations are clamped or offset."""
         return self.activation_func_clamp_value is not None or self.glu_linear_offset != 0
+
+    @property
+    def balance_losses(self) -> dict[str, float]:
+        """The load balancing losses with their coefficients, without those of coefficient 0."""
+        pairs = zip(self.moe_router_load_balancing_type, self.moe_aux_loss_coeff, strict=False)
+        return {name: coefficient for name, coefficient in pairs if coefficient and name != "none"}
 
     def head_size(self) -> int:
         """Return the width of one query head: kv-channels, or hidden-size / num-attention-heads; with latent attention

@@ -7,6 +7,7 @@ Nothing is dropped. The table assumes balanced routing, by which a rank's expert
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -30,6 +31,17 @@ from megapipe.layers.table import (
 from megapipe.sharding.spec import Experts, Fused, Init, ParamSpec
 
 INDEX_BYTES = 8  # int64
+
+
+def expert_capacity(model: LayerConfig, tokens: int) -> int | None:
+    """Return the most rows that a rank with so many tokens sends to one expert; None without a limit.
+
+    Megatron's rule: the mean of k rows a token times --moe-expert-capacity-factor, rounded up.
+    """
+    if model.moe_expert_capacity_factor is None:
+        return None
+    assert model.num_experts is not None
+    return min(tokens, math.ceil(tokens * model.moe_router_topk / model.num_experts * model.moe_expert_capacity_factor))
 
 
 @dataclass(frozen=True, eq=False)
@@ -120,9 +132,17 @@ class MoE:
         biases = self.gates * width + hidden if self.model.add_bias_linear else 0
         return idle * ((self.gates + 1) * width * hidden + biases)
 
+    def num_rows(self, shape: RankShape) -> int:
+        """Return the rows that a rank's tokens become, k for each unless a capacity limits or pads them."""
+        rows, capacity = self.model.moe_router_topk * shape.own_tokens, expert_capacity(self.model, shape.own_tokens)
+        if capacity is None:
+            return rows
+        most = self.num_experts * capacity
+        return most if self.model.moe_pad_expert_input_to_capacity else min(rows, most)
+
     def row_bytes(self, shape: RankShape) -> int:
-        """Return the bytes of the rows that a rank's tokens become, k for each, at one end of an all-to-all."""
-        return self.model.moe_router_topk * shape.hidden_bytes(self.model.hidden_size)
+        """Return the bytes of these rows, at one end of an all-to-all."""
+        return self.num_rows(shape) * self.model.hidden_size * shape.element
 
     def border_bytes(self, shape: RankShape) -> int:
         """Return the bytes that pass from part to part in a pair (--overlap-moe-expert-parallel-comm), for either half:
@@ -134,9 +154,11 @@ class MoE:
     def sent_bytes(self, shape: RankShape) -> dict[str, tuple[float, float]]:
         """Return the bytes that a rank sends over 'ep' and 'etp' for one microbatch, in F and in the backward.
 
-        Rows go to the experts and back, in either direction; before that the number of rows of every expert.
+        Rows go to the experts and back, in either direction; before that, unless they are padded to the capacity, the
+        number of rows of every expert.
         """
-        rows, counts = self.row_bytes(shape), self.num_experts * INDEX_BYTES
+        is_padded = self.model.moe_pad_expert_input_to_capacity
+        rows, counts = self.row_bytes(shape), 0 if is_padded else self.num_experts * INDEX_BYTES
         sent = {"ep": (rows, counts, shape.ep), "etp": (rows * shape.etp, counts * shape.etp, shape.etp)}
         return {
             name: (ring_bytes(2 * whole + number, size), ring_bytes(2 * whole, size))
@@ -147,14 +169,14 @@ class MoE:
         """Return what one microbatch does on one rank at balanced routing."""
         size, topk, element, wide = self.model.hidden_size, self.model.moe_router_topk, shape.element, shape.wide
         tokens, hidden = shape.own_tokens, shape.hidden_bytes(self.model.hidden_size)
-        rows, width = topk * tokens, self.model.expert_ffn_size // shape.etp
-        gathered, rows_bytes = rows * shape.etp, self.row_bytes(shape)
+        rows, width = self.num_rows(shape), self.model.expert_ffn_size // shape.etp
+        gathered, rows_bytes = rows * shape.etp, max(self.row_bytes(shape), topk * hidden)
         before, after = self.norms
         has_dropout = self.model.hidden_dropout > 0
         behind = hidden if has_dropout or after is not None else 0
         router = (
             Kept("router scores", tokens * self.num_experts, wide),
-            Kept("router weights", rows, wide),
+            Kept("router weights", topk * tokens, wide),
             Kept("routing", 2 * rows, INDEX_BYTES),
         )
         dispatched = (Kept("expert inputs", gathered * size, element),)

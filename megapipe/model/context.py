@@ -55,12 +55,15 @@ class LayerContext:
     mask: Tensor | None  # [1 or b, 1, s, keys] in the activations' dtype; None: the kernel's causality
     # attention is written out: fused kernels lack soft-capping, keyed dropout, attention sinks and a softmax in fp32
     explicit: bool
-    dropout_key: DropoutKey | None
+    dropout_key: DropoutKey | None  # None outside training
     cache: KVCache | None = None
     borders: DocumentBorders | None = None  # attention stays within documents, without a mask
     kept_attention: KeptAttention | None = None  # keeps attention's results from the forward for the recompute
     # of attention in blocks, by rank of the ring whose keys they are; its own first
     blocks: Mapping[int, MaskedBlocks] = field(default_factory=dict)
+    # factor on losses over the microbatch that are means: its tokens with --calculate-per-token-loss, which divides
+    # by all tokens of the step
+    loss_weight: Tensor | float = 1.0
 
     @property
     def masks(self) -> list[Tensor]:
@@ -82,12 +85,14 @@ class ContextBuilder:
         has_attention_kernel: bool = False,
         part: SequencePart = WHOLE_SEQUENCE,
         rings: Mapping[int, SequencePart] | None = None,
+        per_token_loss: bool = False,
     ) -> None:
         """has_attention_kernel: a library's kernel handles causality, window and soft-cap; only a cache needs masks.
 
         part: of every sequence, on this cp rank. rings: for each layer the part of which it has queries, once it has
-        exchanged heads for positions; by default all of the sequence.
+        exchanged heads for positions; by default all of the sequence. per_token_loss: --calculate-per-token-loss.
         """
+        self._per_token_loss = per_token_loss
         whole = dict.fromkeys(layers, WHOLE_SEQUENCE) | dict(rings or {})
         named = {number: (layer, whole[number]) for number, layer in layers.items()}
         kinds = list(dict.fromkeys(named.values()))
@@ -111,6 +116,9 @@ class ContextBuilder:
         if has_kernel and microbatch.document_ids is not None:
             raise ValueError("this attention kernel takes the borders of documents, not a mask")
         contexts, seq = [], microbatch.tokens.shape[1] * self.part.ranks
+        weight: Tensor | float = 1.0
+        if self._per_token_loss:
+            weight = float(microbatch.tokens.numel()) if microbatch.loss_mask is None else microbatch.loss_mask.sum()
         for layer, ring in self._kinds:
             mask, explicit = None, False
             blocks: Mapping[int, MaskedBlocks] = {}
@@ -130,9 +138,8 @@ class ContextBuilder:
                 elif microbatch.borders is None:
                     mask = make_mask(is_needed, window)
             rotary = None if layer.rotary is None else tables[layer.rotary]
-            contexts.append(
-                LayerContext(rotary, mask, explicit, key, microbatch.cache, microbatch.borders, blocks=blocks)
-            )
+            kept = microbatch.cache, microbatch.borders
+            contexts.append(LayerContext(rotary, mask, explicit, key, *kept, blocks=blocks, loss_weight=weight))
         return {number: contexts[kind] for number, kind in self._kind_of.items()}
 
     def _masked_blocks(

@@ -61,6 +61,15 @@ class Routes:
         rows = tuple(rest[etp.size * ep.size :])
         return cls(groups, sent, tuple(by_source[etp.rank]), tuple(sum(source) for source in by_source), rows, order)
 
+    @classmethod
+    def even(cls, capacity: int, num_experts: int, groups: ExpertGroups, device: torch.device) -> Routes:
+        """Return the routes of `capacity` rows from every rank for every expert: nothing is exchanged or waited for."""
+        ep, etp = groups.ep.size, groups.etp.size
+        per_rank, total = num_experts // ep, num_experts * capacity
+        places = torch.arange(etp * total, device=device).view(etp * ep, per_rank, capacity)
+        parts, rows = (per_rank * capacity,) * ep, (etp * ep * capacity,) * per_rank
+        return cls(groups, parts, parts, (total,) * etp, rows, places.transpose(0, 1).flatten())
+
     def dispatch(self, rows: Tensor) -> Tensor:
         """Return the rows that the ranks of ep send to this one. rows: this rank's, in the order of experts."""
         return _Exchange.apply(rows, self.sent, self.received, self.groups.ep)

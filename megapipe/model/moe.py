@@ -1,4 +1,4 @@
-"""`MoE`: a mixture of experts in place of a layer's MLP (Shazeer et al. 2017, arXiv:1701.06538), dropless.
+"""`MoE`: a mixture of experts in place of a layer's MLP (Shazeer et al. 2017, arXiv:1701.06538).
 
     router    [t, h] -> weights and numbers of the k experts of each token, both [t, k]
     dispatch  k copies of each token, in the order of experts, to the ranks of their experts (model/dispatch.py)
@@ -10,6 +10,7 @@ t = s b / tp tokens: with tp every rank routes its slice of the sequence.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -25,12 +26,13 @@ from megapipe.config.layers import LayerConfig
 from megapipe.config.model import ACTIVATIONS as KINDS
 from megapipe.dtypes import DTYPES
 from megapipe.errors import ConfigError
+from megapipe.layers.moe import expert_capacity
+from megapipe.model.context import LayerContext
 from megapipe.model.dispatch import Routes
 from megapipe.model.layer_factory import LayerFactory
 from megapipe.model.mlp import MLP, Activation, activation
 from megapipe.tensor_parallel.gemms import at_least_fp32
 from megapipe.tensor_parallel.gradients import GradientSlot, WeightQueue, add_to_grad
-from megapipe.tensor_parallel.random import DropoutKey
 
 
 class MoE(nn.Module):
@@ -47,47 +49,75 @@ class MoE(nn.Module):
                 f"--num-experts with tensor parallel size {tp.size} needs --sequence-parallel: without it every tp "
                 "rank would send the same tokens to the experts"
             )
-        self.router = Router(model, tp)
+        self.router = Router(model, tp, factory.experts.dp)
         self.experts = ExpertWeights(factory)
         self.groups = factory.experts
         self.shared_experts: SharedExperts | None = None
         if model.moe_shared_expert_intermediate_size is not None:
             self.shared_experts = SharedExperts(layer, factory, model.moe_shared_expert_intermediate_size)
 
-    def forward(self, x: Tensor, norm: nn.Module | None, key: DropoutKey | None = None) -> Tensor:
+    def forward(self, x: Tensor, norm: nn.Module | None, context: LayerContext | None = None) -> Tensor:
         """Return the weighted sum of the experts' results for norm(x), and the shared experts' added.
 
-        key: that of a microbatch in training, whose load the router records.
+        context: of a microbatch in training, for the router's losses and records.
         """
         x = x if norm is None else norm(x)
-        rows, weights, by_expert, routes = self.route(x, key)
+        rows, weights, order, routes = self.route(x, context)
         results = routes.combine(self.run_experts(routes.dispatch(rows), routes))
-        output = self.weigh(results, weights, by_expert).view(x.shape)
+        output = self.weigh(results, weights, order).view(x.shape)
         return output if self.shared_experts is None else output + self.shared_experts(x)
 
-    def route(self, x: Tensor, key: DropoutKey | None = None) -> tuple[Tensor, Tensor, Tensor, Routes]:
-        """Return the rows to dispatch [k t, h], weights [t, k], the order of the rows and their routes. x: [s, b, h].
+    def route(self, x: Tensor, context: LayerContext | None = None) -> tuple[Tensor, Tensor, Tensor, Routes]:
+        """Return the rows to dispatch [n, h], weights [t, k], the order of the rows and their routes. x: [s, b, h].
 
-        Entry i of the order is token x k + j of row i. Exchanges the numbers of rows, and waits for them. key: as in
-        `forward`.
+        Without capacities n = k t. Entry i of the order is token x k + j of row i, or k t for padding. Exchanges the
+        numbers of rows, and waits for them, unless rows are padded. context: as in `forward`.
         """
-        weights, chosen = self.router(x)
-        topk = chosen.shape[1]
-        by_expert = chosen.flatten().argsort(stable=True)
-        ones = torch.ones_like(by_expert)
-        counts = ones.new_zeros(self.router.num_experts).scatter_add_(0, chosen.flatten(), ones)
-        if key is not None:
-            self.router.loads[key.microbatch] = counts
-        routes = Routes.of(counts, by_expert.shape[0], self.groups)
-        return _Copies.apply(x.flatten(0, -2), by_expert, topk), weights, by_expert, routes
+        weights, chosen = self.router(x, context)
+        experts = chosen.flatten()
+        load = experts.new_zeros(self.router.num_experts).scatter_add_(0, experts, torch.ones_like(experts))
+        if context is not None and context.dropout_key is not None:
+            self.router.loads[context.dropout_key.microbatch] = load
+        order, routes = self._routes(weights, experts, load)
+        return _Copies.apply(x.flatten(0, -2), order, chosen.shape[1], self._is_whole), weights, order, routes
 
     def run_experts(self, received: Tensor, routes: Routes) -> Tensor:
         """Return the results of the rows that were dispatched to this rank, [n, h] both, in the same order."""
         return routes.by_rank(self.experts(routes.by_expert(received), routes.expert_rows))
 
-    def weigh(self, results: Tensor, weights: Tensor, by_expert: Tensor) -> Tensor:
-        """Return the weighted sums of each token's results [t, h]. results: [k t, h], as `route` ordered the rows."""
-        return _Combine.apply(results, weights, by_expert)
+    def weigh(self, results: Tensor, weights: Tensor, order: Tensor) -> Tensor:
+        """Return the weighted sums of each token's results [t, h]. results: [n, h], as `route` ordered the rows."""
+        return _Combine.apply(results, weights, order, self._is_whole)
+
+    @property
+    def _is_whole(self) -> bool:
+        """True if no row is dropped."""
+        return self.router.model.moe_expert_capacity_factor is None
+
+    def _routes(self, weights: Tensor, experts: Tensor, load: Tensor) -> tuple[Tensor, Routes]:
+        """Return the rows to send, in the order of experts, and their routes.
+
+        A row is token x k + j, or k t for padding. weights: [t, k]. experts: [k t], that of each row. load: [experts].
+        """
+        model, num_rows = self.router.model, experts.shape[0]
+        capacity = expert_capacity(model, weights.shape[0])
+        if capacity is None:
+            return experts.argsort(stable=True), Routes.of(load, num_rows, self.groups)
+        first = torch.arange(num_rows, device=experts.device)
+        if model.moe_token_drop_policy == "probs":
+            first = weights.detach().flatten().argsort(descending=True, stable=True)
+        order = first[experts[first].argsort(stable=True)]
+        expert = experts[order]
+        place = torch.arange(num_rows, device=experts.device) - (load.cumsum(0) - load)[expert]
+        is_kept = place < capacity
+        if not model.moe_pad_expert_input_to_capacity:
+            most = min(num_rows, capacity * load.shape[0])
+            order = order[:most] if order.is_meta else order[is_kept]  # a dry run has no values
+            return order, Routes.of(load.clamp(max=capacity), order.shape[0], self.groups)
+        size = capacity * load.shape[0]
+        slots = torch.where(is_kept, expert * capacity + place, size)  # all dropped rows share the last one
+        padded = order.new_full((size + 1,), num_rows).scatter_(0, slots, order)
+        return padded[:-1], Routes.even(capacity, load.shape[0], self.groups, experts.device)
 
 
 class SharedExperts(MLP):
@@ -110,15 +140,17 @@ class Router(nn.Module):
     Scores are in at least fp32. Ties go to the expert, or the group, of the smaller number. expert_bias: [experts]
     fp32, added to the scores for the choice alone (Wang et al. 2024, arXiv:2408.15664); changed after each step by
     train.expert_loads. loads: tokens of this rank for each expert, [experts] int64, by number of the microbatch in the
-    global batch; a replay writes the same again.
+    global batch; a replay writes the same again. loss_scale: factor on gradients, asked for in the backward.
     """
 
     expert_bias: Tensor | None
 
-    def __init__(self, model: LayerConfig, tp: Group) -> None:
+    def __init__(self, model: LayerConfig, tp: Group, dp: Group | None = None) -> None:
         super().__init__()
         assert model.num_experts is not None
         self.model, self.tp, self.num_experts = model, tp, model.num_experts
+        self.dp = Group.alone("dp") if dp is None else dp
+        self.loss_scale: Callable[[], float] = lambda: 1.0
         self.dtype = (
             None if model.moe_router_dtype is None else getattr(torch, DTYPES[model.moe_router_dtype].torch_name)
         )
@@ -127,21 +159,44 @@ class Router(nn.Module):
         bias = torch.zeros(model.num_experts) if model.moe_router_enable_expert_bias else None
         self.register_buffer("expert_bias", bias, persistent=False)
         self.loads: dict[int, Tensor] = {}
+        self.losses: dict[int, dict[str, Tensor]] = {}  # this rank's parts, by microbatch
+        self.num_tokens = 0  # of a microbatch on this rank
+        self._sums: dict[int, Tensor] = {}  # of `_global_counts` over the microbatches up to a number
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return weights [t, k] in at least fp32 and experts [t, k] int64, t = s b, the best first. x: [s, b, h]."""
+    def clear(self) -> None:
+        """Forget what the forwards of a step have recorded."""
+        self.loads.clear()
+        self.losses.clear()
+        self._sums.clear()
+
+    @torch.no_grad()
+    def take(self) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        """Return the sums over the step's microbatches, and forget them: the load [experts], the dropped rows, and this
+        rank's part of each loss with its coefficient.
+        """
+        loads = torch.stack(list(self.loads.values()) or [torch.zeros(self.num_experts, dtype=torch.int64)])
+        losses: dict[str, Tensor] = {}
+        for found in self.losses.values():
+            for name, loss in found.items():
+                losses[name] = losses[name] + loss if name in losses else loss
+        dropped = loads.new_zeros(())
+        capacity = expert_capacity(self.model, self.num_tokens)
+        if capacity is not None:
+            dropped = (loads - capacity).clamp(min=0).sum()
+        self.clear()
+        return loads.sum(0), dropped, losses
+
+    def forward(self, x: Tensor, context: LayerContext | None = None) -> tuple[Tensor, Tensor]:
+        """Return weights [t, k] in at least fp32 and experts [t, k] int64, t = s b, the best first. x: [s, b, h].
+
+        With the context of a microbatch in training, the backward of the weights is also that of the router's losses.
+        """
         model, topk = self.model, self.model.moe_router_topk
         dtype = x.dtype if self.dtype is None else torch.promote_types(x.dtype, self.dtype)
         logits = F.linear(x.to(dtype), self.weight.to(dtype), None if self.bias is None else self.bias.to(dtype))
         logits = logits.to(at_least_fp32(dtype))
-        losses = []
-        if model.moe_z_loss_coeff:
-            tokens = x.shape[0] * x.shape[1] * self.tp.size
-            losses.append(model.moe_z_loss_coeff * logits.logsumexp(-1).square().sum() / tokens)
         is_softmax = model.moe_router_score_function == "softmax"
         shares = logits.softmax(-1) if is_softmax else logits.sigmoid()
-        if model.moe_aux_loss_coeff and model.moe_router_load_balancing_type != "none":
-            losses.append(self._balance_loss(shares if is_softmax else shares / shares.sum(-1, keepdim=True)))
         scores = (shares if model.moe_router_pre_softmax or not is_softmax else logits).flatten(0, 1)
         chosen = self._choose(scores.detach() if self.expert_bias is None else scores.detach() + self.expert_bias)
         if model.moe_router_force_load_balancing:
@@ -154,8 +209,13 @@ class Router(nn.Module):
             weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
         if model.moe_router_topk_scaling_factor is not None:
             weights = weights * model.moe_router_topk_scaling_factor
-        for loss in losses:
-            weights = _WithLoss.apply(weights, loss)
+        if context is not None and context.dropout_key is not None:
+            normalized = shares if is_softmax else shares / shares.sum(-1, keepdim=True)
+            microbatch, self.num_tokens = context.dropout_key.microbatch, chosen.shape[0]
+            losses = dict(self._losses(logits, normalized, microbatch))
+            for loss in losses.values():
+                weights = _WithLoss.apply(weights, loss, self.loss_scale, context.loss_weight)
+            self.losses[microbatch] = {name: loss.detach() for name, loss in losses.items()}
         return weights, chosen
 
     def _choose(self, scores: Tensor) -> Tensor:
@@ -170,21 +230,56 @@ class Router(nn.Module):
             scores = grouped.masked_fill(~is_kept[..., None], -torch.inf).flatten(1)
         return scores.sort(dim=-1, descending=True, stable=True).indices[:, :topk]
 
-    def _balance_loss(self, shares: Tensor) -> Tensor:
-        """Return this rank's part of coefficient x experts / (k T^2) x sum over experts of tokens x sum of shares.
+    def _losses(self, logits: Tensor, shares: Tensor, microbatch: int) -> Iterator[tuple[str, Tensor]]:
+        """Yield this rank's parts of the losses with their coefficients, by name. logits, shares: [s, b, experts]."""
+        model, tokens = self.model, shares.shape[0] * shares.shape[1] * self.tp.size
+        if model.moe_z_loss_coeff:
+            yield "z_loss", model.moe_z_loss_coeff * logits.logsumexp(-1).square().sum() / tokens
+        if not model.balance_losses:
+            return
+        counts = self._counts(shares)
+        for name, coefficient in model.balance_losses.items():
+            if name == "seq_aux_loss":
+                batch = shares.shape[1]
+                yield name, coefficient * self._balance_loss(shares, counts, tokens // batch) / batch
+                continue
+            whole, total = counts.sum(0, keepdim=True), tokens
+            if name == "global_aux_loss":
+                whole, total = self._global_counts(whole, microbatch), tokens * self.dp.size
+                coefficient *= self.dp.size  # gradients are averaged over dp, but this is the sum of its ranks' parts
+            yield name, coefficient * self._balance_loss(shares, whole, total)
 
-        shares: [s, b, experts]. tokens: those of the set that would choose the expert by its share alone, of all tp
-        ranks. T: size of the set, a microbatch, or each sequence, over which the losses are averaged
-        (Shazeer et al. 2017; Wang et al. 2024, arXiv:2408.15664).
+    def _counts(self, shares: Tensor) -> Tensor:
+        """Return the tokens of each sequence, on all tp ranks, that would choose an expert by its share alone,
+        [b, experts].
         """
-        model, (seq, batch, _) = self.model, shares.shape
-        chosen = shares.detach().sort(dim=-1, descending=True, stable=True).indices[..., : model.moe_router_topk]
-        counts = torch.zeros_like(shares).scatter_(-1, chosen, 1.0).sum(0)  # [b, experts]
-        total, sets = seq * self.tp.size, batch
-        if model.moe_router_load_balancing_type == "aux_loss":
-            counts, total, sets = counts.sum(0, keepdim=True), total * batch, 1
+        chosen = shares.detach().sort(dim=-1, descending=True, stable=True).indices[..., : self.model.moe_router_topk]
+        counts = torch.zeros_like(shares).scatter_(-1, chosen, 1.0).sum(0)
         all_reduce(counts, self.tp)
-        factor = model.moe_aux_loss_coeff * self.num_experts / (model.moe_router_topk * total * total * sets)
+        return counts
+
+    def _global_counts(self, counts: Tensor, microbatch: int) -> Tensor:
+        """Return the mean of such counts over the microbatches of all dp ranks up to this one, by number.
+
+        Megatron's running mean, but in the order of the numbers; a replay finds what the forward has summed.
+        """
+        number = microbatch // self.dp.size
+        if number not in self._sums:
+            counts = counts.clone()
+            all_reduce(counts, self.dp)
+            if number:
+                counts += self._sums[number - 1]
+            self._sums[number] = counts
+        return self._sums[number] / (number + 1)
+
+    def _balance_loss(self, shares: Tensor, counts: Tensor, total: int) -> Tensor:
+        """Return experts / (k T^2) x sum over experts of their tokens x their sum of shares, summed over the rows of
+        counts [b or 1, experts].
+
+        shares: [s, b, experts]. T: the tokens that counts count, in `total` (Shazeer et al. 2017; Wang et al. 2024,
+        arXiv:2408.15664).
+        """
+        factor = self.num_experts / (self.model.moe_router_topk * total * total)
         return factor * (counts * shares.sum(0)).sum()
 
 
@@ -323,56 +418,75 @@ class _BiasGradients:
 
 
 class _Copies(Function):
-    """Row i is token order[i] // k. Backward: a token's gradient is the sum over its k copies, in order."""
+    """Row i is token order[i] // k, zeros for padding. Backward: a token's gradient is the sum over its copies."""
 
     @staticmethod
-    def forward(ctx: Any, tokens: Tensor, order: Tensor, topk: int) -> Tensor:
+    def forward(ctx: Any, tokens: Tensor, order: Tensor, topk: int, is_whole: bool) -> Tensor:
         ctx.save_for_backward(order)
-        ctx.topk = topk
-        return tokens[order // topk]
+        ctx.arguments = tokens.shape[0], topk, is_whole
+        return _of_tokens(tokens, order, topk, is_whole)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (order,) = ctx.saved_tensors
-        return _in_tokens(grad, order, ctx.topk).sum(1), None, None
+        return _in_tokens(grad, order, *ctx.arguments).sum(1), None, None, None
 
 
 class _Combine(Function):
-    """The sum of each token's k results times their weights, in the results' dtype."""
+    """The sum of each token's k results times their weights, in the results' dtype; a dropped row's result is 0."""
 
     @staticmethod
-    def forward(ctx: Any, results: Tensor, weights: Tensor, order: Tensor) -> Tensor:
+    def forward(ctx: Any, results: Tensor, weights: Tensor, order: Tensor, is_whole: bool) -> Tensor:
         ctx.save_for_backward(results, weights, order)
-        by_token = _in_tokens(results, order, weights.shape[1])
+        ctx.is_whole = is_whole
+        by_token = _in_tokens(results, order, weights.shape[0], weights.shape[1], is_whole)
         return (by_token * weights[..., None]).sum(1).to(results.dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        results, weights, order = ctx.saved_tensors
-        topk = weights.shape[1]
-        of_weights = (_in_tokens(results, order, topk) * grad[:, None].to(weights.dtype)).sum(-1)
-        scale = weights.flatten()[order][:, None]
-        return (grad[order // topk] * scale).to(results.dtype), of_weights, None
+        (results, weights, order), is_whole = ctx.saved_tensors, ctx.is_whole
+        by_token = _in_tokens(results, order, weights.shape[0], weights.shape[1], is_whole)
+        of_weights = (by_token * grad[:, None].to(weights.dtype)).sum(-1)
+        scale = _of_tokens(weights.flatten()[:, None], order, 1, is_whole)
+        copies = _of_tokens(grad, order, weights.shape[1], is_whole)
+        return (copies * scale).to(results.dtype), of_weights, None, None
 
 
 class _WithLoss(Function):
-    """x, so that the backward of x also runs that of a loss, with gradient 1."""
+    """x, so that the backward of x also runs that of a loss, with gradient scale() x weight."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, loss: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, loss: Tensor, scale: Callable[[], float], weight: Tensor | float) -> Tensor:
         ctx.loss = loss.dtype, loss.device
+        ctx.factors = scale, weight
         return x.view_as(x)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return grad, torch.ones((), dtype=ctx.loss[0], device=ctx.loss[1])
+        (dtype, device), (scale, weight) = ctx.loss, ctx.factors
+        return grad, torch.ones((), dtype=dtype, device=device) * scale() * weight, None, None
 
 
-def _in_tokens(rows: Tensor, order: Tensor, topk: int) -> Tensor:
-    """Return rows [k t, ...], which are in the order of experts, as [t, k, ...]."""
-    by_token = torch.empty_like(rows)
+def _of_tokens(tokens: Tensor, order: Tensor, topk: int, is_whole: bool) -> Tensor:
+    """Return tokens[order // k], zeros where that is behind the last token. tokens: [t, n]. is_whole: nowhere is."""
+    index = order // topk
+    if is_whole:
+        return tokens[index]
+    return tokens[index.clamp(max=tokens.shape[0] - 1)] * (index < tokens.shape[0])[:, None]
+
+
+def _in_tokens(rows: Tensor, order: Tensor, num_tokens: int, topk: int, is_whole: bool) -> Tensor:
+    """Return rows, which are in the order of experts, as [t, k, ...]: zeros for dropped ones, without padding.
+
+    is_whole: order is a permutation.
+    """
+    num_rows = num_tokens * topk
+    if is_whole:
+        by_token = torch.empty_like(rows)
+    else:
+        by_token = rows.new_zeros(num_rows + 1, *rows.shape[1:])
     by_token[order] = rows
-    return by_token.view(-1, topk, *rows.shape[1:])
+    return by_token[:num_rows].view(num_tokens, topk, *rows.shape[1:])

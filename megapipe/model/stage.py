@@ -105,8 +105,8 @@ class Block(nn.Module):
         hidden = self.attend(hidden, context)
         if self.mlp is None:
             return hidden
-        key = (context.dropout_key,) if isinstance(self.mlp, MoE) else ()
-        return self.add_mlp(hidden, self.mlp(hidden, self.pre_mlp_layernorm, *key), context)
+        of_microbatch = (context,) if isinstance(self.mlp, MoE) else ()
+        return self.add_mlp(hidden, self.mlp(hidden, self.pre_mlp_layernorm, *of_microbatch), context)
 
     def attend(self, hidden: Tensor, context: LayerContext) -> Tensor:
         """Add the branch of attention to the residual stream."""
@@ -200,7 +200,8 @@ class GPTStage(nn.Module):
             kinds = tuple(cp_comm_types) * (config.num_layers if len(cp_comm_types) == 1 else 1)
             self.context_parallel = {number: ContextParallel.of(kinds[number], context) for number in numbers}
         rings = {number: layer.part for number, layer in self.context_parallel.items()}
-        self.make_context = ContextBuilder(held, kernels.attention is not None, self.part, rings)
+        per_token = config.num_experts is not None and loss.calculate_per_token_loss
+        self.make_context = ContextBuilder(held, kernels.attention is not None, self.part, rings, per_token)
         if isinstance(recompute, RecomputeConfig):
             own, self._groups = dict.fromkeys(numbers, recompute), layer_groups(recompute, numbers)
         else:

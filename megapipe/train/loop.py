@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import statistics
 import time
 from contextlib import nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 from megapipe.assembly.datasets import RunData
 from megapipe.assembly.runtime import TrainingRuntime
@@ -191,8 +193,28 @@ class Training:
             spike_rollbacks=state.account.rollbacks,
             skipped_samples=state.account.skipped.index(state.consumed_samples) - state.consumed_samples,
             discarded_tokens=state.account.discarded_tokens,
+            **self._of_experts(len(batch.microbatches)),
             **measured,
         )
+
+    def _of_experts(self, num_microbatches: int) -> dict[str, Any]:
+        """Return the entries of StepMetrics about experts; nothing without them. num_microbatches: of a dp rank."""
+        plan = self.runtime.plan
+        report = self._step.expert_loads.report(num_microbatches * plan.topology.dp)
+        if report is None:
+            return {}
+        has_capacity, names = plan.config.model.moe_expert_capacity_factor is not None, list(map(str, report.layers))
+        found: dict[str, Any] = {
+            "expert_imbalance": max(report.imbalance),
+            "dropped_share": statistics.fmean(report.dropped) if has_capacity else None,
+            "router_losses": {name: statistics.fmean(losses) for name, losses in report.losses.items()},
+        }
+        if self._config.logging.moe_per_layer_logging:
+            rounded = ([round(load, 3) for load in loads] for loads in report.load)
+            found["expert_load"] = dict(zip(names, rounded, strict=True))
+            by_layer = {name: dict(zip(names, losses, strict=True)) for name, losses in report.losses.items()}
+            found["router_losses_by_layer"] = by_layer
+        return found
 
     def _evaluate(self, split: str) -> str | None:
         """Report the loss over --eval-iters global batches of 'validation' or 'test', by forwards in the same engine.

@@ -60,6 +60,12 @@ class StepMetrics:
     spike_rollbacks: int = 0  # how often the run went back to a checkpoint
     skipped_samples: int = 0  # samples before this position that are left out
     discarded_tokens: int = 0  # trained on, then taken back
+    # of experts, None without them; by layer and expert only with --moe-per-layer-logging
+    expert_imbalance: float | None = None  # largest load over the mean, in the worst layer
+    dropped_share: float | None = None  # of the rows for experts, None without a capacity
+    router_losses: dict[str, float] = field(default_factory=dict)  # with their coefficients, the mean over layers
+    expert_load: dict[str, list[float]] = field(default_factory=dict)  # by layer, relative to the mean
+    router_losses_by_layer: dict[str, dict[str, float]] = field(default_factory=dict)
     phases: dict[str, float] = field(default_factory=dict)
 
     def scalars(self) -> dict[str, float]:
@@ -68,6 +74,11 @@ class StepMetrics:
         named |= {f"train/{name}": getattr(self, name) or None for name in NONZERO_SCALARS}
         named |= {f"speed/{name}": getattr(self, name) for name in SPEED_SCALARS}
         named |= {"memory/bytes": self.memory_bytes}
+        named |= {"moe/imbalance": self.expert_imbalance, "moe/dropped_share": self.dropped_share}
+        named |= {f"moe/{name}": loss for name, loss in self.router_losses.items()}
+        named |= {f"moe/imbalance_layer_{layer}": max(load) for layer, load in self.expert_load.items()}
+        for name, by_layer in self.router_losses_by_layer.items():
+            named |= {f"moe/{name}_layer_{layer}": loss for layer, loss in by_layer.items()}
         named |= {f"seconds/{name}": seconds for name, seconds in self.phases.items()}
         return {name: float(value) for name, value in named.items() if value is not None}
 
@@ -91,6 +102,9 @@ class StepMetrics:
             (self.spike_rollbacks or None, "spike rollbacks {}"),
             (self.params_norm, "params norm {:.3f}"),
             (self.num_zeros, "zeros {:,}"),
+            (self.expert_imbalance, "expert imbalance {:.2f}"),
+            (self.dropped_share, "dropped {:.1%}"),
+            *((loss, name.replace("_", " ") + " {:.3g}") for name, loss in self.router_losses.items()),
         ):
             if value is not None:
                 parts.append(text.format(value))

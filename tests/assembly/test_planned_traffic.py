@@ -90,6 +90,12 @@ GRIDS: dict[str, tuple[int, dict[str, Any]]] = {
         | PP2
         | {"expert_model_parallel_size": 2, "overlap_moe_expert_parallel_comm": True, "delay_wgrad_compute": True},
     ),
+    "experts_ep2_padded": (
+        2,
+        EXPERTS
+        | {"expert_model_parallel_size": 2, "moe_router_force_load_balancing": False}
+        | {"moe_expert_capacity_factor": 1.5, "moe_pad_expert_input_to_capacity": True},
+    ),
     "experts_tp2_ep2_full_recompute": (
         4,
         EXPERTS

@@ -79,6 +79,8 @@ OF_EXPERTS = {
     "moe_router_num_groups": 2,
     "moe_router_group_topk": 2,
     "moe_router_enable_expert_bias": True,
+    "moe_expert_capacity_factor": 1.5,
+    "moe_token_drop_policy": "position",
     "moe_router_force_load_balancing": True,
 }
 OF_LLAMA3 = {"rope_low_freq_factor": 2.0, "rope_high_freq_factor": 8.0}

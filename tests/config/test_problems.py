@@ -59,9 +59,7 @@ def test_a_missing_value_is_never_accepted(value: str) -> None:
 
 def test_all_that_is_wrong_is_reported_at_once_each_in_a_line(tmp_path: Path) -> None:
     path = tmp_path / "c.yaml"
-    path.write_text(
-        "model:\n  num_layer: 4\n  hidden_size: wide\noptimizer:\n  lr: fast\nmoe_expert_capacity_factor: 8\n"
-    )
+    path.write_text("model:\n  num_layer: 4\n  hidden_size: wide\noptimizer:\n  lr: fast\nmoe_input_jitter_eps: 8\n")
     found = messages(
         f"--config {path} --num-lay 3 --bf16 --fp16 --swiglu maybe --perform-rl-step --seed -1 "
         "--weight-decay-incr-style linear --rank 3"
@@ -75,7 +73,7 @@ def test_all_that_is_wrong_is_reported_at_once_each_in_a_line(tmp_path: Path) ->
         f"unknown key {path} line 2: model.num_layer; did you mean num_layers?",
         f"{path} line 3: model.hidden_size wide: expected a whole number",
         f"{path} line 5: optimizer.lr fast: expected a number",
-        f"{path} line 6: --moe-expert-capacity-factor 8 is a flag of Megatron",
+        f"{path} line 6: --moe-input-jitter-eps 8 is a flag of Megatron",
         "--bf16 and --fp16 contradict each other",
         "--weight-decay-incr-style linear needs --start-weight-decay and --end-weight-decay",
     ]

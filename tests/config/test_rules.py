@@ -326,6 +326,12 @@ CASES = [
         "--num-experts 4 --moe-router-group-topk 2 --moe-router-num-groups 4 --disable-bias-linear",
     ),
     (
+        "rows_are_dropped_beyond_a_capacity",
+        "--num-experts 4 --moe-token-drop-policy position --disable-bias-linear",
+        ["needs --moe-expert-capacity-factor"],
+        "--num-experts 4 --moe-token-drop-policy position --moe-expert-capacity-factor 1.5 --disable-bias-linear",
+    ),
+    (
         "biases_of_experts_have_a_rate",
         "--num-experts 4 --moe-router-score-function sigmoid --moe-router-bias-update-rate 0.1",
         ["needs --moe-router-enable-expert-bias"],

@@ -13,6 +13,7 @@ from megapipe.assembly.runtime import TrainingRuntime
 from megapipe.comm.groups import ExpertGroups, Group, build_process_groups
 from megapipe.config.config import convert, resolve_model
 from megapipe.config.layers import LayerConfig
+from megapipe.config.load import load_config
 from megapipe.errors import ConfigError
 from megapipe.extras.verify.compare import gradient_pieces
 from megapipe.extras.verify.oracle import drawn_slices, random_batches, share_of
@@ -59,11 +60,12 @@ def test_weights_of_sigmoid_scores_are_renormalized_and_scaled() -> None:
     assert torch.allclose(weights.sum(1), torch.full((6,), 2.5, dtype=torch.float64))
 
 
-def test_the_balance_loss_of_equal_shares_is_its_coefficient() -> None:
-    coefficient = router(torch.zeros(4, 4, dtype=torch.float64), moe_aux_loss_coeff=0.3)._balance_loss(
-        torch.full((8, 2, 4), 0.25, dtype=torch.float64)
-    )
-    assert coefficient.item() == pytest.approx(0.3)
+@pytest.mark.parametrize("kind", ["aux_loss", "seq_aux_loss", "global_aux_loss"])
+def test_the_balance_loss_of_equal_shares_is_its_coefficient(kind: str) -> None:
+    options = {"moe_router_load_balancing_type": (kind,), "moe_aux_loss_coeff": (0.3,), "moe_z_loss_coeff": None}
+    shares = torch.full((8, 2, 4), 0.25, dtype=torch.float64)
+    ((name, loss),) = router(torch.zeros(4, 4, dtype=torch.float64), **options)._losses(shares.log(), shares, 0)
+    assert (name, loss.item()) == (kind, pytest.approx(0.3))
 
 
 def test_rows_of_every_expert_keep_the_order_of_tokens() -> None:
@@ -71,6 +73,13 @@ def test_rows_of_every_expert_keep_the_order_of_tokens() -> None:
     routes = Routes.of(counts, 5, ExpertGroups())
     assert routes.expert_rows == (2, 0, 3)
     assert routes.order.tolist() == list(range(5))
+
+
+def test_padded_rows_travel_like_counted_ones() -> None:
+    groups = ExpertGroups()
+    counted, even = Routes.of(torch.full((3,), 4), 12, groups), Routes.even(4, 3, groups, torch.device("cpu"))
+    assert (even.sent, even.gathered, even.expert_rows) == (counted.sent, counted.gathered, counted.expert_rows)
+    assert torch.equal(even.order, counted.order)
 
 
 # --- on several ranks
@@ -117,6 +126,15 @@ def test_ranks_whose_experts_get_no_token_agree_with_one_rank(name: str, rank_po
     assert any(largest == 0.0 for _, _, largest in found)
 
 
+@pytest.mark.parametrize("name", SKEWED)
+def test_all_tokens_may_go_to_one_expert(name: str, rank_pools: Callable[[int], RankPool]) -> None:
+    world_size, options = SKEWED[name]
+    common = {"global_batch_size": 8, "moe_router_topk": 1, "moe_router_pre_softmax": True}
+    norm, loss, _ = rank_pools(1).run(one_step, common, (2,))[0]
+    for rank_norm, rank_loss, _ in rank_pools(world_size).run(one_step, options | common, (2,)):
+        assert (rank_norm, rank_loss) == (pytest.approx(norm, rel=1e-12), pytest.approx(loss, rel=1e-12))
+
+
 NORMS = {"tp2-ep4": (4, {"tp": 2, "ep": 4, "etp": 1}), "tp4-etp2-ep2": (4, {"tp": 4, "ep": 2, "etp": 2} | ZERO)}
 
 
@@ -133,12 +151,12 @@ def test_megatron_5916_the_norm_of_ep_with_tp_counts_every_element_once(
     )
 
 
-@pytest.mark.parametrize("kind", ["aux_loss", "seq_aux_loss"])
+@pytest.mark.parametrize("kind", ["aux_loss", "seq_aux_loss", "global_aux_loss"])
 def test_megatron_3768_5047_7452_the_balance_loss_does_not_depend_on_tp(
     kind: str, rank_pools: Callable[[int], RankPool]
 ) -> None:
     """The coefficient is so large that the loss decides on the gradient of the routers."""
-    options = {"moe_aux_loss_coeff": 50.0, "moe_router_load_balancing_type": kind, "global_batch_size": 8}
+    options = {"moe_aux_loss_coeff": (50.0,), "moe_router_load_balancing_type": (kind,), "global_batch_size": 8}
     ((norm, _, _),) = rank_pools(1).run(one_step, options, None)
     assert rank_pools(2).run(one_step, options | {"tp": 2}, None)[0][0] == pytest.approx(norm, rel=1e-12)
 
@@ -150,6 +168,17 @@ REFUSED: dict[str, tuple[int, dict[str, Any], str]] = {
     "tp-without-sp": (2, {"tp": 2, "sequence_parallel": False}, "needs --sequence-parallel"),
     "groups": (1, {"moe_router_num_groups": 3, "moe_router_group_topk": 1}, "3 does not divide --num-experts 4"),
     "group-topk": (1, {"moe_router_num_groups": 2}, "needs --moe-router-group-topk"),
+    "losses": (1, {"moe_aux_loss_coeff": (0.1, 0.2)}, "names 1 losses, --moe-aux-loss-coeff gives 2"),
+    "losses-twice": (
+        1,
+        {"moe_aux_loss_coeff": (0.1, 0.2), "moe_router_load_balancing_type": ("aux_loss", "aux_loss")},
+        "a loss is named twice",
+    ),
+    "global-loss-in-two-directions": (
+        2,
+        {"pp": 2, "pipeline_schedule": "dualpipe", "moe_router_load_balancing_type": ("global_aux_loss",)},
+        "global_aux_loss does not work with --pipeline-schedule dualpipe",
+    ),
     "width": (8, {"etp": 8}, "expert tensor parallel size 8 does not divide --moe-ffn-hidden-size 12"),
     "bias-channels": (
         3,
@@ -171,7 +200,21 @@ def test_what_cannot_run_is_refused_in_one_message(name: str) -> None:
     world_size, options, message = REFUSED[name]
     if options.get("num_experts", 4) is None:
         options = {key: None for key in MODEL if key.startswith("moe_")} | options
-        options = options | {"moe_aux_loss_coeff": 0.0}
+        options = options | {"moe_aux_loss_coeff": (0.0,), "moe_router_load_balancing_type": ("aux_loss",)}
     with pytest.raises(ConfigError, match=message) as caught:
         resolve(make_config(**MODEL | options), world_size)
     assert len(str(caught.value).splitlines()) == 1, caught.value
+
+
+@pytest.mark.parametrize("name", ["sinkhorn", "quantile_balancing"])
+def test_other_kinds_of_balancing_are_refused_by_name(name: str) -> None:
+    flags = ["--num-experts", "4", "--moe-router-load-balancing-type", name]
+    with pytest.raises(ConfigError, match=f"--moe-router-load-balancing-type.*{name}.*global_aux_loss"):
+        load_config(flags)
+
+
+def test_losses_of_routers_follow_the_scale_of_the_loss(rank_pools: Callable[[int], RankPool]) -> None:
+    """In fp16 the gradient of a loss that decides on the routers' is the same for any scale."""
+    options = {"dtype": "fp16", "moe_aux_loss_coeff": (50.0,), "global_batch_size": 8}
+    norms = [rank_pools(1).run(one_step, options | {"loss_scale": scale}, None)[0][0] for scale in (1.0, 512.0)]
+    assert norms[1] == pytest.approx(norms[0], rel=1e-2)

@@ -36,7 +36,7 @@ MODEL: dict[str, Any] = {
     "sequence_parallel": True,
     "num_experts": 4,
     "moe_ffn_hidden_size": 12,
-    "moe_aux_loss_coeff": 0.02,
+    "moe_aux_loss_coeff": (0.02,),
     "moe_z_loss_coeff": 0.01,
     "clip_grad": 0.3,
 }
@@ -48,9 +48,17 @@ SIGMOID = {
     "moe_router_num_groups": 4,
     "moe_router_group_topk": 2,
     "moe_router_topk_scaling_factor": 2.5,
-    "moe_router_load_balancing_type": "seq_aux_loss",
+    "moe_router_load_balancing_type": ("seq_aux_loss",),
 }
 BIAS = SIGMOID | {"moe_router_enable_expert_bias": True, "moe_router_bias_update_rate": 0.05}
+GLOBAL = {"moe_router_load_balancing_type": ("global_aux_loss",), "moe_aux_loss_coeff": (0.3,)}
+EVERY_LOSS = {
+    "moe_router_load_balancing_type": ("aux_loss", "seq_aux_loss", "global_aux_loss"),
+    "moe_aux_loss_coeff": (0.02, 0.05, 0.1),
+}
+DROPS = {"moe_expert_capacity_factor": 0.8, "micro_batch_size": 2}
+PADS = {"moe_expert_capacity_factor": 1.1, "moe_pad_expert_input_to_capacity": True}
+PER_TOKEN = {"calculate_per_token_loss": True}
 SHARED = {"moe_shared_expert_intermediate_size": 8, "moe_shared_expert_gate": True}
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 GRIDS: dict[str, tuple[int, dict[str, Any]]] = {
@@ -67,6 +75,34 @@ GRIDS: dict[str, tuple[int, dict[str, Any]]] = {
         {"tp": 2, "ep": 2, "etp": 1, "add_bias_linear": True} | BIAS,
     ),
     "biases of linears, etp 2 of dp 4, full recompute": (4, {"etp": 2, "ep": 2, "add_bias_linear": True} | ZERO | FULL),
+    "global loss, one rank": (1, GLOBAL | PER_TOKEN),
+    "global loss, ep 2 of tp 2 dp 2, full recompute": (4, {"tp": 2, "ep": 2, "etp": 1} | GLOBAL | FULL | ZERO),
+    "global loss, dp 2 pp 2 dualpipe-v": (4, {"pp": 2, "chunks": 2, "pipeline_schedule": "dualpipe-v"} | GLOBAL),
+    "global loss, dp 2 pp 2 without a barrier": (
+        4,
+        {"ep": 2, "pp": 2, "pipeline_schedule": "zb-h2", "optimizer_post_validation": True}
+        | {"untie_embeddings_and_output_weights": True}
+        | GLOBAL
+        | ZERO,
+    ),
+    "every loss, ep 2 etp 2 of tp 2 dp 2 pp 2 interleaved": (
+        8,
+        {"tp": 2, "ep": 2, "pp": 2, "chunks": 2} | EVERY_LOSS | PER_TOKEN,
+    ),
+    "every loss, sigmoid, ep 4 of dp 4": (4, {"ep": 4} | SIGMOID | EVERY_LOSS | ZERO),
+    "capacity, one rank": (1, DROPS | BIAS),
+    "capacity, ep 2 of tp 2 dp 2, etp 1, position": (
+        4,
+        {"tp": 2, "ep": 2, "etp": 1, "moe_token_drop_policy": "position"} | DROPS | FULL | ZERO,
+    ),
+    "capacity padded, ep 2 etp 2 pp 2 zero bubble": (
+        8,
+        {"tp": 2, "ep": 2, "pp": 2, "pipeline_schedule": "zb-h1"} | PADS | ZERO | SHARED,
+    ),
+    "capacity padded, ep 4 of tp 2 dp 2, biases of linears": (
+        4,
+        {"tp": 2, "ep": 4, "etp": 1, "add_bias_linear": True} | PADS | SIGMOID,
+    ),
     "bias, one rank": (1, BIAS),
     "bias, ep 2 of dp 2, full recompute": (2, {"ep": 2} | BIAS | FULL),
     "bias, ep 2 of tp 2, zero bubble": (
@@ -94,7 +130,8 @@ GRIDS: dict[str, tuple[int, dict[str, Any]]] = {
     "ep 2 etp 1 tp 2 pp 2 interleaved": (4, {"tp": 2, "ep": 2, "etp": 1, "pp": 2, "chunks": 2} | SHARED),
     "ep 2 pp 2 zb-v, no balance": (
         4,
-        {"ep": 2, "pp": 2, "chunks": 2, "pipeline_schedule": "zb-v", "moe_router_load_balancing_type": "none"} | ZERO,
+        {"ep": 2, "pp": 2, "chunks": 2, "pipeline_schedule": "zb-v", "moe_router_load_balancing_type": ("none",)}
+        | ZERO,
     ),
     "ep 2 etp 2 of tp 4": (4, {"tp": 4, "ep": 2, "etp": 2, "moe_layer_freq": "[0]+[1]*3"} | SIGMOID | SHARED),
     "ep 4 etp 2 of dp 8": (8, {"ep": 4, "etp": 2} | ZERO | SIGMOID | {"moe_router_pre_softmax": False}),
@@ -114,6 +151,16 @@ GRIDS: dict[str, tuple[int, dict[str, Any]]] = {
 def differences(rank: int, world_size: int, options: dict[str, Any]) -> list[str]:
     plan = resolve(make_config(**MODEL | options), world_size)
     return plan_differences(rank, plan, [Rates(0.02, 0.1, None), Rates(0.01, 0.2, None)])
+
+
+def masked(rank: int, world_size: int, options: dict[str, Any]) -> list[str]:
+    plan = resolve(make_config(**MODEL | options), world_size)
+    return plan_differences(rank, plan, [Rates(0.02, 0.1, None)], without_loss=(1, 4))
+
+
+def test_router_losses_weigh_as_the_loss_of_their_microbatch(rank_pools: Callable[[int], RankPool]) -> None:
+    """With --calculate-per-token-loss a microbatch without a token that counts has no router loss either."""
+    assert rank_pools(2).run(masked, {"ep": 2} | EVERY_LOSS | PER_TOKEN)[0] == []
 
 
 @pytest.mark.parametrize("name", GRIDS)

@@ -15,6 +15,7 @@ from megapipe.extras.verify.oracle import drawn_slices, random_batches, share_of
 from megapipe.layers.model import model_states
 from megapipe.optimizer.schedule import Rates
 from megapipe.plan.resolve import resolve
+from megapipe.train.expert_loads import ExpertReport
 from megapipe.train.step import TrainStep
 from tests.harness import RankPool
 from tests.parity.test_experts import BIAS, FULL, MODEL, ZERO
@@ -46,23 +47,18 @@ def test_states_have_the_names_and_shapes_of_their_specification() -> None:
     assert list(held) == [f"weights/decoder.layers.{layer}.mlp.router.expert_bias" for layer in (0, 2)]
 
 
-def test_a_bias_moves_by_the_rate_towards_the_mean_load_of_the_global_batch() -> None:
+def test_a_bias_moves_by_the_rate_towards_the_mean_load_of_the_global_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     runtime = built({})
     trainer = TrainStep(runtime)
     (batch,) = batches_of(runtime, 1)
-    loads: dict[int, torch.Tensor] = {}
-    clear = trainer.expert_loads.clear
-
-    def keep() -> None:
-        for layer, router in runtime.stages[0].routers().items():
-            if router.loads:
-                loads[layer] = torch.stack(list(router.loads.values())).sum(0)
-        clear()
-
-    trainer.expert_loads.clear = keep  # type: ignore[method-assign]
+    taken: list[Any] = []
+    for router in runtime.stages[0].routers().values():
+        take = router.take
+        monkeypatch.setattr(router, "take", lambda take=take: taken.append(found := take()) or found)
     trainer.run(share_of(runtime, batch, 0), RATES)
+    loads = [load for load, _, _ in taken]
     assert len(loads) == 4
-    for bias, load in zip(biases(runtime), loads.values(), strict=True):
+    for bias, load in zip(biases(runtime), loads, strict=True):
         assert load.sum() == 16 * 8 * 4  # samples x tokens x topk, each counted once
         mean = load.sum() / load.numel()
         expected = [0.05 if count < mean else -0.05 if count > mean else 0.0 for count in load.tolist()]
@@ -90,8 +86,8 @@ def test_evaluation_and_replays_do_not_count() -> None:
 
 def test_a_skipped_step_leaves_the_biases() -> None:
     runtime = built(
-        {"dtype": "fp16", "initial_loss_scale": 2.0**60, "hysteresis": 1, "moe_z_loss_coeff": None}
-        | {"moe_aux_loss_coeff": 0.0}
+        {"dtype": "fp16", "initial_loss_scale": 2.0**24, "hysteresis": 1, "moe_z_loss_coeff": None}
+        | {"moe_aux_loss_coeff": (0.0,)}
     )
     trainer = TrainStep(runtime)
     (batch,) = batches_of(runtime, 1)
@@ -134,3 +130,42 @@ def test_every_rank_has_the_biases_of_one_rank(options: dict[str, Any], rank_poo
 def test_a_bias_needs_sigmoid_scores() -> None:
     with pytest.raises(ConfigError, match="--moe-router-enable-expert-bias needs --moe-router-score-function sigmoid"):
         resolve(make_config(**MODEL | {"moe_router_enable_expert_bias": True}), 1)
+
+
+def reported(rank: int, world_size: int, options: dict[str, Any]) -> ExpertReport | None:
+    runtime = built(options, rank, world_size)
+    trainer = TrainStep(runtime)
+    (batch,) = batches_of(runtime, 1)
+    trainer.run(share_of(runtime, batch, 0), RATES)
+    return trainer.expert_loads.report(8)
+
+
+EVERY = {
+    "moe_router_load_balancing_type": ("aux_loss", "seq_aux_loss"),
+    "moe_aux_loss_coeff": (0.1, 0.2),
+    "moe_layer_freq": "[1,1,0,1]",
+}
+
+
+def test_the_report_is_the_same_on_every_rank_of_every_grid(rank_pools: Callable[[int], RankPool]) -> None:
+    """One process with 4 microbatches fewer a rank: loads add up over dp, ep, tp and pipeline ranks."""
+    (expected,) = rank_pools(1).run(reported, EVERY)
+    assert expected is not None and expected.layers == (0, 1, 3)
+    assert list(expected.losses) == ["z_loss", "aux_loss", "seq_aux_loss"]
+    for loads, imbalance in zip(expected.load, expected.imbalance, strict=True):
+        assert len(loads) == 8 and sum(loads) == pytest.approx(8.0) and imbalance == max(loads) > 1.0
+    # near balance a loss is its coefficient, and never far below
+    assert all(0.09 < loss < 0.4 for loss in expected.losses["aux_loss"])
+    for options in ({"ep": 2, "pp": 2}, {"tp": 2, "ep": 4, "etp": 1}):
+        for found in rank_pools(4).run(reported, EVERY | options):
+            assert found is not None and found.layers == expected.layers and found.dropped == [0.0] * 3
+            assert torch.allclose(torch.tensor(found.load), torch.tensor(expected.load))
+            for name, losses in expected.losses.items():
+                assert found.losses[name] == pytest.approx(losses, rel=1e-10)
+
+
+def test_dropped_rows_are_those_beyond_the_capacity() -> None:
+    report = reported(0, 1, {"moe_expert_capacity_factor": 0.5})
+    assert report is not None
+    # every expert takes at most half of the mean, so at least half of the rows are dropped
+    assert all(0.5 <= share < 0.75 for share in report.dropped)

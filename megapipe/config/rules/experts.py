@@ -70,6 +70,24 @@ def division(config: Config, layer: LayerConfig) -> Iterator[str]:
         yield f"--tensor-model-parallel-size {tp} does not divide the shared experts' width {shared}; {ways}"
 
 
+def balance(config: Config) -> Iterator[str]:
+    """Check that every load balancing loss has one coefficient."""
+    model = config.model
+    if model.num_experts is None:
+        return
+    types, coefficients = model.moe_router_load_balancing_type, model.moe_aux_loss_coeff
+    flag = "--moe-router-load-balancing-type"
+    if len(types) != len(coefficients):
+        yield f"{flag} names {len(types)} losses, --moe-aux-loss-coeff gives {len(coefficients)}; give one for each"
+    if len(types) > len(set(types)):
+        yield f"{flag} {' '.join(types)}: a loss is named twice; add its coefficients"
+    if "none" in types and len(types) > 1:
+        yield f"{flag} {' '.join(types)}: none stands alone; leave it out"
+    if "global_aux_loss" in types and config.parallel.pipeline_schedule == "dualpipe":
+        rule = "each of the two pipeline ranks of a stage sees half of the microbatches"
+        yield f"{flag} global_aux_loss does not work with --pipeline-schedule dualpipe: {rule}; use dualpipe-v"
+
+
 def combinations(config: Config) -> Iterator[str]:
     """Yield what does not work together with experts."""
     model, recompute = config.model, config.recompute
@@ -89,13 +107,6 @@ def combinations(config: Config) -> Iterator[str]:
     )
     if refused:
         yield f"--num-experts does not work with {one_of(refused)} yet; leave one of the two out"
-    has_losses = bool(model.moe_z_loss_coeff or model.moe_aux_loss_coeff)
-    scaled = chosen(
-        ("--fp16, whose loss scale it does not have", config.precision.dtype == "fp16"),
-        ("--calculate-per-token-loss", config.training.calculate_per_token_loss),
-    )
-    if has_losses and scaled:
-        yield f"--moe-aux-loss-coeff or --moe-z-loss-coeff does not work with {one_of(scaled)} yet; set it to 0"
 
 
 def overlap(config: Config) -> Iterator[str]:
@@ -116,4 +127,4 @@ def overlap(config: Config) -> Iterator[str]:
         yield f"{flag} does not work with {one_of(refused)} yet; leave one of the two out"
 
 
-RULES = (choice, division, combinations, overlap)
+RULES = (choice, division, balance, combinations, overlap)

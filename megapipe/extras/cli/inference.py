@@ -45,6 +45,8 @@ MODEL_OPTIONS = (
     "grid; start the ranks with `megapipe launch` or torchrun",
     option("--tensor-model-parallel-size", default=1),
     option("--pipeline-model-parallel-size", default=1),
+    option("--expert-model-parallel-size", "ranks among which experts are divided", default=1),
+    option("--expert-tensor-parallel-size", "ranks that share every expert (default: tp)", type=int),
 )
 GENERATE_OPTIONS = (
     *MODEL_OPTIONS,
@@ -125,6 +127,9 @@ def open_model(
         parallel=ParallelConfig(
             tensor_model_parallel_size=own.tensor_model_parallel_size,
             pipeline_model_parallel_size=own.pipeline_model_parallel_size,
+            expert_model_parallel_size=own.expert_model_parallel_size,
+            expert_tensor_parallel_size=own.expert_tensor_parallel_size,
+            sequence_parallel=own.tensor_model_parallel_size > 1 and model.num_experts is not None,
         ),
         training=TrainingConfig(micro_batch_size=micro_batch_size, train_iters=1, device=own.device),
         precision=PrecisionConfig(dtype=own.dtype or saved.precision.dtype),

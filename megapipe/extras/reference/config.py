@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 GATED_ACTIVATIONS = ("swiglu", "geglu_tanh", "quick_geglu")
+BALANCE_LOSSES = ("aux_loss", "seq_aux_loss", "global_aux_loss", "none")
 NAMES = {
     "position_embedding_type": ("learned_absolute", "rope", "none"),
     "rope_scaling_type": ("none", "linear", "llama3", "yarn"),
@@ -14,7 +15,7 @@ NAMES = {
     "attention_kind": ("softmax",),
     "softmax_type": ("vanilla", "off-by-one", "learnable"),
     "moe_router_score_function": ("softmax", "sigmoid"),
-    "moe_router_load_balancing_type": ("aux_loss", "seq_aux_loss", "none"),
+    "moe_token_drop_policy": ("probs", "position"),
     "activation": ("gelu", "gelu_tanh", "relu", "squared_relu", *GATED_ACTIVATIONS),
 }
 
@@ -96,8 +97,11 @@ class ReferenceConfig:
     moe_router_group_topk: int | None = None
     moe_router_enable_expert_bias: bool = False
     moe_router_bias_update_rate: float = 1e-3
-    moe_router_load_balancing_type: str = "aux_loss"
-    moe_aux_loss_coeff: float = 0.0
+    moe_expert_capacity_factor: float | None = None
+    moe_token_drop_policy: str = "probs"
+    moe_capacity_slices: int = 1  # equal slices of the sequence, each with its own capacity
+    moe_router_load_balancing_type: tuple[str, ...] = ("aux_loss",)
+    moe_aux_loss_coeff: tuple[float, ...] = (0.0,)
     moe_z_loss_coeff: float | None = None
 
     window_size: int | None = None  # a query at i sees the keys i - window_size + 1 .. i
@@ -130,6 +134,9 @@ class ReferenceConfig:
         for field, allowed in NAMES.items():
             if getattr(self, field) not in allowed and functions.get(field) is None:
                 raise ValueError(f"{field} is {getattr(self, field)!r}; it is one of {', '.join(allowed)}")
+        unknown = set(self.moe_router_load_balancing_type) - set(BALANCE_LOSSES)
+        if unknown:
+            raise ValueError(f"moe_router_load_balancing_type has {unknown}; known are {', '.join(BALANCE_LOSSES)}")
         heads, groups = self.num_attention_heads, self.num_query_groups
         if heads % groups:
             raise ValueError(f"num_query_groups {groups} does not divide num_attention_heads {heads}")

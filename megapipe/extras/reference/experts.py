@@ -4,7 +4,8 @@ weight1 [experts x gates x f, h] and weight2 [experts x f, h] hold the experts o
 transposed: an expert is act(x weight1^T + bias1) weight2 + bias2.
 """
 
-from dataclasses import replace
+import math
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -47,11 +48,24 @@ class SharedExperts(MLP):
         return output * torch.sigmoid(hidden @ self.gate_weight.t()) if hasattr(self, "gate_weight") else output
 
 
+@dataclass
+class Sets:
+    """Where a step is: dp ranks run `size` microbatches at once, and the next forward is of number `microbatch`.
+
+    collects: forwards only count for the losses over all of them.
+    """
+
+    size: int = 1
+    microbatch: int = 0
+    collects: bool = False
+
+
 class MoE(nn.Module):
     """Router, experts and shared experts.
 
     loss: the router's losses in the last forward. chosen: the experts of each token there [b, s, k]. expert_bias:
     [experts] fp32, None without --moe-router-enable-expert-bias. load: tokens for each expert since the last `balance`.
+    seen: counts of each microbatch of the step for global_aux_loss.
     """
 
     loss: Tensor | float = 0.0
@@ -62,7 +76,8 @@ class MoE(nn.Module):
     def __init__(self, config: ReferenceConfig) -> None:
         super().__init__()
         assert config.num_experts is not None
-        self.config = config
+        self.config, self.sets = config, Sets()
+        self.seen: list[Tensor] = []
         self.router = nn.Linear(config.hidden_size, config.num_experts, bias=config.add_bias_linear)
         self.experts = Experts(config)
         if config.moe_shared_expert_intermediate_size is not None:
@@ -81,13 +96,16 @@ class MoE(nn.Module):
             self.expert_bias = torch.zeros(config.num_experts or 0, device=hidden.device)
         chosen = self._best(scores.detach() + (0.0 if self.expert_bias is None else self.expert_bias))
         self.chosen = chosen
-        self.load = self.load + F.one_hot(chosen, config.num_experts or 0).sum((0, 1, 2))
+        if not self.sets.collects:
+            self.load = self.load + F.one_hot(chosen, config.num_experts or 0).sum((0, 1, 2))
         weights = scores.gather(-1, chosen)
         if is_softmax and not config.moe_router_pre_softmax:
             weights = weights.softmax(-1)
         elif not is_softmax and config.moe_router_topk > 1:
             weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
         weights = weights * (config.moe_router_topk_scaling_factor or 1.0)
+        if config.moe_expert_capacity_factor is not None:
+            weights = weights * self._kept(weights.detach(), chosen)
         output = torch.zeros_like(hidden)
         for expert in range(config.num_experts or 0):
             share = (weights * (chosen == expert)).sum(-1, keepdim=True)  # [b, s, 1]
@@ -97,13 +115,30 @@ class MoE(nn.Module):
             )
         return output + self.shared_experts(hidden) if hasattr(self, "shared_experts") else output
 
+    def _kept(self, weights: Tensor, chosen: Tensor) -> Tensor:
+        """Return 1 for the rows that their experts' capacity leaves in a slice of the sequence, else 0, [b, s, k]."""
+        config, kept = self.config, torch.zeros_like(weights)
+        factor, size = config.moe_expert_capacity_factor or 0.0, weights.shape[1] // config.moe_capacity_slices
+        for start in range(0, weights.shape[1], size):
+            part = kept[:, start : start + size].transpose(0, 1)  # in the order of positions, then sequences
+            slices = (each[:, start : start + size].transpose(0, 1).flatten() for each in (weights, chosen))
+            (scores, experts), flags = slices, torch.zeros(part.numel(), dtype=part.dtype, device=part.device)
+            capacity = math.ceil(experts.numel() / (config.num_experts or 1) * factor)
+            for expert in range(config.num_experts or 0):
+                (rows,) = torch.where(experts == expert)
+                if config.moe_token_drop_policy == "probs":
+                    rows = rows[ordered(scores[rows])[1]]
+                flags[rows[:capacity]] = 1.0
+            part.copy_(flags.view(part.shape))
+        return kept
+
     def balance(self) -> None:
         """End a step: raise the bias of experts below the mean load, lower that of those above it."""
         if self.expert_bias is not None:
             assert isinstance(self.load, Tensor)
             sign = (self.load.double().mean() - self.load.double()).sign().to(torch.float32)
             self.expert_bias = self.expert_bias + self.config.moe_router_bias_update_rate * sign
-        self.load = 0
+        self.load, self.seen = 0, []
 
     def _best(self, scores: Tensor) -> Tensor:
         """Return the k best experts of each token [b, s, k]; of equal ones those of smaller numbers."""
@@ -121,21 +156,43 @@ class MoE(nn.Module):
         """Return coefficient x experts / (k T^2) x sum of n_i p_i, and the z loss.
 
         n_i: tokens whose k best shares include expert i; p_i: the sum of its shares; T tokens: those of the microbatch,
-        or of a sequence, with the mean over sequences.
+        or of a sequence, with the mean over sequences, or of the microbatches of all dp ranks so far.
         """
         config, topk = self.config, self.config.moe_router_topk
         loss: Tensor | float = 0.0
         if config.moe_z_loss_coeff:
             loss = config.moe_z_loss_coeff * logits.logsumexp(-1).square().mean()
-        if not config.moe_aux_loss_coeff or config.moe_router_load_balancing_type == "none":
-            return loss
         shares = scores / scores.sum(-1, keepdim=True)
-        sets = list(shares) if config.moe_router_load_balancing_type == "seq_aux_loss" else [shares.flatten(0, 1)]
-        for one in sets:  # [T, experts]
-            counts = F.one_hot(ordered(one.detach())[1][:, :topk], one.shape[1]).sum((0, 1))
-            total = (counts * one.sum(0)).sum() * one.shape[1] / (topk * one.shape[0] ** 2)
-            loss = loss + config.moe_aux_loss_coeff * total / len(sets)
+        for name, coefficient in zip(config.moe_router_load_balancing_type, config.moe_aux_loss_coeff, strict=True):
+            if name == "global_aux_loss":
+                loss = loss + coefficient * self._global_loss(shares.flatten(0, 1))
+            elif name != "none":
+                sets = list(shares) if name == "seq_aux_loss" else [shares.flatten(0, 1)]
+                for one in sets:  # [T, experts]
+                    loss = loss + coefficient * balance_loss(one, self._counts(one), one.shape[0]) / (len(sets) * topk)
         return loss
+
+    def _counts(self, shares: Tensor) -> Tensor:
+        """Return how many tokens have each expert among their k best shares. shares: [T, experts]."""
+        best = ordered(shares.detach())[1][:, : self.config.moe_router_topk]
+        return F.one_hot(best, shares.shape[1]).sum((0, 1)).to(shares.dtype)
+
+    def _global_loss(self, shares: Tensor) -> Tensor | float:
+        """Return this microbatch's part of the loss of the `sets.size` microbatches that dp ranks run at once, times
+        their number, as the parts are averaged; 0.0 while counts are collected.
+        """
+        sets = self.sets
+        if sets.collects:
+            self.seen.append(self._counts(shares))
+            return 0.0
+        last = sets.microbatch // sets.size + 1  # sets of microbatches up to this one
+        counts = torch.stack(self.seen[: last * sets.size]).sum(0) / last
+        return balance_loss(shares, counts, shares.shape[0] * sets.size) * sets.size / self.config.moe_router_topk
+
+
+def balance_loss(shares: Tensor, counts: Tensor, total: int) -> Tensor:
+    """Return experts / T^2 x sum of n_i p_i. shares: [tokens, experts], counts: n_i, total: T."""
+    return (counts * shares.sum(0)).sum() * shares.shape[1] / total**2
 
 
 def ordered(scores: Tensor) -> tuple[Tensor, Tensor]:

@@ -87,9 +87,12 @@ class ReferenceGPT(nn.Module):
 
     def balance(self) -> None:
         """End a step: update the biases of all routers by the loads of its forwards."""
-        for module in self.modules():
-            if isinstance(module, MoE):
-                module.balance()
+        for module in self.experts():
+            module.balance()
+
+    def experts(self) -> list[MoE]:
+        """Return the mixtures of experts."""
+        return [module for module in self.modules() if isinstance(module, MoE)]
 
     def states(self) -> dict[str, Tensor]:
         """Return the biases of all routers that have one, by name."""
@@ -100,7 +103,7 @@ class ReferenceGPT(nn.Module):
         """Return the sum of the losses of all routers in the last forward: load balancing and z loss, with their
         coefficients; 0.0 without experts. It is a loss of one microbatch, added to the mean over its tokens.
         """
-        return sum((module.loss for module in self.modules() if isinstance(module, MoE)), 0.0)
+        return sum((module.loss for module in self.experts()), 0.0)
 
 
 class Embedding(nn.Module):

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from megapipe.extras.reference.experts import MoE, Sets
 from megapipe.extras.reference.gpt import ReferenceGPT, at_least_fp32
 from megapipe.extras.reference.muon import Muon, MuonOptions
 
@@ -32,23 +33,29 @@ def reference_step(
     clip_grad: float,
     lr: float,
     decoupled_lr: float | None = None,
+    data_parallel: int = 1,
 ) -> StepResult:
     """Run one optimizer step over a global batch: the microbatches of all data-parallel ranks, with equal weights.
 
     The reported loss is the sum over all microbatches divided by all their tokens (weighted by loss_mask; at least 1).
     Gradients are those of the mean over a microbatch's tokens, then over microbatches; with per_token_loss of the
     reported loss. They are scaled by clip_grad / (norm + 1e-6) if that is below 1; clip_grad 0: no clipping.
-    lr, decoupled_lr: see set_lr.
+    lr, decoupled_lr: see set_lr. data_parallel: microbatches in a row that ranks run at once, for global_aux_loss.
+    Routers' losses are means over a microbatch, and weigh as its loss does.
     """
     set_lr(optimizer, lr, decoupled_lr)
     optimizer.zero_grad(set_to_none=True)
     total_tokens = sum(microbatch["loss_mask"].sum().item() for microbatch in microbatches)
     loss = 0.0
-    for microbatch in microbatches:
+    sets = [module.sets for module in model.experts()] if isinstance(model, ReferenceGPT) else []
+    _collect_counts(model, sets, microbatches, data_parallel)
+    for number, microbatch in enumerate(microbatches):
+        for each in sets:
+            each.microbatch = number
         loss_sum, num_tokens = model(**microbatch)
         denominator = max(total_tokens, 1) if per_token_loss else num_tokens.clamp(min=1) * len(microbatches)
-        # routers' losses are means over a microbatch, as the loss is without per_token_loss
-        (loss_sum / denominator + router_losses(model) / len(microbatches)).backward()
+        weight = num_tokens / max(total_tokens, 1) if per_token_loss else 1 / len(microbatches)
+        (loss_sum / denominator + router_losses(model) * weight).backward()
         loss += loss_sum.item() / max(total_tokens, 1)
     grads = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
     result_grads = {name: grad.clone() for name, grad in grads.items()}
@@ -62,6 +69,26 @@ def reference_step(
     if isinstance(model, ReferenceGPT):
         model.balance()
     return StepResult(loss, norm, result_grads)
+
+
+def _collect_counts(
+    model: nn.Module, sets: Sequence[Sets], microbatches: Sequence[Microbatch], data_parallel: int
+) -> None:
+    """Run all forwards of a step for the counts of routers, where a loss needs those of all dp ranks."""
+    assert not sets or isinstance(model, ReferenceGPT)
+    if not any(
+        "global_aux_loss" in module.config.moe_router_load_balancing_type
+        for module in model.modules()
+        if isinstance(module, MoE)
+    ):
+        return
+    for each in sets:
+        each.size, each.collects = data_parallel, True
+    with torch.no_grad():
+        for microbatch in microbatches:
+            model(**microbatch)
+    for each in sets:
+        each.collects = False
 
 
 def router_losses(model: nn.Module) -> Tensor | float:

@@ -227,6 +227,8 @@ def charts_html(run: Run) -> str:
         Chart("Memory", [memory], "MiB", "maximum over ranks", marks, from_zero=True),
         Chart("Learning rate", [_curve("learning rate", run.steps, "lr")], marks=marks, from_zero=True),
         Chart("Gradient norm", [norm], marks=marks, is_logarithmic=spans_decades),
+        Chart("Busiest expert", [_curve("load", run.steps, "expert_imbalance", 4)], "x mean", "worst layer", marks),
+        Chart("Dropped rows", [_curve("dropped", run.steps, "dropped_share", 5, factor=100)], "%", "of experts", marks),
         Chart("Bubble of each step", [measured, planned], "%", marks=marks, from_zero=True),
     ]
     drawn = "".join(map(figure_html, charts))

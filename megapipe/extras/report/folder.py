@@ -52,7 +52,8 @@ FORMS: dict[str, dict[str, Any]] = {
     "evaluation": {"step": int, "loss": Number | None, "split": str},
 }
 GRID = ("world_size", "tp", "cp", "pp", "dp", "chunks")
-NOT_NUMBERS = ("kind", "bubble_note", "phases", "split")  # of steps and evaluations
+# of steps and evaluations
+NOT_NUMBERS = ("kind", "bubble_note", "phases", "split", "router_losses", "router_losses_by_layer", "expert_load")
 
 
 @dataclass(frozen=True)
@@ -218,7 +219,11 @@ def _has_its_form(record: Record) -> bool:
         return all(isinstance(record["grid"].get(key), int) for key in GRID)
     if kind not in ("step", "evaluation"):
         return True
-    return all(key in NOT_NUMBERS or value is None or isinstance(value, Number) for key, value in record.items())
+    loads = record.get("expert_load", {})
+    if not isinstance(loads, dict) or not all(isinstance(each, list) and each for each in loads.values()):
+        return False
+    numbers = [value for key, value in record.items() if key not in NOT_NUMBERS and value is not None]
+    return all(isinstance(value, Number) for value in (*numbers, *(load for each in loads.values() for load in each)))
 
 
 def _segments(journal: list[Record], metrics: list[Record]) -> list[Segment]:

@@ -11,6 +11,7 @@ from statistics import median
 from typing import Any
 
 from megapipe.extras.report.charts import charts_html, number
+from megapipe.extras.report.experts_svg import expert_maps_html
 from megapipe.extras.report.folder import METRICS, RUN, Run, Segment, changed_settings
 from megapipe.extras.report.pipeline import pipeline_html, tiles_html
 from megapipe.formatting import bytes_text, count_text, duration_text, seconds_text
@@ -30,6 +31,7 @@ def page(run: Run, now: float | None = None) -> str:
     sections = {
         "Warnings": problems,
         "Training curves": charts_html(run),
+        "Load of experts": expert_maps_html(run.steps),
         "Pipeline: plan and measurement": _pipeline(run),
         "Grid and stages": _grid(run),
         "Configuration": _configuration(run),

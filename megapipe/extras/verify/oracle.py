@@ -119,13 +119,14 @@ class OracleStep:
 class Oracle:
     """The reference model in fp64 with the configuration's optimizer.
 
-    config: its grid matters only for the dropout masks. weights: whole tensors by name, with vocabulary padding.
+    config: its grid matters only for the dropout masks. dp: ranks that run microbatches at once, which matters only for
+    losses over all of these. weights: whole tensors by name, with vocabulary padding.
     """
 
     def __init__(
-        self, config: ResolvedConfig, weights: Mapping[str, Tensor], device: torch.device | str = "cpu"
+        self, config: ResolvedConfig, weights: Mapping[str, Tensor], device: torch.device | str = "cpu", dp: int = 1
     ) -> None:
-        self._config, self._device = config, torch.device(device)
+        self._config, self._device, self._dp = config, torch.device(device), dp
         self.model = ReferenceGPT(reference_config(config)).to(self._device, torch.float64)
         self.model.load_state_dict({name: weight.double() for name, weight in weights.items()})
         optimizer = config.optimizer
@@ -176,6 +177,7 @@ class Oracle:
             clip_grad=self._config.optimizer.clip_grad,
             lr=rates.lr,
             decoupled_lr=rates.decoupled_lr,
+            data_parallel=self._dp,
         )
 
 
@@ -183,9 +185,8 @@ class AsynchronousOracle(Oracle):
     """An emulation of an asynchronous schedule: gradients are those of a step's last update, weights those after it."""
 
     def __init__(self, plan: RunPlan, weights: Mapping[str, Tensor], device: torch.device) -> None:
-        super().__init__(plan.config, weights, device)
+        super().__init__(plan.config, weights, device, plan.topology.dp)
         group = plan.config.parallel.microbatch_group_size_per_virtual_pipeline_stage or 1
-        self._dp = plan.topology.dp
         has_groups = SCHEDULES[plan.schedule_name].takes_group_size
         self._delays = Delays.pipedream_2bw(group) if has_groups else Delays.pipedream(plan.topology.pp)
         self._stage_of = {spec.name: stage for stage, specs in enumerate(plan.stage_specs) for spec in specs}
@@ -206,7 +207,8 @@ def reference_config(config: ResolvedConfig) -> ReferenceConfig:
         for section in (config.model, *layer_configs(config.model))
     )
     training = {name: getattr(config.training, name) for name in FROM_TRAINING}
-    return ReferenceConfig(**model, **training, layers=tuple(layers))
+    slices = config.parallel.tensor_model_parallel_size  # a tp rank's capacity is that of its slice of the sequence
+    return ReferenceConfig(**model, **training, moe_capacity_slices=slices, layers=tuple(layers))
 
 
 def functions_of(model: ResolvedModelConfig) -> dict[str, Any]:

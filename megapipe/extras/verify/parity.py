@@ -105,7 +105,7 @@ def compare_with_oracle(
     if groups.world.rank == 0:
         weights = whole_weights(plan.specs, slices)
         if plan.is_synchronous:
-            oracle = Oracle(plan.config, weights, device)
+            oracle = Oracle(plan.config, weights, device, plan.topology.dp)
         else:
             oracle = AsynchronousOracle(plan, weights, device)
     choices = GridChoices(runtime) if plan.model.has_experts else None

@@ -50,11 +50,14 @@ DOCUMENTS = {
     "tokenizer_type": "ByteTokenizer",
     "vocab_size": 257,
 }
+PADDED = {"moe_expert_capacity_factor": 1.25, "moe_pad_expert_input_to_capacity": True}
 CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "one_rank": (1, {}),
     "bf16": (1, {"dtype": "bf16"}),
     "fp64": (1, {"dtype": "fp64"}),
     "experts_dp2_zero1_bf16": (2, EXPERTS | ZERO1 | {"dtype": "bf16"}),
+    "experts_padded_dp2_bf16": (2, EXPERTS | PADDED | {"dtype": "bf16"}),
+    "experts_dropped_sp2_dp2": (4, EXPERTS | SP2 | {"moe_expert_capacity_factor": 0.75}),
     "experts_full_sp2_dp2": (4, EXPERTS | SP2 | FULL),
     "experts_pp2_zb_h1": (4, EXPERTS | PP2 | {"pipeline_schedule": "zb-h1"}),
     "dp2_zero1_bf16": (2, ZERO1 | {"dtype": "bf16", "ddp_bucket_size": 50_000}),

@@ -33,6 +33,29 @@ SIZES = {
 }
 
 
+EXPERTS: dict[str, Any] = {
+    "num_experts": 4,
+    "moe_router_score_function": "sigmoid",
+    "moe_shared_expert_intermediate_size": 8,
+    "add_bias_linear": False,
+}
+EXPERT_GRIDS: dict[str, dict[str, Any]] = {
+    "ep4": {"expert_model_parallel_size": 4},
+    "tp2_ep2_etp2": {
+        "tensor_model_parallel_size": 2,
+        "sequence_parallel": True,
+        "expert_model_parallel_size": 2,
+    },
+    "tp2_pp2_ep2_etp1": {
+        "tensor_model_parallel_size": 2,
+        "sequence_parallel": True,
+        "pipeline_model_parallel_size": 2,
+        "expert_model_parallel_size": 2,
+        "expert_tensor_parallel_size": 1,
+    },
+}
+
+
 def runtime_on(
     rank: int,
     world_size: int,

@@ -26,7 +26,7 @@ from megapipe.errors import ConfigError
 from megapipe.extras.inference.generate import INCOMPLETE_CHARACTER, Generator, Limits, Sampling, TextStream
 from megapipe.plan.resolve import resolve
 from megapipe.tokenizers.tokenizer import ByteTokenizer
-from tests.extras.inference.grids import SIZES, runtime_on
+from tests.extras.inference.grids import EXPERT_GRIDS, EXPERTS, SIZES, runtime_on
 from tests.extras.reference.transformers_models import FAMILIES, SEQ, build
 from tests.extras.reference.transformers_models import SIZES as THEIR_SIZES
 from tests.harness import RankPool
@@ -125,6 +125,13 @@ def test_every_grid_writes_the_same_texts(rank_pools: Pools, grid: str) -> None:
         for batch_size in (1, 4):
             found = pool.run(generated, sizes, MODELS[model], SAMPLED, batch_size, Limits(8, frozenset({3})))
             assert found == [expected] * pool.world_size
+
+
+@pytest.mark.parametrize("grid", EXPERT_GRIDS, ids=str)
+def test_every_grid_of_experts_writes_the_same_texts(rank_pools: Pools, grid: str) -> None:
+    expected = generated(0, 1, {}, EXPERTS, SAMPLED, 4, Limits(8, frozenset({3})))
+    found = rank_pools(4).run(generated, EXPERT_GRIDS[grid], EXPERTS, SAMPLED, 4, Limits(8, frozenset({3})))
+    assert found == [expected] * 4
 
 
 def test_a_text_ends_before_a_stop_token_and_at_the_last_position() -> None:

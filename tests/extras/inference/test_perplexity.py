@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from torch import Tensor
 from megapipe.errors import ConfigError
 from megapipe.extras.inference.perplexity import Perplexity, score, windows
 from megapipe.model.microbatch import Microbatch
-from tests.extras.inference.grids import SIZES, runtime_on
+from tests.extras.inference.grids import EXPERT_GRIDS, EXPERTS, SIZES, runtime_on
 from tests.harness import RankPool
 
 TOKENS = np.random.default_rng(4).integers(0, 29, 131).astype(np.uint16)
@@ -75,6 +76,17 @@ def test_every_grid_finds_the_same_loss(rank_pools: Callable[[int], RankPool], g
         for found in pool.run(score_on, GRIDS[grid], count, stride):
             assert found.num_tokens == expected.num_tokens
             assert found.loss == pytest.approx(expected.loss, rel=1e-10)
+
+
+def score_experts(rank: int, world_size: int, grid: dict[str, Any]) -> Perplexity:
+    return score(runtime_on(rank, world_size, grid, EXPERTS), TOKENS, 7)
+
+
+@pytest.mark.parametrize("grid", EXPERT_GRIDS, ids=str)
+def test_every_grid_of_experts_finds_the_same_loss(rank_pools: Callable[[int], RankPool], grid: str) -> None:
+    expected = score_experts(0, 1, {})
+    for found in rank_pools(4).run(score_experts, EXPERT_GRIDS[grid]):
+        assert found.loss == pytest.approx(expected.loss, rel=1e-10)
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ import pytest
 from megapipe.extras.cli.report import main
 from megapipe.extras.report.charts import MAX_POINTS, Chart, Curve, chart_svg, thinned
 from megapipe.extras.report.comparison_svg import comparison_svg
+from megapipe.extras.report.experts_svg import LEVELS, MOST_MAPS, expert_maps_html, level_of
 from megapipe.extras.report.folder import changed_settings, read_run
 from megapipe.extras.report.page import page
 from megapipe.formatting import bytes_text
@@ -350,3 +351,33 @@ def test_settings_are_shown_with_the_default_that_they_would_have_had() -> None:
     defaults = {setting.flag: setting.default for setting in changed_settings(text)[0]}
     assert defaults["--global-batch-size"] == "micro-batch-size x dp" and defaults["--micro-batch-size"] == "required"
     assert defaults["--ffn-hidden-size"].startswith("4 x hidden size")
+
+
+def test_loads_of_experts_are_drawn_by_layer_at_some_steps(recorded: Path) -> None:
+    path = recorded / "metrics.jsonl"
+    records = [json.loads(line) for line in path.read_text().splitlines()]
+    steps = [record for record in records if record["kind"] == "step"]
+    for number, record in enumerate(steps):
+        record["expert_load"] = {"1": [0.5, 1.5 + number, 1.0], "3": [1.0, 1.0, 1.0]}
+        record["expert_imbalance"], record["dropped_share"] = 1.5 + number, 0.25
+    assert "Load of experts" not in shown(recorded)
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    text = shown(recorded)
+    for words in (
+        "Load of experts",
+        "Busiest expert",
+        "Dropped rows",
+        "layers x 3 experts, at most 1.50 times the mean",
+    ):
+        assert words in text
+    assert f"step {steps[-1]['step']:,}: layers x 3 experts, at most {0.5 + len(steps):.2f} times the mean" in text
+    assert "layer 1: expert 1 has" in text
+    drawn = expert_maps_html(steps)
+    assert drawn.count("<svg") == min(MOST_MAPS, len(steps))
+    assert [level_of(load) for load in (0.0, 1.0, 2.0, 9.0)] == [0, (LEVELS - 1) // 2, LEVELS - 1, LEVELS - 1]
+    for wrong in (3, {"1": []}, {"1": ["x"]}, {"1": 2}):
+        records[0]["expert_load"] = wrong
+        path.write_text("".join(json.dumps(record) + "\n" for record in records))
+        assert "Load of experts" in shown(recorded)
+    many = [steps[0] | {"expert_load": {str(layer): [1.0] * 512 for layer in range(70)}}] * 3
+    assert expert_maps_html(many).count("<svg") == 1
