@@ -186,8 +186,9 @@ def llama_family(
     """Return Llama or a relative of it. more: rules besides the common ones. The others are defaults and variants."""
 
     def query_groups(settings: Settings) -> int:
-        has_default = groups is not None and "num_key_value_heads" not in settings  # null: as many as heads
-        return groups if has_default else settings["num_attention_heads"]
+        if groups is not None and "num_key_value_heads" not in settings:  # null: as many as heads
+            return groups
+        return int(settings["num_attention_heads"])
 
     rules = (
         key("vocab_size", "vocab_size"),

@@ -150,7 +150,7 @@ class Generator:
         self._runtime.finish_parameters()
         at_once = self._batch_size * self._num_in_flight
         texts: list[list[int]] = []
-        with _without_sequence_parallelism(self._runtime.stages.values()):
+        with without_sequence_parallelism(self._runtime.stages.values()):
             for first in range(0, len(prompts), at_once):
                 numbers = list(range(first, min(first + at_once, len(prompts))))
                 texts += self._continue(numbers, [list(prompts[n]) for n in numbers], limits, on_token)
@@ -254,7 +254,7 @@ class Generator:
 
 
 @contextmanager
-def _without_sequence_parallelism(stages: Any) -> Iterator[None]:
+def without_sequence_parallelism(stages: Any) -> Iterator[None]:
     """Switch sequence parallelism off in all modules of the stages inside the block."""
     parallel: list[nn.Module] = [
         part for stage in stages for part in stage.modules() if getattr(part, "sequence_parallel", False)

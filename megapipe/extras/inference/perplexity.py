@@ -16,6 +16,7 @@ from torch import Tensor
 from megapipe.assembly.runtime import InferenceRuntime
 from megapipe.comm.collectives import all_reduce
 from megapipe.errors import ConfigError
+from megapipe.extras.inference.generate import without_sequence_parallelism
 from megapipe.model.microbatch import Microbatch, StageLoss
 from megapipe.pipeline.engine import Step
 
@@ -76,22 +77,23 @@ def score(runtime: InferenceRuntime, tokens: Tokens, stride: int | None = None) 
     Replicas share the windows, micro_batch_size of them in a microbatch. stride: as in `windows`; None: seq.
     """
     plan = runtime.plan
-    if plan.topology.tp > 1 and plan.config.parallel.sequence_parallel:
-        raise ValueError("tp need not divide the length of a window; evaluate without sequence parallelism")
     seq, size, replicas = plan.config.model.seq_length, plan.config.training.micro_batch_size, plan.topology.dp
     all_windows = list(windows(len(tokens), seq, stride or seq))
     length = all_windows[0].length
     at_once = 2 * plan.topology.pp * size * replicas  # windows in one run of the pipeline
+    # tp need not divide the length of a window: its ranks have all of it, as messages do
+    parts = plan.topology.tp if plan.config.parallel.sequence_parallel else 1
+    message = partial(runtime.message, seq=length * parts)
     sums = torch.zeros(2, dtype=torch.float64, device=runtime.device)
-    for first in range(0, len(all_windows), at_once):
-        chosen = all_windows[first : first + at_once]
-        share = chosen[runtime.coordinates.dp_rank :: replicas]
-        starts = range(0, -(-len(chosen) // replicas), size)  # the same number of microbatches on every replica
-        microbatches = [_microbatch(tokens, share[i : i + size], size, length, runtime.device) for i in starts]
-        step = Step(microbatches, partial(runtime.message, seq=length), _sums)
-        reports = runtime.forward_engine(len(microbatches)).run(step)
-        if runtime.reports_loss:
-            sums += torch.stack(reports).sum(0)
+    with without_sequence_parallelism(runtime.stages.values()):
+        for first in range(0, len(all_windows), at_once):
+            chosen = all_windows[first : first + at_once]
+            share = chosen[runtime.coordinates.dp_rank :: replicas]
+            starts = range(0, -(-len(chosen) // replicas), size)  # the same number of microbatches on every replica
+            microbatches = [_microbatch(tokens, share[i : i + size], size, length, runtime.device) for i in starts]
+            reports = runtime.forward_engine(len(microbatches)).run(Step(microbatches, message, _sums))
+            if runtime.reports_loss:
+                sums += torch.stack(reports).sum(0)
     all_reduce(sums, runtime.groups.world)
     loss_sum, num_tokens = sums.tolist()
     return Perplexity(loss_sum / num_tokens, round(num_tokens))

@@ -28,7 +28,11 @@ PROMPTS = [[5, 6, 7, 8, 9, 1, 2, 11, 12], [3], [4, 4, 2]]  # the first is longer
 NEW = LENGTH - 9
 STREAM = np.random.default_rng(4).integers(0, 61, 60).astype(np.uint16)
 GRID = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}
-EXPERT_GRID = {"pipeline_model_parallel_size": 2, "expert_model_parallel_size": 2}
+EXPERT_GRID = GRID | {
+    "sequence_parallel": True,
+    "expert_model_parallel_size": 2,
+    "expert_tensor_parallel_size": 1,
+}
 
 
 def converted(name: str, folder: Path) -> tuple[Any, dict[str, Any], dict[str, Tensor]]:
