@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -14,6 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from megapipe.assembly.runtime import InferenceRuntime
+from megapipe.comm.channels import MessageSpec
 from megapipe.comm.collectives import all_reduce
 from megapipe.errors import ConfigError
 from megapipe.extras.inference.generate import without_sequence_parallelism
@@ -81,17 +81,16 @@ def score(runtime: InferenceRuntime, tokens: Tokens, stride: int | None = None) 
     all_windows = list(windows(len(tokens), seq, stride or seq))
     length = all_windows[0].length
     at_once = 2 * plan.topology.pp * size * replicas  # windows in one run of the pipeline
-    # tp need not divide the length of a window: its ranks have all of it, as messages do
-    parts = plan.topology.tp if plan.config.parallel.sequence_parallel else 1
-    message = partial(runtime.message, seq=length * parts)
     sums = torch.zeros(2, dtype=torch.float64, device=runtime.device)
-    with without_sequence_parallelism(runtime.stages.values()):
+    message = (MessageSpec((length, size, plan.config.model.hidden_size), runtime.parameter_dtype),)
+    with without_sequence_parallelism(runtime.stages.values()):  # tp need not divide the length of a window
         for first in range(0, len(all_windows), at_once):
             chosen = all_windows[first : first + at_once]
             share = chosen[runtime.coordinates.dp_rank :: replicas]
             starts = range(0, -(-len(chosen) // replicas), size)  # the same number of microbatches on every replica
             microbatches = [_microbatch(tokens, share[i : i + size], size, length, runtime.device) for i in starts]
-            reports = runtime.forward_engine(len(microbatches)).run(Step(microbatches, message, _sums))
+            step = Step(microbatches, lambda boundary: message, _sums)
+            reports = runtime.forward_engine(len(microbatches)).run(step)
             if runtime.reports_loss:
                 sums += torch.stack(reports).sum(0)
     all_reduce(sums, runtime.groups.world)
