@@ -31,6 +31,14 @@ OPTIONS = {
     "rotary_base_linear": LLAMA | SCALING | {"rope_scaling_type": "linear"},
     "rotary_llama3": LLAMA | SCALING | {"rope_scaling_type": "llama3", "rope_high_freq_factor": 2.5},
     "rotary_yarn": LLAMA | SCALING | {"rope_scaling_type": "yarn", "yarn_beta_fast": 2.0, "yarn_beta_slow": 0.25},
+    "rotary_yarn_unrounded": LLAMA
+    | SCALING
+    | {
+        "rope_scaling_type": "yarn",
+        "yarn_beta_fast": 2.0,
+        "yarn_beta_slow": 0.25,
+        "yarn_correction_range_round_to_int": False,
+    },
     "rotary_yarn_mscale": LLAMA
     | SCALING
     | {"rope_scaling_type": "yarn", "yarn_mscale": 0.7, "yarn_mscale_all_dim": 0.3},
@@ -48,6 +56,15 @@ OPTIONS = {
     "qk_norm_gpt2": GPT2 | {"qk_layernorm": True, "num_query_groups": 2},
     "window": LLAMA | {"window_size": 4},
     "window_longer_than_sequence": LLAMA | {"window_size": 100},
+    "quick_geglu": GPT2 | {"activation": "quick_geglu"},
+    "clamped_quick_geglu": LLAMA
+    | {"activation": "quick_geglu", "activation_func_clamp_value": 0.05, "glu_linear_offset": 1.0},
+    "clamped_swiglu": LLAMA | {"activation_func_clamp_value": 0.05},
+    "offset_geglu": LLAMA | {"activation": "geglu_tanh", "glu_linear_offset": -0.5},
+    "sinks": LLAMA | {"softmax_type": "learnable", "window_size": 4},
+    "sinks_capped_dropout": GPT2
+    | {"softmax_type": "learnable", "attn_logit_softcapping": 2.0, "attention_dropout": 0.2, "num_query_groups": 2},
+    "off_by_one": GPT2 | {"softmax_type": "off-by-one"},
     "attention_soft_cap": LLAMA | {"attn_logit_softcapping": 1.5},
     "final_soft_cap": GPT2 | {"final_logit_softcapping": 2.0},
     "softmax_scale": GPT2 | {"softmax_scale": 0.9},

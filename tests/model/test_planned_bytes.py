@@ -44,6 +44,16 @@ SHAPES: dict[str, dict[str, Any]] = {
     "llama_one_kv_head_dropout": LLAMA | {"num_query_groups": 1, "attention_dropout": 0.1},
     "squared_relu_half_rotary": LLAMA | {"activation": "squared_relu", "rotary_percent": 0.6},
     "relu_zero_centred": GPT2 | {"activation": "relu", "layernorm_zero_centered_gamma": True},
+    "sinks_quick_geglu": LLAMA | {"softmax_type": "learnable", "activation": "quick_geglu"},
+    "sinks_clamped_offset_quick_geglu": LLAMA
+    | {
+        "softmax_type": "learnable",
+        "attn_logit_softcapping": 2.0,
+        "activation": "quick_geglu",
+        "activation_func_clamp_value": 0.5,
+        "glu_linear_offset": 1.0,
+    },
+    "clamped_swiglu": LLAMA | {"activation_func_clamp_value": 0.5},
     "geglu_qkv_bias": LLAMA | {"activation": "geglu_tanh", "add_qkv_bias": True},
 }
 LATENT = LLAMA | {

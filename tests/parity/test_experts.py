@@ -59,6 +59,17 @@ EVERY_LOSS = {
 DROPS = {"moe_expert_capacity_factor": 0.8, "micro_batch_size": 2}
 PADS = {"moe_expert_capacity_factor": 1.1, "moe_pad_expert_input_to_capacity": True}
 PER_TOKEN = {"calculate_per_token_loss": True}
+GPT_OSS = {
+    "add_bias_linear": True,
+    "activation": "quick_geglu",
+    "glu_linear_offset": 1.0,
+    "activation_func_clamp_value": 0.1,
+    "softmax_type": "learnable",
+    "num_query_groups": 2,
+    "position_embedding_type": "rope",
+    "window_size": 4,
+    "window_attn_skip_freq": "2",
+}
 SHARED = {"moe_shared_expert_intermediate_size": 8, "moe_shared_expert_gate": True}
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 GRIDS: dict[str, tuple[int, dict[str, Any]]] = {
@@ -103,6 +114,11 @@ GRIDS: dict[str, tuple[int, dict[str, Any]]] = {
         4,
         {"tp": 2, "ep": 4, "etp": 1, "add_bias_linear": True} | PADS | SIGMOID,
     ),
+    "sinks and clamped gates, ep 2 tp 2 pp 2 zero bubble": (
+        4,
+        {"tp": 2, "ep": 2, "etp": 1, "pp": 2, "pipeline_schedule": "zb-h1"} | GPT_OSS | ZERO,
+    ),
+    "sinks and clamped gates, one rank, core_attn again": (1, GPT_OSS | {"recompute_granularity": "selective"}),
     "bias, one rank": (1, BIAS),
     "bias, ep 2 of dp 2, full recompute": (2, {"ep": 2} | BIAS | FULL),
     "bias, ep 2 of tp 2, zero bubble": (

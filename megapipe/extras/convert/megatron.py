@@ -20,6 +20,7 @@ from megapipe.config.training import OptimizerConfig, TrainingConfig
 from megapipe.data.dataset import SkippedSamples
 from megapipe.errors import CheckpointError, ConfigError
 from megapipe.extras.convert.layer_types import regular_period
+from megapipe.extras.convert.megatron_experts import EXPERT_RULE
 from megapipe.extras.convert.snapshot import LazyTensor, Snapshot, fresh_state
 from megapipe.extras.convert.tables import (
     Layers,
@@ -44,6 +45,7 @@ FUSED_NORMS = {
     "self_attention.linear_qkv.layer_norm_": "input_layernorm.",
     "mlp.linear_fc1.layer_norm_": "pre_mlp_layernorm.",
 }
+SINKS = ("self_attention.core_attention.softmax_offset", "self_attention.softmax_offset")  # Megatron's name, and ours
 TRY_WEIGHTS_ONLY = "convert with --weights-only"
 
 
@@ -63,7 +65,7 @@ def renamed(name: str, shift: int = 0, fused: bool = False) -> str:
     name = re.sub(r"^decoder\.layers\.(\d+)\.", lambda match: f"decoder.layers.{int(match[1]) + shift}.", name)
     for theirs, plain in FUSED_NORMS.items():
         name = name.replace(plain, theirs) if fused else name.replace(theirs, plain)
-    return name
+    return name.replace(*SINKS)
 
 
 def joined(spec: ParamSpec, parts: Sequence[Tensor], num_rows: int) -> Tensor:
@@ -106,24 +108,25 @@ def in_halves(config: Config, tensors: Mapping[str, LazyTensor]) -> dict[str, La
 # modules of a layer in the order in which Megatron creates them, with its own norms; Transformer Engine's are part of
 # the linear layer that follows
 LAYER_ORDER = (
-    "input_layernorm self_attention.linear_proj self_attention.linear_qkv self_attention.q_layernorm "
+    "input_layernorm self_attention self_attention.linear_proj self_attention.linear_qkv self_attention.q_layernorm "
     "self_attention.k_layernorm pre_mlp_layernorm mlp.linear_fc1 mlp.linear_fc2"
 ).split()
-FUSED_ORDER = [LAYER_ORDER[1], LAYER_ORDER[0], *LAYER_ORDER[2:]]
+FUSED_ORDER = [*LAYER_ORDER[1:3], LAYER_ORDER[0], *LAYER_ORDER[3:]]
 
 
 def place_in_layer(order: Sequence[str], spec: ParamSpec) -> int:
-    """Return the place of a layer's parameter in Megatron's order."""
-    return order.index(spec.name.split(".", 3)[3].rpartition(".")[0])
+    """Return the place of a layer's parameter in Megatron's order. Raises CheckpointError for one of experts."""
+    module = spec.name.split(".", 3)[3].rpartition(".")[0]
+    if module not in order:
+        raise CheckpointError(f"optimizer state of {spec.name} cannot be found by its order; {TRY_WEIGHTS_ONLY}")
+    return order.index(module)
 
 
 # args that change what the model computes and that megapipe lacks, with the value that has no effect
 UNSUPPORTED: dict[str, Any] = {
-    "num_experts": None,
     "multi_latent_attention": False,
     "apply_residual_connection_post_layernorm": False,
     "mtp_num_layers": None,
-    "quick_geglu": False,
     "qk_l2_norm": False,
     "attention_output_gate": False,
     "hybrid_override_pattern": None,
@@ -132,14 +135,16 @@ UNSUPPORTED: dict[str, Any] = {
     "apply_query_key_layer_scaling": False,
     "normalize_attention_scores": True,
     "use_legacy_models": False,
-    "softmax_type": "vanilla",
-    "glu_linear_offset": 0.0,
-    "activation_func_clamp_value": None,
+    "moe_expert_capacity_factor": None,
+    "moe_input_jitter_eps": None,
+    "moe_apply_probs_on_input": False,
+    "moe_latent_size": None,
     "linear_attention_freq": None,
     "use_mup": False,
 }
 ACTIVATIONS = {
     "swiglu": "swiglu",
+    "quick_geglu": "quick_geglu",
     "squared_relu": "squared_relu",
     "openai_gelu": "gelu_tanh",
     "bias_gelu_fusion": "gelu_tanh",  # otherwise GELU is exact
@@ -233,6 +238,9 @@ SAME_NAME = {  # args with the name and meaning of our field, with their default
     "add_qkv_bias": False,
     "untie_embeddings_and_output_weights": False,
     "qk_layernorm": False,
+    "softmax_type": "vanilla",
+    "glu_linear_offset": 0.0,
+    "activation_func_clamp_value": None,
     "hidden_dropout": 0.1,
     "attention_dropout": 0.1,
     "init_method_std": 0.02,
@@ -252,6 +260,7 @@ MODEL_RULES = (
         lambda args: {"activation": next((ours for theirs, ours in ACTIVATIONS.items() if args.get(theirs)), "gelu")},
         lambda layers: {
             "swiglu": layers[0].activation == "swiglu",
+            "quick_geglu": layers[0].activation == "quick_geglu",
             "squared_relu": layers[0].activation == "squared_relu",
             "openai_gelu": False,
             "bias_gelu_fusion": layers[0].activation == "gelu_tanh",
@@ -275,6 +284,7 @@ MODEL_RULES = (
     Rule((WINDOW, WITHOUT_WINDOW), read_window, write_window),
     Rule((POSITIONS, WITHOUT_ROPE), read_positions, write_positions),
     Rule((INTERLEAVED,), lambda args: {}, lambda layers: {INTERLEAVED: False}),  # `in_halves` reorders the channels
+    EXPERT_RULE,
     Rule((BLOCKS, BLOCKS_PATH), read_blocks, lambda layers: {BLOCKS: None, BLOCKS_PATH: None}),
     Rule(
         EPSILONS,

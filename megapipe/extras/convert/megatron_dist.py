@@ -32,6 +32,7 @@ from megapipe.extras.convert.megatron import (
     renamed,
     run_snapshot,
 )
+from megapipe.extras.convert.megatron_experts import from_stack, stacked_name, stacked_shape
 from megapipe.extras.convert.megatron_writing import (
     EXTRA_STATE_MODULES,
     common_content,
@@ -44,7 +45,7 @@ from megapipe.extras.convert.pickled import METADATA, StoredTensor, StoredValue,
 from megapipe.extras.convert.snapshot import LazyTensor, Snapshot, check_nothing_left, new_folder, one_step
 from megapipe.extras.convert.tables import unpadded
 from megapipe.layers.embedding import WORD_EMBEDDING
-from megapipe.layers.model import model_parameters
+from megapipe.layers.model import model_parameters, model_states
 from megapipe.sharding.boxes import Box
 from megapipe.sharding.spec import ParamSpec
 
@@ -91,14 +92,18 @@ def read(
     plain = {renamed(name): entry for name, entry in stored.items()}  # by names with Megatron's own norms
     tensors: dict[str, LazyTensor] = {}
     used: set[str] = set()
-    for spec in model_parameters(unpadded(config.model), sequence_parallel=False):
-        for key, prefix in (*prefixes.items(), (None, "")):  # the weights are there in any case
-            entry, layer = plain.get(prefix + spec.name), None
+    model = unpadded(config.model)
+    states = model_states(model)  # stored as buffers, which optimizers do not have
+    for spec in (*model_parameters(model, sequence_parallel=False), *states):
+        name = stacked_name(spec.name)
+        sources = {"master": ""} if spec in states else prefixes
+        for key, prefix in (*sources.items(), (None, "")):  # the weights are there in any case
+            entry, layer = plain.get(prefix + name), None
             if entry is None and isinstance(spec.owner, int):  # all layers in one stack
                 layer = spec.owner
-                entry = plain.get(prefix + spec.name.replace(f"layers.{layer}.", "layers.", 1))
+                entry = plain.get(prefix + name.replace(f"layers.{layer}.", "layers.", 1))
             if entry is None:
-                raise CheckpointError(f"{folder} lacks the tensor {prefix}{spec.name}, which its args require")
+                raise CheckpointError(f"{folder} lacks the tensor {prefix}{name}, which its args require")
             used.add(entry.name)
             if key is not None:
                 tensors[f"{key}/{spec.name}"] = _lazy(folder, entry, layer, spec)
@@ -129,6 +134,8 @@ def _common(folder: Path, others: Mapping[str, StoredValue]) -> Mapping[str, Any
 
 def _lazy(folder: Path, entry: StoredTensor, layer: int | None, spec: ParamSpec) -> LazyTensor:
     shape = entry.shape if layer is None else entry.shape[1:]
+    if spec.is_expert:
+        return _lazy_experts(folder, entry, layer, spec, shape)
     rows = spec.shape[0] if spec.true_rows is not None else shape[0]  # a vocabulary may have padding, which is dropped
     if (min(rows, shape[0]), *shape[1:]) != spec.shape:
         raise CheckpointError(f"{folder}: {entry.name} has shape {list(shape)}, its args require {list(spec.shape)}")
@@ -136,6 +143,18 @@ def _lazy(folder: Path, entry: StoredTensor, layer: int | None, spec: ParamSpec)
     if layer is not None:
         box = Box((layer, *box.offset), (1, *box.shape))
     return LazyTensor(spec.shape, entry.dtype, lambda: entry.read(box).view(spec.shape))
+
+
+def _lazy_experts(
+    folder: Path, entry: StoredTensor, layer: int | None, spec: ParamSpec, shape: tuple[int, ...]
+) -> LazyTensor:
+    expected = stacked_shape(spec)
+    if shape != expected:
+        raise CheckpointError(f"{folder}: {entry.name} has shape {list(shape)}, its args require {list(expected)}")
+    box = Box((0,) * len(expected), expected)
+    if layer is not None:
+        box = Box((layer, *box.offset), (1, *box.shape))
+    return LazyTensor(spec.shape, entry.dtype, lambda: from_stack(spec, entry.read(box).view(expected)))
 
 
 def _optimizer(

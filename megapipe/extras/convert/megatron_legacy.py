@@ -16,7 +16,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -41,6 +41,7 @@ from megapipe.extras.convert.megatron import (
     renamed,
     run_snapshot,
 )
+from megapipe.extras.convert.megatron_experts import expert_tensor, grid_of, local_names, local_part_shape, local_slice
 from megapipe.extras.convert.megatron_writing import (
     EXTRA_STATE_MODULES,
     common_content,
@@ -54,12 +55,12 @@ from megapipe.extras.convert.pickled import load_pickled
 from megapipe.extras.convert.snapshot import DTYPES, LazyTensor, Snapshot, check_nothing_left, new_folder, one_step
 from megapipe.extras.convert.tables import unpadded
 from megapipe.layers.embedding import WORD_EMBEDDING
-from megapipe.layers.model import model_parameters, stage_parameters
+from megapipe.layers.model import model_parameters, model_states, stage_parameters
 from megapipe.sharding.boxes import pieces
-from megapipe.sharding.spec import ParamSpec
+from megapipe.sharding.spec import Experts, ParamSpec
 
 MODEL_FILE, OPTIMIZER_FILE = "model_optim_rng.pt", "distrib_optim.pt"
-RANK = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?(_\d{3,})?")
+RANK = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?(?:_(\d{3,}))?")
 LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
 ALIGNMENT = 64  # elements between the starts of parameters in the distributed optimizer's buffers
 
@@ -93,6 +94,24 @@ class Chunk:
             raise CheckpointError(f"{self.path}: {name} has shape {found}, its args require {list(shape)}")
         return tensor
 
+    def experts(self, key: str, spec: ParamSpec, name: str, rank: int, ranks: int) -> Callable[[], Tensor]:
+        """Return how to join the tensors of this rank's experts to its slice of one of all experts.
+
+        name: ours, with the chunk's number of the layer. rank: of ranks = ep x etp. Raises CheckpointError.
+        """
+        assert isinstance(spec.slicing, Experts)
+        names, wanted = self.expert_names.get(name, []), spec.slicing.count // (ranks // spec.slicing.etp)
+        if len(names) != wanted:
+            raise CheckpointError(f"{self.path} holds {len(names)} experts in {name}, its args require {wanted}")
+        shape = local_part_shape(spec, wanted, spec.local_shape(rank, ranks))
+        parts = [self.tensor(key, name, shape) for name in names]
+        return partial(local_slice, spec, parts, rank)
+
+    @cached_property
+    def expert_names(self) -> dict[str, list[str]]:
+        """The names of its experts' tensors, by our name of all of them."""
+        return local_names(tuple(self.tensors["weights"]))
+
 
 def read(
     root: Path,
@@ -107,22 +126,27 @@ def read(
     Raises ConfigError, CheckpointError naming a tensor that is missing, unexpected or of another shape.
     """
     folder = iteration_folder(root, step)
-    stages, first, state = _load_stages(folder, weights_only)
+    stages, expert_stages, first, state = _load_stages(folder, weights_only)
     args = vars(first["args"])
     keys = {"master": "master" if "master" in stages[0][0].tensors else "weights"}  # ours -> those of the chunks
     keys |= {key: key for key in MOMENTS} if state is not None else {}
     config, remarks = read_run_config(args, vocab_size, state is not None and not drop_padding)
-    tp = len(stages[0])
+    tp, (_, etp) = len(stages[0]), grid_of(args)
     padded = resolve_model(dataclasses.replace(config.model, padded_vocab_size=int(args["padded_vocab_size"])), tp)
     located = _locate(folder, stages, padded.num_layers)
     shapes = {spec.name: spec.shape for spec in model_parameters(unpadded(config.model), sequence_parallel=False)}
+    states = model_states(padded)  # buffers, which optimizers do not have
+    shapes |= {spec.name: spec.shape for spec in states}
     tensors: dict[str, LazyTensor] = {}
-    for spec in model_parameters(padded, sequence_parallel=False):
+    for spec in (*model_parameters(padded, sequence_parallel=False, etp=etp), *states):
         if spec.name not in located:
             raise CheckpointError(f"{folder} lacks the tensor {spec.name}, which its args require")
         stage, name = located.pop(spec.name)
         shape = shapes[spec.name]
-        for key, theirs in keys.items():
+        for key, theirs in {"master": "weights"}.items() if spec in states else keys.items():
+            if spec.is_expert:
+                tensors[f"{key}/{spec.name}"] = _of_experts(expert_stages[stage], theirs, spec, name)
+                continue
             ranks = enumerate(stages[stage])
             parts = tuple(chunk.tensor(theirs, name, spec.local_shape(tp_rank, tp)) for tp_rank, chunk in ranks)
             tensors[f"{key}/{spec.name}"] = LazyTensor(shape, parts[0].dtype, partial(joined, spec, parts, shape[0]))
@@ -138,36 +162,74 @@ def read(
     return run_snapshot(config, tensors, args, first, state, remarks)
 
 
-def _load_stages(folder: Path, weights_only: bool) -> tuple[list[list[Chunk]], dict[Any, Any], OptimizerState | None]:
-    """Return all chunks by stage and tp_rank, the content of rank (0, 0)'s file, and its optimizer state if any."""
-    files: dict[tuple[int, int], Path] = {}  # by (pp_rank, tp_rank)
-    for path in folder.iterdir():
-        match = RANK.fullmatch(path.name)
-        if match and (path / MODEL_FILE).exists():
-            if match[3]:
-                raise CheckpointError(f"{path}: a mixture of experts (a third number in the name) cannot be expressed")
-            files[int(match[2] or 0), int(match[1])] = path / MODEL_FILE
-    if (0, 0) not in files:
-        raise CheckpointError(f"{folder} holds no mp_rank_00[_000]/{MODEL_FILE}")
-    first = load_pickled(files[0, 0])
+def _of_experts(chunks: Sequence[Chunk], key: str, spec: ParamSpec, name: str) -> LazyTensor:
+    """Return a tensor of all experts, unread. chunks: of each rank of ep x etp. name: ours, as in the chunks."""
+    parts = [chunk.experts(key, spec, name, rank, len(chunks)) for rank, chunk in enumerate(chunks)]
+    dtype = chunks[0].tensors[key][chunks[0].expert_names[name][0]].dtype
+    return LazyTensor(spec.shape, dtype, lambda: joined(spec, [part() for part in parts], spec.shape[0]))
+
+
+def _find_ranks(folder: Path) -> tuple[dict[tuple[int, int, int], Path], dict[Any, Any]]:
+    """Return the files of all ranks by (pp_rank, tp_rank, ep_rank), and the content of the first."""
+    found = sorted((path.name, path / MODEL_FILE) for path in folder.iterdir() if (path / MODEL_FILE).exists())
+    matches = {path: match for name, path in found if (match := RANK.fullmatch(name))}
+    if not matches:
+        raise CheckpointError(f"{folder} holds no mp_rank_00[_000[_000]]/{MODEL_FILE}")
+    start = next(iter(matches))
+    first = load_pickled(start)
     if "args" not in first:
-        raise CheckpointError(f"{files[0, 0]} holds no args, so the model is unknown")
-    tp, pp = 1 + max(tp for _, tp in files), 1 + max(pp for pp, _ in files)
-    num_chunks = len(_models(files[0, 0], first))
+        raise CheckpointError(f"{start} holds no args, so the model is unknown")
+    args = vars(first["args"])
+    # the numbers of pp_rank and ep_rank are only there if there are several of them
+    has_experts_alone = grid_of(args)[0] > 1 and int(args.get("pipeline_model_parallel_size") or 1) == 1
+    files: dict[tuple[int, int, int], Path] = {}
+    for path, match in matches.items():
+        tp_rank, second, third = (int(number or 0) for number in match.groups())
+        files[(0, tp_rank, second) if has_experts_alone else (second, tp_rank, third)] = path
+    if (0, 0, 0) not in files:
+        raise CheckpointError(f"{folder} lacks the file of its first rank, mp_rank_00[_000[_000]]/{MODEL_FILE}")
+    return files, first
+
+
+def _load_stages(
+    folder: Path, weights_only: bool
+) -> tuple[list[list[Chunk]], list[list[Chunk]], dict[Any, Any], OptimizerState | None]:
+    """Return all chunks by stage and tp_rank, and by stage and the rank of ep x etp, which is ep_rank x etp + etp_rank;
+    the content of the first rank's file, and its optimizer state if any.
+    """
+    files, first = _find_ranks(folder)
+    tp, pp = 1 + max(tp for _, tp, _ in files), 1 + max(pp for pp, _, _ in files)
+    ep, etp = grid_of(vars(first["args"]))
+    if tp % etp:
+        raise CheckpointError(
+            f"{folder}: expert_tensor_parallel_size {etp} does not divide tp {tp}, so the names of files do not say "
+            "which slices of the experts they hold; save it as torch_dist"
+        )
+    num_chunks = len(_models(files[0, 0, 0], first))
     stages: list[list[Chunk]] = [[] for _ in range(pp * num_chunks)]
+    of_experts: list[dict[int, Chunk]] = [{} for _ in stages]  # the ranks of tp that share a slice hold the same
     states: list[OptimizerState] = []
-    for (pp_rank, tp_rank), path in sorted(files.items()):
-        content = first if (pp_rank, tp_rank) == (0, 0) else load_pickled(path)
+    for (pp_rank, tp_rank, ep_rank), path in sorted(files.items()):
+        content = first if (pp_rank, tp_rank, ep_rank) == (0, 0, 0) else load_pickled(path)
         models = _models(path, content)
         if not weights_only and "optimizer" in first:
             states.append(_read_optimizer(path, content, models))
         for number, weights in enumerate(models[:num_chunks]):
             optimized = states[-1].tensors[number] if states else {}
-            stages[number * pp + pp_rank].append(Chunk(path, {"weights": weights, **optimized}))
+            stage, chunk = number * pp + pp_rank, Chunk(path, {"weights": weights, **optimized})
+            if len(stages[stage]) == tp_rank:  # the ranks of ep hold the same but for experts
+                stages[stage].append(chunk)
+            of_experts[stage].setdefault(ep_rank * etp + tp_rank % etp, chunk)
     counts = [len(members) for members in stages]
     if any(count != tp for count in counts):
         raise CheckpointError(f"{folder} holds {counts} tensor-parallel ranks of its stages, expected {tp} of each")
-    return stages, first, states[0] if states else None
+    if any(sorted(members) != list(range(ep * etp)) for members in of_experts):
+        lacks = [len(members) for members in of_experts]
+        raise CheckpointError(
+            f"{folder} holds {lacks} slices of the experts of its stages, expected {ep * etp} of each"
+        )
+    expert_stages = [[members[rank] for rank in sorted(members)] for members in of_experts]
+    return stages, expert_stages, first, states[0] if states else None
 
 
 def _models(path: Path, content: Mapping[str, Any]) -> list[dict[str, Tensor]]:
@@ -189,10 +251,12 @@ def _locate(folder: Path, stages: list[list[Chunk]], num_layers: int) -> dict[st
     for stage, members in enumerate(stages):
         weights = members[0].tensors["weights"]
         for name in weights:
-            ours = renamed(name, first)
-            if ours in located and ours != WORD_EMBEDDING:
+            expert = expert_tensor(name)
+            local = name if expert is None else expert[0]
+            ours = renamed(local, first)
+            if ours in located and ours != WORD_EMBEDDING and located[ours] != (stage, local):
                 raise CheckpointError(f"{members[0].path} and an earlier chunk both hold {ours}")
-            located.setdefault(ours, (stage, name))
+            located.setdefault(ours, (stage, local))
         first += len({match[1] for name in weights if (match := LAYER.match(name))})
     if first != num_layers:
         raise CheckpointError(f"{folder} holds {first} layers, its args say num_layers {num_layers}")

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from megapipe.config.config import ResolvedModelConfig, resolve_model
+from megapipe.config.layers import layer_configs
 from megapipe.errors import ConfigError
 from megapipe.extras.convert.megatron import MOMENTS, write_args
 from megapipe.extras.convert.snapshot import DTYPES, LazyTensor, Snapshot
@@ -46,6 +47,13 @@ def prepare(
     if model.num_layers % pp:
         rule = f"does not divide the {model.num_layers} layers of the model"
         raise ConfigError(f"--pipeline-model-parallel-size {pp} {rule}")
+    refused = {
+        "experts": any(layer.num_experts is not None for layer in layer_configs(model)),
+        "--softmax-type learnable": model.softmax_type == "learnable",
+    }
+    for name, is_there in refused.items():
+        if is_there:
+            raise ConfigError(f"models with {name} cannot be written for Megatron yet, only read; use another format")
     if model.num_query_groups % tp:
         rule = f"does not divide {model.num_query_groups} query groups, as Megatron requires"
         raise ConfigError(f"--tensor-model-parallel-size {tp} {rule}")

@@ -69,7 +69,46 @@ def test_the_folder_itself_is_read_with_q_k_and_v_in_their_groups(tmp_path: Path
     assert torch.equal(qkv[:4], q[:4]) and torch.equal(qkv[4:6], k[:2]) and torch.equal(qkv[6:8], v[:2])
 
 
-SETTINGS: dict[str, tuple[dict[str, Any], str]] = {
+MIXTRAL = {"architectures": ["MixtralForCausalLM"], "num_local_experts": 4}
+QWEN = {"architectures": ["Qwen3MoeForCausalLM"], "num_experts": 8, "moe_intermediate_size": 4}
+GLM = {
+    "architectures": ["Glm4MoeForCausalLM"],
+    "n_routed_experts": 8,
+    "moe_intermediate_size": 4,
+    "first_k_dense_replace": 0,
+}
+GPT_OSS = {"architectures": ["GptOssForCausalLM"], "num_local_experts": 4, "head_dim": 4}
+EXPERTS: dict[str, tuple[dict[str, Any], str]] = {
+    "no_experts": ({"architectures": ["MixtralForCausalLM"]}, "the key num_local_experts is missing"),
+    "jitter": (MIXTRAL | {"router_jitter_noise": 0.1}, "router_jitter_noise 0.1 cannot be expressed"),
+    "more_chosen_than_there": (MIXTRAL | {"num_experts_per_tok": 5}, "--moe-router-topk 5 is above --num-experts 4"),
+    "two_counts": (QWEN | {"num_local_experts": 4}, "num_experts and num_local_experts differ"),
+    "no_layer_with_experts": (
+        QWEN | {"mlp_only_layers": [0]},
+        "decoder_sparse_step 1 and mlp_only_layers leave no layer with experts",
+    ),
+    "step": (QWEN | {"decoder_sparse_step": 0}, "decoder_sparse_step 0 cannot be expressed"),
+    "normalized": (QWEN | {"norm_topk_prob": "maybe"}, "norm_topk_prob 'maybe' cannot be expressed"),
+    "clipped": (
+        {"architectures": ["OlmoeForCausalLM"], "num_experts": 16, "clip_qkv": 8.0},
+        "clip_qkv 8.0 cannot be expressed",
+    ),
+    "sigmoid_sum": (GLM | {"norm_topk_prob": False}, "norm_topk_prob False cannot be expressed"),
+    "groups": (
+        GLM | {"n_group": 4, "topk_group": 2, "num_experts_per_tok": 2},
+        "n_group 4 with num_experts_per_tok 2 and topk_group 2 cannot be expressed: a group's score is",
+    ),
+    "no_shared_experts": (GLM | {"n_shared_experts": 0}, "n_shared_experts 0 cannot be expressed"),
+    "all_layers_dense": (GLM | {"first_k_dense_replace": 1}, "first_k_dense_replace 1 leave no layer with experts"),
+    "quantized": (
+        GPT_OSS | {"quantization_config": {"quant_method": "mxfp4"}},
+        "weights are quantized; save them in bf",
+    ),
+    "gain": (GPT_OSS | {"swiglu_alpha": 1.5}, "swiglu_alpha 1.5 cannot be expressed"),
+    "biases_of_experts_alone": (GPT_OSS | {"attention_bias": False}, "attention_bias False cannot be expressed"),
+    "repeated_key": (GPT_OSS | {"experts_per_token": 2}, "experts_per_token 2 differs from num_experts_per_tok 4"),
+}
+SETTINGS: dict[str, tuple[dict[str, Any], str]] = EXPERTS | {
     "unknown_architecture": (
         {"architectures": ["UnheardOfForCausalLM"]},
         "unknown architecture UnheardOfForCausalLM; known are GPT2",
