@@ -38,6 +38,8 @@ from megapipe.config.rules.check import check
 from megapipe.config.yaml_file import to_yaml
 from megapipe.dtypes import TENSOR_DTYPES
 from megapipe.errors import CheckpointError
+from megapipe.layers.model import model_states
+from megapipe.plan.resolve import resolve_model
 from megapipe.sharding.boxes import Box
 
 DTYPES = {dtype.name: getattr(torch, dtype.torch_name) for dtype in TENSOR_DTYPES.values()}
@@ -49,7 +51,8 @@ INERT = frozenset(
     bad_words_ids bos_token_id cache_implementation chunk_size_feed_forward cls_token_id decoder_start_token_id
     do_sample dtype early_stopping eos_token_id finetuning_task gradient_checkpointing id2label is_decoder
     is_encoder_decoder label2id length_penalty max_length min_length model_type n_ctx num_beams num_labels
-    num_return_sequences output_attentions output_hidden_states output_scores pad_token_id prefix pretraining_tp
+    num_return_sequences output_attentions output_hidden_states output_router_logits output_scores pad_token_id prefix
+    pretraining_tp
     problem_type reorder_and_upcast_attn repetition_penalty return_dict return_dict_in_generate sep_token_id
     summary_activation summary_first_dropout summary_proj_to_labels summary_type summary_use_proj task_specific_params
     temperature tokenizer_class top_k top_p torch_dtype torchscript transformers_version unk_token_id unsloth_fixed
@@ -115,8 +118,10 @@ class Snapshot:
         return {name.removeprefix("master/"): tensor for name, tensor in masters}
 
     def cast(self, dtype: torch.dtype) -> Snapshot:
-        """Return the snapshot with weights in another dtype; optimizer state keeps its dtype."""
-        tensors = dict(self.tensors) | {f"master/{name}": tensor.to(dtype) for name, tensor in self.weights.items()}
+        """Return the snapshot with weights in another dtype; optimizer state and model states keep theirs."""
+        states = {state.name for state in model_states(resolve_model(self.config.model, 1))}
+        cast = {f"master/{name}": tensor.to(dtype) for name, tensor in self.weights.items() if name not in states}
+        tensors = dict(self.tensors) | cast
         name = DTYPE_NAMES[dtype]
         config = dataclasses.replace(self.config, precision=dataclasses.replace(self.config.precision, dtype=name))
         return dataclasses.replace(self, tensors=tensors, config=config, state=self.state | {"precision": name})

@@ -18,9 +18,9 @@ from torch import Tensor
 
 from megapipe.config.config import ResolvedModelConfig
 from megapipe.config.layers import LayerConfig, layer_configs
-from megapipe.config.model import ModelConfig
+from megapipe.config.model import ACTIVATIONS, ModelConfig
 from megapipe.errors import ConfigError
-from megapipe.layers.model import model_parameters
+from megapipe.layers.model import model_parameters, model_states
 from megapipe.plan.resolve import resolve_model
 from megapipe.sharding.spec import ParamSpec
 
@@ -32,10 +32,11 @@ Shape = tuple[int, ...]
 NOT_THE_MODEL = tuple(
     """
     seq_length padded_vocab_size make_vocab_size_divisible_by hidden_dropout attention_dropout
-    attention_softmax_in_fp32 init_method_std
+    attention_softmax_in_fp32 init_method_std moe_router_dtype moe_router_load_balancing_type moe_aux_loss_coeff
+    moe_z_loss_coeff moe_router_bias_update_rate
     """.split()
 )
-SPELLINGS = ("window_attn_skip_freq", "no_rope_freq", "layer_pattern")  # of layers that differ
+SPELLINGS = ("window_attn_skip_freq", "no_rope_freq", "layer_pattern", "moe_layer_freq")  # of layers that differ
 ROPE_ONLY = ("rotary_base", "rotary_percent", "rope_scaling_type")
 SCALING_FIELDS = {  # fields that have an effect only with these rope_scaling_types
     "rope_scaling_factor": ("linear", "llama3", "yarn"),
@@ -221,6 +222,21 @@ def separate_qkv(model: ModelConfig) -> Layout:
     return Layout(join, split)
 
 
+def of_experts(model: ModelConfig) -> Layout:
+    """Return the layout of one matrix for each gate of each expert; our rows are [gate_0; up_0; gate_1; up_1; ...]."""
+    count = (2 if ACTIVATIONS[model.activation].is_gated else 1) * (model.num_experts or 1)
+    return Layout(lambda parts: torch.cat(tuple(parts)), lambda whole: whole.chunk(count))
+
+
+def of_experts_transposed(model: ModelConfig) -> Layout:
+    """Return the layout of one matrix [out, in] for each expert; our rows are [in] of one expert after the other."""
+    count = model.num_experts or 1
+    return Layout(
+        lambda parts: torch.cat([part.t() for part in parts]),
+        lambda whole: tuple(part.t() for part in whole.chunk(count)),
+    )
+
+
 def fused_qkv(model: ModelConfig) -> Layout:
     """Return the layout of GPT-2's c_attn: [q; k; v] over all heads in one tensor, transposed like all its weights."""
     separate, head_dim = separate_qkv(model), model.head_size()
@@ -231,15 +247,26 @@ def fused_qkv(model: ModelConfig) -> Layout:
 
 
 LAYER = "#"  # placeholder for the layer's number in our names and theirs
+EXPERT = "@"  # placeholder for an expert's number in theirs
 
 
 @dataclass(frozen=True)
 class Row:
-    """One row of a table: a module of ours, and those of theirs that hold its weight, and its bias if it has one."""
+    """One row of a table.
+
+    ours: a module, of which theirs hold the weight, and the bias if it has one; or one parameter, which theirs are.
+    Names with EXPERT are repeated for every expert of the layer: all of the first, then all of the second.
+    """
 
     ours: str
     theirs: tuple[str, ...]
     layout: Callable[[ModelConfig], Layout] = same
+
+    def parts(self, layer: str, kind: str, num_experts: int) -> tuple[str, ...]:
+        """Return their names in a layer. kind: "weight" or "bias" of a module, "" for a parameter."""
+        numbers = range(num_experts if any(EXPERT in name for name in self.theirs) else 1)
+        names = (name.replace(LAYER, layer).replace(EXPERT, str(number)) for number in numbers for name in self.theirs)
+        return tuple(f"{name}.{kind}" if kind else name for name in names)
 
 
 @dataclass(frozen=True)
@@ -252,16 +279,17 @@ class MappedTensor:
 
 
 def map_tensors(rows: Sequence[Row], model: ResolvedModelConfig, architecture: str) -> tuple[MappedTensor, ...]:
-    """Return every parameter of an `unpadded` model, in model order. Raises ConfigError for one without a row."""
+    """Return every parameter and state of an `unpadded` model, in model order. Raises ConfigError for one without a
+    row.
+    """
     by_ours, layers = {row.ours: row for row in rows}, layer_configs(model)
     mapped = []
-    for spec in model_parameters(model, sequence_parallel=False):
-        module, _, kind = spec.name.rpartition(".")
-        layer = str(spec.owner)
-        row = by_ours.get(module.replace(f".{layer}.", f".{LAYER}.", 1) if isinstance(spec.owner, int) else module)
+    for spec in (*model_parameters(model, sequence_parallel=False), *model_states(model)):
+        layer, config = str(spec.owner), layers[spec.owner] if isinstance(spec.owner, int) else model
+        name = spec.name.replace(f".{layer}.", f".{LAYER}.", 1) if isinstance(spec.owner, int) else spec.name
+        module, _, kind = name.rpartition(".")
+        row, kind = (by_ours[name], "") if name in by_ours else (by_ours.get(module), kind)
         if row is None:
             raise ConfigError(f"{architecture} has no place for the tensor {spec.name} of shape {list(spec.shape)}")
-        theirs = tuple(f"{name.replace(LAYER, layer)}.{kind}" for name in row.theirs)
-        layout = row.layout(layers[spec.owner] if isinstance(spec.owner, int) else model)
-        mapped.append(MappedTensor(spec, theirs, layout))
+        mapped.append(MappedTensor(spec, row.parts(layer, kind, config.num_experts or 1), row.layout(config)))
     return tuple(mapped)

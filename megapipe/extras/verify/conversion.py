@@ -82,6 +82,8 @@ def stage_logits(snapshot: Snapshot, tokens: Tensor) -> Tensor:
     weights = snapshot.weights
     for name, parameter in list(stage.named_parameters()):
         replace_parameter(stage, parameter, nn.Parameter(weights[name].detach().float(), requires_grad=False))
+    for name, state in list(stage.named_buffers()):
+        state.copy_(weights[name].detach())
     logits = stage(Microbatch(tokens), return_logits=True)
     assert isinstance(logits, Tensor)
     return logits.transpose(0, 1)

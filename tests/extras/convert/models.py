@@ -23,6 +23,7 @@ SIZES = {
     "max_position_embeddings": LENGTH,
     "vocab_size": 61,
 }
+EAGER = {"attn_implementation": "eager", "experts_implementation": "eager"}  # other kernels of experts refuse fp64
 GPT2 = {"n_layer": 2, "n_embd": 32, "n_head": 4, "n_positions": LENGTH, "vocab_size": 61}
 
 
@@ -57,6 +58,25 @@ class Case:
 # The original context is 16 of 24 positions and the base is small, so that each scaling changes frequencies that matter
 # at these positions.
 LLAMA3 = rope("llama3", factor=4.0, low_freq_factor=1.0, high_freq_factor=2.5, original_max_position_embeddings=16)
+YARN_MSCALE = rope("yarn", factor=4.0, mscale=0.7, mscale_all_dim=0.9, beta_fast=2.0, beta_slow=0.25)
+YARN_MSCALE["rope_parameters"]["original_max_position_embeddings"] = 16
+DEEPSEEK = {
+    "num_hidden_layers": 3,
+    "num_key_value_heads": 4,
+    "q_lora_rank": 20,
+    "kv_lora_rank": 14,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 10,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 4,
+    "n_group": 4,
+    "topk_group": 2,
+    "moe_intermediate_size": 12,
+    "n_shared_experts": 2,
+    "first_k_dense_replace": 1,
+    "num_mtp_layers": 0,
+}
 CASES: dict[str, Case] = {
     "llama": Case("llama", rope("default") | {"head_dim": 12}),
     "llama3_tied_odd_vocabulary_sharded": Case(
@@ -166,6 +186,13 @@ CASES: dict[str, Case] = {
     "olmo3_alike_rope": Case(
         "olmo3", ropes({"rope_theta": 500.0}, {"rope_theta": 500.0}) | {"num_hidden_layers": 4, "sliding_window": 6}
     ),
+    "deepseek_v3": Case("deepseek_v3", DEEPSEEK | YARN_MSCALE, "30KB"),
+    "deepseek_v3_no_latent_of_queries": Case(
+        "deepseek_v3",
+        DEEPSEEK
+        | {"q_lora_rank": None, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 3}
+        | {"first_k_dense_replace": 0, "tie_word_embeddings": True, "v_head_dim": 12},
+    ),
     "gpt2": Case("gpt2", GPT2),
     "gpt2_untied_relu_narrow": Case(
         "gpt2", GPT2 | {"tie_word_embeddings": False, "activation_function": "relu", "n_inner": 40}, "25KB"
@@ -185,6 +212,9 @@ def make(case: Case, seed: int = 3) -> Any:
     for name, parameter in model.named_parameters():
         is_norm = parameter.ndim == 1 and name.endswith("weight")
         parameter.normal_(centre if is_norm else 0.0, 0.15, generator=generator)
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            buffer.normal_(0.0, 0.15, generator=generator)
     return model
 
 
@@ -195,7 +225,7 @@ def built(case: Case, dtype: torch.dtype) -> Any:
     # its own dict of rotary positions, which transformers fills
     settings = copy.deepcopy(({} if case.model_type == "gpt2" else SIZES) | case.settings)
     config = AutoConfig.for_model(case.model_type, **settings)
-    return AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=dtype).eval()
+    return AutoModelForCausalLM.from_config(config, dtype=dtype, **EAGER).eval()
 
 
 @contextlib.contextmanager

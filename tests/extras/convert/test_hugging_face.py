@@ -21,7 +21,7 @@ from megapipe.extras.cli.convert import main
 from megapipe.extras.convert import hugging_face
 from megapipe.extras.convert.snapshot import Snapshot, read_checkpoint, write_checkpoint
 from megapipe.extras.verify.conversion import stage_logits
-from tests.extras.convert.models import CASES, LENGTH, SIZES, draw_tokens, logits, make, save
+from tests.extras.convert.models import CASES, EAGER, LENGTH, SIZES, draw_tokens, logits, make, save
 from tests.harness import RankPool
 from tests.train.jobs import job
 
@@ -46,7 +46,7 @@ def assert_same_tensors(folder: Path, other: Path) -> None:
 def load_again(folder: Path) -> Any:
     from transformers import AutoModelForCausalLM
 
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **EAGER).eval()
 
 
 @pytest.mark.parametrize("name", CASES)
