@@ -75,8 +75,16 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "llama405b": (512, LLAMA405B),
     "latent attention": (
         16,
-        {name: value for name, value in LLAMA405B.items() if name not in ("num_query_groups", "kv_channels")}
-        | {"pp": 2, "num_layers": 60, "multi_latent_attention": True, "q_lora_rank": 1536, "kv_lora_rank": 512}
+        LLAMA405B
+        | {
+            "num_query_groups": None,
+            "kv_channels": None,
+            "pp": 2,
+            "num_layers": 60,
+            "multi_latent_attention": True,
+            "q_lora_rank": 1536,
+            "kv_lora_rank": 512,
+        }
         | {"rope_scaling_type": "yarn", "yarn_mscale_all_dim": 1.0, "pipeline_schedule": "1f1b"},
     ),
     "mqa": (8, GPT3 | {"tp": 8, "num_query_groups": 1, "add_bias_linear": False}),
