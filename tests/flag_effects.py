@@ -27,6 +27,7 @@ VPP = f"{PP} --num-virtual-stages-per-pipeline-rank 2"
 ROPE = "--position-embedding-type rope"
 LLAMA3 = f"{ROPE} --rope-scaling-type llama3 --rope-original-max-position-embeddings 16"
 MOE = "--num-experts 4 --disable-bias-linear"
+LATENT = f"{ROPE} --multi-latent-attention --kv-lora-rank 8 --qk-head-dim 4 --qk-pos-emb-head-dim 4 --v-head-dim 4"
 SIGMOID = f"{MOE} --moe-router-score-function sigmoid"
 CAPACITY = "--moe-expert-capacity-factor 0.5"
 ROOM = "--moe-expert-capacity-factor 2"
@@ -82,6 +83,12 @@ model.yarn_mscale | --yarn-mscale 0.5 | records | {YARN} --yarn-mscale-all-dim 0
 model.yarn_mscale_all_dim | --yarn-mscale-all-dim 0.5 | records | {YARN}
 model.yarn_correction_range_round_to_int | --no-yarn-correction-range-round-to-int | records | {YARN}
 model.no_rope_freq | --no-rope-freq 2 | records | {ROPE}
+model.multi_latent_attention | --multi-latent-attention | plan specs | {ROPE}
+model.q_lora_rank | --q-lora-rank 8 | plan specs | {LATENT}
+model.kv_lora_rank | --kv-lora-rank 4 | plan specs | {LATENT}
+model.qk_head_dim | --qk-head-dim 8 | plan specs | {LATENT}
+model.qk_pos_emb_head_dim | --qk-pos-emb-head-dim 2 | plan specs | {LATENT}
+model.v_head_dim | --v-head-dim 2 | plan specs | {LATENT}
 model.num_experts | --num-experts 4 | plan specs | --disable-bias-linear
 model.moe_layer_freq | --moe-layer-freq 2 | plan specs | {MOE}
 model.moe_ffn_hidden_size | --moe-ffn-hidden-size 8 | plan specs | {MOE}

@@ -68,6 +68,8 @@ def load(
         return weights[spec.name].detach()
 
     runtime = InferenceRuntime(resolve(config, 1), ProcessGroups.alone(), torch_device, value)
+    for name, state in runtime.stages[0].named_buffers():
+        state.copy_(weights[name].detach())
     return LanguageModel(runtime, None if tokenizer is None else tokenizer.eod), tokenizer
 
 

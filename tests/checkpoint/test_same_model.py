@@ -66,6 +66,14 @@ OTHER: dict[str, Any] = {
     "final_logit_softcapping": 30.0,
     "softmax_scale": 0.1,
     "attention_kind": "of an extension",
+    "multi_latent_attention": True,
+}
+OF_LATENT = {
+    "q_lora_rank": 24,
+    "kv_lora_rank": 16,
+    "qk_head_dim": 32,
+    "qk_pos_emb_head_dim": 16,
+    "v_head_dim": 48,
 }
 OF_EXPERTS = {
     "num_experts": 4,
@@ -84,7 +92,14 @@ OF_EXPERTS = {
     "moe_router_force_load_balancing": True,
 }
 OF_LLAMA3 = {"rope_low_freq_factor": 2.0, "rope_high_freq_factor": 8.0}
-SIZES_FOLLOW = ("num_attention_heads", "hidden_size", "kv_channels")
+SIZES_FOLLOW = (
+    "num_attention_heads",
+    "hidden_size",
+    "kv_channels",
+    "multi_latent_attention",
+    "qk_head_dim",
+    "qk_pos_emb_head_dim",
+)
 LAYERS = {
     "window_attn_skip_freq": ("2", "--window-size: 16 in the checkpoint, null here (layers 1, 3)"),
     "no_rope_freq": ("4", "--position-embedding-type: rope in the checkpoint, none here (layer 3)"),
@@ -94,14 +109,15 @@ LAYERS = {
 
 def test_every_option_of_the_model_is_compared_or_named_as_one_without_effect() -> None:
     every = {field.name for field in fields(ModelConfig)}
-    assert every == {*OTHER, *OF_LLAMA3, *OF_EXPERTS, *NOT_COMPARED, *OF_EACH_LAYER}
+    assert every == {*OTHER, *OF_LLAMA3, *OF_EXPERTS, *OF_LATENT, *NOT_COMPARED, *OF_EACH_LAYER}
 
 
-@pytest.mark.parametrize("name", [*OTHER, *OF_LLAMA3, *OF_EXPERTS])
+@pytest.mark.parametrize("name", [*OTHER, *OF_LLAMA3, *OF_EXPERTS, *OF_LATENT])
 def test_an_option_that_changes_the_function_is_found_with_both_values(name: str) -> None:
     saved = replace(MODEL, rope_scaling_type="llama3") if name in OF_LLAMA3 else MODEL
     saved = replace(MODEL, num_experts=8) if name in OF_EXPERTS else saved
-    value = (OTHER | OF_LLAMA3 | OF_EXPERTS)[name]
+    saved = replace(MODEL, multi_latent_attention=True, num_query_groups=None) if name in OF_LATENT else saved
+    value = (OTHER | OF_LLAMA3 | OF_EXPERTS | OF_LATENT)[name]
     found = list(differences(saved, replace(saved, **{name: value})))
     flag = fields_by_key()[f"model.{name}"].main_flag
     assert len(found) == 1 or name in SIZES_FOLLOW, found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from pathlib import Path
 
@@ -76,6 +77,27 @@ def test_each_field_is_reached_by_a_flag() -> None:
 
 def test_flags_of_common_launch_scripts_are_supported() -> None:
     assert [name for name in HAS_TO_BE_SUPPORTED.split() if megatron_flags()[name].kind != SUPPORTED] == []
+
+
+# of Megatron's script for DeepSeek-V3
+LATENT = (
+    "--multi-latent-attention --q-lora-rank 16 --kv-lora-rank 8 --qk-head-dim 8 --qk-pos-emb-head-dim 4 --v-head-dim 8 "
+    "--kv-channels 8 --qk-layernorm --rotary-scaling-factor 40 --mscale 1.0 --mscale-all-dim 1.0 "
+    "--position-embedding-type rope --no-rope-fusion --normalization RMSNorm"
+)
+
+
+def test_the_rotary_flags_of_latent_attention_are_yarn_with_megatrons_original_length() -> None:
+    model = load_config(job(LATENT, "--rope-type yarn")).config.model
+    assert (model.rope_scaling_type, model.rope_scaling_factor) == ("yarn", 40.0)
+    assert (model.yarn_mscale, model.yarn_mscale_all_dim, model.rope_original_max_position_embeddings) == (1, 1, 4096)
+    assert model.attention_scale() == pytest.approx(12**-0.5 * (0.1 * math.log(40) + 1) ** 2)
+    longer = load_config(job(LATENT, "--yarn-original-max-position-embeddings 512")).config.model
+    assert longer.rope_original_max_position_embeddings == 512
+    with pytest.raises(ConfigError, match="--rotary-scaling-factor and --rope-type contradict each other"):
+        load_config(job(LATENT, "--rope-type rope"))
+    plain = load_config(job("--position-embedding-type rope --rope-type rope")).config.model
+    assert plain.rope_scaling_type == "none"
 
 
 def test_the_same_name_has_the_same_default_unless_the_difference_is_listed() -> None:

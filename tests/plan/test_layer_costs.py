@@ -27,6 +27,19 @@ def test_a_gpt2_shaped_step_is_the_formula_of_narayanan_2021() -> None:
     assert step_flops(model, b, causal=False) == pytest.approx(published, rel=1e-12)
 
 
+def test_a_layer_with_latent_attention_has_the_flops_of_its_products() -> None:
+    h, n, s, q, kv, plain, rotated, value, ffn = 512, 8, 256, 192, 128, 64, 32, 48, 1000
+    sizes = {"qk_head_dim": plain, "qk_pos_emb_head_dim": rotated, "v_head_dim": value, "q_lora_rank": q}
+    sizes |= {"hidden_size": h, "num_attention_heads": n, "ffn_hidden_size": ffn, "kv_lora_rank": kv}
+    model = gpt(**sizes, seq_length=s, vocab_size=100, multi_latent_attention=True, position_embedding_type="rope")
+    up = q * n * (plain + rotated) + kv * n * (plain + value)
+    weights = h * q + h * (kv + rotated) + up + n * value * h + 2 * h * ffn
+    core = 2 * s * n * (plain + rotated) + 2 * s * n * value
+    (layer,) = spec_of(model).kinds
+    assert layer_flops(layer, s, causal=False) == pytest.approx(2 * weights + core)
+    assert layer_flops(layer, s, causal=True) == pytest.approx(2 * weights + core / 2)
+
+
 def test_the_head_of_the_small_benchmark_model_weighs_2_3_layers() -> None:
     model = gpt(num_layers=4, hidden_size=256, num_attention_heads=4, seq_length=256, vocab_size=8192)
     spec = spec_of(model)

@@ -13,7 +13,7 @@ from megapipe.config.config import Config
 from megapipe.config.model import ModelConfig
 from megapipe.config.rules.check import check
 from megapipe.errors import ConfigError
-from megapipe.extras.convert import experts
+from megapipe.extras.convert import deepseek, experts
 from megapipe.extras.convert.layer_types import (
     MINISTRAL_WINDOWS,
     MISTRAL_WINDOWS,
@@ -408,8 +408,28 @@ _BUILT_IN = (
         more_rows=experts.GPT_OSS_ROWS,
     ),
 )
+_DEEPSEEK_V3 = Family(
+    "DeepseekV3ForCausalLM",
+    "deepseek_v3",
+    (*llama_rows(NORMS_BEFORE), *deepseek.ROWS),
+    (
+        key("vocab_size", "vocab_size"),
+        key("hidden_size", "hidden_size"),
+        key("intermediate_size", "ffn_hidden_size"),
+        key("num_hidden_layers", "num_layers"),
+        key("num_attention_heads", "num_attention_heads"),
+        key("max_position_embeddings", "max_position_embeddings", 4096),
+        key("tie_word_embeddings", "untie_embeddings_and_output_weights", False, {False: True, True: False}),
+        key("attention_dropout", "attention_dropout", 0.0),
+        key("initializer_range", "init_method_std", 0.02),
+        always(normalization="RMSNorm", hidden_dropout=0.0),
+        HIDDEN_ACT,
+        ROPE,
+        *deepseek.RULES,
+    ),
+)
 FAMILIES: Registry[Family] = Registry(
-    "conversion family", "--architecture", {family.architecture: family for family in _BUILT_IN}
+    "conversion family", "--architecture", {family.architecture: family for family in (*_BUILT_IN, _DEEPSEEK_V3)}
 )
 
 _LATENT = "it has latent attention"
@@ -417,7 +437,6 @@ REFUSED: dict[str, str] = {
     "Gemma3ForConditionalGeneration": "it has a vision tower; convert its text model, a Gemma3ForCausalLM, which "
     "docs/convert.md shows how to save",
     "DeepseekV2ForCausalLM": _LATENT,
-    "DeepseekV3ForCausalLM": _LATENT,
     "GPTJForCausalLM": "attention and MLP are parallel branches, and rotary positions are interleaved",
     "FalconForCausalLM": "attention and MLP are parallel branches",
     "CohereForCausalLM": "attention and MLP are parallel branches",

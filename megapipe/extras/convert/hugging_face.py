@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import lru_cache, partial
@@ -20,6 +21,7 @@ from megapipe.checkpoint.shard import DTYPES as SAFETENSORS_DTYPES
 from megapipe.config.config import Config
 from megapipe.config.model import PrecisionConfig
 from megapipe.errors import CheckpointError, ConfigError
+from megapipe.extras.convert.deepseek import PREDICTION, QUANTIZATION
 from megapipe.extras.convert.families import choose_family, family_of
 from megapipe.extras.convert.snapshot import (
     DTYPE_NAMES,
@@ -35,9 +37,11 @@ from megapipe.extras.convert.snapshot import (
 )
 from megapipe.extras.convert.tables import MappedTensor, map_tensors, unpadded
 from megapipe.layers.embedding import WORD_EMBEDDING
+from megapipe.layers.model import model_states
 
 CONFIG, INDEX, SINGLE = "config.json", "model.safetensors.index.json", "model.safetensors"
 HEAD = "lm_head.weight"
+SCALES = "_scale_inv"  # after the name of a weight in 8 bits
 # files other than weights that are copied
 COMPANIONS = tuple(
     """
@@ -60,7 +64,7 @@ def read(folder: Path, ignored: frozenset[str] = frozenset()) -> Snapshot:
         raise ConfigError(f"{folder / CONFIG}: {error}") from None
     mapped = map_tensors(family.rows, unpadded(model), family.architecture)
     wanted = {name for entry in mapped for name in entry.theirs}
-    found = stored_tensors(folder)
+    found = dequantized(folder, stored_tensors(folder), config.get(QUANTIZATION))
     if not any(name.startswith(family.prefix) for name in found):  # the base model was saved without its head
         known = {*wanted, HEAD}
         found = {name if name in known else family.prefix + name: tensor for name, tensor in found.items()}
@@ -70,8 +74,17 @@ def read(folder: Path, ignored: frozenset[str] = frozenset()) -> Snapshot:
         raise CheckpointError(f"{folder} lacks the tensor {first_of(missing)}, which its {CONFIG} requires")
     extra = found.keys() - wanted - ({HEAD} if is_tied else set())
     left = sorted(name for name in extra if not name.endswith(family.buffers))
+    further = [name for name in left if is_further(name, model.num_layers)] if config.get(PREDICTION) else []
+    if further and PREDICTION not in ignored:
+        raise CheckpointError(
+            f"{folder}: the tensor {first_of(further)} belongs to multi-token prediction ({PREDICTION} "
+            f"{config[PREDICTION]}), which is not supported; to leave these layers out give --ignore-key {PREDICTION}"
+        )
+    left = [name for name in left if name not in further]
     check_nothing_left(folder, left, f"{family.architecture} as {CONFIG} describes it")
     tensors = {f"master/{entry.spec.name}": _join(folder, entry, found) for entry in mapped}
+    for state in model_states(unpadded(model)):
+        tensors[f"master/{state.name}"] = tensors[f"master/{state.name}"].to(torch.float32)
     embedding = tensors[f"master/{WORD_EMBEDDING}"]
     if is_tied and HEAD in found:
         check_tied(folder, HEAD, found[HEAD], embedding)
@@ -79,6 +92,47 @@ def read(folder: Path, ignored: frozenset[str] = frozenset()) -> Snapshot:
     settings = {key: value for key, value in config.items() if key in INERT | ignored}
     ours = Config(model=model, precision=PrecisionConfig(dtype=precision))
     return Snapshot(ours, tensors, fresh_state(precision), _companions(folder), settings)
+
+
+def is_further(name: str, num_layers: int) -> bool:
+    """Return True for a tensor of a layer after the last one: such layers predict further tokens."""
+    found = re.match(r"model\.layers\.(\d+)\.", name)
+    return found is not None and int(found[1]) >= num_layers
+
+
+def dequantized(folder: Path, found: Mapping[str, LazyTensor], quantization: Any) -> dict[str, LazyTensor]:
+    """Return the tensors with weights in fp8 as bf16, unread: the products with the scales of their blocks.
+
+    quantization: of config.json: weights [out, in] in e4m3 with a tensor NAME_scale_inv, one scale for each block of
+    weight_block_size. Raises ConfigError for another kind of quantization, CheckpointError for scales that do not fit.
+    """
+    if not quantization:
+        return dict(found)
+    kind, block = quantization.get("quant_method"), quantization.get("weight_block_size")
+    if kind != "fp8" or not block or len(block) != 2:
+        raise ConfigError(
+            f"{folder / CONFIG}: {QUANTIZATION} {kind} cannot be read; it can be fp8 with weight_block_size [M, N], or "
+            "convert unquantized weights"
+        )
+    tensors = {name: tensor for name, tensor in found.items() if not name.endswith(SCALES)}
+    for name in found.keys() - tensors.keys():
+        weight, scales = found.get(name.removesuffix(SCALES)), found[name]
+        blocks = (
+            () if weight is None else tuple(-(-size // one) for size, one in zip(weight.shape, block, strict=False))
+        )
+        if weight is None or blocks != scales.shape:
+            of = "no weight" if weight is None else f"a weight {list(weight.shape)} in blocks of {block}"
+            raise CheckpointError(f"{folder}: {name} has shape {list(scales.shape)}, for {of}")
+        reader = partial(_product, weight, scales, tuple(block))
+        tensors[name.removesuffix(SCALES)] = LazyTensor(weight.shape, torch.bfloat16, reader)
+    return tensors
+
+
+def _product(weight: LazyTensor, scales: LazyTensor, block: tuple[int, int]) -> Tensor:
+    """Return a weight times the scales of its blocks, in bf16."""
+    rows, columns = weight.shape
+    factors = scales.detach().float().repeat_interleave(block[0], 0)[:rows].repeat_interleave(block[1], 1)[:, :columns]
+    return (weight.read().float() * factors).to(torch.bfloat16)
 
 
 def _join(folder: Path, entry: MappedTensor, found: Mapping[str, LazyTensor]) -> LazyTensor:

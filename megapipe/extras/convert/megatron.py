@@ -135,7 +135,6 @@ UNSUPPORTED: dict[str, Any] = {
     "apply_query_key_layer_scaling": False,
     "normalize_attention_scores": True,
     "use_legacy_models": False,
-    "moe_expert_capacity_factor": None,
     "moe_input_jitter_eps": None,
     "moe_apply_probs_on_input": False,
     "moe_latent_size": None,

@@ -35,6 +35,9 @@ SAME_NAME: dict[str, Any] = {
     "moe_router_enable_expert_bias": False,
     "moe_router_bias_update_rate": 1e-3,
     "moe_z_loss_coeff": None,
+    "moe_expert_capacity_factor": None,
+    "moe_token_drop_policy": "probs",
+    "moe_pad_expert_input_to_capacity": False,
 }
 NAME = re.compile(
     r"(?P<module>.*\.mlp\.experts)\."
@@ -57,17 +60,16 @@ def read_experts(args: Settings) -> dict[str, Any]:
     if fields["moe_router_score_function"] not in EXPERT_SCORES:
         raise ConfigError(f"moe_router_score_function {fields['moe_router_score_function']} cannot be expressed")
     kinds, coefficients = (
-        given if isinstance(given, list) else [given] for given in (args.get(BALANCE), args.get(COEFFICIENT))
+        tuple(given) if isinstance(given, list) else (default if given is None else given,)
+        for given, default in ((args.get(BALANCE), "aux_loss"), (args.get(COEFFICIENT), 0.0))
     )
-    if len(kinds) > 1 or len(coefficients) > 1:
-        raise ConfigError(f"{BALANCE} {' '.join(kinds)} cannot be expressed: it is one kind of loss here")
-    kind = kinds[0] or "aux_loss"
-    if kind not in LOAD_BALANCING:
-        raise ConfigError(f"{BALANCE} {kind} cannot be expressed; it can be {', '.join(LOAD_BALANCING)}")
+    for kind in kinds:
+        if kind not in LOAD_BALANCING:
+            raise ConfigError(f"{BALANCE} {kind} cannot be expressed; it can be {', '.join(LOAD_BALANCING)}")
     frequency = args.get(FREQUENCY)
     return fields | {
-        BALANCE: kind,
-        COEFFICIENT: coefficients[0] or 0.0,
+        BALANCE: kinds,
+        COEFFICIENT: coefficients,
         FREQUENCY: None if frequency in (None, 1) else str(frequency),
     }
 
@@ -79,10 +81,15 @@ def write_experts(layers: Layers) -> dict[str, Any]:
     width = layer.expert_ffn_size if any(marks) else None
     return args | {
         "moe_ffn_hidden_size": width,
-        BALANCE: layer.moe_router_load_balancing_type,
-        COEFFICIENT: layer.moe_aux_loss_coeff,
+        BALANCE: _one_or_list(layer.moe_router_load_balancing_type),
+        COEFFICIENT: _one_or_list(layer.moe_aux_loss_coeff),
         FREQUENCY: 1 if all(marks) or not any(marks) else marks,
     }
+
+
+def _one_or_list(values: tuple[Any, ...]) -> Any:
+    """Return what Megatron's arguments hold: a single value, or a list."""
+    return values[0] if len(values) == 1 else list(values)
 
 
 EXPERT_RULE = Rule((*SAME_NAME, BALANCE, COEFFICIENT, FREQUENCY), read_experts, write_experts)

@@ -38,6 +38,8 @@ from megapipe.config.rules.check import check
 from megapipe.config.yaml_file import to_yaml
 from megapipe.dtypes import TENSOR_DTYPES
 from megapipe.errors import CheckpointError
+from megapipe.layers.model import model_states
+from megapipe.plan.resolve import resolve_model
 from megapipe.sharding.boxes import Box
 
 DTYPES = {dtype.name: getattr(torch, dtype.torch_name) for dtype in TENSOR_DTYPES.values()}
@@ -119,9 +121,10 @@ class Snapshot:
         return {name.removeprefix("master/"): tensor for name, tensor in masters}
 
     def cast(self, dtype: torch.dtype) -> Snapshot:
-        """Return the snapshot with weights in another dtype; optimizer state and biases of routers keep theirs."""
-        weights = {name: tensor for name, tensor in self.weights.items() if not name.endswith(EXPERT_BIAS)}
-        tensors = dict(self.tensors) | {f"master/{name}": tensor.to(dtype) for name, tensor in weights.items()}
+        """Return the snapshot with weights in another dtype; optimizer state and model states keep theirs."""
+        states = {state.name for state in model_states(resolve_model(self.config.model, 1))}
+        cast = {f"master/{name}": tensor.to(dtype) for name, tensor in self.weights.items() if name not in states}
+        tensors = dict(self.tensors) | cast
         name = DTYPE_NAMES[dtype]
         config = dataclasses.replace(self.config, precision=dataclasses.replace(self.config.precision, dtype=name))
         return dataclasses.replace(self, tensors=tensors, config=config, state=self.state | {"precision": name})

@@ -231,15 +231,6 @@ def separate_qkv(model: ModelConfig) -> Layout:
     return Layout(join, split)
 
 
-def fused_qkv(model: ModelConfig) -> Layout:
-    """Return the layout of GPT-2's c_attn: [q; k; v] over all heads in one tensor, transposed like all its weights."""
-    separate, head_dim = separate_qkv(model), model.head_size()
-    rows = [heads * head_dim for heads in (model.num_attention_heads, model.query_groups(), model.query_groups())]
-    return Layout(
-        lambda parts: separate.join(parts[0].t().split(rows)), lambda whole: (torch.cat(separate.split(whole)).t(),)
-    )
-
-
 def of_experts(model: ModelConfig) -> Layout:
     """Return the layout of one matrix for each gate of each expert; our rows are [gate_0; up_0; gate_1; up_1; ...]."""
     count = (2 if ACTIVATIONS[model.activation].is_gated else 1) * (model.num_experts or 1)
@@ -252,6 +243,15 @@ def of_experts_transposed(model: ModelConfig) -> Layout:
     return Layout(
         lambda parts: torch.cat([part.t() for part in parts]),
         lambda whole: tuple(part.t() for part in whole.chunk(count)),
+    )
+
+
+def fused_qkv(model: ModelConfig) -> Layout:
+    """Return the layout of GPT-2's c_attn: [q; k; v] over all heads in one tensor, transposed like all its weights."""
+    separate, head_dim = separate_qkv(model), model.head_size()
+    rows = [heads * head_dim for heads in (model.num_attention_heads, model.query_groups(), model.query_groups())]
+    return Layout(
+        lambda parts: separate.join(parts[0].t().split(rows)), lambda whole: (torch.cat(separate.split(whole)).t(),)
     )
 
 
@@ -309,8 +309,8 @@ class MappedTensor:
 
 
 def map_tensors(rows: Sequence[Row], model: ResolvedModelConfig, architecture: str) -> tuple[MappedTensor, ...]:
-    """Return every parameter of an `unpadded` model in model order, then its states. Raises ConfigError for one without
-    a row.
+    """Return every parameter and state of an `unpadded` model, in model order. Raises ConfigError for one without a
+    row.
     """
     by_ours, layers = {row.ours: row for row in rows}, layer_configs(model)
     mapped = []

@@ -60,6 +60,25 @@ class Case:
 # The original context is 16 of 24 positions and the base is small, so that each scaling changes frequencies that matter
 # at these positions.
 LLAMA3 = rope("llama3", factor=4.0, low_freq_factor=1.0, high_freq_factor=2.5, original_max_position_embeddings=16)
+YARN_MSCALE = rope("yarn", factor=4.0, mscale=0.7, mscale_all_dim=0.9, beta_fast=2.0, beta_slow=0.25)
+YARN_MSCALE["rope_parameters"]["original_max_position_embeddings"] = 16
+DEEPSEEK = {
+    "num_hidden_layers": 3,
+    "num_key_value_heads": 4,
+    "q_lora_rank": 20,
+    "kv_lora_rank": 14,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 10,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 4,
+    "n_group": 4,
+    "topk_group": 2,
+    "moe_intermediate_size": 12,
+    "n_shared_experts": 2,
+    "first_k_dense_replace": 1,
+    "num_mtp_layers": 0,
+}
 CASES: dict[str, Case] = {
     "llama": Case("llama", rope("default") | {"head_dim": 12}),
     "llama3_tied_odd_vocabulary_sharded": Case(
@@ -251,6 +270,13 @@ CASES: dict[str, Case] = {
             "layer_types": types("FSS"),
             "num_key_value_heads": 1,
         },
+    ),
+    "deepseek_v3": Case("deepseek_v3", DEEPSEEK | YARN_MSCALE, "30KB"),
+    "deepseek_v3_no_latent_of_queries": Case(
+        "deepseek_v3",
+        DEEPSEEK
+        | {"q_lora_rank": None, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 3}
+        | {"first_k_dense_replace": 0, "tie_word_embeddings": True, "v_head_dim": 12},
     ),
     "gpt2": Case("gpt2", GPT2),
     "gpt2_untied_relu_narrow": Case(

@@ -45,7 +45,7 @@ def stage_in_fp64(snapshot: Snapshot) -> GPTStage:
     )
     for name, parameter in list(stage.named_parameters()):
         replace_parameter(stage, parameter, nn.Parameter(snapshot.weights[name].detach().double()))
-    for name, state in stage.named_buffers():
+    for name, state in list(stage.named_buffers()):
         state.copy_(snapshot.weights[name].detach())
     return stage
 

@@ -120,6 +120,15 @@ CASES: dict[str, tuple[int, str, dict[str, Any]]] = {
         | {"num_experts": 4, "moe_ffn_hidden_size": 64, "moe_shared_expert_intermediate_size": 16}
         | {"overlap_moe_expert_parallel_comm": True, "delay_wgrad_compute": True},
     ),
+    "latent attention": (
+        4,
+        "fp64",
+        LLAMA
+        | {"tp": 2, "pp": 2, "sp": True, "zero": True, "num_query_groups": None, "kv_channels": None}
+        | {"multi_latent_attention": True, "qk_layernorm": True, "q_lora_rank": 24, "kv_lora_rank": 16}
+        | {"qk_head_dim": 16, "qk_pos_emb_head_dim": 8, "v_head_dim": 12, "rope_scaling_type": "yarn"}
+        | {"yarn_mscale_all_dim": 1.0, "pipeline_schedule": "zb-h1", "attention_dropout": 0.1},
+    ),
     "many norms after branches": (1, "fp64", LLAMA | {"norm_position": "after", "num_layers": 24}),
     "bf16, norms around branches": (1, "native", LLAMA | {"norm_position": "around", "num_layers": 6, "dtype": "bf16"}),
     "every loss term": (

@@ -73,6 +73,20 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "unlike layers": (64, UNLIKE),
     "gpt3": (16, GPT3 | {"tp": 4, "pp": 2, "chunks": 2, "pipeline_balance": "even", "hidden_dropout": 0.1}),
     "llama405b": (512, LLAMA405B),
+    "latent attention": (
+        16,
+        LLAMA405B
+        | {
+            "num_query_groups": None,
+            "kv_channels": None,
+            "pp": 2,
+            "num_layers": 60,
+            "multi_latent_attention": True,
+            "q_lora_rank": 1536,
+            "kv_lora_rank": 512,
+        }
+        | {"rope_scaling_type": "yarn", "yarn_mscale_all_dim": 1.0, "pipeline_schedule": "1f1b"},
+    ),
     "mqa": (8, GPT3 | {"tp": 8, "num_query_groups": 1, "add_bias_linear": False}),
     "copies of key/value heads": (8, GPT3 | {"tp": 8, "num_query_groups": 4, "window_size": 512, "softmax_scale": 0.5}),
     "part of a head turned": (2, GPT3 | {"position_embedding_type": "rope", "kv_channels": 80, "rotary_percent": 0.4}),

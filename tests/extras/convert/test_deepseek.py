@@ -1,0 +1,231 @@
+"""DeepSeek-V3: gradients and logits in fp64 are those of transformers, and what has no equivalent is refused."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from megapipe.api.language_model import load
+from megapipe.errors import CheckpointError, ConfigError
+from megapipe.extras.convert import hugging_face
+from megapipe.extras.convert.families import FAMILIES
+from megapipe.extras.convert.snapshot import Snapshot, write_checkpoint
+from megapipe.extras.convert.tables import map_tensors, unpadded
+from megapipe.extras.reference.experts import MoE
+from megapipe.extras.reference.gpt import ReferenceGPT
+from megapipe.extras.verify.oracle import reference_config
+from megapipe.layers.model import model_parameters, model_states
+from megapipe.model.microbatch import Microbatch
+from megapipe.plan.resolve import resolve
+from tests.extras.convert.models import CASES, draw_tokens, in_fp64, logits, make, save, without_casts
+from tests.extras.convert.test_fp64 import assert_close, stage_in_fp64
+from tests.tiny import make_config
+
+pytest.importorskip(
+    "transformers", reason="the optional package transformers is not installed: pip install 'megapipe[transformers]'"
+)
+DEEPSEEK = [name for name in CASES if name.startswith("deepseek")]
+
+
+def stored_gradients(model: Any) -> dict[str, Tensor]:
+    """Return the gradients under the names of stored weights, where each expert has its own."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    found = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+    return dict(revert_weight_conversion(model, found))
+
+
+def reference_logits(snapshot: Snapshot, tokens: Tensor) -> Tensor:
+    model = unpadded(snapshot.config.model)
+    options = {name: value for name, value in vars(model).items() if name != "num_query_groups"}
+    plan = resolve(make_config(**options, micro_batch_size=2, train_iters=1), 1)
+    reference, states = ReferenceGPT(reference_config(plan.config)).double(), {}
+    for name, tensor in snapshot.weights.items():
+        states[name] = tensor.detach().double()
+    for state in model_states(model):
+        module = reference.get_submodule(state.name.removesuffix(".router.expert_bias"))
+        assert isinstance(module, MoE)
+        module.expert_bias = states.pop(state.name)
+    reference.load_state_dict(states)
+    return reference.logits(tokens)
+
+
+@pytest.mark.parametrize("name", DEEPSEEK)
+def test_logits_and_gradients_are_theirs_in_fp64(tmp_path: Path, name: str) -> None:
+    case = CASES[name]
+    model = make(case)
+    snapshot = hugging_face.read(save(model, tmp_path / "theirs"))
+    tokens = draw_tokens(model.config.vocab_size)
+    with without_casts():
+        theirs = in_fp64(case, model)
+        theirs.get_input_embeddings().padding_idx = None  # it would have no gradient
+        expected = theirs(tokens, use_cache=False).logits
+        weights = torch.randn(expected.shape, generator=torch.Generator().manual_seed(8), dtype=torch.float64)
+        (expected * weights).sum().backward()
+    stage = stage_in_fp64(snapshot)
+    found = stage(Microbatch(tokens), return_logits=True)
+    assert isinstance(found, Tensor)
+    assert_close(found.transpose(0, 1), expected, "logits")
+    assert_close(found.transpose(0, 1), reference_logits(snapshot, tokens), "logits of the reference")
+    (found.transpose(0, 1) * weights).sum().backward()
+    gradients = {parameter: tensor.grad for parameter, tensor in stage.named_parameters()}
+    of_theirs = stored_gradients(theirs)
+    family = FAMILIES[type(model).__name__]
+    for entry in map_tensors(family.rows, unpadded(snapshot.config.model), family.architecture):
+        gradient = gradients.pop(entry.spec.name, None)
+        if gradient is None:
+            assert entry.spec.name.endswith(".expert_bias")
+            continue
+        for part, parameter in zip(entry.layout.split(gradient), entry.theirs, strict=True):
+            assert_close(part, of_theirs[parameter], parameter)
+    assert not gradients
+
+
+def test_a_loaded_model_has_the_biases_of_routers_and_continues_text_with_a_cache(tmp_path: Path) -> None:
+    model = make(CASES["deepseek_v3"])
+    write_checkpoint(hugging_face.read(save(model, tmp_path / "theirs")), tmp_path / "ours")
+    loaded, _ = load(tmp_path / "ours")
+    tokens = draw_tokens(model.config.vocab_size)
+    with torch.no_grad():
+        torch.testing.assert_close(loaded(tokens), logits(model, tokens), rtol=0.0, atol=1e-5)
+    prompt = tokens[0, :8].tolist()
+    theirs = model.generate(torch.tensor([prompt]), max_new_tokens=10, do_sample=False, eos_token_id=None)
+    assert loaded.generate([prompt], 10, temperature=0.0, stop_tokens=()) == [theirs[0, 8:].tolist()]
+
+
+PUBLISHED = {  # of deepseek-ai/DeepSeek-V3-Base, without the kind of its weights
+    "aux_loss_alpha": 0.001,
+    "ep_size": 1,
+    "first_k_dense_replace": 3,
+    "hidden_act": "silu",
+    "hidden_size": 7168,
+    "initializer_range": 0.02,
+    "intermediate_size": 18432,
+    "kv_lora_rank": 512,
+    "max_position_embeddings": 163840,
+    "moe_intermediate_size": 2048,
+    "moe_layer_freq": 1,
+    "n_group": 8,
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "norm_topk_prob": True,
+    "num_attention_heads": 128,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 61,
+    "num_key_value_heads": 128,
+    "num_nextn_predict_layers": 1,
+    "q_lora_rank": 1536,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": {
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "factor": 40,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "original_max_position_embeddings": 4096,
+        "type": "yarn",
+    },
+    "rope_theta": 10000,
+    "routed_scaling_factor": 2.5,
+    "scoring_func": "sigmoid",
+    "seq_aux": True,
+    "tie_word_embeddings": False,
+    "topk_group": 4,
+    "topk_method": "noaux_tc",
+    "v_head_dim": 128,
+    "vocab_size": 129280,
+}
+
+
+def test_the_published_configuration_is_expressed_with_all_671_billion_parameters() -> None:
+    family = FAMILIES["DeepseekV3ForCausalLM"]
+    model = unpadded(family.read(PUBLISHED))
+    specs = (*model_parameters(model, False), *model_states(model))
+    assert sum(spec.num_elements for spec in specs) == 671_026_419_200
+    assert model.softmax_scale == pytest.approx(192**-0.5 * (0.1 * math.log(40) + 1) ** 2)
+    written = family.write(family.read(PUBLISHED))
+    assert family.read(written) == family.read(PUBLISHED)
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "another choice of groups": ({"num_experts_per_tok": 3}, "num_experts_per_tok 3 with topk_group 2"),
+    "weights that are not normalized": ({"norm_topk_prob": False}, "norm_topk_prob False"),
+    "no shared experts": ({"n_shared_experts": 0}, "n_shared_experts 0"),
+    "no experts": ({"first_k_dense_replace": 3}, "no layer would have experts"),
+    "other norms of latents": ({"rms_norm_eps": 1e-5}, "norms of latents have 1e-06"),
+    "pairs in halves": ({"rope_interleave": False}, "rope_interleave False"),
+    "biases": ({"attention_bias": True}, "attention_bias True"),
+    "heads that contradict": ({"qk_head_dim": 99}, "qk_head_dim 99"),
+    "softmax scores": ({"scoring_func": "softmax"}, "scoring_func 'softmax'"),
+}
+
+
+@pytest.mark.parametrize(("changes", "message"), REFUSED.values(), ids=REFUSED)
+def test_what_cannot_be_expressed_is_named(changes: dict[str, Any], message: str) -> None:
+    settings = json.loads(json.dumps(CASES["deepseek_v3"].settings)) | {
+        "vocab_size": 61,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_attention_heads": 4,
+        "max_position_embeddings": 24,
+        "num_nextn_predict_layers": 0,
+    }
+    settings.pop("num_mtp_layers")
+    family = FAMILIES["DeepseekV3ForCausalLM"]
+    family.read(settings)
+    with pytest.raises(ConfigError, match=f"(?i){message}"):
+        family.read(settings | changes)
+
+
+def changed(folder: Path, tensors: dict[str, Tensor], **settings: Any) -> Path:
+    """Replace the tensors of a folder, and keys of its config.json."""
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | settings))
+    return folder
+
+
+def test_layers_that_predict_further_tokens_are_refused_by_name_unless_left_out(tmp_path: Path) -> None:
+    theirs = save(make(CASES["deepseek_v3_no_latent_of_queries"]), tmp_path / "theirs")
+    tensors = load_file(theirs / "model.safetensors")
+    known = set(hugging_face.read(theirs).tensors)
+    changed(theirs, tensors | {"model.layers.3.enorm.weight": torch.ones(32)}, num_nextn_predict_layers=1)
+    with pytest.raises(CheckpointError, match=r"multi-token prediction.*--ignore-key num_nextn_predict_layers"):
+        hugging_face.read(theirs)
+    snapshot = hugging_face.read(theirs, frozenset({"num_nextn_predict_layers"}))
+    assert set(snapshot.tensors) == known
+    hugging_face.write(snapshot, tmp_path / "back")
+    assert json.loads((tmp_path / "back" / "config.json").read_text())["num_nextn_predict_layers"] == 0
+
+
+def test_weights_in_8_bits_are_multiplied_by_the_scales_of_their_blocks(tmp_path: Path) -> None:
+    theirs = save(make(CASES["deepseek_v3_no_latent_of_queries"]).bfloat16(), tmp_path / "theirs")
+    tensors = load_file(theirs / "model.safetensors")
+    name, block = "model.layers.1.self_attn.kv_b_proj.weight", [16, 8]  # [80, 14]
+    rows, columns = tensors[name].shape
+    scales = torch.rand(-(-rows // 16), -(-columns // 8)) + 0.5
+    in_8_bits = tensors[name].to(torch.float8_e4m3fn)
+    expected = in_8_bits.float()
+    for row in range(rows):
+        for column in range(columns):
+            expected[row, column] *= scales[row // 16, column // 8]
+    quantization = {"quant_method": "fp8", "weight_block_size": block, "fmt": "e4m3", "activation_scheme": "dynamic"}
+    stored = tensors | {name: in_8_bits, f"{name}_scale_inv": scales}
+    changed(theirs, stored, quantization_config=quantization)
+    found = hugging_face.read(theirs).weights["decoder.layers.1.self_attention.linear_kv_up_proj.weight"].detach()
+    assert torch.equal(found, expected.bfloat16())
+    changed(theirs, stored | {f"{name}_scale_inv": scales[1:]})
+    with pytest.raises(CheckpointError, match=r"kv_b_proj.weight_scale_inv has shape \[4, 2\]"):
+        hugging_face.read(theirs)
+    changed(theirs, stored, quantization_config={"quant_method": "gptq"})
+    with pytest.raises(ConfigError, match="quantization_config gptq cannot be read"):
+        hugging_face.read(theirs)
