@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 
+from megapipe.data.batch import Batch
 from megapipe.optimizer.schedule import Rates
 from megapipe.plan.resolve import resolve
 from tests.harness import RankPool
@@ -106,10 +109,44 @@ GRIDS: dict[str, tuple[int, dict[str, Any]]] = {
 SHORT = {"cp": "context_parallel_size"}
 
 
-def differences(rank: int, world_size: int, options: dict[str, Any]) -> list[str]:
+def differences(
+    rank: int, world_size: int, options: dict[str, Any], change: Callable[[Batch], Batch] = lambda batch: batch
+) -> list[str]:
     named = {SHORT.get(name, name): value for name, value in options.items()}
     plan = resolve(make_config(**MODEL | named), world_size)
-    return plan_differences(rank, plan, [Rates(0.02, 0.1, None), Rates(0.01, 0.2, None)])
+    return plan_differences(rank, plan, [Rates(0.02, 0.1, None), Rates(0.01, 0.2, None)], change=change)
+
+
+def early_tokens_count(batch: Batch) -> Batch:
+    """Let the first sixth of each sequence count, which is on the first rank alone."""
+    mask = np.zeros(batch.tokens.shape, dtype=np.float32)
+    mask[:, : mask.shape[1] // 6] = 1.0
+    return dataclasses.replace(batch, loss_mask=mask)
+
+
+def documents_end_at_chunks(batch: Batch) -> Batch:
+    """Let a document of one token begin at the border of each chunk of 3 tokens, and one end there."""
+    ids = np.arange(batch.tokens.shape[1]) // 3 * 2 + (np.arange(batch.tokens.shape[1]) % 3 > 0)
+    return dataclasses.replace(batch, document_ids=np.tile(ids, (len(batch.tokens), 1)))
+
+
+@pytest.mark.parametrize("per_token", [False, True], ids=["mean of means", "tokens"])
+@pytest.mark.parametrize("cp", [2, 4])
+def test_cp_does_not_change_gradients_where_loss_masks_differ_over_its_ranks(
+    cp: int, per_token: bool, rank_pools: Callable[[int], RankPool]
+) -> None:
+    """Not Megatron-LM's issues 7452 (finding 9: the gradient divided by cp) and 673 (multiplied by it)."""
+    options = {"cp": cp, "calculate_per_token_loss": per_token, "eod_mask_loss": True, "clip_grad": 0.0}
+    assert rank_pools(cp).run(differences, options, early_tokens_count)[0] == []
+
+
+@pytest.mark.parametrize("kind", [{}, GATHER, A2A, BOTH], ids=["p2p", "all_gather", "a2a", "a2a+p2p"])
+@pytest.mark.parametrize("window", [None, 2], ids=["all", "window of 2"])
+def test_documents_of_one_token_at_the_border_of_a_chunk(
+    kind: dict[str, Any], window: int | None, rank_pools: Callable[[int], RankPool]
+) -> None:
+    options = {"cp": 4, "reset_attention_mask": True, "window_size": window} | kind
+    assert rank_pools(4).run(differences, options, documents_end_at_chunks)[0] == []
 
 
 @pytest.mark.parametrize("name", GRIDS)
