@@ -46,9 +46,10 @@ class StepTime:
     """The predicted time of a step.
 
     parts: the seconds of the rank that computes longest, which add up to `seconds`: 'gemm', 'attention', 'pointwise',
-    'tp' (tensor-parallel messages that no GEMM hides), 'cp' (messages of attention that it does not hide), 'host' (where layers are offloaded: waits for copies), 'bubble'
-    (idle, and waits for messages), 'reduce' and 'gather' (gradients and parameters between replicas, what the
-    computation does not hide), 'optimizer' (with fp8 the cast of its new weights, too).
+    'tp' (tensor-parallel messages that no GEMM hides), 'cp' (messages of attention that its computation does not hide),
+    'host' (where layers are offloaded: waits for copies), 'bubble' (idle, and waits for messages), 'reduce' and
+    'gather' (gradients and parameters between replicas, what the computation does not hide), 'optimizer' (with fp8 the
+    cast of its new weights, too).
     """
 
     seconds: float

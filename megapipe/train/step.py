@@ -183,8 +183,8 @@ class LossAverage:
     ) -> PendingLoss:
         """Start to average this rank's reports, which only ranks of the last stage have, with those of all replicas.
 
-        Each cp rank reports the loss of its tokens, and the number of tokens of whole sequences. One all-reduce of three
-        numbers over the world, so that every rank, whatever its stage, learns the loss.
+        Each cp rank reports the loss of its tokens, and the number of tokens of whole sequences. One all-reduce of
+        three numbers over the world, so that every rank, whatever its stage, learns the loss.
         """
         totals = torch.zeros(3, dtype=torch.float64, device=device)
         if reports and groups.tp.rank == 0:  # tp ranks report the same loss
