@@ -10,19 +10,30 @@ the plan. Inputs are random; the outputs of the kinds are compared first.
 from __future__ import annotations
 
 import argparse
-import multiprocessing
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+import torch
+from bench_processes import BenchError, answer, free_port, num_cores, processor, spawn
 
-from tools.bench.bench_processes import BenchError, answer, num_cores, processor, spawn
+from megapipe.comm.bootstrap import start
+from megapipe.comm.collectives import barrier
+from megapipe.comm.groups import ContextGroups, Group, build_process_groups
+from megapipe.config.layers import layer_configs
+from megapipe.config.model import ModelConfig
+from megapipe.environment import Environment
+from megapipe.layers.attention import Attention
+from megapipe.layers.table import RankShape
+from megapipe.model.attention import fused_attention
+from megapipe.model.block_attention import FusedBlocks
+from megapipe.model.context import blocks_with_masks
+from megapipe.model.context_parallel import ContextParallel
+from megapipe.plan.resolve import resolve_model
+from megapipe.topology import Topology
 
 KINDS = ("p2p", "all_gather", "a2a")
 TIMEOUT_SECONDS = 600.0
@@ -44,23 +55,19 @@ def arguments(words: list[str]) -> argparse.Namespace:
     return own
 
 
-def rank_main(connection: Connection, rank: int, own: argparse.Namespace, store: str) -> None:
+def rank_main(connection: Connection, rank: int, own: argparse.Namespace, port: int) -> None:
     """Compute on one rank: for each kind the seconds of every repeat."""
-    import torch
-    import torch.distributed as dist
-
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=own.cp)
-    connection.send(seconds_of_kinds(rank, own))
-    dist.barrier()
+    local = Environment(rank, own.cp, rank, own.cp, 1, 0, master_addr="127.0.0.1", master_port=port, launcher="single")
+    start(local, "gloo", TIMEOUT_SECONDS, "cpu")
+    cp = build_process_groups(Topology(cp=own.cp), rank, "gloo", TIMEOUT_SECONDS).cp
+    connection.send(seconds_of_kinds(cp, own))
+    barrier(cp)
 
 
-def seconds_of_kinds(rank: int, own: argparse.Namespace) -> dict[str, list[float]]:
+def seconds_of_kinds(cp: Group, own: argparse.Namespace) -> dict[str, list[float]]:
     """Return the seconds of each repeat by kind. Raises BenchError if the kinds do not agree."""
-    import torch
-    import torch.distributed as dist
-
-    runs = {kind: attention_of(kind, rank, own) for kind in KINDS}
+    runs = {kind: attention_of(kind, cp, own) for kind in KINDS}
     results = {kind: run() for kind, run in runs.items()}
     for kind, found in results.items():
         for one, other in zip(found, results["p2p"], strict=True):
@@ -69,30 +76,20 @@ def seconds_of_kinds(rank: int, own: argparse.Namespace) -> dict[str, list[float
     seconds: dict[str, list[float]] = {kind: [] for kind in KINDS}
     for _ in range(own.repeats):
         for kind, run in runs.items():
-            dist.barrier()
+            barrier(cp)
             began = time.perf_counter()
             run()
-            dist.barrier()
+            barrier(cp)
             seconds[kind].append(time.perf_counter() - began)
     return seconds
 
 
-def attention_of(kind: str, rank: int, own: argparse.Namespace) -> Callable[[], tuple[Any, ...]]:
+def attention_of(kind: str, cp: Group, own: argparse.Namespace) -> Callable[[], tuple[Any, ...]]:
     """Return a function that runs forward and backward and returns the output and the gradients of q, k and v."""
-    import torch
-    import torch.distributed as dist
-
-    from megapipe.comm.groups import ContextGroups, Group
-    from megapipe.model.attention import fused_attention
-    from megapipe.model.block_attention import FusedBlocks
-    from megapipe.model.context import blocks_with_masks
-    from megapipe.model.context_parallel import ContextParallel
-
-    cp = Group("cp", tuple(range(own.cp)), rank, dist.group.WORLD)
     parallel = ContextParallel.of(kind, ContextGroups(cp))
     scale, local = own.kv_channels**-0.5, own.seq_length // own.cp
     queries = own.num_attention_heads // own.num_query_groups
-    generator = torch.Generator().manual_seed(rank)
+    generator = torch.Generator().manual_seed(cp.rank)
     sizes = [(local, 1, own.num_query_groups, heads, own.kv_channels) for heads in (queries, 1, 1)]
     q, k, v = (torch.randn(size, generator=generator, requires_grad=True) for size in sizes)
     grad = torch.randn(local, 1, own.num_attention_heads * own.kv_channels, generator=generator)
@@ -114,28 +111,20 @@ def attention_of(kind: str, rank: int, own: argparse.Namespace) -> Callable[[], 
 
 def sent_megabytes(kind: str, own: argparse.Namespace) -> float:
     """Return the megabytes that a rank sends in a forward and a backward, by the formulas of the plan."""
-    from megapipe.config.config import Config
-    from megapipe.config.layers import LayerConfig, layer_configs
-    from megapipe.config.model import ModelConfig
-    from megapipe.layers.attention import Attention
-    from megapipe.layers.table import RankShape
-    from megapipe.plan.resolve import resolve_model
-
     sizes = {name: getattr(own, name) for name in ("seq_length", "num_attention_heads", "num_query_groups")}
     model = ModelConfig(num_layers=1, hidden_size=64, kv_channels=own.kv_channels, vocab_size=8, **sizes)
-    layer: LayerConfig = layer_configs(resolve_model(model, 1))[0]
-    shape = RankShape(1, own.seq_length // own.cp, Config().precision.dtype, cp=own.cp)
+    layer = layer_configs(resolve_model(model, 1))[0]
+    shape = RankShape(1, own.seq_length // own.cp, "fp32", cp=own.cp)
     return sum(sum(sent.values()) for sent in Attention(layer, False, kind).sent_bytes(shape)) / 1e6
 
 
 def main(words: list[str]) -> int:
     own = arguments(words)
-    multiprocessing.set_start_method("spawn", force=True)
-    with tempfile.TemporaryDirectory() as folder:
-        ranks = [spawn(rank_main, rank, own, str(Path(folder) / "store")) for rank in range(own.cp)]
-        found = [answer(connection, f"rank {rank}", TIMEOUT_SECONDS) for rank, (_, connection) in enumerate(ranks)]
-        for process, _ in ranks:
-            process.join(TIMEOUT_SECONDS)
+    port = free_port()
+    ranks = [spawn(rank_main, rank, own, port) for rank in range(own.cp)]
+    found = [answer(connection, f"rank {rank}", TIMEOUT_SECONDS) for rank, (_, connection) in enumerate(ranks)]
+    for process, _ in ranks:
+        process.join(TIMEOUT_SECONDS)
     print(f"{processor()}, {num_cores()} cores, {own.cp} ranks of one thread, gloo; {own.repeats} repeats in turn")
     print(f"sequence {own.seq_length}, {own.num_attention_heads} heads, {own.num_query_groups} key/value heads, fp32")
     print(f"{'kind':<12}{'median':>10}{'fastest':>10}{'sent':>12}")
