@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import math
 from collections.abc import Callable
 from typing import Any
 
+import hypothesis.strategies as st
 import numpy as np
 import pytest
+from hypothesis import HealthCheck, assume, given, seed, settings
 
 from megapipe.data.batch import Batch
 from megapipe.optimizer.schedule import Rates
@@ -149,7 +153,72 @@ def test_documents_of_one_token_at_the_border_of_a_chunk(
     assert rank_pools(4).run(differences, options, documents_end_at_chunks)[0] == []
 
 
-@pytest.mark.parametrize("name", GRIDS)
+EVERYDAY = {
+    "cp 2, all_gather",
+    "cp 2, a2a",
+    "cp 4, a2a+p2p, documents",
+    "cp 4, p2p, window of 2",
+    "cp 2, p2p, soft-caps, dropout",
+    "cp 2 tp 2 sequence parallel, qk norm",
+    "cp 2 dp 2, a kind each",
+    "cp 2 dp 2 pp 2 zb-h1",
+}
+NAMES = [pytest.param(name, marks=() if name in EVERYDAY else pytest.mark.slow) for name in GRIDS]
+# what a drawn grid takes one of
+KINDS = ({}, GATHER, A2A, {"cp_comm_type": ("a2a+p2p",)})
+CHOICES: dict[str, tuple[dict[str, Any], ...]] = {
+    "masks": ({}, DOCUMENTS, {"window_size": 5}, {"window_size": 2} | DOCUMENTS, {"eod_mask_loss": True}),
+    "model": (
+        {},
+        LLAMA,
+        LLAMA | {"num_query_groups": 4, "qk_layernorm": True},
+        {"num_query_groups": 1, "attn_logit_softcapping": 2.0},
+        {"position_embedding_type": "none", "attention_softmax_in_fp32": True},
+    ),
+    "dropout": ({}, DROPOUT),
+    "recompute": ({}, CORE, FULL),
+    "optimizer": ({}, ZERO),
+    "loss": ({}, {"calculate_per_token_loss": True}),
+    "tp": ({}, {"sequence_parallel": True}),
+    "schedule": ({}, {"pipeline_schedule": "zb-h1"}, {"pipeline_schedule": "zb-v", "chunks": 2, "num_layers": 4}),
+}
+
+
+@st.composite
+def drawn_grids(draw: st.DrawFn) -> tuple[int, dict[str, Any]]:
+    """Draw a grid of up to 12 ranks, a kind that its heads allow, and options."""
+    cp = draw(st.sampled_from([2, 3, 4]))
+    sizes = [each for each in itertools.product((1, 2), repeat=3) if cp * math.prod(each) <= 12]
+    tp, pp, dp = draw(st.sampled_from(sizes))
+    options: dict[str, Any] = {"cp": cp, "tp": tp, "pp": pp}
+    for name, choices in CHOICES.items():
+        options |= draw(st.sampled_from(choices)) if name != "schedule" or pp > 1 else {}
+    options |= draw(st.sampled_from(KINDS))
+    held = max(1, options.get("num_query_groups", 4) // tp)
+    inner = draw(st.sampled_from([rank for rank in range(1, cp + 1) if cp % rank == 0 and held % rank == 0]))
+    if options.get("cp_comm_type") == ("a2a+p2p",):
+        options["hierarchical_context_parallel_sizes"] = (inner, cp // inner)
+    assume(options.get("cp_comm_type") != ("a2a",) or held % cp == 0)
+    return cp * tp * pp * dp, options
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("shard", range(4))
+def test_drawn_grids_with_context_parallelism_equal_one_process(
+    shard: int, rank_pools: Callable[[int], RankPool]
+) -> None:
+    @seed(shard)
+    @settings(max_examples=10, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+    @given(drawn_grids())
+    def check(drawn: tuple[int, dict[str, Any]]) -> None:
+        world_size, options = drawn
+        assert rank_pools(world_size).run(differences, options)[0] == []
+
+    check()
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_grid_with_context_parallelism_equals_one_process(name: str, rank_pools: Callable[[int], RankPool]) -> None:
     world_size, options = GRIDS[name]
     assert rank_pools(world_size).run(differences, options)[0] == []

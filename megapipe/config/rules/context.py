@@ -79,6 +79,7 @@ def combinations(config: Config) -> Iterator[str]:
         ("--num-experts", model.num_experts is not None),
         ("--compile-pointwise", kernels.compile_pointwise),
         ("--cuda-graph-impl", config.gpu.cuda_graph_impl != "none"),
+        ("--pipeline-layer-times", parallel.pipeline_layer_times is not None),
         ("--recompute-memory-budget", recompute.recompute_memory_budget is not None),
     )
     if refused:
