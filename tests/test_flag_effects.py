@@ -190,7 +190,7 @@ def plan(pair: Pair, part: str) -> None:
             return str(error)
         topology = made.topology
         parts = {
-            "topology": lambda: [topology.groups(name) for name in ("tp", "pp", "dp")],
+            "topology": lambda: [topology.groups(name) for name in ("tp", "cp_a2a", "pp", "dp")],
             "placement": lambda: made.placement,
             "partition": lambda: made.partition,
             "specs": lambda: made.specs,

@@ -2,9 +2,10 @@
 
     stage               GPTStage, the part of one pipeline stage; Block, one layer, and a table of what it saves
     embedding_and_head  the first part of the model, and the last part with the loss
-    microbatch          Microbatch: a stage's input besides the hidden states; StageLoss; KVCache
+    microbatch          Microbatch, a stage's input besides the hidden states; StageLoss; KVCache
     attention           projections, q|k|v by query group, qk-norm; fused and explicit attention
     context             attention masks and rotary tables, built once per microbatch, shared by layers that are alike
+    context_parallel    attention over cp ranks: rings, gathers, heads for positions; block_attention computes its blocks
     mlp, norm           the MLP with its activations; LayerNorm, RMSNorm, and RMSNorm over all heads
     layer_factory       builds linears, norms and attention from the kernels that the configuration chose
     recompute           recomputing activations in the backward instead of saving them

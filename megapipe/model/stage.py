@@ -221,28 +221,32 @@ class GPTStage(nn.Module):
         }
         self.decoder = Decoder(self.factories, factory.norm(config.hidden_size) if layers.has_head else None)
         if layers.has_head:
-            head = ColumnParallelLinear(
-                config.hidden_size,
-                config.padded_vocab_size,
-                bias=False,
-                tp=tp,
-                sequence_parallel=sequence_parallel,
-                queue=queue,
-                chunks=chunks,
-                sm_carveout=kernels.sm_carveout,
-            )
-            if config.untie_embeddings_and_output_weights:
-                self.output_layer = head
-            elif self.embedding is None:
-                self.embedding = TiedHead(head)
-            else:
-                self.output_layer = head
-                head.weight = self.embedding.word_embeddings.weight
+            self._add_head(queue, chunks, kernels)
         self._fp8_linears = [
             (gemms, linear)
             for linear in self.decoder.modules()
             if isinstance(gemms := getattr(linear, "gemms", None), Fp8Gemms)
         ]
+
+    def _add_head(self, queue: WeightQueue, chunks: CommChunks, kernels: Kernels) -> None:
+        """Build the output layer, which uses the word embedding's parameter where the two are tied."""
+        head = ColumnParallelLinear(
+            self.config.hidden_size,
+            self.config.padded_vocab_size,
+            bias=False,
+            tp=self.tp,
+            sequence_parallel=self.sequence_parallel,
+            queue=queue,
+            chunks=chunks,
+            sm_carveout=kernels.sm_carveout,
+        )
+        if self.config.untie_embeddings_and_output_weights:
+            self.output_layer = head
+        elif self.embedding is None:
+            self.embedding = TiedHead(head)
+        else:
+            self.output_layer = head
+            head.weight = self.embedding.word_embeddings.weight
 
     def routers(self) -> dict[int, Router]:
         """Return the routers of its layers with experts, by the layers' global numbers."""

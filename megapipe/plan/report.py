@@ -81,7 +81,8 @@ def _headline(plan: RunPlan) -> Iterator[str]:
         "experts' all-to-alls under computation": plan.parts is not None,
     }
     ranks, name = count_text(t.world_size, "rank"), ", ".join([plan.schedule_name, *(e for e in extras if extras[e])])
-    yield f"plan: {ranks} = tp {t.tp} x pp {t.pp}{chunks} x dp {t.dp}, schedule {name}"
+    cp = f" x cp {t.cp} ({' '.join(dict.fromkeys(parallel.cp_comm_type))})" if t.cp > 1 else ""
+    yield f"plan: {ranks} = tp {t.tp}{cp} x pp {t.pp}{chunks} x dp {t.dp}, schedule {name}"
     if not plan.is_synchronous:
         count = plan.batch.num_microbatches
         updates = len(plan.weight_versions(count, 0).group_sizes)
@@ -141,10 +142,10 @@ def _option_text(value: object) -> str:
 
 
 def _grid(plan: RunPlan) -> Iterator[str]:
-    """Yield one line for each pipeline rank: the global ranks of its tp groups, by dp replica."""
+    """Yield one line for each pipeline rank: the global ranks of its tp groups, by dp replica; | between cp ranks."""
     t = plan.topology
     if t.num_nodes > 1:
-        names = [name for name in ("tp", "pp", "dp") if t.size(name) > 1]
+        names = [name for name in ("tp", "cp", "pp", "dp") if t.size(name) > 1]
         if plan.model.has_experts:
             names += [name for name, size in (("ep", t.ep), ("etp", t.etp)) if size > 1]
         crossing = ", ".join(name for name in names if t.crosses_nodes(name))
@@ -160,11 +161,12 @@ def _grid(plan: RunPlan) -> Iterator[str]:
     if t.world_size > MOST_RANKS_SHOWN:
         yield f"  grid     rank order {t.order}, tp fastest: tp groups (0..{t.tp - 1}), ..."
         return
-    tp_groups = {}
+    parts: dict[tuple[int, int], dict[int, str]] = {}
     for ranks in t.groups("tp"):
         place = t.coordinates(ranks[0])
         node = f"n{t.node_of(ranks[0])}:" if t.num_nodes > 1 else ""
-        tp_groups[place.pp_rank, place.dp_rank] = node + " ".join(map(str, ranks))
+        parts.setdefault((place.pp_rank, place.dp_rank), {})[place.cp_rank] = node + " ".join(map(str, ranks))
+    tp_groups = {place: " | ".join(text for _, text in sorted(of_cp.items())) for place, of_cp in parts.items()}
     width = max(len("dp 00"), *map(len, tp_groups.values()))
     yield "  grid     " + " " * 5 + "  ".join(f"dp {d}".ljust(width) for d in range(t.dp)).rstrip()
     for pp_rank in range(t.pp):

@@ -189,10 +189,53 @@ CASES = [
         "--padded-vocab-size 100",
     ),
     (
-        "context_parallel_is_one",
-        "--context-parallel-size 2",
-        ["context parallelism is not supported yet"],
-        "--context-parallel-size 1",
+        "two_chunks_for_each_context_parallel_rank",
+        "--context-parallel-size 3 --seq-length 32",
+        ["--seq-length 32 is not a multiple of 2 x --context-parallel-size 3", "use 30 or 36"],
+        "--context-parallel-size 3 --seq-length 36",
+    ),
+    (
+        "kinds_of_context_parallelism_for_layers",
+        "--context-parallel-size 2 --cp-comm-type a2a p2p a2a p2p a2a",
+        ["--cp-comm-type names 5 kinds; name one, or one for each of"],
+        "--context-parallel-size 2 --cp-comm-type a2a",
+    ),
+    (
+        "levels_of_context_parallelism",
+        "--context-parallel-size 4 --cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 2 3",
+        ["two numbers whose product is --context-parallel-size 4; use 1 4, 2 2 or 4 1"],
+        "--context-parallel-size 4 --cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 2 2",
+    ),
+    (
+        "levels_of_context_parallelism_are_given",
+        "--context-parallel-size 4 --cp-comm-type a2a+p2p",
+        ["--cp-comm-type a2a+p2p needs --hierarchical-context-parallel-sizes A R"],
+        "--context-parallel-size 4 --cp-comm-type p2p",
+    ),
+    (
+        "levels_belong_to_their_kind",
+        "--context-parallel-size 4 --hierarchical-context-parallel-sizes 2 2",
+        ["--hierarchical-context-parallel-sizes belongs to --cp-comm-type a2a+p2p"],
+        "--context-parallel-size 4",
+    ),
+    (
+        "context_parallelism_without_budget",
+        "--context-parallel-size 2 --recompute-memory-budget 0.5",
+        ["--context-parallel-size 2 does not work with --recompute-memory-budget yet"],
+        "--recompute-memory-budget 0.5",
+    ),
+    (
+        "heads_for_positions",
+        "--context-parallel-size 4 --cp-comm-type a2a --num-query-groups 2",
+        ["2 key/value heads over --tensor-model-parallel-size 1 are 2 a rank: use 1 or 2"],
+        "--context-parallel-size 2 --cp-comm-type a2a --num-query-groups 2",
+    ),
+    (
+        "blocks_and_kept_attention",
+        "--context-parallel-size 2 --recompute-granularity full --recompute-method uniform --recompute-num-layers 1 "
+        "--recompute-keep-attention",
+        ["does not work with --recompute-keep-attention; use --cp-comm-type a2a"],
+        "--context-parallel-size 2 --recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
     ),
     (
         "rank_order_names_axes",
@@ -886,7 +929,7 @@ def test_a_configuration_made_in_code_obeys_the_rules(changes: dict[str, dict[st
 
 def test_every_rule_is_broken_by_a_case() -> None:
     """Every `yield` of a rule runs in some case, and every required option is left out once."""
-    modules = [getattr(rules, name) for name in ("model", "gpu", "optimizer", "sft", "training")]
+    modules = [getattr(rules, name) for name in ("context", "model", "gpu", "optimizer", "sft", "training")]
     expected = {
         (str(module.__file__), node.lineno)
         for module in modules
@@ -951,7 +994,7 @@ def test_defaults_break_no_rule() -> None:
 
 def test_all_broken_rules_are_reported_at_once() -> None:
     with pytest.raises(ConfigError) as error:
-        load_config(job("--context-parallel-size 2 --global-batch-size 9 --finetune"))
+        load_config(job("--cp-comm-type a2a p2p a2a --global-batch-size 9 --finetune"))
     assert len(str(error.value).splitlines()) == 3
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -51,12 +51,22 @@ def differences(rank: int, world_size: int, grid: Grid, without_loss: tuple[int,
     return plan_differences(rank, plan, rates[:steps], without_loss)
 
 
-def plan_differences(rank: int, plan: RunPlan, rates: Sequence[Rates], without_loss: tuple[int, ...] = ()) -> list[str]:
-    """Return the differences of one plan's run, a step for each of the rates; called by all ranks."""
+def plan_differences(
+    rank: int,
+    plan: RunPlan,
+    rates: Sequence[Rates],
+    without_loss: tuple[int, ...] = (),
+    change: Callable[[Batch], Batch] = lambda batch: batch,
+) -> list[str]:
+    """Return the differences of one plan's run, a step for each of the rates; called by all ranks.
+
+    change: of each random batch.
+    """
     groups = build_process_groups(plan.topology, rank, "gloo", 60)
     batches = random_batches(plan.config, plan.topology.dp, microbatch_counts(plan)[: len(rates)], seed=1)
     batches = [
-        [_masked(part) if number in without_loss else part for number, part in enumerate(batch)] for batch in batches
+        [_masked(part) if number in without_loss else change(part) for number, part in enumerate(batch)]
+        for batch in batches
     ]
     slices = drawn_slices(plan.config.training.seed, torch.float64)
     compared = compare_with_oracle(plan, groups, torch.device("cpu"), slices, batches, rates, FP64)

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
+import math
 from collections.abc import Callable
 from typing import Any
 
+import hypothesis.strategies as st
+import numpy as np
 import pytest
+from hypothesis import HealthCheck, assume, given, seed, settings
 
+from megapipe.data.batch import Batch
 from megapipe.optimizer.schedule import Rates
 from megapipe.plan.resolve import resolve
 from tests.harness import RankPool
@@ -106,13 +113,112 @@ GRIDS: dict[str, tuple[int, dict[str, Any]]] = {
 SHORT = {"cp": "context_parallel_size"}
 
 
-def differences(rank: int, world_size: int, options: dict[str, Any]) -> list[str]:
+def differences(
+    rank: int, world_size: int, options: dict[str, Any], change: Callable[[Batch], Batch] = lambda batch: batch
+) -> list[str]:
     named = {SHORT.get(name, name): value for name, value in options.items()}
     plan = resolve(make_config(**MODEL | named), world_size)
-    return plan_differences(rank, plan, [Rates(0.02, 0.1, None), Rates(0.01, 0.2, None)])
+    return plan_differences(rank, plan, [Rates(0.02, 0.1, None), Rates(0.01, 0.2, None)], change=change)
 
 
-@pytest.mark.parametrize("name", GRIDS)
+def early_tokens_count(batch: Batch) -> Batch:
+    """Let the first sixth of each sequence count, which is on the first rank alone."""
+    mask = np.zeros(batch.tokens.shape, dtype=np.float32)
+    mask[:, : mask.shape[1] // 6] = 1.0
+    return dataclasses.replace(batch, loss_mask=mask)
+
+
+def documents_end_at_chunks(batch: Batch) -> Batch:
+    """Let a document of one token begin at the border of each chunk of 3 tokens, and one end there."""
+    ids = np.arange(batch.tokens.shape[1]) // 3 * 2 + (np.arange(batch.tokens.shape[1]) % 3 > 0)
+    return dataclasses.replace(batch, document_ids=np.tile(ids, (len(batch.tokens), 1)))
+
+
+@pytest.mark.parametrize("per_token", [False, True], ids=["mean of means", "tokens"])
+@pytest.mark.parametrize("cp", [2, 4])
+def test_cp_does_not_change_gradients_where_loss_masks_differ_over_its_ranks(
+    cp: int, per_token: bool, rank_pools: Callable[[int], RankPool]
+) -> None:
+    """Not Megatron-LM's issues 7452 (finding 9: the gradient divided by cp) and 673 (multiplied by it)."""
+    options = {"cp": cp, "calculate_per_token_loss": per_token, "eod_mask_loss": True, "clip_grad": 0.0}
+    assert rank_pools(cp).run(differences, options, early_tokens_count)[0] == []
+
+
+@pytest.mark.parametrize("kind", [{}, GATHER, A2A, BOTH], ids=["p2p", "all_gather", "a2a", "a2a+p2p"])
+@pytest.mark.parametrize("window", [None, 2], ids=["all", "window of 2"])
+def test_documents_of_one_token_at_the_border_of_a_chunk(
+    kind: dict[str, Any], window: int | None, rank_pools: Callable[[int], RankPool]
+) -> None:
+    options = {"cp": 4, "reset_attention_mask": True, "window_size": window} | kind
+    assert rank_pools(4).run(differences, options, documents_end_at_chunks)[0] == []
+
+
+EVERYDAY = {
+    "cp 2, all_gather",
+    "cp 2, a2a",
+    "cp 4, a2a+p2p, documents",
+    "cp 4, p2p, window of 2",
+    "cp 2, p2p, soft-caps, dropout",
+    "cp 2 tp 2 sequence parallel, qk norm",
+    "cp 2 dp 2, a kind each",
+    "cp 2 dp 2 pp 2 zb-h1",
+}
+NAMES = [pytest.param(name, marks=() if name in EVERYDAY else pytest.mark.slow) for name in GRIDS]
+# what a drawn grid takes one of
+KINDS = ({}, GATHER, A2A, {"cp_comm_type": ("a2a+p2p",)})
+CHOICES: dict[str, tuple[dict[str, Any], ...]] = {
+    "masks": ({}, DOCUMENTS, {"window_size": 5}, {"window_size": 2} | DOCUMENTS, {"eod_mask_loss": True}),
+    "model": (
+        {},
+        LLAMA,
+        LLAMA | {"num_query_groups": 4, "qk_layernorm": True},
+        {"num_query_groups": 1, "attn_logit_softcapping": 2.0},
+        {"position_embedding_type": "none", "attention_softmax_in_fp32": True},
+    ),
+    "dropout": ({}, DROPOUT),
+    "recompute": ({}, CORE, FULL),
+    "optimizer": ({}, ZERO),
+    "loss": ({}, {"calculate_per_token_loss": True}),
+    "tp": ({}, {"sequence_parallel": True}),
+    "schedule": ({}, {"pipeline_schedule": "zb-h1"}, {"pipeline_schedule": "zb-v", "chunks": 2, "num_layers": 4}),
+}
+
+
+@st.composite
+def drawn_grids(draw: st.DrawFn) -> tuple[int, dict[str, Any]]:
+    """Draw a grid of up to 12 ranks, a kind that its heads allow, and options."""
+    cp = draw(st.sampled_from([2, 3, 4]))
+    sizes = [each for each in itertools.product((1, 2), repeat=3) if cp * math.prod(each) <= 12]
+    tp, pp, dp = draw(st.sampled_from(sizes))
+    options: dict[str, Any] = {"cp": cp, "tp": tp, "pp": pp}
+    for name, choices in CHOICES.items():
+        options |= draw(st.sampled_from(choices)) if name != "schedule" or pp > 1 else {}
+    options |= draw(st.sampled_from(KINDS))
+    held = max(1, options.get("num_query_groups", 4) // tp)
+    inner = draw(st.sampled_from([rank for rank in range(1, cp + 1) if cp % rank == 0 and held % rank == 0]))
+    if options.get("cp_comm_type") == ("a2a+p2p",):
+        options["hierarchical_context_parallel_sizes"] = (inner, cp // inner)
+    assume(options.get("cp_comm_type") != ("a2a",) or held % cp == 0)
+    return cp * tp * pp * dp, options
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("shard", range(4))
+def test_drawn_grids_with_context_parallelism_equal_one_process(
+    shard: int, rank_pools: Callable[[int], RankPool]
+) -> None:
+    @seed(shard)
+    @settings(max_examples=10, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+    @given(drawn_grids())
+    def check(drawn: tuple[int, dict[str, Any]]) -> None:
+        world_size, options = drawn
+        assert rank_pools(world_size).run(differences, options)[0] == []
+
+    check()
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_grid_with_context_parallelism_equals_one_process(name: str, rank_pools: Callable[[int], RankPool]) -> None:
     world_size, options = GRIDS[name]
     assert rank_pools(world_size).run(differences, options)[0] == []

@@ -79,7 +79,7 @@ DUAL = {"pipeline_schedule": "dualpipe", "pipeline_model_parallel_size": 2}
         ({"pipeline_model_parallel_layout": "Ett|tt|ttttL", "pipeline_model_parallel_size": 2}, 2,
          r"3 stages, not a multiple"),
         ({"vocab_size": None}, 1, r"size of the vocabulary is unknown"),
-        ({"context_parallel_size": 2}, 2, r"--context-parallel-size 2"),
+        ({"context_parallel_size": 2}, 3, r"tensor 1 x context 2 x pipeline 1"),
         (
             {"pipeline_schedule": "gpipe", "pipeline_model_parallel_size": 2,
             "num_virtual_stages_per_pipeline_rank": 2},

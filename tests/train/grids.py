@@ -57,7 +57,8 @@ def step_microbatches(
         first = (k * dp + dp_rank) * micro
         return Batch.of(rows[first : first + micro], tuple(range(first, first + micro)), rules or DocumentRules())
 
-    return Microbatches(len(rows) // (micro * dp), read, Keys(training.seed, step, dp_rank, dp), runtime.device)
+    keys = Keys(training.seed, step, dp_rank, dp)
+    return Microbatches(len(rows) // (micro * dp), read, keys, runtime.device, runtime.sequence_part)
 
 
 def trainer(runtime: TrainingRuntime) -> TrainStep:

@@ -61,7 +61,7 @@ def train(runtime: TrainingRuntime, state: TrainingState, schedules: Schedules, 
             return Batch.of(tokens.astype(np.int64), ids, DocumentRules())
 
         keys = Keys(config.training.seed, state.step, coordinates.dp_rank, dp)
-        batch = Microbatches(batch_size // (micro * dp), read, keys, runtime.device)
+        batch = Microbatches(batch_size // (micro * dp), read, keys, runtime.device, runtime.sequence_part)
         result = step.run(batch, schedules.rates(start))
         state.advance(batch_size, int(result.num_tokens))
         state.skipped_steps += result.update.skipped

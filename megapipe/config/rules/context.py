@@ -83,13 +83,14 @@ def combinations(config: Config) -> Iterator[str]:
             "--attention-impl flash with --reset-attention-mask",
             kernels.attention_impl == "flash" and config.data.reset_attention_mask,
         ),
-        ("--transformer-impl transformer_engine", kernels.transformer_impl != "local"),
         ("--compile-pointwise", kernels.compile_pointwise),
         ("--cuda-graph-impl", config.gpu.cuda_graph_impl != "none"),
+        ("--pipeline-layer-times", parallel.pipeline_layer_times is not None),
         ("--recompute-memory-budget", recompute.recompute_memory_budget is not None),
     )
     if refused:
-        yield f"{CP} {parallel.context_parallel_size} does not work with {one_of(refused)} yet; leave one of the two out"
+        what = f"does not work with {one_of(refused)} yet"
+        yield f"{CP} {parallel.context_parallel_size} {what}; leave one of the two out"
     in_blocks = [kind for kind in dict.fromkeys(parallel.cp_comm_type) if kind != "a2a"]
     needs_a2a = chosen(
         (f"--attention-impl {kernels.attention_impl}", kernels.attention_impl != "sdpa"),

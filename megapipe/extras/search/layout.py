@@ -60,7 +60,8 @@ class Layout:
         """Return the microbatches of each dp rank in a step."""
         batch = config.training.global_batch_size
         assert batch is not None
-        return batch // (world_size // self.tp // self.pp) // self.micro_batch_size
+        cp = config.parallel.context_parallel_size
+        return batch // (world_size // cp // self.tp // self.pp) // self.micro_batch_size
 
     def applied_to(self, config: Config) -> Config:
         """Return the configuration with this layout; its manual cuts and group sizes are dropped."""
@@ -117,12 +118,13 @@ def layouts(config: Config, world_size: int, hardware: Hardware) -> Iterator[Lay
     assert batch is not None
     kinds, recomputes = layer_kinds(model), _recomputes(config)
     # tp within a node unless --allow-tp-across-nodes is given
+    cp = config.parallel.context_parallel_size  # is not varied
     widest = world_size if config.parallel.allow_tp_across_nodes else min(hardware.ranks_per_node, world_size)
     for tp in divisors(widest):
-        if world_size % tp or model.num_attention_heads % tp:
+        if world_size % (cp * tp) or model.num_attention_heads % tp:
             continue
-        for pp in divisors(world_size // tp):
-            dp = world_size // tp // pp
+        for pp in divisors(world_size // cp // tp):
+            dp = world_size // cp // tp // pp
             if pp > model.num_layers or batch % dp:
                 continue
             sizes = [size for size in MICRO_BATCH_SIZES if batch // dp % size == 0]
@@ -131,7 +133,7 @@ def layouts(config: Config, world_size: int, hardware: Hardware) -> Iterator[Lay
                 CUTS if pp > 1 else CUTS[:1],
                 # experts need sequence parallelism
                 (True, False)[: 1 if model.num_experts else 2] if tp > 1 else (False,),
-                _expert_grids(config, tp, dp),
+                _expert_grids(config, tp, dp * cp),
                 sizes,
                 recomputes,
             )

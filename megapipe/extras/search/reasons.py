@@ -170,8 +170,8 @@ def _switched_off(configured: Candidate, hardware: Hardware) -> Iterator[str]:
     config, t, need = configured.plan.config, configured.plan.topology, configured.peak_bytes
     for section, name, has_effect in (
         ("parallel", "sequence_parallel", t.tp > 1),
-        ("parallel", "use_distributed_optimizer", t.dp > 1),
-        ("parallel", "overlap_grad_reduce", t.dp > 1),
+        ("parallel", "use_distributed_optimizer", t.num_replicas > 1),
+        ("parallel", "overlap_grad_reduce", t.num_replicas > 1),
     ):
         if not has_effect or getattr(getattr(config, section), name):
             continue

@@ -227,6 +227,7 @@ class ShortSteps:
 
     def __init__(self, config: Config, world_size: int, hardware: Hardware) -> None:
         self._config, self._world_size, self.hardware = config, world_size, hardware
+        self._cp = config.parallel.context_parallel_size
         self._plans: dict[Hashable, RunPlan] = {}
 
     def of(self, layout: Layout, slowest: float, most_bytes: float) -> tuple[float, int]:
@@ -271,7 +272,9 @@ class ShortSteps:
         return (
             count,
             few,
-            self._plan(layout, few * (self._world_size // layout.tp // layout.pp) * layout.micro_batch_size),
+            self._plan(
+                layout, few * (self._world_size // self._cp // layout.tp // layout.pp) * layout.micro_batch_size
+            ),
         )
 
     def in_full(self, layout: Layout) -> Candidate:

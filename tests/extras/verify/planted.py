@@ -13,13 +13,14 @@ from torch import Tensor
 
 from megapipe.comm.collectives import Work
 from megapipe.comm.groups import Group, ProcessGroups
+from megapipe.data.batch import Batch
 from megapipe.data_parallel import reducer
 from megapipe.data_parallel.gather import ParameterGather
 from megapipe.data_parallel.reducer import GradientReducer
 from megapipe.extras.verify import parity
 from megapipe.extras.verify.compare import gradient_pieces
 from megapipe.layers.norm import Norm
-from megapipe.model import norm
+from megapipe.model import context_parallel, norm
 from megapipe.pipeline.engine import Engine
 from megapipe.sharding.spec import Interval, ParamSpec
 from megapipe.train.step import LossAverage, PendingLoss
@@ -143,3 +144,14 @@ def one_rank_differs(patch: pytest.MonkeyPatch, rank: int) -> None:
 def gradient_left_out(patch: pytest.MonkeyPatch, rank: int) -> None:
     """Leave a part of the gradients out of the comparison itself."""
     patch.setattr(parity, "gradient_pieces", lambda runtime: list(gradient_pieces(runtime))[1:])
+
+
+def loss_divided_by_tokens_of_a_shard(patch: pytest.MonkeyPatch, rank: int) -> None:
+    """Divide the loss by the tokens of this cp rank, not by those of the whole sequences."""
+    part = Batch.part
+    patch.setattr(Batch, "part", lambda self, held: dataclasses.replace(part(self, held), loss_tokens=None))
+
+
+def gradients_of_keys_not_sent_back(patch: pytest.MonkeyPatch, rank: int) -> None:
+    """Leave the gradients of other ranks' keys and values where they were computed."""
+    patch.setattr(context_parallel._RingSums, "done", lambda self, source: None)

@@ -36,6 +36,14 @@ CASES: dict[str, tuple[int, str, dict[str, Any]]] = {
         | WIDE
         | {"chunks": 2, "global_batch_size": 6, "qk_layernorm": True, "num_query_groups": 1, "eod_mask_loss": True},
     ),
+    "heads for positions in groups": (
+        8,
+        "fp64",
+        LLAMA
+        | {"tp": 2, "sp": True, "context_parallel_size": 4, "cp_comm_type": ("a2a+p2p",)}
+        | {"hierarchical_context_parallel_sizes": (2, 2), "num_query_groups": 4, "zero": True},
+    ),
+    "ring of three": (3, "native", LLAMA | {"context_parallel_size": 3, "window_size": 5, "seq_length": 24}),
     "two directions": (
         8,
         "fp64",

@@ -62,6 +62,22 @@ CASES = {
         EVERYTHING,
         report=("the forwards are right",),
     ),
+    "tokens of a cp shard": Case(
+        planted.loss_divided_by_tokens_of_a_shard,
+        2,
+        {"context_parallel_size": 2, "eod_mask_loss": True},
+        "word_embeddings.weight",
+        EVERYTHING,
+        loss_is_right=False,
+    ),
+    "gradients of a ring": Case(
+        planted.gradients_of_keys_not_sent_back,
+        2,
+        {"context_parallel_size": 2},
+        "word_embeddings.weight",
+        EVERYTHING,
+        report=("the forwards are right",),
+    ),
     "kv-head": Case(
         planted.key_value_head_without_sum,
         2,

@@ -1,0 +1,76 @@
+"""Bytes that attention sends over cp: those of the plan, of the code, and by hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from megapipe.extras.dry_run.rank import count_rank
+from megapipe.layers.model import model_spec
+from megapipe.layers.table import RankShape
+from megapipe.plan.resolve import resolve_model
+from megapipe.plan.traffic import step_bytes
+from tests.extras.dry_run.grids import FULL, LLAMA, PP2, SP2, make_plan, read_for, selective
+from tests.tiny import make_config
+
+KINDS: dict[str, dict[str, Any]] = {
+    "p2p": {"cp_comm_type": ("p2p",)},
+    "all_gather": {"cp_comm_type": ("all_gather",)},
+    "a2a": {"cp_comm_type": ("a2a",)},
+    "a2a+p2p": {"cp_comm_type": ("a2a+p2p",), "hierarchical_context_parallel_sizes": (2, 2)},
+}
+OPTIONS: dict[str, tuple[int, dict[str, Any]]] = {
+    "plain": (4, {}),
+    "window": (4, {"window_size": 5}),
+    "core_attn bf16": (4, selective("core_attn") | {"dtype": "bf16"}),
+    "full, pp 2, tp 2": (16, FULL | PP2 | SP2 | {"num_query_groups": 8}),
+}
+SHARE_SENT = {"all_gather": 3 / 4, "reduce_scatter": 3 / 4, "all_to_all": 1.0}  # of a collective's whole tensor
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_rank_sends_the_planned_bytes_over_cp(kind: str, options: str) -> None:
+    world_size, changes = OPTIONS[options]
+    base = LLAMA | {"num_query_groups": 4, "context_parallel_size": 4, "num_layers": 4, "device": "cpu"}
+    plan = make_plan(world_size, base | KINDS[kind] | changes)
+    shares = SHARE_SENT | ({"all_to_all": 3 / 4} if kind == "a2a" else {})
+    for rank in (0, world_size - 1):
+        traffic = count_rank(plan, rank, read_for(plan), "cpu").traffic
+        assert traffic is not None
+        sent = dict.fromkeys(("cp", "cp_a2a", "cp_p2p"), 0.0)
+        for (group, operation), num_bytes in traffic.bytes.items():
+            if group in sent:
+                sent[group] += num_bytes * (1 / 2 if group == "cp_a2a" else shares[operation])
+        planned = step_bytes(plan, plan.topology.coordinates(rank).pp_rank)
+        assert sent == {group: planned.get(group, 0.0) for group in sent}
+        assert sum(sent.values()) > 0
+
+
+def test_a_window_leaves_out_the_ring_steps_that_no_rank_needs() -> None:
+    whole, window = (make_plan(8, {"context_parallel_size": 8, "window_size": size}) for size in (None, 9))
+    # of 7 steps two: the neighbours of both chunks
+    assert step_bytes(window, 0)["cp"] == step_bytes(whole, 0)["cp"] * 2 / 7
+
+
+@pytest.mark.parametrize(("kind", "forward", "backward"), [("p2p", 470e6, 1409e6), ("a2a", 294e6, 294e6)])
+def test_llama3_8b_at_131072_tokens_sends_what_the_papers_formulas_say(
+    kind: str, forward: float, backward: float
+) -> None:
+    config = make_config(
+        num_layers=2,
+        hidden_size=4096,
+        num_attention_heads=32,
+        num_query_groups=8,
+        seq_length=131072,
+        context_parallel_size=8,
+        cp_comm_type=(kind,),
+        dtype="bf16",
+        vocab_size=128256,
+    )
+    shape = RankShape.of(config, 1, False, 1)
+    attention = model_spec(resolve_model(config.model, 1), config.precision, (kind,)).layers[0].attention
+    assert attention is not None
+    found = [sum(sent.values()) for sent in attention.sent_bytes(shape)]
+    assert found == pytest.approx([forward, backward], rel=2e-3)
