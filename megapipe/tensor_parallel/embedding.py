@@ -138,11 +138,7 @@ class EmbeddingWeightGradient:
         """Add to the slot; without one, return the dense gradient, [padded_vocab / tp, h], for autograd."""
         grad_output = self.grad_output.full().flatten(0, -2)
         rows, is_local = self.module.vocabulary.local(self.tokens.reshape(-1))
-        # this rank's tokens; on a GPU the others are set to zero, since selecting by a mask would wait for the device
-        if grad_output.is_cuda:
-            grad_output = grad_output.masked_fill(~is_local[:, None], 0)
-        elif not is_local.all():
-            rows, grad_output = rows[is_local], grad_output[is_local]
+        rows, grad_output = _local_rows(rows, grad_output, is_local)
         slot = self.module.slots.get("weight")
         if slot is None:
             dense = GradientSlot(torch.zeros_like(self.weight))
@@ -156,3 +152,10 @@ class EmbeddingWeightGradient:
     def accumulate(self) -> None:
         """Add to the slot, or without one to .grad."""
         add_to_grad(self.weight, self.compute())
+
+
+def _local_rows(rows: Tensor, gradient: Tensor, is_local: Tensor) -> tuple[Tensor, Tensor]:
+    """Select rows [n] and gradient [n, h] of this rank's tokens; on a GPU set the others to zero instead."""
+    if gradient.is_cuda:
+        return rows, gradient.masked_fill(~is_local[:, None], 0)  # selecting by a mask would wait for the device
+    return (rows, gradient) if bool(is_local.all()) else (rows[is_local], gradient[is_local])
