@@ -35,6 +35,7 @@ def why_masked(config: Config, is_cuda: bool) -> str | None:
         f"they take heads of a multiple of {HEAD_MULTIPLE} channels up to {LARGEST_HEAD}, not {head}": (
             head % HEAD_MULTIPLE != 0 or head > LARGEST_HEAD
         ),
+        "context parallelism cuts sequences": config.parallel.context_parallel_size > 1,
         "CUDA graphs need tensors of fixed sizes": config.gpu.cuda_graph_impl != "none",
     }
     return next((reason for reason, holds in reasons.items() if holds), None)

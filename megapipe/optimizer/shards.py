@@ -48,10 +48,10 @@ class Shard:
     updated_from: the gradient that the update rule uses, on the device of master.
     on_host: master, moments and updated_from are in host memory.
     is_copy: another stage owns these parameters (the tied embedding at the head), so norms leave them out.
-    counts: False if another rank of the same copy of the model counts these elements.
-    exact_ranges: the element ranges that this rank counts, so that every element of the model counts once over tp and
-    pp, without padding of buffers and vocabulary. merged_ranges: the same with padding, fewer and longer, for sums of
-    gradients, where padding is zero.
+    counts: False if another rank, a replica, counts these elements.
+    exact_ranges: the element ranges that this rank counts, so that every element of the model counts once over the
+    world, without padding of buffers and vocabulary. merged_ranges: the same with padding, fewer and longer, for sums
+    of gradients, where padding is zero.
     """
 
     def __init__(

@@ -426,13 +426,9 @@ def go_back(
 
 def _load_before(runtime: TrainingRuntime, root: Path, step: int, back: int, journal: Journal) -> TrainingState | None:
     """Load the `back`-th newest checkpoint from before a step, the oldest if there are fewer, or return None."""
-
-    def complete_before() -> list[int]:
-        return [s for s in complete_steps(root) if s < step]
-
     # what was allowed at the start of the run is not asked again
     flags = replace(runtime.plan.config.checkpoint, **LOAD_ALL, allow_changed_model=True)
-    steps = on_rank_0(complete_before, runtime.groups.world)
+    steps = on_rank_0(lambda: [s for s in complete_steps(root) if s < step], runtime.groups.world)
     for candidate in reversed(steps[: max(1, len(steps) - back + 1)]):
         try:
             return load(runtime, root, replace(flags, ckpt_step=candidate)).state

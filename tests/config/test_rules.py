@@ -640,6 +640,18 @@ CASES = [
         "--attention-impl flash --bf16 --attention-dropout 0",
     ),
     (
+        "attention_has_a_kernel_for_documents",
+        "--attention-impl te --bf16 --attention-dropout 0 --reset-attention-mask",
+        ["--attention-impl te has no kernel for --reset-attention-mask", "or use --attention-impl sdpa"],
+        "--attention-impl flash --bf16 --attention-dropout 0 --reset-attention-mask",
+    ),
+    (
+        "graphs_record_fixed_sizes",
+        f"{GRAPHS} --bf16 --attention-impl flash --reset-attention-mask",
+        ["documents of other numbers and lengths in every microbatch", "use --attention-impl sdpa"],
+        f"{GRAPHS} --bf16 --reset-attention-mask",
+    ),
+    (
         "optimizer_has_a_kernel",
         "--optimizer-impl te --optimizer sgd",
         ["fused Adam", "--optimizer-impl torch"],

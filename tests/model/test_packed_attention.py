@@ -21,7 +21,7 @@ from megapipe.config.config import Config, ResolvedModelConfig
 from megapipe.config.files import DataConfig
 from megapipe.config.gpu import GpuConfig, KernelsConfig
 from megapipe.config.model import ModelConfig, PrecisionConfig
-from megapipe.config.parallel import RecomputeConfig
+from megapipe.config.parallel import ParallelConfig, RecomputeConfig
 from megapipe.data.batch import Batch, DocumentRules
 from megapipe.gpu import packed_attention
 from megapipe.gpu.kernels import TORCH, describe_kernels
@@ -130,6 +130,7 @@ def config_with(**changes: Any) -> Config:
     model |= {key: changes.pop(key) for key in list(changes) if key in ModelConfig.__dataclass_fields__}
     return Config(
         model=ModelConfig(**model),
+        parallel=ParallelConfig(context_parallel_size=changes.pop("cp", 1)),
         precision=PrecisionConfig(dtype=changes.pop("dtype", "bf16")),
         data=DataConfig(reset_attention_mask=changes.pop("documents", True)),
         kernels=KernelsConfig(attention_impl=changes.pop("attention_impl", "sdpa")),
@@ -151,6 +152,7 @@ def config_with(**changes: Any) -> Config:
         ({"kv_channels": 12}, "a multiple of 8 channels up to 256, not 12"),
         ({"kv_channels": 264}, "up to 256, not 264"),
         ({"cuda_graph_impl": "local"}, "fixed sizes"),
+        ({"cp": 2}, "context parallelism"),
         ({"attention_impl": "flash", "attn_logit_softcapping": 30.0}, None),
     ],
     ids=str,

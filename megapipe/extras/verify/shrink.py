@@ -155,7 +155,8 @@ def _model(config: ResolvedConfig, layers: Sequence[LayerConfig], tp: int) -> Mo
     held = min(whole, max(2, heads_exchanged(config)))
     rotated = [kind.rotary_percent for kind in kinds if kind.position_embedding_type == "rope"]
     # 8 channels, or the smallest size above for which each --rotary-percent rotates whole pairs
-    sizes = (size for size in range(8, model.kv_channels) if all(_rotates_pairs(size, share) for share in rotated))
+    channels = {size: [int(size * share) for share in rotated] for size in range(8, model.kv_channels)}
+    sizes = (size for size, counts in channels.items() if all(count > 0 and count % 2 == 0 for count in counts))
     # about 16 tokens, and at least two for each rank that holds a slice of the sequence
     divisor = tp if config.parallel.sequence_parallel else 1
     if config.parallel.context_parallel_size > 1:
@@ -232,11 +233,6 @@ def _experts(config: ResolvedConfig, layers: Sequence[LayerConfig], tp: int) -> 
 def _scaled(size: int, largest: int, limit: int) -> int:
     """Return a size in its proportion to the largest one, which becomes `limit` if it is above; at least a quarter."""
     return size if largest <= limit else min(size, max(1, limit // 4, limit * size // largest))
-
-
-def _rotates_pairs(head_size: int, rotary_percent: float) -> bool:
-    rotated = int(head_size * rotary_percent)
-    return rotated > 0 and rotated % 2 == 0
 
 
 def _pattern(
