@@ -107,9 +107,9 @@ class SelfAttention(nn.Module):
         def dropout(probs: Tensor) -> Tensor:
             return keyed_dropout(probs, rate, key, self.layer, "attention_probs", self.tp_rank)
 
-        cap, offset = self.config.attn_logit_softcapping, self.softmax_offset
-        if self.config.softmax_type == "off-by-one":
-            offset = q.new_zeros(self.groups * self.queries)
+        cap = self.config.attn_logit_softcapping
+        is_one = self.config.softmax_type == "off-by-one"
+        offset = q.new_zeros(self.groups * self.queries) if is_one else self.softmax_offset
         return explicit_attention(q, k, v, context.mask, self.scale, cap, dropout, offset)
 
 

@@ -60,7 +60,7 @@ def read_experts(args: Settings) -> dict[str, Any]:
         given if isinstance(given, list) else [given] for given in (args.get(BALANCE), args.get(COEFFICIENT))
     )
     if len(kinds) > 1 or len(coefficients) > 1:
-        raise ConfigError(f"{BALANCE} {' '.join(kinds)} cannot be expressed: it is one kind of loss here")
+        raise ConfigError(f"{BALANCE} {' '.join(map(str, kinds))} cannot be expressed: it is one kind of loss here")
     kind = kinds[0] or "aux_loss"
     if kind not in LOAD_BALANCING:
         raise ConfigError(f"{BALANCE} {kind} cannot be expressed; it can be {', '.join(LOAD_BALANCING)}")
