@@ -147,9 +147,8 @@ class SelfAttention(nn.Module):
             return keyed_dropout(probs, rate, key, self.layer, "attention_probs", self.head_rank)
 
         cap = self.config.attn_logit_softcapping
-        offset: Tensor | None = self.softmax_offset
-        if self.config.softmax_type == "off-by-one":
-            offset = q.new_zeros(self.groups * self.queries)
+        is_one = self.config.softmax_type == "off-by-one"
+        offset = q.new_zeros(self.groups * self.queries) if is_one else self.softmax_offset
         return explicit_attention(q, k, v, context.mask, self.scale, cap, dropout, offset)
 
 

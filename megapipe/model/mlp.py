@@ -62,13 +62,13 @@ class MLP(nn.Module):
         return self.linear_fc2(activation(middle), recompute)
 
 
-def activation(config: LayerConfig, compiler: Callable[[Pointwise], Pointwise] | None = None) -> Activation:
+def activation(model: LayerConfig, compiler: Callable[[Pointwise], Pointwise] | None = None) -> Activation:
     """Return the activation of a layer. compiler: compiles it and its gradient into one kernel each."""
-    name = config.activation
+    name = model.activation
     if KINDS[name].function is not None:
         return registered_activation(KINDS[name], name)
-    if config.bends_gates:
-        gate = BentGate(name, config.activation_func_clamp_value, config.glu_linear_offset)
+    if model.bends_gates:
+        gate = BentGate(name, model.activation_func_clamp_value, model.glu_linear_offset)
         return lambda x: _WithGradient.apply(x, gate.forward, gate.backward)
     if compiler is None or name not in GRADIENTS:
         return ACTIVATIONS[name]
