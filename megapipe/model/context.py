@@ -57,7 +57,7 @@ class ContextBuilder:
         """has_attention_kernel: a library's kernel handles causality, window and soft-cap; only a cache needs masks.
         per_token_loss: --calculate-per-token-loss.
         """
-        self._per_token_loss = per_token_loss
+        self._per_token_loss = per_token_loss and any(layer.num_experts is not None for layer in layers.values())
         kinds = list(dict.fromkeys(layers.values()))
         self._kinds, self._kind_of = kinds, {number: kinds.index(layer) for number, layer in layers.items()}
         self.has_attention_kernel = has_attention_kernel

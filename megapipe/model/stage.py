@@ -166,10 +166,7 @@ class GPTStage(nn.Module):
         self.group_runner: GroupRunner | None = None
         numbers = range(layers.first_layer, layers.last_layer_exclusive)
         held = {number: layer_configs(config)[number] for number in numbers}
-        has_kernel = kernels.attention is not None
-        self.make_context = ContextBuilder(
-            held, has_kernel, config.num_experts is not None and loss.calculate_per_token_loss
-        )
+        self.make_context = ContextBuilder(held, kernels.attention is not None, loss.calculate_per_token_loss)
         if isinstance(recompute, RecomputeConfig):
             own, self._groups = dict.fromkeys(numbers, recompute), layer_groups(recompute, numbers)
         else:
