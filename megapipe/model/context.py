@@ -92,7 +92,7 @@ class ContextBuilder:
         part: of every sequence, on this cp rank. rings: for each layer the part of which it has queries, once it has
         exchanged heads for positions; by default all of the sequence. per_token_loss: --calculate-per-token-loss.
         """
-        self._per_token_loss = per_token_loss
+        self._per_token_loss = per_token_loss and any(layer.num_experts is not None for layer in layers.values())
         whole = dict.fromkeys(layers, WHOLE_SEQUENCE) | dict(rings or {})
         named = {number: (layer, whole[number]) for number, layer in layers.items()}
         kinds = list(dict.fromkeys(named.values()))

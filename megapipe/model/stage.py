@@ -200,8 +200,8 @@ class GPTStage(nn.Module):
             kinds = tuple(cp_comm_types) * (config.num_layers if len(cp_comm_types) == 1 else 1)
             self.context_parallel = {number: ContextParallel.of(kinds[number], context) for number in numbers}
         rings = {number: layer.part for number, layer in self.context_parallel.items()}
-        per_token = config.num_experts is not None and loss.calculate_per_token_loss
-        self.make_context = ContextBuilder(held, kernels.attention is not None, self.part, rings, per_token)
+        per_token, has_kernel = loss.calculate_per_token_loss, kernels.attention is not None
+        self.make_context = ContextBuilder(held, has_kernel, self.part, rings, per_token)
         if isinstance(recompute, RecomputeConfig):
             own, self._groups = dict.fromkeys(numbers, recompute), layer_groups(recompute, numbers)
         else:

@@ -423,6 +423,36 @@ CASES = [
         "--multi-latent-attention --position-embedding-type rope --bf16",
     ),
     (
+        "coefficients_of_muon_take_turns",
+        "--optimizer muon --muon-num-ns-steps 7",
+        ["--muon-num-ns-steps 7", "such as 5"],
+        "--optimizer muon --muon-num-ns-steps 7 --muon-coefficient-type simple",
+    ),
+    (
+        "blockwise_is_another_optimizer",
+        "--optimizer muon --muon-tp-mode blockwise",
+        ["results change with tp", "duplicated or distributed"],
+        "--optimizer muon --muon-tp-mode distributed",
+    ),
+    (
+        "muon_on_several_tp_ranks_names_its_mode",
+        "--optimizer muon --tensor-model-parallel-size 2",
+        ["needs --muon-tp-mode duplicated"],
+        "--optimizer muon --tensor-model-parallel-size 2 --muon-tp-mode duplicated",
+    ),
+    (
+        "muon_is_torchs",
+        "--optimizer muon --optimizer-impl apex",
+        ["--optimizer-impl apex has no Muon"],
+        "--optimizer muon",
+    ),
+    (
+        "clamps_are_of_gates",
+        "--activation-func-clamp-value 7 --activation relu",
+        ["--activation-func-clamp-value has no effect on --activation relu"],
+        "--activation-func-clamp-value 7 --activation swiglu",
+    ),
+    (
         "biases_of_experts_have_a_rate",
         "--num-experts 4 --moe-router-score-function sigmoid --moe-router-bias-update-rate 0.1",
         ["needs --moe-router-enable-expert-bias"],
