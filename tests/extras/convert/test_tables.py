@@ -30,7 +30,7 @@ from megapipe.extras.convert.tables import (
     transposed,
     unpadded,
 )
-from megapipe.layers.model import model_parameters
+from megapipe.layers.model import model_parameters, model_states
 
 
 @st.composite
@@ -114,6 +114,23 @@ OLMO = {
     "qk_layernorm": st.just(True),
     "qk_layernorm_scope": st.just("projection"),
 }
+DEEPSEEK = {
+    "num_query_groups": st.none(),
+    "norm_epsilon": st.just(1e-6),
+    "add_bias_linear": st.just(False),
+    "multi_latent_attention": st.just(True),
+    "qk_layernorm": st.just(True),
+    "q_lora_rank": st.sampled_from([None, 6]),
+    "kv_lora_rank": st.integers(1, 8),
+    "qk_head_dim": st.integers(1, 6),
+    "qk_pos_emb_head_dim": st.sampled_from([2, 4]),
+    "v_head_dim": st.integers(1, 3),
+    "num_experts": st.just(8),
+    "moe_router_score_function": st.just("sigmoid"),
+    "moe_router_enable_expert_bias": st.just(True),
+    "moe_router_dtype": st.sampled_from([None, "fp32"]),
+    "moe_router_topk_scaling_factor": st.sampled_from([None, 1.5, 2.5]),
+}
 WINDOWED = ("Ministral", "Qwen2", "Qwen3", "Gemma2", "Gemma3", "Olmo3")  # in any layers
 ROTATED = ("Gemma3", "Olmo3")  # with rotary positions of their own where there is a window
 EXPRESSED: dict[str, dict[str, Any]] = {
@@ -127,6 +144,7 @@ EXPRESSED: dict[str, dict[str, Any]] = {
     "Gemma3ForCausalLM": LLAMA_LIKE | WIDE | GEMMA_2 | {"qk_layernorm": st.just(True)},
     "Olmo2ForCausalLM": LLAMA_LIKE | WIDE | OLMO,
     "Olmo3ForCausalLM": LLAMA_LIKE | WIDE | DEEP | OLMO,
+    "DeepseekV3ForCausalLM": LLAMA_LIKE | DEEP | DEEPSEEK,
     "GPT2LMHeadModel": SIZES
     | {
         "num_query_groups": st.just(4),
@@ -152,12 +170,24 @@ def windowed(draw: st.DrawFn, num_layers: int, own_rope: bool) -> dict[str, Any]
 
 
 @st.composite
+def experts(draw: st.DrawFn, num_layers: int) -> dict[str, Any]:
+    """Draw layers with experts, their widths and groups."""
+    dense, width, shared = draw(st.integers(0, num_layers - 1)), draw(st.integers(1, 8)), draw(st.integers(1, 3))
+    groups = {"moe_router_num_groups": 4, "moe_router_group_topk": 2, "moe_router_topk": 4}
+    sizes = {"moe_ffn_hidden_size": width, "moe_shared_expert_intermediate_size": shared * width}
+    frequency = {"moe_layer_freq": f"[0]*{dense}+[1]*{num_layers - dense}"} if dense else {}
+    return sizes | frequency | draw(st.sampled_from([groups, {"moe_router_topk": 3}]))
+
+
+@st.composite
 def models(draw: st.DrawFn, architecture: str) -> ModelConfig:
     fields = draw(st.fixed_dictionaries(EXPRESSED[architecture]))
     if fields.get("position_embedding_type") == "rope":
         fields |= draw(SCALED)
     if architecture.startswith(WINDOWED):
         fields |= draw(windowed(fields["num_layers"], architecture.startswith(ROTATED)))
+    if "num_experts" in fields:
+        fields |= draw(experts(fields["num_layers"]))
     if architecture.startswith("Gemma"):
         fields |= {"embedding_scale": fields["hidden_size"] ** 0.5}
     return ModelConfig(**fields)
@@ -190,9 +220,8 @@ def test_every_model_comes_back_from_its_settings_and_they_from_it(architecture:
 def test_every_parameter_has_names_of_its_own(architecture: str, data: st.DataObject) -> None:
     model = unpadded(data.draw(models(architecture)))
     placed = map_tensors(FAMILIES[architecture].rows, model, architecture)
-    assert [entry.spec.name for entry in placed] == [
-        spec.name for spec in model_parameters(model, sequence_parallel=False)
-    ]
+    specs = (*model_parameters(model, sequence_parallel=False), *model_states(model))
+    assert [entry.spec.name for entry in placed] == [spec.name for spec in specs]
     theirs = [name for entry in placed for name in entry.theirs]
     assert len(set(theirs)) == len(theirs)
     for entry in placed:
