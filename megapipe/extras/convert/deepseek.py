@@ -171,11 +171,12 @@ PREDICTION = "num_nextn_predict_layers"
 QUANTIZATION = "quantization_config"  # the reader of tensors dequantizes
 
 
-def of_experts_key(theirs: str, ours: str, default: Any) -> Rule:
-    """Return the rule of a key that corresponds to a field of layers with experts."""
-    return Rule(
-        (theirs,), key(theirs, ours, default).read, lambda layers: {theirs: getattr(expert_layer(layers), ours)}
-    )
+SCALE = "routed_scaling_factor"
+
+
+def read_scale(settings: Settings) -> dict[str, Any]:
+    value = settings.get(SCALE, 2.5)
+    return {"moe_router_topk_scaling_factor": None if value == 1.0 else value}
 
 
 RULES = (
@@ -189,8 +190,12 @@ RULES = (
         read_head_sizes,
         lambda layers: {"num_key_value_heads": layers[0].num_attention_heads},
     ),
-    of_experts_key("n_routed_experts", "num_experts", 256),
-    of_experts_key("routed_scaling_factor", "moe_router_topk_scaling_factor", 2.5),
+    Rule(
+        ("n_routed_experts",),
+        key("n_routed_experts", "num_experts", 256).read,
+        lambda layers: {"n_routed_experts": expert_layer(layers).num_experts},
+    ),
+    Rule((SCALE,), read_scale, lambda layers: {SCALE: expert_layer(layers).moe_router_topk_scaling_factor or 1.0}),
     Rule((DENSE,), read_dense_layers, write_dense_layers),
     Rule((WIDTH, SHARED), read_shared, write_shared),
     Rule((GROUPS, TAKEN, TOPK), read_choice, write_choice),

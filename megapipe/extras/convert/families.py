@@ -408,10 +408,11 @@ _BUILT_IN = (
         more_rows=experts.GPT_OSS_ROWS,
     ),
 )
+_WITHOUT_LATENTS = {f"{OURS}.self_attention.{name}" for name in ("linear_qkv", "q_layernorm", "k_layernorm")}
 _DEEPSEEK_V3 = Family(
     "DeepseekV3ForCausalLM",
     "deepseek_v3",
-    (*llama_rows(NORMS_BEFORE), *deepseek.ROWS),
+    (*(row for row in llama_rows(NORMS_BEFORE) if row.ours not in _WITHOUT_LATENTS), *deepseek.ROWS),
     (
         key("vocab_size", "vocab_size"),
         key("hidden_size", "hidden_size"),

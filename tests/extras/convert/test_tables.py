@@ -120,7 +120,7 @@ EXPERTS = LLAMA_LIKE | {
     "num_experts": st.integers(4, 6),
     "moe_router_topk": st.integers(2, 4),
     "moe_router_dtype": st.sampled_from([None, "fp32"]),
-    "moe_aux_loss_coeff": st.sampled_from([0.0, 0.1]),
+    "moe_aux_loss_coeff": st.sampled_from([(0.0,), (0.1,)]),
 }
 PRE_SOFTMAX = {"moe_router_pre_softmax": st.booleans()}
 QWEN_EXPERTS = EXPERTS | PRE_SOFTMAX | DEEP | {"moe_ffn_hidden_size": st.integers(1, 30)}
@@ -128,6 +128,23 @@ SHARED = {"moe_shared_expert_intermediate_size": st.integers(1, 30), "moe_shared
 GROUPS = {"num_experts": 8, "moe_router_topk": 4, "moe_router_num_groups": 4, "moe_router_group_topk": 2}
 SOME = ("Qwen2Moe", "Qwen3Moe")  # experts in any layers
 WINDOWED = ("Ministral", "Qwen2", "Qwen3ForCausalLM", "Gemma2", "Gemma3", "Olmo3", "GptOss")  # in any layers
+DEEPSEEK = {
+    "num_query_groups": st.none(),
+    "norm_epsilon": st.just(1e-6),
+    "add_bias_linear": st.just(False),
+    "multi_latent_attention": st.just(True),
+    "qk_layernorm": st.just(True),
+    "q_lora_rank": st.sampled_from([None, 6]),
+    "kv_lora_rank": st.integers(1, 8),
+    "qk_head_dim": st.integers(1, 6),
+    "qk_pos_emb_head_dim": st.sampled_from([2, 4]),
+    "v_head_dim": st.integers(1, 3),
+    "num_experts": st.just(8),
+    "moe_router_score_function": st.just("sigmoid"),
+    "moe_router_enable_expert_bias": st.just(True),
+    "moe_router_dtype": st.sampled_from([None, "fp32"]),
+    "moe_router_topk_scaling_factor": st.sampled_from([None, 1.5, 2.5]),
+}
 ROTATED = ("Gemma3", "Olmo3")  # with rotary positions of their own where there is a window
 EXPRESSED: dict[str, dict[str, Any]] = {
     "LlamaForCausalLM": LLAMA_LIKE | WIDE | {"add_bias_linear": st.booleans()},
@@ -174,6 +191,7 @@ EXPRESSED: dict[str, dict[str, Any]] = {
         "activation_func_clamp_value": st.sampled_from([1.0, 7.0]),
         "softmax_type": st.just("learnable"),
     },
+    "DeepseekV3ForCausalLM": LLAMA_LIKE | DEEP | DEEPSEEK,
     "GPT2LMHeadModel": SIZES
     | {
         "num_query_groups": st.just(4),
@@ -199,6 +217,16 @@ def windowed(draw: st.DrawFn, num_layers: int, own_rope: bool) -> dict[str, Any]
 
 
 @st.composite
+def experts(draw: st.DrawFn, num_layers: int) -> dict[str, Any]:
+    """Draw layers with experts, their widths and groups."""
+    dense, width, shared = draw(st.integers(0, num_layers - 1)), draw(st.integers(1, 8)), draw(st.integers(1, 3))
+    groups = {"moe_router_num_groups": 4, "moe_router_group_topk": 2, "moe_router_topk": 4}
+    sizes = {"moe_ffn_hidden_size": width, "moe_shared_expert_intermediate_size": shared * width}
+    frequency = {"moe_layer_freq": f"[0]*{dense}+[1]*{num_layers - dense}"} if dense else {}
+    return sizes | frequency | draw(st.sampled_from([groups, {"moe_router_topk": 3}]))
+
+
+@st.composite
 def models(draw: st.DrawFn, architecture: str) -> ModelConfig:
     fields = draw(st.fixed_dictionaries(EXPRESSED[architecture]))
     if fields.get("position_embedding_type") == "rope":
@@ -212,6 +240,8 @@ def models(draw: st.DrawFn, architecture: str) -> ModelConfig:
         dense = draw(st.integers(0, fields["num_layers"] - 1))
         fields |= {"moe_layer_freq": f"[0]*{dense}+[1]*{fields['num_layers'] - dense}"}
         fields |= draw(st.sampled_from([{}, GROUPS, GROUPS | {"moe_router_num_groups": 3, "num_experts": 9}]))
+    if architecture.startswith("Deepseek"):
+        fields |= draw(experts(fields["num_layers"]))
     if architecture.startswith("Gemma"):
         fields |= {"embedding_scale": fields["hidden_size"] ** 0.5}
     return ModelConfig(**fields)
@@ -244,9 +274,8 @@ def test_every_model_comes_back_from_its_settings_and_they_from_it(architecture:
 def test_every_parameter_has_names_of_its_own(architecture: str, data: st.DataObject) -> None:
     model = unpadded(data.draw(models(architecture)))
     placed = map_tensors(FAMILIES[architecture].rows, model, architecture)
-    assert [entry.spec.name for entry in placed] == [
-        spec.name for spec in (*model_parameters(model, sequence_parallel=False), *model_states(model))
-    ]
+    specs = (*model_parameters(model, sequence_parallel=False), *model_states(model))
+    assert [entry.spec.name for entry in placed] == [spec.name for spec in specs]
     theirs = [name for entry in placed for name in entry.theirs]
     assert len(set(theirs)) == len(theirs)
     for entry in placed:
