@@ -288,7 +288,7 @@ def args_of(real: Path, **changes: Any) -> dict[str, Any]:
 
 
 ARGS: dict[str, tuple[dict[str, Any], str]] = {
-    "experts": ({"num_experts": 8}, "num_experts 8 cannot be expressed"),
+    "experts": ({"num_experts": 8, "moe_latent_size": 4}, "moe_latent_size 4 cannot be expressed"),
     "latent_attention": ({"multi_latent_attention": True}, "multi_latent_attention True cannot be expressed"),
     "two_scalings": (
         {"use_rope_scaling": True, "rotary_seq_len_interpolation_factor": 2},
