@@ -87,7 +87,7 @@ def test_a_run_resumes_after_its_rollback_with_its_saved_configuration(golden: P
     (line,) = [
         line
         for line in out.splitlines()
-        if "so these were not compared: model attention_kind, embedding_scale, " in line
+        if "so these were not compared: model activation_func_clamp_value, attention_kind, embedding_scale, " in line
     ]
     assert line.startswith("run/step_00000003 was written by another version")
     assert "run/step_00000003 does not say what data it was trained on, so the data were not compared\n" in out

@@ -5,7 +5,7 @@
     microbatch          Microbatch, a stage's input besides the hidden states; StageLoss; KVCache
     attention           projections, q|k|v by query group, qk-norm; fused and explicit attention
     context             attention masks and rotary tables, built once per microbatch, shared by layers that are alike
-    context_parallel    attention over cp ranks: rings, gathers, heads for positions; block_attention computes its blocks
+    context_parallel    attention over cp ranks: rings, gathers, heads for positions (blocks: block_attention)
     mlp, norm           the MLP with its activations; LayerNorm, RMSNorm, and RMSNorm over all heads
     layer_factory       builds linears, norms and attention from the kernels that the configuration chose
     recompute           recomputing activations in the backward instead of saving them

@@ -25,6 +25,8 @@ TRAIN_SCALARS = (
     "loss lr grad_norm weight_decay loss_scale skipped_steps consumed_samples consumed_tokens global_batch_size "
     "rolled_back_steps params_norm num_zeros"
 ).split()
+# of a row in metrics.jsonl, only with experts
+OF_EXPERTS = ("expert_imbalance", "dropped_share", "router_losses", "expert_load", "router_losses_by_layer")
 NONZERO_SCALARS = ("spike_rollbacks", "skipped_samples", "discarded_tokens")  # left out while they are 0
 SPEED_SCALARS = ("step_seconds", "tokens_per_second", "tflops", "mfu", "bubble")
 
@@ -162,7 +164,12 @@ class JsonLines:
 
     def write(self, metrics: Metrics) -> None:
         # JSON has neither NaN nor infinity: they are written as null
-        clean = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in asdict(metrics).items()}
+        left_out = () if metrics.expert_imbalance is not None else OF_EXPERTS
+        clean = {
+            k: None if isinstance(v, float) and not math.isfinite(v) else v
+            for k, v in asdict(metrics).items()
+            if k not in left_out
+        }
         record = {"kind": metrics.kind, **clean, "time": time.time()}
         rest = b"\n" * self._is_torn + json.dumps(record, allow_nan=False).encode() + b"\n"
         whole = len(rest)

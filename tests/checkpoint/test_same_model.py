@@ -67,6 +67,10 @@ OTHER: dict[str, Any] = {
     "softmax_scale": 0.1,
     "attention_kind": "of an extension",
     "multi_latent_attention": True,
+    "softmax_type": "learnable",
+    "activation_func_clamp_value": 7.0,
+    "glu_linear_offset": 1.0,
+    "yarn_correction_range_round_to_int": False,
 }
 OF_LATENT = {
     "q_lora_rank": 24,

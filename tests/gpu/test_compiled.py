@@ -5,6 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from megapipe.config.config import convert
+from megapipe.config.layers import LayerConfig
+from megapipe.config.model import ModelConfig
 from megapipe.gpu.kernels import compiled
 from megapipe.model.mlp import ACTIVATIONS, GRADIENTS, activation
 from megapipe.tensor_parallel.fp8 import E4M3, E5M2, cast_to_fp8
@@ -19,11 +22,15 @@ def values(function: object, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tenso
     return y.detach(), leaf.grad, saved.total
 
 
+def of_kind(name: str) -> LayerConfig:
+    return convert(LayerConfig, ModelConfig(activation=name))
+
+
 @pytest.mark.parametrize("name", GRADIENTS)
 def test_the_written_out_gradient_is_autograds(name: str) -> None:
     """Compare the functions that would be compiled, without compiling them."""
     x = torch.randn(5, 8, dtype=torch.float64)
-    for one, other in zip(values(activation(name, lambda f: f), x), values(ACTIVATIONS[name], x), strict=True):
+    for one, other in zip(values(activation(of_kind(name), lambda f: f), x), values(ACTIVATIONS[name], x), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-13)
 
 
@@ -47,5 +54,7 @@ def test_more_shapes_than_torch_keeps_graphs_of_one_function_are_no_error(monkey
 @pytest.mark.timeout(300)
 def test_a_compiled_activation_is_one_graph_with_the_same_values() -> None:
     x = torch.randn(32, 64)
-    for one, other in zip(values(activation("swiglu", compiled), x), values(ACTIVATIONS["swiglu"], x), strict=True):
+    for one, other in zip(
+        values(activation(of_kind("swiglu"), compiled), x), values(ACTIVATIONS["swiglu"], x), strict=True
+    ):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
