@@ -257,9 +257,9 @@ def steps_on_a_rank(rank: int, world_size: int, argv: list[str]) -> dict[str, An
 def ranks(pair: Pair, part: str) -> None:
     before, after = pair.both(lambda case: pair.pools(2).run(steps_on_a_rank, case.argv)[0])
     assert before[part] != after[part]
-    if part == "events":
+    if part == "events" and not pair.row.field.startswith("parallel.expert"):
         assert before["losses"] == after["losses"]
-    if part == "collectives":  # GEMMs of other sizes round differently
+    elif part != "losses":  # GEMMs of other sizes round differently
         assert before["losses"] == pytest.approx(after["losses"], rel=1e-6)
 
 

@@ -81,7 +81,7 @@ def to_microbatch(batch: Batch, device: torch.device, key: DropoutKey | None, pa
         made = torch.from_numpy(array)
         return made.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else made.to(device)
 
-    ids = batch.document_ids
+    ids, count = batch.document_ids, batch.loss_tokens
     return Microbatch(
         tokens=tensor(batch.tokens),
         labels=tensor(batch.labels),
@@ -89,6 +89,6 @@ def to_microbatch(batch: Batch, device: torch.device, key: DropoutKey | None, pa
         position_ids=None if batch.position_ids is None else tensor(batch.position_ids),
         document_ids=None if ids is None or packs else tensor(ids),
         dropout_key=key,
-        loss_tokens=None if batch.loss_tokens is None else tensor(np.array(batch.loss_tokens)),
+        loss_tokens=None if count is None else torch.full((), count, dtype=torch.float64, device=device),
         borders=DocumentBorders.of(ids, tensor) if ids is not None and packs else None,
     )

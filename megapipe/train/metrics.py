@@ -164,7 +164,7 @@ class JsonLines:
 
     def write(self, metrics: Metrics) -> None:
         # JSON has neither NaN nor infinity: they are written as null
-        left_out = () if metrics.expert_imbalance is not None else OF_EXPERTS
+        left_out = OF_EXPERTS if getattr(metrics, "expert_imbalance", None) is None else ()
         clean = {
             k: None if isinstance(v, float) and not math.isfinite(v) else v
             for k, v in asdict(metrics).items()
