@@ -29,7 +29,7 @@ OLDEST_CAPABILITY = (8, 0)  # of torch's flash kernel
 
 @dataclass(frozen=True)
 class DocumentBorders:
-    """The documents of one microbatch, whose sequences follow each other; a document lies in one sequence."""
+    """The documents of one microbatch, whose sequences follow each other; a document is within one sequence."""
 
     starts: Tensor  # [documents + 1], int32: the first token of each document, then the number of tokens
     longest: int  # tokens

@@ -119,8 +119,6 @@ class Optimizer:
             raise ValueError("sharded buffers need a ParameterGather: without it ranks keep stale parameters")
         self._gather = ParameterGather(stages, tuple(stages), groups.replicas) if gather is None else gather
         dtypes = state_dtypes(config, precision, max(buffers.num_versions for buffers in stages.values()))
-        kinds = {False: dtypes.states, True: dtypes.matrix_states}
-        moments = {kind: tuple(name for name in states if name != MASTER) for kind, states in kinds.items()}
         self.shards = [
             Shard(
                 stage,
@@ -128,7 +126,7 @@ class Optimizer:
                 bucket,
                 groups.replicas_of(is_expert).rank,
                 groups.cut_of(is_expert),
-                moments[bucket.has_matrices],
+                dtypes.moments(bucket.has_matrices),
                 self._sharded or groups.replicas_of(is_expert).rank == 0,  # else counted by the first replica
                 self._on_host,
                 dtypes.narrow,

@@ -1,7 +1,7 @@
 """`Deliveries`: sends of results that are still on their way, so that the row does not wait for them.
 
-The output of a stage whose last part is the combine of experts exists once the all-to-all is complete. The row goes on
-with the next computation meanwhile, as on the two resources of `schedule.parts`.
+The output of a stage whose last part is the combine of experts exists once the all-to-all is complete. Meanwhile the
+row continues with the next computation, as on the two resources of `schedule.parts`.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class DirectDeliveries:
 
 
 class ThreadDeliveries:
-    """A thread that waits, completes the result and sends it: on CPUs, where a backend cannot be told to send later.
+    """A thread that waits, completes the result and sends it: on CPUs, where a backend cannot send later.
 
     heartbeat: that of this rank; it does not record the waits of the thread, since the rank itself computes meanwhile.
     """

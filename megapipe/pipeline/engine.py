@@ -286,7 +286,7 @@ class Engine:
             message = (run.outputs if is_output else run.input_gradients).pop(key)
             if isinstance(message, tuple):
                 send(message)
-            else:  # the row goes on meanwhile
+            else:  # the row continues meanwhile
                 assert deliveries is not None
                 deliveries.deliver(message, send)
 

@@ -1,5 +1,6 @@
-"""What --optimizer muon adds to a step: products, exchanged matrices and the memory of both. Rules of extensions over
-whole matrices are planned like it.
+"""The work that --optimizer muon adds to a step: products, exchanged matrices and the memory of both.
+
+Rules of extensions over whole matrices are planned like it.
 """
 
 from __future__ import annotations

@@ -110,7 +110,7 @@ class OwnedMatrix:
 
     @property
     def local_shape(self) -> tuple[int, int]:
-        """Of this rank's part."""
+        """The shape of this rank's part."""
         return sum(rows.count for rows in self.rows), self.slot.shape[1]
 
     def parts(self, replica: int, num_shards: int) -> Iterator[Part]:

@@ -35,6 +35,10 @@ class StateDtypes:
     def gradient_bytes(self) -> int:
         return BYTES[self.gradient]
 
+    def moments(self, of_matrix: bool = False) -> tuple[str, ...]:
+        """Return the names of a parameter's moments."""
+        return tuple(name for name in (self.matrix_states if of_matrix else self.states) if name != MASTER)
+
     def state_bytes(self, of_matrix: bool = False) -> int:
         """Bytes of master weight and moments of one parameter."""
         return sum(BYTES[dtype] for dtype in (self.matrix_states if of_matrix else self.states).values())

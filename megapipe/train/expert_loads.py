@@ -14,7 +14,7 @@ from megapipe.config.layers import layer_configs
 
 @dataclass(frozen=True)
 class ExpertReport:
-    """What the routers did in one step, over the global batch. Lists are by layer with experts."""
+    """The routers' choices in one step, over the global batch. Lists are by layer with experts."""
 
     layers: tuple[int, ...]  # their numbers
     load: list[list[float]]  # of each expert, relative to the mean

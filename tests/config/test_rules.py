@@ -443,7 +443,7 @@ CASES = [
     (
         "muon_is_torchs",
         "--optimizer muon --optimizer-impl apex",
-        ["--optimizer-impl apex has no Muon"],
+        ["--optimizer-impl apex has no rules over matrices, such as muon"],
         "--optimizer muon",
     ),
     (

@@ -25,7 +25,7 @@ def choice(config: Config, layer: LayerConfig) -> Iterator[str]:
     if layer.moe_router_pre_softmax and not is_softmax:
         yield "--moe-router-pre-softmax belongs to --moe-router-score-function softmax; leave one of the two out"
     if layer.moe_router_enable_expert_bias and is_softmax:
-        rule = "the bias is added to scores between 0 and 1, each by itself"
+        rule = "the bias is added to scores that do not depend on each other"
         yield f"--moe-router-enable-expert-bias needs --moe-router-score-function sigmoid: {rule}"
     if groups is None:
         return
@@ -82,7 +82,7 @@ def balance(config: Config) -> Iterator[str]:
     if len(types) > len(set(types)):
         yield f"{flag} {' '.join(types)}: a loss is named twice; add its coefficients"
     if "none" in types and len(types) > 1:
-        yield f"{flag} {' '.join(types)}: none stands alone; leave it out"
+        yield f"{flag} {' '.join(types)}: none cannot be combined with others; leave it out"
     if "global_aux_loss" in types and config.parallel.pipeline_schedule == "dualpipe":
         rule = "each of the two pipeline ranks of a stage sees half of the microbatches"
         yield f"{flag} global_aux_loss does not work with --pipeline-schedule dualpipe: {rule}; use dualpipe-v"

@@ -38,6 +38,8 @@ def precision_aware(config: Config) -> Iterator[str]:
 def muon(config: Config) -> Iterator[str]:
     """Check the options of Muon."""
     optimizer, impl = config.optimizer, config.kernels.optimizer_impl
+    if OPTIMIZERS[optimizer.optimizer].matrix_states is not None and impl != "torch":
+        yield f"--optimizer-impl {impl} has no rules over matrices, such as {optimizer.optimizer}; leave it out"
     if optimizer.optimizer != "muon":
         return
     steps, period = optimizer.muon_num_ns_steps, len(NEWTON_SCHULZ[optimizer.muon_coefficient_type])
@@ -57,8 +59,6 @@ def muon(config: Config) -> Iterator[str]:
             "--optimizer muon with tensor parallelism needs --muon-tp-mode duplicated (or distributed: here the same), "
             "because Megatron's default, blockwise up to 0.18, is another optimizer"
         )
-    if impl != "torch":
-        yield f"--optimizer-impl {impl} has no Muon; leave it out"
 
 
 def options(config: Config) -> Iterator[str]:

@@ -50,7 +50,7 @@ class SharedExperts(MLP):
 
 @dataclass
 class Sets:
-    """Where a step is: dp ranks run `size` microbatches at once, and the next forward is of number `microbatch`.
+    """The position in a step: dp ranks run `size` microbatches at once, and the next forward is of `microbatch`.
 
     collects: forwards only count for the losses over all of them.
     """
