@@ -39,7 +39,7 @@ YARN = {
     "yarn_mscale_all_dim": 0.9,
 }
 MODEL = EXPERTS | {"num_experts": None, "moe_ffn_hidden_size": None} | LATENT
-MODEL |= {"moe_aux_loss_coeff": 0.0, "moe_z_loss_coeff": None}
+MODEL |= {"moe_aux_loss_coeff": (0.0,), "moe_z_loss_coeff": None}
 DEEPSEEK = {"num_experts": 8, "moe_ffn_hidden_size": 12, "moe_layer_freq": "[0]+[1]*3"} | SIGMOID | YARN
 DEEPSEEK |= SHARED | {"moe_shared_expert_gate": False}
 CORE = {"recompute_granularity": "selective", "recompute_modules": ("core_attn", "layernorm")}

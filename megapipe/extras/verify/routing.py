@@ -66,7 +66,8 @@ class PlainChoices:
 
     def _keep(self, kept: list[Tensor], module: nn.Module, inputs: Any, output: Any) -> None:
         assert isinstance(module, PlainMoE) and module.chosen is not None
-        kept.append(module.chosen)
+        if not module.sets.collects:  # a pass that only counts, before the one that is differentiated
+            kept.append(module.chosen)
 
     def take(self) -> Tensor:
         """Return the choices since the last call [layers with experts, microbatches, b, s, k] int64."""

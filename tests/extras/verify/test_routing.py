@@ -19,7 +19,7 @@ EXPERTS: dict[str, Any] = LLAMA | {
     "num_layers": 4,
     "num_experts": 4,
     "moe_ffn_hidden_size": 8,
-    "moe_aux_loss_coeff": 0.05,
+    "moe_aux_loss_coeff": (0.05,),
     "moe_shared_expert_intermediate_size": 8,
     "global_batch_size": 8,
 }
