@@ -124,7 +124,6 @@ ARGS: dict[str, Any] = {
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"moe_expert_capacity_factor": 1.5}, "moe_expert_capacity_factor 1.5 cannot be expressed"),
         ({"moe_router_score_function": "sqrtsoftplus"}, "moe_router_score_function sqrtsoftplus"),
         ({"moe_router_load_balancing_type": "sinkhorn"}, "moe_router_load_balancing_type sinkhorn"),
         ({"moe_latent_size": 4}, "moe_latent_size 4"),
@@ -135,6 +134,14 @@ ARGS: dict[str, Any] = {
 def test_args_that_cannot_be_expressed_are_refused_by_name(given: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         read_config(vars(argparse.Namespace(**(ARGS | given))), None)
+
+
+def test_capacities_and_lists_of_losses_are_read() -> None:
+    given = {"moe_expert_capacity_factor": 1.5, "moe_token_drop_policy": "position"}
+    given |= {"moe_router_load_balancing_type": ["aux_loss", "seq_aux_loss"], "moe_aux_loss_coeff": [0.1, 0.2]}
+    model = read_config(ARGS | given, None).model
+    assert (model.moe_expert_capacity_factor, model.moe_token_drop_policy) == (1.5, "position")
+    assert model.balance_losses == {"aux_loss": 0.1, "seq_aux_loss": 0.2}
 
 
 def test_a_layer_frequency_counts_from_the_first_layer() -> None:
