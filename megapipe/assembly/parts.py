@@ -272,7 +272,7 @@ class _Combine(_Part):
     def run_backward(self, run: RunBackward, microbatch: int, gradients: Any) -> Pending:
         residual, weights, returned, *shared = made = run(microbatch, gradients)
         for tensor in made:  # autograd makes them on the stream that completed the forward (StreamDeliveries)
-            if tensor.is_cuda:
+            if tensor.device.type == "cuda":
                 tensor.record_stream(torch.cuda.current_stream(tensor.device))
         routes = self._routes.pop(microbatch)
         results, work = start_exchange(returned, routes.sent, routes.received, routes.groups.ep)

@@ -7,7 +7,7 @@ ones may exchange.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -21,7 +21,6 @@ from megapipe.comm.groups import Group
 from megapipe.config.config import ResolvedConfig
 from megapipe.config.layers import layer_configs
 from megapipe.extras.reference.experts import MoE as PlainMoE
-from megapipe.model.moe import MoE
 
 
 @dataclass(frozen=True)
@@ -78,26 +77,21 @@ class PlainChoices:
 
 
 class GridChoices:
-    """The choices of this rank's routers during one step, by layer and microbatch of its dp rank.
+    """The choices of this rank's routers during one step, by layer and microbatch of the global batch.
 
-    Replays of recompute choose again; they are not recorded.
+    A replay of recompute chooses again, in place of the first choice.
     """
 
     def __init__(self, runtime: TrainingRuntime) -> None:
         self._runtime = runtime
         self.chosen: dict[tuple[int, int], Tensor] = {}
-        for stage, module in runtime.stages.items():
-            latest: dict[int, Tensor] = {}
-            for number, block in module.decoder.layers.items():
-                if isinstance(block.mlp, MoE):
-                    block.mlp.router.register_forward_hook(partial(self._keep, latest, int(number)))
-            runtime.runners[stage].observe = partial(self._settle, latest)
+        for module in runtime.stages.values():
+            for number, router in module.routers().items():
+                router.register_forward_hook(partial(self._keep, number))
 
-    def _keep(self, latest: dict[int, Tensor], layer: int, module: nn.Module, inputs: Any, output: Any) -> None:
-        latest[layer] = output[1].detach()
-
-    def _settle(self, latest: Mapping[int, Tensor], microbatch: int, output: Any) -> None:
-        self.chosen |= {(layer, microbatch): chosen for layer, chosen in latest.items()}
+    def _keep(self, layer: int, module: nn.Module, inputs: Any, output: Any) -> None:
+        _, context = inputs  # of Router.forward
+        self.chosen[layer, context.dropout_key.microbatch] = output[1].detach()
 
     def compare(self, plain: Tensor) -> Routing:
         """Return what differs from the oracle's choices, and forget those of the grid. plain: see PlainChoices.take."""
@@ -105,8 +99,7 @@ class GridChoices:
         layers = expert_layers(plan.config)
         num_choices = num_other = 0
         first: OtherChoice | None = None
-        for (layer, number), grid in sorted(self.chosen.items(), key=lambda item: item[0]):
-            microbatch = number * plan.topology.dp + place.dp_rank
+        for (layer, microbatch), grid in sorted(self.chosen.items(), key=lambda item: item[0]):
             whole = plain[layers.index(layer), microbatch].transpose(0, 1)  # [s, b, k]
             own = whole.chunk(plan.topology.tp)[place.tp_rank]
             grid, own = grid.view(own.shape).sort(-1).values, own.sort(-1).values

@@ -100,7 +100,6 @@ CASES: dict[str, tuple[int, str, dict[str, Any]]] = {
         4,
         "fp64",
         LLAMA
-        | OVERLAP
         | {"tp": 4, "sp": True, "num_query_groups": 2, "optimizer": "muon", "muon_tp_mode": "distributed"}
         | {"muon_nesterov": True, "muon_scale_mode": "unit_rms_norm"},
     ),
