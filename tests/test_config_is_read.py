@@ -82,7 +82,13 @@ def last_name(node: ast.AST) -> str:
 def test_every_field_is_read_outside_the_configuration() -> None:
     # what layers have in place of the model's options is read in `config.layers`, and that elsewhere
     found: set[tuple[str, str]] = {("model", name) for name in (*MARKS, EXPERT_LAYERS, "layer_pattern")}
-    found.add(("optimizer", "optimizer_options"))  # by the rule that turns them into numbers
+    # by rules, `resolve_model`, and properties of the section
+    found |= {
+        ("optimizer", "optimizer_options"),
+        ("optimizer", "muon_tp_mode"),
+        ("model", "make_vocab_size_divisible_by"),
+    }
+    found |= {("model", "moe_router_load_balancing_type"), ("model", "moe_aux_loss_coeff")}
     for path in (REPOSITORY / "megapipe").rglob("*.py"):
         if "config" not in path.relative_to(REPOSITORY / "megapipe").parts[:1]:
             found |= reads_of(path.read_text(encoding="utf-8"))

@@ -251,6 +251,10 @@ def test_json_output_has_the_keys_that_it_had(name: str, golden: Path) -> None:
     found, stored = json.loads(run(golden, *words)), json.loads((golden / "json" / f"{name}.json").read_text())
     if name == "compare":
         found, stored = map(unchanged, (found, stored))
+    if name == "status":  # another process may have the number of the one that has ended
+        for rank in (*found["ranks"], *stored["ranks"]):
+            assert "process" in rank
+            rank["process"] = ""
     if name in SAME_VALUES:
         assert without_sentences(found) == without_sentences(stored)
     elif name == "doctor":  # these differ between hosts

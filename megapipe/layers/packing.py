@@ -28,7 +28,6 @@ def why_masked(config: Config, is_cuda: bool) -> str | None:
     head = model.head_size()
     reasons = {
         "only GPUs have variable-length kernels": not is_cuda,
-        "several cp ranks compute attention together": config.parallel.context_parallel_size > 1,
         "values of latent attention have other sizes than keys": model.multi_latent_attention,
         "attention is not fused": any(is_explicit(layer) for layer in layers),
         f"variable-length kernels take bf16 and fp16, not {dtype}": dtype not in HALF_TYPES,

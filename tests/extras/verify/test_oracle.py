@@ -48,6 +48,7 @@ WITHOUT_EFFECT = {
     "attention_softmax_in_fp32",
     "moe_router_dtype",
     "moe_router_force_load_balancing",
+    "moe_pad_expert_input_to_capacity",
 }
 KEY = DropoutKey(seed=3, step=1, microbatch=5)
 

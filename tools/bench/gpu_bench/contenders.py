@@ -93,7 +93,7 @@ class Megapipe:
         self._shape, self._rows, self._number = shape, draw_rows(shape), 0
 
     def gradients(self) -> Tensor:
-        return torch.tensor(self._step.gradients(self._microbatches()).wait().loss)
+        return torch.tensor(self._step.gradients(self._microbatches()).sum().loss)
 
     def update(self) -> float:
         """Update as the training step does, after `gradients`."""
