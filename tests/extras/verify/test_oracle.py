@@ -57,7 +57,7 @@ def test_every_model_option_reaches_the_reference() -> None:
     options = {field.name for field in dataclasses.fields(ModelConfig)}
     known = {field.name for field in dataclasses.fields(ReferenceConfig)}
     assert options - known == WITHOUT_EFFECT | PER_LAYER
-    assert known - options == {*FROM_TRAINING, "layers", "has_attention", "has_mlp", *FUNCTIONS}
+    assert known - options == {*FROM_TRAINING, "layers", "has_attention", "has_mlp", "moe_capacity_slices", *FUNCTIONS}
     config = resolve(tiny_config(**LLAMA, tp=2, label_smoothing=0.1, z_loss=1e-3), 2).config
     made = reference_config(config)
     assert all(getattr(made, name) == getattr(config.model, name) for name in options & known)
