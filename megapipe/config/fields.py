@@ -34,6 +34,16 @@ RESERVED = (*NONE_WORDS, *BOOL_WORDS, "y", "n", ".", "..", ".nan", ".inf")  # in
 
 
 @dataclass(frozen=True)
+class Need:
+    """Another option without which a field has no effect; setting the field without it is an error, or is remarked."""
+
+    key: str  # 'section.name' of the other field
+    flag: str  # how to give it, for the message
+    values: tuple[str, ...] = ()  # the values that will do; empty: any but None, False and 0
+    without: str = ""  # if given, setting the field alone is accepted, as in Megatron, and this is said
+
+
+@dataclass(frozen=True)
 class Flag:
     """One spelling on the command line that sets a field."""
 
@@ -47,19 +57,10 @@ class Flag:
     # if given, the constant is set only where the field would otherwise hold one of these values:
     # `--no-bias-gelu-fusion` turns tanh GELU into erf GELU and leaves SwiGLU alone, as in Megatron
     only_from: tuple[Any, ...] | None = None
+    needs: Need | None = None  # another option without which this spelling is an error
     # if given, makes the words of the field from the one value of this flag: a file's content from its path
     read: Callable[[str], Sequence[str]] | None = None
     help: str = ""  # by default, the equivalent use of the field's main flag
-
-
-@dataclass(frozen=True)
-class Need:
-    """Another option without which a field has no effect; setting the field without it is an error, or is remarked."""
-
-    key: str  # 'section.name' of the other field
-    flag: str  # how to give it, for the message
-    values: tuple[str, ...] = ()  # the values that will do; empty: any but None, False and 0
-    without: str = ""  # if given, setting the field alone is accepted, as in Megatron, and this is said
 
 
 @dataclass(frozen=True)

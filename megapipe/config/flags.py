@@ -16,6 +16,7 @@ from megapipe.config.fields import (
     TAKES_VALUE,
     ConfigField,
     Flag,
+    Need,
     expected_range,
     nearest_word,
     read_value,
@@ -98,7 +99,8 @@ class Setting:
     value: Any
     origin: str  # 'flag --x', 'yaml FILE line N'
     subject: str  # for errors: '--bf16', 'tiny.yaml line 3: bf16'
-    only_from: tuple[Any, ...] | None = None  # as in Flag
+    only_from: tuple[Any, ...] | None = None  # this and the next: as in Flag
+    needs: Need | None = None
 
 
 @dataclass(frozen=True)
@@ -186,7 +188,7 @@ def read_setting(name: str, texts: list[str]) -> list[Setting]:
 def settings_of(field: ConfigField, flag: Flag, value: Any, origin: str, subject: str) -> list[Setting]:
     """Return the settings of a flag's own field and of those that it also sets."""
     others = [(fields_by_key()[f"{field.section}.{name}"], constant) for name, constant in flag.also_sets]
-    settings = [Setting(field, value, origin, subject, flag.only_from)]
+    settings = [Setting(field, value, origin, subject, flag.only_from, flag.needs)]
     settings += [Setting(other, constant, origin, subject) for other, constant in others]
     defaults = [(fields_by_key()[f"{field.section}.{name}"], constant) for name, constant in flag.or_else]
     return settings + [Setting(other, constant, origin, subject, (other.default,)) for other, constant in defaults]

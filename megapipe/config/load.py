@@ -305,4 +305,11 @@ def merge(sources: Sequence[Sequence[Setting]], problems: Problems) -> tuple[dic
             if setting.field.option.adds_up and setting.value is not None:
                 setting = dataclasses.replace(setting, value=(*values[key], *setting.value))
             values[key], origins[key] = setting.value, setting.origin
+    for setting in (setting for settings in sources for setting in settings if setting.needs is not None):
+        assert setting.needs is not None
+        if not values[setting.needs.key]:
+            problems.add(
+                f"{setting.subject} needs {setting.needs.flag}, as in Megatron; add it, or give "
+                f"{setting.field.main_flag} and the options with it"
+            )
     return values, origins

@@ -194,6 +194,7 @@ class ModelConfig:
                 "--rotary-scaling-factor",
                 also_sets=(("rope_scaling_type", "yarn"),),
                 or_else=(("rope_original_max_position_embeddings", 4096),),
+                needs=LATENT,
                 help="same as --rope-scaling-type yarn --rope-scaling-factor N, with a default of 4096 for "
                 "--rope-original-max-position-embeddings",
             ),

@@ -96,6 +96,8 @@ def test_the_rotary_flags_of_latent_attention_are_yarn_with_megatrons_original_l
     assert longer.rope_original_max_position_embeddings == 512
     with pytest.raises(ConfigError, match="--rotary-scaling-factor and --rope-type contradict each other"):
         load_config(job(LATENT, "--rope-type rope"))
+    with pytest.raises(ConfigError, match="--rotary-scaling-factor needs --multi-latent-attention, as in Megatron"):
+        load_config(job("--position-embedding-type rope --rotary-scaling-factor 40"))
     plain = load_config(job("--position-embedding-type rope --rope-type rope")).config.model
     assert plain.rope_scaling_type == "none"
 
