@@ -180,10 +180,14 @@ def blocks_with_masks(
 ) -> dict[int, MaskedBlocks]:
     """Return the blocks of a part's queries by the rank whose keys they see, its own first, with their masks."""
     found: dict[int, MaskedBlocks] = {}
-    queries = torch.from_numpy(ring.positions(seq)).to(device)
+
+    def positions(part: SequencePart) -> Tensor:  # made on the device, which a copy from the host would wait for
+        return torch.cat([torch.arange(run.start, run.stop, device=device) for run in part.runs(seq)])
+
+    queries = positions(ring)
     for step in (0, *ring_steps(ring.ranks, seq, window)):
         source = (ring.rank - step) % ring.ranks
-        keys = torch.from_numpy(SequencePart(source, ring.ranks).positions(seq)).to(device)
+        keys = positions(SequencePart(source, ring.ranks))
         masked: list[MaskedBlock] = []
         for block in attention_blocks(ring, source, seq, window):
             if documents is None and block.kind != "masked":
