@@ -36,9 +36,9 @@ with ended_by_signals(), stop_requests(sys.argv[1] == "handled") as stop:
     print("waits", flush=True)
     while stop.signal is None:
         time.sleep(0.01)
-    print("asked", flush=True)
     mutex = ctypes.create_string_buffer(64)
     try:
+        print("asked", flush=True)
         for _ in range(2):
             ctypes.CDLL(None).pthread_mutex_lock(mutex)
     except KeyboardInterrupt:  # the second interrupt came before it waited
@@ -87,7 +87,8 @@ def test_from_the_first_step_a_third_interrupt_ends_a_rank_that_hangs() -> None:
     process.send_signal(signal.SIGINT)
     process.send_signal(signal.SIGINT)
     _, error = process.communicate(timeout=110)
-    assert (process.returncode, error) == (130, "")
+    # the signal itself ends it, which shells report as 130 too, unless the two arrive as one before it waits
+    assert process.returncode in (130, -signal.SIGINT) and error == ""
 
 
 def test_without_a_handler_a_termination_ends_training() -> None:
