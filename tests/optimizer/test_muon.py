@@ -18,7 +18,6 @@ from torch import Tensor
 
 from megapipe.assembly.runtime import TrainingRuntime
 from megapipe.checkpoint.folder import open_folder
-from megapipe.comm import collectives
 from megapipe.comm.groups import Group, ProcessGroups, build_process_groups
 from megapipe.config.training import NEWTON_SCHULZ
 from megapipe.extras.reference.muon import MuonOptions, newton_schulz
@@ -93,7 +92,7 @@ def test_a_matrix_has_one_moment_and_everything_else_two() -> None:
     assert held == rank_memory(plan, 0).items["optimizer"]
 
 
-LAYOUT_PAIRS = {"tp2 to dp4": ("tp2", "dp4_zero"), "zero to tp4": ("tp2_sequence_dp2_zero", "pp2")}
+LAYOUT_PAIRS = {"tp2 to dp4": ("tp2", "dp4_zero"), "tp2 with shards to pp2": ("tp2_sequence_dp2_zero", "pp2")}
 
 
 @pytest.mark.parametrize("case", LAYOUT_PAIRS)
@@ -117,14 +116,8 @@ def sent_and_held(rank: int, world_size: int, changes: dict[str, Any]) -> tuple[
     plan = make_plan(world_size, "fp64", **changes)
     groups = build_process_groups(plan.topology, rank, "gloo", 30)
     runtime = TrainingRuntime(plan, groups, torch.device("cpu"))
-    found: Counter[str] = Counter()
     flops: list[int] = []
-    run, original = collectives._run, muon.orthogonalized
-
-    def counted(name: str, group: Group, tensors: tuple[Tensor, ...], *rest: Any) -> Any:
-        if name == "all_to_all":
-            found[group.name] += tensors[1].numel()
-        return run(name, group, tensors, *rest)
+    original = muon.orthogonalized
 
     def counted_product(matrix: Tensor, coefficients: Any, steps: int) -> Tensor:
         small, large = sorted(matrix.shape)
@@ -140,14 +133,12 @@ def sent_and_held(rank: int, world_size: int, changes: dict[str, Any]) -> tuple[
         exchange(sent, received, group, like)
 
     with (
-        mock.patch.object(collectives, "_run", counted),
         mock.patch.object(muon, "orthogonalized", counted_product),
         mock.patch.object(muon, "_exchange", counted_exchange),
     ):
         runtime.optimizer.start(1.0, Rates(1e-2, 0.0))
         runtime.optimizer.settle()
         runtime.gather.finish()
-    assert all(found[name] >= count for name, count in sends.items() if found[name])
     return dict(sends), sum(flops)
 
 
