@@ -211,7 +211,8 @@ def test_the_time_limit_itself_sends_the_signal(cluster: SlurmCluster, undisturb
 @pytest.mark.slow
 @pytest.mark.parametrize("launcher", ["srun", "launch"])
 def test_a_signal_that_comes_before_python_waits_for_it(cluster: SlurmCluster, launcher: str, tmp_path: Path) -> None:
-    job = submit(cluster, tmp_path, LAUNCHER=launcher, REQUEUE="never")
+    # the signal is repeated every 5 seconds: one of the repetitions falls into the 30 steps
+    job = submit(cluster, tmp_path, LAUNCHER=launcher, REQUEUE="never", PACE="0.5")
     job.wait_for("step 0 of 30")
     job.ask_to_leave()
     assert job.ended() == "COMPLETED", job.log
