@@ -33,13 +33,12 @@ from megapipe.checkpoint.save import Extras, SaveReport, save_checkpoint
 from megapipe.checkpoint.shard import DTYPES as SAVED_DTYPES
 from megapipe.checkpoint.shard import TensorBox
 from megapipe.comm.groups import Group
-from megapipe.config.config import Config
+from megapipe.config.config import Config, resolve_model
 from megapipe.config.rules.check import check
 from megapipe.config.yaml_file import to_yaml
 from megapipe.dtypes import TENSOR_DTYPES
 from megapipe.errors import CheckpointError
 from megapipe.layers.model import model_states
-from megapipe.plan.resolve import resolve_model
 from megapipe.sharding.boxes import Box
 
 DTYPES = {dtype.name: getattr(torch, dtype.torch_name) for dtype in TENSOR_DTYPES.values()}

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
+from megapipe.config.config import resolve_model
 from megapipe.extras.dry_run.rank import count_rank
 from megapipe.layers.model import model_spec
 from megapipe.layers.table import RankShape
-from megapipe.plan.resolve import resolve_model
 from megapipe.plan.traffic import step_bytes
 from tests.extras.dry_run.grids import FULL, LLAMA, PP2, SP2, make_plan, read_for, selective
 from tests.tiny import make_config
