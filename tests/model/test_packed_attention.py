@@ -24,8 +24,8 @@ from megapipe.config.model import ModelConfig, PrecisionConfig
 from megapipe.config.parallel import ParallelConfig, RecomputeConfig
 from megapipe.data.batch import Batch, DocumentRules
 from megapipe.gpu import packed_attention
-from megapipe.gpu.kernels import TORCH, describe_kernels
-from megapipe.gpu.packed_attention import DocumentBorders, why_not_packed
+from megapipe.gpu.kernels import TORCH, describe_kernels, why_not_packed
+from megapipe.gpu.packed_attention import DocumentBorders
 from megapipe.layers.packing import why_masked
 from megapipe.layers.table import Documents, RankShape
 from megapipe.model.microbatch import Microbatch
