@@ -19,8 +19,8 @@ from megapipe.config.files import DataConfig
 from megapipe.config.model import PrecisionConfig
 from megapipe.config.training import TrainingConfig
 from megapipe.errors import ConfigError
-from megapipe.extras.cli.convert import HUGGING_FACE, OWN, guess
 from megapipe.extras.convert import hugging_face
+from megapipe.extras.convert.formats import HUGGING_FACE, OWN, guess
 from megapipe.extras.convert.snapshot import DTYPES, TOKENIZERS, Snapshot, read_checkpoint
 from megapipe.extras.inference.generate import Generator, Limits, Sampling
 from megapipe.model.microbatch import Microbatch
