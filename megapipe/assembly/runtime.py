@@ -28,7 +28,7 @@ from megapipe.errors import ScheduleError
 from megapipe.gpu.kernels import choose_kernels, compiled, why_not_packed
 from megapipe.gpu.libraries import Apex
 from megapipe.gpu.streams import StageStreams, copies_for
-from megapipe.layers.table import comm_chunks
+from megapipe.layers.rank_shape import comm_chunks
 from megapipe.model.init import draw
 from megapipe.model.stage import GPTStage
 from megapipe.monitor.heartbeat import PATIENCE, Heartbeat

@@ -27,7 +27,8 @@ from megapipe.gpu import packed_attention
 from megapipe.gpu.kernels import TORCH, describe_kernels, why_not_packed
 from megapipe.gpu.packed_attention import DocumentBorders
 from megapipe.layers.packing import why_masked
-from megapipe.layers.table import Documents, RankShape
+from megapipe.layers.rank_shape import rank_shape
+from megapipe.layers.table import Documents
 from megapipe.model.microbatch import Microbatch
 from megapipe.plan.activations import stage_bytes
 from tests.model import varlen_on_cpu
@@ -162,7 +163,7 @@ def test_what_the_kernel_lacks_keeps_the_mask(changes: dict[str, Any], reason: s
     config = config_with(num_layers=2, seq_length=16, **changes)
     found = why_masked(config, is_cuda=True)
     assert (found is None) == (reason is None) and (reason or "") in (found or "")
-    shape = RankShape.of(config, 1, False, 1).documents
+    shape = rank_shape(config, 1, False, 1).documents
     assert shape.attention_mask == (reason is not None) and shape.borders == (has_documents and reason is None)
     if has_documents and "attention_impl" not in changes:
         assert why_masked(config, is_cuda=False) == "only GPUs have variable-length kernels"
