@@ -23,7 +23,6 @@ from megapipe.config.gpu import GpuConfig, KernelsConfig
 from megapipe.config.model import ModelConfig, PrecisionConfig
 from megapipe.config.parallel import ParallelConfig, RecomputeConfig
 from megapipe.data.batch import Batch, DocumentRules
-from megapipe.gpu import packed_attention
 from megapipe.gpu.kernels import TORCH, describe_kernels, why_not_packed
 from megapipe.gpu.packed_attention import DocumentBorders
 from megapipe.layers.packing import why_masked
@@ -171,7 +170,7 @@ def test_what_the_kernel_lacks_keeps_the_mask(changes: dict[str, Any], reason: s
 
 def test_the_start_names_the_kernel_of_this_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     config, capability = config_with(), (9, 0)
-    monkeypatch.setattr(packed_attention.torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
 
     def line() -> str:
         (found,) = (line for line in describe_kernels(TORCH, config, CUDA) if line.startswith("attention"))
