@@ -230,7 +230,7 @@ def test_replayed_functions_have_autograds_gradients_and_keep_their_inputs_alone
     function = ATTENTIONS["sigmoid"].function
     assert function is not None
     kept: list[torch.Tensor] = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):  # type: ignore[func-returns-value]
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
         output = replayed(lambda q, k, v: function(q, k, v, mask, heads), "a", (2, 3, 5, 4), q, k, v)
     assert {x.data_ptr() for x in kept} == {x.data_ptr() for x in (q, k, v)}
     gradients = torch.autograd.grad(output.square().sum(), (q, k, v))

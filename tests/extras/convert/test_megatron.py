@@ -172,16 +172,16 @@ MODELS = {
 }
 
 
+def in_memory(tensor: torch.Tensor) -> LazyTensor:
+    """Return a tensor of a snapshot that is already read."""
+    return LazyTensor(tuple(tensor.shape), tensor.dtype, lambda: tensor)
+
+
 def drawn(model: ModelConfig) -> Snapshot:
     generator = torch.Generator().manual_seed(4)
     tensors = {}
     for spec in model_parameters(unpadded(model), sequence_parallel=False):
-        values = torch.randn(spec.shape, generator=generator).bfloat16()
-        tensors[f"master/{spec.name}"] = LazyTensor(
-            spec.shape,
-            torch.bfloat16,
-            lambda values=values: values,  # type: ignore[misc]
-        )
+        tensors[f"master/{spec.name}"] = in_memory(torch.randn(spec.shape, generator=generator).bfloat16())
     return Snapshot(Config(model, precision=PrecisionConfig("bf16")), tensors, fresh_state("bf16"))
 
 
