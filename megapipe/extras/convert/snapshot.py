@@ -119,6 +119,12 @@ class Snapshot:
         masters = ((name, tensor) for name, tensor in self.tensors.items() if name.startswith("master/"))
         return {name.removeprefix("master/"): tensor for name, tensor in masters}
 
+    @property
+    def tokenizer(self) -> tuple[str, str] | None:
+        """The --tokenizer-type of the files, and the one for --tokenizer-model ('' for their folder); None without."""
+        names = {path.name for path in self.files}
+        return next((found for needed, found in TOKENIZERS.items() if names >= set(needed)), None)
+
     def cast(self, dtype: torch.dtype) -> Snapshot:
         """Return the snapshot with weights in another dtype; optimizer state and model states keep theirs."""
         states = {state.name for state in model_states(resolve_model(self.config.model, 1))}
@@ -206,14 +212,13 @@ def write_checkpoint(snapshot: Snapshot, root: Path) -> SaveReport:
         for name, tensor in snapshot.tensors.items()
     ]
     state = json.loads(json.dumps(snapshot.state))
-    tokenizer = {path.name: path.read_bytes() for path in snapshot.files}
     config = snapshot.config
-    for needed, (kind, file) in TOKENIZERS.items():
-        if tokenizer.keys() >= set(needed):
-            model = str(root.resolve() / folder.name / TOKENIZER_NAME / file)
-            data = dataclasses.replace(config.data, tokenizer_type=kind, tokenizer_model=model)
-            config = dataclasses.replace(config, data=data)
-            break
+    if snapshot.tokenizer is not None:
+        kind, file = snapshot.tokenizer
+        model = str(root.resolve() / folder.name / TOKENIZER_NAME / file)
+        data = dataclasses.replace(config.data, tokenizer_type=kind, tokenizer_model=model)
+        config = dataclasses.replace(config, data=data)
+    tokenizer = {path.name: path.read_bytes() for path in snapshot.files}
     return save_checkpoint(root, snapshot.step, boxes, Extras(state, to_yaml(config), tokenizer), Group.alone("world"))
 
 
