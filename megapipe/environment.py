@@ -208,10 +208,9 @@ def value_for_libraries(name: str) -> str | None:
     return os.environ.get(name)
 
 
-def allows_colour(environ: Mapping[str, str] | None = None) -> bool:
+def allows_colour() -> bool:
     """Return False if the user wants no colours (NO_COLOR, https://no-color.org) or the terminal has none."""
-    variables = os.environ if environ is None else environ
-    return not variables.get("NO_COLOR") and variables.get("TERM") != "dumb"
+    return not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 
 def announce_launcher() -> None:

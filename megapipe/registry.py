@@ -64,10 +64,6 @@ class Registry(Mapping[str, Row], Generic[Row]):
         """Return the extension that a name comes from, or 'megapipe'."""
         return self._origins[name]
 
-    def is_built_in(self, name: str) -> bool:
-        """Return True for a row that megapipe brings; False for one of an extension, and for an unknown name."""
-        return self._origins.get(name) == BUILT_IN
-
     def names_of(self, origin: str) -> list[str]:
         """Return the names that an extension has added."""
         return [name for name, its in self._origins.items() if its == origin]

@@ -26,7 +26,7 @@ from megapipe.model.registered import replayed
 from megapipe.optimizer.registered import try_rule
 from megapipe.plan.memory import rank_memory
 from megapipe.plan.resolve import resolve
-from megapipe.registry import EXTENSIONS, Registry
+from megapipe.registry import BUILT_IN, EXTENSIONS, Registry
 from megapipe.schedule.families import SCHEDULES, build_lowered
 from megapipe.tokenizers.tokenizer import build_tokenizer, checked
 from tests.extras.dry_run.grids import make_plan, read_for
@@ -203,7 +203,7 @@ def test_the_example_schedule_runs_further_ahead_than_1f1b() -> None:
     EXTENSIONS.load(example("schedule"))
     row = build_lowered("eager-1f1b", 4, 1, 8).compute_only().rows[0]
     assert [str(action) for action in row[:7]] == ["0F0", "0F1", "0F2", "0F3", "0F4", "0F5", "0F6"]
-    assert SCHEDULES["eager-1f1b"].is_synchronous and not SCHEDULES.is_built_in("eager-1f1b")
+    assert SCHEDULES["eager-1f1b"].is_synchronous and SCHEDULES.origin("eager-1f1b") != BUILT_IN
 
 
 # norms, activations, attention
@@ -230,7 +230,7 @@ def test_replayed_functions_have_autograds_gradients_and_keep_their_inputs_alone
     function = ATTENTIONS["sigmoid"].function
     assert function is not None
     kept: list[torch.Tensor] = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):  # type: ignore[func-returns-value]
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
         output = replayed(lambda q, k, v: function(q, k, v, mask, heads), "a", (2, 3, 5, 4), q, k, v)
     assert {x.data_ptr() for x in kept} == {x.data_ptr() for x in (q, k, v)}
     gradients = torch.autograd.grad(output.square().sum(), (q, k, v))

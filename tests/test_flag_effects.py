@@ -28,6 +28,7 @@ import torch
 
 from megapipe.checkpoint.disk import Disk
 from megapipe.checkpoint.manifest import read_manifest
+from megapipe.comm.bootstrap import join
 from megapipe.comm.trace import Tracer
 from megapipe.config.config import all_fields
 from megapipe.config.flags import field_flags
@@ -49,7 +50,6 @@ from megapipe.tokenizers.chat import FORMATS
 from megapipe.train.gpu_setup import graph_words, snapshot_path
 from megapipe.train.guard import StopRequest
 from megapipe.train.loop import Training
-from megapipe.train.run import join
 from tests.flag_effects import TABLE
 from tests.harness import RankPool
 from tests.tokenizers.chat_tokenizers import write_tokenizer
@@ -264,7 +264,7 @@ def ranks(pair: Pair, part: str) -> None:
 
 
 def time_out(pair: Pair, _: str) -> None:
-    before, after = pair.both(lambda case: join(case.plan(1), read_environment({})).timeout_seconds)
+    before, after = pair.both(lambda case: join(case.plan(1).config, read_environment({})).timeout_seconds)
     assert (before, after) == (600.0, 120.0)
 
 

@@ -63,6 +63,8 @@ RUNS_TEXT = (
     "yaml.load",
     "yaml.unsafe_load",
 )
+LOADS = ("pickle.load", "pickle.loads", "np.load", "numpy.load", "torch.load")
+LAST_WORDS = {name.rpartition(".")[2] for name in (*RUNS_TEXT, *LOADS)}
 MUTATORS = {
     "append",
     "add",
@@ -104,12 +106,18 @@ def tree_of(path: Path) -> ast.Module:
     return ast.parse(path.read_text(), str(path))
 
 
+@cache
+def nodes_of(tree: ast.AST) -> tuple[ast.AST, ...]:
+    """Return all nodes of a tree: walking it anew for each rule takes most of the time."""
+    return tuple(ast.walk(tree))
+
+
 def imports_of(tree: ast.Module, module: str, is_package: bool = False) -> Iterator[tuple[int, str, tuple[str, ...]]]:
     """Yield (line, imported module, imported names) of all imports.
 
     Imports in functions, under TYPE_CHECKING and through importlib are included.
     """
-    for node in ast.walk(tree):
+    for node in nodes_of(tree):
         if isinstance(node, ast.Import):
             for alias in node.names:
                 yield node.lineno, alias.name, ()
@@ -184,33 +192,31 @@ def violations_of_one_place(tree: ast.Module, module: str) -> list[str]:
     ]
     lines += [
         node.lineno
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Attribute) and ast.unparse(node) == "torch.distributed"
+        for node in nodes_of(tree)
+        if isinstance(node, ast.Attribute) and node.attr == "distributed" and ast.unparse(node) == "torch.distributed"
     ]
     return [f"{module}:{line} uses torch.distributed" for line in lines]
 
 
 def violations_of_libraries(tree: ast.Module, module: str) -> list[str]:
     """Find imports of an optional library outside its file, or outside functions in that file."""
-    inside = {
-        node for function in ast.walk(tree) if isinstance(function, ast.FunctionDef) for node in ast.walk(function)
-    }
-    lines_inside = {node.lineno for node in inside if isinstance(node, ast.Import | ast.ImportFrom)}
+    functions = [node for node in nodes_of(tree) if isinstance(node, ast.FunctionDef)]
     return [
         f"{module}:{line} imports {name}"
         for line, name, _ in imports_of(tree, module)
-        if (file := LIBRARIES.get(name.split(".")[0])) is not None and (module != file or line not in lines_inside)
+        if (file := LIBRARIES.get(name.split(".")[0])) is not None
+        and (module != file or not any(each.lineno <= line <= (each.end_lineno or 0) for each in functions))
     ]
 
 
 def violations_of_environment(tree: ast.Module, module: str) -> list[str]:
-    names = {"os.environ", "os.environb", "os.getenv", "os.putenv", "os.unsetenv"}
-    lines = [node.lineno for node in ast.walk(tree) if isinstance(node, ast.Attribute) and ast.unparse(node) in names]
-    lines += [
-        line
-        for line, name, taken in imports_of(tree, module)
-        if name == "os" and {f"os.{word}" for word in taken} & names
+    names = {"environ", "environb", "getenv", "putenv", "unsetenv"}  # of os
+    lines = [
+        node.lineno
+        for node in nodes_of(tree)
+        if isinstance(node, ast.Attribute) and node.attr in names and ast.unparse(node.value) == "os"
     ]
+    lines += [line for line, name, taken in imports_of(tree, module) if name == "os" and set(taken) & names]
     return [f"{module}:{line} reads the environment" for line in lines]
 
 
@@ -224,16 +230,17 @@ def violations_of_code_execution(tree: ast.Module, module: str) -> list[str]:
         for line, name, _ in imports_of(tree, module)
         if name.split(".")[0] in UNPICKLERS and module not in READS_PICKLES
     ]
-    for node in ast.walk(tree):
+    for node in nodes_of(tree):
         if isinstance(node, ast.Attribute | ast.Name):
             word = node.attr if isinstance(node, ast.Attribute) else node.id
             if word.endswith(("_object_list", "_object")) and ast.unparse(node).startswith(
                 ("dist.", "torch.", "distributed")
             ):
                 violations.append(f"{module}:{node.lineno} uses {word}, which unpickles received data")
-            if ast.unparse(node) in RUNS_TEXT:
-                violations.append(f"{module}:{node.lineno} uses {ast.unparse(node)}")
-            if ast.unparse(node) in ("pickle.load", "pickle.loads", "np.load", "numpy.load", "torch.load"):
+            text = ast.unparse(node) if word in LAST_WORDS else ""
+            if text in RUNS_TEXT:
+                violations.append(f"{module}:{node.lineno} uses {text}")
+            if text in LOADS:
                 violations += _violations_of_loading(tree, node, module)
         if isinstance(node, ast.keyword) and node.arg == "shell" and ast.unparse(node.value) != "False":
             violations.append(f"{module}:{node.value.lineno} starts a shell")
@@ -248,7 +255,7 @@ def _violations_of_loading(tree: ast.Module, function: ast.Attribute | ast.Name,
         "numpy.load": ("allow_pickle", "False"),
     }
     wanted = says.get(ast.unparse(function))
-    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and node.func is function]
+    calls = [node for node in nodes_of(tree) if isinstance(node, ast.Call) and node.func is function]
     if any((keyword.arg, ast.unparse(keyword.value)) == wanted for call in calls for keyword in call.keywords):
         return []
     return [
@@ -271,7 +278,7 @@ def violations_of_state(tree: ast.Module, module: str) -> list[str]:
         for target in (statement.targets if isinstance(statement, ast.Assign) else [statement.target])
         if isinstance(target, ast.Name)
     }
-    for function in ast.walk(tree):
+    for function in nodes_of(tree):
         if isinstance(function, ast.Global):
             violations.append(f"{module}:{function.lineno} declares global {', '.join(function.names)}")
         if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
@@ -289,8 +296,8 @@ def changed_names(function: ast.FunctionDef | ast.AsyncFunctionDef) -> Iterator[
         for a in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs, arguments.vararg, arguments.kwarg)
         if a
     }
-    own |= {node.id for node in ast.walk(function) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
-    for node in ast.walk(function):
+    own |= {node.id for node in nodes_of(function) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    for node in nodes_of(function):
         target: ast.expr | None = None
         if isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store | ast.Del):
             target = node.value

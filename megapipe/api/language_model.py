@@ -19,9 +19,9 @@ from megapipe.config.files import DataConfig
 from megapipe.config.model import PrecisionConfig
 from megapipe.config.training import TrainingConfig
 from megapipe.errors import ConfigError
-from megapipe.extras.cli.convert import HUGGING_FACE, OWN, guess
 from megapipe.extras.convert import hugging_face
-from megapipe.extras.convert.snapshot import DTYPES, TOKENIZERS, Snapshot, read_checkpoint
+from megapipe.extras.convert.formats import HUGGING_FACE, OWN, guess
+from megapipe.extras.convert.snapshot import DTYPES, Snapshot, read_checkpoint
 from megapipe.extras.inference.generate import Generator, Limits, Sampling
 from megapipe.model.microbatch import Microbatch
 from megapipe.plan.resolve import resolve
@@ -139,14 +139,13 @@ def _tokenizer(snapshot: Snapshot) -> Tokenizer | None:
     Raises ConfigError, DataError if its files are gone or it does not belong to the model.
     """
     data = snapshot.config.data
-    names = {path.name for path in snapshot.files}
     if snapshot.files:
         folder = snapshot.files[0].parent
-        found = next((how for needed, how in TOKENIZERS.items() if names >= set(needed)), None)
         if data.tokenizer_type is not None:
             data = DataConfig(tokenizer_type=data.tokenizer_type, tokenizer_model=str(folder))
-        elif found is not None:
-            data = DataConfig(tokenizer_type=found[0], tokenizer_model=str(folder / found[1]))
+        elif snapshot.tokenizer is not None:
+            kind, file = snapshot.tokenizer
+            data = DataConfig(tokenizer_type=kind, tokenizer_model=str(folder / file))
     tokenizer = tokenizer_of(dataclasses.replace(snapshot.config, data=data), is_resolved=True)
     size = snapshot.config.model.vocab_size or 0
     if tokenizer is not None and tokenizer.vocab_size > size:

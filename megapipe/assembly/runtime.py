@@ -25,11 +25,10 @@ from megapipe.data_parallel.gather import ParameterGather
 from megapipe.data_parallel.reducer import GradientReducer
 from megapipe.dtypes import DTYPES, FP8
 from megapipe.errors import ScheduleError
-from megapipe.gpu.kernels import choose_kernels, compiled
+from megapipe.gpu.kernels import choose_kernels, compiled, why_not_packed
 from megapipe.gpu.libraries import Apex
-from megapipe.gpu.packed_attention import why_not_packed
 from megapipe.gpu.streams import StageStreams, copies_for
-from megapipe.layers.table import comm_chunks
+from megapipe.layers.rank_shape import comm_chunks
 from megapipe.model.init import draw
 from megapipe.model.stage import GPTStage
 from megapipe.monitor.heartbeat import PATIENCE, Heartbeat

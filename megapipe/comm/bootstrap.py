@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from megapipe.comm.network import await_listener, check_name, interface_towards, listening_address
+from megapipe.config.config import Config
 from megapipe.environment import Environment, set_for_libraries
 from megapipe.errors import CommunicationError, ConfigError
 from megapipe.monitor.process import allow_open_files
@@ -35,6 +36,12 @@ class World:
     backend: str  # 'gloo' or 'nccl'
     device: torch.device
     timeout_seconds: float
+
+
+def join(config: Config, environment: Environment) -> World:
+    """Meet the other ranks over the backend that the configuration asks for, as `start` does."""
+    parallel, device = config.parallel, config.training.device
+    return start(environment, parallel.distributed_backend, 60.0 * parallel.distributed_timeout_minutes, device)
 
 
 def start(

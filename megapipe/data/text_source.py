@@ -37,10 +37,9 @@ LINES_PER_PARAGRAPH = 50  # on average, in a text whose blank lines are taken fo
 
 CODE_SUFFIXES = "py pyi txt md rst tex html css js ts c h cc cpp hpp cu java go rs rb sh sql toml yaml yml csv"
 TEXT_SUFFIXES = frozenset(f".{name}" for name in CODE_SUFFIXES.split())
-TEST_FOLDERS = frozenset({"test", "tests"})
 # of the standard library; encodings and pydoc_data are character tables and generated text, a fifth of it
-SKIPPED_FOLDERS = TEST_FOLDERS | frozenset(
-    "site-packages dist-packages __pycache__ node_modules idlelib encodings pydoc_data".split()
+SKIPPED_FOLDERS = frozenset(
+    "test tests site-packages dist-packages __pycache__ node_modules idlelib encodings pydoc_data".split()
 )
 PIECE_CHARACTERS = 4000  # a long text file is cut into documents of about this length
 MIN_DOCUMENTS = 20  # fewer cannot be split into train and valid
@@ -333,9 +332,7 @@ def _lines(path: Path, is_json: bool, document_unit: str, begin: Position) -> It
                 yield Record(name, number, content, is_json, place.byte, Position(begin.file, byte, number))
 
 
-def corpus_documents(
-    source: str | Path | None = None, max_megabytes: float | None = None, *, include_tests: bool = False
-) -> list[str]:
+def corpus_documents(source: str | Path | None = None, max_megabytes: float | None = None) -> list[str]:
     """Return up to `max_megabytes` of documents in a fixed order drawn from their names and places.
 
     source: a directory tree (one document per text file), a JSON-lines file (one per line, key "text"), a text file
@@ -349,7 +346,7 @@ def corpus_documents(
     if not root.is_dir():
         named = _pieces(root)
     elif source is None:
-        named = _tree(root, frozenset({".py"}), SKIPPED_FOLDERS - TEST_FOLDERS if include_tests else SKIPPED_FOLDERS)
+        named = _tree(root, frozenset({".py"}), SKIPPED_FOLDERS)
     else:
         named = _tree(root, TEXT_SUFFIXES, frozenset())
     documents: list[str] = []

@@ -18,10 +18,11 @@ from megapipe.config.model import ATTENTIONS, PrecisionConfig
 from megapipe.config.rules.gpu import why_not_compiled
 from megapipe.config.training import OPTIMIZERS
 from megapipe.gpu.libraries import Apex, FlashAttention, TransformerEngine
-from megapipe.gpu.packed_attention import why_not_packed
+from megapipe.layers.packing import why_masked
 from megapipe.registry import BUILT_IN
 
 AnyFunction = TypeVar("AnyFunction", bound=Callable[..., Any])
+OLDEST_CAPABILITY = (8, 0)  # of torch's variable-length flash kernel
 
 
 @dataclass(frozen=True)
@@ -164,6 +165,19 @@ def _describe_attention(kernels: Kernels, config: Config, device: torch.device) 
         return f"scaled_dot_product_attention under a mask of documents: {reason}"
     is_half = device.type == "cuda" and config.precision.dtype in ("bf16", "fp16")
     return "scaled_dot_product_attention" + (", a fused kernel" if is_half else "")
+
+
+def why_not_packed(config: Config, device: torch.device) -> str | None:
+    """Return why documents get a mask on this device; None if kernels take their borders, or there are none."""
+    reason = why_masked(config, device.type != "cpu")
+    if reason is not None or device.type != "cuda" or config.kernels.attention_impl == "flash":
+        return reason
+    if torch.version.hip is not None:
+        return "torch's variable-length kernel has not been tried with ROCm"
+    major, minor = torch.cuda.get_device_capability(device)
+    if (major, minor) < OLDEST_CAPABILITY:
+        return f"torch's variable-length kernel needs compute capability 8.0, and this GPU has {major}.{minor}"
+    return None
 
 
 def compiled(function: AnyFunction) -> AnyFunction:

@@ -14,17 +14,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
-from megapipe.config.config import Config
-from megapipe.layers.packing import why_masked
-
 # versions differ in whether grouped queries have to be allowed
 GROUPED: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
-OLDEST_CAPABILITY = (8, 0)  # of torch's flash kernel
 
 
 @dataclass(frozen=True)
@@ -70,16 +65,3 @@ def torch_kernel(
     output = varlen_attn(q, k, v, starts, starts, longest, longest, scale=scale, window_size=(left, 0), **GROUPED)
     assert isinstance(output, Tensor)
     return output
-
-
-def why_not_packed(config: Config, device: torch.device) -> str | None:
-    """Return why documents get a mask on this device; None if kernels take their borders, or there are none."""
-    reason = why_masked(config, device.type != "cpu")
-    if reason is not None or device.type != "cuda" or config.kernels.attention_impl == "flash":
-        return reason
-    if torch.version.hip is not None:
-        return "torch's variable-length kernel has not been tried with ROCm"
-    major, minor = torch.cuda.get_device_capability(device)
-    if (major, minor) < OLDEST_CAPABILITY:
-        return f"torch's variable-length kernel needs compute capability 8.0, and this GPU has {major}.{minor}"
-    return None

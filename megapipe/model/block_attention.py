@@ -8,19 +8,30 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megapipe.model.context import MaskedBlock
+from megapipe.sharding.sequence import Block
 from megapipe.tensor_parallel.gemms import at_least_fp32
 
 HALF_TYPES = (torch.float16, torch.bfloat16)
 LSE_MULTIPLE = 32  # to which CUDA's memory-efficient kernel pads the log-sum-exp
 MASK_MULTIPLE = 16  # of elements, to which it wants rows of a mask aligned
 Gradients = tuple[Tensor, Tensor, Tensor]  # of q, k and v
+
+
+class MaskedBlock(NamedTuple):
+    """A block of queries and keys.
+
+    mask: [1 or b, 1, queries, keys]; None: what the block says. empty: queries without a key, [1 or b, 1, queries].
+    """
+
+    block: Block
+    mask: Tensor | None = None
+    empty: Tensor | None = None
 
 
 class BlockKernel(Protocol):

@@ -16,7 +16,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache, lru_cache, partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,23 +26,12 @@ from megapipe.config.layers import LayerConfig
 from megapipe.config.model import ATTENTIONS
 from megapipe.errors import ConfigError
 from megapipe.gpu.packed_attention import DocumentBorders
+from megapipe.model.block_attention import MaskedBlock
 from megapipe.model.microbatch import KVCache, Microbatch
 from megapipe.model.recompute import KeptAttention
-from megapipe.sharding.sequence import WHOLE_SEQUENCE, Block, SequencePart, attention_blocks, ring_steps
+from megapipe.sharding.sequence import WHOLE_SEQUENCE, SequencePart, attention_blocks, ring_steps
 from megapipe.tensor_parallel.gemms import at_least_fp32
 from megapipe.tensor_parallel.random import DropoutKey
-
-
-class MaskedBlock(NamedTuple):
-    """A block of queries and keys.
-
-    mask: [1 or b, 1, queries, keys]; None: what the block says. empty: queries without a key, [1 or b, 1, queries].
-    """
-
-    block: Block
-    mask: Tensor | None = None
-    empty: Tensor | None = None
-
 
 MaskedBlocks = tuple[MaskedBlock, ...]
 

@@ -28,8 +28,7 @@ from torch.autograd.function import once_differentiable
 
 from megapipe.comm.collectives import Work, all_gather, all_to_all, reduce_scatter
 from megapipe.comm.groups import ContextGroups, Group
-from megapipe.model.block_attention import BlockKernel
-from megapipe.model.context import MaskedBlock
+from megapipe.model.block_attention import BlockKernel, MaskedBlock
 from megapipe.sharding.sequence import SequencePart
 from megapipe.tensor_parallel.gemms import at_least_fp32
 

@@ -24,7 +24,8 @@ from megapipe.config.model import ModelConfig, PrecisionConfig
 from megapipe.config.parallel import RecomputeConfig
 from megapipe.errors import ConfigError
 from megapipe.layers.model import LayerSpec, ModelSpec, model_spec
-from megapipe.layers.table import RankShape, comm_chunks
+from megapipe.layers.rank_shape import comm_chunks
+from megapipe.layers.table import RankShape
 from megapipe.plan.recompute_choice import layer_recompute
 from megapipe.schedule.action import Op
 from megapipe.schedule.costs import Costs

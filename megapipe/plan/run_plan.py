@@ -13,6 +13,7 @@ from megapipe.config.parallel import RecomputeConfig
 from megapipe.config.training import OPTIMIZERS
 from megapipe.layers.model import ModelSpec, model_parameters, model_spec, stage_parameters
 from megapipe.layers.moe import MoE
+from megapipe.layers.rank_shape import rank_shape
 from megapipe.layers.table import RankShape
 from megapipe.plan.activations import group_sizes
 from megapipe.plan.batch import BatchSchedule
@@ -130,7 +131,7 @@ class RunPlan:
     def shape(self) -> RankShape:
         """One microbatch of the run on any of its ranks."""
         config, tp = self.config, self.topology.tp
-        return RankShape.of(config, tp, config.parallel.sequence_parallel, config.training.micro_batch_size)
+        return rank_shape(config, tp, config.parallel.sequence_parallel, config.training.micro_batch_size)
 
     @property
     def message_bytes(self) -> int:

@@ -9,8 +9,7 @@ from megapipe.config.config import Config
 from megapipe.config.layers import layer_configs
 from megapipe.config.model import ModelConfig
 from megapipe.dtypes import DTYPES
-from megapipe.gpu.kernels import Kernels
-from megapipe.gpu.packed_attention import why_not_packed
+from megapipe.gpu.kernels import Kernels, why_not_packed
 from megapipe.layers.packing import is_explicit
 from megapipe.tensor_parallel.gradients import gemm_adds_to_fp32
 

@@ -19,7 +19,7 @@ from megapipe.assembly.runtime import TrainingRuntime
 from megapipe.checkpoint.disk import Disk
 from megapipe.checkpoint.lock import SaveLock
 from megapipe.checkpoint.starts import Starts, clear_starts
-from megapipe.comm.bootstrap import World, start
+from megapipe.comm.bootstrap import World, join
 from megapipe.comm.groups import ProcessGroups, build_process_groups
 from megapipe.comm.trace import Tracer
 from megapipe.data.fingerprint import fingerprint
@@ -93,7 +93,7 @@ def _run(
         if not is_refused:
             journal.open_writers(config)
         counted = count_this_start(config, environment, lock)
-        world = join(plan, environment)
+        world = join(config, environment)
         check_fp8(config, world.device)
         found = active_kernels(config, kernels, world.device)
         words = (*describe_kernels(kernels, config, world.device), *found, *graph_words(plan))
@@ -176,12 +176,6 @@ def _train(
     finally:
         data.close()
         journal.close()
-
-
-def join(plan: RunPlan, environment: Environment) -> World:
-    """Meet the other ranks over the backend that the configuration asks for."""
-    parallel, device = plan.config.parallel, plan.config.training.device
-    return start(environment, parallel.distributed_backend, 60.0 * parallel.distributed_timeout_minutes, device)
 
 
 def _description(plan: RunPlan, world: World) -> dict[str, Any]:

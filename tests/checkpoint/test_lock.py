@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -29,6 +30,7 @@ from tests.checkpoint.layouts import save_one
 from tests.train.jobs import job
 
 ENVIRONMENT = read_environment({})
+Changes = dict[str, Any]  # of an owner
 ELSEWHERE = {"space": "another host's", "host": "node-b"}
 # holds the lock of argv[1], tells so, and removes argv[2] when it reads a line
 HOLDER = """
@@ -100,7 +102,7 @@ def test_a_released_lock_is_taken_at_once_and_its_number_rises(tmp_path: Path) -
     ],
     ids=["ended", "process_id_used_again", "requeued"],
 )
-def test_an_owner_that_is_known_to_be_gone_is_not_waited_for(tmp_path: Path, before: dict, now: dict) -> None:  # type: ignore[type-arg]
+def test_an_owner_that_is_known_to_be_gone_is_not_waited_for(tmp_path: Path, before: Changes, now: Changes) -> None:
     assert take(tmp_path, 4, here(**before))
     held = acquire(tmp_path, here(**now), pytest.fail)
     held.check()
@@ -109,7 +111,7 @@ def test_an_owner_that_is_known_to_be_gone_is_not_waited_for(tmp_path: Path, bef
 
 @pytest.mark.usefixtures("slow_beats")
 @pytest.mark.parametrize("now", [{"job": "slurm 7"}, {"job": "slurm 8", "restarts": 1}, {"restarts": 3}])
-def test_a_silent_owner_is_dead_after_a_minute_of_the_watchers_clock(tmp_path: Path, now: dict) -> None:  # type: ignore[type-arg]
+def test_a_silent_owner_is_dead_after_a_minute_of_the_watchers_clock(tmp_path: Path, now: Changes) -> None:
     assert take(tmp_path, 4, here(job="slurm 7", **ELSEWHERE))
     os.utime(lock_path(tmp_path, 4), (1, 1))  # clocks of hosts mean nothing
     clock, said = Clock(), list[str]()
@@ -251,7 +253,7 @@ def test_of_two_starts_at_once_one_runs_and_the_other_is_told_who(start: Start) 
     assert winner.stdout.readline() == "held\n"
 
 
-def test_a_killed_owner_is_replaced_at_once_and_a_live_one_never(tmp_path: Path, holders: Callable) -> None:  # type: ignore[type-arg]
+def test_a_killed_owner_is_replaced_at_once_and_a_live_one_never(tmp_path: Path, holders: Start) -> None:
     first = holders()
     with pytest.raises(SaveRefusedError, match=rf"process {first.pid} on"):
         acquire(tmp_path / "run", here(), quiet)
@@ -263,7 +265,7 @@ def test_a_killed_owner_is_replaced_at_once_and_a_live_one_never(tmp_path: Path,
     acquire(tmp_path / "run", here(**ELSEWHERE), pytest.fail).release()
 
 
-def test_a_stopped_owner_that_was_replaced_writes_nothing_when_it_wakes(tmp_path: Path, holders: Callable) -> None:  # type: ignore[type-arg]
+def test_a_stopped_owner_that_was_replaced_writes_nothing_when_it_wakes(tmp_path: Path, holders: Start) -> None:
     victim = tmp_path / "victim"
     victim.write_text("content")
     first = holders()
@@ -305,7 +307,7 @@ def test_a_save_of_an_owner_that_lost_the_lock_changes_nothing(tmp_path: Path) -
         save_one(tmp_path, 4, disk=disk)
 
 
-def test_a_second_job_is_refused_and_writes_nothing(tmp_path: Path, holders: Callable) -> None:  # type: ignore[type-arg]
+def test_a_second_job_is_refused_and_writes_nothing(tmp_path: Path, holders: Start) -> None:
     process = holders()
     code, said = job(f"--train-iters 1 --save {tmp_path / 'run'}")
     assert code == 2 and "Traceback" not in said

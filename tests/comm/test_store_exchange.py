@@ -117,7 +117,8 @@ def test_one_rank_publishes_for_its_host_and_another_takes_over(tmp_path: Path) 
     assert store.requests == {"set": 1} and store.connections == 1
     reader = StoreExchange(8, "t", [range(8), range(8, 16)], bytes, lambda: True, store)
     found = reader.fetch(range(8))
-    assert [read_snapshot(found[rank]).record.action for rank in range(8)] == [f"{rank}F0" for rank in range(8)]  # type: ignore[union-attr]
+    records = [read_snapshot(found[rank]).record for rank in range(8)]
+    assert [record.action for record in records] == [f"{rank}F0" for rank in range(8)]
     assert store.requests == {"set": 1, "check": 1, "multi_get": 1}, "however many ranks"
     heartbeats[0].leave("ended")
     heartbeats[1]._cells[0] -= 10**10  # its pulse: this rank has not answered for ten seconds

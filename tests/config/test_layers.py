@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from megapipe.config.config import ModelConfig
 from megapipe.config.layer_pattern import expanded, marked_layers
 from megapipe.config.layers import LAYER_OPTIONS, layer_configs, layer_kinds
 from megapipe.config.load import from_yaml, load_config
+from megapipe.config.model import ModelConfig
 from megapipe.config.yaml_file import to_yaml
 from megapipe.errors import ConfigError
 from tests.config.examples import job

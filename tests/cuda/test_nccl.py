@@ -1,4 +1,4 @@
-"""What two ranks do over NCCL, a GPU each; where there is one, with its twin over gloo on CPUs.
+"""Two ranks over NCCL, a GPU each, and where there is one, the same test over gloo on CPUs.
 
 Order of messages over many channels, ZeRO-1 and overlapped reductions, a CUDA graph with collectives inside, a
 collective that times out, a killed rank.

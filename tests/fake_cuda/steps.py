@@ -64,7 +64,7 @@ NOT_KERNELS = ("empty", "empty_strided", "empty_like", "new_empty", "detach", "r
 
 @dataclass
 class Seen:
-    """What one step asked of the device. Places are 'file:function' of the innermost frame of megapipe."""
+    """The requests of one step to the device. Places are 'file:function' of the innermost frame of megapipe."""
 
     seconds: float = 0.0  # of both steps and of building the runtime, on the host
     # operations with a result in new memory, or in place, and the bytes of the tensors that they read and write, both

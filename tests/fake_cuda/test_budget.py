@@ -1,4 +1,4 @@
-"""What a step asks of a GPU, part by part: kernels, and the bytes that they read and write, counted and as budgeted.
+"""The work of a step on a GPU, part by part: kernels, and the bytes that they read and write, counted and as budgeted.
 
 A layer of Llama-3-8B's shape, one sequence of 8,192 tokens, forward, backward and update: the difference between models
 of four and two layers, halved; what is left of two layers is the step around them. The budget of layers and the loss is

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from megapipe.extras.dry_run.rank import STATE
 from tests.extras.dry_run.grids import FULL, LLAMA, PP2, SP2, TP2, selective
-from tests.extras.dry_run.test_planned import STATE
 from tests.fake_cuda.test_steps import CLOSE, HOST_READS
 
 pytestmark = pytest.mark.timeout(300)

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from tests.extras.dry_run.test_planned import BASES, CASES, STATE, ranks_at_ends
+from megapipe.extras.dry_run.rank import STATE
+from tests.extras.dry_run.test_planned import BASES, CASES, ranks_at_ends
 from tests.fake_cuda.mistakes import PLANTED
 
 pytestmark = pytest.mark.timeout(300)

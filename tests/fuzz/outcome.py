@@ -1,4 +1,4 @@
-"""What a command or a reader may do with hostile input: accept it, or refuse it with a message; within a time."""
+"""Check that a command or a reader accepts hostile input or refuses it with a message, within a time."""
 
 from __future__ import annotations
 

@@ -23,11 +23,11 @@ from megapipe.config.gpu import GpuConfig, KernelsConfig
 from megapipe.config.model import ModelConfig, PrecisionConfig
 from megapipe.config.parallel import ParallelConfig, RecomputeConfig
 from megapipe.data.batch import Batch, DocumentRules
-from megapipe.gpu import packed_attention
-from megapipe.gpu.kernels import TORCH, describe_kernels
-from megapipe.gpu.packed_attention import DocumentBorders, why_not_packed
+from megapipe.gpu.kernels import TORCH, describe_kernels, why_not_packed
+from megapipe.gpu.packed_attention import DocumentBorders
 from megapipe.layers.packing import why_masked
-from megapipe.layers.table import Documents, RankShape
+from megapipe.layers.rank_shape import rank_shape
+from megapipe.layers.table import Documents
 from megapipe.model.microbatch import Microbatch
 from megapipe.plan.activations import stage_bytes
 from tests.model import varlen_on_cpu
@@ -162,7 +162,7 @@ def test_what_the_kernel_lacks_keeps_the_mask(changes: dict[str, Any], reason: s
     config = config_with(num_layers=2, seq_length=16, **changes)
     found = why_masked(config, is_cuda=True)
     assert (found is None) == (reason is None) and (reason or "") in (found or "")
-    shape = RankShape.of(config, 1, False, 1).documents
+    shape = rank_shape(config, 1, False, 1).documents
     assert shape.attention_mask == (reason is not None) and shape.borders == (has_documents and reason is None)
     if has_documents and "attention_impl" not in changes:
         assert why_masked(config, is_cuda=False) == "only GPUs have variable-length kernels"
@@ -170,7 +170,7 @@ def test_what_the_kernel_lacks_keeps_the_mask(changes: dict[str, Any], reason: s
 
 def test_the_start_names_the_kernel_of_this_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     config, capability = config_with(), (9, 0)
-    monkeypatch.setattr(packed_attention.torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
 
     def line() -> str:
         (found,) = (line for line in describe_kernels(TORCH, config, CUDA) if line.startswith("attention"))

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from megapipe.config.config import Config
 from megapipe.errors import ConfigError
-from megapipe.plan.cut import RankBytes, step_of_costs
+from megapipe.plan.balanced_cut import RankBytes, step_of_costs
 from megapipe.plan.hardware import hardware_named
 from megapipe.plan.layer_costs import LayerTimes, PartCost, read_layer_times, setting_of, to_json
 from megapipe.plan.memory import all_rank_memory
@@ -290,7 +290,7 @@ def test_bytes_of_unlike_layers_are_those_of_the_plan(grid: dict[str, object], d
 def test_the_cut_of_unlike_layers_is_the_best_of_all(
     grid: dict[str, object], measured: bool, limited: bool, tmp_path: Path
 ) -> None:
-    """Of all cuts that fit none has a less busy busiest rank, unless the plan's steps are shorter."""
+    """No cut that fits has a less busy busiest rank, unless the plan's steps are shorter."""
     pp = int(str(grid["pipeline_model_parallel_size"]))
     changes = BIG | UNLIKE | grid | {"num_layers": 9, "pipeline_rank_speeds": (1.0, 0.8, 0.9, 1.0)[:pp]}
     if measured:

@@ -10,9 +10,10 @@ from megapipe.formatting import bytes_text
 from megapipe.plan.hardware import HARDWARE
 from megapipe.plan.memory import offloaded_groups, rank_memory, stage_activation_bytes
 from megapipe.plan.report import plan_text
+from megapipe.plan.resolve import resolve
 from megapipe.plan.run_plan import RunPlan
 from megapipe.plan.step_time import predict_step
-from tests.plan.test_report import interleaved, resolve
+from tests.plan.test_report import interleaved
 from tests.tiny import small_config
 
 H100 = HARDWARE["h100"]

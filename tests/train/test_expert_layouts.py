@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from megapipe.checkpoint.disk import Disk
-from megapipe.checkpoint.folder import open_folder
+from megapipe.checkpoint.folder import KEEP_ALL, open_folder
 from megapipe.checkpoint.load import load_tensors
 from megapipe.checkpoint.save import Attempt, Extras, SaveReport
 from megapipe.checkpoint.shard import tensor_box
 from megapipe.comm.groups import Group
 from megapipe.train.saving import boxes_to_save
-from tests.train.test_any_grid import KEEP_ALL, PP, TP, ZERO, Pools, begun, simulated, taken_over, whole
+from tests.train.test_any_grid import PP, TP, ZERO, Pools, begun, simulated, taken_over, whole
 from tools.inspect_checkpoint import compare
 
 EP, ETP = "expert_model_parallel_size", "expert_tensor_parallel_size"

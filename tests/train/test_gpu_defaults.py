@@ -1,4 +1,4 @@
-"""What a run sets before CUDA and NCCL start: work queues, channels of messages, tuned settings, overlap over tp."""
+"""Settings of a run before CUDA and NCCL start: work queues, channels of messages, tuned settings, overlap over tp."""
 
 from __future__ import annotations
 

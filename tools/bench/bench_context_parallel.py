@@ -23,6 +23,7 @@ from bench_processes import BenchError, answer, free_port, num_cores, processor,
 from megapipe.comm.bootstrap import start
 from megapipe.comm.collectives import barrier
 from megapipe.comm.groups import ContextGroups, Group, build_process_groups
+from megapipe.config.config import resolve_model
 from megapipe.config.layers import layer_configs
 from megapipe.config.model import ModelConfig
 from megapipe.environment import Environment
@@ -32,7 +33,6 @@ from megapipe.model.attention import fused_attention
 from megapipe.model.block_attention import FusedBlocks
 from megapipe.model.context import blocks_with_masks
 from megapipe.model.context_parallel import ContextParallel
-from megapipe.plan.resolve import resolve_model
 from megapipe.topology import Topology
 
 KINDS = ("p2p", "all_gather", "a2a")

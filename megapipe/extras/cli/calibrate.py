@@ -157,13 +157,13 @@ def profile_layers(own: argparse.Namespace, environment: Environment) -> None:
 
     import torch
 
+    from megapipe.comm.bootstrap import join
     from megapipe.comm.groups import build_process_groups
     from megapipe.extras.calibrate.layers import one_pipeline_rank, profile_parts
-    from megapipe.train.run import join
 
     world_size, local = environment.world_size, environment.local_world_size
     plan = resolve(one_pipeline_rank(config, world_size), world_size, local)
-    world = join(plan, environment)
+    world = join(plan.config, environment)
     groups = build_process_groups(plan.topology, world.global_rank, world.backend, world.timeout_seconds)
     kinds = layer_kinds(config.model)
     costs = []  # embedding, one layer, and head, with layers of each kind

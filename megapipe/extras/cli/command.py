@@ -47,22 +47,7 @@ SUBCOMMANDS = {
     "migrate": Subcommand("migrate", "main", "show what each flag of a Megatron-LM launch script does here"),
 }
 # words of commands that only print: `| head` ends them like any other tool
-PRINTING = frozenset(
-    (
-        "-h",
-        "--help",
-        "help",
-        "plan",
-        "explain",
-        "schedule",
-        "queues",
-        "status",
-        "progress",
-        "configs",
-        "migrate",
-        "compare",
-    )
-)
+PRINTING = frozenset("-h --help help plan explain schedule queues status progress configs migrate compare".split())
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -72,9 +57,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
     except OSError as error:  # a full disk; those of files have been reported by the subcommand
         print(f"error: standard output cannot be written to: {error.strerror}", file=sys.stderr)
-        if (
-            sys.__stdout__ is not None and sys.stdout is sys.__stdout__
-        ):  # what is left in its buffer would be an error at exit again
+        if sys.__stdout__ is not None and sys.stdout is sys.__stdout__:
+            # what is left in its buffer would be an error at exit again
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.__stdout__.fileno())
         return 1
     return code

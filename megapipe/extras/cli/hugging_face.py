@@ -11,7 +11,7 @@ from megapipe.config.load import DEFAULT, LoadedConfig, with_checkpoint_model
 from megapipe.config.rules.check import Rule
 from megapipe.errors import ConfigError
 from megapipe.extras.convert import hugging_face
-from megapipe.extras.convert.snapshot import TOKENIZERS, Snapshot
+from megapipe.extras.convert.snapshot import Snapshot
 from megapipe.train.loading import Weights
 
 # fields of the model section that do not change the function of the weights: the run's own values hold
@@ -39,15 +39,12 @@ def start_from(loaded: LoadedConfig, rules: Sequence[Rule] = ()) -> tuple[Loaded
 def with_tokenizer(loaded: LoadedConfig, snapshot: Snapshot, folder: Path) -> LoadedConfig:
     """Name the folder's tokenizer, if it has one and the run names none."""
     data, origins = loaded.config.data, dict(loaded.origins)
-    if data.tokenizer_type is not None:
+    if data.tokenizer_type is not None or snapshot.tokenizer is None:
         return loaded
-    names = {path.name for path in snapshot.files}
-    for needed, (kind, file) in TOKENIZERS.items():
-        if names >= set(needed):
-            model = data.tokenizer_model or str(folder / file)
-            data = dataclasses.replace(data, tokenizer_type=kind, tokenizer_model=model)
-            for key in ("data.tokenizer_type", "data.tokenizer_model"):
-                origins[key] = f"checkpoint {folder}" if origins[key] == DEFAULT else origins[key]
-            config: Config = dataclasses.replace(loaded.config, data=data)
-            return dataclasses.replace(loaded, config=config, origins=origins)
-    return loaded
+    kind, file = snapshot.tokenizer
+    model = data.tokenizer_model or str(folder / file)
+    data = dataclasses.replace(data, tokenizer_type=kind, tokenizer_model=model)
+    for key in ("data.tokenizer_type", "data.tokenizer_model"):
+        origins[key] = f"checkpoint {folder}" if origins[key] == DEFAULT else origins[key]
+    config: Config = dataclasses.replace(loaded.config, data=data)
+    return dataclasses.replace(loaded, config=config, origins=origins)

@@ -33,13 +33,12 @@ from megapipe.checkpoint.save import Extras, SaveReport, save_checkpoint
 from megapipe.checkpoint.shard import DTYPES as SAVED_DTYPES
 from megapipe.checkpoint.shard import TensorBox
 from megapipe.comm.groups import Group
-from megapipe.config.config import Config
+from megapipe.config.config import Config, resolve_model
 from megapipe.config.rules.check import check
 from megapipe.config.yaml_file import to_yaml
 from megapipe.dtypes import TENSOR_DTYPES
 from megapipe.errors import CheckpointError
 from megapipe.layers.model import model_states
-from megapipe.plan.resolve import resolve_model
 from megapipe.sharding.boxes import Box
 
 DTYPES = {dtype.name: getattr(torch, dtype.torch_name) for dtype in TENSOR_DTYPES.values()}
@@ -119,6 +118,12 @@ class Snapshot:
         """The weights by parameter name."""
         masters = ((name, tensor) for name, tensor in self.tensors.items() if name.startswith("master/"))
         return {name.removeprefix("master/"): tensor for name, tensor in masters}
+
+    @property
+    def tokenizer(self) -> tuple[str, str] | None:
+        """The --tokenizer-type of the files, and the one for --tokenizer-model ('' for their folder); None without."""
+        names = {path.name for path in self.files}
+        return next((found for needed, found in TOKENIZERS.items() if names >= set(needed)), None)
 
     def cast(self, dtype: torch.dtype) -> Snapshot:
         """Return the snapshot with weights in another dtype; optimizer state and model states keep theirs."""
@@ -207,14 +212,13 @@ def write_checkpoint(snapshot: Snapshot, root: Path) -> SaveReport:
         for name, tensor in snapshot.tensors.items()
     ]
     state = json.loads(json.dumps(snapshot.state))
-    tokenizer = {path.name: path.read_bytes() for path in snapshot.files}
     config = snapshot.config
-    for needed, (kind, file) in TOKENIZERS.items():
-        if tokenizer.keys() >= set(needed):
-            model = str(root.resolve() / folder.name / TOKENIZER_NAME / file)
-            data = dataclasses.replace(config.data, tokenizer_type=kind, tokenizer_model=model)
-            config = dataclasses.replace(config, data=data)
-            break
+    if snapshot.tokenizer is not None:
+        kind, file = snapshot.tokenizer
+        model = str(root.resolve() / folder.name / TOKENIZER_NAME / file)
+        data = dataclasses.replace(config.data, tokenizer_type=kind, tokenizer_model=model)
+        config = dataclasses.replace(config, data=data)
+    tokenizer = {path.name: path.read_bytes() for path in snapshot.files}
     return save_checkpoint(root, snapshot.step, boxes, Extras(state, to_yaml(config), tokenizer), Group.alone("world"))
 
 

@@ -192,8 +192,9 @@ def loss_chart(run: Run) -> Chart:
     return Chart("Loss", losses, "nats per token", repeated, _starts(run), is_wide=True)
 
 
-def loss_svg(run: Run, width: int = 860, height: int = 320) -> str:
+def loss_svg(run: Run) -> str:
     """Return the chart of losses as an SVG file of its own; '' if no step was logged."""
+    width, height = 860, 320
     drawn = chart_svg(replace(loss_chart(run), width=width, height=height))
     legend = "".join(
         f'<text x="{LEFT + 14 + 90 * i}" y="{TOP + 8}" style="fill:{PALETTE[i]}">{name}</text>'

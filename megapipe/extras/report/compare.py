@@ -163,8 +163,8 @@ def _shortened(text: str) -> str:
     return text if len(text) <= MOST_COLUMNS else f"{text[:half]}...{text[-half:]}"
 
 
-def compare_page(runs: Mapping[str, Run], now: float | None = None) -> str:
-    """Return the comparison as HTML: settings that differ, results, curves. now: time of writing in Unix seconds."""
+def compare_page(runs: Mapping[str, Run]) -> str:
+    """Return the comparison as HTML: settings that differ, results, curves."""
     table, problems = differences(runs)
     settings = "".join(f"<p>{escape(problem)}.</p>" for problem in problems)
     if table:
@@ -195,7 +195,7 @@ def compare_page(runs: Mapping[str, Run], now: float | None = None) -> str:
     }
     title = " and ".join(runs) if len(runs) == 2 else f"{len(runs)} runs"
     folders = ", ".join(str(run.folder) for run in runs.values())
-    footer = f"Written {moment(time.time() if now is None else now)} by megapipe compare {__version__} from {folders}."
+    footer = f"Written {moment(time.time())} by megapipe compare {__version__} from {folders}."
     return html_page(title, [f"<header><h1>{escape(title)}</h1></header>"], sections, footer)
 
 

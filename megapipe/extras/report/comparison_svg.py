@@ -57,7 +57,7 @@ class _Box(NamedTuple):
 class _Drawing:
     """A comparison with the layout of its picture in px."""
 
-    def __init__(self, comparison: Comparison, num_ranks: int, width: int | None, left: int) -> None:
+    def __init__(self, comparison: Comparison, num_ranks: int, left: int) -> None:
         plan, measured = comparison.plan, comparison.measured
         self.plan, self.measured, self.left = plan, measured, left
         self.boxes = [
@@ -84,12 +84,11 @@ class _Drawing:
         self.seconds = (last or 1e-9) * 1.004
         spans = sorted(end - start for row in self.boxes for _, (start, end), *_ in row if end > start)
         self.is_large = 2 * len(spans) > LARGE
-        if width is None:
-            digits = len(str(max((box.action.microbatch or 0 for row in self.boxes for box in row), default=0)))
-            needed = 0.0
-            if spans and not self.is_large:  # the narrowest twentieth of the boxes stays without a number
-                needed = (digits * DIGITS + 2) / spans[len(spans) // 20] * self.seconds
-            width = round(min(max(needed + left + RIGHT, NARROWEST - (LABELS + 3 if left < LABELS else 0)), WIDEST))
+        digits = len(str(max((box.action.microbatch or 0 for row in self.boxes for box in row), default=0)))
+        needed = 0.0
+        if spans and not self.is_large:  # the narrowest twentieth of the boxes stays without a number
+            needed = (digits * DIGITS + 2) / spans[len(spans) // 20] * self.seconds
+        width = round(min(max(needed + left + RIGHT, NARROWEST - (LABELS + 3 if left < LABELS else 0)), WIDEST))
         self.width = float(width - left - RIGHT)  # of the time axis
         self.scale = self.width / self.seconds
         self.bottom = _top(num_ranks) - BETWEEN
@@ -98,16 +97,14 @@ class _Drawing:
         return self.left + seconds * self.scale
 
 
-def comparison_svg(
-    comparison: Comparison, ranks: Sequence[int], width: int | None = None, with_labels: bool = True
-) -> str:
-    """Return the drawing as SVG, `width` px wide (None: wide enough for the microbatch numbers, at least NARROWEST).
+def comparison_svg(comparison: Comparison, ranks: Sequence[int], with_labels: bool = True) -> str:
+    """Return the drawing as SVG, wide enough for the microbatch numbers, at least NARROWEST px.
 
     ranks: global rank of each pp_rank. with_labels: include the column of rank names; the report draws it separately
     with `labels`, so that the names stay in place while the drawing scrolls.
     """
     style = files("megapipe.extras.report").joinpath("comparison.css").read_text(encoding="utf-8")
-    drawing = _Drawing(comparison, len(ranks), width, LABELS if with_labels else 6)
+    drawing = _Drawing(comparison, len(ranks), LABELS if with_labels else 6)
     plan, measured = comparison.plan, comparison.measured
     height = drawing.bottom + BOTTOM
     total = round(drawing.left + drawing.width + RIGHT)

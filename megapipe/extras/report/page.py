@@ -23,9 +23,9 @@ MACHINE = ("device", "cores", "threads_per_rank", "backend", "system")  # keys o
 MAX_RANKS_SHOWN = 64
 
 
-def page(run: Run, now: float | None = None) -> str:
-    """Return the report as HTML. now: time of writing in Unix seconds."""
-    now = time.time() if now is None else now
+def page(run: Run) -> str:
+    """Return the report as HTML."""
+    now = time.time()
     title = f"{run.folder.resolve().parent.name}/{run.folder.resolve().name}"
     problems = _problems(run)
     sections = {

@@ -18,9 +18,11 @@ from megapipe.dtypes import ELEMENT_BYTES
 from megapipe.errors import ConfigError
 from megapipe.extras.search.layout import Layout
 from megapipe.layers.model import ModelSpec, model_parameters, model_spec
+from megapipe.layers.rank_shape import rank_shape
 from megapipe.layers.table import Documents, RankShape
 from megapipe.plan.activations import layers_of, stage_bytes
-from megapipe.plan.cut import cut_layers, undominated
+from megapipe.plan.balanced_cut import undominated
+from megapipe.plan.cut import cut_layers
 from megapipe.plan.hardware import Hardware, Link
 from megapipe.plan.layer_time import ExpertLinks, OpSeconds, head_seconds, layer_seconds
 from megapipe.plan.recompute_choice import FULL, choices
@@ -250,7 +252,7 @@ class Bounds:
         links = hardware.node, hardware.network
         tp_link = Link(max(link.bytes_per_second for link in links), min(link.latency_seconds for link in links))
         spec = model_spec(model, self._config.precision)
-        shape = replace(RankShape.of(self._config, tp, sliced, size), recompute=recompute, documents=Documents())
+        shape = replace(rank_shape(self._config, tp, sliced, size), recompute=recompute, documents=Documents())
         shape = replace(shape, ep=cut[0], etp=cut[1])
         fewest, shape = _around_budget(spec, shape)
         head = head_seconds(spec, shape, hardware, tp_link)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from megapipe.assembly.runtime import DrawSlice, TrainingRuntime, parameter_dtype
-from megapipe.comm.bootstrap import shutdown
+from megapipe.comm.bootstrap import join, shutdown
 from megapipe.comm.collectives import barrier, broadcast, gather_objects
 from megapipe.comm.groups import Group, ProcessGroups, build_process_groups
 from megapipe.environment import Environment
@@ -42,7 +42,6 @@ from megapipe.optimizer.schedule import Rates
 from megapipe.pipeline.engine import BegunRun
 from megapipe.plan.run_plan import RunPlan
 from megapipe.sharding.spec import ParamSpec
-from megapipe.train.run import join
 from megapipe.train.state import Schedules
 from megapipe.train.step import AsynchronousStep, PendingLoss, StepResult, TrainStep
 
@@ -55,7 +54,7 @@ def verify(plan: RunPlan, environment: Environment, mode: str) -> int:
 
     mode: 'fp64', or 'native' for the configuration's dtype. With other ranks this ends the process, as training does.
     """
-    world = join(plan, environment)
+    world = join(plan.config, environment)
     small = shrink(plan, mode, environment.world_size, environment.local_world_size, world.device.type == "cuda")
     groups = build_process_groups(small.plan.topology, world.global_rank, world.backend, world.timeout_seconds)
     if world.global_rank == 0:

@@ -21,11 +21,12 @@ from megapipe.checkpoint.disk import Disk
 from megapipe.checkpoint.folder import Rollback, write_rollback
 from megapipe.config.yaml_file import to_yaml
 from megapipe.errors import CheckpointError, ConfigError
-from megapipe.extras.cli.convert import guess, main
+from megapipe.extras.cli.convert import main
 from megapipe.extras.convert import dcp_run
+from megapipe.extras.convert.formats import guess
 from megapipe.extras.convert.pickled import read_folder
 from megapipe.extras.convert.snapshot import LazyTensor, Snapshot, read_checkpoint, write_checkpoint
-from tests.extras.convert.test_megatron import LLAMA_MODEL, Bomb, differing, drawn, explode
+from tests.extras.convert.test_megatron import LLAMA_MODEL, Bomb, differing, drawn, explode, in_memory
 from tests.harness import RankPool
 
 MODEL = dataclasses.replace(LLAMA_MODEL, num_layers=1)  # 61 rows of vocabulary do not divide evenly over ranks
@@ -38,12 +39,7 @@ def a_run() -> Snapshot:
     tensors = {}
     for number, key in enumerate(("master", "exp_avg", "exp_avg_sq")):
         for name, tensor in model.weights.items():
-            values = tensor.detach().float() + number / 3
-            tensors[f"{key}/{name}"] = LazyTensor(
-                tensor.shape,
-                torch.float32,
-                lambda values=values: values,  # type: ignore[misc]
-            )
+            tensors[f"{key}/{name}"] = in_memory(tensor.detach().float() + number / 3)
     training = {"step": 7, "consumed_samples": 56, "consumed_tokens": 900, "skipped_steps": 1}
     optimizer = {"num_steps": 6, "loss_scaler": {"scale": 512.0, "good_steps": 3, "overflows_left": 2}, "rule": "adam"}
     schedules = {"lr": {"max_lr": 1e-3, "style": "cosine", "wsd_style": None}}

@@ -22,9 +22,10 @@ from megapipe.config.config import Config
 from megapipe.config.layers import layer_configs
 from megapipe.config.model import ModelConfig, PrecisionConfig
 from megapipe.errors import CheckpointError, ConfigError, MegapipeError
-from megapipe.extras.cli.convert import guess, main
+from megapipe.extras.cli.convert import main
 from megapipe.extras.cli.convert import read as read_source
 from megapipe.extras.convert import megatron_dist, megatron_legacy
+from megapipe.extras.convert.formats import guess
 from megapipe.extras.convert.megatron import read_config
 from megapipe.extras.convert.megatron_legacy import read_distributed, read_plain
 from megapipe.extras.convert.pickled import StandIn, load_pickled, read_folder
@@ -171,16 +172,16 @@ MODELS = {
 }
 
 
+def in_memory(tensor: torch.Tensor) -> LazyTensor:
+    """Return a tensor of a snapshot that is already read."""
+    return LazyTensor(tuple(tensor.shape), tensor.dtype, lambda: tensor)
+
+
 def drawn(model: ModelConfig) -> Snapshot:
     generator = torch.Generator().manual_seed(4)
     tensors = {}
     for spec in model_parameters(unpadded(model), sequence_parallel=False):
-        values = torch.randn(spec.shape, generator=generator).bfloat16()
-        tensors[f"master/{spec.name}"] = LazyTensor(
-            spec.shape,
-            torch.bfloat16,
-            lambda values=values: values,  # type: ignore[misc]
-        )
+        tensors[f"master/{spec.name}"] = in_memory(torch.randn(spec.shape, generator=generator).bfloat16())
     return Snapshot(Config(model, precision=PrecisionConfig("bf16")), tensors, fresh_state("bf16"))
 
 

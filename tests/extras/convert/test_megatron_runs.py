@@ -25,11 +25,12 @@ from megapipe.extras.convert import megatron_buckets, megatron_dist, megatron_le
 from megapipe.extras.convert.megatron import in_halves
 from megapipe.extras.convert.megatron_buckets import Place, lay_out
 from megapipe.extras.convert.pickled import load_pickled, read_folder
-from megapipe.extras.convert.snapshot import LazyTensor, Snapshot, read_checkpoint
+from megapipe.extras.convert.snapshot import Snapshot, read_checkpoint
 from megapipe.extras.convert.tables import unpadded
 from megapipe.layers.embedding import WORD_EMBEDDING
 from megapipe.layers.model import model_parameters
 from megapipe.sharding.boxes import Box
+from tests.extras.convert.test_megatron import in_memory
 from tests.train import jobs
 from tests.train.jobs import job
 
@@ -202,7 +203,7 @@ def test_a_tied_model_whose_sizes_are_not_multiples_of_64_goes_to_megatron_and_b
         for spec in model_parameters(unpadded(model), sequence_parallel=False)
         for key in ("master", "exp_avg", "exp_avg_sq")
     }
-    tensors = {name: LazyTensor(tuple(t.shape), t.dtype, lambda t=t: t) for name, t in drawn.items()}  # type: ignore[misc]
+    tensors = {name: in_memory(tensor) for name, tensor in drawn.items()}
     config = dataclasses.replace(source.config, model=dataclasses.replace(model, make_vocab_size_divisible_by=16))
     write, is_distributed = FORMS_BACK[form]
     write(
@@ -232,7 +233,7 @@ def test_interleaved_channels_of_heads_become_two_halves() -> None:
     model = ModelConfig(**sizes, qk_layernorm=True, position_embedding_type="rope", rotary_percent=0.75, seq_length=8)
     specs = model_parameters(unpadded(model), sequence_parallel=False)
     tensors = {f"master/{spec.name}": torch.randn(spec.shape) for spec in specs}
-    lazy = {name: LazyTensor(tuple(t.shape), t.dtype, lambda t=t: t) for name, t in tensors.items()}  # type: ignore[misc]
+    lazy = {name: in_memory(tensor) for name, tensor in tensors.items()}
     found = {name: tensor.detach() for name, tensor in in_halves(Config(model=model), lazy).items()}
     moved = [0, 2, 4, 1, 3, 5, 6, 7]
     for kind in ("weight", "bias"):
@@ -356,10 +357,7 @@ def test_a_tied_embedding_has_a_bucket_on_the_first_and_on_the_last_stage() -> N
             for kind, factor in (("param", 1.0), ("exp_avg", 2.0), ("exp_avg_sq", 3.0)):
                 key = f"optimizer.distributed.dp_group_idx_{pp_rank}.gbuf_idx_0.dtype_x.bucket_idx_{number}.{kind}"
                 stored[key] = Flat(torch.cat(parts) * factor)
-    weights = {
-        name: LazyTensor(tuple(t.shape), torch.bfloat16, lambda t=t: t.bfloat16())  # type: ignore[misc]
-        for name, t in masters.items()
-    }
+    weights = {name: in_memory(master.bfloat16()) for name, master in masters.items()}
     args = {"tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 2}
     state = megatron_buckets.state_by_parameter(Path("f"), model, args, stored, weights)
     for name, master in masters.items():

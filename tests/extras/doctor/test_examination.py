@@ -10,6 +10,7 @@ import dataclasses
 import json
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,12 +20,14 @@ from megapipe.comm import timing
 from megapipe.comm.groups import Group, build_process_groups
 from megapipe.environment import Environment, library_settings, read_environment
 from megapipe.extras.doctor.examination import Request, clock_remarks, examine_allocation, host_remarks, named_hosts
-from megapipe.extras.doctor.host import Gpu, GpuDirect, HostReport, Port, examine_host
+from megapipe.extras.doctor.host import Gpu, GpuDirect, HostReport, Port, examine_host, gpu_direct
 from megapipe.extras.doctor.report import allocation_json, allocation_text, host_text, single_json, single_text
 from megapipe.schedule.placement import linear
 from megapipe.topology import Topology
 from tests.harness import RankPool
 
+DRIVER = "proc/driver/nvidia/version"
+DRIVER_AND_PORT = {DRIVER: "", "sys/class/infiniband/mlx5_0/ports/1/state": "ACTIVE"}
 SLOW_SECONDS = 0.1  # delay of a planted slow message, far above the noise of a busy machine
 
 
@@ -143,6 +146,28 @@ def test_missing_resources_of_a_host_are_reported(
     found = remarks_by_kind(report)
     assert found[kind][0] == is_wrong
     assert words in found[kind][1]
+
+
+@pytest.mark.parametrize(
+    ("files", "found"),
+    [
+        ({}, GpuDirect("", "no NVIDIA driver is loaded")),
+        ({DRIVER: ""}, GpuDirect("", "no RDMA device")),
+        (DRIVER_AND_PORT | {"proc/modules": "nv_peer_mem 1 0"}, GpuDirect("kernel module nv_peer_mem")),
+        (
+            DRIVER_AND_PORT
+            | {"proc/driver/nvidia/version": "Open Kernel Module", "proc/kallsyms": "ib_umem_dmabuf_get"},
+            GpuDirect("dma-buf: the driver's open kernel module and RDMA with dma-buf"),
+        ),
+    ],
+    ids=["no driver", "no port", "module", "dma-buf"],
+)
+def test_gpu_direct_is_read_from_the_kernel(tmp_path: Path, files: dict[str, str], found: GpuDirect) -> None:
+    for name, content in files.items():
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(content)
+    assert gpu_direct(tmp_path) == found
 
 
 def test_missing_gpu_direct_is_reported(here: HostReport) -> None:

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
+from megapipe.config.config import resolve_model
 from megapipe.extras.dry_run.rank import count_rank
 from megapipe.layers.model import model_spec
-from megapipe.layers.table import RankShape
-from megapipe.plan.resolve import resolve_model
+from megapipe.layers.rank_shape import rank_shape
 from megapipe.plan.traffic import step_bytes
 from tests.extras.dry_run.grids import FULL, LLAMA, PP2, SP2, make_plan, read_for, selective
 from tests.tiny import make_config
@@ -69,7 +69,7 @@ def test_llama3_8b_at_131072_tokens_sends_what_the_papers_formulas_say(
         dtype="bf16",
         vocab_size=128256,
     )
-    shape = RankShape.of(config, 1, False, 1)
+    shape = rank_shape(config, 1, False, 1)
     attention = model_spec(resolve_model(config.model, 1), config.precision, (kind,)).layers[0].attention
     assert attention is not None
     found = [sum(sent.values()) for sent in attention.sent_bytes(shape)]

@@ -1,4 +1,4 @@
-"""What happens to each flag is what the real command line does with it."""
+"""The outcome reported for each flag is what the real command line does with it."""
 
 from __future__ import annotations
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from megapipe.config.config import resolve_model
 from megapipe.plan.hardware import TERA
 from megapipe.plan.layer_costs import step_flops
-from megapipe.plan.resolve import resolve_model
 from tests.extras.search.published_experts import ROWS, published_expert_runs
 
 # (model, tokens/s and GPU) -> model TFLOP/s and GPU as printed beside them, and how attention is counted
