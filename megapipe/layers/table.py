@@ -12,6 +12,7 @@ from megapipe.config.config import Config
 from megapipe.config.parallel import ParallelConfig, RecomputeConfig
 from megapipe.dtypes import ELEMENT_BYTES
 from megapipe.layers.packing import why_masked
+from megapipe.sharding.sequence import SequenceSlice
 from megapipe.sharding.state_dtypes import state_dtypes
 
 ALL_REDUCE = 2  # collectives that an all-reduce counts as: a reduce-scatter and an all-gather
@@ -74,6 +75,7 @@ class RankShape:
     cp: int = 1
     cp_inner: int = 1  # ranks that exchange heads with --cp-comm-type a2a+p2p
     in_parts: bool = False  # layers run in parts, between which tensors are detached
+    slice: SequenceSlice | None = None  # the one of which `seq` is the length, where microbatches have slices
 
     @classmethod
     def of(cls, config: Config, tp: int, sequence_parallel: bool, micro_batch_size: int) -> RankShape:
@@ -105,8 +107,8 @@ class RankShape:
 
     @property
     def whole_seq(self) -> int:
-        """Tokens of a sequence on all cp ranks."""
-        return self.seq * self.cp
+        """Tokens of a sequence on all cp ranks, and in all slices."""
+        return self.seq * self.cp if self.slice is None else self.slice.seq
 
     @property
     def compiles_casts(self) -> bool:
