@@ -105,6 +105,7 @@ def make_schedule(
     *,
     group_size: int | None = None,
     memory_limit: float | None = None,
+    slices: int = 1,
 ) -> PipelineSchedule:
     """Build and prove a pipeline schedule of docs/schedules.md, or of a loaded extension::
 
@@ -112,7 +113,8 @@ def make_schedule(
 
     pipeline_size: ranks. chunks: stages of each rank; None for 1, or the number that the schedule needs.
     group_size: microbatches that run through one chunk before the next (interleaved). memory_limit: of zb-auto, in
-    microbatches. Raises ConfigError if the schedule cannot run this shape, with the nearest one that works.
+    microbatches. slices: of each microbatch along its sequence. Raises ConfigError if the schedule cannot run this
+    shape, with the nearest one that works.
     """
     family = schedule_family(name)
     chunks = family.num_chunks(1) if chunks is None else chunks
@@ -121,7 +123,7 @@ def make_schedule(
         if not family.is_automatic:
             raise ConfigError(f"schedule {name} has no memory limit to search for; memory_limit is for zb-auto")
         goal = AutoGoal(Model.equal(max(1, pipeline_size), 1.0, 1.0, 1.0).costs(max(1, pipeline_size)), memory_limit)
-    return PipelineSchedule(build_schedule(name, pipeline_size, chunks, microbatches, group_size, goal))
+    return PipelineSchedule(build_schedule(name, pipeline_size, chunks, microbatches, group_size, goal, slices))
 
 
 def _timeline(

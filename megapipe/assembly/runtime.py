@@ -3,7 +3,7 @@ forwards; `TrainingRuntime` adds reducer, all-gather, optimizer, CUDA graphs, of
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
@@ -30,15 +30,16 @@ from megapipe.gpu.libraries import Apex
 from megapipe.gpu.streams import StageStreams, copies_for
 from megapipe.layers.rank_shape import comm_chunks
 from megapipe.model.init import draw
+from megapipe.model.microbatch import Microbatch, SlicedMicrobatches
 from megapipe.model.stage import GPTStage
 from megapipe.monitor.heartbeat import PATIENCE, Heartbeat
 from megapipe.optimizer.optimizer import Optimizer
 from megapipe.optimizer.schedule import Rates
 from megapipe.pipeline.deliveries import deliveries_for
-from megapipe.pipeline.engine import Engine
+from megapipe.pipeline.engine import Engine, Step
 from megapipe.pipeline.graphs import CapturedStage, CudaRecorder, RankGraphs, StageGraphs
 from megapipe.pipeline.offload import Offload
-from megapipe.pipeline.stage import Stage, StageRunner
+from megapipe.pipeline.stage import LossFunction, Stage, StageRunner
 from megapipe.plan.run_plan import RunPlan
 from megapipe.schedule.action import Op
 from megapipe.schedule.lifetimes import NO_MOVES, WeightVersions
@@ -111,27 +112,36 @@ class InferenceRuntime:
             max_in_flight=plan.send_depth,
             in_fp8=plan.config.parallel.pipeline_message_dtype == FP8,
         )
-        self._forward_engines: dict[int, Engine] = {}
+        self._forward_engines: dict[tuple[int, int], Engine] = {}
 
     @property
     def reports_loss(self) -> bool:
         """True on the one rank, of all that compute a microbatch's loss, whose report is counted."""
         return self.plan.placement.num_stages - 1 in self.stages and self.coordinates.tp_rank == 0
 
-    def forward_engine(self, num_microbatches: int) -> Engine:
+    def forward_engine(self, num_microbatches: int, num_slices: int = 1) -> Engine:
         """Return the engine of this rank's forward-only row."""
-        if num_microbatches not in self._forward_engines:
-            schedule = self.plan.forward_schedule(num_microbatches)
+        key = num_microbatches, num_slices
+        if key not in self._forward_engines:
+            schedule = self.plan.forward_schedule(*key)
             pp_rank, heartbeat = self.coordinates.pp_rank, self.groups.world.heartbeat
             engine = Engine(schedule, pp_rank, self.runners, self.channels, tracer=self.tracer, heartbeat=heartbeat)
-            self._forward_engines[num_microbatches] = engine
-        return self._forward_engines[num_microbatches]
+            self._forward_engines[key] = engine
+        return self._forward_engines[key]
+
+    def step(self, microbatches: Sequence[Microbatch], loss: LossFunction, trains: bool) -> Step:
+        """Return the engine's inputs for whole microbatches, which are cut into slices where the plan has them."""
+        slices = self.plan.slices
+        if len(slices) == 1:
+            return Step(microbatches, self.message, loss)
+        sliced = SlicedMicrobatches(microbatches, slices, trains)
+        return Step(sliced, lambda boundary, number: self.message(boundary, slices[number].length), loss)
 
     def message(self, boundary: int, seq: int | None = None) -> tuple[MessageSpec, ...]:
         """Return what crosses a stage boundary: hidden states [s / cp, b, h]; [s / cp / tp, b, h] with sequence
         parallelism.
 
-        seq: --seq-length if None.
+        seq: --seq-length if None, or the length of a slice.
         """
         config = self.plan.config
         length = (config.model.seq_length if seq is None else seq) // self.plan.topology.cp

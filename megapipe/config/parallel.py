@@ -121,6 +121,19 @@ class ParallelConfig:
         "interleaved with more than one chunk, else 1f1b; asynchronous ones update weights while microbatches are "
         "in flight, so that results differ from those of a single process",
     )
+    pipe_sp_splits: int = count(
+        1,
+        "slices of every sequence, which take the place of microbatches in the pipeline (Seq1F1B): the idle time is "
+        "divided by their number, and fewer activations are held, also with one microbatch (1f1b, interleaved, zb-h1, "
+        "zb-v); see docs/long_context.md",
+        "slices",
+    )
+    pipe_sp_strategy: str = option(
+        "uniform_comp",
+        "how --pipe-sp-splits cuts sequences: into slices of equal cost, of which later ones are shorter, since they "
+        "attend to more keys (uniform_comp), or of equal length (average)",
+        choices=("uniform_comp", "average"),
+    )
     pipeline_memory_limit: int | None = count(
         None,
         "zb-auto: microbatches whose activations a rank may hold at the same time, until their weight "

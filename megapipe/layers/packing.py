@@ -35,6 +35,7 @@ def why_masked(config: Config, is_cuda: bool) -> str | None:
             head % HEAD_MULTIPLE != 0 or head > LARGEST_HEAD
         ),
         "context parallelism cuts sequences": config.parallel.context_parallel_size > 1,
+        "slices of a sequence read the keys of others": config.parallel.pipe_sp_splits > 1,
         "CUDA graphs need tensors of fixed sizes": config.gpu.cuda_graph_impl != "none",
     }
     return next((reason for reason, holds in reasons.items() if holds), None)

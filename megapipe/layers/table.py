@@ -10,6 +10,7 @@ from functools import cached_property
 
 from megapipe.config.parallel import RecomputeConfig
 from megapipe.dtypes import ELEMENT_BYTES
+from megapipe.sharding.sequence import SequenceSlice
 
 ALL_REDUCE = 2  # collectives that an all-reduce counts as: a reduce-scatter and an all-gather
 MASK_BYTES = 1  # dropout masks are bool
@@ -63,11 +64,12 @@ class RankShape:
     cp: int = 1
     cp_inner: int = 1  # ranks that exchange heads with --cp-comm-type a2a+p2p
     in_parts: bool = False  # layers run in parts, between which tensors are detached
+    slice: SequenceSlice | None = None  # the one of which `seq` is the length, where microbatches have slices
 
     @property
     def whole_seq(self) -> int:
-        """Tokens of a sequence on all cp ranks."""
-        return self.seq * self.cp
+        """Tokens of a sequence on all cp ranks, and in all slices."""
+        return self.seq * self.cp if self.slice is None else self.slice.seq
 
     @property
     def compiles_casts(self) -> bool:

@@ -33,6 +33,7 @@ from megapipe.model.context import LayerContext, rotate_
 from megapipe.model.layer_factory import LayerFactory
 from megapipe.model.recompute import CoreAttention, RecomputedSegment
 from megapipe.model.registered import registered_attention
+from megapipe.model.slice_attention import SliceAttention
 from megapipe.sharding.sequence import WHOLE_SEQUENCE, SequencePart
 from megapipe.tensor_parallel.gemms import at_least_fp32
 from megapipe.tensor_parallel.gradients import InputRecompute
@@ -104,6 +105,9 @@ class SelfAttention(nn.Module):
 
     def _core(self, q: Tensor, k: Tensor, v: Tensor, context: LayerContext) -> Tensor:
         parallel = self.context_parallel
+        if context.slice is not None:
+            kernel = self._block_kernel(q, context, WHOLE_SEQUENCE)
+            return SliceAttention.apply(q, k, v, context.slice, self.layer, context.blocks[0], kernel)
         if parallel is None or context.cache is not None:
             return self._local_core(q, k, v, context)
         q, k, v = parallel.heads_for_positions(q, k, v)

@@ -27,9 +27,15 @@ from megapipe.config.model import ATTENTIONS
 from megapipe.errors import ConfigError
 from megapipe.gpu.packed_attention import DocumentBorders
 from megapipe.model.block_attention import MaskedBlock
-from megapipe.model.microbatch import KVCache, Microbatch
+from megapipe.model.microbatch import KVCache, Microbatch, MicrobatchSlice
 from megapipe.model.recompute import KeptAttention
-from megapipe.sharding.sequence import WHOLE_SEQUENCE, SequencePart, attention_blocks, ring_steps
+from megapipe.sharding.sequence import (
+    WHOLE_SEQUENCE,
+    SequencePart,
+    SequenceSlice,
+    attention_blocks,
+    ring_steps,
+)
 from megapipe.tensor_parallel.gemms import at_least_fp32
 from megapipe.tensor_parallel.random import DropoutKey
 
@@ -48,8 +54,9 @@ class LayerContext:
     cache: KVCache | None = None
     borders: DocumentBorders | None = None  # attention stays within documents, without a mask
     kept_attention: KeptAttention | None = None  # keeps attention's results from the forward for the recompute
-    # of attention in blocks, by rank of the ring whose keys they are; its own first
+    # of attention in blocks, by rank of the ring whose keys they are; its own first. Of a slice: under 0
     blocks: Mapping[int, MaskedBlocks] = field(default_factory=dict)
+    slice: MicrobatchSlice | None = None
     # factor on losses over the microbatch that are means: its tokens with --calculate-per-token-loss, which divides
     # by all tokens of the step
     loss_weight: Tensor | float = 1.0
@@ -95,6 +102,7 @@ class ContextBuilder:
             lambda seq, window, device, dtype: additive(causal(seq, window, device), dtype)
         )
         self._blocks = lru_cache(maxsize=num_windows * len(kinds))(blocks_with_masks)
+        self._slices = cache(blocks_of_slice)  # one for each window and slice
 
     def __call__(self, microbatch: Microbatch, dtype: torch.dtype) -> dict[int, LayerContext]:
         """Build the contexts of a microbatch; alike layers share one. dtype: that of the activations."""
@@ -104,7 +112,8 @@ class ContextBuilder:
         has_kernel = self.has_attention_kernel and microbatch.cache is None
         if has_kernel and microbatch.document_ids is not None:
             raise ValueError("this attention kernel takes the borders of documents, not a mask")
-        contexts, seq = [], microbatch.tokens.shape[1] * self.part.ranks
+        contexts, of_slice = [], microbatch.slice
+        seq = microbatch.tokens.shape[1] * self.part.ranks if of_slice is None else of_slice.place.seq
         weight: Tensor | float = 1.0
         if self._per_token_loss:
             weight = float(microbatch.tokens.numel()) if microbatch.loss_mask is None else microbatch.loss_mask.sum()
@@ -122,19 +131,28 @@ class ContextBuilder:
                 has_window = microbatch.cache is not None or (layer.window_size or seq) < seq
                 is_needed = explicit or microbatch.document_ids is not None
                 window = layer.window_size if has_window else None
-                if ring.ranks > 1:
+                if ring.ranks > 1 or of_slice is not None:
                     blocks = make_blocks(ring, window)
                 elif microbatch.borders is None:
                     mask = make_mask(is_needed, window)
             rotary = None if layer.rotary is None else tables[layer.rotary]
             kept = microbatch.cache, microbatch.borders
-            contexts.append(LayerContext(rotary, mask, explicit, key, *kept, blocks=blocks, loss_weight=weight))
+            own = LayerContext(rotary, mask, explicit, key, *kept, blocks=blocks, slice=of_slice, loss_weight=weight)
+            contexts.append(own)
         return {number: contexts[kind] for number, kind in self._kind_of.items()}
 
     def _masked_blocks(
         self, microbatch: Microbatch, dtype: torch.dtype, ring: SequencePart, window: int | None
     ) -> Mapping[int, MaskedBlocks]:
         seq, documents = microbatch.tokens.shape[1] * self.part.ranks, microbatch.document_ids
+        if microbatch.slice is not None:
+            place, of = microbatch.slice.place, (microbatch.tokens.device, dtype)
+            made = (
+                self._slices(place, window, *of)
+                if documents is None
+                else blocks_of_slice(place, window, *of, documents)
+            )
+            return {0: made}
         if documents is not None:
             return blocks_with_masks(ring, seq, window, microbatch.tokens.device, dtype, documents)
         return self._blocks(ring, seq, window, microbatch.tokens.device, dtype)
@@ -193,6 +211,30 @@ def blocks_with_masks(
     return found
 
 
+def blocks_of_slice(
+    place: SequenceSlice,
+    window: int | None,
+    device: torch.device,
+    dtype: torch.dtype,
+    documents: Tensor | None = None,  # [b, s], of the whole sequence
+) -> MaskedBlocks:
+    """Return the blocks of a slice's queries, with their masks."""
+    made = []
+    for block in place.blocks(window, documents is not None):
+        mask = None
+        if block.kind == "masked":
+            q = torch.arange(place.start, place.stop, device=device)
+            k = torch.arange(*block.keys, device=device)
+            visible = (q[:, None] >= k)[None, None]
+            if window is not None:
+                visible = visible & (q[:, None] < k + window)
+            if documents is not None:
+                visible = visible & (documents[:, q][:, None, :, None] == documents[:, k][:, None, None, :])
+            mask = additive(visible, dtype)  # every query sees its own key
+        made.append(MaskedBlock(block, mask))
+    return tuple(made)
+
+
 def causal(seq: int, window: int | None, device: torch.device) -> Tensor:
     """Return [1, 1, s, s], True where the query (row) i sees the key (column) j: j in (i - window, i]."""
     visible = torch.ones(seq, seq, dtype=torch.bool, device=device).tril_()
@@ -227,14 +269,16 @@ class Rotary:
         """Return cos and sin of the positions, [s, b, 1, 1, r / 2] in dtype; b is 1 without position_ids."""
         if microbatch.position_ids is not None:
             return self._at(microbatch.position_ids.t(), dtype)
-        seq, device = microbatch.tokens.shape[1], microbatch.tokens.device
-        key = (device, dtype)
+        seq, device, start = microbatch.tokens.shape[1], microbatch.tokens.device, microbatch.start
+        key, first = (device, dtype), microbatch.slice
         held = self._tables[key][0].shape[0] if key in self._tables else 0
-        if held < seq or (self.part.ranks > 1 and held != seq):
+        if first is not None and held < first.place.seq:  # at once for all slices
+            self._tables[key] = self._at(torch.arange(first.place.seq, device=device)[:, None], dtype)
+        elif held < seq or (self.part.ranks > 1 and held != seq):
             positions = torch.from_numpy(self.part.positions(seq * self.part.ranks)).to(device)
             self._tables[key] = self._at(positions[:, None], dtype)
         cos, sin = self._tables[key]
-        return cos[:seq], sin[:seq]
+        return cos[start : start + seq], sin[start : start + seq]
 
     def _at(self, positions_sb: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         even = torch.arange(0, self.channels, 2, dtype=dtype, device=positions_sb.device)

@@ -129,7 +129,7 @@ class _RingAttention(Function):
             for block in blocks[source]:
                 kept, seen = slice(*block.block.queries), slice(*block.block.keys)
                 part, part_lse = kernel.forward(q[kept], keys[0, seen], keys[1, seen], block, source)
-                _merge(output[:, :, kept], lse[:, :, kept], part, part_lse)
+                merge(output[:, :, kept], lse[:, :, kept], part, part_lse)
         result = output.permute(2, 0, 1, 3).to(q.dtype, memory_format=torch.contiguous_format).contiguous()
         ctx.save_for_backward(q, k, v, result, lse)
         ctx.ring, ctx.blocks, ctx.kernel = ring, blocks, kernel
@@ -155,7 +155,7 @@ class _RingAttention(Function):
         return grad_q.to(q.dtype), grad_k, grad_v, None, None, None
 
 
-def _merge(output: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
+def merge(output: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
     """Add a block's output [b, heads, queries, d] and log-sum-exp [b, heads, queries] to those of the blocks so far."""
     total = torch.logaddexp(lse, part_lse)
     output.mul_((lse - total).exp_().unsqueeze(-1)).add_(part * (part_lse - total).exp_().unsqueeze(-1))

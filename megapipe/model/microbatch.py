@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import overload
 
 import torch
 from torch import Tensor
 
 from megapipe.gpu.packed_attention import DocumentBorders
+from megapipe.sharding.sequence import SequenceSlice
+from megapipe.tensor_parallel.gemms import at_least_fp32
 from megapipe.tensor_parallel.random import DropoutKey
 
 
@@ -26,8 +30,14 @@ class Microbatch:
     document_ids: Tensor | None = None
     dropout_key: DropoutKey | None = None  # None: no dropout (evaluation, inference)
     cache: KVCache | None = None  # generation: tokens continue the cached ones, and position_ids are required
-    loss_tokens: Tensor | None = None  # sum of the loss mask over all cp ranks, []; None: over this one's
+    loss_tokens: Tensor | None = None  # sum of the loss mask over all cp ranks or slices, []; None: over these tokens
     borders: DocumentBorders | None = None  # of documents, for kernels that need no mask
+    slice: MicrobatchSlice | None = None  # --pipe-sp-splits: tokens are those of one slice of each sequence
+
+    @property
+    def start(self) -> int:
+        """The position of the first token in its sequence, on one cp rank."""
+        return 0 if self.slice is None else self.slice.place.start
 
 
 @dataclass(frozen=True)
@@ -36,6 +46,104 @@ class StageLoss:
 
     loss_sum: Tensor  # sum of loss * loss_mask over the tokens, the same on all tp ranks
     num_tokens: Tensor  # sum of loss_mask over the whole sequences, those of all cp ranks
+
+
+@dataclass(frozen=True)
+class MicrobatchSlice:
+    """The place of a slice in its microbatch, and what it shares with the other slices."""
+
+    place: SequenceSlice
+    keys: SliceKeys
+
+
+class SliceKeys:
+    """Keys and values of all slices of one microbatch on this rank, and their gradients, by layer (Seq1F1B, Sun et al.
+    2024, arXiv:2406.03488).
+
+    A slice writes its own in its forward and reads those of the slices before it. In the backward, which runs from the
+    last slice to the first, each adds to the gradients of all that it has read: those of its own are whole before its
+    backward. A layer's are freed with the backward of the first slice or, without gradients, with the forward of the
+    last. Memory: 2 x s x b x heads x head_dim elements per layer, with the key/value heads of this rank, and as many in
+    at least fp32 during the backwards.
+    """
+
+    def __init__(self, trains: bool) -> None:
+        self._trains = trains
+        self._keys: dict[int, Tensor] = {}
+        self._gradients: dict[int, Tensor] = {}
+
+    def write(self, layer: int, k: Tensor, v: Tensor, place: SequenceSlice) -> Tensor:
+        """Keep keys and values [length, b, ...] of a slice; return all so far, [2, stop, b, ...].
+
+        A recompute writes them again, with the same values.
+        """
+        if layer not in self._keys:
+            self._keys[layer] = k.new_empty(2, place.seq, *k.shape[1:])
+        keys = self._keys[layer]
+        keys[0, place.start : place.stop] = k
+        keys[1, place.start : place.stop] = v
+        if place.stop == place.seq and not self._trains:
+            del self._keys[layer]
+        return keys[:, : place.stop]
+
+    def of(self, layer: int, place: SequenceSlice) -> tuple[Tensor, Tensor]:
+        """Return keys and values up to the end of a slice, and the sums of their gradients, [2, stop, b, ...] each."""
+        keys = self._keys[layer]
+        if layer not in self._gradients:
+            self._gradients[layer] = torch.zeros_like(keys, dtype=at_least_fp32(keys.dtype))
+        return keys[:, : place.stop], self._gradients[layer][:, : place.stop]
+
+    def free(self, layer: int) -> None:
+        """Free a layer's, after the backward of the first slice."""
+        del self._keys[layer], self._gradients[layer]
+
+
+class SlicedMicrobatches(Sequence[Microbatch]):
+    """The slices of all microbatches in the order of their numbers in a schedule: slice j of microbatch i is number
+    i x slices + j.
+
+    trains: a backward follows.
+    """
+
+    def __init__(self, whole: Sequence[Microbatch], slices: Sequence[SequenceSlice], trains: bool) -> None:
+        self._whole, self._slices = whole, slices
+        self._keys = [SliceKeys(trains) for _ in whole]
+        self._made: dict[int, Microbatch] = {}
+
+    def __len__(self) -> int:
+        return len(self._whole) * len(self._slices)
+
+    @overload
+    def __getitem__(self, index: int) -> Microbatch: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Microbatch]: ...
+    def __getitem__(self, index: int | slice) -> Microbatch | Sequence[Microbatch]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        if index not in self._made:
+            self._made[index] = self._slice(*divmod(index, len(self._slices)))
+        return self._made[index]
+
+    def _slice(self, number: int, part: int) -> Microbatch:
+        place, whole = self._slices[part], self._whole[number]
+        held = slice(place.start, place.stop)
+
+        def of(tensor: Tensor | None) -> Tensor | None:
+            return None if tensor is None else tensor[:, held]
+
+        tokens = whole.loss_tokens
+        if tokens is None:
+            mask, wide = whole.loss_mask, torch.float64
+            tokens = torch.tensor(whole.tokens.numel(), dtype=wide) if mask is None else mask.sum(dtype=wide)
+        return replace(
+            whole,
+            tokens=whole.tokens[:, held],
+            labels=of(whole.labels),
+            loss_mask=of(whole.loss_mask),
+            position_ids=of(whole.position_ids),
+            loss_tokens=tokens,
+            slice=MicrobatchSlice(place, self._keys[number]),
+        )
 
 
 class KVCache:

@@ -34,9 +34,12 @@ Key = tuple[int, int]  # (stage, microbatch)
 class Step:
     """The inputs of one run of the schedule."""
 
-    microbatches: Sequence[Any]  # payloads by microbatch number, the same on every rank; each stage reads what it needs
-    # boundary -> shapes and dtypes of the tensors that cross it; gradients of the floating-point ones are sent back
-    message: Callable[[int], tuple[MessageSpec, ...]]
+    # payloads by microbatch number (by slice, in the order of `Schedule.num_slices`), the same on every rank; each
+    # stage reads what it needs
+    microbatches: Sequence[Any]
+    # boundary, where microbatches have slices also the number of the slice -> shapes and dtypes of the tensors that
+    # cross it; gradients of the floating-point ones are sent back
+    message: Callable[..., tuple[MessageSpec, ...]]
     loss: LossFunction  # of the last stage; its scalar includes the loss scale
 
 
@@ -55,7 +58,7 @@ class BegunRun:
     """The state of a running row: the values in flight. Created by `Engine.begin`, consumed by `Engine.finish`."""
 
     step: Step
-    messages: Mapping[ChannelKey, tuple[MessageSpec, ...]]  # of the channels that end on this rank
+    messages: Mapping[ChannelKey, Sequence[tuple[MessageSpec, ...]]]  # of channels that end on this rank, by slice
     # outputs and input gradients that are not sent yet, or not yet used by another stage of this rank
     outputs: dict[Key, Tensors | Pending] = field(default_factory=dict)
     input_gradients: dict[Key, Tensors | Pending] = field(default_factory=dict)
@@ -116,7 +119,7 @@ class Engine:
         if weights is None and not schedule.is_synchronous:
             raise ValueError(f"schedule {schedule} updates weights while it runs: the engine needs `weights`")
         self.row = schedule.rows[pp_rank] if streams is not None else without_pairs(schedule.rows[pp_rank])
-        self.num_microbatches = schedule.num_microbatches
+        self.num_units, self.num_slices = schedule.num_units, schedule.num_slices
         self.is_training = schedule.has_backward
         self.last_stage = placement.num_stages - 1
         self._stages = stages
@@ -128,7 +131,7 @@ class Engine:
         self._heartbeat = heartbeat
         self._offload, self._moves = offload, moves
         self._parts, self._deliveries = parts, deliveries
-        self._text: Callable[[Action], str] = str if parts is None else parts.text
+        self._text: Callable[[Action], str] = schedule.text if parts is None else parts.text
         self._words = tuple(self._text(action).encode() for action in self.row)
         self._num_directions = len(placement.directions)
         # (boundary, direction) of the hops inside a rank
@@ -188,12 +191,12 @@ class Engine:
 
     def begin(self, step: Step) -> BegunRun:
         """Run the head start of the row; `finish` runs the rest."""
-        if len(step.microbatches) != self.num_microbatches:
-            raise ValueError(
-                f"the schedule runs {self.num_microbatches} microbatches, {len(step.microbatches)} were given"
-            )
+        if len(step.microbatches) != self.num_units:
+            what = "microbatches" if self.num_slices == 1 else "slices of microbatches"
+            raise ValueError(f"the schedule runs {self.num_units} {what}, {len(step.microbatches)} were given")
         ends = [key for key, channel in self._channels.items() if not channel.sends]
-        run = BegunRun(step, {key: _contents(step.message(key[0]), key[1]) for key in ends})
+        slices = [()] if self.num_slices == 1 else [(number,) for number in range(self.num_slices)]
+        run = BegunRun(step, {key: [_contents(step.message(key[0], *each), key[1]) for each in slices] for key in ends})
         for runner in self._stages.values():
             runner.begin_row(self.is_training)
         if self._offload is not None:
@@ -305,10 +308,10 @@ class Engine:
     def _receive(self, action: Action) -> Act:
         boundary, kind = (action.stage - 1, "activation") if action.op is Op.RECV_F else (action.stage, "gradient")
         channel = self._stage_of(boundary), kind, _number(action) % self._num_directions
-        post = self._channels[channel].post_receive
+        post, of_slice = self._channels[channel].post_receive, _number(action) % self.num_slices
 
         def act(run: BegunRun) -> None:
-            run.receives[action] = post(run.messages[channel])
+            run.receives[action] = post(run.messages[channel][of_slice])
 
         return act
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
@@ -19,6 +20,7 @@ from megapipe.plan.activations import group_sizes
 from megapipe.plan.batch import BatchSchedule
 from megapipe.plan.layer_costs import LayerCosts, flop_costs, measured_costs, stage_costs
 from megapipe.plan.recompute_choice import layer_recompute
+from megapipe.plan.slices import sequence_slices, slice_shares
 from megapipe.schedule.action import Op
 from megapipe.schedule.costs import AutoGoal, Costs
 from megapipe.schedule.families import SCHEDULES, ScheduleFamily, build_forward_only, build_schedule
@@ -40,6 +42,7 @@ from megapipe.schedule.schedule import Schedule
 from megapipe.schedule.simulate import Timeline, unhindered_send_depth
 from megapipe.schedule.validate import validate
 from megapipe.sharding.buffers import BufferKind, BufferLayout, layout_buffers
+from megapipe.sharding.sequence import SequenceSlice
 from megapipe.sharding.spec import ParamSpec
 from megapipe.sharding.state_dtypes import StateDtypes, state_dtypes
 from megapipe.topology import Topology
@@ -60,21 +63,25 @@ class LoweredSchedule:
         return unhindered_send_depth(self.schedule)
 
 
-def decisive_counts(family: ScheduleFamily, pp: int, group_size: int | None, counts: Iterable[int]) -> dict[int, int]:
+def decisive_counts(
+    family: ScheduleFamily, pp: int, group_size: int | None, counts: Iterable[int], num_slices: int = 1
+) -> dict[int, int]:
     """Return numbers of microbatches -> the most of `counts` whose step is like theirs in memory and in-flight sends.
 
     No step of `counts` exceeds them all, so that a plan needs no schedule of other sizes of a ramp. More microbatches
     never need less, with three exceptions: where microbatches run in groups, this holds only for whole groups more; a
     step that does not fill a V may need more than a longer one; and zb-auto searches for each number. From some number
     on, `period` more microbatches only repeat the middle of every row: the smallest such number stands for the others.
+    Of microbatches with slices, fewer fill the groups and the V.
     """
     numbers = sorted(counts)
     full, start, period = numbers[-1], numbers[-1] + 1, 1
     if family.takes_group_size:
-        start, period = 4 * (group_size or pp), group_size or pp
+        group = group_size or pp
+        start, period = -(-4 * group // num_slices), group // math.gcd(group, num_slices)
         numbers = list({count % period: count for count in numbers}.values())
     elif family.placement is v_shape and family.counts is None:
-        start, period = 2 * pp + 2, 1
+        start, period = -(-(2 * pp + 1 + num_slices) // num_slices), 1
     elif not family.is_automatic:
         return {full: full}
     alike = {count: count if count < start else start + (count - start) % period for count in numbers}
@@ -132,6 +139,26 @@ class RunPlan:
         """One microbatch of the run on any of its ranks."""
         config, tp = self.config, self.topology.tp
         return rank_shape(config, tp, config.parallel.sequence_parallel, config.training.micro_batch_size)
+
+    @cached_property
+    def slices(self) -> tuple[SequenceSlice, ...]:
+        """The slices of every sequence in the order of their positions; one without --pipe-sp-splits."""
+        parallel, seq = self.config.parallel, self.config.model.seq_length
+        unit = self.topology.tp if parallel.sequence_parallel else 1
+        cut = parallel.pipe_sp_splits, parallel.pipe_sp_strategy
+        return sequence_slices(self.model, self.config.recompute, seq, *cut, unit)
+
+    @property
+    def num_slices(self) -> int:
+        """Number of slices of every microbatch (--pipe-sp-splits)."""
+        return self.config.parallel.pipe_sp_splits
+
+    @cached_property
+    def slice_shapes(self) -> tuple[RankShape, ...]:
+        """The slices of one microbatch on any rank; `shape` alone without --pipe-sp-splits."""
+        if self.num_slices == 1:
+            return (self.shape,)
+        return tuple(replace(self.shape, seq=each.length, slice=each) for each in self.slices)
 
     @property
     def message_bytes(self) -> int:
@@ -206,7 +233,13 @@ class RunPlan:
     @cached_property
     def stage_costs(self) -> Costs:
         """Seconds of every op of every stage, measured (--pipeline-layer-times) or relative from FLOPs."""
-        return stage_costs(self.layer_costs, self.partition, self.config.parallel.pipeline_rank_speeds or ())
+        costs = stage_costs(self.layer_costs, self.partition, self.config.parallel.pipeline_rank_speeds or ())
+        return costs if self.num_slices == 1 else replace(costs, slice_shares=self.slice_shares)
+
+    @property
+    def slice_shares(self) -> Mapping[tuple[int, Op], tuple[float, ...]]:
+        """The share of each slice in the costs of every stage."""
+        return slice_shares(self.model, self.partition, self.config.recompute, self.slices)
 
     @cached_property
     def layer_costs(self) -> LayerCosts:
@@ -255,9 +288,9 @@ class RunPlan:
         """
         return self._training(num_microbatches).head_start
 
-    def forward_schedule(self, num_microbatches: int) -> Schedule:
+    def forward_schedule(self, num_microbatches: int, num_slices: int = 1) -> Schedule:
         """Return the lowered forward-only schedule of an evaluation batch."""
-        return self._forward_only(num_microbatches).schedule
+        return self._forward_only(num_microbatches, num_slices).schedule
 
     def step_seconds(self, timeline: Timeline) -> float:
         """Return the time from one step to the next in a simulation of this plan's steps.
@@ -322,7 +355,7 @@ class RunPlan:
     @cached_property
     def send_depth(self) -> int:
         """Enough in-flight sends of a channel that none blocks for any number of microbatches of the run, plus one."""
-        forward_only = self._forward_only(self.batch.num_microbatches)
+        forward_only = self._forward_only(self.batch.num_microbatches, self.num_slices)
         steps = [forward_only, *map(self._training, self.decisive_counts)]
         if self.parts is not None:
             steps += map(self._in_parts, self.decisive_counts)
@@ -333,7 +366,8 @@ class RunPlan:
         """Numbers of microbatches whose steps decide on the memory and the sends of the run: see `decisive_counts`."""
         counts = (size // self.batch.samples_per_microbatch for size in self.batch.sizes)
         group_size = self.config.parallel.microbatch_group_size_per_virtual_pipeline_stage
-        return decisive_counts(SCHEDULES[self.schedule_name], self.topology.pp, group_size, counts)
+        family = SCHEDULES[self.schedule_name]
+        return decisive_counts(family, self.topology.pp, group_size, counts, self.num_slices)
 
     @property
     def num_optimizer_shards(self) -> int:
@@ -382,6 +416,7 @@ class RunPlan:
             not self.config.optimizer.optimizer_post_validation,
             None if limit is None else (self.layer_costs, self.partition, self.rank_speeds, limit),
             parallel.overlap_moe_expert_parallel_comm,
+            self.num_slices,
         )
 
     def _in_parts(self, num_microbatches: int) -> LoweredSchedule:
@@ -389,8 +424,8 @@ class RunPlan:
         schedule, delays = self.schedule(num_microbatches), self.config.parallel.delay_wgrad_compute
         return _part_schedule(schedule.compute_only(), self.parts, self._receive_depth, delays)
 
-    def _forward_only(self, num_microbatches: int) -> LoweredSchedule:
-        return _forward_only_schedule(self.placement, num_microbatches, self._receive_depth)
+    def _forward_only(self, num_microbatches: int, num_slices: int) -> LoweredSchedule:
+        return _forward_only_schedule(self.placement, num_microbatches, self._receive_depth, num_slices)
 
 
 @lru_cache(maxsize=SCHEDULES_CACHED)
@@ -404,6 +439,7 @@ def _training_schedule(
     has_barrier: bool,  # a step ends with a norm over all ranks
     searched: tuple[LayerCosts, Partition, tuple[float, ...], int] | None,  # costs, cut, speeds, memory limit (zb-auto)
     has_pairs: bool,  # each backward is merged with the forward after it
+    num_slices: int,  # of each microbatch
 ) -> LoweredSchedule:
     """Build and lower a training schedule."""
     goal = None
@@ -412,7 +448,7 @@ def _training_schedule(
         goal = AutoGoal(stage_costs(costs, partition, rank_speeds), limit, has_barrier=has_barrier)
     if has_pairs and name == "1f1b":  # its own warm-up is too short: each pair would wait for that of the next rank
         name = "interleaved"
-    planned = build_schedule(name, pp, num_chunks, num_microbatches, group_size, goal)
+    planned = build_schedule(name, pp, num_chunks, num_microbatches, group_size, goal, num_slices)
     schedule = lower(pair_up(planned) if has_pairs else planned, receive_depth)
     validate(schedule)
     if has_barrier:
@@ -432,8 +468,10 @@ def _part_schedule(stages: Schedule, parts: Parts, receive_depth: int, delay_wei
 
 
 @lru_cache(maxsize=SCHEDULES_CACHED)
-def _forward_only_schedule(placement: Placement, num_microbatches: int, receive_depth: int) -> LoweredSchedule:
-    schedule = build_forward_only(placement, num_microbatches, receive_depth)
+def _forward_only_schedule(
+    placement: Placement, num_microbatches: int, receive_depth: int, num_slices: int
+) -> LoweredSchedule:
+    schedule = build_forward_only(placement, num_microbatches, receive_depth, num_slices)
     return LoweredSchedule(schedule, (0,) * placement.num_ranks)
 
 

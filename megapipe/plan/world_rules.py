@@ -21,7 +21,7 @@ from megapipe.plan.batch import BatchSchedule, batch_schedule
 from megapipe.plan.cut import check_cut, check_rank_settings
 from megapipe.plan.schedule_choice import check_schedule, group_size, memory_limit, schedule_and_chunks
 from megapipe.schedule.action import Op
-from megapipe.schedule.families import SCHEDULES, build_schedule
+from megapipe.schedule.families import SCHEDULES, build_schedule, check_slices
 from megapipe.schedule.parts import MERGED
 from megapipe.schedule.placement import Placement, two_directions
 from megapipe.schedule.schedule import Schedule
@@ -45,6 +45,7 @@ def world_rules(world_size: int, ranks_per_node: int | None = None) -> tuple[Rul
         _rule(placement_of, of_model.chunks),
         _rule(_check_groups, of_model.chunks),
         _rule(_check_memory_limit, of_model.chunks),
+        _rule(_check_slices, of_model.chunks),
         _rule(_check_layers, of_model.chunks),
         _rule(check_rank_settings),
         _rule(_check_heads, of_model.shape, of_model.attention, of_model.layers_that_differ),
@@ -88,6 +89,14 @@ def _check_groups(config: Config) -> None:
 
 def _check_memory_limit(config: Config) -> None:
     memory_limit(config.parallel, schedule_of(config))
+
+
+def _check_slices(config: Config) -> None:
+    slices, name = config.parallel.pipe_sp_splits, schedule_of(config)
+    try:
+        check_slices(name, slices)
+    except ConfigError as error:
+        raise ConfigError(f"--pipe-sp-splits {slices}: {error}") from None
 
 
 def _check_layers(config: Config) -> None:

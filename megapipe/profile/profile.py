@@ -117,8 +117,14 @@ def schedule_as_run(schedule: Schedule, row: Sequence[Action]) -> Schedule:
     return replace(schedule, rows=tuple(map(without_pairs, schedule.rows)))
 
 
-def measured_row(row: Sequence[Action], events: Iterable[Event], to_local: Callable[[int], int] = int) -> MeasuredRow:
+def measured_row(
+    row: Sequence[Action],
+    events: Iterable[Event],
+    to_local: Callable[[int], int] = int,
+    text: Callable[[Action], str] = str,
+) -> MeasuredRow:
     """Return the measured row from the events of one step. to_local: from the rank's clock to that of the profile.
+    text: that of actions in the schedule.
 
     A wait belongs to the action that contains it. An overlapped pair has its waits at its OVERLAP, and its halves have
     the times of the pair. Raises ValueError if an action of the row was not recorded.
@@ -132,9 +138,9 @@ def measured_row(row: Sequence[Action], events: Iterable[Event], to_local: Calla
             slots.append((*slots[-1][:2], 0, 0))
             continue
         size = 3 if action.op is Op.OVERLAP else 1  # a pair was recorded as one action or as its two halves
-        parts = [spans[str(part)] for part in row[index : index + size] if str(part) in spans]
+        parts = [spans[text(part)] for part in row[index : index + size] if text(part) in spans]
         if not parts:
-            raise ValueError(f"{action} was not recorded")
+            raise ValueError(f"{text(action)} was not recorded")
         messages = parameters = 0
         for name, begin, stop in waits:
             if any(start <= begin and stop <= end for start, end in parts):

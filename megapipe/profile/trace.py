@@ -9,6 +9,7 @@ from typing import Any
 from megapipe.profile.difference import Comparison, compare
 from megapipe.profile.profile import Profile
 from megapipe.schedule.action import BUSY_OPS, COMPUTE_OPS, RECV_OPS, SEND_OPS, Action, Op
+from megapipe.schedule.schedule import Schedule
 from megapipe.schedule.simulate import Timeline
 
 Event = dict[str, Any]
@@ -30,7 +31,7 @@ def chrome_trace(timeline: Timeline) -> str:
             thread = "compute" if action.op in BUSY_OPS else "messages"
             if action.op is Op.REDUCE_GRAD:
                 thread = "reductions"
-            events.append(_event(rank, TIMELINE_THREADS.index(thread), action, start, end))
+            events.append(_event(timeline.schedule, rank, TIMELINE_THREADS.index(thread), action, start, end))
     return _trace(events, {"schedule": str(timeline.schedule)})
 
 
@@ -54,17 +55,19 @@ def profile_trace(profile: Profile) -> str:
 def _rank_events(comparison: Comparison, pp_rank: int, rank: int) -> Iterator[Event]:
     """Yield the plan and the measurement of one rank in one step."""
     measured, plan = comparison.measured, comparison.plan
-    origin = measured.origin_ns / 1e9
-    for slot, action in enumerate(measured.schedule.rows[pp_rank]):
+    origin, schedule = measured.origin_ns / 1e9, measured.schedule
+    for slot, action in enumerate(schedule.rows[pp_rank]):
         start, end = origin + measured.starts[pp_rank][slot], origin + measured.ends[pp_rank][slot]
         compute_start = origin + measured.compute_starts[pp_rank][slot]
         if action.op in COMPUTE_OPS:
-            yield _event(rank, PLAN, action, origin + plan.starts[pp_rank][slot], origin + plan.ends[pp_rank][slot])
-            yield _event(rank, MEASURED, action, compute_start, end)
+            yield _event(
+                schedule, rank, PLAN, action, origin + plan.starts[pp_rank][slot], origin + plan.ends[pp_rank][slot]
+            )
+            yield _event(schedule, rank, MEASURED, action, compute_start, end)
         elif action.op in SEND_OPS | RECV_OPS | {Op.REDUCE_GRAD, Op.UPDATE}:
-            yield _event(rank, MESSAGES, action, start, end)
+            yield _event(schedule, rank, MESSAGES, action, start, end)
         if measured.message_waits[pp_rank][slot]:
-            yield _event(rank, WAITS, action, start, compute_start, "wait for the message of ")
+            yield _event(schedule, rank, WAITS, action, start, compute_start, "wait for the message of ")
     for name, start_ns, end_ns in measured.step.rows[pp_rank].phases:
         label = f"step {measured.step.step}" if name == "step" else name
         times = {"ts": start_ns / 1e3, "dur": (end_ns - start_ns) / 1e3}
@@ -86,15 +89,24 @@ def _names(pid: int, name: str, threads: Sequence[str]) -> list[Event]:
     return events
 
 
-def _event(pid: int, tid: int, action: Action, start: float, end: float, prefix: str = "") -> Event:
+def _event(schedule: Schedule, pid: int, tid: int, action: Action, start: float, end: float, prefix: str = "") -> Event:
     """Return a complete event. start, end: seconds; a trace has microseconds."""
     return {
         "ph": "X",
         "pid": pid,
         "tid": tid,
-        "name": f"{prefix}{action}",
+        "name": f"{prefix}{schedule.text(action)}",
         "cat": action.op.value,
-        "args": {"stage": action.stage, "microbatch": action.microbatch},
+        "args": _numbers(schedule, action),
         "ts": start * 1e6,
         "dur": (end - start) * 1e6,
     }
+
+
+def _numbers(schedule: Schedule, action: Action) -> dict[str, int | None]:
+    """Return the stage, the microbatch and, where these have slices, the slice of an action."""
+    number = action.microbatch
+    if schedule.num_slices == 1 or number is None:
+        return {"stage": action.stage, "microbatch": number}
+    microbatch, index = divmod(number, schedule.num_slices)
+    return {"stage": action.stage, "microbatch": microbatch, "slice": index}

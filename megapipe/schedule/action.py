@@ -43,7 +43,11 @@ RECV_OPS = frozenset({Op.RECV_F, Op.RECV_B})
 
 
 class Action(NamedTuple):
-    """One entry of a row. REDUCE_GRAD concerns the whole step: it has no microbatch (None)."""
+    """One entry of a row. REDUCE_GRAD concerns the whole step: it has no microbatch (None).
+
+    In a schedule with num_slices > 1, `microbatch` numbers the slices of all microbatches: slice j of microbatch i is
+    i * num_slices + j. `action_text` writes both numbers.
+    """
 
     stage: int
     op: Op
@@ -54,6 +58,22 @@ class Action(NamedTuple):
 
 
 _PATTERN = re.compile(r"(\d+)([A-Z_]+?)(\d*)", re.ASCII)
+_IN_MESSAGE = re.compile(rf"\b(\d+(?:{'|'.join(op.value for op in Op)})|microbatch )(\d+)\b")
+
+
+def action_text(action: Action, num_slices: int = 1) -> str:
+    """Return an action as text, with slices as "2F0.3": the forward of slice 3 of microbatch 0 on stage 2."""
+    return str(action) if num_slices == 1 else with_slices(str(action), num_slices)
+
+
+def with_slices(message: str, num_slices: int) -> str:
+    """Return a message with microbatch and slice in place of the numbers of slices."""
+
+    def named(found: re.Match[str]) -> str:
+        microbatch, number = divmod(int(found[2]), num_slices)
+        return f"{found[1]}{microbatch}{', slice ' if found[1].endswith(' ') else '.'}{number}"
+
+    return message if num_slices == 1 else _IN_MESSAGE.sub(named, message)
 
 
 def parse_action(text: str) -> Action:
@@ -72,5 +92,19 @@ def parse_action(text: str) -> Action:
 
 
 def stage_action(text: str) -> Action:
-    """Parse the text of an action of a stage, or of one of its parts: 2F0 for "2F0.5A" (schedule.parts)."""
+    """Parse the text of an action of a stage, or of a part or slice of it: 2F0 for "2F0.5A" (schedule.parts), "2F0.3".
+
+    The microbatch is that of the text.
+    """
     return parse_action(text.partition(".")[0])
+
+
+def parse_slice(text: str) -> tuple[Action, int | None]:
+    """Parse an action with or without a slice: 2F0 and 3 for "2F0.3", 2F0 and None for "2F0". Raises ScheduleError."""
+    name, dot, number = text.strip().partition(".")
+    action = parse_action(name)
+    if not dot:
+        return action, None
+    if action.microbatch is None or re.fullmatch(r"\d+", number, re.ASCII) is None:
+        raise ScheduleError(f"{text!r} is not an action; a slice is written as in 2F0.3")
+    return action, int(number)

@@ -86,6 +86,7 @@ class Measures:
     num_ranks: int
     stages_per_rank: int
     num_microbatches: int
+    num_slices: int  # of each microbatch
     is_synchronous: bool
     makespan_seconds: float
     step_seconds: float  # with the optimizer
@@ -117,12 +118,14 @@ def measure(schedule: Schedule, model: Model, receive_depth: int = 2) -> tuple[M
     proof = validate(lowered)
     timeline = simulate(lowered, model.costs(schedule.num_stages))
     barrier, chained = timeline.barrier_bubble, timeline.chained_bubble
-    chunk = schedule.num_ranks / schedule.num_stages  # of the layers of a rank that holds each parameter once
+    # of the layers of a rank that holds each parameter once, and of the microbatch if it has slices
+    chunk = schedule.num_ranks / schedule.num_stages / schedule.num_slices
     measures = Measures(
         schedule=schedule.name,
         num_ranks=schedule.num_ranks,
         stages_per_rank=schedule.placement.num_chunks,
         num_microbatches=schedule.num_microbatches,
+        num_slices=schedule.num_slices,
         is_synchronous=schedule.is_synchronous,
         makespan_seconds=timeline.makespan_seconds,
         step_seconds=timeline.makespan_seconds + model.optimizer_seconds,
@@ -167,11 +170,12 @@ def compare(
     group_size: int | None = None,
     memory_limits: Sequence[float] = (),
     names: Sequence[str] = (),
+    num_slices: int = 1,
 ) -> list[Measured | Refusal]:
     """Measure all families of the table (or `names`) for the same model, in the order of the table.
 
     num_chunks: for the families that take any number. memory_limits: of zb-auto, in microbatches, one row each
-    (default: p and 2 p).
+    (default: p and 2 p). num_slices: of each microbatch.
     """
     rows: list[Measured | Refusal] = []
     for name in names or SCHEDULES:
@@ -185,7 +189,7 @@ def compare(
                 goal = None if limit is None else AutoGoal(model.costs(num_ranks), limit, model.kept_for_weights)
                 group = group_size if family.takes_group_size else None
                 chunks = family.num_chunks(num_chunks)
-                schedule = build_schedule(name, num_ranks, chunks, num_microbatches, group, goal)
+                schedule = build_schedule(name, num_ranks, chunks, num_microbatches, group, goal, num_slices)
                 rows.append(model.measure(replace(schedule, name=label)))
             except (ConfigError, ScheduleError) as error:
                 rows.append(Refusal(label, str(error).splitlines()[0]))

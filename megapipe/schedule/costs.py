@@ -26,6 +26,15 @@ class Costs:
     rank_speeds: tuple[float, ...] = ()  # relative speed of each pp_rank's computation, 1: the given seconds; (): all 1
     # stages that occupy the network of a rank, not its computation: the all-to-alls of a schedule of parts
     network: frozenset[int] = frozenset()
+    # of a schedule with slices: the share that each slice has in `seconds`, which are those of a whole microbatch;
+    # where missing, all have the same
+    slice_shares: Mapping[tuple[int, Op], tuple[float, ...]] = field(default_factory=dict)
+
+    def of_slice(self, stage: int, op: Op, index: int, num_slices: int) -> float:
+        """Return the seconds of a slice; 0 for what has no cost."""
+        shares = self.slice_shares.get((stage, op))
+        share = 1.0 / num_slices if shares is None else shares[index]
+        return self.seconds.get((stage, op), 0.0) * share
 
     @staticmethod
     def equal(
@@ -64,10 +73,26 @@ class AutoGoal:
 
 
 class Shape(NamedTuple):
-    """The size of a schedule: group_size microbatches run through one of a rank's chunks before the next chunk."""
+    """The size of a schedule: group_size microbatches run through one of a rank's chunks before the next chunk.
+
+    With num_slices > 1, the slices take the place of microbatches: group_size of them are a group, and actions carry
+    the numbers of slices (`Schedule.num_units`).
+    """
 
     num_ranks: int
     num_chunks: int
     num_microbatches: int
     group_size: int
     goal: AutoGoal | None = None  # for the automatic scheduler
+    num_slices: int = 1
+
+    @property
+    def forward_order(self) -> list[int]:
+        """The microbatches, or slices, in the order of their forwards on a stage."""
+        return list(range(self.num_microbatches * self.num_slices))
+
+    @property
+    def backward_order(self) -> list[int]:
+        """The microbatches in the order of their backwards on a stage; of slices, each one's last comes first."""
+        k = self.num_slices
+        return [m * k + j for m in range(self.num_microbatches) for j in reversed(range(k))]

@@ -63,6 +63,15 @@ MAKES: dict[Op, tuple[tuple[ValueKind, int], ...]] = {
     Op.UPDATE: (),
 }
 
+# What a slice needs of another one of its microbatch, on its own stage: (kind of value, step to that slice). A forward
+# reads the keys and values of the slices before it. A backward completes those of the slices after it: only then are
+# the gradients of its keys and values whole.
+SLICE_NEEDS: dict[Op, tuple[ValueKind, int]] = {
+    Op.F: (ValueKind.ACT, -1),
+    Op.B: (ValueKind.GRAD, +1),
+    Op.I: (ValueKind.GRAD, +1),
+}
+
 # kinds that travel -> (op that sends the value, op that posts its receive, offset from the stage that makes it to the
 # one that uses it)
 TRAVELS: dict[ValueKind, tuple[Op, Op, int]] = {

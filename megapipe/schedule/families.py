@@ -43,6 +43,7 @@ class ScheduleFamily:
     # (ranks, microbatches) -> (why it cannot run so many microbatches, '' if it can; the nearest numbers that it can
     # run). Raises ConfigError for other limits.
     counts: Callable[[int, int], tuple[str, tuple[int, ...]]] | None = None
+    takes_slices: bool = False  # microbatches may be cut into slices along the sequence
     versions: VersionRule | None = None  # the weights that a microbatch uses where they change within the schedule
 
     @property
@@ -71,7 +72,11 @@ _FAMILIES = (
     ScheduleFamily("naive", whole.naive, "one microbatch at a time through all stages: the baseline"),
     ScheduleFamily("gpipe", whole.breadth_first, "all forwards, then all backwards; keeps every microbatch"),
     ScheduleFamily(
-        "1f1b", whole.one_f_one_b, "one forward, one backward in turn; keeps at most pp microbatches", is_candidate=True
+        "1f1b",
+        whole.one_f_one_b,
+        "one forward, one backward in turn; keeps at most pp microbatches",
+        is_candidate=True,
+        takes_slices=True,
     ),
     ScheduleFamily(
         "interleaved",
@@ -81,6 +86,7 @@ _FAMILIES = (
         without_chunks="1f1b",
         group_rule="a chunk would run dry before its next microbatches arrive",
         is_candidate=True,
+        takes_slices=True,
     ),
     ScheduleFamily(
         "breadth-first",
@@ -89,9 +95,20 @@ _FAMILIES = (
         takes_chunks=True,
         without_chunks="gpipe",
     ),
-    _Split("zb-h1", split.zb_h1, "backward split, W in a third of the bubble; the memory of 1F1B", is_candidate=True),
+    _Split(
+        "zb-h1",
+        split.zb_h1,
+        "backward split, W in a third of the bubble; the memory of 1F1B",
+        is_candidate=True,
+        takes_slices=True,
+    ),
     _Split("zb-h2", split.zb_h2, "backward split, no bubble between steps where F = I = W; about twice the memory"),
-    _ZeroBubbleV("zb-v", on_v.zb_v, "backward split on a V: almost no bubble where F = I = W, the memory of 1F1B"),
+    _ZeroBubbleV(
+        "zb-v",
+        on_v.zb_v,
+        "backward split on a V: almost no bubble where F = I = W, the memory of 1F1B",
+        takes_slices=True,
+    ),
     _ZeroBubbleV("v-half", on_v.v_half, "backward split on a V: half the bubble and half the memory of 1F1B"),
     _ZeroBubbleV("v-min", on_v.v_min, "backward split on a V: two thirds of 1F1B's bubble, a third of its memory"),
     _Split("zb-auto", automatic, "backward split, searched for measured times and a memory limit", is_automatic=True),
@@ -146,18 +163,22 @@ def build_schedule(
     num_microbatches: int,
     group_size: int | None = None,
     goal: AutoGoal | None = None,
+    num_slices: int = 1,
 ) -> Schedule:
     """Return the compute-only schedule `name`, validated.
 
     group_size: microbatches that run through one chunk before the next (default and least: num_ranks). num_microbatches
     or more gives breadth-first with pipelined chunk changes, values between give Llama 3's mix (arXiv:2407.21783).
-    goal: times and memory limit for the automatic scheduler. Raises ConfigError if the family cannot run this shape,
+    goal: times and memory limit for the automatic scheduler. num_slices: of each microbatch, along its sequence; groups
+    are then of slices. Raises ConfigError if the family cannot run this shape,
     with the nearest one that works.
     """
     family = schedule_family(name)
-    _check_shape(family, num_ranks, num_chunks, num_microbatches, group_size)
-    shape = Shape(num_ranks, num_chunks, num_microbatches, num_ranks if group_size is None else group_size, goal)
-    schedule = Schedule(name, family.place(num_ranks, num_chunks), num_microbatches, family.generate(shape))
+    _check_shape(family, num_ranks, num_chunks, num_microbatches, group_size, num_slices)
+    group = num_ranks if group_size is None else group_size
+    shape = Shape(num_ranks, num_chunks, num_microbatches, group, goal, num_slices)
+    placement = family.place(num_ranks, num_chunks)
+    schedule = Schedule(name, placement, num_microbatches, family.generate(shape), num_slices)
     validate(schedule)
     return schedule
 
@@ -170,36 +191,57 @@ def build_lowered(
     group_size: int | None = None,
     receive_depth: int = 2,
     goal: AutoGoal | None = None,
+    num_slices: int = 1,
 ) -> Schedule:
     """Return the schedule that the engine runs: `build_schedule`, `lower`, `validate`; see there for the arguments."""
-    schedule = lower(build_schedule(name, num_ranks, num_chunks, num_microbatches, group_size, goal), receive_depth)
+    planned = build_schedule(name, num_ranks, num_chunks, num_microbatches, group_size, goal, num_slices)
+    schedule = lower(planned, receive_depth)
     validate(schedule)
     return schedule
 
 
-def build_forward_only(placement: Placement, num_microbatches: int, receive_depth: int = 2) -> Schedule:
+def build_forward_only(
+    placement: Placement, num_microbatches: int, receive_depth: int = 2, num_slices: int = 1
+) -> Schedule:
     """Return the lowered, validated schedule of evaluation and generation: forwards only, for any placement.
 
-    Groups of num_ranks microbatches pass chunk by chunk through every rank. All rows are sorted by one key (group,
-    stage, microbatch) that also orders the dependencies, so no placement can deadlock.
+    Groups of num_ranks microbatches, or slices of these, pass chunk by chunk through every rank. All rows are sorted by
+    one key (group, stage, microbatch) that also orders the dependencies, so no placement can deadlock.
     """
     if num_microbatches < 1:
         raise ConfigError(f"a forward-only schedule of {num_microbatches} microbatches; use 1 or more")
     rows: list[list[Action]] = [[] for _ in range(placement.num_ranks)]
-    for start in range(0, num_microbatches, placement.num_ranks):
+    count = num_microbatches * num_slices
+    for start in range(0, count, placement.num_ranks):
         for stage in range(placement.num_stages):
-            for microbatch in range(start, min(start + placement.num_ranks, num_microbatches)):
+            for microbatch in range(start, min(start + placement.num_ranks, count)):
                 rows[placement.rank_of(stage, microbatch)].append(Action(stage, Op.F, microbatch))
-    schedule = lower(Schedule("forward_only", placement, num_microbatches, tuple(map(tuple, rows))), receive_depth)
+    planned = Schedule("forward_only", placement, num_microbatches, tuple(map(tuple, rows)), num_slices)
+    schedule = lower(planned, receive_depth)
     validate(schedule)
     return schedule
 
 
+def check_slices(name: str, num_slices: int) -> None:
+    """Raise ConfigError if the schedule of that name cannot run slices of microbatches."""
+    if num_slices > 1 and not schedule_family(name).takes_slices:
+        several = ", ".join(other.name for other in SCHEDULES.values() if other.takes_slices)
+        raise ConfigError(
+            f"schedule {name} has no order for {num_slices} slices of a microbatch; use 1, or one of {several}"
+        )
+
+
 def _check_shape(
-    family: ScheduleFamily, num_ranks: int, num_chunks: int, num_microbatches: int, group_size: int | None
+    family: ScheduleFamily,
+    num_ranks: int,
+    num_chunks: int,
+    num_microbatches: int,
+    group_size: int | None,
+    num_slices: int,
 ) -> None:
     name, group_rule = f"schedule {family.name}", family.group_rule
     counts = {"pipeline ranks": num_ranks, "chunks per rank": num_chunks, "microbatches": num_microbatches}
+    counts["slices"] = num_slices
     for what, count in counts.items():
         if count < 1:
             raise ConfigError(f"{name} with {count} {what}; use 1 or more")
@@ -220,6 +262,7 @@ def _check_shape(
             f"a microbatch group of {group_size} is smaller than the {num_ranks} pipeline ranks: {group_rule}; "
             f"use {num_ranks} or more"
         )
+    check_slices(family.name, num_slices)
     problem, near = family.counts(num_ranks, num_microbatches) if family.counts else ("", ())
     if problem:
         raise ConfigError(f"{name} {problem}; {num_microbatches} were given: use {' or '.join(map(str, near))}")

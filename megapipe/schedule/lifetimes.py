@@ -19,7 +19,7 @@ from megapipe.schedule.schedule import Schedule
 
 
 class Held(enum.Enum):
-    """A kind of thing that a rank holds for a (stage, microbatch)."""
+    """A kind of thing that a rank holds for a (stage, microbatch), with slices for a (stage, slice)."""
 
     MICROBATCH = "microbatch"  # in flight: from F until its weight gradient is done by B or W
     ACTIVATIONS = "activations"  # kept by F for B or I
@@ -30,11 +30,15 @@ class Held(enum.Enum):
     LOCAL_GRADIENT = "local gradient"  # of a stage whose successor is on the same rank: from its B or I to B or I
     SENT_OUTPUT = "sent output"  # from SEND_F until it is known to have arrived
     SENT_GRADIENT = "sent gradient"  # from SEND_B until it is known to have arrived
+    # of all slices of a microbatch together: from the F of the first slice to its B or I
+    KEYS = "keys and values"
+    KEY_GRADIENTS = "gradients of keys and values"  # from the B or I of the last slice to that of the first
 
     __hash__ = object.__hash__
 
 
-MESSAGES = frozenset(Held) - {Held.MICROBATCH, Held.ACTIVATIONS, Held.DEFERRED}
+OF_SLICES = frozenset({Held.KEYS, Held.KEY_GRADIENTS})
+MESSAGES = frozenset(Held) - {Held.MICROBATCH, Held.ACTIVATIONS, Held.DEFERRED} - OF_SLICES
 Item = tuple[Held, int]  # (kind, stage); the microbatch is that of the action
 
 
@@ -56,13 +60,18 @@ class Changes(NamedTuple):
 
 
 def lifetimes(
-    row: Iterable[Action], placement: Placement | None = None, pp_rank: int = 0, send_depth: int | None = None
+    row: Iterable[Action],
+    placement: Placement | None = None,
+    pp_rank: int = 0,
+    send_depth: int | None = None,
+    num_slices: int = 1,
 ) -> Iterator[tuple[Action, Changes]]:
     """Yield every action of a training row with what it creates and frees.
 
     placement, pp_rank: they determine which neighbours of a stage are on the same rank; without them messages are left
     out.
     send_depth: sends of one channel that may be in flight: a send frees the message sent `send_depth` sends before it.
+    num_slices: of a microbatch; with several, keys and values of all of them are held too.
     """
     resolved: dict[tuple[int, Op, int], Changes] = {}
     sent: Counter[tuple[int, Op]] = Counter()
@@ -70,6 +79,10 @@ def lifetimes(
     for action in row:
         stage, op, microbatch = action
         direction = 0 if microbatch is None else microbatch % num_directions
+        if num_slices > 1 and op in _COMPUTED_FROM:
+            assert microbatch is not None  # a pipeline of slices has one direction
+            yield action, _with_keys(_changes(stage, op, 0, placement, pp_rank), action, num_slices)
+            continue
         changes = resolved.get((stage, op, direction))
         if changes is None:
             changes = resolved[stage, op, direction] = _changes(stage, op, direction, placement, pp_rank)
@@ -103,6 +116,18 @@ def _changes(stage: int, op: Op, direction: int, placement: Placement | None, pp
     if op in _MESSAGE_OF and placement is not None:
         return Changes(creates=((_MESSAGE_OF[op], stage),))
     return Changes()
+
+
+def _with_keys(changes: Changes, action: Action, num_slices: int) -> Changes:
+    """Return what the F, B or I of a slice creates and frees, with the keys and values of its microbatch."""
+    stage, op, number = action
+    assert number is not None
+    index, keys, gradients = number % num_slices, (Held.KEYS, stage), (Held.KEY_GRADIENTS, stage)
+    if op is Op.F:
+        return changes._replace(creates=(*changes.creates, keys)) if index == 0 else changes
+    if index == num_slices - 1:
+        changes = changes._replace(creates=(*changes.creates, gradients))
+    return changes._replace(frees=(*changes.frees, keys, gradients)) if index == 0 else changes
 
 
 # op -> its input if it comes from another rank, its input if it comes from this rank, the step from stage to stage

@@ -108,7 +108,7 @@ def sends_of(schedule: Schedule) -> Sends:
 
 def _plan_receives(schedule: Schedule, sends: Sends, receive_depth: int) -> list[dict[int, list[Action]]]:
     """Return [rank][index of a compute action] -> receives to post right before it."""
-    count, directions = schedule.num_microbatches, schedule.placement.directions
+    count, directions = schedule.num_units, schedule.placement.directions
     far = {
         op: [kind for kind, offset in NEEDS[op] if kind in TRAVELS and offset == -TRAVELS[kind][2]]
         for op in PLANNED_OPS

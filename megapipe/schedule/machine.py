@@ -25,7 +25,7 @@ Entry = TypeVar("Entry")
 
 
 class _Work(NamedTuple):
-    """A compute op of one stage, resolved. Value ids are these bases + stage * num_microbatches + microbatch."""
+    """A compute op of one stage and variant, resolved. Value ids are these bases + stage * count + microbatch."""
 
     needs: tuple[int, ...]
     makes: tuple[int, ...]
@@ -34,7 +34,7 @@ class _Work(NamedTuple):
 
 
 class _Hop(NamedTuple):
-    """A SEND or RECV of one stage with its table entries resolved; ids as in _Work."""
+    """A SEND or RECV of one stage and variant with its table entries resolved; ids as in _Work."""
 
     value: int  # the value on the sender's rank
     message: int  # the same value once it has been received
@@ -57,8 +57,10 @@ class Machine:
     ) -> None:
         num_ranks, num_stages = schedule.num_ranks, schedule.num_stages
         self.schedule, self.costs = schedule, costs
-        self.count = schedule.num_microbatches
+        self.count = schedule.num_units
+        # microbatches that differ in their ranks, or slices, which differ in their costs; never both
         self._num_directions = len(schedule.placement.directions)
+        self._num_variants = max(self._num_directions, schedule.num_slices)
         self._rank_speeds = costs.rank_speeds or (1.0,) * num_ranks
         self.raise_depth = raise_depth
         self.positions = [0] * num_ranks
@@ -102,10 +104,11 @@ class Machine:
         return 0 <= stage + offset < len(ranks) and ranks[stage + offset] != ranks[stage]
 
     def _resolve_work(self) -> dict[Op, list[list[_Work]]]:
-        """Resolve the table entries of all compute ops: [op][direction][stage]."""
-        table: dict[Op, list[list[_Work]]] = {op: [[] for _ in range(self._num_directions)] for op in COMPUTE_OPS}
+        """Resolve the table entries of all compute ops: [op][variant][stage]."""
+        table: dict[Op, list[list[_Work]]] = {op: [[] for _ in range(self._num_variants)] for op in COMPUTE_OPS}
         travelling = () if self.schedule.is_lowered else TRAVELS
-        for op, direction in product(table, range(self._num_directions)):
+        for op, variant in product(table, range(self._num_variants)):
+            direction = variant % self._num_directions
             for stage, rank in enumerate(self.schedule.placement.directions[direction]):
                 needs = tuple(
                     self._base(kind, offset, self._is_far(stage, offset, direction)) for kind, offset in NEEDS[op]
@@ -115,15 +118,21 @@ class Machine:
                 for kind in (kind for kind, _ in MAKES[op] if kind in travelling):
                     send, _, step = TRAVELS[kind]
                     if self._is_far(stage, step, direction):
-                        delay = self.costs.seconds.get((stage, send), 0.0) + self.costs.latency_seconds
+                        delay = self._cost(stage, send, variant) + self.costs.latency_seconds
                         arrives.append((self._base(kind, 0, True), delay))
                 speed = 1.0 if stage in self.costs.network else self._rank_speeds[rank]
-                seconds = self.costs.seconds.get((stage, op), 0.0) / speed
-                table[op][direction].append(_Work(needs, makes, tuple(arrives), seconds))
+                seconds = self._cost(stage, op, variant) / speed
+                table[op][variant].append(_Work(needs, makes, tuple(arrives), seconds))
         return table
 
+    def _cost(self, stage: int, op: Op, variant: int) -> float:
+        """Return the cost of an op of a stage, for one slice where microbatches have slices."""
+        if self.schedule.num_slices == 1:
+            return self.costs.seconds.get((stage, op), 0.0)
+        return self.costs.of_slice(stage, op, variant, self.schedule.num_slices)
+
     def _resolve_hops(self) -> dict[Op, list[list[_Hop]]]:
-        """Number the channels and return [op][direction][stage].
+        """Number the channels and return [op][variant][stage].
 
         The first and last stages have entries that no checked schedule uses.
         """
@@ -131,13 +140,13 @@ class Machine:
         hops: dict[Op, list[list[_Hop]]] = {}
         for kind, (send, receive, _) in TRAVELS.items():
             for op, ((_, offset),) in ((send, NEEDS[send]), (receive, MAKES[receive])):
-                hops[op] = [[] for _ in range(self._num_directions)]
+                hops[op] = [[] for _ in range(self._num_variants)]
                 value, message = self._base(kind, offset, False), self._base(kind, offset, True)
-                for direction, stage in product(range(self._num_directions), range(self.schedule.num_stages)):
-                    channel = channel_of(Action(stage, op, direction), self._num_directions)
-                    wire_seconds = self.costs.seconds.get((stage + offset, send), 0.0)
+                for variant, stage in product(range(self._num_variants), range(self.schedule.num_stages)):
+                    channel = channel_of(Action(stage, op, variant), self._num_directions)
+                    wire_seconds = self._cost(stage + offset, send, variant)
                     number = index.setdefault(channel, len(index))
-                    hops[op][direction].append(_Hop(value, message, number, wire_seconds))
+                    hops[op][variant].append(_Hop(value, message, number, wire_seconds))
         self.channels = list(index)
         return hops
 
@@ -158,14 +167,14 @@ class Machine:
         """Execute the row of `rank` up to its end or to an action that cannot run yet: the hot loop of a walk."""
         row, starts, ends, clock = self.schedule.rows[rank], self.starts[rank], self.ends[rank], self.clocks[rank]
         times, waiting_for, count, overlap = self.times, self.waiting_for, self.count, self.costs.overlap
-        work, hops, directions, network = self.work, self.hops, self._num_directions, self.costs.network
+        work, hops, variants, network = self.work, self.hops, self._num_variants, self.costs.network
         sent, posted, depths, unmatched = self.sent, self.posted, self.depths, self.unmatched
         slots = iter(range(self.positions[rank], len(row)))
         for position in slots:
             stage, op, microbatch = row[position]
             key = stage * count + (microbatch or 0)
             if op in work and stage not in network:
-                needs, makes, arrives, seconds = work[op][microbatch % directions][stage]  # type: ignore[operator]
+                needs, makes, arrives, seconds = work[op][microbatch % variants][stage]  # type: ignore[operator]
                 start = clock
                 for base in needs:
                     there = times[base + key]
@@ -184,7 +193,7 @@ class Machine:
                     continue
                 break
             if op in hops:
-                value, message, channel, wire_seconds = hops[op][(microbatch or 0) % directions][stage]
+                value, message, channel, wire_seconds = hops[op][(microbatch or 0) % variants][stage]
                 if op in SEND_OPS:
                     if (at := times[value + key]) < 0:
                         waiting_for[value + key] = rank
@@ -243,7 +252,7 @@ class Machine:
     def resolved(self, table: Mapping[Op, Sequence[Sequence[Entry]]], action: Action) -> tuple[Entry, int]:
         """Return an action's entry of `work` or `hops`, and what its value ids add to their bases."""
         stage, op, microbatch = action[0], action[1], action[2] or 0
-        return table[op][microbatch % self._num_directions][stage], stage * self.count + microbatch
+        return table[op][microbatch % self._num_variants][stage], stage * self.count + microbatch
 
     def ready_at(self, rank: int, works: Sequence[tuple[_Work, int]], clock: float) -> float | None:
         """Return when computations that start together have what they need; None, and note the wait, if they cannot."""

@@ -157,6 +157,8 @@ def expand(schedule: Schedule, parts: Parts, delay_weights: bool = True) -> Sche
     with it (Megatron's `--delay-wgrad-compute`); otherwise they stay whole. Raises ScheduleError if the schedule is
     lowered or has another number of stages.
     """
+    if schedule.num_slices > 1:
+        raise ScheduleError(f"schedule {schedule} has slices of microbatches, whose stages do not run in parts")
     if schedule.is_lowered or schedule.num_stages != len(parts.of_stage):
         raise ScheduleError(
             f"schedule {schedule} cannot be cut into the parts of {len(parts.of_stage)} stages: it must have as many, "

@@ -6,11 +6,11 @@ import gc
 import re
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from megapipe.errors import ScheduleError
-from megapipe.schedule.action import BACKWARD_OPS, PLANNED_OPS, Action, Op, parse_action
+from megapipe.schedule.action import BACKWARD_OPS, PLANNED_OPS, Action, Op, action_text, parse_slice, with_slices
 from megapipe.schedule.placement import Placement
 
 Row = tuple[Action, ...]
@@ -23,12 +23,17 @@ class Schedule:
     """The actions of every pp_rank in order.
 
     Bubbles are not stored: an action starts as soon as its inputs are available.
+
+    num_slices: slices along the sequence of every microbatch (Seq1F1B, Sun et al. 2024, arXiv:2406.03488). A slice is
+    scheduled like a microbatch: on a stage, its forward follows those of the slices before it, whose keys and values
+    it reads, and its backward those of the slices after it, which add to the gradients of its keys and values.
     """
 
     name: str
     placement: Placement
     num_microbatches: int
     rows: tuple[Row, ...]
+    num_slices: int = 1
 
     def __post_init__(self) -> None:
         if len(self.rows) != self.placement.num_ranks:
@@ -43,6 +48,15 @@ class Schedule:
     @property
     def num_stages(self) -> int:
         return self.placement.num_stages
+
+    @property
+    def num_units(self) -> int:
+        """Microbatches, or where these have slices, the slices of all: the numbers that actions carry."""
+        return self.num_microbatches * self.num_slices
+
+    def text(self, action: Action) -> str:
+        """Return an action of this schedule as text."""
+        return action_text(action, self.num_slices)
 
     @cached_property
     def ops(self) -> frozenset[Op]:
@@ -67,10 +81,12 @@ class Schedule:
     def compute_only(self) -> Schedule:
         """Return the same schedule without messages and reductions."""
         rows = tuple(tuple(action for action in row if action[1] in PLANNED_OPS) for row in self.rows)
-        return Schedule(self.name, self.placement, self.num_microbatches, rows)
+        return replace(self, rows=rows)
 
     def __str__(self) -> str:
-        return f"{self.name} ({self.num_ranks} ranks, {self.num_stages} stages, {self.num_microbatches} microbatches)"
+        slices = f" of {self.num_slices} slices" if self.num_slices > 1 else ""
+        size = f"{self.num_ranks} ranks, {self.num_stages} stages, {self.num_microbatches} microbatches{slices}"
+        return f"{self.name} ({size})"
 
 
 @contextmanager
@@ -91,13 +107,14 @@ def gc_paused() -> Iterator[None]:
 def to_csv(schedule: Schedule) -> str:
     """Write one line per pp_rank, one action per cell: the format of torch.distributed.pipelining.
 
-    An overlapped pair is one cell: "(2F0;1B3)OVERLAP_F_B".
+    An overlapped pair is one cell: "(2F0;1B3)OVERLAP_F_B". With slices, which that package does not have, a cell is
+    "2F0.3".
     """
-    lines = []
+    lines, text = [], schedule.text if schedule.num_slices > 1 else str
     for row in schedule.rows:
         actions = iter(row)
         cells = [
-            f"({next(actions, '')};{next(actions, '')})OVERLAP_F_B" if action.op is Op.OVERLAP else str(action)
+            f"({next(actions, '')};{next(actions, '')})OVERLAP_F_B" if action.op is Op.OVERLAP else text(action)
             for action in actions
         ]
         lines.append(",".join(cells) + "\n")
@@ -113,15 +130,16 @@ def from_csv(
     parameters. Placement and number of microbatches are taken from the forwards unless given; a placement in two
     directions must be given. Raises ScheduleError with the line and cell that cannot be read.
     """
-    rows: list[list[Action]] = []
+    found: list[list[tuple[Action, int | None]]] = []
     for line in text.splitlines():
-        rows.append([])
+        found.append([])
         for column, cell in enumerate(line.split(",")):
             if cell.strip() and not _FSDP.fullmatch(cell.strip()):
                 try:
-                    rows[-1] += _read_cell(cell)
+                    found[-1] += _read_cell(cell)
                 except ScheduleError as error:
-                    raise ScheduleError(f"line {len(rows)}, cell {column + 1}: {error}") from None
+                    raise ScheduleError(f"line {len(found)}, cell {column + 1}: {error}") from None
+    rows, num_slices = _numbered(found, name)
     actions = [action for row in rows for action in row if action.microbatch is not None]
     last, num_actions = max((action.microbatch or 0 for action in actions), default=-1), sum(map(len, rows))
     if last >= num_actions:  # checked before anything is allocated by that number
@@ -131,16 +149,37 @@ def from_csv(
         )
     if placement is None:
         placement = _placement_of(rows, name)
-    count = last + 1 if num_microbatches is None else num_microbatches
-    return Schedule(name, placement, count, tuple(map(tuple, rows)))
+    count = last // num_slices + 1 if num_microbatches is None else num_microbatches
+    return Schedule(name, placement, count, tuple(map(tuple, rows)), num_slices)
 
 
-def _read_cell(cell: str) -> tuple[Action, ...]:
+def _read_cell(cell: str) -> tuple[tuple[Action, int | None], ...]:
     pair = _PAIR.fullmatch(cell.strip())
     if pair is None:
-        return (parse_action(cell),)
-    forward, backward = parse_action(pair[1]), parse_action(pair[2])
-    return forward._replace(op=Op.OVERLAP), forward, backward
+        return (parse_slice(cell),)
+    (forward, slice_of), backward = parse_slice(pair[1]), parse_slice(pair[2])
+    return (forward._replace(op=Op.OVERLAP), slice_of), (forward, slice_of), backward
+
+
+def _numbered(rows: Sequence[Sequence[tuple[Action, int | None]]], name: str) -> tuple[list[list[Action]], int]:
+    """Return rows with the numbers that actions have in a schedule, and the number of slices of a microbatch."""
+    actions = [each for row in rows for each in row if each[0].microbatch is not None]
+    slices = [number for _, number in actions if number is not None]
+    if not slices:
+        return [[action for action, _ in row] for row in rows], 1
+    if len(slices) < len(actions):
+        whole = next(action for action, number in actions if number is None)
+        raise ScheduleError(
+            f"schedule {name}: {whole} has no slice, other actions have; write {whole}.0, {whole}.1, ..."
+        )
+    count = max(slices) + 1
+    if count > len(actions):  # checked before anything is allocated by that number
+        raise ScheduleError(f"schedule {name}: slice {count - 1} among {len(actions)} actions: slices count from 0")
+
+    def numbered(action: Action, number: int | None) -> Action:
+        return action if number is None else action._replace(microbatch=(action.microbatch or 0) * count + number)
+
+    return [[numbered(*each) for each in row] for row in rows], count
 
 
 def _placement_of(rows: Sequence[Sequence[Action]], name: str) -> Placement:
@@ -159,7 +198,11 @@ def _placement_of(rows: Sequence[Sequence[Action]], name: str) -> Placement:
 
 
 def rows_text(
-    rows: Sequence[Row], marks: Collection[tuple[int, int]] = (), slots_around: int = 5, ranks_around: int = 8
+    rows: Sequence[Row],
+    marks: Collection[tuple[int, int]] = (),
+    slots_around: int = 5,
+    ranks_around: int = 8,
+    num_slices: int = 1,
 ) -> str:
     """Return the rows as text, one line per rank; `marks` are (rank, slot) pairs to set in >angle brackets<.
 
@@ -189,4 +232,4 @@ def rows_text(
         lines.append(f"rank {rank}: {before}{' '.join(cells)}{after}")
     if skipped:
         lines.append(f"      ({skipped} ranks)")
-    return "\n".join(lines)
+    return with_slices("\n".join(lines), num_slices)

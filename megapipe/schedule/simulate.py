@@ -179,7 +179,9 @@ def waiting_message_curves(timeline: Timeline) -> list[list[tuple[float, float]]
             for kind, _ in (*changes.takes, *changes.frees):
                 if kind in (Held.RECEIVED_INPUT, Held.RECEIVED_GRADIENT):
                     maker, send = (stage - 1, Op.SEND_F) if kind is Held.RECEIVED_INPUT else (stage + 1, Op.SEND_B)
-                    wire_seconds = costs.seconds.get((maker, send), 0.0) + costs.latency_seconds
+                    wire_seconds = costs.latency_seconds + costs.of_slice(
+                        maker, send, (microbatch or 0) % schedule.num_slices, schedule.num_slices
+                    )
                     arrived = sent_at[send, maker, microbatch] + wire_seconds
                     if used > arrived:
                         steps += ((arrived, 1, 1.0), (used, 0, -1.0))

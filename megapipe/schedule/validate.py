@@ -14,9 +14,9 @@ from itertools import chain, pairwise
 from typing import NoReturn
 
 from megapipe.errors import ScheduleError
-from megapipe.schedule.action import COMPUTE_OPS, RECV_OPS, SEND_OPS, Action, Op
+from megapipe.schedule.action import COMPUTE_OPS, RECV_OPS, SEND_OPS, Action, Op, with_slices
 from megapipe.schedule.costs import Costs
-from megapipe.schedule.dependencies import MAKES, NEEDS, TRAVELS, Channel, Value, channel_of
+from megapipe.schedule.dependencies import MAKES, NEEDS, SLICE_NEEDS, TRAVELS, Channel, Value, channel_of
 from megapipe.schedule.lower import sends_of
 from megapipe.schedule.machine import Machine
 from megapipe.schedule.schedule import Schedule, gc_paused, rows_text
@@ -81,12 +81,15 @@ def validate(schedule: Schedule, send_depth: int | None = None) -> ValidationRep
     - Every stage and microbatch has one forward and one full or split backward (none in a forward-only schedule), on
       the right rank.
     - The inputs of every action are made earlier on its rank or sent there.
+    - On every stage the slices of a microbatch run forwards in order and backwards in reverse.
     - Every channel receives in the order in which it sends.
     - All ranks finish with asynchronous sends, with at most `send_depth` in flight per channel if given.
     - All ranks that hold a stage issue its reductions in the same order.
     """
     seen, orders = _check_each_action(schedule)
     _check_computation(schedule, seen)
+    if schedule.num_slices > 1:
+        _check_slices(schedule)
     if schedule.is_lowered:
         _check_messages(schedule, seen, orders)
         if schedule.has_backward and schedule.is_synchronous:
@@ -100,12 +103,13 @@ def validate(schedule: Schedule, send_depth: int | None = None) -> ValidationRep
 
 def _fail(schedule: Schedule, message: str, *marks: Place) -> NoReturn:
     where = f"rank {marks[0][0]}, slot {marks[0][1]}: " if marks else ""
-    raise ScheduleError(f"schedule {schedule}: {where}{message}\n{rows_text(schedule.rows, marks)}")
+    rows = rows_text(schedule.rows, marks, num_slices=schedule.num_slices)
+    raise ScheduleError(f"schedule {schedule}: {where}{with_slices(message, schedule.num_slices)}\n{rows}")
 
 
 def _check_each_action(schedule: Schedule) -> tuple[dict[Op, bytearray], _Orders]:
     """Check range, rank and duplicates; return [op][stage x num_microbatches + microbatch] -> done, and the orders."""
-    stages, count, directions = schedule.num_stages, schedule.num_microbatches, schedule.placement.directions
+    stages, count, directions = schedule.num_stages, schedule.num_units, schedule.placement.directions
     seen = {op: bytearray(stages * count) for op in Op}
     num_directions, reduction = len(directions), Op.REDUCE_GRAD
     orders: _Orders = {op: [[[] for _ in range(stages)] for _ in directions] for op in SEND_OPS | RECV_OPS}
@@ -164,13 +168,13 @@ def _check_pairs_and_updates(schedule: Schedule, rank: int) -> None:
 
 def _check_computation(schedule: Schedule, seen: Mapping[Op, bytearray]) -> None:
     """Check that every stage and microbatch has one F, and no backward, B, or I and W."""
-    everything = bytearray(b"\1") * (schedule.num_stages * schedule.num_microbatches)
+    everything = bytearray(b"\1") * (schedule.num_stages * schedule.num_units)
     whole, inputs, weights = (seen[op] for op in (Op.B, Op.I, Op.W))
     wanted = everything if schedule.has_backward else bytes(len(everything))
     if seen[Op.F] == everything and inputs == weights and bytes(map(int.__add__, whole, inputs)) == wanted:
         return
     for index, (f, b, i, w) in enumerate(zip(seen[Op.F], whole, inputs, weights, strict=True)):
-        stage, microbatch = divmod(index, schedule.num_microbatches)
+        stage, microbatch = divmod(index, schedule.num_units)
         name = f"stage {stage}, microbatch {microbatch}"
         rank = schedule.placement.rank_of(stage, microbatch)
         fault = ""
@@ -188,9 +192,33 @@ def _check_computation(schedule: Schedule, seen: Mapping[Op, bytearray]) -> None
             _fail(schedule, fault, *((rank, slot) for slot in slots[-1:]))
 
 
+def _check_slices(schedule: Schedule) -> None:
+    """Check what slices need of one another, which is on their own rank: the order of its row decides.
+
+    Pairs, updates and two directions do not go with slices.
+    """
+    refused = {op.value for op in schedule.ops & {Op.OVERLAP, Op.UPDATE}}
+    if refused or schedule.placement.second_direction is not None:
+        what = " and ".join(sorted(refused)) or "a placement in two directions"
+        _fail(schedule, f"slices of a sequence do not go with {what}")
+    for rank, row in enumerate(schedule.rows):
+        done: set[Value] = set()
+        for slot, (stage, op, number) in enumerate(row):
+            if op not in SLICE_NEEDS:
+                continue
+            assert number is not None
+            kind, step = SLICE_NEEDS[op]
+            if 0 <= number % schedule.num_slices + step < schedule.num_slices:
+                needed = Value(kind, stage, number + step)
+                if needed not in done:
+                    order = "forwards run from the first slice to the last, backwards from the last to the first"
+                    _fail(schedule, f"{row[slot]} needs {needed}, which comes later on its rank: {order}", (rank, slot))
+            done.add(Value(kind, stage, number))
+
+
 def _check_messages(schedule: Schedule, seen: Mapping[Op, bytearray], orders: _Orders) -> None:
     """Check that just the values that change rank have a SEND and a RECV, and that channels are first-in first-out."""
-    stages, count, rank_of = schedule.num_stages, schedule.num_microbatches, schedule.placement.rank_of
+    stages, count, rank_of = schedule.num_stages, schedule.num_units, schedule.placement.rank_of
     expected = {op: bytearray(stages * count) for op in SEND_OPS | RECV_OPS}
     sends, num_directions = sends_of(schedule), len(schedule.placement.directions)
     pair = {send: (receive, step) for send, receive, step in TRAVELS.values()}
@@ -222,7 +250,8 @@ def _check_messages(schedule: Schedule, seen: Mapping[Op, bytearray], orders: _O
                 ranks = rank_of(stage + step, other), rank_of(stage, first)
                 marks = [(rank, schedule.rows[rank].index(end)) for rank, end in zip(ranks, ends, strict=True)]
                 channel = f"the channel ({channel_of(ends[1], num_directions)})"
-                _fail(schedule, f"{channel} is first-in first-out: {first} is sent where {other} is received", *marks)
+                order = f"microbatch {first} is sent where microbatch {other} is received"
+                _fail(schedule, f"{channel} is first-in first-out: {order}", *marks)
 
 
 def _check_reductions(schedule: Schedule) -> None:

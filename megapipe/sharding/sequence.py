@@ -1,4 +1,5 @@
-"""Context parallelism: which positions of a sequence each cp rank holds, and which blocks of attention it computes.
+"""Parts of a sequence: the positions that each cp rank holds, or that pass the pipeline as a slice, and the blocks of
+attention that they make.
 
 A sequence is cut into 2 cp chunks, and cp_rank i holds chunks i and 2 cp - 1 - i, in this order. With a causal mask all
 ranks then have the same work. Nothing here needs torch.
@@ -40,6 +41,36 @@ class SequencePart:
 
 
 WHOLE_SEQUENCE = SequencePart()
+
+
+class SequenceSlice(NamedTuple):
+    """Positions start .. stop - 1 of every sequence, which pass the pipeline together (--pipe-sp-splits).
+
+    seq: length of the whole sequence.
+    """
+
+    start: int
+    stop: int
+    seq: int
+
+    @property
+    def length(self) -> int:
+        return self.stop - self.start
+
+    def first_key(self, window: int | None) -> int:
+        """Return the first position that a query of the slice sees."""
+        return 0 if window is None else max(0, self.start - window + 1)
+
+    def blocks(self, window: int | None, has_documents: bool) -> tuple[Block, ...]:
+        """Return what the queries see, keys counted from position 0: their own keys, then those of slices before.
+
+        Windows and documents make one block, which needs a mask.
+        """
+        queries = (0, self.length)
+        if has_documents or (window is not None and window < self.stop):
+            return (Block(queries, (self.first_key(window), self.stop), "masked"),)
+        own = Block(queries, (self.start, self.stop), "causal")
+        return (own, Block(queries, (0, self.start), "all")) if self.start else (own,)
 
 
 class Block(NamedTuple):

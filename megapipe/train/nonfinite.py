@@ -8,7 +8,7 @@ be repeated exactly.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from megapipe.assembly.microbatches import Microbatches
 from megapipe.assembly.runtime import TrainingRuntime
 from megapipe.comm.collectives import gather_objects
-from megapipe.model.microbatch import StageLoss
-from megapipe.pipeline.engine import Step
+from megapipe.model.microbatch import Microbatch, StageLoss
+from megapipe.schedule.action import with_slices
 from megapipe.train.step import LossAverage, StepBatch, StepResult
 
 Sums = Mapping[tuple[int, int], Tensor]  # (microbatch, stage) -> sum of the stage's output
@@ -51,7 +51,8 @@ class OutputWatch:
 def describe_nonfinite(runtime: TrainingRuntime, sums: Sums, batch: StepBatch, result: StepResult) -> str:
     """Say where a loss or gradient norm became NaN or infinite. Called by all ranks after such a step."""
     first = min((key for key, total in sums.items() if not torch.isfinite(total)), default=None)  # (microbatch, stage)
-    samples = () if first is None else batch.microbatches.sample_ids.get(first[0], ())
+    slices = runtime.plan.num_slices
+    samples = () if first is None else batch.microbatches.sample_ids.get(first[0] // slices, ())
     bad_gradients = runtime.optimizer.nonfinite_gradients()[:3]
     found = gather_objects((first, samples, bad_gradients), runtime.groups.world)
     outputs = [(where, rank, samples) for rank, (where, samples, _) in enumerate(found) if where is not None]
@@ -65,7 +66,7 @@ def describe_nonfinite(runtime: TrainingRuntime, sums: Sums, batch: StepBatch, r
     part = runtime.plan.partition.stages[stage]
     layers = f"layers {part.first_layer} to {part.last_layer_exclusive - 1}" if part.num_layers else "no layers"
     shown = f", samples {', '.join(map(str, samples))} of the training data" if samples else ""
-    where = f"stage {stage} ({layers}) on rank {rank}, microbatch {microbatch}{shown}"
+    where = f"stage {stage} ({layers}) on rank {rank}, {with_slices(f'microbatch {microbatch}', slices)}{shown}"
     return f"{text}first seen in the forward of {where}"
 
 
@@ -85,7 +86,9 @@ def repeat_step(runtime: TrainingRuntime, microbatches: Microbatches) -> str:
 
     microbatches: those of the step. The gradients are lost; weights and optimizer state stay.
     """
-    rank, search = runtime.groups.world.global_rank, _Search(runtime, microbatches)
+    average = LossAverage.of(runtime.plan)
+    step = runtime.step(microbatches, average.objective(lambda: runtime.optimizer.loss_scale), trains=True)
+    rank, search = runtime.groups.world.global_rank, _Search(runtime, microbatches, step.microbatches)
     bad_weights = []
     for stage, module in runtime.stages.items():
         for name, parameter in module.named_parameters():
@@ -95,13 +98,11 @@ def repeat_step(runtime: TrainingRuntime, microbatches: Microbatches) -> str:
     runtime.gather.finish()
     if runtime.graphs is not None:
         runtime.graphs.release()  # a replay runs no hooks
-    average = LossAverage.of(runtime.plan)
-    objective = average.objective(lambda: runtime.optimizer.loss_scale)
     try:
-        runtime.reducer.begin_step(len(microbatches))
+        runtime.reducer.begin_step(len(step.microbatches))
         # whole stages, whose modules are called, also where training runs them in parts
         engine = runtime.engine if runtime.plan.parts is None else runtime.stage_engine
-        engine(len(microbatches)).run(Step(microbatches, runtime.message, objective))
+        engine(len(microbatches)).run(step)
         runtime.reducer.finish()
     finally:
         for undo in reversed(search.undo):
@@ -111,7 +112,8 @@ def repeat_step(runtime: TrainingRuntime, microbatches: Microbatches) -> str:
     if not found:
         return NOT_REPEATED
     first = min(found)
-    number = len({finding.microbatch for finding in found if finding.phase == first.phase})
+    slices = runtime.plan.num_slices
+    number = len({finding.microbatch // slices for finding in found if finding.phase == first.phase})
     count = "" if first.phase == WEIGHTS else f" ({number} of {len(microbatches)} microbatches are affected)"
     return f"repeated, {first.text}{count}"
 
@@ -119,11 +121,12 @@ def repeat_step(runtime: TrainingRuntime, microbatches: Microbatches) -> str:
 class _Search:
     """Hooks that check the output of every module, the gradients of activations and the weight gradients."""
 
-    def __init__(self, runtime: TrainingRuntime, microbatches: Microbatches) -> None:
+    def __init__(self, runtime: TrainingRuntime, microbatches: Microbatches, given: Sequence[Microbatch]) -> None:
+        """given: what the stages are called with, the microbatches or their slices; findings have their numbers."""
         self.findings: list[Finding] = []  # besides bad_gradients
         self.undo: list[Callable[[], None]] = []  # removes the hooks
         self._rank = runtime.groups.world.global_rank
-        self._microbatches = microbatches
+        self._microbatches, self._given, self._slices = microbatches, given, runtime.plan.num_slices
         self._current = 0  # microbatch of the running forward
         self._last_stage = runtime.plan.placement.num_stages - 1
         self.bad_gradients: dict[tuple[int, int], tuple[Tensor, Finding]] = {}  # by microbatch and stage
@@ -154,7 +157,7 @@ class _Search:
         self.undo.append(partial(delattr, runner, operation))
 
     def _enter(self, stage: int, module: nn.Module, inputs: tuple[Any, ...]) -> None:
-        self._current = next(k for k in range(len(self._microbatches)) if self._microbatches[k] is inputs[-1])
+        self._current = next(k for k, given in enumerate(self._given) if given is inputs[-1])
         if not _is_finite(inputs):
             self._find(FORWARD, self._current, stage, "the activations received from the stage before are not finite")
 
@@ -192,9 +195,10 @@ class _Search:
         self.findings.append(Finding(phase, microbatch, flow, self._rank, self._placed(stage, microbatch, text)))
 
     def _placed(self, stage: int, microbatch: int, text: str) -> str:
-        ids = self._microbatches.sample_ids.get(microbatch, ())
+        ids = self._microbatches.sample_ids.get(microbatch // self._slices, ())
         samples = f", samples {', '.join(map(str, ids))}" if ids else ""
-        return f"{text}: stage {stage} on rank {self._rank}, microbatch {microbatch}{samples}"
+        which = with_slices(f"microbatch {microbatch}", self._slices)
+        return f"{text}: stage {stage} on rank {self._rank}, {which}{samples}"
 
     def _has_forward(self, microbatch: int, stage: int) -> bool:
         return any((f.phase, f.microbatch, f.flow) == (FORWARD, microbatch, stage) for f in self.findings)

@@ -155,8 +155,11 @@ class PipelineProfiler:
         for ranks in self._pipelines:
             steps = []
             for index, step in enumerate(recorded[ranks[0]]):
-                planned = zip(schedules[step.num_microbatches].rows, ranks, strict=True)
-                rows = (measured_row(row, recorded[r][index].events, partial(since_origin, r)) for row, r in planned)
+                schedule = schedules[step.num_microbatches]
+                rows = (
+                    measured_row(row, recorded[rank][index].events, partial(since_origin, rank), schedule.text)
+                    for row, rank in zip(schedule.rows, ranks, strict=True)
+                )
                 steps.append(MeasuredStep(step.step, step.num_microbatches, tuple(rows)))
             place = plan.topology.coordinates(ranks[0])
             pipelines.append(PipelineSteps(place.tp_rank, place.dp_rank, ranks, tuple(steps)))

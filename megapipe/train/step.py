@@ -199,8 +199,13 @@ class LossAverage:
         """Return the totals of this rank's reports, which only ranks of the last stage have.
 
         Each cp rank reports the loss of its tokens, and the number of tokens of whole sequences. They are summed over
-        the world, so that every rank, whatever its stage, learns the loss.
+        the world, so that every rank, whatever its stage, learns the loss. So does each slice of a microbatch.
         """
+        slices = max(1, len(reports) // num_microbatches)
+        if slices > 1:
+            of_each = [reports[start : start + slices] for start in range(0, len(reports), slices)]
+            sums = [torch.stack([report.loss_sum for report in of_one]).sum() for of_one in of_each]
+            reports = [StageLoss(total, of_one[0].num_tokens) for total, of_one in zip(sums, of_each, strict=True)]
         totals = torch.zeros(3, dtype=torch.float64, device=device)
         if reports and groups.tp.rank == 0:  # tp ranks report the same loss
             totals[0] = torch.stack([report.loss_sum for report in reports]).double().sum()
@@ -314,7 +319,7 @@ class TrainStep:
         if begun is None:
             self.expert_loads.clear()
         with self._timers.phase("forward-backward"):
-            runtime.reducer.begin_step(count)
+            runtime.reducer.begin_step(len(step.microbatches))  # with slices, each has gradients of its own
             reports = engine.run(step) if begun is None else engine.finish(begun)
         with self._timers.phase("gradient-reduce"):
             runtime.reducer.finish()
@@ -329,13 +334,13 @@ class TrainStep:
         if runtime.optimizer.is_ahead:
             raise RuntimeError("a step was started and its global norm is not known yet: settle it first")
         runtime.gather.finish()
-        step = Step(microbatches, runtime.message, self._average.objective(lambda: 1.0))
-        reports = runtime.forward_engine(count).run(step)
+        step = runtime.step(microbatches, self._average.objective(lambda: 1.0), trains=False)
+        reports = runtime.forward_engine(count, runtime.plan.num_slices).run(step)
         return self._average.pending(reports, runtime.groups, runtime.device, count).sum()
 
     def _engine_step(self, microbatches: Sequence[Microbatch]) -> Step:
         runtime = self.runtime
-        return Step(microbatches, runtime.message, self._average.objective(lambda: runtime.optimizer.loss_scale))
+        return runtime.step(microbatches, self._average.objective(lambda: runtime.optimizer.loss_scale), trains=True)
 
 
 class PostValidationStep(TrainStep):

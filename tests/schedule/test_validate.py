@@ -161,7 +161,9 @@ def test_a_channel_that_receives_in_another_order_is_rejected():
     rows = [list(row) for row in build_lowered("gpipe", 2, 1, 2).rows]
     first, second = (slot for slot, a in enumerate(rows[1]) if a.op is Op.RECV_F)
     rows[1][first], rows[1][second] = rows[1][second], rows[1][first]
-    with pytest.raises(ScheduleError, match="first-in first-out: 0 is sent where 1 is received") as caught:
+    with pytest.raises(
+        ScheduleError, match="first-in first-out: microbatch 0 is sent where microbatch 1 is received"
+    ) as caught:
         validate(Schedule("fifo", linear(2), 2, tuple(map(tuple, rows))))
     assert ">0SEND_F0<" in str(caught.value)
     assert ">1RECV_F1<" in str(caught.value)

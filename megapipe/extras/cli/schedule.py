@@ -73,6 +73,7 @@ MODEL = (
     option("-m --microbatches", "default: twice the ranks", type=int),
     option("-v --chunks", "stages a rank (default: 2 where a schedule has several)", type=int),
     option("-g --group-size", "microbatches that run through a chunk before the next, at least the ranks", type=int),
+    option("-k --slices", "cut every microbatch into this many slices along its sequence (Seq1F1B)", default=1),
     "costs, in seconds (or any unit), of all the layers of one rank",
     option("--forward", default=1.0, at_least=0),
     option("--input-grad", default=1.0, at_least=0),
@@ -204,7 +205,8 @@ def _schedule(own: argparse.Namespace, model: Model | ExpertModel) -> Schedule:
     goal = None
     if family.is_automatic and p >= 1:
         goal = AutoGoal(model.costs(p), (own.memory_limit or [p])[0], model.kept_for_weights)
-    return build_schedule(own.name, p, own.chunks or family.num_chunks(2), _microbatches(own), own.group_size, goal)
+    chunks = own.chunks or family.num_chunks(2)
+    return build_schedule(own.name, p, chunks, _microbatches(own), own.group_size, goal, own.slices)
 
 
 def _microbatches(own: argparse.Namespace) -> int:
@@ -251,7 +253,7 @@ def _compare(own: argparse.Namespace) -> int:
     sizes = own.ranks, chunks, _microbatches(own), own.group_size, own.memory_limit or (), own.names
     experts = _expert_model(own)
     rows: Sequence[Measures | ExpertMeasures | Refusal]
-    rows = compare(_model(own), *sizes) if experts is None else compare(experts, *sizes)
+    rows = compare(_model(own), *sizes, own.slices) if experts is None else compare(experts, *sizes)
     print(json.dumps([asdict(row) for row in rows]) if own.json else table_text(rows))
     return ConfigError.exit_code if all(isinstance(row, Refusal) for row in rows) else 0
 

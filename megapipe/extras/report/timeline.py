@@ -14,6 +14,7 @@ from itertools import pairwise
 
 from megapipe.schedule.action import COMPUTE_OPS, SEND_OPS, Action, Op
 from megapipe.schedule.placement import Placement
+from megapipe.schedule.schedule import Schedule
 from megapipe.schedule.simulate import Timeline, live_curve, waiting_message_curves
 
 # op -> (fill of the first chunk, fill of the last chunk, text colour); fills of other chunks are interpolated
@@ -44,8 +45,8 @@ def grid_text(timeline: Timeline, max_columns: int = 160) -> str:
     """Return one line per rank, its computation drawn to scale.
 
     A cell is as long as the shortest action, or longer if the text would exceed max_columns. It shows op and microbatch
-    (F3, B0; with several stages per rank also a letter for the chunk: F3a, F3b), "=" where an action continues, or "."
-    where the rank is idle.
+    (F3, B0; with several stages per rank also a letter for the chunk: F3a, F3b; with slices also their number: F3.1),
+    "=" where an action continues, or "." where the rank is idle.
     """
     schedule = timeline.schedule
     boxes: list[list[tuple[str, float, float]]] = [[] for _ in schedule.rows]
@@ -55,7 +56,7 @@ def grid_text(timeline: Timeline, max_columns: int = 160) -> str:
             if action.op in COMPUTE_OPS:
                 several = schedule.placement.num_chunks > 1
                 letter = chr(ord("a") + stages.index(action.stage) % 26) if several else ""
-                boxes[rank].append((f"{action.op.value}{action.microbatch}{letter}", start, end))
+                boxes[rank].append((f"{action.op.value}{number_text(schedule, action)}{letter}", start, end))
     seconds = [end - start for row in boxes for _, start, end in row if end > start]
     if not seconds:
         return "\n".join(f"rank {rank}:" for rank in range(len(boxes)))
@@ -70,6 +71,11 @@ def grid_text(timeline: Timeline, max_columns: int = 160) -> str:
             cells[first:after] = [label] + ["="] * (after - first - 1) if after > first else []
         lines.append(f"rank {rank}".ljust(title) + "".join(cell.ljust(width) for cell in cells).rstrip())
     return "\n".join([*lines, f"one cell: {unit:.4g} s"])
+
+
+def number_text(schedule: Schedule, action: Action) -> str:
+    """Return the microbatch of an action, and its slice if microbatches have slices: 3, or 3.1."""
+    return schedule.text(action).partition(f"{action.stage}{action.op.value}")[2]
 
 
 class _Drawing:
@@ -117,6 +123,7 @@ def svg(timeline: Timeline, width: int | None = None) -> str:
     caption = (
         f"step {makespan:.4g} s, bubble share {timeline.barrier_bubble.share:.2%} with a barrier, "
         f"{timeline.chained_bubble.share:.2%} chained, peak of live chunks {max(timeline.peak_live_chunks)}"
+        + (f", each of one slice of {drawing.schedule.num_slices}" if drawing.schedule.num_slices > 1 else "")
         + ("" if drawing.schedule.is_synchronous else ", NOT synchronous")
     )
     parts = [
@@ -148,7 +155,8 @@ def svg(timeline: Timeline, width: int | None = None) -> str:
             f'<text x="{x + 16:g}" y="{y}">live chunks</text><text x="{x + 106:g}" y="{y}">inputs waiting</text>'
         )
         x += 210
-    parts.append(f'<text x="{x:g}" y="{y}" fill="#555555">numbers: microbatches; grey: idle</text>')
+    numbers = "microbatches and their slices" if drawing.schedule.num_slices > 1 else "microbatches"
+    parts.append(f'<text x="{x:g}" y="{y}" fill="#555555">numbers: {numbers}; grey: idle</text>')
     return "\n".join([*parts, "</svg>\n"])
 
 
@@ -173,8 +181,9 @@ def _lane(drawing: _Drawing, rank: int) -> Iterator[str]:
         if drawing.is_large:
             merged.append((colour, x, y, w, height))
             continue
-        label = "" if action.microbatch is None else str(action.microbatch)
-        yield box((x, y, w, height), colour, action.op, label, f"{action}: {start:.6g} .. {end:.6g} s")
+        schedule = drawing.schedule
+        label, title = number_text(schedule, action), f"{schedule.text(action)}: {start:.6g} .. {end:.6g} s"
+        yield box((x, y, w, height), colour, action.op, label, title)
     for colour, path in paths_by_fill(merged).items():
         yield f'<path fill="{colour}" stroke="#ffffff" stroke-width="0.2" d="{path}"/>'
 

@@ -22,28 +22,26 @@ from megapipe.schedule.schedule import Row
 
 def zb_h1(shape: Shape) -> tuple[Row, ...]:
     """1F1B's warm-up of p - 1 - r forwards; rank r runs W r microbatches behind I and keeps p microbatches until W."""
-    p = shape.num_ranks
-    return tuple(_delayed_weights(rank, shape.num_microbatches, warm_up=p - 1 - rank, delay=rank) for rank in range(p))
+    p, more = shape.num_ranks, shape.num_slices - 1  # the first backward is that of the last slice
+    return tuple(_delayed_weights(rank, shape, warm_up=p - 1 - rank + more, delay=rank) for rank in range(p))
 
 
 def zb_h2(shape: Shape) -> tuple[Row, ...]:
     """Twice ZB-H1's warm-up and delay: 2 p - 1 microbatches fill the rest of the bubble where F = I = W."""
     p = shape.num_ranks
-    return tuple(
-        _delayed_weights(rank, shape.num_microbatches, warm_up=2 * (p - 1 - rank), delay=2 * rank) for rank in range(p)
-    )
+    return tuple(_delayed_weights(rank, shape, warm_up=2 * (p - 1 - rank), delay=2 * rank) for rank in range(p))
 
 
-def _delayed_weights(stage: int, num_microbatches: int, warm_up: int, delay: int) -> Row:
+def _delayed_weights(stage: int, shape: Shape, warm_up: int, delay: int) -> Row:
     """Run `warm_up` forwards, then F and I in turn, each I followed by the W, if any, `delay` microbatches before."""
-    row = [Action(stage, Op.F, m) for m in range(min(warm_up, num_microbatches))]
-    for microbatch in range(num_microbatches):
-        if microbatch + warm_up < num_microbatches:
-            row.append(Action(stage, Op.F, microbatch + warm_up))
+    forwards, backwards = shape.forward_order, shape.backward_order
+    row = [Action(stage, Op.F, m) for m in forwards[:warm_up]]
+    for number, microbatch in enumerate(backwards):
+        row += [Action(stage, Op.F, m) for m in forwards[number + warm_up : number + warm_up + 1]]
         row.append(Action(stage, Op.I, microbatch))
-        if microbatch >= delay:
-            row.append(Action(stage, Op.W, microbatch - delay))
-    row += [Action(stage, Op.W, m) for m in range(max(0, num_microbatches - delay), num_microbatches)]
+        if number >= delay:
+            row.append(Action(stage, Op.W, backwards[number - delay]))
+    row += [Action(stage, Op.W, m) for m in backwards[max(0, len(backwards) - delay) :]]
     return tuple(row)
 
 

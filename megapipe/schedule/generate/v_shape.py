@@ -46,32 +46,38 @@ def v_min(shape: Shape) -> tuple[Row, ...]:
 def zb_v(shape: Shape) -> tuple[Row, ...]:
     """At most p microbatches alive on a rank; no idle time between steps from 2 p - 1 microbatches on.
 
-    Fewer microbatches run in the order of 2 p - 1 without those beyond, justified.
+    Fewer microbatches run in the order of 2 p - 1 without those beyond, justified. With k slices a rank keeps at most
+    p + k - 1 of them, since the first backward is that of slice k - 1, and 2 p + k - 2 take the place of 2 p - 1.
     """
-    p, count = shape.num_ranks, shape.num_microbatches
-    rows = tuple(_zb_v_row(rank, p, max(count, 2 * p - 1)) for rank in range(p))
-    if count >= 2 * p - 1:
+    p, count, slices = shape.num_ranks, shape.num_microbatches, shape.num_slices
+    enough = -(-(2 * p + slices - 2) // slices)
+    filled = shape._replace(num_microbatches=max(count, enough))
+    rows = tuple(_zb_v_row(rank, filled) for rank in range(p))
+    if count >= enough:
         return rows
-    return _without_idle(_justify([[a for a in row if (a.microbatch or 0) < count] for row in rows], limit=2 * p))
+    kept = [[a for a in row if (a.microbatch or 0) < count * slices] for row in rows]
+    return _without_idle(_justify(kept, limit=2 * (p + slices - 1)))
 
 
-def _zb_v_row(rank: int, num_ranks: int, count: int) -> Row:
+def _zb_v_row(rank: int, shape: Shape) -> Row:
     """2 (p - r) - 1 forwards of the way down; then, until all forwards are done, one up for one down; then the rest.
 
     A W follows its I, except in the last r rounds of the way down and up, where I alone lets the ranks before continue.
+    With slices, more forwards of both ways run before the first I.
     """
-    down, up = rank, 2 * num_ranks - 1 - rank
+    num_ranks, forwards, backwards = shape.num_ranks, shape.forward_order, shape.backward_order
+    down, up, count = rank, 2 * num_ranks - 1 - rank, len(forwards)
     row: list[Action] = []
     done = {(stage, op): 0 for stage in (down, up) for op in (Op.F, Op.I, Op.W)}
 
     def run(stage: int, *ops: Op) -> None:
         for op in ops:
-            row.append(Action(stage, op, done[stage, op]))
+            row.append(Action(stage, op, (forwards if op is Op.F else backwards)[done[stage, op]]))
             done[stage, op] += 1
 
     for _ in range(2 * (num_ranks - rank) - 1):
         run(down, Op.F)
-    for _ in range(rank):
+    for _ in range(rank + shape.num_slices - 1):
         run(up, Op.F)
         run(down, Op.F)
     for _ in range(num_ranks - rank):
@@ -81,6 +87,9 @@ def _zb_v_row(rank: int, num_ranks: int, count: int) -> Row:
             run(down, Op.F)
         run(down, Op.I, Op.W)
         run(up, Op.F, Op.I, Op.W)
+    for _ in range(shape.num_slices - 1):
+        run(down, Op.I, Op.W)
+        run(up, Op.I, Op.W)
     for _ in range(rank):
         run(down, Op.I)
         run(up, Op.I)

@@ -20,13 +20,15 @@ def naive(shape: Shape) -> tuple[Row, ...]:
 def one_f_one_b(shape: Shape) -> tuple[Row, ...]:
     """1F1B, PipeDream-Flush (Narayanan et al. 2021, arXiv:2104.04473): warm-up, then forward and backward in turn.
 
-    GPipe's bubble, but rank r keeps at most min(num_ranks - r, num_microbatches) microbatches.
+    GPipe's bubble, but rank r keeps at most min(num_ranks - r, num_microbatches) microbatches. With k slices (Seq1F1B,
+    Sun et al. 2024, arXiv:2406.03488) the bubble is divided by k where slices have equal costs, and the rank keeps
+    min(num_ranks - r + k - 1, k num_microbatches) slices: the first backward is that of slice k - 1.
     """
     rows = []
     for stage in range(shape.num_ranks):
-        forwards = [Action(stage, Op.F, m) for m in range(shape.num_microbatches)]
-        backwards = [Action(stage, Op.B, m) for m in range(shape.num_microbatches)]
-        rows.append(_alternate(forwards, backwards, warm_up=shape.num_ranks - 1 - stage))
+        forwards = [Action(stage, Op.F, m) for m in shape.forward_order]
+        backwards = [Action(stage, Op.B, m) for m in shape.backward_order]
+        rows.append(_alternate(forwards, backwards, warm_up=shape.num_ranks - 1 - stage + shape.num_slices - 1))
     return tuple(rows)
 
 
@@ -34,18 +36,27 @@ def interleaved(shape: Shape) -> tuple[Row, ...]:
     """Interleaved 1F1B (Narayanan et al. 2021, arXiv:2104.04473): the bubble divided by the chunks per rank.
 
     Microbatches go in groups: all of a group through one chunk, then through the next; backwards take the chunks in
-    reverse. Rank r runs min(2 (p - r - 1) + (v - 1) x largest group, v m) warm-up forwards, then F and B in turn, then
-    the rest.
+    reverse. Rank r runs min(2 (p - r - 1) + lead, v m) warm-up forwards, then F and B in turn, then the rest; lead is
+    the least with which each B of the last rank follows its F: (v - 1) x largest group, and with k slices more, since
+    the first backward is that of slice k - 1.
     """
     p, chunks = shape.num_ranks, range(shape.num_chunks)
-    groups = microbatch_groups(shape.num_microbatches, shape.group_size, p)
-    largest = max(len(group) for group in groups)
-    rows = []
-    for rank in range(p):
-        forwards = [Action(chunk * p + rank, Op.F, m) for group in groups for chunk in chunks for m in group]
-        backwards = [Action(chunk * p + rank, Op.B, m) for group in groups for chunk in reversed(chunks) for m in group]
-        rows.append(_alternate(forwards, backwards, warm_up=2 * (p - rank - 1) + (shape.num_chunks - 1) * largest))
-    return tuple(rows)
+    groups = microbatch_groups(len(shape.forward_order), shape.group_size, p)
+
+    def order(microbatches: Sequence[int], chunks: Sequence[int]) -> list[tuple[int, int]]:
+        return [(chunk, m) for group in groups for chunk in chunks for m in microbatches[group.start : group.stop]]
+
+    forwards, backwards = order(shape.forward_order, chunks), order(shape.backward_order, chunks[::-1])
+    done_at = {each: number for number, each in enumerate(forwards)}
+    lead = max(done_at[each] - number for number, each in enumerate(backwards))
+    return tuple(
+        _alternate(
+            [Action(chunk * p + rank, Op.F, m) for chunk, m in forwards],
+            [Action(chunk * p + rank, Op.B, m) for chunk, m in backwards],
+            warm_up=2 * (p - rank - 1) + lead,
+        )
+        for rank in range(p)
+    )
 
 
 def microbatch_groups(num_microbatches: int, group_size: int, num_ranks: int) -> list[range]:
