@@ -28,6 +28,8 @@ class Microbatch:
     cache: KVCache | None = None  # generation: tokens continue the cached ones, and position_ids are required
     loss_tokens: Tensor | None = None  # sum of the loss mask over all cp ranks, []; None: over this one's
     borders: DocumentBorders | None = None  # of documents, for kernels that need no mask
+    # for each module of multi-token prediction its tokens, labels, loss mask and loss tokens; () without their losses
+    ahead: tuple[Microbatch, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,7 @@ class StageLoss:
 
     loss_sum: Tensor  # sum of loss * loss_mask over the tokens, the same on all tp ranks
     num_tokens: Tensor  # sum of loss_mask over the whole sequences, those of all cp ranks
+    ahead: tuple[StageLoss, ...] = ()  # of the modules of multi-token prediction
 
 
 class KVCache:
