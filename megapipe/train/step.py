@@ -192,17 +192,16 @@ class LossAverage:
         """
 
         def scaled(output: StageLoss, payload: Any) -> tuple[Tensor, StageLoss]:
-            objective = self._mean(output)
+            objective = output.loss_sum if self.per_token else output.loss_sum / output.num_tokens.clamp(min=1)
             if output.ahead:
-                # each over its own tokens; per token over all tokens of the model's loss, as in Megatron
-                objective = objective + sum(map(self._mean, output.ahead)) * (self.ahead_factor / len(output.ahead))
+                # the mean over its own tokens weighs as much as that of the model's loss, as in Megatron
+                means = sum(each.loss_sum / each.num_tokens.clamp(min=1) for each in output.ahead)
+                weight = output.num_tokens if self.per_token else 1.0
+                objective = objective + means * weight * (self.ahead_factor / len(output.ahead))
             scale = loss_scale()
             return (objective if scale == 1.0 else objective * scale), _detached(output)
 
         return scaled
-
-    def _mean(self, output: StageLoss) -> Tensor:
-        return output.loss_sum if self.per_token else output.loss_sum / output.num_tokens.clamp(min=1)
 
     def pending(
         self, reports: list[StageLoss], groups: ProcessGroups, device: torch.device, num_microbatches: int

@@ -93,10 +93,10 @@ GRIDS: dict[str, tuple[int, dict[str, Any]]] = {
     "pp 2, zb-v, tied, without a barrier": (4, schedule("zb-v", optimizer_post_validation=True) | V | ZERO),
     "pp 2, dualpipe, untied": (4, schedule("dualpipe") | UNTIED | ZERO),
     "pp 2, dualpipe-v, tied": (4, schedule("dualpipe-v") | V | TWO | DROPOUT),
-    "cp 2, p2p, documents, two modules": (2, {"cp": 2, "seq_length": 24} | TWO | DOCUMENTS | LLAMA),
+    "cp 2, p2p, documents, two modules": (2, {"context_parallel_size": 2, "seq_length": 24} | TWO | DOCUMENTS | LLAMA),
     "cp 2 of pp 2 tp 2, a2a, untied": (
         8,
-        schedule("1f1b", cp=2, seq_length=16, cp_comm_type=("a2a",)) | SP | UNTIED | PER_TOKEN,
+        schedule("1f1b", context_parallel_size=2, seq_length=16, cp_comm_type=("a2a",)) | SP | UNTIED | PER_TOKEN,
     ),
     "experts, one rank, bias": (1, EXPERTS | BIAS | TWO),
     "experts, ep 2 of tp 2, pp 2, zero bubble": (
@@ -104,12 +104,12 @@ GRIDS: dict[str, tuple[int, dict[str, Any]]] = {
         schedule("zb-h1", ep=2, etp=1) | SP | EXPERTS | BIAS | ZERO | UNTIED,
     ),
     "experts, ep 2 of dp 2, pp 2, full recompute": (4, schedule("1f1b", ep=2) | EXPERTS | FULL | TWO),
-    "experts, latent attention, ep 2, pp 2 dualpipe-v": (4, schedule("dualpipe-v", ep=2) | V | EXPERTS | LATENT),
+    "experts, latent attention, ep 2, pp 2 dualpipe-v": (4, schedule("dualpipe-v", ep=2) | V | EXPERTS | LATENT | {"num_query_groups": None}),
     "experts, ep 2, pp 2, in parts": (
         4,
         schedule("1f1b", ep=2, overlap_moe_expert_parallel_comm=True) | EXPERTS | BIAS | UNTIED,
     ),
-    "muon, tp 2, zero": (4, SP | {"optimizer": "muon"} | ZERO | LLAMA),
+    "muon, tp 2, zero": (4, SP | {"optimizer": "muon", "muon_tp_mode": "duplicated"} | ZERO | LLAMA),
     "factor 0": (2, {"mtp_loss_scaling_factor": 0.0} | ZERO),
 }
 

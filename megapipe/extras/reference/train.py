@@ -42,8 +42,8 @@ def reference_step(
     Gradients are those of the mean over a microbatch's tokens, then over microbatches; with per_token_loss of the
     reported loss. They are scaled by clip_grad / (norm + 1e-6) if that is below 1; clip_grad 0: no clipping.
     lr, decoupled_lr: see set_lr. data_parallel: microbatches in a row that ranks run at once, for global_aux_loss.
-    Routers' losses are means over a microbatch, and weigh as its loss does. The losses of multi-token prediction are
-    means over their own tokens; with per_token_loss sums that are divided as the loss is.
+    Routers' losses are means over a microbatch, and weigh as its loss does. So do those of multi-token
+    prediction, which are means over their own tokens.
     """
     set_lr(optimizer, lr, decoupled_lr)
     optimizer.zero_grad(set_to_none=True)
@@ -61,8 +61,7 @@ def reference_step(
         if isinstance(model, ReferenceGPT) and model.losses_ahead:
             factor = model.config.mtp_loss_scaling_factor / len(model.losses_ahead)
             for ahead_sum, count in model.losses_ahead:
-                whole = max(total_tokens, 1) if per_token_loss else count.clamp(min=1) * len(microbatches)
-                objective = objective + factor * ahead_sum / whole
+                objective = objective + factor * weight * ahead_sum / count.clamp(min=1)
             sums = torch.tensor([[pair[0].item(), pair[1].item()] for pair in model.losses_ahead], dtype=ahead.dtype)
             ahead = sums if number == 0 else ahead + sums
         objective.backward()
