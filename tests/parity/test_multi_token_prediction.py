@@ -104,7 +104,10 @@ GRIDS: dict[str, tuple[int, dict[str, Any]]] = {
         schedule("zb-h1", ep=2, etp=1) | SP | EXPERTS | BIAS | ZERO | UNTIED,
     ),
     "experts, ep 2 of dp 2, pp 2, full recompute": (4, schedule("1f1b", ep=2) | EXPERTS | FULL | TWO),
-    "experts, latent attention, ep 2, pp 2 dualpipe-v": (4, schedule("dualpipe-v", ep=2) | V | EXPERTS | LATENT | {"num_query_groups": None}),
+    "experts, latent attention, ep 2, pp 2 dualpipe-v": (
+        4,
+        schedule("dualpipe-v", ep=2) | V | EXPERTS | LATENT | {"num_query_groups": None},
+    ),
     "experts, ep 2, pp 2, in parts": (
         4,
         schedule("1f1b", ep=2, overlap_moe_expert_parallel_comm=True) | EXPERTS | BIAS | UNTIED,
