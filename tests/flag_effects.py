@@ -127,6 +127,8 @@ model.qk_layernorm_scope | --qk-layernorm-scope projection | records | --qk-laye
 model.window_size | --window-size 3 | records
 model.window_attn_skip_freq | --window-attn-skip-freq 2 | records | --window-size 3
 model.layer_pattern | --layer-pattern '1 window_size=3' ... | records
+model.mtp_num_layers | --mtp-num-layers 1 | plan specs | {ROPE}
+model.mtp_loss_scaling_factor | --mtp-loss-scaling-factor 2 | records | {ROPE} --mtp-num-layers 1
 model.softmax_type | --softmax-type learnable | plan specs
 model.attn_logit_softcapping | --attn-logit-softcapping 0.1 | records
 model.final_logit_softcapping | --final-logit-softcapping 0.1 | records

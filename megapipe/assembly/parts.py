@@ -22,11 +22,12 @@ import torch
 from torch import Tensor
 
 from megapipe.comm.collectives import Work
+from megapipe.model.block import Block
 from megapipe.model.context import LayerContext
 from megapipe.model.dispatch import Routes, start_exchange
 from megapipe.model.microbatch import Microbatch
 from megapipe.model.moe import MoE
-from megapipe.model.stage import Block, GPTStage
+from megapipe.model.stage import GPTStage
 from megapipe.pipeline.stage import Gradients, LossFunction, Pending, Stage, StageRunner, Tensors
 from megapipe.schedule.parts import Part, Parts
 
@@ -57,10 +58,14 @@ class StageParts:
 
     def context(self, given: _Given, layer: int, hidden: Tensor) -> LayerContext:
         """Return a layer's context for a microbatch. hidden: any hidden states."""
+        return self.contexts(given, hidden)[layer]
+
+    def contexts(self, given: _Given, hidden: Tensor) -> dict[int, LayerContext]:
+        """Return the contexts of all layers of the stage."""
         found = self._contexts.get(given.number)
         if found is None:
             found = self._contexts[given.number] = self.module.make_context(given.microbatch, hidden.dtype)
-        return found[layer]
+        return found
 
     def end_forward(self, microbatch: int) -> None:
         """Forget the contexts of a microbatch that has passed the stage."""
@@ -167,13 +172,18 @@ class _DenseMLP(_Part):
 
 
 class _Head(_Part):
-    """Final norm, output layer and loss."""
+    """Final norm, output layer, loss and multi-token prediction, whose experts wait for their all-to-alls."""
+
+    _number: int  # of the microbatch
 
     def compute(self, *inputs: Any) -> Any:
-        return self.shared.module.run_head(*inputs)
+        (hidden, microbatch), module = inputs, self.shared.module
+        given = _Given(self._number, microbatch)
+        contexts = {} if module.mtp is None else self.shared.contexts(given, hidden)
+        return module.run_head(hidden, microbatch, contexts)
 
     def forward(self, microbatch: int, inputs: Tensors, payload: Any, loss: LossFunction | None) -> Any:
-        self.runner.observe = self.shared.runner.observe
+        self.runner.observe, self._number = self.shared.runner.observe, microbatch
         report = self.runner.forward(microbatch, inputs, payload, loss)
         self.shared.end_forward(microbatch)
         return report

@@ -115,6 +115,11 @@ class InferenceRuntime:
         self._forward_engines: dict[tuple[int, int], Engine] = {}
 
     @property
+    def num_ahead(self) -> int:
+        """Modules of multi-token prediction on this rank."""
+        return sum(len(module.mtp.layers) for module in self.stages.values() if module.mtp is not None)
+
+    @property
     def reports_loss(self) -> bool:
         """True on the one rank, of all that compute a microbatch's loss, whose report is counted."""
         return self.plan.placement.num_stages - 1 in self.stages and self.coordinates.tp_rank == 0

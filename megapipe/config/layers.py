@@ -97,6 +97,13 @@ def layer_configs(model: ModelConfig) -> tuple[LayerConfig, ...]:
     return tuple(alike.setdefault(layer, layer) for layer in layers)
 
 
+def expert_layers(model: ModelConfig) -> tuple[int, ...]:
+    """Return the numbers of the layers with experts; those of multi-token prediction follow those of the model."""
+    layers = layer_configs(model)
+    every = enumerate((*layers, *layers[-1:] * (model.mtp_num_layers or 0)))
+    return tuple(number for number, layer in every if layer.has_mlp and layer.num_experts is not None)
+
+
 def layer_kinds(model: ModelConfig) -> dict[LayerConfig, list[int]]:
     """Return the layers that differ from each other, with their numbers. Raises ConfigError."""
     sized = replace(

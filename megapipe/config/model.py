@@ -97,6 +97,7 @@ ROUTER_GROUPS = Need("model.moe_router_num_groups", "--moe-router-num-groups N")
 CAPACITY = Need("model.moe_expert_capacity_factor", "--moe-expert-capacity-factor")
 EXPERT_BIAS = Need("model.moe_router_enable_expert_bias", "--moe-router-enable-expert-bias")
 WINDOW = Need("model.window_size", "--window-size")
+PREDICTION = Need("model.mtp_num_layers", "--mtp-num-layers N")
 FP16 = Need("precision.dtype", "--fp16", ("fp16",), without="the loss is not scaled")
 FP8 = Need("precision.fp8_format", "--fp8-format e4m3 or hybrid")
 
@@ -389,6 +390,15 @@ class ModelConfig:
     moe_z_loss_coeff: float | None = option(
         None, "coefficient of the mean squared logsumexp of the router's logits; unset: 0", at_least=0, needs=EXPERTS
     )
+    mtp_num_layers: int | None = count(
+        None,
+        "multi-token prediction: modules that each predict one token further ahead (docs/multi_token_prediction.md); "
+        "unset: none",
+        "modules",
+    )
+    mtp_loss_scaling_factor: float = option(
+        0.1, "factor on the mean of the modules' losses, which is added to the loss", at_least=0, needs=PREDICTION
+    )
     attn_logit_softcapping: float | None = option(None, "attention logits become c tanh(x / c); unset: none", above=0)
     final_logit_softcapping: float | None = option(None, "output logits become c tanh(x / c); unset: none", above=0)
     attention_kind: str = option("softmax", "how scores become weights of the values", choices=ATTENTIONS)
@@ -412,6 +422,11 @@ class ModelConfig:
     def bends_gates(self) -> bool:
         """True if gated activations are clamped or offset."""
         return self.activation_func_clamp_value is not None or self.glu_linear_offset != 0
+
+    @property
+    def has_embedding_at_both_ends(self) -> bool:
+        """True if the last stage uses the word embedding too: as the output layer, or for multi-token prediction."""
+        return not self.untie_embeddings_and_output_weights or self.mtp_num_layers is not None
 
     @property
     def balance_losses(self) -> dict[str, float]:

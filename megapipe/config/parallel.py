@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megapipe.config.fields import Flag, Need, count, option
 
@@ -259,6 +259,15 @@ class RecomputeConfig:
         at_least=0,
         at_most=1,
     )
+
+    @property
+    def of_predictions(self) -> RecomputeConfig:
+        """The recompute of the layers of multi-token prediction: with full recompute each is a checkpoint of its own,
+        unless the method is block, by which only first layers of a stage are. --recompute-memory-budget keeps them.
+        """
+        if self.recompute_memory_budget is not None or self.recompute_method == "block":
+            return RecomputeConfig()
+        return self if self.recompute_granularity != "full" else replace(self, recompute_num_layers=1)
 
 
 @dataclass(frozen=True)

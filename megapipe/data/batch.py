@@ -11,6 +11,7 @@ do not apply to them.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -78,6 +79,25 @@ class Batch:
         if rules.reset_attention_mask:
             document_ids = np.cumsum(is_eod, axis=1, dtype=np.int64) - is_eod  # number of eod tokens before each token
         return cls(tokens, labels, loss_mask, position_ids, document_ids, sample_ids)
+
+    def ahead(self, count: int) -> Batch:
+        """Return what module number `count` (from 1) of multi-token prediction takes in at each position: the token
+        `count` positions further, and as its label the one after that, with its place in the loss mask.
+
+        Beyond the end are tokens 0 that do not count, as in Megatron; nor do those of another document, where
+        attention stays within documents.
+        """
+
+        def shifted(array: NDArray[Any]) -> NDArray[Any]:
+            moved = np.zeros_like(array)
+            moved[:, :-count] = array[:, count:]
+            return moved
+
+        mask, documents = self.loss_mask, self.document_ids
+        mask = shifted(np.ones(self.tokens.shape, dtype=np.float32) if mask is None else mask)
+        if documents is not None:
+            mask[:, :-count] *= documents[:, count:] == documents[:, :-count]
+        return replace(self, tokens=shifted(self.tokens), labels=shifted(self.labels), loss_mask=mask)
 
     def part(self, held: NDArray[np.int64]) -> Batch:
         """Return the arrays at the positions `held` by one cp rank, and document ids of the whole sequences.

@@ -187,12 +187,16 @@ class StageBuffers:
     def _install_slots(
         self, name: str, places: Sequence[tuple[nn.Module, str]], slot_factory: SlotFactory | None
     ) -> tuple[int, Any]:
-        """Give the submodules with hand-written backwards one common slot; return their number and the slot."""
+        """Give the submodules with hand-written backwards one common slot; return their number and the slot.
+
+        A submodule that is called several times for a microbatch says how often: `uses`.
+        """
         found = [(getattr(owner, "slots", None), attribute) for owner, attribute in places]
         by_hand = [(slots, attribute) for slots, attribute in found if isinstance(slots, dict)]
         if slot_factory is None or not by_hand:
             return 0, None
-        slot = slot_factory(self._main_grads[name], len(by_hand), lambda _: self._notify(name))
+        uses = sum(getattr(owner, "uses", 1) for owner, _ in places if isinstance(getattr(owner, "slots", None), dict))
+        slot = slot_factory(self._main_grads[name], uses, lambda _: self._notify(name))
         for slots, attribute in by_hand:
             slots[attribute] = slot
         return len(by_hand), slot

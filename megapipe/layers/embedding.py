@@ -28,7 +28,7 @@ class Embedding:
             owner="embedding",
             slicing=Fused(0),
             init=normal,
-            tied=not model.untie_embeddings_and_output_weights,
+            tied=model.has_embedding_at_both_ends,
             decoupled_lr=True,
             true_rows=model.vocab_size,
         )

@@ -5,8 +5,8 @@ Names are Megatron-Core's (`decoder.layers.3.self_attention.linear_qkv.weight`),
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
 
 from megapipe.config.config import ResolvedModelConfig
@@ -19,6 +19,7 @@ from megapipe.layers.latent_attention import LatentAttention
 from megapipe.layers.linear import fp8_layers
 from megapipe.layers.mlp import DenseMLP
 from megapipe.layers.moe import MoE
+from megapipe.layers.prediction import Prediction
 from megapipe.layers.table import Gemm, RankShape, Table
 from megapipe.sharding.spec import Owner, ParamSpec
 
@@ -80,11 +81,12 @@ def layer_table(layer: LayerSpec, shape: RankShape) -> LayerTable:
 
 @dataclass(frozen=True, eq=False)
 class ModelSpec:
-    """A model: embedding, layers, head."""
+    """A model: embedding, layers, head, and modules of multi-token prediction, each with its transformer layer."""
 
     embedding: Embedding
     layers: tuple[LayerSpec, ...]
     head: Head
+    predictions: tuple[tuple[Prediction, LayerSpec], ...] = ()
 
     @cached_property
     def has_experts(self) -> bool:
@@ -92,7 +94,7 @@ class ModelSpec:
 
     @cached_property
     def kinds(self) -> tuple[LayerSpec, ...]:
-        """The layers that differ from each other, in order of appearance."""
+        """The layers that differ from each other, in order of appearance; without those of predictions."""
         return tuple(dict.fromkeys(self.layers))
 
 
@@ -107,7 +109,14 @@ def model_spec(
         alike(layer, number in in_fp8, kind)
         for number, (layer, kind) in enumerate(zip(layer_configs(model), kinds, strict=True))
     )
-    return ModelSpec(Embedding(model), tuple(layers), Head(model))
+    predictions = tuple(Prediction(model, number) for number in range(model.mtp_num_layers or 0))
+    last = layer_configs(model)[-1]  # fp8 is for the layers that it counts
+    return ModelSpec(
+        Embedding(model),
+        tuple(layers),
+        Head(model),
+        tuple((prediction, alike(last, False, kinds[-1])) for prediction in predictions),
+    )
 
 
 def _layer_spec(layer: LayerConfig, is_fp8: bool, cp_comm_type: str) -> LayerSpec:
@@ -128,32 +137,38 @@ def model_parameters(model: ResolvedModelConfig, sequence_parallel: bool, etp: i
     that their gradients are partial over tp (Korthikanti et al. 2022, arXiv:2205.05198, section 4.2.2).
     """
     spec = model_spec(model, PrecisionConfig())
-    return (
-        *spec.embedding.parameters(sequence_parallel),
-        *(
-            parameter
-            for number, layer in enumerate(spec.layers)
-            for part in layer.parts
-            for parameter in (
-                part.parameters(f"decoder.layers.{number}.", number, sequence_parallel, etp)
-                if isinstance(part, MoE)
-                else part.parameters(f"decoder.layers.{number}.", number, sequence_parallel)
-            )
-        ),
-        *spec.head.parameters(sequence_parallel),
-    )
+
+    def of_layer(layer: LayerSpec, prefix: str, number: int) -> Iterator[ParamSpec]:
+        for part in layer.parts:
+            if isinstance(part, MoE):
+                yield from part.parameters(prefix, number, sequence_parallel, etp)
+            else:
+                yield from part.parameters(prefix, number, sequence_parallel)
+
+    found = list(spec.embedding.parameters(sequence_parallel))
+    for number, layer in enumerate(spec.layers):
+        found += of_layer(layer, f"decoder.layers.{number}.", number)
+    found += spec.head.parameters(sequence_parallel)
+    for prediction, layer in spec.predictions:
+        found += prediction.parameters_before(sequence_parallel)
+        own = of_layer(layer, prediction.layer_prefix, prediction.layer_number)
+        found += (replace(parameter, owner="head") for parameter in own)
+        found += prediction.parameters_after(sequence_parallel)
+    return tuple(found)
 
 
 @cache
 def model_states(model: ResolvedModelConfig) -> tuple[ParamSpec, ...]:
     """Return the fp32 tensors of a model that are saved with its parameters and have no gradient: biases of routers."""
-    layers = enumerate(model_spec(model, PrecisionConfig()).layers)
+    spec = model_spec(model, PrecisionConfig())
+    layers = [(layer, f"decoder.layers.{number}.", number) for number, layer in enumerate(spec.layers)]
+    layers += [(layer, each.layer_prefix, each.layer_number) for each, layer in spec.predictions]
     return tuple(
         state
-        for number, layer in layers
+        for layer, prefix, number in layers
         for part in layer.parts
         if isinstance(part, MoE)
-        for state in part.states(f"decoder.layers.{number}.", number)
+        for state in part.states(prefix, number)
     )
 
 
@@ -162,8 +177,8 @@ def stage_parameters(
 ) -> tuple[ParamSpec, ...]:
     """Return the parameters that a stage with these layers holds, in model order.
 
-    has_tied_copy: the head's stage holds a copy of the tied embedding; False where it uses that of the first stage,
-    on the same rank.
+    has_tied_copy: the head's stage holds a copy of the embedding that both ends use; False where it uses that of the
+    first stage, on the same rank.
     """
     ends: dict[Owner, bool] = {"embedding": has_embedding, "head": has_head}
     owners = {*layers, *(end for end, is_held in ends.items() if is_held)}

@@ -20,7 +20,7 @@ from megapipe.tensor_parallel.embedding import VocabParallelEmbedding
 from megapipe.tensor_parallel.gemms import at_least_fp32, slice_length
 from megapipe.tensor_parallel.gradients import WeightQueue
 from megapipe.tensor_parallel.linear import ColumnParallelLinear
-from megapipe.tensor_parallel.random import EMBEDDING_LAYER, keyed_dropout
+from megapipe.tensor_parallel.random import EMBEDDING_LAYER, DropoutKey, keyed_dropout
 
 
 class Embedding(nn.Module):
@@ -51,6 +51,10 @@ class Embedding(nn.Module):
             self.position_embeddings = nn.Embedding(config.max_position_embeddings, hidden_size, device="meta")
 
     def forward(self, microbatch: Microbatch) -> Tensor:
+        return self.embed(microbatch, microbatch.dropout_key, EMBEDDING_LAYER)
+
+    def embed(self, microbatch: Microbatch, key: DropoutKey | None, layer: int) -> Tensor:
+        """Return the embedding of the tokens with the dropout of `layer`."""
         hidden = self.word_embeddings(microbatch.tokens)
         if self.scale != 1.0:
             hidden = hidden * torch.tensor(self.scale, dtype=hidden.dtype).item()  # rounded, as in Gemma
@@ -70,9 +74,7 @@ class Embedding(nn.Module):
                 length = slice_length(rows, self.tp)
                 rows = rows.narrow(0, self.tp.rank * length, length)
             hidden = hidden + (rows if ids is None else F.embedding(rows, table))
-        return keyed_dropout(
-            hidden, self.dropout_rate, microbatch.dropout_key, EMBEDDING_LAYER, "embedding", self.dropout_rank
-        )
+        return keyed_dropout(hidden, self.dropout_rate, key, layer, "embedding", self.dropout_rank)
 
 
 class Loss:

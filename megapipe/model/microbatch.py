@@ -33,6 +33,8 @@ class Microbatch:
     loss_tokens: Tensor | None = None  # sum of the loss mask over all cp ranks or slices, []; None: over these tokens
     borders: DocumentBorders | None = None  # of documents, for kernels that need no mask
     slice: MicrobatchSlice | None = None  # --pipe-sp-splits: tokens are those of one slice of each sequence
+    # for each module of multi-token prediction its tokens, labels, loss mask and loss tokens; () without their losses
+    ahead: tuple[Microbatch, ...] = ()
 
     @property
     def start(self) -> int:
@@ -46,6 +48,7 @@ class StageLoss:
 
     loss_sum: Tensor  # sum of loss * loss_mask over the tokens, the same on all tp ranks
     num_tokens: Tensor  # sum of loss_mask over the whole sequences, those of all cp ranks
+    ahead: tuple[StageLoss, ...] = ()  # of the modules of multi-token prediction
 
 
 @dataclass(frozen=True)

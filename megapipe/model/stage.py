@@ -1,4 +1,4 @@
-"""`GPTStage`: the part of a GPT that one pipeline stage holds on one tp rank; `Block`: one of its transformer layers.
+"""`GPTStage`: the part of a GPT that one pipeline stage holds on one tp rank.
 
 What a layer saves for the backward on one rank, in elements of the model's dtype unless said otherwise (fp32+: at
 least fp32). T = b s tokens; t = T, with sequence parallelism T / tp. H hidden; F, Q, K = ffn, heads x head_dim,
@@ -28,6 +28,8 @@ key/value heads x head_dim, divided by tp (K: at least one head). "unless x": no
                             qk-norm in addition to T (Q + 2 K)
 A layer without attention or without an MLP has the rows of the other branch alone.
 Full recompute: t H per checkpoint, and with --recompute-keep-attention T Q and the log-sum-exp of each of its layers.
+Multi-token prediction, for each module: 3 t H, the embeddings of the tokens ahead and the input of eh_proj, statistics
+of two norms, the rows of embedding and head again, and those of a layer.
 Embedding: t H bytes of dropout mask. Head: 2 t H and the statistics of the final norm, logits T V / tp (twice with a
 soft-cap, fp32+), 2 fp32+ per token. Per stage and microbatch: the masks of `context`, one for each window.
 tests/model/test_saved_bytes.py compares this table with what autograd saves.
@@ -35,11 +37,13 @@ tests/model/test_saved_bytes.py compares this table with what autograd saves.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from functools import cached_property, partial
+from dataclasses import replace
+from functools import partial
 from itertools import chain
 
+import torch
 from torch import Tensor, nn
 
 from megapipe.comm.groups import ContextGroups, ExpertGroups, Group
@@ -49,94 +53,20 @@ from megapipe.config.parallel import RecomputeConfig
 from megapipe.config.training import TrainingConfig
 from megapipe.gpu.kernels import TORCH, Kernels
 from megapipe.layers.table import WHOLE, CommChunks
-from megapipe.model.attention import SelfAttention
-from megapipe.model.compiled import CompiledBlock, Parts
+from megapipe.model.block import Block
 from megapipe.model.context import ContextBuilder, LayerContext
 from megapipe.model.context_parallel import ContextParallel
 from megapipe.model.embedding_and_head import Embedding, Loss, capped_logits
-from megapipe.model.latent_attention import LatentAttention
 from megapipe.model.layer_factory import LayerFactory
 from megapipe.model.microbatch import Microbatch, StageLoss
-from megapipe.model.mlp import MLP
 from megapipe.model.moe import MoE, Router
+from megapipe.model.prediction import Prediction
 from megapipe.model.recompute import KeptAttention, RecomputedSegment, layer_groups, recomputed_modules
 from megapipe.schedule.partition import StageLayers
 from megapipe.sharding.sequence import WHOLE_SEQUENCE, SequencePart
 from megapipe.tensor_parallel.fp8 import Fp8Gemms
-from megapipe.tensor_parallel.gradients import InputRecompute, WeightQueue
+from megapipe.tensor_parallel.gradients import WeightQueue
 from megapipe.tensor_parallel.linear import ColumnParallelLinear
-from megapipe.tensor_parallel.random import keyed_dropout
-
-
-class Block(nn.Module):
-    """One transformer layer: [s, b, h] (a slice of s with sequence parallelism) -> the same. layer: global index.
-
-    x + norm(attention(norm(x))), then x + norm(mlp(norm(x))), with the parts and the norms that its configuration has.
-    """
-
-    def __init__(self, layer: int, factory: LayerFactory) -> None:
-        super().__init__()
-        self.layer = layer
-        self.recompute = factory.recompute
-        self.dropout_rate = factory.config.hidden_dropout
-        # masks differ over tp only where ranks hold different slices of the sequence
-        self.dropout_rank = factory.tp.rank if factory.sequence_parallel else None
-        self.self_attention: SelfAttention | None = None
-        self.mlp: MLP | MoE | None = None
-        if factory.config.has_attention:
-            self.input_layernorm, self.post_self_attn_layernorm = factory.branch_norms()
-            kind = LatentAttention if factory.config.multi_latent_attention else SelfAttention
-            self.self_attention = kind(layer, factory)
-        if factory.config.has_mlp:
-            self.pre_mlp_layernorm, self.post_mlp_layernorm = factory.branch_norms()
-            self.mlp = MLP(layer, factory) if factory.config.num_experts is None else MoE(layer, factory)
-        self.compiled: CompiledBlock | None = None
-
-    @cached_property
-    def parts(self) -> Parts:
-        """Its modules, for the compiled form."""
-        norms = {name: module for name, module in self.named_children() if name.endswith("layernorm")}
-        assert not isinstance(self.mlp, MoE)  # refused by a rule of the configuration
-        return Parts(self.layer, self.self_attention, self.mlp, norms, self.recompute, self.dropout_rank)
-
-    def forward(self, hidden: Tensor, context: LayerContext) -> Tensor:
-        if self.compiled is not None and self.compiled.accepts(hidden, context):
-            return self.compiled(self.parts, hidden, context)
-        hidden = self.attend(hidden, context)
-        if self.mlp is None:
-            return hidden
-        of_microbatch = (context,) if isinstance(self.mlp, MoE) else ()
-        return self.add_mlp(hidden, self.mlp(hidden, self.pre_mlp_layernorm, *of_microbatch), context)
-
-    def attend(self, hidden: Tensor, context: LayerContext) -> Tensor:
-        """Add the branch of attention to the residual stream."""
-        if self.self_attention is None:
-            return hidden
-        norm, recompute = self.input_layernorm, None
-        if norm is not None and "layernorm" in self.recompute:
-            recompute = InputRecompute(norm.forward, (hidden,))
-        update = self.self_attention(hidden if norm is None else norm(hidden), context, recompute)
-        return self._add(hidden, update, self.post_self_attn_layernorm, context, "attention_output")
-
-    def add_mlp(self, hidden: Tensor, update: Tensor, context: LayerContext) -> Tensor:
-        """Add the output of the MLP, or of the experts, to the residual stream; `update` is overwritten."""
-        return self._add(hidden, update, self.post_mlp_layernorm, context, "mlp_output")
-
-    def modules_in_order(self) -> list[nn.Module | None]:
-        """Return submodules that together hold all parameters, in the order in which a forward calls them."""
-        order: list[nn.Module | None] = []
-        if self.self_attention is not None:
-            order += (self.input_layernorm, self.self_attention, self.post_self_attn_layernorm)
-        if self.mlp is not None:
-            mlp = list(self.mlp.children()) if isinstance(self.mlp, MoE) else [self.mlp]
-            order += (self.pre_mlp_layernorm, *mlp, self.post_mlp_layernorm)
-        return order
-
-    def _add(self, hidden: Tensor, update: Tensor, norm: nn.Module | None, context: LayerContext, site: str) -> Tensor:
-        """Return hidden + dropout(norm(update))."""
-        update = update if norm is None else norm(update)
-        update = keyed_dropout(update, self.dropout_rate, context.dropout_key, self.layer, site, self.dropout_rank)
-        return update.add_(hidden)  # in place: it is the output of a linear, norm or dropout, which no operation saves
 
 
 class Decoder(nn.Module):
@@ -146,6 +76,17 @@ class Decoder(nn.Module):
         super().__init__()
         self.layers = nn.ModuleDict({str(number): Block(number, factory) for number, factory in factories.items()})
         self.final_layernorm = final_layernorm
+
+
+class Predictions(nn.Module):
+    """The modules of multi-token prediction, by their number."""
+
+    def __init__(self, modules: Sequence[Prediction]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleDict({str(number): module for number, module in enumerate(modules)})
+
+    def __iter__(self) -> Iterator[Prediction]:
+        return iter(self.layers.values())  # type: ignore[arg-type]
 
 
 class TiedHead(nn.Module):
@@ -162,7 +103,8 @@ GroupRunner = Callable[[int, Callable[[Tensor], Tensor], Tensor, Iterable[Tensor
 
 
 class GPTStage(nn.Module):
-    """The embedding if it is the first stage, layers, final norm and head if it is the last.
+    """The embedding if it is the first stage, layers, final norm, head and modules of multi-token prediction if it is
+    the last, which then has the embedding too.
 
     Parameters have this rank's shapes, are on the meta device until materialised (by data_parallel's buffers), and
     have the global Megatron names of `layers.model.model_parameters`. A tied head uses
@@ -193,16 +135,22 @@ class GPTStage(nn.Module):
         self.group_runner: GroupRunner | None = None
         numbers = range(layers.first_layer, layers.last_layer_exclusive)
         held = {number: layer_configs(config)[number] for number in numbers}
+        num_ahead = config.mtp_num_layers or 0 if layers.has_head else 0
+        predicting = range(config.num_layers, config.num_layers + num_ahead)  # numbers of the predictions' layers
+        held |= dict.fromkeys(predicting, layer_configs(config)[-1])
         self.context_parallel: dict[int, ContextParallel] = {}
         self.part = WHOLE_SEQUENCE
         if context is not None and context.cp.size > 1:
             self.part = SequencePart(context.cp.rank, context.cp.size)
             kinds = tuple(cp_comm_types) * (config.num_layers if len(cp_comm_types) == 1 else 1)
-            self.context_parallel = {number: ContextParallel.of(kinds[number], context) for number in numbers}
+            kinds += kinds[-1:] * num_ahead
+            self.context_parallel = {number: ContextParallel.of(kinds[number], context) for number in held}
         rings = {number: layer.part for number, layer in self.context_parallel.items()}
         per_token, has_kernel = loss.calculate_per_token_loss, kernels.attention is not None
         self.make_context = ContextBuilder(held, has_kernel, self.part, rings, per_token)
+        ahead = RecomputeConfig()
         if isinstance(recompute, RecomputeConfig):
+            ahead = recompute.of_predictions
             own, self._groups = dict.fromkeys(numbers, recompute), layer_groups(recompute, numbers)
         else:
             own = dict(zip(numbers, recompute, strict=True))
@@ -213,15 +161,19 @@ class GPTStage(nn.Module):
         factory = LayerFactory(model, tp, sequence_parallel, frozenset(), queue, kernels, chunks, own_experts)
         self.embedding: Embedding | TiedHead | None = None
         self.output_layer: ColumnParallelLinear | None = None
-        if layers.has_embedding:
+        if layers.has_embedding or num_ahead:
             self.embedding = Embedding(config, tp, sequence_parallel=sequence_parallel, queue=queue, part=self.part)
         self.factories = {
             number: factory.of(layer, recomputed_modules(own[number]), self.context_parallel.get(number))
             for number, layer in held.items()
+            if number in own
         }
         self.decoder = Decoder(self.factories, factory.norm(config.hidden_size) if layers.has_head else None)
         if layers.has_head:
             self._add_head(queue, chunks, kernels)
+        self.mtp: Predictions | None = None
+        if num_ahead:
+            self._add_predictions(predicting, factory.of(layer_configs(config)[-1], recomputed_modules(ahead)), ahead)
         self._fp8_linears = [
             (gemms, linear)
             for linear in self.decoder.modules()
@@ -248,10 +200,18 @@ class GPTStage(nn.Module):
             self.output_layer = head
             head.weight = self.embedding.word_embeddings.weight
 
+    def _add_predictions(self, numbers: range, factory: LayerFactory, recompute: RecomputeConfig) -> None:
+        """Build the modules of multi-token prediction. numbers: of their layers."""
+        factories = ((n, replace(factory, context=self.context_parallel.get(n))) for n in numbers)
+        self.mtp = Predictions([Prediction(number, each, recompute) for number, each in factories])
+        assert isinstance(self.embedding, Embedding)
+        self.embedding.word_embeddings.uses = len(numbers) + self.stage_layers.has_embedding
+        self._head().uses = 1 + len(numbers)
+
     def routers(self) -> dict[int, Router]:
         """Return the routers of its layers with experts, by the layers' global numbers."""
-        layers = ((layer.layer, layer.mlp) for layer in self.decoder.layers.values() if isinstance(layer, Block))
-        return {number: mlp.router for number, mlp in layers if isinstance(mlp, MoE)}
+        blocks = (module for module in self.modules() if isinstance(module, Block))
+        return {block.layer: block.mlp.router for block in blocks if isinstance(block.mlp, MoE)}
 
     def begin_row(self, trains: bool) -> None:
         """Start a run of a schedule: forwards and, if it trains, backwards, with one set of weights."""
@@ -269,10 +229,14 @@ class GPTStage(nn.Module):
         layers: list[nn.Module | None] = list(blocks)
         if self.config.num_experts is not None:  # they may run in parts (--overlap-moe-expert-parallel-comm)
             layers = [module for block in blocks for module in block.modules_in_order()]
-        parts = [self.embedding, *layers, self.decoder.final_layernorm, self.output_layer]
+        parts = [*layers, self.decoder.final_layernorm, self.output_layer]
         if isinstance(self.embedding, TiedHead):
-            parts = [*parts[1:], self.embedding.word_embeddings]
-        return [part for part in parts if part is not None]
+            parts.append(self.embedding.word_embeddings)
+        elif self.stage_layers.has_embedding:
+            parts.insert(0, self.embedding)
+        elif self.embedding is not None:  # called apart from its forward
+            parts.append(self.embedding.word_embeddings)
+        return [part for part in (*parts, *(self.mtp or ())) if part is not None]
 
     def forward(
         self, *inputs: Tensor | Microbatch | None, return_logits: bool = False, last_position: bool = False
@@ -286,10 +250,11 @@ class GPTStage(nn.Module):
         hidden, microbatch = inputs if len(inputs) == 2 else (None, *inputs)
         assert isinstance(microbatch, Microbatch) and not isinstance(hidden, Microbatch)
         hidden = self.embed(hidden, microbatch)
-        hidden = self.run_layers(hidden, self.make_context(microbatch, hidden.dtype))
+        contexts = self.make_context(microbatch, hidden.dtype)
+        hidden = self.run_layers(hidden, contexts)
         if self.loss is None:
             return hidden
-        return self.run_head(hidden, microbatch, return_logits, last_position)
+        return self.run_head(hidden, microbatch, contexts, return_logits, last_position)
 
     def embed(self, hidden: Tensor | None, microbatch: Microbatch) -> Tensor:
         """Return the hidden states that enter the layers: those of the previous stage, or the embedding's."""
@@ -301,18 +266,44 @@ class GPTStage(nn.Module):
         return hidden
 
     def run_head(
-        self, hidden: Tensor, microbatch: Microbatch, return_logits: bool = False, last_position: bool = False
+        self,
+        hidden: Tensor,
+        microbatch: Microbatch,
+        contexts: Mapping[int, LayerContext],
+        return_logits: bool = False,
+        last_position: bool = False,
     ) -> Tensor | StageLoss:
-        """Run the final norm, the output layer and the loss of the last stage; arguments as in `forward`."""
+        """Run the final norm, the output layer, the loss, and multi-token prediction; arguments as in `forward`."""
         assert self.decoder.final_layernorm is not None and self.loss is not None
-        hidden = self.decoder.final_layernorm(hidden[-1:] if last_position else hidden)
-        head = self.output_layer
-        if head is None:
-            assert isinstance(self.embedding, TiedHead)
-            head = self.embedding.word_embeddings
+        hidden, head = self.decoder.final_layernorm(hidden[-1:] if last_position else hidden), self._head()
         if return_logits:
             return capped_logits(head(hidden), self.config.final_logit_softcapping)
-        return self.loss(hidden, head, microbatch)
+        loss = self.loss(hidden, head, microbatch)
+        return loss if self.mtp is None else replace(loss, ahead=self._losses_ahead(hidden, microbatch, contexts))
+
+    def _losses_ahead(
+        self, hidden: Tensor, microbatch: Microbatch, contexts: Mapping[int, LayerContext]
+    ) -> tuple[StageLoss, ...]:
+        """Return the losses of the modules of multi-token prediction; hidden: the input of the output layer."""
+        assert self.mtp is not None and self.loss is not None and isinstance(self.embedding, Embedding)
+        if not microbatch.ahead and not torch.is_grad_enabled():
+            return ()  # only the model's own loss is asked for
+        if len(microbatch.ahead) != len(self.mtp.layers):
+            wanted = len(self.mtp.layers)
+            raise ValueError(f"{wanted} modules of multi-token prediction were given {len(microbatch.ahead)} inputs")
+        losses = []
+        for module, ahead in zip(self.mtp, microbatch.ahead, strict=True):
+            embedded = self.embedding.embed(ahead, microbatch.dropout_key, module.layer)
+            hidden = module(hidden, embedded, contexts[module.layer])
+            losses.append(self.loss(hidden, self._head(), ahead))
+        return tuple(losses)
+
+    def _head(self) -> ColumnParallelLinear:
+        """Return the output layer."""
+        if self.output_layer is not None:
+            return self.output_layer
+        assert isinstance(self.embedding, TiedHead)
+        return self.embedding.word_embeddings
 
     def run_layers(self, hidden: Tensor, contexts: Mapping[int, LayerContext]) -> Tensor:
         """Run all layers, group by group: a group is one layer, or the layers of one checkpoint with full recompute.

@@ -49,11 +49,38 @@ def layers_of(model: ModelSpec, stage: StageLayers) -> tuple[LayerSpec, ...]:
     return model.layers[stage.first_layer : stage.last_layer_exclusive]
 
 
+def all_layers_of(model: ModelSpec, stage: StageLayers) -> tuple[LayerSpec, ...]:
+    """Return the layers of a stage, with the head also those of the modules of multi-token prediction."""
+    predictions = model.predictions if stage.has_head else ()
+    return (*layers_of(model, stage), *(layer for _, layer in predictions))
+
+
+def layers_with_recompute(
+    model: ModelSpec, shape: RankShape, stage: StageLayers
+) -> list[tuple[LayerSpec, RecomputeConfig]]:
+    """Return all layers of a stage with the recompute of each."""
+    layers, every = layers_of(model, stage), all_layers_of(model, stage)
+    own = layer_recompute(layers, shape)
+    return list(zip(every, (*own, *[shape.recompute.of_predictions] * (len(every) - len(own))), strict=True))
+
+
+def prediction_groups(model: ModelSpec, shape: RankShape, stage: StageLayers) -> tuple[LayerGroup, ...]:
+    """Return the layers of the modules of multi-token prediction as groups of their own; () on other stages."""
+    recompute = shape.recompute.of_predictions
+    is_full = recompute.recompute_granularity == "full"
+    predictions = model.predictions if stage.has_head else ()
+    return tuple(LayerGroup((layer,), is_full, recompute) for _, layer in predictions)
+
+
 def end_tables(model: ModelSpec, shape: RankShape, stage: StageLayers) -> list[Table]:
-    """Return the tables of the embedding and of the head, where the stage has them."""
+    """Return the tables of the embedding and of the head, where the stage has them, and of multi-token prediction
+    without its layers.
+    """
     tables = [model.embedding.table(shape)] if stage.has_embedding else []
     if stage.has_head:
         tables.append(model.head.table(shape))
+        for prediction, _ in model.predictions:
+            tables += (prediction.projection_table(shape), prediction.head_table(shape))
     return tables
 
 
@@ -126,7 +153,7 @@ def _group_bytes(group: LayerGroup, shape: RankShape) -> Counter[str]:
 def stage_bytes(model: ModelSpec, shape: RankShape, stage: StageLayers) -> dict[str, int]:
     """Return the bytes that a stage keeps from F to B or I of one microbatch, its input included, by name."""
     total: Counter[str] = Counter()
-    groups = layer_groups(layers_of(model, stage), shape)
+    groups = (*layer_groups(layers_of(model, stage), shape), *prediction_groups(model, shape, stage))
     for group, count in Counter(groups).items():
         total.update({what: count * size for what, size in _group_bytes(group, shape).items()})
     if groups:
@@ -146,7 +173,7 @@ def stage_bytes(model: ModelSpec, shape: RankShape, stage: StageLayers) -> dict[
 
 def attentions(model: ModelSpec, stage: StageLayers) -> list[Attention]:
     """Return the attentions of a stage's layers that differ."""
-    kinds = dict.fromkeys(layer.attention for layer in layers_of(model, stage))
+    kinds = dict.fromkeys(layer.attention for layer in all_layers_of(model, stage))
     return [attention for attention in kinds if attention is not None]
 
 
@@ -198,7 +225,7 @@ def deferred_bytes(model: ModelSpec, shape: RankShape, stage: StageLayers) -> in
     Inputs that selective recompute drops are held as what they are computed from; those that a replay computes, which
     happens in I, as they are. Full recompute has ended before W.
     """
-    counts = Counter(layer_groups(layers_of(model, stage), shape))
+    counts = Counter((*layer_groups(layers_of(model, stage), shape), *prediction_groups(model, shape, stage)))
     layers = sum(count * group_waits(group, shape) for group, count in counts.items())
     return layers + sum(table.deferred_bytes for table in end_tables(model, shape, stage))
 
@@ -226,12 +253,32 @@ def backward_peak(model: ModelSpec, shape: RankShape, stage: StageLayers) -> tup
 
 
 def head_backward(model: ModelSpec, shape: RankShape, stage: StageLayers) -> tuple[int, int]:
-    """Return the peak of the head's backward, and what it leaves to the layers less what it frees; 0 without a head."""
+    """Return the peak of the backward of the head and of multi-token prediction, which comes before it, and what they
+    leave to the layers less what they free; 0 without a head.
+    """
     if not stage.has_head:
         return 0, 0
+    peak = level = 0
+
+    def walk(table: Table, left_bytes: int) -> None:
+        nonlocal peak, level
+        own_peak, freed = walk_backward([table])
+        peak, level = max(peak, level + own_peak), level + left_bytes - freed
+
+    # the gradients of both uses of hidden states, by the output layer and by the next module, become one
+    merged, hidden = 0, shape.hidden_bytes(model.embedding.model.hidden_size)
+    groups = prediction_groups(model, shape, stage)
+    for (prediction, _), group in zip(reversed(model.predictions), reversed(groups), strict=True):
+        after = prediction.head_table(shape)
+        walk(after, after.left_bytes - merged)
+        in_layer, change = group_backward(group, shape)
+        peak, level = max(peak, level + in_layer), level + change
+        before = prediction.projection_table(shape)
+        walk(before, before.left_bytes - hidden)  # in place of the gradient of its output
+        merged = hidden
     table = model.head.table(shape)
-    peak, freed = walk_backward([table])
-    return max(0, peak), table.left_bytes - freed
+    walk(table, table.left_bytes - merged)
+    return peak, level
 
 
 @cache
@@ -270,8 +317,8 @@ def walk_backward(parts: Sequence[Table]) -> tuple[int, int]:
 def temporary_bytes(model: ModelSpec, shape: RankShape, stage: StageLayers) -> dict[Op, int]:
     """Return the most that B, I and W of a stage make and free again."""
     whole = replace(shape, splits_backward=False)
-    tables = [model.head.table(whole)] if stage.has_head else []
-    tables += [part for layer in set(layers_of(model, stage)) for part in layer_table(layer, whole).parts]
+    tables = end_tables(model, whole, stage._replace(has_embedding=False))
+    tables += [part for layer in set(all_layers_of(model, stage)) for part in layer_table(layer, whole).parts]
     # W: two gathered sequences, the next one's under the GEMM of this one, and a weight gradient
     gathered = 2 * whole.gathered_bytes(model.layers[0].hidden_size)
     return {

@@ -55,14 +55,18 @@ def layer_flops(layer: LayerSpec, seq_length: int, causal: bool) -> float:
 
 
 def head_flops(model: ModelSpec) -> float:
-    """Return the forward FLOPs of the output layer, per token, vocabulary padding included."""
-    return 2.0 * model.head.gemm(tp=1).num_weights
+    """Return the forward FLOPs of the output layer, per token, vocabulary padding included; for each module of
+    multi-token prediction again, with those of its projection.
+    """
+    projections = sum(2.0 * prediction.gemm.num_weights for prediction, _ in model.predictions)
+    return 2.0 * model.head.gemm(tp=1).num_weights * (1 + len(model.predictions)) + projections
 
 
 def step_flops(model: ResolvedModelConfig, sequences: int, causal: bool) -> float:
     """Return the FLOPs of forward and backward of one step over `sequences` sequences, without recomputation (MFU)."""
     spec = model_spec(model, PrecisionConfig())
-    layers = sum(count * layer_flops(layer, model.seq_length, causal) for layer, count in Counter(spec.layers).items())
+    counts = Counter((*spec.layers, *(layer for _, layer in spec.predictions)))
+    layers = sum(count * layer_flops(layer, model.seq_length, causal) for layer, count in counts.items())
     return 3.0 * (layers + head_flops(spec)) * sequences * model.seq_length
 
 
@@ -87,9 +91,12 @@ def recomputed_flops(
 ) -> float:
     """Return what a step computes again, for hardware FLOPs (HFU).
 
-    recompute: of each layer. --recompute-method block is counted with all layers.
+    recompute: of each layer, those of multi-token prediction included. --recompute-method block is counted with all
+    other layers.
     """
-    counts = Counter(zip(model_spec(model, PrecisionConfig()).layers, recompute, strict=True)).items()
+    spec = model_spec(model, PrecisionConfig())
+    layers = (*spec.layers, *(layer for _, layer in spec.predictions))
+    counts = Counter(zip(layers, recompute, strict=True)).items()
     total = sum(count * replayed_flops(*layer, model.seq_length, causal) for layer, count in counts)
     return total * sequences * model.seq_length
 
@@ -138,7 +145,7 @@ class LayerCosts:
 
     embedding: PartCost
     layers: tuple[PartCost, ...]  # one entry for each
-    head: PartCost
+    head: PartCost  # with multi-token prediction
     recompute: RecomputeConfig  # decides which layers are replayed
     # the layers and the shape by which --recompute-memory-budget chooses, where it is given
     specs: tuple[LayerSpec, ...] = ()
@@ -198,7 +205,11 @@ def flop_costs(model: ModelSpec, seq_length: int, recompute: RecomputeConfig) ->
         )
         for kind in model.kinds
     }
-    return LayerCosts(PartCost(), tuple(of_kind[layer] for layer in model.layers), part(head_flops(model)), recompute)
+    head, again = part(head_flops(model)), recompute.of_predictions
+    for _, layer in model.predictions:
+        replay = replayed_flops(layer, again, seq_length, causal=False) if is_full else 0.0
+        head += part(layer_flops(layer, seq_length, causal=False), replay)
+    return LayerCosts(PartCost(), tuple(of_kind[layer] for layer in model.layers), head, recompute)
 
 
 def stage_costs(layers: LayerCosts, partition: Partition, rank_speeds: tuple[float, ...]) -> Costs:

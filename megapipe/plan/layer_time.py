@@ -177,6 +177,24 @@ def _exposed_context(kind: str, sent: Mapping[str, float], computed: float, link
 
 
 def head_seconds(model: ModelSpec, shape: RankShape, hardware: Hardware, tp_link: Link) -> OpSeconds:
+    """Return the seconds of final norm, output layer and loss, and of multi-token prediction without its layers."""
+    once = _output_seconds(model, shape, hardware, tp_link)
+    if not model.predictions:
+        return once
+    prediction, _ = model.predictions[0]  # alike
+    clock, table = _Clock(shape, prediction.model.hidden_size, hardware, tp_link), prediction.projection_table(shape)
+    product = clock.gemm(prediction.gemm)
+    moved = POINTWISE_PASSES * table.kept_bytes / hardware.pointwise_bytes_per_second
+    messages = table.collectives
+    projection = OpSeconds(
+        {"gemm": product, "pointwise": moved, "tp": messages.forward * clock.collective()},
+        {"gemm": product, "pointwise": 2.0 * moved, "tp": messages.inputs * clock.collective()},
+        {"gemm": product, "tp": messages.weights * clock.collective()},
+    )
+    return once + (once + projection) * len(model.predictions)
+
+
+def _output_seconds(model: ModelSpec, shape: RankShape, hardware: Hardware, tp_link: Link) -> OpSeconds:
     """Return the seconds of final norm, output layer and loss."""
     gemm = model.head.gemm(shape.tp)
     clock = _Clock(shape, gemm.inputs, hardware, tp_link)

@@ -39,6 +39,7 @@ from megapipe.layers.linear import COPIES
 from megapipe.layers.moe import MoE
 from megapipe.layers.table import RankShape, total_bytes
 from megapipe.plan.activations import (
+    all_layers_of,
     deferred_bytes,
     group_backward,
     group_keeps,
@@ -167,6 +168,8 @@ def step_memory(plan: RunPlan, pp_rank: int, count: int, num_read: int | None = 
     token_bytes = TOKEN_BYTES + 8 * documents.position_ids + 4 * documents.loss_mask
     token_bytes += 8 * shape.cp * documents.attention_mask
     token_bytes += 4 * documents.borders  # at most one a token
+    if any(each.has_head for each in layers.values()):  # tokens, labels and mask of each module ahead
+        token_bytes += len(model.predictions) * (TOKEN_BYTES + 4)
     items = {
         **state,
         "activations": peak.activation_bytes,
@@ -187,7 +190,7 @@ def border_bytes(plan: RunPlan, stages: Iterable[int]) -> int:
     """
     if plan.parts is None:
         return 0
-    layers = {layer for stage in stages for layer in layers_of(plan.model, plan.partition.stages[stage])}
+    layers = {layer for stage in stages for layer in all_layers_of(plan.model, plan.partition.stages[stage])}
     experts = [part.border_bytes(plan.shape) for layer in layers for part in layer.parts if isinstance(part, MoE)]
     groups = layer_groups(tuple(layers), plan.shape) if plan.config.parallel.delay_wgrad_compute else []
     waits = [group_waits(group, split(plan.shape)) for group in groups]

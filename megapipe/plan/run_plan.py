@@ -207,7 +207,8 @@ class RunPlan:
     @property
     def active_parameters(self) -> int:
         """Parameters that a token goes through: all but those of the experts that did not choose it."""
-        parts = (part for layer in self.model.layers for part in layer.parts)
+        layers = (*self.model.layers, *(layer for _, layer in self.model.predictions))
+        parts = (part for layer in layers for part in layer.parts)
         idle = sum(part.inactive_weights for part in parts if isinstance(part, MoE))
         return sum(spec.num_elements for spec in self.specs) - idle
 
@@ -376,16 +377,16 @@ class RunPlan:
 
     @property
     def tied_across_ranks(self) -> bool:
-        """True if the word embedding is also the output layer, and the two are on different ranks."""
+        """True if the word embedding is used by the first and the last stage, on different ranks."""
         return self.tied_kind == "tied"
 
     @property
     def tied_kind(self) -> BufferKind:
-        """The word embedding: 'plain' within one stage (or untied), 'shared' by two stages of a rank (a V, or two
-        directions), 'tied' between two ranks.
+        """The word embedding: 'plain' within one stage, 'shared' by two stages of a rank (a V, or two directions),
+        'tied' between two ranks. Other stages than the first use it if it is the output layer, or for predictions.
         """
         last = self.placement.num_stages - 1
-        if self.config.model.untie_embeddings_and_output_weights or last == 0:
+        if not self.config.model.has_embedding_at_both_ends or last == 0:
             return "plain"
         return "shared" if last in self.placement.stages_of(self.placement.rank_of_stage[0]) else "tied"
 

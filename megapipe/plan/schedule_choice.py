@@ -26,7 +26,6 @@ def check_schedule(config: Config) -> None:
     if name == AUTO or SCHEDULES[name].is_synchronous:
         return
     updates, optimizer, precision = f"--pipeline-schedule {name} updates", config.optimizer, config.precision
-    is_tied = not config.model.untie_embeddings_and_output_weights
     # (True if the option is given, the reason and the way out)
     rules = (
         (
@@ -48,9 +47,14 @@ def check_schedule(config: Config) -> None:
             "counted; choose a synchronous schedule",
         ),
         (
-            is_tied and config.parallel.pipeline_model_parallel_size > 1,
+            not config.model.untie_embeddings_and_output_weights and config.parallel.pipeline_model_parallel_size > 1,
             f"{updates} each stage at its own time, but the tied embedding is on the first and the last stage and has "
             "one gradient; give --untie-embeddings-and-output-weights",
+        ),
+        (
+            config.model.mtp_num_layers is not None,
+            f"--mtp-num-layers does not work with --pipeline-schedule {name}: the embedding is on the first and the "
+            f"last stage, but {updates} each stage at its own time; use 1f1b",
         ),
         (
             precision.fp8_format is not None,

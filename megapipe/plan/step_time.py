@@ -17,13 +17,12 @@ from typing import Any
 
 from megapipe.layers.linear import casts
 from megapipe.layers.table import ALL_REDUCE
-from megapipe.plan.activations import layer_groups, layers_of, with_recompute
+from megapipe.plan.activations import layer_groups, layers_of, layers_with_recompute, with_recompute
 from megapipe.plan.hardware import Hardware, Link
 from megapipe.plan.layer_costs import step_flops
 from megapipe.plan.layer_time import ExpertLinks, OpSeconds, head_seconds, layer_seconds
 from megapipe.plan.memory import offloaded_groups
 from megapipe.plan.muon import muon_work
-from megapipe.plan.recompute_choice import layer_recompute
 from megapipe.plan.run_plan import RunPlan
 from megapipe.plan.traffic import KINDS, gather_bytes, reduction_bytes
 from megapipe.schedule.action import Op
@@ -183,8 +182,7 @@ def stage_seconds(plan: RunPlan, hardware: Hardware) -> tuple[OpSeconds, ...]:
     found: dict[frozenset[Any], OpSeconds] = {}  # by the number of layers of each kind and recompute
     stages = []
     for stage_layers in plan.partition.stages:
-        specs = layers_of(model, stage_layers)
-        counts = Counter(zip(specs, layer_recompute(specs, shape), strict=True))
+        counts = Counter(layers_with_recompute(model, shape, stage_layers))
         key = frozenset(counts.items())
         if key not in found:
             terms = [of_layer(*kind) * count for kind, count in counts.items()]

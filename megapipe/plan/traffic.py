@@ -13,9 +13,8 @@ from collections import Counter
 from megapipe.layers.model import LayerSpec, layer_table
 from megapipe.layers.moe import INDEX_BYTES, MoE
 from megapipe.layers.table import ALL_REDUCE, ring_bytes
-from megapipe.plan.activations import end_tables, layers_of, with_recompute
+from megapipe.plan.activations import all_layers_of, end_tables, layers_with_recompute, with_recompute
 from megapipe.plan.muon import muon_work
-from megapipe.plan.recompute_choice import layer_recompute
 from megapipe.plan.run_plan import RunPlan
 from megapipe.schedule.action import Op
 
@@ -54,7 +53,7 @@ def expert_bytes(plan: RunPlan, stage: int) -> dict[str, float]:
     replays of full recompute included.
     """
     total: Counter[str] = Counter()
-    for layer, count in Counter(layers_of(plan.model, plan.partition.stages[stage])).items():
+    for layer, count in Counter(all_layers_of(plan.model, plan.partition.stages[stage])).items():
         for name, sent in layer_expert_bytes(plan, layer).items():
             total[name] += count * sent  # type: ignore[assignment]
     return dict(total)
@@ -63,7 +62,7 @@ def expert_bytes(plan: RunPlan, stage: int) -> dict[str, float]:
 def context_bytes(plan: RunPlan, stage: int) -> Counter[str]:
     """Return the bytes that attention of a stage sends over cp for one microbatch, by group; replays included."""
     total: Counter[str] = Counter()
-    for layer, count in Counter(layers_of(plan.model, plan.partition.stages[stage])).items():
+    for layer, count in Counter(all_layers_of(plan.model, plan.partition.stages[stage])).items():
         if layer.attention is None:
             continue
         is_replayed = plan.shape.recompute.recompute_granularity == "full" or plan.shape.recomputes("core_attn")
@@ -86,8 +85,7 @@ def stage_collectives(plan: RunPlan, stage: int) -> float:
     """
     model, shape, layers = plan.model, plan.shape, plan.partition.stages[stage]
     total = sum(table.collectives.total for table in end_tables(model, shape, layers))
-    held = layers_of(model, layers)
-    for (layer, recompute), count in Counter(zip(held, layer_recompute(held, shape), strict=True)).items():
+    for (layer, recompute), count in Counter(layers_with_recompute(model, shape, layers)).items():
         shape = with_recompute(shape, recompute)
         table = layer_table(layer, shape)
         # a backward with recomputation does those of forwards again: all, or those of the recomputed modules
@@ -124,7 +122,7 @@ def step_bytes(plan: RunPlan, pp_rank: int) -> dict[str, float]:
     experts: Counter[str] = Counter()
     loads = 0.0  # of all experts, summed once a step for their biases
     if plan.config.model.moe_router_enable_expert_bias:
-        layers = [layer for stage in held for layer in layers_of(plan.model, plan.partition.stages[stage])]
+        layers = [layer for stage in held for layer in all_layers_of(plan.model, plan.partition.stages[stage])]
         states = sum(part.num_experts for layer in layers for part in layer.parts if isinstance(part, MoE))
         loads = ALL_REDUCE * ring_bytes(states * INDEX_BYTES, plan.topology.num_replicas)
     if plan.model.has_experts:

@@ -233,11 +233,15 @@ def check_post_validation(config: Config) -> None:
             "--optimizer-post-validation removes the barrier between synchronous steps of a pipeline with one "
             f"direction, which --pipeline-schedule {name} is not; leave the flag out, or choose zb-h2 or zb-v"
         )
-    is_tied = not config.model.untie_embeddings_and_output_weights
-    if is_tied and placement.rank_of_stage[0] != placement.rank_of_stage[-1]:
+    is_apart = placement.rank_of_stage[0] != placement.rank_of_stage[-1]
+    if is_apart and config.model.has_embedding_at_both_ends:
+        predicts = config.model.mtp_num_layers is not None
+        what, way = "a tied embedding", "add --untie-embeddings-and-output-weights, "
+        if predicts:
+            what, way = "--mtp-num-layers, and so the embedding,", ""
         raise ConfigError(
-            "--optimizer-post-validation with a tied embedding on the first and the last rank: the first rank's update "
-            "needs the last one's gradient, which is a barrier again; add --untie-embeddings-and-output-weights, "
+            f"--optimizer-post-validation with {what} on the first and the last rank: the first rank's update "
+            f"needs the last one's gradient, which is a barrier again; {way}"
             "choose a V-shaped schedule (both ends on one rank), or leave the flag out"
         )
 

@@ -158,7 +158,7 @@ class ParamSpec:
     init: Init = Init("zeros")
     weight_decay: bool = True  # none on 1-D tensors and biases
     partial_gradient: bool = False  # each tp replica computes a part of the gradient; they are summed over the replicas
-    tied: bool = False  # also used by the stage with the head, which holds a replica unless it is on the same rank
+    tied: bool = False  # also used by the stage with the head, which holds a copy unless it is on the same rank
     decoupled_lr: bool = False  # takes --decoupled-lr (embedding and head)
     true_rows: int | None = None  # rows of dim 0 without vocabulary padding, which is never saved
     # how the weights of a hidden layer's linear are stored, which --optimizer muon updates as whole matrices

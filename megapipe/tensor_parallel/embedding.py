@@ -83,6 +83,7 @@ class VocabParallelEmbedding(nn.Module):
         self.sequence_parallel = sequence_parallel and tp.size > 1
         self.queue = WeightQueue() if queue is None else queue
         self.slots: dict[str, GradientSlot] = {}
+        self.uses = 1  # calls for each microbatch
         self.true_vocab_size = padded_vocab if true_vocab_size is None else true_vocab_size
         self.vocabulary = VocabularySlice.of(padded_vocab, self.true_vocab_size, tp.rank, tp.size)
         self.weight = nn.Parameter(torch.empty((self.vocabulary.num_rows, hidden), device="meta"))

@@ -26,7 +26,8 @@ class GradientSlot:
     """The tensor in which the gradient of one parameter accumulates over microbatches.
 
     main_grad: the parameter's local shape, fp32 (fp64 in fp64 runs), usually a view into a flat buffer.
-    uses: how often one microbatch's backward uses the parameter (2 for a tied embedding with its head on the rank).
+    uses: how often one microbatch's backward uses the parameter (2 for a tied embedding with its head on the rank, more
+    with multi-token prediction).
     on_ready: called with the slot after the last use in a microbatch; autograd hooks cannot report this, because they
     do not fire for gradients that a hand-written backward or the weight queue adds.
     kernel: replaces torch's GEMM in `add_outer`.

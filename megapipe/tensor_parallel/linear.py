@@ -98,6 +98,7 @@ class ParallelLinear(nn.Module):
         self.gemms = gemms
         self.queue = WeightQueue() if queue is None else queue
         self.slots: dict[str, GradientSlot] = {}
+        self.uses = 1  # calls for each microbatch
         self.weight = nn.Parameter(torch.empty(tuple(sizes.values()), device="meta"))
         self.bias = nn.Parameter(torch.empty(sizes["output"], device="meta")) if bias else None
 

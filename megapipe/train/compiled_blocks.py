@@ -23,9 +23,10 @@ from megapipe.config.rules.gpu import why_not_compiled
 from megapipe.errors import ConfigError
 from megapipe.gpu.compile import missing_compiler
 from megapipe.gpu.packed_attention import DocumentBorders
+from megapipe.model.block import Block
 from megapipe.model.compiled import BlockFormulas, Compile, CompiledBlock
 from megapipe.model.microbatch import Microbatch
-from megapipe.model.stage import Block, GPTStage
+from megapipe.model.stage import GPTStage
 from megapipe.tensor_parallel.gradients import GradientSlot
 from megapipe.tensor_parallel.random import DropoutKey
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from megapipe.assembly.runtime import TrainingRuntime
 from megapipe.comm.collectives import all_reduce
-from megapipe.config.layers import layer_configs
+from megapipe.config.layers import expert_layers
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class ExpertLoads:
         """
         plan = self._runtime.plan
         model = plan.config.model
-        layers = tuple(n for n, layer in enumerate(layer_configs(model)) if layer.has_mlp and layer.num_experts)
+        layers = expert_layers(model)
         if not layers:
             return None
         names = [name for name in ("z_loss", *model.balance_losses) if name != "z_loss" or model.moe_z_loss_coeff]

@@ -183,6 +183,7 @@ class Training:
             train_iters=train_iters,
             global_batch_size=batch.num_samples,
             loss=result.loss,
+            mtp_losses=result.ahead,
             lr=batch.rates.lr,
             grad_norm=update.grad_norm,
             weight_decay=batch.rates.weight_decay,
@@ -232,6 +233,7 @@ class Training:
             first = max(0, after_step - 1) // training.eval_interval * training.eval_iters * samples
         started = time.perf_counter()
         weighted = weights = tokens = 0.0
+        ahead = [0.0] * (self.runtime.plan.config.model.mtp_num_layers or 0)
         with self.runtime.heartbeat.phase(split), self._garbage.around_evaluation():
             for i in self._clock.batches(split, after_step):
                 signal = self._guard.stop_signal()
@@ -242,10 +244,12 @@ class Training:
                 is_over_tokens = training.calculate_per_token_loss or self.runtime.plan.config.data.masks_loss
                 weight = result.num_tokens if is_over_tokens else 1.0
                 weighted += result.loss * weight
+                ahead = [total + loss * weight for total, loss in zip(ahead, result.ahead, strict=True)]
                 weights += weight
                 tokens += result.num_tokens
         loss, seconds = weighted / max(weights, 1.0), time.perf_counter() - started
-        metrics = EvaluationMetrics(split, after_step, loss, round(tokens), seconds)
+        mtp_losses = tuple(total / max(weights, 1.0) for total in ahead)
+        metrics = EvaluationMetrics(split, after_step, loss, round(tokens), seconds, mtp_losses)
         self._losses[split] = loss
         self._journal.write(metrics)
         self._observer.on_evaluation(metrics)

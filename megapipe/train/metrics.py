@@ -62,6 +62,7 @@ class StepMetrics:
     spike_rollbacks: int = 0  # how often the run went back to a checkpoint
     skipped_samples: int = 0  # samples before this position that are left out
     discarded_tokens: int = 0  # trained on, then taken back
+    mtp_losses: tuple[float, ...] = ()  # of each module of multi-token prediction, without its factor
     # of experts, None without them; by layer and expert only with --moe-per-layer-logging
     expert_imbalance: float | None = None  # largest load over the mean, in the worst layer
     dropped_share: float | None = None  # of the rows for experts, None without a capacity
@@ -75,6 +76,7 @@ class StepMetrics:
         named = {f"train/{name}": getattr(self, name) for name in TRAIN_SCALARS}
         named |= {f"train/{name}": getattr(self, name) or None for name in NONZERO_SCALARS}
         named |= {f"speed/{name}": getattr(self, name) for name in SPEED_SCALARS}
+        named |= {f"train/mtp_{number}_loss": loss for number, loss in enumerate(self.mtp_losses, 1)}
         named |= {"memory/bytes": self.memory_bytes}
         named |= {"moe/imbalance": self.expert_imbalance, "moe/dropped_share": self.dropped_share}
         named |= {f"moe/{name}": loss for name, loss in self.router_losses.items()}
@@ -89,6 +91,7 @@ class StepMetrics:
         parts = [
             f"step {self.step:>{len(str(self.train_iters))}}/{self.train_iters}",
             f"loss {self.loss:.4f}",
+            *_mtp_text(self.mtp_losses),
             f"lr {self.lr:.3e}",
             f"grad norm {self.grad_norm:.3f}",
             f"{self.tokens_per_second:,.0f} tokens/s",
@@ -126,15 +129,29 @@ class EvaluationMetrics:
     loss: float
     num_tokens: int
     seconds: float
+    mtp_losses: tuple[float, ...] = ()  # of each module of multi-token prediction, not part of the loss
 
     def scalars(self) -> dict[str, float]:
-        return {f"{self.split}/loss": self.loss}
+        mtp = {f"{self.split}/mtp_{number}_loss": loss for number, loss in enumerate(self.mtp_losses, 1)}
+        return {f"{self.split}/loss": self.loss} | mtp
 
     def line(self) -> str:
-        return (
+        text = (
             f"{self.split} loss after step {self.step}: {self.loss:.4f} nats a token (perplexity "
             f"{math.exp(min(self.loss, 50.0)):.2f}) over {self.num_tokens:,} tokens in {self.seconds:.1f} s"
         )
+        return " | ".join([text, *_mtp_text(self.mtp_losses)])
+
+
+def _finite(value: Any) -> Any:
+    """Return a value with None for each NaN or infinity in it."""
+    if isinstance(value, tuple | list):
+        return [_finite(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _mtp_text(losses: tuple[float, ...]) -> list[str]:
+    return [f"mtp loss {' '.join(f'{loss:.4f}' for loss in losses)}"] if losses else []
 
 
 Metrics = StepMetrics | EvaluationMetrics
@@ -165,11 +182,9 @@ class JsonLines:
     def write(self, metrics: Metrics) -> None:
         # JSON has neither NaN nor infinity: they are written as null
         left_out = OF_EXPERTS if getattr(metrics, "expert_imbalance", None) is None else ()
-        clean = {
-            k: None if isinstance(v, float) and not math.isfinite(v) else v
-            for k, v in asdict(metrics).items()
-            if k not in left_out
-        }
+        if not metrics.mtp_losses:
+            left_out = (*left_out, "mtp_losses")
+        clean = {k: _finite(v) for k, v in asdict(metrics).items() if k not in left_out}
         record = {"kind": metrics.kind, **clean, "time": time.time()}
         rest = b"\n" * self._is_torn + json.dumps(record, allow_nan=False).encode() + b"\n"
         whole = len(rest)

@@ -44,8 +44,7 @@ class OutputWatch:
 
     def _observe(self, stage: int, microbatch: int, output: Any) -> None:
         if torch.is_grad_enabled():
-            value = output.loss_sum if isinstance(output, StageLoss) else output
-            self._sums[microbatch, stage] = value.detach().sum()
+            self._sums[microbatch, stage] = torch.stack([value.detach().sum() for value in _tensors(output)]).sum()
 
 
 def describe_nonfinite(runtime: TrainingRuntime, sums: Sums, batch: StepBatch, result: StepResult) -> str:
@@ -208,6 +207,7 @@ def _tensors(value: Any) -> Iterator[Tensor]:
     """Yield the floating-point tensors of a module's input or output."""
     if isinstance(value, StageLoss):
         yield value.loss_sum
+        yield from _tensors(value.ahead)
     elif isinstance(value, Tensor) and value.is_floating_point():
         yield value
     elif isinstance(value, tuple | list):

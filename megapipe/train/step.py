@@ -119,17 +119,19 @@ def action_seconds(tracer: Tracer) -> dict[str, float]:
 
 
 class StepLoss(NamedTuple):
-    """The loss of a global batch, the same on every rank."""
+    """The loss of a global batch, the same on every rank. ahead: of each module of multi-token prediction."""
 
     loss: float
     num_tokens: float
+    ahead: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)
 class PendingLoss:
     """This rank's part of a `StepLoss`.
 
-    totals: [3] fp64: loss sum, tokens, sum of the microbatches' means; they are summed over the world.
+    totals: [3 + 2 modules of multi-token prediction] fp64: loss sum, tokens, sum of the microbatches' means; of each
+    module loss sum and tokens. They are summed over the world.
     """
 
     totals: Tensor
@@ -159,10 +161,11 @@ class PendingLoss:
     def of(self, totals: Sequence[float]) -> StepLoss:
         """Return the loss from the values of the summed totals: without a mask the mean of means, which is that over
         tokens."""
-        loss_sum, num_tokens, means = totals
+        loss_sum, num_tokens, means, *ahead = totals
         is_over_tokens = self.per_token or num_tokens != self.all_tokens
         loss = loss_sum / max(num_tokens, 1.0) if is_over_tokens else means / self.num_microbatches
-        return StepLoss(loss, num_tokens)
+        pairs = zip(ahead[::2], ahead[1::2], strict=True)
+        return StepLoss(loss, num_tokens, tuple(each / max(tokens, 1.0) for each, tokens in pairs))
 
 
 @dataclass(frozen=True)
@@ -171,13 +174,16 @@ class LossAverage:
 
     per_token: bool  # over the tokens of the global batch; else over each microbatch's tokens, then over microbatches
     microbatch_tokens: int  # of whole sequences, also those that a loss mask hides
+    num_ahead: int = 0  # modules of multi-token prediction
+    ahead_factor: float = 0.0  # on the mean of their losses
 
     @classmethod
     def of(cls, plan: RunPlan) -> LossAverage:
         """Return the rule of a run."""
         training = plan.config.training
-        tokens = training.micro_batch_size * plan.config.model.seq_length
-        return cls(training.calculate_per_token_loss, tokens)
+        model = plan.config.model
+        tokens, ahead = training.micro_batch_size * model.seq_length, model.mtp_num_layers or 0
+        return cls(training.calculate_per_token_loss, tokens, ahead, model.mtp_loss_scaling_factor)
 
     def objective(self, loss_scale: Callable[[], float]) -> Any:
         """Return the engine's `loss`: StageLoss -> (scalar to differentiate, the same detached).
@@ -186,10 +192,14 @@ class LossAverage:
         """
 
         def scaled(output: StageLoss, payload: Any) -> tuple[Tensor, StageLoss]:
-            report = StageLoss(output.loss_sum.detach(), output.num_tokens)
             objective = output.loss_sum if self.per_token else output.loss_sum / output.num_tokens.clamp(min=1)
+            if output.ahead:
+                # the mean over its own tokens weighs as much as that of the model's loss, as in Megatron
+                means = sum(each.loss_sum / each.num_tokens.clamp(min=1) for each in output.ahead)
+                weight = output.num_tokens if self.per_token else 1.0
+                objective = objective + means * weight * (self.ahead_factor / len(output.ahead))
             scale = loss_scale()
-            return (objective if scale == 1.0 else objective * scale), report
+            return (objective if scale == 1.0 else objective * scale), _detached(output)
 
         return scaled
 
@@ -206,7 +216,7 @@ class LossAverage:
             of_each = [reports[start : start + slices] for start in range(0, len(reports), slices)]
             sums = [torch.stack([report.loss_sum for report in of_one]).sum() for of_one in of_each]
             reports = [StageLoss(total, of_one[0].num_tokens) for total, of_one in zip(sums, of_each, strict=True)]
-        totals = torch.zeros(3, dtype=torch.float64, device=device)
+        totals = torch.zeros(3 + 2 * self.num_ahead, dtype=torch.float64, device=device)
         if reports and groups.tp.rank == 0:  # tp ranks report the same loss
             totals[0] = torch.stack([report.loss_sum for report in reports]).double().sum()
             if groups.cp.rank == 0:
@@ -214,17 +224,29 @@ class LossAverage:
             # a microbatch whose tokens are all masked out counts 0
             means = [report.loss_sum / report.num_tokens.clamp(min=1) for report in reports]
             totals[2] = torch.stack(means).double().sum()
+            for place, ahead in enumerate(zip(*(report.ahead for report in reports), strict=True)):
+                totals[3 + 2 * place] = torch.stack([each.loss_sum for each in ahead]).double().sum()
+                if groups.cp.rank == 0:
+                    totals[4 + 2 * place] = torch.stack([each.num_tokens for each in ahead]).double().sum()
         count = float(num_microbatches * groups.dp.size)
         return PendingLoss(totals, groups.world, self.per_token, count, count * self.microbatch_tokens)
 
 
+def _detached(output: StageLoss) -> StageLoss:
+    return StageLoss(output.loss_sum.detach(), output.num_tokens, tuple(map(_detached, output.ahead)))
+
+
 @dataclass(frozen=True)
 class StepResult:
-    """The outcome of one step, the same on every rank. loss: before the update, the mean over the batch's tokens."""
+    """The outcome of one step, the same on every rank. loss: before the update, the mean over the batch's tokens.
+
+    ahead: the losses of the modules of multi-token prediction, likewise.
+    """
 
     loss: float
     num_tokens: float
     update: StepReport
+    ahead: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -256,7 +278,8 @@ def read_microbatches(
             return loader.microbatch(consumed, k, dp_rank, dp, training.micro_batch_size)
 
     keys = None if step is None else Keys(training.seed, step, dp_rank, dp)
-    return Microbatches(count, read, keys, runtime.device, runtime.sequence_part, runtime.packs_documents)
+    parts = runtime.sequence_part, runtime.packs_documents, runtime.num_ahead
+    return Microbatches(count, read, keys, runtime.device, *parts)
 
 
 class TrainStep:
@@ -307,7 +330,7 @@ class TrainStep:
             found = loss.of(numbers[-len(loss.totals) :])
             update = optimizer.settle(numbers, 1.0 / loss.denominator_of(found.num_tokens))
             self.expert_loads.settle(update.skipped)
-        return StepResult(found.loss, found.num_tokens, update)
+        return StepResult(found.loss, found.num_tokens, update, found.ahead)
 
     def gradients(self, microbatches: Sequence[Microbatch], begun: BegunRun | None = None) -> PendingLoss:
         """Run forward and backward and leave the reduced raw gradients in the buffers.
@@ -401,7 +424,7 @@ class AsynchronousStep(TrainStep):
         pending = self._average.pending(reports, runtime.groups, runtime.device, count)
         update, totals = runtime.optimizer.last_update(self._count_zero_gradients, pending.totals)
         loss = pending.of(totals)
-        return StepResult(loss.loss, loss.num_tokens, update)
+        return StepResult(loss.loss, loss.num_tokens, update, loss.ahead)
 
 
 def train_step(runtime: TrainingRuntime, count_zero_gradients: bool = False, timers: Timers | None = None) -> TrainStep:

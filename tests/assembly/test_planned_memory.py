@@ -24,6 +24,7 @@ from megapipe.plan.resolve import resolve
 from megapipe.plan.run_plan import RunPlan
 from megapipe.train.step import train_step
 from tests.harness import RankPool
+from tests.model.grids import with_ahead
 from tests.tiny import tiny_config
 from tests.train.runs import FOUR_LAYERS
 
@@ -46,8 +47,15 @@ NARROW = {
     "exp_avg_dtype": "fp8",
     "exp_avg_sq_dtype": "fp16",
 }
+PREDICTIONS = {"mtp_num_layers": 2, "position_embedding_type": "rope", "kv_channels": 4}
 GRIDS: dict[str, tuple[int, dict[str, Any]]] = {
     "one_rank": (1, {}),
+    "predictions_pp2_untied": (2, {"pipeline_model_parallel_size": 2} | PREDICTIONS),
+    "predictions_pp2_zb_v_tied": (
+        2,
+        {"pipeline_model_parallel_size": 2, "pipeline_schedule": "zb-v", "untie_embeddings_and_output_weights": False}
+        | PREDICTIONS,
+    ),
     "one_rank_4_chunks": (1, UNEVEN),
     "one_rank_4_chunks_tied": (1, UNEVEN | {"untie_embeddings_and_output_weights": False}),
     "pp2_by_cost": (2, {"pipeline_model_parallel_size": 2}),
@@ -183,8 +191,10 @@ def measured(rank: int, world_size: int, dtype: str, changes: dict[str, Any]) ->
     keys = Keys(1, 2, runtime.coordinates.dp_rank, plan.topology.dp)
     tokens = [torch.randint(29, (2, 8), generator=generator) for _ in range(count)]
     microbatches = [Microbatch(each, labels=each.clone(), dropout_key=keys.of(k)) for k, each in enumerate(tokens)]
+    microbatches = [with_ahead(each, runtime.num_ahead) for each in microbatches]
     versions = [version for buffer in buffers for version in buffer.versions]
-    peak, step = LivePeak(versions), train_step(runtime)
+    masks = [ahead.loss_mask for each in microbatches for ahead in each.ahead if ahead.loss_mask is not None]
+    peak, step = LivePeak([*versions, *masks]), train_step(runtime)
     with peak.hooks:
         if plan.is_synchronous:
             step.gradients(microbatches).sum()

@@ -24,6 +24,7 @@ from megapipe.plan.traffic import step_bytes
 from megapipe.train.step import train_step
 from tests.assembly.test_planned_memory import UNLIKE, make_plan
 from tests.harness import RankPool
+from tests.model.grids import with_ahead
 
 TP2, SP, PP2 = {"tensor_model_parallel_size": 2}, {"sequence_parallel": True}, {"pipeline_model_parallel_size": 2}
 TIED, ZERO1 = {"untie_embeddings_and_output_weights": False}, {"use_distributed_optimizer": True}
@@ -105,6 +106,23 @@ GRIDS: dict[str, tuple[int, dict[str, Any]]] = {
         | {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
     ),
 }
+PREDICTIONS = {"mtp_num_layers": 2, "position_embedding_type": "rope", "kv_channels": 4}
+GRIDS |= {
+    "predictions_tp2_sequence_parallel_pp2_zero1_dp2": (8, TP2 | SP | PP2 | ZERO1 | PREDICTIONS),
+    "predictions_tied_pp2_dp2": (4, PP2 | TIED | PREDICTIONS),
+    "predictions_zb_v_dp2": (4, PP2 | PREDICTIONS | {"pipeline_schedule": "zb-v"}),
+    "predictions_tp2_pp2": (4, TP2 | PP2 | PREDICTIONS),
+    "predictions_experts_tp2_ep2_pp2_full_recompute": (
+        4,
+        EXPERTS
+        | TP2
+        | SP
+        | PP2
+        | PREDICTIONS
+        | {"expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1, "moe_layer_freq": "[0,1,0,1]"}
+        | {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+    ),
+}
 PASSES = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1, "all_to_all": 1}
 HIDDEN = 16
 
@@ -141,6 +159,7 @@ def sent(rank: int, world_size: int, changes: dict[str, Any]) -> dict[str, float
     keys = Keys(1, 2, runtime.coordinates.dp_rank, plan.topology.dp)
     tokens = torch.randint(29, (count, 2, 8), generator=torch.Generator().manual_seed(rank))
     microbatches = [Microbatch(each, labels=each.clone(), dropout_key=keys.of(k)) for k, each in enumerate(tokens)]
+    microbatches = [with_ahead(each, runtime.num_ahead) for each in microbatches]
     with mock.patch.object(collectives, "_run", counted), mock.patch.object(Channel, "_post", counted_post):
         train_step(runtime).run(microbatches, Rates(1e-2, 0.0))
         runtime.gather.finish()

@@ -14,7 +14,7 @@ import torch
 from megapipe.checkpoint.folder import find_checkpoint
 from megapipe.data.dataset import SyntheticDataset
 from megapipe.data_parallel.copies import raw_bytes
-from megapipe.model.stage import Block
+from megapipe.model.block import Block
 from megapipe.train.step import TrainStep
 
 ORDER = "order"

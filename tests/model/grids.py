@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -142,9 +142,23 @@ def make_microbatch(
         document_ids = starts.cumsum(1)
         index = torch.arange(SEQ).expand(BATCH, SEQ)
         position_ids = index - torch.cummax(index * starts, 1).values
-    return Microbatch(
+    found = Microbatch(
         tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), loss_mask, position_ids, document_ids, dropout_key
     )
+    return with_ahead(found, config.mtp_num_layers or 0)
+
+
+def with_ahead(microbatch: Microbatch, num_ahead: int) -> Microbatch:
+    """Return a microbatch without documents with what so many modules of multi-token prediction take in."""
+
+    def shifted(each: Tensor, count: int) -> Tensor:
+        return torch.cat((each[:, count:], torch.zeros_like(each[:, :count])), dim=1)
+
+    mask = torch.ones(microbatch.tokens.shape) if microbatch.loss_mask is None else microbatch.loss_mask
+    assert microbatch.labels is not None
+    parts = microbatch.tokens, microbatch.labels, mask
+    modules = range(1, num_ahead + 1)
+    return replace(microbatch, ahead=tuple(Microbatch(*(shifted(each, n) for each in parts)) for n in modules))
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from megapipe.layers.model import ModelSpec, model_parameters, model_spec
 from megapipe.layers.packing import is_explicit
 from megapipe.layers.table import Documents, RankShape
 from megapipe.model.context import LayerContext
-from megapipe.model.microbatch import Microbatch
+from megapipe.model.microbatch import Microbatch, StageLoss
 from megapipe.plan.activations import deferred_bytes, replay_bytes, shared_bytes, stage_bytes
 from megapipe.schedule.partition import StageLayers
 from megapipe.tensor_parallel.gradients import WeightQueue
@@ -72,6 +72,20 @@ SHAPES |= {
     "latent_of_keys_alone_soft_cap": LATENT | {"q_lora_rank": None, "attn_logit_softcapping": 2.0},
     "latent_without_norms_dropout": LATENT
     | {"qk_layernorm": False, "attention_dropout": 0.1, "norm_position": "around"},
+}
+PREDICTIONS = LLAMA | {"mtp_num_layers": 2}
+SHAPES |= {
+    "predictions": PREDICTIONS,
+    "predictions_layernorm_dropout_tied": PREDICTIONS
+    | {
+        "normalization": "LayerNorm",
+        "hidden_dropout": 0.1,
+        "attention_dropout": 0.1,
+        "untie_embeddings_and_output_weights": False,
+        "final_logit_softcapping": 3.0,
+        "embedding_scale": 5.0,
+    },
+    "predictions_latent_window": LATENT | {"mtp_num_layers": 1, "window_size": 4, "norm_position": "around"},
 }
 # layers that differ, and other places of norms than before attention and MLP
 UNLIKE: dict[str, dict[str, Any]] = {
@@ -187,7 +201,7 @@ def counted(
     if not part.has_embedding:
         seq = config.seq_length // tp.size if sequence_parallel else config.seq_length
         inputs = (torch.randn(seq, BATCH, config.hidden_size, dtype=dtype).requires_grad_(),)
-    fields = [getattr(microbatch, field.name) for field in dataclasses.fields(microbatch)]
+    fields = tensors_of(microbatch)
     shared = masks_of(stage.make_context(microbatch, dtype)) if microbatch.document_ids is None else []
     excluded = [tensor for tensor in (*fields, *shared) if isinstance(tensor, torch.Tensor)]
     with SavedBytes(stage, excluded) as saved:
@@ -195,8 +209,12 @@ def counted(
         forward = saved.total
         storages = tuple(saved.storages)
         if backward:
-            (output.loss_sum if part.has_head else output.sum()).backward()
+            (objective_of(output) if part.has_head else output.sum()).backward()
     return Count(forward, saved.total - forward, storages)
+
+
+def objective_of(output: StageLoss) -> torch.Tensor:
+    return output.loss_sum + sum(each.loss_sum for each in output.ahead)
 
 
 def masks_of(contexts: Mapping[int, LayerContext]) -> list[torch.Tensor]:
@@ -355,7 +373,7 @@ def test_queued_weight_gradients_keep_the_bytes_in_the_plan(shape: str, recomput
         hidden = torch.randn(config.seq_length, BATCH, config.hidden_size, dtype=DTYPES[dtype], requires_grad=True)
         output = stage(*([] if part.has_embedding else [hidden]), microbatch)
         queue.defer(0)
-        objective = output.loss_sum if part.has_head else output
+        objective = objective_of(output) if part.has_head else output
         torch.autograd.backward(objective, None if part.has_head else torch.randn_like(objective))
         queue.immediate()
         held = {
@@ -363,7 +381,7 @@ def test_queued_weight_gradients_keep_the_bytes_in_the_plan(shape: str, recomput
             for waiting in queue.waiting[0]
             for t in tensors_of(waiting)
         }
-        known = {t.untyped_storage().data_ptr() for t in (*stage.parameters(), microbatch.tokens)}
+        known = {t.untyped_storage().data_ptr() for t in (*stage.parameters(), *tensors_of(microbatch))}
         counted_bytes = sum(size for address, size in held.items() if address not in known)
         shape = shape_of(config, dtype, RECOMPUTES[recompute])
         assert counted_bytes == deferred_bytes(spec_of(config), shape, part)

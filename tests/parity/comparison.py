@@ -93,6 +93,9 @@ def _lines(step: ParityStep) -> list[str]:
         where = f"step {step.step}, rank {rank.global_rank}"
         if not abs(rank.loss - step.loss) <= FP64.loss * abs(step.loss):
             lines.append(f"{where}: loss {rank.loss!r}, reference {step.loss!r}")
+        for number, (loss, plain) in enumerate(zip(rank.ahead, step.ahead, strict=True)):
+            if not abs(loss - plain) <= FP64.loss * abs(plain):
+                lines.append(f"{where}: loss of module {number} {loss!r}, reference {plain!r}")
         if not abs(rank.grad_norm - step.grad_norm) <= FP64.grad_norm * abs(step.grad_norm):
             lines.append(f"{where}: gradient norm {rank.grad_norm!r}, reference {step.grad_norm!r}")
         for kind, found in (("gradient", rank.gradients), ("weight", rank.weights)):

@@ -20,7 +20,7 @@ from torch._inductor.utils import run_and_get_code
 
 from megapipe.data.batch import DocumentRules
 from megapipe.errors import ConfigError
-from megapipe.model.stage import Block
+from megapipe.model.block import Block
 from megapipe.optimizer.schedule import Rates
 from megapipe.train import compiled_blocks
 from megapipe.train.compiled_blocks import TOLERANCES, Trial, choose_blocks

@@ -18,7 +18,7 @@ import torch
 from megapipe.assembly.microbatches import to_microbatch
 from megapipe.data.loader import Loader
 from megapipe.extras.verify.oracle import random_batches
-from megapipe.model.stage import Block
+from megapipe.model.block import Block
 from megapipe.train import loop as loop_module
 from megapipe.train.nonfinite import OutputWatch
 from megapipe.train.step import TrainStep

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from megapipe.assembly.runtime import TrainingRuntime
 from megapipe.comm.trace import Event, Tracer
-from megapipe.model.stage import Block
+from megapipe.model.block import Block
 from megapipe.optimizer import optimizer as optimizer_module
 from megapipe.optimizer.gradient_norm import ModelSum
 from megapipe.optimizer.optimizer import EarlyUpdatePolicy, StepReport

@@ -284,6 +284,27 @@ def recompute(config: Config) -> Iterator[str]:
         yield f"--recompute-keep-attention {rule}; leave one of the two out"
 
 
+def prediction(config: Config) -> Iterator[str]:
+    """Check what multi-token prediction needs, and what it does not work with."""
+    model, count = config.model, config.model.mtp_num_layers
+    if count is None:
+        return
+    flag = f"--mtp-num-layers {count}"
+    if count >= model.seq_length:
+        rule = f"no token is that far ahead within --seq-length {model.seq_length}"
+        yield f"{flag}: {rule}; use less than {model.seq_length}"
+    if model.position_embedding_type == "learned_absolute":
+        rule = "learned positions enter with the embedding, which the modules take of other tokens"
+        yield f"{flag} with --position-embedding-type learned_absolute: {rule}; use rope or none"
+    refused = chosen(
+        ("--transformer-impl transformer_engine", config.kernels.transformer_impl != "local"),
+        ("--cuda-graph-impl", config.gpu.cuda_graph_impl != "none"),
+        ("--cpu-offloading-num-layers", config.offload.cpu_offloading_num_layers > 0),
+    )
+    if refused:
+        yield f"{flag} does not work with {one_of(refused)} yet; leave one of the two out"
+
+
 def message_dtype(config: Config) -> Iterator[str]:
     """Check the dtype of messages between pipeline ranks."""
     if config.parallel.pipeline_message_dtype is None:
@@ -310,5 +331,6 @@ RULES = (
     chunks,
     layers_of_stages,
     recompute,
+    prediction,
     message_dtype,
 )

@@ -107,7 +107,8 @@ def count_step(
     dp_rank = runtime.coordinates.dp_rank
     keys = Keys(plan.config.training.seed, 0, dp_rank, plan.topology.dp)
     read_own = lambda k: read(dp_rank, k)  # noqa: E731
-    microbatches = Microbatches(count, read_own, keys, device, runtime.sequence_part, runtime.packs_documents)
+    held = runtime.sequence_part, runtime.packs_documents, runtime.num_ahead
+    microbatches = Microbatches(count, read_own, keys, device, *held)
     outputs = OutputWatch(runtime) if plan.config.training.check_for_nan_in_loss_and_grad else None
     live.begin()
     train_step(runtime, plan.config.logging.log_num_zeros_in_grad).run(microbatches, RATES)

@@ -84,6 +84,10 @@ class ReferenceConfig:
     qk_pos_emb_head_dim: int = 64  # rotated
     v_head_dim: int = 128
 
+    # multi-token prediction: modules, and the factor on the mean of their losses
+    mtp_num_layers: int | None = None
+    mtp_loss_scaling_factor: float = 0.1
+
     # a mixture of experts in place of the MLP, where num_experts is not None
     num_experts: int | None = None
     moe_ffn_hidden_size: int | None = None  # None: ffn_hidden_size

@@ -41,6 +41,9 @@ class ReferenceGPT(nn.Module):
         self.decoder = Decoder(config)
         if config.untie_embeddings_and_output_weights:
             self.output_layer = nn.Linear(config.hidden_size, config.padded_vocab_size, bias=False)
+        if config.mtp_num_layers:
+            self.mtp = Predictions(config)
+        self.losses_ahead: list[tuple[Tensor, Tensor]] = []  # of the last forward's predictions, as `forward` returns
         with torch.no_grad():
             for parameter in self.parameters():
                 parameter.fill_(torch.nan)
@@ -60,8 +63,23 @@ class ReferenceGPT(nn.Module):
         only the keys of its document. Without dropout_masks there is no dropout, whatever the configured rates: the
         caller provides all randomness.
         """
-        logits = self.logits(tokens, position_ids, document_ids, dropout_masks)
-        losses = token_losses(self.config, logits, labels)
+        hidden = self._hidden(tokens, position_ids, document_ids, dropout_masks)
+        self.losses_ahead = []
+        for depth in range(1, (self.config.mtp_num_layers or 0) + 1):
+            # position i holds what belongs to position i + depth; nothing does where that is another document
+            ahead, label, counts = (shifted(each, depth) for each in (tokens, labels, loss_mask))
+            if document_ids is not None:
+                counts = counts * (shifted(document_ids + 1, depth) == document_ids + 1)
+            if depth == 1:
+                deeper = hidden
+            module, place = self.mtp.layers[depth - 1], self._positions(tokens, position_ids)
+            embedded = self.embedding(ahead, place, dropout_masks, self.config.num_layers + depth - 1)
+            deeper = module(deeper, embedded, place, document_ids, dropout_masks)
+            self.losses_ahead.append(self._loss(deeper, label, counts))
+        return self._loss(hidden, labels, loss_mask)
+
+    def _loss(self, hidden: Tensor, labels: Tensor, loss_mask: Tensor) -> tuple[Tensor, Tensor]:
+        losses = token_losses(self.config, self._logits(hidden), labels)
         loss_mask = loss_mask.to(losses.dtype)
         return (losses * loss_mask).sum(), loss_mask.sum()
 
@@ -73,13 +91,30 @@ class ReferenceGPT(nn.Module):
         dropout_masks: DropoutMasks | None = None,
     ) -> Tensor:
         """Return logits [b, s, vocab_size] in at least fp32, without the padded rows of the head."""
+        return self._logits(self._hidden(tokens, position_ids, document_ids, dropout_masks))
+
+    def _hidden(
+        self,
+        tokens: Tensor,
+        position_ids: Tensor | None,
+        document_ids: Tensor | None,
+        dropout_masks: DropoutMasks | None,
+    ) -> Tensor:
+        """Return the hidden states [b, s, h] that the head takes in."""
         config = self.config
         if tokens.shape[1] > config.seq_length:
             raise ValueError(f"a sequence of {tokens.shape[1]} tokens is longer than seq_length {config.seq_length}")
-        if position_ids is None:
-            position_ids = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
+        position_ids = self._positions(tokens, position_ids)
         hidden = self.embedding(tokens, position_ids, dropout_masks)
-        hidden = self.decoder(hidden, position_ids, document_ids, dropout_masks)
+        return self.decoder(hidden, position_ids, document_ids, dropout_masks)
+
+    def _positions(self, tokens: Tensor, position_ids: Tensor | None) -> Tensor:
+        if position_ids is None:
+            return torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
+        return position_ids
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        config = self.config
         untied = config.untie_embeddings_and_output_weights
         head = self.output_layer.weight if untied else self.embedding.word_embeddings.weight
         logits = F.linear(hidden, head)[..., : config.vocab_size]
@@ -114,12 +149,44 @@ class Embedding(nn.Module):
         if config.position_embedding_type == "learned_absolute":
             self.position_embeddings = nn.Embedding(config.max_position_embeddings, config.hidden_size)
 
-    def forward(self, tokens: Tensor, position_ids: Tensor, dropout_masks: DropoutMasks | None) -> Tensor:
+    def forward(
+        self, tokens: Tensor, position_ids: Tensor, dropout_masks: DropoutMasks | None, layer: int = -1
+    ) -> Tensor:
         hidden = self.word_embeddings(tokens)
         hidden = hidden * torch.tensor(self.config.embedding_scale, dtype=hidden.dtype, device=hidden.device)
         if self.config.position_embedding_type == "learned_absolute":
             hidden = hidden + self.position_embeddings(position_ids)
-        return dropout(hidden, self.config.hidden_dropout, dropout_masks, -1, "embedding")
+        return dropout(hidden, self.config.hidden_dropout, dropout_masks, layer, "embedding")
+
+
+class Predictions(nn.Module):
+    """The modules of multi-token prediction (DeepSeek-V3, arXiv:2412.19437, section 2.2)."""
+
+    def __init__(self, config: ReferenceConfig) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Prediction(config, number) for number in range(config.mtp_num_layers or 0))
+
+
+class Prediction(nn.Module):
+    """norm(layer(eh_proj [norm(embedding of the tokens ahead); norm(hidden)])); the layer is like the last one."""
+
+    def __init__(self, config: ReferenceConfig, number: int) -> None:
+        super().__init__()
+        size = config.hidden_size
+        self.enorm, self.hnorm, self.final_layernorm = (Norm(config, size) for _ in range(3))
+        self.eh_proj = nn.Linear(2 * size, size, bias=False)
+        self.transformer_layer = Block(config.layer(config.num_layers - 1), config.num_layers + number)
+
+    def forward(
+        self,
+        hidden: Tensor,
+        embedded: Tensor,
+        position_ids: Tensor,
+        document_ids: Tensor | None,
+        dropout_masks: DropoutMasks | None,
+    ) -> Tensor:
+        hidden = self.eh_proj(torch.cat((self.enorm(embedded), self.hnorm(hidden)), dim=-1))
+        return self.final_layernorm(self.transformer_layer(hidden, position_ids, document_ids, dropout_masks))
 
 
 class Decoder(nn.Module):
@@ -340,6 +407,11 @@ def token_losses(config: ReferenceConfig, logits: Tensor, labels: Tensor) -> Ten
     if config.z_loss:
         losses = losses + config.z_loss * logits.logsumexp(dim=-1).square()
     return losses
+
+
+def shifted(x: Tensor, count: int) -> Tensor:
+    """Return x [b, s] `count` positions earlier, with zeros at the end."""
+    return torch.cat((x[:, count:], torch.zeros_like(x[:, :count])), dim=1)
 
 
 def soft_cap(x: Tensor, cap: float | None) -> Tensor:

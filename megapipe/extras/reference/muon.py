@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from megapipe.extras.reference.experts import Experts
-from megapipe.extras.reference.gpt import LatentAttention, SelfAttention
+from megapipe.extras.reference.gpt import LatentAttention, Prediction, SelfAttention
 from megapipe.extras.reference.mlp import MLP
 
 QUINTIC = (
@@ -56,6 +56,8 @@ def hidden_matrices(model: nn.Module, splits_qkv: bool) -> dict[str, Any]:
             halves = torch.arange(len(module.linear_fc1.weight)).chunk(2 if module.config.gated else 1)
             found[f"{name}.linear_fc1.weight"] = [(part, False) for part in halves]
             found[f"{name}.linear_fc2.weight"] = [(None, False)]
+        elif isinstance(module, Prediction):
+            found[f"{name}.eh_proj.weight"] = [(None, False)]
         elif isinstance(module, Experts):
             count = module.config.num_experts or 1
             for weight, parts, is_transposed in (("weight1", count * module.gates, False), ("weight2", count, True)):

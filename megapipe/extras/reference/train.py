@@ -23,6 +23,7 @@ class StepResult:
     loss: float  # the mean over the tokens that loss masks leave
     grad_norm: float  # L2 over all parameters, before clipping
     grads: dict[str, Tensor]  # by parameter name, before clipping
+    ahead: tuple[float, ...] = ()  # means over tokens of the losses of multi-token prediction
 
 
 def reference_step(
@@ -41,12 +42,13 @@ def reference_step(
     Gradients are those of the mean over a microbatch's tokens, then over microbatches; with per_token_loss of the
     reported loss. They are scaled by clip_grad / (norm + 1e-6) if that is below 1; clip_grad 0: no clipping.
     lr, decoupled_lr: see set_lr. data_parallel: microbatches in a row that ranks run at once, for global_aux_loss.
-    Routers' losses are means over a microbatch, and weigh as its loss does.
+    Routers' losses are means over a microbatch, and weigh as its loss does. So do those of multi-token
+    prediction, which are means over their own tokens.
     """
     set_lr(optimizer, lr, decoupled_lr)
     optimizer.zero_grad(set_to_none=True)
     total_tokens = sum(microbatch["loss_mask"].sum().item() for microbatch in microbatches)
-    loss = 0.0
+    loss, ahead = 0.0, torch.zeros(0, 2, dtype=torch.float64)
     sets = [module.sets for module in model.experts()] if isinstance(model, ReferenceGPT) else []
     _collect_counts(model, sets, microbatches, data_parallel)
     for number, microbatch in enumerate(microbatches):
@@ -55,7 +57,14 @@ def reference_step(
         loss_sum, num_tokens = model(**microbatch)
         denominator = max(total_tokens, 1) if per_token_loss else num_tokens.clamp(min=1) * len(microbatches)
         weight = num_tokens / max(total_tokens, 1) if per_token_loss else 1 / len(microbatches)
-        (loss_sum / denominator + router_losses(model) * weight).backward()
+        objective = loss_sum / denominator + router_losses(model) * weight
+        if isinstance(model, ReferenceGPT) and model.losses_ahead:
+            factor = model.config.mtp_loss_scaling_factor / len(model.losses_ahead)
+            for ahead_sum, count in model.losses_ahead:
+                objective = objective + factor * weight * ahead_sum / count.clamp(min=1)
+            sums = torch.tensor([[pair[0].item(), pair[1].item()] for pair in model.losses_ahead], dtype=ahead.dtype)
+            ahead = sums if number == 0 else ahead + sums
+        objective.backward()
         loss += loss_sum.item() / max(total_tokens, 1)
     grads = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
     result_grads = {name: grad.clone() for name, grad in grads.items()}
@@ -68,7 +77,7 @@ def reference_step(
     optimizer.step()
     if isinstance(model, ReferenceGPT):
         model.balance()
-    return StepResult(loss, norm, result_grads)
+    return StepResult(loss, norm, result_grads, tuple((ahead[:, 0] / ahead[:, 1].clamp(min=1)).tolist()))
 
 
 def _collect_counts(

@@ -256,6 +256,9 @@ class Bounds:
         shape = replace(shape, ep=cut[0], etp=cut[1])
         fewest, shape = _around_budget(spec, shape)
         head = head_seconds(spec, shape, hardware, tp_link)
+        for _, layer in spec.predictions:
+            own = replace(shape, recompute=shape.recompute.of_predictions)
+            head += layer_seconds(layer, own, hardware, tp_link, experts=experts)
         numbers = [spec.layers.index(kind) for kind in spec.kinds]
         kept = [sum(stage_bytes(spec, fewest, StageLayers(n, n + 1, False, False)).values()) for n in numbers]
         with_head = sum(stage_bytes(spec, fewest, StageLayers(0, 1, False, True)).values())

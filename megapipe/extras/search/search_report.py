@@ -204,6 +204,7 @@ def utilisation(candidate: Candidate) -> dict[str, float]:
     peak = time.seconds * time.world_size * time.peak_flops
     shares: dict[str, float] = {}
     own = [each for stage in range(plan.placement.num_stages) for each in plan.layer_recompute(stage)]
+    own += [config.recompute.of_predictions] * len(plan.model.predictions)
     for name, causal in (("causal", True), ("full_attention", False)):
         model = step_flops(config.model, sequences, causal)
         again = recomputed_flops(config.model, own, sequences, causal)

@@ -247,6 +247,7 @@ class RankStep:
     gradients: Summary
     weights: Summary
     routing: Routing = NO_CHOICES
+    ahead: tuple[float, ...] = ()  # losses of the modules of multi-token prediction
 
 
 @dataclass(frozen=True)
@@ -259,16 +260,26 @@ class ParityStep:
     ranks: tuple[RankStep, ...]
     tolerance: Tolerance
     num_repeats: int = 0  # attempts that overflowed while a dynamic loss scale fell
+    ahead: tuple[float, ...] = ()  # the oracle's losses of multi-token prediction
 
     @property
     def loss_passes(self) -> bool:
         return all(_is_close(rank.loss, self.loss, self.tolerance.loss) for rank in self.ranks)
 
     @property
+    def ahead_passes(self) -> bool:
+        """True if the losses of multi-token prediction are the oracle's on every rank."""
+        return all(
+            _is_close(loss, plain, self.tolerance.loss)
+            for rank in self.ranks
+            for loss, plain in zip(rank.ahead, self.ahead, strict=True)
+        )
+
+    @property
     def passes(self) -> bool:
         tensors = all(not rank.gradients.wrong and not rank.weights.wrong for rank in self.ranks)
         norms = all(_is_close(rank.grad_norm, self.grad_norm, self.tolerance.grad_norm) for rank in self.ranks)
-        return tensors and norms and self.loss_passes and self.first_other_choice() is None
+        return tensors and norms and self.loss_passes and self.ahead_passes and self.first_other_choice() is None
 
     def first_other_choice(self) -> OtherChoice | None:
         """Return the first token that chose other experts on the grid, by layer; None if all chose the same."""

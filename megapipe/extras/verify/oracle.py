@@ -101,7 +101,7 @@ def share_of(runtime: TrainingRuntime, batch: GlobalBatch, step: int) -> Microba
     seed, dp, dp_rank = runtime.plan.config.training.seed, runtime.plan.topology.dp, runtime.coordinates.dp_rank
     keys = Keys(seed, step, dp_rank, dp)
     read = lambda k: batch[k * dp + dp_rank]  # noqa: E731
-    parts = runtime.sequence_part, runtime.packs_documents
+    parts = runtime.sequence_part, runtime.packs_documents, runtime.num_ahead
     return Microbatches(len(batch) // dp, read, keys, runtime.device, *parts)
 
 
@@ -113,6 +113,7 @@ class OracleStep:
     grad_norm: float
     gradients: dict[str, Tensor]  # averaged over the global batch, before clipping
     weights: dict[str, Tensor]  # after the update, with the tensors of model_states
+    ahead: tuple[float, ...] = ()  # losses of the modules of multi-token prediction
     choices: Tensor | None = None  # of experts, as `routing.PlainChoices` takes them; None without experts
 
 
@@ -166,7 +167,7 @@ class Oracle:
         states = {name: state.double() for name, state in self.model.states().items()}
         gradients = {name: result.grads.get(name, torch.zeros_like(weight)) for name, weight in weights.items()}
         choices = None if self._choices is None else self._choices.take()
-        return OracleStep(result.loss, result.grad_norm, gradients, weights | states, choices)
+        return OracleStep(result.loss, result.grad_norm, gradients, weights | states, result.ahead, choices)
 
     def _train(self, microbatches: Sequence[Microbatch], rates: Rates) -> StepResult:
         return reference_step(
@@ -300,7 +301,7 @@ class GridMasks:
         """Return the mask of probabilities, [b, heads, s, s]."""
         parallel, rate, (batch, heads, seq, _) = self.config.parallel, self.config.model.attention_dropout, shape
         kinds, cp = parallel.cp_comm_type, parallel.context_parallel_size
-        kind = kinds[0] if len(kinds) == 1 else kinds[layer]
+        kind = kinds[min(layer, len(kinds) - 1)]  # the modules of multi-token prediction have the last one
         exchanged = {"a2a": cp, "a2a+p2p": (parallel.hierarchical_context_parallel_sizes or (1,))[0]}.get(kind, 1)
         head_ranks, ring = parallel.tensor_model_parallel_size * exchanged, cp // exchanged
         mask = torch.empty(shape, dtype=torch.bool, device=self.device)

@@ -41,7 +41,6 @@ from megapipe.model.microbatch import Microbatch
 from megapipe.optimizer.schedule import Rates
 from megapipe.pipeline.engine import BegunRun
 from megapipe.plan.run_plan import RunPlan
-from megapipe.sharding.spec import ParamSpec
 from megapipe.train.state import Schedules
 from megapipe.train.step import AsynchronousStep, PendingLoss, StepResult, TrainStep
 
@@ -116,7 +115,7 @@ def compare_with_oracle(
             result = trainer.run(share_of(runtime, batch, step), rate)
             repeats += 1
         own = oracle.step(batch, step, rate) if oracle else None
-        plain = _broadcast(own, plan.specs, model_states(plan.config.model), groups.world, device)
+        plain = _broadcast(own, plan, groups.world, device)
         routing = NO_CHOICES
         if choices is not None:
             known = None if own is None else own.choices
@@ -124,7 +123,8 @@ def compare_with_oracle(
         gradients = compare(trainer.averaged, plain.gradients, tolerance.gradient, tolerance.least_share)
         weights_found = compare(weight_pieces(runtime), plain.weights, tolerance.weight)
         rank, norm = groups.world.global_rank, result.update.grad_norm
-        mine = RankStep(rank, result.loss, norm, Summary.of(gradients), Summary.of(weights_found), routing)
+        summaries = Summary.of(gradients), Summary.of(weights_found)
+        mine = RankStep(rank, result.loss, norm, *summaries, routing, result.ahead)
         covered = [(held.piece.spec.name, held.piece.box) for held in trainer.averaged]
         everywhere = gather_objects((mine, covered), groups.world)
         missing = uncovered(plan.specs, [box for _, boxes in everywhere for box in boxes])
@@ -136,7 +136,7 @@ def compare_with_oracle(
         ranks = tuple(each for each, _ in everywhere)
         if choices is not None:
             check_all_compared([rank.routing for rank in ranks], plan.config, len(batch))
-        found.append(ParityStep(step, plain.loss, plain.grad_norm, ranks, tolerance, repeats))
+        found.append(ParityStep(step, plain.loss, plain.grad_norm, ranks, tolerance, repeats, plain.ahead))
     return found
 
 
@@ -166,24 +166,23 @@ def _copies(runtime: TrainingRuntime, factor: float) -> list[HeldPiece]:
     return [HeldPiece(held.stage, held.piece, held.values.double() * factor) for held in gradient_pieces(runtime)]
 
 
-def _broadcast(
-    plain: OracleStep | None,
-    specs: Sequence[ParamSpec],
-    states: Sequence[ParamSpec],
-    world: Group,
-    device: torch.device,
-) -> OracleStep:
-    """Return rank 0's oracle step on every rank, sent as one tensor: loss, gradient norm, gradients, weights."""
+def _broadcast(plain: OracleStep | None, plan: RunPlan, world: Group, device: torch.device) -> OracleStep:
+    """Return rank 0's oracle step on every rank, sent as one tensor: loss, gradient norm, losses of multi-token
+    prediction, gradients, weights.
+    """
+    specs, states = plan.specs, model_states(plan.config.model)
     sent = (*specs, *specs, *states)
     sizes = [spec.num_elements for spec in sent]
-    flat = torch.empty(2 + sum(sizes), dtype=torch.float64, device=device)
+    num_numbers = 2 + len(plan.model.predictions)
+    flat = torch.empty(num_numbers + sum(sizes), dtype=torch.float64, device=device)
     if plain is not None:
         wholes = [plain.gradients] * len(specs) + [plain.weights] * (len(specs) + len(states))
         tensors = [whole[spec.name].reshape(-1) for whole, spec in zip(wholes, sent, strict=True)]
-        torch.cat([torch.tensor([plain.loss, plain.grad_norm], dtype=torch.float64, device=device), *tensors], out=flat)
+        numbers = torch.tensor([plain.loss, plain.grad_norm, *plain.ahead], dtype=torch.float64, device=device)
+        torch.cat([numbers, *tensors], out=flat)
     broadcast(flat, world)
-    loss, grad_norm = flat[:2].tolist()
-    parts = [part.view(spec.shape) for spec, part in zip(sent, flat[2:].split(sizes), strict=True)]
+    loss, grad_norm, *ahead = flat[:num_numbers].tolist()
+    parts = [part.view(spec.shape) for spec, part in zip(sent, flat[num_numbers:].split(sizes), strict=True)]
     gradients = {spec.name: part for spec, part in zip(specs, parts, strict=False)}
     weights = {spec.name: part for spec, part in zip(sent[len(specs) :], parts[len(specs) :], strict=True)}
-    return OracleStep(loss, grad_norm, gradients, weights)
+    return OracleStep(loss, grad_norm, gradients, weights, tuple(ahead))

@@ -6,9 +6,9 @@ import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 
 from megapipe.config.config import Config
-from megapipe.config.layers import layer_configs
+from megapipe.config.layers import expert_layers, layer_configs
 from megapipe.extras.verify.compare import Difference, ParityStep, RankStep, tolerance_of, worst
-from megapipe.extras.verify.routing import OtherChoice, expert_layers
+from megapipe.extras.verify.routing import OtherChoice
 from megapipe.extras.verify.shrink import Shrunk
 from megapipe.layers.packing import is_explicit
 from megapipe.plan.recompute_choice import recompute_text
@@ -89,6 +89,7 @@ def _switches(plan: RunPlan) -> Iterator[str]:
         f"embeddings times {model.embedding_scale:g}": model.embedding_scale != 1.0,
         "sliding window": any(layer.window_size is not None for layer in layers),
         "attention soft-cap": any(layer.attn_logit_softcapping is not None for layer in layers),
+        f"{model.mtp_num_layers} modules of multi-token prediction": model.mtp_num_layers is not None,
         "final soft-cap": model.final_logit_softcapping is not None,
         f"hidden dropout {model.hidden_dropout:g}": model.hidden_dropout > 0,
         f"attention dropout {model.attention_dropout:g}": model.attention_dropout > 0,
@@ -192,7 +193,7 @@ def found_text(small: Shrunk, steps: Sequence[ParityStep]) -> str:
     failed = next((step for step in steps if not step.passes), None)
     if failed is None:
         count, ranks = len(small.plan.specs), small.plan.topology.world_size
-        layers = len(expert_layers(small.plan.config))
+        layers = len(expert_layers(small.plan.config.model))
         experts = f", the experts of every token in {layers} layer(s)" if layers else ""
         lines.append(f"  same: loss, gradient norm, {count} gradients and {count} weights{experts} on {ranks} rank(s)")
     else:
@@ -231,6 +232,8 @@ def _failure(small: Shrunk, step: ParityStep) -> Iterator[str]:
     kind, culprits = step.first_wrong()
     if not culprits:
         name = "the loss" if not step.loss_passes else "the gradient norm"
+        if step.loss_passes and not step.ahead_passes:
+            name = "a loss of multi-token prediction"
         same = "though all gradients and weights are the same: the average or the sum over ranks is wrong"
         yield f"DIFFERENT in step {step.step + 1}: {name}, {same}"
         return

@@ -19,7 +19,7 @@ from megapipe.assembly.runtime import TrainingRuntime
 from megapipe.comm.collectives import broadcast
 from megapipe.comm.groups import Group
 from megapipe.config.config import ResolvedConfig
-from megapipe.config.layers import layer_configs
+from megapipe.config.layers import expert_layers
 from megapipe.extras.reference.experts import MoE as PlainMoE
 
 
@@ -45,12 +45,6 @@ class Routing:
 
 
 NO_CHOICES = Routing()  # of a model without experts
-
-
-def expert_layers(config: ResolvedConfig) -> tuple[int, ...]:
-    """Return the numbers of the layers with experts."""
-    layers = enumerate(layer_configs(config.model))
-    return tuple(number for number, layer in layers if layer.has_mlp and layer.num_experts is not None)
 
 
 class PlainChoices:
@@ -96,7 +90,7 @@ class GridChoices:
     def compare(self, plain: Tensor) -> Routing:
         """Return what differs from the oracle's choices, and forget those of the grid. plain: see PlainChoices.take."""
         plan, place = self._runtime.plan, self._runtime.coordinates
-        layers = expert_layers(plan.config)
+        layers = expert_layers(plan.config.model)
         num_choices = num_other = 0
         first: OtherChoice | None = None
         for (layer, microbatch), grid in sorted(self.chosen.items(), key=lambda item: item[0]):
@@ -120,7 +114,7 @@ def broadcast_choices(
 ) -> Tensor:
     """Return the oracle's choices, which rank 0 has, on every rank."""
     model = config.model
-    shape = (len(expert_layers(config)), num_microbatches, config.training.micro_batch_size, model.seq_length)
+    shape = (len(expert_layers(config.model)), num_microbatches, config.training.micro_batch_size, model.seq_length)
     everywhere = torch.empty(*shape, model.moe_router_topk, dtype=torch.int64, device=device)
     if choices is not None:
         everywhere.copy_(choices)
@@ -131,7 +125,7 @@ def broadcast_choices(
 def check_all_compared(found: Sequence[Routing], config: ResolvedConfig, num_microbatches: int) -> None:
     """Raise RuntimeError unless the choice of every token in every layer was compared, on one rank each."""
     tokens = num_microbatches * config.training.micro_batch_size * config.model.seq_length
-    wanted, compared = len(expert_layers(config)) * tokens, sum(routing.num_choices for routing in found)
+    wanted, compared = len(expert_layers(config.model)) * tokens, sum(routing.num_choices for routing in found)
     if compared != wanted:
         raise RuntimeError(
             f"the experts of {compared:,} tokens were compared, not of all {wanted:,}: the comparison proves nothing "

@@ -42,6 +42,7 @@ EXPERTS = {
     "add_bias_linear": False,
     "expert_model_parallel_size": 2,
 }
+PREDICTIONS = {"mtp_num_layers": 2, "position_embedding_type": "rope"}
 CP2 = {"context_parallel_size": 2}
 DOCUMENTS = {
     "reset_position_ids": True,
@@ -60,6 +61,10 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "experts_dropped_sp2_dp2": (4, EXPERTS | SP2 | {"moe_expert_capacity_factor": 0.75}),
     "experts_full_sp2_dp2": (4, EXPERTS | SP2 | FULL),
     "experts_pp2_zb_h1": (4, EXPERTS | PP2 | {"pipeline_schedule": "zb-h1"}),
+    "predictions_bf16": (1, PREDICTIONS | {"dtype": "bf16"}),
+    "predictions_sp2_pp2_zb_h1": (4, PREDICTIONS | SP2 | PP2 | {"pipeline_schedule": "zb-h1"}),
+    "predictions_full_pp2_zero1": (4, PREDICTIONS | FULL | PP2 | ZERO1 | {"dtype": "bf16"}),
+    "predictions_experts_pp2": (4, PREDICTIONS | EXPERTS | PP2 | {"moe_layer_freq": "[0]+[1]*7"}),
     "dp2_zero1_bf16": (2, ZERO1 | {"dtype": "bf16", "ddp_bucket_size": 50_000}),
     "dp2_reduce_in_bf16": (2, {"dtype": "bf16", "grad_reduce_in_bf16": True}),
     "tp2": (2, TP2),
