@@ -145,6 +145,9 @@ def layer_seconds(
         ways = [(0.0, 0.0) if experts is None else expert_message_seconds(part, shape, experts) for part in mixtures]
         forward["ep"] = sum(2 * rows_seconds + counts_seconds for rows_seconds, counts_seconds in ways)
     again = _recomputed(layer, shape, plain, clock, forward)
+    if "cp" in forward and layer.attention is not None:
+        resent, kind = layer.attention.resent_bytes(shape), layer.attention.cp_comm_type
+        again["cp"] = _exposed_context(kind, resent, again.get("attention", 0.0), cp_link or tp_link) if resent else 0.0
     inputs = {
         "gemm": gemm,
         "attention": core_backward,
@@ -310,7 +313,6 @@ def _recomputed(
             continue
         if operation.attention is not None:
             again["attention"] += clock.attention(operation.attention)
-            again["cp"] = forward.get("cp", 0.0)
         if operation.gemm is not None:
             again["gemm"] += clock.gemm(operation.gemm)
             again["pointwise"] += clock.casts(Op.F, [operation.gemm])
