@@ -237,7 +237,8 @@ CASES = [
         "blocks_and_flash_attention",
         "--context-parallel-size 2 --attention-impl flash --attention-dropout 0 --device cuda --bf16",
         ["does not work with --attention-impl flash; use --cp-comm-type a2a"],
-        "--context-parallel-size 2 --attention-impl flash --attention-dropout 0 --device cuda --bf16 --cp-comm-type a2a",
+        "--context-parallel-size 2 --attention-impl flash --attention-dropout 0 --device cuda --bf16 --cp-comm-type "
+        "a2a",
     ),
     (
         "rank_order_names_axes",
