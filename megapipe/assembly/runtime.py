@@ -90,7 +90,7 @@ class InferenceRuntime:
         self.buffers: dict[int, StageBuffers] = {}
         self.sequence_part = SequencePart(groups.cp.rank, groups.cp.size)  # of every sequence, on this rank
         held, tp = plan.placement.stages_of(self.coordinates.pp_rank), groups.tp
-        tp_groups, experts = [tp] * len(held), [ExpertGroups(groups.ep, groups.etp, groups.dp)] * len(held)
+        tp_groups, experts = [tp] * len(held), [ExpertGroups(groups.ep, groups.etp, groups.dp, groups.cp)] * len(held)
         context = [groups.context] * len(held)
         overlaps = trains and len(held) == 2 and plan.parts is None and plan.overlaps_stages
         if overlaps and tp.size > 1:
@@ -99,10 +99,11 @@ class InferenceRuntime:
         if overlaps and groups.cp.size > 1:
             context[1] = context[1].second_communicators()
         if overlaps and plan.model.has_experts:
-            own = (groups.ep, groups.etp, groups.dp)
-            experts[1] = ExpertGroups(*(second_communicator(group) for group in own))
+            ep, etp, dp = (second_communicator(group) for group in (groups.ep, groups.etp, groups.dp))
+            experts[1] = ExpertGroups(ep, etp, dp, context[1].cp)
         if trains and plan.parts is not None:
-            experts = [ExpertGroups(groups.ep, groups.etp, groups.dp, second_communicator(groups.ep))] * len(held)
+            counts = second_communicator(groups.ep)
+            experts = [replace(each, counts=counts) for each in experts]
         for stage, tp_group, of_experts, of_context in zip(held, tp_groups, experts, context, strict=True):
             self._add_stage(stage, tp_group, of_experts, of_context, draw_slice, trains)
         self.channels = Channels.build(

@@ -132,7 +132,8 @@ class ContextGroups:
 
 @dataclass(frozen=True)
 class ExpertGroups:
-    """The ranks among which experts are divided, those that share every expert, and those with other microbatches.
+    """The ranks among which experts are divided, those that share every expert, and those with other microbatches or
+    other parts of the sequences.
 
     counts: those of ep with another communicator, for the numbers of rows, where rows of others are in flight on ep.
     """
@@ -140,6 +141,7 @@ class ExpertGroups:
     ep: Group = field(default_factory=lambda: Group.alone("ep"))
     etp: Group = field(default_factory=lambda: Group.alone("etp"))
     dp: Group = field(default_factory=lambda: Group.alone("dp"))
+    cp: Group = field(default_factory=lambda: Group.alone("cp"))
     counts: Group | None = None
 
 

@@ -188,9 +188,8 @@ class Attention:
         """
         if shape.cp == 1:
             return {}, {}
-        exchanged, ring = self._exchanged(shape), self._ring(shape)
-        query, keys, element = self._query(shape), 2 * self._key(shape), shape.element
-        a2a = ring_bytes((2 * query + keys) * element, exchanged)
+        ring, keys, element = self._ring(shape), self._exchanged_keys(shape), shape.element
+        a2a = self._exchange_bytes(shape)
         steps = ring - 1
         if self.cp_comm_type != "all_gather" and ring > 1:
             steps = len(ring_steps(ring, shape.whole_seq, self.window(shape)))
@@ -198,6 +197,19 @@ class Attention:
         if self.cp_comm_type == "a2a+p2p":
             return {"cp_a2a": a2a, "cp_p2p": to_ring}, {"cp_a2a": a2a, "cp_p2p": back}
         return {"cp": a2a + to_ring}, {"cp": a2a + back}
+
+    def resent_bytes(self, shape: RankShape) -> dict[str, float]:
+        """Return the bytes that the shape's recompute sends for one microbatch, by group: those of the forward; of a
+        ring none if attention's results are kept.
+        """
+        is_full = shape.recompute.recompute_granularity == "full"
+        if shape.cp == 1 or not (is_full or shape.recomputes("core_attn")):
+            return {}
+        if not (is_full and shape.recompute.recompute_keep_attention):
+            return self.sent_bytes(shape)[0]
+        if self._exchanged(shape) == 1:
+            return {}
+        return {"cp_a2a" if self.cp_comm_type == "a2a+p2p" else "cp": self._exchange_bytes(shape)}
 
     def rotary_table_bytes(self, shape: RankShape) -> int:
         """Return the bytes of cos and sin of one sequence, [s, r / 2] each, r the rotated channels."""
@@ -249,6 +261,15 @@ class Attention:
         """Return True if whole matrices of queries and keys are kept; blocks compute theirs again."""
         return self.is_explicit and self._ring(shape) == 1
 
+    def _copies(self, shape: RankShape) -> int:
+        """Return the number of cp ranks that share a key/value head once heads are exchanged."""
+        return max(1, self._exchanged(shape) // self._groups(shape))
+
+    def _exchange_bytes(self, shape: RankShape) -> float:
+        """Return the bytes that the exchange of heads and positions sends in one direction."""
+        elements = self._query(shape) + self._exchanged_keys(shape) + self._output(shape)
+        return ring_bytes(elements * shape.element, self._exchanged(shape))
+
     def _heads(self, shape: RankShape) -> int:
         return self.model.num_attention_heads // shape.tp
 
@@ -256,16 +277,29 @@ class Attention:
         return max(1, self.model.num_query_groups // shape.tp)
 
     def _shares_keys(self, shape: RankShape) -> bool:
-        """Return True if several query heads of the rank use one of several key/value heads."""
-        return self._heads(shape) > self._groups(shape) > 1
+        """Return True if several query heads of core attention use one of several key/value heads."""
+        ranks = self._exchanged(shape)
+        return self._heads(shape) // ranks > self._groups(shape) * self._copies(shape) // ranks > 1
 
     def _query(self, shape: RankShape) -> int:
-        """Return the elements of q, and of attention's output."""
+        """Return the elements of q."""
         return shape.tokens * self._heads(shape) * self.model.kv_channels
 
     def _key(self, shape: RankShape) -> int:
-        """Return the elements of k, and of v."""
+        """Return the elements of k."""
         return shape.tokens * self._groups(shape) * self.model.kv_channels
+
+    def _keys_and_values(self, shape: RankShape) -> int:
+        """Return the elements of k and v."""
+        return 2 * self._key(shape)
+
+    def _exchanged_keys(self, shape: RankShape) -> int:
+        """Return the elements of k and v during core attention, with the copies of heads that ranks share."""
+        return self._keys_and_values(shape) * self._copies(shape)
+
+    def _output(self, shape: RankShape) -> int:
+        """Return the elements of attention's output."""
+        return self._query(shape)
 
     def _squares(self, shape: RankShape) -> int:
         """Return the elements of a matrix of all queries and keys."""
@@ -320,15 +354,16 @@ class Attention:
     def _exchanged_kept(self, shape: RankShape, repeats: bool) -> Iterator[Kept]:
         """Yield q, k and v of this rank's heads at the positions of all; with qk-norm its input and statistics."""
         query, key, element = self._query(shape), self._key(shape), shape.element
-        if self.qk_norms or not repeats or shape.recomputes("core_attn"):
+        redoes_core = shape.recomputes("core_attn")
+        if self.qk_norms or redoes_core:
             yield Kept("q, k, v", query + 2 * key, element)
         for norm, heads in zip(self.qk_norms, (self._heads(shape), self._groups(shape)), strict=False):
             per_token = heads if self.model.qk_layernorm_scope == "head" else 1
             yield from norm.statistics(shape.tokens * per_token, shape)
-        if self.qk_norms and shape.recomputes("core_attn"):
+        if self.qk_norms and redoes_core:
             yield Kept("q, k, v", query + key, element)  # normed, before the exchange
-        elif self.qk_norms and not repeats:
-            yield Kept("q, k, v", query + 2 * key, element)
+        elif not redoes_core and not repeats:
+            yield Kept("q, k, v", query + self._exchanged_keys(shape), element)
         if repeats:
             yield Kept("q, k, v", query, element)
             yield from [Kept("q, k, v repeated", query, element)] * 2
@@ -400,7 +435,7 @@ class Attention:
 
         Gathered, keys and their gradients are those of all ranks of the ring.
         """
-        element, wide, query, keys = shape.element, shape.wide, self._query(shape), 2 * self._key(shape)
+        element, wide, query, keys = shape.element, shape.wide, self._query(shape), self._exchanged_keys(shape)
         ring, blocks = self._ring(shape), (query + keys) * element
         held, sums = (2, 2) if ring == 2 else (3, 4)
         if self.cp_comm_type == "all_gather":

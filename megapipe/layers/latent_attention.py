@@ -1,13 +1,14 @@
 """Multi-head latent attention: x + norm(proj(core_attention(q, k, v))), with q, k and v projected up from latents of
 the tokens and one rotated key for all heads (DeepSeek-V2, arXiv:2405.04434).
 
-Core attention and its options are those of `Attention`; values are padded to the width of keys.
+Core attention and its options are those of `Attention`; values are padded to the width of keys, with context
+parallelism after they are exchanged.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from megapipe.layers.attention import Attention, mean_keys
@@ -132,10 +133,11 @@ class LatentAttention(Attention):
         dropout = Kept("dropout masks", shape.own_tokens * model.hidden_size, MASK_BYTES)
         behind = hidden if has_dropout or after is not None else 0
         redoes_core = shape.recomputes("core_attn")
-        heads_kept = (Kept("q, k, v", 3 * self._query(shape), shape.element),)
+        heads_kept = (Kept("q, k, v", self._heads_kept(shape), shape.element),)
         core_kept = () if redoes_core else self._trimmed_kept(shape)
         # linear_proj keeps the output, trimmed or not
-        output = "attention output" if model.v_head_dim == model.kv_channels else "attention output trimmed"
+        is_whole = model.v_head_dim == model.kv_channels or self._ring(shape) > 1
+        output = "attention output" if is_whole else "attention output trimmed"
         freed = [tensor for tensor in (*heads_kept, *core_kept) if tensor.name != output]
         if shape.recompute.recompute_keep_attention:
             freed = [tensor for tensor in freed if not tensor.with_replay]
@@ -148,7 +150,8 @@ class LatentAttention(Attention):
             start = before.operation(shape, backward=Backward(waiting + hidden + before.gradient_bytes(shape)))
         # the gradients of q, k and v, a copy of the first, and the gradient of the projection to keys and values
         made = Backward(behind + 4 * query + keys)
-        core_made = query + self._core_gradient_bytes(shape) - (0 if self.is_explicit else 3 * query)
+        is_less = not self.is_explicit and self._ring(shape) == 1
+        core_made = query + self._core_gradient_bytes(shape) - (3 * query if is_less else 0)
         operations = (
             start,
             *downs,
@@ -221,16 +224,39 @@ class LatentAttention(Attention):
         """Return the bytes of a projection's output on one rank."""
         return (shape.own_tokens if gemm.is_replicated else shape.tokens) * gemm.outputs * shape.element
 
+    def _output(self, shape: RankShape) -> int:
+        """Return the elements of attention's output, and of v, without padding."""
+        return shape.tokens * self._heads(shape) * self.model.v_head_dim
+
+    def _keys_and_values(self, shape: RankShape) -> int:
+        """Return the elements of k and v, without padding."""
+        return self._key(shape) + self._output(shape)
+
+    def _heads_kept(self, shape: RankShape) -> int:
+        """Return the elements of q, k and v. With context parallelism v is padded after the exchange."""
+        query, is_narrow = self._query(shape), self.model.v_head_dim < self.model.kv_channels
+        if shape.cp == 1:
+            return 3 * query
+        is_padded = is_narrow and self._ring(shape) == 1 and not shape.recomputes("core_attn")
+        return query + self._keys_and_values(shape) + (query if is_padded else 0)
+
     def _trimmed_kept(self, shape: RankShape) -> tuple[Kept, ...]:
         """Return what core attention keeps, and its output without the padding of values."""
-        model = self.model
+        model, values = self.model, self._output(shape)
+        if self._ring(shape) > 1:
+            output = Kept("attention output", values, shape.element)
+            statistics = Kept("attention statistics", shape.tokens * self._heads(shape), shape.wide, with_replay=True)
+            own = (replace(output, with_replay=True), statistics)
+            return own if self._exchanged(shape) == 1 else (*own, output)
         if model.v_head_dim == model.kv_channels:
             return tuple(self._core_kept(shape))
-        kept = list(self._core_kept(shape))
-        if not self._runs_fused(shape):
-            kept = [tensor for tensor in kept if tensor.name != "attention output"]
-        values = shape.tokens * self._heads(shape) * model.v_head_dim
+        kept = [each for each in self._core_kept(shape) if each.with_replay or each.name != "attention output"]
         return *kept, Kept("attention output trimmed", values, shape.element)
+
+    def _ring_gradient_bytes(self, shape: RankShape) -> int:
+        """Return what the backward of attention in blocks makes; padded are v, the output, and gradients of both."""
+        query, is_narrow = self._query(shape), self.model.v_head_dim < self.model.kv_channels
+        return super()._ring_gradient_bytes(shape) + (4 * query * shape.element if is_narrow else 0)
 
     def _shared_key_collectives(self, shape: RankShape) -> Collectives:
         """Return the gather of the key that all heads share, and the sum of its gradient over tp."""

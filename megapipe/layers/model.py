@@ -122,7 +122,7 @@ def model_spec(
 def _layer_spec(layer: LayerConfig, is_fp8: bool, cp_comm_type: str) -> LayerSpec:
     parts: list[Attention | LatentAttention] = []
     if layer.has_attention and layer.multi_latent_attention:
-        parts = [LatentAttention(layer, is_fp8)]
+        parts = [LatentAttention(layer, is_fp8, cp_comm_type)]
     elif layer.has_attention:
         parts = [Attention(layer, is_fp8, cp_comm_type)]
     branch = MoE(layer) if layer.num_experts is not None else DenseMLP(layer, is_fp8)

@@ -52,11 +52,12 @@ class SelfAttention(nn.Module):
         self.groups = max(1, config.num_query_groups // tp.size)
         self.queries = config.num_attention_heads // tp.size // self.groups  # per group, on this rank
         self.scale = config.softmax_scale
-        self.context_parallel, count = factory.context, self.groups * self.queries
+        self.context_parallel = parallel = factory.context
+        count, per_key = self.groups * self.queries, self.queries  # query heads during core attention
         self.head_rank = tp.rank  # among the ranks that compute core attention of other heads
-        if self.context_parallel is not None:
-            a2a = self.context_parallel.a2a
-            self.head_rank, count = tp.rank * a2a.size + a2a.rank, count // a2a.size
+        if parallel is not None:
+            self.head_rank, count = parallel.head_rank(tp.rank), count // parallel.a2a.size
+            per_key //= parallel.copies(self.groups)
         self.heads: AttentionHeads | None = None  # of a kind of attention that an extension has added
         if ATTENTIONS[config.attention_kind].function is not None:
             heads = range(self.head_rank * count, (self.head_rank + 1) * count)
@@ -65,7 +66,7 @@ class SelfAttention(nn.Module):
         rows = width + 2 * config.num_query_groups * self.head_dim
         local_rows = self.groups * (self.queries + 2) * self.head_dim  # > rows / tp where k and v are replicated
         qkv_bias = config.add_bias_linear or config.add_qkv_bias
-        self.kernel = factory.attention(layer, self.queries, self.scale)
+        self.kernel = factory.attention(layer, per_key, self.scale)
         self.linear_qkv = factory.linear("column", layer, config.hidden_size, rows, qkv_bias, local_rows)
         self.linear_proj = factory.linear("row", layer, width, config.hidden_size, config.add_bias_linear)
         if config.qk_layernorm:
@@ -84,7 +85,7 @@ class SelfAttention(nn.Module):
         if context.cache is not None:
             k, v = context.cache.extend(self.layer, k, v)
         core: CoreAttention = partial(self._core, context=context)
-        if context.kept_attention is not None:
+        if context.kept_attention is not None and not self.is_in_blocks:
             core = partial(context.kept_attention, core)
         if self.recompute_core:
             return RecomputedSegment(core).then(self.linear_proj, q, k, v)
@@ -103,6 +104,11 @@ class SelfAttention(nn.Module):
                 k = rotate_(k, *context.rotary, groups, 1, head_dim)
         return q, k, v
 
+    @property
+    def is_in_blocks(self) -> bool:
+        """True if core attention runs in blocks of queries and keys, over a ring of ranks."""
+        return self.context_parallel is not None and self.context_parallel.ring.size > 1
+
     def _core(self, q: Tensor, k: Tensor, v: Tensor, context: LayerContext) -> Tensor:
         parallel = self.context_parallel
         if context.slice is not None:
@@ -111,11 +117,21 @@ class SelfAttention(nn.Module):
         if parallel is None or context.cache is not None:
             return self._local_core(q, k, v, context)
         q, k, v = parallel.heads_for_positions(q, k, v)
-        if parallel.ring.size == 1:
-            output = self._local_core(q, k, v, context)
+        if self.is_in_blocks:
+            kernel, sink = self._block_kernel(q, context, parallel.part), self._sink(q)
+            output = parallel.attend(q, k, v, context.blocks, kernel, sink, context.kept_attention)
         else:
-            output = parallel.attend(q, k, v, context.blocks, self._block_kernel(q, context, parallel.part))
-        return parallel.positions_for_heads(output.unflatten(-1, (-1, self.head_dim))).flatten(2)
+            output = self._local_core(q, k, v, context)
+        return parallel.positions_for_heads(output.unflatten(-1, (-1, v.shape[-1]))).flatten(2)
+
+    def _sink(self, q: Tensor) -> Tensor | None:
+        """Return the logits of attention sinks of q's heads; None without any."""
+        heads, parallel = q.shape[2] * q.shape[3], self.context_parallel
+        if self.config.softmax_type == "off-by-one":
+            return q.new_zeros(heads)
+        if self.softmax_offset is None or parallel is None:
+            return self.softmax_offset
+        return self.softmax_offset[parallel.a2a.rank * heads : (parallel.a2a.rank + 1) * heads]
 
     def _block_kernel(self, q: Tensor, context: LayerContext, part: SequencePart) -> BlockKernel:
         """Return what computes blocks of attention. part: of every sequence, for which this rank has queries."""
@@ -151,9 +167,7 @@ class SelfAttention(nn.Module):
             return keyed_dropout(probs, rate, key, self.layer, "attention_probs", self.head_rank)
 
         cap = self.config.attn_logit_softcapping
-        is_one = self.config.softmax_type == "off-by-one"
-        offset = q.new_zeros(self.groups * self.queries) if is_one else self.softmax_offset
-        return explicit_attention(q, k, v, context.mask, self.scale, cap, dropout, offset)
+        return explicit_attention(q, k, v, context.mask, self.scale, cap, dropout, self._sink(q))
 
 
 def fused_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:

@@ -1,7 +1,8 @@
 """Attention of a block of queries on a block of keys with its log-sum-exp, and the backward with that of all keys.
 
-q: [queries, b, g, n, d]; k, v: [keys, b, g, 1, d], any strides. Output [b, g n, queries, d], log-sum-exp
-[b, g n, queries] in at least fp32; a query that sees no key of the block has output 0 and log-sum-exp -inf.
+q: [queries, b, g, n, d]; k: [keys, b, g, 1, d]; v: [keys, b, g, 1, channels], at most d of them; any strides. Output
+[b, g n, queries, channels], log-sum-exp [b, g n, queries] in at least fp32; a query that sees no key of the block has
+output 0 and log-sum-exp -inf.
 """
 
 from __future__ import annotations
@@ -42,11 +43,11 @@ class BlockKernel(Protocol):
 
     def backward(
         self,
-        grad: Tensor,  # of the output over all keys, [queries, b, g n, d]
+        grad: Tensor,  # of the output over all keys, [queries, b, g n, channels]
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        output: Tensor,  # over all keys, [queries, b, g n, d]
+        output: Tensor,  # over all keys, [queries, b, g n, channels]
         lse: Tensor,  # over all keys, [b, g n, queries]
         block: MaskedBlock,
         source: int,
@@ -56,14 +57,17 @@ class BlockKernel(Protocol):
 
 @dataclass(frozen=True)
 class FusedBlocks:
-    """torch's fused kernels: flash attention on CPUs, and on CUDA in half types without mask, else memory-efficient."""
+    """torch's fused kernels: flash attention on CPUs, and on CUDA in half types without mask, else memory-efficient.
+
+    They want values as wide as keys, so narrower ones get channels of zeros.
+    """
 
     scale: float
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, block: MaskedBlock, source: int) -> tuple[Tensor, Tensor]:
-        (queries, batch, _, _, size), aten = q.shape, torch.ops.aten
+        (queries, batch, _, _, size), channels, aten = q.shape, v.shape[-1], torch.ops.aten
         fold = _folded_dim(q, block)
-        q, k, v = _folded(q, k, v, fold)
+        q, k, v = _folded(q, k, _widened(v, size), fold)
         causal, mask = block.block.kind == "causal", block.mask
         if not q.is_cuda:
             output, lse = aten._scaled_dot_product_flash_attention_for_cpu(
@@ -77,7 +81,7 @@ class FusedBlocks:
                 q, k, v, bias, True, 0.0, causal, scale=self.scale
             )[:2]
             lse = lse[:, :, :queries]
-        output, lse = output.reshape(batch, -1, queries, size), lse.reshape(batch, -1, queries)
+        output, lse = output.reshape(batch, -1, queries, size)[..., :channels], lse.reshape(batch, -1, queries)
         if block.empty is not None:
             # the kernel's own result of such a row is not one: CPUs return a log-sum-exp of 0
             output = output.masked_fill(block.empty.unsqueeze(-1), 0.0)
@@ -95,11 +99,11 @@ class FusedBlocks:
         block: MaskedBlock,
         source: int,
     ) -> Gradients:
-        shape, (queries, batch, groups, per_group, _), aten = q.shape, q.shape, torch.ops.aten
-        fold = _folded_dim(q, block)
+        shape, (queries, batch, groups, per_group, size), aten = q.shape, q.shape, torch.ops.aten
+        fold, channels = _folded_dim(q, block), v.shape[-1]
         split = (queries, batch, groups, per_group, -1)
-        grad, output = (_fold(x.view(split), fold) for x in (grad, output))
-        q, k, v = _folded(q, k, v, fold)
+        grad, output = (_fold(_widened(x.view(split), size), fold) for x in (grad, output))
+        q, k, v = _folded(q, k, _widened(v, size), fold)
         lse = lse.reshape(q.shape[:3])
         causal, mask = block.block.kind == "causal", block.mask
         if not q.is_cuda:
@@ -119,7 +123,8 @@ class FusedBlocks:
                 *(grad, q, k, v, bias, output, padded, unused, unused, 0.0, (True, True, True, False), causal),
                 scale=self.scale,
             )
-        return _unfolded(grads, shape)
+        grad_q, grad_k, grad_v = _unfolded(grads, shape)
+        return grad_q, grad_k, grad_v[..., :channels]
 
 
 @dataclass(frozen=True)
@@ -207,10 +212,15 @@ def _fold(x: Tensor, dim: int) -> Tensor:
     return x.flatten(dim, dim + 1).permute(1, 2, 0, 3)
 
 
+def _widened(x: Tensor, size: int) -> Tensor:
+    """Return x with zeros up to so many channels."""
+    return x if x.shape[-1] == size else F.pad(x, (0, size - x.shape[-1]))
+
+
 def _unfolded(grads: Any, q_shape: torch.Size) -> Gradients:
     """Return the gradients of folded q, k and v, those of k and v summed over the heads that share k."""
-    _, batch, groups, per_group, size = q_shape
-    grad_q, grad_k, grad_v = (x.reshape(batch, groups, per_group, -1, size) for x in grads[:3])
+    _, batch, groups, per_group, _ = q_shape
+    grad_q, grad_k, grad_v = (x.reshape(batch, groups, per_group, -1, x.shape[-1]) for x in grads[:3])
     grad_k, grad_v = (x.sum(2, keepdim=True) if per_group > 1 else x for x in (grad_k, grad_v))
     grad_q, grad_k, grad_v = (x.permute(3, 0, 1, 2, 4) for x in (grad_q, grad_k, grad_v))
     return grad_q, grad_k, grad_v

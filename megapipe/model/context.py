@@ -117,12 +117,14 @@ class ContextBuilder:
         weight: Tensor | float = 1.0
         if self._per_token_loss:
             weight = float(microbatch.tokens.numel()) if microbatch.loss_mask is None else microbatch.loss_mask.sum()
+            if microbatch.loss_tokens is not None:
+                weight = microbatch.loss_tokens
         for layer, ring in self._kinds:
             mask, explicit = None, False
             blocks: Mapping[int, MaskedBlocks] = {}
             if layer.has_attention and not has_kernel:
                 explicit = layer.attn_logit_softcapping is not None or layer.attention_softmax_in_fp32
-                explicit = explicit or layer.softmax_type != "vanilla"
+                explicit = explicit or (layer.softmax_type != "vanilla" and ring.ranks == 1)  # a ring adds sinks itself
                 explicit = explicit or ATTENTIONS[layer.attention_kind].function is not None
                 explicit = explicit or (layer.attention_dropout > 0.0 and key is not None)
                 # documents have one mask for each window; a cache is longer than the new tokens

@@ -5,20 +5,22 @@
                 sends their gradients back in at least fp32. Steps that a window hides from every rank are left out
     all_gather  keys and values are gathered (Llama 3, arXiv:2407.21783); their gradients are reduced and scattered
     a2a         heads for positions (DeepSpeed-Ulysses, arXiv:2309.14509): each rank has 1/cp of the heads for the whole
-                sequence during core attention
+                sequence during core attention. Key/value heads of which there are fewer are copied before, and their
+                gradients summed
     a2a+p2p     a2a within groups of consecutive ranks, p2p between them
 
 A ring computes attention in blocks (`sharding.sequence`), each with its log-sum-exp L, merged in at least fp32:
-L = log sum exp L_j, o = sum exp(L_j - L) o_j. The backward of each block uses the final o and L. Saved are q, k, v, o
-and L of this rank, as without context parallelism.
+L = log sum exp L_j, o = sum exp(L_j - L) o_j. The backward of each block uses the final o and L. An attention sink is
+one more block, with its logit as L and o = 0. Saved are q, k, v, o and L of this rank, as without context parallelism.
 
-Shapes: as in `attention`, with s this rank's tokens.
+Shapes: as in `attention`, with s this rank's tokens. Values may have fewer channels than keys.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,6 +31,7 @@ from torch.autograd.function import once_differentiable
 from megapipe.comm.collectives import Work, all_gather, all_to_all, reduce_scatter
 from megapipe.comm.groups import ContextGroups, Group
 from megapipe.model.block_attention import BlockKernel, MaskedBlock
+from megapipe.model.recompute import KeptAttention
 from megapipe.sharding.sequence import SequencePart
 from megapipe.tensor_parallel.gemms import at_least_fp32
 
@@ -53,12 +56,26 @@ class ContextParallel:
         """The part of every sequence for which the rank has queries during core attention."""
         return SequencePart(self.ring.rank, self.ring.size)
 
+    def head_rank(self, tp_rank: int) -> int:
+        """Return this rank's place among the ranks that compute core attention of other heads."""
+        return tp_rank * self.a2a.size + self.a2a.rank
+
+    def copies(self, groups: int) -> int:
+        """Return how many ranks of a2a share a key/value head, of `groups` heads on a tp rank."""
+        return max(1, self.a2a.size // groups)
+
     def heads_for_positions(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return q, k and v of 1 / a2a of the heads at the positions of all ranks of a2a, in order."""
         if self.a2a.size == 1:
             return q, k, v
-        queries = q.shape[3]
-        q, k, v = _Exchange.apply(torch.cat([q, k, v], dim=3), self.a2a, True).split((queries, 1, 1), dim=3)
+        groups, copies = q.shape[2], self.copies(q.shape[2])
+        if copies > 1:
+            q = q.unflatten(3, (copies, -1)).flatten(2, 3)
+            k, v = (x.expand(-1, -1, -1, copies, -1).reshape(*x.shape[:2], groups * copies, 1, -1) for x in (k, v))
+        parts = [x.flatten(3) for x in (q, k, v)]
+        exchanged = _Exchange.apply(torch.cat(parts, dim=3), self.a2a, True)
+        split = exchanged.split([part.shape[3] for part in parts], dim=3)
+        q, k, v = (x.unflatten(3, (heads, -1)) for x, heads in zip(split, (q.shape[3], 1, 1), strict=True))
         return q, k, v
 
     def positions_for_heads(self, output: Tensor) -> Tensor:
@@ -66,10 +83,22 @@ class ContextParallel:
         return output if self.a2a.size == 1 else _Exchange.apply(output, self.a2a, False)
 
     def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, blocks: Mapping[int, Sequence[MaskedBlock]], kernel: BlockKernel
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        blocks: Mapping[int, Sequence[MaskedBlock]],
+        kernel: BlockKernel,
+        sink: Tensor | None = None,
+        kept: KeptAttention | None = None,
     ) -> Tensor:
-        """Return attention's output over the keys of the ring. blocks: by rank of the ring, its own first."""
-        return _RingAttention.apply(q, k, v, _Ring(self.ring, self.gathers, tuple(blocks)), blocks, kernel)
+        """Return attention's output over the keys of the ring.
+
+        blocks: by rank of the ring, its own first. sink: the logit of each head's attention sink. kept: keeps the
+        output and its log-sum-exp for a recompute.
+        """
+        ring = _Ring(self.ring, self.gathers, tuple(blocks))
+        return _RingAttention.apply(q, k, v, sink, ring, blocks, kernel, kept)
 
 
 class _Exchange(Function):
@@ -117,42 +146,67 @@ class _RingAttention(Function):
         q: Tensor,
         k: Tensor,
         v: Tensor,
+        sink: Tensor | None,
         ring: _Ring,
         blocks: Mapping[int, Sequence[MaskedBlock]],
         kernel: BlockKernel,
+        kept: KeptAttention | None,
     ) -> Tensor:
-        seq, batch, groups, queries, size = q.shape
-        shape, wide = (batch, groups * queries, seq), at_least_fp32(q.dtype)
-        output = q.new_zeros(*shape, size, dtype=wide)
-        lse = torch.full(shape, -torch.inf, dtype=wide, device=q.device)
-        for source, keys in ring.keys(torch.stack([k, v])):
-            for block in blocks[source]:
-                kept, seen = slice(*block.block.queries), slice(*block.block.keys)
-                part, part_lse = kernel.forward(q[kept], keys[0, seen], keys[1, seen], block, source)
-                merge(output[:, :, kept], lse[:, :, kept], part, part_lse)
-        result = output.permute(2, 0, 1, 3).to(q.dtype, memory_format=torch.contiguous_format).contiguous()
-        ctx.save_for_backward(q, k, v, result, lse)
+        compute = partial(_ring_attention, q, k, v, sink, ring, blocks, kernel)
+        result, lse = compute() if kept is None else kept.results(compute)
+        ctx.save_for_backward(q, k, v, sink, result, lse)
         ctx.ring, ctx.blocks, ctx.kernel = ring, blocks, kernel
-        return result.view(seq, batch, -1)
+        return result.view(*result.shape[:2], -1)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, result, lse = ctx.saved_tensors
-        grad, wide = grad.reshape(result.shape), at_least_fp32(q.dtype)
-        grad_q, sums = torch.zeros(q.shape, dtype=wide, device=q.device), ctx.ring.sums(k, wide)
-        for source, keys in ctx.ring.keys(torch.stack([k, v])):
+        q, k, v, sink, result, lse = ctx.saved_tensors
+        grad, wide, widths = grad.reshape(result.shape), at_least_fp32(q.dtype), (k.shape[-1], v.shape[-1])
+        own = torch.cat([k, v], dim=-1)
+        grad_q, sums = torch.zeros(q.shape, dtype=wide, device=q.device), ctx.ring.sums(own, wide)
+        for source, keys in ctx.ring.keys(own):
             grad_keys = sums.of(source)
             for block in ctx.blocks[source]:
-                kept, seen = slice(*block.block.queries), slice(*block.block.keys)
+                rows, seen = slice(*block.block.queries), slice(*block.block.keys)
                 grads = ctx.kernel.backward(
-                    grad[kept], q[kept], keys[0, seen], keys[1, seen], result[kept], lse[:, :, kept], block, source
+                    grad[rows], q[rows], *keys[seen].split(widths, dim=-1), result[rows], lse[:, :, rows], block, source
                 )
-                for total, part in zip((grad_q[kept], grad_keys[0, seen], grad_keys[1, seen]), grads, strict=True):
+                totals = grad_q[rows], *grad_keys[seen].split(widths, dim=-1)
+                for total, part in zip(totals, grads, strict=True):
                     total.add_(part)
             sums.done(source)
-        grad_k, grad_v = sums.finish().to(k.dtype)
-        return grad_q.to(q.dtype), grad_k, grad_v, None, None, None
+        grad_k, grad_v = sums.finish().to(k.dtype).split(widths, dim=-1)
+        grad_sink = None
+        if sink is not None:  # its value is 0, so that its probability's gradient is -delta alone
+            delta = (grad.to(wide) * result.to(wide)).sum(-1).permute(1, 2, 0)
+            grad_sink = -((sink.to(wide)[:, None] - lse).exp() * delta).sum((0, 2)).to(sink.dtype)
+        return grad_q.to(q.dtype), grad_k, grad_v, grad_sink, None, None, None, None
+
+
+def _ring_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sink: Tensor | None,
+    ring: _Ring,
+    blocks: Mapping[int, Sequence[MaskedBlock]],
+    kernel: BlockKernel,
+) -> tuple[Tensor, Tensor]:
+    """Return output [s, b, heads, d] and log-sum-exp [b, heads, s] over the keys of the ring."""
+    seq, batch, groups, queries, _ = q.shape
+    shape, wide = (batch, groups * queries, seq), at_least_fp32(q.dtype)
+    output = q.new_zeros(*shape, v.shape[-1], dtype=wide)
+    lse = torch.full(shape, -torch.inf, dtype=wide, device=q.device)
+    if sink is not None:
+        lse.copy_(sink[:, None])
+    for source, keys in ring.keys(torch.cat([k, v], dim=-1)):
+        for block in blocks[source]:
+            rows, seen = slice(*block.block.queries), slice(*block.block.keys)
+            keys_seen, values_seen = keys[seen].split((k.shape[-1], v.shape[-1]), dim=-1)
+            part, part_lse = kernel.forward(q[rows], keys_seen, values_seen, block, source)
+            merge(output[:, :, rows], lse[:, :, rows], part, part_lse)
+    return output.permute(2, 0, 1, 3).to(q.dtype, memory_format=torch.contiguous_format).contiguous(), lse
 
 
 def merge(output: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
@@ -164,7 +218,10 @@ def merge(output: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
 
 @dataclass(frozen=True, eq=False)
 class _Ring:
-    """The exchange of keys and values, [2, s, b, g, 1, d]. sources: ranks whose keys some rank needs, its own first."""
+    """The exchange of keys and values, [s, b, g, 1, channels of both].
+
+    sources: ranks whose keys some rank needs, its own first.
+    """
 
     group: Group
     gathers: bool
@@ -204,7 +261,7 @@ class _Ring:
 
     def sums(self, keys: Tensor, dtype: torch.dtype) -> _GatheredSums | _RingSums:
         """Return what sums the gradients of this rank's keys and values over the ring."""
-        return (_GatheredSums if self.gathers else _RingSums)(self, (2, *keys.shape), dtype, keys.device)
+        return (_GatheredSums if self.gathers else _RingSums)(self, keys.shape, dtype, keys.device)
 
 
 class _RingSums:

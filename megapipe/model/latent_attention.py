@@ -10,7 +10,8 @@ Up projections are column-parallel. Down projections and norms of latents are re
 each rank has its slice of the sequence, so that their gradients are partial, and r is gathered. Its gradient is a sum
 over the heads of all ranks.
 
-Fused kernels want values as wide as keys: v gets zero channels up to dn + dr, which are cut off the output.
+Fused kernels want values as wide as keys: v gets zero channels up to dn + dr, which are cut off the output. With
+context parallelism it gets them after it is exchanged.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
@@ -35,12 +37,14 @@ class LatentAttention(SelfAttention):
     def __init__(self, layer: int, factory: LayerFactory) -> None:
         nn.Module.__init__(self)
         config, tp = factory.config, factory.tp
-        self.config, self.layer, self.head_rank = config, layer, tp.rank
-        self.context_parallel = self.softmax_offset = None  # refused together with latent attention
+        self.config, self.layer = config, layer
+        self.context_parallel, self.softmax_offset = factory.context, None
+        self.head_rank = tp.rank if factory.context is None else factory.context.head_rank(tp.rank)
         self.tp, self.sequence_parallel = tp, factory.sequence_parallel
         self.recompute_core = "core_attn" in factory.recompute
         self.groups, self.queries = config.num_attention_heads // tp.size, 1
         self.head_dim, self.scale, self.heads = config.kv_channels, config.softmax_scale, None
+        self.value_dim = self.head_dim if factory.context is None else config.v_head_dim  # of v with its zeros
         self.kernel = factory.attention(layer, self.queries, self.scale)
         heads, hidden, q_rank, kv_rank = (
             config.num_attention_heads,
@@ -73,22 +77,24 @@ class LatentAttention(SelfAttention):
         latent = self.kv_layernorm(latent).contiguous()  # without a norm a copy, so that the rest is not kept
         assert context.rotary is not None
         q, k, v = _Heads.apply(q, self.linear_kv_up_proj(latent), shared_key, *context.rotary, self)
-        shape = (*q.shape[:2], self.groups, 1, self.head_dim)
-        return self.attend(q.view(shape), k.view(shape), v.view(shape), context)
+        q, k, v = (x.view(*x.shape[:2], self.groups, 1, -1) for x in (q, k, v))
+        return self.attend(q, k, v, context)
 
-    def _core(self, q: Tensor, k: Tensor, v: Tensor, context: LayerContext) -> Tensor:
-        output, width = super()._core(q, k, v, context), self.config.v_head_dim
+    def _local_core(self, q: Tensor, k: Tensor, v: Tensor, context: LayerContext) -> Tensor:
+        width = self.config.v_head_dim
         if width == self.head_dim:
-            return output
-        heads = output.view(*output.shape[:2], self.groups, self.head_dim)
-        return heads[..., :width].reshape(*output.shape[:2], self.groups * width)
+            return super()._local_core(q, k, v, context)
+        if v.shape[-1] == width:
+            v = F.pad(v, (0, self.head_dim - width))
+        heads = super()._local_core(q, k, v, context).unflatten(-1, (-1, self.head_dim))
+        return heads[..., :width].flatten(2)
 
 
 class _Heads(Function):
-    """Rotated q in place, k of all heads, and v with zeros up to k's width. Saves nothing but the rotary tables.
+    """Rotated q in place, k of all heads, and v, perhaps with zeros up to k's width. Saves nothing but rotary tables.
 
     q: [s, b, n (dn + dr)]; keys_values: [s, b, n (dn + dv)]; shared_key: [s, b, dr], a slice of s with sequence
-    parallelism. Returns q, k and v, each [s, b, n (dn + dr)].
+    parallelism. Returns q and k, [s, b, n (dn + dr)], and v, [s, b, n value_dim].
     """
 
     @staticmethod
@@ -104,11 +110,11 @@ class _Heads(Function):
         shared = shared.view(*q.shape[:2], 1, 1, -1)
         rotate_pairs_(shared, cos, sin)
         from_latent = keys_values.view(*heads, plain + config.v_head_dim)
-        k, v = torch.empty_like(q).view(*heads, width), torch.zeros_like(q).view(*heads, width)
+        k, v = torch.empty_like(q).view(*heads, width), q.new_zeros(*heads, owner.value_dim)
         k[..., :plain] = from_latent[..., :plain]
         k[..., plain:] = shared
         v[..., : config.v_head_dim] = from_latent[..., plain:]
-        return q, k.view_as(q), v.view_as(q)
+        return q, k.view_as(q), v.flatten(2)
 
     @staticmethod
     @once_differentiable
@@ -119,7 +125,7 @@ class _Heads(Function):
         # a copy, since hooks and other consumers may hold the gradient
         grad_q = grad_q.clone(memory_format=torch.contiguous_format)
         rotate_pairs_(grad_q.view(*heads, width)[..., plain:], cos, -sin)
-        grad_k, grad_v = grad_k.reshape(*heads, width), grad_v.reshape(*heads, width)
+        grad_k, grad_v = grad_k.reshape(*heads, width), grad_v.reshape(*heads, owner.value_dim)
         grad_both = torch.cat((grad_k[..., :plain], grad_v[..., : config.v_head_dim]), dim=-1).flatten(2)
         shared = grad_k[..., plain:].sum((2, 3), dtype=at_least_fp32(grad_k.dtype), keepdim=True)
         rotate_pairs_(shared, cos, -sin)

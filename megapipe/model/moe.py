@@ -5,7 +5,7 @@
     experts   act(x W1^T) W2 for the rows of each expert
     combine   sum over j < k of weight[j] x result[j], in the order of j: the same sums on every grid
 
-t = s b / tp tokens: with tp every rank routes its slice of the sequence.
+t = s b / tp tokens: with tp every rank routes its slice of the sequence, with cp of its part of it.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class MoE(nn.Module):
                 f"--num-experts with tensor parallel size {tp.size} needs --sequence-parallel: without it every tp "
                 "rank would send the same tokens to the experts"
             )
-        self.router = Router(model, tp, factory.experts.dp)
+        self.router = Router(model, tp, factory.experts.dp, factory.experts.cp)
         self.experts = ExpertWeights(factory)
         self.groups = factory.experts
         self.shared_experts: SharedExperts | None = None
@@ -145,11 +145,12 @@ class Router(nn.Module):
 
     expert_bias: Tensor | None
 
-    def __init__(self, model: LayerConfig, tp: Group, dp: Group | None = None) -> None:
+    def __init__(self, model: LayerConfig, tp: Group, dp: Group | None = None, cp: Group | None = None) -> None:
         super().__init__()
         assert model.num_experts is not None
         self.model, self.tp, self.num_experts = model, tp, model.num_experts
         self.dp = Group.alone("dp") if dp is None else dp
+        self.cp = Group.alone("cp") if cp is None else cp
         self.loss_scale: Callable[[], float] = lambda: 1.0
         self.dtype = (
             None if model.moe_router_dtype is None else getattr(torch, DTYPES[model.moe_router_dtype].torch_name)
@@ -232,7 +233,7 @@ class Router(nn.Module):
 
     def _losses(self, logits: Tensor, shares: Tensor, microbatch: int) -> Iterator[tuple[str, Tensor]]:
         """Yield this rank's parts of the losses with their coefficients, by name. logits, shares: [s, b, experts]."""
-        model, tokens = self.model, shares.shape[0] * shares.shape[1] * self.tp.size
+        model, tokens = self.model, shares.shape[0] * shares.shape[1] * self.tp.size * self.cp.size
         if model.moe_z_loss_coeff:
             yield "z_loss", model.moe_z_loss_coeff * logits.logsumexp(-1).square().sum() / tokens
         if not model.balance_losses:
@@ -250,12 +251,13 @@ class Router(nn.Module):
             yield name, coefficient * self._balance_loss(shares, whole, total)
 
     def _counts(self, shares: Tensor) -> Tensor:
-        """Return the tokens of each sequence, on all tp ranks, that would choose an expert by its share alone,
+        """Return the tokens of each sequence, on all tp and cp ranks, that would choose an expert by its share alone,
         [b, experts].
         """
         chosen = shares.detach().sort(dim=-1, descending=True, stable=True).indices[..., : self.model.moe_router_topk]
         counts = torch.zeros_like(shares).scatter_(-1, chosen, 1.0).sum(0)
-        all_reduce(counts, self.tp)
+        for group in (self.tp, self.cp):
+            all_reduce(counts, group)
         return counts
 
     def _global_counts(self, counts: Tensor, microbatch: int) -> Tensor:

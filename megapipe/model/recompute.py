@@ -11,7 +11,7 @@ in I.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -152,10 +152,21 @@ class KeptAttention:
     def __init__(self) -> None:
         self._results: list[KernelResults] = []
         self._run: Callable[..., Tensor] | None = None
+        self._kept: Iterator[KernelResults] | None = None  # while reusing
 
     def __call__(self, core: CoreAttention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Return core(q, k, v); while reusing, without running its kernel."""
         return core(q, k, v) if self._run is None else self._run(core, q, k, v)
+
+    def results(self, compute: Callable[[], tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+        """Return the results of attention in blocks, output and log-sum-exp; while reusing, the kept ones."""
+        if self._kept is not None:
+            output, lse = next(self._kept)
+            return output, lse
+        output, lse = compute()
+        if self._run is not None:
+            self._results.append((output, lse))
+        return output, lse
 
     def record(self, fn: Callable[..., Tensor], inputs: tuple[Tensor, ...]) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Run fn(*inputs); return its output and, for the caller to save, the tensors of its attention kernels."""
@@ -174,6 +185,7 @@ class KeptAttention:
         """Run the recompute fn(*inputs) with the kept results in place of kernels. tensors: as `record` returned."""
         left = iter(tensors)
         results = iter([tuple(next(left) if each is Tensor else each for each in kept) for kept in self._results])
+        self._kept = results
 
         def from_kept(core: CoreAttention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             with _InterceptKernels(lambda kernel: _detached(next(results))):
@@ -183,7 +195,7 @@ class KeptAttention:
         try:
             return fn(*inputs)
         finally:
-            self._run, self._results = None, []
+            self._run, self._kept, self._results = None, None, []
 
     def _compute_and_keep(self, core: CoreAttention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         before = len(self._results)

@@ -65,6 +65,17 @@ class OpSeconds:
 
 
 @dataclass(frozen=True)
+class ContextLinks:
+    """The links of the messages over cp: of a ring, of an exchange between all ranks, and between those of an inner
+    level.
+    """
+
+    ring: Link
+    exchange: Link
+    inner: Link
+
+
+@dataclass(frozen=True)
 class ExpertLinks:
     """The links of the messages of experts.
 
@@ -112,12 +123,13 @@ def layer_seconds(
     shape: RankShape,
     hardware: Hardware,
     tp_link: Link,
-    cp_link: Link | None = None,
+    contexts: ContextLinks | None = None,
     experts: ExpertLinks | None = None,
 ) -> OpSeconds:
     """Return the seconds of one transformer layer. Recomputation is part of I.
 
-    cp_link: tp's if None. experts: without these links the messages of experts take no time.
+    contexts: links of the messages over cp; tp's if None. experts: without these links the messages of experts take no
+    time.
     """
     clock = _Clock(shape, layer.hidden_size, hardware, tp_link)
     plain = replace(without_recompute(shape), documents=Documents())
@@ -138,13 +150,16 @@ def layer_seconds(
     messages_back = 0.0
     if shape.cp > 1 and layer.attention is not None:
         sent, sent_back = layer.attention.sent_bytes(shape)
-        link = cp_link or tp_link
-        forward["cp"] = _exposed_context(layer.attention.cp_comm_type, sent, attention, link)
-        messages_back = _exposed_context(layer.attention.cp_comm_type, sent_back, core_backward, link)
+        contexts = contexts or ContextLinks(tp_link, tp_link, tp_link)
+        forward["cp"] = _exposed_context(layer.attention.cp_comm_type, sent, attention, contexts)
+        messages_back = _exposed_context(layer.attention.cp_comm_type, sent_back, core_backward, contexts)
     if mixtures:
         ways = [(0.0, 0.0) if experts is None else expert_message_seconds(part, shape, experts) for part in mixtures]
         forward["ep"] = sum(2 * rows_seconds + counts_seconds for rows_seconds, counts_seconds in ways)
     again = _recomputed(layer, shape, plain, clock, forward)
+    if contexts is not None and "cp" in forward and layer.attention is not None:
+        resent, kind = layer.attention.resent_bytes(shape), layer.attention.cp_comm_type
+        again["cp"] = _exposed_context(kind, resent, again.get("attention", 0.0), contexts)
     inputs = {
         "gemm": gemm,
         "attention": core_backward,
@@ -167,13 +182,15 @@ def layer_seconds(
     return OpSeconds(forward, {part: inputs[part] + again.get(part, 0.0) for part in inputs}, weights, hidden)
 
 
-def _exposed_context(kind: str, sent: Mapping[str, float], computed: float, link: Link) -> float:
+def _exposed_context(kind: str, sent: Mapping[str, float], computed: float, links: ContextLinks) -> float:
     """Return what messages over cp add to attention: those of a ring run under it, the others do not."""
-    seconds = {group: num_bytes / link.bytes_per_second + link.latency_seconds for group, num_bytes in sent.items()}
-    if kind == "p2p":
-        return max(0.0, sum(seconds.values()) - computed)
-    ring = seconds.pop("cp_p2p", 0.0)
-    return sum(seconds.values()) + max(0.0, ring - computed)
+    link_of = {"cp": links.exchange if kind == "a2a" else links.ring, "cp_a2a": links.inner, "cp_p2p": links.ring}
+    seconds = {
+        group: num_bytes / link_of[group].bytes_per_second + link_of[group].latency_seconds
+        for group, num_bytes in sent.items()
+    }
+    under = sum(seconds.pop(group, 0.0) for group in (("cp",) if kind == "p2p" else ("cp_p2p",)))
+    return sum(seconds.values()) + max(0.0, under - computed)
 
 
 def head_seconds(model: ModelSpec, shape: RankShape, hardware: Hardware, tp_link: Link) -> OpSeconds:
@@ -328,7 +345,6 @@ def _recomputed(
             continue
         if operation.attention is not None:
             again["attention"] += clock.attention(operation.attention)
-            again["cp"] = forward.get("cp", 0.0)
         if operation.gemm is not None:
             again["gemm"] += clock.gemm(operation.gemm)
             again["pointwise"] += clock.casts(Op.F, [operation.gemm])

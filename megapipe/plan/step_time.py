@@ -20,7 +20,7 @@ from megapipe.layers.table import ALL_REDUCE
 from megapipe.plan.activations import layer_groups, layers_of, layers_with_recompute, with_recompute
 from megapipe.plan.hardware import Hardware, Link
 from megapipe.plan.layer_costs import step_flops
-from megapipe.plan.layer_time import ExpertLinks, OpSeconds, head_seconds, layer_seconds
+from megapipe.plan.layer_time import ContextLinks, ExpertLinks, OpSeconds, head_seconds, layer_seconds
 from megapipe.plan.memory import offloaded_groups
 from megapipe.plan.muon import muon_work
 from megapipe.plan.run_plan import RunPlan
@@ -172,10 +172,10 @@ def stage_seconds(plan: RunPlan, hardware: Hardware) -> tuple[OpSeconds, ...]:
     """Return the seconds of each stage for one microbatch."""
     config, model, shape = plan.config, plan.model, plan.shape
     tp_link, experts = ring_link(plan.topology, "tp", hardware.node, hardware.network), expert_links(plan, hardware)
-    cp_link = ring_link(plan.topology, "cp", hardware.node, hardware.network)
+    contexts = context_links(plan.topology, hardware.node, hardware.network)
     of_layer = cache(
         lambda layer, recompute: layer_seconds(
-            layer, with_recompute(shape, recompute), hardware, tp_link, cp_link, experts
+            layer, with_recompute(shape, recompute), hardware, tp_link, contexts, experts
         )
     )
     nothing = layer_seconds(model.layers[0], shape, hardware, tp_link) * 0
@@ -304,6 +304,24 @@ def ring_link(topology: Topology, kind: str, node: Link, network: Link) -> Link:
     together = sum(topology.node_of(rank) == topology.node_of(group[0]) for rank in group)
     rate = min(together * network.bytes_per_second, node.bytes_per_second)
     return Link(max(rate, network.bytes_per_second), network.latency_seconds)
+
+
+@cache
+def context_links(topology: Topology, node: Link, network: Link) -> ContextLinks:
+    """Return the links of the messages over cp on a grid. A message to another node takes the card of its rank; of an
+    exchange only a part goes there.
+    """
+
+    def exchange(kind: str) -> Link:
+        if not topology.crosses_nodes(kind):
+            return node
+        ranks = len(topology.group_of(kind, 0))
+        share = (ranks - topology.least_on_a_node(kind)) / (ranks - 1)
+        return Link(min(network.bytes_per_second / share, node.bytes_per_second), network.latency_seconds)
+
+    ring = "cp" if topology.cp_inner == 1 else "cp_p2p"
+    link = network if topology.crosses_nodes(ring) else node
+    return ContextLinks(link, exchange("cp"), exchange("cp_a2a"))
 
 
 def expert_links(plan: RunPlan, hardware: Hardware) -> ExpertLinks | None:

@@ -3,7 +3,7 @@ over cp, gradients and parameters between replicas, tokens on their way to exper
 
 Left out are sums of a few numbers a token or a step: the loss's, those of norms over the heads of all ranks
 (--qk-layernorm-scope projection), the gradient norm's, those of replicated weights, and the tokens of each expert,
-which tp ranks add for the load balancing loss.
+which tp and cp ranks add for the load balancing loss.
 """
 
 from __future__ import annotations
@@ -62,13 +62,14 @@ def expert_bytes(plan: RunPlan, stage: int) -> dict[str, float]:
 def context_bytes(plan: RunPlan, stage: int) -> Counter[str]:
     """Return the bytes that attention of a stage sends over cp for one microbatch, by group; replays included."""
     total: Counter[str] = Counter()
-    for layer, count in Counter(all_layers_of(plan.model, plan.partition.stages[stage])).items():
+    for (layer, recompute), count in Counter(
+        layers_with_recompute(plan.model, plan.shape, plan.partition.stages[stage])
+    ).items():
         if layer.attention is None:
             continue
-        is_replayed = plan.shape.recompute.recompute_granularity == "full" or plan.shape.recomputes("core_attn")
-        forward, backward = layer.attention.sent_bytes(plan.shape)
-        for name in forward:
-            total[name] += count * ((1 + is_replayed) * forward[name] + backward[name])  # type: ignore[assignment]
+        shape = with_recompute(plan.shape, recompute)
+        for sent in (*layer.attention.sent_bytes(shape), layer.attention.resent_bytes(shape)):
+            total.update({name: count * num_bytes for name, num_bytes in sent.items()})  # type: ignore[dict-item]
     return total
 
 

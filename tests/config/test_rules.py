@@ -219,23 +219,26 @@ CASES = [
         "--context-parallel-size 4",
     ),
     (
-        "context_parallelism_without_budget",
-        "--context-parallel-size 2 --recompute-memory-budget 0.5",
-        ["--context-parallel-size 2 does not work with --recompute-memory-budget yet"],
-        "--recompute-memory-budget 0.5",
+        "context_parallelism_without_compiled_functions",
+        "--context-parallel-size 2 --compile-pointwise",
+        ["--context-parallel-size 2 does not work with --compile-pointwise yet"],
+        "--compile-pointwise",
     ),
     (
         "heads_for_positions",
-        "--context-parallel-size 4 --cp-comm-type a2a --num-query-groups 2",
-        ["2 key/value heads over --tensor-model-parallel-size 1 are 2 a rank: use 1 or 2"],
-        "--context-parallel-size 2 --cp-comm-type a2a --num-query-groups 2",
+        "--context-parallel-size 3 --seq-length 36 --cp-comm-type a2a --num-query-groups 2",
+        [
+            "divides heads over 3 ranks",
+            "a rank has 8 heads, and 2 key/value heads: use 1, 2, 4 or 8, or --cp-comm-type p2p",
+        ],
+        "--context-parallel-size 4 --seq-length 32 --cp-comm-type a2a --num-query-groups 2",
     ),
     (
-        "blocks_and_kept_attention",
-        "--context-parallel-size 2 --recompute-granularity full --recompute-method uniform --recompute-num-layers 1 "
-        "--recompute-keep-attention",
-        ["does not work with --recompute-keep-attention; use --cp-comm-type a2a"],
-        "--context-parallel-size 2 --recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+        "blocks_and_flash_attention",
+        "--context-parallel-size 2 --attention-impl flash --attention-dropout 0 --device cuda --bf16",
+        ["does not work with --attention-impl flash; use --cp-comm-type a2a"],
+        "--context-parallel-size 2 --attention-impl flash --attention-dropout 0 --device cuda --bf16 --cp-comm-type "
+        "a2a",
     ),
     (
         "rank_order_names_axes",

@@ -110,6 +110,105 @@ GRIDS: dict[str, tuple[int, dict[str, Any]]] = {
     ),
     "cp 2, offloaded": (2, {"cp": 2, "cpu_offloading_num_layers": 1, "min_offloaded_tensor_size": 1} | DOCUMENTS),
 }
+EXPERTS: dict[str, Any] = {
+    "num_experts": 4,
+    "moe_ffn_hidden_size": 12,
+    "moe_router_load_balancing_type": ("aux_loss", "seq_aux_loss", "global_aux_loss"),
+    "moe_aux_loss_coeff": (0.02, 0.05, 0.1),
+    "moe_z_loss_coeff": 0.01,
+    "sequence_parallel": True,
+}
+SIGMOID: dict[str, Any] = {
+    "num_experts": 8,
+    "moe_router_topk": 4,
+    "moe_router_score_function": "sigmoid",
+    "moe_router_num_groups": 4,
+    "moe_router_group_topk": 2,
+    "moe_router_enable_expert_bias": True,
+    "moe_shared_expert_intermediate_size": 8,
+}
+LATENT: dict[str, Any] = {
+    "multi_latent_attention": True,
+    "qk_layernorm": True,
+    "q_lora_rank": 10,
+    "kv_lora_rank": 7,
+    "qk_head_dim": 5,
+    "qk_pos_emb_head_dim": 4,
+    "v_head_dim": 6,
+}
+LATENT |= ROPE | {"normalization": "RMSNorm", "activation": "swiglu", "add_bias_linear": False}
+SINKS, ONE = {"softmax_type": "learnable"}, {"softmax_type": "off-by-one"}
+KEEPS = FULL | {"recompute_keep_attention": True}
+# experts, latent attention, attention sinks, heads that ranks share, recompute with kept results
+GRIDS |= {
+    "experts, cp 2 ep 2": (2, {"cp": 2, "ep": 2} | EXPERTS),
+    "experts, cp 2 ep 1, tokens, masks": (2, {"cp": 2, "calculate_per_token_loss": True} | EXPERTS | DOCUMENTS),
+    "experts, cp 2 tp 2 ep 4 etp 1 dp 2": (
+        8,
+        {"cp": 2, "tp": 2, "ep": 4, "etp": 1, "calculate_per_token_loss": True} | EXPERTS | LLAMA | ZERO | A2A,
+    ),
+    "experts, cp 3 etp 3": (
+        3,
+        {"cp": 3, "etp": 3} | EXPERTS | SIGMOID | {"moe_ffn_hidden_size": 9, "add_bias_linear": False},
+    ),
+    "experts, cp 2 tp 2 etp 2 ep 2 pp 2 zb-h1": (
+        8,
+        {"cp": 2, "tp": 2, "ep": 2, "pp": 2, "pipeline_schedule": "zb-h1"} | EXPERTS | SIGMOID | LLAMA | ZERO,
+    ),
+    "experts, cp 4 ep 4, a2a+p2p, full recompute": (4, {"cp": 4, "ep": 4} | EXPERTS | BOTH | FULL | DOCUMENTS),
+    "experts, cp 2 tp 2 ep 2 etp 1, capacity": (
+        4,
+        {"cp": 2, "tp": 2, "ep": 2, "etp": 1, "moe_expert_capacity_factor": 0.8} | EXPERTS,
+    ),
+    "experts, cp 2 ep 2 pp 2, capacity padded, overlapped": (
+        4,
+        {"cp": 2, "ep": 2, "pp": 2, "chunks": 2, "num_layers": 4, "overlap_moe_expert_parallel_comm": True}
+        | {"moe_expert_capacity_factor": 1.1, "moe_pad_expert_input_to_capacity": True}
+        | EXPERTS,
+    ),
+    "experts, cp 2 ep 4 dp 2 pp 2 dualpipe-v": (
+        8,
+        {"cp": 2, "ep": 4, "pp": 2, "chunks": 2, "num_layers": 4, "pipeline_schedule": "dualpipe-v"}
+        | EXPERTS
+        | LATENT
+        | {"global_batch_size": 16},
+    ),
+    "experts, cp 2 ep 2, muon": (
+        2,
+        {"cp": 2, "ep": 2, "optimizer": "muon", "muon_tp_mode": "duplicated"} | EXPERTS | LLAMA | {"adam_eps": 1e-3},
+    ),
+    "latent, cp 2, p2p": (2, {"cp": 2} | LATENT),
+    "latent, cp 2, a2a, documents": (2, {"cp": 2} | LATENT | A2A | DOCUMENTS),
+    "latent, cp 2, a2a, window, dropout, core": (2, {"cp": 2, "window_size": 5} | LATENT | A2A | DROPOUT | CORE),
+    "latent, cp 2 tp 2, all_gather, core": (
+        4,
+        {"cp": 2, "tp": 2, "sequence_parallel": True} | LATENT | {"q_lora_rank": None} | GATHER | CORE,
+    ),
+    "latent, cp 4, a2a+p2p, dropout": (4, {"cp": 4} | LATENT | BOTH | DROPOUT | {"v_head_dim": 9}),
+    "latent, cp 3, p2p, kept, soft-cap": (3, {"cp": 3, "attn_logit_softcapping": 2.0} | LATENT | FULL),
+    "sinks, cp 2, p2p, window": (2, {"cp": 2, "window_size": 5} | LLAMA | SINKS),
+    "sinks, cp 2 tp 2, all_gather, core": (
+        4,
+        {"cp": 2, "tp": 2, "sequence_parallel": True} | LLAMA | SINKS | GATHER | CORE | DOCUMENTS,
+    ),
+    "sinks, cp 2, a2a": (2, {"cp": 2} | LLAMA | SINKS | A2A),
+    "sinks, cp 4, a2a+p2p, dropout": (4, {"cp": 4} | LLAMA | SINKS | BOTH | DROPOUT),
+    "sinks of one, cp 3, p2p, window of 2": (3, {"cp": 3, "window_size": 2} | LLAMA | ONE | DOCUMENTS),
+    "sinks of one, cp 2, a2a, soft-cap": (2, {"cp": 2, "attn_logit_softcapping": 2.0} | LLAMA | ONE | A2A),
+    "shared heads, cp 4, a2a": (4, {"cp": 4} | LLAMA | A2A),
+    "shared heads, cp 2 tp 2, a2a, qk norm": (
+        4,
+        {"cp": 2, "tp": 2, "sequence_parallel": True, "qk_layernorm": True} | LLAMA | A2A | SINKS | DOCUMENTS,
+    ),
+    "shared heads, cp 4, a2a+p2p": (4, {"cp": 4, "num_query_groups": 1} | BOTH | DROPOUT | ZERO),
+    "cp 2, p2p, keeps attention": (2, {"cp": 2} | KEEPS | LLAMA),
+    "cp 2, all_gather, keeps attention, documents": (2, {"cp": 2} | KEEPS | LLAMA | GATHER | DOCUMENTS),
+    "cp 4 pp 2, a2a+p2p, keeps attention, zb-h1": (
+        8,
+        {"cp": 4, "pp": 2, "pipeline_schedule": "zb-h1"} | KEEPS | LATENT | BOTH,
+    ),
+    "cp 2, p2p, memory budget": (2, {"cp": 2, "recompute_memory_budget": 0.3, "num_layers": 3} | LLAMA),
+}
 SHORT = {"cp": "context_parallel_size"}
 
 

@@ -59,26 +59,26 @@ def heads_exchanged(config: Config) -> int:
 
 @of_each_kind
 def heads(config: Config, layer: LayerConfig) -> Iterator[str]:
-    """Check that the key/value heads of a tp rank can be divided over the ranks that exchange them."""
+    """Check that the heads of a tp rank can be divided over the ranks that exchange them, with whole key/value heads or
+    a copy of one on each.
+    """
     parallel, ranks = config.parallel, heads_exchanged(config)
     tp = parallel.tensor_model_parallel_size
-    held = max(1, layer.num_query_groups // tp)
-    if layer.has_attention and ranks > 1 and held % ranks:
-        ways = one_of(nearest_values(divisors(held), ranks))
-        rule = f"{layer.num_query_groups} key/value heads over --tensor-model-parallel-size {tp} are {held} a rank"
+    held, queries = max(1, layer.num_query_groups // tp), layer.num_attention_heads // tp
+    fitting = [count for count in divisors(queries) if held % count == 0 or count % held == 0]
+    if layer.has_attention and ranks > 1 and ranks not in fitting:
+        ways = one_of(nearest_values(fitting, ranks))
         flag = f"{KIND} a2a" if "a2a" in parallel.cp_comm_type else f"{SIZES} {ranks}"
-        yield f"{flag} divides them over {ranks} ranks, but {rule}: use {ways}, or {KIND} p2p or all_gather"
+        rule = f"with --tensor-model-parallel-size {tp} a rank has {queries} heads, and {held} key/value heads"
+        yield f"{flag} divides heads over {ranks} ranks, but {rule}: use {ways}, or {KIND} p2p or all_gather"
 
 
 def combinations(config: Config) -> Iterator[str]:
     """Yield what context parallelism, or its kinds that compute attention in blocks, cannot be combined with."""
-    parallel, model, kernels, recompute = config.parallel, config.model, config.kernels, config.recompute
+    parallel, model, kernels = config.parallel, config.model, config.kernels
     if parallel.context_parallel_size == 1:
         return
     refused = chosen(
-        ("--num-experts", model.num_experts is not None),
-        ("--multi-latent-attention", model.multi_latent_attention),
-        (f"--softmax-type {model.softmax_type}", model.softmax_type != "vanilla"),
         (
             "--attention-impl flash with --reset-attention-mask",
             kernels.attention_impl == "flash" and config.data.reset_attention_mask,
@@ -86,7 +86,6 @@ def combinations(config: Config) -> Iterator[str]:
         ("--compile-pointwise", kernels.compile_pointwise),
         ("--cuda-graph-impl", config.gpu.cuda_graph_impl != "none"),
         ("--pipeline-layer-times", parallel.pipeline_layer_times is not None),
-        ("--recompute-memory-budget", recompute.recompute_memory_budget is not None),
     )
     if refused:
         what = f"does not work with {one_of(refused)} yet"
@@ -95,7 +94,6 @@ def combinations(config: Config) -> Iterator[str]:
     needs_a2a = chosen(
         (f"--attention-impl {kernels.attention_impl}", kernels.attention_impl != "sdpa"),
         (f"--attention-kind {model.attention_kind}", ATTENTIONS[model.attention_kind].function is not None),
-        ("--recompute-keep-attention", recompute.recompute_keep_attention),
     )
     if in_blocks and needs_a2a:
         rule = "computes attention in blocks of queries and keys, which does not work with"

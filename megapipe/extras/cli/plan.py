@@ -16,7 +16,7 @@ from megapipe.extras.cli.frame import command, option, write_file
 from megapipe.extras.cli.planning import HARDWARE_OPTIONS, hardware_given, planned, rules_of_world, with_vocabulary
 from megapipe.extras.report.grid_svg import grid_svg
 from megapipe.extras.search.candidate import OBJECTIVES, Candidate, Objective, predict_plan
-from megapipe.extras.search.layout import Layout
+from megapipe.extras.search.layout import Context, Layout
 from megapipe.extras.search.search import choose
 from megapipe.extras.search.search_report import SearchReport, megatron_text
 from megapipe.plan.hardware import Hardware
@@ -68,9 +68,8 @@ def main(own: argparse.Namespace) -> int:
       megapipe plan --gpus 1024 --gpu a100-80 --config configs/gpt3_175b.yaml --output best.yaml
 
     searches for a layout and predicts its step time and memory; see docs/planner.md. Parallel sizes (those of experts
-    too), schedule,
-    microbatch, recompute, sequence parallelism, distributed optimizer and partition that are given as flags are kept,
-    those in a YAML file are not.
+    too), the kind of context parallelism, schedule, microbatch, recompute, sequence parallelism, distributed optimizer
+    and partition that are given as flags are kept, those in a YAML file are not.
     """
     hardware = hardware_given(own)
     if own.roofline and (hardware is None or own.gpus is not None):
@@ -145,6 +144,10 @@ def has_values(layout: Layout, config: Config, keys: Set[str]) -> bool:
     has_value = {
         "parallel.tensor_model_parallel_size": layout.tp == parallel.tensor_model_parallel_size,
         "parallel.pipeline_model_parallel_size": layout.pp == parallel.pipeline_model_parallel_size,
+        "parallel.context_parallel_size": layout.context.ranks == parallel.context_parallel_size,
+        "parallel.cp_comm_type": layout.context.ranks == 1 or layout.context.kinds == parallel.cp_comm_type,
+        "parallel.hierarchical_context_parallel_sizes": layout.context.ranks == 1
+        or layout.context.sizes == parallel.hierarchical_context_parallel_sizes,
         "parallel.expert_model_parallel_size": layout.ep == parallel.expert_model_parallel_size,
         "parallel.expert_tensor_parallel_size": layout.etp == parallel.expert_tensor_parallel_size,
         "parallel.pipeline_schedule": parallel.pipeline_schedule in ("auto", layout.schedule),
@@ -190,6 +193,7 @@ def as_configured(config: Config, world_size: int, hardware: Hardware) -> Candid
         parallel.pipeline_balance,
         t.ep,
         t.etp if plan.model.has_experts else None,
+        Context.of(parallel),
     )
     return predict_plan(layout, plan, hardware)
 

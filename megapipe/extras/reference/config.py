@@ -103,7 +103,8 @@ class ReferenceConfig:
     moe_router_bias_update_rate: float = 1e-3
     moe_expert_capacity_factor: float | None = None
     moe_token_drop_policy: str = "probs"
-    moe_capacity_slices: int = 1  # equal slices of the sequence, each with its own capacity
+    # positions of each slice of the sequence that has its own capacity; empty: one slice
+    moe_capacity_slices: tuple[tuple[int, ...], ...] = ()
     moe_router_load_balancing_type: tuple[str, ...] = ("aux_loss",)
     moe_aux_loss_coeff: tuple[float, ...] = (0.0,)
     moe_z_loss_coeff: float | None = None

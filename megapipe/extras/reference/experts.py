@@ -118,18 +118,20 @@ class MoE(nn.Module):
     def _kept(self, weights: Tensor, chosen: Tensor) -> Tensor:
         """Return 1 for the rows that their experts' capacity leaves in a slice of the sequence, else 0, [b, s, k]."""
         config, kept = self.config, torch.zeros_like(weights)
-        factor, size = config.moe_expert_capacity_factor or 0.0, weights.shape[1] // config.moe_capacity_slices
-        for start in range(0, weights.shape[1], size):
-            part = kept[:, start : start + size].transpose(0, 1)  # in the order of positions, then sequences
-            slices = (each[:, start : start + size].transpose(0, 1).flatten() for each in (weights, chosen))
-            (scores, experts), flags = slices, torch.zeros(part.numel(), dtype=part.dtype, device=part.device)
+        factor = config.moe_expert_capacity_factor or 0.0
+        for positions in config.moe_capacity_slices or (tuple(range(weights.shape[1])),):
+            held = torch.tensor(positions, device=weights.device)
+            # in the order of positions, then sequences
+            shape = weights[:, held].transpose(0, 1).shape
+            slices = (each[:, held].transpose(0, 1).flatten() for each in (weights, chosen))
+            (scores, experts), flags = slices, torch.zeros(shape, dtype=kept.dtype, device=kept.device).flatten()
             capacity = math.ceil(experts.numel() / (config.num_experts or 1) * factor)
             for expert in range(config.num_experts or 0):
                 (rows,) = torch.where(experts == expert)
                 if config.moe_token_drop_policy == "probs":
                     rows = rows[ordered(scores[rows])[1]]
                 flags[rows[:capacity]] = 1.0
-            part.copy_(flags.view(part.shape))
+            kept[:, held] = flags.view(shape).transpose(0, 1)
         return kept
 
     def balance(self) -> None:

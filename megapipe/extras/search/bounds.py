@@ -16,7 +16,7 @@ from megapipe.config.config import Config, ResolvedModelConfig, resolve_model
 from megapipe.config.parallel import RecomputeConfig
 from megapipe.dtypes import ELEMENT_BYTES
 from megapipe.errors import ConfigError
-from megapipe.extras.search.layout import Layout
+from megapipe.extras.search.layout import Context, Layout
 from megapipe.layers.model import ModelSpec, model_parameters, model_spec
 from megapipe.layers.rank_shape import rank_shape
 from megapipe.layers.table import Documents, RankShape
@@ -105,6 +105,17 @@ class _Times(NamedTuple):
         return sum(count * getattr(part, field) for count, part in zip(counts, self.layers, strict=True))
 
 
+class _Sizes(NamedTuple):
+    """Options of a layout that the costs of its layers depend on, besides microbatch size and recompute."""
+
+    tp: int
+    is_sliced: bool
+    is_split: bool
+    ep: int
+    etp: int
+    context: Context
+
+
 class Bounds:
     """The bounds of a configuration's layouts; values that several layouts share are computed once."""
 
@@ -126,7 +137,7 @@ class Bounds:
         microbatches, and the last gradient passes the stages before it afterwards.
         Memory: the state of a rank, and the activations that its first forwards keep until a backward.
         """
-        found, etp = self._model(layout.tp), layout.etp or layout.tp
+        found, etp, shared = self._model(layout.tp), layout.etp or layout.tp, layout.context
         if found is None:
             return None
         grid = layout.tp, layout.pp, layout.chunks, layout.schedule
@@ -135,9 +146,11 @@ class Bounds:
             return None
         count = layout.num_microbatches(self._config, self._world_size)
         is_sliced, is_split = layout.sequence_parallel and layout.tp > 1, SCHEDULES[layout.schedule].splits_backward
-        links = None if found[0].num_experts is None else self._links(layout.tp, layout.pp, layout.ep, etp)
-        size, recompute = layout.micro_batch_size, layout.recompute
-        times = self._times(layout.tp, is_sliced, is_split, size, recompute, (layout.ep, etp), links)
+        links = None
+        if found[0].num_experts is not None:
+            links = self._links(layout.tp, shared.ranks, layout.pp, layout.ep, etp)
+        sizes = _Sizes(layout.tp, is_sliced, is_split, layout.ep, etp, shared)
+        times = self._times(sizes, layout.micro_batch_size, layout.recompute, links)
         waits, holds = _waits(cut), _holds(cut, layout.schedule, min(count, FILLS * layout.pp))
         _, elements = found
         least, optimizer = self._bytes(elements, layout, holds, times)
@@ -218,13 +231,14 @@ class Bounds:
         held = [Counter(layers_of(spec, stage)) for stage in partition.stages]
         return Cut(pp, placement.rank_of_stage, tuple(tuple(each[kind] for kind in spec.kinds) for each in held))
 
-    def _make_links(self, tp: int, pp: int, ep: int, etp: int) -> ExpertLinks | None:
+    def _make_links(self, tp: int, cp: int, pp: int, ep: int, etp: int) -> ExpertLinks | None:
         """Return the links of the messages of experts; None for a grid that is refused."""
         hardware, parallel = self._hardware, self._config.parallel
         try:
             topology = Topology.of_world(
                 self._world_size,
                 tp=tp,
+                cp=cp,
                 pp=pp,
                 order=parallel.rank_order,
                 ranks_per_node=hardware.ranks_per_node,
@@ -236,24 +250,17 @@ class Bounds:
             return None
         return expert_links_of(topology, hardware.node, hardware.network)
 
-    def _make_times(
-        self,
-        tp: int,
-        sliced: bool,
-        split: bool,
-        size: int,
-        recompute: RecomputeConfig,
-        cut: tuple[int, int],  # ep and etp
-        experts: ExpertLinks | None,
-    ) -> _Times:
-        hardware, found = self._hardware, self._model(tp)
+    def _make_times(self, sizes: _Sizes, size: int, recompute: RecomputeConfig, experts: ExpertLinks | None) -> _Times:
+        """Return the costs of a microbatch of so many sequences."""
+        hardware, found = self._hardware, self._model(sizes.tp)
         assert found is not None
         model, _ = found
         links = hardware.node, hardware.network
         tp_link = Link(max(link.bytes_per_second for link in links), min(link.latency_seconds for link in links))
-        spec = model_spec(model, self._config.precision)
-        shape = replace(rank_shape(self._config, tp, sliced, size), recompute=recompute, documents=Documents())
-        shape = replace(shape, ep=cut[0], etp=cut[1])
+        spec = model_spec(model, self._config.precision, sizes.context.kinds)
+        config = replace(self._config, parallel=sizes.context.applied_to(self._config.parallel))
+        shape = rank_shape(config, sizes.tp, sizes.is_sliced, size)
+        shape = replace(shape, recompute=recompute, documents=Documents(), ep=sizes.ep, etp=sizes.etp)
         fewest, shape = _around_budget(spec, shape)
         head = head_seconds(spec, shape, hardware, tp_link)
         for _, layer in spec.predictions:
@@ -268,7 +275,7 @@ class Bounds:
             message = shape.own_tokens * model.hidden_size
 
         def both(each: OpSeconds) -> float:
-            return each.of(Op.I) + each.of(Op.W) if split else each.of(Op.B)
+            return each.of(Op.I) + each.of(Op.W) if sizes.is_split else each.of(Op.B)
 
         def part(each: OpSeconds, kept_bytes: int) -> _Part:
             return _Part(each.of(Op.F), each.of(Op.I), both(each), kept_bytes)

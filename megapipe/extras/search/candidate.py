@@ -59,6 +59,7 @@ class Found:
     num_predicted: int  # layouts that were simulated
     rival: Candidate | None  # the fastest layout with a pipeline, if none of `best` has one
     least_bytes: Mapping[int, float]  # for each pp a lower bound of the fullest rank's bytes, over all other choices
+    least_bytes_of_cp: Mapping[int, float] = field(default_factory=dict)  # the same for each cp
 
     def cost(self, price_per_hour: float | None) -> float | None:
         """Return the price of a billion tokens with the best layout; None without one or a price of an accelerator."""

@@ -6,20 +6,26 @@ Not varied:
 - gpipe, breadth-first and zb-h2 take as long as 1f1b, interleaved and zb-h1 where steps end with a barrier, and use
   more memory
 - DualPipe is faster only by the overlap of its pairs, which is not predicted
-- context parallelism, and cuts by hand
+- cuts by hand
+- context parallelism with fewer than LEAST_TOKENS tokens of a sequence on a rank, but the configured one; its kinds are
+  p2p, a2a, a2a within nodes with p2p between them, and the configured kinds. all_gather sends what p2p does, not under
+  computation
 - experts: more ranks that share every expert than tp has
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
+from typing import NamedTuple
 
 from megapipe.config.config import Config
 from megapipe.config.layers import layer_kinds
-from megapipe.config.parallel import RecomputeConfig
+from megapipe.config.parallel import ParallelConfig, RecomputeConfig
+from megapipe.config.rules import context
 from megapipe.config.rules.experts import combinations
 from megapipe.config.rules.proposals import divisors
 from megapipe.layers.packing import is_explicit
@@ -28,6 +34,7 @@ from megapipe.plan.recompute_choice import recompute_text
 from megapipe.schedule.families import SCHEDULES, default_schedule
 
 MOST_CHUNKS = 8
+LEAST_TOKENS = 8192  # of a sequence on a cp rank, as in the last stage of Llama 3's training: 131,072 tokens, cp 16
 MICRO_BATCH_SIZES = (1, 2, 4, 8, 16, 32)
 RECOMPUTES = (
     RecomputeConfig(),
@@ -38,6 +45,36 @@ RECOMPUTES = (
 )
 # by cost; in equal numbers; in equal numbers with embedding and head counted as a layer each
 CUTS = ("cost", "even", "ends")
+
+
+class Context(NamedTuple):
+    """Context parallelism: ranks that share every sequence, --cp-comm-type, --hierarchical-context-parallel-sizes."""
+
+    ranks: int = 1
+    kinds: tuple[str, ...] = ("p2p",)
+    sizes: tuple[int, ...] | None = None
+
+    def __str__(self) -> str:
+        sizes = "" if self.sizes is None else " " + " ".join(map(str, self.sizes))
+        if self.ranks == 1:
+            return "cp 1"
+        return f"cp {self.ranks} ({' '.join(dict.fromkeys(self.kinds))}{sizes})"
+
+    @classmethod
+    def of(cls, parallel: ParallelConfig) -> Context:
+        """Return that of a configuration."""
+        sizes = parallel.hierarchical_context_parallel_sizes
+        return cls(parallel.context_parallel_size, parallel.cp_comm_type, sizes)
+
+    def applied_to(self, parallel: ParallelConfig) -> ParallelConfig:
+        """Return the section with this context parallelism."""
+        ranks, kinds, sizes = self if self.ranks > 1 else NO_CONTEXT
+        return dataclasses.replace(
+            parallel, context_parallel_size=ranks, cp_comm_type=kinds, hierarchical_context_parallel_sizes=sizes
+        )
+
+
+NO_CONTEXT = Context()
 
 
 @dataclass(frozen=True)
@@ -55,18 +92,22 @@ class Layout:
     cut: str = "cost"
     ep: int = 1
     etp: int | None = None
+    context: Context = NO_CONTEXT
+
+    def dp(self, world_size: int) -> int:
+        """Return the data-parallel size on so many accelerators."""
+        return world_size // self.context.ranks // self.tp // self.pp
 
     def num_microbatches(self, config: Config, world_size: int) -> int:
         """Return the microbatches of each dp rank in a step."""
         batch = config.training.global_batch_size
         assert batch is not None
-        cp = config.parallel.context_parallel_size
-        return batch // (world_size // cp // self.tp // self.pp) // self.micro_batch_size
+        return batch // self.dp(world_size) // self.micro_batch_size
 
     def applied_to(self, config: Config) -> Config:
         """Return the configuration with this layout; its manual cuts and group sizes are dropped."""
         parallel = dataclasses.replace(
-            config.parallel,
+            self.context.applied_to(config.parallel),
             tensor_model_parallel_size=self.tp,
             pipeline_model_parallel_size=self.pp,
             expert_model_parallel_size=self.ep,
@@ -99,7 +140,8 @@ class Layout:
     def grid(self) -> str:
         chunks = f" x {self.chunks} chunks" if self.chunks > 1 else ""
         experts = f", etp {self.etp} x ep {self.ep}" if self.etp is not None else ""
-        return f"tp {self.tp} x pp {self.pp}{chunks}{experts}"
+        shared = f" x {self.context}" if self.context.ranks > 1 else ""
+        return f"tp {self.tp}{shared} x pp {self.pp}{chunks}{experts}"
 
     @property
     def options(self) -> tuple[str, ...]:
@@ -118,14 +160,14 @@ def layouts(config: Config, world_size: int, hardware: Hardware) -> Iterator[Lay
     assert batch is not None
     kinds, recomputes = layer_kinds(model), _recomputes(config)
     # tp within a node unless --allow-tp-across-nodes is given
-    cp = config.parallel.context_parallel_size  # is not varied
     widest = world_size if config.parallel.allow_tp_across_nodes else min(hardware.ranks_per_node, world_size)
     for tp in divisors(widest):
-        if world_size % (cp * tp) or model.num_attention_heads % tp:
+        if world_size % tp or model.num_attention_heads % tp:
             continue
-        for pp in divisors(world_size // cp // tp):
-            dp = world_size // cp // tp // pp
-            if pp > model.num_layers or batch % dp:
+        contexts = list(_contexts(config, tp, world_size // tp, hardware.ranks_per_node))
+        for shared, pp in product(contexts, divisors(world_size // tp)):
+            dp, rest = divmod(world_size // tp // pp, shared.ranks)
+            if rest or pp > model.num_layers or batch % dp:
                 continue
             sizes = [size for size in MICRO_BATCH_SIZES if batch // dp % size == 0]
             choices = product(
@@ -133,12 +175,32 @@ def layouts(config: Config, world_size: int, hardware: Hardware) -> Iterator[Lay
                 CUTS if pp > 1 else CUTS[:1],
                 # experts need sequence parallelism
                 (True, False)[: 1 if model.num_experts else 2] if tp > 1 else (False,),
-                _expert_grids(config, tp, dp * cp),
+                _expert_grids(config, tp, dp * shared.ranks),
                 sizes,
                 recomputes,
             )
             for (schedule, chunks), cut, is_sliced, (ep, etp, is_sharded), size, recompute in choices:
-                yield Layout(tp, pp, chunks, schedule, size, recompute, is_sliced, is_sharded, cut, ep, etp)
+                yield Layout(tp, pp, chunks, schedule, size, recompute, is_sliced, is_sharded, cut, ep, etp, shared)
+
+
+def _contexts(config: Config, tp: int, ranks: int, ranks_per_node: int) -> Iterator[Context]:
+    """Yield the context parallelism to compare on so many ranks of each tp rank; each one that the rules allow."""
+    seq, own = config.model.seq_length, Context.of(config.parallel)
+    most = max(seq // LEAST_TOKENS, own.ranks)
+    sized = dataclasses.replace(config.parallel, tensor_model_parallel_size=tp)
+    for cp in divisors(ranks):
+        if cp == 1:
+            yield NO_CONTEXT
+        if cp == 1 or cp > most or (cp * LEAST_TOKENS > seq and cp != own.ranks):
+            continue
+        inner = max((size for size in divisors(cp) if size * tp <= ranks_per_node), default=1)
+        choices = [Context(cp), Context(cp, ("a2a",))]
+        choices += [Context(cp, ("a2a+p2p",), (inner, cp // inner))] if 1 < inner < cp else []
+        choices += [own._replace(ranks=cp)] if own.sizes is None or math.prod(own.sizes) == cp else []
+        for choice in dict.fromkeys(choices):
+            changed = dataclasses.replace(config, parallel=choice.applied_to(sized))
+            if not any(True for rule in context.RULES for _ in rule(changed)):
+                yield choice
 
 
 def _recomputes(config: Config) -> list[RecomputeConfig]:

@@ -25,6 +25,7 @@ REPORTED_RANK_RATIO = 2  # ranks in a copy of the model, relative to the winner'
 # part of the step time -> messages that do not overlap with computation, and a way out
 MESSAGES = {
     "tp": ("tensor-parallel communication", "a smaller tp is slower or does not fit"),
+    "cp": ("messages of context parallelism", "a smaller cp is slower or does not fit"),
     "ep": ("all-to-alls of experts", "a smaller ep is slower or does not fit"),
     "reduce": ("the reduction of gradients between replicas", "raise --global-batch-size to hide it"),
     "gather": ("the gather of parameters between replicas", "raise --global-batch-size to hide it"),
@@ -37,6 +38,7 @@ def reasons(found: Found, hardware: Hardware) -> Iterator[str]:
         return
     winner = found.best[0]
     yield from _pipeline(found, hardware)
+    yield from _context(found, hardware)
     yield from _recompute(winner, hardware)
     yield from fill_the_pipeline(winner)
     for part, (messages, remedy) in MESSAGES.items():
@@ -48,7 +50,8 @@ def reasons(found: Found, hardware: Hardware) -> Iterator[str]:
 def _pipeline(found: Found, hardware: Hardware) -> Iterator[str]:
     layout, seconds = found.best[0].layout, found.best[0].time.seconds
     if layout.pp == 1:
-        alone = f"tp {layout.tp} alone" if layout.tp > 1 else "data parallelism alone"
+        axes = [f"{name} {size}" for name, size in (("tp", layout.tp), ("cp", layout.context.ranks)) if size > 1]
+        alone = f"{' x '.join(axes) or 'data parallelism'} alone"
         place = "one node" if layout.tp > 1 else "one device"
         rival = next((each for each in found.best if each.layout.pp > 1), found.rival)
         costs = ""
@@ -77,6 +80,29 @@ def _pipeline(found: Found, hardware: Hardware) -> Iterator[str]:
             f"pp {layout.pp}: with pp {most} a rank needs {bytes_text(shorter[most])} or more, and the layouts that "
             "fit are slower than the ten best"
         )
+
+
+def _context(found: Found, hardware: Hardware) -> Iterator[str]:
+    """Yield why the winner shares sequences between ranks, or why not where that was tried."""
+    layout, seconds = found.best[0].layout, found.best[0].time.seconds
+    smaller = {cp: least for cp, least in found.least_bytes_of_cp.items() if cp < layout.context.ranks}
+    other = next(
+        (
+            each
+            for each in found.best
+            if (each.layout.context.ranks < layout.context.ranks) == bool(smaller)
+            and each.layout.context.ranks != layout.context.ranks
+        ),
+        None,
+    )
+    if other is not None:
+        yield f"{layout.context}: with {other.layout.grid} a step takes {other.time.seconds / seconds - 1:.1%} longer"
+    elif smaller and min(smaller.values()) > hardware.usable_bytes:
+        yield f"{layout.context}: with a smaller cp a rank needs {bytes_text(min(smaller.values()))} or more"
+    elif smaller:
+        yield f"{layout.context}: layouts with a smaller cp that fit are slower than the ten best"
+    elif len(found.least_bytes_of_cp) > 1:
+        yield "cp 1: layouts with context parallelism are slower than the ten best, or do not fit"
 
 
 def _recompute(winner: Candidate, hardware: Hardware) -> Iterator[str]:

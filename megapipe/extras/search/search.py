@@ -150,9 +150,13 @@ def search(
         piped.along([(bound, layout) for bound, layout in bounded if layout.pp > 1])
         rival = next((steps.in_full(layout) for _, layout in piped.best), None)
     least_bytes: dict[int, float] = {}
+    least_bytes_of_cp: dict[int, float] = {}
     for bound, layout in bounded:
-        least_bytes[layout.pp] = min(bound.least_bytes, least_bytes.get(layout.pp, math.inf))
-    return Found(world_size, tuple(best), misses, len(bounded), walk.num_predicted, rival, least_bytes)
+        for least, size in ((least_bytes, layout.pp), (least_bytes_of_cp, layout.context.ranks)):
+            least[size] = min(bound.least_bytes, least.get(size, math.inf))
+    return Found(
+        world_size, tuple(best), misses, len(bounded), walk.num_predicted, rival, least_bytes, least_bytes_of_cp
+    )
 
 
 class _Walk:
@@ -227,7 +231,6 @@ class ShortSteps:
 
     def __init__(self, config: Config, world_size: int, hardware: Hardware) -> None:
         self._config, self._world_size, self.hardware = config, world_size, hardware
-        self._cp = config.parallel.context_parallel_size
         self._plans: dict[Hashable, RunPlan] = {}
 
     def of(self, layout: Layout, slowest: float, most_bytes: float) -> tuple[float, int]:
@@ -269,13 +272,7 @@ class ShortSteps:
         """Return the microbatches of a whole step and of a short one, and the plan of the short one."""
         count = layout.num_microbatches(self._config, self._world_size)
         few = count if count <= (FILLS + 1) * layout.pp else FILLS * layout.pp + count % layout.pp
-        return (
-            count,
-            few,
-            self._plan(
-                layout, few * (self._world_size // self._cp // layout.tp // layout.pp) * layout.micro_batch_size
-            ),
-        )
+        return count, few, self._plan(layout, few * layout.dp(self._world_size) * layout.micro_batch_size)
 
     def in_full(self, layout: Layout) -> Candidate:
         return predict(self._config, layout, self._world_size, self.hardware)

@@ -77,6 +77,8 @@ class SearchReport:
         return {
             "tp": layout.tp,
             "pp": layout.pp,
+            "cp": layout.context.ranks,
+            **({} if layout.context.ranks == 1 else {"cp_comm_type": list(layout.context.kinds)}),
             **({} if layout.etp is None else {"ep": layout.ep, "etp": layout.etp}),
             "chunks": layout.chunks,
             "schedule": layout.schedule,
@@ -139,12 +141,19 @@ class SearchReport:
         if isinstance(configured, str):
             yield f"  as configured: {configured}"
 
+    @property
+    def _shows_cp(self) -> bool:
+        """True if one of the layouts shown has context parallelism."""
+        shown = (*self.found.best, *(() if isinstance(self.configured, str) else (self.configured,)))
+        return any(each.layout.context.ranks > 1 for each in shown)
+
     def _row(self, name: str, candidate: Candidate) -> dict[str, str]:
         layout, time, share = candidate.layout, candidate.time, utilisation(candidate)
         megatron = {"by Megatron": bytes_text(megatron_memory(candidate.plan).total)} if self.by_megatron else {}
         return {
             "": name,
             "tp": str(layout.tp),
+            **({"cp": str(layout.context)[3:]} if self._shows_cp else {}),
             "pp": str(layout.pp),
             **({} if layout.etp is None else {"ep": str(layout.ep), "etp": str(layout.etp)}),
             "chunks": str(layout.chunks),

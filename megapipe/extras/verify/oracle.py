@@ -208,7 +208,12 @@ def reference_config(config: ResolvedConfig) -> ReferenceConfig:
         for section in (config.model, *layer_configs(config.model))
     )
     training = {name: getattr(config.training, name) for name in FROM_TRAINING}
-    slices = config.parallel.tensor_model_parallel_size  # a tp rank's capacity is that of its slice of the sequence
+    tp, cp = config.parallel.tensor_model_parallel_size, config.parallel.context_parallel_size
+    # a rank's capacity is that of its tp slice of its part of the sequence
+    parts = (SequencePart(rank, cp).positions(config.model.seq_length) for rank in range(cp))
+    slices: tuple[tuple[int, ...], ...] = ()
+    if config.model.moe_expert_capacity_factor is not None:
+        slices = tuple(tuple(held.tolist()) for part in parts for held in np.split(part, tp))
     return ReferenceConfig(**model, **training, moe_capacity_slices=slices, layers=tuple(layers))
 
 

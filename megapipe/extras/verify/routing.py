@@ -90,12 +90,14 @@ class GridChoices:
     def compare(self, plain: Tensor) -> Routing:
         """Return what differs from the oracle's choices, and forget those of the grid. plain: see PlainChoices.take."""
         plan, place = self._runtime.plan, self._runtime.coordinates
+        held = torch.from_numpy(self._runtime.sequence_part.positions(plan.config.model.seq_length))
+        held = held.chunk(plan.topology.tp)[place.tp_rank].to(plain.device)  # positions of this rank
         layers = expert_layers(plan.config.model)
         num_choices = num_other = 0
         first: OtherChoice | None = None
         for (layer, microbatch), grid in sorted(self.chosen.items(), key=lambda item: item[0]):
             whole = plain[layers.index(layer), microbatch].transpose(0, 1)  # [s, b, k]
-            own = whole.chunk(plan.topology.tp)[place.tp_rank]
+            own = whole[held]
             grid, own = grid.view(own.shape).sort(-1).values, own.sort(-1).values
             other = (grid != own).any(-1)
             num_choices += other.numel()
@@ -103,8 +105,7 @@ class GridChoices:
             if first is None and other.any():
                 position, sequence = other.nonzero()[0].tolist()
                 chosen = (tuple(each[position, sequence].tolist()) for each in (grid, own))
-                token = position + place.tp_rank * own.shape[0]
-                first = OtherChoice(layer, microbatch, sequence, token, *chosen)
+                first = OtherChoice(layer, microbatch, sequence, int(held[position]), *chosen)
         self.chosen.clear()
         return Routing(num_choices, num_other, first)
 

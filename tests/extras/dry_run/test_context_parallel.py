@@ -11,7 +11,7 @@ from megapipe.extras.dry_run.rank import count_rank
 from megapipe.layers.model import model_spec
 from megapipe.layers.rank_shape import rank_shape
 from megapipe.plan.traffic import step_bytes
-from tests.extras.dry_run.grids import FULL, LLAMA, PP2, SP2, make_plan, read_for, selective
+from tests.extras.dry_run.grids import FULL, LLAMA, PP2, SP2, UNLIKE, make_plan, read_for, selective
 from tests.tiny import make_config
 
 KINDS: dict[str, dict[str, Any]] = {
@@ -25,6 +25,11 @@ OPTIONS: dict[str, tuple[int, dict[str, Any]]] = {
     "window": (4, {"window_size": 5}),
     "core_attn bf16": (4, selective("core_attn") | {"dtype": "bf16"}),
     "full, pp 2, tp 2": (16, FULL | PP2 | SP2 | {"num_query_groups": 8}),
+    "one key/value head for two ranks": (4, {"num_query_groups": 2}),
+    "latent": (4, UNLIKE["latent"]),
+    "latent, core_attn": (4, UNLIKE["latent"] | selective("core_attn")),
+    "keeps attention": (4, FULL | {"recompute_keep_attention": True}),
+    "memory budget": (4, {"recompute_memory_budget": 0.2}),
 }
 SHARE_SENT = {"all_gather": 3 / 4, "reduce_scatter": 3 / 4, "all_to_all": 1.0}  # of a collective's whole tensor
 

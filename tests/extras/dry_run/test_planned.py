@@ -142,6 +142,16 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "documents_bf16": (1, DOCUMENTS | {"dtype": "bf16"}),
     "documents_bf16_core_attn": (1, DOCUMENTS | selective("core_attn") | {"dtype": "bf16", "micro_batch_size": 1}),
     "documents_bf16_full_but_attention": (1, DOCUMENTS | FULL | {"recompute_keep_attention": True, "dtype": "bf16"}),
+    "cp2_p2p_keeps_attention_bf16": (2, CP2 | FULL | {"recompute_keep_attention": True, "dtype": "bf16"}),
+    "cp2_sinks_window": (2, CP2 | {"softmax_type": "learnable", "window_size": 24, "dtype": "bf16"}),
+    "cp2_experts_sp2_bf16": (4, CP2 | EXPERTS | SP2 | {"dtype": "bf16"}),
+    "cp4_a2a_shared_heads": (4, {"context_parallel_size": 4, "cp_comm_type": ("a2a",), "num_query_groups": 2}),
+    "cp2_p2p_budget_of_04": (2, CP2 | {"recompute_memory_budget": 0.4, "dtype": "bf16"}),
+    "cp2_a2a_core_attn_bf16": (2, CP2 | {"cp_comm_type": ("a2a",), "dtype": "bf16"} | selective("core_attn")),
+    "cp2_a2a_qk_norm_documents": (
+        2,
+        CP2 | {"cp_comm_type": ("a2a",), "qk_layernorm": True, "reset_attention_mask": True},
+    ),
 }
 BASES: dict[str, dict[str, Any]] = {"gpt2": {}, "llama": LLAMA} | UNLIKE
 OF_UNLIKE = (
@@ -189,6 +199,11 @@ VARIANTS += [
     pytest.param(name, base, device, id=f"{name}-{base}-{device}", marks=pytest.mark.slow if index % 3 else ())
     for index, (name, base, device) in enumerate(product(OF_UNLIKE, UNLIKE, ("cuda", "cpu")))
     if not (base == "latent" and name.startswith(("offload", "fp8")))  # refused
+]
+VARIANTS += [
+    pytest.param(name, "latent", device, id=f"{name}-latent-{device}", marks=pytest.mark.slow if index % 3 else ())
+    for index, (name, device) in enumerate(product([name for name in CASES if name.startswith("cp")], ("cuda", "cpu")))
+    if name not in ("cp2_sinks_window", "cp4_a2a_shared_heads", "cp2_a2a_qk_norm_documents")
 ]
 
 

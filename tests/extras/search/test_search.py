@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+from contextlib import suppress
 
 import pytest
 from hypothesis import given, settings
@@ -17,7 +18,8 @@ from megapipe.config.config import Config
 from megapipe.config.parallel import RecomputeConfig
 from megapipe.errors import ConfigError
 from megapipe.extras.search.candidate import Objective
-from megapipe.extras.search.layout import RECOMPUTES, Layout, layouts
+from megapipe.extras.search.layout import LEAST_TOKENS, NO_CONTEXT, RECOMPUTES, Context, Layout, layouts
+from megapipe.extras.search.reasons import reasons
 from megapipe.extras.search.search import choose, predict, search
 from megapipe.plan.hardware import GIB, Hardware, Link, hardware_named
 from megapipe.plan.resolve import resolve, vary
@@ -290,3 +292,72 @@ def test_ep_is_kept_inside_a_node_where_the_network_is_slow() -> None:
     best = search(config, 8, slow, lambda layout: layout.ep > 1).best[0]
     assert not best.plan.topology.crosses_nodes("ep")
     assert f"etp {best.layout.etp} x ep {best.layout.ep}" in best.layout.grid
+
+
+LONG = {"seq_length": 32768, "num_layers": 2, "attention_dropout": 0.0, "num_query_groups": 2, "global_batch_size": 4}
+CONTEXTS = (
+    NO_CONTEXT,
+    *(Context(cp, (kind,)) for cp in (2, 4) for kind in ("p2p", "a2a")),
+    Context(4, ("a2a+p2p",), (2, 2)),
+)
+
+
+@pytest.mark.parametrize("per_node", [2, 4])
+def test_the_best_layout_of_long_sequences_equals_an_exhaustive_search(per_node: int) -> None:
+    config, every = small(**LONG), []
+    slow = dataclasses.replace(H100, ranks_per_node=per_node, network=Link(2e9, 1e-5))
+    for context, tp, pp, recompute, sliced, sharded in itertools.product(
+        CONTEXTS, (1, 2, 4), (1, 2), RECOMPUTES[::2], BOTH, BOTH
+    ):
+        if context.ranks * tp * pp > 4 or tp > per_node or (tp == 1 and sliced):
+            continue
+        layout = Layout(tp, pp, 1, "1f1b", 1, recompute, sliced, sharded, context=context)
+        with suppress(ConfigError):
+            every.append(predict(config, layout, 4, slow))
+    peaks = sorted(each.peak_bytes for each in every)
+    for usable in (peaks[-1], peaks[len(peaks) // 10]):
+        hardware = dataclasses.replace(slow, memory_bytes=int(usable / H100.memory_share) + 1)
+        fitting = [each for each in every if each.peak_bytes <= hardware.usable_bytes]
+        best = search(
+            config,
+            4,
+            hardware,
+            lambda layout: (
+                layout.schedule == "1f1b" and layout.micro_batch_size == 1 and layout.recompute in RECOMPUTES[::2]
+            ),
+        ).best
+        assert best[0].time.seconds == pytest.approx(min(each.time.seconds for each in fitting), rel=1e-3)
+        assert best[0].layout.context in CONTEXTS
+
+
+def contexts(config: Config, world_size: int = 8, hardware: Hardware = H100) -> set[Context]:
+    """Return the kinds of context parallelism that are compared with tp 1."""
+    return {layout.context for layout in layouts(config, world_size, hardware) if layout.tp == 1}
+
+
+def test_context_parallelism_is_tried_where_a_rank_keeps_enough_tokens_and_heads_divide() -> None:
+    assert contexts(small()) == {NO_CONTEXT}
+    p2p, a2a = (Context(2, (kind,)) for kind in ("p2p", "a2a"))
+    assert contexts(small(seq_length=2 * LEAST_TOKENS)) == {NO_CONTEXT, p2p, a2a}
+    assert contexts(small(seq_length=2 * LEAST_TOKENS, num_attention_heads=1)) == {NO_CONTEXT, p2p}
+    assert contexts(small(seq_length=2 * LEAST_TOKENS + 2)) == {NO_CONTEXT}  # not a multiple of 4
+    two_levels = Context(4, ("a2a+p2p",), (2, 2))
+    long = small(seq_length=4 * LEAST_TOKENS)
+    assert two_levels not in contexts(long)
+    assert two_levels in contexts(long, hardware=dataclasses.replace(H100, ranks_per_node=2))
+
+
+def test_the_configured_context_parallelism_is_tried_for_any_length() -> None:
+    own = Context(4, ("all_gather",))
+    found = contexts(small(context_parallel_size=4, cp_comm_type=("all_gather",)))
+    assert found == {NO_CONTEXT, Context(4), Context(4, ("a2a",)), own}
+
+
+def test_layouts_with_context_parallelism_are_accepted_by_training_and_explained() -> None:
+    config = small(**LONG)
+    found = search(config, 4, with_memory(3.0), lambda layout: layout.context.ranks > 1)
+    winner = found.best[0]
+    topology = resolve(winner.layout.applied_to(config), 4, H100.ranks_per_node).topology
+    assert topology.cp == winner.layout.context.ranks > 1
+    assert str(winner.layout.context) in winner.layout.grid
+    assert any(reason.startswith("cp ") for reason in reasons(found, H100))
