@@ -113,11 +113,12 @@ def gradient_pieces(runtime: TrainingRuntime) -> Iterator[HeldPiece]:
     for stage, buffers in runtime.buffers.items():
         for buffer in buffers.buffers:
             is_expert = buffer.layout.is_expert
-            replica, cut = runtime.groups.replicas_of(is_expert).rank, runtime.groups.cut_of(is_expert)
+            replica, cut = runtime.groups.shards_of(is_expert).rank, runtime.groups.cut_of(is_expert)
             for bucket in buffer.layout.buckets:
                 low, high = buffer.shard_range(bucket, replica)
+                gradients = buffer.reduced_gradients(bucket, replica)
                 for position, piece in shard_pieces(bucket, *cut, low, high):
-                    yield HeldPiece(stage, piece, buffer.gradients[position : position + piece.box.num_elements])
+                    yield HeldPiece(stage, piece, gradients[position - low :][: piece.box.num_elements])
 
 
 def weight_pieces(runtime: TrainingRuntime) -> Iterator[HeldPiece]:
