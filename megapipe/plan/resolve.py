@@ -23,6 +23,7 @@ from megapipe.config.config import (
 from megapipe.config.rules.check import check
 from megapipe.config.rules.gpu import overlaps_by_default
 from megapipe.config.rules.sft import with_implied
+from megapipe.config.rules.sharding import strategy_of
 from megapipe.config.training import OptimizerConfig
 from megapipe.data.build_datasets import DEFAULT_SPLIT
 from megapipe.layers.model import model_parameters
@@ -61,6 +62,8 @@ def resolve(config: Config, world_size: int, ranks_per_node: int | None = None) 
         tp_comm_overlap=overlaps_by_default(config)
         if config.parallel.tp_comm_overlap is None
         else config.parallel.tp_comm_overlap,
+        data_parallel_sharding_strategy=strategy_of(config.parallel),
+        use_distributed_optimizer=strategy_of(config.parallel) != "no_shard",
         ddp_bucket_size=config.parallel.ddp_bucket_size or max(40_000_000, 1_000_000 * topology.dp),
     )
     partition = cut_layers(model, parallel, placement)

@@ -337,7 +337,7 @@ class RunPlan:
     @property
     def num_optimizer_shards(self) -> int:
         """Ranks that share a parameter's optimizer state: its replicas with the distributed optimizer, else 1."""
-        return self.topology.num_replicas if self.config.parallel.use_distributed_optimizer else 1
+        return self.topology.num_shards if self.config.parallel.use_distributed_optimizer else 1
 
     @property
     def tied_across_ranks(self) -> bool:

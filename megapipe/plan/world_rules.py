@@ -12,10 +12,12 @@ from functools import cache
 from megapipe.config.config import Config
 from megapipe.config.layers import layer_kinds, layers_text
 from megapipe.config.model import ModelConfig
+from megapipe.config.parallel import SHARDED_GRADS
 from megapipe.config.rules import model as of_model
 from megapipe.config.rules import training as of_training
 from megapipe.config.rules.check import Rule
 from megapipe.config.rules.proposals import divisors
+from megapipe.config.rules.sharding import strategy_of
 from megapipe.errors import ConfigError
 from megapipe.plan.batch import BatchSchedule, batch_schedule
 from megapipe.plan.cut import check_cut, check_rank_settings
@@ -53,6 +55,7 @@ def world_rules(world_size: int, ranks_per_node: int | None = None) -> tuple[Rul
         _rule(check_post_validation, of_training.post_validation, of_model.chunks),
         _rule(_check_graphs, of_model.chunks),
         _rule(_check_experts, of_model.chunks),
+        _rule(_check_sharding, of_model.chunks),
         _rule(_check_overlap, of_model.chunks),
     )
 
@@ -115,6 +118,7 @@ def topology_of(config: Config, world_size: int, ranks_per_node: int | None, rep
         parallel.expert_model_parallel_size,
         parallel.expert_tensor_parallel_size,
         (parallel.hierarchical_context_parallel_sizes or (1,))[0],
+        parallel.num_distributed_optimizer_instances,
     )
 
 
@@ -132,6 +136,7 @@ def _topology(
     ep: int,
     expert_tp: int | None,
     cp_inner: int,
+    num_instances: int,
 ) -> Topology:
     return Topology.of_world(
         world_size,
@@ -146,6 +151,7 @@ def _topology(
         ep=ep,
         expert_tp=expert_tp,
         cp_inner=cp_inner,
+        num_instances=num_instances,
     )
 
 
@@ -250,6 +256,16 @@ def _check_experts(config: Config) -> None:
         raise ConfigError(
             f"--num-experts does not work with --pipeline-schedule {name} yet, which updates weights while "
             "microbatches are in flight; use a synchronous schedule, such as 1f1b"
+        )
+
+
+def _check_sharding(config: Config) -> None:
+    """Raise ConfigError for sharded gradients or weights with a schedule whose stages update at their own times."""
+    name, strategy = schedule_of(config), strategy_of(config.parallel)
+    if strategy in SHARDED_GRADS and not SCHEDULES[name].is_synchronous:
+        raise ConfigError(
+            f"--data-parallel-sharding-strategy {strategy} does not work with --pipeline-schedule {name} yet, which "
+            "updates weights while microbatches are in flight; use a synchronous schedule, such as 1f1b"
         )
 
 

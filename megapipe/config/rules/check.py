@@ -9,7 +9,7 @@ from contextlib import suppress
 from megapipe.config.config import Config, all_fields, fields_by_key, value_of
 from megapipe.config.fields import Need, out_of_bounds, shown
 from megapipe.config.problems import UnreadError, hiding
-from megapipe.config.rules import context, experts, gpu, model, optimizer, sft, training
+from megapipe.config.rules import context, experts, gpu, model, optimizer, sft, sharding, training
 from megapipe.errors import ConfigError
 
 Rule = Callable[[Config], Iterator[str]]
@@ -91,6 +91,7 @@ RULES: tuple[Rule, ...] = (
     *context.RULES,
     *experts.RULES,
     *gpu.RULES,
+    *sharding.RULES,
     *training.RULES,
     *optimizer.RULES,
     *sft.RULES,
