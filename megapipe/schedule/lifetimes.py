@@ -30,11 +30,15 @@ class Held(enum.Enum):
     LOCAL_GRADIENT = "local gradient"  # of a stage whose successor is on the same rank: from its B or I to B or I
     SENT_OUTPUT = "sent output"  # from SEND_F until it is known to have arrived
     SENT_GRADIENT = "sent gradient"  # from SEND_B until it is known to have arrived
+    # of a stage, whatever the microbatch
+    WEIGHTS = "weights"  # gathered ones, from UNSHARD to RESHARD
+    GRADIENTS = "gradients"  # whole ones, from the first backward after a reduction to the next one: `open_gradients`
 
     __hash__ = object.__hash__
 
 
-MESSAGES = frozenset(Held) - {Held.MICROBATCH, Held.ACTIVATIONS, Held.DEFERRED}
+OF_STAGE = frozenset({Held.WEIGHTS, Held.GRADIENTS})
+MESSAGES = frozenset(Held) - {Held.MICROBATCH, Held.ACTIVATIONS, Held.DEFERRED} - OF_STAGE
 Item = tuple[Held, int]  # (kind, stage); the microbatch is that of the action
 
 
@@ -83,6 +87,10 @@ def lifetimes(
 def _changes(stage: int, op: Op, direction: int, placement: Placement | None, pp_rank: int) -> Changes:
     if op is Op.W:
         return Changes(frees=((Held.DEFERRED, stage), (Held.MICROBATCH, stage)))
+    if op is Op.UNSHARD:
+        return Changes(creates=((Held.WEIGHTS, stage),))
+    if op is Op.RESHARD:
+        return Changes(takes=((Held.WEIGHTS, stage),))
     if op in _COMPUTED_FROM:
         takes: tuple[Item, ...] = ()  # of messages
         frees: tuple[Item, ...] = ()
