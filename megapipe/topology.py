@@ -114,8 +114,8 @@ class Topology:
             rule = "a pipeline in two directions (--pipeline-schedule dualpipe) pairs each rank with the opposite one"
             raise ConfigError(f"--pipeline-model-parallel-size {self.pp} is odd: {rule}; use {ways}")
         if self.num_instances < 1 or self.num_replicas % self.num_instances:
-            ways = [n for n in range(1, self.num_replicas + 1) if self.num_replicas % n == 0]
-            nearest = sorted(sorted(ways, key=lambda n: abs(n - self.num_instances))[:3])
+            divisors = [n for n in range(1, self.num_replicas + 1) if self.num_replicas % n == 0]
+            nearest = sorted(sorted(divisors, key=lambda n: abs(n - self.num_instances))[:3])
             raise ConfigError(
                 f"--num-distributed-optimizer-instances {self.num_instances} does not divide the {self.num_replicas} "
                 f"ranks that hold the same parameters; use {one_of(nearest)}"
@@ -207,9 +207,9 @@ class Topology:
     def _members(self, name: str) -> npt.NDArray[np.int64]:
         """Return the groups of one kind as [groups, size of a group]."""
         if name in ("shards", "instances"):
-            members = self._members("replicas").reshape(-1, self.num_instances, self.num_shards)
-            members = members if name == "shards" else members.swapaxes(1, 2)
-            members = members.reshape(-1, members.shape[-1])
+            cube = self._members("replicas").reshape(-1, self.num_instances, self.num_shards)
+            cube = cube if name == "shards" else cube.swapaxes(1, 2)
+            members = cube.reshape(-1, cube.shape[-1])
             return members[members[:, 0].argsort()]
         grid, axes = self._grid, [AXES.index(axis) for axis in _axes(name)]
         if name in EXPERT_GROUPS:

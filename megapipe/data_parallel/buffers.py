@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from megapipe.sharding.buffers import Bucket, BufferLayout
 from megapipe.sharding.spec import ParamSpec
 
+SHARDED_KINDS = ("plain", "partial")  # of buffers; a word embedding that two stages use stays whole
 ALIGNMENT_BYTES = 64  # results of kernels may depend on alignment
 
 Draw = Callable[[ParamSpec], Tensor]
@@ -51,7 +52,8 @@ class FlatBuffer:
         sharding: Sharding = Sharding(),
     ) -> None:
         self.layout, self._index = layout, sharding.index
-        is_sharded, size = layout.num_shards > 1, layout.numel // layout.num_shards
+        is_sharded = layout.num_shards > 1 and layout.kind in SHARDED_KINDS
+        size = layout.numel // layout.num_shards
         self.parameter_shards = self.gradient_shards = self._gradients = None
         if is_sharded and sharding.parameters:
             if num_versions > 1:
@@ -125,7 +127,6 @@ class StageBuffers:
     ) -> None:
         self.device = torch.device(device)
         self.num_versions = num_versions
-        self.borrowed: tuple[FlatBuffer, ...] = ()  # of another stage, of which the module uses parameters
         options = (self.device, param_dtype, grad_dtype, num_versions, sharding)
         self.buffers = tuple(FlatBuffer(layout, *options) for layout in layouts)
         self.listener: Callable[[str], None] | None = None
@@ -169,7 +170,7 @@ class StageBuffers:
 
     def fill(self, draw: Draw) -> None:
         """Set every parameter to draw(spec), which returns its local values in any floating dtype."""
-        for buffer, bucket in ((buffer, bucket) for buffer in self.buffers for bucket in buffer.layout.buckets):
+        for buffer, bucket in ((held, bucket) for held in self.buffers for bucket in held.layout.buckets):
             start, held = buffer.held_parameters(bucket)
             for slot in bucket.slots:
                 low, high = max(slot.start, start), min(slot.stop, start + held.numel())
@@ -207,7 +208,6 @@ class StageBuffers:
             if name not in self.slots:
                 assert lender is not None
                 lender._lend(name, places)
-                self.borrowed += (lender.slots[name][0],)
                 continue
             versions = tuple(
                 nn.Parameter(self.parameter(name, v), requires_grad=old.requires_grad) for v in range(self.num_versions)

@@ -61,8 +61,8 @@ class GradientReducer:
         self._tied = [state for buffers in self._stages.values() for state in _states(buffers, "tied")]
         self._shared = [state for buffers in self._stages.values() for state in _states(buffers, "shared")]
         self._tp_sums = {
-            stage: tp_sums((buffer for buffer in buffers.buffers if buffer.layout.kind == "partial"), groups)
-            for stage, buffers in self._stages.items()
+            stage: tp_sums(dict.fromkeys(state.buffer for state in self._partial[stage]), groups)
+            for stage in self._stages
         }
         self._state_of = {
             stage: {slot.spec.name: state for state in states for slot in state.bucket.slots}
@@ -203,7 +203,7 @@ def tp_sums(buffers: Iterable[FlatBuffer], groups: ProcessGroups) -> TpSums:
     tp, kv = groups.tp, groups.kv
     over_tp: list[Tensor] = []
     over_kv: list[Tensor] = []
-    for buffer, slot in ((buffer, slot) for buffer in buffers for slot in buffer.layout.slots):
+    for buffer, slot in ((held, slot) for held in buffers for slot in held.layout.slots):
         gradient = buffer.gradients[slot.start : slot.stop].view(slot.shape)
         summed = slot.spec.summed_over_replicas(tp.rank, tp.size)
         position = 0  # of the interval in the local gradient
@@ -232,6 +232,6 @@ def _states(buffers: StageBuffers, kind: str) -> list[_BucketState]:
     return [
         _BucketState(buffer, bucket)
         for buffer in buffers.buffers
-        if buffer.layout.kind == kind
+        if buffer.layout.kind == kind and buffer.gradient_shards is None  # else reduced by ShardedGradients
         for bucket in buffer.layout.buckets
     ]
