@@ -33,6 +33,7 @@ from megapipe.plan.run_plan import RunPlan
 from megapipe.plan.schedule_choice import group_size, memory_limit, schedule_and_chunks
 from megapipe.plan.world_rules import batch_of, check_counts, num_steps, placement_of, topology_of, world_rules
 from megapipe.schedule.lower import default_receive_depth
+from megapipe.schedule.sharding import split_partition, split_placement, units_of
 from megapipe.sharding.audit import audit_slices, audit_stages
 from megapipe.topology import Topology
 
@@ -96,17 +97,28 @@ def vary(plan: RunPlan, config: Config) -> RunPlan:
 
 
 def _balanced_and_checked(draft: RunPlan) -> RunPlan:
-    """Return the plan with its layers divided as --pipeline-balance asks.
+    """Return the plan with its layers divided as --pipeline-balance asks, and its stages split into units.
 
     Raises ConfigError if a rank's memory is too small.
     """
-    plan = dataclasses.replace(draft, partition=balanced_cut(draft))
+    draft = draft.whole_stages()
+    plan = _in_units(dataclasses.replace(draft, partition=balanced_cut(draft)))
     for count in plan.decisive_counts:  # now, so that errors surface before anything starts
         if plan.parts is None:
             plan.schedule(count)
         else:
             plan.part_schedule(count)
     return plan
+
+
+def _in_units(plan: RunPlan) -> RunPlan:
+    """Return the plan with every stage split as --data-parallel-sharding-units asks."""
+    wanted = plan.config.parallel.data_parallel_sharding_units
+    if wanted == 1:
+        return plan
+    units = units_of(plan.partition, wanted)
+    placement, partition = split_placement(plan.placement, units), split_partition(plan.partition, units)
+    return dataclasses.replace(plan, placement=placement, partition=partition, num_units=units)
 
 
 @cache

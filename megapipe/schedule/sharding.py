@@ -23,7 +23,7 @@ from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 from megapipe.errors import ConfigError, ScheduleError
-from megapipe.schedule.action import COMPLETES_OPS, SEND_OPS, WEIGHTS_OPS, Action, Op
+from megapipe.schedule.action import COMPLETES_OPS, SEND_OPS, SHARDING_OPS, WEIGHTS_OPS, Action, Op
 from megapipe.schedule.partition import Partition, from_counts
 from megapipe.schedule.placement import Placement
 from megapipe.schedule.schedule import Row, Schedule, gc_paused
@@ -262,6 +262,25 @@ def split_partition(partition: Partition, num_units: Sequence[int]) -> Partition
     return from_counts(counts, partition.num_layers)
 
 
-def units_of(partition: Partition, layers_per_unit: int) -> tuple[int, ...]:
-    """Return the fewest units of every stage that hold at most `layers_per_unit` layers each; 1 for one without."""
-    return tuple(max(1, -(-count // layers_per_unit)) for count in partition.layer_counts)
+def units_of(partition: Partition, wanted: int) -> tuple[int, ...]:
+    """Return the units of every stage: as many as wanted, but none without a layer, and 1 of a stage without layers."""
+    return tuple(max(1, min(wanted, count)) for count in partition.layer_counts)
+
+
+def joined_units(placement: Placement, partition: Partition, num_units: Sequence[int]) -> tuple[Placement, Partition]:
+    """Return the placement and partition of whole stages: the inverse of `split_placement` and `split_partition`."""
+    starts = list(accumulate(num_units, initial=0))[:-1]
+    ranks = [tuple(of_unit[start] for start in starts) for of_unit in placement.directions]
+    counts = partition.layer_counts
+    layers = [sum(counts[start : start + count]) for start, count in zip(starts, num_units, strict=True)]
+    return Placement(placement.num_ranks, *ranks), from_counts(layers, partition.num_layers)
+
+
+def head_start_of(row: Row, length: int) -> int:
+    """Return the length of a row's head start (`lower.give_head_start`) once `shard` has added actions to the row."""
+    added = 0
+    for slot, (_, op, _) in enumerate(row):
+        if slot - added == length:
+            return slot
+        added += op in SHARDING_OPS
+    return len(row)

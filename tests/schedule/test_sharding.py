@@ -15,12 +15,15 @@ from megapipe.schedule.costs import Costs
 from megapipe.schedule.families import SCHEDULES, build_forward_only, build_schedule
 from megapipe.schedule.lower import lower
 from megapipe.schedule.partition import from_counts
+from megapipe.schedule.placement import loop
 from megapipe.schedule.schedule import Row, Schedule, from_csv, to_csv
 from megapipe.schedule.sharding import (
     GRANULARITIES,
     ShardingPolicy,
+    joined_units,
     shard,
     split_partition,
+    split_placement,
     split_stages,
     units_of,
 )
@@ -256,9 +259,12 @@ def test_asynchronous_schedules_are_refused(name: str) -> None:
 
 def test_units_share_the_layers_of_their_stage() -> None:
     partition = from_counts([5, 4, 0, 7], 16)
-    units = units_of(partition, 2)
-    assert units == (3, 2, 1, 4)
-    assert split_partition(partition, units).layer_counts == (2, 2, 1, 2, 2, 0, 2, 2, 2, 1)
+    units = units_of(partition, 3)
+    assert units == (3, 3, 1, 3)
+    split = split_partition(partition, units)
+    assert split.layer_counts == (2, 2, 1, 2, 1, 1, 0, 3, 2, 2)
+    placement = loop(2, 2)
+    assert joined_units(split_placement(placement, units), split, units) == (placement, partition)
 
 
 def test_units_of_a_pair_are_paired_in_opposite_order() -> None:
