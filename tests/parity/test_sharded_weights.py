@@ -24,9 +24,9 @@ OVERLAP = {"use_distributed_optimizer": True, "overlap_grad_reduce": True, "over
 def differences(rank: int, world_size: int, grid: Grid, sharding: dict[str, Any]) -> list[str]:
     """Return a line for each loss, norm, gradient and weight of two steps that differs; run by all ranks."""
     config = configuration(grid)
-    names = {
-        "data_parallel_sharding_" + name: value for name, value in sharding.items() if name != "instances"
-    } | {"num_distributed_optimizer_instances": sharding.get("instances", 1)}
+    names = {"data_parallel_sharding_" + name: value for name, value in sharding.items() if name != "instances"} | {
+        "num_distributed_optimizer_instances": sharding.get("instances", 1)
+    }
     config = dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, **names))
     rates = [Rates(lr, grid["weight_decay"] * decay, grid["decoupled_lr"]) for lr, decay in ((0.02, 1), (0.01, 2))]
     return plan_differences(rank, resolve(config, world_size), rates)
@@ -45,4 +45,6 @@ def assert_equals_reference(pool: RankPool, grid: Grid, sharding: dict[str, Any]
 @pytest.mark.parametrize("granularity", ["microbatch", "run", "step"])
 def test_try(rank_pools: Pools, strategy: str, granularity: str, units: int) -> None:
     grid = plain_grid(dp=2, pp=2, microbatches=5, cut="even", **OVERLAP)
-    assert_equals_reference(rank_pools(world_of(grid)), grid, {"strategy": strategy, "granularity": granularity, "units": units})
+    assert_equals_reference(
+        rank_pools(world_of(grid)), grid, {"strategy": strategy, "granularity": granularity, "units": units}
+    )
