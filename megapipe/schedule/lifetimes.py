@@ -30,15 +30,12 @@ class Held(enum.Enum):
     LOCAL_GRADIENT = "local gradient"  # of a stage whose successor is on the same rank: from its B or I to B or I
     SENT_OUTPUT = "sent output"  # from SEND_F until it is known to have arrived
     SENT_GRADIENT = "sent gradient"  # from SEND_B until it is known to have arrived
-    # of a stage, whatever the microbatch
-    WEIGHTS = "weights"  # gathered ones, from UNSHARD to RESHARD
-    GRADIENTS = "gradients"  # whole ones, from the first backward after a reduction to the next one: `open_gradients`
+    WEIGHTS = "weights"  # gathered ones of a stage, whatever the microbatch: from UNSHARD to RESHARD
 
     __hash__ = object.__hash__
 
 
-OF_STAGE = frozenset({Held.WEIGHTS, Held.GRADIENTS})
-MESSAGES = frozenset(Held) - {Held.MICROBATCH, Held.ACTIVATIONS, Held.DEFERRED} - OF_STAGE
+MESSAGES = frozenset(Held) - {Held.MICROBATCH, Held.ACTIVATIONS, Held.DEFERRED, Held.WEIGHTS}
 Item = tuple[Held, int]  # (kind, stage); the microbatch is that of the action
 
 
