@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megapipe.errors import ConfigError
+from megapipe.formatting import one_of
 
 AXES = ("tp", "cp", "dp", "pp")
 DEFAULT_ORDER = "tp-cp-dp-pp"
@@ -36,6 +37,9 @@ GROUP_AXES: dict[str, tuple[str, ...]] = {
     "dp_cp": ("dp", "cp"),  # shards of a global batch
     # ranks that hold the same parameters: gradients are summed and the optimizer is sharded over this group
     "replicas": ("dp", "cp"),
+    # replicas as two levels: consecutive ones hold a shard each, those at the same place in each instance the same one
+    "shards": ("dp", "cp"),
+    "instances": ("dp", "cp"),
     "model": ("tp", "pp"),  # one whole copy of the model, two in a mirrored pipeline
     "embedding": ("pp",),  # first and last pp_rank of a pipeline: tied input and output embeddings are summed over it
     "kv": ("tp",),  # tp neighbours that hold the same KV heads
@@ -64,7 +68,7 @@ class Topology:
 
     Raises ConfigError for sizes below 1, an order that is not a permutation, nodes that are not full, a tp group across
     nodes (unless allow_tp_across_nodes), an odd number of ranks in a mirrored pipeline, a grid of experts that does not
-    divide the ranks of a pp_rank, and a level of cp that does not divide it.
+    divide the ranks of a pp_rank, a level of cp that does not divide it, and instances that do not divide the replicas.
     """
 
     tp: int = 1
@@ -79,6 +83,7 @@ class Topology:
     ep: int = 1  # ranks among which the experts of a layer are divided
     expert_tp: int | None = None  # ranks that share every expert; None: tp
     cp_inner: int = 1  # consecutive cp ranks of a 'cp_a2a' group
+    num_instances: int = 1  # of the sharded optimizer, into which the replicas are divided (HSDP)
 
     @classmethod
     def of_world(cls, world_size: int, *, tp: int = 1, cp: int = 1, pp: int = 1, **options: Any) -> Topology:
@@ -108,6 +113,13 @@ class Topology:
             ways = f"{self.pp - 1} or {self.pp + 1}" if self.pp > 1 else "2"
             rule = "a pipeline in two directions (--pipeline-schedule dualpipe) pairs each rank with the opposite one"
             raise ConfigError(f"--pipeline-model-parallel-size {self.pp} is odd: {rule}; use {ways}")
+        if self.num_instances < 1 or self.num_replicas % self.num_instances:
+            divisors = [n for n in range(1, self.num_replicas + 1) if self.num_replicas % n == 0]
+            nearest = sorted(sorted(divisors, key=lambda n: abs(n - self.num_instances))[:3])
+            raise ConfigError(
+                f"--num-distributed-optimizer-instances {self.num_instances} does not divide the {self.num_replicas} "
+                f"ranks that hold the same parameters; use {one_of(nearest)}"
+            )
         self._check_experts()
         if self.ranks_per_node is None:
             return
@@ -147,6 +159,11 @@ class Topology:
     def num_replicas(self) -> int:
         """Number of ranks that hold the same parameters: dp x cp, twice that in a mirrored pipeline."""
         return self.dp * self.cp * (2 if self.mirrored_pipeline else 1)
+
+    @property
+    def num_shards(self) -> int:
+        """Number of ranks among which an instance of the distributed optimizer divides its state."""
+        return self.num_replicas // self.num_instances
 
     @property
     def num_expert_replicas(self) -> int:
@@ -189,6 +206,11 @@ class Topology:
 
     def _members(self, name: str) -> npt.NDArray[np.int64]:
         """Return the groups of one kind as [groups, size of a group]."""
+        if name in ("shards", "instances"):
+            cube = self._members("replicas").reshape(-1, self.num_instances, self.num_shards)
+            cube = cube if name == "shards" else cube.swapaxes(1, 2)
+            members = cube.reshape(-1, cube.shape[-1])
+            return members[members[:, 0].argsort()]
         grid, axes = self._grid, [AXES.index(axis) for axis in _axes(name)]
         if name in EXPERT_GROUPS:
             grid, axes = self._expert_grid, [EXPERT_GROUPS.index(name)]
@@ -212,6 +234,10 @@ class Topology:
         The time is proportional to the group, except in the first call, which makes the grid of all ranks.
         """
         axes, place = _axes(name), self.coordinates(global_rank)
+        if name in ("shards", "instances"):
+            replicas, size = self.group_of("replicas", global_rank), self.num_shards
+            at = replicas.index(global_rank)
+            return replicas[at // size * size :][:size] if name == "shards" else replicas[at % size :: size]
         if name in EXPERT_GROUPS:
             at, pp_ranks = self.expert_rank(global_rank), [place.pp_rank]
             block = (place.tp_rank + self.tp * (place.cp_rank + self.cp * place.dp_rank)) // (self.ep * self.etp)

@@ -31,13 +31,16 @@ def topologies(draw: st.DrawFn, largest_world: int = LARGEST_WORLD) -> Topology:
         ranks_left //= sizes[axis]
     replicas = draw(st.sampled_from([n for n in range(1, sizes["tp"] + 1) if sizes["tp"] % n == 0]))
     mirrored = sizes["pp"] % 2 == 0 and draw(st.booleans())
+    copies = sizes["dp"] * sizes["cp"] * (2 if mirrored else 1)
+    instances = draw(st.sampled_from([n for n in range(1, min(copies, 64) + 1) if copies % n == 0]))
     order, experts = draw(st.sampled_from(ORDERS)), {}
     if order.replace("-pp", "").replace("pp-", "") == "tp-cp-dp":
         slice_size = sizes["tp"] * sizes["cp"] * sizes["dp"]
         etp = draw(st.sampled_from([n for n in range(1, slice_size + 1) if slice_size % n == 0]))
         ep = draw(st.sampled_from([n for n in range(1, slice_size // etp + 1) if slice_size // etp % n == 0]))
         experts = {"ep": ep, "expert_tp": etp}
-    return Topology(**sizes, order=order, kv_replicas=replicas, mirrored_pipeline=mirrored, **experts)
+    options = {"kv_replicas": replicas, "mirrored_pipeline": mirrored, "num_instances": instances}
+    return Topology(**sizes, order=order, **options, **experts)
 
 
 def expected_groups(topology: Topology, axes: tuple[str, ...]) -> set[tuple[int, ...]]:
@@ -129,6 +132,25 @@ def test_replicas_are_the_dp_and_cp_ranks_of_one_pp_rank_or_of_two_opposite_ones
 
 @given(topologies(largest_world=1024))
 @settings(max_examples=60)
+def test_instances_are_consecutive_replicas_and_their_shards_lie_at_equal_places(topology: Topology) -> None:
+    size = topology.num_shards
+    for replicas in topology.groups("replicas"):
+        instances = [replicas[at : at + size] for at in range(0, len(replicas), size)]
+        assert len(instances) == topology.num_instances
+        for instance in instances:
+            assert topology.group_of("shards", instance[0]) == instance
+        for place, holders in enumerate(zip(*instances, strict=True)):
+            assert topology.group_of("instances", instances[0][place]) == holders
+
+
+def test_instances_that_do_not_divide_the_replicas_are_refused() -> None:
+    message = "instances 3 does not divide the 4 ranks that hold the same parameters; use 1, 2 or 4"
+    with pytest.raises(ConfigError, match=message):
+        Topology(tp=2, dp=4, num_instances=3)
+
+
+@given(topologies(largest_world=1024))
+@settings(max_examples=60)
 def test_ranks_of_the_same_place_in_the_expert_grid_are_the_experts_replicas(topology: Topology) -> None:
     holders: dict[tuple[int, ...], list[int]] = {}
     for rank in range(topology.world_size):
@@ -197,6 +219,8 @@ def test_all_groups_of_16384_ranks_take_under_two_seconds() -> None:
         256,
         128,
         128,
+        128,
+        16384,
         128,
         1024,
         8192,

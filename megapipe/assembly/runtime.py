@@ -20,9 +20,10 @@ from megapipe.comm.channels import Channels, MessageSpec
 from megapipe.comm.collectives import gather_objects
 from megapipe.comm.groups import ContextGroups, ExpertGroups, Group, ProcessGroups, second_communicator
 from megapipe.comm.trace import Tracer
-from megapipe.data_parallel.buffers import StageBuffers
+from megapipe.data_parallel.buffers import Sharding, StageBuffers
 from megapipe.data_parallel.gather import ParameterGather
 from megapipe.data_parallel.reducer import GradientReducer
+from megapipe.data_parallel.sharded import ShardedGradients, ShardedStages, ShardedWeights
 from megapipe.dtypes import DTYPES, FP8
 from megapipe.errors import ScheduleError
 from megapipe.gpu.kernels import choose_kernels, compiled, why_not_packed
@@ -45,7 +46,8 @@ from megapipe.schedule.action import Op
 from megapipe.schedule.lifetimes import NO_MOVES, WeightVersions
 from megapipe.schedule.parts import Parts, exchange_digest
 from megapipe.sharding.audit import audit_buffers
-from megapipe.sharding.boxes import Box, pieces
+from megapipe.sharding.boxes import Box
+from megapipe.sharding.buffers import shard_pieces
 from megapipe.sharding.sequence import SequencePart
 from megapipe.sharding.spec import ParamSpec
 from megapipe.tensor_parallel.gradients import GradientSlot, WeightQueue
@@ -106,6 +108,10 @@ class InferenceRuntime:
             experts = [replace(each, counts=counts) for each in experts]
         for stage, tp_group, of_experts, of_context in zip(held, tp_groups, experts, context, strict=True):
             self._add_stage(stage, tp_group, of_experts, of_context, draw_slice, trains)
+        self.weights = ShardedWeights(
+            self.buffers, groups, overlap=plan.config.parallel.overlap_param_gather, tracer=tracer
+        )
+        self.sharded = None if plan.sharding is None else ShardedStages(self.weights)
         self.channels = Channels.build(
             plan.placement,
             groups.pp,
@@ -131,8 +137,15 @@ class InferenceRuntime:
         if key not in self._forward_engines:
             schedule = self.plan.forward_schedule(*key)
             pp_rank, heartbeat = self.coordinates.pp_rank, self.groups.world.heartbeat
-            engine = Engine(schedule, pp_rank, self.runners, self.channels, tracer=self.tracer, heartbeat=heartbeat)
-            self._forward_engines[key] = engine
+            self._forward_engines[key] = Engine(
+                schedule,
+                pp_rank,
+                self.runners,
+                self.channels,
+                tracer=self.tracer,
+                heartbeat=heartbeat,
+                sharded=self.sharded,
+            )
         return self._forward_engines[key]
 
     def step(self, microbatches: Sequence[Microbatch], loss: LossFunction, trains: bool) -> Step:
@@ -169,11 +182,14 @@ class InferenceRuntime:
             for buffer in stage_buffers.buffers:
                 is_copy = buffer.layout.kind == "tied" and stage != 0
                 cut = self.groups.cut_of(buffer.layout.is_expert)
-                is_first = self.groups.replicas_of(buffer.layout.is_expert).rank == 0
-                for slot in buffer.layout.slots:
-                    for piece in pieces(slot.spec, *cut):
-                        values = buffer.parameters[slot.start + piece.start : slot.start + piece.stop]
-                        box = tensor_box(key, piece, values)
+                is_whole = buffer.parameter_shards is None
+                is_first = (
+                    self.groups.replicas_of(buffer.layout.is_expert) if is_whole else self.groups.instances
+                ).rank == 0
+                for bucket in buffer.layout.buckets:
+                    start, held = buffer.held_parameters(bucket)
+                    for position, piece in shard_pieces(bucket, *cut, start, start + held.numel()):
+                        box = tensor_box(key, piece, held[position - start :][: piece.box.num_elements])
                         if box is not None:
                             yield piece.owned and not is_copy and is_first, box
 
@@ -196,7 +212,7 @@ class InferenceRuntime:
         key = "master" if folder.manifest.holds("master") else "weights"
         for stage_buffers in self.buffers.values():
             for buffer in stage_buffers.buffers:
-                buffer.parameters.zero_()
+                (buffer.parameters if buffer.parameter_shards is None else buffer.parameter_shards).zero_()
         return load_tensors(folder, (box for _, box in self.held_weights(key)), self.groups.world, may_round=True)
 
     def _add_stage(
@@ -230,7 +246,11 @@ class InferenceRuntime:
         )
         num_versions = plan.num_weight_versions(self.coordinates.pp_rank) if trains else 1
         gradient_dtype = parameter_dtype(plan.state_dtypes(self.coordinates.pp_rank).gradient) if trains else None
-        buffers = StageBuffers(layouts, self.device, self.parameter_dtype, gradient_dtype, num_versions)
+        sharding = Sharding(groups.shards.rank)
+        if plan.sharding is not None:
+            sharding = replace(sharding, gradients=True, parameters=plan.sharding.gathers)
+        options = self.parameter_dtype, gradient_dtype, num_versions, sharding
+        buffers = StageBuffers(layouts, self.device, *options)
 
         def initial(spec: ParamSpec) -> Tensor:
             cut = groups.cut_of(spec.is_expert)
@@ -312,17 +332,22 @@ class TrainingRuntime(InferenceRuntime):
     ) -> None:
         super().__init__(plan, groups, device, draw_slice, tracer, trains=True)
         parallel = plan.config.parallel
-        self.reducer = GradientReducer(
-            self.buffers, groups, overlap=parallel.overlap_grad_reduce, reduce_in_bf16=parallel.grad_reduce_in_bf16
-        )
+        options = {"overlap": parallel.overlap_grad_reduce, "reduce_in_bf16": parallel.grad_reduce_in_bf16}
+        self.reducer: GradientReducer | ShardedGradients
+        if self.sharded is not None and groups.shards.size > 1:
+            self.reducer = ShardedGradients(self.buffers, groups, **options)
+            self.sharded = ShardedStages(self.weights, self.reducer)
+        else:
+            self.reducer = GradientReducer(self.buffers, groups, **options)
         order = plan.order_of_first_use(self.coordinates.pp_rank)
         self.gather = ParameterGather(
             self.buffers,
             order,
-            groups.replicas,
+            groups.shards,
             overlap=parallel.overlap_param_gather,
             tracer=tracer,
             expert_replicas=groups.expert_replicas,
+            weights=self.weights,
         )
         for stage, module in self.stages.items():
             self.gather.wait_inside(stage, module, module.parts())
@@ -388,6 +413,7 @@ class TrainingRuntime(InferenceRuntime):
             self.marks,
             self.offload,
             NO_MOVES if self.offload is None else plan.row_moves(num_microbatches, pp_rank),
+            sharded=self.sharded,
         )
 
     def _part_engine(self, num_microbatches: int, parts: Parts) -> Engine:

@@ -73,7 +73,8 @@ class ProcessGroups:
 
     embedding: first and last rank of a pipeline; None on the ranks between. kv: tp neighbours with the same KV heads.
     replicas: holders of this rank's parameters, which is dp_cp, joined with that of the opposite pp_rank in a mirrored
-    pipeline. etp, ep and expert_replicas: the grid of the experts (topology.GROUP_AXES).
+    pipeline. shards: the replicas that divide the optimizer state. instances: those that hold the same part of it. etp,
+    ep and expert_replicas: the grid of the experts (topology.GROUP_AXES).
     """
 
     world: Group
@@ -85,6 +86,8 @@ class ProcessGroups:
     dp: Group
     dp_cp: Group
     replicas: Group
+    shards: Group
+    instances: Group
     model: Group
     embedding: Group | None
     kv: Group
@@ -100,6 +103,10 @@ class ProcessGroups:
     def replicas_of(self, is_expert: bool) -> Group:
         """Return the ranks that hold the same dense parameters, or the same experts."""
         return self.expert_replicas if is_expert else self.replicas
+
+    def shards_of(self, is_expert: bool) -> Group:
+        """Return the ranks that divide the optimizer state of dense parameters, or of experts."""
+        return self.expert_replicas if is_expert else self.shards
 
     def cut_of(self, is_expert: bool) -> tuple[int, int]:
         """Return this rank's place among the ranks that cut dense parameters (tp) or experts (ep x etp), and how many
@@ -192,6 +199,8 @@ def build_process_groups(
         same_ranks["cp_p2p" if topology.cp_inner == 1 else "cp_a2a"] = "cp"
     if not topology.mirrored_pipeline:
         same_ranks["replicas"] = "dp_cp"
+    if topology.num_instances == 1:
+        same_ranks["shards"] = "replicas"
     if (topology.ep, topology.etp) == (1, topology.tp):
         same_ranks |= {"etp": "tp", "expert_replicas": "replicas"}
     groups: dict[str, Any] = {}

@@ -62,6 +62,7 @@ class ResolvedParallelConfig(ParallelConfig):
     pipeline_receive_depth: int
     tp_comm_overlap: bool
     ddp_bucket_size: int
+    data_parallel_sharding_strategy: str
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -98,6 +98,12 @@ class Difference:
 
 
 DELIBERATE_DIFFERENCES = (
+    Difference(
+        "--data-parallel-sharding-strategy",
+        "acts only with --use-megatron-fsdp",
+        "acts alone",
+        "a given strategy is never ignored",
+    ),
     Difference("--distributed-backend", "nccl", "auto", "gloo without a GPU, so that the same script runs anywhere"),
     Difference("--exit-signal-handler", "off", "on", "a job that is asked to exit saves first"),
     Difference("--eval-interval", "none", "1000", "the model is evaluated during training unless --eval-iters is 0"),

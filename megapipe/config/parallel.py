@@ -8,7 +8,18 @@ from megapipe.config.fields import Flag, Need, count, option
 
 EXPERTS = Need("model.num_experts", "--num-experts N")
 TP_OVERLAP = Need("parallel.tp_comm_overlap", "--tp-comm-overlap")
-DISTRIBUTED_OPTIMIZER = Need("parallel.use_distributed_optimizer", "--use-distributed-optimizer")
+SHARDING_STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
+SHARDED_GRADS = ("optim_grads", "optim_grads_params")
+SHARDED_PARAMS = "optim_grads_params"
+GRADS = Need(
+    "parallel.data_parallel_sharding_strategy",
+    "--data-parallel-sharding-strategy optim_grads or optim_grads_params",
+    SHARDED_GRADS,
+)
+PARAMS = Need(
+    "parallel.data_parallel_sharding_strategy", f"--data-parallel-sharding-strategy {SHARDED_PARAMS}", (SHARDED_PARAMS,)
+)
+SHARDING_GRANULARITIES = ("microbatch", "run", "step")
 CP_COMM_TYPES = ("p2p", "all_gather", "a2a", "a2a+p2p")
 RECOMPUTE_MODULES = ("core_attn", "layernorm", "mlp", "activation")
 EP_OVERLAP = Need("parallel.overlap_moe_expert_parallel_comm", "--overlap-moe-expert-parallel-comm")
@@ -171,9 +182,43 @@ class ParallelConfig:
         4, "with --tp-comm-overlap: chunks of a collective", "chunks", at_least=2, needs=TP_OVERLAP
     )
     use_distributed_optimizer: bool = option(False, "shard master weights and moments over the dp ranks (ZeRO-1)")
-    overlap_grad_reduce: bool = option(False, "reduce gradients bucket by bucket during the backward")
+    data_parallel_sharding_strategy: str | None = option(
+        None,
+        "what the dp ranks shard: nothing (no_shard); master weights and moments (optim, ZeRO-1); gradients too "
+        "(optim_grads, ZeRO-2); weights too (optim_grads_params, ZeRO-3 or FSDP); see docs/sharded_weights.md",
+        choices=SHARDING_STRATEGIES,
+        derived="optim with --use-distributed-optimizer, else no_shard",
+        more_flags=(
+            Flag(
+                "--use-megatron-fsdp",
+                SHARDED_PARAMS,
+                only_from=(None,),
+                help="same as --data-parallel-sharding-strategy optim_grads_params, unless another strategy is given",
+            ),
+        ),
+    )
+    num_distributed_optimizer_instances: int = count(
+        1,
+        "groups into which the ranks with the same parameters are divided: each shards them anew, and gradients of a "
+        "shard are summed over the groups (HSDP)",
+        "groups",
+    )
+    data_parallel_sharding_granularity: str = option(
+        "run",
+        "how long a stage's weights stay gathered and its gradients are summed before they are reduced: for one "
+        "microbatch, for consecutive microbatches of the stage (run), or for the step",
+        choices=SHARDING_GRANULARITIES,
+        needs=GRADS,
+    )
+    data_parallel_sharding_prefetch: int = option(
+        1, "computations by which a gather of weights precedes its use", "computations", at_least=0, needs=PARAMS
+    )
+    data_parallel_sharding_units: int = count(
+        1, "groups of layers of every stage that are gathered, freed and reduced one by one", "groups", needs=GRADS
+    )
+    overlap_grad_reduce: bool = option(False, "reduce gradients asynchronously, bucket by bucket during the backward")
     overlap_param_gather: bool = option(
-        False, "gather updated parameters bucket by bucket during the next forward", needs=DISTRIBUTED_OPTIMIZER
+        False, "gather parameters asynchronously: updated ones bucket by bucket during the next forward"
     )
     overlap_p2p_comm: bool = option(
         True, "overlap sends and receives of stages with computation", flag="--overlap-p2p-communication"

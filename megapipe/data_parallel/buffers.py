@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from megapipe.sharding.buffers import Bucket, BufferLayout
 from megapipe.sharding.spec import ParamSpec
 
+SHARDED_KINDS = ("plain", "partial")  # of buffers; a word embedding that two stages use stays whole
 ALIGNMENT_BYTES = 64  # results of kernels may depend on alignment
 
 Draw = Callable[[ParamSpec], Tensor]
@@ -20,12 +22,24 @@ Draw = Callable[[ParamSpec], Tensor]
 SlotFactory = Callable[[Tensor, int, Callable[[Any], None]], Any]
 
 
+@dataclass(frozen=True)
+class Sharding:
+    """Which tensors of a sharded buffer are whole only while they are needed. index: of this rank's shard."""
+
+    index: int = 0
+    gradients: bool = False  # ZeRO-2 and above
+    parameters: bool = False  # ZeRO-3
+
+
 class FlatBuffer:
     """The tensors of one buffer layout.
 
     versions: [layout.numel] in the parameters' dtype, one for each version of the weights that is needed at the same
     time: a single one, unless the schedule is asynchronous. newest: index of the version that was updated last.
     gradients: [layout.numel], fp32 (fp64 in fp64 runs). Padding between slots is zero and stays zero.
+    parameter_shards, gradient_shards: [layout.numel / layout.num_shards], this rank's shards of all buckets, where
+    these are what is kept; None elsewhere. The memory of the whole tensors is then allocated and freed as they are
+    needed (`allocate`, `free`): at first it exists, because torch makes no views of a tensor without memory.
     """
 
     def __init__(
@@ -35,11 +49,26 @@ class FlatBuffer:
         param_dtype: torch.dtype,
         grad_dtype: torch.dtype | None,
         num_versions: int = 1,
+        sharding: Sharding = Sharding(),
     ) -> None:
-        self.layout = layout
-        self.versions = tuple(_aligned_zeros(layout.numel, param_dtype, device) for _ in range(num_versions))
+        self.layout, self._index = layout, sharding.index
+        is_sharded = layout.num_shards > 1 and layout.kind in SHARDED_KINDS
+        size = layout.numel // layout.num_shards
+        self.versions: tuple[Tensor, ...]
+        self.parameter_shards = self.gradient_shards = self._gradients = None
+        if is_sharded and sharding.parameters:
+            if num_versions > 1:
+                raise ValueError(f"sharded parameters have one version, not {num_versions}")
+            self.parameter_shards = _aligned_zeros(size, param_dtype, device)
+            self.versions = (torch.empty(layout.numel, dtype=param_dtype, device=device),)
+        else:
+            self.versions = tuple(_aligned_zeros(layout.numel, param_dtype, device) for _ in range(num_versions))
         self.newest = 0
-        self._gradients = None if grad_dtype is None else _aligned_zeros(layout.numel, grad_dtype, device)
+        if grad_dtype is not None and is_sharded and sharding.gradients:
+            self.gradient_shards = _aligned_zeros(size, grad_dtype, device)
+            self._gradients = torch.empty(layout.numel, dtype=grad_dtype, device=device)
+        elif grad_dtype is not None:
+            self._gradients = _aligned_zeros(layout.numel, grad_dtype, device)
 
     @property
     def parameters(self) -> Tensor:
@@ -56,12 +85,35 @@ class FlatBuffer:
         """Return the elements that member `index` of the replica group updates: its shard, or an unsharded bucket."""
         return bucket.shard(index if self.layout.num_shards > 1 else 0, self.layout.num_shards)
 
+    def held_parameters(self, bucket: Bucket) -> tuple[int, Tensor]:
+        """Return (first element, values) of what this rank keeps of a bucket's newest parameters: all, or its shard."""
+        if self.parameter_shards is None:
+            return bucket.start, self.parameters[bucket.start : bucket.stop]
+        return self.shard_range(bucket, self._index)[0], self.parameter_shards[self._held(bucket)]
+
+    def updated_parameters(self, bucket: Bucket, index: int) -> Tensor:
+        """Return the memory of the newest parameters in `shard_range(bucket, index)`."""
+        if self.parameter_shards is None:
+            return self.parameters[slice(*self.shard_range(bucket, index))]
+        return self.parameter_shards[self._held(bucket)]
+
+    def reduced_gradients(self, bucket: Bucket, index: int) -> Tensor:
+        """Return the memory of the reduced gradients in `shard_range(bucket, index)`."""
+        if self.gradient_shards is None:
+            return self.gradients[slice(*self.shard_range(bucket, index))]
+        return self.gradient_shards[self._held(bucket)]
+
+    def _held(self, bucket: Bucket) -> slice:
+        """Return the place of this rank's shard of a bucket among those of all buckets."""
+        return slice(bucket.start // self.layout.num_shards, bucket.stop // self.layout.num_shards)
+
 
 class StageBuffers:
     """Flat buffers of one stage on one rank. slots: the place of each parameter, by name.
 
     layouts: positions of the parameters (sharding.buffers). grad_dtype: of the main gradients, None for inference.
-    num_versions: of the parameters; all versions share one main gradient. `listener`, if set, is called with a
+    num_versions: of the parameters; all versions share one main gradient. sharding: what is whole only for a while, for
+    which parameter() and main_grad() return empty memory otherwise. `listener`, if set, is called with a
     parameter's name whenever the gradient of one microbatch has been added to it.
     """
 
@@ -72,10 +124,11 @@ class StageBuffers:
         param_dtype: torch.dtype = torch.float32,
         grad_dtype: torch.dtype | None = torch.float32,
         num_versions: int = 1,
+        sharding: Sharding = Sharding(),
     ) -> None:
         self.device = torch.device(device)
         self.num_versions = num_versions
-        options = (self.device, param_dtype, grad_dtype, num_versions)
+        options = (self.device, param_dtype, grad_dtype, num_versions, sharding)
         self.buffers = tuple(FlatBuffer(layout, *options) for layout in layouts)
         self.listener: Callable[[str], None] | None = None
         self.unpredictable: frozenset[str] = frozenset()  # the listener is called unknown times per microbatch
@@ -84,10 +137,18 @@ class StageBuffers:
         # name -> (versions, gradient slot or None), filled by `materialize`
         self._materialized: dict[str, tuple[tuple[nn.Parameter, ...], Any]] = {}
         self.slots = {slot.spec.name: (buffer, slot) for buffer in self.buffers for slot in buffer.layout.slots}
+        self._parameters: dict[str, tuple[Tensor, ...]] = {}  # by version
         self._main_grads: dict[str, Tensor] = {}
-        if grad_dtype is not None:
-            for name, (buffer, slot) in self.slots.items():
-                self._main_grads[name] = buffer.gradients[slot.start : slot.stop].view(slot.shape)
+        for name, (buffer, slot) in self.slots.items():
+            place = slice(slot.start, slot.stop)
+            self._parameters[name] = tuple(version[place].view(slot.shape) for version in buffer.versions)
+            if grad_dtype is not None:
+                self._main_grads[name] = buffer.gradients[place].view(slot.shape)
+        for buffer in self.buffers:
+            if buffer.parameter_shards is not None:
+                free(buffer.parameters)
+            if buffer.gradient_shards is not None:
+                free(buffer.gradients)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -105,8 +166,7 @@ class StageBuffers:
 
     def parameter(self, name: str, version: int | None = None) -> Tensor:
         """Return one parameter in its local shape, a view of the flat buffer. version: None for the newest."""
-        buffer, slot = self.slots[name]
-        return buffer.versions[buffer.newest if version is None else version][slot.start : slot.stop].view(slot.shape)
+        return self._parameters[name][self.newest if version is None else version]
 
     def main_grad(self, name: str) -> Tensor:
         """Return the main gradient of one parameter in its local shape, a view of the flat buffer."""
@@ -114,15 +174,21 @@ class StageBuffers:
 
     def zero_gradients(self) -> None:
         for buffer in self.buffers:
-            buffer.gradients.zero_()
+            (buffer.gradients if buffer.gradient_shards is None else buffer.gradient_shards).zero_()
 
     def fill(self, draw: Draw) -> None:
         """Set every parameter to draw(spec), which returns its local values in any floating dtype."""
-        for name, (_, slot) in self.slots.items():
-            values = draw(slot.spec)
-            if values.shape != slot.shape:
-                raise ValueError(f"{name}: the initial values have shape {tuple(values.shape)}, its slot {slot.shape}")
-            self.parameter(name).copy_(values)
+        for buffer, bucket in ((held, bucket) for held in self.buffers for bucket in held.layout.buckets):
+            start, held = buffer.held_parameters(bucket)
+            for slot in bucket.slots:
+                low, high = max(slot.start, start), min(slot.stop, start + held.numel())
+                if low >= high:
+                    continue
+                values = draw(slot.spec)
+                if values.shape != slot.shape:
+                    found = f"the initial values have shape {tuple(values.shape)}, its slot {slot.shape}"
+                    raise ValueError(f"{slot.spec.name}: {found}")
+                held[low - start : high - start] = values.reshape(-1)[low - slot.start : high - slot.start]
 
     def materialize(
         self,
@@ -242,6 +308,26 @@ def _parameter_places(module: nn.Module) -> list[tuple[Tensor, list[tuple[nn.Mod
             if parameter is not None:
                 found.setdefault(id(parameter), (parameter, []))[1].append((submodule, attribute))
     return list(found.values())
+
+
+def allocate(tensor: Tensor) -> None:
+    """Allocate the memory of a flat tensor that has none; the values are arbitrary.
+
+    All views of it refer to the new memory, those that autograd has saved included.
+    """
+    tensor.untyped_storage().resize_(tensor.numel() * tensor.element_size())
+    if tensor.device.type != "meta" and tensor.data_ptr() % ALIGNMENT_BYTES:
+        raise RuntimeError(f"the allocator returned memory at {tensor.data_ptr():#x}, not on {ALIGNMENT_BYTES} bytes")
+
+
+def free(tensor: Tensor) -> None:
+    """Free the memory of a flat tensor; its views keep their shapes."""
+    tensor.untyped_storage().resize_(0)
+
+
+def is_allocated(tensor: Tensor) -> bool:
+    """Return True if a flat tensor has memory."""
+    return tensor.untyped_storage().size() > 0
 
 
 def _aligned_zeros(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:

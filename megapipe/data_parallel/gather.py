@@ -10,6 +10,7 @@ from megapipe.comm.collectives import Work, all_gather
 from megapipe.comm.groups import Group
 from megapipe.comm.trace import Tracer
 from megapipe.data_parallel.buffers import StageBuffers
+from megapipe.data_parallel.sharded import ShardedWeights
 from megapipe.sharding.buffers import Bucket
 
 
@@ -19,7 +20,8 @@ class ParameterGather:
     stages: buffers by stage index. order: the stages in the order in which the schedule first uses them.
     overlap: start() returns at once, and each submodule registered with `wait_inside` waits only for its own buckets,
     so that later buckets arrive during its computation. Without overlap start() waits for all of them.
-    replicas, expert_replicas: holders of the same dense parameters, and of the same experts where a stage has experts.
+    shards, expert_replicas: the ranks that update the shards of dense parameters, and of experts where a stage has any.
+    weights: those of which only shards are kept. They are gathered by the row, not here; finish() waits for them, too.
     tracer: records waits, such as "parameters of stage 2". pending: what is still being gathered, by stage.
 
     Unsharded buffers need no gather. Parameters read before wait() or finish() are stale: saving, evaluating,
@@ -30,11 +32,12 @@ class ParameterGather:
         self,
         stages: Mapping[int, StageBuffers],
         order: Sequence[int],
-        replicas: Group,
+        shards: Group,
         *,
         overlap: bool = True,
         tracer: Tracer | None = None,
         expert_replicas: Group | None = None,
+        weights: ShardedWeights | None = None,
     ) -> None:
         if sorted(order) != sorted(stages):
             raise ValueError(f"the order of first use names stages {sorted(order)}, this rank holds {sorted(stages)}")
@@ -43,13 +46,14 @@ class ParameterGather:
             stage: [
                 (bucket, buffer)
                 for buffer in stages[stage].buffers
-                if buffer.layout.num_shards > 1
+                if buffer.layout.num_shards > 1 and buffer.parameter_shards is None
                 for bucket in reversed(buffer.layout.buckets)
             ]
             for stage in order
         }
         self._overlap, self._tracer = overlap, tracer
-        self._replicas = {False: replicas, True: expert_replicas or replicas}  # by BufferLayout.is_expert
+        self._shards = {False: shards, True: expert_replicas or shards}  # by BufferLayout.is_expert
+        self._weights = weights
         self.pending: dict[int, dict[Bucket, Work]] = {stage: {} for stage in order}
 
     def wait_inside(self, stage: int, module: nn.Module, parts: Sequence[nn.Module]) -> None:
@@ -79,11 +83,11 @@ class ParameterGather:
         self.finish()
         for stage, buckets in self._buckets.items():
             for bucket, buffer in buckets:
-                replicas = self._replicas[buffer.layout.is_expert]
-                low, high = buffer.shard_range(bucket, replicas.rank)
+                group = self._shards[buffer.layout.is_expert]
+                low, high = buffer.shard_range(bucket, group.rank)
                 # .data: gloo writes when it completes, which autograd would take for a change of saved weights
                 whole, shard = buffer.parameters.data[bucket.start : bucket.stop], buffer.parameters.data[low:high]
-                self.pending[stage][bucket] = all_gather(whole, shard, replicas, async_op=True)
+                self.pending[stage][bucket] = all_gather(whole, shard, group, async_op=True)
         if not self._overlap:
             self.finish()
 
@@ -91,6 +95,8 @@ class ParameterGather:
         """Return when all parameters are up to date."""
         for stage in self.pending:
             self.wait(stage)
+        if self._weights is not None:
+            self._weights.finish()
 
     def wait(self, stage: int, buckets: Iterable[Bucket] | None = None) -> None:
         """Return when these buckets of the stage, or None for all of them, are up to date."""

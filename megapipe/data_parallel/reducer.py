@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -29,10 +29,11 @@ class GradientReducer:
     """Reduces the gradients of this rank's stages over their replicas.
 
     Afterwards a rank's shard of each bucket (the whole bucket without the distributed optimizer) holds raw sums over
-    microbatches and replicas; the rest of the buffer is undefined.
+    microbatches and replicas; the rest of the buffer is undefined. With several instances of the distributed optimizer
+    shards are reduced within each, and then summed over them.
 
-    stages: buffers by stage index; stage 0 holds the embedding. groups: tp, kv, embedding and both kinds of replicas,
-    of dense parameters and of experts, are used.
+    stages: buffers by stage index; stage 0 holds the embedding. groups: tp, kv, embedding, shards, instances and both
+    kinds of replicas, of dense parameters and of experts, are used.
     overlap: start a bucket's reduction after its last gradient; otherwise all reductions run in finish().
     reduce_in_bf16: communicate a bf16 copy and sum in bf16.
     pending: reductions in flight: (work, result, gradients); a result in other memory is copied at the end.
@@ -59,7 +60,10 @@ class GradientReducer:
         self._partial = {stage: _states(buffers, "partial") for stage, buffers in self._stages.items()}
         self._tied = [state for buffers in self._stages.values() for state in _states(buffers, "tied")]
         self._shared = [state for buffers in self._stages.values() for state in _states(buffers, "shared")]
-        self._replica_sums = {stage: self._plan_replica_sums(stage) for stage in self._stages}
+        self._tp_sums = {
+            stage: tp_sums(dict.fromkeys(state.buffer for state in self._partial[stage]), groups)
+            for stage in self._stages
+        }
         self._state_of = {
             stage: {slot.spec.name: state for state in states for slot in state.bucket.slots}
             for stage, states in self._plain.items()
@@ -69,10 +73,10 @@ class GradientReducer:
         self.pending: list[tuple[Work, Tensor, Tensor]] = []
         for stage, buffers in self._stages.items():
             for buffer in buffers.buffers:
-                size = groups.replicas_of(buffer.layout.is_expert).size
+                size = groups.shards_of(buffer.layout.is_expert).size
                 if buffer.layout.num_shards not in (1, size):
                     raise ValueError(
-                        f"stage {stage}: {buffer.layout.num_shards} shards in a replica group of {size}; "
+                        f"stage {stage}: {buffer.layout.num_shards} shards in a shard group of {size}; "
                         f"the number must be 1 or {size}"
                     )
             if overlap and groups.replicas.size == groups.dp_cp.size:  # not in a mirrored pipeline
@@ -118,11 +122,24 @@ class GradientReducer:
             work.wait()
             if result is not gradients:
                 gradients.copy_(result)
+        if self._groups.instances.size > 1:
+            by_stage = (state for states in self._replica_states() for state in states)
+            works = [all_reduce(shard, self._groups.instances, async_op=True) for shard in map(self._shard, by_stage)]
+            for work in works:
+                work.wait()
         for state in self._tied:  # both holders of the tied embedding get the sum of their gradients
             assert self._groups.embedding is not None
-            low, high = state.buffer.shard_range(state.bucket, self._groups.replicas.rank)
-            all_reduce(state.buffer.gradients[low:high], self._groups.embedding)
+            all_reduce(self._shard(state), self._groups.embedding)
         self._reset()
+
+    def _shard(self, state: _BucketState) -> Tensor:
+        """Return the reduced gradients of a bucket on this rank."""
+        return state.buffer.reduced_gradients(state.bucket, self._groups.shards_of(state.buffer.layout.is_expert).rank)
+
+    def _replica_states(self) -> Iterator[list[_BucketState]]:
+        """Yield the buckets of this rank whose shards several instances hold."""
+        for states in (*self._plain.values(), *self._partial.values(), self._tied, self._shared):
+            yield [state for state in states if state.buffer.layout.num_shards > 1]
 
     def _reset(self) -> None:
         self._in_step = False
@@ -153,12 +170,7 @@ class GradientReducer:
 
     def _launch_rest(self, stage: int) -> None:
         self._launch(self._plain[stage])
-        for group, gradients in self._replica_sums[stage]:  # many small tensors with one all-reduce
-            flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
-            all_reduce(flat, group)
-            sums = flat.split([gradient.numel() for gradient in gradients])
-            for gradient, summed in zip(gradients, sums, strict=True):
-                gradient.copy_(summed.view(gradient.shape))
+        sum_over_tp(self._tp_sums[stage])
         self._launch(self._partial[stage])
 
     def _launch(self, states: Iterable[_BucketState]) -> None:
@@ -167,10 +179,11 @@ class GradientReducer:
             if state.launched:
                 continue
             state.launched = True
-            group = self._groups.replicas_of(state.buffer.layout.is_expert)
+            buffer, bucket = state.buffer, state.bucket
+            of_group = self._groups.replicas_of if buffer.layout.num_shards == 1 else self._groups.shards_of
+            group = of_group(buffer.layout.is_expert)
             if group.size == 1:
                 continue
-            buffer, bucket = state.buffer, state.bucket
             gradients = buffer.gradients[bucket.start : bucket.stop]
             sent = gradients.to(torch.bfloat16) if self._reduce_in_bf16 else gradients
             if buffer.layout.num_shards == 1:
@@ -181,31 +194,44 @@ class GradientReducer:
             result = sent[low:high] if self._reduce_in_bf16 else shard
             self.pending.append((reduce_scatter(result, sent, group, async_op=True), result, shard))
 
-    def _plan_replica_sums(self, stage: int) -> list[tuple[Group, list[Tensor]]]:
-        """Return the rows of this stage's gradients that are summed over tp or over the ranks that share k and v."""
-        tp, kv = self._groups.tp, self._groups.kv
-        over_tp: list[Tensor] = []
-        over_kv: list[Tensor] = []
-        for buffer, slot in ((state.buffer, slot) for state in self._partial[stage] for slot in state.bucket.slots):
-            gradient = buffer.gradients[slot.start : slot.stop].view(slot.shape)
-            summed = slot.spec.summed_over_replicas(tp.rank, tp.size)
-            position = 0  # of the interval in the local gradient
-            for interval in slot.spec.intervals(tp.rank, tp.size):
-                rows = gradient.narrow(slot.spec.slicing.dim or 0, position, interval.stop - interval.start)
-                position += interval.stop - interval.start
-                if interval not in summed:
-                    continue
-                members = tuple(tp.ranks[replica] for replica in interval.replicas)
-                if members not in (tp.ranks, kv.ranks):
-                    raise ValueError(f"{slot.spec.name}: its replicas {members} are neither the tp nor the kv group")
-                (over_tp if members == tp.ranks else over_kv).append(rows)
-        return [(group, gradients) for group, gradients in ((tp, over_tp), (kv, over_kv)) if gradients]
+
+TpSums = list[tuple[Group, list[Tensor]]]
+
+
+def tp_sums(buffers: Iterable[FlatBuffer], groups: ProcessGroups) -> TpSums:
+    """Return the rows of these partial gradients that are summed over tp or over the ranks that share k and v."""
+    tp, kv = groups.tp, groups.kv
+    over_tp: list[Tensor] = []
+    over_kv: list[Tensor] = []
+    for buffer, slot in ((held, slot) for held in buffers for slot in held.layout.slots):
+        gradient = buffer.gradients[slot.start : slot.stop].view(slot.shape)
+        summed = slot.spec.summed_over_replicas(tp.rank, tp.size)
+        position = 0  # of the interval in the local gradient
+        for interval in slot.spec.intervals(tp.rank, tp.size):
+            rows = gradient.narrow(slot.spec.slicing.dim or 0, position, interval.stop - interval.start)
+            position += interval.stop - interval.start
+            if interval not in summed:
+                continue
+            members = tuple(tp.ranks[replica] for replica in interval.replicas)
+            if members not in (tp.ranks, kv.ranks):
+                raise ValueError(f"{slot.spec.name}: its replicas {members} are neither the tp nor the kv group")
+            (over_tp if members == tp.ranks else over_kv).append(rows)
+    return [(group, gradients) for group, gradients in ((tp, over_tp), (kv, over_kv)) if gradients]
+
+
+def sum_over_tp(sums: TpSums) -> None:
+    """Replace gradients by their sums over the replicas: many small tensors with one all-reduce a group."""
+    for group, gradients in sums:
+        flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
+        all_reduce(flat, group)
+        for gradient, summed in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
+            gradient.copy_(summed.view(gradient.shape))
 
 
 def _states(buffers: StageBuffers, kind: str) -> list[_BucketState]:
     return [
         _BucketState(buffer, bucket)
         for buffer in buffers.buffers
-        if buffer.layout.kind == kind
+        if buffer.layout.kind == kind and buffer.gradient_shards is None  # else reduced by ShardedGradients
         for bucket in buffer.layout.buckets
     ]

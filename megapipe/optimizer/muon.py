@@ -115,10 +115,11 @@ class Muon:
         self._grids = [grid for kind in (False, True) if (grid := self._grid(groups, kind)).matrices]
 
     def _grid(self, groups: ProcessGroups, is_expert: bool) -> _Grid:
-        config, replicas, cut = self._config, groups.replicas_of(is_expert), groups.cut_of(is_expert)
+        config, cut = self._config, groups.cut_of(is_expert)
         columns = groups.etp if is_expert else groups.tp
         shards = [shard for shard in self._shards if shard.layout.is_expert == is_expert]
         num_shards = max((shard.layout.num_shards for shard in shards), default=1)
+        replicas = groups.replicas_of(is_expert) if num_shards == 1 else groups.shards_of(is_expert)
         buckets = [shard.bucket for shard in shards]
         owned = share_out(
             buckets, cut, replicas.size, columns.size, config.muon_num_ns_steps, not config.muon_no_split_qkv

@@ -117,17 +117,17 @@ class Optimizer:
         self._sharded = any(buffer.layout.num_shards > 1 for buffers in stages.values() for buffer in buffers.buffers)
         if self._sharded and gather is None:
             raise ValueError("sharded buffers need a ParameterGather: without it ranks keep stale parameters")
-        self._gather = ParameterGather(stages, tuple(stages), groups.replicas) if gather is None else gather
+        self._gather = ParameterGather(stages, tuple(stages), groups.shards) if gather is None else gather
         dtypes = state_dtypes(config, precision, max(buffers.num_versions for buffers in stages.values()))
         self.shards = [
             Shard(
                 stage,
                 buffer,
                 bucket,
-                groups.replicas_of(is_expert).rank,
+                groups.shards_of(is_expert).rank,
                 groups.cut_of(is_expert),
                 dtypes.moments(bucket.has_matrices),
-                self._sharded or groups.replicas_of(is_expert).rank == 0,  # else counted by the first replica
+                self._is_first_holder(is_expert),
                 self._on_host,
                 dtypes.narrow,
             )
@@ -348,8 +348,7 @@ class Optimizer:
         for shard in self.shards:
             for key in shard.states:
                 for part, piece in shard.pieces():
-                    is_first = self._groups.replicas_of(piece.spec.is_expert).rank == 0
-                    primary = piece.owned and not shard.is_copy and (self._sharded or is_first)
+                    primary = piece.owned and not shard.is_copy and self._is_first_holder(piece.spec.is_expert)
                     yield StatePiece(key, shard.stage, piece, primary, shard, part)
 
     def held(self) -> dict[str, list[Tensor]]:
@@ -369,6 +368,10 @@ class Optimizer:
     def load_plain_state(self, state: Mapping[str, Any]) -> None:
         self._rule.set_num_steps(int(state["num_steps"]))
         self.scaler.load_state(state["loss_scaler"])
+
+    def _is_first_holder(self, is_expert: bool) -> bool:
+        """Return True if this rank counts and saves the elements of its shards: another replica has the same else."""
+        return (self._groups.instances if self._sharded else self._groups.replicas_of(is_expert)).rank == 0
 
     def _sum_gradients(self, count_zero_gradients: bool, beside: Tensor | None) -> ModelSum:
         """Launch the sum of the squares of all raw gradients, and of the number of zeros among them."""

@@ -41,7 +41,7 @@ class Shard:
     """Elements [start, stop) of a flat buffer: the shard of one bucket of member `replica` of the replica group.
 
     cut: place of this rank among those that cut the parameters, and their number.
-    parameter, gradient: [stop - start], views of the buffer; parameter is the newest version.
+    parameter, gradient: [stop - start], views of the buffer or of its shards; parameter is the newest version.
     states: master weights and moments by name, each in at least fp32 unless `narrow` has it: narrow states are read and
     written chunk by chunk, with the scales of `scales`.
     master: the memory of parameter, if there is one version of at least fp32; else a copy.
@@ -71,7 +71,8 @@ class Shard:
         self.start, self.stop = buffer.shard_range(bucket, replica)
         self.is_copy = buffer.layout.kind == "tied" and stage != 0
         self._cut, self._buffer, self._on_host = cut, buffer, on_host
-        self.gradient = buffer.gradients[self.start : self.stop]
+        self._replica = replica
+        self.gradient = buffer.reduced_gradients(bucket, replica)
         dtypes = narrow or {}
         wide = torch.promote_types(self.parameter.dtype, torch.promote_types(self.gradient.dtype, torch.float32))
         self.has_own_master = on_host or MASTER in dtypes or self.parameter.dtype != wide or len(buffer.versions) > 1
@@ -96,7 +97,7 @@ class Shard:
 
     @property
     def parameter(self) -> Tensor:
-        return self._buffer.parameters[self.start : self.stop]
+        return self._buffer.updated_parameters(self.bucket, self._replica)
 
     @property
     def master(self) -> Tensor:

@@ -21,7 +21,7 @@ from megapipe.monitor.heartbeat import Heartbeat
 from megapipe.pipeline.deliveries import Deliveries
 from megapipe.pipeline.offload import Offload
 from megapipe.pipeline.stage import LossFunction, Pending, Stage, Tensors
-from megapipe.schedule.action import COMPUTE_OPS, Action, Op
+from megapipe.schedule.action import BACKWARD_OPS, COMPUTE_OPS, SHARDING_OPS, WEIGHTS_OPS, Action, Op
 from megapipe.schedule.lifetimes import NO_MOVES, Moves
 from megapipe.schedule.lower import without_pairs
 from megapipe.schedule.parts import Parts
@@ -51,6 +51,25 @@ class StageWeights(Protocol):
 
     def update(self, stage: int, microbatch: int) -> None:
         """Run one optimizer step with the gradients since the last one; this microbatch's gradient is the latest."""
+
+
+class Sharded(Protocol):
+    """Weights and gradients of this rank's stages that are whole only while they are needed (data_parallel.sharded)."""
+
+    def unshard(self, stage: int) -> None:
+        """Start to gather the weights of a stage (UNSHARD)."""
+
+    def use(self, stage: int) -> None:
+        """Wait for the weights of a stage; called before its F, B and I."""
+
+    def reshard(self, stage: int) -> None:
+        """Free the weights of a stage (RESHARD)."""
+
+    def accumulate(self, stage: int) -> None:
+        """Provide the memory of a stage's gradients; called before its B, I and W."""
+
+    def reduce_part(self, stage: int) -> None:
+        """Start to reduce the gradients of a stage, of which more follow (REDUCE_GRAD with a microbatch)."""
 
 
 @dataclass
@@ -87,6 +106,7 @@ class Engine:
     parts: those of a schedule of parts (schedule.parts). `stages` are then the runners of its parts, and channels,
     messages and reductions those of the stages: the last reduction of a part in the row is that of its stage.
     deliveries: sends the results of all-to-alls when they are there; needed with `parts`.
+    sharded: needed by schedules with UNSHARD, RESHARD or REDUCE_GRAD of a microbatch.
     Raises ValueError if the stages are not those of the row.
     """
 
@@ -107,6 +127,7 @@ class Engine:
         moves: Moves = NO_MOVES,
         parts: Parts | None = None,
         deliveries: Deliveries | None = None,
+        sharded: Sharded | None = None,
     ) -> None:
         placement = schedule.placement
         if set(stages) != set(placement.stages_of(pp_rank)):
@@ -118,6 +139,8 @@ class Engine:
             raise ValueError(f"schedule {schedule} has no messages: lower it first (schedule.lower)")
         if weights is None and not schedule.is_synchronous:
             raise ValueError(f"schedule {schedule} updates weights while it runs: the engine needs `weights`")
+        if sharded is None and schedule.ops & SHARDING_OPS:
+            raise ValueError(f"schedule {schedule} gathers weights while it runs: the engine needs `sharded`")
         self.row = schedule.rows[pp_rank] if streams is not None else without_pairs(schedule.rows[pp_rank])
         self.num_units, self.num_slices = schedule.num_units, schedule.num_slices
         self.is_training = schedule.has_backward
@@ -130,7 +153,7 @@ class Engine:
         self._head_start = head_start
         self._heartbeat = heartbeat
         self._offload, self._moves = offload, moves
-        self._parts, self._deliveries = parts, deliveries
+        self._parts, self._deliveries, self._sharded = parts, deliveries, sharded
         self._text: Callable[[Action], str] = schedule.text if parts is None else parts.text
         self._words = tuple(self._text(action).encode() for action in self.row)
         self._num_directions = len(placement.directions)
@@ -168,10 +191,15 @@ class Engine:
         }
         if weights is not None:
             binders[Op.UPDATE] = lambda action: lambda run: weights.update(stage, _number(action))
-        streams = self._streams
+        streams, sharded = self._streams, self._sharded
         if streams is not None:
             binders[Op.OVERLAP] = lambda action: lambda run: streams.begin_pair()
+        if sharded is not None:
+            binders[Op.UNSHARD] = lambda action: lambda run: sharded.unshard(stage)
+            binders[Op.RESHARD] = lambda action: lambda run: sharded.reshard(stage)
         act = binders[op](action)
+        if sharded is not None:
+            act = self._after_providing(action, sharded, act)
         if op in COMPUTE_OPS:
             if weights is not None:
                 act = _after(partial(weights.use, stage, _number(action)), act)
@@ -296,10 +324,30 @@ class Engine:
         return act
 
     def _reduce(self, action: Action) -> Act:
-        """Bind REDUCE_GRAD; of the parts of a stage only the last in the row reduces the gradients of the stage."""
-        stage = self._stage_of(action.stage)
+        """Bind REDUCE_GRAD; of the parts of a stage only the last in the row reduces the gradients of the stage.
+
+        One with a microbatch is not the last of its stage in the step.
+        """
+        stage, sharded = self._stage_of(action.stage), self._sharded
+        if action.microbatch is not None:
+            if sharded is None:
+                raise ValueError(f"{action} is not the last reduction of the stage: the engine needs `sharded`")
+            return lambda run: sharded.reduce_part(stage)
         of_stage = [a for a in self.row if a.op is Op.REDUCE_GRAD and self._stage_of(a.stage) == stage]
         return (lambda run: self._reduce_gradients(stage)) if action == of_stage[-1] else lambda run: None
+
+    def _after_providing(self, action: Action, sharded: Sharded, act: Act) -> Act:
+        """Wait for weights and provide gradients before an action; for both halves of a pair before their streams."""
+        following: tuple[Action, ...] = (action,)
+        if action.op is Op.OVERLAP:
+            slot = self.row.index(action)
+            following = self.row[slot + 1 : slot + 3]
+        for stage, op, _ in following:
+            if op in WEIGHTS_OPS:
+                act = _after(partial(sharded.use, stage), act)
+            if op in BACKWARD_OPS:
+                act = _after(partial(sharded.accumulate, stage), act)
+        return act
 
     def _stage_of(self, index: int) -> int:
         """Return the stage of a part; the index itself where the schedule is one of stages."""

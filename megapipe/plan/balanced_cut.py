@@ -29,7 +29,10 @@ from megapipe.sharding.buffers import layout_buffers
 BALANCED = ("auto", "measured", "flops")
 MOST_RETRIES = 3
 # items of `memory.rank_memory`: in proportion to the parameters, and hardly dependent on the cut
-STATE = ("weights", "gradients", "optimizer", "fp8 weights", "rollback", "reduction")
+STATE = (
+    *("weights", "gradients", "gathered weights", "whole gradients"),
+    *("optimizer", "fp8 weights", "rollback", "reduction"),
+)
 FIXED = ("graphs", "messages", "microbatches")
 Numbers = TypeVar("Numbers", bound=tuple[int, ...])
 
@@ -166,7 +169,7 @@ class RankBytes:
             )
             for (place, op), moments in self._moments(pp_rank).items()
         )
-        of_element = sum(items[item] for item in STATE) / plan.num_elements(plan.placement.stages_of(pp_rank))
+        of_element = sum(items.get(item, 0) for item in STATE) / plan.num_elements(plan.placement.stages_of(pp_rank))
         state = of_element * sum(stage.elements for stage in stages)
         on_device = USUAL_UNITS_ON_DEVICE * max(stage.largest_moved for stage in stages)
         tables = sum(stage.tables for stage in stages)

@@ -2,6 +2,9 @@
 
     weights       flat parameter buffers, padding included; asynchronous schedules have one for each version in use
     gradients     flat main-gradient buffers, fp32 (fp64) or --main-grads-dtype
+    gathered weights, whole gradients
+                  what exists at the step's peak besides the shards that the two items above then are
+                  (--data-parallel-sharding-strategy optim_grads, optim_grads_params; plan.sharded)
     optimizer     moments of this rank's shard, and masters where the weights are narrower or have several versions;
                   none with --optimizer-cpu-offload, which keeps them in host memory
     rollback      copies of gradients, masters and moments of this rank's shard (--optimizer-post-validation)
@@ -31,7 +34,7 @@ that runs, the allocator's slack, the CUDA context.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 
@@ -55,6 +58,7 @@ from megapipe.plan.activations import (
 )
 from megapipe.plan.muon import muon_work
 from megapipe.plan.run_plan import RunPlan
+from megapipe.plan.sharded import NOTHING, Whole, row_bytes
 from megapipe.schedule.action import Action, Op
 from megapipe.schedule.lifetimes import (
     MESSAGES,
@@ -87,10 +91,11 @@ class Peak:
     live: Mapping[int, int]  # stage -> microbatches between F and B or W
     inside_bytes: int = 0  # made and freed again by the action
     action: Action | None = None  # that runs then
+    whole: Whole = NOTHING  # of sharded weights and gradients
 
     @property
     def total(self) -> int:
-        return self.activation_bytes + self.message_bytes + self.inside_bytes
+        return self.activation_bytes + self.message_bytes + self.inside_bytes + sum(self.whole)
 
 
 @dataclass(frozen=True)
@@ -149,6 +154,7 @@ def step_memory(plan: RunPlan, pp_rank: int, count: int, num_read: int | None = 
         inside,
         offloaded,
         plan.sent_bytes,
+        row_bytes(plan, pp_rank, row).whole if plan.sharding is not None else None,
     )
     state = _state(plan, pp_rank)
     if plan.config.optimizer.optimizer_cpu_offload:
@@ -162,7 +168,7 @@ def step_memory(plan: RunPlan, pp_rank: int, count: int, num_read: int | None = 
         replay = min(replay_bytes(layers_of(model, layers[peak.action.stage]), shape), peak.inside_bytes)
     copies = 0  # of all gradients in bf16, made while the last microbatch's activations exist if reductions overlap
     sent_in_bf16 = plan.config.parallel.grad_reduce_in_bf16 and plan.shape.gradient_dtype != "bf16"
-    if sent_in_bf16 and plan.topology.num_replicas > 1:
+    if sent_in_bf16 and plan.topology.num_replicas > 1 and plan.sharding is None:
         copies = 2 * plan.num_elements(stages) + (in_backward if plan.config.parallel.overlap_grad_reduce else 0)
     documents = shape.documents
     token_bytes = TOKEN_BYTES + 8 * documents.position_ids + 4 * documents.loss_mask
@@ -170,8 +176,12 @@ def step_memory(plan: RunPlan, pp_rank: int, count: int, num_read: int | None = 
     token_bytes += 4 * documents.borders  # at most one a token
     if any(each.has_head for each in layers.values()):  # tokens, labels and mask of each module ahead
         token_bytes += len(model.predictions) * (TOKEN_BYTES + 4)
+    whole = {}
+    if plan.sharding is not None:
+        whole = {"gathered weights": peak.whole.weights, "whole gradients": peak.whole.gradients}
     items = {
         **state,
+        **whole,
         "activations": peak.activation_bytes,
         "recompute": replay,
         "temporaries": peak.inside_bytes - replay,
@@ -202,6 +212,10 @@ def _state(plan: RunPlan, pp_rank: int) -> dict[str, int]:
     stages, num_versions = plan.placement.stages_of(pp_rank), plan.num_weight_versions(pp_rank)
     element, dtypes = plan.shape.element, plan.state_dtypes(pp_rank)
     elements, shard = plan.num_elements(stages), plan.shard_elements(stages)
+    weights = gradients = elements
+    if plan.sharding is not None:  # of both, or of gradients only shards are kept
+        gradients = sum(shard.values())
+        weights = gradients if plan.sharding.gathers else elements
     undoes = plan.config.optimizer.optimizer_post_validation
     undo = sum(count * dtypes.undo_bytes(element, kind) for kind, count in shard.items()) if undoes else 0
     num_parameters = sum(len(layout.slots) for stage in stages for layout in plan.buffers(stage, 0))
@@ -213,8 +227,8 @@ def _state(plan: RunPlan, pp_rank: int) -> dict[str, int]:
         gemms = (gemm for layer in layers if layer.is_fp8 for gemm in layer.gemms(plan.topology.tp))
         fp8_weights = sum(COPIES * gemm.num_weights for gemm in gemms)
     return {
-        "weights": num_versions * (elements * element + slack),
-        "gradients": elements * dtypes.gradient_bytes + slack,
+        "weights": num_versions * (weights * element + slack),
+        "gradients": gradients * dtypes.gradient_bytes + slack,
         "optimizer": sum(count * dtypes.state_bytes(kind) for kind, count in shard.items()) + scales,
         "rollback": undo + (scales if undo else 0),
         "fp8 weights": fp8_weights,
@@ -282,6 +296,7 @@ def peak_of_row(
     inside_bytes: Mapping[tuple[int, Op], int] | None = None,  # what an op of a stage makes and frees again
     offloaded: MemoryOverTime | None = None,  # what is offloaded meanwhile
     sent_bytes: int | None = None,  # of a message on its way, until the action that uses it; None: message_bytes
+    whole: Sequence[Whole] | None = None,  # of sharded weights and gradients, at each action
 ) -> Peak:
     """Return the peak of one row of a lowered training schedule, a fold over what each action creates and frees."""
     sizes: dict[Held, Mapping[int, int]] = {Held.ACTIVATIONS: activation_bytes, Held.DEFERRED: waiting_bytes}
@@ -298,7 +313,7 @@ def peak_of_row(
     live = Counter(dict.fromkeys(activation_bytes, 0))
     kept = messages = 0
     peak = Peak(0, 0, dict(live))
-    for action, changes in lifetimes(row, placement, pp_rank, sends_in_flight):
+    for slot, (action, changes) in enumerate(lifetimes(row, placement, pp_rank, sends_in_flight)):
         stage, op, _ = action
         created, taken = total(changes.creates), total(changes.takes)
         kept += created[0] - taken[0]
@@ -307,9 +322,10 @@ def peak_of_row(
         inside = 0 if inside_bytes is None else inside_bytes.get((stage, op), 0)
         levels = ((0, inside),) if offloaded is None else offloaded.levels(action, inside)
         decoded = (message_bytes - on_its_way) * ((Held.RECEIVED_GRADIENT, stage) in changes.frees)
+        unsharded = NOTHING if whole is None else whole[slot]
         for less, made in levels:
-            if kept - less + messages + decoded + made > peak.total:
-                peak = Peak(kept - less, messages + decoded, dict(live), made, action)
+            if kept - less + messages + decoded + made + sum(unsharded) > peak.total:
+                peak = Peak(kept - less, messages + decoded, dict(live), made, action, unsharded)
         left, freed = total(changes.leaves), total(changes.frees)
         kept += left[0] - freed[0]
         messages += left[1] - freed[1]

@@ -23,6 +23,7 @@ from megapipe.config.config import (
 from megapipe.config.rules.check import check
 from megapipe.config.rules.gpu import overlaps_by_default
 from megapipe.config.rules.sft import with_implied
+from megapipe.config.rules.sharding import strategy_of
 from megapipe.config.training import OptimizerConfig
 from megapipe.data.build_datasets import DEFAULT_SPLIT
 from megapipe.layers.model import model_parameters
@@ -33,6 +34,7 @@ from megapipe.plan.run_plan import RunPlan
 from megapipe.plan.schedule_choice import group_size, memory_limit, schedule_and_chunks
 from megapipe.plan.world_rules import batch_of, check_counts, num_steps, placement_of, topology_of, world_rules
 from megapipe.schedule.lower import default_receive_depth
+from megapipe.schedule.sharding import split_partition, split_placement, units_of
 from megapipe.sharding.audit import audit_slices, audit_stages
 from megapipe.topology import Topology
 
@@ -62,6 +64,8 @@ def resolve(config: Config, world_size: int, ranks_per_node: int | None = None) 
         tp_comm_overlap=overlaps_by_default(config)
         if config.parallel.tp_comm_overlap is None
         else config.parallel.tp_comm_overlap,
+        data_parallel_sharding_strategy=strategy_of(config.parallel),
+        use_distributed_optimizer=strategy_of(config.parallel) != "no_shard",
         ddp_bucket_size=config.parallel.ddp_bucket_size or max(40_000_000, 1_000_000 * topology.dp),
     )
     partition = cut_layers(model, parallel, placement)
@@ -94,17 +98,28 @@ def vary(plan: RunPlan, config: Config) -> RunPlan:
 
 
 def _balanced_and_checked(draft: RunPlan) -> RunPlan:
-    """Return the plan with its layers divided as --pipeline-balance asks.
+    """Return the plan with its layers divided as --pipeline-balance asks, and its stages split into units.
 
     Raises ConfigError if a rank's memory is too small.
     """
-    plan = dataclasses.replace(draft, partition=balanced_cut(draft))
+    draft = draft.whole_stages()
+    plan = _in_units(dataclasses.replace(draft, partition=balanced_cut(draft)))
     for count in plan.decisive_counts:  # now, so that errors surface before anything starts
         if plan.parts is None:
             plan.schedule(count)
         else:
             plan.part_schedule(count)
     return plan
+
+
+def _in_units(plan: RunPlan) -> RunPlan:
+    """Return the plan with every stage split as --data-parallel-sharding-units asks."""
+    wanted = plan.config.parallel.data_parallel_sharding_units
+    if wanted == 1:
+        return plan
+    units = units_of(plan.partition, wanted)
+    placement, partition = split_placement(plan.placement, units), split_partition(plan.partition, units)
+    return dataclasses.replace(plan, placement=placement, partition=partition, num_units=units)
 
 
 @cache

@@ -10,7 +10,7 @@ from itertools import accumulate
 from pathlib import Path
 
 from megapipe.config.config import ResolvedConfig, ResolvedModelConfig
-from megapipe.config.parallel import RecomputeConfig
+from megapipe.config.parallel import SHARDED_GRADS, SHARDED_PARAMS, RecomputeConfig
 from megapipe.config.training import OPTIMIZERS
 from megapipe.layers.model import ModelSpec, model_parameters, model_spec, stage_parameters
 from megapipe.layers.moe import MoE
@@ -39,6 +39,7 @@ from megapipe.schedule.partition import Partition, StageLayers
 from megapipe.schedule.parts import Parts, expand, pair_up, parts_of, prove
 from megapipe.schedule.placement import Placement, v_shape
 from megapipe.schedule.schedule import Schedule
+from megapipe.schedule.sharding import ShardingPolicy, head_start_of, joined_units, shard, split_stages
 from megapipe.schedule.simulate import Timeline, unhindered_send_depth
 from megapipe.schedule.validate import validate
 from megapipe.sharding.buffers import BufferKind, BufferLayout, layout_buffers
@@ -128,6 +129,9 @@ class RunPlan:
     specs: tuple[ParamSpec, ...] = field(compare=False, repr=False)  # all parameters of the model
     batch: BatchSchedule
     schedule_name: str  # 'auto' resolved
+    # units into which each stage of the schedule is split (--data-parallel-sharding-units); placement and partition
+    # are then those of the units, which are what everything else calls stages. Empty: stages are not split
+    num_units: tuple[int, ...] = ()
 
     @cached_property
     def model(self) -> ModelSpec:
@@ -176,8 +180,27 @@ class RunPlan:
 
     @property
     def num_chunks(self) -> int:
-        """Number of stages on each pipeline rank; with two directions, of one direction."""
-        return self.placement.num_stages // self.placement.num_ranks
+        """Number of stages on each pipeline rank, before they are split; with two directions, of one direction."""
+        return (len(self.num_units) or self.placement.num_stages) // self.placement.num_ranks
+
+    @property
+    def sharding(self) -> ShardingPolicy | None:
+        """When weights are gathered and gradients reduced within a step; None without sharded gradients."""
+        parallel = self.config.parallel
+        if parallel.data_parallel_sharding_strategy not in SHARDED_GRADS:
+            return None
+        return ShardingPolicy(
+            parallel.data_parallel_sharding_strategy == SHARDED_PARAMS,
+            parallel.data_parallel_sharding_granularity,
+            parallel.data_parallel_sharding_prefetch,
+        )
+
+    def whole_stages(self) -> RunPlan:
+        """Return the plan without units."""
+        if not self.num_units:
+            return self
+        placement, partition = joined_units(self.placement, self.partition, self.num_units)
+        return replace(self, placement=placement, partition=partition, num_units=())
 
     @property
     def stage_specs(self) -> tuple[tuple[ParamSpec, ...], ...]:
@@ -373,7 +396,7 @@ class RunPlan:
     @property
     def num_optimizer_shards(self) -> int:
         """Ranks that share a parameter's optimizer state: its replicas with the distributed optimizer, else 1."""
-        return self.topology.num_replicas if self.config.parallel.use_distributed_optimizer else 1
+        return self.topology.num_shards if self.config.parallel.use_distributed_optimizer else 1
 
     @property
     def tied_across_ranks(self) -> bool:
@@ -415,9 +438,11 @@ class RunPlan:
             parallel.microbatch_group_size_per_virtual_pipeline_stage,
             self._receive_depth,
             not self.config.optimizer.optimizer_post_validation,
-            None if limit is None else (self.layer_costs, self.partition, self.rank_speeds, limit),
+            None if limit is None else (self.layer_costs, self.whole_stages().partition, self.rank_speeds, limit),
             parallel.overlap_moe_expert_parallel_comm,
             self.num_slices,
+            self.num_units,
+            self.sharding,
         )
 
     def _in_parts(self, num_microbatches: int) -> LoweredSchedule:
@@ -426,7 +451,8 @@ class RunPlan:
         return _part_schedule(schedule.compute_only(), self.parts, self._receive_depth, delays)
 
     def _forward_only(self, num_microbatches: int, num_slices: int) -> LoweredSchedule:
-        return _forward_only_schedule(self.placement, num_microbatches, self._receive_depth, num_slices)
+        policy = self.sharding if self.sharding is not None and self.sharding.gathers else None
+        return _forward_only_schedule(self.placement, num_microbatches, self._receive_depth, num_slices, policy)
 
 
 @lru_cache(maxsize=SCHEDULES_CACHED)
@@ -441,6 +467,8 @@ def _training_schedule(
     searched: tuple[LayerCosts, Partition, tuple[float, ...], int] | None,  # costs, cut, speeds, memory limit (zb-auto)
     has_pairs: bool,  # each backward is merged with the forward after it
     num_slices: int,  # of each microbatch
+    num_units: tuple[int, ...],  # of each stage; empty: stages are not split
+    policy: ShardingPolicy | None,
 ) -> LoweredSchedule:
     """Build and lower a training schedule."""
     goal = None
@@ -450,13 +478,16 @@ def _training_schedule(
     if has_pairs and name == "1f1b":  # its own warm-up is too short: each pair would wait for that of the next rank
         name = "interleaved"
     planned = build_schedule(name, pp, num_chunks, num_microbatches, group_size, goal, num_slices)
-    schedule = lower(pair_up(planned) if has_pairs else planned, receive_depth)
+    planned = pair_up(planned) if has_pairs else planned
+    schedule = lower(split_stages(planned, num_units) if num_units else planned, receive_depth)
+    lengths = (0,) * pp
+    if not has_barrier:
+        schedule, lengths = give_head_start(schedule)
+    if policy is not None:
+        schedule = shard(schedule, policy)
+        lengths = tuple(map(head_start_of, schedule.rows, lengths))
     validate(schedule)
-    if has_barrier:
-        return LoweredSchedule(schedule, (0,) * pp)
-    started, lengths = give_head_start(schedule)
-    validate(started)
-    return LoweredSchedule(started, lengths)
+    return LoweredSchedule(schedule, lengths)
 
 
 @lru_cache(maxsize=SCHEDULES_CACHED)
@@ -470,9 +501,12 @@ def _part_schedule(stages: Schedule, parts: Parts, receive_depth: int, delay_wei
 
 @lru_cache(maxsize=SCHEDULES_CACHED)
 def _forward_only_schedule(
-    placement: Placement, num_microbatches: int, receive_depth: int, num_slices: int
+    placement: Placement, num_microbatches: int, receive_depth: int, num_slices: int, policy: ShardingPolicy | None
 ) -> LoweredSchedule:
     schedule = build_forward_only(placement, num_microbatches, receive_depth, num_slices)
+    if policy is not None:
+        schedule = shard(schedule, policy)
+        validate(schedule)
     return LoweredSchedule(schedule, (0,) * placement.num_ranks)
 
 

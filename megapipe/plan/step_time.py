@@ -3,15 +3,16 @@
 `expected_bubble` takes stages by FLOPs or measured times, messages free, `predict_step` layers by `layer_time` and
 messages over the links they cross. It is a first-order model: tensor-parallel messages delay the computation unless a
 GEMM hides them, and so do the all-to-alls of experts; pipeline messages overlap with it, reductions run under the
-backward of the last microbatch, gathers under the forward of the first. docs/planner.md says what is fitted and
-compares with published runs.
+backward of the last microbatch, gathers under the forward of the first. Gathers and reductions within a row (sharded
+gradients and weights) run one at a time on the network of their rank, under computation that does not need them.
+docs/planner.md says what is fitted and compares with published runs.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -24,8 +25,8 @@ from megapipe.plan.layer_time import ContextLinks, ExpertLinks, OpSeconds, head_
 from megapipe.plan.memory import offloaded_groups
 from megapipe.plan.muon import muon_work
 from megapipe.plan.run_plan import RunPlan
-from megapipe.plan.traffic import KINDS, gather_bytes, reduction_bytes
-from megapipe.schedule.action import Op
+from megapipe.plan.traffic import KINDS, gather_bytes, instance_bytes, reduction_bytes
+from megapipe.schedule.action import COMPUTE_OPS, Op
 from megapipe.schedule.costs import Costs
 from megapipe.schedule.simulate import Bubble, Timeline, simulate
 from megapipe.sharding.state_dtypes import BYTES, MASTER, REMAINDER, StateDtypes
@@ -84,21 +85,28 @@ class StepTime:
 def predict_step(plan: RunPlan, hardware: Hardware) -> StepTime:
     """Predict a training step at the full global batch size."""
     model, sequences = plan.config.model, plan.batch.full
+    held = [plan.placement.stages_of(rank) for rank in range(plan.topology.pp)]
     stages = stage_seconds(plan, hardware)
-    timeline = simulate(plan.schedule(plan.batch.num_microbatches), _schedule_costs(plan, hardware, stages))
+    schedule, costs = plan.schedule(plan.batch.num_microbatches), _schedule_costs(plan, hardware, stages)
+    timeline = simulate(schedule, costs)
     work = timeline.work_seconds
     span, reduce = computed_and_reduced(plan, hardware, timeline)
     parts = _parts(timeline, max(range(len(work)), key=work.__getitem__), stages)
     parts["bubble"] = span - sum(parts.values())
-    parts["reduce"] = reduce
+    if plan.sharding is not None:
+        timeline = simulate(schedule, replace(costs, seconds={**costs.seconds, **collective_seconds(plan, hardware)}))
+        waits, reduce = _exposed_in_row(plan, timeline, span)
+    parts["reduce"] = reduce + max(_instance_seconds(plan, hardware, stages_of_rank) for stages_of_rank in held)
     # all ranks wait for the norm, and for the next step's first stage
-    held = [plan.placement.stages_of(rank) for rank in range(plan.topology.pp)]
     is_compiled = plan.config.kernels.optimizer_impl == "compiled"
     updated = max(optimizer_bytes(plan, rank, is_compiled) for rank in range(plan.topology.pp))
     cast = max(_weight_cast_seconds(plan, hardware, rank) for rank in range(plan.topology.pp))
     muon = max(_muon_seconds(plan, hardware, rank) for rank in range(plan.topology.pp))
     parts["optimizer"] = updated / hardware.memory_bytes_per_second + cast + muon
-    parts["gather"] = max(_exposed_gather(plan, hardware, stages_of_rank, stages) for stages_of_rank in held)
+    if plan.sharding is not None and plan.sharding.gathers:
+        parts["gather"] = waits
+    else:
+        parts["gather"] = max(_exposed_gather(plan, hardware, stages_of_rank, stages) for stages_of_rank in held)
     flops, tokens = step_flops(model, sequences, causal=True), sequences * model.seq_length
     peak, world_size = hardware.peak(plan.config.precision.dtype), plan.topology.world_size
     return StepTime(sum(parts.values()), parts, tokens, flops, world_size, peak, timeline)
@@ -243,6 +251,52 @@ def computed_and_reduced(plan: RunPlan, hardware: Hardware, timeline: Timeline) 
     return computed, max(0.0, reduced - computed)
 
 
+def collective_seconds(plan: RunPlan, hardware: Hardware) -> dict[tuple[int, Op], float]:
+    """Return the seconds of one gather of each stage's weights, and of one reduction of its gradients, in a row with
+    sharded gradients.
+    """
+    found: dict[tuple[int, Op], float] = {}
+    for stage in range(plan.placement.num_stages):
+        found[stage, Op.REDUCE_GRAD] = reduction_seconds(plan, hardware, stage)
+        found[stage, Op.UNSHARD] = sum(
+            _replica_seconds(plan, hardware, gather_bytes(plan, stage, (kind,)), kind) for kind in KINDS
+        )
+    return found
+
+
+def _exposed_in_row(plan: RunPlan, timeline: Timeline, span: float) -> tuple[float, float]:
+    """Return the seconds that gathers add to a step, and that reductions add after its last computation.
+
+    timeline: with the times of both on the network of each rank. span: until the last rank has computed without them.
+    Where gathers (or reductions) do not overlap, their ranks wait for them all.
+    """
+    parallel, rows = plan.config.parallel, timeline.schedule.rows
+    posted = plan.config.optimizer.optimizer_post_validation
+    computed = reduced = 0.0
+    blocking = {Op.UNSHARD: 0.0, Op.REDUCE_GRAD: 0.0}  # of the rank that waits longest
+    for row, starts, ends in zip(rows, timeline.starts, timeline.ends, strict=True):
+        of_row = dict.fromkeys(blocking, 0.0)
+        first, last = starts[0] if posted else 0.0, 0.0
+        for (_, op, _), start, end in zip(row, starts, ends, strict=True):
+            if op in COMPUTE_OPS:
+                last = end
+            elif op in blocking:
+                of_row[op] += end - start
+        computed, reduced = max(computed, last - first), max(reduced, max(ends, default=0.0) - first)
+        blocking = {op: max(seconds, of_row[op]) for op, seconds in blocking.items()}
+    waits = max(0.0, computed - span) if parallel.overlap_param_gather else blocking[Op.UNSHARD]
+    return waits, max(0.0, reduced - computed) if parallel.overlap_grad_reduce else blocking[Op.REDUCE_GRAD]
+
+
+def _instance_seconds(plan: RunPlan, hardware: Hardware, stages: tuple[int, ...]) -> float:
+    """Return the seconds of summing the shards of gradients over the instances of the distributed optimizer."""
+    if plan.topology.num_instances == 1:
+        return 0.0
+    link = ring_link(plan.topology, "instances", hardware.node, hardware.network)
+    sent = sum(instance_bytes(plan, stage) for stage in stages)
+    return sent / link.bytes_per_second + ALL_REDUCE * link.latency_seconds
+
+
 def _reduced_by_buckets(plan: RunPlan, hardware: Hardware, timeline: Timeline, pp_rank: int) -> float:
     """Return the time at which a rank's last bucket is reduced.
 
@@ -339,7 +393,7 @@ def expert_links_of(topology: Topology, node: Link, network: Link) -> ExpertLink
 def _replica_seconds(plan: RunPlan, hardware: Hardware, num_bytes: float, is_expert: bool, passes: int = 1) -> float:
     """Return the seconds of a ring over the ranks that hold the same parameters, dense ones or experts."""
     t = plan.topology
-    name, size = ("expert_replicas", t.num_expert_replicas) if is_expert else ("replicas", t.num_replicas)
+    name, size = ("expert_replicas", t.num_expert_replicas) if is_expert else ("shards", t.num_shards)
     if size == 1 or (is_expert and not num_bytes):
         return 0.0
     link = ring_link(t, name, hardware.node, hardware.network)

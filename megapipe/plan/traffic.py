@@ -16,6 +16,7 @@ from megapipe.layers.table import ALL_REDUCE, ring_bytes
 from megapipe.plan.activations import all_layers_of, end_tables, layers_with_recompute, with_recompute
 from megapipe.plan.muon import muon_work
 from megapipe.plan.run_plan import RunPlan
+from megapipe.plan.sharded import replica_bytes
 from megapipe.schedule.action import Op
 
 KINDS = (False, True)  # of parameters: dense, experts
@@ -23,7 +24,8 @@ MESSAGES = {Op.SEND_F: 1, Op.SEND_B: -1}  # and how many stages further they go
 
 
 def reduction_bytes(plan: RunPlan, stage: int, kinds: tuple[bool, ...] = KINDS) -> float:
-    """Return the bytes of reducing a stage's gradients: reduce-scatter (distributed optimizer), else all-reduce.
+    """Return the bytes of reducing a stage's gradients: reduce-scatter (distributed optimizer), else all-reduce. With
+    several instances those of one of them.
 
     kinds: False for dense parameters, True for experts.
     """
@@ -39,8 +41,14 @@ def gather_bytes(plan: RunPlan, stage: int, kinds: tuple[bool, ...] = KINDS) -> 
     return _replica_bytes(plan, stage, plan.shape.element, kinds)
 
 
+def instance_bytes(plan: RunPlan, stage: int) -> float:
+    """Return the bytes of summing a stage's shards of gradients over the instances of the distributed optimizer."""
+    elements = sum(layout.numel // layout.num_shards for layout in plan.buffers(stage, 0))
+    return ALL_REDUCE * ring_bytes(elements * plan.shape.gradient, plan.topology.num_instances)
+
+
 def _replica_bytes(plan: RunPlan, stage: int, element: int, kinds: tuple[bool, ...]) -> float:
-    sizes = {False: plan.topology.num_replicas, True: plan.topology.num_expert_replicas}
+    sizes = {False: plan.topology.num_shards, True: plan.topology.num_expert_replicas}
     layouts = plan.buffers(stage, 0)
     return sum(
         ring_bytes(sum(layout.numel for layout in layouts if layout.is_expert == kind) * element, sizes[kind])
@@ -101,9 +109,11 @@ def stage_collectives(plan: RunPlan, stage: int) -> float:
 
 
 def step_bytes(plan: RunPlan, pp_rank: int) -> dict[str, float]:
-    """Return the bytes that such a rank sends in a full step, by group: 'tp', 'pp', 'replicas', 'embedding', and for a
-    model with experts 'expert_replicas', 'ep' and 'etp'; with context parallelism 'cp', or 'cp_a2a' and 'cp_p2p'. Of
-    matrices that Muon exchanges the mean over the ranks.
+    """Return the bytes that such a rank sends in a full step, by group: 'tp', 'pp', 'replicas', 'embedding'.
+
+    For a model with experts also 'expert_replicas', 'ep' and 'etp'; with context parallelism 'cp', or 'cp_a2a' and
+    'cp_p2p'; with several instances of the distributed optimizer 'shards' and 'instances' instead of most of
+    'replicas'. Of matrices that Muon exchanges the mean over the ranks.
     """
     row = plan.schedule(plan.batch.num_microbatches).rows[pp_rank]
     held = plan.placement.stages_of(pp_rank)
@@ -118,6 +128,13 @@ def step_bytes(plan: RunPlan, pp_rank: int) -> dict[str, float]:
             ran[stage, Op.REDUCE_GRAD] * (reduction_bytes(plan, stage, kinds) + gather_bytes(plan, stage, kinds))
             for stage in held
         )
+
+    of_replicas = {"replicas": replicas(False)} if plan.sharding is None else replica_bytes(plan, pp_rank, row)
+    if plan.sharding is None and plan.topology.num_instances > 1:
+        of_replicas = {
+            "shards": of_replicas["replicas"],
+            "instances": sum(ran[stage, Op.REDUCE_GRAD] * instance_bytes(plan, stage) for stage in held),
+        }
 
     muon = {group: count * plan.shape.gradient for group, count in muon_work(plan, pp_rank).sent.items()}
     experts: Counter[str] = Counter()
@@ -137,7 +154,8 @@ def step_bytes(plan: RunPlan, pp_rank: int) -> dict[str, float]:
     return {
         "tp": collectives * plan.shape.collective_bytes(plan.config.model.hidden_size) + muon.get("tp", 0.0),
         "pp": float(sum(count for (_, op), count in ran.items() if op in MESSAGES) * plan.sent_bytes),
-        "replicas": replicas(False) + loads + muon.get("replicas", 0.0),
+        **of_replicas,
+        "replicas": of_replicas.get("replicas", 0.0) + loads + muon.get("replicas", 0.0),
         "embedding": ALL_REDUCE * ring_bytes(tied_elements * plan.shape.gradient, 2),
         **experts,
         **context,

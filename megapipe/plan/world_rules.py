@@ -12,10 +12,12 @@ from functools import cache
 from megapipe.config.config import Config
 from megapipe.config.layers import layer_kinds, layers_text
 from megapipe.config.model import ModelConfig
+from megapipe.config.parallel import SHARDED_GRADS, SHARDED_PARAMS
 from megapipe.config.rules import model as of_model
 from megapipe.config.rules import training as of_training
 from megapipe.config.rules.check import Rule
 from megapipe.config.rules.proposals import divisors
+from megapipe.config.rules.sharding import strategy_of
 from megapipe.errors import ConfigError
 from megapipe.plan.batch import BatchSchedule, batch_schedule
 from megapipe.plan.cut import check_cut, check_rank_settings
@@ -54,6 +56,7 @@ def world_rules(world_size: int, ranks_per_node: int | None = None) -> tuple[Rul
         _rule(check_post_validation, of_training.post_validation, of_model.chunks),
         _rule(_check_graphs, of_model.chunks),
         _rule(_check_experts, of_model.chunks),
+        _rule(_check_sharding, of_model.chunks),
         _rule(_check_overlap, of_model.chunks),
     )
 
@@ -124,6 +127,7 @@ def topology_of(config: Config, world_size: int, ranks_per_node: int | None, rep
         parallel.expert_model_parallel_size,
         parallel.expert_tensor_parallel_size,
         (parallel.hierarchical_context_parallel_sizes or (1,))[0],
+        parallel.num_distributed_optimizer_instances,
     )
 
 
@@ -141,6 +145,7 @@ def _topology(
     ep: int,
     expert_tp: int | None,
     cp_inner: int,
+    num_instances: int,
 ) -> Topology:
     return Topology.of_world(
         world_size,
@@ -155,6 +160,7 @@ def _topology(
         ep=ep,
         expert_tp=expert_tp,
         cp_inner=cp_inner,
+        num_instances=num_instances,
     )
 
 
@@ -263,6 +269,27 @@ def _check_experts(config: Config) -> None:
         raise ConfigError(
             f"--num-experts does not work with --pipeline-schedule {name} yet, which updates weights while "
             "microbatches are in flight; use a synchronous schedule, such as 1f1b"
+        )
+
+
+def _check_sharding(config: Config) -> None:
+    """Raise ConfigError for sharded gradients with a schedule whose stages update at their own times, and for sharded
+    weights of norms that are computed again in W, when they are freed.
+    """
+    name, strategy, recompute = schedule_of(config), strategy_of(config.parallel), config.recompute
+    has_norms = "layernorm" in recompute.recompute_modules and recompute.recompute_granularity == "selective"
+    may_have = has_norms or recompute.recompute_memory_budget is not None
+    if strategy == SHARDED_PARAMS and may_have and Op.I in _small_schedule(name).ops:
+        given = "--recompute-modules layernorm" if has_norms else "--recompute-memory-budget"
+        raise ConfigError(
+            f"{given} with --pipeline-schedule {name} computes norms again with the weight gradients, when "
+            f"--data-parallel-sharding-strategy {strategy} has freed their weights; use other modules, "
+            "--recompute-granularity full or a schedule with whole backwards, such as 1f1b"
+        )
+    if strategy in SHARDED_GRADS and not SCHEDULES[name].is_synchronous:
+        raise ConfigError(
+            f"--data-parallel-sharding-strategy {strategy} does not work with --pipeline-schedule {name} yet, which "
+            "updates weights while microbatches are in flight; use a synchronous schedule, such as 1f1b"
         )
 
 

@@ -23,8 +23,11 @@ class Op(enum.Enum):
     RECV_F = "RECV_F"  # the input comes from stage s - 1
     SEND_B = "SEND_B"  # the input gradient goes to stage s - 1
     RECV_B = "RECV_B"  # the output gradient comes from stage s + 1
-    # the stage's weight gradients are complete on this rank: start their data-parallel reduction
+    # start the data-parallel reduction of the weight gradients of the stage that this rank has computed since the last
+    # one: up to those of this microbatch, or without a microbatch all the rest, which are then complete
     REDUCE_GRAD = "REDUCE_GRAD"
+    UNSHARD = "UNSHARD"  # start to gather the stage's weights from their shards; a computation waits for its gather
+    RESHARD = "RESHARD"  # free the gathered weights of the stage
     # the next two actions, the F of this stage and microbatch and a backward, run side by side (DualPipe)
     OVERLAP = "OVERLAP"
     # asynchronous schedules: one optimizer step with the gradients since the last one, up to this microbatch's
@@ -36,6 +39,8 @@ class Op(enum.Enum):
 COMPUTE_OPS = frozenset({Op.F, Op.B, Op.I, Op.W})
 BUSY_OPS = COMPUTE_OPS | {Op.UPDATE}  # ops that occupy a rank
 PLANNED_OPS = COMPUTE_OPS | {Op.OVERLAP, Op.UPDATE}  # the ops of a schedule that is not lowered
+WEIGHTS_OPS = frozenset({Op.F, Op.B, Op.I})  # ops that read weights; a W reads inputs and output gradients only
+SHARDING_OPS = frozenset({Op.UNSHARD, Op.RESHARD})  # ops of a stage, without a microbatch
 BACKWARD_OPS = frozenset({Op.B, Op.I, Op.W})
 COMPLETES_OPS = frozenset({Op.B, Op.W})  # ops that complete the weight gradient
 SEND_OPS = frozenset({Op.SEND_F, Op.SEND_B})
@@ -43,7 +48,7 @@ RECV_OPS = frozenset({Op.RECV_F, Op.RECV_B})
 
 
 class Action(NamedTuple):
-    """One entry of a row. REDUCE_GRAD concerns the whole step: it has no microbatch (None).
+    """One entry of a row. UNSHARD, RESHARD and the last REDUCE_GRAD of a stage have no microbatch (None).
 
     In a schedule with num_slices > 1, `microbatch` numbers the slices of all microbatches: slice j of microbatch i is
     i * num_slices + j. `action_text` writes both numbers.
@@ -77,7 +82,10 @@ def with_slices(message: str, num_slices: int) -> str:
 
 
 def parse_action(text: str) -> Action:
-    """Parse "2F0", "2SEND_F0", "2REDUCE_GRAD": the inverse of str(action). Raises ScheduleError for anything else."""
+    """Parse "2F0", "2SEND_F0", "2UNSHARD", "2REDUCE_GRAD": the inverse of str(action).
+
+    Raises ScheduleError for anything else.
+    """
     match = _PATTERN.fullmatch(text.strip())
     names = {op.value: op for op in Op}
     if match is None or match[2] not in names:
@@ -85,8 +93,8 @@ def parse_action(text: str) -> Action:
             f"{text!r} is not an action; write stage, op, microbatch, as in 2F0, where op is one of {', '.join(names)}"
         )
     op = names[match[2]]
-    if (op is Op.REDUCE_GRAD) != (match[3] == ""):
-        rule = "takes no microbatch" if op is Op.REDUCE_GRAD else f"needs a microbatch, as in {match[1]}{op.value}0"
+    if op is not Op.REDUCE_GRAD and (op in SHARDING_OPS) != (match[3] == ""):
+        rule = "takes no microbatch" if op in SHARDING_OPS else f"needs a microbatch, as in {match[1]}{op.value}0"
         raise ScheduleError(f"{text!r} is not an action: {op.value} {rule}")
     return Action(int(match[1]), op, int(match[3]) if match[3] else None)
 

@@ -15,7 +15,8 @@ class Costs:
     """Seconds of each op of each stage.
 
     seconds: for (stage, F | B | I | W) the computation; for (stage, SEND_F | SEND_B) the time a message of that stage
-    occupies its channel; for (stage, REDUCE_GRAD) the reduction. Messages and reductions not named take no time.
+    occupies its channel; for (stage, UNSHARD) the gather of its weights, for (stage, REDUCE_GRAD) a reduction, which a
+    rank runs one at a time in the order of its row. Those not named take no time.
     """
 
     seconds: Mapping[tuple[int, Op], float]

@@ -46,6 +46,8 @@ NEEDS: dict[Op, tuple[tuple[ValueKind, int], ...]] = {
     Op.RECV_F: (),
     Op.RECV_B: (),
     Op.REDUCE_GRAD: ((ValueKind.WGRAD, 0),),
+    Op.UNSHARD: (),
+    Op.RESHARD: (),
     Op.OVERLAP: (),  # its two halves, which follow, have the inputs and outputs
     Op.UPDATE: ((ValueKind.WGRAD, 0),),
 }
@@ -59,6 +61,8 @@ MAKES: dict[Op, tuple[tuple[ValueKind, int], ...]] = {
     Op.RECV_F: ((ValueKind.ACT, -1),),
     Op.RECV_B: ((ValueKind.GRAD, +1),),
     Op.REDUCE_GRAD: (),
+    Op.UNSHARD: (),
+    Op.RESHARD: (),
     Op.OVERLAP: (),
     Op.UPDATE: (),
 }

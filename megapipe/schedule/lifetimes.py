@@ -33,12 +33,13 @@ class Held(enum.Enum):
     # of all slices of a microbatch together: from the F of the first slice to its B or I
     KEYS = "keys and values"
     KEY_GRADIENTS = "gradients of keys and values"  # from the B or I of the last slice to that of the first
+    WEIGHTS = "weights"  # gathered ones of a stage, whatever the microbatch: from UNSHARD to RESHARD
 
     __hash__ = object.__hash__
 
 
 OF_SLICES = frozenset({Held.KEYS, Held.KEY_GRADIENTS})
-MESSAGES = frozenset(Held) - {Held.MICROBATCH, Held.ACTIVATIONS, Held.DEFERRED} - OF_SLICES
+MESSAGES = frozenset(Held) - {Held.MICROBATCH, Held.ACTIVATIONS, Held.DEFERRED, Held.WEIGHTS} - OF_SLICES
 Item = tuple[Held, int]  # (kind, stage); the microbatch is that of the action
 
 
@@ -96,6 +97,10 @@ def lifetimes(
 def _changes(stage: int, op: Op, direction: int, placement: Placement | None, pp_rank: int) -> Changes:
     if op is Op.W:
         return Changes(frees=((Held.DEFERRED, stage), (Held.MICROBATCH, stage)))
+    if op is Op.UNSHARD:
+        return Changes(creates=((Held.WEIGHTS, stage),))
+    if op is Op.RESHARD:
+        return Changes(takes=((Held.WEIGHTS, stage),))
     if op in _COMPUTED_FROM:
         takes: tuple[Item, ...] = ()  # of messages
         frees: tuple[Item, ...] = ()

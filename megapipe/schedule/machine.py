@@ -9,12 +9,12 @@ checked one by one (range, rank, no duplicates).
 from __future__ import annotations
 
 import sys
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from itertools import islice, product
 from typing import NamedTuple, TypeVar
 
-from megapipe.schedule.action import COMPUTE_OPS, SEND_OPS, Action, Op
+from megapipe.schedule.action import COMPUTE_OPS, SEND_OPS, SHARDING_OPS, WEIGHTS_OPS, Action, Op
 from megapipe.schedule.costs import Costs
 from megapipe.schedule.dependencies import MAKES, NEEDS, TRAVELS, Channel, Value, ValueKind, channel_of
 from megapipe.schedule.schedule import Schedule
@@ -68,7 +68,14 @@ class Machine:
         self.ends = [[NEVER] * len(row) for row in schedule.rows]
         self.clocks = [0.0] * num_ranks
         self.network_clocks = [0.0] * num_ranks  # all-to-alls run one after another, overlapped with computation
-        self.reduce_clocks = [0.0] * num_ranks  # so do reductions
+        self.reduce_clocks = [0.0] * num_ranks  # so do gathers and reductions
+        # [rank][stage] -> when its gathered weights are there; None: weights are not sharded
+        self.weights_at = [[NEVER] * num_stages for _ in range(num_ranks)] if Op.UNSHARD in schedule.ops else None
+        # (stage, op, how many of them before) -> rank, slot and time of those who issued such a collective, until all
+        # holders of the stage have
+        self.joining: dict[tuple[int, Op, int], list[tuple[int, int, float]]] = {}
+        self.issued: Counter[tuple[int, int, Op]] = Counter()  # by rank, stage and op
+        self.without_weights: dict[int, int] = {}  # stuck rank -> stage whose gather another rank has not issued
         # per channel
         self.channels: list[Channel] = []
         self.hops = self._resolve_hops()
@@ -169,6 +176,7 @@ class Machine:
         times, waiting_for, count, overlap = self.times, self.waiting_for, self.count, self.costs.overlap
         work, hops, variants, network = self.work, self.hops, self._num_variants, self.costs.network
         sent, posted, depths, unmatched = self.sent, self.posted, self.depths, self.unmatched
+        weights = None if self.weights_at is None else self.weights_at[rank]
         slots = iter(range(self.positions[rank], len(row)))
         for position in slots:
             stage, op, microbatch = row[position]
@@ -176,6 +184,11 @@ class Machine:
             if op in work and stage not in network:
                 needs, makes, arrives, seconds = work[op][microbatch % variants][stage]  # type: ignore[operator]
                 start = clock
+                if weights is not None and op in WEIGHTS_OPS:
+                    if (there := weights[stage]) < 0:
+                        self.without_weights[rank] = stage
+                        break
+                    start = there if there > start else start
                 for base in needs:
                     there = times[base + key]
                     if there > start:
@@ -215,7 +228,7 @@ class Machine:
                     unmatched[message + key] = at, ends, position
                 continue
             self.positions[rank], self.clocks[rank] = position, clock
-            execute = self._overlap if op is Op.OVERLAP else self._exchange if op in work else self._update_or_reduce
+            execute = self._overlap if op is Op.OVERLAP else self._exchange if op in work else self._update_or_collect
             if not (num_done := execute(rank, row[position])):
                 break
             clock = self.clocks[rank]
@@ -272,8 +285,8 @@ class Machine:
             for base, delay in work.arrives:
                 self._arrive(base + key, end + delay)
 
-    # all-to-alls, OVERLAP, UPDATE and REDUCE_GRAD: the methods return how many slots they executed, 0 if an input is
-    # missing
+    # all-to-alls, OVERLAP, UPDATE, gathers and reductions: the methods return how many slots they executed, 0 if an
+    # input is missing
 
     def _exchange(self, rank: int, action: Action) -> int:
         """Run an all-to-all on the network of the rank, concurrently with its computation."""
@@ -294,6 +307,12 @@ class Machine:
         start = self.ready_at(rank, works, self.clocks[rank])
         if start is None:
             return 0
+        if self.weights_at is not None:
+            for stage in (forward.stage, backward.stage):
+                if self.weights_at[rank][stage] < 0:
+                    self.without_weights[rank] = stage
+                    return 0
+                start = max(start, self.weights_at[rank][stage])
         in_sequence = sum(work.seconds for work, _ in works)
         pair = self.costs.pair_seconds.get((head.stage, backward.stage))
         end = start + (in_sequence if pair is None else pair / self._rank_speeds[rank])
@@ -303,22 +322,48 @@ class Machine:
         self.finish(works, end)
         return 3
 
-    def _update_or_reduce(self, rank: int, action: Action) -> int:
-        """Run an optimizer step on the clock of the rank, or a reduction, overlapped unless nothing overlaps."""
+    def _update_or_collect(self, rank: int, action: Action) -> int:
+        """Run an optimizer step on the clock of the rank, or a gather or reduction, overlapped unless nothing is."""
         stage, op, microbatch = action
         slot, base = self.positions[rank], self._base(ValueKind.WGRAD, 0, False) + stage * self.count
         rank_of, clock = self.schedule.placement.rank_of, self.clocks[rank]
-        for wanted in range(self.count) if microbatch is None else (microbatch,):
+        needed: Sequence[int] = range(self.count) if microbatch is None else (microbatch,)
+        for wanted in () if op in SHARDING_OPS else needed:
             if self.times[base + wanted] < 0 and (microbatch is not None or rank_of(stage, wanted) == rank):
                 self.waiting_for[base + wanted] = rank
                 return 0
         seconds = self.costs.seconds.get((stage, op), 0.0)
+        self.starts[rank][slot] = self.ends[rank][slot] = clock
         if op is Op.UPDATE:
-            start, end = clock, clock + seconds / self._rank_speeds[rank]
-        else:
-            start = max(clock, self.reduce_clocks[rank])
-            self.reduce_clocks[rank] = end = start + seconds
-        self.starts[rank][slot], self.ends[rank][slot] = start, end
-        if op is Op.UPDATE or not self.costs.overlap:
-            self.clocks[rank] = end
+            self.ends[rank][slot] = self.clocks[rank] = clock + seconds / self._rank_speeds[rank]
+        elif op is not Op.RESHARD:
+            self._collect(rank, action, slot)
         return 1
+
+    def _collect(self, rank: int, action: Action, slot: int) -> None:
+        """Issue a gather or reduction: it starts when the network of the rank is free.
+
+        With sharded weights one of a stage on two ranks starts when both have issued it.
+        """
+        stage, op, _ = action
+        key = stage, op, self.issued[rank, stage, op]
+        self.issued[rank, stage, op] += 1
+        holders = 1 if self.weights_at is None else len(self.schedule.placement.ranks_of(stage))
+        members = [*self.joining.pop(key, ()), (rank, slot, self.clocks[rank])]
+        if len(members) < holders:
+            self.joining[key] = members
+            if op is Op.UNSHARD and self.weights_at is not None:
+                self.weights_at[rank][stage] = NEVER
+            return
+        start = max(max(issued, self.reduce_clocks[member]) for member, _, issued in members)
+        end = start + self.costs.seconds.get((stage, op), 0.0)
+        for member, place, _ in members:
+            self.starts[member][place], self.ends[member][place] = start, end
+            self.reduce_clocks[member] = end
+            if not self.costs.overlap:
+                self.clocks[member] = max(self.clocks[member], end)
+            if op is Op.UNSHARD and self.weights_at is not None:
+                self.weights_at[member][stage] = end
+                if self.without_weights.get(member) == stage:
+                    del self.without_weights[member]
+                    self.ready.append(member)

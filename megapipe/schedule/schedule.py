@@ -15,7 +15,6 @@ from megapipe.schedule.placement import Placement
 
 Row = tuple[Action, ...]
 _PAIR = re.compile(r"\(([^;]*);([^;]*)\)OVERLAP_F_B")
-_FSDP = re.compile(r"\d+(UNSHARD|RESHARD)")
 
 
 @dataclass(frozen=True)
@@ -65,7 +64,7 @@ class Schedule:
 
     @property
     def is_lowered(self) -> bool:
-        """True once the schedule holds messages or reductions, not only computation."""
+        """True once the schedule holds messages, reductions or gathers, not only computation."""
         return not self.ops <= PLANNED_OPS
 
     @property
@@ -79,7 +78,7 @@ class Schedule:
         return bool(self.ops & BACKWARD_OPS)
 
     def compute_only(self) -> Schedule:
-        """Return the same schedule without messages and reductions."""
+        """Return the same schedule without messages, reductions and gathers."""
         rows = tuple(tuple(action for action in row if action[1] in PLANNED_OPS) for row in self.rows)
         return replace(self, rows=rows)
 
@@ -126,15 +125,15 @@ def from_csv(
 ) -> Schedule:
     """Read rows of actions. The result is not validated: call `validate`.
 
-    Skips empty cells, which torch.distributed.pipelining writes for bubbles, and torch's UNSHARD and RESHARD of FSDP
-    parameters. Placement and number of microbatches are taken from the forwards unless given; a placement in two
-    directions must be given. Raises ScheduleError with the line and cell that cannot be read.
+    Skips empty cells, which torch.distributed.pipelining writes for bubbles. Placement and number of microbatches are
+    taken from the forwards unless given; a placement in two directions must be given. Raises ScheduleError with the
+    line and cell that cannot be read.
     """
     found: list[list[tuple[Action, int | None]]] = []
     for line in text.splitlines():
         found.append([])
         for column, cell in enumerate(line.split(",")):
-            if cell.strip() and not _FSDP.fullmatch(cell.strip()):
+            if cell.strip():
                 try:
                     found[-1] += _read_cell(cell)
                 except ScheduleError as error:

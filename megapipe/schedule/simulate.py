@@ -50,7 +50,8 @@ class Timeline:
 
     Both halves of an overlapped pair take the whole time of the pair. A SEND starts when it is issued and a RECV when
     it is posted; both end when the message can be used. Neither messages nor reductions occupy the rank, unless the
-    costs say that nothing overlaps.
+    costs say that nothing overlaps. Gathers and reductions start when the network of the rank is free for them; a
+    computation waits for the gather of its weights.
     """
 
     schedule: Schedule
@@ -137,6 +138,10 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
         )
     if not costs.overlap and not schedule.is_lowered:
         raise ScheduleError(f"costs without overlap need messages, schedule {schedule} has none: lower it first")
+    if not costs.overlap and Op.UNSHARD in schedule.ops and len(schedule.placement.directions) > 1:
+        raise ScheduleError(
+            f"costs without overlap cannot time the gathers of schedule {schedule}, which two ranks issue together"
+        )
     if costs.rank_speeds and len(costs.rank_speeds) != schedule.num_ranks:
         raise ScheduleError(
             f"the costs name the speeds of {len(costs.rank_speeds)} ranks, schedule {schedule} has {schedule.num_ranks}"

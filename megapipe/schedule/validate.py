@@ -1,6 +1,6 @@
 """The proof that a schedule can be run: complete, placed, ordered, first-in first-out, no deadlock.
 
-Reductions come in one order on all ranks that hold a stage.
+Sharded weights are there when they are read; gathers and reductions come in one order on all ranks that hold a stage.
 """
 
 from __future__ import annotations
@@ -10,13 +10,24 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from graphlib import CycleError, TopologicalSorter
-from itertools import chain, pairwise
+from itertools import chain
 from typing import NoReturn
 
 from megapipe.errors import ScheduleError
-from megapipe.schedule.action import COMPUTE_OPS, RECV_OPS, SEND_OPS, Action, Op, with_slices
+from megapipe.schedule.action import (
+    COMPLETES_OPS,
+    COMPUTE_OPS,
+    RECV_OPS,
+    SEND_OPS,
+    SHARDING_OPS,
+    WEIGHTS_OPS,
+    Action,
+    Op,
+    with_slices,
+)
 from megapipe.schedule.costs import Costs
 from megapipe.schedule.dependencies import MAKES, NEEDS, SLICE_NEEDS, TRAVELS, Channel, Value, channel_of
+from megapipe.schedule.lifetimes import Held, peak_held
 from megapipe.schedule.lower import sends_of
 from megapipe.schedule.machine import Machine
 from megapipe.schedule.schedule import Schedule, gc_paused, rows_text
@@ -58,6 +69,13 @@ class ValidationReport:
                 posted[Action(stage, used, direction)] -= 1
         return {channel_of(receive, num_directions): count for receive, count in most.items()}
 
+    @cached_property
+    def most_gathered(self) -> tuple[int, ...]:
+        """The most stages of each rank whose weights are gathered at once; 0 where weights are not sharded."""
+        if Op.UNSHARD not in self.schedule.ops:
+            return (0,) * self.schedule.num_ranks
+        return tuple(int(peak_held(row, {Held.WEIGHTS: 1})) for row in self.schedule.rows)
+
     @property
     def send_depth(self) -> int:
         """The least send depth that suffices on every channel."""
@@ -68,6 +86,8 @@ class ValidationReport:
         if not self.schedule.is_lowered:
             return text
         posted = max(self.most_posted.values(), default=0)
+        if any(self.most_gathered):
+            text += f"; at most {max(self.most_gathered)} stages of a rank gathered at once"
         return (
             f"{text}; {len(self.least_send_depth)} channels, send depth {self.send_depth} suffices, "
             f"at most {posted} receives posted on one"
@@ -75,7 +95,7 @@ class ValidationReport:
 
 
 @gc_paused()
-def validate(schedule: Schedule, send_depth: int | None = None) -> ValidationReport:
+def validate(schedule: Schedule, send_depth: int | None = None, max_gathered: int | None = None) -> ValidationReport:
     """Prove that `schedule` can run, or raise ScheduleError with the rank x slot grid and the faulty action marked.
 
     - Every stage and microbatch has one forward and one full or split backward (none in a forward-only schedule), on
@@ -84,7 +104,10 @@ def validate(schedule: Schedule, send_depth: int | None = None) -> ValidationRep
     - On every stage the slices of a microbatch run forwards in order and backwards in reverse.
     - Every channel receives in the order in which it sends.
     - All ranks finish with asynchronous sends, with at most `send_depth` in flight per channel if given.
-    - All ranks that hold a stage issue its reductions in the same order.
+    - Every weight gradient is reduced once: no reduction has nothing to reduce, and the last follows all gradients.
+    - With gathers (UNSHARD), the weights of a stage are gathered before every computation that reads them, freed only
+      after it and by the end of the row; at most `max_gathered` stages of a rank at once, if given.
+    - All ranks that hold a stage issue its gathers and reductions in the same order, and equally many.
     """
     seen, orders = _check_each_action(schedule)
     _check_computation(schedule, seen)
@@ -94,6 +117,9 @@ def validate(schedule: Schedule, send_depth: int | None = None) -> ValidationRep
         _check_messages(schedule, seen, orders)
         if schedule.has_backward and schedule.is_synchronous:
             _check_reductions(schedule)
+        if schedule.ops & SHARDING_OPS:
+            _check_weights(schedule, max_gathered)
+        _check_order_of_collectives(schedule)
     machine = Machine(schedule, Costs({}), send_depth=send_depth or 0, raise_depth=send_depth is None)
     if not machine.run():
         _explain_standstill(schedule, machine, send_depth)
@@ -119,15 +145,16 @@ def _check_each_action(schedule: Schedule) -> tuple[dict[Op, bytearray], _Orders
         reduced: set[int] = set()
         for slot, action in enumerate(row):
             stage, op, microbatch = action
-            if microbatch is None or op is reduction:
-                if op is not reduction or microbatch is not None:
-                    message = f"{action}: REDUCE_GRAD has no microbatch, every other op has one"
-                    _fail(schedule, message, (rank, slot))
+            if microbatch is None or op in SHARDING_OPS:
+                if microbatch is not None or (op is not reduction and op not in SHARDING_OPS):
+                    rule = "UNSHARD, RESHARD and the last REDUCE_GRAD of a stage have no microbatch, other ops have one"
+                    _fail(schedule, f"{action}: {rule}", (rank, slot))
                 if stage not in schedule.placement.stages_of(rank):
                     _fail(schedule, f"{action} is on a rank that does not hold stage {stage}", (rank, slot))
-                if stage in reduced:
+                if op is reduction and stage in reduced:
                     _fail(schedule, f"{action} was already done", (rank, slot))
-                reduced.add(stage)
+                if op is reduction:
+                    reduced.add(stage)
                 continue
             if not (0 <= stage < stages and 0 <= microbatch < count):
                 message = f"{action} is outside stages 0..{stages - 1} and microbatches 0..{count - 1}"
@@ -255,29 +282,95 @@ def _check_messages(schedule: Schedule, seen: Mapping[Op, bytearray], orders: _O
 
 
 def _check_reductions(schedule: Schedule) -> None:
-    """Check that every rank reduces each of its stages once, in an order that all its holders share.
+    """Check that every rank reduces all weight gradients of each of its stages, and none of them twice.
 
-    The walk proves that a reduction follows the last weight gradient.
+    The walk proves that the last reduction of a stage follows its last weight gradient.
     """
     reduction = Op.REDUCE_GRAD  # reading a member from the enum costs more than the comparison
-    follows: dict[int, dict[int, Place]] = {}  # stage -> stages that some rank reduces just before it, and where
     for rank, row in enumerate(schedule.rows):
-        order = [(stage, slot) for slot, (stage, op, _) in enumerate(row) if op is reduction]
-        missing = set(schedule.placement.stages_of(rank)) - {stage for stage, _ in order}
+        reductions = [action for action in row if action[1] is reduction]
+        missing = set(schedule.placement.stages_of(rank)) - {stage for stage, _, m in reductions if m is None}
         if missing:
             action = Action(min(missing), reduction, None)
             _fail(schedule, f"{action} is missing on rank {rank}", (rank, len(row)))
-        shared = [(stage, slot) for stage, slot in order if len(schedule.placement.ranks_of(stage)) > 1]
-        for (before, _), (after, slot) in pairwise(shared):
-            follows.setdefault(after, {})[before] = (rank, slot)
+        if all(microbatch is None for *_, microbatch in reductions):
+            continue
+        unreduced: dict[int, int | None] = {}  # stage -> the last microbatch whose weight gradient is not reduced yet
+        for slot, action in enumerate(row):
+            stage, op, microbatch = action
+            if op in COMPLETES_OPS:
+                unreduced[stage] = microbatch
+            elif op is reduction and unreduced.pop(stage, None) != microbatch and microbatch is not None:
+                rule = "must follow the weight gradient of its microbatch, with no other of the stage between"
+                _fail(schedule, f"{action} {rule}", (rank, slot))
+
+
+def _check_weights(schedule: Schedule, max_gathered: int | None) -> None:
+    """Check that weights are gathered when they are read, and freed by the end of the row."""
+    for rank, row in enumerate(schedule.rows):
+        gathered: dict[int, int] = {}  # stage -> slot of its gather
+        for slot, action in enumerate(row):
+            stage, op, _ = action
+            fault = ""
+            if op is Op.UNSHARD:
+                if stage in gathered:
+                    fault = f"the weights of stage {stage} are already gathered"
+                gathered[stage] = slot
+                if max_gathered is not None and len(gathered) > max_gathered:
+                    stages = ", ".join(map(str, gathered))
+                    fault = f"the weights of stages {stages} are gathered at once, at most {max_gathered} may be"
+            elif op is Op.RESHARD and gathered.pop(stage, None) is None:
+                fault = f"the weights of stage {stage} are not gathered"
+            elif op in WEIGHTS_OPS and stage not in gathered:
+                fault = f"needs the weights of stage {stage}, which are not gathered"
+            if fault:
+                _fail(schedule, f"{action}: {fault}", (rank, slot))
+        if gathered:  # they would be those of the step before in the next step
+            stage = min(gathered)
+            _fail(schedule, f"{Action(stage, Op.RESHARD, None)} is missing on rank {rank}", (rank, gathered[stage]))
+
+
+def _check_order_of_collectives(schedule: Schedule) -> None:
+    """Check that the ranks that hold a stage issue as many gathers and reductions of it, in orders that agree.
+
+    The members of a data-parallel group have the same pp_rank and thus the same row, except where two pp_ranks hold a
+    stage (DualPipe). Experts are gathered and reduced by the same actions.
+    """
+    if len(schedule.placement.directions) == 1:
+        return
+    collectives = frozenset({Op.REDUCE_GRAD, Op.UNSHARD})
+    # (stage, op, how many of them before) -> those that some rank issues just before it, and where
+    follows: dict[tuple[int, Op, int], dict[tuple[int, Op, int], Place]] = {}
+    counts: list[Counter[tuple[int, Op]]] = []
+    for rank, row in enumerate(schedule.rows):
+        issued: Counter[tuple[int, Op]] = Counter()
+        last = None
+        for slot, (stage, op, _) in enumerate(row):
+            if op in collectives and len(schedule.placement.ranks_of(stage)) > 1:
+                name = stage, op, issued[stage, op]
+                issued[stage, op] += 1
+                follows.setdefault(name, {})
+                if last is not None:
+                    follows[name][last] = (rank, slot)
+                last = name
+        counts.append(issued)
+    for stage in range(schedule.num_stages):
+        for op in collectives:
+            ranks = schedule.placement.ranks_of(stage)
+            if len({counts[rank][stage, op] for rank in ranks}) > 1:
+                numbers = " and ".join(f"{counts[rank][stage, op]} on rank {rank}" for rank in ranks)
+                where = ranks[0], len(schedule.rows[ranks[0]])
+                message = f"stage {stage} has {numbers} of {op.value}; members of a group must issue equally many"
+                _fail(schedule, message, where)
     try:  # with orders that are not compatible, two members of a group would wait in different collectives
         TopologicalSorter(follows).prepare()
     except CycleError as error:
         before, after = error.args[1][:2]
+        names = " and ".join(f"{Action(stage, op, None)}" for stage, op, _ in (before, after))
         _fail(
             schedule,
-            f"stages {before} and {after} are reduced in this order here and in another order on another rank; members "
-            "of a group must issue its collectives in one order",
+            f"{names} are issued in this order here and in another order on another rank; members of a group must "
+            "issue its collectives in one order",
             follows[after][before],
         )
 
@@ -307,6 +400,10 @@ def _explain_standstill(schedule: Schedule, machine: Machine, send_depth: int | 
             _fail(schedule, f"{rows[rank][slot]} needs {value}, which {fate}", (rank, slot))
     waits_for = {rank: min(makers[value]) for rank, value in waits.items()}
     reasons = {rank: f"{rows[rank][positions[rank]]} needs {value}" for rank, value in waits.items()}
+    for rank, stage in machine.without_weights.items():
+        action = rows[rank][positions[rank]]
+        waits_for[rank] = next(other for other in schedule.placement.ranks_of(stage) if other != rank)
+        reasons[rank] = f"{action} needs the weights of stage {stage}, whose gather rank {waits_for[rank]} joins later"
     for channel, rank in machine.blocked_on.items():
         action = rows[rank][positions[rank]]
         receiver = action.stage - 1 if action.op is Op.SEND_B else action.stage + 1

@@ -359,6 +359,48 @@ CASES = [
         "--num-experts 4 --moe-shared-expert-gate --moe-shared-expert-intermediate-size 64 --disable-bias-linear",
     ),
     (
+        "one_strategy_of_sharding",
+        "--use-distributed-optimizer --data-parallel-sharding-strategy no_shard",
+        ["no_shard contradicts --use-distributed-optimizer"],
+        "--use-distributed-optimizer --data-parallel-sharding-strategy optim_grads",
+    ),
+    (
+        "only_sharded_parameters_are_gathered",
+        "--overlap-param-gather",
+        ["--overlap-param-gather needs --use-distributed-optimizer or --data-parallel-sharding-strategy optim"],
+        "--overlap-param-gather --data-parallel-sharding-strategy optim",
+    ),
+    (
+        "instances_of_what_is_sharded",
+        "--num-distributed-optimizer-instances 2",
+        ["--num-distributed-optimizer-instances 2 needs --use-distributed-optimizer"],
+        "--num-distributed-optimizer-instances 2 --use-distributed-optimizer",
+    ),
+    (
+        "instances_with_experts",
+        "--num-distributed-optimizer-instances 2 --use-distributed-optimizer --num-experts 4 --disable-bias-linear",
+        ["--num-distributed-optimizer-instances 2 does not work with --num-experts yet"],
+        "--use-distributed-optimizer --num-experts 4 --disable-bias-linear",
+    ),
+    (
+        "sharded_gradients_with_experts",
+        "--data-parallel-sharding-strategy optim_grads --num-experts 4 --disable-bias-linear",
+        ["optim_grads does not work with --num-experts yet; use --data-parallel-sharding-strategy optim, or leave"],
+        "--data-parallel-sharding-strategy optim --num-experts 4 --disable-bias-linear",
+    ),
+    (
+        "units_of_what_is_gathered_or_reduced",
+        "--data-parallel-sharding-strategy optim --data-parallel-sharding-units 2",
+        ["needs --data-parallel-sharding-strategy optim_grads or optim_grads_params"],
+        "--data-parallel-sharding-strategy optim_grads --data-parallel-sharding-units 2",
+    ),
+    (
+        "prefetch_of_what_is_gathered",
+        "--data-parallel-sharding-strategy optim_grads --data-parallel-sharding-prefetch 2",
+        ["needs --data-parallel-sharding-strategy optim_grads_params"],
+        "--data-parallel-sharding-strategy optim_grads_params --data-parallel-sharding-prefetch 2",
+    ),
+    (
         "weight_gradients_are_delayed_under_all_to_alls",
         "--num-experts 4 --disable-bias-linear --delay-wgrad-compute",
         ["--delay-wgrad-compute needs --overlap-moe-expert-parallel-comm"],
@@ -974,7 +1016,7 @@ def test_a_configuration_made_in_code_obeys_the_rules(changes: dict[str, dict[st
 
 def test_every_rule_is_broken_by_a_case() -> None:
     """Every `yield` of a rule runs in some case, and every required option is left out once."""
-    modules = [getattr(rules, name) for name in ("context", "model", "gpu", "optimizer", "sft", "training")]
+    modules = [getattr(rules, name) for name in ("context", "model", "gpu", "optimizer", "sft", "sharding", "training")]
     expected = {
         (str(module.__file__), node.lineno)
         for module in modules

@@ -40,6 +40,23 @@ def test_errors_of_the_schedule_and_of_the_ranks_are_among_all_others() -> None:
         assert line.startswith(start), (line, start)
 
 
+def test_sharded_weights_need_a_synchronous_schedule_and_instances_divide_the_replicas() -> None:
+    flags = "--data-parallel-sharding-strategy optim_grads_params --pipeline-model-parallel-size 2 "
+    asynchronous = "--pipeline-schedule pipedream --clip-grad 0 --untie-embeddings-and-output-weights"
+    (line,) = lines(f"{flags} {asynchronous}", 2)
+    assert line.startswith(
+        "--data-parallel-sharding-strategy optim_grads_params does not work with --pipeline-schedule"
+    )
+    for recompute in (
+        "--recompute-granularity selective --recompute-modules layernorm",
+        "--recompute-memory-budget 0.5",
+    ):
+        (line,) = lines(f"{flags} --pipeline-schedule zb-h1 {recompute}", 2)
+        assert "computes norms again with the weight gradients" in line
+    (line,) = lines(f"{flags} --num-distributed-optimizer-instances 3", 8)
+    assert line.startswith("--num-distributed-optimizer-instances 3 does not divide the 4 ranks")
+
+
 def test_ranks_are_not_judged_by_values_that_could_not_be_read() -> None:
     assert len(lines("--pipeline-model-parallel-size two", 3)) == 1
 

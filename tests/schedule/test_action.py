@@ -3,11 +3,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megapipe.errors import ScheduleError
-from megapipe.schedule.action import Action, Op, parse_action
+from megapipe.schedule.action import SHARDING_OPS, Action, Op, parse_action
 from megapipe.schedule.dependencies import MAKES, NEEDS, ValueKind
 
 actions = st.builds(
-    lambda stage, op, mb: Action(stage, op, None if op is Op.REDUCE_GRAD else mb),
+    lambda stage, op, mb: Action(stage, op, None if op in SHARDING_OPS or (op is Op.REDUCE_GRAD and mb > 9) else mb),
     st.integers(0, 5000),
     st.sampled_from(Op),
     st.integers(0, 5000),
@@ -25,6 +25,9 @@ def test_parsing_the_text_of_an_action_gives_the_action(action):
         pytest.param(Action(2, Op.F, 0), "2F0", id="forward"),
         pytest.param(Action(12, Op.SEND_F, 3), "12SEND_F3", id="send"),
         pytest.param(Action(2, Op.REDUCE_GRAD, None), "2REDUCE_GRAD", id="reduce"),
+        pytest.param(Action(2, Op.REDUCE_GRAD, 5), "2REDUCE_GRAD5", id="reduce a microbatch"),
+        pytest.param(Action(2, Op.UNSHARD, None), "2UNSHARD", id="unshard"),
+        pytest.param(Action(2, Op.RESHARD, None), "2RESHARD", id="reshard"),
     ],
 )
 def test_text_form(action, text):
@@ -33,7 +36,7 @@ def test_text_form(action, text):
 
 
 @pytest.mark.parametrize(
-    "text", ["", "F0", "2F", "2X0", "2f0", "2F0 3", "2REDUCE_GRAD0", "-1F0", "2F-1", "2UNSHARD", "٣F0"]
+    "text", ["", "F0", "2F", "2X0", "2f0", "2F0 3", "-1F0", "2F-1", "2UNSHARD0", "2RESHARD3", "2UPDATE", "٣F0"]
 )
 def test_invalid_action_text_is_an_error(text):
     with pytest.raises(ScheduleError, match="is not an action"):

@@ -10,7 +10,9 @@ from collections.abc import Iterator
 from megapipe.config.config import Config
 from megapipe.config.layers import LayerConfig, kinds_of, of_each_kind
 from megapipe.config.model import ACTIVATIONS, NORMALIZATIONS
+from megapipe.config.parallel import SHARDED_GRADS
 from megapipe.config.rules.proposals import chosen
+from megapipe.config.rules.sharding import strategy_of
 from megapipe.environment import sees_gpu
 
 FP8_MULTIPLE = 16  # the matrix units of Hopper need every size of an fp8 GEMM to be a multiple of this
@@ -194,6 +196,10 @@ def why_not_compiled(config: Config) -> str | None:
         ("attention over several cp ranks is not compiled", config.parallel.context_parallel_size > 1),
         (f"--softmax-type {config.model.softmax_type} is not compiled", config.model.softmax_type != "vanilla"),
         ("--activation-func-clamp-value and --glu-linear-offset are not compiled", config.model.bends_gates),
+        (
+            "--data-parallel-sharding-strategy frees weights and gradients, whose addresses compiled blocks keep",
+            strategy_of(config.parallel) in SHARDED_GRADS,
+        ),
         ("the norm of an extension is not compiled", norm.function is not None),
         (
             "the activation of an extension is not compiled",

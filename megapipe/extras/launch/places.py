@@ -14,7 +14,20 @@ from megapipe.topology import AXES, Topology, all_coordinates
 SHOWN_AXES = ("pp", "dp", "cp", "tp")
 MOST_RANKS_SHOWN = 32
 # groups that send much in a step
-SENDING = ("tp", "cp", "cp_a2a", "cp_p2p", "pp", "replicas", "embedding", "ep", "etp", "expert_replicas")
+SENDING = (
+    "tp",
+    "cp",
+    "cp_a2a",
+    "cp_p2p",
+    "pp",
+    "replicas",
+    "shards",
+    "instances",
+    "embedding",
+    "ep",
+    "etp",
+    "expert_replicas",
+)
 
 
 @dataclass(frozen=True)

@@ -113,11 +113,12 @@ def gradient_pieces(runtime: TrainingRuntime) -> Iterator[HeldPiece]:
     for stage, buffers in runtime.buffers.items():
         for buffer in buffers.buffers:
             is_expert = buffer.layout.is_expert
-            replica, cut = runtime.groups.replicas_of(is_expert).rank, runtime.groups.cut_of(is_expert)
+            replica, cut = runtime.groups.shards_of(is_expert).rank, runtime.groups.cut_of(is_expert)
             for bucket in buffer.layout.buckets:
                 low, high = buffer.shard_range(bucket, replica)
+                gradients = buffer.reduced_gradients(bucket, replica)
                 for position, piece in shard_pieces(bucket, *cut, low, high):
-                    yield HeldPiece(stage, piece, buffer.gradients[position : position + piece.box.num_elements])
+                    yield HeldPiece(stage, piece, gradients[position - low :][: piece.box.num_elements])
 
 
 def weight_pieces(runtime: TrainingRuntime) -> Iterator[HeldPiece]:
@@ -130,8 +131,9 @@ def weight_pieces(runtime: TrainingRuntime) -> Iterator[HeldPiece]:
             yield HeldPiece(stage, piece, values)
     for stage, buffers in runtime.buffers.items():
         specs = {spec.name: spec for spec in runtime.plan.stage_specs[stage]}
-        for name in buffers.names:
-            local = buffers.parameter(name).detach().view(-1)
+        with runtime.weights.whole([stage]):
+            whole = {name: buffers.parameter(name).detach().view(-1).clone() for name in buffers.names}
+        for name, local in whole.items():
             for piece in pieces(specs[name], *runtime.groups.cut_of(specs[name].is_expert)):
                 yield HeldPiece(stage, piece, local[piece.start : piece.stop])
 

@@ -1,0 +1,142 @@
+"""Sharded gradients and weights over a step: what a rank gathers, reduces and holds whole at each action of its row.
+
+`row_bytes` walks a row as `data_parallel.sharded` runs it; memory, traffic and `megapipe plan` fold over it. With d
+shards, weights of e bytes and gradients of g, ZeRO-2 keeps e + g / d bytes of a parameter and ZeRO-3 (e + g) / d, and
+the optimizer its state of a shard. What is whole at a time comes on top: weights from UNSHARD to RESHARD, and gradients
+from the first backward after a reduction until the next reduction of the rank starts, which waits for the one before.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from megapipe.layers.table import ALL_REDUCE, ring_bytes
+from megapipe.plan.run_plan import RunPlan
+from megapipe.schedule.action import BACKWARD_OPS, Action, Op
+from megapipe.schedule.schedule import Row
+
+BF16_BYTES = 2
+
+
+class Whole(NamedTuple):
+    """Bytes that exist while an action runs: of gathered weights, and of whole gradients, with copies to send."""
+
+    weights: int = 0
+    gradients: int = 0
+
+
+NOTHING = Whole()
+
+
+@dataclass(frozen=True)
+class RowBytes:
+    """What one row of sharded gradients, or weights too, moves and holds."""
+
+    whole: tuple[Whole, ...]  # at each action
+    gathers: int  # UNSHARD actions
+    reductions: int  # REDUCE_GRAD actions
+    gathered: int  # elements of the buffers that they gather
+    reduced: int  # elements of those that they reduce
+
+    @property
+    def peak(self) -> Whole:
+        """The most bytes of each kind, not necessarily at the same time."""
+        return Whole(*map(max, zip(*self.whole, strict=True))) if self.whole else NOTHING
+
+
+class _Buffer(NamedTuple):
+    """A flat buffer of this rank: index `number` among those of its stage."""
+
+    stage: int
+    number: int
+    numel: int
+    is_shared: bool  # a tied embedding that two stages of the rank use
+
+
+class _Walk:
+    """The buffers of a rank during a row: the same steps as ShardedWeights and ShardedGradients take."""
+
+    def __init__(self, plan: RunPlan, pp_rank: int) -> None:
+        stages = plan.placement.stages_of(pp_rank)
+        self.own = {stage: sharded_buffers(plan, stage) for stage in stages}
+        self.shared = [buffer for buffers in self.own.values() for buffer in buffers if buffer.is_shared]
+        self.used = {
+            stage: [*self.own[stage], *(self.shared if plan.borrows_embedding(stage) else ())] for stage in stages
+        }
+        self.element, self.gradient = plan.shape.element, plan.state_dtypes(pp_rank).gradient_bytes
+        self.in_bf16 = plan.config.parallel.grad_reduce_in_bf16 and self.gradient > BF16_BYTES
+        self.users: Counter[_Buffer] = Counter()  # gathered stages that use a buffer
+        self.open: dict[_Buffer, int] = {}  # bytes of whole gradients
+        self.in_flight: dict[_Buffer, int] = {}  # of those that are being reduced, or of their copies
+        self.finished: set[int] = set()  # stages
+        self.gathered = self.reduced = 0  # elements
+        self.now = NOTHING
+
+    def step(self, action: Action) -> Whole:
+        """Run an action and return what is whole meanwhile."""
+        stage, op, microbatch = action
+        copies = 0
+        if op is Op.UNSHARD:
+            self.gathered += sum(buffer.numel for buffer in self.used[stage] if not self.users[buffer])
+            self.users.update(self.used[stage])
+        elif op is Op.RESHARD:
+            self.users.subtract(self.used[stage])
+        elif op in BACKWARD_OPS and any(buffer not in self.open for buffer in self.used[stage]):
+            if any(buffer in self.in_flight for buffer in self.used[stage]):
+                self.in_flight.clear()
+            self.open.update({buffer: buffer.numel * self.gradient for buffer in self.used[stage]})
+        elif op is Op.REDUCE_GRAD:
+            copies = self._reduce(stage, is_last=microbatch is None)
+        else:
+            return self.now
+        weights = sum(buffer.numel for buffer, users in self.users.items() if users) * self.element
+        self.now = Whole(weights, sum(self.open.values()) + sum(self.in_flight.values()))
+        return self.now._replace(gradients=self.now.gradients + copies)
+
+    def _reduce(self, stage: int, is_last: bool) -> int:
+        """Start a reduction; return the bytes of gradients that are freed once their bf16 copies are made."""
+        self.finished |= {stage} if is_last else set()
+        takes_shared = len(self.finished) == len(self.own) if is_last else stage == 0
+        buffers = [buffer for buffer in self.own[stage] if not buffer.is_shared]
+        self.in_flight.clear()
+        freed = 0
+        for buffer in [*buffers, *(self.shared if takes_shared else ())]:
+            size = self.open.pop(buffer, 0)
+            self.reduced += buffer.numel * bool(size)
+            if size:
+                self.in_flight[buffer] = buffer.numel * BF16_BYTES if self.in_bf16 else size
+                freed += size * self.in_bf16
+        return freed
+
+
+def sharded_buffers(plan: RunPlan, stage: int) -> list[_Buffer]:
+    """Return the buffers of a stage that are divided into several shards."""
+    layouts = enumerate(plan.buffers(stage, 0))
+    return [_Buffer(stage, n, each.numel, each.kind == "shared") for n, each in layouts if each.num_shards > 1]
+
+
+def row_bytes(plan: RunPlan, pp_rank: int, row: Row) -> RowBytes:
+    """Return what a row with sharded gradients gathers, reduces and holds. The plan has a strategy of sharding."""
+    walk = _Walk(plan, pp_rank)
+    whole = tuple(map(walk.step, row))
+    ran = Counter(op for _, op, _ in row)
+    return RowBytes(whole, ran[Op.UNSHARD], ran[Op.REDUCE_GRAD], walk.gathered, walk.reduced)
+
+
+def replica_bytes(plan: RunPlan, pp_rank: int, row: Row) -> dict[str, float]:
+    """Return the bytes that a rank sends over its shard group, and over 'instances', in a step with sharded gradients.
+
+    Rings over d ranks: (d - 1) / d of the gathered weights and of the reduced gradients. With several instances (HSDP)
+    the shards of gradients are summed over them at the end of the step.
+    """
+    parallel, topology, found = plan.config.parallel, plan.topology, row_bytes(plan, pp_rank, row)
+    element = BF16_BYTES if parallel.grad_reduce_in_bf16 else plan.shape.gradient
+    held = sum(buffer.numel for stage in plan.placement.stages_of(pp_rank) for buffer in sharded_buffers(plan, stage))
+    gathered = found.gathered if plan.sharding is not None and plan.sharding.gathers else held  # once, after the update
+    within = ring_bytes(gathered * plan.shape.element + found.reduced * element, topology.num_shards)
+    if topology.num_instances == 1:
+        return {"replicas": within}
+    between = ALL_REDUCE * ring_bytes(held // topology.num_shards * plan.shape.gradient, topology.num_instances)
+    return {"shards": within, "instances": between}
