@@ -17,7 +17,6 @@ import importlib.util
 import sys
 import traceback
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import CodeType
@@ -160,12 +159,14 @@ class Extensions:
         return f"; installed extensions that could not be loaded: {'; '.join(self.failures)}"
 
     def _run(self, name: str, run: Any) -> Extension:
-        with self._as_loading(name):
-            try:
-                module = run()
-            except Exception as error:
-                self.unload(name)
-                raise ConfigError(f"--extension {name}{_place_and_reason(error)}") from None
+        before, self.loading = self.loading, name
+        try:
+            module = run()
+        except Exception as error:
+            self.unload(name)
+            raise ConfigError(f"--extension {name}{_place_and_reason(error)}") from None
+        finally:
+            self.loading = before
         path = str(getattr(module, "__file__", None) or "")
         provides = [f"{registry.kind} {row}" for registry in Registry.every for row in registry.names_of(name)]
         if not provides:
@@ -174,14 +175,6 @@ class Extensions:
         digest = hashlib.sha256(Path(path).read_bytes()).hexdigest() if path else ""
         self.loaded[name] = Extension(name, path, digest, tuple(provides))
         return self.loaded[name]
-
-    @contextmanager
-    def _as_loading(self, name: str) -> Iterator[None]:
-        before, self.loading = self.loading, name
-        try:
-            yield
-        finally:
-            self.loading = before
 
 
 EXTENSIONS = Extensions()

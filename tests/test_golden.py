@@ -112,7 +112,7 @@ def test_the_starts_of_a_killed_run_are_counted(golden: Path) -> None:
 
 
 def test_token_files_are_read_and_old_index_caches_are_left_alone(golden: Path) -> None:
-    """Caches of another format are built again beside the old ones.
+    """Caches of another format are built again next to the old ones.
 
     Entries are named by a hash of path and mtime of the source, so both are set to those of the copy.
     """
@@ -211,7 +211,7 @@ JSON_OUTPUTS = {
         "--json",
     ],
 }
-# of these every number is compared; write plan.json anew (golden/make.sh) where predictions change on purpose
+# of these every number is compared; write plan.json again (golden/make.sh) where predictions change on purpose
 SAME_VALUES = ("check", "draw", "compare", "inspect_checkpoint", "inspect_data", "plan")
 SHORTER_SINCE = ("v-half", "v-min")  # these schedules have been improved
 

@@ -108,7 +108,7 @@ def tree_of(path: Path) -> ast.Module:
 
 @cache
 def nodes_of(tree: ast.AST) -> tuple[ast.AST, ...]:
-    """Return all nodes of a tree: walking it anew for each rule takes most of the time."""
+    """Return all nodes of a tree: walking it again for each rule takes most of the time."""
     return tuple(ast.walk(tree))
 
 

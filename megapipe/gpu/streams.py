@@ -93,17 +93,17 @@ class StreamCopies:
     since the allocator may reuse memory that the stream's last kernels still read.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._out, self._in = torch.cuda.Stream(device), torch.cuda.Stream(device)
+    def __init__(self, device: torch.device, cuda: Any = torch.cuda) -> None:
+        self._device, self._cuda = device, cuda
+        self._out, self._in = cuda.Stream(device), cuda.Stream(device)
 
     def current_stream(self) -> Any:
         """Return the compute stream; streams and events are opaque to the caller."""
-        return torch.cuda.current_stream(self._device)
+        return self._cuda.current_stream(self._device)
 
     def on(self, stream: Any) -> AbstractContextManager[Any]:
         """Allocate inside the block on this stream, whichever is current."""
-        return torch.cuda.stream(stream)  # type: ignore[no-any-return]
+        return self._cuda.stream(stream)  # type: ignore[no-any-return]
 
     def to_host(self, stream: Any, buffer: HostBuffer, copy: Copy) -> Any:
         """Copy results of `stream` so far; return the event after the copy."""
@@ -133,7 +133,7 @@ class StreamCopies:
         return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
 
     def _run(self, stream: Any, copy: Copy) -> Any:
-        with torch.cuda.stream(stream):
+        with self._cuda.stream(stream):
             copy()
         return stream.record_event()
 

@@ -43,7 +43,7 @@ CAUSES = {
 }
 PREDICTED = "messages"  # the last cause that the prediction includes
 
-OCCUPYING_OPS = BUSY_OPS | {Op.OVERLAP}  # ops that occupy their rank; an OVERLAP stands for its pair
+OCCUPYING_OPS = BUSY_OPS | {Op.OVERLAP}  # ops that occupy their rank; an OVERLAP counts as its pair
 StageKey = tuple[int, ...]  # (stage,), or (forward's stage, backward's stage) of an overlapped pair
 
 

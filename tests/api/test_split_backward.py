@@ -59,7 +59,7 @@ class Attention(nn.TransformerEncoderLayer):
 
 
 class Recurrent(nn.Module):
-    """One cell that is used three times, and one weight that reaches the output by itself."""
+    """One cell that is used three times, and one weight that reaches the output directly."""
 
     def __init__(self) -> None:
         super().__init__()

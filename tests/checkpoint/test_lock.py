@@ -1,4 +1,4 @@
-"""One run at a time saves in a directory: whoever else starts is told who does, and an owner that lost it stops."""
+"""One run at a time saves in a directory: a second one is refused with its owner's name, and a former owner stops."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from tests.train.jobs import job
 ENVIRONMENT = read_environment({})
 Changes = dict[str, Any]  # of an owner
 ELSEWHERE = {"space": "another host's", "host": "node-b"}
-# holds the lock of argv[1], tells so, and removes argv[2] when it reads a line
+# holds the lock of argv[1], prints a line, and removes argv[2] when it reads a line
 HOLDER = """
 import sys
 from pathlib import Path
@@ -78,7 +78,7 @@ def quiet(line: str) -> None:
 
 @pytest.fixture
 def slow_beats(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No beat comes by itself."""
+    """Turn off the beats of the thread."""
     monkeypatch.setattr(lock_module, "BEAT_SECONDS", 1e6)
 
 

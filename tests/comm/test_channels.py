@@ -356,7 +356,7 @@ def test_pairs_of_ranks_connect_in_parallel(
         Channels.build(placement, Group("pp", ranks, rank, siblings=(ranks,)))
         waiting.append(list(order))
     rounds = 0
-    while any(waiting):  # a round lets all pairs connect whose two ranks have come to the same channel
+    while any(waiting):  # in a round all pairs connect whose two ranks wait for the same channel
         heads = Counter(order[0] for order in waiting if order)
         ready = {key for key, ends in heads.items() if ends == 2}
         assert ready, "the ranks wait for each other"

@@ -101,14 +101,7 @@ def test_the_last_of_a_repeated_flag_holds() -> None:
 def test_every_missing_field_is_named_at_once() -> None:
     with pytest.raises(ConfigError) as error:
         load_config([])
-    for flag in (
-        "--num-layers",
-        "--hidden-size",
-        "--num-attention-heads",
-        "--seq-length",
-        "--micro-batch-size",
-        "--lr",
-    ):
+    for flag in "--num-layers --hidden-size --num-attention-heads --seq-length --micro-batch-size --lr".split():
         assert f"{flag} is missing" in str(error.value)
 
 

@@ -25,7 +25,7 @@ TIMEOUT_SECONDS = 5.0
 
 
 def order(world: World, groups: ProcessGroups) -> None:
-    """Send over ten channels of two ranks, each rank in an order of its own, and check every element."""
+    """Send over ten channels of two ranks, each rank in another order, and check every element."""
     channels = Channels.build(loop(2, NUM_CHUNKS), groups.pp, world.device)
     todo = [key for key in channels for _ in range(NUM_MESSAGES)]
     random.Random(world.global_rank).shuffle(todo)

@@ -1,4 +1,4 @@
-"""Fingerprints tell other training data from the same data in another place or for a longer run."""
+"""Fingerprints differ between training data, and are equal for the same data in another place or for a longer run."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ BASE: dict[str, Any] = {
 
 
 def nccl_groups(plan: RunPlan, rank: int, recorder: Recorder) -> ProcessGroups:
-    """Return the rank's groups, each with an internal stream of its own."""
+    """Return the rank's groups, each with its internal stream."""
     groups = fake_process_groups(plan.topology, rank, Traffic())
     found = {name: getattr(groups, name) for name in GROUP_NAMES}
     return ProcessGroups(**{name: group and _communicator(group, name, recorder) for name, group in found.items()})

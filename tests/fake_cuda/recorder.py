@@ -3,7 +3,7 @@
 Recorder           the log: operations on storages by stream, allocations and frees, events
 OrderedAnswers     adds to `steps.Answers` what the host reads
 Stream, Event, CudaGraph, graph    of torch.cuda
-NcclHandle         a process group on an internal stream of its own
+NcclHandle         a process group with its internal stream
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ RECORD, WAIT, USE = range(3)  # as in guard.cpp
 
 
 class Device:
-    """The functions of the fake device's library, and the recorder that what happens is told to."""
+    """The functions of the fake device's library, and the recorder of the calls."""
 
     library: ClassVar[Any] = None
     recorder: ClassVar[Any] = None
@@ -309,7 +309,7 @@ class CudaGraph:
 
 @contextmanager
 def graph(captured: CudaGraph, pool: int = 0, **_: Any) -> Iterator[None]:
-    """Replace torch.cuda.graph: within the block, operations are checked as if they ran alone on the device."""
+    """Replace torch.cuda.graph: within the block, operations are checked without the others of the device."""
     recorder: Recorder = Device.recorder
     recorder.synchronize()
     captured.pool, captured.place, recorder.capturing = pool, where(), captured

@@ -1,7 +1,7 @@
 """The work of a step on a GPU, part by part: kernels, and the bytes that they read and write, counted and as budgeted.
 
 A layer of Llama-3-8B's shape, one sequence of 8,192 tokens, forward, backward and update: the difference between models
-of four and two layers, halved; what is left of two layers is the step around them. The budget of layers and the loss is
+of four and two layers, halved; two layers without these are the step around them. The budget of layers and the loss is
 `megapipe.plan.roofline`, from which `megapipe plan --roofline` computes times. A change that adds or removes a kernel
 fails here until the budget is changed, with its reason.
 """
@@ -145,7 +145,7 @@ def test_the_planned_bytes_of_an_update_are_those_counted(name: str, run: Callab
 
 
 def test_what_a_review_found_costs_what_it_was_counted_to() -> None:
-    """fp8 as kernels of their own, blocks of 8 MiB: more launches and bytes than fused."""
+    """fp8 as separate kernels, blocks of 8 MiB: more launches and bytes than fused."""
     plan = make_plan(1, FP8 | {"device": "cuda"}, LAYER_8B)
     reviewed, now = (
         next(each for each in layer_work(plan, hardware_named("h100"), forms) if each.part == "fp8 casts")

@@ -49,7 +49,7 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "offload_pp2": (2, OFFLOAD | PP2),
     "graphs": (1, GRAPHS),
     "graphs_pp2": (2, GRAPHS | PP2),
-    # every other schedule, and every other option that launches work of its own, in few cases
+    # every other schedule, and every other option that launches further work, in few cases
     "gpipe_depth_4_fp16": (2, PP2 | DEPTH_4 | schedule("gpipe", dtype="fp16")),
     "interleaved_depth_4_full_recompute": (2, PP2 | V2 | DEPTH_4 | FULL),
     "breadth_first_depth_4_dropout": (2, PP2 | V2 | DEPTH_4 | DROPOUT | schedule("breadth-first")),

@@ -132,20 +132,7 @@ def test_a_world_that_does_not_fit_is_refused_by_all_ranks_once(tmp_path: Path) 
 
 @pytest.mark.timeout(300)
 def test_the_quickstart_trains_and_resumes_and_ctrl_c_saves(tmp_path: Path) -> None:
-    words = [
-        "--ranks",
-        "4",
-        "--megabytes",
-        "0.6",
-        "--vocab-size",
-        "500",
-        "--device",
-        "cpu",
-        "--eval-iters",
-        "1",
-        "--sample-tokens",
-        "2",
-    ]
+    words = "--ranks 4 --megabytes 0.6 --vocab-size 500 --device cpu --eval-iters 1 --sample-tokens 2".split()
     small = ["--hidden-size", "32", "--ffn-hidden-size", "64", "--seq-length", "32", "--global-batch-size", "8"]
     script = [str(REPOSITORY / "launch" / "quickstart.sh"), "--no-install", "--out", "out", *words, *small]
     environment = {"VENV": sys.prefix}

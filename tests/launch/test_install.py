@@ -10,7 +10,7 @@ import pytest
 
 from tests.launch.scripts import REPOSITORY
 
-# stands for the Python of the environment: torch is not installed, pip offers some builds and notes what it installs
+# replaces the Python of the environment: torch is not installed, pip offers some builds and notes what it installs
 PYTHON = """#!/bin/sh
 case "$*" in
     *--dry-run*) for build in OFFERED; do case "$*" in *+$build\\ *) exit 0 ;; esac; done; exit 1 ;;

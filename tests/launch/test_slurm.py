@@ -23,50 +23,11 @@ SCRIPT = REPOSITORY / "launch" / "slurm" / "pretrain.sbatch"
 NODES = ("--nodes=2", "--ntasks-per-node=2", "--gpus-per-node=2", "--cpus-per-task=1")
 STEPS = 30
 TRAINING = (
-    *(
-        "--num-layers",
-        "2",
-        "--hidden-size",
-        "16",
-        "--num-attention-heads",
-        "2",
-        "--seq-length",
-        "8",
-        "--vocab-size",
-        "32",
-        "--lr",
-        "1e-3",
-    ),
-    *(
-        "--micro-batch-size",
-        "1",
-        "--global-batch-size",
-        "8",
-        "--pipeline-model-parallel-size",
-        "2",
-        "--use-distributed-optimizer",
-    ),
-    *(
-        "--make-vocab-size-divisible-by",
-        "8",
-        "--device",
-        "cpu",
-        "--mock-data",
-        "--log-interval",
-        "1",
-        "--eval-iters",
-        "0",
-    ),
-    *(
-        "--hidden-dropout",
-        "0.1",
-        "--train-iters",
-        str(STEPS),
-        "--save",
-        "run with a space",
-        "--load",
-        "run with a space",
-    ),
+    *"--num-layers 2 --hidden-size 16 --num-attention-heads 2 --seq-length 8 --vocab-size 32 --lr 1e-3".split(),
+    *"--micro-batch-size 1 --global-batch-size 8 --pipeline-model-parallel-size 2 --use-distributed-optimizer".split(),
+    *"--make-vocab-size-divisible-by 8 --device cpu --mock-data --log-interval 1 --eval-iters 0".split(),
+    *f"--hidden-dropout 0.1 --train-iters {STEPS}".split(),
+    *("--save", "run with a space", "--load", "run with a space"),
 )
 PYTHON = """\
 #!/bin/sh

@@ -14,20 +14,9 @@ from megapipe.plan.traffic import messages_to, step_bytes
 from megapipe.topology import AXES, Topology
 
 SHAPE = (
-    *(
-        "--num-layers",
-        "4",
-        "--hidden-size",
-        "64",
-        "--num-attention-heads",
-        "4",
-        "--seq-length",
-        "32",
-        "--vocab-size",
-        "128",
-    ),
-    *("--micro-batch-size", "2", "--bf16", "--make-vocab-size-divisible-by", "1"),
-)
+    "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --vocab-size 128 "
+    "--micro-batch-size 2 --bf16 --make-vocab-size-divisible-by 1"
+).split()
 HIDDEN_STATES = 2 * 32 * 64 * 2  # bytes of the hidden states of one microbatch
 
 

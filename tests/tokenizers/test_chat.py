@@ -35,7 +35,7 @@ Make = Callable[..., ChatTokenizer]
 
 @pytest.fixture(scope="session")
 def make(tmp_path_factory: pytest.TempPathFactory) -> Make:
-    """Return a function that builds a tokenizer with a template of its own or a named format."""
+    """Return a function that builds a tokenizer with a template or a named format."""
 
     def build(template: str | None = None, prompt_format: str = "default", **more: tuple[str, ...]) -> ChatTokenizer:
         folder = write_tokenizer(tmp_path_factory.mktemp("tokenizer"), template, **more)

@@ -1,4 +1,4 @@
-"""tools/bench/first_day.py: measured steps beside the planner's, and a report that says which parts failed."""
+"""tools/bench/first_day.py: measured and planned steps, and a report that says which parts failed."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Measure what --overlap-moe-expert-parallel-comm saves, on emulated devices, beside what the simulator says.
+"""Measure what --overlap-moe-expert-parallel-comm saves, on emulated devices, compared with the simulator.
 
 torchrun --standalone --nproc-per-node 8 tools/bench/bench_expert_overlap.py
 

@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""Measure building and opening the sample index of a huge token file, beside Megatron-Core's if its Python is given.
+"""Measure building and opening the sample index of a huge token file, and Megatron-Core's if its Python is given.
 
 python tools/bench/bench_index.py --documents 30000000 --folder /tmp/index --megatron-python /path/to/bin/python
 
 Writes a token file whose `.bin` is sparse (zeros that take no disk space) and whose `.idx` takes 20 bytes a document.
 Then each side builds the index of the training samples in an empty cache, and opens it as every further rank and every
-later start does, each time in a process of its own. Imports are not timed. Peak memory is VmHWM of the process, beside
+later start does, each time in a new process. Imports are not timed. Peak memory is VmHWM of the process, beside
 what it was after the imports; "of the .idx" is the part of the file that was in this process's memory at the end of a
 start. Both sides must give the same samples.
 """

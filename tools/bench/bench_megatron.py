@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Training speed of megapipe beside Megatron-Core 0.16.1 on CPUs, one process or tensor parallel, in alternating turns.
+"""Training speed of megapipe and Megatron-Core 0.16.1 on CPUs, one process or tensor parallel, in alternating turns.
 
 pip install --no-deps --target FOLDER megatron-core==0.16.1
 python tools/bench/bench_megatron.py FOLDER --tp 2

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Measure an update of Muon beside one of AdamW on this machine.
+"""Measure an update of Muon and one of AdamW on this machine.
 
 python tools/bench/bench_muon.py
 torchrun --standalone --nproc-per-node 2 tools/bench/bench_muon.py --tensor-model-parallel-size 2 --sequence-parallel

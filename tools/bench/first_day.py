@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 """The first day on a machine with GPUs in one command: the machine, the tests that need a GPU, the figures of
-bench_gpu.py, and each figure beside the planner's estimate.
+bench_gpu.py, and each figure with the planner's estimate.
 
     python tools/bench/first_day.py --out first_day
 

@@ -5,16 +5,12 @@ from __future__ import annotations
 import argparse
 import json
 
-from megapipe.config.config import Config
 from megapipe.config.load import load_config
 from megapipe.environment import Environment
 from megapipe.extras.cli.frame import command, option
 from megapipe.extras.cli.planning import HARDWARE_OPTIONS, hardware_given
 from megapipe.plan.hardware import hardware_of
-from megapipe.plan.schedule_choice import schedule_and_chunks
-from megapipe.schedule.families import SCHEDULES
-from megapipe.schedule.placement import Placement
-from megapipe.topology import Topology
+from megapipe.plan.world_rules import placement_of, topology_of
 
 OPTIONS = (
     *HARDWARE_OPTIONS,
@@ -52,7 +48,8 @@ def main(own: argparse.Namespace, environment: Environment) -> int:
     """
     hardware = hardware_given(own)
     config = load_config(own.flags, is_job=False).config
-    topology, placement = layout_of(config, environment)
+    placement = placement_of(config)
+    topology = topology_of(config, environment.world_size, environment.local_world_size, replicas=1)
 
     import torch  # report errors in the flags before this import, which takes a second
 
@@ -81,21 +78,3 @@ def main(own: argparse.Namespace, environment: Environment) -> int:
         print(text, flush=True)
     barrier(groups.world)  # when a rank exits with a code other than 0, the launcher terminates the others
     return 0 if found.is_fine else 1
-
-
-def layout_of(config: Config, environment: Environment) -> tuple[Topology, Placement]:
-    """Return the grid of these ranks and the placement of the pipeline's stages. Raises ConfigError."""
-    parallel = config.parallel
-    schedule, chunks = schedule_and_chunks(parallel, config.model.num_layers)
-    placement = SCHEDULES[schedule].place(parallel.pipeline_model_parallel_size, chunks)
-    topology = Topology.of_world(
-        environment.world_size,
-        tp=parallel.tensor_model_parallel_size,
-        cp=parallel.context_parallel_size,
-        pp=parallel.pipeline_model_parallel_size,
-        order=parallel.rank_order,
-        ranks_per_node=environment.local_world_size,
-        allow_tp_across_nodes=parallel.allow_tp_across_nodes,
-        mirrored_pipeline=placement.second_direction is not None,
-    )
-    return topology, placement

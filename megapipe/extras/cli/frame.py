@@ -232,7 +232,7 @@ def painted(text: str, style: str, stream: TextIO) -> str:
 
 
 def abridged(text: str) -> str:
-    """Return a message whose lines are cut in the middle if a value of thousands of characters stands in them."""
+    """Return a message whose lines are cut in the middle where they hold a value of thousands of characters."""
     half = MOST_COLUMNS // 2
     lines = (line if len(line) <= MOST_COLUMNS else f"{line[:half]} ... {line[-half:]}" for line in text.splitlines())
     return "\n".join(lines)

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from itertools import groupby
 from typing import Any
 
 from megapipe.config.layers import LayerConfig
 from megapipe.errors import ConfigError
-from megapipe.extras.convert.layer_types import regular_period
+from megapipe.extras.convert.layer_types import regular_period, runs_text
 from megapipe.extras.convert.tables import (
     EXPERT,
     LLAMA,
@@ -138,9 +137,7 @@ def expert_layers(marks: list[bool], why: str) -> dict[str, Any]:
     """Return our field for the layers that have experts. Raises ConfigError if none has. why: the keys that say so."""
     if True not in marks:
         raise ConfigError(f"{why} leave no layer with experts")
-    runs = ((mark, len(list(run))) for mark, run in groupby(marks))
-    text = "+".join(f"[{int(mark)}]*{count}" for mark, count in runs)
-    return {"moe_layer_freq": None if all(marks) else text}
+    return {"moe_layer_freq": None if all(marks) else runs_text([int(mark) for mark in marks])}
 
 
 STEP, DENSE = "decoder_sparse_step", "mlp_only_layers"

@@ -159,6 +159,11 @@ def by_type(types: Types, options: Mapping[str, dict[str, Any]]) -> dict[str, An
     return model | {"layer_pattern": pattern(types, {FULL: "", SLIDING: " ".join(settings)})}
 
 
+def with_window(types: Types, window: int | None) -> dict[str, Any]:
+    """Return the model's options, whose layers differ only in whether they have this window."""
+    return by_type(types, {FULL: {"window_size": None}, SLIDING: {"window_size": window}})
+
+
 def as_text(value: Any) -> str:
     """Return a value of an option, a whole number without a point."""
     return str(int(value)) if isinstance(value, float) and value.is_integer() else str(value)
@@ -175,8 +180,12 @@ def pattern(types: Types, settings: Mapping[str, str]) -> tuple[str, ...]:
 def frequency(marks: Sequence[bool]) -> str:
     """Return --window-attn-skip-freq: N if every N-th layer is marked and no other, else a list of runs of 0 and 1."""
     period = regular_period(marks)
-    runs = ((mark, len(list(run))) for mark, run in groupby(marks))
-    return "+".join(f"[{1 - mark}]*{count}" for mark, count in runs) if period is None else str(period)
+    return runs_text([1 - mark for mark in marks]) if period is None else str(period)
+
+
+def runs_text(numbers: Sequence[int]) -> str:
+    """Return a list of 0 and 1 as Megatron's flags take it: [1]*3+[0]*2."""
+    return "+".join(f"[{number}]*{len(list(run))}" for number, run in groupby(numbers))
 
 
 def regular_period(marks: Sequence[bool]) -> int | None:
@@ -207,8 +216,7 @@ def windows(default: Callable[[int], Types], *without_effect: str, default_windo
 
     def read(settings: Settings) -> dict[str, Any]:
         window = settings.get(WINDOW, default_window)
-        types = read_types(settings, default if window is not None else every(1), window)
-        return by_type(types, {FULL: {"window_size": None}, SLIDING: {"window_size": window}})
+        return with_window(read_types(settings, default if window is not None else every(1), window), window)
 
     return Rule((WINDOW, TYPES, *without_effect), read, write_types)
 
@@ -262,7 +270,7 @@ def read_qwen_windows(settings: Settings) -> dict[str, Any]:
         window = None
     first = int(settings["num_hidden_layers"]) if window is None else first
     types = read_types(settings, lambda count: [SLIDING if layer >= first else FULL for layer in range(count)], window)
-    return by_type(types, {FULL: {"window_size": None}, SLIDING: {"window_size": window}})
+    return with_window(types, window)
 
 
 def write_qwen_windows(layers: Layers) -> dict[str, Any]:
@@ -278,9 +286,7 @@ def read_qwen_2_moe_windows(settings: Settings) -> dict[str, Any]:
     def default(num_layers: int) -> Types:
         return [SLIDING if layer % 2 == 0 and layer < last else FULL for layer in range(num_layers)]
 
-    return by_type(
-        read_types(settings, default, window), {FULL: {"window_size": None}, SLIDING: {"window_size": window}}
-    )
+    return with_window(read_types(settings, default, window), window)
 
 
 def write_qwen_2_moe_windows(layers: Layers) -> dict[str, Any]:

@@ -19,22 +19,10 @@ from megapipe.gpu.device_clock import EventClock
 from megapipe.schedule.action import Op
 from tests.pipeline.fake_device import FakeDevice
 
-MODEL = [
-    "--num-layers",
-    "4",
-    "--hidden-size",
-    "64",
-    "--num-attention-heads",
-    "4",
-    "--seq-length",
-    "32",
-    "--vocab-size",
-    "512",
-    "--micro-batch-size",
-    "1",
-    "--device",
-    "cpu",
-]
+MODEL = (
+    "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --vocab-size 512 --micro-batch-size 1 "
+    "--device cpu"
+).split()
 
 
 def test_measured_layers_are_the_clock_of_a_pipeline(tmp_path: Path) -> None:

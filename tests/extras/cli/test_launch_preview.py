@@ -20,22 +20,9 @@ from tests.launch.scripts import REPOSITORY
 
 SCRIPT = str(REPOSITORY / "pretrain_gpt.py")
 TINY = (
-    *(
-        "--num-layers",
-        "4",
-        "--hidden-size",
-        "64",
-        "--num-attention-heads",
-        "4",
-        "--seq-length",
-        "32",
-        "--vocab-size",
-        "128",
-        "--lr",
-        "1",
-    ),
-    *("--micro-batch-size", "1", "--global-batch-size", "64", "--train-iters", "2", "--mock-data", "--eval-iters", "0"),
-)
+    "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --vocab-size 128 --lr 1 "
+    "--micro-batch-size 1 --global-batch-size 64 --train-iters 2 --mock-data --eval-iters 0"
+).split()
 
 
 def test_the_flags_are_torchruns() -> None:

@@ -28,27 +28,8 @@ def test_compare_prints_a_line_a_schedule_and_the_reasons_of_refusals(capsys: py
 
 
 def test_compare_as_json_holds_the_numbers(capsys: pytest.CaptureFixture[str]) -> None:
-    assert (
-        main(
-            [
-                "compare",
-                "1f1b",
-                "pipedream",
-                "-p",
-                "4",
-                "-m",
-                "8",
-                "--forward",
-                "1",
-                "--input-grad",
-                "0.5",
-                "--weight-grad",
-                "0.5",
-                "--json",
-            ]
-        )
-        == 0
-    )
+    costs = "--forward 1 --input-grad 0.5 --weight-grad 0.5"
+    assert main(f"compare 1f1b pipedream -p 4 -m 8 {costs} --json".split()) == 0
     first, second = json.loads(capsys.readouterr().out)
     assert (first["schedule"], first["makespan_seconds"], first["barrier_ratio"]) == ("1f1b", 22, 3 / 8)
     assert second["is_synchronous"] is False
@@ -175,21 +156,7 @@ def test_the_schedule_pictures_of_the_documentation_are_current() -> None:
 
 
 def test_compare_tells_what_each_schedule_hides_of_the_all_to_alls(capsys: pytest.CaptureFixture[str]) -> None:
-    words = [
-        "compare",
-        "--experts",
-        "-p",
-        "4",
-        "-m",
-        "8",
-        "--layers",
-        "13",
-        "--dense-layers",
-        "1",
-        "gpipe",
-        "dualpipe",
-        "zb-v",
-    ]
+    words = "compare --experts -p 4 -m 8 --layers 13 --dense-layers 1 gpipe dualpipe zb-v".split()
     assert main([*words, "--json"]) == 0
     rows = {row["schedule"]: row for row in json.loads(capsys.readouterr().out)}
     assert rows["gpipe"]["pairs_seconds"] is None

@@ -1,4 +1,4 @@
-"""DeepSeek-V3: gradients and logits in fp64 are those of transformers, and what has no equivalent is refused."""
+"""DeepSeek-V3: what is special in its files, and what has no equivalent here and is refused."""
 
 from __future__ import annotations
 
@@ -16,76 +16,14 @@ from megapipe.api.language_model import load
 from megapipe.errors import CheckpointError, ConfigError
 from megapipe.extras.convert import hugging_face
 from megapipe.extras.convert.families import FAMILIES
-from megapipe.extras.convert.snapshot import Snapshot, write_checkpoint
-from megapipe.extras.convert.tables import map_tensors, unpadded
-from megapipe.extras.reference.experts import MoE
-from megapipe.extras.reference.gpt import ReferenceGPT
-from megapipe.extras.verify.oracle import reference_config
+from megapipe.extras.convert.snapshot import write_checkpoint
+from megapipe.extras.convert.tables import unpadded
 from megapipe.layers.model import model_parameters, model_states
-from megapipe.model.microbatch import Microbatch
-from megapipe.plan.resolve import resolve
-from tests.extras.convert.models import CASES, draw_tokens, in_fp64, logits, make, save, without_casts
-from tests.extras.convert.test_fp64 import assert_close, stage_in_fp64
-from tests.tiny import make_config
+from tests.extras.convert.models import CASES, draw_tokens, logits, make, save
 
 pytest.importorskip(
     "transformers", reason="the optional package transformers is not installed: pip install 'megapipe[transformers]'"
 )
-DEEPSEEK = [name for name in CASES if name.startswith("deepseek")]
-
-
-def stored_gradients(model: Any) -> dict[str, Tensor]:
-    """Return the gradients under the names of stored weights, where each expert has its own."""
-    from transformers.core_model_loading import revert_weight_conversion
-
-    found = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
-    return dict(revert_weight_conversion(model, found))
-
-
-def reference_logits(snapshot: Snapshot, tokens: Tensor) -> Tensor:
-    model = unpadded(snapshot.config.model)
-    options = {name: value for name, value in vars(model).items() if name != "num_query_groups"}
-    plan = resolve(make_config(**options, micro_batch_size=2, train_iters=1), 1)
-    reference, states = ReferenceGPT(reference_config(plan.config)).double(), {}
-    for name, tensor in snapshot.weights.items():
-        states[name] = tensor.detach().double()
-    for state in model_states(model):
-        module = reference.get_submodule(state.name.removesuffix(".router.expert_bias"))
-        assert isinstance(module, MoE)
-        module.expert_bias = states.pop(state.name)
-    reference.load_state_dict(states)
-    return reference.logits(tokens)
-
-
-@pytest.mark.parametrize("name", DEEPSEEK)
-def test_logits_and_gradients_are_theirs_in_fp64(tmp_path: Path, name: str) -> None:
-    case = CASES[name]
-    model = make(case)
-    snapshot = hugging_face.read(save(model, tmp_path / "theirs"))
-    tokens = draw_tokens(model.config.vocab_size)
-    with without_casts():
-        theirs = in_fp64(case, model)
-        theirs.get_input_embeddings().padding_idx = None  # it would have no gradient
-        expected = theirs(tokens, use_cache=False).logits
-        weights = torch.randn(expected.shape, generator=torch.Generator().manual_seed(8), dtype=torch.float64)
-        (expected * weights).sum().backward()
-    stage = stage_in_fp64(snapshot)
-    found = stage(Microbatch(tokens), return_logits=True)
-    assert isinstance(found, Tensor)
-    assert_close(found.transpose(0, 1), expected, "logits")
-    assert_close(found.transpose(0, 1), reference_logits(snapshot, tokens), "logits of the reference")
-    (found.transpose(0, 1) * weights).sum().backward()
-    gradients = {parameter: tensor.grad for parameter, tensor in stage.named_parameters()}
-    of_theirs = stored_gradients(theirs)
-    family = FAMILIES[type(model).__name__]
-    for entry in map_tensors(family.rows, unpadded(snapshot.config.model), family.architecture):
-        gradient = gradients.pop(entry.spec.name, None)
-        if gradient is None:
-            assert entry.spec.name.endswith(".expert_bias")
-            continue
-        for part, parameter in zip(entry.layout.split(gradient), entry.theirs, strict=True):
-            assert_close(part, of_theirs[parameter], parameter)
-    assert not gradients
 
 
 def test_a_loaded_model_has_the_biases_of_routers_and_continues_text_with_a_cache(tmp_path: Path) -> None:

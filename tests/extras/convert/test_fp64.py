@@ -33,8 +33,8 @@ from tests.extras.convert.models import gradients as of_stored_names
 pytest.importorskip(
     "transformers", reason="the optional package transformers is not installed: pip install 'megapipe[transformers]'"
 )
-MODEL_TYPES = ("gemma", "olmo", "ministral", "mixtral", "qwen2_moe", "qwen3_moe", "glm4_moe", "gpt_oss")
-LAYERED = [name for name, case in CASES.items() if case.model_type.startswith(MODEL_TYPES)]
+MODEL_TYPES = "deepseek gemma glm4_moe gpt_oss ministral mixtral olmo qwen2_moe qwen3_moe".split()
+LAYERED = [name for name, case in CASES.items() if case.model_type.startswith(tuple(MODEL_TYPES))]
 
 
 def stage_in_fp64(snapshot: Snapshot) -> GPTStage:

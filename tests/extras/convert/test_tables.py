@@ -145,7 +145,7 @@ DEEPSEEK = {
     "moe_router_dtype": st.sampled_from([None, "fp32"]),
     "moe_router_topk_scaling_factor": st.sampled_from([None, 1.5, 2.5]),
 }
-ROTATED = ("Gemma3", "Olmo3")  # with rotary positions of their own where there is a window
+ROTATED = ("Gemma3", "Olmo3")  # with other rotary positions in layers with a window
 EXPRESSED: dict[str, dict[str, Any]] = {
     "LlamaForCausalLM": LLAMA_LIKE | WIDE | {"add_bias_linear": st.booleans()},
     "MistralForCausalLM": LLAMA_LIKE | WIDE | WINDOW | {"add_bias_linear": st.just(False)},

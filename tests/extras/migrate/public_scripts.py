@@ -1,6 +1,6 @@
 """The argument lists of public launch scripts and of NVIDIA's functional tests, and their table in docs/migrate.md.
 
-Every file of scripts/ names its source in its head; below stand the flags that the script passes to pretrain_gpt.py, as
+Every file of scripts/ names its source in its head; below are the flags that the script passes to pretrain_gpt.py, as
 `megapipe migrate` read them from the original, with paths and names replaced by variables. No script is copied here.
 `python -m tests.extras.migrate.public_scripts` writes the table of docs/migrate.md again.
 """

@@ -1,4 +1,4 @@
-"""The published rows of mixtures of experts: their models give the TFLOP/s printed beside tokens per second."""
+"""The published rows of mixtures of experts: their models give the TFLOP/s printed with the tokens per second."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from megapipe.plan.hardware import TERA
 from megapipe.plan.layer_costs import step_flops
 from tests.extras.search.published_experts import ROWS, published_expert_runs
 
-# (model, tokens/s and GPU) -> model TFLOP/s and GPU as printed beside them, and how attention is counted
+# (model, tokens/s and GPU) -> model TFLOP/s and GPU as printed with them, and how attention is counted
 PRINTED = {
     ("deepseek_v3", 1002): (250, True),
     ("deepseek_v3", 865): (216, True),

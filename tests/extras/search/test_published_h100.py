@@ -1,4 +1,4 @@
-"""The published H100 rows: their shapes give the TFLOP/s that the sources print beside tokens per second."""
+"""The published H100 rows: their shapes give the TFLOP/s that the sources print with the tokens per second."""
 
 import math
 
@@ -9,7 +9,7 @@ from megapipe.plan.hardware import TERA
 from megapipe.plan.layer_costs import step_flops
 from tests.extras.search.published_h100 import ROWS, mosaicml_attention_share, published_h100_runs
 
-# (model, tokens/s and GPU) -> model TFLOP/s and GPU as printed beside them
+# (model, tokens/s and GPU) -> model TFLOP/s and GPU as printed with them
 PRINTED = {
     ("GPT3-5B", 22521): 736,
     ("GPT3-20B", 5851): 750,

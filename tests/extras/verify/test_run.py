@@ -14,33 +14,10 @@ from tests.extras.verify import planted
 from tests.harness import RankPool
 from tests.tiny import tiny_config
 
-FLAGS = [
-    *(
-        "--num-layers",
-        "2",
-        "--hidden-size",
-        "64",
-        "--num-attention-heads",
-        "4",
-        "--seq-length",
-        "32",
-        "--max-position-embeddings",
-        "32",
-    ),
-    *(
-        "--micro-batch-size",
-        "2",
-        "--global-batch-size",
-        "4",
-        "--train-iters",
-        "10",
-        "--lr",
-        "1e-3",
-        "--vocab-size",
-        "100",
-    ),
-    *("--mock-data", "--device", "cpu"),
-]
+FLAGS = (
+    "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 "
+    "--micro-batch-size 2 --global-batch-size 4 --train-iters 10 --lr 1e-3 --vocab-size 100 --mock-data --device cpu"
+).split()
 
 
 def exit_code(rank: int, world_size: int, plant: planted.Plant | None) -> int:

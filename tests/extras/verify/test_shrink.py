@@ -249,7 +249,7 @@ def test_deep_models_lose_layers_but_no_stage_and_no_end() -> None:
 
 
 def kinds_of_stages(plan: RunPlan) -> list[list[tuple[Any, ...]]]:
-    """Return what tells the layers of each stage apart, in order."""
+    """Return the fields in which layers can differ, of each layer of each stage."""
     layers = [
         (x.has_attention, x.window is None, x.rotary is None, x.rotary_percent, x.num_query_groups, x.ffn_hidden_size)
         for x in layer_configs(plan.config.model)

@@ -55,7 +55,7 @@ def flash_attn_varlen_func(
     softcap: float = 0.0,
     deterministic: bool = False,
 ) -> Tensor:
-    """Run each document of q, k, v [tokens, heads, d] by itself."""
+    """Run each document of q, k, v [tokens, heads, d] separately."""
     assert cu_seqlens_q.dtype == torch.int32
     assert torch.equal(cu_seqlens_q, cu_seqlens_k)
     assert max_seqlen_q == max_seqlen_k == cu_seqlens_q.diff().max()
