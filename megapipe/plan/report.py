@@ -206,7 +206,8 @@ def _stages(plan: RunPlan) -> Iterator[str]:
     copies = sum(counts) - sum(spec.num_elements for spec in plan.specs)
     once = "every element of the model" + (", on two pipeline ranks" if plan.topology.mirrored_pipeline else " once")
     if copies:
-        once = f"less {copies:,} of the tied embedding's copy = {sum(counts) - copies:,}, {once}"
+        copied = "embedding" if plan.config.model.untie_embeddings_and_output_weights else "tied embedding"
+        once = f"less {copies:,} of the {copied}'s copy = {sum(counts) - copies:,}, {once}"
     total = ("sum", "", f"{sum(counts):,}", once)
     yield from text_table([("stage", "pp_rank", "parameters", "holds"), *rows, total], left=(-1,))
     if plan.model.has_experts:
@@ -225,6 +226,8 @@ def _holds(plan: RunPlan, run: Sequence[int]) -> str:
             names[-1] += f", {first.num_layers} each"
     if last.has_head:
         names.append("head")
+        if plan.model.predictions:
+            names.append(f"{count_text(len(plan.model.predictions), 'module')} of multi-token prediction")
     return ", ".join(names) or "nothing"
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from megapipe.config.layers import LayerConfig
 from megapipe.config.model import ModelConfig
 from megapipe.errors import ConfigError
+from megapipe.extras.convert import prediction
 from megapipe.extras.convert.tables import (
     EXPERT,
     LAYER,
@@ -79,7 +80,7 @@ def rows(ours: str, theirs: str) -> tuple[Row, ...]:
     )
 
 
-ROWS = rows(f"decoder.layers.{LAYER}", f"model.layers.{LAYER}")
+ROWS = (*rows(f"decoder.layers.{LAYER}", f"model.layers.{LAYER}"), *prediction.ROWS)
 
 
 def expert_layer(layers: Layers) -> LayerConfig:
@@ -167,7 +168,6 @@ def read_head_sizes(settings: Settings) -> dict[str, Any]:
     return {}
 
 
-PREDICTION = "num_nextn_predict_layers"
 QUANTIZATION = "quantization_config"  # the reader of tensors dequantizes
 
 
@@ -209,8 +209,7 @@ RULES = (
     # of training, without effect here
     Rule(("aux_loss_alpha", "ep_size", "seq_aux"), lambda settings: {}, lambda layers: {}),
     Rule((QUANTIZATION,), lambda settings: {}, lambda layers: {}),
-    # layers that predict further tokens: transformers' model has none; the reader of tensors refuses them
-    Rule((PREDICTION,), lambda settings: {}, lambda layers: {PREDICTION: 0}),
+    prediction.RULE,
     always(
         multi_latent_attention=True,
         qk_layernorm=True,

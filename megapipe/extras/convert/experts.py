@@ -167,7 +167,7 @@ SHARED_GATED = (expert_key("shared_expert_intermediate_size", SHARED, 5632), alw
 # --------------------------------------------------------------------------------------- GLM and its relatives
 
 FIRST, SHARED_COUNT, WIDTH = "first_k_dense_replace", "n_shared_experts", "moe_intermediate_size"
-GROUPS, TAKEN, TOPK, MTP = "n_group", "topk_group", "num_experts_per_tok", "num_nextn_predict_layers"
+GROUPS, TAKEN, TOPK = "n_group", "topk_group", "num_experts_per_tok"
 
 
 def read_first_dense(settings: Settings) -> dict[str, Any]:
@@ -222,8 +222,6 @@ SIGMOID_ROUTER = (
     Rule((FIRST,), read_first_dense, write_first_dense),
     Rule((SHARED_COUNT,), read_shared_width, write_shared_width),
 )
-# modules that predict further tokens; files without their tensors name them too
-NO_PREDICTION = Rule((MTP, "num_mtp_layers"), lambda settings: {}, lambda layers: {MTP: 0})
 
 # ---------------------------------------------------------------------------------------------------- GPT-OSS
 

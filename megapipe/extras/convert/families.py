@@ -13,7 +13,7 @@ from megapipe.config.config import Config
 from megapipe.config.model import ModelConfig
 from megapipe.config.rules.check import check
 from megapipe.errors import ConfigError
-from megapipe.extras.convert import deepseek, experts
+from megapipe.extras.convert import deepseek, experts, prediction
 from megapipe.extras.convert.layer_types import (
     MINISTRAL_WINDOWS,
     MISTRAL_WINDOWS,
@@ -383,7 +383,7 @@ _BUILT_IN = (
         131072,
         UNUSUAL_HEAD_DIM,
         *experts.SIGMOID_ROUTER,
-        experts.NO_PREDICTION,
+        prediction.RULE,
         key("attention_bias", "add_qkv_bias", False),
         NO_BIAS,
         key("use_qk_norm", "qk_layernorm", False),
@@ -391,7 +391,7 @@ _BUILT_IN = (
         groups=8,
         rope=rope(1e4, 0.5),
         mlp=experts.some_layers(("n_routed_experts", "num_local_experts"), 8),
-        more_rows=experts.GLM_ROWS,
+        more_rows=(*experts.GLM_ROWS, *prediction.ROWS),
     ),
     llama_family(
         "GptOssForCausalLM",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import lru_cache, partial
@@ -21,7 +20,8 @@ from megapipe.checkpoint.shard import DTYPES as SAFETENSORS_DTYPES
 from megapipe.config.config import Config
 from megapipe.config.model import PrecisionConfig
 from megapipe.errors import CheckpointError, ConfigError
-from megapipe.extras.convert.deepseek import PREDICTION, QUANTIZATION
+from megapipe.extras.convert import prediction
+from megapipe.extras.convert.deepseek import QUANTIZATION
 from megapipe.extras.convert.families import choose_family, family_of
 from megapipe.extras.convert.snapshot import (
     DTYPE_NAMES,
@@ -62,25 +62,21 @@ def read(folder: Path, ignored: frozenset[str] = frozenset()) -> Snapshot:
         model = family.read(config, ignored)
     except ConfigError as error:
         raise ConfigError(f"{folder / CONFIG}: {error}") from None
-    mapped = map_tensors(family.rows, unpadded(model), family.architecture)
-    wanted = {name for entry in mapped for name in entry.theirs}
     found = dequantized(folder, stored_tensors(folder), config.get(QUANTIZATION))
     if not any(name.startswith(family.prefix) for name in found):  # the base model was saved without its head
-        known = {*wanted, HEAD}
+        whole = map_tensors(family.rows, unpadded(model), family.architecture)
+        known = {HEAD, *(name for entry in whole for name in entry.theirs)}
         found = {name if name in known else family.prefix + name: tensor for name, tensor in found.items()}
+    left_out = prediction.further_names(model, found) if prediction.COUNT in ignored else set()
+    model = prediction.as_stored(model, found, left_out=prediction.COUNT in ignored)
+    mapped = map_tensors(family.rows, unpadded(model), family.architecture)
+    wanted = {name for entry in mapped for name in entry.theirs}
     is_tied = not model.untie_embeddings_and_output_weights
     missing = sorted(wanted - found.keys())
     if missing:
         raise CheckpointError(f"{folder} lacks the tensor {first_of(missing)}, which its {CONFIG} requires")
-    extra = found.keys() - wanted - ({HEAD} if is_tied else set())
+    extra = found.keys() - wanted - left_out - prediction.copies(model).keys() - ({HEAD} if is_tied else set())
     left = sorted(name for name in extra if not name.endswith(family.buffers))
-    further = [name for name in left if is_further(name, model.num_layers)] if config.get(PREDICTION) else []
-    if further and PREDICTION not in ignored:
-        raise CheckpointError(
-            f"{folder}: the tensor {first_of(further)} belongs to multi-token prediction ({PREDICTION} "
-            f"{config[PREDICTION]}), which is not supported; to leave these layers out give --ignore-key {PREDICTION}"
-        )
-    left = [name for name in left if name not in further]
     check_nothing_left(folder, left, f"{family.architecture} as {CONFIG} describes it")
     tensors = {f"master/{entry.spec.name}": _join(folder, entry, found) for entry in mapped}
     for state in model_states(unpadded(model)):
@@ -88,16 +84,12 @@ def read(folder: Path, ignored: frozenset[str] = frozenset()) -> Snapshot:
     embedding = tensors[f"master/{WORD_EMBEDDING}"]
     if is_tied and HEAD in found:
         check_tied(folder, HEAD, found[HEAD], embedding)
+    weights = {name.removeprefix("master/"): tensor for name, tensor in tensors.items()}
+    prediction.check_copies(folder, model, found, weights)
     precision = DTYPE_NAMES[embedding.dtype]
     settings = {key: value for key, value in config.items() if key in INERT | ignored}
     ours = Config(model=model, precision=PrecisionConfig(dtype=precision))
     return Snapshot(ours, tensors, fresh_state(precision), _companions(folder), settings)
-
-
-def is_further(name: str, num_layers: int) -> bool:
-    """Return True for a tensor of a layer after the last one: such layers predict further tokens."""
-    found = re.match(r"model\.layers\.(\d+)\.", name)
-    return found is not None and int(found[1]) >= num_layers
 
 
 def dequantized(folder: Path, found: Mapping[str, LazyTensor], quantization: Any) -> dict[str, LazyTensor]:
@@ -234,18 +226,21 @@ def write(snapshot: Snapshot, folder: Path, architecture: str | None = None, max
     def part(entry: MappedTensor, index: int) -> Tensor:
         return parts(entry)[index]
 
-    groups: list[dict[str, LazyTensor]] = [{}]  # in order; each file below max_bytes, a larger tensor alone
-    size = total = 0
+    written: dict[str, LazyTensor] = {}  # in order
     for entry in map_tensors(family.rows, unpadded(snapshot.config.model), family.architecture):
         for index, (name, shape) in enumerate(zip(entry.theirs, entry.layout.shapes(entry.spec.shape), strict=True)):
-            tensor = LazyTensor(shape, weights[entry.spec.name].dtype, partial(part, entry, index))
-            num_bytes = tensor.numel() * tensor.dtype.itemsize
-            if groups[-1] and size + num_bytes > max_bytes:
-                groups.append({})
-                size = 0
-            groups[-1][name] = tensor
-            size += num_bytes
-            total += num_bytes
+            written[name] = LazyTensor(shape, weights[entry.spec.name].dtype, partial(part, entry, index))
+    written |= {name: weights[ours] for name, ours in prediction.copies(snapshot.config.model).items()}
+    groups: list[dict[str, LazyTensor]] = [{}]  # each file below max_bytes, a larger tensor alone
+    size = total = 0
+    for name, tensor in written.items():
+        num_bytes = tensor.numel() * tensor.dtype.itemsize
+        if groups[-1] and size + num_bytes > max_bytes:
+            groups.append({})
+            size = 0
+        groups[-1][name] = tensor
+        size += num_bytes
+        total += num_bytes
     count = len(groups)  # file names as transformers chooses them
     names = [SINGLE] if count == 1 else [f"model-{n:05d}-of-{count:05d}.safetensors" for n in range(1, count + 1)]
     with new_folder(folder) as (disk, temporary):

@@ -9,6 +9,7 @@ Writing may lose what the other side has no key for: the writer reads the result
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -32,7 +33,7 @@ NOT_THE_MODEL = tuple(
     """
     seq_length padded_vocab_size make_vocab_size_divisible_by hidden_dropout attention_dropout
     attention_softmax_in_fp32 init_method_std moe_router_dtype moe_router_load_balancing_type moe_aux_loss_coeff
-    moe_z_loss_coeff moe_router_bias_update_rate
+    moe_z_loss_coeff moe_router_bias_update_rate mtp_loss_scaling_factor
     """.split()
 )
 SPELLINGS = ("window_attn_skip_freq", "no_rope_freq", "layer_pattern", "moe_layer_freq")  # of layers that differ
@@ -308,6 +309,22 @@ class MappedTensor:
     layout: Layout
 
 
+def _place(spec: ParamSpec, model: ResolvedModelConfig, layers: Layers) -> tuple[str, str, ResolvedModelConfig]:
+    """Return the number of a parameter's layer, its name with LAYER in its place, and the configuration there.
+
+    The layers of multi-token prediction follow those of the model; their parameters are named like those of others.
+    """
+    found = re.match(r"mtp\.layers\.(\d+)\.", spec.name)
+    if found is not None:
+        rest = spec.name.removeprefix(found[0])
+        inner = rest.removeprefix("transformer_layer.")
+        name = f"mtp.layers.{LAYER}.{rest}" if inner == rest else f"decoder.layers.{LAYER}.{inner}"
+        return str(model.num_layers + int(found[1])), name, layers[-1]
+    if not isinstance(spec.owner, int):
+        return str(spec.owner), spec.name, model
+    return str(spec.owner), spec.name.replace(f".{spec.owner}.", f".{LAYER}.", 1), layers[spec.owner]
+
+
 def map_tensors(rows: Sequence[Row], model: ResolvedModelConfig, architecture: str) -> tuple[MappedTensor, ...]:
     """Return every parameter and state of an `unpadded` model, in model order. Raises ConfigError for one without a
     row.
@@ -315,8 +332,7 @@ def map_tensors(rows: Sequence[Row], model: ResolvedModelConfig, architecture: s
     by_ours, layers = {row.ours: row for row in rows}, layer_configs(model)
     mapped = []
     for spec in (*model_parameters(model, sequence_parallel=False), *model_states(model)):
-        layer, config = str(spec.owner), layers[spec.owner] if isinstance(spec.owner, int) else model
-        name = spec.name.replace(f".{layer}.", f".{LAYER}.", 1) if isinstance(spec.owner, int) else spec.name
+        layer, name, config = _place(spec, model, layers)
         module, _, kind = name.rpartition(".")
         row, kind = (by_ours[name], "") if name in by_ours else (by_ours.get(module), kind)
         if row is None:

@@ -34,9 +34,9 @@ PARAMETERS = {  # billions, as the papers count parameters
     "mixtral_8x7b": 46.7,
     "qwen2_57b_a14b": 57.4,
     "qwen3_30b_a3b": 30.5,
-    "deepseek_v3": 671.0,
+    "deepseek_v3": 671.0 + 11.5,  # with its module of multi-token prediction
 }
-ACTIVE = {"mixtral_8x7b": 12.9, "qwen2_57b_a14b": 14.2, "qwen3_30b_a3b": 3.3, "deepseek_v3": 37.0}  # of a token
+ACTIVE = {"mixtral_8x7b": 12.9, "qwen2_57b_a14b": 14.2, "qwen3_30b_a3b": 3.3, "deepseek_v3": 37.0 + 0.7}  # of a token
 # the architecture in transformers, and keys of config.json on the hub; OLMo-3 before its YaRN
 HUB: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma2_9b": (

@@ -83,6 +83,7 @@ def _run(row: Row) -> PublishedRun:
     )
     config: Config = dataclasses.replace(
         given,
+        model=dataclasses.replace(given.model, mtp_num_layers=None, mtp_loss_scaling_factor=0.1),
         parallel=parallel,
         recompute=FULL if row.has_recompute else RecomputeConfig(),
         training=dataclasses.replace(given.training, micro_batch_size=row.micro, global_batch_size=row.batch),
