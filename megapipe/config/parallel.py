@@ -9,6 +9,12 @@ from megapipe.config.fields import Flag, Need, count, option
 EXPERTS = Need("model.num_experts", "--num-experts N")
 TP_OVERLAP = Need("parallel.tp_comm_overlap", "--tp-comm-overlap")
 DISTRIBUTED_OPTIMIZER = Need("parallel.use_distributed_optimizer", "--use-distributed-optimizer")
+CP = Need(
+    "parallel.context_parallel_size",
+    "--context-parallel-size N",
+    above=1,
+    without="every rank has whole sequences",
+)
 CP_COMM_TYPES = ("p2p", "all_gather", "a2a", "a2a+p2p")
 RECOMPUTE_MODULES = ("core_attn", "layernorm", "mlp", "activation")
 EP_OVERLAP = Need("parallel.overlap_moe_expert_parallel_comm", "--overlap-moe-expert-parallel-comm")
@@ -34,6 +40,7 @@ class ParallelConfig:
         "in a ring under the computation (p2p); gather them (all_gather); exchange positions for heads (a2a); "
         "exchange heads within groups and pass keys on between them (a2a+p2p)",
         choices=CP_COMM_TYPES,
+        needs=CP,
     )
     hierarchical_context_parallel_sizes: tuple[int, ...] | None = option(
         None,
