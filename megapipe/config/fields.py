@@ -41,6 +41,13 @@ class Need:
     flag: str  # how to give it, for the message
     values: tuple[str, ...] = ()  # the values that will do; empty: any but None, False and 0
     without: str = ""  # if given, setting the field alone is accepted, as in Megatron, and this is said
+    above: int = 0  # numbers have to be above
+
+    def is_met(self, value: Any) -> bool:
+        """Return True if this value of the other field will do."""
+        if self.values:
+            return value in self.values
+        return value > self.above if isinstance(value, int) else bool(value)
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,13 @@ PARAMS = Need(
     "parallel.data_parallel_sharding_strategy", f"--data-parallel-sharding-strategy {SHARDED_PARAMS}", (SHARDED_PARAMS,)
 )
 SHARDING_GRANULARITIES = ("microbatch", "run", "step")
+DISTRIBUTED_OPTIMIZER = Need("parallel.use_distributed_optimizer", "--use-distributed-optimizer")
+CP = Need(
+    "parallel.context_parallel_size",
+    "--context-parallel-size N",
+    above=1,
+    without="every rank has whole sequences",
+)
 CP_COMM_TYPES = ("p2p", "all_gather", "a2a", "a2a+p2p")
 RECOMPUTE_MODULES = ("core_attn", "layernorm", "mlp", "activation")
 EP_OVERLAP = Need("parallel.overlap_moe_expert_parallel_comm", "--overlap-moe-expert-parallel-comm")
@@ -45,6 +52,7 @@ class ParallelConfig:
         "in a ring under the computation (p2p); gather them (all_gather); exchange positions for heads (a2a); "
         "exchange heads within groups and pass keys on between them (a2a+p2p)",
         choices=CP_COMM_TYPES,
+        needs=CP,
     )
     hierarchical_context_parallel_sizes: tuple[int, ...] | None = option(
         None,

@@ -1063,6 +1063,7 @@ def test_every_rule_is_broken_by_a_case() -> None:
             "--bf16 --initial-loss-scale 65536 --hysteresis 3",
             "--initial-loss-scale 65536.0 and --hysteresis 3 without --fp16: the loss is not scaled",
         ),
+        ("--cp-comm-type a2a", "--cp-comm-type a2a without --context-parallel-size N: every rank has whole sequences"),
         ("--wandb-exp-name run", "--wandb-exp-name run without --wandb-project: nothing is sent to Weights & Biases"),
         (
             "--manual-gc-interval 5",

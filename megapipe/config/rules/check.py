@@ -75,7 +75,7 @@ def unmet_needs(config: Config) -> Iterator[tuple[Need, list[str]]]:
             if need is None or value == field.default:
                 continue
             needed = value_of(config, fields_by_key()[need.key])
-            if not (needed in need.values if need.values else needed):
+            if not need.is_met(needed):
                 unmet.setdefault(need, []).append(shown(field, value))
     yield from unmet.items()
 

@@ -24,9 +24,9 @@ from megapipe.plan.activations import layers_of, stage_bytes
 from megapipe.plan.balanced_cut import undominated
 from megapipe.plan.cut import cut_layers
 from megapipe.plan.hardware import Hardware, Link
-from megapipe.plan.layer_time import ExpertLinks, OpSeconds, head_seconds, layer_seconds
+from megapipe.plan.layer_time import ContextLinks, ExpertLinks, OpSeconds, head_seconds, layer_seconds
 from megapipe.plan.recompute_choice import FULL, choices
-from megapipe.plan.step_time import expert_links_of, update_bytes
+from megapipe.plan.step_time import context_links, expert_links_of, update_bytes
 from megapipe.schedule.action import Action, Op
 from megapipe.schedule.costs import Shape
 from megapipe.schedule.families import SCHEDULES
@@ -116,6 +116,16 @@ class _Sizes(NamedTuple):
     context: Context
 
 
+class _Links(NamedTuple):
+    """The links of the messages of experts and of those over cp."""
+
+    experts: ExpertLinks | None = None
+    contexts: ContextLinks | None = None
+
+
+_NO_LINKS = _Links()
+
+
 class Bounds:
     """The bounds of a configuration's layouts; values that several layouts share are computed once."""
 
@@ -146,9 +156,9 @@ class Bounds:
             return None
         count = layout.num_microbatches(self._config, self._world_size)
         is_sliced, is_split = layout.sequence_parallel and layout.tp > 1, SCHEDULES[layout.schedule].splits_backward
-        links = None
-        if found[0].num_experts is not None:
-            links = self._links(layout.tp, shared.ranks, layout.pp, layout.ep, etp)
+        links = _NO_LINKS
+        if found[0].num_experts is not None or shared.ranks > 1:
+            links = self._links(layout.tp, shared, layout.pp, layout.ep, etp)
         sizes = _Sizes(layout.tp, is_sliced, is_split, layout.ep, etp, shared)
         times = self._times(sizes, layout.micro_batch_size, layout.recompute, links)
         waits, holds = _waits(cut), _holds(cut, layout.schedule, min(count, FILLS * layout.pp))
@@ -231,14 +241,15 @@ class Bounds:
         held = [Counter(layers_of(spec, stage)) for stage in partition.stages]
         return Cut(pp, placement.rank_of_stage, tuple(tuple(each[kind] for kind in spec.kinds) for each in held))
 
-    def _make_links(self, tp: int, cp: int, pp: int, ep: int, etp: int) -> ExpertLinks | None:
-        """Return the links of the messages of experts; None for a grid that is refused."""
+    def _make_links(self, tp: int, shared: Context, pp: int, ep: int, etp: int) -> _Links:
+        """Return the links of the messages of experts and over cp; none for a grid that is refused."""
         hardware, parallel = self._hardware, self._config.parallel
         try:
             topology = Topology.of_world(
                 self._world_size,
                 tp=tp,
-                cp=cp,
+                cp=shared.ranks,
+                cp_inner=(shared.sizes or (1,))[0],
                 pp=pp,
                 order=parallel.rank_order,
                 ranks_per_node=hardware.ranks_per_node,
@@ -247,10 +258,11 @@ class Bounds:
                 expert_tp=etp,
             )
         except ConfigError:
-            return None
-        return expert_links_of(topology, hardware.node, hardware.network)
+            return _NO_LINKS
+        links = hardware.node, hardware.network
+        return _Links(expert_links_of(topology, *links), context_links(topology, *links))
 
-    def _make_times(self, sizes: _Sizes, size: int, recompute: RecomputeConfig, experts: ExpertLinks | None) -> _Times:
+    def _make_times(self, sizes: _Sizes, size: int, recompute: RecomputeConfig, over: _Links) -> _Times:
         """Return the costs of a microbatch of so many sequences."""
         hardware, found = self._hardware, self._model(sizes.tp)
         assert found is not None
@@ -280,7 +292,7 @@ class Bounds:
         def part(each: OpSeconds, kept_bytes: int) -> _Part:
             return _Part(each.of(Op.F), each.of(Op.I), both(each), kept_bytes)
 
-        seconds = (layer_seconds(kind, shape, hardware, tp_link, experts=experts) for kind in spec.kinds)
+        seconds = (layer_seconds(kind, shape, hardware, tp_link, over.contexts, over.experts) for kind in spec.kinds)
         return _Times(
             tuple(map(part, seconds, kept)),
             part(head, with_head - kept[0]),
