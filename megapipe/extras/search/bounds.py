@@ -23,8 +23,9 @@ from megapipe.plan.activations import layers_of, stage_bytes
 from megapipe.plan.cut import cut_layers, undominated
 from megapipe.plan.hardware import Hardware, Link
 from megapipe.plan.layer_time import ExpertLinks, OpSeconds, head_seconds, layer_seconds
+from megapipe.plan.links import expert_links_of
 from megapipe.plan.recompute_choice import FULL, choices
-from megapipe.plan.step_time import expert_links_of, update_bytes
+from megapipe.plan.step_time import update_bytes
 from megapipe.schedule.action import Action, Op
 from megapipe.schedule.costs import Shape
 from megapipe.schedule.families import SCHEDULES
@@ -268,6 +269,8 @@ class Bounds:
         def part(each: OpSeconds, kept_bytes: int) -> _Part:
             return _Part(each.of(Op.F), each.of(Op.I), both(each), kept_bytes)
 
+        if self._config.parallel.overlap_moe_expert_parallel_comm:
+            experts = None  # at best computation hides all of their messages
         seconds = (layer_seconds(kind, shape, hardware, tp_link, experts=experts) for kind in spec.kinds)
         return _Times(
             tuple(map(part, seconds, kept)),
