@@ -112,6 +112,8 @@ def save_state_dict(state: Mapping[str, Any], folder: Path, is_flat: bool = Fals
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "torch.distributed is disabled")  # as intended here
             writer = FileSystemWriter(folder, per_thread_copy_ahead=0)  # one tensor at a time, also with a GPU
-            save(dict(state), storage_writer=writer, planner=_LazyPlanner(flatten_state_dict=not is_flat), no_dist=True)
+            # there are no ShardedTensors, and looking for them turns keys of nested dicts into strings
+            planner = _LazyPlanner(flatten_state_dict=not is_flat, flatten_sharded_tensors=False)
+            save(dict(state), storage_writer=writer, planner=planner, no_dist=True)
     except CheckpointException as error:  # a BaseException, which most handlers would not catch
         raise next(iter(error.failures.values()))[0] from None

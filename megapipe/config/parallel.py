@@ -20,7 +20,6 @@ PARAMS = Need(
     "parallel.data_parallel_sharding_strategy", f"--data-parallel-sharding-strategy {SHARDED_PARAMS}", (SHARDED_PARAMS,)
 )
 SHARDING_GRANULARITIES = ("microbatch", "run", "step")
-DISTRIBUTED_OPTIMIZER = Need("parallel.use_distributed_optimizer", "--use-distributed-optimizer")
 CP = Need(
     "parallel.context_parallel_size",
     "--context-parallel-size N",

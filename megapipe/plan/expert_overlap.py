@@ -6,21 +6,22 @@ The rows are those of `schedule.parts`: attention, dispatch, MLP and combine of 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megapipe.layers.attention import Attention
 from megapipe.layers.model import LayerSpec
 from megapipe.layers.moe import MoE
 from megapipe.plan.hardware import Hardware
 from megapipe.plan.layer_time import OpSeconds, head_seconds, layer_seconds
+from megapipe.plan.links import expert_links, ring_link
 from megapipe.plan.run_plan import RunPlan
-from megapipe.plan.step_time import expert_links, ring_link
 from megapipe.schedule.action import Op
 from megapipe.schedule.compare import Seconds
 from megapipe.schedule.experts import ExpertMeasures, ExpertModel, measure_experts
 from megapipe.schedule.families import SCHEDULES, build_schedule
 from megapipe.schedule.partition import Partition
 from megapipe.schedule.parts import Parts, parts_of
+from megapipe.schedule.simulate import simulate
 
 MOST_FILLS = 6  # times pp microbatches that are simulated; longer steps only repeat their middle
 
@@ -87,6 +88,35 @@ def measure_overlap(plan: RunPlan, hardware: Hardware) -> ExpertMeasures | None:
     group = plan.config.parallel.microbatch_group_size_per_virtual_pipeline_stage
     schedule = build_schedule(plan.schedule_name, t.pp, plan.num_chunks, few, group)
     return measure_experts(schedule, expert_model(plan, hardware))[0]
+
+
+def hidden_seconds(plan: RunPlan, hardware: Hardware) -> float:
+    """Return the seconds that --overlap-moe-expert-parallel-comm takes off a step; 0 without it.
+
+    The rows that the engine runs, simulated with all-to-alls that block the computation and with such that do not. Of a
+    long step the first fills are simulated; each further one gains what the last of them does.
+    """
+    t, count = plan.topology, plan.batch.num_microbatches
+    if plan.parts is None or t.ep == 1:
+        return 0.0
+    few = min(count, MOST_FILLS * t.pp + count % t.pp)
+    gained = _gained(plan, hardware, few)
+    if few == count:
+        return gained
+    return gained + (count - few) / t.pp * (gained - _gained(plan, hardware, few - t.pp))
+
+
+def _gained(plan: RunPlan, hardware: Hardware, num_microbatches: int) -> float:
+    assert plan.parts is not None
+    sends_behind = plan.config.parallel.overlap_p2p_comm
+    model, rows = expert_model(plan, hardware), plan.part_schedule(num_microbatches)
+    blocking, overlapping = (
+        simulate(
+            rows, replace(model.part_costs(plan.parts, overlap), overlap=sends_behind, rank_speeds=plan.rank_speeds)
+        )
+        for overlap in (False, True)
+    )
+    return max(0.0, blocking.makespan_seconds - overlapping.makespan_seconds)
 
 
 def _alone(layer: LayerSpec, part: Attention | MoE | object) -> LayerSpec:

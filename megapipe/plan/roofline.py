@@ -22,8 +22,9 @@ from megapipe.layers.table import CommChunks
 from megapipe.plan.hardware import GIGA, Hardware
 from megapipe.plan.layer_costs import layer_flops, step_flops
 from megapipe.plan.layer_time import layer_seconds
+from megapipe.plan.links import ring_link
 from megapipe.plan.run_plan import RunPlan
-from megapipe.plan.step_time import optimizer_bytes, predict_step, ring_link, update_bytes
+from megapipe.plan.step_time import optimizer_bytes, predict_step, update_bytes
 
 # Shares of data-sheet peaks that good kernels reach on large tensors of an H100 SXM: 690 of 989 TFLOP/s in GEMMs (and
 # as much of the peak in fp8), 2.5 of 3.35 TB/s, attention 600 TFLOP/s forward and 480 backward.

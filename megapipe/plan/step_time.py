@@ -2,9 +2,10 @@
 
 `expected_bubble` takes stages by FLOPs or measured times, messages free, `predict_step` layers by `layer_time` and
 messages over the links they cross. It is a first-order model: tensor-parallel messages delay the computation unless a
-GEMM hides them, and so do the all-to-alls of experts; pipeline messages overlap with it, reductions run under the
-backward of the last microbatch, gathers under the forward of the first. Gathers and reductions within a row (sharded
-gradients and weights) run one at a time on the network of their rank, under computation that does not need them.
+GEMM hides them, and so do the all-to-alls of experts unless --overlap-moe-expert-parallel-comm; pipeline messages
+overlap with it, reductions run under the backward of the last microbatch, gathers under the forward of the first.
+Gathers and reductions within a row (sharded gradients and weights) run one at a time on the network of their rank,
+under computation that does not need them.
 docs/planner.md says what is fitted and compares with published runs.
 """
 
@@ -19,9 +20,11 @@ from typing import Any
 from megapipe.layers.linear import casts
 from megapipe.layers.table import ALL_REDUCE
 from megapipe.plan.activations import layer_groups, layers_of, layers_with_recompute, with_recompute
-from megapipe.plan.hardware import Hardware, Link
+from megapipe.plan.expert_overlap import hidden_seconds
+from megapipe.plan.hardware import Hardware
 from megapipe.plan.layer_costs import step_flops
-from megapipe.plan.layer_time import ContextLinks, ExpertLinks, OpSeconds, head_seconds, layer_seconds
+from megapipe.plan.layer_time import OpSeconds, head_seconds, layer_seconds
+from megapipe.plan.links import context_links, expert_links, ring_link
 from megapipe.plan.memory import offloaded_groups
 from megapipe.plan.muon import muon_work
 from megapipe.plan.run_plan import RunPlan
@@ -30,7 +33,6 @@ from megapipe.schedule.action import COMPUTE_OPS, Op
 from megapipe.schedule.costs import Costs
 from megapipe.schedule.simulate import Bubble, Timeline, simulate
 from megapipe.sharding.state_dtypes import BYTES, MASTER, REMAINDER, StateDtypes
-from megapipe.topology import Topology
 
 HALVES = {Op.F: ("forward",), Op.B: ("inputs", "weights"), Op.I: ("inputs",), Op.W: ("weights",)}
 
@@ -49,9 +51,10 @@ class StepTime:
 
     parts: the seconds of the rank that computes longest, which add up to `seconds`: 'gemm', 'attention', 'pointwise',
     'tp' (tensor-parallel messages that no GEMM hides), 'cp' (messages of attention that it does not hide), 'ep' (with
-    experts: all-to-alls of rows), 'host' (where layers are offloaded: waits for copies), 'bubble' (idle, and waits for
-    messages), 'reduce' and 'gather' (gradients and parameters between replicas, what the computation does not hide),
-    'optimizer' (with fp8 the cast of its new weights, too).
+    experts: all-to-alls of rows that no computation hides), 'host' (where layers are offloaded: waits for copies),
+    'bubble' (idle, and waits for messages), 'reduce' and 'gather' (gradients and parameters between replicas, what the
+    computation does not hide), 'optimizer' (with fp8 the cast of its new weights, too). timeline: of whole stages,
+    whose all-to-alls block the computation.
     """
 
     seconds: float
@@ -93,6 +96,10 @@ def predict_step(plan: RunPlan, hardware: Hardware) -> StepTime:
     span, reduce = computed_and_reduced(plan, hardware, timeline)
     parts = _parts(timeline, max(range(len(work)), key=work.__getitem__), stages)
     parts["bubble"] = span - sum(parts.values())
+    if hidden := hidden_seconds(plan, hardware):
+        shown = min(hidden, parts["ep"])
+        parts["ep"] -= shown
+        parts["bubble"] -= hidden - shown  # a rank also waits less for others
     if plan.sharding is not None:
         timeline = simulate(schedule, replace(costs, seconds={**costs.seconds, **collective_seconds(plan, hardware)}))
         waits, reduce = _exposed_in_row(plan, timeline, span)
@@ -345,49 +352,6 @@ def _exposed_gather(plan: RunPlan, hardware: Hardware, held: tuple[int, ...], st
     buckets = sum(len(layout.buckets) for stage in held for layout in plan.buffers(stage, 0))
     waits = sum(stages[stage].of(Op.F) for stage in range(held[0]))
     return max(total - hidden, total / max(buckets, 1), waits) - waits
-
-
-@cache
-def ring_link(topology: Topology, kind: str, node: Link, network: Link) -> Link:
-    """Return the link of a ring over a kind of group: between nodes each of its members in a node adds another network
-    card.
-    """
-    if not topology.crosses_nodes(kind):
-        return node
-    group = topology.group_of(kind, 0)
-    together = sum(topology.node_of(rank) == topology.node_of(group[0]) for rank in group)
-    rate = min(together * network.bytes_per_second, node.bytes_per_second)
-    return Link(max(rate, network.bytes_per_second), network.latency_seconds)
-
-
-@cache
-def context_links(topology: Topology, node: Link, network: Link) -> ContextLinks:
-    """Return the links of the messages over cp on a grid. A message to another node takes the card of its rank; of an
-    exchange only a part goes there.
-    """
-
-    def exchange(kind: str) -> Link:
-        if not topology.crosses_nodes(kind):
-            return node
-        ranks = len(topology.group_of(kind, 0))
-        share = (ranks - topology.least_on_a_node(kind)) / (ranks - 1)
-        return Link(min(network.bytes_per_second / share, node.bytes_per_second), network.latency_seconds)
-
-    ring = "cp" if topology.cp_inner == 1 else "cp_p2p"
-    link = network if topology.crosses_nodes(ring) else node
-    return ContextLinks(link, exchange("cp"), exchange("cp_a2a"))
-
-
-def expert_links(plan: RunPlan, hardware: Hardware) -> ExpertLinks | None:
-    """Return the links of the messages of experts; None for a model without."""
-    return expert_links_of(plan.topology, hardware.node, hardware.network) if plan.model.has_experts else None
-
-
-@cache
-def expert_links_of(topology: Topology, node: Link, network: Link) -> ExpertLinks:
-    """Return the links of the messages of experts on a grid."""
-    etp = ring_link(topology, "etp", node, network)
-    return ExpertLinks(etp, node, network, topology.ep, topology.least_on_a_node("ep"))
 
 
 def _replica_seconds(plan: RunPlan, hardware: Hardware, num_bytes: float, is_expert: bool, passes: int = 1) -> float:

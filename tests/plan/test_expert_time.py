@@ -10,16 +10,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megapipe.layers.table import Gemm
-from megapipe.plan.expert_overlap import expert_model, measure_overlap
+from megapipe.plan.expert_overlap import expert_model, hidden_seconds, measure_overlap
 from megapipe.plan.hardware import HARDWARE, Link
 from megapipe.plan.layer_time import ExpertLinks, layer_seconds
+from megapipe.plan.links import expert_links
 from megapipe.plan.report import plan_text, step_text
 from megapipe.plan.resolve import resolve
 from megapipe.plan.run_plan import RunPlan
-from megapipe.plan.step_time import expert_links, predict_step, reduction_seconds, stage_seconds
+from megapipe.plan.step_time import predict_step, reduction_seconds, stage_seconds
 from megapipe.plan.traffic import KINDS, layer_expert_bytes, reduction_bytes
 from megapipe.schedule.action import Op
 from megapipe.schedule.families import SCHEDULES
+from megapipe.schedule.simulate import simulate
 from megapipe.topology import Topology
 from tests.tiny import small_config
 
@@ -150,6 +152,36 @@ def test_overlap_never_takes_longer_than_blocking_for_all_to_alls(schedule: str)
     assert measures is not None
     assert measures.step_seconds <= measures.serial_seconds * (1 + 1e-9)
     assert 0.0 < measures.hidden_share <= 1.0
+
+
+@pytest.mark.parametrize("microbatches", [8, 40])
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "dualpipe"])
+@pytest.mark.parametrize("delays", [False, True], ids=["", "delay_wgrad"])
+def test_the_overlap_flag_takes_the_hidden_all_to_alls_off_the_step(
+    schedule: str, delays: bool, microbatches: int
+) -> None:
+    """What is hidden is the difference of two simulations of all microbatches, extrapolated where there are many."""
+    chunks = {"chunks": 2} if schedule == "interleaved" else {}
+    options: dict[str, Any] = {"pp": 2, "ep": 2, "pipeline_schedule": schedule, **chunks}
+    options["global_batch_size"] = 4 * microbatches
+    without = predict_step(plan_of(4, 2, **options), H100)
+    plan = plan_of(4, 2, **options, overlap_moe_expert_parallel_comm=True, delay_wgrad_compute=delays)
+    time = predict_step(plan, H100)
+    gained = hidden_seconds(plan, H100)
+    assert plan.batch.num_microbatches == microbatches and plan.parts is not None
+    rows, model = plan.part_schedule(microbatches), expert_model(plan, H100)
+    sends = plan.config.parallel.overlap_p2p_comm
+    both = (dataclasses.replace(model.part_costs(plan.parts, overlap), overlap=sends) for overlap in (False, True))
+    blocking, free = (simulate(rows, costs) for costs in both)
+    assert gained == pytest.approx(blocking.makespan_seconds - free.makespan_seconds, rel=1e-6)
+    assert gained > 0 and 0 <= time.parts["ep"] < without.parts["ep"]
+    assert sum(time.parts.values()) == pytest.approx(time.seconds)
+    assert f"takes {gained:.3g} s off the step" in step_text(plan, H100)
+
+
+def test_without_ranks_of_ep_there_is_nothing_to_hide() -> None:
+    plan = plan_of(2, 2, pp=2, overlap_moe_expert_parallel_comm=True)
+    assert predict_step(plan, H100).seconds == predict_step(plan_of(2, 2, pp=2), H100).seconds
 
 
 def test_the_plan_states_messages_within_and_across_nodes_and_their_time() -> None:

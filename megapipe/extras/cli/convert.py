@@ -11,7 +11,7 @@ from megapipe.errors import CheckpointError, ConfigError
 from megapipe.extras.cli.frame import command, option
 from megapipe.extras.convert import dcp_run, hugging_face, megatron_dist, megatron_legacy
 from megapipe.extras.convert.formats import DCP, FORMATS, HUGGING_FACE, MEGATRON, OWN, guess
-from megapipe.extras.convert.megatron import iteration_folder
+from megapipe.extras.convert.megatron import MegatronGrid, iteration_folder
 from megapipe.extras.convert.megatron_writing import has_writable_optimizer
 from megapipe.extras.convert.snapshot import DTYPES, Snapshot, read_checkpoint, write_checkpoint
 from megapipe.registry import EXTENSIONS
@@ -28,6 +28,8 @@ CONCERNS = {
     "like": ("to", HUGGING_FACE, OWN, DCP),
     "tensor_model_parallel_size": ("to", MEGATRON),
     "pipeline_model_parallel_size": ("to", MEGATRON),
+    "expert_model_parallel_size": ("to", MEGATRON),
+    "expert_tensor_parallel_size": ("to", MEGATRON),
     "transformer_impl": ("to", MEGATRON),
     "ckpt_format": ("to", MEGATRON),
     "use_distributed_optimizer": ("to", MEGATRON),
@@ -91,9 +93,11 @@ OPTIONS = (
     ),
     option("--tensor-model-parallel-size", "Megatron: tp of the ranks to write for", default=1),
     option("--pipeline-model-parallel-size", "Megatron: pp of the ranks to write for", default=1),
+    option("--expert-model-parallel-size", "Megatron: ep of the ranks to write for", default=1),
+    option("--expert-tensor-parallel-size", "Megatron: etp of the ranks to write for (default: tp)", type=int),
     option(
         "--transformer-impl",
-        "Megatron: naming scheme of the norms",
+        "Megatron: naming scheme of norms and experts",
         choices=("transformer_engine", "local"),
         default="transformer_engine",
     ),
@@ -172,10 +176,12 @@ def write(target_format: str, snapshot: Snapshot, own: argparse.Namespace) -> st
         return f"{dcp_run.write(snapshot, target)}: torch.distributed.checkpoint.load(state_dict, checkpoint_id=...)"
     module = megatron_dist if own.ckpt_format == "torch_dist" else megatron_legacy
     tp, pp = own.tensor_model_parallel_size, own.pipeline_model_parallel_size
+    grid = MegatronGrid(tp, pp, own.expert_model_parallel_size, own.expert_tensor_parallel_size)
     is_fused = own.transformer_impl == "transformer_engine"
-    folder = module.write(snapshot, target, tp, pp, is_fused, own.use_distributed_optimizer)
+    folder = module.write(snapshot, target, grid, is_fused, own.use_distributed_optimizer)
     is_distributed, is_legacy = own.use_distributed_optimizer, own.ckpt_format == "torch"
     flags = f"--load {target} --ckpt-format {own.ckpt_format}"
+    flags += " --moe-grouped-gemm" if is_legacy and is_fused and snapshot.config.model.num_experts else ""
     if not has_writable_optimizer(snapshot):
         return f"{folder}: in Megatron {flags} --finetune"
     flags += f"{' --no-load-rng' if is_legacy else ''}{' --use-distributed-optimizer' if is_distributed else ''}"

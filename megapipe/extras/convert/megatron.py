@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -14,16 +16,19 @@ from torch import Tensor
 
 from megapipe.config.config import Config
 from megapipe.config.layer_pattern import block_words
+from megapipe.config.layers import LayerConfig
 from megapipe.config.model import ModelConfig, PrecisionConfig
 from megapipe.config.rules.check import check
 from megapipe.config.training import OptimizerConfig, TrainingConfig
 from megapipe.data.dataset import SkippedSamples
 from megapipe.errors import CheckpointError, ConfigError
+from megapipe.extras.convert.deepseek import neighbours
 from megapipe.extras.convert.layer_types import regular_period
 from megapipe.extras.convert.megatron_experts import EXPERT_RULE
 from megapipe.extras.convert.snapshot import LazyTensor, Snapshot, fresh_state
 from megapipe.extras.convert.tables import (
     Layers,
+    Layout,
     Rule,
     Settings,
     check_expressed,
@@ -34,19 +39,37 @@ from megapipe.extras.convert.tables import (
     write_keys,
 )
 from megapipe.sharding.boxes import pieces
-from megapipe.sharding.spec import ParamSpec
+from megapipe.sharding.spec import Fused, ParamSpec
 
 TRACKER, COMMON = "latest_checkpointed_iteration.txt", "common.pt"
 MOMENTS = "exp_avg", "exp_avg_sq"
 HEAD = "output_layer.weight"
 EXTRA_STATE = "_extra_state"  # Transformer Engine's fp8 scales, empty without fp8
 # Transformer Engine stores a norm's weights in the linear layer that follows it
+INPUT_NORM, MLP_NORM = "input_layernorm.", "pre_mlp_layernorm."
 FUSED_NORMS = {
-    "self_attention.linear_qkv.layer_norm_": "input_layernorm.",
-    "mlp.linear_fc1.layer_norm_": "pre_mlp_layernorm.",
+    "self_attention.linear_qkv.layer_norm_": INPUT_NORM,
+    "mlp.linear_fc1.layer_norm_": MLP_NORM,
+    "self_attention.linear_q_up_proj.layer_norm_": "self_attention.q_layernorm.",
+    "self_attention.linear_kv_up_proj.layer_norm_": "self_attention.kv_layernorm.",
 }
 SINKS = ("self_attention.core_attention.softmax_offset", "self_attention.softmax_offset")  # Megatron's name, and ours
+LATENT_LINEARS = ("linear_q_down_proj.weight", "linear_kv_down_proj.weight")
 TRY_WEIGHTS_ONLY = "convert with --weights-only"
+
+
+@dataclass(frozen=True)
+class MegatronGrid:
+    """The ranks that a checkpoint is written for. etp: tp unless given."""
+
+    tp: int = 1
+    pp: int = 1
+    ep: int = 1
+    experts_tp: int | None = None
+
+    @property
+    def etp(self) -> int:
+        return self.tp if self.experts_tp is None else self.experts_tp
 
 
 def iteration_folder(root: Path, step: int | None) -> Path:
@@ -60,12 +83,38 @@ def iteration_folder(root: Path, step: int | None) -> Path:
     return folder
 
 
-def renamed(name: str, shift: int = 0, fused: bool = False) -> str:
-    """Add `shift` to the layer number in a parameter's name and name norms as Megatron does, or as fused ones."""
-    name = re.sub(r"^decoder\.layers\.(\d+)\.", lambda match: f"decoder.layers.{int(match[1]) + shift}.", name)
+def renamed(name: str, shift: int = 0) -> str:
+    """Return our name of one of Megatron's parameters. shift: added to the number of its layer."""
+    name = _shifted(name, shift)
     for theirs, plain in FUSED_NORMS.items():
-        name = name.replace(plain, theirs) if fused else name.replace(theirs, plain)
+        name = name.replace(theirs, plain)
     return name.replace(*SINKS)
+
+
+def their_name(name: str, layer: LayerConfig | None, transformer_engine: bool, is_dist: bool, shift: int = 0) -> str:
+    """Return Megatron's name of one of our parameters, by whose layers it has, in `torch` or `torch_dist`.
+
+    layer: the configuration of the parameter's layer; None outside of layers. Megatron's own layers store the norms of
+    attention and MLP under Transformer Engine's names in `torch_dist`, unless attention is latent. An own norm is one
+    that no linear follows: before a router, and before latent attention.
+    """
+    name = _shifted(name, shift).replace(*SINKS[::-1])
+    if layer is None:
+        return name
+    is_latent = layer.multi_latent_attention
+    likewise = is_dist and not is_latent
+    is_fused = {
+        INPUT_NORM: not is_latent and (transformer_engine or likewise),
+        MLP_NORM: layer.num_experts is None if transformer_engine else likewise,
+    }
+    for theirs, plain in FUSED_NORMS.items():
+        if is_fused.get(plain, is_latent and transformer_engine):
+            name = name.replace(plain, theirs)
+    return name
+
+
+def _shifted(name: str, shift: int) -> str:
+    return re.sub(r"^decoder\.layers\.(\d+)\.", lambda match: f"decoder.layers.{int(match[1]) + shift}.", name)
 
 
 def joined(spec: ParamSpec, parts: Sequence[Tensor], num_rows: int) -> Tensor:
@@ -105,26 +154,71 @@ def in_halves(config: Config, tensors: Mapping[str, LazyTensor]) -> dict[str, La
     return found
 
 
-# modules of a layer in the order in which Megatron creates them, with its own norms; Transformer Engine's are part of
-# the linear layer that follows
-LAYER_ORDER = (
-    "input_layernorm self_attention self_attention.linear_proj self_attention.linear_qkv self_attention.q_layernorm "
-    "self_attention.k_layernorm pre_mlp_layernorm mlp.linear_fc1 mlp.linear_fc2"
-).split()
-FUSED_ORDER = [*LAYER_ORDER[1:3], LAYER_ORDER[0], *LAYER_ORDER[3:]]
+def with_neighbours(model: ModelConfig, tensors: Mapping[str, LazyTensor], to_theirs: bool) -> dict[str, LazyTensor]:
+    """Return tensors of latent attention by `key/name`, unread, with the rows of rotated channels in the other order.
+
+    Megatron's pairs of channels are neighbours in latent attention, as in DeepSeek's files; ours are two halves.
+    """
+    queries = neighbours(lambda m: m.num_attention_heads, lambda m: m.qk_head_dim)(model)
+    keys = neighbours(lambda m: 1, lambda m: m.kv_lora_rank)(model)
+    layouts = {"linear_q_proj": queries, "linear_q_up_proj": queries, "linear_kv_down_proj": keys}
+
+    def moved(layout: Layout, tensor: LazyTensor) -> Tensor:
+        whole = tensor.detach()
+        return layout.split(whole)[0] if to_theirs else layout.join([whole])
+
+    found = dict(tensors)
+    for name, tensor in tensors.items():
+        layout = layouts.get(name.split(".")[-2]) if name.endswith(".weight") else None
+        if layout is not None:
+            found[name] = LazyTensor(tensor.shape, tensor.dtype, partial(moved, layout, tensor))
+    return found
+
+
+def with_cut_latents(spec: ParamSpec) -> ParamSpec:
+    """Return a parameter as Megatron's own linears cut it: rows of linears to latents over tp. Others stay."""
+    return dataclasses.replace(spec, slicing=Fused(0)) if spec.name.endswith(LATENT_LINEARS) else spec
+
+
+def layer_order(is_latent: bool, transformer_engine: bool) -> list[str]:
+    """Return the modules of a layer in the order in which Megatron creates them.
+
+    Its own norms are modules before the attention or at its end; Transformer Engine's are part of the linear layer that
+    follows.
+    """
+    attention, norms = ["self_attention", "self_attention.linear_proj"], ["q_layernorm", "k_layernorm", "kv_layernorm"]
+    order = ["linear_qkv", "linear_q_proj", "linear_q_down_proj", "linear_q_up_proj"]
+    order += ["linear_kv_down_proj", "linear_kv_up_proj", *norms]
+    if transformer_engine and is_latent:
+        order = ["linear_q_proj", "linear_q_down_proj", "q_layernorm", "linear_q_up_proj"]
+        order += ["linear_kv_down_proj", "kv_layernorm", "linear_kv_up_proj"]
+    before, after = ([], [INPUT_NORM[:-1]]) if transformer_engine and not is_latent else ([INPUT_NORM[:-1]], [])
+    shared = "mlp.shared_experts"
+    return [
+        *before, *attention, *after, *(f"self_attention.{name}" for name in order), MLP_NORM[:-1], "mlp.router",
+        "mlp.experts", shared, f"{shared}.linear_fc1", f"{shared}.linear_fc2", "mlp.linear_fc1", "mlp.linear_fc2",
+    ]  # fmt: skip
 
 
 def place_in_layer(order: Sequence[str], spec: ParamSpec) -> int:
-    """Return the place of a layer's parameter in Megatron's order. Raises CheckpointError for one of experts."""
+    """Return the place of a layer's parameter in Megatron's order. Raises CheckpointError for one without a place."""
     module = spec.name.split(".", 3)[3].rpartition(".")[0]
     if module not in order:
         raise CheckpointError(f"optimizer state of {spec.name} cannot be found by its order; {TRY_WEIGHTS_ONLY}")
     return order.index(module)
 
 
+def in_order(specs: Iterable[ParamSpec], order: Sequence[str]) -> list[ParamSpec]:
+    """Return parameters in the order in which Megatron creates them. order: of the modules of a layer."""
+    kinds = {"embedding": -1, "head": sys.maxsize}
+    return sorted(
+        specs,
+        key=lambda s: (s.owner, place_in_layer(order, s)) if isinstance(s.owner, int) else (kinds[s.owner], 0),
+    )
+
+
 # args that change what the model computes and that megapipe lacks, with the value that has no effect
 UNSUPPORTED: dict[str, Any] = {
-    "multi_latent_attention": False,
     "apply_residual_connection_post_layernorm": False,
     "mtp_num_layers": None,
     "qk_l2_norm": False,
@@ -157,8 +251,59 @@ def write_query_groups(layers: Layers) -> dict[str, Any]:
     return {"group_query_attention": groups != heads, "num_query_groups": groups if groups != heads else 1}
 
 
+# our field -> the arg of YaRN with latent attention, without it, and both defaults
+YARN: dict[str, tuple[str | None, str, Any, Any]] = {
+    "rope_scaling_factor": ("rotary_scaling_factor", "rotary_scaling_factor", 40.0, 1.0),
+    "rope_original_max_position_embeddings": (
+        "original_max_position_embeddings", "yarn_original_max_position_embeddings", 4096, 4096
+    ),
+    "yarn_beta_fast": ("beta_fast", "yarn_beta_fast", 32.0, 32.0),
+    "yarn_beta_slow": ("beta_slow", "yarn_beta_slow", 1.0, 1.0),
+    "yarn_mscale": ("mscale", "mscale", 1.0, 1.0),
+    "yarn_mscale_all_dim": ("mscale_all_dim", "mscale_all_dim", 0.0, 0.0),
+    "yarn_correction_range_round_to_int": (None, "yarn_correction_range_round_to_int", True, True),
+}  # fmt: skip
+LATENT_ONLY = ("original_max_position_embeddings", "beta_fast", "beta_slow")  # read; no flag of Megatron's sets them
+ROPE_TYPE, LATENT = "rope_type", "multi_latent_attention"
+
+
+def read_yarn(args: Settings) -> dict[str, Any]:
+    """Read YaRN, which rotates whole heads in Megatron. A factor of 1 has no effect."""
+    fields: dict[str, Any] = {"rope_scaling_type": "yarn", "rotary_percent": 1.0}
+    for ours, (latent, plain, *defaults) in YARN.items():
+        name, default = (latent, defaults[0]) if args.get(LATENT) else (plain, defaults[1])
+        value = None if name is None else args.get(name)
+        fields[ours] = default if value is None else value
+    if fields["rope_scaling_factor"] == 1:
+        return {"rotary_percent": 1.0}
+    if not fields["yarn_mscale"] and fields["yarn_mscale_all_dim"]:
+        raise ConfigError(f"mscale 0 with mscale_all_dim {fields['yarn_mscale_all_dim']} cannot be expressed")
+    return fields
+
+
+def write_yarn(layer: LayerConfig) -> dict[str, Any]:
+    """Return the args of YaRN, and of which kind rotary positions of latent attention are."""
+    is_latent, is_yarn = layer.multi_latent_attention, layer.rope_scaling_type == "yarn"
+    kind = {ROPE_TYPE: ("yarn" if is_yarn else "rope") if is_latent else None}
+    if not is_yarn:
+        return kind
+    names = {ours: latent if is_latent else plain for ours, (latent, plain, *_) in YARN.items()}
+    return kind | {
+        name: getattr(layer, ours) for ours, name in names.items() if name is not None and name not in LATENT_ONLY
+    }
+
+
 def read_rope_scaling(args: Settings) -> dict[str, Any]:
-    """Read linear scaling, or Llama 3's, whose other parameters are fixed."""
+    """Read YaRN, linear scaling, or Llama 3's, whose other parameters are fixed."""
+    if args.get(LATENT):  # it takes nothing but YaRN
+        if (args.get(ROPE_TYPE) or "yarn") == "yarn":
+            return read_yarn(args)
+        if (args.get("rotary_scaling_factor") or 1) > 1 and args.get("mscale_all_dim"):
+            scaled = f"mscale_all_dim {args['mscale_all_dim']} scales its softmax"
+            raise ConfigError(f"{ROPE_TYPE} rope with {LATENT} cannot be expressed: {scaled}")
+        return {}
+    if args.get(POSITIONS) == "yarn":
+        return read_yarn(args)
     linear, llama3 = args.get(LINEAR), args.get(LLAMA3)
     if linear and llama3:
         raise ConfigError(f"{LINEAR} and {LLAMA3} together cannot be expressed: here there is one scaling at a time")
@@ -197,8 +342,10 @@ def write_window(layers: Layers) -> dict[str, Any]:
 
 def read_positions(args: Settings) -> dict[str, Any]:
     skipped = args.get(WITHOUT_ROPE)
+    kind = args.get(POSITIONS) or "learned_absolute"
+    is_rotary = kind == "yarn" or (kind == "none" and args.get(LATENT))  # latent attention has its own
     return {
-        POSITIONS: args.get(POSITIONS) or "learned_absolute",
+        POSITIONS: "rope" if is_rotary else kind,
         WITHOUT_ROPE: None if skipped is None else str(skipped),
     }
 
@@ -206,7 +353,9 @@ def read_positions(args: Settings) -> dict[str, Any]:
 def write_positions(layers: Layers) -> dict[str, Any]:
     kinds = [layer.position_embedding_type for layer in layers]
     kind = "rope" if "rope" in kinds else kinds[0]
-    return {POSITIONS: kind, WITHOUT_ROPE: marked([kind == "none" for kind in kinds], 1) if kind == "rope" else None}
+    is_yarn = any(layer.rope_scaling_type == "yarn" and not layer.multi_latent_attention for layer in layers)
+    name = "yarn" if kind == "rope" and is_yarn else kind
+    return {POSITIONS: name, WITHOUT_ROPE: marked([kind == "none" for kind in kinds], 1) if kind == "rope" else None}
 
 
 def marked(marks: Sequence[bool], mark: int) -> int | list[int] | None:
@@ -216,6 +365,32 @@ def marked(marks: Sequence[bool], mark: int) -> int | list[int] | None:
     period = regular_period(marks)
     is_whole = period is not None and len(marks) % period == 0
     return period if is_whole else [mark if found else 1 - mark for found in marks]
+
+
+LATENT_SIZES = {
+    "q_lora_rank": None,
+    "kv_lora_rank": 32,
+    "qk_head_dim": 128,
+    "qk_pos_emb_head_dim": 64,
+    "v_head_dim": 128,
+}
+
+
+def read_heads(args: Settings) -> dict[str, Any]:
+    """Read the channels of a head, which latent attention derives from its own sizes."""
+    if not args.get(LATENT):
+        channels = args.get("kv_channels")
+        return {"kv_channels": args["hidden_size"] // args["num_attention_heads"] if channels is None else channels}
+    sizes = {name: default if args.get(name) is None else args[name] for name, default in LATENT_SIZES.items()}
+    return {LATENT: True, **sizes}
+
+
+def write_heads(layers: Layers) -> dict[str, Any]:
+    layer = layers[0]
+    if not layer.multi_latent_attention:
+        return {LATENT: False, "kv_channels": layer.kv_channels}
+    channels = layer.hidden_size // layer.num_attention_heads  # as Megatron sets it, without effect
+    return {LATENT: True, "kv_channels": channels} | {name: getattr(layer, name) for name in LATENT_SIZES}
 
 
 def read_blocks(args: Settings) -> dict[str, Any]:
@@ -229,7 +404,6 @@ def read_blocks(args: Settings) -> dict[str, Any]:
 EPSILONS = ("norm_epsilon", "layernorm_epsilon")  # the second in older versions
 ZERO_CENTERED = ("layernorm_zero_centered_gamma", "apply_layernorm_1p")  # the second before version 0.17
 SAME_NAME = {  # args with the name and meaning of our field, with their defaults
-    "kv_channels": lambda args: args["hidden_size"] // args["num_attention_heads"],
     "rotary_base": 10000.0,
     "rotary_percent": 1.0,
     "normalization": "LayerNorm",
@@ -272,14 +446,16 @@ MODEL_RULES = (
         write_query_groups,
     ),
     Rule(
-        (LINEAR, LLAMA3, FACTOR),
+        (LINEAR, LLAMA3, FACTOR, ROPE_TYPE, *(name for names in YARN.values() for name in names[:2] if name)),
         read_rope_scaling,
         lambda layers: {
+            **write_yarn(layers[0]),
             LINEAR: layers[0].rope_scaling_factor if layers[0].rope_scaling_type == "linear" else None,
             LLAMA3: layers[0].rope_scaling_type == "llama3",
             FACTOR: layers[0].rope_scaling_factor,
         },
     ),
+    Rule((LATENT, "kv_channels", *LATENT_SIZES), read_heads, write_heads),
     Rule((WINDOW, WITHOUT_WINDOW), read_window, write_window),
     Rule((POSITIONS, WITHOUT_ROPE), read_positions, write_positions),
     Rule((INTERLEAVED,), lambda args: {}, lambda layers: {INTERLEAVED: False}),  # `in_halves` reorders the channels
@@ -383,7 +559,9 @@ def run_snapshot(
     tensors: under our names, with Megatron's order of the channels. content: of a checkpoint file, for everything
     other than tensors.
     """
-    if args.get(INTERLEAVED):
+    if args.get(LATENT):
+        tensors = with_neighbours(config.model, tensors, to_theirs=False)
+    elif args.get(INTERLEAVED):
         tensors = in_halves(config, tensors)
         remarks = (
             *remarks,
@@ -448,7 +626,7 @@ def read_schedules(scheduler: Mapping[str, Any], args: Settings) -> dict[str, An
     return {"lr": lr, "decoupled_lr": lr | {k: v for k, v in decoupled.items() if v is not None}, "weight_decay": decay}
 
 
-def write_args(config: Config, state: Mapping[str, Any], padded_vocab_size: int, tp: int, pp: int) -> dict[str, Any]:
+def write_args(config: Config, state: Mapping[str, Any], padded_vocab_size: int, grid: MegatronGrid) -> dict[str, Any]:
     """Return args of a Megatron run of this configuration. Raises ConfigError naming what they cannot express."""
     model = config.model
     args = write_keys(MODEL_RULES, model)
@@ -458,8 +636,10 @@ def write_args(config: Config, state: Mapping[str, Any], padded_vocab_size: int,
     args |= {
         "bf16": dtype == "bf16",
         "fp16": dtype == "fp16",
-        "tensor_model_parallel_size": tp,
-        "pipeline_model_parallel_size": pp,
+        "tensor_model_parallel_size": grid.tp,
+        "pipeline_model_parallel_size": grid.pp,
+        "expert_model_parallel_size": grid.ep,
+        "expert_tensor_parallel_size": grid.etp,
     }
     args |= {name: getattr(config.optimizer, name) for name in OPTIMIZER.split()}
     args |= {name: getattr(config.training, name) for name in TRAINING.split()}

@@ -1,14 +1,14 @@
 """Optimizer state that Megatron's distributed optimizer stores by gradient buckets, `dp_reshardable` in `torch_dist`.
 
 Each model-parallel rank (tp first, then pp) has a flat tensor for every bucket of every model chunk. A bucket holds
-whole parameters in reverse model order, each from a multiple of 64 elements on. Names are not stored, but the sizes of
-the buckets without their last padding are, so the layout follows from the model. Masters verify it: cast to the dtype
-of the weights they must equal the weights.
+whole parameters in reverse model order, each from a multiple of 64 elements on. With several ranks of ep, experts have
+an optimizer of their own, whose ranks are etp first, then ep and pp, and buckets only of chunks with experts. Names are
+not stored, but the sizes of the buckets without their last padding are, so the layout follows from the model. Masters
+verify it: cast to the dtype of the weights they must equal the weights.
 """
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,18 +21,27 @@ from torch import Tensor
 
 from megapipe.config.config import ResolvedModelConfig
 from megapipe.errors import CheckpointError
-from megapipe.extras.convert.megatron import FUSED_ORDER, LAYER_ORDER, MOMENTS, TRY_WEIGHTS_ONLY, joined, place_in_layer
+from megapipe.extras.convert.megatron import (
+    MOMENTS,
+    TRY_WEIGHTS_ONLY,
+    in_order,
+    joined,
+    layer_order,
+    with_cut_latents,
+)
+from megapipe.extras.convert.megatron_experts import Member, grid_of, local_part_shape, local_slice, members
 from megapipe.extras.convert.pickled import StoredTensor, StoredValue
 from megapipe.extras.convert.snapshot import LazyTensor
 from megapipe.layers.embedding import WORD_EMBEDDING
 from megapipe.layers.model import model_parameters
 from megapipe.sharding.boxes import Box
-from megapipe.sharding.spec import ParamSpec
+from megapipe.sharding.spec import Experts, ParamSpec
 
 GROUP = re.compile(
-    r"optimizer\.distributed\.dp_group_idx_(\d+)\.gbuf_idx_(\d+)\.dtype_.*\.bucket_idx_(\d+)\."
+    r"(?:chained_(\d+)\.)?optimizer\.distributed\.dp_group_idx_(\d+)\.gbuf_idx_(\d+)\.dtype_.*\.bucket_idx_(\d+)\."
     r"(param|exp_avg|exp_avg_sq)"
 )
+CONTENT = re.compile(r"(?:chained_(\d+)\.)?optimizer\.distributed\.dp_group_idx_0\.(optimizer|grad_scaler)/shard_0_1")
 KEYS = {"master": "param", **dict(zip(MOMENTS, MOMENTS, strict=True))}  # ours -> theirs
 ALIGNMENT = 64  # elements
 
@@ -45,13 +54,54 @@ class Place(NamedTuple):
     num_elements: int
 
 
+Buckets = Mapping[tuple[int, str], StoredTensor]  # of one chunk on one rank, by bucket and kind of state
+
+
 @dataclass(frozen=True)
 class Stage:
-    """The buckets of one model chunk on all tp ranks."""
+    """The buckets of one model chunk on all ranks of tp, or of ep x etp."""
 
-    specs: tuple[ParamSpec, ...]  # of its parameters, in reverse model order; the layout is the same on all tp ranks
+    members: tuple[Member, ...]  # its parameters, in reverse model order; the layout is the same on all ranks
     places: Mapping[str, Place]  # by name
-    buckets: Sequence[Mapping[tuple[int, str], StoredTensor]]  # of each tp rank, by bucket and kind of state
+    buckets: Sequence[Buckets]  # of each rank
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How a run is cut, and the order in which it creates parameters."""
+
+    model: ResolvedModelConfig  # with Megatron's padded vocabulary
+    order: Sequence[str]  # of the modules of a layer
+    is_fused: bool  # by Transformer Engine
+    is_grouped: bool  # its experts
+    tp: int
+    pp: int
+    ep: int
+    etp: int
+
+    @staticmethod
+    def of(model: ResolvedModelConfig, args: Mapping[str, Any], is_fused: bool) -> Cut:
+        tp, pp = (int(args.get(f"{name}_model_parallel_size") or 1) for name in ("tensor", "pipeline"))
+        order, is_grouped = layer_order(model.multi_latent_attention, is_fused), bool(args.get("moe_grouped_gemm"))
+        return Cut(model, order, is_fused, is_grouped, tp, pp, *grid_of(args))
+
+    def parameters(self) -> list[ParamSpec]:
+        """Return all parameters in model order."""
+        specs = model_parameters(self.model, sequence_parallel=False, etp=self.etp)
+        return in_order(specs if self.is_fused else map(with_cut_latents, specs), self.order)
+
+    def lay_out(self, specs: Sequence[ParamSpec], ranks: Sequence[Buckets]) -> Stage | None:
+        """Place the parameters of a chunk in its buckets. None if they do not fill them."""
+        own = members(specs, self.ep, self.is_grouped)[::-1]
+        sizes = [ranks[0][key].shape[0] for key in sorted(ranks[0]) if key[1] == KEYS["master"]]
+        parameters = [(one.name(False), self.num_elements(one)) for one in own]
+        places = lay_out(parameters, sizes)
+        return None if places is None else Stage(tuple(own), places, ranks)
+
+    def num_elements(self, member: Member) -> int:
+        is_expert = member.spec.is_expert
+        num_local = member.spec.slicing.count // self.ep if isinstance(member.spec.slicing, Experts) else 1
+        return member.num_elements(0, self.ep * self.etp if is_expert else self.tp, num_local)
 
 
 def state_by_parameter(
@@ -65,28 +115,18 @@ def state_by_parameter(
 
     Reading a master compares it with its weight, and raises CheckpointError if they differ.
     """
-    tp, pp = (int(args.get(f"{name}_model_parallel_size") or 1) for name in ("tensor", "pipeline"))
-    ranks: dict[tuple[int, int], dict[tuple[int, str], StoredTensor]] = {}  # by (model-parallel rank, chunk)
+    found: dict[int, dict[tuple[int, int], dict[tuple[int, str], StoredTensor]]] = {}
     for name, tensor in stored.items():
-        if match := GROUP.fullmatch(name):
-            ranks.setdefault((int(match[1]), int(match[2])), {})[int(match[3]), match[4]] = tensor
-    num_chunks = 1 + max((chunk for _, chunk in ranks), default=-1)
-    if len(ranks) != tp * pp * num_chunks:
-        found = f"{len(ranks)} groups of gradient buffers, its args say tp {tp} and pp {pp}"
-        raise CheckpointError(f"{folder} has {found}; {TRY_WEIGHTS_ONLY}")
-    members = [
-        [ranks[pp_rank * tp + tp_rank, chunk] for tp_rank in range(tp)]
-        for chunk in range(num_chunks)
-        for pp_rank in range(pp)
-    ]
+        if match := GROUP.fullmatch(name):  # by the place in a chain, then (model-parallel rank, chunk)
+            ranks = found.setdefault(int(match[1] or 0), {})
+            ranks.setdefault((int(match[2]), int(match[3])), {})[int(match[4]), match[5]] = tensor
     is_fused = args.get("transformer_impl") != "local"
-    orders = (FUSED_ORDER, LAYER_ORDER) if is_fused else (LAYER_ORDER, FUSED_ORDER)
-    for order in orders:
-        stages = _stages(model, order, members, tp)
+    for cut in (Cut.of(model, args, is_fused), Cut.of(model, args, not is_fused)):
+        stages = _stages(folder, cut, found)
         if stages is None:
             continue
         # the first stage last: its tied embedding also serves as the last stage's copy
-        state = {name: tensor for stage in stages[::-1] for name, tensor in _tensors(folder, stage, weights, tp)}
+        state = {name: tensor for stage in stages[::-1] for name, tensor in _tensors(folder, stage, weights, cut)}
         if all(_agrees(state[f"master/{name}"], weight) for name, weight in weights.items() if len(weight.shape) == 1):
             return state
     raise CheckpointError(
@@ -95,38 +135,63 @@ def state_by_parameter(
     )
 
 
-def _stages(
-    model: ResolvedModelConfig,
-    order: Sequence[str],
-    members: Sequence[Sequence[Mapping[tuple[int, str], StoredTensor]]],
-    tp: int,
-) -> list[Stage] | None:
-    """Cut the model into stages with as many layers as fill the buckets of each. None if no cut fills them."""
-    specs = list(model_parameters(model, sequence_parallel=False))
-    layers: list[list[ParamSpec]] = [[] for _ in range(model.num_layers)]
-    for spec in specs:
-        if isinstance(spec.owner, int):
-            layers[spec.owner].append(spec)
-    for layer in layers:
-        layer.sort(key=partial(place_in_layer, order))
-    stages, first = [], 0
-    for number, ranks in enumerate(members):
-        is_last = number == len(members) - 1
+def _stages(folder: Path, cut: Cut, found: Mapping[int, Mapping[tuple[int, int], Buckets]]) -> list[Stage] | None:
+    """Cut the model into stages with as many layers as fill the buckets of each. None if no cut fills them.
+
+    found: the buckets by place in a chain of optimizers, then (model-parallel rank, chunk). Raises CheckpointError if
+    some are missing.
+    """
+    model, specs, ranks = cut.model, cut.parameters(), found.get(0, {})
+    num_chunks = 1 + max((chunk for _, chunk in ranks), default=-1)
+    if len(ranks) != cut.tp * cut.pp * num_chunks:
+        groups = f"{len(ranks)} groups of gradient buffers, its args say tp {cut.tp} and pp {cut.pp}"
+        raise CheckpointError(f"{folder} has {groups}; {TRY_WEIGHTS_ONLY}")
+    is_chain = len(found) > 1
+    places = [(chunk, pp_rank) for chunk in range(num_chunks) for pp_rank in range(cut.pp)]
+    stages, experts, first = list[Stage](), list[list[ParamSpec]](), 0
+    for number, (chunk, pp_rank) in enumerate(places):
+        is_last = number == len(places) - 1
         start = [spec for spec in specs if spec.owner == "embedding"] if number == 0 else []
         end = [spec for spec in specs if spec.owner == "head"] if is_last else []
         if is_last and number > 0 and not model.untie_embeddings_and_output_weights:
             end.append(next(spec for spec in specs if spec.name == WORD_EMBEDDING))  # the last stage's copy
-        sizes = [ranks[0][key].shape[0] for key in sorted(ranks[0]) if key[1] == KEYS["master"]]
-        for stop in [len(layers)] if is_last else range(first, len(layers) + 1):
-            own = [*start, *(spec for layer in layers[first:stop] for spec in layer), *end][::-1]
-            places = lay_out([(spec.name, math.prod(spec.local_shape(0, tp))) for spec in own], sizes)
-            if places is not None:
-                stages.append(Stage(tuple(own), places, ranks))
+        members = [ranks[pp_rank * cut.tp + tp_rank, chunk] for tp_rank in range(cut.tp)]
+        for stop in [model.num_layers] if is_last else range(first, model.num_layers + 1):
+            own = [*start, *(spec for spec in specs if spec.owner in range(first, stop)), *end]
+            dense = [spec for spec in own if not (is_chain and spec.is_expert)]
+            if (stage := cut.lay_out(dense, members)) is not None:
+                stages.append(stage)
+                experts.append([spec for spec in own if spec.is_expert])
                 first = stop
                 break
         else:
             return None
-    return stages
+    return _with_experts(folder, cut, stages, dict(zip(places, experts, strict=True)), found[1]) if is_chain else stages
+
+
+def _with_experts(
+    folder: Path,
+    cut: Cut,
+    stages: list[Stage],
+    experts: Mapping[tuple[int, int], Sequence[ParamSpec]],  # by (chunk, pp_rank)
+    ranks: Mapping[tuple[int, int], Buckets],
+) -> list[Stage] | None:
+    """Return the stages, and those of the experts' optimizer. None if they do not fill its buckets."""
+    found, size = list(stages), cut.ep * cut.etp
+    for pp_rank in range(cut.pp):
+        chunks = [specs for (_, rank), specs in sorted(experts.items()) if rank == pp_rank and specs]
+        for number, specs in enumerate(chunks):
+            names = [(pp_rank * size + rank, number) for rank in range(size)]
+            if any(name not in ranks for name in names):
+                groups = f"{len(ranks)} groups of gradient buffers of experts"
+                raise CheckpointError(
+                    f"{folder} has {groups}, its args say ep {cut.ep} and etp {cut.etp}; {TRY_WEIGHTS_ONLY}"
+                )
+            stage = cut.lay_out(specs, [ranks[name] for name in names])
+            if stage is None:
+                return None
+            found.append(stage)
+    return found
 
 
 def lay_out(parameters: Sequence[tuple[str, int]], sizes: Sequence[int]) -> dict[str, Place] | None:
@@ -148,34 +213,33 @@ def _aligned(position: int) -> int:
 
 
 def _tensors(
-    folder: Path, stage: Stage, weights: Mapping[str, LazyTensor], tp: int
+    folder: Path, stage: Stage, weights: Mapping[str, LazyTensor], cut: Cut
 ) -> Iterator[tuple[str, LazyTensor]]:
-    for spec in stage.specs:
+    for spec in dict.fromkeys(one.spec for one in stage.members):
         for key, theirs in KEYS.items():
-            place = stage.places[spec.name]
-            flats = [buckets[place.bucket, theirs] for buckets in stage.buckets]
             check = weights[spec.name] if key == "master" else None
-            shape = weights[spec.name].shape
+            shape, dtype = weights[spec.name].shape, next(iter(stage.buckets[0].values())).dtype
             yield (
                 f"{key}/{spec.name}",
-                LazyTensor(shape, flats[0].dtype, partial(_read, folder, spec, place, flats, tp, shape[0], check)),
+                LazyTensor(shape, dtype, partial(_read, folder, spec, stage, theirs, cut, shape[0], check)),
             )
 
 
 def _read(
-    folder: Path,
-    spec: ParamSpec,
-    place: Place,
-    flats: Sequence[StoredTensor],
-    tp: int,
-    num_rows: int,
-    weight: LazyTensor | None,
+    folder: Path, spec: ParamSpec, stage: Stage, theirs: str, cut: Cut, num_rows: int, weight: LazyTensor | None
 ) -> Tensor:
-    parts = [
-        flat.read(Box((place.start,), (place.num_elements,))).view(spec.local_shape(rank, tp))
-        for rank, flat in enumerate(flats)
-    ]
-    whole = joined(spec, parts, num_rows)
+    own = sorted((one for one in stage.members if one.spec is spec), key=lambda one: one.expert or 0)
+    size = cut.ep * cut.etp if spec.is_expert else cut.tp
+    slices = []
+    for rank, buckets in enumerate(stage.buckets[:size]):  # in one optimizer, ranks of tp beyond etp hold copies
+        parts = []
+        for one in own:
+            place = stage.places[one.name(False)]
+            flat = buckets[place.bucket, theirs].read(Box((place.start,), (place.num_elements,)))
+            local = spec.local_shape(rank, size)
+            parts.append(flat.view(local if one.expert is None else local_part_shape(spec, len(own), local)))
+        slices.append(local_slice(spec, parts, rank) if spec.is_expert else parts[0])
+    whole = joined(spec, slices, num_rows)
     if weight is not None and not torch.equal(whole.to(weight.dtype), weight.detach()):
         raise CheckpointError(
             f"{folder}: the optimizer's master of {spec.name} differs from the weight: the parameters are in an "
@@ -192,7 +256,10 @@ def _agrees(master: LazyTensor, weight: LazyTensor) -> bool:
     return True
 
 
-def content(others: Mapping[str, StoredValue], name: str) -> Any:
-    """Return the object that the first model-parallel rank stored, or None."""
-    value = others.get(f"optimizer.distributed.dp_group_idx_0.{name}/shard_0_1")
-    return None if value is None else value.read()[0]
+def contents(others: Mapping[str, StoredValue]) -> list[dict[str, Any]]:
+    """Return the groups, and the loss scale if any, of each optimizer of a chain, from the first of its ranks."""
+    chain: dict[int, dict[str, Any]] = {}
+    for name, value in others.items():
+        if match := CONTENT.fullmatch(name):
+            chain.setdefault(int(match[1] or 0), {})[match[2]] = value.read()[0]
+    return [chain[number] for number in sorted(chain)]

@@ -9,7 +9,8 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-from collections.abc import Collection, Mapping
+import re
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,7 +18,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from megapipe.config.config import ResolvedModelConfig, resolve_model
+from megapipe.config.config import resolve_model
+from megapipe.config.layers import layer_configs
 from megapipe.errors import CheckpointError
 from megapipe.extras.convert import megatron_buckets
 from megapipe.extras.convert.megatron import (
@@ -26,23 +28,33 @@ from megapipe.extras.convert.megatron import (
     MOMENTS,
     TRACKER,
     TRY_WEIGHTS_ONLY,
+    MegatronGrid,
     OptimizerState,
     iteration_folder,
     read_run_config,
     renamed,
     run_snapshot,
+    their_name,
 )
-from megapipe.extras.convert.megatron_experts import from_stack, stacked_name, stacked_shape
+from megapipe.extras.convert.megatron_experts import (
+    FREQUENCY,
+    from_stack,
+    grid_of,
+    stacked_name,
+    stacked_shape,
+    to_stack,
+)
 from megapipe.extras.convert.megatron_writing import (
-    EXTRA_STATE_MODULES,
+    MegatronRun,
     common_content,
+    extra_state_modules,
     optimizer_content,
     param_groups,
     prepare,
     with_padding,
 )
 from megapipe.extras.convert.pickled import METADATA, StoredTensor, StoredValue, load_pickled, read_folder
-from megapipe.extras.convert.snapshot import LazyTensor, Snapshot, check_nothing_left, new_folder, one_step
+from megapipe.extras.convert.snapshot import EXPERT_BIAS, LazyTensor, Snapshot, check_nothing_left, new_folder, one_step
 from megapipe.extras.convert.tables import unpadded
 from megapipe.layers.embedding import WORD_EMBEDDING
 from megapipe.layers.model import model_parameters, model_states
@@ -52,6 +64,7 @@ from megapipe.sharding.spec import ParamSpec
 if TYPE_CHECKING:
     from megapipe.comm.torch_checkpoint import LazyStack
 
+CHAINED = re.compile(r"^chained_\d+\.")
 COMMON_VALUE = "common_state/shard_0_1"
 OPTIMIZER = "optimizer.state."
 MASTERS = ("fp32_param", "param")  # of a plain, of a distributed optimizer
@@ -82,14 +95,15 @@ def read(
     common = _common(folder, others)
     args = vars(common["args"])
     has_buckets = any(megatron_buckets.GROUP.fullmatch(name) for name in stored)
-    optimizer = None if weights_only else _optimizer(folder, common, [*stored, *others], others, has_buckets)
+    optimizer = None if weights_only else _optimizer(folder, common, stored, others, has_buckets)
     config, remarks = read_run_config(args, vocab_size, optimizer is not None and not drop_padding)
+    # by names with Megatron's own norms; older versions name the optimizer of a chain
+    plain = {renamed(CHAINED.sub("", name)): entry for name, entry in stored.items()}
     prefixes = {"master": ""}  # of their names, by our key
     if optimizer is not None and not has_buckets:
         masters = (f"{OPTIMIZER}{name}." for name in MASTERS)
-        prefixes["master"] = next((prefix for prefix in masters if prefix + WORD_EMBEDDING in stored), "")
+        prefixes["master"] = next((prefix for prefix in masters if prefix + WORD_EMBEDDING in plain), "")
         prefixes |= {key: f"{OPTIMIZER}{key}." for key in MOMENTS}
-    plain = {renamed(name): entry for name, entry in stored.items()}  # by names with Megatron's own norms
     tensors: dict[str, LazyTensor] = {}
     used: set[str] = set()
     model = unpadded(config.model)
@@ -108,13 +122,15 @@ def read(
             if key is not None:
                 tensors[f"{key}/{spec.name}"] = _lazy(folder, entry, layer, spec)
     used |= {name for name in stored if megatron_buckets.GROUP.fullmatch(name)}
-    skipped = () if optimizer is not None else ("optimizer.",)
+    skipped = () if optimizer is not None else ("optimizer.", "chained_")
     left = sorted(name for name in stored.keys() - used if not name.startswith(skipped) and EXTRA_STATE not in name)
     check_nothing_left(folder, left, "the model that its args describe")
     if optimizer is not None and has_buckets:
         whole = dataclasses.replace(config.model, padded_vocab_size=int(args["padded_vocab_size"]))
-        weights = {name.removeprefix("master/"): tensor for name, tensor in tensors.items()}
+        buffers = {f"master/{state.name}": tensors[f"master/{state.name}"] for state in states}
+        weights = {name.removeprefix("master/"): tensor for name, tensor in tensors.items() if name not in buffers}
         tensors = megatron_buckets.state_by_parameter(folder, resolve_model(whole, 1), args, stored, weights)
+        tensors |= buffers
     return run_snapshot(config, tensors, args, common, optimizer, remarks)
 
 
@@ -160,43 +176,46 @@ def _lazy_experts(
 def _optimizer(
     folder: Path,
     common: Mapping[str, Any],
-    stored: Collection[str],
+    stored: Mapping[str, StoredTensor],
     others: Mapping[str, StoredValue],
     has_buckets: bool,
 ) -> OptimizerState | None:
     """Return the optimizer's state other than tensors, or None if the checkpoint has no optimizer state.
 
-    stored: all names. Raises CheckpointError for a kind of state that cannot be read.
+    With several ranks of ep it is a chain of two optimizers, of which the second has the experts' parameters. Raises
+    CheckpointError for a kind of state that cannot be read.
     """
-    if not any(name.startswith("optimizer.") for name in stored):
+    names = [CHAINED.sub("", name) for name in (*stored, *others)]
+    if not any(name.startswith("optimizer.") for name in names):
         return None
-    content: Any
     if has_buckets:
-        found = {name: megatron_buckets.content(others, name) for name in ("optimizer", "grad_scaler")}
-        content = {name: value for name, value in found.items() if value is not None}
+        chain = megatron_buckets.contents(others)
     else:
         kind = (common.get("content_metadata") or {}).get("distrib_optim_sharding_type")
-        if kind not in RESHARDABLE or not any(name.startswith(OPTIMIZER) for name in stored):
+        if kind not in RESHARDABLE or not any(name.startswith(OPTIMIZER) for name in names):
             raise CheckpointError(
                 f"{folder}: the distributed optimizer's state is stored as {kind or 'separate objects'}, which "
                 "cannot be read; load it in Megatron and save once with --dist-ckpt-optim-fully-reshardable, or "
                 f"{TRY_WEIGHTS_ONLY}"
             )
-        content = common.get("optimizer")
-    if not isinstance(content, Mapping) or 0 in content or not content:
-        raise CheckpointError(f"{folder}: a chain of several optimizers cannot be converted; {TRY_WEIGHTS_ONLY}")
-    inner = content.get("optimizer", content)
-    steps = {int(group["step"]) for group in inner["param_groups"] if group.get("step") is not None}
-    if "common_step" in inner.get("state", {}):
-        steps = {int(inner["state"]["common_step"])}
-    return OptimizerState([], one_step(folder, steps), content.get("grad_scaler"))
+        content: Any = common.get("optimizer")
+        is_chain = isinstance(content, Mapping) and 0 in content
+        chain = [content[number] for number in sorted(content)] if is_chain else [content]
+    ep, _ = grid_of(vars(common["args"]))
+    if len(chain) > 1 + (ep > 1) or not all(isinstance(content, Mapping) and content for content in chain):
+        raise CheckpointError(f"{folder}: a chain of {len(chain)} optimizers cannot be converted; {TRY_WEIGHTS_ONLY}")
+    steps: set[int] = set()
+    for content in chain:
+        inner = content.get("optimizer", content)
+        own = {int(group["step"]) for group in inner["param_groups"] if group.get("step") is not None}
+        steps |= {int(inner["state"]["common_step"])} if "common_step" in inner.get("state", {}) else own
+    return OptimizerState([], one_step(folder, steps), chain[0].get("grad_scaler"))
 
 
 def write(
     snapshot: Snapshot,
     root: Path,
-    tp: int = 1,
-    pp: int = 1,
+    grid: MegatronGrid,
     transformer_engine: bool = True,
     distributed_optimizer: bool = False,
 ) -> Path:
@@ -205,37 +224,38 @@ def write(
     Its optimizer state is written if Megatron can continue it (`has_writable_optimizer`), for its distributed optimizer
     or for the plain one; else weights to --finetune. One tensor is in memory at a time.
 
-    tp, pp: recorded in the args, and the vocabulary is padded for this tp. Raises ConfigError for a model that
-    Megatron's args cannot express, CheckpointError if root exists.
+    grid: recorded in the args; the vocabulary is padded for its tp, and with several ranks of ep experts have an
+    optimizer of their own. Raises ConfigError for a model that Megatron's args cannot express, CheckpointError if root
+    exists.
     """
     from megapipe.comm.torch_checkpoint import save_state_dict  # its import takes as long as all others together
 
-    run = prepare(snapshot, "torch_dist", tp, pp, transformer_engine, distributed_optimizer)
+    run = prepare(snapshot, "torch_dist", grid, transformer_engine, distributed_optimizer)
     common = common_content(snapshot, run) | {"content_metadata": dict(CONTENT)}
     sources: dict[str, Mapping[str, LazyTensor]] = {"": run.weights}  # by the prefix of their names
     if run.continues:
         kinds = dict(zip(MOMENTS, MOMENTS, strict=True))
-        groups, steps = param_groups(snapshot), float(snapshot.state["optimizer"]["num_steps"])
         if distributed_optimizer:
             kinds["param"] = "master"
             common["content_metadata"] |= {
                 "distrib_optim_sharding_type": FULLY_RESHARDABLE,
                 "distrib_optim_fully_reshardable_mem_efficient": False,
             }
-            inner = optimizer_content(snapshot, {"param_groups": groups})
-            common["optimizer"] = inner | {"param_state_sharding_type": FULLY_RESHARDABLE}
-        else:
-            inner = {"state": {"common_step": torch.tensor(steps)}, "param_groups": groups}
-            is_fp32 = snapshot.config.precision.dtype == "fp32"
-            common["optimizer"] = inner if is_fp32 else optimizer_content(snapshot, inner)
-            kinds |= {} if is_fp32 else {"fp32_param": "master"}
+        elif snapshot.config.precision.dtype != "fp32":
+            kinds["fp32_param"] = "master"
+        chain = [
+            _optimizer_content(snapshot, kind, distributed_optimizer) for kind in (False, True)[: 1 + (grid.ep > 1)]
+        ]
+        common["optimizer"] = chain[0] if len(chain) == 1 else dict(enumerate(chain))
         for theirs, ours in kinds.items():
             sources[f"{OPTIMIZER}{theirs}."] = {
-                name: snapshot.tensors[f"{ours}/{name}"].to(torch.float32) for name in run.weights
+                name: run.snapshot.tensors[f"{ours}/{name}"].to(torch.float32)
+                for name in run.weights
+                if not name.endswith(EXPERT_BIAS)
             }
-    content: dict[str, Any] = {COMMON_VALUE: [common], **_extra_states(run.model, transformer_engine)}
+    content: dict[str, Any] = {COMMON_VALUE: [common], **_extra_states(run, transformer_engine)}
     for prefix, tensors in sources.items():
-        content |= {prefix + name: entry for name, entry in _stacked(run.model, tensors).items()}
+        content |= {prefix + name: entry for name, entry in _stacked(run, tensors, transformer_engine).items()}
     folder = f"iter_{snapshot.step:07d}"
     with new_folder(root) as (disk, temporary):
         disk.make_folder(temporary / folder)
@@ -246,38 +266,69 @@ def write(
     return root / folder
 
 
-def _extra_states(model: ResolvedModelConfig, transformer_engine: bool) -> dict[str, Any]:
+def _optimizer_content(snapshot: Snapshot, of_experts: bool, is_distributed: bool) -> dict[str, Any]:
+    """Return the state of an optimizer other than tensors."""
+    groups, steps = param_groups(snapshot, of_experts), float(snapshot.state["optimizer"]["num_steps"])
+    if is_distributed:
+        inner = optimizer_content(snapshot, {"param_groups": groups})
+        return inner | {"param_state_sharding_type": FULLY_RESHARDABLE}
+    inner = {"state": {"common_step": torch.tensor(steps)}, "param_groups": groups}
+    return inner if snapshot.config.precision.dtype == "fp32" else optimizer_content(snapshot, inner)
+
+
+def _is_stacked(run: MegatronRun) -> bool:
+    """Return True if Megatron stacks the tensors of all layers: unless a list says which have experts."""
+    return not isinstance(run.args[FREQUENCY], list)
+
+
+def _extra_states(run: MegatronRun, transformer_engine: bool) -> dict[str, Any]:
     """Return the extra states that Megatron asks for, empty as without fp8, by name and place among the layers."""
-    modules = EXTRA_STATE_MODULES[0 if transformer_engine else 1 :]
-    if transformer_engine and model.qk_layernorm:
-        modules = (*modules, "self_attention.q_layernorm", "self_attention.k_layernorm")
-    layers, number = "decoder.layers", model.num_layers
-    states: dict[str, Any] = {
-        f"{layers}.{module}.{EXTRA_STATE}/shard_{layer}_{number}": [None]
-        for module in modules
-        for layer in range(number)
-    }
+    layers, number, states = layer_configs(run.model), run.model.num_layers, dict[str, Any]()
+    for layer, config in enumerate(layers):
+        modules = extra_state_modules(config, transformer_engine)
+        shards: dict[str, list[tuple[int, int]]] = {f"{module}.{EXTRA_STATE}": [] for module in modules}
+        if config.num_experts is not None:
+            numbers = [(expert, config.num_experts) for expert in range(config.num_experts)]
+            shards |= {f"mlp.experts.experts.linear_fc{one}.{EXTRA_STATE}": numbers for one in (1, 2)}
+        for module, places in shards.items():
+            own = [(layer, number)] if _is_stacked(run) else []
+            prefix = "decoder.layers." + ("" if own else f"{layer}.")
+            for place in [[*own, one] for one in places] or [own or [(0, 1)]]:
+                at, of = (".".join(str(pair[side]) for pair in place) for side in (0, 1))
+                states[f"{prefix}{module}/shard_{at}_{of}"] = [None]
     return states | ({f"decoder.final_layernorm.{EXTRA_STATE}/shard_0_1": [None]} if transformer_engine else {})
 
 
-def _stacked(model: ResolvedModelConfig, tensors: Mapping[str, LazyTensor]) -> dict[str, LazyTensor | LazyStack]:
-    """Return tensors by Megatron's names, those of layers stacked in the order of the layers.
+def _stacked(
+    run: MegatronRun, tensors: Mapping[str, LazyTensor], transformer_engine: bool
+) -> dict[str, LazyTensor | LazyStack]:
+    """Return tensors by Megatron's names, those of layers stacked in the order of the layers unless layers differ.
 
-    model: with its padded vocabulary, for which rows of zeros are added.
+    The model has a padded vocabulary, for which rows of zeros are added.
     """
     from megapipe.comm.torch_checkpoint import LazyStack
 
+    model, layers = run.model, layer_configs(run.model)
     found: dict[str, LazyTensor] = {}
     stacks: dict[str, list[LazyTensor]] = {}
-    for spec in model_parameters(model, sequence_parallel=False):
-        tensor, name = tensors[spec.name], renamed(spec.name, fused=True)
-        if isinstance(spec.owner, int):
+    for spec in (*model_parameters(model, sequence_parallel=False), *model_states(model)):
+        if spec.name not in tensors:  # states are not among an optimizer's
+            continue
+        tensor, layer = tensors[spec.name], layers[spec.owner] if isinstance(spec.owner, int) else None
+        name = stacked_name(their_name(spec.name, layer, transformer_engine, is_dist=True))
+        if spec.is_expert:
+            tensor = LazyTensor(stacked_shape(spec), tensor.dtype, partial(_stack, spec, tensor))
+        if layer is not None and _is_stacked(run):
             stacks.setdefault(name.replace(f"layers.{spec.owner}.", "layers.", 1), []).append(tensor)
-        elif tensor.shape == spec.shape:
+        elif layer is not None or tensor.shape == spec.shape:
             found[name] = tensor
         else:
             found[name] = LazyTensor(spec.shape, tensor.dtype, partial(_padded, tensor, spec.shape[0]))
     return found | {name: LazyStack(rows) for name, rows in stacks.items()}
+
+
+def _stack(spec: ParamSpec, tensor: LazyTensor) -> Tensor:
+    return to_stack(spec, tensor.detach()).contiguous()
 
 
 def _padded(tensor: LazyTensor, num_rows: int) -> Tensor:

@@ -6,8 +6,11 @@ of a layer are one tensor for each, of which linear_fc2's is transposed.
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -16,6 +19,7 @@ from torch import Tensor
 from megapipe.config.model import EXPERT_SCORES, LOAD_BALANCING
 from megapipe.errors import ConfigError
 from megapipe.extras.convert.tables import Layers, Rule, Settings
+from megapipe.sharding.boxes import pieces
 from megapipe.sharding.spec import Experts, ParamSpec
 
 FREQUENCY, BALANCE, COEFFICIENT = "moe_layer_freq", "moe_router_load_balancing_type", "moe_aux_loss_coeff"
@@ -137,6 +141,60 @@ def local_part_shape(spec: ParamSpec, num_local: int, local_shape: tuple[int, ..
     return (rows // num_local * (spec.slicing.etp if spec.name.endswith("bias2") else 1), *others)
 
 
+@dataclass(frozen=True)
+class Member:
+    """One tensor of a rank in Megatron: a parameter's slice, or that of one of the rank's experts."""
+
+    spec: ParamSpec
+    expert: int | None = None  # its number on the rank
+
+    def name(self, is_grouped: bool) -> str:
+        """Return Megatron's name of an expert's tensor, else ours. is_grouped: by Transformer Engine's grouped GEMM."""
+        if self.expert is None:
+            return self.spec.name
+        module, kind = self.spec.name.rsplit(".", 1)
+        place = f"linear_fc{kind[-1]}.{kind[:-1]}"
+        return f"{module}.{place}{self.expert}" if is_grouped else f"{module}.local_experts.{self.expert}.{place}"
+
+    def num_elements(self, rank: int, ranks: int, num_local: int) -> int:
+        """Return its size on a rank of tp, or of ep x etp, that has so many experts."""
+        local = self.spec.local_shape(rank, ranks)
+        if self.expert is None:
+            return math.prod(local)
+        return math.prod(local_part_shape(self.spec, num_local, local))
+
+
+def members(specs: Iterable[ParamSpec], ep: int, is_grouped: bool) -> list[Member]:
+    """Return the tensors of a rank in Megatron's order. specs: its parameters, in that order but for experts."""
+    found: list[Member] = []
+    for (is_expert, _), group in groupby(specs, lambda spec: (spec.is_expert, spec.owner)):
+        same = list(group)
+        if not is_expert:
+            found += [Member(spec) for spec in same]
+            continue
+        linears = [[spec for spec in same if spec.name.endswith(number)] for number in "12"]  # weight, bias
+        assert isinstance(same[0].slicing, Experts)
+        numbers = range(same[0].slicing.count // ep)
+        if is_grouped:
+            found += [Member(spec, number) for linear in linears for number in numbers for spec in linear]
+        else:
+            found += [Member(spec, number) for number in numbers for linear in linears for spec in linear]
+    return found
+
+
+def local_parts(spec: ParamSpec, whole: Tensor, rank: int, ep: int) -> tuple[Tensor, ...]:
+    """Return the tensors of a rank's experts, the inverse of `local_slice`. whole: that of all experts.
+
+    rank: ep_rank x etp + etp_rank.
+    """
+    assert isinstance(spec.slicing, Experts)
+    etp, num_local = spec.slicing.etp, spec.slicing.count // ep
+    if spec.name.endswith("bias2"):
+        return whole.chunk(spec.slicing.count)[rank // etp * num_local :][:num_local]
+    parts = torch.cat([whole[piece.box.slices] for piece in pieces(spec, rank, ep * etp)]).chunk(num_local)
+    return tuple(part.t() if spec.name.endswith("weight2") else part for part in parts)
+
+
 def stacked_name(name: str) -> str:
     """Return the name in torch_dist of a tensor of all experts of a layer, or the name of another tensor."""
     end = next((end for end in STACKED if name.endswith(end)), None)
@@ -154,6 +212,13 @@ def stacked_shape(spec: ParamSpec) -> tuple[int, ...]:
 def from_stack(spec: ParamSpec, stack: Tensor) -> Tensor:
     """Return a tensor of all experts of a layer from that of torch_dist."""
     return (stack.transpose(1, 2) if spec.name.endswith("weight2") else stack).flatten(0, 1)
+
+
+def to_stack(spec: ParamSpec, whole: Tensor) -> Tensor:
+    """Return the tensor of torch_dist from ours of all experts of a layer."""
+    assert isinstance(spec.slicing, Experts)
+    stack = whole.unflatten(0, (spec.slicing.count, -1))
+    return stack.transpose(1, 2) if spec.name.endswith("weight2") else stack
 
 
 def grid_of(args: Mapping[str, Any]) -> tuple[int, int]:

@@ -12,8 +12,8 @@ must equal the weights, otherwise the file is rejected.
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -24,27 +24,40 @@ import torch
 from torch import Tensor
 
 from megapipe.config.config import resolve_model
+from megapipe.config.layers import layer_configs
 from megapipe.errors import CheckpointError
 from megapipe.extras.convert.megatron import (
     EXTRA_STATE,
-    FUSED_ORDER,
     HEAD,
-    LAYER_ORDER,
     MOMENTS,
     TRACKER,
     TRY_WEIGHTS_ONLY,
+    MegatronGrid,
     OptimizerState,
+    in_order,
     iteration_folder,
     joined,
-    place_in_layer,
+    layer_order,
     read_run_config,
     renamed,
     run_snapshot,
+    their_name,
+    with_cut_latents,
 )
-from megapipe.extras.convert.megatron_experts import expert_tensor, grid_of, local_names, local_part_shape, local_slice
+from megapipe.extras.convert.megatron_experts import (
+    Member,
+    expert_tensor,
+    grid_of,
+    local_names,
+    local_part_shape,
+    local_parts,
+    local_slice,
+    members,
+)
 from megapipe.extras.convert.megatron_writing import (
-    EXTRA_STATE_MODULES,
+    MegatronRun,
     common_content,
+    extra_state_modules,
     is_decayed,
     optimizer_content,
     param_groups,
@@ -52,7 +65,15 @@ from megapipe.extras.convert.megatron_writing import (
     with_padding,
 )
 from megapipe.extras.convert.pickled import load_pickled
-from megapipe.extras.convert.snapshot import DTYPES, LazyTensor, Snapshot, check_nothing_left, new_folder, one_step
+from megapipe.extras.convert.snapshot import (
+    DTYPES,
+    EXPERT_BIAS,
+    LazyTensor,
+    Snapshot,
+    check_nothing_left,
+    new_folder,
+    one_step,
+)
 from megapipe.extras.convert.tables import unpadded
 from megapipe.layers.embedding import WORD_EMBEDDING
 from megapipe.layers.model import model_parameters, model_states, stage_parameters
@@ -138,7 +159,8 @@ def read(
     states = model_states(padded)  # buffers, which optimizers do not have
     shapes |= {spec.name: spec.shape for spec in states}
     tensors: dict[str, LazyTensor] = {}
-    for spec in (*model_parameters(padded, sequence_parallel=False, etp=etp), *states):
+    specs = model_parameters(padded, sequence_parallel=False, etp=etp)
+    for spec in (*(_as_stored(spec, stages, located, tp) for spec in specs), *states):
         if spec.name not in located:
             raise CheckpointError(f"{folder} lacks the tensor {spec.name}, which its args require")
         stage, name = located.pop(spec.name)
@@ -160,6 +182,18 @@ def read(
         names = [name for _, name in located.values()]
         check_nothing_left(stages[stage][0].path, names, "the model that its args describe")
     return run_snapshot(config, tensors, args, first, state, remarks)
+
+
+def _as_stored(
+    spec: ParamSpec, stages: Sequence[Sequence[Chunk]], located: Mapping[str, tuple[int, str]], tp: int
+) -> ParamSpec:
+    """Return a parameter as it is cut there: Megatron's own linears to latents are cut, Transformer Engine's not."""
+    cut = with_cut_latents(spec)
+    if cut is spec or spec.name not in located:
+        return spec
+    stage, name = located[spec.name]
+    found = stages[stage][0].tensors["weights"].get(name)
+    return cut if isinstance(found, Tensor) and found.shape[:1] == (spec.shape[0] // tp,) else spec
 
 
 def _of_experts(chunks: Sequence[Chunk], key: str, spec: ParamSpec, name: str) -> LazyTensor:
@@ -213,7 +247,7 @@ def _load_stages(
         content = first if (pp_rank, tp_rank, ep_rank) == (0, 0, 0) else load_pickled(path)
         models = _models(path, content)
         if not weights_only and "optimizer" in first:
-            states.append(_read_optimizer(path, content, models))
+            states.append(_read_optimizer(path, content, models, ep))
         for number, weights in enumerate(models[:num_chunks]):
             optimized = states[-1].tensors[number] if states else {}
             stage, chunk = number * pp + pp_rank, Chunk(path, {"weights": weights, **optimized})
@@ -248,14 +282,14 @@ def _locate(folder: Path, stages: list[list[Chunk]], num_layers: int) -> dict[st
     """Return the stage, and the name in its chunks, of each tensor by our name."""
     located: dict[str, tuple[int, str]] = {}
     first = 0  # layers of the stages before
-    for stage, members in enumerate(stages):
-        weights = members[0].tensors["weights"]
+    for stage, ranks in enumerate(stages):
+        weights = ranks[0].tensors["weights"]
         for name in weights:
             expert = expert_tensor(name)
             local = name if expert is None else expert[0]
             ours = renamed(local, first)
             if ours in located and ours != WORD_EMBEDDING and located[ours] != (stage, local):
-                raise CheckpointError(f"{members[0].path} and an earlier chunk both hold {ours}")
+                raise CheckpointError(f"{ranks[0].path} and an earlier chunk both hold {ours}")
             located.setdefault(ours, (stage, local))
         first += len({match[1] for name in weights if (match := LAYER.match(name))})
     if first != num_layers:
@@ -266,16 +300,41 @@ def _locate(folder: Path, stages: list[list[Chunk]], num_layers: int) -> dict[st
 # -------------------------------------------------------------------------------------------- optimizer state
 
 
-def _read_optimizer(path: Path, content: Mapping[str, Any], models: Sequence[Weights]) -> OptimizerState:
+def _read_optimizer(path: Path, content: Mapping[str, Any], models: Sequence[Weights], ep: int) -> OptimizerState:
+    """Read the state of one rank: with several ranks of ep a chain of two optimizers, of which the second has the
+    experts' parameters.
+    """
     optimizer, flat = content.get("optimizer"), path.with_name(OPTIMIZER_FILE)
-    if not isinstance(optimizer, dict):
-        raise CheckpointError(f"{path}: a chain of several optimizers cannot be converted; {TRY_WEIGHTS_ONLY}")
+    trained = [{name: t for name, t in model.items() if not name.endswith(EXPERT_BIAS)} for model in models]
+    chain = optimizer if isinstance(optimizer, list) else [optimizer]
+    kinds = [trained]
+    if len(chain) == 2 and ep > 1:
+        kinds = [
+            [{name: t for name, t in model.items() if (expert_tensor(name) is not None) == kind} for model in trained]
+            for kind in (False, True)
+        ]
+    elif len(chain) != 1 or not isinstance(chain[0], dict):
+        raise CheckpointError(f"{path}: a chain of {len(chain)} optimizers cannot be converted; {TRY_WEIGHTS_ONLY}")
+    flats = None
     if flat.exists():
-        return read_distributed(flat, optimizer, load_pickled(flat), models)
-    if "param_groups" not in optimizer and "state" not in optimizer.get("optimizer", {}):
-        lacks = f"without its {OPTIMIZER_FILE}; {TRY_WEIGHTS_ONLY}"
-        raise CheckpointError(f"{path.parent} holds the groups of a distributed optimizer {lacks}")
-    return read_plain(path, optimizer, models)
+        flats = load_pickled(flat, len(kinds)) if len(kinds) > 1 else [load_pickled(flat)]
+    states = []
+    for number, (one, chunks) in enumerate(zip(chain, kinds, strict=True)):
+        if flats is not None:
+            if flats[number] is not None:  # a rank that is not the first of its copies lacks it
+                states.append(read_distributed(flat, one, flats[number], chunks))
+        elif "param_groups" not in one and "state" not in one.get("optimizer", {}):
+            lacks = f"without its {OPTIMIZER_FILE}; {TRY_WEIGHTS_ONLY}"
+            raise CheckpointError(f"{path.parent} holds the groups of a distributed optimizer {lacks}")
+        elif any(chunks) or any(group["params"] for group in one.get("optimizer", one)["param_groups"]):
+            states.append(read_plain(path, one, chunks))
+    tensors: list[dict[str, dict[str, Tensor]]] = [{} for _ in models]
+    for state in states:
+        for found, more in zip(tensors, state.tensors, strict=True):
+            for key, named in more.items():
+                found.setdefault(key, {}).update(named)
+    steps = {state.num_steps for state in states}
+    return OptimizerState(tensors, one_step(path, steps or {0}), states[0].scaler if states else None)
 
 
 def read_plain(path: Path, optimizer: Mapping[str, Any], chunks: Sequence[Weights]) -> OptimizerState:
@@ -285,11 +344,11 @@ def read_plain(path: Path, optimizer: Mapping[str, Any], chunks: Sequence[Weight
     found: list[dict[str, dict[str, Tensor]]] = [{} for _ in chunks]
     steps = set()
     groups = inner["param_groups"]
-    for number, (group, members) in enumerate(zip(groups, _members(path, groups, chunks), strict=True)):
-        if masters is not None and len(masters[number]) != len(members):
-            counts = f"{len(masters[number])} masters for {len(members)} parameters"
+    for number, (group, own) in enumerate(zip(groups, _members(path, groups, chunks), strict=True)):
+        if masters is not None and len(masters[number]) != len(own):
+            counts = f"{len(masters[number])} masters for {len(own)} parameters"
             raise CheckpointError(f"{path}: group {number} of the optimizer has {counts}")
-        for place, (index, (chunk, name)) in enumerate(zip(group["params"], members, strict=True)):
+        for place, (index, (chunk, name)) in enumerate(zip(group["params"], own, strict=True)):
             state, weight = inner["state"].get(index), chunks[chunk][name]
             if state is None or any(key not in state for key in MOMENTS):
                 wanted = " and ".join(MOMENTS)
@@ -325,15 +384,15 @@ def _members(
 
     for number, group in enumerate(groups):
         wanted = bool(group.get("wd_mult", 1.0)), bool(group.get("is_decoupled_lr", False))
-        members = [(chunk, name) for chunk, name in left if kind(chunk, name) == wanted]
-        if len(members) != len(group["params"]):
+        own = [(chunk, name) for chunk, name in left if kind(chunk, name) == wanted]
+        if len(own) != len(group["params"]):
             raise CheckpointError(
                 f"{path}: group {number} of the optimizer (wd_mult {group.get('wd_mult')}) has {len(group['params'])} "
-                f"parameters, but {len(members)} of the model belong there: the groups do not follow the rule that "
+                f"parameters, but {len(own)} of the model belong there: the groups do not follow the rule that "
                 f"only matrices decay; {TRY_WEIGHTS_ONLY}"
             )
-        left = [place for place in left if place not in members]
-        yield members
+        left = [place for place in left if place not in own]
+        yield own
 
 
 def read_distributed(
@@ -345,9 +404,14 @@ def read_distributed(
             f"{path} stores the distributed optimizer's state by buckets, as cut for its data-parallel size: it is "
             f"tied to that grid. Load and save it once with a Megatron from 2024 or later, or {TRY_WEIGHTS_ONLY}"
         )
-    found = []
+    found: list[dict[str, dict[str, Tensor]]] = []
+    used = 0
     for number, weights in enumerate(chunks):
-        buffers = list(state.get(number, {}).values())
+        if not weights:  # a chunk without experts has no buffer of theirs
+            found.append({})
+            continue
+        buffers = list(state.get(used, {}).values())
+        used += 1
         if len(buffers) != 1:
             rule = "only one dtype can be converted"
             raise CheckpointError(f"{path}: chunk {number} has {len(buffers)} gradient buffers; {rule}")
@@ -396,8 +460,7 @@ def _unflatten(path: Path, buffer: Mapping[str, Any], weights: Weights) -> dict[
 def write(
     snapshot: Snapshot,
     root: Path,
-    tp: int = 1,
-    pp: int = 1,
+    grid: MegatronGrid,
     transformer_engine: bool = True,
     distributed_optimizer: bool = False,
 ) -> Path:
@@ -405,112 +468,173 @@ def write(
 
     Its optimizer state is written if Megatron can continue it (`has_writable_optimizer`), else weights to --finetune.
 
-    transformer_engine: use its names of norms instead of those of --transformer-impl local. distributed_optimizer:
-    write the state for --use-distributed-optimizer. Raises ConfigError for an unsuitable tp or pp or a model that
-    Megatron's args cannot express, CheckpointError if root exists.
+    transformer_engine: use its names, of norms and of experts in grouped GEMMs, instead of those of --transformer-impl
+    local. distributed_optimizer: write the state for --use-distributed-optimizer. Raises ConfigError for an unsuitable
+    grid or a model that Megatron's args cannot express, CheckpointError if root exists.
     """
-    run = prepare(snapshot, "torch", tp, pp, transformer_engine, distributed_optimizer)
-    specs, layers = (
-        _in_order(model_parameters(run.model, sequence_parallel=False), transformer_engine),
-        run.model.num_layers,
-    )
+    run = prepare(snapshot, "torch", grid, transformer_engine, distributed_optimizer)
     folder = f"iter_{snapshot.step:07d}"
     with new_folder(root) as (disk, temporary):
-        for pp_rank in range(pp):
-            held = range(pp_rank * layers // pp, (pp_rank + 1) * layers // pp)
-            stage = stage_parameters(specs, held, pp_rank == 0, pp_rank == pp - 1)
-            if pp_rank > 0:  # the copy of a tied embedding is the last stage's output layer
-                stage = tuple(sorted(stage, key=lambda spec: spec.owner == "embedding"))
-            for tp_rank in range(tp):
-                weights: dict[str, Tensor | None] = {}  # layers are numbered from 0
-                for spec in stage:
-                    name = renamed(spec.name, -held.start, transformer_engine)
-                    if name == WORD_EMBEDDING and pp_rank > 0:
-                        name = HEAD  # the last stage's copy of a tied embedding
-                    weights[name] = _slice(spec, run.weights[spec.name].detach(), tp_rank, tp)
-                rank = temporary / folder / (f"mp_rank_{tp_rank:02d}" + (f"_{pp_rank:03d}" if pp > 1 else ""))
-                disk.make_folder(rank)
-                optimizer: dict[str, Any] = {}
-                if run.continues:
-                    cut = partial(_cut, snapshot, tp_rank, tp)
-                    if distributed_optimizer:
-                        optimizer = {"optimizer": optimizer_content(snapshot, {"param_groups": param_groups(snapshot)})}
-                        with disk.create(rank / OPTIMIZER_FILE) as file:
-                            torch.save(_flat_state(snapshot, stage, cut, pp), cast(IO[bytes], file))
-                    else:
-                        optimizer = {"optimizer": _plain_state(snapshot, stage, cut)}
-                if transformer_engine:
-                    for layer in range(len(held)):
-                        for module in EXTRA_STATE_MODULES:
-                            weights[f"decoder.layers.{layer}.{module}.{EXTRA_STATE}"] = None
-                with disk.create(rank / MODEL_FILE) as file:  # it calls write and flush
-                    torch.save(common_content(snapshot, run) | {"model": weights} | optimizer, cast(IO[bytes], file))
-                del weights, optimizer  # before the next rank's weights are read
+        for pp_rank in range(grid.pp):
+            for tp_rank, ep_rank in _ranks(grid):
+                rank = Rank(run, grid, pp_rank, tp_rank, ep_rank, transformer_engine)
+                names = [f"{tp_rank:02d}", *([f"{pp_rank:03d}"] if grid.pp > 1 else [])]
+                place = temporary / folder / "_".join(["mp_rank", *names, *([f"{ep_rank:03d}"] if grid.ep > 1 else [])])
+                disk.make_folder(place)
+                content = common_content(snapshot, run) | {"model": rank.weights()}
+                if run.continues and distributed_optimizer:
+                    groups = [
+                        optimizer_content(snapshot, {"param_groups": param_groups(snapshot, of_experts)})
+                        for of_experts, _ in rank.optimizers()
+                    ]
+                    content["optimizer"] = _one_or_chain(groups)
+                    with disk.create(place / OPTIMIZER_FILE) as file:
+                        flats = [rank.flat_state(members) for _, members in rank.optimizers()]
+                        torch.save(_one_or_chain(flats), cast(IO[bytes], file))
+                elif run.continues:
+                    states = [rank.plain_state(*optimizer) for optimizer in rank.optimizers()]
+                    content["optimizer"] = _one_or_chain(states)
+                with disk.create(place / MODEL_FILE) as file:  # it calls write and flush
+                    torch.save(content, cast(IO[bytes], file))
+                del rank, content  # before the next rank's weights are read
         disk.write_file(temporary / TRACKER, str(snapshot.step).encode())
     return root / folder
 
 
-def _in_order(specs: Sequence[ParamSpec], transformer_engine: bool) -> list[ParamSpec]:
-    """Return the parameters in the order in which Megatron creates them, which its optimizer numbers."""
-    order = FUSED_ORDER if transformer_engine else LAYER_ORDER
-    kinds = {"embedding": -1, "head": sys.maxsize}
-    return sorted(
-        specs,
-        key=lambda s: (s.owner, place_in_layer(order, s)) if isinstance(s.owner, int) else (kinds[s.owner], 0),
-    )
+def _ranks(grid: MegatronGrid) -> list[tuple[int, int]]:
+    """Return the tp_rank and ep_rank of every rank of a stage that has other slices than those before."""
+    size = math.lcm(grid.tp, grid.etp * grid.ep)
+    return sorted({(rank % grid.tp, rank // grid.etp % grid.ep) for rank in range(size)})
 
 
-def _cut(snapshot: Snapshot, tp_rank: int, tp: int, key: str, spec: ParamSpec) -> Tensor:
-    """Return a tp rank's slice of a tensor of the optimizer's state, in fp32. key: of the Snapshot."""
-    return _slice(spec, snapshot.tensors[f"{key}/{spec.name}"].detach(), tp_rank, tp).float()
+def _one_or_chain(states: Sequence[Any]) -> Any:
+    """Return the state of one optimizer, or that of Megatron's chain of several."""
+    return states[0] if len(states) == 1 else list(states)
 
 
-def _plain_state(
-    snapshot: Snapshot, stage: Sequence[ParamSpec], cut: Callable[[str, ParamSpec], Tensor]
-) -> dict[str, Any]:
-    """Return the state of Megatron's plain Adam on one rank."""
-    steps, groups = float(snapshot.state["optimizer"]["num_steps"]), []
-    masters: list[list[Tensor]] = []
-    moments: dict[int, dict[str, Tensor]] = {}
-    for group in param_groups(snapshot):
-        members = [spec for spec in stage if is_decayed(spec) == bool(group["wd_mult"])]
-        if not members:
-            continue
-        indices = list(range(len(moments), len(moments) + len(members)))
-        for index, spec in zip(indices, members, strict=True):
-            moments[index] = {"step": torch.tensor(steps)} | {key: cut(key, spec) for key in MOMENTS}
-        groups.append({"params": indices, **group})
-        masters.append([cut("master", spec) for spec in members])
-    optimizer: dict[str, Any] = {"state": moments, "param_groups": groups}
-    if snapshot.config.precision.dtype == "fp32":
-        return optimizer
-    return optimizer_content(snapshot, optimizer) | {"fp32_from_fp16_params": masters}
+@dataclass(frozen=True)
+class Rank:
+    """The tensors of one rank in Megatron's order."""
 
+    run: MegatronRun
+    grid: MegatronGrid
+    pp_rank: int
+    tp_rank: int
+    ep_rank: int
+    transformer_engine: bool
 
-def _flat_state(
-    snapshot: Snapshot, stage: Sequence[ParamSpec], cut: Callable[[str, ParamSpec], Tensor], pp: int
-) -> dict[Any, Any]:
-    """Return the parameter state of Megatron's distributed optimizer on one rank, without overlap of gradients.
+    @cached_property
+    def layers(self) -> range:
+        """The numbers of its layers."""
+        number, pp = self.run.model.num_layers, self.grid.pp
+        return range(self.pp_rank * number // pp, (self.pp_rank + 1) * number // pp)
 
-    Each buffer is flat: parameters in reverse order, each from a multiple of 64 elements of its bucket on. A tied
-    embedding has a bucket of its own, and all others have one; if the sizes of parameters are multiples of 64, the
-    buffer is the same for any buckets.
-    """
-    is_tied = pp > 1 and not snapshot.config.model.untie_embeddings_and_output_weights
-    flats: dict[str, Any] = {}
-    for theirs, ours in (("param", "master"), *zip(MOMENTS, MOMENTS, strict=True)):
-        parts: list[Tensor] = []
-        total = bucket_start = 0
-        for spec in reversed(stage):
-            values = cut(ours, spec).flatten()
-            gap = -(total - bucket_start) % ALIGNMENT
-            parts += [values.new_zeros(gap), values]
-            total += gap + values.numel()
-            if is_tied and spec.name == WORD_EMBEDDING:
-                bucket_start = total
-        flats |= {theirs: torch.cat(parts), "numel_unpadded": total}
-    dtypes = DTYPES[snapshot.config.precision.dtype], torch.float32  # of the parameters, of their gradients
-    return {"buckets_coalesced": True, 0: {dtypes: flats}}
+    @cached_property
+    def members(self) -> list[Member]:
+        model, grid, is_fused = self.run.model, self.grid, self.transformer_engine
+        specs = model_parameters(model, sequence_parallel=False, etp=grid.etp)
+        if not is_fused:
+            specs = tuple(with_cut_latents(spec) for spec in specs)
+        order = layer_order(model.multi_latent_attention, is_fused)
+        first, last = self.pp_rank == 0, self.pp_rank == grid.pp - 1
+        stage = in_order(stage_parameters(specs, self.layers, first, last), order)
+        if not first:  # the copy of a tied embedding is the last stage's output layer
+            stage = sorted(stage, key=lambda spec: spec.owner == "embedding")
+        return members(stage, grid.ep, is_fused)
+
+    def optimizers(self) -> list[tuple[bool, list[Member]]]:
+        """Return the optimizers, each with its parameters: with several ranks of ep the second is that of experts."""
+        if self.grid.ep == 1:
+            return [(False, self.members)]
+        return [(kind, [one for one in self.members if one.spec.is_expert == kind]) for kind in (False, True)]
+
+    def weights(self) -> dict[str, Tensor | None]:
+        """Return the weights, states and extra states (None) by Megatron's names. Layers are numbered from 0."""
+        tensors, layers = self.run.weights, layer_configs(self.run.model)
+        found: dict[str, Tensor | None] = {}
+        cut = self._cutter(tensors.__getitem__)
+        for one in self.members:
+            owner, name = one.spec.owner, one.name(self.transformer_engine)
+            layer = layers[owner] if isinstance(owner, int) else None
+            name = their_name(name, layer, self.transformer_engine, is_dist=False, shift=-self.layers.start)
+            if name == WORD_EMBEDDING and self.pp_rank > 0:
+                name = HEAD  # the last stage's copy of a tied embedding
+            found[name] = cut(one)
+        for state in model_states(self.run.model):
+            if state.owner in self.layers:
+                name = their_name(state.name, None, False, is_dist=False, shift=-self.layers.start)
+                found[name] = tensors[state.name].detach()
+        if self.transformer_engine:
+            for number, layer in enumerate(layers[self.layers.start : self.layers.stop]):
+                modules = extra_state_modules(layer, transformer_engine=True)
+                if layer.num_experts is not None:
+                    modules += ["mlp.experts.linear_fc1", "mlp.experts.linear_fc2"]
+                found |= {f"decoder.layers.{number}.{module}.{EXTRA_STATE}": None for module in modules}
+        return found
+
+    def _cutter(self, tensor: Callable[[str], LazyTensor]) -> Callable[[Member], Tensor]:
+        """Return a function that cuts tensors of this rank, and reads those of all experts once."""
+        grid, found = self.grid, dict[str, tuple[Tensor, ...]]()
+        rank = self.ep_rank * grid.etp + self.tp_rank % grid.etp
+
+        def cut(one: Member) -> Tensor:
+            if one.expert is None:
+                return _slice(one.spec, tensor(one.spec.name).detach(), self.tp_rank, grid.tp)
+            if one.spec.name not in found:
+                found[one.spec.name] = local_parts(one.spec, tensor(one.spec.name).detach(), rank, grid.ep)
+            return found[one.spec.name][one.expert].contiguous()
+
+        return cut
+
+    def _state(self, key: str) -> Callable[[Member], Tensor]:
+        """Return a function that cuts tensors of the optimizer's state, in fp32. key: of the Snapshot."""
+        cut = self._cutter(lambda name: self.run.snapshot.tensors[f"{key}/{name}"])
+        return lambda one: cut(one).float()
+
+    def plain_state(self, of_experts: bool, own: Sequence[Member]) -> dict[str, Any]:
+        """Return the state of Megatron's plain Adam of these parameters."""
+        snapshot = self.run.snapshot
+        steps, groups = float(snapshot.state["optimizer"]["num_steps"]), []
+        state = {key: self._state(key) for key in ("master", *MOMENTS)}
+        masters: list[list[Tensor]] = []
+        moments: dict[int, dict[str, Tensor]] = {}
+        for group in param_groups(snapshot, of_experts):
+            decayed = [one for one in own if is_decayed(one.spec) == bool(group["wd_mult"])]
+            if not decayed:
+                continue
+            indices = list(range(len(moments), len(moments) + len(decayed)))
+            for index, one in zip(indices, decayed, strict=True):
+                moments[index] = {"step": torch.tensor(steps)} | {key: state[key](one) for key in MOMENTS}
+            groups.append({"params": indices, **group})
+            masters.append([state["master"](one) for one in decayed])
+        optimizer: dict[str, Any] = {"state": moments, "param_groups": groups}
+        if snapshot.config.precision.dtype == "fp32":
+            return optimizer
+        return optimizer_content(snapshot, optimizer) | {"fp32_from_fp16_params": masters}
+
+    def flat_state(self, own: Sequence[Member]) -> dict[Any, Any]:
+        """Return the parameter state of Megatron's distributed optimizer, without overlap of gradients.
+
+        Each buffer is flat: parameters in reverse order, each from a multiple of 64 elements of its bucket on. A tied
+        embedding has a bucket of its own, and all others have one; if the sizes of parameters are multiples of 64, the
+        buffer is the same for any buckets. A rank without such parameters has no buffer.
+        """
+        snapshot, content = self.run.snapshot, {"buckets_coalesced": True}
+        is_tied = self.grid.pp > 1 and not snapshot.config.model.untie_embeddings_and_output_weights
+        flats: dict[str, Any] = {}
+        for theirs, ours in (("param", "master"), *zip(MOMENTS, MOMENTS, strict=True)):
+            cut, parts = self._state(ours), list[Tensor]()
+            total = bucket_start = 0
+            for one in reversed(own):
+                values = cut(one).flatten()
+                gap = -(total - bucket_start) % ALIGNMENT
+                parts += [values.new_zeros(gap), values]
+                total += gap + values.numel()
+                if is_tied and one.spec.name == WORD_EMBEDDING:
+                    bucket_start = total
+            flats |= {theirs: torch.cat(parts) if parts else torch.empty(0), "numel_unpadded": total}
+        dtypes = DTYPES[snapshot.config.precision.dtype], torch.float32  # of the parameters, of their gradients
+        return content | ({0: {dtypes: flats}} if own else {})
 
 
 def _slice(spec: ParamSpec, whole: Tensor, tp_rank: int, tp: int) -> Tensor:

@@ -25,8 +25,9 @@ from megapipe.plan.balanced_cut import undominated
 from megapipe.plan.cut import cut_layers
 from megapipe.plan.hardware import Hardware, Link
 from megapipe.plan.layer_time import ContextLinks, ExpertLinks, OpSeconds, head_seconds, layer_seconds
+from megapipe.plan.links import context_links, expert_links_of
 from megapipe.plan.recompute_choice import FULL, choices
-from megapipe.plan.step_time import context_links, expert_links_of, update_bytes
+from megapipe.plan.step_time import update_bytes
 from megapipe.schedule.action import Action, Op
 from megapipe.schedule.costs import Shape
 from megapipe.schedule.families import SCHEDULES
@@ -277,7 +278,7 @@ class Bounds:
         head = head_seconds(spec, shape, hardware, tp_link)
         for _, layer in spec.predictions:
             own = replace(shape, recompute=shape.recompute.of_predictions)
-            head += layer_seconds(layer, own, hardware, tp_link, experts=experts)
+            head += layer_seconds(layer, own, hardware, tp_link, over.contexts, over.experts)
         numbers = [spec.layers.index(kind) for kind in spec.kinds]
         kept = [sum(stage_bytes(spec, fewest, StageLayers(n, n + 1, False, False)).values()) for n in numbers]
         with_head = sum(stage_bytes(spec, fewest, StageLayers(0, 1, False, True)).values())
@@ -292,7 +293,9 @@ class Bounds:
         def part(each: OpSeconds, kept_bytes: int) -> _Part:
             return _Part(each.of(Op.F), each.of(Op.I), both(each), kept_bytes)
 
-        seconds = (layer_seconds(kind, shape, hardware, tp_link, over.contexts, over.experts) for kind in spec.kinds)
+        # with the overlap, computation hides all messages of experts at best
+        experts = None if self._config.parallel.overlap_moe_expert_parallel_comm else over.experts
+        seconds = (layer_seconds(kind, shape, hardware, tp_link, over.contexts, experts) for kind in spec.kinds)
         return _Times(
             tuple(map(part, seconds, kept)),
             part(head, with_head - kept[0]),

@@ -26,7 +26,7 @@ from megapipe.extras.cli.convert import main
 from megapipe.extras.cli.convert import read as read_source
 from megapipe.extras.convert import megatron_dist, megatron_legacy
 from megapipe.extras.convert.formats import guess
-from megapipe.extras.convert.megatron import read_config
+from megapipe.extras.convert.megatron import MegatronGrid, read_config
 from megapipe.extras.convert.megatron_legacy import read_distributed, read_plain
 from megapipe.extras.convert.pickled import StandIn, load_pickled, read_folder
 from megapipe.extras.convert.snapshot import LazyTensor, Snapshot, fresh_state, read_checkpoint
@@ -192,7 +192,7 @@ def test_what_is_written_for_megatron_reads_back_exactly(
     tmp_path: Path, name: str, tp: int, pp: int, transformer_engine: bool
 ) -> None:
     snapshot = drawn(MODELS[name])
-    folder = megatron_legacy.write(snapshot, tmp_path / "megatron", tp, pp, transformer_engine)
+    folder = megatron_legacy.write(snapshot, tmp_path / "megatron", MegatronGrid(tp, pp), transformer_engine)
     assert len(list(folder.glob("mp_rank_*"))) == tp * pp
     again = megatron_legacy.read(tmp_path / "megatron")
     assert differing(again, {name: tensor.detach() for name, tensor in snapshot.tensors.items()}) == []
@@ -290,7 +290,7 @@ def args_of(real: Path, **changes: Any) -> dict[str, Any]:
 
 ARGS: dict[str, tuple[dict[str, Any], str]] = {
     "experts": ({"num_experts": 8, "moe_latent_size": 4}, "moe_latent_size 4 cannot be expressed"),
-    "latent_attention": ({"multi_latent_attention": True}, "multi_latent_attention True cannot be expressed"),
+    "latent_attention": ({"multi_latent_attention": True}, "rotates all channels of --qk-pos-emb-head-dim"),
     "two_scalings": (
         {"use_rope_scaling": True, "rotary_seq_len_interpolation_factor": 2},
         "together cannot be expressed",
@@ -369,7 +369,7 @@ def _rewrite(path: Path, change: Any) -> None:
 
 def test_layers_without_attention_or_mlp_are_read_from_a_grid(tmp_path: Path) -> None:
     plain = drawn(LLAMA_MODEL)
-    folder = megatron_legacy.write(plain, tmp_path / "megatron", 2, 2)
+    folder = megatron_legacy.write(plain, tmp_path / "megatron", MegatronGrid(2, 2))
     present: dict[str, Any] = {"attention": {"n_heads_in_group": 2}, "ffn": {"ffn_mult": 1.0}}
     blocks = [
         present,
@@ -420,14 +420,14 @@ HARM: dict[str, tuple[Any, str]] = {
 
 @pytest.mark.parametrize(("change", "message"), HARM.values(), ids=HARM.keys())
 def test_tensors_without_a_place_are_named(tmp_path: Path, change: Any, message: str) -> None:
-    folder = megatron_legacy.write(drawn(LLAMA_MODEL), tmp_path / "megatron", 1, 1, False)
+    folder = megatron_legacy.write(drawn(LLAMA_MODEL), tmp_path / "megatron", MegatronGrid(), False)
     _rewrite(folder / "mp_rank_00" / "model_optim_rng.pt", change)
     with pytest.raises(CheckpointError, match=message):
         megatron_legacy.read(tmp_path / "megatron")
 
 
 def test_a_missing_rank_and_a_damaged_file_are_named(tmp_path: Path) -> None:
-    folder = megatron_legacy.write(drawn(LLAMA_MODEL), tmp_path / "megatron", 2, 2)
+    folder = megatron_legacy.write(drawn(LLAMA_MODEL), tmp_path / "megatron", MegatronGrid(2, 2))
     path = folder / "mp_rank_01_001" / "model_optim_rng.pt"
     path.write_bytes(path.read_bytes()[:1000])
     with pytest.raises(CheckpointError, match=r"mp_rank_01_001/model_optim_rng.pt cannot be read"):
@@ -441,7 +441,7 @@ def test_a_missing_rank_and_a_damaged_file_are_named(tmp_path: Path) -> None:
 
 WRITTEN = {
     "pp": (LLAMA_MODEL, (1, 3), "--pipeline-model-parallel-size 3 does not divide the 4 layers"),
-    "tp": (LLAMA_MODEL, (4, 1), "--tensor-model-parallel-size 4 does not divide 2 query groups"),
+    "tp": (LLAMA_MODEL, (4, 1), "--tensor-model-parallel-size 4 does not divide the 2 query groups"),
     "soft_cap": (
         dataclasses.replace(LLAMA_MODEL, final_logit_softcapping=9.0),
         (1, 1),
@@ -485,7 +485,7 @@ def test_what_megatron_cannot_express_is_named(
     tmp_path: Path, model: ModelConfig, grid: tuple[int, int], message: str
 ) -> None:
     with pytest.raises(MegapipeError, match=message):
-        megatron_legacy.write(drawn(model), tmp_path / "megatron", *grid)
+        megatron_legacy.write(drawn(model), tmp_path / "megatron", MegatronGrid(*grid))
     assert not any(tmp_path.iterdir())
 
 

@@ -22,7 +22,7 @@ from megapipe.errors import CheckpointError, ConfigError
 from megapipe.extras.cli.convert import main
 from megapipe.extras.cli.convert import read as read_source
 from megapipe.extras.convert import megatron_buckets, megatron_dist, megatron_legacy
-from megapipe.extras.convert.megatron import in_halves
+from megapipe.extras.convert.megatron import MegatronGrid, in_halves, layer_order
 from megapipe.extras.convert.megatron_buckets import Place, lay_out
 from megapipe.extras.convert.pickled import load_pickled, read_folder
 from megapipe.extras.convert.snapshot import Snapshot, read_checkpoint
@@ -133,7 +133,7 @@ def test_a_run_goes_to_megatron_and_back_with_its_optimizer(
     optimizer = run.state["optimizer"] | ({"loss_scaler": scaler} if scaler else {})
     run = dataclasses.replace(run, config=config, state=run.state | {"optimizer": optimizer, "precision": dtype})
     write, is_distributed = FORMS_BACK[form]
-    folder = write(run, tmp_path / "theirs", 2, 2, implementation == "transformer_engine", is_distributed)
+    folder = write(run, tmp_path / "theirs", MegatronGrid(2, 2), implementation == "transformer_engine", is_distributed)
     again, expected = read(tmp_path / "theirs"), values(run)
     found = values(again)
     assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found)
@@ -155,7 +155,9 @@ def test_a_run_goes_to_megatron_and_back_with_its_optimizer(
 def test_a_written_torch_dist_folder_holds_what_megatrons_own_holds(runs: Path, tmp_path: Path, form: str) -> None:
     """Names, shapes, dtypes and the rest but for args, of the same run as Megatron-Core 0.19.2 wrote it."""
     theirs = runs / form / "iter_0000003"
-    ours = megatron_dist.write(read(runs / form), tmp_path / "ours", 2, 2, False, form == "fully_reshardable")
+    ours = megatron_dist.write(
+        read(runs / form), tmp_path / "ours", MegatronGrid(2, 2), False, form == "fully_reshardable"
+    )
     (expected, expected_others), (found, found_others) = read_folder(theirs), read_folder(ours)
     assert {n: (t.shape, t.dtype) for n, t in found.items()} == {n: (t.shape, t.dtype) for n, t in expected.items()}
     assert all(torch.equal(tensor.read(), expected[name].read()) for name, tensor in found.items())
@@ -179,7 +181,7 @@ def test_a_written_torch_dist_folder_holds_what_megatrons_own_holds(runs: Path, 
 
 
 def test_torch_loads_a_written_torch_dist_folder_in_slices(runs: Path, tmp_path: Path) -> None:
-    folder = megatron_dist.write(read(runs / "plain"), tmp_path / "ours", 1, 1, False, True)
+    folder = megatron_dist.write(read(runs / "plain"), tmp_path / "ours", MegatronGrid(), False, True)
     name = "optimizer.state.exp_avg_sq.decoder.layers.mlp.linear_fc1.weight"
     state = {name: torch.zeros(2, 24, 8)}
     with warnings.catch_warnings():
@@ -207,7 +209,11 @@ def test_a_tied_model_whose_sizes_are_not_multiples_of_64_goes_to_megatron_and_b
     config = dataclasses.replace(source.config, model=dataclasses.replace(model, make_vocab_size_divisible_by=16))
     write, is_distributed = FORMS_BACK[form]
     write(
-        dataclasses.replace(source, config=config, tensors=tensors), tmp_path / "theirs", tp, pp, True, is_distributed
+        dataclasses.replace(source, config=config, tensors=tensors),
+        tmp_path / "theirs",
+        MegatronGrid(tp, pp),
+        True,
+        is_distributed,
     )
     found = values(read(tmp_path / "theirs", "--drop-vocab-padding"))
     assert found.keys() == drawn.keys() and all(torch.equal(found[name], drawn[name]) for name in found)
@@ -366,10 +372,11 @@ def test_a_tied_embedding_has_a_bucket_on_the_first_and_on_the_last_stage() -> N
 
 
 def test_parameters_in_an_unknown_order_are_found_out(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    order = megatron_buckets.LAYER_ORDER
-    swapped = [*order[:5], *order[:4:-1]]  # fc2, fc1, norm in place of norm, fc1, fc2
-    for name in ("LAYER_ORDER", "FUSED_ORDER"):
-        monkeypatch.setattr(megatron_buckets, name, swapped)
+    order = layer_order(is_latent=False, transformer_engine=False)
+    swapped = [name for name in order if not name.endswith("layernorm")] + [
+        name for name in order if "layernorm" in name
+    ]
+    monkeypatch.setattr(megatron_buckets, "layer_order", lambda is_latent, is_fused: swapped)
     with pytest.raises(CheckpointError, match=r"not the concatenation.*--dist-ckpt-optim-fully-reshardable"):
         read(runs / "dp_reshardable")
 
@@ -378,10 +385,10 @@ def test_a_master_that_differs_from_its_weight_is_found_out(runs: Path, monkeypa
     weights: dict[str, Any] = {}
     tensors = megatron_buckets._tensors
 
-    def shifted(folder: Path, stage: Any, given: dict[str, Any], tp: int) -> Any:
+    def shifted(folder: Path, stage: Any, given: dict[str, Any], cut: Any) -> Any:
         name = "decoder.layers.1.mlp.linear_fc1.weight"
         weights.update(given, **{name: dataclasses.replace(given[name], read=lambda: given[name].read() + 1)})
-        return tensors(folder, stage, weights, tp)
+        return tensors(folder, stage, weights, cut)
 
     monkeypatch.setattr(megatron_buckets, "_tensors", shifted)
     with pytest.raises(
