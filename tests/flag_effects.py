@@ -299,6 +299,7 @@ said pip install --no-build-isolation 'transformer_engine | !--device
 kernels.attention_impl | --attention-impl flash | said pip install --no-build-isolation flash-attn | !--device --bf16
 kernels.optimizer_impl | --optimizer-impl apex | said git clone https://github.com/NVIDIA/apex | !--device
 kernels.compile_blocks | --compile-blocks on | said blocks     compiled before the first step | --skip-train
+kernels.moe_grouped_gemm | --moe-grouped-gemm | said experts    torch's grouped GEMM | {MOE} --skip-train
 kernels.compile_pointwise | --compile-pointwise | said pointwise functions compiled | --skip-train
 
 data.data_path | --data-path {{B}} | records | !--mock-data --data-path {{A}}

@@ -76,13 +76,11 @@ class Routes:
 
     def by_expert(self, received: Tensor) -> Tensor:
         """Return the dispatched rows of all ranks of etp, expert by expert. received: those of this rank."""
-        return _Reorder.apply(_Gather.apply(received, self.gathered, self.groups.etp), self.order)
+        return _Reorder.apply(_Gather.apply(received, self.gathered, self.groups.etp), self.order, True)
 
     def by_rank(self, results: Tensor) -> Tensor:
         """Return the results of the dispatched rows, in their order. results: partial over etp, expert by expert."""
-        inverse = torch.empty_like(self.order)
-        inverse[self.order] = torch.arange(self.order.shape[0], device=self.order.device)
-        return _Sum.apply(_Reorder.apply(results, inverse), self.gathered, self.groups.etp)
+        return _Sum.apply(_Reorder.apply(results, self.order, False), self.gathered, self.groups.etp)
 
     def combine(self, results: Tensor) -> Tensor:
         """Return the results for this rank's rows, in their order. results: those of the rows dispatched to it."""
@@ -168,17 +166,24 @@ class _Sum(Function):
 
 
 class _Reorder(Function):
-    """rows[order] for a permutation, whose backward is a gather too: no sum, in any order."""
+    """rows[order] for a permutation, or back from that order; the backward is the other one: no sum, in any order."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, order: Tensor) -> Tensor:
+    def forward(ctx: Any, rows: Tensor, order: Tensor, to_order: bool) -> Tensor:
         ctx.save_for_backward(order)
-        return rows[order]
+        ctx.to_order = to_order
+        return _reordered(rows, order, to_order)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (order,) = ctx.saved_tensors
-        result = torch.empty_like(grad)
-        result[order] = grad
-        return result, None
+        return _reordered(grad, order, not ctx.to_order), None, None
+
+
+def _reordered(rows: Tensor, order: Tensor, to_order: bool) -> Tensor:
+    if to_order:
+        return rows[order]
+    result = torch.empty_like(rows)
+    result[order] = rows
+    return result

@@ -145,6 +145,9 @@ def layer_seconds(
         ways = [(0.0, 0.0) if experts is None else expert_message_seconds(part, shape, experts) for part in mixtures]
         forward["ep"] = sum(2 * rows_seconds + counts_seconds for rows_seconds, counts_seconds in ways)
     again = _recomputed(layer, shape, plain, clock, forward)
+    if mixtures and shape.recomputes("moe"):
+        again["gemm"] += sum(map(clock.routed, mixtures))
+        again["ep"] += sum(2 * rows_seconds for rows_seconds, _ in ways)
     inputs = {
         "gemm": gemm,
         "attention": core_backward,
@@ -306,7 +309,7 @@ def _recomputed(
         }
     again, whole = dict.fromkeys(forward, 0.0), layer_table(layer, plain)
     for operation in whole.operations:
-        if operation.recompute_module is None or not shape.recomputes(operation.recompute_module):
+        if not shape.recomputes(*operation.recompute_modules):
             continue
         if operation.attention is not None:
             again["attention"] += clock.attention(operation.attention)
@@ -314,7 +317,8 @@ def _recomputed(
         if operation.gemm is not None:
             again["gemm"] += clock.gemm(operation.gemm)
             again["pointwise"] += clock.casts(Op.F, [operation.gemm])
-            again["tp"] += clock.gather(operation.gemm)
+            messages = clock.gather if operation.gemm.is_column else clock.reduction
+            again["tp"] += messages(operation.gemm)
     # core attention's results are already part of its time
     others = tuple(module for module in recompute.recompute_modules if module != "core_attn")
     without = replace(plain, recompute=replace(recompute, recompute_modules=others))

@@ -42,6 +42,7 @@ EXPERTS = {
     "add_bias_linear": False,
     "expert_model_parallel_size": 2,
 }
+WIDE_EXPERTS = EXPERTS | {"num_experts": 8, "moe_router_topk": 4, "moe_layer_freq": None}
 CP2 = {"context_parallel_size": 2}
 DOCUMENTS = {
     "reset_position_ids": True,
@@ -60,6 +61,23 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "experts_dropped_sp2_dp2": (4, EXPERTS | SP2 | {"moe_expert_capacity_factor": 0.75}),
     "experts_full_sp2_dp2": (4, EXPERTS | SP2 | FULL),
     "experts_pp2_zb_h1": (4, EXPERTS | PP2 | {"pipeline_schedule": "zb-h1"}),
+    "experts_again_sp2_dp2": (4, WIDE_EXPERTS | SP2 | selective("moe")),
+    "experts_and_norm_again_bf16": (2, WIDE_EXPERTS | selective("layernorm", "moe", "core_attn") | {"dtype": "bf16"}),
+    "experts_again_pp2_zb_h1": (4, WIDE_EXPERTS | PP2 | selective("moe") | {"pipeline_schedule": "zb-h1"}),
+    "experts_and_norm_again_zb_v_bf16": (
+        4,
+        WIDE_EXPERTS | PP2 | selective("moe", "layernorm") | {"pipeline_schedule": "zb-v", "dtype": "bf16"},
+    ),
+    "activation_and_shared_experts_again_sp2_dp2": (4, WIDE_EXPERTS | SP2 | selective("moe_act", "shared_experts")),
+    "activation_of_experts_again_zb_h1": (
+        4,
+        WIDE_EXPERTS | PP2 | selective("moe_act", "activation") | {"pipeline_schedule": "zb-h1"},
+    ),
+    "experts_budget_of_05_bf16": (2, WIDE_EXPERTS | {"recompute_memory_budget": 0.5, "dtype": "bf16"}),
+    "experts_budget_of_03_pp2_zb_h1": (
+        4,
+        WIDE_EXPERTS | PP2 | {"recompute_memory_budget": 0.3, "pipeline_schedule": "zb-h1"},
+    ),
     "dp2_zero1_bf16": (2, ZERO1 | {"dtype": "bf16", "ddp_bucket_size": 50_000}),
     "dp2_reduce_in_bf16": (2, {"dtype": "bf16", "grad_reduce_in_bf16": True}),
     "tp2": (2, TP2),
