@@ -152,12 +152,30 @@ class MoE:
         streams = 2 * shape.hidden_bytes(self.model.hidden_size)
         return 2 * (2 * self.row_bytes(shape) + self.model.moe_router_topk * shape.own_tokens * shape.wide + streams)
 
+    @property
+    def gathers(self) -> bool:
+        """True if all tokens go to all ranks (--moe-token-dispatcher-type allgather)."""
+        return self.model.moe_token_dispatcher_type == "allgather"
+
+    def gathered_tokens(self, shape: RankShape) -> int:
+        """Return the tokens of all ranks of ep and etp."""
+        return shape.own_tokens * shape.ep * shape.etp
+
     def sent_bytes(self, shape: RankShape) -> dict[str, tuple[float, float]]:
         """Return the bytes that a rank sends over 'ep' and 'etp' for one microbatch, in F and in the backward.
 
         Rows go to the experts and back, in either direction; before that, unless they are padded to the capacity, the
-        number of rows of every expert.
+        number of rows of every expert. If tokens are gathered, they and sums for them take the place of rows; weights
+        are gathered with them, and numbers of experts before.
         """
+        if self.gathers:
+            gathered = {"ep": (self.gathered_tokens(shape), shape.ep), "etp": (shape.own_tokens * shape.etp, shape.etp)}
+            hidden, topk = self.model.hidden_size * shape.element, self.model.moe_router_topk
+            token = 2 * hidden + topk * shape.wide
+            return {
+                name: (ring_bytes(count * (token + topk * INDEX_BYTES), size), ring_bytes(count * token, size))
+                for name, (count, size) in gathered.items()
+            }
         is_padded = self.model.moe_pad_expert_input_to_capacity
         rows, counts = self.row_bytes(shape), 0 if is_padded else self.num_experts * INDEX_BYTES
         sent = {"ep": (rows, counts, shape.ep), "etp": (rows * shape.etp, counts * shape.etp, shape.etp)}
@@ -199,6 +217,8 @@ class MoE:
         """Return the numbers of the experts, of the rows, and of those rows that come here."""
         rows, dump = self.num_rows(shape), int(self.model.moe_pad_expert_input_to_capacity)
         count = self.model.moe_router_topk * shape.own_tokens + rows + dump + rows * shape.etp
+        if self.gathers:
+            count = self.model.moe_router_topk * (shape.own_tokens + self.gathered_tokens(shape)) + rows * shape.etp
         return Kept("routing", count, INDEX_BYTES)
 
     def _router_kept(self, shape: RankShape) -> tuple[Kept, ...]:
@@ -209,6 +229,8 @@ class MoE:
         weights, has_z, divides = 1, bool(model.moe_z_loss_coeff), not is_softmax and topk > 1
         if divides or (chooses_first and model.moe_router_topk_scaling_factor is not None):
             weights += 1
+        if self.gathers and (shape.ep > 1 or shape.etp > 1):  # those of this rank, and those of all
+            weights += shape.ep * shape.etp
         matrices = 1 + (balances and chooses_first) + (has_z and not chooses_first)
         vectors = divides + (balances and not is_softmax) + has_z
         counts = sum(shape.batch if name == "seq_aux_loss" else 1 for name in model.balance_losses)
@@ -246,14 +268,16 @@ class MoE:
         behind = after_all + (hidden if self.model.hidden_dropout > 0 or self.norms[1] is not None else 0)
         waits += after_all
         dispatched = (Kept("expert inputs", outer // element, element),)
-        outputs_kept = [Kept("expert outputs", rows * size, element)]
+        outputs_kept = [Kept("expert outputs", rows * size * (shape.etp if self.gathers else 1), element)]
         if shape.in_parts and self.shared is not None:  # the sum of both results is another part than the experts
             outputs_kept.append(Kept("shared expert results", tokens * size, element))
         again, modules = activated if redoes_activation else 0, ("moe",)
         yield Operation(
             "router", self._router_kept(shape), backward=Backward(waits + 3 * hidden), recompute_modules=modules
         )
-        yield Operation("dispatch", backward=Backward(waits + hidden + 2 * rows_bytes + outer))
+        gathered = self.gathered_tokens(shape) * size * element if self.gathers else 0
+        moved = 2 * (outer + gathered) if self.gathers else 2 * rows_bytes + outer
+        yield Operation("dispatch", backward=Backward(waits + hidden + moved))
         yield Operation(
             "expert_fc1",
             dispatched,
@@ -275,7 +299,8 @@ class MoE:
             flops=2.0 * (activated // element) * size,
             recompute_modules=modules,
         )
-        combine = Backward(behind + 3 * rows_bytes, total_bytes(outputs_kept))
+        moved = gathered + 3 * outer if self.gathers else 3 * rows_bytes
+        combine = Backward(behind + moved, total_bytes(outputs_kept))
         yield Operation("combine", tuple(outputs_kept), backward=combine)
 
     def _shared_operations(self, shape: RankShape) -> Iterator[Operation]:

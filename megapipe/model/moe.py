@@ -1,7 +1,8 @@
 """`MoE`: a mixture of experts in place of a layer's MLP (Shazeer et al. 2017, arXiv:1701.06538).
 
     router    [t, h] -> weights and numbers of the k experts of each token, both [t, k]
-    dispatch  k copies of each token, in the order of experts, to the ranks of their experts (model/dispatch.py)
+    dispatch  k copies of each token, in the order of experts, to the ranks of their experts (model/dispatch.py);
+              with --moe-token-dispatcher-type allgather all tokens to all ranks
     experts   act(x W1^T) W2 for the rows of each expert
     combine   sum over j < k of weight[j] x result[j], in the order of j: the same sums on every grid
 
@@ -29,7 +30,7 @@ from megapipe.dtypes import DTYPES
 from megapipe.errors import ConfigError
 from megapipe.layers.moe import expert_capacity
 from megapipe.model.context import LayerContext
-from megapipe.model.dispatch import Routes
+from megapipe.model.dispatch import GatheredRoutes, Routes
 from megapipe.model.layer_factory import LayerFactory
 from megapipe.model.mlp import MLP, Activation, activation
 from megapipe.model.recompute import RecomputedSegment
@@ -40,12 +41,13 @@ from megapipe.tensor_parallel.gradients import GradientSlot, InputRecompute, Wei
 class Routing(NamedTuple):
     """The experts of every token of a microbatch, and how its rows travel.
 
-    chosen: [t, k] int64. order: [rows] int64, entry i is token x k + j of row i, or k t for padding.
+    chosen: [t, k] int64. order: [rows] int64, entry i is token x k + j of row i, or k t for padding; where tokens are
+    gathered, the rows of the routes.
     """
 
     chosen: Tensor
     order: Tensor
-    routes: Routes
+    routes: Routes | GatheredRoutes
 
 
 class KeptRouting:
@@ -58,23 +60,30 @@ class KeptRouting:
     def __init__(self) -> None:
         self.routing: Routing | None = None
         self.is_reused = False
-        self._routes: Routes | None = None
+        self._routes: Routes | GatheredRoutes | None = None
 
     def record(self, fn: Callable[..., Tensor], inputs: tuple[Tensor, ...]) -> tuple[Tensor, tuple[Tensor, ...]]:
         output = fn(*inputs)
         assert self.routing is not None
         chosen, order, routes = self.routing
-        self.routing, self._routes = None, replace(routes, order=routes.order[:0])  # the caller saves the tensors
+        empty = order.new_empty(0)  # the caller saves the tensors
+        self.routing, self._routes = None, _with_tensors(routes, empty, empty)
         return output, (chosen, order, routes.order)
 
     def reuse(self, fn: Callable[..., Tensor], inputs: tuple[Tensor, ...], tensors: tuple[Tensor, ...]) -> Tensor:
         assert self._routes is not None
-        chosen, order, received = tensors
-        self.routing, self.is_reused = Routing(chosen, order, replace(self._routes, order=received)), True
+        chosen, order, of_routes = tensors
+        self.routing, self.is_reused = Routing(chosen, order, _with_tensors(self._routes, order, of_routes)), True
         try:
             return fn(*inputs)
         finally:
             self.routing, self._routes, self.is_reused = None, None, False
+
+
+def _with_tensors(routes: Routes | GatheredRoutes, rows: Tensor, order: Tensor) -> Routes | GatheredRoutes:
+    if isinstance(routes, GatheredRoutes):
+        return replace(routes, rows=rows, order=order)
+    return replace(routes, order=order)
 
 
 class MoE(nn.Module):
@@ -113,9 +122,12 @@ class MoE(nn.Module):
 
     def _run(self, x: Tensor, context: LayerContext | None, kept: KeptRouting | None = None) -> Tensor:
         """Return the results [t, h] for normalized tokens x [s, b, h], in a recompute by the routing of the forward."""
-        rows, weights, order, routes = self.route(x, context, kept)
-        results = routes.combine(self.run_experts(routes.dispatch(rows), routes))
-        output = self.weigh(results, weights, order)
+        if self.router.model.moe_token_dispatcher_type == "allgather":
+            output = self._run_gathered(x, context, kept)
+        else:
+            rows, weights, order, routes = self.route(x, context, kept)
+            results = routes.combine(self.run_experts(routes.dispatch(rows), routes))
+            output = self.weigh(results, weights, order)
         return output if self.shared_experts is None else output + self.shared_experts(x).flatten(0, -2)
 
     def route(
@@ -127,18 +139,35 @@ class MoE(nn.Module):
         numbers of rows, and waits for them, unless rows are padded. context: as in `forward`. kept: of a layer that is
         recomputed.
         """
+        weights, (chosen, order, routes) = self._decide(x, context, kept)
+        assert isinstance(routes, Routes)
+        return _Copies.apply(x.flatten(0, -2), order, chosen.shape[1], self._is_whole), weights, order, routes
+
+    def _run_gathered(self, x: Tensor, context: LayerContext | None, kept: KeptRouting | None) -> Tensor:
+        """Return the weighted sums of the experts' results [t, h], with the tokens of all ranks on every rank."""
+        weights, (chosen, _, routes) = self._decide(x, context, kept)
+        assert isinstance(routes, GatheredRoutes)
+        rows = routes.dispatch(routes.gather(x.flatten(0, -2)), chosen.shape[1])
+        return routes.combine(self.experts(rows, routes.expert_rows), routes.gather(weights))
+
+    def _decide(self, x: Tensor, context: LayerContext | None, kept: KeptRouting | None) -> tuple[Tensor, Routing]:
+        """Return the weights [t, k] and the routing, in a recompute that of the forward."""
         given = kept.routing if kept is not None and kept.is_reused else None
         weights, chosen = self.router(x, context, None if given is None else given.chosen)
-        if given is None:
-            experts = chosen.flatten()
-            load = experts.new_zeros(self.router.num_experts).scatter_add_(0, experts, torch.ones_like(experts))
-            if context is not None and context.dropout_key is not None:
-                self.router.loads[context.dropout_key.microbatch] = load
-            given = Routing(chosen, *self._routes(weights, experts, load))
-            if kept is not None:
-                kept.routing = given
-        order = given.order
-        return _Copies.apply(x.flatten(0, -2), order, chosen.shape[1], self._is_whole), weights, order, given.routes
+        if given is not None:
+            return weights, given
+        experts = chosen.flatten()
+        load = experts.new_zeros(self.router.num_experts).scatter_add_(0, experts, torch.ones_like(experts))
+        if context is not None and context.dropout_key is not None:
+            self.router.loads[context.dropout_key.microbatch] = load
+        if self.router.model.moe_token_dispatcher_type == "allgather":
+            gathered = GatheredRoutes.of(chosen, self.router.num_experts, self.groups)
+            routing = Routing(chosen, gathered.rows, gathered)
+        else:
+            routing = Routing(chosen, *self._routes(weights, experts, load))
+        if kept is not None:
+            kept.routing = routing
+        return weights, routing
 
     def run_experts(self, received: Tensor, routes: Routes) -> Tensor:
         """Return the results of the rows that were dispatched to this rank, [n, h] both, in the same order."""

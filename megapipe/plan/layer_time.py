@@ -96,7 +96,8 @@ def expert_message_seconds(part: MoE, shape: RankShape, links: ExpertLinks) -> t
     """Return the seconds of moving a microbatch's rows to the ranks of their experts, or back, in one direction; and
     those of exchanging the numbers of rows first, which only a forward does.
 
-    etp adds a gather of the rows of all ranks that share an expert, or the sum of their results.
+    etp adds a gather of the rows of all ranks that share an expert, or the sum of their results. If tokens are
+    gathered: the mean of the gather, a ring, and the sum, by an all-to-all; and the gather of their experts.
     """
     rows, counts = part.row_bytes(shape), part.num_experts * INDEX_BYTES
 
@@ -104,6 +105,17 @@ def expert_message_seconds(part: MoE, shape: RankShape, links: ExpertLinks) -> t
         passed = ring_bytes(num_bytes * shape.etp, shape.etp)
         return passed / links.etp.bytes_per_second + links.etp.latency_seconds if shape.etp > 1 else 0.0
 
+    if part.gathers:
+        slowest = links.network if shape.ep > links.inside else links.node
+
+        def gather(of_token: int) -> float:
+            num_bytes = ring_bytes(part.gathered_tokens(shape) * of_token, shape.ep)
+            ring = num_bytes / slowest.bytes_per_second + slowest.latency_seconds if shape.ep > 1 else 0.0
+            return ring + shared(shape.own_tokens * of_token)
+
+        token, chosen = part.model.hidden_size * shape.element, part.model.moe_router_topk
+        back = links.exchange(part.gathered_tokens(shape) * token) + shared(shape.own_tokens * token)
+        return (gather(token + chosen * shape.wide) + back) / 2, gather(chosen * INDEX_BYTES)
     return links.exchange(rows) + shared(rows), links.exchange(counts) + shared(counts)
 
 

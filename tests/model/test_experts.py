@@ -35,6 +35,10 @@ from tests.tiny import make_config
 SIGMOID = {"moe_router_score_function": "sigmoid"}
 
 
+def again(*modules: str, **options: Any) -> dict[str, Any]:
+    return {"recompute_granularity": "selective", "recompute_modules": modules} | options
+
+
 def router(weight: Tensor, **options: Any) -> Router:
     """Build a router with this weight [experts, hidden] on one rank."""
     options = MODEL | {"hidden_size": weight.shape[1], "num_experts": weight.shape[0]} | options
@@ -175,6 +179,11 @@ SKEWED: dict[str, tuple[int, dict[str, Any]]] = {
     "ep4-zero": (4, {"ep": 4} | ZERO),
     "tp2-ep2-etp2": (4, {"tp": 2, "ep": 2}),
     "ep2-zero-bubble": (4, {"ep": 2, "pp": 2, "pipeline_schedule": "zb-h1"}),
+    "ep4-gathered": (4, {"ep": 4, "moe_token_dispatcher_type": "allgather"} | ZERO),
+    "tp2-ep2-etp2-gathered-again": (
+        4,
+        {"tp": 2, "ep": 2, "moe_token_dispatcher_type": "allgather"} | again("moe"),
+    ),
 }
 
 
@@ -226,10 +235,6 @@ def test_megatron_3768_5047_7452_the_balance_loss_does_not_depend_on_tp(
     assert rank_pools(2).run(one_step, options | {"tp": 2}, None)[0][0] == pytest.approx(norm, rel=1e-12)
 
 
-def again(*modules: str, **options: Any) -> dict[str, Any]:
-    return {"recompute_granularity": "selective", "recompute_modules": modules} | options
-
-
 def grouped_step(rank: int, world_size: int, options: dict[str, Any]) -> tuple[float | None, float | None, int]:
     """Run a step; return norm, loss and the number of grouped GEMMs."""
     multiply = torch.nn.functional.grouped_mm
@@ -253,6 +258,16 @@ def test_a_step_with_grouped_gemms_equals_one_without(
 
 
 REFUSED: dict[str, tuple[int, dict[str, Any], str]] = {
+    "gathered-capacity": (
+        1,
+        {"moe_token_dispatcher_type": "allgather", "moe_expert_capacity_factor": 1.0},
+        "allgather with --moe-expert-capacity-factor: every token goes to every rank",
+    ),
+    "gathered-in-parts": (
+        2,
+        {"ep": 2, "overlap_moe_expert_parallel_comm": True, "moe_token_dispatcher_type": "allgather"},
+        "allgather with --overlap-moe-expert-parallel-comm: only all-to-alls run under",
+    ),
     "moe-without-experts": (1, again("moe", num_experts=None), "moe recomputes nothing: no layer has experts"),
     "no-shared": (1, again("shared_experts"), "shared_experts recomputes nothing: there are none"),
     "no-dense": (1, again("mlp"), "mlp recomputes nothing: every layer has experts; use moe"),

@@ -266,6 +266,7 @@ EXPERT_SHAPES: dict[str, dict[str, Any]] = {
     "biases, relu": EXPERTS | {"add_bias_linear": True, "activation": "relu"},
     "norms around, dropout": GPT2 | {"num_experts": 4, "norm_position": "around", "hidden_dropout": 0.1},
     "norms after": GPT2 | {"num_experts": 4, "norm_position": "after"},
+    "gathered, sigmoid": EXPERTS | {"moe_token_dispatcher_type": "allgather", "moe_router_score_function": "sigmoid"},
     "padded": EXPERTS | {"moe_expert_capacity_factor": 1.5, "moe_pad_expert_input_to_capacity": True},
 }
 OF_EXPERTS = [("moe",), ("layernorm", "moe"), ("core_attn", "moe"), ("moe_act",), ("moe_act", "shared_experts")]

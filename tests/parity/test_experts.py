@@ -70,6 +70,7 @@ GPT_OSS = {
     "window_size": 4,
     "window_attn_skip_freq": "2",
 }
+GATHERED = {"moe_token_dispatcher_type": "allgather"}
 SHARED = {"moe_shared_expert_intermediate_size": 8, "moe_shared_expert_gate": True}
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 
@@ -121,6 +122,21 @@ GRIDS: dict[str, tuple[int, dict[str, Any]]] = {
         {"tp": 2, "ep": 2, "etp": 1, "pp": 2, "chunks": 2, "moe_layer_freq": "2"}
         | SHARED
         | again("activation", "moe_act"),
+    ),
+    "gathered, one rank": (1, GATHERED | SHARED | again("moe")),
+    "gathered, ep 2 etp 2 pp 2 zero bubble, experts again": (
+        8,
+        {"tp": 2, "ep": 2, "pp": 2, "pipeline_schedule": "zb-h1"} | GATHERED | BIAS | ZERO | SHARED | again("moe"),
+    ),
+    "gathered, ep 4 of tp 2 dp 2, biases of linears": (
+        4,
+        {"tp": 2, "ep": 4, "etp": 1, "add_bias_linear": True} | GATHERED | SIGMOID | EVERY_LOSS | ZERO,
+    ),
+    "gathered, etp 2 of dp 4, full recompute": (4, {"etp": 2, "ep": 2} | GATHERED | ZERO | FULL),
+    "gathered, ep 2 pp 2 dualpipe": (4, {"ep": 2, "pp": 2, "pipeline_schedule": "dualpipe"} | GATHERED | BIAS),
+    "gathered, ep 4 etp 2 of dp 8, norms around, activation again": (
+        8,
+        {"ep": 4, "etp": 2, "norm_position": "around", "hidden_dropout": 0.2} | GATHERED | ZERO | again("moe_act"),
     ),
     "memory budget, ep 2 pp 2 zero bubble": (
         4,

@@ -104,6 +104,19 @@ def combinations(config: Config) -> Iterator[str]:
         yield f"--num-experts does not work with {one_of(refused)} yet; leave one of the two out"
 
 
+def dispatcher(config: Config) -> Iterator[str]:
+    """Check what cannot be combined with tokens that are gathered."""
+    model, flag = config.model, "--moe-token-dispatcher-type allgather"
+    if model.num_experts is None or model.moe_token_dispatcher_type != "allgather":
+        return
+    if model.moe_expert_capacity_factor is not None:
+        rule = "every token goes to every rank, and none is dropped"
+        yield f"{flag} with --moe-expert-capacity-factor: {rule}; use alltoall, or leave one of the two out"
+    if config.parallel.overlap_moe_expert_parallel_comm:
+        rule = "only all-to-alls run under the computation of another microbatch"
+        yield f"{flag} with --overlap-moe-expert-parallel-comm: {rule}; use alltoall, or leave one of the two out"
+
+
 def recompute(config: Config) -> Iterator[str]:
     """Check the modules of selective recompute against the layers that there are."""
     asked = config.recompute
@@ -159,4 +172,4 @@ def overlap(config: Config) -> Iterator[str]:
         yield f"{flag} does not work with {one_of(refused)} yet; leave one of the two out"
 
 
-RULES = (choice, division, balance, combinations, recompute, overlap)
+RULES = (choice, division, balance, combinations, dispatcher, recompute, overlap)

@@ -43,6 +43,7 @@ EXPERTS = {
     "expert_model_parallel_size": 2,
 }
 WIDE_EXPERTS = EXPERTS | {"num_experts": 8, "moe_router_topk": 4, "moe_layer_freq": None}
+GATHERED = {"moe_token_dispatcher_type": "allgather"}
 CP2 = {"context_parallel_size": 2}
 DOCUMENTS = {
     "reset_position_ids": True,
@@ -72,6 +73,16 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "activation_of_experts_again_zb_h1": (
         4,
         WIDE_EXPERTS | PP2 | selective("moe_act", "activation") | {"pipeline_schedule": "zb-h1"},
+    ),
+    "experts_gathered_ep4": (4, WIDE_EXPERTS | GATHERED | {"expert_model_parallel_size": 4}),
+    "experts_gathered_sp2_dp2_bf16": (4, WIDE_EXPERTS | SP2 | GATHERED | {"dtype": "bf16"}),
+    "experts_gathered_top2_ep8_again": (
+        8,
+        EXPERTS | GATHERED | selective("moe") | {"num_experts": 8, "expert_model_parallel_size": 8},
+    ),
+    "experts_gathered_pp2_zb_h1_again": (
+        4,
+        WIDE_EXPERTS | PP2 | GATHERED | selective("moe", "layernorm") | {"pipeline_schedule": "zb-h1"},
     ),
     "experts_budget_of_05_bf16": (2, WIDE_EXPERTS | {"recompute_memory_budget": 0.5, "dtype": "bf16"}),
     "experts_budget_of_03_pp2_zb_h1": (
