@@ -106,6 +106,8 @@ model.moe_router_enable_expert_bias | {BIAS} --moe-router-bias-update-rate 0.5 |
 model.moe_router_bias_update_rate | --moe-router-bias-update-rate 0.5 | records | {SIGMOID} {BIAS}
 model.moe_expert_capacity_factor | {CAPACITY} | records | {MOE}
 model.moe_token_drop_policy | --moe-token-drop-policy position | records | {MOE} {CAPACITY}
+model.moe_token_dispatcher_type | --moe-token-dispatcher-type allgather | plan memory | \
+    {MOE} --expert-model-parallel-size 2 | 2
 model.moe_pad_expert_input_to_capacity | --moe-pad-expert-input-to-capacity | saved_bytes | {MOE} {ROOM}
 model.moe_router_dtype | --moe-router-dtype fp32 | records | {MOE} --bf16
 model.moe_router_force_load_balancing | --moe-router-force-load-balancing | records | {MOE}
@@ -308,6 +310,7 @@ said pip install --no-build-isolation 'transformer_engine | !--device
 kernels.attention_impl | --attention-impl flash | said pip install --no-build-isolation flash-attn | !--device --bf16
 kernels.optimizer_impl | --optimizer-impl apex | said git clone https://github.com/NVIDIA/apex | !--device
 kernels.compile_blocks | --compile-blocks on | said blocks     compiled before the first step | --skip-train
+kernels.moe_grouped_gemm | --moe-grouped-gemm | said experts    torch's grouped GEMM | {MOE} --skip-train
 kernels.compile_pointwise | --compile-pointwise | said pointwise functions compiled | --skip-train
 
 data.data_path | --data-path {{B}} | records | !--mock-data --data-path {{A}}

@@ -34,6 +34,7 @@ NOT_COMPARED = (
     "moe_router_dtype",  # rounding
     "moe_router_bias_update_rate",
     "moe_pad_expert_input_to_capacity",
+    "moe_token_dispatcher_type",  # rounding
 )
 OF_EACH_LAYER = (
     "layer_pattern",

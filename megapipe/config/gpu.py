@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megapipe.config.fields import Flag, Need, count, option
+from megapipe.config.model import EXPERTS
 
 # kinds of process groups that have their own communicators; the world's is created before them
 NCCL_GROUPS = (
@@ -45,6 +46,11 @@ class KernelsConfig:
         "on GPUs with Triton, if a block gives equal results and is faster, else not; on: on CPUs too, an error where "
         "it cannot work; see docs/compile.md",
         choices=("auto", "on", "off"),
+    )
+    moe_grouped_gemm: bool = option(
+        False,
+        "multiply the rows of all experts of a rank in one kernel, torch's grouped_mm, forward and back; not in fp64",
+        needs=EXPERTS,
     )
 
 

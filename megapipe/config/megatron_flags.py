@@ -134,6 +134,9 @@ DELIBERATE_DIFFERENCES = (
     Difference(
         "--recompute-modules", "unset, meaning core_attn", "core_attn", "written out; activation exists only here"
     ),
+    Difference(
+        "--moe-token-dispatcher-type", "allgather", "alltoall", "fewer bytes unless k is large; the same results"
+    ),
     Difference("--rampup-batch-size", "ignored in 0.19", "acts", "the batch grows, as the flag says"),
     Difference(
         "--window-size",

@@ -82,6 +82,7 @@ SOFTMAX_TYPES = ("vanilla", "off-by-one", "learnable")
 NORM_POSITIONS = ("before", "after", "around")
 QK_NORM_SCOPES = ("head", "projection")
 EXPERT_SCORES = ("softmax", "sigmoid")
+DISPATCHERS = ("alltoall", "allgather")
 DROP_POLICIES = ("probs", "position")
 LOAD_BALANCING = ("aux_loss", "seq_aux_loss", "global_aux_loss", "none")
 ROUTER_DTYPES = ("fp32", "fp64")
@@ -376,6 +377,13 @@ class ModelConfig:
         False,
         "send every expert as many rows as its capacity, so that the host need not wait for counts",
         needs=CAPACITY,
+    )
+    moe_token_dispatcher_type: str = option(
+        "alltoall",
+        "how tokens reach their experts: k rows of each by all-to-alls over ep, or all tokens of the ranks of ep by an "
+        "all-gather, and the sums back (docs/experts.md)",
+        choices=DISPATCHERS,
+        needs=EXPERTS,
     )
     moe_router_load_balancing_type: tuple[str, ...] = option(
         ("aux_loss",),

@@ -27,7 +27,7 @@ CP = Need(
     without="every rank has whole sequences",
 )
 CP_COMM_TYPES = ("p2p", "all_gather", "a2a", "a2a+p2p")
-RECOMPUTE_MODULES = ("core_attn", "layernorm", "mlp", "activation")
+RECOMPUTE_MODULES = ("core_attn", "layernorm", "mlp", "activation", "moe", "moe_act", "shared_experts")
 EP_OVERLAP = Need("parallel.overlap_moe_expert_parallel_comm", "--overlap-moe-expert-parallel-comm")
 FULL = Need("recompute.recompute_granularity", "--recompute-granularity full", ("full",))
 SELECTIVE = Need("recompute.recompute_granularity", "--recompute-granularity selective", ("selective",))
@@ -301,7 +301,18 @@ class RecomputeConfig:
         False, "full: keep a fused attention kernel's results, so that the backward does not run it again", needs=FULL
     )
     recompute_modules: tuple[str, ...] = option(
-        ("core_attn",), "selective: modules that are recomputed", choices=RECOMPUTE_MODULES, needs=SELECTIVE
+        ("core_attn",),
+        "selective: modules that are recomputed",
+        choices=RECOMPUTE_MODULES,
+        needs=SELECTIVE,
+        more_flags=(
+            Flag(
+                "--moe-layer-recompute",
+                ("core_attn", "moe"),
+                also_sets=(("recompute_granularity", "selective"),),
+                help="layers of experts and core attention, as in old versions of Megatron",
+            ),
+        ),
     )
     recompute_memory_budget: float | None = option(
         None,

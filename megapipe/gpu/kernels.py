@@ -17,10 +17,12 @@ from megapipe.config.layers import layer_configs
 from megapipe.config.model import ATTENTIONS, PrecisionConfig
 from megapipe.config.rules.gpu import why_not_compiled
 from megapipe.config.training import OPTIMIZERS
+from megapipe.dtypes import ELEMENT_BYTES
 from megapipe.gpu.libraries import Apex, FlashAttention, TransformerEngine
 from megapipe.layers.packing import why_masked
 from megapipe.registry import BUILT_IN
 
+GROUPED_BYTES = 16  # torch's grouped GEMM takes rows of a multiple of these
 AnyFunction = TypeVar("AnyFunction", bound=Callable[..., Any])
 OLDEST_CAPABILITY = (8, 0)  # of torch's variable-length flash kernel
 
@@ -38,6 +40,7 @@ class Kernels:
     compiles: bool = False  # pointwise functions are compiled
     splits_backward: bool = False  # the schedule has I and W
     deterministic: bool = False  # --deterministic-mode
+    groups_experts: bool = False  # rows of all experts are multiplied in one kernel
     sm_carveout: int = 0  # SMs that GEMMs beside collectives over tp leave free
 
     def pointwise(self, function: AnyFunction) -> AnyFunction:
@@ -82,8 +85,25 @@ def choose_kernels(config: Config, splits_backward: bool = False) -> Kernels:
         compiles=chosen.compile_pointwise,
         splits_backward=splits_backward,
         deterministic=config.training.deterministic_mode,
+        groups_experts=chosen.moe_grouped_gemm and why_not_grouped(config) is None,
         sm_carveout=config.gpu.gemm_sm_carveout,
     )
+
+
+def why_not_grouped(config: Config) -> str | None:
+    """Return why torch's grouped GEMM cannot multiply the rows of these experts; None if it can."""
+    dtype, parallel = config.precision.dtype, config.parallel
+    if not hasattr(torch.nn.functional, "grouped_mm"):
+        return f"torch {torch.__version__} has no grouped GEMM"
+    if dtype == "fp64":
+        return "torch has no grouped GEMM in fp64"
+    etp = parallel.expert_tensor_parallel_size or parallel.tensor_model_parallel_size
+    layers = [layer for layer in layer_configs(config.model) if layer.num_experts is not None]
+    sizes = {size for layer in layers for size in (layer.hidden_size, layer.expert_ffn_size // etp)}
+    for size in sorted(sizes):
+        if size * ELEMENT_BYTES[dtype] % GROUPED_BYTES:
+            return f"rows of {size} channels in {dtype} are no multiple of {GROUPED_BYTES} bytes"
+    return None
 
 
 def describe_kernels(kernels: Kernels, config: Config, device: torch.device) -> tuple[str, ...]:
@@ -122,11 +142,17 @@ def describe_kernels(kernels: Kernels, config: Config, device: torch.device) -> 
         )
     else:
         optimizer = f"torch's fused {'AdamW' if config.optimizer.optimizer == 'adam' else 'SGD'}"
+    experts: tuple[str, ...] = ()
+    if config.model.num_experts is not None:
+        reason = why_not_grouped(config) if chosen.moe_grouped_gemm else "not asked for"
+        how = "torch's grouped GEMM" if kernels.groups_experts else f"one GEMM after the other: {reason}"
+        experts = (f"experts    {how} (--moe-grouped-gemm)",)
     return (
         f"linears    {linears} (--transformer-impl {chosen.transformer_impl}); {fp8}",
         f"norms      {norms}; pointwise functions {pointwise} (--compile-pointwise)",
         f"blocks     {_describe_blocks(config, device.type)} (--compile-blocks {chosen.compile_blocks})",
         f"attention  {attention} (--attention-impl {chosen.attention_impl})",
+        *experts,
         f"optimizer  {optimizer} (--optimizer-impl {chosen.optimizer_impl})",
     )
 

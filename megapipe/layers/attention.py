@@ -155,7 +155,7 @@ class Attention:
                 "core_attention",
                 core_kept,
                 attention=self._core(shape),
-                recompute_module="core_attn",
+                recompute_modules=("core_attn",),
                 backward=Backward(behind + query + self._core_gradient_bytes(shape), total_bytes(freed)),
             ),
             Operation(

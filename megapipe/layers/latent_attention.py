@@ -160,7 +160,7 @@ class LatentAttention(Attention):
                 "core_attention",
                 core_kept,
                 attention=self._core(shape),
-                recompute_module="core_attn",
+                recompute_modules=("core_attn",),
                 backward=Backward(behind + core_made, total_bytes(freed)),
             ),
             Operation(

@@ -107,7 +107,7 @@ class DenseMLP:
                 "linear_fc1",
                 gemm=fc1,
                 collectives=collectives(fc1, shape),
-                recompute_module="mlp",
+                recompute_modules=("mlp",),
                 deferred_bytes=hidden + inner,
                 backward=fc1_backward,
             ),

@@ -14,6 +14,7 @@ from functools import cached_property
 
 from megapipe.config.layers import LayerConfig
 from megapipe.config.model import ACTIVATIONS
+from megapipe.config.parallel import RecomputeConfig
 from megapipe.layers.linear import Linear, output_std
 from megapipe.layers.mlp import DenseMLP, backward_tensors
 from megapipe.layers.norm import Norm, branch_norms, residual_stream
@@ -151,12 +152,30 @@ class MoE:
         streams = 2 * shape.hidden_bytes(self.model.hidden_size)
         return 2 * (2 * self.row_bytes(shape) + self.model.moe_router_topk * shape.own_tokens * shape.wide + streams)
 
+    @property
+    def gathers(self) -> bool:
+        """True if all tokens go to all ranks (--moe-token-dispatcher-type allgather)."""
+        return self.model.moe_token_dispatcher_type == "allgather"
+
+    def gathered_tokens(self, shape: RankShape) -> int:
+        """Return the tokens of all ranks of ep and etp."""
+        return shape.own_tokens * shape.ep * shape.etp
+
     def sent_bytes(self, shape: RankShape) -> dict[str, tuple[float, float]]:
         """Return the bytes that a rank sends over 'ep' and 'etp' for one microbatch, in F and in the backward.
 
         Rows go to the experts and back, in either direction; before that, unless they are padded to the capacity, the
-        number of rows of every expert.
+        number of rows of every expert. If tokens are gathered, they and sums for them take the place of rows; weights
+        are gathered with them, and numbers of experts before.
         """
+        if self.gathers:
+            gathered = {"ep": (self.gathered_tokens(shape), shape.ep), "etp": (shape.own_tokens * shape.etp, shape.etp)}
+            hidden, topk = self.model.hidden_size * shape.element, self.model.moe_router_topk
+            token = 2 * hidden + topk * shape.wide
+            return {
+                name: (ring_bytes(count * (token + topk * INDEX_BYTES), size), ring_bytes(count * token, size))
+                for name, (count, size) in gathered.items()
+            }
         is_padded = self.model.moe_pad_expert_input_to_capacity
         rows, counts = self.row_bytes(shape), 0 if is_padded else self.num_experts * INDEX_BYTES
         sent = {"ep": (rows, counts, shape.ep), "etp": (rows * shape.etp, counts * shape.etp, shape.etp)}
@@ -166,70 +185,154 @@ class MoE:
         }
 
     def table(self, shape: RankShape) -> Table:
-        """Return what one microbatch does on one rank at balanced routing."""
-        size, topk, element, wide = self.model.hidden_size, self.model.moe_router_topk, shape.element, shape.wide
-        tokens, hidden = shape.own_tokens, shape.hidden_bytes(self.model.hidden_size)
-        rows, width = self.num_rows(shape), self.model.expert_ffn_size // shape.etp
-        gathered, rows_bytes = rows * shape.etp, max(self.row_bytes(shape), topk * hidden)
+        """Return what one microbatch does on one rank at balanced routing.
+
+        Recompute of the layer (`moe`) keeps its input and the routing. Recompute of the activation (`moe_act`) makes
+        the second product's input from the first one's result; of `shared_experts` as that of an MLP.
+        """
+        hidden, splits = shape.hidden_bytes(self.model.hidden_size), shape.splits_backward
         before, after = self.norms
-        has_dropout = self.model.hidden_dropout > 0
-        behind = hidden if has_dropout or after is not None else 0
-        router = (
-            Kept("router scores", tokens * self.num_experts, wide),
-            Kept("router weights", topk * tokens, wide),
-            Kept("routing", 2 * rows, INDEX_BYTES),
-        )
-        dispatched = (Kept("expert inputs", gathered * size, element),)
-        inner_kept = (Kept("expert hidden", self.gates * gathered * width, element),)
-        outputs_kept = (Kept("expert outputs", rows * size, element),)
-        activated = (Kept("expert activation", gathered * width, element),)
-        inner, outer = self.gates * gathered * width * element, gathered * size * element
-        made = max(inner, int(backward_tensors(self.model) * gathered * width * element))
-        # gradients of the linears' outputs, which wait for W: those of the shared experts from the start on
-        shared = () if self.shared is None else tuple(self._shared_operations(shape))
-        splits, waits, before_all = shape.splits_backward, 0, 0
-        if splits:
-            waits = inner + outer
-        if splits and self.shared is not None:
-            before_all = hidden + self.gates * shape.tokens * self.shared.gemms(shape.tp)[1].inputs * element
-        behind, waits = behind + before_all, waits + before_all
-        start = residual_stream(shape, size)
+        has_dropout, redoes = self.model.hidden_dropout > 0, shape.recomputes("moe")
+        masks = (Kept("dropout masks", shape.own_tokens * self.model.hidden_size, MASK_BYTES),) if has_dropout else ()
+        operations, waits = [*self._routed_operations(shape), *self._shared_operations(shape)], 0
+        if splits:  # gradients of the linears' outputs wait for W
+            waits = sum(self._waiting_gradients(shape))
+        routing: tuple[Kept, ...] = ()
+        if redoes:
+            routing, norm_again = (self._routing(shape),), hidden if shape.recomputes("layernorm") and before else 0
+            operations = _replayed(operations, hidden + norm_again)
+            # inputs that the replay has made wait too; the norm's output, if it is kept, waits as such
+            of_replay = sum(operation.deferred_bytes for operation in operations) - waits
+            waits += of_replay - (0 if norm_again or self.shared is None else hidden) if splits else 0
+        start = residual_stream(shape, self.model.hidden_size)
         if before is not None:
-            start = before.operation(shape, backward=Backward(waits + hidden + before.gradient_bytes(shape)))
-        masks = (Kept("dropout masks", tokens * size, MASK_BYTES),) if has_dropout else ()
-        if shape.in_parts and self.shared is not None:  # the sum of both results is another part than the experts
-            masks = (Kept("shared expert results", tokens * size, element), *masks)
-        combine = Backward(behind + 3 * rows_bytes, total_bytes(outputs_kept))
-        operations = (
-            start,
-            Operation("router", router, backward=Backward(waits + 3 * hidden)),
-            Operation("dispatch", backward=Backward(waits + hidden + 2 * rows_bytes + outer)),
-            Operation(
-                "expert_fc1",
-                dispatched,
-                deferred_bytes=inner + outer,
-                backward=Backward(behind + inner + 2 * outer + waits, 0 if splits else total_bytes(dispatched)),
-            ),
-            Operation("expert_activation", inner_kept, backward=Backward(behind + inner + made + waits)),
-            Operation(
-                "expert_fc2",
-                activated,
-                deferred_bytes=outer + gathered * width * element,
-                backward=Backward(behind + outer + inner),
-            ),
-            Operation("combine", (*outputs_kept, *masks), backward=combine),
-            *shared,
-            *(() if after is None else (after.after_branch(shape, has_dropout),)),
+            backward = Backward(waits + hidden + before.gradient_bytes(shape))
+            keeps_statistics = not (redoes and shape.recomputes("layernorm"))
+            start = before.operation(shape, keeps_statistics=keeps_statistics, backward=backward)
+        end = () if after is None else (after.after_branch(shape, has_dropout),)
+        behind = Operation("residual sum", (*routing, *masks))
+        return Table((start, *operations, behind, *end), hidden + waits)
+
+    def _routing(self, shape: RankShape) -> Kept:
+        """Return the numbers of the experts, of the rows, and of those rows that come here."""
+        rows, dump = self.num_rows(shape), int(self.model.moe_pad_expert_input_to_capacity)
+        count = self.model.moe_router_topk * shape.own_tokens + rows + dump + rows * shape.etp
+        if self.gathers:
+            count = self.model.moe_router_topk * (shape.own_tokens + self.gathered_tokens(shape)) + rows * shape.etp
+        return Kept("routing", count, INDEX_BYTES)
+
+    def _router_kept(self, shape: RankShape) -> tuple[Kept, ...]:
+        """Return what the router keeps besides its input: logits or scores of all experts, those of the chosen ones."""
+        model, tokens, topk = self.model, shape.own_tokens, self.model.moe_router_topk
+        is_softmax, balances = model.moe_router_score_function == "softmax", bool(model.balance_losses)
+        chooses_first = is_softmax and not model.moe_router_pre_softmax  # scores are logits
+        weights, has_z, divides = 1, bool(model.moe_z_loss_coeff), not is_softmax and topk > 1
+        if divides or (chooses_first and model.moe_router_topk_scaling_factor is not None):
+            weights += 1
+        if self.gathers and (shape.ep > 1 or shape.etp > 1):  # those of this rank, and those of all
+            weights += shape.ep * shape.etp
+        matrices = 1 + (balances and chooses_first) + (has_z and not chooses_first)
+        vectors = divides + (balances and not is_softmax) + has_z
+        counts = sum(shape.batch if name == "seq_aux_loss" else 1 for name in model.balance_losses)
+        return (
+            Kept("router scores", (tokens * matrices + counts) * self.num_experts + tokens * vectors, shape.wide),
+            Kept("router weights", weights * topk * tokens, shape.wide),
+            self._routing(shape),
         )
-        return Table(operations, hidden + waits)
+
+    def _expert_bytes(self, shape: RankShape) -> tuple[int, int, int]:
+        """Return the bytes of the experts' inputs, results of their first product, and results of the activation."""
+        rows, width = self.num_rows(shape) * shape.etp, self.model.expert_ffn_size // shape.etp
+        return tuple(rows * each * shape.element for each in (self.model.hidden_size, self.gates * width, width))  # type: ignore[return-value]
+
+    def _waiting_gradients(self, shape: RankShape) -> tuple[int, int]:
+        """Return the bytes of the gradients that wait for W: those of the experts, and those of the shared experts,
+        which wait from the start on.
+        """
+        outer, inner, _ = self._expert_bytes(shape)
+        if self.shared is None:
+            return inner + outer, 0
+        width = self.gates * shape.tokens * self.shared.gemms(shape.tp)[1].inputs * shape.element
+        return inner + outer, shape.hidden_bytes(self.model.hidden_size) + width
+
+    def _routed_operations(self, shape: RankShape) -> Iterator[Operation]:
+        """Yield the operations from the router to the weighted sum of the results."""
+        size, topk, element = self.model.hidden_size, self.model.moe_router_topk, shape.element
+        tokens, hidden, rows = shape.own_tokens, shape.hidden_bytes(size), self.num_rows(shape)
+        outer, inner, activated = self._expert_bytes(shape)
+        rows_bytes, splits = max(self.row_bytes(shape), topk * hidden), shape.splits_backward
+        keeps_output = ACTIVATIONS[self.model.activation].keeps_output
+        redoes_activation = shape.recomputes("moe_act") and not keeps_output
+        made = max(inner, int(backward_tensors(self.model) * activated))
+        after_all, waits = self._waiting_gradients(shape)[::-1] if splits else (0, 0)
+        behind = after_all + (hidden if self.model.hidden_dropout > 0 or self.norms[1] is not None else 0)
+        waits += after_all
+        dispatched = (Kept("expert inputs", outer // element, element),)
+        outputs_kept = [Kept("expert outputs", rows * size * (shape.etp if self.gathers else 1), element)]
+        if shape.in_parts and self.shared is not None:  # the sum of both results is another part than the experts
+            outputs_kept.append(Kept("shared expert results", tokens * size, element))
+        again, modules = activated if redoes_activation else 0, ("moe",)
+        yield Operation(
+            "router", self._router_kept(shape), backward=Backward(waits + 3 * hidden), recompute_modules=modules
+        )
+        gathered = self.gathered_tokens(shape) * size * element if self.gathers else 0
+        moved = 2 * (outer + gathered) if self.gathers else 2 * rows_bytes + outer
+        yield Operation("dispatch", backward=Backward(waits + hidden + moved))
+        yield Operation(
+            "expert_fc1",
+            dispatched,
+            deferred_bytes=inner + outer,
+            backward=Backward(behind + inner + 2 * outer + waits, 0 if splits else total_bytes(dispatched)),
+            flops=2.0 * (inner // element) * size,
+            recompute_modules=modules,
+        )
+        yield Operation(
+            "expert_activation",
+            () if keeps_output else (Kept("expert hidden", inner // element, element),),
+            backward=Backward(behind + inner + made + waits),
+        )
+        yield Operation(
+            "expert_fc2",
+            () if redoes_activation else (Kept("expert activation", activated // element, element),),
+            deferred_bytes=outer + (inner if redoes_activation else activated),
+            backward=Backward(behind + outer + inner + again),
+            flops=2.0 * (activated // element) * size,
+            recompute_modules=modules,
+        )
+        moved = gathered + 3 * outer if self.gathers else 3 * rows_bytes
+        combine = Backward(behind + moved, total_bytes(outputs_kept))
+        yield Operation("combine", tuple(outputs_kept), backward=combine)
 
     def _shared_operations(self, shape: RankShape) -> Iterator[Operation]:
         """Yield the operations of the shared experts: those of a dense MLP, without its norms, dropout and input."""
-        assert self.shared is not None
-        for operation in self.shared.table(shape).operations:
+        if self.shared is None:
+            return
+        modules = {"mlp": shape.recomputes("shared_experts"), "activation": shape.recomputes("activation")}
+        chosen = tuple(module for module, is_chosen in modules.items() if is_chosen)
+        own = replace(shape, recompute=RecomputeConfig("selective" if chosen else None, recompute_modules=chosen))
+        for operation in self.shared.table(own).operations:
             if operation.name in ("linear_fc1", "activation", "linear_fc2"):
                 keeps = tuple(tensor for tensor in operation.keeps if tensor.name != "dropout masks")
-                yield replace(operation, keeps=keeps)
+                again = ("moe", "shared_experts") if operation.recompute_modules else ("moe",)
+                yield replace(operation, keeps=keeps, recompute_modules=again)
         if self.model.moe_shared_expert_gate:
             size = shape.own_tokens * self.model.hidden_size
-            yield Operation("shared_gate", (Kept("shared expert output", size, shape.element),))
+            score = Kept("shared expert gate", shape.own_tokens, shape.element)
+            yield Operation("shared_gate", (Kept("shared expert output", size, shape.element), score))
+
+
+def _replayed(operations: list[Operation], more: int) -> list[Operation]:
+    """Return operations that the backward runs again first: they keep nothing, and hold what the replay keeps.
+
+    more: further bytes that the replay holds until its end.
+    """
+    held = more + sum(total_bytes(operation.keeps) for operation in operations)
+    replayed: list[Operation] = []
+    for operation in reversed(operations):
+        backward = operation.backward
+        if backward is not None:
+            replayed.append(replace(operation, keeps=(), backward=Backward(backward.held + held)))
+            held -= backward.frees
+        else:
+            replayed.append(replace(operation, keeps=()))
+    return replayed[::-1]

@@ -117,9 +117,10 @@ class RankShape:
         """Return the bytes that each rank sends in one all-gather or reduce-scatter of hidden states over tp."""
         return ring_bytes(self.tokens * hidden_size * self.element, self.tp)
 
-    def recomputes(self, module: str) -> bool:
-        """Return True if selective recompute makes this module's activations again."""
-        return self.recompute.recompute_granularity == "selective" and module in self.recompute.recompute_modules
+    def recomputes(self, *modules: str) -> bool:
+        """Return True if selective recompute makes the activations of one of these modules again."""
+        chosen = self.recompute.recompute_modules if self.recompute.recompute_granularity == "selective" else ()
+        return any(module in chosen for module in modules)
 
 
 def ring_bytes(num_bytes: float, ranks: int) -> float:
@@ -211,7 +212,8 @@ class Operation:
     gemm: Gemm | None = None
     attention: CoreAttention | None = None
     collectives: Collectives = Collectives()
-    recompute_module: str | None = None  # of --recompute-modules, whose recomputation runs this GEMM or attention
+    recompute_modules: tuple[str, ...] = ()  # of --recompute-modules: recomputing one of them runs this again
+    flops: float = 0.0  # of the experts' products, which are no `gemm`
     deferred_bytes: int = 0  # wait from I to W, where the backward is split
     backward: Backward | None = None  # None if it can never be the peak of a backward
 

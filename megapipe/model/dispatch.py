@@ -4,6 +4,9 @@ A rank's rows are in the order of their experts, and for one expert in that of i
 receives them from every rank of ep, in order, and from every rank of etp: each of these multiplies by its slice of the
 expert, and the slices of the results are added in the order of the ranks.
 
+With --moe-token-dispatcher-type allgather all tokens of the ranks of ep and etp come to all of them, and what every
+rank adds up for every token goes back.
+
 Backwards are the same operations the other way round.
 """
 
@@ -76,17 +79,164 @@ class Routes:
 
     def by_expert(self, received: Tensor) -> Tensor:
         """Return the dispatched rows of all ranks of etp, expert by expert. received: those of this rank."""
-        return _Reorder.apply(_Gather.apply(received, self.gathered, self.groups.etp), self.order)
+        return _Reorder.apply(_Gather.apply(received, self.gathered, self.groups.etp), self.order, True)
 
     def by_rank(self, results: Tensor) -> Tensor:
         """Return the results of the dispatched rows, in their order. results: partial over etp, expert by expert."""
-        inverse = torch.empty_like(self.order)
-        inverse[self.order] = torch.arange(self.order.shape[0], device=self.order.device)
-        return _Sum.apply(_Reorder.apply(results, inverse), self.gathered, self.groups.etp)
+        return _Sum.apply(_Reorder.apply(results, self.order, False), self.gathered, self.groups.etp)
 
     def combine(self, results: Tensor) -> Tensor:
         """Return the results for this rank's rows, in their order. results: those of the rows dispatched to it."""
         return _Exchange.apply(results, self.received, self.sent, self.groups.ep)
+
+
+@dataclass(frozen=True, eq=False)
+class GatheredRoutes:
+    """The rows that the experts of this rank take from the tokens of all ranks of ep and etp, of which each has t.
+
+    A gathered token is number (ep_rank etp + etp_rank) t + its number on its rank. expert_rows: of each expert of this
+    rank. rows: [n] int64, entry i is gathered token x k + j of row i, expert by expert, in the order of tokens.
+    order: [gathered tokens x k] int64, the row of token x k + j, or n if its expert is on another rank.
+    """
+
+    groups: ExpertGroups
+    expert_rows: tuple[int, ...]
+    rows: Tensor
+    order: Tensor
+
+    @classmethod
+    def of(cls, chosen: Tensor, num_experts: int, groups: ExpertGroups) -> GatheredRoutes:
+        """Gather the choices. chosen: [t, k] int64, of this rank's tokens. Waits for the device.
+
+        A dry run has no choices: there every expert gets the same number of rows.
+        """
+        held = num_experts // groups.ep.size
+        local = gather_tokens(chosen, groups).flatten() - groups.ep.rank * held
+        total = local.shape[0]
+        if local.is_meta:
+            own = total // groups.ep.size
+            return cls(groups, _even(own, held), local.new_empty(own), local.new_empty(total))
+        expert = torch.where((local >= 0) & (local < held), local, held)
+        counts = torch.zeros(held + 1, dtype=torch.int64, device=local.device)
+        expert_rows = tuple(counts.scatter_add_(0, expert, torch.ones_like(expert)).tolist()[:held])
+        rows = expert.argsort(stable=True)[: sum(expert_rows)].clone()
+        order = torch.full_like(local, rows.shape[0])
+        order[rows] = torch.arange(rows.shape[0], device=rows.device)
+        return cls(groups, expert_rows, rows, order)
+
+    def gather(self, tokens: Tensor) -> Tensor:
+        """Return the tokens of all ranks, [t, ...] of each."""
+        return tokens if self._is_alone else _GatherTokens.apply(tokens, self.groups)
+
+    def dispatch(self, tokens: Tensor, topk: int) -> Tensor:
+        """Return the rows of this rank's experts. tokens: gathered, [tokens, h]."""
+        return _Select.apply(tokens, self.rows, self.order, topk)
+
+    def combine(self, results: Tensor, weights: Tensor) -> Tensor:
+        """Return the weighted sums [t, h] of the results of this rank's tokens.
+
+        results: of the rows of this rank's experts, partial over etp. weights: gathered, [tokens, k]. A rank adds the
+        results of its own experts in the order of the choice; the ranks' sums are added in their order.
+        """
+        sums = _WeightedSum.apply(results, weights, self.rows, self.order)
+        return sums if self._is_alone else _SumTokens.apply(sums, self.groups)
+
+    @property
+    def _is_alone(self) -> bool:
+        return self.groups.ep.size == self.groups.etp.size == 1
+
+
+def gather_tokens(tokens: Tensor, groups: ExpertGroups) -> Tensor:
+    """Return the tokens of all ranks of ep and etp, those of etp next to each other. tokens: [t, ...] on every rank."""
+    for group in (groups.etp, groups.ep):
+        if group.size > 1:
+            gathered = tokens.new_empty(group.size * tokens.shape[0], *tokens.shape[1:])
+            all_gather(gathered, tokens.contiguous(), group)
+            tokens = gathered
+    return tokens
+
+
+def sum_tokens(tokens: Tensor, groups: ExpertGroups) -> Tensor:
+    """Return the sums over ep and etp for this rank's tokens, added in order of rank. tokens: as `gather_tokens` has
+    them.
+    """
+    for group in (groups.ep, groups.etp):
+        tokens = sum_rows(tokens, (tokens.shape[0] // group.size,) * group.size, group)
+    return tokens
+
+
+class _GatherTokens(Function):
+    @staticmethod
+    def forward(ctx: Any, tokens: Tensor, groups: ExpertGroups) -> Tensor:
+        ctx.groups = groups
+        return gather_tokens(tokens, groups)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return sum_tokens(grad, ctx.groups), None
+
+
+class _SumTokens(Function):
+    @staticmethod
+    def forward(ctx: Any, tokens: Tensor, groups: ExpertGroups) -> Tensor:
+        ctx.groups = groups
+        return sum_tokens(tokens, groups)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return gather_tokens(grad, ctx.groups), None
+
+
+class _Select(Function):
+    """Row i is token rows[i] // k. Backward: the sum over a token's rows, in the order of the choice."""
+
+    @staticmethod
+    def forward(ctx: Any, tokens: Tensor, rows: Tensor, order: Tensor, topk: int) -> Tensor:
+        ctx.save_for_backward(order)
+        ctx.topk = topk
+        return tokens[rows // topk]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (order,) = ctx.saved_tensors
+        return _sum_of_rows(grad, order.view(-1, ctx.topk), None), None, None, None
+
+
+class _WeightedSum(Function):
+    """The sum of each token's results that are here, times their weights, in the results' dtype."""
+
+    @staticmethod
+    def forward(ctx: Any, results: Tensor, weights: Tensor, rows: Tensor, order: Tensor) -> Tensor:
+        ctx.save_for_backward(results, weights, rows)
+        return _sum_of_rows(results, order.view(weights.shape), weights)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        results, weights, rows = ctx.saved_tensors
+        copies = grad[rows // weights.shape[1]]
+        of_weights = torch.zeros_like(weights)
+        of_weights.view(-1)[rows] = (results * copies.to(weights.dtype)).sum(-1)
+        return (copies * weights.flatten()[rows][:, None]).to(results.dtype), of_weights, None, None
+
+
+def _sum_of_rows(rows: Tensor, order: Tensor, weights: Tensor | None) -> Tensor:
+    """Return the sums [tokens, h] of the rows order[:, 0], order[:, 1], ..., times their weights, in this order.
+
+    A number behind the last row stands for zeros. The sum is in the weights' dtype and the result in that of the rows.
+    """
+    padded = torch.cat([rows, rows.new_zeros(1, rows.shape[1])])
+    total = rows.new_zeros(order.shape[0], rows.shape[1], dtype=rows.dtype if weights is None else weights.dtype)
+    for place in range(order.shape[1]):
+        part = padded[order[:, place]]
+        if weights is None:
+            total += part
+        else:
+            total.addcmul_(part.to(total.dtype), weights[:, place, None])
+    return total.to(rows.dtype)
 
 
 def _even(total: int, parts: int) -> tuple[int, ...]:
@@ -168,17 +318,24 @@ class _Sum(Function):
 
 
 class _Reorder(Function):
-    """rows[order] for a permutation, whose backward is a gather too: no sum, in any order."""
+    """rows[order] for a permutation, or back from that order; the backward is the other one: no sum, in any order."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, order: Tensor) -> Tensor:
+    def forward(ctx: Any, rows: Tensor, order: Tensor, to_order: bool) -> Tensor:
         ctx.save_for_backward(order)
-        return rows[order]
+        ctx.to_order = to_order
+        return _reordered(rows, order, to_order)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (order,) = ctx.saved_tensors
-        result = torch.empty_like(grad)
-        result[order] = grad
-        return result, None
+        return _reordered(grad, order, not ctx.to_order), None, None
+
+
+def _reordered(rows: Tensor, order: Tensor, to_order: bool) -> Tensor:
+    if to_order:
+        return rows[order]
+    result = torch.empty_like(rows)
+    result[order] = rows
+    return result

@@ -1,7 +1,8 @@
 """`MoE`: a mixture of experts in place of a layer's MLP (Shazeer et al. 2017, arXiv:1701.06538).
 
     router    [t, h] -> weights and numbers of the k experts of each token, both [t, k]
-    dispatch  k copies of each token, in the order of experts, to the ranks of their experts (model/dispatch.py)
+    dispatch  k copies of each token, in the order of experts, to the ranks of their experts (model/dispatch.py);
+              with --moe-token-dispatcher-type allgather all tokens to all ranks
     experts   act(x W1^T) W2 for the rows of each expert
     combine   sum over j < k of weight[j] x result[j], in the order of j: the same sums on every grid
 
@@ -12,7 +13,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from itertools import accumulate
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -28,11 +30,60 @@ from megapipe.dtypes import DTYPES
 from megapipe.errors import ConfigError
 from megapipe.layers.moe import expert_capacity
 from megapipe.model.context import LayerContext
-from megapipe.model.dispatch import Routes
+from megapipe.model.dispatch import GatheredRoutes, Routes
 from megapipe.model.layer_factory import LayerFactory
 from megapipe.model.mlp import MLP, Activation, activation
+from megapipe.model.recompute import RecomputedSegment
 from megapipe.tensor_parallel.gemms import at_least_fp32
-from megapipe.tensor_parallel.gradients import GradientSlot, WeightQueue, add_to_grad
+from megapipe.tensor_parallel.gradients import GradientSlot, InputRecompute, WeightQueue, add_to_grad
+
+
+class Routing(NamedTuple):
+    """The experts of every token of a microbatch, and how its rows travel.
+
+    chosen: [t, k] int64. order: [rows] int64, entry i is token x k + j of row i, or k t for padding; where tokens are
+    gathered, the rows of the routes.
+    """
+
+    chosen: Tensor
+    order: Tensor
+    routes: Routes | GatheredRoutes
+
+
+class KeptRouting:
+    """The routing of one forward, which its recompute uses again (a `KeptResults`).
+
+    So the recompute sends the same rows whatever has happened to the router since, exchanges no numbers of rows and
+    does not wait for the device. routing: set by the forward; while recomputing, that of the forward.
+    """
+
+    def __init__(self) -> None:
+        self.routing: Routing | None = None
+        self.is_reused = False
+        self._routes: Routes | GatheredRoutes | None = None
+
+    def record(self, fn: Callable[..., Tensor], inputs: tuple[Tensor, ...]) -> tuple[Tensor, tuple[Tensor, ...]]:
+        output = fn(*inputs)
+        assert self.routing is not None
+        chosen, order, routes = self.routing
+        empty = order.new_empty(0)  # the caller saves the tensors
+        self.routing, self._routes = None, _with_tensors(routes, empty, empty)
+        return output, (chosen, order, routes.order)
+
+    def reuse(self, fn: Callable[..., Tensor], inputs: tuple[Tensor, ...], tensors: tuple[Tensor, ...]) -> Tensor:
+        assert self._routes is not None
+        chosen, order, of_routes = tensors
+        self.routing, self.is_reused = Routing(chosen, order, _with_tensors(self._routes, order, of_routes)), True
+        try:
+            return fn(*inputs)
+        finally:
+            self.routing, self._routes, self.is_reused = None, None, False
+
+
+def _with_tensors(routes: Routes | GatheredRoutes, rows: Tensor, order: Tensor) -> Routes | GatheredRoutes:
+    if isinstance(routes, GatheredRoutes):
+        return replace(routes, rows=rows, order=order)
+    return replace(routes, order=order)
 
 
 class MoE(nn.Module):
@@ -49,6 +100,7 @@ class MoE(nn.Module):
                 f"--num-experts with tensor parallel size {tp.size} needs --sequence-parallel: without it every tp "
                 "rank would send the same tokens to the experts"
             )
+        self.recompute = factory.recompute
         self.router = Router(model, tp, factory.experts.dp, factory.experts.cp)
         self.experts = ExpertWeights(factory)
         self.groups = factory.experts
@@ -61,25 +113,61 @@ class MoE(nn.Module):
 
         context: of a microbatch in training, for the router's losses and records.
         """
-        x = x if norm is None else norm(x)
-        rows, weights, order, routes = self.route(x, context)
-        results = routes.combine(self.run_experts(routes.dispatch(rows), routes))
-        output = self.weigh(results, weights, order).view(x.shape)
-        return output if self.shared_experts is None else output + self.shared_experts(x)
+        norm = nn.Identity() if norm is None else norm
+        if "moe" not in self.recompute:
+            return self._run(norm(x), context).view(x.shape)
+        kept, recompute_norm = KeptRouting(), "layernorm" in self.recompute
+        segment = RecomputedSegment(lambda x: self._run(norm(x) if recompute_norm else x, context, kept), kept)
+        return segment(x if recompute_norm else norm(x)).view(x.shape)
 
-    def route(self, x: Tensor, context: LayerContext | None = None) -> tuple[Tensor, Tensor, Tensor, Routes]:
+    def _run(self, x: Tensor, context: LayerContext | None, kept: KeptRouting | None = None) -> Tensor:
+        """Return the results [t, h] for normalized tokens x [s, b, h], in a recompute by the routing of the forward."""
+        if self.router.model.moe_token_dispatcher_type == "allgather":
+            output = self._run_gathered(x, context, kept)
+        else:
+            rows, weights, order, routes = self.route(x, context, kept)
+            results = routes.combine(self.run_experts(routes.dispatch(rows), routes))
+            output = self.weigh(results, weights, order)
+        return output if self.shared_experts is None else output + self.shared_experts(x).flatten(0, -2)
+
+    def route(
+        self, x: Tensor, context: LayerContext | None = None, kept: KeptRouting | None = None
+    ) -> tuple[Tensor, Tensor, Tensor, Routes]:
         """Return the rows to dispatch [n, h], weights [t, k], the order of the rows and their routes. x: [s, b, h].
 
         Without capacities n = k t. Entry i of the order is token x k + j of row i, or k t for padding. Exchanges the
-        numbers of rows, and waits for them, unless rows are padded. context: as in `forward`.
+        numbers of rows, and waits for them, unless rows are padded. context: as in `forward`. kept: of a layer that is
+        recomputed.
         """
-        weights, chosen = self.router(x, context)
+        weights, (chosen, order, routes) = self._decide(x, context, kept)
+        assert isinstance(routes, Routes)
+        return _Copies.apply(x.flatten(0, -2), order, chosen.shape[1], self._is_whole), weights, order, routes
+
+    def _run_gathered(self, x: Tensor, context: LayerContext | None, kept: KeptRouting | None) -> Tensor:
+        """Return the weighted sums of the experts' results [t, h], with the tokens of all ranks on every rank."""
+        weights, (chosen, _, routes) = self._decide(x, context, kept)
+        assert isinstance(routes, GatheredRoutes)
+        rows = routes.dispatch(routes.gather(x.flatten(0, -2)), chosen.shape[1])
+        return routes.combine(self.experts(rows, routes.expert_rows), routes.gather(weights))
+
+    def _decide(self, x: Tensor, context: LayerContext | None, kept: KeptRouting | None) -> tuple[Tensor, Routing]:
+        """Return the weights [t, k] and the routing, in a recompute that of the forward."""
+        given = kept.routing if kept is not None and kept.is_reused else None
+        weights, chosen = self.router(x, context, None if given is None else given.chosen)
+        if given is not None:
+            return weights, given
         experts = chosen.flatten()
         load = experts.new_zeros(self.router.num_experts).scatter_add_(0, experts, torch.ones_like(experts))
         if context is not None and context.dropout_key is not None:
             self.router.loads[context.dropout_key.microbatch] = load
-        order, routes = self._routes(weights, experts, load)
-        return _Copies.apply(x.flatten(0, -2), order, chosen.shape[1], self._is_whole), weights, order, routes
+        if self.router.model.moe_token_dispatcher_type == "allgather":
+            gathered = GatheredRoutes.of(chosen, self.router.num_experts, self.groups)
+            routing = Routing(chosen, gathered.rows, gathered)
+        else:
+            routing = Routing(chosen, *self._routes(weights, experts, load))
+        if kept is not None:
+            kept.routing = routing
+        return weights, routing
 
     def run_experts(self, received: Tensor, routes: Routes) -> Tensor:
         """Return the results of the rows that were dispatched to this rank, [n, h] both, in the same order."""
@@ -124,7 +212,10 @@ class SharedExperts(MLP):
     """An MLP that sees every token; its output is multiplied by sigmoid(x gate_weight^T) with a gate."""
 
     def __init__(self, layer: int, factory: LayerFactory, width: int) -> None:
-        super().__init__(layer, factory.of(replace(factory.config, ffn_hidden_size=width), factory.recompute))
+        recompute = factory.recompute & {"activation"}
+        if "shared_experts" in factory.recompute:
+            recompute = frozenset({"mlp"})
+        super().__init__(layer, factory.of(replace(factory.config, ffn_hidden_size=width), recompute))
         self.gate_weight: nn.Parameter | None = None
         if factory.config.moe_shared_expert_gate:
             self.gate_weight = nn.Parameter(torch.empty(1, factory.config.hidden_size, device="meta"))
@@ -187,22 +278,30 @@ class Router(nn.Module):
         self.clear()
         return loads.sum(0), dropped, losses
 
-    def forward(self, x: Tensor, context: LayerContext | None = None) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, x: Tensor, context: LayerContext | None = None, chosen: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Return weights [t, k] in at least fp32 and experts [t, k] int64, t = s b, the best first. x: [s, b, h].
 
         With the context of a microbatch in training, the backward of the weights is also that of the router's losses.
+        chosen: the experts that the forward of a recompute has chosen.
         """
         model, topk = self.model, self.model.moe_router_topk
         dtype = x.dtype if self.dtype is None else torch.promote_types(x.dtype, self.dtype)
-        logits = F.linear(x.to(dtype), self.weight.to(dtype), None if self.bias is None else self.bias.to(dtype))
-        logits = logits.to(at_least_fp32(dtype))
+        if x.dtype == dtype:
+            logits = F.linear(x, self.weight, self.bias).to(at_least_fp32(dtype))
+        else:
+            logits = _WideLinear.apply(x, self.weight, self.bias, dtype)
         is_softmax = model.moe_router_score_function == "softmax"
-        shares = logits.softmax(-1) if is_softmax else logits.sigmoid()
-        scores = (shares if model.moe_router_pre_softmax or not is_softmax else logits).flatten(0, 1)
-        chosen = self._choose(scores.detach() if self.expert_bias is None else scores.detach() + self.expert_bias)
-        if model.moe_router_force_load_balancing:
+        whole = logits if is_softmax else logits.sigmoid()
+        if model.moe_router_pre_softmax:
+            whole = logits.softmax(-1)
+        scores = whole.flatten(0, 1)
+        if chosen is None and model.moe_router_force_load_balancing:
             places = torch.arange(scores.shape[0] * topk, device=scores.device) + self.tp.rank
             chosen = (places % self.num_experts).view(-1, topk)
+        elif chosen is None:
+            chosen = self._choose(scores.detach() if self.expert_bias is None else scores.detach() + self.expert_bias)
         weights = scores.gather(1, chosen)
         if is_softmax and not model.moe_router_pre_softmax:
             weights = weights.softmax(-1)
@@ -211,9 +310,11 @@ class Router(nn.Module):
         if model.moe_router_topk_scaling_factor is not None:
             weights = weights * model.moe_router_topk_scaling_factor
         if context is not None and context.dropout_key is not None:
-            normalized = shares if is_softmax else shares / shares.sum(-1, keepdim=True)
-            microbatch, self.num_tokens = context.dropout_key.microbatch, chosen.shape[0]
-            losses = dict(self._losses(logits, normalized, microbatch))
+            shares, microbatch = whole, context.dropout_key.microbatch
+            if model.balance_losses and not model.moe_router_pre_softmax:
+                shares = logits.softmax(-1) if is_softmax else whole / whole.sum(-1, keepdim=True)
+            self.num_tokens = chosen.shape[0]
+            losses = dict(self._losses(logits, shares, microbatch))
             for loss in losses.values():
                 weights = _WithLoss.apply(weights, loss, self.loss_scale, context.loss_weight)
             self.losses[microbatch] = {name: loss.detach() for name, loss in losses.items()}
@@ -229,7 +330,8 @@ class Router(nn.Module):
             kept = best.sort(dim=-1, descending=True, stable=True).indices[:, :taken]
             is_kept = torch.zeros_like(best, dtype=torch.bool).scatter_(1, kept, True)
             scores = grouped.masked_fill(~is_kept[..., None], -torch.inf).flatten(1)
-        return scores.sort(dim=-1, descending=True, stable=True).indices[:, :topk]
+        # a copy, since a view would keep the indices of all experts
+        return scores.sort(dim=-1, descending=True, stable=True).indices[:, :topk].contiguous()
 
     def _losses(self, logits: Tensor, shares: Tensor, microbatch: int) -> Iterator[tuple[str, Tensor]]:
         """Yield this rank's parts of the losses with their coefficients, by name. logits, shares: [s, b, experts]."""
@@ -300,8 +402,12 @@ class ExpertWeights(nn.Module):
         self.queue: WeightQueue = factory.queue
         self.slots: dict[str, GradientSlot | None] = dict.fromkeys(("weight1", "weight2", "bias1", "bias2"))
         kernels = factory.kernels
+        self.is_grouped = kernels.groups_experts
         self.activation = activation(config, kernels.pointwise if kernels.compiles else None)
-        gates = 2 if KINDS[config.activation].is_gated else 1
+        kind = KINDS[config.activation]
+        # relu saves only its output, which the second product saves too: recomputing it would free nothing
+        self.recompute_activation = "moe_act" in factory.recompute and not kind.keeps_output
+        gates = 2 if kind.is_gated else 1
         rows = config.num_experts // experts.ep.size * (config.expert_ffn_size // experts.etp.size)
         self.weight1 = nn.Parameter(torch.empty(gates * rows, config.hidden_size, device="meta"))
         self.weight2 = nn.Parameter(torch.empty(rows, config.hidden_size, device="meta"))
@@ -315,8 +421,12 @@ class ExpertWeights(nn.Module):
 
     def forward(self, rows: Tensor, counts: tuple[int, ...]) -> Tensor:
         """Return the experts' results, partial over etp. rows: [n, h], counts[e] of them for expert e, in order."""
-        inner = _Product.apply(rows, self.weight1, self.bias1, counts, self, 1)
-        return _Product.apply(self.activation(inner), self.weight2, self.bias2, counts, self, 2)
+        inner = _Product.apply(rows, self.weight1, self.bias1, counts, self, 1, None)
+        again = self.activation if self.recompute_activation else None
+        made = self.activation(inner)
+        return _Product.apply(
+            made, self.weight2, self.bias2, counts, self, 2, again and InputRecompute(again, (inner,))
+        )
 
 
 class _Product(Function):
@@ -331,10 +441,13 @@ class _Product(Function):
         counts: tuple[int, ...],
         owner: ExpertWeights,
         number: int,
+        recompute: InputRecompute | None,
     ) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.arguments = bias, counts, owner, number
-        output = _products(x, weight, counts, number == 1)
+        """recompute: of x from tensors that are saved anyway."""
+        inputs = (x,) if recompute is None else recompute.inputs
+        ctx.save_for_backward(weight, *inputs)
+        ctx.arguments = bias, counts, owner, number, None if recompute is None else recompute.function
+        output = _products(x, weight, counts, number == 1, owner.is_grouped)
         if bias is not None:
             columns = output if number == 1 else output[:, owner.channels]
             for rows, values in zip(columns.split(counts), bias.view(len(counts), -1), strict=True):
@@ -344,21 +457,24 @@ class _Product(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        (x, weight), (bias, counts, owner, number) = ctx.saved_tensors, ctx.arguments
-        x = x.detach()  # W runs with autograd on, where a queued x would tie its graph to the main gradients
-        outer, inner = (grad, x) if number == 1 else (x, grad)
+        (weight, *inputs), (bias, counts, owner, number, function) = ctx.saved_tensors, ctx.arguments
         if ctx.needs_input_grad[1]:
+            saved = tuple(x.detach() for x in inputs)  # a queued gradient must not hold the graph
             slot = owner.slots[f"weight{number}"]
-            owner.queue.submit(_WeightGradients(outer, inner, counts, slot, weight))
+            owner.queue.submit(_WeightGradients(grad, saved, function, number == 1, counts, slot, weight))
         if bias is not None and ctx.needs_input_grad[2]:
             columns = grad if number == 1 else grad[:, owner.channels]
             owner.queue.submit(_BiasGradients(columns, counts, owner.slots[f"bias{number}"], bias))
-        return _products(grad, weight, counts, number != 1), None, None, None, None, None
+        return _products(grad, weight, counts, number != 1, owner.is_grouped), None, None, None, None, None, None
 
 
-def _products(x: Tensor, weight: Tensor, counts: tuple[int, ...], transpose: bool) -> Tensor:
-    """Return the products of each expert's rows with its weight, joined."""
+def _products(x: Tensor, weight: Tensor, counts: tuple[int, ...], transpose: bool, is_grouped: bool) -> Tensor:
+    """Return the products of each expert's rows with its weight, joined. is_grouped: all of them in one kernel."""
     matrices = weight.view(len(counts), -1, weight.shape[1])
+    if is_grouped and not x.is_meta and len(x):  # torch refuses some dtypes of meta tensors
+        ends = torch.tensor(list(accumulate(counts)), dtype=torch.int32)
+        ends = ends.to(x.device, non_blocking=True)
+        return F.grouped_mm(x.contiguous(), matrices.mT if transpose else matrices, offs=ends)
     output = x.new_empty(x.shape[0], matrices.shape[1] if transpose else weight.shape[1])
     start = 0
     for matrix, count in zip(matrices, counts, strict=True):
@@ -370,10 +486,16 @@ def _products(x: Tensor, weight: Tensor, counts: tuple[int, ...], transpose: boo
 
 @dataclass(eq=False)
 class _WeightGradients:
-    """outer_e^T inner_e for every expert, waiting for W. An expert without rows gets no gradient, but is counted."""
+    """grad_e^T x_e for every expert, or x_e^T grad_e for linear 2, waiting for W. An expert without rows gets no
+    gradient, but is counted.
 
-    outer: Tensor
-    inner: Tensor
+    inputs: x, or what `function` makes x of.
+    """
+
+    grad: Tensor
+    inputs: tuple[Tensor, ...]
+    function: Callable[[Tensor], Tensor] | None
+    is_first: bool
     counts: tuple[int, ...]
     slot: GradientSlot | None
     weight: Tensor
@@ -381,14 +503,17 @@ class _WeightGradients:
     def launch(self) -> None:
         """Do nothing: no communication is needed."""
 
+    @torch.no_grad()
     def accumulate(self) -> None:
+        x = self.inputs[0] if self.function is None else self.function(*self.inputs)
+        outer, inner = (self.grad, x) if self.is_first else (x, self.grad)
         dense = torch.zeros_like(self.weight) if self.slot is None else self.slot.main_grad
         kernel, start = None if self.slot is None else self.slot.kernel, 0
         matrices = dense.view(len(self.counts), -1, dense.shape[1])
         for expert, count in enumerate(self.counts):
             if count:
                 rows = slice(start, start + count)
-                GradientSlot(matrices[expert], kernel=kernel).add_outer(self.outer[rows], self.inner[rows])
+                GradientSlot(matrices[expert], kernel=kernel).add_outer(outer[rows], inner[rows])
             start += count
         if self.slot is None:
             add_to_grad(self.weight, dense)
@@ -417,6 +542,24 @@ class _BiasGradients:
         else:
             self.slot.add(sums)
             self.slot.ready()
+
+
+class _WideLinear(Function):
+    """x W^T + b in a wider dtype than that of x, which is saved as it is and cast again in the backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.arguments = dtype, None if bias is None else bias.dtype
+        return F.linear(x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (x, weight), (dtype, bias_dtype) = ctx.saved_tensors, ctx.arguments
+        of_weight = grad.flatten(0, -2).t() @ x.flatten(0, -2).to(dtype)
+        of_bias = None if bias_dtype is None else grad.flatten(0, -2).sum(0).to(bias_dtype)
+        return (grad @ weight.to(dtype)).to(x.dtype), of_weight.to(weight.dtype), of_bias, None
 
 
 class _Copies(Function):

@@ -3,7 +3,8 @@
 - full: whole layers; only their input is saved, plus the results of attention with --recompute-keep-attention.
 - selective: `core_attn` (attention without its projections), `mlp` (linear_fc1 and the activation), `layernorm` and
   `activation` (elementwise functions whose output is a linear's input: the linear recomputes it from tensors that are
-  saved anyway).
+  saved anyway). With experts `moe` (router, experts and shared experts), `moe_act` (the experts' activation, as
+  `activation`) and `shared_experts` (as `mlp`).
 
 Randomness needs no care, since dropout masks are functions of their keys. In a split backward the recompute happens
 in I.
@@ -13,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -48,6 +49,16 @@ def layer_groups(config: RecomputeConfig, layers: Sequence[int]) -> list[tuple[t
     return [(tuple(layers[start : start + size]), True) for start in range(0, len(layers), size)]
 
 
+class KeptResults(Protocol):
+    """Results of a segment's forward that its recompute uses again instead of computing them."""
+
+    def record(self, fn: Callable[..., Tensor], inputs: tuple[Tensor, ...]) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """Run fn(*inputs); return its output and the tensors to save."""
+
+    def reuse(self, fn: Callable[..., Tensor], inputs: tuple[Tensor, ...], tensors: tuple[Tensor, ...]) -> Tensor:
+        """Run the recompute fn(*inputs) with the kept results. tensors: as `record` returned."""
+
+
 class RecomputedSegment:
     """Runs `fn` without saving its intermediate tensors, and again in the backward. Use one object per forward.
 
@@ -55,12 +66,12 @@ class RecomputedSegment:
     as usual. A linear that consumes the output takes `input_recompute(...)`, so that the output is not saved either.
     The linear and the backward share one recompute, in either order (a weight gradient that waits for W asks for it
     afterwards).
-    kept_attention: reuses the results of attention in the recompute; for a segment without a consumer.
+    kept: results that the recompute uses again; for a segment without a consumer.
     """
 
-    def __init__(self, fn: Callable[..., Tensor], kept_attention: KeptAttention | None = None) -> None:
+    def __init__(self, fn: Callable[..., Tensor], kept: KeptResults | None = None) -> None:
         self.fn = fn
-        self.kept_attention = kept_attention
+        self.kept = kept
         self.num_inputs = 0
         self._has_consumer = False
         self._graph: tuple[tuple[Tensor, ...], Tensor] | None = None  # leaves and output of the recompute
@@ -94,7 +105,7 @@ class RecomputedSegment:
     def recompute(self, saved: tuple[Tensor, ...]) -> tuple[tuple[Tensor, ...], Tensor]:
         """Run `fn` again, once; return the leaves and the output of its graph. saved: the inputs, then kept tensors."""
         if self._graph is None:
-            inputs, kept = saved[: self.num_inputs], self.kept_attention
+            inputs, kept = saved[: self.num_inputs], self.kept
             leaves = tuple(x.detach().requires_grad_(x.is_floating_point()) for x in inputs)
             with torch.enable_grad():
                 output = self.fn(*leaves) if kept is None else kept.reuse(self.fn, leaves, saved[self.num_inputs :])
@@ -114,9 +125,9 @@ class RecomputedSegment:
 class _Recomputed(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, segment: RecomputedSegment, *inputs: Tensor) -> Tensor:
-        ctx.segment, kept = segment, segment.kept_attention
-        output, attention_results = (segment.fn(*inputs), ()) if kept is None else kept.record(segment.fn, inputs)
-        ctx.save_for_backward(*inputs, *attention_results)
+        ctx.segment, kept = segment, segment.kept
+        output, results = (segment.fn(*inputs), ()) if kept is None else kept.record(segment.fn, inputs)
+        ctx.save_for_backward(*inputs, *results)
         return output
 
     @staticmethod

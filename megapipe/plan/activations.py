@@ -206,8 +206,8 @@ def replay_bytes(layers: tuple[LayerSpec, ...], shape: RankShape) -> int:
         )
     modules = shape.recompute.recompute_modules
     replays: list[tuple[str, ...]] = [(module,) for module in modules]
-    if "layernorm" in modules and "mlp" in modules:  # one replay makes the norm's output and the MLP
-        replays.append(("layernorm", "mlp"))
+    for module in ("mlp", "moe"):  # one replay makes the norm's output and these
+        replays += [("layernorm", module)] if {"layernorm", module} <= set(modules) else []
     shapes = [replace(shape, recompute=RecomputeConfig("selective", recompute_modules=replay)) for replay in replays]
     # branches of a layer are replayed one after the other
     branches = (

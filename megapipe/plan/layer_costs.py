@@ -24,6 +24,7 @@ from megapipe.config.model import ModelConfig, PrecisionConfig
 from megapipe.config.parallel import RecomputeConfig
 from megapipe.errors import ConfigError
 from megapipe.layers.model import LayerSpec, ModelSpec, model_spec
+from megapipe.layers.moe import MoE
 from megapipe.layers.rank_shape import comm_chunks
 from megapipe.layers.table import RankShape
 from megapipe.plan.recompute_choice import layer_recompute
@@ -73,14 +74,17 @@ def step_flops(model: ResolvedModelConfig, sequences: int, causal: bool) -> floa
 def replayed_flops(layer: LayerSpec, recompute: RecomputeConfig, seq_length: int, causal: bool) -> float:
     """Return what a backward repeats of a layer, per token.
 
-    Full recompute: its forward, but for attention if that is kept. Selective: core attention, and the first linear of
-    the MLP.
+    Full recompute: its forward, but for attention if that is kept. Selective: core attention, the first linear of the
+    MLP or of the shared experts, the router with all experts.
     """
     if recompute.recompute_granularity == "full":
         return gemm_flops(layer) if recompute.recompute_keep_attention else layer_flops(layer, seq_length, causal)
+    experts = [part for part in layer.parts if isinstance(part, MoE)]
     of_module = {
         "core_attn": layer.attention_flops(seq_length, causal),
         "mlp": 0.0 if layer.mlp is None else 2.0 * layer.mlp.gemms(tp=1)[0].num_weights,
+        "moe": sum(2.0 * gemm.num_weights for part in experts for gemm in part.gemms(tp=1)),
+        "shared_experts": sum(2.0 * part.shared.gemms(tp=1)[0].num_weights for part in experts if part.shared),
     }
     modules = recompute.recompute_modules if recompute.recompute_granularity == "selective" else ()
     return sum(of_module.get(module, 0.0) for module in modules)

@@ -107,7 +107,8 @@ def expert_message_seconds(part: MoE, shape: RankShape, links: ExpertLinks) -> t
     """Return the seconds of moving a microbatch's rows to the ranks of their experts, or back, in one direction; and
     those of exchanging the numbers of rows first, which only a forward does.
 
-    etp adds a gather of the rows of all ranks that share an expert, or the sum of their results.
+    etp adds a gather of the rows of all ranks that share an expert, or the sum of their results. If tokens are
+    gathered: the mean of the gather, a ring, and the sum, by an all-to-all; and the gather of their experts.
     """
     rows, counts = part.row_bytes(shape), part.num_experts * INDEX_BYTES
 
@@ -115,6 +116,17 @@ def expert_message_seconds(part: MoE, shape: RankShape, links: ExpertLinks) -> t
         passed = ring_bytes(num_bytes * shape.etp, shape.etp)
         return passed / links.etp.bytes_per_second + links.etp.latency_seconds if shape.etp > 1 else 0.0
 
+    if part.gathers:
+        slowest = links.network if shape.ep > links.inside else links.node
+
+        def gather(of_token: int) -> float:
+            num_bytes = ring_bytes(part.gathered_tokens(shape) * of_token, shape.ep)
+            ring = num_bytes / slowest.bytes_per_second + slowest.latency_seconds if shape.ep > 1 else 0.0
+            return ring + shared(shape.own_tokens * of_token)
+
+        token, chosen = part.model.hidden_size * shape.element, part.model.moe_router_topk
+        back = links.exchange(part.gathered_tokens(shape) * token) + shared(shape.own_tokens * token)
+        return (gather(token + chosen * shape.wide) + back) / 2, gather(chosen * INDEX_BYTES)
     return links.exchange(rows) + shared(rows), links.exchange(counts) + shared(counts)
 
 
@@ -160,6 +172,9 @@ def layer_seconds(
     if contexts is not None and "cp" in forward and layer.attention is not None:
         resent, kind = layer.attention.resent_bytes(shape), layer.attention.cp_comm_type
         again["cp"] = _exposed_context(kind, resent, again.get("attention", 0.0), contexts)
+    if mixtures and shape.recomputes("moe"):
+        again["gemm"] += sum(map(clock.routed, mixtures))
+        again["ep"] += sum(2 * rows_seconds for rows_seconds, _ in ways)
     inputs = {
         "gemm": gemm,
         "attention": core_backward,
@@ -341,14 +356,15 @@ def _recomputed(
         }
     again, whole = dict.fromkeys(forward, 0.0), layer_table(layer, plain)
     for operation in whole.operations:
-        if operation.recompute_module is None or not shape.recomputes(operation.recompute_module):
+        if not shape.recomputes(*operation.recompute_modules):
             continue
         if operation.attention is not None:
             again["attention"] += clock.attention(operation.attention)
         if operation.gemm is not None:
             again["gemm"] += clock.gemm(operation.gemm)
             again["pointwise"] += clock.casts(Op.F, [operation.gemm])
-            again["tp"] += clock.gather(operation.gemm)
+            messages = clock.gather if operation.gemm.is_column else clock.reduction
+            again["tp"] += messages(operation.gemm)
     # core attention's results are already part of its time
     others = tuple(module for module in recompute.recompute_modules if module != "core_attn")
     without = replace(plain, recompute=replace(recompute, recompute_modules=others))

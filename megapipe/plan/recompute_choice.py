@@ -22,6 +22,7 @@ from typing import NamedTuple
 
 from megapipe.config.parallel import RecomputeConfig
 from megapipe.layers.model import LayerSpec, layer_table
+from megapipe.layers.moe import MoE
 from megapipe.layers.table import Operation, RankShape, total_bytes
 
 ELEMENTWISE_FLOPS = 8.0  # for each element that a norm or an activation computes again; only orders steps without GEMMs
@@ -96,12 +97,17 @@ def _recomputes(layer: LayerSpec, shape: RankShape) -> list[RecomputeConfig]:
     """Return the kinds of recompute that a layer can have."""
     is_own = shape.transformer_impl == "local"  # Transformer Engine keeps the inputs of its linears anyway
     cores, norms = ((), ("core_attn",)), ((), ("layernorm",)) if is_own else ((),)
-    mlps = ((), ("activation",), ("mlp",)) if is_own else ((), ("mlp",))
+    mlps: tuple[tuple[str, ...], ...] = ((), ("activation",), ("mlp",)) if is_own else ((), ("mlp",))
+    mixture = next((part for part in layer.parts if isinstance(part, MoE)), None)
+    if mixture is not None:
+        mlps = ((), ("moe_act",), ("moe",))
+        mlps += () if mixture.shared is None else (("shared_experts",), ("moe_act", "shared_experts"))
     found = [RecomputeConfig(), FULL]
     found += [
         RecomputeConfig("selective", recompute_modules=modules)
         for each in product(cores, norms, mlps)
         if (modules := tuple(module for part in each for module in part))
+        and (mixture is None or "moe" in modules or "layernorm" not in modules)  # a rule of the configuration
     ]
     attention = layer.attention
     if attention is not None and shape.attention_impl != "te" and not (shape.dtype == "fp64" and shape.is_cuda):
@@ -128,10 +134,10 @@ def _choice(layer: LayerSpec, whole: RankShape, recompute: RecomputeConfig) -> C
     def repeats(operation: Operation) -> bool:
         if is_full:
             return operation.attention is None or not recompute.recompute_keep_attention
-        return operation.recompute_module is not None and shape.recomputes(operation.recompute_module)
+        return shape.recomputes(*operation.recompute_modules)
 
     flops = ELEMENTWISE_FLOPS * elements
     for operation in filter(repeats, everything.operations):
         flops += 2.0 * shape.tokens * operation.gemm.num_weights if operation.gemm is not None else 0.0
-        flops += operation.attention.flops if operation.attention is not None else 0.0
+        flops += operation.flops + (operation.attention.flops if operation.attention is not None else 0.0)
     return Choice(recompute, total_bytes(kept), flops)

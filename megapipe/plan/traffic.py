@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 
+from megapipe.config.parallel import RecomputeConfig
 from megapipe.layers.model import LayerSpec, layer_table
 from megapipe.layers.moe import INDEX_BYTES, MoE
 from megapipe.layers.table import ALL_REDUCE, ring_bytes
@@ -58,11 +59,13 @@ def _replica_bytes(plan: RunPlan, stage: int, element: int, kinds: tuple[bool, .
 
 def expert_bytes(plan: RunPlan, stage: int) -> dict[str, float]:
     """Return the bytes that the experts of a stage send over ep and over etp for one microbatch, at balanced routing;
-    replays of full recompute included.
+    replays included.
     """
     total: Counter[str] = Counter()
-    for layer, count in Counter(all_layers_of(plan.model, plan.partition.stages[stage])).items():
-        for name, sent in layer_expert_bytes(plan, layer).items():
+    for (layer, recompute), count in Counter(
+        layers_with_recompute(plan.model, plan.shape, plan.partition.stages[stage])
+    ).items():
+        for name, sent in layer_expert_bytes(plan, layer, recompute).items():
             total[name] += count * sent  # type: ignore[assignment]
     return dict(total)
 
@@ -81,11 +84,17 @@ def context_bytes(plan: RunPlan, stage: int) -> Counter[str]:
     return total
 
 
-def layer_expert_bytes(plan: RunPlan, layer: LayerSpec) -> dict[str, float]:
-    """Return the bytes that the experts of one layer send over ep and over etp for one microbatch; {} without any."""
-    replays = int(plan.shape.recompute.recompute_granularity == "full")
-    parts = (part.sent_bytes(plan.shape) for part in layer.parts if isinstance(part, MoE))
-    return {name: (1 + replays) * forward + back for sent in parts for name, (forward, back) in sent.items()}
+def layer_expert_bytes(plan: RunPlan, layer: LayerSpec, recompute: RecomputeConfig | None = None) -> dict[str, float]:
+    """Return the bytes that the experts of one layer send over ep and over etp for one microbatch; {} without any.
+
+    recompute: of the layer; None: the plan's. Full recompute repeats the forward, recompute of `moe` all but the
+    numbers of rows.
+    """
+    recompute = recompute or plan.shape.recompute
+    shape = with_recompute(plan.shape, recompute)
+    whole, rows = int(recompute.recompute_granularity == "full"), int(shape.recomputes("moe"))
+    parts = (part.sent_bytes(shape) for part in layer.parts if isinstance(part, MoE))
+    return {name: (1 + whole) * forward + (1 + rows) * back for sent in parts for name, (forward, back) in sent.items()}
 
 
 def stage_collectives(plan: RunPlan, stage: int) -> float:
@@ -101,8 +110,7 @@ def stage_collectives(plan: RunPlan, stage: int) -> float:
         again = sum(
             operation.collectives.forward
             for operation in table.operations
-            if recompute.recompute_granularity == "full"
-            or (operation.recompute_module is not None and shape.recomputes(operation.recompute_module))
+            if recompute.recompute_granularity == "full" or shape.recomputes(*operation.recompute_modules)
         )
         total += count * (table.collectives.total + again)
     return total

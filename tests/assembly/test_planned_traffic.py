@@ -123,6 +123,39 @@ GRIDS |= {
         | {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
     ),
 }
+EXPERTS_OF_TP2 = EXPERTS | TP2 | SP | {"expert_model_parallel_size": 2, "moe_shared_expert_intermediate_size": 8}
+GRIDS |= {
+    f"experts_tp2_ep2_{'_'.join(modules)}_again": (
+        4,
+        EXPERTS_OF_TP2 | {"recompute_granularity": "selective", "recompute_modules": modules},
+    )
+    for modules in (("moe",), ("moe", "layernorm", "core_attn"), ("moe_act", "shared_experts"), ("mlp", "moe"))
+}
+GATHERED = EXPERTS | {"moe_token_dispatcher_type": "allgather", "moe_router_force_load_balancing": False}
+GRIDS |= {
+    "experts_gathered_ep4_zero1": (4, GATHERED | ZERO1 | {"expert_model_parallel_size": 4}),
+    "experts_gathered_tp2_ep2_etp2_again": (
+        4,
+        GATHERED
+        | TP2
+        | SP
+        | {"expert_model_parallel_size": 2, "recompute_granularity": "selective", "recompute_modules": ("moe",)},
+    ),
+    "experts_gathered_ep2_etp2_full_recompute": (
+        4,
+        GATHERED
+        | {"expert_model_parallel_size": 2, "expert_tensor_parallel_size": 2}
+        | {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+    ),
+}
+GRIDS["experts_tp2_ep2_budget"] = (4, EXPERTS_OF_TP2 | {"recompute_memory_budget": 0.3})
+GRIDS["experts_ep2_again_zb_h1"] = (
+    4,
+    EXPERTS
+    | PP2
+    | {"expert_model_parallel_size": 2, "pipeline_schedule": "zb-h1"}
+    | {"recompute_granularity": "selective", "recompute_modules": ("moe",)},
+)
 PASSES = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1, "all_to_all": 1}
 HIDDEN = 16
 

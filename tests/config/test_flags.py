@@ -160,7 +160,7 @@ def test_a_megatron_flag_means_what_it_means_there(words: str, section: str, nam
         ("--swiglu=true", ["--swiglu takes no value"]),
         ("--sequence-parallel false", ["--no-sequence-parallel"]),
         ("--normalization rmsnorm", ["choose LayerNorm", "did you mean RMSNorm?"]),
-        ("--recompute-modules core_attn moe", ["--recompute-modules moe", "core_attn"]),
+        ("--recompute-modules core_attn mlps", ["--recompute-modules mlps", "did you mean mlp?"]),
         ("--swiglu --squared-relu", ["--swiglu and --squared-relu contradict each other", "model.activation"]),
         ("--bf16 --fp16", ["--bf16 and --fp16 contradict each other"]),
         ("--activation gelu_tanh --no-bias-gelu-fusion", ["contradict each other"]),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,19 +15,28 @@ from megapipe.comm.groups import ExpertGroups, Group, build_process_groups
 from megapipe.config.config import convert, resolve_model
 from megapipe.config.layers import LayerConfig
 from megapipe.config.load import load_config
+from megapipe.config.parallel import RecomputeConfig
 from megapipe.errors import ConfigError
 from megapipe.extras.verify.compare import gradient_pieces
 from megapipe.extras.verify.oracle import drawn_slices, random_batches, share_of
+from megapipe.gpu.kernels import choose_kernels, describe_kernels
+from megapipe.layers.model import model_parameters
 from megapipe.model.dispatch import Routes
-from megapipe.model.moe import Router
+from megapipe.model.moe import Router, _products
 from megapipe.optimizer.schedule import Rates
 from megapipe.plan.resolve import resolve
+from megapipe.tensor_parallel.random import DropoutKey
 from megapipe.train.step import TrainStep
 from tests.harness import RankPool
+from tests.model.grids import LLAMA, make_microbatch, make_stage, model_config
 from tests.parity.test_experts import MODEL, ZERO
 from tests.tiny import make_config
 
 SIGMOID = {"moe_router_score_function": "sigmoid"}
+
+
+def again(*modules: str, **options: Any) -> dict[str, Any]:
+    return {"recompute_granularity": "selective", "recompute_modules": modules} | options
 
 
 def router(weight: Tensor, **options: Any) -> Router:
@@ -82,6 +92,65 @@ def test_padded_rows_travel_like_counted_ones() -> None:
     assert torch.equal(even.order, counted.order)
 
 
+def gradients_of_stage(change_router: bool, **recompute: Any) -> dict[str, Tensor]:
+    """Run a microbatch through a stage; change_router: between the forward and the backward."""
+    options = {"num_experts": 8, "moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}
+    config = model_config(num_layers=2, **LLAMA | options | {"moe_ffn_hidden_size": 20, "moe_router_topk": 2})
+    drawn = torch.Generator().manual_seed(7)
+    weights = {
+        spec.name: torch.randn(spec.shape, dtype=torch.float64, generator=drawn) * 0.1
+        for spec in model_parameters(config, False)
+    }
+    asked = RecomputeConfig("selective" if recompute else None, **recompute)
+    stage = make_stage(config, weights, recompute=asked)
+    output = stage(make_microbatch(config, dropout_key=DropoutKey(1, 2, 3)))
+    if change_router:
+        for router in stage.routers().values():
+            assert router.expert_bias is not None
+            router.expert_bias += torch.linspace(-9.0, 9.0, 8)
+    output.loss_sum.backward()
+    return {name: parameter.grad for name, parameter in stage.named_parameters()}  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("modules", [("moe",), ("moe", "layernorm"), ("moe_act",)], ids="-".join)
+def test_a_recompute_sends_tokens_to_the_experts_of_the_forward(modules: tuple[str, ...]) -> None:
+    """An update of the biases between a forward and its recompute changes nothing."""
+    found, wanted = gradients_of_stage(True, recompute_modules=modules), gradients_of_stage(False)
+    assert found.keys() == wanted.keys()
+    for name, gradient in wanted.items():
+        assert torch.equal(found[name], gradient), name
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("counts", [(5, 0, 9, 2), (0, 0, 16, 0), (0, 0, 0, 0)], ids=str)
+@pytest.mark.parametrize("transpose", [False, True])
+def test_a_grouped_gemm_equals_one_product_after_the_other(
+    dtype: str, counts: tuple[int, ...], transpose: bool
+) -> None:
+    drawn = torch.Generator().manual_seed(1)
+    kind: torch.dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[dtype]
+    rows, weight = sum(counts), torch.randn(4 * 24, 16, generator=drawn).to(kind)
+    x = torch.randn(rows, 16 if transpose else 24, generator=drawn).to(kind)
+    grouped, looped = (_products(x, weight, counts, transpose, is_grouped) for is_grouped in (True, False))
+    assert grouped.shape == (rows, 24 if transpose else 16)
+    torch.testing.assert_close(grouped, looped)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"dtype": "fp32"}, "experts    torch's grouped GEMM"),
+        ({"dtype": "fp64"}, "experts    one GEMM after the other: torch has no grouped GEMM in fp64"),
+        ({"dtype": "bf16"}, "one GEMM after the other: rows of 12 channels in bf16 are no multiple of 16 bytes"),
+        ({"moe_grouped_gemm": False}, "experts    one GEMM after the other: not asked for"),
+    ],
+)
+def test_the_start_says_how_experts_are_multiplied(options: dict[str, Any], said: str) -> None:
+    config = resolve(make_config(**MODEL | {"moe_grouped_gemm": True} | options), 1).config
+    lines = describe_kernels(choose_kernels(config), config, torch.device("cpu"))
+    assert any(said in line for line in lines), lines
+
+
 # --- on several ranks
 
 
@@ -110,6 +179,11 @@ SKEWED: dict[str, tuple[int, dict[str, Any]]] = {
     "ep4-zero": (4, {"ep": 4} | ZERO),
     "tp2-ep2-etp2": (4, {"tp": 2, "ep": 2}),
     "ep2-zero-bubble": (4, {"ep": 2, "pp": 2, "pipeline_schedule": "zb-h1"}),
+    "ep4-gathered": (4, {"ep": 4, "moe_token_dispatcher_type": "allgather"} | ZERO),
+    "tp2-ep2-etp2-gathered-again": (
+        4,
+        {"tp": 2, "ep": 2, "moe_token_dispatcher_type": "allgather"} | again("moe"),
+    ),
 }
 
 
@@ -161,7 +235,55 @@ def test_megatron_3768_5047_7452_the_balance_loss_does_not_depend_on_tp(
     assert rank_pools(2).run(one_step, options | {"tp": 2}, None)[0][0] == pytest.approx(norm, rel=1e-12)
 
 
+def grouped_step(rank: int, world_size: int, options: dict[str, Any]) -> tuple[float | None, float | None, int]:
+    """Run a step; return norm, loss and the number of grouped GEMMs."""
+    multiply = torch.nn.functional.grouped_mm
+    with mock.patch.object(torch.nn.functional, "grouped_mm", side_effect=multiply) as spy:
+        norm, loss, _ = one_step(rank, world_size, options, None)
+    return norm, loss, spy.call_count
+
+
+@pytest.mark.parametrize(("dtype", "close"), [("fp32", 1e-5), ("bf16", 2e-2)])
+def test_a_step_with_grouped_gemms_equals_one_without(
+    dtype: str, close: float, rank_pools: Callable[[int], RankPool]
+) -> None:
+    """In a zero-bubble schedule with recompute, so that every kind of product is there."""
+    options = {"dtype": dtype, "moe_ffn_hidden_size": 16, "global_batch_size": 8, "ep": 2, "pp": 2}
+    options |= {"pipeline_schedule": "zb-h1", **again("moe")}
+    plain, grouped = (
+        rank_pools(4).run(grouped_step, options | {"moe_grouped_gemm": is_on})[0] for is_on in (False, True)
+    )
+    assert plain[2] == 0 and grouped[2] > 0
+    assert grouped[:2] == pytest.approx(plain[:2], rel=close)
+
+
 REFUSED: dict[str, tuple[int, dict[str, Any], str]] = {
+    "gathered-capacity": (
+        1,
+        {"moe_token_dispatcher_type": "allgather", "moe_expert_capacity_factor": 1.0},
+        "allgather with --moe-expert-capacity-factor: every token goes to every rank",
+    ),
+    "gathered-in-parts": (
+        2,
+        {"ep": 2, "overlap_moe_expert_parallel_comm": True, "moe_token_dispatcher_type": "allgather"},
+        "allgather with --overlap-moe-expert-parallel-comm: only all-to-alls run under",
+    ),
+    "moe-without-experts": (1, again("moe", num_experts=None), "moe recomputes nothing: no layer has experts"),
+    "no-shared": (1, again("shared_experts"), "shared_experts recomputes nothing: there are none"),
+    "no-dense": (1, again("mlp"), "mlp recomputes nothing: every layer has experts; use moe"),
+    "no-dense-activation": (1, again("activation"), "activation recomputes nothing: .* use moe_act"),
+    "inside": (1, again("moe", "moe_act"), "moe already recomputes moe_act inside it; leave moe_act out"),
+    "norm-alone": (1, again("layernorm"), "layernorm with experts needs moe: .* add moe"),
+    "replay-in-parts": (
+        2,
+        again("moe", ep=2, overlap_moe_expert_parallel_comm=True),
+        "with --recompute-modules moe: a replay would have all-to-alls",
+    ),
+    "budget-in-parts": (
+        2,
+        {"ep": 2, "overlap_moe_expert_parallel_comm": True, "recompute_memory_budget": 0.5},
+        "with --recompute-memory-budget: a budget may choose to run experts again",
+    ),
     "ep-divides-experts": (3, {"ep": 3, "global_batch_size": 12}, "size 3 does not divide --num-experts 4"),
     "k": (1, {"moe_router_topk": 5}, "--moe-router-topk 5 is above --num-experts 4"),
     "k-one": (1, {"moe_router_topk": 1}, "add --moe-router-pre-softmax"),

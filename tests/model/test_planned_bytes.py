@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from megapipe.comm.groups import Group
 from megapipe.config.model import ModelConfig, PrecisionConfig
-from megapipe.config.parallel import RECOMPUTE_MODULES, RecomputeConfig
+from megapipe.config.parallel import RecomputeConfig
 from megapipe.config.training import TrainingConfig
 from megapipe.layers.model import ModelSpec, model_parameters, model_spec
 from megapipe.layers.packing import is_explicit
@@ -119,7 +119,8 @@ UNLIKE: dict[str, dict[str, Any]] = {
 # one of 4 tokens, one over the whole sequence and none
 WINDOWS = ("1 window_size=4 rotary_base=500", f"1 window_size={SEQ + 8} position_embedding_type=none", "1")
 ALL_SHAPES = SHAPES | UNLIKE
-SELECTIONS = [modules for count in range(1, 5) for modules in combinations(RECOMPUTE_MODULES, count)]
+DENSE_MODULES = ("core_attn", "layernorm", "mlp", "activation")
+SELECTIONS = [modules for count in range(1, 5) for modules in combinations(DENSE_MODULES, count)]
 RECOMPUTES = {
     "none": RecomputeConfig(),
     **{"-".join(modules): RecomputeConfig("selective", recompute_modules=modules) for modules in SELECTIONS},
@@ -265,6 +266,40 @@ def test_a_stage_keeps_the_bytes_in_the_plan_for_every_recompute_option(shape: s
         count = counted(config, PARTS[part], RECOMPUTES[name], DTYPES[dtype])
         plan = planned(config, PARTS[part], RECOMPUTES[name], dtype)
         assert sum(plan.values()) == count.forward, f"{part}, recompute {name}: {plan}\n" + "\n".join(count.storages)
+
+
+EXPERTS: dict[str, Any] = LLAMA | {"num_experts": 4, "moe_ffn_hidden_size": 20}
+EXPERT_SHAPES: dict[str, dict[str, Any]] = {
+    "plain": EXPERTS,
+    "scores of all": EXPERTS | {"moe_router_pre_softmax": True},
+    "scaled": EXPERTS | {"moe_router_topk_scaling_factor": 2.5},
+    "sigmoid scaled": EXPERTS | {"moe_router_score_function": "sigmoid", "moe_router_topk_scaling_factor": 2.5},
+    "losses": EXPERTS | {"moe_aux_loss_coeff": (0.1,), "moe_z_loss_coeff": 0.1},
+    "losses of sequences, sigmoid": EXPERTS
+    | {"moe_router_load_balancing_type": ("seq_aux_loss",), "moe_aux_loss_coeff": (0.1,)}
+    | {"moe_router_score_function": "sigmoid", "moe_z_loss_coeff": 0.1},
+    "router in fp32": EXPERTS | {"moe_router_dtype": "fp32"},
+    "shared": EXPERTS | {"moe_shared_expert_intermediate_size": 12},
+    "shared with a gate": EXPERTS | {"moe_shared_expert_intermediate_size": 12, "moe_shared_expert_gate": True},
+    "biases, relu": EXPERTS | {"add_bias_linear": True, "activation": "relu"},
+    "norms around, dropout": GPT2 | {"num_experts": 4, "norm_position": "around", "hidden_dropout": 0.1},
+    "norms after": GPT2 | {"num_experts": 4, "norm_position": "after"},
+    "gathered, sigmoid": EXPERTS | {"moe_token_dispatcher_type": "allgather", "moe_router_score_function": "sigmoid"},
+    "padded": EXPERTS | {"moe_expert_capacity_factor": 1.5, "moe_pad_expert_input_to_capacity": True},
+}
+OF_EXPERTS = [("moe",), ("layernorm", "moe"), ("core_attn", "moe"), ("moe_act",), ("moe_act", "shared_experts")]
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("shape", EXPERT_SHAPES)
+def test_experts_keep_the_bytes_in_the_plan_for_every_recompute_option(shape: str, dtype: str) -> None:
+    config = model_config(num_layers=2, **EXPERT_SHAPES[shape])
+    part = StageLayers(0, 2, True, True)
+    for modules in ((), *OF_EXPERTS):
+        recompute = RecomputeConfig("selective" if modules else None, recompute_modules=modules)
+        count = counted(config, part, recompute, DTYPES[dtype])
+        plan = planned(config, part, recompute, dtype)
+        assert sum(plan.values()) == count.forward, f"{modules}: {plan}\n" + "\n".join(count.storages)
 
 
 def counted_over_tp(

@@ -70,10 +70,78 @@ GPT_OSS = {
     "window_size": 4,
     "window_attn_skip_freq": "2",
 }
+GATHERED = {"moe_token_dispatcher_type": "allgather"}
 SHARED = {"moe_shared_expert_intermediate_size": 8, "moe_shared_expert_gate": True}
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+
+
+def again(*modules: str) -> dict[str, Any]:
+    return {"recompute_granularity": "selective", "recompute_modules": modules}
+
+
 GRIDS: dict[str, tuple[int, dict[str, Any]]] = {
     "one rank": (1, {}),
+    "experts again, bias, shared, ep 2 etp 2 pp 2 zero bubble": (
+        8,
+        {"tp": 2, "ep": 2, "pp": 2, "pipeline_schedule": "zb-h1"} | BIAS | ZERO | SHARED | again("moe", "layernorm"),
+    ),
+    "experts again, every loss, ep 2 of tp 2 dp 2": (
+        4,
+        {"tp": 2, "ep": 2, "etp": 1} | EVERY_LOSS | PER_TOKEN | ZERO | again("moe", "core_attn"),
+    ),
+    "experts again, capacity, dualpipe": (
+        4,
+        {"ep": 2, "pp": 2, "pipeline_schedule": "dualpipe", "norm_position": "after"} | DROPS | BIAS | again("moe"),
+    ),
+    "experts again, padded, biases of linears, zb-v": (
+        4,
+        {"ep": 2, "pp": 2, "chunks": 2, "pipeline_schedule": "zb-v", "add_bias_linear": True} | PADS | again("moe"),
+    ),
+    "experts again, ep 2 pp 2 without a barrier": (
+        4,
+        {"ep": 2, "pp": 2, "pipeline_schedule": "zb-h2", "optimizer_post_validation": True}
+        | {"untie_embeddings_and_output_weights": True}
+        | BIAS
+        | ZERO
+        | again("moe"),
+    ),
+    "activation and shared experts again, ep 2 pp 2 dualpipe-v": (
+        4,
+        {"ep": 2, "pp": 2, "chunks": 2, "pipeline_schedule": "dualpipe-v"}
+        | SHARED
+        | again("moe_act", "shared_experts"),
+    ),
+    "activation and shared experts again, tp 2 zero bubble, biases": (
+        4,
+        {"tp": 2, "ep": 2, "pp": 2, "etp": 1, "pipeline_schedule": "zb-h1", "add_bias_linear": True}
+        | SHARED
+        | again("moe_act", "shared_experts"),
+    ),
+    "dense layers and activations again, ep 2 of tp 2 interleaved": (
+        4,
+        {"tp": 2, "ep": 2, "etp": 1, "pp": 2, "chunks": 2, "moe_layer_freq": "2"}
+        | SHARED
+        | again("activation", "moe_act"),
+    ),
+    "gathered, one rank": (1, GATHERED | SHARED | again("moe")),
+    "gathered, ep 2 etp 2 pp 2 zero bubble, experts again": (
+        8,
+        {"tp": 2, "ep": 2, "pp": 2, "pipeline_schedule": "zb-h1"} | GATHERED | BIAS | ZERO | SHARED | again("moe"),
+    ),
+    "gathered, ep 4 of tp 2 dp 2, biases of linears": (
+        4,
+        {"tp": 2, "ep": 4, "etp": 1, "add_bias_linear": True} | GATHERED | SIGMOID | EVERY_LOSS | ZERO,
+    ),
+    "gathered, etp 2 of dp 4, full recompute": (4, {"etp": 2, "ep": 2} | GATHERED | ZERO | FULL),
+    "gathered, ep 2 pp 2 dualpipe": (4, {"ep": 2, "pp": 2, "pipeline_schedule": "dualpipe"} | GATHERED | BIAS),
+    "gathered, ep 4 etp 2 of dp 8, norms around, activation again": (
+        8,
+        {"ep": 4, "etp": 2, "norm_position": "around", "hidden_dropout": 0.2} | GATHERED | ZERO | again("moe_act"),
+    ),
+    "memory budget, ep 2 pp 2 zero bubble": (
+        4,
+        {"ep": 2, "pp": 2, "pipeline_schedule": "zb-h1", "recompute_memory_budget": 0.4} | SHARED | SIGMOID,
+    ),
     "one rank, sigmoid, groups, shared": (1, SIGMOID | SHARED | {"moe_layer_freq": "2"}),
     "ep 2 of dp 2": (2, {"ep": 2}),
     "biases of linears, one rank": (1, {"add_bias_linear": True} | SHARED),

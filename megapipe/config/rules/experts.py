@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megapipe.config.config import Config
-from megapipe.config.layers import LayerConfig, of_each_kind
+from megapipe.config.layers import LayerConfig, kinds_of, of_each_kind
 from megapipe.config.rules.proposals import chosen, use_divisors, use_multiples
 from megapipe.formatting import one_of
 
@@ -90,14 +90,9 @@ def balance(config: Config) -> Iterator[str]:
 
 def combinations(config: Config) -> Iterator[str]:
     """Yield what does not work together with experts."""
-    model, recompute = config.model, config.recompute
-    if model.num_experts is None:
+    if config.model.num_experts is None:
         return
-    is_selective = recompute.recompute_granularity == "selective"
-    modules = {"layernorm", "mlp", "activation"} & set(recompute.recompute_modules) if is_selective else ()
     refused = chosen(
-        (f"--recompute-modules {' '.join(sorted(modules))} (use core_attn, or full recompute)", bool(modules)),
-        ("--recompute-memory-budget", recompute.recompute_memory_budget is not None),
         ("--fp8-format", config.precision.fp8_format is not None),
         ("--transformer-impl transformer_engine", config.kernels.transformer_impl != "local"),
         ("--compile-pointwise", config.kernels.compile_pointwise),
@@ -109,6 +104,51 @@ def combinations(config: Config) -> Iterator[str]:
         yield f"--num-experts does not work with {one_of(refused)} yet; leave one of the two out"
 
 
+def dispatcher(config: Config) -> Iterator[str]:
+    """Check what cannot be combined with tokens that are gathered."""
+    model, flag = config.model, "--moe-token-dispatcher-type allgather"
+    if model.num_experts is None or model.moe_token_dispatcher_type != "allgather":
+        return
+    if model.moe_expert_capacity_factor is not None:
+        rule = "every token goes to every rank, and none is dropped"
+        yield f"{flag} with --moe-expert-capacity-factor: {rule}; use alltoall, or leave one of the two out"
+    if config.parallel.overlap_moe_expert_parallel_comm:
+        rule = "only all-to-alls run under the computation of another microbatch"
+        yield f"{flag} with --overlap-moe-expert-parallel-comm: {rule}; use alltoall, or leave one of the two out"
+
+
+def recompute(config: Config) -> Iterator[str]:
+    """Check the modules of selective recompute against the layers that there are."""
+    asked = config.recompute
+    if asked.recompute_granularity != "selective":
+        return
+    modules, layers = asked.recompute_modules, kinds_of(config.model)
+    mixtures = [layer for layer in layers if layer.num_experts is not None and layer.has_mlp]
+    dense = [layer for layer in layers if layer.num_experts is None and layer.has_mlp]
+    has_shared = any(layer.moe_shared_expert_intermediate_size is not None for layer in mixtures)
+    nothing = {
+        "moe": (not mixtures, "no layer has experts; add --num-experts N"),
+        "moe_act": (not mixtures, "no layer has experts; add --num-experts N"),
+        "shared_experts": (not has_shared, "there are none; add --moe-shared-expert-intermediate-size N"),
+        "mlp": (bool(mixtures) and not dense, "every layer has experts; use moe, moe_act or shared_experts"),
+        "activation": (
+            bool(mixtures) and not dense and not has_shared,
+            "every layer has experts, and none has shared ones; use moe_act",
+        ),
+    }
+    for module in dict.fromkeys(modules):
+        is_nothing, reason = nothing.get(module, (False, ""))
+        if is_nothing:
+            yield f"--recompute-modules {module} recomputes nothing: {reason}, or leave it out"
+    inside = [module for module in ("moe_act", "shared_experts") if module in modules]
+    if inside and "moe" in modules:
+        left_out = inside[0] if len(inside) == 1 else "both"
+        yield f"--recompute-modules moe already recomputes {' and '.join(inside)} inside it; leave {left_out} out"
+    if "layernorm" in modules and "moe" not in modules and any(layer.norm_position != "after" for layer in mixtures):
+        rule = "router and experts keep the output of the norm before them unless they are recomputed with it"
+        yield f"--recompute-modules layernorm with experts needs moe: {rule}; add moe, or leave layernorm out"
+
+
 def overlap(config: Config) -> Iterator[str]:
     """Check what --overlap-moe-expert-parallel-comm needs, and what cannot run in parts."""
     parallel, flag = config.parallel, "--overlap-moe-expert-parallel-comm"
@@ -116,9 +156,14 @@ def overlap(config: Config) -> Iterator[str]:
         return
     if parallel.expert_model_parallel_size == 1:
         yield f"{flag} with --expert-model-parallel-size 1: there is no all-to-all; use 2 or more, or leave it out"
-    if config.recompute.recompute_granularity == "full":
-        rule = "a replay runs a whole layer, with all-to-alls at a place where other ranks have none"
+    recompute, rule = config.recompute, "a replay would have all-to-alls at a place where other ranks have none"
+    if recompute.recompute_granularity == "full":
         yield f"{flag} with --recompute-granularity full: {rule}; use selective, or leave one of the two out"
+    if recompute.recompute_granularity == "selective" and "moe" in recompute.recompute_modules:
+        yield f"{flag} with --recompute-modules moe: {rule}; use moe_act, or leave one of the two out"
+    if recompute.recompute_memory_budget is not None:
+        rule = "a budget may choose to run experts again, with all-to-alls at a place where other ranks have none"
+        yield f"{flag} with --recompute-memory-budget: {rule}; use --recompute-modules, or leave one of the two out"
     refused = chosen(
         ("--optimizer-post-validation", config.optimizer.optimizer_post_validation),
         ("--profile-pipeline", config.logging.profile_pipeline),
@@ -127,4 +172,4 @@ def overlap(config: Config) -> Iterator[str]:
         yield f"{flag} does not work with {one_of(refused)} yet; leave one of the two out"
 
 
-RULES = (choice, division, balance, combinations, overlap)
+RULES = (choice, division, balance, combinations, dispatcher, recompute, overlap)

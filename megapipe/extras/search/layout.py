@@ -25,8 +25,7 @@ from typing import NamedTuple
 from megapipe.config.config import Config
 from megapipe.config.layers import layer_kinds
 from megapipe.config.parallel import ParallelConfig, RecomputeConfig
-from megapipe.config.rules import context
-from megapipe.config.rules.experts import combinations
+from megapipe.config.rules import context, experts
 from megapipe.config.rules.proposals import divisors
 from megapipe.layers.packing import is_explicit
 from megapipe.plan.hardware import Hardware
@@ -41,6 +40,8 @@ RECOMPUTES = (
     RecomputeConfig("selective", recompute_modules=("core_attn",)),
     RecomputeConfig("selective", recompute_modules=("layernorm", "activation")),
     RecomputeConfig("selective", recompute_modules=("core_attn", "layernorm", "activation")),
+    RecomputeConfig("selective", recompute_modules=("moe_act",)),
+    RecomputeConfig("selective", recompute_modules=("layernorm", "moe")),
     RecomputeConfig("full", "uniform", 1),
 )
 # by cost; in equal numbers; in equal numbers with embedding and head counted as a layer each
@@ -214,8 +215,13 @@ def _recomputes(config: Config) -> list[RecomputeConfig]:
     ]
     if config.recompute.recompute_memory_budget is not None and config.recompute not in recomputes:
         recomputes.append(config.recompute)
-    always = set(combinations(dataclasses.replace(config, recompute=RecomputeConfig())))
-    return [each for each in recomputes if always.issuperset(combinations(dataclasses.replace(config, recompute=each)))]
+
+    def refused(recompute: RecomputeConfig) -> set[str]:
+        tried = dataclasses.replace(config, recompute=recompute)
+        return {message for rule in (experts.combinations, experts.recompute) for message in rule(tried)}
+
+    always = refused(RecomputeConfig())
+    return [each for each in recomputes if always.issuperset(refused(each))]
 
 
 def _expert_grids(config: Config, tp: int, dp: int) -> list[tuple[int, int | None, bool]]:

@@ -84,7 +84,7 @@ class GridChoices:
                 router.register_forward_hook(partial(self._keep, number))
 
     def _keep(self, layer: int, module: nn.Module, inputs: Any, output: Any) -> None:
-        _, context = inputs  # of Router.forward
+        context = inputs[1]  # of Router.forward
         self.chosen[layer, context.dropout_key.microbatch] = output[1].detach()
 
     def compare(self, plain: Tensor) -> Routing:

@@ -43,6 +43,8 @@ EXPERTS = {
     "expert_model_parallel_size": 2,
 }
 PREDICTIONS = {"mtp_num_layers": 2, "position_embedding_type": "rope"}
+WIDE_EXPERTS = EXPERTS | {"num_experts": 8, "moe_router_topk": 4, "moe_layer_freq": None}
+GATHERED = {"moe_token_dispatcher_type": "allgather"}
 CP2 = {"context_parallel_size": 2}
 DOCUMENTS = {
     "reset_position_ids": True,
@@ -65,6 +67,33 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "predictions_sp2_pp2_zb_h1": (4, PREDICTIONS | SP2 | PP2 | {"pipeline_schedule": "zb-h1"}),
     "predictions_full_pp2_zero1": (4, PREDICTIONS | FULL | PP2 | ZERO1 | {"dtype": "bf16"}),
     "predictions_experts_pp2": (4, PREDICTIONS | EXPERTS | PP2 | {"moe_layer_freq": "[0]+[1]*7"}),
+    "experts_again_sp2_dp2": (4, WIDE_EXPERTS | SP2 | selective("moe")),
+    "experts_and_norm_again_bf16": (2, WIDE_EXPERTS | selective("layernorm", "moe", "core_attn") | {"dtype": "bf16"}),
+    "experts_again_pp2_zb_h1": (4, WIDE_EXPERTS | PP2 | selective("moe") | {"pipeline_schedule": "zb-h1"}),
+    "experts_and_norm_again_zb_v_bf16": (
+        4,
+        WIDE_EXPERTS | PP2 | selective("moe", "layernorm") | {"pipeline_schedule": "zb-v", "dtype": "bf16"},
+    ),
+    "activation_and_shared_experts_again_sp2_dp2": (4, WIDE_EXPERTS | SP2 | selective("moe_act", "shared_experts")),
+    "activation_of_experts_again_zb_h1": (
+        4,
+        WIDE_EXPERTS | PP2 | selective("moe_act", "activation") | {"pipeline_schedule": "zb-h1"},
+    ),
+    "experts_gathered_ep4": (4, WIDE_EXPERTS | GATHERED | {"expert_model_parallel_size": 4}),
+    "experts_gathered_sp2_dp2_bf16": (4, WIDE_EXPERTS | SP2 | GATHERED | {"dtype": "bf16"}),
+    "experts_gathered_top2_ep8_again": (
+        8,
+        EXPERTS | GATHERED | selective("moe") | {"num_experts": 8, "expert_model_parallel_size": 8},
+    ),
+    "experts_gathered_pp2_zb_h1_again": (
+        4,
+        WIDE_EXPERTS | PP2 | GATHERED | selective("moe", "layernorm") | {"pipeline_schedule": "zb-h1"},
+    ),
+    "experts_budget_of_05_bf16": (2, WIDE_EXPERTS | {"recompute_memory_budget": 0.5, "dtype": "bf16"}),
+    "experts_budget_of_03_pp2_zb_h1": (
+        4,
+        WIDE_EXPERTS | PP2 | {"recompute_memory_budget": 0.3, "pipeline_schedule": "zb-h1"},
+    ),
     "dp2_zero1_bf16": (2, ZERO1 | {"dtype": "bf16", "ddp_bucket_size": 50_000}),
     "dp2_reduce_in_bf16": (2, {"dtype": "bf16", "grad_reduce_in_bf16": True}),
     "tp2": (2, TP2),
