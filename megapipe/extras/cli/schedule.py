@@ -281,7 +281,7 @@ def _draw(own: argparse.Namespace) -> None:
             path.write_text(content(), encoding="utf-8")
             written.append(str(path))
     if own.json:
-        print(json.dumps({**asdict(measures), "written": written}))
+        print(json.dumps({**_data(measures, own), "written": written}))
     else:
         print("wrote " + ", ".join(written) if written else text())
 
@@ -294,7 +294,7 @@ def _compare(own: argparse.Namespace) -> int:
     experts = _expert_model(own)
     rows: Sequence[Measures | ExpertMeasures | Refusal]
     rows = compare(_model(own), *sizes) if experts is None else compare(experts, *sizes)
-    print(json.dumps([asdict(row) for row in rows]) if own.json else table_text(rows, _is_sharded(own)))
+    print(json.dumps([_data(row, own) for row in rows]) if own.json else table_text(rows, _is_sharded(own)))
     return ConfigError.exit_code if all(isinstance(row, Refusal) for row in rows) else 0
 
 
@@ -341,6 +341,12 @@ serial: step whose all-to-alls block the computation; weights: they overlap with
 pairs: forwards and backwards are merged; bound: no order on these stages is faster; peak: with the pairs
 all-to-all: on the busiest rank; exposed: of that, while the rank computes nothing, in the faster of weights and pairs
 hidden: the part of all all-to-alls that is not exposed"""
+
+
+def _data(row: Measures | ExpertMeasures | Refusal, own: argparse.Namespace) -> dict[str, Any]:
+    """Return a row as JSON data; only with a strategy of sharding it has the numbers of gathers and reductions."""
+    unread = () if _is_sharded(own) else ("gathers", "reductions", "most_gathered")
+    return {key: value for key, value in asdict(row).items() if key not in unread}
 
 
 def table_text(rows: Sequence[Measures | ExpertMeasures | Refusal], is_sharded: bool = False) -> str:
@@ -440,7 +446,7 @@ def _simulate(own: argparse.Namespace) -> None:
     rows = list(zip(*(getattr(timeline, key) for key in keys), strict=True))
     if own.json:
         ranks = [{"pp_rank": rank, **dict(zip(keys, row, strict=True))} for rank, row in enumerate(rows)]
-        print(json.dumps({**asdict(measures), "ranks": ranks}))
+        print(json.dumps({**_data(measures, own), "ranks": ranks}))
         return
     print(table_text([measures], _is_sharded(own)))
     print("\nrank      work  chained idle  barrier idle  peak chunks")

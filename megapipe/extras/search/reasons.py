@@ -52,6 +52,7 @@ def _pipeline(found: Found, hardware: Hardware) -> Iterator[str]:
     layout, seconds = found.best[0].layout, found.best[0].time.seconds
     if layout.pp == 1:
         alone = f"tp {layout.tp} alone" if layout.tp > 1 else "data parallelism alone"
+        copy = "with sharded weights a copy of the model fits" if layout.sharding else "a copy of the model fits"
         place = "one node" if layout.tp > 1 else "one device"
         rival = next((each for each in found.best if each.layout.pp > 1), found.rival)
         costs = ""
@@ -60,7 +61,7 @@ def _pipeline(found: Found, hardware: Hardware) -> Iterator[str]:
                 f"; the best layout with a pipeline, {rival.layout.grid}, {rival.layout.schedule}, has a bubble of "
                 f"{rival.time.bubble_share:.1%} and takes {rival.time.seconds / seconds - 1:.1%} longer"
             )
-        yield f"a copy of the model fits {place}: {alone}{costs}"
+        yield f"{copy} {place}: {alone}{costs}"
         return
     shorter = {pp: least for pp, least in found.least_bytes.items() if pp < layout.pp}
     if not shorter:
