@@ -38,8 +38,8 @@ class FlatBuffer:
     time: a single one, unless the schedule is asynchronous. newest: index of the version that was updated last.
     gradients: [layout.numel], fp32 (fp64 in fp64 runs). Padding between slots is zero and stays zero.
     parameter_shards, gradient_shards: [layout.numel / layout.num_shards], this rank's shards of all buckets, where
-    these are what is kept: the memory of the whole tensors is then allocated and freed as they are needed
-    (`allocate`, `free`), and is empty at first. None elsewhere.
+    these are what is kept; None elsewhere. The memory of the whole tensors is then allocated and freed as they are
+    needed (`allocate`, `free`): at first it exists, because torch makes no views of a tensor without memory.
     """
 
     def __init__(
@@ -54,18 +54,19 @@ class FlatBuffer:
         self.layout, self._index = layout, sharding.index
         is_sharded = layout.num_shards > 1 and layout.kind in SHARDED_KINDS
         size = layout.numel // layout.num_shards
+        self.versions: tuple[Tensor, ...]
         self.parameter_shards = self.gradient_shards = self._gradients = None
         if is_sharded and sharding.parameters:
             if num_versions > 1:
                 raise ValueError(f"sharded parameters have one version, not {num_versions}")
             self.parameter_shards = _aligned_zeros(size, param_dtype, device)
-            self.versions: tuple[Tensor, ...] = (_empty_flat(layout.numel, param_dtype, device),)
+            self.versions = (torch.empty(layout.numel, dtype=param_dtype, device=device),)
         else:
             self.versions = tuple(_aligned_zeros(layout.numel, param_dtype, device) for _ in range(num_versions))
         self.newest = 0
         if grad_dtype is not None and is_sharded and sharding.gradients:
             self.gradient_shards = _aligned_zeros(size, grad_dtype, device)
-            self._gradients = _empty_flat(layout.numel, grad_dtype, device)
+            self._gradients = torch.empty(layout.numel, dtype=grad_dtype, device=device)
         elif grad_dtype is not None:
             self._gradients = _aligned_zeros(layout.numel, grad_dtype, device)
 
@@ -136,10 +137,18 @@ class StageBuffers:
         # name -> (versions, gradient slot or None), filled by `materialize`
         self._materialized: dict[str, tuple[tuple[nn.Parameter, ...], Any]] = {}
         self.slots = {slot.spec.name: (buffer, slot) for buffer in self.buffers for slot in buffer.layout.slots}
+        self._parameters: dict[str, tuple[Tensor, ...]] = {}  # by version
         self._main_grads: dict[str, Tensor] = {}
-        if grad_dtype is not None:
-            for name, (buffer, slot) in self.slots.items():
-                self._main_grads[name] = buffer.gradients[slot.start : slot.stop].view(slot.shape)
+        for name, (buffer, slot) in self.slots.items():
+            place = slice(slot.start, slot.stop)
+            self._parameters[name] = tuple(version[place].view(slot.shape) for version in buffer.versions)
+            if grad_dtype is not None:
+                self._main_grads[name] = buffer.gradients[place].view(slot.shape)
+        for buffer in self.buffers:
+            if buffer.parameter_shards is not None:
+                free(buffer.parameters)
+            if buffer.gradient_shards is not None:
+                free(buffer.gradients)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -157,8 +166,7 @@ class StageBuffers:
 
     def parameter(self, name: str, version: int | None = None) -> Tensor:
         """Return one parameter in its local shape, a view of the flat buffer. version: None for the newest."""
-        buffer, slot = self.slots[name]
-        return buffer.versions[buffer.newest if version is None else version][slot.start : slot.stop].view(slot.shape)
+        return self._parameters[name][self.newest if version is None else version]
 
     def main_grad(self, name: str) -> Tensor:
         """Return the main gradient of one parameter in its local shape, a view of the flat buffer."""
@@ -316,13 +324,6 @@ def free(tensor: Tensor) -> None:
 def is_allocated(tensor: Tensor) -> bool:
     """Return True if a flat tensor has memory."""
     return tensor.untyped_storage().size() > 0
-
-
-def _empty_flat(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return a tensor [numel] without memory."""
-    tensor = torch.empty(numel, dtype=dtype, device=device)
-    free(tensor)
-    return tensor
 
 
 def _aligned_zeros(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:

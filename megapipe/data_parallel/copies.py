@@ -23,7 +23,8 @@ from torch import Tensor
 
 from megapipe.comm.collectives import all_gather
 from megapipe.comm.groups import Group, ProcessGroups
-from megapipe.data_parallel.buffers import StageBuffers
+from megapipe.data_parallel.buffers import FlatBuffer, StageBuffers
+from megapipe.data_parallel.sharded import ShardedWeights
 from megapipe.sharding.boxes import pieces
 from megapipe.sharding.buffers import Slot
 
@@ -57,13 +58,17 @@ class Difference:
 
 
 class Copies:
-    """This rank's copies of parameters. stages: buffers by stage index.
+    """This rank's copies of parameters. stages: buffers by stage index. weights: those of which this rank keeps shards,
+    which are gathered stage by stage.
 
     Every method is called by all ranks together, while no gather is in flight.
     """
 
-    def __init__(self, stages: Mapping[int, StageBuffers], groups: ProcessGroups) -> None:
+    def __init__(
+        self, stages: Mapping[int, StageBuffers], groups: ProcessGroups, weights: ShardedWeights | None = None
+    ) -> None:
         self._stages = dict(sorted(stages.items()))
+        self._weights = weights or ShardedWeights(stages, groups)
         self._device = next(iter(stages.values())).device
         self._tp_rank, self._tp = groups.tp.rank, groups.tp.size
         has_experts = any(buffer.layout.is_expert for held in stages.values() for buffer in held.buffers)
@@ -80,13 +85,10 @@ class Copies:
         differs = False
         for group in self._groups:  # all of them, because other ranks take part in their collectives
             if group.name in WHOLE:
-                held = (buffer for buffers in self._stages.values() for buffer in buffers.buffers)
-                flat = [buffer.versions for buffer in held if WHOLE[group.name] == buffer.layout.is_expert]
-                tensors = [values for versions in flat for values in versions]
+                checksums = [checksum(values) for values in self._flat(WHOLE[group.name])]
             else:
-                parts = [raw_bytes(values) for _, values in self._by_parameter(group)]
-                tensors = [torch.cat(parts)] if parts else []
-            sums = self._gather_checksums(tensors, group)
+                checksums = [checksum(values) for _, values in self._by_parameter(group)]
+            sums = self._gather_checksums(checksums, group)
             differs |= bool((sums != sums[0]).any())
         return differs
 
@@ -95,36 +97,51 @@ class Copies:
         """Return the differences in this rank's groups by parameter, equal on all ranks of a group."""
         found = []
         for group in self._groups:
-            copies = list(self._by_parameter(group))
-            sums = self._gather_checksums([values for _, values in copies], group)
+            copies = [(name, checksum(values)) for name, values in self._by_parameter(group)]
+            sums = self._gather_checksums([own for _, own in copies], group)
             differing = [i for i in range(len(copies)) if (sums[:, i] != sums[0, i]).any()]
-            if differing:
+            place = None
+            # by all ranks, since others may gather sharded weights for their groups
+            for i, (_, values) in enumerate(self._by_parameter(group)):
+                if i in differing[:1]:
+                    place = self._find_place(values, group)
+            if place is not None:
                 by_rank = {rank: tuple(sums[i, differing].tolist()) for i, rank in enumerate(group.ranks)}
                 (most, count), *_ = Counter(by_rank.values()).most_common(1)
                 has_majority = 2 * count > group.size
                 suspects = tuple(rank for rank in group.ranks if by_rank[rank] != most or not has_majority)
-                place = self._find_place(copies[differing[0]][1], group)
                 names = tuple(copies[i][0] for i in differing)
                 found.append(Difference(group.name, group.ranks, suspects, names, place))
         return found
 
+    def _flat(self, is_expert: bool) -> Iterator[Tensor]:
+        """Yield whole buffers, each valid until the next one is asked for."""
+        for stage, buffers in self._stages.items():
+            with self._weights.whole([stage]):
+                for buffer in buffers.buffers:
+                    if buffer.layout.is_expert == is_expert:
+                        yield from buffer.versions
+
     def _by_parameter(self, group: Group) -> Iterator[tuple[str, Tensor]]:
-        """Yield the name and the values, flat and contiguous, of every copy that the group compares."""
+        """Yield the name and the values, flat and contiguous, of every copy that the group compares; values are valid
+        until the next copy is asked for.
+        """
         if group.name == "embedding":
             yield from self._tied(group)
             return
         for stage, buffers in self._stages.items():
-            for parameter, (buffer, slot) in buffers.slots.items():
-                if WHOLE.get(group.name, False) != buffer.layout.is_expert:
-                    continue
-                for version, whole in enumerate(buffer.versions):
-                    name = f"{parameter} of stage {stage}"
-                    if len(buffer.versions) > 1:
-                        name += f", version {version}"
-                    values = whole[slot.start : slot.stop]
-                    shared = [(0, slot.numel)] if group.name in WHOLE else self._shared(slot, group)
-                    for start, stop in shared:
-                        yield name, values[start:stop]
+            with self._weights.whole([stage]):
+                for parameter, (buffer, slot) in buffers.slots.items():
+                    if WHOLE.get(group.name, False) == buffer.layout.is_expert:
+                        yield from self._copies(f"{parameter} of stage {stage}", buffer, slot, group)
+
+    def _copies(self, name: str, buffer: FlatBuffer, slot: Slot, group: Group) -> Iterator[tuple[str, Tensor]]:
+        """Yield the copies of one parameter."""
+        for version, whole in enumerate(buffer.versions):
+            values = whole[slot.start : slot.stop]
+            shared = [(0, slot.numel)] if group.name in WHOLE else self._shared(slot, group)
+            for start, stop in shared:
+                yield name if len(buffer.versions) == 1 else f"{name}, version {version}", values[start:stop]
 
     def _shared(self, slot: Slot, group: Group) -> Iterator[tuple[int, int]]:
         """Yield the flat ranges of a parameter that all tp ranks share (group tp), or the ranks of a kv group."""
@@ -150,12 +167,9 @@ class Copies:
         first = group.rank % max(len(ends), 1)
         yield from [*ends[first:], *ends[:first]]
 
-    def _gather_checksums(self, tensors: Sequence[Tensor], group: Group) -> Tensor:
+    def _gather_checksums(self, checksums: Sequence[Tensor], group: Group) -> Tensor:
         """Return the checksums on all ranks of the group: int64 [ranks, tensors], on the host."""
-        if tensors:
-            sums = torch.stack([checksum(values) for values in tensors])
-        else:
-            sums = torch.zeros(1, dtype=torch.int64, device=self._device)
+        sums = torch.stack(list(checksums)) if checksums else torch.zeros(1, dtype=torch.int64, device=self._device)
         whole = sums.new_empty(group.size * sums.numel())
         all_gather(whole, sums, group)
         return whole.view(group.size, -1).cpu()

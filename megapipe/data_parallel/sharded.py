@@ -20,7 +20,7 @@ from megapipe.comm.collectives import Work, all_gather, all_reduce, reduce_scatt
 from megapipe.comm.groups import ProcessGroups
 from megapipe.comm.trace import Tracer
 from megapipe.data_parallel.buffers import FlatBuffer, StageBuffers, allocate, free, is_allocated
-from megapipe.data_parallel.reducer import GradientReducer, sum_over_tp, tp_sums
+from megapipe.data_parallel.reducer import GradientReducer, TpSums, sum_over_tp, tp_sums
 
 
 class ShardedWeights:
@@ -138,12 +138,12 @@ class ShardedGradients:
             stage: [buffer for buffer in held.buffers if buffer.gradient_shards is not None]
             for stage, held in sorted(stages.items())
         }
-        self._tp_sums = {
-            buffer: tp_sums([buffer], groups)
-            for buffers in self._stages.values()
-            for buffer in buffers
-            if buffer.layout.kind == "partial"
-        }
+        self._tp_sums: dict[FlatBuffer, TpSums] = {}
+        for buffer in (buffer for buffers in self._stages.values() for buffer in buffers):
+            if buffer.layout.kind == "partial":
+                allocate(buffer.gradients)  # for the views
+                self._tp_sums[buffer] = tp_sums([buffer], groups)
+                free(buffer.gradients)
         self.pending: list[tuple[Work, Tensor, Tensor]] = []
         self._in_flight: list[FlatBuffer] = []  # whose whole gradients the reductions in flight read
 

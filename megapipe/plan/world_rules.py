@@ -12,7 +12,7 @@ from functools import cache
 from megapipe.config.config import Config
 from megapipe.config.layers import layer_kinds, layers_text
 from megapipe.config.model import ModelConfig
-from megapipe.config.parallel import SHARDED_GRADS
+from megapipe.config.parallel import SHARDED_GRADS, SHARDED_PARAMS
 from megapipe.config.rules import model as of_model
 from megapipe.config.rules import training as of_training
 from megapipe.config.rules.check import Rule
@@ -260,8 +260,19 @@ def _check_experts(config: Config) -> None:
 
 
 def _check_sharding(config: Config) -> None:
-    """Raise ConfigError for sharded gradients or weights with a schedule whose stages update at their own times."""
-    name, strategy = schedule_of(config), strategy_of(config.parallel)
+    """Raise ConfigError for sharded gradients with a schedule whose stages update at their own times, and for sharded
+    weights of norms that are computed again in W, when they are freed.
+    """
+    name, strategy, recompute = schedule_of(config), strategy_of(config.parallel), config.recompute
+    has_norms = "layernorm" in recompute.recompute_modules and recompute.recompute_granularity == "selective"
+    may_have = has_norms or recompute.recompute_memory_budget is not None
+    if strategy == SHARDED_PARAMS and may_have and Op.I in _small_schedule(name).ops:
+        given = "--recompute-modules layernorm" if has_norms else "--recompute-memory-budget"
+        raise ConfigError(
+            f"{given} with --pipeline-schedule {name} computes norms again with the weight gradients, when "
+            f"--data-parallel-sharding-strategy {strategy} has freed their weights; use other modules, "
+            "--recompute-granularity full or a schedule with whole backwards, such as 1f1b"
+        )
     if strategy in SHARDED_GRADS and not SCHEDULES[name].is_synchronous:
         raise ConfigError(
             f"--data-parallel-sharding-strategy {strategy} does not work with --pipeline-schedule {name} yet, which "

@@ -31,7 +31,7 @@ class CopiesCheck:
     def __init__(self, runtime: TrainingRuntime) -> None:
         self.interval = runtime.plan.config.training.check_weight_hash_across_dp_replicas_interval
         self._runtime = runtime
-        self._copies = Copies(runtime.buffers, runtime.groups)
+        self._copies = Copies(runtime.buffers, runtime.groups, runtime.weights)
         self._compared_step: int | None = None
 
     def compare(self, step: int) -> None:

@@ -88,10 +88,11 @@ def repeat_step(runtime: TrainingRuntime, microbatches: Microbatches) -> str:
     rank, search = runtime.groups.world.global_rank, _Search(runtime, microbatches)
     bad_weights = []
     for stage, module in runtime.stages.items():
-        for name, parameter in module.named_parameters():
-            if not _is_finite(parameter):
-                text = f"weight {name} of stage {stage} on rank {rank} was not finite before the step"
-                bad_weights.append(Finding(WEIGHTS, -1, stage, rank, text))
+        with runtime.weights.whole([stage]):
+            for name, parameter in module.named_parameters():
+                if not _is_finite(parameter):
+                    text = f"weight {name} of stage {stage} on rank {rank} was not finite before the step"
+                    bad_weights.append(Finding(WEIGHTS, -1, stage, rank, text))
     runtime.gather.finish()
     if runtime.graphs is not None:
         runtime.graphs.release()  # a replay runs no hooks

@@ -47,6 +47,12 @@ def test_sharded_weights_need_a_synchronous_schedule_and_instances_divide_the_re
     assert line.startswith(
         "--data-parallel-sharding-strategy optim_grads_params does not work with --pipeline-schedule"
     )
+    for recompute in (
+        "--recompute-granularity selective --recompute-modules layernorm",
+        "--recompute-memory-budget 0.5",
+    ):
+        (line,) = lines(f"{flags} --pipeline-schedule zb-h1 {recompute}", 2)
+        assert "computes norms again with the weight gradients" in line
     (line,) = lines(f"{flags} --num-distributed-optimizer-instances 3", 8)
     assert line.startswith("--num-distributed-optimizer-instances 3 does not divide the 4 ranks")
 

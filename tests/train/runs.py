@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,8 @@ from megapipe.comm.groups import build_process_groups
 from megapipe.config.config import Config
 from megapipe.config.yaml_file import to_yaml
 from megapipe.plan.resolve import resolve
-from megapipe.sharding.boxes import pieces
+from megapipe.sharding.boxes import Piece, pieces
+from megapipe.sharding.buffers import Slot
 from megapipe.train.saving import Saving
 from megapipe.train.state import Schedules, TrainingState
 from tests.tiny import tiny_config
@@ -73,16 +75,19 @@ def differences(runtime: TrainingRuntime, keys: tuple[str, ...], salt: int = 0) 
         if held.key in keys:
             whole = expected(held.key, held.piece.spec.name, held.piece.spec.shape, salt)
             found += _unequal(held.key, held.piece.spec.true_rows, held.piece.box, whole, held.values)
-    for buffers in runtime.buffers.values():
-        for buffer in buffers.buffers:
-            for slot in buffer.layout.slots:
-                whole = expected("master", slot.spec.name, slot.spec.shape, salt)
-                for piece in pieces(slot.spec, runtime.coordinates.tp_rank, runtime.plan.topology.tp):
-                    values = buffer.parameters[slot.start + piece.start : slot.start + piece.stop]
-                    found += _unequal(
-                        f"parameter {slot.spec.name}", slot.spec.true_rows, piece.box, whole.to(values.dtype), values
-                    )
+    for _, values, slot, piece in _parameter_pieces(runtime):
+        whole = expected("master", slot.spec.name, slot.spec.shape, salt).to(values.dtype)
+        found += _unequal(f"parameter {slot.spec.name}", slot.spec.true_rows, piece.box, whole, values)
     return found
+
+
+def _parameter_pieces(runtime: TrainingRuntime) -> Iterator[tuple[int, Tensor, Slot, Piece]]:
+    """Yield (stage, values, slot, piece) of this rank's whole parameters, gathered stage by stage where sharded."""
+    for stage, buffers in runtime.buffers.items():
+        with runtime.weights.whole([stage]):
+            for buffer, slot in buffers.slots.values():
+                for piece in pieces(slot.spec, runtime.coordinates.tp_rank, runtime.plan.topology.tp):
+                    yield stage, buffer.parameters[slot.start + piece.start : slot.start + piece.stop], slot, piece
 
 
 def _unequal(what: str, true_rows: int | None, box: Any, whole: Tensor, values: Tensor) -> list[str]:
@@ -99,15 +104,10 @@ def state_of(runtime: TrainingRuntime) -> dict[str, Tensor]:
         box = tensor_box(held.key, held.piece, held.values)
         if box is not None:
             found[f"{box.name} {box.box} of stage {held.stage}"] = box.values.clone()
-    for stage, buffers in runtime.buffers.items():
-        for buffer in buffers.buffers:
-            for slot in buffer.layout.slots:
-                for piece in pieces(slot.spec, runtime.coordinates.tp_rank, runtime.plan.topology.tp):
-                    box = tensor_box(
-                        "parameter", piece, buffer.parameters[slot.start + piece.start : slot.start + piece.stop]
-                    )
-                    if box is not None:
-                        found[f"{box.name} {box.box} of stage {stage}"] = box.values.clone()
+    for stage, values, _, piece in _parameter_pieces(runtime):
+        box = tensor_box("parameter", piece, values)
+        if box is not None:
+            found[f"{box.name} {box.box} of stage {stage}"] = box.values.clone()
     return found
 
 

@@ -80,6 +80,28 @@ GRIDS: dict[str, tuple[int, dict[str, Any]]] = {
             "ddp_bucket_size": 500,
         },
     ),
+    "dp2_zero2_bf16": (2, {"data_parallel_sharding_strategy": "optim_grads", "dtype": "bf16", "ddp_bucket_size": 700}),
+    "pp2_units2_dp2_zero3_bf16": (
+        4,
+        {
+            "pipeline_model_parallel_size": 2,
+            "data_parallel_sharding_strategy": "optim_grads_params",
+            "data_parallel_sharding_units": 2,
+            "dtype": "bf16",
+            "ddp_bucket_size": 500,
+        },
+    ),
+    "tp2_dp4_instances2_zero3": (
+        8,
+        {
+            "tensor_model_parallel_size": 2,
+            "sequence_parallel": True,
+            "global_batch_size": 8,
+            "data_parallel_sharding_strategy": "optim_grads_params",
+            "num_distributed_optimizer_instances": 2,
+            "data_parallel_sharding_units": 2,
+        },
+    ),
     "tp4_shared_kv_heads_untied": (
         4,
         {"tensor_model_parallel_size": 4, "num_query_groups": 2, "untie_embeddings_and_output_weights": True},
@@ -103,6 +125,14 @@ OTHERS = {
     "two_directions_zero_to_pp2_dp2": (
         GRIDS["pp2_two_directions_dp2_zero_bf16"],
         (4, {"pipeline_model_parallel_size": 2, "global_batch_size": 16, "dtype": "bf16"}),
+    ),
+    "zero3_units_to_zero": (
+        GRIDS["pp2_units2_dp2_zero3_bf16"],
+        (2, {"use_distributed_optimizer": True, "dtype": "bf16", "ddp_bucket_size": 700}),
+    ),
+    "one_rank_to_instances_of_zero3": (
+        (1, {"make_vocab_size_divisible_by": 8}),
+        GRIDS["tp2_dp4_instances2_zero3"],
     ),
     "tp2_to_two_directions": (
         (2, {"tensor_model_parallel_size": 2, "make_vocab_size_divisible_by": 32}),

@@ -241,7 +241,8 @@ class Generator:
         runtime = self._runtime
         if num_batches not in self._engines:
             schedule = runtime.plan.forward_schedule(num_batches)
-            self._engines[num_batches] = Engine(schedule, runtime.coordinates.pp_rank, self._runners, runtime.channels)
+            pp_rank, sharded = runtime.coordinates.pp_rank, runtime.sharded
+            self._engines[num_batches] = Engine(schedule, pp_rank, self._runners, runtime.channels, sharded=sharded)
         return self._engines[num_batches]
 
     def _full_logits(self, logits: Tensor) -> Tensor:

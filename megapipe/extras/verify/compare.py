@@ -131,8 +131,9 @@ def weight_pieces(runtime: TrainingRuntime) -> Iterator[HeldPiece]:
             yield HeldPiece(stage, piece, values)
     for stage, buffers in runtime.buffers.items():
         specs = {spec.name: spec for spec in runtime.plan.stage_specs[stage]}
-        for name in buffers.names:
-            local = buffers.parameter(name).detach().view(-1)
+        with runtime.weights.whole([stage]):
+            whole = {name: buffers.parameter(name).detach().view(-1).clone() for name in buffers.names}
+        for name, local in whole.items():
             for piece in pieces(specs[name], *runtime.groups.cut_of(specs[name].is_expert)):
                 yield HeldPiece(stage, piece, local[piece.start : piece.stop])
 
