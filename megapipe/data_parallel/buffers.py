@@ -79,6 +79,16 @@ class FlatBuffer:
             raise RuntimeError("these buffers have no gradients: they were created with grad_dtype=None")
         return self._gradients
 
+    @property
+    def kept_parameters(self) -> tuple[Tensor, ...]:
+        """The parameters that exist at any time: all versions, or this rank's shards."""
+        return self.versions if self.parameter_shards is None else (self.parameter_shards,)
+
+    @property
+    def kept_gradients(self) -> Tensor:
+        """The gradients that exist at any time: all, or this rank's shards."""
+        return self.gradients if self.gradient_shards is None else self.gradient_shards
+
     def shard_range(self, bucket: Bucket, index: int) -> tuple[int, int]:
         """Return the elements that member `index` of the replica group updates: its shard, or an unsharded bucket."""
         return bucket.shard(index if self.layout.num_shards > 1 else 0, self.layout.num_shards)
@@ -173,7 +183,7 @@ class StageBuffers:
 
     def zero_gradients(self) -> None:
         for buffer in self.buffers:
-            (buffer.gradients if buffer.gradient_shards is None else buffer.gradient_shards).zero_()
+            buffer.kept_gradients.zero_()
 
     def fill(self, draw: Draw) -> None:
         """Set every parameter to draw(spec), which returns its local values in any floating dtype."""

@@ -278,7 +278,7 @@ def _check_sharding(config: Config) -> None:
         raise ConfigError(
             f"--data-parallel-sharding-strategy {strategy} with a tied embedding and --pipeline-schedule {name}: "
             "opposite ranks use the embedding at both ends in different orders, and would gather it differently often; "
-            "add --untie-embeddings-and-output-weights, or use dualpipe-v or --data-parallel-sharding-strategy optim_grads"
+            "add --untie-embeddings-and-output-weights, use dualpipe-v, or shard gradients only (optim_grads)"
         )
     if strategy in SHARDED_GRADS and not SCHEDULES[name].is_synchronous:
         raise ConfigError(
