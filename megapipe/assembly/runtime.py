@@ -212,7 +212,8 @@ class InferenceRuntime:
         key = "master" if folder.manifest.holds("master") else "weights"
         for stage_buffers in self.buffers.values():
             for buffer in stage_buffers.buffers:
-                (buffer.parameters if buffer.parameter_shards is None else buffer.parameter_shards).zero_()
+                for kept in buffer.kept_parameters:
+                    kept.zero_()
         return load_tensors(folder, (box for _, box in self.held_weights(key)), self.groups.world, may_round=True)
 
     def _add_stage(

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from megapipe.sharding.buffers import Bucket, BufferLayout
 from megapipe.sharding.spec import ParamSpec
 
-SHARDED_KINDS = ("plain", "partial")  # of buffers; a word embedding that two stages use stays whole
 ALIGNMENT_BYTES = 64  # results of kernels may depend on alignment
 
 Draw = Callable[[ParamSpec], Tensor]
@@ -52,8 +51,7 @@ class FlatBuffer:
         sharding: Sharding = Sharding(),
     ) -> None:
         self.layout, self._index = layout, sharding.index
-        is_sharded = layout.num_shards > 1 and layout.kind in SHARDED_KINDS
-        size = layout.numel // layout.num_shards
+        is_sharded, size = layout.num_shards > 1, layout.numel // layout.num_shards
         self.versions: tuple[Tensor, ...]
         self.parameter_shards = self.gradient_shards = self._gradients = None
         if is_sharded and sharding.parameters:
@@ -80,6 +78,16 @@ class FlatBuffer:
         if self._gradients is None:
             raise RuntimeError("these buffers have no gradients: they were created with grad_dtype=None")
         return self._gradients
+
+    @property
+    def kept_parameters(self) -> tuple[Tensor, ...]:
+        """The parameters that exist at any time: all versions, or this rank's shards."""
+        return self.versions if self.parameter_shards is None else (self.parameter_shards,)
+
+    @property
+    def kept_gradients(self) -> Tensor:
+        """The gradients that exist at any time: all, or this rank's shards."""
+        return self.gradients if self.gradient_shards is None else self.gradient_shards
 
     def shard_range(self, bucket: Bucket, index: int) -> tuple[int, int]:
         """Return the elements that member `index` of the replica group updates: its shard, or an unsharded bucket."""
@@ -130,6 +138,7 @@ class StageBuffers:
         self.num_versions = num_versions
         options = (self.device, param_dtype, grad_dtype, num_versions, sharding)
         self.buffers = tuple(FlatBuffer(layout, *options) for layout in layouts)
+        self.borrowed: tuple[FlatBuffer, ...] = ()  # of another stage, of which the module uses parameters
         self.listener: Callable[[str], None] | None = None
         self.unpredictable: frozenset[str] = frozenset()  # the listener is called unknown times per microbatch
         # (a submodule's _parameters, attribute, versions) of every place in the module that holds a parameter
@@ -174,7 +183,7 @@ class StageBuffers:
 
     def zero_gradients(self) -> None:
         for buffer in self.buffers:
-            (buffer.gradients if buffer.gradient_shards is None else buffer.gradient_shards).zero_()
+            buffer.kept_gradients.zero_()
 
     def fill(self, draw: Draw) -> None:
         """Set every parameter to draw(spec), which returns its local values in any floating dtype."""
@@ -216,6 +225,7 @@ class StageBuffers:
             if name not in self.slots:
                 assert lender is not None
                 lender._lend(name, places)
+                self.borrowed += (lender.slots[name][0],)
                 continue
             versions = tuple(
                 nn.Parameter(self.parameter(name, v), requires_grad=old.requires_grad) for v in range(self.num_versions)

@@ -158,14 +158,16 @@ class Copies:
 
         With two directions a rank holds both ends, the other way round than its peer does: the order rotates by rank.
         """
-        ends = [
-            (f"{name} of stage {stage}", buffer.parameters[slot.start : slot.stop])
+        places = [
+            (stage, name, buffer, slot)
             for stage, buffers in self._stages.items()
             for name, (buffer, slot) in buffers.slots.items()
             if buffer.layout.kind == "tied"
         ]
-        first = group.rank % max(len(ends), 1)
-        yield from [*ends[first:], *ends[:first]]
+        first = group.rank % max(len(places), 1)
+        with self._weights.whole(stage for stage, *_ in places):
+            for stage, name, buffer, slot in [*places[first:], *places[:first]]:
+                yield f"{name} of stage {stage}", buffer.parameters[slot.start : slot.stop]
 
     def _gather_checksums(self, checksums: Sequence[Tensor], group: Group) -> Tensor:
         """Return the checksums on all ranks of the group: int64 [ranks, tensors], on the host."""

@@ -232,6 +232,6 @@ def _states(buffers: StageBuffers, kind: str) -> list[_BucketState]:
     return [
         _BucketState(buffer, bucket)
         for buffer in buffers.buffers
-        if buffer.layout.kind == kind and buffer.gradient_shards is None  # else reduced by ShardedGradients
+        if buffer.layout.kind == kind
         for bucket in buffer.layout.buckets
     ]

@@ -3,12 +3,12 @@
 Rajbhandari et al. 2020 (arXiv:1910.02054), Zhao et al. 2023 (arXiv:2304.11277). The schedule's row says when: UNSHARD
 starts the all-gathers of a stage, its next computation waits for them, RESHARD frees the memory; REDUCE_GRAD starts the
 reduce-scatters of the gradients since the last one. Parameters and main gradients are views of that memory throughout,
-so that what autograd saved in a forward is valid again in the backward. A word embedding that two stages use stays
-whole (`buffers.SHARDED_KINDS`).
+so that what autograd saved in a forward is valid again in the backward.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,17 +20,18 @@ from megapipe.comm.collectives import Work, all_gather, all_reduce, reduce_scatt
 from megapipe.comm.groups import ProcessGroups
 from megapipe.comm.trace import Tracer
 from megapipe.data_parallel.buffers import FlatBuffer, StageBuffers, allocate, free, is_allocated
-from megapipe.data_parallel.reducer import GradientReducer, TpSums, sum_over_tp, tp_sums
+from megapipe.data_parallel.reducer import TpSums, sum_over_tp, tp_sums
 
 
 class ShardedWeights:
-    """The whole weights of this rank's stages, while they exist. Buffers that are not sharded are left alone.
+    """The whole weights of this rank's stages, while they exist. Buffers whose weights are not sharded are left alone.
 
     stages: buffers by stage index. overlap: gathers run under computation; otherwise `unshard` waits for them.
     tracer: records waits, such as "weights of stage 2".
 
     All members of a shard group start the same gathers in the same order: that of the row, within a stage buffer by
-    buffer, and the buckets of a buffer in the order of a forward.
+    buffer, and the buckets of a buffer in the order of a forward. A stage that uses a parameter of another stage of
+    this rank (a tied embedding) gathers its buffer too, unless it is there already; it is freed with the last of them.
     """
 
     def __init__(
@@ -42,12 +43,13 @@ class ShardedWeights:
         tracer: Tracer | None = None,
     ) -> None:
         self._stages = {
-            stage: [buffer for buffer in held.buffers if buffer.parameter_shards is not None]
+            stage: [buffer for buffer in (*held.buffers, *held.borrowed) if buffer.parameter_shards is not None]
             for stage, held in sorted(stages.items())
         }
         self._groups, self._overlap, self._tracer = groups, overlap, tracer
-        self._pending: dict[int, list[Work]] = {}  # gathers in flight of each stage
-        self._gathered: set[int] = set()  # stages whose weights are whole, or on their way
+        self._users: Counter[FlatBuffer] = Counter()  # stages that are gathered and use the buffer
+        self._gathered: set[int] = set()
+        self._pending: dict[FlatBuffer, list[Work]] = {}
 
     def unshard(self, stage: int) -> None:
         """Start to gather the weights of a stage (UNSHARD). Raises RuntimeError if they are gathered already."""
@@ -55,35 +57,41 @@ class ShardedWeights:
             raise RuntimeError(f"the weights of stage {stage} are gathered already")
         self._gathered.add(stage)
         for buffer in self._stages[stage]:
-            allocate(buffer.parameters)
-        self._pending[stage] = [work for buffer in self._stages[stage] for work in self._gather(buffer)]
+            self._users[buffer] += 1
+            if self._users[buffer] == 1:
+                allocate(buffer.parameters)
+                self._pending[buffer] = list(self._gather(buffer))
         if not self._overlap:
             self.use(stage)
 
     def use(self, stage: int) -> None:
         """Wait for the gathers of a stage, before it computes. Raises RuntimeError if none was started."""
-        if self._stages[stage] and stage not in self._gathered:
+        buffers = self._stages[stage]
+        if buffers and stage not in self._gathered:
             raise RuntimeError(f"stage {stage} computes, but its weights are not gathered: its row lacks an UNSHARD")
-        pending = self._pending.pop(stage, None)
-        if not pending:
+        if not any(buffer in self._pending for buffer in buffers):
             return
         start = 0 if self._tracer is None else self._tracer.now()
-        for work in pending:
-            work.wait()
+        for buffer in buffers:
+            self._finish(buffer)
         if self._tracer is not None:
             self._tracer.event(f"weights of stage {stage}", "wait", start, self._tracer.now())
 
     def reshard(self, stage: int) -> None:
-        """Free the weights of a stage (RESHARD). Raises RuntimeError if they are not gathered."""
-        self.use(stage)
+        """Free the weights of a stage (RESHARD)."""
+        if stage not in self._gathered:
+            raise RuntimeError(f"the weights of stage {stage} are freed, but they are not gathered")
         self._gathered.remove(stage)
         for buffer in self._stages[stage]:
-            free(buffer.parameters)
+            self._users[buffer] -= 1
+            if not self._users[buffer]:
+                self._finish(buffer)
+                free(buffer.parameters)
 
     def finish(self) -> None:
         """Wait for all gathers in flight, before the shards are written."""
-        for stage in list(self._pending):
-            self.use(stage)
+        for buffer in list(self._pending):
+            self._finish(buffer)
 
     def clear(self) -> None:
         """Free all weights that are gathered, for a row that begins again."""
@@ -111,17 +119,24 @@ class ShardedWeights:
             # .data: the values are those of before, which autograd would take for a change of saved weights
             yield all_gather(buffer.parameters.data[bucket.start : bucket.stop], shard.data, group, async_op=True)
 
+    def _finish(self, buffer: FlatBuffer) -> None:
+        for work in self._pending.pop(buffer, ()):
+            work.wait()
+
 
 class ShardedGradients:
-    """Reduces main gradients into shards, in place of `GradientReducer`, which still reduces the buffers kept whole.
+    """Reduces main gradients into the shards of this rank's stages: in place of `GradientReducer`, many times a step.
 
-    The whole gradients of a stage exist from its first backward (`accumulate`) to the end of its next reduction
-    (`reduce_part`, `reduce`), which adds them to the shards. At most one reduction is in flight: the next one first
-    waits for it, as does the next backward of its stage. After `finish` the shards hold raw sums over microbatches and
-    replicas. They are summed in the order of the row, which is the same in every run.
+    The whole gradients of a stage exist from its first backward (`accumulate`) to its next reduction (`reduce`), which
+    adds them to the shards; at most those of one reduction are in flight besides. After `finish` the shards hold raw
+    sums over microbatches and replicas. Sums are formed in the order of the row, equal in every run.
 
-    stages: buffers by stage index. groups: tp, kv, shards and instances are used. overlap: reductions run under
-    computation. reduce_in_bf16: communicate a bf16 copy. pending: reductions in flight: (work, result, shard).
+    stages: buffers by stage index, with shards of gradients; stage 0 holds the embedding. groups: tp, kv, embedding,
+    shards and instances are used. overlap: reductions run under computation. reduce_in_bf16: communicate a bf16 copy.
+
+    All members of a shard group start the same reductions in the same order, that of the row. A tied embedding is
+    reduced with its stage, and its shards are summed over the embedding group in finish(); one that another stage of
+    this rank uses is reduced with stage 0, and at last after all stages.
     """
 
     def __init__(
@@ -133,31 +148,38 @@ class ShardedGradients:
         reduce_in_bf16: bool = False,
     ) -> None:
         self._groups, self._overlap, self._reduce_in_bf16 = groups, overlap, reduce_in_bf16
-        self._whole = GradientReducer(stages, groups, overlap=overlap, reduce_in_bf16=reduce_in_bf16)
-        self._stages = {
-            stage: [buffer for buffer in held.buffers if buffer.gradient_shards is not None]
-            for stage, held in sorted(stages.items())
-        }
+        self._used = {stage: (*held.buffers, *held.borrowed) for stage, held in sorted(stages.items())}
+        self._own = {stage: _in_order(held.buffers, "shared") for stage, held in sorted(stages.items())}
+        self._shared = [buffer for held in stages.values() for buffer in held.buffers if buffer.layout.kind == "shared"]
+        self._all = [*(buffer for own in self._own.values() for buffer in own), *self._shared]
         self._tp_sums: dict[FlatBuffer, TpSums] = {}
-        for buffer in (buffer for buffers in self._stages.values() for buffer in buffers):
+        for buffer in self._all:
             if buffer.layout.kind == "partial":
                 allocate(buffer.gradients)  # for the views
                 self._tp_sums[buffer] = tp_sums([buffer], groups)
                 free(buffer.gradients)
+        self._reduced: list[int] = []  # stages whose gradients of the step are complete
+        # reductions in flight: (work, result, shard), and the whole gradients that they read
         self.pending: list[tuple[Work, Tensor, Tensor]] = []
-        self._in_flight: list[FlatBuffer] = []  # whose whole gradients the reductions in flight read
+        self._in_flight: list[FlatBuffer] = []
+        for buffer in self._all:
+            if buffer.gradient_shards is None:
+                raise ValueError(f"a buffer of {buffer.layout.num_shards} shard(s) keeps whole gradients")
+        if groups.embedding is None and any(buffer.layout.kind == "tied" for buffer in self._all):
+            raise ValueError("this rank holds a tied embedding but has no embedding group")
 
     def begin_step(self, num_microbatches: int) -> None:
-        """Zero all shards and gradients, and free what an aborted step has left."""
+        """Zero the shards, and drop what an aborted step has left."""
         self._complete()
-        for buffers in self._stages.values():
-            for buffer in buffers:
-                free(buffer.gradients)
-        self._whole.begin_step(num_microbatches)
+        for buffer in self._all:
+            free(buffer.gradients)
+            assert buffer.gradient_shards is not None
+            buffer.gradient_shards.zero_()
+        self._reduced = []
 
     def accumulate(self, stage: int) -> None:
         """Provide the memory of a stage's whole gradients, zero at first; called before each part of its backwards."""
-        for buffer in self._stages[stage]:
+        for buffer in self._used[stage]:
             if buffer in self._in_flight:
                 self._complete()
             if not is_allocated(buffer.gradients):
@@ -165,26 +187,38 @@ class ShardedGradients:
                 buffer.gradients.zero_()
 
     def reduce_part(self, stage: int) -> None:
-        """Start a reduction that is not the last of the stage in this step (REDUCE_GRAD of a microbatch)."""
-        self._launch(stage)
+        """Start a reduction that is not the last of a stage in the step (REDUCE_GRAD of a microbatch)."""
+        self._launch([*self._own[stage], *(self._shared if stage == 0 else ())])
 
     def reduce(self, stage: int) -> None:
-        """Start the last reduction of a stage in this step (REDUCE_GRAD)."""
-        self._launch(stage)
-        self._whole.reduce(stage)
+        """Start the last reduction of a stage in a step (REDUCE_GRAD)."""
+        if stage in self._reduced:
+            raise RuntimeError(f"stage {stage} has already been reduced in this step")
+        self._reduced.append(stage)
+        self._launch([*self._own[stage], *(self._shared if len(self._reduced) == len(self._own) else ())])
 
     def finish(self) -> None:
-        """Complete all reductions of the step: sums over replicas within an instance, then over instances."""
-        self._whole.finish()
+        """Complete all reductions of the step; then sum over instances, and the tied embedding over its group."""
+        for stage in self._own:
+            if stage not in self._reduced:
+                self.reduce(stage)
         self._complete()
-        sharded = (buffer.gradient_shards for buffers in self._stages.values() for buffer in buffers)
-        works = [all_reduce(shard, self._groups.instances, async_op=True) for shard in sharded if shard is not None]
+        shards = [(buffer.layout.kind, buffer.gradient_shards) for buffer in self._all]
+        works = [all_reduce(shard, self._groups.instances, async_op=True) for _, shard in shards if shard is not None]
         for work in works:
             work.wait()
+        for kind, shard in shards:
+            if kind == "tied" and shard is not None:
+                assert self._groups.embedding is not None
+                all_reduce(shard, self._groups.embedding)
+        self._reduced = []
 
-    def _launch(self, stage: int) -> None:
+    def _launch(self, buffers: Iterable[FlatBuffer]) -> None:
+        """Start to reduce the gradients of these buffers."""
         self._complete()
-        for buffer in self._stages[stage]:
+        for buffer in buffers:
+            if not is_allocated(buffer.gradients):
+                continue
             sum_over_tp(self._tp_sums.get(buffer, []))
             group = self._groups.shards_of(buffer.layout.is_expert)
             for bucket in buffer.layout.buckets:
@@ -193,7 +227,10 @@ class ShardedGradients:
                 low, high = (position - bucket.start for position in buffer.shard_range(bucket, group.rank))
                 work = reduce_scatter(sent[low:high], sent, group, async_op=True)
                 self.pending.append((work, sent[low:high], buffer.reduced_gradients(bucket, group.rank)))
-            self._in_flight.append(buffer)
+            if self._reduce_in_bf16:
+                free(buffer.gradients)
+            else:
+                self._in_flight.append(buffer)
         if not self._overlap:
             self._complete()
 
@@ -236,3 +273,8 @@ class ShardedStages:
         """Start a reduction that is not the last of a stage in the step (REDUCE_GRAD of a microbatch)."""
         if self.gradients is not None:
             self.gradients.reduce_part(stage)
+
+
+def _in_order(buffers: Iterable[FlatBuffer], without: str) -> list[FlatBuffer]:
+    """Return the buffers but those of one kind, in the order of their reductions: partial ones, which wait, last."""
+    return sorted((b for b in buffers if b.layout.kind != without), key=lambda b: b.layout.kind == "partial")

@@ -45,8 +45,12 @@ def muon_work(plan: RunPlan, pp_rank: int) -> MuonWork:
         buckets = tuple(bucket for layout in held for bucket in layout.buckets if bucket.has_matrices)
         num_shards = max((layout.num_shards for layout in held), default=1)
         ranks = topology.ep * topology.etp if is_expert else columns
+        if num_shards > 1 and not is_expert:  # each instance has all matrices
+            replicas = topology.num_shards
         grid = _grid_work(buckets, ranks, replicas, columns, num_shards, optimizer)
         flops, temporary = flops + grid.flops, max(temporary, grid.temporary_elements)
+        if topology.num_instances > 1 and num_shards > 1:
+            names = "shards", names[1]
         sent |= {name: grid.sent.get(kind, 0.0) for name, kind in zip(names, ("replicas", "columns"), strict=True)}
     return MuonWork(flops, sent, temporary)
 

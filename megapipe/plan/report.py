@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 
@@ -17,8 +18,10 @@ from megapipe.plan.layer_costs import layer_flops, step_flops
 from megapipe.plan.memory import RankMemory, all_rank_memory, offloaded_groups, stage_activation_bytes
 from megapipe.plan.recompute_choice import recompute_text
 from megapipe.plan.run_plan import RunPlan
+from megapipe.plan.sharded import replica_bytes, row_bytes
 from megapipe.plan.step_time import StepTime, expected_bubble, predict_step
 from megapipe.plan.traffic import layer_expert_bytes
+from megapipe.schedule.action import Op
 from megapipe.schedule.partition import StageLayers
 
 MOST_RANKS_SHOWN = 64
@@ -27,6 +30,8 @@ MOST_PIPELINE_RANKS_SHOWN = 16
 MOST_PARTS_SHOWN = 5
 SMALL = 0.01  # of a rank's total
 SMALL_PART = 0.0005  # of a step
+STRATEGIES = {"optim_grads": "gradients and optimizer", "optim_grads_params": "weights, gradients and optimizer"}
+SENT = {Op.UNSHARD: "gathers take", Op.REDUCE_GRAD: "reductions"}
 ALWAYS_SHOWN = ("weights", "gradients", "optimizer", "activations")
 
 
@@ -48,9 +53,30 @@ def step_text(plan: RunPlan, hardware: Hardware) -> str:
         f"{time.flops_per_second / TERA:.0f} TFLOP/s, MFU {time.mfu:.1%} (causal attention counted half)",
         f"           on the rank with the most computation: {words}",
     ]
+    if plan.sharding is not None and plan.num_optimizer_shards > 1:
+        lines.append(_collective_times(plan, time))
     if plan.model.has_experts and plan.topology.ep * plan.topology.etp > 1:
         lines += _exchange_times(plan, hardware, time)
     return "\n".join(lines)
+
+
+def _collective_times(plan: RunPlan, time: StepTime) -> str:
+    """Return a line with the time of gathers and reductions on the network of the busiest rank, and what hides it."""
+    seconds = [
+        Counter[Op](
+            {op: sum(e - s for (_, o, _), s, e in zip(row, starts, ends, strict=True) if o is op) for op in SENT}
+        )
+        for row, starts, ends in zip(time.timeline.schedule.rows, time.timeline.starts, time.timeline.ends, strict=True)
+    ]
+    busiest = max(seconds, key=lambda of_rank: of_rank.total())
+    total, exposed = busiest.total(), time.parts["gather"] + time.parts["reduce"]
+    words = " and ".join(f"{SENT[op]} {busiest[op]:.3g} s" for op in SENT if busiest[op])
+    hidden = max(0.0, 1.0 - exposed / total) if total else 1.0
+    return (
+        f"           {words} on the network of the busiest rank, {total / time.seconds:.0%} of the step; computation "
+        f"hides {hidden:.0%} of it (waits for gathers {time.parts['gather']:.3g} s, reductions at the end "
+        f"{time.parts['reduce']:.3g} s)"
+    )
 
 
 def _exchange_times(plan: RunPlan, hardware: Hardware, time: StepTime) -> Iterator[str]:
@@ -82,7 +108,10 @@ def _headline(plan: RunPlan) -> Iterator[str]:
     extras = {
         "sequence parallel": parallel.sequence_parallel and t.tp > 1,
         "tensor-parallel collectives in chunks": comm_chunks(parallel) != WHOLE,
-        "distributed optimizer": parallel.use_distributed_optimizer,
+        "distributed optimizer": parallel.use_distributed_optimizer and plan.sharding is None,
+        f"{STRATEGIES.get(parallel.data_parallel_sharding_strategy)} sharded": plan.sharding is not None,
+        f"{t.num_instances} instances of shards": t.num_instances > 1,
+        f"stages of up to {max(plan.num_units, default=1)} units": bool(plan.num_units),
         "every parameter on two pipeline ranks": t.mirrored_pipeline,
         "experts' all-to-alls under computation": plan.parts is not None,
     }
@@ -277,7 +306,34 @@ def _memory(plan: RunPlan) -> Iterator[str]:
     words = ", ".join(f"{what} {bytes_text(size)}" for what, size in parts)
     yield f"  kept     {bytes_text(sum(kept[stage].values()))} by stage {stage} for one microbatch: {words}"
     yield from _recompute(plan)
+    yield from _sharding(plan)
     yield from _host(plan, max(ranks, key=lambda rank: sum(rank.host.values())))
+
+
+def _sharding(plan: RunPlan) -> Iterator[str]:
+    """Yield lines on what is gathered and reduced within a step, by the rank that moves the most."""
+    policy = plan.sharding
+    if policy is None or plan.num_optimizer_shards == 1:
+        return
+    rows = plan.schedule(plan.batch.num_microbatches).rows
+    pp_rank, most = max(
+        ((rank, row_bytes(plan, rank, row)) for rank, row in enumerate(rows)),
+        key=lambda each: each[1].gathered + each[1].reduced,
+    )
+    held, t = plan.num_elements(plan.placement.stages_of(pp_rank)), plan.topology
+    sent = sum(replica_bytes(plan, pp_rank, rows[pp_rank]).values())
+    times = {"microbatch": "for each microbatch", "run": "for runs of microbatches", "step": "once a step"}
+    words = [f"{most.reductions} reductions of {bytes_text(most.reduced * plan.shape.gradient)} of gradients"]
+    if policy.gathers:
+        words.insert(0, f"{most.gathers} gathers of {bytes_text(most.gathered * plan.shape.element)} of weights")
+    yield (
+        f"  sharding over {t.num_shards} ranks, {times[policy.granularity]}: pp_rank {pp_rank} has "
+        f"{' and '.join(words)} a step, {most.gathered / held:.3g} and {most.reduced / held:.3g} times all it holds"
+    )
+    yield (
+        f"           at most {bytes_text(most.peak.weights)} of gathered weights and {bytes_text(most.peak.gradients)} "
+        f"of whole gradients at a time; it sends {bytes_text(sent)}"
+    )
 
 
 def _recompute(plan: RunPlan) -> Iterator[str]:

@@ -145,6 +145,7 @@ def step_bytes(plan: RunPlan, pp_rank: int) -> dict[str, float]:
         }
 
     muon = {group: count * plan.shape.gradient for group, count in muon_work(plan, pp_rank).sent.items()}
+    of_replicas |= {"shards": of_replicas["shards"] + muon.get("shards", 0.0)} if "shards" in of_replicas else {}
     experts: Counter[str] = Counter()
     loads = 0.0  # of all experts, summed once a step for their biases
     if plan.config.model.moe_router_enable_expert_bias:

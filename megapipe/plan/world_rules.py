@@ -286,6 +286,13 @@ def _check_sharding(config: Config) -> None:
             f"--data-parallel-sharding-strategy {strategy} has freed their weights; use other modules, "
             "--recompute-granularity full or a schedule with whole backwards, such as 1f1b"
         )
+    is_tied = not config.model.untie_embeddings_and_output_weights
+    if strategy == SHARDED_PARAMS and is_tied and placement_of(config).second_direction is not None:
+        raise ConfigError(
+            f"--data-parallel-sharding-strategy {strategy} with a tied embedding and --pipeline-schedule {name}: "
+            "opposite ranks use the embedding at both ends in different orders, and would gather it differently often; "
+            "add --untie-embeddings-and-output-weights, use dualpipe-v, or shard gradients only (optim_grads)"
+        )
     if strategy in SHARDED_GRADS and not SCHEDULES[name].is_synchronous:
         raise ConfigError(
             f"--data-parallel-sharding-strategy {strategy} does not work with --pipeline-schedule {name} yet, which "

@@ -14,6 +14,7 @@ from megapipe.schedule.families import SCHEDULES, build_schedule, schedule_famil
 from megapipe.schedule.lifetimes import peak_live_chunks
 from megapipe.schedule.lower import lower
 from megapipe.schedule.schedule import Schedule
+from megapipe.schedule.sharding import ShardingPolicy, shard, split_stages
 from megapipe.schedule.simulate import Timeline, peak_waiting_messages, simulate
 from megapipe.schedule.validate import validate
 
@@ -24,6 +25,16 @@ class Seconds(NamedTuple):
     forward: float
     input_gradient: float
     weight_gradient: float
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """Sharded gradients, or weights too: when they are gathered and reduced, and how long that takes."""
+
+    policy: ShardingPolicy
+    units: int = 1  # into which every stage is split
+    gather_seconds: float = 0.0  # of the weights of all stages, one after the other
+    reduce_seconds: float = 0.0  # of their gradients
 
 
 @dataclass(frozen=True)
@@ -39,6 +50,7 @@ class Model:
     kept_for_weights: float = 1.0  # the part of it that stays from I to W
     overlap: bool = True  # messages overlap with the computation; otherwise they block the sender
     rank_speeds: tuple[float, ...] = ()  # relative speed of each rank, 1: the given seconds
+    sharding: Sharding | None = None
 
     @staticmethod
     def equal(num_ranks: int, forward: float, input_gradient: float, weight_gradient: float, **rest: Any) -> Model:
@@ -63,6 +75,9 @@ class Model:
             seconds[stage, Op.F], seconds[stage, Op.I], seconds[stage, Op.W] = forward, input_gradient, weight_gradient
             seconds[stage, Op.B] = input_gradient + weight_gradient
             seconds[stage, Op.SEND_F] = seconds[stage, Op.SEND_B] = self.transfer_seconds
+            if self.sharding is not None:
+                seconds[stage, Op.UNSHARD] = self.sharding.gather_seconds / num_stages
+                seconds[stage, Op.REDUCE_GRAD] = self.sharding.reduce_seconds / num_stages
         pairs = {
             (f, b): self.pair_share * (seconds[f, Op.F] + seconds[b, Op.B])
             for f, b in product(range(num_stages), range(num_stages))
@@ -102,6 +117,10 @@ class Measures:
     messages_sent: int  # by all ranks
     send_depth: int
     num_actions: int
+    # of sharded gradients and weights, the most of any rank
+    gathers: int = 0
+    reductions: int = 0
+    most_gathered: int = 0  # stages at once
 
 
 @dataclass(frozen=True)
@@ -113,8 +132,12 @@ class Refusal:
 
 
 def measure(schedule: Schedule, model: Model, receive_depth: int = 2) -> tuple[Measures, Timeline]:
-    """Validate, lower and simulate a compute-only schedule."""
+    """Validate, lower and simulate a compute-only schedule, with its gathers and reductions if the model has any."""
+    if model.sharding is not None and model.sharding.units > 1:
+        schedule = split_stages(schedule, (model.sharding.units,) * schedule.num_stages)
     lowered = lower(schedule, receive_depth)
+    if model.sharding is not None:
+        lowered = shard(lowered, model.sharding.policy)
     proof = validate(lowered)
     timeline = simulate(lowered, model.costs(schedule.num_stages))
     barrier, chained = timeline.barrier_bubble, timeline.chained_bubble
@@ -141,6 +164,9 @@ def measure(schedule: Schedule, model: Model, receive_depth: int = 2) -> tuple[M
         messages_sent=sum(op in SEND_OPS for row in lowered.rows for _, op, _ in row),
         send_depth=proof.send_depth,
         num_actions=proof.num_actions,
+        gathers=max(sum(op is Op.UNSHARD for _, op, _ in row) for row in lowered.rows),
+        reductions=max(sum(op is Op.REDUCE_GRAD for _, op, _ in row) for row in lowered.rows),
+        most_gathered=max(proof.most_gathered),
     )
     return measures, timeline
 

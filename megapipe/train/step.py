@@ -391,6 +391,7 @@ class PostValidationStep(TrainStep):
                 is_next = settle(previous, result)
                 if not is_next or result.update.rolled_back:
                     engine.discard()
+                    self.runtime.weights.clear()
                     head_start_events.clear()  # the forwards were in vain: they count as idle time
                     begun = None
             if not is_next:

@@ -121,6 +121,16 @@ GRIDS: dict[str, tuple[int, dict[str, Any]]] = {
             "optimizer_post_validation": True,
         },
     ),
+    "pp2_zero2": (4, {"pipeline_model_parallel_size": 2, "data_parallel_sharding_strategy": "optim_grads"}),
+    "pp2_units_of_zero3_in_instances": (
+        8,
+        {
+            "pipeline_model_parallel_size": 2,
+            "data_parallel_sharding_strategy": "optim_grads_params",
+            "data_parallel_sharding_units": 2,
+            "num_distributed_optimizer_instances": 2,
+        },
+    ),
     "narrow_state_pipedream": (
         2,
         NARROW | {"pipeline_model_parallel_size": 2, "pipeline_schedule": "pipedream", "clip_grad": 0.0},
@@ -157,14 +167,20 @@ class LivePeak:
 
     def __init__(self, excluded: list[Tensor]) -> None:
         self.most = self._now = 0
-        self._excluded = {tensor.untyped_storage().data_ptr() for tensor in excluded}
+        self._excluded = {
+            tensor.untyped_storage()._cdata for tensor in excluded
+        }  # sharded weights change their address
         self._holders: Counter[int] = Counter()
         self.hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda held: held.tensor)
 
     def _pack(self, tensor: Tensor) -> _Held:
         held, storage = _Held(tensor), tensor.untyped_storage()
         address, size = storage.data_ptr(), storage.nbytes()
-        if (tensor.is_floating_point() or tensor.dtype == torch.bool) and address not in self._excluded and size > 8:
+        if (
+            (tensor.is_floating_point() or tensor.dtype == torch.bool)
+            and storage._cdata not in self._excluded
+            and size > 8
+        ):
             self._now += size * (not self._holders[address])
             self._holders[address] += 1
             self.most = max(self.most, self._now)
@@ -202,8 +218,8 @@ def measured(rank: int, world_size: int, dtype: str, changes: dict[str, Any]) ->
             step.run(microbatches, Rates(1e-2, 0.0))
     held = runtime.optimizer.held()
     return {
-        "weights": _bytes(versions),
-        "gradients": _bytes([buffer.gradients for buffer in buffers]),
+        "weights": _bytes([kept for buffer in buffers for kept in buffer.kept_parameters]),
+        "gradients": _bytes([buffer.kept_gradients for buffer in buffers]),
         "optimizer": _bytes(held["optimizer"]),
         "rollback": _bytes(held["rollback"]),
         "activations": peak.most,

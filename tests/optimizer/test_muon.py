@@ -92,7 +92,11 @@ def test_a_matrix_has_one_moment_and_everything_else_two() -> None:
     assert held == rank_memory(plan, 0).items["optimizer"]
 
 
-LAYOUT_PAIRS = {"tp2 to dp4": ("tp2", "dp4_zero"), "tp2 with shards to pp2": ("tp2_sequence_dp2_zero", "pp2")}
+LAYOUT_PAIRS = {
+    "sharded weights to dp4": ("pp2_dp2_zero3", "dp4_zero"),
+    "tp2 to dp4": ("tp2", "dp4_zero"),
+    "tp2 with shards to pp2": ("tp2_sequence_dp2_zero", "pp2"),
+}
 
 
 @pytest.mark.parametrize("case", LAYOUT_PAIRS)
@@ -148,9 +152,10 @@ def sent_and_held(rank: int, world_size: int, changes: dict[str, Any]) -> tuple[
         TP2 | {"sequence_parallel": True} | ZERO,
         TP2,
         ZERO | {"pipeline_model_parallel_size": 2, "pipeline_schedule": "dualpipe"},
+        {"data_parallel_sharding_strategy": "optim_grads_params", "num_distributed_optimizer_instances": 2},
         ZERO | {"num_experts": 4, "expert_model_parallel_size": 2, "add_bias_linear": False},
     ],
-    ids=["tp2 zero", "tp2 replicated", "dualpipe", "experts"],
+    ids=["tp2 zero", "tp2 replicated", "dualpipe", "instances", "experts"],
 )
 def test_an_update_does_and_sends_what_is_planned(
     changes: dict[str, Any], rank_pools: Callable[[int], RankPool]
@@ -158,7 +163,7 @@ def test_an_update_does_and_sends_what_is_planned(
     plan = make_plan(4, "fp64", **changes | MUON)
     ranks = rank_pools(4).run(sent_and_held, changes | MUON)
     work = [muon_work(plan, plan.topology.coordinates(rank).pp_rank) for rank in range(4)]
-    for group in ("replicas", "tp", "expert_replicas", "etp"):
+    for group in ("replicas", "shards", "tp", "expert_replicas", "etp"):
         found = sum(sends.get(group, 0) for sends, _ in ranks)
         assert found == pytest.approx(sum(one.sent.get(group, 0) for one in work)), group
     assert max(flops for _, flops in ranks) == max(one.flops for one in work)

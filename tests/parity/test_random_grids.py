@@ -115,6 +115,12 @@ ELSEWHERE = {
     "softmax_type",  # this and the next two: tests/parity/test_experts.py
     "glu_linear_offset",
     "activation_func_clamp_value",
+    # this and the next four: tests/parity/test_sharded_weights.py
+    "data_parallel_sharding_strategy",
+    "data_parallel_sharding_granularity",
+    "data_parallel_sharding_prefetch",
+    "data_parallel_sharding_units",
+    "num_distributed_optimizer_instances",
     "overlap_moe_expert_parallel_comm",  # this and the next: tests/parity/test_parts.py
     "delay_wgrad_compute",
     "attention_kind",  # one is built in; tests/test_extend.py trains with another

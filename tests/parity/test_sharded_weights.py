@@ -1,9 +1,15 @@
-"""Sharded gradients and weights (ZeRO-2, ZeRO-3, HSDP) train like one process, under every schedule: fp64, 1e-10."""
+"""Sharded gradients and weights (ZeRO-2, ZeRO-3, HSDP) train like one process: fp64, two steps, 1e-10 a tensor.
+
+The grids cover every possible pair of option values, schedules among them.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+import functools
+import itertools
+from collections.abc import Callable, Iterator
+from random import Random
 from typing import Any
 
 import pytest
@@ -13,38 +19,141 @@ from megapipe.plan.resolve import resolve
 from tests.harness import RankFailure, RankPool
 from tests.parity.comparison import plan_differences
 from tests.parity.configuration import configuration
-from tests.parity.options import Grid, plain_grid, world_of
+from tests.parity.options import FAMILIES, Grid, plain_grid, world_of
 
 Pools = Callable[[int], RankPool]
+Choice = dict[str, Any]
 
-ZERO2, ZERO3 = "optim_grads", "optim_grads_params"
-OVERLAP = {"use_distributed_optimizer": True, "overlap_grad_reduce": True, "overlap_param_gather": True}
+ZERO1, ZERO2, ZERO3 = "optim", "optim_grads", "optim_grads_params"
+SCHEDULES = tuple(name for family in FAMILIES.values() for name in family if name != "auto")
+TWO_CHUNKS = (*FAMILIES["loop"], *FAMILIES["V"], "dualpipe-v")
+SPLIT = (*FAMILIES["split backward"], *FAMILIES["V"], *FAMILIES["pairs"])
+OPTIONS: dict[str, tuple[Any, ...]] = {
+    "schedule": SCHEDULES,
+    "strategy": (ZERO3, ZERO2, ZERO1),
+    "granularity": ("run", "microbatch", "step"),
+    "units": (2, 1, 3),
+    "prefetch": (1, 0, 3),
+    "instances": (1, 2),
+    "dp": (2, 4, 3),
+    "tp": (1, 2),
+    "overlap": (True, False),
+    "bucket": ("whole stage", "some parameters", "one parameter"),
+    "recompute": ("none", "uniform 1", "core_attn mlp", "core_attn layernorm activation"),
+    "tied": (True, False),
+    "kv_heads": ("all", "one"),
+    "optimizer": ("adam", "sgd"),
+    "microbatches": (8, "1, 2, 3"),
+}
+NUM_GRIDS = 54
 
 
-def differences(rank: int, world_size: int, grid: Grid, sharding: dict[str, Any]) -> list[str]:
-    """Return a line for each loss, norm, gradient and weight of two steps that differs; run by all ranks."""
+def holds(choice: Choice) -> bool:
+    """Return False if no grid has these values of some options."""
+    get = choice.get
+    mirrored = get("schedule") == "dualpipe"
+    pairs = get("schedule") in FAMILIES["pairs"]
+    return not (
+        (get("strategy", ZERO3) != ZERO3 and get("prefetch", 1) != 1)
+        or (get("strategy") == ZERO1 and (get("units", 1) != 1 or get("granularity", "run") != "run"))
+        or (get("instances") == 2 and get("dp") == 3 and not mirrored)
+        or get("dp", 1) * get("tp", 1) > 4
+        or (mirrored and get("strategy") == ZERO3 and get("tied", False))
+        or (get("schedule") in SPLIT and get("strategy") == ZERO3 and "layernorm" in get("recompute", ""))
+        or (pairs and get("microbatches", 8) != 8)
+    )
+
+
+@functools.cache
+def grids() -> tuple[Choice, ...]:
+    """Return grids that together have every possible pair of values, chosen greedily."""
+    random = Random(3)
+    values = [(name, value) for name, each in OPTIONS.items() for value in each]
+    wanted = {pair for pair in itertools.combinations(values, 2) if pair[0][0] != pair[1][0] and _fits(dict(pair))}
+    found: list[Choice] = []
+    while wanted:
+        candidates = [_completed(dict(min(wanted, key=repr)), random, wanted) for _ in range(12)]
+        best = max(candidates, key=lambda choice: len(wanted.intersection(_pairs(choice))))
+        wanted.difference_update(_pairs(best))
+        found.append(best)
+    return tuple(found)
+
+
+def _pairs(choice: Choice) -> Iterator[tuple[tuple[str, Any], tuple[str, Any]]]:
+    return itertools.combinations([(name, choice[name]) for name in OPTIONS], 2)
+
+
+def _gain(one: tuple[str, Any], choice: Choice, wanted: set[Any]) -> int:
+    return sum((one, other) in wanted or (other, one) in wanted for other in choice.items())
+
+
+def _completed(choice: Choice, random: Random, wanted: set[Any]) -> Choice:
+    for name in random.sample(list(OPTIONS), len(OPTIONS)):
+        if name not in choice:
+            fitting = [value for value in OPTIONS[name] if _fits(choice | {name: value})]
+            random.shuffle(fitting)
+            choice = choice | {name: max(fitting, key=lambda value: _gain((name, value), choice, wanted))}
+    return choice
+
+
+def _fits(choice: Choice) -> bool:
+    """Return True if the values can be completed to a whole grid: options not chosen yet take their first value or a
+    value that the rules allow."""
+    if not holds(choice):
+        return False
+    constrained = ("strategy", "dp", "schedule", "tied")
+    missing = [name for name in constrained if name not in choice]
+    return any(
+        holds(choice | dict(zip(missing, values, strict=True)))
+        for values in itertools.product(*(OPTIONS[name] for name in missing))
+    )
+
+
+def grid_of(choice: Choice) -> tuple[Grid, dict[str, Any]]:
+    """Return the grid, and what its configuration has besides."""
+    same = ("schedule", "dp", "tp", "bucket", "recompute", "tied", "kv_heads", "optimizer", "microbatches")
+    grid = plain_grid(
+        **{name: choice[name] for name in same},
+        pp=2,
+        chunks=2 if choice["schedule"] in TWO_CHUNKS else 1,
+        sequence_parallel=choice["tp"] > 1,
+        overlap_grad_reduce=choice["overlap"],
+        overlap_param_gather=choice["overlap"],
+        use_distributed_optimizer=True,
+        clip_grad=0.05,
+        weight_decay=0.1,
+        qk_layernorm=True,
+    )
+    sharding = {f"data_parallel_sharding_{name}": choice[name] for name in ("strategy", "granularity", "units")}
+    sharding |= {"data_parallel_sharding_prefetch": choice["prefetch"]}
+    return grid, sharding | {"num_distributed_optimizer_instances": choice["instances"]}
+
+
+def differences(rank: int, world_size: int, grid: Grid, sharding: dict[str, Any], steps: int) -> list[str]:
+    """Return a line for each loss, norm, gradient and weight that differs; run by all ranks."""
     config = configuration(grid)
-    names = {"data_parallel_sharding_" + name: value for name, value in sharding.items() if name != "instances"} | {
-        "num_distributed_optimizer_instances": sharding.get("instances", 1)
-    }
-    config = dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, **names))
+    config = dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, **sharding))
     rates = [Rates(lr, grid["weight_decay"] * decay, grid["decoupled_lr"]) for lr, decay in ((0.02, 1), (0.01, 2))]
-    return plan_differences(rank, resolve(config, world_size), rates)
+    return plan_differences(rank, resolve(config, world_size), [*rates, rates[0]][:steps])
 
 
-def assert_equals_reference(pool: RankPool, grid: Grid, sharding: dict[str, Any]) -> None:
+@pytest.mark.parametrize("number", range(NUM_GRIDS), ids="{:02}".format)
+def test_sharded_grid_equals_one_process(rank_pools: Pools, number: int) -> None:
+    grid, sharding = grid_of(grids()[number])
+    steps = 3 if grid["microbatches"] == "1, 2, 3" else 2
     try:
-        wrong = pool.run(differences, grid, sharding)[0]
+        wrong = rank_pools(world_of(grid)).run(differences, grid, sharding, steps)[0]
     except RankFailure as failure:
         wrong = [failure.report]
-    assert not wrong, f"{len(wrong)} differences. The grid:\n\n    {grid}\n\n{sharding}\n\n" + "\n".join(wrong)
+    assert not wrong, f"{len(wrong)} differences. The grid:\n\n    {grid}\n\n    {sharding}\n\n" + "\n".join(wrong)
 
 
-@pytest.mark.parametrize("units", [1, 2])
-@pytest.mark.parametrize("strategy", [ZERO2, ZERO3])
-@pytest.mark.parametrize("granularity", ["microbatch", "run", "step"])
-def test_try(rank_pools: Pools, strategy: str, granularity: str, units: int) -> None:
-    grid = plain_grid(dp=2, pp=2, microbatches=5, cut="even", **OVERLAP)
-    assert_equals_reference(
-        rank_pools(world_of(grid)), grid, {"strategy": strategy, "granularity": granularity, "units": units}
-    )
+def test_every_pair_of_values_occurs() -> None:
+    assert len(grids()) == NUM_GRIDS
+    seen = {pair for choice in grids() for pair in _pairs(choice)}
+    values = [(name, value) for name, each in OPTIONS.items() for value in each]
+    order = list(OPTIONS)
+    for one, other in itertools.combinations(values, 2):
+        assert order.index(one[0]) <= order.index(other[0])
+        assert one[0] == other[0] or (one, other) in seen or not _fits({one[0]: one[1], other[0]: other[1]})
+    assert all(holds(choice) for choice in grids())

@@ -47,6 +47,8 @@ def test_sharded_weights_need_a_synchronous_schedule_and_instances_divide_the_re
     assert line.startswith(
         "--data-parallel-sharding-strategy optim_grads_params does not work with --pipeline-schedule"
     )
+    (line,) = lines(f"{flags} --pipeline-schedule dualpipe --global-batch-size 64", 2)
+    assert "with a tied embedding and --pipeline-schedule dualpipe" in line
     for recompute in (
         "--recompute-granularity selective --recompute-modules layernorm",
         "--recompute-memory-budget 0.5",

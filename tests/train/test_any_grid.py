@@ -1,4 +1,4 @@
-"""Checkpoints across thirteen layouts of up to eight ranks.
+"""Checkpoints across fourteen layouts of up to eight ranks.
 
 A checkpoint of any layout loads bit-identically on any other, and training continues.
 """
@@ -34,6 +34,7 @@ from tools.inspect_checkpoint import compare
 
 TP, PP = "tensor_model_parallel_size", "pipeline_model_parallel_size"
 ZERO = {"use_distributed_optimizer": True, "ddp_bucket_size": 700}
+ZERO3 = {"data_parallel_sharding_strategy": "optim_grads_params", "data_parallel_sharding_units": 2}
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "one": (1, {}),
     "dp2": (2, {}),
@@ -47,6 +48,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "zb_v_pp2_dp2_zero": (4, {PP: 2, "pipeline_schedule": "zb-v"} | ZERO),
     "dualpipe_pp4_zero": (4, {PP: 4, "pipeline_schedule": "dualpipe"} | ZERO),
     "tp4_dp2_zero_more_padding": (8, {TP: 4, "make_vocab_size_divisible_by": 32} | ZERO),
+    "pp2_dp2_zero3": (4, {PP: 2} | ZERO3),
     "cp2_dp2_zero": (4, {"context_parallel_size": 2} | ZERO),
 }
 MODEL: dict[str, Any] = {

@@ -64,6 +64,7 @@ def strike(runtime: TrainingRuntime, name: str, where: str) -> None:
                 return
 
 
+ZERO3 = "--data-parallel-sharding-strategy optim_grads_params --data-parallel-sharding-units 2"
 CASES: dict[str, tuple[int, str, tuple[Any, ...], tuple[str, ...]]] = {
     "dp4_majority": (
         4,
@@ -88,6 +89,12 @@ CASES: dict[str, tuple[int, str, tuple[Any, ...], tuple[str, ...]]] = {
         "--tensor-model-parallel-size 4 --num-query-groups 2",
         ((1,), "qkv"),
         ("over kv (ranks 0 1)",),
+    ),
+    "shards_of_instances": (
+        4,
+        f"{ZERO3} --num-distributed-optimizer-instances 2",
+        ((1,), "mlp", "master"),
+        ("over replicas (ranks 0 1 2 3): 1 of ",),
     ),
     "tied_ends": (
         2,
@@ -129,6 +136,7 @@ def test_a_flipped_bit_is_found_and_named(
         ),
         (4, "--pipeline-model-parallel-size 2 --tensor-model-parallel-size 2 --sequence-parallel --qk-layernorm"),
         (2, "--pipeline-model-parallel-size 2 --pipeline-schedule dualpipe"),
+        (8, f"--pipeline-model-parallel-size 2 --tensor-model-parallel-size 2 --sequence-parallel {ZERO3} --bf16"),
         (
             2,
             (
@@ -137,7 +145,7 @@ def test_a_flipped_bit_is_found_and_named(
             ),
         ),
     ],
-    ids=["zero_bf16", "tp_sp", "dualpipe", "post_validation"],
+    ids=["zero_bf16", "tp_sp", "dualpipe", "zero3_tied_bf16", "post_validation"],
 )
 def test_a_healthy_run_is_not_disturbed(rank_pools: Pools, tmp_path: Path, world: int, grid: str) -> None:
     for name, extra in (("with", f"{FLAG} 2"), ("without", "")):

@@ -22,6 +22,7 @@ ZERO = f"{DROPOUT} --fp64 --adam-eps 1e-4 --use-distributed-optimizer"
 CASES = {
     "dp": (f"{DROPOUT} --fp64 --adam-eps 1e-4 --global-batch-size 4", 1, 1e-12),
     "dp_sharded_optimizer": (ZERO, 1, 1e-12),
+    "dp_sharded_weights": (f"{ZERO} --data-parallel-sharding-strategy optim_grads_params", 1, 1e-12),
     "tp2_pp2_sharded_optimizer": (f"{ZERO} --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2", 4, 1e-12),
 }
 

@@ -118,3 +118,22 @@ def test_the_first_bad_number_is_named(plant: Callable[[Any], None]) -> None:
     for _, kind, text in results:
         assert (kind, text) == ("TrainingError", results[0][2])
         assert text.startswith("step 3: loss ") and re.search(CASES[plant], text), text
+
+
+def shard_of_weights(runtime: Any) -> None:
+    if 0 in runtime.stages:
+        bucket = runtime.buffers[0].buffers[0].layout.buckets[0]
+        runtime.buffers[0].buffers[0].held_parameters(bucket)[1][3] = torch.inf
+
+
+@pytest.mark.parametrize("plant", [forward, shard_of_weights], ids=lambda plant: plant.__name__)
+def test_the_first_bad_number_is_found_in_sharded_weights(plant: Callable[[Any], None]) -> None:
+    flags = f"{FLAGS} --global-batch-size 16 --data-parallel-sharding-strategy optim_grads_params"
+    where = r"decoder\.layers\.2\.mlp \(MLP\) returns .* from finite inputs: stage 1 on rank 2, microbatch 2"
+    if plant is shard_of_weights:
+        where = r"weight decoder\.layers\.\S+ of stage 0 on rank 0 was not finite before the step"
+    with RankPool(4) as pool:
+        results = pool.run(job_on_rank, flags, in_step_three, plant)
+    for _, kind, text in results:
+        assert (kind, text) == ("TrainingError", results[0][2])
+        assert re.search(where, text), text

@@ -12,6 +12,7 @@ import signal
 import threading
 import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ import torch
 from megapipe.checkpoint.disk import Disk
 from megapipe.checkpoint.folder import find_checkpoint
 from megapipe.checkpoint.starts import STARTS_NAME
+from megapipe.data_parallel.sharded import ShardedGradients, ShardedWeights
 from megapipe.monitor.process import wait_for_end
 from megapipe.train.step import TrainStep
 from tests.harness import RankPool
@@ -61,6 +63,18 @@ class Kill:
         )
 
 
+@dataclass(frozen=True)
+class InCollective:
+    """A rank that kills itself with the gather or the reduction of sharded weights in flight that it starts as number
+    `number` (from 1).
+    """
+
+    rank: int
+    kind: str  # 'gather' or 'reduction'
+    number: int
+    is_all: bool = False
+
+
 def end_as_a_launcher_would(path: Path) -> None:
     """End this rank some time after the killed one.
 
@@ -73,7 +87,7 @@ def end_as_a_launcher_would(path: Path) -> None:
     os._exit(1)
 
 
-def arm(rank: int, folder: str, kill: Kill) -> None:
+def arm(rank: int, folder: str, kill: Kill | InCollective) -> None:
     """Prepare this rank for the kill; called on every rank before the job."""
     (Path(folder) / f"rank{rank}.pid").write_text(str(os.getpid()))
     if rank != kill.rank:
@@ -87,6 +101,9 @@ def arm(rank: int, folder: str, kill: Kill) -> None:
         for process in (*(other for other in others if other != os.getpid()), os.getpid()):
             os.kill(process, signal.SIGKILL)
 
+    if isinstance(kill, InCollective):
+        arm_in_collective(kill, strike)
+        return
     if kill.event is None:
         launch = TrainStep.run
 
@@ -114,7 +131,23 @@ def arm(rank: int, folder: str, kill: Kill) -> None:
     Disk._done = counted  # type: ignore[method-assign]
 
 
-def one_life(rank: int, world_size: int, flags: str, folder: str, kill: Kill | None) -> str:
+def arm_in_collective(kill: InCollective, strike: Callable[[], None]) -> None:
+    """Strike when the collective has been started."""
+    owner: Any = ShardedWeights if kill.kind == "gather" else ShardedGradients
+    name = "unshard" if kill.kind == "gather" else "_launch"
+    start, seen = getattr(owner, name), 0
+
+    def started(self: Any, *arguments: Any) -> None:
+        nonlocal seen
+        start(self, *arguments)
+        seen += 1
+        if seen == kill.number:
+            strike()
+
+    setattr(owner, name, started)
+
+
+def one_life(rank: int, world_size: int, flags: str, folder: str, kill: Kill | InCollective | None) -> str:
     """Run the job once and return its output; a rank that loses a peer exits, as it would under a launcher."""
     armed: tuple[Any, ...] = () if kill is None else (arm, folder, kill)
     said, kind, text = job_on_rank(rank, world_size, flags, *armed)
@@ -144,7 +177,7 @@ class Victim:
     def root(self) -> Path:
         return self.folder / f"run{self.num_ended}"
 
-    def live(self, root: Path, kill: Kill | None, extra: str = "") -> bool:
+    def live(self, root: Path, kill: Kill | InCollective | None, extra: str = "") -> bool:
         """Start the run once; return True if it was killed."""
         before = find_checkpoint(root) if root.exists() else None
         for pattern in ("*.pid", "*.error", "struck"):
@@ -198,6 +231,19 @@ def kill_often(victim: Victim, number: int) -> None:
     victim.end()
     assert sum(victim.struck.values()) == number
     assert number - victim.struck["any instant"] == number // 2
+
+
+def test_a_kill_during_a_gather_or_a_reduction_changes_nothing(tmp_path: Path) -> None:
+    flags = (
+        "--data-parallel-sharding-strategy optim_grads_params --data-parallel-sharding-granularity microbatch "
+        "--data-parallel-sharding-units 2 --overlap-param-gather --overlap-grad-reduce --bf16"
+    )
+    victim = Victim(tmp_path / "victim", 2, flags, seed=1)
+    # a step of two microbatches and two units has six gathers and four reductions, and every second step is saved
+    for kill in (InCollective(1, "gather", 6 * 4 + 2), InCollective(0, "reduction", 4 * 3 + 2)):
+        assert victim.live(victim.root, kill)
+    victim.end()
+    assert victim.num_ended == 1
 
 
 @pytest.mark.slow

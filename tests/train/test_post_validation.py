@@ -43,6 +43,13 @@ GRIDS: dict[str, dict[str, Any]] = {
     "pp4": {"pipeline_model_parallel_size": 4, "pipeline_schedule": "zb-h2"},
     "pp2_dp2": PP2,
     "pp2_dp2_zero1": PP2 | ZERO1,
+    "pp2_dp2_zero3": PP2
+    | {
+        "data_parallel_sharding_strategy": "optim_grads_params",
+        "data_parallel_sharding_units": 2,
+        "overlap_param_gather": True,
+        "overlap_grad_reduce": True,
+    },
     "pp2_tp2_sequence": PP2 | {"tensor_model_parallel_size": 2, "sequence_parallel": True},
     "pp2_zb_v_tied_dp2_zero1_bf16": PP2
     | ZERO1

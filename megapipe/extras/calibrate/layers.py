@@ -21,6 +21,7 @@ from megapipe.config.layer_pattern import PARTS
 from megapipe.config.layers import LAYER_OPTIONS, MARKS, LayerConfig
 from megapipe.config.model import ModelConfig
 from megapipe.config.parallel import OffloadConfig, ParallelConfig, RecomputeConfig
+from megapipe.config.rules.sharding import strategy_of
 from megapipe.gpu.device_clock import DeviceClock, device_clock
 from megapipe.model.microbatch import Microbatch
 from megapipe.plan.layer_costs import PartCost
@@ -36,12 +37,16 @@ MIN_REPEATS, MAX_REPEATS = 3, 200  # after a warm-up
 
 
 def one_pipeline_rank(config: Config, world_size: int, layer: LayerConfig | None = None) -> Config:
-    """Return the configuration without a pipeline on `world_size` ranks.
+    """Return the configuration without a pipeline and sharded weights on `world_size` ranks.
 
     layer: only few layers, all of this kind, whose parts are measured.
     """
-    options = dataclasses.fields(ParallelConfig)
-    defaults: dict[str, Any] = {option.name: option.default for option in options if "pipeline" in option.name}
+    defaults: dict[str, Any] = {
+        option.name: option.default
+        for option in dataclasses.fields(ParallelConfig)
+        if "pipeline" in option.name or option.name.startswith("data_parallel_sharding")
+    }
+    defaults["use_distributed_optimizer"] = strategy_of(config.parallel) != "no_shard"
     sequences = config.training.micro_batch_size * max(1, world_size // config.parallel.tensor_model_parallel_size)
     return replace(
         config,

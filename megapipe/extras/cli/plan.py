@@ -10,6 +10,7 @@ from pathlib import Path
 from megapipe.checkpoint.folder import find_checkpoint
 from megapipe.config.config import Config
 from megapipe.config.load import load_config
+from megapipe.config.rules.sharding import strategy_of
 from megapipe.config.yaml_file import to_yaml
 from megapipe.errors import CheckpointError, ConfigError
 from megapipe.extras.cli.frame import command, option, write_file
@@ -155,11 +156,17 @@ def has_values(layout: Layout, config: Config, keys: Set[str]) -> bool:
         "training.micro_batch_size": layout.micro_batch_size == config.training.micro_batch_size,
         "parallel.sequence_parallel": layout.tp == 1 or layout.sequence_parallel == parallel.sequence_parallel,
         "parallel.use_distributed_optimizer": layout.distributed_optimizer == parallel.use_distributed_optimizer,
+        "parallel.data_parallel_sharding_strategy": _strategy(layout) == strategy_of(parallel),
+        "parallel.data_parallel_sharding_units": layout.units == parallel.data_parallel_sharding_units,
         "parallel.pipeline_balance": layout.pp == 1 or layout.cut == parallel.pipeline_balance,
         "recompute.recompute_granularity": layout.recompute.recompute_granularity == recompute.recompute_granularity,
         "recompute.recompute_memory_budget": layout.recompute == recompute,
     }
     return all(has_value[key] for key in has_value.keys() & keys)
+
+
+def _strategy(layout: Layout) -> str:
+    return layout.sharding or ("optim" if layout.distributed_optimizer else "no_shard")
 
 
 def _objective(own: argparse.Namespace, hardware: Hardware) -> Objective:
@@ -189,11 +196,13 @@ def as_configured(config: Config, world_size: int, hardware: Hardware) -> Candid
         config.training.micro_batch_size,
         config.recompute,
         parallel.sequence_parallel,
-        parallel.use_distributed_optimizer or t.dp == 1,
+        plan.config.parallel.use_distributed_optimizer or t.dp == 1,
         parallel.pipeline_balance,
         t.ep,
         t.etp if plan.model.has_experts else None,
         Context.of(parallel),
+        "" if plan.sharding is None else strategy_of(parallel),
+        parallel.data_parallel_sharding_units,
     )
     return predict_plan(layout, plan, hardware)
 

@@ -7,7 +7,7 @@ import csv
 import json
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -19,7 +19,7 @@ from megapipe.extras.report.parts_svg import parts_svg
 from megapipe.extras.report.timeline import grid_text, svg
 from megapipe.formatting import text_table
 from megapipe.profile.trace import chrome_trace
-from megapipe.schedule.compare import Measures, Model, Refusal, Seconds, compare, measure
+from megapipe.schedule.compare import Measures, Model, Refusal, Seconds, Sharding, compare, measure
 from megapipe.schedule.costs import AutoGoal
 from megapipe.schedule.experts import ExpertMeasures, ExpertModel, measure_experts
 from megapipe.schedule.families import SCHEDULES, build_schedule, schedule_family
@@ -27,6 +27,7 @@ from megapipe.schedule.lower import lower
 from megapipe.schedule.parts import expand, pair_up, prove
 from megapipe.schedule.placement import Placement, linear, loop, two_directions, v_shape
 from megapipe.schedule.schedule import Schedule, from_csv, to_csv
+from megapipe.schedule.sharding import GRANULARITIES, ShardingPolicy, shard, split_stages
 from megapipe.schedule.validate import validate
 
 HELP = """\
@@ -47,6 +48,7 @@ PLACEMENTS: dict[str, Callable[[int, int], Placement]] = {
     "v": lambda p, v: v_shape(p),
     "two-directions": lambda p, v: two_directions(p),
 }
+GATHERS = {"optim_grads": False, "optim_grads_params": True}  # strategy -> weights are sharded, too
 NAME = (
     option("name", f"one of {', '.join(SCHEDULES)}; or give --csv", nargs="?", metavar="NAME"),
     option("--csv", "read the schedule from this file instead, one line per rank: 0F0,0F1,...", type=Path),
@@ -89,6 +91,18 @@ MODEL = (
     option("--kept-for-weights", "fraction of it that is kept between I and W, 0 to 1", default=1.0, at_least=0),
     option("--memory-limit", "of zb-auto, in microbatches (compare: may be repeated)", type=float, action="append"),
     option("--json", "machine-readable output", action="store_true"),
+)
+_SHARDING = "data-parallel-sharding-"
+SHARDING = (
+    "sharded gradients and weights (docs/sharded_weights.md); times are those of all the layers of one rank",
+    option(f"--{_SHARDING}strategy", "what is sharded besides the optimizer", choices=tuple(GATHERS)),
+    option(f"--{_SHARDING}granularity", "gather and reduce for each", choices=GRANULARITIES, default="run"),
+    option(f"--{_SHARDING}prefetch", "computations that a gather starts ahead of its use", default=1),
+    option(f"--{_SHARDING}units", "of every stage, gathered and reduced one by one", default=1),
+    option("--reshard-after-forward", "also where the backward of a stage follows at once", action="store_true"),
+    option("--max-gathered", "stages (or units) of a rank gathered at once, at most", type=int),
+    option("--gather", "of the weights, once", default=0.0, at_least=0),
+    option("--reduce", "of the gradients, once", default=0.0, at_least=0),
 )
 DRAWINGS = (
     option("--svg", "write a drawing", type=Path),
@@ -135,20 +149,48 @@ def _model(own: argparse.Namespace) -> Model:
         kept_for_weights=own.kept_for_weights,
         overlap=not own.no_overlap,
         rank_speeds=speeds,
+        sharding=_sharding(own),
     )
+
+
+def _sharding(own: argparse.Namespace) -> Sharding | None:
+    """Return the sharding that is asked for. Raises ConfigError for flags that would not be read."""
+    strategy, prefix = own.data_parallel_sharding_strategy, _SHARDING.replace("-", "_")
+    if strategy is None:
+        _check_unread(own, SHARDING[2:], f"with --{_SHARDING}strategy", "add it")
+        return None
+    if own.data_parallel_sharding_units < 1:
+        raise ConfigError(f"--{_SHARDING}units {own.data_parallel_sharding_units}: a stage has 1 unit or more")
+    policy = ShardingPolicy(
+        GATHERS[strategy],
+        getattr(own, f"{prefix}granularity"),
+        getattr(own, f"{prefix}prefetch"),
+        own.reshard_after_forward,
+        own.max_gathered,
+    )
+    return Sharding(policy, own.data_parallel_sharding_units, own.ranks * own.gather, own.ranks * own.reduce)
+
+
+def _is_sharded(own: argparse.Namespace) -> bool:
+    return own.data_parallel_sharding_strategy is not None
+
+
+def _check_unread(own: argparse.Namespace, options: Iterable[object], where: str, use: str) -> None:
+    """Raise ConfigError for an option that is given but would not be read."""
+    for each in (each for each in options if isinstance(each, Option)):
+        value = getattr(own, each.names[-1][2:].replace("-", "_"))
+        if value not in (None, each.settings.get("default")) and value is not False:
+            raise ConfigError(f"{each.names[-1]} is only read {where}; {use} or omit it")
 
 
 def _expert_model(own: argparse.Namespace) -> ExpertModel | None:
     """Return the model of --experts, None without it. Raises ConfigError for flags that would not be read."""
     read = "ranks microbatches chunks group-size p2p transfer kept-for-weights memory-limit json".split()
-    unread = [each for each in MODEL if isinstance(each, Option) and each.names[-1][2:] not in read]
-    for each in unread if own.experts else (each for each in EXPERTS[2:] if isinstance(each, Option)):
-        value = getattr(own, each.names[-1][2:].replace("-", "_"))
-        if value not in (None, each.settings.get("default")) and value is not False:
-            where, use = (
-                ("without", "the times of parts, as --attention F I W,") if own.experts else ("with", "--experts")
-            )
-            raise ConfigError(f"{each.names[-1]} is only read {where} --experts; use {use} or omit it")
+    if own.experts:
+        unread = (each for each in MODEL if isinstance(each, Option) and each.names[-1][2:] not in read)
+        _check_unread(own, (*unread, *SHARDING), "without --experts", "use the times of parts, as --attention F I W,")
+    else:
+        _check_unread(own, EXPERTS[2:], "with --experts", "use --experts")
     if not own.experts:
         return None
     if own.layers < 1 or not 0 <= own.dense_layers <= own.layers:
@@ -213,7 +255,7 @@ def _microbatches(own: argparse.Namespace) -> int:
     return 2 * own.ranks if own.microbatches is None else int(own.microbatches)
 
 
-@command("megapipe schedule draw", (*NAME, *MODEL, *EXPERTS, *DRAWINGS), needs_words=False)
+@command("megapipe schedule draw", (*NAME, *MODEL, *SHARDING, *EXPERTS, *DRAWINGS), needs_words=False)
 def _draw(own: argparse.Namespace) -> None:
     """Draw one schedule: text for a terminal, SVG with a memory curve, Chrome/Perfetto trace, CSV.
 
@@ -241,12 +283,12 @@ def _draw(own: argparse.Namespace) -> None:
             path.write_text(content(), encoding="utf-8")
             written.append(str(path))
     if own.json:
-        print(json.dumps({**asdict(measures), "written": written}))
+        print(json.dumps({**_data(measures, own), "written": written}))
     else:
         print("wrote " + ", ".join(written) if written else text())
 
 
-@command("megapipe schedule compare", (NAMES, *MODEL, *EXPERTS), needs_words=False)
+@command("megapipe schedule compare", (NAMES, *MODEL, *SHARDING, *EXPERTS), needs_words=False)
 def _compare(own: argparse.Namespace) -> int:
     """Print one table over all schedules, or those named; with --experts, what they hide of the all-to-alls."""
     chunks = 2 if own.chunks is None else own.chunks
@@ -254,7 +296,7 @@ def _compare(own: argparse.Namespace) -> int:
     experts = _expert_model(own)
     rows: Sequence[Measures | ExpertMeasures | Refusal]
     rows = compare(_model(own), *sizes, own.slices) if experts is None else compare(experts, *sizes)
-    print(json.dumps([asdict(row) for row in rows]) if own.json else table_text(rows))
+    print(json.dumps([_data(row, own) for row in rows]) if own.json else table_text(rows, _is_sharded(own)))
     return ConfigError.exit_code if all(isinstance(row, Refusal) for row in rows) else 0
 
 
@@ -271,7 +313,12 @@ _COLUMNS: dict[str, Callable[[Measures], str]] = {
     "inputs": lambda row: str(row.inputs_held),
     "messages": lambda row: str(row.messages_sent),
     "depth": lambda row: str(row.send_depth),
+    "gathers": lambda row: str(row.gathers),
+    "reductions": lambda row: str(row.reductions),
+    "gathered": lambda row: str(row.most_gathered),
 }
+_SHARDING_LEGEND = """
+gathers, reductions: of the rank with the most; gathered: stages of a rank whose weights are there at once, at most"""
 _LEGEND = """
 barrier, chained: idle share of the step, with a barrier after each step, and in consecutive steps without one
 peak: microbatches alive until W (to I: until I) on the worst rank, each 1/p of the model; inputs: received, waiting
@@ -298,8 +345,14 @@ all-to-all: on the busiest rank; exposed: of that, while the rank computes nothi
 hidden: the part of all all-to-alls that is not exposed"""
 
 
-def table_text(rows: Sequence[Measures | ExpertMeasures | Refusal]) -> str:
-    """Return the table for a terminal, with a legend."""
+def _data(row: Measures | ExpertMeasures | Refusal, own: argparse.Namespace) -> dict[str, Any]:
+    """Return a row as JSON data; only with a strategy of sharding it has the numbers of gathers and reductions."""
+    unread = () if _is_sharded(own) else ("gathers", "reductions", "most_gathered")
+    return {key: value for key, value in asdict(row).items() if key not in unread}
+
+
+def table_text(rows: Sequence[Measures | ExpertMeasures | Refusal], is_sharded: bool = False) -> str:
+    """Return the table for a terminal, with a legend. is_sharded: gradients, or weights too, are sharded."""
     measured = [row for row in rows if not isinstance(row, Refusal)]
     columns: dict[str, Callable[[Any], str]] = dict(_COLUMNS)
     legend = _LEGEND
@@ -308,6 +361,11 @@ def table_text(rows: Sequence[Measures | ExpertMeasures | Refusal]) -> str:
     else:
         if not any(row.peak_bytes for row in measured if isinstance(row, Measures)):
             del columns["bytes"]
+        if any(row.gathers for row in measured if isinstance(row, Measures)):
+            legend += _SHARDING_LEGEND
+        else:
+            for name in ("gathers", "gathered", *(() if is_sharded else ("reductions",))):
+                del columns[name]
         if all(row.step_seconds == row.makespan_seconds for row in measured if isinstance(row, Measures)):
             del columns["step"]
     cells = [list(columns), *([cell(row) for cell in columns.values()] for row in measured)]
@@ -320,7 +378,7 @@ def table_text(rows: Sequence[Measures | ExpertMeasures | Refusal]) -> str:
     return "\n".join(lines)
 
 
-@command("megapipe schedule check", (*NAME, *MODEL, *EXPERTS, *DEPTHS, PARTS), needs_words=False)
+@command("megapipe schedule check", (*NAME, *MODEL, *SHARDING, *EXPERTS, *DEPTHS, PARTS), needs_words=False)
 def _check(own: argparse.Namespace) -> None:
     """Prove a schedule, by name or from a CSV file, and print the send depth of every channel.
 
@@ -335,8 +393,14 @@ def _check(own: argparse.Namespace) -> None:
         return
     if not schedule.is_lowered:
         validate(schedule)
+        sharding = _sharding(own)
+        if sharding is not None and sharding.units > 1:
+            schedule = split_stages(schedule, (sharding.units,) * schedule.num_stages)
         schedule = lower(schedule, own.receive_depth)
-    report = validate(schedule, own.send_depth)
+        schedule = schedule if sharding is None else shard(schedule, sharding.policy)
+    else:
+        _check_unread(own, SHARDING[1:6], "with rows without messages", "leave them out of the file,")
+    report = validate(schedule, own.send_depth, own.max_gathered)
     channels = [
         {"channel": str(channel), "least_send_depth": depth, "most_posted": report.most_posted.get(channel, 0)}
         for channel, depth in sorted(
@@ -375,7 +439,7 @@ def _check_parts(own: argparse.Namespace, schedule: Schedule, model: ExpertModel
     print(json.dumps(summary) if own.json else report)
 
 
-@command("megapipe schedule simulate", (*NAME, *MODEL), needs_words=False)
+@command("megapipe schedule simulate", (*NAME, *MODEL, *SHARDING), needs_words=False)
 def _simulate(own: argparse.Namespace) -> None:
     """Print makespan, idle, peaks and messages of one schedule, rank by rank."""
     model = _model(own)
@@ -384,9 +448,9 @@ def _simulate(own: argparse.Namespace) -> None:
     rows = list(zip(*(getattr(timeline, key) for key in keys), strict=True))
     if own.json:
         ranks = [{"pp_rank": rank, **dict(zip(keys, row, strict=True))} for rank, row in enumerate(rows)]
-        print(json.dumps({**asdict(measures), "ranks": ranks}))
+        print(json.dumps({**_data(measures, own), "ranks": ranks}))
         return
-    print(table_text([measures]))
+    print(table_text([measures], _is_sharded(own)))
     print("\nrank      work  chained idle  barrier idle  peak chunks")
     for rank, row in enumerate(rows):
         print("{:4d}  {:8.5g}  {:12.5g}  {:12.5g}  {:11d}".format(rank, *row))

@@ -41,6 +41,7 @@ class LiveBytes(TorchDispatchMode):
         self.at_new_peak: Callable[[], None] = lambda: None
         self._is_paused = False
         self._live: dict[int, tuple[weakref.ref[torch.UntypedStorage], int, str]] = {}
+        self._resized: list[tuple[int, torch.UntypedStorage]] = []  # with their keys
 
     def name(self, tensors: Iterable[Tensor], label: str) -> None:
         """Count the storages of these tensors under `label`, also those not seen so far."""
@@ -52,6 +53,14 @@ class LiveBytes(TorchDispatchMode):
             self.by_label[old] -= size
             self.by_label[label] += size
             self._live[key] = reference, size, label
+
+    def follow(self, tensors: Iterable[Tensor], label: str) -> None:
+        """Count the storages of these tensors under `label` with the sizes to which they are resized from now on."""
+        for tensor in tensors:
+            self.name([tensor], label)
+            storage = tensor.untyped_storage()
+            self._resized.append((storage._cdata, storage))
+        self._measure()
 
     def outside(self, make: Callable[[int], Tensor], num_bytes: int) -> Tensor:
         """Return make(num_bytes) without counting its memory, which is not the device's."""
@@ -69,12 +78,25 @@ class LiveBytes(TorchDispatchMode):
         self._rise()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self._measure()
         result = func(*args, **(kwargs or {}))
         results = result if isinstance(result, tuple | list) else (result,)
         for each in results:
             if isinstance(each, Tensor):
                 self._see(each)
         return result
+
+    def _measure(self) -> None:
+        """Take the sizes of the storages that are resized."""
+        for key, storage in self._resized:
+            reference, old, label = self._live[key]
+            size = storage.nbytes()
+            if size != old:
+                self._live[key] = reference, size, label
+                self.by_label[label] += size - old
+                self.now += size - old
+        if self.now > self.peak:
+            self._rise()
 
     def _see(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()

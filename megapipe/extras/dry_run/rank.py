@@ -27,8 +27,8 @@ from megapipe.train.nonfinite import OutputWatch
 from megapipe.train.step import train_step
 
 META = torch.device("meta")
-STATE = ("weights", "gradients", "optimizer", "rollback")
-# groups in which every microbatch sends the same; the others communicate once a step
+STATE = ("weights", "gradients", "gathered weights", "whole gradients", "optimizer", "rollback")
+# groups in which every microbatch sends the same; the others communicate once a step, unless gradients are sharded
 PER_MICROBATCH = ("tp", "pp", "cp", "cp_a2a", "cp_p2p", "kv")
 RATES = Rates(1e-3, 0.1)  # arbitrary: there are no values
 
@@ -73,7 +73,8 @@ def count_rank(
         groups = fake_process_groups(plan.topology, global_rank, traffic)
         found, watch = count_step(plan, groups, META, live, read, empty, count, traffic)
     if count != full:
-        watch.extend(plan.schedule(count).rows[pp_rank], plan.schedule(full).rows[pp_rank])
+        groups_of_rows = PER_MICROBATCH if plan.sharding is None else (*PER_MICROBATCH, "replicas", "shards")
+        watch.extend(plan.schedule(count).rows[pp_rank], plan.schedule(full).rows[pp_rank], groups_of_rows)
     return found
 
 
@@ -98,8 +99,10 @@ def count_step(
         pool = runtime.offload.pool
         pool.allocate = partial(live.outside, pool.allocate)
     buffers = [buffer for held in runtime.buffers.values() for buffer in held.buffers]
-    live.name((version for buffer in buffers for version in buffer.versions), "weights")
-    live.name((buffer.gradients for buffer in buffers), "gradients")
+    live.name((tensor for buffer in buffers for tensor in buffer.kept_parameters), "weights")
+    live.name((buffer.kept_gradients for buffer in buffers), "gradients")
+    live.follow((b.parameters for b in buffers if b.parameter_shards is not None), "gathered weights")
+    live.follow((b.gradients for b in buffers if b.gradient_shards is not None), "whole gradients")
     for item, tensors in runtime.optimizer.held().items():
         live.name(tensors, item)
     live.label = "step"
@@ -154,14 +157,16 @@ class ActionWatch(Tracer):
         if self._has_risen:
             self.peak_action, self.before_action = "", self._level
 
-    def extend(self, run: Sequence[Action], whole: Sequence[Action]) -> None:
-        """Extrapolate the messages of a shorter row: each further action sends what the last of its kind sent."""
+    def extend(self, run: Sequence[Action], whole: Sequence[Action], groups: Sequence[str]) -> None:
+        """Extrapolate the messages of a shorter row in these groups: each further action sends what the last of its
+        kind sent.
+        """
         assert self._traffic is not None
         missing = Counter((action.stage, action.op) for action in whole)
         missing.subtract((action.stage, action.op) for action in run)
         for kind, count in missing.items():
             if count and kind in self._sent_by:
-                self._traffic.add(self._sent_by[kind], count, PER_MICROBATCH)
+                self._traffic.add(self._sent_by[kind], count, groups)
 
     def _rise(self) -> None:
         self._has_risen = True

@@ -98,8 +98,9 @@ def _items(plan: RunPlan, kind: Kind, count: RankCount) -> Iterator[str]:
     enough = f"; {count.num_run} of {full} microbatches run, enough for every memory state"
     run = "" if count.num_run == full else enough
     yield f"  memory   of rank {count.global_rank}, which represents {len(kind.ranks):,}{run}"
-    rows = [(item, memory.items[item], count.items[item]) for item in STATE if memory.items[item] or count.items[item]]
-    step = memory.total - sum(memory.items[item] for item in STATE)
+    planned = {item: memory.items.get(item, 0) for item in STATE}
+    rows = [(item, planned[item], count.items[item]) for item in STATE if planned[item] or count.items[item]]
+    step = memory.total - sum(planned.values())
     inside = memory.items["temporaries"] + memory.items["recompute"]
     if count.peak_action and stage_action(count.peak_action).op in (Op.B, Op.I):
         # the plan's items are those at the start of a backward

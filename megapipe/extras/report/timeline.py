@@ -8,11 +8,13 @@ tooltips, so that a browser can still show 64 ranks with 512 microbatches.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from html import escape
 from itertools import pairwise
 
 from megapipe.schedule.action import COMPUTE_OPS, SEND_OPS, Action, Op
+from megapipe.schedule.lifetimes import Held, peak_held
 from megapipe.schedule.placement import Placement
 from megapipe.schedule.schedule import Schedule
 from megapipe.schedule.simulate import Timeline, live_curve, waiting_message_curves
@@ -25,6 +27,7 @@ COLOURS: dict[Op, tuple[str, str, str]] = {
     Op.W: ("#8f6bb3", "#d9c9e8", "#241236"),
     Op.REDUCE_GRAD: ("#b9534c", "#b9534c", "#ffffff"),
     Op.UPDATE: ("#b9534c", "#b9534c", "#ffffff"),
+    Op.UNSHARD: ("#2f8f9d", "#2f8f9d", "#ffffff"),
 }
 NAMES = {
     Op.F: "forward",
@@ -33,8 +36,10 @@ NAMES = {
     Op.W: "weight gradient",
     Op.REDUCE_GRAD: "gradient reduction",
     Op.UPDATE: "update",
+    Op.UNSHARD: "gather of weights",
 }
-LEFT, RIGHT, TOP, STRIP = 64, 72, 44, 5  # px: margins, title, strip under a lane for reductions
+LEFT, RIGHT, TOP, STRIP = 64, 72, 44, 5  # px: margins, title, strip under a lane for gathers and reductions
+ON_NETWORK = {Op.UNSHARD: "U", Op.REDUCE_GRAD: "R"}  # in the strip, and in the second line of a rank as text
 LARGE = 12_000  # boxes
 LIVE, WAITING = "#c9ccd6", "#7a4a1e"
 
@@ -46,10 +51,12 @@ def grid_text(timeline: Timeline, max_columns: int = 160) -> str:
 
     A cell is as long as the shortest action, or longer if the text would exceed max_columns. It shows op and microbatch
     (F3, B0; with several stages per rank also a letter for the chunk: F3a, F3b; with slices also their number: F3.1),
-    "=" where an action continues, or "." where the rank is idle.
+    "=" where an action continues, or "." where the rank is idle. Where gathers or reductions take time, a second line
+    shows them: U and R with the stage.
     """
     schedule = timeline.schedule
     boxes: list[list[tuple[str, float, float]]] = [[] for _ in schedule.rows]
+    network: list[list[tuple[str, float, float]]] = [[] for _ in schedule.rows]
     for rank, row in enumerate(schedule.rows):
         stages = schedule.placement.stages_of(rank)
         for action, start, end in zip(row, timeline.starts[rank], timeline.ends[rank], strict=True):
@@ -57,19 +64,26 @@ def grid_text(timeline: Timeline, max_columns: int = 160) -> str:
                 several = schedule.placement.num_chunks > 1
                 letter = chr(ord("a") + stages.index(action.stage) % 26) if several else ""
                 boxes[rank].append((f"{action.op.value}{number_text(schedule, action)}{letter}", start, end))
+            elif action.op in ON_NETWORK and end > start:
+                network[rank].append((f"{ON_NETWORK[action.op]}{action.stage}", start, end))
     seconds = [end - start for row in boxes for _, start, end in row if end > start]
     if not seconds:
         return "\n".join(f"rank {rank}:" for rank in range(len(boxes)))
-    width = 1 + max(len(label) for row in boxes for label, _, _ in row)
-    title = len(f"rank {len(boxes) - 1} ")
+    width = 1 + max(len(label) for row in (*boxes, *network) for label, _, _ in row)
+    title = max(len(f"rank {len(boxes) - 1} "), len("network ") * any(network))
     unit = max(min(seconds), timeline.makespan_seconds / max(1, (max_columns - title) // width))
     lines = []
-    for rank, labelled in enumerate(boxes):
+    for name, labelled in (
+        (name, row)
+        for rank, (computed, sent) in enumerate(zip(boxes, network, strict=True))
+        for name, row in ((f"rank {rank}", computed), ("network", sent))
+        if row or row is computed
+    ):
         cells = ["."] * max(round(timeline.makespan_seconds / unit), 1)
         for label, begin, end in labelled:
             first, after = min(round(begin / unit), len(cells) - 1), min(round(end / unit), len(cells))
             cells[first:after] = [label] + ["="] * (after - first - 1) if after > first else []
-        lines.append(f"rank {rank}".ljust(title) + "".join(cell.ljust(width) for cell in cells).rstrip())
+        lines.append(name.ljust(title) + "".join(cell.ljust(width) for cell in cells).rstrip())
     return "\n".join([*lines, f"one cell: {unit:.4g} s"])
 
 
@@ -124,6 +138,7 @@ def svg(timeline: Timeline, width: int | None = None) -> str:
         f"step {makespan:.4g} s, bubble share {timeline.barrier_bubble.share:.2%} with a barrier, "
         f"{timeline.chained_bubble.share:.2%} chained, peak of live chunks {max(timeline.peak_live_chunks)}"
         + (f", each of one slice of {drawing.schedule.num_slices}" if drawing.schedule.num_slices > 1 else "")
+        + _sharding(drawing.schedule)
         + ("" if drawing.schedule.is_synchronous else ", NOT synchronous")
     )
     parts = [
@@ -160,6 +175,16 @@ def svg(timeline: Timeline, width: int | None = None) -> str:
     return "\n".join([*parts, "</svg>\n"])
 
 
+def _sharding(schedule: Schedule) -> str:
+    """Return the gathers and reductions of the rank with the most, as text; nothing without gathers."""
+    if Op.UNSHARD not in schedule.ops:
+        return ""
+    counts = [Counter(op for _, op, _ in row) for row in schedule.rows]
+    gathers, reductions = (max(of_rank[op] for of_rank in counts) for op in ON_NETWORK)
+    gathered = max(int(peak_held(row, {Held.WEIGHTS: 1})) for row in schedule.rows)
+    return f", {gathers} gathers and {reductions} reductions a rank, at most {gathered} stages gathered"
+
+
 def _lane(drawing: _Drawing, rank: int) -> Iterator[str]:
     """Yield a rank's name, its grey lane and its boxes."""
     top, lane, row = drawing.top(rank), drawing.lane, drawing.schedule.rows[rank]
@@ -172,7 +197,7 @@ def _lane(drawing: _Drawing, rank: int) -> Iterator[str]:
     merged = []
     for action, start, end in drawing.boxes[rank]:
         y, height = float(top), float(lane)
-        if action.op is Op.REDUCE_GRAD:
+        if action.op in ON_NETWORK:
             y, height = top + lane, STRIP
         elif action in halves:
             y, height = top + halves[action] * lane / 2, lane / 2
@@ -208,7 +233,7 @@ def _curves(drawing: _Drawing, rank: int, waiting: Curve) -> list[str]:
     if not live or not most:
         return []
     base = drawing.top(rank) + drawing.lane + drawing.curve
-    if not drawing.is_large and drawing.takes_time(Op.REDUCE_GRAD):
+    if not drawing.is_large and any(map(drawing.takes_time, ON_NETWORK)):
         base += STRIP
     unit = (drawing.curve - 1) / max(most, *(count for _, count in waiting), 1)
     parts = [f'<path fill="{LIVE}" d="{_steps(drawing, live, base, unit)}V{base}Z"/>']

@@ -13,10 +13,10 @@ from itertools import chain
 from typing import NamedTuple, TypeVar
 
 from megapipe.config.config import Config, ResolvedModelConfig, resolve_model
-from megapipe.config.parallel import RecomputeConfig
+from megapipe.config.parallel import SHARDED_PARAMS, RecomputeConfig
 from megapipe.dtypes import ELEMENT_BYTES
 from megapipe.errors import ConfigError
-from megapipe.extras.search.layout import Context, Layout
+from megapipe.extras.search.layout import Context, Layout, keeps_all
 from megapipe.layers.model import ModelSpec, model_parameters, model_spec
 from megapipe.layers.rank_shape import rank_shape
 from megapipe.layers.table import Documents, RankShape
@@ -162,7 +162,8 @@ class Bounds:
             links = self._links(layout.tp, shared, layout.pp, layout.ep, etp)
         sizes = _Sizes(layout.tp, is_sliced, is_split, layout.ep, etp, shared)
         times = self._times(sizes, layout.micro_batch_size, layout.recompute, links)
-        waits, holds = _waits(cut), _holds(cut, layout.schedule, min(count, FILLS * layout.pp))
+        held = count if keeps_all(layout.schedule) else min(count, FILLS * layout.pp)
+        waits, holds = _waits(cut), _holds(cut, layout.schedule, held)
         _, elements = found
         least, optimizer = self._bytes(elements, layout, holds, times)
         return Bound(self._seconds(layout, waits, times, count) + optimizer, least)
@@ -195,7 +196,7 @@ class Bounds:
         shards, expert_shards = (replicas, replicas * layout.tp // cut) if layout.distributed_optimizer else (1, 1)
         element = ELEMENT_BYTES[self._config.precision.dtype]
         dtypes = state_dtypes(self._config.optimizer, self._config.precision)
-        kept_for_each, state = element + dtypes.gradient_bytes, dtypes.state_bytes(True)
+        state = dtypes.state_bytes(True)
         least = most = most_held = 0.0
         for rank in ranks:
             layers = sum(map(operator.mul, rank.layers, elements.layers))
@@ -206,7 +207,12 @@ class Bounds:
             kept = times.of(rank.live_layers, "kept_bytes")
             if layout.chunks == 1:
                 kept += rank.heads * times.head.kept_bytes
-            least = max(least, (held + experts) * kept_for_each + sharded * state + kept)
+            weights, gradients = (
+                (sharded if layout.sharding == SHARDED_PARAMS else held + experts),
+                (sharded if layout.sharding else held + experts),
+            )
+            of_buffers = weights * element + gradients * dtypes.gradient_bytes
+            least = max(least, of_buffers + sharded * state + kept)
             most, most_held = max(most, sharded), max(most_held, held + experts)
         is_compiled = self._config.kernels.optimizer_impl == "compiled"
         moved = most * update_bytes(dtypes, element, is_compiled) + most_held * dtypes.gradient_bytes

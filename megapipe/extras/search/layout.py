@@ -4,7 +4,10 @@ Not varied:
 - overlaps (--overlap-grad-reduce, --overlap-param-gather, --overlap-p2p-communication) are on: they cost no memory, and
   in the model of `step_time` they never slow a step
 - gpipe, breadth-first and zb-h2 take as long as 1f1b, interleaved and zb-h1 where steps end with a barrier, and use
-  more memory
+  more memory; only with sharded weights breadth-first is one
+- weights are sharded with the schedules for which that is made: breadth-first, which gathers each chunk twice a step,
+  1f1b in units of one layer, which gathers them for every microbatch, and interleaved between the two; with layers
+  divided by cost. Gradients alone are not: they save less, and their reductions are as many
 - DualPipe is faster only by the overlap of its pairs, which is not predicted
 - cuts by hand
 - context parallelism with fewer than LEAST_TOKENS tokens of a sequence on a rank, but the configured one; its kinds are
@@ -24,9 +27,10 @@ from typing import NamedTuple
 
 from megapipe.config.config import Config
 from megapipe.config.layers import layer_kinds
-from megapipe.config.parallel import ParallelConfig, RecomputeConfig
+from megapipe.config.parallel import SHARDED_PARAMS, ParallelConfig, RecomputeConfig
 from megapipe.config.rules import context, experts
 from megapipe.config.rules.proposals import divisors
+from megapipe.config.rules.sharding import unsupported
 from megapipe.layers.packing import is_explicit
 from megapipe.plan.hardware import Hardware
 from megapipe.plan.recompute_choice import recompute_text
@@ -94,6 +98,8 @@ class Layout:
     ep: int = 1
     etp: int | None = None
     context: Context = NO_CONTEXT
+    sharding: str = ""  # optim_grads or optim_grads_params, with the distributed optimizer
+    units: int = 1  # of each stage, gathered and reduced one by one
 
     def dp(self, world_size: int) -> int:
         """Return the data-parallel size on so many accelerators."""
@@ -127,6 +133,8 @@ class Layout:
             pipeline_memory_limit=None,
             sequence_parallel=self.sequence_parallel and self.tp > 1,
             use_distributed_optimizer=self.distributed_optimizer,
+            data_parallel_sharding_strategy=self.sharding or None,
+            data_parallel_sharding_units=self.units,
             overlap_grad_reduce=True,
             overlap_param_gather=self.distributed_optimizer,
             overlap_p2p_comm=True,
@@ -151,6 +159,8 @@ class Layout:
             recompute_text(self.recompute),
             *(["no sequence parallelism"] if self.tp > 1 and not self.sequence_parallel else []),
             *([] if self.distributed_optimizer else ["no distributed optimizer"]),
+            *({"optim_grads": ["gradients sharded"], SHARDED_PARAMS: ["weights sharded"]}.get(self.sharding, [])),
+            *([f"{self.units} units a stage"] if self.units > 1 else []),
             *({"even": ["layers cut evenly"], "ends": ["cut evenly, both ends counted as layers"]}.get(self.cut, [])),
         )
 
@@ -160,6 +170,8 @@ def layouts(config: Config, world_size: int, hardware: Hardware) -> Iterator[Lay
     model, batch = config.model, config.training.global_batch_size
     assert batch is not None
     kinds, recomputes = layer_kinds(model), _recomputes(config)
+    parallel = dataclasses.replace(config.parallel, data_parallel_sharding_strategy=SHARDED_PARAMS)
+    shards_weights = not list(unsupported(dataclasses.replace(config, parallel=parallel)))
     # tp within a node unless --allow-tp-across-nodes is given
     widest = world_size if config.parallel.allow_tp_across_nodes else min(hardware.ranks_per_node, world_size)
     for tp in divisors(widest):
@@ -182,6 +194,11 @@ def layouts(config: Config, world_size: int, hardware: Hardware) -> Iterator[Lay
             )
             for (schedule, chunks), cut, is_sliced, (ep, etp, is_sharded), size, recompute in choices:
                 yield Layout(tp, pp, chunks, schedule, size, recompute, is_sliced, is_sharded, cut, ep, etp, shared)
+            if dp * shared.ranks > 1 and shards_weights:
+                pairs = list(_sharded_schedules(model.num_layers, pp, len(kinds) == 1))
+                for (schedule, chunks, units), size, recompute in product(pairs, sizes, recomputes):
+                    options = {"context": shared, "sharding": SHARDED_PARAMS, "units": units}
+                    yield Layout(tp, pp, chunks, schedule, size, recompute, tp > 1, **options)  # type: ignore[arg-type]
 
 
 def _contexts(config: Config, tp: int, ranks: int, ranks_per_node: int) -> Iterator[Context]:
@@ -257,7 +274,22 @@ def _schedules(num_layers: int, pp: int, alike: bool) -> Iterator[tuple[str, int
             yield family.name, family.num_chunks(1)
 
 
+def _sharded_schedules(num_layers: int, pp: int, alike: bool) -> Iterator[tuple[str, int, int]]:
+    """Yield (name, chunks per rank, units of a stage) of the schedules with which weights are sharded."""
+    for name, chunks in _schedules(num_layers, pp, alike):
+        if name == "1f1b":
+            yield name, chunks, -(-num_layers // pp)
+        elif takes_any_chunks(name):
+            yield name, chunks, 1
+            yield "breadth-first", chunks, 1
+
+
 def takes_any_chunks(schedule: str) -> bool:
     """Return True if the number of chunks per rank is a choice."""
     family = SCHEDULES[schedule]
     return family.takes_chunks and family.chunks is None
+
+
+def keeps_all(schedule: str) -> bool:
+    """Return True if a rank keeps every microbatch of a step, so that no shorter step needs as much memory."""
+    return schedule in ("gpipe", "breadth-first")

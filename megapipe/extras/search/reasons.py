@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterator
+from typing import Any
 
 from megapipe.config.config import Config, convert
 from megapipe.config.parallel import RecomputeConfig
@@ -16,6 +17,7 @@ from megapipe.plan.hardware import Hardware
 from megapipe.plan.recompute_choice import recompute_text
 from megapipe.plan.resolve import resolve
 from megapipe.plan.run_plan import RunPlan
+from megapipe.plan.sharded import row_bytes
 from megapipe.schedule.families import default_schedule
 
 REPORTED_BUBBLE = 0.10  # share of the step
@@ -40,6 +42,7 @@ def reasons(found: Found, hardware: Hardware) -> Iterator[str]:
     yield from _pipeline(found, hardware)
     yield from _context(found, hardware)
     yield from _recompute(winner, hardware)
+    yield from _sharding(winner, hardware)
     yield from fill_the_pipeline(winner)
     for part, (messages, remedy) in MESSAGES.items():
         share = winner.time.parts.get(part, 0.0) / winner.time.seconds
@@ -52,6 +55,7 @@ def _pipeline(found: Found, hardware: Hardware) -> Iterator[str]:
     if layout.pp == 1:
         axes = [f"{name} {size}" for name, size in (("tp", layout.tp), ("cp", layout.context.ranks)) if size > 1]
         alone = f"{' x '.join(axes) or 'data parallelism'} alone"
+        copy = "with sharded weights a copy of the model fits" if layout.sharding else "a copy of the model fits"
         place = "one node" if layout.tp > 1 else "one device"
         rival = next((each for each in found.best if each.layout.pp > 1), found.rival)
         costs = ""
@@ -60,7 +64,7 @@ def _pipeline(found: Found, hardware: Hardware) -> Iterator[str]:
                 f"; the best layout with a pipeline, {rival.layout.grid}, {rival.layout.schedule}, has a bubble of "
                 f"{rival.time.bubble_share:.1%} and takes {rival.time.seconds / seconds - 1:.1%} longer"
             )
-        yield f"a copy of the model fits {place}: {alone}{costs}"
+        yield f"{copy} {place}: {alone}{costs}"
         return
     shorter = {pp: least for pp, least in found.least_bytes.items() if pp < layout.pp}
     if not shorter:
@@ -120,6 +124,28 @@ def _recompute(winner: Candidate, hardware: Hardware) -> Iterator[str]:
             f"{recompute_text(layout.recompute)}: without it a step would take {without.time.seconds:.3g} s, but "
             + lack_of_memory(without, hardware)
         )
+
+
+def _sharding(winner: Candidate, hardware: Hardware) -> Iterator[str]:
+    """Yield what sharded weights cost the winner, beside the same layout with only the optimizer sharded."""
+    layout, plan = winner.layout, winner.plan
+    if not layout.sharding:
+        return
+    rows = plan.schedule(plan.batch.num_microbatches).rows
+    moved = max((row_bytes(plan, rank, row) for rank, row in enumerate(rows)), key=lambda each: each.gathered)
+    exposed = winner.time.parts["gather"] + winner.time.parts["reduce"]
+    text = (
+        f"weights sharded: a rank gathers {bytes_text(moved.gathered * plan.shape.element)} and reduces "
+        f"{bytes_text(moved.reduced * plan.shape.gradient)} a step, under computation but for {exposed:.3g} s"
+    )
+    try:
+        changes = {"data_parallel_sharding_strategy": "optim", "data_parallel_sharding_units": 1}
+        without = predict_plan(layout, _changed(plan, "parallel", changes, hardware), hardware)
+    except ConfigError:
+        yield text
+        return
+    fits = "" if without.peak_bytes <= hardware.usable_bytes else f", but {lack_of_memory(without, hardware)}"
+    yield f"{text}; with the optimizer sharded alone a step would take {without.time.seconds:.3g} s{fits}"
 
 
 def lack_of_memory(candidate: Candidate, hardware: Hardware) -> str:
@@ -202,7 +228,8 @@ def _switched_off(configured: Candidate, hardware: Hardware) -> Iterator[str]:
         if not has_effect or getattr(getattr(config, section), name):
             continue
         try:
-            other = predict_plan(configured.layout, _switched_on(configured.plan, section, name, hardware), hardware)
+            switched = _changed(configured.plan, section, {name: True}, hardware)
+            other = predict_plan(configured.layout, switched, hardware)
         except ConfigError:
             continue
         flag = "--" + name.replace("_", "-")
@@ -216,8 +243,8 @@ def _switched_off(configured: Candidate, hardware: Hardware) -> Iterator[str]:
             yield f"{flag} is off: with it the fullest rank needs {bytes_text(other.peak_bytes)} and fits"
 
 
-def _switched_on(plan: RunPlan, section: str, name: str, hardware: Hardware) -> RunPlan:
-    """Return the plan with one more option on. Raises ConfigError."""
+def _changed(plan: RunPlan, section: str, changes: dict[str, Any], hardware: Hardware) -> RunPlan:
+    """Return the plan with other values in one section. Raises ConfigError."""
     config = plan.config
     training = convert(TrainingConfig, config.training, train_iters=None, train_samples=None)
     optimizer = convert(
@@ -228,6 +255,6 @@ def _switched_on(plan: RunPlan, section: str, name: str, hardware: Hardware) -> 
         lr_warmup_samples=0,
         lr_wsd_decay_samples=None,
     )
-    switched = {section: dataclasses.replace(getattr(config, section), **{name: True})}
-    changed = convert(Config, config, training=training, optimizer=optimizer, **switched)
+    other = {section: dataclasses.replace(getattr(config, section), **changes)}
+    changed = convert(Config, config, training=training, optimizer=optimizer, **other)
     return resolve(changed, plan.topology.world_size, hardware.ranks_per_node)

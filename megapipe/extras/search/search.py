@@ -18,7 +18,7 @@ from megapipe.config.parallel import RecomputeConfig
 from megapipe.errors import ConfigError
 from megapipe.extras.search.bounds import Bound, Bounds
 from megapipe.extras.search.candidate import Candidate, Found, Objective, predict_plan
-from megapipe.extras.search.layout import Layout, layouts, takes_any_chunks
+from megapipe.extras.search.layout import Layout, keeps_all, layouts, takes_any_chunks
 from megapipe.formatting import bytes_text
 from megapipe.layers.model import model_parameters
 from megapipe.plan.hardware import Hardware
@@ -271,7 +271,8 @@ class ShortSteps:
     def _short(self, layout: Layout) -> tuple[int, int, RunPlan]:
         """Return the microbatches of a whole step and of a short one, and the plan of the short one."""
         count = layout.num_microbatches(self._config, self._world_size)
-        few = count if count <= (FILLS + 1) * layout.pp else FILLS * layout.pp + count % layout.pp
+        is_short = count <= (FILLS + 1) * layout.pp or keeps_all(layout.schedule)
+        few = count if is_short else FILLS * layout.pp + count % layout.pp
         return count, few, self._plan(layout, few * layout.dp(self._world_size) * layout.micro_batch_size)
 
     def in_full(self, layout: Layout) -> Candidate:

@@ -87,6 +87,7 @@ class SearchReport:
             "recompute": dataclasses.asdict(layout.recompute),
             "sequence_parallel": parallel.sequence_parallel,
             "distributed_optimizer": parallel.use_distributed_optimizer,
+            **({"sharding": layout.sharding, "units": layout.units} if layout.sharding else {}),
             "layers_of_stages": list(candidate.plan.partition.layer_counts),
             "step_seconds": time.seconds,
             "tokens_per_second": time.tokens_per_second,

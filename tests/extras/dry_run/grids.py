@@ -54,6 +54,9 @@ PP2 = {"pipeline_model_parallel_size": 2}
 PP4 = {"pipeline_model_parallel_size": 4}
 FP8 = {"fp8_format": "hybrid"}
 ZERO1 = {"use_distributed_optimizer": True}
+ZERO2 = {"data_parallel_sharding_strategy": "optim_grads"}
+ZERO3 = {"data_parallel_sharding_strategy": "optim_grads_params"}
+UNITS = {"data_parallel_sharding_units": 2, "overlap_grad_reduce": True, "overlap_param_gather": True}
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 
 

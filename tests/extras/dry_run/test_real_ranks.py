@@ -19,8 +19,10 @@ from tests.extras.dry_run.grids import (
     PP2,
     SP2,
     TP2,
+    UNITS,
     UNLIKE,
     ZERO1,
+    ZERO3,
     make_plan,
     read_for,
     selective,
@@ -46,6 +48,7 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "olmo_pp2_interleaved": (2, UNLIKE["olmo"] | PP2 | {"num_virtual_stages_per_pipeline_rank": 2, "dtype": "bf16"}),
     "mixed_pp2_zb_v": (2, UNLIKE["mixed"] | PP2 | {"pipeline_schedule": "zb-v"}),
     "mixed_offload": (1, UNLIKE["mixed"] | {"cpu_offloading_num_layers": 8, "min_offloaded_tensor_size": 1}),
+    "zero3_units_pp2": (4, PP2 | ZERO3 | UNITS),
     "post_validation_zero1": (4, PP2 | ZERO1 | {"optimizer_post_validation": True}),
 }
 

@@ -10,6 +10,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from megapipe.config.config import Config
+from megapipe.config.parallel import SHARDED_GRADS
 from megapipe.errors import ConfigError
 from megapipe.extras.search.bounds import Bounds
 from megapipe.extras.search.layout import CUTS, RECOMPUTES, Layout, takes_any_chunks
@@ -100,9 +101,22 @@ chosen = st.builds(
     st.booleans(),
     st.sampled_from(CUTS),
 )
+sharded = st.builds(
+    lambda layout, strategy, units, all_first: dataclasses.replace(
+        layout,
+        sharding=strategy,
+        units=units,
+        distributed_optimizer=True,
+        schedule="breadth-first" if all_first and layout.schedule == "interleaved" else layout.schedule,
+    ),
+    chosen,
+    st.sampled_from(SHARDED_GRADS),
+    st.integers(1, 3),
+    st.booleans(),
+)
 
 
-@given(configs, patterns, chosen, st.sampled_from((1, 2)))
+@given(configs, patterns, chosen | sharded, st.sampled_from((1, 2)))
 @settings(max_examples=50, deadline=None)
 def test_no_bound_is_above_its_prediction(config: Config, pattern: tuple[str, ...], layout: Layout, dp: int) -> None:
     config = dataclasses.replace(config, model=dataclasses.replace(config.model, layer_pattern=pattern))

@@ -5,6 +5,7 @@ Objectives are compared with an exhaustive search over the number of accelerator
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import itertools
@@ -15,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megapipe.config.config import Config
-from megapipe.config.parallel import RecomputeConfig
+from megapipe.config.parallel import SHARDED_PARAMS, RecomputeConfig
 from megapipe.errors import ConfigError
 from megapipe.extras.search.candidate import Objective
 from megapipe.extras.search.layout import LEAST_TOKENS, NO_CONTEXT, RECOMPUTES, Context, Layout, layouts
@@ -97,6 +98,15 @@ def test_the_best_layout_equals_an_exhaustive_search(
             )
         except ConfigError:
             continue
+    sharded = [("1f1b", 1, -(-config.model.num_layers // pp), pp) for pp in (1, 2, 4)]
+    sharded += [(name, chunks, 1, 2) for name in ("interleaved", "breadth-first") for chunks in (2, 3)]
+    for tp, (schedule, chunks, units, pp), size, recompute in itertools.product(
+        (1, 2), sharded, (1, 2, 4, 8), recomputes
+    ):
+        layout = Layout(tp, pp, chunks, schedule, size, recompute, tp > 1, sharding=SHARDED_PARAMS, units=units)
+        if tp * pp < world_size:
+            with contextlib.suppress(ConfigError):
+                every.append(predict(config, layout, world_size, H100))
     for hardware in (
         H100,
         with_memory(sorted(each.peak_bytes for each in every)[len(every) // 10] / H100.memory_share / GIB),

@@ -1,0 +1,169 @@
+"""Weights that are gathered and freed, and gradients that are reduced part by part, driven by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from megapipe.comm.groups import ProcessGroups
+from megapipe.data_parallel.buffers import Sharding, StageBuffers, is_allocated
+from megapipe.data_parallel.sharded import ShardedGradients, ShardedWeights
+from megapipe.sharding.buffers import layout_buffers
+from tests.data_parallel.toy import Toy, draw, groups_of, stage_buffers, tokens_of, toy_specs
+from tests.harness import RankPool
+
+NUM_MICROBATCHES = 4
+
+
+def sharded_stage(groups: ProcessGroups, dtype: torch.dtype = torch.float64) -> tuple[StageBuffers, Toy]:
+    layouts = layout_buffers(toy_specs(), 0, 1, groups.shards.size, 60)
+    sharding = Sharding(groups.shards.rank, gradients=True, parameters=True)
+    buffers, module = StageBuffers(layouts, "cpu", dtype, torch.float64, sharding=sharding), Toy()
+    buffers.materialize(module, draw)
+    return buffers, module
+
+
+def whole_gradients(microbatches: range) -> dict[str, Tensor]:
+    buffers, module = stage_buffers(toy_specs()), Toy()
+    buffers.materialize(module, draw)
+    for microbatch in microbatches:
+        module(tokens_of(1, microbatch)).backward()
+    return {name: buffers.main_grad(name).flatten().clone() for name in buffers.names}
+
+
+def held(buffers: StageBuffers, rank: int) -> dict[str, list[tuple[int, int, Tensor]]]:
+    """Return (start, stop, values) of this rank's part of each reduced gradient."""
+    found: dict[str, list[tuple[int, int, Tensor]]] = {}
+    for buffer in buffers.buffers:
+        for bucket in buffer.layout.buckets:
+            start, stop = buffer.shard_range(bucket, rank)
+            for slot in bucket.slots:
+                low, high = max(start, slot.start), min(stop, slot.stop)
+                if low < high:
+                    values = buffer.reduced_gradients(bucket, rank)[low - start : high - start].clone()
+                    found.setdefault(slot.spec.name, []).append((low - slot.start, high - slot.start, values))
+    return found
+
+
+def train(rank: int, world: int, every: int, instances: int, overlap: bool, in_bf16: bool) -> tuple[dict, list, list]:
+    """Run microbatches forward and backward with the weights freed in between, and reduce after every few of them.
+
+    Return this rank's reduced gradients, whether whole weights and gradients exist, and the reductions in flight.
+    """
+    groups = groups_of(rank, dp=world, num_instances=instances)
+    buffers, module = sharded_stage(groups)
+    weights = ShardedWeights({0: buffers}, groups, overlap=overlap)
+    gradients = ShardedGradients({0: buffers}, groups, overlap=overlap, reduce_in_bf16=in_bf16)
+    (buffer,) = buffers.buffers
+    exist, in_flight = [], []
+
+    def look() -> None:
+        exist.append((is_allocated(buffer.parameters), is_allocated(buffer.gradients)))
+
+    for step in range(2):  # the second step shows that the first one left no state behind
+        gradients.begin_step(NUM_MICROBATCHES)
+        exist, in_flight = [], []
+        look()
+        for number in range(NUM_MICROBATCHES):
+            weights.unshard(0)
+            weights.use(0)
+            loss = module(tokens_of(step, number * world + rank))
+            weights.reshard(0)  # what the backward saved is freed, and gathered again
+            look()
+            weights.unshard(0)
+            weights.use(0)
+            gradients.accumulate(0)
+            loss.backward()
+            look()
+            weights.reshard(0)
+            if number == NUM_MICROBATCHES - 1:
+                gradients.reduce(0)
+            elif number % every == every - 1:
+                gradients.reduce_part(0)
+            in_flight.append(len(gradients.pending))
+        gradients.finish()
+        look()
+    return held(buffers, groups.shards.rank), exist, in_flight
+
+
+@pytest.mark.parametrize("every", [1, 2, NUM_MICROBATCHES])
+@pytest.mark.parametrize("overlap", [True, False], ids=["overlapped", "waited for"])
+def test_gradients_reduced_in_parts_equal_the_sum_over_all_microbatches(
+    two_ranks: RankPool, every: int, overlap: bool
+) -> None:
+    expected = whole_gradients(range(2 * NUM_MICROBATCHES))
+    covered = {name: torch.zeros_like(values) for name, values in expected.items()}
+    num_buckets = len(stage_buffers(toy_specs(), 2).buffers[0].layout.buckets)
+    for found, exist, in_flight in two_ranks.run(train, every, 1, overlap, False):
+        for name, start, stop, values in ((name, *part) for name, parts in found.items() for part in parts):
+            covered[name][start:stop] += 1
+            assert (values - expected[name][start:stop]).abs().max() <= 1e-12 * expected[name].abs().max(), name
+        # nothing is whole before and after a step; weights only for a computation; gradients until they are reduced
+        assert exist[0] == exist[-1] == (False, False)
+        assert all(
+            weights == is_backward for (weights, _), is_backward in zip(exist[1:-1], [False, True] * 4, strict=True)
+        )
+        assert all(gradients for _, gradients in exist[2:-1:2])
+        reduces = [number % every == every - 1 for number in range(NUM_MICROBATCHES)]
+        if overlap:
+            assert in_flight == [num_buckets if reduced else 0 for reduced in reduces]
+        else:
+            assert in_flight == [0] * NUM_MICROBATCHES
+            assert [gradients for _, gradients in exist[1:-1:2]] == [False, *(not reduced for reduced in reduces[:-1])]
+    assert all((times == 1).all() for times in covered.values())
+
+
+def test_shards_of_instances_hold_the_sum_over_all_ranks(rank_pools: Callable[[int], RankPool]) -> None:
+    expected = whole_gradients(range(4 * NUM_MICROBATCHES))
+    covered = {name: torch.zeros_like(values) for name, values in expected.items()}
+    for found, _, _ in rank_pools(4).run(train, 2, 2, True, False):
+        for name, start, stop, values in ((name, *part) for name, parts in found.items() for part in parts):
+            covered[name][start:stop] += 1
+            assert (values - expected[name][start:stop]).abs().max() <= 1e-12 * expected[name].abs().max(), name
+    assert all((times == 2).all() for times in covered.values())
+
+
+def test_reductions_in_bf16_round_what_they_send(two_ranks: RankPool) -> None:
+    expected, is_rounded = whole_gradients(range(2 * NUM_MICROBATCHES)), False
+    for found, _, _ in two_ranks.run(train, 2, 1, True, True):
+        for name, start, stop, values in ((name, *part) for name, parts in found.items() for part in parts):
+            difference = (values - expected[name][start:stop]).abs().max()
+            assert difference <= 2e-2 * expected[name].abs().max(), name
+            is_rounded |= bool(difference > 1e-6 * expected[name].abs().max())
+    assert is_rounded
+
+
+def gather(rank: int, world: int) -> tuple[bool, list[str]]:
+    """Compare gathered weights with those drawn, and return the errors of wrong orders."""
+    groups = groups_of(rank, dp=world)
+    buffers, module = sharded_stage(groups)
+    weights, errors = ShardedWeights({0: buffers}, groups), []
+    for wrong in (lambda: weights.use(0), lambda: weights.reshard(0)):
+        try:
+            wrong()
+        except RuntimeError as error:
+            errors.append(str(error))
+    with weights.whole([0]):
+        try:
+            weights.unshard(0)
+        except RuntimeError as error:
+            errors.append(str(error))
+        equal = all(torch.equal(parameter, draw_of(name)) for name, parameter in module.named_parameters())
+    return equal and not is_allocated(buffers.buffers[0].parameters), errors
+
+
+def draw_of(name: str) -> Tensor:
+    return draw(next(spec for spec in toy_specs() if spec.name == name))
+
+
+def test_shards_of_initial_weights_are_gathered_to_what_was_drawn(two_ranks: RankPool) -> None:
+    for equal, errors in two_ranks.run(gather):
+        assert equal
+        assert errors == [
+            "stage 0 computes, but its weights are not gathered: its row lacks an UNSHARD",
+            "the weights of stage 0 are freed, but they are not gathered",
+            "the weights of stage 0 are gathered already",
+        ]
