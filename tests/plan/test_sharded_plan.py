@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
+from pathlib import Path
 
 import pytest
 
@@ -16,12 +17,16 @@ from megapipe.plan.run_plan import RunPlan
 from megapipe.plan.sharded import row_bytes
 from megapipe.plan.traffic import step_bytes
 from megapipe.schedule.action import Op
+from megapipe.schedule.families import SCHEDULES, build_schedule
+from megapipe.schedule.lower import lower
+from megapipe.schedule.sharding import GRANULARITIES, ShardingPolicy, shard
 from megapipe.schedule.validate import validate
 
 FLAGS = (
     "--num-layers 8 --hidden-size 64 --num-attention-heads 8 --seq-length 32 --vocab-size 128 --bf16 "
     "--micro-batch-size 1 --train-iters 10 --make-vocab-size-divisible-by 1 --untie-embeddings-and-output-weights "
 )
+COLLECTIVES = (Op.UNSHARD, Op.REDUCE_GRAD)
 ZERO_2 = "--data-parallel-sharding-strategy optim_grads "
 ZERO_3 = "--data-parallel-sharding-strategy optim_grads_params "
 
@@ -146,3 +151,62 @@ def test_a_tied_embedding_is_gathered_by_both_of_its_users_and_reduced_with_the_
     assert found.gathered < 4 * (2 * first + last + shared)
     assert found.reduced == 4 * (first + last)
     assert found.peak.weights == 2 * (first + last)
+
+
+PAGE = (Path(__file__).resolve().parents[2] / "docs" / "sharded_weights.md").read_text(encoding="utf-8")
+
+
+def table(name: str) -> list[list[str]]:
+    """Return the cells of a table of the page, without its heading."""
+    lines = PAGE.split(f"<!-- {name} -->")[1].split("<!-- end -->")[0].strip().splitlines()[2:]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+
+
+@pytest.mark.parametrize("cells", table("counts"), ids=lambda cells: str(cells[0]))
+def test_the_counts_of_the_page_are_those_of_the_rows(cells: list[str]) -> None:
+    name, stages, *counts = cells
+    family = SCHEDULES[name.strip("`")]
+    chunks = family.chunks or (int(stages) if family.takes_chunks else 1)
+    lowered = lower(build_schedule(family.name, 4, chunks, 8))
+    assert lowered.placement.num_chunks == int(stages)
+    for granularity, shown in zip(GRANULARITIES, counts, strict=True):
+        sharded = shard(lowered, ShardingPolicy(True, granularity))
+        gathers, reductions = (max(sum(a.op is op for a in row) for row in sharded.rows) for op in COLLECTIVES)
+        assert shown == f"{gathers} / {reductions} / {max(validate(sharded).most_gathered)}"
+
+
+LLAMA = "--config configs/llama3_8b.yaml --tensor-model-parallel-size 1 --pipeline-model-parallel-size 2 "
+LLAMA += "--global-batch-size 64 --micro-batch-size 1 --pipeline-schedule "
+CHUNKS = "--num-virtual-stages-per-pipeline-rank 4 "
+LLAMA_PLANS = (
+    f"interleaved {CHUNKS} --use-distributed-optimizer",
+    f"1f1b {ZERO_2} --data-parallel-sharding-granularity microbatch",
+    f"breadth-first {CHUNKS} {ZERO_3}",
+    f"interleaved {CHUNKS} {ZERO_3}",
+    f"1f1b {ZERO_3} --data-parallel-sharding-units 16",
+    f"1f1b {ZERO_3} --data-parallel-sharding-granularity step",
+)
+
+
+@pytest.mark.parametrize(("flags", "cells"), list(zip(LLAMA_PLANS, table("plan"), strict=True)))
+def test_the_bytes_of_the_page_are_those_of_the_plan(
+    flags: str, cells: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(Path(__file__).resolve().parents[2])
+    plan, gb = plan_for((LLAMA + flags).split(), 16, 8), 1e9
+    held, items = plan.num_elements(plan.placement.stages_of(1)), rank_memory(plan, 1).items
+    kept = (items["weights"] + items["gradients"] + items["optimizer"]) / held
+    sent = step_bytes(plan, 1)["replicas"] / held / (7 / 8)
+    assert f"{held / gb:.2f}" == "3.80"
+    assert (cells[1].split()[0], cells[6].split()[0]) == (f"{kept:.2f}", f"{sent:.2f}")
+    formula, value = cells[1].split(" = ")[1].split(" + "), 0.0
+    for term in formula:
+        number, *shards = map(float, term.split(" / "))
+        value += number / (shards[0] if shards else 1)
+    assert value == pytest.approx(kept, rel=1e-6)
+    counts = ops(plan, 1)
+    shown = [str(counts[op] or "") for op in COLLECTIVES]
+    if plan.sharding is not None:
+        peak = row_bytes(plan, 1, plan.schedule(plan.batch.num_microbatches).rows[1]).peak
+        shown += [f"{size / gb:.2f} GB" if size else "" for size in peak]
+    assert cells[2 : 2 + len(shown)] == shown

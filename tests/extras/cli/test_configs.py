@@ -26,6 +26,7 @@ PARAMETERS = {  # billions, as the papers count parameters
     "llama2_7b": 6.74,
     "llama3_8b": 8.03,
     "llama3_70b": 70.6,
+    "llama3_70b_sharded": 70.6,
     "llama3_405b": 405.9,
     "gemma2_9b": 9.24,
     "gemma3_27b": 27.0,
