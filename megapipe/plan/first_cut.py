@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from functools import cache
+from typing import Any
 
 from megapipe.config.config import Config, ResolvedModelConfig
 from megapipe.config.model import PrecisionConfig
@@ -16,17 +17,19 @@ from megapipe.plan.layer_costs import head_flops, layer_flops
 from megapipe.schedule.partition import Partition, cut_by_cost, cut_evenly, parse_layout
 from megapipe.schedule.placement import Placement
 
+BY_HAND: dict[str, Any] = {  # options that give the layers of a rank, or their number -> their values without
+    "pipeline_model_parallel_layout": None,
+    "decoder_first_pipeline_num_layers": None,
+    "decoder_last_pipeline_num_layers": None,
+    "account_for_embedding_in_pipeline_split": False,
+    "account_for_loss_in_pipeline_split": False,
+    "num_layers_per_virtual_pipeline_stage": None,
+}
+
 
 def is_by_hand(parallel: ParallelConfig) -> bool:
     """Return True if flags give the layers of a rank, or their number."""
-    return (
-        parallel.pipeline_model_parallel_layout is not None
-        or parallel.decoder_first_pipeline_num_layers is not None
-        or parallel.decoder_last_pipeline_num_layers is not None
-        or parallel.account_for_embedding_in_pipeline_split
-        or parallel.account_for_loss_in_pipeline_split
-        or parallel.num_layers_per_virtual_pipeline_stage is not None
-    )
+    return any(getattr(parallel, name) != absent for name, absent in BY_HAND.items())
 
 
 def cut_layers(model: ResolvedModelConfig, parallel: ParallelConfig, placement: Placement) -> Partition:
