@@ -49,6 +49,12 @@ NOT_DRAWN = "one of many cases: --all runs others at each commit, --all --exhaus
 LEFT_OUT = {"--all": "a long test: run with --all", "--gpu": "needs a CUDA device: run with --gpu"}
 
 
+def pytest_runtest_setup() -> None:
+    """Let torch compute with one thread, as ranks do: threads that wait for each other take most of the time."""
+    if "torch" in sys.modules:
+        sys.modules["torch"].set_num_threads(1)
+
+
 @pytest.fixture(autouse=True)
 def without_extensions() -> Iterator[None]:
     """Remove what a test's extensions have registered."""

@@ -20,7 +20,7 @@ from megapipe.config.rules.proposals import divisors
 from megapipe.config.rules.sharding import strategy_of
 from megapipe.errors import ConfigError
 from megapipe.plan.batch import BatchSchedule, batch_schedule
-from megapipe.plan.cut import check_cut, check_rank_settings
+from megapipe.plan.first_cut import check_cut, check_rank_settings
 from megapipe.plan.schedule_choice import check_schedule, group_size, memory_limit, schedule_and_chunks
 from megapipe.schedule.action import Op
 from megapipe.schedule.families import SCHEDULES, build_schedule, check_slices

@@ -1,6 +1,6 @@
 """Cuts of the layers into stages that balance the load of ranks with several stages, within a memory limit per rank.
 
-`plan.balanced_cut` simulates the proposed cuts and takes the best.
+`plan.cut` simulates the proposed cuts and takes the best.
 """
 
 from __future__ import annotations

@@ -6,9 +6,8 @@ in a store that an earlier start has used find each other only.
 
 from __future__ import annotations
 
+import resource
 import socket
-import subprocess
-import sys
 import threading
 from datetime import timedelta
 from pathlib import Path
@@ -18,11 +17,21 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megapipe.comm.bootstrap import START_KEY, _check_own_gpu, choose_backend, fresh_store, shutdown, start
+from megapipe.comm.bootstrap import (
+    START_KEY,
+    _check_own_gpu,
+    choose_backend,
+    create_store,
+    fresh_store,
+    open_files_needed,
+    shutdown,
+    start,
+)
 from megapipe.comm.collectives import all_reduce
 from megapipe.comm.groups import build_process_groups
 from megapipe.environment import Environment
 from megapipe.errors import CommunicationError, ConfigError
+from megapipe.monitor.process import allow_open_files
 from megapipe.topology import Topology
 from tests.harness import RankFailure, run_ranks
 
@@ -195,29 +204,25 @@ def test_a_rank_without_the_others_gives_up_in_time() -> None:
         fresh_store(store, 1, 2, 0.2)
 
 
-SERVE_MANY = """
-import resource, socket
-from megapipe.comm.bootstrap import create_store, open_files_needed
-from megapipe.monitor.process import allow_open_files
-hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
-assert allow_open_files(open_files_needed(512, 64, "nccl", True)) == ""
-store = create_store("127.0.0.1", {port}, 1, True, 30.0, 1)
-ranks = [socket.create_connection(("127.0.0.1", {port})) for _ in range(512)]
-store.set("a", "b")
-assert store.get("a") == b"b"
-resource.setrlimit(resource.RLIMIT_NOFILE, (256, 300))
-print(allow_open_files(2000))
-print(resource.getrlimit(resource.RLIMIT_NOFILE))
-"""
+def serve_many(rank: int, world_size: int) -> tuple[str, bytes, str, tuple[int, int]]:
+    """Hold 512 connections to a store; return the remark, its answer, the remark on too many files, and the limits."""
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
+    remark = allow_open_files(open_files_needed(512, 64, "nccl", True))
+    port = free_port()
+    store = create_store("127.0.0.1", port, 1, True, 30.0, 1)
+    ranks = [socket.create_connection(("127.0.0.1", port)) for _ in range(512)]
+    store.set("a", "b")
+    answer = store.get("a")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, 300))
+    refused = allow_open_files(2000)
+    assert len(ranks) == 512
+    return remark, answer, refused, resource.getrlimit(resource.RLIMIT_NOFILE)
 
 
 def test_a_store_serves_512_ranks_where_the_limit_is_256_open_files() -> None:
-    script = SERVE_MANY.format(port=free_port())
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stderr
-    remark, limits = done.stdout.splitlines()
-    assert remark.startswith(
+    ((remark, answer, refused, limits),) = run_ranks(serve_many, 1)
+    assert remark == "" and answer == b"b" and limits == (300, 300)
+    assert refused.startswith(
         "a process may have 300 open files and sockets here (ulimit -Hn), and this run may need 2000"
     )
-    assert limits == "(300, 300)"

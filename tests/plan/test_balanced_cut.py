@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from megapipe.config.config import Config
 from megapipe.errors import ConfigError
-from megapipe.plan.balanced_cut import RankBytes, step_of_costs
+from megapipe.plan.cut import RankBytes, step_of_costs
 from megapipe.plan.hardware import hardware_named
 from megapipe.plan.layer_costs import LayerTimes, PartCost, read_layer_times, setting_of, to_json
 from megapipe.plan.memory import all_rank_memory

@@ -21,8 +21,8 @@ from megapipe.layers.model import ModelSpec, model_parameters, model_spec
 from megapipe.layers.rank_shape import rank_shape
 from megapipe.layers.table import Documents, RankShape
 from megapipe.plan.activations import layers_of, stage_bytes
-from megapipe.plan.balanced_cut import undominated
-from megapipe.plan.cut import cut_layers
+from megapipe.plan.cut import undominated
+from megapipe.plan.first_cut import cut_layers
 from megapipe.plan.hardware import Hardware, Link
 from megapipe.plan.layer_time import ContextLinks, ExpertLinks, OpSeconds, head_seconds, layer_seconds
 from megapipe.plan.links import context_links, expert_links_of

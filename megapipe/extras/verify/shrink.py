@@ -23,6 +23,7 @@ from megapipe.config.model import ModelConfig, PrecisionConfig
 from megapipe.config.rules.context import heads_exchanged
 from megapipe.config.training import OptimizerConfig, TrainingConfig
 from megapipe.errors import ConfigError
+from megapipe.plan.first_cut import BY_HAND
 from megapipe.plan.resolve import resolve
 from megapipe.plan.run_plan import RunPlan
 from megapipe.schedule.partition import Partition, from_counts
@@ -85,12 +86,8 @@ def shrink(
     parallel = dataclasses.replace(
         config.parallel,
         cp_comm_type=kinds,
-        pipeline_model_parallel_layout=partition.layout(),  # balancing small sizes would move layers between stages
-        num_layers_per_virtual_pipeline_stage=None,
-        decoder_first_pipeline_num_layers=None,
-        decoder_last_pipeline_num_layers=None,
-        account_for_embedding_in_pipeline_split=False,
-        account_for_loss_in_pipeline_split=False,
+        # balancing small sizes would move layers between stages
+        **BY_HAND | {"pipeline_model_parallel_layout": partition.layout()},
         pipeline_schedule=plan.schedule_name,
         pipeline_message_dtype=None,  # its rounding would hide what is compared
         grad_reduce_in_bf16=config.parallel.grad_reduce_in_bf16 and mode == "native",
