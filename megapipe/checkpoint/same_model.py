@@ -28,7 +28,8 @@ NOT_COMPARED = (
     "make_vocab_size_divisible_by",
     "seq_length",  # positions of a longer sequence are computed alike; a table of positions has its own shape
     "max_position_embeddings",
-    "moe_router_load_balancing_type",  # this and the next two are losses of training
+    "mtp_loss_scaling_factor",  # this and the next three are of losses of training
+    "moe_router_load_balancing_type",
     "moe_aux_loss_coeff",
     "moe_z_loss_coeff",
     "moe_router_dtype",  # rounding
