@@ -140,8 +140,10 @@ def _flag(name: str) -> str:
 
 def _sized(model: ModelConfig) -> ModelConfig:
     """Fill in the sizes that `plan.resolve` derives from others."""
+    of_experts = model.moe_ffn_hidden_size
     return replace(
         model,
+        moe_ffn_hidden_size=model.feed_forward_size() if of_experts is None and model.num_experts else of_experts,
         ffn_hidden_size=model.feed_forward_size(),
         num_query_groups=model.query_groups(),
         kv_channels=model.head_size(),

@@ -478,6 +478,12 @@ CASES = [
         "--position-embedding-type rope --mtp-num-layers 7 --seq-length 8",
     ),
     (
+        "a_factor_needs_modules",
+        "--mtp-loss-scaling-factor 0.3",
+        ["--mtp-loss-scaling-factor", "--mtp-num-layers N"],
+        "--mtp-loss-scaling-factor 0.3 --mtp-num-layers 1 --position-embedding-type none",
+    ),
+    (
         "learned_positions_are_of_other_tokens",
         "--mtp-num-layers 1 --position-embedding-type learned_absolute",
         ["--mtp-num-layers 1 with --position-embedding-type learned_absolute", "use rope or none"],
