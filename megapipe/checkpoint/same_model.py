@@ -28,7 +28,8 @@ NOT_COMPARED = (
     "make_vocab_size_divisible_by",
     "seq_length",  # positions of a longer sequence are computed alike; a table of positions has its own shape
     "max_position_embeddings",
-    "moe_router_load_balancing_type",  # this and the next two are losses of training
+    "mtp_loss_scaling_factor",  # this and the next three are of losses of training
+    "moe_router_load_balancing_type",
     "moe_aux_loss_coeff",
     "moe_z_loss_coeff",
     "moe_router_dtype",  # rounding
@@ -140,8 +141,10 @@ def _flag(name: str) -> str:
 
 def _sized(model: ModelConfig) -> ModelConfig:
     """Fill in the sizes that `plan.resolve` derives from others."""
+    of_experts = model.moe_ffn_hidden_size
     return replace(
         model,
+        moe_ffn_hidden_size=model.feed_forward_size() if of_experts is None and model.num_experts else of_experts,
         ffn_hidden_size=model.feed_forward_size(),
         num_query_groups=model.query_groups(),
         kv_channels=model.head_size(),

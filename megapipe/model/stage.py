@@ -97,6 +97,16 @@ class TiedHead(nn.Module):
         self.word_embeddings = linear
 
 
+def _groups_of(
+    numbers: range, recompute: RecomputeConfig | Sequence[RecomputeConfig]
+) -> tuple[dict[int, RecomputeConfig], list[tuple[tuple[int, ...], bool]]]:
+    """Return the recompute of each layer, and the groups of `recompute.layer_groups`."""
+    if isinstance(recompute, RecomputeConfig):
+        return dict.fromkeys(numbers, recompute), layer_groups(recompute, numbers)
+    own = dict(zip(numbers, recompute, strict=True))
+    return own, [group for number, each in own.items() for group in layer_groups(each, (number,))]
+
+
 # (group, fn, hidden, stays) -> fn(hidden), for example with what the group's layers save offloaded; stays: parameters,
 # attention mask and rotary tables, which exist without the layers
 GroupRunner = Callable[[int, Callable[[Tensor], Tensor], Tensor, Iterable[Tensor]], Tensor]
@@ -135,50 +145,43 @@ class GPTStage(nn.Module):
         self.group_runner: GroupRunner | None = None
         numbers = range(layers.first_layer, layers.last_layer_exclusive)
         held = {number: layer_configs(config)[number] for number in numbers}
-        num_ahead = config.mtp_num_layers or 0 if layers.has_head else 0
-        predicting = range(config.num_layers, config.num_layers + num_ahead)  # numbers of the predictions' layers
+        predicting = range(
+            config.num_layers, config.num_layers + (config.mtp_num_layers or 0 if layers.has_head else 0)
+        )
         held |= dict.fromkeys(predicting, layer_configs(config)[-1])
         self.context_parallel: dict[int, ContextParallel] = {}
         self.part = WHOLE_SEQUENCE
         if context is not None and context.cp.size > 1:
             self.part = SequencePart(context.cp.rank, context.cp.size)
-            kinds = tuple(cp_comm_types) * (config.num_layers if len(cp_comm_types) == 1 else 1)
-            kinds += kinds[-1:] * num_ahead
-            self.context_parallel = {number: ContextParallel.of(kinds[number], context) for number in held}
+            of_layer = [cp_comm_types[min(number, len(cp_comm_types) - 1)] for number in held]
+            self.context_parallel = {
+                n: ContextParallel.of(kind, context) for n, kind in zip(held, of_layer, strict=True)
+            }
         rings = {number: layer.part for number, layer in self.context_parallel.items()}
         per_token, has_kernel = loss.calculate_per_token_loss, kernels.attention is not None
         self.make_context = ContextBuilder(held, has_kernel, self.part, rings, per_token)
-        ahead = RecomputeConfig()
-        if isinstance(recompute, RecomputeConfig):
-            ahead = recompute.of_predictions
-            own, self._groups = dict.fromkeys(numbers, recompute), layer_groups(recompute, numbers)
-        else:
-            own = dict(zip(numbers, recompute, strict=True))
-            self._groups = [group for number, each in own.items() for group in layer_groups(each, (number,))]
+        ahead = recompute.of_predictions if isinstance(recompute, RecomputeConfig) else RecomputeConfig()
+        own, self._groups = _groups_of(numbers, recompute)
         self.keep_attention = {number for number, each in own.items() if each.recompute_keep_attention}
-        queue = WeightQueue() if weight_queue is None else weight_queue
-        model, own_experts = convert(LayerConfig, config), experts or ExpertGroups()
+        queue, own_experts = weight_queue or WeightQueue(), experts or ExpertGroups()
+        model = convert(LayerConfig, config)
         factory = LayerFactory(model, tp, sequence_parallel, frozenset(), queue, kernels, chunks, own_experts)
         self.embedding: Embedding | TiedHead | None = None
         self.output_layer: ColumnParallelLinear | None = None
-        if layers.has_embedding or num_ahead:
+        if layers.has_embedding or predicting:
             self.embedding = Embedding(config, tp, sequence_parallel=sequence_parallel, queue=queue, part=self.part)
         self.factories = {
-            number: factory.of(layer, recomputed_modules(own[number]), self.context_parallel.get(number))
-            for number, layer in held.items()
-            if number in own
+            number: factory.of(held[number], recomputed_modules(each), self.context_parallel.get(number))
+            for number, each in own.items()
         }
         self.decoder = Decoder(self.factories, factory.norm(config.hidden_size) if layers.has_head else None)
         if layers.has_head:
             self._add_head(queue, chunks, kernels)
         self.mtp: Predictions | None = None
-        if num_ahead:
+        if predicting:
             self._add_predictions(predicting, factory.of(layer_configs(config)[-1], recomputed_modules(ahead)), ahead)
-        self._fp8_linears = [
-            (gemms, linear)
-            for linear in self.decoder.modules()
-            if isinstance(gemms := getattr(linear, "gemms", None), Fp8Gemms)
-        ]
+        every = ((getattr(linear, "gemms", None), linear) for linear in self.decoder.modules())
+        self._fp8_linears = [(gemms, linear) for gemms, linear in every if isinstance(gemms, Fp8Gemms)]
 
     def _add_head(self, queue: WeightQueue, chunks: CommChunks, kernels: Kernels) -> None:
         """Build the output layer, which uses the word embedding's parameter where the two are tied."""

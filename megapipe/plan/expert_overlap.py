@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from megapipe.layers.attention import Attention
 from megapipe.layers.model import LayerSpec
 from megapipe.layers.moe import MoE
+from megapipe.plan.activations import with_recompute
 from megapipe.plan.hardware import Hardware
 from megapipe.plan.layer_time import OpSeconds, head_seconds, layer_seconds
 from megapipe.plan.links import expert_links, ring_link
@@ -41,7 +42,8 @@ class PlannedExperts(ExpertModel):
 def expert_model(plan: RunPlan, hardware: Hardware) -> PlannedExperts:
     """Return the seconds of the plan's parts on some hardware; kinds of layers that differ by their mean.
 
-    What a backward recomputes belongs to the part that it recomputes.
+    What a backward recomputes belongs to the part that it recomputes. The layers of multi-token prediction belong to
+    the head; their all-to-alls are left out.
     """
     shape, links = plan.shape, expert_links(plan, hardware)
     tp_link = ring_link(plan.topology, "tp", hardware.node, hardware.network)
@@ -56,6 +58,10 @@ def expert_model(plan: RunPlan, hardware: Hardware) -> PlannedExperts:
     experts = [seconds for part, seconds in every if isinstance(part, MoE)]
     dense = [seconds for part, seconds in every if not isinstance(part, Attention | MoE)]
     # half of the messages go to the experts, half come back
+    head = head_seconds(plan.model, shape, hardware, tp_link)
+    for _, layer in plan.model.predictions:
+        own = with_recompute(shape, shape.recompute.of_predictions)
+        head += layer_seconds(layer, own, hardware, tp_link, experts=links)
     way = tuple(sum(getattr(one, half).get("ep", 0.0) for one in experts[:1]) / 2 for half in ("forward", "inputs"))
     forward, backward = way
     link = hardware.network if plan.topology.crosses_nodes("pp") else hardware.node
@@ -64,7 +70,7 @@ def expert_model(plan: RunPlan, hardware: Hardware) -> PlannedExperts:
         attention=_mean(attention),
         dense_mlp=_mean(dense),
         expert_mlp=_mean(experts),
-        head=_mean([head_seconds(plan.model, shape, hardware, tp_link)]),
+        head=_mean([head]),
         dispatch=(forward, backward),
         combine=(forward, backward),
         transfer_seconds=plan.sent_bytes / link.bytes_per_second,

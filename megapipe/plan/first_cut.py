@@ -9,7 +9,7 @@ from functools import cache
 from typing import Any
 
 from megapipe.config.config import Config, ResolvedModelConfig
-from megapipe.config.model import PrecisionConfig
+from megapipe.config.model import ModelConfig, PrecisionConfig
 from megapipe.config.parallel import ParallelConfig
 from megapipe.errors import ConfigError
 from megapipe.layers.model import model_spec
@@ -39,14 +39,14 @@ def cut_layers(model: ResolvedModelConfig, parallel: ParallelConfig, placement: 
     --pipeline-balance even; otherwise by forward FLOPs, head included. For the other values of --pipeline-balance,
     `cut.balanced_cut` improves this partition, for which it needs a plan.
     """
-    return check_cut(model.num_layers, parallel, placement) or _cut_by_flops(model, placement.num_stages)
+    return check_cut(model, parallel, placement) or _cut_by_flops(model, placement.num_stages)
 
 
-def check_cut(num_layers: int, parallel: ParallelConfig, placement: Placement) -> Partition | None:
+def check_cut(model: ModelConfig, parallel: ParallelConfig, placement: Placement) -> Partition | None:
     """Return the partition by hand or in equal numbers, or None to cut by cost. Raises ConfigError if it cannot be."""
-    num_stages, pp = placement.num_stages, placement.num_ranks
+    num_stages, pp, num_layers = placement.num_stages, placement.num_ranks, model.num_layers
     if parallel.pipeline_model_parallel_layout is not None:
-        return parse_layout(parallel.pipeline_model_parallel_layout, num_layers, num_stages)
+        return parse_layout(parallel.pipeline_model_parallel_layout, num_layers, num_stages, model.mtp_num_layers or 0)
     if is_by_hand(parallel) or parallel.pipeline_balance == "even":
         return cut_evenly(
             num_layers,
@@ -69,7 +69,8 @@ def check_cut(num_layers: int, parallel: ParallelConfig, placement: Placement) -
 def _cut_by_flops(model: ResolvedModelConfig, num_stages: int) -> Partition:
     spec = model_spec(model, PrecisionConfig())
     costs = [layer_flops(layer, model.seq_length, causal=False) for layer in spec.layers]
-    return cut_by_cost(costs, head_flops(spec), num_stages)
+    predictions = sum(layer_flops(layer, model.seq_length, causal=False) for _, layer in spec.predictions)
+    return cut_by_cost(costs, head_flops(spec) + predictions, num_stages)
 
 
 def check_rank_settings(config: Config) -> None:

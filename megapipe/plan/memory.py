@@ -170,12 +170,6 @@ def step_memory(plan: RunPlan, pp_rank: int, count: int, num_read: int | None = 
     sent_in_bf16 = plan.config.parallel.grad_reduce_in_bf16 and plan.shape.gradient_dtype != "bf16"
     if sent_in_bf16 and plan.topology.num_replicas > 1 and plan.sharding is None:
         copies = 2 * plan.num_elements(stages) + (in_backward if plan.config.parallel.overlap_grad_reduce else 0)
-    documents = shape.documents
-    token_bytes = TOKEN_BYTES + 8 * documents.position_ids + 4 * documents.loss_mask
-    token_bytes += 8 * shape.cp * documents.attention_mask
-    token_bytes += 4 * documents.borders  # at most one a token
-    if any(each.has_head for each in layers.values()):  # tokens, labels and mask of each module ahead
-        token_bytes += len(model.predictions) * (TOKEN_BYTES + 4)
     whole = {}
     if plan.sharding is not None:
         whole = {"gathered weights": peak.whole.weights, "whole gradients": peak.whole.gradients}
@@ -189,9 +183,20 @@ def step_memory(plan: RunPlan, pp_rank: int, count: int, num_read: int | None = 
         "messages": peak.message_bytes + border_bytes(plan, stages),
         "reduction": max(0, max(copies, _update_bytes(plan, pp_rank)) - reusable),
         "tables": sum(shared_bytes(model, shape, layers[stage]) for stage in stages),
-        "microbatches": (num_read or count) * shape.tokens * token_bytes,
+        "microbatches": (num_read or count) * shape.tokens * _token_bytes(plan, stages),
     }
     return RankMemory(pp_rank, items, peak.live, host)
+
+
+def _token_bytes(plan: RunPlan, stages: Iterable[int]) -> int:
+    """Return the bytes of each token of a microbatch, with all that belongs to it."""
+    documents = plan.shape.documents
+    token_bytes = TOKEN_BYTES + 8 * documents.position_ids + 4 * documents.loss_mask
+    token_bytes += 8 * plan.shape.cp * documents.attention_mask
+    token_bytes += 4 * documents.borders  # at most one a token
+    if any(plan.partition.stages[stage].has_head for stage in stages):  # tokens, labels and mask of each prediction
+        token_bytes += len(plan.model.predictions) * (TOKEN_BYTES + 4)
+    return token_bytes
 
 
 def border_bytes(plan: RunPlan, stages: Iterable[int]) -> int:

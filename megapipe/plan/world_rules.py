@@ -103,7 +103,7 @@ def _check_slices(config: Config) -> None:
 
 
 def _check_layers(config: Config) -> None:
-    check_cut(config.model.num_layers, config.parallel, placement_of(config))
+    check_cut(config.model, config.parallel, placement_of(config))
 
 
 def topology_of(config: Config, world_size: int, ranks_per_node: int | None, replicas: int | None = None) -> Topology:

@@ -248,10 +248,11 @@ def cut_evenly(
 # by hand
 
 
-def parse_layout(text: str, num_layers: int, num_stages: int) -> Partition:
+def parse_layout(text: str, num_layers: int, num_stages: int, num_predictions: int = 0) -> Partition:
     """Parse Megatron's --pipeline-model-parallel-layout.
 
-    E is the embedding, t a layer, L the loss, | a stage border; *n and (...)*n repeat, commas are ignored.
+    E is the embedding, t a layer, m a module of multi-token prediction (all in the last stage, or none is written), L
+    the loss, | a stage border; *n and (...)*n repeat, commas are ignored.
     `Et*3|(tt|)*29,L` has 31 stages of 3, 2, .., 2, 0 layers, in model order. A stage may be empty. Raises ConfigError
     with the invalid part.
     """
@@ -260,13 +261,17 @@ def parse_layout(text: str, num_layers: int, num_stages: int) -> Partition:
         raise ConfigError(
             f"pipeline layout {text!r} has {len(stages)} stages; the pipeline ranks and their chunks need {num_stages}"
         )
+    predictions = "m" * num_predictions if any("m" in stage for stage in stages) else ""
     for index, stage in enumerate(stages):
-        expected = "E" * (index == 0) + "t" * stage.count("t") + "L" * (index == num_stages - 1)
+        end = predictions + "L" if index == num_stages - 1 else ""
+        expected = "E" * (index == 0) + "t" * stage.count("t") + end
         if stage != expected:
-            raise ConfigError(
-                f"pipeline layout {text!r}: stage {index} is {stage!r}, expected {expected!r}; "
-                "E must appear once, at the start of the first stage, and L once, at the end of the last"
-            )
+            rule = "E must appear once, at the start of the first stage, and L once, at the end of the last"
+            if predictions:
+                rule = f"all {num_predictions} modules of multi-token prediction (m) are before L, or left out"
+            elif "m" in stage:
+                rule = "m is a module of multi-token prediction, of which --mtp-num-layers gives the number"
+            raise ConfigError(f"pipeline layout {text!r}: stage {index} is {stage!r}, expected {expected!r}; {rule}")
     counts = [stage.count("t") for stage in stages]
     if sum(counts) != num_layers:
         raise ConfigError(f"pipeline layout {text!r} holds {sum(counts)} layers (t); the model has {num_layers}")
@@ -299,10 +304,8 @@ def _expand(text: str) -> str:
             start, expanded = opened.pop()
         elif symbol == ")":
             fault = f"')' without '(' before {plain[start:]!r}"
-        elif symbol == "m":
-            fault = "'m' is a multi-token prediction layer, which these models do not have; leave it out"
-        elif symbol not in "EtL|":
-            fault = f"{plain[start:]!r} starts with none of E t L | ( and is no repetition *n"
+        elif symbol not in "EtmL|":
+            fault = f"{plain[start:]!r} starts with none of E t m L | ( and is no repetition *n"
         repetition = _REPETITION.match(plain, at)
         if repetition and not fault:
             if repetition[1]:

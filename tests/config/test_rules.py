@@ -517,6 +517,30 @@ CASES = [
         "--recompute-memory-budget 0.5",
     ),
     (
+        "tokens_ahead_are_within_the_sequence",
+        "--position-embedding-type rope --mtp-num-layers 8 --seq-length 8",
+        ["--mtp-num-layers 8", "use less than 8"],
+        "--position-embedding-type rope --mtp-num-layers 7 --seq-length 8",
+    ),
+    (
+        "a_factor_needs_modules",
+        "--mtp-loss-scaling-factor 0.3",
+        ["--mtp-loss-scaling-factor", "--mtp-num-layers N"],
+        "--mtp-loss-scaling-factor 0.3 --mtp-num-layers 1 --position-embedding-type none",
+    ),
+    (
+        "learned_positions_are_of_other_tokens",
+        "--mtp-num-layers 1 --position-embedding-type learned_absolute",
+        ["--mtp-num-layers 1 with --position-embedding-type learned_absolute", "use rope or none"],
+        "--mtp-num-layers 1 --position-embedding-type none",
+    ),
+    (
+        "predictions_are_not_offloaded",
+        "--position-embedding-type none --mtp-num-layers 1 --cpu-offloading-num-layers 1",
+        ["--mtp-num-layers 1 does not work with --cpu-offloading-num-layers yet"],
+        "--position-embedding-type none --mtp-num-layers 1",
+    ),
+    (
         "messages_are_between_ranks",
         "--pipeline-message-dtype fp8",
         ["--pipeline-message-dtype fp8 acts between pipeline ranks", "of at least 2"],

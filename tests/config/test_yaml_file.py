@@ -115,7 +115,7 @@ def test_text_is_read_by_the_type_of_its_field(text: str, key: str, value: objec
         ("lr: \x01", ["f.yaml", "not readable as YAML"]),
         ("---\na: 1\n---\nb: 2", ["f.yaml", "not readable as YAML"]),
         ("normalization: rmsnorm", ["normalization", "did you mean RMSNorm?"]),
-        ("mtp_num_layers: 1", ["line 1", "--mtp-num-layers 1", "not support"]),
+        ("mtp_hybrid_override_pattern: M", ["line 1", "--mtp-hybrid-override-pattern M", "not support"]),
         ("swiglu: true\nactivation: relu", ["contradict", "swiglu", "relu"]),
         ("rampup_batch_size: [1, 2]", ["rampup_batch_size", "3 values", "got 2"]),
         ("<<: {a: 1}", ["<<"]),

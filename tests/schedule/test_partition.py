@@ -162,6 +162,14 @@ def test_llama_3_405b_is_128_slots_less_one_at_each_end():
     assert interleaved == cut_evenly(126, ranks(16, 8), count_embedding=True, count_head=True)
 
 
+def test_modules_of_multi_token_prediction_are_at_the_end_or_not_written():
+    for text in ("Et|ttmmL", "Et|ttL", "Et|t*2,m*2,L"):
+        assert parse_layout(text, 3, 2, num_predictions=2).layer_counts == (1, 2)
+    for text, complaint in (("Et|ttmL", "'ttmmL'"), ("Etm|ttmL", "all 2 modules"), ("Et|tmmtL", "all 2 modules")):
+        with pytest.raises(ConfigError, match=complaint):
+            parse_layout(text, 3, 2, num_predictions=2)
+
+
 def test_a_layout_may_repeat_groups_within_groups():
     assert parse_layout("Et*3|(tt|)*29,L", 61, 31).layer_counts == (3, *[2] * 29, 0)
     assert parse_layout("E((t)*2|)*3 t L", 7, 4).layer_counts == (2, 2, 2, 1)
@@ -181,7 +189,7 @@ def test_a_layout_may_repeat_groups_within_groups():
         pytest.param("Et|tt)L", r"'\)' without", id="close group"),
         pytest.param("Et*|ttL", r"'t\*' lacks", id="no count"),
         pytest.param("Et|xtL", "'xtL' starts with none", id="letter"),
-        pytest.param("Et|ttmL", "multi-token", id="mtp"),
+        pytest.param("Et|ttmL", "--mtp-num-layers", id="mtp"),
     ],
 )
 def test_layout_error_quotes_the_invalid_part(text, complaint):

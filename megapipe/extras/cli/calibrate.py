@@ -154,6 +154,9 @@ def profile_layers(own: argparse.Namespace, environment: Environment) -> None:
     on this rank's device; the slowest rank counts. The run then takes the file with --pipeline-layer-times FILE.
     """
     config = with_vocabulary(load_config(["--plan", *own.flags], is_job=False).config)
+    if config.model.mtp_num_layers is not None:
+        rule = "multi-token prediction is balanced by its FLOPs, as its times cannot be measured apart yet"
+        raise ConfigError(f"megapipe profile-layers with --mtp-num-layers: {rule}; leave --pipeline-layer-times out")
 
     import torch
 

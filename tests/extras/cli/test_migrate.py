@@ -31,7 +31,10 @@ def test_arguments_alone_and_from_standard_input(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert main(["--", *MODEL.split()]) == 0
-    assert main([*MODEL.split(), "--mtp-num-layers", "1"]) == 1
+    assert main([*MODEL.split(), "--mtp-hybrid-override-pattern", "M"]) == 1
+    assert "--mtp-hybrid-override-pattern M" in capsys.readouterr().out
+    mtp = "--position-embedding-type rope --mtp-num-layers 1 --mtp-loss-scaling-factor 0.3"
+    assert main([*MODEL.split(), *mtp.split()]) == 0
     assert "--mtp-num-layers 1" in capsys.readouterr().out
     monkeypatch.setattr("sys.stdin", io.StringIO(f"N=$1\ntorchrun --nproc_per_node $N pretrain_gpt.py {MODEL}"))
     assert main(["-", "8"]) == 0
@@ -39,14 +42,14 @@ def test_arguments_alone_and_from_standard_input(
 
 
 def test_json_has_the_same_facts(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--json", "--ranks", "2", *MODEL.split(), "--mtp-num-layers", "1"]) == 1
+    assert main(["--json", "--ranks", "2", *MODEL.split(), "--mtp-hybrid-override-pattern", "M"]) == 1
     report = json.loads(capsys.readouterr().out)
     assert report["runs"] is False
     outcomes = {row["flag"]: row["outcome"] for row in report["flags"]}
-    assert outcomes["--mtp-num-layers"] == "refused"
+    assert outcomes["--mtp-hybrid-override-pattern"] == "refused"
     assert outcomes["--bf16"] == "the same here"
-    assert any(line.startswith("--mtp-num-layers 1") for line in report["to_change"])
-    assert "--mtp-num-layers" not in report["command"]
+    assert any(line.startswith("--mtp-hybrid-override-pattern M") for line in report["to_change"])
+    assert "--mtp-hybrid-override-pattern" not in report["command"]
 
 
 @pytest.mark.parametrize(

@@ -46,6 +46,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "llama_gqa": LLAMA,
     "window_and_qk_norm": LLAMA | {"window_size": 4, "qk_layernorm": True},
     "soft_cap": LLAMA | {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0, "num_query_groups": 4},
+    "predictions": LLAMA | {"mtp_num_layers": 1},  # which generation does not use
     "one_kv_head": LLAMA | {"num_query_groups": 1},
 }
 GRIDS = {

@@ -36,6 +36,13 @@ CASES: dict[str, tuple[int, str, dict[str, Any]]] = {
         | WIDE
         | {"chunks": 2, "global_batch_size": 6, "qk_layernorm": True, "num_query_groups": 1, "eod_mask_loss": True},
     ),
+    "multi-token prediction of documents": (
+        4,
+        "fp64",
+        LLAMA
+        | {"tp": 2, "sp": True, "pp": 2, "pipeline_schedule": "zb-h1", "mtp_num_layers": 2, "zero": True}
+        | {"eod_mask_loss": True, "reset_attention_mask": True, "reset_position_ids": True},
+    ),
     "heads for positions in groups": (
         8,
         "fp64",
