@@ -207,6 +207,10 @@ GRIDS |= {
         8,
         {"cp": 4, "pp": 2, "pipeline_schedule": "zb-h1"} | KEEPS | LATENT | BOTH,
     ),
+    "cp 2, p2p, keeps attention, offloaded": (
+        2,
+        {"cp": 2, "cpu_offloading_num_layers": 2, "min_offloaded_tensor_size": 1} | KEEPS | LLAMA,
+    ),
     "cp 2, p2p, memory budget": (2, {"cp": 2, "recompute_memory_budget": 0.3, "num_layers": 3} | LLAMA),
 }
 SHORT = {"cp": "context_parallel_size"}
