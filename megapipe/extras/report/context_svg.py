@@ -67,7 +67,7 @@ def _heads(cp: int, inner: int) -> Iterator[str]:
             yield from _cell(LEFT + chunk * width, TOP + 6 + band * height, width, height, rank, str(rank))
 
 
-def _blocks(plan: RunPlan, inner: int, window: int | None, gathers: bool, x: int) -> Iterator[str]:
+def _blocks(plan: RunPlan, inner: int, window: int | None, gathers: bool, x: float) -> Iterator[str]:
     """Yield the matrix of chunks of queries and keys of the ring to which rank 0 belongs."""
     ring = plan.topology.cp // inner
     owners = _owners(ring)
@@ -84,7 +84,7 @@ def _blocks(plan: RunPlan, inner: int, window: int | None, gathers: bool, x: int
                 yield from _cell(left, top, size, size, queries * inner, label, is_diagonal=row == column)
 
 
-def _legend(cp: int, kind: str, y: int) -> Iterator[str]:
+def _legend(cp: int, kind: str, y: float) -> Iterator[str]:
     numbers = {
         "p2p": "numbers: the step of the ring in which a rank has the keys",
         "all_gather": "0: own keys; g: after the gather",
