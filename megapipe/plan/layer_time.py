@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from megapipe.dtypes import FP8
+from megapipe.layers.attention import Attention
 from megapipe.layers.linear import casts
 from megapipe.layers.model import LayerSpec, ModelSpec, layer_table
 from megapipe.layers.moe import INDEX_BYTES, MoE
@@ -159,19 +160,10 @@ def layer_seconds(
     moved = pointwise + clock.casts(Op.F, gemms)
     forward = {"gemm": gemm, "attention": attention, "pointwise": moved, "tp": messages}
     core_backward = sum(core.backward_forwards * clock.attention(core) for core in cores)
-    messages_back = 0.0
-    if shape.cp > 1 and layer.attention is not None:
-        sent, sent_back = layer.attention.sent_bytes(shape)
-        contexts = contexts or ContextLinks(tp_link, tp_link, tp_link)
-        forward["cp"] = _exposed_context(layer.attention.cp_comm_type, sent, attention, contexts)
-        messages_back = _exposed_context(layer.attention.cp_comm_type, sent_back, core_backward, contexts)
     if mixtures:
         ways = [(0.0, 0.0) if experts is None else expert_message_seconds(part, shape, experts) for part in mixtures]
         forward["ep"] = sum(2 * rows_seconds + counts_seconds for rows_seconds, counts_seconds in ways)
     again = _recomputed(layer, shape, plain, clock, forward)
-    if contexts is not None and "cp" in forward and layer.attention is not None:
-        resent, kind = layer.attention.resent_bytes(shape), layer.attention.cp_comm_type
-        again["cp"] = _exposed_context(kind, resent, again.get("attention", 0.0), contexts)
     if mixtures and shape.recomputes("moe"):
         again["gemm"] += sum(map(clock.routed, mixtures))
         again["ep"] += sum(2 * rows_seconds for rows_seconds, _ in ways)
@@ -184,8 +176,10 @@ def layer_seconds(
         + others.inputs * clock.collective()
         + again.pop("tp", 0.0),
     }
-    if "cp" in forward:
-        inputs["cp"] = messages_back
+    if shape.cp > 1 and layer.attention is not None:
+        links = contexts or ContextLinks(tp_link, tp_link, tp_link)
+        computed = attention, core_backward, again.get("attention", 0.0)
+        forward["cp"], inputs["cp"], again["cp"] = _context_seconds(layer.attention, shape, links, computed)
     if mixtures:
         inputs["ep"] = sum(2 * rows_seconds for rows_seconds, _ in ways)
     weights = {
@@ -197,15 +191,24 @@ def layer_seconds(
     return OpSeconds(forward, {part: inputs[part] + again.get(part, 0.0) for part in inputs}, weights, hidden)
 
 
-def _exposed_context(kind: str, sent: Mapping[str, float], computed: float, links: ContextLinks) -> float:
-    """Return what messages over cp add to attention: those of a ring run under it, the others do not."""
+def _context_seconds(
+    part: Attention, shape: RankShape, links: ContextLinks, computed: tuple[float, float, float]
+) -> tuple[float, float, float]:
+    """Return what messages over cp add to attention in a forward, a backward and a recompute: those of a ring run under
+    it, the others do not. computed: seconds of attention there.
+    """
+    kind = part.cp_comm_type
     link_of = {"cp": links.exchange if kind == "a2a" else links.ring, "cp_a2a": links.inner, "cp_p2p": links.ring}
-    seconds = {
-        group: num_bytes / link_of[group].bytes_per_second + link_of[group].latency_seconds
-        for group, num_bytes in sent.items()
-    }
-    under = sum(seconds.pop(group, 0.0) for group in (("cp",) if kind == "p2p" else ("cp_p2p",)))
-    return sum(seconds.values()) + max(0.0, under - computed)
+
+    def exposed(sent: Mapping[str, float], seconds: float) -> float:
+        took = {
+            name: count / link_of[name].bytes_per_second + link_of[name].latency_seconds for name, count in sent.items()
+        }
+        under = took.pop("cp" if kind == "p2p" else "cp_p2p", 0.0)
+        return sum(took.values()) + max(0.0, under - seconds)
+
+    forward, back, again = map(exposed, (*part.sent_bytes(shape), part.resent_bytes(shape)), computed)
+    return forward, back, again
 
 
 def head_seconds(model: ModelSpec, shape: RankShape, hardware: Hardware, tp_link: Link) -> OpSeconds:

@@ -15,6 +15,7 @@ from megapipe.config.yaml_file import to_yaml
 from megapipe.errors import CheckpointError, ConfigError
 from megapipe.extras.cli.frame import command, option, write_file
 from megapipe.extras.cli.planning import HARDWARE_OPTIONS, hardware_given, planned, rules_of_world, with_vocabulary
+from megapipe.extras.report.context_svg import context_svg
 from megapipe.extras.report.grid_svg import grid_svg
 from megapipe.extras.search.candidate import OBJECTIVES, Candidate, Objective, predict_plan
 from megapipe.extras.search.layout import Context, Layout
@@ -27,6 +28,11 @@ from megapipe.plan.roofline import roofline_text
 
 OPTIONS = (
     option("--svg", "write a drawing of the grid: every rank with the part of the model that it holds", type=Path),
+    option(
+        "--context-svg",
+        "write a drawing of context parallelism: the tokens, heads and blocks of attention of each cp rank",
+        type=Path,
+    ),
     option(
         "--estimator",
         "megatron: also print Megatron-LM's estimate of the memory",
@@ -76,8 +82,9 @@ def main(own: argparse.Namespace) -> int:
     if own.roofline and (hardware is None or own.gpus is not None):
         raise ConfigError("--roofline is for --world-size N ranks with one of --gpu NAME and --hardware FILE")
     if own.gpus is not None or (hardware is not None and not own.roofline and not _has_world(own.flags)):
-        if own.svg is not None:
-            raise ConfigError("--svg draws the grid of --world-size N; leave it out of a search")
+        if own.svg is not None or own.context_svg is not None:
+            flag = "--svg" if own.svg is not None else "--context-svg"
+            raise ConfigError(f"{flag} draws a grid of --world-size N; leave it out of a search")
         return _search(own)
     search = {"--objective": own.objective, "--price": own.price, "--tokens-per-second": own.tokens_per_second}
     search |= {"--output": own.output, "--json": own.json or None}
@@ -95,9 +102,10 @@ def main(own: argparse.Namespace) -> int:
         print(step_text(plan, hardware))
     if hardware is not None and own.roofline:
         print(roofline_text(plan, hardware))
-    if own.svg is not None:
-        write_file(own.svg, grid_svg(plan), "--svg")
-        print(f"written: {own.svg}")
+    for path, flag, draw in ((own.svg, "--svg", grid_svg), (own.context_svg, "--context-svg", context_svg)):
+        if path is not None:
+            write_file(path, draw(plan), flag)
+            print(f"written: {path}")
     if own.estimator == "megatron":
         print(megatron_text(plan))
     return 0

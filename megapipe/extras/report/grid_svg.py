@@ -59,7 +59,8 @@ def grid_svg(plan: RunPlan) -> str:
 def _rank(plan: RunPlan, rank: int, x: int, y: int, row: int, box: int) -> Iterator[str]:
     """Yield the box of one rank."""
     place, tp = plan.topology.coordinates(rank), plan.topology.tp
-    coordinates = f"tp {place.tp_rank}, pp {place.pp_rank}, dp {place.dp_rank}"
+    shared = f"cp {place.cp_rank}, " if plan.topology.cp > 1 else ""
+    coordinates = f"tp {place.tp_rank}, {shared}pp {place.pp_rank}, dp {place.dp_rank}"
     yield f'<rect x="{x}" y="{y}" width="{WIDTH}" height="{box}" rx="4" fill="#ffffff" stroke="#d4d8e0"/>'
     yield f'<text x="{x + 6}" y="{y + 14}" font-weight="bold" fill="{TEXT}">rank {rank}</text>'
     yield f'<text x="{x + 6}" y="{y + 27}" font-size="9.5" fill="{QUIET}">{coordinates}</text>'
@@ -92,6 +93,7 @@ def _rows(plan: RunPlan) -> list[int]:
 def _title(plan: RunPlan) -> str:
     sizes = plan.topology
     chunks = f" x {plan.num_chunks} chunks" if plan.num_chunks > 1 else ""
+    shared = f" x cp {sizes.cp}" if sizes.cp > 1 else ""
     of_experts = f"etp {sizes.etp} x ep {sizes.ep} x {sizes.edp} copies x pp {sizes.pp}"
     experts = f", experts: {of_experts}" if plan.model.has_experts else ""
-    return f"{sizes.world_size} ranks = tp {sizes.tp} x pp {sizes.pp}{chunks} x dp {sizes.dp}{experts}"
+    return f"{sizes.world_size} ranks = tp {sizes.tp}{shared} x pp {sizes.pp}{chunks} x dp {sizes.dp}{experts}"

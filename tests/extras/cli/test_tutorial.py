@@ -1,4 +1,6 @@
-"""docs/tutorial.md runs from top to bottom, and the pictures of docs/concepts.md are those that its commands draw."""
+"""docs/tutorial.md runs from top to bottom, and pictures of docs/concepts.md and docs/long_context.md are those that
+their commands draw.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,8 @@ from tests.launch.scripts import REPOSITORY
 TUTORIAL = (REPOSITORY / "docs" / "tutorial.md").read_text(encoding="utf-8")
 CONCEPTS = (REPOSITORY / "docs" / "concepts.md").read_text(encoding="utf-8")
 MODEL = re.search(r'MODEL="(.*)"', CONCEPTS)
-DRAWN = re.findall(r"<!-- drawn by: megapipe (.*) -->", CONCEPTS)
+LONG_CONTEXT = (REPOSITORY / "docs" / "long_context.md").read_text(encoding="utf-8")
+DRAWN = re.findall(r"<!-- drawn by: megapipe (.*) -->", CONCEPTS + LONG_CONTEXT)
 
 
 @pytest.mark.timeout(600)
@@ -40,12 +43,23 @@ def test_the_pictures_of_the_axes_are_drawn_by_their_commands(
 ) -> None:
     assert MODEL is not None
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "docs" / "concepts").mkdir(parents=True)
     words = shlex.split(line.replace("$MODEL", MODEL[1]))
+    drawn = Path(words[-1])
+    drawn.parent.mkdir(parents=True)
     assert main(words) == 0
-    (drawn,) = (tmp_path / "docs" / "concepts").iterdir()
-    assert drawn.read_text() == (REPOSITORY / "docs" / "concepts" / drawn.name).read_text()
-    assert f"](concepts/{drawn.name})" in CONCEPTS
+    assert drawn.read_text() == (REPOSITORY / drawn).read_text()
+    assert f"]({drawn.relative_to('docs')})" in CONCEPTS + LONG_CONTEXT
+
+
+@pytest.mark.parametrize("size", [1, 16])
+def test_context_parallelism_of_one_or_many_ranks_is_not_drawn(
+    size: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert MODEL is not None
+    words = ["plan", "--world-size", str(size), *MODEL[1].split(), "--context-parallel-size", str(size)]
+    assert main([*words, "--context-svg", str(tmp_path / "a.svg")]) == 2
+    assert f"needs --context-parallel-size 2 to 8, not {size}" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_grid_that_is_too_large_is_not_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -12,6 +12,7 @@ from megapipe.comm.groups import build_process_groups
 from megapipe.extras.dry_run.meta import LiveBytes
 from megapipe.extras.dry_run.rank import RankCount, count_rank, count_step
 from megapipe.plan.memory import rank_memory
+from megapipe.plan.run_plan import RunPlan
 from tests.extras.dry_run.grids import (
     FULL,
     LLAMA,
@@ -49,6 +50,16 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "mixed_pp2_zb_v": (2, UNLIKE["mixed"] | PP2 | {"pipeline_schedule": "zb-v"}),
     "mixed_offload": (1, UNLIKE["mixed"] | {"cpu_offloading_num_layers": 8, "min_offloaded_tensor_size": 1}),
     "zero3_units_pp2": (4, PP2 | ZERO3 | UNITS),
+    "cp2_p2p": (2, LLAMA | {"context_parallel_size": 2}),
+    "cp2_all_gather_core_attn": (
+        2,
+        LLAMA | {"context_parallel_size": 2, "cp_comm_type": ("all_gather",)} | selective("core_attn"),
+    ),
+    "cp2_a2a_latent": (2, UNLIKE["latent"] | {"context_parallel_size": 2, "cp_comm_type": ("a2a",)}),
+    "cp2_p2p_latent_keeps_attention": (
+        2,
+        UNLIKE["latent"] | FULL | {"context_parallel_size": 2, "recompute_keep_attention": True},
+    ),
     "post_validation_zero1": (4, PP2 | ZERO1 | {"optimizer_post_validation": True}),
 }
 
@@ -64,12 +75,41 @@ def counted_on_a_rank(rank: int, world_size: int, changes: dict[str, Any]) -> Ra
 def test_plan_and_dry_run_equal_real_ranks(name: str, rank_pools: Callable[[int], RankPool]) -> None:
     world_size, changes = CASES[name]
     plan = make_plan(world_size, changes | {"device": "cpu"})
-    for rank, real in enumerate(rank_pools(world_size).run(counted_on_a_rank, changes)):
+    check_ranks(plan, rank_pools(world_size).run(counted_on_a_rank, changes))
+
+
+def check_ranks(plan: RunPlan, counted: Sequence[RankCount]) -> None:
+    """Compare what real ranks counted with the plan and the dry run."""
+    for rank, real in enumerate(counted):
         with_meta = count_rank(plan, rank, read_for(plan), "cpu", in_full=True)
         planned = rank_memory(plan, plan.topology.coordinates(rank).pp_rank)
         assert with_meta.peak == pytest.approx(real.peak, rel=CLOSE), (rank, with_meta, real)
         assert planned.total == pytest.approx(real.peak, rel=CLOSE), (rank, dict(planned.items), real)
         assert with_meta.items | {"step": 0} == real.items | {"step": 0}
+
+
+LONG = LLAMA | {
+    "num_layers": 2,
+    "hidden_size": 64,
+    "ffn_hidden_size": 192,
+    "num_attention_heads": 2,
+    "num_query_groups": 1,
+    "seq_length": 32768,
+    "vocab_size": 512,
+    "micro_batch_size": 1,
+    "global_batch_size": 1,
+    "context_parallel_size": 2,
+    "use_distributed_optimizer": True,
+}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_step_of_32768_tokens_on_two_ranks_takes_the_planned_bytes(rank_pools: Callable[[int], RankPool]) -> None:
+    """The example of docs/long_context.md."""
+    counted = rank_pools(2).run(counted_on_a_rank, LONG, timeout=500)
+    check_ranks(make_plan(2, LONG | {"device": "cpu"}), counted)
+    assert counted[0].peak == pytest.approx(counted[1].peak, rel=0.01), "both ranks have as many tokens"
 
 
 def test_a_kept_tensor_raises_the_count_of_a_real_step() -> None:

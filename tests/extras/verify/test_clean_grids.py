@@ -143,6 +143,21 @@ CASES: dict[str, tuple[int, str, dict[str, Any]]] = {
         | {"qk_head_dim": 16, "qk_pos_emb_head_dim": 8, "v_head_dim": 12, "rope_scaling_type": "yarn"}
         | {"yarn_mscale_all_dim": 1.0, "pipeline_schedule": "zb-h1", "attention_dropout": 0.1},
     ),
+    "experts, latent attention and a ring": (
+        4,
+        "fp64",
+        LLAMA
+        | {"tp": 2, "context_parallel_size": 2, "ep": 4, "etp": 1, "sp": True, "zero": True, "seq_length": 16}
+        | {"num_query_groups": None, "kv_channels": None, "multi_latent_attention": True, "q_lora_rank": 24}
+        | {"kv_lora_rank": 16, "qk_head_dim": 16, "qk_pos_emb_head_dim": 8, "v_head_dim": 12, "num_experts": 8}
+        | {"moe_ffn_hidden_size": 64, "moe_expert_capacity_factor": 1.0, "moe_aux_loss_coeff": (0.1,)}
+        | {"moe_router_load_balancing_type": ("seq_aux_loss",)},
+    ),
+    "attention sinks and shared heads": (
+        4,
+        "fp64",
+        LLAMA | {"context_parallel_size": 4, "cp_comm_type": ("a2a",), "softmax_type": "learnable", "seq_length": 16},
+    ),
     "many norms after branches": (1, "fp64", LLAMA | {"norm_position": "after", "num_layers": 24}),
     "bf16, norms around branches": (1, "native", LLAMA | {"norm_position": "around", "num_layers": 6, "dtype": "bf16"}),
     "every loss term": (
