@@ -103,7 +103,7 @@ def hidden_seconds(plan: RunPlan, hardware: Hardware) -> float:
     long step the first fills are simulated; each further one gains what the last of them does.
     """
     t, count = plan.topology, plan.batch.num_microbatches
-    if plan.parts is None or t.ep == 1:
+    if plan.parts is None:
         return 0.0
     few = min(count, MOST_FILLS * t.pp + count % t.pp)
     gained = _gained(plan, hardware, few)

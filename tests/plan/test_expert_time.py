@@ -179,11 +179,6 @@ def test_the_overlap_flag_takes_the_hidden_all_to_alls_off_the_step(
     assert f"takes {gained:.3g} s off the step" in step_text(plan, H100)
 
 
-def test_without_ranks_of_ep_there_is_nothing_to_hide() -> None:
-    plan = plan_of(2, 2, pp=2, overlap_moe_expert_parallel_comm=True)
-    assert predict_step(plan, H100).seconds == predict_step(plan_of(2, 2, pp=2), H100).seconds
-
-
 def test_the_plan_states_messages_within_and_across_nodes_and_their_time() -> None:
     plan = plan_of(16, 8, ep=16, num_experts=16)
     sent = layer_expert_bytes(plan, plan.model.layers[0])["ep"]

@@ -600,7 +600,7 @@ class Rank:
         moments: dict[int, dict[str, Tensor]] = {}
         for group in param_groups(snapshot, of_experts):
             decayed = [one for one in own if is_decayed(one.spec) == bool(group["wd_mult"])]
-            if not decayed:
+            if not decayed and not of_experts:  # all ranks have the groups of experts
                 continue
             indices = list(range(len(moments), len(moments) + len(decayed)))
             for index, one in zip(indices, decayed, strict=True):

@@ -4,22 +4,29 @@ Its conventions:
 - 18 bytes per parameter (bf16 weight, fp32 gradient, fp32 master and two moments), 6 + 12 / dp with the distributed
   optimizer
 - only the first pipeline rank, with 1 / pp of the layers and one embedding
+- attention, MLPs and shared experts are cut over tp, experts over ep and etp; norms, routers and gates are whole; a
+  parameter of experts has edp in place of dp
 - activations by table 2 of Korthikanti et al. 2022 (arXiv:2205.05198): s b h 34 / t per layer (for an ffn of 4h) under
   sequence parallelism and selective recompute, else s b h (10 + 24 / t) plus 5 %
 
 It ignores the cut of the layers, grouped or gated activations, full recompute, schedules other than 1F1B and
-interleaving, messages, the head's activations in a pipeline, and padding.
+interleaving, messages, the head's activations in a pipeline, padding, biases of linears, norms of heads, and the
+activations of experts: a layer counts as one with an MLP of --ffn-hidden-size.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 
 from megapipe.config.config import ResolvedModelConfig
-from megapipe.config.model import ACTIVATIONS
+from megapipe.layers.model import model_parameters
 from megapipe.plan.run_plan import RunPlan
 
 BYTES_OF_A_PARAMETER = 18.0
+WHOLE = ("input_layernorm", "pre_mlp_layernorm", "final_layernorm", "router")  # modules on every rank of tp
+NORMS_OF_HEADS = ("q_layernorm", "k_layernorm")
+TABLES = ("word_embeddings", "position_embeddings", "output_layer")
 OVERHEAD = 1.05  # on activations without sequence parallelism
 
 
@@ -36,26 +43,46 @@ class MegatronMemory:
         return self.state_bytes + self.activation_bytes
 
 
+@dataclass(frozen=True)
+class BlockParameters:
+    """The parameters of all layers and the final norm, by how ranks hold them."""
+
+    sharded: float  # over tp
+    replicated: float
+    experts: float  # over ep and etp
+
+    @property
+    def total(self) -> float:
+        return self.sharded + self.replicated + self.experts
+
+
 def megatron_memory(plan: RunPlan) -> MegatronMemory:
     """Return the estimate for a plan of any schedule; chunks count as interleaving."""
     config, t = plan.config, plan.topology
-    embedding = config.model.hidden_size * config.model.padded_vocab_size
-    held = block_parameters(config.model) / t.pp + embedding
+    block, embedding = block_parameters(config.model), config.model.hidden_size * config.model.padded_vocab_size
     if config.model.untie_embeddings_and_output_weights and t.pp == 1:
-        held += embedding
-    parameters = held / t.tp
-    each = 6.0 + 12.0 / t.dp if config.parallel.use_distributed_optimizer else BYTES_OF_A_PARAMETER
-    return MegatronMemory(parameters, parameters * each, _activation_bytes(plan))
+        embedding *= 2
+    dense = (block.sharded / t.pp + embedding) / t.tp + block.replicated / t.pp
+    experts = block.experts / t.pp / (t.ep * t.etp)
+
+    def of_each(copies: int) -> float:
+        return 6.0 + 12.0 / copies if config.parallel.use_distributed_optimizer else BYTES_OF_A_PARAMETER
+
+    state = dense * of_each(t.dp) + experts * of_each(t.edp)
+    return MegatronMemory(dense + experts, state, _activation_bytes(plan))
 
 
-def block_parameters(model: ResolvedModelConfig) -> float:
-    """Return the parameters of all layers and the final norm, without the biases of linears."""
-    h, ffn = model.hidden_size, model.ffn_hidden_size
-    norm = 1 if model.normalization == "RMSNorm" else 2
-    gated = 1.5 if ACTIVATIONS[model.activation].is_gated else 1.0
-    queries = model.kv_channels * model.num_attention_heads
-    attention = 2.0 * h * queries * (1.0 + model.num_query_groups / model.num_attention_heads)
-    return model.num_layers * (2.0 * h * (gated * ffn + norm) + attention) + norm * h
+def block_parameters(model: ResolvedModelConfig) -> BlockParameters:
+    """Return the parameters of all layers and the final norm, as Megatron counts them."""
+    counts = Counter[str]()
+    for spec in model_parameters(model, sequence_parallel=False):
+        module, _, name = spec.name.rpartition(".")
+        is_whole = module.endswith(WHOLE) or name == "gate_weight"
+        is_of_heads = module.endswith(NORMS_OF_HEADS) and not model.multi_latent_attention
+        is_bias = name.startswith("bias") and not is_whole
+        if not is_bias and not is_of_heads and name != "softmax_offset" and not module.endswith(TABLES):
+            counts["experts" if spec.is_expert else "replicated" if is_whole else "sharded"] += spec.num_elements
+    return BlockParameters(*(float(counts[kind]) for kind in ("sharded", "replicated", "experts")))
 
 
 def _activation_bytes(plan: RunPlan) -> float:

@@ -36,8 +36,18 @@ PARAMETERS = {  # billions, as the papers count parameters
     "qwen2_57b_a14b": 57.4,
     "qwen3_30b_a3b": 30.5,
     "deepseek_v3": 671.0 + 11.5,  # with its module of multi-token prediction
+    "gpt_oss_20b": 20.91,
+    "gpt_oss_120b": 116.83,
 }
-ACTIVE = {"mixtral_8x7b": 12.9, "qwen2_57b_a14b": 14.2, "qwen3_30b_a3b": 3.3, "deepseek_v3": 37.0 + 0.7}  # of a token
+# of a token; GPT-OSS's model card leaves out the embedding, 201,088 x 2,880, and counts 3.61 and 5.13
+ACTIVE = {
+    "mixtral_8x7b": 12.9,
+    "qwen2_57b_a14b": 14.2,
+    "qwen3_30b_a3b": 3.3,
+    "deepseek_v3": 37.0 + 0.7,
+    "gpt_oss_20b": 3.61 + 0.579,
+    "gpt_oss_120b": 5.13 + 0.579,
+}
 # the architecture in transformers, and keys of config.json on the hub; OLMo-3 before its YaRN
 HUB: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma2_9b": (
@@ -76,6 +86,37 @@ HUB: dict[str, tuple[str, dict[str, Any]]] = {
             "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
             "sliding_window": 1024,
             "vocab_size": 262208,
+        },
+    ),
+    "gpt_oss_20b": (
+        "GptOssForCausalLM",
+        {
+            "attention_bias": True,
+            "experts_per_token": 4,
+            "head_dim": 64,
+            "hidden_size": 2880,
+            "initial_context_length": 4096,
+            "intermediate_size": 2880,
+            "max_position_embeddings": 131072,
+            "num_attention_heads": 64,
+            "num_experts_per_tok": 4,
+            "num_hidden_layers": 24,
+            "num_key_value_heads": 8,
+            "num_local_experts": 32,
+            "rms_norm_eps": 1e-05,
+            "rope_scaling": {
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "factor": 32.0,
+                "original_max_position_embeddings": 4096,
+                "rope_type": "yarn",
+                "truncate": False,
+            },
+            "rope_theta": 150000,
+            "sliding_window": 128,
+            "swiglu_limit": 7.0,
+            "tie_word_embeddings": False,
+            "vocab_size": 201088,
         },
     ),
     "olmo2_7b": (

@@ -1,0 +1,226 @@
+"""Runs with experts, latent attention and sinks that Megatron-Core 0.19.2 trained and saved on CPU, there and back.
+
+The README of the fixtures says what they are.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megapipe.config.model import PrecisionConfig
+from megapipe.errors import CheckpointError, ConfigError
+from megapipe.extras.cli.convert import main
+from megapipe.extras.convert import megatron_dist
+from megapipe.extras.convert.megatron import MegatronGrid, read_config, write_args
+from megapipe.extras.convert.pickled import load_pickled, read_folder
+from megapipe.extras.convert.snapshot import EXPERT_BIAS, Snapshot
+from tests.extras.convert.test_megatron_experts import ARGS
+from tests.extras.convert.test_megatron_runs import FIXTURES, FORMS_BACK, continued, read, values
+from tests.train import jobs
+
+FAMILIES = ("latent", "sinks", "stages")
+GRIDS = {
+    "one": MegatronGrid(),
+    "tp2_etp1_ep2": MegatronGrid(2, 1, 2, 1),
+    "tp2_etp2_ep4": MegatronGrid(2, 1, 4),
+    "pp2_ep2": MegatronGrid(1, 2, 2),
+}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("megatron_expert_runs")
+    with tarfile.open(FIXTURES / "experts.tar.xz") as archive:
+        archive.extractall(root, filter="data")
+    return root
+
+
+def in_dtype(run: Snapshot, dtype: str) -> Snapshot:
+    config = dataclasses.replace(run.config, precision=PrecisionConfig(dtype))
+    return dataclasses.replace(run, config=config, state=run.state | {"precision": dtype})
+
+
+@pytest.mark.parametrize(
+    ("family", "forms"),
+    [
+        ("latent", ("plain", "legacy")),
+        ("latent", ("fully_reshardable", "dp_reshardable", "legacy_distributed")),
+        ("sinks", ("plain", "legacy")),
+        ("sinks", ("fully_reshardable", "dp_reshardable", "legacy_distributed")),
+        ("stages", ("plain", "legacy")),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_all_forms_of_a_run_hold_the_same_weights_and_optimizer_state(
+    runs: Path, family: str, forms: tuple[str, ...]
+) -> None:
+    """A chain of two optimizers: by name, in the order of the parameters, in buckets, and in flat buffers."""
+    first, *others = (read(runs / f"{family}_{form}") for form in forms)
+    expected = values(first)
+    moments = {name.split("/", 1)[1] for name in expected if name.startswith("exp_avg/")}
+    weights = {name for name in first.weights if not name.endswith(EXPERT_BIAS)}
+    assert moments == weights and any(".mlp.experts." in name for name in moments)
+    for other in others:
+        found = values(other)
+        assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found)
+        assert (other.state, other.config) == (first.state, first.config)
+    assert first.state["optimizer"]["num_steps"] == 3
+
+
+@pytest.mark.parametrize("family", ["sinks", "stages"])
+def test_the_next_ten_losses_are_megatrons(
+    runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str
+) -> None:
+    """And the ten after them are those of Megatron where it continued what was written here at step 13."""
+    assert main([str(runs / f"{family}_plain"), str(tmp_path / "ours")]) == 0
+    monkeypatch.setattr(jobs, "TINY", "--num-workers 0 --eval-iters 0 --log-interval 1 --device cpu")
+    steps = continued(tmp_path / "ours", tmp_path, 23)
+    curves = json.loads((FIXTURES / "curves.json").read_text())
+    forms = [name for name in curves if name.startswith(family) and name.endswith("_from_megapipe_step_13")]
+    assert len(forms) == {"sinks": 4, "stages": 2}[family]
+    for name, first in {f"{family}_plain": 3, **dict.fromkeys(forms, 13)}.items():
+        curve = {kind: found[3 if first == 3 else 0 :] for kind, found in curves[name].items() if kind != "first_step"}
+        own = steps[first - 3 : first + 7]
+        assert [line["step"] for line in own] == list(range(first + 1, first + 11))
+        assert [line["loss"] for line in own] == pytest.approx(curve["losses"], abs=1e-6), name
+        assert [line["grad_norm"] for line in own] == pytest.approx(curve["grad_norms"], rel=1e-5), name
+        assert [line["lr"] for line in own] == pytest.approx(curve["lrs"], rel=1e-6), name
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("grid", GRIDS)
+@pytest.mark.parametrize("form", FORMS_BACK)
+@pytest.mark.parametrize("implementation", ["local", "transformer_engine"])
+@pytest.mark.parametrize("family", ["latent", "sinks"])
+def test_a_run_goes_to_megatron_and_back_with_its_optimizer(
+    runs: Path, tmp_path: Path, family: str, implementation: str, form: str, grid: str, dtype: str
+) -> None:
+    run = in_dtype(read(runs / f"{family}_plain"), dtype)
+    write, is_distributed = FORMS_BACK[form]
+    folder = write(run, tmp_path / "theirs", GRIDS[grid], implementation == "transformer_engine", is_distributed)
+    again, expected = read(tmp_path / "theirs"), values(run)
+    found = values(again)
+    assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found)
+    assert all(again.state[part] == run.state[part] for part in ("training", "optimizer", "schedules"))
+    if form == "legacy":
+        biases = [
+            tensor.dtype
+            for path in folder.rglob("model_optim_rng.pt")
+            for name, tensor in load_pickled(path)["model"].items()
+            if name.endswith(EXPERT_BIAS)
+        ]
+        assert set(biases) == ({torch.float32} if family == "latent" else set())
+
+
+@pytest.mark.parametrize(("form", "family"), [("plain", f) for f in FAMILIES] + [("fully_reshardable", "latent")])
+def test_a_written_torch_dist_folder_holds_what_megatrons_own_holds(
+    runs: Path, tmp_path: Path, form: str, family: str
+) -> None:
+    theirs = runs / f"{family}_{form}" / "iter_0000003"
+    grid = MegatronGrid(2, 1, 2, 1) if family == "latent" else MegatronGrid(1, 2, 2)
+    ours = megatron_dist.write(read(theirs.parent), tmp_path / "ours", grid, False, form == "fully_reshardable")
+    (expected, expected_others), (found, found_others) = read_folder(theirs), read_folder(ours)
+    assert {n: (t.shape, t.dtype) for n, t in found.items()} == {n: (t.shape, t.dtype) for n, t in expected.items()}
+    assert all(torch.equal(tensor.read(), expected[name].read()) for name, tensor in found.items())
+    assert found_others.keys() == expected_others.keys(), "the args and extra states of all layers"
+    chains = [
+        others["common_state/shard_0_1"].read(with_stand_ins=True)[0]["optimizer"]
+        for others in (found_others, expected_others)
+    ]
+    for number in (0, 1):
+        own, other = (chain[number].get("optimizer", chain[number])["param_groups"] for chain in chains)
+        for group, their_group in zip(own, other, strict=True):
+            shared = (group.keys() & their_group.keys()) - {"lr", "step"}
+            assert {name: group[name] for name in shared} == {name: their_group[name] for name in shared}
+    assert chains[0].keys() == chains[1].keys() == {0, 1}
+
+
+def test_a_command_writes_for_ranks_of_ep(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(runs / "sinks_plain"), str(tmp_path / "ours")]) == 0
+    line = f"{tmp_path / 'ours'} {tmp_path / 'theirs'} --to megatron --expert-model-parallel-size 4"
+    assert main([*line.split(), "--tensor-model-parallel-size", "2", "--expert-tensor-parallel-size", "1"]) == 0
+    assert "--moe-grouped-gemm --no-load-rng" in capsys.readouterr().out
+    names = sorted(path.name for path in (tmp_path / "theirs" / "iter_0000003").iterdir())
+    assert names == ["mp_rank_00_000", "mp_rank_00_002", "mp_rank_01_001", "mp_rank_01_003"]
+
+
+REFUSED = {
+    "ep": (MegatronGrid(1, 1, 3), "--expert-model-parallel-size 3 does not divide the 4 experts"),
+    "etp": (MegatronGrid(1, 1, 2, 3), "--expert-tensor-parallel-size 3 does not divide the 8 channels of an expert"),
+    "files": (MegatronGrid(1, 1, 2, 2), "--expert-tensor-parallel-size 2 does not divide the 1 ranks of tp in format"),
+}
+
+
+@pytest.mark.parametrize(("grid", "message"), REFUSED.values(), ids=REFUSED)
+def test_a_grid_that_does_not_fit_is_refused(runs: Path, tmp_path: Path, grid: MegatronGrid, message: str) -> None:
+    write, _ = FORMS_BACK["legacy"]
+    with pytest.raises(ConfigError, match=message):
+        write(read(runs / "sinks_plain"), tmp_path / "theirs", grid, False, False)
+
+
+def test_a_flat_buffer_of_another_chain_is_refused(runs: Path, tmp_path: Path) -> None:
+    run, (write, is_distributed) = read(runs / "sinks_plain"), FORMS_BACK["legacy_distributed"]
+    folder = write(run, tmp_path / "theirs", MegatronGrid(1, 1, 2), False, is_distributed)
+    torch.save([{"buckets_coalesced": True}], folder / "mp_rank_00_000" / "distrib_optim.pt")
+    with pytest.raises(CheckpointError, match="not a list of 2 optimizers' states"):
+        read(tmp_path / "theirs")
+
+
+LATENT: dict[str, Any] = {
+    "multi_latent_attention": True, "position_embedding_type": "rope", "normalization": "RMSNorm", "kv_lora_rank": 8,
+    "q_lora_rank": 16, "qk_head_dim": 8, "qk_pos_emb_head_dim": 4, "v_head_dim": 8, "qk_layernorm": True,
+}  # fmt: skip
+YARN_PLAIN = {"position_embedding_type": "yarn", "rotary_scaling_factor": 32.0, "kv_channels": 4}
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        (LATENT | {"rotary_scaling_factor": 1.0}, ("none", 8.0, 8192, 1.0, 0.0)),
+        (LATENT | {"rotary_scaling_factor": 4.0, "mscale_all_dim": 0.5}, ("yarn", 4.0, 4096, 1.0, 0.5)),
+        (LATENT | {"rope_type": "rope", "rotary_scaling_factor": 4.0}, ("none", 8.0, 8192, 1.0, 0.0)),
+        (YARN_PLAIN, ("yarn", 32.0, 4096, 1.0, 0.0)),
+        (YARN_PLAIN | {"yarn_original_max_position_embeddings": 128}, ("yarn", 32.0, 128, 1.0, 0.0)),
+    ],
+    ids=["factor_1", "latent", "latent_rope", "plain", "plain_length"],
+)
+def test_args_of_yarn_are_read_and_written(given: dict[str, Any], expected: tuple[Any, ...]) -> None:
+    config = read_config(ARGS | given, None)
+    model = config.model
+    assert expected == (
+        model.rope_scaling_type,
+        model.rope_scaling_factor,
+        model.rope_original_max_position_embeddings,
+        model.yarn_mscale,
+        model.yarn_mscale_all_dim,
+    )
+    args = write_args(config, {"training": {"step": 0, "consumed_samples": 0}}, 64, MegatronGrid())
+    assert read_config(args, None).model == model
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (LATENT | {"rope_type": "rope", "rotary_scaling_factor": 4.0, "mscale_all_dim": 1.0}, "scales its softmax"),
+        (LATENT | {"rotary_scaling_factor": 4.0, "mscale": 0.0, "mscale_all_dim": 1.0}, "mscale 0 with mscale_all_dim"),
+        (LATENT | {"rotary_scaling_factor": 4.0, "mscale": 0.7}, "--yarn-mscale 0.7 acts only together"),
+        (LATENT | {"position_embedding_type": "learned_absolute"}, "--multi-latent-attention rotates all channels"),
+    ],
+    ids=["softmax", "mscale_0", "mscale_alone", "positions"],
+)
+def test_yarn_that_cannot_be_expressed_is_refused(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        read_config(ARGS | given, None)
+
+
+def test_a_length_that_no_flag_of_megatron_sets_is_refused() -> None:
+    config = read_config(ARGS | LATENT | {"rotary_scaling_factor": 4.0, "original_max_position_embeddings": 128}, None)
+    with pytest.raises(ConfigError, match=r"cannot express model\.rope_original_max_position_embeddings 128"):
+        write_args(config, {"training": {"step": 0, "consumed_samples": 0}}, 64, MegatronGrid())
