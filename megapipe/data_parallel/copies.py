@@ -3,6 +3,7 @@
     replicas    every flat buffer, over the ranks that hold the same stages and tp slice; those of experts over the
                 ranks that hold the same experts (expert_replicas)
     tp          parameters that tp does not split: norms, biases of row-parallel layers, position embeddings
+                (replicas and tp also compare the biases of experts)
     kv          rows of q|k|v that tp neighbours share where there are fewer KV heads than tp
     embedding   the tied word embedding at both ends of a pipeline
 
@@ -15,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -29,6 +30,7 @@ from megapipe.sharding.buffers import Slot
 
 BLOCK_BYTES = 1 << 22  # bytes of each rank's copy that one all-gather brings together for the comparison of elements
 WHOLE = {"replicas": False, "expert_replicas": True}  # groups that compare whole buffers, of experts or not
+STATE_GROUPS = ("replicas", "tp")  # that hold equal states of the stages
 LANES = 2048  # lanes of words; each lane is summed, then the sums are weighted
 WORD_BYTES = 8
 # odd; 2^64 divided by the golden ratio, as a signed number: spreads the weights of neighbouring lanes
@@ -57,12 +59,19 @@ class Difference:
 
 
 class Copies:
-    """This rank's copies of parameters. stages: buffers by stage index.
+    """This rank's copies of parameters. stages: buffers by stage index. states: tensors besides parameters, by name,
+    which all ranks with the same stages hold whole, in the same order; asked for at every comparison.
 
     Every method is called by all ranks together, while no gather is in flight.
     """
 
-    def __init__(self, stages: Mapping[int, StageBuffers], groups: ProcessGroups) -> None:
+    def __init__(
+        self,
+        stages: Mapping[int, StageBuffers],
+        groups: ProcessGroups,
+        states: Callable[[], Mapping[str, Tensor]] = dict,
+    ) -> None:
+        self._states = states
         self._stages = dict(sorted(stages.items()))
         self._device = next(iter(stages.values())).device
         self._tp_rank, self._tp = groups.tp.rank, groups.tp.size
@@ -83,6 +92,7 @@ class Copies:
                 held = (buffer for buffers in self._stages.values() for buffer in buffers.buffers)
                 flat = [buffer.versions for buffer in held if WHOLE[group.name] == buffer.layout.is_expert]
                 tensors = [values for versions in flat for values in versions]
+                tensors += self._states().values() if group.name in STATE_GROUPS else ()
             else:
                 parts = [raw_bytes(values) for _, values in self._by_parameter(group)]
                 tensors = [torch.cat(parts)] if parts else []
@@ -113,6 +123,8 @@ class Copies:
         if group.name == "embedding":
             yield from self._tied(group)
             return
+        if group.name in STATE_GROUPS:
+            yield from self._states().items()
         for stage, buffers in self._stages.items():
             for parameter, (buffer, slot) in buffers.slots.items():
                 if WHOLE.get(group.name, False) != buffer.layout.is_expert:
