@@ -244,8 +244,8 @@ class MoE:
 
     def _expert_bytes(self, shape: RankShape) -> tuple[int, int, int]:
         """Return the bytes of the experts' inputs, results of their first product, and results of the activation."""
-        rows, width = self.num_rows(shape) * shape.etp, self.model.expert_ffn_size // shape.etp
-        return tuple(rows * each * shape.element for each in (self.model.hidden_size, self.gates * width, width))  # type: ignore[return-value]
+        row_bytes, width = self.num_rows(shape) * shape.etp * shape.element, self.model.expert_ffn_size // shape.etp
+        return row_bytes * self.model.hidden_size, row_bytes * self.gates * width, row_bytes * width
 
     def _waiting_gradients(self, shape: RankShape) -> tuple[int, int]:
         """Return the bytes of the gradients that wait for W: those of the experts, and those of the shared experts,
