@@ -3,6 +3,7 @@
     replicas    every flat buffer, over the ranks that hold the same stages and tp slice; those of experts over the
                 ranks that hold the same experts (expert_replicas)
     tp          parameters that tp does not split: norms, biases of row-parallel layers, position embeddings
+                (replicas and tp also compare the biases of experts)
     kv          rows of q|k|v that tp neighbours share where there are fewer KV heads than tp
     embedding   the tied word embedding at both ends of a pipeline
 
@@ -15,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -30,6 +31,7 @@ from megapipe.sharding.buffers import Slot
 
 BLOCK_BYTES = 1 << 22  # bytes of each rank's copy that one all-gather brings together for the comparison of elements
 WHOLE = {"replicas": False, "expert_replicas": True}  # groups that compare whole buffers, of experts or not
+STATE_GROUPS = ("replicas", "tp")  # that hold equal states of the stages
 LANES = 2048  # lanes of words; each lane is summed, then the sums are weighted
 WORD_BYTES = 8
 # odd; 2^64 divided by the golden ratio, as a signed number: spreads the weights of neighbouring lanes
@@ -59,14 +61,20 @@ class Difference:
 
 class Copies:
     """This rank's copies of parameters. stages: buffers by stage index. weights: those of which this rank keeps shards,
-    which are gathered stage by stage.
+    which are gathered stage by stage. states: tensors besides parameters, by name, which all ranks with the same stages
+    hold whole, in the same order; asked for at every comparison.
 
     Every method is called by all ranks together, while no gather is in flight.
     """
 
     def __init__(
-        self, stages: Mapping[int, StageBuffers], groups: ProcessGroups, weights: ShardedWeights | None = None
+        self,
+        stages: Mapping[int, StageBuffers],
+        groups: ProcessGroups,
+        weights: ShardedWeights | None = None,
+        states: Callable[[], Mapping[str, Tensor]] = dict,
     ) -> None:
+        self._states = states
         self._stages = dict(sorted(stages.items()))
         self._weights = weights or ShardedWeights(stages, groups)
         self._device = next(iter(stages.values())).device
@@ -86,6 +94,8 @@ class Copies:
         for group in self._groups:  # all of them, because other ranks take part in their collectives
             if group.name in WHOLE:
                 checksums = [checksum(values) for values in self._flat(WHOLE[group.name])]
+                if group.name in STATE_GROUPS:
+                    checksums += [checksum(values) for values in self._states().values()]
             else:
                 checksums = [checksum(values) for _, values in self._by_parameter(group)]
             sums = self._gather_checksums(checksums, group)
@@ -129,6 +139,8 @@ class Copies:
         if group.name == "embedding":
             yield from self._tied(group)
             return
+        if group.name in STATE_GROUPS:
+            yield from self._states().items()
         for stage, buffers in self._stages.items():
             with self._weights.whole([stage]):
                 for parameter, (buffer, slot) in buffers.slots.items():

@@ -55,12 +55,12 @@ def collectives(gemm: Gemm, shape: RankShape) -> Collectives:
     """Return the collectives of a linear over tp (Megatron's f and g).
 
     Column parallel: the input is gathered in F and again in W, and its gradient reduce-scattered in I. Row parallel:
-    the output is reduce-scattered in F, and its gradient gathered in I. Without sequence parallelism only the sums
-    remain, as all-reduces.
+    the output is reduce-scattered in F, and its gradient gathered in I, where the backward is split again in W. Without
+    sequence parallelism only the sums remain, as all-reduces.
     """
     if not shape.sequence_parallel:
         return Collectives(inputs=ALL_REDUCE) if gemm.is_column else Collectives(forward=ALL_REDUCE)
-    return Collectives(1, 1, 1 if gemm.is_column else 0)
+    return Collectives(1, 1, 1 if gemm.is_column or shape.splits_backward else 0)
 
 
 def column_gradient_bytes(gemm: Gemm, shape: RankShape) -> int:

@@ -199,7 +199,7 @@ class MoE:
             waits = sum(self._waiting_gradients(shape))
         routing: tuple[Kept, ...] = ()
         if redoes:
-            routing, norm_again = (self._routing(shape),), hidden if shape.recomputes("layernorm") and before else 0
+            routing, norm_again = self._routing(shape), hidden if shape.recomputes("layernorm") and before else 0
             operations = _replayed(operations, hidden + norm_again)
             # inputs that the replay has made wait too; the norm's output, if it is kept, waits as such
             of_replay = sum(operation.deferred_bytes for operation in operations) - waits
@@ -213,37 +213,39 @@ class MoE:
         behind = Operation("residual sum", (*routing, *masks))
         return Table((start, *operations, behind, *end), hidden + waits)
 
-    def _routing(self, shape: RankShape) -> Kept:
-        """Return the numbers of the experts, of the rows, and of those rows that come here."""
-        rows, dump = self.num_rows(shape), int(self.model.moe_pad_expert_input_to_capacity)
-        count = self.model.moe_router_topk * shape.own_tokens + rows + dump + rows * shape.etp
+    def _routing(self, shape: RankShape) -> tuple[Kept, ...]:
+        """Return the experts of the tokens, the order of the rows, and where rows or gathered tokens come from."""
+        topk, rows, dump = self.model.moe_router_topk, self.num_rows(shape), self.model.moe_pad_expert_input_to_capacity
+        counts = (topk * shape.own_tokens, rows + dump, rows * shape.etp)
         if self.gathers:
-            count = self.model.moe_router_topk * (shape.own_tokens + self.gathered_tokens(shape)) + rows * shape.etp
-        return Kept("routing", count, INDEX_BYTES)
+            counts = (topk * shape.own_tokens, rows * shape.etp, topk * self.gathered_tokens(shape))
+        return tuple(Kept("routing", count, INDEX_BYTES) for count in counts)
 
     def _router_kept(self, shape: RankShape) -> tuple[Kept, ...]:
         """Return what the router keeps besides its input: logits or scores of all experts, those of the chosen ones."""
         model, tokens, topk = self.model, shape.own_tokens, self.model.moe_router_topk
         is_softmax, balances = model.moe_router_score_function == "softmax", bool(model.balance_losses)
         chooses_first = is_softmax and not model.moe_router_pre_softmax  # scores are logits
-        weights, has_z, divides = 1, bool(model.moe_z_loss_coeff), not is_softmax and topk > 1
+        weights, has_z, divides = [topk * tokens], bool(model.moe_z_loss_coeff), not is_softmax and topk > 1
         if divides or (chooses_first and model.moe_router_topk_scaling_factor is not None):
-            weights += 1
-        if self.gathers and (shape.ep > 1 or shape.etp > 1):  # those of this rank, and those of all
-            weights += shape.ep * shape.etp
+            weights *= 2
+        if self.gathers and shape.ep * shape.etp > 1:
+            weights.append(topk * self.gathered_tokens(shape))
         matrices = 1 + (balances and chooses_first) + (has_z and not chooses_first)
         vectors = divides + (balances and not is_softmax) + has_z
-        counts = sum(shape.batch if name == "seq_aux_loss" else 1 for name in model.balance_losses)
+        counts = [shape.batch if name == "seq_aux_loss" else 1 for name in model.balance_losses]
+        scores = [tokens * self.num_experts] * matrices + [tokens] * vectors
+        scores += [count * self.num_experts for count in counts]
         return (
-            Kept("router scores", (tokens * matrices + counts) * self.num_experts + tokens * vectors, shape.wide),
-            Kept("router weights", weights * topk * tokens, shape.wide),
-            self._routing(shape),
+            *(Kept("router scores", count, shape.wide) for count in scores),
+            *(Kept("router weights", count, shape.wide) for count in weights),
+            *self._routing(shape),
         )
 
     def _expert_bytes(self, shape: RankShape) -> tuple[int, int, int]:
         """Return the bytes of the experts' inputs, results of their first product, and results of the activation."""
-        rows, width = self.num_rows(shape) * shape.etp, self.model.expert_ffn_size // shape.etp
-        return tuple(rows * each * shape.element for each in (self.model.hidden_size, self.gates * width, width))  # type: ignore[return-value]
+        row_bytes, width = self.num_rows(shape) * shape.etp * shape.element, self.model.expert_ffn_size // shape.etp
+        return row_bytes * self.model.hidden_size, row_bytes * self.gates * width, row_bytes * width
 
     def _waiting_gradients(self, shape: RankShape) -> tuple[int, int]:
         """Return the bytes of the gradients that wait for W: those of the experts, and those of the shared experts,

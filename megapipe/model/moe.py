@@ -446,7 +446,8 @@ class _Product(Function):
         """recompute: of x from tensors that are saved anyway."""
         inputs = (x,) if recompute is None else recompute.inputs
         ctx.save_for_backward(weight, *inputs)
-        ctx.arguments = bias, counts, owner, number, None if recompute is None else recompute.function
+        # the parameters themselves too: under hooks that pack saved tensors (offload), unpacking yields another tensor
+        ctx.arguments = weight, bias, counts, owner, number, None if recompute is None else recompute.function
         output = _products(x, weight, counts, number == 1, owner.is_grouped)
         if bias is not None:
             columns = output if number == 1 else output[:, owner.channels]
@@ -457,7 +458,7 @@ class _Product(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        (weight, *inputs), (bias, counts, owner, number, function) = ctx.saved_tensors, ctx.arguments
+        (values, *inputs), (weight, bias, counts, owner, number, function) = ctx.saved_tensors, ctx.arguments
         if ctx.needs_input_grad[1]:
             saved = tuple(x.detach() for x in inputs)  # a queued gradient must not hold the graph
             slot = owner.slots[f"weight{number}"]
@@ -465,7 +466,7 @@ class _Product(Function):
         if bias is not None and ctx.needs_input_grad[2]:
             columns = grad if number == 1 else grad[:, owner.channels]
             owner.queue.submit(_BiasGradients(columns, counts, owner.slots[f"bias{number}"], bias))
-        return _products(grad, weight, counts, number != 1, owner.is_grouped), None, None, None, None, None, None
+        return _products(grad, values, counts, number != 1, owner.is_grouped), None, None, None, None, None, None
 
 
 def _products(x: Tensor, weight: Tensor, counts: tuple[int, ...], transpose: bool, is_grouped: bool) -> Tensor:

@@ -139,7 +139,7 @@ class Optimizer:
         self._scales: Scales | None = None
         if dtypes.scaled:
             parameters = [(stage, name) for stage, buffers in sorted(stages.items()) for name in sorted(buffers.names)]
-            holders_of = [groups.replicas, groups.tp] if self._sharded else [groups.tp]
+            holders_of = [groups.replicas, groups.tp]  # replicas hold other shards, or other experts
             at = torch.device("cpu") if self._on_host and self._device.type != "meta" else self._device
             self._scales = Scales({state: dtypes.narrow[state] for state in dtypes.scaled}, parameters, holders_of, at)
             for shard in self.shards:

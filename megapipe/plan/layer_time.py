@@ -164,9 +164,6 @@ def layer_seconds(
         ways = [(0.0, 0.0) if experts is None else expert_message_seconds(part, shape, experts) for part in mixtures]
         forward["ep"] = sum(2 * rows_seconds + counts_seconds for rows_seconds, counts_seconds in ways)
     again = _recomputed(layer, shape, plain, clock, forward)
-    if mixtures and shape.recomputes("moe"):
-        again["gemm"] += sum(map(clock.routed, mixtures))
-        again["ep"] += sum(2 * rows_seconds for rows_seconds, _ in ways)
     inputs = {
         "gemm": gemm,
         "attention": core_backward,
@@ -181,7 +178,7 @@ def layer_seconds(
         computed = attention, core_backward, again.get("attention", 0.0)
         forward["cp"], inputs["cp"], again["cp"] = _context_seconds(layer.attention, shape, links, computed)
     if mixtures:
-        inputs["ep"] = sum(2 * rows_seconds for rows_seconds, _ in ways)
+        inputs["ep"] = (2 if shape.recomputes("moe") else 1) * sum(2 * rows_seconds for rows_seconds, _ in ways)
     weights = {
         "gemm": gemm,
         "pointwise": clock.casts(Op.W, gemms),
@@ -368,6 +365,8 @@ def _recomputed(
             again["pointwise"] += clock.casts(Op.F, [operation.gemm])
             messages = clock.gather if operation.gemm.is_column else clock.reduction
             again["tp"] += messages(operation.gemm)
+    if shape.recomputes("moe"):  # its messages are those of the backward once more
+        again["gemm"] += sum(clock.routed(part) for part in layer.parts if isinstance(part, MoE))
     # core attention's results are already part of its time
     others = tuple(module for module in recompute.recompute_modules if module != "core_attn")
     without = replace(plain, recompute=replace(recompute, recompute_modules=others))

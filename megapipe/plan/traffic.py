@@ -14,7 +14,7 @@ from megapipe.config.parallel import RecomputeConfig
 from megapipe.layers.model import LayerSpec, layer_table
 from megapipe.layers.moe import INDEX_BYTES, MoE
 from megapipe.layers.table import ALL_REDUCE, ring_bytes
-from megapipe.plan.activations import all_layers_of, end_tables, layers_with_recompute, with_recompute
+from megapipe.plan.activations import all_layers_of, end_tables, layers_with_recompute, split, with_recompute
 from megapipe.plan.muon import muon_work
 from megapipe.plan.run_plan import RunPlan
 from megapipe.plan.sharded import replica_bytes
@@ -97,11 +97,12 @@ def layer_expert_bytes(plan: RunPlan, layer: LayerSpec, recompute: RecomputeConf
     return {name: (1 + whole) * forward + (1 + rows) * back for sent in parts for name, (forward, back) in sent.items()}
 
 
-def stage_collectives(plan: RunPlan, stage: int) -> float:
+def stage_collectives(plan: RunPlan, stage: int, splits_backward: bool = False) -> float:
     """Return the number of collectives over tp of a stage for one microbatch, recomputed ones included; those of fewer
-    channels than hidden states have as their share.
+    channels than hidden states have as their share. splits_backward: into I and W.
     """
-    model, shape, layers = plan.model, plan.shape, plan.partition.stages[stage]
+    model, layers = plan.model, plan.partition.stages[stage]
+    shape = split(plan.shape) if splits_backward else plan.shape
     total = sum(table.collectives.total for table in end_tables(model, shape, layers))
     for (layer, recompute), count in Counter(layers_with_recompute(model, shape, layers)).items():
         shape = with_recompute(shape, recompute)
@@ -126,7 +127,10 @@ def step_bytes(plan: RunPlan, pp_rank: int) -> dict[str, float]:
     row = plan.schedule(plan.batch.num_microbatches).rows[pp_rank]
     held = plan.placement.stages_of(pp_rank)
     ran = Counter((stage, op) for stage, op, _ in row)  # several reductions where a step has several updates
-    collectives = sum(ran[stage, Op.F] * stage_collectives(plan, stage) for stage in held)
+    collectives = sum(
+        ran[stage, Op.B] * stage_collectives(plan, stage) + ran[stage, Op.I] * stage_collectives(plan, stage, True)
+        for stage in held
+    )
     # the all-reduce of the tied embedding's gradients between the first rank and the last, after the replicas' sums
     tied = [layout for stage in held for layout in plan.buffers(stage, 0) if layout.kind == "tied"]
     tied_elements = sum(layout.numel // layout.num_shards for layout in tied)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from itertools import chain
 
 import torch
+from torch import Tensor
 
 from megapipe.assembly.runtime import TrainingRuntime
 from megapipe.comm.collectives import all_reduce, gather_objects
@@ -31,7 +32,7 @@ class CopiesCheck:
     def __init__(self, runtime: TrainingRuntime) -> None:
         self.interval = runtime.plan.config.training.check_weight_hash_across_dp_replicas_interval
         self._runtime = runtime
-        self._copies = Copies(runtime.buffers, runtime.groups, runtime.weights)
+        self._copies = Copies(runtime.buffers, runtime.groups, runtime.weights, lambda: expert_biases(runtime))
         self._compared_step: int | None = None
 
     def compare(self, step: int) -> None:
@@ -51,6 +52,16 @@ class CopiesCheck:
                 of_ranks = gather_objects((host(), tuple(self._copies.differences()), stale), world)
                 raise TrainingError(_message(step, of_ranks, runtime.plan.topology))
         self._compared_step = step
+
+
+def expert_biases(runtime: TrainingRuntime) -> dict[str, Tensor]:
+    """Return the biases of experts of this rank's stages, by name and stage."""
+    return {
+        f"decoder.layers.{layer}.mlp.router.expert_bias of stage {stage}": router.expert_bias
+        for stage, module in sorted(runtime.stages.items())
+        for layer, router in module.routers().items()
+        if router.expert_bias is not None
+    }
 
 
 def _message(step: int, of_ranks: Sequence[Findings], topology: Topology) -> str:

@@ -74,6 +74,19 @@ GRIDS: dict[str, tuple[int, dict[str, Any]]] = {
     "pp2_2_chunks_tied_zero1_dp2": (4, PP2 | TIED | ZERO1 | {"num_virtual_stages_per_pipeline_rank": 2}),
     "dualpipe_zero1": (4, PP2 | ZERO1 | {"pipeline_schedule": "dualpipe"}),
     "tp2_sequence_parallel_pp2_zero1": (4, TP2 | SP | PP2 | ZERO1),
+    "tp2_sequence_parallel_zb_h1": (4, TP2 | SP | PP2 | {"pipeline_schedule": "zb-h1"}),
+    "tp2_sequence_parallel_zb_v_in_chunks_mlp_recompute": (
+        4,
+        TP2
+        | SP
+        | PP2
+        | OVERLAP
+        | {"pipeline_schedule": "zb-v"}
+        | {"recompute_granularity": "selective", "recompute_modules": ("mlp",)},
+    ),
+    "tp2_sequence_parallel_dualpipe": (4, TP2 | SP | PP2 | {"pipeline_schedule": "dualpipe"}),
+    "tp2_zb_h1": (4, TP2 | PP2 | {"pipeline_schedule": "zb-h1"}),
+    "latent_attention_tp2_sequence_parallel_zb_h1": (4, TP2 | SP | PP2 | LATENT | {"pipeline_schedule": "zb-h1"}),
     "latent_attention_tp2": (2, TP2 | LATENT),
     "latent_attention_tp2_sequence_parallel_pp2": (4, TP2 | SP | PP2 | LATENT),
     "latent_of_keys_alone_tp2_sequence_parallel_full": (
@@ -148,6 +161,10 @@ GRIDS |= {
         | {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
     ),
 }
+GRIDS["experts_tp2_ep2_shared_zb_h1"] = (
+    8,
+    EXPERTS_OF_TP2 | PP2 | {"pipeline_schedule": "zb-h1"},
+)
 GRIDS["experts_tp2_ep2_budget"] = (4, EXPERTS_OF_TP2 | {"recompute_memory_budget": 0.3})
 GRIDS["experts_ep2_again_zb_h1"] = (
     4,

@@ -213,7 +213,7 @@ NORMS = {"tp2-ep4": (4, {"tp": 2, "ep": 4, "etp": 1}), "tp4-etp2-ep2": (4, {"tp"
 
 
 @pytest.mark.parametrize("name", NORMS)
-def test_megatron_5916_the_norm_of_ep_with_tp_counts_every_element_once(
+def test_megatron_5916_transformer_engine_715_the_norm_of_ep_with_tp_counts_every_element_once(
     name: str, rank_pools: Callable[[int], RankPool]
 ) -> None:
     """Megatron-LM 5916 undercounted experts; TransformerEngine's ROCm fork, 715, counted routers tp times."""

@@ -11,18 +11,23 @@ import pytest
 from megapipe.checkpoint.folder import open_folder
 from tests.harness import RankPool
 from tests.train.test_any_grid import LAYOUTS, begun, taken_over
+from tests.train.test_expert_layouts import EP, EXPERTS
+from tests.train.test_expert_layouts import LAYOUTS as OF_EXPERTS
 from tools.inspect_checkpoint import compare
 
 BF16 = {"dtype": "bf16"}
 REMAINDERS = BF16 | {"use_precision_aware_optimizer": True}
 NARROW = REMAINDERS | {"main_grads_dtype": "bf16", "exp_avg_dtype": "fp8", "exp_avg_sq_dtype": "fp16"}
 FP16_MASTERS = NARROW | {"main_params_dtype": "fp16", "exp_avg_dtype": "bf16"}
+GRIDS = LAYOUTS | OF_EXPERTS | {"ep2": (2, {EP: 2})}
 # (layout and state of the run, layout and state to which it is taken over and from which it comes back)
 CASES = {
     "narrow": ("pp2", NARROW, "tp2", NARROW),
     "fp16_masters": ("tp2", FP16_MASTERS, "dp4_zero", FP16_MASTERS),
     "to_fp32_state_and_back": ("dp2", NARROW, "tp2", BF16),
     "from_fp32_state_and_back": ("tp2", BF16, "dp2", REMAINDERS),
+    "experts": ("ep2", NARROW | EXPERTS, "ep4_of_tp2_dp2", NARROW | EXPERTS),
+    "experts_sharded": ("ep2_zero", NARROW | EXPERTS, "one", NARROW | EXPERTS),
 }
 
 
@@ -32,7 +37,7 @@ def test_state_is_taken_to_another_grid_and_back_without_a_changed_bit(
 ) -> None:
     first, state, second, other_state = CASES[case]
     here, there, back = (str(tmp_path / name) for name in ("here", "there", "back"))
-    (world, layout), (other_world, other_layout) = LAYOUTS[first], LAYOUTS[second]
+    (world, layout), (other_world, other_layout) = GRIDS[first], GRIDS[second]
     changes: dict[str, Any] = layout | state
     losses = rank_pools(world).run(begun, changes, here)[0]
     other_losses = rank_pools(other_world).run(taken_over, other_layout | other_state, here, there)[0]

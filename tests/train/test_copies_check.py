@@ -17,6 +17,7 @@ import torch
 from megapipe.assembly.runtime import TrainingRuntime
 from megapipe.checkpoint.folder import steps_in
 from megapipe.data_parallel.copies import raw_bytes
+from megapipe.train.copies_check import expert_biases
 from megapipe.train.step import TrainStep
 from tests.harness import RankPool
 from tests.train.jobs import job_on_rank
@@ -25,6 +26,7 @@ from tests.train.test_saving import contents
 Pools = Callable[[int], RankPool]
 FLAG = "--check-weight-hash-across-dp-replicas-interval"
 STRIKES_AFTER = 3
+EXPERTS = "--num-experts 4 --moe-router-score-function sigmoid --moe-router-enable-expert-bias"
 
 
 def flip(values: torch.Tensor, element: int) -> None:
@@ -52,6 +54,10 @@ def flipping(rank: int, victims: tuple[int, ...], name: str, where: str = "param
 
 
 def strike(runtime: TrainingRuntime, name: str, where: str) -> None:
+    if where == "expert_bias":
+        for bias in [one for known, one in expert_biases(runtime).items() if name in known]:
+            flip(bias, 1)
+        return
     for buffers in runtime.buffers.values():
         for found in [one for one in buffers.names if name in one][:1]:
             if where == "parameter":
@@ -101,6 +107,18 @@ CASES: dict[str, tuple[int, str, tuple[Any, ...], tuple[str, ...]]] = {
         "--pipeline-model-parallel-size 2",
         ((1,), "embedding"),
         ("over embedding (ranks 0 1)", "word_embeddings"),
+    ),
+    "bias_of_experts_in_ep2_pp2": (
+        4,
+        f"{EXPERTS} --expert-model-parallel-size 2 --pipeline-model-parallel-size 2",
+        ((1,), "layers.0.", "expert_bias"),
+        ("over replicas (ranks 0 1)", "decoder.layers.0.mlp.router.expert_bias of stage 0"),
+    ),
+    "bias_of_experts_in_tp2": (
+        2,
+        f"{EXPERTS} --tensor-model-parallel-size 2 --sequence-parallel",
+        ((1,), "layers.0.", "expert_bias"),
+        ("over tp (ranks 0 1)", "expert_bias"),
     ),
     "master_of_bf16": (
         1,

@@ -97,8 +97,6 @@ def combinations(config: Config) -> Iterator[str]:
         ("--transformer-impl transformer_engine", config.kernels.transformer_impl != "local"),
         ("--compile-pointwise", config.kernels.compile_pointwise),
         ("--cuda-graph-impl", config.gpu.cuda_graph_impl != "none"),
-        ("--use-precision-aware-optimizer", config.optimizer.use_precision_aware_optimizer),
-        ("--cpu-offloading-num-layers", config.offload.cpu_offloading_num_layers > 0),
     )
     if refused:
         yield f"--num-experts does not work with {one_of(refused)} yet; leave one of the two out"

@@ -92,6 +92,8 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
         4,
         WIDE_EXPERTS | PP2 | GATHERED | selective("moe", "layernorm") | {"pipeline_schedule": "zb-h1"},
     ),
+    "experts_offload_pp2": (4, WIDE_EXPERTS | OFFLOAD | PP2),
+    "experts_narrow_state_dp2_zero1": (2, NARROW | EXPERTS | ZERO1),
     "experts_budget_of_05_bf16": (2, WIDE_EXPERTS | {"recompute_memory_budget": 0.5, "dtype": "bf16"}),
     "experts_budget_of_03_pp2_zb_h1": (
         4,
