@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from megapipe.profile.difference import compare
 from megapipe.profile.profile import profiles_in, read_profile
 from tests.harness import RankPool
 from tests.train.jobs import job_on_rank, lines_of
@@ -52,6 +53,9 @@ def test_a_profile_has_every_action_of_every_slice(tmp_path: Path, rank_pools: C
     profile = read_profile(path)
     (schedule,) = profile.schedules.values()
     assert schedule.num_slices == 3
+    for step in profile.pipelines[0].steps:
+        comparison = compare(profile, step)
+        assert comparison.plan.work_seconds == pytest.approx(comparison.measured.work_seconds)
 
 
 def test_a_value_that_is_not_finite_is_found_in_its_slice(
