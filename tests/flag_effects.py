@@ -25,6 +25,7 @@ PP5 = f"{PP} --num-layers 5 --vocab-size 4096"
 SP2 = "--tensor-model-parallel-size 2 --sequence-parallel"
 VPP = f"{PP} --num-virtual-stages-per-pipeline-rank 2"
 CP2 = "--context-parallel-size 2"
+DRY = "--hidden-dropout 0 --attention-dropout 0"
 ROPE = "--position-embedding-type rope"
 LLAMA3 = f"{ROPE} --rope-scaling-type llama3 --rope-original-max-position-embeddings 16"
 MOE = "--num-experts 4 --disable-bias-linear"
@@ -148,6 +149,8 @@ parallel.context_parallel_size | --context-parallel-size 2 | plan topology | | 2
 parallel.cp_comm_type | --cp-comm-type a2a | plan memory | {CP2} | 2
 parallel.hierarchical_context_parallel_sizes | --hierarchical-context-parallel-sizes 1 2 | plan topology | {CP2} \
 --cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 2 1 | 2
+parallel.pipe_sp_splits | --pipe-sp-splits 2 | plan rows | {PP} {DRY} | 2
+parallel.pipe_sp_strategy | --pipe-sp-strategy average | plan memory | {PP} {DRY} --pipe-sp-splits 2 --seq-length 64 | 2
 parallel.num_virtual_stages_per_pipeline_rank | --num-virtual-stages-per-pipeline-rank 2 | plan placement | {PP} | 2
 parallel.num_layers_per_virtual_pipeline_stage | --num-layers-per-virtual-pipeline-stage 1 | plan placement | {PP} | 2
 parallel.pipeline_model_parallel_layout | --pipeline-model-parallel-layout Et|tttL | plan partition | {PP} | 2

@@ -35,8 +35,15 @@ from megapipe.layers.table import (
     ring_bytes,
     total_bytes,
 )
-from megapipe.sharding.sequence import Block, SequencePart, attention_blocks, ring_steps
+from megapipe.sharding.sequence import Block, SequencePart, SequenceSlice, attention_blocks, ring_steps
 from megapipe.sharding.spec import Fused, Heads, Init, ParamSpec, QueryGroups
+
+
+def mean_slice_keys(place: SequenceSlice, window_size: int | None) -> float:
+    """Return the mean keys of the queries of a slice, as `mean_keys` counts them."""
+    rows = place.stop * mean_keys(place.stop, window_size)
+    before = place.start * mean_keys(place.start, window_size) if place.start else 0.0
+    return (rows - before) / place.length
 
 
 def mean_keys(seq_length: int, window_size: int | None) -> float:
@@ -211,6 +218,13 @@ class Attention:
             return {}
         return {"cp_a2a" if self.cp_comm_type == "a2a+p2p" else "cp": self._exchange_bytes(shape)}
 
+    def slice_key_bytes(self, shape: RankShape) -> tuple[int, int]:
+        """Return the bytes of keys and values of all slices of a microbatch, and of their gradients, if any."""
+        if shape.slice is None:
+            return 0, 0
+        elements = 2 * shape.batch * shape.slice.seq * self._groups(shape) * self.model.kv_channels
+        return elements * shape.element, elements * shape.wide
+
     def rotary_table_bytes(self, shape: RankShape) -> int:
         """Return the bytes of cos and sin of one sequence, [s, r / 2] each, r the rotated channels."""
         rotated = 0 if self.model.rotary is None else self.model.rotary_channels()
@@ -237,6 +251,10 @@ class Attention:
         the most, with a byte for each query of a block.
         """
         ranks, seq = self._ring(shape), shape.whole_seq
+        if shape.slice is not None:
+            blocks = shape.slice.blocks(self.window(shape), shape.documents.attention_mask)
+            masked = (block for block in blocks if block.kind == "masked")
+            return sum(shape.seq * (block.keys[1] - block.keys[0]) * shape.element for block in masked)
         if ranks == 1:
             return seq * seq * shape.element
         return max(
@@ -257,9 +275,13 @@ class Attention:
         """Return the number of cp ranks whose keys a rank reaches in blocks."""
         return shape.cp // self._exchanged(shape)
 
+    def _in_blocks(self, shape: RankShape) -> bool:
+        """Return True if attention is computed in blocks of queries and keys: over a ring, or of a slice."""
+        return self._ring(shape) > 1 or shape.slice is not None
+
     def _is_written_out(self, shape: RankShape) -> bool:
         """Return True if whole matrices of queries and keys are kept; blocks compute theirs again."""
-        return self.is_explicit and self._ring(shape) == 1
+        return self.is_explicit and not self._in_blocks(shape)
 
     def _copies(self, shape: RankShape) -> int:
         """Return the number of cp ranks that share a key/value head once heads are exchanged."""
@@ -319,7 +341,7 @@ class Attention:
         is_masked = shape.documents.attention_mask or self.shared_mask_bytes(shape) > 0
         repeats_keys = shape.documents.attention_mask and shape.batch > 1
         is_efficient = shape.is_cuda and not self.is_explicit and (shape.dtype == "fp32" or is_masked)
-        if self._ring(shape) > 1:
+        if self._in_blocks(shape):
             return False
         return is_efficient and self._shares_keys(shape) and not repeats_keys
 
@@ -329,7 +351,8 @@ class Attention:
         """
         name, element, query, key = "q, k, v", shape.element, self._query(shape), self._key(shape)
         is_repeatable = self._shares_keys(shape) and self._runs_fused(shape) and not shape.recomputes("core_attn")
-        repeats = is_repeatable and shape.documents.attention_mask and shape.batch > 1 and self._ring(shape) == 1
+        repeats = is_repeatable and shape.documents.attention_mask and shape.batch > 1
+        repeats = repeats and not self._in_blocks(shape)
         if self._exchanged(shape) > 1:
             yield from self._exchanged_kept(shape, repeats)
             return
@@ -342,7 +365,7 @@ class Attention:
             keeps_order = self._runs_fused(shape) or self.registered is not None or shape.recomputes("core_attn")
             if keeps_order or self._heads(shape) == self._groups(shape):
                 yield Kept(name, query, element)  # else a copy in another order, counted with core attention
-            if not repeats:
+            if not repeats and (shape.slice is None or shape.recomputes("core_attn")):  # slices share their keys
                 yield Kept(name, key, element)
         if repeats:
             if not self.qk_norms:
@@ -402,6 +425,8 @@ class Attention:
         heads = self._heads(shape)
         if not self._is_written_out(shape):
             keys = mean_keys(shape.whole_seq, self.model.window_size)
+            if shape.slice is not None:
+                keys = mean_slice_keys(shape.slice, self.model.window_size)
             return CoreAttention(4.0 * shape.tokens * keys * heads * self.model.kv_channels, 0.0, 2.5)
         squares = float(self._squares(shape))
         dropped = 2.0 * shape.element + 1.0 if self.model.attention_dropout > 0 else 0.0  # read, write, and the mask
@@ -416,6 +441,8 @@ class Attention:
         element, wide = shape.element, shape.wide
         if self._ring(shape) > 1:
             return self._ring_gradient_bytes(shape)
+        if shape.slice is not None:
+            return self._slice_gradient_bytes(shape, shape.slice)
         if not self._is_written_out(shape):
             output = self._query(shape) * element + shape.tokens * self._heads(shape) * wide
             qkv = (self._query(shape) + 2 * self._key(shape)) * element
@@ -428,6 +455,17 @@ class Attention:
         dropped = element if self.model.attention_dropout > 0 else 0
         capped = 0 if self.model.attn_logit_softcapping is None else wide
         return again + self._squares(shape) * (element + dropped + casts * wide + capped)
+
+    def _slice_gradient_bytes(self, shape: RankShape, place: SequenceSlice) -> int:
+        """Return what the backward of a slice's attention makes: the gradients of a block's q, k and v, with several
+        blocks that of q in at least fp32 besides; then those of the slice apart and side by side.
+        """
+        element, query, key = shape.element, self._query(shape), self._key(shape)
+        blocks = place.blocks(self.window(shape), shape.documents.attention_mask)
+        seen = max(block.keys[1] - block.keys[0] for block in blocks) * key // shape.seq
+        again = total_bytes(self._core_kept(shape)) if shape.recomputes("core_attn") else 0
+        of_block = (query + 2 * seen) * element + (query * shape.wide if len(blocks) > 1 else 0)
+        return again + max(of_block, 2 * (query + 2 * key) * element)
 
     def _ring_gradient_bytes(self, shape: RankShape) -> int:
         """Return what the backward of attention in blocks makes: keys and values of this rank, of the block and of the

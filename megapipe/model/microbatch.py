@@ -110,7 +110,7 @@ class SlicedMicrobatches(Sequence[Microbatch]):
 
     def __init__(self, whole: Sequence[Microbatch], slices: Sequence[SequenceSlice], trains: bool) -> None:
         self._whole, self._slices = whole, slices
-        self._keys = [SliceKeys(trains) for _ in whole]
+        self._keys = [SliceKeys(trains) for _ in range(len(whole))]  # reads none of them yet
         self._made: dict[int, Microbatch] = {}
 
     def __len__(self) -> int:

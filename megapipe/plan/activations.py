@@ -177,12 +177,18 @@ def attentions(model: ModelSpec, stage: StageLayers) -> list[Attention]:
     return [attention for attention in kinds if attention is not None]
 
 
-def shared_bytes(model: ModelSpec, shape: RankShape, stage: StageLayers) -> int:
-    """Return the bytes of the masks and rotary tables that a stage makes once, for all microbatches."""
+def shared_bytes(model: ModelSpec, slices: Sequence[RankShape], stage: StageLayers) -> int:
+    """Return the bytes of the masks and rotary tables that a stage makes once, for all microbatches.
+
+    slices: the slices of a microbatch, or a whole one alone.
+    """
     masks, tables = Counter[Any](), Counter[Any]()
     for each in attentions(model, stage):
-        masks[each.mask_kind(shape)] = max(masks[each.mask_kind(shape)], each.shared_mask_bytes(shape))
-        tables[each.model.rotary] = 0 if shape.documents.position_ids else each.rotary_table_bytes(shape)
+        for index, shape in enumerate(slices):
+            kind = index, each.mask_kind(shape)
+            masks[kind] = max(masks[kind], each.shared_mask_bytes(shape))
+        of_slices = sum(each.rotary_table_bytes(shape) for shape in slices)
+        tables[each.model.rotary] = 0 if slices[0].documents.position_ids else of_slices
     return masks.total() + tables.total()
 
 

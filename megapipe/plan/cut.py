@@ -197,7 +197,7 @@ class RankBytes:
             sum(stage_bytes(model, shape, layers).values()) - sum(moved),
             deferred_bytes(model, shape, layers),
             temporary_bytes(model, shape, layers),
-            shared_bytes(model, shape, layers),
+            shared_bytes(model, (shape,), layers),
             max(moved, default=0),
         )
 

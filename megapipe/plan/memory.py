@@ -10,7 +10,8 @@
     rollback      copies of gradients, masters and moments of this rank's shard (--optimizer-post-validation)
     fp8 weights   two 8-bit copies of each weight of the fp8 linears, from the first forward of a step to the next step
     activations   tensors kept from forward to backward, at the step's peak, each (stage, microbatch) with its stage's
-                  bytes
+                  bytes; with --pipe-sp-splits each (stage, slice), with the keys and values that the slices of a
+                  microbatch share, and their gradients in at least fp32 while it is in the backward
     recompute     what one replay in the backward recomputes, at that peak
     temporaries   other tensors that this backward makes and frees: activation gradients, gathered sequences, fp32
                   weight gradients
@@ -79,6 +80,7 @@ BUFFER_ALIGNMENT_BYTES = 64  # a flat buffer is allocated this much longer, so t
 SCALE_BYTES = 4
 TOKEN_BYTES = 16  # token and label, int64
 LOCAL_MESSAGES = frozenset({Held.LOCAL_INPUT, Held.LOCAL_GRADIENT})  # between stages of one rank
+SENT_MESSAGES = frozenset({Held.SENT_OUTPUT, Held.SENT_GRADIENT})
 USUAL_UNITS_ON_DEVICE = 2  # offloaded groups on the device at the peak of a step: one in use, one being copied
 
 
@@ -88,7 +90,7 @@ class Peak:
 
     activation_bytes: int
     message_bytes: int
-    live: Mapping[int, int]  # stage -> microbatches between F and B or W
+    live: Mapping[int, int]  # stage -> microbatches, or slices of these, between F and B or W
     inside_bytes: int = 0  # made and freed again by the action
     action: Action | None = None  # that runs then
     whole: Whole = NOTHING  # of sharded weights and gradients
@@ -99,6 +101,19 @@ class Peak:
 
 
 @dataclass(frozen=True)
+class SliceBytes:
+    """Bytes of one slice of a microbatch, or of a whole one, on one rank: by stage what it keeps from F to B or I, and
+    from I to W; by stage and op what this makes and frees again.
+    """
+
+    kept: Mapping[int, int]
+    waiting: Mapping[int, int]
+    inside: Mapping[tuple[int, Op], int]
+    message_bytes: int
+    keys: Mapping[Held, Mapping[int, int]] = field(default_factory=dict)  # by stage, of all slices of a microbatch
+
+
+@dataclass(frozen=True)
 class RankMemory:
     """Bytes of one rank."""
 
@@ -106,6 +121,7 @@ class RankMemory:
     items: Mapping[str, int]  # in the order of the module's table, items of 0 bytes included
     live: Mapping[int, int]  # as in `Peak`
     host: Mapping[str, int] = field(default_factory=dict)  # bytes in host memory
+    num_slices: int = 1  # of a microbatch
 
     @property
     def total(self) -> int:
@@ -114,7 +130,7 @@ class RankMemory:
     @property
     def live_microbatches(self) -> float:
         """Live microbatches at the peak, averaged over the stages of the rank."""
-        return sum(self.live.values()) / max(len(self.live), 1)
+        return sum(self.live.values()) / max(len(self.live), 1) / self.num_slices
 
 
 def rank_memory(plan: RunPlan, pp_rank: int) -> RankMemory:
@@ -134,11 +150,8 @@ def step_memory(plan: RunPlan, pp_rank: int, count: int, num_read: int | None = 
     model, shape = plan.model, plan.shape
     stages = plan.placement.stages_of(pp_rank)
     layers = {stage: plan.partition.stages[stage] for stage in stages}
-    kept = {stage: sum(stage_activation_bytes(plan, stage).values()) for stage in stages}
-    waiting = {stage: deferred_bytes(model, shape, layers[stage]) for stage in stages}
-    inside = {
-        (stage, op): size for stage in stages for op, size in temporary_bytes(model, shape, layers[stage]).items()
-    }
+    slices = [slice_bytes(plan, stages, of_slice) for of_slice in plan.slice_shapes]
+    kept, waiting, inside = slices[0].kept, slices[0].waiting, slices[0].inside  # of whole microbatches
     offloaded, host = None, {}
     if plan.config.offload.cpu_offloading_num_layers:
         offloaded, host["activations"] = offloaded_memory(plan, pp_rank, count, kept)
@@ -155,17 +168,19 @@ def step_memory(plan: RunPlan, pp_rank: int, count: int, num_read: int | None = 
         offloaded,
         plan.sent_bytes,
         row_bytes(plan, pp_rank, row).whole if plan.sharding is not None else None,
+        slices if len(slices) > 1 else (),
     )
     state = _state(plan, pp_rank)
     if plan.config.optimizer.optimizer_cpu_offload:
         host["optimizer"], state["optimizer"] = state["optimizer"], 0
-    graphs, reusable, in_backward = 0, peak.total, max(kept.values())
+    graphs, reusable, in_backward = 0, peak.total, max(max(of_slice.kept.values()) for of_slice in slices)
     if plan.config.gpu.cuda_graph_impl != "none":
         held = _graph_bytes(plan, pp_rank, kept, waiting, inside)
         graphs, reusable, in_backward = max(0, held - peak.activation_bytes - peak.inside_bytes), peak.message_bytes, 0
     replay = 0
     if peak.action is not None and peak.action.op in (Op.B, Op.I):
-        replay = min(replay_bytes(layers_of(model, layers[peak.action.stage]), shape), peak.inside_bytes)
+        of_slice = plan.slice_shapes[(peak.action.microbatch or 0) % len(slices)]
+        replay = min(replay_bytes(layers_of(model, layers[peak.action.stage]), of_slice), peak.inside_bytes)
     copies = 0  # of all gradients in bf16, made while the last microbatch's activations exist if reductions overlap
     sent_in_bf16 = plan.config.parallel.grad_reduce_in_bf16 and plan.shape.gradient_dtype != "bf16"
     if sent_in_bf16 and plan.topology.num_replicas > 1 and plan.sharding is None:
@@ -182,10 +197,31 @@ def step_memory(plan: RunPlan, pp_rank: int, count: int, num_read: int | None = 
         "graphs": graphs,
         "messages": peak.message_bytes + border_bytes(plan, stages),
         "reduction": max(0, max(copies, _update_bytes(plan, pp_rank)) - reusable),
-        "tables": sum(shared_bytes(model, shape, layers[stage]) for stage in stages),
+        "tables": sum(shared_bytes(model, plan.slice_shapes, layers[stage]) for stage in stages),
         "microbatches": (num_read or count) * shape.tokens * _token_bytes(plan, stages),
     }
-    return RankMemory(pp_rank, items, peak.live, host)
+    return RankMemory(pp_rank, items, peak.live, host, plan.num_slices)
+
+
+def slice_bytes(plan: RunPlan, stages: Iterable[int], shape: RankShape) -> SliceBytes:
+    """Return the bytes of a slice of a microbatch, or of a whole one, on a rank with these stages."""
+    model, layers = plan.model, {stage: plan.partition.stages[stage] for stage in stages}
+    inside = {
+        (stage, op): size for stage in layers for op, size in temporary_bytes(model, shape, layers[stage]).items()
+    }
+    keys: dict[Held, dict[int, int]] = {Held.KEYS: {}, Held.KEY_GRADIENTS: {}}
+    for stage, held in layers.items():
+        attentions = [layer.attention for layer in layers_of(model, held) if layer.attention is not None]
+        sizes = [attention.slice_key_bytes(shape) for attention in attentions]
+        for kind, of_layers in zip(keys, zip(*sizes, strict=True) if sizes else ((), ()), strict=True):
+            keys[kind][stage] = sum(of_layers)
+    return SliceBytes(
+        {stage: sum(stage_bytes(model, shape, held).values()) for stage, held in layers.items()},
+        {stage: deferred_bytes(model, shape, held) for stage, held in layers.items()},
+        inside,
+        shape.hidden_bytes(plan.config.model.hidden_size),
+        keys,
+    )
 
 
 def _token_bytes(plan: RunPlan, stages: Iterable[int]) -> int:
@@ -286,8 +322,10 @@ def all_rank_memory(plan: RunPlan) -> tuple[RankMemory, ...]:
 
 
 def stage_activation_bytes(plan: RunPlan, stage: int) -> dict[str, int]:
-    """Return the bytes that a stage keeps from forward to backward of one microbatch, its input included, by name."""
-    return stage_bytes(plan.model, plan.shape, plan.partition.stages[stage])
+    """Return the bytes that a stage keeps from forward to backward of one microbatch, or of its first slice, its input
+    included, by name.
+    """
+    return stage_bytes(plan.model, plan.slice_shapes[0], plan.partition.stages[stage])
 
 
 def peak_of_row(
@@ -302,36 +340,45 @@ def peak_of_row(
     offloaded: MemoryOverTime | None = None,  # what is offloaded meanwhile
     sent_bytes: int | None = None,  # of a message on its way, until the action that uses it; None: message_bytes
     whole: Sequence[Whole] | None = None,  # of sharded weights and gradients, at each action
+    slices: Sequence[SliceBytes] = (),  # where microbatches have them, in place of the sizes of whole ones
 ) -> Peak:
     """Return the peak of one row of a lowered training schedule, a fold over what each action creates and frees."""
-    sizes: dict[Held, Mapping[int, int]] = {Held.ACTIVATIONS: activation_bytes, Held.DEFERRED: waiting_bytes}
+    each = slices or (SliceBytes(activation_bytes, waiting_bytes, inside_bytes or {}, message_bytes),)
+    largest = max(size.message_bytes for size in each)
 
     @cache
-    def total(items: tuple[Item, ...]) -> tuple[int, int]:
-        """Return the bytes of activations and of messages among some items."""
+    def total(items: tuple[Item, ...], index: int) -> tuple[int, int]:
+        """Return the bytes of activations and of messages among some items of a slice."""
+        size = each[index]
+        sizes = {Held.ACTIVATIONS: size.kept, Held.DEFERRED: size.waiting, **size.keys}
         kept = sum(sizes[kind][stage] for kind, stage in items if kind in sizes)
         messages = [kind for kind, _ in items if kind in MESSAGES]
-        num_local = sum(kind in LOCAL_MESSAGES for kind in messages)
-        return kept, num_local * message_bytes + (len(messages) - num_local) * on_its_way
+        num_local, num_sent = (sum(kind in kinds for kind in messages) for kinds in (LOCAL_MESSAGES, SENT_MESSAGES))
+        received = size.message_bytes if slices else on_its_way
+        # a send frees one of another slice: all count as the largest
+        sent = largest if slices else on_its_way
+        num_received = len(messages) - num_local - num_sent
+        return kept, num_local * size.message_bytes + num_sent * sent + num_received * received
 
     on_its_way = message_bytes if sent_bytes is None else sent_bytes
     live = Counter(dict.fromkeys(activation_bytes, 0))
     kept = messages = 0
     peak = Peak(0, 0, dict(live))
-    for slot, (action, changes) in enumerate(lifetimes(row, placement, pp_rank, sends_in_flight)):
-        stage, op, _ = action
-        created, taken = total(changes.creates), total(changes.takes)
+    for slot, (action, changes) in enumerate(lifetimes(row, placement, pp_rank, sends_in_flight, len(each))):
+        stage, op, number = action
+        index = (number or 0) % len(each)
+        created, taken = total(changes.creates, index), total(changes.takes, index)
         kept += created[0] - taken[0]
         messages += created[1] - taken[1]
         live[stage] += op is Op.F
-        inside = 0 if inside_bytes is None else inside_bytes.get((stage, op), 0)
+        inside = each[index].inside.get((stage, op), 0)
         levels = ((0, inside),) if offloaded is None else offloaded.levels(action, inside)
         decoded = (message_bytes - on_its_way) * ((Held.RECEIVED_GRADIENT, stage) in changes.frees)
         unsharded = NOTHING if whole is None else whole[slot]
         for less, made in levels:
             if kept - less + messages + decoded + made + sum(unsharded) > peak.total:
                 peak = Peak(kept - less, messages + decoded, dict(live), made, action, unsharded)
-        left, freed = total(changes.leaves), total(changes.frees)
+        left, freed = total(changes.leaves, index), total(changes.frees, index)
         kept += left[0] - freed[0]
         messages += left[1] - freed[1]
         live[stage] -= op in (Op.B, Op.W)

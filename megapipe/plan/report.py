@@ -299,12 +299,13 @@ def _memory(plan: RunPlan) -> Iterator[str]:
             f"the least: pp_rank {smallest.pp_rank}, {bytes_text(smallest.total)}{others}"
         )
     kept = {stage: stage_activation_bytes(plan, stage) for stage in plan.placement.stages_of(largest.pp_rank)}
+    of_what = "one microbatch" if plan.num_slices == 1 else f"the first of {plan.num_slices} slices of a microbatch"
     stage = max(kept, key=lambda stage: sum(kept[stage].values()))
     parts = sorted(kept[stage].items(), key=lambda part: -part[1])
     rest = sum(size for _, size in parts[MOST_PARTS_SHOWN:])
     parts = [*parts[:MOST_PARTS_SHOWN], *([("other", rest)] if rest else [])]
     words = ", ".join(f"{what} {bytes_text(size)}" for what, size in parts)
-    yield f"  kept     {bytes_text(sum(kept[stage].values()))} by stage {stage} for one microbatch: {words}"
+    yield f"  kept     {bytes_text(sum(kept[stage].values()))} by stage {stage} for {of_what}: {words}"
     yield from _recompute(plan)
     yield from _sharding(plan)
     yield from _host(plan, max(ranks, key=lambda rank: sum(rank.host.values())))

@@ -84,6 +84,7 @@ def check_counted(plan: RunPlan) -> None:
         "norms before attention and MLP alone": model.norm_position == "before" and not model.qk_layernorm,
         "--bf16 or --fp16": config.precision.dtype in ("bf16", "fp16"),
         "--context-parallel-size 1": plan.topology.cp == 1,
+        "no --pipe-sp-splits": plan.num_slices == 1,
         "no --multi-latent-attention": not model.multi_latent_attention,
         "alike layers": len(plan.model.kinds) == 1,
         "no --window-size, soft-caps or reset masks": not (

@@ -40,7 +40,7 @@ def sequence_slices(
         tokens = units * unit
         if strategy == "average":
             return float(tokens)
-        return sum(_cost(model.layers, model, recompute, op)(tokens) for op in (Op.F, Op.B))
+        return sum(flops_of_length(model.layers, model, recompute, op)(tokens) for op in (Op.F, Op.B))
 
     ends = [0]
     for number in range(1, count):
@@ -61,7 +61,7 @@ def slice_shares(
     by_tokens = tuple(each.length / each.seq for each in slices)
     for stage, (first, end, _, has_head) in enumerate(partition.stages):
         for op in (Op.F, Op.B, Op.I, Op.W):
-            cost = _cost(model.layers[first:end], model if has_head else None, recompute, op)
+            cost = flops_of_length(model.layers[first:end], model if has_head else None, recompute, op)
             costs = [cost(each.stop) - cost(each.start) for each in slices]
             total = sum(costs)
             found[stage, op] = tuple(one / total for one in costs) if total else by_tokens
@@ -69,7 +69,7 @@ def slice_shares(
     return found
 
 
-def _cost(layers: Iterable[LayerSpec], head: ModelSpec | None, recompute: RecomputeConfig, op: Op) -> Cost:
+def flops_of_length(layers: Iterable[LayerSpec], head: ModelSpec | None, recompute: RecomputeConfig, op: Op) -> Cost:
     """Return the FLOPs of an op of layers, and of a model's head, as a function of the length of a sequence."""
     counts, replays = Counter(layers), op in (Op.B, Op.I)
 

@@ -18,7 +18,7 @@ from functools import cache
 from typing import Any
 
 from megapipe.layers.linear import casts
-from megapipe.layers.table import ALL_REDUCE
+from megapipe.layers.table import ALL_REDUCE, RankShape
 from megapipe.plan.activations import layer_groups, layers_of, layers_with_recompute, with_recompute
 from megapipe.plan.expert_overlap import hidden_seconds
 from megapipe.plan.hardware import Hardware
@@ -184,8 +184,14 @@ def _muon_seconds(plan: RunPlan, hardware: Hardware, pp_rank: int) -> float:
 
 
 def stage_seconds(plan: RunPlan, hardware: Hardware) -> tuple[OpSeconds, ...]:
-    """Return the seconds of each stage for one microbatch."""
-    config, model, shape = plan.config, plan.model, plan.shape
+    """Return the seconds of each stage for one microbatch, of all its slices together."""
+    slices = [_slice_seconds(plan, hardware, shape) for shape in plan.slice_shapes]
+    return tuple(sum(of_stage[1:], of_stage[0]) for of_stage in zip(*slices, strict=True))
+
+
+def _slice_seconds(plan: RunPlan, hardware: Hardware, shape: RankShape) -> tuple[OpSeconds, ...]:
+    """Return the seconds of each stage for one slice of a microbatch, or a whole one."""
+    config, model = plan.config, plan.model
     tp_link, experts = ring_link(plan.topology, "tp", hardware.node, hardware.network), expert_links(plan, hardware)
     contexts = context_links(plan.topology, hardware.node, hardware.network)
     of_layer = cache(
@@ -234,7 +240,20 @@ def _schedule_costs(plan: RunPlan, hardware: Hardware, stages: tuple[OpSeconds, 
         seconds |= {(stage, op): max(of_stage.of(op), smallest) for op in (Op.F, Op.B, Op.I, Op.W)}
         seconds[stage, Op.SEND_F] = seconds[stage, Op.SEND_B] = message_seconds
     overlap = plan.config.parallel.overlap_p2p_comm
-    return Costs(seconds, link.latency_seconds, overlap=overlap, rank_speeds=plan.rank_speeds)
+    costs = Costs(seconds, link.latency_seconds, overlap=overlap, rank_speeds=plan.rank_speeds)
+    return costs if plan.num_slices == 1 else replace(costs, slice_shares=_slice_shares(plan, hardware))
+
+
+def _slice_shares(plan: RunPlan, hardware: Hardware) -> dict[tuple[int, Op], tuple[float, ...]]:
+    """Return the share of each slice in the seconds of every op of every stage; messages by tokens."""
+    slices = [_slice_seconds(plan, hardware, shape) for shape in plan.slice_shapes]
+    shares = dict(plan.slice_shares)
+    for stage, of_stage in enumerate(zip(*slices, strict=True)):
+        for op in (Op.F, Op.B, Op.I, Op.W):
+            seconds = [each.of(op) for each in of_stage]
+            if sum(seconds):
+                shares[stage, op] = tuple(one / sum(seconds) for one in seconds)
+    return shares
 
 
 def computed_and_reduced(plan: RunPlan, hardware: Hardware, timeline: Timeline) -> tuple[float, float]:
@@ -368,11 +387,12 @@ def _parts(timeline: Timeline, pp_rank: int, stages: tuple[OpSeconds, ...]) -> d
     """Return the seconds that one rank computes in a step, by kind."""
     parts, speed = dict.fromkeys(("gemm", "attention", "pointwise", "tp"), 0.0), timeline.costs.rank_speeds[pp_rank]
     ran = Counter((stage, op) for stage, op, _ in timeline.schedule.rows[pp_rank])
+    slices = timeline.schedule.num_slices  # all of a microbatch's together take the seconds of `stages`
     for (stage, op), times in ran.items():
         for half in HALVES.get(op, ()):
             for part, seconds in getattr(stages[stage], half).items():
-                parts[part] = parts.get(part, 0.0) + times * seconds / speed
-        parts["tp"] -= times * stages[stage].hidden * (op is Op.B) / speed
+                parts[part] = parts.get(part, 0.0) + times * seconds / speed / slices
+        parts["tp"] -= times * stages[stage].hidden * (op is Op.B) / speed / slices
     return parts
 
 

@@ -127,9 +127,13 @@ def step_bytes(plan: RunPlan, pp_rank: int) -> dict[str, float]:
     row = plan.schedule(plan.batch.num_microbatches).rows[pp_rank]
     held = plan.placement.stages_of(pp_rank)
     ran = Counter((stage, op) for stage, op, _ in row)  # several reductions where a step has several updates
-    collectives = sum(
-        ran[stage, Op.B] * stage_collectives(plan, stage) + ran[stage, Op.I] * stage_collectives(plan, stage, True)
-        for stage in held
+    slices = plan.num_slices  # all of a microbatch's together send what a whole one does
+    collectives = (
+        sum(
+            ran[stage, Op.B] * stage_collectives(plan, stage) + ran[stage, Op.I] * stage_collectives(plan, stage, True)
+            for stage in held
+        )
+        / slices
     )
     # the all-reduce of the tied embedding's gradients between the first rank and the last, after the replicas' sums
     tied = [layout for stage in held for layout in plan.buffers(stage, 0) if layout.kind == "tied"]
@@ -166,7 +170,7 @@ def step_bytes(plan: RunPlan, pp_rank: int) -> dict[str, float]:
         context.update({name: ran[stage, Op.F] * sent for name, sent in context_bytes(plan, stage).items()})
     return {
         "tp": collectives * plan.shape.collective_bytes(plan.config.model.hidden_size) + muon.get("tp", 0.0),
-        "pp": float(sum(count for (_, op), count in ran.items() if op in MESSAGES) * plan.sent_bytes),
+        "pp": sum(count for (_, op), count in ran.items() if op in MESSAGES) * plan.sent_bytes / slices,
         **of_replicas,
         "replicas": of_replicas.get("replicas", 0.0) + loads + muon.get("replicas", 0.0),
         "embedding": ALL_REDUCE * ring_bytes(tied_elements * plan.shape.gradient, 2),
@@ -176,7 +180,9 @@ def step_bytes(plan: RunPlan, pp_rank: int) -> dict[str, float]:
 
 
 def messages_to(plan: RunPlan, pp_rank: int) -> Counter[int]:
-    """Return the number of messages that a rank of this pp_rank sends in a full step, by destination pp_rank."""
+    """Return the number of messages that a rank of this pp_rank sends in a full step, by destination pp_rank; with
+    slices of microbatches, those of all slices.
+    """
     to: Counter[int] = Counter()
     for stage, op, microbatch in plan.schedule(plan.batch.num_microbatches).rows[pp_rank]:
         if op in MESSAGES:

@@ -17,7 +17,7 @@ each time: the parts add up to the whole exactly, and the cost of a cause is wha
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
 from operator import add
@@ -159,8 +159,9 @@ def compare(profile: Profile, step: MeasuredStep) -> Comparison:
         alike.setdefault((len(stages), op), []).append(mean)
     equal = {(stages, op): fmean(alike[len(stages), op]) for stages, op in means}
     ideal = simulate(schedule, _costs(schedule, equal, Costs({})))
-    unequal = simulate(schedule, _costs(schedule, means, Costs({})))
-    plan = simulate(schedule, _costs(schedule, means, messages))
+    shares = _slice_shares(measured)
+    unequal = simulate(schedule, replace(_costs(schedule, means, Costs({})), slice_shares=shares))
+    plan = simulate(schedule, replace(_costs(schedule, means, messages), slice_shares=shares))
     idles = [
         Idle(sum(each.barrier_idle_seconds) / schedule.num_ranks, max(each.chained_idle_seconds))
         for each in (ideal, unequal, plan)
@@ -273,8 +274,21 @@ def _samples(measured: MeasuredTimeline) -> dict[tuple[StageKey, Op], list[float
     return samples
 
 
+def _slice_shares(measured: MeasuredTimeline) -> dict[tuple[int, Op], tuple[float, ...]]:
+    """Return the share of each slice in the seconds of every op of every stage; {} without slices."""
+    count, totals = measured.schedule.num_slices, dict[tuple[int, Op], list[float]]()
+    if count == 1:
+        return {}
+    for row, owns in zip(measured.schedule.rows, measured.own_seconds, strict=True):
+        for (stage, op, number), own in zip(row, owns, strict=True):
+            if op in COMPUTE_OPS:
+                totals.setdefault((stage, op), [0.0] * count)[(number or 0) % count] += own
+    return {key: tuple(one / sum(each) for one in each) for key, each in totals.items() if sum(each)}
+
+
 def _costs(schedule: Schedule, means: Mapping[tuple[StageKey, Op], float], messages: Costs) -> Costs:
-    seconds = {(stages[0], op): mean for (stages, op), mean in means.items() if len(stages) == 1}
+    # of whole microbatches, the sum of their slices
+    seconds = {(stages[0], op): mean * schedule.num_slices for (stages, op), mean in means.items() if len(stages) == 1}
     pairs = {(stages[0], stages[1]): mean for (stages, _), mean in means.items() if len(stages) == 2}
     # an op that occurs only in pairs has no time outside them, and simulate does not use one
     only_paired = {(stage, op): 0.0 for row in schedule.rows for stage, op, _ in row if op in COMPUTE_OPS}

@@ -101,7 +101,6 @@ class Measures:
     num_ranks: int
     stages_per_rank: int
     num_microbatches: int
-    num_slices: int  # of each microbatch
     is_synchronous: bool
     makespan_seconds: float
     step_seconds: float  # with the optimizer
@@ -148,7 +147,6 @@ def measure(schedule: Schedule, model: Model, receive_depth: int = 2) -> tuple[M
         num_ranks=schedule.num_ranks,
         stages_per_rank=schedule.placement.num_chunks,
         num_microbatches=schedule.num_microbatches,
-        num_slices=schedule.num_slices,
         is_synchronous=schedule.is_synchronous,
         makespan_seconds=timeline.makespan_seconds,
         step_seconds=timeline.makespan_seconds + model.optimizer_seconds,

@@ -157,7 +157,7 @@ class _Search:
         self.undo.append(partial(delattr, runner, operation))
 
     def _enter(self, stage: int, module: nn.Module, inputs: tuple[Any, ...]) -> None:
-        self._current = next(k for k, given in enumerate(self._given) if given is inputs[-1])
+        self._current = next(k for k in range(len(self._given)) if self._given[k] is inputs[-1])
         if not _is_finite(inputs):
             self._find(FORWARD, self._current, stage, "the activations received from the stage before are not finite")
 

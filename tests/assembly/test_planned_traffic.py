@@ -73,6 +73,11 @@ GRIDS: dict[str, tuple[int, dict[str, Any]]] = {
     "pp2_tied_dp2": (4, PP2 | TIED),
     "pp2_2_chunks_tied_zero1_dp2": (4, PP2 | TIED | ZERO1 | {"num_virtual_stages_per_pipeline_rank": 2}),
     "dualpipe_zero1": (4, PP2 | ZERO1 | {"pipeline_schedule": "dualpipe"}),
+    "slices_pp2": (2, PP2 | {"pipe_sp_splits": 3, "hidden_dropout": 0.0}),
+    "slices_tp2_sequence_parallel_2_chunks": (
+        4,
+        TP2 | SP | PP2 | {"pipe_sp_splits": 2, "num_virtual_stages_per_pipeline_rank": 2, "hidden_dropout": 0.0},
+    ),
     "tp2_sequence_parallel_pp2_zero1": (4, TP2 | SP | PP2 | ZERO1),
     "tp2_sequence_parallel_zb_h1": (4, TP2 | SP | PP2 | {"pipeline_schedule": "zb-h1"}),
     "tp2_sequence_parallel_zb_v_in_chunks_mlp_recompute": (

@@ -28,12 +28,16 @@ def combinations(config: Config) -> Iterator[str]:
     parallel, model, kernels, recompute = config.parallel, config.model, config.kernels, config.recompute
     if parallel.pipe_sp_splits == 1:
         return
+    if model.hidden_dropout or model.attention_dropout:
+        yield (
+            f"{FLAG} {parallel.pipe_sp_splits} with --hidden-dropout {model.hidden_dropout:g} and --attention-dropout "
+            f"{model.attention_dropout:g}: masks would depend on the number of slices; use 0 for both"
+        )
     refused = chosen(
         ("--context-parallel-size", parallel.context_parallel_size > 1),
         ("--num-experts", model.num_experts is not None),
         ("--multi-latent-attention", model.multi_latent_attention),
-        (f"--hidden-dropout {model.hidden_dropout:g}", model.hidden_dropout > 0),
-        (f"--attention-dropout {model.attention_dropout:g}", model.attention_dropout > 0),
+        ("--mtp-num-layers", bool(model.mtp_num_layers)),
         (f"--softmax-type {model.softmax_type}", model.softmax_type != "vanilla"),
         (f"--attention-kind {model.attention_kind}", ATTENTIONS[model.attention_kind].function is not None),
         (f"--attention-impl {kernels.attention_impl}", kernels.attention_impl != "sdpa"),
@@ -45,6 +49,7 @@ def combinations(config: Config) -> Iterator[str]:
         ("--cpu-offloading-num-layers", config.offload.cpu_offloading_num_layers > 0),
         ("--recompute-keep-attention", recompute.recompute_keep_attention),
         ("--recompute-memory-budget", recompute.recompute_memory_budget is not None),
+        ("--pipeline-rank-memory", parallel.pipeline_rank_memory is not None),
         ("--optimizer-post-validation", config.optimizer.optimizer_post_validation),
     )
     if refused:

@@ -105,11 +105,11 @@ def situations(
 def microbatches_to_run(plan: RunPlan, pp_rank: int) -> int:
     """Return the fewest microbatches whose row has all situations of the full step's row, or the full number.
 
-    Asynchronous schedules change their weights within the step, and with offloading, or with stages in parts, the
-    actions around decide what is on the device: these are always run in full.
+    Asynchronous schedules change their weights within the step, with offloading, or with stages in parts, the actions
+    around decide what is on the device, and slices of a microbatch differ in size: these are always run in full.
     """
-    full = plan.batch.num_microbatches
-    if not plan.is_synchronous or plan.config.offload.cpu_offloading_num_layers or plan.parts is not None:
+    full, is_cut = plan.batch.num_microbatches, plan.parts is not None or plan.num_slices > 1
+    if not plan.is_synchronous or plan.config.offload.cpu_offloading_num_layers or is_cut:
         return full
     pp, where = plan.topology.pp, (plan.placement, pp_rank, plan.send_depth)
     wanted = situations(plan.schedule(full).rows[pp_rank], *where)

@@ -131,6 +131,12 @@ class Bounds:
     """The bounds of a configuration's layouts; values that several layouts share are computed once."""
 
     def __init__(self, config: Config, world_size: int, hardware: Hardware) -> None:
+        slices = config.parallel.pipe_sp_splits
+        if slices > 1:
+            raise ConfigError(
+                f"--pipe-sp-splits {slices} does not work with the layout search yet, whose bounds are those of whole "
+                "microbatches; search without it, then plan the layout with slices"
+            )
         self._config, self._world_size, self._hardware = config, world_size, hardware
         self._model, self._cut, self._times = cache(self._make_model), cache(self._make_cut), cache(self._make_times)
         self._links = cache(self._make_links)

@@ -158,7 +158,8 @@ def _model(config: ResolvedConfig, layers: Sequence[LayerConfig], tp: int) -> Mo
     divisor = tp if config.parallel.sequence_parallel else 1
     if config.parallel.context_parallel_size > 1:
         divisor = math.lcm(2, divisor) * config.parallel.context_parallel_size
-    seq = min(model.seq_length, max(16, 2 * divisor) // divisor * divisor)
+    # and about three for each slice in the pipeline, so that their lengths differ
+    seq = min(model.seq_length, max(16, 2 * divisor, 3 * config.parallel.pipe_sp_splits * divisor) // divisor * divisor)
     widest = max(kind.ffn_hidden_size for kind in kinds) // tp
     narrow = MAX_FFN if all(kind.norm_position == "before" for kind in kinds) else MAX_NORMED_FFN
     windows = [kind.window_size for kind in kinds if kind.window_size is not None]

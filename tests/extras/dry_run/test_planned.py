@@ -49,6 +49,7 @@ PREDICTIONS = {"mtp_num_layers": 2, "position_embedding_type": "rope"}
 WIDE_EXPERTS = EXPERTS | {"num_experts": 8, "moe_router_topk": 4, "moe_layer_freq": None}
 GATHERED = {"moe_token_dispatcher_type": "allgather"}
 CP2 = {"context_parallel_size": 2}
+DRY = {"hidden_dropout": 0.0, "attention_dropout": 0.0}
 DOCUMENTS = {
     "reset_position_ids": True,
     "reset_attention_mask": True,
@@ -161,6 +162,20 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
         2,
         NARROW | PP2 | {"pipeline_schedule": "pipedream", "clip_grad": 0.0, "main_params_dtype": "fp16"},
     ),
+    "slices_pp2": (2, DRY | PP2 | {"pipe_sp_splits": 3}),
+    "slices_pp4_bf16": (4, DRY | PP4 | {"pipe_sp_splits": 4, "dtype": "bf16"}),
+    "slices_sp2_pp2_zero1_bf16": (8, DRY | SP2 | PP2 | ZERO1 | {"pipe_sp_splits": 4, "dtype": "bf16"}),
+    "slices_zb_h1_core_attn": (
+        2,
+        DRY | PP2 | {"pipe_sp_splits": 3, "pipeline_schedule": "zb-h1"} | selective("core_attn"),
+    ),
+    "slices_zb_v_full_bf16": (
+        2,
+        DRY | PP2 | FULL | {"pipe_sp_splits": 2, "pipeline_schedule": "zb-v", "dtype": "bf16"},
+    ),
+    "slices_interleaved": (4, DRY | PP4 | {"pipe_sp_splits": 3, "num_virtual_stages_per_pipeline_rank": 2}),
+    "slices_window_qk_norm": (2, DRY | PP2 | {"pipe_sp_splits": 4, "window_size": 24, "qk_layernorm": True}),
+    "slices_documents_bf16": (2, DRY | PP2 | DOCUMENTS | {"pipe_sp_splits": 4, "dtype": "bf16"}),
     "documents": (1, DOCUMENTS),
     "window": (1, {"window_size": 32}),
     "cp2_p2p": (2, CP2),

@@ -21,7 +21,9 @@ from megapipe.extras.verify import parity
 from megapipe.extras.verify.compare import gradient_pieces
 from megapipe.layers.norm import Norm
 from megapipe.model import context_parallel, norm
+from megapipe.model.microbatch import SliceKeys
 from megapipe.pipeline.engine import Engine
+from megapipe.sharding.sequence import SequenceSlice
 from megapipe.sharding.spec import Interval, ParamSpec
 from megapipe.train.step import LossAverage, PendingLoss
 
@@ -150,6 +152,17 @@ def loss_divided_by_tokens_of_a_shard(patch: pytest.MonkeyPatch, rank: int) -> N
     """Divide the loss by the tokens of this cp rank, not by those of the whole sequences."""
     part = Batch.part
     patch.setattr(Batch, "part", lambda self, held: dataclasses.replace(part(self, held), loss_tokens=None))
+
+
+def gradients_of_keys_of_earlier_slices_lost(patch: pytest.MonkeyPatch, rank: int) -> None:
+    """Leave out what later slices add to the gradients of a slice's keys and values."""
+    of = SliceKeys.of
+
+    def planted(self: SliceKeys, layer: int, place: SequenceSlice) -> tuple[Tensor, Tensor]:
+        keys, sums = of(self, layer, place)
+        return keys, torch.zeros_like(sums)
+
+    patch.setattr(SliceKeys, "of", planted)
 
 
 def gradients_of_keys_not_sent_back(patch: pytest.MonkeyPatch, rank: int) -> None:

@@ -51,6 +51,11 @@ CASES: dict[str, tuple[int, str, dict[str, Any]]] = {
         | {"hierarchical_context_parallel_sizes": (2, 2), "num_query_groups": 4, "zero": True},
     ),
     "ring of three": (3, "native", LLAMA | {"context_parallel_size": 3, "window_size": 5, "seq_length": 24}),
+    "slices": (
+        4,
+        "fp64",
+        LLAMA | {"pp": 4, "pipe_sp_splits": 3, "pipeline_schedule": "zb-h1", "num_layers": 4, "eod_mask_loss": True},
+    ),
     "two directions": (
         8,
         "fp64",

@@ -78,6 +78,14 @@ CASES = {
         EVERYTHING,
         report=("the forwards are right",),
     ),
+    "gradients of a slice": Case(
+        planted.gradients_of_keys_of_earlier_slices_lost,
+        2,
+        {"pp": 2, "pipe_sp_splits": 3},
+        "word_embeddings.weight",
+        EVERYTHING,
+        report=("the forwards are right",),
+    ),
     "kv-head": Case(
         planted.key_value_head_without_sum,
         2,

@@ -1,0 +1,123 @@
+"""Rules of --pipe-sp-splits, and the cut of a sequence into slices."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megapipe.config.config import Config
+from megapipe.config.model import PrecisionConfig
+from megapipe.config.parallel import RecomputeConfig
+from megapipe.errors import ConfigError
+from megapipe.extras.search.search import search
+from megapipe.layers.model import model_spec
+from megapipe.plan.hardware import hardware_named
+from megapipe.plan.resolve import resolve
+from megapipe.plan.slices import flops_of_length, sequence_slices
+from megapipe.schedule.action import Op
+from tests.tiny import LLAMA, make_config
+
+BASE: dict[str, Any] = {
+    "num_layers": 4,
+    "hidden_size": 16,
+    "num_attention_heads": 4,
+    "seq_length": 32,
+    "vocab_size": 32,
+    "make_vocab_size_divisible_by": 4,
+    "micro_batch_size": 1,
+    "global_batch_size": 8,
+    "train_iters": 1,
+    "lr": 1e-3,
+    "hidden_dropout": 0.0,
+    "attention_dropout": 0.0,
+    "device": "cpu",
+    "pipeline_model_parallel_size": 2,
+    "pipe_sp_splits": 4,
+}
+LATENT = LLAMA | {"multi_latent_attention": True, "kv_lora_rank": 4, "qk_head_dim": 4, "qk_pos_emb_head_dim": 4}
+FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+
+
+def config(**changes: Any) -> Config:
+    return make_config(**BASE | changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [
+        ({"pipe_sp_splits": 33}, "--pipe-sp-splits 33: --seq-length 32 has at most 32 slices; use 32 or fewer"),
+        (
+            {"pipe_sp_splits": 20, "tensor_model_parallel_size": 2, "sequence_parallel": True},
+            "has at most 16 slices of a multiple of --tensor-model-parallel-size 2, .*use 16 or fewer",
+        ),
+        ({"hidden_dropout": 0.1}, "does not work with --hidden-dropout 0.1 yet; leave one of the two out"),
+        ({"attention_dropout": 0.1}, "--attention-dropout 0.1"),
+        ({"context_parallel_size": 2}, "--context-parallel-size"),
+        ({"num_experts": 4, "add_bias_linear": False}, "--num-experts"),
+        (LATENT, "--multi-latent-attention"),
+        ({"softmax_type": "off-by-one"}, "--softmax-type off-by-one"),
+        ({"pipeline_message_dtype": "fp8"}, "--pipeline-message-dtype"),
+        ({"cpu_offloading_num_layers": 1}, "--cpu-offloading-num-layers"),
+        (FULL | {"recompute_keep_attention": True}, "--recompute-keep-attention"),
+        ({"recompute_memory_budget": 0.5}, "--recompute-memory-budget"),
+        ({"pipeline_rank_memory": (1.0,)}, "--pipeline-rank-memory"),
+        ({"pipeline_schedule": "gpipe"}, "gpipe has no order for 4 slices .*use 1, or one of 1f1b, interleaved"),
+        ({"pipeline_schedule": "dualpipe"}, "--pipe-sp-splits 4: schedule dualpipe has no order"),
+    ],
+)
+def test_what_slices_cannot_do_is_refused(changes: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(ConfigError, match=complaint):
+        resolve(config(**changes), 8)
+
+
+def test_all_conflicts_are_in_one_message() -> None:
+    with pytest.raises(ConfigError) as caught:
+        resolve(config(hidden_dropout=0.1, attention_dropout=0.1, num_experts=4, add_bias_linear=False), 2)
+    (line,) = [line for line in str(caught.value).splitlines() if "--pipe-sp-splits" in line]
+    assert "--num-experts, --hidden-dropout 0.1 or --attention-dropout 0.1" in line
+
+
+@given(
+    st.integers(1, 64), st.integers(1, 8), st.integers(1, 300), st.sampled_from(["uniform_comp", "average"]), st.data()
+)
+def test_slices_are_a_partition_of_the_sequence_in_multiples(
+    count: int, unit: int, extra: int, strategy: str, data: st.DataObject
+) -> None:
+    seq = unit * (count + extra)
+    model = model_spec(resolve(config(pipe_sp_splits=1), 2).config.model, PrecisionConfig())
+    slices = sequence_slices(model, RecomputeConfig(), seq, count, strategy, unit)
+    assert [each.start for each in slices] == [0, *(each.stop for each in slices[:-1])]
+    assert slices[-1].stop == seq and all(each.length > 0 and each.length % unit == 0 for each in slices)
+    if strategy == "average":
+        assert max(each.length for each in slices) - min(each.length for each in slices) <= unit
+    else:
+        assert all(a.length >= b.length - unit for a, b in pairwise(slices))
+
+
+def test_slices_of_equal_cost_have_equal_shares_of_forward_and_backward_together() -> None:
+    plan = resolve(config(seq_length=65536, pipe_sp_splits=8, num_layers=8), 2)
+    shares = plan.slice_shares
+    lengths = [each.length for each in plan.slices]
+    assert lengths == sorted(lengths, reverse=True) and lengths[0] > 4 * lengths[-1]
+    forward, backward = shares[0, Op.F], shares[0, Op.B]
+    assert forward[0] > 0.125 > backward[0]  # attention has a larger part in the backward
+    assert sum(forward) == sum(backward) == pytest.approx(1)
+    totals = []
+    for each in plan.slices:
+        costs = [flops_of_length(plan.model.layers, plan.model, plan.config.recompute, op) for op in (Op.F, Op.B)]
+        totals.append(sum(cost(each.stop) - cost(each.start) for cost in costs))
+    assert max(totals) < 1.001 * min(totals)
+
+
+def test_windows_make_slices_nearly_equal_in_length() -> None:
+    plan = resolve(config(seq_length=4096, window_size=16), 2)
+    assert [each.length for each in plan.slices] == pytest.approx([1024] * 4, rel=0.02)
+
+
+def test_the_layout_search_refuses_slices() -> None:
+    with pytest.raises(ConfigError, match="--pipe-sp-splits 4 does not work with the layout search yet"):
+        search(config(pipeline_model_parallel_size=1), 4, hardware_named("h100"))
