@@ -179,9 +179,9 @@ class ShardedGradients:
 
     def accumulate(self, stage: int) -> None:
         """Provide the memory of a stage's whole gradients, zero at first; called before each part of its backwards."""
+        if any(buffer in self._in_flight for buffer in self._used[stage]):
+            self._complete()
         for buffer in self._used[stage]:
-            if buffer in self._in_flight:
-                self._complete()
             if not is_allocated(buffer.gradients):
                 allocate(buffer.gradients)
                 buffer.gradients.zero_()
