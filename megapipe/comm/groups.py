@@ -73,7 +73,7 @@ class ProcessGroups:
 
     embedding: first and last rank of a pipeline; None on the ranks between. kv: tp neighbours with the same KV heads.
     replicas: holders of this rank's parameters, which is dp_cp, joined with that of the opposite pp_rank in a mirrored
-    pipeline. shards: the replicas that divide the optimizer state; the group `replicas` itself if there is one instance.
+    pipeline. shards: the replicas that divide the optimizer state; with one instance the group `replicas` itself.
     instances: those that hold the same part of it. etp, ep and expert_replicas: the grid of the experts
     (topology.GROUP_AXES).
     """
