@@ -142,19 +142,9 @@ def step_memory(plan: RunPlan, pp_rank: int, count: int, num_read: int | None = 
     if plan.config.offload.cpu_offloading_num_layers:
         offloaded, host["activations"] = offloaded_memory(plan, pp_rank, count, kept)
     row, message_bytes = plan.schedule(count).rows[pp_rank], plan.message_bytes
-    peak = peak_of_row(
-        row,
-        pp_rank,
-        plan.placement,
-        kept,
-        waiting,
-        message_bytes,
-        plan.send_depth,
-        inside,
-        offloaded,
-        plan.sent_bytes,
-        row_bytes(plan, pp_rank, row).whole if plan.sharding is not None else None,
-    )
+    lives = kept, waiting, message_bytes, plan.send_depth, inside, offloaded, plan.sent_bytes
+    whole = None if plan.sharding is None else row_bytes(plan, pp_rank, row).whole
+    peak = peak_of_row(row, pp_rank, plan.placement, *lives, whole)
     state = _state(plan, pp_rank)
     if plan.config.optimizer.optimizer_cpu_offload:
         host["optimizer"], state["optimizer"] = state["optimizer"], 0
@@ -173,12 +163,9 @@ def step_memory(plan: RunPlan, pp_rank: int, count: int, num_read: int | None = 
     token_bytes = TOKEN_BYTES + 8 * documents.position_ids + 4 * documents.loss_mask
     token_bytes += 8 * shape.cp * documents.attention_mask
     token_bytes += 4 * documents.borders  # at most one a token
-    whole = {}
-    if plan.sharding is not None:
-        whole = {"gathered weights": peak.whole.weights, "whole gradients": peak.whole.gradients}
     items = {
         **state,
-        **whole,
+        **({} if plan.sharding is None else peak.whole.items()),
         "activations": peak.activation_bytes,
         "recompute": replay,
         "temporaries": peak.inside_bytes - replay,

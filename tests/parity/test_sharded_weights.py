@@ -154,6 +154,16 @@ def test_sharded_grid_equals_one_process(rank_pools: Pools, number: int) -> None
     assert not wrong, f"{len(wrong)} differences. The grid:\n\n    {grid}\n\n    {sharding}\n\n" + "\n".join(wrong)
 
 
+@pytest.mark.parametrize("schedule", ["breadth-first", "interleaved"])
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+def test_chunks_of_a_single_pipeline_rank_equal_one_process(rank_pools: Pools, schedule: str, tied: bool) -> None:
+    """Without a pipeline, chunks are gathered one by one: breadth-first twice a step (Lamy-Poirier 2022)."""
+    grid = plain_grid(schedule="1f1b", dp=2, pp=1, tied=tied, use_distributed_optimizer=True, weight_decay=0.1)
+    chunks = {"pipeline_schedule": schedule, "num_virtual_stages_per_pipeline_rank": 2}
+    strategy = {"data_parallel_sharding_strategy": ZERO3}
+    assert not rank_pools(2).run(differences, grid, chunks | strategy, 2)[0]
+
+
 def test_every_pair_of_values_occurs() -> None:
     assert len(grids()) == NUM_GRIDS
     seen = {pair for choice in grids() for pair in _pairs(choice)}

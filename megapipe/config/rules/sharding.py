@@ -9,6 +9,7 @@ from megapipe.config.parallel import SHARDED_GRADS, ParallelConfig
 from megapipe.config.rules.proposals import chosen
 
 STRATEGY = "--data-parallel-sharding-strategy"
+UNITS = "--data-parallel-sharding-units"
 INSTANCES = "--num-distributed-optimizer-instances"
 
 
@@ -52,4 +53,16 @@ def unsupported(config: Config) -> Iterator[str]:
         yield f"{STRATEGY} {found} does not work with {option} yet; use {STRATEGY} optim, or leave {option} out"
 
 
-RULES = (strategy, unsupported)
+def units(config: Config) -> Iterator[str]:
+    """Check what counts layers of whole stages, of which units are parts."""
+    count = config.parallel.data_parallel_sharding_units
+    if count == 1:
+        return
+    for option in chosen(
+        ("--recompute-method block", config.recompute.recompute_method == "block"),
+        ("--pipeline-rank-memory", config.parallel.pipeline_rank_memory is not None),
+    ):
+        yield f"{UNITS} {count} does not work with {option} yet, which counts whole stages; leave one of the two out"
+
+
+RULES = (strategy, unsupported, units)
