@@ -23,7 +23,8 @@ def strategy(config: Config) -> Iterator[str]:
     """Check the strategy, and the options that need one."""
     parallel, found = config.parallel, strategy_of(config.parallel)
     if found == "no_shard" and parallel.use_distributed_optimizer:
-        yield f"{STRATEGY} no_shard contradicts --use-distributed-optimizer, which is optim; leave one of the two out"
+        ways = f"use {STRATEGY} optim, or --no-use-distributed-optimizer"
+        yield f"{STRATEGY} no_shard contradicts --use-distributed-optimizer, which is optim; {ways}"
     if found != "no_shard":
         return
     ways = f"--use-distributed-optimizer or {STRATEGY} optim"
