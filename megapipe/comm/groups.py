@@ -73,8 +73,9 @@ class ProcessGroups:
 
     embedding: first and last rank of a pipeline; None on the ranks between. kv: tp neighbours with the same KV heads.
     replicas: holders of this rank's parameters, which is dp_cp, joined with that of the opposite pp_rank in a mirrored
-    pipeline. shards: the replicas that divide the optimizer state. instances: those that hold the same part of it. etp,
-    ep and expert_replicas: the grid of the experts (topology.GROUP_AXES).
+    pipeline. shards: the replicas that divide the optimizer state; with one instance the group `replicas` itself.
+    instances: those that hold the same part of it. etp, ep and expert_replicas: the grid of the experts
+    (topology.GROUP_AXES).
     """
 
     world: Group
@@ -199,14 +200,15 @@ def build_process_groups(
         same_ranks["cp_p2p" if topology.cp_inner == 1 else "cp_a2a"] = "cp"
     if not topology.mirrored_pipeline:
         same_ranks["replicas"] = "dp_cp"
-    if topology.num_instances == 1:
-        same_ranks["shards"] = "replicas"
     if (topology.ep, topology.etp) == (1, topology.tp):
         same_ranks |= {"etp": "tp", "expert_replicas": "replicas"}
     groups: dict[str, Any] = {}
     for name in GROUP_NAMES:
         other = same_ranks.get(name)
-        groups[name] = build(name) if other is None else dataclasses.replace(groups[other], name=name)
+        if name == "shards" and topology.num_instances == 1:
+            groups[name] = groups["replicas"]
+        else:
+            groups[name] = build(name) if other is None else dataclasses.replace(groups[other], name=name)
     return ProcessGroups(**groups)
 
 
@@ -219,6 +221,8 @@ def fake_process_groups(topology: Topology, global_rank: int, traffic: Traffic) 
         ranks = topology.group_of(name, global_rank)
         handle = FakeHandle(name, traffic) if len(ranks) > 1 else None
         groups[name] = Group(name, ranks, ranks.index(global_rank), handle) if ranks else None
+    if topology.num_instances == 1:
+        groups["shards"] = groups["replicas"]
     return ProcessGroups(**groups)
 
 

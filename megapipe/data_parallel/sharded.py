@@ -27,7 +27,7 @@ class ShardedWeights:
     """The whole weights of this rank's stages, while they exist. Buffers whose weights are not sharded are left alone.
 
     stages: buffers by stage index. overlap: gathers run under computation; otherwise `unshard` waits for them.
-    tracer: records waits, such as "weights of stage 2".
+    tracer: records waits, such as "parameters of stage 2".
 
     All members of a shard group start the same gathers in the same order: that of the row, within a stage buffer by
     buffer, and the buckets of a buffer in the order of a forward. A stage that uses a parameter of another stage of
@@ -75,7 +75,7 @@ class ShardedWeights:
         for buffer in buffers:
             self._finish(buffer)
         if self._tracer is not None:
-            self._tracer.event(f"weights of stage {stage}", "wait", start, self._tracer.now())
+            self._tracer.event(f"parameters of stage {stage}", "wait", start, self._tracer.now())
 
     def reshard(self, stage: int) -> None:
         """Free the weights of a stage (RESHARD)."""

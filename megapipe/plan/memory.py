@@ -156,20 +156,9 @@ def step_memory(plan: RunPlan, pp_rank: int, count: int, num_read: int | None = 
     if plan.config.offload.cpu_offloading_num_layers:
         offloaded, host["activations"] = offloaded_memory(plan, pp_rank, count, kept)
     row, message_bytes = plan.schedule(count).rows[pp_rank], plan.message_bytes
-    peak = peak_of_row(
-        row,
-        pp_rank,
-        plan.placement,
-        kept,
-        waiting,
-        message_bytes,
-        plan.send_depth,
-        inside,
-        offloaded,
-        plan.sent_bytes,
-        row_bytes(plan, pp_rank, row).whole if plan.sharding is not None else None,
-        slices if len(slices) > 1 else (),
-    )
+    lives = kept, waiting, message_bytes, plan.send_depth, inside, offloaded, plan.sent_bytes
+    whole = None if plan.sharding is None else row_bytes(plan, pp_rank, row).whole
+    peak = peak_of_row(row, pp_rank, plan.placement, *lives, whole, slices if len(slices) > 1 else ())
     state = _state(plan, pp_rank)
     if plan.config.optimizer.optimizer_cpu_offload:
         host["optimizer"], state["optimizer"] = state["optimizer"], 0
@@ -185,12 +174,9 @@ def step_memory(plan: RunPlan, pp_rank: int, count: int, num_read: int | None = 
     sent_in_bf16 = plan.config.parallel.grad_reduce_in_bf16 and plan.shape.gradient_dtype != "bf16"
     if sent_in_bf16 and plan.topology.num_replicas > 1 and plan.sharding is None:
         copies = 2 * plan.num_elements(stages) + (in_backward if plan.config.parallel.overlap_grad_reduce else 0)
-    whole = {}
-    if plan.sharding is not None:
-        whole = {"gathered weights": peak.whole.weights, "whole gradients": peak.whole.gradients}
     items = {
         **state,
-        **whole,
+        **({} if plan.sharding is None else peak.whole.items()),
         "activations": peak.activation_bytes,
         "recompute": replay,
         "temporaries": peak.inside_bytes - replay,

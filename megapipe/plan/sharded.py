@@ -26,6 +26,10 @@ class Whole(NamedTuple):
     weights: int = 0
     gradients: int = 0
 
+    def items(self) -> dict[str, int]:
+        """Return the bytes by the names of `plan.memory`."""
+        return {"gathered weights": self.weights, "whole gradients": self.gradients}
+
 
 NOTHING = Whole()
 

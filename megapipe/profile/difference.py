@@ -220,10 +220,7 @@ class _Replay(Machine):
             self.finish(works, end)
             if actions[0].op in self.hops:  # the slot keeps the end of its posting, not that of the message
                 hop, key = self.resolved(self.hops, actions[0])
-                if hop.message + key in self.unmatched:
-                    self.complete(hop.message + key, hop.channel, hop.wire_seconds, end)
-                else:
-                    self.unmatched[hop.message + key] = end, [NEVER], 0
+                self.meet(hop.message + key, hop.channel, hop.wire_seconds, (end, [NEVER], 0))
 
 
 class OpTime(NamedTuple):

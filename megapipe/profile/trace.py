@@ -8,7 +8,7 @@ from typing import Any
 
 from megapipe.profile.difference import Comparison, compare
 from megapipe.profile.profile import Profile
-from megapipe.schedule.action import BUSY_OPS, COMPUTE_OPS, RECV_OPS, SEND_OPS, Action, Op
+from megapipe.schedule.action import BUSY_OPS, COMPUTE_OPS, RECV_OPS, SEND_OPS, SHARDING_OPS, Action, Op
 from megapipe.schedule.schedule import Schedule
 from megapipe.schedule.simulate import Timeline
 
@@ -29,7 +29,7 @@ def chrome_trace(timeline: Timeline) -> str:
             if action.op in RECV_OPS:  # drawn as its SEND, on the sender
                 continue
             thread = "compute" if action.op in BUSY_OPS else "messages"
-            if action.op is Op.REDUCE_GRAD:
+            if action.op in {Op.REDUCE_GRAD, *SHARDING_OPS}:
                 thread = "reductions"
             events.append(_event(timeline.schedule, rank, TIMELINE_THREADS.index(thread), action, start, end))
     return _trace(events, {"schedule": str(timeline.schedule)})
@@ -64,7 +64,7 @@ def _rank_events(comparison: Comparison, pp_rank: int, rank: int) -> Iterator[Ev
                 schedule, rank, PLAN, action, origin + plan.starts[pp_rank][slot], origin + plan.ends[pp_rank][slot]
             )
             yield _event(schedule, rank, MEASURED, action, compute_start, end)
-        elif action.op in SEND_OPS | RECV_OPS | {Op.REDUCE_GRAD, Op.UPDATE}:
+        elif action.op in SEND_OPS | RECV_OPS | {Op.REDUCE_GRAD, Op.UNSHARD, Op.UPDATE}:
             yield _event(schedule, rank, MESSAGES, action, start, end)
         if measured.message_waits[pp_rank][slot]:
             yield _event(schedule, rank, WAITS, action, start, compute_start, "wait for the message of ")

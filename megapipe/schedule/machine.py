@@ -175,20 +175,16 @@ class Machine:
         row, starts, ends, clock = self.schedule.rows[rank], self.starts[rank], self.ends[rank], self.clocks[rank]
         times, waiting_for, count, overlap = self.times, self.waiting_for, self.count, self.costs.overlap
         work, hops, variants, network = self.work, self.hops, self._num_variants, self.costs.network
-        sent, posted, depths, unmatched = self.sent, self.posted, self.depths, self.unmatched
-        weights = None if self.weights_at is None else self.weights_at[rank]
+        sent, posted, depths = self.sent, self.posted, self.depths
         slots = iter(range(self.positions[rank], len(row)))
         for position in slots:
             stage, op, microbatch = row[position]
             key = stage * count + (microbatch or 0)
             if op in work and stage not in network:
                 needs, makes, arrives, seconds = work[op][microbatch % variants][stage]  # type: ignore[operator]
-                start = clock
-                if weights is not None and op in WEIGHTS_OPS:
-                    if (there := weights[stage]) < 0:
-                        self.without_weights[rank] = stage
-                        break
-                    start = there if there > start else start
+                start = clock if self.weights_at is None else self._weights_ready(rank, row[position], clock)
+                if start < 0:
+                    break
                 for base in needs:
                     there = times[base + key]
                     if there > start:
@@ -222,10 +218,7 @@ class Machine:
                     if channel in self.blocked_on:
                         self._unblock(channel, clock)
                 starts[position] = at = clock if clock > at else at  # an all-to-all may end after the computation
-                if message + key in unmatched:
-                    ends[position] = self.complete(message + key, channel, wire_seconds, at)
-                else:
-                    unmatched[message + key] = at, ends, position
+                self.meet(message + key, channel, wire_seconds, (at, ends, position))
                 continue
             self.positions[rank], self.clocks[rank] = position, clock
             execute = self._overlap if op is Op.OVERLAP else self._exchange if op in work else self._update_or_collect
@@ -237,25 +230,40 @@ class Machine:
             position = len(row)
         self.positions[rank], self.clocks[rank] = position, clock
 
+    def _weights_ready(self, rank: int, action: Action, clock: float) -> float:
+        """Return when a computation has the weights that it reads; NEVER, and note the wait, if it cannot yet."""
+        if self.weights_at is None or action.op not in WEIGHTS_OPS:
+            return clock
+        there = self.weights_at[rank][action.stage]
+        if there < 0:
+            self.without_weights[rank] = action.stage
+            return NEVER
+        return max(clock, there)
+
     def _unblock(self, channel: int, clock: float) -> None:
         """Wake the sender that waited for a receive of the channel to be posted; it continues at `clock` or later."""
         sender = self.blocked_on.pop(channel)
         self.clocks[sender] = max(self.clocks[sender], clock)
         self.ready.append(sender)
 
-    def complete(self, message: int, channel: int, wire_seconds: float, clock: float) -> float:
-        """Return the end of a message whose other half, the send or the receive, is noted in `unmatched`.
+    def meet(self, message: int, channel: int, wire_seconds: float, half: tuple[float, list[float], int]) -> None:
+        """Note the send or receive of a message, or end the message if its other half is noted in `unmatched`.
 
-        A message starts once both are there and the one before it on the channel is through.
+        A message starts once both are there and the one before it on the channel is through. half: its time, ends of
+        its rank, and slot.
         """
-        first_clock, ends, slot = self.unmatched.pop(message)
-        start = clock if clock > first_clock else first_clock
+        other = self.unmatched.pop(message, None)
+        if other is None:
+            self.unmatched[message] = half
+            return
+        start = half[0] if half[0] > other[0] else other[0]
         if wire_seconds and self.costs.overlap:
             start = self.free_at[channel] = max(start, self.free_at[channel]) + wire_seconds
-        ends[slot] = self.times[message] = end = start + self.costs.latency_seconds
+        self.times[message] = end = start + self.costs.latency_seconds
+        for _, ends, slot in (half, other):
+            ends[slot] = end
         if message in self.waiting_for:
             self.ready.append(self.waiting_for.pop(message))
-        return end
 
     def _arrive(self, value: int, time: float) -> None:
         self.times[value] = time
@@ -307,12 +315,10 @@ class Machine:
         start = self.ready_at(rank, works, self.clocks[rank])
         if start is None:
             return 0
-        if self.weights_at is not None:
-            for stage in (forward.stage, backward.stage):
-                if self.weights_at[rank][stage] < 0:
-                    self.without_weights[rank] = stage
-                    return 0
-                start = max(start, self.weights_at[rank][stage])
+        for half in (forward, backward):
+            start = self._weights_ready(rank, half, start)
+            if start < 0:
+                return 0
         in_sequence = sum(work.seconds for work, _ in works)
         pair = self.costs.pair_seconds.get((head.stage, backward.stage))
         end = start + (in_sequence if pair is None else pair / self._rank_speeds[rank])

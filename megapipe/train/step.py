@@ -47,6 +47,8 @@ ACTION_NAMES = {
     Op.RECV_F: "post-receive",
     Op.RECV_B: "post-receive",
     Op.REDUCE_GRAD: "start-reduce",
+    Op.UNSHARD: "start-gather",
+    Op.RESHARD: "free-weights",
     Op.OVERLAP: "start-pair",
 }
 WAITING = "wait"  # for messages and parameters; not part of the forward or backward it happens in

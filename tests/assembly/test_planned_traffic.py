@@ -92,6 +92,20 @@ GRIDS: dict[str, tuple[int, dict[str, Any]]] = {
     "tp2_sequence_parallel_dualpipe": (4, TP2 | SP | PP2 | {"pipeline_schedule": "dualpipe"}),
     "tp2_zb_h1": (4, TP2 | PP2 | {"pipeline_schedule": "zb-h1"}),
     "latent_attention_tp2_sequence_parallel_zb_h1": (4, TP2 | SP | PP2 | LATENT | {"pipeline_schedule": "zb-h1"}),
+    "tied_zero2_microbatch": (
+        4,
+        PP2
+        | TIED
+        | {"data_parallel_sharding_strategy": "optim_grads", "data_parallel_sharding_granularity": "microbatch"},
+    ),
+    "tied_units_of_zero3": (
+        2,
+        TIED | {"data_parallel_sharding_strategy": "optim_grads_params", "data_parallel_sharding_units": 2},
+    ),
+    "tp2_sequence_parallel_instances_of_zero3": (
+        8,
+        TP2 | SP | {"data_parallel_sharding_strategy": "optim_grads_params", "num_distributed_optimizer_instances": 2},
+    ),
     "latent_attention_tp2": (2, TP2 | LATENT),
     "latent_attention_tp2_sequence_parallel_pp2": (4, TP2 | SP | PP2 | LATENT),
     "latent_of_keys_alone_tp2_sequence_parallel_full": (

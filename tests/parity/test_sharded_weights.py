@@ -12,14 +12,20 @@ from collections.abc import Callable, Iterator
 from random import Random
 from typing import Any
 
+import numpy as np
 import pytest
 
+from megapipe.data_parallel.buffers import is_allocated
+from megapipe.extras.inference.generate import Generator, Limits, Sampling
 from megapipe.optimizer.schedule import Rates
 from megapipe.plan.resolve import resolve
+from megapipe.train.step import TrainStep
 from tests.harness import RankFailure, RankPool
 from tests.parity.comparison import plan_differences
 from tests.parity.configuration import configuration
 from tests.parity.options import FAMILIES, Grid, plain_grid, world_of
+from tests.train.grids import runtime_of, step_microbatches
+from tests.train.runs import tiny
 
 Pools = Callable[[int], RankPool]
 Choice = dict[str, Any]
@@ -148,6 +154,16 @@ def test_sharded_grid_equals_one_process(rank_pools: Pools, number: int) -> None
     assert not wrong, f"{len(wrong)} differences. The grid:\n\n    {grid}\n\n    {sharding}\n\n" + "\n".join(wrong)
 
 
+@pytest.mark.parametrize("schedule", ["breadth-first", "interleaved"])
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+def test_chunks_of_a_single_pipeline_rank_equal_one_process(rank_pools: Pools, schedule: str, tied: bool) -> None:
+    """Without a pipeline, chunks are gathered one by one: breadth-first twice a step (Lamy-Poirier 2022)."""
+    grid = plain_grid(schedule="1f1b", dp=2, pp=1, tied=tied, use_distributed_optimizer=True, weight_decay=0.1)
+    chunks = {"pipeline_schedule": schedule, "num_virtual_stages_per_pipeline_rank": 2}
+    strategy = {"data_parallel_sharding_strategy": ZERO3}
+    assert not rank_pools(2).run(differences, grid, chunks | strategy, 2)[0]
+
+
 def test_every_pair_of_values_occurs() -> None:
     assert len(grids()) == NUM_GRIDS
     seen = {pair for choice in grids() for pair in _pairs(choice)}
@@ -157,3 +173,23 @@ def test_every_pair_of_values_occurs() -> None:
         assert order.index(one[0]) <= order.index(other[0])
         assert one[0] == other[0] or (one, other) in seen or not _fits({one[0]: one[1], other[0]: other[1]})
     assert all(holds(choice) for choice in grids())
+
+
+def evaluated(rank: int, world_size: int, changes: dict[str, Any]) -> tuple[float, float, list[list[int]], bool]:
+    """Train a step, evaluate and generate; return losses and texts, and whether weights are whole afterwards."""
+    runtime = runtime_of(tiny(**changes), rank, world_size)
+    step, rows = TrainStep(runtime), np.random.RandomState(0).randint(0, 29, (8, 9))
+    trained = step.run(step_microbatches(runtime, rows, 0), Rates(1e-2, 0.1)).loss
+    loss = step.evaluate(step_microbatches(runtime, rows, 1)).loss
+    texts = Generator(runtime, Sampling(temperature=0.0)).continue_prompts([[1, 2, 3], [4, 5]], Limits(4))
+    flat = [buffer for held in runtime.buffers.values() for buffer in held.buffers]
+    return trained, loss, texts, any(is_allocated(buffer.parameters) for buffer in flat)
+
+
+def test_evaluation_and_generation_gather_and_free(rank_pools: Pools) -> None:
+    pp2 = {"pipeline_model_parallel_size": 2, "untie_embeddings_and_output_weights": True}
+    sharding = {"data_parallel_sharding_strategy": ZERO3, "data_parallel_sharding_units": 2}
+    *plain, is_whole = rank_pools(4).run(evaluated, pp2 | {"data_parallel_sharding_strategy": ZERO1})[0]
+    assert is_whole
+    for found in rank_pools(4).run(evaluated, pp2 | sharding):
+        assert found == (*plain, False)

@@ -11,7 +11,9 @@ from collections.abc import Iterator
 from megapipe.config.config import Config
 from megapipe.config.layers import OPTIONS_OF, LayerConfig, has_soft_cap, kinds_of, layer_settings, of_each_kind
 from megapipe.config.model import ACTIVATIONS, ATTENTIONS, NORMALIZATIONS, ROPE, ModelConfig
+from megapipe.config.parallel import SHARDED_GRADS
 from megapipe.config.rules.proposals import chosen, given, use_divisors, use_multiples
+from megapipe.config.rules.sharding import strategy_of
 from megapipe.errors import ConfigError
 from megapipe.formatting import one_of
 
@@ -219,8 +221,8 @@ def chunks(config: Config) -> Iterator[str]:
         yield f"{LAYERS_PER_CHUNK} and {CHUNKS} both give the number of chunks; give one of the two"
     elif per_chunk is not None and parallel.pipeline_model_parallel_layout is not None:
         yield f"{LAYOUT} gives the layers of each chunk; leave {LAYERS_PER_CHUNK} out"
-    if parallel.pipeline_model_parallel_size > 1:
-        return
+    if parallel.pipeline_model_parallel_size > 1 or strategy_of(parallel) in SHARDED_GRADS:
+        return  # on one rank chunks are gathered and reduced one by one
     if count is not None and count > 1:
         yield f"{CHUNKS} {count} needs {PP} of at least 2; leave it out or raise pp"
     elif per_chunk is not None and per_chunk < config.model.num_layers:

@@ -9,6 +9,7 @@ from megapipe.config.parallel import SHARDED_GRADS, ParallelConfig
 from megapipe.config.rules.proposals import chosen
 
 STRATEGY = "--data-parallel-sharding-strategy"
+UNITS = "--data-parallel-sharding-units"
 INSTANCES = "--num-distributed-optimizer-instances"
 
 
@@ -22,7 +23,8 @@ def strategy(config: Config) -> Iterator[str]:
     """Check the strategy, and the options that need one."""
     parallel, found = config.parallel, strategy_of(config.parallel)
     if found == "no_shard" and parallel.use_distributed_optimizer:
-        yield f"{STRATEGY} no_shard contradicts --use-distributed-optimizer, which is optim; leave one of the two out"
+        ways = f"use {STRATEGY} optim, or --no-use-distributed-optimizer"
+        yield f"{STRATEGY} no_shard contradicts --use-distributed-optimizer, which is optim; {ways}"
     if found != "no_shard":
         return
     ways = f"--use-distributed-optimizer or {STRATEGY} optim"
@@ -51,4 +53,16 @@ def unsupported(config: Config) -> Iterator[str]:
         yield f"{STRATEGY} {found} does not work with {option} yet; use {STRATEGY} optim, or leave {option} out"
 
 
-RULES = (strategy, unsupported)
+def units(config: Config) -> Iterator[str]:
+    """Check what counts layers of whole stages, of which units are parts."""
+    count = config.parallel.data_parallel_sharding_units
+    if count == 1:
+        return
+    for option in chosen(
+        ("--recompute-method block", config.recompute.recompute_method == "block"),
+        ("--pipeline-rank-memory", config.parallel.pipeline_rank_memory is not None),
+    ):
+        yield f"{UNITS} {count} does not work with {option} yet, which counts whole stages; leave one of the two out"
+
+
+RULES = (strategy, unsupported, units)
