@@ -42,6 +42,7 @@ SAMPLES = "!--train-iters --train-samples 12"
 WSD = "--lr-decay-style WSD --lr-wsd-decay-iters 3"
 RAMP = "--weight-decay-incr-style linear --start-weight-decay 0.1 --end-weight-decay 0.5"
 ZERO3 = "--global-batch-size 8 --data-parallel-sharding-strategy optim_grads_params"
+UNITS = f"{ZERO3} --data-parallel-sharding-units 2"
 FP16 = "--fp16 --initial-loss-scale 256"
 NARROW = "--bf16 --use-precision-aware-optimizer"
 FULL = "--num-layers 4 --recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
@@ -179,9 +180,9 @@ parallel.tp_comm_overlap_rs | --disable-tp-comm-overlap-rs | ranks collectives |
 parallel.tp_comm_overlap_chunks | --tp-comm-overlap-chunks 3 | ranks collectives | {SP2} --tp-comm-overlap
 parallel.data_parallel_sharding_strategy | --data-parallel-sharding-strategy optim_grads_params | plan rows | | 2
 parallel.num_distributed_optimizer_instances | --num-distributed-optimizer-instances 2 | plan buffers | \
-    --use-distributed-optimizer | 4
-parallel.data_parallel_sharding_granularity | --data-parallel-sharding-granularity step | plan rows | {ZERO3} | 2
-parallel.data_parallel_sharding_prefetch | --data-parallel-sharding-prefetch 3 | plan rows | {ZERO3} | 2
+    --use-distributed-optimizer --global-batch-size 8 | 4
+parallel.data_parallel_sharding_granularity | --data-parallel-sharding-granularity step | plan rows | {UNITS} | 2
+parallel.data_parallel_sharding_prefetch | --data-parallel-sharding-prefetch 3 | plan rows | {UNITS} | 2
 parallel.data_parallel_sharding_units | --data-parallel-sharding-units 2 | plan rows | {ZERO3} | 2
 parallel.use_distributed_optimizer | --use-distributed-optimizer | plan buffers | | 2
 parallel.overlap_grad_reduce | --overlap-grad-reduce | ranks events | --ddp-bucket-size 500
