@@ -79,3 +79,15 @@ def test_llama3_8b_at_131072_tokens_sends_what_the_papers_formulas_say(
     assert attention is not None
     found = [sum(sent.values()) for sent in attention.sent_bytes(shape)]
     assert found == pytest.approx([forward, backward], rel=2e-3)
+
+
+@pytest.mark.parametrize("ranks", [{"expert_model_parallel_size": 2}, {"expert_tensor_parallel_size": 2}])
+def test_a_dry_run_of_few_microbatches_counts_the_messages_of_all(ranks: dict[str, Any]) -> None:
+    experts = {"num_experts": 4, "moe_ffn_hidden_size": 64, "moe_aux_loss_coeff": (0.1,)} | ranks
+    plan = make_plan(
+        2, LLAMA | experts | {"context_parallel_size": 2, "global_batch_size": 32, "num_layers": 2, "device": "cpu"}
+    )
+    few, full = (count_rank(plan, 0, read_for(plan), "cpu", in_full=in_full) for in_full in (False, True))
+    assert few.num_run < full.num_run
+    assert few.traffic is not None and full.traffic is not None
+    assert few.traffic.bytes == full.traffic.bytes
