@@ -42,8 +42,8 @@ class PlannedExperts(ExpertModel):
 def expert_model(plan: RunPlan, hardware: Hardware) -> PlannedExperts:
     """Return the seconds of the plan's parts on some hardware; kinds of layers that differ by their mean.
 
-    What a backward recomputes belongs to the part that it recomputes. The layers of multi-token prediction belong to
-    the head; their all-to-alls are left out.
+    What a backward recomputes belongs to the part that it recomputes. Layers of multi-token prediction belong to the
+    head; their all-to-alls are left out.
     """
     shape, links = plan.shape, expert_links(plan, hardware)
     tp_link = ring_link(plan.topology, "tp", hardware.node, hardware.network)

@@ -44,7 +44,8 @@ class OutputWatch:
 
     def _observe(self, stage: int, microbatch: int, output: Any) -> None:
         if torch.is_grad_enabled():
-            self._sums[microbatch, stage] = torch.stack([value.detach().sum() for value in _tensors(output)]).sum()
+            first, *others = (value.detach().sum() for value in _tensors(output))
+            self._sums[microbatch, stage] = sum(others, first)
 
 
 def describe_nonfinite(runtime: TrainingRuntime, sums: Sums, batch: StepBatch, result: StepResult) -> str:
