@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megapipe.errors import ConfigError, ScheduleError
+from megapipe.extras.cli.schedule import main
 from megapipe.extras.report.timeline import grid_text, svg
 from megapipe.profile.trace import chrome_trace
 from megapipe.schedule.action import Action, Op, parse_slice
@@ -243,3 +244,15 @@ def test_forward_only_schedules_have_slices():
     placement = build_schedule("zb-v", 3, 2, 2).placement
     schedule = build_forward_only(placement, 2, num_slices=4)
     assert schedule.num_units == 8 and schedule.num_microbatches == 2
+
+
+def test_the_command_line_draws_writes_and_checks_slices(tmp_path, capsys):
+    path = tmp_path / "rows.csv"
+    assert main(["draw", "zb-h1", "-p", "2", "-m", "2", "-k", "3", "--csv-out", str(path)]) == 0
+    assert "0F1.2" in path.read_text()
+    assert main(["draw", "1f1b", "-p", "2", "-m", "1", "-k", "2"]) == 0
+    assert "F0.1" in capsys.readouterr().out
+    assert main(["check", "--csv", str(path)]) == 0
+    assert "2 microbatches of 3 slices" in capsys.readouterr().out
+    assert main(["simulate", "gpipe", "-k", "2"]) != 0
+    assert "no order for 2 slices" in capsys.readouterr().err

@@ -154,11 +154,10 @@ def _model(config: ResolvedConfig, layers: Sequence[LayerConfig], tp: int) -> Mo
     # 8 channels, or the smallest size above for which each --rotary-percent rotates whole pairs
     channels = {size: [int(size * share) for share in rotated] for size in range(8, model.kv_channels)}
     sizes = (size for size, counts in channels.items() if all(count > 0 and count % 2 == 0 for count in counts))
-    # about 16 tokens, and at least two for each rank that holds a slice of the sequence
+    # about 16 tokens, at least two for each rank that holds some of them, three for each slice in the pipeline
     divisor = tp if config.parallel.sequence_parallel else 1
     if config.parallel.context_parallel_size > 1:
         divisor = math.lcm(2, divisor) * config.parallel.context_parallel_size
-    # and about three for each slice in the pipeline, so that their lengths differ
     seq = min(model.seq_length, max(16, 2 * divisor, 3 * config.parallel.pipe_sp_splits * divisor) // divisor * divisor)
     widest = max(kind.ffn_hidden_size for kind in kinds) // tp
     narrow = MAX_FFN if all(kind.norm_position == "before" for kind in kinds) else MAX_NORMED_FFN
