@@ -19,6 +19,7 @@ from megapipe.extras.report.parts_svg import parts_svg
 from megapipe.extras.report.timeline import grid_text, svg
 from megapipe.formatting import text_table
 from megapipe.profile.trace import chrome_trace
+from megapipe.schedule.action import Op
 from megapipe.schedule.compare import Measures, Model, Refusal, Seconds, Sharding, compare, measure
 from megapipe.schedule.costs import AutoGoal
 from megapipe.schedule.experts import ExpertMeasures, ExpertModel, measure_experts
@@ -382,8 +383,12 @@ def _check(own: argparse.Namespace) -> None:
 
     With --experts the parts of its layers are proven, in megapipe's order or in that of --parts.
     """
-    experts = _expert_model(own)
+    experts, max_gathered = _expert_model(own), own.max_gathered
+    if not _is_sharded(own):  # then it limits the gathers of a file
+        own.max_gathered = None
     schedule = _schedule(own, experts or _model(own))
+    if max_gathered is not None and not _is_sharded(own) and Op.UNSHARD not in schedule.ops:
+        raise ConfigError(f"--max-gathered {max_gathered}: schedule {schedule} gathers nothing; omit it")
     if own.parts is not None and experts is None:
         raise ConfigError("--parts is only read with --experts; add it")
     if experts is not None:
@@ -398,7 +403,7 @@ def _check(own: argparse.Namespace) -> None:
         schedule = schedule if sharding is None else shard(schedule, sharding.policy)
     else:
         _check_unread(own, SHARDING[1:6], "with rows without messages", "leave them out of the file,")
-    report = validate(schedule, own.send_depth, own.max_gathered)
+    report = validate(schedule, own.send_depth, max_gathered)
     channels = [
         {"channel": str(channel), "least_send_depth": depth, "most_posted": report.most_posted.get(channel, 0)}
         for channel, depth in sorted(

@@ -245,3 +245,72 @@ def test_the_picture_of_parts_is_current(tmp_path: Path) -> None:
     assert path.read_text(encoding="utf-8") == stored.read_text(encoding="utf-8")
     assert path.read_text(encoding="utf-8").count(">rank ") == 2
     ET.parse(path)
+
+
+SHARDED = ["--data-parallel-sharding-strategy", "optim_grads_params"]
+TIMES = ["--gather", "1.5", "--reduce", "3"]
+
+
+def test_gathers_and_reductions_are_counted_timed_and_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shape = ["breadth-first", "-p", "2", "-v", "2", "-m", "4"]
+    assert main(["compare", *shape, *SHARDED, *TIMES, "--json"]) == 0
+    (row,) = json.loads(capsys.readouterr().out)
+    assert (row["gathers"], row["reductions"], row["most_gathered"]) == (3, 2, 2)
+    assert main(["compare", *shape, "--json"]) == 0
+    (bare,) = json.loads(capsys.readouterr().out)
+    assert row["makespan_seconds"] > bare["makespan_seconds"] and "gathers" not in bare
+    assert main(["draw", *shape, *SHARDED, *TIMES]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1].startswith("network U0") and "U2" in lines[1] and lines[1].endswith("R0  =   =")
+    path = tmp_path / "rows.csv"
+    assert main(["draw", *shape, *SHARDED, "--lowered", "--csv-out", str(path)]) == 0
+    assert path.read_text().startswith("0UNSHARD,") and "2RESHARD,2REDUCE_GRAD" in path.read_text()
+    capsys.readouterr()
+    assert main(["check", "--csv", str(path), "--max-gathered", "2"]) == 0
+    assert "at most 2 stages of a rank gathered at once" in capsys.readouterr().out
+    assert main(["check", "--csv", str(path), "--max-gathered", "1"]) == 1
+    assert "are gathered at once, at most 1 may be" in capsys.readouterr().err
+    path.write_text(path.read_text().replace("2UNSHARD,", "", 1))
+    assert main(["check", "--csv", str(path)]) == 1
+    assert "needs the weights of stage 2, which are not gathered" in capsys.readouterr().err
+
+
+def test_units_of_a_stage_are_gathered_one_by_one(capsys: pytest.CaptureFixture[str]) -> None:
+    units = ["--data-parallel-sharding-units", "4", "--data-parallel-sharding-prefetch", "0"]
+    assert main(["simulate", "1f1b", "-p", "2", "-m", "4", *SHARDED, *units, "--gather", "1", "--json"]) == 0
+    row = json.loads(capsys.readouterr().out)
+    # on rank 0 the last unit of three forwards stays for the backward of the microbatch before
+    assert (row["gathers"], row["reductions"], row["most_gathered"]) == (4 * 2 * 4 - 3, 4 * 4, 1)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["compare", "--gather", "1"], "--gather is only read with --data-parallel-sharding-strategy; add it"),
+        (["check", "1f1b", "--max-gathered", "1"], "gathers nothing; omit it"),
+        (["compare", "--experts", *SHARDED], "--data-parallel-sharding-strategy is only read without --experts"),
+        (["draw", "1f1b", *SHARDED, "--data-parallel-sharding-units", "0"], "a stage has 1 unit or more"),
+        (["draw", "1f1b", *SHARDED, "--data-parallel-sharding-prefetch", "-1"], "a prefetch of -1 computations"),
+        (["draw", "dualpipe", *SHARDED, "--max-gathered", "1"], "a pair of this schedule needs 2 at once"),
+        (
+            ["draw", "1f1b", *SHARDED, "--data-parallel-sharding-granularity", "step", "--reshard-after-forward"],
+            "once a step are kept from forward to backward",
+        ),
+    ],
+    ids=["no strategy", "no gathers", "experts", "no unit", "prefetch", "pairs", "contradiction"],
+)
+def test_options_of_sharding_that_cannot_be_read_are_refused(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(words) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_the_pictures_of_sharded_weights_are_current(tmp_path: Path) -> None:
+    images, path = REPOSITORY / "docs" / "images", tmp_path / "drawn.svg"
+    drawn = ["-m", "8", *SHARDED, "--width", "1200", "--svg", str(path)]
+    assert main(["draw", "breadth-first", "-p", "4", "-v", "2", *TIMES, *drawn]) == 0
+    assert path.read_text() == (images / "sharded_breadth_first.svg").read_text()
+    units = ["--data-parallel-sharding-units", "2", "--gather", "0.5", "--reduce", "1"]
+    assert main(["draw", "1f1b", "-p", "4", *units, *drawn]) == 0
+    assert path.read_text() == (images / "sharded_1f1b.svg").read_text()

@@ -126,3 +126,14 @@ def test_more_model_parallel_ranks_than_needed_are_reported() -> None:
     wide = configured(4, tensor_model_parallel_size=4, sequence_parallel=True)
     narrow = configured(4, use_distributed_optimizer=True, overlap_grad_reduce=True)
     assert "dp could be 4 instead of 1" in "\n".join(oddities(wide, narrow, H100))
+
+
+def test_sharded_weights_are_explained_by_what_they_save_and_expose() -> None:
+    small_memory = dataclasses.replace(H100, memory_bytes=int(6 * GIB))
+    found = search(
+        large(global_batch_size=32), 8, small_memory, lambda layout: layout.pp == 1 and bool(layout.sharding)
+    )
+    assert found.best and found.best[0].layout.units == 16
+    (words,) = (line for line in reasons(found, small_memory) if line.startswith("weights sharded: a rank gathers "))
+    assert "with the optimizer sharded alone a step would take" in words and "but pp_rank 0 needs" in words
+    assert "with sharded weights a copy of the model fits" in "\n".join(reasons(found, small_memory))
