@@ -118,6 +118,11 @@ def run(rank: int, world_size: int, slices: int, steps: int) -> Found:
     return Found(starts, ends, stage.slept, alive, float(stage.factor.grad))
 
 
+def shares_of(seconds: dict[tuple[int, Op], tuple[float, ...]]) -> dict[tuple[int, Op], tuple[float, ...]]:
+    """Return the shares of slices in the seconds of whole microbatches."""
+    return {key: tuple(one / sum(each) for one in each) for key, each in seconds.items()}
+
+
 CASES = [
     pytest.param(2, 3, 1.5, id="2 slices"),
     *(pytest.param(k, 12, 1.05, id=f"{k} slices, closely", marks=pytest.mark.slow) for k in (1, 2, 3, 4)),
@@ -138,12 +143,15 @@ def test_an_emulated_step_with_slices_takes_the_simulated_time(
         for share in SHARES[slices]
     }
     keys = [(stage, op) for stage in range(RANKS) for op in SECONDS]
-    shares = {(stage, op): tuple(means[op, share] for share in SHARES[slices]) for stage, op in keys}
-    costs = Costs({key: sum(shares[key]) for key in keys})
-    if slices > 1:
-        costs = Costs(dict.fromkeys(keys, 1.0), slice_shares=shares)
-    simulated = simulate(schedule, costs).makespan_seconds
-    assert 0.99 * simulated <= min(took) < most * simulated, (took, simulated)
+    asked = {(op, share): SECONDS[op] * share for op, share in means}
+    simulated, least = (
+        simulate(schedule, Costs({key: sum(each[key]) for key in keys}, slice_shares=shares_of(each))).makespan_seconds
+        for each in (
+            {(stage, op): tuple(seconds[op, share] for share in SHARES[slices]) for stage, op in keys}
+            for seconds in (means, asked)
+        )
+    )
+    assert least <= min(took) < most * simulated, (took, simulated, least)
     assert [rank.alive for rank in found] == list(peak_live_chunks(schedule))
     elements = 60 * 4 * MICROBATCHES
     assert [rank.gradient for rank in found] == [elements * 2.0 ** (RANKS - 1)] * RANKS

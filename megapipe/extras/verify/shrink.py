@@ -143,8 +143,7 @@ def _unlike_layers(
 
 def _model(config: ResolvedConfig, layers: Sequence[LayerConfig], tp: int) -> ModelConfig:
     """Return the model of these layers with small sizes. What layers have in other sizes keeps its proportions."""
-    model = config.model
-    kinds = (model, *dict.fromkeys(layers))
+    kinds = (model := config.model, *dict.fromkeys(layers))
     heads, whole, held = model.num_attention_heads, 1, 1
     if all(kind.num_query_groups % tp == 0 for kind in kinds):
         # each rank has whole groups: keep two of them, or one for each rank of a2a; groups shared by ranks are all kept
@@ -158,7 +157,8 @@ def _model(config: ResolvedConfig, layers: Sequence[LayerConfig], tp: int) -> Mo
     divisor = tp if config.parallel.sequence_parallel else 1
     if config.parallel.context_parallel_size > 1:
         divisor = math.lcm(2, divisor) * config.parallel.context_parallel_size
-    seq = min(model.seq_length, max(16, 2 * divisor, 3 * config.parallel.pipe_sp_splits * divisor) // divisor * divisor)
+    least = divisor * (3 * slices if (slices := config.parallel.pipe_sp_splits) > 1 else 2)
+    seq = min(model.seq_length, max(16, least) // divisor * divisor)
     widest = max(kind.ffn_hidden_size for kind in kinds) // tp
     narrow = MAX_FFN if all(kind.norm_position == "before" for kind in kinds) else MAX_NORMED_FFN
     windows = [kind.window_size for kind in kinds if kind.window_size is not None]
