@@ -345,6 +345,9 @@ def _waits(cut: Cut) -> tuple[_Waits, ...]:
 @cache
 def _holds(cut: Cut, schedule: str, count: int) -> tuple[_Holds, ...]:
     pp, ranks, counts = cut
+    if keeps_all(schedule):
+        of_ranks = [(_layers(cut, rank), int(ranks[-1] == rank), int(ranks[0] == rank)) for rank in range(pp)]
+        return _undominated(_Holds(*held, tuple(count * layers for layers in held[0])) for held in of_ranks)
     rows = SCHEDULES[schedule].generate(Shape(pp, len(ranks) // pp, count, pp))
     return _undominated(
         _Holds(_layers(cut, rank), int(ranks[-1] == rank), int(ranks[0] == rank), live)
