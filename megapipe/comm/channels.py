@@ -9,8 +9,9 @@ which run through the ranks in reverse (direction 1).
     NCCL   one communicator per channel, of two ranks and one direction (stream order keeps messages in order)
 
 Both ends declare what a message contains. The sender's declaration travels ahead of the first message of its kind
-(slices of a sequence differ in length); the receiver compares it with its own and raises an error if they differ (gloo would abort the process when a
-message is longer than its buffer). If only one end changes its declaration, gloo's tags differ and the wait times out.
+(slices of a sequence differ in length); the receiver compares it with its own and raises an error if they differ (gloo
+would abort the process when a message is longer than its buffer). If only one end changes its declaration, gloo's tags
+differ and the wait times out.
 """
 
 from __future__ import annotations

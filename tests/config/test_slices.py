@@ -56,7 +56,10 @@ def config(**changes: Any) -> Config:
         ),
         ({"hidden_dropout": 0.1}, "--hidden-dropout 0.1 and --attention-dropout 0: .*use 0 for both"),
         ({"attention_dropout": 0.1}, "--attention-dropout 0.1: masks would depend on the number of slices"),
-        ({"mtp_num_layers": 1, "position_embedding_type": "rope"}, "does not work with --mtp-num-layers yet; leave one"),
+        (
+            {"mtp_num_layers": 1, "position_embedding_type": "rope"},
+            "does not work with --mtp-num-layers yet; leave one",
+        ),
         ({"context_parallel_size": 2}, "--context-parallel-size"),
         ({"num_experts": 4, "add_bias_linear": False}, "--num-experts"),
         (LATENT, "--multi-latent-attention"),

@@ -447,11 +447,6 @@ WRITTEN = {
         (1, 1),
         "cannot express model.final_logit_softcapping 9",
     ),
-    "linear_positions": (
-        dataclasses.replace(LLAMA_MODEL, rope_scaling_type="linear"),
-        (1, 1),
-        "cannot express model.rope_scaling_type linear",
-    ),
     "norms_around": (
         dataclasses.replace(LLAMA_MODEL, norm_position="around"),
         (1, 1),
