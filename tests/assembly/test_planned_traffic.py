@@ -135,6 +135,14 @@ GRIDS: dict[str, tuple[int, dict[str, Any]]] = {
         | PP2
         | {"expert_model_parallel_size": 2, "overlap_moe_expert_parallel_comm": True, "delay_wgrad_compute": True},
     ),
+    "experts_tp2_ep2_in_parts": (
+        8,
+        EXPERTS
+        | TP2
+        | SP
+        | PP2
+        | {"expert_model_parallel_size": 2, "overlap_moe_expert_parallel_comm": True, "delay_wgrad_compute": True},
+    ),
     "experts_ep2_padded": (
         2,
         EXPERTS
