@@ -95,8 +95,7 @@ def recomputed_flops(
 ) -> float:
     """Return what a step computes again, for hardware FLOPs (HFU).
 
-    recompute: of each layer, those of multi-token prediction included. --recompute-method block is counted with all
-    other layers.
+    recompute: of each layer, those of multi-token prediction included.
     """
     spec = model_spec(model, PrecisionConfig())
     layers = (*spec.layers, *(layer for _, layer in spec.predictions))

@@ -58,10 +58,15 @@ def choices(layer: LayerSpec, shape: RankShape) -> tuple[Choice, ...]:
 
 @cache
 def layer_recompute(layers: tuple[LayerSpec, ...], shape: RankShape) -> tuple[RecomputeConfig, ...]:
-    """Return the recompute of each layer of a stage: the budget's choice, or the shape's where it has no budget."""
+    """Return the recompute of each layer of a stage: the budget's choice, or the shape's where it has no budget.
+
+    --recompute-method block recomputes the first N layers alone.
+    """
     budget = shape.recompute.recompute_memory_budget
     if budget is None:
-        return (shape.recompute,) * len(layers)
+        is_block = shape.recompute.recompute_granularity == "full" and shape.recompute.recompute_method == "block"
+        replayed = min(shape.recompute.recompute_num_layers or 1, len(layers)) if is_block else len(layers)
+        return (shape.recompute,) * replayed + (RecomputeConfig(),) * (len(layers) - replayed)
     of_layer = [choices(layer, replace(shape, recompute=RecomputeConfig(), splits_backward=False)) for layer in layers]
     steps = [
         (-_saved_per_flop(before, after), number, place)

@@ -3,7 +3,8 @@
 `row_bytes` walks a row as `data_parallel.sharded` runs it; memory, traffic and `megapipe plan` fold over it. With d
 shards, weights of e bytes and gradients of g, ZeRO-2 keeps e + g / d bytes of a parameter and ZeRO-3 (e + g) / d, and
 the optimizer its state of a shard. What is whole at a time comes on top: weights from UNSHARD to RESHARD, and gradients
-from the first backward after a reduction until the next reduction of the rank starts, which waits for the one before.
+from the first backward after a reduction until the next reduction of the rank starts, which waits for the one before;
+without --overlap-grad-reduce until their own has ended.
 """
 
 from __future__ import annotations
@@ -70,6 +71,7 @@ class _Walk:
             stage: [*self.own[stage], *(self.shared if plan.borrows_embedding(stage) else ())] for stage in stages
         }
         self.element, self.gradient = plan.shape.element, plan.state_dtypes(pp_rank).gradient_bytes
+        self.overlaps = plan.config.parallel.overlap_grad_reduce
         self.in_bf16 = plan.config.parallel.grad_reduce_in_bf16 and self.gradient > BF16_BYTES
         self.users: Counter[_Buffer] = Counter()  # gathered stages that use a buffer
         self.open: dict[_Buffer, int] = {}  # bytes of whole gradients
@@ -96,8 +98,11 @@ class _Walk:
         else:
             return self.now
         weights = sum(buffer.numel for buffer, users in self.users.items() if users) * self.element
-        self.now = Whole(weights, sum(self.open.values()) + sum(self.in_flight.values()))
-        return self.now._replace(gradients=self.now.gradients + copies)
+        reducing, kept = sum(self.in_flight.values()), sum(self.open.values())
+        if not self.overlaps:
+            self.in_flight.clear()
+        self.now = Whole(weights, kept + sum(self.in_flight.values()))
+        return Whole(weights, kept + reducing + copies)
 
     def _reduce(self, stage: int, is_last: bool) -> int:
         """Start a reduction; return the bytes of gradients that are freed once their bf16 copies are made."""

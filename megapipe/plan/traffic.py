@@ -99,9 +99,11 @@ def layer_expert_bytes(plan: RunPlan, layer: LayerSpec, recompute: RecomputeConf
 
 def stage_collectives(plan: RunPlan, stage: int, splits_backward: bool = False) -> float:
     """Return the number of collectives over tp of a stage for one microbatch, recomputed ones included; those of fewer
-    channels than hidden states have as their share. splits_backward: into I and W.
+    channels than hidden states have as their share. splits_backward: into I and W, as --delay-wgrad-compute always
+    does.
     """
     model, layers = plan.model, plan.partition.stages[stage]
+    splits_backward |= plan.config.parallel.delay_wgrad_compute
     shape = split(plan.shape) if splits_backward else plan.shape
     total = sum(table.collectives.total for table in end_tables(model, shape, layers))
     for (layer, recompute), count in Counter(layers_with_recompute(model, shape, layers)).items():

@@ -240,9 +240,7 @@ def split_stages(schedule: Schedule, num_units: Sequence[int]) -> Schedule:
                 split += (pair[0]._replace(op=Op.OVERLAP), *pair)
             split += forward[paired:] + backward[paired:]
         rows.append(tuple(split))
-    return Schedule(
-        schedule.name, split_placement(schedule.placement, num_units), schedule.num_microbatches, tuple(rows)
-    )
+    return replace(schedule, placement=split_placement(schedule.placement, num_units), rows=tuple(rows))
 
 
 def split_placement(placement: Placement, num_units: Sequence[int]) -> Placement:

@@ -55,6 +55,10 @@ GRIDS: dict[str, tuple[int, dict[str, Any]]] = {
         2,
         TP2 | OVERLAP | {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
     ),
+    "tp2_sequence_parallel_full_recompute_of_first_layers": (
+        2,
+        TP2 | SP | {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 3},
+    ),
     "tp2_sequence_parallel_mlp_recompute": (
         2,
         TP2 | SP | {"recompute_granularity": "selective", "recompute_modules": ("mlp",)},
@@ -89,6 +93,14 @@ GRIDS: dict[str, tuple[int, dict[str, Any]]] = {
         | {"pipeline_schedule": "zb-v"}
         | {"recompute_granularity": "selective", "recompute_modules": ("mlp",)},
     ),
+    "tp2_sequence_parallel_zb_v_full_recompute": (
+        4,
+        TP2
+        | SP
+        | PP2
+        | {"pipeline_schedule": "zb-v", "recompute_granularity": "full", "recompute_method": "uniform"}
+        | {"recompute_num_layers": 1},
+    ),
     "tp2_sequence_parallel_dualpipe": (4, TP2 | SP | PP2 | {"pipeline_schedule": "dualpipe"}),
     "tp2_zb_h1": (4, TP2 | PP2 | {"pipeline_schedule": "zb-h1"}),
     "latent_attention_tp2_sequence_parallel_zb_h1": (4, TP2 | SP | PP2 | LATENT | {"pipeline_schedule": "zb-h1"}),
@@ -120,6 +132,14 @@ GRIDS: dict[str, tuple[int, dict[str, Any]]] = {
     "experts_ep2_in_parts": (
         4,
         EXPERTS
+        | PP2
+        | {"expert_model_parallel_size": 2, "overlap_moe_expert_parallel_comm": True, "delay_wgrad_compute": True},
+    ),
+    "experts_tp2_ep2_in_parts": (
+        8,
+        EXPERTS
+        | TP2
+        | SP
         | PP2
         | {"expert_model_parallel_size": 2, "overlap_moe_expert_parallel_comm": True, "delay_wgrad_compute": True},
     ),

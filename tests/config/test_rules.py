@@ -567,6 +567,13 @@ CASES = [
         GRAPHS,
     ),
     (
+        "slices_are_not_compiled",
+        "--pipe-sp-splits 2 --pipeline-model-parallel-size 2 --hidden-dropout 0 --attention-dropout 0 "
+        "--compile-blocks on",
+        ["--compile-blocks on: slices of a sequence", "--compile-blocks auto"],
+        "--pipe-sp-splits 2 --pipeline-model-parallel-size 2 --hidden-dropout 0 --attention-dropout 0",
+    ),
+    (
         "offloaded_size_needs_layers",
         "--min-offloaded-tensor-size 5",
         ["needs --cpu-offloading-num-layers"],

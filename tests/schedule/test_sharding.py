@@ -273,3 +273,13 @@ def test_units_of_a_pair_are_paired_in_opposite_order() -> None:
     validate(lower(split))
     pairs = [(split.rows[0][i + 1], split.rows[0][i + 2]) for i, a in enumerate(split.rows[0]) if a.op is Op.OVERLAP]
     assert [(forward.stage % 2, backward.stage % 2) for forward, backward in pairs[:2]] == [(0, 1), (1, 0)]
+
+
+@pytest.mark.parametrize("name", ["1f1b", "interleaved", "zb-h1", "zb-v"])
+def test_units_keep_the_slices_of_microbatches(name: str) -> None:
+    schedule = build_schedule(name, 2, SCHEDULES[name].num_chunks(1), 4, num_slices=2)
+    units = [2] * schedule.num_stages
+    split = lower(split_stages(schedule, units))
+    assert split.num_slices == 2
+    validate(split)
+    validate(shard(split, ShardingPolicy(gathers=True)))

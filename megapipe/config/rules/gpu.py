@@ -194,6 +194,7 @@ def why_not_compiled(config: Config) -> str | None:
         ),
         ("experts are not compiled", config.model.num_experts is not None),
         ("attention over several cp ranks is not compiled", config.parallel.context_parallel_size > 1),
+        ("slices of a sequence (--pipe-sp-splits) are not compiled", config.parallel.pipe_sp_splits > 1),
         (f"--softmax-type {config.model.softmax_type} is not compiled", config.model.softmax_type != "vanilla"),
         ("--activation-func-clamp-value and --glu-linear-offset are not compiled", config.model.bends_gates),
         (

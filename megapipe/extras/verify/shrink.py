@@ -66,7 +66,7 @@ def shrink(
     plan: RunPlan, mode: str, world_size: int, ranks_per_node: int | None = None, on_gpus: bool = False
 ) -> Shrunk:
     """Return the plan with small sizes. mode: 'fp64', or 'native' for the configuration's own dtype."""
-    config, partition = plan.config, plan.partition
+    config, partition = plan.config, plan.whole_stages().partition
     if mode == "native" and plan.model.has_experts:
         raise ConfigError(
             f"--verify-grid native compares with fp64, in which tokens may choose other experts than in "

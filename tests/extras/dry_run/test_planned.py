@@ -102,6 +102,7 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     ),
     "dp2_zero1_bf16": (2, ZERO1 | {"dtype": "bf16", "ddp_bucket_size": 50_000}),
     "zero2_pp2_bf16": (4, PP2 | ZERO2 | {"dtype": "bf16"}),
+    "zero3_full_2_chunks_bf16": (8, PP2 | ZERO3 | FULL | {"num_virtual_stages_per_pipeline_rank": 2, "dtype": "bf16"}),
     "zero3_units_pp2_breadth_first": (
         4,
         PP2 | ZERO3 | UNITS | {"num_virtual_stages_per_pipeline_rank": 2, "pipeline_schedule": "breadth-first"},

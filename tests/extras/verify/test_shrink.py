@@ -274,6 +274,13 @@ def test_an_uneven_partition_stays_that_of_the_large_sizes() -> None:
     assert small.plan.partition == small.original.partition
 
 
+def test_units_of_stages_are_those_of_the_large_sizes() -> None:
+    sharding = {"data_parallel_sharding_strategy": "optim_grads_params", "data_parallel_sharding_units": 2}
+    small = shrink(resolve(tiny_config(**GPT3 | {"pp": 2, "chunks": 2} | sharding), 4), "fp64", 4)
+    assert small.plan.num_units == small.original.num_units == (2, 2, 2, 2)
+    assert small.plan.partition == small.original.partition
+
+
 def test_a_window_that_hides_keys_still_hides_keys() -> None:
     model = shrunk("copies of key/value heads").plan.config.model
     assert model.window_size is not None and 1 < model.window_size < model.seq_length
