@@ -88,6 +88,7 @@ class SearchReport:
             "sequence_parallel": parallel.sequence_parallel,
             "distributed_optimizer": parallel.use_distributed_optimizer,
             **({"sharding": layout.sharding, "units": layout.units} if layout.sharding else {}),
+            **({"slices": layout.slices} if layout.slices > 1 else {}),
             "layers_of_stages": list(candidate.plan.partition.layer_counts),
             "step_seconds": time.seconds,
             "tokens_per_second": time.tokens_per_second,
