@@ -8,8 +8,8 @@ which run through the ranks in reverse (direction 1).
     gloo   one connection per pair of ranks; a tag on each tensor: channel, fingerprint of its shapes, running number
     NCCL   one communicator per channel, of two ranks and one direction (stream order keeps messages in order)
 
-Both ends declare what a message contains. The sender's declaration travels ahead of the first message, and whenever it
-changes; the receiver compares it with its own and raises an error if they differ (gloo would abort the process when a
+Both ends declare what a message contains. The sender's declaration travels ahead of the first message of its kind
+(slices of a sequence differ in length); the receiver compares it with its own and raises an error if they differ (gloo would abort the process when a
 message is longer than its buffer). If only one end changes its declaration, gloo's tags differ and the wait times out.
 """
 
@@ -176,7 +176,8 @@ class Channel:
     message_times: list[MessageTime] | None = None  # a list while times of messages are recorded
     now: Callable[[], int] = perf_counter_ns  # clock of message_times; a device clock on a GPU
     _number: int = 0  # tensors posted so far
-    _declaration: _Declaration | None = None
+    _declaration: _Declaration | None = None  # of the last message
+    _declarations: dict[tuple[MessageSpec, ...], _Declaration] = field(default_factory=dict)  # slices differ in length
     _headers: list[_Header] = field(default_factory=list)  # not yet compared
     _in_flight: deque[PendingSend] = field(default_factory=deque)
 
@@ -206,9 +207,10 @@ class Channel:
         tensors = tuple([tensor.detach().contiguous() for tensor in tensors])
         if self.in_fp8:
             tensors = tuple([encode(each) if MessageSpec.of(each).is_encodable else each for each in tensors])
-        declaration, handles, kept = self._declaration, [], tensors
+        declaration, is_new, handles, kept = self._declaration, False, [], tensors
         if declaration is None or not declaration.matches(tensors):
-            declaration = self._declare(tuple(map(MessageSpec.of, tensors)))
+            declaration, is_new = self._declare(tuple(map(MessageSpec.of, tensors)))
+        if is_new:
             padded = _encode(declaration.text).ljust(DECLARATION_BYTES, b"\0")
             header = torch.tensor(list(padded), dtype=torch.uint8).to(self.device)
             handles.append(self._post(header, self._tag("", header=True)))
@@ -226,11 +228,12 @@ class Channel:
         encoded = messages if self.in_fp8 else None
         if self.in_fp8:
             messages = tuple([message.in_fp8() if message.is_encodable else message for message in messages])
-        declaration = self._declaration
+        declaration, is_new = self._declaration, False
         if self._headers:
             self._headers = [header for header in self._headers if not header.compared]
         if declaration is None or declaration.messages != messages:
-            declaration = self._declare(messages)
+            declaration, is_new = self._declare(messages)
+        if is_new:
             buffer = torch.zeros(DECLARATION_BYTES, dtype=torch.uint8, device=self.device)
             self._headers.append(_Header(buffer, declaration.text, self._post(buffer, self._tag("", header=True))))
         tensors = tuple([torch.empty(message.shape, dtype=message.dtype, device=self.device) for message in messages])
@@ -287,10 +290,14 @@ class Channel:
         token = torch.zeros(1, device=self.device)
         self.wait_for(self._post(token, self._tag("")), perf_counter_ns(), (token,))
 
-    def _declare(self, messages: tuple[MessageSpec, ...]) -> _Declaration:
-        text = ", ".join(map(str, messages))
-        self._declaration = _Declaration(messages, text, self._tag(text))
-        return self._declaration
+    def _declare(self, messages: tuple[MessageSpec, ...]) -> tuple[_Declaration, bool]:
+        """Return the declaration of messages other than the last one's, and whether it is their first."""
+        is_new = messages not in self._declarations
+        if is_new:
+            text = ", ".join(map(str, messages))
+            self._declarations[messages] = _Declaration(messages, text, self._tag(text))
+        self._declaration = self._declarations[messages]
+        return self._declaration, is_new
 
     def _tag(self, text: str, header: bool = False) -> int:
         """Return the tag for a declaration, with running number 0."""

@@ -34,6 +34,7 @@ MODEL = ModelConfig(
 )
 OTHER: dict[str, Any] = {
     "num_layers": 3,
+    "mtp_num_layers": 2,
     "hidden_size": 64,
     "ffn_hidden_size": 72,
     "num_attention_heads": 2,

@@ -52,8 +52,9 @@ def config(**changes: Any) -> Config:
             {"pipe_sp_splits": 20, "tensor_model_parallel_size": 2, "sequence_parallel": True},
             "has at most 16 slices of a multiple of --tensor-model-parallel-size 2, .*use 16 or fewer",
         ),
-        ({"hidden_dropout": 0.1}, "does not work with --hidden-dropout 0.1 yet; leave one of the two out"),
-        ({"attention_dropout": 0.1}, "--attention-dropout 0.1"),
+        ({"hidden_dropout": 0.1}, "--hidden-dropout 0.1 and --attention-dropout 0: .*use 0 for both"),
+        ({"attention_dropout": 0.1}, "--attention-dropout 0.1: masks would depend on the number of slices"),
+        ({"mtp_num_layers": 1, "position_embedding_type": "rope"}, "does not work with --mtp-num-layers yet; leave one"),
         ({"context_parallel_size": 2}, "--context-parallel-size"),
         ({"num_experts": 4, "add_bias_linear": False}, "--num-experts"),
         (LATENT, "--multi-latent-attention"),
@@ -74,9 +75,9 @@ def test_what_slices_cannot_do_is_refused(changes: dict[str, Any], complaint: st
 
 def test_all_conflicts_are_in_one_message() -> None:
     with pytest.raises(ConfigError) as caught:
-        resolve(config(hidden_dropout=0.1, attention_dropout=0.1, num_experts=4, add_bias_linear=False), 2)
+        resolve(config(cpu_offloading_num_layers=1, num_experts=4, add_bias_linear=False), 2)
     (line,) = [line for line in str(caught.value).splitlines() if "--pipe-sp-splits" in line]
-    assert "--num-experts, --hidden-dropout 0.1 or --attention-dropout 0.1" in line
+    assert "--num-experts or --cpu-offloading-num-layers" in line
 
 
 @given(

@@ -56,7 +56,7 @@ def test_compiled_blocks_keep_to_the_device(name: str, run: Callable[..., Any]) 
     if name in ("llama", "zb-h1", "dualpipe"):
         forward, backward = seen.graphs["block"]
         assert forward[ATTENTION] == backward[f"{ATTENTION}_backward"] == 1
-    assert {item: seen.counted_bytes[item] for item in STATE} == {item: seen.planned_bytes[item] for item in STATE}
+    assert {item: seen.counted_bytes[item] for item in STATE} == {item: seen.planned_bytes.get(item, 0) for item in STATE}
     counted, planned = (sum(each.values()) for each in (seen.counted_bytes, seen.planned_bytes))
     # the plan has the temporaries of attention with dropout, which here are inside a graph
     assert (1 - CLOSE) * planned * ("dropout" not in name) < counted < (1 + CLOSE) * planned

@@ -121,6 +121,8 @@ ELSEWHERE = {
     "data_parallel_sharding_prefetch",
     "data_parallel_sharding_units",
     "num_distributed_optimizer_instances",
+    "pipe_sp_splits",  # this and the next: tests/parity/test_slices.py
+    "pipe_sp_strategy",
     "overlap_moe_expert_parallel_comm",  # this and the next: tests/parity/test_parts.py
     "delay_wgrad_compute",
     "attention_kind",  # one is built in; tests/test_extend.py trains with another
@@ -139,6 +141,8 @@ def test_every_field_of_the_model_and_its_layout_takes_several_values() -> None:
         constant = {name for name in constant if not name.startswith(("num_experts", "moe_", "expert_"))}
         # likewise latent attention: tests/parity/test_latent_attention.py
         constant -= {"multi_latent_attention", *LATENT_SIZES}
+        # and multi-token prediction: tests/parity/test_multi_token_prediction.py
+        constant = {name for name in constant if not name.startswith("mtp_")}
         assert constant <= SIZES | CONSTANTS | ROPE_CONSTANTS | ELSEWHERE | CONTEXT_PARALLEL
 
 

@@ -447,10 +447,10 @@ WRITTEN = {
         (1, 1),
         "cannot express model.final_logit_softcapping 9",
     ),
-    "yarn": (
-        dataclasses.replace(LLAMA_MODEL, rope_scaling_type="yarn"),
+    "linear_positions": (
+        dataclasses.replace(LLAMA_MODEL, rope_scaling_type="linear"),
         (1, 1),
-        "cannot express model.rope_scaling_type yarn",
+        "cannot express model.rope_scaling_type linear",
     ),
     "norms_around": (
         dataclasses.replace(LLAMA_MODEL, norm_position="around"),

@@ -113,4 +113,4 @@ def test_formats_without_the_modules_refuse_them_by_name() -> None:
     with pytest.raises(ConfigError, match=r"LlamaForCausalLM cannot express model\.mtp_num_layers 1"):
         FAMILIES["LlamaForCausalLM"].write(config.model)
     with pytest.raises(ConfigError, match=r"Megatron's args cannot express model\.mtp_num_layers 1"):
-        megatron.write_args(config, {}, 24, 1, 1)
+        megatron.write_args(config, {}, 24, megatron.MegatronGrid(1, 1))

@@ -49,6 +49,7 @@ WITHOUT_EFFECT = {
     "moe_router_dtype",
     "moe_router_force_load_balancing",
     "moe_pad_expert_input_to_capacity",
+    "moe_token_dispatcher_type",
 }
 KEY = DropoutKey(seed=3, step=1, microbatch=5)
 
