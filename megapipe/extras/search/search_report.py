@@ -74,11 +74,11 @@ class SearchReport:
 
     def _data(self, candidate: Candidate) -> dict[str, Any]:
         layout, time, parallel = candidate.layout, candidate.time, candidate.plan.config.parallel
+        shared = layout.context
         return {
             "tp": layout.tp,
             "pp": layout.pp,
-            "cp": layout.context.ranks,
-            **({} if layout.context.ranks == 1 else {"cp_comm_type": list(layout.context.kinds)}),
+            **({"cp": shared.ranks, "cp_comm_type": list(shared.kinds)} if shared.ranks > 1 else {}),
             **({} if layout.etp is None else {"ep": layout.ep, "etp": layout.etp}),
             "chunks": layout.chunks,
             "schedule": layout.schedule,
