@@ -13,9 +13,7 @@ from megapipe.config.config import Config
 from megapipe.config.model import PrecisionConfig
 from megapipe.config.parallel import RecomputeConfig
 from megapipe.errors import ConfigError
-from megapipe.extras.search.search import search
 from megapipe.layers.model import model_spec
-from megapipe.plan.hardware import hardware_named
 from megapipe.plan.resolve import resolve
 from megapipe.plan.slices import flops_of_length, sequence_slices
 from megapipe.schedule.action import Op
@@ -120,8 +118,3 @@ def test_slices_of_equal_cost_have_equal_shares_of_forward_and_backward_together
 def test_windows_make_slices_nearly_equal_in_length() -> None:
     plan = resolve(config(seq_length=4096, window_size=16), 2)
     assert [each.length for each in plan.slices] == pytest.approx([1024] * 4, rel=0.02)
-
-
-def test_the_layout_search_refuses_slices() -> None:
-    with pytest.raises(ConfigError, match="--pipe-sp-splits 4 does not work with the layout search yet"):
-        search(config(pipeline_model_parallel_size=1), 4, hardware_named("h100"))

@@ -166,6 +166,7 @@ def has_values(layout: Layout, config: Config, keys: Set[str]) -> bool:
         "parallel.use_distributed_optimizer": layout.distributed_optimizer == parallel.use_distributed_optimizer,
         "parallel.data_parallel_sharding_strategy": _strategy(layout) == strategy_of(parallel),
         "parallel.data_parallel_sharding_units": layout.units == parallel.data_parallel_sharding_units,
+        "parallel.pipe_sp_splits": layout.pp == 1 or layout.slices == parallel.pipe_sp_splits,
         "parallel.pipeline_balance": layout.pp == 1 or layout.cut == parallel.pipeline_balance,
         "recompute.recompute_granularity": layout.recompute.recompute_granularity == recompute.recompute_granularity,
         "recompute.recompute_memory_budget": layout.recompute == recompute,
@@ -211,6 +212,7 @@ def as_configured(config: Config, world_size: int, hardware: Hardware) -> Candid
         Context.of(parallel),
         "" if plan.sharding is None else strategy_of(parallel),
         parallel.data_parallel_sharding_units,
+        plan.num_slices,
     )
     return predict_plan(layout, plan, hardware)
 

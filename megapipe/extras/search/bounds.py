@@ -27,6 +27,7 @@ from megapipe.plan.hardware import Hardware, Link
 from megapipe.plan.layer_time import ContextLinks, ExpertLinks, OpSeconds, head_seconds, layer_seconds
 from megapipe.plan.links import context_links, expert_links_of
 from megapipe.plan.recompute_choice import FULL, choices
+from megapipe.plan.slices import sequence_slices
 from megapipe.plan.step_time import update_bytes
 from megapipe.schedule.action import Action, Op
 from megapipe.schedule.costs import Shape
@@ -60,7 +61,10 @@ class _Waits(NamedTuple):
 
 
 class _Holds(NamedTuple):
-    """The sizes that a pipeline rank's memory depends on. live_layers: layers x microbatches kept at once, at least."""
+    """The sizes that a pipeline rank's memory depends on.
+
+    live_layers: layers x microbatches kept at once, at least; by slice, of each kind.
+    """
 
     layers: Counts
     heads: int
@@ -86,24 +90,37 @@ class Cut(NamedTuple):
 
 
 class _Part(NamedTuple):
-    """Seconds and kept bytes of one microbatch in a layer or in the head."""
+    """Seconds of one microbatch, or of its first slice, in a layer or in the head."""
 
     forward: float
     inputs: float  # the backward for inputs (I)
     both: float  # the whole backward, or the sum of its halves (I and W)
-    kept_bytes: int
 
 
 class _Times(NamedTuple):
-    """The costs of one microbatch. message: seconds of the hidden states between two stages."""
+    """The costs of one microbatch and of its first slice, which passes a pipeline first and last.
+
+    Without slices both are the same.
+    """
 
     layers: tuple[_Part, ...]  # of each kind
     head: _Part
-    message: float
+    first: tuple[_Part, ...]  # of the first slice, of each kind
+    message: float  # seconds of the hidden states of the first slice between two stages
+    kept_bytes: tuple[int, ...]  # of each kind, by slice
+    head_bytes: int  # of the slice that keeps the fewest
 
     def of(self, counts: Counts, field: str) -> float:
         """Return the sum of a field over layers."""
-        return sum(count * getattr(part, field) for count, part in zip(counts, self.layers, strict=True))
+        return _over(counts, self.layers, field)
+
+    def of_first(self, counts: Counts, field: str) -> float:
+        """Return the sum of a field over layers, for the first slice."""
+        return _over(counts, self.first, field)
+
+
+def _over(counts: Counts, parts: tuple[_Part, ...], field: str) -> float:
+    return sum(count * getattr(part, field) for count, part in zip(counts, parts, strict=True))
 
 
 class _Sizes(NamedTuple):
@@ -115,6 +132,7 @@ class _Sizes(NamedTuple):
     ep: int
     etp: int
     context: Context
+    slices: int
 
 
 class _Links(NamedTuple):
@@ -131,12 +149,6 @@ class Bounds:
     """The bounds of a configuration's layouts; values that several layouts share are computed once."""
 
     def __init__(self, config: Config, world_size: int, hardware: Hardware) -> None:
-        slices = config.parallel.pipe_sp_splits
-        if slices > 1:
-            raise ConfigError(
-                f"--pipe-sp-splits {slices} does not work with the layout search yet, whose bounds are those of whole "
-                "microbatches; search without it, then plan the layout with slices"
-            )
         self._config, self._world_size, self._hardware = config, world_size, hardware
         self._model, self._cut, self._times = cache(self._make_model), cache(self._make_cut), cache(self._make_times)
         self._links = cache(self._make_links)
@@ -151,7 +163,8 @@ class Bounds:
         """Return the bounds; None for an illegal model or cut, or a cut that equals the one by cost.
 
         Time: a rank starts when the first microbatch has passed the stages before it, then computes all its
-        microbatches, and the last gradient passes the stages before it afterwards.
+        microbatches, and the last gradient passes the stages before it afterwards. With slices both are of the first
+        one: on every stage forwards begin with it and backwards end with it.
         Memory: the state of a rank, and the activations that its first forwards keep until a backward.
         """
         found, etp, shared = self._model(layout.tp), layout.etp or layout.tp, layout.context
@@ -166,10 +179,9 @@ class Bounds:
         links = _NO_LINKS
         if found[0].num_experts is not None or shared.ranks > 1:
             links = self._links(layout.tp, shared, layout.pp, layout.ep, etp)
-        sizes = _Sizes(layout.tp, is_sliced, is_split, layout.ep, etp, shared)
+        sizes = _Sizes(layout.tp, is_sliced, is_split, layout.ep, etp, shared, layout.slices)
         times = self._times(sizes, layout.micro_batch_size, layout.recompute, links)
-        held = count if keeps_all(layout.schedule) else min(count, FILLS * layout.pp)
-        waits, holds = _waits(cut), _holds(cut, layout.schedule, held)
+        waits, holds = _waits(cut), _holds(cut, layout.schedule, _held(layout, count), layout.slices)
         _, elements = found
         least, optimizer = self._bytes(elements, layout, holds, times)
         return Bound(self._seconds(layout, waits, times, count) + optimizer, least)
@@ -184,13 +196,13 @@ class Bounds:
             forward = times.of(rank.layers, "forward") + rank.heads * head.forward
             work = forward + times.of(rank.layers, "both") + rank.heads * head.both
             hops = rank.stages_before * times.message
-            first = times.of(rank.layers_before, "forward")
+            first = times.of_first(rank.layers_before, "forward")
             if is_split:  # the weight gradients may run last, while input gradients continue on other ranks
                 short = forward + times.of(rank.layers, "inputs") + rank.heads * head.inputs
-                both_ways = first + times.of(rank.layers_before, "inputs") + 2 * hops
+                both_ways = first + times.of_first(rank.layers_before, "inputs") + 2 * hops
                 longest = max(longest, waits * (first + hops) + count * work, waits * both_ways + count * short)
             else:
-                both_ways = first + times.of(rank.layers_before, "both") + 2 * hops
+                both_ways = first + times.of_first(rank.layers_before, "both") + 2 * hops
                 longest = max(longest, waits * both_ways + count * work)
         return longest
 
@@ -210,9 +222,9 @@ class Bounds:
             experts = sum(map(operator.mul, rank.layers, elements.experts)) / cut
             sharded = held / shards + experts / expert_shards
             # with several stages on a rank the head may keep nothing at the moment when most layers are kept
-            kept = times.of(rank.live_layers, "kept_bytes")
+            kept = sum(map(operator.mul, rank.live_layers, times.kept_bytes))
             if layout.chunks == 1:
-                kept += rank.heads * times.head.kept_bytes
+                kept += rank.heads * times.head_bytes
             weights, gradients = (
                 (sharded if layout.sharding == SHARDED_PARAMS else held + experts),
                 (sharded if layout.sharding else held + experts),
@@ -283,36 +295,64 @@ class Bounds:
         links = hardware.node, hardware.network
         tp_link = Link(max(link.bytes_per_second for link in links), min(link.latency_seconds for link in links))
         spec = model_spec(model, self._config.precision, sizes.context.kinds)
-        config = replace(self._config, parallel=sizes.context.applied_to(self._config.parallel))
+        parallel = replace(sizes.context.applied_to(self._config.parallel), pipe_sp_splits=sizes.slices)
+        config = replace(self._config, parallel=parallel)
         shape = rank_shape(config, sizes.tp, sizes.is_sliced, size)
         shape = replace(shape, recompute=recompute, documents=Documents(), ep=sizes.ep, etp=sizes.etp)
-        fewest, shape = _around_budget(spec, shape)
-        head = head_seconds(spec, shape, hardware, tp_link)
-        for _, layer in spec.predictions:
-            own = replace(shape, recompute=shape.recompute.of_predictions)
-            head += layer_seconds(layer, own, hardware, tp_link, over.contexts, over.experts)
+        pairs = [_around_budget(spec, each) for each in self._slice_shapes(spec, shape, sizes.slices)]
         numbers = [spec.layers.index(kind) for kind in spec.kinds]
-        kept = [sum(stage_bytes(spec, fewest, StageLayers(n, n + 1, False, False)).values()) for n in numbers]
-        with_head = sum(stage_bytes(spec, fewest, StageLayers(0, 1, False, True)).values())
+        kept, of_head = list[int](), list[int]()
+        for fewest, _ in pairs:
+            kept += [sum(stage_bytes(spec, fewest, StageLayers(n, n + 1, False, False)).values()) for n in numbers]
+            with_head = sum(stage_bytes(spec, fewest, StageLayers(0, 1, False, True)).values())
+            of_head.append(with_head - kept[-len(numbers)])
+        # with the overlap, computation hides all messages of experts at best
+        experts = None if self._config.parallel.overlap_moe_expert_parallel_comm else over.experts
+        of_slices = []
+        for _, shape in pairs:
+            head = head_seconds(spec, shape, hardware, tp_link)
+            for _, layer in spec.predictions:
+                own = replace(shape, recompute=shape.recompute.of_predictions)
+                head += layer_seconds(layer, own, hardware, tp_link, over.contexts, over.experts)
+            seconds = (layer_seconds(kind, shape, hardware, tp_link, over.contexts, experts) for kind in spec.kinds)
+            of_slices.append([*seconds, head])
 
+        def part(each: OpSeconds) -> _Part:
+            both = each.of(Op.I) + each.of(Op.W) if sizes.is_split else each.of(Op.B)
+            return _Part(each.of(Op.F), each.of(Op.I), both)
+
+        *layers, head_part = (part(sum(each[1:], each[0])) for each in zip(*of_slices, strict=True))
+        first = tuple(map(part, of_slices[0][:-1]))
+        _, shape = pairs[0]
         message = shape.hidden_bytes(model.hidden_size)
         if self._config.parallel.pipeline_message_dtype is not None:
             message = shape.own_tokens * model.hidden_size
+        sent = message / tp_link.bytes_per_second + tp_link.latency_seconds
+        return _Times(tuple(layers), head_part, first, sent, tuple(kept), min(of_head))
 
-        def both(each: OpSeconds) -> float:
-            return each.of(Op.I) + each.of(Op.W) if sizes.is_split else each.of(Op.B)
+    def _slice_shapes(self, spec: ModelSpec, shape: RankShape, count: int) -> tuple[RankShape, ...]:
+        """Return the slices of a microbatch, as `RunPlan.slice_shapes` does."""
+        if count == 1:
+            return (shape,)
+        unit = shape.tp if shape.sequence_parallel else 1
+        strategy = self._config.parallel.pipe_sp_strategy
+        slices = _slices(spec, shape.recompute, shape.seq, count, strategy, unit)
+        return tuple(replace(shape, seq=each.length, slice=each) for each in slices)
 
-        def part(each: OpSeconds, kept_bytes: int) -> _Part:
-            return _Part(each.of(Op.F), each.of(Op.I), both(each), kept_bytes)
 
-        # with the overlap, computation hides all messages of experts at best
-        experts = None if self._config.parallel.overlap_moe_expert_parallel_comm else over.experts
-        seconds = (layer_seconds(kind, shape, hardware, tp_link, over.contexts, experts) for kind in spec.kinds)
-        return _Times(
-            tuple(map(part, seconds, kept)),
-            part(head, with_head - kept[0]),
-            message / tp_link.bytes_per_second + tp_link.latency_seconds,
-        )
+_slices = cache(sequence_slices)
+
+
+def _held(layout: Layout, count: int) -> int:
+    """Return the microbatches of a step that keeps as much as one of `count`, or less."""
+    if keeps_all(layout.schedule):
+        return count
+    if layout.slices == 1:
+        return min(count, FILLS * layout.pp)
+    # the same rest of groups of slices, and several fills: as in `decisive_counts`
+    period = layout.pp // math.gcd(layout.pp, layout.slices)
+    least = 2 * FILLS * layout.pp // layout.slices + 2
+    return count if count <= least else least + (count - least) % period
 
 
 def _around_budget(spec: ModelSpec, shape: RankShape) -> tuple[RankShape, RankShape]:
@@ -343,29 +383,35 @@ def _waits(cut: Cut) -> tuple[_Waits, ...]:
 
 
 @cache
-def _holds(cut: Cut, schedule: str, count: int) -> tuple[_Holds, ...]:
+def _holds(cut: Cut, schedule: str, count: int, slices: int) -> tuple[_Holds, ...]:
     pp, ranks, counts = cut
     if keeps_all(schedule):
         of_ranks = [(_layers(cut, rank), int(ranks[-1] == rank), int(ranks[0] == rank)) for rank in range(pp)]
         return _undominated(_Holds(*held, tuple(count * layers for layers in held[0])) for held in of_ranks)
-    rows = SCHEDULES[schedule].generate(Shape(pp, len(ranks) // pp, count, pp))
+    rows = SCHEDULES[schedule].generate(Shape(pp, len(ranks) // pp, count, pp, num_slices=slices))
     return _undominated(
         _Holds(_layers(cut, rank), int(ranks[-1] == rank), int(ranks[0] == rank), live)
         for rank, row in enumerate(rows)
-        for live in _live_layers(row, counts)
+        for live in _live_layers(row, counts, slices)
     )
 
 
-def _live_layers(row: Iterable[Action], counts: Sequence[Counts]) -> set[Counts]:
-    """Return the layers of each kind that a row keeps in each forward, times microbatches."""
-    live, seen = tuple(0 for _ in counts[0]), set()
-    for stage, op, _ in row:
-        if op is Op.F:
-            live = tuple(map(operator.add, live, counts[stage]))
-            seen.add(live)
-        elif op in (Op.B, Op.I):
-            live = tuple(map(operator.sub, live, counts[stage]))
-    return seen
+def _live_layers(row: Iterable[Action], counts: Sequence[Counts], slices: int) -> set[Counts]:
+    """Return the layers of each kind that a row keeps in each forward, times microbatches; with slices by slice, where
+    most layers of these are kept.
+    """
+    kinds = len(counts[0])
+    live, seen = [0] * (kinds * slices), set[Counts]()
+    for stage, op, number in row:
+        sign = 1 if op is Op.F else -1 if op in (Op.B, Op.I) else 0
+        if sign:
+            start = (number or 0) % slices * kinds
+            for kind, layers in enumerate(counts[stage], start):
+                live[kind] += sign * layers
+            if sign == 1:
+                seen.add(tuple(live))
+    most = max(map(sum, seen), default=0)
+    return seen if slices == 1 else {each for each in seen if sum(each) == most}
 
 
 def _undominated(sizes: Iterable[Sizes]) -> tuple[Sizes, ...]:

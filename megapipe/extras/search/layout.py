@@ -13,6 +13,8 @@ Not varied:
 - context parallelism with fewer than LEAST_TOKENS tokens of a sequence on a rank, but the configured one; its kinds are
   p2p, a2a, a2a within nodes with p2p between them, and the configured kinds. all_gather sends what p2p does, not under
   computation
+- slices: other numbers than SLICES, or of fewer than LEAST_TOKENS tokens, but the configured number. Microbatches of
+  several sequences have only that: smaller ones fill a pipeline as slices do. None with sharded weights
 - experts: more ranks that share every expert than tp has
 """
 
@@ -28,7 +30,7 @@ from typing import NamedTuple
 from megapipe.config.config import Config
 from megapipe.config.layers import layer_kinds
 from megapipe.config.parallel import SHARDED_PARAMS, ParallelConfig, RecomputeConfig
-from megapipe.config.rules import context, experts
+from megapipe.config.rules import context, experts, slices
 from megapipe.config.rules.proposals import divisors
 from megapipe.config.rules.sharding import unsupported
 from megapipe.layers.packing import is_explicit
@@ -38,6 +40,7 @@ from megapipe.schedule.families import SCHEDULES, default_schedule
 
 MOST_CHUNKS = 8
 LEAST_TOKENS = 8192  # of a sequence on a cp rank, as in the last stage of Llama 3's training: 131,072 tokens, cp 16
+SLICES = (2, 4)
 MICRO_BATCH_SIZES = (1, 2, 4, 8, 16, 32)
 RECOMPUTES = (
     RecomputeConfig(),
@@ -100,6 +103,7 @@ class Layout:
     context: Context = NO_CONTEXT
     sharding: str = ""  # optim_grads or optim_grads_params, with the distributed optimizer
     units: int = 1  # of each stage, gathered and reduced one by one
+    slices: int = 1  # of every sequence
 
     def dp(self, world_size: int) -> int:
         """Return the data-parallel size on so many accelerators."""
@@ -135,6 +139,7 @@ class Layout:
             use_distributed_optimizer=self.distributed_optimizer,
             data_parallel_sharding_strategy=self.sharding or None,
             data_parallel_sharding_units=self.units,
+            pipe_sp_splits=self.slices,
             overlap_grad_reduce=True,
             overlap_param_gather=self.distributed_optimizer,
             overlap_p2p_comm=True,
@@ -161,6 +166,7 @@ class Layout:
             *([] if self.distributed_optimizer else ["no distributed optimizer"]),
             *({"optim_grads": ["gradients sharded"], SHARDED_PARAMS: ["weights sharded"]}.get(self.sharding, [])),
             *([f"{self.units} units a stage"] if self.units > 1 else []),
+            *([f"slices {self.slices}"] if self.slices > 1 else []),
             *({"even": ["layers cut evenly"], "ends": ["cut evenly, both ends counted as layers"]}.get(self.cut, [])),
         )
 
@@ -178,6 +184,7 @@ def layouts(config: Config, world_size: int, hardware: Hardware) -> Iterator[Lay
         if world_size % tp or model.num_attention_heads % tp:
             continue
         contexts = list(_contexts(config, tp, world_size // tp, hardware.ranks_per_node))
+        numbers = {(shared, sp): list(_slices(config, tp, shared, sp)) for shared in contexts for sp in (True, False)}
         for shared, pp in product(contexts, divisors(world_size // tp)):
             dp, rest = divmod(world_size // tp // pp, shared.ranks)
             if rest or pp > model.num_layers or batch % dp:
@@ -193,7 +200,8 @@ def layouts(config: Config, world_size: int, hardware: Hardware) -> Iterator[Lay
                 recomputes,
             )
             for (schedule, chunks), cut, is_sliced, (ep, etp, is_sharded), size, recompute in choices:
-                yield Layout(tp, pp, chunks, schedule, size, recompute, is_sliced, is_sharded, cut, ep, etp, shared)
+                whole = Layout(tp, pp, chunks, schedule, size, recompute, is_sliced, is_sharded, cut, ep, etp, shared)
+                yield from _with_slices(whole, numbers[shared, is_sliced], config.parallel.pipe_sp_splits)
             if dp * shared.ranks > 1 and shards_weights:
                 pairs = list(_sharded_schedules(model.num_layers, pp, len(kinds) == 1))
                 for (schedule, chunks, units), size, recompute in product(pairs, sizes, recomputes):
@@ -219,6 +227,30 @@ def _contexts(config: Config, tp: int, ranks: int, ranks_per_node: int) -> Itera
             changed = dataclasses.replace(config, parallel=choice.applied_to(sized))
             if not any(True for rule in context.RULES for _ in rule(changed)):
                 yield choice
+
+
+def _slices(config: Config, tp: int, shared: Context, sequence_parallel: bool) -> Iterator[int]:
+    """Yield the numbers of slices above 1 to compare with whole sequences; each one that the rules allow."""
+    seq, own = config.model.seq_length, config.parallel.pipe_sp_splits
+    sized = dataclasses.replace(
+        shared.applied_to(config.parallel), tensor_model_parallel_size=tp, sequence_parallel=sequence_parallel
+    )
+    for count in sorted({own, *(count for count in SLICES if count * LEAST_TOKENS <= seq)} - {1}):
+        parallel = dataclasses.replace(sized, pipe_sp_splits=count)
+        changed = dataclasses.replace(config, parallel=parallel, recompute=RecomputeConfig())
+        if not any(True for rule in slices.RULES for _ in rule(changed)):
+            yield count
+
+
+def _with_slices(layout: Layout, numbers: list[int], own: int) -> Iterator[Layout]:
+    """Yield the layout, and with each number of slices where its pipeline takes them. own: the configured number."""
+    yield layout
+    if layout.pp == 1 or not SCHEDULES[layout.schedule].takes_slices:
+        return
+    if layout.recompute.recompute_memory_budget is None:
+        for count in numbers:
+            if layout.micro_batch_size == 1 or count == own:
+                yield dataclasses.replace(layout, slices=count)
 
 
 def _recomputes(config: Config) -> list[RecomputeConfig]:

@@ -43,6 +43,7 @@ def reasons(found: Found, hardware: Hardware) -> Iterator[str]:
     yield from _context(found, hardware)
     yield from _recompute(winner, hardware)
     yield from _sharding(winner, hardware)
+    yield from _slices(winner, hardware)
     yield from fill_the_pipeline(winner)
     for part, (messages, remedy) in MESSAGES.items():
         share = winner.time.parts.get(part, 0.0) / winner.time.seconds
@@ -148,6 +149,24 @@ def _sharding(winner: Candidate, hardware: Hardware) -> Iterator[str]:
     yield f"{text}; with the optimizer sharded alone a step would take {without.time.seconds:.3g} s{fits}"
 
 
+def _slices(winner: Candidate, hardware: Hardware) -> Iterator[str]:
+    """Yield the time and memory of the winner with whole sequences in the pipeline."""
+    count = winner.layout.slices
+    if count == 1:
+        return
+    try:
+        whole = predict_plan(
+            winner.layout, _changed(winner.plan, "parallel", {"pipe_sp_splits": 1}, hardware), hardware
+        )
+    except ConfigError:
+        return
+    fits = "" if whole.peak_bytes <= hardware.usable_bytes else f", but {lack_of_memory(whole, hardware)}"
+    yield (
+        f"slices {count}: with whole sequences in the pipeline a step would take {whole.time.seconds:.3g} s instead of "
+        f"{winner.time.seconds:.3g}{fits}"
+    )
+
+
 def lack_of_memory(candidate: Candidate, hardware: Hardware) -> str:
     """Return the bytes that the fullest rank needs of those that it can use."""
     rank = candidate.fullest
@@ -163,10 +182,11 @@ def fill_the_pipeline(candidate: Candidate) -> Iterator[str]:
     count = batch.num_microbatches
     wanted = math.ceil(count * (bubble / (1 - bubble)) / (BUBBLE_WANTED / (1 - BUBBLE_WANTED)) / layout.pp) * layout.pp
     chunked = next((n for n in range(layout.chunks + 1, 9) if model.num_layers % (layout.pp * n) == 0), None)
+    of_slices = f" of {layout.slices} slices" if layout.slices > 1 else ""
     chunks = f", or use {chunked} chunks" if chunked and layout.schedule == default_schedule(layout.chunks) else ""
     yield (
-        f"{bubble:.1%} of the step is bubble: {count} microbatches feed {layout.pp} pipeline ranks; raise the "
-        f"microbatches to {wanted} (--global-batch-size {wanted * batch.samples_per_microbatch}){chunks}"
+        f"{bubble:.1%} of the step is bubble: {count} microbatches{of_slices} feed {layout.pp} pipeline ranks; raise "
+        f"the microbatches to {wanted} (--global-batch-size {wanted * batch.samples_per_microbatch}){chunks}"
     )
 
 
@@ -187,10 +207,11 @@ def oddities(configured: Candidate, winner: Candidate | None, hardware: Hardware
             "less, so the pipeline should cross nodes; use --rank-order tp-cp-dp-pp"
         )
     yield from _experts(configured, winner)
-    if count < t.pp:
+    if count * (slices := configured.plan.num_slices) < t.pp:
+        of_slices = f" of {slices} slices" if slices > 1 else ""
         yield (
-            f"{count} microbatches cannot fill a pipeline of {t.pp} ranks: some ranks are always idle; raise "
-            "--global-batch-size or lower pp"
+            f"{count} microbatches{of_slices} cannot fill a pipeline of {t.pp} ranks: some ranks are always idle; "
+            "raise --global-batch-size or lower pp"
         )
     else:
         yield from fill_the_pipeline(configured)
@@ -254,6 +275,7 @@ def _changed(plan: RunPlan, section: str, changes: dict[str, Any], hardware: Har
         lr_decay_samples=config.optimizer.lr_decay_samples or None,
         lr_warmup_samples=0,
         lr_wsd_decay_samples=None,
+        decoupled_min_lr=None if config.optimizer.decoupled_lr is None else config.optimizer.decoupled_min_lr,
     )
     other = {section: dataclasses.replace(getattr(config, section), **changes)}
     changed = convert(Config, config, training=training, optimizer=optimizer, **other)

@@ -300,14 +300,15 @@ def _bytes_in_full(rank: RankMemory, few: int, count: int) -> int:
 def _period(time: StepTime, pp: int) -> float:
     """Return the seconds between two input gradients of the last stage in mid-step that are pp microbatches apart."""
     timeline = time.timeline
+    apart = pp * timeline.schedule.num_slices
     last = timeline.schedule.num_stages - 1
     rank = timeline.schedule.placement.rank_of_stage[last]
     row = timeline.schedule.rows[rank]
     ends = [
         timeline.ends[rank][slot] for slot, (stage, op, _) in enumerate(row) if stage == last and op in (Op.B, Op.I)
     ]
-    middle = len(ends) - 1 - pp - (pp // 2 if takes_any_chunks(timeline.schedule.name) else 0)
-    return ends[middle] - ends[middle - pp] if middle >= pp else max(timeline.work_seconds) * pp / len(ends)
+    middle = len(ends) - 1 - apart - (apart // 2 if takes_any_chunks(timeline.schedule.name) else 0)
+    return ends[middle] - ends[middle - apart] if middle >= apart else max(timeline.work_seconds) * apart / len(ends)
 
 
 def predict(config: Config, layout: Layout, world_size: int, hardware: Hardware) -> Candidate:

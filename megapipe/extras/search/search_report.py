@@ -74,11 +74,11 @@ class SearchReport:
 
     def _data(self, candidate: Candidate) -> dict[str, Any]:
         layout, time, parallel = candidate.layout, candidate.time, candidate.plan.config.parallel
+        shared = layout.context
         return {
             "tp": layout.tp,
             "pp": layout.pp,
-            "cp": layout.context.ranks,
-            **({} if layout.context.ranks == 1 else {"cp_comm_type": list(layout.context.kinds)}),
+            **({"cp": shared.ranks, "cp_comm_type": list(shared.kinds)} if shared.ranks > 1 else {}),
             **({} if layout.etp is None else {"ep": layout.ep, "etp": layout.etp}),
             "chunks": layout.chunks,
             "schedule": layout.schedule,
@@ -88,6 +88,7 @@ class SearchReport:
             "sequence_parallel": parallel.sequence_parallel,
             "distributed_optimizer": parallel.use_distributed_optimizer,
             **({"sharding": layout.sharding, "units": layout.units} if layout.sharding else {}),
+            **({"slices": layout.slices} if layout.slices > 1 else {}),
             "layers_of_stages": list(candidate.plan.partition.layer_counts),
             "step_seconds": time.seconds,
             "tokens_per_second": time.tokens_per_second,

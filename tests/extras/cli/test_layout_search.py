@@ -41,6 +41,17 @@ def test_a_flag_pins_and_a_file_does_not(tmp_path: Path, capsys: pytest.CaptureF
     assert {row["tp"] for row in json.loads(capsys.readouterr().out)["best"]} == {2}
 
 
+def test_slices_given_as_a_flag_are_those_of_all_pipelines(capsys: pytest.CaptureFixture[str]) -> None:
+    long = [*WORDS, "--seq-length", "16384", "--max-position-embeddings", "16384", "--hidden-dropout", "0"]
+    long += ["--attention-dropout", "0", "--global-batch-size", "1", "--pipeline-model-parallel-size", "4"]
+    main([*long, "--json", "--pipe-sp-splits", "3"])
+    report = json.loads(capsys.readouterr().out)
+    assert {row.get("slices") for row in report["best"]} == {3} and report["as_configured"]["slices"] == 3
+    assert any(line.startswith("slices 3: with whole sequences") for line in report["why"])
+    main([*long, "--json", "--pipe-sp-splits", "1"])
+    assert {row.get("slices") for row in json.loads(capsys.readouterr().out)["best"]} == {None}
+
+
 def test_the_text_has_the_table_the_time_by_parts_and_the_memory(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(WORDS) == 0
     printed = capsys.readouterr().out

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import Any
 
 import pytest
 from hypothesis import assume, given, settings
@@ -134,6 +135,40 @@ def test_no_bound_is_above_its_prediction(config: Config, pattern: tuple[str, ..
     assert bound.least_bytes <= found.peak_bytes
 
 
+@given(
+    chosen,
+    st.sampled_from((2, 3, 4, 8)),
+    st.sampled_from((128, 4096, 32768)),
+    st.sampled_from(("average", "uniform_comp")),
+    st.sampled_from(((), ("2 window_size=16", "1 ffn_hidden_size=64", "..."))),
+    st.sampled_from((4, 16, 36)),
+    st.sampled_from((1, 2)),
+)
+@settings(max_examples=60, deadline=None)
+def test_no_bound_is_above_its_prediction_with_slices(
+    layout: Layout, slices: int, seq: int, strategy: str, pattern: tuple[str, ...], batch: int, dp: int
+) -> None:
+    config = sliced_config(seq, batch, pipe_sp_strategy=strategy, layer_pattern=pattern)
+    layout, world_size = dataclasses.replace(layout, slices=slices), layout.tp * layout.pp * dp
+    try:
+        found = predict(config, layout, world_size, A100)
+    except ConfigError:
+        assume(False)
+    bound = Bounds(config, world_size, A100).of(layout)
+    if bound is None:
+        assert layout.cut != "cost"
+        return
+    assert bound.seconds <= found.time.seconds * (1 + 1e-9)
+    assert bound.least_bytes <= found.peak_bytes
+    assert bound.seconds > 0.3 * found.time.seconds or seq == 128  # not an empty claim
+
+
+def sliced_config(seq: int, batch: int, **changes: Any) -> Config:
+    sizes = {"num_layers": 9, "hidden_size": 256, "num_attention_heads": 4, "num_query_groups": 4, "vocab_size": 5000}
+    options = {"seq_length": seq, "global_batch_size": batch, "hidden_dropout": 0.0, "attention_dropout": 0.0}
+    return small_config(**{**sizes, **options, "dtype": "bf16", **changes})
+
+
 EXPERTS = {
     "num_experts": 8,
     "add_bias_linear": False,
@@ -184,6 +219,19 @@ def test_a_short_step_predicts_the_time_and_memory_of_a_long_one(schedule: str, 
     seconds, need = ShortSteps(config, 3, A100).of(layout, math.inf, 1 << 50)
     # with slow messages, as here, some schedules become periodic only after several times pp microbatches
     assert seconds == pytest.approx(whole.time.seconds, rel=0.012)
+    assert need == whole.peak_bytes
+
+
+@pytest.mark.parametrize(("schedule", "chunks"), [("1f1b", 1), ("interleaved", 3), ("zb-h1", 1), ("zb-v", 2)])
+@pytest.mark.parametrize("slices", [2, 4])
+def test_a_short_step_with_slices_predicts_the_time_and_memory_of_a_long_one(
+    schedule: str, chunks: int, slices: int
+) -> None:
+    config = sliced_config(16384, 61)
+    layout = Layout(1, 3, chunks, schedule, 1, RECOMPUTES[0], slices=slices)
+    whole = predict(config, layout, 3, A100)
+    seconds, need = ShortSteps(config, 3, A100).of(layout, math.inf, 1 << 50)
+    assert seconds == pytest.approx(whole.time.seconds, rel=0.003)
     assert need == whole.peak_bytes
 
 

@@ -340,6 +340,57 @@ def test_the_best_layout_of_long_sequences_equals_an_exhaustive_search(per_node:
         assert best[0].layout.context in CONTEXTS
 
 
+# a batch of one sequence, of one head: without cp all 4 ranks are of a pipeline, which only slices fill
+SLICED = {"seq_length": 32768, "hidden_dropout": 0.0, "attention_dropout": 0.0, "global_batch_size": 1, "num_layers": 6}
+
+
+@pytest.mark.parametrize("own", [1, 3])
+def test_the_best_layout_with_slices_equals_an_exhaustive_search(own: int) -> None:
+    config, every = small(**SLICED, num_attention_heads=1, pipe_sp_splits=own), []
+    for (schedule, chunks), slices, recompute, cut in itertools.product(
+        FAMILIES, {1, 2, 4, own}, RECOMPUTES[::2], ("cost", "even", "ends")
+    ):
+        with suppress(ConfigError):
+            layout = Layout(1, 4, chunks, schedule, 1, recompute, False, False, cut, slices=slices)
+            every.append(predict(config, layout, 4, H100))
+    peaks = sorted(each.peak_bytes for each in every)
+    for usable in (peaks[-1], peaks[len(peaks) // 10]):
+        hardware = dataclasses.replace(H100, memory_bytes=int(usable / H100.memory_share) + 1)
+        fitting = [each for each in every if each.peak_bytes <= hardware.usable_bytes]
+        found = search(
+            config, 4, hardware, lambda layout: layout.context.ranks == 1 and layout.recompute in RECOMPUTES[::2]
+        )
+        best = found.best[0]
+        assert best.time.seconds == pytest.approx(min(each.time.seconds for each in fitting), rel=1e-3)
+        assert best.layout.slices == best.plan.num_slices > 1 and f"slices {best.layout.slices}" in str(best.layout)
+        (words,) = (line for line in reasons(found, hardware) if line.startswith("slices "))
+        assert "with whole sequences in the pipeline a step would take" in words
+
+
+def slices_of(config: Config) -> dict[tuple[str, int, int, bool], set[int]]:
+    """Return the slices that are compared for each schedule, cp and microbatch, and for sharded weights, with pp 2."""
+    found: dict[tuple[str, int, int, bool], set[int]] = {}
+    for layout in layouts(config, 8, H100):
+        if layout.pp == 2:
+            key = layout.schedule, layout.context.ranks, layout.micro_batch_size, bool(layout.sharding)
+            found.setdefault(key, set()).add(layout.slices)
+        assert layout.pp > 1 or layout.slices == 1
+    return found
+
+
+def test_slices_are_tried_where_they_have_enough_tokens_and_the_rules_allow_them() -> None:
+    long = {"seq_length": 4 * LEAST_TOKENS, "hidden_dropout": 0.0, "attention_dropout": 0.0}
+    found = slices_of(small(**long))
+    assert found["1f1b", 1, 1, False] == found["zb-v", 1, 1, False] == {1, 2, 4}
+    assert found["v-half", 1, 1, False] == found["1f1b", 1, 2, False] == found["1f1b", 2, 1, False] == {1}
+    assert found["interleaved", 1, 1, True] == {1}
+    assert slices_of(small(**long | {"seq_length": 2 * LEAST_TOKENS}))["1f1b", 1, 1, False] == {1, 2}
+    assert slices_of(small(**long | {"attention_dropout": 0.1}))["1f1b", 1, 1, False] == {1}
+    own = slices_of(small(**long | {"seq_length": 128, "pipe_sp_splits": 5}))
+    assert own["1f1b", 1, 1, False] == own["interleaved", 1, 2, False] == {1, 5}
+    assert own["v-min", 1, 1, False] == {1}
+
+
 def contexts(config: Config, world_size: int = 8, hardware: Hardware = H100) -> set[Context]:
     """Return the kinds of context parallelism that are compared with tp 1."""
     return {layout.context for layout in layouts(config, world_size, hardware) if layout.tp == 1}
