@@ -247,7 +247,7 @@ class ShardedGradients:
 
 @dataclass(frozen=True)
 class ShardedStages:
-    """What the engine does at the actions of sharded weights and gradients. gradients: None if none are sharded."""
+    """The handlers of the actions of sharded weights and gradients. gradients: None if none are sharded."""
 
     weights: ShardedWeights
     gradients: ShardedGradients | None = None

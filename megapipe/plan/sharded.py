@@ -37,7 +37,7 @@ NOTHING = Whole()
 
 @dataclass(frozen=True)
 class RowBytes:
-    """What one row of sharded gradients, or weights too, moves and holds."""
+    """Bytes and elements that one row of sharded gradients, or weights too, moves and holds."""
 
     whole: tuple[Whole, ...]  # at each action
     gathers: int  # UNSHARD actions
