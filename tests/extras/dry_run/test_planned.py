@@ -103,6 +103,17 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "dp2_zero1_bf16": (2, ZERO1 | {"dtype": "bf16", "ddp_bucket_size": 50_000}),
     "zero2_pp2_bf16": (4, PP2 | ZERO2 | {"dtype": "bf16"}),
     "zero3_full_2_chunks_bf16": (8, PP2 | ZERO3 | FULL | {"num_virtual_stages_per_pipeline_rank": 2, "dtype": "bf16"}),
+    "predictions_zero2_microbatch_copies_bf16": (
+        16,
+        PREDICTIONS
+        | SP2
+        | PP2
+        | ZERO2
+        | FULL
+        | {"data_parallel_sharding_granularity": "microbatch", "num_virtual_stages_per_pipeline_rank": 2}
+        | {"overlap_grad_reduce": True, "grad_reduce_in_bf16": True, "dtype": "bf16"}
+        | {"untie_embeddings_and_output_weights": False},
+    ),
     "zero3_units_pp2_breadth_first": (
         4,
         PP2 | ZERO3 | UNITS | {"num_virtual_stages_per_pipeline_rank": 2, "pipeline_schedule": "breadth-first"},
