@@ -221,13 +221,14 @@ class ShardedGradients:
                 continue
             sum_over_tp(self._tp_sums.get(buffer, []))
             group = self._groups.shards_of(buffer.layout.is_expert)
+            copies = self._reduce_in_bf16 and buffer.gradients.dtype != torch.bfloat16
             for bucket in buffer.layout.buckets:
                 gradients = buffer.gradients[bucket.start : bucket.stop]
-                sent = gradients.to(torch.bfloat16) if self._reduce_in_bf16 else gradients
+                sent = gradients.to(torch.bfloat16) if copies else gradients
                 low, high = (position - bucket.start for position in buffer.shard_range(bucket, group.rank))
                 work = reduce_scatter(sent[low:high], sent, group, async_op=True)
                 self.pending.append((work, sent[low:high], buffer.reduced_gradients(bucket, group.rank)))
-            if self._reduce_in_bf16:
+            if copies:
                 free(buffer.gradients)
             else:
                 self._in_flight.append(buffer)
