@@ -23,7 +23,7 @@ SlotFactory = Callable[[Tensor, int, Callable[[Any], None]], Any]
 
 @dataclass(frozen=True)
 class Sharding:
-    """Which tensors of a sharded buffer are whole only while they are needed. index: of this rank's shard."""
+    """The tensors of a sharded buffer that are whole only while they are needed. index: of this rank's shard."""
 
     index: int = 0
     gradients: bool = False  # ZeRO-2 and above

@@ -221,13 +221,14 @@ class ShardedGradients:
                 continue
             sum_over_tp(self._tp_sums.get(buffer, []))
             group = self._groups.shards_of(buffer.layout.is_expert)
+            copies = self._reduce_in_bf16 and buffer.gradients.dtype != torch.bfloat16
             for bucket in buffer.layout.buckets:
                 gradients = buffer.gradients[bucket.start : bucket.stop]
-                sent = gradients.to(torch.bfloat16) if self._reduce_in_bf16 else gradients
+                sent = gradients.to(torch.bfloat16) if copies else gradients
                 low, high = (position - bucket.start for position in buffer.shard_range(bucket, group.rank))
                 work = reduce_scatter(sent[low:high], sent, group, async_op=True)
                 self.pending.append((work, sent[low:high], buffer.reduced_gradients(bucket, group.rank)))
-            if self._reduce_in_bf16:
+            if copies:
                 free(buffer.gradients)
             else:
                 self._in_flight.append(buffer)
@@ -247,7 +248,7 @@ class ShardedGradients:
 
 @dataclass(frozen=True)
 class ShardedStages:
-    """What the engine does at the actions of sharded weights and gradients. gradients: None if none are sharded."""
+    """The handlers of the actions of sharded weights and gradients. gradients: None if none are sharded."""
 
     weights: ShardedWeights
     gradients: ShardedGradients | None = None

@@ -28,7 +28,7 @@ from megapipe.sharding.spec import Init, ParamSpec
 
 @dataclass(frozen=True, eq=False)
 class Prediction:
-    """What a module has around its transformer layer: two norms and eh_proj before it, norm, output layer, loss after.
+    """The parts of a module around its transformer layer: two norms and eh_proj before it; norm, output layer, loss.
 
     number: of the module, from 0.
     """

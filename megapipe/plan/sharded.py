@@ -37,7 +37,7 @@ NOTHING = Whole()
 
 @dataclass(frozen=True)
 class RowBytes:
-    """What one row of sharded gradients, or weights too, moves and holds."""
+    """Bytes and elements that one row of sharded gradients, or weights too, moves and holds."""
 
     whole: tuple[Whole, ...]  # at each action
     gathers: int  # UNSHARD actions
@@ -90,7 +90,8 @@ class _Walk:
         elif op is Op.RESHARD:
             self.users.subtract(self.used[stage])
         elif op in BACKWARD_OPS and any(buffer not in self.open for buffer in self.used[stage]):
-            if any(buffer in self.in_flight for buffer in self.used[stage]):
+            # copies in bf16 stay until the next reduction
+            if not self.in_bf16 and any(buffer in self.in_flight for buffer in self.used[stage]):
                 self.in_flight.clear()
             self.open.update({buffer: buffer.numel * self.gradient for buffer in self.used[stage]})
         elif op is Op.REDUCE_GRAD:

@@ -20,7 +20,8 @@ TUTORIAL = (REPOSITORY / "docs" / "tutorial.md").read_text(encoding="utf-8")
 CONCEPTS = (REPOSITORY / "docs" / "concepts.md").read_text(encoding="utf-8")
 MODEL = re.search(r'MODEL="(.*)"', CONCEPTS)
 LONG_CONTEXT = (REPOSITORY / "docs" / "long_context.md").read_text(encoding="utf-8")
-DRAWN = re.findall(r"<!-- drawn by: megapipe (.*) -->", CONCEPTS + LONG_CONTEXT)
+EXPERTS = (REPOSITORY / "docs" / "experts.md").read_text(encoding="utf-8")
+DRAWN = re.findall(r"<!-- drawn by: megapipe (.*) -->", CONCEPTS + LONG_CONTEXT + EXPERTS)
 
 
 @pytest.mark.timeout(600)
@@ -48,7 +49,7 @@ def test_the_pictures_of_the_axes_are_drawn_by_their_commands(
     drawn.parent.mkdir(parents=True)
     assert main(words) == 0
     assert drawn.read_text() == (REPOSITORY / drawn).read_text()
-    assert f"]({drawn.relative_to('docs')})" in CONCEPTS + LONG_CONTEXT
+    assert f"]({drawn.relative_to('docs')})" in CONCEPTS + LONG_CONTEXT + EXPERTS
 
 
 @pytest.mark.parametrize("size", [1, 16])

@@ -278,6 +278,15 @@ def test_planned_bytes_equal_the_counted_ones(name: str, base: str, device: str)
         assert counted.peak == pytest.approx(memory.total, rel=CLOSE), (rank, counted, dict(memory.items))
 
 
+def test_copies_of_sharded_gradients_are_planned_until_the_next_reduction() -> None:
+    changes = PREDICTIONS | SP2 | PP2 | ZERO2 | FULL | {"data_parallel_sharding_granularity": "microbatch"}
+    changes |= {"num_virtual_stages_per_pipeline_rank": 2, "overlap_grad_reduce": True, "grad_reduce_in_bf16": True}
+    changes |= {"dtype": "bf16", "untie_embeddings_and_output_weights": False, "device": "cpu"}
+    plan = make_plan(16, changes | {"global_batch_size": 64}, LLAMA)
+    counted = count_rank(plan, 15, read_for(plan), "cpu")
+    assert counted.peak == pytest.approx(rank_memory(plan, 1).total, rel=CLOSE)
+
+
 IN_PARTS = EXPERTS | PP2 | {"overlap_moe_expert_parallel_comm": True}
 PARTS: dict[str, tuple[int, dict[str, Any]]] = {
     "1f1b": (4, IN_PARTS),
