@@ -241,7 +241,11 @@ def split_stages(schedule: Schedule, num_units: Sequence[int]) -> Schedule:
             split += forward[paired:] + backward[paired:]
         rows.append(tuple(split))
     return Schedule(
-        schedule.name, split_placement(schedule.placement, num_units), schedule.num_microbatches, tuple(rows)
+        schedule.name,
+        split_placement(schedule.placement, num_units),
+        schedule.num_microbatches,
+        tuple(rows),
+        schedule.num_slices,
     )
 
 

@@ -54,7 +54,10 @@ def config(**changes: Any) -> Config:
         ),
         ({"hidden_dropout": 0.1}, "--hidden-dropout 0.1 and --attention-dropout 0: .*use 0 for both"),
         ({"attention_dropout": 0.1}, "--attention-dropout 0.1: masks would depend on the number of slices"),
-        ({"mtp_num_layers": 1, "position_embedding_type": "rope"}, "does not work with --mtp-num-layers yet; leave one"),
+        (
+            {"mtp_num_layers": 1, "position_embedding_type": "rope"},
+            "does not work with --mtp-num-layers yet; leave one",
+        ),
         ({"context_parallel_size": 2}, "--context-parallel-size"),
         ({"num_experts": 4, "add_bias_linear": False}, "--num-experts"),
         (LATENT, "--multi-latent-attention"),
@@ -115,3 +118,10 @@ def test_slices_of_equal_cost_have_equal_shares_of_forward_and_backward_together
 def test_windows_make_slices_nearly_equal_in_length() -> None:
     plan = resolve(config(seq_length=4096, window_size=16), 2)
     assert [each.length for each in plan.slices] == pytest.approx([1024] * 4, rel=0.02)
+
+
+def test_the_units_of_stages_run_slices_too() -> None:
+    sharded = {"data_parallel_sharding_strategy": "optim_grads_params", "data_parallel_sharding_units": 2}
+    plan = resolve(config(use_distributed_optimizer=True, **sharded), 4)
+    schedule = plan.schedule(plan.batch.num_microbatches)
+    assert (schedule.num_stages, schedule.num_slices) == (4, 4)
