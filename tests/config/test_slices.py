@@ -118,3 +118,10 @@ def test_slices_of_equal_cost_have_equal_shares_of_forward_and_backward_together
 def test_windows_make_slices_nearly_equal_in_length() -> None:
     plan = resolve(config(seq_length=4096, window_size=16), 2)
     assert [each.length for each in plan.slices] == pytest.approx([1024] * 4, rel=0.02)
+
+
+def test_the_units_of_stages_run_slices_too() -> None:
+    sharded = {"data_parallel_sharding_strategy": "optim_grads_params", "data_parallel_sharding_units": 2}
+    plan = resolve(config(use_distributed_optimizer=True, **sharded), 4)
+    schedule = plan.schedule(plan.batch.num_microbatches)
+    assert (schedule.num_stages, schedule.num_slices) == (4, 4)

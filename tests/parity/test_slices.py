@@ -27,6 +27,7 @@ H1 = {"pipeline_schedule": "zb-h1"}
 V = {"pipeline_schedule": "zb-v", "chunks": 2, "num_layers": 4}
 INTERLEAVED = {"pipeline_schedule": "interleaved", "chunks": 2, "num_layers": 4}
 ONE = {"global_batch_size": 2}  # one microbatch on one replica
+SHARDED = {"data_parallel_sharding_strategy": "optim_grads_params", "use_distributed_optimizer": True}
 GRIDS: dict[str, tuple[int, dict[str, Any]]] = {
     **{f"pp 2, {k} slices": (2, {"pp": 2, "k": k}) for k in range(1, 6)},
     **{f"pp 1, {k} slices, one microbatch": (1, {"k": k} | LLAMA | ONE) for k in (2, 5)},
@@ -42,6 +43,11 @@ GRIDS: dict[str, tuple[int, dict[str, Any]]] = {
     "pp 2 tp 4, one kv head": (8, {"pp": 2, "tp": 4, "k": 4, "num_query_groups": 1} | SP | AVERAGE),
     "pp 2 dp 2, documents": (4, {"pp": 2, "k": 4} | DOCUMENTS | ZERO | LLAMA),
     "pp 2 dp 2 zb-h1, documents, tokens": (4, {"pp": 2, "k": 5, "calculate_per_token_loss": True} | H1 | DOCUMENTS),
+    "pp 2 dp 2, weights sharded": (4, {"pp": 2, "k": 3} | SHARDED | LLAMA),
+    "pp 2 dp 2, weights sharded in units": (
+        4,
+        {"pp": 2, "k": 3, "num_layers": 4, "data_parallel_sharding_units": 2} | SHARDED | LLAMA,
+    ),
     "pp 2, window of 5": (2, {"pp": 2, "k": 4, "window_size": 5} | LLAMA),
     "pp 2, window of 1, equal lengths": (2, {"pp": 2, "k": 5, "window_size": 1} | AVERAGE),
     "pp 2, windows in some layers": (
