@@ -18,10 +18,12 @@ from tests.harness import RankPool
 NUM_MICROBATCHES = 4
 
 
-def sharded_stage(groups: ProcessGroups, dtype: torch.dtype = torch.float64) -> tuple[StageBuffers, Toy]:
+def sharded_stage(
+    groups: ProcessGroups, dtype: torch.dtype = torch.float64, gradient_dtype: torch.dtype = torch.float64
+) -> tuple[StageBuffers, Toy]:
     layouts = layout_buffers(toy_specs(), 0, 1, groups.shards.size, 60)
     sharding = Sharding(groups.shards.rank, gradients=True, parameters=True)
-    buffers, module = StageBuffers(layouts, "cpu", dtype, torch.float64, sharding=sharding), Toy()
+    buffers, module = StageBuffers(layouts, "cpu", dtype, gradient_dtype, sharding=sharding), Toy()
     buffers.materialize(module, draw)
     return buffers, module
 
@@ -48,13 +50,21 @@ def held(buffers: StageBuffers, rank: int) -> dict[str, list[tuple[int, int, Ten
     return found
 
 
-def train(rank: int, world: int, every: int, instances: int, overlap: bool, in_bf16: bool) -> tuple[dict, list, list]:
+def train(
+    rank: int,
+    world: int,
+    every: int,
+    instances: int,
+    overlap: bool,
+    in_bf16: bool,
+    gradient_dtype: torch.dtype = torch.float64,
+) -> tuple[dict, list, list]:
     """Run microbatches forward and backward with the weights freed in between, and reduce after every few of them.
 
     Return this rank's reduced gradients, whether whole weights and gradients exist, and the reductions in flight.
     """
     groups = groups_of(rank, dp=world, num_instances=instances)
-    buffers, module = sharded_stage(groups)
+    buffers, module = sharded_stage(groups, gradient_dtype=gradient_dtype)
     weights = ShardedWeights({0: buffers}, groups, overlap=overlap)
     gradients = ShardedGradients({0: buffers}, groups, overlap=overlap, reduce_in_bf16=in_bf16)
     (buffer,) = buffers.buffers
@@ -134,6 +144,14 @@ def test_reductions_in_bf16_round_what_they_send(two_ranks: RankPool) -> None:
             assert difference <= 2e-2 * expected[name].abs().max(), name
             is_rounded |= bool(difference > 1e-6 * expected[name].abs().max())
     assert is_rounded
+
+
+def test_gradients_in_bf16_exist_until_their_reduction_has_read_them(two_ranks: RankPool) -> None:
+    """Nothing is copied for a reduction in bf16 where main gradients are bf16 themselves."""
+    expected = whole_gradients(range(2 * NUM_MICROBATCHES))
+    for found, _, _ in two_ranks.run(train, 2, 1, True, True, torch.bfloat16):
+        for name, start, stop, values in ((name, *part) for name, parts in found.items() for part in parts):
+            assert (values - expected[name][start:stop]).abs().max() <= 5e-2 * expected[name].abs().max(), name
 
 
 def gather(rank: int, world: int) -> tuple[bool, list[str]]:

@@ -171,7 +171,10 @@ def svg(timeline: Timeline, width: int | None = None) -> str:
         )
         x += 210
     numbers = "microbatches and their slices" if drawing.schedule.num_slices > 1 else "microbatches"
-    parts.append(f'<text x="{x:g}" y="{y}" fill="#555555">numbers: {numbers}; grey: idle</text>')
+    note, place = f"numbers: {numbers}; grey: idle", f'x="{x:g}" y="{y}"'
+    if x + 6 * len(note) > drawing.width:  # no room after the legend: beside the title
+        place = f'x="{drawing.width - RIGHT:g}" y="18" text-anchor="end"'
+    parts.append(f'<text {place} fill="#555555">{note}</text>')
     return "\n".join([*parts, "</svg>\n"])
 
 
@@ -217,7 +220,7 @@ def box(place: tuple[float, float, float, float], colour: str, op: Op, label: st
     """Return the box of one action at (x, y, width, height), with its label if that fits. title: shown on hovering."""
     x, y, width, height = place
     text = ""
-    if label and width >= 6.5 * len(label) + 1:
+    if label and width >= 6.5 * len(label) + 1 and height > STRIP:
         style = f'text-anchor="middle" fill="{COLOURS[op][2]}" pointer-events="none"'
         text = f'<text x="{x + width / 2:.2f}" y="{y + height / 2 + 4:g}" {style}>{label}</text>'
     return (
