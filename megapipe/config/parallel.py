@@ -221,7 +221,10 @@ class ParallelConfig:
         1, "computations by which a gather of weights precedes its use", "computations", at_least=0, needs=PARAMS
     )
     data_parallel_sharding_units: int = count(
-        1, "groups of layers of every stage that are gathered, freed and reduced one by one", "groups", needs=GRADS
+        1,
+        "groups of layers of every stage that are gathered, freed and reduced one by one, at most one a layer",
+        "groups",
+        needs=GRADS,
     )
     overlap_grad_reduce: bool = option(False, "reduce gradients asynchronously, bucket by bucket during the backward")
     overlap_param_gather: bool = option(

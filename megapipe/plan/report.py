@@ -324,9 +324,13 @@ def _sharding(plan: RunPlan) -> Iterator[str]:
     held, t = plan.num_elements(plan.placement.stages_of(pp_rank)), plan.topology
     sent = sum(replica_bytes(plan, pp_rank, rows[pp_rank]).values())
     times = {"microbatch": "for each microbatch", "run": "for runs of microbatches", "step": "once a step"}
-    words = [f"{most.reductions} reductions of {bytes_text(most.reduced * plan.shape.gradient)} of gradients"]
+    words = [
+        f"{count_text(most.reductions, 'reduction')} of {bytes_text(most.reduced * plan.shape.gradient)} of gradients"
+    ]
     if policy.gathers:
-        words.insert(0, f"{most.gathers} gathers of {bytes_text(most.gathered * plan.shape.element)} of weights")
+        words.insert(
+            0, f"{count_text(most.gathers, 'gather')} of {bytes_text(most.gathered * plan.shape.element)} of weights"
+        )
     yield (
         f"  sharding over {t.num_shards} ranks, {times[policy.granularity]}: pp_rank {pp_rank} has "
         f"{' and '.join(words)} a step, {most.gathered / held:.3g} and {most.reduced / held:.3g} times all it holds"
