@@ -364,9 +364,8 @@ def seen_of(world_size: int, rank: int, changes: dict[str, Any], base: dict[str,
             (runtime,) = built
             dp_rank = runtime.coordinates.dp_rank
             keys, count = Keys(1, 1, dp_rank, plan.topology.dp), plan.batch.num_microbatches
-            microbatches = Microbatches(
-                count, partial(read, dp_rank), keys, DEVICE, runtime.sequence_part, runtime.packs_documents
-            )
+            parts = runtime.sequence_part, runtime.packs_documents, runtime.num_ahead
+            microbatches = Microbatches(count, partial(read, dp_rank), keys, DEVICE, *parts)
             train_step(runtime).run(microbatches, Rates(1e-3, 0.1))
             runtime.finish_parameters()
         answers.seen.counted_bytes = dict(counted.items)

@@ -88,7 +88,7 @@ def dropped_microbatch(patch: pytest.MonkeyPatch, rank: int) -> None:
 
     def planted(self: Engine, schedule: Any, *args: Any, **kwargs: Any) -> None:
         build(self, schedule, *args, **kwargs)
-        kept = [action.microbatch != self.num_microbatches - 1 for action in self.row]
+        kept = [action.microbatch != self.num_units - 1 for action in self.row]
         self.row, self._words, self._acts = (
             tuple(compress(part, kept)) for part in (self.row, self._words, self._acts)
         )
