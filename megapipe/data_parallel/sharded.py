@@ -78,7 +78,7 @@ class ShardedWeights:
             self._tracer.event(f"parameters of stage {stage}", "wait", start, self._tracer.now())
 
     def reshard(self, stage: int) -> None:
-        """Free the weights of a stage (RESHARD)."""
+        """Free the weights of a stage (RESHARD). Raises RuntimeError if they are not gathered."""
         if stage not in self._gathered:
             raise RuntimeError(f"the weights of stage {stage} are freed, but they are not gathered")
         self._gathered.remove(stage)
@@ -137,6 +137,8 @@ class ShardedGradients:
     All members of a shard group start the same reductions in the same order, that of the row. A tied embedding is
     reduced with its stage, and its shards are summed over the embedding group in finish(); one that another stage of
     this rank uses is reduced with stage 0, and at last after all stages.
+
+    Raises ValueError for buffers that keep whole gradients, and for a tied embedding without its group.
     """
 
     def __init__(
@@ -191,7 +193,7 @@ class ShardedGradients:
         self._launch([*self._own[stage], *(self._shared if stage == 0 else ())])
 
     def reduce(self, stage: int) -> None:
-        """Start the last reduction of a stage in a step (REDUCE_GRAD)."""
+        """Start the last reduction of a stage in a step (REDUCE_GRAD). Raises RuntimeError for a second one."""
         if stage in self._reduced:
             raise RuntimeError(f"stage {stage} has already been reduced in this step")
         self._reduced.append(stage)

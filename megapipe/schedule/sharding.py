@@ -3,14 +3,13 @@
 With ZeRO-3 (FSDP) a rank keeps only its shard of every weight. UNSHARD gathers the weights of a stage before they are
 read, RESHARD frees them, and REDUCE_GRAD reduces gradients to shards; with ZeRO-2 there are only the reductions. The
 weights of a stage are read by F, B and I, also where a backward recomputes the forward. A W reads none: inputs and
-output gradients of linears suffice. Word embeddings that two stages share (tied ones) are left out: they stay whole on
-both, are gathered and reduced once a step, and belong to no action.
+output gradients of linears suffice. A word embedding that two stages share (a tied one) belongs to the weights of both.
 
 `shard` is a lowering pass: it takes a lowered schedule and a policy and places the actions. A stage is gathered as a
 whole. `split_stages` makes the units smaller: it turns every stage into several on the same rank, each of a few layers,
 before messages are added; everything that handles stages then handles units.
 
-How often the last two are worth it depends on the schedule. Breadth-first runs all microbatches of a chunk in one run:
+The number of gathers and reductions depends on the schedule. Breadth-first runs all microbatches of a chunk in one run:
 a step with v chunks gathers 2 v - 1 times (the last chunk's backward follows its forward), or 2 v times if it is
 resharded in between, and reduces v times (Lamy-Poirier 2022, arXiv:2211.05953). 1F1B takes a microbatch at a time.
 """

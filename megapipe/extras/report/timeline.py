@@ -49,10 +49,10 @@ Curve = Sequence[tuple[float, float]]  # (seconds, level from then on)
 def grid_text(timeline: Timeline, max_columns: int = 160) -> str:
     """Return one line per rank, its computation drawn to scale.
 
-    A cell is as long as the shortest action, or longer if the text would exceed max_columns. It shows op and microbatch
-    (F3, B0; with several stages per rank also a letter for the chunk: F3a, F3b; with slices also their number: F3.1),
-    "=" where an action continues, or "." where the rank is idle. Where gathers or reductions take time, a second line
-    shows them: U and R with the stage.
+    A cell is as long as the shortest action, or longer if the text would exceed max_columns; actions that share a cell
+    then hide each other, which the last line says. A cell shows op and microbatch (F3, B0; with several stages per rank
+    also a letter for the chunk: F3a, F3b; with slices also their number: F3.1), "=" where an action continues, or "."
+    where the rank is idle. Where gathers or reductions take time, a second line shows them: U and R with the stage.
     """
     schedule = timeline.schedule
     boxes: list[list[tuple[str, float, float]]] = [[] for _ in schedule.rows]
@@ -84,7 +84,8 @@ def grid_text(timeline: Timeline, max_columns: int = 160) -> str:
             first, after = min(round(begin / unit), len(cells) - 1), min(round(end / unit), len(cells))
             cells[first:after] = [label] + ["="] * (after - first - 1) if after > first else []
         lines.append(name.ljust(title) + "".join(cell.ljust(width) for cell in cells).rstrip())
-    return "\n".join([*lines, f"one cell: {unit:.4g} s"])
+    missing = "; shorter actions may be missing" if unit > min(seconds) else ""
+    return "\n".join([*lines, f"one cell: {unit:.4g} s{missing}"])
 
 
 def number_text(schedule: Schedule, action: Action) -> str:
