@@ -474,7 +474,8 @@ def _products(x: Tensor, weight: Tensor, counts: tuple[int, ...], transpose: boo
     matrices = weight.view(len(counts), -1, weight.shape[1])
     if is_grouped and not x.is_meta and len(x):  # torch refuses some dtypes of meta tensors
         ends = torch.tensor(list(accumulate(counts)), dtype=torch.int32)
-        ends = ends.to(x.device, non_blocking=True)
+        if x.is_cuda:  # pinned, or the host would wait for the copy
+            ends = ends.pin_memory().to(x.device, non_blocking=True)
         return F.grouped_mm(x.contiguous(), matrices.mT if transpose else matrices, offs=ends)
     output = x.new_empty(x.shape[0], matrices.shape[1] if transpose else weight.shape[1])
     start = 0

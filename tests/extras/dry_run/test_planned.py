@@ -64,6 +64,7 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "fp64": (1, {"dtype": "fp64"}),
     "experts_dp2_zero1_bf16": (2, EXPERTS | ZERO1 | {"dtype": "bf16"}),
     "experts_padded_dp2_bf16": (2, EXPERTS | PADDED | {"dtype": "bf16"}),
+    "experts_grouped_padded_bf16": (2, EXPERTS | PADDED | {"dtype": "bf16", "moe_grouped_gemm": True}),
     "experts_dropped_sp2_dp2": (4, EXPERTS | SP2 | {"moe_expert_capacity_factor": 0.75}),
     "experts_full_sp2_dp2": (4, EXPERTS | SP2 | FULL),
     "experts_pp2_zb_h1": (4, EXPERTS | PP2 | {"pipeline_schedule": "zb-h1"}),
