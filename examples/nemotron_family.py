@@ -8,34 +8,17 @@ docs/conversion_family.md explains it.
 
 from __future__ import annotations
 
-from typing import Any
-
 from megapipe.extras.convert.extend import (
     HEAD_DIM,
     LLAMA_BIASES,
     Family,
-    Layers,
     Row,
-    Rule,
-    Settings,
     always,
     key,
     register_family,
-    rope_fields,
+    rope,
     separate_qkv,
 )
-
-
-def read_positions(config: Settings) -> dict[str, Any]:
-    """Return our fields: transformers 5 has one dictionary, transformers 4 two keys."""
-    parameters = dict(config.get("rope_parameters") or {})
-    share = parameters.pop("partial_rotary_factor", None) or config.get("partial_rotary_factor") or 0.5
-    return rope_fields(parameters, config.get("rope_theta") or 10000.0, {}) | {"rotary_percent": float(share)}
-
-
-def write_positions(layers: Layers) -> dict[str, Any]:
-    return {"rope_theta": layers[0].rotary_base, "partial_rotary_factor": layers[0].rotary_percent}
-
 
 OURS, THEIRS = "decoder.layers.#", "model.layers.#"  # #: the number of the layer
 ROWS = (
@@ -64,7 +47,7 @@ RULES = (
     key("attention_dropout", "attention_dropout", 0.0),
     key("initializer_range", "init_method_std", 0.0134),
     LLAMA_BIASES,
-    Rule(("rope_theta", "rope_parameters", "rope_scaling", "partial_rotary_factor"), read_positions, write_positions),
+    rope(10000.0, part=0.5),
     always(normalization="LayerNorm", layernorm_zero_centered_gamma=True, hidden_dropout=0.0),
 )
 EXAMPLE = {

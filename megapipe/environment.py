@@ -14,12 +14,14 @@ import dataclasses
 import os
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 
 from megapipe.errors import ConfigError
 
 TORCHRUN_NEEDS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 SLURM_NEEDS = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_STEP_NUM_NODES")
+AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
 LAUNCHER_PID = "MEGAPIPE_LAUNCHER_PID"  # from `megapipe launch` to its ranks
 SLURM_FIRST_PORT, SLURM_NUM_PORTS = 20000, 20000
 LIBRARY_PREFIXES = ("NCCL_", "GLOO_", "OMP_", "MKL_", "CUDA_", "TORCH_", "PYTORCH_", "UCX_", "NVIDIA_")
@@ -45,11 +47,17 @@ class Environment:
     restart_count: int = 0  # how often torchrun has restarted its ranks, and SLURM has requeued the job
     job: str | None = None  # one name for all starts of a job that its launcher restarts; None if unknown
     launcher_pid: int | None = None  # process of `megapipe launch`; None under torchrun itself
+    has_agent_store: bool = False  # torchrun's agent hosts the store at master_addr; else rank 0 does
 
     @property
     def is_distributed(self) -> bool:
         """True if there are other ranks."""
         return self.world_size > 1
+
+    @property
+    def ends_together(self) -> bool:
+        """True if a launcher ends all other ranks when this one has failed: an agent that has started all of them."""
+        return self.has_agent_store and self.num_nodes == 1
 
 
 def set_tokenizer_threads(num_threads: int) -> None:
@@ -61,12 +69,7 @@ def set_tokenizer_threads(num_threads: int) -> None:
 def read_environment(environ: Mapping[str, str] | None = None) -> Environment:
     """Read the environment of this process. Raises ConfigError if a launcher's variables are incomplete or wrong."""
     variables = os.environ if environ is None else environ
-    if "TORCHELASTIC_RUN_ID" in variables or any(name in variables for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")):
-        found = from_torchrun(variables)
-    elif whole_number(variables, "SLURM_STEP_NUM_TASKS", "1") > 1:
-        found = from_slurm(variables)
-    else:
-        found = Environment(0, 1, 0, 1, 1, 0, master_addr="127.0.0.1", master_port=0, launcher="single")
+    found = _of_launcher(variables)
     for name, index, count in (
         ("global rank", found.global_rank, found.world_size),
         ("local rank", found.local_rank, found.local_world_size),
@@ -86,6 +89,37 @@ def read_environment(environ: Mapping[str, str] | None = None) -> Environment:
         num_threads=whole_number(variables, "OMP_NUM_THREADS") if variables.get("OMP_NUM_THREADS") else None,
         visible_devices=variables.get("CUDA_VISIBLE_DEVICES"),
     )
+
+
+def read_meeting_place(environ: Mapping[str, str] | None = None) -> Environment | None:
+    """Return the part of a wrong environment that says where the other ranks meet, with rank -1 if it is unknown.
+
+    None if it does not say, or there are no others.
+    """
+    variables = os.environ if environ is None else environ
+
+    def number(name: str, default: int) -> int:
+        try:
+            return whole_number(variables, name)
+        except ConfigError:
+            return default
+
+    with suppress(ConfigError):
+        found = _of_launcher(variables)
+        return found if found.is_distributed else None
+    address, port, world_size = variables.get("MASTER_ADDR"), number("MASTER_PORT", -1), number("WORLD_SIZE", 2)
+    if not address or port < 0 or world_size < 2:
+        return None
+    has_store = variables.get(AGENT_STORE) == "True"
+    return Environment(number("RANK", -1), world_size, 0, 1, 1, 0, address, port, "torchrun", has_agent_store=has_store)
+
+
+def _of_launcher(variables: Mapping[str, str]) -> Environment:
+    if "TORCHELASTIC_RUN_ID" in variables or any(name in variables for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")):
+        return from_torchrun(variables)
+    if whole_number(variables, "SLURM_STEP_NUM_TASKS", "1") > 1:
+        return from_slurm(variables)
+    return Environment(0, 1, 0, 1, 1, 0, master_addr="127.0.0.1", master_port=0, launcher="single")
 
 
 def from_torchrun(variables: Mapping[str, str]) -> Environment:
@@ -108,6 +142,7 @@ def from_torchrun(variables: Mapping[str, str]) -> Environment:
         launcher="torchrun",
         run_id=variables.get("TORCHELASTIC_RUN_ID"),
         launcher_pid=whole_number(variables, LAUNCHER_PID) if variables.get(LAUNCHER_PID) else None,
+        has_agent_store=variables.get(AGENT_STORE) == "True",
     )
 
 

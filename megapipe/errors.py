@@ -15,6 +15,10 @@ class ConfigError(MegapipeError):
     exit_code = 2
 
 
+class DisagreementError(ConfigError):
+    """Ranks that were started with different flags, files or versions, or of which one cannot start; on all ranks."""
+
+
 class DataError(MegapipeError):
     """A missing, truncated or inconsistent data file or tokenizer; the message has the file and the wrong number."""
 

@@ -31,9 +31,11 @@ from megapipe.errors import ConfigError, ScheduleError
 from megapipe.schedule.action import Action, Op
 from megapipe.schedule.costs import Shape
 from megapipe.schedule.families import SCHEDULES, ScheduleFamily, build_lowered
+from megapipe.schedule.gradients import prove_gradients
 from megapipe.schedule.placement import Placement, linear, loop, two_directions, v_shape
 from megapipe.schedule.schedule import Row
 from megapipe.sharding.state_dtypes import MASTER
+from megapipe.topology import Topology
 
 __all__ = [
     "Action",
@@ -71,8 +73,9 @@ def register_schedule(name: str, summary: str, **properties: Any) -> Callable[[F
 
     The actions are F and B, or with splits_backward I and W; messages and reductions are added by megapipe. summary: a
     line for `megapipe schedule --help`. properties: other fields of `ScheduleFamily`, such as placement=v_shape,
-    takes_chunks=True, splits_backward=True. The schedule is proven to be complete and free of deadlocks for some sizes
-    here, and for its own size in each run. Raises ScheduleError, with the grid and the action at fault.
+    takes_chunks=True, splits_backward=True. The schedule is proven for some sizes here: to be complete and free of
+    deadlocks, and by the gradients of a small model; in each run it is proven complete and free of deadlocks for its
+    own size. Raises ScheduleError, with the grid and the action at fault.
     """
 
     def register(function: Function) -> Function:
@@ -104,17 +107,38 @@ def _rows(function: Callable[..., Any], name: str, shape: Shape) -> tuple[Row, .
 
 
 def _prove(family: ScheduleFamily) -> None:
-    """Build and validate a schedule for some sizes. Raises ScheduleError, also where properties do not fit the rows."""
-    for ranks, microbatches in PROVEN:
-        if family.counts is not None and family.counts(ranks, microbatches)[0]:
-            continue
-        schedule = build_lowered(family.name, ranks, family.num_chunks(2), microbatches)
+    """Prove a schedule for some sizes: by rules, and by gradients with the replicas of its placement.
+
+    Raises ScheduleError, also where properties do not fit the rows, or none of the sizes can run.
+    """
+    for ranks, microbatches, slices in _sizes(family):
+        schedule = build_lowered(family.name, ranks, family.num_chunks(2), microbatches, num_slices=slices)
         found = bool(schedule.ops & {Op.I, Op.W})
         if found != family.splits_backward:
             rows = "I and W" if found else "no I and W"
             raise ScheduleError(f"schedule {family.name!r} has {rows}: register it with splits_backward={found}")
         if not schedule.is_synchronous and family.versions is None:
             raise ScheduleError(f"schedule {family.name!r} has UPDATE, so it must be registered with its versions")
+        topology = Topology(pp=ranks, mirrored_pipeline=schedule.placement.is_mirrored)
+        prove_gradients(schedule, [topology.group_of("replicas", rank) for rank in range(ranks)])
+
+
+def _sizes(family: ScheduleFamily) -> tuple[tuple[int, int, int], ...]:
+    """Return (ranks, microbatches, slices) near those of PROVEN that a family takes. Raises ScheduleError if none."""
+    found = []
+    for ranks, microbatches in PROVEN:
+        try:
+            problem, near = family.counts(ranks, microbatches) if family.counts else ("", ())
+        except ConfigError:  # so many ranks cannot run it
+            continue
+        if ranks % 2 == 0 or not family.is_mirrored(ranks):
+            found += [
+                (ranks, near[-1] if problem else microbatches, s) for s in ((1, 2) if family.takes_slices else (1,))
+            ]
+    if not found:
+        numbers = ", ".join(sorted({str(ranks) for ranks, _ in PROVEN}))
+        raise ScheduleError(f"schedule {family.name!r} runs on none of {numbers} ranks, so that it cannot be proven")
+    return tuple(dict.fromkeys(found))
 
 
 def register_norm(
@@ -224,7 +248,7 @@ def register_tokenizer(name: str, *, needs_model: bool = False) -> Callable[[Fun
     """
 
     def register(function: Function) -> Function:
-        TOKENIZER_TYPES.add(name, TokenizerKind(("tokenizer_model",) if needs_model else (), function))
+        TOKENIZER_TYPES.add(name, TokenizerKind(("tokenizer_model",) if needs_model else (), function, or_model=True))
         return function
 
     return register

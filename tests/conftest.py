@@ -7,6 +7,7 @@ the cheapest tests first.
 from __future__ import annotations
 
 import functools
+import signal
 import subprocess
 import sys
 import tomllib
@@ -21,6 +22,10 @@ import pytest
 
 if TYPE_CHECKING:
     from tests.harness import RankPool
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # a shell starts a job in the background so, and processes that tests interrupt would inherit it
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 TESTS = Path(__file__).resolve().parent
 TORCH_FREE = tomllib.loads((TESTS.parent / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["megapipe"][

@@ -66,7 +66,7 @@ model.num_layers | --num-layers 3 | plan specs
 model.hidden_size | --hidden-size 32 | plan specs
 model.ffn_hidden_size | --ffn-hidden-size 32 | plan specs
 model.num_attention_heads | --num-attention-heads 2 | records
-model.num_query_groups | --num-query-groups 2 | plan specs
+model.num_query_groups | --group-query-attention --num-query-groups 2 | plan specs
 model.kv_channels | --kv-channels 8 | plan specs
 model.seq_length | --seq-length 12 | records
 model.max_position_embeddings | --max-position-embeddings 16 | plan specs
@@ -93,6 +93,7 @@ model.kv_lora_rank | --kv-lora-rank 4 | plan specs | {LATENT}
 model.qk_head_dim | --qk-head-dim 8 | plan specs | {LATENT}
 model.qk_pos_emb_head_dim | --qk-pos-emb-head-dim 2 | plan specs | {LATENT}
 model.v_head_dim | --v-head-dim 2 | plan specs | {LATENT}
+model.latent_norm_epsilon | --latent-norm-epsilon 0.1 | records | {LATENT} --qk-layernorm
 model.num_experts | --num-experts 4 | plan specs | --disable-bias-linear
 model.moe_layer_freq | --moe-layer-freq 2 | plan specs | {MOE}
 model.moe_ffn_hidden_size | --moe-ffn-hidden-size 8 | plan specs | {MOE}
@@ -113,7 +114,8 @@ model.moe_token_dispatcher_type | --moe-token-dispatcher-type allgather | plan m
 model.moe_pad_expert_input_to_capacity | --moe-pad-expert-input-to-capacity | saved_bytes | {MOE} {ROOM}
 model.moe_router_dtype | --moe-router-dtype fp32 | records | {MOE} --bf16
 model.moe_router_force_load_balancing | --moe-router-force-load-balancing | records | {MOE}
-model.moe_router_load_balancing_type | --moe-router-load-balancing-type none | records | {MOE} --moe-aux-loss-coeff 9
+model.moe_router_load_balancing_type | --moe-router-load-balancing-type seq_aux_loss | records | \
+    {MOE} --moe-aux-loss-coeff 9
 model.moe_aux_loss_coeff | --moe-aux-loss-coeff 9 | records | {MOE}
 model.moe_z_loss_coeff | --moe-z-loss-coeff 9 | records | {MOE}
 model.normalization | --normalization RMSNorm | records
@@ -197,6 +199,7 @@ parallel.grad_reduce_in_bf16 | --grad-reduce-in-bf16 | ranks losses
 parallel.ddp_bucket_size | --ddp-bucket-size 500 | plan buffers
 parallel.rank_order | --rank-order tp-cp-pp-dp | plan topology | {PP} --tensor-model-parallel-size 2 | 8
 parallel.allow_tp_across_nodes | --allow-tp-across-nodes | plan topology | --tensor-model-parallel-size 4 | 4
+parallel.allow_mixed_hosts | --allow-mixed-hosts | mixed_hosts
 parallel.distributed_backend | --distributed-backend nccl | said nccl connects GPUs
 parallel.hang_timeout_seconds | --hang-timeout-seconds 60 | file heartbeats/roster.json | --hang-timeout-seconds 0
 parallel.distributed_timeout_minutes | --distributed-timeout-minutes 2 | time_out
@@ -356,6 +359,7 @@ checkpoint.exit_on_missing_checkpoint | --exit-on-missing-checkpoint | outcome |
 checkpoint.use_checkpoint_args | --use-checkpoint-args | outcome | {LOAD} !--hidden-size !--ffn-hidden-size
 checkpoint.allow_changed_model | --allow-changed-model | outcome | {LOAD} --norm-epsilon 1e-3
 checkpoint.allow_changed_data | --allow-changed-data | outcome | {LOAD} !--mock-data --train-data-path {{A}}
+checkpoint.allow_changed_optimizer | --allow-changed-optimizer | outcome | {LOAD} --adam-beta2 0.95
 checkpoint.keep_last | --keep-last 1 | checkpoints 3 1 | {SAVE} --save-interval 1
 
 logging.log_interval | --log-interval 2 | records

@@ -20,6 +20,7 @@ from megapipe.config.training import UpdateKind
 from megapipe.data.batch import Batch, DocumentRules
 from megapipe.data.registered import DatasetPart, RegisteredDataset
 from megapipe.errors import ConfigError, DataError
+from megapipe.extend import Action, Op, Placement, Shape, register_schedule, two_directions
 from megapipe.extras.cli.schedule import main as schedule_command
 from megapipe.extras.dry_run.rank import STATE, count_rank
 from megapipe.model.registered import replayed
@@ -28,6 +29,7 @@ from megapipe.plan.memory import rank_memory
 from megapipe.plan.resolve import resolve
 from megapipe.registry import BUILT_IN, EXTENSIONS, Registry
 from megapipe.schedule.families import SCHEDULES, build_lowered
+from megapipe.schedule.generate.split_backward import dualpipe, dualpipe_counts
 from megapipe.tokenizers.tokenizer import build_tokenizer, checked
 from tests.extras.dry_run.grids import make_plan, read_for
 from tests.extras.verify.grids import compared
@@ -113,6 +115,19 @@ WRONG = {
         "            for s in range(shape.num_ranks)]\n"
         "register_schedule('a', '')(rows)",
         "schedule 'a' has I and W: register it with splits_backward=True",
+    ),
+    "not the mirror": (
+        "def place(p):\n"
+        "    return Placement(p, tuple(range(p)), (*range(1, p), 0))\n"
+        "register_schedule('a', '', placement=place)(lambda shape: [])",
+        r"line 6: the second direction \(1, 2, 0\) of the placement \(0, 1, 2\) is not its mirror",
+    ),
+    "no size": (
+        "def counts(ranks, microbatches):\n"
+        "    raise ConfigError('needs 99 ranks')\n"
+        "from megapipe.errors import ConfigError\n"
+        "register_schedule('a', '', counts=counts)(lambda shape: [])",
+        "schedule 'a' runs on none of 2, 3, 4 ranks, so that it cannot be proven",
     ),
 }
 
@@ -204,6 +219,45 @@ def test_the_example_schedule_runs_further_ahead_than_1f1b() -> None:
     row = build_lowered("eager-1f1b", 4, 1, 8).compute_only().rows[0]
     assert [str(action) for action in row[:7]] == ["0F0", "0F1", "0F2", "0F3", "0F4", "0F5", "0F6"]
     assert SCHEDULES["eager-1f1b"].is_synchronous and SCHEDULES.origin("eager-1f1b") != BUILT_IN
+
+
+def directions_of_my_own(rank: int, world_size: int, options: dict[str, Any]) -> Any:
+    """Compare DualPipe under another name, its placement in a function of its own, with one process."""
+    properties = {"placement": lambda p: two_directions(p), "splits_backward": True, "counts": dualpipe_counts}
+    register_schedule("mine", "", **properties)(dualpipe)
+    steps, report = compared(rank, world_size, tiny_config(**options, pipeline_schedule="mine"), "fp64")
+    return len(steps), all(step.passes for step in steps), report
+
+
+def test_copies_of_a_stage_are_summed_whatever_function_has_placed_them() -> None:
+    options = {"pp": 2, "global_batch_size": 8, "zero": True}
+    found = run_ranks(directions_of_my_own, 2, options)[0]
+    assert found[:2] == (3, True), found[2]
+
+
+def test_an_embedding_at_ends_that_its_group_does_not_hold_is_refused() -> None:
+    EXTENSIONS.loading = "test"
+    try:
+        register_schedule("rotated", "", placement=lambda p: Placement(p, rotated_ranks(p)))(rotated)
+        message = "--pipeline-schedule rotated, which has the first stage on pp_rank 0 and the last on 1"
+        with pytest.raises(ConfigError, match=message):
+            resolve(tiny_config(pp=4, num_layers=4, pipeline_schedule="rotated"), 4)
+        options = {"pp": 4, "num_layers": 4, "pipeline_schedule": "rotated"}
+        resolve(tiny_config(**options, untie_embeddings_and_output_weights=True), 4)
+    finally:
+        EXTENSIONS.loading = None
+        EXTENSIONS.unload("test")
+
+
+def rotated_ranks(num_ranks: int) -> tuple[int, ...]:
+    """Return the ranks of the stages: the last is on rank 1."""
+    return (0, *range(2, num_ranks), 1)
+
+
+def rotated(shape: Shape) -> list[list[Action]]:
+    """All forwards, then all backwards."""
+    stages = [rotated_ranks(shape.num_ranks).index(rank) for rank in range(shape.num_ranks)]
+    return [[Action(s, op, m) for op in (Op.F, Op.B) for m in range(shape.num_microbatches)] for s in stages]
 
 
 # norms, activations, attention
@@ -488,7 +542,8 @@ def other_content(rank: int, folder: str) -> None:
 def test_ranks_with_other_files_are_refused(tmp_path: Path) -> None:
     found = run_ranks(job_on_rank, 2, "--extension mine.py --train-iters 1", other_content, str(tmp_path))
     for _, kind, text in found:
-        assert kind == "ConfigError" and re.search("mine.py is sha256 .* on rank 0 and sha256 .* on rank 1", text or "")
+        said = r"--extension: mine.py \(sha256 .*\) on rank 0 \(.*\), but mine.py \(sha256 .*\) on rank 1 "
+        assert kind == "DisagreementError" and re.search(said, text or "")
 
 
 def test_a_job_on_the_example_data_set_learns_the_answers_alone(tmp_path: Path) -> None:

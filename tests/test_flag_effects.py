@@ -28,6 +28,7 @@ import torch
 
 from megapipe.checkpoint.disk import Disk
 from megapipe.checkpoint.manifest import read_manifest
+from megapipe.comm.agreement import digest_of
 from megapipe.comm.bootstrap import join
 from megapipe.comm.trace import Tracer
 from megapipe.config.config import all_fields
@@ -47,6 +48,7 @@ from megapipe.plan.memory import rank_memory
 from megapipe.plan.resolve import resolve
 from megapipe.plan.run_plan import RunPlan
 from megapipe.tokenizers.chat import FORMATS
+from megapipe.train import facts
 from megapipe.train.gpu_setup import graph_words, snapshot_path
 from megapipe.train.guard import StopRequest
 from megapipe.train.loop import Training
@@ -385,12 +387,26 @@ def collections(pair: Pair, count: str) -> None:
     assert (len(asked), asked[0], gc.isenabled()) == (int(count), False, True)
 
 
+def mixed_hosts(pair: Pair, _: str) -> None:
+    """Another GPU on one rank is a disagreement without the flag, and none with it."""
+    pair.monkeypatch.setattr(facts, "choose_backend", lambda *_: ("nccl", torch.device("cuda", 0)))
+
+    def digests(case: Case) -> int:
+        found = set()
+        for name in ("H100", "A100"):
+            pair.monkeypatch.setattr(torch.cuda, "get_device_name", lambda _, name=name: name)
+            found.add(digest_of(facts.facts_of(case.plan(2), read_environment({}), {})))
+        return len(found)
+
+    assert pair.both(digests) == (2, 1)
+
+
 SEEN: dict[str, Callable[[Pair, str], None]] = {
     function.__name__: function
     for function in (
         layer_times,
         records, outcome, said, file, plan, saved_bytes, ranks, time_out, handlers, determinism, comparisons, device,
-        readers, manifest,
+        readers, manifest, mixed_hosts,
         extremes, checkpoints, failing_save, wandb, collections, snapshot, recorded_after,
     )
 }  # fmt: skip

@@ -4,6 +4,8 @@ Results come by rank, the first traceback is reported, hung ranks are shown and 
 """
 
 import os
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 
@@ -11,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.harness import RankFailure, RankPool, run_ranks
+from tests.harness import REPOSITORY, RankFailure, RankPool, run_ranks
 
 
 def add_up(rank: int, world_size: int, offset: int) -> torch.Tensor:
@@ -90,3 +92,12 @@ def test_pool_destroys_the_groups_of_a_job() -> None:
 def test_shared_pools_keep_their_ranks(rank_pools: Callable[[int], RankPool], offset: int) -> None:
     assert rank_pools(2) is rank_pools(2)
     assert rank_pools(2).run(add_up, offset)[0].item() == 2 * offset + 1
+
+
+def test_processes_that_tests_start_take_interrupts_though_the_shell_ignores_them() -> None:
+    """As in `pytest ... &` of a script."""
+    child = "import signal; print(signal.getsignal(signal.SIGINT) is signal.default_int_handler)"
+    tests = f"import subprocess, sys, tests.conftest; subprocess.run([sys.executable, '-c', {child!r}], check=True)"
+    words = ["sh", "-c", 'trap "" INT; exec "$0" -c "$1"', sys.executable, tests]
+    found = subprocess.run(words, cwd=REPOSITORY, capture_output=True, text=True)
+    assert (found.stdout, found.returncode) == ("True\n", 0), found.stderr

@@ -83,7 +83,7 @@ def drawn_grid(draw: random.Random) -> tuple[int, list[str]]:
         schedules = ["auto", "1f1b", "gpipe", "zb-h1", "zb-h2", "zb-v", "v-half", "v-min", "dualpipe", "dualpipe-v"]
         flags += f" --pipeline-schedule {draw.choice([*schedules, 'breadth-first', 'zb-auto', 'pipedream'])}"
     optional = [
-        "--num-query-groups 2",
+        "--group-query-attention --num-query-groups 2",
         "--swiglu",
         "--squared-relu",
         "--normalization RMSNorm",
@@ -180,7 +180,7 @@ def record_plans(checkout: Checkout) -> list[dict[str, Any]]:
             "--sequence-parallel",
             "--swiglu",
             "--normalization RMSNorm",
-            "--num-query-groups 8",
+            "--group-query-attention --num-query-groups 8",
             "--use-distributed-optimizer",
             "--recompute-granularity full --recompute-method block --recompute-num-layers 1",
             "--recompute-granularity selective --recompute-modules core_attn mlp",

@@ -26,8 +26,8 @@ from megapipe.plan.schedule_choice import SCHEDULE_NAMES
 HEAD = """# Flags
 
 Values come from defaults < YAML files (`--config FILE.yaml`) < flags. Flags have Megatron's names, with `-` or `_`; a
-YAML file has the same names, or the names of the fields, in sections or flat. `none` unsets an optional value.
-`--print-config` shows every value with its origin, as YAML that can be loaded again. Flags marked * are not in
+YAML file has the same names, or the names of the fields, in sections or flat. `none` unsets an optional value or a
+list. `--print-config` shows every value with its origin, as YAML that can be loaded again. Flags marked * are not in
 Megatron.
 
 This page is generated from the declarations: `python tools/write_flags_page.py > docs/flags.md`.

@@ -24,8 +24,8 @@ class Config:
         Config.from_flags("--num-layers 12 --hidden-size 768 --bf16")
 
     options: every flag by its name, with underscores and without the dashes. A switch takes True or False, a flag with
-    several values a list, None unsets an optional value. Like a command line, a Config need not be a complete job:
-    `Trainer` requires one, `make_plan` what a plan needs; both check the rules between options.
+    several values a list, None unsets an optional value or a list. Like a command line, a Config need not be a complete
+    job: `Trainer` requires one, `make_plan` what a plan needs; both check the rules between options.
 
     Immutable. flags: the command line that says the same. Raises ConfigError with a line for every unknown name, with
     the nearest known one, and every invalid value.
@@ -104,4 +104,5 @@ def _words(name: str, value: Any) -> list[str]:
         return [f"{flag}={str(value).lower()}"]
     if isinstance(value, list | tuple):
         return [flag, *map(str, value)]
-    return [f"{flag}={value}"]
+    companion = ["--group-query-attention"] if flag == "--num-query-groups" else []  # without it, the flag is refused
+    return [*companion, f"{flag}={value}"]

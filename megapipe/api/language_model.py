@@ -10,23 +10,22 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from megapipe.assembly.datasets import tokenizer_of
 from megapipe.assembly.runtime import InferenceRuntime
 from megapipe.comm.bootstrap import choose_backend
 from megapipe.comm.groups import ProcessGroups
 from megapipe.config.config import Config
-from megapipe.config.files import DataConfig
 from megapipe.config.model import PrecisionConfig
 from megapipe.config.training import TrainingConfig
 from megapipe.errors import ConfigError
 from megapipe.extras.convert import hugging_face
 from megapipe.extras.convert.formats import HUGGING_FACE, OWN, guess
 from megapipe.extras.convert.snapshot import DTYPES, Snapshot, read_checkpoint
+from megapipe.extras.convert.special_tokens import tokenizer_of_snapshot
 from megapipe.extras.inference.generate import Generator, Limits, Sampling
 from megapipe.model.microbatch import Microbatch
 from megapipe.plan.resolve import resolve
 from megapipe.sharding.spec import ParamSpec
-from megapipe.tokenizers.tokenizer import Tokenizer
+from megapipe.tokenizers.tokenizer import Tokenizer, end_tokens
 
 
 def load(
@@ -70,7 +69,7 @@ def load(
     runtime = InferenceRuntime(resolve(config, 1), ProcessGroups.alone(), torch_device, value)
     for name, state in runtime.stages[0].named_buffers():
         state.copy_(weights[name].detach())
-    return LanguageModel(runtime, None if tokenizer is None else tokenizer.eod), tokenizer
+    return LanguageModel(runtime, () if tokenizer is None else end_tokens(tokenizer)), tokenizer
 
 
 class LanguageModel(nn.Module):
@@ -80,12 +79,12 @@ class LanguageModel(nn.Module):
     parameters as usual.
     """
 
-    def __init__(self, runtime: InferenceRuntime, eod: int | None) -> None:
+    def __init__(self, runtime: InferenceRuntime, ends: Collection[int]) -> None:
         super().__init__()
         model = runtime.plan.config.model
         self.vocab_size, self.max_positions = model.vocab_size, model.max_position_embeddings
         self.stage = runtime.stages[0]
-        self._runtime, self._eod = runtime, eod
+        self._runtime, self._ends = runtime, ends
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Return the logits [b, s, vocab_size] of the token that follows each position, in the model's dtype.
@@ -122,31 +121,22 @@ class LanguageModel(nn.Module):
 
         temperature: 0 takes the most likely token. top_k: draw among the k most likely tokens, 0 among all. top_p: draw
         among the most likely tokens whose probabilities sum to p. seed: of the draws; a text depends neither on the
-        batch nor on other prompts. stop_tokens: None for the tokenizer's end-of-document token. Raises ConfigError for
-        a value out of range, and for a prompt without tokens, with unknown ones, or that fills all positions.
+        batch nor on other prompts. stop_tokens: None for those at which the tokenizer ends a text. Raises ConfigError
+        for a value out of range, and for a prompt without tokens, with unknown ones, or that fills all positions.
         """
         if max_new_tokens < 1:
             raise ConfigError(f"max_new_tokens {max_new_tokens} must be at least 1")
         if stop_tokens is None:
-            stop_tokens = () if self._eod is None else (self._eod,)
+            stop_tokens = self._ends
         generator = Generator(self._runtime, Sampling(temperature, top_k, top_p, seed), batch_size)
         return generator.continue_prompts(prompts, Limits(max_new_tokens, frozenset(stop_tokens)))
 
 
 def _tokenizer(snapshot: Snapshot) -> Tokenizer | None:
-    """Return the tokenizer whose files are with the weights, else the one that the run was trained with, if any.
-
-    Raises ConfigError, DataError if its files are gone or it does not belong to the model.
+    """Return the tokenizer of a model, if it has one. Raises ConfigError, DataError if its files are gone or it does
+    not belong to the model.
     """
-    data = snapshot.config.data
-    if snapshot.files:
-        folder = snapshot.files[0].parent
-        if data.tokenizer_type is not None:
-            data = DataConfig(tokenizer_type=data.tokenizer_type, tokenizer_model=str(folder))
-        elif snapshot.tokenizer is not None:
-            kind, file = snapshot.tokenizer
-            data = DataConfig(tokenizer_type=kind, tokenizer_model=str(folder / file))
-    tokenizer = tokenizer_of(dataclasses.replace(snapshot.config, data=data), is_resolved=True)
+    tokenizer = tokenizer_of_snapshot(snapshot)
     size = snapshot.config.model.vocab_size or 0
     if tokenizer is not None and tokenizer.vocab_size > size:
         raise ConfigError(f"the tokenizer has {tokenizer.vocab_size} tokens, the model only {size}: they do not match")

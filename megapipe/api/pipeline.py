@@ -96,9 +96,7 @@ class Pipeline:
         _check_shared(stages, self._placement, size)
         self._is_owner = not is_joined()
         world = start(environment, backend, timeout_seconds, device)
-        topology = Topology(
-            pp=num_pipeline_ranks, dp=data_parallel, mirrored_pipeline=self._placement.second_direction is not None
-        )
+        topology = Topology(pp=num_pipeline_ranks, dp=data_parallel, mirrored_pipeline=self._placement.is_mirrored)
         self._groups = build_process_groups(topology, world.global_rank, world.backend, timeout_seconds)
         self._generators = [world.device] if world.device.type == "cuda" else []  # drawn from besides the CPU's
         self.device, self.replica = world.device, self._groups.dp.rank

@@ -12,7 +12,7 @@ from megapipe.api.config import Config
 from megapipe.comm.bootstrap import disband, is_joined
 from megapipe.environment import Environment, read_environment
 from megapipe.errors import ConfigError, TrainingError
-from megapipe.extras.cli.frame import end_at_once, end_with_launcher, guarded
+from megapipe.extras.cli.frame import end_at_once, end_with_launcher, guarded, teller
 from megapipe.extras.cli.pretrain import run_job
 from megapipe.monitor.output import outlive_output
 from megapipe.train.metrics import EvaluationMetrics
@@ -79,7 +79,8 @@ class Trainer:
             return self._run(self._environment)
         is_owner = not is_joined()
         end_with_launcher(self._environment)
-        code = guarded(lambda: 0 if self._run(self._environment) else 1, self.rank, self.world_size)
+        own = self._environment
+        code = guarded(lambda: 0 if self._run(own) else 1, self.rank, self.world_size, tell=teller(own))
         if code:
             end_at_once(code)
         if is_owner:

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from megapipe.config.config import Config
+from megapipe.config.files import DataConfig, parse_blend
 from megapipe.data.batch import DocumentRules
 from megapipe.data.build_datasets import DatasetRequest, build_datasets
 from megapipe.data.chat_dataset import build_chat_datasets
+from megapipe.data.indexed_file import made_with, tokenizer_path
 from megapipe.data.loader import Loader
 from megapipe.data.padding import padding_remarks
+from megapipe.data.source_files import SourceFiles
+from megapipe.errors import DataError
 from megapipe.plan.run_plan import RunPlan
 from megapipe.tokenizers.chat import chat_tokenizer
+from megapipe.tokenizers.fingerprint import Fingerprint, described, is_same, tokenizer_fingerprint
 from megapipe.tokenizers.tokenizer import Tokenizer, build_tokenizer
 
 
@@ -24,6 +29,8 @@ class RunData:
     test: Loader | None
     tokenizer: Tokenizer | None
     remarks: tuple[str, ...] = ()  # on the data, for the log
+    made_with: Fingerprint | None = None  # the fingerprint of the tokenizer
+    files: SourceFiles = field(default_factory=SourceFiles)  # that the loaders read
 
     def close(self) -> None:
         for loader in (self.train, self.valid, self.test):
@@ -51,6 +58,28 @@ def tokenizer_of(config: Config, *, is_resolved: bool = False) -> Tokenizer | No
     )
 
 
+def check_made_with(data: DataConfig, own: Fingerprint) -> tuple[str, ...]:
+    """Return a remark on token files that do not say with which tokenizer they were made.
+
+    Raises DataError for those that were made with another one than the run's.
+    """
+    blends = (data.data_path, data.train_data_path, data.valid_data_path, data.test_data_path)
+    unknown = []
+    for prefix in dict.fromkeys(name for words in blends if words for name in parse_blend(words, "")[0]):
+        found = made_with(prefix)
+        if found is None:
+            unknown.append(prefix)
+        elif not is_same(found, own):
+            raise DataError(
+                f"{prefix} was made with another tokenizer than this run has: {described(found)}, here "
+                f"{described(own)}; give that tokenizer, or preprocess the text again ({tokenizer_path(prefix)} "
+                "names it)"
+            )
+    others = f" and {len(unknown) - 1} others" if len(unknown) > 1 else ""
+    rule = "no tokenizer is noted beside these token files, so it was not compared with the run's"
+    return (f"{unknown[0]}{others}: {rule}",) if unknown else ()
+
+
 def dataset_request(plan: RunPlan) -> DatasetRequest:
     """Return the data sets that the run needs, with the samples of the whole run by Megatron's rule.
 
@@ -68,6 +97,7 @@ def build_data(plan: RunPlan) -> RunData:
     """Open the files, build the indices and start the loaders. Raises ConfigError, DataError."""
     data = plan.config.data
     tokenizer = tokenizer_of(plan.config, is_resolved=True)
+    own = None if tokenizer is None else tokenizer_fingerprint(tokenizer, data.tokenizer_model or data.vocab_file)
     remarks: tuple[str, ...] = ()
     if data.sft:
         chats = tokenizer = chat_tokenizer(tokenizer, data.sft_tokenizer_prompt_format)
@@ -75,6 +105,7 @@ def build_data(plan: RunPlan) -> RunData:
         rules = DocumentRules()
     else:
         datasets = build_datasets(dataset_request(plan))
+        compared = () if own is None or data.dataset is not None else check_made_with(data, own)
         rules = DocumentRules(
             None if tokenizer is None else tokenizer.eod,
             data.reset_position_ids,
@@ -83,8 +114,10 @@ def build_data(plan: RunPlan) -> RunData:
         )
         if tokenizer is not None and datasets.train is not None and not data.mock_data:
             remarks = padding_remarks(datasets.train, tokenizer.pad, (tokenizer.eod, tokenizer.bos))
+        remarks = (*compared, *remarks)
     train, valid, test = (
         None if dataset is None else Loader(dataset, rules, num_workers=data.num_workers, name=name)
         for name, dataset in (("train", datasets.train), ("validation", datasets.valid), ("test", datasets.test))
     )
-    return RunData(train, valid, test, tokenizer, remarks)
+    files = SourceFiles.of((datasets.train, datasets.valid, datasets.test))
+    return RunData(train, valid, test, tokenizer, remarks, own, files)

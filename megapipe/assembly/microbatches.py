@@ -93,12 +93,13 @@ def to_microbatch(
         return made.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else made.to(device)
 
     def predicted(batch: Batch) -> Microbatch:
-        count, mask = batch.loss_tokens, batch.loss_mask
+        count, mask, padding = batch.loss_tokens, batch.loss_mask, batch.padding
         return Microbatch(
             tokens=tensor(batch.tokens),
             labels=tensor(batch.labels),
             loss_mask=None if mask is None else tensor(mask),
             loss_tokens=None if count is None else torch.full((), count, dtype=torch.float64, device=device),
+            padding=None if padding is None or not padding.any() else tensor(padding),
         )
 
     ids = batch.document_ids

@@ -34,6 +34,7 @@ from megapipe.model.init import draw
 from megapipe.model.microbatch import Microbatch, SlicedMicrobatches
 from megapipe.model.stage import GPTStage
 from megapipe.monitor.heartbeat import PATIENCE, Heartbeat
+from megapipe.monitor.process import return_large_blocks
 from megapipe.optimizer.optimizer import Optimizer
 from megapipe.optimizer.schedule import Rates
 from megapipe.pipeline.deliveries import deliveries_for
@@ -247,7 +248,7 @@ class InferenceRuntime:
         )
         num_versions = plan.num_weight_versions(self.coordinates.pp_rank) if trains else 1
         gradient_dtype = parameter_dtype(plan.state_dtypes(self.coordinates.pp_rank).gradient) if trains else None
-        sharding = Sharding(groups.shards.rank)
+        sharding = Sharding(groups.shards_of(False).rank, groups.shards_of(True).rank)
         if plan.sharding is not None:
             sharding = replace(sharding, gradients=True, parameters=plan.sharding.gathers)
         options = self.parameter_dtype, gradient_dtype, num_versions, sharding
@@ -331,11 +332,15 @@ class TrainingRuntime(InferenceRuntime):
         marks: Callable[[str], AbstractContextManager[Any]] | None = None,
         recorder: CudaRecorder | None = None,
     ) -> None:
+        if plan.sharding is not None and device.type == "cpu":  # what sharded buffers free is to leave the process
+            return_large_blocks()
         super().__init__(plan, groups, device, draw_slice, tracer, trains=True)
         parallel = plan.config.parallel
         options = {"overlap": parallel.overlap_grad_reduce, "reduce_in_bf16": parallel.grad_reduce_in_bf16}
         self.reducer: GradientReducer | ShardedGradients
-        if self.sharded is not None and groups.shards.size > 1:
+        if self.sharded is not None and any(
+            b.gradient_shards is not None for held in self.buffers.values() for b in held.buffers
+        ):
             self.reducer = ShardedGradients(self.buffers, groups, **options)
             self.sharded = ShardedStages(self.weights, self.reducer)
         else:

@@ -8,5 +8,5 @@
 
 `key` is `master` (fp32 or fp64), `exp_avg`, `exp_avg_sq`, `momentum`, or `weights` if masters were not saved.
 Vocabulary padding is never saved. Reading order: `manifest`, `folder` (a root, its checkpoints and rollbacks),
-`same_model`, `starts` and `lock`, none of which imports torch; `disk`, `shard`; then the collectives `save` and `load`.
+`changes`, `starts` and `lock`, none of which imports torch; `disk`, `shard`; then the collectives `save` and `load`.
 """

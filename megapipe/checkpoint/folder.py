@@ -21,6 +21,7 @@ from typing import Any
 from megapipe.checkpoint.disk import Disk, read_regular, reason, require_regular, temporary_name
 from megapipe.checkpoint.manifest import MANIFEST_NAME, Manifest, read_manifest
 from megapipe.config.config import Config
+from megapipe.config.files import DataConfig
 from megapipe.config.load import from_yaml
 from megapipe.errors import CheckpointError, ConfigError, DamageError, NewerVersionError
 from megapipe.layers.embedding import WORD_EMBEDDING
@@ -255,7 +256,7 @@ def checkpoint_config(root: Path, step: int | None = None) -> tuple[Config, Path
     """
     found = find_checkpoint(root, step)
     if found is None:
-        raise CheckpointError(f"--use-checkpoint-args: {root} holds no checkpoint")
+        raise CheckpointError(f"{root} holds no checkpoint to take the model from; give --num-layers and so on")
     return listed_config(found), found.path
 
 
@@ -275,6 +276,16 @@ def listed_config(folder: CheckpointFolder) -> Config:
         return from_yaml(text, str(folder.path / CONFIG_NAME))
     except ConfigError as error:
         raise ConfigError(f"{error}{missing_extensions(folder)}") from None
+
+
+def saved_tokenizer(path: Path, data: DataConfig) -> dict[str, Any]:
+    """Return the fields of the data section that name a checkpoint's tokenizer: its copy there, else the run's own
+    files. data: of the run.
+    """
+    if (path / TOKENIZER_NAME).exists():
+        return {"tokenizer_type": data.tokenizer_type, "tokenizer_model": str(path / TOKENIZER_NAME)}
+    files = {"tokenizer_model": data.tokenizer_model, "vocab_file": data.vocab_file, "merge_file": data.merge_file}
+    return {"tokenizer_type": data.tokenizer_type, **files}
 
 
 def missing_extensions(folder: CheckpointFolder) -> str:

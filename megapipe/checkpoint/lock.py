@@ -83,9 +83,15 @@ class SaveLock:
     def __init__(self, root: Path, number: int, owner: Owner) -> None:
         self._root, self._number = root, number
         self._owner, self._beats = owner, 0
+        self._inode = root.stat().st_ino
         self._writing = threading.Lock()
         self._ended = threading.Event()
         threading.Thread(target=self._keep, name="save lock", daemon=True).start()
+
+    @property
+    def mark(self) -> str:
+        """The lock's number and token, for `has_lock` on other ranks."""
+        return f"{self._number} {self._owner.token}"
 
     def check(self) -> None:
         """Return if this process is still the owner. Raises SaveRefusedError, CheckpointError."""
@@ -94,9 +100,14 @@ class SaveLock:
             found = newest_lock(self._root)
         except OSError as error:
             raise CheckpointError(f"the lock of --save {self._root} cannot be read: {reason(error)}") from None
-        if self._ended.is_set() or found is None or found.number != self._number:
+        if self._ended.is_set() or found is None or found.number != self._number or not self._is_own(found):
             self._ended.set()
-            by = "another run" if found is None or found.owner is None else f"the run of {found.owner}"
+            if found is None or found.number <= self._number:
+                raise SaveRefusedError(
+                    f"--save {self._root} was moved or removed while this run saved there; this run ends without "
+                    "writing to a folder of that name. To continue, --load the folder where it is now"
+                )
+            by = "another run" if found.owner is None else f"the run of {found.owner}"
             raise SaveRefusedError(
                 f"{by} has taken over --save {self._root}, since this one gave no sign of life for "
                 f"{DEAD_SECONDS:.0f} s; this run ends without writing there"
@@ -117,6 +128,12 @@ class SaveLock:
                     return
             self._beat()
 
+    def _is_own(self, found: Found | None) -> bool:
+        """Return True if the newest lock file is this run's, or if the locked folder has none."""
+        if found is None:
+            return self._root.is_dir() and self._root.stat().st_ino == self._inode
+        return found.owner is None or found.owner.token == self._owner.token
+
     def _beat(self, released: bool = False) -> None:
         path = lock_path(self._root, self._number)
         with self._writing:
@@ -127,7 +144,10 @@ class SaveLock:
             temporary = path.with_name(temporary_name("lock"))
             try:
                 temporary.write_text(json.dumps(content))
-                os.replace(temporary, path)
+                if self._is_own(newest_lock(self._root)):
+                    os.replace(temporary, path)
+                else:
+                    temporary.unlink()
             except OSError:  # a full disk: the time of the file is a sign of life, too
                 with suppress(OSError):
                     os.utime(path)
@@ -199,6 +219,15 @@ def take(root: Path, number: int, own: Owner) -> bool:
             temporary.unlink()
     found = newest_lock(root)  # over NFS an answer that was lost makes a link fail that was made
     return found is not None and found.number == number and found.owner is not None and found.owner.token == own.token
+
+
+def has_lock(root: Path, mark: str) -> bool:
+    """Return True if a directory holds the lock with a mark: it is the owner's directory, by whatever path."""
+    number, _, token = mark.partition(" ")
+    try:
+        return bool(json.loads(read_regular(lock_path(root, int(number))))["token"] == token)
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
 
 
 def newest_lock(root: Path) -> Found | None:

@@ -102,7 +102,8 @@ class Attempt:
                 except CheckpointError:  # not a valid checkpoint, but someone may want to look at it
                     self.disk.rename(self.final, self.root / f"{self.final.name}.damaged-{secrets.token_hex(4)}")
                 else:
-                    saved, own = ({**state, "data": None} for state in (manifest.state, self.extras.state))
+                    states = (manifest.state, self.extras.state)
+                    saved, own = ({**state, "data": None, "tokenizer": None, "batches": None} for state in states)
                     if saved == own:  # a run that is started once more after its end may read its data elsewhere
                         remark = f"{self.final} was already saved and is complete"
                         return SaveReport(self.final, manifest.num_bytes, 0.0, (), remark)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import gc
 import os
-import secrets
 import socket
 import sys
-import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import NoReturn
@@ -15,15 +15,14 @@ from typing import NoReturn
 import torch
 import torch.distributed as dist
 
+from megapipe.comm.meeting import REFUSED_SECONDS, FactsOf, Notes, Process, attend, chair
 from megapipe.comm.network import await_listener, check_name, interface_towards, listening_address
 from megapipe.config.config import Config
 from megapipe.environment import Environment, set_for_libraries
-from megapipe.errors import CommunicationError, ConfigError
-from megapipe.monitor.process import allow_open_files
+from megapipe.errors import CommunicationError, ConfigError, MegapipeError
+from megapipe.monitor.process import allow_open_files, host, start_ticks
 
-START_KEY = "megapipe start"
-POLL_SECONDS = 0.02
-RANKS_PER_WAIT = 1024
+TAKEN_SECONDS = 10.0  # for a second rank 0 to report to the first
 OPEN_FILES = 1024  # of a rank: data, libraries, NCCL's connections; what grows with the world is added
 
 
@@ -38,19 +37,28 @@ class World:
     timeout_seconds: float
 
 
-def join(config: Config, environment: Environment) -> World:
+def join(
+    config: Config, environment: Environment, facts_of: FactsOf = lambda _: {}, notes: Notes | None = None
+) -> World:
     """Meet the other ranks over the backend that the configuration asks for, as `start` does."""
     parallel, device = config.parallel, config.training.device
-    return start(environment, parallel.distributed_backend, 60.0 * parallel.distributed_timeout_minutes, device)
+    timeout_seconds = 60.0 * parallel.distributed_timeout_minutes
+    return start(environment, parallel.distributed_backend, timeout_seconds, device, facts_of, notes)
 
 
 def start(
-    environment: Environment, backend: str = "auto", timeout_seconds: float = 600.0, device: str = "auto"
+    environment: Environment,
+    backend: str = "auto",
+    timeout_seconds: float = 600.0,
+    device: str = "auto",
+    facts_of: FactsOf = lambda _: {},
+    notes: Notes | None = None,
 ) -> World:
-    """Choose backend and device, and initialize torch.distributed unless the world has a single rank.
+    """Choose backend and device, meet the other ranks, and initialize torch.distributed; no meeting for a single rank.
 
-    backend, device: see `choose_backend`. Raises ConfigError if one is not available, CommunicationError if the other
-    ranks do not come.
+    backend, device: see `choose_backend`. facts_of: from rank 0's notes to what must be the same on all ranks. notes:
+    of rank 0. Raises ConfigError if a backend or device is not available, DisagreementError if ranks differ,
+    CommunicationError if some do not come.
     """
     rank, world_size = environment.global_rank, environment.world_size
     backend, torch_device = choose_backend(backend, device, environment.local_rank)
@@ -62,11 +70,18 @@ def start(
                 f"torch.distributed was initialized as rank {dist.get_rank()} of {dist.get_world_size()}, "
                 f"but the launcher set rank {rank} of {world_size}"
             )
+        if world_size > 1:
+            store = dist.distributed_c10d._get_default_store()
+            own = _process(environment)
+            if rank == 0:
+                chair(store, own, facts_of(notes or {}), notes or {}, timeout_seconds)
+            else:
+                attend(store, own, facts_of, timeout_seconds)
     elif world_size > 1:
         remark = allow_open_files(open_files_needed(world_size, environment.num_nodes, backend, rank == 0))
         if remark and rank == 0:  # it needs most
             print(remark, file=sys.stderr)
-        _initialize(environment, backend, timeout_seconds, torch_device)
+        _initialize(environment, backend, timeout_seconds, torch_device, facts_of, notes or {})
     return World(rank, world_size, backend, torch_device, timeout_seconds)
 
 
@@ -105,8 +120,8 @@ def choose_backend(backend: str, device: str, local_rank: int) -> tuple[str, tor
         if backend == "nccl":
             raise ConfigError("--distributed-backend nccl needs GPUs, but torch sees none; use gloo")
         return "gloo", torch.device("cpu")
-    # each rank has its own GPU, or sees only its own (srun --gpus-per-task=1): _check_own_gpu; with gloo ranks may
-    # share GPUs, as tensors travel through host memory
+    # each rank has its own GPU, or sees only its own (srun --gpus-per-task=1), see _process; with gloo ranks may share
+    # GPUs, as tensors travel through host memory
     index = local_rank % torch.cuda.device_count()
     return "gloo" if backend == "gloo" else "nccl", torch.device("cuda", index)
 
@@ -121,68 +136,113 @@ def _why_no_gpu() -> str:
     return "no GPU is visible (CUDA_VISIBLE_DEVICES hides all of them, or the container was started without)"
 
 
-def _check_own_gpu(store: dist.Store, environment: Environment, device: torch.device) -> None:
-    """Raise ConfigError if another rank has this rank's GPU. One request, where a node has more ranks than GPUs."""
-    num_gpus = torch.cuda.device_count()
-    if num_gpus >= environment.local_world_size:
-        return
-    if store.add(f"gpu {torch.cuda.get_device_properties(device).uuid}", 1) > 1:
-        raise ConfigError(
-            f"rank {environment.global_rank} (local rank {environment.local_rank}) has no GPU of its own: it sees "
-            f"{num_gpus} on a node with {environment.local_world_size} ranks, and another rank uses {device}; start at "
-            "most one rank per GPU, let ranks share GPUs with --distributed-backend gloo (slow, for tests), or use "
-            "--device cpu"
-        )
-
-
-def _initialize(environment: Environment, backend: str, timeout_seconds: float, device: torch.device) -> None:
+def _initialize(
+    environment: Environment,
+    backend: str,
+    timeout_seconds: float,
+    device: torch.device,
+    facts_of: FactsOf,
+    notes: Notes,
+) -> None:
     rank, world_size, num_nodes = environment.global_rank, environment.world_size, environment.num_nodes
-    host, port = environment.master_addr, environment.master_port
-    this_rank = f"rank {rank} of {world_size}"
     timeout = timedelta(seconds=timeout_seconds)
-    check_name(host)
+    check_name(environment.master_addr)
     if backend == "gloo":
         # by default gloo listens at the address of the machine's host name, which other ranks cannot always reach
         # and which can be open to other machines
-        interface = interface_towards(host, num_nodes)
+        interface = interface_towards(environment.master_addr, num_nodes)
         if interface is not None:
             set_for_libraries(GLOO_SOCKET_IFNAME=interface)
-    try:
-        if environment.launcher == "torchrun":
-            if rank != 0:
-                await_listener(host, port, timeout_seconds)
-            torchruns, *_ = next(dist.rendezvous("env://", rank, world_size, timeout=timeout))
-            torchruns.set_timeout(timeout)
-            store: dist.Store = fresh_store(torchruns, rank, world_size, timeout_seconds)
-        else:
-            store = create_store(host, port, world_size, rank == 0, timeout_seconds, num_nodes)
-        if backend == "nccl":
-            _check_own_gpu(store, environment, device)
+    own = _process(environment, device if backend == "nccl" else None)
+    with _connection_errors(environment, backend, timeout_seconds):
+        store = _meet(environment, own, facts_of, notes, timeout_seconds)
         # no device_id: with it, every new group is split from the world's communicator, a collective that also blocks
         # non-members
         dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+
+
+def _process(environment: Environment, device: torch.device | None = None) -> Process:
+    """Return the description of this process for the meeting. device: its GPU, if no other rank may use that."""
+    pid, place, uuid = os.getpid(), f"local rank {environment.local_rank} of node {environment.node_rank}", ""
+    if device is not None and torch.cuda.device_count() < environment.local_world_size:
+        uuid = f"GPU {torch.cuda.get_device_properties(device).uuid}"
+    rank = None if environment.global_rank < 0 else environment.global_rank
+    return Process(rank, environment.world_size, host(), pid, start_ticks(pid), place=place, device=uuid)
+
+
+def _meet(
+    environment: Environment, own: Process, facts_of: FactsOf, notes: Notes, timeout_seconds: float, text: str = ""
+) -> dist.Store:
+    """Connect to the store, meet the other ranks there and return the store of this start; see `meeting`.
+
+    text: why this process cannot start. Raises what torch's stores raise, DisagreementError, CommunicationError.
+    """
+    address = environment.master_addr, environment.master_port
+    if own.rank != 0:
+        await_listener(*address, timeout_seconds)
+        return attend(_connect(*address, timeout_seconds), own, facts_of, timeout_seconds, text)
+    facts = {} if text else facts_of(notes)
+    if environment.has_agent_store:
+        return chair(_connect(*address, timeout_seconds), own, facts, notes, timeout_seconds, text)
+    try:
+        store: dist.Store = create_store(*address, None, True, timeout_seconds, environment.num_nodes)
+    except OSError:
+        if not text:  # the port may be that of a job with another rank 0, which then hears of this one
+            with suppress(MegapipeError, RuntimeError):
+                taken = "rank 0 is there already; each process needs a RANK of its own"
+                attend(_connect(*address, TAKEN_SECONDS), own, lambda _: {}, TAKEN_SECONDS, taken)
+        raise
+    return chair(store, own, facts, notes, timeout_seconds, text)
+
+
+def _connect(host: str, port: int, timeout_seconds: float) -> dist.TCPStore:
+    """Return a store that another process hosts."""
+    return dist.TCPStore(host, port, None, False, timedelta(seconds=timeout_seconds), wait_for_workers=False)
+
+
+def refuse(environment: Environment, error: Exception) -> None:
+    """Report to the ranks that wait for this one why it cannot start; do nothing if they have met.
+
+    Rank 0 waits up to REFUSED_SECONDS for the others.
+    """
+    if dist.is_initialized():
+        return
+    text = str(error) if isinstance(error, MegapipeError) else f"{type(error).__name__}: {error}"
+    if environment.global_rank == 0:
+        print(f"waiting for the other ranks, to tell them (at most {REFUSED_SECONDS:g} s)", file=sys.stderr, flush=True)
+    with suppress(MegapipeError, RuntimeError, OSError, ValueError):
+        _meet(environment, _process(environment), lambda _: {}, {}, REFUSED_SECONDS, text)
+
+
+@contextmanager
+def _connection_errors(environment: Environment, backend: str, timeout_seconds: float) -> Iterator[None]:
+    """Turn errors of torch's stores and backends into those of megapipe."""
+    where = f"{environment.master_addr}:{environment.master_port}"
+    this_rank = f"rank {environment.global_rank} of {environment.world_size}"
+    try:
+        yield
     except ValueError as error:
         raise ConfigError(f"{this_rank} cannot find the other ranks: {error}; start it with torchrun") from error
     except OSError as error:
         raise CommunicationError(
-            f"{this_rank} cannot listen at {host}:{port}: {error.strerror}; set MASTER_PORT to a free port"
+            f"{this_rank} cannot listen at {where}: {error.strerror}; set MASTER_PORT to a free port"
         ) from error
     except RuntimeError as error:
         raise CommunicationError(
-            f"{this_rank} could not connect to the other ranks at {host}:{port} over {backend} "
+            f"{this_rank} could not connect to the other ranks at {where} over {backend} "
             f"(timeout {timeout_seconds:g} s): {first_line(error)}"
         ) from error
 
 
 def create_store(
-    host: str, port: int, world_size: int, is_server: bool, timeout_seconds: float, num_nodes: int
+    host: str, port: int, num_clients: int | None, is_server: bool, timeout_seconds: float, num_nodes: int
 ) -> dist.TCPStore:
-    """Return the store at an address once all ranks have connected. is_server: this process hosts the store.
+    """Return the store at an address once so many processes have connected. is_server: this one hosts the store.
 
     torch's own store listens on every interface and has no password, so any program that can reach it can read and
     write it. This one listens only where ranks can connect from: on the loopback interface, or that of the job's host.
-    Raises OSError if the port is taken, RuntimeError (torch's DistError) or CommunicationError if the other ranks do
-    not connect in time.
+    num_clients: None to wait for no client. Raises OSError if the port is taken, RuntimeError (torch's DistError) or
+    CommunicationError if the others do not connect in time.
     """
     listener = None
     check_name(host)
@@ -196,48 +256,10 @@ def create_store(
         server = socket.create_server((address, port), family=family, dualstack_ipv6=dual, backlog=4096)
         listener = server.detach()  # torch closes it
     timeout = timedelta(seconds=timeout_seconds)
-    return dist.TCPStore(host, port, world_size, is_server, timeout, multi_tenant=True, master_listen_fd=listener)
-
-
-def fresh_store(store: dist.Store, rank: int, world_size: int, timeout_seconds: float) -> dist.PrefixStore:
-    """Return a view of the store that no earlier start has written to, the same for all ranks of this start.
-
-    Called by all of them. torchrun's agents keep one store across restarts (torch 2.13: with a static rendezvous,
-    always; with c10d, as long as its store lives). Ranks that read an earlier start's addresses from it cannot connect,
-    or connect to a rank that is about to be terminated. Counting restarts does not help: each agent has its own count,
-    which leaves out the restarts that a joining node causes.
-
-    Rank 0 draws a new name for this start, waits for a token from each rank under that name, and echoes it. A rank that
-    has read the name of an earlier start gets no echo and reads again. Raises RuntimeError if the other ranks do not
-    come in time.
-    """
-    timeout = timedelta(seconds=timeout_seconds)
-
-    def key(start: str, what: str, of_rank: int) -> str:
-        return f"{START_KEY} {start} {what} {of_rank}"
-
-    if rank == 0:
-        start = secrets.token_hex(8)
-        store.set(START_KEY, start)
-        for first in range(1, world_size, RANKS_PER_WAIT):
-            others = range(first, min(world_size, first + RANKS_PER_WAIT))
-            tokens = [key(start, "token", other) for other in others]
-            store.wait(tokens, timeout)
-            echoes = [key(start, "echo", other) for other in others]
-            store.multi_set(echoes, store.multi_get(tokens))  # type: ignore[attr-defined]  # missing in torch's stubs
-        return dist.PrefixStore(f"megapipe {start}", store)
-    token, deadline, asked = secrets.token_hex(8), time.monotonic() + timeout_seconds, ""
-    store.wait([START_KEY], timeout)
-    while time.monotonic() < deadline:
-        start = store.get(START_KEY).decode()
-        if start != asked:
-            store.set(key(start, "token", rank), token)
-            asked = start
-        echo = key(start, "echo", rank)
-        if store.check([echo]) and store.get(echo).decode() == token:
-            return dist.PrefixStore(f"megapipe {start}", store)
-        time.sleep(POLL_SECONDS)
-    raise RuntimeError(f"rank 0 did not answer within {timeout_seconds:g} s")
+    waits = num_clients is not None
+    return dist.TCPStore(
+        host, port, num_clients, is_server, timeout, waits, multi_tenant=True, master_listen_fd=listener
+    )
 
 
 def first_line(error: BaseException) -> str:

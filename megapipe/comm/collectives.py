@@ -26,6 +26,7 @@ from megapipe.comm.groups import Group, HostCopies, backend_of, communication_er
 from megapipe.comm.wire import pack, unpack
 from megapipe.errors import CommunicationError
 
+LARGE_BYTES = 1 << 20  # of a whole tensor, from which memory counts more than the number of messages
 REDUCTIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
 # torch 2.13 renamed these two and warns about the old names; 2.11 knows only the old ones
@@ -92,7 +93,17 @@ def all_reduce(tensor: Tensor, group: Group, op: str = "sum", async_op: bool = F
 def all_gather(output: Tensor, tensor: Tensor, group: Group, async_op: bool = False) -> Work:
     """Concatenate the ranks' tensors [n, ...] along dim 0 into output [size x n, ...]."""
     _check_shards("all_gather", group, whole=output, shard=tensor)
-    launch = partial(_all_gather_single, group=group.handle, async_op=True)
+
+    def launch(whole: Tensor, shard: Tensor) -> Any:
+        if backend_of(group) != "gloo" or whole.nbytes < LARGE_BYTES:
+            return _all_gather_single(whole, shard, group=group.handle, async_op=True)
+        # gloo's all-gather receives in another tensor as long as the whole
+        parts = whole.chunk(group.size)
+        if not _is_in_place(whole, shard, group):
+            parts[group.rank].copy_(shard)
+        send = partial(dist.broadcast, group=group.handle, async_op=True)
+        return _Handles([send(part, group_src=source) for source, part in enumerate(parts)])
+
     return _run("all_gather", group, (output, tensor), async_op, launch)
 
 
@@ -102,8 +113,33 @@ def reduce_scatter(output: Tensor, tensor: Tensor, group: Group, async_op: bool 
     The input is undefined afterwards.
     """
     _check_shards("reduce_scatter", group, whole=tensor, shard=output)
-    launch = partial(_reduce_scatter_single, group=group.handle, async_op=True)
+
+    def launch(shard: Tensor, whole: Tensor) -> Any:
+        if backend_of(group) == "gloo" and _is_in_place(whole, shard, group):
+            # gloo's reduce-scatter sums a copy of the whole on every rank
+            return dist.all_reduce(whole, group=group.handle, async_op=True)
+        return _reduce_scatter_single(shard, whole, group=group.handle, async_op=True)
+
     return _run("reduce_scatter", group, (output, tensor), async_op, launch)
+
+
+class _Handles:
+    """Several operations of gloo that are waited for together."""
+
+    def __init__(self, handles: Sequence[Any]) -> None:
+        self._handles = handles
+
+    def wait(self) -> None:
+        for handle in self._handles:
+            handle.wait()
+
+    def get_future(self) -> Any:
+        return self._handles[-1].get_future()
+
+
+def _is_in_place(whole: Tensor, shard: Tensor, group: Group) -> bool:
+    """Return True if a shard is this rank's part of the whole."""
+    return shard.data_ptr() == whole.data_ptr() + group.rank * shard.nbytes
 
 
 def all_to_all(

@@ -182,13 +182,12 @@ def build_process_groups(
         )
 
     def build(name: str) -> Group | None:
+        if name == "world":
+            return world_group(topology.world_size, global_rank, timeout_seconds, tracer, heartbeat, nccl)
         siblings = topology.groups(name)
         mine = None
         for ranks in siblings:
-            if name == "world":
-                handle = dist.group.WORLD  # exists since bootstrap.start
-            else:
-                handle = new_handle(ranks, name, backend, timeout_seconds, name, nccl) if len(ranks) > 1 else None
+            handle = new_handle(ranks, name, backend, timeout_seconds, name, nccl) if len(ranks) > 1 else None
             if global_rank in ranks:
                 index = ranks.index(global_rank)
                 mine = Group(name, ranks, index, handle, tracer, timeout_seconds, siblings, heartbeat, nccl)
@@ -210,6 +209,22 @@ def build_process_groups(
         else:
             groups[name] = build(name) if other is None else dataclasses.replace(groups[other], name=name)
     return ProcessGroups(**groups)
+
+
+def world_group(
+    world_size: int,
+    global_rank: int,
+    timeout_seconds: float,
+    tracer: Tracer | None = None,
+    heartbeat: Heartbeat | None = None,
+    nccl: NcclOptions | None = None,
+) -> Group:
+    """Return the group of all ranks. It exists since bootstrap.start: no rank waits for another here."""
+    if world_size == 1:
+        return Group.alone("world", global_rank, tracer, heartbeat)
+    ranks = tuple(range(world_size))
+    handle = dist.group.WORLD
+    return Group("world", ranks, global_rank, handle, tracer, timeout_seconds, (ranks,), heartbeat, nccl)
 
 
 def fake_process_groups(topology: Topology, global_rank: int, traffic: Traffic) -> ProcessGroups:

@@ -4,11 +4,12 @@ fields.py       the declaration of a field: help, unit, choices, range, flags, n
 model.py parallel.py training.py gpu.py files.py    the sections
 config.py       Config: the twelve sections; ResolvedConfig: with everything derived filled in; all_fields()
 yaml_file.py    read_entries and to_yaml: the YAML form
+changes.py      the class of every field: what its change means for a run that resumes
 flags.py        the command line and --help
 load.py         load_config(argv) -> LoadedConfig; from_yaml; with_checkpoint_model
 rules/          rules between fields that do not depend on the number of ranks
 megatron_flags.py, .csv    every flag of Megatron in a class: supported, already so here, neutral, refused
 problems.py     all that is wrong with a command line and its files, reported at once
 
-A new field is one declaration in its section: flag, YAML key, help, documentation and checks follow from it.
+A new field is a declaration in its section, from which flag, YAML key and checks follow, and its class in changes.py.
 """

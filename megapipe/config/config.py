@@ -163,4 +163,5 @@ def resolve_model(model: ModelConfig, tp: int) -> ResolvedModelConfig:
         kv_channels=model.head_size(),
         max_position_embeddings=model.max_position_embeddings or model.seq_length,
         softmax_scale=model.attention_scale(),
+        latent_norm_epsilon=model.latent_epsilon(),
     )

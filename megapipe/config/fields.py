@@ -58,8 +58,7 @@ class Flag:
     value: Any = TAKES_VALUE  # or the constant that the bare flag sets
     # constants for other fields of the section: `--rotary-seq-len-interpolation-factor 4` also selects linear scaling
     also_sets: tuple[tuple[str, Any], ...] = ()
-    # the same, only for fields that would otherwise have their default: `--checkpoint-activations` recomputes groups of
-    # one layer
+    # the same, only for fields that nothing else gives: `--checkpoint-activations` recomputes groups of one layer
     or_else: tuple[tuple[str, Any], ...] = ()
     # if given, the constant is set only where the field would otherwise hold one of these values:
     # `--no-bias-gelu-fusion` turns tanh GELU into erf GELU and leaves SwiGLU alone, as in Megatron
@@ -82,7 +81,7 @@ class Option:
     at_most: float | None = None
     below: float | None = None
     flag: str | None = None  # instead of --field-name
-    off_flag: str | None = None  # for booleans: instead of --no-field-name
+    off_flag: str | Flag | None = None  # for booleans: instead of --no-field-name
     more_flags: tuple[Flag, ...] = ()
     read: Callable[[str], str] | None = None  # rewrites the text of a value before it is read
     adds_up: bool = False  # a tuple that each flag and file adds to, where others replace the value
@@ -143,7 +142,8 @@ class ConfigField:
         """All flags that set the field, the main one first, and for a boolean then the one that turns it off."""
         main = self.main_flag
         if self.kind.scalar is bool:
-            off = Flag(self.option.off_flag or "--no-" + main[2:], False)
+            given = self.option.off_flag or "--no-" + main[2:]
+            off = given if isinstance(given, Flag) else Flag(given, False)
             first, others = Flag(main, True), (off, *self.option.more_flags)
         else:
             first, others = Flag(main), self.option.more_flags
@@ -195,8 +195,9 @@ def read_value(field: ConfigField, raw: str | Sequence[str], subject: str, *, li
     if kind.many and isinstance(raw, str) and (kind.scalar is not str or option.choices):
         words = re.split(r"[\s,]+", raw.strip())  # other strings are paths, which can contain blanks
     is_literal = literal and words == ([raw] if isinstance(raw, str) else list(raw))  # not rewritten
-    if kind.optional and not is_literal and len(words) == 1 and words[0].lower() in NONE_WORDS:
-        return None
+    can_be_unset = kind.optional or (kind.many and NONE_WORDS[0] not in option.choices)
+    if can_be_unset and not is_literal and len(words) == 1 and words[0].lower() in NONE_WORDS:
+        return None if kind.optional else field.default
     if not kind.many:
         return read_scalar(kind.scalar, option, words[0], subject)
     if kind.length is not None and len(words) != kind.length:

@@ -18,13 +18,15 @@ HUGGING_FACE_TOKENIZER = "HuggingFaceTokenizer"
 
 @dataclass(frozen=True)
 class TokenizerKind:
-    """A type of tokenizer. files: the fields of the data section that must be given.
+    """A type of tokenizer. files: the fields of the data section that must be given. or_model: it also reads
+    --tokenizer-model.
 
     build: of an extension: (--tokenizer-model) -> Tokenizer. The tokenizers of megapipe are in `tokenizers`.
     """
 
     files: tuple[str, ...] = ("tokenizer_model",)
     build: Callable[[str | None], Any] | None = None
+    or_model: bool = False
 
 
 TOKENIZER_TYPES = Registry(
@@ -37,7 +39,7 @@ TOKENIZER_TYPES = Registry(
         "GPTSentencePieceTokenizer": TokenizerKind(),
         "Llama2Tokenizer": TokenizerKind(),
         HUGGING_FACE_TOKENIZER: TokenizerKind(),
-        "GPT2BPETokenizer": TokenizerKind(("vocab_file", "merge_file")),
+        "GPT2BPETokenizer": TokenizerKind(("vocab_file", "merge_file"), or_model=True),
     },
 )
 
@@ -62,6 +64,9 @@ EXPERTS = Need("model.num_experts", "--num-experts N")
 SAVE = Need("checkpoint.save", "--save DIR", without="nothing will be saved")
 LOAD = Need("checkpoint.load", "--load DIR")
 WANDB = Need("logging.wandb_project", "--wandb-project", without="nothing is sent to Weights & Biases")
+STRAGGLERS = Need("logging.log_straggler", "--log-straggler", without="nothing is reported")
+PROMPTS = Need("logging.sample_prompts", "--sample-prompts", without="no text is written")
+DIVIDED = Need("data.data_path", "--data-path", without="nothing else is divided")
 HEARTBEATS = Need("parallel.hang_timeout_seconds", "--hang-timeout-seconds above 0, whose heartbeats it reads")
 PROMPT_FORMATS = ("default", "chatml", "llama3", "nemotron-h-aligned", "plain")
 
@@ -85,7 +90,9 @@ class DataConfig:
         "PREFIX of PREFIX.bin and PREFIX.idx, or a blend: WEIGHT PREFIX WEIGHT PREFIX ...",
         more_flags=(Flag("--data-args-path", read=read_words, help="data-path from a file with its words"),),
     )
-    split: str | None = option(None, "shares of --data-path for training, validation and test", derived="969,30,1")
+    split: str | None = option(
+        None, "shares of --data-path for training, validation and test", derived="969,30,1", needs=DIVIDED
+    )
     train_data_path: tuple[str, ...] | None = option(None, "blend for training instead of a share of --data-path")
     valid_data_path: tuple[str, ...] | None = option(None, "blend for validation instead of a share of --data-path")
     test_data_path: tuple[str, ...] | None = option(None, "blend for test instead of a share of --data-path")
@@ -202,6 +209,9 @@ class CheckpointConfig:
     allow_changed_model: bool = option(
         False, "load a checkpoint of a model that computes another function than this run's", needs=LOAD
     )
+    allow_changed_optimizer: bool = option(
+        False, "continue from a checkpoint that was trained by another update rule or other settings of it", needs=LOAD
+    )
     allow_changed_data: bool = option(
         False, "continue from a checkpoint that was trained on other data than this run's", needs=LOAD
     )
@@ -244,7 +254,9 @@ class LoggingConfig:
     log_straggler: bool = option(
         False, "name the slowest ranks with every log line, and a slow rank, link or group", needs=HEARTBEATS
     )
-    straggler_minmax_count: int = count(1, "number of slowest and of fastest ranks that --log-straggler shows", "ranks")
+    straggler_minmax_count: int = count(
+        1, "number of slowest and of fastest ranks that --log-straggler shows", "ranks", needs=STRAGGLERS
+    )
     profile: bool = option(False, "write a trace of some steps")
     profile_step_start: int = option(10, "first traced step; the first step of the run is 0", "steps", at_least=0)
     profile_step_end: int = count(12, "step at which tracing ends (it is not traced)", "steps")
@@ -256,4 +268,4 @@ class LoggingConfig:
         None, "JSON lines file with one line per step", derived="metrics.jsonl in --save; without --save none"
     )
     sample_prompts: tuple[str, ...] | None = option(None, "prompts that the model continues at the end of the run")
-    sample_tokens: int = count(48, "tokens generated for each of --sample-prompts", "tokens")
+    sample_tokens: int = count(48, "tokens generated for each of --sample-prompts", "tokens", needs=PROMPTS)

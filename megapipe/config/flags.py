@@ -70,6 +70,7 @@ SYNONYMS = {  # names of other frameworks
     "--num-key-value-heads": "--num-query-groups",
     "--rope-theta": "--rotary-base",
 }
+ANSWERS = ("--print-config", "--plan", "--dry-run", "--verify-grid")  # in place of training; one at a time
 VERIFY_MODES = ("fp64", "native")  # the first is the default
 MOST_DIGITS = 9  # of a number of ranks
 REQUESTED_NUMBERS = {"--rank": 0, "--world-size": 1, "--ranks-per-node": 1}  # the smallest value of each
@@ -101,6 +102,7 @@ class Setting:
     subject: str  # for errors: '--bf16', 'tiny.yaml line 3: bf16'
     only_from: tuple[Any, ...] | None = None  # this and the next: as in Flag
     needs: Need | None = None
+    implied_by: str = ""  # key of the field whose setting brings this one, for a field that nothing else gives
 
 
 @dataclass(frozen=True)
@@ -190,8 +192,8 @@ def settings_of(field: ConfigField, flag: Flag, value: Any, origin: str, subject
     others = [(fields_by_key()[f"{field.section}.{name}"], constant) for name, constant in flag.also_sets]
     settings = [Setting(field, value, origin, subject, flag.only_from, flag.needs)]
     settings += [Setting(other, constant, origin, subject) for other, constant in others]
-    defaults = [(fields_by_key()[f"{field.section}.{name}"], constant) for name, constant in flag.or_else]
-    return settings + [Setting(other, constant, origin, subject, (other.default,)) for other, constant in defaults]
+    implied = [(fields_by_key()[f"{field.section}.{name}"], constant) for name, constant in flag.or_else]
+    return settings + [Setting(other, constant, origin, subject, implied_by=field.key) for other, constant in implied]
 
 
 def check_number_of_values(name: str, texts: list[str]) -> None:
@@ -229,8 +231,10 @@ def read_requests(asked: dict[str, list[str]], problems: Problems) -> Requests:
         problems.add("--ranks-per-node needs --world-size N; ranks that are started know their nodes")
     if "--rank" in asked and not requests.dry_run:
         problems.add("--rank selects the rank that --dry-run counts: add it; launchers number ranks that train")
-    if requests.dry_run and (requests.plan or requests.verify_grid is not None):
-        problems.add("--dry-run prints the plan together with its counts; leave --plan and --verify-grid out")
+    answers = [name for name in ANSWERS if name in asked]
+    if len(answers) > 1:
+        hint = "; --dry-run prints the plan together with its counts" if "--dry-run" in answers else ""
+        problems.add(f"{' and '.join(answers)} are different requests; give one of them{hint}")
     if "--world-size" in asked and not (requests.plan or requests.print_config or requests.dry_run):
         way = "add --plan or --dry-run; to train on them start them (torchrun --nproc-per-node, srun)"
         problems.add(f"--world-size gives the number of ranks to plan for: {way}")
@@ -277,7 +281,7 @@ def help_text(schedules: Sequence[str] = ()) -> str:
         usage="[torchrun ...] pretrain_gpt.py [--config FILE.yaml] [flags]",
         description="Pretrain a GPT with tensor, pipeline and data parallelism. Flags have Megatron's names, with - or "
         "_; [megapipe] marks flags that Megatron does not have. Values: defaults < YAML file < flags. `none` "
-        "unsets an optional value.",
+        "unsets an optional value or a list.",
         add_help=False,
         formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=38, width=150),
     )

@@ -54,6 +54,8 @@ MARKS: dict[str, tuple[int, str, Any]] = {
     "window_attn_skip_freq": (0, "window_size", None),
     "no_rope_freq": (1, "position_embedding_type", "none"),
 }
+# option -> the field that takes it from layers, and what they have in its place
+TAKEN = {name: (field, value) for field, (_, name, value) in MARKS.items()} | {"num_experts": (EXPERT_LAYERS, None)}
 LAYER_OPTIONS = tuple(name for names in OPTIONS_OF.values() for name in names)
 
 

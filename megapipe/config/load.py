@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+from megapipe.config.changes import FUNCTION, classes
 from megapipe.config.config import Config, all_fields, make_config, value_of
 from megapipe.config.fields import BOOL_WORDS, NONE_WORDS, TAKES_VALUE, Flag, nearest, read_value, value_text
 from megapipe.config.files import is_hugging_face
@@ -22,6 +23,7 @@ from megapipe.config.flags import (
     settings_of,
 )
 from megapipe.config.megatron_flags import MegatronFlag, differences_line, megatron_flags
+from megapipe.config.model import ModelConfig
 from megapipe.config.problems import Problems
 from megapipe.config.rules.check import RULES, Rule, broken_rules, remarks
 from megapipe.config.rules.sft import IMPLIED
@@ -31,7 +33,8 @@ from megapipe.config.yaml_file import Entry, read_entries, read_file, to_yaml
 from megapipe.errors import ConfigError
 from megapipe.registry import EXTENSIONS
 
-DEFAULT = "default"
+# origins; "default of flag --x" if that flag gives the field another one, "checkpoint FOLDER"
+DEFAULT, CHECKPOINT = "default", "checkpoint "
 EXTENSION = "extension"  # the field of the training section
 
 
@@ -45,9 +48,26 @@ class LoadedConfig:
     accepted: tuple[str, ...] = ()  # flags of Megatron, with values, that change no result here
 
     @property
+    def is_bare(self) -> bool:
+        """True if --load is given and none of what a job must give of its model: a run is continued as it is."""
+        needed = [field.key for field in all_fields() if field.option.required and classes()[field.key] == FUNCTION]
+        return self.config.checkpoint.load is not None and not any(is_given(self.origins[key]) for key in needed)
+
+    @property
+    def takes_model(self) -> bool:
+        """True if the model section comes from --load."""
+        checkpoint = self.config.checkpoint
+        return checkpoint.use_checkpoint_args or is_hugging_face(checkpoint.load) or self.is_bare
+
+    @property
     def remarks(self) -> tuple[str, ...]:
-        """Lines on what was accepted without an effect, and for a script of Megatron's on defaults that differ."""
-        lines = list(remarks(self.config))
+        """Lines on what --load gave, on what was accepted without an effect, and for a script of Megatron's on defaults
+        that differ.
+        """
+        parts = {"model section": "model.num_layers", "tokenizer": "data.tokenizer_type"}
+        origins = {part: self.origins[key] for part, key in parts.items()}
+        taken = [f"{part} from the {origin}" for part, origin in origins.items() if origin.startswith(CHECKPOINT)]
+        lines = [*taken, *remarks(self.config)]
         if self.accepted:
             lines.append(f"flags of Megatron that change no result here (docs/flags.md): {', '.join(self.accepted)}")
         if self.accepted or self.requests.explain_defaults:
@@ -76,8 +96,7 @@ def load_config(
     """Read argv (without the program's name) and the files it names. Raises ConfigError; `--help` prints and exits.
 
     The error has a line for everything that is wrong; rules are checked where the values that they need could be read.
-    Those that need no world size are checked, with `--use-checkpoint-args` or a Hugging Face folder in --load later, by
-    `with_checkpoint_model`.
+    Those that need no world size are checked, or where the model comes from --load later, by `with_checkpoint_model`.
     is_job False: no rule is checked here, so that an incomplete job can be inspected; `resolve` checks what it needs.
     schedules: names that `--help` lists for --pipeline-schedule. more: rules to check besides `RULES`, for the requests
     of the command line. if_refused: rules that are only asked if something is wrong.
@@ -101,16 +120,22 @@ def load_config(
     fill_tokenizer_type(values, origins)
     fill_implied_by_sft(values, origins, problems)
     loaded = LoadedConfig(make_config(values), origins, line.requests, tuple(accepted))
-    rules, checkpoint = more(line.requests), loaded.config.checkpoint
-    takes_model = checkpoint.use_checkpoint_args or is_hugging_face(checkpoint.load)  # checked with it later
-    if is_job and not takes_model:
+    rules = more(line.requests)
+    if not loaded.takes_model:
+        check_query_groups([*files, line.settings], loaded.config.model, problems)
+    if is_job and not loaded.takes_model:
         check_complete(loaded, problems, rules)
-    elif problems.messages and not takes_model:
+    elif problems.messages and not loaded.takes_model:
         problems.add(*broken_rules(loaded.config, (*RULES, *rules), problems.unread))
     if problems.messages:
         problems.add(*broken_rules(loaded.config, if_refused, problems.unread))
     problems.raise_all()
     return loaded
+
+
+def is_given(origin: str) -> bool:
+    """Return True if a flag, a file or a checkpoint gives a value of this origin."""
+    return not origin.startswith(DEFAULT)
 
 
 def load_extensions(argv: Sequence[str]) -> None:
@@ -134,9 +159,11 @@ def load_extensions(argv: Sequence[str]) -> None:
             for entry in read_entries(text, path, Problems()) if EXTENSION in text else ():
                 if entry.key == EXTENSION and entry.raw is not None:
                     named += [entry.raw] if isinstance(entry.raw, str) else entry.raw
+    wanted: list[str] = []
     for name in (*named, *given["--extension"]):
-        if name.lower() not in NONE_WORDS:
-            EXTENSIONS.load(name)
+        wanted = [] if name.lower() in NONE_WORDS else [*wanted, name]
+    for name in wanted:
+        EXTENSIONS.load(name)
 
 
 def from_yaml(text: str, name: str = "configuration") -> Config:
@@ -150,6 +177,18 @@ def from_yaml(text: str, name: str = "configuration") -> Config:
     return make_config(values)
 
 
+def check_query_groups(sources: Sequence[Sequence[Setting]], model: ModelConfig, problems: Problems) -> None:
+    """Refuse the flag --num-query-groups alone, which Megatron ignores: each head then has its own keys and values.
+
+    In a YAML file num_query_groups alone is a number of groups.
+    """
+    flag, groups, heads = "--num-query-groups", model.num_query_groups, model.num_attention_heads
+    subjects = {one.subject for settings in sources for one in settings if one.field.name == "num_query_groups"}
+    if subjects == {flag} and groups not in (None, heads):
+        rule = f"Megatron ignores the number, and each of the {heads} attention heads has its own keys and values"
+        problems.add(f"{flag} {groups} without --group-query-attention: {rule}; add that flag, or leave {flag} out")
+
+
 def fill_tokenizer_type(values: dict[str, Any], origins: dict[str, str]) -> None:
     """Set the tokenizer that Megatron's pretrain_gpt.py takes by default, if its two files are given."""
     files = ("data.vocab_file", "data.merge_file")
@@ -160,7 +199,7 @@ def fill_tokenizer_type(values: dict[str, Any], origins: dict[str, str]) -> None
 def fill_implied_by_sft(values: dict[str, Any], origins: dict[str, str], problems: Problems) -> None:
     """Set what --sft implies; the opposite is a problem."""
     for key, meaning in IMPLIED.items() if values["data.sft"] else ():
-        if origins[key] != DEFAULT and not values[key]:
+        if is_given(origins[key]) and not values[key]:
             problems.add(f"{key} is false by {origins[key]}, but --sft {meaning}; leave one of the two out")
         elif not values[key]:
             values[key], origins[key] = True, origins["data.sft"]
@@ -172,13 +211,12 @@ def with_checkpoint_model(
     where: str,
     more: Sequence[Rule] = (),
     taker: str = "--use-checkpoint-args",
-    overridable: Collection[str] = (),
 ) -> LoadedConfig:
     """Take the model section from a checkpoint's configuration (`--use-checkpoint-args`), and check the result.
 
-    The padded vocabulary depends on tp and is derived again. more: rules to check besides `RULES`. Raises ConfigError
-    with a line for each field that a flag or file sets to another value. taker: the flag that takes the model.
-    overridable: fields whose given value holds.
+    A field of another class than the model's function, such as a dropout, keeps the value that is given here. The
+    padded vocabulary depends on tp and is derived again. more: rules to check besides `RULES`. taker: the flag that
+    takes the model. Raises ConfigError with a line for each field of the function that is set to another value.
     """
     conflicts = []
     values = {field.key: value_of(loaded.config, field) for field in all_fields()}
@@ -187,13 +225,13 @@ def with_checkpoint_model(
         if field.section != "model" or field.name == "padded_vocab_size":
             continue
         stored = value_of(saved, field)
-        if origins[field.key] != DEFAULT and field.name in overridable:
+        if is_given(origins[field.key]) and classes()[field.key] != FUNCTION:
             continue
-        if origins[field.key] != DEFAULT and values[field.key] != stored:
+        if is_given(origins[field.key]) and values[field.key] != stored:
             given = f"{field.key} is {value_text(values[field.key])} by {origins[field.key]}"
             rule = f"{value_text(stored)} in the checkpoint {where}, from which {taker} takes the model"
             conflicts.append(f"{given}, but {rule}; leave one of the two out")
-        values[field.key], origins[field.key] = stored, f"checkpoint {where}"
+        values[field.key], origins[field.key] = stored, CHECKPOINT + where
     if conflicts:
         raise ConfigError("\n".join(conflicts))
     merged = dataclasses.replace(loaded, config=make_config(values), origins=origins)
@@ -203,13 +241,23 @@ def with_checkpoint_model(
     return merged
 
 
+def with_tokenizer(loaded: LoadedConfig, found: Mapping[str, Any], where: str) -> LoadedConfig:
+    """Take the tokenizer of a checkpoint, unless the run names one. found: its fields of the data section."""
+    if loaded.config.data.tokenizer_type is not None or found.get("tokenizer_type") is None:
+        return loaded
+    taken = {name: value for name, value in found.items() if not is_given(loaded.origins[f"data.{name}"])}
+    config = dataclasses.replace(loaded.config, data=dataclasses.replace(loaded.config.data, **taken))
+    origins = loaded.origins | {f"data.{name}": CHECKPOINT + where for name in taken}
+    return dataclasses.replace(loaded, config=config, origins=origins)
+
+
 def check_complete(loaded: LoadedConfig, problems: Problems, more: Sequence[Rule] = ()) -> None:
     """Add to the problems each field that a job must give but was left to its default, and each broken rule."""
     missing = []
     for field in all_fields():
         is_optional = field.key == "optimizer.lr" and loaded.config.training.skip_train
-        is_given = loaded.origins[field.key] != DEFAULT or field.key in problems.unread
-        if field.option.required and not is_given and not is_optional:
+        is_known = is_given(loaded.origins[field.key]) or field.key in problems.unread
+        if field.option.required and not is_known and not is_optional:
             in_yaml = f"(in a YAML file: {field.name} in the section {field.section})"
             missing.append(f"{field.main_flag} is missing: {field.option.help} {in_yaml}")
             problems.unread.add(field.key)
@@ -252,6 +300,7 @@ def settings_of_entry(entry: Entry, accepted: list[str]) -> list[Setting]:
         if not is_on and field.kind.scalar is not bool:
             return []  # `bf16: false` changes nothing
         value = flag.value if is_on else not flag.value
+        flag = flag if is_on else Flag(flag.name)  # the opposite of a switch sets nothing else
     elif entry.raw is not None:
         raw = flag.read(entry.raw) if flag.read is not None and isinstance(entry.raw, str) else entry.raw
         value = read_value(field, raw, subject, literal=entry.quoted)
@@ -285,12 +334,13 @@ def merge(sources: Sequence[Sequence[Setting]], problems: Problems) -> tuple[dic
     """
     values: dict[str, Any] = {field.key: field.default for field in all_fields()}
     origins = dict.fromkeys(values, DEFAULT)
+    implied = [setting for settings in sources for setting in settings if setting.implied_by]
     for settings in sources:
         firm: dict[str, Setting] = {}
         # those with only_from come last, since they depend on the value that the others give
         for setting in sorted(settings, key=lambda one: one.only_from is not None):
             key, subject = setting.field.key, setting.subject
-            if setting.only_from is not None and values[key] not in setting.only_from:
+            if setting.implied_by or (setting.only_from is not None and values[key] not in setting.only_from):
                 continue
             earlier = firm.get(key)
             if earlier is not None and earlier.value != setting.value:
@@ -302,9 +352,13 @@ def merge(sources: Sequence[Sequence[Setting]], problems: Problems) -> tuple[dic
                     problems.unread.add(key)
             if setting.only_from is None:
                 firm[key] = setting
-            if setting.field.option.adds_up and setting.value is not None:
+            if setting.field.option.adds_up and setting.value != setting.field.default:  # which `none` gives
                 setting = dataclasses.replace(setting, value=(*values[key], *setting.value))
             values[key], origins[key] = setting.value, setting.origin
+    for setting in implied:
+        key = setting.field.key
+        if not is_given(origins[key]) and origins[setting.implied_by] == setting.origin:
+            values[key], origins[key] = setting.value, f"{DEFAULT} of {setting.origin}"
     for setting in (setting for settings in sources for setting in settings if setting.needs is not None):
         assert setting.needs is not None
         if not values[setting.needs.key]:

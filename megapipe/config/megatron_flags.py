@@ -109,9 +109,33 @@ DELIBERATE_DIFFERENCES = (
     Difference("--eval-interval", "none", "1000", "the model is evaluated during training unless --eval-iters is 0"),
     Difference(
         "--num-query-groups",
-        "1, unused without --group-query-attention",
-        "acts alone",
+        "1, not read without --group-query-attention",
+        "refused without it",
         "a given number is never ignored",
+    ),
+    Difference(
+        "--rope-scaling-factor", "not read: --use-rope-scaling scales by 8", "acts", "a given number is never ignored"
+    ),
+    Difference(
+        "--activation-func-clamp-value",
+        "not read with --swiglu, unless --no-bias-swiglu-fusion is given",
+        "acts",
+        "a given number is never ignored",
+    ),
+    *(
+        Difference(flag, "not read with --multi-latent-attention", "acts", "a given value is never ignored")
+        for flag in (
+            "--yarn-original-max-position-embeddings",
+            "--yarn-beta-fast",
+            "--yarn-beta-slow",
+            "--no-yarn-correction-range-round-to-int",
+        )
+    ),
+    Difference(
+        "--accumulate-allreduce-grads-in-fp32",
+        "off with --fp16: gradients are summed and reduced in fp16",
+        "on",
+        "sums of fp16 numbers overflow",
     ),
     Difference("--log-interval", "100", "100, or a twentieth of a shorter run", "a short run has curves, too"),
     Difference(

@@ -39,6 +39,7 @@ class ActivationKind:
     keeps_output: bool = False  # the backward needs the output, which the next linear keeps, in place of the input
     backward_tensors: float = 0.0  # [..., F] that its backward makes besides its input's gradient
     function: Callable[..., Any] | None = None
+    is_wide: bool = False  # gated, and 4 x hidden size wide without --ffn-hidden-size: Megatron narrows SwiGLU alone
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,7 @@ ACTIVATIONS = Registry(
         "gelu_tanh": ActivationKind(),
         "swiglu": ActivationKind(is_gated=True, backward_tensors=2),
         "geglu_tanh": ActivationKind(is_gated=True, backward_tensors=2),
-        "quick_geglu": ActivationKind(is_gated=True, backward_tensors=3),
+        "quick_geglu": ActivationKind(is_gated=True, is_wide=True, backward_tensors=3),
         "squared_relu": ActivationKind(backward_tensors=1),
         "relu": ActivationKind(keeps_output=True),
     },
@@ -100,6 +101,7 @@ EXPERT_BIAS = Need("model.moe_router_enable_expert_bias", "--moe-router-enable-e
 WINDOW = Need("model.window_size", "--window-size")
 PREDICTION = Need("model.mtp_num_layers", "--mtp-num-layers N")
 FP16 = Need("precision.dtype", "--fp16", ("fp16",), without="the loss is not scaled")
+BF16_LAYERS = Need("precision.first_last_layers_bf16", "--first-last-layers-bf16")
 FP8 = Need("precision.fp8_format", "--fp8-format e4m3 or hybrid")
 
 
@@ -130,15 +132,18 @@ class ModelConfig:
     )
     hidden_size: int = count(128, "width of the residual stream", required=True)
     ffn_hidden_size: int | None = count(
-        None, "width between the linears of the MLP", derived="4 x hidden size; gated: int(4 x hidden x 2/3 / 64) x 64"
+        None,
+        "width between the linears of the MLP",
+        derived="4 x hidden size; gated, except quick_geglu: int(4 x hidden x 2/3 / 64) x 64",
     )
     num_attention_heads: int = count(4, "attention heads", "heads", required=True)
     num_query_groups: int | None = count(
         None,
-        "key/value heads, each shared by num-attention-heads / num-query-groups query heads",
+        "key/value heads, each shared by num-attention-heads / num-query-groups query heads; as a flag it needs "
+        "--group-query-attention",
         "heads",
         derived="num-attention-heads",
-        more_flags=(Flag("--group-query-attention", 1, only_from=(None,), help="one group, or --num-query-groups"),),
+        more_flags=(Flag("--group-query-attention", 1, only_from=(None,), help="one group, or --num-query-groups N"),),
     )
     kv_channels: int | None = count(None, "width of one attention head", derived="hidden-size / num-attention-heads")
     seq_length: int = count(
@@ -259,7 +264,16 @@ class ModelConfig:
     activation_func_clamp_value: float | None = option(
         None, "gated activations: largest gate, and largest and smallest up (c and -c); unset: none", above=0
     )
-    add_bias_linear: bool = option(True, "biases in the linear layers", off_flag="--disable-bias-linear")
+    add_bias_linear: bool = option(
+        True,
+        "biases in the linear layers",
+        off_flag=Flag(
+            "--disable-bias-linear",
+            False,
+            or_else=(("activation", "gelu"),),
+            help="no biases; unless an activation is given, erf GELU, as in Megatron, whose tanh form adds a bias",
+        ),
+    )
     add_qkv_bias: bool = option(False, "bias in the query-key-value projection even without other biases")
     untie_embeddings_and_output_weights: bool = option(False, "separate weights for word embedding and output layer")
     embedding_scale: float = option(1.0, "factor on word embeddings (Gemma: the root of hidden-size)", above=0)
@@ -309,6 +323,13 @@ class ModelConfig:
         64, "rotated channels of a query head, and of the one key that all heads share", "channels", needs=LATENT
     )
     v_head_dim: int = count(128, "channels of a value head", "channels", needs=LATENT)
+    latent_norm_epsilon: float | None = option(
+        None,
+        "norm-epsilon of the norms of latents (--qk-layernorm), which DeepSeek's files have apart from the others",
+        above=0,
+        derived="norm-epsilon",
+        needs=LATENT,
+    )
     num_experts: int | None = count(
         None, "experts of each layer with a mixture of experts (docs/experts.md); unset: dense MLPs", "experts"
     )
@@ -369,7 +390,8 @@ class ModelConfig:
     )
     moe_token_drop_policy: str = option(
         "probs",
-        "rows beyond the capacity that are dropped: those of the smallest weights, or of the last positions",
+        "rows beyond the capacity that are dropped: those of the smallest weights, or of the last positions (in "
+        "Megatron arbitrary rows on CPUs)",
         choices=DROP_POLICIES,
         needs=CAPACITY,
     )
@@ -467,15 +489,21 @@ class ModelConfig:
             scale *= (0.1 * self.yarn_mscale_all_dim * math.log(self.rope_scaling_factor) + 1.0) ** 2
         return scale
 
+    def latent_epsilon(self) -> float | None:
+        """Return the epsilon of the norms of latents, None without latent attention."""
+        own = self.latent_norm_epsilon
+        return (self.norm_epsilon if own is None else own) if self.multi_latent_attention else None
+
     def query_groups(self) -> int:
         """Return the number of key/value heads: num-query-groups, or one for each attention head."""
         return self.num_query_groups if self.num_query_groups is not None else self.num_attention_heads
 
     def feed_forward_size(self) -> int:
-        """Return the width of the MLP: ffn-hidden-size, or Megatron's 4 h, if gated int(4 h x 2/3 / 64) x 64."""
+        """Return the width of the MLP: ffn-hidden-size, or Megatron's 4 h, of SwiGLU int(4 h x 2/3 / 64) x 64."""
         if self.ffn_hidden_size is not None:
             return self.ffn_hidden_size
-        if ACTIVATIONS[self.activation].is_gated:
+        kind = ACTIVATIONS[self.activation]
+        if kind.is_gated and not kind.is_wide:
             return int((4 * self.hidden_size * 2 / 3) / 64) * 64
         return 4 * self.hidden_size
 
@@ -514,5 +542,9 @@ class PrecisionConfig:
         "most_recent", "fp8, delayed: scale from the latest or the largest", choices=("most_recent", "max"), needs=FP8
     )
     first_last_layers_bf16: bool = option(False, "fp8: some first and last layers stay in --dtype", needs=FP8)
-    num_layers_at_start_in_bf16: int = option(1, "first layers, with --first-last-layers-bf16", "layers", at_least=0)
-    num_layers_at_end_in_bf16: int = option(1, "last layers, with --first-last-layers-bf16", "layers", at_least=0)
+    num_layers_at_start_in_bf16: int = option(
+        1, "first layers, with --first-last-layers-bf16", "layers", at_least=0, needs=BF16_LAYERS
+    )
+    num_layers_at_end_in_bf16: int = option(
+        1, "last layers, with --first-last-layers-bf16", "layers", at_least=0, needs=BF16_LAYERS
+    )

@@ -31,6 +31,7 @@ RECOMPUTE_MODULES = ("core_attn", "layernorm", "mlp", "activation", "moe", "moe_
 EP_OVERLAP = Need("parallel.overlap_moe_expert_parallel_comm", "--overlap-moe-expert-parallel-comm")
 FULL = Need("recompute.recompute_granularity", "--recompute-granularity full", ("full",))
 SELECTIVE = Need("recompute.recompute_granularity", "--recompute-granularity selective", ("selective",))
+SLICES = Need("parallel.pipe_sp_splits", "--pipe-sp-splits N of at least 2", above=1)
 OFFLOADING = Need("offload.cpu_offloading_num_layers", "--cpu-offloading-num-layers N")
 
 
@@ -151,6 +152,7 @@ class ParallelConfig:
         "how --pipe-sp-splits cuts sequences: into slices of equal cost, of which later ones are shorter, since they "
         "attend to more keys (uniform_comp), or of equal length (average)",
         choices=("uniform_comp", "average"),
+        needs=SLICES,
     )
     pipeline_memory_limit: int | None = count(
         None,
@@ -247,6 +249,9 @@ class ParallelConfig:
         "tp-cp-dp-pp", "global rank's axes, fastest first", more_flags=(Flag("--use-tp-pp-dp-mapping", "tp-cp-pp-dp"),)
     )
     allow_tp_across_nodes: bool = option(False, "allow a tensor-parallel group to span nodes")
+    allow_mixed_hosts: bool = option(
+        False, "allow ranks on different kinds of GPU, whose kernels round differently; else they are refused"
+    )
     distributed_backend: str = option(
         "auto", "communication library; auto: nccl on GPUs, gloo on CPUs", choices=("auto", "gloo", "nccl")
     )

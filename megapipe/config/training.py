@@ -74,6 +74,9 @@ MATMUL_PRECISIONS = ("medium", "high", "highest")
 WSD = Need("optimizer.lr_decay_style", "--lr-decay-style WSD", ("WSD",))
 DECOUPLED_LR = Need("optimizer.decoupled_lr", "--decoupled-lr")
 MANUAL_GC = Need("training.manual_gc", "--manual-gc", without="Python decides when garbage is collected")
+SPIKES = Need("training.spike_rollback", "--spike-rollback N")
+ADAM = Need("optimizer.optimizer", "--optimizer adam or muon", ("adam", "muon"), without="only AdamW reads it")
+SGD = Need("optimizer.optimizer", "--optimizer sgd", ("sgd",), without="only SGD reads it")
 MUON = Need("optimizer.optimizer", "--optimizer muon", ("muon",), without="only Muon reads it")
 PRECISION_AWARE = Need("optimizer.use_precision_aware_optimizer", "--use-precision-aware-optimizer")
 
@@ -119,6 +122,7 @@ class TrainingConfig:
         True,
         "manual-gc: also collect before and after an evaluation",
         more_flags=(Flag("--disable-manual-gc-eval", False),),
+        needs=MANUAL_GC,
     )
     deterministic_mode: bool = option(False, "use only kernels that give bit-identical results in every run")
     label_smoothing: float = option(
@@ -148,12 +152,17 @@ class TrainingConfig:
         "a step spikes if the logarithm of its loss or gradient norm is this many robust standard deviations above the "
         "median of the --spike-window steps before it",
         above=0,
+        needs=SPIKES,
     )
-    spike_steps: int = count(3, "consecutive steps that must spike", "steps")
+    spike_steps: int = count(3, "consecutive steps that must spike", "steps", needs=SPIKES)
     spike_window: int = option(
-        100, "steps that a step is compared with; no spike is reported before half of them exist", "steps", at_least=8
+        100,
+        "steps that a step is compared with; no spike is reported before half of them exist",
+        "steps",
+        at_least=8,
+        needs=SPIKES,
     )
-    spike_limit: int = count(3, "rollbacks in total; the next spike ends the run", "rollbacks")
+    spike_limit: int = count(3, "rollbacks in total; the next spike ends the run", "rollbacks", needs=SPIKES)
     check_weight_hash_across_dp_replicas_interval: int | None = count(
         None,
         "compare replicated state of all ranks bit by bit: before the first step, after this many steps each and "
@@ -187,7 +196,7 @@ class OptimizerConfig:
     lr_warmup_iters: int = option(0, "steps of linear warm-up", "steps", at_least=0)
     lr_warmup_samples: int = option(0, "sequences of linear warm-up", "sequences", at_least=0)
     lr_warmup_init: float = option(0.0, "learning rate at which warm-up starts", at_least=0)
-    lr_wsd_decay_style: str = option("exponential", "WSD: shape of the last phase", choices=WSD_DECAY_STYLES)
+    lr_wsd_decay_style: str = option("exponential", "WSD: shape of the last phase", choices=WSD_DECAY_STYLES, needs=WSD)
     lr_wsd_decay_iters: int | None = count(None, "WSD: steps of the last phase", "steps", needs=WSD)
     lr_wsd_decay_samples: int | None = count(None, "WSD: sequences of the last phase", "sequences", needs=WSD)
     weight_decay: float = option(0.01, "decoupled weight decay of matrices (none on vectors and biases)", at_least=0)
@@ -195,10 +204,10 @@ class OptimizerConfig:
     end_weight_decay: float | None = option(None, "last weight decay of a ramp", at_least=0, derived="weight-decay")
     weight_decay_incr_style: str = option("constant", "shape of the weight-decay ramp", choices=WEIGHT_DECAY_STYLES)
     clip_grad: float = option(1.0, "largest global gradient norm; 0: no clipping", at_least=0)
-    adam_beta1: float = option(0.9, "decay of the first moment", at_least=0, below=1)
-    adam_beta2: float = option(0.999, "decay of the second moment", at_least=0, below=1)
-    adam_eps: float = option(1e-8, "added to the root of the second moment", above=0)
-    sgd_momentum: float = option(0.9, "momentum of SGD", at_least=0, below=1)
+    adam_beta1: float = option(0.9, "decay of the first moment", at_least=0, below=1, needs=ADAM)
+    adam_beta2: float = option(0.999, "decay of the second moment", at_least=0, below=1, needs=ADAM)
+    adam_eps: float = option(1e-8, "added to the root of the second moment", above=0, needs=ADAM)
+    sgd_momentum: float = option(0.9, "momentum of SGD", at_least=0, below=1, needs=SGD)
     muon_momentum: float = option(0.9, "decay of Muon's momentum", at_least=0, below=1, needs=MUON)
     muon_nesterov: bool = option(
         False,

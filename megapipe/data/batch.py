@@ -20,7 +20,9 @@ from megapipe.data.dataset import TokenArray
 from megapipe.errors import ConfigError
 
 MASKED_ROWS = 2  # of a sample with a loss mask: tokens, and 1 where the token is trained
-CHAT_ROWS = 3  # of a sample of conversations: tokens; 1 where the token is trained; number of the conversation
+# of a sample of conversations: tokens; 1 where the token is trained; number of the conversation, or PADDING
+CHAT_ROWS = 3
+PADDING = -1
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,8 @@ class Batch:
     document_ids: NDArray[np.int64] | None  # [micro, seq]: document within the sample, from 0; None: plain causal mask
     sample_ids: tuple[int, ...]  # [micro]: indices in the dataset, for messages
     loss_tokens: float | None = None  # sum of the loss mask of whole sequences, where the arrays are a part of them
+    # [micro, seq]: True where there is no token, which experts do not see; None in batches that are never padded
+    padding: NDArray[np.bool_] | None = None
 
     @classmethod
     def of(cls, samples: TokenArray, sample_ids: tuple[int, ...], rules: DocumentRules) -> Batch:
@@ -85,7 +89,8 @@ class Batch:
         `count` positions further, and as its label the one after that, with its place in the loss mask.
 
         Beyond the end are tokens 0 that do not count, as in Megatron; nor do those of another document, where
-        attention stays within documents.
+        attention stays within documents. In conversations such positions are padding to the module, so that its
+        experts see the same tokens however conversations are packed.
         """
 
         def shifted(array: NDArray[Any]) -> NDArray[Any]:
@@ -93,14 +98,17 @@ class Batch:
             moved[:, :-count] = array[:, count:]
             return moved
 
-        mask, documents = self.loss_mask, self.document_ids
+        mask, documents, padding = self.loss_mask, self.document_ids, self.padding
         mask = shifted(np.ones(self.tokens.shape, dtype=np.float32) if mask is None else mask)
         if documents is not None:
-            mask[:, :-count] *= documents[:, count:] == documents[:, :-count]
-        return replace(self, tokens=shifted(self.tokens), labels=shifted(self.labels), loss_mask=mask)
+            is_same = np.zeros(documents.shape, dtype=np.bool_)
+            is_same[:, :-count] = documents[:, count:] == documents[:, :-count]
+            mask *= is_same
+            padding = None if padding is None else padding | ~is_same
+        return replace(self, tokens=shifted(self.tokens), labels=shifted(self.labels), loss_mask=mask, padding=padding)
 
     def part(self, held: NDArray[np.int64]) -> Batch:
-        """Return the arrays at the positions `held` by one cp rank, and document ids of the whole sequences.
+        """Return the arrays at the positions `held` by one cp rank, and document ids and padding of whole sequences.
 
         Labels are shifted before, so that the last token of a chunk has the first one of the next as its label.
         """
@@ -128,4 +136,5 @@ class Batch:
             positions - np.maximum.accumulate(starts, axis=1),
             np.ascontiguousarray(chats),
             sample_ids,
+            padding=chats == PADDING,
         )

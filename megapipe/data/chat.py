@@ -19,6 +19,7 @@ import numpy as np
 from megapipe.data.dataset import Array
 from megapipe.data.index_cache import Arrays, IndexCache
 from megapipe.data.indexed_file import token_dtype
+from megapipe.data.text_source import MOST_DOCUMENT_BYTES, bounded_lines
 from megapipe.errors import DataError
 
 ROLES = ("system", "user", "assistant", "tool")
@@ -150,9 +151,11 @@ def read_chats(path: str) -> Iterator[tuple[str, str, list[Message]]]:
     """Yield 'FILE line N', the form, and the messages of each line that is not blank. Raises DataError."""
     try:
         with cast(IO[bytes], gzip.open(path, "rb")) if path.endswith(".gz") else open(path, "rb") as file:
-            for number, line in enumerate(file, 1):
+            for number, (line, size) in enumerate(bounded_lines(file), 1):
+                origin = f"{path} line {number}"
+                if size > MOST_DOCUMENT_BYTES:
+                    raise DataError(f"{origin} has {size:,} bytes; a conversation has at most {MOST_DOCUMENT_BYTES:,}")
                 if line.strip():
-                    origin = f"{path} line {number}"
                     yield origin, *_messages(line, origin)
     except (OSError, EOFError) as error:
         raise DataError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from None

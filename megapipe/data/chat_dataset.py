@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from megapipe.config.files import parse_blend
-from megapipe.data.batch import CHAT_ROWS
+from megapipe.data.batch import CHAT_ROWS, PADDING
 from megapipe.data.blend import BlendedDataset, normalize
 from megapipe.data.build_datasets import (
     DEFAULT_SPLIT,
@@ -98,7 +98,7 @@ class ChatDataset:
     """Conversations [first, past) of a file as samples of CHAT_ROWS x (seq_length + 1), see `Batch.of`.
 
     num_samples None: one epoch; else as many whole epochs as it needs. packs False: one conversation in a sequence.
-    pad: the token of padding, which is in no loss and seen by no other token.
+    pad: the token of padding, which is in no loss, seen by no other token, and sent to no expert.
     """
 
     def __init__(
@@ -164,7 +164,7 @@ class ChatDataset:
             sample[1, filled : filled + length] = self.file.trained[start : start + length]
             sample[2, filled : filled + length] = place
             filled += length
-        sample[2, filled:] = len(members)  # padding is a conversation of its own
+        sample[2, filled:] = PADDING  # counts as another conversation
         return sample
 
     def describe(self) -> str:

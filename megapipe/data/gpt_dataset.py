@@ -170,8 +170,8 @@ class GPTDataset:
         filled = 0
         while filled < len(sample):
             sequence = int(self.index.documents[place])
-            count = min(int(self.file.lengths[sequence]) - offset, len(sample) - filled)
-            sample[filled : filled + count] = self.file.read(sequence, offset, count)
-            filled += count
+            tokens = self.file.read(sequence, offset, most=len(sample) - filled)
+            sample[filled : filled + len(tokens)] = tokens
+            filled += len(tokens)
             place, offset = place + 1, 0
         return sample

@@ -16,11 +16,13 @@ Layout of `.idx`, little-endian:
 
 from __future__ import annotations
 
+import json
 import mmap
 import os
 import struct
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +40,10 @@ DTYPES: dict[int, np.dtype[Any]] = {
     for code, name in {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 6: "<f8", 7: "<f4", 8: "<u2"}.items()
 }
 CODES = {dtype: code for code, dtype in DTYPES.items()}
+Tokenizer = dict[str, Any]  # the fingerprint of one, see tokenizers/fingerprint.py
 CHECK_BLOCK = 1 << 18  # sequences checked at a time, so that a check needs no second copy of a huge index
+LENGTH, OFFSET = np.dtype("<i4"), np.dtype("<i8")
+RAW_BYTES = 1 << 24  # copied at a time
 
 
 def bin_path(prefix: str | Path) -> Path:
@@ -49,13 +54,36 @@ def idx_path(prefix: str | Path) -> Path:
     return Path(f"{prefix}.idx")
 
 
+def tokenizer_path(prefix: str | Path) -> Path:
+    """Return the file with the fingerprint of the tokenizer that made a pair of token files."""
+    return Path(f"{prefix}.tokenizer.json")
+
+
+def made_with(prefix: str | Path) -> Tokenizer | None:
+    """Return the fingerprint of the tokenizer that made a pair of token files, None if that is not known."""
+    path = tokenizer_path(prefix)
+    try:
+        found: Tokenizer = json.loads(path.read_text("utf-8"))
+        if not isinstance(found["files"], dict):
+            raise TypeError("its files are no object")
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise DataError(f"{path}, which names the tokenizer of these data, cannot be read: {error!r}") from None
+    return found
+
+
 def token_dtype(vocab_size: int) -> np.dtype[Any]:
     """Return the dtype that preprocessing writes: uint16 for a vocabulary below 65,500 tokens, else int32."""
     return np.dtype("<u2") if vocab_size < 65500 else np.dtype("<i4")
 
 
 class IndexedFile:
-    """A pair of token files read through mmap: reading touches only the pages it needs.
+    """A pair of token files. The index is mapped for work on all of it; a sequence is read from the files.
+
+    Reading a page of a mapping whose file was cut kills the process (SIGBUS), and no Python handler can end that; a
+    read from the file comes back short instead, and is a DataError. So `sequence_place` and `read`, which training
+    uses, touch no mapping.
 
     check: also read the whole index and check it (`check`). Without it, opening reads the header and checks sizes.
     Raises DataError, naming the file and the offending number, if the pair is missing, truncated or inconsistent.
@@ -84,12 +112,13 @@ class IndexedFile:
             needed = f"{counts} need {plain} ({plain + num_sequences} with modes)"
             raise DataError(f"{path} has {len(index)} bytes, but {needed}: it is {state}")
         # views of the mapped file: [S] tokens and [S] byte offset of each sequence, [D] first sequence of each document
-        self.lengths: Array = np.frombuffer(index, "<i4", num_sequences, HEADER.size)
-        self.offsets: Array = np.frombuffer(index, "<i8", num_sequences, HEADER.size + 4 * num_sequences)
+        self.lengths: Array = np.frombuffer(index, LENGTH, num_sequences, HEADER.size)
+        self.offsets: Array = np.frombuffer(index, OFFSET, num_sequences, HEADER.size + 4 * num_sequences)
         self.documents: Array = np.frombuffer(index, "<i8", num_starts, HEADER.size + 12 * num_sequences)
         has_modes = num_sequences > 0 and len(index) == plain + num_sequences
         self.modes: Array | None = np.frombuffer(index, "i1", num_sequences, plain) if has_modes else None
-        self._bin = _map(bin_path(prefix), self.prefix)
+        self._idx_file, self._bin_file = _open(path, self.prefix), _open(bin_path(prefix), self.prefix)
+        self.num_bytes = os.fstat(self._bin_file.fileno()).st_size  # of .bin
         self._index = index
         self._is_checked = False
         if check:
@@ -107,28 +136,44 @@ class IndexedFile:
     def num_tokens(self) -> int:
         return int(self.lengths.sum(dtype=np.int64))
 
-    def read(self, sequence: int, start: int = 0, count: int | None = None) -> Array:
-        """Return tokens start .. start + count of a sequence, in the file's dtype: a view, not a copy."""
-        length = int(self.lengths[sequence])
-        count = length - start if count is None else count
+    def sequence_place(self, sequence: int) -> tuple[int, int]:
+        """Return tokens and byte offset of a sequence. Raises DataError if they cannot be read."""
+        at, count = HEADER.size, len(self)
+        values = (
+            np.frombuffer(_read(self._idx_file, dtype.itemsize, first + dtype.itemsize * sequence), dtype)[0]
+            for dtype, first in ((LENGTH, at), (OFFSET, at + LENGTH.itemsize * count))
+        )
+        length, offset = map(int, values)
+        return length, offset
+
+    def read(self, sequence: int, start: int = 0, count: int | None = None, most: int | None = None) -> Array:
+        """Return tokens start .. start + count of a sequence, in the file's dtype; with `most`, no more than these.
+
+        Raises DataError if the sequence has fewer or cannot be read.
+        """
+        length, offset = self.sequence_place(sequence)
+        if count is None:
+            count = length - start if most is None else min(length - start, most)
         if start < 0 or count < 0 or start + count > length:
             wanted = f"tokens {start}..{start + count} requested of sequence {sequence}"
             raise DataError(f"{self.prefix}: {wanted}, which has {length}")
-        offset = int(self.offsets[sequence]) + start * self.dtype.itemsize
-        if offset < 0 or offset + count * self.dtype.itemsize > len(self._bin):
+        offset += start * self.dtype.itemsize
+        if offset < 0 or offset + count * self.dtype.itemsize > self.num_bytes:
             found = (
-                f"sequence {sequence} at byte {offset} is outside of {bin_path(self.prefix)} ({len(self._bin)} bytes)"
+                f"sequence {sequence} at byte {offset} is outside of {bin_path(self.prefix)} ({self.num_bytes} bytes)"
             )
             raise DataError(f"{found}: {idx_path(self.prefix).name} is damaged; copy or preprocess it again")
-        return np.frombuffer(self._bin, self.dtype, count, offset)
+        return np.frombuffer(_read(self._bin_file, count * self.dtype.itemsize, offset), self.dtype)
 
     def is_contiguous(self) -> bool:
         """Return True if `.bin` holds the sequences in order without gaps, as our writer leaves it."""
         return bool(np.array_equal(self.offsets, _contiguous_offsets(self.lengths, self.dtype)))
 
-    def raw(self) -> memoryview:
-        """Return the bytes of all sequences of a contiguous file."""
-        return memoryview(self._bin)[: self.num_tokens * self.dtype.itemsize]
+    def raw(self) -> Iterator[bytes]:
+        """Yield the bytes of all sequences of a contiguous file, in blocks."""
+        end = self.num_tokens * self.dtype.itemsize
+        for begin in range(0, end, RAW_BYTES):
+            yield _read(self._bin_file, min(RAW_BYTES, end - begin), begin)
 
     def has_tokens(self, first: int, last: int) -> bool:
         """Return True if any of the sequences first .. last - 1 has a token. Reads up to the first that has."""
@@ -151,7 +196,7 @@ class IndexedFile:
             self._index.madvise(mmap.MADV_DONTNEED)
 
     def _check_sequences(self) -> None:
-        idx, item, bin_bytes = idx_path(self.prefix), self.dtype.itemsize, len(self._bin)
+        idx, item, bin_bytes = idx_path(self.prefix), self.dtype.itemsize, self.num_bytes
         end, is_in_order = 0, True  # of the sequences so far
         for begin in range(0, len(self), CHECK_BLOCK):
             lengths = self.lengths[begin : begin + CHECK_BLOCK]
@@ -178,7 +223,7 @@ class IndexedFile:
 
     def _check_places(self, begin: int, lengths: Array, offsets: Array) -> None:
         """Check that sequences begin, begin + 1, ... lie in `.bin`."""
-        item, bin_bytes = self.dtype.itemsize, len(self._bin)
+        item, bin_bytes = self.dtype.itemsize, self.num_bytes
         wrong = (offsets < 0) | (offsets > bin_bytes - lengths * item)  # a sum could pass the largest number
         if wrong.any():
             bad = int(np.argmax(wrong))
@@ -203,17 +248,39 @@ class IndexedFile:
             self.release()
 
 
-def _map(path: Path, prefix: str) -> mmap.mmap | bytes:
+def _open(path: Path, prefix: str) -> FileIO:
     try:
-        with open(path, "rb") as file:
-            if os.fstat(file.fileno()).st_size == 0:
-                return b""  # an empty file cannot be mapped
-            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        return open(path, "rb", buffering=0)
     except FileNotFoundError:
         rule = f"a data path is a prefix, here {prefix!r}, without .bin or .idx"
         raise DataError(f"there is no token file {path}; {rule}") from None
     except OSError as error:
         raise DataError(f"cannot read token file {path}: {error.strerror}") from None
+
+
+def _map(path: Path, prefix: str) -> mmap.mmap | bytes:
+    with _open(path, prefix) as file:
+        try:
+            if os.fstat(file.fileno()).st_size == 0:
+                return b""  # an empty file cannot be mapped
+            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        except OSError as error:
+            raise DataError(f"cannot read token file {path}: {error.strerror}") from None
+
+
+def _read(file: FileIO, num_bytes: int, offset: int) -> bytes:
+    """Return bytes of a file, by reads that threads may share. Raises DataError, with its name, for fewer."""
+    found = []
+    try:
+        while num_bytes and (block := os.pread(file.fileno(), num_bytes, offset)):  # at most 2 GiB at once
+            found.append(block)
+            num_bytes, offset = num_bytes - len(block), offset + len(block)
+    except OSError as error:
+        raise DataError(f"cannot read token file {file.name}: {error.strerror}") from None
+    if num_bytes:
+        size = f"it ends at byte {offset:,}, {num_bytes:,} bytes before the end of what is read"
+        raise DataError(f"token file {file.name} was cut since it was opened: {size}; restore it and start again")
+    return found[0] if len(found) == 1 else b"".join(found)
 
 
 def _contiguous_offsets(lengths: Array, dtype: np.dtype[Any]) -> Array:
@@ -252,13 +319,23 @@ def write_index(
         os.fsync(file.fileno())
 
 
-def publish(partial_bin: Path, partial_idx: Path, prefix: str) -> None:
+def publish(partial_bin: Path, partial_idx: Path, prefix: str, tokenizer: Tokenizer | None = None) -> None:
     """Give a pair of files on disk its names. The part that was done before a crash is left out.
 
-    The old index is removed first and the new one comes last, so that no index ever meets a foreign `.bin`.
+    The old index is removed first and the new one comes last, so that no index ever meets a foreign `.bin`, nor the
+    name of a foreign tokenizer.
     """
     if partial_bin.exists():
         idx_path(prefix).unlink(missing_ok=True)
+        if tokenizer is None:
+            tokenizer_path(prefix).unlink(missing_ok=True)
+        else:
+            partial = Path(f"{partial_bin}.tokenizer")
+            with open(partial, "w", encoding="utf-8") as file:
+                json.dump(tokenizer, file, indent=1)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(partial, tokenizer_path(prefix))
         os.replace(partial_bin, bin_path(prefix))
     if partial_idx.exists():
         os.replace(partial_idx, idx_path(prefix))
@@ -276,8 +353,10 @@ class IndexedWriter:
     there is at any time the old pair, no index, or the new pair; never a partial one.
     """
 
-    def __init__(self, prefix: str | Path, dtype: DTypeLike, *, multimodal: bool = False) -> None:
-        self.prefix = str(prefix)
+    def __init__(
+        self, prefix: str | Path, dtype: DTypeLike, *, multimodal: bool = False, tokenizer: Tokenizer | None = None
+    ) -> None:
+        self.prefix, self.tokenizer = str(prefix), tokenizer
         self.dtype = np.dtype(dtype).newbyteorder("<")
         if self.dtype not in CODES:
             raise ConfigError(f"token files cannot hold {self.dtype}; they hold {', '.join(str(d) for d in CODES)}")
@@ -332,7 +411,7 @@ class IndexedWriter:
             kind = "multimodal" if file.modes is not None else "not multimodal"
             raise DataError(f"{file.prefix} is {kind}, unlike the files before it")
         if file.is_contiguous():
-            self._bin.write(file.raw())
+            self._bin.writelines(file.raw())
         else:
             for sequence in range(len(file)):
                 self._bin.write(file.read(sequence).tobytes())
@@ -354,7 +433,7 @@ class IndexedWriter:
             self._bin.flush()
             os.fsync(self._bin.fileno())
             self._bin.close()
-            publish(self._partial[0], self._partial[1], self.prefix)
+            publish(self._partial[0], self._partial[1], self.prefix, self.tokenizer)
         except OSError as error:
             self.abort()
             raise DataError(f"cannot write token files {self.prefix}.bin/.idx: {error.strerror}") from None
@@ -387,10 +466,23 @@ def merge(prefixes: Sequence[str], output_prefix: str) -> IndexedFile:
         if target.exists() and bin_path(prefix).exists() and target.samefile(bin_path(prefix)):
             raise ConfigError(f"the output {output_prefix} is one of the files to merge; choose another name")
     files = [IndexedFile(prefix) for prefix in prefixes]
-    with IndexedWriter(output_prefix, files[0].dtype, multimodal=files[0].modes is not None) as writer:
+    tokenizer, is_multimodal = _common_tokenizer(prefixes), files[0].modes is not None
+    with IndexedWriter(output_prefix, files[0].dtype, multimodal=is_multimodal, tokenizer=tokenizer) as writer:
         for file in files:
             writer.append(file)
     return IndexedFile(output_prefix)
+
+
+def _common_tokenizer(prefixes: Sequence[str]) -> Tokenizer | None:
+    """Return the tokenizer of all these files, None if that of one is not known. Raises DataError if two differ."""
+    made = [made_with(prefix) for prefix in prefixes]
+    known = [(prefix, found) for prefix, found in zip(prefixes, made, strict=True) if found is not None]
+    for prefix, found in known[1:]:
+        first, other = ({**one, "source": None} for one in (known[0][1], found))
+        if first != other:
+            names = [f"{at} with {one['type']} of {one['source']}" for at, one in (known[0], (prefix, found))]
+            raise DataError(f"the files were made with different tokenizers, {' and '.join(names)}; merge each alone")
+    return None if len(known) < len(made) else made[0]
 
 
 def prefixes_in(folder: str | Path) -> list[str]:

@@ -45,15 +45,21 @@ class Loader:
             threading.Thread(target=self._serve, name=f"{name}-loader_{index}", daemon=True).start()
 
     def skip(self, skipped: SkippedSamples, num_samples: int) -> None:
-        """Pass over these samples from now on. Raises DataError if not `num_samples` are left, which the run takes."""
+        """Pass over these samples from now on. num_samples: those that the whole run takes, from the first one on.
+
+        Raises DataError if the data set has fewer.
+        """
         needed = skipped.index(num_samples - 1) + 1
-        if skipped.windows:
-            self.dataset.grow(needed)
-            held = len(self.dataset)
-            if needed > held:
-                rule = f"with {needed - num_samples} skipped, training on {num_samples} needs {needed}"
-                way = f"give more data, or train on {needed - held} samples less"
-                raise DataError(f"the {self.name} data has {held} samples; {rule}: {way}")
+        self.dataset.grow(needed)
+        held = len(self.dataset)
+        if needed > held:
+            rule = f"with {needed - num_samples} skipped, training on {num_samples} needs {needed}"
+            if not skipped.windows:
+                rule = f"with its --global-batch-size the run takes {needed} to its last step"
+            way = (
+                f"give more data (files with weights are read several times), or train on {needed - held} samples less"
+            )
+            raise DataError(f"the {self.name} data has {held} samples; {rule}: {way}")
         with self._lock:
             self._skipped = skipped
             for waiting in self._ready.values():

@@ -27,7 +27,7 @@ from typing import IO, Any
 import numpy as np
 
 from megapipe.data.dataset import Array
-from megapipe.data.indexed_file import bin_path, idx_path, index_bytes, publish, write_index
+from megapipe.data.indexed_file import Tokenizer, bin_path, idx_path, index_bytes, publish, write_index
 from megapipe.data.text_source import Position, Problem
 from megapipe.errors import ConfigError, DataError
 
@@ -45,6 +45,7 @@ class PartialOutput:
     description: of the inputs and settings; None if the input cannot be read again, so that nothing is kept. A folder
     left by an earlier run with an equal description is continued: `position` and `counts` are its. Raises ConfigError
     if complete files exist or the folder belongs to another run, unless `overwrite`, and DataError if it is in use.
+    tokenizer: its fingerprint, written beside the files.
     """
 
     def __init__(
@@ -55,7 +56,9 @@ class PartialOutput:
         description: Description | None = None,
         *,
         overwrite: bool = False,
+        tokenizer: Tokenizer | None = None,
     ) -> None:
+        self.tokenizer = tokenizer
         self.prefix, self.keys, self.dtype = prefix, tuple(keys), dtype
         self.folder = Path(f"{prefix}.partial")
         self.is_resumable = description is not None
@@ -172,7 +175,8 @@ class PartialOutput:
                 values = np.memmap(path, "<i4", "r") if path.stat().st_size else np.empty(0, "<i4")
                 write_index(self.folder / f"{key}.idx", self.dtype, values)
         for key in self.keys:
-            publish(self.folder / f"{key}.bin", self.folder / f"{key}.idx", output_prefix(self.prefix, key))
+            partial_bin, partial_idx = (self.folder / f"{key}.{kind}" for kind in ("bin", "idx"))
+            publish(partial_bin, partial_idx, output_prefix(self.prefix, key), self.tokenizer)
         report, skipped = Path(f"{self.prefix}.skipped.jsonl"), self.folder / "skipped.jsonl"
         if skipped.exists() and skipped.stat().st_size:
             os.replace(skipped, report)

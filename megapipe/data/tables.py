@@ -11,7 +11,7 @@ from typing import Any
 from megapipe.errors import ConfigError, DataError
 
 ROWS_PER_BATCH = 1024
-BLOCK_BYTES = 1 << 17
+BLOCK_BYTES = 1 << 11  # of zstd, which can unpack to 64 MiB
 ARROW_FILE_MAGIC = b"ARROW1"  # a stream, as `datasets` saves it, has none
 
 Cells = tuple[bytes | None, ...]

@@ -32,6 +32,7 @@ FORMATS = ("jsonl", "text", "parquet", "arrow")
 DOCUMENT_UNITS = ("file", "line", "blank-line")
 TEXT_KEY = "text"
 STDIN, STDIN_PATH = "-", Path("/dev/stdin")
+MOST_DOCUMENT_BYTES = 1 << 28  # of text; a compressed file of kilobytes can hold a line of gigabytes
 GUESS_BYTES = 1 << 20  # read of a text file to find its document unit
 LINES_PER_PARAGRAPH = 50  # on average, in a text whose blank lines are taken for separators
 
@@ -78,7 +79,7 @@ class Record(NamedTuple):
     byte: int = 0  # of its first byte, in the decompressed text
     end: Position = Position()  # behind it
     cells: Cells | None = None  # of a table, in the order of the keys
-    damage: str | None = None  # why the rest of the file cannot be read
+    damage: str | None = None  # why this document, or the rest of the file, cannot be read
 
     @property
     def num_bytes(self) -> int:
@@ -100,7 +101,7 @@ class Record(NamedTuple):
     def parse(self, keys: Sequence[str]) -> list[str] | Problem:
         """Return the text under each key; plain text counts as key "text"."""
         if self.damage is not None:
-            return self.problem(f"the rest of the file cannot be read: {self.damage}")
+            return self.problem(self.damage)
         if self.cells is not None:
             return self._parse_cells(self.cells, keys)
         content = self.content
@@ -276,11 +277,13 @@ def read_records(
     keys: Sequence[str] = (TEXT_KEY,),
     input_format: str | None = None,
     start: Position | None = None,
+    most_bytes: int = MOST_DOCUMENT_BYTES,
 ) -> Iterator[Record]:
     """Yield every document of the files, in order, from `start` on.
 
     document_unit: of plain text, one of DOCUMENT_UNITS. keys: the columns of tables. Of a file that is truncated or
-    damaged, the last record says so. Raises DataError for a file that cannot be opened or lacks a column.
+    damaged, the last record says so, and of a document of more than `most_bytes` its record, which does not hold it.
+    Raises DataError for a file that cannot be opened or lacks a column.
     """
     start = start or Position()
     for index in range(start.file, len(files)):
@@ -292,16 +295,22 @@ def read_records(
                 records = _rows(path, kind, keys, begin)
             elif kind == "text" and document_unit == "file":
                 with open_text(path) as file:
-                    records = iter([Record(str(path), 0, file.read(), False, 0, Position(index + 1))])
+                    whole = file.read(most_bytes + 1)
+                records = iter([Record(str(path), 0, whole, False, 0, Position(index + 1))])
             else:
-                records = _lines(path, kind == "jsonl", document_unit, begin)
+                records = _lines(path, kind == "jsonl", document_unit, begin, most_bytes)
             for record in records:
                 last = record.end
+                if record.num_bytes > most_bytes:
+                    rule = f"the document has more than {most_bytes:,} bytes (--max-document-bytes)"
+                    cells = None if record.cells is None else ()
+                    record = record._replace(content=b"", cells=cells, damage=rule)
                 yield record
         except (EOFError, zlib.error, gzip.BadGzipFile, DamagedFile) as error:
             cells = () if kind in ("parquet", "arrow") else None
             end = Position(index + 1)
-            yield Record(str(path), last.number + 1, b"", False, last.byte, end, cells, str(error))
+            damage = f"the rest of the file cannot be read: {error}"
+            yield Record(str(path), last.number + 1, b"", False, last.byte, end, cells, damage)
         except OSError as error:
             raise DataError(f"cannot read {path}: {error.strerror or error}") from None
 
@@ -311,24 +320,35 @@ def _rows(path: Path, kind: str, keys: Sequence[str], begin: Position) -> Iterat
         yield Record(str(path), row + 1, b"", False, 0, Position(begin.file, 0, row + 1), cells)
 
 
-def _lines(path: Path, is_json: bool, document_unit: str, begin: Position) -> Iterator[Record]:
+def bounded_lines(file: IO[bytes], most_bytes: int = MOST_DOCUMENT_BYTES) -> Iterator[tuple[bytes, int]]:
+    """Yield each line with its size; of one that is longer, the first `most_bytes` + 1 bytes."""
+    while line := file.readline(most_bytes + 1):
+        size, part = len(line), line
+        while size > most_bytes and part and not part.endswith(b"\n"):
+            part = file.readline(1 << 20)
+            size += len(part)
+        yield line, size
+
+
+def _lines(path: Path, is_json: bool, document_unit: str, begin: Position, most_bytes: int) -> Iterator[Record]:
     """Yield the documents of a file by line or, of plain text, by blank lines."""
     name, byte, number = str(path), begin.byte, begin.number
     paragraph: list[bytes] = []
     first = Position()  # of the paragraph
     with open_text(path, begin.byte) as file:
-        for line in itertools.chain(file, [b""]):
+        for line, size in itertools.chain(bounded_lines(file, most_bytes), [(b"", 0)]):
             place = Position(begin.file, byte, number)
-            byte, number = byte + len(line), number + 1
+            byte, number = byte + size, number + 1
             if not is_json and document_unit == "blank-line":
-                if line.strip():
+                if line.strip() or size > len(line):
                     first = first if paragraph else place
-                    paragraph.append(line)
+                    if byte - first.byte - size <= most_bytes:  # else it is too long already
+                        paragraph.append(line)
                 elif paragraph:
                     yield Record(name, first.number + 1, b"".join(paragraph), False, first.byte, place)
                     paragraph = []
-            elif line.strip():
-                content = line if is_json else line.rstrip(b"\r\n")
+            elif line.strip() or size > len(line):
+                content = line if is_json or size > len(line) else line.rstrip(b"\r\n")
                 yield Record(name, number, content, is_json, place.byte, Position(begin.file, byte, number))
 
 

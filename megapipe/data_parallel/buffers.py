@@ -23,9 +23,13 @@ SlotFactory = Callable[[Tensor, int, Callable[[Any], None]], Any]
 
 @dataclass(frozen=True)
 class Sharding:
-    """The tensors of a sharded buffer that are whole only while they are needed. index: of this rank's shard."""
+    """The tensors of a sharded buffer that are whole only while they are needed.
+
+    index, expert_index: of this rank's shard of dense parameters, and of those of experts.
+    """
 
     index: int = 0
+    expert_index: int = 0
     gradients: bool = False  # ZeRO-2 and above
     parameters: bool = False  # ZeRO-3
 
@@ -50,7 +54,8 @@ class FlatBuffer:
         num_versions: int = 1,
         sharding: Sharding = Sharding(),
     ) -> None:
-        self.layout, self._index = layout, sharding.index
+        self.layout = layout
+        self._index = sharding.expert_index if layout.is_expert else sharding.index
         is_sharded, size = layout.num_shards > 1, layout.numel // layout.num_shards
         self.versions: tuple[Tensor, ...]
         self.parameter_shards = self.gradient_shards = self._gradients = None

@@ -138,7 +138,8 @@ class ShardedGradients:
     reduced with its stage, and its shards are summed over the embedding group in finish(); one that another stage of
     this rank uses is reduced with stage 0, and at last after all stages.
 
-    Raises ValueError for buffers that keep whole gradients, and for a tied embedding without its group.
+    Buffers without replicas, such as experts of which the world has one copy, keep whole gradients and communicate
+    nothing. Raises ValueError for others that keep whole gradients, and for a tied embedding without its group.
     """
 
     def __init__(
@@ -155,17 +156,18 @@ class ShardedGradients:
         self._shared = [buffer for held in stages.values() for buffer in held.buffers if buffer.layout.kind == "shared"]
         self._all = [*(buffer for own in self._own.values() for buffer in own), *self._shared]
         self._tp_sums: dict[FlatBuffer, TpSums] = {}
-        for buffer in self._all:
-            if buffer.layout.kind == "partial":
+        for buffer in (each for each in self._all if each.layout.kind == "partial"):
+            if buffer.gradient_shards is not None:
                 allocate(buffer.gradients)  # for the views
-                self._tp_sums[buffer] = tp_sums([buffer], groups)
+            self._tp_sums[buffer] = tp_sums([buffer], groups)
+            if buffer.gradient_shards is not None:
                 free(buffer.gradients)
         self._reduced: list[int] = []  # stages whose gradients of the step are complete
         # reductions in flight: (work, result, shard), and the whole gradients that they read
         self.pending: list[tuple[Work, Tensor, Tensor]] = []
         self._in_flight: list[FlatBuffer] = []
         for buffer in self._all:
-            if buffer.gradient_shards is None:
+            if buffer.gradient_shards is None and groups.replicas_of(buffer.layout.is_expert).size > 1:
                 raise ValueError(f"a buffer of {buffer.layout.num_shards} shard(s) keeps whole gradients")
         if groups.embedding is None and any(buffer.layout.kind == "tied" for buffer in self._all):
             raise ValueError("this rank holds a tied embedding but has no embedding group")
@@ -174,9 +176,9 @@ class ShardedGradients:
         """Zero the shards, and drop what an aborted step has left."""
         self._complete()
         for buffer in self._all:
-            free(buffer.gradients)
-            assert buffer.gradient_shards is not None
-            buffer.gradient_shards.zero_()
+            if buffer.gradient_shards is not None:
+                free(buffer.gradients)
+            buffer.kept_gradients.zero_()
         self._reduced = []
 
     def accumulate(self, stage: int) -> None:
@@ -190,7 +192,8 @@ class ShardedGradients:
 
     def reduce_part(self, stage: int) -> None:
         """Start a reduction that is not the last of a stage in the step (REDUCE_GRAD of a microbatch)."""
-        self._launch([*self._own[stage], *(self._shared if stage == 0 else ())])
+        own = [*self._own[stage], *(self._shared if stage == 0 else ())]
+        self._launch(buffer for buffer in own if buffer.gradient_shards is not None)
 
     def reduce(self, stage: int) -> None:
         """Start the last reduction of a stage in a step (REDUCE_GRAD). Raises RuntimeError for a second one."""
@@ -205,14 +208,13 @@ class ShardedGradients:
             if stage not in self._reduced:
                 self.reduce(stage)
         self._complete()
-        shards = [(buffer.layout.kind, buffer.gradient_shards) for buffer in self._all]
-        works = [all_reduce(shard, self._groups.instances, async_op=True) for _, shard in shards if shard is not None]
+        shards = [buffer.gradient_shards for buffer in self._all if buffer.gradient_shards is not None]
+        works = [all_reduce(shard, self._groups.instances, async_op=True) for shard in shards]
         for work in works:
             work.wait()
-        for kind, shard in shards:
-            if kind == "tied" and shard is not None:
-                assert self._groups.embedding is not None
-                all_reduce(shard, self._groups.embedding)
+        for buffer in (each for each in self._all if each.layout.kind == "tied"):
+            assert self._groups.embedding is not None
+            all_reduce(buffer.kept_gradients, self._groups.embedding)
         self._reduced = []
 
     def _launch(self, buffers: Iterable[FlatBuffer]) -> None:
@@ -222,6 +224,8 @@ class ShardedGradients:
             if not is_allocated(buffer.gradients):
                 continue
             sum_over_tp(self._tp_sums.get(buffer, []))
+            if buffer.gradient_shards is None:
+                continue  # this rank has the only copy
             group = self._groups.shards_of(buffer.layout.is_expert)
             copies = self._reduce_in_bf16 and buffer.gradients.dtype != torch.bfloat16
             for bucket in buffer.layout.buckets:

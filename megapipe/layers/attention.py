@@ -7,6 +7,7 @@ matrices.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -451,10 +452,13 @@ class Attention:
         if self.registered is not None:
             qkv = (self._query(shape) + 2 * self._key(shape)) * element
             return again + 2 * qkv + int(self.registered.backward_squares * self._squares(shape) * element)
-        casts = 2 if element != wide else 1
-        dropped = element if self.model.attention_dropout > 0 else 0
-        capped = 0 if self.model.attn_logit_softcapping is None else wide
-        return again + self._squares(shape) * (element + dropped + casts * wide + capped)
+        # the backward of softmax has the gradients of its input and output, that of v, and copies in order of GEMMs;
+        # what dropout and the product after it kept is freed by then
+        squares, beside = self._squares(shape), 4 * self._query(shape) * element
+        dropped = element + MASK_BYTES if self.model.attention_dropout > 0 else 0
+        if element != wide and self.model.attn_logit_softcapping is None and self.model.softmax_type == "vanilla":
+            dropped = max(dropped, element)
+        return again + max(squares * element, squares * (2 * wide - dropped) + beside)
 
     def _slice_gradient_bytes(self, shape: RankShape, place: SequenceSlice) -> int:
         """Return what the backward of a slice's attention makes: the gradients of a block's q, k and v, with several
@@ -465,7 +469,22 @@ class Attention:
         seen = max(block.keys[1] - block.keys[0] for block in blocks) * key // shape.seq
         again = total_bytes(self._core_kept(shape)) if shape.recomputes("core_attn") else 0
         of_block = (query + 2 * seen) * element + (query * shape.wide if len(blocks) > 1 else 0)
+        if self.is_explicit:
+            largest = max(math.prod(end - start for start, end in (block.queries, block.keys)) for block in blocks)
+            of_block += self._written_block_bytes(shape, largest, seen)
         return again + max(of_block, 2 * (query + 2 * key) * element)
+
+    def _written_block_bytes(self, shape: RankShape, pairs: int, keys: int) -> int:
+        """Return what the backward of a written-out block of so many pairs of query and key makes besides gradients:
+        probabilities, their gradients and tanh in at least fp32, one cast, and keys and values repeated for all heads.
+        """
+        element, wide, has_soft_cap = shape.element, shape.wide, self.model.attn_logit_softcapping is not None
+        matrices = (2 + has_soft_cap) * wide + (element if element != wide else 0)
+        matrices += wide if self.model.attention_dropout > 0 else 0
+        repeats = self._heads(shape) // self._groups(shape)
+        return shape.batch * self._heads(shape) * pairs * matrices + (
+            2 * keys * repeats * element if repeats > 1 else 0
+        )
 
     def _ring_gradient_bytes(self, shape: RankShape) -> int:
         """Return what the backward of attention in blocks makes: keys and values of this rank, of the block and of the

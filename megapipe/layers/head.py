@@ -64,7 +64,7 @@ class Head:
         return min(2 * loss_block_bytes(shape.is_cuda), self.logits(shape) * shape.wide)
 
     def table(self, shape: RankShape) -> Table:
-        """Return what one microbatch does on one rank. With chunks_loss the backward recomputes the logits."""
+        """Return what one microbatch does on one rank. With chunks_loss I and W recompute the logits."""
         gemm, element, wide, logits = self.gemm(shape.tp), shape.element, shape.wide, self.logits(shape)
         hidden, soft_cap = shape.hidden_bytes(gemm.inputs), self.model.final_logit_softcapping
         final_norm = (
@@ -88,6 +88,7 @@ class Head:
                 gemm=gemm,
                 collectives=collectives(gemm, shape),
                 deferred_bytes=hidden + logits_gradient,
+                reads_weights_in_w=shape.chunks_loss,
                 backward=Backward(column_gradient_bytes(gemm, shape), frees),
             ),
             Operation("soft_cap", backward=None if soft_cap is None else Backward(2 * logits * wide)),

@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 from megapipe.config.layers import LayerConfig
 from megapipe.config.model import ACTIVATIONS
@@ -39,10 +40,16 @@ def expert_capacity(model: LayerConfig, tokens: int) -> int | None:
 
     Megatron's rule: the mean of k rows a token times --moe-expert-capacity-factor, rounded up.
     """
+    rows = rows_of_capacity(model, tokens)
+    return None if rows is None else min(tokens, math.ceil(rows))
+
+
+def rows_of_capacity(model: LayerConfig, tokens: Any) -> Any:
+    """Return a capacity before it is rounded up. tokens: a number, or a tensor of one."""
     if model.moe_expert_capacity_factor is None:
         return None
     assert model.num_experts is not None
-    return min(tokens, math.ceil(tokens * model.moe_router_topk / model.num_experts * model.moe_expert_capacity_factor))
+    return tokens * model.moe_router_topk / model.num_experts * model.moe_expert_capacity_factor
 
 
 @dataclass(frozen=True, eq=False)
@@ -194,7 +201,9 @@ class MoE:
         before, after = self.norms
         has_dropout, redoes = self.model.hidden_dropout > 0, shape.recomputes("moe")
         masks = (Kept("dropout masks", shape.own_tokens * self.model.hidden_size, MASK_BYTES),) if has_dropout else ()
-        operations, waits = [*self._routed_operations(shape), *self._shared_operations(shape)], 0
+        redoes_norm = shape.recomputes("layernorm") and not redoes and before is not None
+        norm_made = hidden if redoes_norm else 0
+        operations, waits = [*self._routed_operations(shape, norm_made), *self._shared_operations(shape, norm_made)], 0
         if splits:  # gradients of the linears' outputs wait for W
             waits = sum(self._waiting_gradients(shape))
         routing: tuple[Kept, ...] = ()
@@ -257,8 +266,10 @@ class MoE:
         width = self.gates * shape.tokens * self.shared.gemms(shape.tp)[1].inputs * shape.element
         return inner + outer, shape.hidden_bytes(self.model.hidden_size) + width
 
-    def _routed_operations(self, shape: RankShape) -> Iterator[Operation]:
-        """Yield the operations from the router to the weighted sum of the results."""
+    def _routed_operations(self, shape: RankShape, norm_made: int) -> Iterator[Operation]:
+        """Yield the operations from the router to the weighted sum of the results. norm_made: bytes of the norm's
+        output that a backward recomputes.
+        """
         size, topk, element = self.model.hidden_size, self.model.moe_router_topk, shape.element
         tokens, hidden, rows = shape.own_tokens, shape.hidden_bytes(size), self.num_rows(shape)
         outer, inner, activated = self._expert_bytes(shape)
@@ -274,9 +285,8 @@ class MoE:
         if shape.in_parts and self.shared is not None:  # the sum of both results is another part than the experts
             outputs_kept.append(Kept("shared expert results", tokens * size, element))
         again, modules = activated if redoes_activation else 0, ("moe",)
-        yield Operation(
-            "router", self._router_kept(shape), backward=Backward(waits + 3 * hidden), recompute_modules=modules
-        )
+        router = Backward(waits + 3 * hidden + norm_made)
+        yield Operation("router", self._router_kept(shape), backward=router, recompute_modules=modules)
         gathered = self.gathered_tokens(shape) * size * element if self.gathers else 0
         moved = 2 * (outer + gathered) if self.gathers else 2 * rows_bytes + outer
         yield Operation("dispatch", backward=Backward(waits + hidden + moved))
@@ -305,7 +315,7 @@ class MoE:
         combine = Backward(behind + moved, total_bytes(outputs_kept))
         yield Operation("combine", tuple(outputs_kept), backward=combine)
 
-    def _shared_operations(self, shape: RankShape) -> Iterator[Operation]:
+    def _shared_operations(self, shape: RankShape, norm_made: int) -> Iterator[Operation]:
         """Yield the operations of the shared experts: those of a dense MLP, without its norms, dropout and input."""
         if self.shared is None:
             return
@@ -316,7 +326,10 @@ class MoE:
             if operation.name in ("linear_fc1", "activation", "linear_fc2"):
                 keeps = tuple(tensor for tensor in operation.keeps if tensor.name != "dropout masks")
                 again = ("moe", "shared_experts") if operation.recompute_modules else ("moe",)
-                yield replace(operation, keeps=keeps, recompute_modules=again)
+                backward = operation.backward
+                if operation.name == "linear_fc1" and backward is not None:
+                    backward = replace(backward, held=backward.held + norm_made)
+                yield replace(operation, keeps=keeps, recompute_modules=again, backward=backward)
         if self.model.moe_shared_expert_gate:
             size = shape.own_tokens * self.model.hidden_size
             score = Kept("shared expert gate", shape.own_tokens, shape.element)

@@ -71,14 +71,17 @@ class Norm:
         return Operation(self.name, keeps, backward=backward)
 
     def operation(self, shape: RankShape, keeps_statistics: bool = True, backward: Backward | None = None) -> Operation:
-        """Return the norm at the start of a residual branch: from the residual stream to the input of a linear."""
-        hidden = shape.own_tokens * self.size
+        """Return the norm at the start of a residual branch: from the residual stream to the input of a linear.
+
+        Recomputed, it runs again in the W of that linear.
+        """
+        hidden, is_recomputed = shape.own_tokens * self.size, shape.recomputes("layernorm")
         keeps = [Kept("residual stream", hidden, shape.element)]
         if keeps_statistics:
             keeps += self.statistics(shape.own_tokens, shape)
-        if not shape.recomputes("layernorm"):
+        if not is_recomputed:
             keeps.append(Kept("norm outputs", hidden, shape.element))
-        return Operation(self.name, tuple(keeps), backward=backward)
+        return Operation(self.name, tuple(keeps), reads_weights_in_w=is_recomputed, backward=backward)
 
     def gradient_bytes(self, shape: RankShape) -> int:
         """Return what the norm's backward makes: RMSNorm is one kernel on CUDA, else products in at least fp32."""

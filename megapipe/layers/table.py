@@ -215,6 +215,7 @@ class Operation:
     recompute_modules: tuple[str, ...] = ()  # of --recompute-modules: recomputing one of them runs this again
     flops: float = 0.0  # of the experts' products, which are no `gemm`
     deferred_bytes: int = 0  # wait from I to W, where the backward is split
+    reads_weights_in_w: bool = False  # W computes again what was not kept, from weights
     backward: Backward | None = None  # None if it can never be the peak of a backward
 
 
@@ -241,6 +242,11 @@ class Table:
     @cached_property
     def collectives(self) -> Collectives:
         return sum((operation.collectives for operation in self.operations), Collectives())
+
+    @cached_property
+    def reads_weights_in_w(self) -> bool:
+        """True if a W reads weights, which must then be gathered where they are sharded."""
+        return any(operation.reads_weights_in_w for operation in self.operations)
 
     @property
     def backwards(self) -> tuple[Backward, ...]:

@@ -130,6 +130,7 @@ class FusedBlocks:
 @dataclass(frozen=True)
 class WrittenBlocks:
     """GEMMs and softmax in at least fp32, for what fused kernels lack. The backward computes the probabilities again.
+    Operations are in place wherever a matrix of queries and keys is not needed any more.
 
     kept: (source, (b, g n), device) -> mask of the probabilities that dropout keeps, [b, g n, s, s of the source].
     factor: of the kept ones.
@@ -145,7 +146,7 @@ class WrittenBlocks:
         q, k, v = _folded(q, k, v, 2)
         logits, _ = self._logits(q, k, block)
         lse = torch.logsumexp(logits, dim=-1)
-        probs = (logits - lse.masked_fill(lse == -torch.inf, 0.0).unsqueeze(-1)).exp_()
+        probs = logits.sub_(lse.masked_fill(lse == -torch.inf, 0.0).unsqueeze(-1)).exp_()
         output = self._dropped(probs, block, source).to(v.dtype) @ v
         return output.view(batch, -1, queries, v.shape[-1]), lse
 
@@ -165,34 +166,33 @@ class WrittenBlocks:
         grad, output = (x.permute(1, 2, 0, 3) for x in (grad, output))
         logits, squashed = self._logits(q, k, block)
         wide = logits.dtype
-        probs = (logits - lse.unsqueeze(-1)).exp_()
+        probs = logits.sub_(lse.unsqueeze(-1)).exp_()
         grad_v = self._dropped(probs, block, source).to(v.dtype).transpose(2, 3) @ grad
         delta = (grad.to(wide) * output.to(wide)).sum(-1, keepdim=True)
-        grad_probs = self._dropped((grad @ v.transpose(2, 3)).to(wide), block, source)
-        grad_logits = probs * (grad_probs - delta)
+        grad_logits = self._dropped((grad @ v.transpose(2, 3)).to(wide), block, source).sub_(delta).mul_(probs)
         if squashed is not None:
-            grad_logits = grad_logits * (1 - squashed.square())
-        grad_logits = grad_logits.to(q.dtype) * self.scale
+            grad_logits.mul_(squashed.square_().neg_().add_(1))
+        grad_logits = grad_logits.to(q.dtype).mul_(self.scale)
         return _unfolded((grad_logits @ k, grad_logits.transpose(2, 3) @ q, grad_v), shape)
 
     def _logits(self, q: Tensor, k: Tensor, block: MaskedBlock) -> tuple[Tensor, Tensor | None]:
         """Return the logits in at least fp32, and with a soft-cap their tanh."""
         logits, squashed = ((q * self.scale) @ k.transpose(2, 3)).to(at_least_fp32(q.dtype)), None
         if self.cap is not None:
-            squashed = torch.div(logits, self.cap).tanh_()
+            squashed = logits.div_(self.cap).tanh_()
             logits = squashed * self.cap
         if block.mask is not None:
-            logits = logits + block.mask
+            logits += block.mask
         elif block.block.kind == "causal":
             visible = torch.ones(logits.shape[-2:], dtype=torch.bool, device=logits.device).tril_()
-            logits = logits.masked_fill(~visible, -torch.inf)
+            logits.masked_fill_(~visible, -torch.inf)
         return logits, squashed
 
     def _dropped(self, x: Tensor, block: MaskedBlock, source: int) -> Tensor:
         if self.kept is None:
             return x
         kept = self.kept(source, (x.shape[0], x.shape[1]), x.device)
-        return x * kept[:, :, slice(*block.block.queries), slice(*block.block.keys)] * self.factor
+        return (x * kept[:, :, slice(*block.block.queries), slice(*block.block.keys)]).mul_(self.factor)
 
 
 def _folded_dim(q: Tensor, block: MaskedBlock) -> int:

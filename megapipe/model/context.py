@@ -1,4 +1,5 @@
-"""`LayerContext`: the attention mask and rotary tables that alike layers of a stage share for one microbatch.
+"""`LayerContext`: the attention mask, rotary tables and real tokens that alike layers of a stage share for one
+microbatch.
 
 Rotary positions (Su et al. 2021, arXiv:2104.09864): channel c of a head is paired with c + r / 2, where r is the number
 of rotated channels. Tables are in at least fp32. The backward is the rotation by the opposite angle and needs nothing
@@ -43,6 +44,19 @@ MaskedBlocks = tuple[MaskedBlock, ...]
 
 
 @dataclass(frozen=True, eq=False)
+class RealTokens:
+    """The positions of a padded microbatch that hold tokens: routers see no others."""
+
+    mask: Tensor  # bool [s, b], s the positions of this cp rank
+    lengths: Tensor  # [b] int64, tokens of each sequence, those of all cp ranks
+
+    def held(self, length: int, tp_rank: int) -> Tensor:
+        """Return the mask of one tp rank, [length, b]; `length` is s, or s / tp with sequence parallelism."""
+        parts = self.mask.shape[0] // length
+        return self.mask if parts == 1 else self.mask.chunk(parts)[tp_rank]
+
+
+@dataclass(frozen=True, eq=False)
 class LayerContext:
     """The inputs of a layer besides the hidden states."""
 
@@ -60,6 +74,7 @@ class LayerContext:
     # factor on losses over the microbatch that are means: its tokens with --calculate-per-token-loss, which divides
     # by all tokens of the step
     loss_weight: Tensor | float = 1.0
+    real: RealTokens | None = None  # for layers with experts; None: every position holds a token
 
     @property
     def masks(self) -> list[Tensor]:
@@ -88,7 +103,8 @@ class ContextBuilder:
         part: of every sequence, on this cp rank. rings: for each layer the part of which it has queries, once it has
         exchanged heads for positions; by default all of the sequence. per_token_loss: --calculate-per-token-loss.
         """
-        self._per_token_loss = per_token_loss and any(layer.num_experts is not None for layer in layers.values())
+        self._has_experts = any(layer.num_experts is not None for layer in layers.values())
+        self._per_token_loss = per_token_loss and self._has_experts
         whole = dict.fromkeys(layers, WHOLE_SEQUENCE) | dict(rings or {})
         named = {number: (layer, whole[number]) for number, layer in layers.items()}
         kinds = list(dict.fromkeys(named.values()))
@@ -112,7 +128,7 @@ class ContextBuilder:
         has_kernel = self.has_attention_kernel and microbatch.cache is None
         if has_kernel and microbatch.document_ids is not None:
             raise ValueError("this attention kernel takes the borders of documents, not a mask")
-        contexts, of_slice = [], microbatch.slice
+        contexts, of_slice, real = [], microbatch.slice, self.real_tokens(microbatch)
         seq = microbatch.tokens.shape[1] * self.part.ranks if of_slice is None else of_slice.place.seq
         weight: Tensor | float = 1.0
         if self._per_token_loss:
@@ -140,8 +156,19 @@ class ContextBuilder:
             rotary = None if layer.rotary is None else tables[layer.rotary]
             kept = microbatch.cache, microbatch.borders
             own = LayerContext(rotary, mask, explicit, key, *kept, blocks=blocks, slice=of_slice, loss_weight=weight)
-            contexts.append(own)
+            contexts.append(own if real is None else replace(own, real=real))
         return {number: contexts[kind] for number, kind in self._kind_of.items()}
+
+    def real_tokens(self, microbatch: Microbatch) -> RealTokens | None:
+        """Return the positions that hold tokens; None without experts, or if all do."""
+        padding = microbatch.padding
+        if padding is None or not self._has_experts:
+            return None
+        real = ~padding.t()
+        if self.part.ranks == 1:
+            return RealTokens(real, real.sum(0))
+        held = torch.cat([real[run.start : run.stop] for run in self.part.runs(real.shape[0])])
+        return RealTokens(held, real.sum(0))
 
     def _masked_blocks(
         self, microbatch: Microbatch, dtype: torch.dtype, ring: SequencePart, window: int | None

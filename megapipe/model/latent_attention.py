@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
+from megapipe.config.config import ResolvedModelConfig
 from megapipe.model.attention import SelfAttention
 from megapipe.model.context import LayerContext, rotate_pairs_
 from megapipe.model.layer_factory import LayerFactory
@@ -56,10 +57,10 @@ class LatentAttention(SelfAttention):
             self.linear_q_proj = factory.linear("column", layer, hidden, heads * self.head_dim, False)
         else:
             self.linear_q_down_proj = factory.replicated_linear(hidden, q_rank)
-            self.q_layernorm = factory.norm(q_rank) if config.qk_layernorm else nn.Identity()
+            self.q_layernorm = _latent_norm(factory, config, q_rank)
             self.linear_q_up_proj = factory.linear("column", layer, q_rank, heads * self.head_dim, False)
         self.linear_kv_down_proj = factory.replicated_linear(hidden, kv_rank + config.qk_pos_emb_head_dim)
-        self.kv_layernorm = factory.norm(kv_rank) if config.qk_layernorm else nn.Identity()
+        self.kv_layernorm = _latent_norm(factory, config, kv_rank)
         rows = heads * (config.qk_head_dim + config.v_head_dim)
         self.linear_kv_up_proj = factory.linear("column", layer, kv_rank, rows, False)
         self.linear_proj = factory.linear("row", layer, heads * config.v_head_dim, hidden, config.add_bias_linear)
@@ -88,6 +89,11 @@ class LatentAttention(SelfAttention):
             v = F.pad(v, (0, self.head_dim - width))
         heads = super()._local_core(q, k, v, context).unflatten(-1, (-1, self.head_dim))
         return heads[..., :width].flatten(2)
+
+
+def _latent_norm(factory: LayerFactory, config: ResolvedModelConfig, size: int) -> nn.Module:
+    """Build the norm of a latent, if latents are normalized."""
+    return factory.norm(size, config.latent_norm_epsilon) if config.qk_layernorm else nn.Identity()
 
 
 class _Heads(Function):

@@ -83,9 +83,11 @@ class LayerFactory:
             in_features, out_features, bias=False, tp=alone, sequence_parallel=False, queue=self.queue
         )
 
-    def norm(self, size: int) -> nn.Module:
-        """Build a norm over the last dim."""
+    def norm(self, size: int, epsilon: float | None = None) -> nn.Module:
+        """Build a norm over the last dim. epsilon: instead of the model's."""
         config, kernels = self.config, self.kernels
+        if epsilon is not None:
+            config = replace(config, norm_epsilon=epsilon)
         if kernels.layers is not None:
             return kernels.layers.norm(
                 config.normalization, size, config.norm_epsilon, config.layernorm_zero_centered_gamma

@@ -33,8 +33,11 @@ class Microbatch:
     loss_tokens: Tensor | None = None  # sum of the loss mask over all cp ranks or slices, []; None: over these tokens
     borders: DocumentBorders | None = None  # of documents, for kernels that need no mask
     slice: MicrobatchSlice | None = None  # --pipe-sp-splits: tokens are those of one slice of each sequence
-    # for each module of multi-token prediction its tokens, labels, loss mask and loss tokens; () without their losses
+    # for each module of multi-token prediction its tokens, labels, loss mask, loss tokens and padding; () without their
+    # losses
     ahead: tuple[Microbatch, ...] = ()
+    # bool [b, s cp], of the whole sequence on every cp rank: positions without a token; None: every position has one
+    padding: Tensor | None = None
 
     @property
     def start(self) -> int:

@@ -43,10 +43,17 @@ class MLP(nn.Module):
         self.linear_fc1 = factory.linear("column", layer, hidden, rows, bias)
         self.linear_fc2 = factory.linear("row", layer, ffn, hidden, bias)
 
-    def forward(self, x: Tensor, norm: nn.Module | None, activation: Activation | None = None) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        norm: nn.Module | None,
+        activation: Activation | None = None,
+        again: InputRecompute | None = None,
+    ) -> Tensor:
         """Return MLP(norm(x)). The norm is an argument because it may be recomputed together with linear_fc1.
 
-        activation: used in place of `self.activation`, for example its compiled form.
+        activation: used in place of `self.activation`, for example its compiled form. again: how the backward makes x
+        again, where the norm before it is not an argument.
         """
         activation = activation or self.activation
         recompute_norm = "layernorm" in self.recompute and norm is not None
@@ -57,7 +64,7 @@ class MLP(nn.Module):
                 lambda start: activation(self.linear_fc1(norm(start) if recompute_norm else start))
             )
             return segment.then(self.linear_fc2, start)
-        middle = self.linear_fc1(norm(x), InputRecompute(norm.forward, (x,)) if recompute_norm else None)
+        middle = self.linear_fc1(norm(x), InputRecompute(norm.forward, (x,)) if recompute_norm else again)
         recompute = InputRecompute(activation, (middle,)) if self.recompute_activation else None
         return self.linear_fc2(activation(middle), recompute)
 

@@ -6,7 +6,8 @@
     experts   act(x W1^T) W2 for the rows of each expert
     combine   sum over j < k of weight[j] x result[j], in the order of j: the same sums on every grid
 
-t = s b / tp tokens: with tp every rank routes its slice of the sequence, with cp of its part of it.
+t = s b / tp tokens: with tp every rank routes its slice of the sequence, with cp of its part of it. Padding of a
+microbatch goes to no expert and counts in no load, loss or capacity; to it the experts add 0.
 """
 
 from __future__ import annotations
@@ -28,11 +29,11 @@ from megapipe.config.layers import LayerConfig
 from megapipe.config.model import ACTIVATIONS as KINDS
 from megapipe.dtypes import DTYPES
 from megapipe.errors import ConfigError
-from megapipe.layers.moe import expert_capacity
-from megapipe.model.context import LayerContext
+from megapipe.layers.moe import expert_capacity, rows_of_capacity
+from megapipe.model.context import LayerContext, RealTokens
 from megapipe.model.dispatch import GatheredRoutes, Routes
 from megapipe.model.layer_factory import LayerFactory
-from megapipe.model.mlp import MLP, Activation, activation
+from megapipe.model.mlp import MLP, activation
 from megapipe.model.recompute import RecomputedSegment
 from megapipe.tensor_parallel.gemms import at_least_fp32
 from megapipe.tensor_parallel.gradients import GradientSlot, InputRecompute, WeightQueue, add_to_grad
@@ -114,57 +115,82 @@ class MoE(nn.Module):
         context: of a microbatch in training, for the router's losses and records.
         """
         norm = nn.Identity() if norm is None else norm
+        recompute_norm = "layernorm" in self.recompute and not isinstance(norm, nn.Identity)
         if "moe" not in self.recompute:
-            return self._run(norm(x), context).view(x.shape)
-        kept, recompute_norm = KeptRouting(), "layernorm" in self.recompute
+            again = InputRecompute(norm.forward, (x,)) if recompute_norm else None
+            return self._run(norm(x), context, again=again).view(x.shape)
+        kept = KeptRouting()
         segment = RecomputedSegment(lambda x: self._run(norm(x) if recompute_norm else x, context, kept), kept)
         return segment(x if recompute_norm else norm(x)).view(x.shape)
 
-    def _run(self, x: Tensor, context: LayerContext | None, kept: KeptRouting | None = None) -> Tensor:
-        """Return the results [t, h] for normalized tokens x [s, b, h], in a recompute by the routing of the forward."""
+    def _run(
+        self,
+        x: Tensor,
+        context: LayerContext | None,
+        kept: KeptRouting | None = None,
+        again: InputRecompute | None = None,
+    ) -> Tensor:
+        """Return the results [t, h] for normalized tokens x [s, b, h], in a recompute by the routing of the forward.
+
+        again: how the backward makes x again, which is then not saved.
+        """
         if self.router.model.moe_token_dispatcher_type == "allgather":
-            output = self._run_gathered(x, context, kept)
+            output = self._run_gathered(x, context, kept, again)
         else:
-            rows, weights, order, routes = self.route(x, context, kept)
+            rows, weights, order, routes = self.route(x, context, kept, again)
             results = routes.combine(self.run_experts(routes.dispatch(rows), routes))
             output = self.weigh(results, weights, order)
-        return output if self.shared_experts is None else output + self.shared_experts(x).flatten(0, -2)
+        return output if self.shared_experts is None else output + self.shared_experts(x, again).flatten(0, -2)
 
     def route(
-        self, x: Tensor, context: LayerContext | None = None, kept: KeptRouting | None = None
+        self,
+        x: Tensor,
+        context: LayerContext | None = None,
+        kept: KeptRouting | None = None,
+        again: InputRecompute | None = None,
     ) -> tuple[Tensor, Tensor, Tensor, Routes]:
         """Return the rows to dispatch [n, h], weights [t, k], the order of the rows and their routes. x: [s, b, h].
 
-        Without capacities n = k t. Entry i of the order is token x k + j of row i, or k t for padding. Exchanges the
-        numbers of rows, and waits for them, unless rows are padded. context: as in `forward`. kept: of a layer that is
-        recomputed.
+        Without capacities and padding n = k t. Entry i of the order is token x k + j of row i, or k t for a row without
+        a token. Exchanges the numbers of rows, and waits for them, unless all experts get as many. context: as in
+        `forward`. kept: of a layer that is recomputed. again: as in `_run`.
         """
-        weights, (chosen, order, routes) = self._decide(x, context, kept)
+        weights, (chosen, order, routes) = self._decide(x, context, kept, again)
         assert isinstance(routes, Routes)
-        return _Copies.apply(x.flatten(0, -2), order, chosen.shape[1], self._is_whole), weights, order, routes
+        rows = _Copies.apply(x.flatten(0, -2), order, chosen.shape[1], self._is_whole(order, weights))
+        return rows, weights, order, routes
 
-    def _run_gathered(self, x: Tensor, context: LayerContext | None, kept: KeptRouting | None) -> Tensor:
+    def _run_gathered(
+        self, x: Tensor, context: LayerContext | None, kept: KeptRouting | None, again: InputRecompute | None
+    ) -> Tensor:
         """Return the weighted sums of the experts' results [t, h], with the tokens of all ranks on every rank."""
-        weights, (chosen, _, routes) = self._decide(x, context, kept)
+        weights, (chosen, _, routes) = self._decide(x, context, kept, again)
         assert isinstance(routes, GatheredRoutes)
         rows = routes.dispatch(routes.gather(x.flatten(0, -2)), chosen.shape[1])
         return routes.combine(self.experts(rows, routes.expert_rows), routes.gather(weights))
 
-    def _decide(self, x: Tensor, context: LayerContext | None, kept: KeptRouting | None) -> tuple[Tensor, Routing]:
+    def _decide(
+        self, x: Tensor, context: LayerContext | None, kept: KeptRouting | None, again: InputRecompute | None
+    ) -> tuple[Tensor, Routing]:
         """Return the weights [t, k] and the routing, in a recompute that of the forward."""
         given = kept.routing if kept is not None and kept.is_reused else None
-        weights, chosen = self.router(x, context, None if given is None else given.chosen)
+        router = self.router
+        weights, chosen = router(x, context, None if given is None else given.chosen, again)
         if given is not None:
             return weights, given
-        experts = chosen.flatten()
-        load = experts.new_zeros(self.router.num_experts).scatter_add_(0, experts, torch.ones_like(experts))
+        real = router.real(x, context)
+        # padding chooses an expert behind the last one, which no rank has
+        experts = chosen if real is None else chosen.masked_fill(~real.reshape(-1, 1), router.num_experts)
+        rows = experts.flatten()
+        load = rows.new_zeros(router.num_experts + 1).scatter_add_(0, rows, torch.ones_like(rows))[:-1]
+        capacity = router.capacity(chosen.shape[0], real)
         if context is not None and context.dropout_key is not None:
-            self.router.loads[context.dropout_key.microbatch] = load
-        if self.router.model.moe_token_dispatcher_type == "allgather":
-            gathered = GatheredRoutes.of(chosen, self.router.num_experts, self.groups)
+            router.record(context.dropout_key.microbatch, load, capacity)
+        if router.model.moe_token_dispatcher_type == "allgather":
+            gathered = GatheredRoutes.of(experts, router.num_experts, self.groups)
             routing = Routing(chosen, gathered.rows, gathered)
         else:
-            routing = Routing(chosen, *self._routes(weights, experts, load))
+            routing = Routing(chosen, *self._routes(weights, rows, load, capacity))
         if kept is not None:
             kept.routing = routing
         return weights, routing
@@ -175,44 +201,49 @@ class MoE(nn.Module):
 
     def weigh(self, results: Tensor, weights: Tensor, order: Tensor) -> Tensor:
         """Return the weighted sums of each token's results [t, h]. results: [n, h], as `route` ordered the rows."""
-        return _Combine.apply(results, weights, order, self._is_whole)
+        return _Combine.apply(results, weights, order, self._is_whole(order, weights))
 
-    @property
-    def _is_whole(self) -> bool:
-        """True if no row is dropped."""
-        return self.router.model.moe_expert_capacity_factor is None
+    def _is_whole(self, order: Tensor, weights: Tensor) -> bool:
+        """Return True if no row is dropped."""
+        return self.router.model.moe_expert_capacity_factor is None and order.shape[0] == weights.numel()
 
-    def _routes(self, weights: Tensor, experts: Tensor, load: Tensor) -> tuple[Tensor, Routes]:
+    def _routes(
+        self, weights: Tensor, experts: Tensor, load: Tensor, capacity: int | Tensor | None
+    ) -> tuple[Tensor, Routes]:
         """Return the rows to send, in the order of experts, and their routes.
 
-        A row is token x k + j, or k t for padding. weights: [t, k]. experts: [k t], that of each row. load: [experts].
+        A row is token x k + j, or k t for one without a token. weights: [t, k]. experts: [k t], that of each row, or
+        the number of experts for none. load: [experts].
         """
         model, num_rows = self.router.model, experts.shape[0]
-        capacity = expert_capacity(model, weights.shape[0])
         if capacity is None:
-            return experts.argsort(stable=True), Routes.of(load, num_rows, self.groups)
+            order = experts.argsort(stable=True)
+            routes = Routes.of(load, num_rows, self.groups)
+            return order[: sum(routes.sent)], routes  # rows of padding are the last ones
         first = torch.arange(num_rows, device=experts.device)
         if model.moe_token_drop_policy == "probs":
             first = weights.detach().flatten().argsort(descending=True, stable=True)
         order = first[experts[first].argsort(stable=True)]
         expert = experts[order]
-        place = torch.arange(num_rows, device=experts.device) - (load.cumsum(0) - load)[expert]
-        is_kept = place < capacity
+        place = torch.arange(num_rows, device=experts.device) - F.pad(load.cumsum(0) - load, (0, 1))[expert]
+        is_kept = (place < capacity) & (expert < load.shape[0])
+        most = expert_capacity(model, weights.shape[0])  # of a sequence without padding: the same on all ranks
+        assert most is not None
         if not model.moe_pad_expert_input_to_capacity:
-            most = min(num_rows, capacity * load.shape[0])
-            order = order[:most] if order.is_meta else order[is_kept]  # a dry run has no values
+            # a dry run has no values
+            order = order[: min(num_rows, most * load.shape[0])] if order.is_meta else order[is_kept]
             return order, Routes.of(load.clamp(max=capacity), order.shape[0], self.groups)
-        size = capacity * load.shape[0]
-        slots = torch.where(is_kept, expert * capacity + place, size)  # all dropped rows share the last one
+        size = most * load.shape[0]
+        slots = torch.where(is_kept, expert * most + place, size)  # all dropped rows share the last one
         padded = order.new_full((size + 1,), num_rows).scatter_(0, slots, order)
-        return padded[:-1], Routes.even(capacity, load.shape[0], self.groups, experts.device)
+        return padded[:-1], Routes.even(most, load.shape[0], self.groups, experts.device)
 
 
 class SharedExperts(MLP):
     """An MLP that sees every token; its output is multiplied by sigmoid(x gate_weight^T) with a gate."""
 
     def __init__(self, layer: int, factory: LayerFactory, width: int) -> None:
-        recompute = factory.recompute & {"activation"}
+        recompute = factory.recompute & {"activation"}  # `forward` receives the norm before them
         if "shared_experts" in factory.recompute:
             recompute = frozenset({"mlp"})
         super().__init__(layer, factory.of(replace(factory.config, ffn_hidden_size=width), recompute))
@@ -220,9 +251,12 @@ class SharedExperts(MLP):
         if factory.config.moe_shared_expert_gate:
             self.gate_weight = nn.Parameter(torch.empty(1, factory.config.hidden_size, device="meta"))
 
-    def forward(self, x: Tensor, norm: nn.Module | None = None, activation: Activation | None = None) -> Tensor:
-        output = super().forward(x, norm, activation)
-        return output if self.gate_weight is None else output * F.linear(x, self.gate_weight).sigmoid()
+    def forward(self, x: Tensor, again: InputRecompute | None = None) -> Tensor:  # type: ignore[override]
+        """Return the result for x. again: how the backward makes x again, which is then not saved."""
+        output = super().forward(x, None, again=again)
+        if self.gate_weight is None:
+            return output
+        return output * _linear(x, self.gate_weight, None, x.dtype, again).sigmoid()
 
 
 class Router(nn.Module):
@@ -231,7 +265,8 @@ class Router(nn.Module):
     Scores are in at least fp32. Ties go to the expert, or the group, of the smaller number. expert_bias: [experts]
     fp32, added to the scores for the choice alone (Wang et al. 2024, arXiv:2408.15664); changed after each step by
     train.expert_loads. loads: tokens of this rank for each expert, [experts] int64, by number of the microbatch in the
-    global batch; a replay writes the same again. loss_scale: factor on gradients, asked for in the backward.
+    global batch; a replay writes the same again. dropped: rows above the capacity, likewise. loss_scale: factor on
+    gradients, asked for in the backward.
     """
 
     expert_bias: Tensor | None
@@ -251,15 +286,33 @@ class Router(nn.Module):
         bias = torch.zeros(model.num_experts) if model.moe_router_enable_expert_bias else None
         self.register_buffer("expert_bias", bias, persistent=False)
         self.loads: dict[int, Tensor] = {}
+        self.dropped: dict[int, Tensor] = {}
         self.losses: dict[int, dict[str, Tensor]] = {}  # this rank's parts, by microbatch
-        self.num_tokens = 0  # of a microbatch on this rank
         self._sums: dict[int, Tensor] = {}  # of `_global_counts` over the microbatches up to a number
 
     def clear(self) -> None:
         """Forget what the forwards of a step have recorded."""
-        self.loads.clear()
-        self.losses.clear()
-        self._sums.clear()
+        for kept in (self.loads, self.dropped, self.losses, self._sums):
+            kept.clear()
+
+    def real(self, x: Tensor, context: LayerContext | None) -> Tensor | None:
+        """Return [s, b], True for the tokens of x [s, b, h] that are not padding; None if all are."""
+        if context is None or context.real is None:
+            return None
+        return context.real.held(x.shape[0], self.tp.rank)
+
+    def capacity(self, num_tokens: int, real: Tensor | None) -> int | Tensor | None:
+        """Return the most rows that this rank sends to one expert, by the tokens that are not padding."""
+        if real is None:
+            return expert_capacity(self.model, num_tokens)
+        rows = rows_of_capacity(self.model, real.sum(dtype=torch.float64))
+        return None if rows is None else rows.ceil().long()
+
+    def record(self, microbatch: int, load: Tensor, capacity: int | Tensor | None) -> None:
+        """Keep what a forward in training has chosen. load: [experts]."""
+        self.loads[microbatch] = load
+        if capacity is not None:
+            self.dropped[microbatch] = (load - capacity).clamp(min=0).sum()
 
     @torch.no_grad()
     def take(self) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
@@ -271,27 +324,26 @@ class Router(nn.Module):
         for found in self.losses.values():
             for name, loss in found.items():
                 losses[name] = losses[name] + loss if name in losses else loss
-        dropped = loads.new_zeros(())
-        capacity = expert_capacity(self.model, self.num_tokens)
-        if capacity is not None:
-            dropped = (loads - capacity).clamp(min=0).sum()
+        dropped = sum(self.dropped.values(), loads.new_zeros(()))
         self.clear()
         return loads.sum(0), dropped, losses
 
     def forward(
-        self, x: Tensor, context: LayerContext | None = None, chosen: Tensor | None = None
+        self,
+        x: Tensor,
+        context: LayerContext | None = None,
+        chosen: Tensor | None = None,
+        again: InputRecompute | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Return weights [t, k] in at least fp32 and experts [t, k] int64, t = s b, the best first. x: [s, b, h].
 
         With the context of a microbatch in training, the backward of the weights is also that of the router's losses.
-        chosen: the experts that the forward of a recompute has chosen.
+        chosen: the experts that the forward of a recompute has chosen. again: how the backward makes x again, which is
+        then not saved.
         """
         model, topk = self.model, self.model.moe_router_topk
         dtype = x.dtype if self.dtype is None else torch.promote_types(x.dtype, self.dtype)
-        if x.dtype == dtype:
-            logits = F.linear(x, self.weight, self.bias).to(at_least_fp32(dtype))
-        else:
-            logits = _WideLinear.apply(x, self.weight, self.bias, dtype)
+        logits = _linear(x, self.weight, self.bias, dtype, again).to(at_least_fp32(dtype))
         is_softmax = model.moe_router_score_function == "softmax"
         whole = logits if is_softmax else logits.sigmoid()
         if model.moe_router_pre_softmax:
@@ -313,8 +365,7 @@ class Router(nn.Module):
             shares, microbatch = whole, context.dropout_key.microbatch
             if model.balance_losses and not model.moe_router_pre_softmax:
                 shares = logits.softmax(-1) if is_softmax else whole / whole.sum(-1, keepdim=True)
-            self.num_tokens = chosen.shape[0]
-            losses = dict(self._losses(logits, shares, microbatch))
+            losses = dict(self._losses(logits, shares, microbatch, context.real))
             for loss in losses.values():
                 weights = _WithLoss.apply(weights, loss, self.loss_scale, context.loss_weight)
             self.losses[microbatch] = {name: loss.detach() for name, loss in losses.items()}
@@ -333,37 +384,49 @@ class Router(nn.Module):
         # a copy, since a view would keep the indices of all experts
         return scores.sort(dim=-1, descending=True, stable=True).indices[:, :topk].contiguous()
 
-    def _losses(self, logits: Tensor, shares: Tensor, microbatch: int) -> Iterator[tuple[str, Tensor]]:
+    def _losses(
+        self, logits: Tensor, shares: Tensor, microbatch: int, real: RealTokens | None = None
+    ) -> Iterator[tuple[str, Tensor]]:
         """Yield this rank's parts of the losses with their coefficients, by name. logits, shares: [s, b, experts]."""
-        model, tokens = self.model, shares.shape[0] * shares.shape[1] * self.tp.size * self.cp.size
+        model, batch = self.model, shares.shape[1]
+        length: int | Tensor = shares.shape[0] * self.tp.size * self.cp.size  # of each sequence
+        tokens, padding = length * batch, None
+        if real is not None:
+            padding = ~real.held(shares.shape[0], self.tp.rank)
+            lengths = real.lengths.to(shares.dtype)
+            length, tokens = lengths.clamp(min=1)[:, None], lengths.sum().clamp(min=1)
         if model.moe_z_loss_coeff:
-            yield "z_loss", model.moe_z_loss_coeff * logits.logsumexp(-1).square().sum() / tokens
+            squares = logits.logsumexp(-1).square()
+            squares = squares if padding is None else squares.masked_fill(padding, 0.0)
+            yield "z_loss", model.moe_z_loss_coeff * squares.sum() / tokens
         if not model.balance_losses:
             return
-        counts = self._counts(shares)
+        counts = self._counts(shares, padding)
+        sums = (shares if padding is None else shares.masked_fill(padding[..., None], 0.0)).sum(0)
         for name, coefficient in model.balance_losses.items():
             if name == "seq_aux_loss":
-                batch = shares.shape[1]
-                yield name, coefficient * self._balance_loss(shares, counts, tokens // batch) / batch
+                yield name, coefficient * self._balance_loss(sums, counts, length) / batch
                 continue
             whole, total = counts.sum(0, keepdim=True), tokens
             if name == "global_aux_loss":
-                whole, total = self._global_counts(whole, microbatch), tokens * self.dp.size
+                whole, total = self._global_counts(whole, microbatch)
                 coefficient *= self.dp.size  # gradients are averaged over dp, but this is the sum of its ranks' parts
-            yield name, coefficient * self._balance_loss(shares, whole, total)
+            yield name, coefficient * self._balance_loss(sums, whole, total)
 
-    def _counts(self, shares: Tensor) -> Tensor:
+    def _counts(self, shares: Tensor, padding: Tensor | None) -> Tensor:
         """Return the tokens of each sequence, on all tp and cp ranks, that would choose an expert by its share alone,
-        [b, experts].
+        [b, experts]. padding: [s, b].
         """
         chosen = shares.detach().sort(dim=-1, descending=True, stable=True).indices[..., : self.model.moe_router_topk]
-        counts = torch.zeros_like(shares).scatter_(-1, chosen, 1.0).sum(0)
+        choices = torch.zeros_like(shares).scatter_(-1, chosen, 1.0)
+        counts = (choices if padding is None else choices.masked_fill_(padding[..., None], 0.0)).sum(0)
         for group in (self.tp, self.cp):
             all_reduce(counts, group)
         return counts
 
-    def _global_counts(self, counts: Tensor, microbatch: int) -> Tensor:
-        """Return the mean of such counts over the microbatches of all dp ranks up to this one, by number.
+    def _global_counts(self, counts: Tensor, microbatch: int) -> tuple[Tensor, Tensor]:
+        """Return the mean of such counts over the microbatches of all dp ranks up to this one, by number, and the
+        tokens of these ranks' microbatches of this number.
 
         Megatron's running mean, but in the order of the numbers; a replay finds what the forward has summed.
         """
@@ -374,17 +437,18 @@ class Router(nn.Module):
             if number:
                 counts += self._sums[number - 1]
             self._sums[number] = counts
-        return self._sums[number] / (number + 1)
+        own = self._sums[number] - self._sums[number - 1] if number else self._sums[number]
+        return self._sums[number] / (number + 1), own.sum().clamp(min=1) / self.model.moe_router_topk
 
-    def _balance_loss(self, shares: Tensor, counts: Tensor, total: int) -> Tensor:
+    def _balance_loss(self, sums: Tensor, counts: Tensor, total: int | Tensor) -> Tensor:
         """Return experts / (k T^2) x sum over experts of their tokens x their sum of shares, summed over the rows of
         counts [b or 1, experts].
 
-        shares: [s, b, experts]. T: the tokens that counts count, in `total` (Shazeer et al. 2017; Wang et al. 2024,
-        arXiv:2408.15664).
+        sums: of the shares of each sequence, [b, experts]. T: the tokens that counts count, in `total`, [b, 1] for each
+        row (Shazeer et al. 2017; Wang et al. 2024, arXiv:2408.15664).
         """
         factor = self.num_experts / (self.model.moe_router_topk * total * total)
-        return factor * (counts * shares.sum(0)).sum()
+        return (factor * counts * sums).sum()
 
 
 class ExpertWeights(nn.Module):
@@ -546,22 +610,32 @@ class _BiasGradients:
             self.slot.ready()
 
 
-class _WideLinear(Function):
-    """x W^T + b in a wider dtype than that of x, which is saved as it is and cast again in the backward."""
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype, again: InputRecompute | None) -> Tensor:
+    """Return x W^T + b in a dtype that is at least as wide as that of x. again: of x, which is then not saved."""
+    if x.dtype == dtype and again is None:
+        return F.linear(x, weight, bias)
+    return _Linear.apply(x, weight, bias, dtype, again)
+
+
+class _Linear(Function):
+    """x W^T + b; x is saved as it is, or recomputed, and cast again in the backward."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.arguments = dtype, None if bias is None else bias.dtype
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype, again: InputRecompute | None
+    ) -> Tensor:
+        ctx.save_for_backward(weight, *((x,) if again is None else again.inputs))
+        ctx.arguments = dtype, None if bias is None else bias.dtype, None if again is None else again.function
         return F.linear(x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        (x, weight), (dtype, bias_dtype) = ctx.saved_tensors, ctx.arguments
+        (weight, *inputs), (dtype, bias_dtype, function) = ctx.saved_tensors, ctx.arguments
+        x = inputs[0] if function is None else function(*inputs)
         of_weight = grad.flatten(0, -2).t() @ x.flatten(0, -2).to(dtype)
         of_bias = None if bias_dtype is None else grad.flatten(0, -2).sum(0).to(bias_dtype)
-        return (grad @ weight.to(dtype)).to(x.dtype), of_weight.to(weight.dtype), of_bias, None
+        return (grad @ weight.to(dtype)).to(x.dtype), of_weight.to(weight.dtype), of_bias, None, None
 
 
 class _Copies(Function):

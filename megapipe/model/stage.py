@@ -297,7 +297,8 @@ class GPTStage(nn.Module):
         losses = []
         for module, ahead in zip(self.mtp, microbatch.ahead, strict=True):
             embedded = self.embedding.embed(ahead, microbatch.dropout_key, module.layer)
-            hidden = module(hidden, embedded, contexts[module.layer])
+            context = replace(contexts[module.layer], real=self.make_context.real_tokens(ahead))
+            hidden = module(hidden, embedded, context)
             losses.append(self.loss(hidden, self._head(), ahead))
         return tuple(losses)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import resource
 import select
@@ -9,7 +10,10 @@ import socket
 import time
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
+
+from megapipe.environment import value_for_libraries
 
 STATES = {
     "R": "running",
@@ -21,6 +25,10 @@ STATES = {
 ENDED = "ZX"
 STOPPED = "Tt"
 POLL_SECONDS = 1.0  # on systems without process handles
+M_MMAP_THRESHOLD = -3  # glibc's number of the parameter
+RETURNED_BYTES = (
+    4 << 20
+)  # sharded buffers are larger, most activations of a CPU run smaller: these cause no page faults
 
 
 @dataclass(frozen=True)
@@ -53,6 +61,19 @@ def host() -> str:
 def available_cores() -> int:
     """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+@cache
+def return_large_blocks() -> bool:
+    """Have malloc return blocks of RETURNED_BYTES or more to the system as soon as they are freed; return True if so.
+
+    glibc raises its threshold up to 32 MiB when blocks are freed, and then keeps freed blocks in a heap that rarely
+    shrinks. Nothing changes with another libc, or where the environment sets the threshold.
+    """
+    tunables = value_for_libraries("GLIBC_TUNABLES") or ""
+    is_set = value_for_libraries("MALLOC_MMAP_THRESHOLD_") is not None or "mmap_threshold" in tunables
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    return not is_set and mallopt is not None and bool(mallopt(M_MMAP_THRESHOLD, RETURNED_BYTES))
 
 
 def boot_id() -> str:

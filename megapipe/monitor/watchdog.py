@@ -115,7 +115,7 @@ class Watchdog:
             if self.is_reported:
                 self._set_reported()  # for the other ranks of this host, which do not ask the store
                 self._leave(())
-            elif now >= self._not_before and ((self._is_stuck() and self._may_look()) or self._has_dead_rank()):
+            elif (now >= self._not_before and self._is_stuck() and self._may_look()) or self._has_dead_rank():
                 self._look()
                 before = time.time()
             else:

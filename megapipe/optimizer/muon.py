@@ -216,8 +216,11 @@ def _exchange(sent: list[list[Tensor]], received: list[list[Tensor]], group: Gro
             target.copy_(source.view_as(target))
         return
     rows_in, rows_out = ([sum(one.numel() for one in peer) for peer in side] for side in (sent, received))
-    flat = [one.reshape(-1) for peer in sent for one in peer]
-    packed, arrived = torch.cat(flat) if flat else like.new_empty(0), like.new_empty(sum(rows_out))
+    packed, arrived = like.new_empty(sum(rows_in)), like.new_empty(sum(rows_out))
+    sources = [one for peer in sent for one in peer]
+    # torch.cat would copy columns of matrices once more
+    for source, place in zip(sources, packed.split([one.numel() for one in sources]), strict=True):
+        place.view_as(source).copy_(source)
     all_to_all(arrived, packed, rows_out, rows_in, group)
     targets = [one for peer in received for one in peer]
     for source, target in zip(arrived.split([one.numel() for one in targets]), targets, strict=True):

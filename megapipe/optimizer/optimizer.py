@@ -144,17 +144,17 @@ class Optimizer:
             self._scales = Scales({state: dtypes.narrow[state] for state in dtypes.scaled}, parameters, holders_of, at)
             for shard in self.shards:
                 shard.scales = self._scales
-        self._rule: UpdateRule | NarrowAdam | CompiledAdam | Muon | RegisteredRule
+        self.rule: UpdateRule | NarrowAdam | CompiledAdam | Muon | RegisteredRule
         if OPTIMIZERS[config.optimizer].update is not None:
-            self._rule = RegisteredRule(config, self.shards)
+            self.rule = RegisteredRule(config, self.shards)
         elif dtypes.is_narrow:
-            self._rule = NarrowAdam(config, self.shards, self._scales, self._device)
+            self.rule = NarrowAdam(config, self.shards, self._scales, self._device)
         elif compiler is not None:
-            self._rule = CompiledAdam(config, self.shards, compiler)
+            self.rule = CompiledAdam(config, self.shards, compiler)
         elif OPTIMIZERS[config.optimizer].matrix_states is not None:
-            self._rule = Muon(config, self.shards, groups, self._device)
+            self.rule = Muon(config, self.shards, groups, self._device)
         else:
-            self._rule = UpdateRule(config, self.shards, library)
+            self.rule = UpdateRule(config, self.shards, library)
         self._raw_factor = 1.0  # of the last update, where gradients keep their raw sums
         self._snapshot = ShardSnapshot(self.shards, self._scales) if config.optimizer_post_validation else None
         self._policy = EarlyUpdatePolicy()
@@ -229,7 +229,7 @@ class Optimizer:
             assert self._snapshot is not None
             self._gather.finish()  # it writes parameters, which may be the master weights
             self._snapshot.restore()
-            self._rule.set_num_steps(self._rule.num_steps - 1)
+            self.rule.set_num_steps(self.rule.num_steps - 1)
         if not skipped and not (started.is_updated and is_plain):
             self._update(factor * coefficient, started.rates)
         elif rolled_back:
@@ -352,21 +352,23 @@ class Optimizer:
                     yield StatePiece(key, shard.stage, piece, primary, shard, part)
 
     def held(self) -> dict[str, list[Tensor]]:
-        """Return the tensors that it keeps on the device, by item of the memory plan: 'optimizer' and 'rollback'."""
-        if self._on_host:
-            return {"optimizer": [], "rollback": []}
+        """Return the tensors that it keeps, by item of the memory plan: 'optimizer' and 'rollback' are on the device,
+        'host' is not.
+        """
         state = [] if self._scales is None else [self._scales.current]
         for shard in self.shards:
             state += [tensor for name, tensor in shard.states.items() if name != MASTER or shard.has_own_master]
+        if self._on_host:
+            return {"optimizer": [], "rollback": [], "host": [*state, *(t for s in self.shards for t in s.host_copies)]}
         return {"optimizer": state, "rollback": [] if self._snapshot is None else self._snapshot.copies}
 
     def plain_state(self) -> dict[str, Any]:
         """Return the state that is not a tensor: number of updates, loss scaler."""
         self._check_settled()
-        return {"num_steps": self._rule.num_steps, "loss_scaler": self.scaler.state()}
+        return {"num_steps": self.rule.num_steps, "loss_scaler": self.scaler.state()}
 
     def load_plain_state(self, state: Mapping[str, Any]) -> None:
-        self._rule.set_num_steps(int(state["num_steps"]))
+        self.rule.set_num_steps(int(state["num_steps"]))
         self.scaler.load_state(state["loss_scaler"])
 
     def _is_first_holder(self, is_expert: bool) -> bool:
@@ -402,8 +404,8 @@ class Optimizer:
             if self._device.type == "cuda":
                 # also completes the last copies of weights from the host, whose memory the rule overwrites
                 torch.cuda.current_stream(self._device).synchronize()
-        self._rule.step(factor, rates)
-        if isinstance(self._rule, CompiledAdam):  # it has written the parameters
+        self.rule.step(factor, rates)
+        if isinstance(self.rule, CompiledAdam):  # it has written the parameters
             self._raw_factor = factor
             self._gather.start()
         else:

@@ -114,6 +114,11 @@ class Shard:
         return MASTER in self.narrow and self.narrow[MASTER].dtype == REMAINDER
 
     @property
+    def host_copies(self) -> tuple[Tensor, ...]:
+        """The gradient and the parameter in host memory, where the update is there."""
+        return () if self._host_parameter is None else (self.updated_from, self._host_parameter)
+
+    @property
     def _rounded_parameter(self) -> Tensor:
         """The parameter where the master weights are."""
         return self.parameter if self._host_parameter is None else self._host_parameter

@@ -52,7 +52,7 @@ class UpdateRule:
         library = library if config.optimizer == "adam" else None
         device, betas = self._runs[0][0].device, (config.adam_beta1, config.adam_beta2)
         self._fused = library is None and device.type in FUSED_DEVICES  # a library does not scale gradients
-        # on the meta device torch refuses fused=True in the constructor, but runs it when set later
+        # for meta tensors torch refuses fused=True in the constructor, and SGD again in its first step, but runs it
         fused = self._fused and device.type != "meta"
         groups: list[dict[str, Any]] = [{"params": masters, "kind": kind} for kind, masters in kinds.items()]
         if config.optimizer == "sgd":
@@ -61,11 +61,14 @@ class UpdateRule:
             self._optimizer = torch.optim.AdamW(groups, lr=0.0, betas=betas, eps=config.adam_eps, fused=fused)
         else:
             self._optimizer = library.adam(groups, config)
+        self._optimizer._need_device_dtype_check_for_fused = False  # type: ignore[attr-defined]  # again, in SGD's step
         for group in self._optimizer.param_groups:
             if library is None:
                 group["fused"] = self._fused
             else:
                 group["step"] = 0
+        if self._fused:
+            self._optimizer._need_device_dtype_check_for_fused = False  # type: ignore[attr-defined]
         for master, shard, run in self._runs:
             state = self._optimizer.state[master]
             for name, moment in shard.moments.items():  # zeros give the same first step as torch's missing momentum

@@ -21,7 +21,7 @@ from megapipe.monitor.heartbeat import Heartbeat
 from megapipe.pipeline.deliveries import Deliveries
 from megapipe.pipeline.offload import Offload
 from megapipe.pipeline.stage import LossFunction, Pending, Stage, Tensors
-from megapipe.schedule.action import BACKWARD_OPS, COMPUTE_OPS, SHARDING_OPS, WEIGHTS_OPS, Action, Op
+from megapipe.schedule.action import BACKWARD_OPS, COMPUTE_OPS, SHARDING_OPS, Action, Op
 from megapipe.schedule.lifetimes import NO_MOVES, Moves
 from megapipe.schedule.lower import without_pairs
 from megapipe.schedule.parts import Parts
@@ -164,6 +164,7 @@ class Engine:
             for stage in range(self.last_stage)
             if rank_of_stage[stage] == rank_of_stage[stage + 1]
         }
+        self._reads_weights = schedule.reads_weights
         self._acts = tuple(self._bind(action, weights, marks) for action in self.row)
 
     def _bind(
@@ -342,11 +343,11 @@ class Engine:
         if action.op is Op.OVERLAP:
             slot = self.row.index(action)
             following = self.row[slot + 1 : slot + 3]
-        for stage, op, _ in following:
-            if op in WEIGHTS_OPS:
-                act = _after(partial(sharded.use, stage), act)
-            if op in BACKWARD_OPS:
-                act = _after(partial(sharded.accumulate, stage), act)
+        for each in following:
+            if self._reads_weights(each):
+                act = _after(partial(sharded.use, each.stage), act)
+            if each.op in BACKWARD_OPS:
+                act = _after(partial(sharded.accumulate, each.stage), act)
         return act
 
     def _stage_of(self, index: int) -> int:

@@ -64,6 +64,13 @@ def layers_with_recompute(
     return list(zip(every, (*own, *[shape.recompute.of_predictions] * (len(every) - len(own))), strict=True))
 
 
+def reads_weights_in_w(model: ModelSpec, shape: RankShape, stage: StageLayers) -> bool:
+    """Return True if a W of the stage reads weights, to compute again what the forward has not kept."""
+    layers = layers_with_recompute(model, shape, stage)
+    tables = [layer_table(layer, with_recompute(shape, recompute)) for layer, recompute in layers]
+    return any(table.reads_weights_in_w for table in (*tables, *end_tables(model, shape, stage)))
+
+
 def prediction_groups(model: ModelSpec, shape: RankShape, stage: StageLayers) -> tuple[LayerGroup, ...]:
     """Return the layers of the modules of multi-token prediction as groups of their own; () on other stages."""
     recompute = shape.recompute.of_predictions

@@ -58,9 +58,9 @@ class BatchSchedule:
         """Return the microbatches of a data-parallel rank in the step that starts after `consumed_samples`."""
         return self.size_at(consumed_samples) // self.samples_per_microbatch
 
-    def samples_after(self, num_steps: int) -> int:
-        """Return the sequences consumed after `num_steps` steps from the beginning."""
-        consumed = steps = 0
+    def samples_after(self, num_steps: int, consumed: int = 0) -> int:
+        """Return the sequences consumed after `num_steps` steps from the place after `consumed` of them."""
+        steps = 0
         while (size := self.size_at(consumed)) != self.full:
             count = min(num_steps - steps, self._steps_of_size_at(consumed))
             consumed, steps = consumed + count * size, steps + count

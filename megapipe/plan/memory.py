@@ -74,7 +74,7 @@ from megapipe.schedule.lifetimes import (
 )
 from megapipe.schedule.partition import StageLayers
 from megapipe.schedule.placement import Placement
-from megapipe.sharding.state_dtypes import CHUNK, NORM_CHUNK
+from megapipe.sharding.state_dtypes import CHUNK, MASTER, NORM_CHUNK
 
 BUFFER_ALIGNMENT_BYTES = 64  # a flat buffer is allocated this much longer, so that it can start on an aligned address
 SCALE_BYTES = 4
@@ -161,7 +161,7 @@ def step_memory(plan: RunPlan, pp_rank: int, count: int, num_read: int | None = 
     peak = peak_of_row(row, pp_rank, plan.placement, *lives, whole, slices if len(slices) > 1 else ())
     state = _state(plan, pp_rank)
     if plan.config.optimizer.optimizer_cpu_offload:
-        host["optimizer"], state["optimizer"] = state["optimizer"], 0
+        host["optimizer"], state["optimizer"] = state["optimizer"] + _host_copies(plan, pp_rank), 0
     graphs, reusable, in_backward = 0, peak.total, max(max(of_slice.kept.values()) for of_slice in slices)
     if plan.config.gpu.cuda_graph_impl != "none":
         held = _graph_bytes(plan, pp_rank, kept, waiting, inside)
@@ -260,6 +260,15 @@ def _state(plan: RunPlan, pp_rank: int) -> dict[str, int]:
         "rollback": undo + (scales if undo else 0),
         "fp8 weights": fp8_weights,
     }
+
+
+def _host_copies(plan: RunPlan, pp_rank: int) -> int:
+    """Return the bytes in host memory besides the optimizer's state: copies of this rank's shard of gradients and
+    weights, and master weights where fp32 weights on the device are their own.
+    """
+    dtypes, element = plan.state_dtypes(pp_rank), plan.shape.element
+    num_elements = sum(plan.shard_elements(plan.placement.stages_of(pp_rank)).values())
+    return num_elements * (dtypes.gradient_bytes + element + (0 if MASTER in dtypes.states else element))
 
 
 def _update_bytes(plan: RunPlan, pp_rank: int) -> int:

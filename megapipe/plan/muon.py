@@ -21,7 +21,8 @@ class MuonWork:
     """One update of the ranks of a pp_rank.
 
     flops: of Newton-Schulz on the rank with the most. sent: elements that a rank sends, the mean over the ranks, by
-    group. temporary_elements: that the rank with the most makes and frees, beside a copy of its shard.
+    group. temporary_elements: that the rank with the most makes and frees besides a copy of its shard: slices and whole
+    matrices that it owns, and on top the most of a packed exchange of either and of Newton-Schulz.
     """
 
     flops: int = 0
@@ -60,8 +61,8 @@ def _grid_work(
     buckets: tuple[Bucket, ...], ranks: int, replicas: int, columns: int, num_shards: int, optimizer: OptimizerConfig
 ) -> MuonWork:
     steps, work = optimizer.muon_num_ns_steps, Counter[tuple[int, int]]()
-    held, whole = Counter[tuple[int, int]](), Counter[tuple[int, int]]()  # elements
-    sent, largest = Counter[str](), 0
+    held, whole, own = Counter[tuple[int, int]](), Counter[tuple[int, int]](), Counter[tuple[int, int]]()  # elements
+    sent, largest, widest = Counter[str](), 0, 0
     for column in range(columns):
         for matrix in share_out(buckets, (column, ranks), replicas, columns, steps, not optimizer.muon_no_split_qkv):
             owner, elements = (matrix.replica, matrix.column), matrix.local_shape[0] * matrix.local_shape[1]
@@ -70,22 +71,29 @@ def _grid_work(
                 rows, width = matrix.matrix.shape
                 work[owner] += matrix.matrix.flops(steps)
                 whole[owner] += rows * width
+                widest = max(widest, rows * width)
                 # the matrix of two steps and two products of its smaller side
                 largest = max(largest, 2 * rows * width + 2 * min(rows, width) ** 2)
             for replica in range(replicas):
+                part = sum(part.numel for part in matrix.parts(replica, num_shards))
+                own[replica, column] += part
                 if replica != matrix.replica:
-                    away = sum(part.numel for part in matrix.parts(replica, num_shards))
-                    sent["replicas"] += away if num_shards == 1 else 2 * away
+                    sent["replicas"] += part if num_shards == 1 else 2 * part
             if column != matrix.column:
                 sent["columns"] += elements + sum(
                     rows.count * matrix.local_shape[1] for rows in matrix.rows if _is_sent(matrix, rows.holders, column)
                 )
     places = replicas * columns
     if places == 1:  # one matrix at a time, its slice and itself
-        return MuonWork(work[0, 0], {}, 2 * largest)
-    exchanged = max((2 * held[place] + whole[place] for place in held), default=0)
+        return MuonWork(work[0, 0], {}, 2 * widest + largest)
+    most = 0
+    for place, slices in held.items():
+        packed = slices + whole[place] if columns > 1 else 0
+        if replicas > 1:  # the result goes to every replica that has no shard, to their shards else
+            packed = max(packed, own[place] + slices * (replicas if num_shards == 1 else 1))
+        most = max(most, slices + whole[place] + max(packed, largest))
     mean = {name: count / places for name, count in sent.items()}
-    return MuonWork(max(work.values(), default=0), mean, exchanged + largest)
+    return MuonWork(max(work.values(), default=0), mean, most)
 
 
 def _is_sent(matrix: OwnedMatrix, holders: tuple[int, ...], column: int) -> bool:

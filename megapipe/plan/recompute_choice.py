@@ -112,7 +112,7 @@ def _recomputes(layer: LayerSpec, shape: RankShape) -> list[RecomputeConfig]:
         RecomputeConfig("selective", recompute_modules=modules)
         for each in product(cores, norms, mlps)
         if (modules := tuple(module for part in each for module in part))
-        and (mixture is None or "moe" in modules or "layernorm" not in modules)  # a rule of the configuration
+        and (mixture is None or not {"layernorm", "shared_experts"} <= set(modules))  # a rule of the configuration
     ]
     attention = layer.attention
     if attention is not None and shape.attention_impl != "te" and not (shape.dtype == "fp64" and shape.is_cuda):

@@ -16,11 +16,12 @@ from megapipe.layers.model import ModelSpec, model_parameters, model_spec, stage
 from megapipe.layers.moe import MoE
 from megapipe.layers.rank_shape import rank_shape
 from megapipe.layers.table import RankShape
-from megapipe.plan.activations import group_sizes
+from megapipe.plan.activations import group_sizes, reads_weights_in_w
 from megapipe.plan.batch import BatchSchedule
 from megapipe.plan.layer_costs import LayerCosts, flop_costs, measured_costs, stage_costs
 from megapipe.plan.recompute_choice import layer_recompute
 from megapipe.plan.slices import sequence_slices, slice_shares
+from megapipe.registry import BUILT_IN
 from megapipe.schedule.action import Op
 from megapipe.schedule.costs import AutoGoal, Costs
 from megapipe.schedule.families import SCHEDULES, ScheduleFamily, build_forward_only, build_schedule
@@ -73,9 +74,11 @@ def decisive_counts(
     never need less, with three exceptions: where microbatches run in groups, this holds only for whole groups more; a
     step that does not fill a V may need more than a longer one; and zb-auto searches for each number. From some number
     on, `period` more microbatches only repeat the middle of every row: the smallest such number stands for the others.
-    Of microbatches with slices, fewer fill the groups and the V.
+    Of microbatches with slices, fewer fill the groups and the V. Nothing of this is known of an extension's family.
     """
     numbers = sorted(counts)
+    if SCHEDULES.origin(family.name) != BUILT_IN:
+        return dict(zip(numbers, numbers, strict=True))
     full, start, period = numbers[-1], numbers[-1] + 1, 1
     if family.takes_group_size:
         group = group_size or pp
@@ -443,7 +446,16 @@ class RunPlan:
             self.num_slices,
             self.num_units,
             self.sharding,
+            self._reading_in_w,
         )
+
+    @cached_property
+    def _reading_in_w(self) -> frozenset[int]:
+        """The stages whose W reads weights, where these are sharded."""
+        if self.sharding is None or not self.sharding.gathers or not self.splits_backward:
+            return frozenset()
+        stages = enumerate(self.partition.stages)
+        return frozenset(stage for stage, layers in stages if reads_weights_in_w(self.model, self.shape, layers))
 
     def _in_parts(self, num_microbatches: int) -> LoweredSchedule:
         assert self.parts is not None, "without --overlap-moe-expert-parallel-comm stages run as a whole"
@@ -469,6 +481,7 @@ def _training_schedule(
     num_slices: int,  # of each microbatch
     num_units: tuple[int, ...],  # of each stage; empty: stages are not split
     policy: ShardingPolicy | None,
+    reading_in_w: frozenset[int],  # stages, or units
 ) -> LoweredSchedule:
     """Build and lower a training schedule."""
     goal = None
@@ -484,7 +497,7 @@ def _training_schedule(
     if not has_barrier:
         schedule, lengths = give_head_start(schedule)
     if policy is not None:
-        schedule = shard(schedule, policy)
+        schedule = shard(replace(schedule, reading_in_w=reading_in_w), policy)
         lengths = tuple(map(head_start_of, schedule.rows, lengths))
     validate(schedule)
     return LoweredSchedule(schedule, lengths)

@@ -10,6 +10,7 @@ without --overlap-grad-reduce until their own has ended.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -42,8 +43,18 @@ class RowBytes:
     whole: tuple[Whole, ...]  # at each action
     gathers: int  # UNSHARD actions
     reductions: int  # REDUCE_GRAD actions
-    gathered: int  # elements of the buffers that they gather
-    reduced: int  # elements of those that they reduce
+    gathered_by_kind: Mapping[bool, int]  # elements of the buffers that they gather: False dense, True those of experts
+    reduced_by_kind: Mapping[bool, int]  # elements of those that they reduce
+
+    @property
+    def gathered(self) -> int:
+        """Elements of all buffers that are gathered."""
+        return sum(self.gathered_by_kind.values())
+
+    @property
+    def reduced(self) -> int:
+        """Elements of all buffers that are reduced."""
+        return sum(self.reduced_by_kind.values())
 
     @property
     def peak(self) -> Whole:
@@ -58,6 +69,7 @@ class _Buffer(NamedTuple):
     number: int
     numel: int
     is_shared: bool  # a tied embedding that two stages of the rank use
+    is_expert: bool
 
 
 class _Walk:
@@ -77,7 +89,8 @@ class _Walk:
         self.open: dict[_Buffer, int] = {}  # bytes of whole gradients
         self.in_flight: dict[_Buffer, int] = {}  # of those that are being reduced, or of their copies
         self.finished: set[int] = set()  # stages
-        self.gathered = self.reduced = 0  # elements
+        self.gathered: Counter[bool] = Counter()  # elements, dense ones and those of experts
+        self.reduced: Counter[bool] = Counter()
         self.now = NOTHING
 
     def step(self, action: Action) -> Whole:
@@ -85,7 +98,8 @@ class _Walk:
         stage, op, microbatch = action
         copies = 0
         if op is Op.UNSHARD:
-            self.gathered += sum(buffer.numel for buffer in self.used[stage] if not self.users[buffer])
+            for buffer in (each for each in self.used[stage] if not self.users[each]):
+                self.gathered[buffer.is_expert] += buffer.numel
             self.users.update(self.used[stage])
         elif op is Op.RESHARD:
             self.users.subtract(self.used[stage])
@@ -114,7 +128,7 @@ class _Walk:
         freed = 0
         for buffer in [*buffers, *(self.shared if takes_shared else ())]:
             size = self.open.pop(buffer, 0)
-            self.reduced += buffer.numel * bool(size)
+            self.reduced[buffer.is_expert] += buffer.numel * bool(size)
             if size:
                 self.in_flight[buffer] = buffer.numel * BF16_BYTES if self.in_bf16 else size
                 freed += size * self.in_bf16
@@ -124,7 +138,11 @@ class _Walk:
 def sharded_buffers(plan: RunPlan, stage: int) -> list[_Buffer]:
     """Return the buffers of a stage that are divided into several shards."""
     layouts = enumerate(plan.buffers(stage, 0))
-    return [_Buffer(stage, n, each.numel, each.kind == "shared") for n, each in layouts if each.num_shards > 1]
+    return [
+        _Buffer(stage, n, each.numel, each.kind == "shared", each.is_expert)
+        for n, each in layouts
+        if each.num_shards > 1
+    ]
 
 
 def row_bytes(plan: RunPlan, pp_rank: int, row: Row) -> RowBytes:
@@ -136,17 +154,29 @@ def row_bytes(plan: RunPlan, pp_rank: int, row: Row) -> RowBytes:
 
 
 def replica_bytes(plan: RunPlan, pp_rank: int, row: Row) -> dict[str, float]:
-    """Return the bytes that a rank sends over its shard group, and over 'instances', in a step with sharded gradients.
+    """Return the bytes that a rank sends over its shard group, 'expert_replicas' and 'instances' in a step with sharded
+    gradients.
 
     Rings over d ranks: (d - 1) / d of the gathered weights and of the reduced gradients. With several instances (HSDP)
     the shards of gradients are summed over them at the end of the step.
     """
     parallel, topology, found = plan.config.parallel, plan.topology, row_bytes(plan, pp_rank, row)
     element = BF16_BYTES if parallel.grad_reduce_in_bf16 else plan.shape.gradient
-    held = sum(buffer.numel for stage in plan.placement.stages_of(pp_rank) for buffer in sharded_buffers(plan, stage))
-    gathered = found.gathered if plan.sharding is not None and plan.sharding.gathers else held  # once, after the update
-    within = ring_bytes(gathered * plan.shape.element + found.reduced * element, topology.num_shards)
+    held: Counter[bool] = Counter()
+    for stage in plan.placement.stages_of(pp_rank):
+        for buffer in sharded_buffers(plan, stage):
+            held[buffer.is_expert] += buffer.numel
+    gathers = plan.sharding is not None and plan.sharding.gathers
+    gathered = found.gathered_by_kind if gathers else held  # gradients alone: once, after the update
+    within = {
+        is_expert: ring_bytes(
+            gathered.get(is_expert, 0) * plan.shape.element + found.reduced_by_kind.get(is_expert, 0) * element,
+            topology.num_expert_replicas if is_expert else topology.num_shards,
+        )
+        for is_expert in (False, True)
+    }
+    of_experts = {"expert_replicas": within[True]} if plan.model.has_experts else {}
     if topology.num_instances == 1:
-        return {"replicas": within}
-    between = ALL_REDUCE * ring_bytes(held // topology.num_shards * plan.shape.gradient, topology.num_instances)
-    return {"shards": within, "instances": between}
+        return {"replicas": within[False], **of_experts}
+    between = ALL_REDUCE * ring_bytes(held[False] // topology.num_shards * plan.shape.gradient, topology.num_instances)
+    return {"shards": within[False], "instances": between, **of_experts}

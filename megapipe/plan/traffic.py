@@ -163,7 +163,7 @@ def step_bytes(plan: RunPlan, pp_rank: int) -> dict[str, float]:
         states = sum(part.num_experts for layer in layers for part in layer.parts if isinstance(part, MoE))
         loads = ALL_REDUCE * ring_bytes(states * INDEX_BYTES, plan.topology.num_replicas)
     if plan.model.has_experts:
-        experts["expert_replicas"] = replicas(True)  # type: ignore[assignment]
+        experts["expert_replicas"] = of_replicas.pop("expert_replicas", replicas(True))  # type: ignore[assignment]
         experts.update({group: muon.get(group, 0.0) for group in ("expert_replicas", "etp")})
         for stage in held:
             experts.update({name: ran[stage, Op.F] * sent for name, sent in expert_bytes(plan, stage).items()})

@@ -25,7 +25,7 @@ from megapipe.plan.schedule_choice import check_schedule, group_size, memory_lim
 from megapipe.schedule.action import Op
 from megapipe.schedule.families import SCHEDULES, build_schedule, check_slices
 from megapipe.schedule.parts import MERGED
-from megapipe.schedule.placement import Placement, two_directions
+from megapipe.schedule.placement import Placement
 from megapipe.schedule.schedule import Schedule
 from megapipe.topology import Topology
 
@@ -49,6 +49,7 @@ def world_rules(world_size: int, ranks_per_node: int | None = None) -> tuple[Rul
         _rule(_check_memory_limit, of_model.chunks),
         _rule(_check_slices, of_model.chunks),
         _rule(_check_layers, of_model.chunks),
+        _rule(_check_ends, of_model.chunks),
         _rule(check_rank_settings),
         _rule(_check_heads, of_model.shape, of_model.attention, of_model.layers_that_differ),
         _rule(grid_of, of_model.axes),
@@ -106,6 +107,23 @@ def _check_layers(config: Config) -> None:
     check_cut(config.model, config.parallel, placement_of(config))
 
 
+def _check_ends(config: Config) -> None:
+    """Raise ConfigError for an embedding at both ends of the model that are on other ranks than its group.
+
+    Only placements of extensions can be like this.
+    """
+    placement, predicts = placement_of(config), config.model.mtp_num_layers is not None
+    first, last = placement.ranks_of(0), placement.ranks_of(placement.num_stages - 1)
+    if config.model.has_embedding_at_both_ends and first != last and {*first, *last} != {0, placement.num_ranks - 1}:
+        way = "leave the flag out" if predicts else "add --untie-embeddings-and-output-weights"
+        where = f"{' and '.join(map(str, first))} and the last on {' and '.join(map(str, last))}"
+        raise ConfigError(
+            f"{'--mtp-num-layers' if predicts else 'a tied embedding'} with --pipeline-schedule {schedule_of(config)}, "
+            f"which has the first stage on pp_rank {where}: gradients of the embedding are summed over the first and "
+            f"the last pp_rank; place both stages there or on one rank, or {way}"
+        )
+
+
 def topology_of(config: Config, world_size: int, ranks_per_node: int | None, replicas: int | None = None) -> Topology:
     """Return the grid of ranks. Raises ConfigError if it does not fit.
 
@@ -113,7 +131,7 @@ def topology_of(config: Config, world_size: int, ranks_per_node: int | None, rep
     """
     parallel = config.parallel
     family = SCHEDULES.get(parallel.pipeline_schedule)  # None for 'auto', which is not mirrored
-    is_mirrored = family is not None and family.placement is two_directions
+    is_mirrored = family is not None and family.is_mirrored(parallel.pipeline_model_parallel_size)
     return _topology(
         world_size,
         parallel.tensor_model_parallel_size,
@@ -234,7 +252,7 @@ def check_post_validation(config: Config) -> None:
     if not config.optimizer.optimizer_post_validation:
         return
     name, placement = schedule_of(config), placement_of(config)
-    if placement.second_direction is not None or not SCHEDULES[name].is_synchronous:
+    if placement.is_mirrored or not SCHEDULES[name].is_synchronous:
         raise ConfigError(
             "--optimizer-post-validation removes the barrier between synchronous steps of a pipeline with one "
             f"direction, which --pipeline-schedule {name} is not; leave the flag out, or choose zb-h2 or zb-v"
@@ -263,9 +281,18 @@ def _check_graphs(config: Config) -> None:
 
 
 def _check_experts(config: Config) -> None:
-    """Raise ConfigError for experts with a schedule whose stages update at their own times."""
-    name = schedule_of(config)
-    if config.model.num_experts is not None and not SCHEDULES[name].is_synchronous:
+    """Raise ConfigError for experts with a schedule whose stages update at their own times, and for losses over the
+    whole batch with one whose pp_ranks see only half of it.
+    """
+    name, model = schedule_of(config), config.model
+    if model.num_experts is None:
+        return
+    if "global_aux_loss" in model.moe_router_load_balancing_type and placement_of(config).is_mirrored:
+        raise ConfigError(
+            f"--moe-router-load-balancing-type global_aux_loss does not work with --pipeline-schedule {name}: each of "
+            "the two pipeline ranks of a stage sees half of the microbatches; use dualpipe-v"
+        )
+    if not SCHEDULES[name].is_synchronous:
         raise ConfigError(
             f"--num-experts does not work with --pipeline-schedule {name} yet, which updates weights while "
             "microbatches are in flight; use a synchronous schedule, such as 1f1b"
@@ -274,20 +301,11 @@ def _check_experts(config: Config) -> None:
 
 def _check_sharding(config: Config) -> None:
     """Raise ConfigError for sharded gradients with a schedule whose stages update at their own times, and for sharded
-    weights of norms that are computed again in W, when they are freed.
+    weights of an embedding that two ranks use in different orders.
     """
-    name, strategy, recompute = schedule_of(config), strategy_of(config.parallel), config.recompute
-    has_norms = "layernorm" in recompute.recompute_modules and recompute.recompute_granularity == "selective"
-    may_have = has_norms or recompute.recompute_memory_budget is not None
-    if strategy == SHARDED_PARAMS and may_have and Op.I in _small_schedule(name).ops:
-        given = "--recompute-modules layernorm" if has_norms else "--recompute-memory-budget"
-        raise ConfigError(
-            f"{given} with --pipeline-schedule {name} computes norms again with the weight gradients, when "
-            f"--data-parallel-sharding-strategy {strategy} has freed their weights; use other modules, "
-            "--recompute-granularity full or a schedule with whole backwards, such as 1f1b"
-        )
+    name, strategy = schedule_of(config), strategy_of(config.parallel)
     is_tied = not config.model.untie_embeddings_and_output_weights
-    if strategy == SHARDED_PARAMS and is_tied and placement_of(config).second_direction is not None:
+    if strategy == SHARDED_PARAMS and is_tied and placement_of(config).is_mirrored:
         raise ConfigError(
             f"--data-parallel-sharding-strategy {strategy} with a tied embedding and --pipeline-schedule {name}: "
             "opposite ranks use the embedding at both ends in different orders, and would gather it differently often; "

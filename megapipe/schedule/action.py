@@ -39,7 +39,7 @@ class Op(enum.Enum):
 COMPUTE_OPS = frozenset({Op.F, Op.B, Op.I, Op.W})
 BUSY_OPS = COMPUTE_OPS | {Op.UPDATE}  # ops that occupy a rank
 PLANNED_OPS = COMPUTE_OPS | {Op.OVERLAP, Op.UPDATE}  # the ops of a schedule that is not lowered
-WEIGHTS_OPS = frozenset({Op.F, Op.B, Op.I})  # ops that read weights; a W reads inputs and output gradients only
+WEIGHTS_OPS = frozenset({Op.F, Op.B, Op.I})  # ops that always read weights; a W may (Schedule.reads_weights)
 SHARDING_OPS = frozenset({Op.UNSHARD, Op.RESHARD})  # ops of a stage, without a microbatch
 BACKWARD_OPS = frozenset({Op.B, Op.I, Op.W})
 COMPLETES_OPS = frozenset({Op.B, Op.W})  # ops that complete the weight gradient

@@ -64,6 +64,10 @@ class ScheduleFamily:
         """Return which rank holds which stage."""
         return self.placement(num_ranks) if self.placement else loop(num_ranks, self.num_chunks(num_chunks))
 
+    def is_mirrored(self, num_ranks: int) -> bool:
+        """Return True if opposite pp_ranks hold the same stages."""
+        return self.placement is not None and self.placement(num_ranks).is_mirrored
+
 
 _Split = partial(ScheduleFamily, splits_backward=True)
 _OnV = partial(_Split, placement=v_shape, takes_chunks=True, chunks=2)
@@ -252,7 +256,7 @@ def _check_shape(
     if num_chunks > 1 and not family.takes_chunks:
         several = ", ".join(other.name for other in SCHEDULES.values() if other.takes_chunks)
         raise ConfigError(
-            f"{name} holds one chunk per rank{' in each direction' if family.placement is two_directions else ''}, but "
+            f"{name} holds one chunk per rank{' in each direction' if family.is_mirrored(num_ranks) else ''}, but "
             f"{num_chunks} were given; use 1 chunk, or a schedule with chunks: {several}"
         )
     if group_size is not None and not group_rule:

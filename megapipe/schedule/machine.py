@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from itertools import islice, product
 from typing import NamedTuple, TypeVar
 
-from megapipe.schedule.action import COMPUTE_OPS, SEND_OPS, SHARDING_OPS, WEIGHTS_OPS, Action, Op
+from megapipe.schedule.action import COMPUTE_OPS, SEND_OPS, SHARDING_OPS, Action, Op
 from megapipe.schedule.costs import Costs
 from megapipe.schedule.dependencies import MAKES, NEEDS, TRAVELS, Channel, Value, ValueKind, channel_of
 from megapipe.schedule.schedule import Schedule
@@ -232,7 +232,7 @@ class Machine:
 
     def _weights_ready(self, rank: int, action: Action, clock: float) -> float:
         """Return when a computation has the weights that it reads; NEVER, and note the wait, if it cannot yet."""
-        if self.weights_at is None or action.op not in WEIGHTS_OPS:
+        if self.weights_at is None or not self.schedule.reads_weights(action):
             return clock
         there = self.weights_at[rank][action.stage]
         if there < 0:

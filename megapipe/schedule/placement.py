@@ -13,7 +13,9 @@ class Placement:
     """A map of stages to pp_ranks: stage s is on pp_rank rank_of_stage[s].
 
     With a second direction (DualPipe) every stage is on two ranks: even microbatches travel over `rank_of_stage`, odd
-    ones over `second_direction`, and both ranks hold the stage's parameters.
+    ones over `second_direction`, and both ranks hold the stage's parameters. The second direction is the mirror of the
+    first: gradients are summed, and optimizer state is divided, over the opposite pp_ranks r and num_ranks - 1 - r.
+    Raises ConfigError for another one, and for ranks that do not exist or hold no stage.
     """
 
     num_ranks: int
@@ -28,6 +30,13 @@ class Placement:
                 )
             if any(not 0 <= rank < self.num_ranks for rank in ranks):
                 raise ConfigError(f"the placement {ranks} names a pp_rank outside 0..{self.num_ranks - 1}")
+        mirror = tuple(self.num_ranks - 1 - rank for rank in self.rank_of_stage)
+        if self.second_direction not in (None, mirror):
+            raise ConfigError(
+                f"the second direction {self.second_direction} of the placement {self.rank_of_stage} is not its "
+                "mirror: gradients of a stage are summed over the opposite pp_ranks r and num_ranks - 1 - r; use "
+                f"{mirror}"
+            )
         idle = [rank for rank in range(self.num_ranks) if not self.stages_of(rank)]
         if self.num_ranks < 1 or idle:
             raise ConfigError(
@@ -38,6 +47,11 @@ class Placement:
     def directions(self) -> tuple[tuple[int, ...], ...]:
         """`rank_of_stage` of each direction; microbatch m takes direction m % len(directions)."""
         return (self.rank_of_stage,) if self.second_direction is None else (self.rank_of_stage, self.second_direction)
+
+    @property
+    def is_mirrored(self) -> bool:
+        """True if opposite pp_ranks hold the same stages, whose gradients are then summed over both."""
+        return self.second_direction is not None
 
     @property
     def num_stages(self) -> int:

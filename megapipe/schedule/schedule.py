@@ -10,7 +10,16 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from megapipe.errors import ScheduleError
-from megapipe.schedule.action import BACKWARD_OPS, PLANNED_OPS, Action, Op, action_text, parse_slice, with_slices
+from megapipe.schedule.action import (
+    BACKWARD_OPS,
+    PLANNED_OPS,
+    WEIGHTS_OPS,
+    Action,
+    Op,
+    action_text,
+    parse_slice,
+    with_slices,
+)
 from megapipe.schedule.placement import Placement
 
 Row = tuple[Action, ...]
@@ -26,6 +35,7 @@ class Schedule:
     num_slices: slices along the sequence of every microbatch (Seq1F1B, Sun et al. 2024, arXiv:2406.03488). A slice is
     scheduled like a microbatch: on a stage, its forward follows those of the slices before it, whose keys and values
     it reads, and its backward those of the slices after it, which add to the gradients of its keys and values.
+    reading_in_w: stages whose W reads weights too, to compute again what was not kept: a chunked loss, a norm.
     """
 
     name: str
@@ -33,6 +43,7 @@ class Schedule:
     num_microbatches: int
     rows: tuple[Row, ...]
     num_slices: int = 1
+    reading_in_w: frozenset[int] = frozenset()
 
     def __post_init__(self) -> None:
         if len(self.rows) != self.placement.num_ranks:
@@ -61,6 +72,11 @@ class Schedule:
     def ops(self) -> frozenset[Op]:
         """The ops that occur."""
         return frozenset(op for row in self.rows for op in {action[1] for action in row})
+
+    def reads_weights(self, action: Action) -> bool:
+        """Return True if an action is a computation that reads weights of its stage."""
+        stage, op, _ = action
+        return op in WEIGHTS_OPS or (op is Op.W and stage in self.reading_in_w)
 
     @property
     def is_lowered(self) -> bool:

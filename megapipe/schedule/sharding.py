@@ -2,8 +2,9 @@
 
 With ZeRO-3 (FSDP) a rank keeps only its shard of every weight. UNSHARD gathers the weights of a stage before they are
 read, RESHARD frees them, and REDUCE_GRAD reduces gradients to shards; with ZeRO-2 there are only the reductions. The
-weights of a stage are read by F, B and I, also where a backward recomputes the forward. A W reads none: inputs and
-output gradients of linears suffice. A word embedding that two stages share (a tied one) belongs to the weights of both.
+weights of a stage are read by F, B and I, also where a backward recomputes the forward. A W reads them where it
+computes again what was not kept, on the stages of `Schedule.reading_in_w`; elsewhere inputs and output gradients of
+linears suffice. A word embedding that two stages share (a tied one) belongs to the weights of both.
 
 `shard` is a lowering pass: it takes a lowered schedule and a policy and places the actions. A stage is gathered as a
 whole. `split_stages` makes the units smaller: it turns every stage into several on the same rank, each of a few layers,
@@ -22,7 +23,7 @@ from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 from megapipe.errors import ConfigError, ScheduleError
-from megapipe.schedule.action import COMPLETES_OPS, SEND_OPS, SHARDING_OPS, WEIGHTS_OPS, Action, Op
+from megapipe.schedule.action import COMPLETES_OPS, SEND_OPS, SHARDING_OPS, Action, Op
 from megapipe.schedule.partition import Partition, from_counts
 from megapipe.schedule.placement import Placement
 from megapipe.schedule.schedule import Row, Schedule, gc_paused
@@ -101,7 +102,7 @@ def shard(schedule: Schedule, policy: ShardingPolicy) -> Schedule:
     for row in schedule.rows:
         after: dict[int, list[Action]] = {}  # slot of a computation, or -1 -> actions that follow it and its sends
         if policy.gathers:
-            after = _plan_gathers(row, policy, schedule.name)
+            after = _plan_gathers(list(_uses(schedule, row)), policy, schedule.name)
         for slot, action in _plan_reductions(row, policy.granularity):
             after.setdefault(slot, []).append(action)
         rows.append(_inserted(row, after))
@@ -122,7 +123,7 @@ def _inserted(row: Row, after: dict[int, list[Action]]) -> Row:
     return (*result, *waiting)
 
 
-def _uses(row: Row) -> Iterator[_Use]:
+def _uses(schedule: Schedule, row: Row) -> Iterator[_Use]:
     """Yield the computations of a row that read weights, the two halves of an overlapped pair as one."""
     pair_end = -1
     for slot, (_, op, _) in enumerate(row):
@@ -130,7 +131,7 @@ def _uses(row: Row) -> Iterator[_Use]:
             pair_end = slot + 2
             reads = tuple((half.stage, half.op is Op.F) for half in row[slot + 1 : slot + 3])
             yield _Use(slot, pair_end, reads)
-        elif op in WEIGHTS_OPS and slot > pair_end:
+        elif slot > pair_end and schedule.reads_weights(row[slot]):
             yield _Use(slot, slot, ((row[slot].stage, op is Op.F),))
 
 
@@ -166,9 +167,8 @@ def _merged(spans: list[_Span], policy: ShardingPolicy) -> list[_Span]:
     return result
 
 
-def _plan_gathers(row: Row, policy: ShardingPolicy, name: str) -> dict[int, list[Action]]:
+def _plan_gathers(uses: Sequence[_Use], policy: ShardingPolicy, name: str) -> dict[int, list[Action]]:
     """Return slot of a computation, or -1 for the start of the row -> the RESHARD and UNSHARD that follow it."""
-    uses = list(_uses(row))
     limit = len(uses) + 1 if policy.max_gathered is None else policy.max_gathered
     gathered = [0] * len(uses)  # stages, at each use
     ended: dict[int, int] = {}  # stage -> the last use of its last span
@@ -239,7 +239,9 @@ def split_stages(schedule: Schedule, num_units: Sequence[int]) -> Schedule:
                 split += (pair[0]._replace(op=Op.OVERLAP), *pair)
             split += forward[paired:] + backward[paired:]
         rows.append(tuple(split))
-    return replace(schedule, placement=split_placement(schedule.placement, num_units), rows=tuple(rows))
+    reading = frozenset(unit for stage in schedule.reading_in_w for unit in range(starts[stage], starts[stage + 1]))
+    placement = split_placement(schedule.placement, num_units)
+    return replace(schedule, placement=placement, rows=tuple(rows), reading_in_w=reading)
 
 
 def split_placement(placement: Placement, num_units: Sequence[int]) -> Placement:

@@ -20,7 +20,6 @@ from megapipe.schedule.action import (
     RECV_OPS,
     SEND_OPS,
     SHARDING_OPS,
-    WEIGHTS_OPS,
     Action,
     Op,
     with_slices,
@@ -105,8 +104,9 @@ def validate(schedule: Schedule, send_depth: int | None = None, max_gathered: in
     - Every channel receives in the order in which it sends.
     - All ranks finish with asynchronous sends, with at most `send_depth` in flight per channel if given.
     - Every weight gradient is reduced once: no reduction has nothing to reduce, and the last follows all gradients.
-    - With gathers (UNSHARD), the weights of a stage are gathered before every computation that reads them, freed only
-      after it and by the end of the row; at most `max_gathered` stages of a rank at once, if given.
+    - With gathers (UNSHARD), the weights of a stage are gathered before every computation that reads them, also a W
+      of `reading_in_w`, freed only after it and by the end of the row; at most `max_gathered` stages of a rank at once,
+      if given.
     - All ranks that hold a stage issue its gathers and reductions in the same order, and equally many.
     """
     seen, orders = _check_each_action(schedule)
@@ -321,7 +321,7 @@ def _check_weights(schedule: Schedule, max_gathered: int | None) -> None:
                     fault = f"the weights of stages {stages} are gathered at once, at most {max_gathered} may be"
             elif op is Op.RESHARD and gathered.pop(stage, None) is None:
                 fault = f"the weights of stage {stage} are not gathered"
-            elif op in WEIGHTS_OPS and stage not in gathered:
+            elif stage not in gathered and schedule.reads_weights(action):
                 fault = f"needs the weights of stage {stage}, which are not gathered"
             if fault:
                 _fail(schedule, f"{action}: {fault}", (rank, slot))

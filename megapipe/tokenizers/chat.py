@@ -1,6 +1,6 @@
 """Chat templates: a conversation -> its text, its tokens, and which of them the assistant wrote.
 
-A template is Jinja, of the tokenizer itself or one of FORMATS, and runs in Jinja's immutable sandbox. The answer of an
+A template is Jinja, of the tokenizer itself or one of FORMATS, and runs in a sandbox (`rendering`). The answer of an
 assistant begins where the text would end if the template were asked for one (`add_generation_prompt`), which is what
 the model gets in use, and ends with the text of the conversation up to this message. So each of these texts must begin
 the next one; a template that writes earlier messages differently once later ones follow is refused.
@@ -15,21 +15,18 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megapipe.errors import ConfigError, DataError
-from megapipe.tokenizers.hugging_face import TEMPLATE_FILE, HuggingFaceTokenizer
-
-if TYPE_CHECKING:
-    from jinja2 import nodes
-    from jinja2.parser import Parser
+from megapipe.tokenizers.hugging_face import GENERATION_FILE, TEMPLATE_FILE, HuggingFaceTokenizer
+from megapipe.tokenizers.rendering import Template
 
 Message = Mapping[str, str]  # role and content
 DEFAULT_FORMAT = "default"
@@ -99,7 +96,7 @@ class ChatTokenizer:
             )
         self._where = f"{FLAG} {prompt_format}" if prompt_format in FORMATS else f"the template of {tokenizer.origin}"
         self._specials = {name: text for name, text in tokenizer.special.items() if self._id(text) is not None}
-        self._write = self._compiled(self.template)
+        self._written = Template(self.template, {"bos_token": "", "eos_token": ""} | self._specials, self._where)
         self._check_special_tokens()
 
     @cached_property
@@ -115,10 +112,39 @@ class ChatTokenizer:
         return self._base.decode(ids)
 
     def save(self, folder: Path) -> None:
-        """Write the tokenizer's files and the template, so that an export is prompted as it was trained."""
+        """Write the tokenizer's files, the template, and the ends of texts with that of an answer, so that a model is
+        prompted as it was trained and stops as it was trained.
+        """
         self._base.save(folder)
+        if set(self.ends) - set(self._base.ends):
+            path = folder / GENERATION_FILE
+            content = json.loads(path.read_text("utf-8")) if path.exists() else {}
+            path.write_text(json.dumps(content | {"eos_token_id": list(self.ends)}, indent=2) + "\n", encoding="utf-8")
         if self.prompt_format in FORMATS:
             (folder / TEMPLATE_FILE).write_text(self.template or "", encoding="utf-8")
+
+    @cached_property
+    def ends(self) -> tuple[int, ...]:
+        """The tokens that end a text: that at the end of an answer, the tokenizer's own, and those that its files name.
+
+        Templates end an answer with a special token, or with none.
+        """
+        own = () if self.eod is None else (self.eod,)
+        return tuple(dict.fromkeys((*self._turn_end(), *own, *self._base.ends)))
+
+    def _turn_end(self) -> tuple[int, ...]:
+        """Return the special token after the answers of a short conversation; none if the template writes none, or
+        demands other conversations."""
+        asked, answer = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
+        for messages in ([asked, answer], [{"role": "system", "content": "c"}, asked, answer]):
+            try:
+                (chat,) = self.tokenize([self.render(messages)])
+            except DataError:
+                continue
+            last = int(chat.tokens[chat.trained][-1])
+            added = self._library_tokenizer.get_added_tokens_decoder()
+            return (last,) if last in added and added[last].special else ()
+        return ()
 
     def render(self, messages: Sequence[Message]) -> Rendered:
         """Write a conversation. Raises DataError if its text is ambiguous, or the template cannot write it."""
@@ -155,16 +181,10 @@ class ChatTokenizer:
         return found
 
     def _text(self, messages: Sequence[Message], prompt: bool = False) -> str:
-        from jinja2 import TemplateError
-
         if not messages and prompt and self.prompt_format not in FORMATS:
             # many templates look at the first message; a conversation that begins with an answer has no prompt there
             raise DataError("the conversation begins with an answer; begin it with a message of the user")
-        try:
-            return self._write(list(map(dict, messages)), prompt)
-        except (TemplateError, TypeError, ValueError, KeyError, IndexError, AttributeError) as error:
-            text = str(error) or type(error).__name__
-            raise DataError(f"{self._where} refuses the conversation: {text}") from None
+        return self._written.text(messages, prompt)
 
     def _check_contents(self, messages: Sequence[Message]) -> None:
         """Raise DataError if a content holds the text of a special token, which would become that token."""
@@ -194,33 +214,6 @@ class ChatTokenizer:
                 f"another format ({FLAG} {', '.join(FORMATS)}), or a tokenizer with this token"
             )
 
-    def _compiled(self, template: str) -> Callable[[list[dict[str, str]], bool], str]:
-        """Compile a template with the names that transformers gives to it. Raises ConfigError."""
-        from jinja2 import TemplateError, TemplateSyntaxError
-        from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-        def refuse(message: str) -> None:
-            raise TemplateError(message)
-
-        def to_json(value: Any, indent: int | None = None) -> str:
-            return json.dumps(value, ensure_ascii=False, indent=indent)
-
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _generation()]
-        )
-        environment.filters["tojson"] = to_json
-        environment.globals["raise_exception"] = refuse  # no strftime_now: the text must not depend on the day
-        try:
-            compiled = environment.from_string(template)
-        except TemplateSyntaxError as error:
-            raise ConfigError(f"{self._where} is not valid Jinja: line {error.lineno}: {error}") from None
-        names = {"bos_token": "", "eos_token": ""} | self._specials
-
-        def write(messages: list[dict[str, str]], prompt: bool) -> str:
-            return compiled.render(messages=messages, add_generation_prompt=prompt, tools=None, documents=None, **names)
-
-        return write
-
 
 def chat_tokenizer(tokenizer: object, prompt_format: str = DEFAULT_FORMAT) -> ChatTokenizer:
     """Return a tokenizer with its chat template. Raises ConfigError if it has no tokenizer.json."""
@@ -230,20 +223,6 @@ def chat_tokenizer(tokenizer: object, prompt_format: str = DEFAULT_FORMAT) -> Ch
             f"--sft needs a HuggingFaceTokenizer with a tokenizer.json, not {kind}: see docs/finetuning.md"
         )
     return ChatTokenizer(tokenizer, prompt_format)
-
-
-def _generation() -> Any:
-    """Return a Jinja extension that reads transformers' {% generation %} blocks as their content."""
-    from jinja2.ext import Extension
-
-    class Generation(Extension):
-        tags = {"generation"}  # noqa: RUF012 - Jinja's interface
-
-        def parse(self, parser: Parser) -> list[nodes.Node]:
-            next(parser.stream)
-            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-    return Generation
 
 
 def _tokens(chat: Rendered, encoding: Any, special: frozenset[int]) -> ChatTokens:

@@ -12,18 +12,20 @@ from megapipe.errors import ConfigError, DataError
 
 TOKENIZER_FILE = "tokenizer.json"
 TEMPLATE_FILE = "chat_template.jinja"
-CONFIG_FILES = ("tokenizer_config.json", "special_tokens_map.json")
+TOKENIZER_CONFIG, GENERATION_FILE = "tokenizer_config.json", "generation_config.json"
+CONFIG_FILES = (TOKENIZER_CONFIG, "special_tokens_map.json")
 SPECIAL_TOKENS = ("eos_token", "bos_token", "pad_token", "unk_token")
-TEMPLATE_HOLDERS = ("chat_template.json", "tokenizer_config.json")
+TEMPLATE_HOLDERS = ("chat_template.json", TOKENIZER_CONFIG)
 # saved together with the tokenizer if they exist: an export of the trained model uses them
 COMPANIONS = (
     *CONFIG_FILES,
     "added_tokens.json",
     "chat_template.json",
     TEMPLATE_FILE,
-    "generation_config.json",
+    GENERATION_FILE,
     "config.json",
 )
+END_FILES = (GENERATION_FILE, "config.json")  # the first one that names tokens that end a text holds
 # names of end-of-document tokens in public vocabularies: used only if no config file names one
 KNOWN_EODS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "<EOD>")
 
@@ -36,6 +38,20 @@ def _library(name: str, what: str) -> Any:
         if error.name != name:
             raise
         raise ConfigError(f"{what} needs the package {name!r}: run pip install 'megapipe[{name}]'") from None
+
+
+def end_ids(content: Any) -> tuple[int, ...]:
+    """Return the tokens that end a text by the content of a generation_config.json or config.json."""
+    value = content.get("eos_token_id") if isinstance(content, dict) else None
+    found = value if isinstance(value, list) else [value]
+    return tuple(one for one in found if isinstance(one, int))
+
+
+def _json(file: Path) -> Any:
+    try:
+        return json.loads(file.read_text("utf-8"))
+    except ValueError as error:
+        raise DataError(f"{file} is not JSON: {error}") from None
 
 
 class _Fast:
@@ -51,8 +67,9 @@ class _Fast:
         self.eod: int | None = vocabulary.get(special.get("eos_token"))
         self.bos: int | None = vocabulary.get(special.get("bos_token"))
         self.pad: int | None = vocabulary.get(special.get("pad_token"))
-        if "eos_token" not in special:
-            self.eod = next((vocabulary[name] for name in KNOWN_EODS if name in vocabulary), None)
+        found = next((name for name in KNOWN_EODS if name in vocabulary), None)
+        if "eos_token" not in special and found is not None:
+            self.eod, self.special = vocabulary[found], special | {"eos_token": found}
 
     def encode(self, text: str) -> list[int]:
         return list(self._tokenizer.encode(text).ids)
@@ -89,16 +106,16 @@ class HuggingFaceTokenizer(_Fast):
         companions = {name: path.parent / name for name in COMPANIONS if (path.parent / name).is_file()}
         special: dict[str, str] = {}  # each from the first file that names it
         for file in (companions[name] for name in CONFIG_FILES if name in companions):
-            try:
-                config = json.loads(file.read_text("utf-8"))
-            except ValueError as error:
-                raise DataError(f"{file} is not JSON: {error}") from None
+            config = _json(file)
             for key in SPECIAL_TOKENS:
                 value = config.get(key) if isinstance(config, dict) else None
                 text = value.get("content") if isinstance(value, dict) else value  # an object or a string
                 if isinstance(text, str):
                     special.setdefault(key, text)
         super().__init__(tokenizer, special, {TOKENIZER_FILE: path} | companions)
+        # further tokens that end a text, such as the ends of turns
+        named = (end_ids(_json(companions[name])) for name in END_FILES if name in companions)
+        self.ends: tuple[int, ...] = next((ids for ids in named if ids), ())
 
     @property
     def origin(self) -> str:
@@ -116,10 +133,7 @@ class HuggingFaceTokenizer(_Fast):
         if TEMPLATE_FILE in self._files:
             return self._files[TEMPLATE_FILE].read_text("utf-8")
         for name in TEMPLATE_HOLDERS:
-            try:
-                found = json.loads(self._files[name].read_text("utf-8")) if name in self._files else {}
-            except ValueError as error:
-                raise DataError(f"{self._files[name]} is not JSON: {error}") from None
+            found = _json(self._files[name]) if name in self._files else {}
             template = found.get("chat_template") if isinstance(found, dict) else None
             if isinstance(template, list):  # several by name
                 named = {one.get("name"): one.get("template") for one in template if isinstance(one, dict)}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import os
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from megapipe.errors import ConfigError, DataError
@@ -40,6 +40,11 @@ class _Model:
         if not loaded:
             raise DataError(f"{path} ({len(self._content)} bytes) is not a SentencePiece model, or a damaged one")
         self._num_pieces = int(self._processor.GetPieceSize())
+        self.special: dict[str, str] = {}  # 'eos_token' -> its text
+
+    def _name_special(self, texts: Mapping[int, str]) -> None:
+        named = {"eos_token": self.eod, "bos_token": self.bos, "pad_token": self.pad}
+        self.special = {name: texts[number] for name, number in named.items() if number is not None}
 
     def encode(self, text: str) -> list[int]:
         return [int(i) for i in self._processor.EncodeAsIds(text)]
@@ -76,6 +81,7 @@ class SentencePieceTokenizer(_Model):
             ids[special] = declared[special] if is_declared else pieces.setdefault(special, len(pieces))
         self.vocab_size = len(pieces)
         self.eod, self.bos, self.pad = ids["<EOD>"], ids["<BOS>"], ids["<PAD>"]
+        self._name_special({number: name for name, number in pieces.items()})
 
 
 class GPTSentencePieceTokenizer(_Model):
@@ -92,6 +98,9 @@ class GPTSentencePieceTokenizer(_Model):
         bos, pad = int(self._processor.bos_id()), int(self._processor.pad_id())
         self.bos = bos if bos >= 0 else None
         self.pad = pad if pad >= 0 else None
+        self._name_special(
+            {number: self._processor.IdToPiece(number) for number in (self.eod, bos, pad) if number >= 0}
+        )
 
 
 class Llama2Tokenizer(GPTSentencePieceTokenizer):

@@ -46,6 +46,12 @@ def files_of(tokenizer: Tokenizer) -> dict[str, bytes]:
         return {path.name: path.read_bytes() for path in sorted(Path(folder).iterdir()) if path.is_file()}
 
 
+def end_tokens(tokenizer: Tokenizer) -> tuple[int, ...]:
+    """Return the tokens that end a text: the end-of-document token, and those that the tokenizer's files name."""
+    own = () if tokenizer.eod is None else (tokenizer.eod,)
+    return tuple(dict.fromkeys((*own, *getattr(tokenizer, "ends", ()))))
+
+
 class ByteTokenizer:
     """UTF-8 bytes as tokens: ids 0 .. 255, and 256 ends a document. A character that was cut is decoded as U+FFFD."""
 

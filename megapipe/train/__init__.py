@@ -1,6 +1,7 @@
 """The training loop and everything around a step.
 
-- `run`:     from a plan to a finished run; `loop`: `Training`: data, step, settle, evaluate, save, leave
+- `run`:     from a plan to a finished run, with the `facts` that ranks compare before it
+- `loop`:    `Training`: data, step, settle, evaluate, save, leave
 - `step`:    `TrainStep`, its variants without a barrier between steps and asynchronous; average of the loss, timers
 - `state`:   the position of a run, its learning rates and weight decay
 - `loading`, `saving`: state and tensors from and to checkpoints, and the way back to one after a loss spike

@@ -93,9 +93,9 @@ def _message(step: int, of_ranks: Sequence[Findings], topology: Topology) -> str
         who = f"on one of {named(either[:MOST_DIFFERENCES])} (with two copies it is unknown which)"
     return (
         f"bits of the parameters have changed {who}, found after step {step}: {'; '.join(parts)}. Nothing was saved "
-        "since; restart from the newest checkpoint, when all copies still agreed. If it happens again on the same "
-        "host, exclude that host and test its memory and devices; if hosts change, it is a bug in what updates the "
-        f"parameters ({FLAG})"
+        "since; restart from the newest checkpoint, when all copies still agreed. Configuration, data and versions of "
+        "all ranks were compared at the start and are equal. If it happens again on the same host, exclude that host "
+        f"and test its memory and devices; if hosts change, it is a bug in what updates the parameters ({FLAG})"
     )
 
 

@@ -1,4 +1,4 @@
-"""The extensions of a run: the same on all ranks, named in checkpoints, compared when a run resumes."""
+"""The extensions of a run: named in checkpoints, compared when a run resumes."""
 
 from __future__ import annotations
 
@@ -6,32 +6,18 @@ from collections.abc import Iterator
 from itertools import product
 from typing import Any
 
-from megapipe.comm.collectives import gather_objects
-from megapipe.comm.groups import Group
 from megapipe.config.config import Config
 from megapipe.errors import ConfigError
 from megapipe.registry import EXTENSIONS
 
 
-def check_same_on_all_ranks(config: Config, world: Group) -> None:
-    """Raise ConfigError on all ranks if one has loaded other extensions than rank 0, or other content. A collective.
-
-    Also if the configuration, made in Python, names an extension that is not loaded.
-    """
+def check_loaded(config: Config) -> None:
+    """Raise ConfigError if the configuration, made in Python, names an extension that is not loaded."""
     for name in config.training.extension:
         if name not in EXTENSIONS.loaded:
             raise ConfigError(
                 f"training.extension names {name}, which is not loaded: call EXTENSIONS.load({name!r}) first"
             )
-    own = {extension.name: extension.sha256 for extension in EXTENSIONS.loaded.values()}
-    everywhere = gather_objects(own, world)
-    for rank, found in enumerate(everywhere):
-        for name in {**everywhere[0], **found}:
-            first, other = (_short(one.get(name)) for one in (everywhere[0], found))
-            if first != other:
-                raise ConfigError(
-                    f"--extension {name} is {first} on rank 0 and {other} on rank {rank}; copy one file to all"
-                )
 
 
 def extension_lines() -> Iterator[str]:
@@ -59,5 +45,5 @@ def changed_extensions(saved: list[dict[str, Any]], where: str) -> tuple[str, ..
     return tuple(lines)
 
 
-def _short(sha256: str | None) -> str:
-    return "not loaded" if sha256 is None else f"sha256 {sha256[:12]}"
+def _short(sha256: str) -> str:
+    return f"sha256 {sha256[:12]}"

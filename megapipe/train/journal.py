@@ -41,7 +41,7 @@ class Journal:
 
     def __init__(self, folder: Path | None, global_rank: int = 0) -> None:
         self._path = None if folder is None else folder / FILE_NAME
-        self._rank, self._is_quiet = global_rank, False
+        self._rank, self._is_quiet, self._is_begun = global_rank, False, False
         self.writers: list[Writer] = []
 
     def open_writers(self, config: Config) -> None:
@@ -123,7 +123,9 @@ class Journal:
             return
         line = json.dumps({"kind": kind, "time": time.time(), **record}) + "\n"
         try:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
+            if not self._is_begun:  # later, a folder that is missing was moved
+                self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._is_begun = True
             with self._path.open("a", encoding="utf-8") as file:
                 file.write(line)  # one write, so that lines of several ranks do not mix
         except OSError as error:

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import torch
 
 from megapipe.assembly.runtime import TrainingRuntime
+from megapipe.checkpoint.changes import changes_since
 from megapipe.checkpoint.disk import Disk
 from megapipe.checkpoint.folder import (
     CheckpointFolder,
@@ -29,24 +30,36 @@ from megapipe.checkpoint.folder import (
 from megapipe.checkpoint.load import load_tensors
 from megapipe.checkpoint.lock import Owner, SaveLock, acquire
 from megapipe.checkpoint.manifest import MANIFEST_NAME
-from megapipe.checkpoint.same_model import Comparison, compare_model
+from megapipe.checkpoint.same_tokenizer import check_tokenizer
 from megapipe.checkpoint.save import from_rank_0
 from megapipe.checkpoint.shard import padding_of, tensor_box
 from megapipe.checkpoint.starts import Starts, count_start, no_progress_error
 from megapipe.comm.collectives import all_reduce
 from megapipe.comm.groups import Group
-from megapipe.config.config import Config
+from megapipe.config.changes import DATA, LOSS, OPTIMIZER, SCHEDULE
+from megapipe.config.config import Config, ResolvedConfig
 from megapipe.config.files import CheckpointConfig
 from megapipe.data.fingerprint import Fingerprint, differences, has_another_order
 from megapipe.data.loader import Loader
 from megapipe.environment import Environment
 from megapipe.errors import CheckpointError, DamageError, TrainingError
+from megapipe.tokenizers.fingerprint import Fingerprint as TokenizerFingerprint
 from megapipe.train.extensions import changed_extensions
 from megapipe.train.journal import Journal, last_failure, recorded_folder
-from megapipe.train.state import Account, Schedules, TrainingState, on_rank_0, schedules_to_resume
+from megapipe.train.state import (
+    Account,
+    Schedules,
+    TrainingState,
+    check_position,
+    on_rank_0,
+    samples_to_take,
+    schedule_changes,
+    schedules_to_resume,
+)
 
 # flags to resume this job's own run
 LOAD_ALL: dict[str, Any] = {"finetune": False, "no_load_optim": False, "no_load_rng": False}
+ALLOW_ALL: dict[str, Any] = {"allow_changed_model": True, "allow_changed_optimizer": True, "allow_changed_data": True}
 Weights = Mapping[str, "WholeTensor"]  # 'master/' + parameter -> values
 CountedStarts = Starts | CheckpointError | None  # None: nothing is saved, so there is nothing to count
 
@@ -114,21 +127,31 @@ def share_starts(counted: CountedStarts, config: Config, world: Group) -> Starts
     return starts
 
 
+def flags_of_start(config: Config, starts: CountedStarts) -> CheckpointConfig:
+    """Return the flags with which a run resumes: from --save after a restart, if that holds a checkpoint."""
+    flags = config.checkpoint
+    if isinstance(starts, Starts) and starts.is_restart and flags.save is not None and steps_in(Path(flags.save)):
+        # the job's own checkpoints take precedence over --load, --ckpt-step, --finetune
+        may_change = flags.allow_changed_optimizer or flags.no_load_optim  # the first start was allowed to
+        return replace(flags, load=flags.save, ckpt_step=None, allow_changed_optimizer=may_change, **LOAD_ALL)
+    return flags
+
+
 def resume(
     runtime: TrainingRuntime,
     journal: Journal,
     starts: Starts | None = None,
     data: Fingerprint | None = None,
     weights: Weights | None = None,
+    made_with: TokenizerFingerprint | None = None,
 ) -> Resumed:
     """Load from --load, or from --save after a restart if it holds a checkpoint; else start from the beginning.
 
-    data: of the training data, on rank 0. weights: those of --load, if that is not a checkpoint of a run.
+    data: of the training data, on rank 0. weights: those of --load, if that is not a checkpoint of a run. made_with:
+    the fingerprint of the tokenizer.
     """
-    config, flags = runtime.plan.config, runtime.plan.config.checkpoint
-    if starts is not None and starts.is_restart and flags.save is not None and steps_in(Path(flags.save)):
-        # the job's own checkpoints take precedence over --load, --ckpt-step, --finetune
-        flags = replace(flags, load=flags.save, ckpt_step=None, **LOAD_ALL)
+    config = runtime.plan.config
+    flags = flags_of_start(config, starts)
     if flags != config.checkpoint:
         unused = "--load and its flags apply only to the first start"
         journal.say(f"a restart: continuing from --save {flags.save}; {unused}")
@@ -140,7 +163,7 @@ def resume(
         schedules = None if config.optimizer.lr is None else Schedules.of(config)
         resumed = Resumed(TrainingState(), schedules, Path(flags.load))
     else:
-        resumed = load(runtime, Path(flags.load), flags, data)
+        resumed = load(runtime, Path(flags.load), flags, data, made_with)
     journal.say(*resumed.remarks)
     if resumed.path is not None:
         position = f"step {resumed.state.step}, {resumed.state.consumed_samples:,} samples"
@@ -150,13 +173,18 @@ def resume(
 
 
 def load(
-    runtime: TrainingRuntime, root: Path, flags: CheckpointConfig | None = None, data: Fingerprint | None = None
+    runtime: TrainingRuntime,
+    root: Path,
+    flags: CheckpointConfig | None = None,
+    data: Fingerprint | None = None,
+    made_with: TokenizerFingerprint | None = None,
 ) -> Resumed:
     """Load the newest complete checkpoint of root, or --ckpt-step, from any grid. A collective.
 
     If the newest one proves damaged while it is read, the one before is taken. A root without any checkpoint is a fresh
-    start, unless --exit-on-missing-checkpoint or --ckpt-step. flags: instead of the configuration's. data: of
-    the training data, on rank 0, to be compared. Raises CheckpointError on all ranks.
+    start, unless --exit-on-missing-checkpoint or --ckpt-step. flags: instead of the configuration's. data (on rank 0),
+    made_with: fingerprints of the training data and of the tokenizer, to be compared. Raises CheckpointError on all
+    ranks.
     """
     flags = flags or runtime.plan.config.checkpoint
     remarks: list[str] = []
@@ -167,7 +195,7 @@ def load(
         if folder is None and damaged:
             raise CheckpointError(f"{root} holds no complete checkpoint:\n  " + "\n  ".join(remarks))
         try:
-            resumed = _load_from(runtime, root, folder, flags, data)
+            resumed = _load_from(runtime, root, folder, flags, data, made_with)
         except DamageError as error:
             if folder is None or flags.ckpt_step is not None:
                 raise
@@ -183,6 +211,7 @@ def _load_from(
     folder: CheckpointFolder | None,
     flags: CheckpointConfig,
     data: Fingerprint | None,
+    made_with: TokenizerFingerprint | None,
 ) -> Resumed:
     config = runtime.plan.config
     schedules = None if config.optimizer.lr is None else Schedules.of(config)
@@ -196,6 +225,8 @@ def _load_from(
         state = TrainingState.from_dict(saved["training"])
         if state.step != folder.step:
             raise ValueError(f"step {state.step} in a checkpoint of step {folder.step}")
+        check_position(state, saved.get("batches"))
+        state.since = state.step, state.consumed_samples
         _check(runtime, saved, folder.path, flags)
         if with_optimizer and schedules is not None and saved["schedules"] is not None:
             of_checkpoint = Schedules.from_dict(saved["schedules"])
@@ -204,10 +235,10 @@ def _load_from(
         state.account = Account.from_dict(account_of(saved, read_rollbacks(root)))
         state.spikes = saved.get("spikes")
         state.compiles_blocks = saved.get("compiles_blocks")
-    remarks = (*folder.remarks, *_check_model(runtime, folder, flags))
-    remarks += changed_extensions(saved.get("extensions", []), str(folder.path))
-    if not flags.finetune:
-        remarks += on_rank_0(partial(_check_data, folder, data, flags), runtime.groups.world)
+    remarks = (*folder.remarks, *changed_extensions(saved.get("extensions", []), str(folder.path)))
+    remarks += on_rank_0(partial(told_changes, folder, config, schedules, data, flags), runtime.groups.world)
+    given = {"is_finetuning": flags.finetune, "may_differ": flags.allow_changed_data}
+    remarks += on_rank_0(partial(check_tokenizer, saved, made_with, str(folder.path), **given), runtime.groups.world)
     _load_tensors(runtime, folder, with_optimizer, flags.allow_changed_model)
     if with_optimizer:
         with understood(folder.path):
@@ -262,49 +293,49 @@ def _check(runtime: TrainingRuntime, saved: dict[str, Any], path: Path, flags: C
             raise CheckpointError(f"{path} holds the state of --optimizer {rule}, this run uses {own}; {way_out}")
 
 
-def _check_model(runtime: TrainingRuntime, folder: CheckpointFolder, flags: CheckpointConfig) -> tuple[str, ...]:
-    """Return remarks on how the run's model differs from a checkpoint's. A collective.
+def told_changes(
+    folder: CheckpointFolder,
+    config: ResolvedConfig,
+    schedules: Schedules | None,
+    data: Fingerprint | None,
+    flags: CheckpointConfig,
+) -> tuple[str, ...]:
+    """Return the lines about the changes since a checkpoint. schedules: those in force from here on.
 
-    Raises CheckpointError on all ranks if it computes another function, without --allow-changed-model.
+    Raises CheckpointError if the run computes another function or, unless it starts from step 0, has another optimizer
+    or other data, without the flags that allow it.
     """
-    model = runtime.plan.config.model
-    found: Comparison = on_rank_0(partial(compare_model, folder, model), runtime.groups.world)
-    if not found.changed:
-        return found.remarks
-    lines = "".join(f"\n  {line}" for line in found.changed)
-    if not flags.allow_changed_model:
-        raise CheckpointError(
-            f"the model computes another function than the one in {folder.path}:{lines}\nSet them alike "
-            "(--use-checkpoint-args takes the checkpoint's), or give --allow-changed-model if the change is wanted"
-        )
-    return (*found.remarks, f"the model is not the one in {folder.path} (--allow-changed-model):{lines}")
+    state = folder.manifest.state
+    if flags.finetune or config.training.skip_train or int(state["training"]["consumed_samples"]) == 0:
+        return changes_since(folder, config, (), {}).told(flags)
+    of_data, remarks = _data_changes(folder, data)
+    more = {DATA: of_data}
+    if schedules is not None and state["schedules"] is not None:
+        with understood(folder.path):
+            more[SCHEDULE] = schedule_changes(Schedules.from_dict(state["schedules"]), schedules)
+    kinds = {LOSS, SCHEDULE, OPTIMIZER} | ({DATA} if state.get("data") is not None else set())
+    if flags.no_load_optim:
+        flags = replace(flags, allow_changed_optimizer=True)
+    return (*remarks, *changes_since(folder, config, kinds, more).told(flags))
 
 
-def _check_data(folder: CheckpointFolder, own: Fingerprint | None, flags: CheckpointConfig) -> tuple[str, ...]:
-    """Return remarks on how the training data differ from a checkpoint's.
-
-    Raises CheckpointError if they are others, without --allow-changed-data.
-    """
+def _data_changes(folder: CheckpointFolder, own: Fingerprint | None) -> tuple[list[str], tuple[str, ...]]:
+    """Return how the training data differ from a checkpoint's, and remarks."""
     saved: Fingerprint | None = folder.manifest.state.get("data")
-    if own is None or int(folder.manifest.state["training"]["consumed_samples"]) == 0:
-        return ()  # nothing is read, or nothing has been
+    if own is None:
+        return [], ()
     if saved is None:
-        return (f"{folder.path} does not say what data it was trained on, so the data were not compared",)
+        return [], (f"{folder.path} does not say what data it was trained on, so the data were not compared",)
     with understood(folder.path):
         changes = differences(saved, own)
-        is_reordered = not changes and has_another_order(saved, own)
-    if is_reordered:
-        return (
-            "this run takes the samples in another order (another length that needs more or fewer epochs, or another "
-            "seed): some that the checkpoint's run has read will be read again before others are read at all",
-        )
-    lines = "".join(f"\n  {line}" for line in changes)
-    if changes and not flags.allow_changed_data:
-        raise CheckpointError(
-            f"the training data are not those that {folder.path} was trained on:{lines}\nGive the same data, "
-            "--allow-changed-data to continue on these, or --finetune to start at step 0"
-        )
-    return (f"the training data are not those of {folder.path} (--allow-changed-data):{lines}",) if changes else ()
+        if not changes and has_another_order(saved, own):
+            order = (
+                "this run takes the samples in another order (another length that needs more or fewer epochs, or "
+                "another seed): some that the checkpoint's run has read will be read again before others are read at "
+                "all"
+            )
+            return [], (order,)
+    return changes, ()
 
 
 def _load_tensors(
@@ -407,7 +438,7 @@ def go_back(
     tokens = before.discarded_tokens + state.consumed_tokens - resumed.consumed_tokens
     account = resumed.account = Account(skipped.plus(first, past), before.rollbacks + 1, samples, tokens)
     rollback = Rollback(account.rollbacks, state.step, resumed.step, first, past, why, time.time(), account.to_dict())
-    loader.skip(account.skipped, training.train_samples)
+    loader.skip(account.skipped, samples_to_take(runtime.plan, resumed))
 
     def commit() -> tuple[str, ...]:
         try:
@@ -427,7 +458,7 @@ def go_back(
 def _load_before(runtime: TrainingRuntime, root: Path, step: int, back: int, journal: Journal) -> TrainingState | None:
     """Load the `back`-th newest checkpoint from before a step, the oldest if there are fewer, or return None."""
     # what was allowed at the start of the run is not asked again
-    flags = replace(runtime.plan.config.checkpoint, **LOAD_ALL, allow_changed_model=True)
+    flags = replace(runtime.plan.config.checkpoint, **LOAD_ALL, **ALLOW_ALL)
     steps = on_rank_0(lambda: [s for s in complete_steps(root) if s < step], runtime.groups.world)
     for candidate in reversed(steps[: max(1, len(steps) - back + 1)]):
         try:

@@ -12,6 +12,7 @@ from megapipe.assembly.datasets import RunData
 from megapipe.assembly.runtime import TrainingRuntime
 from megapipe.errors import CheckpointError, TrainingError
 from megapipe.monitor.heartbeat import PATIENCE
+from megapipe.train.data_check import DataCheck
 from megapipe.train.evaluation import EvaluationClock
 from megapipe.train.garbage import GarbageCollection
 from megapipe.train.guard import Decision, Guard, StepHealth, StopRequest
@@ -56,6 +57,7 @@ class Training:
         self._profiling = Profiling(runtime, journal)
         self._step = train_step(runtime, self._config.logging.log_num_zeros_in_grad, self._profiling.timers)
         self._guard = Guard(runtime, state, data.train, saving, journal, stop, observer)
+        self._files = DataCheck(runtime, data.files, journal.say)
         self._stop = stop
         self._decision = Decision()  # what follows the last step whose result is known
         self._garbage = GarbageCollection(self._training)
@@ -162,6 +164,7 @@ class Training:
         if result.update.remark:
             self._journal.say(f"step {state.step}: {result.update.remark}")
         if self._is_due(self._config.logging.log_interval) or state.step == self._training.train_iters:
+            self._files.look()
             self._journal.write(self._metrics(batch, result))
             self._profiling.stragglers.report(state.step, count)
         self._losses["train"] = result.loss
@@ -257,6 +260,7 @@ class Training:
 
     def _save(self) -> None:
         if self._saving.is_needed(self.state.step):
+            self._files.compare()
             self._guard.prepare_save()
             self._saving.save(self.state)
 

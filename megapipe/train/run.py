@@ -20,7 +20,7 @@ from megapipe.checkpoint.disk import Disk
 from megapipe.checkpoint.lock import SaveLock
 from megapipe.checkpoint.starts import Starts, clear_starts
 from megapipe.comm.bootstrap import World, join
-from megapipe.comm.groups import ProcessGroups, build_process_groups
+from megapipe.comm.groups import ProcessGroups, build_process_groups, world_group
 from megapipe.comm.trace import Tracer
 from megapipe.data.fingerprint import fingerprint
 from megapipe.environment import Environment, set_for_libraries
@@ -33,14 +33,16 @@ from megapipe.plan.run_plan import RunPlan
 from megapipe.topology import GROUP_NAMES
 from megapipe.train.active_kernels import active_kernels
 from megapipe.train.compiled_blocks import choose_blocks
-from megapipe.train.extensions import check_same_on_all_ranks, extension_lines
+from megapipe.train.extensions import check_loaded, extension_lines
+from megapipe.train.facts import facts_of, notes_of
 from megapipe.train.gpu_setup import check_fp8, graph_words, marks_of, prepare, unused, watched_memory
 from megapipe.train.guard import StopRequest, stop_requests
 from megapipe.train.journal import Journal, recorded_folder
-from megapipe.train.loading import Weights, count_this_start, resume, save_lock, share_starts
+from megapipe.train.loading import Weights, count_this_start, flags_of_start, resume, save_lock, share_starts
 from megapipe.train.loop import Training
 from megapipe.train.observer import Observer
 from megapipe.train.saving import Saving, prepare_save
+from megapipe.train.state import samples_to_take
 from megapipe.train.step import ACTION_LEVEL
 from megapipe.train.watch import watched
 from megapipe.version import __version__
@@ -92,8 +94,10 @@ def _run(
         kernels = choose_kernels(config)  # fails, if a library is missing, before ranks wait for each other
         if not is_refused:
             journal.open_writers(config)
+        check_loaded(config)
         counted = count_this_start(config, environment, lock)
-        world = join(config, environment)
+        notes = notes_of(lock, flags_of_start(config, counted)) if environment.global_rank == 0 else {}
+        world = join(config, environment, partial(facts_of, plan, environment), notes)
         check_fp8(config, world.device)
         found = active_kernels(config, kernels, world.device)
         words = (*describe_kernels(kernels, config, world.device), *found, *graph_words(plan))
@@ -104,17 +108,18 @@ def _run(
             journal.progress("kernels: " + "\n         ".join(words))
         journal.say(*extension_lines(), *said, *unused(config.gpu, world))
         heartbeat = Heartbeat(GROUP_NAMES) if config.parallel.hang_timeout_seconds else None
-        groups = build_process_groups(
-            plan.topology,
-            world.global_rank,
-            world.backend,
-            world.timeout_seconds,
-            heartbeat=heartbeat,
-            nccl=nccl.options,
-        )
-        check_same_on_all_ranks(config, groups.world)
-        starts = share_starts(counted, config, groups.world)
-        with watched(plan, environment, groups, journal), watched_memory(plan, world.device, world.global_rank):
+        everyone = world_group(world.world_size, world.global_rank, world.timeout_seconds, heartbeat=heartbeat)
+        starts = share_starts(counted, config, everyone)  # before the watch writes to --save, which may be refused
+        is_watched = watched(plan, environment, everyone, journal)
+        with is_watched, watched_memory(plan, world.device, world.global_rank):
+            groups = build_process_groups(
+                plan.topology,
+                world.global_rank,
+                world.backend,
+                world.timeout_seconds,
+                heartbeat=heartbeat,
+                nccl=nccl.options,
+            )
             disk = Disk(may_change=lock.check) if isinstance(lock, SaveLock) else Disk()
             after = config_text, after_training, disk, weights, observer
             _train(plan, groups, world.device, journal, stop, starts, *after)
@@ -151,17 +156,16 @@ def _train(
         is_compared = rank == 0 and data.train is not None and (root is not None or config.checkpoint.load is not None)
         read = fingerprint(data.train.dataset) if is_compared and data.train is not None else None
         with heartbeat.phase("loading", PATIENCE):
-            resumed = resume(runtime, journal, starts, read, weights)
+            resumed = resume(runtime, journal, starts, read, weights, data.made_with)
             state = resumed.state
             if root is not None:
                 journal.say(*prepare_save(root, state, groups.world, resumed.damaged, disk))
-            saving = Saving(
-                runtime, resumed.schedules, root, config_text, data.tokenizer, journal.say, read, disk, observer.on_save
-            )
+            kept = data.tokenizer, journal.say, read, disk, observer.on_save, data.made_with
+            saving = Saving(runtime, resumed.schedules, root, config_text, *kept)
         with heartbeat.phase("compiling blocks", PATIENCE):
             state.compiles_blocks = choose_blocks(runtime, state.compiles_blocks, journal.say)
-        if data.train is not None and config.training.train_samples:
-            data.train.skip(state.account.skipped, config.training.train_samples)
+        if data.train is not None and not config.training.skip_train and state.step < config.training.train_iters:
+            data.train.skip(state.account.skipped, samples_to_take(plan, state))
         result = Training(runtime, data, state, resumed.schedules, saving, journal, stop, observer).run()
         if after_training is not None and result.is_complete:
             with heartbeat.phase("after the training", PATIENCE):

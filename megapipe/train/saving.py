@@ -9,8 +9,10 @@ The manifest's `state` holds:
     compiles_blocks   the choice of --compile-blocks auto; null if none was made
     schedules   learning rates and weight decay in force
     global_batch_size   sequences of a step, at the end of a ramp-up
+    batches     the batch sizes, and step and consumed samples from which on the run has had them
     extensions  name, checksum and names of what they provide (train.extensions)
     data        fingerprint of the training data (data.fingerprint); null without training
+    tokenizer   its fingerprint (tokenizers.fingerprint); null without one
     grid, precision   for people and `tools/inspect_checkpoint.py`
 """
 
@@ -43,9 +45,10 @@ from megapipe.data.fingerprint import Fingerprint
 from megapipe.errors import CheckpointError, SaveRefusedError
 from megapipe.formatting import bytes_text
 from megapipe.monitor.heartbeat import PATIENCE
+from megapipe.tokenizers.fingerprint import Fingerprint as TokenizerFingerprint
 from megapipe.tokenizers.tokenizer import Tokenizer, files_of
 from megapipe.train.extensions import extensions_to_save
-from megapipe.train.state import Schedules, TrainingState, on_rank_0
+from megapipe.train.state import Schedules, TrainingState, batches_to_dict, on_rank_0
 
 
 class Saving:
@@ -54,7 +57,7 @@ class Saving:
     All ranks call `save`, `write`, `advance` and `finish` together. root: --save; None saves nothing. config_text: the
     configuration as YAML. tokenizer: saved with every checkpoint. say: prints a line once for all ranks. data:
     of the training data, on rank 0. disk: through which rank 0 changes the directory. on_save: called on all ranks with
-    the folder of every checkpoint that is complete.
+    the folder of every checkpoint that is complete. made_with: the fingerprint of the tokenizer.
     """
 
     def __init__(
@@ -68,7 +71,9 @@ class Saving:
         data: Fingerprint | None = None,
         disk: Disk | None = None,
         on_save: Callable[[Path], None] = lambda folder: None,
+        made_with: TokenizerFingerprint | None = None,
     ) -> None:
+        self._made_with = made_with
         self._runtime, self._schedules, self._root = runtime, schedules, root
         self._config_text, self._say, self._data, self._on_save = config_text, say, data, on_save
         self._tokenizer_files: dict[str, bytes] = {}
@@ -178,7 +183,9 @@ class Saving:
             "random": None if flags.no_save_rng else {"seed": config.training.seed},
             "schedules": None if self._schedules is None else asdict(self._schedules),
             "global_batch_size": plan.batch.full,
+            "batches": batches_to_dict(plan.batch, state),
             "data": self._data,
+            "tokenizer": self._made_with,
             "extensions": extensions_to_save(),
             "precision": config.precision.dtype,
             "grid": {"tp": grid.tp, "cp": grid.cp, "pp": grid.pp, "dp": grid.dp, "chunks": plan.num_chunks},

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any, TypeVar
 
+from megapipe.checkpoint.same_model import change_text
 from megapipe.checkpoint.save import from_rank_0
 from megapipe.comm.groups import Group
 from megapipe.config.config import Config
@@ -13,8 +14,11 @@ from megapipe.config.training import OptimizerConfig
 from megapipe.data.dataset import SkippedSamples
 from megapipe.errors import CheckpointError, ConfigError
 from megapipe.optimizer.schedule import LrSchedule, Rates, WeightDecaySchedule, lr_schedule, weight_decay_schedule
+from megapipe.plan.batch import BatchSchedule
+from megapipe.plan.run_plan import RunPlan
 
 T = TypeVar("T")
+BATCH_SIZES = ("full", "start", "increment", "ramp_samples")  # of BatchSchedule
 COUNTS = ("step", "consumed_samples", "consumed_tokens", "skipped_steps")
 ACCOUNT_COUNTS = ("rollbacks", "discarded_samples", "discarded_tokens")
 FLAGS = {
@@ -69,6 +73,9 @@ class TrainingState:
     account: Account = field(default_factory=Account)
     spikes: dict[str, Any] | None = None  # state of the spike watch, None without it
     compiles_blocks: bool | None = None  # the choice of --compile-blocks auto, None before it
+    since: tuple[int, int] = field(
+        default=(0, 0), compare=False
+    )  # step and consumed samples from which on the batch sizes are this run's
 
     def advance(self, samples: int, tokens: int) -> None:
         """Count one more step."""
@@ -90,6 +97,37 @@ class TrainingState:
     ) -> TrainingState:
         counts: dict[str, Any] = {name: int(values[name]) for name in COUNTS}
         return cls(**counts, account=account or Account(), spikes=spikes)
+
+
+def batches_to_dict(batch: BatchSchedule, state: TrainingState) -> dict[str, Any]:
+    """Return the batch sizes of a run, and the position from which on it has had them, for the checkpoint."""
+    return {"since": list(state.since), **{name: getattr(batch, name) for name in BATCH_SIZES}}
+
+
+def check_position(state: TrainingState, saved: dict[str, Any] | None) -> None:
+    """Raise ValueError if the consumed samples of a checkpoint are not those of its steps.
+
+    saved: of `batches_to_dict`; None in a checkpoint without it, which is accepted.
+    """
+    if saved is None:
+        return
+    step, samples = state.step, state.consumed_samples
+    first, consumed = map(int, saved["since"])
+    sizes: dict[str, Any] = {name: int(saved[name]) for name in BATCH_SIZES}
+    batch = BatchSchedule(samples_per_microbatch=1, **sizes)
+    ramp = range(batch.start, batch.full, max(1, batch.increment))
+    is_ramp = (
+        batch.start > 0 and batch.full - batch.start in range(1, batch.full) and ramp[-1] + ramp.step == batch.full
+    )
+    if min(batch.full, batch.increment + 1, batch.ramp_samples + 1) < 1 or (batch.increment and not is_ramp):
+        raise ValueError(f"batch sizes {saved}")  # nothing can be computed from these
+    expected = batch.samples_after(step - first, consumed)
+    if step < first or samples != expected:
+        taken = f"batches of {batch.full}" + (f", ramped up from {batch.start}," if batch.increment else "")
+        raise ValueError(
+            f"{samples} consumed samples after step {step}, but with {taken} since step {first} ({consumed} samples) "
+            f"they are {expected}"
+        )
 
 
 @dataclass(frozen=True)
@@ -122,6 +160,13 @@ class Schedules:
         return cls(**{name: kind(**values[name]) for name, kind in kinds.items()})
 
 
+def samples_to_take(plan: RunPlan, state: TrainingState) -> int:
+    """Return the samples that a run has taken after its last step. With another batch size than before, those of the
+    steps that are left do not end where the data of the whole run do.
+    """
+    return plan.batch.samples_after(plan.config.training.train_iters - state.step, state.consumed_samples)
+
+
 def schedules_to_resume(own: Schedules, saved: Schedules, optimizer: OptimizerConfig, where: str) -> Schedules:
     """Choose by Megatron's rule: one of two flags says whose settings hold; without either they must agree.
 
@@ -135,21 +180,27 @@ def schedules_to_resume(own: Schedules, saved: Schedules, optimizer: OptimizerCo
         return own
     if optimizer.use_checkpoint_opt_param_scheduler:
         return saved
-    here, there, lines = asdict(own), asdict(saved), []
-    for key, flag in FLAGS.items():
-        part, name = key.split(".")
-        unused = UNUSED.get(here[part]["style"], ("wsd_style", "wsd_samples"))
-        value, other = here[part][name], there[part][name]
-        if name not in unused and value != other:
-            lines.append(f"  {flag}: {value} here, {other} in the checkpoint")
+    lines = schedule_changes(saved, own)
     if lines:
         raise CheckpointError(
-            f"the schedules differ from those that {where} was trained with:\n"
-            + "\n".join(lines)
+            f"the schedules differ from those that {where} was trained with:\n  "
+            + "\n  ".join(lines)
             + "\nSet them alike, or give --override-opt-param-scheduler to use those given here or "
             "--use-checkpoint-opt-param-scheduler with the checkpoint's"
         )
     return saved
+
+
+def schedule_changes(saved: Schedules, own: Schedules) -> list[str]:
+    """Return a line with both values for every setting in which two schedules differ."""
+    here, there, lines = asdict(own), asdict(saved), []
+    for key, flag in FLAGS.items():
+        part, name = key.split(".")
+        unused = UNUSED.get(here[part]["style"], ("wsd_style", "wsd_samples"))
+        before, now = there[part][name], here[part][name]
+        if name not in unused and before != now:
+            lines.append(change_text(flag, before, now))
+    return lines
 
 
 def on_rank_0(call: Callable[[], T], world: Group) -> T:

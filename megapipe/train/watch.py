@@ -15,7 +15,7 @@ from pathlib import Path
 
 from megapipe.comm.bootstrap import leave
 from megapipe.comm.collectives import broadcast_object, gather_objects
-from megapipe.comm.groups import ProcessGroups
+from megapipe.comm.groups import Group
 from megapipe.comm.store_exchange import StoreExchange
 from megapipe.environment import Environment
 from megapipe.errors import CommunicationError, ConfigError
@@ -47,13 +47,16 @@ DYING_SECONDS = 0.3  # between a broken connection and the end of the process th
 
 
 @contextmanager
-def watched(plan: RunPlan, environment: Environment, groups: ProcessGroups, journal: Journal) -> Iterator[None]:
-    """Share this rank's heartbeat inside the block; end the process with a report if the run hangs. A collective."""
-    heartbeat = groups.world.heartbeat
+def watched(plan: RunPlan, environment: Environment, world: Group, journal: Journal) -> Iterator[None]:
+    """Share this rank's heartbeat inside the block; end the process with a report if the run hangs. A collective.
+
+    world: all ranks. Other groups are created inside the block: creating one waits for ranks that may be dead.
+    """
+    heartbeat = world.heartbeat
     if heartbeat is None:
         yield
         return
-    watch = _Watch(plan, environment, groups, heartbeat, journal)
+    watch = _Watch(plan, environment, world, heartbeat, journal)
     watch.start()
     try:
         yield
@@ -71,7 +74,7 @@ class _Watch:
     """The watchdog, the copies and the exchange with other hosts of one rank's heartbeat."""
 
     def __init__(
-        self, plan: RunPlan, environment: Environment, groups: ProcessGroups, heartbeat: Heartbeat, journal: Journal
+        self, plan: RunPlan, environment: Environment, world: Group, heartbeat: Heartbeat, journal: Journal
     ) -> None:
         self._heartbeat, self._journal = heartbeat, journal
         folder = recorded_folder(plan.config)
@@ -79,8 +82,8 @@ class _Watch:
             folder,
             None if folder is None else folder / NAME,
         )  # of copies for `megapipe status`; None: no copies
-        self._rank, topology, pid, space = groups.world.global_rank, plan.topology, os.getpid(), process_space()
-        token = broadcast_object(secrets.token_hex(6), groups.world)
+        self._rank, topology, pid, space = world.global_rank, plan.topology, os.getpid(), process_space()
+        token = broadcast_object(secrets.token_hex(6), world)
         try:
             self._live = live_folder(token)
             heartbeat.share(record_path(self._live, self._rank))
@@ -92,7 +95,7 @@ class _Watch:
         stages = tuple(plan.placement.stages_of(topology.coordinates(self._rank).pp_rank))
         own = Member(self._rank, host(), pid, start_ticks(pid), space, _place(topology, self._rank), stages)
         several = {name: tuple(ranks for ranks in topology.groups(name) if len(ranks) > 1) for name in GROUP_NAMES}
-        self._roster = Roster(tuple(gather_objects(own, groups.world)), several)
+        self._roster = Roster(tuple(gather_objects(own, world)), several)
         self._here = [member for member in self._roster.members if member.space == space]
         self._writes = self._rank == min(member.rank for member in self._here)
         self._exchange = None

@@ -65,6 +65,14 @@ def test_importing_megapipe_is_instant_and_planning_needs_no_torch() -> None:
     assert ended.returncode == 0, ended.stderr
 
 
+def test_none_unsets_a_list() -> None:
+    config = megapipe.Config(recompute_granularity="selective", recompute_modules=["layernorm"], window_size=8)
+    unset = config.replace(recompute_modules=None, window_size=None).values
+    assert (unset.recompute.recompute_modules, unset.model.window_size) == (("core_attn",), None)
+    balanced = config.replace(num_experts=4, moe_router_load_balancing_type=None).values
+    assert balanced.model.moe_router_load_balancing_type == ("none",)  # one of its values
+
+
 def test_the_examples_of_the_page_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     blocks = re.findall(r"^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
@@ -86,6 +94,7 @@ def test_keywords_flags_and_yaml_give_the_same_configuration(tmp_path: Path) -> 
     flags = Config.from_flags(f"{words} --data-path a 0.5 --split none --recompute-modules mlp --save {tmp_path}")
     assert config == flags and hash(config) == hash(flags) and config.values.precision.dtype == "bf16"
     assert config.values.data.data_path == ("a", "0.5") and config.values.model.add_bias_linear is False
+    assert Config(num_query_groups=2, num_attention_heads=4).values.model.num_query_groups == 2
     (tmp_path / "run.yaml").write_text(config.to_yaml())
     assert Config.from_yaml(tmp_path / "run.yaml") == config != config.replace(num_layers=8)
     assert Config.from_yaml(tmp_path / "run.yaml", num_layers=8) == config.replace(num_layers=8)

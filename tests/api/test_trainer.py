@@ -54,7 +54,7 @@ def tiny(**options: Any) -> Config:
 def run(rank: int, world_size: int, config: Config, *recorder: int) -> tuple[Any, list[tuple[Any, ...]]]:
     as_rank(rank, world_size, trainer_module)
     trainer_module.end_with_launcher = lambda environment: None
-    trainer_module.guarded = lambda body, *_: body()  # errors reach the test
+    trainer_module.guarded = lambda body, *_, **__: body()  # errors reach the test
     callback = Recorder(*recorder)
     return Trainer(config, [callback]).run(), callback.calls
 

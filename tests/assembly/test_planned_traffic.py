@@ -129,6 +129,21 @@ GRIDS: dict[str, tuple[int, dict[str, Any]]] = {
         | {"recompute_method": "uniform", "recompute_num_layers": 1},
     ),
     "experts_ep2_zero1": (4, EXPERTS | ZERO1 | {"expert_model_parallel_size": 2}),
+    "experts_ep2_units_of_zero3_dp4": (
+        4,
+        EXPERTS
+        | ZERO1
+        | {"expert_model_parallel_size": 2, "data_parallel_sharding_strategy": "optim_grads_params"}
+        | {"data_parallel_sharding_units": 2},
+    ),
+    "experts_of_one_copy_zero2_pp2": (
+        4,
+        EXPERTS
+        | ZERO1
+        | PP2
+        | {"expert_model_parallel_size": 2, "data_parallel_sharding_strategy": "optim_grads"}
+        | {"data_parallel_sharding_granularity": "microbatch"},
+    ),
     "experts_ep2_in_parts": (
         4,
         EXPERTS

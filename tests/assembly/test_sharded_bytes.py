@@ -30,6 +30,8 @@ CASES: dict[str, dict[str, Any]] = {
         "data_parallel_sharding_strategy": "optim_grads",
         "data_parallel_sharding_granularity": "microbatch",
     },
+    "experts with two copies": {"ep": 1, "num_experts": 4, "moe_ffn_hidden_size": 16, "chunks": 2},
+    "experts with one copy": {"ep": 2, "num_experts": 4, "moe_ffn_hidden_size": 16, "data_parallel_sharding_units": 2},
     "once a step": {"data_parallel_sharding_granularity": "step"},
 }
 

@@ -237,7 +237,7 @@ STATES: dict[str, Change] = {
 
 def test_state_of_other_kinds_ends_in_one_message(tmp_path: Path) -> None:
     runtime = runtime_of(0, 1)
-    schedules, state = Schedules.of(runtime.plan.config), TrainingState(step=2, consumed_samples=8)
+    schedules, state = Schedules.of(runtime.plan.config), TrainingState(step=2, consumed_samples=16)
     path = save(runtime, state, schedules, tmp_path).path / "manifest.json"
     content, data = path.read_bytes(), {"kind": "files", "members": []}
     for name, change in STATES.items():

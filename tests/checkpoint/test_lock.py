@@ -121,6 +121,41 @@ def test_a_silent_owner_is_dead_after_a_minute_of_the_watchers_clock(tmp_path: P
 
 
 @pytest.mark.usefixtures("slow_beats")
+def test_a_lock_file_that_is_removed_alone_is_written_again(tmp_path: Path) -> None:
+    held = acquire(tmp_path, here(**ELSEWHERE), pytest.fail)
+    lock_path(tmp_path, 1).unlink()
+    held.check()
+    assert numbers_in(tmp_path) == [1]
+
+
+@pytest.mark.usefixtures("slow_beats")
+@pytest.mark.parametrize("then", ["gone", "empty", "another run", "another run of the same number"])
+def test_a_folder_that_is_moved_during_a_run_is_not_made_anew(tmp_path: Path, then: str) -> None:
+    for _ in range(2):  # the second owner has lock.2.json
+        held = acquire(tmp_path / "run", here(**ELSEWHERE), pytest.fail)
+        held.release() if numbers_in(tmp_path / "run") == [1] else held.check()
+    (tmp_path / "run").rename(tmp_path / "moved")
+    others: list[SaveLock] = []
+    if then == "empty":
+        (tmp_path / "run").mkdir()
+    for _ in range({"another run": 1, "another run of the same number": 2}.get(then, 0)):
+        for other in others:
+            other.release()
+        others.append(acquire(tmp_path / "run", here(**ELSEWHERE), pytest.fail))
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    for _ in range(2):
+        with pytest.raises(SaveRefusedError, match="run was moved or removed while this run saved there"):
+            held.check()
+    with pytest.raises(SaveRefusedError, match="was moved or removed"):
+        Disk(may_change=held.check).make_folder(tmp_path / "run" / "step")
+    held.release()
+    assert before == {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    assert (tmp_path / "run").exists() == (then != "gone")
+    if others:
+        others[-1].check()
+
+
+@pytest.mark.usefixtures("slow_beats")
 @pytest.mark.parametrize("sign", ["beat", "touched"])
 def test_any_sign_of_life_refuses_the_second_run(tmp_path: Path, sign: str) -> None:
     held = acquire(tmp_path, here(**ELSEWHERE), pytest.fail)
@@ -305,6 +340,20 @@ def test_a_save_of_an_owner_that_lost_the_lock_changes_nothing(tmp_path: Path) -
     assert sorted(name for name in os.listdir(tmp_path) if "tmp" not in name) == states[0]
     with pytest.raises(SaveRefusedError, match="has taken over"):
         save_one(tmp_path, 4, disk=disk)
+
+
+def test_a_job_whose_folder_is_moved_ends_at_the_next_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    report = Saving._report
+
+    def move(self: Saving, *arguments: Any) -> None:
+        report(self, *arguments)
+        (tmp_path / "run").rename(tmp_path / "moved")
+
+    monkeypatch.setattr(Saving, "_report", move)
+    code, said = job(f"--train-iters 4 --save {tmp_path}/run --save-interval 1")
+    assert code == 2 and f"--save {tmp_path}/run was moved or removed while" in said
+    assert steps_in(tmp_path / "moved") == [1] and not (tmp_path / "run").exists()
+    assert "step 3/4" not in said
 
 
 def test_a_second_job_is_refused_and_writes_nothing(tmp_path: Path, holders: Start) -> None:

@@ -6,6 +6,7 @@ Also covers groups of one rank, waiting twice, and peers that do not take part.
 from __future__ import annotations
 
 import os
+import resource
 import warnings
 from typing import Any
 
@@ -102,6 +103,24 @@ def test_flat_buffers_are_gathered_and_reduced_in_place() -> None:
     for rank, (parameters, gradients) in enumerate(run_ranks(in_place, 3)):
         assert parameters.tolist() == [1.0] * 3 + [2.0] * 3 + [3.0] * 3
         assert gradients.tolist() == [6.0 * n for n in range(3 * rank, 3 * rank + 3)]
+
+
+def of_large_buffers(rank: int, world_size: int) -> tuple[bool, int]:
+    """Return whether the sums are right, and by how many bytes the process has grown."""
+    group, number = groups_of(rank, Topology(dp=world_size)).dp, 1 << 22
+    buffer = torch.full((number * world_size,), rank + 1.0)
+    mine, other = buffer[number * rank : number * (rank + 1)], torch.zeros(number * world_size)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    reduce_scatter(mine, buffer, group)
+    all_gather(buffer, mine, group)
+    all_gather(other, mine, group)
+    grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+    return all(bool((each == 1.0 + 2.0 + 3.0).all()) for each in (buffer, other)), grown * 1024
+
+
+def test_large_buffers_are_gathered_and_reduced_without_a_copy() -> None:
+    for is_right, grown in run_ranks(of_large_buffers, 3):
+        assert is_right and grown < 8 << 20, "a copy has 48 MiB"
 
 
 def objects(rank: int, world_size: int) -> tuple[Any, list[Any]]:

@@ -6,6 +6,7 @@ import contextlib
 import subprocess
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -102,7 +103,13 @@ def test_a_value_given_as_a_flag_is_the_value(data: st.DataObject) -> None:
         ("--group-query-attention --num-query-groups 2", "model", "num_query_groups", 2),
         ("--num-query-groups 2 --group-query-attention", "model", "num_query_groups", 2),
         ("--group-query-attention", "model", "num_query_groups", 1),
-        ("--num-query-groups 4", "model", "num_query_groups", 4),
+        ("--num-query-groups 8 --num-attention-heads 8", "model", "num_query_groups", 8),
+        ("--disable-bias-linear", "model", "activation", "gelu"),
+        ("--disable-bias-linear --swiglu", "model", "activation", "swiglu"),
+        ("--squared-relu --disable-bias-linear", "model", "activation", "squared_relu"),
+        ("--activation gelu_tanh --disable-bias-linear", "model", "activation", "gelu_tanh"),
+        ("--disable-bias-linear --add-bias-linear", "model", "activation", "gelu_tanh"),
+        ("--disable-bias-linear --no-bias-gelu-fusion", "model", "activation", "gelu"),
         ("--use-rotary-position-embeddings --use-rope-scaling", "model", "rope_scaling_type", "llama3"),
         (
             "--use-rotary-position-embeddings --rotary-seq-len-interpolation-factor 4",
@@ -136,6 +143,26 @@ def test_a_value_given_as_a_flag_is_the_value(data: st.DataObject) -> None:
 )
 def test_a_megatron_flag_means_what_it_means_there(words: str, section: str, name: str, value: object) -> None:
     assert getattr(getattr(load_config(job(words)).config, section), name) == value
+
+
+def test_a_number_of_query_groups_that_megatron_ignores_is_refused(tmp_path: Path) -> None:
+    rule = r"--num-query-groups 2 without --group-query-attention: Megatron ignores the number, and each of the 8"
+    with pytest.raises(ConfigError, match=rule):
+        load_config(job("--num-query-groups 2"))
+    yaml = tmp_path / "groups.yaml"
+    yaml.write_text("num_query_groups: 4\n")
+    assert load_config(job(f"--config {yaml}")).config.model.num_query_groups == 4
+    assert load_config(job(f"--config {yaml} --num-query-groups 2")).config.model.num_query_groups == 2
+    load_config(job("--num-query-groups 2 --load old --use-checkpoint-args"))  # compared with the checkpoint's
+
+
+@pytest.mark.parametrize(
+    ("words", "size"),
+    [("--swiglu", 128), ("--quick-geglu", 256), ("--activation geglu_tanh", 128), ("--squared-relu", 256)],
+    ids=["swiglu", "quick_geglu", "geglu_tanh", "squared_relu"],
+)
+def test_only_swiglu_is_narrower_in_megatron(words: str, size: int) -> None:
+    assert load_config(job(words)).config.model.feed_forward_size() == size
 
 
 @pytest.mark.parametrize(
@@ -223,6 +250,19 @@ def test_any_command_line_loads_or_raises_config_error(argv: list[str]) -> None:
 )
 def test_requests_are_read_apart_from_the_configuration(words: str, name: str, value: object) -> None:
     assert getattr(load_config(job(words)).requests, name) == value
+
+
+@pytest.mark.parametrize(
+    ("words", "names"),
+    [
+        ("--plan --verify-grid native", "--plan and --verify-grid"),
+        ("--print-config --plan", "--print-config and --plan"),
+        ("--dry-run --verify-grid", "--dry-run and --verify-grid"),
+    ],
+)
+def test_of_several_requests_none_is_left_out_in_silence(words: str, names: str) -> None:
+    with pytest.raises(ConfigError, match=f"{names} are different requests; give one of them"):
+        load_config(job(words))
 
 
 def test_help_lists_every_flag_with_unit_default_and_owner(capsys: pytest.CaptureFixture[str]) -> None:

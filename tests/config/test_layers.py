@@ -167,7 +167,7 @@ def test_a_file_of_block_configurations_is_a_pattern(tmp_path: Path) -> None:
         {"attention": {"num_query_groups": None}, "mlp": {"ffn_hidden_size": 40}},
     )
     flags = ["--heterogeneous-layers-config-path", file]
-    config = load_config([*job("--num-query-groups 4"), *flags]).config
+    config = load_config([*job("--group-query-attention --num-query-groups 4"), *flags]).config
     layers = layer_configs(config.model)
     assert [(layer.has_attention, layer.num_query_groups) for layer in layers] == [
         (True, 2),
@@ -184,7 +184,7 @@ def test_a_file_of_block_configurations_is_a_pattern(tmp_path: Path) -> None:
     assert from_yaml(to_yaml(config)) == config, "a saved configuration does not need the file"
     yaml = tmp_path / "c.yaml"
     yaml.write_text(f"heterogeneous_layers_config_path: {file}\n")
-    assert load_config([*job("--num-query-groups 4"), "--config", str(yaml)]).config == config
+    assert load_config([*job("--group-query-attention --num-query-groups 4"), "--config", str(yaml)]).config == config
 
 
 @pytest.mark.parametrize(

@@ -83,6 +83,36 @@ def test_a_flag_can_take_back_what_yaml_turned_on(tmp_path: Path) -> None:
     )
 
 
+def test_none_takes_back_a_list_of_yaml(tmp_path: Path) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text(
+        "recompute_granularity: selective\nrecompute_modules: [layernorm]\nprofile_ranks: [0, 1]\n"
+        "num_experts: 4\nmoe_router_load_balancing_type: aux_loss\ndataset_options: [a=1]\nextension: [no/such.py]\n"
+    )
+    unset = "--recompute-modules none --profile-ranks null --dataset-options none --extension none"
+    full = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+    config = load_config(job(f"--config {path} {unset} {full} --moe-router-load-balancing-type none")).config
+    assert config.recompute.recompute_modules == ("core_attn",)  # its default
+    assert config.logging.profile_ranks == (0,)
+    assert config.data.dataset_options == config.training.extension == ()
+    assert config.model.moe_router_load_balancing_type == ("none",)  # which is one of its values
+
+
+def test_none_takes_back_an_extension_and_keeps_those_after_it() -> None:
+    file = "tests/fixtures/extension.py"
+    config = load_config(job(f"--extension no/such.py --extension none --extension {file}")).config
+    assert config.training.extension == (file,)
+
+
+def test_the_supplied_llama3_405b_can_recompute_whole_layers() -> None:
+    """Its file chooses selective recompute, whose list of modules contradicts the full one."""
+    full = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+    flags = f"--config llama3_405b --mock-data --train-iters 10 {full}".split()
+    with pytest.raises(ConfigError, match="--recompute-modules layernorm activation needs"):
+        load_config(flags)
+    assert load_config([*flags, "--recompute-modules", "none"]).config.recompute.recompute_granularity == "full"
+
+
 def test_print_config_loads_again_and_has_the_origin_of_each_value(tiny: Path) -> None:
     loaded = load_config(job(f"--config {tiny} --swiglu"))
     text = loaded.text()
@@ -112,6 +142,13 @@ def test_evaluation_only_needs_no_rate_and_no_length() -> None:
         load_config(words)
 
 
+def test_the_origin_of_an_implied_value_names_the_flag_and_a_given_value_wins() -> None:
+    loaded = load_config(job("--disable-bias-linear --checkpoint-activations --recompute-num-layers 2"))
+    assert loaded.origins["model.activation"] == "default of flag --disable-bias-linear"
+    assert (loaded.config.recompute.recompute_method, loaded.config.recompute.recompute_num_layers) == ("uniform", 2)
+    assert loaded.origins["recompute.recompute_num_layers"] == "flag --recompute-num-layers"
+
+
 def test_the_result_cannot_be_changed() -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
         load_config(job()).config.training.seed = 1  # type: ignore[misc]
@@ -136,6 +173,46 @@ class TestUseCheckpointArgs:
         with_checkpoint_model(load_config([*self.WORDS, "--num-layers", "12"]), self.SAVED, "old")
         with pytest.raises(ConfigError, match=r"num_layers is 4 by flag --num-layers, but 12 in the checkpoint old"):
             with_checkpoint_model(load_config([*self.WORDS, "--num-layers", "4"]), self.SAVED, "old")
+
+    @pytest.mark.parametrize(
+        "words",
+        [
+            "--moe-aux-loss-coeff 0.1",
+            "--moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 0.1",
+            "--moe-z-loss-coeff 1e-3",
+            "--moe-expert-capacity-factor 1.5 --moe-token-drop-policy position --moe-pad-expert-input-to-capacity",
+            "--moe-token-dispatcher-type allgather",
+            "--moe-router-dtype fp32",
+            "--moe-router-force-load-balancing",
+            "--hidden-dropout 0 --attention-dropout 0 --init-method-std 0.01",
+            "--seq-length 24",
+        ],
+        ids=lambda words: words.split()[0],
+    )
+    def test_how_a_mixture_is_trained_is_chosen_here(self, words: str) -> None:
+        model = dataclasses.replace(self.SAVED.model, num_experts=8, add_bias_linear=False, moe_router_topk=3)
+        saved = dataclasses.replace(self.SAVED, model=model)
+        given = load_config([*self.WORDS, "--finetune", *words.split()])
+        merged = with_checkpoint_model(given, saved, "old").config
+        changed = {name for name in vars(model) if getattr(merged.model, name) != getattr(model, name)}
+        assert changed == {word[2:].replace("-", "_") for word in words.split() if word.startswith("--")} | {
+            "padded_vocab_size"
+        }
+        assert merged.model.moe_router_topk == 3
+
+    def test_a_run_that_is_loaded_without_a_model_takes_the_whole_section(self) -> None:
+        words = [word for word in self.WORDS if word != "--use-checkpoint-args"]
+        bare = load_config(words)
+        assert bare.takes_model and bare.is_bare
+        given = load_config([*words, *SHAPE.split(), "--vocab-size", "100"])
+        assert not given.takes_model
+        with pytest.raises(ConfigError, match="--num-layers is missing"):
+            load_config([*words, "--hidden-size", "96"])
+
+    def test_a_value_that_another_flag_implies_gives_way_to_the_checkpoint(self) -> None:
+        saved = dataclasses.replace(self.SAVED, model=dataclasses.replace(self.SAVED.model, add_bias_linear=False))
+        merged = with_checkpoint_model(load_config([*self.WORDS, "--disable-bias-linear"]), saved, "old")
+        assert merged.config.model.activation == "gelu_tanh"
 
     def test_rules_hold_for_the_merged_configuration(self) -> None:
         with pytest.raises(ConfigError, match="use 1, 2, 3 or 6"):

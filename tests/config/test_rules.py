@@ -48,9 +48,15 @@ CASES = [
     ),
     (
         "groups_divide_heads",
-        "--num-query-groups 3",
+        "--group-query-attention --num-query-groups 3",
         ["--num-query-groups 3 does not divide --num-attention-heads 8; use 1, 2, 4 or 8"],
-        "--num-query-groups 2",
+        "--group-query-attention --num-query-groups 2",
+    ),
+    (
+        "fewer_heads_than_ranks_that_share_and_exchange_them",
+        "--num-attention-heads 2 --tensor-model-parallel-size 4 --context-parallel-size 2 --cp-comm-type a2a",
+        ["--tensor-model-parallel-size 4 does not divide --num-attention-heads 2; use 1 or 2"],
+        "--num-attention-heads 8 --tensor-model-parallel-size 4 --context-parallel-size 2 --cp-comm-type a2a",
     ),
     (
         "tp_divides_heads",
@@ -73,7 +79,7 @@ CASES = [
     (
         "layers_fit",
         "--position-embedding-type rope --no-rope-freq 3",
-        ["--no-rope-freq 3 does not divide --num-layers 4; use 1, 2 or 4, or write a list"],
+        ["--no-rope-freq 3 does not divide --num-layers 4; use 2 or 4, or write a list"],
         "--position-embedding-type rope --no-rope-freq 4",
     ),
     ("frequencies_have_their_option", "--window-attn-skip-freq 2", ["needs --window-size"], "--window-size 4"),
@@ -82,6 +88,55 @@ CASES = [
         "--no-rope-freq 2",
         ["needs --position-embedding-type rope"],
         "--no-rope-freq 2 --position-embedding-type rope",
+    ),
+    (
+        "some_layer_keeps_an_option",
+        "--num-experts 4 --moe-layer-freq [0]*4",
+        ["--moe-layer-freq [0]*4 leaves no layer with --num-experts 4; give --num-experts none, or let some"],
+        "--num-experts 4 --moe-layer-freq [0]*3+[1]",
+    ),
+    (
+        "some_layer_keeps_an_option",
+        "--window-size 4 --window-attn-skip-freq 1",
+        ["--window-attn-skip-freq 1 leaves no layer with --window-size 4; give --window-size none"],
+        "--window-size 4 --window-attn-skip-freq 2",
+    ),
+    (
+        "some_layer_keeps_an_option",
+        "--position-embedding-type rope --no-rope-freq [1]*4",
+        ["leaves no layer with --position-embedding-type rope; give --position-embedding-type none"],
+        "--position-embedding-type rope --no-rope-freq [1]*3+[0]",
+    ),
+    (
+        "no_balancing_loss_has_no_coefficient",
+        "--num-experts 4 --moe-router-load-balancing-type none --moe-aux-loss-coeff 0.1",
+        ["--moe-aux-loss-coeff 0.1 with --moe-router-load-balancing-type none, which has no loss"],
+        "--num-experts 4 --moe-router-load-balancing-type none",
+    ),
+    (
+        "a_tokenizer_reads_its_files_only",
+        "--tokenizer-type ByteTokenizer --tokenizer-model folder",
+        ["--tokenizer-type ByteTokenizer does not read --tokenizer-model; leave it out"],
+        "--tokenizer-type SentencePieceTokenizer --tokenizer-model folder",
+    ),
+    ("spikes_are_watched", "--spike-window 10", ["--spike-window 10 needs --spike-rollback N"], "--spike-window 100"),
+    (
+        "slices_are_cut",
+        "--pipe-sp-strategy average",
+        ["--pipe-sp-strategy average needs --pipe-sp-splits N of at least 2"],
+        "--pipe-sp-strategy uniform_comp",
+    ),
+    (
+        "only_wsd_has_a_last_phase",
+        "--lr-wsd-decay-style cosine",
+        ["--lr-wsd-decay-style cosine needs --lr-decay-style WSD"],
+        "--lr-wsd-decay-style exponential",
+    ),
+    (
+        "layers_in_bf16_are_asked_for",
+        "--num-layers-at-start-in-bf16 2",
+        ["--num-layers-at-start-in-bf16 2 needs --first-last-layers-bf16"],
+        "--num-layers-at-start-in-bf16 1",
     ),
     (
         "norms_of_projections",
@@ -168,7 +223,7 @@ CASES = [
         "rope_scaling_needs_rope",
         "--use-rope-scaling",
         ["--rope-scaling-type llama3 scales rotary positions"],
-        "--use-rope-scaling --position-embedding-type rope --no-rope-freq 1",
+        "--use-rope-scaling --position-embedding-type rope --no-rope-freq 2",
     ),
     (
         "yarn_bands_ordered",
@@ -226,12 +281,18 @@ CASES = [
     ),
     (
         "heads_for_positions",
-        "--context-parallel-size 3 --seq-length 36 --cp-comm-type a2a --num-query-groups 2",
+        "--context-parallel-size 3 --seq-length 36 --cp-comm-type a2a --group-query-attention --num-query-groups 2",
         [
             "divides heads over 3 ranks",
             "a rank has 8 heads, and 2 key/value heads: use 1, 2, 4 or 8, or --cp-comm-type p2p",
         ],
-        "--context-parallel-size 4 --seq-length 32 --cp-comm-type a2a --num-query-groups 2",
+        "--context-parallel-size 4 --seq-length 32 --cp-comm-type a2a --group-query-attention --num-query-groups 2",
+    ),
+    (
+        "heads_for_positions_and_for_more_tensor_ranks",
+        "--context-parallel-size 2 --seq-length 32 --cp-comm-type a2a --tensor-model-parallel-size 16",
+        ["--tensor-model-parallel-size 16 does not divide --num-attention-heads 8; use 1, 2, 4 or 8"],
+        "--context-parallel-size 2 --seq-length 32 --cp-comm-type a2a --tensor-model-parallel-size 4",
     ),
     (
         "blocks_and_flash_attention",
@@ -335,6 +396,12 @@ CASES = [
         ),
     ),
     (
+        "predictions_have_no_kernels_of_transformer_engine",
+        "--position-embedding-type none --mtp-num-layers 1 --transformer-impl transformer_engine --bf16",
+        ["--mtp-num-layers 1 does not work with --transformer-impl transformer_engine yet"],
+        "--position-embedding-type none --mtp-num-layers 1 --bf16",
+    ),
+    (
         "offloaded_layers_are_whole_checkpoints",
         (
             "--recompute-granularity full --recompute-method uniform --recompute-num-layers 2 "
@@ -383,10 +450,10 @@ CASES = [
         "--use-distributed-optimizer --num-experts 4 --disable-bias-linear",
     ),
     (
-        "sharded_gradients_with_experts",
-        "--data-parallel-sharding-strategy optim_grads --num-experts 4 --disable-bias-linear",
-        ["optim_grads does not work with --num-experts yet; use --data-parallel-sharding-strategy optim, or leave"],
-        "--data-parallel-sharding-strategy optim --num-experts 4 --disable-bias-linear",
+        "sharded_gradients_with_fp8",
+        "--data-parallel-sharding-strategy optim_grads --fp8-format hybrid --bf16",
+        ["optim_grads does not work with --fp8-format yet; use --data-parallel-sharding-strategy optim, or leave"],
+        "--data-parallel-sharding-strategy optim --fp8-format hybrid --bf16",
     ),
     (
         "units_of_what_is_gathered_or_reduced",
@@ -447,7 +514,7 @@ CASES = [
     ),
     (
         "latent_attention_has_no_query_groups",
-        "--multi-latent-attention --position-embedding-type rope --num-query-groups 1",
+        "--multi-latent-attention --position-embedding-type rope --group-query-attention --num-query-groups 1",
         ["--num-query-groups 1", "has its own keys and values"],
         "--multi-latent-attention --position-embedding-type rope",
     ),
@@ -541,12 +608,6 @@ CASES = [
         "--mtp-num-layers 1 --position-embedding-type learned_absolute",
         ["--mtp-num-layers 1 with --position-embedding-type learned_absolute", "use rope or none"],
         "--mtp-num-layers 1 --position-embedding-type none",
-    ),
-    (
-        "predictions_are_not_offloaded",
-        "--position-embedding-type none --mtp-num-layers 1 --cpu-offloading-num-layers 1",
-        ["--mtp-num-layers 1 does not work with --cpu-offloading-num-layers yet"],
-        "--position-embedding-type none --mtp-num-layers 1",
     ),
     (
         "messages_are_between_ranks",
@@ -1102,6 +1163,14 @@ def test_every_rule_is_broken_by_a_case() -> None:
             "--bf16 --initial-loss-scale 65536 --hysteresis 3",
             "--initial-loss-scale 65536.0 and --hysteresis 3 without --fp16: the loss is not scaled",
         ),
+        (
+            "--optimizer sgd --adam-beta1 0.8 --adam-eps 1e-6",
+            "--adam-beta1 0.8 and --adam-eps 1.0e-06 without --optimizer adam or muon: only AdamW reads it",
+        ),
+        ("--sample-tokens 5", "--sample-tokens 5 without --sample-prompts: no text is written"),
+        ("--sgd-momentum 0.5", "--sgd-momentum 0.5 without --optimizer sgd: only SGD reads it"),
+        ("--split 90,5,5", '--split "90,5,5" without --data-path: nothing else is divided'),
+        ("--no-manual-gc-eval", "--no-manual-gc-eval without --manual-gc: Python decides when garbage is collected"),
         ("--cp-comm-type a2a", "--cp-comm-type a2a without --context-parallel-size N: every rank has whole sequences"),
         ("--wandb-exp-name run", "--wandb-exp-name run without --wandb-project: nothing is sent to Weights & Biases"),
         (

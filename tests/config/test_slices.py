@@ -65,7 +65,6 @@ def config(**changes: Any) -> Config:
         ({"pipeline_message_dtype": "fp8"}, "--pipeline-message-dtype"),
         ({"cpu_offloading_num_layers": 1}, "--cpu-offloading-num-layers"),
         (FULL | {"recompute_keep_attention": True}, "--recompute-keep-attention"),
-        ({"recompute_memory_budget": 0.5}, "--recompute-memory-budget"),
         ({"pipeline_rank_memory": (1.0,)}, "--pipeline-rank-memory"),
         ({"pipeline_schedule": "gpipe"}, "gpipe has no order for 4 slices .*use 1, or one of 1f1b, interleaved"),
         ({"pipeline_schedule": "dualpipe"}, "--pipe-sp-splits 4: schedule dualpipe has no order"),

@@ -72,7 +72,14 @@ def test_a_batch_says_what_is_trained_and_what_belongs_together() -> None:
     assert batch.tokens[0].tolist() == [*file.tokens[flat].tolist(), 0, 0]
     assert batch.labels[0].tolist() == [*file.tokens[flat[1:]].tolist(), 0, 0, 0]
     assert batch.document_ids is not None
-    assert batch.document_ids[0].tolist() == [0] * sizes[0] + [1] * sizes[1] + [2] * sizes[2] + [3, 3]
+    assert batch.document_ids[0].tolist() == [0] * sizes[0] + [1] * sizes[1] + [2] * sizes[2] + [-1, -1]
+    assert batch.padding is not None
+    assert batch.padding[0].tolist() == [False] * 13 + [True] * 2
+    # to a module that predicts further ahead, the ends of conversations are padding too
+    for count, ends in ((1, [sizes[0] - 1, sum(sizes[:2]) - 1, 12]), (2, [*range(sizes[0] - 2, sizes[0])])):
+        ahead = batch.ahead(count).padding
+        assert ahead is not None and ahead[0, ends].all() and ahead[0, 13:].all()
+        assert int((~ahead[0]).sum()) == sum(size - count for size in sizes)
     assert batch.position_ids is not None
     assert batch.position_ids[0].tolist() == [*range(sizes[0]), *range(sizes[1]), *range(sizes[2]), 0, 1]
     assert batch.loss_mask is not None
@@ -83,7 +90,7 @@ def test_a_batch_says_what_is_trained_and_what_belongs_together() -> None:
 
 def test_other_samples_keep_their_rules() -> None:
     batch = Batch.of(np.zeros((2, 5), dtype=np.int64), (0, 1), DocumentRules())
-    assert (batch.loss_mask, batch.position_ids, batch.document_ids) == (None, None, None)
+    assert (batch.loss_mask, batch.position_ids, batch.document_ids, batch.padding) == (None, None, None, None)
 
 
 @pytest.mark.parametrize(

@@ -102,15 +102,15 @@ def test_a_run_resumes_with_its_data_or_on_purpose_with_others(files: tuple[str,
     assert job(f"{run} --data-path {a} --exit-interval 1", real)[0] == 0
     load = f"{run} --load {tmp_path / 'run'}"
     code, said = job(f"{load} --data-path {b} --exit-interval 2", real)
-    assert code == 1 and f"was trained on:\n  {a} (sequences" in said and "--allow-changed-data to continue" in said
+    assert code == 1 and f"  data:\n    {a} (sequences" in said and "or give --allow-changed-data if" in said
     code, said = job(f"{load} --exit-interval 2", TINY)
     assert code == 1 and f"{a} in the checkpoint, generated tokens (--mock-data) here" in said
     code, said = job(f"{load} --data-path {b} --exit-interval 2 --allow-changed-data", real)
-    assert code == 0 and "(--allow-changed-data):\n  " in said
+    assert code == 0 and "  data (--allow-changed-data):\n    " in said
     code, said = job(f"{load} --data-path {b}", real)
     assert code == 0 and "training data are not" not in said
     # its end is reached: the same command again, with the data moved, finds it saved
     for suffix in ("bin", "idx"):
         shutil.copy(f"{b}.{suffix}", tmp_path / f"moved.{suffix}")
     code, said = job(f"{load} --data-path {tmp_path / 'moved'}", real)
-    assert code == 0 and "was already saved" in said
+    assert code == 0 and "was already saved" in said, said

@@ -274,3 +274,11 @@ def test_a_file_opened_without_the_check_refuses_the_damaged_sequence(fault, tmp
         [file.read(number) for number in range(len(file))]
     with pytest.raises(DataError, match=FAULTS[fault][2]):
         file.check()
+
+
+@pytest.mark.parametrize("suffix", ["bin", "idx"])
+def test_reading_a_file_that_was_cut_names_it_instead_of_killing_the_process(tmp_path: Path, suffix: str) -> None:
+    file, path = write_file(tmp_path / "x", [40, 50]), tmp_path / f"x.{suffix}"
+    os.truncate(path, 20)
+    with pytest.raises(DataError, match=f"token file {path} was cut since it was opened: it ends at byte "):
+        file.read(1)

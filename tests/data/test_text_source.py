@@ -4,6 +4,7 @@ import gzip
 import itertools
 import json
 import os
+import resource
 import sys
 import sysconfig
 from pathlib import Path
@@ -358,3 +359,43 @@ def test_binary_file_is_an_error(tmp_path):
     (tmp_path / "x.bin").write_bytes(b"a\0b")
     with pytest.raises(DataError, match=r"x\.bin is not a text file in UTF-8"):
         corpus_documents(tmp_path / "x.bin")
+
+
+@pytest.mark.parametrize("suffix", ["zst", "gz"])
+@pytest.mark.parametrize("unit", ["line", "blank-line", "file"])
+def test_a_document_without_end_is_a_bad_record_in_bounded_memory(unit, suffix, tmp_path):
+    """A line of 512 MiB in 16 KB of zst takes less than half of that."""
+    huge, path = 1 << 29, tmp_path / f"c.txt.{suffix}"
+    if suffix == "zst":
+        packer = zstandard.ZstdCompressor().compressobj()
+        with open(path, "wb") as file:
+            file.write(packer.compress(b"first\n\n"))
+            for _ in range(huge >> 24):
+                file.write(packer.compress(bytes(1 << 24)))
+            file.write(packer.compress(b"\n\nlast\n") + packer.flush())
+    else:
+        huge = 1 << 26  # which gzip unpacks more slowly
+        content = b"first\n\n" + bytes(huge) + b"\n\nlast\n"
+        path.write_bytes(gzip.compress(content, 1))
+    limit = 1 << 20
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    found = [record.parse(["text"]) for record in read_records([path], unit, most_bytes=limit)]
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 250 << 10
+    rule = "the document has more than 1,048,576 bytes (--max-document-bytes)"
+    if unit == "file":
+        assert found == [Problem(str(path), "", 0, 0, rule)]
+    else:
+        first = "first" if unit == "line" else "first\n"
+        assert [found[0][0].rstrip(), found[1], found[2][0].rstrip()] == [
+            first.rstrip(),
+            Problem(str(path), "line", 3, 7, rule),
+            "last",
+        ]
+        assert len(found) == 3
+
+
+def test_the_limit_of_a_document_is_in_bytes_of_its_text(tmp_path):
+    path = tmp_path / "c.txt"
+    path.write_bytes(b"12345\n123456\n\n1234567\n123456\r7\n       8\n9")
+    found = [record.parse(["text"]) for record in read_records([path], "line", most_bytes=6)]
+    assert [one if isinstance(one, list) else one.number for one in found] == [["12345"], ["123456"], 4, 5, 6, ["9"]]

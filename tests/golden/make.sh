@@ -19,7 +19,7 @@ cd "$out"  # paths in the files are relative to it
 
 python -m megapipe preprocess --input text --suffixes .txt --output-prefix corpus --append-eod \
     --tokenizer-type ByteTokenizer
-model=(--num-layers 4 --hidden-size 16 --ffn-hidden-size 32 --num-attention-heads 2 --num-query-groups 1 --seq-length 16 --normalization RMSNorm --swiglu
+model=(--num-layers 4 --hidden-size 16 --ffn-hidden-size 32 --num-attention-heads 2 --group-query-attention --num-query-groups 1 --seq-length 16 --normalization RMSNorm --swiglu
     --position-embedding-type rope --disable-bias-linear --untie-embeddings-and-output-weights --hidden-dropout 0.1)
 data=(--data-path corpus_text_document --split 8,2,0 --data-cache-path cache
     --tokenizer-type ByteTokenizer)

@@ -21,11 +21,6 @@ def environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
 
 
-def listen_to_interrupts() -> None:
-    """Undo in a child what a shell does for background jobs, which ignore SIGINT. For `preexec_fn`."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-
-
 @dataclass(frozen=True)
 class Ended:
     code: int
@@ -45,7 +40,6 @@ class Command:
             stdout=self._files[0],
             stderr=self._files[1],
             start_new_session=True,
-            preexec_fn=listen_to_interrupts,
         )
         self._began = time.monotonic()
 

@@ -119,11 +119,12 @@ sys.exit(main(sys.argv[1:]))
         ({3: 1}, None, 1, ""),
         ({0: 130, 1: 130}, signal.SIGINT, 130, ""),
         ({2: -9, 0: -15}, None, 137, "rank 2 was killed by SIGKILL; the system may have run out of memory"),
+        ({2: -7, 0: -15}, None, 135, "rank 2 was killed by SIGBUS; a file that it had mapped was cut"),
         ({0: -15, 2: -11}, None, 139, "rank 2 was killed by SIGSEGV"),
         ({0: -15, 1: -15}, signal.SIGTERM, 143, "ended by SIGTERM before the ranks could save"),
         ({5: 7}, None, 7, "rank 5 ended with exit code 7"),
     ],
-    ids=["refused", "error", "interrupted twice", "killed", "crashed", "terminated early", "own exit code"],
+    ids=["refused", "error", "interrupted twice", "killed", "cut file", "crashed", "terminated early", "own exit code"],
 )
 def test_one_rank_prints_for_all(
     exit_codes: dict[int, int], received: signal.Signals | None, code: int, message: str

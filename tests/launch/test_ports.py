@@ -7,6 +7,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+from tests.comm.test_bootstrap import free_port
 from tests.launch.scripts import environment, launch
 
 LISTENING = "0A"  # in /proc/net/tcp
@@ -56,19 +59,32 @@ def test_launcher_and_ranks_listen_on_loopback_only(tmp_path: Path) -> None:
         assert {address for process in (command.process.pid, *ranks) for address in listening(process)} <= LOOPBACK
 
 
-def test_ranks_without_a_launcher_listen_on_loopback_only(tmp_path: Path) -> None:
-    """Start ranks on one node as srun does."""
-    step = {
-        "SLURM_STEP_NUM_TASKS": "2",
-        "SLURM_STEP_NUM_NODES": "1",
-        "SLURM_NODEID": "0",
-        "SLURM_STEP_NODELIST": "here",
-    }
-    variables = {**environment(), **step, "SLURM_JOB_ID": str(os.getpid() % 20000)}
+SRUN = {
+    "SLURM_STEP_NUM_TASKS": "2",
+    "SLURM_STEP_NUM_NODES": "1",
+    "SLURM_NODEID": "0",
+    "SLURM_STEP_NODELIST": "here",
+    "SLURM_JOB_ID": str(os.getpid() % 20000),
+}
+BY_HAND = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}  # torchrun's variables, without its agent
+
+
+@pytest.mark.parametrize(
+    ("step", "of_rank"),
+    [
+        pytest.param(SRUN, ("SLURM_PROCID", "SLURM_LOCALID"), id="as srun starts them"),
+        pytest.param(BY_HAND, ("RANK", "LOCAL_RANK"), id="with the variables of torchrun"),
+    ],
+)
+def test_ranks_without_a_launcher_listen_on_loopback_only(step: dict[str, str], of_rank: tuple[str, ...]) -> None:
+    """Start ranks on one node."""
+    variables = {**environment(), **step}
+    if "WORLD_SIZE" in step:
+        variables["MASTER_PORT"] = str(free_port())
     ranks = [
         subprocess.Popen(
             [sys.executable, "-c", MEETS],
-            env={**variables, "SLURM_PROCID": rank, "SLURM_LOCALID": rank},
+            env={**variables, **dict.fromkeys(of_rank, rank)},
             stdout=subprocess.PIPE,
             text=True,
         )

@@ -102,7 +102,32 @@ def test_mistakes_are_reported_in_one_message(checkpoints: Path, name: str, word
     assert len(ended.error.strip().splitlines()) == 1
 
 
-def test_more_ranks_than_the_model_needs_are_refused_for_generation(checkpoints: Path) -> None:
-    ended = tool("generate", checkpoints, "--prompt", "a", ranks=True)
-    assert ended.code != 0
-    assert "2 ranks hold 2 copies of the model: start 1" in ended.error
+def test_copies_of_a_model_generate_its_text_and_say_that_fewer_ranks_would_do(checkpoints: Path) -> None:
+    words = ["--prompt", "abc", "--max-new-tokens", "3", "--ignore-eod", "--temperature", "0"]
+    ended = tool("generate", checkpoints, *words, ranks=True)
+    assert (ended.code, ended.out) == (0, tool("generate", checkpoints, *words).out), ended.error
+    assert "2 ranks hold 2 copies of the model, which write the same text: 1 generate as fast" in ended.error
+
+
+@pytest.mark.timeout(500)
+def test_ranks_with_different_experts_generate_and_evaluate_as_one_process_does(tmp_path: Path) -> None:
+    experts = ["--num-experts", "4", "--disable-bias-linear", "--moe-router-topk", "2"]
+    ended = python(
+        tmp_path, str(REPOSITORY / "pretrain_gpt.py"), *MODEL, *experts, "--tokenizer-type", "ByteTokenizer",
+        "--mock-data", "--train-iters", "2", "--save", "saved", "--max-position-embeddings", "32",
+    )  # fmt: skip
+    assert ended.code == 0, ended.error
+    (tmp_path / "held_out.txt").write_text("What is not seen in training is held out.\n")
+    words = ["--prompt", "abc", "--max-new-tokens", "9", "--ignore-eod", "--temperature", "0"]
+    divided = ["--expert-model-parallel-size", "2"]
+    alone = tool("generate", tmp_path / "saved", *words)
+    together = tool("generate", tmp_path / "saved", *words, *divided, ranks=True)
+    assert (together.code, together.out) == (0, alone.out), together.error
+    assert "copies" not in together.error
+    found = [
+        json.loads(
+            tool("evaluate", tmp_path / "saved", "--data", "held_out.txt", "--json", *more, ranks=bool(more)).out
+        )
+        for more in ([], divided)
+    ]
+    assert found[1]["loss"] == pytest.approx(found[0]["loss"], abs=1e-5)

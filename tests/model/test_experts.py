@@ -273,11 +273,20 @@ REFUSED: dict[str, tuple[int, dict[str, Any], str]] = {
     "no-dense": (1, again("mlp"), "mlp recomputes nothing: every layer has experts; use moe"),
     "no-dense-activation": (1, again("activation"), "activation recomputes nothing: .* use moe_act"),
     "inside": (1, again("moe", "moe_act"), "moe already recomputes moe_act inside it; leave moe_act out"),
-    "norm-alone": (1, again("layernorm"), "layernorm with experts needs moe: .* add moe"),
+    "norm-and-shared": (
+        1,
+        again("layernorm", "shared_experts") | {"moe_shared_expert_intermediate_size": 8},
+        "layernorm with shared_experts: .*; use moe, or leave one of the two out",
+    ),
     "replay-in-parts": (
         2,
         again("moe", ep=2, overlap_moe_expert_parallel_comm=True),
         "with --recompute-modules moe: a replay would have all-to-alls",
+    ),
+    "norm-in-parts": (
+        2,
+        again("layernorm", ep=2, overlap_moe_expert_parallel_comm=True),
+        "with --recompute-modules layernorm: the experts run in another part than the norm",
     ),
     "budget-in-parts": (
         2,

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launch.scripts import REPOSITORY, Command, environment, listen_to_interrupts
+from tests.launch.scripts import REPOSITORY, Command, environment
 from tests.tiny import TINY_FLAGS
 
 # says where it is, then waits there: between bytecodes, or in native code that no Python handler interrupts
@@ -55,7 +55,6 @@ def waiting(words: list[str], more: dict[str, str]) -> subprocess.Popen[str]:
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
-        preexec_fn=listen_to_interrupts,
     )
     assert process.stdout is not None and process.stdout.readline() == "waits\n"
     return process

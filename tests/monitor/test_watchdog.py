@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from megapipe.monitor import watchdog as watchdog_module
 from megapipe.monitor.heartbeat import Heartbeat, Wait
 from megapipe.monitor.process import process_space, start_ticks
 from megapipe.monitor.roster import Member, Roster, record_path
@@ -121,6 +122,23 @@ def test_a_rank_leaves_without_a_report_when_another_host_has_reported(tmp_path:
     exchange.is_reported = True
     assert ended.wait(5)
     assert reports == []
+
+
+def test_a_dead_rank_is_reported_although_the_watchdog_runs_late(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a busy machine every interval is late, so that the age of records says nothing. A process that is gone is."""
+    monkeypatch.setattr(watchdog_module, "JUMP_SECONDS", -1.0)
+    monkeypatch.setattr(watchdog_module, "GONE_SECONDS", 0.2)
+    heartbeat, pid, ended = Heartbeat(("world",)), os.getpid(), threading.Event()
+    heartbeat.share(record_path(tmp_path, 0))
+    own = Member(0, "a", pid, start_ticks(pid), process_space(), "pp 0", (0,))
+    dead = Member(1, "a", 2**22 + 1, 5, process_space(), "pp 1", (1,))
+    reports: list[str] = []
+    roster = Roster((own, dead), {"world": ((0, 1),)})
+    Watchdog(heartbeat, roster, 0, tmp_path, 1000.0, reports.append, ended.set).start()
+    assert ended.wait(10)
+    assert "rank 1 (pp 1, stage 1)" in reports[0]
 
 
 def test_after_a_pause_of_the_whole_process_the_limit_starts_again(

@@ -127,7 +127,7 @@ def _layers(kind: str, num_layers: int, heads: int) -> dict[str, Any]:
     return {
         "alike": {},
         "windows skipped": {"window_attn_skip_freq": "2"},
-        "rotary skipped": {"no_rope_freq": str([1 - number % 2 for number in range(num_layers)])},
+        "rotary skipped": {"no_rope_freq": str([int(n % 2 == 0 and num_layers > 1) for n in range(num_layers)])},
     }[kind]
 
 

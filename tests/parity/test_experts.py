@@ -41,6 +41,9 @@ MODEL: dict[str, Any] = {
     "clip_grad": 0.3,
 }
 ZERO = {"use_distributed_optimizer": True, "overlap_grad_reduce": True, "overlap_param_gather": True}
+ZERO2 = ZERO | {"data_parallel_sharding_strategy": "optim_grads"}
+ZERO3 = ZERO | {"data_parallel_sharding_strategy": "optim_grads_params"}
+BY_MICROBATCH = {"data_parallel_sharding_granularity": "microbatch"}
 SIGMOID = {
     "num_experts": 8,
     "moe_router_topk": 4,
@@ -116,6 +119,21 @@ GRIDS: dict[str, tuple[int, dict[str, Any]]] = {
         {"tp": 2, "ep": 2, "pp": 2, "etp": 1, "pipeline_schedule": "zb-h1", "add_bias_linear": True}
         | SHARED
         | again("moe_act", "shared_experts"),
+    ),
+    "norms and activations again, shared, ep 2 pp 2 zero bubble": (
+        4,
+        {"ep": 2, "pp": 2, "pipeline_schedule": "zb-h1", "moe_layer_freq": "2"}
+        | BIAS
+        | ZERO
+        | SHARED
+        | again("layernorm", "moe_act", "activation"),
+    ),
+    "norms and activations again, gathered, ep 4 of tp 2 dp 2, biases, norms around": (
+        4,
+        {"tp": 2, "ep": 4, "etp": 1, "add_bias_linear": True, "norm_position": "around", "hidden_dropout": 0.2}
+        | GATHERED
+        | SHARED
+        | again("core_attn", "layernorm", "moe_act"),
     ),
     "dense layers and activations again, ep 2 of tp 2 interleaved": (
         4,
@@ -200,6 +218,44 @@ GRIDS: dict[str, tuple[int, dict[str, Any]]] = {
         | {"untie_embeddings_and_output_weights": True}
         | BIAS
         | ZERO,
+    ),
+    "sharded weights in units, ep 2 of dp 4": (4, {"ep": 2, "data_parallel_sharding_units": 2} | ZERO3 | BIAS | SHARED),
+    "sharded weights, ep 2 etp 2 of dp 8, experts again": (8, {"ep": 2, "etp": 2} | ZERO3 | SIGMOID | again("moe")),
+    "sharded weights, one copy of the experts, ep 4 of tp 2 dp 2": (
+        4,
+        {"tp": 2, "ep": 4, "etp": 1, "add_bias_linear": True} | ZERO3 | BY_MICROBATCH | PER_TOKEN,
+    ),
+    "sharded weights of experts alone, tp 2": (2, {"tp": 2, "etp": 1} | ZERO3 | BY_MICROBATCH | SHARED),
+    "sharded gradients, one copy of the experts, ep 2 pp 2 zero bubble": (
+        4,
+        {"ep": 2, "pp": 2, "pipeline_schedule": "zb-h1"} | ZERO2 | BY_MICROBATCH | BIAS,
+    ),
+    "sharded weights, norms and activation again, shared, dp 2 pp 2 zero bubble": (
+        4,
+        {"pp": 2, "pipeline_schedule": "zb-h1"} | ZERO3 | BY_MICROBATCH | SHARED | again("layernorm", "moe_act"),
+    ),
+    "sharded weights, ep 2 of dp 4 pp 2 dualpipe-v": (
+        8,
+        {"ep": 2, "pp": 2, "chunks": 2, "pipeline_schedule": "dualpipe-v"} | ZERO3 | PADS | {"micro_batch_size": 1},
+    ),
+    "sharded weights, ep 2 pp 2 dualpipe": (
+        4,
+        {"ep": 2, "pp": 2, "pipeline_schedule": "dualpipe", "untie_embeddings_and_output_weights": True}
+        | ZERO3
+        | GATHERED,
+    ),
+    "sharded weights, ep 2 of tp 2 dp 2 breadth-first, Muon": (
+        4,
+        {
+            "tp": 2,
+            "ep": 2,
+            "etp": 1,
+            "chunks": 2,
+            "pipeline_schedule": "breadth-first",
+            "optimizer": "muon",
+            "muon_tp_mode": "duplicated",
+        }
+        | ZERO3,
     ),
     "ep 2 of tp 2, etp 1": (2, {"tp": 2, "ep": 2, "etp": 1}),
     "etp 2 of tp 2": (2, {"tp": 2, "ddp_bucket_size": 100, "moe_router_pre_softmax": True, "moe_router_topk": 1}),

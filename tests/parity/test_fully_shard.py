@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -14,6 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megapipe.assembly.runtime import TrainingRuntime
+from megapipe.comm import collectives
 from megapipe.comm.groups import build_process_groups
 from megapipe.data.batch import Batch
 from megapipe.extras.reference.gpt import ReferenceGPT
@@ -109,7 +111,9 @@ def of_megapipe(rank: int, plan: RunPlan, batch: list[Batch]) -> tuple[Pieces, C
     flat = [buffer for held in runtime.buffers.values() for buffer in held.buffers]
     weights = {buffer.parameters.untyped_storage()._cdata for buffer in flat}
     microbatches, step = share_of(runtime, batch, 0), TrainStep(runtime)
-    with Messages() as messages, resized(weights) as most:
+    # over gloo our reductions run in place, as all-reduces; other backends have reduce-scatters
+    not_in_place = mock.patch.object(collectives, "_is_in_place", return_value=False)
+    with not_in_place, Messages() as messages, resized(weights) as most:
         pending = step.gradients(microbatches)
     factor = 1.0 / pending.denominator
     found: Pieces = [

@@ -49,7 +49,7 @@ GRIDS: dict[str, tuple[int, dict[str, Any]]] = {
         1,
         {"q_lora_rank": None, "qk_layernorm": False, "add_bias_linear": True, "v_head_dim": 9},
     ),
-    "tp 2": (2, {"tp": 2, "sequence_parallel": False} | YARN),
+    "tp 2": (2, {"tp": 2, "sequence_parallel": False, "latent_norm_epsilon": 0.1} | YARN),
     "tp 2, sequence parallel": (2, {"tp": 2, "attn_logit_softcapping": 2.0, "window_size": 3}),
     "tp 4, zero, core and norms recomputed": (4, {"tp": 4} | ZERO | CORE),
     "tp 2 dp 2, no latent of q": (4, {"tp": 2, "q_lora_rank": None, "attention_dropout": 0.2} | ZERO),
@@ -67,6 +67,16 @@ GRIDS: dict[str, tuple[int, dict[str, Any]]] = {
     "experts, tp 2 ep 2 pp 2 zero bubble": (
         4,
         {"tp": 2, "ep": 2, "etp": 1, "pp": 2, "pipeline_schedule": "zb-h1"} | DEEPSEEK | ZERO,
+    ),
+    "offloaded, tp 2 pp 2 zero bubble": (
+        4,
+        {
+            "tp": 2,
+            "pp": 2,
+            "pipeline_schedule": "zb-h1",
+            "cpu_offloading_num_layers": 4,
+            "min_offloaded_tensor_size": 1,
+        },
     ),
     "experts, pp 2 ep 2 dualpipe-v": (4, {"ep": 2, "pp": 2, "chunks": 2, "pipeline_schedule": "dualpipe-v"} | DEEPSEEK),
 }
@@ -86,7 +96,6 @@ def test_grid_with_latent_attention_equals_one_process(name: str, rank_pools: Ca
 def with_latents(grid: Grid) -> Grid:
     """Return a drawn grid with the values of its options that fit latent attention."""
     return grid | {
-        "micro_batch_size": 1,  # larger ones are offloaded in these grids
         "kv_heads": "all",
         "qk_layernorm_scope": "head",
         "positions": grid["positions"] if grid["positions"] in ("rope, yarn", "rope, linear") else "rope",

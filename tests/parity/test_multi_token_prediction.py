@@ -98,6 +98,10 @@ GRIDS: dict[str, tuple[int, dict[str, Any]]] = {
         8,
         schedule("1f1b", context_parallel_size=2, seq_length=16, cp_comm_type=("a2a",)) | SP | UNTIED | PER_TOKEN,
     ),
+    "offloaded, pp 2, zero bubble, untied": (
+        2,
+        schedule("zb-h1", cpu_offloading_num_layers=4, min_offloaded_tensor_size=1) | UNTIED | TWO,
+    ),
     "experts, one rank, bias": (1, EXPERTS | BIAS | TWO),
     "experts, ep 2 of tp 2, pp 2, zero bubble": (
         4,

@@ -17,7 +17,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, note, seed, settings
 from hypothesis import strategies as st
 
-from megapipe.checkpoint.same_model import LATENT_SIZES
+from megapipe.checkpoint.same_model import LATENT_OPTIONS
 from megapipe.config.model import ModelConfig
 from tests.harness import RankPool
 from tests.parity.comparison import assert_equals_reference
@@ -105,6 +105,7 @@ ELSEWHERE = {
     "num_layers_per_virtual_pipeline_stage",
     "grad_reduce_in_bf16",
     "allow_tp_across_nodes",
+    "allow_mixed_hosts",
     "distributed_backend",
     "hang_timeout_seconds",
     "pipeline_rank_speeds",
@@ -140,7 +141,7 @@ def test_every_field_of_the_model_and_its_layout_takes_several_values() -> None:
         # experts have grids of their own: tests/parity/test_experts.py
         constant = {name for name in constant if not name.startswith(("num_experts", "moe_", "expert_"))}
         # likewise latent attention: tests/parity/test_latent_attention.py
-        constant -= {"multi_latent_attention", *LATENT_SIZES}
+        constant -= {"multi_latent_attention", *LATENT_OPTIONS}
         # and multi-token prediction: tests/parity/test_multi_token_prediction.py
         constant = {name for name in constant if not name.startswith("mtp_")}
         assert constant <= SIZES | CONSTANTS | ROPE_CONSTANTS | ELSEWHERE | CONTEXT_PARALLEL

@@ -71,6 +71,7 @@ GRIDS: dict[str, tuple[int, dict[str, Any]]] = {
         | LLAMA
         | H1,
     ),
+    "pp 2, memory budget": (2, {"pp": 2, "k": 3, "recompute_memory_budget": 0.4} | LLAMA | H1),
     "pp 2, ramp, chunked loss": (
         2,
         {"pp": 2, "k": 4, "cross_entropy_chunk_size": 5, "num_query_groups": 2} | UNTIED | INTERLEAVED,
@@ -133,7 +134,7 @@ CHOICES: dict[str, tuple[dict[str, Any], ...]] = {
         {"num_query_groups": 1, "attn_logit_softcapping": 2.0},
         {"position_embedding_type": "none", "attention_softmax_in_fp32": True},
     ),
-    "recompute": ({}, CORE, FULL),
+    "recompute": ({}, CORE, FULL, {"recompute_memory_budget": 0.5}),
     "optimizer": ({}, ZERO),
     "loss": ({}, {"calculate_per_token_loss": True}),
     "tp": ({}, SP),
@@ -151,6 +152,7 @@ def drawn_grids(draw: st.DrawFn) -> tuple[int, dict[str, Any]]:
     for choices in CHOICES.values():
         options |= draw(st.sampled_from(choices))
     options["num_layers"] = pp * options.get("chunks", 1)
+    assume(options["k"] > 1 or "pipe_sp_strategy" not in options)
     assume(options.get("global_batch_size", 8) % (2 * dp) == 0)
     return math.prod((tp, pp, dp)), options
 

@@ -345,7 +345,9 @@ def test_training_state_has_the_bytes_of_its_dtypes(
     assert dtypes.scaled == tuple(name for name, each in dtypes.states.items() if each in ("fp16", "fp8"))
     assert reduction_bytes(plan, 0) == elements * gradient / 2
     host = rank_memory(resolve(small_config(**sharded, optimizer_cpu_offload=True), 2), 0)
-    assert (host.items["optimizer"], host.host["optimizer"]) == (0, items["optimizer"])
+    weight = {"fp32": 4, "bf16": 2, "fp16": 2}[dtype]
+    copies = elements // 2 * (gradient + weight + (0 if "master" in dtypes.states else weight))
+    assert (host.items["optimizer"], host.host["optimizer"]) == (0, items["optimizer"] + copies)
 
 
 def test_undoing_an_update_of_remainders_needs_a_copy_of_the_weights() -> None:

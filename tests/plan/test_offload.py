@@ -104,6 +104,9 @@ def test_the_report_names_host_memory_and_what_travels() -> None:
     )
 
 
-def test_offloaded_optimizer_state_takes_the_same_bytes_on_the_host() -> None:
-    there, here = (rank_memory(one_rank(optimizer_cpu_offload=offloaded), 0) for offloaded in (True, False))
-    assert there.host["optimizer"] == here.items["optimizer"] > 0 == there.items["optimizer"]
+@pytest.mark.parametrize(("dtype", "copies"), [("bf16", 4 + 2), ("fp32", 4 + 4 + 4)])
+def test_offloaded_optimizer_state_has_copies_of_gradients_and_weights_on_the_host(dtype: str, copies: int) -> None:
+    plan, here = (one_rank(optimizer_cpu_offload=offloaded, dtype=dtype) for offloaded in (True, False))
+    there = rank_memory(plan, 0)
+    assert there.host["optimizer"] == rank_memory(here, 0).items["optimizer"] + copies * plan.num_elements([0])
+    assert there.items["optimizer"] == 0

@@ -71,6 +71,35 @@ def test_gradients_alone_are_not_gathered() -> None:
     assert ops(plan)[Op.UNSHARD] == 0 and ops(plan)[Op.REDUCE_GRAD] == 4
 
 
+@pytest.mark.parametrize(
+    ("flags", "reading"),
+    [
+        pytest.param("", set(), id="nothing"),
+        pytest.param("--cross-entropy-chunk-size 8", {3}, id="chunked loss"),
+        pytest.param(
+            "--recompute-granularity selective --recompute-modules layernorm", {0, 1, 2, 3}, id="recomputed norms"
+        ),
+        pytest.param(
+            "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1", set(), id="full"
+        ),
+    ],
+)
+def test_weights_are_gathered_for_each_w_that_reads_them(flags: str, reading: set[int]) -> None:
+    grid = "--pipeline-model-parallel-size 2 --pipeline-schedule zb-v --global-batch-size 16 "
+    sharding = f"{ZERO_3} --data-parallel-sharding-granularity microbatch "
+    plan = planned(f"{sharding} {grid} {flags}")
+    schedule = plan.schedule(plan.batch.num_microbatches)
+    assert schedule.reading_in_w == reading
+    without = dataclasses.replace(
+        schedule, reading_in_w=frozenset(), rows=planned(f"{sharding} {grid}").schedule(8).rows
+    )
+    for stage in range(4):
+        found, before = (
+            sum((s, op) == (stage, Op.UNSHARD) for row in each.rows for s, op, _ in row) for each in (schedule, without)
+        )
+        assert (found > before) is (stage in reading)
+
+
 def test_a_varied_plan_keeps_its_units() -> None:
     flags = f"{ZERO_3} --data-parallel-sharding-units 2 --pipeline-model-parallel-size 2 --global-batch-size 16"
     config = with_vocabulary(load_config((FLAGS + flags).split(), is_job=False).config)

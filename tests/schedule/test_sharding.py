@@ -49,12 +49,15 @@ def policies(draw: st.DrawFn) -> ShardingPolicy:
 
 @st.composite
 def synchronous_schedules(draw: st.DrawFn) -> Schedule:
-    """Draw compute-only schedules of every family, some with units."""
+    """Draw compute-only schedules of every family, some with units, some with a W that reads weights at the end of the
+    model or everywhere.
+    """
     name = draw(st.sampled_from(SYNCHRONOUS))
     shape = family_shapes(name, draw(st.integers(1, 5)), draw(st.integers(1, 3)), draw(st.integers(1, 10)))
     schedule = build_schedule(*shape)
     units = draw(st.lists(st.integers(1, 3), min_size=schedule.num_stages, max_size=schedule.num_stages))
-    return split_stages(schedule, units)
+    split, stages = split_stages(schedule, units), range(sum(units))
+    return replace(split, reading_in_w=frozenset(draw(st.sampled_from([stages[:0], stages[-1:], stages]))))
 
 
 def without_sharding(row: Row) -> Row:
@@ -77,6 +80,26 @@ def test_every_sharded_schedule_is_valid_and_computes_the_same(schedule: Schedul
     validate(sharded)
     assert tuple(map(without_sharding, sharded.rows)) == lowered.rows
     assert sharded.compute_only() == schedule
+
+
+@pytest.mark.parametrize("granularity", ["run", "microbatch"])
+def test_a_w_that_reads_weights_is_given_them_and_rejected_without(granularity: str) -> None:
+    """A W that is far from the I of its microbatch finds them freed, unless it is known to read them."""
+    lowered = lower(build_schedule("zb-v", 2, 2, 6))
+    reading = replace(lowered, reading_in_w=frozenset({3}))
+    policy = ShardingPolicy(True, granularity)
+    unaware = shard(lowered, policy)
+    validate(unaware)
+    with pytest.raises(
+        ScheduleError, match=r"rank 0, slot \d+: 3W\d: needs the weights of stage 3, which are not gathered"
+    ):
+        validate(replace(unaware, reading_in_w=reading.reading_in_w))
+    validate(shard(reading, policy))
+
+
+def test_units_of_a_stage_read_weights_in_w_like_the_stage() -> None:
+    schedule = replace(build_schedule("zb-h1", 2, 1, 2), reading_in_w=frozenset({1}))
+    assert split_stages(schedule, (2, 3)).reading_in_w == {2, 3, 4}
 
 
 @given(random_schedules(), policies())
@@ -122,7 +145,7 @@ def test_a_row_without_one_of_its_sharding_actions_is_rejected(
 def test_csv_keeps_the_sharding_actions(schedule: Schedule, policy: ShardingPolicy) -> None:
     sharded = shard(lower(schedule), policy)
     read = from_csv(to_csv(sharded), schedule.name, schedule.placement, schedule.num_microbatches)
-    assert read == sharded
+    assert replace(read, reading_in_w=sharded.reading_in_w) == sharded  # a property of the model, not of rows
 
 
 @pytest.mark.parametrize("chunks", [1, 2, 4], ids=lambda v: f"v{v}")

@@ -11,8 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megapipe.errors import ConfigError, DataError
+from megapipe.tokenizers import rendering
 from megapipe.tokenizers.chat import FORMATS, ChatTokenizer, Message
 from megapipe.tokenizers.hugging_face import HuggingFaceTokenizer
+from megapipe.tokenizers.tokenizer import end_tokens
 from tests.tokenizers.chat_tokenizers import write_tokenizer
 
 pytest.importorskip("tokenizers")
@@ -67,6 +69,22 @@ def test_answers_with_their_end_are_trained(make: Make, name: str) -> None:
     space = " " if name == "plain" else ""
     expected = "".join(space + m["content"] + ENDS[name] for m in CHAT if m["role"] == "assistant")
     assert trained_text(make(prompt_format=name), CHAT) == expected
+
+
+@pytest.mark.parametrize("name", ["chatml", "llama3", "plain"])
+def test_a_saved_chat_tokenizer_ends_texts_where_answers_end(make: Make, tmp_path: Path, name: str) -> None:
+    tokenizer = make(prompt_format=name)
+    tokenizer.save(tmp_path)
+    saved = HuggingFaceTokenizer(tmp_path)
+    end, eod = (saved.encode(text)[0] for text in (ENDS[name], "<|endoftext|>"))
+    assert set(end_tokens(tokenizer)) == set(end_tokens(saved)) == {end, eod}
+    tokenizer.save(tmp_path)  # a second save changes nothing
+    assert set(json.loads((tmp_path / "generation_config.json").read_text())["eos_token_id"]) == {end, eod}
+
+
+def test_a_format_without_an_end_ends_texts_at_the_end_of_documents(make: Make) -> None:
+    tokenizer = make(prompt_format="nemotron-h-aligned", special=("<|endoftext|>", "<SPECIAL_10>", "<SPECIAL_11>"))
+    assert end_tokens(tokenizer) == (tokenizer.eod,)
 
 
 def test_a_format_without_an_end_trains_the_line_break(make: Make) -> None:
@@ -170,3 +188,24 @@ def test_a_named_format_is_saved_with_the_tokenizer(make: Make, tmp_path: Path) 
     make("own", prompt_format="plain").save(tmp_path)
     assert (tmp_path / "chat_template.jinja").read_text() == FORMATS["plain"]
     assert (tmp_path / "tokenizer.json").is_file()
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        ("{{ 1 // (messages | length - 5) }}", "refuses the conversation: ZeroDivisionError"),
+        ("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", "takes more than 3 s for"),
+        ("{{ 'a' * 3000000000 }}", "needs more than 1 GiB for one conversation"),  # as the template is compiled
+        ("{{ messages[0].content * 3000000000 }}", "needs more than 1 GiB for one conversation"),
+        ("{{ messages[0].content * 10000000 }}", "writes more than 67,108,864 characters"),
+        ("{% macro again() %}{{ again() }}{% endmacro %}{{ again() }}", "RecursionError"),
+        ("{% for message in messages %}{{ message.content }}", "is not valid Jinja: line 1: "),
+    ],
+    ids=["zero", "loops", "constant", "memory", "text", "recursion", "syntax"],
+)
+def test_a_template_that_computes_too_much_ends_with_one_message(
+    make: Make, template: str, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rendering, "MOST_SECONDS", 3)
+    with pytest.raises((ConfigError, DataError), match=message):
+        make(template).render(CHAT)

@@ -251,9 +251,11 @@ def failing(function: Callable[..., Any]) -> Callable[..., Any]:
     return fail
 
 
-def choice(wanted: str, compiler: Callable[..., Any], before: bool | None = None) -> tuple[bool | None, str, bool]:
+def choice(
+    wanted: str, compiler: Callable[..., Any], before: bool | None = None, **changes: Any
+) -> tuple[bool | None, str, bool]:
     """Return the choice of a run that takes the CPU for a GPU, what it said, and whether blocks are compiled."""
-    runtime = runtime_of(tiny_config(**LLAMA, compile_blocks=wanted), 0, 1)
+    runtime = runtime_of(tiny_config(**(LLAMA | changes), compile_blocks=wanted), 0, 1)
     said: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(compiled_blocks, "chooses", lambda device: True)
@@ -281,6 +283,42 @@ def test_a_block_that_cannot_be_compiled_runs_eager_with_the_reason() -> None:
     )
     with pytest.raises(ConfigError, match="no kernel for this"):
         choice("on", failing)
+
+
+@pytest.mark.parametrize(
+    "failure", [AttributeError("no linear_qkv\nin a module"), KeyError(), TypeError("two")], ids=repr
+)
+def test_any_exception_of_the_trial_leaves_the_blocks_eager(
+    failure: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def raises(*_: Any) -> Any:
+        raise failure
+
+    monkeypatch.setattr(compiled_blocks, "try_block", raises)
+    first = str(failure).split("\n")[0] or type(failure).__name__
+    said = f"compiling failed: {first}"
+    expected = False, f"blocks are not compiled: {said} (--compile-blocks auto)", False
+    assert choice("auto", compiler("untraced")) == expected
+    with pytest.raises(ConfigError, match=f"^--compile-blocks on: a compiled block is not the eager one: {said}; use"):
+        choice("on", compiler("untraced"))
+
+
+def test_a_trial_that_runs_out_of_memory_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    def raises(*_: Any) -> Any:
+        raise torch.OutOfMemoryError("2 GiB")
+
+    monkeypatch.setattr(compiled_blocks, "try_block", raises)
+    with pytest.raises(torch.OutOfMemoryError, match="2 GiB"):
+        choice("auto", compiler("untraced"))
+
+
+def test_latent_attention_runs_eager_with_auto_and_is_refused_with_on() -> None:
+    latent = {"multi_latent_attention": True, "kv_lora_rank": 4, "qk_head_dim": 4, "qk_pos_emb_head_dim": 4}
+    latent |= {"v_head_dim": 4, "kv_channels": None, "num_query_groups": None}
+    made = choice("auto", compiler("untraced"), **latent)
+    assert made == (None, "blocks are not compiled: latent attention is not compiled (--compile-blocks auto)", False)
+    with pytest.raises(ConfigError, match="--compile-blocks on: latent attention is not compiled; "):
+        choice("on", compiler("untraced"), **latent)
 
 
 @pytest.mark.parametrize("seconds", [0.5, 2.0], ids=["faster", "slower"])

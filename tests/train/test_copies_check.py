@@ -92,7 +92,7 @@ CASES: dict[str, tuple[int, str, tuple[Any, ...], tuple[str, ...]]] = {
     ),
     "shared_kv_of_tp4": (
         4,
-        "--tensor-model-parallel-size 4 --num-query-groups 2",
+        "--tensor-model-parallel-size 4 --group-query-attention --num-query-groups 2",
         ((1,), "qkv"),
         ("over kv (ranks 0 1)",),
     ),

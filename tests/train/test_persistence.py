@@ -25,7 +25,8 @@ from tests.train.runs import differences, runtime_of, save, scramble, state_of
 
 ALL = ("master", "exp_avg", "exp_avg_sq")
 Pools = Callable[[int], RankPool]
-STATE = TrainingState(step=7, consumed_samples=56, consumed_tokens=448, skipped_steps=1)
+# of a run that began there, so that the position fits batches of any size
+STATE = TrainingState(step=7, consumed_samples=56, consumed_tokens=448, skipped_steps=1, since=(7, 56))
 
 
 def save_scrambled(rank: int, world_size: int, root: str, changes: dict[str, Any]) -> None:
@@ -224,9 +225,9 @@ REFUSALS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "schedule": (
         {},
         {"lr": 0.5, "train_iters": 20},
-        r"schedules differ .*step_00000007.*\n  --lr: 0.5 here, 0.01 in the checkpoint\n"
-        r"  --lr-decay-iters .*: 160 here, 80 in the checkpoint\n"
-        r"  --decoupled-lr: 0.5 here, .*\n.*--override-opt-param-scheduler .* --use-checkpoint-opt-param-scheduler",
+        r"schedules differ .*step_00000007.*\n  --lr: 0.01 in the checkpoint, 0.5 here\n"
+        r"  --lr-decay-iters .*: 80 in the checkpoint, 160 here\n"
+        r"  --decoupled-lr: 0.01 in .*\n.*--override-opt-param-scheduler .* --use-checkpoint-opt-param-scheduler",
     ),
     "another_model": ({}, {"hidden_size": 32}, r"--hidden-size: 16 in the checkpoint, 32 here"),
     "other_shapes": (
@@ -333,7 +334,7 @@ def test_the_configuration_of_a_checkpoint_can_be_read_before_anything_is_built(
     config, path = checkpoint_config(tmp_path)
     assert path.name == "step_00000007"
     assert (config.model.hidden_size, config.model.num_layers, config.training.global_batch_size) == (16, 4, 8)
-    with pytest.raises(CheckpointError, match=r"--use-checkpoint-args: .*nothing holds no checkpoint"):
+    with pytest.raises(CheckpointError, match=r"nothing holds no checkpoint to take the model from"):
         checkpoint_config(tmp_path / "nothing")
 
 

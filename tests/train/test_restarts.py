@@ -77,6 +77,17 @@ def test_a_restart_resumes_its_own_checkpoint_whatever_the_first_start_loaded(
     assert f"a restart: continuing from --save {tmp_path}/c" in said and "continuing after step 3" in said
 
 
+def test_a_restart_is_not_refused_what_its_first_start_was_allowed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert job(f"--train-iters 2 --save {tmp_path} --lr-decay-style constant")[0] == 0
+    flags = f"--train-iters 3 --load {tmp_path} --save {tmp_path} --lr-decay-style constant --adam-beta2 0.9"
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    crashing_job(f"{flags} --no-load-optim", 1, monkeypatch)  # before it has saved anything itself
+    code, said = job(f"{flags} --no-load-optim")
+    assert code == 0 and "continuing from --save" in said and "--adam-beta2: 0.999 in the checkpoint, 0.9" in said
+
+
 def test_a_checkpoint_damaged_inside_is_passed_over_set_aside_and_saved_again(tmp_path: Path) -> None:
     flags = f"--train-iters 6 --save {tmp_path}/c --load {tmp_path}/c --save-interval 2"
     assert job(f"{flags} --exit-interval 4")[0] == 0

@@ -14,10 +14,12 @@ from torch import Tensor
 from megapipe.assembly.microbatches import Keys, Microbatches
 from megapipe.assembly.runtime import TrainingRuntime
 from megapipe.data.batch import Batch, DocumentRules
+from megapipe.data.indexed_file import IndexedWriter
 from megapipe.train.loading import load
 from megapipe.train.state import Schedules, TrainingState
 from megapipe.train.step import train_step
 from tests.harness import RankPool
+from tests.train.jobs import TINY, job, steps_of
 from tests.train.runs import runtime_of, save, state_of
 
 INTERLEAVED_ZERO = {
@@ -109,3 +111,18 @@ def test_a_run_resumed_halfway_equals_an_uninterrupted_one(
         assert again_tensors.keys() == tensors.keys()
         for name, values in tensors.items():
             assert torch.equal(again_tensors[name], values), name
+
+
+def test_a_smaller_batch_that_lacks_samples_is_known_at_the_start(tmp_path: Path) -> None:
+    """The data are read as often as 4 steps of the new batch need; 2 steps of the old one have taken as many."""
+    with IndexedWriter(tmp_path / "tokens", np.uint16) as writer:
+        for start in range(16):
+            writer.add_document(list(range(start, start + 9)))
+    data = f"--data-path 1.0 {tmp_path / 'tokens'} --split 1,0,0 --train-iters 4 --save {tmp_path / 'run'}"
+    base = TINY.replace("--mock-data", data)
+    assert job("--exit-interval 2", base)[0] == 0
+    code, said = job(f"--override-opt-param-scheduler --load {tmp_path / 'run'} --global-batch-size 4", base)
+    assert code == 1
+    assert "the train data has 17 samples; with its --global-batch-size the run takes 24 to its last step" in said
+    assert [line["step"] for line in steps_of(tmp_path / "run" / "metrics.jsonl")] == [1, 2]
+    assert job(f"--override-opt-param-scheduler --load {tmp_path / 'run'} --global-batch-size 16", base)[0] == 0

@@ -127,12 +127,16 @@ def test_one_command_trains_a_hugging_face_folder_and_exports_it(folder: Path, t
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         assert megapipe(["convert", str(tmp_path / "run"), str(tmp_path / "export"), "--no-check"]) == 0, printed
     from megapipe.extras.convert.snapshot import read_checkpoint
+    from megapipe.extras.convert.special_tokens import ends_of
     from megapipe.extras.verify.conversion import compare
 
-    comparison = compare(read_checkpoint(tmp_path / "run"), tmp_path / "export")
-    assert comparison.largest_difference <= 1e-5
+    ends = ends_of(read_checkpoint(tmp_path / "run"))
+    comparison = compare(read_checkpoint(tmp_path / "run"), tmp_path / "export", ends)
+    assert comparison.largest_difference <= 1e-5 and comparison.agree and len(comparison.stops) == 20
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "export")
     assert tokenizer.chat_template == transformers.AutoTokenizer.from_pretrained(folder).chat_template
+    # the end of an answer and that of a document
+    assert set(ends) == {tokenizer.convert_tokens_to_ids("<|im_end|>"), tokenizer.eos_token_id}
 
 
 def test_the_first_loss_is_that_of_transformers(folder: Path, tmp_path: Path) -> None:
@@ -188,19 +192,19 @@ def test_a_grid_finetunes_to_the_same_weights(
 
 
 def test_a_run_that_is_resumed_ends_with_the_same_bits(folder: Path, tmp_path: Path) -> None:
-    """Over an epoch's end, with evaluation; the model section comes from the checkpoint."""
+    """Over an epoch's end, with evaluation; the model and the tokenizer come from the checkpoint."""
     saved = "--save {0} --train-iters {1} --lr-decay-iters 6 {2}"
     assert job(flags(folder, tmp_path, saved.format(tmp_path / "whole", 6, "")), base="")[0] == 0
     stopped = saved.format(tmp_path / "parts", 6, "--exit-interval 3")
     assert job(flags(folder, tmp_path, stopped), base="")[0] == 0
-    tokenizer = f"--tokenizer-type HuggingFaceTokenizer --tokenizer-model {folder}"
-    resumed = saved.format(tmp_path / "parts", 6, f"--use-checkpoint-args {tokenizer}")
+    resumed = saved.format(tmp_path / "parts", 6, "")
     words = flags(tmp_path / "parts", tmp_path, resumed).replace("--finetune ", "")
     code, said = job(words, base="")
-    assert code == 0, said
+    assert code == 0 and "changed since" not in said, said
+    assert f"model section from the checkpoint {tmp_path}/parts/step_00000003\n" in said and "\ntokenizer from" in said
     assert furthest(tmp_path / "whole", tmp_path / "parts") == 0.0
     code, said = job(words + " --sft-tokenizer-prompt-format plain --train-iters 8", base="")
-    assert code == 1 and "the training data are not those that" in said
+    assert code == 1 and "  data:\n" in said
 
 
 REFUSED = {
@@ -210,7 +214,7 @@ REFUSED = {
     ),
     "mock": ("--mock-data", ["--mock-data"]),
     "mean": ("--no-calculate-per-token-loss", ["calculate_per_token_loss is false by flag", "--sft averages the loss"]),
-    "tokenizer": ("--tokenizer-type ByteTokenizer", ["--sft needs a tokenizer.json", "--tokenizer-type ByteTokenizer"]),
+    "tokenizer": ("--tokenizer-type ByteTokenizer", ["the tokenizer is not the one that", "ByteTokenizer (257 tokens"]),
     "no sft": ("--no-sft --sft-overlong drop", ["--sft-overlong drop needs --sft"]),
     "too long": ("--seq-length 32", ["conversations are longer than --seq-length 32"]),
     "no special tokens": ("--sft-tokenizer-prompt-format llama3", ["writes the special token <|begin_of_text|>"]),

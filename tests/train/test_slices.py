@@ -14,7 +14,7 @@ from tests.train.jobs import job_on_rank, lines_of
 
 BASE = (
     "--dtype fp64 --hidden-dropout 0 --attention-dropout 0 --seq-length 24 --position-embedding-type rope "
-    "--num-query-groups 2 --eval-iters 2 --eval-interval 2 --clip-grad 0.5 --adam-eps 1e-3"
+    "--group-query-attention --num-query-groups 2 --eval-iters 2 --eval-interval 2 --clip-grad 0.5 --adam-eps 1e-3"
 )
 PP2 = "--pipeline-model-parallel-size 2"
 

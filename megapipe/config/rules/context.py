@@ -64,6 +64,8 @@ def heads(config: Config, layer: LayerConfig) -> Iterator[str]:
     """
     parallel, ranks = config.parallel, heads_exchanged(config)
     tp = parallel.tensor_model_parallel_size
+    if layer.num_attention_heads < tp:  # refused by a rule on its own
+        return
     held, queries = max(1, layer.num_query_groups // tp), layer.num_attention_heads // tp
     fitting = [count for count in divisors(queries) if held % count == 0 or count % held == 0]
     if layer.has_attention and ranks > 1 and ranks not in fitting:

@@ -81,11 +81,11 @@ def balance(config: Config) -> Iterator[str]:
         yield f"{flag} names {len(types)} losses, --moe-aux-loss-coeff gives {len(coefficients)}; give one for each"
     if len(types) > len(set(types)):
         yield f"{flag} {' '.join(types)}: a loss is named twice; add its coefficients"
+    if types == ("none",) and any(coefficients):
+        given = " ".join(f"{coefficient:g}" for coefficient in coefficients)
+        yield f"--moe-aux-loss-coeff {given} with {flag} none, which has no loss; leave one of the two out"
     if "none" in types and len(types) > 1:
         yield f"{flag} {' '.join(types)}: none cannot be combined with others; leave it out"
-    if "global_aux_loss" in types and config.parallel.pipeline_schedule == "dualpipe":
-        rule = "each of the two pipeline ranks of a stage sees half of the microbatches"
-        yield f"{flag} global_aux_loss does not work with --pipeline-schedule dualpipe: {rule}; use dualpipe-v"
 
 
 def combinations(config: Config) -> Iterator[str]:
@@ -142,9 +142,10 @@ def recompute(config: Config) -> Iterator[str]:
     if inside and "moe" in modules:
         left_out = inside[0] if len(inside) == 1 else "both"
         yield f"--recompute-modules moe already recomputes {' and '.join(inside)} inside it; leave {left_out} out"
-    if "layernorm" in modules and "moe" not in modules and any(layer.norm_position != "after" for layer in mixtures):
-        rule = "router and experts keep the output of the norm before them unless they are recomputed with it"
-        yield f"--recompute-modules layernorm with experts needs moe: {rule}; add moe, or leave layernorm out"
+    is_normed = any(layer.norm_position != "after" for layer in mixtures)
+    if {"layernorm", "shared_experts"} <= set(modules) and is_normed:
+        rule = "shared experts that run again keep the output of the norm before them"
+        yield f"--recompute-modules layernorm with shared_experts: {rule}; use moe, or leave one of the two out"
 
 
 def overlap(config: Config) -> Iterator[str]:
@@ -159,6 +160,9 @@ def overlap(config: Config) -> Iterator[str]:
         yield f"{flag} with --recompute-granularity full: {rule}; use selective, or leave one of the two out"
     if recompute.recompute_granularity == "selective" and "moe" in recompute.recompute_modules:
         yield f"{flag} with --recompute-modules moe: {rule}; use moe_act, or leave one of the two out"
+    if recompute.recompute_granularity == "selective" and "layernorm" in recompute.recompute_modules:
+        rule = "the experts run in another part than the norm before them, and keep its output"
+        yield f"{flag} with --recompute-modules layernorm: {rule}; leave one of the two out"
     if recompute.recompute_memory_budget is not None:
         rule = "a budget may choose to run experts again, with all-to-alls at a place where other ranks have none"
         yield f"{flag} with --recompute-memory-budget: {rule}; use --recompute-modules, or leave one of the two out"

@@ -193,6 +193,7 @@ def why_not_compiled(config: Config) -> str | None:
             config.offload.cpu_offloading_num_layers > 0,
         ),
         ("experts are not compiled", config.model.num_experts is not None),
+        ("latent attention is not compiled", config.model.multi_latent_attention),
         ("attention over several cp ranks is not compiled", config.parallel.context_parallel_size > 1),
         ("slices of a sequence (--pipe-sp-splits) are not compiled", config.parallel.pipe_sp_splits > 1),
         (f"--softmax-type {config.model.softmax_type} is not compiled", config.model.softmax_type != "vanilla"),

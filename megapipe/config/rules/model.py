@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megapipe.config.config import Config
-from megapipe.config.layers import OPTIONS_OF, LayerConfig, has_soft_cap, kinds_of, layer_settings, of_each_kind
+from megapipe.config.config import Config, fields_by_key
+from megapipe.config.fields import shown
+from megapipe.config.layers import OPTIONS_OF, TAKEN, LayerConfig, has_soft_cap, kinds_of, layer_settings, of_each_kind
 from megapipe.config.model import ACTIVATIONS, ATTENTIONS, NORMALIZATIONS, ROPE, ModelConfig
 from megapipe.config.parallel import SHARDED_GRADS
-from megapipe.config.rules.proposals import chosen, given, use_divisors, use_multiples
+from megapipe.config.rules.proposals import chosen, divisors, given, nearest_values, use_divisors, use_multiples
 from megapipe.config.rules.sharding import strategy_of
 from megapipe.errors import ConfigError
 from megapipe.formatting import one_of
@@ -53,13 +54,18 @@ def layers_that_differ(config: Config) -> Iterator[str]:
     """Check which layers have other options than the model."""
     model, freq = config.model, config.model.no_rope_freq
     try:
-        layer_settings(model)
+        layers = layer_settings(model)
     except ConfigError as error:
         yield str(error)
         return
+    for name, (marks, value) in TAKEN.items():
+        text, own, field = getattr(model, marks), getattr(model, name), fields_by_key()[f"model.{name}"]
+        if text is not None and own != value and all(settings.get(name, own) == value for settings in layers):
+            rule = f"leaves no layer with {shown(field, own)}; give {field.main_flag} none, or let some layers keep it"
+            yield f"{fields_by_key()[f'model.{marks}'].main_flag} {text} {rule}"
     if freq is not None and freq.strip().isdecimal() and model.num_layers % int(freq):
-        ways = use_divisors(model.num_layers, wanted=int(freq))
-        yield f"--no-rope-freq {freq} does not divide --num-layers {model.num_layers}; {ways}, or write a list"
+        ways = one_of(nearest_values(divisors(model.num_layers)[1:], int(freq)))
+        yield f"--no-rope-freq {freq} does not divide --num-layers {model.num_layers}; use {ways}, or write a list"
 
 
 @of_each_kind
@@ -104,7 +110,6 @@ def latent_attention(config: Config) -> Iterator[str]:
         ("--compile-pointwise", config.kernels.compile_pointwise),
         ("--cuda-graph-impl", config.gpu.cuda_graph_impl != "none"),
         ("--fp8-format", config.precision.fp8_format is not None),
-        ("--cpu-offloading-num-layers", config.offload.cpu_offloading_num_layers > 0),
     )
     if refused:
         yield f"{flag} does not work with {one_of(refused)} yet; leave one of the two out"
@@ -301,7 +306,6 @@ def prediction(config: Config) -> Iterator[str]:
     refused = chosen(
         ("--transformer-impl transformer_engine", config.kernels.transformer_impl != "local"),
         ("--cuda-graph-impl", config.gpu.cuda_graph_impl != "none"),
-        ("--cpu-offloading-num-layers", config.offload.cpu_offloading_num_layers > 0),
     )
     if refused:
         yield f"{flag} does not work with {one_of(refused)} yet; leave one of the two out"

@@ -43,12 +43,11 @@ def unsupported(config: Config) -> Iterator[str]:
     if found not in SHARDED_GRADS:
         return
     for option in chosen(
-        ("--num-experts", config.model.num_experts is not None),
         ("--transformer-impl transformer_engine", config.kernels.transformer_impl != "local"),
         ("--fp8-format", config.precision.fp8_format is not None),
         (f"--cuda-graph-impl {config.gpu.cuda_graph_impl}", config.gpu.cuda_graph_impl != "none"),
         ("--compile-blocks on", config.kernels.compile_blocks == "on"),
-        ("--cpu-offloading-num-layers", config.offload.cpu_offloading_num_layers > 0),
+        ("--overlap-moe-expert-parallel-comm", config.parallel.overlap_moe_expert_parallel_comm),
     ):
         yield f"{STRATEGY} {found} does not work with {option} yet; use {STRATEGY} optim, or leave {option} out"
 

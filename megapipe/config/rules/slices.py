@@ -48,7 +48,6 @@ def combinations(config: Config) -> Iterator[str]:
         ("--cuda-graph-impl", config.gpu.cuda_graph_impl != "none"),
         ("--cpu-offloading-num-layers", config.offload.cpu_offloading_num_layers > 0),
         ("--recompute-keep-attention", recompute.recompute_keep_attention),
-        ("--recompute-memory-budget", recompute.recompute_memory_budget is not None),
         ("--pipeline-rank-memory", parallel.pipeline_rank_memory is not None),
         ("--optimizer-post-validation", config.optimizer.optimizer_post_validation),
     )

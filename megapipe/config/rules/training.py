@@ -10,6 +10,7 @@ from megapipe.config.files import TOKENIZER_TYPES, parse_blend, split_shares
 from megapipe.config.rules.proposals import given, use_multiples
 from megapipe.errors import ConfigError
 
+TOKENIZER_FILES = ("tokenizer_model", "vocab_file", "merge_file")
 SPLIT_PATHS = ("data.train_data_path", "data.valid_data_path", "data.test_data_path")
 
 
@@ -167,9 +168,10 @@ def sources(config: Config) -> Iterator[str]:
 
 
 def tokenizer(config: Config) -> Iterator[str]:
-    """Yield the files that a tokenizer lacks."""
+    """Yield the files that a tokenizer lacks, and those that it does not read."""
     data = config.data
     needed = () if data.tokenizer_type is None else TOKENIZER_TYPES[data.tokenizer_type].files
+    unread = [name for name in TOKENIZER_FILES if getattr(data, name) is not None and name not in needed]
     missing = [name for name in needed if getattr(data, name) is None]
     if data.tokenizer_type == "GPT2BPETokenizer" and data.tokenizer_model is not None:
         missing = []  # a folder with both files, as in a checkpoint
@@ -177,6 +179,8 @@ def tokenizer(config: Config) -> Iterator[str]:
         missing = ["vocab_size"]
     if missing:
         yield f"--tokenizer-type {data.tokenizer_type} needs --{missing[0].replace('_', '-')}"
+    if unread and data.tokenizer_type is not None and not TOKENIZER_TYPES[data.tokenizer_type].or_model:
+        yield f"--tokenizer-type {data.tokenizer_type} does not read --{unread[0].replace('_', '-')}; leave it out"
 
 
 def job(config: Config) -> Iterator[str]:

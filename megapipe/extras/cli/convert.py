@@ -14,6 +14,7 @@ from megapipe.extras.convert.formats import DCP, FORMATS, HUGGING_FACE, MEGATRON
 from megapipe.extras.convert.megatron import MegatronGrid, iteration_folder
 from megapipe.extras.convert.megatron_writing import has_writable_optimizer
 from megapipe.extras.convert.snapshot import DTYPES, Snapshot, read_checkpoint, write_checkpoint
+from megapipe.extras.convert.special_tokens import ends_of
 from megapipe.registry import EXTENSIONS
 
 # flags that mean something for some formats alone: argument -> (its side, formats)
@@ -148,7 +149,7 @@ def main(own: argparse.Namespace) -> None:
     if is_checked:
         if target_format == OWN:  # read back from disk
             snapshot = read_checkpoint(own.target, snapshot.step)
-        _compare(snapshot, own.source if source_format == HUGGING_FACE else own.target)
+        _compare(snapshot, own)
 
 
 def read(source_format: str, own: argparse.Namespace) -> Snapshot:
@@ -220,11 +221,12 @@ def _is_checked(asked: bool | None, source_format: str, target_format: str) -> b
     return True
 
 
-def _compare(snapshot: Snapshot, folder: Path) -> None:
-    """Compare a model with that of a Hugging Face folder, by transformers."""
+def _compare(snapshot: Snapshot, own: argparse.Namespace) -> None:
+    """Compare a model with that of the Hugging Face folder, by transformers: logits, and where an export ends texts."""
     from megapipe.extras.verify.conversion import compare
 
-    comparison = compare(snapshot, folder)
+    is_import = (own.source_format or guess(own.source)) == HUGGING_FACE
+    comparison = compare(snapshot, own.source if is_import else own.target, None if is_import else ends_of(snapshot))
     print(comparison)
     if not comparison.agree:
         raise CheckpointError(

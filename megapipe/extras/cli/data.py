@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import hashlib
 import os
 import sys
 import time
@@ -19,6 +18,7 @@ from megapipe.data.preprocess import preprocess as tokenize
 from megapipe.data.text_source import (
     DOCUMENT_UNITS,
     FORMATS,
+    MOST_DOCUMENT_BYTES,
     STDIN_PATH,
     TEXT_KEY,
     corpus_documents,
@@ -31,8 +31,9 @@ from megapipe.data.text_source import (
 )
 from megapipe.errors import ConfigError
 from megapipe.extras.cli.frame import command, option
+from megapipe.tokenizers.fingerprint import described, tokenizer_fingerprint
 from megapipe.tokenizers.sentencepiece import train_sentencepiece
-from megapipe.tokenizers.tokenizer import TOKENIZERS, Tokenizer, build_tokenizer, files_of
+from megapipe.tokenizers.tokenizer import TOKENIZERS, Tokenizer, build_tokenizer
 
 TRAIN_TOKENIZER_OPTIONS = (
     option("--input", "directory of text files, text file, or JSON lines with the key text", required=True),
@@ -60,6 +61,7 @@ PREPROCESS_OPTIONS = (
     option(
         "--skip-bad", "leave out up to N bad records and report them in PREFIX.skipped.jsonl", default=0, at_least=0
     ),
+    option("--max-document-bytes", "a document of more text is a bad record", default=MOST_DOCUMENT_BYTES, at_least=1),
     "tokenizer",
     option("--tokenizer-type", f"one of {', '.join(TOKENIZERS)}", required=True),
     option("--tokenizer-model", "SentencePiece model, tokenizer.json, or a folder with one of them"),
@@ -130,7 +132,14 @@ def preprocess(own: argparse.Namespace) -> None:
     if output.counts:
         print(f"going on after {output.counts['documents']:,} documents of an interrupted run ({output.folder})")
     counts = tokenize(
-        read_records(files, unit, keys=own.json_keys, input_format=own.input_format, start=output.position),
+        read_records(
+            files,
+            unit,
+            keys=own.json_keys,
+            input_format=own.input_format,
+            start=output.position,
+            most_bytes=own.max_document_bytes,
+        ),
         own.output_prefix,
         factory,
         keys=own.json_keys,
@@ -167,23 +176,22 @@ def _open_output(own: argparse.Namespace, files: Sequence[Path], unit: str, toke
     """Return the output, which continues an interrupted run if there is one of these inputs and settings."""
     pipe = next((path for path in files if not is_regular(path)), None)
     description: dict[str, Any] | None = None
+    made = tokenizer_fingerprint(tokenizer, own.tokenizer_model or own.vocab_file)
     if pipe is None:
-        content = hashlib.sha256()
-        for name, data in sorted(files_of(tokenizer).items()):
-            content.update(f"{name} {len(data)} ".encode() + data)
         description = {
             "input": [_identity(path) for path in files],
             "--json-keys": own.json_keys,
             "--input-format": own.input_format,
             "--document-unit": unit,
+            "--max-document-bytes": own.max_document_bytes,
             "--append-eod": own.append_eod,
-            "tokenizer": f"{own.tokenizer_type} of {tokenizer.vocab_size} tokens, SHA-256 {content.hexdigest()[:16]}",
+            "tokenizer": described({**made, "source": None}),
         }
     else:
         name = "standard input" if pipe == STDIN_PATH else str(pipe)
         print(f"note: {name} can be read only once: an interrupted run begins again", file=sys.stderr)
     dtype = indexed_file.token_dtype(tokenizer.vocab_size)
-    return PartialOutput(own.output_prefix, own.json_keys, dtype, description, overwrite=own.overwrite)
+    return PartialOutput(own.output_prefix, own.json_keys, dtype, description, overwrite=own.overwrite, tokenizer=made)
 
 
 def _identity(path: Path) -> str:

@@ -17,15 +17,17 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
-from megapipe.environment import Environment, allows_colour, read_environment
-from megapipe.errors import CommunicationError, ConfigError, MegapipeError
+from megapipe.environment import Environment, allows_colour, read_environment, read_meeting_place
+from megapipe.errors import CommunicationError, ConfigError, DisagreementError, MegapipeError
 from megapipe.monitor.process import wait_for_end
 
 # rank 0 may find the same error later; longer than the launcher keeps other ranks alive once one has failed
 OTHER_RANK_SECONDS = 4.0
+AGREED_SECONDS = 1.0  # the same where rank 0 has the error already
 LOST_PEER_SECONDS = 6.0
 INTERRUPTED = 130
 MOST_COLUMNS = 2000  # of a line of a message
@@ -196,11 +198,15 @@ def command(
 
 
 def guarded(
-    body: Callable[[], int], global_rank: int = 0, world_size: int = 1, interrupted: str = "interrupted"
+    body: Callable[[], int],
+    global_rank: int = 0,
+    world_size: int = 1,
+    interrupted: str = "interrupted",
+    tell: Callable[[Exception], None] | None = None,
 ) -> int:
     """Run `body` and return its result, or print its error (a bug's with traceback) and return the exit code.
 
-    interrupted: what rank 0 prints after Ctrl-C.
+    interrupted: what rank 0 prints after Ctrl-C. tell: reports the error to ranks that wait for this one.
     """
     try:
         return body()
@@ -209,21 +215,46 @@ def guarded(
             print(interrupted, file=sys.stderr, flush=True)
         return INTERRUPTED
     except Exception as error:
+        if tell is not None and global_rank != 0:
+            tell(error)
         if world_size > 1 and isinstance(error, CommunicationError):
             time.sleep(LOST_PEER_SECONDS)
         elif global_rank != 0:
-            time.sleep(OTHER_RANK_SECONDS)
-        if isinstance(error, MegapipeError):
-            where = f" (rank {global_rank})" if world_size > 1 else ""
-            title = TITLES.get(type(error).__name__, "error")
-            head = painted(f"{title}{where}:", "red", sys.stderr)
-            print(f"{head} {abridged(str(error))}", file=sys.stderr, flush=True)
-            return error.exit_code
-        bug = "this is a bug in megapipe, please report it with the following traceback"
-        print(f"rank {global_rank}: {bug}", file=sys.stderr)
-        traceback.print_exc()
-        sys.stderr.flush()
-        return 1
+            time.sleep(AGREED_SECONDS if isinstance(error, DisagreementError) else OTHER_RANK_SECONDS)
+        print_error(error, global_rank, world_size)
+        if tell is not None and global_rank == 0:
+            tell(error)
+        return error.exit_code if isinstance(error, MegapipeError) else 1
+
+
+def print_error(error: Exception, global_rank: int, world_size: int) -> None:
+    """Print an error, a bug's with traceback."""
+    if isinstance(error, MegapipeError):
+        where = f" (rank {global_rank})" if world_size > 1 else ""
+        title = TITLES.get(type(error).__name__, "error")
+        head = painted(f"{title}{where}:", "red", sys.stderr)
+        print(f"{head} {abridged(str(error))}", file=sys.stderr, flush=True)
+        return
+    bug = "this is a bug in megapipe, please report it with the following traceback"
+    print(f"rank {global_rank}: {bug}", file=sys.stderr)
+    traceback.print_exception(error)
+    sys.stderr.flush()
+
+
+def teller(environment: Environment) -> Callable[[Exception], None] | None:
+    """Return the `tell` of `guarded` for a rank; None if there are no others, or its launcher ends them at once."""
+    if not environment.is_distributed or environment.ends_together:
+        return None
+    return partial(tell_others, environment)
+
+
+def tell_others(environment: Environment, error: Exception) -> None:
+    """Report to the ranks that wait for this one why it cannot start, unless they have met or know it already."""
+    if isinstance(error, CommunicationError | DisagreementError):
+        return
+    from megapipe.comm.bootstrap import refuse  # torch
+
+    refuse(environment, error)
 
 
 def painted(text: str, style: str, stream: TextIO) -> str:
@@ -244,9 +275,18 @@ def run_on_ranks(body: Callable[[Environment], int], interrupted: str) -> int:
         environment = read_environment()
     except ConfigError as error:  # the rank is unknown, so every rank prints
         print(f"error: {error}", file=sys.stderr)
+        place = read_meeting_place()
+        if place is not None:
+            tell_others(place, error)
         return error.exit_code
     end_with_launcher(environment)
-    code = guarded(lambda: body(environment), environment.global_rank, environment.world_size, interrupted)
+    code = guarded(
+        lambda: body(environment),
+        environment.global_rank,
+        environment.world_size,
+        interrupted,
+        teller(environment),
+    )
     if environment.is_distributed:
         if code:
             end_at_once(code)

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import dataclasses
+import hashlib
 from collections.abc import Sequence
 from pathlib import Path
 
+from megapipe.assembly.datasets import tokenizer_of
+from megapipe.checkpoint.same_tokenizer import check_tokenizer
 from megapipe.config.config import Config
-from megapipe.config.load import DEFAULT, LoadedConfig, with_checkpoint_model
+from megapipe.config.load import LoadedConfig, with_checkpoint_model, with_tokenizer
 from megapipe.config.rules.check import Rule
 from megapipe.errors import ConfigError
 from megapipe.extras.convert import hugging_face
-from megapipe.extras.convert.snapshot import Snapshot
+from megapipe.extras.convert.snapshot import Snapshot, trained_with
+from megapipe.tokenizers.fingerprint import tokenizer_fingerprint
 from megapipe.train.loading import Weights
-
-# fields of the model section that do not change the function of the weights: the run's own values hold
-OVERRIDABLE = (
-    "seq_length hidden_dropout attention_dropout init_method_std make_vocab_size_divisible_by attention_softmax_in_fp32"
-).split()
 
 
 def start_from(loaded: LoadedConfig, rules: Sequence[Rule] = ()) -> tuple[LoadedConfig, Weights]:
@@ -31,20 +29,23 @@ def start_from(loaded: LoadedConfig, rules: Sequence[Rule] = ()) -> tuple[Loaded
         rule = "is a Hugging Face folder: weights without a step, an optimizer or random state"
         raise ConfigError(f"--load {folder} {rule}; add --finetune to start at step 0 from these weights")
     snapshot = hugging_face.read(folder)
-    given = with_tokenizer(loaded, snapshot, folder)
-    taken = with_checkpoint_model(given, snapshot.config, str(folder), rules, "--load", OVERRIDABLE)
-    return taken, snapshot.tensors
+    if loaded.config.data.tokenizer_type is not None and not loaded.config.data.mock_data:
+        _check_tokenizer(loaded.config, snapshot, folder)
+    if snapshot.tokenizer is not None:
+        kind, file = snapshot.tokenizer
+        found = {"tokenizer_type": kind, "tokenizer_model": str(folder / file)}
+        loaded = with_tokenizer(loaded, found, str(folder))
+    return with_checkpoint_model(loaded, snapshot.config, str(folder), rules, "--load"), snapshot.tensors
 
 
-def with_tokenizer(loaded: LoadedConfig, snapshot: Snapshot, folder: Path) -> LoadedConfig:
-    """Name the folder's tokenizer, if it has one and the run names none."""
-    data, origins = loaded.config.data, dict(loaded.origins)
-    if data.tokenizer_type is not None or snapshot.tokenizer is None:
-        return loaded
-    kind, file = snapshot.tokenizer
-    model = data.tokenizer_model or str(folder / file)
-    data = dataclasses.replace(data, tokenizer_type=kind, tokenizer_model=model)
-    for key in ("data.tokenizer_type", "data.tokenizer_model"):
-        origins[key] = f"checkpoint {folder}" if origins[key] == DEFAULT else origins[key]
-    config: Config = dataclasses.replace(loaded.config, data=data)
-    return dataclasses.replace(loaded, config=config, origins=origins)
+def _check_tokenizer(config: Config, snapshot: Snapshot, folder: Path) -> None:
+    """Raise CheckpointError if a run has another tokenizer than the folder, unless --allow-changed-data."""
+    tokenizer, theirs = tokenizer_of(config), trained_with(snapshot)
+    if tokenizer is None or theirs is None:
+        return
+    own = tokenizer_fingerprint(tokenizer, config.data.tokenizer_model or config.data.vocab_file)
+    beside = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in snapshot.files}
+    if own["files"] and own["files"].items() <= beside.items():
+        return  # another of the folder's tokenizers, such as tokenizer.model for tokenizer.json
+    may_differ = config.checkpoint.allow_changed_data
+    check_tokenizer({"tokenizer": theirs}, own, str(folder), is_finetuning=True, may_differ=may_differ)

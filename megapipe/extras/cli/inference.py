@@ -15,13 +15,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from megapipe.assembly.datasets import tokenizer_of
-from megapipe.checkpoint.folder import TOKENIZER_NAME, find_checkpoint, saved_config
+from megapipe.checkpoint.folder import find_checkpoint, saved_config, saved_tokenizer
+from megapipe.checkpoint.same_tokenizer import check_tokenizer
 from megapipe.config.config import Config
 from megapipe.config.files import TOKENIZER_TYPES, DataConfig
 from megapipe.config.model import PrecisionConfig
 from megapipe.config.parallel import ParallelConfig
 from megapipe.config.training import DEVICES, TrainingConfig
-from megapipe.data.indexed_file import IndexedFile, idx_path
+from megapipe.data.indexed_file import IndexedFile, bin_path, idx_path, made_with
 from megapipe.data.text_source import TEXT_KEY, find_files, read_records
 from megapipe.dtypes import TENSOR_DTYPES
 from megapipe.environment import Environment
@@ -29,7 +30,8 @@ from megapipe.errors import CheckpointError, ConfigError, DataError
 from megapipe.extras.cli.frame import command, option, write_file
 from megapipe.plan.resolve import resolve
 from megapipe.plan.run_plan import RunPlan
-from megapipe.tokenizers.tokenizer import Tokenizer
+from megapipe.tokenizers.fingerprint import Fingerprint, described, is_same, tokenizer_fingerprint
+from megapipe.tokenizers.tokenizer import Tokenizer, end_tokens
 
 if TYPE_CHECKING:
     from megapipe.assembly.runtime import InferenceRuntime
@@ -61,7 +63,7 @@ GENERATE_OPTIONS = (
     option("--top-k", "sample from the K most likely tokens, 0: all", default=0),
     option("--top-p", "sample from the most likely tokens whose probabilities sum to P", default=1.0),
     option("--seed", default=1234),
-    option("--ignore-eod", "continue after the end-of-document token", action="store_true"),
+    option("--ignore-eod", "continue after the tokens that end a text", action="store_true"),
 )
 EVALUATE_OPTIONS = (
     *MODEL_OPTIONS,
@@ -83,6 +85,7 @@ class SavedModel:
     plan: RunPlan
     tokenizer: Tokenizer | None
     environment: Environment
+    trained_with: Fingerprint | None = None  # that tokenizer
 
     def required_tokenizer(self, instead: str = "") -> Tokenizer:
         """Return the tokenizer. instead: what could be given in place of one. Raises ConfigError without one."""
@@ -141,19 +144,22 @@ def open_model(
             f"--tokenizer-type {tokenizer.name} has {tokenizer.vocab_size} tokens, the model {found.path} only "
             f"{model.vocab_size}; give the tokenizer that it was trained with"
         )
+    trained_with = found.manifest.state.get("tokenizer")
+    if tokenizer is not None and trained_with is not None:
+        given = tokenizer_fingerprint(tokenizer, own.tokenizer_model)
+        check_tokenizer(found.manifest.state, given, str(found.path), is_finetuning=True)
     plan = resolve(config, environment.world_size, environment.local_world_size)
-    return SavedModel(found.path, plan, tokenizer, environment)
+    return SavedModel(found.path, plan, tokenizer, environment, trained_with)
 
 
 def _tokenizer_files(own: argparse.Namespace, saved: DataConfig, folder: Path) -> DataConfig:
     """Return the tokenizer's files: from the flags, else the copy in the checkpoint, else those of the training run."""
     if own.tokenizer_type is not None:
         return DataConfig(tokenizer_type=own.tokenizer_type, tokenizer_model=own.tokenizer_model)
-    copy = folder / TOKENIZER_NAME
-    model = own.tokenizer_model or (str(copy) if copy.exists() else saved.tokenizer_model)
-    if model is not None:
-        return DataConfig(tokenizer_type=saved.tokenizer_type, tokenizer_model=model)
-    return DataConfig(tokenizer_type=saved.tokenizer_type, vocab_file=saved.vocab_file, merge_file=saved.merge_file)
+    found = saved_tokenizer(folder, saved)
+    if own.tokenizer_model is not None:
+        found = {"tokenizer_type": saved.tokenizer_type, "tokenizer_model": own.tokenizer_model}
+    return DataConfig(**found)
 
 
 @command("megapipe generate", GENERATE_OPTIONS, on_ranks=True)
@@ -175,18 +181,20 @@ def generate(own: argparse.Namespace, environment: Environment) -> None:
         raise ConfigError("no prompt: give --prompt TEXT or --prompts-file FILE")
     model = open_model(own, environment, micro_batch_size=max(1, min(own.batch_size, len(prompts))))
     tokenizer = model.required_tokenizer()
-    world_size, dp = environment.world_size, model.plan.topology.dp
-    if dp > 1:
-        need = f"{world_size // dp}, tensor x pipeline parallel size"
-        raise ConfigError(f"{world_size} ranks hold {dp} copies of the model: start {need}")
+    is_first, ranks = environment.global_rank == 0, model.plan.topology
+    num_copies = min(ranks.dp, ranks.edp) if model.plan.model.has_experts else ranks.dp
+    if num_copies > 1 and is_first:
+        enough = f"{ranks.world_size // num_copies} generate as fast"
+        remark = f"{ranks.world_size} ranks hold {num_copies} copies of the model, which write the same text: {enough}"
+        print(remark, file=sys.stderr)
     from megapipe.extras.inference.generate import Generator, Limits, Sampling, TextStream
 
     sampling = Sampling(own.temperature, own.top_k, own.top_p, own.seed)
     eod = [] if tokenizer.eod is None else [tokenizer.eod]
+    ends = frozenset() if own.ignore_eod else frozenset(end_tokens(tokenizer))
     starts = [tokenizer.encode(text) or eod for text in prompts]  # an empty prompt begins a document
     generator = Generator(model.runtime(), sampling, own.batch_size)
-    limits = Limits(own.max_new_tokens, frozenset() if own.ignore_eod else frozenset(eod))
-    is_first = environment.global_rank == 0
+    limits = Limits(own.max_new_tokens, ends)
     if len(prompts) == 1 and is_first and own.output is None:
         write = functools.partial(print, end="", flush=True)
         write(prompts[0])
@@ -278,6 +286,10 @@ def evaluate(own: argparse.Namespace, environment: Environment) -> None:
 def _tokens(model: SavedModel, paths: Sequence[str]) -> tuple[Any, int | None]:
     """Return (one stream of tokens, bytes of the text or None for token files)."""
     if any(idx_path(path).is_file() for path in paths):
+        for path, found in ((path, made_with(path)) for path in paths):
+            if found is not None and model.trained_with is not None and not is_same(found, model.trained_with):
+                both = f"{described(found)}; the model was trained with {described(model.trained_with)}"
+                raise DataError(f"--data {path} was made with another tokenizer: {both}")
         tokens = np.concatenate([_stream(IndexedFile(path)) for path in paths])
         vocab_size = model.plan.config.model.vocab_size
         if len(tokens) and int(tokens.max()) >= vocab_size:
@@ -300,5 +312,5 @@ def _tokens(model: SavedModel, paths: Sequence[str]) -> tuple[Any, int | None]:
 
 def _stream(file: IndexedFile) -> Any:
     if file.is_contiguous():
-        return np.frombuffer(file.raw(), file.dtype)
+        return np.memmap(bin_path(file.prefix), file.dtype, "r", shape=(file.num_tokens,))
     return np.concatenate([file.read(number) for number in range(len(file))])

@@ -8,8 +8,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from megapipe.assembly.datasets import tokenizer_of
+from megapipe.checkpoint.changes import model_changes
 from megapipe.checkpoint.folder import find_checkpoint, vocabulary_of
-from megapipe.checkpoint.same_model import compare_model
 from megapipe.config.config import Config
 from megapipe.config.flags import Requests
 from megapipe.config.load import LoadedConfig, load_config
@@ -58,10 +58,10 @@ def model_of_checkpoint(config: Config) -> Iterator[str]:
         if folder is None:
             return
         vocabulary = vocabulary_of(folder)  # this run's may be unknown yet
-        found = compare_model(folder, dataclasses.replace(config.model, vocab_size=vocabulary))
+        found = model_changes(folder, dataclasses.replace(config.model, vocab_size=vocabulary))
     except MegapipeError:  # another model is not what is wrong
         return
-    for line in found.changed:
+    for line in found:
         yield f"{line} ({folder.path}); --use-checkpoint-args takes the model from there"
 
 

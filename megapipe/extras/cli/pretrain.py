@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megapipe.checkpoint.folder import checkpoint_config
+from megapipe.checkpoint.folder import checkpoint_config, saved_tokenizer
 from megapipe.config.files import is_hugging_face
 from megapipe.config.flags import Requests
-from megapipe.config.load import LoadedConfig, load_config, with_checkpoint_model
+from megapipe.config.load import LoadedConfig, load_config, with_checkpoint_model, with_tokenizer
 from megapipe.config.rules.check import Rule, broken_rules
 from megapipe.environment import Environment
 from megapipe.errors import ConfigError
@@ -24,6 +24,7 @@ from megapipe.monitor.signals import ended_by_signals
 from megapipe.plan.report import plan_text
 from megapipe.plan.schedule_choice import SCHEDULE_NAMES
 from megapipe.plan.world_rules import world_rules
+from megapipe.tokenizers.tokenizer import end_tokens
 
 PRINTING = frozenset(("--help", "--plan", "--print-config"))  # requests that only print
 
@@ -64,11 +65,14 @@ def run_job(loaded: LoadedConfig, environment: Environment, observer: Observer |
         from megapipe.extras.cli.hugging_face import start_from
 
         loaded, weights = start_from(loaded, rules)
-    elif checkpoint.use_checkpoint_args:
+    elif loaded.takes_model:
         if checkpoint.load is None:
             raise ConfigError("--use-checkpoint-args takes the model from a checkpoint; give it with --load DIR")
         saved, folder = checkpoint_config(Path(checkpoint.load), checkpoint.ckpt_step)
-        loaded = with_checkpoint_model(loaded, saved, str(folder), rules)
+        taker = "--use-checkpoint-args" if checkpoint.use_checkpoint_args else "--load"
+        if loaded.is_bare:
+            loaded = with_tokenizer(loaded, saved_tokenizer(folder, saved.data), str(folder))
+        loaded = with_checkpoint_model(loaded, saved, str(folder), rules, taker)
     world = _world(requests, environment)
     if requests.print_config:
         if environment.global_rank == 0:
@@ -125,7 +129,7 @@ def print_samples(runtime: TrainingRuntime, data: RunData, journal: Journal) -> 
     from megapipe.extras.inference.generate import Generator, Limits, Sampling
 
     prompts = [data.tokenizer.encode(text) for text in logging.sample_prompts]
-    stop = frozenset() if data.tokenizer.eod is None else frozenset({data.tokenizer.eod})
+    stop = frozenset(end_tokens(data.tokenizer))
     generator = Generator(runtime, Sampling(temperature=0.8, top_k=40))
     texts = generator.continue_prompts(prompts, Limits(logging.sample_tokens, stop))
     journal.say("samples:")

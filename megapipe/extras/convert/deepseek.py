@@ -1,4 +1,4 @@
-"""DeepSeek-V3 in Hugging Face's terms: latent attention, a sigmoid router with a bias for the choice, shared experts.
+"""DeepSeek-V2 and V3 in Hugging Face's terms: latent attention, experts chosen in groups, shared experts.
 
 Their rotary pairs are neighbouring channels; here a pair is channels i and i + r / 2 of r rotated ones, so that rows of
 the projections to rotated channels are reordered.
@@ -25,6 +25,7 @@ from megapipe.extras.convert.tables import (
     Rule,
     Settings,
     always,
+    check_alike,
     fixed,
     gate_and_up,
     key,
@@ -87,19 +88,23 @@ def expert_layer(layers: Layers) -> LayerConfig:
     """Return the first layer with experts and latent attention. Raises ConfigError if there is none."""
     found = next((layer for layer in layers if layer.num_experts is not None), None)
     if found is None or not found.multi_latent_attention:
-        raise ConfigError("DeepseekV3ForCausalLM has experts and latent attention, which the model lacks")
+        raise ConfigError("the model lacks experts or latent attention, which this architecture has")
     return found
 
 
 DENSE = "first_k_dense_replace"
 
 
-def read_dense_layers(settings: Settings) -> dict[str, Any]:
-    """Read the number of first layers that have no experts."""
-    dense, count = settings.get(DENSE, 3), int(settings["num_hidden_layers"])
-    if not 0 <= dense < count:
-        raise ConfigError(f"{DENSE} {dense} of {count} layers cannot be expressed: no layer would have experts")
-    return {"moe_layer_freq": f"[0]*{dense}+[1]*{count - dense}" if dense else None}
+def dense_layers(default: int) -> Rule:
+    """Return the rule of the number of first layers that have no experts."""
+
+    def read(settings: Settings) -> dict[str, Any]:
+        dense, count = settings.get(DENSE, default), int(settings["num_hidden_layers"])
+        if not 0 <= dense < count:
+            raise ConfigError(f"{DENSE} {dense} of {count} layers cannot be expressed: no layer would have experts")
+        return {"moe_layer_freq": f"[0]*{dense}+[1]*{count - dense}" if dense else None}
+
+    return Rule((DENSE,), read, write_dense_layers)
 
 
 def write_dense_layers(layers: Layers) -> dict[str, Any]:
@@ -110,11 +115,16 @@ def write_dense_layers(layers: Layers) -> dict[str, Any]:
 WIDTH, SHARED = "moe_intermediate_size", "n_shared_experts"
 
 
-def read_shared(settings: Settings) -> dict[str, Any]:
-    width, count = settings.get(WIDTH, 2048), settings.get(SHARED, 1)
-    if not count:
-        raise ConfigError(f"{SHARED} {count} cannot be expressed: this architecture has shared experts")
-    return {"moe_ffn_hidden_size": width, "moe_shared_expert_intermediate_size": count * width}
+def shared_experts(default_width: int, default_count: int) -> Rule:
+    """Return the rule of the width of an expert, and of the shared ones, which are as wide as a number of experts."""
+
+    def read(settings: Settings) -> dict[str, Any]:
+        width, count = settings.get(WIDTH, default_width), settings.get(SHARED, default_count)
+        if not count:
+            raise ConfigError(f"{SHARED} {count} cannot be expressed: this architecture has shared experts")
+        return {"moe_ffn_hidden_size": width, "moe_shared_expert_intermediate_size": count * width}
+
+    return Rule((WIDTH, SHARED), read, write_shared)
 
 
 def write_shared(layers: Layers) -> dict[str, Any]:
@@ -122,7 +132,7 @@ def write_shared(layers: Layers) -> dict[str, Any]:
     shared, width = layer.moe_shared_expert_intermediate_size or 0, layer.expert_ffn_size
     if not shared or shared % width:
         rule = f"its shared experts are as wide as a number of experts, {width} each"
-        raise ConfigError(f"DeepseekV3ForCausalLM cannot express shared experts of {shared} channels: {rule}")
+        raise ConfigError(f"shared experts of {shared} channels cannot be expressed: {rule}")
     return {WIDTH: width, SHARED: shared // width}
 
 
@@ -149,11 +159,29 @@ def write_choice(layers: Layers) -> dict[str, Any]:
     return {TOPK: layer.moe_router_topk, GROUPS: groups, TAKEN: taken}
 
 
-def read_epsilon(settings: Settings) -> dict[str, Any]:
-    value = settings.get("rms_norm_eps", LATENT_EPSILON)
-    if value != LATENT_EPSILON:
-        raise ConfigError(f"rms_norm_eps {value} cannot be expressed: norms of latents have {LATENT_EPSILON}")
-    return {"norm_epsilon": value}
+BY_GROUP, GREEDY, METHOD = "group_limited_greedy", "greedy", "topk_method"
+
+
+def read_choice_of_v2(settings: Settings) -> dict[str, Any]:
+    """Read how a token chooses experts in DeepSeek-V2, where a group's score is that of its best expert."""
+    groups, taken, topk = settings.get(GROUPS) or 1, settings.get(TAKEN) or 1, settings.get(TOPK)
+    method = settings.get(METHOD) or GREEDY
+    if method not in (GREEDY, BY_GROUP):
+        raise ConfigError(f"{METHOD} {method!r} cannot be expressed; it can be {GREEDY}, {BY_GROUP}")
+    if topk is None:
+        raise ConfigError(f"the key {TOPK} is missing")
+    if method == GREEDY or groups == taken:
+        return {"moe_router_topk": topk}
+    if topk != taken:
+        rule = f"a group's score is that of its best expert there, and here the sum of its {TOPK} / {TAKEN} best"
+        raise ConfigError(f"{METHOD} {BY_GROUP} with {TOPK} {topk} and {TAKEN} {taken} cannot be expressed: {rule}")
+    return {"moe_router_topk": topk, "moe_router_num_groups": groups, "moe_router_group_topk": taken}
+
+
+def write_choice_of_v2(layers: Layers) -> dict[str, Any]:
+    layer = expert_layer(layers)
+    groups, taken = layer.moe_router_num_groups, layer.moe_router_group_topk
+    return {TOPK: layer.moe_router_topk, GROUPS: groups, TAKEN: taken, METHOD: BY_GROUP if groups else GREEDY}
 
 
 def read_head_sizes(settings: Settings) -> dict[str, Any]:
@@ -163,8 +191,7 @@ def read_head_sizes(settings: Settings) -> dict[str, Any]:
     repeated = {"head_dim": rotated, "qk_head_dim": rotated + plain, "num_key_value_heads": heads}
     for name, value in repeated.items():
         found = settings.get(name)
-        if found not in (None, value):
-            raise ConfigError(f"{name} {found} cannot be expressed: with the other keys it is {value}")
+        check_alike({name: found, "its value by the other keys": value})
     return {}
 
 
@@ -174,12 +201,24 @@ QUANTIZATION = "quantization_config"  # the reader of tensors dequantizes
 SCALE = "routed_scaling_factor"
 
 
-def read_scale(settings: Settings) -> dict[str, Any]:
-    value = settings.get(SCALE, 2.5)
-    return {"moe_router_topk_scaling_factor": None if value == 1.0 else value}
+def scale(default: float) -> Rule:
+    """Return the rule of the factor on the weights of chosen experts."""
+
+    def read(settings: Settings) -> dict[str, Any]:
+        value = settings.get(SCALE, default)
+        return {"moe_router_topk_scaling_factor": None if value == 1.0 else value}
+
+    return Rule((SCALE,), read, lambda layers: {SCALE: expert_layer(layers).moe_router_topk_scaling_factor or 1.0})
 
 
-RULES = (
+def experts(default: int) -> Rule:
+    """Return the rule of the number of experts."""
+    name = "n_routed_experts"
+    rule = key(name, "num_experts", default)
+    return Rule((name,), rule.read, lambda layers: {name: expert_layer(layers).num_experts})
+
+
+COMMON = (
     key("kv_lora_rank", "kv_lora_rank", 512),
     nullable("q_lora_rank", "q_lora_rank", 1536),
     key("qk_nope_head_dim", "qk_head_dim", 128),
@@ -190,33 +229,44 @@ RULES = (
         read_head_sizes,
         lambda layers: {"num_key_value_heads": layers[0].num_attention_heads},
     ),
-    Rule(
-        ("n_routed_experts",),
-        key("n_routed_experts", "num_experts", 256).read,
-        lambda layers: {"n_routed_experts": expert_layer(layers).num_experts},
-    ),
-    Rule((SCALE,), read_scale, lambda layers: {SCALE: expert_layer(layers).moe_router_topk_scaling_factor or 1.0}),
-    Rule((DENSE,), read_dense_layers, write_dense_layers),
-    Rule((WIDTH, SHARED), read_shared, write_shared),
-    Rule((GROUPS, TAKEN, TOPK), read_choice, write_choice),
-    Rule(("rms_norm_eps",), read_epsilon, lambda layers: {"rms_norm_eps": layers[0].norm_epsilon}),
-    fixed("norm_topk_prob", True, "weights of the chosen experts are normalized here"),
+    key("rms_norm_eps", "norm_epsilon", 1e-6),
     fixed("attention_bias", False, "projections of latent attention have no biases here"),
-    fixed("rope_interleave", True, "rotary pairs of this architecture are read as neighbouring channels"),
-    unwritten(fixed("scoring_func", "sigmoid", "scores of this architecture are sigmoids")),
-    unwritten(fixed("topk_method", "noaux_tc", "experts of this architecture are chosen with a bias")),
     unwritten(fixed("moe_layer_freq", 1, "all layers after the dense ones have experts")),
     # of training, without effect here
     Rule(("aux_loss_alpha", "ep_size", "seq_aux"), lambda settings: {}, lambda layers: {}),
     Rule((QUANTIZATION,), lambda settings: {}, lambda layers: {}),
-    prediction.RULE,
     always(
         multi_latent_attention=True,
         qk_layernorm=True,
+        latent_norm_epsilon=LATENT_EPSILON,
         add_bias_linear=False,
-        moe_router_score_function="sigmoid",
-        moe_router_enable_expert_bias=True,
         moe_router_dtype="fp32",
         moe_shared_expert_gate=False,
     ),
+)
+RULES = (
+    *COMMON,
+    experts(256),
+    scale(2.5),
+    dense_layers(3),
+    shared_experts(2048, 1),
+    Rule((GROUPS, TAKEN, TOPK), read_choice, write_choice),
+    fixed("norm_topk_prob", True, "weights of the chosen experts are normalized here"),
+    fixed("rope_interleave", True, "rotary pairs of this architecture are read as neighbouring channels"),
+    unwritten(fixed("scoring_func", "sigmoid", "scores of this architecture are sigmoids")),
+    unwritten(fixed(METHOD, "noaux_tc", "experts of this architecture are chosen with a bias")),
+    prediction.RULE,
+    always(moe_router_score_function="sigmoid", moe_router_enable_expert_bias=True),
+)
+RULES_OF_V2 = (
+    *COMMON,
+    experts(64),
+    scale(1.0),
+    dense_layers(0),
+    shared_experts(1407, 2),
+    Rule((GROUPS, TAKEN, TOPK, METHOD), read_choice_of_v2, write_choice_of_v2),
+    fixed("norm_topk_prob", False, "transformers never normalizes the weights of the chosen experts in DeepSeek-V2"),
+    fixed("mlp_bias", False, "projections of latent attention have no biases, and here all linears have or none has"),
+    unwritten(fixed("scoring_func", "softmax", "scores of this architecture are a softmax")),
+    always(moe_router_score_function="softmax", moe_router_pre_softmax=True),
 )

@@ -19,6 +19,7 @@ from megapipe.extras.convert.tables import (
     Rule,
     Settings,
     always,
+    check_alike,
     fixed,
     gate_and_up,
     interleaved_experts,
@@ -91,13 +92,22 @@ def count_and_choice(names: Sequence[str], topk: int) -> tuple[Rule, Rule]:
     """Return the rules of the number of experts, which has one of several names, and of how many see a token."""
 
     def read(settings: Settings) -> dict[str, Any]:
-        values = {settings[name] for name in names if settings.get(name) is not None}
-        if len(values) != 1:
-            raise ConfigError(f"{' and '.join(names)} differ" if values else f"the key {names[0]} is missing")
-        return {"num_experts": values.pop()}
+        values = {name: settings[name] for name in names if settings.get(name) is not None}
+        check_alike(values)
+        if not values:
+            raise ConfigError(f"the key {names[0]} is missing")
+        return {"num_experts": next(iter(values.values()))}
 
     count = Rule(tuple(names), read, lambda layers: {names[0]: of_expert_layer(layers).num_experts})
     return count, expert_key("num_experts_per_tok", "moe_router_topk", topk)
+
+
+WIDTH = "moe_intermediate_size"
+EXPERT_WIDTH = Rule(
+    (WIDTH,),
+    key(WIDTH, "moe_ffn_hidden_size").read,
+    lambda layers: {WIDTH: of_expert_layer(layers).expert_ffn_size},
+)
 
 
 def all_layers(num_experts: Sequence[str], topk: int) -> tuple[Rule, ...]:
@@ -117,16 +127,7 @@ def some_layers(num_experts: Sequence[str], topk: int) -> tuple[Rule, ...]:
         dense = [layer.ffn_hidden_size for layer in layers if layer.num_experts is None and layer.has_mlp]
         return {width: (dense or [layers[0].ffn_hidden_size])[0]}
 
-    of_experts = "moe_intermediate_size"
-    return (
-        *count_and_choice(num_experts, topk),
-        replace(key(width, "ffn_hidden_size"), write=write),
-        Rule(
-            (of_experts,),
-            key(of_experts, "moe_ffn_hidden_size").read,
-            lambda layers: {of_experts: of_expert_layer(layers).expert_ffn_size},
-        ),
-    )
+    return (*count_and_choice(num_experts, topk), replace(key(width, "ffn_hidden_size"), write=write), EXPERT_WIDTH)
 
 
 NORMALIZED = "norm_topk_prob"  # a softmax over all experts, divided by the sum over the chosen ones, or as it is
@@ -166,7 +167,7 @@ SHARED_GATED = (expert_key("shared_expert_intermediate_size", SHARED, 5632), alw
 
 # --------------------------------------------------------------------------------------- GLM and its relatives
 
-FIRST, SHARED_COUNT, WIDTH = "first_k_dense_replace", "n_shared_experts", "moe_intermediate_size"
+FIRST, SHARED_COUNT = "first_k_dense_replace", "n_shared_experts"
 GROUPS, TAKEN, TOPK = "n_group", "topk_group", "num_experts_per_tok"
 
 
@@ -219,9 +220,9 @@ SIGMOID_ROUTER = (
         write=lambda layers: {SCALING: of_expert_layer(layers).moe_router_topk_scaling_factor or 1.0},
     ),
     Rule((GROUPS, TAKEN), read_groups, write_groups),
-    Rule((FIRST,), read_first_dense, write_first_dense),
     Rule((SHARED_COUNT,), read_shared_width, write_shared_width),
 )
+FIRST_DENSE = Rule((FIRST,), read_first_dense, write_first_dense)
 
 # ---------------------------------------------------------------------------------------------------- GPT-OSS
 
@@ -232,9 +233,8 @@ AGAIN, CONTEXT, LENGTH = "experts_per_token", "initial_context_length", "origina
 def read_again(settings: Settings) -> dict[str, Any]:
     """Check keys of the first files that repeat others."""
     scaling = settings.get("rope_parameters") or settings.get("rope_scaling") or GPT_OSS_ROPE
-    for name, other, value in ((AGAIN, TOPK, settings.get(TOPK, 4)), (CONTEXT, LENGTH, scaling.get(LENGTH))):
-        if settings.get(name) not in (None, value):
-            raise ConfigError(f"{name} {settings[name]} differs from {other} {value}")
+    check_alike({AGAIN: settings.get(AGAIN), TOPK: settings.get(TOPK, 4)})
+    check_alike({CONTEXT: settings.get(CONTEXT), LENGTH: scaling.get(LENGTH)})
     return {}
 
 

@@ -9,14 +9,16 @@ import torch
 
 from megapipe.errors import ConfigError
 from megapipe.extras.convert.families import FAMILIES, HEAD_DIM, LLAMA_BIASES, Family, llama_family, llama_rows
-from megapipe.extras.convert.layer_types import ROPE, rope_fields
+from megapipe.extras.convert.layer_types import ROPE, rope, rope_fields
 from megapipe.extras.convert.tables import (
     Layers,
     Layout,
     Row,
     Rule,
     Settings,
+    again,
     always,
+    check_alike,
     fixed,
     fused_qkv,
     gate_and_up,
@@ -41,7 +43,9 @@ __all__ = [
     "Row",
     "Rule",
     "Settings",
+    "again",
     "always",
+    "check_alike",
     "fixed",
     "fused_qkv",
     "gate_and_up",
@@ -50,6 +54,7 @@ __all__ = [
     "llama_rows",
     "nullable",
     "register_family",
+    "rope",
     "rope_fields",
     "same",
     "separate_qkv",

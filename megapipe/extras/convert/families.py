@@ -27,6 +27,7 @@ from megapipe.extras.convert.layer_types import (
     windows,
     windows_and_rope,
 )
+from megapipe.extras.convert.missing import missing_features
 from megapipe.extras.convert.snapshot import INERT
 from megapipe.extras.convert.tables import (
     LAYER,
@@ -35,6 +36,7 @@ from megapipe.extras.convert.tables import (
     Row,
     Rule,
     Settings,
+    again,
     always,
     check_expressed,
     fixed,
@@ -122,6 +124,7 @@ GPT2_RULES = (
     fixed("scale_attn_weights", True, "attention logits are scaled by 1 / sqrt(head size) here"),
     fixed("scale_attn_by_inverse_layer_idx", False, "all layers scale attention logits by the same factor here"),
     fixed("add_cross_attention", False, "there is no cross attention here"),
+    again("n_ctx", "n_positions"),
     always(position_embedding_type="learned_absolute", normalization="LayerNorm"),
 )
 
@@ -253,7 +256,8 @@ GEMMA_2 = (
     *GEMMA_2_AND_3,
     nullable("attn_logit_softcapping", "attn_logit_softcapping", 50.0),
     nullable("final_logit_softcapping", "final_logit_softcapping", 30.0),
-    windows(every(2), WINDOW_AGAIN),
+    windows(every(2)),
+    WINDOW_AGAIN,
 )
 GEMMA_3 = (
     *GEMMA_2_AND_3,
@@ -383,6 +387,7 @@ _BUILT_IN = (
         131072,
         UNUSUAL_HEAD_DIM,
         *experts.SIGMOID_ROUTER,
+        experts.FIRST_DENSE,
         prediction.RULE,
         key("attention_bias", "add_qkv_bias", False),
         NO_BIAS,
@@ -392,6 +397,37 @@ _BUILT_IN = (
         rope=rope(1e4, 0.5),
         mlp=experts.some_layers(("n_routed_experts", "num_local_experts"), 8),
         more_rows=(*experts.GLM_ROWS, *prediction.ROWS),
+    ),
+    llama_family(
+        "SolarOpenForCausalLM",
+        "solar_open",
+        131072,
+        key("head_dim", "kv_channels", 128),
+        *experts.SIGMOID_ROUTER,
+        key("attention_bias", "add_qkv_bias", False),
+        NO_BIAS,
+        epsilon=1e-5,
+        groups=8,
+        rope=rope(1e6),
+        mlp=(
+            *experts.count_and_choice(("n_routed_experts", "num_local_experts"), 8),
+            experts.EXPERT_WIDTH,
+            key("intermediate_size", "ffn_hidden_size", None),  # of no layer
+            unwritten(fixed(experts.FIRST, 0, "all layers of this architecture have experts")),
+            unwritten(fixed("use_qk_norm", False, "this architecture has no norms of queries and keys")),
+        ),
+        more_rows=experts.GLM_ROWS,
+    ),
+    llama_family(
+        "FlexOlmoForCausalLM",
+        "flex_olmo",
+        4096,
+        *OLMO,
+        experts.MAYBE_NORMALIZED,
+        norms=NORMS_AFTER,
+        rope=rope(5e5),
+        mlp=experts.all_layers(("num_experts",), 5),
+        more_rows=experts.ROWS,
     ),
     llama_family(
         "GptOssForCausalLM",
@@ -408,36 +444,42 @@ _BUILT_IN = (
         more_rows=experts.GPT_OSS_ROWS,
     ),
 )
+# model types whose own code equals that of a known architecture
+SAME_MODEL_TYPES = {"DeepseekV3ForCausalLM": ("kimi_k2",)}
 _WITHOUT_LATENTS = {f"{OURS}.self_attention.{name}" for name in ("linear_qkv", "q_layernorm", "k_layernorm")}
-_DEEPSEEK_V3 = Family(
-    "DeepseekV3ForCausalLM",
-    "deepseek_v3",
-    (*(row for row in llama_rows(NORMS_BEFORE) if row.ours not in _WITHOUT_LATENTS), *deepseek.ROWS),
-    (
+
+
+def deepseek_family(architecture: str, model_type: str, positions: int, rules: tuple[Rule, ...]) -> Family:
+    """Return DeepSeek-V2 or V3. rules: of latent attention and experts. positions: the default of their number."""
+    rows = (*(row for row in llama_rows(NORMS_BEFORE) if row.ours not in _WITHOUT_LATENTS), *deepseek.ROWS)
+    common = (
         key("vocab_size", "vocab_size"),
         key("hidden_size", "hidden_size"),
         key("intermediate_size", "ffn_hidden_size"),
         key("num_hidden_layers", "num_layers"),
         key("num_attention_heads", "num_attention_heads"),
-        key("max_position_embeddings", "max_position_embeddings", 4096),
+        key("max_position_embeddings", "max_position_embeddings", positions),
         key("tie_word_embeddings", "untie_embeddings_and_output_weights", False, {False: True, True: False}),
         key("attention_dropout", "attention_dropout", 0.0),
         key("initializer_range", "init_method_std", 0.02),
         always(normalization="RMSNorm", hidden_dropout=0.0),
         HIDDEN_ACT,
         ROPE,
-        *deepseek.RULES,
-    ),
+    )
+    return Family(architecture, model_type, rows, (*common, *rules))
+
+
+_DEEPSEEK = (
+    deepseek_family("DeepseekV3ForCausalLM", "deepseek_v3", 4096, deepseek.RULES),
+    deepseek_family("DeepseekV2ForCausalLM", "deepseek_v2", 2048, deepseek.RULES_OF_V2),
 )
 FAMILIES: Registry[Family] = Registry(
-    "conversion family", "--architecture", {family.architecture: family for family in (*_BUILT_IN, _DEEPSEEK_V3)}
+    "conversion family", "--architecture", {family.architecture: family for family in (*_BUILT_IN, *_DEEPSEEK)}
 )
 
-_LATENT = "it has latent attention"
 REFUSED: dict[str, str] = {
     "Gemma3ForConditionalGeneration": "it has a vision tower; convert its text model, a Gemma3ForCausalLM, which "
     "docs/convert.md shows how to save",
-    "DeepseekV2ForCausalLM": _LATENT,
     "GPTJForCausalLM": "attention and MLP are parallel branches, and rotary positions are interleaved",
     "FalconForCausalLM": "attention and MLP are parallel branches",
     "CohereForCausalLM": "attention and MLP are parallel branches",
@@ -451,10 +493,16 @@ def family_of(config: Mapping[str, Any]) -> Family:
     if not named:
         named = [name for name, family in FAMILIES.items() if family.model_type == config.get("model_type")]
     if len(named) == 1 and named[0] in FAMILIES:
-        return FAMILIES[named[0]]
+        family, kind = FAMILIES[named[0]], config.get("model_type")
+        if kind not in (None, family.model_type, *SAME_MODEL_TYPES.get(family.architecture, ())):
+            rule = f"transformers goes by the second, and the first is a {family.model_type!r}"
+            raise ConfigError(f"architectures {named[0]} and model_type {kind!r} contradict each other: {rule}")
+        return family
     name = ", ".join(named) or str(config.get("model_type"))
     if name in REFUSED:
         raise ConfigError(f"{name} cannot be expressed: {REFUSED[name]}")
+    if missing := missing_features(config):
+        raise ConfigError(f"{name} cannot be expressed: megapipe lacks {'; '.join(missing)}")
     raise ConfigError(f"unknown architecture {name}; known are {', '.join(FAMILIES)}{EXTENSIONS.hint}")
 
 

@@ -35,6 +35,7 @@ from megapipe.extras.convert.snapshot import (
     inert,
     new_folder,
 )
+from megapipe.extras.convert.special_tokens import exported_files, json_bytes
 from megapipe.extras.convert.tables import MappedTensor, map_tensors, unpadded
 from megapipe.layers.embedding import WORD_EMBEDDING
 from megapipe.layers.model import model_states
@@ -144,7 +145,9 @@ def _join(folder: Path, entry: MappedTensor, found: Mapping[str, LazyTensor]) ->
 
 def with_settings_of(snapshot: Snapshot, folder: Path) -> Snapshot:
     """Return the snapshot with tokenizer files and inert settings of another Hugging Face folder."""
-    return replace(snapshot, files=_companions(folder), extra_settings=inert(_json(folder / CONFIG)))
+    data = replace(snapshot.config.data, tokenizer_type=None, tokenizer_model=None, vocab_file=None, merge_file=None)
+    config = replace(snapshot.config, data=data)
+    return replace(snapshot, config=config, files=_companions(folder), extra_settings=inert(_json(folder / CONFIG)))
 
 
 def _companions(folder: Path) -> tuple[Path, ...]:
@@ -216,8 +219,11 @@ def write(snapshot: Snapshot, folder: Path, architecture: str | None = None, max
     family, config = choose_family(snapshot.config.model, architecture, original[0])
     weights = snapshot.weights
     copied = {key: value for key, value in snapshot.extra_settings.items() if key not in config}
+    dtype_key = "dtype" if "dtype" in copied else "torch_dtype"
+    copied = {key: value for key, value in copied.items() if key not in ("dtype", "torch_dtype")}
     dtype = str(weights[WORD_EMBEDDING].dtype).removeprefix("torch.")
-    config = copied | config | {"dtype" if "dtype" in copied else "torch_dtype": dtype}
+    special, files = exported_files(snapshot)
+    config = copied | config | special | {dtype_key: dtype}
 
     @lru_cache(maxsize=1)  # the parts of a tensor are written one after the other
     def parts(entry: MappedTensor) -> tuple[Tensor, ...]:
@@ -248,16 +254,13 @@ def write(snapshot: Snapshot, folder: Path, architecture: str | None = None, max
             write_tensors(disk, temporary / name, group)
         if count > 1:
             weight_map = {tensor: name for name, group in zip(names, groups, strict=True) for tensor in group}
-            disk.write_file(temporary / INDEX, _text({"metadata": {"total_size": total}, "weight_map": weight_map}))
-        disk.write_file(temporary / CONFIG, _text(config))
-        for path in snapshot.files:
-            if path.name != CONFIG:
-                disk.write_file(temporary / path.name, path.read_bytes())
+            disk.write_file(
+                temporary / INDEX, json_bytes({"metadata": {"total_size": total}, "weight_map": weight_map})
+            )
+        disk.write_file(temporary / CONFIG, json_bytes(config))
+        for name, content in files.items():
+            disk.write_file(temporary / name, content)
     return family.architecture
-
-
-def _text(content: Mapping[str, Any]) -> bytes:
-    return (json.dumps(content, indent=2) + "\n").encode()
 
 
 def write_tensors(disk: Disk, path: Path, tensors: Mapping[str, LazyTensor]) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 from megapipe.config.layer_pattern import REPEAT
 from megapipe.config.layers import LayerConfig
 from megapipe.errors import ConfigError
-from megapipe.extras.convert.tables import Layers, Rule, Settings
+from megapipe.extras.convert.tables import Layers, Rule, Settings, again, check_alike
 
 THETA, SCALING, PARAMETERS, PARTIAL = "rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor"
 LENGTH = "original_max_position_embeddings"
@@ -45,13 +45,22 @@ ROPE_TYPES: dict[str, dict[str, tuple[str, float | None]]] = {
 
 
 def rope_fields(
-    parameters: Mapping[str, Any], base: float, settings: Settings, part: float | None = None
+    parameters: Mapping[str, Any],
+    base: float,
+    settings: Settings,
+    part: float | None = None,
+    base_key: str | None = THETA,
 ) -> dict[str, Any]:
     """Return our fields of an entry of rope_parameters, or of rope_scaling.
 
     base, part: where the entry has none; part: the rotated part of a head, None where whole heads are rotated.
+    base_key: another key that states the base, too.
     """
     scaling = dict(parameters)
+    for name, beside in ((THETA, base_key), (PARTIAL, PARTIAL)):
+        outside = None if beside is None else settings.get(beside)
+        check_alike({str(beside): outside, f"{name} of the rotary parameters": scaling.get(name)})
+    check_alike({name: scaling.get(name) for name in ("rope_type", "type")})
     base = scaling.pop(THETA, None) or base
     partial = scaling.pop(PARTIAL, None) or settings.get(PARTIAL) or part or 1.0
     if part is None and partial != 1.0:
@@ -83,6 +92,19 @@ def rope_fields(
     return fields
 
 
+def one_of_both(stated: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return our fields, read from rope_scaling and from rope_parameters. Raises ConfigError if these differ:
+    transformers takes the former.
+    """
+    first, *others = stated
+    for name in (
+        name for other in others for name in first.keys() | other.keys() if first.get(name) != other.get(name)
+    ):
+        values = ", ".join(str(one.get(name)) for one in stated)
+        raise ConfigError(f"{SCALING} and {PARAMETERS} contradict each other ({name} {values}); remove one of the two")
+    return first
+
+
 def rope_scaling(layer: LayerConfig) -> dict[str, Any] | None:
     """Return rope_scaling of a layer, None without scaling."""
     if layer.rope_scaling_type == "none":
@@ -103,8 +125,9 @@ def rope(base: float = 10000.0, part: float | None = None, scaling: Mapping[str,
     """
 
     def read(settings: Settings) -> dict[str, Any]:
-        parameters = settings.get(PARAMETERS) or settings.get(SCALING) or scaling or {}
-        return rope_fields(parameters, settings.get(THETA) or base, settings, part)
+        theta = settings.get(THETA) or base
+        given = [settings[name] for name in (SCALING, PARAMETERS) if settings.get(name)] or [scaling or {}]
+        return one_of_both([rope_fields(parameters, theta, settings, part) for parameters in given])
 
     def write(layers: Layers) -> dict[str, Any]:
         rotated = {} if part is None else {PARTIAL: layers[0].rotary_percent}
@@ -119,7 +142,7 @@ ROPE = rope()
 # ------------------------------------------------------------------------------------------------ layer types
 
 WINDOW, USE, FIRST, TYPES = "sliding_window", "use_sliding_window", "max_window_layers", "layer_types"
-WINDOW_AGAIN = "sliding_window_size"  # in Gemma-2's files, without effect
+WINDOW_AGAIN = again("sliding_window_size", WINDOW)  # in Gemma-2's files
 PATTERNS = ("sliding_window_pattern", "_sliding_window_pattern")  # before layer_types, and beside them
 FULL, SLIDING = "full_attention", "sliding_attention"
 DEFAULT_WINDOW = 4096
@@ -140,6 +163,17 @@ def read_types(settings: Settings, default: Callable[[int], Types], window: int 
     if SLIDING in types and window is None:
         raise ConfigError(f"{TYPES} has {SLIDING}, but {WINDOW} is null: the window of these layers is unknown")
     return tuple(types)
+
+
+def read_patterned_types(settings: Settings, period: int, window: int | None) -> Types:
+    """Return the type of each layer, which sliding_window_pattern states too. period: where neither is given."""
+    public, private = (settings.get(name) for name in PATTERNS)
+    types = read_types(settings, every(int(public or period)), window)
+    if settings.get(TYPES) is None:  # with layer_types transformers saves the second key, whatever the types are
+        check_alike({PATTERNS[0]: public or period, PATTERNS[1]: private})
+    elif public is not None and tuple(every(int(public))(len(types))) != types:
+        raise ConfigError(f"{TYPES} and {PATTERNS[0]} {public} contradict each other; remove one of the two")
+    return types
 
 
 def every(period: int) -> Callable[[int], Types]:
@@ -211,14 +245,14 @@ def write_types(layers: Layers) -> dict[str, Any]:
     return {TYPES: types_of(layers)} | ({} if window is None else {WINDOW: window})
 
 
-def windows(default: Callable[[int], Types], *without_effect: str, default_window: int = DEFAULT_WINDOW) -> Rule:
+def windows(default: Callable[[int], Types], default_window: int = DEFAULT_WINDOW) -> Rule:
     """Return the rule of windows by layer type, beside rotary positions that are the same in all layers."""
 
     def read(settings: Settings) -> dict[str, Any]:
         window = settings.get(WINDOW, default_window)
         return with_window(read_types(settings, default if window is not None else every(1), window), window)
 
-    return Rule((WINDOW, TYPES, *without_effect), read, write_types)
+    return Rule((WINDOW, TYPES), read, write_types)
 
 
 def windows_and_rope(period: int, base: float, local_key: str | None = None, local_base: float | None = None) -> Rule:
@@ -235,14 +269,13 @@ def windows_and_rope(period: int, base: float, local_key: str | None = None, loc
         unknown = sorted(set(nested) - {FULL, SLIDING})
         if unknown:
             raise ConfigError(f"{PARAMETERS}: the key {unknown[0]} cannot be expressed; they are {FULL} and {SLIDING}")
-        scaling = settings.get(SCALING) or {}  # of layers with full attention alone
+        full, scaling = nested.get(FULL) or {}, settings.get(SCALING)  # both of layers with full attention alone
         window = settings.get(WINDOW, DEFAULT_WINDOW)
-        patterns = (settings[name] for name in PATTERNS if settings.get(name))
-        types = read_types(settings, every(int(next(patterns, period))), window)
         options = {FULL: {"window_size": None}, SLIDING: {"window_size": window}}
-        options[FULL] |= rope_fields((nested.get(FULL) or {}) | scaling, theta, settings)
-        options[SLIDING] |= rope_fields(nested.get(SLIDING) or {}, local, settings)
-        return by_type(types, options)
+        given = [full] if not scaling else [full | scaling, full] if full else [scaling]
+        options[FULL] |= one_of_both([rope_fields(parameters, theta, settings) for parameters in given])
+        options[SLIDING] |= rope_fields(nested.get(SLIDING) or {}, local, settings, base_key=local_key)
+        return by_type(read_patterned_types(settings, period, window), options)
 
     def write(layers: Layers) -> dict[str, Any]:
         of_type = first_of_type(layers)

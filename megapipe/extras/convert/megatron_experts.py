@@ -73,7 +73,7 @@ def read_experts(args: Settings) -> dict[str, Any]:
     frequency = args.get(FREQUENCY)
     return fields | {
         BALANCE: kinds,
-        COEFFICIENT: coefficients,
+        COEFFICIENT: (0.0,) if kinds == ("none",) else coefficients,
         FREQUENCY: None if frequency in (None, 1) else str(frequency),
     }
 

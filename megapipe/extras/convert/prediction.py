@@ -16,7 +16,7 @@ import torch
 from megapipe.config.model import ModelConfig
 from megapipe.errors import CheckpointError
 from megapipe.extras.convert.snapshot import LazyTensor
-from megapipe.extras.convert.tables import LAYER, LLAMA, Row, Rule, Settings
+from megapipe.extras.convert.tables import LAYER, LLAMA, Row, Rule, Settings, check_alike
 from megapipe.layers.embedding import WORD_EMBEDDING
 
 COUNT, OTHER_NAME = "num_nextn_predict_layers", "num_mtp_layers"
@@ -24,6 +24,7 @@ COUNT, OTHER_NAME = "num_nextn_predict_layers", "num_mtp_layers"
 
 def read_count(settings: Settings) -> dict[str, Any]:
     value = settings.get(COUNT)
+    check_alike({name: settings.get(name) for name in (COUNT, OTHER_NAME)})
     return {"mtp_num_layers": (settings.get(OTHER_NAME) if value is None else value) or None}
 
 

@@ -37,9 +37,11 @@ from megapipe.config.config import Config, resolve_model
 from megapipe.config.rules.check import check
 from megapipe.config.yaml_file import to_yaml
 from megapipe.dtypes import TENSOR_DTYPES
-from megapipe.errors import CheckpointError
+from megapipe.errors import CheckpointError, MegapipeError
 from megapipe.layers.model import model_states
 from megapipe.sharding.boxes import Box
+from megapipe.tokenizers.fingerprint import Fingerprint, tokenizer_fingerprint
+from megapipe.tokenizers.tokenizer import build_tokenizer
 
 DTYPES = {dtype.name: getattr(torch, dtype.torch_name) for dtype in TENSOR_DTYPES.values()}
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
@@ -49,7 +51,7 @@ INERT = frozenset(
     _attn_implementation _attn_implementation_autoset _name_or_path architectures attn_implementation auto_map
     bad_words_ids bos_token_id cache_implementation chunk_size_feed_forward cls_token_id decoder_start_token_id
     do_sample dtype early_stopping eos_token_id finetuning_task gradient_checkpointing id2label is_decoder
-    is_encoder_decoder label2id length_penalty max_length min_length model_type n_ctx num_beams num_labels
+    is_encoder_decoder label2id length_penalty max_length min_length model_type num_beams num_labels
     num_return_sequences output_attentions output_hidden_states output_router_logits output_scores pad_token_id prefix
     pretraining_tp problem_type reorder_and_upcast_attn repetition_penalty return_dict return_dict_in_generate
     router_aux_loss_coef sep_token_id
@@ -202,6 +204,18 @@ def inert(config: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in config.items() if key in INERT}
 
 
+def trained_with(snapshot: Snapshot) -> Fingerprint | None:
+    """Return the fingerprint of the tokenizer among the files; None if there is none that can be read here."""
+    if snapshot.tokenizer is None:
+        return None
+    kind, file = snapshot.tokenizer
+    path = str(snapshot.files[0].parent / file)
+    try:
+        return tokenizer_fingerprint(build_tokenizer(kind, path), path)
+    except MegapipeError:  # a package is missing, or the file is another library's
+        return None
+
+
 def write_checkpoint(snapshot: Snapshot, root: Path) -> SaveReport:
     """Write a checkpoint for `--load root` with any grid. Raises CheckpointError."""
     folder = root / folder_name(snapshot.step)
@@ -211,7 +225,7 @@ def write_checkpoint(snapshot: Snapshot, root: Path) -> SaveReport:
         TensorBox(name, tensor.shape, Box((0,) * len(tensor.shape), tensor.shape), cast(Tensor, tensor))
         for name, tensor in snapshot.tensors.items()
     ]
-    state = json.loads(json.dumps(snapshot.state))
+    state = json.loads(json.dumps({"tokenizer": trained_with(snapshot)} | snapshot.state))
     config = snapshot.config
     if snapshot.tokenizer is not None:
         kind, file = snapshot.tokenizer

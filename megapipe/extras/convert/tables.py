@@ -137,6 +137,24 @@ def unwritten(rule: Rule) -> Rule:
     return dataclasses.replace(rule, write=lambda layers: {})
 
 
+def check_alike(stated: Mapping[str, Any]) -> None:
+    """Raise ConfigError if a configuration states one thing twice, and differently. stated: where -> value or None."""
+    given = {where: value for where, value in stated.items() if value is not None}
+    if any(value != next(iter(given.values())) for value in given.values()):
+        text = " and ".join(f"{where} {value!r}" for where, value in given.items())
+        raise ConfigError(f"{text} contradict each other; correct the file")
+
+
+def again(theirs: str, original: str) -> Rule:
+    """Return the rule of a key that repeats another one, and is not written."""
+
+    def read(settings: Settings) -> dict[str, Any]:
+        check_alike({original: settings.get(original), theirs: settings.get(theirs)})
+        return {}
+
+    return Rule((theirs,), read, lambda layers: {})
+
+
 def read_fields(rules: Sequence[Rule], settings: Settings) -> dict[str, Any]:
     """Return our fields. Raises ConfigError naming the key that cannot be expressed."""
     return {name: value for rule in rules for name, value in rule.read(settings).items()}
@@ -176,7 +194,7 @@ def _normal(layer: LayerConfig) -> LayerConfig:
     if layer.add_bias_linear:
         without_effect.add("add_qkv_bias")  # all linear layers have biases
     if not layer.qk_layernorm:
-        without_effect.add("qk_layernorm_scope")
+        without_effect |= {"qk_layernorm_scope", "latent_norm_epsilon"}
     if layer.moe_router_topk_scaling_factor == 1.0:
         without_effect.add("moe_router_topk_scaling_factor")
     if layer.moe_router_num_groups == 1:

@@ -62,13 +62,30 @@ class LiveBytes(TorchDispatchMode):
             self._resized.append((storage._cdata, storage))
         self._measure()
 
+    def leave_out(self, tensors: Iterable[Tensor]) -> None:
+        """Stop counting the storages of these tensors, which are in host memory."""
+        self.name(tensors, "outside")
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            self.now -= self._live.pop(storage._cdata)[1]
+            self._keep(storage, 0, "outside")
+        self.by_label["outside"] = 0
+
+    def uncounted(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a function that does the same without counting new memory, which is the host's."""
+
+        def call(*args: Any) -> Any:
+            self._is_paused = True
+            try:
+                return function(*args)
+            finally:
+                self._is_paused = False
+
+        return call
+
     def outside(self, make: Callable[[int], Tensor], num_bytes: int) -> Tensor:
-        """Return make(num_bytes) without counting its memory, which is not the device's."""
-        self._is_paused = True
-        try:
-            tensor = make(num_bytes)
-        finally:
-            self._is_paused = False
+        """Return make(num_bytes), a buffer in host memory, without counting it."""
+        tensor: Tensor = self.uncounted(make)(num_bytes)
         self._keep(tensor.untyped_storage(), 0, "outside")
         return tensor
 
@@ -141,6 +158,7 @@ class MetaMode(TorchFunctionMode):
             Tensor.__float__: lambda tensor: 1.0,
             Tensor.__int__: lambda tensor: 1,
             F.scaled_dot_product_attention: partial(attention_on, device),
+            torch._fused_sgd_: lambda *tensors, **options: None,  # in place, and without a kernel for meta tensors
         }
         if device == "cuda":
             self._answers |= {

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -103,15 +104,21 @@ def count_step(
     live.name((buffer.kept_gradients for buffer in buffers), "gradients")
     live.follow((b.parameters for b in buffers if b.parameter_shards is not None), "gathered weights")
     live.follow((b.gradients for b in buffers if b.gradient_shards is not None), "whole gradients")
-    for item, tensors in runtime.optimizer.held().items():
+    held = dict(runtime.optimizer.held())
+    if "host" in held:  # Muon copies matrices to the device and computes there
+        live.leave_out(held.pop("host"))
+        if not any(bucket.has_matrices for buffer in buffers for bucket in buffer.layout.buckets):
+            rule: Any = runtime.optimizer.rule
+            rule.step = live.uncounted(rule.step)
+    for item, tensors in held.items():
         live.name(tensors, item)
     live.label = "step"
     count = num_microbatches or plan.batch.num_microbatches
     dp_rank = runtime.coordinates.dp_rank
     keys = Keys(plan.config.training.seed, 0, dp_rank, plan.topology.dp)
     read_own = lambda k: read(dp_rank, k)  # noqa: E731
-    held = runtime.sequence_part, runtime.packs_documents, runtime.num_ahead
-    microbatches = Microbatches(count, read_own, keys, device, *held)
+    parts = runtime.sequence_part, runtime.packs_documents, runtime.num_ahead
+    microbatches = Microbatches(count, read_own, keys, device, *parts)
     outputs = OutputWatch(runtime) if plan.config.training.check_for_nan_in_loss_and_grad else None
     live.begin()
     train_step(runtime, plan.config.logging.log_num_zeros_in_grad).run(microbatches, RATES)

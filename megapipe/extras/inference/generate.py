@@ -209,9 +209,13 @@ class Generator:
             positions = torch.arange(cache.length, cache.length + seq, device=runtime.device).expand(size, seq)
             if cache.starts is not None:
                 positions = positions - cache.starts[:, None]
+            # experts with a capacity give no place to padding, nor to rows that have ended
+            is_open = torch.tensor(batch.is_open, device=runtime.device)[:, None]
+            is_full = all(batch.is_open) and (cache.starts is None or cache.length > 0)
+            padding = None if is_full else (positions < 0) | ~is_open
             # any valid number for padding and ended texts
             positions = positions.clamp(0, self._num_positions - 1)
-            microbatches.append(Microbatch(batch.newest, position_ids=positions, cache=cache))
+            microbatches.append(Microbatch(batch.newest, position_ids=positions, cache=cache, padding=padding))
         drawn = self._engine(len(batches)).run(Step(microbatches, lambda boundary: message, choose))
         chosen = torch.zeros(len(batches), size, dtype=torch.int64, device=runtime.device)
         if drawn:  # this rank has the last stage

@@ -106,7 +106,9 @@ def _microbatch(tokens: Tokens, chosen: Sequence[Window], size: int, length: int
         rows[row] = tokens[window.start : window.start + length + 1]
         mask[row, length - window.scored :] = 1.0
     text = torch.from_numpy(rows).to(device)
-    return Microbatch(text[:, :-1].contiguous(), text[:, 1:].contiguous(), torch.from_numpy(mask).to(device))
+    inputs, labels, weights = text[:, :-1].contiguous(), text[:, 1:].contiguous(), torch.from_numpy(mask).to(device)
+    is_filler = torch.arange(size, device=device)[:, None].expand(size, length) >= len(chosen)
+    return Microbatch(inputs, labels, weights, padding=is_filler if len(chosen) < size else None)
 
 
 def _sums(output: StageLoss, payload: Any) -> tuple[Tensor, Tensor]:

@@ -43,6 +43,10 @@ GRACE_SECONDS = 2
 SAVING_SECONDS = 60  # for healthy ranks that are restarted because a node joined
 TOLD_BY_RANK = (1, 2, 3, 130)  # exit codes of a program that has printed its error
 FINAL = (2, 3, 130)  # of these, where a restart would not help: refused, no progress, interrupted twice
+HINTS = {
+    signal.SIGKILL: "; the system may have run out of memory",
+    signal.SIGBUS: "; a file that it had mapped was cut, such as an index of --data-cache-path, or /dev/shm is full",
+}
 LOOPBACK = "127.0.0.1"
 RENDEZVOUS_SECONDS = 600.0  # for the node that hosts the rendezvous to start; --rdzv-conf timeout=SECONDS
 
@@ -126,8 +130,7 @@ def outcome_of(exit_codes: Mapping[int, int], received: signal.Signals | None = 
     if received is not None and code in (-received, -signal.SIGTERM, -signal.SIGKILL):
         return Outcome(128 + received, f"ended by {received.name} before the ranks could save; {intact}", rank)
     if code < 0:
-        hint = "; the system may have run out of memory" if code == -signal.SIGKILL else ""
-        killed = f"rank {rank} was killed by {signal.Signals(-code).name}{hint}"
+        killed = f"rank {rank} was killed by {signal.Signals(-code).name}{HINTS.get(signal.Signals(-code), '')}"
         return Outcome(128 - code, f"{killed}. All ranks were terminated; {intact}", rank)
     message = "" if code in TOLD_BY_RANK else f"rank {rank} ended with exit code {code}; all ranks were terminated"
     return Outcome(code, message, rank)

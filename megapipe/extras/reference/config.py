@@ -83,6 +83,7 @@ class ReferenceConfig:
     qk_head_dim: int = 128  # not rotated; kv_channels = qk_head_dim + qk_pos_emb_head_dim
     qk_pos_emb_head_dim: int = 64  # rotated
     v_head_dim: int = 128
+    latent_norm_epsilon: float | None = None  # None: norm_epsilon
 
     # multi-token prediction: modules, and the factor on the mean of their losses
     mtp_num_layers: int | None = None

@@ -65,13 +65,15 @@ class MoE(nn.Module):
 
     loss: the router's losses in the last forward. chosen: the experts of each token there [b, s, k]. expert_bias:
     [experts] fp32, None without --moe-router-enable-expert-bias. load: tokens for each expert since the last `balance`.
-    seen: counts of each microbatch of the step for global_aux_loss.
+    seen: counts of each microbatch of the step for global_aux_loss. padding: [b, s] bool, set before a forward, the
+    positions without a token, for which experts add 0; None: every position has one.
     """
 
     loss: Tensor | float = 0.0
     chosen: Tensor | None = None
     expert_bias: Tensor | None = None
     load: Tensor | int = 0
+    padding: Tensor | None = None
 
     def __init__(self, config: ReferenceConfig) -> None:
         super().__init__()
@@ -89,7 +91,8 @@ class MoE(nn.Module):
         logits = self.router(hidden)
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         scores = logits.softmax(-1) if is_softmax else logits.sigmoid()
-        self.loss = self._losses(logits, scores)
+        real = ~self.padding if self.padding is not None else torch.ones_like(logits[..., 0], dtype=torch.bool)
+        self.loss = self._losses(logits, scores, real)
         if is_softmax and not config.moe_router_pre_softmax:
             scores = logits
         if config.moe_router_enable_expert_bias and self.expert_bias is None:
@@ -97,7 +100,7 @@ class MoE(nn.Module):
         chosen = self._best(scores.detach() + (0.0 if self.expert_bias is None else self.expert_bias))
         self.chosen = chosen
         if not self.sets.collects:
-            self.load = self.load + F.one_hot(chosen, config.num_experts or 0).sum((0, 1, 2))
+            self.load = self.load + F.one_hot(chosen[real], config.num_experts or 0).sum((0, 1))
         weights = scores.gather(-1, chosen)
         if is_softmax and not config.moe_router_pre_softmax:
             weights = weights.softmax(-1)
@@ -105,29 +108,36 @@ class MoE(nn.Module):
             weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
         weights = weights * (config.moe_router_topk_scaling_factor or 1.0)
         if config.moe_expert_capacity_factor is not None:
-            weights = weights * self._kept(weights.detach(), chosen)
+            weights = weights * self._kept(weights.detach(), chosen, real)
         output = torch.zeros_like(hidden)
         for expert in range(config.num_experts or 0):
             share = (weights * (chosen == expert)).sum(-1, keepdim=True)  # [b, s, 1]
-            seen = (chosen == expert).any(-1)
+            seen = (chosen == expert).any(-1) & real
             output = output.index_put(
                 torch.where(seen), (self.experts(expert, hidden[seen]) * share[seen]).to(hidden.dtype), accumulate=True
             )
         return output + self.shared_experts(hidden) if hasattr(self, "shared_experts") else output
 
-    def _kept(self, weights: Tensor, chosen: Tensor) -> Tensor:
-        """Return 1 for the rows that their experts' capacity leaves in a slice of the sequence, else 0, [b, s, k]."""
+    def _kept(self, weights: Tensor, chosen: Tensor, real: Tensor) -> Tensor:
+        """Return 1 for the rows that their experts' capacity leaves in a slice of the sequence, else 0, [b, s, k].
+
+        real: [b, s], False for padding, which takes no place and does not add to a capacity.
+        """
         config, kept = self.config, torch.zeros_like(weights)
         factor = config.moe_expert_capacity_factor or 0.0
         for positions in config.moe_capacity_slices or (tuple(range(weights.shape[1])),):
             held = torch.tensor(positions, device=weights.device)
             # in the order of positions, then sequences
             shape = weights[:, held].transpose(0, 1).shape
-            slices = (each[:, held].transpose(0, 1).flatten() for each in (weights, chosen))
-            (scores, experts), flags = slices, torch.zeros(shape, dtype=kept.dtype, device=kept.device).flatten()
-            capacity = math.ceil(experts.numel() / (config.num_experts or 1) * factor)
+            rows_of = (weights, chosen, real[..., None].expand(chosen.shape))
+            slices = (each[:, held].transpose(0, 1).flatten() for each in rows_of)
+            (scores, experts, is_real), flags = (
+                slices,
+                torch.zeros(shape, dtype=kept.dtype, device=kept.device).flatten(),
+            )
+            capacity = math.ceil(int(is_real.sum()) / (config.num_experts or 1) * factor)
             for expert in range(config.num_experts or 0):
-                (rows,) = torch.where(experts == expert)
+                (rows,) = torch.where((experts == expert) & is_real)
                 if config.moe_token_drop_policy == "probs":
                     rows = rows[ordered(scores[rows])[1]]
                 flags[rows[:capacity]] = 1.0
@@ -154,7 +164,7 @@ class MoE(nn.Module):
             scores = per_group.masked_fill(lost[..., None], -torch.inf).flatten(-2)
         return ordered(scores)[1][..., : config.moe_router_topk]
 
-    def _losses(self, logits: Tensor, scores: Tensor) -> Tensor | float:
+    def _losses(self, logits: Tensor, scores: Tensor, real: Tensor) -> Tensor | float:
         """Return coefficient x experts / (k T^2) x sum of n_i p_i, and the z loss.
 
         n_i: tokens whose k best shares include expert i; p_i: the sum of its shares; T tokens: those of the microbatch,
@@ -163,13 +173,14 @@ class MoE(nn.Module):
         config, topk = self.config, self.config.moe_router_topk
         loss: Tensor | float = 0.0
         if config.moe_z_loss_coeff:
-            loss = config.moe_z_loss_coeff * logits.logsumexp(-1).square().mean()
+            loss = config.moe_z_loss_coeff * logits[real].logsumexp(-1).square().mean()
         shares = scores / scores.sum(-1, keepdim=True)
         for name, coefficient in zip(config.moe_router_load_balancing_type, config.moe_aux_loss_coeff, strict=True):
             if name == "global_aux_loss":
-                loss = loss + coefficient * self._global_loss(shares.flatten(0, 1))
+                loss = loss + coefficient * self._global_loss(shares[real])
             elif name != "none":
-                sets = list(shares) if name == "seq_aux_loss" else [shares.flatten(0, 1)]
+                by_sequence = [one[held] for one, held in zip(shares, real, strict=True)]
+                sets = by_sequence if name == "seq_aux_loss" else [shares[real]]
                 for one in sets:  # [T, experts]
                     loss = loss + coefficient * balance_loss(one, self._counts(one), one.shape[0]) / (len(sets) * topk)
         return loss
@@ -188,11 +199,12 @@ class MoE(nn.Module):
             self.seen.append(self._counts(shares))
             return 0.0
         last = sets.microbatch // sets.size + 1  # sets of microbatches up to this one
-        counts = torch.stack(self.seen[: last * sets.size]).sum(0) / last
-        return balance_loss(shares, counts, shares.shape[0] * sets.size) * sets.size / self.config.moe_router_topk
+        counts, topk = torch.stack(self.seen[: last * sets.size]).sum(0) / last, self.config.moe_router_topk
+        total = float(torch.stack(self.seen[(last - 1) * sets.size : last * sets.size]).sum()) / topk
+        return balance_loss(shares, counts, total) * sets.size / topk
 
 
-def balance_loss(shares: Tensor, counts: Tensor, total: int) -> Tensor:
+def balance_loss(shares: Tensor, counts: Tensor, total: float) -> Tensor:
     """Return experts / T^2 x sum of n_i p_i. shares: [tokens, experts], counts: n_i, total: T."""
     return (counts * shares.sum(0)).sum() * shares.shape[1] / total**2
 

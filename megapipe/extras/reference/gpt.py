@@ -56,23 +56,30 @@ class ReferenceGPT(nn.Module):
         position_ids: Tensor | None = None,
         document_ids: Tensor | None = None,
         dropout_masks: DropoutMasks | None = None,
+        padding: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Return the sum of the losses weighted by loss_mask, and the sum of loss_mask.
 
         tokens, labels, loss_mask: [b, s]. position_ids: [b, s], 0 .. s - 1 if None. document_ids: [b, s]; a query sees
         only the keys of its document. Without dropout_masks there is no dropout, whatever the configured rates: the
-        caller provides all randomness.
+        caller provides all randomness. padding: [b, s] bool, positions that experts do not see; needs document_ids.
         """
+        for each in self.experts():
+            each.padding = padding
         hidden = self._hidden(tokens, position_ids, document_ids, dropout_masks)
         self.losses_ahead = []
         for depth in range(1, (self.config.mtp_num_layers or 0) + 1):
             # position i holds what belongs to position i + depth; nothing does where that is another document
             ahead, label, counts = (shifted(each, depth) for each in (tokens, labels, loss_mask))
+            module, place = self.mtp.layers[depth - 1], self._positions(tokens, position_ids)
             if document_ids is not None:
-                counts = counts * (shifted(document_ids + 1, depth) == document_ids + 1)
+                numbers = document_ids - document_ids.min() + 1  # above 0, which marks positions past the end
+                is_same = shifted(numbers, depth) == numbers
+                counts = counts * is_same
+                for mixture in self.experts(module):
+                    mixture.padding = None if padding is None else padding | ~is_same
             if depth == 1:
                 deeper = hidden
-            module, place = self.mtp.layers[depth - 1], self._positions(tokens, position_ids)
             embedded = self.embedding(ahead, place, dropout_masks, self.config.num_layers + depth - 1)
             deeper = module(deeper, embedded, place, document_ids, dropout_masks)
             self.losses_ahead.append(self._loss(deeper, label, counts))
@@ -125,9 +132,9 @@ class ReferenceGPT(nn.Module):
         for module in self.experts():
             module.balance()
 
-    def experts(self) -> list[MoE]:
-        """Return the mixtures of experts."""
-        return [module for module in self.modules() if isinstance(module, MoE)]
+    def experts(self, of: nn.Module | None = None) -> list[MoE]:
+        """Return the mixtures of experts, or those of one of its modules."""
+        return [module for module in (of or self).modules() if isinstance(module, MoE)]
 
     def states(self) -> dict[str, Tensor]:
         """Return the biases of all routers that have one, by name."""
@@ -322,10 +329,12 @@ class LatentAttention(SelfAttention):
             self.linear_q_proj = nn.Linear(hidden, query, bias=False)
         else:
             self.linear_q_down_proj = nn.Linear(hidden, config.q_lora_rank, bias=False)
-            self.q_layernorm = Norm(config, config.q_lora_rank) if config.qk_layernorm else nn.Identity()
+            self.q_layernorm = (
+                Norm(config, config.q_lora_rank, config.latent_norm_epsilon) if config.qk_layernorm else nn.Identity()
+            )
             self.linear_q_up_proj = nn.Linear(config.q_lora_rank, query, bias=False)
         self.linear_kv_down_proj = nn.Linear(hidden, rank + config.qk_pos_emb_head_dim, bias=False)
-        self.kv_layernorm: nn.Module = Norm(config, rank) if config.qk_layernorm else nn.Identity()
+        self.kv_layernorm = Norm(config, rank, config.latent_norm_epsilon) if config.qk_layernorm else nn.Identity()
         self.linear_kv_up_proj = nn.Linear(rank, heads * (config.qk_head_dim + config.v_head_dim), bias=False)
         self.linear_proj = nn.Linear(heads * config.v_head_dim, hidden, bias=config.add_bias_linear)
 
@@ -354,9 +363,9 @@ class LatentAttention(SelfAttention):
 class Norm(nn.Module):
     """LayerNorm, or RMSNorm (no mean, no bias), over the last dim in at least fp32."""
 
-    def __init__(self, config: ReferenceConfig, size: int) -> None:
+    def __init__(self, config: ReferenceConfig, size: int, epsilon: float | None = None) -> None:
         super().__init__()
-        self.config = config
+        self.config, self.epsilon = config, epsilon or config.norm_epsilon
         self.weight = nn.Parameter(torch.empty(size))
         if config.has_norm_bias:
             self.bias = nn.Parameter(torch.empty(size))
@@ -368,10 +377,10 @@ class Norm(nn.Module):
             scale = scale + 1.0
         if self.config.norm_function is not None:
             bias = self.bias.to(x.dtype) if self.config.has_norm_bias else None
-            return self.config.norm_function(x, scale, bias, self.config.norm_epsilon).to(hidden.dtype)
+            return self.config.norm_function(x, scale, bias, self.epsilon).to(hidden.dtype)
         if self.config.normalization == "LayerNorm":
             x = x - x.mean(dim=-1, keepdim=True)
-        x = x * torch.rsqrt(x.square().mean(dim=-1, keepdim=True) + self.config.norm_epsilon) * scale
+        x = x * torch.rsqrt(x.square().mean(dim=-1, keepdim=True) + self.epsilon) * scale
         if self.config.normalization == "LayerNorm":
             x = x + self.bias.to(x.dtype)
         return x.to(hidden.dtype)

@@ -12,7 +12,7 @@ from megapipe.extras.reference.gpt import ReferenceGPT, at_least_fp32
 from megapipe.extras.reference.muon import Muon, MuonOptions
 
 # Arguments of ReferenceGPT.forward by name: tokens, labels, loss_mask, and optionally position_ids, document_ids,
-# dropout_masks.
+# dropout_masks, padding.
 Microbatch = Mapping[str, Any]
 
 

@@ -177,7 +177,8 @@ def layouts(config: Config, world_size: int, hardware: Hardware) -> Iterator[Lay
     assert batch is not None
     kinds, recomputes = layer_kinds(model), _recomputes(config)
     parallel = dataclasses.replace(config.parallel, data_parallel_sharding_strategy=SHARDED_PARAMS)
-    shards_weights = not list(unsupported(dataclasses.replace(config, parallel=parallel)))
+    # with experts, a layout for each ep and etp would double the search
+    shards_weights = model.num_experts is None and not list(unsupported(dataclasses.replace(config, parallel=parallel)))
     # tp within a node unless --allow-tp-across-nodes is given
     widest = world_size if config.parallel.allow_tp_across_nodes else min(hardware.ranks_per_node, world_size)
     for tp in divisors(widest):

@@ -22,7 +22,8 @@ from megapipe.config.layers import layer_configs
 from megapipe.config.model import ACTIVATIONS, ATTENTIONS, NORMALIZATIONS, AttentionHeads
 from megapipe.config.rules.optimizer import rule_options
 from megapipe.config.training import OPTIMIZERS, OptimizerConfig, UpdateStep
-from megapipe.data.batch import Batch, DocumentRules
+from megapipe.data.batch import PADDING, Batch, DocumentRules
+from megapipe.data.dataset import TokenArray
 from megapipe.extras.reference.asynchronous import Delays, asynchronous_step
 from megapipe.extras.reference.config import ReferenceConfig
 from megapipe.extras.reference.gpt import ReferenceGPT
@@ -45,6 +46,7 @@ STANDARD_DEVIATION = 0.2  # of the initial weights
 BRANCH_SHARE = 0.03
 BRANCH_NORMS = ("post_self_attn_layernorm.weight", "post_mlp_layernorm.weight")
 EOD_SHARE = 0.15  # share of end-of-document tokens where the configuration uses documents
+TRAINED_SHARE = 0.6  # of the tokens of conversations
 FROM_TRAINING = ("label_smoothing", "z_loss")  # fields of ReferenceConfig that the training section has
 OPTIMIZER_NAMES = {"adam": "adamw", "sgd": "sgd", "muon": "muon"}
 
@@ -74,7 +76,8 @@ def whole_weights(specs: Iterable[ParamSpec], slices: DrawSlice) -> dict[str, Te
 def random_batches(config: ResolvedConfig, dp: int, num_microbatches: Sequence[int], seed: int) -> list[GlobalBatch]:
     """Return one global batch of random tokens for each entry of `num_microbatches` (microbatches a dp rank).
 
-    With document options the vocabulary's last token ends documents, a few in every sample.
+    With document options the vocabulary's last token ends documents, a few in every sample. With --sft samples are
+    conversations, most of them padded.
     """
     random = np.random.default_rng([seed, 20])
     data, vocab = config.data, config.model.vocab_size
@@ -88,12 +91,24 @@ def random_batches(config: ResolvedConfig, dp: int, num_microbatches: Sequence[i
         batch = []
         for _ in range(count * dp):
             tokens = random.integers(0, vocab if eod is None else max(vocab - 1, 1), (micro, seq + 1))
-            if eod is not None:
+            if data.sft:
+                tokens = _random_chats(tokens, random)
+            elif eod is not None:
                 tokens[random.random(tokens.shape) < EOD_SHARE] = eod
             batch.append(Batch.of(tokens, tuple(range(sample, sample + micro)), rules))
             sample += micro
         batches.append(batch)
     return batches
+
+
+def _random_chats(tokens: TokenArray, random: np.random.Generator) -> TokenArray:
+    """Return conversations in sequences of which up to half are padding, as `Batch.of` takes them. tokens: [micro,
+    seq + 1].
+    """
+    micro, length = tokens.shape
+    is_real = np.arange(length) < random.integers(length // 2, length + 1, (micro, 1))
+    chats = np.where(is_real, np.cumsum(random.random(tokens.shape) < EOD_SHARE, axis=1), PADDING)
+    return np.stack([tokens, is_real & (random.random(tokens.shape) < TRAINED_SHARE), chats], axis=1)
 
 
 def share_of(runtime: TrainingRuntime, batch: GlobalBatch, step: int) -> Microbatches:
@@ -160,6 +175,7 @@ class Oracle:
                 "position_ids": microbatch.position_ids,
                 "document_ids": microbatch.document_ids,
                 "dropout_masks": GridMasks(self._config, key, self._device),
+                "padding": None if part.padding is None else torch.from_numpy(part.padding).to(self._device),
             }
             microbatches.append(arguments)
         result = self._train(microbatches, rates)

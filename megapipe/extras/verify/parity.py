@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 
@@ -41,6 +42,7 @@ from megapipe.model.microbatch import Microbatch
 from megapipe.optimizer.schedule import Rates
 from megapipe.pipeline.engine import BegunRun
 from megapipe.plan.run_plan import RunPlan
+from megapipe.train.facts import facts_of
 from megapipe.train.state import Schedules
 from megapipe.train.step import AsynchronousStep, PendingLoss, StepResult, TrainStep
 
@@ -53,7 +55,7 @@ def verify(plan: RunPlan, environment: Environment, mode: str) -> int:
 
     mode: 'fp64', or 'native' for the configuration's dtype. With other ranks this ends the process, as training does.
     """
-    world = join(plan.config, environment)
+    world = join(plan.config, environment, partial(facts_of, plan, environment))
     small = shrink(plan, mode, environment.world_size, environment.local_world_size, world.device.type == "cuda")
     groups = build_process_groups(small.plan.topology, world.global_rank, world.backend, world.timeout_seconds)
     if world.global_rank == 0:

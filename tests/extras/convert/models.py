@@ -79,6 +79,10 @@ DEEPSEEK = {
     "first_k_dense_replace": 1,
     "num_mtp_layers": 0,
 }
+DEEPSEEK_V2 = {
+    name: value for name, value in DEEPSEEK.items() if name not in ("n_group", "topk_group", "num_mtp_layers")
+}
+DEEPSEEK_V2 |= {"num_experts_per_tok": 3, "routed_scaling_factor": 16.0}
 CASES: dict[str, Case] = {
     "llama": Case("llama", rope("default") | {"head_dim": 12}),
     "llama3_tied_odd_vocabulary_sharded": Case(
@@ -253,6 +257,22 @@ CASES: dict[str, Case] = {
             "routed_scaling_factor": 2.5,
         },
     ),
+    "solar_open": Case(
+        "solar_open",
+        {"n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 20, "attention_bias": True}
+        | {"head_dim": 12, "n_shared_experts": 2, "routed_scaling_factor": 2.5},
+    ),
+    "flex_olmo": Case("flex_olmo", rope("default") | {"num_experts": 4, "num_experts_per_tok": 2, "pad_token_id": 0}),
+    "flex_olmo_normalized": Case(
+        "flex_olmo",
+        {
+            "num_experts": 5,
+            "num_experts_per_tok": 3,
+            "norm_topk_prob": True,
+            "num_key_value_heads": 1,
+            "pad_token_id": 0,
+        },
+    ),
     "gpt_oss": Case(
         "gpt_oss",
         {"num_hidden_layers": 4, "num_local_experts": 4, "head_dim": 12, "sliding_window": 5, "swiglu_limit": 0.4}
@@ -277,6 +297,14 @@ CASES: dict[str, Case] = {
         DEEPSEEK
         | {"q_lora_rank": None, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 3}
         | {"first_k_dense_replace": 0, "tie_word_embeddings": True, "v_head_dim": 12},
+    ),
+    "deepseek_v3_two_epsilons": Case("deepseek_v3", DEEPSEEK | {"rms_norm_eps": 1e-2}),
+    "deepseek_v2": Case("deepseek_v2", DEEPSEEK_V2 | YARN_MSCALE, "30KB"),
+    "deepseek_v2_groups": Case(
+        "deepseek_v2",
+        DEEPSEEK_V2
+        | {"q_lora_rank": None, "topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2}
+        | {"num_experts_per_tok": 2, "routed_scaling_factor": 1.0, "rms_norm_eps": 1e-2, "v_head_dim": 12},
     ),
     "gpt2": Case("gpt2", GPT2),
     "gpt2_untied_relu_narrow": Case(

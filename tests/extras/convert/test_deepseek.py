@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 from pathlib import Path
@@ -13,9 +14,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from megapipe.api.language_model import load
+from megapipe.config.config import Config
 from megapipe.errors import CheckpointError, ConfigError
 from megapipe.extras.convert import hugging_face
 from megapipe.extras.convert.families import FAMILIES
+from megapipe.extras.convert.megatron import MegatronGrid, write_args
 from megapipe.extras.convert.snapshot import write_checkpoint
 from megapipe.extras.convert.tables import unpadded
 from megapipe.layers.model import model_parameters, model_states
@@ -103,12 +106,42 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "weights that are not normalized": ({"norm_topk_prob": False}, "norm_topk_prob False"),
     "no shared experts": ({"n_shared_experts": 0}, "n_shared_experts 0"),
     "no experts": ({"first_k_dense_replace": 3}, "no layer would have experts"),
-    "other norms of latents": ({"rms_norm_eps": 1e-5}, "norms of latents have 1e-06"),
     "pairs in halves": ({"rope_interleave": False}, "rope_interleave False"),
     "biases": ({"attention_bias": True}, "attention_bias True"),
     "heads that contradict": ({"qk_head_dim": 99}, "qk_head_dim 99"),
     "softmax scores": ({"scoring_func": "softmax"}, "scoring_func 'softmax'"),
 }
+
+
+def test_norms_of_latents_keep_their_own_epsilon() -> None:
+    """Moonlight and Kimi have rms_norm_eps 1e-5, and latents are normed with 1e-6 whatever it is."""
+    family = FAMILIES["DeepseekV3ForCausalLM"]
+    model = family.read(PUBLISHED | {"rms_norm_eps": 1e-5})
+    assert (model.norm_epsilon, model.latent_norm_epsilon) == (1e-5, 1e-6)
+    assert family.write(model)["rms_norm_eps"] == 1e-5
+    with pytest.raises(ConfigError, match=r"cannot express model\.latent_norm_epsilon 1e-05"):
+        family.write(dataclasses.replace(model, latent_norm_epsilon=None))
+    with pytest.raises(ConfigError, match=r"Megatron's args cannot express model\.latent_norm_epsilon 1e-06"):
+        write_args(Config(model=model), {}, model.vocab_size, MegatronGrid(1, 1, 1, 1))
+
+
+OF_V2 = {  # of deepseek-ai/DeepSeek-V2-Lite and DeepSeek-V2: how experts are chosen
+    "lite": {"topk_method": "greedy", "n_group": 1, "topk_group": 1, "num_experts_per_tok": 6},
+    "large": {"topk_method": "group_limited_greedy", "n_group": 8, "topk_group": 3, "num_experts_per_tok": 6},
+}
+
+
+def test_deepseek_v2_is_read_but_for_groups_with_the_score_of_their_best_expert() -> None:
+    family = FAMILIES["DeepseekV2ForCausalLM"]
+    of_v3 = ("aux_loss_alpha", "num_nextn_predict_layers", "norm_topk_prob", "scoring_func", "topk_method")
+    published = {key: value for key, value in PUBLISHED.items() if key not in of_v3} | {"norm_topk_prob": False}
+    model = family.read(published | OF_V2["lite"])
+    assert (model.moe_router_score_function, model.moe_router_pre_softmax) == ("softmax", True)
+    assert family.read(family.write(model)) == model
+    with pytest.raises(ConfigError, match="a group's score is that of its best expert there, and here the sum of its"):
+        family.read(published | OF_V2["large"])
+    with pytest.raises(ConfigError, match="never normalizes the weights of the chosen experts in DeepSeek-V2"):
+        family.read(published | OF_V2["lite"] | {"norm_topk_prob": True})
 
 
 @pytest.mark.parametrize(("changes", "message"), REFUSED.values(), ids=REFUSED)

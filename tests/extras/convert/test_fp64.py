@@ -33,7 +33,7 @@ from tests.extras.convert.models import gradients as of_stored_names
 pytest.importorskip(
     "transformers", reason="the optional package transformers is not installed: pip install 'megapipe[transformers]'"
 )
-MODEL_TYPES = "deepseek gemma glm4_moe gpt_oss ministral mixtral olmo qwen2_moe qwen3_moe".split()
+MODEL_TYPES = "deepseek flex_olmo gemma glm4_moe gpt_oss ministral mixtral olmo qwen2_moe qwen3_moe solar_open".split()
 LAYERED = [name for name, case in CASES.items() if case.model_type.startswith(tuple(MODEL_TYPES))]
 
 

@@ -142,7 +142,8 @@ def test_the_check_compares_both_models_and_sees_a_difference(
 
 def test_tokenizer_and_ids_of_special_tokens_travel_along(tmp_path: Path) -> None:
     theirs = save(make(CASES["llama"]), tmp_path / "theirs")
-    (theirs / "tokenizer.json").write_text('{"anything": 1}')
+    tokenizers = pytest.importorskip("tokenizers")
+    tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0}, unk_token="a")).save(str(theirs / "tokenizer.json"))
     (theirs / "special_tokens_map.json").write_text("{}")
     (theirs / "README.md").write_text("not a tokenizer's")
     config = json.loads((theirs / "config.json").read_text()) | {"eos_token_id": [7, 9]}
@@ -281,6 +282,20 @@ def test_pretraining_goes_on_from_a_converted_model(tmp_path: Path) -> None:
     here, there = tensors_of(theirs), tensors_of(tmp_path / "back")
     assert here.keys() == there.keys()
     assert not all(torch.equal(here[name], there[name]) for name in here)
+
+
+def test_a_converted_mixture_is_finetuned_with_other_losses_and_transport(tmp_path: Path) -> None:
+    theirs = save(make(CASES["mixtral"]), tmp_path / "theirs")
+    assert main([str(theirs), str(tmp_path / "ours"), "--no-check", "--seq-length", "8"]) == 0
+    words = "--use-checkpoint-args --finetune --train-iters 1 --lr 1e-3"
+    for chosen in (
+        "--moe-aux-loss-coeff 0.1 --moe-z-loss-coeff 1e-3 --moe-expert-capacity-factor 2",
+        "--moe-token-dispatcher-type allgather --moe-router-dtype fp64 --moe-router-force-load-balancing",
+    ):
+        code, said = pretrain(f"--load {tmp_path / 'ours'} {words} {chosen}")
+        assert code == 0 and "changed since" not in said, said
+    code, said = pretrain(f"--load {tmp_path / 'ours'} {words} --moe-router-topk 1")
+    assert code != 0 and "moe_router_topk is 1 by flag --moe-router-topk, but 2 in the checkpoint" in said
 
 
 def pretrain(flags: str) -> tuple[int, str]:

@@ -122,7 +122,7 @@ def test_training_goes_on_from_a_megatron_run(real: Path, tmp_path: Path, monkey
     monkeypatch.setattr(jobs, "TINY", "--mock-data --num-workers 0 --eval-iters 0 --log-interval 1 --device cpu")
     flags = (
         "--use-checkpoint-args --micro-batch-size 2 --global-batch-size 8 --bf16 --lr 1e-3 "
-        "--use-checkpoint-opt-param-scheduler"
+        "--adam-beta2 0.95 --use-checkpoint-opt-param-scheduler"
     )
     metrics = tmp_path / "run"
     code, said = job(f"--load {tmp_path / 'ours'} {flags} --train-iters 5 --save {metrics}")

@@ -130,7 +130,8 @@ SOME = ("Qwen2Moe", "Qwen3Moe")  # experts in any layers
 WINDOWED = ("Ministral", "Qwen2", "Qwen3ForCausalLM", "Gemma2", "Gemma3", "Olmo3", "GptOss")  # in any layers
 DEEPSEEK = {
     "num_query_groups": st.none(),
-    "norm_epsilon": st.just(1e-6),
+    "norm_epsilon": st.sampled_from([1e-5, 1e-6]),
+    "latent_norm_epsilon": st.just(1e-6),
     "add_bias_linear": st.just(False),
     "multi_latent_attention": st.just(True),
     "qk_layernorm": st.just(True),
@@ -144,6 +145,20 @@ DEEPSEEK = {
     "moe_router_enable_expert_bias": st.just(True),
     "moe_router_dtype": st.sampled_from([None, "fp32"]),
     "moe_router_topk_scaling_factor": st.sampled_from([None, 1.5, 2.5]),
+}
+DEEPSEEK_V2 = DEEPSEEK | {
+    "moe_router_score_function": st.just("softmax"),
+    "moe_router_enable_expert_bias": st.just(False),
+    "moe_router_pre_softmax": st.just(True),
+}
+GLM = {
+    "moe_ffn_hidden_size": st.just(6),
+    "moe_shared_expert_intermediate_size": st.sampled_from([6, 18]),
+    "moe_router_score_function": st.just("sigmoid"),
+    "moe_router_enable_expert_bias": st.just(True),
+    "moe_router_dtype": st.just("fp32"),
+    "moe_router_topk_scaling_factor": st.sampled_from([None, 1.0, 2.5]),
+    "add_qkv_bias": st.booleans(),
 }
 ROTATED = ("Gemma3", "Olmo3")  # with other rotary positions in layers with a window
 EXPRESSED: dict[str, dict[str, Any]] = {
@@ -170,17 +185,10 @@ EXPRESSED: dict[str, dict[str, Any]] = {
     "Glm4MoeForCausalLM": EXPERTS
     | WIDE
     | DEEP
-    | {
-        "moe_ffn_hidden_size": st.just(6),
-        "moe_shared_expert_intermediate_size": st.sampled_from([6, 18]),
-        "moe_router_score_function": st.just("sigmoid"),
-        "moe_router_enable_expert_bias": st.just(True),
-        "moe_router_dtype": st.just("fp32"),
-        "moe_router_topk_scaling_factor": st.sampled_from([None, 1.0, 2.5]),
-        "rotary_percent": st.sampled_from([0.5, 1.0]),
-        "qk_layernorm": st.booleans(),
-        "add_qkv_bias": st.booleans(),
-    },
+    | GLM
+    | {"rotary_percent": st.sampled_from([0.5, 1.0]), "qk_layernorm": st.booleans()},
+    "SolarOpenForCausalLM": EXPERTS | WIDE | GLM,
+    "FlexOlmoForCausalLM": EXPERTS | PRE_SOFTMAX | OLMO,
     "GptOssForCausalLM": EXPERTS
     | WIDE
     | DEEP
@@ -192,6 +200,7 @@ EXPRESSED: dict[str, dict[str, Any]] = {
         "softmax_type": st.just("learnable"),
     },
     "DeepseekV3ForCausalLM": LLAMA_LIKE | DEEP | DEEPSEEK,
+    "DeepseekV2ForCausalLM": LLAMA_LIKE | DEEP | DEEPSEEK_V2,
     "GPT2LMHeadModel": SIZES
     | {
         "num_query_groups": st.just(4),
@@ -217,10 +226,10 @@ def windowed(draw: st.DrawFn, num_layers: int, own_rope: bool) -> dict[str, Any]
 
 
 @st.composite
-def experts(draw: st.DrawFn, num_layers: int) -> dict[str, Any]:
-    """Draw layers with experts, their widths and groups."""
+def experts(draw: st.DrawFn, num_layers: int, best: int) -> dict[str, Any]:
+    """Draw layers with experts, their widths and groups. best: experts of a group that its score is the sum of."""
     dense, width, shared = draw(st.integers(0, num_layers - 1)), draw(st.integers(1, 8)), draw(st.integers(1, 3))
-    groups = {"moe_router_num_groups": 4, "moe_router_group_topk": 2, "moe_router_topk": 4}
+    groups = {"moe_router_num_groups": 4, "moe_router_group_topk": 2, "moe_router_topk": 2 * best}
     sizes = {"moe_ffn_hidden_size": width, "moe_shared_expert_intermediate_size": shared * width}
     frequency = {"moe_layer_freq": f"[0]*{dense}+[1]*{num_layers - dense}"} if dense else {}
     return sizes | frequency | draw(st.sampled_from([groups, {"moe_router_topk": 3}]))
@@ -241,7 +250,7 @@ def models(draw: st.DrawFn, architecture: str) -> ModelConfig:
         fields |= {"moe_layer_freq": f"[0]*{dense}+[1]*{fields['num_layers'] - dense}"}
         fields |= draw(st.sampled_from([{}, GROUPS, GROUPS | {"moe_router_num_groups": 3, "num_experts": 9}]))
     if architecture.startswith("Deepseek"):
-        fields |= draw(experts(fields["num_layers"]))
+        fields |= draw(experts(fields["num_layers"], 2 if architecture == "DeepseekV3ForCausalLM" else 1))
     if architecture.startswith("Gemma"):
         fields |= {"embedding_scale": fields["hidden_size"] ** 0.5}
     return ModelConfig(**fields)

@@ -79,6 +79,17 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
         4,
         WIDE_EXPERTS | PP2 | selective("moe", "layernorm") | {"pipeline_schedule": "zb-v", "dtype": "bf16"},
     ),
+    "norms_and_activation_of_experts_again_sp2_dp2_bf16": (
+        4,
+        WIDE_EXPERTS | SP2 | selective("layernorm", "moe_act") | {"dtype": "bf16"},
+    ),
+    "norms_and_activation_of_experts_again_pp2_zb_h1": (
+        4,
+        WIDE_EXPERTS
+        | PP2
+        | selective("layernorm", "moe_act", "core_attn")
+        | {"moe_shared_expert_gate": True, "pipeline_schedule": "zb-h1"},
+    ),
     "activation_and_shared_experts_again_sp2_dp2": (4, WIDE_EXPERTS | SP2 | selective("moe_act", "shared_experts")),
     "activation_of_experts_again_zb_h1": (
         4,
@@ -101,6 +112,12 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
         4,
         WIDE_EXPERTS | PP2 | {"recompute_memory_budget": 0.3, "pipeline_schedule": "zb-h1"},
     ),
+    "experts_zero3_dp4_bf16": (4, EXPERTS | ZERO3 | {"dtype": "bf16"}),
+    "experts_of_one_copy_zero3_units": (2, EXPERTS | ZERO3 | UNITS),
+    "experts_zero2_pp2_zb_h1": (4, EXPERTS | ZERO2 | PP2 | {"pipeline_schedule": "zb-h1"}),
+    "predictions_offload_pp2": (2, PREDICTIONS | OFFLOAD | PP2),
+    "zero2_offload_zb_v": (4, PP2 | ZERO2 | OFFLOAD | {"pipeline_schedule": "zb-v"}),
+    "zero3_units_offload": (2, ZERO3 | UNITS | OFFLOAD),
     "dp2_zero1_bf16": (2, ZERO1 | {"dtype": "bf16", "ddp_bucket_size": 50_000}),
     "zero2_pp2_bf16": (4, PP2 | ZERO2 | {"dtype": "bf16"}),
     "zero3_full_2_chunks_bf16": (8, PP2 | ZERO3 | FULL | {"num_virtual_stages_per_pipeline_rank": 2, "dtype": "bf16"}),
@@ -175,6 +192,10 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
         2,
         DRY | PP2 | FULL | {"pipe_sp_splits": 2, "pipeline_schedule": "zb-v", "dtype": "bf16"},
     ),
+    "slices_budget_of_04_zb_h1": (
+        2,
+        DRY | PP2 | {"pipe_sp_splits": 4, "pipeline_schedule": "zb-h1", "recompute_memory_budget": 0.4},
+    ),
     "slices_interleaved": (4, DRY | PP4 | {"pipe_sp_splits": 3, "num_virtual_stages_per_pipeline_rank": 2}),
     "slices_window_qk_norm": (2, DRY | PP2 | {"pipe_sp_splits": 4, "window_size": 24, "qk_layernorm": True}),
     "slices_documents_bf16": (2, DRY | PP2 | DOCUMENTS | {"pipe_sp_splits": 4, "dtype": "bf16"}),
@@ -213,6 +234,8 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
         2,
         CP2 | {"cp_comm_type": ("a2a",), "qk_layernorm": True, "reset_attention_mask": True},
     ),
+    "update_by_sgd": (2, {"optimizer": "sgd"} | ZERO1),
+    "update_by_sgd_without_momentum": (1, SHORT | {"optimizer": "sgd", "sgd_momentum": 0.0}),
 }
 BASES: dict[str, dict[str, Any]] = {"gpt2": {}, "llama": LLAMA} | UNLIKE
 OF_UNLIKE = (
@@ -286,6 +309,61 @@ def test_copies_of_sharded_gradients_are_planned_until_the_next_reduction() -> N
     plan = make_plan(16, changes | {"global_batch_size": 64}, LLAMA)
     counted = count_rank(plan, 15, read_for(plan), "cpu")
     assert counted.peak == pytest.approx(rank_memory(plan, 1).total, rel=CLOSE)
+
+
+MUON = {"optimizer": "muon", "muon_tp_mode": "duplicated", "dtype": "bf16"}
+ON_HOST = {"optimizer_cpu_offload": True, "dtype": "bf16"}
+FEW = {"num_layers": 2, "global_batch_size": 8, "vocab_size": 64}
+OPTIMIZERS: dict[str, tuple[int, dict[str, Any]]] = {
+    "sgd_zero1": (2, ZERO1 | {"optimizer": "sgd", "dtype": "bf16"}),
+    "muon": (1, MUON),
+    "muon_dp4": (4, MUON),
+    "muon_cp4": (4, MUON | {"context_parallel_size": 4}),
+    "muon_tp4": (4, MUON | {"tensor_model_parallel_size": 4}),
+    "muon_tp2_dp2": (4, MUON | TP2),
+    "muon_tp2_dp2_zero1": (4, MUON | TP2 | ZERO1),
+    "muon_latent_dp4": (4, MUON | UNLIKE["latent"]),
+    "muon_latent_tp2": (2, MUON | UNLIKE["latent"] | TP2),
+    "muon_on_the_host": (2, MUON | ON_HOST),
+    "on_the_host": (1, ON_HOST),
+    "on_the_host_zero3": (2, ON_HOST | ZERO3),
+    "narrow_on_the_host_zero1": (2, NARROW | ON_HOST | ZERO1),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_the_update_takes_the_bytes_in_the_plan(name: str) -> None:
+    world_size, changes = OPTIMIZERS[name]
+    plan = make_plan(world_size, FEW | changes, LLAMA)
+    counted, planned = count_rank(plan, 0, read_for(plan)), rank_memory(plan, 0)
+    assert {item: counted.items[item] for item in STATE} == {item: planned.items.get(item, 0) for item in STATE}
+    assert counted.peak == pytest.approx(planned.total, rel=0.02), (counted, dict(planned.items))
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+def test_soft_caps_of_slices_take_the_bytes_in_the_plan(schedule: str, dtype: str) -> None:
+    changes = DRY | PP2 | {"pipe_sp_splits": 2, "attn_logit_softcapping": 30.0, "vocab_size": 64, "num_layers": 4}
+    plan = make_plan(2, changes | {"pipeline_schedule": schedule, "dtype": dtype}, LLAMA)
+    for rank in (0, 1):
+        counted, planned = count_rank(plan, rank, read_for(plan)), rank_memory(plan, rank)
+        assert counted.peak == pytest.approx(planned.total, rel=0.02), (counted, dict(planned.items))
+
+
+WRITTEN_OUT: dict[str, dict[str, Any]] = {
+    "dropout": {"attention_dropout": 0.1},
+    "soft_cap": {"attn_logit_softcapping": 30.0},
+    "softmax_in_fp32": {"attention_softmax_in_fp32": True},
+    "dropout_budget_zero3": {"attention_dropout": 0.1, "recompute_memory_budget": 0.3} | ZERO3,
+}
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("name", WRITTEN_OUT)
+def test_written_out_attention_takes_the_bytes_in_the_plan(name: str, dtype: str) -> None:
+    plan = make_plan(2, WRITTEN_OUT[name] | {"vocab_size": 64, "num_layers": 4, "dtype": dtype}, LLAMA)
+    counted, planned = count_rank(plan, 0, read_for(plan)), rank_memory(plan, 0)
+    assert counted.peak == pytest.approx(planned.total, rel=0.02), (counted, dict(planned.items))
 
 
 IN_PARTS = EXPERTS | PP2 | {"overlap_moe_expert_parallel_comm": True}

@@ -49,7 +49,9 @@ def test_only_the_chosen_rank_is_counted(small: list[str], capsys: pytest.Captur
         pytest.param(["--dry-run", "--world-size", "64", "--rank", "-1"], "--rank", id="rank below zero"),
         pytest.param(["--rank", "3"], "--rank selects the rank that --dry-run counts", id="rank without dry run"),
         pytest.param(
-            ["--dry-run", "--plan", "--world-size", "64"], "leave --plan and --verify-grid out", id="plan and dry run"
+            ["--dry-run", "--plan", "--world-size", "64"],
+            "--dry-run prints the plan together with",
+            id="plan and dry run",
         ),
         pytest.param(["--dry-run", "--world-size", "6"], "must be a multiple of 4", id="a world that does not fit"),
         pytest.param(

@@ -128,6 +128,18 @@ def test_every_grid_writes_the_same_texts(rank_pools: Pools, grid: str) -> None:
             assert found == [expected] * pool.world_size
 
 
+def test_experts_are_told_of_padding_and_of_texts_that_have_ended() -> None:
+    """A prompt of 22 tokens leaves two positions of 24; the one beside it has two tokens."""
+    runtime = runtime_on(0, 1, {}, EXPERTS)
+    found: list[Any] = []
+    runtime.stages[0].register_forward_pre_hook(lambda module, inputs: found.append(inputs[-1].padding))
+    Generator(runtime, SAMPLED, batch_size=2).continue_prompts([[1] * 22, [2] * 2], Limits(4))
+    prompts, second, *ended = found
+    assert prompts.tolist() == [[False] * 22, [True] * 20 + [False] * 2]
+    assert second is None
+    assert [each.tolist() for each in ended] == [[[True], [False]]] * 2
+
+
 @pytest.mark.parametrize("grid", EXPERT_GRIDS, ids=str)
 def test_every_grid_of_experts_writes_the_same_texts(rank_pools: Pools, grid: str) -> None:
     expected = generated(0, 1, {}, EXPERTS, SAMPLED, 4, Limits(8, frozenset({3})))

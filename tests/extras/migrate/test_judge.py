@@ -25,6 +25,12 @@ def row(flag: str) -> Row:
     return found
 
 
+def test_query_groups_alone_are_something_to_change() -> None:
+    judgement = judge(f"{MODEL} --num-query-groups 4".split())
+    assert not judgement.runs and "without --group-query-attention" in judgement.problems[0]
+    assert judge(f"{MODEL} --num-query-groups 4 --group-query-attention".split()).runs
+
+
 @pytest.mark.parametrize(
     ("flag", "outcome", "note"),
     [

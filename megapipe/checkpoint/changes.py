@@ -1,0 +1,160 @@
+"""The changes since a checkpoint was saved: a run's configuration against the saved one, by the classes of
+`config.changes`. Imports no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from megapipe.checkpoint.folder import CONFIG_NAME, CheckpointFolder, missing_extensions, read_listed, vocabulary_of
+from megapipe.checkpoint.same_model import change_text, differences
+from megapipe.config.changes import DATA, FUNCTION, NEUTRAL, OPTIMIZER, SCHEDULE, TABLE, classes
+from megapipe.config.config import Config, all_fields, fields_by_key, make_config, value_of
+from megapipe.config.files import CheckpointConfig
+from megapipe.config.load import settings_of_entry
+from megapipe.config.model import ModelConfig
+from megapipe.config.problems import Problems
+from megapipe.config.rules.sft import with_implied
+from megapipe.config.yaml_file import read_entries
+from megapipe.errors import CheckpointError, ConfigError
+from megapipe.schedule.families import SCHEDULES
+
+TOKENIZER = "data.tokenizer_type"
+# class -> the flag that allows its changes, and another way out; changes of other classes are printed
+ALLOWED_BY = {
+    FUNCTION: ("--allow-changed-model", "--use-checkpoint-args takes the checkpoint's model"),
+    OPTIMIZER: ("--allow-changed-optimizer", "--no-load-optim starts with a fresh optimizer"),
+    DATA: ("--allow-changed-data", "--finetune starts at step 0"),
+}
+# of the data, what is compared by content (data.fingerprint): a file may move
+BY_CONTENT = (
+    "data_path split train_data_path dataset mock_data sft sft_tokenizer_prompt_format tokenizer_model vocab_file "
+    "merge_file seq_length"
+).split()
+
+
+@dataclass(frozen=True)
+class Changes:
+    """The differences from the run that saved a checkpoint. lines: both values, by class. unknown: fields of the
+    configuration that only its file or only this version has.
+    """
+
+    folder: CheckpointFolder
+    lines: Mapping[str, Sequence[str]]
+    unknown: Collection[str]
+
+    def told(self, flags: CheckpointConfig) -> tuple[str, ...]:
+        """Return the lines to print. Raises CheckpointError for changes that the flags do not allow."""
+        allowed = {
+            FUNCTION: flags.allow_changed_model,
+            OPTIMIZER: flags.allow_changed_optimizer,
+            DATA: flags.allow_changed_data,
+        }
+        lines, refused = [f"changed since step {self.folder.step} ({self.folder.path}):"], {}
+        for kind in [kind for kind in TABLE if self.lines.get(kind)]:
+            flag, way = ALLOWED_BY.get(kind, ("", ""))
+            lines += [f"  {kind} ({flag}):" if allowed.get(kind) else f"  {kind}:"]
+            lines += [f"    {line}" for line in self.lines[kind]]
+            if not allowed.get(kind, True):
+                refused[flag] = way
+        block = "\n".join(lines)
+        if refused:
+            raise CheckpointError(
+                f"this run is not the one that was saved; {block}\nSet them alike ({'; '.join(refused.values())}), or "
+                f"give {' '.join(refused)} if the change is wanted"
+            )
+        remarks = (block,) if len(lines) > 1 else ()
+        skipped = ", ".join(sorted(self.unknown))
+        written = f"{self.folder.path} was written by another version, so these were not compared: {skipped}"
+        return (written, *remarks) if skipped else remarks
+
+
+def changes_since(
+    folder: CheckpointFolder, own: Config, kinds: Collection[str], more: Mapping[str, Sequence[str]]
+) -> Changes:
+    """Compare a resolved configuration with the one saved with a checkpoint. Raises CheckpointError if that cannot be
+    read.
+
+    kinds: the classes that are compared besides the function and the type of tokenizer. more: lines by class on what is
+    compared by other means.
+    """
+    saved, unknown = compared_config(folder, own)
+    compared = {key: kind for key, kind in classes().items() if kind in kinds or key == TOKENIZER}
+    lines: dict[str, list[str]] = {FUNCTION: list(differences(saved.model, own.model))}
+    for key, kind in compared.items():
+        if key not in unknown and _is_by_value(key, saved):
+            lines.setdefault(kind, []).extend(_change(key, saved, own))
+    for kind, found in more.items():
+        lines.setdefault(kind, []).extend(found)
+    return Changes(folder, lines, {key for key in unknown if _may_differ(key, own, kinds)})
+
+
+def model_changes(folder: CheckpointFolder, own: ModelConfig) -> list[str]:
+    """Return a line for each option in which a checkpoint's model computes another function. Raises CheckpointError."""
+    saved, _ = compared_config(folder, Config(model=own))
+    return list(differences(saved.model, own))
+
+
+def compared_config(folder: CheckpointFolder, own: Config) -> tuple[Config, set[str]]:
+    """Return the configuration that a checkpoint was trained with, as far as it is compared, and the fields that only
+    its file or only this version knows, which are as in `own`. Raises CheckpointError.
+    """
+    text, state, problems = read_listed(folder, CONFIG_NAME), folder.manifest.state, Problems()
+    values: dict[str, Any] = {}
+    try:
+        found = read_entries(text, str(folder.path / CONFIG_NAME), problems)
+        problems.raise_all()
+        entries = {f"{one.section}.{one.key}": one for one in found}
+        needed = {field.option.needs.key for field in all_fields() if field.option.needs is not None}
+        for key in [key for key in entries if key in needed or classes().get(key, NEUTRAL) != NEUTRAL]:
+            try:
+                values |= {one.field.key: one.value for one in settings_of_entry(entries[key], [])}
+            except ConfigError:
+                if classes()[key] == FUNCTION:
+                    raise
+                values[key] = entries[key].raw  # the name of an extension that this run does not have
+    except ConfigError as error:
+        raise CheckpointError(f"the model cannot be compared: {error}{missing_extensions(folder)}") from None
+    unknown = entries.keys() ^ classes().keys()
+    values |= {key: value_of(own, fields_by_key()[key]) for key in unknown & classes().keys()}
+    config = with_implied(make_config(values))
+    seed = (state.get("random") or {}).get("seed", config.training.seed)
+    batch = state.get("global_batch_size") or own.training.global_batch_size
+    training = replace(config.training, seed=seed, global_batch_size=batch)
+    return replace(config, model=replace(config.model, vocab_size=vocabulary_of(folder)), training=training), unknown
+
+
+def _is_by_value(key: str, saved: Config) -> bool:
+    """Return True unless a field is compared in another way: layer by layer, by content, as a part of `Schedules`."""
+    section, name = key.split(".")
+    length = "train_samples" if saved.training.train_iters is not None else "train_iters"  # the other is derived
+    is_rate = classes()[key] == SCHEDULE and section == "optimizer"
+    return not (classes()[key] == FUNCTION or name in BY_CONTENT or name == length or is_rate)
+
+
+def _may_differ(key: str, own: Config, kinds: Collection[str]) -> bool:
+    """Return True if a field that only one version knows may be a change: by its default an option changes nothing."""
+    field = fields_by_key().get(key)
+    return field is None or (classes()[key] in (FUNCTION, *kinds) and value_of(own, field) != field.default)
+
+
+def _change(key: str, saved: Config, own: Config) -> Iterator[str]:
+    """Yield the line for a field that has changed, unless it has no effect in one of the runs."""
+    field = fields_by_key()[key]
+    need, before, now = field.option.needs, value_of(saved, field), value_of(own, field)
+    if need is not None and not all(need.is_met(value_of(one, fields_by_key()[need.key])) for one in (saved, own)):
+        return
+    if key == TOKENIZER and {None, "NullTokenizer"} & {before, now}:
+        return  # the data were tokenized elsewhere
+    if key == "data.sft_overlong" and "refuse" in (before, now):
+        return  # where a run was not refused, nothing was too long
+    if key == "parallel.pipeline_schedule":
+        before, now = (name if _is_asynchronous(name) else "synchronous" for name in (before, now))
+    if before != now:
+        yield change_text(field.main_flag, before, now)
+
+
+def _is_asynchronous(schedule: str) -> bool:
+    return schedule in SCHEDULES and not SCHEDULES[schedule].is_synchronous

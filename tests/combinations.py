@@ -1,0 +1,366 @@
+"""Random combinations of features: each one is planned, counted by the dry run and trained beside one process.
+
+`FEATURES` lists the features with their flags. tests/test_combinations.py examines a few combinations,
+tools/draw_combinations.py any number. What the plan accepts is examined in up to three ways:
+
+- memory: the dry run of every kind of rank, with CUDA's kernels, is within MEMORY_TOLERANCE of the plan
+- exact: three steps of the grid equal one process in fp64, as with --verify-grid, which uses torch's own kernels and
+  leaves out what exists in low precision only
+- rounded: features that this leaves out are trained as given; losses and gradient norms are within LOSS_TOLERANCE and
+  NORM_TOLERANCE of one process that computes in the same dtypes
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from random import Random
+
+import torch
+
+from megapipe.assembly.runtime import TrainingRuntime
+from megapipe.comm.groups import build_process_groups
+from megapipe.config.config import Config
+from megapipe.config.load import load_config
+from megapipe.config.parallel import OffloadConfig, ParallelConfig, RecomputeConfig
+from megapipe.errors import ConfigError
+from megapipe.extras.dry_run.grid import kinds_of_ranks
+from megapipe.extras.dry_run.rank import count_rank
+from megapipe.extras.verify.oracle import random_batches, share_of
+from megapipe.extras.verify.parity import verified_steps
+from megapipe.extras.verify.report import found_text
+from megapipe.extras.verify.shrink import shrink
+from megapipe.optimizer.schedule import Rates
+from megapipe.plan.memory import step_memory
+from megapipe.plan.resolve import resolve
+from megapipe.plan.run_plan import RunPlan
+from megapipe.train.step import StepBatch, StepResult, train_step
+from tests.extras.dry_run.grids import read_for
+from tests.harness import RankFailure, RankPool
+
+MEMORY_TOLERANCE = 0.03
+LOSS_TOLERANCE, NORM_TOLERANCE = 0.01, 0.05  # relative, of bf16 and fp8 in three steps
+MIN_FEATURES, MAX_FEATURES = 4, 7
+MAX_WORLD = 8
+MICROBATCHES = 4  # a dp rank
+SECONDS = 120.0  # a run of the grid may take
+
+BASE = (
+    "--num-layers 8 --num-attention-heads 4 --micro-batch-size 2 --train-iters 3 --lr 1e-3 --mock-data --bf16 "
+    "--position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear "
+    "--untie-embeddings-and-output-weights --hidden-dropout 0 --attention-dropout 0 --make-vocab-size-divisible-by 8"
+)
+SIZES = "--hidden-size 128 --ffn-hidden-size 384 --seq-length 128 --vocab-size 1000"
+# with a larger epsilon Adam does not divide rounding errors by rounding errors
+SMALL_SIZES = "--hidden-size 64 --ffn-hidden-size 192 --seq-length 64 --vocab-size 256 --adam-eps 3e-2"
+
+EXACT, ROUNDED, ON_GPU, LIBRARY = "exact", "rounded", "on a GPU", "with a library"
+
+
+@dataclass(frozen=True)
+class Feature:
+    """A feature of a run.
+
+    needs: how a run without a GPU compares it. EXACT: in fp64. ROUNDED: only in low precision, or beside a process in
+    low precision. ON_GPU: not at all, only its memory is counted. LIBRARY: neither, the library is not installed.
+    """
+
+    name: str
+    flags: str
+    needs: str = EXACT
+
+
+TP2 = "--tensor-model-parallel-size 2 --sequence-parallel"
+PP2 = "--pipeline-model-parallel-size 2"
+CP2 = "--context-parallel-size 2"
+ZERO1 = "--use-distributed-optimizer"
+ZERO3 = f"{ZERO1} --data-parallel-sharding-strategy optim_grads_params"
+EXPERTS = "--num-experts 4 --expert-model-parallel-size 2 --moe-ffn-hidden-size 64 --moe-router-topk 2"
+NARROW = "--use-precision-aware-optimizer --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16"
+FEATURES = (
+    Feature("tp2+sp", TP2),
+    Feature("pp2 1f1b", PP2),
+    Feature("vpp2", f"{PP2} --num-layers-per-virtual-pipeline-stage 2"),
+    Feature("zb-v", f"{PP2} --pipeline-schedule zb-v"),
+    Feature("zb-h1", f"{PP2} --pipeline-schedule zb-h1"),
+    Feature("dualpipe-v", f"{PP2} --pipeline-schedule dualpipe-v"),
+    Feature("slices2", f"{PP2} --pipe-sp-splits 2"),
+    Feature("cp2 p2p", f"{CP2} --cp-comm-type p2p"),
+    Feature("cp2 a2a", f"{CP2} --cp-comm-type a2a"),
+    Feature("cp2 ag", f"{CP2} --cp-comm-type all_gather"),
+    Feature("zero1", ZERO1),
+    Feature("zero2", f"{ZERO1} --data-parallel-sharding-strategy optim_grads"),
+    Feature("zero3", ZERO3),
+    Feature("hsdp", f"{ZERO3} --num-distributed-optimizer-instances 2"),
+    Feature("moe ep2", EXPERTS),
+    Feature("moe grouped", f"{EXPERTS} --moe-grouped-gemm"),
+    Feature(
+        "mla", "--multi-latent-attention --kv-lora-rank 16 --qk-head-dim 16 --qk-pos-emb-head-dim 8 --v-head-dim 16"
+    ),
+    Feature("mtp", "--mtp-num-layers 1"),
+    Feature("fp8 local", "--fp8-format hybrid", ROUNDED),
+    Feature("fp8 te", "--fp8-format hybrid --transformer-impl transformer_engine", LIBRARY),
+    Feature("te bf16", "--transformer-impl transformer_engine", LIBRARY),
+    Feature("flash", "--attention-impl flash", LIBRARY),
+    Feature("compile blocks", "--compile-blocks on", ON_GPU),
+    Feature("cuda graphs", "--cuda-graph-impl local", ON_GPU),
+    Feature("act offload", "--cpu-offloading-num-layers 1"),
+    Feature("opt offload", "--optimizer-cpu-offload", ROUNDED),
+    Feature("recompute sel", "--recompute-granularity selective"),
+    Feature("recompute full", "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"),
+    Feature("recompute budget", "--recompute-memory-budget 0.5"),
+    Feature("muon", "--optimizer muon --muon-tp-mode duplicated"),
+    Feature("precision-aware", f"{ZERO1} {NARROW}", ROUNDED),
+    Feature("documents", "--reset-attention-mask --reset-position-ids"),
+    Feature("tp overlap", f"{TP2} --tp-comm-overlap"),
+    Feature("grad overlap", "--overlap-grad-reduce"),
+    Feature("param gather overlap", f"{ZERO1} --overlap-param-gather"),
+    Feature("window", "--window-size 16"),
+    Feature("sinks", "--softmax-type learnable"),
+    Feature("chunked loss", "--cross-entropy-chunk-size 64"),
+    Feature("moe overlap", f"{PP2} --pipeline-schedule dualpipe-v {EXPERTS} --overlap-moe-expert-parallel-comm"),
+    Feature("p2p fp8", f"{PP2} --pipeline-message-dtype fp8", ROUNDED),
+    Feature("post validation", f"{PP2} --pipeline-schedule zb-h1 --optimizer-post-validation {ZERO1}", ROUNDED),
+    Feature("layer pattern", "--window-size 16 --window-attn-skip-freq 2"),
+    Feature("balance auto", f"{PP2} --pipeline-balance auto"),
+)
+BY_NAME = {feature.name: feature for feature in FEATURES}
+AXES = tuple(f"--{axis}-size" for axis in ("tensor-model-parallel", "pipeline-model-parallel", "context-parallel"))
+
+
+@dataclass(frozen=True)
+class Combination:
+    """Some features together. number: of the draw."""
+
+    number: int
+    features: tuple[str, ...]
+
+    @property
+    def options(self) -> dict[str, tuple[str, ...]]:
+        """Flag -> values; raises ValueError if features give one flag two values."""
+        return options_of(self.features)
+
+    @property
+    def world_size(self) -> int:
+        """Two data-parallel ranks, four for two instances of sharding, as far as MAX_WORLD goes."""
+        instances = 4 if "hsdp" in self.features else 2
+        return min(MAX_WORLD, instances * self.ranks_per_replica)
+
+    @property
+    def ranks_per_replica(self) -> int:
+        size = 1
+        for axis in AXES:
+            size *= int(self.options.get(axis, ("1",))[0])
+        return size
+
+    def arguments(self, sizes: str, without: Callable[[Feature], bool] = lambda feature: False) -> list[str]:
+        """Return the command line. without: features to leave out."""
+        kept = [name for name in self.features if not without(BY_NAME[name])]
+        batch = 2 * MICROBATCHES * self.world_size // self.ranks_per_replica
+        own = itertools.chain.from_iterable((flag, *values) for flag, values in options_of(kept).items())
+        return [*BASE.split(), *sizes.split(), "--global-batch-size", str(batch), *own]
+
+
+def options_of(names: Sequence[str]) -> dict[str, tuple[str, ...]]:
+    """Return flag -> values of these features; raises ValueError if they give a flag two values."""
+    options: dict[str, tuple[str, ...]] = {}
+    for name in names:
+        words = BY_NAME[name].flags.split()
+        starts = [place for place, word in enumerate(words) if word.startswith("--")]
+        for start, end in zip(starts, [*starts[1:], len(words)], strict=True):
+            flag, values = words[start], tuple(words[start + 1 : end])
+            if options.setdefault(flag, values) != values:
+                raise ValueError(f"{flag} has two values: {options[flag]} and {values}")
+    if "--pipeline-schedule" in options and "--num-layers-per-virtual-pipeline-stage" in options:
+        raise ValueError("--pipeline-schedule chooses the number of chunks")
+    return options
+
+
+def drawn(seed: int, number: int) -> Combination:
+    """Draw MIN_FEATURES to MAX_FEATURES features that give no flag two values."""
+    random = Random(f"{seed} {number}")
+    wanted = random.randint(MIN_FEATURES, MAX_FEATURES)
+    chosen: list[str] = []
+    for name in random.sample(sorted(BY_NAME), len(FEATURES)):
+        try:
+            options_of([*chosen, name])
+        except ValueError:
+            continue
+        chosen.append(name)
+        if len(chosen) == wanted:
+            break
+    return Combination(number, tuple(chosen))
+
+
+class Pools:
+    """Live ranks by world size."""
+
+    def __init__(self) -> None:
+        self._pools: dict[int, RankPool] = {}
+
+    def __call__(self, world_size: int) -> RankPool:
+        return self._pools.setdefault(world_size, RankPool(world_size, timeout=SECONDS))
+
+    def close(self) -> None:
+        for pool in self._pools.values():
+            pool.close()
+
+
+VERDICTS = ("refused", "equal", "memory", "wrong", "crash")  # from the best to the worst
+
+
+@dataclass
+class Finding:
+    """What came of a combination.
+
+    verdict: 'refused' by the plan; 'equal'; other 'memory' than planned; 'wrong' results; 'crash'. compared: the ways
+    of examining it that it passed. memory: the largest difference, (counted - planned) / planned. why: the refusal, or
+    what failed.
+    """
+
+    number: int
+    features: tuple[str, ...]
+    world_size: int
+    verdict: str = "equal"
+    compared: tuple[str, ...] = ()
+    memory: float | None = None
+    why: str = ""
+    seconds: float = 0.0
+
+    def fail(self, verdict: str, why: str) -> None:
+        self.verdict, self.why = max(self.verdict, verdict, key=VERDICTS.index), f"{self.why}{why}\n"
+
+
+def examine(combination: Combination, pools: Callable[[int], RankPool], trains: bool = True) -> Finding:
+    """Plan a combination, count it and, if `trains`, compare its training with one process."""
+    started = time.perf_counter()
+    found = Finding(combination.number, combination.features, combination.world_size)
+    ways = {"memory": lambda: memory_trouble(combination, found)}
+    if trains:
+        ways["exact"] = lambda: exact_trouble(combination, pools)
+        if any(BY_NAME[name].needs == ROUNDED for name in combination.features):
+            ways["rounded"] = lambda: rounded_trouble(combination, pools)
+    try:
+        planned(combination, [*combination.arguments(SIZES), "--device", "cuda"])
+    except ConfigError as error:
+        found.verdict, found.why, ways = "refused", str(error), {}
+    except Exception:
+        found.fail("crash", f"plan: {traceback.format_exc()}")
+        ways = {}
+    for way, check in ways.items():
+        try:
+            trouble = check()
+        except Exception as error:
+            report = str(error) if isinstance(error, RankFailure) else traceback.format_exc()
+            found.fail("crash", f"{way}: {report}")
+            continue
+        if trouble:
+            found.fail("memory" if way == "memory" else "wrong", f"{way}: {trouble}")
+        else:
+            found.compared += (way,)
+    found.seconds = time.perf_counter() - started
+    return found
+
+
+def planned(combination: Combination, arguments: Sequence[str]) -> RunPlan:
+    """Plan a command line on the ranks of a combination. Raises ConfigError."""
+    return resolve(load_config(arguments).config, combination.world_size)
+
+
+def memory_trouble(combination: Combination, found: Finding) -> str:
+    """Count one rank of each kind; return how the counts differ from the plan, '' within MEMORY_TOLERANCE."""
+    plan = planned(combination, [*combination.arguments(SIZES, needs_library), "--device", "cuda"])
+    gpu = dataclasses.replace(plan.config.gpu, cuda_graph_impl="none")  # graphs can only be recorded on a GPU
+    plan = dataclasses.replace(plan, config=dataclasses.replace(plan.config, gpu=gpu))
+    trouble = []
+    for kind in kinds_of_ranks(plan):
+        counted = count_rank(plan, kind.ranks[0], read_for(plan))
+        memory = step_memory(plan, kind.pp_ranks[0], plan.batch.num_microbatches)
+        difference = counted.peak / memory.total - 1.0
+        if found.memory is None or abs(difference) > abs(found.memory):
+            found.memory = difference
+        # stages in parts hold less than the whole stages that are planned
+        if difference > MEMORY_TOLERANCE or (difference < -MEMORY_TOLERANCE and plan.parts is None):
+            items = {name: size for name, size in memory.items.items() if size}
+            trouble.append(f"rank {kind.ranks[0]}: {difference:+.1%}, planned {items}, counted {counted}")
+    return "\n".join(trouble)
+
+
+def needs_library(feature: Feature) -> bool:
+    return feature.needs == LIBRARY
+
+
+def needs_gpu(feature: Feature) -> bool:
+    return feature.needs in (ON_GPU, LIBRARY)
+
+
+def exact_trouble(combination: Combination, pools: Callable[[int], RankPool]) -> str:
+    """Train in fp64 beside the oracle and return what differs."""
+    arguments = [*combination.arguments(SIZES, needs_gpu), "--device", "cpu"]
+    passes, text = pools(combination.world_size).run(exact_steps, combination, arguments)[0]
+    return "" if passes else text
+
+
+def exact_steps(rank: int, world_size: int, combination: Combination, arguments: list[str]) -> tuple[bool, str]:
+    """Return, on each rank, whether three steps equal the oracle's, and the report."""
+    small = shrink(planned(combination, arguments), "fp64", world_size)
+    groups = build_process_groups(small.plan.topology, rank, "gloo", SECONDS)
+    steps = verified_steps(small, groups, torch.device("cpu"))
+    return all(step.passes for step in steps), found_text(small, steps)
+
+
+def rounded_trouble(combination: Combination, pools: Callable[[int], RankPool]) -> str:
+    """Train as given, and in one process without grid; return how far they are apart, '' within the bounds."""
+    arguments = [*combination.arguments(SMALL_SIZES, needs_gpu), "--device", "cpu"]
+    grid = pools(combination.world_size).run(rounded_steps, combination, arguments)
+    plain = pools(1).run(rounded_steps, combination, arguments)[0]
+    if any(each != grid[0] for each in grid):
+        return f"ranks report other losses: {grid}"
+    if len(plain) != len(grid[0]):
+        return f"{len(grid[0])} steps on the grid, {len(plain)} in one process"
+    for (loss, norm), (plain_loss, plain_norm) in zip(grid[0], plain, strict=True):
+        is_close = abs(loss - plain_loss) <= LOSS_TOLERANCE * plain_loss
+        if not is_close or not abs(norm - plain_norm) <= NORM_TOLERANCE * plain_norm:
+            return f"losses and norms on the grid {grid[0]}, in one process {plain}"
+    return ""
+
+
+def rounded_steps(
+    rank: int, world_size: int, combination: Combination, arguments: list[str]
+) -> list[tuple[float, float]]:
+    """Return (loss, gradient norm) of three steps."""
+    config = load_config(arguments).config
+    plan = resolve(config if world_size > 1 else in_one_process(config), world_size)
+    groups = build_process_groups(plan.topology, rank, "gloo", SECONDS)
+    runtime = TrainingRuntime(plan, groups, torch.device("cpu"))
+    steps = 3
+    whole = resolve(in_one_process(config), 1)  # the same samples on each grid
+    batches = random_batches(whole.config, 1, [whole.batch.num_microbatches] * steps, plan.config.training.seed)
+    taken: list[tuple[float, float]] = []
+
+    def settle(_: StepBatch, result: StepResult) -> bool:
+        taken.append((result.loss, result.update.grad_norm))
+        return True
+
+    # an update of Muon is large whatever the gradient
+    step, rates = train_step(runtime), Rates(3e-3 if config.optimizer.optimizer == "muon" else 1e-2, 0.1)
+    for number, batch in enumerate(batches):
+        part = StepBatch(
+            number + 1, 0, len(batch), share_of(runtime, batch, number), rates, needs_result=number == steps - 1
+        )
+        result = step.take(part, settle)
+        if result is not None:
+            settle(part, result)
+    runtime.finish_parameters()
+    return taken
+
+
+def in_one_process(config: Config) -> Config:
+    """Return the configuration without a grid, recomputation or offload."""
+    optimizer = dataclasses.replace(config.optimizer, optimizer_cpu_offload=False, optimizer_post_validation=False)
+    plain = {"parallel": ParallelConfig(), "recompute": RecomputeConfig(), "offload": OffloadConfig()}
+    return dataclasses.replace(config, optimizer=optimizer, **plain)  # type: ignore[arg-type]

@@ -1,0 +1,97 @@
+"""Token files that change during a run are found, by size and time and by sampled blocks; touched ones are accepted."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from megapipe.data import source_files
+from megapipe.data.build_datasets import build_datasets
+from megapipe.data.content import TOKEN_BLOCKS
+from megapipe.data.dataset import SyntheticDataset
+from megapipe.data.source_files import SourceFiles
+from megapipe.errors import DataError
+from tests.data.fixtures import FOLDER, request_of, write_file
+
+
+def other_bytes(path: Path) -> None:
+    content = path.read_bytes()
+    path.write_bytes(bytes(255 - byte for byte in content))
+
+
+def replaced(path: Path) -> None:
+    path.with_suffix(".new").write_bytes(path.read_bytes()[::-1])
+    os.replace(path.with_suffix(".new"), path)
+
+
+CHANGES: dict[str, tuple[Callable[[Path], None], str]] = {
+    "overwritten": (other_bytes, "180 bytes, checksum"),
+    "cut": (lambda path: os.truncate(path, 90), "90 bytes, checksum"),
+    "grown": (lambda path: path.write_bytes(path.read_bytes() + b"1"), "181 bytes, checksum"),
+    "replaced": (replaced, "180 bytes, checksum"),
+    "vanished": (Path.unlink, r"which cannot be read \(No such file or directory\)"),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_changed_file_is_named_with_what_it_was_and_is(tmp_path: Path, change: str) -> None:
+    write_file(tmp_path / "x", [40, 50])
+    path = tmp_path / "x.bin"
+    files = SourceFiles([path, tmp_path / "x.idx", path])
+    assert files.look() == files.compare() == ()
+    act, now = CHANGES[change]
+    act(path)
+    for check in (files.look, files.compare):
+        rule = rf"token file {path} has changed since the run began: 180 bytes, checksum \w{{8}} then, {now}"
+        with pytest.raises(DataError, match=rule):
+            check()
+
+
+def test_a_file_that_is_touched_or_replaced_by_its_copy_is_accepted_with_one_remark(tmp_path: Path) -> None:
+    write_file(tmp_path / "x", [40, 50])
+    path, copy = tmp_path / "x.bin", tmp_path / "copy"
+    files = SourceFiles([path])
+    os.utime(path, (1, 1))
+    (remark,) = files.look()
+    assert f"token file {path} was written to or touched during the run" in remark
+    assert files.look() == files.compare() == ()
+    copy.write_bytes(path.read_bytes())
+    os.replace(copy, path)
+    (remark,) = files.look()
+    assert "was replaced during the run" in remark and files.look() == ()
+
+
+def test_a_change_that_keeps_size_and_time_is_found_in_the_sampled_blocks(tmp_path: Path) -> None:
+    path, (count, block_bytes) = tmp_path / "x.bin", TOKEN_BLOCKS
+    path.write_bytes(bytes(2 * count * block_bytes))
+    files, before = SourceFiles([path]), os.stat(path)
+    with open(path, "r+b") as file:
+        file.seek(-1, os.SEEK_END)
+        file.write(b"1")
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert files.look() == ()
+    with pytest.raises(DataError, match="has changed since the run began"):
+        files.compare()
+
+
+def test_files_of_a_large_blend_are_looked_at_in_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(source_files, "MOST_LOOKS", 2)
+    paths = [tmp_path / str(number) for number in range(5)]
+    for path in paths:
+        path.write_bytes(b"1234")
+    files = SourceFiles(paths)
+    paths[4].write_bytes(b"12")
+    assert files.look() == files.look() == ()
+    with pytest.raises(DataError, match=f"token file {paths[4]} has changed"):
+        files.look()
+
+
+def test_the_files_of_a_run_are_those_of_all_its_data_sets_once(tmp_path: Path) -> None:
+    datasets = build_datasets(request_of("blend_weights", tmp_path))
+    files = SourceFiles.of((datasets.train, datasets.valid, datasets.test, None, SyntheticDataset(1, 4, 8, 1)))
+    names = sorted(path.name for path in files.paths)
+    assert len(names) == len(set(names)) == 6 and {path.parent for path in files.paths} == {FOLDER}
+    assert SourceFiles.of((None, SyntheticDataset(1, 4, 8, 1))).compare() == ()

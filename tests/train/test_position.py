@@ -1,0 +1,66 @@
+"""A manifest whose consumed samples do not fit its step and batch sizes is refused; right ones never are."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megapipe.checkpoint.manifest import read_manifest
+from megapipe.plan.batch import BatchSchedule
+from megapipe.train.state import TrainingState, batches_to_dict, check_position
+from tests.checkpoint.test_crafted import rewrite
+from tests.train.jobs import job
+
+RAMP = BatchSchedule(full=16, samples_per_microbatch=2, start=4, increment=4, ramp_samples=40)
+
+
+@pytest.mark.parametrize("batch", [BatchSchedule(8, 2), RAMP], ids=["constant", "ramp"])
+@pytest.mark.parametrize("since", [(0, 0), (3, 20), (50, 1000)], ids=["start", "resumed", "late"])
+def test_every_position_of_a_run_fits_its_batches_and_no_other_does(
+    batch: BatchSchedule, since: tuple[int, int]
+) -> None:
+    state = TrainingState(*since, since=since)
+    for _ in range(20):
+        check_position(state, batches_to_dict(batch, state))
+        for wrong in (-1, 1):
+            other = TrainingState(state.step, state.consumed_samples + wrong, since=since)
+            with pytest.raises(ValueError, match=f"{other.consumed_samples} consumed samples after step {state.step}"):
+                check_position(other, batches_to_dict(batch, other))
+        state.advance(batch.size_at(state.consumed_samples), 0)
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"full": 0},
+        {"full": -8},
+        {"increment": 5},
+        {"increment": -4},
+        {"start": 0, "increment": 4},
+        {"ramp_samples": -1},
+    ],
+    ids=str,
+)
+def test_impossible_batch_sizes_are_refused(sizes: dict[str, int]) -> None:
+    state = TrainingState(2, 8)
+    with pytest.raises(ValueError, match="batch sizes"):
+        check_position(state, batches_to_dict(RAMP, state) | sizes)
+
+
+def test_a_run_that_resumes_with_another_batch_size_resumes_again_and_a_wrong_position_is_refused(
+    tmp_path: Path,
+) -> None:
+    flags = f"--lr-decay-style constant --save {tmp_path} --load {tmp_path}"
+    for steps, size in ((2, 8), (4, 4), (6, 4)):
+        code, said = job(f"--train-iters {steps} --global-batch-size {size} {flags}")
+        assert code == 0, said
+    folder = tmp_path / "step_00000006"
+    state = read_manifest(folder).state
+    assert state["training"]["consumed_samples"] == 2 * 8 + 4 * 4 and state["batches"]["since"] == [4, 24]
+    rewrite(folder, lambda content: content["state"]["training"].update(consumed_samples=48))
+    code, said = job(f"--train-iters 8 --global-batch-size 4 {flags}")
+    assert code != 0 and "48 consumed samples after step 6, but with batches of 4 since step 4 (24 samples) " in said
+    rewrite(folder, lambda content: content["state"].pop("batches"))  # as older versions wrote it
+    assert job(f"--train-iters 7 --global-batch-size 4 {flags}")[0] == 0
+    assert read_manifest(tmp_path / "step_00000007").state["batches"]["since"] == [6, 48]
