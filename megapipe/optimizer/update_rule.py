@@ -61,13 +61,12 @@ class UpdateRule:
             self._optimizer = torch.optim.AdamW(groups, lr=0.0, betas=betas, eps=config.adam_eps, fused=fused)
         else:
             self._optimizer = library.adam(groups, config)
-        self._optimizer._need_device_dtype_check_for_fused = False  # type: ignore[attr-defined]  # again, in SGD's step
         for group in self._optimizer.param_groups:
             if library is None:
                 group["fused"] = self._fused
             else:
                 group["step"] = 0
-        if self._fused:
+        if fused != self._fused:
             self._optimizer._need_device_dtype_check_for_fused = False  # type: ignore[attr-defined]
         for master, shard, run in self._runs:
             state = self._optimizer.state[master]

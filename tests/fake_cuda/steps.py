@@ -129,6 +129,8 @@ class Answers(TorchFunctionMode):
         self._kernels = {
             F.scaled_dot_product_attention: partial(attention_on, "cuda"),
             F.rms_norm: lambda x, normalized_shape, weight, eps: RMSNormCounted.apply(x, weight, self),
+            # in place, and without a kernel for tensors without values
+            torch._fused_sgd_: lambda *lists, **options: self.seen.add("_fused_sgd_", tensors(lists)),
         }
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
