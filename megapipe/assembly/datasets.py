@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from pathlib import Path
 
 from megapipe.config.config import Config
 from megapipe.config.files import DataConfig, parse_blend
@@ -12,7 +13,7 @@ from megapipe.data.chat_dataset import build_chat_datasets
 from megapipe.data.indexed_file import made_with, tokenizer_path
 from megapipe.data.loader import Loader
 from megapipe.data.padding import padding_remarks
-from megapipe.data.source_files import SourceFiles
+from megapipe.data.source_files import files_in_use
 from megapipe.errors import DataError
 from megapipe.plan.run_plan import RunPlan
 from megapipe.tokenizers.chat import chat_tokenizer
@@ -30,7 +31,7 @@ class RunData:
     tokenizer: Tokenizer | None
     remarks: tuple[str, ...] = ()  # on the data, for the log
     made_with: Fingerprint | None = None  # the fingerprint of the tokenizer
-    files: SourceFiles = field(default_factory=SourceFiles)  # that the loaders read
+    files: tuple[Path, ...] = ()  # that the loaders read
 
     def close(self) -> None:
         for loader in (self.train, self.valid, self.test):
@@ -119,5 +120,5 @@ def build_data(plan: RunPlan) -> RunData:
         None if dataset is None else Loader(dataset, rules, num_workers=data.num_workers, name=name)
         for name, dataset in (("train", datasets.train), ("validation", datasets.valid), ("test", datasets.test))
     )
-    files = SourceFiles.of((datasets.train, datasets.valid, datasets.test))
+    files = files_in_use((datasets.train, datasets.valid, datasets.test))
     return RunData(train, valid, test, tokenizer, remarks, own, files)

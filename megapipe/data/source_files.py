@@ -35,15 +35,6 @@ class SourceFiles:
         self._contents = {path: sampled_content(path, self._most) for path in self.paths}
         self._turn = cycle(self.paths)
 
-    @classmethod
-    def of(cls, datasets: Iterable[TokenDataset | None]) -> SourceFiles:
-        """Return the files that datasets read while they are in use; conversations are kept from the start."""
-        members: list[TokenDataset] = []
-        for dataset in filter(None, datasets):
-            members += dataset.members if isinstance(dataset, BlendedDataset) else [dataset]
-        prefixes = [member.file.prefix for member in members if isinstance(member, GPTDataset)]
-        return cls(path(prefix) for prefix in prefixes for path in (bin_path, idx_path))
-
     def look(self) -> tuple[str, ...]:
         """Compare sizes, times and inodes, of at most MOST_LOOKS files. Returns and raises as `compare`."""
         found = []
@@ -86,6 +77,15 @@ class SourceFiles:
                 )
                 self._stamps[path] = stamp
         return tuple(remarks)
+
+
+def files_in_use(datasets: Iterable[TokenDataset | None]) -> tuple[Path, ...]:
+    """Return the files that datasets read while they are in use; conversations are kept from the start."""
+    members: list[TokenDataset] = []
+    for dataset in filter(None, datasets):
+        members += dataset.members if isinstance(dataset, BlendedDataset) else [dataset]
+    prefixes = [member.file.prefix for member in members if isinstance(member, GPTDataset)]
+    return tuple(path(prefix) for prefix in prefixes for path in (bin_path, idx_path))
 
 
 def _stamp(path: Path) -> Stamp:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from pathlib import Path
 
 import torch
 
@@ -20,25 +21,33 @@ class DataCheck:
     say: prints a line once for all ranks. Both methods raise DataError on all ranks if a file of any host has changed.
     """
 
-    def __init__(self, runtime: TrainingRuntime, files: SourceFiles, say: Callable[[str], None]) -> None:
-        self._runtime, self._files, self._say = runtime, files, say
+    def __init__(self, runtime: TrainingRuntime, paths: Collection[Path], say: Callable[[str], None]) -> None:
+        self._runtime, self._say, self._is_used = runtime, say, bool(paths)
+        self._files: SourceFiles | None = None  # of the first rank of a host: hosts may have copies
+        self._failure: str | None = None
+        topology = runtime.plan.topology
+        if self._is_used and runtime.groups.world.global_rank % (topology.ranks_per_node or topology.world_size) == 0:
+            try:
+                self._files = SourceFiles(paths)
+            except DataError as error:
+                self._failure = str(error)
 
     def look(self) -> None:
         """Compare sizes and times; for every logged step."""
-        self._check(self._files.look)
+        self._check(SourceFiles.look)
 
     def compare(self) -> None:
         """Compare sampled blocks; before every save."""
-        self._check(self._files.compare)
+        self._check(SourceFiles.compare)
 
-    def _check(self, check: Callable[[], tuple[str, ...]]) -> None:
-        if not self._files.paths:  # the same on all ranks
+    def _check(self, check: Callable[[SourceFiles], tuple[str, ...]]) -> None:
+        if not self._is_used:  # the same on all ranks
             return
-        world, topology, found = self._runtime.groups.world, self._runtime.plan.topology, None
-        if world.global_rank % (topology.ranks_per_node or topology.world_size) == 0:  # hosts may have copies
+        world, found = self._runtime.groups.world, self._failure
+        if self._files is not None:
             with self._runtime.heartbeat.phase(READING):
                 try:
-                    for remark in check():
+                    for remark in check(self._files):
                         self._say(remark)
                 except DataError as error:
                     found = f"{error} (seen on {host()})"

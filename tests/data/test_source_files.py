@@ -12,7 +12,7 @@ from megapipe.data import source_files
 from megapipe.data.build_datasets import build_datasets
 from megapipe.data.content import TOKEN_BLOCKS
 from megapipe.data.dataset import SyntheticDataset
-from megapipe.data.source_files import SourceFiles
+from megapipe.data.source_files import SourceFiles, files_in_use
 from megapipe.errors import DataError
 from tests.data.fixtures import FOLDER, request_of, write_file
 
@@ -91,7 +91,7 @@ def test_files_of_a_large_blend_are_looked_at_in_turn(tmp_path: Path, monkeypatc
 
 def test_the_files_of_a_run_are_those_of_all_its_data_sets_once(tmp_path: Path) -> None:
     datasets = build_datasets(request_of("blend_weights", tmp_path))
-    files = SourceFiles.of((datasets.train, datasets.valid, datasets.test, None, SyntheticDataset(1, 4, 8, 1)))
-    names = sorted(path.name for path in files.paths)
-    assert len(names) == len(set(names)) == 6 and {path.parent for path in files.paths} == {FOLDER}
-    assert SourceFiles.of((None, SyntheticDataset(1, 4, 8, 1))).compare() == ()
+    used = files_in_use((datasets.train, datasets.valid, datasets.test, None, SyntheticDataset(1, 4, 8, 1)))
+    names = sorted(path.name for path in SourceFiles(used).paths)
+    assert len(names) == len(set(names)) == 6 and {path.parent for path in used} == {FOLDER}
+    assert files_in_use((None, SyntheticDataset(1, 4, 8, 1))) == ()
