@@ -225,7 +225,9 @@ def write_checkpoint(snapshot: Snapshot, root: Path) -> SaveReport:
         TensorBox(name, tensor.shape, Box((0,) * len(tensor.shape), tensor.shape), cast(Tensor, tensor))
         for name, tensor in snapshot.tensors.items()
     ]
-    state = json.loads(json.dumps({"tokenizer": trained_with(snapshot)} | snapshot.state))
+    fingerprint = trained_with(snapshot)
+    known = {} if fingerprint is None and snapshot.tokenizer is not None else {"tokenizer": fingerprint}
+    state = json.loads(json.dumps(known | snapshot.state))
     config = snapshot.config
     if snapshot.tokenizer is not None:
         kind, file = snapshot.tokenizer
