@@ -43,6 +43,7 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 PRELOADED = "tests.preload"
 STACKS_SIGNAL = signal.SIGUSR2  # SIGUSR1 and SIGTERM belong to the training loop
 LOG_TAIL_CHARACTERS = 4000
+SECONDS = 100.0  # for one job, on a busy machine too; pytest ends a test after 120
 
 
 class RankFailure(AssertionError):
@@ -91,7 +92,7 @@ class _Worker:
 
 
 def run_ranks(
-    function: Callable[..., Any], world_size: int, *args: Any, timeout: float = 60.0, may_die: Collection[int] = ()
+    function: Callable[..., Any], world_size: int, *args: Any, timeout: float = SECONDS, may_die: Collection[int] = ()
 ) -> list[Any]:
     """Run function(rank, world_size, *args) on fresh ranks and return the results by rank.
 
@@ -110,7 +111,7 @@ class RankPool:
     destroyed and the default seed and dtype are restored.
     """
 
-    def __init__(self, world_size: int, timeout: float = 60.0) -> None:
+    def __init__(self, world_size: int, timeout: float = SECONDS) -> None:
         self.world_size = world_size
         self.timeout = timeout
         self._workers: list[_Worker] = []

@@ -11,5 +11,5 @@ from tests.harness import RankPool
 
 @pytest.fixture(scope="package", params=[2, 4], ids=["tp2", "tp4"])
 def ranks(request: pytest.FixtureRequest) -> Iterator[RankPool]:
-    with RankPool(request.param, timeout=60) as pool:
+    with RankPool(request.param) as pool:
         yield pool

@@ -102,7 +102,7 @@ CASES: dict[str, tuple[int, str, dict[str, Any]]] = {
         4,
         "fp64",
         LLAMA
-        | {"tp": 2, "ep": 4, "etp": 1, "sp": True, "zero": True, "num_layers": 12, "moe_layer_freq": "[0]*2+[1]*10"}
+        | {"tp": 2, "ep": 4, "etp": 1, "sp": True, "zero": True, "num_layers": 6, "moe_layer_freq": "[0]*2+[1]*4"}
         | {"num_experts": 8, "moe_ffn_hidden_size": 64, "moe_shared_expert_intermediate_size": 16}
         | {"moe_aux_loss_coeff": (0.1,), "moe_router_dtype": "fp32", "moe_router_score_function": "sigmoid"}
         | {"moe_router_load_balancing_type": ("global_aux_loss",), "moe_router_enable_expert_bias": True}
