@@ -209,7 +209,11 @@ def refuse(environment: Environment, error: Exception) -> None:
         return
     text = str(error) if isinstance(error, MegapipeError) else f"{type(error).__name__}: {error}"
     if environment.global_rank == 0:
-        print(f"waiting for the other ranks, to tell them (at most {REFUSED_SECONDS:g} s)", file=sys.stderr, flush=True)
+        print(
+            f"waiting up to {REFUSED_SECONDS:g} s for the other ranks, which are told why rank 0 cannot start",
+            file=sys.stderr,
+            flush=True,
+        )
     with suppress(MegapipeError, RuntimeError, OSError, ValueError):
         _meet(environment, _process(environment), lambda _: {}, {}, REFUSED_SECONDS, text)
 

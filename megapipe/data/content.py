@@ -12,10 +12,8 @@ from megapipe.data.indexed_file import bin_path, idx_path
 from megapipe.errors import DataError
 
 TOKEN_BLOCKS = (64, 1 << 12)  # number and bytes of the blocks that are read of a .bin: all of up to 256 KiB
-LEAST_BLOCKS, BLOCKS_OF_A_BLEND = (
-    4,
-    1024,
-)  # a file of a large blend is read in fewer blocks, so that a start stays short
+LEAST_BLOCKS = 4  # of a file in a large blend
+BLOCKS_OF_A_BLEND = 1024  # of all its files together, so that a start stays short
 # of a tokenizer's folder, which may hold a whole model
 TOKENIZER_SUFFIXES = (".json", ".model", ".txt", ".jinja", ".tiktoken", ".bpe")
 WEIGHT_INDEX = ".index.json"

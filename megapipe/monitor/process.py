@@ -26,9 +26,8 @@ ENDED = "ZX"
 STOPPED = "Tt"
 POLL_SECONDS = 1.0  # on systems without process handles
 M_MMAP_THRESHOLD = -3  # glibc's number of the parameter
-RETURNED_BYTES = (
-    4 << 20
-)  # sharded buffers are larger, most activations of a CPU run smaller: these cause no page faults
+# sharded buffers are larger; most activations of a CPU run are smaller, and so cause no page faults
+RETURNED_BYTES = 4 << 20
 
 
 @dataclass(frozen=True)

@@ -73,9 +73,8 @@ class TrainingState:
     account: Account = field(default_factory=Account)
     spikes: dict[str, Any] | None = None  # state of the spike watch, None without it
     compiles_blocks: bool | None = None  # the choice of --compile-blocks auto, None before it
-    since: tuple[int, int] = field(
-        default=(0, 0), compare=False
-    )  # step and consumed samples from which on the batch sizes are this run's
+    # step and consumed samples from which on the batch sizes are this run's
+    since: tuple[int, int] = field(default=(0, 0), compare=False)
 
     def advance(self, samples: int, tokens: int) -> None:
         """Count one more step."""
