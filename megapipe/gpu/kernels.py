@@ -15,7 +15,8 @@ from torch.utils._pytree import tree_map_only
 from megapipe.config.config import Config
 from megapipe.config.layers import layer_configs
 from megapipe.config.model import ATTENTIONS, PrecisionConfig
-from megapipe.config.rules.gpu import why_not_compiled
+from megapipe.config.rules.pairs import why_not_compiled
+from megapipe.config.rules.proposals import chosen
 from megapipe.config.training import OPTIMIZERS
 from megapipe.dtypes import ELEMENT_BYTES
 from megapipe.gpu.libraries import Apex, FlashAttention, TransformerEngine
@@ -108,9 +109,16 @@ def why_not_grouped(config: Config) -> str | None:
 
 def describe_kernels(kernels: Kernels, config: Config, device: torch.device) -> tuple[str, ...]:
     """Return one line per part of the model: the active implementation, and why."""
-    chosen = config.kernels
+    asked = config.kernels
     if kernels.layers is not None:
-        linears = norms = f"Transformer Engine {kernels.layers.version}"
+        norms = f"Transformer Engine {kernels.layers.version}"
+        model = config.model
+        own = chosen(
+            ("experts' products", model.num_experts is not None),
+            ("down-projections of latent attention", model.multi_latent_attention),
+            ("projections of multi-token prediction", model.mtp_num_layers is not None),
+        )
+        linears = f"{norms}, megapipe's own for {' and '.join(own)}" if own else norms
     else:
         linears = "megapipe's on torch's GEMMs"
         norms = "torch's" if kernels.norms is None else "apex's fused norms"
@@ -144,16 +152,16 @@ def describe_kernels(kernels: Kernels, config: Config, device: torch.device) -> 
         optimizer = f"torch's fused {'AdamW' if config.optimizer.optimizer == 'adam' else 'SGD'}"
     experts: tuple[str, ...] = ()
     if config.model.num_experts is not None:
-        reason = why_not_grouped(config) if chosen.moe_grouped_gemm else "not asked for"
+        reason = why_not_grouped(config) if asked.moe_grouped_gemm else "not asked for"
         how = "torch's grouped GEMM" if kernels.groups_experts else f"one GEMM after the other: {reason}"
         experts = (f"experts    {how} (--moe-grouped-gemm)",)
     return (
-        f"linears    {linears} (--transformer-impl {chosen.transformer_impl}); {fp8}",
+        f"linears    {linears} (--transformer-impl {asked.transformer_impl}); {fp8}",
         f"norms      {norms}; pointwise functions {pointwise} (--compile-pointwise)",
-        f"blocks     {_describe_blocks(config, device.type)} (--compile-blocks {chosen.compile_blocks})",
-        f"attention  {attention} (--attention-impl {chosen.attention_impl})",
+        f"blocks     {_describe_blocks(config, device.type)} (--compile-blocks {asked.compile_blocks})",
+        f"attention  {attention} (--attention-impl {asked.attention_impl})",
         *experts,
-        f"optimizer  {optimizer} (--optimizer-impl {chosen.optimizer_impl})",
+        f"optimizer  {optimizer} (--optimizer-impl {asked.optimizer_impl})",
     )
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from megapipe.config.config import ResolvedConfig, ResolvedModelConfig
 from megapipe.config.parallel import SHARDED_GRADS, SHARDED_PARAMS, RecomputeConfig
+from megapipe.config.rules.slices import slice_unit
 from megapipe.config.training import OPTIMIZERS
 from megapipe.layers.model import ModelSpec, model_parameters, model_spec, stage_parameters
 from megapipe.layers.moe import MoE
@@ -151,9 +152,8 @@ class RunPlan:
     def slices(self) -> tuple[SequenceSlice, ...]:
         """The slices of every sequence in the order of their positions; one without --pipe-sp-splits."""
         parallel, seq = self.config.parallel, self.config.model.seq_length
-        unit = self.topology.tp if parallel.sequence_parallel else 1
         cut = parallel.pipe_sp_splits, parallel.pipe_sp_strategy
-        return sequence_slices(self.model, self.config.recompute, seq, *cut, unit)
+        return sequence_slices(self.model, self.config.recompute, seq, *cut, slice_unit(self.config))
 
     @property
     def num_slices(self) -> int:

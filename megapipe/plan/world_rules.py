@@ -12,18 +12,20 @@ from functools import cache
 from megapipe.config.config import Config
 from megapipe.config.layers import layer_kinds, layers_text
 from megapipe.config.model import ModelConfig
-from megapipe.config.parallel import SHARDED_GRADS, SHARDED_PARAMS
+from megapipe.config.parallel import SHARDED_PARAMS
 from megapipe.config.rules import model as of_model
 from megapipe.config.rules import training as of_training
-from megapipe.config.rules.check import Rule
+from megapipe.config.rules.check import Rule, raise_all
+from megapipe.config.rules.pairs import NO_GAIN, NOT_BUILT, OPTIONS, Option, Refusal, refusals
 from megapipe.config.rules.proposals import divisors
 from megapipe.config.rules.sharding import strategy_of
 from megapipe.errors import ConfigError
+from megapipe.formatting import one_of
 from megapipe.plan.batch import BatchSchedule, batch_schedule
 from megapipe.plan.first_cut import check_cut, check_rank_settings
 from megapipe.plan.schedule_choice import check_schedule, group_size, memory_limit, schedule_and_chunks
 from megapipe.schedule.action import Op
-from megapipe.schedule.families import SCHEDULES, build_schedule, check_slices
+from megapipe.schedule.families import SCHEDULES, build_schedule
 from megapipe.schedule.parts import MERGED
 from megapipe.schedule.placement import Placement
 from megapipe.schedule.schedule import Schedule
@@ -47,7 +49,7 @@ def world_rules(world_size: int, ranks_per_node: int | None = None) -> tuple[Rul
         _rule(placement_of, of_model.chunks),
         _rule(_check_groups, of_model.chunks),
         _rule(_check_memory_limit, of_model.chunks),
-        _rule(_check_slices, of_model.chunks),
+        _rule(_check_pairs, of_model.chunks),
         _rule(_check_layers, of_model.chunks),
         _rule(_check_ends, of_model.chunks),
         _rule(check_rank_settings),
@@ -55,7 +57,6 @@ def world_rules(world_size: int, ranks_per_node: int | None = None) -> tuple[Rul
         _rule(grid_of, of_model.axes),
         _rule(check_batch, of_training.batch, of_model.axes, of_model.chunks),
         _rule(check_post_validation, of_training.post_validation, of_model.chunks),
-        _rule(_check_graphs, of_model.chunks),
         _rule(_check_experts, of_model.chunks),
         _rule(_check_sharding, of_model.chunks),
         _rule(_check_overlap, of_model.chunks),
@@ -95,12 +96,9 @@ def _check_memory_limit(config: Config) -> None:
     memory_limit(config.parallel, schedule_of(config))
 
 
-def _check_slices(config: Config) -> None:
-    slices, name = config.parallel.pipe_sp_splits, schedule_of(config)
-    try:
-        check_slices(name, slices)
-    except ConfigError as error:
-        raise ConfigError(f"--pipe-sp-splits {slices}: {error}") from None
+def _check_pairs(config: Config) -> None:
+    """Raise ConfigError for what a schedule cannot be combined with."""
+    raise_all(list(refusals(config, REFUSED_BY_SCHEDULES, OPTIONS | SCHEDULES_CHOSEN)))
 
 
 def _check_layers(config: Config) -> None:
@@ -248,7 +246,7 @@ def check_counts(config: Config, schedule_name: str, topology: Topology, batch: 
 
 
 def check_post_validation(config: Config) -> None:
-    """Raise ConfigError if the schedule or a tied embedding rules out steps without a barrier."""
+    """Raise ConfigError if the schedule rules out steps without a barrier."""
     if not config.optimizer.optimizer_post_validation:
         return
     name, placement = schedule_of(config), placement_of(config)
@@ -257,33 +255,10 @@ def check_post_validation(config: Config) -> None:
             "--optimizer-post-validation removes the barrier between synchronous steps of a pipeline with one "
             f"direction, which --pipeline-schedule {name} is not; leave the flag out, or choose zb-h2 or zb-v"
         )
-    is_apart = placement.rank_of_stage[0] != placement.rank_of_stage[-1]
-    if is_apart and config.model.has_embedding_at_both_ends:
-        predicts = config.model.mtp_num_layers is not None
-        what, way = "a tied embedding", "add --untie-embeddings-and-output-weights, "
-        if predicts:
-            what, way = "--mtp-num-layers, and so the embedding,", ""
-        raise ConfigError(
-            f"--optimizer-post-validation with {what} on the first and the last rank: the first rank's update "
-            f"needs the last one's gradient, which is a barrier again; {way}"
-            "choose a V-shaped schedule (both ends on one rank), or leave the flag out"
-        )
-
-
-def _check_graphs(config: Config) -> None:
-    """Raise ConfigError if the schedule rules out CUDA graphs."""
-    impl, name = config.gpu.cuda_graph_impl, schedule_of(config)
-    if impl != "none" and Op.OVERLAP in _small_schedule(name).ops:
-        raise ConfigError(
-            f"--cuda-graph-impl {impl}: --pipeline-schedule {name} runs two graphs at the same time, which share "
-            "cuBLAS's workspace; use zb-v"
-        )
 
 
 def _check_experts(config: Config) -> None:
-    """Raise ConfigError for experts with a schedule whose stages update at their own times, and for losses over the
-    whole batch with one whose pp_ranks see only half of it.
-    """
+    """Raise ConfigError for losses of experts over the whole batch with a schedule whose pp_ranks see half of it."""
     name, model = schedule_of(config), config.model
     if model.num_experts is None:
         return
@@ -292,17 +267,10 @@ def _check_experts(config: Config) -> None:
             f"--moe-router-load-balancing-type global_aux_loss does not work with --pipeline-schedule {name}: each of "
             "the two pipeline ranks of a stage sees half of the microbatches; use dualpipe-v"
         )
-    if not SCHEDULES[name].is_synchronous:
-        raise ConfigError(
-            f"--num-experts does not work with --pipeline-schedule {name} yet, which updates weights while "
-            "microbatches are in flight; use a synchronous schedule, such as 1f1b"
-        )
 
 
 def _check_sharding(config: Config) -> None:
-    """Raise ConfigError for sharded gradients with a schedule whose stages update at their own times, and for sharded
-    weights of an embedding that two ranks use in different orders.
-    """
+    """Raise ConfigError for sharded weights of an embedding that two ranks use in different orders."""
     name, strategy = schedule_of(config), strategy_of(config.parallel)
     is_tied = not config.model.untie_embeddings_and_output_weights
     if strategy == SHARDED_PARAMS and is_tied and placement_of(config).is_mirrored:
@@ -310,11 +278,6 @@ def _check_sharding(config: Config) -> None:
             f"--data-parallel-sharding-strategy {strategy} with a tied embedding and --pipeline-schedule {name}: "
             "opposite ranks use the embedding at both ends in different orders, and would gather it differently often; "
             "add --untie-embeddings-and-output-weights, use dualpipe-v, or shard gradients only (optim_grads)"
-        )
-    if strategy in SHARDED_GRADS and not SCHEDULES[name].is_synchronous:
-        raise ConfigError(
-            f"--data-parallel-sharding-strategy {strategy} does not work with --pipeline-schedule {name} yet, which "
-            "updates weights while microbatches are in flight; use a synchronous schedule, such as 1f1b"
         )
 
 
@@ -334,3 +297,54 @@ def _check_overlap(config: Config) -> None:
 @cache
 def _small_schedule(name: str) -> Schedule:
     return build_schedule(name, 2, SCHEDULES[name].num_chunks(1), 4)
+
+
+def _chosen_if(is_chosen: Callable[[str], bool]) -> Option:
+    """Return the option of a schedule with this property."""
+    return lambda config: is_chosen(schedule_of(config)) and f"--pipeline-schedule {schedule_of(config)}"
+
+
+def _embedding_on_two_ranks(config: Config) -> str | bool:
+    """Name what needs the embedding at both ends of a model whose ends are on two pipeline ranks."""
+    ranks = placement_of(config).rank_of_stage
+    if not config.model.has_embedding_at_both_ends or ranks[0] == ranks[-1]:
+        return False
+    return "a tied embedding" if config.model.mtp_num_layers is None else "--mtp-num-layers"
+
+
+SCHEDULES_CHOSEN: dict[str, Option] = {
+    "two passes at a time": _chosen_if(lambda name: Op.OVERLAP in _small_schedule(name).ops),
+    "updates between microbatches": _chosen_if(lambda name: not SCHEDULES[name].is_synchronous),
+    "embedding on two ranks": _embedding_on_two_ranks,
+    "no order of slices": _chosen_if(lambda name: not SCHEDULES[name].takes_slices),
+}
+REFUSED_BY_SCHEDULES = (
+    Refusal(
+        "slices",
+        ("no order of slices",),
+        NOT_BUILT,
+        "it has no order for slices of a microbatch",
+        f"use {one_of([family.name for family in SCHEDULES.values() if family.takes_slices])}",
+    ),
+    Refusal(
+        "CUDA graphs",
+        ("two passes at a time",),
+        NOT_BUILT,
+        "two graphs would run at the same time and share cuBLAS's workspace",
+        "use zb-v",
+    ),
+    Refusal(
+        "updates between microbatches",
+        ("experts", "sharded gradients"),
+        NOT_BUILT,
+        "it updates weights while microbatches are in flight",
+        "use a synchronous schedule, such as 1f1b",
+    ),
+    Refusal(
+        "post validation",
+        ("embedding on two ranks",),
+        NO_GAIN,
+        "the first rank's update needs the last one's gradient of the embedding, which is a barrier again",
+        "use --untie-embeddings-and-output-weights, or a V-shaped schedule, which has both ends on one rank",
+    ),
+)

@@ -19,7 +19,7 @@ from megapipe.assembly.runtime import TrainingRuntime
 from megapipe.comm.collectives import all_reduce
 from megapipe.config.layers import LayerConfig
 from megapipe.config.model import ATTENTIONS
-from megapipe.config.rules.gpu import why_not_compiled
+from megapipe.config.rules.pairs import why_not_compiled
 from megapipe.errors import ConfigError
 from megapipe.gpu.compile import missing_compiler
 from megapipe.gpu.packed_attention import DocumentBorders

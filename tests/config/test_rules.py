@@ -190,12 +190,6 @@ CASES = [
         "--tensor-model-parallel-size 8 --sequence-parallel --tp-comm-overlap",
     ),
     (
-        "overlap_has_its_own_gemms",
-        "--tp-comm-overlap --transformer-impl transformer_engine",
-        ["--transformer-impl transformer_engine overlaps in its own way", "use --transformer-impl local"],
-        "--tp-comm-overlap",
-    ),
-    (
         "positions_cover_sequence",
         "--max-position-embeddings 31",
         ["31", "--seq-length 32"],
@@ -295,13 +289,6 @@ CASES = [
         "--context-parallel-size 2 --seq-length 32 --cp-comm-type a2a --tensor-model-parallel-size 4",
     ),
     (
-        "blocks_and_flash_attention",
-        "--context-parallel-size 2 --attention-impl flash --attention-dropout 0 --device cuda --bf16",
-        ["does not work with --attention-impl flash; use --cp-comm-type a2a"],
-        "--context-parallel-size 2 --attention-impl flash --attention-dropout 0 --device cuda --bf16 --cp-comm-type "
-        "a2a",
-    ),
-    (
         "rank_order_names_axes",
         "--rank-order tp-dp-pp",
         ["--rank-order tp-dp-pp", "tp, cp, dp or pp"],
@@ -396,12 +383,6 @@ CASES = [
         ),
     ),
     (
-        "predictions_have_no_kernels_of_transformer_engine",
-        "--position-embedding-type none --mtp-num-layers 1 --transformer-impl transformer_engine --bf16",
-        ["--mtp-num-layers 1 does not work with --transformer-impl transformer_engine yet"],
-        "--position-embedding-type none --mtp-num-layers 1 --bf16",
-    ),
-    (
         "offloaded_layers_are_whole_checkpoints",
         (
             "--recompute-granularity full --recompute-method uniform --recompute-num-layers 2 "
@@ -448,12 +429,6 @@ CASES = [
         "--num-distributed-optimizer-instances 2 --use-distributed-optimizer --num-experts 4 --disable-bias-linear",
         ["--num-distributed-optimizer-instances 2 does not work with --num-experts yet"],
         "--use-distributed-optimizer --num-experts 4 --disable-bias-linear",
-    ),
-    (
-        "sharded_gradients_with_fp8",
-        "--data-parallel-sharding-strategy optim_grads --fp8-format hybrid --bf16",
-        ["optim_grads does not work with --fp8-format yet; use --data-parallel-sharding-strategy optim, or leave"],
-        "--data-parallel-sharding-strategy optim --fp8-format hybrid --bf16",
     ),
     (
         "units_of_what_is_gathered_or_reduced",
@@ -537,12 +512,6 @@ CASES = [
         "--multi-latent-attention --position-embedding-type rope --layer-pattern '1 window_size=8' 1 ...",
     ),
     (
-        "latent_attention_has_no_fp8",
-        "--multi-latent-attention --position-embedding-type rope --fp8-format hybrid --bf16 --add-qkv-bias",
-        ["--multi-latent-attention does not work with --add-qkv-bias or --fp8-format yet"],
-        "--multi-latent-attention --position-embedding-type rope --bf16",
-    ),
-    (
         "coefficients_of_muon_take_turns",
         "--optimizer muon --muon-num-ns-steps 7",
         ["--muon-num-ns-steps 7", "such as 5"],
@@ -586,12 +555,6 @@ CASES = [
         "--num-experts 4 --moe-router-enable-expert-bias --moe-router-score-function sigmoid --disable-bias-linear",
     ),
     (
-        "a_budget_chooses_what_is_recomputed",
-        "--recompute-memory-budget 0.5 --recompute-granularity selective",
-        ["--recompute-memory-budget 0.5 chooses", "--recompute-granularity would fix"],
-        "--recompute-memory-budget 0.5",
-    ),
-    (
         "tokens_ahead_are_within_the_sequence",
         "--position-embedding-type rope --mtp-num-layers 8 --seq-length 8",
         ["--mtp-num-layers 8", "use less than 8"],
@@ -620,19 +583,6 @@ CASES = [
         "--pipeline-message-dtype fp8 --pipeline-model-parallel-size 2 --fp64",
         ["--pipeline-message-dtype fp8 with --dtype fp64", "use --bf16"],
         "--pipeline-message-dtype fp8 --pipeline-model-parallel-size 2 --bf16",
-    ),
-    (
-        "compiled_blocks_are_not_recorded",
-        f"{GRAPHS} --compile-blocks on",
-        ["--compile-blocks on: --cuda-graph-impl records", "--compile-blocks auto"],
-        GRAPHS,
-    ),
-    (
-        "slices_are_not_compiled",
-        "--pipe-sp-splits 2 --pipeline-model-parallel-size 2 --hidden-dropout 0 --attention-dropout 0 "
-        "--compile-blocks on",
-        ["--compile-blocks on: slices of a sequence", "--compile-blocks auto"],
-        "--pipe-sp-splits 2 --pipeline-model-parallel-size 2 --hidden-dropout 0 --attention-dropout 0",
     ),
     (
         "offloaded_size_needs_layers",
@@ -707,12 +657,6 @@ CASES = [
         "--enable-optimizer-post-validation --pipeline-model-parallel-size 2",
     ),
     (
-        "narrow_state_is_adams",
-        "--use-precision-aware-optimizer --optimizer sgd",
-        ["for the moments of Adam", "leave it out"],
-        "--use-precision-aware-optimizer",
-    ),
-    (
         "fp64_state_is_not_narrowed",
         "--use-precision-aware-optimizer --dtype fp64",
         ["fp64 is for verification", "leave it out"],
@@ -741,12 +685,6 @@ CASES = [
         "--main-grads-dtype bf16 --exp-avg-sq-dtype fp16",
         ["need --use-precision-aware-optimizer; add it, or leave these out"],
         "--use-precision-aware-optimizer --main-grads-dtype bf16 --exp-avg-sq-dtype fp16",
-    ),
-    (
-        "offloaded_state_is_updated_once",
-        "--optimizer-post-validation --pipeline-model-parallel-size 2 --optimizer-cpu-offload",
-        ["--optimizer-cpu-offload waits for the gradients", "leave one of the two out"],
-        "--optimizer-cpu-offload --pipeline-model-parallel-size 2",
     ),
     (
         "profile_span_ordered",
@@ -821,12 +759,6 @@ CASES = [
         "--attention-impl flash --bf16 --attention-dropout 0 --reset-attention-mask",
     ),
     (
-        "graphs_record_fixed_sizes",
-        f"{GRAPHS} --bf16 --attention-impl flash --reset-attention-mask",
-        ["documents of other numbers and lengths in every microbatch", "use --attention-impl sdpa"],
-        f"{GRAPHS} --bf16 --reset-attention-mask",
-    ),
-    (
         "optimizer_has_a_kernel",
         "--optimizer-impl te --optimizer sgd",
         ["fused Adam", "--optimizer-impl torch"],
@@ -859,15 +791,6 @@ CASES = [
     ),
     (
         "transformer_engine_keeps_its_inputs",
-        "--transformer-impl transformer_engine --fp8-format hybrid --recompute-activations --recompute-modules mlp",
-        ["changes the scales of delayed fp8 in every forward", "--fp8-recipe tensorwise"],
-        (
-            "--transformer-impl transformer_engine --fp8 hybrid --fp8-recipe tensorwise --recompute-activations "
-            "--recompute-modules mlp"
-        ),
-    ),
-    (
-        "transformer_engine_keeps_its_inputs",
         "--transformer-impl transformer_engine --fp64",
         ["not compute in fp64"],
         "--fp64",
@@ -897,30 +820,9 @@ CASES = [
     ),
     (
         "graphs_repeat_themselves",
-        f"{GRAPHS} --transformer-impl transformer_engine --attention-impl te --bf16",
-        [
-            "--transformer-impl transformer_engine and --attention-impl te",
-            "use --transformer-impl local with sdpa or flash",
-        ],
-        f"{GRAPHS} --attention-impl flash --bf16",
-    ),
-    (
-        "graphs_repeat_themselves",
         f"{GRAPHS} --fp8 hybrid --bf16 --cuda-graph-warmup-steps 1",
         ["from the second step on", "--cuda-graph-warmup-steps 2"],
         f"{GRAPHS} --fp8 hybrid --fp8-recipe tensorwise --bf16 --cuda-graph-warmup-steps 1",
-    ),
-    (
-        "graphs_repeat_themselves",
-        f"{GRAPHS} --cpu-offloading-num-layers 1",
-        ["--cpu-offloading-num-layers 1 moves activations", "leave it out"],
-        f"{GRAPHS} --recompute-granularity selective",
-    ),
-    (
-        "graphs_repeat_themselves",
-        f"{GRAPHS} --pipeline-model-parallel-size 2 --optimizer-post-validation",
-        ["--optimizer-post-validation may run forwards twice", "leave it out"],
-        f"{GRAPHS} --pipeline-model-parallel-size 2",
     ),
     (
         "graphs_repeat_themselves",
@@ -933,12 +835,6 @@ CASES = [
         "--fp8-format e4m3 --fp64",
         ["fp64 is for verification"],
         "--fp8-format e4m3 --bf16",
-    ),
-    (
-        "fp8_has_one_set_of_weights_a_step",
-        "--fp8-format e4m3 --pipeline-model-parallel-size 2 --enable-optimizer-post-validation",
-        ["--optimizer-post-validation may roll them back"],
-        "--fp8-format e4m3 --pipeline-model-parallel-size 2",
     ),
     (
         "fp8_sizes_are_multiples",

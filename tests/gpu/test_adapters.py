@@ -204,6 +204,22 @@ GRIDS = {
         "--use-distributed-optimizer --overlap-grad-reduce --recompute-activations --recompute-modules core_attn mlp",
     ),
     "full": (1, "--recompute-granularity full --recompute-method uniform --recompute-num-layers 2"),
+    # what the library has no module for is megapipe's own
+    "experts_ep2_tp2_sp": (
+        4,
+        "--tensor-model-parallel-size 2 --sequence-parallel --num-experts 4 --expert-model-parallel-size 2 "
+        "--moe-ffn-hidden-size 16 --moe-router-topk 2 --moe-shared-expert-intermediate-size 16",
+    ),
+    "latent_attention_zb_h1": (
+        2,
+        "--pipeline-model-parallel-size 2 --pipeline-schedule zb-h1 --position-embedding-type rope "
+        "--multi-latent-attention --q-lora-rank 12 --kv-lora-rank 8 --qk-head-dim 8 --qk-pos-emb-head-dim 4 "
+        "--v-head-dim 8",
+    ),
+    "mtp_tp2_sp": (
+        2,
+        "--tensor-model-parallel-size 2 --sequence-parallel --mtp-num-layers 1 --position-embedding-type rope",
+    ),
 }
 TE = "--transformer-impl transformer_engine --optimizer-impl te"
 

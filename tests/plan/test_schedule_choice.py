@@ -174,10 +174,6 @@ REFUSED = [
     (f"{PIPEDREAM} --clip-grad 0", ["the tied embedding", f"give {UNTIED}"]),
     (f"{PIPEDREAM} {UNTIED} --clip-grad 0 --fp8-format e4m3", ["pipedream updates them within the step"]),
     (f"{PIPEDREAM} {UNTIED} --clip-grad 0 {GRAPHS}", ["pipedream computes with several versions", "use 1f1b"]),
-    (
-        f"--pipeline-model-parallel-size 2 --pipeline-schedule dualpipe --global-batch-size 8 {GRAPHS}",
-        ["dualpipe runs two graphs at the same time", "use zb-v"],
-    ),
     ("--pipeline-schedule zb-h3", ["--pipeline-schedule zb-h3: choose auto, naive", "did you mean zb-h"]),
 ]
 

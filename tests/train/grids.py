@@ -58,7 +58,8 @@ def step_microbatches(
         return Batch.of(rows[first : first + micro], tuple(range(first, first + micro)), rules or DocumentRules())
 
     keys = Keys(training.seed, step, dp_rank, dp)
-    return Microbatches(len(rows) // (micro * dp), read, keys, runtime.device, runtime.sequence_part)
+    parts = runtime.sequence_part, runtime.packs_documents, runtime.num_ahead
+    return Microbatches(len(rows) // (micro * dp), read, keys, runtime.device, *parts)
 
 
 def trainer(runtime: TrainingRuntime) -> TrainStep:

@@ -1,4 +1,4 @@
-"""Rules of context parallelism: lengths of sequences, kinds of communication, and what cannot be combined with them."""
+"""Rules of context parallelism: lengths of sequences, kinds of communication, heads."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ from collections.abc import Iterator
 
 from megapipe.config.config import Config
 from megapipe.config.layers import LayerConfig, of_each_kind
-from megapipe.config.model import ATTENTIONS
-from megapipe.config.rules.proposals import chosen, divisors, nearest_values, use_multiples
+from megapipe.config.rules.proposals import divisors, nearest_values, use_multiples
 from megapipe.formatting import one_of
 
 CP = "--context-parallel-size"
@@ -75,31 +74,4 @@ def heads(config: Config, layer: LayerConfig) -> Iterator[str]:
         yield f"{flag} divides heads over {ranks} ranks, but {rule}: use {ways}, or {KIND} p2p or all_gather"
 
 
-def combinations(config: Config) -> Iterator[str]:
-    """Yield what context parallelism, or its kinds that compute attention in blocks, cannot be combined with."""
-    parallel, model, kernels = config.parallel, config.model, config.kernels
-    if parallel.context_parallel_size == 1:
-        return
-    refused = chosen(
-        (
-            "--attention-impl flash with --reset-attention-mask",
-            kernels.attention_impl == "flash" and config.data.reset_attention_mask,
-        ),
-        ("--compile-pointwise", kernels.compile_pointwise),
-        ("--cuda-graph-impl", config.gpu.cuda_graph_impl != "none"),
-        ("--pipeline-layer-times", parallel.pipeline_layer_times is not None),
-    )
-    if refused:
-        what = f"does not work with {one_of(refused)} yet"
-        yield f"{CP} {parallel.context_parallel_size} {what}; leave one of the two out"
-    in_blocks = [kind for kind in dict.fromkeys(parallel.cp_comm_type) if kind != "a2a"]
-    needs_a2a = chosen(
-        (f"--attention-impl {kernels.attention_impl}", kernels.attention_impl != "sdpa"),
-        (f"--attention-kind {model.attention_kind}", ATTENTIONS[model.attention_kind].function is not None),
-    )
-    if in_blocks and needs_a2a:
-        rule = "computes attention in blocks of queries and keys, which does not work with"
-        yield f"{KIND} {one_of(in_blocks)} {rule} {one_of(needs_a2a)}; use {KIND} a2a"
-
-
-RULES = (length, kinds, heads, combinations)
+RULES = (length, kinds, heads)

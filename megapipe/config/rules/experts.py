@@ -6,8 +6,7 @@ from collections.abc import Iterator
 
 from megapipe.config.config import Config
 from megapipe.config.layers import LayerConfig, kinds_of, of_each_kind
-from megapipe.config.rules.proposals import chosen, use_divisors, use_multiples
-from megapipe.formatting import one_of
+from megapipe.config.rules.proposals import use_divisors, use_multiples
 
 
 @of_each_kind
@@ -88,20 +87,6 @@ def balance(config: Config) -> Iterator[str]:
         yield f"{flag} {' '.join(types)}: none cannot be combined with others; leave it out"
 
 
-def combinations(config: Config) -> Iterator[str]:
-    """Yield what does not work together with experts."""
-    if config.model.num_experts is None:
-        return
-    refused = chosen(
-        ("--fp8-format", config.precision.fp8_format is not None),
-        ("--transformer-impl transformer_engine", config.kernels.transformer_impl != "local"),
-        ("--compile-pointwise", config.kernels.compile_pointwise),
-        ("--cuda-graph-impl", config.gpu.cuda_graph_impl != "none"),
-    )
-    if refused:
-        yield f"--num-experts does not work with {one_of(refused)} yet; leave one of the two out"
-
-
 def dispatcher(config: Config) -> Iterator[str]:
     """Check what cannot be combined with tokens that are gathered."""
     model, flag = config.model, "--moe-token-dispatcher-type allgather"
@@ -149,29 +134,12 @@ def recompute(config: Config) -> Iterator[str]:
 
 
 def overlap(config: Config) -> Iterator[str]:
-    """Check what --overlap-moe-expert-parallel-comm needs, and what cannot run in parts."""
+    """Check what --overlap-moe-expert-parallel-comm needs."""
     parallel, flag = config.parallel, "--overlap-moe-expert-parallel-comm"
     if not parallel.overlap_moe_expert_parallel_comm or config.model.num_experts is None:
         return
     if parallel.expert_model_parallel_size == 1:
         yield f"{flag} with --expert-model-parallel-size 1: there is no all-to-all; use 2 or more, or leave it out"
-    recompute, rule = config.recompute, "a replay would have all-to-alls at a place where other ranks have none"
-    if recompute.recompute_granularity == "full":
-        yield f"{flag} with --recompute-granularity full: {rule}; use selective, or leave one of the two out"
-    if recompute.recompute_granularity == "selective" and "moe" in recompute.recompute_modules:
-        yield f"{flag} with --recompute-modules moe: {rule}; use moe_act, or leave one of the two out"
-    if recompute.recompute_granularity == "selective" and "layernorm" in recompute.recompute_modules:
-        rule = "the experts run in another part than the norm before them, and keep its output"
-        yield f"{flag} with --recompute-modules layernorm: {rule}; leave one of the two out"
-    if recompute.recompute_memory_budget is not None:
-        rule = "a budget may choose to run experts again, with all-to-alls at a place where other ranks have none"
-        yield f"{flag} with --recompute-memory-budget: {rule}; use --recompute-modules, or leave one of the two out"
-    refused = chosen(
-        ("--optimizer-post-validation", config.optimizer.optimizer_post_validation),
-        ("--profile-pipeline", config.logging.profile_pipeline),
-    )
-    if refused:
-        yield f"{flag} does not work with {one_of(refused)} yet; leave one of the two out"
 
 
-RULES = (choice, division, balance, combinations, dispatcher, recompute, overlap)
+RULES = (choice, division, balance, dispatcher, recompute, overlap)

@@ -8,14 +8,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megapipe.config.config import Config
-from megapipe.config.layers import LayerConfig, kinds_of, of_each_kind
-from megapipe.config.model import ACTIVATIONS, NORMALIZATIONS
-from megapipe.config.parallel import SHARDED_GRADS
+from megapipe.config.layers import LayerConfig, of_each_kind
+from megapipe.config.model import ACTIVATIONS
 from megapipe.config.rules.proposals import chosen
-from megapipe.config.rules.sharding import strategy_of
+from megapipe.config.rules.slices import FP8_MULTIPLE
 from megapipe.environment import sees_gpu
 
-FP8_MULTIPLE = 16  # the matrix units of Hopper need every size of an fp8 GEMM to be a multiple of this
 HALF_TYPES = ("bf16", "fp16")
 GRAPHS = "--cuda-graph-impl local"
 TRANSFORMER_ENGINE = "--transformer-impl transformer_engine"
@@ -41,7 +39,6 @@ def libraries(config: Config) -> Iterator[str]:
     unsupported = chosen(
         ("--attention-dropout above 0 (use --attention-dropout 0)", model.attention_dropout > 0),
         ("--attention-softmax-in-fp32 (its kernels always use fp32: leave it out)", model.attention_softmax_in_fp32),
-        (f"--softmax-type {model.softmax_type}", model.softmax_type != "vanilla"),
         (
             "--sft (documents that do not see each other)" if config.data.sft else "--reset-attention-mask",
             config.data.reset_attention_mask and attention == "te",
@@ -78,33 +75,17 @@ def transformer_engine(config: Config) -> Iterator[str]:
         return
     selected = recompute.recompute_modules if recompute.recompute_granularity == "selective" else ()
     inputs = [module for module in ("layernorm", "activation") if module in selected]
-    has_budget = recompute.recompute_memory_budget is not None
-    repeats_linears = recompute.recompute_granularity == "full" or "mlp" in selected or has_budget
     if precision.dtype == "fp64":
         yield f"{TRANSFORMER_ENGINE} does not compute in fp64; use --transformer-impl local"
     elif inputs:
         way = "use core_attn or mlp, --recompute-granularity full, or --transformer-impl local"
         yield f"--recompute-modules {' '.join(inputs)} saves nothing: Transformer Engine keeps the inputs anyway; {way}"
-    elif repeats_linears and precision.fp8_format is not None and precision.fp8_recipe == "delayed":
-        rule = "changes the scales of delayed fp8 in every forward, so that a recomputed linear gives other numbers"
-        yield f"{TRANSFORMER_ENGINE} {rule}; use --fp8-recipe tensorwise, or recompute only core_attn"
-    if config.parallel.tp_comm_overlap:
-        way = "use --transformer-impl local, or leave --tp-comm-overlap out"
-        yield f"{TRANSFORMER_ENGINE} overlaps in its own way, with user buffers that are not set up here; {way}"
-    if config.offload.cpu_offloading_num_layers:
-        rule = "keeps casts of its weights among the activations, which --cpu-offloading-num-layers would offload too"
-        yield f"{TRANSFORMER_ENGINE} {rule}; use --transformer-impl local, or --recompute-granularity"
 
 
 def fp8(config: Config) -> Iterator[str]:
     """Yield what fp8 GEMMs rule out."""
-    if config.precision.fp8_format is None:
-        return
-    if config.precision.dtype == "fp64":
+    if config.precision.fp8_format is not None and config.precision.dtype == "fp64":
         yield "--fp8-format with --dtype fp64: fp64 is for verification, and fp8 would limit its precision; use --bf16"
-    elif config.optimizer.optimizer_post_validation:
-        rule = "but --optimizer-post-validation may roll them back within the step"
-        yield f"--fp8-format casts the weights once a step, {rule}; {ONE_OF_TWO}"
 
 
 @of_each_kind
@@ -134,7 +115,7 @@ def fp8_sizes(config: Config, layer: LayerConfig) -> Iterator[str]:
 
 def cuda_graphs(config: Config) -> Iterator[str]:
     """Yield what CUDA graphs rule out: a replay launches what was recorded, so the host cannot decide anything."""
-    model, parallel, precision, kernels = config.model, config.parallel, config.precision, config.kernels
+    model, parallel, precision = config.model, config.parallel, config.precision
     if config.gpu.cuda_graph_impl == "none":
         return
     if config.training.device == "cpu":
@@ -144,10 +125,6 @@ def cuda_graphs(config: Config) -> Iterator[str]:
         (f"--hidden-dropout {model.hidden_dropout:g}", model.hidden_dropout > 0),
         (f"--attention-dropout {model.attention_dropout:g}", model.attention_dropout > 0),
     )
-    engine = chosen(
-        (TRANSFORMER_ENGINE, kernels.transformer_impl == "transformer_engine"),
-        ("--attention-impl te", kernels.attention_impl == "te"),
-    )
     if dropout:
         way = "give --hidden-dropout 0 --attention-dropout 0"
         reasons.append(f"{' and '.join(dropout)} would drop the same elements in every step; {way}")
@@ -156,66 +133,11 @@ def cuda_graphs(config: Config) -> Iterator[str]:
     delayed = precision.fp8_format is not None and precision.fp8_recipe == "delayed"
     if delayed and config.gpu.cuda_graph_warmup_steps < 2:
         reasons.append("delayed fp8 scales exist from the second step on; give --cuda-graph-warmup-steps 2 or more")
-    if engine:
-        way = "use --transformer-impl local with sdpa or flash"
-        reasons.append(f"{' and '.join(engine)}: Transformer Engine keeps state in Python; {way}")
-    if config.offload.cpu_offloading_num_layers:
-        rule = "moves activations when autograd asks for them, which a replay does not"
-        count = config.offload.cpu_offloading_num_layers
-        reasons.append(f"--cpu-offloading-num-layers {count} {rule}; leave it out, or use --recompute-granularity")
-    if config.data.reset_attention_mask and kernels.attention_impl == "flash":
-        rule = "takes documents of other numbers and lengths in every microbatch"
-        reasons.append(f"--attention-impl flash {rule}; use --attention-impl sdpa, which then has a mask")
-    if config.optimizer.optimizer_post_validation:
-        rule = "may run forwards twice while their first messages are in flight"
-        reasons.append(f"--optimizer-post-validation {rule}; leave it out")
     if parallel.distributed_backend == "gloo" and parallel.tensor_model_parallel_size > 1:
         way = "use nccl, or --tensor-model-parallel-size 1"
         reasons.append(f"--distributed-backend gloo computes tensor-parallel sums on the host; {way}")
     if reasons:
         yield f"{GRAPHS} repeats in every step what was recorded in one: " + "; ".join(reasons)
-
-
-def why_not_compiled(config: Config) -> str | None:
-    """Return why --compile-blocks cannot compile the blocks of this configuration; None if it can."""
-    kernels, optimizer = config.kernels, config.kernels.optimizer_impl
-    norm, kinds = NORMALIZATIONS[config.model.normalization], kinds_of(config.model)
-    reasons = chosen(
-        (f"{TRANSFORMER_ENGINE} has its own fused kernels", kernels.transformer_impl != "local"),
-        (f"--optimizer-impl {optimizer} brings its own norms", optimizer == "apex"),
-        ("--cuda-graph-impl records the kernels of eager blocks", config.gpu.cuda_graph_impl != "none"),
-        (
-            "--fp8-format casts between the linears and their GEMMs, and the casts are compiled separately",
-            config.precision.fp8_format is not None,
-        ),
-        (
-            "--cpu-offloading-num-layers plans with the activations that eager blocks save",
-            config.offload.cpu_offloading_num_layers > 0,
-        ),
-        ("experts are not compiled", config.model.num_experts is not None),
-        ("latent attention is not compiled", config.model.multi_latent_attention),
-        ("attention over several cp ranks is not compiled", config.parallel.context_parallel_size > 1),
-        ("slices of a sequence (--pipe-sp-splits) are not compiled", config.parallel.pipe_sp_splits > 1),
-        (f"--softmax-type {config.model.softmax_type} is not compiled", config.model.softmax_type != "vanilla"),
-        ("--activation-func-clamp-value and --glu-linear-offset are not compiled", config.model.bends_gates),
-        (
-            "--data-parallel-sharding-strategy frees weights and gradients, whose addresses compiled blocks keep",
-            strategy_of(config.parallel) in SHARDED_GRADS,
-        ),
-        ("the norm of an extension is not compiled", norm.function is not None),
-        (
-            "the activation of an extension is not compiled",
-            any(ACTIVATIONS[layer.activation].function is not None for layer in kinds),
-        ),
-    )
-    return "; ".join(reasons) or None
-
-
-def compiled_blocks(config: Config) -> Iterator[str]:
-    """Yield why --compile-blocks on is impossible; auto then leaves the blocks as they are, and says so."""
-    reason = why_not_compiled(config)
-    if config.kernels.compile_blocks == "on" and reason is not None:
-        yield f"--compile-blocks on: {reason}; {ONE_OF_TWO}, or use --compile-blocks auto"
 
 
 def offload_and_overlap(config: Config) -> Iterator[str]:
@@ -233,4 +155,4 @@ def offload_and_overlap(config: Config) -> Iterator[str]:
         yield f"--tp-comm-overlap-chunks {parallel.tp_comm_overlap_chunks} {rule}; {way}"
 
 
-RULES = (libraries, transformer_engine, fp8, fp8_sizes, cuda_graphs, compiled_blocks, offload_and_overlap)
+RULES = (libraries, transformer_engine, fp8, fp8_sizes, cuda_graphs, offload_and_overlap)

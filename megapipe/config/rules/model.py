@@ -80,7 +80,7 @@ def attention(config: Config, layer: LayerConfig) -> Iterator[str]:
 
 
 def latent_attention(config: Config) -> Iterator[str]:
-    """Check latent attention's sizes, and what does not work with it."""
+    """Check latent attention's sizes."""
     model = config.model
     if not model.multi_latent_attention:
         return
@@ -100,19 +100,6 @@ def latent_attention(config: Config) -> Iterator[str]:
     differing = [name for name in names if len({getattr(kind, name) for kind in kinds if kind.has_attention}) > 1]
     if differing:
         yield f"{flag}: layers cannot differ in {one_of(differing)}; give all layers the model's"
-    refused = chosen(
-        ("--add-qkv-bias", model.add_qkv_bias),
-        (f"--softmax-type {model.softmax_type}", model.softmax_type != "vanilla"),
-        ("--qk-layernorm-scope projection (--qk-layernorm norms the latents)", model.qk_layernorm_scope != "head"),
-        (f"--attention-kind {model.attention_kind}", ATTENTIONS[model.attention_kind].function is not None),
-        ("--transformer-impl transformer_engine", config.kernels.transformer_impl != "local"),
-        (f"--attention-impl {config.kernels.attention_impl}", config.kernels.attention_impl == "te"),
-        ("--compile-pointwise", config.kernels.compile_pointwise),
-        ("--cuda-graph-impl", config.gpu.cuda_graph_impl != "none"),
-        ("--fp8-format", config.precision.fp8_format is not None),
-    )
-    if refused:
-        yield f"{flag} does not work with {one_of(refused)} yet; leave one of the two out"
 
 
 @of_each_kind
@@ -258,11 +245,6 @@ def recompute(config: Config) -> Iterator[str]:
     asked, model, impl = config.recompute, config.model, config.kernels.attention_impl
     modules, is_full = asked.recompute_modules, asked.recompute_granularity == "full"
     if asked.recompute_memory_budget is not None:
-        names = ("granularity", "method", "num_layers", "keep_attention", "modules")
-        chosen_by_hand = given(config, *(f"recompute.recompute_{name}" for name in names))
-        if chosen_by_hand:
-            rule = f"chooses what each layer recomputes, which {' and '.join(chosen_by_hand)} would fix"
-            yield f"--recompute-memory-budget {asked.recompute_memory_budget:g} {rule}; leave one of the two out"
         return
     missing = chosen(
         ("--recompute-method uniform or block", asked.recompute_method is None),
@@ -292,7 +274,7 @@ def recompute(config: Config) -> Iterator[str]:
 
 
 def prediction(config: Config) -> Iterator[str]:
-    """Check what multi-token prediction needs, and what it does not work with."""
+    """Check what multi-token prediction needs."""
     model, count = config.model, config.model.mtp_num_layers
     if count is None:
         return
@@ -303,12 +285,6 @@ def prediction(config: Config) -> Iterator[str]:
     if model.position_embedding_type == "learned_absolute":
         rule = "learned positions enter with the embedding, which the modules take of other tokens"
         yield f"{flag} with --position-embedding-type learned_absolute: {rule}; use rope or none"
-    refused = chosen(
-        ("--transformer-impl transformer_engine", config.kernels.transformer_impl != "local"),
-        ("--cuda-graph-impl", config.gpu.cuda_graph_impl != "none"),
-    )
-    if refused:
-        yield f"{flag} does not work with {one_of(refused)} yet; leave one of the two out"
 
 
 def message_dtype(config: Config) -> Iterator[str]:

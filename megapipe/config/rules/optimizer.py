@@ -21,8 +21,6 @@ def precision_aware(config: Config) -> Iterator[str]:
     optimizer, dtype, impl = config.optimizer, config.precision.dtype, config.kernels.optimizer_impl
     if not optimizer.use_precision_aware_optimizer:
         return
-    if optimizer.optimizer != "adam":
-        yield f"{FLAG} is for the moments of Adam, but --optimizer is {optimizer.optimizer}; leave it out"
     if dtype == "fp64":
         yield f"{FLAG} with --dtype fp64: fp64 is for verification, which narrow state would spoil; leave it out"
     elif impl != "torch":

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megapipe.config.config import Config
-from megapipe.config.parallel import SHARDED_GRADS, ParallelConfig
+from megapipe.config.parallel import ParallelConfig
 from megapipe.config.rules.proposals import chosen
 
 STRATEGY = "--data-parallel-sharding-strategy"
@@ -34,24 +34,6 @@ def strategy(config: Config) -> Iterator[str]:
         yield f"{INSTANCES} {parallel.num_distributed_optimizer_instances} needs {ways}; add one, or leave this out"
 
 
-def unsupported(config: Config) -> Iterator[str]:
-    """Yield what sharded gradients and weights do not work with yet."""
-    found = strategy_of(config.parallel)
-    instances = config.parallel.num_distributed_optimizer_instances
-    if instances > 1 and config.model.num_experts is not None:
-        yield f"{INSTANCES} {instances} does not work with --num-experts yet; leave it out"
-    if found not in SHARDED_GRADS:
-        return
-    for option in chosen(
-        ("--transformer-impl transformer_engine", config.kernels.transformer_impl != "local"),
-        ("--fp8-format", config.precision.fp8_format is not None),
-        (f"--cuda-graph-impl {config.gpu.cuda_graph_impl}", config.gpu.cuda_graph_impl != "none"),
-        ("--compile-blocks on", config.kernels.compile_blocks == "on"),
-        ("--overlap-moe-expert-parallel-comm", config.parallel.overlap_moe_expert_parallel_comm),
-    ):
-        yield f"{STRATEGY} {found} does not work with {option} yet; use {STRATEGY} optim, or leave {option} out"
-
-
 def units(config: Config) -> Iterator[str]:
     """Check what counts layers of whole stages, of which units are parts."""
     count = config.parallel.data_parallel_sharding_units
@@ -64,4 +46,4 @@ def units(config: Config) -> Iterator[str]:
         yield f"{UNITS} {count} does not work with {option} yet, which counts whole stages; leave one of the two out"
 
 
-RULES = (strategy, unsupported, units)
+RULES = (strategy, units)

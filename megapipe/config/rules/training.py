@@ -105,9 +105,6 @@ def post_validation(config: Config) -> Iterator[str]:
         rule = f"{flag} divides the gradient by the number of tokens of all last stages"
         way = "leave one of the two out"
         yield f"--optimizer-post-validation updates before the other ranks have answered, but {rule}; {way}"
-    if config.optimizer.optimizer_cpu_offload:
-        rule = "--optimizer-cpu-offload waits for the gradients to reach the host; leave one of the two out"
-        yield f"--optimizer-post-validation updates before the step is known to be valid, but {rule}"
 
 
 def loss_scale_and_profile(config: Config) -> Iterator[str]:

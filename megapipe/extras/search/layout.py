@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import product
 from typing import NamedTuple
@@ -31,8 +31,9 @@ from megapipe.config.config import Config
 from megapipe.config.layers import layer_kinds
 from megapipe.config.parallel import SHARDED_PARAMS, ParallelConfig, RecomputeConfig
 from megapipe.config.rules import context, experts, slices
+from megapipe.config.rules.check import Rule
+from megapipe.config.rules.pairs import combinations
 from megapipe.config.rules.proposals import divisors
-from megapipe.config.rules.sharding import unsupported
 from megapipe.layers.packing import is_explicit
 from megapipe.plan.hardware import Hardware
 from megapipe.plan.recompute_choice import recompute_text
@@ -178,7 +179,8 @@ def layouts(config: Config, world_size: int, hardware: Hardware) -> Iterator[Lay
     kinds, recomputes = layer_kinds(model), _recomputes(config)
     parallel = dataclasses.replace(config.parallel, data_parallel_sharding_strategy=SHARDED_PARAMS)
     # with experts, a layout for each ep and etp would double the search
-    shards_weights = model.num_experts is None and not list(unsupported(dataclasses.replace(config, parallel=parallel)))
+    sharded = dataclasses.replace(config, parallel=parallel)
+    shards_weights = model.num_experts is None and _allows((combinations,), sharded)
     # tp within a node unless --allow-tp-across-nodes is given
     widest = world_size if config.parallel.allow_tp_across_nodes else min(hardware.ranks_per_node, world_size)
     for tp in divisors(widest):
@@ -210,6 +212,10 @@ def layouts(config: Config, world_size: int, hardware: Hardware) -> Iterator[Lay
                     yield Layout(tp, pp, chunks, schedule, size, recompute, tp > 1, **options)  # type: ignore[arg-type]
 
 
+def _allows(rules: Iterable[Rule], config: Config) -> bool:
+    return not any(True for rule in rules for _ in rule(config))
+
+
 def _contexts(config: Config, tp: int, ranks: int, ranks_per_node: int) -> Iterator[Context]:
     """Yield the context parallelism to compare on so many ranks of each tp rank; each one that the rules allow."""
     seq, own = config.model.seq_length, Context.of(config.parallel)
@@ -226,7 +232,7 @@ def _contexts(config: Config, tp: int, ranks: int, ranks_per_node: int) -> Itera
         choices += [own._replace(ranks=cp)] if own.sizes is None or math.prod(own.sizes) == cp else []
         for choice in dict.fromkeys(choices):
             changed = dataclasses.replace(config, parallel=choice.applied_to(sized))
-            if not any(True for rule in context.RULES for _ in rule(changed)):
+            if _allows((*context.RULES, combinations), changed):
                 yield choice
 
 
@@ -239,7 +245,7 @@ def _slices(config: Config, tp: int, shared: Context, sequence_parallel: bool) -
     for count in sorted({own, *(count for count in SLICES if count * LEAST_TOKENS <= seq)} - {1}):
         parallel = dataclasses.replace(sized, pipe_sp_splits=count)
         changed = dataclasses.replace(config, parallel=parallel, recompute=RecomputeConfig())
-        if not any(True for rule in slices.RULES for _ in rule(changed)):
+        if _allows((*slices.RULES, combinations), changed):
             yield count
 
 
@@ -268,7 +274,7 @@ def _recomputes(config: Config) -> list[RecomputeConfig]:
 
     def refused(recompute: RecomputeConfig) -> set[str]:
         tried = dataclasses.replace(config, recompute=recompute)
-        return {message for rule in (experts.combinations, experts.recompute) for message in rule(tried)}
+        return {message for rule in (combinations, experts.recompute) for message in rule(tried)}
 
     always = refused(RecomputeConfig())
     return [each for each in recomputes if always.issuperset(refused(each))]

@@ -1,0 +1,347 @@
+"""Pairs of options that exclude each other: the one table of refusals from which docs/composition.md is written.
+
+A row is of one of three kinds. A contradiction is refused for good: the two options together mean nothing, or compute
+another function. With NO_GAIN both would run, to no use. NOT_BUILT works on its own, not together yet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+from megapipe.config.config import Config
+from megapipe.config.layers import kinds_of
+from megapipe.config.model import ACTIVATIONS, ATTENTIONS, NORMALIZATIONS
+from megapipe.config.parallel import SHARDED_GRADS
+from megapipe.config.problems import UnreadError
+from megapipe.config.rules.proposals import given
+from megapipe.config.rules.sharding import strategy_of
+from megapipe.formatting import one_of
+
+CONTRADICTION, NO_GAIN, NOT_BUILT = "contradiction", "no gain", "not built"
+EITHER = "leave one of the two out"
+AS_ZERO_1 = "use --data-parallel-sharding-strategy optim, or leave the other out"
+IN_PARTS = "replays are planned for whole layers, and peaks of parts would be up to 52 % above the plan"
+BY_HAND = tuple(
+    f"recompute.recompute_{name}" for name in ("granularity", "method", "num_layers", "keep_attention", "modules")
+)
+
+# An option's words on the command line; False where a configuration does not choose it.
+Option = Callable[[Config], str | bool]
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """A row: an option with each of some others. way: what to do instead."""
+
+    option: str
+    others: tuple[str, ...]
+    kind: str
+    reason: str
+    way: str = EITHER
+
+    def message(self, words: str, others: Sequence[str]) -> str:
+        """Return the refusal of these words with one or more others."""
+        yet = " yet" if self.kind == NOT_BUILT else ""
+        return f"{words} does not work with {one_of(others)}{yet}: {self.reason}; {self.way}"
+
+
+def refusals(config: Config, rows: Sequence[Refusal], options: Mapping[str, Option]) -> Iterator[str]:
+    """Yield a message for each row that a configuration falls under."""
+    for row in rows:
+        with suppress(UnreadError):
+            words = options[row.option](config)
+            others = [str(other) for name in row.others if (other := options[name](config))] if words else []
+            if others:
+                yield row.message(str(words), others)
+
+
+def reasons_against(config: Config, option: str) -> Iterator[str]:
+    """Yield 'words: reason' of each option of a configuration that excludes an option which it need not choose."""
+    for row in REFUSED:
+        for name in row.others if row.option == option else (row.option,) if option in row.others else ():
+            words = OPTIONS[name](config)
+            if words:
+                yield f"{words}: {row.reason}"
+
+
+def why_not_compiled(config: Config) -> str | None:
+    """Return why --compile-blocks cannot compile the blocks of this configuration; None if it can."""
+    return "; ".join(reasons_against(config, "compiled blocks")) or None
+
+
+def _blocks_of_cp(config: Config) -> str | bool:
+    """Name the kinds of context parallelism that compute attention in blocks of queries and keys."""
+    kinds = [kind for kind in dict.fromkeys(config.parallel.cp_comm_type) if kind != "a2a"]
+    return config.parallel.context_parallel_size > 1 and bool(kinds) and f"--cp-comm-type {one_of(kinds)}"
+
+
+def _selects(module: str) -> Option:
+    def words(config: Config) -> str | bool:
+        asked = config.recompute
+        is_asked = asked.recompute_granularity == "selective" and module in asked.recompute_modules
+        return is_asked and f"--recompute-modules {module}"
+
+    return words
+
+
+OPTIONS: dict[str, Option] = {
+    "slices": lambda c: c.parallel.pipe_sp_splits > 1 and f"--pipe-sp-splits {c.parallel.pipe_sp_splits}",
+    "context parallelism": lambda c: (
+        c.parallel.context_parallel_size > 1 and f"--context-parallel-size {c.parallel.context_parallel_size}"
+    ),
+    "blocks of context parallelism": _blocks_of_cp,
+    "sharded gradients": lambda c: (
+        strategy_of(c.parallel) in SHARDED_GRADS and f"--data-parallel-sharding-strategy {strategy_of(c.parallel)}"
+    ),
+    "optimizer instances": lambda c: (
+        c.parallel.num_distributed_optimizer_instances > 1
+        and f"--num-distributed-optimizer-instances {c.parallel.num_distributed_optimizer_instances}"
+    ),
+    "experts": lambda c: c.model.num_experts is not None and "--num-experts",
+    "overlapped all-to-alls": lambda c: (
+        c.model.num_experts is not None
+        and c.parallel.overlap_moe_expert_parallel_comm
+        and "--overlap-moe-expert-parallel-comm"
+    ),
+    "latent attention": lambda c: c.model.multi_latent_attention and "--multi-latent-attention",
+    "multi-token prediction": lambda c: (
+        c.model.mtp_num_layers is not None and f"--mtp-num-layers {c.model.mtp_num_layers}"
+    ),
+    "sinks": lambda c: c.model.softmax_type != "vanilla" and f"--softmax-type {c.model.softmax_type}",
+    "attention of an extension": lambda c: (
+        ATTENTIONS[c.model.attention_kind].function is not None and f"--attention-kind {c.model.attention_kind}"
+    ),
+    "biases of q, k and v": lambda c: c.model.add_qkv_bias and "--add-qkv-bias",
+    "norm of the projection": lambda c: (
+        c.model.qk_layernorm_scope != "head" and f"--qk-layernorm-scope {c.model.qk_layernorm_scope}"
+    ),
+    "norm of an extension": lambda c: (
+        NORMALIZATIONS[c.model.normalization].function is not None and f"--normalization {c.model.normalization}"
+    ),
+    "activation of an extension": lambda c: (
+        any(ACTIVATIONS[layer.activation].function is not None for layer in kinds_of(c.model))
+        and "the activation of an extension"
+    ),
+    "clamped gates": lambda c: c.model.bends_gates and "--activation-func-clamp-value or --glu-linear-offset",
+    "attention kernel": lambda c: c.kernels.attention_impl != "sdpa" and f"--attention-impl {c.kernels.attention_impl}",
+    "attention of Transformer Engine": lambda c: c.kernels.attention_impl == "te" and "--attention-impl te",
+    "flash with documents": lambda c: (
+        c.kernels.attention_impl == "flash"
+        and c.data.reset_attention_mask
+        and "--attention-impl flash with --reset-attention-mask"
+    ),
+    "Transformer Engine": lambda c: c.kernels.transformer_impl != "local" and "--transformer-impl transformer_engine",
+    "fp8": lambda c: c.precision.fp8_format is not None and f"--fp8-format {c.precision.fp8_format}",
+    "CUDA graphs": lambda c: c.gpu.cuda_graph_impl != "none" and f"--cuda-graph-impl {c.gpu.cuda_graph_impl}",
+    "compiled blocks": lambda c: c.kernels.compile_blocks == "on" and "--compile-blocks on",
+    "compiled pointwise": lambda c: c.kernels.compile_pointwise and "--compile-pointwise",
+    "norms of Apex": lambda c: c.kernels.optimizer_impl == "apex" and "--optimizer-impl apex",
+    "activation offload": lambda c: (
+        c.offload.cpu_offloading_num_layers > 0 and f"--cpu-offloading-num-layers {c.offload.cpu_offloading_num_layers}"
+    ),
+    "host optimizer": lambda c: c.optimizer.optimizer_cpu_offload and "--optimizer-cpu-offload",
+    "another optimizer than Adam": lambda c: c.optimizer.optimizer != "adam" and f"--optimizer {c.optimizer.optimizer}",
+    "narrow moments": lambda c: c.optimizer.use_precision_aware_optimizer and "--use-precision-aware-optimizer",
+    "delayed scales of Transformer Engine": lambda c: (
+        c.kernels.transformer_impl != "local"
+        and c.precision.fp8_format is not None
+        and c.precision.fp8_recipe == "delayed"
+        and "--transformer-impl transformer_engine with --fp8-recipe delayed"
+    ),
+    "recompute by hand": lambda c: " and ".join(given(c, *BY_HAND)) or False,
+    "full recompute": lambda c: c.recompute.recompute_granularity == "full" and "--recompute-granularity full",
+    "memory budget": lambda c: (
+        c.recompute.recompute_memory_budget is not None
+        and f"--recompute-memory-budget {c.recompute.recompute_memory_budget:g}"
+    ),
+    "recompute of experts": _selects("moe"),
+    "recompute of the MLP": _selects("mlp"),
+    "recompute of norms": _selects("layernorm"),
+    "kept attention": lambda c: c.recompute.recompute_keep_attention and "--recompute-keep-attention",
+    "post validation": lambda c: c.optimizer.optimizer_post_validation and "--optimizer-post-validation",
+    "overlapped tp": lambda c: bool(c.parallel.tp_comm_overlap) and "--tp-comm-overlap",
+    "memory by rank": lambda c: c.parallel.pipeline_rank_memory is not None and "--pipeline-rank-memory",
+    "measured layers": lambda c: c.parallel.pipeline_layer_times is not None and "--pipeline-layer-times",
+    "pipeline profile": lambda c: c.logging.profile_pipeline and "--profile-pipeline",
+}
+
+REFUSED: tuple[Refusal, ...] = (
+    Refusal("slices", ("context parallelism",), NOT_BUILT, "each slice would have to be cut over the cp ranks"),
+    Refusal("slices", ("experts",), NOT_BUILT, "balance losses and capacities are those of a whole microbatch"),
+    Refusal("slices", ("latent attention",), NOT_BUILT, "slices pass on keys and values of all heads, not latents"),
+    Refusal("slices", ("multi-token prediction",), NOT_BUILT, "a module needs tokens of the next slice"),
+    Refusal("slices", ("sinks",), NOT_BUILT, "attention over the keys of earlier slices has no sink"),
+    Refusal(
+        "slices",
+        ("attention of an extension", "attention kernel", "Transformer Engine"),
+        NOT_BUILT,
+        "their attention sees the keys of one slice only",
+    ),
+    Refusal("slices", ("CUDA graphs",), NOT_BUILT, "each slice has other shapes, and so would need its own graph"),
+    Refusal("slices", ("compiled pointwise",), NOT_BUILT, "each length of a slice would be compiled again"),
+    Refusal("slices", ("activation offload",), NOT_BUILT, "its planned memory would be up to 28 % too high"),
+    Refusal("slices", ("kept attention", "memory by rank"), NOT_BUILT, "their memory is planned for whole sequences"),
+    Refusal(
+        "context parallelism",
+        ("flash with documents",),
+        NOT_BUILT,
+        "the ends of documents would have to be cut over the cp ranks",
+    ),
+    Refusal("context parallelism", ("compiled pointwise",), NOT_BUILT, "the parts of a ring are not compiled"),
+    Refusal("context parallelism", ("CUDA graphs",), NOT_BUILT, "the exchanges of keys and values are not recorded"),
+    Refusal("context parallelism", ("measured layers",), NOT_BUILT, "layers are measured without cp"),
+    Refusal(
+        "blocks of context parallelism",
+        ("attention kernel", "attention of an extension"),
+        NOT_BUILT,
+        "attention is computed in blocks of queries and keys, with torch's kernels",
+        "use --cp-comm-type a2a",
+    ),
+    Refusal(
+        "sharded gradients",
+        ("Transformer Engine",),
+        NOT_BUILT,
+        "its modules hold their weights, which would have to be gathered",
+        AS_ZERO_1,
+    ),
+    Refusal(
+        "sharded gradients",
+        ("CUDA graphs", "compiled blocks"),
+        NOT_BUILT,
+        "they keep the addresses of weights and gradients, which are freed",
+        AS_ZERO_1,
+    ),
+    Refusal(
+        "sharded gradients",
+        ("overlapped all-to-alls",),
+        NOT_BUILT,
+        "parts of layers have no gathers of their own",
+        AS_ZERO_1,
+    ),
+    Refusal("optimizer instances", ("experts",), NOT_BUILT, "the replicas of experts are not divided", "leave it out"),
+    Refusal("experts", ("fp8",), NOT_BUILT, "their products have no fp8"),
+    Refusal(
+        "experts",
+        ("compiled pointwise", "CUDA graphs"),
+        NOT_BUILT,
+        "the number of rows of an expert changes with every microbatch",
+    ),
+    Refusal(
+        "overlapped all-to-alls",
+        ("full recompute", "recompute of experts", "memory budget"),
+        NOT_BUILT,
+        IN_PARTS,
+        f"use --recompute-modules moe_act, or {EITHER}",
+    ),
+    Refusal(
+        "overlapped all-to-alls",
+        ("recompute of norms",),
+        NOT_BUILT,
+        "the experts run in another part than the norm before them, and keep its output",
+    ),
+    Refusal(
+        "overlapped all-to-alls", ("post validation", "pipeline profile"), NOT_BUILT, "they know whole layers only"
+    ),
+    Refusal(
+        "latent attention",
+        ("biases of q, k and v", "sinks", "norm of the projection", "attention of an extension"),
+        NOT_BUILT,
+        "heads are made of latents in another way",
+    ),
+    Refusal(
+        "latent attention",
+        ("attention of Transformer Engine", "compiled pointwise", "CUDA graphs", "fp8"),
+        NOT_BUILT,
+        "its projections and heads have no such kernels",
+    ),
+    Refusal("multi-token prediction", ("CUDA graphs",), NOT_BUILT, "its modules are not recorded"),
+    Refusal(
+        "Transformer Engine",
+        ("overlapped tp",),
+        NOT_BUILT,
+        "it overlaps in its own way, with user buffers that are not set up here",
+        "use --transformer-impl local, or leave --tp-comm-overlap out",
+    ),
+    Refusal(
+        "Transformer Engine",
+        ("activation offload",),
+        NOT_BUILT,
+        "it keeps casts of its weights among the activations, which would be offloaded too",
+        "use --transformer-impl local, or --recompute-granularity",
+    ),
+    Refusal("fp8", ("post validation",), NOT_BUILT, "weights are cast once a step, but may be rolled back within it"),
+    Refusal(
+        "CUDA graphs",
+        ("Transformer Engine", "attention of Transformer Engine"),
+        NOT_BUILT,
+        "it keeps state in Python, which a replay does not change",
+        "use --transformer-impl local with sdpa or flash",
+    ),
+    Refusal(
+        "CUDA graphs",
+        ("activation offload",),
+        NOT_BUILT,
+        "activations move when autograd asks for them, which a replay does not do",
+        "leave it out, or use --recompute-granularity",
+    ),
+    Refusal(
+        "CUDA graphs",
+        ("flash with documents",),
+        NOT_BUILT,
+        "every microbatch has documents of other numbers and lengths",
+        "use --attention-impl sdpa, which then has a mask",
+    ),
+    Refusal(
+        "CUDA graphs",
+        ("post validation",),
+        NOT_BUILT,
+        "forwards may run twice while their first messages are in flight",
+        "leave it out",
+    ),
+    Refusal(
+        "compiled blocks",
+        ("Transformer Engine", "norms of Apex"),
+        NO_GAIN,
+        "these kernels are fused already",
+        f"{EITHER}, or use --compile-blocks auto",
+    ),
+    *(
+        Refusal("compiled blocks", others, NOT_BUILT, reason, f"{EITHER}, or use --compile-blocks auto")
+        for others, reason in (
+            (("CUDA graphs",), "graphs record the kernels of eager blocks"),
+            (("fp8",), "casts between the linears and their GEMMs are compiled separately"),
+            (("activation offload",), "it is planned with the activations that eager blocks save"),
+            (("experts", "latent attention", "sinks", "clamped gates"), "it has no compiled block"),
+            (("norm of an extension", "activation of an extension"), "functions of extensions are not compiled"),
+            (("context parallelism", "slices"), "attention over parts of a sequence is not compiled"),
+        )
+    ),
+    Refusal(
+        "post validation",
+        ("host optimizer",),
+        NO_GAIN,
+        "updates start before the step is known to be valid, but a host waits for the gradients",
+    ),
+    Refusal(
+        "memory budget", ("recompute by hand",), CONTRADICTION, "it chooses what each layer recomputes, which these fix"
+    ),
+    Refusal(
+        "delayed scales of Transformer Engine",
+        ("full recompute", "memory budget", "recompute of the MLP"),
+        CONTRADICTION,
+        "its scales change in every forward, so that a recomputed linear gives other numbers",
+        "use --fp8-recipe tensorwise, or recompute only core_attn",
+    ),
+    Refusal("narrow moments", ("another optimizer than Adam",), CONTRADICTION, "it is for the moments of Adam"),
+    Refusal("attention kernel", ("sinks",), NOT_BUILT, "its kernels have no sinks", "use --attention-impl sdpa"),
+)
+
+
+def combinations(config: Config) -> Iterator[str]:
+    """Yield what is chosen together and excludes each other."""
+    yield from refusals(config, REFUSED, OPTIONS)
+
+
+RULES = (combinations,)
