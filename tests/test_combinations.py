@@ -8,8 +8,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from megapipe.config.features import FEATURES
 from tests import combinations
-from tests.combinations import BY_NAME, FEATURES, MAX_FEATURES, MAX_WORLD, MIN_FEATURES, Combination, drawn, examine
+from tests.combinations import BY_NAME, MAX_FEATURES, MAX_WORLD, MIN_FEATURES, Combination, drawn, examine
 from tests.harness import RankFailure, RankPool
 from tools import draw_combinations
 

@@ -21,7 +21,7 @@ from megapipe.config.config import (
     resolve_model,
 )
 from megapipe.config.rules.check import check
-from megapipe.config.rules.gpu import overlaps_by_default
+from megapipe.config.rules.gpu import overlaps_by_default, with_own_kernels
 from megapipe.config.rules.sft import with_implied
 from megapipe.config.rules.sharding import strategy_of
 from megapipe.config.training import OptimizerConfig
@@ -44,7 +44,7 @@ def resolve(config: Config, world_size: int, ranks_per_node: int | None = None) 
 
     config.model.vocab_size must be known (the tokenizer's). Raises ConfigError for everything that cannot be run.
     """
-    config = with_implied(config)
+    config = with_own_kernels(with_implied(config))
     check(config, world_rules(world_size, ranks_per_node))
     tp = config.parallel.tensor_model_parallel_size
     model = resolve_model(config.model, tp)
@@ -88,7 +88,7 @@ def vary(plan: RunPlan, config: Config) -> RunPlan:
 
     Grid, parameters and their audits are taken from the plan. Raises ConfigError as `resolve` does.
     """
-    config = with_implied(config)
+    config = with_own_kernels(with_implied(config))
     check(config)
     training, batch = _batch(config, plan.topology)
     check_counts(config, plan.schedule_name, plan.topology, batch)

@@ -16,7 +16,7 @@ from megapipe.config.parallel import SHARDED_PARAMS
 from megapipe.config.rules import model as of_model
 from megapipe.config.rules import training as of_training
 from megapipe.config.rules.check import Rule, raise_all
-from megapipe.config.rules.pairs import NO_GAIN, NOT_BUILT, OPTIONS, Option, Refusal, refusals
+from megapipe.config.rules.pairs import NOT_BUILT, OPTIONS, Option, Refusal, refusals
 from megapipe.config.rules.proposals import divisors
 from megapipe.config.rules.sharding import strategy_of
 from megapipe.errors import ConfigError
@@ -304,18 +304,9 @@ def _chosen_if(is_chosen: Callable[[str], bool]) -> Option:
     return lambda config: is_chosen(schedule_of(config)) and f"--pipeline-schedule {schedule_of(config)}"
 
 
-def _embedding_on_two_ranks(config: Config) -> str | bool:
-    """Name what needs the embedding at both ends of a model whose ends are on two pipeline ranks."""
-    ranks = placement_of(config).rank_of_stage
-    if not config.model.has_embedding_at_both_ends or ranks[0] == ranks[-1]:
-        return False
-    return "a tied embedding" if config.model.mtp_num_layers is None else "--mtp-num-layers"
-
-
 SCHEDULES_CHOSEN: dict[str, Option] = {
     "two passes at a time": _chosen_if(lambda name: Op.OVERLAP in _small_schedule(name).ops),
     "updates between microbatches": _chosen_if(lambda name: not SCHEDULES[name].is_synchronous),
-    "embedding on two ranks": _embedding_on_two_ranks,
     "no order of slices": _chosen_if(lambda name: not SCHEDULES[name].takes_slices),
 }
 REFUSED_BY_SCHEDULES = (
@@ -339,12 +330,5 @@ REFUSED_BY_SCHEDULES = (
         NOT_BUILT,
         "it updates weights while microbatches are in flight",
         "use a synchronous schedule, such as 1f1b",
-    ),
-    Refusal(
-        "post validation",
-        ("embedding on two ranks",),
-        NO_GAIN,
-        "the first rank's update needs the last one's gradient of the embedding, which is a barrier again",
-        "use --untie-embeddings-and-output-weights, or a V-shaped schedule, which has both ends on one rank",
     ),
 )

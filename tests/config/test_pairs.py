@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megapipe.config.load import load_config
+from megapipe.config.rules.gpu import LACKING
 from megapipe.config.rules.pairs import CONTRADICTION, NO_GAIN, NOT_BUILT, OPTIONS, REFUSED, Refusal, reasons_against
 from megapipe.errors import ConfigError
 from megapipe.plan.resolve import resolve
@@ -14,10 +15,9 @@ from tests.config.examples import job
 PIPELINE = "--pipeline-model-parallel-size 2"
 EXPERTS = "--num-experts 4 --expert-model-parallel-size 2 --moe-ffn-hidden-size 64 --disable-bias-linear"
 LATENT = "--multi-latent-attention --kv-lora-rank 16 --qk-head-dim 16 --qk-pos-emb-head-dim 16 --v-head-dim 16"
-DELAYED = "--transformer-impl transformer_engine --fp8-format hybrid"
 BASE = (
-    "--position-embedding-type rope --hidden-size 64 --ffn-hidden-size 128 --num-layers 4 --bf16 --device cuda "
-    "--hidden-dropout 0 --attention-dropout 0 --untie-embeddings-and-output-weights --global-batch-size 8"
+    "--position-embedding-type rope --hidden-size 64 --ffn-hidden-size 128 --num-layers 4 --device cuda "
+    "--hidden-dropout 0 --attention-dropout 0 --untie-embeddings-and-output-weights --global-batch-size 16"
 )
 EXAMPLES = {
     "slices": f"{PIPELINE} --pipe-sp-splits 2",
@@ -36,22 +36,21 @@ EXAMPLES = {
     "attention kernel": "--attention-impl flash",
     "attention of Transformer Engine": "--attention-impl te",
     "flash with documents": "--attention-impl flash --reset-attention-mask --cp-comm-type a2a",
-    "Transformer Engine": "--transformer-impl transformer_engine",
     "fp8": "--fp8-format hybrid",
     "CUDA graphs": "--cuda-graph-impl local",
     "compiled blocks": "--compile-blocks on",
     "compiled pointwise": "--compile-pointwise",
     "norms of Apex": "--optimizer-impl apex",
     "activation offload": "--cpu-offloading-num-layers 1",
-    "host optimizer": "--optimizer-cpu-offload",
     "another optimizer than Adam": "--optimizer sgd",
     "narrow moments": "--use-precision-aware-optimizer",
-    "delayed scales of Transformer Engine": DELAYED,
+    "fp64": "--dtype fp64",
+    "delayed scales and linears that run again": "--fp8-format hybrid --recompute-memory-budget 0.5",
     "recompute by hand": "--recompute-granularity selective",
     "full recompute": "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
     "memory budget": "--recompute-memory-budget 0.5",
     "recompute of experts": f"--recompute-granularity selective --recompute-modules moe {EXPERTS}",
-    "recompute of the MLP": "--recompute-granularity selective --recompute-modules mlp",
+    "recompute of activations": "--recompute-granularity selective --recompute-modules activation",
     "recompute of norms": "--recompute-granularity selective --recompute-modules layernorm",
     "kept attention": (
         "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1 --recompute-keep-attention"
@@ -64,8 +63,15 @@ EXAMPLES = {
     "two passes at a time": f"{PIPELINE} --pipeline-schedule dualpipe-v",
     "updates between microbatches": f"{PIPELINE} --pipeline-schedule pipedream",
     "no order of slices": f"{PIPELINE} --pipeline-schedule gpipe",
-    "embedding on two ranks": f"{PIPELINE} --mtp-num-layers 1",
 }
+
+
+def flags_of(*names: str) -> list[str]:
+    """Return the command line of a small job with these options, in bf16 unless one gives a dtype."""
+    flags = " ".join([BASE, *(EXAMPLES[name] for name in names)])
+    return job(flags if "--dtype" in flags else f"{flags} --bf16")
+
+
 OF_EXTENSIONS = {name for name in OPTIONS if name.endswith("of an extension")}  # tests/test_extend.py has some
 ROWS = (*REFUSED, *REFUSED_BY_SCHEDULES)
 PAIRS = [(row, other) for row in ROWS for other in row.others if not {row.option, other} & OF_EXTENSIONS]
@@ -74,29 +80,40 @@ PAIRS = [(row, other) for row in ROWS for other in row.others if not {row.option
 @pytest.mark.parametrize(("row", "other"), PAIRS, ids=[f"{row.option} and {other}" for row, other in PAIRS])
 def test_a_pair_in_the_table_is_refused_with_its_reason(row: Refusal, other: str) -> None:
     with pytest.raises(ConfigError) as error:
-        resolve(load_config(job(f"{BASE} {EXAMPLES[row.option]} {EXAMPLES[other]}")).config, 8)
+        resolve(load_config(flags_of(row.option, other)).config, 8)
     (line,) = [line for line in str(error.value).splitlines() if f": {row.reason}; " in line]
     assert line.endswith(row.way) and (" yet: " in line) == (row.kind == NOT_BUILT)
 
 
 def test_every_option_is_named_in_a_row_and_has_an_example() -> None:
     named = {name for row in ROWS for name in (row.option, *row.others)}
-    assert named == set(OPTIONS) | set(SCHEDULES_CHOSEN) == set(EXAMPLES) | OF_EXTENSIONS
+    assert named | set(LACKING) == set(OPTIONS) | set(SCHEDULES_CHOSEN) == set(EXAMPLES) | OF_EXTENSIONS
     assert {row.kind for row in ROWS} == {CONTRADICTION, NO_GAIN, NOT_BUILT}
 
 
 @pytest.mark.parametrize("name", [name for name in EXAMPLES if name in OPTIONS])
 def test_an_option_alone_is_accepted_and_no_other_configuration_has_it(name: str) -> None:
-    chooses, plain = OPTIONS[name], load_config(job(BASE)).config
-    found = load_config(job(f"{BASE} {EXAMPLES[name]}")).config
+    chooses, plain = OPTIONS[name], load_config(flags_of()).config
+    found = load_config(flags_of(name)).config
     assert chooses(found) and not chooses(plain)
     assert str(chooses(found)).startswith("-")
 
 
 def test_an_option_that_is_not_chosen_has_reasons_against_it() -> None:
-    config = load_config(job(f"{BASE} {LATENT} {EXAMPLES['activation offload']}")).config
+    config = load_config(flags_of("latent attention", "activation offload")).config
     reasons = list(reasons_against(config, "compiled blocks"))
     assert [reason.partition(":")[0] for reason in reasons] == [
         "--cpu-offloading-num-layers 1",
         "--multi-latent-attention",
     ]
+
+
+@pytest.mark.parametrize("name", LACKING)
+def test_what_transformer_engine_lacks_is_computed_by_our_own_kernels_and_said(name: str) -> None:
+    library = ("--transformer-impl", "transformer_engine")
+    loaded = load_config([*flags_of(name), *library])
+    assert any(LACKING[name] in remark for remark in loaded.remarks)
+    assert resolve(loaded.config, 8).config.kernels.transformer_impl == "local"
+    kept = load_config([*flags_of(), *library])
+    assert resolve(kept.config, 8).config.kernels.transformer_impl == "transformer_engine"
+    assert not any(LACKING[name] in remark for remark in kept.remarks)

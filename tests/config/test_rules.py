@@ -591,12 +591,6 @@ CASES = [
         "--min-offloaded-tensor-size 5 --cpu-offloading-num-layers 1",
     ),
     (
-        "offloaded_layers_keep_only_activations",
-        "--transformer-impl transformer_engine --cpu-offloading-num-layers 1",
-        ["casts of its weights"],
-        "--cpu-offloading-num-layers 1",
-    ),
-    (
         "micro_divides_global",
         "--global-batch-size 9",
         ["--micro-batch-size 2 does not divide --global-batch-size 9; use 8 or 10"],
@@ -782,18 +776,6 @@ CASES = [
         "--optimizer-impl te --device cpu",
         ["--optimizer-impl te: these libraries"],
         "--device cpu",
-    ),
-    (
-        "transformer_engine_keeps_its_inputs",
-        "--transformer-impl transformer_engine --recompute-activations --recompute-modules layernorm",
-        ["--recompute-modules layernorm saves nothing: Transformer Engine keeps the inputs"],
-        "--transformer-impl transformer_engine --recompute-activations --recompute-modules core_attn mlp",
-    ),
-    (
-        "transformer_engine_keeps_its_inputs",
-        "--transformer-impl transformer_engine --fp64",
-        ["not compute in fp64"],
-        "--fp64",
     ),
     (
         "fp8_settings_need_fp8",

@@ -20,7 +20,7 @@ def check(config: Config, more: Sequence[Rule] = ()) -> None:
 
     more: rules to check besides RULES.
     """
-    broken = []
+    config, broken = gpu.with_own_kernels(config), []
     for field in all_fields():  # only a configuration made in code: flags and files are checked as they are read
         value = value_of(config, field)
         items = value if isinstance(value, tuple) else (value,)
@@ -59,10 +59,11 @@ def needs(config: Config) -> Iterator[str]:
 
 
 def remarks(config: Config) -> Iterator[str]:
-    """Yield a line for the options that are accepted, as in Megatron, though they have no effect."""
+    """Yield a line for the options that are accepted, as in Megatron, though they have no effect, or not their own."""
     for need, flags in unmet_needs(config):
         if need.without:
             yield f"{' and '.join(flags)} without {need.flag}: {need.without}"
+    yield from gpu.own_kernels(config)
 
 
 def unmet_needs(config: Config) -> Iterator[tuple[Need, list[str]]]:

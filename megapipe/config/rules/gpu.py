@@ -1,15 +1,18 @@
 """Rules of kernels, fp8, CUDA graphs, offload and overlapped tensor-parallel collectives.
 
-What a library has no kernel for is refused, never computed by another one.
+Attention and updates that a library has no kernel for are refused. Linears and norms are then megapipe's own, which
+compute the same function, and a remark says so.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 
 from megapipe.config.config import Config
 from megapipe.config.layers import LayerConfig, of_each_kind
 from megapipe.config.model import ACTIVATIONS
+from megapipe.config.rules.pairs import words_of
 from megapipe.config.rules.proposals import chosen
 from megapipe.config.rules.slices import FP8_MULTIPLE
 from megapipe.environment import sees_gpu
@@ -17,6 +20,19 @@ from megapipe.environment import sees_gpu
 HALF_TYPES = ("bf16", "fp16")
 GRAPHS = "--cuda-graph-impl local"
 TRANSFORMER_ENGINE = "--transformer-impl transformer_engine"
+# options that the modules of Transformer Engine do not have
+LACKING = {
+    "fp64": "it does not compute in fp64",
+    "slices": "its modules know whole sequences",
+    "sharded gradients": "its modules hold their weights, which would have to be gathered",
+    "CUDA graphs": "it keeps state in Python, which a replay does not change",
+    "compiled blocks": "its modules cannot be compiled into a block",
+    "overlapped tp": "it overlaps in its own way, with user buffers that are not set up here",
+    "activation offload": "it keeps casts of its weights among the activations, which would be offloaded too",
+    "recompute of norms": "it keeps the inputs of its linears anyway",
+    "recompute of activations": "it keeps the inputs of its linears anyway",
+    "delayed scales and linears that run again": "its scales change in every forward",
+}
 ONE_OF_TWO = "leave one of the two out"
 
 
@@ -68,18 +84,23 @@ def libraries(config: Config) -> Iterator[str]:
         yield f"{', '.join(picked)}: these libraries need a GPU, but --device is cpu; {ONE_OF_TWO}"
 
 
-def transformer_engine(config: Config) -> Iterator[str]:
-    """Yield what Transformer Engine rules out."""
-    recompute, precision = config.recompute, config.precision
+def with_own_kernels(config: Config) -> Config:
+    """Return the configuration with megapipe's linears and norms where those of a library lack what it chooses.
+
+    --transformer-impl says which kernels compute, not which function; `own_kernels` names what is lacking.
+    """
+    if not own_kernels(config):
+        return config
+    return dataclasses.replace(config, kernels=dataclasses.replace(config.kernels, transformer_impl="local"))
+
+
+def own_kernels(config: Config) -> list[str]:
+    """Return a remark for each choice that the modules of Transformer Engine cannot do."""
     if config.kernels.transformer_impl != "transformer_engine":
-        return
-    selected = recompute.recompute_modules if recompute.recompute_granularity == "selective" else ()
-    inputs = [module for module in ("layernorm", "activation") if module in selected]
-    if precision.dtype == "fp64":
-        yield f"{TRANSFORMER_ENGINE} does not compute in fp64; use --transformer-impl local"
-    elif inputs:
-        way = "use core_attn or mlp, --recompute-granularity full, or --transformer-impl local"
-        yield f"--recompute-modules {' '.join(inputs)} saves nothing: Transformer Engine keeps the inputs anyway; {way}"
+        return []
+    found = ((words_of(config, name), reason) for name, reason in LACKING.items())
+    own = "so megapipe's own linears and norms compute"
+    return [f"{TRANSFORMER_ENGINE} with {words}: {reason}, {own}" for words, reason in found if words]
 
 
 def fp8(config: Config) -> Iterator[str]:
@@ -155,4 +176,4 @@ def offload_and_overlap(config: Config) -> Iterator[str]:
         yield f"--tp-comm-overlap-chunks {parallel.tp_comm_overlap_chunks} {rule}; {way}"
 
 
-RULES = (libraries, transformer_engine, fp8, fp8_sizes, cuda_graphs, offload_and_overlap)
+RULES = (libraries, fp8, fp8_sizes, cuda_graphs, offload_and_overlap)

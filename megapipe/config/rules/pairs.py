@@ -47,21 +47,27 @@ class Refusal:
         return f"{words} does not work with {one_of(others)}{yet}: {self.reason}; {self.way}"
 
 
+def words_of(config: Config, name: str, options: Mapping[str, Option] | None = None) -> str:
+    """Return the words of an option; '' if it is not chosen, or if what it depends on could not be read."""
+    with suppress(UnreadError):
+        return str((options or OPTIONS)[name](config) or "")
+    return ""
+
+
 def refusals(config: Config, rows: Sequence[Refusal], options: Mapping[str, Option]) -> Iterator[str]:
     """Yield a message for each row that a configuration falls under."""
     for row in rows:
-        with suppress(UnreadError):
-            words = options[row.option](config)
-            others = [str(other) for name in row.others if (other := options[name](config))] if words else []
-            if others:
-                yield row.message(str(words), others)
+        words = words_of(config, row.option, options)
+        others = [other for name in row.others if words and (other := words_of(config, name, options))]
+        if others:
+            yield row.message(words, others)
 
 
 def reasons_against(config: Config, option: str) -> Iterator[str]:
     """Yield 'words: reason' of each option of a configuration that excludes an option which it need not choose."""
     for row in REFUSED:
         for name in row.others if row.option == option else (row.option,) if option in row.others else ():
-            words = OPTIONS[name](config)
+            words = words_of(config, name)
             if words:
                 yield f"{words}: {row.reason}"
 
@@ -75,6 +81,14 @@ def _blocks_of_cp(config: Config) -> str | bool:
     """Name the kinds of context parallelism that compute attention in blocks of queries and keys."""
     kinds = [kind for kind in dict.fromkeys(config.parallel.cp_comm_type) if kind != "a2a"]
     return config.parallel.context_parallel_size > 1 and bool(kinds) and f"--cp-comm-type {one_of(kinds)}"
+
+
+def _repeats_delayed_scales(config: Config) -> str | bool:
+    """Name what runs linears again with scales of fp8 from earlier steps."""
+    again = [OPTIONS[name](config) for name in ("full recompute", "memory budget")] + [_selects("mlp")(config)]
+    precision = config.precision
+    is_delayed = precision.fp8_format is not None and precision.fp8_recipe == "delayed"
+    return is_delayed and next((f"--fp8-recipe delayed and {words}" for words in again if words), False)
 
 
 def _selects(module: str) -> Option:
@@ -132,7 +146,6 @@ OPTIONS: dict[str, Option] = {
         and c.data.reset_attention_mask
         and "--attention-impl flash with --reset-attention-mask"
     ),
-    "Transformer Engine": lambda c: c.kernels.transformer_impl != "local" and "--transformer-impl transformer_engine",
     "fp8": lambda c: c.precision.fp8_format is not None and f"--fp8-format {c.precision.fp8_format}",
     "CUDA graphs": lambda c: c.gpu.cuda_graph_impl != "none" and f"--cuda-graph-impl {c.gpu.cuda_graph_impl}",
     "compiled blocks": lambda c: c.kernels.compile_blocks == "on" and "--compile-blocks on",
@@ -141,15 +154,10 @@ OPTIONS: dict[str, Option] = {
     "activation offload": lambda c: (
         c.offload.cpu_offloading_num_layers > 0 and f"--cpu-offloading-num-layers {c.offload.cpu_offloading_num_layers}"
     ),
-    "host optimizer": lambda c: c.optimizer.optimizer_cpu_offload and "--optimizer-cpu-offload",
     "another optimizer than Adam": lambda c: c.optimizer.optimizer != "adam" and f"--optimizer {c.optimizer.optimizer}",
     "narrow moments": lambda c: c.optimizer.use_precision_aware_optimizer and "--use-precision-aware-optimizer",
-    "delayed scales of Transformer Engine": lambda c: (
-        c.kernels.transformer_impl != "local"
-        and c.precision.fp8_format is not None
-        and c.precision.fp8_recipe == "delayed"
-        and "--transformer-impl transformer_engine with --fp8-recipe delayed"
-    ),
+    "fp64": lambda c: c.precision.dtype == "fp64" and "--dtype fp64",
+    "delayed scales and linears that run again": _repeats_delayed_scales,
     "recompute by hand": lambda c: " and ".join(given(c, *BY_HAND)) or False,
     "full recompute": lambda c: c.recompute.recompute_granularity == "full" and "--recompute-granularity full",
     "memory budget": lambda c: (
@@ -157,7 +165,7 @@ OPTIONS: dict[str, Option] = {
         and f"--recompute-memory-budget {c.recompute.recompute_memory_budget:g}"
     ),
     "recompute of experts": _selects("moe"),
-    "recompute of the MLP": _selects("mlp"),
+    "recompute of activations": _selects("activation"),
     "recompute of norms": _selects("layernorm"),
     "kept attention": lambda c: c.recompute.recompute_keep_attention and "--recompute-keep-attention",
     "post validation": lambda c: c.optimizer.optimizer_post_validation and "--optimizer-post-validation",
@@ -175,7 +183,7 @@ REFUSED: tuple[Refusal, ...] = (
     Refusal("slices", ("sinks",), NOT_BUILT, "attention over the keys of earlier slices has no sink"),
     Refusal(
         "slices",
-        ("attention of an extension", "attention kernel", "Transformer Engine"),
+        ("attention of an extension", "attention kernel"),
         NOT_BUILT,
         "their attention sees the keys of one slice only",
     ),
@@ -198,13 +206,6 @@ REFUSED: tuple[Refusal, ...] = (
         NOT_BUILT,
         "attention is computed in blocks of queries and keys, with torch's kernels",
         "use --cp-comm-type a2a",
-    ),
-    Refusal(
-        "sharded gradients",
-        ("Transformer Engine",),
-        NOT_BUILT,
-        "its modules hold their weights, which would have to be gathered",
-        AS_ZERO_1,
     ),
     Refusal(
         "sharded gradients",
@@ -257,27 +258,13 @@ REFUSED: tuple[Refusal, ...] = (
         "its projections and heads have no such kernels",
     ),
     Refusal("multi-token prediction", ("CUDA graphs",), NOT_BUILT, "its modules are not recorded"),
-    Refusal(
-        "Transformer Engine",
-        ("overlapped tp",),
-        NOT_BUILT,
-        "it overlaps in its own way, with user buffers that are not set up here",
-        "use --transformer-impl local, or leave --tp-comm-overlap out",
-    ),
-    Refusal(
-        "Transformer Engine",
-        ("activation offload",),
-        NOT_BUILT,
-        "it keeps casts of its weights among the activations, which would be offloaded too",
-        "use --transformer-impl local, or --recompute-granularity",
-    ),
     Refusal("fp8", ("post validation",), NOT_BUILT, "weights are cast once a step, but may be rolled back within it"),
     Refusal(
         "CUDA graphs",
-        ("Transformer Engine", "attention of Transformer Engine"),
+        ("attention of Transformer Engine",),
         NOT_BUILT,
         "it keeps state in Python, which a replay does not change",
-        "use --transformer-impl local with sdpa or flash",
+        "use --attention-impl sdpa or flash",
     ),
     Refusal(
         "CUDA graphs",
@@ -302,7 +289,7 @@ REFUSED: tuple[Refusal, ...] = (
     ),
     Refusal(
         "compiled blocks",
-        ("Transformer Engine", "norms of Apex"),
+        ("norms of Apex",),
         NO_GAIN,
         "these kernels are fused already",
         f"{EITHER}, or use --compile-blocks auto",
@@ -319,20 +306,7 @@ REFUSED: tuple[Refusal, ...] = (
         )
     ),
     Refusal(
-        "post validation",
-        ("host optimizer",),
-        NO_GAIN,
-        "updates start before the step is known to be valid, but a host waits for the gradients",
-    ),
-    Refusal(
         "memory budget", ("recompute by hand",), CONTRADICTION, "it chooses what each layer recomputes, which these fix"
-    ),
-    Refusal(
-        "delayed scales of Transformer Engine",
-        ("full recompute", "memory budget", "recompute of the MLP"),
-        CONTRADICTION,
-        "its scales change in every forward, so that a recomputed linear gives other numbers",
-        "use --fp8-recipe tensorwise, or recompute only core_attn",
     ),
     Refusal("narrow moments", ("another optimizer than Adam",), CONTRADICTION, "it is for the moments of Adam"),
     Refusal("attention kernel", ("sinks",), NOT_BUILT, "its kernels have no sinks", "use --attention-impl sdpa"),

@@ -1,0 +1,157 @@
+#!/usr/bin/env python3
+"""Write docs/composition.md and its picture from the table of refused pairs: `python tools/write_composition_page.py`.
+
+Every pair of features is resolved on its grid, which takes about 15 s. A test compares the page with what this writes.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from xml.sax.saxutils import escape
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(REPOSITORY))
+
+from megapipe.config.features import FEATURES  # noqa: E402
+from megapipe.config.rules.pairs import CONTRADICTION, NO_GAIN, NOT_BUILT, REFUSED, Refusal  # noqa: E402
+from megapipe.errors import ConfigError  # noqa: E402
+from megapipe.plan.world_rules import REFUSED_BY_SCHEDULES  # noqa: E402
+from tests.combinations import SIZES, Combination, options_of, planned  # noqa: E402
+from tools.write_flags_page import markdown_table  # noqa: E402
+
+PAGE, PICTURE = REPOSITORY / "docs" / "composition.md", REPOSITORY / "docs" / "images" / "composition.svg"
+ROWS = (*REFUSED, *REFUSED_BY_SCHEDULES)
+NAMES = tuple(feature.name for feature in FEATURES)
+COLORS = {"runs": "#cfe8cf", NOT_BUILT: "#f4c27a", NO_GAIN: "#b9cbe4", CONTRADICTION: "#e79a92"}
+CELL, LABEL = 18, 130  # pixels
+
+HEAD = """# Which features work together
+
+Of {pairs} pairs of {count} features {accepted} run; {refused} are refused, each with a reason that the error repeats.
+Pairs that give one option two values, such as two schedules, are left out. Each feature is a few flags on a small model
+(`megapipe/config/features.py`); the reasons are one table (`megapipe/config/rules/pairs.py`).
+
+![All pairs of features: what runs, and the number of the reason for what is refused](images/composition.svg)
+
+- not built: each works alone, and together they would; what is missing is stated.
+- no gain: they would run together, to no use.
+- contradiction: together they mean nothing, or compute another function; refused for good.
+
+What is accepted is compared with one process: `tools/draw_combinations.py` draws four to seven features, and a test
+examines some pairs at each commit. What is refused is tried, too, where a CPU can run it: with its row left out of the
+table it has to end as tests/test_refused_pairs.py states, so that no refusal outlives its reason.
+
+This page is generated: `python tools/write_composition_page.py`.
+
+"""
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """Refused pairs with their rows, and the number of pairs in all."""
+
+    refused: dict[tuple[str, str], tuple[Refusal, ...]]
+    num_pairs: int
+
+    @property
+    def rows(self) -> tuple[Refusal, ...]:
+        """The rows that pairs fall under, in the order of the table: reasons 1, 2, ..."""
+        return tuple(row for row in ROWS if any(row in found for found in self.refused.values()))
+
+
+def matrix() -> Matrix:
+    """Resolve every pair on its grid."""
+    refused, num_pairs = {}, 0
+    for pair in itertools.combinations(NAMES, 2):
+        try:
+            options_of(pair)
+        except ValueError:
+            continue
+        num_pairs += 1
+        combination = Combination(0, pair)
+        try:
+            planned(combination, [*combination.arguments(SIZES), "--device", "cuda"])
+        except ConfigError as error:
+            refused[pair] = tuple(rows_of(str(error)))
+    return Matrix(refused, num_pairs)
+
+
+def rows_of(message: str) -> Iterator[Refusal]:
+    """Yield the row of each line of an error. Raises ValueError for a refusal outside the table."""
+    for line in message.splitlines():
+        rows = [row for row in ROWS if f": {row.reason}; {row.way}" in line]
+        if len(rows) != 1:
+            raise ValueError(f"not one row of the table refuses this: {line}")
+        yield from rows
+
+
+def page(found: Matrix) -> str:
+    """Return docs/composition.md."""
+    count, refused = found.num_pairs, len(found.refused)
+    head = HEAD.format(pairs=count, count=len(FEATURES), accepted=count - refused, refused=refused)
+    by_row = {row: [pair for pair, rows in found.refused.items() if row in rows] for row in found.rows}
+    cells = [
+        (str(number), f"{row.option} with {', '.join(row.others)}", row.kind, row.reason, str(len(by_row[row])))
+        for number, row in enumerate(found.rows, 1)
+    ]
+    flags = [(feature.name, f"`{feature.flags}`") for feature in FEATURES]
+    reasons = markdown_table(("reason", "options", "kind", "why", "pairs"), cells)
+    return f"{head}## Reasons\n\n{reasons}\n## Features\n\n{markdown_table(('feature', 'flags'), flags)}"
+
+
+def picture(found: Matrix) -> str:
+    """Return the triangle of pairs, with the number of the reason in each cell that is refused."""
+    numbers = {row: number for number, row in enumerate(found.rows, 1)}
+    width, height = LABEL + CELL * len(NAMES), CELL * len(NAMES) + 60
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-family="sans-serif" '
+        'font-size="11">',
+        f'<rect width="{width}" height="{height}" fill="white"/>',
+    ]
+    for down, name in enumerate(NAMES):
+        y = down * CELL
+        parts.append(f'<text x="{LABEL - 6}" y="{y + 13}" text-anchor="end">{escape(name)}</text>')
+        parts.append(
+            f'<text transform="translate({LABEL + y + 12} {y + CELL - 4}) rotate(-90)" font-size="10" fill="#555">'
+            f"{escape(name)}</text>"
+            if down == 0
+            else ""
+        )
+        for across, other in enumerate(NAMES[:down]):
+            rows = found.refused.get((other, name), ())
+            parts.append(_cell(LABEL + across * CELL, y, name, other, rows, numbers))
+        x = LABEL + down * CELL
+        parts.append(f'<text x="{x + 4}" y="{y + 13}" fill="#777">{escape(name)}</text>')
+    kinds = Counter(rows[0].kind for rows in found.refused.values())
+    kinds["runs"] = found.num_pairs - len(found.refused)
+    for place, (kind, color) in enumerate(COLORS.items()):
+        x, y = LABEL + place * 170, CELL * len(NAMES) + 24
+        parts.append(f'<rect x="{x}" y="{y}" width="14" height="14" fill="{color}"/>')
+        parts.append(f'<text x="{x + 20}" y="{y + 12}">{kind}: {kinds[kind]} pairs</text>')
+    return "\n".join(filter(None, [*parts, "</svg>"])) + "\n"
+
+
+def _cell(x: int, y: int, name: str, other: str, rows: tuple[Refusal, ...], numbers: dict[Refusal, int]) -> str:
+    """Return one cell: nothing for two values of one option."""
+    try:
+        options_of((other, name))
+    except ValueError:
+        return ""
+    color = COLORS[rows[0].kind if rows else "runs"]
+    words = "; ".join(row.reason for row in rows) or "runs"
+    box = f'<rect x="{x}" y="{y}" width="{CELL - 1}" height="{CELL - 1}" fill="{color}"/>'
+    number = (
+        f'<text x="{x + 8}" y="{y + 12}" text-anchor="middle" font-size="9">{numbers[rows[0]]}</text>' if rows else ""
+    )
+    return f"<g><title>{escape(f'{name} with {other}: {words}')}</title>{box}{number}</g>"
+
+
+if __name__ == "__main__":
+    result = matrix()
+    PAGE.write_text(page(result), encoding="utf-8")
+    PICTURE.write_text(picture(result), encoding="utf-8")
