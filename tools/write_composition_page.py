@@ -107,7 +107,7 @@ def page(found: Matrix) -> str:
 def picture(found: Matrix) -> str:
     """Return the triangle of pairs, with the number of the reason in each cell that is refused."""
     numbers = {row: number for number, row in enumerate(found.rows, 1)}
-    width, height = LABEL + CELL * len(NAMES), CELL * len(NAMES) + 60
+    width, height = 2 * LABEL + CELL * len(NAMES), CELL * len(NAMES) + 60
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-family="sans-serif" '
         'font-size="11">',
@@ -116,12 +116,6 @@ def picture(found: Matrix) -> str:
     for down, name in enumerate(NAMES):
         y = down * CELL
         parts.append(f'<text x="{LABEL - 6}" y="{y + 13}" text-anchor="end">{escape(name)}</text>')
-        parts.append(
-            f'<text transform="translate({LABEL + y + 12} {y + CELL - 4}) rotate(-90)" font-size="10" fill="#555">'
-            f"{escape(name)}</text>"
-            if down == 0
-            else ""
-        )
         for across, other in enumerate(NAMES[:down]):
             rows = found.refused.get((other, name), ())
             parts.append(_cell(LABEL + across * CELL, y, name, other, rows, numbers))
