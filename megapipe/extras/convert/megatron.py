@@ -422,11 +422,18 @@ def extra_state_modules(layer: LayerConfig, transformer_engine: bool) -> list[st
 class MegatronRun:
     """The parts of a run that both formats hold, in Megatron's terms."""
 
+    grid: MegatronGrid
+    transformer_engine: bool  # its names, of norms and of experts in grouped GEMMs
     model: ResolvedModelConfig  # with its padded vocabulary
     args: Mapping[str, Any]
     snapshot: Snapshot  # with Megatron's order of channels
     weights: Mapping[str, LazyTensor]  # by our names, in the dtype of the run if it continues
     continues: bool  # its optimizer state is written
+
+    @property
+    def optimizers(self) -> tuple[bool, ...]:
+        """Whether each optimizer is that of experts: with several ranks of ep they have the second of two."""
+        return (False,) if self.grid.ep == 1 else (False, True)
 
 
 def prepare(
@@ -454,7 +461,7 @@ def prepare(
         "no_save_rng": True,
         "moe_grouped_gemm": transformer_engine and model.num_experts is not None,
     }
-    return MegatronRun(model, args, snapshot, weights, continues)
+    return MegatronRun(grid, transformer_engine, model, args, snapshot, weights, continues)
 
 
 def check_grid(model: ResolvedModelConfig, grid: MegatronGrid, ckpt_format: str, transformer_engine: bool) -> None:

@@ -217,9 +217,7 @@ def write(
             }
         elif snapshot.config.precision.dtype != "fp32":
             kinds["fp32_param"] = "master"
-        chain = [
-            _optimizer_content(snapshot, kind, distributed_optimizer) for kind in (False, True)[: 1 + (grid.ep > 1)]
-        ]
+        chain = [_optimizer_content(snapshot, kind, distributed_optimizer) for kind in run.optimizers]
         common["optimizer"] = chain[0] if len(chain) == 1 else dict(enumerate(chain))
         for theirs, ours in kinds.items():
             sources[f"{OPTIMIZER}{theirs}."] = {
@@ -227,9 +225,9 @@ def write(
                 for name in run.weights
                 if not name.endswith(EXPERT_BIAS)
             }
-    content: dict[str, Any] = {COMMON_VALUE: [common], **_extra_states(run, transformer_engine)}
+    content: dict[str, Any] = {COMMON_VALUE: [common], **_extra_states(run)}
     for prefix, tensors in sources.items():
-        content |= {prefix + name: entry for name, entry in _stacked(run, tensors, transformer_engine).items()}
+        content |= {prefix + name: entry for name, entry in _stacked(run, tensors).items()}
     folder = f"iter_{snapshot.step:07d}"
     with new_folder(root) as (disk, temporary):
         disk.make_folder(temporary / folder)
@@ -255,11 +253,11 @@ def _is_stacked(run: MegatronRun) -> bool:
     return not isinstance(run.args[FREQUENCY], list)
 
 
-def _extra_states(run: MegatronRun, transformer_engine: bool) -> dict[str, Any]:
+def _extra_states(run: MegatronRun) -> dict[str, Any]:
     """Return the extra states that Megatron asks for, empty as without fp8, by name and place among the layers."""
     layers, number, states = layer_configs(run.model), run.model.num_layers, dict[str, Any]()
     for layer, config in enumerate(layers):
-        modules = megatron.extra_state_modules(config, transformer_engine)
+        modules = megatron.extra_state_modules(config, run.transformer_engine)
         shards: dict[str, list[tuple[int, int]]] = {f"{module}.{EXTRA_STATE}": [] for module in modules}
         if config.num_experts is not None:
             numbers = [(expert, config.num_experts) for expert in range(config.num_experts)]
@@ -270,12 +268,10 @@ def _extra_states(run: MegatronRun, transformer_engine: bool) -> dict[str, Any]:
             for place in [[*own, one] for one in places] or [own or [(0, 1)]]:
                 at, of = (".".join(str(pair[side]) for pair in place) for side in (0, 1))
                 states[f"{prefix}{module}/shard_{at}_{of}"] = [None]
-    return states | ({f"decoder.final_layernorm.{EXTRA_STATE}/shard_0_1": [None]} if transformer_engine else {})
+    return states | ({f"decoder.final_layernorm.{EXTRA_STATE}/shard_0_1": [None]} if run.transformer_engine else {})
 
 
-def _stacked(
-    run: MegatronRun, tensors: Mapping[str, LazyTensor], transformer_engine: bool
-) -> dict[str, LazyTensor | LazyStack]:
+def _stacked(run: MegatronRun, tensors: Mapping[str, LazyTensor]) -> dict[str, LazyTensor | LazyStack]:
     """Return tensors by Megatron's names, those of layers stacked in the order of the layers unless layers differ.
 
     The model has a padded vocabulary, for which rows of zeros are added.
@@ -289,7 +285,7 @@ def _stacked(
         if spec.name not in tensors:  # states are not among an optimizer's
             continue
         tensor, layer = tensors[spec.name], layers[spec.owner] if isinstance(spec.owner, int) else None
-        name = megatron.stacked_name(megatron.their_name(spec.name, layer, transformer_engine, is_dist=True))
+        name = megatron.stacked_name(megatron.their_name(spec.name, layer, run.transformer_engine, is_dist=True))
         if isinstance(spec.slicing, Experts):
             count = spec.slicing.count
             shape = megatron.stacked_shape(spec, spec.shape, count)

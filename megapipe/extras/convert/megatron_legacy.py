@@ -463,7 +463,7 @@ def write(
     with new_folder(root) as (disk, temporary):
         for pp_rank in range(grid.pp):
             for tp_rank, ep_rank in _ranks(grid):
-                rank = Rank(run, grid, pp_rank, tp_rank, ep_rank, transformer_engine)
+                rank = Rank(run, pp_rank, tp_rank, ep_rank)
                 names = [f"{tp_rank:02d}", *([f"{pp_rank:03d}"] if grid.pp > 1 else [])]
                 place = temporary / folder / "_".join(["mp_rank", *names, *([f"{ep_rank:03d}"] if grid.ep > 1 else [])])
                 disk.make_folder(place)
@@ -505,21 +505,19 @@ class Rank:
     """The tensors of one rank in Megatron's order."""
 
     run: MegatronRun
-    grid: MegatronGrid
     pp_rank: int
     tp_rank: int
     ep_rank: int
-    transformer_engine: bool
 
     @cached_property
     def layers(self) -> range:
         """The numbers of its layers."""
-        number, pp = self.run.model.num_layers, self.grid.pp
+        number, pp = self.run.model.num_layers, self.run.grid.pp
         return range(self.pp_rank * number // pp, (self.pp_rank + 1) * number // pp)
 
     @cached_property
     def members(self) -> list[Member]:
-        model, grid, is_fused = self.run.model, self.grid, self.transformer_engine
+        model, grid, is_fused = self.run.model, self.run.grid, self.run.transformer_engine
         first, last = self.pp_rank == 0, self.pp_rank == grid.pp - 1
         stage = stage_parameters(megatron.ordered_parameters(model, grid.etp, is_fused), self.layers, first, last)
         if not first:  # the copy of a tied embedding is the last stage's output layer
@@ -528,27 +526,29 @@ class Rank:
 
     def optimizers(self) -> list[tuple[bool, list[Member]]]:
         """Return the optimizers, each with its parameters: with several ranks of ep the second is that of experts."""
-        if self.grid.ep == 1:
-            return [(False, self.members)]
-        return [(kind, [one for one in self.members if one.spec.is_expert == kind]) for kind in (False, True)]
+        kinds = self.run.optimizers
+        return [
+            (kind, [one for one in self.members if len(kinds) == 1 or one.spec.is_expert == kind]) for kind in kinds
+        ]
 
     def weights(self) -> dict[str, Tensor | None]:
         """Return the weights, states and extra states (None) by Megatron's names. Layers are numbered from 0."""
         tensors, layers = self.run.weights, layer_configs(self.run.model)
+        is_fused, shift = self.run.transformer_engine, -self.layers.start
         found: dict[str, Tensor | None] = {}
         cut = self._cutter(tensors.__getitem__)
         for one in self.members:
-            owner, name = one.spec.owner, one.name(self.transformer_engine)
+            owner, name = one.spec.owner, one.name(is_fused)
             layer = layers[owner] if isinstance(owner, int) else None
-            name = megatron.their_name(name, layer, self.transformer_engine, is_dist=False, shift=-self.layers.start)
+            name = megatron.their_name(name, layer, is_fused, is_dist=False, shift=shift)
             if name == WORD_EMBEDDING and self.pp_rank > 0:
                 name = HEAD  # the last stage's copy of a tied embedding
             found[name] = cut(one)
         for state in model_states(self.run.model):
             if state.owner in self.layers:
-                name = megatron.their_name(state.name, None, False, is_dist=False, shift=-self.layers.start)
+                name = megatron.their_name(state.name, None, False, is_dist=False, shift=shift)
                 found[name] = tensors[state.name].detach()
-        if self.transformer_engine:
+        if is_fused:
             for number, layer in enumerate(layers[self.layers.start : self.layers.stop]):
                 modules = megatron.extra_state_modules(layer, transformer_engine=True)
                 if layer.num_experts is not None:
@@ -558,7 +558,7 @@ class Rank:
 
     def _cutter(self, tensor: Callable[[str], LazyTensor]) -> Callable[[Member], Tensor]:
         """Return a function that cuts tensors of this rank, and reads those of all experts once."""
-        grid, found = self.grid, dict[str, tuple[Tensor, ...]]()
+        grid, found = self.run.grid, dict[str, tuple[Tensor, ...]]()
         rank = self.ep_rank * grid.etp + self.tp_rank % grid.etp
 
         def cut(one: Member) -> Tensor:
@@ -606,7 +606,7 @@ class Rank:
         buffer is the same for any buckets. A rank without such parameters has no buffer.
         """
         snapshot, content = self.run.snapshot, {"buckets_coalesced": True}
-        is_tied = self.grid.pp > 1 and not snapshot.config.model.untie_embeddings_and_output_weights
+        is_tied = self.run.grid.pp > 1 and not snapshot.config.model.untie_embeddings_and_output_weights
         flats: dict[str, Any] = {}
         for ours, theirs in KEYS.items():
             cut, parts = self._state(ours), list[Tensor]()
