@@ -151,10 +151,7 @@ def _change(key: str, saved: Config, own: Config) -> Iterator[str]:
     if key == "data.sft_overlong" and "refuse" in (before, now):
         return  # where a run was not refused, nothing was too long
     if key == "parallel.pipeline_schedule":
-        before, now = (name if _is_asynchronous(name) else "synchronous" for name in (before, now))
+        asynchronous = {name for name in SCHEDULES if not SCHEDULES[name].is_synchronous}
+        before, now = (name if name in asynchronous else "synchronous" for name in (before, now))
     if before != now:
         yield change_text(field.main_flag, before, now)
-
-
-def _is_asynchronous(schedule: str) -> bool:
-    return schedule in SCHEDULES and not SCHEDULES[schedule].is_synchronous

@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 
 from megapipe.data.dataset import Array
-from megapipe.data.indexed_file import bin_path, idx_path
+from megapipe.data.indexed_file import bin_path, idx_path, replace_json
 from megapipe.errors import ConfigError
 
 Arrays = dict[str, Array]
@@ -148,11 +148,7 @@ def _write_description(entry: Path, content: dict[str, Any], stamps: dict[str, l
     content["stamps"] = {name: stamp for name, stamp in stamps.items() if now - max(stamp[2:]) > SETTLED_NS}
     partial = entry / f".description.{secrets.token_hex(8)}"
     try:
-        with open(partial, "w") as file:
-            json.dump(content, file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(partial, entry / "description.json")
+        replace_json(entry / "description.json", partial, content)
     finally:
         partial.unlink(missing_ok=True)
 

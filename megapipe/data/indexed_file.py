@@ -330,20 +330,29 @@ def publish(partial_bin: Path, partial_idx: Path, prefix: str, tokenizer: Tokeni
         if tokenizer is None:
             tokenizer_path(prefix).unlink(missing_ok=True)
         else:
-            partial = Path(f"{partial_bin}.tokenizer")
-            with open(partial, "w", encoding="utf-8") as file:
-                json.dump(tokenizer, file, indent=1)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(partial, tokenizer_path(prefix))
+            replace_json(tokenizer_path(prefix), Path(f"{partial_bin}.tokenizer"), tokenizer, indent=1)
         os.replace(partial_bin, bin_path(prefix))
     if partial_idx.exists():
         os.replace(partial_idx, idx_path(prefix))
-    folder = os.open(bin_path(prefix).parent, os.O_RDONLY)
+    sync_folder(bin_path(prefix).parent)
+
+
+def replace_json(path: Path, partial: Path, content: Any, indent: int | None = None) -> None:
+    """Write and sync a JSON file under the name `partial`, then rename it."""
+    with open(partial, "w", encoding="utf-8") as file:
+        json.dump(content, file, indent=indent)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(partial, path)
+
+
+def sync_folder(folder: Path) -> None:
+    """Make the names of new files survive a crash of the machine."""
+    descriptor = os.open(folder, os.O_RDONLY)
     try:
-        os.fsync(folder)
+        os.fsync(descriptor)
     finally:
-        os.close(folder)
+        os.close(descriptor)
 
 
 class IndexedWriter:

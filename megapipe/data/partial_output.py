@@ -27,7 +27,16 @@ from typing import IO, Any
 import numpy as np
 
 from megapipe.data.dataset import Array
-from megapipe.data.indexed_file import Tokenizer, bin_path, idx_path, index_bytes, publish, write_index
+from megapipe.data.indexed_file import (
+    Tokenizer,
+    bin_path,
+    idx_path,
+    index_bytes,
+    publish,
+    replace_json,
+    sync_folder,
+    write_index,
+)
 from megapipe.data.text_source import Position, Problem
 from megapipe.errors import ConfigError, DataError
 
@@ -242,14 +251,5 @@ def _read(path: Path) -> dict[str, Any] | None:
 
 
 def _write(path: Path, content: dict[str, Any]) -> None:
-    partial = path.with_name(f"{path.name}.new")
-    with open(partial, "w", encoding="utf-8") as file:
-        json.dump(content, file)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(partial, path)
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
+    replace_json(path, path.with_name(f"{path.name}.new"), content)
+    sync_folder(path.parent)

@@ -11,8 +11,8 @@ from megapipe.errors import CheckpointError, ConfigError
 from megapipe.extras.cli.frame import command, option
 from megapipe.extras.convert import dcp_run, hugging_face, megatron_dist, megatron_legacy
 from megapipe.extras.convert.formats import DCP, FORMATS, HUGGING_FACE, MEGATRON, OWN, guess
-from megapipe.extras.convert.megatron import MegatronGrid, iteration_folder
-from megapipe.extras.convert.megatron_writing import has_writable_optimizer
+from megapipe.extras.convert.megatron import has_writable_optimizer, iteration_folder
+from megapipe.extras.convert.megatron_args import MegatronGrid
 from megapipe.extras.convert.snapshot import DTYPES, Snapshot, read_checkpoint, write_checkpoint
 from megapipe.extras.convert.special_tokens import ends_of
 from megapipe.registry import EXTENSIONS

@@ -8,7 +8,7 @@ settings. A tensor or setting that the other side cannot express is an error tha
 - `families`, `layer_types`, `hugging_face`: architectures of Hugging Face, their layers that differ; folders with
   config.json and safetensors files; `extend` adds architectures from outside
 - `pickled`: pickled files and folders of torch.distributed.checkpoint, read without executing anything in them
-- `megatron`: names of tensors and args; `megatron_legacy`, `megatron_dist`: its formats `torch` and `torch_dist`;
-  `megatron_writing`: what is written in both; `megatron_buckets`: optimizer state stored by gradient buckets
+- `megatron_args`: Megatron's args; `megatron`: names, order and cuts of its tensors; `megatron_legacy`,
+  `megatron_dist`: its formats `torch` and `torch_dist`; `megatron_buckets`: optimizer state by gradient buckets
 - `dcp_run`: runs saved by torch.distributed.checkpoint
 """

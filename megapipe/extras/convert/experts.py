@@ -1,13 +1,16 @@
-"""Experts in Hugging Face's configurations and tensors: rules and rows of the architectures that have them."""
+"""Experts in Hugging Face's configurations and tensors: rules and rows of the architectures that have them.
+
+DeepSeek's have latent attention, too, whose rotary pairs are neighbouring channels.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from megapipe.config.layers import LayerConfig
 from megapipe.errors import ConfigError
+from megapipe.extras.convert import prediction
 from megapipe.extras.convert.layer_types import regular_period, runs_text
 from megapipe.extras.convert.tables import (
     EXPERT,
@@ -24,6 +27,9 @@ from megapipe.extras.convert.tables import (
     gate_and_up,
     interleaved_experts,
     key,
+    latent_keys,
+    latent_queries,
+    nullable,
     of_experts,
     of_experts_transposed,
     stacked_experts,
@@ -67,6 +73,18 @@ GPT_OSS_ROWS = (
     Row(f"{OURS}.mlp.experts.bias1", (f"{LLAMA}.mlp.experts.gate_up_proj_bias",), interleaved_experts),
     Row(f"{OURS}.mlp.experts.bias2", (f"{LLAMA}.mlp.experts.down_proj_bias",), stacked_experts),
 )
+_LATENTS, _THEIRS = f"{OURS}.self_attention", f"{LLAMA}.self_attn"
+DEEPSEEK_ROWS = (
+    Row(f"{_LATENTS}.linear_q_proj", (f"{_THEIRS}.q_proj",), latent_queries),
+    Row(f"{_LATENTS}.linear_q_down_proj", (f"{_THEIRS}.q_a_proj",)),
+    Row(f"{_LATENTS}.q_layernorm", (f"{_THEIRS}.q_a_layernorm",)),
+    Row(f"{_LATENTS}.linear_q_up_proj", (f"{_THEIRS}.q_b_proj",), latent_queries),
+    Row(f"{_LATENTS}.linear_kv_down_proj", (f"{_THEIRS}.kv_a_proj_with_mqa",), latent_keys),
+    Row(f"{_LATENTS}.kv_layernorm", (f"{_THEIRS}.kv_a_layernorm",)),
+    Row(f"{_LATENTS}.linear_kv_up_proj", (f"{_THEIRS}.kv_b_proj",)),
+    *GLM_ROWS,
+    *prediction.ROWS,
+)
 QWEN_2_ROWS = (
     *ROWS,
     *shared_rows("mlp.shared_expert"),
@@ -84,8 +102,7 @@ def of_expert_layer(layers: Layers) -> LayerConfig:
 
 def expert_key(theirs: str, ours: str, default: Any = REQUIRED, words: Mapping[Any, Any] | None = None) -> Rule:
     """Return the rule of one key that corresponds to one field of layers with experts. Arguments as of `key`."""
-    rule = key(theirs, ours, default, words)
-    return replace(rule, write=lambda layers: rule.write((of_expert_layer(layers),)))
+    return key(theirs, ours, default, words, lambda layers: getattr(of_expert_layer(layers), ours))
 
 
 def count_and_choice(names: Sequence[str], topk: int) -> tuple[Rule, Rule]:
@@ -102,32 +119,25 @@ def count_and_choice(names: Sequence[str], topk: int) -> tuple[Rule, Rule]:
     return count, expert_key("num_experts_per_tok", "moe_router_topk", topk)
 
 
-WIDTH = "moe_intermediate_size"
-EXPERT_WIDTH = Rule(
-    (WIDTH,),
-    key(WIDTH, "moe_ffn_hidden_size").read,
-    lambda layers: {WIDTH: of_expert_layer(layers).expert_ffn_size},
-)
+DENSE_WIDTH, WIDTH = "intermediate_size", "moe_intermediate_size"
+EXPERT_WIDTH = key(WIDTH, "moe_ffn_hidden_size", value_of=lambda layers: of_expert_layer(layers).expert_ffn_size)
 
 
 def all_layers(num_experts: Sequence[str], topk: int) -> tuple[Rule, ...]:
     """Return the rules of experts in all layers, whose width is intermediate_size. Arguments of `count_and_choice`."""
-    width = "intermediate_size"
-    return (
-        *count_and_choice(num_experts, topk),
-        replace(key(width, "ffn_hidden_size"), write=lambda layers: {width: of_expert_layer(layers).expert_ffn_size}),
-    )
+    width = key(DENSE_WIDTH, "ffn_hidden_size", value_of=lambda layers: of_expert_layer(layers).expert_ffn_size)
+    return (*count_and_choice(num_experts, topk), width)
 
 
 def some_layers(num_experts: Sequence[str], topk: int) -> tuple[Rule, ...]:
     """Return the rules of experts in some layers, of another width than the MLPs of the others. Arguments likewise."""
-    width = "intermediate_size"
 
-    def write(layers: Layers) -> dict[str, Any]:
-        dense = [layer.ffn_hidden_size for layer in layers if layer.num_experts is None and layer.has_mlp]
-        return {width: (dense or [layers[0].ffn_hidden_size])[0]}
+    def dense_width(layers: Layers) -> int:
+        dense = (layer.ffn_hidden_size for layer in layers if layer.num_experts is None and layer.has_mlp)
+        return next(dense, layers[0].ffn_hidden_size)
 
-    return (*count_and_choice(num_experts, topk), replace(key(width, "ffn_hidden_size"), write=write), EXPERT_WIDTH)
+    width = key(DENSE_WIDTH, "ffn_hidden_size", value_of=dense_width)
+    return (*count_and_choice(num_experts, topk), width, EXPERT_WIDTH)
 
 
 NORMALIZED = "norm_topk_prob"  # a softmax over all experts, divided by the sum over the chosen ones, or as it is
@@ -171,14 +181,14 @@ FIRST, SHARED_COUNT = "first_k_dense_replace", "n_shared_experts"
 GROUPS, TAKEN, TOPK = "n_group", "topk_group", "num_experts_per_tok"
 
 
+def write_first_dense(layers: Layers) -> dict[str, Any]:
+    return {FIRST: [layer.num_experts is not None for layer in layers].index(True)}
+
+
 def read_first_dense(settings: Settings) -> dict[str, Any]:
     first, num_layers = settings.get(FIRST), int(settings["num_hidden_layers"])
     first = 1 if first is None else first
     return expert_layers([layer >= first for layer in range(num_layers)], f"{FIRST} {first}")
-
-
-def write_first_dense(layers: Layers) -> dict[str, Any]:
-    return {FIRST: [layer.num_experts is not None for layer in layers].index(True)}
 
 
 def read_shared_width(settings: Settings) -> dict[str, Any]:
@@ -211,14 +221,16 @@ def write_groups(layers: Layers) -> dict[str, Any]:
     return {GROUPS: layer.moe_router_num_groups or 1, TAKEN: layer.moe_router_group_topk or 1}
 
 
+def factor_of(layers: Layers) -> float:
+    """Return the factor on the weights of the chosen experts."""
+    return of_expert_layer(layers).moe_router_topk_scaling_factor or 1.0
+
+
 SCALING = "routed_scaling_factor"
 SIGMOID_ROUTER = (
     always(moe_router_score_function="sigmoid", moe_router_enable_expert_bias=True, moe_router_dtype="fp32"),
     fixed(NORMALIZED, True, "sigmoid scores are divided by the sum over the chosen experts here"),
-    replace(
-        key(SCALING, "moe_router_topk_scaling_factor", 1.0),
-        write=lambda layers: {SCALING: of_expert_layer(layers).moe_router_topk_scaling_factor or 1.0},
-    ),
+    key(SCALING, "moe_router_topk_scaling_factor", 1.0, value_of=factor_of),
     Rule((GROUPS, TAKEN), read_groups, write_groups),
     Rule((SHARED_COUNT,), read_shared_width, write_shared_width),
 )
@@ -226,7 +238,7 @@ FIRST_DENSE = Rule((FIRST,), read_first_dense, write_first_dense)
 
 # ---------------------------------------------------------------------------------------------------- GPT-OSS
 
-LIMIT = "swiglu_limit"
+LIMIT, QUANTIZATION = "swiglu_limit", "quantization_config"
 AGAIN, CONTEXT, LENGTH = "experts_per_token", "initial_context_length", "original_max_position_embeddings"
 
 
@@ -250,9 +262,7 @@ GPT_OSS = (
     fixed("swiglu_alpha", 1.702, "it is the factor of quick GELU here"),
     fixed("attention_bias", True, "experts and routers have biases, and here all linears have them or none"),
     Rule((AGAIN, CONTEXT), read_again, lambda layers: {}),
-    unwritten(
-        fixed("quantization_config", None, "weights are quantized; save them in bf16 with transformers (dequantize)")
-    ),
+    unwritten(fixed(QUANTIZATION, None, "weights are quantized; save them in bf16 with transformers (dequantize)")),
 )
 GPT_OSS_ROPE = {
     "rope_type": "yarn",
@@ -262,3 +272,161 @@ GPT_OSS_ROPE = {
     "truncate": False,
     LENGTH: 4096,
 }
+
+# --------------------------------------------------------------------------------------------------- DeepSeek
+
+
+def check_deepseek(layers: Layers) -> dict[str, Any]:
+    """Raise ConfigError for a model whose first layer with experts has no latent attention. Returns no keys."""
+    found = next((layer for layer in layers if layer.num_experts is not None), None)
+    if found is None or not found.multi_latent_attention:
+        raise ConfigError("the model lacks experts or latent attention, which this architecture has")
+    return {}
+
+
+def read_head_sizes(settings: Settings) -> dict[str, Any]:
+    """Check keys that repeat others."""
+    rotated, plain = settings.get("qk_rope_head_dim", 64), settings.get("qk_nope_head_dim", 128)
+    heads = settings["num_attention_heads"]
+    for name, value in {"head_dim": rotated, "qk_head_dim": rotated + plain, "num_key_value_heads": heads}.items():
+        check_alike({name: settings.get(name), "its value by the other keys": value})
+    return {}
+
+
+def dense_layers(default: int) -> Rule:
+    """Return the rule of the number of first layers that have no experts."""
+
+    def read(settings: Settings) -> dict[str, Any]:
+        dense, count = settings.get(FIRST, default), int(settings["num_hidden_layers"])
+        if not 0 <= dense < count:
+            raise ConfigError(f"{FIRST} {dense} of {count} layers cannot be expressed: no layer would have experts")
+        return expert_layers([layer >= dense for layer in range(count)], FIRST)
+
+    return Rule((FIRST,), read, write_first_dense)
+
+
+def shared_experts(default_width: int, default_count: int) -> Rule:
+    """Return the rule of the width of an expert, and of the shared ones, which are as wide as a number of experts."""
+
+    def read(settings: Settings) -> dict[str, Any]:
+        width, count = settings.get(WIDTH, default_width), settings.get(SHARED_COUNT, default_count)
+        if not count:
+            raise ConfigError(f"{SHARED_COUNT} {count} cannot be expressed: this architecture has shared experts")
+        return {"moe_ffn_hidden_size": width, SHARED: count * width}
+
+    def write(layers: Layers) -> dict[str, Any]:
+        layer = of_expert_layer(layers)
+        shared, width = layer.moe_shared_expert_intermediate_size or 0, layer.expert_ffn_size
+        if not shared or shared % width:
+            rule = f"its shared experts are as wide as a number of experts, {width} each"
+            raise ConfigError(f"shared experts of {shared} channels cannot be expressed: {rule}")
+        return {WIDTH: width, SHARED_COUNT: shared // width}
+
+    return Rule((WIDTH, SHARED_COUNT), read, write)
+
+
+def scale(default: float) -> Rule:
+    """Return the rule of the factor on the weights of chosen experts."""
+
+    def read(settings: Settings) -> dict[str, Any]:
+        value = settings.get(SCALING, default)
+        return {"moe_router_topk_scaling_factor": None if value == 1.0 else value}
+
+    return Rule((SCALING,), read, lambda layers: {SCALING: factor_of(layers)})
+
+
+def read_choice(settings: Settings) -> dict[str, Any]:
+    """Read how a token chooses experts. In transformers a group's score is the sum of its two best experts'."""
+    groups, taken, topk = (settings.get(name, default) for name, default in ((GROUPS, 8), (TAKEN, 4), (TOPK, 8)))
+    if topk < 2:
+        raise ConfigError(f"{TOPK} {topk} cannot be expressed: weights of one chosen expert are not normalized here")
+    fields = {"moe_router_topk": topk, "moe_router_num_groups": None, "moe_router_group_topk": None}
+    if groups == taken:  # all groups are taken
+        return fields
+    if topk != 2 * taken:
+        rule = f"here a group's score is the sum of its {TOPK} / {TAKEN} best experts', there of two"
+        raise ConfigError(f"{TOPK} {topk} with {TAKEN} {taken} cannot be expressed: {rule}")
+    return fields | {"moe_router_num_groups": groups, "moe_router_group_topk": taken}
+
+
+BY_GROUP, GREEDY, METHOD = "group_limited_greedy", "greedy", "topk_method"
+
+
+def read_choice_of_v2(settings: Settings) -> dict[str, Any]:
+    """Read how a token chooses experts in DeepSeek-V2, where a group's score is that of its best expert."""
+    groups, taken, topk = settings.get(GROUPS) or 1, settings.get(TAKEN) or 1, settings.get(TOPK)
+    method = settings.get(METHOD) or GREEDY
+    if method not in (GREEDY, BY_GROUP):
+        raise ConfigError(f"{METHOD} {method!r} cannot be expressed; it can be {GREEDY}, {BY_GROUP}")
+    if topk is None:
+        raise ConfigError(f"the key {TOPK} is missing")
+    if method == GREEDY or groups == taken:
+        return {"moe_router_topk": topk}
+    if topk != taken:
+        rule = f"a group's score is that of its best expert there, and here the sum of its {TOPK} / {TAKEN} best"
+        raise ConfigError(f"{METHOD} {BY_GROUP} with {TOPK} {topk} and {TAKEN} {taken} cannot be expressed: {rule}")
+    return {"moe_router_topk": topk, "moe_router_num_groups": groups, "moe_router_group_topk": taken}
+
+
+def write_choice_of_v2(layers: Layers) -> dict[str, Any]:
+    layer = of_expert_layer(layers)
+    groups, taken = layer.moe_router_num_groups, layer.moe_router_group_topk
+    return {TOPK: layer.moe_router_topk, GROUPS: groups, TAKEN: taken, METHOD: BY_GROUP if groups else GREEDY}
+
+
+_DEEPSEEK = (
+    Rule((), lambda settings: {}, check_deepseek),
+    key("kv_lora_rank", "kv_lora_rank", 512),
+    nullable("q_lora_rank", "q_lora_rank", 1536),
+    key("qk_nope_head_dim", "qk_head_dim", 128),
+    key("qk_rope_head_dim", "qk_pos_emb_head_dim", 64),
+    key("v_head_dim", "v_head_dim", 128),
+    Rule(
+        ("head_dim", "qk_head_dim", "num_key_value_heads"),
+        read_head_sizes,
+        lambda layers: {"num_key_value_heads": layers[0].num_attention_heads},
+    ),
+    key("rms_norm_eps", "norm_epsilon", 1e-6),
+    fixed("attention_bias", False, "projections of latent attention have no biases here"),
+    unwritten(fixed("moe_layer_freq", 1, "all layers after the dense ones have experts")),
+    # of training, without effect here, and of 8-bit weights, which the reader of tensors dequantizes
+    Rule(("aux_loss_alpha", "ep_size", "seq_aux", QUANTIZATION), lambda settings: {}, lambda layers: {}),
+    always(
+        multi_latent_attention=True,
+        qk_layernorm=True,
+        latent_norm_epsilon=1e-6,  # whatever rms_norm_eps is
+        add_bias_linear=False,
+        moe_router_dtype="fp32",
+        moe_shared_expert_gate=False,
+    ),
+)
+DEEPSEEK_V3 = (
+    *_DEEPSEEK,
+    expert_key("n_routed_experts", "num_experts", 256),
+    scale(2.5),
+    dense_layers(3),
+    shared_experts(2048, 1),
+    Rule(
+        (GROUPS, TAKEN, TOPK),
+        read_choice,
+        lambda layers: {TOPK: of_expert_layer(layers).moe_router_topk, **write_groups(layers)},
+    ),
+    fixed(NORMALIZED, True, "weights of the chosen experts are normalized here"),
+    fixed("rope_interleave", True, "rotary pairs of this architecture are read as neighbouring channels"),
+    unwritten(fixed("scoring_func", "sigmoid", "scores of this architecture are sigmoids")),
+    unwritten(fixed(METHOD, "noaux_tc", "experts of this architecture are chosen with a bias")),
+    prediction.RULE,
+    always(moe_router_score_function="sigmoid", moe_router_enable_expert_bias=True),
+)
+DEEPSEEK_V2 = (
+    *_DEEPSEEK,
+    expert_key("n_routed_experts", "num_experts", 64),
+    scale(1.0),
+    dense_layers(0),
+    shared_experts(1407, 2),
+    Rule((GROUPS, TAKEN, TOPK, METHOD), read_choice_of_v2, write_choice_of_v2),
+    fixed(NORMALIZED, False, "transformers never normalizes the weights of the chosen experts in DeepSeek-V2"),
+    fixed("mlp_bias", False, "projections of latent attention have no biases, and here all linears have or none has"),
+    unwritten(fixed("scoring_func", "softmax", "scores of this architecture are a softmax")),
+    always(moe_router_score_function="softmax", moe_router_pre_softmax=True),
+)

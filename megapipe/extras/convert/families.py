@@ -13,20 +13,7 @@ from megapipe.config.config import Config
 from megapipe.config.model import ModelConfig
 from megapipe.config.rules.check import check
 from megapipe.errors import ConfigError
-from megapipe.extras.convert import deepseek, experts, prediction
-from megapipe.extras.convert.layer_types import (
-    MINISTRAL_WINDOWS,
-    MISTRAL_WINDOWS,
-    QWEN_2_MOE_WINDOWS,
-    QWEN_3_MOE_WINDOWS,
-    QWEN_WINDOWS,
-    ROPE,
-    WINDOW_AGAIN,
-    every,
-    rope,
-    windows,
-    windows_and_rope,
-)
+from megapipe.extras.convert import experts, layer_types, prediction
 from megapipe.extras.convert.missing import missing_features
 from megapipe.extras.convert.snapshot import INERT
 from megapipe.extras.convert.tables import (
@@ -96,6 +83,15 @@ GPT2_ROWS = (
     Row("output_layer", ("lm_head",)),
 )
 
+UNTIED, TIED_WORDS = "untie_embeddings_and_output_weights", {False: True, True: False}
+INIT_STD = key("initializer_range", "init_method_std", 0.02)
+VOCABULARY = key("vocab_size", "vocab_size"), key("hidden_size", "hidden_size")
+LAYERS = key("num_hidden_layers", "num_layers"), key("num_attention_heads", "num_attention_heads")
+TRAINED = (
+    key("attention_dropout", "attention_dropout", 0.0),
+    INIT_STD,
+    always(normalization="RMSNorm", hidden_dropout=0.0),
+)
 GPT2_ACTIVATIONS = {
     "gelu_new": "gelu_tanh",
     "gelu_pytorch_tanh": "gelu_tanh",
@@ -106,21 +102,21 @@ GPT2_ACTIVATIONS = {
 GPT2_RULES = (
     key("vocab_size", "vocab_size"),
     key("n_embd", "hidden_size"),
-    replace(
-        key("n_inner", "ffn_hidden_size", lambda settings: 4 * settings["n_embd"]),
-        write=lambda layers: {
-            "n_inner": None if layers[0].ffn_hidden_size == 4 * layers[0].hidden_size else layers[0].ffn_hidden_size
-        },
+    key(
+        "n_inner",
+        "ffn_hidden_size",
+        lambda settings: 4 * settings["n_embd"],
+        value_of=lambda own: None if own[0].ffn_hidden_size == 4 * own[0].hidden_size else own[0].ffn_hidden_size,
     ),
     key("n_layer", "num_layers"),
     key("n_head", "num_attention_heads"),
     key("n_positions", "max_position_embeddings", 1024),
     key("layer_norm_epsilon", "norm_epsilon", 1e-5),
     key("activation_function", "activation", "gelu_new", GPT2_ACTIVATIONS),
-    key("tie_word_embeddings", "untie_embeddings_and_output_weights", True, {True: False, False: True}),
+    key("tie_word_embeddings", UNTIED, True, {True: False, False: True}),
     shared(("resid_pdrop", "embd_pdrop"), "hidden_dropout", 0.1, "here they are one setting, hidden_dropout"),
     key("attn_pdrop", "attention_dropout", 0.1),
-    key("initializer_range", "init_method_std", 0.02),
+    INIT_STD,
     fixed("scale_attn_weights", True, "attention logits are scaled by 1 / sqrt(head size) here"),
     fixed("scale_attn_by_inverse_layer_idx", False, "all layers scale attention logits by the same factor here"),
     fixed("add_cross_attention", False, "there is no cross attention here"),
@@ -181,7 +177,7 @@ def llama_family(
     epsilon: float = 1e-6,
     groups: int | None = None,
     tied: bool = False,
-    rope: Rule = ROPE,
+    rope: Rule = layer_types.ROPE,
     activation: Rule = HIDDEN_ACT,
     mlp: tuple[Rule, ...] = (key("intermediate_size", "ffn_hidden_size"),),
     more_rows: tuple[Row, ...] = (),
@@ -194,17 +190,13 @@ def llama_family(
         return int(settings["num_attention_heads"])
 
     rules = (
-        key("vocab_size", "vocab_size"),
-        key("hidden_size", "hidden_size"),
-        key("num_hidden_layers", "num_layers"),
-        key("num_attention_heads", "num_attention_heads"),
+        *VOCABULARY,
+        *LAYERS,
         key("num_key_value_heads", "num_query_groups", query_groups),
         key("max_position_embeddings", "max_position_embeddings", max_positions),
         key("rms_norm_eps", "norm_epsilon", epsilon),
-        key("tie_word_embeddings", "untie_embeddings_and_output_weights", tied, {False: True, True: False}),
-        key("attention_dropout", "attention_dropout", 0.0),
-        key("initializer_range", "init_method_std", 0.02),
-        always(normalization="RMSNorm", hidden_dropout=0.0),
+        key("tie_word_embeddings", UNTIED, tied, TIED_WORDS),
+        *TRAINED,
     )
     all_rules = (*rules, activation, rope, *mlp, *more)
     return Family(architecture, model_type, (*llama_rows(norms), *more_rows), all_rules)
@@ -256,8 +248,8 @@ GEMMA_2 = (
     *GEMMA_2_AND_3,
     nullable("attn_logit_softcapping", "attn_logit_softcapping", 50.0),
     nullable("final_logit_softcapping", "final_logit_softcapping", 30.0),
-    windows(every(2)),
-    WINDOW_AGAIN,
+    layer_types.windows(layer_types.every(2)),
+    layer_types.WINDOW_AGAIN,
 )
 GEMMA_3 = (
     *GEMMA_2_AND_3,
@@ -282,15 +274,15 @@ OLMO = (
 _BUILT_IN = (
     Family("GPT2LMHeadModel", "gpt2", GPT2_ROWS, GPT2_RULES, "transformer.", (".attn.bias", ".attn.masked_bias")),
     llama_family("LlamaForCausalLM", "llama", 2048, HEAD_DIM, LLAMA_BIASES),
-    llama_family("MistralForCausalLM", "mistral", 131072, HEAD_DIM, NO_BIAS, MISTRAL_WINDOWS),
-    llama_family("MinistralForCausalLM", "ministral", 131072, HEAD_DIM, NO_BIAS, MINISTRAL_WINDOWS),
-    llama_family("Qwen2ForCausalLM", "qwen2", 32768, NO_BIAS, always(add_qkv_bias=True), QWEN_WINDOWS),
+    llama_family("MistralForCausalLM", "mistral", 131072, HEAD_DIM, NO_BIAS, layer_types.MISTRAL_WINDOWS),
+    llama_family("MinistralForCausalLM", "ministral", 131072, HEAD_DIM, NO_BIAS, layer_types.MINISTRAL_WINDOWS),
+    llama_family("Qwen2ForCausalLM", "qwen2", 32768, NO_BIAS, always(add_qkv_bias=True), layer_types.QWEN_WINDOWS),
     llama_family(
         "Qwen3ForCausalLM",
         "qwen3",
         32768,
         key("head_dim", "kv_channels", 128),
-        QWEN_WINDOWS,
+        layer_types.QWEN_WINDOWS,
         *NO_ATTENTION_BIAS,
         always(qk_layernorm=True),
     ),
@@ -320,11 +312,17 @@ _BUILT_IN = (
         norms=NORMS_AROUND,
         tied=True,
         activation=GEMMA_ACTIVATION,
-        rope=windows_and_rope(6, 1e6, "rope_local_base_freq", 1e4),
+        rope=layer_types.windows_and_rope(6, 1e6, "rope_local_base_freq", 1e4),
     ),
     llama_family("Olmo2ForCausalLM", "olmo2", 2048, *OLMO, norms=NORMS_AFTER, epsilon=1e-5),
     llama_family(
-        "Olmo3ForCausalLM", "olmo3", 2048, *OLMO, norms=NORMS_AFTER, epsilon=1e-5, rope=windows_and_rope(4, 5e5)
+        "Olmo3ForCausalLM",
+        "olmo3",
+        2048,
+        *OLMO,
+        norms=NORMS_AFTER,
+        epsilon=1e-5,
+        rope=layer_types.windows_and_rope(4, 5e5),
     ),
     llama_family(
         "MixtralForCausalLM",
@@ -336,7 +334,7 @@ _BUILT_IN = (
         fixed("router_jitter_noise", 0.0, "the router sees its input without noise here"),
         epsilon=1e-5,
         groups=8,
-        rope=rope(1e6),
+        rope=layer_types.rope(1e6),
         mlp=experts.all_layers(("num_local_experts",), 2),
         more_rows=experts.MIXTRAL_ROWS,
     ),
@@ -349,7 +347,7 @@ _BUILT_IN = (
         *experts.SHARED_GATED,
         key("qkv_bias", "add_qkv_bias", True),
         NO_BIAS,
-        QWEN_2_MOE_WINDOWS,
+        layer_types.QWEN_2_MOE_WINDOWS,
         groups=16,
         mlp=experts.some_layers(("num_experts",), 4),
         more_rows=experts.QWEN_2_ROWS,
@@ -363,7 +361,7 @@ _BUILT_IN = (
         experts.SPARSE_STEP,
         *NO_ATTENTION_BIAS,
         always(qk_layernorm=True),
-        QWEN_3_MOE_WINDOWS,
+        layer_types.QWEN_3_MOE_WINDOWS,
         groups=4,
         mlp=experts.some_layers(("num_experts", "num_local_experts"), 8),
         more_rows=experts.ROWS,
@@ -394,7 +392,7 @@ _BUILT_IN = (
         key("use_qk_norm", "qk_layernorm", False),
         epsilon=1e-5,
         groups=8,
-        rope=rope(1e4, 0.5),
+        rope=layer_types.rope(1e4, 0.5),
         mlp=experts.some_layers(("n_routed_experts", "num_local_experts"), 8),
         more_rows=(*experts.GLM_ROWS, *prediction.ROWS),
     ),
@@ -408,7 +406,7 @@ _BUILT_IN = (
         NO_BIAS,
         epsilon=1e-5,
         groups=8,
-        rope=rope(1e6),
+        rope=layer_types.rope(1e6),
         mlp=(
             *experts.count_and_choice(("n_routed_experts", "num_local_experts"), 8),
             experts.EXPERT_WIDTH,
@@ -425,7 +423,7 @@ _BUILT_IN = (
         *OLMO,
         experts.MAYBE_NORMALIZED,
         norms=NORMS_AFTER,
-        rope=rope(5e5),
+        rope=layer_types.rope(5e5),
         mlp=experts.all_layers(("num_experts",), 5),
         more_rows=experts.ROWS,
     ),
@@ -435,10 +433,10 @@ _BUILT_IN = (
         131072,
         key("head_dim", "kv_channels", 64),
         *experts.GPT_OSS,
-        windows(every(2), default_window=128),
+        layer_types.windows(layer_types.every(2), default_window=128),
         epsilon=1e-5,
         groups=8,
-        rope=rope(15e4, scaling=experts.GPT_OSS_ROPE),
+        rope=layer_types.rope(15e4, scaling=experts.GPT_OSS_ROPE),
         activation=fixed("hidden_act", "silu", "experts have a clamped SwiGLU, whatever it says"),
         mlp=experts.all_layers(("num_local_experts", "num_experts"), 4),
         more_rows=experts.GPT_OSS_ROWS,
@@ -451,27 +449,23 @@ _WITHOUT_LATENTS = {f"{OURS}.self_attention.{name}" for name in ("linear_qkv", "
 
 def deepseek_family(architecture: str, model_type: str, positions: int, rules: tuple[Rule, ...]) -> Family:
     """Return DeepSeek-V2 or V3. rules: of latent attention and experts. positions: the default of their number."""
-    rows = (*(row for row in llama_rows(NORMS_BEFORE) if row.ours not in _WITHOUT_LATENTS), *deepseek.ROWS)
+    rows = (*(row for row in llama_rows(NORMS_BEFORE) if row.ours not in _WITHOUT_LATENTS), *experts.DEEPSEEK_ROWS)
     common = (
-        key("vocab_size", "vocab_size"),
-        key("hidden_size", "hidden_size"),
+        *VOCABULARY,
         key("intermediate_size", "ffn_hidden_size"),
-        key("num_hidden_layers", "num_layers"),
-        key("num_attention_heads", "num_attention_heads"),
+        *LAYERS,
         key("max_position_embeddings", "max_position_embeddings", positions),
-        key("tie_word_embeddings", "untie_embeddings_and_output_weights", False, {False: True, True: False}),
-        key("attention_dropout", "attention_dropout", 0.0),
-        key("initializer_range", "init_method_std", 0.02),
-        always(normalization="RMSNorm", hidden_dropout=0.0),
+        key("tie_word_embeddings", UNTIED, False, TIED_WORDS),
+        *TRAINED,
         HIDDEN_ACT,
-        ROPE,
+        layer_types.ROPE,
     )
     return Family(architecture, model_type, rows, (*common, *rules))
 
 
 _DEEPSEEK = (
-    deepseek_family("DeepseekV3ForCausalLM", "deepseek_v3", 4096, deepseek.RULES),
-    deepseek_family("DeepseekV2ForCausalLM", "deepseek_v2", 2048, deepseek.RULES_OF_V2),
+    deepseek_family("DeepseekV3ForCausalLM", "deepseek_v3", 4096, experts.DEEPSEEK_V3),
+    deepseek_family("DeepseekV2ForCausalLM", "deepseek_v2", 2048, experts.DEEPSEEK_V2),
 )
 FAMILIES: Registry[Family] = Registry(
     "conversion family", "--architecture", {family.architecture: family for family in (*_BUILT_IN, *_DEEPSEEK)}

@@ -21,7 +21,7 @@ from megapipe.config.config import Config
 from megapipe.config.model import PrecisionConfig
 from megapipe.errors import CheckpointError, ConfigError
 from megapipe.extras.convert import prediction
-from megapipe.extras.convert.deepseek import QUANTIZATION
+from megapipe.extras.convert.experts import QUANTIZATION
 from megapipe.extras.convert.families import choose_family, family_of
 from megapipe.extras.convert.snapshot import (
     DTYPE_NAMES,

@@ -296,14 +296,23 @@ def windows_and_rope(period: int, base: float, local_key: str | None = None, loc
 # ------------------------------------------------------------------------------------------- Qwen and Mistral
 
 
-def read_qwen_windows(settings: Settings) -> dict[str, Any]:
-    """Read Qwen's sliding window: with use_sliding_window from layer max_window_layers on, or as layer_types says."""
-    window, first = settings.get(WINDOW, DEFAULT_WINDOW), settings.get(FIRST, 28)
-    if not settings.get(USE, False):
-        window = None
-    first = int(settings["num_hidden_layers"]) if window is None else first
-    types = read_types(settings, lambda count: [SLIDING if layer >= first else FULL for layer in range(count)], window)
-    return with_window(types, window)
+def qwen_windows(has_window: Callable[[int, int], bool], write: Callable[[Layers], dict[str, Any]]) -> Rule:
+    """Return the rule of Qwen's sliding window, in effect with use_sliding_window.
+
+    has_window: of a layer by its number and max_window_layers, where layer_types is missing.
+    """
+
+    def read(settings: Settings) -> dict[str, Any]:
+        window = settings.get(WINDOW, DEFAULT_WINDOW) if settings.get(USE, False) else None
+        bound = settings.get(FIRST, 28)
+
+        def default(num_layers: int) -> Types:
+            marks = (window is not None and has_window(layer, bound) for layer in range(num_layers))
+            return [SLIDING if mark else FULL for mark in marks]
+
+        return with_window(read_types(settings, default, window), window)
+
+    return Rule((WINDOW, USE, FIRST, TYPES), read, write)
 
 
 def write_qwen_windows(layers: Layers) -> dict[str, Any]:
@@ -311,23 +320,11 @@ def write_qwen_windows(layers: Layers) -> dict[str, Any]:
     return write_types(layers) | {USE: True, FIRST: types.index(SLIDING)} if SLIDING in types else {USE: False}
 
 
-def read_qwen_2_moe_windows(settings: Settings) -> dict[str, Any]:
-    """Read Qwen2-MoE's sliding window: in every second layer before max_window_layers, or as layer_types says."""
-    window = settings.get(WINDOW, DEFAULT_WINDOW) if settings.get(USE, False) else None
-    last = 0 if window is None else settings.get(FIRST, 28)
-
-    def default(num_layers: int) -> Types:
-        return [SLIDING if layer % 2 == 0 and layer < last else FULL for layer in range(num_layers)]
-
-    return with_window(read_types(settings, default, window), window)
-
-
-def write_qwen_2_moe_windows(layers: Layers) -> dict[str, Any]:
-    return write_types(layers) | {USE: SLIDING in types_of(layers)}
-
-
-QWEN_WINDOWS = Rule((WINDOW, USE, FIRST, TYPES), read_qwen_windows, write_qwen_windows)
-QWEN_2_MOE_WINDOWS = Rule(QWEN_WINDOWS.keys, read_qwen_2_moe_windows, write_qwen_2_moe_windows)
+QWEN_WINDOWS = qwen_windows(lambda layer, first: layer >= first, write_qwen_windows)
+QWEN_2_MOE_WINDOWS = qwen_windows(
+    lambda layer, stop: layer % 2 == 0 and layer < stop,
+    lambda layers: write_types(layers) | {USE: SLIDING in types_of(layers)},
+)
 QWEN_3_MOE_WINDOWS = Rule(  # in all layers; it reads no other key, but files have max_window_layers
     (WINDOW, USE, FIRST),
     lambda settings: {"window_size": settings.get(WINDOW, DEFAULT_WINDOW) if settings.get(USE, False) else None},

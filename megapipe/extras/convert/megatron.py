@@ -1,49 +1,37 @@
-"""Common parts of Megatron's two checkpoint formats: folders, parameter names, args <-> our configuration."""
+"""Common parts of Megatron's two checkpoint formats: folders, names, order and cuts of tensors, optimizer state."""
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import re
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megapipe.config.config import Config
-from megapipe.config.layer_pattern import block_words
-from megapipe.config.layers import LayerConfig
-from megapipe.config.model import ModelConfig, PrecisionConfig
-from megapipe.config.rules.check import check
-from megapipe.config.training import OptimizerConfig, TrainingConfig
-from megapipe.data.dataset import SkippedSamples
+from megapipe.config.config import Config, ResolvedModelConfig, resolve_model
+from megapipe.config.layers import LayerConfig, layer_configs
+from megapipe.config.model import ModelConfig
 from megapipe.errors import CheckpointError, ConfigError
-from megapipe.extras.convert.deepseek import neighbours
-from megapipe.extras.convert.layer_types import regular_period
-from megapipe.extras.convert.megatron_experts import EXPERT_RULE
-from megapipe.extras.convert.snapshot import LazyTensor, Snapshot, fresh_state
-from megapipe.extras.convert.tables import (
-    Layers,
-    Layout,
-    Rule,
-    Settings,
-    check_expressed,
-    fixed,
-    key,
-    read_fields,
-    unpadded,
-    write_keys,
-)
+from megapipe.extras.convert.megatron_args import INTERLEAVED, LATENT, MegatronGrid, write_args
+from megapipe.extras.convert.snapshot import DTYPES, EXPERT_BIAS, LazyTensor, Snapshot, fresh_state
+from megapipe.extras.convert.tables import Layout, Settings, latent_keys, latent_queries, unpadded
+from megapipe.layers.model import model_parameters
 from megapipe.sharding.boxes import pieces
-from megapipe.sharding.spec import Fused, ParamSpec
+from megapipe.sharding.spec import Experts, Fused, ParamSpec
 
 TRACKER, COMMON = "latest_checkpointed_iteration.txt", "common.pt"
 MOMENTS = "exp_avg", "exp_avg_sq"
 HEAD = "output_layer.weight"
+KEYS = {"master": "param", **dict(zip(MOMENTS, MOMENTS, strict=True))}  # ours -> the distributed optimizer's
+ALIGNMENT = 64  # elements between the starts of parameters in the distributed optimizer's buffers
 EXTRA_STATE = "_extra_state"  # Transformer Engine's fp8 scales, empty without fp8
 # Transformer Engine stores a norm's weights in the linear layer that follows it
 INPUT_NORM, MLP_NORM = "input_layernorm.", "pre_mlp_layernorm."
@@ -56,20 +44,6 @@ FUSED_NORMS = {
 SINKS = ("self_attention.core_attention.softmax_offset", "self_attention.softmax_offset")  # Megatron's name, and ours
 LATENT_LINEARS = ("linear_q_down_proj.weight", "linear_kv_down_proj.weight")
 TRY_WEIGHTS_ONLY = "convert with --weights-only"
-
-
-@dataclass(frozen=True)
-class MegatronGrid:
-    """The ranks that a checkpoint is written for. etp: tp unless given."""
-
-    tp: int = 1
-    pp: int = 1
-    ep: int = 1
-    experts_tp: int | None = None
-
-    @property
-    def etp(self) -> int:
-        return self.tp if self.experts_tp is None else self.experts_tp
 
 
 def iteration_folder(root: Path, step: int | None) -> Path:
@@ -133,25 +107,19 @@ def in_halves(config: Config, tensors: Mapping[str, LazyTensor]) -> dict[str, La
     A rotary pair is two neighbouring channels there, and channels i and i + n / 2 of n rotated ones here. Queries and
     keys take the same order, so their products stay as they are; elementwise optimizer state moves with its weight.
     """
-    size = unpadded(config.model).head_size()
-    rotated = int(size * config.model.rotary_percent)
+    model = unpadded(config.model)
+    groups, size = model.query_groups(), model.head_size()
+    rotated = int(size * model.rotary_percent)
     order = torch.tensor([*range(0, rotated, 2), *range(1, rotated, 2), *range(rotated, size)])
 
-    def of_heads(tensor: LazyTensor) -> Tensor:  # [groups x (queries of a group, key, value) x size, ...]
-        groups = unpadded(config.model).query_groups()
-        whole = tensor.detach().reshape(groups, -1, size, *tensor.shape[1:])
+    def of_heads(tensor: Tensor) -> Tensor:  # [groups x (queries of a group, key, value) x size, ...]
+        whole = tensor.reshape(groups, -1, size, *tensor.shape[1:])
         return torch.cat([whole[:, :-1, order], whole[:, -1:]], 1).reshape(tensor.shape)
 
-    def of_head(tensor: LazyTensor) -> Tensor:  # [size]
-        return tensor.detach()[order]
-
-    found = dict(tensors)
-    for name, tensor in tensors.items():
-        if ".linear_qkv." in name:
-            found[name] = LazyTensor(tensor.shape, tensor.dtype, partial(of_heads, tensor))
-        elif ".q_layernorm." in name or ".k_layernorm." in name:
-            found[name] = LazyTensor(tensor.shape, tensor.dtype, partial(of_head, tensor))
-    return found
+    moves = {f"linear_qkv.{kind}": of_heads for kind in ("weight", "bias")}
+    for norm in ("q_layernorm", "k_layernorm"):
+        moves |= {f"{norm}.{kind}": lambda tensor: tensor[order] for kind in ("weight", "bias")}
+    return _moved(tensors, moves)
 
 
 def with_neighbours(model: ModelConfig, tensors: Mapping[str, LazyTensor], to_theirs: bool) -> dict[str, LazyTensor]:
@@ -159,20 +127,19 @@ def with_neighbours(model: ModelConfig, tensors: Mapping[str, LazyTensor], to_th
 
     Megatron's pairs of channels are neighbours in latent attention, as in DeepSeek's files; ours are two halves.
     """
-    queries = neighbours(lambda m: m.num_attention_heads, lambda m: m.qk_head_dim)(model)
-    keys = neighbours(lambda m: 1, lambda m: m.kv_lora_rank)(model)
-    layouts = {"linear_q_proj": queries, "linear_q_up_proj": queries, "linear_kv_down_proj": keys}
 
-    def moved(layout: Layout, tensor: LazyTensor) -> Tensor:
-        whole = tensor.detach()
+    def move(layout: Layout, whole: Tensor) -> Tensor:
         return layout.split(whole)[0] if to_theirs else layout.join([whole])
 
-    found = dict(tensors)
-    for name, tensor in tensors.items():
-        layout = layouts.get(name.split(".")[-2]) if name.endswith(".weight") else None
-        if layout is not None:
-            found[name] = LazyTensor(tensor.shape, tensor.dtype, partial(moved, layout, tensor))
-    return found
+    queries, keys = (partial(move, layout(model)) for layout in (latent_queries, latent_keys))
+    linears = {"linear_q_proj": queries, "linear_q_up_proj": queries, "linear_kv_down_proj": keys}
+    return _moved(tensors, {f"{linear}.weight": move for linear, move in linears.items()})
+
+
+def _moved(tensors: Mapping[str, LazyTensor], moves: Mapping[str, Callable[[Tensor], Tensor]]) -> dict[str, LazyTensor]:
+    """Return tensors, unread, with channels in another order. moves: by the last two words of a parameter's name."""
+    ends = {name: ".".join(name.split(".")[-2:]) for name in tensors}
+    return {name: tensor.map(moves[ends[name]]) if ends[name] in moves else tensor for name, tensor in tensors.items()}
 
 
 def with_cut_latents(spec: ParamSpec) -> ParamSpec:
@@ -200,341 +167,138 @@ def layer_order(is_latent: bool, transformer_engine: bool) -> list[str]:
     ]  # fmt: skip
 
 
-def place_in_layer(order: Sequence[str], spec: ParamSpec) -> int:
-    """Return the place of a layer's parameter in Megatron's order. Raises CheckpointError for one without a place."""
-    module = spec.name.split(".", 3)[3].rpartition(".")[0]
-    if module not in order:
-        raise CheckpointError(f"optimizer state of {spec.name} cannot be found by its order; {TRY_WEIGHTS_ONLY}")
-    return order.index(module)
+def ordered_parameters(model: ResolvedModelConfig, etp: int, transformer_engine: bool) -> list[ParamSpec]:
+    """Return all parameters as Megatron cuts them, in the order in which it creates them.
+
+    Raises CheckpointError for one without a place.
+    """
+    order, ends = layer_order(model.multi_latent_attention, transformer_engine), {"embedding": -1, "head": sys.maxsize}
+
+    def place(spec: ParamSpec) -> tuple[int, int]:
+        if not isinstance(spec.owner, int):
+            return ends[spec.owner], 0
+        module = spec.name.split(".", 3)[3].rpartition(".")[0]
+        if module not in order:
+            raise CheckpointError(f"optimizer state of {spec.name} cannot be found by its order; {TRY_WEIGHTS_ONLY}")
+        return spec.owner, order.index(module)
+
+    specs = model_parameters(model, sequence_parallel=False, etp=etp)
+    return sorted(specs if transformer_engine else map(with_cut_latents, specs), key=place)
 
 
-def in_order(specs: Iterable[ParamSpec], order: Sequence[str]) -> list[ParamSpec]:
-    """Return parameters in the order in which Megatron creates them. order: of the modules of a layer."""
-    kinds = {"embedding": -1, "head": sys.maxsize}
-    return sorted(
-        specs,
-        key=lambda s: (s.owner, place_in_layer(order, s)) if isinstance(s.owner, int) else (kinds[s.owner], 0),
-    )
+# ---------------------------------------------------------------------------------------------------- experts
 
-
-# args that change what the model computes and that megapipe lacks, with the value that has no effect
-UNSUPPORTED: dict[str, Any] = {
-    "apply_residual_connection_post_layernorm": False,
-    "mtp_num_layers": None,
-    "qk_l2_norm": False,
-    "attention_output_gate": False,
-    "hybrid_override_pattern": None,
-    "hybrid_layer_pattern": None,
-    "experimental_attention_variant": None,
-    "apply_query_key_layer_scaling": False,
-    "normalize_attention_scores": True,
-    "use_legacy_models": False,
-    "moe_input_jitter_eps": None,
-    "moe_apply_probs_on_input": False,
-    "moe_latent_size": None,
-    "linear_attention_freq": None,
-    "use_mup": False,
-}
-ACTIVATIONS = {
-    "swiglu": "swiglu",
-    "quick_geglu": "quick_geglu",
-    "squared_relu": "squared_relu",
-    "openai_gelu": "gelu_tanh",
-    "bias_gelu_fusion": "gelu_tanh",  # otherwise GELU is exact
-}
-INTERLEAVED = "rotary_interleaved"
-LINEAR, LLAMA3, FACTOR = "rotary_seq_len_interpolation_factor", "use_rope_scaling", "rope_scaling_factor"
-
-
-def write_query_groups(layers: Layers) -> dict[str, Any]:
-    groups, heads = layers[0].num_query_groups, layers[0].num_attention_heads
-    return {"group_query_attention": groups != heads, "num_query_groups": groups if groups != heads else 1}
-
-
-# our field -> the arg of YaRN with latent attention, without it, and both defaults
-YARN: dict[str, tuple[str | None, str, Any, Any]] = {
-    "rope_scaling_factor": ("rotary_scaling_factor", "rotary_scaling_factor", 40.0, 1.0),
-    "rope_original_max_position_embeddings": (
-        "original_max_position_embeddings", "yarn_original_max_position_embeddings", 4096, 4096
-    ),
-    "yarn_beta_fast": ("beta_fast", "yarn_beta_fast", 32.0, 32.0),
-    "yarn_beta_slow": ("beta_slow", "yarn_beta_slow", 1.0, 1.0),
-    "yarn_mscale": ("mscale", "mscale", 1.0, 1.0),
-    "yarn_mscale_all_dim": ("mscale_all_dim", "mscale_all_dim", 0.0, 0.0),
-    "yarn_correction_range_round_to_int": (None, "yarn_correction_range_round_to_int", True, True),
-}  # fmt: skip
-LATENT_ONLY = ("original_max_position_embeddings", "beta_fast", "beta_slow")  # read; no flag of Megatron's sets them
-ROPE_TYPE, LATENT = "rope_type", "multi_latent_attention"
-
-
-def read_yarn(args: Settings) -> dict[str, Any]:
-    """Read YaRN, which rotates whole heads in Megatron. A factor of 1 has no effect."""
-    fields: dict[str, Any] = {"rope_scaling_type": "yarn", "rotary_percent": 1.0}
-    for ours, (latent, plain, *defaults) in YARN.items():
-        name, default = (latent, defaults[0]) if args.get(LATENT) else (plain, defaults[1])
-        value = None if name is None else args.get(name)
-        fields[ours] = default if value is None else value
-    if fields["rope_scaling_factor"] == 1:
-        return {"rotary_percent": 1.0}
-    if not fields["yarn_mscale"] and fields["yarn_mscale_all_dim"]:
-        raise ConfigError(f"mscale 0 with mscale_all_dim {fields['yarn_mscale_all_dim']} cannot be expressed")
-    return fields
-
-
-def write_yarn(layer: LayerConfig) -> dict[str, Any]:
-    """Return the args of YaRN, and of which kind rotary positions of latent attention are."""
-    is_latent, is_yarn = layer.multi_latent_attention, layer.rope_scaling_type == "yarn"
-    kind = {ROPE_TYPE: ("yarn" if is_yarn else "rope") if is_latent else None}
-    if not is_yarn:
-        return kind
-    names = {ours: latent if is_latent else plain for ours, (latent, plain, *_) in YARN.items()}
-    return kind | {
-        name: getattr(layer, ours) for ours, name in names.items() if name is not None and name not in LATENT_ONLY
-    }
-
-
-def read_rope_scaling(args: Settings) -> dict[str, Any]:
-    """Read YaRN, linear scaling, or Llama 3's, whose other parameters are fixed."""
-    if args.get(LATENT):  # it takes nothing but YaRN
-        if (args.get(ROPE_TYPE) or "yarn") == "yarn":
-            return read_yarn(args)
-        if (args.get("rotary_scaling_factor") or 1) > 1 and args.get("mscale_all_dim"):
-            scaled = f"mscale_all_dim {args['mscale_all_dim']} scales its softmax"
-            raise ConfigError(f"{ROPE_TYPE} rope with {LATENT} cannot be expressed: {scaled}")
-        return {}
-    if args.get(POSITIONS) == "yarn":
-        return read_yarn(args)
-    linear, llama3 = args.get(LINEAR), args.get(LLAMA3)
-    if linear and llama3:
-        raise ConfigError(f"{LINEAR} and {LLAMA3} together cannot be expressed: here there is one scaling at a time")
-    if linear:
-        return {"rope_scaling_type": "linear", "rope_scaling_factor": float(linear)}
-    if llama3:
-        return {"rope_scaling_type": "llama3", "rope_scaling_factor": float(args.get(FACTOR) or 8.0)}
-    return {}
-
-
-WINDOW, POSITIONS = "window_size", "position_embedding_type"
-WITHOUT_WINDOW, WITHOUT_ROPE = "window_attn_skip_freq", "no_rope_freq"
-BLOCKS, BLOCKS_PATH = "heterogeneous_layers_config_encoded_json", "heterogeneous_layers_config_path"
-
-
-def read_window(args: Settings) -> dict[str, Any]:
-    """Read (tokens before, 0): one less than our window, which counts the token itself; and the layers without it."""
-    window = args.get(WINDOW)
-    if window is None or tuple(window) in ((-1, 0), (-1, -1)):  # -1: unlimited; the causal mask hides later tokens
-        return {"window_size": None}
-    left, right = window
-    if right != 0:
-        raise ConfigError(f"{WINDOW} {tuple(window)} cannot be expressed: tokens do not attend to later ones here")
-    skipped = args.get(WITHOUT_WINDOW)
-    return {"window_size": int(left) + 1, WITHOUT_WINDOW: None if skipped is None else str(skipped)}
-
-
-def write_window(layers: Layers) -> dict[str, Any]:
-    windows = [layer.window_size for layer in layers]
-    window = next((window for window in windows if window is not None), None)
-    return {
-        WINDOW: None if window is None else (window - 1, 0),
-        WITHOUT_WINDOW: marked([w is None for w in windows], 0),
-    }
-
-
-def read_positions(args: Settings) -> dict[str, Any]:
-    skipped = args.get(WITHOUT_ROPE)
-    kind = args.get(POSITIONS) or "learned_absolute"
-    is_rotary = kind == "yarn" or (kind == "none" and args.get(LATENT))  # latent attention has its own
-    return {
-        POSITIONS: "rope" if is_rotary else kind,
-        WITHOUT_ROPE: None if skipped is None else str(skipped),
-    }
-
-
-def write_positions(layers: Layers) -> dict[str, Any]:
-    kinds = [layer.position_embedding_type for layer in layers]
-    kind = "rope" if "rope" in kinds else kinds[0]
-    is_yarn = any(layer.rope_scaling_type == "yarn" and not layer.multi_latent_attention for layer in layers)
-    name = "yarn" if kind == "rope" and is_yarn else kind
-    return {POSITIONS: name, WITHOUT_ROPE: marked([kind == "none" for kind in kinds], 1) if kind == "rope" else None}
-
-
-def marked(marks: Sequence[bool], mark: int) -> int | list[int] | None:
-    """Return Megatron's frequency or list of marked layers, None if all or none is. mark: what stands for one."""
-    if len(set(marks)) == 1:
-        return None
-    period = regular_period(marks)
-    is_whole = period is not None and len(marks) % period == 0
-    return period if is_whole else [mark if found else 1 - mark for found in marks]
-
-
-LATENT_SIZES = {
-    "q_lora_rank": None,
-    "kv_lora_rank": 32,
-    "qk_head_dim": 128,
-    "qk_pos_emb_head_dim": 64,
-    "v_head_dim": 128,
-}
-
-
-def read_heads(args: Settings) -> dict[str, Any]:
-    """Read the channels of a head, which latent attention derives from its own sizes."""
-    if not args.get(LATENT):
-        channels = args.get("kv_channels")
-        return {"kv_channels": args["hidden_size"] // args["num_attention_heads"] if channels is None else channels}
-    sizes = {name: default if args.get(name) is None else args[name] for name, default in LATENT_SIZES.items()}
-    return {LATENT: True, **sizes}
-
-
-def write_heads(layers: Layers) -> dict[str, Any]:
-    layer = layers[0]
-    if not layer.multi_latent_attention:
-        return {LATENT: False, "kv_channels": layer.kv_channels}
-    channels = layer.hidden_size // layer.num_attention_heads  # as Megatron sets it, without effect
-    return {LATENT: True, "kv_channels": channels} | {name: getattr(layer, name) for name in LATENT_SIZES}
-
-
-def read_blocks(args: Settings) -> dict[str, Any]:
-    """Read the block configurations of heterogeneous layers, which are the content of a file."""
-    text, given = args.get(BLOCKS), args.get(BLOCKS_PATH)
-    if not text and given:
-        raise ConfigError(f"{BLOCKS_PATH} {given}: its content, {BLOCKS}, is not in the checkpoint; add it to the args")
-    return {"layer_pattern": block_words(text, BLOCKS)} if text else {}
-
-
-EPSILONS = ("norm_epsilon", "layernorm_epsilon")  # the second in older versions
-ZERO_CENTERED = ("layernorm_zero_centered_gamma", "apply_layernorm_1p")  # the second before version 0.17
-SAME_NAME = {  # args with the name and meaning of our field, with their defaults
-    "rotary_base": 10000.0,
-    "rotary_percent": 1.0,
-    "normalization": "LayerNorm",
-    "add_bias_linear": True,
-    "add_qkv_bias": False,
-    "untie_embeddings_and_output_weights": False,
-    "qk_layernorm": False,
-    "softmax_type": "vanilla",
-    "glu_linear_offset": 0.0,
-    "activation_func_clamp_value": None,
-    "hidden_dropout": 0.1,
-    "attention_dropout": 0.1,
-    "init_method_std": 0.02,
-    "make_vocab_size_divisible_by": 128,
-}
-SIZES = "num_layers hidden_size num_attention_heads seq_length max_position_embeddings ffn_hidden_size".split()
-MODEL_RULES = (
-    *(key(name, name) for name in SIZES),
-    *(key(name, name, default) for name, default in SAME_NAME.items()),
-    Rule(
-        ZERO_CENTERED,
-        lambda args: {"layernorm_zero_centered_gamma": any(bool(args.get(name)) for name in ZERO_CENTERED)},
-        lambda layers: dict.fromkeys(ZERO_CENTERED, layers[0].layernorm_zero_centered_gamma),
-    ),
-    Rule(
-        tuple(ACTIVATIONS),
-        lambda args: {"activation": next((ours for theirs, ours in ACTIVATIONS.items() if args.get(theirs)), "gelu")},
-        lambda layers: {
-            "swiglu": layers[0].activation == "swiglu",
-            "quick_geglu": layers[0].activation == "quick_geglu",
-            "squared_relu": layers[0].activation == "squared_relu",
-            "openai_gelu": False,
-            "bias_gelu_fusion": layers[0].activation == "gelu_tanh",
-            "bias_swiglu_fusion": layers[0].activation == "swiglu",
-        },
-    ),
-    Rule(
-        ("group_query_attention", "num_query_groups"),
-        lambda args: {"num_query_groups": args["num_query_groups"] if args.get("group_query_attention") else None},
-        write_query_groups,
-    ),
-    Rule(
-        (LINEAR, LLAMA3, FACTOR, ROPE_TYPE, *(name for names in YARN.values() for name in names[:2] if name)),
-        read_rope_scaling,
-        lambda layers: {
-            **write_yarn(layers[0]),
-            LINEAR: layers[0].rope_scaling_factor if layers[0].rope_scaling_type == "linear" else None,
-            LLAMA3: layers[0].rope_scaling_type == "llama3",
-            FACTOR: layers[0].rope_scaling_factor,
-        },
-    ),
-    Rule((LATENT, "kv_channels", *LATENT_SIZES), read_heads, write_heads),
-    Rule((WINDOW, WITHOUT_WINDOW), read_window, write_window),
-    Rule((POSITIONS, WITHOUT_ROPE), read_positions, write_positions),
-    Rule((INTERLEAVED,), lambda args: {}, lambda layers: {INTERLEAVED: False}),  # `in_halves` reorders the channels
-    EXPERT_RULE,
-    Rule((BLOCKS, BLOCKS_PATH), read_blocks, lambda layers: {BLOCKS: None, BLOCKS_PATH: None}),
-    Rule(
-        EPSILONS,
-        lambda args: {"norm_epsilon": next((args[name] for name in EPSILONS if args.get(name) is not None), 1e-5)},
-        lambda layers: dict.fromkeys(EPSILONS, layers[0].norm_epsilon),
-    ),
-    *(fixed(name, value, "megapipe has no counterpart") for name, value in UNSUPPORTED.items()),
+NAME = re.compile(
+    r"(?P<module>.*\.mlp\.experts)\."
+    r"(?:local_experts\.(?P<number>\d+)\.linear_fc(?P<linear>[12])\.(?P<kind>weight|bias)"
+    r"|linear_fc(?P<grouped_linear>[12])\.(?P<grouped_kind>weight|bias)(?P<grouped_number>\d+))"
 )
-# our fields with args of the same name, read if present
-OPTIMIZER = """
-    optimizer lr min_lr lr_decay_style lr_decay_iters lr_decay_samples lr_warmup_fraction lr_warmup_iters
-    lr_warmup_samples lr_warmup_init lr_wsd_decay_style lr_wsd_decay_iters lr_wsd_decay_samples weight_decay
-    start_weight_decay end_weight_decay weight_decay_incr_style clip_grad adam_beta1 adam_beta2 adam_eps
-    sgd_momentum decoupled_lr decoupled_min_lr
-"""
-TRAINING = "micro_batch_size global_batch_size train_iters train_samples seed"
 
 
-def read_config(args: Settings, vocab_size: int | None) -> Config:
-    """Return our configuration of a Megatron run. vocab_size: overrides args.
+def expert_tensor(name: str) -> tuple[str, int] | None:
+    """Return our name of the tensor of all experts to which one expert's belongs, and its number; None for others."""
+    match = NAME.fullmatch(name)
+    if match is None:
+        return None
+    number, linear, kind = (match[group] or match[f"grouped_{group}"] for group in ("number", "linear", "kind"))
+    return f"{match['module']}.{kind}{linear}", int(number)
 
-    Raises ConfigError naming the argument that cannot be expressed, or if the true vocabulary size is unknown.
+
+def to_stack(spec: ParamSpec, whole: Tensor, count: int) -> Tensor:
+    """Return Megatron's tensors [experts, ...] from ours of so many experts."""
+    stack = whole.unflatten(0, (count, -1))
+    return stack.transpose(1, 2) if spec.name.endswith("weight2") else stack
+
+
+def from_stack(spec: ParamSpec, stack: Tensor) -> Tensor:
+    """Return our tensor of all experts, the inverse of `to_stack`."""
+    return (stack.transpose(1, 2) if spec.name.endswith("weight2") else stack).flatten(0, 1)
+
+
+def stacked_shape(spec: ParamSpec, shape: tuple[int, ...], count: int) -> tuple[int, ...]:
+    """Return the shape of Megatron's tensors of so many experts. shape: of ours."""
+    return tuple(to_stack(spec, torch.empty(shape, device="meta"), count).shape)
+
+
+def local_slice(spec: ParamSpec, parts: Sequence[Tensor], rank: int) -> Tensor:
+    """Return a rank's slice of the tensor of all experts. parts: that of each of its experts.
+
+    rank: ep_rank x etp + etp_rank. A bias of linear_fc2 is whole on all ranks of etp there, and cut here.
     """
-    fields = read_fields(MODEL_RULES, args)
-    padded = args["padded_vocab_size"]
-    if vocab_size is None and args.get("vocab_size") is None:
-        raise ConfigError(
-            f"the checkpoint only has padded_vocab_size {padded}: give the true size (the tokenizer's) with "
-            f"--vocab-size, or --vocab-size {padded} if there is no padding"
-        )
-    if vocab_size is None:
-        adds_eod = args.get("tokenizer_type") == "NullTokenizer" and "null_tokenizer_eod_id" not in args  # before 0.17
-        vocab_size = int(args["vocab_size"]) + adds_eod
-    if vocab_size > padded:
-        raise ConfigError(f"a vocabulary of {vocab_size} tokens does not fit into padded_vocab_size {padded}")
-    config = Config(
-        ModelConfig(**fields, vocab_size=vocab_size),
-        training=TrainingConfig(**_given(args, TRAINING)),
-        optimizer=OptimizerConfig(**_given(args, OPTIMIZER)),
-        precision=PrecisionConfig(next((dtype for dtype in ("bf16", "fp16") if args.get(dtype)), "fp32")),
-    )
-    check(config)
-    return config
+    assert isinstance(spec.slicing, Experts)
+    stack, etp = torch.stack(tuple(parts)), spec.slicing.etp
+    return from_stack(spec, stack.chunk(etp, 1)[rank % etp] if spec.name.endswith("bias2") else stack)
 
 
-def read_run_config(args: Settings, vocab_size: int | None, keeps_padding: bool) -> tuple[Config, tuple[str, ...]]:
-    """Return our configuration of a Megatron run and remarks on its vocabulary.
-
-    keeps_padding: the padding rows, which Megatron trains and counts in the softmax, become part of the vocabulary.
-    """
-    padded = int(args["padded_vocab_size"])
-    if not keeps_padding:
-        return read_config(args, vocab_size), ()
-    config = read_config(args, padded)
-    if vocab_size is None and args.get("vocab_size") is None:
-        tokens = "an unknown number are tokens"
-    else:
-        true_size = read_config(args, vocab_size).model.vocab_size
-        if true_size == padded:
-            return config, ()
-        tokens = f"{true_size} are tokens"
-    remark = (
-        f"kept all {padded} rows of the vocabulary, of which {tokens}: Megatron trains its padding and counts it in "
-        "the softmax, so losses continue as they were; --drop-vocab-padding leaves it out"
-    )
-    if args.get("tokenizer_type") == "NullTokenizer":
-        remark += (
-            f"; the end of a document by NullTokenizer would now be token {padded - 1}: it has no effect on losses "
-        )
-        remark += "without --eod-mask-loss, --reset-position-ids and --reset-attention-mask"
-    return config, (remark,)
+def local_parts(spec: ParamSpec, whole: Tensor, rank: int, ep: int) -> tuple[Tensor, ...]:
+    """Return the tensors of a rank's experts, the inverse of `local_slice`. whole: that of all experts."""
+    assert isinstance(spec.slicing, Experts)
+    etp, num_local = spec.slicing.etp, spec.slicing.count // ep
+    if spec.name.endswith("bias2"):
+        return whole.chunk(spec.slicing.count)[rank // etp * num_local :][:num_local]
+    local = torch.cat([whole[piece.box.slices] for piece in pieces(spec, rank, ep * etp)])
+    return to_stack(spec, local, num_local).unbind()
 
 
-def _given(args: Settings, names: str) -> dict[str, Any]:
-    return {name: args[name] for name in names.split() if args.get(name) is not None}
+@dataclass(frozen=True)
+class Member:
+    """One tensor of a rank in Megatron: a parameter's slice, or that of one of the rank's experts."""
+
+    spec: ParamSpec
+    expert: int | None = None  # its number on the rank
+
+    def name(self, is_grouped: bool) -> str:
+        """Return Megatron's name of an expert's tensor, else ours. is_grouped: by Transformer Engine's grouped GEMM."""
+        if self.expert is None:
+            return self.spec.name
+        module, kind = self.spec.name.rsplit(".", 1)
+        place = f"linear_fc{kind[-1]}.{kind[:-1]}"
+        return f"{module}.{place}{self.expert}" if is_grouped else f"{module}.local_experts.{self.expert}.{place}"
+
+    def local_shape(self, rank: int, ranks: int) -> tuple[int, ...]:
+        """Return its shape on a rank of tp, or of ep x etp."""
+        local, slicing = self.spec.local_shape(rank, ranks), self.spec.slicing
+        if self.expert is None:
+            return local
+        assert isinstance(slicing, Experts)
+        rows, *others = stacked_shape(self.spec, local, slicing.count // (ranks // slicing.etp))[1:]
+        return (rows * (slicing.etp if self.spec.name.endswith("bias2") else 1), *others)
+
+
+def members(specs: Iterable[ParamSpec], ep: int, is_grouped: bool) -> list[Member]:
+    """Return the tensors of a rank in Megatron's order. specs: its parameters, in that order but for experts."""
+    found: list[Member] = []
+    for (is_expert, _), group in groupby(specs, lambda spec: (spec.is_expert, spec.owner)):
+        same = list(group)
+        if not is_expert:
+            found += [Member(spec) for spec in same]
+            continue
+        linears = [[spec for spec in same if spec.name.endswith(number)] for number in "12"]  # weight, bias
+        assert isinstance(same[0].slicing, Experts)
+        numbers = range(same[0].slicing.count // ep)
+        if is_grouped:
+            found += [Member(spec, number) for linear in linears for number in numbers for spec in linear]
+        else:
+            found += [Member(spec, number) for number in numbers for linear in linears for spec in linear]
+    return found
+
+
+def stacked_name(name: str) -> str:
+    """Return the name in torch_dist of a tensor of all experts of a layer, or the name of another tensor."""
+    return re.sub(r"\.mlp\.experts\.(weight|bias)([12])$", r".mlp.experts.experts.linear_fc\2.\1", name)
+
+
+# -------------------------------------------------------------------------------------------- reading a run
+
+
+def aligned(position: int) -> int:
+    """Return the place of the next parameter in a flat buffer of the distributed optimizer, in elements."""
+    return -(-position // ALIGNMENT) * ALIGNMENT
+
+
+def steps_of(groups: Iterable[Mapping[str, Any]]) -> set[int]:
+    """Return the numbers of updates that the groups of an optimizer state."""
+    return {int(group["step"]) for group in groups if group.get("step") is not None}
 
 
 @dataclass(frozen=True)
@@ -626,34 +390,179 @@ def read_schedules(scheduler: Mapping[str, Any], args: Settings) -> dict[str, An
     return {"lr": lr, "decoupled_lr": lr | {k: v for k, v in decoupled.items() if v is not None}, "weight_decay": decay}
 
 
-def write_args(config: Config, state: Mapping[str, Any], padded_vocab_size: int, grid: MegatronGrid) -> dict[str, Any]:
-    """Return args of a Megatron run of this configuration. Raises ConfigError naming what they cannot express."""
-    model = config.model
-    args = write_keys(MODEL_RULES, model)
-    args |= {"padded_vocab_size": padded_vocab_size, "vocab_size": model.vocab_size}
-    check_expressed(model, read_config(args, model.vocab_size).model, "Megatron's args")
-    dtype = config.precision.dtype
-    args |= {
-        "bf16": dtype == "bf16",
-        "fp16": dtype == "fp16",
-        "tensor_model_parallel_size": grid.tp,
-        "pipeline_model_parallel_size": grid.pp,
-        "expert_model_parallel_size": grid.ep,
-        "expert_tensor_parallel_size": grid.etp,
+# -------------------------------------------------------------------------------------------- writing a run
+
+CHECKPOINT_VERSION = 3.0  # of Megatron's format, since q, k and v are interleaved by query group
+
+
+def extra_state_modules(layer: LayerConfig, transformer_engine: bool) -> list[str]:
+    """Return the modules of a layer that have an extra state, without its experts' linears."""
+    names = ["linear_proj"]
+    if not layer.multi_latent_attention:
+        names.append("linear_qkv")
+    else:
+        queries = ["linear_q_proj"] if layer.q_lora_rank is None else ["linear_q_down_proj", "linear_q_up_proj"]
+        names += [*queries, "linear_kv_down_proj", "linear_kv_up_proj"]
+    norms = []
+    if transformer_engine:
+        names.append("core_attention")
+        if layer.qk_layernorm and not layer.multi_latent_attention:
+            names += ["q_layernorm", "k_layernorm"]
+        norms += [INPUT_NORM] if layer.multi_latent_attention else []
+        norms += [MLP_NORM] if layer.num_experts is not None else []
+    if layer.num_experts is None:
+        block = "mlp."
+    else:
+        block = "" if layer.moe_shared_expert_intermediate_size is None else "mlp.shared_experts."
+    linears = [f"{block}linear_fc1", f"{block}linear_fc2"] if block else []
+    return [*(f"self_attention.{name}" for name in names), *(norm[:-1] for norm in norms), *linears]
+
+
+@dataclass(frozen=True)
+class MegatronRun:
+    """The parts of a run that both formats hold, in Megatron's terms."""
+
+    grid: MegatronGrid
+    transformer_engine: bool  # its names, of norms and of experts in grouped GEMMs
+    model: ResolvedModelConfig  # with its padded vocabulary
+    args: Mapping[str, Any]
+    snapshot: Snapshot  # with Megatron's order of channels
+    weights: Mapping[str, LazyTensor]  # by our names, in the dtype of the run if it continues
+    continues: bool  # its optimizer state is written
+
+    @property
+    def optimizers(self) -> tuple[bool, ...]:
+        """Whether each optimizer is that of experts: with several ranks of ep they have the second of two."""
+        return (False,) if self.grid.ep == 1 else (False, True)
+
+
+def prepare(
+    snapshot: Snapshot, ckpt_format: str, grid: MegatronGrid, transformer_engine: bool, distributed_optimizer: bool
+) -> MegatronRun:
+    """Return a run in Megatron's terms. Raises ConfigError naming what does not fit or cannot be expressed."""
+    model = resolve_model(dataclasses.replace(snapshot.config.model, padded_vocab_size=None), grid.tp)
+    check_grid(model, grid, ckpt_format, transformer_engine)
+    if model.multi_latent_attention:
+        snapshot = dataclasses.replace(snapshot, tensors=with_neighbours(model, snapshot.tensors, to_theirs=True))
+    continues, weights = has_writable_optimizer(snapshot), snapshot.weights
+    if continues:  # with fp32 masters the weights have the dtype of the run
+        dtype = DTYPES[snapshot.config.precision.dtype]
+        weights = {name: t if name.endswith(EXPERT_BIAS) else t.to(dtype) for name, t in weights.items()}
+    elif distributed_optimizer:
+        raise ConfigError(
+            "--use-distributed-optimizer: this checkpoint has no optimizer state that Megatron could continue (Adam's "
+            "moments, fp32 masters, one learning rate); leave the flag out to write its weights"
+        )
+    args = write_args(snapshot.config, snapshot.state, model.padded_vocab_size, grid) | {
+        "transformer_impl": "transformer_engine" if transformer_engine else "local",
+        "use_distributed_optimizer": distributed_optimizer,
+        "ckpt_format": ckpt_format,
+        "no_save_optim": not continues,
+        "no_save_rng": True,
+        "moe_grouped_gemm": transformer_engine and model.num_experts is not None,
     }
-    args |= {name: getattr(config.optimizer, name) for name in OPTIMIZER.split()}
-    args |= {name: getattr(config.training, name) for name in TRAINING.split()}
-    training = state["training"]
-    # Megatron has no skipped windows: its count is the place in the data set
-    skipped = SkippedSamples.of((state.get("account") or {}).get("skipped_samples", ()))
-    consumed = skipped.index(training["consumed_samples"])
-    return args | {
-        "iteration": training["step"],
-        "consumed_train_samples": consumed,
-        "consumed_valid_samples": 0,
-        "skipped_train_samples": consumed - training["consumed_samples"],
-        "virtual_pipeline_model_parallel_size": None,
-        "use_distributed_optimizer": False,
-        "ckpt_format": "torch",
-        "use_mcore_models": True,
+    return MegatronRun(grid, transformer_engine, model, args, snapshot, weights, continues)
+
+
+def check_grid(model: ResolvedModelConfig, grid: MegatronGrid, ckpt_format: str, transformer_engine: bool) -> None:
+    """Raise ConfigError naming the size of the grid that does not divide the model."""
+    flags = {"tp": "--tensor-model-parallel-size", "pp": "--pipeline-model-parallel-size"}
+    flags |= {"ep": "--expert-model-parallel-size", "etp": "--expert-tensor-parallel-size"}
+    expert = next((layer for layer in layer_configs(model) if layer.num_experts is not None), None)
+    rules = [("pp", model.num_layers, "layers of the model"), ("tp", model.num_query_groups, "query groups")]
+    if expert is None and (grid.ep > 1 or grid.experts_tp is not None):
+        raise ConfigError(f"{flags['ep' if grid.ep > 1 else 'etp']} is for models with experts; leave it out")
+    if expert is not None:
+        rules += [("ep", expert.num_experts or 1, "experts"), ("etp", expert.expert_ffn_size, "channels of an expert")]
+    if expert is not None and ckpt_format == "torch":  # the names of files
+        rules.append(("etp", grid.tp, "ranks of tp in format torch; write torch_dist, or use a divisor"))
+    if model.multi_latent_attention and not transformer_engine:
+        rows = model.kv_lora_rank + model.qk_pos_emb_head_dim
+        rules += [
+            ("tp", rows, "rows of linear_kv_down_proj"),
+            ("tp", model.q_lora_rank or 0, "rows of linear_q_down_proj"),
+        ]
+    for axis, size, what in rules:
+        if size % getattr(grid, axis):
+            raise ConfigError(f"{flags[axis]} {getattr(grid, axis)} does not divide the {size} {what}")
+
+
+def common_content(snapshot: Snapshot, run: MegatronRun) -> dict[str, Any]:
+    """Return the entries of a checkpoint that are neither the model's nor the optimizer's."""
+    content: dict[str, Any] = {
+        "args": argparse.Namespace(**run.args),
+        "checkpoint_version": CHECKPOINT_VERSION,
+        "iteration": snapshot.step,
     }
+    if run.continues:
+        content |= {"opt_param_scheduler": _scheduler(snapshot), "num_floating_point_operations_so_far": 0}
+    return content
+
+
+def has_writable_optimizer(snapshot: Snapshot) -> bool:
+    """Return True for a run with Adam's state, fp32 masters and one learning rate, which Megatron can continue."""
+    state, weights = snapshot.state, snapshot.weights
+    return (
+        (state.get("optimizer") or {}).get("rule") == "adam"
+        and state.get("schedules") is not None
+        and snapshot.config.optimizer.decoupled_lr is None
+        and all(
+            f"{key}/{name}" in snapshot.tensors for key in MOMENTS for name in weights if not name.endswith(EXPERT_BIAS)
+        )
+        and all(tensor.dtype == torch.float32 for tensor in weights.values())
+    )
+
+
+def is_decayed(name: str, shape: Sequence[int]) -> bool:
+    """Return True if Megatron decays a parameter: matrices."""
+    return len(shape) > 1 and not name.endswith("bias")
+
+
+def param_groups(snapshot: Snapshot, of_experts: bool = False) -> list[dict[str, Any]]:
+    """Return the settings of an optimizer's groups, with weight decay and without, which need not have members.
+
+    of_experts: those of the second optimizer, which a run with several ranks of ep has for its experts.
+    """
+    state, adam = snapshot.state, snapshot.config.optimizer
+    steps, lr, decay = state["optimizer"]["num_steps"], state["schedules"]["lr"], state["schedules"]["weight_decay"]
+    kinds = (True,) if of_experts and not snapshot.config.model.add_bias_linear else (True, False)
+    return [
+        {
+            "step": steps, "lr": lr["max_lr"], "max_lr": lr["max_lr"], "min_lr": lr["min_lr"] or 0.0,
+            "betas": (adam.adam_beta1, adam.adam_beta2), "eps": adam.adam_eps,
+            "weight_decay": decay["start"] if decays else 0.0, "wd_mult": float(decays), "lr_mult": 1.0,
+            "is_expert_parallel": of_experts, "is_decoupled_lr": False, "default_config": True,
+        }
+        for decays in kinds
+    ]  # fmt: skip
+
+
+def optimizer_content(snapshot: Snapshot, inner: dict[str, Any]) -> dict[str, Any]:
+    """Return the state of an optimizer around another one, with the loss scale of an fp16 run. inner: its state."""
+    content = {"optimizer": inner}
+    if snapshot.config.precision.dtype == "fp16":
+        scaler = snapshot.state["optimizer"]["loss_scaler"]
+        content["grad_scaler"] = {
+            "scale": torch.tensor([scaler["scale"]]),
+            "growth_tracker": scaler["good_steps"],
+            "hysteresis_tracker": scaler["overflows_left"],
+        }
+    return content
+
+
+def _scheduler(snapshot: Snapshot) -> dict[str, Any]:
+    state = snapshot.state
+    lr, decay = state["schedules"]["lr"], state["schedules"]["weight_decay"]
+    return {
+        "max_lr": lr["max_lr"], "min_lr": lr["min_lr"], "lr_decay_style": lr["style"],
+        "lr_warmup_steps": lr["warmup_samples"], "lr_decay_steps": lr["decay_samples"],
+        "num_steps": state["training"]["consumed_samples"], "start_wd": decay["start"], "end_wd": decay["end"],
+        "wd_incr_style": decay["style"], "wd_incr_steps": decay["ramp_samples"],
+    }  # fmt: skip
+
+
+def with_padding(whole: Tensor, num_rows: int) -> Tensor:
+    """Return a tensor with at least so many rows, the added ones zero, as a padded vocabulary has."""
+    if whole.shape[0] >= num_rows:
+        return whole
+    return torch.cat([whole, whole.new_zeros(num_rows - whole.shape[0], *whole.shape[1:])])

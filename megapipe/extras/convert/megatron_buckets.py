@@ -9,6 +9,7 @@ verify it: cast to the dtype of the weights they must equal the weights.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,29 +22,20 @@ from torch import Tensor
 
 from megapipe.config.config import ResolvedModelConfig
 from megapipe.errors import CheckpointError
-from megapipe.extras.convert.megatron import (
-    MOMENTS,
-    TRY_WEIGHTS_ONLY,
-    in_order,
-    joined,
-    layer_order,
-    with_cut_latents,
-)
-from megapipe.extras.convert.megatron_experts import Member, grid_of, local_part_shape, local_slice, members
+from megapipe.extras.convert import megatron
+from megapipe.extras.convert.megatron import KEYS, TRY_WEIGHTS_ONLY, Member, members
+from megapipe.extras.convert.megatron_args import MegatronGrid
 from megapipe.extras.convert.pickled import StoredTensor, StoredValue
 from megapipe.extras.convert.snapshot import LazyTensor
 from megapipe.layers.embedding import WORD_EMBEDDING
-from megapipe.layers.model import model_parameters
 from megapipe.sharding.boxes import Box
-from megapipe.sharding.spec import Experts, ParamSpec
+from megapipe.sharding.spec import ParamSpec
 
 GROUP = re.compile(
     r"(?:chained_(\d+)\.)?optimizer\.distributed\.dp_group_idx_(\d+)\.gbuf_idx_(\d+)\.dtype_.*\.bucket_idx_(\d+)\."
     r"(param|exp_avg|exp_avg_sq)"
 )
 CONTENT = re.compile(r"(?:chained_(\d+)\.)?optimizer\.distributed\.dp_group_idx_0\.(optimizer|grad_scaler)/shard_0_1")
-KEYS = {"master": "param", **dict(zip(MOMENTS, MOMENTS, strict=True))}  # ours -> theirs
-ALIGNMENT = 64  # elements
 
 
 class Place(NamedTuple):
@@ -71,37 +63,21 @@ class Cut:
     """How a run is cut, and the order in which it creates parameters."""
 
     model: ResolvedModelConfig  # with Megatron's padded vocabulary
-    order: Sequence[str]  # of the modules of a layer
+    grid: MegatronGrid
     is_fused: bool  # by Transformer Engine
     is_grouped: bool  # its experts
-    tp: int
-    pp: int
-    ep: int
-    etp: int
 
-    @staticmethod
-    def of(model: ResolvedModelConfig, args: Mapping[str, Any], is_fused: bool) -> Cut:
-        tp, pp = (int(args.get(f"{name}_model_parallel_size") or 1) for name in ("tensor", "pipeline"))
-        order, is_grouped = layer_order(model.multi_latent_attention, is_fused), bool(args.get("moe_grouped_gemm"))
-        return Cut(model, order, is_fused, is_grouped, tp, pp, *grid_of(args))
-
-    def parameters(self) -> list[ParamSpec]:
-        """Return all parameters in model order."""
-        specs = model_parameters(self.model, sequence_parallel=False, etp=self.etp)
-        return in_order(specs if self.is_fused else map(with_cut_latents, specs), self.order)
+    def ranks(self, spec: ParamSpec) -> int:
+        """Return the number of ranks that cut a parameter."""
+        return self.grid.ep * self.grid.etp if spec.is_expert else self.grid.tp
 
     def lay_out(self, specs: Sequence[ParamSpec], ranks: Sequence[Buckets]) -> Stage | None:
         """Place the parameters of a chunk in its buckets. None if they do not fill them."""
-        own = members(specs, self.ep, self.is_grouped)[::-1]
+        own = members(specs, self.grid.ep, self.is_grouped)[::-1]
         sizes = [ranks[0][key].shape[0] for key in sorted(ranks[0]) if key[1] == KEYS["master"]]
-        parameters = [(one.name(False), self.num_elements(one)) for one in own]
+        parameters = [(one.name(False), math.prod(one.local_shape(0, self.ranks(one.spec)))) for one in own]
         places = lay_out(parameters, sizes)
         return None if places is None else Stage(tuple(own), places, ranks)
-
-    def num_elements(self, member: Member) -> int:
-        is_expert = member.spec.is_expert
-        num_local = member.spec.slicing.count // self.ep if isinstance(member.spec.slicing, Experts) else 1
-        return member.num_elements(0, self.ep * self.etp if is_expert else self.tp, num_local)
 
 
 def state_by_parameter(
@@ -121,7 +97,8 @@ def state_by_parameter(
             ranks = found.setdefault(int(match[1] or 0), {})
             ranks.setdefault((int(match[2]), int(match[3])), {})[int(match[4]), match[5]] = tensor
     is_fused = args.get("transformer_impl") != "local"
-    for cut in (Cut.of(model, args, is_fused), Cut.of(model, args, not is_fused)):
+    grid, is_grouped = MegatronGrid.of(args), bool(args.get("moe_grouped_gemm"))
+    for cut in (Cut(model, grid, is_fused, is_grouped), Cut(model, grid, not is_fused, is_grouped)):
         stages = _stages(folder, cut, found)
         if stages is None:
             continue
@@ -141,13 +118,14 @@ def _stages(folder: Path, cut: Cut, found: Mapping[int, Mapping[tuple[int, int],
     found: the buckets by place in a chain of optimizers, then (model-parallel rank, chunk). Raises CheckpointError if
     some are missing.
     """
-    model, specs, ranks = cut.model, cut.parameters(), found.get(0, {})
+    model, grid, ranks = cut.model, cut.grid, found.get(0, {})
+    specs = megatron.ordered_parameters(model, grid.etp, cut.is_fused)
     num_chunks = 1 + max((chunk for _, chunk in ranks), default=-1)
-    if len(ranks) != cut.tp * cut.pp * num_chunks:
-        groups = f"{len(ranks)} groups of gradient buffers, its args say tp {cut.tp} and pp {cut.pp}"
+    if len(ranks) != grid.tp * grid.pp * num_chunks:
+        groups = f"{len(ranks)} groups of gradient buffers, its args say tp {grid.tp} and pp {grid.pp}"
         raise CheckpointError(f"{folder} has {groups}; {TRY_WEIGHTS_ONLY}")
     is_chain = len(found) > 1
-    places = [(chunk, pp_rank) for chunk in range(num_chunks) for pp_rank in range(cut.pp)]
+    places = [(chunk, pp_rank) for chunk in range(num_chunks) for pp_rank in range(grid.pp)]
     stages, experts, first = list[Stage](), list[list[ParamSpec]](), 0
     for number, (chunk, pp_rank) in enumerate(places):
         is_last = number == len(places) - 1
@@ -155,7 +133,7 @@ def _stages(folder: Path, cut: Cut, found: Mapping[int, Mapping[tuple[int, int],
         end = [spec for spec in specs if spec.owner == "head"] if is_last else []
         if is_last and number > 0 and not model.untie_embeddings_and_output_weights:
             end.append(next(spec for spec in specs if spec.name == WORD_EMBEDDING))  # the last stage's copy
-        members = [ranks[pp_rank * cut.tp + tp_rank, chunk] for tp_rank in range(cut.tp)]
+        members = [ranks[pp_rank * grid.tp + tp_rank, chunk] for tp_rank in range(grid.tp)]
         for stop in [model.num_layers] if is_last else range(first, model.num_layers + 1):
             own = [*start, *(spec for spec in specs if spec.owner in range(first, stop)), *end]
             dense = [spec for spec in own if not (is_chain and spec.is_expert)]
@@ -177,15 +155,16 @@ def _with_experts(
     ranks: Mapping[tuple[int, int], Buckets],
 ) -> list[Stage] | None:
     """Return the stages, and those of the experts' optimizer. None if they do not fill its buckets."""
-    found, size = list(stages), cut.ep * cut.etp
-    for pp_rank in range(cut.pp):
+    found, grid = list(stages), cut.grid
+    size = grid.ep * grid.etp
+    for pp_rank in range(grid.pp):
         chunks = [specs for (_, rank), specs in sorted(experts.items()) if rank == pp_rank and specs]
         for number, specs in enumerate(chunks):
             names = [(pp_rank * size + rank, number) for rank in range(size)]
             if any(name not in ranks for name in names):
                 groups = f"{len(ranks)} groups of gradient buffers of experts"
                 raise CheckpointError(
-                    f"{folder} has {groups}, its args say ep {cut.ep} and etp {cut.etp}; {TRY_WEIGHTS_ONLY}"
+                    f"{folder} has {groups}, its args say ep {grid.ep} and etp {grid.etp}; {TRY_WEIGHTS_ONLY}"
                 )
             stage = cut.lay_out(specs, [ranks[name] for name in names])
             if stage is None:
@@ -199,17 +178,13 @@ def lay_out(parameters: Sequence[tuple[str, int]], sizes: Sequence[int]) -> dict
     places, left = {}, list(parameters)
     for bucket, size in enumerate(sizes):
         end = 0
-        while left and _aligned(end) + left[0][1] <= size:
+        while left and megatron.aligned(end) + left[0][1] <= size:
             name, num_elements = left.pop(0)
-            places[name] = Place(bucket, _aligned(end), num_elements)
-            end = _aligned(end) + num_elements
-        if size not in (end, _aligned(end)):  # aligned where the next parameter has a separate bucket
+            places[name] = Place(bucket, megatron.aligned(end), num_elements)
+            end = megatron.aligned(end) + num_elements
+        if size not in (end, megatron.aligned(end)):  # aligned where the next parameter has a separate bucket
             return None
     return None if left else places
-
-
-def _aligned(position: int) -> int:
-    return -(-position // ALIGNMENT) * ALIGNMENT
 
 
 def _tensors(
@@ -229,17 +204,16 @@ def _read(
     folder: Path, spec: ParamSpec, stage: Stage, theirs: str, cut: Cut, num_rows: int, weight: LazyTensor | None
 ) -> Tensor:
     own = sorted((one for one in stage.members if one.spec is spec), key=lambda one: one.expert or 0)
-    size = cut.ep * cut.etp if spec.is_expert else cut.tp
+    size = cut.ranks(spec)
     slices = []
     for rank, buckets in enumerate(stage.buckets[:size]):  # in one optimizer, ranks of tp beyond etp hold copies
         parts = []
         for one in own:
             place = stage.places[one.name(False)]
             flat = buckets[place.bucket, theirs].read(Box((place.start,), (place.num_elements,)))
-            local = spec.local_shape(rank, size)
-            parts.append(flat.view(local if one.expert is None else local_part_shape(spec, len(own), local)))
-        slices.append(local_slice(spec, parts, rank) if spec.is_expert else parts[0])
-    whole = joined(spec, slices, num_rows)
+            parts.append(flat.view(one.local_shape(rank, size)))
+        slices.append(megatron.local_slice(spec, parts, rank) if spec.is_expert else parts[0])
+    whole = megatron.joined(spec, slices, num_rows)
     if weight is not None and not torch.equal(whole.to(weight.dtype), weight.detach()):
         raise CheckpointError(
             f"{folder}: the optimizer's master of {spec.name} differs from the weight: the parameters are in an "

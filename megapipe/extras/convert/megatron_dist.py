@@ -21,45 +21,24 @@ from torch import Tensor
 from megapipe.config.config import resolve_model
 from megapipe.config.layers import layer_configs
 from megapipe.errors import CheckpointError
-from megapipe.extras.convert import megatron_buckets
+from megapipe.extras.convert import megatron, megatron_buckets
 from megapipe.extras.convert.megatron import (
     COMMON,
     EXTRA_STATE,
     MOMENTS,
     TRACKER,
     TRY_WEIGHTS_ONLY,
-    MegatronGrid,
-    OptimizerState,
-    iteration_folder,
-    read_run_config,
-    renamed,
-    run_snapshot,
-    their_name,
-)
-from megapipe.extras.convert.megatron_experts import (
-    FREQUENCY,
-    from_stack,
-    grid_of,
-    stacked_name,
-    stacked_shape,
-    to_stack,
-)
-from megapipe.extras.convert.megatron_writing import (
     MegatronRun,
-    common_content,
-    extra_state_modules,
-    optimizer_content,
-    param_groups,
-    prepare,
-    with_padding,
+    OptimizerState,
 )
+from megapipe.extras.convert.megatron_args import FREQUENCY, MegatronGrid, read_run_config
 from megapipe.extras.convert.pickled import METADATA, StoredTensor, StoredValue, load_pickled, read_folder
 from megapipe.extras.convert.snapshot import EXPERT_BIAS, LazyTensor, Snapshot, check_nothing_left, new_folder, one_step
 from megapipe.extras.convert.tables import unpadded
 from megapipe.layers.embedding import WORD_EMBEDDING
 from megapipe.layers.model import model_parameters, model_states
 from megapipe.sharding.boxes import Box
-from megapipe.sharding.spec import ParamSpec
+from megapipe.sharding.spec import Experts, ParamSpec
 
 if TYPE_CHECKING:
     from megapipe.comm.torch_checkpoint import LazyStack
@@ -90,7 +69,7 @@ def read(
 
     A run with optimizer state keeps its vocabulary padding unless drop_padding.
     """
-    folder = iteration_folder(root, step)
+    folder = megatron.iteration_folder(root, step)
     stored, others = read_folder(folder)
     common = _common(folder, others)
     args = vars(common["args"])
@@ -98,7 +77,7 @@ def read(
     optimizer = None if weights_only else _optimizer(folder, common, stored, others, has_buckets)
     config, remarks = read_run_config(args, vocab_size, optimizer is not None and not drop_padding)
     # by names with Megatron's own norms; older versions name the optimizer of a chain
-    plain = {renamed(CHAINED.sub("", name)): entry for name, entry in stored.items()}
+    plain = {megatron.renamed(CHAINED.sub("", name)): entry for name, entry in stored.items()}
     prefixes = {"master": ""}  # of their names, by our key
     if optimizer is not None and not has_buckets:
         masters = (f"{OPTIMIZER}{name}." for name in MASTERS)
@@ -109,7 +88,7 @@ def read(
     model = unpadded(config.model)
     states = model_states(model)  # stored as buffers, which optimizers do not have
     for spec in (*model_parameters(model, sequence_parallel=False), *states):
-        name = stacked_name(spec.name)
+        name = megatron.stacked_name(spec.name)
         sources = {"master": ""} if spec in states else prefixes
         for key, prefix in (*sources.items(), (None, "")):  # the weights are there in any case
             entry, layer = plain.get(prefix + name), None
@@ -131,7 +110,7 @@ def read(
         weights = {name.removeprefix("master/"): tensor for name, tensor in tensors.items() if name not in buffers}
         tensors = megatron_buckets.state_by_parameter(folder, resolve_model(whole, 1), args, stored, weights)
         tensors |= buffers
-    return run_snapshot(config, tensors, args, common, optimizer, remarks)
+    return megatron.run_snapshot(config, tensors, args, common, optimizer, remarks)
 
 
 def _common(folder: Path, others: Mapping[str, StoredValue]) -> Mapping[str, Any]:
@@ -149,28 +128,23 @@ def _common(folder: Path, others: Mapping[str, StoredValue]) -> Mapping[str, Any
 
 
 def _lazy(folder: Path, entry: StoredTensor, layer: int | None, spec: ParamSpec) -> LazyTensor:
-    shape = entry.shape if layer is None else entry.shape[1:]
-    if spec.is_expert:
-        return _lazy_experts(folder, entry, layer, spec, shape)
-    rows = spec.shape[0] if spec.true_rows is not None else shape[0]  # a vocabulary may have padding, which is dropped
-    if (min(rows, shape[0]), *shape[1:]) != spec.shape:
-        raise CheckpointError(f"{folder}: {entry.name} has shape {list(shape)}, its args require {list(spec.shape)}")
-    box = Box((0,) * len(spec.shape), spec.shape)
+    """Return one of our tensors, unread. layer: its place in a stack of all layers."""
+    shape = found = entry.shape if layer is None else entry.shape[1:]
+    slicing = spec.slicing
+    wanted = megatron.stacked_shape(spec, spec.shape, slicing.count) if isinstance(slicing, Experts) else spec.shape
+    if spec.true_rows is not None:  # a vocabulary may have padding, which is dropped
+        found = (min(wanted[0], shape[0]), *shape[1:])
+    if found != wanted:
+        raise CheckpointError(f"{folder}: {entry.name} has shape {list(shape)}, its args require {list(wanted)}")
+    box = Box((0,) * len(wanted), wanted)
     if layer is not None:
         box = Box((layer, *box.offset), (1, *box.shape))
-    return LazyTensor(spec.shape, entry.dtype, lambda: entry.read(box).view(spec.shape))
 
+    def read() -> Tensor:
+        values = entry.read(box).view(wanted)
+        return megatron.from_stack(spec, values) if spec.is_expert else values
 
-def _lazy_experts(
-    folder: Path, entry: StoredTensor, layer: int | None, spec: ParamSpec, shape: tuple[int, ...]
-) -> LazyTensor:
-    expected = stacked_shape(spec)
-    if shape != expected:
-        raise CheckpointError(f"{folder}: {entry.name} has shape {list(shape)}, its args require {list(expected)}")
-    box = Box((0,) * len(expected), expected)
-    if layer is not None:
-        box = Box((layer, *box.offset), (1, *box.shape))
-    return LazyTensor(spec.shape, entry.dtype, lambda: from_stack(spec, entry.read(box).view(expected)))
+    return LazyTensor(spec.shape, entry.dtype, read)
 
 
 def _optimizer(
@@ -201,14 +175,14 @@ def _optimizer(
         content: Any = common.get("optimizer")
         is_chain = isinstance(content, Mapping) and 0 in content
         chain = [content[number] for number in sorted(content)] if is_chain else [content]
-    ep, _ = grid_of(vars(common["args"]))
+    ep = MegatronGrid.of(vars(common["args"])).ep
     if len(chain) > 1 + (ep > 1) or not all(isinstance(content, Mapping) and content for content in chain):
         raise CheckpointError(f"{folder}: a chain of {len(chain)} optimizers cannot be converted; {TRY_WEIGHTS_ONLY}")
     steps: set[int] = set()
     for content in chain:
         inner = content.get("optimizer", content)
-        own = {int(group["step"]) for group in inner["param_groups"] if group.get("step") is not None}
-        steps |= {int(inner["state"]["common_step"])} if "common_step" in inner.get("state", {}) else own
+        common_step = inner.get("state", {}).get("common_step")
+        steps |= megatron.steps_of(inner["param_groups"]) if common_step is None else {int(common_step)}
     return OptimizerState([], one_step(folder, steps), chain[0].get("grad_scaler"))
 
 
@@ -230,8 +204,8 @@ def write(
     """
     from megapipe.comm.torch_checkpoint import save_state_dict  # its import takes as long as all others together
 
-    run = prepare(snapshot, "torch_dist", grid, transformer_engine, distributed_optimizer)
-    common = common_content(snapshot, run) | {"content_metadata": dict(CONTENT)}
+    run = megatron.prepare(snapshot, "torch_dist", grid, transformer_engine, distributed_optimizer)
+    common = megatron.common_content(snapshot, run) | {"content_metadata": dict(CONTENT)}
     sources: dict[str, Mapping[str, LazyTensor]] = {"": run.weights}  # by the prefix of their names
     if run.continues:
         kinds = dict(zip(MOMENTS, MOMENTS, strict=True))
@@ -243,9 +217,7 @@ def write(
             }
         elif snapshot.config.precision.dtype != "fp32":
             kinds["fp32_param"] = "master"
-        chain = [
-            _optimizer_content(snapshot, kind, distributed_optimizer) for kind in (False, True)[: 1 + (grid.ep > 1)]
-        ]
+        chain = [_optimizer_content(snapshot, kind, distributed_optimizer) for kind in run.optimizers]
         common["optimizer"] = chain[0] if len(chain) == 1 else dict(enumerate(chain))
         for theirs, ours in kinds.items():
             sources[f"{OPTIMIZER}{theirs}."] = {
@@ -253,9 +225,9 @@ def write(
                 for name in run.weights
                 if not name.endswith(EXPERT_BIAS)
             }
-    content: dict[str, Any] = {COMMON_VALUE: [common], **_extra_states(run, transformer_engine)}
+    content: dict[str, Any] = {COMMON_VALUE: [common], **_extra_states(run)}
     for prefix, tensors in sources.items():
-        content |= {prefix + name: entry for name, entry in _stacked(run, tensors, transformer_engine).items()}
+        content |= {prefix + name: entry for name, entry in _stacked(run, tensors).items()}
     folder = f"iter_{snapshot.step:07d}"
     with new_folder(root) as (disk, temporary):
         disk.make_folder(temporary / folder)
@@ -268,12 +240,12 @@ def write(
 
 def _optimizer_content(snapshot: Snapshot, of_experts: bool, is_distributed: bool) -> dict[str, Any]:
     """Return the state of an optimizer other than tensors."""
-    groups, steps = param_groups(snapshot, of_experts), float(snapshot.state["optimizer"]["num_steps"])
+    groups, steps = megatron.param_groups(snapshot, of_experts), float(snapshot.state["optimizer"]["num_steps"])
     if is_distributed:
-        inner = optimizer_content(snapshot, {"param_groups": groups})
+        inner = megatron.optimizer_content(snapshot, {"param_groups": groups})
         return inner | {"param_state_sharding_type": FULLY_RESHARDABLE}
     inner = {"state": {"common_step": torch.tensor(steps)}, "param_groups": groups}
-    return inner if snapshot.config.precision.dtype == "fp32" else optimizer_content(snapshot, inner)
+    return inner if snapshot.config.precision.dtype == "fp32" else megatron.optimizer_content(snapshot, inner)
 
 
 def _is_stacked(run: MegatronRun) -> bool:
@@ -281,11 +253,11 @@ def _is_stacked(run: MegatronRun) -> bool:
     return not isinstance(run.args[FREQUENCY], list)
 
 
-def _extra_states(run: MegatronRun, transformer_engine: bool) -> dict[str, Any]:
+def _extra_states(run: MegatronRun) -> dict[str, Any]:
     """Return the extra states that Megatron asks for, empty as without fp8, by name and place among the layers."""
     layers, number, states = layer_configs(run.model), run.model.num_layers, dict[str, Any]()
     for layer, config in enumerate(layers):
-        modules = extra_state_modules(config, transformer_engine)
+        modules = megatron.extra_state_modules(config, run.transformer_engine)
         shards: dict[str, list[tuple[int, int]]] = {f"{module}.{EXTRA_STATE}": [] for module in modules}
         if config.num_experts is not None:
             numbers = [(expert, config.num_experts) for expert in range(config.num_experts)]
@@ -296,12 +268,10 @@ def _extra_states(run: MegatronRun, transformer_engine: bool) -> dict[str, Any]:
             for place in [[*own, one] for one in places] or [own or [(0, 1)]]:
                 at, of = (".".join(str(pair[side]) for pair in place) for side in (0, 1))
                 states[f"{prefix}{module}/shard_{at}_{of}"] = [None]
-    return states | ({f"decoder.final_layernorm.{EXTRA_STATE}/shard_0_1": [None]} if transformer_engine else {})
+    return states | ({f"decoder.final_layernorm.{EXTRA_STATE}/shard_0_1": [None]} if run.transformer_engine else {})
 
 
-def _stacked(
-    run: MegatronRun, tensors: Mapping[str, LazyTensor], transformer_engine: bool
-) -> dict[str, LazyTensor | LazyStack]:
+def _stacked(run: MegatronRun, tensors: Mapping[str, LazyTensor]) -> dict[str, LazyTensor | LazyStack]:
     """Return tensors by Megatron's names, those of layers stacked in the order of the layers unless layers differ.
 
     The model has a padded vocabulary, for which rows of zeros are added.
@@ -315,21 +285,15 @@ def _stacked(
         if spec.name not in tensors:  # states are not among an optimizer's
             continue
         tensor, layer = tensors[spec.name], layers[spec.owner] if isinstance(spec.owner, int) else None
-        name = stacked_name(their_name(spec.name, layer, transformer_engine, is_dist=True))
-        if spec.is_expert:
-            tensor = LazyTensor(stacked_shape(spec), tensor.dtype, partial(_stack, spec, tensor))
+        name = megatron.stacked_name(megatron.their_name(spec.name, layer, run.transformer_engine, is_dist=True))
+        if isinstance(spec.slicing, Experts):
+            count = spec.slicing.count
+            shape = megatron.stacked_shape(spec, spec.shape, count)
+            tensor = tensor.map(partial(megatron.to_stack, spec, count=count), shape)
         if layer is not None and _is_stacked(run):
             stacks.setdefault(name.replace(f"layers.{spec.owner}.", "layers.", 1), []).append(tensor)
         elif layer is not None or tensor.shape == spec.shape:
             found[name] = tensor
         else:
-            found[name] = LazyTensor(spec.shape, tensor.dtype, partial(_padded, tensor, spec.shape[0]))
+            found[name] = tensor.map(partial(megatron.with_padding, num_rows=spec.shape[0]), spec.shape)
     return found | {name: LazyStack(rows) for name, rows in stacks.items()}
-
-
-def _stack(spec: ParamSpec, tensor: LazyTensor) -> Tensor:
-    return to_stack(spec, tensor.detach()).contiguous()
-
-
-def _padded(tensor: LazyTensor, num_rows: int) -> Tensor:
-    return with_padding(tensor.detach(), num_rows)

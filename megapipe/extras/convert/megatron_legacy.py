@@ -17,6 +17,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
+from itertools import groupby
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -26,44 +27,20 @@ from torch import Tensor
 from megapipe.config.config import resolve_model
 from megapipe.config.layers import layer_configs
 from megapipe.errors import CheckpointError
+from megapipe.extras.convert import megatron
 from megapipe.extras.convert.megatron import (
     EXTRA_STATE,
     HEAD,
+    KEYS,
     MOMENTS,
     TRACKER,
     TRY_WEIGHTS_ONLY,
-    MegatronGrid,
-    OptimizerState,
-    in_order,
-    iteration_folder,
-    joined,
-    layer_order,
-    read_run_config,
-    renamed,
-    run_snapshot,
-    their_name,
-    with_cut_latents,
-)
-from megapipe.extras.convert.megatron_experts import (
+    MegatronRun,
     Member,
-    expert_tensor,
-    grid_of,
-    local_names,
-    local_part_shape,
-    local_parts,
-    local_slice,
+    OptimizerState,
     members,
 )
-from megapipe.extras.convert.megatron_writing import (
-    MegatronRun,
-    common_content,
-    extra_state_modules,
-    is_decayed,
-    optimizer_content,
-    param_groups,
-    prepare,
-    with_padding,
-)
+from megapipe.extras.convert.megatron_args import MegatronGrid, read_run_config
 from megapipe.extras.convert.pickled import load_pickled
 from megapipe.extras.convert.snapshot import (
     DTYPES,
@@ -83,7 +60,6 @@ from megapipe.sharding.spec import Experts, ParamSpec
 MODEL_FILE, OPTIMIZER_FILE = "model_optim_rng.pt", "distrib_optim.pt"
 RANK = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?(?:_(\d{3,}))?")
 LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
-ALIGNMENT = 64  # elements between the starts of parameters in the distributed optimizer's buffers
 
 Weights = Mapping[str, Tensor]  # of one model chunk, by name in model order
 
@@ -115,23 +91,14 @@ class Chunk:
             raise CheckpointError(f"{self.path}: {name} has shape {found}, its args require {list(shape)}")
         return tensor
 
-    def experts(self, key: str, spec: ParamSpec, name: str, rank: int, ranks: int) -> Callable[[], Tensor]:
-        """Return how to join the tensors of this rank's experts to its slice of one of all experts.
-
-        name: ours, with the chunk's number of the layer. rank: of ranks = ep x etp. Raises CheckpointError.
-        """
-        assert isinstance(spec.slicing, Experts)
-        names, wanted = self.expert_names.get(name, []), spec.slicing.count // (ranks // spec.slicing.etp)
-        if len(names) != wanted:
-            raise CheckpointError(f"{self.path} holds {len(names)} experts in {name}, its args require {wanted}")
-        shape = local_part_shape(spec, wanted, spec.local_shape(rank, ranks))
-        parts = [self.tensor(key, name, shape) for name in names]
-        return partial(local_slice, spec, parts, rank)
-
     @cached_property
     def expert_names(self) -> dict[str, list[str]]:
-        """The names of its experts' tensors, by our name of all of them."""
-        return local_names(tuple(self.tensors["weights"]))
+        """The names of its experts' tensors, in the order of the experts, by our name of all of them."""
+        found: dict[str, dict[int, str]] = {}
+        for name in self.tensors["weights"]:
+            if (place := megatron.expert_tensor(name)) is not None:
+                found.setdefault(place[0], {})[place[1]] = name
+        return {ours: [numbered[number] for number in sorted(numbered)] for ours, numbered in found.items()}
 
 
 def read(
@@ -146,13 +113,13 @@ def read(
     A run with optimizer state keeps its vocabulary padding unless drop_padding.
     Raises ConfigError, CheckpointError naming a tensor that is missing, unexpected or of another shape.
     """
-    folder = iteration_folder(root, step)
+    folder = megatron.iteration_folder(root, step)
     stages, expert_stages, first, state = _load_stages(folder, weights_only)
     args = vars(first["args"])
     keys = {"master": "master" if "master" in stages[0][0].tensors else "weights"}  # ours -> those of the chunks
     keys |= {key: key for key in MOMENTS} if state is not None else {}
     config, remarks = read_run_config(args, vocab_size, state is not None and not drop_padding)
-    tp, (_, etp) = len(stages[0]), grid_of(args)
+    tp, etp = len(stages[0]), MegatronGrid.of(args).etp
     padded = resolve_model(dataclasses.replace(config.model, padded_vocab_size=int(args["padded_vocab_size"])), tp)
     located = _locate(folder, stages, padded.num_layers)
     shapes = {spec.name: spec.shape for spec in model_parameters(unpadded(config.model), sequence_parallel=False)}
@@ -171,7 +138,9 @@ def read(
                 continue
             ranks = enumerate(stages[stage])
             parts = tuple(chunk.tensor(theirs, name, spec.local_shape(tp_rank, tp)) for tp_rank, chunk in ranks)
-            tensors[f"{key}/{spec.name}"] = LazyTensor(shape, parts[0].dtype, partial(joined, spec, parts, shape[0]))
+            tensors[f"{key}/{spec.name}"] = LazyTensor(
+                shape, parts[0].dtype, partial(megatron.joined, spec, parts, shape[0])
+            )
     if not config.model.untie_embeddings_and_output_weights and HEAD in located:
         stage, name = located.pop(HEAD)
         for copy, original in zip(stages[stage], stages[0], strict=True):
@@ -181,14 +150,14 @@ def read(
         stage, _ = next(iter(located.values()))
         names = [name for _, name in located.values()]
         check_nothing_left(stages[stage][0].path, names, "the model that its args describe")
-    return run_snapshot(config, tensors, args, first, state, remarks)
+    return megatron.run_snapshot(config, tensors, args, first, state, remarks)
 
 
 def _as_stored(
     spec: ParamSpec, stages: Sequence[Sequence[Chunk]], located: Mapping[str, tuple[int, str]], tp: int
 ) -> ParamSpec:
     """Return a parameter as it is cut there: Megatron's own linears to latents are cut, Transformer Engine's not."""
-    cut = with_cut_latents(spec)
+    cut = megatron.with_cut_latents(spec)
     if cut is spec or spec.name not in located:
         return spec
     stage, name = located[spec.name]
@@ -197,10 +166,24 @@ def _as_stored(
 
 
 def _of_experts(chunks: Sequence[Chunk], key: str, spec: ParamSpec, name: str) -> LazyTensor:
-    """Return a tensor of all experts, unread. chunks: of each rank of ep x etp. name: ours, as in the chunks."""
-    parts = [chunk.experts(key, spec, name, rank, len(chunks)) for rank, chunk in enumerate(chunks)]
-    dtype = chunks[0].tensors[key][chunks[0].expert_names[name][0]].dtype
-    return LazyTensor(spec.shape, dtype, lambda: joined(spec, [part() for part in parts], spec.shape[0]))
+    """Return a tensor of all experts, unread. chunks: of each rank of ep x etp. name: ours, as in the chunks.
+
+    Raises CheckpointError.
+    """
+    assert isinstance(spec.slicing, Experts)
+    wanted, parts = spec.slicing.count // (len(chunks) // spec.slicing.etp), list[list[Tensor]]()
+    for rank, chunk in enumerate(chunks):
+        names = chunk.expert_names.get(name, [])
+        if len(names) != wanted:
+            raise CheckpointError(f"{chunk.path} holds {len(names)} experts in {name}, its args require {wanted}")
+        shape = Member(spec, 0).local_shape(rank, len(chunks))
+        parts.append([chunk.tensor(key, own, shape) for own in names])
+
+    def read() -> Tensor:
+        slices = [megatron.local_slice(spec, own, rank) for rank, own in enumerate(parts)]
+        return megatron.joined(spec, slices, spec.shape[0])
+
+    return LazyTensor(spec.shape, parts[0][0].dtype, read)
 
 
 def _find_ranks(folder: Path) -> tuple[dict[tuple[int, int, int], Path], dict[Any, Any]]:
@@ -213,9 +196,9 @@ def _find_ranks(folder: Path) -> tuple[dict[tuple[int, int, int], Path], dict[An
     first = load_pickled(start)
     if "args" not in first:
         raise CheckpointError(f"{start} holds no args, so the model is unknown")
-    args = vars(first["args"])
+    grid = MegatronGrid.of(vars(first["args"]))
     # the numbers of pp_rank and ep_rank are only there if there are several of them
-    has_experts_alone = grid_of(args)[0] > 1 and int(args.get("pipeline_model_parallel_size") or 1) == 1
+    has_experts_alone = grid.ep > 1 and grid.pp == 1
     files: dict[tuple[int, int, int], Path] = {}
     for path, match in matches.items():
         tp_rank, second, third = (int(number or 0) for number in match.groups())
@@ -233,7 +216,8 @@ def _load_stages(
     """
     files, first = _find_ranks(folder)
     tp, pp = 1 + max(tp for _, tp, _ in files), 1 + max(pp for pp, _, _ in files)
-    ep, etp = grid_of(vars(first["args"]))
+    grid = MegatronGrid.of(vars(first["args"]))
+    ep, etp = grid.ep, grid.etp
     if tp % etp:
         raise CheckpointError(
             f"{folder}: expert_tensor_parallel_size {etp} does not divide tp {tp}, so the names of files do not say "
@@ -285,9 +269,9 @@ def _locate(folder: Path, stages: list[list[Chunk]], num_layers: int) -> dict[st
     for stage, ranks in enumerate(stages):
         weights = ranks[0].tensors["weights"]
         for name in weights:
-            expert = expert_tensor(name)
+            expert = megatron.expert_tensor(name)
             local = name if expert is None else expert[0]
-            ours = renamed(local, first)
+            ours = megatron.renamed(local, first)
             if ours in located and ours != WORD_EMBEDDING and located[ours] != (stage, local):
                 raise CheckpointError(f"{ranks[0].path} and an earlier chunk both hold {ours}")
             located.setdefault(ours, (stage, local))
@@ -310,7 +294,10 @@ def _read_optimizer(path: Path, content: Mapping[str, Any], models: Sequence[Wei
     kinds = [trained]
     if len(chain) == 2 and ep > 1:
         kinds = [
-            [{name: t for name, t in model.items() if (expert_tensor(name) is not None) == kind} for model in trained]
+            [
+                {name: t for name, t in model.items() if (megatron.expert_tensor(name) is not None) == kind}
+                for model in trained
+            ]
             for kind in (False, True)
         ]
     elif len(chain) != 1 or not isinstance(chain[0], dict):
@@ -379,7 +366,7 @@ def _members(
     has_decoupled = any(group.get("is_decoupled_lr", False) for group in groups)
 
     def kind(chunk: int, name: str) -> tuple[bool, bool]:
-        decays = chunks[chunk][name].dim() > 1 and not name.endswith("bias")
+        decays = megatron.is_decayed(name, chunks[chunk][name].shape)
         return decays, has_decoupled and name in (WORD_EMBEDDING, HEAD)
 
     for number, group in enumerate(groups):
@@ -416,7 +403,7 @@ def read_distributed(
             rule = "only one dtype can be converted"
             raise CheckpointError(f"{path}: chunk {number} has {len(buffers)} gradient buffers; {rule}")
         found.append(_unflatten(path, buffers[0], weights))
-    steps = {int(group["step"]) for group in optimizer["optimizer"]["param_groups"] if group.get("step") is not None}
+    steps = megatron.steps_of(optimizer["optimizer"]["param_groups"])
     return OptimizerState(found, one_step(path, steps), optimizer.get("grad_scaler"))
 
 
@@ -427,23 +414,22 @@ def _unflatten(path: Path, buffer: Mapping[str, Any], weights: Weights) -> dict[
     # parameters in separate buckets: none, the tied embedding, or all (buckets without a gap after them)
     for separate in ((), (WORD_EMBEDDING, HEAD), tuple(names)):
         starts: dict[str, int] = {}
+        end = 0
         # parameters are aligned relative to the start of their bucket; padding at its end is not in the file
-        position, bucket_start = 0, 0
-        for name in names:
-            if name in separate:
-                bucket_start = position
-            starts[name] = bucket_start + -(-(position - bucket_start) // ALIGNMENT) * ALIGNMENT
-            position = starts[name] + weights[name].numel()
-            if name in separate:
-                bucket_start = position
-        if not names or position != total:
+        bucket_of = {name: name if name in separate else None for name in names}
+        for _, bucket in groupby(names, bucket_of.__getitem__):
+            start = end
+            for name in bucket:
+                starts[name] = start + megatron.aligned(end - start)
+                end = starts[name] + weights[name].numel()
+        if not names or end != total:
             continue
         found = {
             ours: {
                 name: buffer[theirs][start : start + weights[name].numel()].view(weights[name].shape)
                 for name, start in starts.items()
             }
-            for ours, theirs in (("master", "param"), *zip(MOMENTS, MOMENTS, strict=True))
+            for ours, theirs in KEYS.items()
         }
         if all(torch.equal(master.to(weights[name].dtype), weights[name]) for name, master in found["master"].items()):
             return found
@@ -472,19 +458,21 @@ def write(
     local. distributed_optimizer: write the state for --use-distributed-optimizer. Raises ConfigError for an unsuitable
     grid or a model that Megatron's args cannot express, CheckpointError if root exists.
     """
-    run = prepare(snapshot, "torch", grid, transformer_engine, distributed_optimizer)
+    run = megatron.prepare(snapshot, "torch", grid, transformer_engine, distributed_optimizer)
     folder = f"iter_{snapshot.step:07d}"
     with new_folder(root) as (disk, temporary):
         for pp_rank in range(grid.pp):
             for tp_rank, ep_rank in _ranks(grid):
-                rank = Rank(run, grid, pp_rank, tp_rank, ep_rank, transformer_engine)
+                rank = Rank(run, pp_rank, tp_rank, ep_rank)
                 names = [f"{tp_rank:02d}", *([f"{pp_rank:03d}"] if grid.pp > 1 else [])]
                 place = temporary / folder / "_".join(["mp_rank", *names, *([f"{ep_rank:03d}"] if grid.ep > 1 else [])])
                 disk.make_folder(place)
-                content = common_content(snapshot, run) | {"model": rank.weights()}
+                content = megatron.common_content(snapshot, run) | {"model": rank.weights()}
                 if run.continues and distributed_optimizer:
                     groups = [
-                        optimizer_content(snapshot, {"param_groups": param_groups(snapshot, of_experts)})
+                        megatron.optimizer_content(
+                            snapshot, {"param_groups": megatron.param_groups(snapshot, of_experts)}
+                        )
                         for of_experts, _ in rank.optimizers()
                     ]
                     content["optimizer"] = _one_or_chain(groups)
@@ -517,56 +505,52 @@ class Rank:
     """The tensors of one rank in Megatron's order."""
 
     run: MegatronRun
-    grid: MegatronGrid
     pp_rank: int
     tp_rank: int
     ep_rank: int
-    transformer_engine: bool
 
     @cached_property
     def layers(self) -> range:
         """The numbers of its layers."""
-        number, pp = self.run.model.num_layers, self.grid.pp
+        number, pp = self.run.model.num_layers, self.run.grid.pp
         return range(self.pp_rank * number // pp, (self.pp_rank + 1) * number // pp)
 
     @cached_property
     def members(self) -> list[Member]:
-        model, grid, is_fused = self.run.model, self.grid, self.transformer_engine
-        specs = model_parameters(model, sequence_parallel=False, etp=grid.etp)
-        if not is_fused:
-            specs = tuple(with_cut_latents(spec) for spec in specs)
-        order = layer_order(model.multi_latent_attention, is_fused)
+        model, grid, is_fused = self.run.model, self.run.grid, self.run.transformer_engine
         first, last = self.pp_rank == 0, self.pp_rank == grid.pp - 1
-        stage = in_order(stage_parameters(specs, self.layers, first, last), order)
+        stage = stage_parameters(megatron.ordered_parameters(model, grid.etp, is_fused), self.layers, first, last)
         if not first:  # the copy of a tied embedding is the last stage's output layer
-            stage = sorted(stage, key=lambda spec: spec.owner == "embedding")
+            stage = tuple(sorted(stage, key=lambda spec: spec.owner == "embedding"))
         return members(stage, grid.ep, is_fused)
 
     def optimizers(self) -> list[tuple[bool, list[Member]]]:
         """Return the optimizers, each with its parameters: with several ranks of ep the second is that of experts."""
-        if self.grid.ep == 1:
-            return [(False, self.members)]
-        return [(kind, [one for one in self.members if one.spec.is_expert == kind]) for kind in (False, True)]
+        kinds = self.run.optimizers
+        return [
+            (kind, [one for one in self.members if len(kinds) == 1 or one.spec.is_expert == kind]) for kind in kinds
+        ]
 
     def weights(self) -> dict[str, Tensor | None]:
         """Return the weights, states and extra states (None) by Megatron's names. Layers are numbered from 0."""
         tensors, layers = self.run.weights, layer_configs(self.run.model)
+        is_fused, shift = self.run.transformer_engine, -self.layers.start
         found: dict[str, Tensor | None] = {}
         cut = self._cutter(tensors.__getitem__)
         for one in self.members:
-            owner, name = one.spec.owner, one.name(self.transformer_engine)
+            owner, name = one.spec.owner, one.name(is_fused)
             layer = layers[owner] if isinstance(owner, int) else None
-            name = their_name(name, layer, self.transformer_engine, is_dist=False, shift=-self.layers.start)
+            name = megatron.their_name(name, layer, is_fused, is_dist=False, shift=shift)
             if name == WORD_EMBEDDING and self.pp_rank > 0:
                 name = HEAD  # the last stage's copy of a tied embedding
             found[name] = cut(one)
         for state in model_states(self.run.model):
             if state.owner in self.layers:
-                name = their_name(state.name, None, False, is_dist=False, shift=-self.layers.start)
+                name = megatron.their_name(state.name, None, False, is_dist=False, shift=shift)
                 found[name] = tensors[state.name].detach()
-        if self.transformer_engine:
+        if is_fused:
             for number, layer in enumerate(layers[self.layers.start : self.layers.stop]):
-                modules = extra_state_modules(layer, transformer_engine=True)
+                modules = megatron.extra_state_modules(layer, transformer_engine=True)
                 if layer.num_experts is not None:
                     modules += ["mlp.experts.linear_fc1", "mlp.experts.linear_fc2"]
                 found |= {f"decoder.layers.{number}.{module}.{EXTRA_STATE}": None for module in modules}
@@ -574,14 +558,14 @@ class Rank:
 
     def _cutter(self, tensor: Callable[[str], LazyTensor]) -> Callable[[Member], Tensor]:
         """Return a function that cuts tensors of this rank, and reads those of all experts once."""
-        grid, found = self.grid, dict[str, tuple[Tensor, ...]]()
+        grid, found = self.run.grid, dict[str, tuple[Tensor, ...]]()
         rank = self.ep_rank * grid.etp + self.tp_rank % grid.etp
 
         def cut(one: Member) -> Tensor:
             if one.expert is None:
                 return _slice(one.spec, tensor(one.spec.name).detach(), self.tp_rank, grid.tp)
             if one.spec.name not in found:
-                found[one.spec.name] = local_parts(one.spec, tensor(one.spec.name).detach(), rank, grid.ep)
+                found[one.spec.name] = megatron.local_parts(one.spec, tensor(one.spec.name).detach(), rank, grid.ep)
             return found[one.spec.name][one.expert].contiguous()
 
         return cut
@@ -598,8 +582,10 @@ class Rank:
         state = {key: self._state(key) for key in ("master", *MOMENTS)}
         masters: list[list[Tensor]] = []
         moments: dict[int, dict[str, Tensor]] = {}
-        for group in param_groups(snapshot, of_experts):
-            decayed = [one for one in own if is_decayed(one.spec) == bool(group["wd_mult"])]
+        for group in megatron.param_groups(snapshot, of_experts):
+            decayed = [
+                one for one in own if megatron.is_decayed(one.spec.name, one.spec.shape) == bool(group["wd_mult"])
+            ]
             if not decayed and not of_experts:  # all ranks have the groups of experts
                 continue
             indices = list(range(len(moments), len(moments) + len(decayed)))
@@ -610,7 +596,7 @@ class Rank:
         optimizer: dict[str, Any] = {"state": moments, "param_groups": groups}
         if snapshot.config.precision.dtype == "fp32":
             return optimizer
-        return optimizer_content(snapshot, optimizer) | {"fp32_from_fp16_params": masters}
+        return megatron.optimizer_content(snapshot, optimizer) | {"fp32_from_fp16_params": masters}
 
     def flat_state(self, own: Sequence[Member]) -> dict[Any, Any]:
         """Return the parameter state of Megatron's distributed optimizer, without overlap of gradients.
@@ -620,14 +606,14 @@ class Rank:
         buffer is the same for any buckets. A rank without such parameters has no buffer.
         """
         snapshot, content = self.run.snapshot, {"buckets_coalesced": True}
-        is_tied = self.grid.pp > 1 and not snapshot.config.model.untie_embeddings_and_output_weights
+        is_tied = self.run.grid.pp > 1 and not snapshot.config.model.untie_embeddings_and_output_weights
         flats: dict[str, Any] = {}
-        for theirs, ours in (("param", "master"), *zip(MOMENTS, MOMENTS, strict=True)):
+        for ours, theirs in KEYS.items():
             cut, parts = self._state(ours), list[Tensor]()
             total = bucket_start = 0
             for one in reversed(own):
                 values = cut(one).flatten()
-                gap = -(total - bucket_start) % ALIGNMENT
+                gap = bucket_start + megatron.aligned(total - bucket_start) - total
                 parts += [values.new_zeros(gap), values]
                 total += gap + values.numel()
                 if is_tied and one.spec.name == WORD_EMBEDDING:
@@ -639,5 +625,5 @@ class Rank:
 
 def _slice(spec: ParamSpec, whole: Tensor, tp_rank: int, tp: int) -> Tensor:
     """Return a tp rank's slice of a whole tensor, with vocabulary padding added as zeros."""
-    whole = with_padding(whole, spec.shape[0])
+    whole = megatron.with_padding(whole, spec.shape[0])
     return torch.cat([whole[piece.box.slices] for piece in pieces(spec, tp_rank, tp)], spec.slicing.dim or 0)

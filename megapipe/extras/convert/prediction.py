@@ -11,11 +11,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from megapipe.config.model import ModelConfig
 from megapipe.errors import CheckpointError
-from megapipe.extras.convert.snapshot import LazyTensor
+from megapipe.extras.convert.snapshot import LazyTensor, are_equal
 from megapipe.extras.convert.tables import LAYER, LLAMA, Row, Rule, Settings, check_alike
 from megapipe.layers.embedding import WORD_EMBEDDING
 
@@ -68,11 +66,8 @@ def check_copies(
 ) -> None:
     """Raise CheckpointError unless the copies that are stored equal what they copy. ours: tensors by our names."""
     for name, original in copies(model).items():
-        if name in found:
-            copy, whole = found[name], ours[original]
-            is_alike = (copy.shape, copy.dtype) == (whole.shape, whole.dtype)
-            if not is_alike or not torch.equal(copy.detach(), whole.detach()):
-                raise CheckpointError(
-                    f"{where}: {name} differs from the model's own, {original}, which multi-token prediction shares "
-                    f"here; to leave the modules out give --ignore-key {COUNT}"
-                )
+        if name in found and not are_equal(found[name], ours[original]):
+            raise CheckpointError(
+                f"{where}: {name} differs from the model's own, {original}, which multi-token prediction shares "
+                f"here; to leave the modules out give --ignore-key {COUNT}"
+            )

@@ -98,6 +98,10 @@ class LazyTensor:
         """Return the tensor in another dtype, still unread."""
         return self if dtype == self.dtype else LazyTensor(self.shape, dtype, lambda: self.read().to(dtype))
 
+    def map(self, function: Callable[[Tensor], Tensor], shape: tuple[int, ...] | None = None) -> LazyTensor:
+        """Return a function of the tensor, still unread. shape: of the result, by default unchanged."""
+        return LazyTensor(self.shape if shape is None else shape, self.dtype, lambda: function(self.detach()))
+
 
 @dataclass(frozen=True)
 class Snapshot:
@@ -241,10 +245,15 @@ def write_checkpoint(snapshot: Snapshot, root: Path) -> SaveReport:
 # -------------------------------------------------------------------------------- common to the other formats
 
 
+def are_equal(one: LazyTensor, other: LazyTensor) -> bool:
+    """Return True for tensors of the same shape, dtype and values."""
+    is_alike = (one.shape, one.dtype) == (other.shape, other.dtype)
+    return is_alike and torch.equal(one.detach(), other.detach())
+
+
 def check_tied(where: Path, name: str, head: LazyTensor, embedding: LazyTensor) -> None:
     """Raise CheckpointError unless the head, stored as `name`, equals the embedding to which it is tied."""
-    is_alike = (head.shape, head.dtype) == (embedding.shape, embedding.dtype)
-    if not is_alike or not torch.equal(head.detach(), embedding.detach()):
+    if not are_equal(head, embedding):
         raise CheckpointError(f"{where}: {name} differs from the word embedding, but the configuration ties them")
 
 

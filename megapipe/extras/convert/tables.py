@@ -64,11 +64,17 @@ class Rule:
 REQUIRED = object()  # in place of a default
 
 
-def key(theirs: str, ours: str, default: Any = REQUIRED, words: Mapping[Any, Any] | None = None) -> Rule:
+def key(
+    theirs: str,
+    ours: str,
+    default: Any = REQUIRED,
+    words: Mapping[Any, Any] | None = None,
+    value_of: Callable[[Layers], Any] | None = None,
+) -> Rule:
     """Return the rule of one key that corresponds to one field.
 
     default: their value if the key is missing or null, or a function of their settings. words: their values -> ours;
-    no other values can be expressed.
+    no other values can be expressed. value_of: our value to write, by default the field of the first layer.
     """
 
     def read(settings: Settings) -> dict[str, Any]:
@@ -84,7 +90,7 @@ def key(theirs: str, ours: str, default: Any = REQUIRED, words: Mapping[Any, Any
         return {ours: words[value]}
 
     def write(layers: Layers) -> dict[str, Any]:
-        value = getattr(layers[0], ours)
+        value = getattr(layers[0], ours) if value_of is None else value_of(layers)
         if words is None:
             return {theirs: value}
         # if they have no word for the value, the comparison after writing finds it
@@ -248,6 +254,31 @@ def separate_qkv(model: ModelConfig) -> Layout:
         return tuple(part.flatten(0, 1) for part in grouped.split(rows, 1))
 
     return Layout(join, split)
+
+
+def neighbours(heads: Callable[[ModelConfig], int], plain: Callable[[ModelConfig], int]) -> Callable[..., Layout]:
+    """Return the layout of rows of so many heads, `plain` rows of each and then the rotated ones in neighbouring pairs.
+
+    Their pair (2 i, 2 i + 1) is our (i, i + r / 2) of r rotated ones.
+    """
+
+    def layout(model: ModelConfig) -> Layout:
+        rotated = model.qk_pos_emb_head_dim
+
+        def reordered(whole: Tensor, pairs: tuple[int, int]) -> Tensor:
+            own, turned = whole.reshape(heads(model), -1, *whole.shape[1:]).split((plain(model), rotated), dim=1)
+            turned = turned.unflatten(1, pairs).transpose(1, 2).flatten(1, 2)
+            return torch.cat((own, turned), dim=1).flatten(0, 1)
+
+        half = rotated // 2
+        return Layout(lambda parts: reordered(parts[0], (half, 2)), lambda whole: (reordered(whole, (2, half)),))
+
+    return layout
+
+
+# latent attention: rows of queries, and of the latent of keys and values
+latent_queries = neighbours(lambda model: model.num_attention_heads, lambda model: model.qk_head_dim)
+latent_keys = neighbours(lambda model: 1, lambda model: model.kv_lora_rank)
 
 
 def of_experts(model: ModelConfig) -> Layout:

@@ -18,7 +18,7 @@ from megapipe.config.config import Config
 from megapipe.errors import CheckpointError, ConfigError
 from megapipe.extras.convert import hugging_face
 from megapipe.extras.convert.families import FAMILIES
-from megapipe.extras.convert.megatron import MegatronGrid, write_args
+from megapipe.extras.convert.megatron_args import MegatronGrid, write_args
 from megapipe.extras.convert.snapshot import write_checkpoint
 from megapipe.extras.convert.tables import unpadded
 from megapipe.layers.model import model_parameters, model_states

@@ -26,7 +26,7 @@ from megapipe.extras.cli.convert import main
 from megapipe.extras.cli.convert import read as read_source
 from megapipe.extras.convert import megatron_dist, megatron_legacy
 from megapipe.extras.convert.formats import guess
-from megapipe.extras.convert.megatron import MegatronGrid, read_config
+from megapipe.extras.convert.megatron_args import MegatronGrid, read_config
 from megapipe.extras.convert.megatron_legacy import read_distributed, read_plain
 from megapipe.extras.convert.pickled import StandIn, load_pickled, read_folder
 from megapipe.extras.convert.snapshot import LazyTensor, Snapshot, fresh_state, read_checkpoint

@@ -18,7 +18,7 @@ from megapipe.config.model import PrecisionConfig
 from megapipe.errors import CheckpointError, ConfigError
 from megapipe.extras.cli.convert import main
 from megapipe.extras.convert import megatron_dist
-from megapipe.extras.convert.megatron import MegatronGrid, read_config, write_args
+from megapipe.extras.convert.megatron_args import MegatronGrid, read_config, write_args
 from megapipe.extras.convert.pickled import load_pickled, read_folder
 from megapipe.extras.convert.snapshot import EXPERT_BIAS, Snapshot
 from megapipe.extras.convert.tables import meaning

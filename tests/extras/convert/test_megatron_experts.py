@@ -18,7 +18,7 @@ from megapipe.config.model import ModelConfig
 from megapipe.errors import CheckpointError, ConfigError
 from megapipe.extras.cli.convert import main
 from megapipe.extras.convert import megatron_dist, megatron_legacy
-from megapipe.extras.convert.megatron import read_config
+from megapipe.extras.convert.megatron_args import read_config
 from megapipe.extras.convert.snapshot import Snapshot, read_checkpoint
 from megapipe.extras.convert.tables import meaning
 from megapipe.extras.verify.conversion import stage_logits

@@ -21,8 +21,9 @@ from megapipe.config.model import ModelConfig, PrecisionConfig
 from megapipe.errors import CheckpointError, ConfigError
 from megapipe.extras.cli.convert import main
 from megapipe.extras.cli.convert import read as read_source
-from megapipe.extras.convert import megatron_buckets, megatron_dist, megatron_legacy
-from megapipe.extras.convert.megatron import MegatronGrid, in_halves, layer_order
+from megapipe.extras.convert import megatron, megatron_buckets, megatron_dist, megatron_legacy
+from megapipe.extras.convert.megatron import in_halves, layer_order
+from megapipe.extras.convert.megatron_args import MegatronGrid
 from megapipe.extras.convert.megatron_buckets import Place, lay_out
 from megapipe.extras.convert.pickled import load_pickled, read_folder
 from megapipe.extras.convert.snapshot import Snapshot, read_checkpoint
@@ -376,7 +377,7 @@ def test_parameters_in_an_unknown_order_are_found_out(runs: Path, monkeypatch: p
     swapped = [name for name in order if not name.endswith("layernorm")] + [
         name for name in order if "layernorm" in name
     ]
-    monkeypatch.setattr(megatron_buckets, "layer_order", lambda is_latent, is_fused: swapped)
+    monkeypatch.setattr(megatron, "layer_order", lambda is_latent, is_fused: swapped)
     with pytest.raises(CheckpointError, match=r"not the concatenation.*--dist-ckpt-optim-fully-reshardable"):
         read(runs / "dp_reshardable")
 

@@ -12,9 +12,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from megapipe.errors import CheckpointError, ConfigError
-from megapipe.extras.convert import hugging_face, megatron
+from megapipe.extras.convert import hugging_face
 from megapipe.extras.convert.families import FAMILIES
 from megapipe.extras.convert.hugging_face import stored_tensors
+from megapipe.extras.convert.megatron_args import MegatronGrid, write_args
 from megapipe.extras.convert.snapshot import read_checkpoint, write_checkpoint
 from megapipe.plan.resolve import resolve
 from tests.extras.convert.models import CASES, make, save
@@ -113,4 +114,4 @@ def test_formats_without_the_modules_refuse_them_by_name() -> None:
     with pytest.raises(ConfigError, match=r"LlamaForCausalLM cannot express model\.mtp_num_layers 1"):
         FAMILIES["LlamaForCausalLM"].write(config.model)
     with pytest.raises(ConfigError, match=r"Megatron's args cannot express model\.mtp_num_layers 1"):
-        megatron.write_args(config, {}, 24, megatron.MegatronGrid(1, 1))
+        write_args(config, {}, 24, MegatronGrid(1, 1))
