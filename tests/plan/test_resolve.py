@@ -86,8 +86,6 @@ DUAL = {"pipeline_schedule": "dualpipe", "pipeline_model_parallel_size": 2}
             2,
             r"gpipe runs one chunk",
         ),
-        ({"optimizer_post_validation": True, "pipeline_model_parallel_size": 2}, 2,
-         r"tied embedding .* --untie-embeddings"),
         (
             {"optimizer_post_validation": True, "pipeline_model_parallel_size": 2, "pipeline_schedule": "dualpipe",
             "global_batch_size": 8},
@@ -99,7 +97,7 @@ DUAL = {"pipeline_schedule": "dualpipe", "pipeline_model_parallel_size": 2}
         "heads", "no_pair", "odd_pairs", "few_microbatches", "odd_microbatches", "odd_ramp",
         "world", "batch", "even_layers", "few_layers", "sequence", "layout_layers", "layout_stages", "vocabulary",
         "cp", "chunks",
-        "post_validation_tied", "post_validation_dualpipe",
+        "post_validation_dualpipe",
     ],
 )  # fmt: skip
 def test_what_cannot_run_is_refused_before_anything_starts(
