@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megapipe.extras.migrate.judge import TAKEN_AS, TO_CHANGE, Judgement, Row
-from megapipe.extras.migrate.shell_script import Call, Decision
-from megapipe.extras.migrate.shell_values import shown
+from megapipe.extras.migrate.shell_script import Call, Decision, shown
 from megapipe.formatting import count_text, text_table
 
 WIDEST = 60  # of the left column; longer values are cut in the table, not in the command and the JSON
