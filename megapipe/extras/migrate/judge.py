@@ -93,21 +93,18 @@ def judge(arguments: Sequence[str]) -> Judgement:
     return Judgement(tuple(rows), tuple(dict.fromkeys(more)), tuple(problems), loaded, tuple(unchecked))
 
 
-def grouped(arguments: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
-    """Yield each flag as written with the words that follow it, as `read_command_line` groups them."""
-    current: tuple[str, list[str]] | None = None
+def grouped(arguments: Sequence[str]) -> list[tuple[str, list[str]]]:
+    """Return each flag as written with the words that follow it, as `read_command_line` groups them."""
+    found: list[tuple[str, list[str]]] = []
     for word in arguments:
         if word.startswith("--"):
-            if current is not None:
-                yield current
             flag, equals, value = word.partition("=")
-            current = flag, [value] if equals else []
-        elif current is not None:
-            current[1].append(word)
+            found.append((flag, [value] if equals else []))
+        elif found and found[-1][0].startswith("--"):
+            found[-1][1].append(word)
         else:
-            yield word, []
-    if current is not None:
-        yield current
+            found.append((word, []))
+    return found
 
 
 def number_of_values(name: str) -> str:

@@ -17,7 +17,6 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import takewhile
-from typing import Any
 
 from megapipe.errors import ConfigError
 from megapipe.extras.migrate.shell_syntax import (
@@ -203,8 +202,6 @@ class Walk(Reading):
         """Return the exception for a part of the present command that is not read."""
         return refusal(self.line, f"{shown(what)} is not read")
 
-    # commands
-
     def commands(self, commands: Sequence[Command]) -> bool | None:
         """Follow some commands and return the truth of the last, None if it depends on running it."""
         truth: bool | None = True
@@ -219,20 +216,18 @@ class Walk(Reading):
             raise ConfigError(
                 f"the script has more than {MOST_COMMANDS} commands to follow; give its arguments instead"
             )
-        follow: dict[type[Command], Callable[[Any], bool | None]] = {
-            Simple: self.simple,
-            Chain: self.chain,
-            Branches: self.branches,
-            Loop: self.loop,
-            Group: self.group,
-        }
-        return follow[type(command)](command)
-
-    def group(self, group: Group) -> bool | None:
-        """Follow `{ ...; }`, or keep the function that it defines."""
-        if not group.name:
-            return self.commands(group.body)
-        self.functions[group.name] = group.body
+        match command:
+            case Simple():
+                return self.simple(command)
+            case Chain():
+                return self.chain(command)
+            case Branches():
+                return self.branches(command)
+            case Loop():
+                return self.loop(command)
+            case Group(body, ""):
+                return self.commands(body)
+        self.functions[command.name] = command.body
         return True
 
     def chain(self, chain: Chain) -> bool | None:

@@ -101,7 +101,7 @@ class Loop:
     text: str  # the head as written
     line: int
     body: tuple[Command, ...]
-    names: frozenset[str]  # variables that the body assigns
+    names: frozenset[str]  # variables that the loop assigns
     name: str
     words: tuple[str, ...] | None
 
@@ -307,7 +307,7 @@ class Parser:
         text = self.written(keyword.at)
         self.take("do")
         start, body = self.at, self.commands("done")
-        names = assigned_names(token.text for token in self.tokens[start : self.at])
+        names = assigned_names([f"{name}=", *(token.text for token in self.tokens[start : self.at])])
         self.take()
         return Loop(text, keyword.line, body, names, name, words)
 
