@@ -50,6 +50,13 @@ REFUSED = ("break", "continue", "return", "shift", "let", "getopts", "set --", "
 SHELLS = ("bash", "sh", "zsh", "/bin/bash", "/bin/sh", "/usr/bin/bash")
 SHOWING = ("echo", "printf", "cat", "cp", "ls", "grep", "sed", "chmod", "ln", "rm", "mv")
 OF_THE_SHELL = ("$", "?", "!", "-", "RANDOM", "PWD", "HOSTNAME", "SECONDS", "BASH_SOURCE", "LINENO")
+OF_SLURM = {  # option of sbatch -> variables that it sets
+    "nodes": ("SLURM_NNODES", "SLURM_JOB_NUM_NODES"),
+    "ntasks-per-node": ("SLURM_NTASKS_PER_NODE",),
+    "ntasks": ("SLURM_NTASKS", "SLURM_NPROCS"),
+    "gpus-per-node": ("SLURM_GPUS_PER_NODE",),
+    "cpus-per-task": ("SLURM_CPUS_PER_TASK",),
+}
 PARAMETER = re.compile(r"([A-Za-z_]\w*|\d{1,9}|[@*#?$!-])(?:\[(\d{1,9}|[@*])\])?(.*)", re.DOTALL)
 DEFAULT = re.compile(r"(:?)([-=+?])(.*)", re.DOTALL)
 CUT = re.compile(r"(##?|%%?)(.*)", re.DOTALL)
@@ -159,20 +166,11 @@ def read_script(
 
 def slurm_variables(text: str) -> dict[str, list[str]]:
     """Return the variables that SLURM sets by the `#SBATCH` lines of a script."""
-    options = re.findall(r"^#SBATCH\s+-(N|n|-[\w-]+)(?:[= ]\s*)(\d{1,9})\b", text, re.MULTILINE)
-    given = {{"N": "-nodes", "n": "-ntasks"}.get(option, option): int(number) for option, number in options}
-    nodes, per_node = given.get("-nodes"), given.get("-ntasks-per-node")
-    tasks = given.get("-ntasks", per_node * nodes if per_node and nodes else None)
-    found = {
-        "SLURM_NNODES": nodes,
-        "SLURM_JOB_NUM_NODES": nodes,
-        "SLURM_NTASKS_PER_NODE": per_node,
-        "SLURM_NTASKS": tasks,
-        "SLURM_NPROCS": tasks,
-        "SLURM_GPUS_PER_NODE": given.get("-gpus-per-node"),
-        "SLURM_CPUS_PER_TASK": given.get("-cpus-per-task"),
-    }
-    return {name: [str(number)] for name, number in found.items() if number is not None}
+    options = re.findall(r"^#SBATCH\s+--?([\w-]+)(?:[= ]\s*)(\d{1,9})\b", text, re.MULTILINE)
+    given = {{"N": "nodes", "n": "ntasks"}.get(option, option): int(number) for option, number in options}
+    if {"nodes", "ntasks-per-node"} <= given.keys():
+        given.setdefault("ntasks", given["nodes"] * given["ntasks-per-node"])
+    return {name: [str(given[option])] for option, names in OF_SLURM.items() if option in given for name in names}
 
 
 def is_condition(command: Command) -> bool:
