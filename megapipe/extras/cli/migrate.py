@@ -83,7 +83,7 @@ def report_of(source: str, reading: Reading, ranks: int | None) -> Migration:
     """Return the report of the first call of a script."""
     call = reading.calls[0]
     judgement = judge(call.arguments)
-    world = world_of(call.launcher, reading.variables.values)
+    world = world_of(call.launcher, reading.variables)
     ranks_text, problems = grid(judgement, World(ranks, None) if ranks is not None else world)
     # conditions that hold, or whose outcome is assumed
     decisions = tuple(each for each in reading.decisions if each.names & call.names and each.outcome != "not taken")

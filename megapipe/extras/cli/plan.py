@@ -9,6 +9,7 @@ from pathlib import Path
 
 from megapipe.checkpoint.folder import find_checkpoint
 from megapipe.config.config import Config
+from megapipe.config.flags import normalised
 from megapipe.config.load import load_config
 from megapipe.config.rules.sharding import strategy_of
 from megapipe.config.yaml_file import to_yaml
@@ -81,7 +82,7 @@ def main(own: argparse.Namespace) -> int:
     hardware = hardware_given(own)
     if own.roofline and (hardware is None or own.gpus is not None):
         raise ConfigError("--roofline is for --world-size N ranks with one of --gpu NAME and --hardware FILE")
-    if own.gpus is not None or (hardware is not None and not own.roofline and not _has_world(own.flags)):
+    if own.gpus is not None or (hardware is not None and not own.roofline and "--world-size" not in _names(own.flags)):
         if own.svg is not None or own.context_svg is not None:
             flag = "--svg" if own.svg is not None else "--context-svg"
             raise ConfigError(f"{flag} draws a grid of --world-size N; leave it out of a search")
@@ -115,7 +116,7 @@ def _search(own: argparse.Namespace) -> int:
     """Search, print and return the exit code, 1 if nothing fits. Raises ConfigError."""
     if own.gpus is None:
         raise ConfigError("a search needs --gpus N, the number of accelerators, 1 or more")
-    if _has_world(own.flags) or any(word.split("=")[0].replace("_", "-") == "--ranks-per-node" for word in own.flags):
+    if _names(own.flags) & {"--world-size", "--ranks-per-node"}:
         raise ConfigError("--gpus N searches for a layout, --world-size N shows the configured; give one of the two")
     hardware = hardware_given(own)
     if hardware is None:
@@ -142,14 +143,16 @@ def _search(own: argparse.Namespace) -> int:
     return 0
 
 
-def _has_world(flags: Sequence[str]) -> bool:
-    return any(word.split("=")[0].replace("_", "-") == "--world-size" for word in flags)
+def _names(flags: Sequence[str]) -> set[str]:
+    """Return the names of the flags that are given."""
+    return {normalised(word.partition("=")[0]) for word in flags}
 
 
 def has_values(layout: Layout, config: Config, keys: Set[str]) -> bool:
     """Return True if the layout has the configured values of these fields."""
     parallel, recompute = config.parallel, config.recompute
     chunks = parallel.num_virtual_stages_per_pipeline_rank or 1
+    strategy = layout.sharding or ("optim" if layout.distributed_optimizer else "no_shard")
     has_value = {
         "parallel.tensor_model_parallel_size": layout.tp == parallel.tensor_model_parallel_size,
         "parallel.pipeline_model_parallel_size": layout.pp == parallel.pipeline_model_parallel_size,
@@ -164,7 +167,7 @@ def has_values(layout: Layout, config: Config, keys: Set[str]) -> bool:
         "training.micro_batch_size": layout.micro_batch_size == config.training.micro_batch_size,
         "parallel.sequence_parallel": layout.tp == 1 or layout.sequence_parallel == parallel.sequence_parallel,
         "parallel.use_distributed_optimizer": layout.distributed_optimizer == parallel.use_distributed_optimizer,
-        "parallel.data_parallel_sharding_strategy": _strategy(layout) == strategy_of(parallel),
+        "parallel.data_parallel_sharding_strategy": strategy == strategy_of(parallel),
         "parallel.data_parallel_sharding_units": layout.units == parallel.data_parallel_sharding_units,
         "parallel.pipe_sp_splits": layout.pp == 1 or layout.slices == parallel.pipe_sp_splits,
         "parallel.pipeline_balance": layout.pp == 1 or layout.cut == parallel.pipeline_balance,
@@ -172,10 +175,6 @@ def has_values(layout: Layout, config: Config, keys: Set[str]) -> bool:
         "recompute.recompute_memory_budget": layout.recompute == recompute,
     }
     return all(has_value[key] for key in has_value.keys() & keys)
-
-
-def _strategy(layout: Layout) -> str:
-    return layout.sharding or ("optim" if layout.distributed_optimizer else "no_shard")
 
 
 def _objective(own: argparse.Namespace, hardware: Hardware) -> Objective:

@@ -183,12 +183,12 @@ def _findings(report: HostReport) -> Iterator[tuple[bool, str, str]]:
 
 def clock_remarks(skews: Mapping[str, tuple[float, float]], first: str) -> list[Remark]:
     """Return a remark for each clock that is off. skews: host -> (seconds ahead of the first host, error)."""
-    found = []
-    for name, (seconds, error) in skews.items():
-        if abs(seconds) - error > MAX_SKEW_SECONDS:
-            text = f"the clock of {name} is {seconds:+.3f} s off that of {first} (+- {error:.3f} s)"
-            found.append(Remark(True, "clock", text, (name,)))
-    return found
+    off = "the clock of {} is {:+.3f} s off that of {} (+- {:.3f} s)"
+    return [
+        Remark(True, "clock", off.format(name, seconds, first, error), (name,))
+        for name, (seconds, error) in skews.items()
+        if abs(seconds) - error > MAX_SKEW_SECONDS
+    ]
 
 
 def _differences(reports: Sequence[HostReport]) -> list[Remark]:

@@ -19,6 +19,7 @@ from torch.nn.attention import SDPBackend
 
 from megapipe.comm.network import Interface, interface_towards, interfaces
 from megapipe.environment import Environment, library_settings
+from megapipe.formatting import ranges_text
 from megapipe.monitor.process import host
 from megapipe.version import __version__
 
@@ -195,13 +196,7 @@ def resources() -> Resources:
 
 def ranges(numbers: list[int]) -> str:
     """Return ascending numbers as text: '0-3,8' for 0, 1, 2, 3, 8."""
-    parts: list[list[int]] = []
-    for number in numbers:
-        if parts and number == parts[-1][1] + 1:
-            parts[-1][1] = number
-        else:
-            parts.append([number, number])
-    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in parts)
+    return ranges_text(numbers).replace(" to ", "-").replace(", ", ",")
 
 
 def rdma_ports(root: Path = Path("/")) -> tuple[Port, ...]:

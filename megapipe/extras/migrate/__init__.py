@@ -1,8 +1,7 @@
 """`megapipe migrate`: what every flag of a Megatron-LM launch script does here. The script is parsed, never executed.
 
 shell_syntax.py   text -> commands and words, unexpanded
-shell_values.py   variables, arrays, expansions and arithmetic
-shell_script.py   a walk through the commands of a script, up to its calls of pretrain_gpt.py
+shell_script.py   a walk through the commands of a script with its variables, up to its calls of pretrain_gpt.py
 judge.py          flags -> what happens to each, by the functions that read the real command line
 report.py         the table, as text and as JSON
 """

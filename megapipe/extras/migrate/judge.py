@@ -19,9 +19,9 @@ from megapipe.config.load import LoadedConfig, load_config
 from megapipe.config.megatron_flags import REFUSED as REFUSED_KIND
 from megapipe.config.megatron_flags import megatron_flags
 from megapipe.errors import ConfigError
+from megapipe.extras.migrate.shell_script import is_known
+from megapipe.extras.migrate.shell_script import shown as as_written
 from megapipe.extras.migrate.shell_syntax import CLOSE, OPEN
-from megapipe.extras.migrate.shell_values import is_known
-from megapipe.extras.migrate.shell_values import shown as as_written
 
 SAME = "the same here"
 TAKEN_AS = "taken as"
@@ -93,21 +93,18 @@ def judge(arguments: Sequence[str]) -> Judgement:
     return Judgement(tuple(rows), tuple(dict.fromkeys(more)), tuple(problems), loaded, tuple(unchecked))
 
 
-def grouped(arguments: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
-    """Yield each flag as written with the words that follow it, as `read_command_line` groups them."""
-    current: tuple[str, list[str]] | None = None
+def grouped(arguments: Sequence[str]) -> list[tuple[str, list[str]]]:
+    """Return each flag as written with the words that follow it, as `read_command_line` groups them."""
+    found: list[tuple[str, list[str]]] = []
     for word in arguments:
         if word.startswith("--"):
-            if current is not None:
-                yield current
             flag, equals, value = word.partition("=")
-            current = flag, [value] if equals else []
-        elif current is not None:
-            current[1].append(word)
+            found.append((flag, [value] if equals else []))
+        elif found and found[-1][0].startswith("--"):
+            found[-1][1].append(word)
         else:
-            yield word, []
-    if current is not None:
-        yield current
+            found.append((word, []))
+    return found
 
 
 def number_of_values(name: str) -> str:
@@ -181,7 +178,7 @@ class World:
     ranks_per_node: int | None
 
 
-def world_of(launcher: Sequence[str], variables: Mapping[str, object]) -> World:
+def world_of(launcher: Sequence[str], variables: Mapping[str, Sequence[str]]) -> World:
     """Return the ranks that the words before the training script start. variables: those of the script."""
     text = " ".join(word for word in launcher if is_known(word))
 
@@ -190,8 +187,8 @@ def world_of(launcher: Sequence[str], variables: Mapping[str, object]) -> World:
         return int(match[1]) if match else None
 
     def variable(name: str) -> int | None:
-        value = variables.get(name)
-        return int(value) if isinstance(value, str) and value.isdecimal() else None
+        value = "".join(variables.get(name, ""))
+        return int(value) if value.isdecimal() else None
 
     per_node = number("--nproc[-_]per[-_]node")
     if per_node is not None or re.search(r"torchrun|torch\.distributed", text):

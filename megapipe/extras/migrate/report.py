@@ -5,12 +5,11 @@ from __future__ import annotations
 import shlex
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from megapipe.extras.migrate.judge import TAKEN_AS, TO_CHANGE, Judgement, Row
-from megapipe.extras.migrate.shell_script import Call, Decision
-from megapipe.extras.migrate.shell_values import shown
+from megapipe.extras.migrate.shell_script import Call, Decision, shown
 from megapipe.formatting import count_text, text_table
 
 WIDEST = 60  # of the left column; longer values are cut in the table, not in the command and the JSON
@@ -124,10 +123,7 @@ def json_report(migration: Migration) -> dict[str, Any]:
         "script": migration.source,
         "line": migration.call.line,
         "runs": migration.runs,
-        "flags": [
-            {"flag": row.flag, "values": list(row.values), "outcome": row.outcome, "note": row.note}
-            for row in judgement.rows
-        ],
+        "flags": [asdict(row) for row in judgement.rows],
         "set_outside": migration.outside(),
         "more_arguments": list(judgement.more),
         "unchecked": list(judgement.unchecked),

@@ -1,47 +1,98 @@
 """A walk through a launch script up to its calls of pretrain_gpt.py. No command of the script is executed.
 
-Assignments, `if`, `case`, `for` over known words, functions, `eval` and `bash -c` are followed; all other commands are
-only looked at for the call. A condition that depends on the machine (a file, another program) is taken as false, and an
-unset variable in a condition as empty. `exit` is ignored, since it usually guards against a wrong environment.
+Assignments, `if`, `for` over known words, functions, `eval` and `bash -c` are followed; all other commands are only
+looked at for the call. A value that only a running shell would know (`$(hostname)`, a variable that nothing sets)
+becomes a placeholder: its source text between the marks OPEN and CLOSE. It is never split into words, and what depends
+on it stays open too. A condition that depends on the machine (a file, another program) is taken as false, and an unset
+variable in a condition as empty. `exit` is ignored, since it usually guards against a wrong environment.
 """
 
 from __future__ import annotations
 
+import ast
 import fnmatch
+import operator
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import takewhile
 
 from megapipe.errors import ConfigError
 from megapipe.extras.migrate.shell_syntax import (
-    TEXT,
-    Arm,
+    ASSIGNMENT,
+    CLOSE,
+    OPEN,
     Branches,
     Chain,
     Command,
     Group,
     Loop,
-    Negated,
     Simple,
-    Word,
+    UnreadableError,
+    assigned_names,
     parse_script,
+    pieces_of,
+    refusal,
+    tokens_of,
 )
-from megapipe.extras.migrate.shell_values import OpenValueError, Variables, is_known, placeholder, shown
+from megapipe.formatting import count_text
 
 MOST_COMMANDS = 100_000
+MOST_CHARACTERS = 1_000_000  # of one value; a doubling loop would fill the memory
 DEEPEST = 30  # of eval, bash -c and functions inside each other
+LARGEST = 2**63
+BREAK, QUOTED = "\ue002", "\ue003"  # in an expanded text: between two words, and at a quoted part, which may be empty
+TESTS = ("[", "[[", "test")
 DECLARING = ("export", "declare", "local", "readonly", "typeset")
+READING = ("read", "readarray", "mapfile")
+REFUSED = ("break", "continue", "return", "shift", "let", "getopts", "set --", "printf -v")
 SHELLS = ("bash", "sh", "zsh", "/bin/bash", "/bin/sh", "/usr/bin/bash")
-SHOWING = ("echo", "printf", "cat", "cp", "ls", "grep", "sed", "chmod", "ln", "rm", "mv", "test", "[", "[[", "((")
-INTEGER_TESTS = {
-    "-eq": int.__eq__,
-    "-ne": int.__ne__,
-    "-lt": int.__lt__,
-    "-le": int.__le__,
-    "-gt": int.__gt__,
-    "-ge": int.__ge__,
+SHOWING = ("echo", "printf", "cat", "cp", "ls", "grep", "sed", "chmod", "ln", "rm", "mv")
+OF_THE_SHELL = ("$", "?", "!", "-", "RANDOM", "PWD", "HOSTNAME", "SECONDS", "BASH_SOURCE", "LINENO")
+OF_SLURM = {  # option of sbatch -> variables that it sets
+    "nodes": ("SLURM_NNODES", "SLURM_JOB_NUM_NODES"),
+    "ntasks-per-node": ("SLURM_NTASKS_PER_NODE",),
+    "ntasks": ("SLURM_NTASKS", "SLURM_NPROCS"),
+    "gpus-per-node": ("SLURM_GPUS_PER_NODE",),
+    "cpus-per-task": ("SLURM_CPUS_PER_TASK",),
 }
+PARAMETER = re.compile(r"([A-Za-z_]\w*|\d{1,9}|[@*#?$!-])(?:\[(\d{1,9}|[@*])\])?(.*)", re.DOTALL)
+DEFAULT = re.compile(r"(:?)([-=+?])(.*)", re.DOTALL)
+CUT = re.compile(r"(##?|%%?)(.*)", re.DOTALL)
+REPLACED = re.compile(r"(//?)([^/\\*?[#%][^/\\*?[]*)(?:/(.*))?", re.DOTALL)
+ALL_IN_QUOTES = re.compile(r'"\$(@|\{(@|\w+\[@\])\})"')
+BLANKS = re.compile(rf"{OPEN}[^{CLOSE}]*{CLOSE}|[ \t\n]")
+ELEMENT = re.compile(r"[A-Za-z_]\w*\[.*\]\+?=", re.DOTALL)
+FILE_NAMES = re.compile(r"[*?]|\{[^{}]*(,|\.\.)[^{}]*\}")  # words that bash replaces by file names or several words
+CHANGES = re.compile(r"\+\+|--|(?<![=!<>])=(?!=)")
+ARITHMETIC = re.compile(r"(?!.*\d[A-Za-z_])[\w\s()+*/%<>=!&|-]{,1000}", re.DOTALL | re.ASCII)
 SCRIPT_NAME = re.compile(r"(?:.*/)?(pretrain_\w+\.py)")
+
+
+def divided(left: int, right: int) -> int:
+    """Return a quotient rounded towards zero, as the shell does. Raises ZeroDivisionError."""
+    return abs(left) // abs(right) * (1 if (left < 0) == (right < 0) else -1)
+
+
+OPERATORS: dict[type[ast.AST], Callable[[int, int], int]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: divided,
+    ast.Mod: lambda left, right: left - divided(left, right) * right,
+    ast.Eq: operator.eq,
+    ast.NotEq: operator.ne,
+    ast.Lt: operator.lt,
+    ast.LtE: operator.le,
+    ast.Gt: operator.gt,
+    ast.GtE: operator.ge,
+}
+INTEGER_TESTS = {"-eq": "==", "-ne": "!=", "-lt": "<", "-le": "<=", "-gt": ">", "-ge": ">="}
+
+
+class UnknownValueError(Exception):
+    """A value that is not known without executing something."""
 
 
 @dataclass(frozen=True)
@@ -72,68 +123,82 @@ class Reading:
     calls: list[Call] = field(default_factory=list)
     decisions: list[Decision] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-    variables: Variables = field(default_factory=Variables)
+    variables: dict[str, list[str]] = field(
+        default_factory=dict
+    )  # name -> elements; one of a variable that is no array
+
+
+def placeholder(source: str) -> str:
+    """Return a placeholder that shows a source text."""
+    return OPEN + shown(source) + CLOSE
+
+
+def is_known(text: str) -> bool:
+    """Return True if a text has no placeholder."""
+    return OPEN not in text
+
+
+def shown(text: str) -> str:
+    """Return a text with its placeholders as the script writes them."""
+    return text.replace(OPEN, "").replace(CLOSE, "")
+
+
+def plain(text: str) -> str:
+    """Return an expanded text without its marks."""
+    return text.replace(BREAK, " ").replace(QUOTED, "")
 
 
 def read_script(
     text: str, name: str = "script.sh", arguments: Sequence[str] = (), given: Sequence[tuple[str, str]] = ()
 ) -> Reading:
     """Walk through the text of a script. given: variables of its environment. Raises ConfigError."""
-    for mark in (placeholder("")[0], placeholder("")[1], "\0"):
-        text = text.replace(mark, "")
-    walk = Walk(Variables(name, list(arguments)))
-    for key, value in [*slurm_variables(text), *given]:
-        walk.variables.assign(key, value)
+    text = re.sub(f"[{OPEN}{CLOSE}{BREAK}{QUOTED}\0]", "", text).replace("\r\n", "\n")
+    walk = Walk(script=name, arguments=list(arguments), locals=[{}])
+    walk.variables |= slurm_variables(text) | {key: [value] for key, value in given}
     try:
-        walk.commands(parse_script(text.replace("\r\n", "\n")))
+        walk.commands(parse_script(text))
     except RecursionError:
         raise ConfigError(f"{name} nests expansions or commands too deeply to be read") from None
-    return walk.reading
+    except UnreadableError as error:
+        raise walk.refused(error.what) from None
+    return walk
 
 
-def slurm_variables(text: str) -> Iterator[tuple[str, str]]:
-    """Yield the variables that SLURM sets by the `#SBATCH` lines of a script."""
-    options = re.findall(r"^#SBATCH\s+(-N|-n|--[\w-]+)(?:[= ]\s*)(\d+)\b", text, re.MULTILINE)
-    found = {{"-N": "--nodes", "-n": "--ntasks"}.get(option, option): int(number) for option, number in options}
-    nodes = found.get("--nodes")
-    if nodes is not None:
-        yield from (("SLURM_NNODES", str(nodes)), ("SLURM_JOB_NUM_NODES", str(nodes)))
-    per_node = found.get("--ntasks-per-node")
-    if per_node is not None:
-        yield "SLURM_NTASKS_PER_NODE", str(per_node)
-    tasks = found.get("--ntasks", per_node * nodes if per_node and nodes else None)
-    if tasks is not None:
-        yield from (("SLURM_NTASKS", str(tasks)), ("SLURM_NPROCS", str(tasks)))
-    for option, variable in (("--gpus-per-node", "SLURM_GPUS_PER_NODE"), ("--cpus-per-task", "SLURM_CPUS_PER_TASK")):
-        if option in found:
-            yield variable, str(found[option])
+def slurm_variables(text: str) -> dict[str, list[str]]:
+    """Return the variables that SLURM sets by the `#SBATCH` lines of a script."""
+    options = re.findall(r"^#SBATCH\s+--?([\w-]+)(?:[= ]\s*)(\d{1,9})\b", text, re.MULTILINE)
+    given = {{"N": "nodes", "n": "ntasks"}.get(option, option): int(number) for option, number in options}
+    if {"nodes", "ntasks-per-node"} <= given.keys():
+        given.setdefault("ntasks", given["nodes"] * given["ntasks-per-node"])
+    return {name: [str(given[option])] for option, names in OF_SLURM.items() if option in given for name in names}
 
 
-def assigned_names(commands: Sequence[Command]) -> Iterator[str]:
-    """Yield the names of the variables that some commands assign, in all their branches."""
-    for command in commands:
-        if isinstance(command, Simple):
-            for word in command.words:
-                if word.assigned is not None:
-                    yield word.assigned[1]
-        elif isinstance(command, Branches):
-            for arm in command.arms:
-                yield from assigned_names(arm.body)
-        elif isinstance(command, Chain):
-            yield from assigned_names(command.commands)
-        elif isinstance(command, Group | Loop):
-            yield from assigned_names(command.body)
+def is_condition(command: Command) -> bool:
+    """Return True if a command only tests something."""
+    if isinstance(command, Chain):
+        return is_condition(command.commands[-1])
+    return isinstance(command, Simple) and not set(command.words[:2]).isdisjoint(TESTS)
 
 
-class Walk:
-    """The state of a walk: variables, functions, and what was found so far."""
+@dataclass
+class Walk(Reading):
+    """A walk: what was found so far, and the state at one point of the script."""
 
-    def __init__(self, variables: Variables) -> None:
-        self.variables = variables
-        self.reading = Reading(variables=variables)
-        self.functions: dict[str, tuple[Command, ...]] = {}
-        self.sources: dict[str, set[str]] = {}  # variable -> those that its value was made from
-        self.depth = self.num_commands = 0
+    script: str = ""  # $0
+    arguments: list[str] = field(default_factory=list)  # $1, $2, ...
+    functions: dict[str, tuple[Command, ...]] = field(default_factory=dict)
+    sources: dict[str, set[str]] = field(default_factory=dict)  # variable -> those that its value was made from
+    used: set[str] = field(default_factory=set)  # names that expansions have read since it was last emptied
+    outer: set[str] = field(default_factory=set)  # names that the eval, bash -c or function call around was made from
+    locals: list[dict[str, list[str] | None]] = field(default_factory=list)  # of each function: the values to restore
+    target: str = ""  # the variable that is being assigned; unset in its own value it is empty: X="$X --more"
+    unset_is_empty: bool = False  # in conditions
+    line: int = 0
+    num_commands: int = 0
+
+    def refused(self, what: str) -> ConfigError:
+        """Return the exception for a part of the present command that is not read."""
+        return refusal(self.line, f"{shown(what)} is not read")
 
     def commands(self, commands: Sequence[Command]) -> bool | None:
         """Follow some commands and return the truth of the last, None if it depends on running it."""
@@ -143,24 +208,23 @@ class Walk:
         return truth
 
     def command(self, command: Command) -> bool | None:
+        """Follow a command and return its truth, None if it depends on running it."""
         self.num_commands += 1
         if self.num_commands > MOST_COMMANDS:
             raise ConfigError(
                 f"the script has more than {MOST_COMMANDS} commands to follow; give its arguments instead"
             )
-        if isinstance(command, Simple):
-            return self.simple(command)
-        if isinstance(command, Chain):
-            return self.chain(command)
-        if isinstance(command, Negated):
-            truth = self.command(command.command)
-            return None if truth is None else not truth
-        if isinstance(command, Group):
-            return self.commands(command.body)
-        if isinstance(command, Branches):
-            return self.branches(command)
-        if isinstance(command, Loop):
-            return self.loop(command)
+        match command:
+            case Simple():
+                return self.simple(command)
+            case Chain():
+                return self.chain(command)
+            case Branches():
+                return self.branches(command)
+            case Loop():
+                return self.loop(command)
+            case Group(body, ""):
+                return self.commands(body)
         self.functions[command.name] = command.body
         return True
 
@@ -179,239 +243,321 @@ class Walk:
         return truth
 
     def branches(self, branches: Branches) -> bool | None:
-        """Follow the arm of an `if` or `case` whose condition holds."""
-        names = frozenset(name for arm in branches.arms for name in assigned_names(arm.body))
+        """Follow the arm of an `if` whose condition holds."""
         for arm in branches.arms:
-            self.variables.used = set()
-            truth = self.condition(branches, arm)
-            if arm.text != "else":
-                unset = sorted(name for name in self.variables.used if self.variables.look_up(name) is None)
-                reason = ""
-                if truth is None:
-                    reason = ": it depends on running the script"
-                elif unset:
-                    reason = f": ${', $'.join(unset)} is not set in the script"
+            self.used = set()
+            truth = self.commands(arm.condition)
+            if arm.condition:
+                reason = ": it depends on running the script" if truth is None else self.unset_names()
                 outcome = ("taken" if truth else "not taken") + reason
-                self.reading.decisions.append(Decision(arm.line, arm.text, outcome, names))
+                self.decisions.append(Decision(arm.line, arm.text, outcome, branches.names))
             if truth:
                 return self.commands(arm.body)
         return True
 
-    def condition(self, branches: Branches, arm: Arm) -> bool | None:
-        if branches.subject is None:
-            return self.commands(arm.condition) if arm.condition else True
-        subject = self.variables.text(branches.subject, empty_if_unset=True)
-        patterns = [self.variables.text(pattern, empty_if_unset=True) for pattern in arm.patterns]
-        if "*" in patterns:
-            return True
-        if not is_known(subject) or not all(map(is_known, patterns)):
-            return None
-        return any(fnmatch.fnmatchcase(subject, pattern) for pattern in patterns)
+    def unset_names(self) -> str:
+        """Return the variables of a condition that are not set, as the reason for its outcome; empty if all are."""
+        unset = sorted(name for name in self.used if self.look_up(name) is None)
+        return f": ${', $'.join(unset)} is not set in the script" if unset else ""
 
     def loop(self, loop: Loop) -> bool | None:
-        """Follow the body of `for` once for each known word; other loops are skipped."""
-        words = None
-        if loop.words is not None and loop.name:
-            words = [text for word in loop.words for text in self.variables.fields(word, empty_if_unset=True)]
+        """Follow the body of `for` once for each known word. What other loops assign is not known after them."""
+        self.used, self.unset_is_empty, self.line = set(), True, loop.line
+        words = None if loop.words is None else [text for word in loop.words for text in self.fields(word)]
+        self.unset_is_empty = False
         if words is None or not all(map(is_known, words)):
-            names = frozenset(assigned_names(loop.body))
-            self.reading.decisions.append(Decision(loop.line, loop.text, "skipped: it depends on running it", names))
+            self.variables |= {name: [placeholder(f"${name}")] for name in loop.names}
+            outcome = "skipped: it depends on running it"
+            self.decisions.append(Decision(loop.line, loop.text, outcome, loop.names))
             return None
+        if unset := self.unset_names():
+            outcome = f"followed for {count_text(len(words), 'word')}{unset}"
+            self.decisions.append(Decision(loop.line, loop.text, outcome, loop.names))
         for word in words:
-            self.variables.assign(loop.name, word)
+            self.assign_text(loop.name, word)
             self.commands(loop.body)
         return True
 
     def simple(self, command: Simple) -> bool | None:
         """Follow a command: assign, step into a function, eval or bash -c, or look for the call."""
-        words = list(command.words)
-        while words and words[0].assigned is not None:
-            self.assign(words.pop(0))
-        if not words:
-            return True
-        head = words[0].literal
-        if head in DECLARING:
-            for word in words[1:]:
-                if word.assigned is not None:
-                    self.assign(word)
-            return True
-        if head in ("[", "test", "[[", "(("):
-            return self.test(head, words)
-        self.variables.used = set()
-        expanded = [text for word in words for text in self.variables.fields(word)]
+        self.line, words = command.line, list(command.words)
+        if words[:1] == ["!"]:
+            truth = self.simple(Simple(command.words[1:], command.line))
+            return None if truth is None else not truth
+        prefixes = list(takewhile(ASSIGNMENT.match, words))
+        del words[: len(prefixes)]
+        if words and ELEMENT.match(words[0]):
+            raise self.refused(words[0])
+        if words and words[0] in DECLARING:
+            return self.declared(words)
+        if words and words[0] in TESTS:
+            return self.test(words)
+        self.used = set()
+        expanded = [text for word in words for text in self.fields(word)]
+        if expanded and expanded[0] in READING:
+            prefixes = []  # such as IFS for what is read
+        before, used = {name: self.variables.get(name) for name in assigned_names(prefixes)}, self.used
+        for prefix in prefixes:
+            self.assign(prefix)
         if not expanded:
             return True
-        return self.expanded(expanded, command)
+        self.used = used
+        truth = self.expanded(expanded)
+        self.restore(before)  # `NAME=value command` sets it for the command only
+        return truth
 
-    def assign(self, word: Word) -> None:
+    def restore(self, values: dict[str, list[str] | None]) -> None:
+        """Set variables back to earlier values, None for unset."""
+        for name, value in values.items():
+            self.variables.pop(name, None)
+            if value is not None:
+                self.variables[name] = value
+
+    def declared(self, words: Sequence[str]) -> bool:
+        """Follow `export`, `local` and the like."""
+        for word in words[1:]:
+            match = ASSIGNMENT.match(word)
+            if re.match(r"-\w*[Ain]", word) or (match is None and set("=$`") & set(word)):
+                raise self.refused(f"{words[0]} {word}")
+            if words[0] == "local":
+                name = match[1] if match else word
+                self.locals[-1].setdefault(name, self.variables.get(name))
+            if match:
+                self.assign(word)
+        return True
+
+    def assign(self, word: str) -> None:
         """Set the variable that `NAME=value` sets."""
-        match = word.assigned
+        match = ASSIGNMENT.match(word)
         assert match is not None
-        name, index, appends = match[1], match[2], bool(match[3])
-        self.variables.used, self.variables.target = set(), name
-        value: str | list[str]
-        if word.elements is not None:
-            value = [text for element in word.elements for text in self.variables.fields(element)]
+        name, source = match[1], word[match.end() :]
+        if name == "IFS":
+            raise self.refused(word)
+        self.used, self.target = set(), name
+        old = self.variables.get(name, []) if match[2] else []
+        if source.startswith("("):
+            elements = [token.text for token in tokens_of(source[1:-1]) if token.text != "\n"]
+            if any(element.startswith("[") for element in elements):
+                raise self.refused("[INDEX]= in an array")
+            self.variables[name] = old + [text for element in elements for text in self.fields(element)]
         else:
-            first = word.parts[0]
-            rest = (type(first)(TEXT, first.text[match.end() :], True), *word.parts[1:])
-            value = self.variables.text(Word(rest))
-        self.variables.target = ""
-        self.variables.assign(name, value, appends=appends, index=index[1:-1] if index else None)
-        kept = self.sources.get(name, set()) if appends or index else set()
-        self.sources[name] = kept | self.variables.used
+            self.assign_text(name, "".join(old[:1]) + self.text(source))
+        self.target = ""
+        if sum(map(len, self.variables[name])) > MOST_CHARACTERS:
+            raise ConfigError(f"the variable {name} of the script grows over {MOST_CHARACTERS} characters")
+        self.sources[name] = self.all_used() | (self.sources.get(name, set()) if match[2] else set())
 
-    def expanded(self, words: list[str], command: Simple) -> bool | None:
+    def assign_text(self, name: str, text: str) -> None:
+        """Set a variable to a text; of an array, bash sets the first element."""
+        self.variables[name] = [text, *self.variables.get(name, [])[1:]]
+
+    def all_used(self) -> set[str]:
+        """Return the names that expansions have read, and those that their values were made from."""
+        return self.used.union(*(self.sources.get(name, set()) for name in self.used))
+
+    def expanded(self, words: list[str]) -> bool | None:
         """Follow an expanded command."""
-        head, used = words[0], set(self.variables.used)
+        head = words[0]
+        if refused := {head, " ".join(words[:2])}.intersection(REFUSED):
+            raise self.refused(refused.pop())
         if head in ("true", ":", "false"):
             return head != "false"
-        if head == "unset":
+        if head == "unset" or head in READING:  # what is read is not known, as if it were set elsewhere
             for name in words[1:]:
-                self.variables.values.pop(name, None)
-            return True
-        if head == "shift":
-            del self.variables.arguments[: int(words[1]) if words[1:] and words[1].isdecimal() else 1]
-            return True
-        if head in ("source", "."):
-            if words[1:]:
-                self.reading.notes.append(f"line {command.line}: {shown(words[1])} is read by the script, but not here")
-            return None
-        if head in self.functions:
+                self.variables.pop(name, None)
+        elif head in ("source", ".") and words[1:]:
+            self.notes.append(f"line {self.line}: {shown(words[1])} is read by the script, but not here")
+        elif head in self.functions:
             return self.inside(self.functions[head], words[1:])
-        if head == "eval":
-            return self.inside(parse_script(" ".join(words[1:]), command.line), self.variables.arguments)
-        shell = next((at for at, word in enumerate(words[:-1]) if word in SHELLS and words[at + 1] != head), None)
-        if shell is not None and head not in SHOWING:
+        elif head == "eval":
+            return self.inside(parse_script(" ".join(words[1:]), self.line), self.arguments)
+        elif head not in SHOWING:
+            shell = next((at for at, word in enumerate(words) if word in SHELLS), len(words))
             options = words[shell + 1 :]
             flag = next((at for at, word in enumerate(options) if re.fullmatch(r"-\w*c", word)), None)
             if flag is not None and all(word.startswith("-") for word in options[:flag]) and options[flag + 1 :]:
-                try:
-                    inner = parse_script(options[flag + 1], command.line)
-                except ConfigError:  # such as a program of awk in quotes that only the inner shell joins
-                    return None
-                return self.inside(inner, options[flag + 3 :])
-        if head not in SHOWING:
-            self.look_for_call(words, command, used)
-        if "pretrain_gpt.py" in command.heredoc:
-            where = f"line {command.line}: a call of pretrain_gpt.py in a heredoc"
-            self.reading.notes.append(f"{where} is not read; give it as a separate script")
+                return self.inside(parse_script(options[flag + 1], self.line), options[flag + 3 :])
+            self.look_for_call(words)
         return None
 
     def inside(self, commands: Sequence[Command], arguments: Sequence[str]) -> bool | None:
         """Follow commands that have other positional arguments."""
-        self.depth += 1
-        if self.depth > DEEPEST:
+        if len(self.locals) > DEEPEST:
             raise ConfigError(f"the script nests functions, eval or bash -c more than {DEEPEST} deep")
-        outer, self.variables.arguments = self.variables.arguments, list(arguments)
+        before = self.arguments, self.outer, self.line
+        self.arguments, self.outer = list(arguments), self.outer | self.all_used()
+        self.locals.append({})
         truth = self.commands(commands)
-        self.variables.arguments = outer
-        self.depth -= 1
+        self.restore(self.locals.pop())
+        self.arguments, self.outer, self.line = before
         return truth
 
-    def look_for_call(self, words: list[str], command: Simple, used: set[str]) -> None:
+    def look_for_call(self, words: list[str]) -> None:
         """Keep the command if it starts pretrain_gpt.py or another training script."""
-        matches = [(at, SCRIPT_NAME.fullmatch(shown(word))) for at, word in enumerate(words)]
-        at = next((at for at, match in matches if match is not None), None)
-        if at is None:
-            return
-        names, waiting = set(used), list(used)
-        while waiting:
-            for name in self.sources.get(waiting.pop(), ()):
-                if name not in names:
-                    names.add(name)
-                    waiting.append(name)
-        self.reading.calls.append(
-            Call(command.line, tuple(words[:at]), words[at], tuple(words[at + 1 :]), frozenset(names))
-        )
+        at = next((at for at, word in enumerate(words) if SCRIPT_NAME.fullmatch(shown(word))), None)
+        if at is not None:
+            names = frozenset(self.outer | self.all_used())
+            self.calls.append(Call(self.line, tuple(words[:at]), words[at], tuple(words[at + 1 :]), names))
 
-    def test(self, head: str, words: Sequence[Word]) -> bool | None:
-        """Return the truth of `[ ... ]`, `[[ ... ]]`, `test ...` or `(( ... ))`, None if it is not known."""
-        if head == "((":
+    def test(self, words: Sequence[str]) -> bool | None:
+        """Return the truth of `[ ... ]`, `[[ ... ]]` or `test ...`, None if it is not known."""
+        self.unset_is_empty = True
+        in_brackets = words[0] == "[["  # where no word is split
+        texts = [text for word in words[1:] for text in ([self.text(word)] if in_brackets else self.fields(word))]
+        self.unset_is_empty = False
+        texts = texts if words[0] == "test" else texts[:-1]
+        negated = texts[:1] == ["!"]
+        truth = self.tested(texts[negated:], words[-2] if in_brackets else None)
+        return truth if truth is None else truth != negated
+
+    def tested(self, texts: list[str], pattern: str | None) -> bool | None:
+        """Return the truth of one test. pattern: the last word of `[[ ... ]]` as written."""
+        match texts:
+            case [text] if is_known(text):
+                return bool(text)
+            case ["-z" | "-n" as test, text] if is_known(text):
+                return (text == "") == (test == "-z")
+            case [left, "=" | "==" | "!=" as test, right] if is_known(left + right):
+                if pattern is None or not set("*?[") & set(right):
+                    return (left == right) == (test != "!=")
+                if not set("'\"\\") & set(pattern):
+                    return fnmatch.fnmatchcase(left, right) == (test != "!=")
+            case [left, test, right] if test in INTEGER_TESTS:
+                with suppress(UnknownValueError):
+                    return self.number(f"({left or 0}) {INTEGER_TESTS[test]} ({right or 0})") != 0
+        return None  # files, which differ between machines, and what is not read
+
+    def fields(self, word: str) -> list[str]:
+        """Return the words that a word becomes: expansions outside quotes are split at blanks."""
+        if FILE_NAMES.search("".join(piece if len(piece) == 1 else "_" for piece in pieces_of(word))):
+            return [placeholder(self.text(word))]
+        return [text.replace(QUOTED, "") for text in self.expand(word, splits=True).split(BREAK) if text]
+
+    def text(self, word: str, in_quotes: bool = False) -> str:
+        """Return a word expanded without splitting, as in an assignment."""
+        return plain(self.expand(word, in_quotes))
+
+    def expand(self, word: str, in_quotes: bool = False, splits: bool = False) -> str:
+        """Return an expanded word with its marks BREAK and QUOTED. splits: at blanks of expansions outside quotes."""
+        return "".join(self.piece(piece, in_quotes, splits) for piece in pieces_of(word, in_quotes))
+
+    def piece(self, piece: str, in_quotes: bool, splits: bool) -> str:
+        """Return a piece of a word expanded."""
+        first, inside = piece[0], piece[1:-1]
+        if len(piece) == 1:
+            return BREAK if splits and not in_quotes and piece in " \t\n" else piece
+        if first == "\\":
+            return piece if in_quotes and piece[1] not in '$`"\\\n' else QUOTED + piece[1].strip("\n")
+        if first == "'":
+            return QUOTED + inside
+        if first == '"':
+            text = self.expand(inside, in_quotes=True)
+            return text if ALL_IN_QUOTES.fullmatch(piece) else QUOTED + text
+        if piece.startswith("$(("):
+            if CHANGES.search(piece):
+                raise self.refused(piece)
             try:
-                return self.variables.number(words[1].parts[0].text) != 0
-            except OpenValueError:
-                return None
-        if head == "[[":
-            texts = [self.variables.text(word, empty_if_unset=True) for word in words[1:-1]]
-        else:
-            texts = [text for word in words[1:] for text in self.variables.fields(word, empty_if_unset=True)]
-            texts = texts[:-1] if head == "[" else texts
-        condition = Condition(self.variables, texts)
-        truth = condition.either()
-        return truth if condition.at == len(texts) else None
+                return str(self.number(self.text(piece[3:-2], in_quotes=True)))
+            except UnknownValueError:
+                return placeholder(piece)
+        if first in "`<>" or piece.startswith("$("):
+            parts = pieces_of(inside.removeprefix("("), in_quotes=first == "`")
+            text = "".join(part if part[0] == "'" else self.piece(part, True, False) for part in parts)
+            return placeholder(f"$({plain(text).strip()})")
+        if first == "$" and piece[1] not in "'\"":
+            return self.parameter(piece, in_quotes, splits)
+        return placeholder(piece) if first == "$" else piece
 
+    def parameter(self, piece: str, in_quotes: bool, splits: bool) -> str:
+        """Return the value of `$NAME` or `${NAME...}`, with several words of an array with [@]."""
+        match = PARAMETER.fullmatch(piece[2:-1] if piece[1] == "{" else piece[1:])
+        if match is None:  # such as ${!X} and ${#X}
+            return placeholder(piece)
+        name, index, operation = match.groups()
+        self.used.add(name)
+        values = self.look_up(name)
+        if values is not None and name not in "@*" and index not in ("@", "*"):
+            at = int(index or 0)
+            values = values[at : at + 1] or (None if index else [""])
+        is_empty = name == self.target or self.unset_is_empty  # if it is not set
+        default = DEFAULT.fullmatch(operation)
+        if default is not None:
+            colon, kind, rest = default.groups()
+            is_set = values is not None and (not colon or any(values))
+            if kind == "+" and not (is_empty if values is None else is_known("".join(values))):
+                return placeholder(piece)
+            if kind == "+" and not is_set:
+                return ""
+            if kind == "+" or (kind != "?" and not is_set):
+                text = self.expand(rest, in_quotes, splits)
+                if kind == "=":
+                    self.assign_text(name, plain(text))
+                return text
+        elif values is not None and operation:
+            values = [self.cut(value, operation, piece) for value in values]
+        if values is None:
+            return "" if is_empty else placeholder(piece if operation else f"${name}")
+        if in_quotes:
+            return " ".join(values) if "*" in (name, index) else BREAK.join(QUOTED + value for value in values)
+        if splits:
+            values = [BLANKS.sub(lambda found: BREAK if found[0].isspace() else found[0], value) for value in values]
+        return (BREAK if splits else " ").join(values)
 
-def is_condition(command: Command) -> bool:
-    """Return True if a command only tests something."""
-    if isinstance(command, Negated):
-        return is_condition(command.command)
-    return isinstance(command, Simple) and bool(command.words) and command.words[0].literal in ("[", "[[", "test", "((")
+    def look_up(self, name: str) -> list[str] | None:
+        """Return the value or values of a variable; None if it is not set, or not known to be."""
+        if name in ("@", "*"):
+            return list(self.arguments)
+        if name == "#":
+            return [str(len(self.arguments))]
+        if name.isdecimal():
+            return [self.script, *self.arguments][int(name) : int(name) + 1] or None
+        return [placeholder(f"${name}")] if name in OF_THE_SHELL else self.variables.get(name)
 
+    def cut(self, value: str, operation: str, written: str) -> str:
+        """Return a value without a prefix or suffix, or with a text replaced; a placeholder if that is not known."""
+        cut, replaced = CUT.fullmatch(operation), REPLACED.fullmatch(operation)
+        match = cut or replaced
+        pattern, new = (self.text(text or "") for text in (match[2], replaced and replaced[3])) if match else ("", "")
+        if match is None or not is_known(value + pattern + new):
+            return placeholder(written)
+        if replaced:
+            return value.replace(pattern, new, -1 if match[1] == "//" else 1)
+        of_prefix = match[1][0] == "#"
+        rests = [value[:at] if of_prefix else value[at:] for at in range(len(value) + 1)]
+        cuts = [at for at, rest in enumerate(rests) if fnmatch.fnmatchcase(rest, pattern)]
+        if not cuts:
+            return value
+        at = max(cuts) if (len(match[1]) == 2) == of_prefix else min(cuts)
+        return value[at:] if of_prefix else value[:at]
 
-class Condition:
-    """The words of a test, read by precedence; an unknown truth is None."""
+    def number(self, text: str, depth: int = 0) -> int:
+        """Return the value of an arithmetic expression in whole numbers. Raises UnknownValueError."""
+        if depth > DEEPEST or not ARITHMETIC.fullmatch(text) or CHANGES.search(text):
+            raise UnknownValueError
+        try:
+            tree = ast.parse(f"({text.strip() or 0})".replace("&&", " and ").replace("||", " or "), mode="eval")
+            value = self.calculated(tree.body, depth)
+        except (SyntaxError, ValueError, ZeroDivisionError, RecursionError, MemoryError):
+            raise UnknownValueError from None
+        if abs(value) >= LARGEST:
+            raise UnknownValueError
+        return value
 
-    def __init__(self, variables: Variables, words: list[str]) -> None:
-        self.variables, self.words, self.at = variables, words, 0
-
-    def take(self) -> str:
-        self.at += 1
-        return self.words[self.at - 1] if self.at <= len(self.words) else ""
-
-    def next_in(self, words: Sequence[str]) -> bool:
-        is_next = self.at < len(self.words) and self.words[self.at] in words
-        self.at += is_next
-        return is_next
-
-    def either(self) -> bool | None:
-        truth = self.both()
-        while self.next_in(("||", "-o")):
-            other = self.both()
-            truth = True if True in (truth, other) else None if None in (truth, other) else False
-        return truth
-
-    def both(self) -> bool | None:
-        truth = self.single()
-        while self.next_in(("&&", "-a")):
-            other = self.single()
-            truth = False if False in (truth, other) else None if None in (truth, other) else True
-        return truth
-
-    def single(self) -> bool | None:
-        if self.next_in(("!",)):
-            truth = self.single()
-            return None if truth is None else not truth
-        if self.next_in(("(",)):
-            truth = self.either()
-            self.next_in((")",))
-            return truth
-        first = self.take()
-        ends = ("&&", "||", "-a", "-o", ")")
-        if re.fullmatch(r"-[a-zA-Z]", first) and self.at < len(self.words) and self.words[self.at] not in ends:
-            return self.unary(first, self.take())
-        if first in ("-z", "-n"):  # of an unquoted variable that is not set
-            return first == "-z"
-        if self.at >= len(self.words) or self.words[self.at] in ends:
-            return bool(first) if is_known(first) else None
-        return self.binary(first, self.take(), self.take())
-
-    def unary(self, operator: str, text: str) -> bool | None:
-        if operator == "-v":
-            return text in self.variables.values
-        if operator in ("-z", "-n"):
-            return (text == "") == (operator == "-z") if is_known(text) else None
-        return None  # files, which differ between machines
-
-    def binary(self, left: str, operator: str, right: str) -> bool | None:
-        if not is_known(left + right):
-            return None
-        if operator in ("=", "==", "!="):
-            return fnmatch.fnmatchcase(left, right) == (operator != "!=")
-        if operator in INTEGER_TESTS:
-            try:
-                numbers = self.variables.number(left or "0"), self.variables.number(right or "0")
-            except OpenValueError:
-                return None
-            return bool(INTEGER_TESTS[operator](*numbers))
-        return None
+    def calculated(self, node: ast.expr, depth: int) -> int:
+        """Return the value of a part of an expression. Operators that Python and bash read differently are unknown."""
+        match node:
+            case ast.Constant(value=int() as value) if not isinstance(value, bool):
+                return value
+            case ast.Name(id=name):
+                self.used.add(name)
+                if values := self.look_up(name):
+                    return self.number(values[0], depth + 1)
+            case ast.UnaryOp(op=ast.USub(), operand=operand):
+                return -self.calculated(operand, depth)
+            case ast.BoolOp(op=joint, values=parts):
+                truths = [self.calculated(part, depth) != 0 for part in parts]
+                return int(all(truths) if isinstance(joint, ast.And) else any(truths))
+            case ast.BinOp(left=left, op=sign, right=right) | ast.Compare(left=left, ops=[sign], comparators=[right]):
+                if type(sign) in OPERATORS:
+                    return int(OPERATORS[type(sign)](self.calculated(left, depth), self.calculated(right, depth)))
+        raise UnknownValueError

@@ -36,6 +36,8 @@ def test_arguments_alone_and_from_standard_input(
     mtp = "--position-embedding-type rope --mtp-num-layers 1 --mtp-loss-scaling-factor 0.3"
     assert main([*MODEL.split(), *mtp.split()]) == 0
     assert "--mtp-num-layers 1" in capsys.readouterr().out
+    assert main(["torchrun", "--nproc_per_node", "2", "x/pretrain_gpt.py", *MODEL.split()]) == 0  # as echo prints it
+    assert "2 by the launcher" in capsys.readouterr().out
     monkeypatch.setattr("sys.stdin", io.StringIO(f"N=$1\ntorchrun --nproc_per_node $N pretrain_gpt.py {MODEL}"))
     assert main(["-", "8"]) == 0
     assert "8 by the launcher" in capsys.readouterr().out
