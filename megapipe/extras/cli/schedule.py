@@ -15,8 +15,7 @@ from typing import Any
 
 from megapipe.errors import ConfigError
 from megapipe.extras.cli.frame import Option, command, option
-from megapipe.extras.report.parts_svg import parts_svg
-from megapipe.extras.report.timeline import grid_text, svg
+from megapipe.extras.report.timeline import grid_text, parts_svg, svg
 from megapipe.formatting import text_table
 from megapipe.profile.trace import chrome_trace
 from megapipe.schedule.action import Op

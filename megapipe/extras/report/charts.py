@@ -13,8 +13,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from html import escape
 
+from megapipe.extras.report.drawing import round_step
 from megapipe.extras.report.folder import Record, Run
-from megapipe.extras.report.timeline import round_step
 
 LEFT, RIGHT, TOP, BOTTOM = 58, 16, 12, 30
 MAX_POINTS = 1500  # per curve; of longer curves only the local minima and maxima are drawn

@@ -11,7 +11,8 @@ from html import escape
 from importlib.resources import files
 from typing import NamedTuple
 
-from megapipe.extras.report.timeline import COLOURS, LARGE, NAMES, fill, legend, paths_by_fill, round_step
+from megapipe.extras.report.drawing import merged, round_step
+from megapipe.extras.report.timeline import COLOURS, LARGE, NAMES, fill, legend
 from megapipe.formatting import milliseconds
 from megapipe.profile.difference import Comparison
 from megapipe.schedule.action import COMPUTE_OPS, Action, Op
@@ -183,13 +184,13 @@ def _lanes(drawing: _Drawing, rank: int) -> Iterator[str]:
     if path:
         yield f'<path class="wait" d="{path}"><title>waiting for a message</title></path>'
     for kind, y, height in ((" plan", top, PLAN_LANE), ("", below, MEASURED_LANE)):
-        merged = []
+        large = []
         for box in boxes:
             start, end = box.plan if kind else box.measured
             x, w = drawing.x(start), (end - start) * drawing.scale
             colour = fill(drawing.plan.schedule.placement, rank, box.action)
             if drawing.is_large:
-                merged.append((colour, x, y, w, height))
+                large.append((colour, x, y, w, height))
                 continue
             place = f'x="{x:.2f}" y="{y:g}" width="{max(w, 0.3):.2f}" height="{height:g}"'
             yield f'<rect class="b{kind}" fill="{colour}" {place}><title>{box.title}</title></rect>'
@@ -197,8 +198,7 @@ def _lanes(drawing: _Drawing, rank: int) -> Iterator[str]:
             if number and w >= DIGITS * len(number):
                 place = f'x="{x + w / 2:.2f}" y="{y + height / 2 + 3.6:g}"'
                 yield f'<text class="n{kind}" style="fill:{COLOURS[box.action.op][2]}" {place}>{number}</text>'
-        for colour, path in paths_by_fill(merged).items():
-            yield f'<path class="b{kind}" fill="{colour}" d="{path}"/>'
+        yield from merged(large, class_=f"b{kind}")
     for name, start, stop in drawing.phases[rank]:
         w = (stop - start) * drawing.scale
         place = f'x="{drawing.x(start):.2f}" y="{below + 4}" width="{w:.2f}" height="{MEASURED_LANE - 8}"'

@@ -1,0 +1,74 @@
+"""Elements of SVG drawings: rectangles, text, lines, paths, and the page around them.
+
+All pictures of this package are made of these. Numbers: integers and text stand as they are, floats are rounded to two
+decimals. Attributes: `text_anchor` stands for text-anchor, `class_` for class, which comes first; None is left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from html import escape
+
+SOFT = "#555555"  # of captions and axes
+Number = float | str
+
+
+def element(name: str, content: str | None = None, /, **attributes: object) -> str:
+    """Return an element with markup inside."""
+    words = [name]
+    for key, value in sorted(attributes.items(), key=lambda attribute: attribute[0] != "class_"):
+        if value is not None:
+            shown = f"{value:.2f}" if isinstance(value, float) else escape(str(value))
+            words.append(f'{key.rstrip("_").replace("_", "-")}="{shown}"')
+    opened = " ".join(words)
+    return f"<{opened}/>" if content is None else f"<{opened}>{content}</{name}>"
+
+
+def rect(x: Number, y: Number, width: Number, height: Number, title: str | None = None, **attributes: object) -> str:
+    """Return a rectangle. title: shown under the pointer."""
+    content = None if title is None else element("title", escape(title))
+    return element("rect", content, x=x, y=y, width=width, height=height, **attributes)
+
+
+def text(x: Number, y: Number, words: str, **attributes: object) -> str:
+    return element("text", escape(words), x=x, y=y, **attributes)
+
+
+def line(x1: Number, y1: Number, x2: Number, y2: Number, **attributes: object) -> str:
+    return element("line", x1=x1, y1=y1, x2=x2, y2=y2, **attributes)
+
+
+def swatch(x: Number, y: int, colour: str) -> str:
+    """Return a square of a legend whose text has the baseline y."""
+    return rect(x, y - 10, 12, 12, fill=colour)
+
+
+def merged(boxes: Iterable[tuple[str, float, float, float, float]], **attributes: object) -> Iterator[str]:
+    """Yield all boxes of a colour as one path, for each colour. boxes: (colour, x, y, width, height)."""
+    paths: dict[str, list[str]] = {}
+    for colour, x, y, width, height in boxes:
+        paths.setdefault(colour, []).append(f"M{x:.1f} {y:g}h{width:.1f}v{height:g}h{-width:.1f}z")
+    for colour, parts in paths.items():
+        yield element("path", fill=colour, **attributes, d="".join(parts))
+
+
+def document(width: int, height: int, parts: Iterable[str], **attributes: object) -> str:
+    """Return an SVG file with one element per line."""
+    content = "\n".join(["", *parts, ""])
+    size = {"width": width, "height": height, "viewBox": f"0 0 {width} {height}"}
+    return element("svg", content, xmlns="http://www.w3.org/2000/svg", **size, **attributes) + "\n"
+
+
+def paper(width: int, height: int, parts: Iterable[str]) -> str:
+    """Return an SVG file on white paper with a font of its own."""
+    background = element("rect", width=width, height=height, fill="#ffffff")
+    font = {"font_family": "DejaVu Sans, Helvetica, Arial, sans-serif", "font_size": 11}
+    return document(width, height, [background, *parts], **font)
+
+
+def round_step(value: float) -> float:
+    """Return the smallest of 1, 2, 5 x 10^n that is at least `value`, which is positive."""
+    power = 1e-12
+    while power * 10 < value:
+        power *= 10
+    return next(float(f"{step * power:.6g}") for step in (1, 2, 5, 10, 20) if step * power >= value * (1 - 1e-9))
