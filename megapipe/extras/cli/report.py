@@ -8,7 +8,7 @@ from pathlib import Path
 from megapipe.errors import ConfigError
 from megapipe.extras.cli.frame import command, option, write_file
 from megapipe.extras.report.charts import loss_svg
-from megapipe.extras.report.comparison_svg import comparison_svg
+from megapipe.extras.report.comparison import comparison_svg
 from megapipe.extras.report.folder import read_run
 from megapipe.extras.report.page import page
 from megapipe.profile.summary import summarize

@@ -14,8 +14,9 @@ from megapipe.config.fields import ConfigField, value_text
 from megapipe.config.load import from_yaml
 from megapipe.errors import ConfigError
 from megapipe.extras.report.charts import NUM_COLOURS, Chart, Curve, Point, figure_html, number
+from megapipe.extras.report.drawing import element, table_html, table_row
 from megapipe.extras.report.folder import Record, Run
-from megapipe.extras.report.page import STATES, grid_text, html_page, moment, table_html
+from megapipe.extras.report.page import STATES, grid_text, html_page, moment
 from megapipe.formatting import duration_text, seconds_text, text_table
 from megapipe.version import __version__
 
@@ -166,41 +167,27 @@ def _shortened(text: str) -> str:
 def compare_page(runs: Mapping[str, Run]) -> str:
     """Return the comparison as HTML: settings that differ, results, curves."""
     table, problems = differences(runs)
+    names = [element("span", escape(name), class_=f"run c{index}") for index, name in enumerate(runs)]
     settings = "".join(f"<p>{escape(problem)}.</p>" for problem in problems)
-    if table:
-        head = ["setting", *(_legend(index, name) for index, name in enumerate(runs))]
-        rows = [
-            [
-                f"<td><code>{escape(row[0])}</code></td>",
-                *(
-                    f'<td class="v" data-run="{escape(name)}">{escape(text)}</td>'
-                    for name, text in zip(runs, row[1:], strict=True)
-                ),
-            ]
-            for row in table[1:]
-        ]
-        settings = f"{table_html(head, rows, 'differ')}{settings}"
-    else:
-        settings = f"<p>No setting differs.</p>{settings}"
-    shown = results(runs)
-    rows = [
-        [f"<td>{_legend(i, row[0])}</td>", *(f"<td>{escape(text)}</td>" for text in row[1:])]
-        for i, row in enumerate(shown[1:])
-    ]
+    rows = [table_row(["setting", *names], tag="th")]
+    for setting, *values in table[1:]:
+        pairs = zip(runs, values, strict=True)
+        cells = (element("td", escape(value), class_="v", data_run=name) for name, value in pairs)
+        rows.append(table_row([element("code", escape(setting)), *cells]))
+    settings = (table_html(rows, "differ") if table else "<p>No setting differs.</p>") + settings
+    head, *shown = results(runs)
+    rows = [table_row(head, tag="th")]
+    rows += (table_row([name, *map(escape, values)]) for name, (_, *values) in zip(names, shown, strict=True))
     charts = "".join(map(figure_html, charts_of(runs)))
     sections = {
         "Settings that differ": settings,
-        "Results": f'<div class="scroll">{table_html(shown[0], rows)}</div><p class="soft">{EXPLAINED}</p>',
+        "Results": f'<div class="scroll">{table_html(rows)}</div><p class="soft">{EXPLAINED}</p>',
         "Curves": f'<div class="charts">{charts}</div>' if charts else "<p>No step has been logged yet.</p>",
     }
     title = " and ".join(runs) if len(runs) == 2 else f"{len(runs)} runs"
     folders = ", ".join(str(run.folder) for run in runs.values())
     footer = f"Written {moment(time.time())} by megapipe compare {__version__} from {folders}."
     return html_page(title, [f"<header><h1>{escape(title)}</h1></header>"], sections, footer)
-
-
-def _legend(index: int, name: str) -> str:
-    return f'<span class="run c{index}">{escape(name)}</span>'
 
 
 def charts_of(runs: Mapping[str, Run]) -> list[Chart]:

@@ -1,6 +1,6 @@
-"""Elements of SVG drawings: rectangles, text, lines, paths, and the page around them.
+"""Elements of SVG drawings and HTML pages: rectangles, text, lines, paths, tables, and the page around a drawing.
 
-All pictures of this package are made of these. Numbers: integers and text stand as they are, floats are rounded to two
+All pictures and reports of this package are made of these. Numbers: integers and text stand as they are, floats are rounded to two
 decimals. Attributes: `text_anchor` stands for text-anchor, `class_` for class, which comes first; None is left out.
 """
 
@@ -64,6 +64,26 @@ def paper(width: int, height: int, parts: Iterable[str]) -> str:
     background = element("rect", width=width, height=height, fill="#ffffff")
     font = {"font_family": "DejaVu Sans, Helvetica, Arial, sans-serif", "font_size": 11}
     return document(width, height, [background, *parts], **font)
+
+
+def table_html(rows: Iterable[str], kind: str | None = None) -> str:
+    """Return a table of rows made by `table_row`. kind: its class."""
+    return element("table", "".join(rows), class_=kind)
+
+
+def table_row(cells: Iterable[str], kind: str | None = None, tag: str = "td") -> str:
+    """Return a row of a table. cells: each a <th> or <td>, or the content of a `tag`."""
+    whole = (cell if cell.startswith("<t") else element(tag, cell) for cell in cells)
+    return element("tr", "".join(whole), class_=kind)
+
+
+def tiles_html(tiles: Iterable[tuple[str, ...]]) -> str:
+    """Return a row of figures. tiles: (name, value, meaning), or (name, value, meaning, planned value)."""
+    drawn = ""
+    for name, value, meaning, *planned in tiles:
+        plan = "".join(f' <span class="plan">planned {each}</span>' for each in planned)
+        drawn += f'<div class="tile"><b>{name}</b><span class="big">{value}</span>{plan}<small>{meaning}</small></div>'
+    return element("div", drawn, class_="tiles")
 
 
 def round_step(value: float) -> float:
