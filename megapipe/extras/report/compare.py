@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from html import escape
 from pathlib import Path
 from statistics import fmean, median
@@ -13,7 +14,7 @@ from megapipe.config.config import Config, fields_by_key, value_of
 from megapipe.config.fields import ConfigField, value_text
 from megapipe.config.load import from_yaml
 from megapipe.errors import ConfigError
-from megapipe.extras.report.charts import NUM_COLOURS, Chart, Curve, Point, figure_html, number
+from megapipe.extras.report.charts import NUM_COLOURS, Chart, Curve, Point, curve_of, figure_html, number
 from megapipe.extras.report.drawing import element, table_html, table_row
 from megapipe.extras.report.folder import Record, Run
 from megapipe.extras.report.page import STATES, grid_text, html_page, moment
@@ -200,11 +201,10 @@ def charts_of(runs: Mapping[str, Run]) -> list[Chart]:
     )
 
     def curves(key: str, axis: str = "step", factor: float = 1.0, is_smooth: bool = False) -> list[Curve]:
-        found = []
-        for index, (name, run) in enumerate(runs.items()):
-            points = [(float(step[axis]), step[key] * factor) for step in run.steps if step.get(key) is not None]
-            found.append(Curve(name, averaged(points, spans[name]) if is_smooth else points, colour=index))
-        return found
+        found = [
+            curve_of(name, run.steps, key, index, factor, axis=axis) for index, (name, run) in enumerate(runs.items())
+        ]
+        return [replace(each, points=averaged(each.points, spans[each.name])) for each in found] if is_smooth else found
 
     validated = [
         Curve(name, _losses(run.evaluations("validation")), "dots", index)

@@ -1,7 +1,8 @@
 """Elements of SVG drawings and HTML pages: rectangles, text, lines, paths, tables, and the page around a drawing.
 
-All pictures and reports of this package are made of these. Numbers: integers and text stand as they are, floats are rounded to two
-decimals. Attributes: `text_anchor` stands for text-anchor, `class_` for class, which comes first; None is left out.
+All pictures and reports of this package are made of these. Numbers: integers and text stand as they are, floats are
+rounded to two decimals. Attributes: `text_anchor` stands for text-anchor, `class_` for class, which comes first; None
+is left out. title: shown under the pointer.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from collections.abc import Iterable, Iterator
 from html import escape
 
 SOFT = "#555555"  # of captions and axes
+XMLNS = "http://www.w3.org/2000/svg"
 Number = float | str
 
 
@@ -25,17 +27,20 @@ def element(name: str, content: str | None = None, /, **attributes: object) -> s
 
 
 def rect(x: Number, y: Number, width: Number, height: Number, title: str | None = None, **attributes: object) -> str:
-    """Return a rectangle. title: shown under the pointer."""
-    content = None if title is None else element("title", escape(title))
-    return element("rect", content, x=x, y=y, width=width, height=height, **attributes)
+    return element("rect", _title(title) or None, x=x, y=y, width=width, height=height, **attributes)
 
 
-def text(x: Number, y: Number, words: str, **attributes: object) -> str:
-    return element("text", escape(words), x=x, y=y, **attributes)
+def text(x: Number, y: Number, words: str, title: str | None = None, **attributes: object) -> str:
+    return element("text", escape(words) + _title(title), x=x, y=y, **attributes)
 
 
-def line(x1: Number, y1: Number, x2: Number, y2: Number, **attributes: object) -> str:
-    return element("line", x1=x1, y1=y1, x2=x2, y2=y2, **attributes)
+def line(x1: Number, y1: Number, x2: Number, y2: Number, title: str | None = None, **attributes: object) -> str:
+    return element("line", _title(title) or None, x1=x1, y1=y1, x2=x2, y2=y2, **attributes)
+
+
+def _title(words: str | None) -> str:
+    """Return a title, which is shown under the pointer."""
+    return "" if words is None else element("title", escape(words))
 
 
 def swatch(x: Number, y: int, colour: str) -> str:
@@ -56,7 +61,7 @@ def document(width: int, height: int, parts: Iterable[str], **attributes: object
     """Return an SVG file with one element per line."""
     content = "\n".join(["", *parts, ""])
     size = {"width": width, "height": height, "viewBox": f"0 0 {width} {height}"}
-    return element("svg", content, xmlns="http://www.w3.org/2000/svg", **size, **attributes) + "\n"
+    return element("svg", content, xmlns=XMLNS, **size, **attributes) + "\n"
 
 
 def paper(width: int, height: int, parts: Iterable[str]) -> str:

@@ -10,10 +10,9 @@ from importlib.resources import files
 from statistics import median
 from typing import Any
 
-from megapipe.extras.report.charts import charts_html, number
+from megapipe.extras.report.charts import charts_html, expert_maps_html, number
 from megapipe.extras.report.comparison import pipeline_html
 from megapipe.extras.report.drawing import element, table_html, table_row, tiles_html
-from megapipe.extras.report.experts_svg import expert_maps_html
 from megapipe.extras.report.folder import METRICS, RUN, Run, Segment, changed_settings
 from megapipe.formatting import bytes_text, count_text, duration_text, seconds_text
 from megapipe.topology import Topology
