@@ -163,7 +163,8 @@ def has_values(layout: Layout, config: Config, keys: Set[str]) -> bool:
         "training.micro_batch_size": layout.micro_batch_size == config.training.micro_batch_size,
         "parallel.sequence_parallel": layout.tp == 1 or layout.sequence_parallel == parallel.sequence_parallel,
         "parallel.use_distributed_optimizer": layout.distributed_optimizer == parallel.use_distributed_optimizer,
-        "parallel.data_parallel_sharding_strategy": _strategy(layout) == strategy_of(parallel),
+        "parallel.data_parallel_sharding_strategy": strategy_of(layout.applied_to(config).parallel)
+        == strategy_of(parallel),
         "parallel.data_parallel_sharding_units": layout.units == parallel.data_parallel_sharding_units,
         "parallel.pipe_sp_splits": layout.pp == 1 or layout.slices == parallel.pipe_sp_splits,
         "parallel.pipeline_balance": layout.pp == 1 or layout.cut == parallel.pipeline_balance,
@@ -171,10 +172,6 @@ def has_values(layout: Layout, config: Config, keys: Set[str]) -> bool:
         "recompute.recompute_memory_budget": layout.recompute == recompute,
     }
     return all(has_value[key] for key in has_value.keys() & keys)
-
-
-def _strategy(layout: Layout) -> str:
-    return layout.sharding or ("optim" if layout.distributed_optimizer else "no_shard")
 
 
 def _objective(own: argparse.Namespace, hardware: Hardware) -> Objective:

@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from html import escape
-from pathlib import Path
 from statistics import fmean, median
 
 from megapipe.config.config import Config, fields_by_key, value_of
@@ -235,10 +234,3 @@ def averaged(points: Sequence[Point], span: int) -> list[Point]:
         values = [y for _, y in points[max(0, index - span + 1) : index + 1]]
         kept.append((x, math.fsum(values) / len(values)))
     return kept
-
-
-def read_named(folders: Sequence[Path], read: Callable[[Path], Run]) -> dict[str, Run]:
-    """Read the runs in some folders, by name. Raises ConfigError for fewer than two, or a folder without a run."""
-    if len(folders) < 2:
-        raise ConfigError(f"only {folders[0]} is given; name at least two runs to compare")
-    return named([read(folder) for folder in folders])
