@@ -26,7 +26,7 @@ from megapipe.extras.report.drawing import (
     text,
     tiles_html,
 )
-from megapipe.extras.report.timeline import COLOURS, LARGE, NAMES, fill, legend
+from megapipe.extras.report.timeline import LARGE, STYLES, fill, legend
 from megapipe.formatting import milliseconds
 from megapipe.profile.difference import PREDICTED, Comparison, Idle
 from megapipe.profile.profile import Profile, trace_path
@@ -51,7 +51,7 @@ EXPLANATIONS = {  # cause -> text
     "optimizer": "ranks that start late, launching reductions, waiting for parameters",
     "communication": "posting messages, and waiting for them longer than the other causes explain",
 }
-OPS = {**NAMES, Op.OVERLAP: "overlapped pair"}
+OPS = {**{op: style.name for op, style in STYLES.items()}, Op.OVERLAP: "overlapped pair"}
 MOST_STAGES = 24
 
 
@@ -71,10 +71,8 @@ class _Box(NamedTuple):
             for start, end in (self.plan, self.measured)
         )
         stage, op, microbatch = self.action
-        lines = [
-            f"{self.action}: stage {stage}, {NAMES[op]} of microbatch {microbatch}",
-            f"measured {measured}, planned {planned}",
-        ]
+        lines = [f"{self.action}: stage {stage}, {OPS[op]} of microbatch {microbatch}"]
+        lines.append(f"measured {measured}, planned {planned}")
         if self.waited:
             lines.append(f"waited {milliseconds(self.waited)} for its input message")
         if self.parameters:
@@ -88,20 +86,13 @@ class _Drawing:
     def __init__(self, comparison: Comparison, num_ranks: int, left: int) -> None:
         plan, measured = comparison.plan, comparison.measured
         self.plan, self.measured, self.left = plan, measured, left
-        self.boxes = [
-            [
-                _Box(
-                    action,
-                    (plan.starts[rank][slot], plan.ends[rank][slot]),
-                    (measured.compute_starts[rank][slot], measured.ends[rank][slot]),
-                    measured.message_waits[rank][slot],
-                    measured.parameter_waits[rank][slot],
-                )
-                for slot, action in enumerate(measured.schedule.rows[rank])
-                if action.op in COMPUTE_OPS or action.op is Op.UPDATE
-            ]
-            for rank in range(num_ranks)
-        ]
+        self.boxes = []
+        for rank in range(num_ranks):
+            planned = zip(plan.starts[rank], plan.ends[rank], strict=True)
+            ran = zip(measured.compute_starts[rank], measured.ends[rank], strict=True)
+            waits = measured.message_waits[rank], measured.parameter_waits[rank]
+            boxes = map(_Box, measured.schedule.rows[rank], planned, ran, *waits)
+            self.boxes.append([box for box in boxes if box.action.op in {*COMPUTE_OPS, Op.UPDATE}])
         seconds = measured.seconds
         self.phases = [  # of each rank, in seconds on the drawing's axis
             [(name, seconds(start), seconds(stop)) for name, start, stop in row.phases if name in PHASES]
@@ -139,11 +130,8 @@ def comparison_svg(comparison: Comparison, ranks: Sequence[int], with_labels: bo
         f"{plan.schedule}, step {measured.step.step}: planned {milliseconds(plan.makespan_seconds)}, "
         f"measured {milliseconds(measured.makespan_seconds)} from the first action to the last computation"
     )
-    parts = [
-        element("style", f"\n{style}"),
-        WAIT_PATTERN,
-        element("rect", class_="paper", width=width, height=height),
-    ]
+    paper = element("rect", class_="paper", width=width, height=height)
+    parts = [element("style", f"\n{style}"), WAIT_PATTERN, paper]
     step = round_step(drawing.seconds / max(2.0, drawing.width / 110))
     for tick in range(int(drawing.seconds / step) + 1):
         x, y = drawing.x(tick * step), drawing.bottom + 6
@@ -156,7 +144,7 @@ def comparison_svg(comparison: Comparison, ranks: Sequence[int], with_labels: bo
         parts += _labels(ranks)
     parts += _ends(drawing)
     y = height - 12
-    ops = [op for op in COLOURS if op in plan.schedule.ops and op is not Op.REDUCE_GRAD]
+    ops = [op for op in STYLES if op in plan.schedule.ops and op is not Op.REDUCE_GRAD]
     shown, x = legend(ops, plan.schedule.placement.num_chunks, drawing.left, y, letter=6.1)
     parts += [
         *shown,
@@ -213,7 +201,7 @@ def _lanes(drawing: _Drawing, rank: int) -> Iterator[str]:
             yield rect(x, y, max(width, 0.3), height, box.title, class_=f"b{kind}", fill=colour)
             number = "" if box.action.microbatch is None else str(box.action.microbatch)
             if number and width >= DIGITS * len(number):
-                style = {"class_": f"n{kind}", "style": f"fill:{COLOURS[box.action.op][2]}"}
+                style = {"class_": f"n{kind}", "style": f"fill:{STYLES[box.action.op].ink}"}
                 yield text(x + width / 2, f"{y + height / 2 + 3.6:g}", number, **style)
         yield from merged(large, class_=f"b{kind}")
     for name, start, stop in drawing.phases[rank]:
@@ -256,18 +244,14 @@ def pipeline_html(profile: Profile, path: Path, num_profiles: int) -> str:
 
 def _tiles(summary: Summary) -> str:
     predicted, measured, work = summary.predicted_share, summary.measured_share, summary.work_seconds
+    means = f"including {milliseconds(work)} of computation (mean over ranks)"
     barrier = "idle / (idle + work), from the first action of any rank to the last of any"
     chained = "of the rank with the most idle time, from its first to its last computation"
     seconds, planned = (milliseconds(idle.barrier + work) for idle in (summary.measured_idle, summary.predicted_idle))
     tiles: list[tuple[str, ...]] = [
         ("bubble, barrier", f"{measured.barrier:.1%}", barrier, f"{predicted.barrier:.1%}"),
         ("bubble, chained", f"{measured.chained:.1%}", chained, f"{predicted.chained:.1%}"),
-        (
-            "pipeline time of a step",
-            seconds,
-            f"including {milliseconds(work)} of computation (mean over ranks)",
-            planned,
-        ),
+        ("pipeline time of a step", seconds, means, planned),
     ]
     phases = summary.phases
     if phases.get("step"):

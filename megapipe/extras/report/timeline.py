@@ -22,24 +22,24 @@ from megapipe.schedule.placement import Placement
 from megapipe.schedule.schedule import Schedule
 from megapipe.schedule.simulate import Timeline, live_curve, waiting_message_curves
 
-# op -> (fill of the first chunk, fill of the last chunk, text colour); fills of other chunks are interpolated
-COLOURS: dict[Op, tuple[str, str, str]] = {
-    Op.F: ("#4c86c6", "#b9d3ee", "#0b2239"),
-    Op.B: ("#4fa37a", "#bfe3cf", "#0c2b1c"),
-    Op.I: ("#e0a33f", "#f6dfb3", "#3a2705"),
-    Op.W: ("#8f6bb3", "#d9c9e8", "#241236"),
-    Op.REDUCE_GRAD: ("#b9534c", "#b9534c", "#ffffff"),
-    Op.UPDATE: ("#b9534c", "#b9534c", "#ffffff"),
-    Op.UNSHARD: ("#2f8f9d", "#2f8f9d", "#ffffff"),
-}
-NAMES = {
-    Op.F: "forward",
-    Op.B: "backward",
-    Op.I: "input gradient",
-    Op.W: "weight gradient",
-    Op.REDUCE_GRAD: "gradient reduction",
-    Op.UPDATE: "update",
-    Op.UNSHARD: "gather of weights",
+
+class OpStyle(NamedTuple):
+    """Name and colours of an op: fills of the first and last chunk, between which others are interpolated; text."""
+
+    name: str
+    first: str
+    last: str
+    ink: str
+
+
+STYLES = {
+    Op.F: OpStyle("forward", "#4c86c6", "#b9d3ee", "#0b2239"),
+    Op.B: OpStyle("backward", "#4fa37a", "#bfe3cf", "#0c2b1c"),
+    Op.I: OpStyle("input gradient", "#e0a33f", "#f6dfb3", "#3a2705"),
+    Op.W: OpStyle("weight gradient", "#8f6bb3", "#d9c9e8", "#241236"),
+    Op.REDUCE_GRAD: OpStyle("gradient reduction", "#b9534c", "#b9534c", "#ffffff"),
+    Op.UPDATE: OpStyle("update", "#b9534c", "#b9534c", "#ffffff"),
+    Op.UNSHARD: OpStyle("gather of weights", "#2f8f9d", "#2f8f9d", "#ffffff"),
 }
 LEFT, RIGHT, TOP, STRIP = 64, 72, 44, 5  # px: margins, title, strip under a lane for gathers and reductions
 ON_NETWORK = {Op.UNSHARD: "U", Op.REDUCE_GRAD: "R"}  # in the strip, and in the second line of a rank as text
@@ -180,7 +180,7 @@ class _Drawing:
         drawn = rect(x, box.y, width, box.height, title, fill=box.colour, stroke="#ffffff", stroke_width="0.6")
         label = number_text(self.schedule, action)
         if label and width >= 6.5 * len(label) + 1 and box.height > STRIP:
-            y, style = f"{box.y + box.height / 2 + 4:g}", {"fill": COLOURS[action.op][2], "pointer_events": "none"}
+            y, style = f"{box.y + box.height / 2 + 4:g}", {"fill": STYLES[action.op].ink, "pointer_events": "none"}
             drawn += text(x + width / 2, y, label, text_anchor="middle", **style)
         return drawn
 
@@ -195,7 +195,7 @@ def svg(timeline: Timeline, width: int | None = None) -> str:
         [
             each
             for each in spans(timeline, rank)
-            if each[0].op in COMPUTE_OPS or (each[0].op in COLOURS and each[2] > each[1])
+            if each[0].op in COMPUTE_OPS or (each[0].op in STYLES and each[2] > each[1])
         ]
         for rank in range(schedule.num_ranks)
     ]
@@ -213,7 +213,7 @@ def svg(timeline: Timeline, width: int | None = None) -> str:
         parts += _messages(drawing)
     parts += drawing.ticks(drawing.bottom + 10)
     y = drawing.bottom + 38
-    ops = [op for op in COLOURS if op in schedule.ops and (op in COMPUTE_OPS or drawing.takes_time(op))]
+    ops = [op for op in STYLES if op in schedule.ops and (op in COMPUTE_OPS or drawing.takes_time(op))]
     shown, x = legend(ops, schedule.placement.num_chunks, LEFT, y)
     parts += shown
     if schedule.has_backward:
@@ -331,9 +331,9 @@ def parts_svg(timeline: Timeline, parts: Parts, width: int | None = None) -> str
         drawn += drawing.lanes(rank, ((drawing.lane, "#f1f1f1"), (drawing.below, "#e4e4ea")), boxes)
     drawn += drawing.ticks(drawing.bottom + 8)
     x, y = LEFT, drawing.bottom + 34
-    for op in (op for op in COLOURS if op in COMPUTE_OPS and op in schedule.ops):
+    for op in (op for op in STYLES if op in COMPUTE_OPS and op in schedule.ops):
         drawn += (swatch(x + 14 * i, y, shade(op, part)) for i, part in enumerate((0.0, 0.7)))
-        drawn.append(text(x + 32, y, NAMES[op]))
+        drawn.append(text(x + 32, y, STYLES[op].name))
         x += 150
     note = "dark: attention, dispatch; light: MLP, combine, head; thin lane: all-to-alls; numbers: microbatches"
     drawn.append(text(x, y, note, fill=SOFT))
@@ -349,7 +349,7 @@ def fill(placement: Placement, rank: int, action: Action) -> str:
 
 def shade(op: Op, part: float) -> str:
     """Return the op's colour at a part from 0 (first chunk) to 1 (last chunk)."""
-    first, last, _ = COLOURS[op]
+    first, last = STYLES[op].first, STYLES[op].last
     channels = ((int(first[i : i + 2], 16), int(last[i : i + 2], 16)) for i in (1, 3, 5))
     return "#" + "".join(f"{round(a + (b - a) * part):02x}" for a, b in channels)
 
@@ -362,7 +362,7 @@ def legend(ops: Iterable[Op], num_chunks: int, x: float, y: int, letter: float =
         for chunk in range(shades):
             parts.append(swatch(f"{x:g}", y, shade(op, chunk / max(1, num_chunks - 1))))
             x += 14
-        name = NAMES[op] + (f", chunk 0 .. {num_chunks - 1}" if shades > 1 else "")
+        name = STYLES[op].name + (f", chunk 0 .. {num_chunks - 1}" if shades > 1 else "")
         parts.append(text(f"{x + 4:g}", y, name))
         x += 30 + letter * len(name)
     return parts, x
