@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from html import escape
+from itertools import count
 from statistics import fmean, median
 
 from megapipe.config.config import Config, fields_by_key, value_of
@@ -39,19 +40,11 @@ def named(runs: Sequence[Run]) -> dict[str, Run]:
             raise ConfigError(f"{runs[index].folder} is given twice; compare different runs")
     if len(runs) > NUM_COLOURS:
         raise ConfigError(f"{len(runs)} runs are too many for one chart; compare at most {NUM_COLOURS} at a time")
-    for depth in range(1, max(len(folder.parts) for folder in folders)):
-        names = ["/".join(folder.parts[-depth:]) for folder in folders]
-        if len(set(names)) == len(names):
-            break
-    return dict(zip(_without_common_end(names), runs, strict=True))
-
-
-def _without_common_end(names: Sequence[str]) -> list[str]:
-    """Remove the last parts that all names share: a/checkpoints and b/checkpoints become a and b."""
-    parts = [name.split("/") for name in names]
-    while len(parts) > 1 and all(len(each) > 1 for each in parts) and len({each[-1] for each in parts}) == 1:
+    parts = [folder.parts for folder in folders]
+    while len(parts) > 1 and len({each[-1] for each in parts}) == 1:  # a/checkpoints and b/checkpoints are a and b
         parts = [each[:-1] for each in parts]
-    return ["/".join(each) for each in parts]
+    depth = next(depth for depth in count(1) if len({each[-depth:] for each in parts}) == len(parts))
+    return {"/".join(each[-depth:]): run for each, run in zip(parts, runs, strict=True)}
 
 
 def differences(runs: Mapping[str, Run]) -> tuple[Table, list[str]]:
@@ -149,7 +142,10 @@ EXPLAINED = (
 def compare_text(runs: Mapping[str, Run], heading: Callable[[str], str] = str) -> str:
     """Return the comparison for a terminal: settings that differ, then results. heading: formats the two titles."""
     table, problems = differences(runs)
-    shortened = [[_shortened(text) for text in row] for row in table]
+    half = MOST_COLUMNS // 2 - 2
+    shortened = [
+        [text if len(text) <= MOST_COLUMNS else f"{text[:half]}...{text[-half:]}" for text in row] for row in table
+    ]
     lines = (
         [heading("settings that differ"), *text_table(shortened, left=range(len(runs) + 1))]
         if table
@@ -157,11 +153,6 @@ def compare_text(runs: Mapping[str, Run], heading: Callable[[str], str] = str) -
     )
     lines += [*problems, "", heading("results"), *text_table(results(runs), left=(0, -1)), f"  {EXPLAINED}"]
     return "\n".join(lines)
-
-
-def _shortened(text: str) -> str:
-    half = MOST_COLUMNS // 2 - 2
-    return text if len(text) <= MOST_COLUMNS else f"{text[:half]}...{text[-half:]}"
 
 
 def compare_page(runs: Mapping[str, Run]) -> str:

@@ -60,30 +60,27 @@ def grid_text(timeline: Timeline, max_columns: int = 160) -> str:
     where the rank is idle. Where gathers or reductions take time, a second line shows them: U and R with the stage.
     """
     schedule = timeline.schedule
-    boxes: list[list[tuple[str, float, float]]] = [[] for _ in schedule.rows]
-    network: list[list[tuple[str, float, float]]] = [[] for _ in schedule.rows]
+    several = schedule.placement.num_chunks > 1
+    rows: list[tuple[str, list[tuple[str, float, float]]]] = []  # name, (label, start, end) of each box
+    seconds = []
     for rank in range(schedule.num_ranks):
         stages = schedule.placement.stages_of(rank)
+        computed, sent = [], []
         for action, start, end in spans(timeline, rank):
             if action.op in COMPUTE_OPS:
-                several = schedule.placement.num_chunks > 1
                 letter = chr(ord("a") + stages.index(action.stage) % 26) if several else ""
-                boxes[rank].append((f"{action.op.value}{number_text(schedule, action)}{letter}", start, end))
+                computed.append((f"{action.op.value}{number_text(schedule, action)}{letter}", start, end))
+                seconds += [end - start] if end > start else []
             elif action.op in ON_NETWORK and end > start:
-                network[rank].append((f"{ON_NETWORK[action.op]}{action.stage}", start, end))
-    seconds = [end - start for row in boxes for _, start, end in row if end > start]
+                sent.append((f"{ON_NETWORK[action.op]}{action.stage}", start, end))
+        rows += [(f"rank {rank}", computed), *([("network", sent)] if sent else [])]
     if not seconds:
-        return "\n".join(f"rank {rank}:" for rank in range(len(boxes)))
-    width = 1 + max(len(label) for row in (*boxes, *network) for label, _, _ in row)
-    title = max(len(f"rank {len(boxes) - 1} "), len("network ") * any(network))
+        return "\n".join(f"rank {rank}:" for rank in range(schedule.num_ranks))
+    width = 1 + max(len(label) for _, row in rows for label, _, _ in row)
+    title = 1 + max(len(name) for name, _ in rows)
     unit = max(min(seconds), timeline.makespan_seconds / max(1, (max_columns - title) // width))
     lines = []
-    for name, labelled in (
-        (name, row)
-        for rank, (computed, sent) in enumerate(zip(boxes, network, strict=True))
-        for name, row in ((f"rank {rank}", computed), ("network", sent))
-        if row or row is computed
-    ):
+    for name, labelled in rows:
         cells = ["."] * max(round(timeline.makespan_seconds / unit), 1)
         for label, begin, end in labelled:
             first, after = min(round(begin / unit), len(cells) - 1), min(round(end / unit), len(cells))
