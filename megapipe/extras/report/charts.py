@@ -12,6 +12,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
+from typing import Any
 
 from megapipe.extras.report.drawing import XMLNS, element, line, merged, round_step, text
 from megapipe.extras.report.folder import Record, Run
@@ -189,8 +190,8 @@ def loss_chart(run: Run) -> Chart:
     losses = [
         curve_of("training", run.steps, "loss"),
         *(curve_of("lost", lost, "loss", kind="lost") for lost in run.lost_steps),
-        curve_of("validation", run.evaluations("validation"), "loss", 1, kind="dots"),
-        curve_of("test", run.evaluations("test"), "loss", 2, kind="dots"),
+        curve_of("validation", run.evaluations("validation"), "loss", colour=1, kind="dots"),
+        curve_of("test", run.evaluations("test"), "loss", colour=2, kind="dots"),
     ]
     repeated = "dashed: steps repeated after a restart" if any(run.lost_steps) else ""
     return Chart("Loss", losses, "nats per token", repeated, _starts(run), is_wide=True)
@@ -214,24 +215,24 @@ def _starts(run: Run) -> list[tuple[float, str]]:
 
 def charts_html(run: Run) -> str:
     """Return the charts of a run; '' if nothing was logged."""
-    marks = _starts(run)
-    speed = curve_of("speed", run.steps, "tokens_per_second", 2)
-    memory = curve_of("memory", run.steps, "memory_bytes", 3, factor=2**-20)
-    norm = curve_of("gradient norm", run.steps, "grad_norm", 1)
+    marks, steps = _starts(run), run.steps
+    speed = curve_of("speed", steps, "tokens_per_second", colour=2)
+    memory = curve_of("memory", steps, "memory_bytes", 2**-20, colour=3)
+    norm = curve_of("gradient norm", steps, "grad_norm", colour=1)
     norms = [value for _, value in norm.points]
     spans_decades = bool(norms) and min(norms) > 0 and max(norms) / min(norms) > 30
-    measured = curve_of("measured", run.steps, "bubble", 1, factor=100)
-    planned = curve_of("planned", run.steps, "predicted_bubble", factor=100)
+    load = curve_of("load", steps, "expert_imbalance", colour=4)
+    dropped = curve_of("dropped", steps, "dropped_share", 100, colour=5)
+    measured = curve_of("measured", steps, "bubble", 100, colour=1)
+    planned = curve_of("planned", steps, "predicted_bubble", 100)
     charts = [
         loss_chart(run),
         Chart("Speed", [speed], "tokens/s", marks=marks, from_zero=True),
         Chart("Memory", [memory], "MiB", "maximum over ranks", marks, from_zero=True),
-        Chart("Learning rate", [curve_of("learning rate", run.steps, "lr")], marks=marks, from_zero=True),
+        Chart("Learning rate", [curve_of("learning rate", steps, "lr")], marks=marks, from_zero=True),
         Chart("Gradient norm", [norm], marks=marks, is_logarithmic=spans_decades),
-        Chart("Busiest expert", [curve_of("load", run.steps, "expert_imbalance", 4)], "x mean", "worst layer", marks),
-        Chart(
-            "Dropped rows", [curve_of("dropped", run.steps, "dropped_share", 5, factor=100)], "%", "of experts", marks
-        ),
+        Chart("Busiest expert", [load], "x mean", "worst layer", marks),
+        Chart("Dropped rows", [dropped], "%", "of experts", marks),
         Chart("Bubble of each step", [measured, planned], "%", marks=marks, from_zero=True),
     ]
     drawn = "".join(map(figure_html, charts))
@@ -241,17 +242,11 @@ def charts_html(run: Run) -> str:
 
 
 def curve_of(
-    name: str,
-    records: Sequence[Record],
-    key: str,
-    colour: int = 0,
-    factor: float = 1.0,
-    kind: str = "line",
-    axis: str = "step",
+    name: str, records: Sequence[Record], key: str, factor: float = 1.0, axis: str = "step", **style: Any
 ) -> Curve:
     """Return the curve of a key times `factor`; records without a value of the key are left out."""
     points = [(float(record[axis]), record[key] * factor) for record in records if record.get(key) is not None]
-    return Curve(name, points, kind, colour)
+    return Curve(name, points, **style)
 
 
 def figure_html(chart: Chart) -> str:

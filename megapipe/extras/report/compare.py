@@ -67,25 +67,20 @@ def differences(runs: Mapping[str, Run]) -> tuple[Table, list[str]]:
         texts = [_value(configs[name], field) if name in configs else "unknown" for name in runs]
         if key not in PLACES and len({texts[index] for index, name in enumerate(runs) if name in configs}) > 1:
             rows.append([field.main_flag, *texts])
-    for label, of in _recorded(runs).items():
-        texts = [of(run.started) if run.started else "unknown" for run in runs.values()]
+    versions = dict.fromkeys(name for run in runs.values() for name in run.started.get("versions", ()))
+    recorded = [_recorded(run.started) if run.started else {} for run in runs.values()]
+    for label in ("grid", *versions, *(name.replace("_", " ") for name in MACHINE)):
+        texts = [each.get(label, "unknown") for each in recorded]
         if len(set(texts) - {"unknown"}) > 1:
             rows.append([label, *texts])
     return ([["setting", *runs], *rows] if rows else []), problems
 
 
-def _recorded(runs: Mapping[str, Run]) -> dict[str, Callable[[Record], str]]:
-    """Return label -> the function that reads it from the record of a start."""
-    versions = dict.fromkeys(name for run in runs.values() for name in run.started.get("versions", ()))
-
-    def reader(section: str, name: str) -> Callable[[Record], str]:
-        return lambda start: str(start[section].get(name, "unknown"))
-
-    return {
-        "grid": lambda start: grid_text(start["grid"]),
-        **{name: reader("versions", name) for name in versions},
-        **{name.replace("_", " "): reader("machine", name) for name in MACHINE},
-    }
+def _recorded(start: Record) -> dict[str, str]:
+    """Return grid, versions and machine of the record of a start."""
+    machine = {key.replace("_", " "): str(value) for key, value in start["machine"].items() if key in MACHINE}
+    versions = {name: str(version) for name, version in start["versions"].items()}
+    return {"grid": grid_text(start["grid"]), **versions, **machine}
 
 
 def _value(config: Config, field: ConfigField) -> str:
@@ -192,7 +187,7 @@ def charts_of(runs: Mapping[str, Run]) -> list[Chart]:
 
     def curves(key: str, axis: str = "step", factor: float = 1.0, is_smooth: bool = False) -> list[Curve]:
         found = [
-            curve_of(name, run.steps, key, index, factor, axis=axis) for index, (name, run) in enumerate(runs.items())
+            curve_of(name, run.steps, key, factor, axis, colour=index) for index, (name, run) in enumerate(runs.items())
         ]
         return [replace(each, points=averaged(each.points, spans[each.name])) for each in found] if is_smooth else found
 

@@ -188,15 +188,8 @@ def svg(timeline: Timeline, width: int | None = None) -> str:
     Messages that take time are lines, boxes have tooltips with action, start and end; large timelines have neither.
     """
     schedule, makespan = timeline.schedule, timeline.makespan_seconds
-    drawn = [
-        [
-            each
-            for each in spans(timeline, rank)
-            if each[0].op in COMPUTE_OPS or (each[0].op in STYLES and each[2] > each[1])
-        ]
-        for rank in range(schedule.num_ranks)
-    ]
-    lengths = sorted(end - start for row in drawn for _, start, end in row if end > start)
+    taken = (span for rank in range(schedule.num_ranks) for span in spans(timeline, rank))
+    lengths = sorted(end - start for action, start, end in taken if action.op in STYLES and end > start)
     if width is None:  # two digits fit into three of four boxes
         narrow = lengths[len(lengths) // 4] if lengths else makespan
         width = min(max(1200, LEFT + RIGHT + round(15 * makespan / narrow)), 6000)
@@ -204,7 +197,7 @@ def svg(timeline: Timeline, width: int | None = None) -> str:
     drawing = _Drawing(timeline, width, (10, 7, 1) if is_large else (26, 14, 6), is_large, schedule.text, " s")
     parts: list[str] = []
     for rank, waiting in enumerate(waiting_message_curves(timeline)):
-        parts += drawing.lanes(rank, ((drawing.lane, "#f1f1f1"),), _boxes(drawing, rank, drawn[rank]))
+        parts += drawing.lanes(rank, ((drawing.lane, "#f1f1f1"),), _boxes(drawing, rank))
         parts += _curves(drawing, rank, waiting)
     if not is_large:
         parts += _messages(drawing)
@@ -247,12 +240,14 @@ def _caption(timeline: Timeline) -> str:
     return ", ".join(sentences)
 
 
-def _boxes(drawing: _Drawing, rank: int, drawn: Iterable[tuple[Action, float, float]]) -> Iterator[_Box]:
+def _boxes(drawing: _Drawing, rank: int) -> Iterator[_Box]:
     """Yield the boxes of a rank: whole, a half of an overlapped pair, or in the strip below the lane."""
     top, lane, row = drawing.top(rank), drawing.lane, drawing.schedule.rows[rank]
     # 0 for the forward of each overlapped pair, 1 for its backward
     halves = {row[slot + half + 1]: half for slot, pair in enumerate(row) if pair.op is Op.OVERLAP for half in (0, 1)}
-    for action, start, end in drawn:
+    for action, start, end in spans(drawing.timeline, rank):
+        if action.op not in COMPUTE_OPS and (action.op not in STYLES or end <= start):
+            continue
         y, height = top, lane
         if action.op in ON_NETWORK:
             y, height = top + lane, STRIP
