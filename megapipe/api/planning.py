@@ -76,7 +76,13 @@ class PipelineSchedule:
         barrier_bubble and chained_bubble (.share of the step that is idle), and peak_live_chunks by rank: the most
         (stage, microbatch) pairs whose activations are alive.
         """
-        return _timeline(self._schedule, forward, input_gradient, weight_gradient, transfer, latency)
+        given = {"forward": forward, "input_gradient": input_gradient, "weight_gradient": weight_gradient}
+        for what, value in {**given, "transfer": transfer, "latency": latency}.items():
+            if not 0 <= value < float("inf"):
+                raise ConfigError(f"{what} {value:g}: expected seconds, at least 0")
+        seconds, schedule = tuple(given.values()), self._schedule
+        model = Model.equal(schedule.num_ranks, *seconds, transfer_seconds=transfer, latency_seconds=latency)
+        return simulate(lower(schedule), model.costs(schedule.num_stages))
 
     def draw(self, columns: int = 160) -> str:
         """Return a drawing for a terminal, a line for each rank, with F = I = W."""
@@ -124,20 +130,3 @@ def make_schedule(
             raise ConfigError(f"schedule {name} has no memory limit to search for; memory_limit is for zb-auto")
         goal = AutoGoal(Model.equal(max(1, pipeline_size), 1.0, 1.0, 1.0).costs(max(1, pipeline_size)), memory_limit)
     return PipelineSchedule(build_schedule(name, pipeline_size, chunks, microbatches, group_size, goal, slices))
-
-
-def _timeline(
-    schedule: Schedule, forward: float, input_gradient: float, weight_gradient: float, transfer: float, latency: float
-) -> Timeline:
-    for what, value in {
-        "forward": forward,
-        "input_gradient": input_gradient,
-        "weight_gradient": weight_gradient,
-        "transfer": transfer,
-        "latency": latency,
-    }.items():
-        if not 0 <= value < float("inf"):
-            raise ConfigError(f"{what} {value:g}: expected seconds, at least 0")
-    seconds = forward, input_gradient, weight_gradient
-    model = Model.equal(schedule.num_ranks, *seconds, transfer_seconds=transfer, latency_seconds=latency)
-    return simulate(lower(schedule), model.costs(schedule.num_stages))

@@ -18,7 +18,7 @@ import torch
 from megapipe.comm.groups import build_process_groups
 from megapipe.comm.timing import round_trips
 from megapipe.comm.trace import Tracer
-from megapipe.extras.report.comparison_svg import comparison_svg
+from megapipe.extras.report.comparison import comparison_svg
 from megapipe.gpu.device_clock import EventClock
 from megapipe.optimizer.optimizer import Optimizer
 from megapipe.profile.clock import RoundTrip, reading

@@ -36,7 +36,7 @@ SUBCOMMANDS = {
     "configs": Subcommand("configs", "main", "list or copy the configurations that come with megapipe"),
     "progress": Subcommand("plan", "progress", "print the step that a run has reached, for job scripts"),
     "report": Subcommand("report", "main", "write an HTML report of a run"),
-    "compare": Subcommand("compare", "main", "compare runs: settings that differ, results, an HTML page of curves"),
+    "compare": Subcommand("report", "compare", "compare runs: settings that differ, results, an HTML page of curves"),
     "verify": Subcommand("pretrain", "verify", "compare the grid with a single plain process: pretrain --verify-grid"),
     "generate": Subcommand("inference", "generate", "generate texts with a trained model"),
     "evaluate": Subcommand("inference", "evaluate", "compute a model's loss and perplexity on a text or token file"),

@@ -16,8 +16,7 @@ from megapipe.config.yaml_file import to_yaml
 from megapipe.errors import CheckpointError, ConfigError
 from megapipe.extras.cli.frame import command, option, write_file
 from megapipe.extras.cli.planning import HARDWARE_OPTIONS, hardware_given, planned, rules_of_world, with_vocabulary
-from megapipe.extras.report.context_svg import context_svg
-from megapipe.extras.report.grid_svg import grid_svg
+from megapipe.extras.report.grid import context_svg, grid_svg
 from megapipe.extras.search.candidate import OBJECTIVES, Candidate, Objective, predict_plan
 from megapipe.extras.search.layout import Context, Layout
 from megapipe.extras.search.search import choose

@@ -1,14 +1,16 @@
-"""`megapipe report`: write an HTML report of a run."""
+"""`megapipe report` and `compare`: HTML pages of one run, and of several runs side by side."""
 
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 
 from megapipe.errors import ConfigError
-from megapipe.extras.cli.frame import command, option, write_file
+from megapipe.extras.cli.frame import command, option, painted, write_file
 from megapipe.extras.report.charts import loss_svg
-from megapipe.extras.report.comparison_svg import comparison_svg
+from megapipe.extras.report.compare import compare_page, compare_text, named
+from megapipe.extras.report.comparison import comparison_svg
 from megapipe.extras.report.folder import read_run
 from megapipe.extras.report.page import page
 from megapipe.profile.summary import summarize
@@ -19,6 +21,10 @@ OPTIONS = (
     option("--output", f"where to write it (default: RUN/{FILE_NAME})", type=Path),
     option("--loss-svg", "also write only the chart of losses, as SVG", type=Path),
     option("--svg", "also write only the drawing of plan and measurement, as SVG", type=Path),
+)
+COMPARE_OPTIONS = (
+    option("runs", "the runs' folders", type=Path, nargs="+", metavar="RUN"),
+    option("--output", "where to write the page", type=Path, default=Path("compare.html")),
 )
 
 
@@ -49,3 +55,17 @@ def main(own: argparse.Namespace) -> None:
         summary = summarize(profile)
         write_file(own.svg, comparison_svg(summary.typical, summary.pipeline.global_ranks), "--svg")
     print(f"{path} ({path.stat().st_size / 2**10:,.0f} KiB): open it in any browser")
+
+
+@command("megapipe compare", COMPARE_OPTIONS)
+def compare(own: argparse.Namespace) -> None:
+    """Compare runs: print the settings that differ and the results, and write an HTML page with their curves.
+
+    RUN is the folder given as --save (or that of --metrics-file). Works during the runs. Needs no torch.
+    """
+    if len(own.runs) < 2:
+        raise ConfigError(f"only {own.runs[0]} is given; name at least two runs to compare")
+    runs = named([read_run(folder) for folder in own.runs])
+    write_file(own.output, compare_page(runs), "--output")
+    text = compare_text(runs, lambda title: painted(title, "bold", sys.stdout))
+    print(f"{text}\n\n{own.output}: the curves over each other; open it in any browser")

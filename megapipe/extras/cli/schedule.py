@@ -15,8 +15,7 @@ from typing import Any
 
 from megapipe.errors import ConfigError
 from megapipe.extras.cli.frame import Option, command, option
-from megapipe.extras.report.parts_svg import parts_svg
-from megapipe.extras.report.timeline import grid_text, svg
+from megapipe.extras.report.timeline import grid_text, parts_svg, svg
 from megapipe.formatting import text_table
 from megapipe.profile.trace import chrome_trace
 from megapipe.schedule.action import Op
@@ -156,7 +155,7 @@ def _model(own: argparse.Namespace) -> Model:
 
 def _sharding(own: argparse.Namespace) -> Sharding | None:
     """Return the sharding that is asked for. Raises ConfigError for flags that would not be read."""
-    strategy, prefix = own.data_parallel_sharding_strategy, _SHARDING.replace("-", "_")
+    strategy = own.data_parallel_sharding_strategy
     if strategy is None:
         _check_unread(own, SHARDING[2:], f"with --{_SHARDING}strategy", "add it")
         return None
@@ -164,8 +163,8 @@ def _sharding(own: argparse.Namespace) -> Sharding | None:
         raise ConfigError(f"--{_SHARDING}units {own.data_parallel_sharding_units}: a stage has 1 unit or more")
     policy = ShardingPolicy(
         GATHERS[strategy],
-        getattr(own, f"{prefix}granularity"),
-        getattr(own, f"{prefix}prefetch"),
+        own.data_parallel_sharding_granularity,
+        own.data_parallel_sharding_prefetch,
         own.reshard_after_forward,
         own.max_gathered,
     )
@@ -187,13 +186,11 @@ def _check_unread(own: argparse.Namespace, options: Iterable[object], where: str
 def _expert_model(own: argparse.Namespace) -> ExpertModel | None:
     """Return the model of --experts, None without it. Raises ConfigError for flags that would not be read."""
     read = "ranks microbatches chunks group-size p2p transfer kept-for-weights memory-limit json".split()
-    if own.experts:
-        unread = (each for each in MODEL if isinstance(each, Option) and each.names[-1][2:] not in read)
-        _check_unread(own, (*unread, *SHARDING), "without --experts", "use the times of parts, as --attention F I W,")
-    else:
-        _check_unread(own, EXPERTS[2:], "with --experts", "use --experts")
     if not own.experts:
+        _check_unread(own, EXPERTS[2:], "with --experts", "use --experts")
         return None
+    unread = (each for each in MODEL if isinstance(each, Option) and each.names[-1][2:] not in read)
+    _check_unread(own, (*unread, *SHARDING), "without --experts", "use the times of parts, as --attention F I W,")
     if own.layers < 1 or not 0 <= own.dense_layers <= own.layers:
         raise ConfigError(
             f"--layers {own.layers} --dense-layers {own.dense_layers}: use 1 layer or more, of them 0 or more dense"
@@ -205,18 +202,9 @@ def _expert_model(own: argparse.Namespace) -> ExpertModel | None:
             raise ConfigError(f"--{flag} {' '.join(f'{value:g}' for value in values)}: every time must be 0 or more")
     attention, dense, expert, head = (Seconds(*each) for each in times[:4])
     dispatch, combine = ((forward, backward) for forward, backward in times[4:])
-    return ExpertModel(
-        tuple(layer >= own.dense_layers for layer in range(own.layers)),
-        attention,
-        dense,
-        expert,
-        head,
-        dispatch,
-        combine,
-        own.transfer,
-        own.p2p,
-        own.kept_for_weights,
-    )
+    has_experts = tuple(layer >= own.dense_layers for layer in range(own.layers))
+    costs = own.transfer, own.p2p, own.kept_for_weights
+    return ExpertModel(has_experts, attention, dense, expert, head, dispatch, combine, *costs)
 
 
 def _read_slices(path: Path) -> tuple[Seconds, ...]:
@@ -263,19 +251,18 @@ def _draw(own: argparse.Namespace) -> None:
     With --experts the drawing has two lanes per rank, computation and all-to-alls, and text and CSV hold the parts of
     layers in the order of issue: 2F0.5A is the attention of layer 5 in 2F0.
     """
-    experts = _expert_model(own)
-    model = experts or _model(own)
+    model = _expert_model(own) or _model(own)
     schedule = _schedule(own, model)
     measures: Measures | ExpertMeasures
-    if experts is None:
-        measures, timeline = measure(schedule.compute_only(), _model(own))
+    if isinstance(model, Model):
+        measures, timeline = measure(schedule.compute_only(), model)
         text, picture = partial(grid_text, timeline, own.width or 160), partial(svg, timeline, own.width)
         rows = partial(to_csv, timeline.schedule if own.lowered else schedule)
     else:
         if own.trace is not None:
             raise ConfigError("--trace draws stages, not their parts; use --svg with --experts")
-        measures, timeline = measure_experts(schedule.compute_only(), experts)
-        parts = experts.parts(schedule.num_stages)
+        measures, timeline = measure_experts(schedule.compute_only(), model)
+        parts = model.parts(schedule.num_stages)
         text = rows = partial(parts.to_csv, timeline.schedule if own.lowered else timeline.schedule.compute_only())
         picture = partial(parts_svg, timeline, parts, own.width)
     written = []

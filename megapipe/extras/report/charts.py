@@ -1,4 +1,5 @@
-"""SVG charts of a quantity over the steps: loss, speed, memory, learning rate, gradient norm, bubble.
+"""SVG charts of a quantity over the steps: loss, speed, memory, learning rate, gradient norm, bubble; and heat maps of
+the load of every expert, layer by layer, at some of the logged steps (--moe-per-layer-logging).
 
 Colours come from the report's style sheet. Ticks are at round numbers. Each chart carries its points as JSON in
 <metadata>, from which the report's script shows the values under the pointer.
@@ -8,19 +9,23 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from html import escape
+from typing import Any
 
+from megapipe.extras.report.drawing import XMLNS, element, line, merged, round_step, text
 from megapipe.extras.report.folder import Record, Run
-from megapipe.extras.report.timeline import round_step
 
 LEFT, RIGHT, TOP, BOTTOM = 58, 16, 12, 30
 MAX_POINTS = 1500  # per curve; of longer curves only the local minima and maxima are drawn
 NUM_COLOURS = 8  # of the style sheet
 MOST_TICKS = 8  # of a y axis
 SIZES = {"large": (1120, 320), "medium": (540, 220), "small": (350, 220)}  # class in the style sheet -> width, height
+MOST_MAPS, MOST_CELLS = 6, 30_000
+MAP_WIDTH, ROW, MAP_LEFT, MAP_TOP = 860, 10, 64, 22  # px
+LEVELS = 9  # colours from no load over the mean, in the middle, to twice the mean and more
+LITTLE, MEAN, MUCH = (43, 108, 176), (245, 245, 245), (192, 57, 43)
 
 Point = tuple[float, float]
 
@@ -48,8 +53,6 @@ class Chart:
     from_zero: bool = False
     axis: str = "step"
     is_wide: bool = False
-    width: int = 540
-    height: int = 220
 
 
 def number(value: float) -> str:
@@ -68,8 +71,8 @@ def number(value: float) -> str:
 class _Frame:
     """The axes of a chart; with a logarithmic y axis, low and high are powers of ten."""
 
-    def __init__(self, chart: Chart, points: Sequence[Point]) -> None:
-        self.chart = chart
+    def __init__(self, chart: Chart, points: Sequence[Point], right: int, bottom: int) -> None:
+        self.right, self.bottom = right, bottom
         xs, ys = [x for x, _ in points], [y for _, y in points]
         self.is_logarithmic = chart.is_logarithmic and min(ys) > 0
         low, high = (0.0 if chart.from_zero else min(ys)), max(ys)
@@ -87,11 +90,11 @@ class _Frame:
             self.low_x, self.high_x = self.low_x - 1, self.high_x + 1
 
     def x(self, value: float) -> float:
-        return LEFT + (value - self.low_x) / (self.high_x - self.low_x) * (self.chart.width - LEFT - RIGHT)
+        return LEFT + (value - self.low_x) / (self.high_x - self.low_x) * (self.right - LEFT)
 
     def y(self, value: float) -> float:
         share = ((math.log10(value) if self.is_logarithmic else value) - self.low) / (self.high - self.low)
-        return self.chart.height - BOTTOM - share * (self.chart.height - TOP - BOTTOM)
+        return self.bottom - share * (self.bottom - TOP)
 
     def ticks(self) -> Iterator[float]:
         """Yield the values at the y axis."""
@@ -111,52 +114,54 @@ class _Frame:
                 yield index * step
 
 
-def chart_svg(chart: Chart) -> str:
-    """Return the chart as SVG; '' if no curve has a point."""
+def chart_svg(chart: Chart, size: tuple[int, int] = SIZES["medium"], before: str = "", **attributes: object) -> str:
+    """Return the chart as SVG; '' if no curve has a point.
+
+    before, attributes: of a file of its own; only without them the chart holds its points for the report's script.
+    """
     points = [point for curve in chart.curves for point in curve.points]
     if not points:
         return ""
-    frame = _Frame(chart, points)
-    right, bottom = chart.width - RIGHT, chart.height - BOTTOM
-    parts = [
-        f'<svg class="chart" viewBox="0 0 {chart.width} {chart.height}" role="img" aria-label="{escape(chart.title)}" '
-        f'data-frame="{frame.x(0):.4f} {frame.x(1) - frame.x(0):.9g} {TOP} {bottom}" '
-        f'data-unit="{escape(chart.unit)}" data-axis="{escape(chart.axis)}">'
-    ]
+    (width, height), right, bottom = size, size[0] - RIGHT, size[1] - BOTTOM
+    frame = _Frame(chart, points, right, bottom)
+    parts = [before]
     values = list(frame.ticks())
     labels = [number(value) for value in values]
     if len(set(labels)) < len(labels):  # a narrow range needs more digits
         labels = [f"{value:.7g}" for value in values]
     for value, label in zip(values, labels, strict=True):
         y = frame.y(value)
-        parts.append(f'<line class="grid" x1="{LEFT}" y1="{y:.1f}" x2="{right}" y2="{y:.1f}"/>')
-        parts.append(f'<text class="tick" x="{LEFT - 7}" y="{y + 4:.1f}" text-anchor="end">{label}</text>')
-    step = max(1.0, round_step((frame.high_x - frame.low_x) / (chart.width // 48)))
+        parts.append(line(LEFT, f"{y:.1f}", right, f"{y:.1f}", class_="grid"))
+        parts.append(text(LEFT - 7, f"{y + 4:.1f}", label, class_="tick", text_anchor="end"))
+    step = max(1.0, round_step((frame.high_x - frame.low_x) / (width // 48)))
     first = math.ceil(frame.low_x / step) * step
     for index in range(int((frame.high_x - first) / step + 1e-9) + 1):
-        value = first + index * step
-        place = f'x="{frame.x(value):.1f}" y="{bottom + 16}"'
-        parts.append(f'<text class="tick" {place} text-anchor="middle">{number(value)}</text>')
-    parts.append(f'<text class="tick" x="{right}" y="{chart.height - 2}" text-anchor="end">{escape(chart.axis)}</text>')
-    for mark, text in chart.marks:
-        place = f'x1="{frame.x(mark):.1f}" y1="{TOP}" x2="{frame.x(mark):.1f}" y2="{bottom}"'
-        parts.append(f'<line class="mark" {place}><title>{escape(text)}</title></line>')
+        x = f"{frame.x(first + index * step):.1f}"
+        parts.append(text(x, bottom + 16, number(first + index * step), class_="tick", text_anchor="middle"))
+    parts.append(text(right, height - 2, chart.axis, class_="tick", text_anchor="end"))
+    for mark, title in chart.marks:
+        x = f"{frame.x(mark):.1f}"
+        parts.append(line(x, TOP, x, bottom, title, class_="mark"))
     data = []
     for curve in chart.curves:
-        kept = thinned(curve.points, min(MAX_POINTS, 3 * chart.width))
+        kept = thinned(curve.points, min(MAX_POINTS, 3 * width))
         if curve.kind != "lost":
             rounded = [[x, float(f"{y:.5g}")] for x, y in kept]
             data.append({"name": curve.name, "colour": curve.colour, "points": rounded})
         if kept:
             places = [(f"{frame.x(step):.1f}", f"{frame.y(value):.1f}") for step, value in kept]
             path = "M" + "L".join(f"{left} {top}" for left, top in places)
-            parts.append(f'<path class="curve c{curve.colour} {curve.kind}" d="{path}"/>')
+            parts.append(element("path", class_=f"curve c{curve.colour} {curve.kind}", d=path))
             if curve.kind == "dots" or len(places) == 1:
-                dot = f'<circle class="dot c{curve.colour}"'
-                parts += [f'{dot} cx="{left}" cy="{top}" r="3.8"/>' for left, top in places]
+                dot = {"class_": f"dot c{curve.colour}", "r": "3.8"}
+                parts += [element("circle", cx=left, cy=top, **dot) for left, top in places]
     parts.append('<g class="hover" visibility="hidden"><line/></g>')
-    parts.append(f"<metadata>{escape(json.dumps(data, separators=(',', ':')), quote=False)}</metadata></svg>")
-    return "".join(parts)
+    if not attributes:
+        parts.append(element("metadata", escape(json.dumps(data, separators=(",", ":")), quote=False)))
+    words = {"role": "img", "aria_label": chart.title, "data_unit": chart.unit, "data_axis": chart.axis}
+    scale = f"{frame.x(0):.4f} {frame.x(1) - frame.x(0):.9g} {TOP} {bottom}"
+    view = f"0 0 {width} {height}"
+    return element("svg", "".join(parts), class_="chart", viewBox=view, data_frame=scale, **words, **attributes)
 
 
 def thinned(points: Sequence[Point], most: int = MAX_POINTS) -> list[Point]:
@@ -183,10 +188,10 @@ STANDALONE = (
 def loss_chart(run: Run) -> Chart:
     """Return the chart of training, validation and test loss."""
     losses = [
-        _curve("training", run.steps, "loss"),
-        *(_curve("lost", lost, "loss", kind="lost") for lost in run.lost_steps),
-        _curve("validation", run.evaluations("validation"), "loss", 1, kind="dots"),
-        _curve("test", run.evaluations("test"), "loss", 2, kind="dots"),
+        curve_of("training", run.steps, "loss"),
+        *(curve_of("lost", lost, "loss", kind="lost") for lost in run.lost_steps),
+        curve_of("validation", run.evaluations("validation"), "loss", colour=1, kind="dots"),
+        curve_of("test", run.evaluations("test"), "loss", colour=2, kind="dots"),
     ]
     repeated = "dashed: steps repeated after a restart" if any(run.lost_steps) else ""
     return Chart("Loss", losses, "nats per token", repeated, _starts(run), is_wide=True)
@@ -194,16 +199,12 @@ def loss_chart(run: Run) -> Chart:
 
 def loss_svg(run: Run) -> str:
     """Return the chart of losses as an SVG file of its own; '' if no step was logged."""
-    width, height = 860, 320
-    drawn = chart_svg(replace(loss_chart(run), width=width, height=height))
-    legend = "".join(
-        f'<text x="{LEFT + 14 + 90 * i}" y="{TOP + 8}" style="fill:{PALETTE[i]}">{name}</text>'
-        for i, name in enumerate(("training", *(each for each in ("validation", "test") if run.evaluations(each))))
-    )
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}"'
-    style = f'<style>{STANDALONE}</style><rect width="{width}" height="{height}" fill="#ffffff" stroke="none"/>{legend}'
-    drawn = re.sub(r"<metadata>.*?</metadata>", "", drawn)
-    return drawn.replace("<svg", head, 1).replace(">", f">{style}", 1) + "\n" if drawn else ""
+    size = {"width": 860, "height": 320}
+    names = ("training", *(each for each in ("validation", "test") if run.evaluations(each)))
+    parts = [element("style", STANDALONE), element("rect", **size, fill="#ffffff", stroke="none")]
+    parts += (text(LEFT + 14 + 90 * i, TOP + 8, name, style=f"fill:{PALETTE[i]}") for i, name in enumerate(names))
+    drawn = chart_svg(loss_chart(run), (860, 320), "".join(parts), xmlns=XMLNS, **size)
+    return drawn and drawn + "\n"
 
 
 def _starts(run: Run) -> list[tuple[float, str]]:
@@ -214,22 +215,24 @@ def _starts(run: Run) -> list[tuple[float, str]]:
 
 def charts_html(run: Run) -> str:
     """Return the charts of a run; '' if nothing was logged."""
-    marks = _starts(run)
-    speed = _curve("speed", run.steps, "tokens_per_second", 2)
-    memory = _curve("memory", run.steps, "memory_bytes", 3, factor=2**-20)
-    norm = _curve("gradient norm", run.steps, "grad_norm", 1)
+    marks, steps = _starts(run), run.steps
+    speed = curve_of("speed", steps, "tokens_per_second", colour=2)
+    memory = curve_of("memory", steps, "memory_bytes", 2**-20, colour=3)
+    norm = curve_of("gradient norm", steps, "grad_norm", colour=1)
     norms = [value for _, value in norm.points]
     spans_decades = bool(norms) and min(norms) > 0 and max(norms) / min(norms) > 30
-    measured = _curve("measured", run.steps, "bubble", 1, factor=100)
-    planned = _curve("planned", run.steps, "predicted_bubble", factor=100)
+    load = curve_of("load", steps, "expert_imbalance", colour=4)
+    dropped = curve_of("dropped", steps, "dropped_share", 100, colour=5)
+    measured = curve_of("measured", steps, "bubble", 100, colour=1)
+    planned = curve_of("planned", steps, "predicted_bubble", 100)
     charts = [
         loss_chart(run),
         Chart("Speed", [speed], "tokens/s", marks=marks, from_zero=True),
         Chart("Memory", [memory], "MiB", "maximum over ranks", marks, from_zero=True),
-        Chart("Learning rate", [_curve("learning rate", run.steps, "lr")], marks=marks, from_zero=True),
+        Chart("Learning rate", [curve_of("learning rate", steps, "lr")], marks=marks, from_zero=True),
         Chart("Gradient norm", [norm], marks=marks, is_logarithmic=spans_decades),
-        Chart("Busiest expert", [_curve("load", run.steps, "expert_imbalance", 4)], "x mean", "worst layer", marks),
-        Chart("Dropped rows", [_curve("dropped", run.steps, "dropped_share", 5, factor=100)], "%", "of experts", marks),
+        Chart("Busiest expert", [load], "x mean", "worst layer", marks),
+        Chart("Dropped rows", [dropped], "%", "of experts", marks),
         Chart("Bubble of each step", [measured, planned], "%", marks=marks, from_zero=True),
     ]
     drawn = "".join(map(figure_html, charts))
@@ -238,29 +241,75 @@ def charts_html(run: Run) -> str:
     return f'<div class="charts">{drawn}</div>{note_html}' if drawn else ""
 
 
-def _curve(
-    name: str, records: Sequence[Record], key: str, colour: int = 0, factor: float = 1.0, kind: str = "line"
+def curve_of(
+    name: str, records: Sequence[Record], key: str, factor: float = 1.0, axis: str = "step", **style: Any
 ) -> Curve:
     """Return the curve of a key times `factor`; records without a value of the key are left out."""
-    points = [(float(record["step"]), record[key] * factor) for record in records if record.get(key) is not None]
-    return Curve(name, points, kind, colour)
+    points = [(float(record[axis]), record[key] * factor) for record in records if record.get(key) is not None]
+    return Curve(name, points, **style)
 
 
 def figure_html(chart: Chart) -> str:
     """Return a chart with its caption, drawn once for each width of window; '' if no curve has a point."""
-    if not chart_svg(chart):
-        return ""
     sizes = SIZES.items() if chart.is_wide else list(SIZES.items())[1:]
-    drawn = ""
-    for name, (width, height) in sizes:
-        drawn += f'<div class="{name}">{chart_svg(replace(chart, width=width, height=height))}</div>'
-    legend = ""
+    drawn = {name: chart_svg(chart, size) for name, size in sizes}
+    if not any(drawn.values()):
+        return ""
+    caption = escape(chart.title) + (" " + element("span", escape(chart.unit)) if chart.unit else "")
     for curve in chart.curves:
         if curve.points and curve.kind != "lost":
             value = curve.points[-1][1]
             last = f"{value:.4f}" if 0.1 <= abs(value) < 100 and chart.unit != "%" else number(value)
-            legend += f'<span><i class="c{curve.colour}"></i>{escape(curve.name)}, last {last}</span>'
-    unit = f" <span>{escape(chart.unit)}</span>" if chart.unit else ""
-    note = f"<span>{escape(chart.note)}</span>" if chart.note else ""
-    caption = f'<figcaption>{escape(chart.title)}{unit}{legend}{note}<span class="readout"></span></figcaption>'
-    return f'<figure class="{"wide" if chart.is_wide else "half"}">{caption}{drawn}</figure>'
+            caption += f'<span><i class="c{curve.colour}"></i>{escape(curve.name)}, last {last}</span>'
+    caption += element("span", escape(chart.note)) if chart.note else ""
+    parts = [element("figcaption", caption + element("span", "", class_="readout"))]
+    parts += (element("div", svg, class_=name) for name, svg in drawn.items())
+    return element("figure", "".join(parts), class_="wide" if chart.is_wide else "half")
+
+
+def expert_maps_html(steps: Sequence[Record]) -> str:
+    """Return the heat maps of a run's step records; '' if none has the load of its experts."""
+    found = [record for record in steps if record.get("expert_load")]
+    if not found:
+        return ""
+    cells = sum(map(len, found[-1]["expert_load"].values()))
+    count = max(1, min(MOST_MAPS, MOST_CELLS // cells, len(found)))
+    chosen = [found[round(index * (len(found) - 1) / max(count - 1, 1))] for index in range(count)]
+    if count == 1:
+        chosen = found[-1:]
+    legend = " ".join(
+        f'<i style="display:inline-block;width:14px;height:10px;border:0;background:{heat(level)}"></i>'
+        for level in range(LEVELS)
+    )
+    note = f'<p class="soft">Tokens of each expert over the mean of its layer: 0 {legend} 2 and more.</p>'
+    return note + "".join(map(_map, chosen))
+
+
+def heat(level: int) -> str:
+    """Return a colour of the heat maps, level 0 .. LEVELS - 1."""
+    middle = (LEVELS - 1) / 2
+    end, share = (LITTLE, 1 - level / middle) if level < middle else (MUCH, level / middle - 1)
+    mixed = (round(mean + (other - mean) * share) for mean, other in zip(MEAN, end, strict=True))
+    return "#" + "".join(f"{part:02x}" for part in mixed)
+
+
+def level_of(load: float) -> int:
+    """Return the colour's level of a load relative to the mean."""
+    return min(LEVELS - 1, round(load * (LEVELS - 1) / 2))
+
+
+def _map(record: Record) -> str:
+    load: dict[str, list[float]] = record["expert_load"]
+    columns = max(map(len, load.values()))
+    width, largest = (MAP_WIDTH - MAP_LEFT) / columns, max(map(max, load.values()))
+    heading = f"step {record['step']:,}: layers x {columns} experts, at most {largest:.2f} times the mean"
+    parts, cells = [text(MAP_LEFT, 14, heading, class_="tick")], []
+    for row, (layer, loads) in enumerate(load.items()):
+        y, worst = MAP_TOP + row * ROW, max(range(len(loads)), key=loads.__getitem__)
+        title = f"layer {layer}: expert {worst} has {loads[worst]:.2f} times the mean"
+        parts.append(text(MAP_LEFT - 6, y + ROW - 2, layer, title, text_anchor="end", class_="tick"))
+        cells += [(level_of(value), MAP_LEFT + expert * width, y) for expert, value in enumerate(loads)]
+    cells.sort(key=lambda cell: cell[0])
+    parts += merged((heat(level), x, y, width, ROW) for level, x, y in cells)
+    view = f"0 0 {MAP_WIDTH} {MAP_TOP + ROW * len(load)}"
+    return element("svg", "".join(parts), class_="chart", viewBox=view, xmlns=XMLNS)

@@ -5,17 +5,19 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from html import escape
-from pathlib import Path
+from itertools import count
 from statistics import fmean, median
 
 from megapipe.config.config import Config, fields_by_key, value_of
 from megapipe.config.fields import ConfigField, value_text
 from megapipe.config.load import from_yaml
 from megapipe.errors import ConfigError
-from megapipe.extras.report.charts import NUM_COLOURS, Chart, Curve, Point, figure_html, number
+from megapipe.extras.report.charts import NUM_COLOURS, Chart, Curve, Point, curve_of, figure_html, number
+from megapipe.extras.report.drawing import element, table_html, table_row
 from megapipe.extras.report.folder import Record, Run
-from megapipe.extras.report.page import STATES, grid_text, html_page, moment, table_html
+from megapipe.extras.report.page import STATES, grid_text, html_page, moment
 from megapipe.formatting import duration_text, seconds_text, text_table
 from megapipe.version import __version__
 
@@ -38,19 +40,11 @@ def named(runs: Sequence[Run]) -> dict[str, Run]:
             raise ConfigError(f"{runs[index].folder} is given twice; compare different runs")
     if len(runs) > NUM_COLOURS:
         raise ConfigError(f"{len(runs)} runs are too many for one chart; compare at most {NUM_COLOURS} at a time")
-    for depth in range(1, max(len(folder.parts) for folder in folders)):
-        names = ["/".join(folder.parts[-depth:]) for folder in folders]
-        if len(set(names)) == len(names):
-            break
-    return dict(zip(_without_common_end(names), runs, strict=True))
-
-
-def _without_common_end(names: Sequence[str]) -> list[str]:
-    """Remove the last parts that all names share: a/checkpoints and b/checkpoints become a and b."""
-    parts = [name.split("/") for name in names]
-    while len(parts) > 1 and all(len(each) > 1 for each in parts) and len({each[-1] for each in parts}) == 1:
+    parts = [folder.parts for folder in folders]
+    while len(parts) > 1 and len({each[-1] for each in parts}) == 1:  # a/checkpoints and b/checkpoints are a and b
         parts = [each[:-1] for each in parts]
-    return ["/".join(each) for each in parts]
+    depth = next(depth for depth in count(1) if len({each[-depth:] for each in parts}) == len(parts))
+    return {"/".join(each[-depth:]): run for each, run in zip(parts, runs, strict=True)}
 
 
 def differences(runs: Mapping[str, Run]) -> tuple[Table, list[str]]:
@@ -73,25 +67,20 @@ def differences(runs: Mapping[str, Run]) -> tuple[Table, list[str]]:
         texts = [_value(configs[name], field) if name in configs else "unknown" for name in runs]
         if key not in PLACES and len({texts[index] for index, name in enumerate(runs) if name in configs}) > 1:
             rows.append([field.main_flag, *texts])
-    for label, of in _recorded(runs).items():
-        texts = [of(run.started) if run.started else "unknown" for run in runs.values()]
+    versions = dict.fromkeys(name for run in runs.values() for name in run.started.get("versions", ()))
+    recorded = [_recorded(run.started) if run.started else {} for run in runs.values()]
+    for label in ("grid", *versions, *(name.replace("_", " ") for name in MACHINE)):
+        texts = [each.get(label, "unknown") for each in recorded]
         if len(set(texts) - {"unknown"}) > 1:
             rows.append([label, *texts])
     return ([["setting", *runs], *rows] if rows else []), problems
 
 
-def _recorded(runs: Mapping[str, Run]) -> dict[str, Callable[[Record], str]]:
-    """Return label -> the function that reads it from the record of a start."""
-    versions = dict.fromkeys(name for run in runs.values() for name in run.started.get("versions", ()))
-
-    def reader(section: str, name: str) -> Callable[[Record], str]:
-        return lambda start: str(start[section].get(name, "unknown"))
-
-    return {
-        "grid": lambda start: grid_text(start["grid"]),
-        **{name: reader("versions", name) for name in versions},
-        **{name.replace("_", " "): reader("machine", name) for name in MACHINE},
-    }
+def _recorded(start: Record) -> dict[str, str]:
+    """Return grid, versions and machine of the record of a start."""
+    machine = {key.replace("_", " "): str(value) for key, value in start["machine"].items() if key in MACHINE}
+    versions = {name: str(version) for name, version in start["versions"].items()}
+    return {"grid": grid_text(start["grid"]), **versions, **machine}
 
 
 def _value(config: Config, field: ConfigField) -> str:
@@ -148,7 +137,10 @@ EXPLAINED = (
 def compare_text(runs: Mapping[str, Run], heading: Callable[[str], str] = str) -> str:
     """Return the comparison for a terminal: settings that differ, then results. heading: formats the two titles."""
     table, problems = differences(runs)
-    shortened = [[_shortened(text) for text in row] for row in table]
+    half = MOST_COLUMNS // 2 - 2
+    shortened = [
+        [text if len(text) <= MOST_COLUMNS else f"{text[:half]}...{text[-half:]}" for text in row] for row in table
+    ]
     lines = (
         [heading("settings that differ"), *text_table(shortened, left=range(len(runs) + 1))]
         if table
@@ -158,49 +150,30 @@ def compare_text(runs: Mapping[str, Run], heading: Callable[[str], str] = str) -
     return "\n".join(lines)
 
 
-def _shortened(text: str) -> str:
-    half = MOST_COLUMNS // 2 - 2
-    return text if len(text) <= MOST_COLUMNS else f"{text[:half]}...{text[-half:]}"
-
-
 def compare_page(runs: Mapping[str, Run]) -> str:
     """Return the comparison as HTML: settings that differ, results, curves."""
     table, problems = differences(runs)
+    names = [element("span", escape(name), class_=f"run c{index}") for index, name in enumerate(runs)]
     settings = "".join(f"<p>{escape(problem)}.</p>" for problem in problems)
-    if table:
-        head = ["setting", *(_legend(index, name) for index, name in enumerate(runs))]
-        rows = [
-            [
-                f"<td><code>{escape(row[0])}</code></td>",
-                *(
-                    f'<td class="v" data-run="{escape(name)}">{escape(text)}</td>'
-                    for name, text in zip(runs, row[1:], strict=True)
-                ),
-            ]
-            for row in table[1:]
-        ]
-        settings = f"{table_html(head, rows, 'differ')}{settings}"
-    else:
-        settings = f"<p>No setting differs.</p>{settings}"
-    shown = results(runs)
-    rows = [
-        [f"<td>{_legend(i, row[0])}</td>", *(f"<td>{escape(text)}</td>" for text in row[1:])]
-        for i, row in enumerate(shown[1:])
-    ]
+    rows = [table_row(["setting", *names], tag="th")]
+    for setting, *values in table[1:]:
+        pairs = zip(runs, values, strict=True)
+        cells = (element("td", escape(value), class_="v", data_run=name) for name, value in pairs)
+        rows.append(table_row([element("code", escape(setting)), *cells]))
+    settings = (table_html(rows, "differ") if table else "<p>No setting differs.</p>") + settings
+    head, *shown = results(runs)
+    rows = [table_row(head, tag="th")]
+    rows += (table_row([name, *map(escape, values)]) for name, (_, *values) in zip(names, shown, strict=True))
     charts = "".join(map(figure_html, charts_of(runs)))
     sections = {
         "Settings that differ": settings,
-        "Results": f'<div class="scroll">{table_html(shown[0], rows)}</div><p class="soft">{EXPLAINED}</p>',
+        "Results": f'<div class="scroll">{table_html(rows)}</div><p class="soft">{EXPLAINED}</p>',
         "Curves": f'<div class="charts">{charts}</div>' if charts else "<p>No step has been logged yet.</p>",
     }
     title = " and ".join(runs) if len(runs) == 2 else f"{len(runs)} runs"
     folders = ", ".join(str(run.folder) for run in runs.values())
     footer = f"Written {moment(time.time())} by megapipe compare {__version__} from {folders}."
     return html_page(title, [f"<header><h1>{escape(title)}</h1></header>"], sections, footer)
-
-
-def _legend(index: int, name: str) -> str:
-    return f'<span class="run c{index}">{escape(name)}</span>'
 
 
 def charts_of(runs: Mapping[str, Run]) -> list[Chart]:
@@ -213,11 +186,10 @@ def charts_of(runs: Mapping[str, Run]) -> list[Chart]:
     )
 
     def curves(key: str, axis: str = "step", factor: float = 1.0, is_smooth: bool = False) -> list[Curve]:
-        found = []
-        for index, (name, run) in enumerate(runs.items()):
-            points = [(float(step[axis]), step[key] * factor) for step in run.steps if step.get(key) is not None]
-            found.append(Curve(name, averaged(points, spans[name]) if is_smooth else points, colour=index))
-        return found
+        found = [
+            curve_of(name, run.steps, key, factor, axis, colour=index) for index, (name, run) in enumerate(runs.items())
+        ]
+        return [replace(each, points=averaged(each.points, spans[each.name])) for each in found] if is_smooth else found
 
     validated = [
         Curve(name, _losses(run.evaluations("validation")), "dots", index)
@@ -248,10 +220,3 @@ def averaged(points: Sequence[Point], span: int) -> list[Point]:
         values = [y for _, y in points[max(0, index - span + 1) : index + 1]]
         kept.append((x, math.fsum(values) / len(values)))
     return kept
-
-
-def read_named(folders: Sequence[Path], read: Callable[[Path], Run]) -> dict[str, Run]:
-    """Read the runs in some folders, by name. Raises ConfigError for fewer than two, or a folder without a run."""
-    if len(folders) < 2:
-        raise ConfigError(f"only {folders[0]} is given; name at least two runs to compare")
-    return named([read(folder) for folder in folders])

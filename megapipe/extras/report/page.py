@@ -10,10 +10,10 @@ from importlib.resources import files
 from statistics import median
 from typing import Any
 
-from megapipe.extras.report.charts import charts_html, number
-from megapipe.extras.report.experts_svg import expert_maps_html
+from megapipe.extras.report.charts import charts_html, expert_maps_html, number
+from megapipe.extras.report.comparison import pipeline_html
+from megapipe.extras.report.drawing import element, table_html, table_row, tiles_html
 from megapipe.extras.report.folder import METRICS, RUN, Run, Segment, changed_settings
-from megapipe.extras.report.pipeline import pipeline_html, tiles_html
 from megapipe.formatting import bytes_text, count_text, duration_text, seconds_text
 from megapipe.topology import Topology
 from megapipe.version import __version__
@@ -121,8 +121,7 @@ def _problems(run: Run) -> str:
         items.append("no end was recorded: the run is still going on another machine, or it was killed")
     elif run.last.ending == "unknown":
         items.append(f"this run wrote no {RUN}, so how it ended is unknown")
-    listed = "".join(f"<li>{escape(item)}</li>" for item in dict.fromkeys(items))
-    return f'<ul class="warnings">{listed}</ul>' if listed else ""
+    return _list(dict.fromkeys(items), "warnings") if items else ""
 
 
 def _pipeline(run: Run) -> str:
@@ -143,19 +142,22 @@ def _grid(run: Run) -> str:
     """Return the grid of ranks, with the printed plan."""
     grid, plan, parts = run.started.get("grid"), "\n".join(_plan(run)), []
     if grid:
-        parts.append(f"<p>{escape(grid_text(run.started['grid']))}, schedule {escape(str(grid['schedule']))}.</p>")
+        parts.append(f"<p>{escape(grid_text(grid))}, schedule {escape(str(grid['schedule']))}.</p>")
     if grid and 1 < grid["world_size"] <= MAX_RANKS_SHOWN:
         t = Topology(grid["tp"], grid["cp"], grid["pp"], grid["dp"], grid["order"])
         cells: dict[tuple[int, int], list[str]] = {}
         for ranks in t.groups("tp"):
             place = t.coordinates(ranks[0])
             cells.setdefault((place.pp_rank, place.dp_rank), []).append(" ".join(map(str, ranks)))
-        rows = [[f"<th>pp {pp}</th>", *("<br/>".join(cells[pp, dp]) for dp in range(t.dp))] for pp in range(t.pp)]
-        parts.append(table_html(["", *(f"dp {dp}" for dp in range(t.dp))], rows, "grid"))
+        rows = [table_row(["", *(f"dp {dp}" for dp in range(t.dp))], tag="th")]
+        rows += [
+            table_row([f"<th>pp {pp}</th>", *("<br/>".join(cells[pp, dp]) for dp in range(t.dp))]) for pp in range(t.pp)
+        ]
+        parts.append(table_html(rows, "grid"))
         if t.tp > 1:
             parts.append('<p class="soft">Global ranks; the ranks in one cell are a tensor-parallel group.</p>')
     if plan:
-        parts.append(_folded("plan, as printed at the start", escape(plan), is_open=True))
+        parts.append(_folded("plan, as printed at the start", plan, is_open=True))
     return "".join(parts)
 
 
@@ -175,58 +177,55 @@ def _plan(run: Run) -> list[str]:
 def _configuration(run: Run) -> str:
     """Return the settings that differ from the defaults; the command and the whole configuration are folded away."""
     changed, why_none = changed_settings(run.config_text)
-    parts, rows = [], []
+    rows = [table_row(["section", "setting", "value", "default", "from"], tag="th")]
     for setting in changed:
         kind, _, source = setting.origin.partition(" ")
         short = f"{kind} {source.rpartition('/')[2]}" if kind == "yaml" else setting.origin
-        rows.append(
-            [
-                f'<td class="section soft">{setting.section}</td>',
-                f"<td><code>{setting.flag}</code></td>",
-                f'<td class="v"><b>{escape(setting.value)}</b></td>',
-                f'<td class="soft v">{escape(setting.default)}</td>',
-                f'<td class="soft v" title="{escape(setting.origin)}">{escape(short)}</td>',
-            ]
-        )
-    if changed:
-        parts.append(table_html(["section", "setting", "value", "default", "from"], rows, "settings"))
-    else:
-        parts.append(f"<p>{escape(why_none)}.</p>")
+        cells = [
+            element("td", setting.section, class_="section soft"),
+            element("code", setting.flag),
+            element("td", element("b", escape(setting.value)), class_="v"),
+            element("td", escape(setting.default), class_="soft v"),
+            element("td", escape(short), class_="soft v", title=setting.origin),
+        ]
+        rows.append(table_row(cells))
+    parts = [table_html(rows, "settings") if changed else f"<p>{escape(why_none)}.</p>"]
     remarks, command = run.started.get("remarks"), run.started.get("command")
     if remarks:
-        parts.append("<ul>" + "".join(f"<li>{escape(remark)}</li>" for remark in remarks) + "</ul>")
+        parts.append(_list(remarks))
     if command:
-        parts.append(_folded("command line of the last start", escape(" ".join(command))))
+        parts.append(_folded("command line of the last start", " ".join(command)))
     if run.config_text:
-        parts.append(_folded("whole configuration as YAML, for --config", escape(run.config_text)))
+        parts.append(_folded("whole configuration as YAML, for --config", run.config_text))
     return "".join(parts)
 
 
 def _starts(run: Run) -> str:
     """Return a table of the starts of the run and how each ended, with the other log messages folded away."""
-    head = ["start", "time", "duration", "steps logged", "started", "ended"]
-    rows = [[f'<td class="v">{cell}</td>' for cell in _start_row(i, each)] for i, each in enumerate(run.segments, 1)]
+    rows = [table_row(["start", "time", "duration", "steps logged", "started", "ended"], tag="th")]
+    for index, segment in enumerate(run.segments, start=1):
+        rows.append(table_row(element("td", escape(cell), class_="v") for cell in (str(index), *_start(segment))))
     notes = [record for segment in run.segments for record in segment.of("note")]
-    lines = "".join(f"{moment(record['time'])}  {escape(record['text'])}\n" for record in notes)
+    lines = "".join(f"{moment(record['time'])}  {record['text']}\n" for record in notes)
     more = _folded(f"other log messages ({len(notes)})", lines) if notes else ""
-    return f'<div class="scroll">{table_html(head, rows)}</div>{more}'
+    return f'<div class="scroll">{table_html(rows)}</div>{more}'
 
 
-def _start_row(index: int, segment: Segment) -> Iterator[str]:
+def _start(segment: Segment) -> Iterator[str]:
+    """Yield time, duration, steps, beginning and end of a start."""
     times, steps, end, failures = segment.times, segment.steps, segment.last("end"), segment.of("failure")
-    yield str(index)
     yield moment(min(times)) if times else ""
     yield duration_text(max(times) - min(times)) if times else ""
     yield f"{steps[0]['step']:,} to {steps[-1]['step']:,}" if steps else "none"
     resumed = segment.last("resumed")
     if resumed is not None:
-        yield escape(f"from {resumed['path']}")
+        yield f"from {resumed['path']}"
     else:
         yield "from the beginning" if segment.last("start") else ""
     if end is not None:
-        yield escape(f"after step {end['step']:,}: {end['reason']}")
+        yield f"after step {end['step']:,}: {end['reason']}"
     elif failures:
-        yield escape(f"{failures[0]['error']} on rank {failures[0]['rank']}")
+        yield f"{failures[0]['error']} on rank {failures[0]['rank']}"
     else:
         yield STATES.get(segment.ending, segment.ending)
 
@@ -237,23 +236,19 @@ def _versions(run: Run) -> str:
     if not start:
         return f"<p>This run wrote no {RUN}, so its versions and its machine are unknown.</p>"
     machine = {key.replace("_", " "): value for key, value in start["machine"].items() if key in MACHINE}
-    named = {**start["versions"], "host of rank 0": start["host"], **machine}
-    rows = [[f"<th>{escape(name)}</th>", f'<td class="v">{escape(str(value))}</td>'] for name, value in named.items()]
-    return table_html([], rows, "narrow")
+    rows = {**start["versions"], "host of rank 0": start["host"], **machine}.items()
+    cells = ((element("th", escape(name)), element("td", escape(str(value)), class_="v")) for name, value in rows)
+    return table_html(map(table_row, cells), "narrow")
 
 
-def table_html(head: Sequence[str], rows: Iterable[Sequence[str]], kind: str = "") -> str:
-    """Return a table. rows: their cells, each with its <th> or <td>, or without one. kind: its class."""
-    lines = ["".join(f"<th>{cell}</th>" for cell in head)] if head else []
-    lines += ["".join(cell if cell.startswith("<t") else f"<td>{cell}</td>" for cell in row) for row in rows]
-    kind = f' class="{kind}"' if kind else ""
-    return f"<table{kind}>" + "".join(f"<tr>{line}</tr>" for line in lines) + "</table>"
+def _list(items: Iterable[str], kind: str | None = None) -> str:
+    return element("ul", "".join(element("li", escape(item)) for item in items), class_=kind)
 
 
 def _folded(summary: str, text: str, is_open: bool = False) -> str:
-    """Return escaped text that a click on its summary unfolds."""
+    """Return text that a click on its summary unfolds."""
     tag = "<details open>" if is_open else "<details>"
-    return f"{tag}<summary>{summary}</summary><pre>{text}</pre></details>"
+    return f"{tag}<summary>{summary}</summary><pre>{escape(text)}</pre></details>"
 
 
 def moment(seconds: float) -> str:

@@ -9,39 +9,44 @@ tooltips, so that a browser can still show 64 ranks with 512 microbatches.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from html import escape
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import pairwise
+from typing import NamedTuple
 
+from megapipe.extras.report.drawing import SOFT, element, line, merged, paper, rect, round_step, swatch, text
 from megapipe.schedule.action import COMPUTE_OPS, SEND_OPS, Action, Op
+from megapipe.schedule.experts import exposures
 from megapipe.schedule.lifetimes import Held, peak_held
+from megapipe.schedule.parts import Part, Parts
 from megapipe.schedule.placement import Placement
 from megapipe.schedule.schedule import Schedule
 from megapipe.schedule.simulate import Timeline, live_curve, waiting_message_curves
 
-# op -> (fill of the first chunk, fill of the last chunk, text colour); fills of other chunks are interpolated
-COLOURS: dict[Op, tuple[str, str, str]] = {
-    Op.F: ("#4c86c6", "#b9d3ee", "#0b2239"),
-    Op.B: ("#4fa37a", "#bfe3cf", "#0c2b1c"),
-    Op.I: ("#e0a33f", "#f6dfb3", "#3a2705"),
-    Op.W: ("#8f6bb3", "#d9c9e8", "#241236"),
-    Op.REDUCE_GRAD: ("#b9534c", "#b9534c", "#ffffff"),
-    Op.UPDATE: ("#b9534c", "#b9534c", "#ffffff"),
-    Op.UNSHARD: ("#2f8f9d", "#2f8f9d", "#ffffff"),
-}
-NAMES = {
-    Op.F: "forward",
-    Op.B: "backward",
-    Op.I: "input gradient",
-    Op.W: "weight gradient",
-    Op.REDUCE_GRAD: "gradient reduction",
-    Op.UPDATE: "update",
-    Op.UNSHARD: "gather of weights",
+
+class OpStyle(NamedTuple):
+    """Name and colours of an op: fills of the first and last chunk, between which others are interpolated; text."""
+
+    name: str
+    first: str
+    last: str
+    ink: str
+
+
+STYLES = {
+    Op.F: OpStyle("forward", "#4c86c6", "#b9d3ee", "#0b2239"),
+    Op.B: OpStyle("backward", "#4fa37a", "#bfe3cf", "#0c2b1c"),
+    Op.I: OpStyle("input gradient", "#e0a33f", "#f6dfb3", "#3a2705"),
+    Op.W: OpStyle("weight gradient", "#8f6bb3", "#d9c9e8", "#241236"),
+    Op.REDUCE_GRAD: OpStyle("gradient reduction", "#b9534c", "#b9534c", "#ffffff"),
+    Op.UPDATE: OpStyle("update", "#b9534c", "#b9534c", "#ffffff"),
+    Op.UNSHARD: OpStyle("gather of weights", "#2f8f9d", "#2f8f9d", "#ffffff"),
 }
 LEFT, RIGHT, TOP, STRIP = 64, 72, 44, 5  # px: margins, title, strip under a lane for gathers and reductions
 ON_NETWORK = {Op.UNSHARD: "U", Op.REDUCE_GRAD: "R"}  # in the strip, and in the second line of a rank as text
 LARGE = 12_000  # boxes
 LIVE, WAITING = "#c9ccd6", "#7a4a1e"
+# shades of parts of layers, from the first to the last colour of their op
+SHADES = {Part.ATTENTION: 0.0, Part.MLP: 0.7, Part.HEAD: 1.0, Part.DISPATCH: 0.0, Part.COMBINE: 0.7}
 
 Curve = Sequence[tuple[float, float]]  # (seconds, level from then on)
 
@@ -55,30 +60,27 @@ def grid_text(timeline: Timeline, max_columns: int = 160) -> str:
     where the rank is idle. Where gathers or reductions take time, a second line shows them: U and R with the stage.
     """
     schedule = timeline.schedule
-    boxes: list[list[tuple[str, float, float]]] = [[] for _ in schedule.rows]
-    network: list[list[tuple[str, float, float]]] = [[] for _ in schedule.rows]
-    for rank, row in enumerate(schedule.rows):
+    several = schedule.placement.num_chunks > 1
+    rows: list[tuple[str, list[tuple[str, float, float]]]] = []  # name, (label, start, end) of each box
+    seconds = []
+    for rank in range(schedule.num_ranks):
         stages = schedule.placement.stages_of(rank)
-        for action, start, end in zip(row, timeline.starts[rank], timeline.ends[rank], strict=True):
+        computed, sent = [], []
+        for action, start, end in spans(timeline, rank):
             if action.op in COMPUTE_OPS:
-                several = schedule.placement.num_chunks > 1
                 letter = chr(ord("a") + stages.index(action.stage) % 26) if several else ""
-                boxes[rank].append((f"{action.op.value}{number_text(schedule, action)}{letter}", start, end))
+                computed.append((f"{action.op.value}{number_text(schedule, action)}{letter}", start, end))
+                seconds += [end - start] if end > start else []
             elif action.op in ON_NETWORK and end > start:
-                network[rank].append((f"{ON_NETWORK[action.op]}{action.stage}", start, end))
-    seconds = [end - start for row in boxes for _, start, end in row if end > start]
+                sent.append((f"{ON_NETWORK[action.op]}{action.stage}", start, end))
+        rows += [(f"rank {rank}", computed), *([("network", sent)] if sent else [])]
     if not seconds:
-        return "\n".join(f"rank {rank}:" for rank in range(len(boxes)))
-    width = 1 + max(len(label) for row in (*boxes, *network) for label, _, _ in row)
-    title = max(len(f"rank {len(boxes) - 1} "), len("network ") * any(network))
+        return "\n".join(f"rank {rank}:" for rank in range(schedule.num_ranks))
+    width = 1 + max(len(label) for _, row in rows for label, _, _ in row)
+    title = 1 + max(len(name) for name, _ in rows)
     unit = max(min(seconds), timeline.makespan_seconds / max(1, (max_columns - title) // width))
     lines = []
-    for name, labelled in (
-        (name, row)
-        for rank, (computed, sent) in enumerate(zip(boxes, network, strict=True))
-        for name, row in ((f"rank {rank}", computed), ("network", sent))
-        if row or row is computed
-    ):
+    for name, labelled in rows:
         cells = ["."] * max(round(timeline.makespan_seconds / unit), 1)
         for label, begin, end in labelled:
             first, after = min(round(begin / unit), len(cells) - 1), min(round(end / unit), len(cells))
@@ -88,36 +90,50 @@ def grid_text(timeline: Timeline, max_columns: int = 160) -> str:
     return "\n".join([*lines, f"one cell: {unit:.4g} s{missing}"])
 
 
+def spans(timeline: Timeline, rank: int) -> Iterator[tuple[Action, float, float]]:
+    """Return every action of a rank with its start and end."""
+    return zip(timeline.schedule.rows[rank], timeline.starts[rank], timeline.ends[rank], strict=True)
+
+
 def number_text(schedule: Schedule, action: Action) -> str:
     """Return the microbatch of an action, and its slice if microbatches have slices: 3, or 3.1."""
     return schedule.text(action).partition(f"{action.stage}{action.op.value}")[2]
 
 
-class _Drawing:
-    """A timeline with the layout of its picture in px."""
+class _Box(NamedTuple):
+    """The box of an action, of which the time axis gives the width."""
 
-    def __init__(self, timeline: Timeline, width: int | None) -> None:
-        self.timeline, self.schedule = timeline, timeline.schedule
-        self.boxes = [
-            [
-                (action, start, end)
-                for action, start, end in zip(row, timeline.starts[rank], timeline.ends[rank], strict=True)
-                if action.op in COMPUTE_OPS or (action.op in COLOURS and end > start)
-            ]
-            for rank, row in enumerate(timeline.schedule.rows)
-        ]
-        spans = sorted(end - start for row in self.boxes for _, start, end in row if end > start)
-        makespan = timeline.makespan_seconds or 1.0
-        if width is None:  # two digits fit into three of four boxes
-            narrow = spans[len(spans) // 4] if spans else makespan
-            width = min(max(1200, LEFT + RIGHT + round(15 * makespan / narrow)), 6000)
-        self.width = width
-        self.scale = (width - LEFT - RIGHT) / makespan  # px per second
-        self.is_large = len(spans) > LARGE
-        self.lane, self.curve, self.gap = (10, 7, 1) if self.is_large else (26, 14, 6)
+    action: Action
+    start: float
+    end: float
+    y: int
+    height: int
+    colour: str
+
+
+class _Drawing:
+    """A timeline with the layout of its picture in px.
+
+    heights: of a rank's lane, of what stands below it, and of the gap to the next rank. name: an action in its title.
+    """
+
+    def __init__(
+        self,
+        timeline: Timeline,
+        width: int,
+        heights: tuple[int, int, int],
+        is_large: bool,
+        name: Callable[[Action], str],
+        unit: str = "",
+    ) -> None:
+        self.timeline, self.schedule, self.width, self.is_large = timeline, timeline.schedule, width, is_large
+        self.lane, self.below, _ = heights
+        self.pitch, self.bottom = sum(heights), TOP + timeline.schedule.num_ranks * sum(heights)
+        self.scale = (width - LEFT - RIGHT) / timeline.makespan_seconds  # px per second
+        self.name, self.unit = name, unit
 
     def top(self, rank: int) -> int:
-        return TOP + rank * (self.lane + self.curve + self.gap)
+        return TOP + rank * self.pitch
 
     def x(self, seconds: float) -> float:
         return LEFT + seconds * self.scale
@@ -126,127 +142,136 @@ class _Drawing:
         """Return True if the op has a cost on any stage."""
         return any(self.timeline.costs.seconds.get((stage, op)) for stage in range(self.schedule.num_stages))
 
+    def page(self, height: int, title: str, caption: str, parts: Iterable[str]) -> str:
+        """Return the SVG file with its title and caption."""
+        heading = text(LEFT, 18, title, font_size=14, font_weight="bold")
+        return paper(self.width, height, [heading, text(LEFT, 34, caption, fill=SOFT), *parts])
+
+    def ticks(self, y: int) -> Iterator[str]:
+        """Yield about ten round times."""
+        step = round_step(self.timeline.makespan_seconds / 10)
+        for tick in range(int(self.timeline.makespan_seconds / step) + 1):
+            label = f"{tick * step:.4g}" + ("" if tick else self.unit)
+            yield text(self.x(tick * step), y, label, text_anchor="middle", fill=SOFT)
+
+    def lanes(self, rank: int, lanes: Sequence[tuple[int, str]], boxes: Iterable[_Box]) -> Iterator[str]:
+        """Yield a rank's name, its grey lanes from the top down, and its boxes. lanes: (height, colour)."""
+        y, size = self.top(rank), 9 if self.lane < 12 else None
+        yield text(LEFT - 8, f"{y + self.lane / 2 + 4}", f"rank {rank}", text_anchor="end", font_size=size)
+        for height, colour in lanes:
+            yield rect(LEFT, y, self.timeline.makespan_seconds * self.scale, height, fill=colour)
+            y += height
+        if self.is_large:
+            places = ((box.colour, self.x(box.start), box.y, self.width_of(box), box.height) for box in boxes)
+            yield from merged(places, stroke="#ffffff", stroke_width="0.2")
+        else:
+            yield from map(self.box, boxes)
+
+    def width_of(self, box: _Box) -> float:
+        return (box.end - box.start) * self.scale
+
+    def box(self, box: _Box) -> str:
+        """Return a box with its title, and with the number of its microbatch if that fits."""
+        action, x, width = box.action, self.x(box.start), self.width_of(box)
+        title = f"{self.name(action)}: {box.start:.6g} .. {box.end:.6g}{self.unit}"
+        drawn = rect(x, box.y, width, box.height, title, fill=box.colour, stroke="#ffffff", stroke_width="0.6")
+        label = number_text(self.schedule, action)
+        if label and width >= 6.5 * len(label) + 1 and box.height > STRIP:
+            y, style = f"{box.y + box.height / 2 + 4:g}", {"fill": STYLES[action.op].ink, "pointer_events": "none"}
+            drawn += text(x + width / 2, y, label, text_anchor="middle", **style)
+        return drawn
+
 
 def svg(timeline: Timeline, width: int | None = None) -> str:
     """Return the drawing, `width` px wide (None: wide enough for the microbatch numbers).
 
     Messages that take time are lines, boxes have tooltips with action, start and end; large timelines have neither.
     """
-    drawing, makespan = _Drawing(timeline, width), timeline.makespan_seconds
-    bottom = drawing.top(drawing.schedule.num_ranks)
-    height = bottom + 52
-    caption = (
-        f"step {makespan:.4g} s, bubble share {timeline.barrier_bubble.share:.2%} with a barrier, "
-        f"{timeline.chained_bubble.share:.2%} chained, peak of live chunks {max(timeline.peak_live_chunks)}"
-        + (f", each of one slice of {drawing.schedule.num_slices}" if drawing.schedule.num_slices > 1 else "")
-        + _sharding(drawing.schedule)
-        + ("" if drawing.schedule.is_synchronous else ", NOT synchronous")
-    )
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{drawing.width}" height="{height}" '
-        f'viewBox="0 0 {drawing.width} {height}" '
-        'font-family="DejaVu Sans, Helvetica, Arial, sans-serif" font-size="11">',
-        f'<rect width="{drawing.width}" height="{height}" fill="#ffffff"/>',
-        f'<text x="{LEFT}" y="18" font-size="14" font-weight="bold">{escape(str(drawing.schedule))}</text>',
-        f'<text x="{LEFT}" y="34" fill="#555555">{escape(caption)}</text>',
-    ]
+    schedule, makespan = timeline.schedule, timeline.makespan_seconds
+    taken = (span for rank in range(schedule.num_ranks) for span in spans(timeline, rank))
+    lengths = sorted(end - start for action, start, end in taken if action.op in STYLES and end > start)
+    if width is None:  # two digits fit into three of four boxes
+        narrow = lengths[len(lengths) // 4] if lengths else makespan
+        width = min(max(1200, LEFT + RIGHT + round(15 * makespan / narrow)), 6000)
+    is_large = len(lengths) > LARGE
+    drawing = _Drawing(timeline, width, (10, 7, 1) if is_large else (26, 14, 6), is_large, schedule.text, " s")
+    parts: list[str] = []
     for rank, waiting in enumerate(waiting_message_curves(timeline)):
-        parts += [*_lane(drawing, rank), *_curves(drawing, rank, waiting)]
-    if not drawing.is_large:
+        parts += drawing.lanes(rank, ((drawing.lane, "#f1f1f1"),), _boxes(drawing, rank))
+        parts += _curves(drawing, rank, waiting)
+    if not is_large:
         parts += _messages(drawing)
-    if makespan > 0:
-        step = round_step(makespan / 10)
-        for tick in range(int(makespan / step) + 1):
-            place = f'x="{drawing.x(tick * step):.2f}" y="{bottom + 10}"'
-            label = f"{tick * step:.4g}" + ("" if tick else " s")
-            parts.append(f'<text {place} text-anchor="middle" fill="#555555">{label}</text>')
-    y = height - 14
-    ops = [op for op in COLOURS if op in drawing.schedule.ops and (op in COMPUTE_OPS or drawing.takes_time(op))]
-    shown, x = legend(ops, drawing.schedule.placement.num_chunks, LEFT, y)
+    parts += drawing.ticks(drawing.bottom + 10)
+    y = drawing.bottom + 38
+    ops = [op for op in STYLES if op in schedule.ops and (op in COMPUTE_OPS or drawing.takes_time(op))]
+    shown, x = legend(ops, schedule.placement.num_chunks, LEFT, y)
     parts += shown
-    if drawing.schedule.has_backward:
-        parts.append(f'<rect x="{x:g}" y="{y - 10}" width="12" height="12" fill="{LIVE}"/>')
-        parts.append(f'<path stroke="{WAITING}" d="M{x + 90:g} {y - 4}h12"/>')
-        parts.append(
-            f'<text x="{x + 16:g}" y="{y}">live chunks</text><text x="{x + 106:g}" y="{y}">inputs waiting</text>'
-        )
+    if schedule.has_backward:
+        parts += [swatch(f"{x:g}", y, LIVE), element("path", stroke=WAITING, d=f"M{x + 90:g} {y - 4}h12")]
+        parts.append(text(f"{x + 16:g}", y, "live chunks") + text(f"{x + 106:g}", y, "inputs waiting"))
         x += 210
-    numbers = "microbatches and their slices" if drawing.schedule.num_slices > 1 else "microbatches"
-    note, place = f"numbers: {numbers}; grey: idle", f'x="{x:g}" y="{y}"'
-    if x + 6 * len(note) > drawing.width:  # no room after the legend: beside the title
-        place = f'x="{drawing.width - RIGHT:g}" y="18" text-anchor="end"'
-    parts.append(f'<text {place} fill="#555555">{note}</text>')
-    return "\n".join([*parts, "</svg>\n"])
+    numbers = "microbatches and their slices" if schedule.num_slices > 1 else "microbatches"
+    note = f"numbers: {numbers}; grey: idle"
+    if x + 6 * len(note) > width:  # no room after the legend: beside the title
+        parts.append(text(width - RIGHT, 18, note, text_anchor="end", fill=SOFT))
+    else:
+        parts.append(text(f"{x:g}", y, note, fill=SOFT))
+    return drawing.page(drawing.bottom + 52, str(schedule), _caption(timeline), parts)
 
 
-def _sharding(schedule: Schedule) -> str:
-    """Return the gathers and reductions of the rank with the most, as text; nothing without gathers."""
-    if Op.UNSHARD not in schedule.ops:
-        return ""
-    counts = [Counter(op for _, op, _ in row) for row in schedule.rows]
-    gathers, reductions = (max(of_rank[op] for of_rank in counts) for op in ON_NETWORK)
-    gathered = max(int(peak_held(row, {Held.WEIGHTS: 1})) for row in schedule.rows)
-    return f", {gathers} gathers and {reductions} reductions a rank, at most {gathered} stages gathered"
+def _caption(timeline: Timeline) -> str:
+    """Return step, bubbles and peak, and the gathers and reductions of the rank with the most."""
+    schedule = timeline.schedule
+    sentences = [
+        f"step {timeline.makespan_seconds:.4g} s",
+        f"bubble share {timeline.barrier_bubble.share:.2%} with a barrier",
+        f"{timeline.chained_bubble.share:.2%} chained",
+        f"peak of live chunks {max(timeline.peak_live_chunks)}",
+    ]
+    if schedule.num_slices > 1:
+        sentences.append(f"each of one slice of {schedule.num_slices}")
+    if Op.UNSHARD in schedule.ops:
+        counts = [Counter(op for _, op, _ in row) for row in schedule.rows]
+        gathers, reductions = (max(of_rank[op] for of_rank in counts) for op in ON_NETWORK)
+        gathered = max(int(peak_held(row, {Held.WEIGHTS: 1})) for row in schedule.rows)
+        sentences += [f"{gathers} gathers and {reductions} reductions a rank", f"at most {gathered} stages gathered"]
+    if not schedule.is_synchronous:
+        sentences.append("NOT synchronous")
+    return ", ".join(sentences)
 
 
-def _lane(drawing: _Drawing, rank: int) -> Iterator[str]:
-    """Yield a rank's name, its grey lane and its boxes."""
+def _boxes(drawing: _Drawing, rank: int) -> Iterator[_Box]:
+    """Yield the boxes of a rank: whole, a half of an overlapped pair, or in the strip below the lane."""
     top, lane, row = drawing.top(rank), drawing.lane, drawing.schedule.rows[rank]
-    width = drawing.timeline.makespan_seconds * drawing.scale
-    size = ' font-size="9"' if drawing.is_large else ""
-    yield f'<text x="{LEFT - 8}" y="{top + lane / 2 + 4}" text-anchor="end"{size}>rank {rank}</text>'
-    yield f'<rect x="{LEFT}" y="{top}" width="{width:.2f}" height="{lane}" fill="#f1f1f1"/>'
     # 0 for the forward of each overlapped pair, 1 for its backward
     halves = {row[slot + half + 1]: half for slot, pair in enumerate(row) if pair.op is Op.OVERLAP for half in (0, 1)}
-    merged = []
-    for action, start, end in drawing.boxes[rank]:
-        y, height = float(top), float(lane)
+    for action, start, end in spans(drawing.timeline, rank):
+        if action.op not in COMPUTE_OPS and (action.op not in STYLES or end <= start):
+            continue
+        y, height = top, lane
         if action.op in ON_NETWORK:
             y, height = top + lane, STRIP
         elif action in halves:
-            y, height = top + halves[action] * lane / 2, lane / 2
-        x, w = drawing.x(start), (end - start) * drawing.scale
-        colour = fill(drawing.schedule.placement, rank, action)
-        if drawing.is_large:
-            merged.append((colour, x, y, w, height))
-            continue
-        schedule = drawing.schedule
-        label, title = number_text(schedule, action), f"{schedule.text(action)}: {start:.6g} .. {end:.6g} s"
-        yield box((x, y, w, height), colour, action.op, label, title)
-    for colour, path in paths_by_fill(merged).items():
-        yield f'<path fill="{colour}" stroke="#ffffff" stroke-width="0.2" d="{path}"/>'
+            y, height = top + halves[action] * lane // 2, lane // 2
+        yield _Box(action, start, end, y, height, fill(drawing.schedule.placement, rank, action))
 
 
-def box(place: tuple[float, float, float, float], colour: str, op: Op, label: str, title: str) -> str:
-    """Return the box of one action at (x, y, width, height), with its label if that fits. title: shown on hovering."""
-    x, y, width, height = place
-    text = ""
-    if label and width >= 6.5 * len(label) + 1 and height > STRIP:
-        style = f'text-anchor="middle" fill="{COLOURS[op][2]}" pointer-events="none"'
-        text = f'<text x="{x + width / 2:.2f}" y="{y + height / 2 + 4:g}" {style}>{label}</text>'
-    return (
-        f'<rect x="{x:.2f}" y="{y:g}" width="{width:.2f}" height="{height:g}" fill="{colour}" '
-        f'stroke="#ffffff" stroke-width="0.6"><title>{title}</title></rect>{text}'
-    )
-
-
-def _curves(drawing: _Drawing, rank: int, waiting: Curve) -> list[str]:
-    """Return a filled curve of live chunks with its peak, and a line of waiting inputs; all ranks share one scale."""
+def _curves(drawing: _Drawing, rank: int, waiting: Curve) -> Iterator[str]:
+    """Yield a filled curve of live chunks with its peak, and a line of waiting inputs; all ranks share one scale."""
     live = live_curve(drawing.timeline, rank)
     most = max(drawing.timeline.peak_live_chunks, default=0)
     if not live or not most:
-        return []
-    base = drawing.top(rank) + drawing.lane + drawing.curve
+        return
+    base = drawing.top(rank) + drawing.lane + drawing.below
     if not drawing.is_large and any(map(drawing.takes_time, ON_NETWORK)):
         base += STRIP
-    unit = (drawing.curve - 1) / max(most, *(count for _, count in waiting), 1)
-    parts = [f'<path fill="{LIVE}" d="{_steps(drawing, live, base, unit)}V{base}Z"/>']
+    unit = (drawing.below - 1) / max(most, *(count for _, count in waiting), 1)
+    yield element("path", fill=LIVE, d=f"{_steps(drawing, live, base, unit)}V{base}Z")
     if any(count for _, count in waiting):
         path = _steps(drawing, waiting, base, unit)
-        parts.append(f'<path fill="none" stroke="{WAITING}" stroke-width="0.8" d="{path}"/>')
-    peak = max(count for _, count in live)
-    x, size = drawing.x(drawing.timeline.makespan_seconds) + 5, 8 if drawing.is_large else 10
-    return [*parts, f'<text x="{x:.1f}" y="{base}" font-size="{size}" fill="#555555">peak {peak:g}</text>']
+        yield element("path", fill="none", stroke=WAITING, stroke_width="0.8", d=path)
+    x, peak = drawing.x(drawing.timeline.makespan_seconds) + 5, max(count for _, count in live)
+    yield text(f"{x:.1f}", base, f"peak {peak:g}", font_size=8 if drawing.is_large else 10, fill=SOFT)
 
 
 def _steps(drawing: _Drawing, curve: Curve, base: int, unit: float) -> str:
@@ -264,17 +289,48 @@ def _steps(drawing: _Drawing, curve: Curve, base: int, unit: float) -> str:
 
 def _messages(drawing: _Drawing) -> Iterator[str]:
     """Yield a line from the sender's lane to the receiver's for every message that takes time."""
-    timeline, lane = drawing.timeline, drawing.lane
-    for rank, row in enumerate(drawing.schedule.rows):
-        for action, start, end in zip(row, timeline.starts[rank], timeline.ends[rank], strict=True):
+    for rank in range(drawing.schedule.num_ranks):
+        for action, start, end in spans(drawing.timeline, rank):
             if action.op in SEND_OPS and end > start:
                 stage = action.stage + (1 if action.op is Op.SEND_F else -1)
                 peer = drawing.schedule.placement.rank_of(stage, action.microbatch or 0)
-                y1, y2 = drawing.top(rank), drawing.top(peer)
-                y1, y2 = (y1 + lane, y2) if peer > rank else (y1, y2 + lane)
-                place = f'x1="{drawing.x(start):.2f}" y1="{y1}" x2="{drawing.x(end):.2f}" y2="{y2}"'
-                faint = ' stroke-opacity="0.3"' if abs(peer - rank) > 1 else ""  # it crosses other lanes
-                yield f'<line {place} stroke="#666666" stroke-width="0.7"{faint}/>'
+                y1 = drawing.top(rank) + drawing.lane * (peer > rank)
+                y2 = drawing.top(peer) + drawing.lane * (peer <= rank)
+                faint = "0.3" if abs(peer - rank) > 1 else None  # it crosses other lanes
+                style = {"stroke": "#666666", "stroke_width": "0.7", "stroke_opacity": faint}
+                yield line(drawing.x(start), y1, drawing.x(end), y2, **style)
+
+
+def parts_svg(timeline: Timeline, parts: Parts, width: int | None = None) -> str:
+    """Return the drawing of a schedule of parts, `width` px wide (default: 1600).
+
+    Two lanes per rank: its computation, and below it its all-to-alls. Numbers are microbatches.
+    """
+    schedule = timeline.schedule
+    is_large = sum(map(len, schedule.rows)) > LARGE
+    drawing = _Drawing(timeline, width or 1600, (24, 14, 10), is_large, parts.text)
+    exchanging, exposed = map(sum, zip(*exposures(timeline), strict=True))
+    hidden = f"{1 - exposed / exchanging:.1%} of the all-to-alls hidden" if exchanging else "no all-to-alls"
+    drawn: list[str] = []
+    for rank in range(schedule.num_ranks):
+        boxes = []
+        for action, start, end in spans(timeline, rank):
+            if action.op in COMPUTE_OPS:
+                is_exchange = action.stage in parts.network
+                y, height = drawing.top(rank) + drawing.lane * is_exchange, (drawing.lane, drawing.below)[is_exchange]
+                colour = shade(action.op, SHADES[parts.sites[action.stage].part])
+                boxes.append(_Box(action, start, end, y, height, colour))
+        drawn += drawing.lanes(rank, ((drawing.lane, "#f1f1f1"), (drawing.below, "#e4e4ea")), boxes)
+    drawn += drawing.ticks(drawing.bottom + 8)
+    x, y = LEFT, drawing.bottom + 34
+    for op in (op for op in STYLES if op in COMPUTE_OPS and op in schedule.ops):
+        drawn += (swatch(x + 14 * i, y, shade(op, part)) for i, part in enumerate((0.0, 0.7)))
+        drawn.append(text(x + 32, y, STYLES[op].name))
+        x += 150
+    note = "dark: attention, dispatch; light: MLP, combine, head; thin lane: all-to-alls; numbers: microbatches"
+    drawn.append(text(x, y, note, fill=SOFT))
+    title = f"{schedule.name} ({schedule.num_ranks} ranks, {schedule.num_microbatches} microbatches), parts of layers"
+    return drawing.page(drawing.bottom + 48, title, f"step {timeline.makespan_seconds:.4g}, {hidden}", drawn)
 
 
 def fill(placement: Placement, rank: int, action: Action) -> str:
@@ -285,17 +341,9 @@ def fill(placement: Placement, rank: int, action: Action) -> str:
 
 def shade(op: Op, part: float) -> str:
     """Return the op's colour at a part from 0 (first chunk) to 1 (last chunk)."""
-    first, last, _ = COLOURS[op]
+    first, last = STYLES[op].first, STYLES[op].last
     channels = ((int(first[i : i + 2], 16), int(last[i : i + 2], 16)) for i in (1, 3, 5))
     return "#" + "".join(f"{round(a + (b - a) * part):02x}" for a, b in channels)
-
-
-def paths_by_fill(boxes: Iterable[tuple[str, float, float, float, float]]) -> dict[str, str]:
-    """Return all boxes of a colour as one path, by colour. boxes: (colour, x, y, width, height)."""
-    paths: dict[str, list[str]] = {}
-    for colour, x, y, width, height in boxes:
-        paths.setdefault(colour, []).append(f"M{x:.1f} {y:g}h{width:.1f}v{height:g}h{-width:.1f}z")
-    return {colour: "".join(parts) for colour, parts in paths.items()}
 
 
 def legend(ops: Iterable[Op], num_chunks: int, x: float, y: int, letter: float = 7) -> tuple[list[str], float]:
@@ -304,18 +352,9 @@ def legend(ops: Iterable[Op], num_chunks: int, x: float, y: int, letter: float =
     for op in ops:
         shades = num_chunks if op in COMPUTE_OPS else 1
         for chunk in range(shades):
-            colour = shade(op, chunk / max(1, num_chunks - 1))
-            parts.append(f'<rect x="{x:g}" y="{y - 10}" width="12" height="12" fill="{colour}"/>')
+            parts.append(swatch(f"{x:g}", y, shade(op, chunk / max(1, num_chunks - 1))))
             x += 14
-        name = NAMES[op] + (f", chunk 0 .. {num_chunks - 1}" if shades > 1 else "")
-        parts.append(f'<text x="{x + 4:g}" y="{y}">{name}</text>')
+        name = STYLES[op].name + (f", chunk 0 .. {num_chunks - 1}" if shades > 1 else "")
+        parts.append(text(f"{x + 4:g}", y, name))
         x += 30 + letter * len(name)
     return parts, x
-
-
-def round_step(value: float) -> float:
-    """Return the smallest of 1, 2, 5 x 10^n that is at least `value`, which is positive."""
-    power = 1e-12
-    while power * 10 < value:
-        power *= 10
-    return next(float(f"{step * power:.6g}") for step in (1, 2, 5, 10, 20) if step * power >= value * (1 - 1e-9))

@@ -1,1 +1,1 @@
-"""The search for the fastest layouts that fit a number of accelerators, and the cost of a flag."""
+"""The search for the fastest layouts that fit a number of accelerators."""

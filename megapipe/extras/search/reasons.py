@@ -16,7 +16,6 @@ from megapipe.formatting import bytes_text
 from megapipe.plan.hardware import Hardware
 from megapipe.plan.recompute_choice import recompute_text
 from megapipe.plan.resolve import resolve
-from megapipe.plan.run_plan import RunPlan
 from megapipe.plan.sharded import row_bytes
 from megapipe.schedule.families import default_schedule
 
@@ -129,8 +128,8 @@ def _recompute(winner: Candidate, hardware: Hardware) -> Iterator[str]:
 
 def _sharding(winner: Candidate, hardware: Hardware) -> Iterator[str]:
     """Yield what sharded weights cost the winner, beside the same layout with only the optimizer sharded."""
-    layout, plan = winner.layout, winner.plan
-    if not layout.sharding:
+    plan = winner.plan
+    if not winner.layout.sharding:
         return
     rows = plan.schedule(plan.batch.num_microbatches).rows
     moved = max((row_bytes(plan, rank, row) for rank, row in enumerate(rows)), key=lambda each: each.gathered)
@@ -139,32 +138,27 @@ def _sharding(winner: Candidate, hardware: Hardware) -> Iterator[str]:
         f"weights sharded: a rank gathers {bytes_text(moved.gathered * plan.shape.element)} and reduces "
         f"{bytes_text(moved.reduced * plan.shape.gradient)} a step, under computation but for {exposed:.3g} s"
     )
-    try:
-        changes = {"data_parallel_sharding_strategy": "optim", "data_parallel_sharding_units": 1}
-        without = predict_plan(layout, _changed(plan, "parallel", changes, hardware), hardware)
-    except ConfigError:
-        yield text
-        return
-    fits = "" if without.peak_bytes <= hardware.usable_bytes else f", but {lack_of_memory(without, hardware)}"
-    yield f"{text}; with the optimizer sharded alone a step would take {without.time.seconds:.3g} s{fits}"
+    changes = {"data_parallel_sharding_strategy": "optim", "data_parallel_sharding_units": 1}
+    without = _instead(winner, hardware, changes)
+    if without is not None:
+        text += f"; with the optimizer sharded alone a step would take {without.time.seconds:.3g} s"
+        text += _but_lacks_memory(without, hardware)
+    yield text
 
 
 def _slices(winner: Candidate, hardware: Hardware) -> Iterator[str]:
     """Yield the time and memory of the winner with whole sequences in the pipeline."""
-    count = winner.layout.slices
-    if count == 1:
-        return
-    try:
-        whole = predict_plan(
-            winner.layout, _changed(winner.plan, "parallel", {"pipe_sp_splits": 1}, hardware), hardware
+    whole = _instead(winner, hardware, {"pipe_sp_splits": 1}) if winner.layout.slices > 1 else None
+    if whole is not None:
+        yield (
+            f"slices {winner.layout.slices}: with whole sequences in the pipeline a step would take "
+            f"{whole.time.seconds:.3g} s instead of {winner.time.seconds:.3g}{_but_lacks_memory(whole, hardware)}"
         )
-    except ConfigError:
-        return
-    fits = "" if whole.peak_bytes <= hardware.usable_bytes else f", but {lack_of_memory(whole, hardware)}"
-    yield (
-        f"slices {count}: with whole sequences in the pipeline a step would take {whole.time.seconds:.3g} s instead of "
-        f"{winner.time.seconds:.3g}{fits}"
-    )
+
+
+def _but_lacks_memory(candidate: Candidate, hardware: Hardware) -> str:
+    fits = candidate.peak_bytes <= hardware.usable_bytes
+    return "" if fits else f", but {lack_of_memory(candidate, hardware)}"
 
 
 def lack_of_memory(candidate: Candidate, hardware: Hardware) -> str:
@@ -240,20 +234,17 @@ def _experts(configured: Candidate, winner: Candidate | None) -> Iterator[str]:
 
 def _switched_off(configured: Candidate, hardware: Hardware) -> Iterator[str]:
     """Yield the options that are off and would predict a better step."""
-    config, t, need = configured.plan.config, configured.plan.topology, configured.peak_bytes
-    for section, name, has_effect in (
-        ("parallel", "sequence_parallel", t.tp > 1),
-        ("parallel", "use_distributed_optimizer", t.num_replicas > 1),
-        ("parallel", "overlap_grad_reduce", t.num_replicas > 1),
+    t, need = configured.plan.topology, configured.peak_bytes
+    for name, has_effect in (
+        ("sequence_parallel", t.tp > 1),
+        ("use_distributed_optimizer", t.num_replicas > 1),
+        ("overlap_grad_reduce", t.num_replicas > 1),
     ):
-        if not has_effect or getattr(getattr(config, section), name):
+        if not has_effect or getattr(configured.plan.config.parallel, name):
             continue
-        try:
-            switched = _changed(configured.plan, section, {name: True}, hardware)
-            other = predict_plan(configured.layout, switched, hardware)
-        except ConfigError:
+        other, flag = _instead(configured, hardware, {name: True}), "--" + name.replace("_", "-")
+        if other is None:
             continue
-        flag = "--" + name.replace("_", "-")
         if other.peak_bytes <= need and other.time.seconds < configured.time.seconds * 0.995:
             yield (
                 f"{flag} is off: with it a step takes {other.time.seconds:.3g} s instead of "
@@ -264,19 +255,23 @@ def _switched_off(configured: Candidate, hardware: Hardware) -> Iterator[str]:
             yield f"{flag} is off: with it the fullest rank needs {bytes_text(other.peak_bytes)} and fits"
 
 
-def _changed(plan: RunPlan, section: str, changes: dict[str, Any], hardware: Hardware) -> RunPlan:
-    """Return the plan with other values in one section. Raises ConfigError."""
-    config = plan.config
-    training = convert(TrainingConfig, config.training, train_iters=None, train_samples=None)
-    optimizer = convert(
-        OptimizerConfig,
-        config.optimizer,
-        lr_decay_iters=None,
-        lr_decay_samples=config.optimizer.lr_decay_samples or None,
-        lr_warmup_samples=0,
-        lr_wsd_decay_samples=None,
-        decoupled_min_lr=None if config.optimizer.decoupled_lr is None else config.optimizer.decoupled_min_lr,
-    )
-    other = {section: dataclasses.replace(getattr(config, section), **changes)}
-    changed = convert(Config, config, training=training, optimizer=optimizer, **other)
-    return resolve(changed, plan.topology.world_size, hardware.ranks_per_node)
+def _instead(candidate: Candidate, hardware: Hardware, changes: dict[str, Any]) -> Candidate | None:
+    """Predict a candidate with other values of the section 'parallel'; return None if it cannot run with them."""
+    config = candidate.plan.config
+    try:
+        training = convert(TrainingConfig, config.training, train_iters=None, train_samples=None)
+        optimizer = convert(
+            OptimizerConfig,
+            config.optimizer,
+            lr_decay_iters=None,
+            lr_decay_samples=config.optimizer.lr_decay_samples or None,
+            lr_warmup_samples=0,
+            lr_wsd_decay_samples=None,
+            decoupled_min_lr=None if config.optimizer.decoupled_lr is None else config.optimizer.decoupled_min_lr,
+        )
+        parallel = dataclasses.replace(config.parallel, **changes)
+        changed = convert(Config, config, training=training, optimizer=optimizer, parallel=parallel)
+        plan = resolve(changed, candidate.plan.topology.world_size, hardware.ranks_per_node)
+        return predict_plan(candidate.layout, plan, hardware)
+    except ConfigError:
+        return None

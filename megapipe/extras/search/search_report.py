@@ -134,28 +134,24 @@ class SearchReport:
     def _layouts(self) -> Iterator[str]:
         """Yield the table of the best layouts and the configured one, or why that cannot run."""
         configured = self.configured
-        rows = [self._row(str(place), candidate) for place, candidate in enumerate(self.found.best, 1)]
+        shown = [(str(place), candidate) for place, candidate in enumerate(self.found.best, 1)]
         if not isinstance(configured, str):
             fits = "" if configured.peak_bytes <= self.hardware.usable_bytes else " (does not fit)"
-            rows.append(self._row(f"as configured{fits}", configured))
+            shown.append((f"as configured{fits}", configured))
+        shows_cp = any(candidate.layout.context.ranks > 1 for _, candidate in shown)
+        rows = [self._row(name, candidate, shows_cp) for name, candidate in shown]
         if rows:
             yield from _table(rows)
         if isinstance(configured, str):
             yield f"  as configured: {configured}"
 
-    @property
-    def _shows_cp(self) -> bool:
-        """True if one of the layouts shown has context parallelism."""
-        shown = (*self.found.best, *(() if isinstance(self.configured, str) else (self.configured,)))
-        return any(each.layout.context.ranks > 1 for each in shown)
-
-    def _row(self, name: str, candidate: Candidate) -> dict[str, str]:
+    def _row(self, name: str, candidate: Candidate, shows_cp: bool) -> dict[str, str]:
         layout, time, share = candidate.layout, candidate.time, utilisation(candidate)
         megatron = {"by Megatron": bytes_text(megatron_memory(candidate.plan).total)} if self.by_megatron else {}
         return {
             "": name,
             "tp": str(layout.tp),
-            **({"cp": str(layout.context)[3:]} if self._shows_cp else {}),
+            **({"cp": str(layout.context)[3:]} if shows_cp else {}),
             "pp": str(layout.pp),
             **({} if layout.etp is None else {"ep": str(layout.ep), "etp": str(layout.etp)}),
             "chunks": str(layout.chunks),

@@ -9,8 +9,7 @@ import pytest
 
 from megapipe.config.flags import field_flags
 from megapipe.extras.cli.command import SUBCOMMANDS
-from megapipe.extras.cli.explain import explained, main
-from megapipe.extras.search.explain import papers
+from megapipe.extras.cli.explain import explained, main, papers
 
 PAGE = (Path(__file__).parents[3] / "docs" / "flags.md").read_text(encoding="utf-8")
 FLAGS = sorted(set(re.findall(r"`(--[a-z0-9-]+)`", PAGE)))

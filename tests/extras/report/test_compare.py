@@ -10,7 +10,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from megapipe.extras.cli.compare import main
+from megapipe.extras.cli.report import compare as main
 from megapipe.extras.report.compare import averaged, compare_text, differences, named, results
 from megapipe.extras.report.folder import read_run
 from tests.extras.report.test_page import RECORDED, Checked, edited

@@ -17,9 +17,18 @@ from xml.etree import ElementTree
 import pytest
 
 from megapipe.extras.cli.report import main
-from megapipe.extras.report.charts import MAX_POINTS, Chart, Curve, chart_svg, thinned
-from megapipe.extras.report.comparison_svg import comparison_svg
-from megapipe.extras.report.experts_svg import LEVELS, MOST_MAPS, expert_maps_html, level_of
+from megapipe.extras.report.charts import (
+    LEVELS,
+    MAX_POINTS,
+    MOST_MAPS,
+    Chart,
+    Curve,
+    chart_svg,
+    expert_maps_html,
+    level_of,
+    thinned,
+)
+from megapipe.extras.report.comparison import comparison_svg
 from megapipe.extras.report.folder import changed_settings, read_run
 from megapipe.extras.report.page import page
 from megapipe.formatting import bytes_text

@@ -3,7 +3,7 @@ import xml.etree.ElementTree as ET
 
 import pytest
 
-from megapipe.extras.report.timeline import COLOURS, LARGE, WAITING, grid_text, svg
+from megapipe.extras.report.timeline import LARGE, STYLES, WAITING, grid_text, svg
 from megapipe.profile.trace import chrome_trace
 from megapipe.schedule.action import COMPUTE_OPS, SEND_OPS, Op
 from megapipe.schedule.costs import Costs
@@ -117,7 +117,7 @@ def test_every_lane_has_its_peak_and_waiting_inputs_are_drawn():
 def test_a_large_schedule_is_drawn_as_few_paths_with_every_box():
     timeline = simulate(build_schedule("interleaved", 32, 2, 128), Costs.equal(64))
     root = ET.fromstring(svg(timeline))
-    fills = {fill for op in (Op.F, Op.B) for fill in COLOURS[op][:2]}
+    fills = {fill for op in (Op.F, Op.B) for fill in (STYLES[op].first, STYLES[op].last)}
     boxes = [path for path in root.iter(f"{SVG}path") if path.get("fill") in fills]
     assert sum(path.get("d").count("M") for path in boxes) == count(timeline, COMPUTE_OPS) > LARGE
     assert len(boxes) == 4 * 32

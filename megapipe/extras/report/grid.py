@@ -1,0 +1,184 @@
+"""Pictures of a plan: the grid of its ranks, and context parallelism.
+
+The grid: every rank on its node shows the whole model, one row for the embedding, each layer and the head, cut into tp
+columns. What the rank holds is filled, in the colour of its dp_rank, since ranks of one colour train on the same
+sequences.
+
+Context parallelism: which cp rank holds which tokens, which heads it has during attention, and which blocks of queries
+and keys it computes, with the step of the ring in which the keys arrive.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from megapipe.errors import ConfigError
+from megapipe.extras.report.drawing import element, paper, rect, swatch, text
+from megapipe.plan.run_plan import RunPlan
+from megapipe.sharding.sequence import SequencePart
+
+COLOURS = ("#4c86c6", "#e0a33f", "#4fa37a", "#8f6bb3", "#b9534c", "#5aa3a6", "#8a8d3c", "#c77ba4")  # of ranks, again
+EMPTY, NODE, EDGE, TEXT, QUIET = "#eceef2", "#f7f8fa", "#d4d8e0", "#1d2330", "#5b6270"
+MOST_RANKS, MOST_PER_LINE = 128, 8
+WIDTH, MARGIN, HEADING, GAP = 108, 12, 34, 10  # px: of a rank's box, around it, above the model, between boxes
+MOST_CP_RANKS = 8  # each with its colour
+CELL, SIDE, LEFT, TOP = 30, 240, 96, 84  # px: a chunk, the least side; margins before and above
+RING = "numbers: the step of the ring in which a rank has the keys"
+NUMBERS = {  # --cp-comm-type -> what is written in a block
+    "p2p": RING,
+    "all_gather": "0: own keys; g: after the gather",
+    "a2a": "0: all keys are there after the exchange",
+    "a2a+p2p": RING,
+}
+
+
+def grid_svg(plan: RunPlan) -> str:
+    """Return the drawing of the grid. Raises ConfigError for more than 128 ranks."""
+    topology = plan.topology
+    if topology.world_size > MOST_RANKS:
+        way = f"plan for at most {MOST_RANKS} ranks with the same tensor and pipeline parallel sizes"
+        raise ConfigError(f"a grid of {topology.world_size} ranks is too large for a drawing; {way}")
+    per_node = topology.ranks_per_node or topology.world_size
+    columns = min(per_node, MOST_PER_LINE)
+    rows = [  # the stage of the embedding, of each layer, and of the head
+        stage
+        for stage, layers in enumerate(plan.partition.stages)
+        for _ in range(layers.has_embedding + layers.num_layers + layers.has_head)
+    ]
+    row = max(2, min(14, 160 // len(rows)))
+    box = HEADING + row * len(rows) + 8
+    node_height = 26 + -(-per_node // columns) * (box + GAP)
+    width = max(2 * MARGIN + columns * (WIDTH + GAP) + GAP, 560)
+    height = 52 + topology.num_nodes * (node_height + GAP) + 26
+    note = "columns: tp; filled: held by the rank; colour: its dp_rank"
+    parts = [
+        text(MARGIN, 20, _title(plan), font_size=14, font_weight="bold", fill=TEXT),
+        text(MARGIN, 37, f"rows: embedding, {len(rows) - 2} layers, head; {note}", fill=QUIET),
+    ]
+    for node in range(topology.num_nodes):
+        top = 48 + node * (node_height + GAP)
+        frame = rect(MARGIN, top, width - 2 * MARGIN, node_height, rx=6, fill=NODE, stroke=EDGE)
+        parts.append(frame + text(MARGIN + 10, top + 17, f"node {node}", fill=QUIET))
+        for place in range(per_node):
+            x, y = MARGIN + GAP + place % columns * (WIDTH + GAP), top + 26 + place // columns * (box + GAP)
+            parts.append(rect(x, y, WIDTH, box, rx=4, fill="#ffffff", stroke=EDGE))
+            parts += _rank(plan, node * per_node + place, x, y, rows, row)
+    for dp_rank in range(min(topology.dp, len(COLOURS))):
+        x = MARGIN + 84 * dp_rank
+        parts += [swatch(x, height - 14, COLOURS[dp_rank]), text(x + 17, height - 14, f"dp_rank {dp_rank}", fill=TEXT)]
+    return paper(width, height, parts)
+
+
+def _rank(plan: RunPlan, rank: int, x: int, y: int, rows: Sequence[int], row: int) -> Iterator[str]:
+    """Yield the names of a rank, and the model as it holds it. row: the height of each of the rows."""
+    topology = plan.topology
+    place, tp = topology.coordinates(rank), topology.tp
+    shared = f"cp {place.cp_rank}, " if topology.cp > 1 else ""
+    coordinates = f"tp {place.tp_rank}, {shared}pp {place.pp_rank}, dp {place.dp_rank}"
+    yield text(x + 6, y + 14, f"rank {rank}", font_weight="bold", fill=TEXT)
+    yield text(x + 6, y + 27, coordinates, font_size="9.5", fill=QUIET)
+    if plan.model.has_experts:
+        ep_rank, etp_rank = divmod(topology.expert_rank(rank), topology.etp)
+        shown = f"ep {ep_rank}" + (f", etp {etp_rank}" if topology.etp > 1 else "")
+        yield text(x + WIDTH - 6, y + 14, shown, font_size="9.5", text_anchor="end", fill=QUIET)
+    column = (WIDTH - 12) / tp
+    stages = plan.placement.stages_of(place.pp_rank)
+    for index, stage in enumerate(rows):
+        for slice_index in range(tp):
+            held = stage in stages and slice_index == place.tp_rank
+            colour = COLOURS[place.dp_rank % len(COLOURS)] if held else EMPTY
+            left, top = f"{x + 6 + slice_index * column:.1f}", y + HEADING + index * row
+            yield rect(left, top, f"{column - 1:.1f}", row - 1, fill=colour)
+
+
+def _title(plan: RunPlan) -> str:
+    sizes = plan.topology
+    chunks = f" x {plan.num_chunks} chunks" if plan.num_chunks > 1 else ""
+    shared = f" x cp {sizes.cp}" if sizes.cp > 1 else ""
+    of_experts = f"etp {sizes.etp} x ep {sizes.ep} x {sizes.edp} copies x pp {sizes.pp}"
+    experts = f", experts: {of_experts}" if plan.model.has_experts else ""
+    return f"{sizes.world_size} ranks = tp {sizes.tp}{shared} x pp {sizes.pp}{chunks} x dp {sizes.dp}{experts}"
+
+
+def context_svg(plan: RunPlan) -> str:
+    """Return the drawing for the first layer with attention. Raises ConfigError without 2 to 8 cp ranks."""
+    cp, attention = plan.topology.cp, next((each.attention for each in plan.model.layers if each.attention), None)
+    if attention is None or not 1 < cp <= MOST_CP_RANKS:
+        raise ConfigError(
+            f"a drawing of context parallelism needs --context-parallel-size 2 to {MOST_CP_RANKS}, not {cp}"
+        )
+    kind = attention.cp_comm_type
+    inner = {"a2a": cp, "a2a+p2p": plan.topology.cp_inner}.get(kind, 1)
+    side, seq = max(SIDE, 2 * cp * CELL), plan.config.model.seq_length
+    right, bottom = LEFT + side + 70, TOP + side + 44
+    title = f"cp {cp}, {kind}: {seq:,} tokens in {2 * cp} chunks"
+    parts = [
+        text(12, 22, title, text_anchor="start", font_size=14, font_weight="bold", fill=TEXT),
+        _label(LEFT, 46, "tokens of a rank, heads during attention", QUIET),
+        _label(right, 46, "blocks of a head: queries down, keys across", QUIET),
+        _label(LEFT - 8, TOP - 10, "tokens", TEXT, "end"),
+    ]
+    width = side // (2 * cp)
+    for chunk, rank in enumerate(_owners(cp)):  # outside attention
+        parts += _cell(LEFT + chunk * width, TOP - 26, width, 24, rank, str(rank))
+    parts += _heads(cp, inner, side)
+    parts += _blocks(cp // inner, inner, side, seq, attention.window(plan.shape), kind == "all_gather")
+    for rank in range(cp):
+        x = LEFT + 66 * rank
+        parts += [swatch(x, bottom, COLOURS[rank]), _label(x + 17, bottom, f"rank {rank}", TEXT)]
+    parts.append(_label(LEFT, bottom - 20, NUMBERS[kind], QUIET))
+    return paper(right + side + 24, bottom + 18, parts)
+
+
+def _heads(cp: int, inner: int, side: int) -> Iterator[str]:
+    """Yield the owners of heads and positions during attention: inner bands of heads, cp / inner parts of sequences."""
+    owners, height = _owners(cp // inner), side // inner
+    width = side // len(owners)
+    for band in range(inner):
+        y = TOP + 6 + band * height
+        label = f"heads {band + 1}/{inner}" if inner > 1 else "all heads"
+        yield _label(LEFT - 8, y + height / 2 + 4, label, TEXT, "end")
+        for chunk, part in enumerate(owners):
+            rank = part * inner + band
+            yield from _cell(LEFT + chunk * width, y, width, height, rank, str(rank))
+
+
+def _blocks(ring: int, inner: int, side: int, seq: int, window: int | None, gathers: bool) -> Iterator[str]:
+    """Yield the matrix of chunks of queries and keys of the ring to which rank 0 belongs."""
+    owners = _owners(ring)
+    size, chunk = side // len(owners), seq // len(owners)
+    for row, queries in enumerate(owners):
+        for column, keys in enumerate(owners):
+            x, y, step = LEFT + side + 70 + column * size, TOP + 6 + row * size, (queries - keys) % ring
+            nearest = (row - column) * chunk - (chunk - 1)  # from a query of the row to a key of the column
+            if column > row or (window is not None and nearest >= window):
+                yield from _cell(x, y, size, size, None, "")
+            else:
+                label = str(step) if step == 0 or not gathers else "g"
+                yield from _cell(x, y, size, size, queries * inner, label, is_diagonal=row == column)
+
+
+def _owners(ranks: int) -> Sequence[int]:
+    """Return the rank that holds each of 2 x ranks chunks; of one rank the whole sequence is one chunk."""
+    if ranks == 1:
+        return [0]
+    owner = {chunk: rank for rank in range(ranks) for chunk in SequencePart(rank, ranks).chunks}
+    return [owner[chunk] for chunk in range(2 * ranks)]
+
+
+def _cell(
+    x: int, y: int, width: int, height: int, rank: int | None, label: str, is_diagonal: bool = False
+) -> Iterator[str]:
+    """Yield a rectangle in the colour of a rank, on the diagonal its lower half."""
+    right, bottom = x + width - 1, y + height - 1
+    colour = EMPTY if rank is None else COLOURS[rank]
+    yield rect(x, y, width - 1, height - 1, fill=EMPTY if is_diagonal else colour)
+    if is_diagonal:
+        yield element("path", d=f"M{x} {y}L{right} {bottom}L{x} {bottom}Z", fill=colour)
+    if label:
+        across, down = (width / 3, height * 3 / 4) if is_diagonal else (width / 2, height / 2)
+        yield _label(x + across, y + down + 4, label, "#ffffff", "middle")
+
+
+def _label(x: float, y: float, words: str, colour: str, anchor: str = "start") -> str:
+    return text(f"{x:g}", f"{y:g}", words, text_anchor=anchor, font_size=11, fill=colour)
