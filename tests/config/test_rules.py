@@ -537,9 +537,9 @@ CASES = [
         "--multi-latent-attention --position-embedding-type rope --layer-pattern '1 window_size=8' 1 ...",
     ),
     (
-        "latent_attention_has_no_fp8",
-        "--multi-latent-attention --position-embedding-type rope --fp8-format hybrid --bf16 --add-qkv-bias",
-        ["--multi-latent-attention does not work with --add-qkv-bias or --fp8-format yet"],
+        "latent_attention_has_no_biases_of_qkv",
+        "--multi-latent-attention --position-embedding-type rope --bf16 --add-qkv-bias",
+        ["--multi-latent-attention does not work with --add-qkv-bias yet"],
         "--multi-latent-attention --position-embedding-type rope --bf16",
     ),
     (
@@ -877,6 +877,21 @@ CASES = [
         "--fp8-recipe tensorwise --fp8-margin 1",
         ["--fp8-recipe tensorwise and --fp8-margin 1 need --fp8-format"],
         "--fp8-recipe tensorwise --fp8-margin 1 --fp8 e4m3",
+    ),
+    (
+        "fp8_multiplies_sizes_of_experts",
+        "--fp8 hybrid --bf16 --num-experts 4 --moe-ffn-hidden-size 40 --disable-bias-linear --moe-router-topk 2",
+        ["needs GEMMs whose sizes are multiples of 16, but --moe-ffn-hidden-size / etp = 40"],
+        (
+            "--fp8 hybrid --bf16 --num-experts 4 --ffn-hidden-size 40 --moe-ffn-hidden-size 48 --disable-bias-linear "
+            "--moe-shared-expert-intermediate-size 16"
+        ),
+    ),
+    (
+        "fp8_multiplies_sizes_of_latents",
+        "--fp8 hybrid --bf16 --multi-latent-attention --position-embedding-type rope --qk-pos-emb-head-dim 24",
+        ["multiples of 16, but --kv-lora-rank + --qk-pos-emb-head-dim = 56"],
+        "--fp8 hybrid --bf16 --multi-latent-attention --position-embedding-type rope --qk-pos-emb-head-dim 16",
     ),
     (
         "graph_settings_need_graphs",

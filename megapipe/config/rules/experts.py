@@ -93,7 +93,6 @@ def combinations(config: Config) -> Iterator[str]:
     if config.model.num_experts is None:
         return
     refused = chosen(
-        ("--fp8-format", config.precision.fp8_format is not None),
         ("--transformer-impl transformer_engine", config.kernels.transformer_impl != "local"),
         ("--compile-pointwise", config.kernels.compile_pointwise),
         ("--cuda-graph-impl", config.gpu.cuda_graph_impl != "none"),

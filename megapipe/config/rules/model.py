@@ -109,7 +109,6 @@ def latent_attention(config: Config) -> Iterator[str]:
         (f"--attention-impl {config.kernels.attention_impl}", config.kernels.attention_impl == "te"),
         ("--compile-pointwise", config.kernels.compile_pointwise),
         ("--cuda-graph-impl", config.gpu.cuda_graph_impl != "none"),
-        ("--fp8-format", config.precision.fp8_format is not None),
     )
     if refused:
         yield f"{flag} does not work with {one_of(refused)} yet; leave one of the two out"
