@@ -31,6 +31,24 @@ def test_a_drawn_combination_trains_as_one_process_in_the_planned_memory(
     assert found.verdict == "equal" and {"memory", "exact"} <= set(found.compared), found.why
 
 
+@pytest.mark.parametrize(
+    "features",
+    [
+        ("moe ep2", "fp8 local"),
+        ("moe grouped", "fp8 local"),
+        ("mla", "fp8 local"),
+        ("mtp", "fp8 local"),
+        pytest.param(("moe ep2", "mla", "mtp", "fp8 local"), marks=pytest.mark.slow),
+    ],
+    ids="-".join,
+)
+def test_fp8_reaches_experts_latents_and_predictions_in_the_planned_memory(
+    features: tuple[str, ...], rank_pools: Callable[[int], RankPool]
+) -> None:
+    found = examine(Combination(0, features), rank_pools)
+    assert found.verdict == "equal" and found.compared == ("memory", "exact", "rounded"), found.why
+
+
 def test_draws_have_no_flag_with_two_values_and_fit_the_largest_world() -> None:
     draws = [drawn(1, number) for number in range(300)]
     assert all(MIN_FEATURES <= len(each.features) <= MAX_FEATURES for each in draws)

@@ -45,7 +45,7 @@ FEATURES = (
     Feature("moe ep2", EXPERTS),
     Feature("moe grouped", f"{EXPERTS} --moe-grouped-gemm"),
     Feature(
-        "mla", "--multi-latent-attention --kv-lora-rank 16 --qk-head-dim 16 --qk-pos-emb-head-dim 8 --v-head-dim 16"
+        "mla", "--multi-latent-attention --kv-lora-rank 16 --qk-head-dim 16 --qk-pos-emb-head-dim 16 --v-head-dim 16"
     ),
     Feature("mtp", "--mtp-num-layers 1"),
     Feature("fp8 local", "--fp8-format hybrid", ROUNDED),

@@ -154,6 +154,7 @@ def describe_kernels(kernels: Kernels, config: Config, device: torch.device) -> 
     if config.model.num_experts is not None:
         reason = why_not_grouped(config) if asked.moe_grouped_gemm else "not asked for"
         how = "torch's grouped GEMM" if kernels.groups_experts else f"one GEMM after the other: {reason}"
+        how = how if kernels.fp8 is None else f"in fp8 one GEMM after the other, else {how}"
         experts = (f"experts    {how} (--moe-grouped-gemm)",)
     return (
         f"linears    {linears} (--transformer-impl {asked.transformer_impl}); {fp8}",

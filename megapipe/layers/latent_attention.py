@@ -107,16 +107,17 @@ class LatentAttention(Attention):
     def gemms(self, tp: int) -> tuple[Gemm, ...]:  # type: ignore[override]
         """Return its linears on one of tp ranks, in the order of the forward."""
         model, hidden, heads = self.model, self.model.hidden_size, self.model.num_attention_heads // tp
-        query = heads * model.kv_channels
+        query, is_fp8 = heads * model.kv_channels, self.is_fp8
         if model.q_lora_rank is None:
-            queries: tuple[Gemm, ...] = (Gemm(hidden, query, True),)
+            queries: tuple[Gemm, ...] = (Gemm(hidden, query, True, is_fp8),)
         else:
-            queries = Gemm(hidden, model.q_lora_rank, True, is_replicated=True), Gemm(model.q_lora_rank, query, True)
+            down = Gemm(hidden, model.q_lora_rank, True, is_fp8, is_replicated=True)
+            queries = down, Gemm(model.q_lora_rank, query, True, is_fp8)
         return (
             *queries,
-            Gemm(hidden, self.kv_down_rows, True, is_replicated=True),
-            Gemm(model.kv_lora_rank, heads * (model.qk_head_dim + model.v_head_dim), True),
-            Gemm(heads * model.v_head_dim, hidden, False),
+            Gemm(hidden, self.kv_down_rows, True, is_fp8, is_replicated=True),
+            Gemm(model.kv_lora_rank, heads * (model.qk_head_dim + model.v_head_dim), True, is_fp8),
+            Gemm(heads * model.v_head_dim, hidden, False, is_fp8),
         )
 
     def flops_per_token(self, seq_length: int, causal: bool) -> float:

@@ -104,7 +104,8 @@ def fp8_gradient_bytes(gemm: Gemm, shape: RankShape) -> int:
 
     Without CUDA's torch._scaled_mm the rounded operands are raised to fp32 and multiplied there.
     """
-    gradient, inputs = shape.tokens * gemm.outputs, shape.tokens * gemm.inputs
+    tokens = shape.own_tokens if gemm.is_replicated else shape.tokens
+    gradient, inputs = tokens * gemm.outputs, tokens * gemm.inputs
     copies = 1 if shape.compiles_casts else 1 + WIDE  # a cast that is several kernels copies to fp32 first
     if shape.splits_backward:
         raised = 0 if shape.is_cuda else WIDE * (gradient + gemm.num_weights + inputs)
@@ -114,6 +115,25 @@ def fp8_gradient_bytes(gemm: Gemm, shape: RankShape) -> int:
     cast = max(copies * gradient, 2 * gradient, gradient + copies * inputs)
     raised = 0 if shape.is_cuda else max(WIDE * (gradient + inputs), product)
     return max(cast, gradient + inputs + raised + product)
+
+
+def fp8_group_bytes(gemm: Gemm, rows: int, groups: int, shape: RankShape) -> tuple[int, int]:
+    """Return what products in 8 bits of rows in groups, of a matrix each, allocate in the backward: a weight gradient,
+    and an input gradient besides its result. 0 for others.
+
+    Gradient and inputs are cast whole, and transposed and multiplied group by group.
+    """
+    if not gemm.is_fp8:
+        return 0, 0
+    gradient, inputs, of_group = rows * gemm.outputs, rows * gemm.inputs, -(-rows // groups)
+    copies = 1 if shape.compiles_casts else 1 + WIDE
+    product, columns = WIDE * gemm.num_weights, of_group * (gemm.inputs + gemm.outputs)
+    multiplied, raised = product, 0
+    if not shape.is_cuda:
+        multiplied = max(WIDE * columns + product, 2 * product)
+        raised = WIDE * columns + product
+    cast = max(copies * gradient, gradient + copies * inputs)
+    return max(cast, gradient + inputs + columns + multiplied), max(copies * gradient, gradient + raised)
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,7 @@ class LayerSpec:
     """
 
     parts: tuple[Part, ...]
-    is_fp8: bool  # its linears multiply in 8 bits
+    is_fp8: bool  # its linears and experts multiply in 8 bits
 
     @cached_property
     def hidden_size(self) -> int:
@@ -60,6 +60,12 @@ class LayerSpec:
         """Return those of its linears that tp cuts and every token goes through: all but the router and its experts."""
         cut = (part.shared if isinstance(part, MoE) else part for part in self.parts)
         return tuple(gemm for part in cut if part is not None for gemm in part.gemms(tp))
+
+    def fp8_weights(self, shape: RankShape) -> int:
+        """Return the number of weights on one rank that are multiplied in 8 bits."""
+        mixtures = (part for part in self.parts if isinstance(part, MoE))
+        experts = (gemm for part in mixtures for gemm in part.num_experts // shape.ep * part.expert_gemms(shape.etp))
+        return sum(gemm.num_weights for gemm in (*self.linears(shape.tp), *experts) if gemm.is_fp8)
 
 
 @dataclass(frozen=True)
@@ -109,13 +115,13 @@ def model_spec(
         alike(layer, number in in_fp8, kind)
         for number, (layer, kind) in enumerate(zip(layer_configs(model), kinds, strict=True))
     )
-    predictions = tuple(Prediction(model, number) for number in range(model.mtp_num_layers or 0))
-    last = layer_configs(model)[-1]  # fp8 is for the layers that it counts
+    last, last_in_fp8 = layer_configs(model)[-1], model.num_layers - 1 in in_fp8
+    predictions = tuple(Prediction(model, number, last_in_fp8) for number in range(model.mtp_num_layers or 0))
     return ModelSpec(
         Embedding(model),
         tuple(layers),
         Head(model),
-        tuple((prediction, alike(last, False, kinds[-1])) for prediction in predictions),
+        tuple((prediction, alike(last, last_in_fp8, kinds[-1])) for prediction in predictions),
     )
 
 
@@ -125,7 +131,7 @@ def _layer_spec(layer: LayerConfig, is_fp8: bool, cp_comm_type: str) -> LayerSpe
         parts = [LatentAttention(layer, is_fp8, cp_comm_type)]
     elif layer.has_attention:
         parts = [Attention(layer, is_fp8, cp_comm_type)]
-    branch = MoE(layer) if layer.num_experts is not None else DenseMLP(layer, is_fp8)
+    branch = MoE(layer, is_fp8) if layer.num_experts is not None else DenseMLP(layer, is_fp8)
     return LayerSpec((*parts, *([branch] if layer.has_mlp else [])), is_fp8)
 
 

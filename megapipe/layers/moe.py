@@ -16,7 +16,7 @@ from typing import Any
 from megapipe.config.layers import LayerConfig
 from megapipe.config.model import ACTIVATIONS
 from megapipe.config.parallel import RecomputeConfig
-from megapipe.layers.linear import Linear, output_std
+from megapipe.layers.linear import Linear, fp8_group_bytes, output_std
 from megapipe.layers.mlp import DenseMLP, backward_tensors
 from megapipe.layers.norm import Norm, branch_norms, residual_stream
 from megapipe.layers.table import (
@@ -57,6 +57,7 @@ class MoE:
     """The branch of one transformer layer with a router, experts and perhaps shared experts, its norms included."""
 
     model: LayerConfig
+    is_fp8: bool  # experts and shared experts multiply in 8 bits
 
     @cached_property
     def norms(self) -> tuple[Norm | None, Norm | None]:
@@ -67,7 +68,7 @@ class MoE:
     def shared(self) -> DenseMLP | None:
         """The shared experts: one MLP without norms."""
         width = self.model.moe_shared_expert_intermediate_size
-        return None if width is None else DenseMLP(replace(self.model, ffn_hidden_size=width), is_fp8=False)
+        return None if width is None else DenseMLP(replace(self.model, ffn_hidden_size=width), self.is_fp8)
 
     @property
     def num_experts(self) -> int:
@@ -127,10 +128,15 @@ class MoE:
         hidden, width = self.model.hidden_size, self.model.moe_router_topk * self.model.expert_ffn_size // tp
         routed = (
             Gemm(hidden, self.num_experts, True),
-            Gemm(hidden, self.gates * width, True),
-            Gemm(width, hidden, False),
+            Gemm(hidden, self.gates * width, True, self.is_fp8),
+            Gemm(width, hidden, False, self.is_fp8),
         )
         return routed if self.shared is None else (*routed, *self.shared.gemms(tp))
+
+    def expert_gemms(self, etp: int) -> tuple[Gemm, Gemm]:
+        """Return the two products of one expert on one of etp ranks."""
+        hidden, width = self.model.hidden_size, self.model.expert_ffn_size // etp
+        return Gemm(hidden, self.gates * width, True, self.is_fp8), Gemm(width, hidden, False, self.is_fp8)
 
     @property
     def inactive_weights(self) -> int:
@@ -220,7 +226,8 @@ class MoE:
             start = before.operation(shape, keeps_statistics=keeps_statistics, backward=backward)
         end = () if after is None else (after.after_branch(shape, has_dropout),)
         behind = Operation("residual sum", (*routing, *masks))
-        return Table((start, *operations, behind, *end), hidden + waits)
+        weight_bytes = max(weight for weight, _ in self._fp8_bytes(shape))
+        return Table((start, *operations, behind, *end), hidden + waits, weight_bytes)
 
     def _routing(self, shape: RankShape) -> tuple[Kept, ...]:
         """Return the experts of the tokens, the order of the rows, and where rows or gathered tokens come from."""
@@ -256,6 +263,12 @@ class MoE:
         row_bytes, width = self.num_rows(shape) * shape.etp * shape.element, self.model.expert_ffn_size // shape.etp
         return row_bytes * self.model.hidden_size, row_bytes * self.gates * width, row_bytes * width
 
+    def _fp8_bytes(self, shape: RankShape) -> tuple[tuple[int, int], tuple[int, int]]:
+        """Return what the experts' first and second products allocate in 8 bits, in weight and input gradients."""
+        rows, held = self.num_rows(shape) * shape.etp, self.num_experts // shape.ep
+        first, second = (fp8_group_bytes(gemm, rows, held, shape) for gemm in self.expert_gemms(shape.etp))
+        return first, second
+
     def _waiting_gradients(self, shape: RankShape) -> tuple[int, int]:
         """Return the bytes of the gradients that wait for W: those of the experts, and those of the shared experts,
         which wait from the start on.
@@ -285,6 +298,12 @@ class MoE:
         if shape.in_parts and self.shared is not None:  # the sum of both results is another part than the experts
             outputs_kept.append(Kept("shared expert results", tokens * size, element))
         again, modules = activated if redoes_activation else 0, ("moe",)
+        # in 8 bits a weight gradient, which comes first, or an input gradient with its operands may take more
+        (weight1, input1), (weight2, input2) = self._fp8_bytes(shape)
+        freed = (0 if keeps_output else inner) + (inner if splits else 0 if redoes_activation else activated)
+        fc1, fc2 = max(2 * outer, outer + input1 - freed), max(inner, activated + input2)
+        if not splits:
+            fc1, fc2 = max(fc1, weight1 - freed), max(fc2, weight2)
         router = Backward(waits + 3 * hidden + norm_made)
         yield Operation("router", self._router_kept(shape), backward=router, recompute_modules=modules)
         gathered = self.gathered_tokens(shape) * size * element if self.gathers else 0
@@ -294,7 +313,7 @@ class MoE:
             "expert_fc1",
             dispatched,
             deferred_bytes=inner + outer,
-            backward=Backward(behind + inner + 2 * outer + waits, 0 if splits else total_bytes(dispatched)),
+            backward=Backward(behind + inner + fc1 + waits, 0 if splits else total_bytes(dispatched)),
             flops=2.0 * (inner // element) * size,
             recompute_modules=modules,
         )
@@ -307,7 +326,7 @@ class MoE:
             "expert_fc2",
             () if redoes_activation else (Kept("expert activation", activated // element, element),),
             deferred_bytes=outer + (inner if redoes_activation else activated),
-            backward=Backward(behind + outer + inner + again),
+            backward=Backward(behind + outer + fc2 + again),
             flops=2.0 * (activated // element) * size,
             recompute_modules=modules,
         )

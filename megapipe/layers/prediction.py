@@ -35,6 +35,7 @@ class Prediction:
 
     model: ResolvedModelConfig
     number: int
+    is_fp8: bool  # eh_proj multiplies in 8 bits
 
     @property
     def prefix(self) -> str:
@@ -59,7 +60,7 @@ class Prediction:
     @property
     def gemm(self) -> Gemm:
         """eh_proj. Every tp rank holds it whole, for its own tokens."""
-        return Gemm(2 * self.model.hidden_size, self.model.hidden_size, is_column=True, is_replicated=True)
+        return Gemm(2 * self.model.hidden_size, self.model.hidden_size, True, self.is_fp8, is_replicated=True)
 
     def parameters_before(self, sequence_parallel: bool) -> Iterator[ParamSpec]:
         """Yield the parameters before the layer."""

@@ -56,10 +56,10 @@ class LatentAttention(SelfAttention):
         if q_rank is None:
             self.linear_q_proj = factory.linear("column", layer, hidden, heads * self.head_dim, False)
         else:
-            self.linear_q_down_proj = factory.replicated_linear(hidden, q_rank)
+            self.linear_q_down_proj = factory.replicated_linear(layer, hidden, q_rank)
             self.q_layernorm = _latent_norm(factory, config, q_rank)
             self.linear_q_up_proj = factory.linear("column", layer, q_rank, heads * self.head_dim, False)
-        self.linear_kv_down_proj = factory.replicated_linear(hidden, kv_rank + config.qk_pos_emb_head_dim)
+        self.linear_kv_down_proj = factory.replicated_linear(layer, hidden, kv_rank + config.qk_pos_emb_head_dim)
         self.kv_layernorm = _latent_norm(factory, config, kv_rank)
         rows = heads * (config.qk_head_dim + config.v_head_dim)
         self.linear_kv_up_proj = factory.linear("column", layer, kv_rank, rows, False)

@@ -14,6 +14,7 @@ from torch import nn
 
 from megapipe.comm.groups import ExpertGroups, Group
 from megapipe.config.layers import LayerConfig
+from megapipe.config.model import PrecisionConfig
 from megapipe.gpu.kernels import Kernels
 from megapipe.gpu.libraries import AttentionKernel, AttentionShape
 from megapipe.layers.linear import fp8_layers
@@ -21,7 +22,7 @@ from megapipe.layers.table import CommChunks
 from megapipe.model.context_parallel import ContextParallel
 from megapipe.model.norm import Norm, ProjectionNorm
 from megapipe.tensor_parallel.fp8 import Fp8Gemms
-from megapipe.tensor_parallel.gemms import PLAIN_GEMMS
+from megapipe.tensor_parallel.gemms import PLAIN_GEMMS, Gemms
 from megapipe.tensor_parallel.gradients import WeightQueue
 from megapipe.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 
@@ -56,9 +57,7 @@ class LayerFactory:
         local_out_features: int | None = None,
     ) -> nn.Module:
         """Build a column- or row-parallel linear. local_out_features: as in ColumnParallelLinear."""
-        library, fp8 = self.kernels.layers, self.kernels.fp8
-        if fp8 is not None and layer not in fp8_layers(fp8, self.config.num_layers):
-            fp8 = None
+        library = self.kernels.layers
         common: dict[str, Any] = {
             "bias": bias,
             "tp": self.tp,
@@ -67,20 +66,29 @@ class LayerFactory:
         }
         if library is not None:
             rows = out_features if local_out_features is None else local_out_features * self.tp.size
-            common |= {"splits_backward": self.kernels.splits_backward, "uses_fp8": fp8 is not None}
+            common |= {"splits_backward": self.kernels.splits_backward, "uses_fp8": self._fp8(layer) is not None}
             return library.linear(kind, in_features, rows, **common)
-        common["gemms"] = PLAIN_GEMMS if fp8 is None else Fp8Gemms(fp8, self.kernels.casts)
-        common |= {"chunks": self.chunks, "sm_carveout": self.kernels.sm_carveout}
+        common |= {"gemms": self.gemms(layer), "chunks": self.chunks, "sm_carveout": self.kernels.sm_carveout}
         make = ColumnParallelLinear if kind == "column" else RowParallelLinear
         return make(in_features, out_features, **common, local_out_features=local_out_features)
 
-    def replicated_linear(self, in_features: int, out_features: int) -> nn.Module:
+    def gemms(self, layer: int) -> Gemms:
+        """Return the GEMMs of one linear of a layer, in 8 bits or not."""
+        fp8 = self._fp8(layer)
+        return PLAIN_GEMMS if fp8 is None else Fp8Gemms(fp8, self.kernels.casts)
+
+    def _fp8(self, layer: int) -> PrecisionConfig | None:
+        """Return the settings of fp8 in a layer, None without it; modules of multi-token prediction are as the last."""
+        fp8, last = self.kernels.fp8, self.config.num_layers - 1
+        return None if fp8 is None or min(layer, last) not in fp8_layers(fp8, last + 1) else fp8
+
+    def replicated_linear(self, layer: int, in_features: int, out_features: int) -> nn.Module:
         """Build a linear without bias that every tp rank holds whole, over this rank's tokens: [s, b, in] (a slice of s
         with sequence parallelism) -> [s, b, out].
         """
-        alone = Group.alone("tp", self.tp.global_rank)
+        alone, gemms = Group.alone("tp", self.tp.global_rank), self.gemms(layer)
         return ColumnParallelLinear(
-            in_features, out_features, bias=False, tp=alone, sequence_parallel=False, queue=self.queue
+            in_features, out_features, bias=False, tp=alone, sequence_parallel=False, queue=self.queue, gemms=gemms
         )
 
     def norm(self, size: int, epsilon: float | None = None) -> nn.Module:

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -35,7 +34,7 @@ from megapipe.model.dispatch import GatheredRoutes, Routes
 from megapipe.model.layer_factory import LayerFactory
 from megapipe.model.mlp import MLP, activation
 from megapipe.model.recompute import RecomputedSegment
-from megapipe.tensor_parallel.gemms import at_least_fp32
+from megapipe.tensor_parallel.gemms import Gemms, RowGroups, at_least_fp32
 from megapipe.tensor_parallel.gradients import GradientSlot, InputRecompute, WeightQueue, add_to_grad
 
 
@@ -103,7 +102,7 @@ class MoE(nn.Module):
             )
         self.recompute = factory.recompute
         self.router = Router(model, tp, factory.experts.dp, factory.experts.cp)
-        self.experts = ExpertWeights(factory)
+        self.experts = ExpertWeights(layer, factory)
         self.groups = factory.experts
         self.shared_experts: SharedExperts | None = None
         if model.moe_shared_expert_intermediate_size is not None:
@@ -460,12 +459,13 @@ class ExpertWeights(nn.Module):
     is split.
     """
 
-    def __init__(self, factory: LayerFactory) -> None:
+    def __init__(self, layer: int, factory: LayerFactory) -> None:
         super().__init__()
         config, experts = factory.config, factory.experts
         assert config.num_experts is not None
         self.queue: WeightQueue = factory.queue
         self.slots: dict[str, GradientSlot | None] = dict.fromkeys(("weight1", "weight2", "bias1", "bias2"))
+        self.gemms: dict[str, Gemms] = {name: factory.gemms(layer) for name in ("weight1", "weight2")}
         kernels = factory.kernels
         self.is_grouped = kernels.groups_experts
         self.activation = activation(config, kernels.pointwise if kernels.compiles else None)
@@ -493,6 +493,10 @@ class ExpertWeights(nn.Module):
             made, self.weight2, self.bias2, counts, self, 2, again and InputRecompute(again, (inner,))
         )
 
+    def groups(self, counts: tuple[int, ...], number: int) -> RowGroups:
+        """Return the groups of rows of linear 1 or 2."""
+        return RowGroups(counts, number == 2, self.is_grouped)
+
 
 class _Product(Function):
     """x_e W_e^T + b_e of linear 1, or x_e W_e + b_e of linear 2, for the rows of each expert."""
@@ -513,7 +517,7 @@ class _Product(Function):
         ctx.save_for_backward(weight, *inputs)
         # the parameters themselves too: under hooks that pack saved tensors (offload), unpacking yields another tensor
         ctx.arguments = weight, bias, counts, owner, number, None if recompute is None else recompute.function
-        output = _products(x, weight, counts, number == 1, owner.is_grouped)
+        output = owner.gemms[f"weight{number}"].forward_groups(x, weight, owner.groups(counts, number))
         if bias is not None:
             columns = output if number == 1 else output[:, owner.channels]
             for rows, values in zip(columns.split(counts), bias.view(len(counts), -1), strict=True):
@@ -524,31 +528,15 @@ class _Product(Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (values, *inputs), (weight, bias, counts, owner, number, function) = ctx.saved_tensors, ctx.arguments
+        name, groups = f"weight{number}", owner.groups(counts, number)
         if ctx.needs_input_grad[1]:
             saved = tuple(x.detach() for x in inputs)  # a queued gradient must not hold the graph
-            slot = owner.slots[f"weight{number}"]
-            owner.queue.submit(_WeightGradients(grad, saved, function, number == 1, counts, slot, weight))
+            product = owner.gemms[name], groups, not owner.queue.is_deferring
+            owner.queue.submit(_WeightGradients(grad, saved, function, *product, owner.slots[name], weight))
         if bias is not None and ctx.needs_input_grad[2]:
             columns = grad if number == 1 else grad[:, owner.channels]
             owner.queue.submit(_BiasGradients(columns, counts, owner.slots[f"bias{number}"], bias))
-        return _products(grad, values, counts, number != 1, owner.is_grouped), None, None, None, None, None, None
-
-
-def _products(x: Tensor, weight: Tensor, counts: tuple[int, ...], transpose: bool, is_grouped: bool) -> Tensor:
-    """Return the products of each expert's rows with its weight, joined. is_grouped: all of them in one kernel."""
-    matrices = weight.view(len(counts), -1, weight.shape[1])
-    if is_grouped and not x.is_meta and len(x):  # torch refuses some dtypes of meta tensors
-        ends = torch.tensor(list(accumulate(counts)), dtype=torch.int32)
-        if x.is_cuda:  # pinned, or the host would wait for the copy
-            ends = ends.pin_memory().to(x.device, non_blocking=True)
-        return F.grouped_mm(x.contiguous(), matrices.mT if transpose else matrices, offs=ends)
-    output = x.new_empty(x.shape[0], matrices.shape[1] if transpose else weight.shape[1])
-    start = 0
-    for matrix, count in zip(matrices, counts, strict=True):
-        if count:
-            torch.mm(x[start : start + count], matrix.t() if transpose else matrix, out=output[start : start + count])
-        start += count
-    return output
+        return owner.gemms[name].input_gradient_groups(grad, values, groups), None, None, None, None, None, None
 
 
 @dataclass(eq=False)
@@ -556,14 +544,15 @@ class _WeightGradients:
     """grad_e^T x_e for every expert, or x_e^T grad_e for linear 2, waiting for W. An expert without rows gets no
     gradient, but is counted.
 
-    inputs: x, or what `function` makes x of.
+    inputs: x, or what `function` makes x of. then_input: the input gradient comes next.
     """
 
     grad: Tensor
     inputs: tuple[Tensor, ...]
     function: Callable[[Tensor], Tensor] | None
-    is_first: bool
-    counts: tuple[int, ...]
+    gemms: Gemms
+    groups: RowGroups
+    then_input: bool
     slot: GradientSlot | None
     weight: Tensor
 
@@ -573,17 +562,10 @@ class _WeightGradients:
     @torch.no_grad()
     def accumulate(self) -> None:
         x = self.inputs[0] if self.function is None else self.function(*self.inputs)
-        outer, inner = (self.grad, x) if self.is_first else (x, self.grad)
-        dense = torch.zeros_like(self.weight) if self.slot is None else self.slot.main_grad
-        kernel, start = None if self.slot is None else self.slot.kernel, 0
-        matrices = dense.view(len(self.counts), -1, dense.shape[1])
-        for expert, count in enumerate(self.counts):
-            if count:
-                rows = slice(start, start + count)
-                GradientSlot(matrices[expert], kernel=kernel).add_outer(outer[rows], inner[rows])
-            start += count
+        slot = GradientSlot(torch.zeros_like(self.weight)) if self.slot is None else self.slot
+        self.gemms.add_weight_gradient_groups(slot, self.grad, x, self.groups, then_input=self.then_input)
         if self.slot is None:
-            add_to_grad(self.weight, dense)
+            add_to_grad(self.weight, slot.main_grad)
         else:
             self.slot.ready()
 

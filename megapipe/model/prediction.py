@@ -27,7 +27,7 @@ class Prediction(nn.Module):
         self.is_checkpointed = recompute.recompute_granularity == "full"
         self.keeps_attention = recompute.recompute_keep_attention
         self.enorm, self.hnorm = factory.norm(size), factory.norm(size)
-        self.eh_proj = factory.replicated_linear(2 * size, size)
+        self.eh_proj = factory.replicated_linear(layer, 2 * size, size)
         self.transformer_layer = Block(layer, factory)
         self.final_layernorm = factory.norm(size)
 

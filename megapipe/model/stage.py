@@ -180,8 +180,15 @@ class GPTStage(nn.Module):
         self.mtp: Predictions | None = None
         if predicting:
             self._add_predictions(predicting, factory.of(layer_configs(config)[-1], recomputed_modules(ahead)), ahead)
-        every = ((getattr(linear, "gemms", None), linear) for linear in self.decoder.modules())
-        self._fp8_linears = [(gemms, linear) for gemms, linear in every if isinstance(gemms, Fp8Gemms)]
+        self._fp8_weights = list(self._weights_in_fp8())
+
+    def _weights_in_fp8(self) -> Iterator[tuple[Fp8Gemms, nn.Module, str]]:
+        """Yield the GEMMs in 8 bits, each with the module that has their weight, and its name there."""
+        for module in self.modules():
+            gemms = getattr(module, "gemms", None)
+            for name, each in (gemms if isinstance(gemms, dict) else {"weight": gemms}).items():
+                if isinstance(each, Fp8Gemms):
+                    yield each, module, name
 
     def _add_head(self, queue: WeightQueue, chunks: CommChunks, kernels: Kernels) -> None:
         """Build the output layer, which uses the word embedding's parameter where the two are tied."""
@@ -218,13 +225,13 @@ class GPTStage(nn.Module):
 
     def begin_row(self, trains: bool) -> None:
         """Start a run of a schedule: forwards and, if it trains, backwards, with one set of weights."""
-        for gemms, _ in self._fp8_linears:
+        for gemms, _, _ in self._fp8_weights:
             gemms.begin(trains)
 
     def cast_weights(self) -> None:
         """Cast to 8 bits the weights that this run has not cast yet, before a forward that will not do it itself."""
-        for gemms, linear in self._fp8_linears:
-            gemms.cast_weight(linear.get_parameter("weight"))
+        for gemms, module, name in self._fp8_weights:
+            gemms.cast_weight(module.get_parameter(name))
 
     def parts(self) -> list[nn.Module]:
         """Return submodules that together hold all parameters, in the order in which a forward calls them."""

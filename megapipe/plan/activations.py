@@ -55,6 +55,13 @@ def all_layers_of(model: ModelSpec, stage: StageLayers) -> tuple[LayerSpec, ...]
     return (*layers_of(model, stage), *(layer for _, layer in predictions))
 
 
+def fp8_weights(model: ModelSpec, shape: RankShape, stage: StageLayers) -> int:
+    """Return the number of weights of a stage on one rank that are multiplied in 8 bits."""
+    predictions = model.predictions if stage.has_head else ()
+    projections = sum(each.gemm.num_weights for each, _ in predictions if each.gemm.is_fp8)
+    return projections + sum(layer.fp8_weights(shape) for layer in all_layers_of(model, stage))
+
+
 def layers_with_recompute(
     model: ModelSpec, shape: RankShape, stage: StageLayers
 ) -> list[tuple[LayerSpec, RecomputeConfig]]:

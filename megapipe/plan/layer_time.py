@@ -151,13 +151,17 @@ def layer_seconds(
     rows = [gemm for gemm in gemms if not gemm.is_column]
     mixtures = [part for part in layer.parts if isinstance(part, MoE)]
     gemm = sum(map(clock.gemm, gemms)) + sum(map(clock.routed, mixtures))
+
+    def casts_of(op: Op) -> float:
+        return clock.casts(op, gemms) + sum(clock.expert_casts(op, part) for part in mixtures)
+
     cores = [operation.attention for operation in table.operations if operation.attention is not None]
     attention = sum(map(clock.attention, cores))
     kept = sum(tensor.num_bytes for tensor in table.keeps if not tensor.in_attention_time)
     pointwise = POINTWISE_PASSES * kept / hardware.pointwise_bytes_per_second
     others = sum((operation.collectives for operation in table.operations if operation.gemm is None), Collectives())
     messages = sum(map(clock.gather, columns)) + sum(map(clock.reduction, rows)) + others.forward * clock.collective()
-    moved = pointwise + clock.casts(Op.F, gemms)
+    moved = pointwise + casts_of(Op.F)
     forward = {"gemm": gemm, "attention": attention, "pointwise": moved, "tp": messages}
     core_backward = sum(core.backward_forwards * clock.attention(core) for core in cores)
     if mixtures:
@@ -167,7 +171,7 @@ def layer_seconds(
     inputs = {
         "gemm": gemm,
         "attention": core_backward,
-        "pointwise": 2.0 * pointwise + clock.casts(Op.I, gemms),
+        "pointwise": 2.0 * pointwise + casts_of(Op.I),
         "tp": sum(map(clock.gather, rows))
         + sum(map(clock.reduction, columns))
         + others.inputs * clock.collective()
@@ -181,7 +185,7 @@ def layer_seconds(
         inputs["ep"] = (2 if shape.recomputes("moe") else 1) * sum(2 * rows_seconds for rows_seconds, _ in ways)
     weights = {
         "gemm": gemm,
-        "pointwise": clock.casts(Op.W, gemms),
+        "pointwise": casts_of(Op.W),
         "tp": table.collectives.weights * clock.collective(),
     }
     hidden = sum(map(clock.hidden, columns))
@@ -216,12 +220,13 @@ def head_seconds(model: ModelSpec, shape: RankShape, hardware: Hardware, tp_link
     prediction, _ = model.predictions[0]  # alike
     clock, table = _Clock(shape, prediction.model.hidden_size, hardware, tp_link), prediction.projection_table(shape)
     product = clock.gemm(prediction.gemm)
+    cast = {op: clock.casts(op, [prediction.gemm]) for op in (Op.F, Op.I, Op.W)}
     moved = POINTWISE_PASSES * table.kept_bytes / hardware.pointwise_bytes_per_second
     messages = table.collectives
     projection = OpSeconds(
-        {"gemm": product, "pointwise": moved, "tp": messages.forward * clock.collective()},
-        {"gemm": product, "pointwise": 2.0 * moved, "tp": messages.inputs * clock.collective()},
-        {"gemm": product, "tp": messages.weights * clock.collective()},
+        {"gemm": product, "pointwise": moved + cast[Op.F], "tp": messages.forward * clock.collective()},
+        {"gemm": product, "pointwise": 2.0 * moved + cast[Op.I], "tp": messages.inputs * clock.collective()},
+        {"gemm": product, "pointwise": cast[Op.W], "tp": messages.weights * clock.collective()},
     )
     return once + (once + projection) * len(model.predictions)
 
@@ -251,10 +256,13 @@ class _Clock:
     hardware: Hardware
     link: Link
 
+    def tokens(self, gemm: Gemm) -> int:
+        """Return the tokens that a linear sees on this rank."""
+        return self.shape.own_tokens if gemm.is_replicated else self.shape.tokens
+
     def gemm(self, gemm: Gemm, tokens: int | None = None) -> float:
         """Return the seconds of one product: by its FLOPs or by what it moves, whichever takes longer."""
-        own = self.shape.own_tokens if gemm.is_replicated else self.shape.tokens
-        tokens, hardware = tokens or own, self.hardware
+        tokens, hardware = tokens or self.tokens(gemm), self.hardware
         dtype, operand = (FP8, 1.0) if gemm.is_fp8 else (self.shape.dtype, 2.0)
         flops = 2.0 * tokens * gemm.inputs * gemm.outputs
         compute = flops / (hardware.peak(dtype) * hardware.gemm_share(min(tokens, gemm.inputs, gemm.outputs)))
@@ -263,12 +271,20 @@ class _Clock:
 
     def routed(self, part: MoE) -> float:
         """Return the seconds of one product for all rows with the router, and with the experts of this rank."""
-        shape, model = self.shape, part.model
-        held, width = part.num_experts // shape.ep, model.expert_ffn_size // shape.etp
-        rows = max(1, model.moe_router_topk * shape.own_tokens * shape.etp // held)
-        hidden, of_one = model.hidden_size, Gemm(width, model.hidden_size, False)
-        of_each = self.gemm(Gemm(hidden, part.gates * width, True), rows) + self.gemm(of_one, rows)
-        return self.gemm(Gemm(hidden, part.num_experts, True), shape.own_tokens) + held * of_each
+        held, rows, shape = *self._experts(part), self.shape
+        of_each = sum(self.gemm(gemm, rows) for gemm in part.expert_gemms(shape.etp))
+        router = Gemm(part.model.hidden_size, part.num_experts, True)
+        return self.gemm(router, shape.own_tokens) + held * of_each
+
+    def expert_casts(self, op: Op, part: MoE) -> float:
+        """Return the seconds of the casts to fp8 for the experts of this rank, in F, I or W."""
+        held, rows = self._experts(part)
+        return held * self.casts(op, part.expert_gemms(self.shape.etp), rows)
+
+    def _experts(self, part: MoE) -> tuple[int, int]:
+        """Return the number of experts on this rank, and the rows of each."""
+        held = part.num_experts // self.shape.ep
+        return held, max(1, part.model.moe_router_topk * self.shape.own_tokens * self.shape.etp // held)
 
     def attention(self, core: CoreAttention) -> float:
         """Return the seconds of core attention's forward."""
@@ -278,14 +294,14 @@ class _Clock:
             + core.moved_bytes / hardware.pointwise_bytes_per_second
         )
 
-    def casts(self, op: Op, gemms: Iterable[Gemm]) -> float:
-        """Return the seconds of the casts to fp8 for these GEMMs, in F, I or W."""
+    def casts(self, op: Op, gemms: Iterable[Gemm], tokens: int | None = None) -> float:
+        """Return the seconds of the casts to fp8 for these GEMMs, in F, I or W. tokens: of each, if not the rank's."""
         in_fp8 = [gemm for gemm in gemms if gemm.is_fp8]
         if not in_fp8:
             return 0.0
-        cast, tokens = casts(self.shape), self.shape.tokens
-        read = sum(tokens * gemm.inputs for gemm in in_fp8)
-        written = sum(tokens * gemm.outputs for gemm in in_fp8)
+        cast = casts(self.shape)
+        read = sum((tokens or self.tokens(gemm)) * gemm.inputs for gemm in in_fp8)
+        written = sum((tokens or self.tokens(gemm)) * gemm.outputs for gemm in in_fp8)
         weights = sum(gemm.num_weights for gemm in in_fp8)
         moved = {
             Op.F: cast.inputs * read + cast.weight * weights,
@@ -366,7 +382,9 @@ def _recomputed(
             messages = clock.gather if operation.gemm.is_column else clock.reduction
             again["tp"] += messages(operation.gemm)
     if shape.recomputes("moe"):  # its messages are those of the backward once more
-        again["gemm"] += sum(clock.routed(part) for part in layer.parts if isinstance(part, MoE))
+        mixtures = [part for part in layer.parts if isinstance(part, MoE)]
+        again["gemm"] += sum(map(clock.routed, mixtures))
+        again["pointwise"] += sum(clock.expert_casts(Op.F, part) for part in mixtures)
     # core attention's results are already part of its time
     others = tuple(module for module in recompute.recompute_modules if module != "core_attn")
     without = replace(plain, recompute=replace(recompute, recompute_modules=others))

@@ -45,6 +45,7 @@ from megapipe.layers.table import RankShape, total_bytes
 from megapipe.plan.activations import (
     all_layers_of,
     deferred_bytes,
+    fp8_weights,
     group_backward,
     group_keeps,
     group_waits,
@@ -248,17 +249,16 @@ def _state(plan: RunPlan, pp_rank: int) -> dict[str, int]:
     num_parameters = sum(len(layout.slots) for stage in stages for layout in plan.buffers(stage, 0))
     scales = SCALE_BYTES * num_parameters * len(dtypes.scaled)
     slack = sum(len(plan.buffers(stage, 0)) for stage in stages) * BUFFER_ALIGNMENT_BYTES
-    fp8_weights = 0  # Transformer Engine's copies are not known
+    copies = 0  # Transformer Engine's copies are not known
     if plan.shape.transformer_impl == "local":
-        layers = [layer for stage in stages for layer in layers_of(plan.model, plan.partition.stages[stage])]
-        gemms = (gemm for layer in layers if layer.is_fp8 for gemm in layer.gemms(plan.topology.tp))
-        fp8_weights = sum(COPIES * gemm.num_weights for gemm in gemms)
+        held = (plan.partition.stages[stage] for stage in stages)
+        copies = COPIES * sum(fp8_weights(plan.model, plan.shape, layers) for layers in held)
     return {
         "weights": num_versions * (weights * element + slack),
         "gradients": gradients * dtypes.gradient_bytes + slack,
         "optimizer": sum(count * dtypes.state_bytes(kind) for kind, count in shard.items()) + scales,
         "rollback": undo + (scales if undo else 0),
-        "fp8 weights": fp8_weights,
+        "fp8 weights": copies,
     }
 
 

@@ -9,6 +9,14 @@ of a schedule (`begin`), not once per microbatch. Inputs are saved for the backw
 fp8, and cast when used. A gradient is cast once for both of its products, unless W waits. On CUDA a cast is compiled,
 with its transpose and (delayed) its amax: as a chain of kernels it would move more bytes than fp8 saves.
 
+In 8 bits are the linears of attention (latent attention's projections down to latents, too), of MLPs and shared
+experts, the experts, and eh_proj of multi-token prediction, whose modules count as the last layer. Embedding, norms,
+routers, core attention, the output layer and the gate of shared experts stay in the model's dtype or wider.
+
+The rows of all experts of a rank are one tensor with one scale, as are their weights and their output gradients; each
+expert's products are GEMMs of their own. Where rows are the summed dim, zeros fill an expert's rows up to a multiple
+of 16, the least that the matrix units take.
+
 Each rank casts the operands of its GEMMs: a gathered x is complete, so all tp ranks cast it alike; of W, and of
 tensors split by columns, each tp rank has its own scales, finer than those of a single process. Maxima cross ranks
 only where an operand is multiplied before it is completely gathered (chunked GEMMs) and its scale is not known from
@@ -34,12 +42,13 @@ from torch.utils._triton import has_triton
 from megapipe.comm.collectives import all_reduce
 from megapipe.comm.groups import Group
 from megapipe.config.model import PrecisionConfig
-from megapipe.tensor_parallel.gemms import ChunkProduct, Gemms
+from megapipe.tensor_parallel.gemms import ChunkProduct, Gemms, RowGroups
 from megapipe.tensor_parallel.gradients import GradientSlot
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 MIN_CAPABILITY = (8, 9)  # Ada; Hopper has 9.0
 FNUZ_ARCHITECTURES = "gfx94"  # MI300: e4m3fnuz and e5m2fnuz
+ROW_MULTIPLE = 16  # of the summed dim of a GEMM
 C_COMPILERS = ("cc", "gcc", "clang")  # Triton builds its launchers with one
 
 
@@ -130,16 +139,26 @@ def _amax(x: Tensor) -> Tensor:
 
 
 def fp8_matmul(
-    a: Fp8Tensor, b: Fp8Tensor, out_dtype: torch.dtype, bias: Tensor | None = None, *, fast: bool = False
+    a: Fp8Tensor,
+    b: Fp8Tensor,
+    out_dtype: torch.dtype,
+    bias: Tensor | None = None,
+    *,
+    fast: bool = False,
+    out: Tensor | None = None,
 ) -> Tensor:
-    """Return a [m, k] times b [n, k] transposed, plus bias [n]: [m, n].
+    """Return a [m, k] times b [n, k] transposed, plus bias [n]: [m, n]. Rows of b need not be adjacent in memory.
 
-    fast: sums may be kept in less than fp32 for some terms, as is usual in forwards.
+    fast: sums may be kept in less than fp32 for some terms, as is usual in forwards. out: where to, without a bias.
     """
     if not a.values.is_cuda:  # emulated by an fp32 GEMM
         product = torch.mm(a.values.float(), b.values.float().t()) * (a.scale_inverse * b.scale_inverse)
         product = product.to(out_dtype)
+        if out is not None:
+            return out.copy_(product)
         return product if bias is None else product.add_(bias)
+    if out is not None and out.is_meta:  # torch has no such kernel
+        return out
     fused_bias = bias if out_dtype in (torch.bfloat16, torch.float16) else None  # the kernel adds no fp32 bias
     product = torch._scaled_mm(
         a.values,
@@ -149,8 +168,17 @@ def fp8_matmul(
         bias=fused_bias,
         out_dtype=out_dtype,
         use_fast_accum=fast,
+        **({} if out is None else {"out": out}),
     )
     return product if bias is None or bias is fused_bias else product.add_(bias)
+
+
+def transposed_rows(x: Fp8Tensor, rows: slice) -> Fp8Tensor:
+    """Return these rows of x [n, k] as [k, m], filled with zeros to a multiple of ROW_MULTIPLE."""
+    count = rows.stop - rows.start
+    columns = x.values.new_zeros(x.values.shape[1], count + -count % ROW_MULTIPLE)
+    columns[:, :count].copy_(x.values[rows].t())
+    return Fp8Tensor(columns, x.scale_inverse)
 
 
 class TensorScale:
@@ -195,10 +223,14 @@ class TensorScale:
         torch.maximum(self._seen, amax, out=self._seen)
 
     def step(self) -> None:
-        """Finish a step: move what it saw into the history and update the delayed scale."""
+        """Finish a step: move what it saw into the history and update the delayed scale.
+
+        A step that saw nothing but zeros, or nothing (experts without rows), counts as the one before.
+        """
         if self._seen is None:
             return
-        self._history = [self._seen.clone(), *self._history][: self._length]
+        seen = torch.where(self._seen == 0, self._history[0], self._seen) if self._history else self._seen.clone()
+        self._history = [seen, *self._history][: self._length]
         self._seen.zero_()
         amax = torch.stack(self._history).amax() if self._uses_maximum else self._history[0]
         scale = fp8_scale(amax, self.dtype, self._margin)
@@ -219,6 +251,7 @@ class Fp8Gemms(Gemms):
         self._weight_is_current = False
         self._trains = True
         self._gradient_columns: Fp8Tensor | None = None  # from `input_gradient` to the weight gradient after it
+        self._gradient_rows: Fp8Tensor | None = None  # from the weight gradient of groups to the input gradient after
 
     def begin(self, trains: bool) -> None:
         """Start a run of a schedule, possibly with new weights. trains: what it sees enters the history."""
@@ -251,6 +284,48 @@ class Fp8Gemms(Gemms):
 
     def add_weight_gradient(self, slot: GradientSlot, grad_output: Tensor, inputs: Tensor) -> None:
         slot.add(self._outer(grad_output, inputs, torch.float32))
+
+    def forward_groups(self, x: Tensor, weight: Tensor, groups: RowGroups) -> Tensor:
+        rows = self._cast(self.x, x.contiguous())[0] if len(x) else None
+        return self._group_products(rows, x, weight, groups, not groups.inputs_first, fast=True)
+
+    def input_gradient_groups(self, grad_output: Tensor, weight: Tensor, groups: RowGroups) -> Tensor:
+        rows, self._gradient_rows = self._gradient_rows, None
+        if rows is None and len(grad_output):
+            (rows,) = self._cast(self.gradient, grad_output.contiguous())
+        return self._group_products(rows, grad_output, weight, groups, groups.inputs_first, fast=False)
+
+    def add_weight_gradient_groups(
+        self, slot: GradientSlot, grad_output: Tensor, inputs: Tensor, groups: RowGroups, *, then_input: bool = False
+    ) -> None:
+        if not len(inputs):
+            return
+        (dy,) = self._cast(self.gradient, grad_output.contiguous())
+        (x,) = self._cast(self.x, inputs.contiguous(), records=False)  # the forward has recorded it
+        self._gradient_rows = dy if then_input else None
+        outer, inner = (x, dy) if groups.inputs_first else (dy, x)
+        matrices = groups.matrices(slot.main_grad)
+        for group, rows in groups.slices():
+            matrices[group].add_(fp8_matmul(transposed_rows(outer, rows), transposed_rows(inner, rows), torch.float32))
+
+    def _group_products(
+        self, rows: Fp8Tensor | None, x: Tensor, weight: Tensor, groups: RowGroups, transpose: bool, fast: bool
+    ) -> Tensor:
+        """Return the products of each group's rows with its matrix, or with the transpose of it, joined.
+
+        rows: x in 8 bits; None if it has no rows.
+        """
+        size = weight.shape[0] // len(groups.counts)
+        output = x.new_empty(x.shape[0], size if transpose else weight.shape[1])
+        if rows is None:
+            return output
+        cast, transposed = self.cast_weight(weight)
+        for group, own in groups.slices():
+            part = slice(group * size, (group + 1) * size)
+            matrix = cast.values[part] if transpose else transposed.values[:, part]
+            of_group, other = Fp8Tensor(rows.values[own], rows.scale_inverse), Fp8Tensor(matrix, cast.scale_inverse)
+            fp8_matmul(of_group, other, output.dtype, fast=fast, out=output[own])
+        return output
 
     def _outer(self, grad_output: Tensor, inputs: Tensor, dtype: torch.dtype) -> Tensor:
         dy, self._gradient_columns = self._gradient_columns, None

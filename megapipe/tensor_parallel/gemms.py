@@ -24,8 +24,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
@@ -127,6 +128,29 @@ class SequenceGather:
         return self._full
 
 
+@dataclass(frozen=True)
+class RowGroups:
+    """Rows in groups that are multiplied by a matrix each, such as those of experts.
+
+    The matrices stand one after the other in a weight [groups x m, n]. counts: of the rows of each group, in order.
+    inputs_first: a matrix is [in, out], not [out, in]. in_one_kernel: torch's grouped GEMM multiplies all of them.
+    """
+
+    counts: tuple[int, ...]
+    inputs_first: bool
+    in_one_kernel: bool = False
+
+    def matrices(self, weight: Tensor) -> Tensor:
+        """View a weight, or its gradient, as [groups, m, n]."""
+        return weight.view(len(self.counts), -1, weight.shape[1])
+
+    def slices(self) -> Iterator[tuple[int, slice]]:
+        """Yield the groups that have rows, each with its rows."""
+        for group, end in enumerate(accumulate(self.counts)):
+            if self.counts[group]:
+                yield group, slice(end - self.counts[group], end)
+
+
 class Gemms:
     """The GEMMs of one linear, in the dtype of their operands; `fp8.Fp8Gemms` computes them in 8 bits."""
 
@@ -156,6 +180,26 @@ class Gemms:
         """Add dy^T x to the slot's main gradient."""
         slot.add_outer(grad_output, inputs)
 
+    def forward_groups(self, x: Tensor, weight: Tensor, groups: RowGroups) -> Tensor:
+        """Return the products of each group's rows with its matrix, [rows, out]."""
+        return _grouped_product(x, weight, groups, not groups.inputs_first)
+
+    def input_gradient_groups(self, grad_output: Tensor, weight: Tensor, groups: RowGroups) -> Tensor:
+        """Return the gradient of the rows, [rows, in]."""
+        return _grouped_product(grad_output, weight, groups, groups.inputs_first)
+
+    def add_weight_gradient_groups(
+        self, slot: GradientSlot, grad_output: Tensor, inputs: Tensor, groups: RowGroups, *, then_input: bool = False
+    ) -> None:
+        """Add the gradient of each group's matrix to the slot's main gradient, nothing for a group without rows.
+
+        then_input: the input gradient of the same dy is the next call.
+        """
+        outer, inner = (inputs, grad_output) if groups.inputs_first else (grad_output, inputs)
+        matrices = groups.matrices(slot.main_grad)
+        for group, rows in groups.slices():
+            GradientSlot(matrices[group], kernel=slot.kernel).add_outer(outer[rows], inner[rows])
+
 
 PLAIN_GEMMS = Gemms()
 
@@ -173,6 +217,21 @@ def _multiply(matrix: Tensor, bias: Tensor | None, x: Tensor, out: Tensor) -> No
         torch.bmm(x, matrices, out=out)
     else:
         torch.baddbmm(bias, x, matrices, out=out)
+
+
+def _grouped_product(x: Tensor, weight: Tensor, groups: RowGroups, transpose: bool) -> Tensor:
+    """Return the products of each group's rows with its matrix, or with the transpose of it, joined."""
+    matrices = groups.matrices(weight)
+    if groups.in_one_kernel and not x.is_meta and len(x):  # torch refuses some dtypes of meta tensors
+        ends = torch.tensor(list(accumulate(groups.counts)), dtype=torch.int32)
+        if x.is_cuda:  # pinned, or the host would wait for the copy
+            ends = ends.pin_memory().to(x.device, non_blocking=True)
+        return functional.grouped_mm(x.contiguous(), matrices.mT if transpose else matrices, offs=ends)
+    output = x.new_empty(x.shape[0], matrices.shape[1] if transpose else weight.shape[1])
+    for group, rows in groups.slices():
+        matrix = matrices[group]
+        torch.mm(x[rows], matrix.t() if transpose else matrix, out=output[rows])
+    return output
 
 
 def chunk_slices(length: int, count: int) -> list[slice]:

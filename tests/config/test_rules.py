@@ -784,6 +784,21 @@ CASES = [
         "--fp8-recipe tensorwise --fp8-margin 1 --fp8 e4m3",
     ),
     (
+        "fp8_multiplies_sizes_of_experts",
+        "--fp8 hybrid --bf16 --num-experts 4 --moe-ffn-hidden-size 40 --disable-bias-linear --moe-router-topk 2",
+        ["needs GEMMs whose sizes are multiples of 16, but --moe-ffn-hidden-size / etp = 40"],
+        (
+            "--fp8 hybrid --bf16 --num-experts 4 --ffn-hidden-size 40 --moe-ffn-hidden-size 48 --disable-bias-linear "
+            "--moe-shared-expert-intermediate-size 16"
+        ),
+    ),
+    (
+        "fp8_multiplies_sizes_of_latents",
+        "--fp8 hybrid --bf16 --multi-latent-attention --position-embedding-type rope --qk-pos-emb-head-dim 24",
+        ["multiples of 16, but --kv-lora-rank + --qk-pos-emb-head-dim = 56"],
+        "--fp8 hybrid --bf16 --multi-latent-attention --position-embedding-type rope --qk-pos-emb-head-dim 16",
+    ),
+    (
         "graph_settings_need_graphs",
         "--cuda-graph-warmup-steps 5",
         ["needs --cuda-graph-impl local"],

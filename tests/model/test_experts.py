@@ -22,9 +22,10 @@ from megapipe.extras.verify.oracle import drawn_slices, random_batches, share_of
 from megapipe.gpu.kernels import choose_kernels, describe_kernels
 from megapipe.layers.model import model_parameters
 from megapipe.model.dispatch import Routes
-from megapipe.model.moe import Router, _products
+from megapipe.model.moe import Router
 from megapipe.optimizer.schedule import Rates
 from megapipe.plan.resolve import resolve
+from megapipe.tensor_parallel.gemms import PLAIN_GEMMS, RowGroups
 from megapipe.tensor_parallel.random import DropoutKey
 from megapipe.train.step import TrainStep
 from tests.harness import RankPool
@@ -131,7 +132,8 @@ def test_a_grouped_gemm_equals_one_product_after_the_other(
     kind: torch.dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[dtype]
     rows, weight = sum(counts), torch.randn(4 * 24, 16, generator=drawn).to(kind)
     x = torch.randn(rows, 16 if transpose else 24, generator=drawn).to(kind)
-    grouped, looped = (_products(x, weight, counts, transpose, is_grouped) for is_grouped in (True, False))
+    every = (RowGroups(counts, not transpose, in_one_kernel) for in_one_kernel in (True, False))
+    grouped, looped = (PLAIN_GEMMS.forward_groups(x, weight, groups) for groups in every)
     assert grouped.shape == (rows, 24 if transpose else 16)
     torch.testing.assert_close(grouped, looped)
 

@@ -140,6 +140,42 @@ def test_two_copies_of_each_linears_weight_are_planned_and_named(tp: int) -> Non
     assert "fp8 weights" in plan_text(whole) and "fp8 weights" not in plan_text(plan_of())
 
 
+EXPERTS = {"num_experts": 8, "moe_ffn_hidden_size": 1024, "moe_shared_expert_intermediate_size": 512}
+LATENT = {"multi_latent_attention": True, "position_embedding_type": "rope", "q_lora_rank": 768}
+
+
+def test_copies_of_experts_latents_and_predictions_are_planned() -> None:
+    grid = {"expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1, "tensor_model_parallel_size": 2}
+    grid |= {"sequence_parallel": True, "world_size": 2, "mtp_num_layers": 1}
+    common = EXPERTS | LATENT | grid | {"add_bias_linear": False, "fp8_format": "hybrid"}
+    plan, ends = plan_of(**common), plan_of(**common, first_last_layers_bf16=True)
+    h, model = 4096, plan.config.model
+    experts = 4 * 2 * 1024 * h
+    shared = 2 * 512 * h // 2
+    up = 768 * 32 * model.kv_channels + model.kv_lora_rank * 32 * (model.qk_head_dim + model.v_head_dim)
+    latents = h * 768 + h * (model.kv_lora_rank + model.qk_pos_emb_head_dim)  # whole on every rank
+    attention = latents + (up + 32 * model.v_head_dim * h) // 2
+    layer = experts + shared + attention
+    assert rank_memory(plan, 0).items["fp8 weights"] == 2 * (9 * layer + 2 * h * h)
+    assert rank_memory(ends, 0).items["fp8 weights"] == 2 * 6 * layer  # the module is as the last layer
+
+
+def test_experts_latents_and_predictions_multiply_at_the_rate_of_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All GEMMs but those of router and head, each of which is half as long."""
+    hardware = dataclasses.replace(H100, gemm_shares=((1, 1.0), (2, 1.0)), memory_bytes_per_second=1e18)
+    hardware = dataclasses.replace(hardware, flops=dict(hardware.flops) | {"fp8": 2 * hardware.flops["bf16"]})
+    common = EXPERTS | LATENT | {"add_bias_linear": False, "mtp_num_layers": 1}
+    with monkeypatch.context() as patch:
+        patch.setattr(layer_time, "casts", lambda shape: FREE_CASTS)
+        found, plain = (stage_seconds(plan_of(**common | each), hardware)[0] for each in ({"fp8_format": "e4m3"}, {}))
+    router, head = 9 * 2.0 * 4096 * 4096 * 8, 2 * 2.0 * 4096 * 4096 * 32000
+    whole = (router + head) / hardware.flops["bf16"]
+    assert found.forward["gemm"] - whole == pytest.approx((plain.forward["gemm"] - whole) / 2)
+    cast = stage_seconds(plan_of(**common, fp8_format="e4m3"), hardware)[0]
+    assert all(getattr(cast, half)["pointwise"] > getattr(found, half)["pointwise"] for half in ("forward", "inputs"))
+    assert cast.weights["pointwise"] > 0
+
+
 def test_layers_in_bf16_take_the_time_of_bf16() -> None:
     plain, whole, ends = (
         stage_seconds(plan_of(**changes), H100)[0]

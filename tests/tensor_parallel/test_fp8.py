@@ -24,6 +24,7 @@ from megapipe.tensor_parallel.fp8 import (
     fp8_matmul,
     fp8_scale,
 )
+from megapipe.tensor_parallel.gemms import RowGroups
 from megapipe.tensor_parallel.gradients import GradientSlot
 from megapipe.tensor_parallel.linear import ColumnParallelLinear
 
@@ -227,3 +228,102 @@ def test_fp8_is_refused_where_its_casts_cannot_be_compiled(
     monkeypatch.setattr(fp8.shutil, "which", lambda _: compiler)
     why = fp8.fp8_unsupported_reason(torch.device("cuda"))
     assert why is None if lacks is None else f"fusing them needs {lacks}" in str(why)
+
+
+GROUPS = {
+    "some_without_rows": (256, 0, 300, 17),
+    "the_last_alone": (0, 0, 0, 272),
+    "no_rows": (0, 0, 0, 0),
+}
+
+
+def rounded(x: Tensor, dtype: torch.dtype, scale: Tensor | None = None) -> Tensor:
+    """Return x as the products see it. scale: delayed, else that of x."""
+    scale = fp8_scale(x.abs().amax(), dtype) if scale is None else scale
+    return cast_to_fp8(x, scale, dtype).float() / scale
+
+
+@pytest.mark.parametrize("inputs_first", [False, True], ids=["out_in", "in_out"])
+@pytest.mark.parametrize("then_input", [True, False], ids=["whole", "split"])
+@pytest.mark.parametrize("name", GROUPS)
+def test_products_of_rows_in_groups_are_those_of_each_group_with_rounded_operands(
+    name: str, then_input: bool, inputs_first: bool
+) -> None:
+    """Inputs and outputs of other sizes, one of them no multiple of 128; an operand has one scale for all groups."""
+    counts, (inputs, outputs) = GROUPS[name], (256, 336)
+    torch.manual_seed(0)
+    gemms, groups = Fp8Gemms(TENSORWISE), RowGroups(counts, inputs_first)
+    matrices = torch.randn(4, *((inputs, outputs) if inputs_first else (outputs, inputs)))
+    matrices[1] *= 30.0  # a group without rows sets the scale of all
+    weight = matrices.flatten(0, 1)
+    x, dy = torch.randn(sum(counts), inputs), torch.randn(sum(counts), outputs)
+    slot = GradientSlot(torch.ones_like(weight))
+    y = gemms.forward_groups(x, weight, groups)
+    if then_input:
+        gemms.add_weight_gradient_groups(slot, dy, x, groups, then_input=True)
+    dx = gemms.input_gradient_groups(dy, weight, groups)
+    if not then_input:
+        gemms.add_weight_gradient_groups(slot, dy, x, groups)
+    assert y.shape == dy.shape and dx.shape == x.shape
+    if not sum(counts):
+        assert (slot.main_grad == 1.0).all()
+        return
+    x8, dy8, w8 = rounded(x, E4M3), rounded(dy, E5M2), rounded(weight, E4M3).view_as(matrices)
+    w8 = w8.mT if inputs_first else w8
+    found, start = slot.main_grad.view_as(matrices) - 1.0, 0
+    for group, count in enumerate(counts):
+        rows, start = slice(start, start + count), start + count
+        torch.testing.assert_close(y[rows], x8[rows] @ w8[group].t(), rtol=1e-5, atol=1e-3)
+        torch.testing.assert_close(dx[rows], dy8[rows] @ w8[group], rtol=1e-5, atol=1e-3)
+        wanted = dy8[rows].t() @ x8[rows]
+        torch.testing.assert_close(found[group].t() if inputs_first else found[group], wanted, rtol=1e-5, atol=1e-3)
+
+
+def test_rows_in_groups_have_delayed_scales_and_a_step_without_rows_counts_as_the_one_before() -> None:
+    torch.manual_seed(0)
+    gemms, weight = Fp8Gemms(DELAYED), torch.randn(2 * 32, 48)
+    largest: list[tuple[float, float]] = []
+    for counts in ((20, 12), (0, 0), (0, 25), (9, 9)):
+        gemms.begin(trains=True)
+        groups, count = RowGroups(counts, inputs_first=False), sum(counts)
+        x, dy = torch.randn(count, 48), torch.randn(count, 32)
+        y = gemms.forward_groups(x, weight, groups)
+        slot = GradientSlot(torch.zeros_like(weight))
+        gemms.add_weight_gradient_groups(slot, dy, x, groups, then_input=True)
+        dx = gemms.input_gradient_groups(dy, weight, groups)
+        if not count:
+            largest.append(largest[-1])
+            continue
+        of_x, of_dy = None, None
+        if largest:  # of the last two steps
+            of_x = fp8_scale(torch.tensor(max(each for each, _ in largest[-2:])), E4M3)
+            of_dy = fp8_scale(torch.tensor(max(each for _, each in largest[-2:])), E5M2)
+        largest.append((x.abs().max().item(), dy.abs().max().item()))
+        x8, dy8, w8 = rounded(x, E4M3, of_x), rounded(dy, E5M2, of_dy), rounded(weight, E4M3).view(2, 32, 48)
+        for group, rows in groups.slices():
+            torch.testing.assert_close(y[rows], x8[rows] @ w8[group].t(), rtol=1e-5, atol=1e-4)
+            torch.testing.assert_close(dx[rows], dy8[rows] @ w8[group], rtol=1e-5, atol=1e-4)
+            wanted = dy8[rows].t() @ x8[rows]
+            torch.testing.assert_close(slot.main_grad.view(2, 32, 48)[group], wanted, rtol=1e-5, atol=1e-4)
+    assert len(largest) == 4
+
+
+def test_the_matrices_of_groups_are_layouts_that_scaled_mm_takes() -> None:
+    """Slices of a weight and of its transpose, and rows padded to a multiple of 16, for all of torch's own checks."""
+    gemms, weight, x = Fp8Gemms(TENSORWISE), torch.randn(3 * 64, 32), torch.randn(21, 32)
+    cast, transposed = gemms.cast_weight(weight)
+    rows = gemms._cast(gemms.x, x)[0]
+    columns = fp8.transposed_rows(rows, slice(4, 21))
+    assert columns.values.shape == (32, 32) and columns.values.stride() == (32, 1)
+    assert not columns.values[:, 17:].float().any()
+    part, scales = slice(64, 128), {"scale_a": rows.scale_inverse, "scale_b": cast.scale_inverse}
+    for a, b in (
+        (rows.values, cast.values[part]),
+        (torch.ones(21, 64).to(E5M2), transposed.values[:, part]),
+        (columns.values, columns.values),
+    ):
+        out = torch.empty(a.shape[0], b.shape[0])
+        torch._scaled_mm(a, b.t(), **scales, out_dtype=torch.float32, out=out)
+        wanted = fp8_matmul(Fp8Tensor(a, rows.scale_inverse), Fp8Tensor(b, cast.scale_inverse), torch.float32)
+        torch.testing.assert_close(out, wanted, rtol=1e-5, atol=1e-4)
+        torch._scaled_mm(a.to("meta"), b.to("meta").t(), **{n: s.to("meta") for n, s in scales.items()})

@@ -113,3 +113,18 @@ def test_collectives_in_chunks_use_the_scale_of_the_whole(rank_pools: Pools, rec
         assert losses == pytest.approx(expected_losses, rel=1e-4)
         for name, tensor in found.items():
             assert float(((tensor - expected[name]).abs() > 1e-4).float().mean()) <= 0.1, name
+
+
+MIXTURE = (
+    "--num-layers 2 --micro-batch-size 4 --num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 32 "
+    "--moe-shared-expert-intermediate-size 16 --disable-bias-linear --seed 5"
+)
+
+
+@pytest.mark.parametrize("num_steps", [20, pytest.param(200, marks=pytest.mark.slow)])
+def test_a_mixture_of_experts_learns_as_in_fp32(num_steps: int) -> None:
+    """Measured over 200 steps: losses of 0.0225 in both, at most 1 % apart at steps 20, 100 and 200."""
+    plain, found = (trained(0, 1, f"{MIXTURE} {flags}", num_steps)[0] for flags in ("", "--fp8 hybrid"))
+    assert found != plain and found[-1] < 0.05 * found[0]
+    for step in (step for step in (20, 100, 200) if step <= num_steps):
+        assert found[step - 1] == pytest.approx(plain[step - 1], rel=0.03)

@@ -114,20 +114,34 @@ def fp8_sizes(config: Config, layer: LayerConfig) -> Iterator[str]:
     """Yield the sizes of GEMMs that fp8 cannot multiply."""
     if config.precision.fp8_format is None:
         return
-    tp, head, heads = config.parallel.tensor_model_parallel_size, layer.kv_channels, layer.num_attention_heads
-    sizes = {
-        "--micro-batch-size x --seq-length / cp": config.training.micro_batch_size
-        * layer.seq_length
-        // config.parallel.context_parallel_size,
-        "--hidden-size": layer.hidden_size,
-    }
-    if layer.has_attention:
+    parallel, tokens = config.parallel, config.training.micro_batch_size * layer.seq_length
+    tp, head, heads = parallel.tensor_model_parallel_size, layer.kv_channels, layer.num_attention_heads
+    tokens //= parallel.context_parallel_size
+    gates = 2 if ACTIVATIONS[layer.activation].is_gated else 1
+    sizes = {"--micro-batch-size x --seq-length / cp": tokens, "--hidden-size": layer.hidden_size}
+    is_latent = layer.has_attention and layer.multi_latent_attention
+    if is_latent:
+        latents = {"--q-lora-rank": layer.q_lora_rank or 0, "--kv-lora-rank": layer.kv_lora_rank}
+        sizes |= latents | {"--kv-lora-rank + --qk-pos-emb-head-dim": layer.kv_lora_rank + layer.qk_pos_emb_head_dim}
+        sizes["attention width / tp"] = heads // tp * head
+        sizes["key-value rows / tp"] = heads // tp * (layer.qk_head_dim + layer.v_head_dim)
+        sizes["value width / tp"] = heads // tp * layer.v_head_dim
+    elif layer.has_attention:
         sizes["attention width / tp"] = heads * head // tp
         sizes["query-key-value rows / tp"] = (heads // tp + 2 * max(1, layer.num_query_groups // tp)) * head
-    if layer.has_mlp:
+    if parallel.sequence_parallel and (is_latent or layer.mtp_num_layers):  # linears that all tp ranks hold whole
+        sizes["--micro-batch-size x --seq-length / cp / tp"] = tokens // tp
+    if layer.has_mlp and layer.num_experts is None:
         width = layer.ffn_hidden_size // tp
         sizes["--ffn-hidden-size / tp"] = width
-        sizes["rows of the MLP's first linear / tp"] = (2 if ACTIVATIONS[layer.activation].is_gated else 1) * width
+        sizes["rows of the MLP's first linear / tp"] = gates * width
+    elif layer.has_mlp:
+        width = layer.expert_ffn_size // (parallel.expert_tensor_parallel_size or tp)
+        name = "--ffn-hidden-size" if layer.moe_ffn_hidden_size is None else "--moe-ffn-hidden-size"
+        sizes |= {f"{name} / etp": width, "rows of an expert's first linear / etp": gates * width}
+        shared = (layer.moe_shared_expert_intermediate_size or 0) // tp
+        sizes["--moe-shared-expert-intermediate-size / tp"] = shared
+        sizes["rows of the shared experts' first linear / tp"] = gates * shared
     odd = [f"{name} = {size}" for name, size in sizes.items() if size % FP8_MULTIPLE]
     if odd:
         way = "choose other sizes, a smaller --tensor-model-parallel-size, or no fp8"

@@ -222,7 +222,6 @@ REFUSED: tuple[Refusal, ...] = (
         AS_ZERO_1,
     ),
     Refusal("optimizer instances", ("experts",), NOT_BUILT, "the replicas of experts are not divided", "leave it out"),
-    Refusal("experts", ("fp8",), NOT_BUILT, "their products have no fp8"),
     Refusal(
         "experts",
         ("compiled pointwise", "CUDA graphs"),
@@ -253,7 +252,7 @@ REFUSED: tuple[Refusal, ...] = (
     ),
     Refusal(
         "latent attention",
-        ("attention of Transformer Engine", "compiled pointwise", "CUDA graphs", "fp8"),
+        ("attention of Transformer Engine", "compiled pointwise", "CUDA graphs"),
         NOT_BUILT,
         "its projections and heads have no such kernels",
     ),

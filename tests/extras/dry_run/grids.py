@@ -44,7 +44,7 @@ UNLIKE["latent"] |= {
     "q_lora_rank": 48,
     "kv_lora_rank": 32,
     "qk_head_dim": 16,
-    "qk_pos_emb_head_dim": 8,
+    "qk_pos_emb_head_dim": 16,
     "v_head_dim": 16,
 }
 TP2 = {"tensor_model_parallel_size": 2}

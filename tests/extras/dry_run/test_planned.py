@@ -221,6 +221,9 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "fp8_zb_h1_sp2": (4, PP2 | SP2 | FP8 | {"dtype": "bf16", "pipeline_schedule": "zb-h1"}),
     "fp8_casts_compiled": (1, FP8 | {"dtype": "bf16", "compile_pointwise": True}),
     "fp8_full": (1, FULL | FP8 | {"fp8_recipe": "tensorwise"}),
+    "fp8_experts_bf16": (2, EXPERTS | FP8 | {"dtype": "bf16"}),
+    "fp8_experts_sp2_pp2_zb_h1": (8, WIDE_EXPERTS | SP2 | PP2 | FP8 | {"dtype": "bf16", "pipeline_schedule": "zb-h1"}),
+    "fp8_predictions_sp2_bf16": (2, PREDICTIONS | SP2 | FP8 | {"dtype": "bf16"}),
     "documents_bf16": (1, DOCUMENTS | {"dtype": "bf16"}),
     "documents_bf16_core_attn": (1, DOCUMENTS | selective("core_attn") | {"dtype": "bf16", "micro_batch_size": 1}),
     "documents_bf16_full_but_attention": (1, DOCUMENTS | FULL | {"recompute_keep_attention": True, "dtype": "bf16"}),
@@ -282,7 +285,7 @@ VARIANTS = [
 VARIANTS += [
     pytest.param(name, base, device, id=f"{name}-{base}-{device}", marks=pytest.mark.slow if index % 3 else ())
     for index, (name, base, device) in enumerate(product(OF_UNLIKE, UNLIKE, ("cuda", "cpu")))
-    if not (base == "latent" and name.startswith(("offload", "fp8")))  # refused
+    if not (base == "latent" and name.startswith("offload"))  # refused
 ]
 VARIANTS += [
     pytest.param(name, "latent", device, id=f"{name}-latent-{device}", marks=pytest.mark.slow if index % 3 else ())
