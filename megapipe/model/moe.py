@@ -408,8 +408,7 @@ class Router(nn.Module):
                 continue
             whole, total = counts.sum(0, keepdim=True), tokens
             if name == "global_aux_loss":
-                whole, counted = self._global_counts(whole, microbatch)
-                total = tokens * self.dp.size if real is None else counted
+                whole, total = self._global_counts(whole, microbatch)
                 coefficient *= self.dp.size  # gradients are averaged over dp, but this is the sum of its ranks' parts
             yield name, coefficient * self._balance_loss(sums, whole, total)
 
@@ -426,7 +425,7 @@ class Router(nn.Module):
 
     def _global_counts(self, counts: Tensor, microbatch: int) -> tuple[Tensor, Tensor]:
         """Return the mean of such counts over the microbatches of all dp ranks up to this one, by number, and the
-        tokens of these ranks' microbatches of this number, by their choices.
+        tokens of these ranks' microbatches of this number.
 
         Megatron's running mean, but in the order of the numbers; a replay finds what the forward has summed.
         """
