@@ -112,7 +112,7 @@ def test_collectives_in_chunks_use_the_scale_of_the_whole(rank_pools: Pools, rec
     for (losses, found), (expected_losses, expected) in zip(chunks, whole, strict=True):
         assert losses == pytest.approx(expected_losses, rel=1e-4)
         for name, tensor in found.items():
-            assert float(((tensor - expected[name]).abs() > 1e-4).float().mean()) <= 0.1, name
+            assert float(((tensor - expected[name]).abs() > 1e-4).float().mean()) <= 0.2, name
 
 
 MIXTURE = (
