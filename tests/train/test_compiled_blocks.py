@@ -321,7 +321,10 @@ def test_latent_attention_runs_eager_with_auto_and_is_refused_with_on() -> None:
         "blocks are not compiled: --multi-latent-attention: it has no compiled block (--compile-blocks auto)",
         False,
     )
-    with pytest.raises(ConfigError, match="--compile-blocks on does not work with --multi-latent-attention yet: it has no compiled block; "):
+    with pytest.raises(
+        ConfigError,
+        match="--compile-blocks on does not work with --multi-latent-attention yet: it has no compiled block; ",
+    ):
         choice("on", compiler("untraced"), **latent)
 
 
