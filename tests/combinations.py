@@ -146,7 +146,7 @@ VERDICTS = ("refused", "equal", "memory", "wrong", "crash")  # from the best to 
 
 @dataclass
 class Finding:
-    """What came of a combination.
+    """The result of examining a combination.
 
     verdict: 'refused' by the plan; 'equal'; other 'memory' than planned; 'wrong' results; 'crash'. compared: the ways
     of examining it that it passed. memory: the largest difference, (counted - planned) / planned. why: the refusal, or

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -79,7 +80,8 @@ def test_wrong_results_and_crashes_are_found(verdict: str) -> None:
             raise RankFailure(1, "ValueError", "it broke", "rank 1 raised ValueError: it broke")
         return [(False, "the gradient of one weight differs")]
 
-    found = examine(Combination(0, GOOD), lambda world_size: SimpleNamespace(run=run))  # type: ignore[arg-type, return-value]
+    pools: Any = lambda world_size: SimpleNamespace(run=run)  # noqa: E731
+    found = examine(Combination(0, GOOD), pools)
     assert found.verdict == verdict and found.compared == ("memory",)
     assert ("differs" if verdict == "wrong" else "it broke") in found.why
 

@@ -18,7 +18,7 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPOSITORY))
 
 from megapipe.config.features import FEATURES  # noqa: E402
-from megapipe.config.rules.pairs import CONTRADICTION, NO_GAIN, NOT_BUILT, REFUSED, Refusal  # noqa: E402
+from megapipe.config.rules.pairs import CONTRADICTION, NOT_BUILT, REFUSED, Refusal  # noqa: E402
 from megapipe.errors import ConfigError  # noqa: E402
 from megapipe.plan.world_rules import REFUSED_BY_SCHEDULES  # noqa: E402
 from tests.combinations import SIZES, Combination, options_of, planned  # noqa: E402
@@ -27,7 +27,7 @@ from tools.write_flags_page import markdown_table  # noqa: E402
 PAGE, PICTURE = REPOSITORY / "docs" / "composition.md", REPOSITORY / "docs" / "images" / "composition.svg"
 ROWS = (*REFUSED, *REFUSED_BY_SCHEDULES)
 NAMES = tuple(feature.name for feature in FEATURES)
-COLORS = {"runs": "#cfe8cf", NOT_BUILT: "#f4c27a", NO_GAIN: "#b9cbe4", CONTRADICTION: "#e79a92"}
+COLORS = {"runs": "#cfe8cf", NOT_BUILT: "#f4c27a", CONTRADICTION: "#e79a92"}
 CELL, LABEL = 18, 130  # pixels
 
 HEAD = """# Which features work together
@@ -38,8 +38,7 @@ Pairs that give one option two values, such as two schedules, are left out. Each
 
 ![All pairs of features: what runs, and the number of the reason for what is refused](images/composition.svg)
 
-- not built: each works alone, and together they would; what is missing is stated.
-- no gain: they would run together, to no use.
+- not built: each works alone, not together yet.
 - contradiction: together they mean nothing, or compute another function; refused for good.
 
 What is accepted is compared with one process: `tools/draw_combinations.py` draws four to seven features, and a test

@@ -1,4 +1,4 @@
-"""What Megatron-Core derives from flags, beside what megapipe derives from the same flags.
+"""Settings that Megatron-Core derives from flags, beside those that megapipe derives from the same flags.
 
 fixtures/megatron_settings/settings.jsonl.xz has the settings of Megatron 0.19.2 for 1,000 random sets of flags, written
 by tools/megatron_settings.py. `ROWS` says where each of them is in a plan; `NOT_COMPARED` names those that have no
@@ -214,13 +214,15 @@ def our_bucket(plan: RunPlan) -> Any:
 def rows() -> Iterator[Row]:
     """Yield the rows."""
     yield from rows_of_the_model()
+    yield from rows_of_positions()
+    yield from rows_of_precision()
     yield from rows_of_experts()
     yield from rows_of_the_grid()
     yield from rows_of_training()
 
 
 def rows_of_the_model() -> Iterator[Row]:
-    """Yield the rows of a dense model and of precision."""
+    """Yield the rows of a dense model."""
     function = ("model.activation_func", "model.gated_linear_unit", "model.bias_activation_fusion")
     yield Row(
         function,
@@ -248,6 +250,17 @@ def rows_of_the_model() -> Iterator[Row]:
     yield from of_section(
         "model", "model", "mtp_loss_scaling_factor", applies=lambda plan: plan.config.model.mtp_num_layers is not None
     )
+    yield from of_section("model", "gpt", "make_vocab_size_divisible_by")
+    yield Row(("gpt.vocab_size",), lambda plan: plan.config.model.padded_vocab_size)
+    yield Row(("gpt.seq_length",), lambda plan: plan.config.model.max_position_embeddings)
+    yield Row(
+        ("gpt.share_embeddings_and_output_weights",),
+        lambda plan: not plan.config.model.untie_embeddings_and_output_weights,
+    )
+
+
+def rows_of_positions() -> Iterator[Row]:
+    """Yield the rows of positions and windows."""
     yield Row(("gpt.position_embedding_type",), lambda plan: plan.config.model.position_embedding_type)
     for name in ("rotary_base", "rotary_percent"):
         yield Row(
@@ -275,13 +288,10 @@ def rows_of_the_model() -> Iterator[Row]:
         lambda plan: [layer.window_size for layer in layer_configs(plan.config.model)],
         their_windows,
     )
-    yield from of_section("model", "gpt", "make_vocab_size_divisible_by")
-    yield Row(("gpt.vocab_size",), lambda plan: plan.config.model.padded_vocab_size)
-    yield Row(("gpt.seq_length",), lambda plan: plan.config.model.max_position_embeddings)
-    yield Row(
-        ("gpt.share_embeddings_and_output_weights",),
-        lambda plan: not plan.config.model.untie_embeddings_and_output_weights,
-    )
+
+
+def rows_of_precision() -> Iterator[Row]:
+    """Yield the rows of precision."""
     for name in ("model.params_dtype", "model.pipeline_dtype", "optimizer.params_dtype"):
         yield Row((name,), lambda plan: plan.config.precision.dtype, dtype_of(name))
     for section in ("model", "optimizer"):

@@ -1,4 +1,4 @@
-"""What megapipe derives from Megatron's flags equals what Megatron-Core derives from them, or differs on purpose."""
+"""Settings that megapipe derives from Megatron's flags equal those of Megatron-Core, or differ for a stated reason."""
 
 from __future__ import annotations
 

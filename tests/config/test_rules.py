@@ -928,8 +928,8 @@ CASES += [
     ),
     (
         "libraries_lack_norms_of_extensions",
-        f"{EXTENSION} --normalization plain-norm --transformer-impl transformer_engine --bf16",
-        ["--transformer-impl transformer_engine (use local) has norms of its own, not --normalization plain-norm"],
+        f"{EXTENSION} --normalization plain-norm --optimizer-impl apex",
+        ["--optimizer-impl apex has norms of its own, not --normalization plain-norm; use --optimizer-impl torch"],
         f"{EXTENSION} --normalization plain-norm",
     ),
     (

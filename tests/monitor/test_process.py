@@ -1,4 +1,4 @@
-"""What a process asks of its C library: blocks that are freed leave it."""
+"""Settings that a process asks of its C library: blocks that are freed leave it."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ Payload = tuple[int, float]  # the length of a slice, and its share of the costs
 
 
 class Slept(NamedTuple):
-    """What a sleep really took: machines do not keep time exactly."""
+    """The measured seconds of a sleep: machines do not keep time exactly."""
 
     op: Op
     share: float

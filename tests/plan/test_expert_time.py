@@ -169,7 +169,7 @@ def test_overlap_never_takes_longer_than_blocking_for_all_to_alls(schedule: str)
 def test_the_overlap_flag_takes_the_hidden_all_to_alls_off_the_step(
     schedule: str, delays: bool, microbatches: int
 ) -> None:
-    """What is hidden is the difference of two simulations of all microbatches, extrapolated where there are many."""
+    """The hidden time is the difference of two simulations of all microbatches, extrapolated where there are many."""
     chunks = {"chunks": 2} if schedule == "interleaved" else {}
     options: dict[str, Any] = {"pp": 2, "ep": 2, "pipeline_schedule": schedule, **chunks}
     options["global_batch_size"] = 4 * microbatches

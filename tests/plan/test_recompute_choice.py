@@ -162,6 +162,6 @@ def test_a_budget_and_a_granularity_are_refused_in_one_message() -> None:
     with pytest.raises(ConfigError) as error:
         resolve(config, 1)
     assert str(error.value) == (
-        "--recompute-memory-budget 0.5 does not work with --recompute-granularity and --recompute-modules: it chooses "
-        "what each layer recomputes, which these fix; leave one of the two out"
+        "--recompute-memory-budget 0.5 does not work with --recompute-granularity and --recompute-modules: the budget "
+        "chooses what each layer recomputes; leave one of the two out"
     )

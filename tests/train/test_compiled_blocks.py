@@ -318,12 +318,12 @@ def test_latent_attention_runs_eager_with_auto_and_is_refused_with_on() -> None:
     made = choice("auto", compiler("untraced"), **latent)
     assert made == (
         None,
-        "blocks are not compiled: --multi-latent-attention: it has no compiled block (--compile-blocks auto)",
+        "blocks are not compiled: --multi-latent-attention: there is no compiled block for it (--compile-blocks auto)",
         False,
     )
     with pytest.raises(
         ConfigError,
-        match="--compile-blocks on does not work with --multi-latent-attention yet: it has no compiled block; ",
+        match="--compile-blocks on does not work with --multi-latent-attention yet: there is no compiled block",
     ):
         choice("on", compiler("untraced"), **latent)
 

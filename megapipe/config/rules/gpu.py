@@ -22,6 +22,8 @@ GRAPHS = "--cuda-graph-impl local"
 TRANSFORMER_ENGINE = "--transformer-impl transformer_engine"
 # options that the modules of Transformer Engine do not have
 LACKING = {
+    "norm of an extension": "it has norms of its own",
+    "fp8 of parts without its modules": "its scales would not be those of megapipe's own products",
     "fp64": "it does not compute in fp64",
     "slices": "its modules know whole sequences",
     "sharded gradients": "its modules hold their weights, which would have to be gathered",

@@ -122,14 +122,10 @@ def attention_kind(config: Config, layer: LayerConfig) -> Iterator[str]:
 
 
 def norm_kind(config: Config) -> Iterator[str]:
-    """Yield the libraries that lack an extension's norm."""
-    name, kernels = config.model.normalization, config.kernels
-    libraries = chosen(
-        ("--transformer-impl transformer_engine (use local)", kernels.transformer_impl != "local"),
-        ("--optimizer-impl apex (use torch)", kernels.optimizer_impl == "apex"),
-    )
-    if NORMALIZATIONS[name].function is not None and libraries:
-        yield f"{one_of(libraries)} has norms of its own, not --normalization {name}"
+    """Refuse Apex with the norm of an extension."""
+    name = config.model.normalization
+    if NORMALIZATIONS[name].function is not None and config.kernels.optimizer_impl == "apex":
+        yield f"--optimizer-impl apex has norms of its own, not --normalization {name}; use --optimizer-impl torch"
 
 
 @of_each_kind

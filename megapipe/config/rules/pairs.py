@@ -1,7 +1,7 @@
 """Pairs of options that exclude each other: the one table of refusals from which docs/composition.md is written.
 
-A row is of one of three kinds. A contradiction is refused for good: the two options together mean nothing, or compute
-another function. With NO_GAIN both would run, to no use. NOT_BUILT works on its own, not together yet.
+A row is of one of two kinds. A contradiction is refused for good: the two options together mean nothing, or compute
+another function. What is NOT_BUILT works alone, but not together yet.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from megapipe.config.rules.proposals import given
 from megapipe.config.rules.sharding import strategy_of
 from megapipe.formatting import one_of
 
-CONTRADICTION, NO_GAIN, NOT_BUILT = "contradiction", "no gain", "not built"
+CONTRADICTION, NOT_BUILT = "contradiction", "not built"
 EITHER = "leave one of the two out"
 AS_ZERO_1 = "use --data-parallel-sharding-strategy optim, or leave the other out"
 IN_PARTS = "replays are planned for whole layers, and peaks of parts would be up to 52 % above the plan"
@@ -64,7 +64,7 @@ def refusals(config: Config, rows: Sequence[Refusal], options: Mapping[str, Opti
 
 
 def reasons_against(config: Config, option: str) -> Iterator[str]:
-    """Yield 'words: reason' of each option of a configuration that excludes an option which it need not choose."""
+    """Yield 'words: reason' of each option in a configuration that excludes this one, whether it is chosen or not."""
     for row in REFUSED:
         for name in row.others if row.option == option else (row.option,) if option in row.others else ():
             words = words_of(config, name)
@@ -89,6 +89,13 @@ def _repeats_delayed_scales(config: Config) -> str | bool:
     precision = config.precision
     is_delayed = precision.fp8_format is not None and precision.fp8_recipe == "delayed"
     return is_delayed and next((f"--fp8-recipe delayed and {words}" for words in again if words), False)
+
+
+def _fp8_of_own_parts(config: Config) -> str | bool:
+    """Name what is multiplied in 8 bits and has no module of Transformer Engine."""
+    parts = [words_of(config, name) for name in ("experts", "latent attention", "multi-token prediction")]
+    chosen = [words for words in parts if words]
+    return config.precision.fp8_format is not None and bool(chosen) and f"--fp8-format and {' and '.join(chosen)}"
 
 
 def _selects(module: str) -> Option:
@@ -138,7 +145,9 @@ OPTIONS: dict[str, Option] = {
         any(ACTIVATIONS[layer.activation].function is not None for layer in kinds_of(c.model))
         and "the activation of an extension"
     ),
-    "clamped gates": lambda c: c.model.bends_gates and "--activation-func-clamp-value or --glu-linear-offset",
+    "bent gates": lambda c: (
+        " and ".join(given(c, "model.activation_func_clamp_value", "model.glu_linear_offset")) or False
+    ),
     "attention kernel": lambda c: c.kernels.attention_impl != "sdpa" and f"--attention-impl {c.kernels.attention_impl}",
     "attention of Transformer Engine": lambda c: c.kernels.attention_impl == "te" and "--attention-impl te",
     "flash with documents": lambda c: (
@@ -156,6 +165,7 @@ OPTIONS: dict[str, Option] = {
     ),
     "another optimizer than Adam": lambda c: c.optimizer.optimizer != "adam" and f"--optimizer {c.optimizer.optimizer}",
     "narrow moments": lambda c: c.optimizer.use_precision_aware_optimizer and "--use-precision-aware-optimizer",
+    "fp8 of parts without its modules": _fp8_of_own_parts,
     "fp64": lambda c: c.precision.dtype == "fp64" and "--dtype fp64",
     "delayed scales and linears that run again": _repeats_delayed_scales,
     "recompute by hand": lambda c: " and ".join(given(c, *BY_HAND)) or False,
@@ -185,12 +195,12 @@ REFUSED: tuple[Refusal, ...] = (
         "slices",
         ("attention of an extension", "attention kernel"),
         NOT_BUILT,
-        "their attention sees the keys of one slice only",
+        "it would see the keys of one slice only",
     ),
     Refusal("slices", ("CUDA graphs",), NOT_BUILT, "each slice has other shapes, and so would need its own graph"),
     Refusal("slices", ("compiled pointwise",), NOT_BUILT, "each length of a slice would be compiled again"),
-    Refusal("slices", ("activation offload",), NOT_BUILT, "its planned memory would be up to 28 % too high"),
-    Refusal("slices", ("kept attention", "memory by rank"), NOT_BUILT, "their memory is planned for whole sequences"),
+    Refusal("slices", ("activation offload",), NOT_BUILT, "the planned memory would be up to 28 % too high"),
+    Refusal("slices", ("kept attention", "memory by rank"), NOT_BUILT, "memory is planned for whole sequences"),
     Refusal(
         "context parallelism",
         ("flash with documents",),
@@ -211,7 +221,7 @@ REFUSED: tuple[Refusal, ...] = (
         "sharded gradients",
         ("CUDA graphs", "compiled blocks"),
         NOT_BUILT,
-        "they keep the addresses of weights and gradients, which are freed",
+        "graphs and compiled blocks keep the addresses of weights and gradients, which sharding frees",
         AS_ZERO_1,
     ),
     Refusal(
@@ -221,7 +231,7 @@ REFUSED: tuple[Refusal, ...] = (
         "parts of layers have no gathers of their own",
         AS_ZERO_1,
     ),
-    Refusal("optimizer instances", ("experts",), NOT_BUILT, "the replicas of experts are not divided", "leave it out"),
+    Refusal("optimizer instances", ("experts",), NOT_BUILT, "replicas of experts are not divided", "use one instance"),
     Refusal(
         "experts",
         ("compiled pointwise", "CUDA graphs"),
@@ -241,28 +251,26 @@ REFUSED: tuple[Refusal, ...] = (
         NOT_BUILT,
         "the experts run in another part than the norm before them, and keep its output",
     ),
-    Refusal(
-        "overlapped all-to-alls", ("post validation", "pipeline profile"), NOT_BUILT, "they know whole layers only"
-    ),
+    Refusal("overlapped all-to-alls", ("post validation", "pipeline profile"), NOT_BUILT, "these run whole layers"),
     Refusal(
         "latent attention",
         ("biases of q, k and v", "sinks", "norm of the projection", "attention of an extension"),
         NOT_BUILT,
-        "heads are made of latents in another way",
+        "heads made from latents have no such option",
     ),
     Refusal(
         "latent attention",
         ("attention of Transformer Engine", "compiled pointwise", "CUDA graphs"),
         NOT_BUILT,
-        "its projections and heads have no such kernels",
+        "heads made from latents have no such kernels",
     ),
-    Refusal("multi-token prediction", ("CUDA graphs",), NOT_BUILT, "its modules are not recorded"),
+    Refusal("multi-token prediction", ("CUDA graphs",), NOT_BUILT, "modules of further tokens are not recorded"),
     Refusal("fp8", ("post validation",), NOT_BUILT, "weights are cast once a step, but may be rolled back within it"),
     Refusal(
         "CUDA graphs",
         ("attention of Transformer Engine",),
         NOT_BUILT,
-        "it keeps state in Python, which a replay does not change",
+        "Transformer Engine keeps state in Python, which a replay does not change",
         "use --attention-impl sdpa or flash",
     ),
     Refusal(
@@ -270,7 +278,7 @@ REFUSED: tuple[Refusal, ...] = (
         ("activation offload",),
         NOT_BUILT,
         "activations move when autograd asks for them, which a replay does not do",
-        "leave it out, or use --recompute-granularity",
+        f"use --recompute-granularity instead, or {EITHER}",
     ),
     Refusal(
         "CUDA graphs",
@@ -284,31 +292,22 @@ REFUSED: tuple[Refusal, ...] = (
         ("post validation",),
         NOT_BUILT,
         "forwards may run twice while their first messages are in flight",
-        "leave it out",
-    ),
-    Refusal(
-        "compiled blocks",
-        ("norms of Apex",),
-        NO_GAIN,
-        "these kernels are fused already",
-        f"{EITHER}, or use --compile-blocks auto",
     ),
     *(
         Refusal("compiled blocks", others, NOT_BUILT, reason, f"{EITHER}, or use --compile-blocks auto")
         for others, reason in (
+            (("norms of Apex",), "Apex brings its own norms"),
             (("CUDA graphs",), "graphs record the kernels of eager blocks"),
             (("fp8",), "casts between the linears and their GEMMs are compiled separately"),
             (("activation offload",), "it is planned with the activations that eager blocks save"),
-            (("experts", "latent attention", "sinks", "clamped gates"), "it has no compiled block"),
+            (("experts", "latent attention", "sinks", "bent gates"), "there is no compiled block for it"),
             (("norm of an extension", "activation of an extension"), "functions of extensions are not compiled"),
             (("context parallelism", "slices"), "attention over parts of a sequence is not compiled"),
         )
     ),
-    Refusal(
-        "memory budget", ("recompute by hand",), CONTRADICTION, "it chooses what each layer recomputes, which these fix"
-    ),
+    Refusal("memory budget", ("recompute by hand",), CONTRADICTION, "the budget chooses what each layer recomputes"),
     Refusal("narrow moments", ("another optimizer than Adam",), CONTRADICTION, "it is for the moments of Adam"),
-    Refusal("attention kernel", ("sinks",), NOT_BUILT, "its kernels have no sinks", "use --attention-impl sdpa"),
+    Refusal("attention kernel", ("sinks",), NOT_BUILT, "these kernels have no sinks", "use --attention-impl sdpa"),
 )
 
 
