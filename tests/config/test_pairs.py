@@ -8,6 +8,7 @@ from megapipe.config.load import load_config
 from megapipe.config.rules.gpu import LACKING
 from megapipe.config.rules.pairs import CONTRADICTION, NOT_BUILT, OPTIONS, REFUSED, Refusal, reasons_against
 from megapipe.errors import ConfigError
+from megapipe.extras.cli.plan import main
 from megapipe.plan.resolve import resolve
 from megapipe.plan.world_rules import REFUSED_BY_SCHEDULES, SCHEDULES_CHOSEN
 from tests.config.examples import job
@@ -118,3 +119,10 @@ def test_what_transformer_engine_lacks_is_computed_by_our_own_kernels_and_said(n
     kept = load_config([*flags_of(), *library])
     assert resolve(kept.config, 8).config.kernels.transformer_impl == "transformer_engine"
     assert not any(LACKING[name] in remark for remark in kept.remarks)
+
+
+def test_a_plan_says_which_modules_compute(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = flags_of("sharded gradients")
+    assert main(["--world-size", "8", *flags, "--transformer-impl", "transformer_engine"]) == 0
+    first, second, *_ = capsys.readouterr().out.splitlines()
+    assert LACKING["sharded gradients"] in first and second.startswith("plan: 8 ranks")

@@ -11,6 +11,7 @@ from megapipe.checkpoint.folder import find_checkpoint
 from megapipe.config.config import Config
 from megapipe.config.flags import normalised
 from megapipe.config.load import load_config
+from megapipe.config.rules.gpu import own_kernels
 from megapipe.config.rules.sharding import strategy_of
 from megapipe.config.yaml_file import to_yaml
 from megapipe.errors import CheckpointError, ConfigError
@@ -97,7 +98,7 @@ def main(own: argparse.Namespace) -> int:
     if hardware is not None and per_node is None and num_ranks > hardware.ranks_per_node:
         per_node = hardware.ranks_per_node
     plan = planned(loaded, num_ranks, per_node)
-    print(plan_text(plan))
+    print("\n".join([*own_kernels(loaded.config), plan_text(plan)]))
     if hardware is not None:
         print(step_text(plan, hardware))
     if hardware is not None and own.roofline:
