@@ -27,23 +27,25 @@ from tools.write_flags_page import markdown_table  # noqa: E402
 PAGE, PICTURE = REPOSITORY / "docs" / "composition.md", REPOSITORY / "docs" / "images" / "composition.svg"
 ROWS = (*REFUSED, *REFUSED_BY_SCHEDULES)
 NAMES = tuple(feature.name for feature in FEATURES)
-COLORS = {"runs": "#cfe8cf", NOT_BUILT: "#f4c27a", CONTRADICTION: "#e79a92"}
+COLORS = {"accepted": "#cfe8cf", NOT_BUILT: "#f4c27a", CONTRADICTION: "#e79a92"}
 CELL, LABEL = 18, 130  # pixels
 
 HEAD = """# Which features work together
 
-Of {pairs} pairs of {count} features {accepted} run; {refused} are refused, each with a reason that the error repeats.
-Pairs that give one option two values, such as two schedules, are left out. Each feature is a few flags on a small model
-(`megapipe/config/features.py`); the reasons are one table (`megapipe/config/rules/pairs.py`).
+Of {pairs} pairs of {count} features {accepted} are accepted and {refused} refused, each with a reason that the error
+repeats. Pairs that give one option two values, such as two schedules, are left out. Each feature is a few flags on a
+small model (`megapipe/config/features.py`); the reasons are one table (`megapipe/config/rules/pairs.py`; those of
+schedules are in `megapipe/plan/world_rules.py`).
 
-![All pairs of features: what runs, and the number of the reason for what is refused](images/composition.svg)
+![All pairs of features: accepted, or refused with the number of the reason](images/composition.svg)
 
 - not built: each works alone, not together yet.
 - contradiction: together they mean nothing, or compute another function; refused for good.
 
-What is accepted is compared with one process: `tools/draw_combinations.py` draws four to seven features, and a test
-examines some pairs at each commit. What is refused is tried, too, where a CPU can run it: with its row left out of the
-table it has to end as tests/test_refused_pairs.py states, so that no refusal outlives its reason.
+`tools/draw_combinations.py` draws four to seven features and compares what is accepted with one process; tests do so
+for some. Features that need a GPU or a library are planned and counted, not compared. What is refused is tried, too,
+where a CPU can run it: with its row left out of the table it has to end as tests/test_refused_pairs.py states, so that
+no refusal outlives its reason.
 
 This page is generated: `python tools/write_composition_page.py`.
 
@@ -121,7 +123,7 @@ def picture(found: Matrix) -> str:
         x = LABEL + down * CELL
         parts.append(f'<text x="{x + 4}" y="{y + 13}" fill="#777">{escape(name)}</text>')
     kinds = Counter(rows[0].kind for rows in found.refused.values())
-    kinds["runs"] = found.num_pairs - len(found.refused)
+    kinds["accepted"] = found.num_pairs - len(found.refused)
     for place, (kind, color) in enumerate(COLORS.items()):
         x, y = LABEL + place * 170, CELL * len(NAMES) + 24
         parts.append(f'<rect x="{x}" y="{y}" width="14" height="14" fill="{color}"/>')
@@ -135,8 +137,8 @@ def _cell(x: int, y: int, name: str, other: str, rows: tuple[Refusal, ...], numb
         options_of((other, name))
     except ValueError:
         return ""
-    color = COLORS[rows[0].kind if rows else "runs"]
-    words = "; ".join(row.reason for row in rows) or "runs"
+    color = COLORS[rows[0].kind if rows else "accepted"]
+    words = "; ".join(row.reason for row in rows) or "accepted"
     box = f'<rect x="{x}" y="{y}" width="{CELL - 1}" height="{CELL - 1}" fill="{color}"/>'
     number = (
         f'<text x="{x + 8}" y="{y + 12}" text-anchor="middle" font-size="9">{numbers[rows[0]]}</text>' if rows else ""

@@ -22,6 +22,7 @@ from megapipe.plan.resolve import resolve
 from megapipe.plan.run_plan import RunPlan
 from megapipe.train.loading import told_changes
 from megapipe.train.state import Schedules
+from tests.checkpoint.conftest import RUN
 from tests.train.jobs import TINY, job
 
 BASE = f"{TINY} --train-iters 6 --lr-decay-style constant"
@@ -269,16 +270,6 @@ def test_names_of_extensions_that_are_not_loaded_are_compared_as_text(tmp_path: 
     text = to_yaml(plan.config).replace("  optimizer: adam", "  optimizer: lion").replace("logger: []", "logger: [csv]")
     said = told(saved_by(plan, tmp_path, text), plan)
     assert "    --optimizer: lion in the checkpoint, adam here" in said and "logger" not in said
-
-
-RUN = "--train-iters 4 --lr-decay-style constant"
-
-
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("saved")
-    assert job(f"{RUN} --exit-interval 2 --save {root}")[0] == 0
-    return root
 
 
 def test_a_resumed_job_is_refused_or_told(saved: Path) -> None:

@@ -18,6 +18,7 @@ from megapipe.config.config import fields_by_key
 from megapipe.config.model import ModelConfig
 from megapipe.train.loading import load
 from megapipe.train.state import Schedules, TrainingState
+from tests.checkpoint.conftest import RUN
 from tests.checkpoint.layouts import newest
 from tests.train.jobs import job
 from tests.train.runs import runtime_of, save
@@ -157,16 +158,6 @@ def test_options_without_effect_are_not_compared() -> None:
     assert list(differences(plain, replace(plain, window_size=127))) == [
         "--window-size: null in the checkpoint, 127 here"
     ]
-
-
-RUN = "--train-iters 4 --lr-decay-style constant"
-
-
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("saved")
-    assert job(f"{RUN} --exit-interval 2 --save {root}")[0] == 0
-    return root
 
 
 @pytest.mark.parametrize("finetune", ["", "--finetune"], ids=["resumed", "finetuned"])
