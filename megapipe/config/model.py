@@ -55,7 +55,7 @@ class AttentionHeads:
 class AttentionKind:
     """Core attention: from queries, keys and values to a weighted sum of values.
 
-    function: of an extension: (q, k, v, mask, AttentionHeads) -> output. Softmax attention is in model/attention.py.
+    function: of an extension: (q, k, v, mask, AttentionHeads) -> output. Softmax: model/core_attention.py.
     """
 
     backward_squares: float = 0.0  # [b, heads, s, s] that a function's backward makes

@@ -3,7 +3,8 @@
     stage               GPTStage, the part of one pipeline stage; Block, one layer, and a table of what it saves
     embedding_and_head  the first part of the model, and the last part with the loss
     microbatch          Microbatch, a stage's input besides the hidden states; StageLoss; KVCache
-    attention           projections, q|k|v by query group, qk-norm; fused and explicit attention
+    attention           projections, q|k|v by query group, qk-norm
+    core_attention      fused and explicit attention, and the choice among all kinds
     context             attention masks and rotary tables, built once per microbatch, shared by layers that are alike
     context_parallel    attention over cp ranks: rings, gathers, heads for positions (blocks: block_attention)
     mlp, norm           the MLP with its activations; LayerNorm, RMSNorm, and RMSNorm over all heads

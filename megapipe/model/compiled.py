@@ -30,8 +30,9 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from megapipe.config.layers import LayerConfig
-from megapipe.model.attention import SelfAttention, explicit_attention, fused_attention
+from megapipe.model.attention import SelfAttention
 from megapipe.model.context import LayerContext
+from megapipe.model.core_attention import explicit_attention, fused_attention
 from megapipe.model.mlp import ACTIVATIONS, GRADIENTS, MLP
 from megapipe.tensor_parallel.gemms import SequenceGather, at_least_fp32
 from megapipe.tensor_parallel.gradients import InputRecompute
@@ -281,7 +282,7 @@ class CompiledBlock:
             shapes["attention_output"] = hidden.shape, parts.dropout_rank
             if self.is_whole and context.explicit:
                 heads, (seq, batch) = self.formulas.groups * self.formulas.queries, hidden.shape[:2]
-                shapes["attention_probs"] = (batch, heads, seq, seq), parts.self_attention.head_rank
+                shapes["attention_probs"] = (batch, heads, seq, seq), parts.self_attention.core.head_rank
         if parts.mlp is not None:
             shapes["mlp_output"] = hidden.shape, parts.dropout_rank
         drops = {site: 1.0 - keep for site, keep in self.formulas.keeps.items()}

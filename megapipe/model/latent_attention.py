@@ -19,7 +19,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
@@ -27,6 +26,7 @@ from torch.autograd.function import once_differentiable
 from megapipe.config.config import ResolvedModelConfig
 from megapipe.model.attention import SelfAttention
 from megapipe.model.context import LayerContext, rotate_pairs_
+from megapipe.model.core_attention import CoreAttention
 from megapipe.model.layer_factory import LayerFactory
 from megapipe.tensor_parallel.gemms import at_least_fp32, gathered, summed
 from megapipe.tensor_parallel.gradients import InputRecompute
@@ -39,14 +39,13 @@ class LatentAttention(SelfAttention):
         nn.Module.__init__(self)
         config, tp = factory.config, factory.tp
         self.config, self.layer = config, layer
-        self.context_parallel, self.softmax_offset = factory.context, None
-        self.head_rank = tp.rank if factory.context is None else factory.context.head_rank(tp.rank)
+        self.softmax_offset = None
         self.tp, self.sequence_parallel = tp, factory.sequence_parallel
         self.recompute_core = "core_attn" in factory.recompute
         self.groups, self.queries = config.num_attention_heads // tp.size, 1
-        self.head_dim, self.scale, self.heads = config.kv_channels, config.softmax_scale, None
+        self.head_dim = config.kv_channels
         self.value_dim = self.head_dim if factory.context is None else config.v_head_dim  # of v with its zeros
-        self.kernel = factory.attention(layer, self.queries, self.scale)
+        self.core = CoreAttention(layer, factory, self.groups, self.queries, config.v_head_dim)
         heads, hidden, q_rank, kv_rank = (
             config.num_attention_heads,
             config.hidden_size,
@@ -80,15 +79,6 @@ class LatentAttention(SelfAttention):
         q, k, v = _Heads.apply(q, self.linear_kv_up_proj(latent), shared_key, *context.rotary, self)
         q, k, v = (x.view(*x.shape[:2], self.groups, 1, -1) for x in (q, k, v))
         return self.attend(q, k, v, context)
-
-    def _local_core(self, q: Tensor, k: Tensor, v: Tensor, context: LayerContext) -> Tensor:
-        width = self.config.v_head_dim
-        if width == self.head_dim:
-            return super()._local_core(q, k, v, context)
-        if v.shape[-1] == width:
-            v = F.pad(v, (0, self.head_dim - width))
-        heads = super()._local_core(q, k, v, context).unflatten(-1, (-1, self.head_dim))
-        return heads[..., :width].flatten(2)
 
 
 def _latent_norm(factory: LayerFactory, config: ResolvedModelConfig, size: int) -> nn.Module:

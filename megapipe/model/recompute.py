@@ -149,7 +149,7 @@ ATTENTION_KERNELS = frozenset(
     }
 )
 KernelResults = tuple[Any, ...]  # what one kernel returned: tensors and numbers
-CoreAttention = Callable[[Tensor, Tensor, Tensor], Tensor]
+AttentionFunction = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 class KeptAttention:
@@ -165,7 +165,7 @@ class KeptAttention:
         self._run: Callable[..., Tensor] | None = None
         self._kept: Iterator[KernelResults] | None = None  # while reusing
 
-    def __call__(self, core: CoreAttention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def __call__(self, core: AttentionFunction, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Return core(q, k, v); while reusing, without running its kernel."""
         return core(q, k, v) if self._run is None else self._run(core, q, k, v)
 
@@ -198,7 +198,7 @@ class KeptAttention:
         results = iter([tuple(next(left) if each is Tensor else each for each in kept) for kept in self._results])
         self._kept = results
 
-        def from_kept(core: CoreAttention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        def from_kept(core: AttentionFunction, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             with _InterceptKernels(lambda kernel: _detached(next(results))):
                 return core(q, k, v)
 
@@ -208,7 +208,7 @@ class KeptAttention:
         finally:
             self._run, self._kept, self._results = None, None, []
 
-    def _compute_and_keep(self, core: CoreAttention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def _compute_and_keep(self, core: AttentionFunction, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         before = len(self._results)
 
         def keep(kernel: Callable[[], Any]) -> Any:

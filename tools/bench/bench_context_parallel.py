@@ -29,10 +29,10 @@ from megapipe.config.model import ModelConfig
 from megapipe.environment import Environment
 from megapipe.layers.attention import Attention
 from megapipe.layers.table import RankShape
-from megapipe.model.attention import fused_attention
 from megapipe.model.block_attention import FusedBlocks
 from megapipe.model.context import blocks_with_masks
 from megapipe.model.context_parallel import ContextParallel
+from megapipe.model.core_attention import fused_attention
 from megapipe.topology import Topology
 
 KINDS = ("p2p", "all_gather", "a2a")

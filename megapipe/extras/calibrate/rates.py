@@ -26,7 +26,7 @@ from megapipe.environment import Environment
 from megapipe.extras.doctor import trials
 from megapipe.extras.doctor.trials import SEND, Sample, Trial, measure_rounds, rounds_of
 from megapipe.gpu.device_clock import DeviceClock, device_clock
-from megapipe.model.attention import fused_attention
+from megapipe.model.core_attention import fused_attention
 from megapipe.monitor.process import host
 from megapipe.plan.hardware import Link
 from megapipe.tensor_parallel.fp8 import E4M3, Fp8Tensor, fp8_matmul, fp8_unsupported_reason
