@@ -167,8 +167,7 @@ class _DenseMLP(_Part):
         block = self.block
         if block.mlp is None:
             return hidden
-        update = block.mlp(hidden, block.pre_mlp_layernorm)
-        return block.add_mlp(hidden, update, self.shared.context(given, self.layer, hidden))
+        return block.after_attention(hidden, self.shared.context(given, self.layer, hidden))
 
 
 class _Head(_Part):
@@ -198,7 +197,7 @@ class _RoutedAttention(_Attention):
         norm = self.block.pre_mlp_layernorm
         x = residual if norm is None else norm(residual)
         context = self.shared.context(given, self.layer, residual)
-        rows, weights, order, routes = self.experts.route(x, context)
+        weights, order, routes, rows = self.experts.route(x, context)
         given.routing = order, routes
         return (residual, weights, rows) if self.experts.shared_experts is None else (residual, weights, rows, x)
 
@@ -241,13 +240,13 @@ class _Experts(_Part):
 
     def compute(self, *inputs: Any) -> Any:
         received, *x, given = inputs
-        results = self.experts.run_experts(received, given.routing[1])
+        results = self.experts.run_experts(received, given.routing[1], given.context)
         shared = self.experts.shared_experts
-        return (results,) if shared is None else (results, shared(*x))
+        return (results,) if shared is None else (results, shared(*x, given.context))
 
     def run_forward(self, given: _Given, inputs: Any) -> Any:
         residual, weights, x, received, *routing = inputs
-        given.routing = routing[0], routing[1]
+        given.routing, given.context = (routing[0], routing[1]), self.shared.context(given, self.layer, residual)
         results, *shared = self.run(given, (received,) if x is None else (received, x))
         return residual, weights, shared[0] if shared else None, results, *routing
 

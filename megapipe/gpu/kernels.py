@@ -15,7 +15,6 @@ from torch.utils._pytree import tree_map_only
 from megapipe.config.config import Config
 from megapipe.config.layers import layer_configs
 from megapipe.config.model import ATTENTIONS, PrecisionConfig
-from megapipe.config.rules.pairs import why_not_compiled
 from megapipe.config.rules.proposals import chosen
 from megapipe.config.training import OPTIMIZERS
 from megapipe.dtypes import ELEMENT_BYTES
@@ -167,11 +166,9 @@ def describe_kernels(kernels: Kernels, config: Config, device: torch.device) -> 
 
 
 def _describe_blocks(config: Config, device_type: str) -> str:
-    wanted, reason = config.kernels.compile_blocks, why_not_compiled(config)
+    wanted = config.kernels.compile_blocks
     if wanted == "off" or (wanted == "auto" and device_type != "cuda"):
         return "not compiled"
-    if reason is not None:
-        return f"not compiled: {reason}"
     return "compiled before the first step, if equal" + (" and faster" if wanted == "auto" else "")
 
 

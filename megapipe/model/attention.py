@@ -9,18 +9,21 @@ q: [s, b, g, n, d]; k, v: [s, b, g, 1, d]. Result: [s, b, h] (a slice of s with 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
 import torch
 from torch import Tensor, nn
 
 from megapipe.model.context import LayerContext, rotate_
 from megapipe.model.core_attention import CoreAttention
 from megapipe.model.layer_factory import LayerFactory
-from megapipe.model.recompute import RecomputedSegment
-from megapipe.tensor_parallel.gradients import InputRecompute
+from megapipe.model.norm import Norm, NormFunction
+from megapipe.model.segments import NOTHING, Element, Elements, Operator, Segment, again_if, linear_element
 
 
 class SelfAttention(nn.Module):
-    """Self-attention: [s, b, h] (a slice of s with sequence parallelism) -> the same shape."""
+    """Self-attention: elements from [s, b, h] (a slice of s with sequence parallelism) to the same shape."""
 
     def __init__(self, layer: int, factory: LayerFactory) -> None:
         super().__init__()
@@ -44,26 +47,82 @@ class SelfAttention(nn.Module):
         if config.softmax_type == "learnable":
             self.softmax_offset = nn.Parameter(torch.empty(self.groups * self.queries, device="meta"))
 
-    def forward(self, x: Tensor, context: LayerContext, recompute: InputRecompute | None = None) -> Tensor:
-        """recompute: how linear_qkv recomputes x in the backward, instead of saving it."""
-        return self.attend(*self.split_heads(self.linear_qkv(x, recompute), context), context)
+    def elements(self, norm: Elements = NOTHING) -> Iterator[Element]:
+        """Yield the elements of the branch. norm: those before linear_qkv."""
+        yield from norm
+        yield linear_element("linear_qkv", self.linear_qkv)
+        yield self._heads()
+        yield from self.core_and_projection()
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, context: LayerContext) -> Tensor:
-        """Return core attention and its output projection."""
-        core = self.core.of(context, self.softmax_offset)
-        if self.recompute_core:
-            return RecomputedSegment(core).then(self.linear_proj, q, k, v)
-        return self.linear_proj(core(q, k, v))
+    def core_and_projection(self) -> Iterator[Element]:
+        """Yield core attention and its output projection."""
+        core = Operator("core_attention", lambda context, q, k, v: self.core.of(context, self.softmax_offset)(q, k, v))
+        yield from again_if(self.recompute_core, Elements([core]))
+        yield linear_element("linear_proj", self.linear_proj)
 
-    def split_heads(self, qkv: Tensor, context: LayerContext) -> tuple[Tensor, Tensor, Tensor]:
-        """Split [s, b, g (n + 2) d] into q [s, b, g, n, d] and k, v [s, b, g, 1, d], normed and rotated."""
-        normed, groups, queries, head_dim = self.config.qk_layernorm, self.groups, self.queries, self.head_dim
-        if context.rotary is not None and not normed:
-            qkv = rotate_(qkv, *context.rotary, groups, queries + 1, head_dim)  # q and k at once, in place
+    def _heads(self) -> Element:
+        """Return the element that splits, norms and rotates heads: a segment, unless its norms are none."""
+        heads = Heads(self.groups, self.queries, self.head_dim)
+        if not self.config.qk_layernorm:
+            if self.config.rotary is None:
+                return Operator("heads", lambda context, qkv: heads(qkv))  # views alone
+            return Segment("heads", heads, lambda context, like: context.rotary)
+        q_norm, k_norm = self.q_layernorm, self.k_layernorm
+        if not (isinstance(q_norm, Norm) and isinstance(k_norm, Norm) and q_norm.is_pure):
+            return Operator("heads", lambda context, qkv: heads(qkv, *(context.rotary or ()), norms=(q_norm, k_norm)))
+        normed = replace(heads, norm=q_norm.function)
+
+        def operands(context: LayerContext, like: Tensor) -> tuple[Tensor | None, ...]:
+            return *(context.rotary or (None, None)), q_norm.weight, q_norm.bias, k_norm.weight, k_norm.bias
+
+        return Segment("heads", normed, operands)
+
+
+@dataclass(frozen=True)
+class Heads:
+    """Splits [s, b, g (n + 2) d] into q [s, b, g, n, d] and k, v [s, b, g, 1, d], normed and rotated.
+
+    norm: of q and of k, with the weights given.
+    """
+
+    groups: int
+    queries: int
+    head_dim: int
+    norm: NormFunction | None = None
+
+    def __call__(
+        self,
+        qkv: Tensor,
+        cos: Tensor | None = None,
+        sin: Tensor | None = None,
+        *weights: Tensor | None,  # and biases, of the norms of q and of k
+        norms: tuple[nn.Module, nn.Module] | None = None,  # in place of `norm`
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        groups, queries, head_dim, compiles = self.groups, self.queries, self.head_dim, torch.compiler.is_compiling()
+        normed = norms is not None or self.norm is not None
+        if cos is not None and sin is not None and not normed and not compiles:
+            qkv = rotate_(qkv, cos, sin, groups, queries + 1, head_dim)  # q and k at once, in place
         q, k, v = qkv.view(*qkv.shape[:2], groups, queries + 2, head_dim).split((queries, 1, 1), dim=3)
+        if norms is not None:
+            q, k = norms[0](q), norms[1](k)
+        elif self.norm is not None:
+            q, k = self.norm(q, *weights[:2]), self.norm(k, *weights[2:])  # type: ignore[arg-type]
+        if cos is None or sin is None:
+            return q, k, v
+        if compiles:
+            # v is written in the same pass; as a view it would keep all of qkv for the backward
+            return rotated(q, cos, sin), rotated(k, cos, sin), v.contiguous()
         if normed:
-            q, k = self.q_layernorm(q), self.k_layernorm(k)
-            if context.rotary is not None:
-                q = rotate_(q, *context.rotary, groups, queries, head_dim)
-                k = rotate_(k, *context.rotary, groups, 1, head_dim)
+            q, k = rotate_(q, cos, sin, groups, queries, head_dim), rotate_(k, cos, sin, groups, 1, head_dim)
         return q, k, v
+
+
+def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Return the rotation of the first channels of each head, as many as the tables have, for a graph of torch.compile.
+
+    `rotate_` writes in place, which a graph would do by a copy.
+    """
+    half = cos.shape[-1]
+    first, second = x[..., :half].to(cos.dtype), x[..., half : 2 * half].to(cos.dtype)
+    turned = [(first * cos - second * sin).to(x.dtype), (second * cos + first * sin).to(x.dtype)]
+    return torch.cat([*turned, *([x[..., 2 * half :]] if x.shape[-1] > 2 * half else [])], dim=-1)

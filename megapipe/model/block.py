@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
-from functools import cached_property
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor, nn
 
 from megapipe.model.attention import SelfAttention
-from megapipe.model.compiled import CompiledBlock, Parts
 from megapipe.model.context import LayerContext
 from megapipe.model.latent_attention import LatentAttention
 from megapipe.model.layer_factory import LayerFactory
 from megapipe.model.mlp import MLP
 from megapipe.model.moe import MoE
-from megapipe.tensor_parallel.gradients import InputRecompute
-from megapipe.tensor_parallel.random import keyed_dropout
+from megapipe.model.norm import norm_element
+from megapipe.model.segments import Compiler, Element, Elements, Segment, again_if, run
+from megapipe.tensor_parallel.random import dropped, keyed_mask
 
 
 class Block(nn.Module):
     """One transformer layer: [s, b, h] (a slice of s with sequence parallelism) -> the same. layer: global index.
 
     x + norm(attention(norm(x))), then x + norm(mlp(norm(x))), with the parts and the norms that its configuration has.
+    attention, mlp: the elements of the two branches.
     """
 
     def __init__(self, layer: int, factory: LayerFactory) -> None:
@@ -32,44 +35,39 @@ class Block(nn.Module):
         self.dropout_rank = factory.tp.rank if factory.sequence_parallel else None
         self.self_attention: SelfAttention | None = None
         self.mlp: MLP | MoE | None = None
+        self.compiler: Compiler | None = None
+        attention: Iterator[Element] = iter(())
+        mlp: Iterator[Element] = iter(())
         if factory.config.has_attention:
             self.input_layernorm, self.post_self_attn_layernorm = factory.branch_norms()
             kind = LatentAttention if factory.config.multi_latent_attention else SelfAttention
             self.self_attention = kind(layer, factory)
+            norm = again_if("layernorm" in self.recompute, self._norm("input_layernorm"))
+            attention = self.self_attention.elements(norm)
         if factory.config.has_mlp:
             self.pre_mlp_layernorm, self.post_mlp_layernorm = factory.branch_norms()
             self.mlp = MLP(layer, factory) if factory.config.num_experts is None else MoE(layer, factory)
-        self.compiled: CompiledBlock | None = None
-
-    @cached_property
-    def parts(self) -> Parts:
-        """Its modules, for the compiled form."""
-        norms = {name: module for name, module in self.named_children() if name.endswith("layernorm")}
-        assert not isinstance(self.mlp, MoE)  # refused by a rule of the configuration
-        return Parts(self.layer, self.self_attention, self.mlp, norms, self.recompute, self.dropout_rank)
+            mlp = self.mlp.elements(self._norm("pre_mlp_layernorm"))
+        self.attention_end = Elements([*self._norm("post_self_attn_layernorm"), self._sum("attention_output")])
+        self.mlp_end = Elements([*self._norm("post_mlp_layernorm"), self._sum("mlp_output")])
+        self.attention = Elements([*attention, *(self.attention_end if self.self_attention is not None else ())])
+        self.mlp_branch = Elements([*mlp, *(self.mlp_end if self.mlp is not None else ())])
+        self.elements = Elements([*self.attention, *self.mlp_branch])
 
     def forward(self, hidden: Tensor, context: LayerContext) -> Tensor:
-        if self.compiled is not None and self.compiled.accepts(hidden, context):
-            return self.compiled(self.parts, hidden, context)
-        hidden = self.attend(hidden, context)
-        if self.mlp is None:
-            return hidden
-        of_microbatch = (context,) if isinstance(self.mlp, MoE) else ()
-        return self.add_mlp(hidden, self.mlp(hidden, self.pre_mlp_layernorm, *of_microbatch), context)
+        return self._run(self.elements, hidden, (hidden,), context)
 
     def attend(self, hidden: Tensor, context: LayerContext) -> Tensor:
         """Add the branch of attention to the residual stream."""
-        if self.self_attention is None:
-            return hidden
-        norm, recompute = self.input_layernorm, None
-        if norm is not None and "layernorm" in self.recompute:
-            recompute = InputRecompute(norm.forward, (hidden,))
-        update = self.self_attention(hidden if norm is None else norm(hidden), context, recompute)
-        return self._add(hidden, update, self.post_self_attn_layernorm, context, "attention_output")
+        return self._run(self.attention, hidden, (hidden,), context)
+
+    def after_attention(self, hidden: Tensor, context: LayerContext) -> Tensor:
+        """Add the branch of the MLP to the residual stream."""
+        return self._run(self.mlp_branch, hidden, (hidden,), context)
 
     def add_mlp(self, hidden: Tensor, update: Tensor, context: LayerContext) -> Tensor:
         """Add the output of the MLP, or of the experts, to the residual stream; `update` is overwritten."""
-        return self._add(hidden, update, self.post_mlp_layernorm, context, "mlp_output")
+        return self._run(self.mlp_end, hidden, (update,), context)
 
     def modules_in_order(self) -> list[nn.Module | None]:
         """Return submodules that together hold all parameters, in the order in which a forward calls them."""
@@ -81,8 +79,39 @@ class Block(nn.Module):
             order += (self.pre_mlp_layernorm, *mlp, self.post_mlp_layernorm)
         return order
 
-    def _add(self, hidden: Tensor, update: Tensor, norm: nn.Module | None, context: LayerContext, site: str) -> Tensor:
-        """Return hidden + dropout(norm(update))."""
-        update = update if norm is None else norm(update)
-        update = keyed_dropout(update, self.dropout_rate, context.dropout_key, self.layer, site, self.dropout_rank)
-        return update.add_(hidden)  # in place: it is the output of a linear, norm or dropout, which no operation saves
+    def _run(self, elements: Elements, hidden: Tensor, values: tuple[Tensor, ...], context: LayerContext) -> Tensor:
+        if self.compiler is not None and self.compiler.accepts(hidden) and context.cache is None:
+            context = replace(context, compiler=self.compiler)
+        stream, _ = run(elements, hidden, values, context)
+        assert stream is not None
+        return stream
+
+    def _norm(self, name: str) -> Elements:
+        """Return the element of a norm that the layer may have."""
+        norm: nn.Module | None = getattr(self, name, None)
+        return Elements(() if norm is None else [norm_element(name, norm)])
+
+    def _sum(self, site: str) -> Element:
+        """Return the residual sum that ends a branch. site: of its dropout."""
+        rate = self.dropout_rate
+
+        def mask(context: LayerContext, stream: Tensor) -> tuple[Tensor | None]:
+            if rate == 0.0 or context.dropout_key is None:
+                return (None,)
+            place = self.layer, site, self.dropout_rank
+            return (keyed_mask(stream.shape, rate, context.dropout_key, *place, stream.device),)
+
+        return Segment("add", ResidualSum(1.0 / (1.0 - rate)), mask, joins=True)
+
+
+@dataclass(frozen=True)
+class ResidualSum:
+    """(stream, update, mask of its dropout or None) -> stream + update x mask x scale; `update` is overwritten."""
+
+    scale: float
+
+    def __call__(self, stream: Tensor, update: Tensor, mask: Tensor | None) -> Tensor:
+        if mask is not None:
+            update = dropped(update, mask, self.scale)
+        # in place: it is the output of a linear, norm or dropout, which no operation saves
+        return stream + update if torch.compiler.is_compiling() else update.add_(stream)

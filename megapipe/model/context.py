@@ -28,8 +28,10 @@ from megapipe.config.model import ATTENTIONS
 from megapipe.errors import ConfigError
 from megapipe.gpu.packed_attention import DocumentBorders
 from megapipe.model.block_attention import MaskedBlock
+from megapipe.model.dispatch import KeptRouting
 from megapipe.model.microbatch import KVCache, Microbatch, MicrobatchSlice
 from megapipe.model.recompute import KeptAttention
+from megapipe.model.segments import Compiler
 from megapipe.sharding.sequence import (
     WHOLE_SEQUENCE,
     SequencePart,
@@ -68,6 +70,8 @@ class LayerContext:
     cache: KVCache | None = None
     borders: DocumentBorders | None = None  # attention stays within documents, without a mask
     kept_attention: KeptAttention | None = None  # keeps attention's results from the forward for the recompute
+    kept_routing: KeptRouting | None = None  # keeps the routing of experts, likewise
+    compiler: Compiler | None = None  # of the layer's segments
     # of attention in blocks, by rank of the ring whose keys they are; its own first. Of a slice: under 0
     blocks: Mapping[int, MaskedBlocks] = field(default_factory=dict)
     slice: MicrobatchSlice | None = None

@@ -12,9 +12,9 @@ Backwards are the same operations the other way round.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -250,6 +250,54 @@ def exchange(rows: Tensor, sent: Sequence[int], received: Sequence[int], group: 
     if work is not None:
         work.wait()
     return output
+
+
+class Routing(NamedTuple):
+    """The experts of every token of a microbatch, and how its rows travel.
+
+    chosen: [t, k] int64. order: [rows] int64, entry i is token x k + j of row i, or k t for padding; where tokens are
+    gathered, the rows of the routes.
+    """
+
+    chosen: Tensor
+    order: Tensor
+    routes: Routes | GatheredRoutes
+
+
+class KeptRouting:
+    """The routing of one forward, which its recompute uses again (a `KeptResults`).
+
+    So the recompute sends the same rows whatever has happened to the router since, exchanges no numbers of rows and
+    does not wait for the device. routing: set by the forward; while recomputing, that of the forward.
+    """
+
+    def __init__(self) -> None:
+        self.routing: Routing | None = None
+        self.is_reused = False
+        self._routes: Routes | GatheredRoutes | None = None
+
+    def record(self, fn: Callable[..., Tensor], inputs: tuple[Tensor, ...]) -> tuple[Tensor, tuple[Tensor, ...]]:
+        output = fn(*inputs)
+        assert self.routing is not None
+        chosen, order, routes = self.routing
+        empty = order.new_empty(0)  # the caller saves the tensors
+        self.routing, self._routes = None, _with_tensors(routes, empty, empty)
+        return output, (chosen, order, routes.order)
+
+    def reuse(self, fn: Callable[..., Tensor], inputs: tuple[Tensor, ...], tensors: tuple[Tensor, ...]) -> Tensor:
+        assert self._routes is not None
+        chosen, order, of_routes = tensors
+        self.routing, self.is_reused = Routing(chosen, order, _with_tensors(self._routes, order, of_routes)), True
+        try:
+            return fn(*inputs)
+        finally:
+            self.routing, self._routes, self.is_reused = None, None, False
+
+
+def _with_tensors(routes: Routes | GatheredRoutes, rows: Tensor, order: Tensor) -> Routes | GatheredRoutes:
+    if isinstance(routes, GatheredRoutes):
+        return replace(routes, rows=rows, order=order)
+    return replace(routes, order=order)
 
 
 def start_exchange(

@@ -16,24 +16,29 @@ context parallelism it gets them after it is exchanged.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
+from megapipe.comm.groups import Group
 from megapipe.config.config import ResolvedModelConfig
-from megapipe.model.attention import SelfAttention
-from megapipe.model.context import LayerContext, rotate_pairs_
+from megapipe.model.attention import SelfAttention, rotated
+from megapipe.model.context import rotate_pairs_
 from megapipe.model.core_attention import CoreAttention
 from megapipe.model.layer_factory import LayerFactory
+from megapipe.model.norm import norm_element
+from megapipe.model.segments import NOTHING, Element, Elements, Operator, Segment, linear, linear_element
 from megapipe.tensor_parallel.gemms import at_least_fp32, gathered, summed
-from megapipe.tensor_parallel.gradients import InputRecompute
 
 
 class LatentAttention(SelfAttention):
-    """Latent attention: [s, b, h] (a slice of s with sequence parallelism) -> the same shape."""
+    """Latent attention: elements from [s, b, h] (a slice of s with sequence parallelism) -> the same shape."""
 
     def __init__(self, layer: int, factory: LayerFactory) -> None:
         nn.Module.__init__(self)
@@ -64,21 +69,33 @@ class LatentAttention(SelfAttention):
         self.linear_kv_up_proj = factory.linear("column", layer, kv_rank, rows, False)
         self.linear_proj = factory.linear("row", layer, heads * config.v_head_dim, hidden, config.add_bias_linear)
 
-    def forward(self, x: Tensor, context: LayerContext, recompute: InputRecompute | None = None) -> Tensor:
-        """recompute: how the linears of x recompute it in the backward, instead of saving it."""
-        config = self.config
+    def elements(self, norm: Elements = NOTHING) -> Iterator[Element]:
+        """Yield the elements of the branch. norm: those before the projections."""
+        config, first, second, third = self.config, slice(0, 1), slice(1, 2), slice(2, 3)
+        yield from norm
         if config.q_lora_rank is None:
-            q = self.linear_q_proj(x, recompute)
+            yield Operator("linear_q_proj", lambda context, x: (linear(self.linear_q_proj, x), x))
         else:
-            q = self.linear_q_up_proj(self.q_layernorm(self.linear_q_down_proj(x, recompute)))
-        latent, shared_key = self.linear_kv_down_proj(x, recompute).split(
-            (config.kv_lora_rank, config.qk_pos_emb_head_dim), dim=-1
+            yield Operator("linear_q_down_proj", lambda context, x: (linear(self.linear_q_down_proj, x), x))
+            if config.qk_layernorm:
+                yield norm_element("q_layernorm", self.q_layernorm, first)
+            yield linear_element("linear_q_up_proj", self.linear_q_up_proj, first)
+        sizes = config.kv_lora_rank, config.qk_pos_emb_head_dim
+        yield Operator(
+            "linear_kv_down_proj", lambda context, x: linear(self.linear_kv_down_proj, x).split(sizes, dim=-1), second
         )
-        latent = self.kv_layernorm(latent).contiguous()  # without a norm a copy, so that the rest is not kept
-        assert context.rotary is not None
-        q, k, v = _Heads.apply(q, self.linear_kv_up_proj(latent), shared_key, *context.rotary, self)
-        q, k, v = (x.view(*x.shape[:2], self.groups, 1, -1) for x in (q, k, v))
-        return self.attend(q, k, v, context)
+        if config.qk_layernorm:
+            yield norm_element("kv_layernorm", self.kv_layernorm, second)
+        else:  # a copy, so that the rest is not kept
+            yield Operator("latent", lambda context, latent: latent.contiguous(), second)
+        yield linear_element("linear_kv_up_proj", self.linear_kv_up_proj, second)
+        if self.tp.size > 1:
+            yield Operator(
+                "shared_key", lambda context, key: _SharedKey.apply(key, self.tp, self.sequence_parallel), third
+            )
+        heads = LatentHeads(self.groups, config.qk_head_dim, self.head_dim, config.v_head_dim, self.value_dim)
+        yield Segment("heads", heads, lambda context, like: context.rotary)
+        yield from self.core_and_projection()
 
 
 def _latent_norm(factory: LayerFactory, config: ResolvedModelConfig, size: int) -> nn.Module:
@@ -86,46 +103,76 @@ def _latent_norm(factory: LayerFactory, config: ResolvedModelConfig, size: int) 
     return factory.norm(size, config.latent_norm_epsilon) if config.qk_layernorm else nn.Identity()
 
 
-class _Heads(Function):
-    """Rotated q in place, k of all heads, and v, perhaps with zeros up to k's width. Saves nothing but rotary tables.
+class _SharedKey(Function):
+    """The key of all heads [s, b, dr] from a slice of s, with sequence parallelism; its gradient, a sum over tp."""
 
-    q: [s, b, n (dn + dr)]; keys_values: [s, b, n (dn + dv)]; shared_key: [s, b, dr], a slice of s with sequence
-    parallelism. Returns q and k, [s, b, n (dn + dr)], and v, [s, b, n value_dim].
+    @staticmethod
+    def forward(ctx: Any, key: Tensor, tp: Group, is_slice: bool) -> Tensor:
+        ctx.arguments = tp, is_slice
+        return gathered(key, tp) if is_slice else key.view_as(key)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return summed(grad, *ctx.arguments), None, None
+
+
+@dataclass(frozen=True)
+class LatentHeads:
+    """(q [s, b, n (dn + dr)], keys and values [s, b, n (dn + dv)], shared key [s, b, dr], cos, sin) -> rotated q, k of
+    all heads, both [s, b, n, 1, dn + dr], and v [s, b, n, 1, value_dim], perhaps with zeros up to k's width.
     """
+
+    groups: int  # n
+    plain: int  # dn
+    width: int  # dn + dr
+    values: int  # dv
+    value_dim: int
+
+    def __call__(
+        self, q: Tensor, keys_values: Tensor, shared_key: Tensor, cos: Tensor, sin: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        heads = (*q.shape[:2], self.groups, 1)
+        if not torch.compiler.is_compiling():
+            q, k, v = (x.view(*heads, -1) for x in _Heads.apply(q, keys_values, shared_key, cos, sin, self))
+            return q, k, v
+        q, shared = q.view(*heads, -1), rotated(shared_key.view(*q.shape[:2], 1, 1, -1), cos, sin)
+        keys, v = keys_values.view(*heads, -1).split((self.plain, self.values), dim=-1)
+        q = torch.cat((q[..., : self.plain], rotated(q[..., self.plain :], cos, sin)), dim=-1)
+        k = torch.cat((keys, shared.expand(*heads, -1)), dim=-1)
+        return q, k, F.pad(v, (0, self.value_dim - self.values)).contiguous()
+
+
+class _Heads(Function):
+    """`LatentHeads` with q rotated in place. Saves nothing but rotary tables."""
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, keys_values: Tensor, shared_key: Tensor, cos: Tensor, sin: Tensor, owner: LatentAttention
+        ctx: Any, q: Tensor, keys_values: Tensor, shared_key: Tensor, cos: Tensor, sin: Tensor, sizes: LatentHeads
     ) -> tuple[Tensor, Tensor, Tensor]:
-        ctx.tables, ctx.owner = (cos, sin), owner  # constants shared by all layers, not activations
+        ctx.tables, ctx.sizes = (cos, sin), sizes  # constants shared by all layers, not activations
         ctx.mark_dirty(q)
-        config, width = owner.config, owner.head_dim
-        plain, heads = config.qk_head_dim, (*q.shape[:2], owner.groups, 1)
-        rotate_pairs_(q.view(*heads, width)[..., plain:], cos, sin)
-        shared = gathered(shared_key, owner.tp) if owner.sequence_parallel else shared_key.clone()
-        shared = shared.view(*q.shape[:2], 1, 1, -1)
+        plain, heads = sizes.plain, (*q.shape[:2], sizes.groups, 1)
+        rotate_pairs_(q.view(*heads, sizes.width)[..., plain:], cos, sin)
+        shared = shared_key.clone().view(*q.shape[:2], 1, 1, -1)
         rotate_pairs_(shared, cos, sin)
-        from_latent = keys_values.view(*heads, plain + config.v_head_dim)
-        k, v = torch.empty_like(q).view(*heads, width), q.new_zeros(*heads, owner.value_dim)
+        from_latent = keys_values.view(*heads, plain + sizes.values)
+        k, v = torch.empty_like(q).view(*heads, sizes.width), q.new_zeros(*heads, sizes.value_dim)
         k[..., :plain] = from_latent[..., :plain]
         k[..., plain:] = shared
-        v[..., : config.v_head_dim] = from_latent[..., plain:]
+        v[..., : sizes.values] = from_latent[..., plain:]
         return q, k.view_as(q), v.flatten(2)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_q: Tensor, grad_k: Tensor, grad_v: Tensor) -> tuple[Tensor | None, ...]:
-        (cos, sin), owner = ctx.tables, ctx.owner
-        config, width = owner.config, owner.head_dim
-        plain, heads = config.qk_head_dim, (*grad_q.shape[:2], owner.groups, 1)
+        (cos, sin), sizes = ctx.tables, ctx.sizes
+        plain, heads = sizes.plain, (*grad_q.shape[:2], sizes.groups, 1)
         # a copy, since hooks and other consumers may hold the gradient
         grad_q = grad_q.clone(memory_format=torch.contiguous_format)
-        rotate_pairs_(grad_q.view(*heads, width)[..., plain:], cos, -sin)
-        grad_k, grad_v = grad_k.reshape(*heads, width), grad_v.reshape(*heads, owner.value_dim)
-        grad_both = torch.cat((grad_k[..., :plain], grad_v[..., : config.v_head_dim]), dim=-1).flatten(2)
+        rotate_pairs_(grad_q.view(*heads, sizes.width)[..., plain:], cos, -sin)
+        grad_k, grad_v = grad_k.reshape(*heads, sizes.width), grad_v.reshape(*heads, sizes.value_dim)
+        grad_both = torch.cat((grad_k[..., :plain], grad_v[..., : sizes.values]), dim=-1).flatten(2)
         shared = grad_k[..., plain:].sum((2, 3), dtype=at_least_fp32(grad_k.dtype), keepdim=True)
         rotate_pairs_(shared, cos, -sin)
-        shared = shared.flatten(2).to(grad_k.dtype)
-        if owner.tp.size > 1:
-            shared = summed(shared, owner.tp, owner.sequence_parallel)
-        return grad_q, grad_both, shared, None, None, None
+        return grad_q, grad_both, shared.flatten(2).to(grad_k.dtype), None, None, None

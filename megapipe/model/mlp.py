@@ -7,9 +7,9 @@ of the last dimension.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -19,9 +19,18 @@ from torch import Tensor, nn
 from megapipe.config.layers import LayerConfig
 from megapipe.config.model import ACTIVATIONS as KINDS
 from megapipe.model.layer_factory import LayerFactory
-from megapipe.model.recompute import RecomputedSegment
 from megapipe.model.registered import registered_activation
-from megapipe.tensor_parallel.gradients import InputRecompute
+from megapipe.model.segments import (
+    ALL,
+    NOTHING,
+    Again,
+    Element,
+    Elements,
+    Operator,
+    Segment,
+    again_if,
+    linear_element,
+)
 
 Activation = Callable[[Tensor], Tensor]
 Pointwise = Callable[..., Tensor]
@@ -34,7 +43,7 @@ class MLP(nn.Module):
         super().__init__()
         config, recompute, kernels = factory.config, factory.recompute, factory.kernels
         self.recompute = recompute
-        self.activation = activation(config, kernels.pointwise if kernels.compiles else None)
+        self.activation = activation_element(config, kernels.pointwise if kernels.compiles else None)
         kind = KINDS[config.activation]
         # relu saves only its output, which linear_fc2 saves too: recomputing it would free nothing
         self.recompute_activation = "activation" in recompute and not kind.keeps_output
@@ -43,30 +52,32 @@ class MLP(nn.Module):
         self.linear_fc1 = factory.linear("column", layer, hidden, rows, bias)
         self.linear_fc2 = factory.linear("row", layer, ffn, hidden, bias)
 
-    def forward(
-        self,
-        x: Tensor,
-        norm: nn.Module | None,
-        activation: Activation | None = None,
-        again: InputRecompute | None = None,
-    ) -> Tensor:
-        """Return MLP(norm(x)). The norm is an argument because it may be recomputed together with linear_fc1.
-
-        activation: used in place of `self.activation`, for example its compiled form. again: how the backward makes x
-        again, where the norm before it is not an argument.
-        """
-        activation = activation or self.activation
-        recompute_norm = "layernorm" in self.recompute and norm is not None
-        norm = nn.Identity() if norm is None else norm
+    def elements(self, norm: Elements = NOTHING) -> Iterator[Element]:
+        """Yield the elements of the branch. norm: those before linear_fc1, which may be recomputed together with it."""
+        middle = Elements([self.activation])
+        inner = Elements([linear_element("linear_fc1", self.linear_fc1), *middle])
         if "mlp" in self.recompute:
-            start = x if recompute_norm else norm(x)
-            segment = RecomputedSegment(
-                lambda start: activation(self.linear_fc1(norm(start) if recompute_norm else start))
-            )
-            return segment.then(self.linear_fc2, start)
-        middle = self.linear_fc1(norm(x), InputRecompute(norm.forward, (x,)) if recompute_norm else again)
-        recompute = InputRecompute(activation, (middle,)) if self.recompute_activation else None
-        return self.linear_fc2(activation(middle), recompute)
+            with_norm = "layernorm" in self.recompute
+            yield from () if with_norm else norm
+            yield Again(Elements([*norm, *inner]) if with_norm else inner)
+        else:
+            yield from again_if("layernorm" in self.recompute, norm)
+            yield inner[0]
+            yield from again_if(self.recompute_activation, middle)
+        yield linear_element("linear_fc2", self.linear_fc2)
+
+
+def activation_element(
+    model: LayerConfig,
+    compiler: Callable[[Pointwise], Pointwise] | None = None,
+    at: slice = ALL,
+    has_rows: bool = False,
+) -> Element:
+    """Return the activation of a layer: a segment, unless an extension computes it. compiler: as in `activation`."""
+    function = activation(model, compiler)
+    if KINDS[model.activation].function is not None:
+        return Operator("activation", lambda context, x: function(x), at)
+    return Segment("activation", function, at=at, has_rows=has_rows)
 
 
 def activation(model: LayerConfig, compiler: Callable[[Pointwise], Pointwise] | None = None) -> Activation:
@@ -75,10 +86,14 @@ def activation(model: LayerConfig, compiler: Callable[[Pointwise], Pointwise] | 
     if KINDS[name].function is not None:
         return registered_activation(KINDS[name], name)
     if model.bends_gates:
-        gate = BentGate(name, model.activation_func_clamp_value, model.glu_linear_offset)
-        return lambda x: _WithGradient.apply(x, gate.forward, gate.backward)
+        return BentGate(name, model.activation_func_clamp_value, model.glu_linear_offset)
     if compiler is None or name not in GRADIENTS:
         return ACTIVATIONS[name]
+    return _compiled_activation(name, compiler)
+
+
+@cache
+def _compiled_activation(name: str, compiler: Callable[[Pointwise], Pointwise]) -> Activation:
     forward, backward = map(compiler, GRADIENTS[name])
     return lambda x: _WithGradient.apply(x, forward, backward)
 
@@ -99,7 +114,7 @@ class _Gated(torch.autograd.Function):
         gate, up = gate_up.chunk(2, dim=-1)
         grads = torch.empty_like(gate_up)
         grad_gate, grad_up = grads.chunk(2, dim=-1)
-        torch.mul(grad, ctx.act(gate), out=grad_up)
+        grad_up.copy_(ctx.act(gate).mul_(grad))
         grad_gate.copy_(ctx.act_backward(grad * up, gate))
         return grads, None, None
 
@@ -149,6 +164,9 @@ class BentGate:
     limit: float | None
     offset: float
 
+    def __call__(self, gate_up: Tensor) -> Tensor:
+        return _WithGradient.apply(gate_up, self.forward, self.backward)  # type: ignore[no-any-return]
+
     def forward(self, gate_up: Tensor) -> Tensor:
         gate, up = self._bent(gate_up)
         output: Tensor = GATES[self.name][0](gate).mul_(up)
@@ -160,7 +178,7 @@ class BentGate:
         gate, up = self._bent(gate_up)
         grads = torch.empty_like(gate_up)
         grad_gate, grad_up = grads.chunk(2, dim=-1)
-        torch.mul(grad, act(gate), out=grad_up)
+        grad_up.copy_(act(gate).mul_(grad))
         grad_gate.copy_(act_backward(up.mul_(grad), gate))
         if self.limit is not None:
             gate, up = gate_up.chunk(2, dim=-1)

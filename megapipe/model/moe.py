@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -30,64 +30,32 @@ from megapipe.dtypes import DTYPES
 from megapipe.errors import ConfigError
 from megapipe.layers.moe import expert_capacity, rows_of_capacity
 from megapipe.model.context import LayerContext, RealTokens
-from megapipe.model.dispatch import GatheredRoutes, Routes
+from megapipe.model.dispatch import GatheredRoutes, KeptRouting, Routes, Routing
 from megapipe.model.layer_factory import LayerFactory
-from megapipe.model.mlp import MLP, activation
-from megapipe.model.recompute import RecomputedSegment
+from megapipe.model.mlp import MLP, activation_element
+from megapipe.model.segments import (
+    LAST,
+    NOTHING,
+    Again,
+    Element,
+    Elements,
+    Operator,
+    Remade,
+    Segment,
+    again_if,
+    input_recompute,
+    run_branch,
+    tensor_of,
+)
 from megapipe.tensor_parallel.gemms import Gemms, RowGroups, at_least_fp32
 from megapipe.tensor_parallel.gradients import GradientSlot, InputRecompute, WeightQueue, add_to_grad
 
-
-class Routing(NamedTuple):
-    """The experts of every token of a microbatch, and how its rows travel.
-
-    chosen: [t, k] int64. order: [rows] int64, entry i is token x k + j of row i, or k t for padding; where tokens are
-    gathered, the rows of the routes.
-    """
-
-    chosen: Tensor
-    order: Tensor
-    routes: Routes | GatheredRoutes
-
-
-class KeptRouting:
-    """The routing of one forward, which its recompute uses again (a `KeptResults`).
-
-    So the recompute sends the same rows whatever has happened to the router since, exchanges no numbers of rows and
-    does not wait for the device. routing: set by the forward; while recomputing, that of the forward.
-    """
-
-    def __init__(self) -> None:
-        self.routing: Routing | None = None
-        self.is_reused = False
-        self._routes: Routes | GatheredRoutes | None = None
-
-    def record(self, fn: Callable[..., Tensor], inputs: tuple[Tensor, ...]) -> tuple[Tensor, tuple[Tensor, ...]]:
-        output = fn(*inputs)
-        assert self.routing is not None
-        chosen, order, routes = self.routing
-        empty = order.new_empty(0)  # the caller saves the tensors
-        self.routing, self._routes = None, _with_tensors(routes, empty, empty)
-        return output, (chosen, order, routes.order)
-
-    def reuse(self, fn: Callable[..., Tensor], inputs: tuple[Tensor, ...], tensors: tuple[Tensor, ...]) -> Tensor:
-        assert self._routes is not None
-        chosen, order, of_routes = tensors
-        self.routing, self.is_reused = Routing(chosen, order, _with_tensors(self._routes, order, of_routes)), True
-        try:
-            return fn(*inputs)
-        finally:
-            self.routing, self._routes, self.is_reused = None, None, False
-
-
-def _with_tensors(routes: Routes | GatheredRoutes, rows: Tensor, order: Tensor) -> Routes | GatheredRoutes:
-    if isinstance(routes, GatheredRoutes):
-        return replace(routes, rows=rows, order=order)
-    return replace(routes, order=order)
+ROWS = slice(-2, None)  # of a branch: the routes and the rows
 
 
 class MoE(nn.Module):
-    """Router, experts, perhaps shared experts: [s, b, h] (a slice of s with sequence parallelism) -> the same.
+    """Router, experts, perhaps shared experts: elements from [s, b, h] (a slice of s with sequence parallelism) to the
+    same.
 
     Raises ConfigError for tp without sequence parallelism.
     """
@@ -108,73 +76,64 @@ class MoE(nn.Module):
         if model.moe_shared_expert_intermediate_size is not None:
             self.shared_experts = SharedExperts(layer, factory, model.moe_shared_expert_intermediate_size)
 
-    def forward(self, x: Tensor, norm: nn.Module | None, context: LayerContext | None = None) -> Tensor:
-        """Return the weighted sum of the experts' results for norm(x), and the shared experts' added.
+    def elements(self, norm: Elements = NOTHING) -> Iterator[Element]:
+        """Yield the elements of the branch. norm: those before the router.
 
-        context: of a microbatch in training, for the router's losses and records.
+        Within them a branch has the normalized tokens x [s, b, h], which shared experts see, and what `route` returns.
         """
-        norm = nn.Identity() if norm is None else norm
-        recompute_norm = "layernorm" in self.recompute and not isinstance(norm, nn.Identity)
-        if "moe" not in self.recompute:
-            again = InputRecompute(norm.forward, (x,)) if recompute_norm else None
-            return self._run(norm(x), context, again=again).view(x.shape)
-        kept = KeptRouting()
-        segment = RecomputedSegment(lambda x: self._run(norm(x) if recompute_norm else x, context, kept), kept)
-        return segment(x if recompute_norm else norm(x)).view(x.shape)
-
-    def _run(
-        self,
-        x: Tensor,
-        context: LayerContext | None,
-        kept: KeptRouting | None = None,
-        again: InputRecompute | None = None,
-    ) -> Tensor:
-        """Return the results [t, h] for normalized tokens x [s, b, h], in a recompute by the routing of the forward.
-
-        again: how the backward makes x again, which is then not saved.
-        """
-        if self.router.model.moe_token_dispatcher_type == "allgather":
-            output = self._run_gathered(x, context, kept, again)
+        if "moe" in self.recompute:
+            with_norm = "layernorm" in self.recompute
+            yield from () if with_norm else norm
+            inner = Elements([*(norm if with_norm else ()), *self._elements()])
+            yield Again(inner, kept=KeptRouting, give=lambda context, kept: replace(context, kept_routing=kept))
         else:
-            rows, weights, order, routes = self.route(x, context, kept, again)
-            results = routes.combine(self.run_experts(routes.dispatch(rows), routes))
-            output = self.weigh(results, weights, order)
-        return output if self.shared_experts is None else output + self.shared_experts(x, again).flatten(0, -2)
+            yield from again_if("layernorm" in self.recompute, norm)
+            yield from self._elements()
 
-    def route(
-        self,
-        x: Tensor,
-        context: LayerContext | None = None,
-        kept: KeptRouting | None = None,
-        again: InputRecompute | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor, Routes]:
-        """Return the rows to dispatch [n, h], weights [t, k], the order of the rows and their routes. x: [s, b, h].
+    def _elements(self) -> Iterator[Element]:
+        if self.router.model.moe_token_dispatcher_type == "allgather":
+            yield Operator("experts", lambda context, x: (x, self._run_gathered(x, context)))
+        else:
+            yield Operator("router", lambda context, x: (x, *self.route(x, context)))
+            yield Operator("dispatch", lambda context, routes, rows: (routes, routes.dispatch(rows)), ROWS)
+            yield Operator("rows", lambda context, routes, rows: (routes, routes.by_expert(rows)), ROWS)
+            yield from self.experts.elements
+            yield Operator("results", lambda context, routes, rows: (routes, routes.by_rank(rows)), ROWS)
+            yield Operator("combine", lambda context, routes, rows: routes.combine(rows), ROWS)
+            yield Operator("sums", lambda context, x, weights, order, rows: (x, self.weigh(rows, weights, order)))
+        shared = self.shared_experts
+        if shared is None:
+            # autograd forbids in-place operations, as the residual sum is one, on a view that a recomputed range makes
+            view = torch.ops.aten._unsafe_view
+            yield Operator("output", lambda context, x, output: view(output, tensor_of(x).shape))
+        else:
+            yield Operator("shared_experts", lambda context, x, output: (output, shared(x, context)))
+            yield Segment("output", _sum_of_experts)
+
+    def route(self, x: Tensor | Remade, context: LayerContext) -> tuple[Tensor, Tensor, Routes, Tensor]:
+        """Return weights [t, k], the order of the rows, their routes, and the rows to dispatch [n, h]. x: [s, b, h].
 
         Without capacities and padding n = k t. Entry i of the order is token x k + j of row i, or k t for a row without
-        a token. Exchanges the numbers of rows, and waits for them, unless all experts get as many. context: as in
-        `forward`. kept: of a layer that is recomputed. again: as in `_run`.
+        a token. Exchanges the numbers of rows, and waits for them, unless all experts get as many.
         """
-        weights, (chosen, order, routes) = self._decide(x, context, kept, again)
+        weights, (chosen, order, routes) = self._decide(x, context)
         assert isinstance(routes, Routes)
-        rows = _Copies.apply(x.flatten(0, -2), order, chosen.shape[1], self._is_whole(order, weights))
-        return rows, weights, order, routes
+        tokens, is_whole = tensor_of(x).flatten(0, -2), self._is_whole(order, weights)
+        return weights, order, routes, _Copies.apply(tokens, order, chosen.shape[1], is_whole)
 
-    def _run_gathered(
-        self, x: Tensor, context: LayerContext | None, kept: KeptRouting | None, again: InputRecompute | None
-    ) -> Tensor:
+    def _run_gathered(self, x: Tensor | Remade, context: LayerContext) -> Tensor:
         """Return the weighted sums of the experts' results [t, h], with the tokens of all ranks on every rank."""
-        weights, (chosen, _, routes) = self._decide(x, context, kept, again)
+        weights, (chosen, _, routes) = self._decide(x, context)
         assert isinstance(routes, GatheredRoutes)
-        rows = routes.dispatch(routes.gather(x.flatten(0, -2)), chosen.shape[1])
-        return routes.combine(self.experts(rows, routes.expert_rows), routes.gather(weights))
+        rows = routes.dispatch(routes.gather(tensor_of(x).flatten(0, -2)), chosen.shape[1])
+        return routes.combine(self.experts(rows, routes, context), routes.gather(weights))
 
-    def _decide(
-        self, x: Tensor, context: LayerContext | None, kept: KeptRouting | None, again: InputRecompute | None
-    ) -> tuple[Tensor, Routing]:
+    def _decide(self, value: Tensor | Remade, context: LayerContext) -> tuple[Tensor, Routing]:
         """Return the weights [t, k] and the routing, in a recompute that of the forward."""
+        x, kept = tensor_of(value), context.kept_routing
         given = kept.routing if kept is not None and kept.is_reused else None
         router = self.router
-        weights, chosen = router(x, context, None if given is None else given.chosen, again)
+        weights, chosen = router(x, context, None if given is None else given.chosen, input_recompute(value))
         if given is not None:
             return weights, given
         real = router.real(x, context)
@@ -183,7 +142,7 @@ class MoE(nn.Module):
         rows = experts.flatten()
         load = rows.new_zeros(router.num_experts + 1).scatter_add_(0, rows, torch.ones_like(rows))[:-1]
         capacity = router.capacity(chosen.shape[0], real)
-        if context is not None and context.dropout_key is not None:
+        if context.dropout_key is not None:
             router.record(context.dropout_key.microbatch, load, capacity)
         if router.model.moe_token_dispatcher_type == "allgather":
             gathered = GatheredRoutes.of(experts, router.num_experts, self.groups)
@@ -194,9 +153,9 @@ class MoE(nn.Module):
             kept.routing = routing
         return weights, routing
 
-    def run_experts(self, received: Tensor, routes: Routes) -> Tensor:
+    def run_experts(self, received: Tensor, routes: Routes, context: LayerContext) -> Tensor:
         """Return the results of the rows that were dispatched to this rank, [n, h] both, in the same order."""
-        return routes.by_rank(self.experts(routes.by_expert(received), routes.expert_rows))
+        return routes.by_rank(self.experts(routes.by_expert(received), routes, context))
 
     def weigh(self, results: Tensor, weights: Tensor, order: Tensor) -> Tensor:
         """Return the weighted sums of each token's results [t, h]. results: [n, h], as `route` ordered the rows."""
@@ -242,20 +201,22 @@ class SharedExperts(MLP):
     """An MLP that sees every token; its output is multiplied by sigmoid(x gate_weight^T) with a gate."""
 
     def __init__(self, layer: int, factory: LayerFactory, width: int) -> None:
-        recompute = factory.recompute & {"activation"}  # `forward` receives the norm before them
+        recompute = factory.recompute & {"activation"}  # it receives the output of the norm before it
         if "shared_experts" in factory.recompute:
             recompute = frozenset({"mlp"})
         super().__init__(layer, factory.of(replace(factory.config, ffn_hidden_size=width), recompute))
+        self.inner = Elements(self.elements())
         self.gate_weight: nn.Parameter | None = None
         if factory.config.moe_shared_expert_gate:
             self.gate_weight = nn.Parameter(torch.empty(1, factory.config.hidden_size, device="meta"))
 
-    def forward(self, x: Tensor, again: InputRecompute | None = None) -> Tensor:  # type: ignore[override]
-        """Return the result for x. again: how the backward makes x again, which is then not saved."""
-        output = super().forward(x, None, again=again)
+    def forward(self, x: Tensor | Remade, context: LayerContext) -> Tensor:
+        """Return the result for x, [s, b, h] both."""
+        (output,) = run_branch(self.inner, (x,), context)
         if self.gate_weight is None:
-            return output
-        return output * _linear(x, self.gate_weight, None, x.dtype, again).sigmoid()
+            return output  # type: ignore[no-any-return]
+        tokens = tensor_of(x)
+        return output * _linear(tokens, self.gate_weight, None, tokens.dtype, input_recompute(x)).sigmoid()
 
 
 class Router(nn.Module):
@@ -467,10 +428,18 @@ class ExpertWeights(nn.Module):
         self.gemms: dict[str, Gemms] = {name: factory.gemms(layer) for name in ("weight1", "weight2")}
         kernels = factory.kernels
         self.is_grouped = kernels.groups_experts
-        self.activation = activation(config, kernels.pointwise if kernels.compiles else None)
+        pointwise = kernels.pointwise if kernels.compiles else None
+        activation = Elements([activation_element(config, pointwise, LAST, has_rows=True)])
         kind = KINDS[config.activation]
         # relu saves only its output, which the second product saves too: recomputing it would free nothing
-        self.recompute_activation = "moe_act" in factory.recompute and not kind.keeps_output
+        recompute_activation = "moe_act" in factory.recompute and not kind.keeps_output
+        self.elements = Elements(
+            [
+                Operator("linear_fc1", lambda context, routes, rows: (routes, self._product(rows, routes, 1)), ROWS),
+                *again_if(recompute_activation, activation, LAST),
+                Operator("linear_fc2", lambda context, routes, rows: (routes, self._product(rows, routes, 2)), ROWS),
+            ]
+        )
         gates = 2 if kind.is_gated else 1
         rows = config.num_experts // experts.ep.size * (config.expert_ffn_size // experts.etp.size)
         self.weight1 = nn.Parameter(torch.empty(gates * rows, config.hidden_size, device="meta"))
@@ -483,14 +452,16 @@ class ExpertWeights(nn.Module):
             self.bias1 = nn.Parameter(torch.empty(gates * rows, device="meta"))
             self.bias2 = nn.Parameter(torch.empty(config.num_experts // experts.ep.size * channels, device="meta"))
 
-    def forward(self, rows: Tensor, counts: tuple[int, ...]) -> Tensor:
-        """Return the experts' results, partial over etp. rows: [n, h], counts[e] of them for expert e, in order."""
-        inner = _Product.apply(rows, self.weight1, self.bias1, counts, self, 1, None)
-        again = self.activation if self.recompute_activation else None
-        made = self.activation(inner)
-        return _Product.apply(
-            made, self.weight2, self.bias2, counts, self, 2, again and InputRecompute(again, (inner,))
-        )
+    def forward(self, rows: Tensor, routes: Routes | GatheredRoutes, context: LayerContext) -> Tensor:
+        """Return the experts' results, partial over etp, [n, h]. rows: [n, h], those of each expert in order."""
+        _, results = run_branch(self.elements, (routes, rows), context)
+        return results  # type: ignore[no-any-return]
+
+    def _product(self, rows: Tensor | Remade, routes: Routes | GatheredRoutes, number: int) -> Tensor:
+        """Return the product of linear 1 or 2."""
+        weight, bias = (self.weight1, self.bias1) if number == 1 else (self.weight2, self.bias2)
+        counts, again = routes.expert_rows, input_recompute(rows)
+        return _Product.apply(tensor_of(rows), weight, bias, counts, self, number, again)  # type: ignore[no-any-return]
 
     def groups(self, counts: tuple[int, ...], number: int) -> RowGroups:
         """Return the groups of rows of linear 1 or 2."""
@@ -590,6 +561,11 @@ class _BiasGradients:
         else:
             self.slot.add(sums)
             self.slot.ready()
+
+
+def _sum_of_experts(output: Tensor, shared: Tensor) -> Tensor:
+    """Return the sum of the experts' results [t, h] and the shared experts' [s, b, h]."""
+    return output.view_as(shared) + shared
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype, again: InputRecompute | None) -> Tensor:

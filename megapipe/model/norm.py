@@ -7,6 +7,7 @@ and 1 / deviation, RMSNorm: 1 / rms) in at least fp32. A zero-centred weight ("l
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from megapipe.comm.collectives import all_reduce
 from megapipe.comm.groups import Group
 from megapipe.config.model import NORMALIZATIONS, ModelConfig
 from megapipe.model.registered import registered_norm
+from megapipe.model.segments import ALL, Element, Operator, Segment
 from megapipe.tensor_parallel.gemms import at_least_fp32
 
 # (x, weight as it multiplies, bias or None for RMSNorm, epsilon) -> x's shape and dtype
@@ -39,17 +41,44 @@ class Norm(nn.Module):
         if self.kind.function is not None:
             zero_centered = self.zero_centered
             return registered_norm(self.kind, self.name, x, self.weight, self.bias, self.epsilon, zero_centered)
-        if self.kernel is None and not x.is_cuda:
-            # torch's CPU kernels, unlike those of CUDA, do not keep fp32 statistics for half types
-            if self.bias is None:
-                return _RMSNorm.apply(x, self.weight, self.epsilon, self.zero_centered)
-            return _LayerNorm.apply(x, self.weight, self.bias, self.epsilon, self.zero_centered)
-        weight = self.weight + 1 if self.zero_centered else self.weight
         if self.kernel is not None:
+            weight = self.weight + 1 if self.zero_centered else self.weight
             return self.kernel(x, weight, self.bias, self.epsilon)
-        if self.bias is None:
+        return self.function(x, self.weight, self.bias)
+
+    @property
+    def is_pure(self) -> bool:
+        """True if `function` computes it: torch's own kernels do, not those of a library or an extension."""
+        return self.kernel is None and self.kind.function is None
+
+    @property
+    def function(self) -> NormFunction:
+        return NormFunction(self.epsilon, self.zero_centered)
+
+
+@dataclass(frozen=True)
+class NormFunction:
+    """(x [..., size], weight [size], bias [size] or None for RMSNorm) -> the norm of x, by torch's kernels."""
+
+    epsilon: float
+    zero_centered: bool
+
+    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        if not x.is_cuda:  # torch's CPU kernels, unlike those of CUDA, do not keep fp32 statistics for half types
+            if bias is None:
+                return _RMSNorm.apply(x, weight, self.epsilon, self.zero_centered)
+            return _LayerNorm.apply(x, weight, bias, self.epsilon, self.zero_centered)
+        weight = weight + 1 if self.zero_centered else weight
+        if bias is None:
             return F.rms_norm(x, weight.shape, weight, self.epsilon)
-        return F.layer_norm(x, weight.shape, weight, self.bias, self.epsilon)
+        return F.layer_norm(x, weight.shape, weight, bias, self.epsilon)
+
+
+def norm_element(name: str, norm: nn.Module, at: slice = ALL) -> Element:
+    """Return the element of a norm over the last dim: a segment, unless a library or an extension computes it."""
+    if isinstance(norm, Norm) and norm.is_pure:
+        return Segment(name, norm.function, lambda context, like: (norm.weight, norm.bias), at, module=norm)
+    return Operator(name, lambda context, x: norm(x), at)
 
 
 class ProjectionNorm(nn.Module):

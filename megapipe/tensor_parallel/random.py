@@ -96,7 +96,12 @@ def keyed_dropout(
     """
     if p == 0.0 or key is None:
         return x
-    return _Dropout.apply(x, keyed_mask(x.shape, p, key, layer, site, tp_rank, x.device), 1.0 / (1.0 - p))
+    return dropped(x, keyed_mask(x.shape, p, key, layer, site, tp_rank, x.device), 1.0 / (1.0 - p))
+
+
+def dropped(x: Tensor, mask: Tensor, scale: float) -> Tensor:
+    """Return x times mask times scale; saves the mask."""
+    return _Dropout.apply(x, mask, scale)  # type: ignore[no-any-return]
 
 
 class _Dropout(Function):

@@ -6,7 +6,7 @@ import pytest
 
 from megapipe.config.load import load_config
 from megapipe.config.rules.gpu import LACKING
-from megapipe.config.rules.pairs import CONTRADICTION, NOT_BUILT, OPTIONS, REFUSED, Refusal, reasons_against
+from megapipe.config.rules.pairs import CONTRADICTION, NOT_BUILT, OPTIONS, REFUSED, Refusal
 from megapipe.errors import ConfigError
 from megapipe.extras.cli.plan import main
 from megapipe.plan.resolve import resolve
@@ -33,15 +33,12 @@ EXAMPLES = {
     "sinks": "--softmax-type learnable",
     "biases of q, k and v": "--add-qkv-bias",
     "norm of the projection": "--normalization RMSNorm --qk-layernorm --qk-layernorm-scope projection",
-    "bent gates": "--swiglu --activation-func-clamp-value 7",
     "attention kernel": "--attention-impl flash",
     "attention of Transformer Engine": "--attention-impl te",
     "flash with documents": "--attention-impl flash --reset-attention-mask --cp-comm-type a2a",
     "fp8": "--fp8-format hybrid",
     "CUDA graphs": "--cuda-graph-impl local",
-    "compiled blocks": "--compile-blocks on",
     "compiled pointwise": "--compile-pointwise",
-    "norms of Apex": "--optimizer-impl apex",
     "activation offload": "--cpu-offloading-num-layers 1",
     "another optimizer than Adam": "--optimizer sgd",
     "narrow moments": "--use-precision-aware-optimizer",
@@ -99,15 +96,6 @@ def test_an_option_alone_is_accepted_and_no_other_configuration_has_it(name: str
     found = load_config(flags_of(name)).config
     assert chooses(found) and not chooses(plain)
     assert str(chooses(found)).startswith("-")
-
-
-def test_an_option_that_is_not_chosen_has_reasons_against_it() -> None:
-    config = load_config(flags_of("latent attention", "activation offload")).config
-    reasons = list(reasons_against(config, "compiled blocks"))
-    assert [reason.partition(":")[0] for reason in reasons] == [
-        "--cpu-offloading-num-layers 1",
-        "--multi-latent-attention",
-    ]
 
 
 @pytest.mark.parametrize("name", sorted(set(LACKING) - OF_EXTENSIONS))

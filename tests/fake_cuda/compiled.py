@@ -47,7 +47,7 @@ def equal_results(answers: Any) -> Iterator[None]:
         answers.knows_given, answers._numbers[Tensor.__float__] = False, 1.0
 
 
-def traced(answers: Any, graphs: Graphs, function: Callable[..., Any]) -> Callable[..., Any]:
+def traced(answers: Any, graphs: Graphs, function: Callable[..., Any], dynamic: bool) -> Callable[..., Any]:
     """Stand in for torch.compile of a function of a block."""
     from torch._dynamo.backends.common import aot_autograd
     from torch._functorch.aot_autograd import make_boxed_func
@@ -69,7 +69,7 @@ def traced(answers: Any, graphs: Graphs, function: Callable[..., Any]) -> Callab
         bw_compiler=partial(lower, kind="backward"),
         partition_fn=min_cut_rematerialization_partition,
     )
-    compiled = WHOLE(function, fullgraph=True, dynamic=False, backend=backend)
+    compiled = WHOLE(function, fullgraph=True, dynamic=dynamic, backend=backend)
 
     def call(*args: Any, **kwargs: Any) -> Any:
         with ExitStack() as stack:

@@ -10,7 +10,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from megapipe.model.compiled import BlockFormulas
+from megapipe.model.block import ResidualSum
 from megapipe.tensor_parallel import gemms
 
 Forward = Callable[..., Tensor]
@@ -30,7 +30,7 @@ PLANTED: dict[str, Callable[[Tensor], Tensor]] = {
     "mixed_dtype": lambda y: torch.mm(y.flatten(0, -2).float(), y.new_zeros(y.shape[-1], 1).float()).sum() * 0 + y,
 }
 
-# the same to the result of the activation of compiled blocks
+# the same to the residual sums of compiled blocks
 PLANTED_IN_BLOCKS: dict[str, Callable[[Tensor], Tensor]] = {
     "graph_break": lambda y: (torch._dynamo.graph_break(), y)[1],
     "host_read_in_a_graph": lambda y: y + y.nonzero().sum() * 0,  # the host needs its size
@@ -41,8 +41,8 @@ PLANTED_IN_BLOCKS: dict[str, Callable[[Tensor], Tensor]] = {
 def mistake(name: str) -> Iterator[None]:
     """Make a mistake inside; none for ''."""
     if name in PLANTED_IN_BLOCKS:
-        activation = BlockFormulas.activation
-        with patch.object(BlockFormulas, "activation", lambda *args: PLANTED_IN_BLOCKS[name](activation(*args))):
+        right_sum = ResidualSum.__call__
+        with patch.object(ResidualSum, "__call__", lambda *args: PLANTED_IN_BLOCKS[name](right_sum(*args))):
             yield
         return
     right: Any = gemms.Gemms.forward

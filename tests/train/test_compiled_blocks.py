@@ -1,4 +1,5 @@
-"""Compiled blocks train as eager ones do, in one graph each; the choice of --compile-blocks is logged and kept.
+"""Compiled blocks train as eager ones do, with one graph for the segments between two operators; the choice of
+--compile-blocks is logged and kept.
 
 The short tests run the functions that would be compiled as they are; the long ones trace them, forward and backward
 ("aot_eager"); one compiles them, which takes half a minute a shape.
@@ -35,6 +36,9 @@ SELECTIVE = {"recompute_granularity": "selective"}
 DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
 PP = {"pipeline_model_parallel_size": 2}
 TP = {"tensor_model_parallel_size": 2}
+LATENT = LLAMA | {"multi_latent_attention": True, "kv_lora_rank": 4, "qk_head_dim": 4, "qk_pos_emb_head_dim": 4}
+LATENT |= {"v_head_dim": 6, "kv_channels": None, "num_query_groups": None}
+EXPERTS = LLAMA | {"num_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 8}
 DOCUMENTS = {"reset_position_ids": True, "reset_attention_mask": True}
 ONE_RANK: dict[str, dict[str, Any]] = {
     "llama": LLAMA,
@@ -55,8 +59,19 @@ ONE_RANK: dict[str, dict[str, Any]] = {
     | SELECTIVE
     | {"recompute_modules": ("core_attn", "layernorm", "mlp"), "hidden_dropout": 0.1},
     "recomputed activations": SELECTIVE | DROPOUT | {"recompute_modules": ("core_attn", "layernorm", "activation")},
+    "sinks, bent gates": LLAMA | {"softmax_type": "learnable", "activation_func_clamp_value": 2.0},
+    "latent attention": LATENT | {"qk_layernorm": True, "q_lora_rank": 4},
+    "latent attention without norms, prediction ahead": LATENT | {"mtp_num_layers": 1},
+    "experts": EXPERTS | {"moe_shared_expert_intermediate_size": 8, "moe_aux_loss_coeff": (0.1,)},
+    "experts, recomputed": EXPERTS | SELECTIVE | {"recompute_modules": ("layernorm", "moe_act")},
+    "experts and their routing, recomputed": EXPERTS | SELECTIVE | {"recompute_modules": ("moe",)},
+    "memory budget": LLAMA | {"recompute_memory_budget": 0.5},
+    "offloaded activations": LLAMA | {"cpu_offloading_num_layers": 1, "min_offloaded_tensor_size": 1},
     "layers that differ": LLAMA | {"num_layers": 3, "window_size": 3, "window_attn_skip_freq": "2"},
     "bf16": LLAMA | {"dtype": "bf16"},
+    "fp8": LLAMA
+    | {"dtype": "bf16", "fp8_format": "hybrid", "hidden_size": 32, "ffn_hidden_size": 32, "micro_batch_size": 2}
+    | {"num_attention_heads": 2, "kv_channels": 16, "num_query_groups": 1},
 }
 TWO_RANKS: dict[str, dict[str, Any]] = {
     "tp2": TP | LLAMA | DROPOUT,
@@ -74,14 +89,24 @@ TWO_RANKS: dict[str, dict[str, Any]] = {
     "dp2, distributed optimizer": LLAMA
     | {"use_distributed_optimizer": True, "overlap_param_gather": True}
     | {"overlap_grad_reduce": True},
+    "sharded weights": LLAMA | {"data_parallel_sharding_strategy": "optim_grads_params"},
+    "sharded weights in units, zb-h1": PP
+    | LLAMA
+    | {"pipeline_schedule": "zb-h1", "num_layers": 4, "data_parallel_sharding_strategy": "optim_grads"},
+    "experts on two ranks": EXPERTS | {"expert_model_parallel_size": 2},
+    "experts on two ranks, tp": TP | EXPERTS | {"sequence_parallel": True, "moe_shared_expert_intermediate_size": 8},
+    "latent attention, tp, sequence parallel": TP | LATENT | {"sequence_parallel": True, "qk_layernorm": True},
+    "cp2": LLAMA | {"context_parallel_size": 2},
+    "cp2, exchanged heads": LLAMA | {"context_parallel_size": 2, "cp_comm_type": ("a2a",)},
+    "slices": PP | LLAMA | {"pipe_sp_splits": 2},
 }
 
 
 def compiler(backend: str) -> Callable[..., Any]:
     """Return torch.compile with a backend; untraced: the functions that would be compiled, as they are."""
     if backend == "untraced":
-        return lambda function: function
-    return partial(torch.compile, fullgraph=True, dynamic=False, backend=backend)
+        return lambda function, dynamic: function
+    return partial(torch.compile, fullgraph=True, backend=backend)
 
 
 def trained(
@@ -97,7 +122,7 @@ def trained(
     if backend is not None:
         assert choose_blocks(runtime, None, said.append, compiler(backend)) is None
         blocks = [block for stage in runtime.stages.values() for block in stage.modules() if isinstance(block, Block)]
-        assert all(block.compiled is not None for block in blocks)
+        assert all(block.compiler is not None for block in blocks)
     step = trainer(runtime) if runtime.plan.is_synchronous else train_step(runtime)
     random, numbers = np.random.RandomState(0), []
     rules = DocumentRules(3, True, True, True) if changes.get("reset_attention_mask") else None
@@ -108,6 +133,8 @@ def trained(
     if evaluates:
         numbers.append(step.evaluate(step_microbatches(runtime, rows, 2, rules)).loss)
     runtime.gather.finish()
+    if runtime.sharded is not None:  # the weights of the last stage that ran are freed; evaluation has read them
+        return numbers, [], said
     return numbers, [b.parameter(name).clone() for b in runtime.buffers.values() for name in b.names], said
 
 
@@ -165,16 +192,16 @@ def inductor_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.mark.timeout(600)
 @pytest.mark.usefixtures("inductor_cache")
-def test_a_compiled_llama_block_has_five_kernels_besides_gemms_and_attention() -> None:
+def test_a_compiled_llama_block_has_five_kernels_forward_and_four_backward() -> None:
     """One pass each: the norm; split, rotation and v; residual sum with the next norm; SwiGLU; the last sum.
 
-    It saves what the eager block saves, and the statistics of the second norm.
+    The gradient of the last sum is passed on. The block saves what the eager one saves.
     """
     runtime = runtime_of(tiny_config(**LLAMA | {"num_layers": 1, "compile_blocks": "on"}), 0, 1)
     (module,) = runtime.stages.values()
     block = module.decoder.layers["0"]
     hidden = torch.randn(8, 1, 16, requires_grad=True)
-    context = module.make_context(compiled_blocks.example(runtime), torch.float32)[0]
+    context = module.make_context(compiled_blocks.example(runtime, (8, 1, 16)), torch.float32)[0]
 
     def run() -> SavedBytes:
         with SavedBytes(module, [hidden, *(context.rotary or ())]) as saved:
@@ -186,9 +213,8 @@ def test_a_compiled_llama_block_has_five_kernels_besides_gemms_and_attention() -
     said: list[str] = []
     _, codes = with_code(lambda: choose_blocks(runtime, None, said.append))
     assert said[0].startswith("blocks are compiled")
-    assert [kernels_of(code) for code in codes] == [(5, 4), (6, 4)]
-    statistics = 8 * 4
-    assert run().total <= eager + statistics
+    assert [kernels_of(code) for code in codes] == [(1, 0)] * 9
+    assert run().total <= eager
 
 
 def with_code(work: Callable[[], Any]) -> tuple[Any, list[str]]:
@@ -231,20 +257,17 @@ def test_compiled_regions_between_collectives_train_the_same(
         assert kernels == [(1, 0)] * 9
 
 
-def other_result(*_: Any) -> Callable[..., Any]:
-    """Return what compiles the block's function to one with another result."""
+def other_result(function: Callable[..., Any], dynamic: bool) -> Callable[..., Any]:
+    """Stand in for a compiler that makes another function."""
 
-    def compile(function: Callable[..., Any]) -> Callable[..., Any]:
-        def wrong(hidden: torch.Tensor, *rest: Any) -> Any:
-            output, inputs = function(hidden, *rest)
-            return output * 1.0001, inputs
+    def wrong(*given: Any) -> Any:
+        stream, values = function(*given)
+        return None if stream is None else stream * 1.0001, values
 
-        return wrong
-
-    return compile
+    return wrong
 
 
-def failing(function: Callable[..., Any]) -> Callable[..., Any]:
+def failing(function: Callable[..., Any], dynamic: bool) -> Callable[..., Any]:
     def fail(*_: Any) -> Any:
         raise RuntimeError("no kernel for this\nand more")
 
@@ -261,18 +284,18 @@ def choice(
         patch.setattr(compiled_blocks, "chooses", lambda device: True)
         made = choose_blocks(runtime, before, said.append, compiler)
     (stage,) = runtime.stages.values()
-    compiled = {block.compiled is not None for block in stage.modules() if isinstance(block, Block)}
+    compiled = {block.compiler is not None for block in stage.modules() if isinstance(block, Block)}
     assert len(compiled) == len(said) == 1
     return made, said[0], compiled.pop()
 
 
 def test_another_result_is_not_used() -> None:
-    made, said, is_compiled = choice("auto", other_result())
+    made, said, is_compiled = choice("auto", other_result)
     assert (made, is_compiled) == (False, False)
     assert said.startswith("blocks are not compiled: ")
     assert "results differ by" in said
     with pytest.raises(ConfigError, match="a compiled block is not the eager one"):
-        choice("on", other_result())
+        choice("on", other_result)
 
 
 def test_a_block_that_cannot_be_compiled_runs_eager_with_the_reason() -> None:
@@ -310,22 +333,6 @@ def test_a_trial_that_runs_out_of_memory_ends_the_run(monkeypatch: pytest.Monkey
     monkeypatch.setattr(compiled_blocks, "try_block", raises)
     with pytest.raises(torch.OutOfMemoryError, match="2 GiB"):
         choice("auto", compiler("untraced"))
-
-
-def test_latent_attention_runs_eager_with_auto_and_is_refused_with_on() -> None:
-    latent = {"multi_latent_attention": True, "kv_lora_rank": 4, "qk_head_dim": 4, "qk_pos_emb_head_dim": 4}
-    latent |= {"v_head_dim": 4, "kv_channels": None, "num_query_groups": None}
-    made = choice("auto", compiler("untraced"), **latent)
-    assert made == (
-        None,
-        "blocks are not compiled: --multi-latent-attention: there is no compiled block for it (--compile-blocks auto)",
-        False,
-    )
-    with pytest.raises(
-        ConfigError,
-        match="--compile-blocks on does not work with --multi-latent-attention yet: there is no compiled block",
-    ):
-        choice("on", compiler("untraced"), **latent)
 
 
 @pytest.mark.parametrize("seconds", [0.5, 2.0], ids=["faster", "slower"])

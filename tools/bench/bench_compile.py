@@ -23,7 +23,7 @@ from bench_processes import BenchError, answer, free_port, num_cores, processor,
 from bench_table import Quartiles, as_markdown
 from plain_loop import Shape
 
-from megapipe.train.compiled_blocks import compiled_forms, use
+from megapipe.train.compiled_blocks import compiler_of, use
 
 LOOPS = {
     "megapipe": "megapipe",
@@ -46,7 +46,7 @@ def serve(orders: Connection, shape: Shape, name: str) -> None:
     else:
         job = MegapipeJob(shape, Grid(), 0, free_port())
         if name == "compiled":
-            use(job.runtime, compiled_forms(job.runtime))
+            use(job.runtime, compiler_of(job.runtime))
     while steps := orders.recv():
         orders.send(job.turn(steps))
 

@@ -28,7 +28,6 @@ LACKING = {
     "slices": "its modules know whole sequences",
     "sharded gradients": "its modules hold their weights, which would have to be gathered",
     "CUDA graphs": "it keeps state in Python, which a replay does not change",
-    "compiled blocks": "its modules cannot be compiled into a block",
     "overlapped tp": "it overlaps in its own way, with user buffers that are not set up here",
     "activation offload": "it keeps casts of its weights among the activations, which would be offloaded too",
     "recompute of norms": "it keeps the inputs of its linears anyway",

@@ -11,8 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from megapipe.config.config import Config
-from megapipe.config.layers import kinds_of
-from megapipe.config.model import ACTIVATIONS, ATTENTIONS, NORMALIZATIONS
+from megapipe.config.model import ATTENTIONS, NORMALIZATIONS
 from megapipe.config.parallel import SHARDED_GRADS
 from megapipe.config.problems import UnreadError
 from megapipe.config.rules.proposals import given
@@ -61,20 +60,6 @@ def refusals(config: Config, rows: Sequence[Refusal], options: Mapping[str, Opti
         others = [other for name in row.others if words and (other := words_of(config, name, options))]
         if others:
             yield row.message(words, others)
-
-
-def reasons_against(config: Config, option: str) -> Iterator[str]:
-    """Yield 'words: reason' of each option in a configuration that excludes this one, whether it is chosen or not."""
-    for row in REFUSED:
-        for name in row.others if row.option == option else (row.option,) if option in row.others else ():
-            words = words_of(config, name)
-            if words:
-                yield f"{words}: {row.reason}"
-
-
-def why_not_compiled(config: Config) -> str | None:
-    """Return why --compile-blocks cannot compile the blocks of this configuration; None if it can."""
-    return "; ".join(reasons_against(config, "compiled blocks")) or None
 
 
 def _blocks_of_cp(config: Config) -> str | bool:
@@ -141,13 +126,6 @@ OPTIONS: dict[str, Option] = {
     "norm of an extension": lambda c: (
         NORMALIZATIONS[c.model.normalization].function is not None and f"--normalization {c.model.normalization}"
     ),
-    "activation of an extension": lambda c: (
-        any(ACTIVATIONS[layer.activation].function is not None for layer in kinds_of(c.model))
-        and "the activation of an extension"
-    ),
-    "bent gates": lambda c: (
-        " and ".join(given(c, "model.activation_func_clamp_value", "model.glu_linear_offset")) or False
-    ),
     "attention kernel": lambda c: c.kernels.attention_impl != "sdpa" and f"--attention-impl {c.kernels.attention_impl}",
     "attention of Transformer Engine": lambda c: c.kernels.attention_impl == "te" and "--attention-impl te",
     "flash with documents": lambda c: (
@@ -157,9 +135,7 @@ OPTIONS: dict[str, Option] = {
     ),
     "fp8": lambda c: c.precision.fp8_format is not None and f"--fp8-format {c.precision.fp8_format}",
     "CUDA graphs": lambda c: c.gpu.cuda_graph_impl != "none" and f"--cuda-graph-impl {c.gpu.cuda_graph_impl}",
-    "compiled blocks": lambda c: c.kernels.compile_blocks == "on" and "--compile-blocks on",
     "compiled pointwise": lambda c: c.kernels.compile_pointwise and "--compile-pointwise",
-    "norms of Apex": lambda c: c.kernels.optimizer_impl == "apex" and "--optimizer-impl apex",
     "activation offload": lambda c: (
         c.offload.cpu_offloading_num_layers > 0 and f"--cpu-offloading-num-layers {c.offload.cpu_offloading_num_layers}"
     ),
@@ -219,9 +195,9 @@ REFUSED: tuple[Refusal, ...] = (
     ),
     Refusal(
         "sharded gradients",
-        ("CUDA graphs", "compiled blocks"),
+        ("CUDA graphs",),
         NOT_BUILT,
-        "graphs and compiled blocks keep the addresses of weights and gradients, which sharding frees",
+        "graphs keep the addresses of weights and gradients, which sharding frees",
         AS_ZERO_1,
     ),
     Refusal(
@@ -292,18 +268,6 @@ REFUSED: tuple[Refusal, ...] = (
         ("post validation",),
         NOT_BUILT,
         "forwards may run twice while their first messages are in flight",
-    ),
-    *(
-        Refusal("compiled blocks", others, NOT_BUILT, reason, f"{EITHER}, or use --compile-blocks auto")
-        for others, reason in (
-            (("norms of Apex",), "Apex brings its own norms"),
-            (("CUDA graphs",), "graphs record the kernels of eager blocks"),
-            (("fp8",), "casts between the linears and their GEMMs are compiled separately"),
-            (("activation offload",), "it is planned with the activations that eager blocks save"),
-            (("experts", "latent attention", "sinks", "bent gates"), "there is no compiled block for it"),
-            (("norm of an extension", "activation of an extension"), "functions of extensions are not compiled"),
-            (("context parallelism", "slices"), "attention over parts of a sequence is not compiled"),
-        )
     ),
     Refusal("memory budget", ("recompute by hand",), CONTRADICTION, "the budget chooses what each layer recomputes"),
     Refusal("narrow moments", ("another optimizer than Adam",), CONTRADICTION, "it is for the moments of Adam"),
