@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from megapipe.layers.attention import Attention, mean_keys
+from megapipe.layers.attention import Attention
 from megapipe.layers.linear import (
     Linear,
     collectives,
@@ -33,6 +33,7 @@ from megapipe.layers.table import (
     Table,
     total_bytes,
 )
+from megapipe.sharding.sequence import SequenceSlice, Visibility
 from megapipe.sharding.spec import Fused, Init, ParamSpec, Replicated
 
 
@@ -122,7 +123,8 @@ class LatentAttention(Attention):
 
     def flops_per_token(self, seq_length: int, causal: bool) -> float:
         """Return the forward FLOPs of core attention, per token, without the padding of values."""
-        keys = mean_keys(seq_length, self.model.window_size) if causal else float(seq_length)
+        seen = Visibility.of(SequenceSlice((seq_length,)), self.model.window_size)
+        keys = seen.mean_keys if causal else float(seq_length)
         return 2.0 * keys * self.model.num_attention_heads * (self.model.kv_channels + self.model.v_head_dim)
 
     def table(self, shape: RankShape) -> Table:
@@ -254,10 +256,10 @@ class LatentAttention(Attention):
         kept = [each for each in self._core_kept(shape) if each.with_replay or each.name != "attention output"]
         return *kept, Kept("attention output trimmed", values, shape.element)
 
-    def _ring_gradient_bytes(self, shape: RankShape) -> int:
+    def _block_gradient_bytes(self, shape: RankShape) -> int:
         """Return what the backward of attention in blocks makes; padded are v, the output, and gradients of both."""
         query, is_narrow = self._query(shape), self.model.v_head_dim < self.model.kv_channels
-        return super()._ring_gradient_bytes(shape) + (4 * query * shape.element if is_narrow else 0)
+        return super()._block_gradient_bytes(shape) + (4 * query * shape.element if is_narrow else 0)
 
     def _shared_key_collectives(self, shape: RankShape) -> Collectives:
         """Return the gather of the key that all heads share, and the sum of its gradient over tp."""

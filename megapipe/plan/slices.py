@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable
 from functools import cache
-from itertools import pairwise
 
 from megapipe.config.parallel import RecomputeConfig
 from megapipe.layers.model import LayerSpec, ModelSpec
@@ -50,7 +49,8 @@ def sequence_slices(
             low, high = (middle + 1, high) if cost(middle) < wanted else (low, middle)
         is_nearer = low - 1 > ends[-1] and wanted - cost(low - 1) < cost(low) - wanted
         ends.append(low - is_nearer)
-    return tuple(SequenceSlice(a * unit, b * unit, seq) for a, b in pairwise([*ends, num_units]))
+    places = tuple(units * unit for units in (*ends[1:], num_units))
+    return tuple(SequenceSlice(places, number) for number in range(count))
 
 
 def slice_shares(
