@@ -248,6 +248,10 @@ class Attention:
         seen = self.visibility(shape, rank)
         return (block for source in range(seen.part.ranks) for block in seen.blocks(source))
 
+    def _longest_block(self, shape: RankShape) -> int:
+        """Return the most keys of one sequence in a block."""
+        return max(block.keys[1] - block.keys[0] for block in self._blocks(shape))
+
     def _exchanged(self, shape: RankShape) -> int:
         """Return the number of cp ranks that exchange heads for positions."""
         return {"a2a": shape.cp, "a2a+p2p": shape.cp_inner}.get(self.cp_comm_type, 1)
@@ -257,8 +261,9 @@ class Attention:
         return shape.cp // self._exchanged(shape)
 
     def _in_blocks(self, shape: RankShape) -> bool:
-        """Return True if attention is computed in blocks of queries and keys: over a ring, or of a slice."""
-        return self._ring(shape) > 1 or shape.slice is not None
+        """Return True if attention is computed in blocks of queries and keys: of a ring, of a slice, or with sinks."""
+        has_sinks = self.model.softmax_type != "vanilla" and not self.is_explicit
+        return self._ring(shape) > 1 or shape.slice is not None or has_sinks
 
     def _is_written_out(self, shape: RankShape) -> bool:
         """Return True if whole matrices of queries and keys are kept; blocks compute theirs again."""
@@ -463,11 +468,13 @@ class Attention:
         held, sums = (min(ring, 3), min(2 * ring - 2, 4)) if self.cp_comm_type != "all_gather" else (1 + ring, ring)
         if shape.slice is not None:
             held, sums = held - 1, max(sums - 1, 0)
-        largest = max(block.keys[1] - block.keys[0] for block in blocks) * keys * ring // place.stop
+        largest = self._longest_block(shape) * keys * ring // place.stop
         of_block = (query + largest) * element
         if self.is_explicit:
             pairs = max(math.prod(end - start for start, end in (block.queries, block.keys)) for block in blocks)
             of_block += self._written_block_bytes(shape, pairs, largest)
         again = total_bytes(self._core_kept(shape)) if shape.recomputes("core_attn") else 0
         made = keys * (held * element + sums * wide) + query * wide + of_block
+        if ring == 1 and shape.slice is None:  # one block, whose gradients are the result
+            made = of_block
         return again + max(made, 2 * (query + self._keys_and_values(shape)) * element)

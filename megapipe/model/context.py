@@ -35,6 +35,7 @@ from megapipe.tensor_parallel.gemms import at_least_fp32
 from megapipe.tensor_parallel.random import DropoutKey
 
 MaskedBlocks = tuple[MaskedBlock, ...]
+Unit = tuple[int, int]  # a microbatch by its number in the global batch, and the number of its slice
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,13 +57,13 @@ class LayerContext:
 
     rotary: tuple[Tensor, Tensor] | None  # cos and sin
     mask: Tensor | None  # [1 or b, 1, s, keys] in the activations' dtype; None: the kernel's causality
-    # attention is written out: fused kernels lack soft-capping, keyed dropout, attention sinks and a softmax in fp32
+    # attention is written out: fused kernels lack soft-capping, keyed dropout and a softmax in fp32
     explicit: bool
     dropout_key: DropoutKey | None  # None outside training
     cache: KVCache | None = None
     borders: DocumentBorders | None = None  # attention stays within documents, without a mask
     kept_attention: KeptAttention | None = None  # keeps attention's results from the forward for the recompute
-    # of attention in blocks, by rank of the ring whose keys they are; its own first. Of a slice: under 0
+    # of attention in blocks, by rank of the ring whose keys they are; its own first, under 0 without a ring
     blocks: Mapping[int, MaskedBlocks] = field(default_factory=dict)
     slice: MicrobatchSlice | None = None
     # factor on losses over the microbatch that are means: its tokens with --calculate-per-token-loss, which divides
@@ -75,6 +76,12 @@ class LayerContext:
         """All masks."""
         blocks = (each.mask for masked in self.blocks.values() for each in masked)
         return [mask for mask in (self.mask, *blocks) if mask is not None]
+
+    @property
+    def unit(self) -> Unit:
+        """The microbatch and slice of training."""
+        assert self.dropout_key is not None
+        return self.dropout_key.microbatch, 0 if self.slice is None else self.slice.place.number
 
     def keeping(self, kept: KeptAttention | None) -> LayerContext:
         """Return the context with attention's results kept."""
@@ -130,15 +137,17 @@ class ContextBuilder:
             blocks: Mapping[int, MaskedBlocks] = {}
             if layer.has_attention and not has_kernel:
                 explicit = layer.attn_logit_softcapping is not None or layer.attention_softmax_in_fp32
-                explicit = explicit or (layer.softmax_type != "vanilla" and ring.ranks == 1)  # a ring adds sinks itself
                 explicit = explicit or ATTENTIONS[layer.attention_kind].function is not None
                 explicit = explicit or (layer.attention_dropout > 0.0 and key is not None)
-                if explicit and microbatch.borders is not None:
-                    raise ValueError("attention that is written out needs document_ids, not the borders of documents")
                 seen = Visibility.of(place, layer.window_size, microbatch.document_ids is not None, ring)
+                in_blocks = ring.ranks > 1 or of_slice is not None
+                if layer.softmax_type != "vanilla" and not in_blocks:  # in blocks a sink is one more block
+                    in_blocks, explicit = not explicit and kv_cache is None, explicit or kv_cache is not None
+                if (explicit or in_blocks) and microbatch.borders is not None:
+                    raise ValueError("attention that is written out, or in blocks, needs document_ids, not borders")
                 sees_all = place.length == 1 or not place.start  # of the keys that a kernel without a mask sees
                 is_causal = seen.is_causal and sees_all and (kv_cache is None or kv_cache.starts is None)
-                if ring.ranks > 1 or of_slice is not None:
+                if in_blocks:
                     blocks = make(masked_blocks, seen)
                 elif microbatch.borders is None and (explicit or not is_causal):
                     mask = make(whole_mask, seen)
@@ -263,7 +272,7 @@ class Rotary:
         held = self._tables[key][0].shape[0] if key in self._tables else 0
         local = place.seq // part.ranks  # positions of all slices
         if held < local or (part.ranks > 1 and held != local):
-            positions = torch.from_numpy(part.positions(place.seq, place.ends)).to(device)
+            positions = torch.from_numpy(replace(part, ends=place.ends).positions(place.seq)).to(device)
             self._tables[key] = self._at(positions[:, None], dtype)
         cos, sin = self._tables[key]
         return cos[start : start + length], sin[start : start + length]

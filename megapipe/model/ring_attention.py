@@ -27,6 +27,7 @@ from megapipe.model.microbatch import MicrobatchSlice
 from megapipe.model.recompute import KeptAttention
 from megapipe.tensor_parallel.gemms import at_least_fp32
 
+CHUNKS = 8  # of the queries, whose gradients are widened one after the other for that of a sink
 Blocks = Mapping[int, Sequence[MaskedBlock]]  # by rank of the ring whose keys they are, its own first
 
 
@@ -157,7 +158,8 @@ def _sink_gradient(sink: Tensor | None, lse: Tensor, grad: Tensor, result: Tenso
     """Return the gradient of sinks: their value is 0, so that their probability's gradient is -delta alone."""
     if sink is None:
         return None
-    delta = (grad.to(lse.dtype) * result.to(lse.dtype)).sum(-1).permute(1, 2, 0)
+    rows = zip(grad.chunk(CHUNKS), result.chunk(CHUNKS), strict=True)
+    delta = torch.cat([(g.to(lse.dtype) * r.to(lse.dtype)).sum(-1) for g, r in rows]).permute(1, 2, 0)
     return -((sink.to(lse.dtype)[:, None] - lse).exp() * delta).sum((0, 2)).to(sink.dtype)
 
 

@@ -6,7 +6,6 @@ With a causal mask all ranks then have the same work. Nothing here needs torch.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from typing import Literal, NamedTuple
@@ -44,10 +43,14 @@ class SequenceSlice(NamedTuple):
 
 @dataclass(frozen=True)
 class SequencePart:
-    """The part of every sequence that rank `rank` of `ranks` holds; the whole sequence for one rank."""
+    """The part of every sequence that rank `rank` of `ranks` holds; the whole sequence for one rank.
+
+    ends: of the slices of a sequence, which are divided one by one; () for one slice.
+    """
 
     rank: int = 0
     ranks: int = 1
+    ends: tuple[int, ...] = ()
 
     @property
     def chunks(self) -> tuple[int, int]:
@@ -62,9 +65,9 @@ class SequencePart:
         starts = [place.start + chunk * size for chunk in self.chunks]
         return tuple(range(start, start + size) for start in starts)
 
-    def positions(self, seq: int, ends: Sequence[int] = ()) -> NDArray[np.int64]:
-        """Return the positions in their order on this rank, ascending. ends: of the slices of a sequence, if any."""
-        ends = tuple(ends) or (seq,)
+    def positions(self, seq: int) -> NDArray[np.int64]:
+        """Return the positions of a sequence in their order on this rank, in each slice ascending."""
+        ends = self.ends or (seq,)
         runs = (run for number in range(len(ends)) for run in self.runs(SequenceSlice(ends, number)))
         return np.concatenate([np.arange(run.start, run.stop, dtype=np.int64) for run in runs])
 

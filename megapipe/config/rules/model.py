@@ -259,7 +259,6 @@ def recompute(config: Config) -> Iterator[str]:
         ("--attention-dropout above 0", model.attention_dropout > 0),
         ("--attn-logit-softcapping", impl == "sdpa" and has_soft_cap(model)),
         ("--attention-softmax-in-fp32", model.attention_softmax_in_fp32),
-        (f"--softmax-type {model.softmax_type}", model.softmax_type != "vanilla"),
     )
     if is_full and asked.recompute_keep_attention and impl == "te":
         rule = "torch does not see the kernels of --attention-impl te"
