@@ -94,7 +94,7 @@ class SliceKeys:
         return keys
 
     def of(self, layer: int, place: SequenceSlice, length: int) -> Tensor:
-        """Return keys and values up to the end of a slice, of which `length` are on this rank."""
+        """Return keys and values up to the end of a slice. length: its tokens on this rank."""
         return self._keys[layer][: place.stop * length // place.length]
 
     def gradients(self, layer: int, keys: Tensor) -> Tensor:
@@ -136,25 +136,31 @@ class SlicedMicrobatches(Sequence[Microbatch]):
         return self._made[index]
 
     def _slice(self, number: int, part: int) -> Microbatch:
-        place, whole = self._slices[part], self._whole[number]
-        held = slice(place.start, place.stop)
+        return _cut(self._whole[number], MicrobatchSlice(self._slices[part], self._keys[number]))
 
-        def of(tensor: Tensor | None) -> Tensor | None:
-            return None if tensor is None else tensor[:, held]
 
-        tokens = whole.loss_tokens
-        if tokens is None:
-            mask, wide = whole.loss_mask, torch.float64
-            tokens = torch.tensor(whole.tokens.numel(), dtype=wide) if mask is None else mask.sum(dtype=wide)
-        return replace(
-            whole,
-            tokens=whole.tokens[:, held],
-            labels=of(whole.labels),
-            loss_mask=of(whole.loss_mask),
-            position_ids=of(whole.position_ids),
-            loss_tokens=tokens,
-            slice=MicrobatchSlice(place, self._keys[number]),
-        )
+def _cut(whole: Microbatch, own: MicrobatchSlice) -> Microbatch:
+    """Return a slice of a microbatch; what belongs to whole sequences stays."""
+    place, local = own.place, whole.tokens.shape[1]
+    held = slice(place.start * local // place.seq, place.stop * local // place.seq)
+
+    def of(tensor: Tensor | None) -> Tensor | None:
+        return None if tensor is None else tensor[:, held]
+
+    tokens = whole.loss_tokens
+    if tokens is None:
+        mask, wide = whole.loss_mask, torch.float64
+        tokens = torch.tensor(whole.tokens.numel(), dtype=wide) if mask is None else mask.sum(dtype=wide)
+    return replace(
+        whole,
+        tokens=whole.tokens[:, held],
+        labels=of(whole.labels),
+        loss_mask=of(whole.loss_mask),
+        position_ids=of(whole.position_ids),
+        loss_tokens=tokens,
+        slice=own,
+        ahead=tuple(_cut(each, own) for each in whole.ahead),
+    )
 
 
 class KVCache:

@@ -32,14 +32,14 @@ def sequence_slices(
 
     strategy: as in --pipe-sp-strategy.
     """
-    num_units = seq // unit
+    num_units, layers = seq // unit, (*model.layers, *(layer for _, layer in model.predictions))
 
     @cache
     def cost(units: int) -> float:
         tokens = units * unit
         if strategy == "average":
             return float(tokens)
-        return sum(flops_of_length(model.layers, model, recompute, op)(tokens) for op in (Op.F, Op.B))
+        return sum(flops_of_length(layers, model, recompute, op)(tokens) for op in (Op.F, Op.B))
 
     ends = [0]
     for number in range(1, count):
@@ -61,7 +61,8 @@ def slice_shares(
     by_tokens = tuple(each.length / each.seq for each in slices)
     for stage, (first, end, _, has_head) in enumerate(partition.stages):
         for op in (Op.F, Op.B, Op.I, Op.W):
-            cost = flops_of_length(model.layers[first:end], model if has_head else None, recompute, op)
+            layers = (*model.layers[first:end], *(layer for _, layer in model.predictions if has_head))
+            cost = flops_of_length(layers, model if has_head else None, recompute, op)
             costs = [cost(each.stop) - cost(each.start) for each in slices]
             total = sum(costs)
             found[stage, op] = tuple(one / total for one in costs) if total else by_tokens
