@@ -63,8 +63,8 @@ def test_there_are_43_features_with_names_of_their_own() -> None:
 
 
 def test_a_combination_that_the_plan_refuses_is_not_trained() -> None:
-    found = examine(Combination(0, ("slices2", "cp2 p2p", "zero1", "window")), no_pools)
-    assert found.verdict == "refused" and "--pipe-sp-splits" in found.why
+    found = examine(Combination(0, ("muon", "precision-aware", "window", "documents")), no_pools)
+    assert found.verdict == "refused" and "--use-precision-aware-optimizer" in found.why
 
 
 def test_other_memory_than_planned_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -169,8 +169,7 @@ def step_bytes(plan: RunPlan, pp_rank: int) -> dict[str, float]:
             experts.update({name: ran[stage, Op.F] / slices * sent for name, sent in expert_bytes(plan, stage).items()})
     context: Counter[str] = Counter()
     for stage in held if plan.topology.cp > 1 else ():
-        microbatches = ran[stage, Op.F] / slices
-        context.update({name: microbatches * sent for name, sent in context_bytes(plan, stage).items()})
+        context.update({name: ran[stage, Op.F] / slices * sent for name, sent in context_bytes(plan, stage).items()})
     return {
         "tp": collectives * plan.shape.collective_bytes(plan.config.model.hidden_size) + muon.get("tp", 0.0),
         "pp": sum(count for (_, op), count in ran.items() if op in MESSAGES) * plan.sent_bytes / slices,

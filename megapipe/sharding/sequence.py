@@ -119,7 +119,7 @@ class Visibility:
     @property
     def mean_keys(self) -> float:
         """Mean keys of a query, not counting the diagonal nor what documents hide."""
-        return (self._pairs(self.place.stop) - self._pairs(self.place.start)) / self.place.length
+        return (self._pairs(self.place.stop) - self._pairs(self.place.start)) / max(self.place.length, 1)
 
     def _pairs(self, length: int) -> float:
         """Return the pairs of query and key among the first positions."""

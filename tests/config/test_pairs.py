@@ -27,6 +27,7 @@ EXAMPLES = {
     "sharded gradients": "--data-parallel-sharding-strategy optim_grads",
     "optimizer instances": "--use-distributed-optimizer --num-distributed-optimizer-instances 2",
     "experts": EXPERTS,
+    "capacity of experts": f"{EXPERTS} --moe-expert-capacity-factor 1.5",
     "overlapped all-to-alls": f"{EXPERTS} --overlap-moe-expert-parallel-comm {PIPELINE} --pipeline-schedule dualpipe-v",
     "latent attention": LATENT,
     "multi-token prediction": "--mtp-num-layers 1",
@@ -54,9 +55,6 @@ EXAMPLES = {
     "recompute of experts": f"--recompute-granularity selective --recompute-modules moe {EXPERTS}",
     "recompute of activations": "--recompute-granularity selective --recompute-modules activation",
     "recompute of norms": "--recompute-granularity selective --recompute-modules layernorm",
-    "kept attention": (
-        "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1 --recompute-keep-attention"
-    ),
     "post validation": f"{PIPELINE} --pipeline-schedule zb-h1 --optimizer-post-validation",
     "overlapped tp": "--tensor-model-parallel-size 2 --sequence-parallel --tp-comm-overlap",
     "memory by rank": f"{PIPELINE} --pipeline-rank-memory 1 1",

@@ -121,6 +121,10 @@ OPTIONS: dict[str, Option] = {
         and f"--num-distributed-optimizer-instances {c.parallel.num_distributed_optimizer_instances}"
     ),
     "experts": lambda c: c.model.num_experts is not None and "--num-experts",
+    "capacity of experts": lambda c: (
+        c.model.moe_expert_capacity_factor is not None
+        and f"--moe-expert-capacity-factor {c.model.moe_expert_capacity_factor:g}"
+    ),
     "overlapped all-to-alls": lambda c: (
         c.model.num_experts is not None
         and c.parallel.overlap_moe_expert_parallel_comm
@@ -177,7 +181,6 @@ OPTIONS: dict[str, Option] = {
     "recompute of experts": _selects("moe"),
     "recompute of activations": _selects("activation"),
     "recompute of norms": _selects("layernorm"),
-    "kept attention": lambda c: c.recompute.recompute_keep_attention and "--recompute-keep-attention",
     "post validation": lambda c: c.optimizer.optimizer_post_validation and "--optimizer-post-validation",
     "overlapped tp": lambda c: bool(c.parallel.tp_comm_overlap) and "--tp-comm-overlap",
     "memory by rank": lambda c: c.parallel.pipeline_rank_memory is not None and "--pipeline-rank-memory",
@@ -186,11 +189,7 @@ OPTIONS: dict[str, Option] = {
 }
 
 REFUSED: tuple[Refusal, ...] = (
-    Refusal("slices", ("context parallelism",), NOT_BUILT, "each slice would have to be cut over the cp ranks"),
-    Refusal("slices", ("experts",), NOT_BUILT, "balance losses and capacities are those of a whole microbatch"),
-    Refusal("slices", ("latent attention",), NOT_BUILT, "slices pass on keys and values of all heads, not latents"),
-    Refusal("slices", ("multi-token prediction",), NOT_BUILT, "a module needs tokens of the next slice"),
-    Refusal("slices", ("sinks",), NOT_BUILT, "attention over the keys of earlier slices has no sink"),
+    Refusal("slices", ("capacity of experts",), CONTRADICTION, "an expert's capacity is that of a whole microbatch"),
     Refusal(
         "slices",
         ("attention of an extension", "attention kernel"),
@@ -199,8 +198,7 @@ REFUSED: tuple[Refusal, ...] = (
     ),
     Refusal("slices", ("CUDA graphs",), NOT_BUILT, "each slice has other shapes, and so would need its own graph"),
     Refusal("slices", ("compiled pointwise",), NOT_BUILT, "each length of a slice would be compiled again"),
-    Refusal("slices", ("activation offload",), NOT_BUILT, "the planned memory would be up to 28 % too high"),
-    Refusal("slices", ("kept attention", "memory by rank"), NOT_BUILT, "memory is planned for whole sequences"),
+    Refusal("slices", ("memory by rank",), NOT_BUILT, "memory is planned for whole sequences"),
     Refusal(
         "context parallelism",
         ("flash with documents",),
