@@ -152,7 +152,6 @@ OPTIONS: dict[str, Option] = {
     "bent gates": lambda c: (
         " and ".join(given(c, "model.activation_func_clamp_value", "model.glu_linear_offset")) or False
     ),
-    "attention kernel": lambda c: c.kernels.attention_impl != "sdpa" and f"--attention-impl {c.kernels.attention_impl}",
     "attention of Transformer Engine": lambda c: c.kernels.attention_impl == "te" and "--attention-impl te",
     "flash with documents": lambda c: (
         c.kernels.attention_impl == "flash"
@@ -190,12 +189,7 @@ OPTIONS: dict[str, Option] = {
 
 REFUSED: tuple[Refusal, ...] = (
     Refusal("slices", ("capacity of experts",), CONTRADICTION, "an expert's capacity is that of a whole microbatch"),
-    Refusal(
-        "slices",
-        ("attention of an extension", "attention kernel"),
-        NOT_BUILT,
-        "it would see the keys of one slice only",
-    ),
+    Refusal("slices", ("attention of an extension",), NOT_BUILT, "it would see the keys of one slice only"),
     Refusal("slices", ("CUDA graphs",), NOT_BUILT, "each slice has other shapes, and so would need its own graph"),
     Refusal("slices", ("compiled pointwise",), NOT_BUILT, "each length of a slice would be compiled again"),
     Refusal("slices", ("memory by rank",), NOT_BUILT, "memory is planned for whole sequences"),
@@ -210,7 +204,7 @@ REFUSED: tuple[Refusal, ...] = (
     Refusal("context parallelism", ("measured layers",), NOT_BUILT, "layers are measured without cp"),
     Refusal(
         "blocks of context parallelism",
-        ("attention kernel", "attention of an extension"),
+        ("attention of an extension",),
         NOT_BUILT,
         "attention is computed in blocks of queries and keys, with torch's kernels",
         "use --cp-comm-type a2a",
@@ -305,7 +299,6 @@ REFUSED: tuple[Refusal, ...] = (
     ),
     Refusal("memory budget", ("recompute by hand",), CONTRADICTION, "the budget chooses what each layer recomputes"),
     Refusal("narrow moments", ("another optimizer than Adam",), CONTRADICTION, "it is for the moments of Adam"),
-    Refusal("attention kernel", ("sinks",), NOT_BUILT, "these kernels have no sinks", "use --attention-impl sdpa"),
 )
 
 
