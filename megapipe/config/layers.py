@@ -82,6 +82,11 @@ class LayerConfig(ResolvedModelConfig):
         """Width between the linears of one expert."""
         return self.ffn_hidden_size if self.moe_ffn_hidden_size is None else self.moe_ffn_hidden_size
 
+    @property
+    def limits(self) -> dict[str, Any]:
+        """What limits the keys that its queries see, besides causality and documents: arguments of `Visibility.of`."""
+        return {"window": self.window_size}
+
     @cached_property
     def window(self) -> int | None:
         """Its sliding window; None without one, and where it reaches over the whole sequence."""

@@ -107,7 +107,7 @@ class Attention:
 
     def flops_per_token(self, seq_length: int, causal: bool) -> float:
         """Return the forward FLOPs of core attention, per token; a sliding window limits the causal count."""
-        seen = Visibility.of(SequenceSlice((seq_length,)), self.model.window_size)
+        seen = Visibility.of(SequenceSlice((seq_length,)), **self.model.limits)
         keys = seen.mean_keys if causal else float(seq_length)
         return 4.0 * keys * self.model.num_attention_heads * self.model.kv_channels
 
@@ -167,7 +167,7 @@ class Attention:
     def visibility(self, shape: RankShape, rank: int = 0) -> Visibility:
         """Return which keys the queries of a rank of the ring see. Layers that share a mask have it in common."""
         place, part = shape.slice or SequenceSlice((shape.whole_seq,)), SequencePart(rank, self._ring(shape))
-        return Visibility.of(place, self.model.window_size, shape.documents.attention_mask, part)
+        return Visibility.of(place, shape.documents.attention_mask, part, **self.model.limits)
 
     def sent_bytes(self, shape: RankShape) -> tuple[dict[str, float], dict[str, float]]:
         """Return the bytes that a rank sends for one microbatch to other cp ranks, in a forward and in a backward, by

@@ -123,7 +123,7 @@ class LatentAttention(Attention):
 
     def flops_per_token(self, seq_length: int, causal: bool) -> float:
         """Return the forward FLOPs of core attention, per token, without the padding of values."""
-        seen = Visibility.of(SequenceSlice((seq_length,)), self.model.window_size)
+        seen = Visibility.of(SequenceSlice((seq_length,)), **self.model.limits)
         keys = seen.mean_keys if causal else float(seq_length)
         return 2.0 * keys * self.model.num_attention_heads * (self.model.kv_channels + self.model.v_head_dim)
 

@@ -139,7 +139,7 @@ class ContextBuilder:
                 explicit = layer.attn_logit_softcapping is not None or layer.attention_softmax_in_fp32
                 explicit = explicit or ATTENTIONS[layer.attention_kind].function is not None
                 explicit = explicit or (layer.attention_dropout > 0.0 and key is not None)
-                seen = Visibility.of(place, layer.window_size, microbatch.document_ids is not None, ring)
+                seen = Visibility.of(place, microbatch.document_ids is not None, ring, **layer.limits)
                 in_blocks = ring.ranks > 1 or of_slice is not None
                 if layer.softmax_type != "vanilla" and not in_blocks:  # in blocks a sink is one more block
                     in_blocks, explicit = not explicit and kv_cache is None, explicit or kv_cache is not None
@@ -233,7 +233,7 @@ def visible(
     rows = q[:, None]
     shown = (rows >= k)[None, None]
     if seen.window is not None:
-        shown &= rows < k + seen.window
+        shown &= k >= seen.first_key(rows)
     if documents is not None:
         shown = shown & (documents[:, q][:, None, :, None] == documents[:, k][:, None, None, :])
     if starts is not None:  # padding sees itself, so that no row of a softmax is empty

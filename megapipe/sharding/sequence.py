@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -104,9 +104,9 @@ class Visibility:
     def of(
         cls,
         place: SequenceSlice,
-        window: int | None = None,
         has_documents: bool = False,
         part: SequencePart = WHOLE_SEQUENCE,
+        window: int | None = None,
     ) -> Visibility:
         """Return what these queries see. window: one that reaches over all keys is none."""
         return cls(place, None if window is None or window >= place.stop else window, has_documents, part)
@@ -125,6 +125,16 @@ class Visibility:
         """Return the pairs of query and key among the first positions."""
         full = length if self.window is None else min(length, self.window)
         return full * full / 2 + (length - full) * full
+
+    def first_key(self, query: Any) -> Any:
+        """Return the first position that a query with a window sees, which may be below 0; of a tensor a tensor."""
+        assert self.window is not None
+        return query - self.window + 1
+
+    def last_query(self, key: int) -> int:
+        """Return the last position that sees a key within a window."""
+        assert self.window is not None
+        return key + self.window - 1
 
     @cached_property
     def query_runs(self) -> tuple[range, ...]:
@@ -161,7 +171,7 @@ class Visibility:
 
 @cache
 def _blocks(seen: Visibility, source: int) -> tuple[Block, ...]:
-    blocks = _causal_blocks(seen, source) if seen.window is None else _limited_blocks(seen, seen.window, source)
+    blocks = (_causal_blocks if seen.window is None else _limited_blocks)(seen, source)
     if not seen.has_documents:
         return tuple(block for block, _ in blocks)
     return tuple(block._replace(kind="masked", can_be_empty=not holds_own) for block, holds_own in blocks)
@@ -181,17 +191,17 @@ def _causal_blocks(seen: Visibility, source: int) -> list[tuple[Block, bool]]:
     return [(block, block.kind == "causal") for block in found if block.keys[1] > block.keys[0]]
 
 
-def _limited_blocks(seen: Visibility, window: int, source: int) -> list[tuple[Block, bool]]:
+def _limited_blocks(seen: Visibility, source: int) -> list[tuple[Block, bool]]:
     """Return the blocks of queries with a window, as `_causal_blocks` does."""
     blocks, first_query = [], 0
     for queries in seen.query_runs:
         first_key = 0
         for keys in seen.key_runs(source):
             # the keys that the first query or a later one sees, and the queries that see one of them
-            reached = range(max(keys.start, queries.start - window + 1), min(keys.stop, queries.stop))
-            seeing = range(max(queries.start, reached.start), min(queries.stop, reached.stop - 1 + window))
+            reached = range(max(keys.start, seen.first_key(queries.start)), min(keys.stop, queries.stop))
+            seeing = range(max(queries.start, reached.start), min(queries.stop, seen.last_query(reached.stop - 1) + 1))
             if reached and seeing:
-                is_whole = reached.stop - 1 <= seeing.start and seeing.stop - 1 - reached.start < window
+                is_whole = reached.stop - 1 <= seeing.start and seen.first_key(seeing.stop - 1) <= reached.start
                 block = Block(
                     _shifted(seeing, first_query - queries.start),
                     _shifted(reached, first_key - keys.start),

@@ -87,7 +87,7 @@ def test_documents_by_their_borders_equal_documents_under_a_mask(
     ids[0, 17:], ids[0, 200:] = 1, 2
     borders = DocumentBorders.of(ids.numpy(), lambda starts: torch.from_numpy(starts).to(CARD))
     ids = ids.to(CARD)
-    mask = whole_mask(Visibility.of(SequenceSlice((seq,)), window, True), ids.device, torch.bfloat16, ids)
+    mask = whole_mask(Visibility.of(SequenceSlice((seq,)), True, window=window), ids.device, torch.bfloat16, ids)
     qkv = torch.randn(seq, batch, groups, queries + 2, size, device=CARD).bfloat16().requires_grad_()
     parts = qkv.split((queries, 1, 1), dim=3)
     kernel = partial(torch_kernel, scale=0.125, window=window)

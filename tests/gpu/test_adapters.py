@@ -110,7 +110,7 @@ def test_attention_of_a_library_equals_explicit_attention(
     seq, batch, groups, size = 9, 2, 2, 4
     qkv = torch.randn(seq, batch, groups, queries + 2, size, dtype=torch.float64, requires_grad=True)
     shape = AttentionShape(0, queries, size, 0.4, window, cap, False)
-    mask = whole_mask(Visibility.of(SequenceSlice((seq,)), window), qkv.device, torch.float64)
+    mask = whole_mask(Visibility.of(SequenceSlice((seq,)), window=window), qkv.device, torch.float64)
     with installed():
         opened = FlashAttention() if library == "flash" else TransformerEngine("", "", PrecisionConfig())
         output = opened.attention(shape)(*qkv.split((queries, 1, 1), dim=3), None)
@@ -128,7 +128,7 @@ def test_flash_attention_keeps_documents_apart(window: int | None, cap: float | 
     qkv = torch.randn(seq, batch, groups, queries + 2, size, dtype=torch.float64, requires_grad=True)
     ids = torch.tensor([[0] * 4 + [1] * 5, [0] * 9])
     borders = DocumentBorders.of(ids.numpy(), torch.from_numpy)
-    mask = whole_mask(Visibility.of(SequenceSlice((seq,)), window, True), qkv.device, torch.float64, ids)
+    mask = whole_mask(Visibility.of(SequenceSlice((seq,)), True, window=window), qkv.device, torch.float64, ids)
     with installed():
         kernel = FlashAttention().attention(AttentionShape(0, queries, size, 0.4, window, cap, False))
         output = kernel(*qkv.split((queries, 1, 1), dim=3), borders)

@@ -81,7 +81,7 @@ def test_flops_of_unlike_layers_are_those_of_models_of_each_kind(recompute: Reco
 
 def test_causal_attention_counts_half_and_a_window_less() -> None:
     def mean_keys(window: int | None) -> float:
-        return Visibility.of(SequenceSlice((1024,)), window).mean_keys
+        return Visibility.of(SequenceSlice((1024,)), window=window).mean_keys
 
     assert mean_keys(None) == mean_keys(1024) == 512
     assert mean_keys(256) == pytest.approx((256 * 128 + 768 * 256) / 1024)
