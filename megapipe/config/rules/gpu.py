@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
+from typing import Any
 
 from megapipe.config.config import Config
 from megapipe.config.layers import LayerConfig, of_each_kind
@@ -103,7 +104,7 @@ def with_own_kernels(config: Config) -> Config:
     --transformer-impl and --attention-impl say which kernels compute, not which function; `own_kernels` names what is
     lacking.
     """
-    own = {option: OWN_KERNELS[option][0] for option, _ in _lacking(config)}
+    own: dict[str, Any] = {option: OWN_KERNELS[option][0] for option, _ in _lacking(config)}
     return dataclasses.replace(config, kernels=dataclasses.replace(config.kernels, **own)) if own else config
 
 
