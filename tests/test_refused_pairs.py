@@ -29,7 +29,7 @@ CRASH, WRONG, MEMORY, REFUSED, IGNORED = "crash", "wrong", "memory", "refused", 
 # pair -> (verdict, words of what happens). REFUSED: nothing could order it; IGNORED: one of the two has no effect
 ENDS: dict[tuple[str, str], tuple[str, str]] = {
     ("dualpipe-v", "slices2"): (REFUSED, "has no order for 2 slices"),
-    ("slices2", "moe overlap"): (REFUSED, "no order for slices"),
+    ("slices2", "moe overlap"): (REFUSED, "has no order for 2 slices"),
     ("zero2", "moe overlap"): (CRASH, ""),
     ("zero3", "moe overlap"): (CRASH, "setStorage"),
     ("hsdp", "moe overlap"): (CRASH, "setStorage"),

@@ -13,7 +13,7 @@ from typing import Any
 from megapipe.config.config import Config, ResolvedModelConfig, convert, fields_by_key
 from megapipe.config.fields import NONE_WORDS, nearest, number_in, read_value
 from megapipe.config.layer_pattern import PARTS, expanded, marked_layers
-from megapipe.config.model import ModelConfig
+from megapipe.config.model import ATTENTIONS, ModelConfig
 from megapipe.errors import ConfigError
 from megapipe.formatting import ranges_text
 
@@ -84,8 +84,8 @@ class LayerConfig(ResolvedModelConfig):
 
     @property
     def limits(self) -> dict[str, Any]:
-        """What limits the keys that its queries see, besides causality and documents: arguments of `Visibility.of`."""
-        return {"window": self.window_size}
+        """The limits of the keys that its queries see, beside causality and documents, for `Visibility.of`."""
+        return {"window": self.window_size, "has_chunks": ATTENTIONS[self.attention_kind].has_chunks}
 
     @cached_property
     def window(self) -> int | None:

@@ -31,6 +31,7 @@ def why_masked(config: Config, is_cuda: bool) -> str | None:
         "values of latent attention have other sizes than keys": model.multi_latent_attention,
         "attention is not fused": any(is_explicit(layer) for layer in layers),
         "attention sinks need its log-sum-exp": any(layer.softmax_type != "vanilla" for layer in layers),
+        "variable-length kernels have no chunks": any(layer.limits["has_chunks"] for layer in layers),
         f"variable-length kernels take bf16 and fp16, not {dtype}": dtype not in HALF_TYPES,
         f"they take heads of a multiple of {HEAD_MULTIPLE} channels up to {LARGEST_HEAD}, not {head}": (
             head % HEAD_MULTIPLE != 0 or head > LARGEST_HEAD

@@ -232,12 +232,13 @@ def visible(
     """
     rows = q[:, None]
     shown = (rows >= k)[None, None]
+    begin = 0 if starts is None else starts.to(k.device)[:, None, None, None]
     if seen.window is not None:
-        shown &= k >= seen.first_key(rows)
+        shown = shown & (k - begin >= seen.first_key(rows - begin))
     if documents is not None:
         shown = shown & (documents[:, q][:, None, :, None] == documents[:, k][:, None, None, :])
     if starts is not None:  # padding sees itself, so that no row of a softmax is empty
-        shown = shown & (k >= starts.to(k.device)[:, None, None, None]) | (rows == k)
+        shown = shown & (k >= begin) | (rows == k)
     return shown
 
 

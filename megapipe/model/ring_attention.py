@@ -33,9 +33,10 @@ Blocks = Mapping[int, Sequence[MaskedBlock]]  # by rank of the ring whose keys t
 
 @dataclass(frozen=True, eq=False)
 class BlockAttention:
-    """What attention in blocks needs besides q, k and v. layer: its global index. slice: of the microbatch, if any.
+    """Attention in blocks of one layer: all it needs besides q, k and v.
 
-    kept: keeps the output and its log-sum-exp for a recompute.
+    layer: its global index. slice: of the microbatch, if any. kept: keeps the output and its log-sum-exp for a
+    recompute.
     """
 
     layer: int

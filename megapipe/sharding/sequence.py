@@ -90,7 +90,8 @@ class Block(NamedTuple):
 
 @dataclass(frozen=True)
 class Visibility:
-    """Which keys a query sees: its own and those before it, at most `window`, in its document if has_documents.
+    """The keys that each query sees: its own and those before it, at most `window`, or with has_chunks those of its
+    chunk of `window` positions; with has_documents those of its document.
 
     Queries are those of a part in a slice; keys those of any part in all slices up to it, in their order.
     """
@@ -99,6 +100,7 @@ class Visibility:
     window: int | None = None
     has_documents: bool = False
     part: SequencePart = WHOLE_SEQUENCE
+    has_chunks: bool = False
 
     @classmethod
     def of(
@@ -107,9 +109,12 @@ class Visibility:
         has_documents: bool = False,
         part: SequencePart = WHOLE_SEQUENCE,
         window: int | None = None,
+        has_chunks: bool = False,
     ) -> Visibility:
         """Return what these queries see. window: one that reaches over all keys is none."""
-        return cls(place, None if window is None or window >= place.stop else window, has_documents, part)
+        if window is None or window >= place.stop:
+            return cls(place, None, has_documents, part)
+        return cls(place, window, has_documents, part, has_chunks)
 
     @property
     def is_causal(self) -> bool:
@@ -124,17 +129,19 @@ class Visibility:
     def _pairs(self, length: int) -> float:
         """Return the pairs of query and key among the first positions."""
         full = length if self.window is None else min(length, self.window)
+        if self.has_chunks:
+            return length // full * full * full / 2 + (length % full) ** 2 / 2 if full else 0.0
         return full * full / 2 + (length - full) * full
 
     def first_key(self, query: Any) -> Any:
         """Return the first position that a query with a window sees, which may be below 0; of a tensor a tensor."""
         assert self.window is not None
-        return query - self.window + 1
+        return query - query % self.window if self.has_chunks else query - self.window + 1
 
     def last_query(self, key: int) -> int:
         """Return the last position that sees a key within a window."""
         assert self.window is not None
-        return key + self.window - 1
+        return (key - key % self.window if self.has_chunks else key) + self.window - 1
 
     @cached_property
     def query_runs(self) -> tuple[range, ...]:

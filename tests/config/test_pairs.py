@@ -35,6 +35,7 @@ EXAMPLES = {
     "biases of q, k and v": "--add-qkv-bias",
     "norm of the projection": "--normalization RMSNorm --qk-layernorm --qk-layernorm-scope projection",
     "bent gates": "--swiglu --activation-func-clamp-value 7",
+    "chunked attention": "--attention-kind chunked --window-size 16",
     "attention of Transformer Engine": "--attention-impl te",
     "flash with documents": "--attention-impl flash --reset-attention-mask --cp-comm-type a2a",
     "fp8": "--fp8-format hybrid",

@@ -39,7 +39,7 @@ SHORT = {"k": "pipe_sp_splits", "cp": "context_parallel_size"}
 LOSSES = {
     "every loss": EVERY_LOSS,
     "global loss, tokens": GLOBAL | PER_TOKEN,
-    "sigmoid scores, biases, shared experts": BIAS | SHARED,
+    "sigmoid scores, biases, shared experts": BIAS | SHARED | {"moe_aux_loss_coeff": (0.02,)},
 }
 AVERAGE = {"pipe_sp_strategy": "average"}
 SP = {"sequence_parallel": True}
@@ -107,6 +107,13 @@ GRIDS: dict[str, tuple[int, dict[str, Any]]] = {
     "pp 2 cp 2 tp 2, full": (8, {"pp": 2, "cp": 2, "tp": 2, "k": 3} | SP | LLAMA | FULL | H1),
     **{f"pp 2 ep 2, {name}": (4, {"pp": 2, "k": 3, "ep": 2} | EXPERTS | own) for name, own in LOSSES.items()},
     "pp 2 cp 2, experts again": (4, {"pp": 2, "cp": 2, "k": 2} | EXPERTS | LOSSES["every loss"] | again("moe")),
+    "pp 2, chunks of 5": (2, {"pp": 2, "k": 3, "window_size": 5, "attention_kind": "chunked"} | LLAMA),
+    "pp 2 cp 2, chunks of 7 in every second layer, documents": (
+        4,
+        {"pp": 2, "cp": 2, "k": 2, "num_layers": 4}
+        | {"window_size": 7, "window_attn_skip_freq": "2", "attention_kind": "chunked"}
+        | DOCUMENTS,
+    ),
     "pp 2 dp 2, overlapped": (4, {"pp": 2, "k": 3, "ddp_bucket_size": 200} | ZERO | LLAMA | H1),
 }
 

@@ -21,7 +21,8 @@ def visibilities(draw: st.DrawFn) -> Visibility:
     ends = np.cumsum([2 * ranks * length for length in lengths]).tolist()
     place = SequenceSlice(tuple(ends), draw(st.integers(0, count - 1)))
     window = draw(st.none() | st.integers(1, ends[-1] + 1))
-    return Visibility.of(place, False, SequencePart(draw(st.integers(0, ranks - 1)), ranks), window)
+    part = SequencePart(draw(st.integers(0, ranks - 1)), ranks)
+    return Visibility.of(place, False, part, window, draw(st.booleans()))
 
 
 def positions(runs: tuple[range, ...]) -> list[int]:
@@ -29,7 +30,9 @@ def positions(runs: tuple[range, ...]) -> list[int]:
 
 
 def sees(seen: Visibility, query: int, key: int) -> bool:
-    return key <= query and (seen.window is None or key > query - seen.window)
+    if seen.window is None or key > query:
+        return key <= query
+    return key // seen.window == query // seen.window if seen.has_chunks else key > query - seen.window
 
 
 @given(visibilities())

@@ -41,6 +41,7 @@ ATTENTION_LACKING = {
     "slices": "it would see the keys of one slice only",
     "blocks of context parallelism": "only blocks of torch's kernels are merged",
     "sinks": "it has no sinks",
+    "chunked attention": "its windows slide",
 }
 # option of kernels -> its value for megapipe's own, what these compute, and what libraries lack
 OWN_KERNELS = {
@@ -113,15 +114,15 @@ def own_kernels(config: Config) -> list[str]:
     return [remark for _, remark in _lacking(config)]
 
 
-def _lacking(config: Config) -> Iterator[tuple[str, str]]:
-    """Yield an option of kernels, and a remark, for each choice that its library cannot do."""
+def _lacking(config: Config) -> list[tuple[str, str]]:
+    """Return options of kernels, each with a remark, for the choices that their libraries cannot do."""
+    found = []
     for option, (own, instead, lacking) in OWN_KERNELS.items():
-        chosen_kernels = getattr(config.kernels, option)
-        for name, reason in lacking.items() if chosen_kernels != own else ():
-            words = words_of(config, name)
-            if words:
-                flag = f"--{option.replace('_', '-')} {chosen_kernels}"
-                yield option, f"{flag} with {words}: {reason}, so {instead}"
+        library = getattr(config.kernels, option)
+        flag = f"--{option.replace('_', '-')} {library}"
+        reasons = [(words_of(config, name), reason) for name, reason in lacking.items() if library != own]
+        found += [(option, f"{flag} with {words}: {reason}, so {instead}") for words, reason in reasons if words]
+    return found
 
 
 def fp8(config: Config) -> Iterator[str]:

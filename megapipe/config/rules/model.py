@@ -104,8 +104,11 @@ def latent_attention(config: Config) -> Iterator[str]:
 
 @of_each_kind
 def attention_kind(config: Config, layer: LayerConfig) -> Iterator[str]:
-    """Yield the options of softmax attention that an extension's kind of attention does not have."""
+    """Yield chunks without a size, and the options of softmax attention that an extension's kind does not have."""
     kind = layer.attention_kind
+    has_size = layer.window_size is not None or config.model.window_size is not None  # layers may be without the window
+    if layer.has_attention and ATTENTIONS[kind].has_chunks and not has_size:
+        yield f"--attention-kind {kind} needs --window-size, the tokens of a chunk"
     if not layer.has_attention or ATTENTIONS[kind].function is None:
         return
     unused = chosen(

@@ -135,6 +135,9 @@ OPTIONS: dict[str, Option] = {
         c.model.mtp_num_layers is not None and f"--mtp-num-layers {c.model.mtp_num_layers}"
     ),
     "sinks": lambda c: c.model.softmax_type != "vanilla" and f"--softmax-type {c.model.softmax_type}",
+    "chunked attention": lambda c: (
+        any(layer.limits["has_chunks"] for layer in kinds_of(c.model)) and "--attention-kind chunked"
+    ),
     "attention of an extension": lambda c: (
         ATTENTIONS[c.model.attention_kind].function is not None and f"--attention-kind {c.model.attention_kind}"
     ),
