@@ -115,9 +115,17 @@ def test_logits_for_inference_equal_the_reference_at_any_length() -> None:
         assert_equal(logits[..., :29].transpose(0, 1), expected, f"logits of {length} tokens")
 
 
+OF_CACHE = {
+    "layers that differ": UNLIKE | {"num_layers": 6},
+    "sinks": LLAMA | {"softmax_type": "learnable", "window_size": 4},
+    "chunks": LLAMA | {"attention_kind": "chunked", "window_size": 5},
+}
+
+
 @pytest.mark.parametrize("lengths", [(1,) * SEQ, (5, 1, 6)], ids=["token by token", "in three pieces"])
-def test_a_cache_gives_the_logits_of_the_whole_sequence(lengths: tuple[int, ...]) -> None:
-    config = model_config(**UNLIKE, num_layers=6)
+@pytest.mark.parametrize("name", OF_CACHE)
+def test_a_cache_gives_the_logits_of_the_whole_sequence(name: str, lengths: tuple[int, ...]) -> None:
+    config = model_config(**OF_CACHE[name])
     model = reference(config)
     stage = make_stage(config, dict(model.named_parameters()))
     microbatch = dataclasses.replace(make_microbatch(config), labels=None, loss_mask=None)
