@@ -50,6 +50,22 @@ def test_fp8_reaches_experts_latents_and_predictions_in_the_planned_memory(
     assert found.verdict == "equal" and found.compared == ("memory", "exact", "rounded"), found.why
 
 
+@pytest.mark.parametrize(
+    "features",
+    [
+        ("slices2", "moe ep2", "mtp", "cp2 p2p"),
+        ("slices2", "sinks", "window", "cp2 ag", "act offload"),
+        pytest.param(("slices2", "mla", "recompute full", "zb-h1", "moe grouped"), marks=pytest.mark.slow),
+    ],
+    ids="-".join,
+)
+def test_slices_train_as_whole_sequences_in_one_process_in_the_planned_memory(
+    features: tuple[str, ...], rank_pools: Callable[[int], RankPool]
+) -> None:
+    found = examine(Combination(0, features), rank_pools)
+    assert found.verdict == "equal" and {"memory", "exact"} <= set(found.compared), found.why
+
+
 def test_draws_have_no_flag_with_two_values_and_fit_the_largest_world() -> None:
     draws = [drawn(1, number) for number in range(300)]
     assert all(MIN_FEATURES <= len(each.features) <= MAX_FEATURES for each in draws)
@@ -63,8 +79,8 @@ def test_there_are_43_features_with_names_of_their_own() -> None:
 
 
 def test_a_combination_that_the_plan_refuses_is_not_trained() -> None:
-    found = examine(Combination(0, ("slices2", "cp2 p2p", "zero1", "window")), no_pools)
-    assert found.verdict == "refused" and "--pipe-sp-splits" in found.why
+    found = examine(Combination(0, ("muon", "precision-aware", "window", "documents")), no_pools)
+    assert found.verdict == "refused" and "--use-precision-aware-optimizer" in found.why
 
 
 def test_other_memory_than_planned_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -91,7 +91,8 @@ class InferenceRuntime:
         self.stages: dict[int, GPTStage] = {}
         self.runners: dict[int, StageRunner] = {}
         self.buffers: dict[int, StageBuffers] = {}
-        self.sequence_part = SequencePart(groups.cp.rank, groups.cp.size)  # of every sequence, on this rank
+        # of every sequence, on this rank
+        self.sequence_part = SequencePart(groups.cp.rank, groups.cp.size, plan.slices[0].ends)
         held, tp = plan.placement.stages_of(self.coordinates.pp_rank), groups.tp
         tp_groups, experts = [tp] * len(held), [ExpertGroups(groups.ep, groups.etp, groups.dp, groups.cp)] * len(held)
         context = [groups.context] * len(held)

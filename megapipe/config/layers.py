@@ -13,7 +13,7 @@ from typing import Any
 from megapipe.config.config import Config, ResolvedModelConfig, convert, fields_by_key
 from megapipe.config.fields import NONE_WORDS, nearest, number_in, read_value
 from megapipe.config.layer_pattern import PARTS, expanded, marked_layers
-from megapipe.config.model import ModelConfig
+from megapipe.config.model import ATTENTIONS, ModelConfig
 from megapipe.errors import ConfigError
 from megapipe.formatting import ranges_text
 
@@ -81,6 +81,11 @@ class LayerConfig(ResolvedModelConfig):
     def expert_ffn_size(self) -> int:
         """Width between the linears of one expert."""
         return self.ffn_hidden_size if self.moe_ffn_hidden_size is None else self.moe_ffn_hidden_size
+
+    @property
+    def limits(self) -> dict[str, Any]:
+        """The limits of the keys that its queries see, beside causality and documents, for `Visibility.of`."""
+        return {"window": self.window_size, "has_chunks": ATTENTIONS[self.attention_kind].has_chunks}
 
     @cached_property
     def window(self) -> int | None:

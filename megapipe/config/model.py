@@ -56,10 +56,12 @@ class AttentionKind:
     """Core attention: from queries, keys and values to a weighted sum of values.
 
     function: of an extension: (q, k, v, mask, AttentionHeads) -> output. Softmax: model/core_attention.py.
+    has_chunks: a window is a chunk of the sequence, of which a query sees what comes before it (Llama-4).
     """
 
     backward_squares: float = 0.0  # [b, heads, s, s] that a function's backward makes
     function: Callable[..., Any] | None = None
+    has_chunks: bool = False
 
 
 NORMALIZATIONS = Registry(
@@ -78,7 +80,9 @@ ACTIVATIONS = Registry(
         "relu": ActivationKind(keeps_output=True),
     },
 )
-ATTENTIONS = Registry("attention kind", "--attention-kind", {"softmax": AttentionKind()})
+ATTENTIONS = Registry(
+    "attention kind", "--attention-kind", {"softmax": AttentionKind(), "chunked": AttentionKind(has_chunks=True)}
+)
 SOFTMAX_TYPES = ("vanilla", "off-by-one", "learnable")
 NORM_POSITIONS = ("before", "after", "around")
 QK_NORM_SCOPES = ("head", "projection")
@@ -431,7 +435,12 @@ class ModelConfig:
     )
     attn_logit_softcapping: float | None = option(None, "attention logits become c tanh(x / c); unset: none", above=0)
     final_logit_softcapping: float | None = option(None, "output logits become c tanh(x / c); unset: none", above=0)
-    attention_kind: str = option("softmax", "how scores become weights of the values", choices=ATTENTIONS)
+    attention_kind: str = option(
+        "softmax",
+        "how scores become weights of the values; chunked: a softmax over the tokens before a token in its chunk of "
+        "window-size tokens (Llama-4)",
+        choices=ATTENTIONS,
+    )
     softmax_type: str = option(
         "vanilla",
         "attention may also choose no token: off-by-one adds 1 to the softmax's denominator, learnable exp of a weight "

@@ -8,7 +8,7 @@ matrices.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -36,23 +36,8 @@ from megapipe.layers.table import (
     ring_bytes,
     total_bytes,
 )
-from megapipe.sharding.sequence import Block, SequencePart, SequenceSlice, attention_blocks, ring_steps
+from megapipe.sharding.sequence import Block, SequencePart, SequenceSlice, Visibility
 from megapipe.sharding.spec import Fused, Heads, Init, ParamSpec, QueryGroups
-
-
-def mean_slice_keys(place: SequenceSlice, window_size: int | None) -> float:
-    """Return the mean keys of the queries of a slice, as `mean_keys` counts them."""
-    rows = place.stop * mean_keys(place.stop, window_size)
-    before = place.start * mean_keys(place.start, window_size) if place.start else 0.0
-    return (rows - before) / place.length
-
-
-def mean_keys(seq_length: int, window_size: int | None) -> float:
-    """Return the mean keys of a causal query: half the sequence (not counting the diagonal), at most the window."""
-    if window_size is None or window_size >= seq_length:
-        return seq_length / 2
-    full_rows = seq_length - window_size
-    return (window_size * window_size / 2 + full_rows * window_size) / seq_length
 
 
 @dataclass(frozen=True, eq=False)
@@ -122,7 +107,8 @@ class Attention:
 
     def flops_per_token(self, seq_length: int, causal: bool) -> float:
         """Return the forward FLOPs of core attention, per token; a sliding window limits the causal count."""
-        keys = mean_keys(seq_length, self.model.window_size) if causal else float(seq_length)
+        seen = Visibility.of(SequenceSlice((seq_length,)), **self.model.limits)
+        keys = seen.mean_keys if causal else float(seq_length)
         return 4.0 * keys * self.model.num_attention_heads * self.model.kv_channels
 
     def table(self, shape: RankShape) -> Table:
@@ -178,14 +164,10 @@ class Attention:
         )
         return Table(operations, hidden, max(weight_gradient_bytes(gemm, shape) for gemm in (qkv, projection)))
 
-    def window(self, shape: RankShape) -> int | None:
-        """Return the sliding window; None without one, and where it reaches over the whole sequence."""
-        size = self.model.window_size
-        return None if size is None or size >= shape.whole_seq else size
-
-    def mask_kind(self, shape: RankShape) -> tuple[int | None, int]:
-        """Return what layers that share a mask have in common: window, and ranks of the ring."""
-        return self.window(shape), self._ring(shape)
+    def visibility(self, shape: RankShape, rank: int = 0) -> Visibility:
+        """Return which keys the queries of a rank of the ring see. Layers that share a mask have it in common."""
+        place, part = shape.slice or SequenceSlice((shape.whole_seq,)), SequencePart(rank, self._ring(shape))
+        return Visibility.of(place, shape.documents.attention_mask, part, **self.model.limits)
 
     def sent_bytes(self, shape: RankShape) -> tuple[dict[str, float], dict[str, float]]:
         """Return the bytes that a rank sends for one microbatch to other cp ranks, in a forward and in a backward, by
@@ -196,11 +178,9 @@ class Attention:
         """
         if shape.cp == 1:
             return {}, {}
-        ring, keys, element = self._ring(shape), self._exchanged_keys(shape), shape.element
+        ring, keys, element = self._ring(shape), self._reached_keys(shape), shape.element
         a2a = self._exchange_bytes(shape)
-        steps = ring - 1
-        if self.cp_comm_type != "all_gather" and ring > 1:
-            steps = len(ring_steps(ring, shape.whole_seq, self.window(shape)))
+        steps = ring - 1 if self.cp_comm_type == "all_gather" else len(self.visibility(shape).sources) - 1
         to_ring, back = float(steps * keys * element), float(steps * keys * (element + shape.wide))
         if self.cp_comm_type == "a2a+p2p":
             return {"cp_a2a": a2a, "cp_p2p": to_ring}, {"cp_a2a": a2a, "cp_p2p": back}
@@ -223,7 +203,7 @@ class Attention:
         """Return the bytes of keys and values of all slices of a microbatch, and of their gradients, if any."""
         if shape.slice is None:
             return 0, 0
-        elements = 2 * shape.batch * shape.slice.seq * self._groups(shape) * self.model.kv_channels
+        elements = self._exchanged_keys(shape) * shape.slice.seq // shape.slice.length
         return elements * shape.element, elements * shape.wide
 
     def rotary_table_bytes(self, shape: RankShape) -> int:
@@ -235,38 +215,42 @@ class Attention:
         """Return the bytes of the additive mask [s, s] that a stage makes once: with a sliding window, and where
         attention is written out. Documents have a mask for each microbatch, or their borders, instead.
         """
-        is_needed = (self.window(shape) is not None or self._is_written_out(shape)) and shape.attention_impl == "sdpa"
-        if not is_needed or shape.documents.attention_mask or shape.documents.borders:
+        is_needed = self.visibility(shape).window is not None or self._is_written_out(shape)
+        if not is_needed or shape.attention_impl != "sdpa":
             return 0
-        return self._mask_bytes(shape, lambda block: block.kind == "masked")
+        return 0 if shape.documents.attention_mask or shape.documents.borders else self._mask_bytes(shape)
 
     def document_mask_bytes(self, shape: RankShape, is_replayed: bool) -> int:
         """Return the bytes of a microbatch's mask [b, 1, s, s]; written out, only a replay keeps it."""
         is_dropped = self._is_written_out(shape) and self.registered is None and not is_replayed
         if not shape.documents.attention_mask or is_dropped:
             return 0
-        return shape.batch * self._mask_bytes(shape, lambda block: True)
+        return shape.batch * self._mask_bytes(shape)
 
-    def _mask_bytes(self, shape: RankShape, has_mask: Callable[[Block], bool]) -> int:
-        """Return the bytes of the masks of one sequence: of all its positions, or of a ring's blocks, on the rank with
-        the most, with a byte for each query of a block.
+    def _mask_bytes(self, shape: RankShape) -> int:
+        """Return the bytes of the masks of one sequence: of all its positions, or of blocks, on the rank with the most,
+        with a byte for each query of a block that may be empty.
         """
-        ranks, seq = self._ring(shape), shape.whole_seq
-        if shape.slice is not None:
-            blocks = shape.slice.blocks(self.window(shape), shape.documents.attention_mask)
-            masked = (block for block in blocks if block.kind == "masked")
-            return sum(shape.seq * (block.keys[1] - block.keys[0]) * shape.element for block in masked)
-        if ranks == 1:
-            return seq * seq * shape.element
+        if not self._in_blocks(shape):
+            return shape.whole_seq * shape.whole_seq * shape.element
         return max(
             sum(
-                (block.queries[1] - block.queries[0]) * ((block.keys[1] - block.keys[0]) * shape.element + 1)
-                for source in range(ranks)
-                for block in attention_blocks(SequencePart(rank, ranks), source, seq, self.window(shape))
-                if has_mask(block)
+                (block.queries[1] - block.queries[0])
+                * ((block.keys[1] - block.keys[0]) * shape.element + block.can_be_empty)
+                for block in self._blocks(shape, rank)
+                if block.kind == "masked"
             )
-            for rank in range(ranks)
+            for rank in range(self._ring(shape))
         )
+
+    def _blocks(self, shape: RankShape, rank: int = 0) -> Iterator[Block]:
+        """Yield the blocks of the queries of a rank of the ring."""
+        seen = self.visibility(shape, rank)
+        return (block for source in range(seen.part.ranks) for block in seen.blocks(source))
+
+    def _longest_block(self, shape: RankShape) -> int:
+        """Return the most keys of one sequence in a block."""
+        return max(block.keys[1] - block.keys[0] for block in self._blocks(shape))
 
     def _exchanged(self, shape: RankShape) -> int:
         """Return the number of cp ranks that exchange heads for positions."""
@@ -277,8 +261,9 @@ class Attention:
         return shape.cp // self._exchanged(shape)
 
     def _in_blocks(self, shape: RankShape) -> bool:
-        """Return True if attention is computed in blocks of queries and keys: over a ring, or of a slice."""
-        return self._ring(shape) > 1 or shape.slice is not None
+        """Return True if attention is computed in blocks of queries and keys: of a ring, of a slice, or with sinks."""
+        has_sinks = self.model.softmax_type != "vanilla" and not self.is_explicit
+        return self._ring(shape) > 1 or shape.slice is not None or has_sinks
 
     def _is_written_out(self, shape: RankShape) -> bool:
         """Return True if whole matrices of queries and keys are kept; blocks compute theirs again."""
@@ -319,6 +304,11 @@ class Attention:
     def _exchanged_keys(self, shape: RankShape) -> int:
         """Return the elements of k and v during core attention, with the copies of heads that ranks share."""
         return self._keys_and_values(shape) * self._copies(shape)
+
+    def _reached_keys(self, shape: RankShape) -> int:
+        """Return the elements of such k and v, of the slices so far."""
+        place = self.visibility(shape).place
+        return self._exchanged_keys(shape) * place.stop // place.length
 
     def _output(self, shape: RankShape) -> int:
         """Return the elements of attention's output."""
@@ -425,9 +415,7 @@ class Attention:
         """
         heads = self._heads(shape)
         if not self._is_written_out(shape):
-            keys = mean_keys(shape.whole_seq, self.model.window_size)
-            if shape.slice is not None:
-                keys = mean_slice_keys(shape.slice, self.model.window_size)
+            keys = self.visibility(shape).mean_keys
             return CoreAttention(4.0 * shape.tokens * keys * heads * self.model.kv_channels, 0.0, 2.5)
         squares = float(self._squares(shape))
         dropped = 2.0 * shape.element + 1.0 if self.model.attention_dropout > 0 else 0.0  # read, write, and the mask
@@ -440,10 +428,8 @@ class Attention:
         written out, those of the probabilities. Recomputed results come on top.
         """
         element, wide = shape.element, shape.wide
-        if self._ring(shape) > 1:
-            return self._ring_gradient_bytes(shape)
-        if shape.slice is not None:
-            return self._slice_gradient_bytes(shape, shape.slice)
+        if self._in_blocks(shape):
+            return self._block_gradient_bytes(shape)
         if not self._is_written_out(shape):
             output = self._query(shape) * element + shape.tokens * self._heads(shape) * wide
             qkv = (self._query(shape) + 2 * self._key(shape)) * element
@@ -460,20 +446,6 @@ class Attention:
             dropped = max(dropped, element)
         return again + max(squares * element, squares * (2 * wide - dropped) + beside)
 
-    def _slice_gradient_bytes(self, shape: RankShape, place: SequenceSlice) -> int:
-        """Return what the backward of a slice's attention makes: the gradients of a block's q, k and v, with several
-        blocks that of q in at least fp32 besides; then those of the slice apart and side by side.
-        """
-        element, query, key = shape.element, self._query(shape), self._key(shape)
-        blocks = place.blocks(self.window(shape), shape.documents.attention_mask)
-        seen = max(block.keys[1] - block.keys[0] for block in blocks) * key // shape.seq
-        again = total_bytes(self._core_kept(shape)) if shape.recomputes("core_attn") else 0
-        of_block = (query + 2 * seen) * element + (query * shape.wide if len(blocks) > 1 else 0)
-        if self.is_explicit:
-            largest = max(math.prod(end - start for start, end in (block.queries, block.keys)) for block in blocks)
-            of_block += self._written_block_bytes(shape, largest, seen)
-        return again + max(of_block, 2 * (query + 2 * key) * element)
-
     def _written_block_bytes(self, shape: RankShape, pairs: int, keys: int) -> int:
         """Return what the backward of a written-out block of so many pairs of query and key makes besides gradients:
         probabilities, their gradients and tanh in at least fp32, one cast, and keys and values repeated for all heads.
@@ -482,20 +454,27 @@ class Attention:
         matrices = (2 + has_soft_cap) * wide + (element if element != wide else 0)
         matrices += wide if self.model.attention_dropout > 0 else 0
         repeats = self._heads(shape) // self._groups(shape)
-        return shape.batch * self._heads(shape) * pairs * matrices + (
-            2 * keys * repeats * element if repeats > 1 else 0
-        )
+        return shape.batch * self._heads(shape) * pairs * matrices + (keys * repeats * element if repeats > 1 else 0)
 
-    def _ring_gradient_bytes(self, shape: RankShape) -> int:
+    def _block_gradient_bytes(self, shape: RankShape) -> int:
         """Return what the backward of attention in blocks makes: keys and values of this rank, of the block and of the
         next one; in at least fp32 the gradients of q, of this rank's keys and of those on their way; those of a block.
+        Then the gradients of q, k and v of this rank, apart and side by side.
 
-        Gathered, keys and their gradients are those of all ranks of the ring.
+        Gathered, keys and their gradients are those of all ranks of the ring. Those of slices are there already.
         """
-        element, wide, query, keys = shape.element, shape.wide, self._query(shape), self._exchanged_keys(shape)
-        ring, blocks = self._ring(shape), (query + keys) * element
-        held, sums = (2, 2) if ring == 2 else (3, 4)
-        if self.cp_comm_type == "all_gather":
-            held, sums = 1 + ring, ring
+        element, wide, query, keys = shape.element, shape.wide, self._query(shape), self._reached_keys(shape)
+        ring, blocks, place = self._ring(shape), tuple(self._blocks(shape)), self.visibility(shape).place
+        held, sums = (min(ring, 3), min(2 * ring - 2, 4)) if self.cp_comm_type != "all_gather" else (1 + ring, ring)
+        if shape.slice is not None:
+            held, sums = held - 1, max(sums - 1, 0)
+        largest = self._longest_block(shape) * keys * ring // place.stop
+        of_block = (query + largest) * element
+        if self.is_explicit:
+            pairs = max(math.prod(end - start for start, end in (block.queries, block.keys)) for block in blocks)
+            of_block += self._written_block_bytes(shape, pairs, largest)
         again = total_bytes(self._core_kept(shape)) if shape.recomputes("core_attn") else 0
-        return again + keys * (held * element + sums * wide) + query * wide + blocks
+        made = keys * (held * element + sums * wide) + query * wide + of_block
+        if ring == 1 and shape.slice is None:  # one block, whose gradients are the result
+            made = of_block
+        return again + max(made, 2 * (query + self._keys_and_values(shape)) * element)

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from megapipe.layers.attention import Attention, mean_keys
+from megapipe.layers.attention import Attention
 from megapipe.layers.linear import (
     Linear,
     collectives,
@@ -33,6 +33,7 @@ from megapipe.layers.table import (
     Table,
     total_bytes,
 )
+from megapipe.sharding.sequence import SequenceSlice, Visibility
 from megapipe.sharding.spec import Fused, Init, ParamSpec, Replicated
 
 
@@ -122,7 +123,8 @@ class LatentAttention(Attention):
 
     def flops_per_token(self, seq_length: int, causal: bool) -> float:
         """Return the forward FLOPs of core attention, per token, without the padding of values."""
-        keys = mean_keys(seq_length, self.model.window_size) if causal else float(seq_length)
+        seen = Visibility.of(SequenceSlice((seq_length,)), **self.model.limits)
+        keys = seen.mean_keys if causal else float(seq_length)
         return 2.0 * keys * self.model.num_attention_heads * (self.model.kv_channels + self.model.v_head_dim)
 
     def table(self, shape: RankShape) -> Table:
@@ -137,7 +139,7 @@ class LatentAttention(Attention):
         heads_kept = (Kept("q, k, v", self._heads_kept(shape), shape.element),)
         core_kept = () if redoes_core else self._trimmed_kept(shape)
         # linear_proj keeps the output, trimmed or not
-        is_whole = model.v_head_dim == model.kv_channels or self._ring(shape) > 1
+        is_whole = model.v_head_dim == model.kv_channels or self._in_blocks(shape)
         output = "attention output" if is_whole else "attention output trimmed"
         freed = [tensor for tensor in (*heads_kept, *core_kept) if tensor.name != output]
         if shape.recompute.recompute_keep_attention:
@@ -151,7 +153,7 @@ class LatentAttention(Attention):
             start = before.operation(shape, backward=Backward(waiting + hidden + before.gradient_bytes(shape)))
         # the gradients of q, k and v, a copy of the first, and the gradient of the projection to keys and values
         made = Backward(behind + 4 * query + keys)
-        is_less = not self.is_explicit and self._ring(shape) == 1
+        is_less = not self.is_explicit and not self._in_blocks(shape)
         core_made = query + self._core_gradient_bytes(shape) - (3 * query if is_less else 0)
         operations = (
             start,
@@ -234,17 +236,22 @@ class LatentAttention(Attention):
         return self._key(shape) + self._output(shape)
 
     def _heads_kept(self, shape: RankShape) -> int:
-        """Return the elements of q, k and v. With context parallelism v is padded after the exchange."""
+        """Return the elements of q, k and v. With context parallelism v is padded after the exchange. Slices share keys
+        and values.
+        """
         query, is_narrow = self._query(shape), self.model.v_head_dim < self.model.kv_channels
+        redoes_core = shape.recomputes("core_attn")
+        if shape.slice is not None and self._exchanged(shape) == 1 and not redoes_core:
+            return query
         if shape.cp == 1:
             return 3 * query
-        is_padded = is_narrow and self._ring(shape) == 1 and not shape.recomputes("core_attn")
+        is_padded = is_narrow and not self._in_blocks(shape) and not redoes_core
         return query + self._keys_and_values(shape) + (query if is_padded else 0)
 
     def _trimmed_kept(self, shape: RankShape) -> tuple[Kept, ...]:
         """Return what core attention keeps, and its output without the padding of values."""
         model, values = self.model, self._output(shape)
-        if self._ring(shape) > 1:
+        if self._in_blocks(shape):
             output = Kept("attention output", values, shape.element)
             statistics = Kept("attention statistics", shape.tokens * self._heads(shape), shape.wide, with_replay=True)
             own = (replace(output, with_replay=True), statistics)
@@ -254,10 +261,11 @@ class LatentAttention(Attention):
         kept = [each for each in self._core_kept(shape) if each.with_replay or each.name != "attention output"]
         return *kept, Kept("attention output trimmed", values, shape.element)
 
-    def _ring_gradient_bytes(self, shape: RankShape) -> int:
+    def _block_gradient_bytes(self, shape: RankShape) -> int:
         """Return what the backward of attention in blocks makes; padded are v, the output, and gradients of both."""
-        query, is_narrow = self._query(shape), self.model.v_head_dim < self.model.kv_channels
-        return super()._ring_gradient_bytes(shape) + (4 * query * shape.element if is_narrow else 0)
+        made, is_narrow = super()._block_gradient_bytes(shape), self.model.v_head_dim < self.model.kv_channels
+        widened = 2 * self._query(shape) + 2 * self._key(shape) * self._longest_block(shape) // shape.seq
+        return made + (widened * shape.element if is_narrow else 0)
 
     def _shared_key_collectives(self, shape: RankShape) -> Collectives:
         """Return the gather of the key that all heads share, and the sum of its gradient over tp."""

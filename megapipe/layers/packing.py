@@ -11,10 +11,10 @@ HALF_TYPES = ("bf16", "fp16")
 
 
 def is_explicit(model: ModelConfig) -> bool:
-    """Return True if training writes attention out: fused kernels have no soft-cap, keyed dropout, softmax dtype or
-    attention sinks, nor the score function of an extension.
+    """Return True if training writes attention out: fused kernels have no soft-cap, keyed dropout or softmax dtype, nor
+    the score function of an extension.
     """
-    if ATTENTIONS[model.attention_kind].function is not None or model.softmax_type != "vanilla":
+    if ATTENTIONS[model.attention_kind].function is not None:
         return True
     return model.attn_logit_softcapping is not None or model.attention_softmax_in_fp32 or model.attention_dropout > 0
 
@@ -30,6 +30,8 @@ def why_masked(config: Config, is_cuda: bool) -> str | None:
         "only GPUs have variable-length kernels": not is_cuda,
         "values of latent attention have other sizes than keys": model.multi_latent_attention,
         "attention is not fused": any(is_explicit(layer) for layer in layers),
+        "attention sinks need its log-sum-exp": any(layer.softmax_type != "vanilla" for layer in layers),
+        "variable-length kernels have no chunks": any(layer.limits["has_chunks"] for layer in layers),
         f"variable-length kernels take bf16 and fp16, not {dtype}": dtype not in HALF_TYPES,
         f"they take heads of a multiple of {HEAD_MULTIPLE} channels up to {LARGEST_HEAD}, not {head}": (
             head % HEAD_MULTIPLE != 0 or head > LARGEST_HEAD

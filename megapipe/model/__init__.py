@@ -3,10 +3,9 @@
     stage               GPTStage, the part of one pipeline stage; Block, one layer, and a table of what it saves
     embedding_and_head  the first part of the model, and the last part with the loss
     microbatch          Microbatch, a stage's input besides the hidden states; StageLoss; KVCache
-    attention           projections, q|k|v by query group, qk-norm
-    core_attention      fused and explicit attention, and the choice among all kinds
+    attention           projections, q|k|v by query group, qk-norm (core_attention: the choice among all kernels)
     context             attention masks and rotary tables, built once per microbatch, shared by layers that are alike
-    context_parallel    attention over cp ranks: rings, gathers, heads for positions (blocks: block_attention)
+    ring_attention      attention in blocks: rings of cp ranks (context_parallel: their kinds), slices, sinks
     mlp, norm           the MLP with its activations; LayerNorm, RMSNorm, and RMSNorm over all heads
     layer_factory       builds linears, norms and attention from the kernels that the configuration chose
     recompute           recomputing activations in the backward instead of saving them

@@ -14,9 +14,9 @@ layers that compute attention in blocks of queries and keys have a mask only for
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cache, lru_cache, partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -32,17 +32,12 @@ from megapipe.model.dispatch import KeptRouting
 from megapipe.model.microbatch import KVCache, Microbatch, MicrobatchSlice
 from megapipe.model.recompute import KeptAttention
 from megapipe.model.segments import Compiler
-from megapipe.sharding.sequence import (
-    WHOLE_SEQUENCE,
-    SequencePart,
-    SequenceSlice,
-    attention_blocks,
-    ring_steps,
-)
+from megapipe.sharding.sequence import WHOLE_SEQUENCE, SequencePart, SequenceSlice, Visibility
 from megapipe.tensor_parallel.gemms import at_least_fp32
 from megapipe.tensor_parallel.random import DropoutKey
 
 MaskedBlocks = tuple[MaskedBlock, ...]
+Unit = tuple[int, int]  # a microbatch by its number in the global batch, and the number of its slice
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,7 +59,7 @@ class LayerContext:
 
     rotary: tuple[Tensor, Tensor] | None  # cos and sin
     mask: Tensor | None  # [1 or b, 1, s, keys] in the activations' dtype; None: the kernel's causality
-    # attention is written out: fused kernels lack soft-capping, keyed dropout, attention sinks and a softmax in fp32
+    # attention is written out: fused kernels lack soft-capping, keyed dropout and a softmax in fp32
     explicit: bool
     dropout_key: DropoutKey | None  # None outside training
     cache: KVCache | None = None
@@ -72,7 +67,7 @@ class LayerContext:
     kept_attention: KeptAttention | None = None  # keeps attention's results from the forward for the recompute
     kept_routing: KeptRouting | None = None  # keeps the routing of experts, likewise
     compiler: Compiler | None = None  # of the layer's segments
-    # of attention in blocks, by rank of the ring whose keys they are; its own first. Of a slice: under 0
+    # of attention in blocks, by rank of the ring whose keys they are; its own first, under 0 without a ring
     blocks: Mapping[int, MaskedBlocks] = field(default_factory=dict)
     slice: MicrobatchSlice | None = None
     # factor on losses over the microbatch that are means: its tokens with --calculate-per-token-loss, which divides
@@ -85,6 +80,12 @@ class LayerContext:
         """All masks."""
         blocks = (each.mask for masked in self.blocks.values() for each in masked)
         return [mask for mask in (self.mask, *blocks) if mask is not None]
+
+    @property
+    def unit(self) -> Unit:
+        """The microbatch and slice of training."""
+        assert self.dropout_key is not None
+        return self.dropout_key.microbatch, 0 if self.slice is None else self.slice.place.number
 
     def keeping(self, kept: KeptAttention | None) -> LayerContext:
         """Return the context with attention's results kept."""
@@ -116,24 +117,20 @@ class ContextBuilder:
         self.has_attention_kernel, self.part = has_attention_kernel, part
         configs = [layer for layer, _ in kinds]
         self.rotary = {layer.rotary: Rotary(layer, part) for layer in configs if layer.rotary is not None}
-        # of one length only: generation asks for a new one with every token
-        num_windows = max(1, len({layer.window_size for layer in configs}))
-        self._causal_mask = lru_cache(maxsize=num_windows)(
-            lambda seq, window, device, dtype: additive(causal(seq, window, device), dtype)
-        )
-        self._blocks = lru_cache(maxsize=num_windows * len(kinds))(blocks_with_masks)
-        self._slices = cache(blocks_of_slice)  # one for each window and slice
+        self._made: dict[Any, Any] = {}  # masks and blocks that all microbatches share, for sequences of one length
+        self._length = 0
 
     def __call__(self, microbatch: Microbatch, dtype: torch.dtype) -> dict[int, LayerContext]:
         """Build the contexts of a microbatch; alike layers share one. dtype: that of the activations."""
-        make_mask, key = cache(partial(self._mask, microbatch, dtype)), microbatch.dropout_key
-        make_blocks = cache(partial(self._masked_blocks, microbatch, dtype))
+        key, place, kv_cache = microbatch.dropout_key, microbatch.place(self.part), microbatch.cache
+        if kv_cache is not None and kv_cache.length:
+            place = SequenceSlice((kv_cache.length, kv_cache.length + place.length), 1)
+        make = cache(partial(self._shared, microbatch, dtype))
         tables = {options: rotary.tables(microbatch, at_least_fp32(dtype)) for options, rotary in self.rotary.items()}
-        has_kernel = self.has_attention_kernel and microbatch.cache is None
+        has_kernel = self.has_attention_kernel and kv_cache is None
         if has_kernel and microbatch.document_ids is not None:
             raise ValueError("this attention kernel takes the borders of documents, not a mask")
         contexts, of_slice, real = [], microbatch.slice, self.real_tokens(microbatch)
-        seq = microbatch.tokens.shape[1] * self.part.ranks if of_slice is None else of_slice.place.seq
         weight: Tensor | float = 1.0
         if self._per_token_loss:
             weight = float(microbatch.tokens.numel()) if microbatch.loss_mask is None else microbatch.loss_mask.sum()
@@ -144,19 +141,20 @@ class ContextBuilder:
             blocks: Mapping[int, MaskedBlocks] = {}
             if layer.has_attention and not has_kernel:
                 explicit = layer.attn_logit_softcapping is not None or layer.attention_softmax_in_fp32
-                explicit = explicit or (layer.softmax_type != "vanilla" and ring.ranks == 1)  # a ring adds sinks itself
                 explicit = explicit or ATTENTIONS[layer.attention_kind].function is not None
                 explicit = explicit or (layer.attention_dropout > 0.0 and key is not None)
-                # documents have one mask for each window; a cache is longer than the new tokens
-                if explicit and microbatch.borders is not None:
-                    raise ValueError("attention that is written out needs document_ids, not the borders of documents")
-                has_window = microbatch.cache is not None or (layer.window_size or seq) < seq
-                is_needed = explicit or microbatch.document_ids is not None
-                window = layer.window_size if has_window else None
-                if ring.ranks > 1 or of_slice is not None:
-                    blocks = make_blocks(ring, window)
-                elif microbatch.borders is None:
-                    mask = make_mask(is_needed, window)
+                seen = Visibility.of(place, microbatch.document_ids is not None, ring, **layer.limits)
+                in_blocks = ring.ranks > 1 or of_slice is not None
+                if layer.softmax_type != "vanilla" and not in_blocks:  # in blocks a sink is one more block
+                    in_blocks, explicit = not explicit and kv_cache is None, explicit or kv_cache is not None
+                if (explicit or in_blocks) and microbatch.borders is not None:
+                    raise ValueError("attention that is written out, or in blocks, needs document_ids, not borders")
+                sees_all = place.length == 1 or not place.start  # of the keys that a kernel without a mask sees
+                is_causal = seen.is_causal and sees_all and (kv_cache is None or kv_cache.starts is None)
+                if in_blocks:
+                    blocks = make(masked_blocks, seen)
+                elif microbatch.borders is None and (explicit or not is_causal):
+                    mask = make(whole_mask, seen)
             rotary = None if layer.rotary is None else tables[layer.rotary]
             kept = microbatch.cache, microbatch.borders
             own = LayerContext(rotary, mask, explicit, key, *kept, blocks=blocks, slice=of_slice, loss_weight=weight)
@@ -169,111 +167,83 @@ class ContextBuilder:
         if padding is None or not self._has_experts:
             return None
         real = ~padding.t()
-        if self.part.ranks == 1:
-            return RealTokens(real, real.sum(0))
-        held = torch.cat([real[run.start : run.stop] for run in self.part.runs(real.shape[0])])
+        held = torch.cat([real[run.start : run.stop] for run in self.part.runs(microbatch.place(self.part))])
         return RealTokens(held, real.sum(0))
 
-    def _masked_blocks(
-        self, microbatch: Microbatch, dtype: torch.dtype, ring: SequencePart, window: int | None
-    ) -> Mapping[int, MaskedBlocks]:
-        seq, documents = microbatch.tokens.shape[1] * self.part.ranks, microbatch.document_ids
-        if microbatch.slice is not None:
-            place, of = microbatch.slice.place, (microbatch.tokens.device, dtype)
-            made = (
-                self._slices(place, window, *of)
-                if documents is None
-                else blocks_of_slice(place, window, *of, documents)
-            )
-            return {0: made}
-        if documents is not None:
-            return blocks_with_masks(ring, seq, window, microbatch.tokens.device, dtype, documents)
-        return self._blocks(ring, seq, window, microbatch.tokens.device, dtype)
-
-    def _mask(self, microbatch: Microbatch, dtype: torch.dtype, explicit: bool, window: int | None) -> Tensor | None:
-        seq, device = microbatch.tokens.shape[1] * self.part.ranks, microbatch.tokens.device
-        documents, kv_cache = microbatch.document_ids, microbatch.cache
-        if kv_cache is not None:
-            visible = kv_cache.visible(seq, window, device)
-            if visible is None:
-                length = kv_cache.length
-                if not explicit and (length == 0 or seq == 1):
-                    return None  # a single query sees all cached keys
-                visible = torch.ones(seq, length + seq, dtype=torch.bool, device=device).tril_(length)
-                visible = visible[None, None]
-            return additive(visible, dtype)
-        if documents is not None:
-            same = documents[:, None, :, None] == documents[:, None, None, :]
-            return additive(same & causal(seq, window, device), dtype)
-        if not explicit and window is None:
-            return None
-        return self._causal_mask(seq, window, device, dtype)
+    def _shared(self, microbatch: Microbatch, dtype: torch.dtype, make: Callable[..., Any], seen: Visibility) -> Any:
+        """Return make(seen, device, dtype, ...), once for all microbatches where it does not depend on their values."""
+        of, kv_cache = (microbatch.tokens.device, dtype), microbatch.cache
+        if microbatch.document_ids is not None or kv_cache is not None:
+            return make(seen, *of, microbatch.document_ids, None if kv_cache is None else kv_cache.starts)
+        if seen.place.seq != self._length:  # generation asks for another length with every token
+            self._made.clear()
+            self._length = seen.place.seq
+        key = (make, seen, *of)
+        if key not in self._made:
+            self._made[key] = make(seen, *of)
+        return self._made[key]
 
 
-def blocks_with_masks(
-    ring: SequencePart,
-    seq: int,
-    window: int | None,
+def masked_blocks(
+    seen: Visibility,
     device: torch.device,
     dtype: torch.dtype,
-    documents: Tensor | None = None,  # [b, s], of the whole sequence
+    documents: Tensor | None = None,
+    starts: Tensor | None = None,
 ) -> dict[int, MaskedBlocks]:
-    """Return the blocks of a part's queries by the rank whose keys they see, its own first, with their masks."""
+    """Return the blocks that queries see, with their masks, by the rank whose keys they are, its own first. Arguments
+    as in `visible`.
+    """
     found: dict[int, MaskedBlocks] = {}
-
-    def positions(part: SequencePart) -> Tensor:  # made on the device, which a copy from the host would wait for
-        return torch.cat([torch.arange(run.start, run.stop, device=device) for run in part.runs(seq)])
-
-    queries = positions(ring)
-    for step in (0, *ring_steps(ring.ranks, seq, window)):
-        source = (ring.rank - step) % ring.ranks
-        keys = positions(SequencePart(source, ring.ranks))
-        masked: list[MaskedBlock] = []
-        for block in attention_blocks(ring, source, seq, window):
-            if documents is None and block.kind != "masked":
+    queries = _positions(seen.query_runs, device)
+    for source in seen.sources:
+        keys, masked = _positions(seen.key_runs(source), device), list[MaskedBlock]()
+        for block in seen.blocks(source):
+            if block.kind != "masked":
                 masked.append(MaskedBlock(block))
                 continue
             q, k = queries[slice(*block.queries)], keys[slice(*block.keys)]
-            visible = (q[:, None] >= k)[None, None]
-            if window is not None:
-                visible = visible & (q[:, None] < k + window)
-            if documents is not None:
-                visible = visible & (documents[:, q][:, None, :, None] == documents[:, k][:, None, None, :])
-            masked.append(MaskedBlock(block._replace(kind="masked"), additive(visible, dtype), ~visible.any(-1)))
+            shown = visible(seen, q, k, documents, starts)
+            empty = ~shown.any(-1) if block.can_be_empty else None
+            masked.append(MaskedBlock(block, additive(shown, dtype), empty))
         found[source] = tuple(masked)
     return found
 
 
-def blocks_of_slice(
-    place: SequenceSlice,
-    window: int | None,
+def whole_mask(
+    seen: Visibility,
     device: torch.device,
     dtype: torch.dtype,
-    documents: Tensor | None = None,  # [b, s], of the whole sequence
-) -> MaskedBlocks:
-    """Return the blocks of a slice's queries, with their masks."""
-    made = []
-    for block in place.blocks(window, documents is not None):
-        mask = None
-        if block.kind == "masked":
-            q = torch.arange(place.start, place.stop, device=device)
-            k = torch.arange(*block.keys, device=device)
-            visible = (q[:, None] >= k)[None, None]
-            if window is not None:
-                visible = visible & (q[:, None] < k + window)
-            if documents is not None:
-                visible = visible & (documents[:, q][:, None, :, None] == documents[:, k][:, None, None, :])
-            mask = additive(visible, dtype)  # every query sees its own key
-        made.append(MaskedBlock(block, mask))
-    return tuple(made)
+    documents: Tensor | None = None,
+    starts: Tensor | None = None,
+) -> Tensor:
+    """Return the mask of all queries and keys of one rank, [1 or b, 1, queries, keys]. Arguments as in `visible`."""
+    queries, keys = (_positions(runs, device) for runs in (seen.query_runs, seen.key_runs(0)))
+    return additive(visible(seen, queries, keys, documents, starts), dtype)
 
 
-def causal(seq: int, window: int | None, device: torch.device) -> Tensor:
-    """Return [1, 1, s, s], True where the query (row) i sees the key (column) j: j in (i - window, i]."""
-    visible = torch.ones(seq, seq, dtype=torch.bool, device=device).tril_()
-    if window is not None:
-        visible.triu_(1 - window)
-    return visible[None, None]
+def _positions(runs: Iterable[range], device: torch.device) -> Tensor:
+    # made on the device, which a copy from the host would wait for
+    return torch.cat([torch.arange(run.start, run.stop, device=device) for run in runs])
+
+
+def visible(
+    seen: Visibility, q: Tensor, k: Tensor, documents: Tensor | None = None, starts: Tensor | None = None
+) -> Tensor:
+    """Return [1 or b, 1, queries, keys], True where the query at a position of q sees the key at one of k.
+
+    documents: of all positions, [b, s]. starts: of the sequences, [b]; what comes before them is padding.
+    """
+    rows = q[:, None]
+    shown = (rows >= k)[None, None]
+    begin = 0 if starts is None else starts.to(k.device)[:, None, None, None]
+    if seen.window is not None:
+        shown = shown & (k - begin >= seen.first_key(rows - begin))
+    if documents is not None:
+        shown = shown & (documents[:, q][:, None, :, None] == documents[:, k][:, None, None, :])
+    if starts is not None:  # padding sees itself, so that no row of a softmax is empty
+        shown = shown & (k >= begin) | (rows == k)
+    return shown
 
 
 def additive(visible: Tensor, dtype: torch.dtype) -> Tensor:
@@ -302,16 +272,15 @@ class Rotary:
         """Return cos and sin of the positions, [s, b, 1, 1, r / 2] in dtype; b is 1 without position_ids."""
         if microbatch.position_ids is not None:
             return self._at(microbatch.position_ids.t(), dtype)
-        seq, device, start = microbatch.tokens.shape[1], microbatch.tokens.device, microbatch.start
-        key, first = (device, dtype), microbatch.slice
+        device, place, part = microbatch.tokens.device, microbatch.place(self.part), self.part
+        key, start, length = (device, dtype), place.start // part.ranks, place.length // part.ranks
         held = self._tables[key][0].shape[0] if key in self._tables else 0
-        if first is not None and held < first.place.seq:  # at once for all slices
-            self._tables[key] = self._at(torch.arange(first.place.seq, device=device)[:, None], dtype)
-        elif held < seq or (self.part.ranks > 1 and held != seq):
-            positions = torch.from_numpy(self.part.positions(seq * self.part.ranks)).to(device)
+        local = place.seq // part.ranks  # positions of all slices
+        if held < local or (part.ranks > 1 and held != local):
+            positions = torch.from_numpy(replace(part, ends=place.ends).positions(place.seq)).to(device)
             self._tables[key] = self._at(positions[:, None], dtype)
         cos, sin = self._tables[key]
-        return cos[start : start + seq], sin[start : start + seq]
+        return cos[start : start + length], sin[start : start + length]
 
     def _at(self, positions_sb: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         even = torch.arange(0, self.channels, 2, dtype=dtype, device=positions_sb.device)

@@ -7,7 +7,7 @@
                          same under every schedule and grid), attention sinks and --attention-softmax-in-fp32; saves
                          the probabilities, b heads s^2
     registered_attention functions of extensions (`model.registered`)
-    blocks               over a ring of cp ranks (`context_parallel`) or the slices before (`slice_attention`)
+    BlockAttention       over a ring of cp ranks or the slices before, or with sinks (`ring_attention`); saves the same
 
 Shapes: s sequence, b batch, g key/value heads, n query heads per key/value head, d head_dim, all of this rank.
 q: [s, b, g, n, d]; k, v: [keys, b, g, 1, d], any strides; keys is s, or more with a cache. Result: [s, b, g n d].
@@ -31,7 +31,7 @@ from megapipe.model.context import LayerContext
 from megapipe.model.layer_factory import LayerFactory
 from megapipe.model.recompute import AttentionFunction
 from megapipe.model.registered import registered_attention
-from megapipe.model.slice_attention import SliceAttention
+from megapipe.model.ring_attention import ALONE, BlockAttention
 from megapipe.sharding.sequence import WHOLE_SEQUENCE, SequencePart
 from megapipe.tensor_parallel.gemms import at_least_fp32
 from megapipe.tensor_parallel.random import keyed_dropout, keyed_mask
@@ -62,31 +62,30 @@ class CoreAttention:
     def of(self, context: LayerContext, offset: Tensor | None) -> AttentionFunction:
         """Return core attention as a function of q, k and v. offset: the layer's logits of attention sinks, if any."""
         core: AttentionFunction = partial(self._run, context=context, offset=offset)
-        if context.kept_attention is not None and not self.is_in_blocks:
+        if context.kept_attention is not None and not context.blocks:  # blocks ask for kept results themselves
             core = partial(context.kept_attention, core)
         return core
-
-    @property
-    def is_in_blocks(self) -> bool:
-        """True if core attention runs in blocks of queries and keys, over a ring of ranks."""
-        return self.parallel is not None and self.parallel.ring.size > 1
 
     def _run(self, q: Tensor, k: Tensor, v: Tensor, context: LayerContext, offset: Tensor | None) -> Tensor:
         parallel = self.parallel
         if context.cache is not None:
             return self._local(q, *context.cache.extend(self.layer, k, v), context, offset)
-        if context.slice is not None:
-            kernel = self._block_kernel(q, context, WHOLE_SEQUENCE)
-            return SliceAttention.apply(q, k, v, context.slice, self.layer, context.blocks[0], kernel)
         if parallel is None:
-            return self._local(q, k, v, context, offset)
+            return self._attend(q, k, v, context, offset)
         q, k, v = parallel.heads_for_positions(q, k, v)
-        if self.is_in_blocks:
-            kernel, sink = self._block_kernel(q, context, parallel.part), self._sink(q, offset)
-            output = parallel.attend(q, k, v, context.blocks, kernel, sink, context.kept_attention)
-        else:
-            output = self._local(q, k, v, context, offset)
-        return parallel.positions_for_heads(output.unflatten(-1, (-1, v.shape[-1]))).flatten(2)
+        output = self._attend(q, k, v, context, offset)
+        return parallel.positions_for_heads(output.unflatten(-1, (-1, self.value_width))).flatten(2)
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, context: LayerContext, offset: Tensor | None) -> Tensor:
+        """Return attention over the keys of this rank, of its ring and of earlier slices."""
+        if not context.blocks:
+            return self._local(q, k, v, context, offset)
+        v = v[..., : self.value_width]  # blocks need no values as wide as keys
+        ring = ALONE if self.parallel is None else self.parallel.exchange
+        part = WHOLE_SEQUENCE if self.parallel is None else self.parallel.part
+        kernel = self._block_kernel(q, context, part)
+        attention = BlockAttention(self.layer, context.blocks, kernel, ring, context.slice, context.kept_attention)
+        return attention(q, k, v, self._sink(q, offset))
 
     def _sink(self, q: Tensor, offset: Tensor | None) -> Tensor | None:
         """Return the logits of attention sinks of q's heads; None without any."""

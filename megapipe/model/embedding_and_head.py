@@ -60,16 +60,16 @@ class Embedding(nn.Module):
             hidden = hidden * torch.tensor(self.scale, dtype=hidden.dtype).item()  # rounded, as in Gemma
         if self.position_embeddings is not None:
             table, ids = self.position_embeddings.weight, microbatch.position_ids
-            start = microbatch.start
-            seq = start + microbatch.tokens.shape[1] * self.part.ranks
-            if seq > table.shape[0]:
-                raise DataError(f"a sequence of {seq} tokens is longer than --max-position-embeddings {table.shape[0]}")
+            place = microbatch.place(self.part)
+            if place.stop > table.shape[0]:
+                raise DataError(
+                    f"a sequence of {place.stop} tokens is longer than --max-position-embeddings {table.shape[0]}"
+                )
             if ids is not None:
                 rows = ids.t()  # [s, b]
-            elif self.part.ranks == 1:
-                rows = table[start:seq].unsqueeze(1)  # [s, 1, h]
             else:
-                rows = torch.cat([table[run.start : run.stop] for run in self.part.runs(seq)]).unsqueeze(1)
+                held = [table[run.start : run.stop] for run in self.part.runs(place)]
+                rows = (held[0] if len(held) == 1 else torch.cat(held)).unsqueeze(1)  # [s, 1, h]
             if self.sequence_parallel:  # this rank's slice; the gradient of the table is partial
                 length = slice_length(rows, self.tp)
                 rows = rows.narrow(0, self.tp.rank * length, length)

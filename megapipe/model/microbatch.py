@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megapipe.gpu.packed_attention import DocumentBorders
-from megapipe.sharding.sequence import SequenceSlice
+from megapipe.sharding.sequence import SequencePart, SequenceSlice
 from megapipe.tensor_parallel.gemms import at_least_fp32
 from megapipe.tensor_parallel.random import DropoutKey
 
@@ -39,10 +39,9 @@ class Microbatch:
     # bool [b, s cp], of the whole sequence on every cp rank: positions without a token; None: every position has one
     padding: Tensor | None = None
 
-    @property
-    def start(self) -> int:
-        """The position of the first token in its sequence, on one cp rank."""
-        return 0 if self.slice is None else self.slice.place.start
+    def place(self, part: SequencePart) -> SequenceSlice:
+        """Return the slice of the sequence of which these tokens are a cp rank's part; the whole without slices."""
+        return SequenceSlice((self.tokens.shape[1] * part.ranks,)) if self.slice is None else self.slice.place
 
 
 @dataclass(frozen=True)
@@ -69,8 +68,8 @@ class SliceKeys:
     A slice writes its own in its forward and reads those of the slices before it. In the backward, which runs from the
     last slice to the first, each adds to the gradients of all that it has read: those of its own are whole before its
     backward. A layer's are freed with the backward of the first slice or, without gradients, with the forward of the
-    last. Memory: 2 x s x b x heads x head_dim elements per layer, with the key/value heads of this rank, and as many in
-    at least fp32 during the backwards.
+    last. Keys and values are side by side: s x b x heads x channels of both elements per layer, with the key/value
+    heads and positions of this rank, and as many in at least fp32 during the backwards.
     """
 
     def __init__(self, trains: bool) -> None:
@@ -79,25 +78,31 @@ class SliceKeys:
         self._gradients: dict[int, Tensor] = {}
 
     def write(self, layer: int, k: Tensor, v: Tensor, place: SequenceSlice) -> Tensor:
-        """Keep keys and values [length, b, ...] of a slice; return all so far, [2, stop, b, ...].
+        """Keep keys and values [length, b, ...] of a slice; return all so far, [stop, b, ..., channels of both].
 
-        A recompute writes them again, with the same values.
+        A recompute writes them again, with the same values. Lengths are those on this rank.
         """
+        ranks, width = place.length // k.shape[0], k.shape[-1]
         if layer not in self._keys:
-            self._keys[layer] = k.new_empty(2, place.seq, *k.shape[1:])
-        keys = self._keys[layer]
-        keys[0, place.start : place.stop] = k
-        keys[1, place.start : place.stop] = v
+            self._keys[layer] = k.new_empty(place.seq // ranks, *k.shape[1:-1], width + v.shape[-1])
+        own = self._keys[layer][place.start // ranks : place.stop // ranks]
+        own[..., :width] = k
+        own[..., width:] = v
+        keys = self._keys[layer][: place.stop // ranks]
         if place.stop == place.seq and not self._trains:
             del self._keys[layer]
-        return keys[:, : place.stop]
+        return keys
 
-    def of(self, layer: int, place: SequenceSlice) -> tuple[Tensor, Tensor]:
-        """Return keys and values up to the end of a slice, and the sums of their gradients, [2, stop, b, ...] each."""
-        keys = self._keys[layer]
+    def of(self, layer: int, place: SequenceSlice, length: int) -> Tensor:
+        """Return keys and values up to the end of a slice. length: its tokens on this rank."""
+        return self._keys[layer][: place.stop * length // place.length]
+
+    def gradients(self, layer: int, keys: Tensor) -> Tensor:
+        """Return the sums of the gradients of the first keys and values, in at least fp32."""
         if layer not in self._gradients:
-            self._gradients[layer] = torch.zeros_like(keys, dtype=at_least_fp32(keys.dtype))
-        return keys[:, : place.stop], self._gradients[layer][:, : place.stop]
+            whole = self._keys[layer]
+            self._gradients[layer] = torch.zeros_like(whole, dtype=at_least_fp32(whole.dtype))
+        return self._gradients[layer][: len(keys)]
 
     def free(self, layer: int) -> None:
         """Free a layer's, after the backward of the first slice."""
@@ -131,34 +136,40 @@ class SlicedMicrobatches(Sequence[Microbatch]):
         return self._made[index]
 
     def _slice(self, number: int, part: int) -> Microbatch:
-        place, whole = self._slices[part], self._whole[number]
-        held = slice(place.start, place.stop)
+        return _cut(self._whole[number], MicrobatchSlice(self._slices[part], self._keys[number]))
 
-        def of(tensor: Tensor | None) -> Tensor | None:
-            return None if tensor is None else tensor[:, held]
 
-        tokens = whole.loss_tokens
-        if tokens is None:
-            mask, wide = whole.loss_mask, torch.float64
-            tokens = torch.tensor(whole.tokens.numel(), dtype=wide) if mask is None else mask.sum(dtype=wide)
-        return replace(
-            whole,
-            tokens=whole.tokens[:, held],
-            labels=of(whole.labels),
-            loss_mask=of(whole.loss_mask),
-            position_ids=of(whole.position_ids),
-            loss_tokens=tokens,
-            slice=MicrobatchSlice(place, self._keys[number]),
-        )
+def _cut(whole: Microbatch, own: MicrobatchSlice) -> Microbatch:
+    """Return a slice of a microbatch; what belongs to whole sequences stays."""
+    place, local = own.place, whole.tokens.shape[1]
+    held = slice(place.start * local // place.seq, place.stop * local // place.seq)
+
+    def of(tensor: Tensor | None) -> Tensor | None:
+        return None if tensor is None else tensor[:, held]
+
+    tokens = whole.loss_tokens
+    if tokens is None:
+        mask, wide = whole.loss_mask, torch.float64
+        tokens = torch.tensor(whole.tokens.numel(), dtype=wide) if mask is None else mask.sum(dtype=wide)
+    return replace(
+        whole,
+        tokens=whole.tokens[:, held],
+        labels=of(whole.labels),
+        loss_mask=of(whole.loss_mask),
+        position_ids=of(whole.position_ids),
+        loss_tokens=tokens,
+        slice=own,
+        ahead=tuple(_cut(each, own) for each in whole.ahead),
+    )
 
 
 class KVCache:
     """Keys and values of all layers on this rank, for `capacity` positions of a batch that grows token by token.
 
     starts: [b], the position at which each sequence begins: sequences of unequal lengths are aligned at their ends,
-    and positions before a start are invisible padding. None: all begin at 0. `length` positions are filled; `advance`
-    adds those of a forward through all layers. Memory: 2 x capacity x b x heads x head_dim elements per layer, with
-    the key/value heads of this rank.
+    and positions before a start are padding that others do not see. None: all begin at 0. `length` positions are
+    filled; `advance` adds those of a forward through all layers. Memory: 2 x capacity x b x heads x head_dim elements
+    per layer, with the key/value heads of this rank.
     """
 
     def __init__(self, capacity: int, starts: Tensor | None = None) -> None:
@@ -185,18 +196,3 @@ class KVCache:
     def advance(self, num_positions: int) -> None:
         """Count the newest positions as filled, once all layers of all stages on this rank have them."""
         self.length += num_positions
-
-    def visible(self, num_queries: int, window: int | None, device: torch.device) -> Tensor | None:
-        """Return the keys that new positions see, [1 or b, 1, queries, length + queries]; None for plain causality."""
-        stop = self.length + num_queries
-        if self.starts is None and (window is None or window >= stop):
-            return None
-        keys = torch.arange(stop, device=device)
-        queries = torch.arange(self.length, stop, device=device)[:, None]
-        seen = keys <= queries
-        if window is not None:
-            seen &= keys > queries - window
-        if self.starts is None:
-            return seen[None, None]
-        # padding sees itself, so that no row of a softmax is empty
-        return (seen & (keys >= self.starts.to(device)[:, None, None]) | (keys == queries))[:, None]

@@ -29,7 +29,7 @@ from megapipe.config.model import ACTIVATIONS as KINDS
 from megapipe.dtypes import DTYPES
 from megapipe.errors import ConfigError
 from megapipe.layers.moe import expert_capacity, rows_of_capacity
-from megapipe.model.context import LayerContext, RealTokens
+from megapipe.model.context import LayerContext, Unit
 from megapipe.model.dispatch import GatheredRoutes, KeptRouting, Routes, Routing
 from megapipe.model.layer_factory import LayerFactory
 from megapipe.model.mlp import MLP, activation_element
@@ -143,7 +143,7 @@ class MoE(nn.Module):
         load = rows.new_zeros(router.num_experts + 1).scatter_add_(0, rows, torch.ones_like(rows))[:-1]
         capacity = router.capacity(chosen.shape[0], real)
         if context.dropout_key is not None:
-            router.record(context.dropout_key.microbatch, load, capacity)
+            router.record(context.unit, load, capacity)
         if router.model.moe_token_dispatcher_type == "allgather":
             gathered = GatheredRoutes.of(experts, router.num_experts, self.groups)
             routing = Routing(chosen, gathered.rows, gathered)
@@ -225,8 +225,11 @@ class Router(nn.Module):
     Scores are in at least fp32. Ties go to the expert, or the group, of the smaller number. expert_bias: [experts]
     fp32, added to the scores for the choice alone (Wang et al. 2024, arXiv:2408.15664); changed after each step by
     train.expert_loads. loads: tokens of this rank for each expert, [experts] int64, by number of the microbatch in the
-    global batch; a replay writes the same again. dropped: rows above the capacity, likewise. loss_scale: factor on
-    gradients, asked for in the backward.
+    global batch and of its slice; a replay writes the same again. dropped: rows above the capacity, likewise.
+    loss_scale: factor on gradients, asked for in the backward.
+
+    The losses of a microbatch in slices are those of the whole one: a slice's part of them depends on the tokens of all
+    slices, which are known in its backward.
     """
 
     expert_bias: Tensor | None
@@ -245,14 +248,16 @@ class Router(nn.Module):
         self.bias = nn.Parameter(torch.empty(model.num_experts, device="meta")) if model.add_bias_linear else None
         bias = torch.zeros(model.num_experts) if model.moe_router_enable_expert_bias else None
         self.register_buffer("expert_bias", bias, persistent=False)
-        self.loads: dict[int, Tensor] = {}
-        self.dropped: dict[int, Tensor] = {}
-        self.losses: dict[int, dict[str, Tensor]] = {}  # this rank's parts, by microbatch
+        self.loads: dict[Unit, Tensor] = {}
+        self.dropped: dict[Unit, Tensor] = {}
+        self.losses: dict[Unit, dict[str, Tensor]] = {}  # this rank's parts
+        # of a microbatch by its slices: the tokens of each expert, and the sums of their shares
+        self._slices: dict[int, dict[int, tuple[Tensor, Tensor]]] = {}
         self._sums: dict[int, Tensor] = {}  # of `_global_counts` over the microbatches up to a number
 
     def clear(self) -> None:
         """Forget what the forwards of a step have recorded."""
-        for kept in (self.loads, self.dropped, self.losses, self._sums):
+        for kept in (self.loads, self.dropped, self.losses, self._slices, self._sums):
             kept.clear()
 
     def real(self, x: Tensor, context: LayerContext | None) -> Tensor | None:
@@ -268,11 +273,11 @@ class Router(nn.Module):
         rows = rows_of_capacity(self.model, real.sum(dtype=torch.float64))
         return None if rows is None else rows.ceil().long()
 
-    def record(self, microbatch: int, load: Tensor, capacity: int | Tensor | None) -> None:
+    def record(self, unit: Unit, load: Tensor, capacity: int | Tensor | None) -> None:
         """Keep what a forward in training has chosen. load: [experts]."""
-        self.loads[microbatch] = load
+        self.loads[unit] = load
         if capacity is not None:
-            self.dropped[microbatch] = (load - capacity).clamp(min=0).sum()
+            self.dropped[unit] = (load - capacity).clamp(min=0).sum()
 
     @torch.no_grad()
     def take(self) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
@@ -322,13 +327,13 @@ class Router(nn.Module):
         if model.moe_router_topk_scaling_factor is not None:
             weights = weights * model.moe_router_topk_scaling_factor
         if context is not None and context.dropout_key is not None:
-            shares, microbatch = whole, context.dropout_key.microbatch
+            shares = whole
             if model.balance_losses and not model.moe_router_pre_softmax:
                 shares = logits.softmax(-1) if is_softmax else whole / whole.sum(-1, keepdim=True)
-            losses = dict(self._losses(logits, shares, microbatch, context.real))
+            losses = dict(self._losses(logits, shares, context))
             for loss in losses.values():
                 weights = _WithLoss.apply(weights, loss, self.loss_scale, context.loss_weight)
-            self.losses[microbatch] = {name: loss.detach() for name, loss in losses.items()}
+            self.losses[context.unit] = {name: loss.detach() for name, loss in losses.items()}
         return weights, chosen
 
     def _choose(self, scores: Tensor) -> Tensor:
@@ -344,12 +349,12 @@ class Router(nn.Module):
         # a copy, since a view would keep the indices of all experts
         return scores.sort(dim=-1, descending=True, stable=True).indices[:, :topk].contiguous()
 
-    def _losses(
-        self, logits: Tensor, shares: Tensor, microbatch: int, real: RealTokens | None = None
-    ) -> Iterator[tuple[str, Tensor]]:
+    def _losses(self, logits: Tensor, shares: Tensor, context: LayerContext) -> Iterator[tuple[str, Tensor]]:
         """Yield this rank's parts of the losses with their coefficients, by name. logits, shares: [s, b, experts]."""
-        model, batch = self.model, shares.shape[1]
+        model, batch, real, of_slice = self.model, shares.shape[1], context.real, context.slice
         length: int | Tensor = shares.shape[0] * self.tp.size * self.cp.size  # of each sequence
+        if of_slice is not None:
+            length = of_slice.place.seq
         tokens, padding = length * batch, None
         if real is not None:
             padding = ~real.held(shares.shape[0], self.tp.rank)
@@ -363,9 +368,36 @@ class Router(nn.Module):
             return
         counts = self._counts(shares, padding)
         sums = (shares if padding is None else shares.masked_fill(padding[..., None], 0.0)).sum(0)
-        for name, coefficient in model.balance_losses.items():
+        microbatch = context.unit[0]
+        if of_slice is None:
+            yield from self._balance_losses(sums, counts, length, tokens, microbatch)
+            return
+        found = self._slices.setdefault(microbatch, {})
+        found[of_slice.place.number] = counts, sums.detach()
+
+        def of_all(sums: Tensor) -> dict[str, Tensor]:
+            counts = torch.stack([each for each, _ in found.values()]).sum(0)
+            return dict(self._balance_losses(sums, counts, length, tokens, microbatch))
+
+        is_last, values = of_slice.place.stop == of_slice.place.seq, dict[str, Tensor]()
+        if is_last:
+            values = of_all(torch.stack([each for _, each in found.values()]).sum(0))
+        later = _SumInBackward.apply(sums, of_all)
+        for name in model.balance_losses:
+            yield name, later + values.get(name, 0.0)
+            later = later.detach()
+
+    def _balance_losses(
+        self, sums: Tensor, counts: Tensor, length: int | Tensor, tokens: int | Tensor, microbatch: int
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Yield the balance losses of a microbatch by name, or the parts of them that its slices have.
+
+        sums: of the shares, of all tokens or of a slice's. counts: tokens of each expert. Both [b, experts]. length: of
+        each sequence; tokens: of all.
+        """
+        for name, coefficient in self.model.balance_losses.items():
             if name == "seq_aux_loss":
-                yield name, coefficient * self._balance_loss(sums, counts, length) / batch
+                yield name, coefficient * self._balance_loss(sums, counts, length) / sums.shape[0]
                 continue
             whole, total = counts.sum(0, keepdim=True), tokens
             if name == "global_aux_loss":
@@ -631,6 +663,25 @@ class _Combine(Function):
         scale = _of_tokens(weights.flatten()[:, None], order, 1, is_whole)
         copies = _of_tokens(grad, order, weights.shape[1], is_whole)
         return (copies * scale).to(results.dtype), of_weights, None, None
+
+
+class _SumInBackward(Function):
+    """0, with the gradient of the sum of losses(x), which are asked for in the backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, losses: Callable[[Tensor], dict[str, Tensor]]) -> Tensor:
+        ctx.losses = losses
+        ctx.save_for_backward(x)
+        return x.new_zeros(())
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (saved,) = ctx.saved_tensors
+        x = saved.detach().requires_grad_()
+        with torch.enable_grad():
+            total = torch.stack(list(ctx.losses(x).values())).sum()
+        return torch.autograd.grad(total, x)[0] * grad, None
 
 
 class _WithLoss(Function):

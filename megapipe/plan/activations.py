@@ -175,7 +175,7 @@ def stage_bytes(model: ModelSpec, shape: RankShape, stage: StageLayers) -> dict[
         masks, tables = Counter[Any](), Counter[Any]()  # one for each window, and for each kind of rotary positions
         for each in attentions(model, stage):
             size = each.document_mask_bytes(shape, is_replayed)
-            masks[each.mask_kind(shape)] = max(masks[each.mask_kind(shape)], size)
+            masks[each.visibility(shape)] = max(masks[each.visibility(shape)], size)
             tables[each.model.rotary] = each.rotary_table_bytes(shape)
         total["document masks"] = masks.total()
         if shape.documents.position_ids:
@@ -199,7 +199,7 @@ def shared_bytes(model: ModelSpec, slices: Sequence[RankShape], stage: StageLaye
     masks, tables = Counter[Any](), Counter[Any]()
     for each in attentions(model, stage):
         for index, shape in enumerate(slices):
-            kind = index, each.mask_kind(shape)
+            kind = index, each.visibility(shape)
             masks[kind] = max(masks[kind], each.shared_mask_bytes(shape))
         of_slices = sum(each.rotary_table_bytes(shape) for shape in slices)
         tables[each.model.rotary] = 0 if slices[0].documents.position_ids else of_slices

@@ -155,7 +155,7 @@ def step_memory(plan: RunPlan, pp_rank: int, count: int, num_read: int | None = 
     kept, waiting, inside = slices[0].kept, slices[0].waiting, slices[0].inside  # of whole microbatches
     offloaded, host = None, {}
     if plan.config.offload.cpu_offloading_num_layers:
-        offloaded, host["activations"] = offloaded_memory(plan, pp_rank, count, kept)
+        offloaded, host["activations"] = offloaded_memory(plan, pp_rank, count, [each.kept for each in slices])
     row, message_bytes = plan.schedule(count).rows[pp_rank], plan.message_bytes
     lives = kept, waiting, message_bytes, plan.send_depth, inside, offloaded, plan.sent_bytes
     whole = None if plan.sharding is None else row_bytes(plan, pp_rank, row).whole
@@ -198,7 +198,7 @@ def slice_bytes(plan: RunPlan, stages: Iterable[int], shape: RankShape) -> Slice
     }
     keys: dict[Held, dict[int, int]] = {Held.KEYS: {}, Held.KEY_GRADIENTS: {}}
     for stage, held in layers.items():
-        attentions = [layer.attention for layer in layers_of(model, held) if layer.attention is not None]
+        attentions = [layer.attention for layer in all_layers_of(model, held) if layer.attention is not None]
         sizes = [attention.slice_key_bytes(shape) for attention in attentions]
         for kind, of_layers in zip(keys, zip(*sizes, strict=True) if sizes else ((), ()), strict=True):
             keys[kind][stage] = sum(of_layers)
@@ -393,13 +393,17 @@ class GroupBytes:
         return sum(host_pieces(self.moved))
 
 
-def offloaded_groups(plan: RunPlan, stage: int, layers: StageLayers | None = None) -> tuple[GroupBytes, ...]:
-    """Return what each group of a stage's layers keeps and moves for one microbatch. layers: in place of the plan's."""
-    layers = layers or plan.partition.stages[stage]
+def offloaded_groups(
+    plan: RunPlan, stage: int, layers: StageLayers | None = None, shape: RankShape | None = None
+) -> tuple[GroupBytes, ...]:
+    """Return what each group of a stage's layers keeps and moves for one microbatch. layers: in place of the plan's.
+    shape: of a slice.
+    """
+    layers, shape = layers or plan.partition.stages[stage], shape or plan.shape
     num_moved = plan.stage_groups(stage, layers).num_moved
     found = []
-    for index, group in enumerate(layer_groups(layers_of(plan.model, layers), plan.shape)):
-        kept = group_keeps(group, plan.shape)
+    for index, group in enumerate(layer_groups(layers_of(plan.model, layers), shape)):
+        kept = group_keeps(group, shape)
         # the first tensor of the first group is the stage's input, which is held on the device for its gradient
         movable = kept if layers.has_embedding or index else kept[1:]
         least = plan.config.offload.min_offloaded_tensor_size
@@ -420,15 +424,22 @@ class BackwardBytes:
     head_waits: int = 0
 
 
+@dataclass(frozen=True)
+class OffloadedBytes:
+    """Bytes of a microbatch, or of one slice of it, with offloaded activations."""
+
+    groups: Mapping[int, tuple[GroupBytes, ...]]  # of each stage
+    kept: Mapping[int, int]  # by each stage without offloading, head included
+    inside: Mapping[tuple[int, Op], BackwardBytes]  # of each stage's B and I
+
+
 @dataclass
 class MemoryOverTime:
     """Device memory of a row with offloaded activations, moment by moment."""
 
     stages: Mapping[int, StageGroups]
-    groups: Mapping[int, tuple[GroupBytes, ...]]  # of each stage
-    kept: Mapping[int, int]  # by each stage for one microbatch without offloading, head included
+    slices: Sequence[OffloadedBytes]  # of a microbatch; one without slices
     away: Mapping[Moment, int]  # bytes on the host only
-    inside: Mapping[tuple[int, Op], BackwardBytes]  # of each stage's B and I
     now: int = 0  # bytes on the host only at the last moment
 
     def levels(self, action: Action, inside: int) -> list[tuple[int, int]]:
@@ -444,54 +455,67 @@ class MemoryOverTime:
         return found or [(self.now, inside)]
 
     def _at(self, moment: Moment) -> tuple[int, int | None]:
-        stage, op, _, group = moment
+        stage, op, microbatch, group = moment
         if op is Op.W:
             return 0, None
-        groups = self.groups[stage]
+        of_slice = self.slices[microbatch % len(self.slices)]
+        groups = of_slice.groups[stage]
         above = sum(each.kept for each in groups[group + 1 :])
         if op is Op.F:
             is_last = group + 1 == len(groups)
-            return (0, self.inside[stage, op].head) if is_last else (above, None)
-        inside, last = self.inside[stage, op], len(groups) - 1
+            return (0, of_slice.inside[stage, op].head) if is_last else (above, None)
+        inside, last = of_slice.inside[stage, op], len(groups) - 1
         if group > last:
             return 0, inside.head
         if group == last:
             return 0, inside.groups[group]
-        of_head = self.kept[stage] - sum(each.kept for each in groups)
+        of_head = of_slice.kept[stage] - sum(each.kept for each in groups)
         waiting = sum(inside.waits[group + 1 :]) + inside.head_waits
         return above + of_head - waiting, inside.groups[group]
 
 
 def offloaded_memory(
-    plan: RunPlan, pp_rank: int, num_microbatches: int, kept: Mapping[int, int]
+    plan: RunPlan, pp_rank: int, num_microbatches: int, kept: Sequence[Mapping[int, int]]
 ) -> tuple[MemoryOverTime, int]:
     """Return the device memory of a step's row over time, and the bytes of all its host buffers together.
 
-    kept: bytes of each stage for one microbatch without offloading.
+    kept: bytes of each stage for each slice of a microbatch without offloading.
     """
     stages = {stage: plan.stage_groups(stage) for stage in plan.placement.stages_of(pp_rank)}
-    groups = {stage: offloaded_groups(plan, stage) for stage in stages}
+    slices = [
+        _offloaded_bytes(plan, stages, shape, of_slice) for shape, of_slice in zip(plan.slice_shapes, kept, strict=True)
+    ]
     moves = plan.row_moves(num_microbatches, pp_rank)
     away: dict[Moment, int] = {}
     now = 0
     in_use, most = Counter[int](), Counter[int]()  # host buffers, by size
+
+    def group_of(unit: Unit) -> GroupBytes:
+        return slices[unit.microbatch % len(slices)].groups[unit.stage][unit.group]
+
     for index, moment in enumerate(moves.moments):
-        now += sum(groups[unit.stage][unit.group].moved for unit in moves.released.get(index, ()))
+        now += sum(group_of(unit).moved for unit in moves.released.get(index, ()))
         for unit in moves.loaded.get(index, ()):
-            group = groups[unit.stage][unit.group]
+            group = group_of(unit)
             now -= group.moved
             in_use[group.host] -= 1
         away[moment] = now
-        if moment.op is Op.F and Unit(moment.stage, moment.microbatch, moment.group) in moves.moved:
-            in_use[groups[moment.stage][moment.group].host] += 1
+        unit = Unit(moment.stage, moment.microbatch, moment.group)
+        if moment.op is Op.F and unit in moves.moved:
+            in_use[group_of(unit).host] += 1
             most |= in_use  # the larger number of each size
+    return MemoryOverTime(stages, slices, away), sum(count * size for size, count in most.items())
+
+
+def _offloaded_bytes(plan: RunPlan, stages: Iterable[int], shape: RankShape, kept: Mapping[int, int]) -> OffloadedBytes:
+    """Return the bytes of a slice of this shape. kept: of each stage without offloading."""
     inside = {}
     for stage in stages:
         has_head = plan.partition.stages[stage].has_head
-        inside[stage, Op.F] = BackwardBytes(plan.model.head.loss_block_bytes(plan.shape) if has_head else 0)
-        for op, shape in ((Op.B, plan.shape), (Op.I, split(plan.shape))):
-            inside[stage, op] = backward_bytes(plan, stage, shape)
-    return MemoryOverTime(stages, groups, kept, away, inside), sum(count * size for size, count in most.items())
+        inside[stage, Op.F] = BackwardBytes(plan.model.head.loss_block_bytes(shape) if has_head else 0)
+        for op, of_op in ((Op.B, shape), (Op.I, split(shape))):
+            inside[stage, op] = backward_bytes(plan, stage, of_op)
+    return OffloadedBytes({stage: offloaded_groups(plan, stage, shape=shape) for stage in stages}, kept, inside)
 
 
 def backward_bytes(plan: RunPlan, stage: int, shape: RankShape) -> BackwardBytes:
@@ -500,8 +524,9 @@ def backward_bytes(plan: RunPlan, stage: int, shape: RankShape) -> BackwardBytes
     in_head, level = head_backward(model, shape, layers)
     groups = layer_groups(layers_of(model, layers), shape)
     peaks = [group_backward(group, shape)[0] for group in groups]
+    received = shape.hidden_bytes(plan.config.model.hidden_size)
     # on top of all that was kept for the last group, of what the groups before them left for the others
-    inside = [*(peak + plan.message_bytes for peak in peaks[:-1]), *(max(0, level + peak) for peak in peaks[-1:])]
+    inside = [*(peak + received for peak in peaks[:-1]), *(max(0, level + peak) for peak in peaks[-1:])]
     if not shape.splits_backward:
         return BackwardBytes(in_head, tuple(inside))
     waits = tuple(group_waits(group, shape) for group in groups)

@@ -165,7 +165,7 @@ class RunPlan:
         """The slices of one microbatch on any rank; `shape` alone without --pipe-sp-splits."""
         if self.num_slices == 1:
             return (self.shape,)
-        return tuple(replace(self.shape, seq=each.length, slice=each) for each in self.slices)
+        return tuple(replace(self.shape, seq=each.length // self.topology.cp, slice=each) for each in self.slices)
 
     @property
     def message_bytes(self) -> int:

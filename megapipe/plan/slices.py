@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable
 from functools import cache
-from itertools import pairwise
 
 from megapipe.config.parallel import RecomputeConfig
 from megapipe.layers.model import LayerSpec, ModelSpec
@@ -33,14 +32,14 @@ def sequence_slices(
 
     strategy: as in --pipe-sp-strategy.
     """
-    num_units = seq // unit
+    num_units, layers = seq // unit, (*model.layers, *(layer for _, layer in model.predictions))
 
     @cache
     def cost(units: int) -> float:
         tokens = units * unit
         if strategy == "average":
             return float(tokens)
-        return sum(flops_of_length(model.layers, model, recompute, op)(tokens) for op in (Op.F, Op.B))
+        return sum(flops_of_length(layers, model, recompute, op)(tokens) for op in (Op.F, Op.B))
 
     ends = [0]
     for number in range(1, count):
@@ -50,7 +49,8 @@ def sequence_slices(
             low, high = (middle + 1, high) if cost(middle) < wanted else (low, middle)
         is_nearer = low - 1 > ends[-1] and wanted - cost(low - 1) < cost(low) - wanted
         ends.append(low - is_nearer)
-    return tuple(SequenceSlice(a * unit, b * unit, seq) for a, b in pairwise([*ends, num_units]))
+    places = tuple(units * unit for units in (*ends[1:], num_units))
+    return tuple(SequenceSlice(places, number) for number in range(count))
 
 
 def slice_shares(
@@ -61,7 +61,8 @@ def slice_shares(
     by_tokens = tuple(each.length / each.seq for each in slices)
     for stage, (first, end, _, has_head) in enumerate(partition.stages):
         for op in (Op.F, Op.B, Op.I, Op.W):
-            cost = flops_of_length(model.layers[first:end], model if has_head else None, recompute, op)
+            layers = (*model.layers[first:end], *(layer for _, layer in model.predictions if has_head))
+            cost = flops_of_length(layers, model if has_head else None, recompute, op)
             costs = [cost(each.stop) - cost(each.start) for each in slices]
             total = sum(costs)
             found[stage, op] = tuple(one / total for one in costs) if total else by_tokens

@@ -218,7 +218,7 @@ def _slice_seconds(plan: RunPlan, hardware: Hardware, shape: RankShape) -> tuple
     for stage, held in enumerate(plan.partition.stages):
         forward = backward = 0.0
         groups = layer_groups(layers_of(model, held), shape)
-        for group, moved in zip(groups, offloaded_groups(plan, stage), strict=True):
+        for group, moved in zip(groups, offloaded_groups(plan, stage, shape=shape), strict=True):
             copy = moved.moved / hardware.host_bytes_per_second
             seconds = [of_layer(layer, group.shape(shape).recompute) for layer in group.layers]
             forward += max(0.0, copy - sum(layer.of(Op.F) for layer in seconds))

@@ -78,9 +78,9 @@ def context_bytes(plan: RunPlan, stage: int) -> Counter[str]:
     ).items():
         if layer.attention is None:
             continue
-        shape = with_recompute(plan.shape, recompute)
-        for sent in (*layer.attention.sent_bytes(shape), layer.attention.resent_bytes(shape)):
-            total.update({name: count * num_bytes for name, num_bytes in sent.items()})  # type: ignore[dict-item]
+        for shape in (with_recompute(each, recompute) for each in plan.slice_shapes):
+            for sent in (*layer.attention.sent_bytes(shape), layer.attention.resent_bytes(shape)):
+                total.update({name: count * num_bytes for name, num_bytes in sent.items()})  # type: ignore[dict-item]
     return total
 
 
@@ -166,10 +166,10 @@ def step_bytes(plan: RunPlan, pp_rank: int) -> dict[str, float]:
         experts["expert_replicas"] = of_replicas.pop("expert_replicas", replicas(True))  # type: ignore[assignment]
         experts.update({group: muon.get(group, 0.0) for group in ("expert_replicas", "etp")})
         for stage in held:
-            experts.update({name: ran[stage, Op.F] * sent for name, sent in expert_bytes(plan, stage).items()})
+            experts.update({name: ran[stage, Op.F] / slices * sent for name, sent in expert_bytes(plan, stage).items()})
     context: Counter[str] = Counter()
     for stage in held if plan.topology.cp > 1 else ():
-        context.update({name: ran[stage, Op.F] * sent for name, sent in context_bytes(plan, stage).items()})
+        context.update({name: ran[stage, Op.F] / slices * sent for name, sent in context_bytes(plan, stage).items()})
     return {
         "tp": collectives * plan.shape.collective_bytes(plan.config.model.hidden_size) + muon.get("tp", 0.0),
         "pp": sum(count for (_, op), count in ran.items() if op in MESSAGES) * plan.sent_bytes / slices,

@@ -215,9 +215,7 @@ class LossAverage:
         """
         slices = max(1, len(reports) // num_microbatches)
         if slices > 1:
-            of_each = [reports[start : start + slices] for start in range(0, len(reports), slices)]
-            sums = [torch.stack([report.loss_sum for report in of_one]).sum() for of_one in of_each]
-            reports = [StageLoss(total, of_one[0].num_tokens) for total, of_one in zip(sums, of_each, strict=True)]
+            reports = [_joined(reports[start : start + slices]) for start in range(0, len(reports), slices)]
         totals = torch.zeros(3 + 2 * self.num_ahead, dtype=torch.float64, device=device)
         if reports and groups.tp.rank == 0:  # tp ranks report the same loss
             totals[0] = torch.stack([report.loss_sum for report in reports]).double().sum()
@@ -232,6 +230,13 @@ class LossAverage:
                     totals[4 + 2 * place] = torch.stack([each.num_tokens for each in ahead]).double().sum()
         count = float(num_microbatches * groups.dp.size)
         return PendingLoss(totals, groups.world, self.per_token, count, count * self.microbatch_tokens)
+
+
+def _joined(slices: Sequence[StageLoss]) -> StageLoss:
+    """Return the loss of a microbatch from those of its slices."""
+    ahead = zip(*(each.ahead for each in slices), strict=True)
+    total = torch.stack([each.loss_sum for each in slices]).sum()
+    return StageLoss(total, slices[0].num_tokens, tuple(map(_joined, ahead)))
 
 
 def _detached(output: StageLoss) -> StageLoss:

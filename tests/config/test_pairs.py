@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megapipe.config.load import load_config
-from megapipe.config.rules.gpu import LACKING
+from megapipe.config.rules.gpu import ATTENTION_LACKING, LACKING
 from megapipe.config.rules.pairs import CONTRADICTION, NOT_BUILT, OPTIONS, REFUSED, Refusal
 from megapipe.errors import ConfigError
 from megapipe.extras.cli.plan import main
@@ -27,13 +27,14 @@ EXAMPLES = {
     "sharded gradients": "--data-parallel-sharding-strategy optim_grads",
     "optimizer instances": "--use-distributed-optimizer --num-distributed-optimizer-instances 2",
     "experts": EXPERTS,
+    "capacity of experts": f"{EXPERTS} --moe-expert-capacity-factor 1.5",
     "overlapped all-to-alls": f"{EXPERTS} --overlap-moe-expert-parallel-comm {PIPELINE} --pipeline-schedule dualpipe-v",
     "latent attention": LATENT,
     "multi-token prediction": "--mtp-num-layers 1",
     "sinks": "--softmax-type learnable",
     "biases of q, k and v": "--add-qkv-bias",
     "norm of the projection": "--normalization RMSNorm --qk-layernorm --qk-layernorm-scope projection",
-    "attention kernel": "--attention-impl flash",
+    "chunked attention": "--attention-kind chunked --window-size 16",
     "attention of Transformer Engine": "--attention-impl te",
     "flash with documents": "--attention-impl flash --reset-attention-mask --cp-comm-type a2a",
     "fp8": "--fp8-format hybrid",
@@ -51,9 +52,6 @@ EXAMPLES = {
     "recompute of experts": f"--recompute-granularity selective --recompute-modules moe {EXPERTS}",
     "recompute of activations": "--recompute-granularity selective --recompute-modules activation",
     "recompute of norms": "--recompute-granularity selective --recompute-modules layernorm",
-    "kept attention": (
-        "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1 --recompute-keep-attention"
-    ),
     "post validation": f"{PIPELINE} --pipeline-schedule zb-h1 --optimizer-post-validation",
     "overlapped tp": "--tensor-model-parallel-size 2 --sequence-parallel --tp-comm-overlap",
     "memory by rank": f"{PIPELINE} --pipeline-rank-memory 1 1",
@@ -86,7 +84,11 @@ def test_a_pair_in_the_table_is_refused_with_its_reason(row: Refusal, other: str
 
 def test_every_option_is_named_in_a_row_and_has_an_example() -> None:
     named = {name for row in ROWS for name in (row.option, *row.others)}
-    assert named | set(LACKING) == set(OPTIONS) | set(SCHEDULES_CHOSEN) == set(EXAMPLES) | OF_EXTENSIONS
+    assert (
+        named | set(LACKING) | set(ATTENTION_LACKING)
+        == set(OPTIONS) | set(SCHEDULES_CHOSEN)
+        == set(EXAMPLES) | OF_EXTENSIONS
+    )
     assert {row.kind for row in ROWS} == {CONTRADICTION, NOT_BUILT}
 
 
@@ -114,3 +116,11 @@ def test_a_plan_says_which_modules_compute(capsys: pytest.CaptureFixture[str]) -
     assert main(["--world-size", "8", *flags, "--transformer-impl", "transformer_engine"]) == 0
     first, second, *_ = capsys.readouterr().out.splitlines()
     assert LACKING["sharded gradients"] in first and second.startswith("plan: 8 ranks")
+
+
+@pytest.mark.parametrize("name", ATTENTION_LACKING)
+def test_what_attention_of_a_library_lacks_is_computed_by_torch_and_said(name: str) -> None:
+    loaded = load_config([*flags_of(name), "--attention-impl", "flash"])
+    assert any(ATTENTION_LACKING[name] in remark for remark in loaded.remarks)
+    assert resolve(loaded.config, 8).config.kernels.attention_impl == "sdpa"
+    assert resolve(load_config([*flags_of(), "--attention-impl", "flash"]).config, 8).shape.attention_impl == "flash"

@@ -753,10 +753,22 @@ CASES = [
         "--attention-impl flash --bf16 --attention-dropout 0 --reset-attention-mask",
     ),
     (
+        "chunks_have_a_size",
+        "--attention-kind chunked",
+        ["--attention-kind chunked needs --window-size, the tokens of a chunk"],
+        "--attention-kind chunked --window-size 16",
+    ),
+    (
         "optimizer_has_a_kernel",
         "--optimizer-impl te --optimizer sgd",
         ["fused Adam", "--optimizer-impl torch"],
         "--optimizer-impl te",
+    ),
+    (
+        "chunks_have_a_size",
+        "--attention-kind chunked",
+        ["--attention-kind chunked needs --window-size, the tokens of a chunk"],
+        "--attention-kind chunked --window-size 16",
     ),
     (
         "optimizer_has_a_kernel",
@@ -765,6 +777,12 @@ CASES = [
         "--optimizer-impl te",
     ),
     ("optimizer_has_a_kernel", "--optimizer-impl apex --fp64", ["fp32 master weights"], "--optimizer-impl apex"),
+    (
+        "chunks_have_a_size",
+        "--attention-kind chunked",
+        ["--attention-kind chunked needs --window-size, the tokens of a chunk"],
+        "--attention-kind chunked --window-size 16",
+    ),
     (
         "optimizer_has_a_kernel",
         "--optimizer-impl apex --transformer-impl transformer_engine",

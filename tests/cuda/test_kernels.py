@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from megapipe.gpu.packed_attention import DocumentBorders, packed_attention, torch_kernel
-from megapipe.model.context import additive, causal
+from megapipe.model.context import whole_mask
 from megapipe.model.core_attention import fused_attention
+from megapipe.sharding.sequence import SequenceSlice, Visibility
 from megapipe.tensor_parallel.gemms import PLAIN_GEMMS
 from megapipe.tensor_parallel.gradients import GradientSlot, gemm_adds_to_fp32
 
@@ -86,12 +87,12 @@ def test_documents_by_their_borders_equal_documents_under_a_mask(
     ids[0, 17:], ids[0, 200:] = 1, 2
     borders = DocumentBorders.of(ids.numpy(), lambda starts: torch.from_numpy(starts).to(CARD))
     ids = ids.to(CARD)
-    visible = (ids[:, None, :, None] == ids[:, None, None]) & causal(seq, window, ids.device)
+    mask = whole_mask(Visibility.of(SequenceSlice((seq,)), True, window=window), ids.device, torch.bfloat16, ids)
     qkv = torch.randn(seq, batch, groups, queries + 2, size, device=CARD).bfloat16().requires_grad_()
     parts = qkv.split((queries, 1, 1), dim=3)
     kernel = partial(torch_kernel, scale=0.125, window=window)
     packed = packed_attention(*parts, borders, kernel)
-    masked = fused_attention(*parts, additive(visible, torch.bfloat16), 0.125)
+    masked = fused_attention(*parts, mask, 0.125)
     torch.testing.assert_close(packed, masked, rtol=2e-2, atol=2e-2)
     gradients = [torch.autograd.grad(x.float().square().sum(), qkv)[0] for x in (packed, masked)]
     torch.testing.assert_close(*gradients, rtol=5e-2, atol=5e-2)

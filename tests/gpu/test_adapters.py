@@ -20,9 +20,10 @@ from megapipe.errors import ConfigError
 from megapipe.gpu.kernels import Kernels, choose_kernels, describe_kernels
 from megapipe.gpu.libraries import AttentionShape, FlashAttention, TransformerEngine
 from megapipe.gpu.packed_attention import DocumentBorders
-from megapipe.model.context import additive, causal
+from megapipe.model.context import whole_mask
 from megapipe.model.core_attention import explicit_attention
 from megapipe.optimizer.schedule import Rates
+from megapipe.sharding.sequence import SequenceSlice, Visibility
 from tests.gpu.stand_ins import NAMES, installed
 from tests.harness import RankPool
 from tests.model.grids import (
@@ -109,7 +110,7 @@ def test_attention_of_a_library_equals_explicit_attention(
     seq, batch, groups, size = 9, 2, 2, 4
     qkv = torch.randn(seq, batch, groups, queries + 2, size, dtype=torch.float64, requires_grad=True)
     shape = AttentionShape(0, queries, size, 0.4, window, cap, False)
-    mask = additive(causal(seq, window, torch.device("cpu")), torch.float64)
+    mask = whole_mask(Visibility.of(SequenceSlice((seq,)), window=window), qkv.device, torch.float64)
     with installed():
         opened = FlashAttention() if library == "flash" else TransformerEngine("", "", PrecisionConfig())
         output = opened.attention(shape)(*qkv.split((queries, 1, 1), dim=3), None)
@@ -127,12 +128,12 @@ def test_flash_attention_keeps_documents_apart(window: int | None, cap: float | 
     qkv = torch.randn(seq, batch, groups, queries + 2, size, dtype=torch.float64, requires_grad=True)
     ids = torch.tensor([[0] * 4 + [1] * 5, [0] * 9])
     borders = DocumentBorders.of(ids.numpy(), torch.from_numpy)
-    visible = (ids[:, None, :, None] == ids[:, None, None]) & causal(seq, window, torch.device("cpu"))
+    mask = whole_mask(Visibility.of(SequenceSlice((seq,)), True, window=window), qkv.device, torch.float64, ids)
     with installed():
         kernel = FlashAttention().attention(AttentionShape(0, queries, size, 0.4, window, cap, False))
         output = kernel(*qkv.split((queries, 1, 1), dim=3), borders)
     (gradient,) = torch.autograd.grad(output.square().sum(), qkv)
-    expected = explicit_attention(*qkv.split((queries, 1, 1), dim=3), additive(visible, torch.float64), 0.4, cap, None)
+    expected = explicit_attention(*qkv.split((queries, 1, 1), dim=3), mask, 0.4, cap, None)
     (expected_gradient,) = torch.autograd.grad(expected.square().sum(), qkv)
     torch.testing.assert_close(output, expected, rtol=1e-12, atol=1e-13)
     torch.testing.assert_close(gradient, expected_gradient, rtol=1e-11, atol=1e-12)

@@ -21,6 +21,7 @@ from megapipe.extras.verify.compare import gradient_pieces
 from megapipe.extras.verify.oracle import drawn_slices, random_batches, share_of
 from megapipe.gpu.kernels import choose_kernels, describe_kernels
 from megapipe.layers.model import model_parameters
+from megapipe.model.context import LayerContext
 from megapipe.model.dispatch import Routes
 from megapipe.model.moe import Router
 from megapipe.optimizer.schedule import Rates
@@ -75,7 +76,8 @@ def test_weights_of_sigmoid_scores_are_renormalized_and_scaled() -> None:
 def test_the_balance_loss_of_equal_shares_is_its_coefficient(kind: str) -> None:
     options = {"moe_router_load_balancing_type": (kind,), "moe_aux_loss_coeff": (0.3,), "moe_z_loss_coeff": None}
     shares = torch.full((8, 2, 4), 0.25, dtype=torch.float64)
-    ((name, loss),) = router(torch.zeros(4, 4, dtype=torch.float64), **options)._losses(shares.log(), shares, 0)
+    context = LayerContext(None, None, False, DropoutKey(0, 0, 0))
+    ((name, loss),) = router(torch.zeros(4, 4, dtype=torch.float64), **options)._losses(shares.log(), shares, context)
     assert (name, loss.item()) == (kind, pytest.approx(0.3))
 
 

@@ -40,6 +40,8 @@ OPTIONS = {
     "hidden_dropout": GPT2 | {"hidden_dropout": 0.1},
     "soft_cap": LLAMA | {"attn_logit_softcapping": 2.0},
     "attention_dropout": LLAMA | {"attention_dropout": 0.1},
+    "sinks": LLAMA | {"softmax_type": "learnable"},
+    "sinks_window": LLAMA | {"softmax_type": "learnable", "window_size": 4, "qk_layernorm": True},
     "norms_after": LLAMA | {"norm_position": "after", "qk_layernorm": True, "qk_layernorm_scope": "projection"},
     "norms_around": GPT2 | {"norm_position": "around", "hidden_dropout": 0.1},
 }
@@ -136,7 +138,7 @@ def counted_layer(
     microbatch = make_microbatch(config, documents=documents, dropout_key=DropoutKey(1, 2, 3))
     context = stage.make_context(microbatch, dtype)[0]
     hidden = torch.randn(SEQ, BATCH, config.hidden_size, dtype=dtype, requires_grad=True)
-    shared: list[Any] = [context.mask] if context.mask is not None else []
+    shared: list[Any] = context.masks
     with SavedBytes(block, shared) as saved:
         output = block(hidden, context)
     assert output.dtype == dtype

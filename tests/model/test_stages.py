@@ -12,11 +12,12 @@ from megapipe.comm.groups import Group
 from megapipe.config.parallel import RecomputeConfig
 from megapipe.config.training import TrainingConfig
 from megapipe.layers.model import model_parameters, stage_parameters
-from megapipe.model.context import additive, causal
+from megapipe.model.context import whole_mask
 from megapipe.model.core_attention import explicit_attention
 from megapipe.model.microbatch import KVCache
 from megapipe.model.stage import GPTStage
 from megapipe.schedule.partition import StageLayers
+from megapipe.sharding.sequence import SequenceSlice, Visibility
 from megapipe.tensor_parallel.gradients import GradientSlot
 from megapipe.tensor_parallel.random import DropoutKey
 from tests.model.grids import (
@@ -114,9 +115,17 @@ def test_logits_for_inference_equal_the_reference_at_any_length() -> None:
         assert_equal(logits[..., :29].transpose(0, 1), expected, f"logits of {length} tokens")
 
 
+OF_CACHE = {
+    "layers that differ": UNLIKE | {"num_layers": 6},
+    "sinks": LLAMA | {"softmax_type": "learnable", "window_size": 4},
+    "chunks": LLAMA | {"attention_kind": "chunked", "window_size": 5},
+}
+
+
 @pytest.mark.parametrize("lengths", [(1,) * SEQ, (5, 1, 6)], ids=["token by token", "in three pieces"])
-def test_a_cache_gives_the_logits_of_the_whole_sequence(lengths: tuple[int, ...]) -> None:
-    config = model_config(**UNLIKE, num_layers=6)
+@pytest.mark.parametrize("name", OF_CACHE)
+def test_a_cache_gives_the_logits_of_the_whole_sequence(name: str, lengths: tuple[int, ...]) -> None:
+    config = model_config(**OF_CACHE[name])
     model = reference(config)
     stage = make_stage(config, dict(model.named_parameters()))
     microbatch = dataclasses.replace(make_microbatch(config), labels=None, loss_mask=None)
@@ -214,6 +223,6 @@ def test_explicit_attention_in_fp16_does_not_overflow_on_large_logits() -> None:
     q = torch.full((4, 1, 1, 2, 64), 60.0, dtype=torch.float16)
     k = torch.full((4, 1, 1, 1, 64), 60.0, dtype=torch.float16)
     v = torch.arange(4, dtype=torch.float16).view(4, 1, 1, 1, 1).expand_as(k)
-    mask = additive(causal(4, None, q.device), q.dtype)
+    mask = whole_mask(Visibility.of(SequenceSlice((4,))), q.device, q.dtype)
     output = explicit_attention(q, k, v, mask, 64**-0.5, None, None)  # q k = 230,400 > 65,504
     assert torch.equal(output[:, 0, 0], torch.tensor([0.0, 0.5, 1.0, 1.5], dtype=torch.float16))

@@ -126,7 +126,7 @@ ELSEWHERE = {
     "pipe_sp_strategy",
     "overlap_moe_expert_parallel_comm",  # this and the next: tests/parity/test_parts.py
     "delay_wgrad_compute",
-    "attention_kind",  # one is built in; tests/test_extend.py trains with another
+    "attention_kind",  # chunks: tests/parity/test_slices.py; another: tests/test_extend.py
 }
 # grids of their own: tests/parity/test_context_parallel.py
 CONTEXT_PARALLEL = {"context_parallel_size", "cp_comm_type", "hierarchical_context_parallel_sizes"}

@@ -17,10 +17,30 @@ from megapipe.optimizer.schedule import Rates
 from megapipe.plan.resolve import resolve
 from tests.harness import RankPool
 from tests.parity.comparison import plan_differences
-from tests.parity.test_context_parallel import CORE, DOCUMENTS, FULL, LLAMA, MODEL, ROPE, UNTIED, ZERO
+from tests.parity.test_context_parallel import (
+    A2A,
+    CORE,
+    DOCUMENTS,
+    EXPERTS,
+    FULL,
+    GATHER,
+    LATENT,
+    LLAMA,
+    MODEL,
+    ROPE,
+    SINKS,
+    UNTIED,
+    ZERO,
+)
+from tests.parity.test_experts import BIAS, EVERY_LOSS, GLOBAL, PER_TOKEN, SHARED, again
 from tests.tiny import make_config
 
-SHORT = {"k": "pipe_sp_splits"}
+SHORT = {"k": "pipe_sp_splits", "cp": "context_parallel_size"}
+LOSSES = {
+    "every loss": EVERY_LOSS,
+    "global loss, tokens": GLOBAL | PER_TOKEN,
+    "sigmoid scores, biases, shared experts": BIAS | SHARED | {"moe_aux_loss_coeff": (0.02,)},
+}
 AVERAGE = {"pipe_sp_strategy": "average"}
 SP = {"sequence_parallel": True}
 H1 = {"pipeline_schedule": "zb-h1"}
@@ -75,6 +95,24 @@ GRIDS: dict[str, tuple[int, dict[str, Any]]] = {
     "pp 2, ramp, chunked loss": (
         2,
         {"pp": 2, "k": 4, "cross_entropy_chunk_size": 5, "num_query_groups": 2} | UNTIED | INTERLEAVED,
+    ),
+    "pp 2, sinks and windows": (2, {"pp": 2, "k": 3, "window_size": 5} | LLAMA | SINKS),
+    "pp 2, latent attention, core": (2, {"pp": 2, "k": 3} | LATENT | CORE),
+    "pp 2, attention kept": (2, {"pp": 2, "k": 3} | LLAMA | FULL | {"recompute_keep_attention": True}),
+    "pp 2, two modules of multi-token prediction": (2, {"pp": 2, "k": 3, "mtp_num_layers": 2} | LLAMA | H1),
+    "cp 2, window": (2, {"cp": 2, "k": 3, "window_size": 7} | LLAMA),
+    "cp 2, all_gather, documents": (2, {"cp": 2, "k": 3} | GATHER | DOCUMENTS),
+    "cp 2, a2a, latent attention": (2, {"cp": 2, "k": 2} | A2A | LATENT),
+    "pp 2 cp 2, sinks, window": (4, {"pp": 2, "cp": 2, "k": 3, "window_size": 7} | LLAMA | SINKS),
+    "pp 2 cp 2 tp 2, full": (8, {"pp": 2, "cp": 2, "tp": 2, "k": 3} | SP | LLAMA | FULL | H1),
+    **{f"pp 2 ep 2, {name}": (4, {"pp": 2, "k": 3, "ep": 2} | EXPERTS | own) for name, own in LOSSES.items()},
+    "pp 2 cp 2, experts again": (4, {"pp": 2, "cp": 2, "k": 2} | EXPERTS | LOSSES["every loss"] | again("moe")),
+    "pp 2, chunks of 5": (2, {"pp": 2, "k": 3, "window_size": 5, "attention_kind": "chunked"} | LLAMA),
+    "pp 2 cp 2, chunks of 7 in every second layer, documents": (
+        4,
+        {"pp": 2, "cp": 2, "k": 2, "num_layers": 4}
+        | {"window_size": 7, "window_attn_skip_freq": "2", "attention_kind": "chunked"}
+        | DOCUMENTS,
     ),
     "pp 2 dp 2, overlapped": (4, {"pp": 2, "k": 3, "ddp_bucket_size": 200} | ZERO | LLAMA | H1),
 }

@@ -7,9 +7,9 @@ import pytest
 from megapipe.config.config import resolve_model
 from megapipe.config.model import ModelConfig, PrecisionConfig
 from megapipe.config.parallel import RecomputeConfig
-from megapipe.layers.attention import mean_keys
 from megapipe.layers.model import ModelSpec, model_spec
 from megapipe.plan.layer_costs import flop_costs, head_flops, layer_flops, recomputed_flops, step_flops
+from megapipe.sharding.sequence import SequenceSlice, Visibility
 
 
 def gpt(**changes: object) -> ModelConfig:
@@ -80,6 +80,8 @@ def test_flops_of_unlike_layers_are_those_of_models_of_each_kind(recompute: Reco
 
 
 def test_causal_attention_counts_half_and_a_window_less() -> None:
-    assert mean_keys(1024, None) == 512
-    assert mean_keys(1024, 1024) == 512
-    assert mean_keys(1024, 256) == pytest.approx((256 * 128 + 768 * 256) / 1024)
+    def mean_keys(window: int | None) -> float:
+        return Visibility.of(SequenceSlice((1024,)), window=window).mean_keys
+
+    assert mean_keys(None) == mean_keys(1024) == 512
+    assert mean_keys(256) == pytest.approx((256 * 128 + 768 * 256) / 1024)

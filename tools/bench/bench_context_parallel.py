@@ -30,9 +30,11 @@ from megapipe.environment import Environment
 from megapipe.layers.attention import Attention
 from megapipe.layers.table import RankShape
 from megapipe.model.block_attention import FusedBlocks
-from megapipe.model.context import blocks_with_masks
+from megapipe.model.context import masked_blocks
 from megapipe.model.context_parallel import ContextParallel
 from megapipe.model.core_attention import fused_attention
+from megapipe.model.ring_attention import BlockAttention
+from megapipe.sharding.sequence import SequenceSlice, Visibility
 from megapipe.topology import Topology
 
 KINDS = ("p2p", "all_gather", "a2a")
@@ -95,12 +97,13 @@ def attention_of(kind: str, cp: Group, own: argparse.Namespace) -> Callable[[], 
     grad = torch.randn(local, 1, own.num_attention_heads * own.kv_channels, generator=generator)
     device, blocks = torch.device("cpu"), {}
     if parallel.ring.size > 1:
-        blocks = blocks_with_masks(parallel.part, own.seq_length, None, device, torch.float32)
+        seen = Visibility.of(SequenceSlice((own.seq_length,)), part=parallel.part)
+        blocks = masked_blocks(seen, device, torch.float32)
 
     def run() -> tuple[Any, ...]:
         inputs = parallel.heads_for_positions(q, k, v)
         if parallel.ring.size > 1:
-            output = parallel.attend(*inputs, blocks, FusedBlocks(scale))
+            output = BlockAttention(0, blocks, FusedBlocks(scale), parallel.exchange)(*inputs, None)
         else:
             output = fused_attention(*inputs, None, scale)
         output = parallel.positions_for_heads(output.unflatten(-1, (-1, own.kv_channels))).flatten(2)

@@ -1,13 +1,14 @@
 """Rules of kernels, fp8, CUDA graphs, offload and overlapped tensor-parallel collectives.
 
-Attention and updates that a library has no kernel for are refused. Linears and norms are then megapipe's own, which
-compute the same function, and a remark says so.
+Options of attention and updates that a library has no kernel for are refused. Where it lacks the modules or kernels for
+parts of sequences, sinks and the like, megapipe's own compute the same function, and a remark says so.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
+from typing import Any
 
 from megapipe.config.config import Config
 from megapipe.config.layers import LayerConfig, of_each_kind
@@ -33,6 +34,18 @@ LACKING = {
     "recompute of norms": "it keeps the inputs of its linears anyway",
     "recompute of activations": "it keeps the inputs of its linears anyway",
     "delayed scales and linears that run again": "its scales change in every forward",
+}
+# options that the attention of libraries does not have
+ATTENTION_LACKING = {
+    "slices": "it would see the keys of one slice only",
+    "blocks of context parallelism": "only blocks of torch's kernels are merged",
+    "sinks": "it has no sinks",
+    "chunked attention": "its windows slide",
+}
+# option of kernels -> its value for megapipe's own, what these compute, and what libraries lack
+OWN_KERNELS = {
+    "transformer_impl": ("local", "megapipe's own linears and norms compute", LACKING),
+    "attention_impl": ("sdpa", "torch's kernels compute attention", ATTENTION_LACKING),
 }
 ONE_OF_TWO = "leave one of the two out"
 
@@ -86,22 +99,29 @@ def libraries(config: Config) -> Iterator[str]:
 
 
 def with_own_kernels(config: Config) -> Config:
-    """Return the configuration with megapipe's linears and norms where those of a library lack what it chooses.
+    """Return the configuration with megapipe's own kernels where those of a library lack what it chooses.
 
-    --transformer-impl says which kernels compute, not which function; `own_kernels` names what is lacking.
+    --transformer-impl and --attention-impl say which kernels compute, not which function; `own_kernels` names what is
+    lacking.
     """
-    if not own_kernels(config):
-        return config
-    return dataclasses.replace(config, kernels=dataclasses.replace(config.kernels, transformer_impl="local"))
+    own: dict[str, Any] = {option: OWN_KERNELS[option][0] for option, _ in _lacking(config)}
+    return dataclasses.replace(config, kernels=dataclasses.replace(config.kernels, **own)) if own else config
 
 
 def own_kernels(config: Config) -> list[str]:
-    """Return a remark for each choice that the modules of Transformer Engine cannot do."""
-    if config.kernels.transformer_impl != "transformer_engine":
-        return []
-    found = ((words_of(config, name), reason) for name, reason in LACKING.items())
-    own = "so megapipe's own linears and norms compute"
-    return [f"{TRANSFORMER_ENGINE} with {words}: {reason}, {own}" for words, reason in found if words]
+    """Return a remark for each choice that the chosen libraries cannot do."""
+    return [remark for _, remark in _lacking(config)]
+
+
+def _lacking(config: Config) -> list[tuple[str, str]]:
+    """Return options of kernels, each with a remark, for the choices that their libraries cannot do."""
+    found = []
+    for option, (own, instead, lacking) in OWN_KERNELS.items():
+        library = getattr(config.kernels, option)
+        flag = f"--{option.replace('_', '-')} {library}"
+        reasons = [(words_of(config, name), reason) for name, reason in lacking.items() if library != own]
+        found += [(option, f"{flag} with {words}: {reason}, so {instead}") for words, reason in reasons if words]
+    return found
 
 
 def fp8(config: Config) -> Iterator[str]:

@@ -104,8 +104,11 @@ def latent_attention(config: Config) -> Iterator[str]:
 
 @of_each_kind
 def attention_kind(config: Config, layer: LayerConfig) -> Iterator[str]:
-    """Yield the options of softmax attention that an extension's kind of attention does not have."""
+    """Yield chunks without a size, and the options of softmax attention that an extension's kind does not have."""
     kind = layer.attention_kind
+    has_size = layer.window_size is not None or config.model.window_size is not None  # layers may be without the window
+    if layer.has_attention and ATTENTIONS[kind].has_chunks and not has_size:
+        yield f"--attention-kind {kind} needs --window-size, the tokens of a chunk"
     if not layer.has_attention or ATTENTIONS[kind].function is None:
         return
     unused = chosen(
@@ -259,7 +262,6 @@ def recompute(config: Config) -> Iterator[str]:
         ("--attention-dropout above 0", model.attention_dropout > 0),
         ("--attn-logit-softcapping", impl == "sdpa" and has_soft_cap(model)),
         ("--attention-softmax-in-fp32", model.attention_softmax_in_fp32),
-        (f"--softmax-type {model.softmax_type}", model.softmax_type != "vanilla"),
     )
     if is_full and asked.recompute_keep_attention and impl == "te":
         rule = "torch does not see the kernels of --attention-impl te"

@@ -11,6 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from megapipe.config.config import Config
+from megapipe.config.layers import kinds_of
 from megapipe.config.model import ATTENTIONS, NORMALIZATIONS
 from megapipe.config.parallel import SHARDED_GRADS
 from megapipe.config.problems import UnreadError
@@ -106,6 +107,10 @@ OPTIONS: dict[str, Option] = {
         and f"--num-distributed-optimizer-instances {c.parallel.num_distributed_optimizer_instances}"
     ),
     "experts": lambda c: c.model.num_experts is not None and "--num-experts",
+    "capacity of experts": lambda c: (
+        c.model.moe_expert_capacity_factor is not None
+        and f"--moe-expert-capacity-factor {c.model.moe_expert_capacity_factor:g}"
+    ),
     "overlapped all-to-alls": lambda c: (
         c.model.num_experts is not None
         and c.parallel.overlap_moe_expert_parallel_comm
@@ -116,6 +121,9 @@ OPTIONS: dict[str, Option] = {
         c.model.mtp_num_layers is not None and f"--mtp-num-layers {c.model.mtp_num_layers}"
     ),
     "sinks": lambda c: c.model.softmax_type != "vanilla" and f"--softmax-type {c.model.softmax_type}",
+    "chunked attention": lambda c: (
+        any(layer.limits["has_chunks"] for layer in kinds_of(c.model)) and "--attention-kind chunked"
+    ),
     "attention of an extension": lambda c: (
         ATTENTIONS[c.model.attention_kind].function is not None and f"--attention-kind {c.model.attention_kind}"
     ),
@@ -126,7 +134,6 @@ OPTIONS: dict[str, Option] = {
     "norm of an extension": lambda c: (
         NORMALIZATIONS[c.model.normalization].function is not None and f"--normalization {c.model.normalization}"
     ),
-    "attention kernel": lambda c: c.kernels.attention_impl != "sdpa" and f"--attention-impl {c.kernels.attention_impl}",
     "attention of Transformer Engine": lambda c: c.kernels.attention_impl == "te" and "--attention-impl te",
     "flash with documents": lambda c: (
         c.kernels.attention_impl == "flash"
@@ -153,7 +160,6 @@ OPTIONS: dict[str, Option] = {
     "recompute of experts": _selects("moe"),
     "recompute of activations": _selects("activation"),
     "recompute of norms": _selects("layernorm"),
-    "kept attention": lambda c: c.recompute.recompute_keep_attention and "--recompute-keep-attention",
     "post validation": lambda c: c.optimizer.optimizer_post_validation and "--optimizer-post-validation",
     "overlapped tp": lambda c: bool(c.parallel.tp_comm_overlap) and "--tp-comm-overlap",
     "memory by rank": lambda c: c.parallel.pipeline_rank_memory is not None and "--pipeline-rank-memory",
@@ -162,21 +168,11 @@ OPTIONS: dict[str, Option] = {
 }
 
 REFUSED: tuple[Refusal, ...] = (
-    Refusal("slices", ("context parallelism",), NOT_BUILT, "each slice would have to be cut over the cp ranks"),
-    Refusal("slices", ("experts",), NOT_BUILT, "balance losses and capacities are those of a whole microbatch"),
-    Refusal("slices", ("latent attention",), NOT_BUILT, "slices pass on keys and values of all heads, not latents"),
-    Refusal("slices", ("multi-token prediction",), NOT_BUILT, "a module needs tokens of the next slice"),
-    Refusal("slices", ("sinks",), NOT_BUILT, "attention over the keys of earlier slices has no sink"),
-    Refusal(
-        "slices",
-        ("attention of an extension", "attention kernel"),
-        NOT_BUILT,
-        "it would see the keys of one slice only",
-    ),
+    Refusal("slices", ("capacity of experts",), CONTRADICTION, "an expert's capacity is that of a whole microbatch"),
+    Refusal("slices", ("attention of an extension",), NOT_BUILT, "it would see the keys of one slice only"),
     Refusal("slices", ("CUDA graphs",), NOT_BUILT, "each slice has other shapes, and so would need its own graph"),
     Refusal("slices", ("compiled pointwise",), NOT_BUILT, "each length of a slice would be compiled again"),
-    Refusal("slices", ("activation offload",), NOT_BUILT, "the planned memory would be up to 28 % too high"),
-    Refusal("slices", ("kept attention", "memory by rank"), NOT_BUILT, "memory is planned for whole sequences"),
+    Refusal("slices", ("memory by rank",), NOT_BUILT, "memory is planned for whole sequences"),
     Refusal(
         "context parallelism",
         ("flash with documents",),
@@ -188,7 +184,7 @@ REFUSED: tuple[Refusal, ...] = (
     Refusal("context parallelism", ("measured layers",), NOT_BUILT, "layers are measured without cp"),
     Refusal(
         "blocks of context parallelism",
-        ("attention kernel", "attention of an extension"),
+        ("attention of an extension",),
         NOT_BUILT,
         "attention is computed in blocks of queries and keys, with torch's kernels",
         "use --cp-comm-type a2a",
@@ -271,7 +267,6 @@ REFUSED: tuple[Refusal, ...] = (
     ),
     Refusal("memory budget", ("recompute by hand",), CONTRADICTION, "the budget chooses what each layer recomputes"),
     Refusal("narrow moments", ("another optimizer than Adam",), CONTRADICTION, "it is for the moments of Adam"),
-    Refusal("attention kernel", ("sinks",), NOT_BUILT, "these kernels have no sinks", "use --attention-impl sdpa"),
 )
 
 

@@ -13,13 +13,13 @@ FP8_MULTIPLE = 16  # the matrix units of Hopper need every size of an fp8 GEMM t
 
 def slice_unit(config: Config) -> int:
     """Return the number of tokens of which the length of every slice is a multiple: with sequence parallelism of tp,
-    with fp8 of what its GEMMs need.
+    with fp8 of what its GEMMs need, both on each cp rank, which has two chunks of it.
     """
     parallel, batch = config.parallel, config.training.micro_batch_size
-    unit = parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1
+    cp, unit = parallel.context_parallel_size, parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1
     if config.precision.fp8_format is not None:
         unit = math.lcm(unit, FP8_MULTIPLE // math.gcd(FP8_MULTIPLE, batch))
-    return unit
+    return unit if cp == 1 else math.lcm(2 * cp, cp * unit)
 
 
 def length(config: Config) -> Iterator[str]:

@@ -12,7 +12,7 @@ NAMES = {
     "normalization": ("LayerNorm", "RMSNorm"),
     "norm_position": ("before", "after", "around"),
     "qk_layernorm_scope": ("head", "projection"),
-    "attention_kind": ("softmax",),
+    "attention_kind": ("softmax", "chunked"),
     "softmax_type": ("vanilla", "off-by-one", "learnable"),
     "moe_router_score_function": ("softmax", "sigmoid"),
     "moe_token_drop_policy": ("probs", "position"),

@@ -394,7 +394,9 @@ def visible_keys(config: ReferenceConfig, position_ids: Tensor, document_ids: Te
     index = torch.arange(position_ids.shape[1], device=position_ids.device)
     distance = index[:, None] - index  # [query, key]
     visible = distance >= 0
-    if config.window_size is not None:
+    if config.window_size is not None and config.attention_kind == "chunked":
+        visible = visible & (index[:, None] // config.window_size == index // config.window_size)
+    elif config.window_size is not None:
         visible = visible & (distance < config.window_size)
     visible = visible[None, None]
     if document_ids is not None:

@@ -122,7 +122,7 @@ def context_svg(plan: RunPlan) -> str:
     for chunk, rank in enumerate(_owners(cp)):  # outside attention
         parts += _cell(LEFT + chunk * width, TOP - 26, width, 24, rank, str(rank))
     parts += _heads(cp, inner, side)
-    parts += _blocks(cp // inner, inner, side, seq, attention.window(plan.shape), kind == "all_gather")
+    parts += _blocks(cp // inner, inner, side, seq, attention.visibility(plan.shape).window, kind == "all_gather")
     for rank in range(cp):
         x = LEFT + 66 * rank
         parts += [swatch(x, bottom, COLOURS[rank]), _label(x + 17, bottom, f"rank {rank}", TEXT)]

@@ -334,10 +334,11 @@ class Bounds:
         """Return the slices of a microbatch, as `RunPlan.slice_shapes` does."""
         if count == 1:
             return (shape,)
-        unit = shape.tp if shape.sequence_parallel else 1
+        cp, unit = shape.cp, shape.tp if shape.sequence_parallel else 1
+        unit = unit if cp == 1 else math.lcm(2 * cp, cp * unit)
         strategy = self._config.parallel.pipe_sp_strategy
-        slices = _slices(spec, shape.recompute, shape.seq, count, strategy, unit)
-        return tuple(replace(shape, seq=each.length, slice=each) for each in slices)
+        slices = _slices(spec, shape.recompute, shape.whole_seq, count, strategy, unit)
+        return tuple(replace(shape, seq=each.length // cp, slice=each) for each in slices)
 
 
 _slices = cache(sequence_slices)

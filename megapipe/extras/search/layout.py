@@ -14,7 +14,8 @@ Not varied:
   p2p, a2a, a2a within nodes with p2p between them, and the configured kinds. all_gather sends what p2p does, not under
   computation
 - slices: other numbers than SLICES, or of fewer than LEAST_TOKENS tokens, but the configured number. Microbatches of
-  several sequences have only that: smaller ones fill a pipeline as slices do. None with sharded weights
+  several sequences have only that: smaller ones fill a pipeline as slices do. None with sharded weights; with context
+  parallelism only the configured number
 - experts: more ranks that share every expert than tp has
 """
 
@@ -242,7 +243,8 @@ def _slices(config: Config, tp: int, shared: Context, sequence_parallel: bool) -
     sized = dataclasses.replace(
         shared.applied_to(config.parallel), tensor_model_parallel_size=tp, sequence_parallel=sequence_parallel
     )
-    for count in sorted({own, *(count for count in SLICES if count * LEAST_TOKENS <= seq)} - {1}):
+    others = SLICES if sized.context_parallel_size == 1 else ()
+    for count in sorted({own, *(count for count in others if count * LEAST_TOKENS <= seq)} - {1}):
         parallel = dataclasses.replace(sized, pipe_sp_splits=count)
         changed = dataclasses.replace(config, parallel=parallel, recompute=RecomputeConfig())
         if _allows((*slices.RULES, combinations), changed):

@@ -21,6 +21,7 @@ from megapipe.comm.groups import Group
 from megapipe.config.config import ResolvedConfig
 from megapipe.config.layers import expert_layers
 from megapipe.extras.reference.experts import MoE as PlainMoE
+from megapipe.model.context import Unit
 
 
 @dataclass(frozen=True)
@@ -78,26 +79,29 @@ class GridChoices:
 
     def __init__(self, runtime: TrainingRuntime) -> None:
         self._runtime = runtime
-        self.chosen: dict[tuple[int, int], Tensor] = {}
+        self.chosen: dict[tuple[int, Unit], Tensor] = {}
         for module in runtime.stages.values():
             for number, router in module.routers().items():
                 router.register_forward_hook(partial(self._keep, number))
 
     def _keep(self, layer: int, module: nn.Module, inputs: Any, output: Any) -> None:
         context = inputs[1]  # of Router.forward
-        self.chosen[layer, context.dropout_key.microbatch] = output[1].detach()
+        self.chosen[layer, context.unit] = output[1].detach()
 
     def compare(self, plain: Tensor) -> Routing:
         """Return what differs from the oracle's choices, and forget those of the grid. plain: see PlainChoices.take."""
         plan, place = self._runtime.plan, self._runtime.coordinates
-        held = torch.from_numpy(self._runtime.sequence_part.positions(plan.config.model.seq_length))
-        held = held.chunk(plan.topology.tp)[place.tp_rank].to(plain.device)  # positions of this rank
+        held = []  # positions of each slice on this rank
+        for of_slice in plan.slices:
+            runs = self._runtime.sequence_part.runs(of_slice)
+            positions = torch.cat([torch.arange(run.start, run.stop) for run in runs])
+            held.append(positions.chunk(plan.topology.tp)[place.tp_rank].to(plain.device))
         layers = expert_layers(plan.config.model)
         num_choices = num_other = 0
         first: OtherChoice | None = None
-        for (layer, microbatch), grid in sorted(self.chosen.items(), key=lambda item: item[0]):
+        for (layer, (microbatch, number)), grid in sorted(self.chosen.items(), key=lambda item: item[0]):
             whole = plain[layers.index(layer), microbatch].transpose(0, 1)  # [s, b, k]
-            own = whole[held]
+            own = whole[held[number]]
             grid, own = grid.view(own.shape).sort(-1).values, own.sort(-1).values
             other = (grid != own).any(-1)
             num_choices += other.numel()
@@ -105,7 +109,7 @@ class GridChoices:
             if first is None and other.any():
                 position, sequence = other.nonzero()[0].tolist()
                 chosen = (tuple(each[position, sequence].tolist()) for each in (grid, own))
-                first = OtherChoice(layer, microbatch, sequence, int(held[position]), *chosen)
+                first = OtherChoice(layer, microbatch, sequence, int(held[number][position]), *chosen)
         self.chosen.clear()
         return Routing(num_choices, num_other, first)
 

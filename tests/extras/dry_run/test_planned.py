@@ -45,6 +45,7 @@ EXPERTS = {
     "add_bias_linear": False,
     "expert_model_parallel_size": 2,
 }
+SINKS = {"softmax_type": "learnable"}
 PREDICTIONS = {"mtp_num_layers": 2, "position_embedding_type": "rope"}
 WIDE_EXPERTS = EXPERTS | {"num_experts": 8, "moe_router_topk": 4, "moe_layer_freq": None}
 GATHERED = {"moe_token_dispatcher_type": "allgather"}
@@ -228,7 +229,15 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "documents_bf16_core_attn": (1, DOCUMENTS | selective("core_attn") | {"dtype": "bf16", "micro_batch_size": 1}),
     "documents_bf16_full_but_attention": (1, DOCUMENTS | FULL | {"recompute_keep_attention": True, "dtype": "bf16"}),
     "cp2_p2p_keeps_attention_bf16": (2, CP2 | FULL | {"recompute_keep_attention": True, "dtype": "bf16"}),
-    "cp2_sinks_window": (2, CP2 | {"softmax_type": "learnable", "window_size": 24, "dtype": "bf16"}),
+    "cp2_sinks_window": (2, CP2 | SINKS | {"window_size": 24, "dtype": "bf16"}),
+    "sinks_window_bf16": (1, SINKS | {"window_size": 24, "dtype": "bf16"}),
+    "sinks_core_attn_bf16": (1, SINKS | selective("core_attn") | {"dtype": "bf16"}),
+    "sinks_full_but_attention_bf16": (1, SINKS | FULL | {"recompute_keep_attention": True, "dtype": "bf16"}),
+    "slices_full_but_attention_bf16": (
+        2,
+        DRY | PP2 | FULL | {"pipe_sp_splits": 3, "recompute_keep_attention": True, "dtype": "bf16"},
+    ),
+    "slices_cp2_sinks_zb_h1": (4, DRY | PP2 | CP2 | SINKS | {"pipe_sp_splits": 3, "pipeline_schedule": "zb-h1"}),
     "cp2_experts_sp2_bf16": (4, CP2 | EXPERTS | SP2 | {"dtype": "bf16"}),
     "cp4_a2a_shared_heads": (4, {"context_parallel_size": 4, "cp_comm_type": ("a2a",), "num_query_groups": 2}),
     "cp2_p2p_budget_of_04": (2, CP2 | {"recompute_memory_budget": 0.4, "dtype": "bf16"}),

@@ -20,10 +20,9 @@ from megapipe.data_parallel.reducer import GradientReducer
 from megapipe.extras.verify import parity
 from megapipe.extras.verify.compare import gradient_pieces
 from megapipe.layers.norm import Norm
-from megapipe.model import context_parallel, norm
+from megapipe.model import norm, ring_attention
 from megapipe.model.microbatch import SliceKeys
 from megapipe.pipeline.engine import Engine
-from megapipe.sharding.sequence import SequenceSlice
 from megapipe.sharding.spec import Interval, ParamSpec
 from megapipe.train.step import LossAverage, PendingLoss
 
@@ -156,15 +155,10 @@ def loss_divided_by_tokens_of_a_shard(patch: pytest.MonkeyPatch, rank: int) -> N
 
 def gradients_of_keys_of_earlier_slices_lost(patch: pytest.MonkeyPatch, rank: int) -> None:
     """Leave out what later slices add to the gradients of a slice's keys and values."""
-    of = SliceKeys.of
-
-    def planted(self: SliceKeys, layer: int, place: SequenceSlice) -> tuple[Tensor, Tensor]:
-        keys, sums = of(self, layer, place)
-        return keys, torch.zeros_like(sums)
-
-    patch.setattr(SliceKeys, "of", planted)
+    gradients = SliceKeys.gradients
+    patch.setattr(SliceKeys, "gradients", lambda *arguments: torch.zeros_like(gradients(*arguments)))
 
 
 def gradients_of_keys_not_sent_back(patch: pytest.MonkeyPatch, rank: int) -> None:
     """Leave the gradients of other ranks' keys and values where they were computed."""
-    patch.setattr(context_parallel._RingSums, "done", lambda self, source: None)
+    patch.setattr(ring_attention._RingSums, "done", lambda self, source: None)

@@ -1,0 +1,263 @@
+"""Core attention in blocks of queries and keys: over a ring of cp ranks, over the slices of a sequence, and with sinks.
+
+Each block (`sharding.sequence`) has its log-sum-exp L, and blocks are merged in at least fp32: L = log sum exp L_j,
+o = sum exp(L_j - L) o_j. The backward of each block uses the final o and L. An attention sink is one more block, with
+its logit as L and o = 0. Saved are q, k, v, o and L of this rank, as for one fused kernel; keys and values of slices
+stay in the microbatch's `SliceKeys`, where the backward adds to their gradients.
+
+Shapes: as in `attention`, with s this rank's tokens. Values may have fewer channels than keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+from megapipe.comm.collectives import Work, all_gather, all_to_all, reduce_scatter
+from megapipe.comm.groups import Group
+from megapipe.model.block_attention import BlockKernel, MaskedBlock
+from megapipe.model.microbatch import MicrobatchSlice
+from megapipe.model.recompute import KeptAttention
+from megapipe.tensor_parallel.gemms import at_least_fp32
+
+CHUNKS = 8  # of the queries, whose gradients are widened one after the other for that of a sink
+Blocks = Mapping[int, Sequence[MaskedBlock]]  # by rank of the ring whose keys they are, its own first
+
+
+@dataclass(frozen=True, eq=False)
+class BlockAttention:
+    """Attention in blocks of one layer: all it needs besides q, k and v.
+
+    layer: its global index. slice: of the microbatch, if any. kept: keeps the output and its log-sum-exp for a
+    recompute.
+    """
+
+    layer: int
+    blocks: Blocks
+    kernel: BlockKernel
+    ring: Ring
+    slice: MicrobatchSlice | None = None
+    kept: KeptAttention | None = None
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None) -> Tensor:
+        """Return the output over all keys, [s, b, heads x channels]. sink: the logit of each head's attention sink."""
+        return _BlockAttention.apply(q, k, v, sink, self)
+
+    @property
+    def only_block(self) -> MaskedBlock | None:
+        """The one block of a whole sequence on one rank."""
+        return self.blocks[0][0] if self.ring.group.size == 1 and self.slice is None else None
+
+    def joined(self, k: Tensor, v: Tensor) -> Tensor:
+        """Return the keys and values side by side, with those of earlier slices."""
+        if self.slice is None:
+            return torch.cat([k, v], dim=-1)
+        return self.slice.keys.write(self.layer, k, v, self.slice.place)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return output [s, b, heads, channels] and log-sum-exp [b, heads, s] over all keys."""
+        merged, block, widths = _Merged(q, v), self.only_block, (k.shape[-1], v.shape[-1])
+        if block is not None:
+            merged.add(block, *self.kernel.forward(q, k, v, block, 0))
+        else:
+            for source, keys in self.ring.keys(self.joined(k, v), tuple(self.blocks)):
+                for block in self.blocks[source]:
+                    rows, (k_seen, v_seen) = (
+                        slice(*block.block.queries),
+                        keys[slice(*block.block.keys)].split(widths, -1),
+                    )
+                    merged.add(block, *self.kernel.forward(q[rows], k_seen, v_seen, block, source))
+        output, lse = merged.finish(sink)
+        return output.permute(2, 0, 1, 3).to(q.dtype, memory_format=torch.contiguous_format).contiguous(), lse
+
+    def gradients(
+        self, grad: Tensor, q: Tensor, keys: Tensor, widths: tuple[int, int], result: Tensor, lse: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Return the gradients of q and, side by side, of keys and values, in at least fp32. keys: as `joined`."""
+        into = None if self.slice is None else self.slice.keys.gradients(self.layer, keys)
+        grad_q, sums = torch.zeros(q.shape, dtype=lse.dtype, device=q.device), self.ring.sums(keys, lse.dtype, into)
+        for source, held in self.ring.keys(keys, tuple(self.blocks)):
+            grad_keys = sums.of(source)
+            for block in self.blocks[source]:
+                rows, seen = slice(*block.block.queries), slice(*block.block.keys)
+                k, v = held[seen].split(widths, dim=-1)
+                parts = self.kernel.backward(grad[rows], q[rows], k, v, result[rows], lse[:, :, rows], block, source)
+                totals = grad_q[rows], *grad_keys[seen].split(widths, dim=-1)
+                for total, part in zip(totals, parts, strict=True):
+                    total.add_(part)
+            sums.done(source)
+        return grad_q, sums.finish()
+
+
+class _BlockAttention(Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, attention: BlockAttention) -> Tensor:
+        compute = partial(attention.attend, q, k, v, sink)
+        result, lse = compute() if attention.kept is None else attention.kept.results(compute)
+        ctx.attention, ctx.widths = attention, (k.shape[-1], v.shape[-1])
+        own = (k, v) if attention.slice is None else ()  # slices share their keys
+        ctx.save_for_backward(q, sink, result, lse, *own)
+        return result.view(*result.shape[:2], -1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (q, sink, result, lse, *own), attention = ctx.saved_tensors, ctx.attention
+        grad, of_slice, block = grad.reshape(result.shape), attention.slice, attention.only_block
+        grad_sink = _sink_gradient(sink, lse, grad, result)
+        if block is not None:
+            return *attention.kernel.backward(grad, q, *own, result, lse, block, 0), grad_sink, None
+        keys = attention.joined(*own) if of_slice is None else of_slice.keys.of(attention.layer, of_slice.place, len(q))
+        grad_q, sums = attention.gradients(grad, q, keys, ctx.widths, result, lse)
+        grad_k, grad_v = sums[len(keys) - len(q) :].to(q.dtype, copy=True).split(ctx.widths, dim=-1)
+        if of_slice is not None and of_slice.place.start == 0:
+            of_slice.keys.free(attention.layer)
+        return grad_q.to(q.dtype), grad_k, grad_v, grad_sink, None
+
+
+class _Merged:
+    """The output [b, heads, s, channels] and log-sum-exp [b, heads, s] of the blocks so far, of several ones in at
+    least fp32.
+    """
+
+    def __init__(self, q: Tensor, v: Tensor) -> None:
+        seq, batch, groups, queries, _ = q.shape
+        self.shape, self.channels, self.wide = (batch, groups * queries, seq), v.shape[-1], at_least_fp32(q.dtype)
+        self.output: Tensor | None = None
+
+    def add(self, block: MaskedBlock, part: Tensor, part_lse: Tensor) -> None:
+        """Merge a block's output and log-sum-exp."""
+        if self.output is None and part_lse.shape == self.shape:
+            self.output, self.lse = part, part_lse
+            return
+        if self.output is None:
+            self.output = part.new_zeros(*self.shape, self.channels, dtype=self.wide)
+            self.lse = torch.full(self.shape, -torch.inf, dtype=self.wide, device=part.device)
+        self.output, rows = self.output.to(self.wide), slice(*block.block.queries)
+        output, lse = self.output[:, :, rows], self.lse[:, :, rows]
+        total = torch.logaddexp(lse, part_lse)
+        output.mul_((lse - total).exp_().unsqueeze(-1)).add_(part * (part_lse - total).exp_().unsqueeze(-1))
+        lse.copy_(total)
+
+    def finish(self, sink: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return both, with the sink as one more block."""
+        assert self.output is not None
+        if sink is None:
+            return self.output, self.lse
+        total = torch.logaddexp(self.lse, sink.to(self.lse.dtype)[:, None])
+        return self.output * (self.lse - total).exp_().unsqueeze(-1), total
+
+
+def _sink_gradient(sink: Tensor | None, lse: Tensor, grad: Tensor, result: Tensor) -> Tensor | None:
+    """Return the gradient of sinks: their value is 0, so that their probability's gradient is -delta alone."""
+    if sink is None:
+        return None
+    rows = zip(grad.chunk(CHUNKS), result.chunk(CHUNKS), strict=True)
+    delta = torch.cat([(g.to(lse.dtype) * r.to(lse.dtype)).sum(-1) for g, r in rows]).permute(1, 2, 0)
+    return -((sink.to(lse.dtype)[:, None] - lse).exp() * delta).sum((0, 2)).to(sink.dtype)
+
+
+@dataclass(frozen=True, eq=False)
+class Ring:
+    """The exchange of keys and values, [s, b, g, 1, channels of both]. gathers: all at once, in place of messages."""
+
+    group: Group
+    gathers: bool = False
+
+    def keys(self, own: Tensor, sources: Sequence[int]) -> Iterator[tuple[int, Tensor]]:
+        """Yield each source with its keys and values; those of the next one come while the caller computes.
+
+        sources: ranks whose keys some rank needs, its own first.
+        """
+        if self.gathers and self.group.size > 1:
+            everyone = own.new_empty(self.group.size, *own.shape)
+            work = all_gather(everyone.view(-1, *own.shape[1:]), own, self.group, async_op=True)
+            yield sources[0], own
+            work.wait()
+            for source in sources[1:]:
+                yield source, everyone[source]
+            return
+        following = self._receive(own, sources[1:])
+        yield sources[0], own
+        for number, source in enumerate(sources[1:], 1):
+            assert following is not None
+            received, work = following
+            work.wait()
+            following = self._receive(own, sources[number + 1 :])
+            yield source, received
+
+    def _receive(self, own: Tensor, sources: Sequence[int]) -> tuple[Tensor, Work] | None:
+        return self.shift(own, self.group.rank - sources[0]) if sources else None
+
+    def shift(self, tensor: Tensor, step: int) -> tuple[Tensor, Work]:
+        """Start to send a tensor to the rank `step` places on, and to receive one from the rank as far before."""
+        ranks, received = self.group.size, torch.empty_like(tensor)
+        sends, receives = [0] * ranks, [0] * ranks
+        sends[(self.group.rank + step) % ranks] = receives[(self.group.rank - step) % ranks] = tensor.shape[0]
+        return received, all_to_all(received, tensor, receives, sends, self.group, async_op=True)
+
+    def sums(self, keys: Tensor, dtype: torch.dtype, into: Tensor | None) -> _GatheredSums | _RingSums:
+        """Return what sums the gradients of keys and values over the ring. into: where this rank's are summed."""
+        return (_GatheredSums if self.gathers else _RingSums)(self, keys, dtype, into)
+
+
+class _RingSums:
+    """Gradients of keys and values that go back to their rank one by one, each under the computation of the next."""
+
+    def __init__(self, ring: Ring, keys: Tensor, dtype: torch.dtype, into: Tensor | None) -> None:
+        self.ring = ring
+        self.own = self.current = torch.zeros_like(keys, dtype=dtype) if into is None else into
+        self.following: tuple[Tensor, Work] | None = None
+
+    def of(self, source: int) -> Tensor:
+        """Return the tensor in which to sum the gradients of a source's keys and values."""
+        if source != self.ring.group.rank:
+            self.current = torch.zeros_like(self.own)
+        return self.current
+
+    def done(self, source: int) -> None:
+        """Send the gradients of a source."""
+        if source != self.ring.group.rank:
+            self._add()
+            self.following = self.ring.shift(self.current, source - self.ring.group.rank)
+
+    def finish(self) -> Tensor:
+        """Return the sum of this rank's."""
+        self._add()
+        return self.own
+
+    def _add(self) -> None:
+        if self.following is not None:
+            received, work = self.following
+            work.wait()
+            self.own += received
+            self.following = None
+
+
+class _GatheredSums:
+    """Gradients of the gathered keys and values, reduced and scattered at the end."""
+
+    def __init__(self, ring: Ring, keys: Tensor, dtype: torch.dtype, into: Tensor | None) -> None:
+        self.ring, self.into = ring, into
+        self.everyone = keys.new_zeros(ring.group.size, *keys.shape, dtype=dtype)
+
+    def of(self, source: int) -> Tensor:
+        return self.everyone[source]
+
+    def done(self, source: int) -> None:
+        """Keep them until all are there."""
+
+    def finish(self) -> Tensor:
+        own = torch.empty_like(self.everyone[0])
+        reduce_scatter(own, self.everyone.view(-1, *own.shape[1:]), self.ring.group)
+        return own if self.into is None else self.into.add_(own)
+
+
+ALONE = Ring(Group.alone("cp"))
