@@ -109,6 +109,10 @@ class ProcessGroups:
         """Return the ranks that divide the optimizer state of dense parameters, or of experts."""
         return self.expert_replicas if is_expert else self.shards
 
+    def instances_of(self, is_expert: bool) -> Group:
+        """Return the ranks that keep the same part of that state."""
+        return Group.alone("instances", self.world.global_rank) if is_expert else self.instances
+
     def cut_of(self, is_expert: bool) -> tuple[int, int]:
         """Return this rank's place among the ranks that cut dense parameters (tp) or experts (ep x etp), and how many
         there are.

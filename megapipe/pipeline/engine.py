@@ -54,7 +54,7 @@ class StageWeights(Protocol):
 
 
 class Sharded(Protocol):
-    """Weights and gradients of this rank's stages that are whole only while they are needed (data_parallel.sharded)."""
+    """Weights and gradients of this rank's stages that are whole only while they are needed (data_parallel.stores)."""
 
     def unshard(self, stage: int) -> None:
         """Start to gather the weights of a stage (UNSHARD)."""

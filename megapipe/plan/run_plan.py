@@ -10,7 +10,8 @@ from itertools import accumulate
 from pathlib import Path
 
 from megapipe.config.config import ResolvedConfig, ResolvedModelConfig
-from megapipe.config.parallel import SHARDED_GRADS, SHARDED_PARAMS, RecomputeConfig
+from megapipe.config.parallel import SHARDED_GRADS, SHARDED_PARAMS, SHARDING_STRATEGIES, RecomputeConfig
+from megapipe.config.rules.sharding import strategy_of
 from megapipe.config.rules.slices import slice_unit
 from megapipe.config.training import OPTIMIZERS
 from megapipe.layers.model import ModelSpec, model_parameters, model_spec, stage_parameters
@@ -185,6 +186,11 @@ class RunPlan:
     def num_chunks(self) -> int:
         """Number of stages on each pipeline rank, before they are split; with two directions, of one direction."""
         return (len(self.num_units) or self.placement.num_stages) // self.placement.num_ranks
+
+    @property
+    def sharding_level(self) -> int:
+        """What ranks with the same parameters divide: 0 nothing, else as ZeRO-1, 2 or 3 (`data_parallel.store`)."""
+        return SHARDING_STRATEGIES.index(strategy_of(self.config.parallel))
 
     @property
     def sharding(self) -> ShardingPolicy | None:

@@ -1,6 +1,6 @@
 """Sharded gradients and weights over a step: what a rank gathers, reduces and holds whole at each action of its row.
 
-`row_bytes` walks a row as `data_parallel.sharded` runs it; memory, traffic and `megapipe plan` fold over it. With d
+`row_bytes` walks a row as `data_parallel.stores` runs it; memory, traffic and `megapipe plan` fold over it. With d
 shards, weights of e bytes and gradients of g, ZeRO-2 keeps e + g / d bytes of a parameter and ZeRO-3 (e + g) / d, and
 the optimizer its state of a shard. What is whole at a time comes on top: weights from UNSHARD to RESHARD, and gradients
 from the first backward after a reduction until the next reduction of the rank starts, which waits for the one before;
@@ -73,7 +73,7 @@ class _Buffer(NamedTuple):
 
 
 class _Walk:
-    """The buffers of a rank during a row: the same steps as ShardedWeights and ShardedGradients take."""
+    """The buffers of a rank during a row: the same steps as `Stores` takes."""
 
     def __init__(self, plan: RunPlan, pp_rank: int) -> None:
         stages = plan.placement.stages_of(pp_rank)

@@ -45,8 +45,8 @@ class Recorder:
 
     def act(self, word: bytes) -> None:
         buffers = [buffer for held in self._runtime.buffers.values() for buffer in held.buffers]
-        weights = [each.parameters for each in buffers if each.parameter_shards is not None]
-        gradients = [each.gradients for each in buffers if each.gradient_shards is not None]
+        weights = [each.parameters for each in buffers if each.level == 3]
+        gradients = [each.gradients for each in buffers if each.level >= 2]
         whole = (sum(each.nbytes for each in tensors if is_allocated(each)) for tensors in (weights, gradients))
         self.levels.append(tuple(whole))  # type: ignore[arg-type]
 

@@ -107,7 +107,7 @@ def trained(
         numbers += [result.loss, result.update.grad_norm]
     if evaluates:
         numbers.append(step.evaluate(step_microbatches(runtime, rows, 2, rules)).loss)
-    runtime.gather.finish()
+    runtime.stores.finish_weights()
     return numbers, [b.parameter(name).clone() for b in runtime.buffers.values() for name in b.names], said
 
 

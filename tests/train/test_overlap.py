@@ -43,7 +43,7 @@ def two_steps(rank: int, world_size: int, overlap: bool) -> list[Event]:
     step.run(step_microbatches(runtime, rows, 0), Rates(1e-2, 0.0))
     last = max(event.end_ns for event in tracer.of_kind("row"))
     step.run(step_microbatches(runtime, rows, 1), Rates(1e-2, 0.0))
-    runtime.gather.finish()
+    runtime.stores.finish_weights()
     return [event for event in tracer.events if event.start_ns > last]
 
 
