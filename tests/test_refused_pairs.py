@@ -42,8 +42,6 @@ ENDS: dict[tuple[str, str], tuple[str, str]] = {
     ("zero2", "moe overlap"): (CRASH, ""),
     ("zero3", "moe overlap"): (CRASH, "setStorage"),
     ("hsdp", "moe overlap"): (CRASH, "setStorage"),
-    ("hsdp", "moe ep2"): (WRONG, "experts.weight1"),
-    ("hsdp", "moe grouped"): (WRONG, "experts.weight1"),
     ("mla", "sinks"): (CRASH, "softmax_offset"),
     ("recompute full", "moe overlap"): (MEMORY, "planned"),
     ("recompute budget", "moe overlap"): (MEMORY, "planned"),

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megapipe.data_parallel.store import Sharing, Store
+from megapipe.data_parallel.store import ALONE, Sharing, Store
 from megapipe.sharding.buffers import BufferLayout
 from megapipe.sharding.spec import ParamSpec
 
@@ -35,8 +35,8 @@ class StageBuffers:
         param_dtype: torch.dtype = torch.float32,
         grad_dtype: torch.dtype | None = torch.float32,
         num_versions: int = 1,
-        sharing: Sharing = Sharing(),
-        expert_sharing: Sharing = Sharing(),
+        sharing: Sharing = ALONE,
+        expert_sharing: Sharing = ALONE,
     ) -> None:
         self.device = torch.device(device)
         self.num_versions = num_versions

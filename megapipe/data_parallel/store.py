@@ -30,10 +30,11 @@ ALIGNMENT_BYTES = 64  # results of kernels may depend on alignment
 
 @dataclass(frozen=True)
 class Sharing:
-    """The ranks that hold the same parameters, and what they divide.
+    """How the ranks that hold the same parameters share them.
 
-    level: see above. shards: the ranks that each keep another shard; one rank at level 0. instances: those that keep
-    the same one, at level 0 all. cut: this rank's place among those that cut the parameters, and how many there are.
+    level: what they divide; see above. shards: those that each keep another shard; one rank at level 0. instances:
+    those that keep the same one, at level 0 all. cut: this rank's place among those that cut the parameters, and how
+    many there are.
     """
 
     level: int = 0
@@ -43,12 +44,12 @@ class Sharing:
 
     @classmethod
     def of(cls, groups: ProcessGroups, level: int, is_expert: bool = False) -> Sharing:
-        """Return how dense parameters or experts are shared. A group of one shard has nothing to divide: level 0."""
-        cut, shards = groups.cut_of(is_expert), groups.shards_of(is_expert)
-        if level == 0 or shards.size == 1:
-            alone = Group.alone("shards", groups.world.global_rank)
-            return cls(0, alone, groups.replicas_of(is_expert), cut)
-        return cls(level, shards, groups.instances_of(is_expert), cut)
+        """Return how dense parameters or experts are shared. One shard has nothing to divide: level 0."""
+        shards, instances = groups.shards_of(is_expert), groups.instances_of(is_expert)
+        if level == 0:
+            shards = Group.alone("shards", groups.world.global_rank)
+            instances = groups.replicas_of(is_expert)
+        return cls(level if shards.size > 1 else 0, shards, instances, groups.cut_of(is_expert))
 
     @property
     def reducers(self) -> Group:
@@ -64,6 +65,9 @@ class Sharing:
     def saves_weights(self) -> bool:
         """True if of all ranks that keep the same weights this one saves them."""
         return self.instances.rank == 0 and (self.level == 3 or self.shards.rank == 0)
+
+
+ALONE = Sharing()
 
 
 class Store:

@@ -228,7 +228,7 @@ class RunPlan:
             parallel.ddp_bucket_size,
             self.tied_kind,
             (self.topology.ep * self.topology.etp, self.topology.etp),
-            self.topology.num_expert_replicas if parallel.use_distributed_optimizer else 1,
+            self.topology.sharing(True)[0] if parallel.use_distributed_optimizer else 1,
             OPTIMIZERS[self.config.optimizer.optimizer].matrix_states is not None,
         )
 

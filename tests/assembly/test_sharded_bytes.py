@@ -10,7 +10,7 @@ import torch
 
 from megapipe.assembly.runtime import TrainingRuntime
 from megapipe.comm.groups import build_process_groups
-from megapipe.data_parallel.buffers import is_allocated
+from megapipe.data_parallel.store import is_allocated
 from megapipe.extras.verify.oracle import drawn_slices, random_batches, share_of
 from megapipe.plan.resolve import resolve
 from megapipe.plan.sharded import row_bytes

@@ -25,7 +25,6 @@ EXAMPLES = {
     "context parallelism": "--context-parallel-size 2",
     "blocks of context parallelism": "--context-parallel-size 2 --cp-comm-type all_gather",
     "sharded gradients": "--data-parallel-sharding-strategy optim_grads",
-    "optimizer instances": "--use-distributed-optimizer --num-distributed-optimizer-instances 2",
     "experts": EXPERTS,
     "overlapped all-to-alls": f"{EXPERTS} --overlap-moe-expert-parallel-comm {PIPELINE} --pipeline-schedule dualpipe-v",
     "latent attention": LATENT,

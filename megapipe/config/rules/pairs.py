@@ -116,10 +116,6 @@ OPTIONS: dict[str, Option] = {
     "sharded gradients": lambda c: (
         strategy_of(c.parallel) in SHARDED_GRADS and f"--data-parallel-sharding-strategy {strategy_of(c.parallel)}"
     ),
-    "optimizer instances": lambda c: (
-        c.parallel.num_distributed_optimizer_instances > 1
-        and f"--num-distributed-optimizer-instances {c.parallel.num_distributed_optimizer_instances}"
-    ),
     "experts": lambda c: c.model.num_experts is not None and "--num-experts",
     "overlapped all-to-alls": lambda c: (
         c.model.num_experts is not None
@@ -231,7 +227,6 @@ REFUSED: tuple[Refusal, ...] = (
         "parts of layers have no gathers of their own",
         AS_ZERO_1,
     ),
-    Refusal("optimizer instances", ("experts",), NOT_BUILT, "replicas of experts are not divided", "use one instance"),
     Refusal(
         "experts",
         ("compiled pointwise", "CUDA graphs"),
