@@ -413,7 +413,7 @@ class TrainingRuntime(InferenceRuntime):
             )
         runners: dict[int, Stage] = {}
         for stage, module in self.stages.items():
-            runners |= part_runners(parts, stage, module, self.runners[stage])
+            runners |= part_runners(parts, stage, module, self.runners[stage], Op.RESHARD in schedule.ops)
         heartbeat = self.groups.world.heartbeat
         return Engine(
             schedule,
@@ -426,6 +426,7 @@ class TrainingRuntime(InferenceRuntime):
             marks=self.marks,
             parts=parts,
             deliveries=deliveries_for(self.device, heartbeat),
+            sharded=self.sharded,
         )
 
     def _build_graphs(self, recorder: CudaRecorder | None) -> RankGraphs:

@@ -42,7 +42,7 @@ from megapipe.schedule.partition import Partition, StageLayers
 from megapipe.schedule.parts import Parts, expand, pair_up, parts_of, prove
 from megapipe.schedule.placement import Placement, v_shape
 from megapipe.schedule.schedule import Schedule
-from megapipe.schedule.sharding import ShardingPolicy, head_start_of, joined_units, shard, split_stages
+from megapipe.schedule.sharding import ShardingPolicy, carry, head_start_of, joined_units, shard, split_stages
 from megapipe.schedule.simulate import Timeline, unhindered_send_depth
 from megapipe.schedule.validate import validate
 from megapipe.sharding.buffers import BufferKind, BufferLayout, layout_buffers
@@ -466,7 +466,7 @@ class RunPlan:
     def _in_parts(self, num_microbatches: int) -> LoweredSchedule:
         assert self.parts is not None, "without --overlap-moe-expert-parallel-comm stages run as a whole"
         schedule, delays = self.schedule(num_microbatches), self.config.parallel.delay_wgrad_compute
-        return _part_schedule(schedule.compute_only(), self.parts, self._receive_depth, delays)
+        return _part_schedule(schedule.without_messages(), self.parts, self._receive_depth, delays)
 
     def _forward_only(self, num_microbatches: int, num_slices: int) -> LoweredSchedule:
         policy = self.sharding if self.sharding is not None and self.sharding.gathers else None
@@ -511,9 +511,9 @@ def _training_schedule(
 
 @lru_cache(maxsize=SCHEDULES_CACHED)
 def _part_schedule(stages: Schedule, parts: Parts, receive_depth: int, delay_weights: bool) -> LoweredSchedule:
-    """Cut a compute-only schedule into parts, lower and prove it. receive_depth: in stages."""
-    ahead = receive_depth * max(map(len, parts.of_stage))
-    schedule = lower(expand(stages, parts, delay_weights), ahead)
+    """Cut a schedule without messages into parts, lower and prove it. receive_depth: in stages."""
+    ahead, planned = receive_depth * max(map(len, parts.of_stage)), expand(stages, parts, delay_weights)
+    schedule = carry(planned, lower(planned.compute_only(), ahead))
     prove(schedule, stages, parts)
     return LoweredSchedule(schedule, (0,) * stages.num_ranks)
 

@@ -13,6 +13,7 @@ from megapipe.errors import ScheduleError
 from megapipe.schedule.action import (
     BACKWARD_OPS,
     PLANNED_OPS,
+    SHARDING_OPS,
     WEIGHTS_OPS,
     Action,
     Op,
@@ -98,10 +99,22 @@ class Schedule:
         rows = tuple(tuple(action for action in row if action[1] in PLANNED_OPS) for row in self.rows)
         return replace(self, rows=rows)
 
+    def without_messages(self) -> Schedule:
+        """Return the same schedule with the gathers and reductions in parts that `schedule.sharding` has added."""
+        rows = tuple(
+            tuple(a for a in row if a.op in PLANNED_OPS or a.op in SHARDING_OPS or _reduces_part(a))
+            for row in self.rows
+        )
+        return replace(self, rows=rows)
+
     def __str__(self) -> str:
         slices = f" of {self.num_slices} slices" if self.num_slices > 1 else ""
         size = f"{self.num_ranks} ranks, {self.num_stages} stages, {self.num_microbatches} microbatches{slices}"
         return f"{self.name} ({size})"
+
+
+def _reduces_part(action: Action) -> bool:
+    return action.op is Op.REDUCE_GRAD and action.microbatch is not None
 
 
 @contextmanager

@@ -14,7 +14,7 @@ import pytest
 
 from megapipe.comm.collectives import Work, all_gather
 from megapipe.comm.trace import Event, Tracer
-from megapipe.data_parallel import gather as gather_module
+from megapipe.data_parallel import store as gather_module
 from megapipe.optimizer.schedule import Rates
 from megapipe.schedule.action import COMPUTE_OPS, Op, parse_action
 from tests.harness import RankPool

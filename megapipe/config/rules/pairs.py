@@ -221,13 +221,6 @@ REFUSED: tuple[Refusal, ...] = (
         AS_ZERO_1,
     ),
     Refusal(
-        "sharded gradients",
-        ("overlapped all-to-alls",),
-        NOT_BUILT,
-        "parts of layers have no gathers of their own",
-        AS_ZERO_1,
-    ),
-    Refusal(
         "experts",
         ("compiled pointwise", "CUDA graphs"),
         NOT_BUILT,

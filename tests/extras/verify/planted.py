@@ -14,7 +14,7 @@ from torch import Tensor
 from megapipe.comm.collectives import Work
 from megapipe.comm.groups import Group, ProcessGroups
 from megapipe.data.batch import Batch
-from megapipe.data_parallel import reducer
+from megapipe.data_parallel import stores
 from megapipe.data_parallel.store import Sharing
 from megapipe.data_parallel.stores import Stores
 from megapipe.extras.verify import parity
@@ -72,14 +72,14 @@ def key_value_head_without_sum(patch: pytest.MonkeyPatch, rank: int) -> None:
 
 
 def tied_embedding_summed_twice(patch: pytest.MonkeyPatch, rank: int) -> None:
-    once = reducer.all_reduce
+    once = stores.all_reduce
 
     def planted(tensor: Tensor, group: Group, **options: Any) -> Work:
         if group.name == "embedding":
             once(tensor, group, **options)
         return once(tensor, group, **options)
 
-    patch.setattr(reducer, "all_reduce", planted)
+    patch.setattr(stores, "all_reduce", planted)
 
 
 def dropped_microbatch(patch: pytest.MonkeyPatch, rank: int) -> None:
