@@ -25,6 +25,8 @@ EXAMPLES = {
     "context parallelism": "--context-parallel-size 2",
     "blocks of context parallelism": "--context-parallel-size 2 --cp-comm-type all_gather",
     "sharded gradients": "--data-parallel-sharding-strategy optim_grads",
+    "sharded gradients alone": "--data-parallel-sharding-strategy optim_grads",
+    "sharded weights": "--data-parallel-sharding-strategy optim_grads_params",
     "experts": EXPERTS,
     "overlapped all-to-alls": f"{EXPERTS} --overlap-moe-expert-parallel-comm {PIPELINE} --pipeline-schedule dualpipe-v",
     "latent attention": LATENT,

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from megapipe.config.config import Config
 from megapipe.config.layers import kinds_of
 from megapipe.config.model import ACTIVATIONS, ATTENTIONS, NORMALIZATIONS
-from megapipe.config.parallel import SHARDED_GRADS
+from megapipe.config.parallel import SHARDED_GRADS, SHARDED_PARAMS
 from megapipe.config.problems import UnreadError
 from megapipe.config.rules.proposals import given
 from megapipe.config.rules.sharding import strategy_of
@@ -107,6 +107,10 @@ def _selects(module: str) -> Option:
     return words
 
 
+def _strategy(name: str) -> Option:
+    return lambda config: strategy_of(config.parallel) == name and f"--data-parallel-sharding-strategy {name}"
+
+
 OPTIONS: dict[str, Option] = {
     "slices": lambda c: c.parallel.pipe_sp_splits > 1 and f"--pipe-sp-splits {c.parallel.pipe_sp_splits}",
     "context parallelism": lambda c: (
@@ -116,6 +120,8 @@ OPTIONS: dict[str, Option] = {
     "sharded gradients": lambda c: (
         strategy_of(c.parallel) in SHARDED_GRADS and f"--data-parallel-sharding-strategy {strategy_of(c.parallel)}"
     ),
+    "sharded gradients alone": _strategy(SHARDED_GRADS[0]),
+    "sharded weights": _strategy(SHARDED_PARAMS),
     "experts": lambda c: c.model.num_experts is not None and "--num-experts",
     "overlapped all-to-alls": lambda c: (
         c.model.num_experts is not None
