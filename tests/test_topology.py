@@ -233,6 +233,8 @@ def test_all_groups_of_16384_ranks_take_under_two_seconds() -> None:
         2048,
         16384,
         128,
+        128,
+        16384,
         1,
     ]
     for rank in range(0, topology.world_size, 16):
