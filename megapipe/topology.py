@@ -179,16 +179,14 @@ class Topology:
         """Number of ranks that hold the same experts: edp, twice that in a mirrored pipeline."""
         return self.edp * (2 if self.mirrored_pipeline else 1)
 
-    @property
-    def num_expert_instances(self) -> int:
-        """Number of instances among which the replicas of experts are divided: as many as their number allows."""
-        return math.gcd(self.num_instances, self.num_expert_replicas)
-
     def sharing(self, is_expert: bool) -> tuple[int, int]:
-        """Return how many ranks divide the optimizer state of dense parameters or experts, and how often it is held."""
-        if is_expert:
-            return self.num_expert_replicas // self.num_expert_instances, self.num_expert_instances
-        return self.num_shards, self.num_instances
+        """Return how many ranks divide the optimizer state of dense parameters or experts, and how often it is held.
+
+        Replicas of experts are divided among as many instances as their number allows.
+        """
+        replicas = self.num_expert_replicas if is_expert else self.num_replicas
+        instances = math.gcd(self.num_instances, replicas)
+        return replicas // instances, instances
 
     def shard_group(self, is_expert: bool) -> str:
         """Return the name of the groups that divide it; with one instance they are all replicas."""

@@ -65,7 +65,11 @@ class Stores:
         self._groups, self._tracer = groups, tracer
         self._overlap_gather, self._overlap_reduce = overlap_gather, overlap_reduce
         self._used = {stage: (*held.buffers, *held.borrowed) for stage, held in self.stages.items()}
-        self._own = {stage: _in_order(held.buffers) for stage, held in self.stages.items()}
+        # partial ones, which wait for sums over tp, are reduced last
+        self._own = {
+            stage: sorted(held.buffers, key=lambda store: store.layout.kind == "partial")
+            for stage, held in self.stages.items()
+        }
         self._shared = [store for own in self._own.values() for store in own if store.layout.kind == "shared"]
         self.all = [store for own in self._own.values() for store in own]
         # buckets that are gathered after an update, in the order of a forward: the reverse of that in the buffer
@@ -269,11 +273,6 @@ class Stores:
         for store in self.all:
             if store.level >= 2:
                 store.complete()
-
-
-def _in_order(stores: Iterable[Store]) -> list[Store]:
-    """Return the stores of a stage in the order of their reductions: partial ones, which wait, last."""
-    return sorted(stores, key=lambda store: store.layout.kind == "partial")
 
 
 def _added(buffers: StageBuffers, name: str) -> None:

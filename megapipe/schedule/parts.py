@@ -27,7 +27,7 @@ from megapipe.schedule.action import RECV_OPS, SEND_OPS, SHARDING_OPS, Action, O
 from megapipe.schedule.lifetimes import Held, peak_held
 from megapipe.schedule.partition import Partition
 from megapipe.schedule.placement import Placement
-from megapipe.schedule.schedule import Schedule, gc_paused
+from megapipe.schedule.schedule import Row, Schedule, gc_paused
 from megapipe.schedule.validate import ValidationReport, validate
 
 
@@ -146,6 +146,14 @@ def pair_up(schedule: Schedule) -> Schedule:
                 merged.append(action)
         rows.append(tuple(merged))
     return replace(schedule, rows=tuple(rows))
+
+
+def backwards_first(row: Row) -> Row:
+    """Return a row of stages with the backward of each overlapped pair before its forward, as `merge` begins."""
+    turned = list(row)
+    for slot in (slot for slot, action in enumerate(row) if action.op is Op.OVERLAP):
+        turned[slot + 1], turned[slot + 2] = row[slot + 2], row[slot + 1]
+    return tuple(turned)
 
 
 @gc_paused()

@@ -101,20 +101,14 @@ class Schedule:
 
     def without_messages(self) -> Schedule:
         """Return the same schedule with the gathers and reductions in parts that `schedule.sharding` has added."""
-        rows = tuple(
-            tuple(a for a in row if a.op in PLANNED_OPS or a.op in SHARDING_OPS or _reduces_part(a))
-            for row in self.rows
-        )
-        return replace(self, rows=rows)
+        kept, reduction = PLANNED_OPS | SHARDING_OPS, Op.REDUCE_GRAD
+        rows = (tuple(a for a in row if a[1] in kept or (a[1] is reduction and a[2] is not None)) for row in self.rows)
+        return replace(self, rows=tuple(rows))
 
     def __str__(self) -> str:
         slices = f" of {self.num_slices} slices" if self.num_slices > 1 else ""
         size = f"{self.num_ranks} ranks, {self.num_stages} stages, {self.num_microbatches} microbatches{slices}"
         return f"{self.name} ({size})"
-
-
-def _reduces_part(action: Action) -> bool:
-    return action.op is Op.REDUCE_GRAD and action.microbatch is not None
 
 
 @contextmanager
