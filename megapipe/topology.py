@@ -47,10 +47,19 @@ GROUP_AXES: dict[str, tuple[str, ...]] = {
     "etp": ("tp", "cp", "dp"),  # ranks that share every expert
     "ep": ("tp", "cp", "dp"),  # ranks among which the experts of a layer are divided
     "expert_replicas": ("tp", "cp", "dp"),  # ranks that hold the same experts, doubled in a mirrored pipeline
+    "expert_shards": ("tp", "cp", "dp"),  # those as two levels, like 'shards' and 'instances'
+    "expert_instances": ("tp", "cp", "dp"),
     "world": AXES,
 }
 GROUP_NAMES = tuple(GROUP_AXES)
 EXPERT_GROUPS = ("etp", "ep", "expert_replicas")
+# levels of the replicas: the group that is divided, whether of experts, and whether members are consecutive in it
+LEVELS = {
+    "shards": ("replicas", False, True),
+    "instances": ("replicas", False, False),
+    "expert_shards": ("expert_replicas", True, True),
+    "expert_instances": ("expert_replicas", True, False),
+}
 
 
 class Coordinates(NamedTuple):
@@ -170,6 +179,21 @@ class Topology:
         """Number of ranks that hold the same experts: edp, twice that in a mirrored pipeline."""
         return self.edp * (2 if self.mirrored_pipeline else 1)
 
+    def sharing(self, is_expert: bool) -> tuple[int, int]:
+        """Return how many ranks divide the optimizer state of dense parameters or experts, and how often it is held.
+
+        Replicas of experts are divided among as many instances as their number allows.
+        """
+        replicas = self.num_expert_replicas if is_expert else self.num_replicas
+        instances = math.gcd(self.num_instances, replicas)
+        return replicas // instances, instances
+
+    def shard_group(self, is_expert: bool) -> str:
+        """Return the name of the groups that divide it; with one instance they are all replicas."""
+        if self.sharing(is_expert)[1] == 1:
+            return "expert_replicas" if is_expert else "replicas"
+        return "expert_shards" if is_expert else "shards"
+
     def expert_rank(self, global_rank: int) -> int:
         """Return ep_rank x etp + etp_rank: the place of a rank among the ep x etp ranks that cut the experts."""
         place = self.coordinates(global_rank)
@@ -206,9 +230,10 @@ class Topology:
 
     def _members(self, name: str) -> npt.NDArray[np.int64]:
         """Return the groups of one kind as [groups, size of a group]."""
-        if name in ("shards", "instances"):
-            cube = self._members("replicas").reshape(-1, self.num_instances, self.num_shards)
-            cube = cube if name == "shards" else cube.swapaxes(1, 2)
+        if name in LEVELS:
+            replicas, is_expert, is_consecutive = LEVELS[name]
+            cube = self._members(replicas).reshape(-1, *self.sharing(is_expert)[::-1])
+            cube = cube if is_consecutive else cube.swapaxes(1, 2)
             members = cube.reshape(-1, cube.shape[-1])
             return members[members[:, 0].argsort()]
         grid, axes = self._grid, [AXES.index(axis) for axis in _axes(name)]
@@ -234,10 +259,11 @@ class Topology:
         The time is proportional to the group, except in the first call, which makes the grid of all ranks.
         """
         axes, place = _axes(name), self.coordinates(global_rank)
-        if name in ("shards", "instances"):
-            replicas, size = self.group_of("replicas", global_rank), self.num_shards
+        if name in LEVELS:
+            divided, is_expert, is_consecutive = LEVELS[name]
+            replicas, size = self.group_of(divided, global_rank), self.sharing(is_expert)[0]
             at = replicas.index(global_rank)
-            return replicas[at // size * size :][:size] if name == "shards" else replicas[at % size :: size]
+            return replicas[at // size * size :][:size] if is_consecutive else replicas[at % size :: size]
         if name in EXPERT_GROUPS:
             at, pp_ranks = self.expert_rank(global_rank), [place.pp_rank]
             block = (place.tp_rank + self.tp * (place.cp_rank + self.cp * place.dp_rank)) // (self.ep * self.etp)

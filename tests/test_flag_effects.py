@@ -229,7 +229,7 @@ def saved_bytes(pair: Pair, _: str) -> None:
             return tensor
 
         microbatches = step_microbatches(runtime, batch_rows(), 0)
-        runtime.reducer.begin_step(len(microbatches))
+        runtime.stores.begin_step(len(microbatches))
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             runtime.engine(len(microbatches)).run(
                 Step(microbatches, runtime.message, lambda output, payload: (output.loss_sum, output.loss_sum.detach()))
@@ -249,7 +249,7 @@ def steps_on_a_rank(rank: int, world_size: int, argv: list[str]) -> dict[str, An
     runtime = runtime_of(load_config(argv).config, rank, world_size, tracer=tracer)
     step = trainer(runtime)
     losses = [step.run(step_microbatches(runtime, batch_rows(), index), Rates(1e-2, 0.0)).loss for index in range(2)]
-    runtime.gather.finish()
+    runtime.stores.finish_weights()
     # collectives are sorted by launch, since completion times vary
     events = sorted((event.start_ns, event.name) for event in tracer.events)
     names = [name for _, name in events]

@@ -133,14 +133,20 @@ def test_replicas_are_the_dp_and_cp_ranks_of_one_pp_rank_or_of_two_opposite_ones
 @given(topologies(largest_world=1024))
 @settings(max_examples=60)
 def test_instances_are_consecutive_replicas_and_their_shards_lie_at_equal_places(topology: Topology) -> None:
-    size = topology.num_shards
-    for replicas in topology.groups("replicas"):
-        instances = [replicas[at : at + size] for at in range(0, len(replicas), size)]
-        assert len(instances) == topology.num_instances
-        for instance in instances:
-            assert topology.group_of("shards", instance[0]) == instance
-        for place, holders in enumerate(zip(*instances, strict=True)):
-            assert topology.group_of("instances", instances[0][place]) == holders
+    for is_expert, prefix in ((False, ""), (True, "expert_")):
+        size, count = topology.sharing(is_expert)
+        for replicas in topology.groups(f"{prefix}replicas"):
+            instances = [replicas[at : at + size] for at in range(0, len(replicas), size)]
+            assert len(instances) == count
+            for instance in instances:
+                assert topology.group_of(f"{prefix}shards", instance[0]) == instance
+            for place, holders in enumerate(zip(*instances, strict=True)):
+                assert topology.group_of(f"{prefix}instances", instances[0][place]) == holders
+
+
+def test_replicas_of_experts_have_as_many_instances_as_their_number_allows() -> None:
+    counts = {ep: Topology(dp=8, ep=ep, num_instances=4).sharing(is_expert=True) for ep in (1, 2, 4, 8)}
+    assert counts == {1: (2, 4), 2: (1, 4), 4: (1, 2), 8: (1, 1)}
 
 
 def test_instances_that_do_not_divide_the_replicas_are_refused() -> None:
@@ -227,6 +233,8 @@ def test_all_groups_of_16384_ranks_take_under_two_seconds() -> None:
         2048,
         16384,
         128,
+        128,
+        16384,
         1,
     ]
     for rank in range(0, topology.world_size, 16):

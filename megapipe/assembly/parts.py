@@ -50,10 +50,13 @@ class Exchange:
 
 @dataclass(eq=False)
 class StageParts:
-    """State that the parts of one stage share. runner: that of the whole stage, whose observer gets its output."""
+    """State that the parts of one stage share. runner: that of the whole stage, whose observer gets its output.
+    frees_weights: the weights of the stage exist only until its last part has been issued.
+    """
 
     module: GPTStage
     runner: StageRunner
+    frees_weights: bool
     _contexts: dict[int, dict[int, LayerContext]] = field(default_factory=dict)  # by microbatch and layer
 
     def context(self, given: _Given, layer: int, hidden: Tensor) -> LayerContext:
@@ -269,14 +272,17 @@ class _Combine(_Part):
         update = output + shared[0] if shared else output
         return self.block.add_mlp(residual, update, given.context)
 
-    def run_forward(self, given: _Given, inputs: Any) -> Pending:
+    def run_forward(self, given: _Given, inputs: Any) -> Tensors | Pending:
         residual, weights, shared, results, *routing = inputs
         given.routing = _, routes = routing[0], routing[1]
         given.context = self.shared.context(given, self.layer, residual)
         self._routes[given.number] = routes
         returned, work = start_exchange(results, routes.received, routes.sent, routes.groups.ep)
         tensors = (residual, weights, returned) if shared is None else (residual, weights, returned, shared)
-        return Exchange(work, lambda: self.run(given, tensors))
+        exchange = Exchange(work, lambda: self.run(given, tensors))
+        # a norm after the experts reads weights
+        is_late = self.shared.frees_weights and self.block.post_mlp_layernorm is not None
+        return exchange.wait() if is_late else exchange
 
     def run_backward(self, run: RunBackward, microbatch: int, gradients: Any) -> Pending:
         residual, weights, returned, *shared = made = run(microbatch, gradients)
@@ -303,9 +309,11 @@ _KINDS: dict[tuple[Part, bool], type[_Part]] = {  # by part, and whether the lay
 }
 
 
-def part_runners(parts: Parts, stage: int, module: GPTStage, runner: StageRunner) -> dict[int, Stage]:
-    """Return the runners of the parts of one stage, by their index in `parts`. runner: that of the whole stage."""
-    shared, indices = StageParts(module, runner), parts.of_stage[stage]
+def part_runners(
+    parts: Parts, stage: int, module: GPTStage, runner: StageRunner, frees_weights: bool
+) -> dict[int, Stage]:
+    """Return the runners of the parts of one stage, by their index in `parts`. Others: as in `StageParts`."""
+    shared, indices = StageParts(module, runner, frees_weights), parts.of_stage[stage]
     found: dict[int, Stage] = {}
     for index in indices:
         _, layer, part = parts.sites[index]

@@ -1,5 +1,5 @@
 """The live objects of one rank, built from a RunPlan: `InferenceRuntime` holds stages with parameters and runs them
-forwards; `TrainingRuntime` adds reducer, all-gather, optimizer, CUDA graphs, offload and training engines."""
+forwards; `TrainingRuntime` adds optimizer, CUDA graphs, offload and training engines."""
 
 from __future__ import annotations
 
@@ -20,10 +20,9 @@ from megapipe.comm.channels import Channels, MessageSpec
 from megapipe.comm.collectives import gather_objects
 from megapipe.comm.groups import ContextGroups, ExpertGroups, Group, ProcessGroups, second_communicator
 from megapipe.comm.trace import Tracer
-from megapipe.data_parallel.buffers import Sharding, StageBuffers
-from megapipe.data_parallel.gather import ParameterGather
-from megapipe.data_parallel.reducer import GradientReducer
-from megapipe.data_parallel.sharded import ShardedGradients, ShardedStages, ShardedWeights
+from megapipe.data_parallel.buffers import StageBuffers
+from megapipe.data_parallel.store import Sharing
+from megapipe.data_parallel.stores import Stores
 from megapipe.dtypes import DTYPES, FP8
 from megapipe.errors import ScheduleError
 from megapipe.gpu.kernels import choose_kernels, compiled, why_not_packed
@@ -48,7 +47,6 @@ from megapipe.schedule.lifetimes import NO_MOVES, WeightVersions
 from megapipe.schedule.parts import Parts, exchange_digest
 from megapipe.sharding.audit import audit_buffers
 from megapipe.sharding.boxes import Box
-from megapipe.sharding.buffers import shard_pieces
 from megapipe.sharding.sequence import SequencePart
 from megapipe.sharding.spec import ParamSpec
 from megapipe.tensor_parallel.gradients import GradientSlot, WeightQueue
@@ -110,10 +108,17 @@ class InferenceRuntime:
             experts = [replace(each, counts=counts) for each in experts]
         for stage, tp_group, of_experts, of_context in zip(held, tp_groups, experts, context, strict=True):
             self._add_stage(stage, tp_group, of_experts, of_context, draw_slice, trains)
-        self.weights = ShardedWeights(
-            self.buffers, groups, overlap=plan.config.parallel.overlap_param_gather, tracer=tracer
+        parallel = plan.config.parallel
+        self.stores = Stores(
+            self.buffers,
+            groups,
+            plan.order_of_first_use(self.coordinates.pp_rank) if trains else None,
+            overlap_gather=parallel.overlap_param_gather,
+            overlap_reduce=parallel.overlap_grad_reduce,
+            reduce_in_bf16=parallel.grad_reduce_in_bf16,
+            tracer=tracer,
         )
-        self.sharded = None if plan.sharding is None else ShardedStages(self.weights)
+        self.sharded = None if plan.sharding is None else self.stores  # which the row gathers and reduces
         self.channels = Channels.build(
             plan.placement,
             groups.pp,
@@ -183,14 +188,10 @@ class InferenceRuntime:
         for stage, stage_buffers in self.buffers.items():
             for buffer in stage_buffers.buffers:
                 is_copy = buffer.layout.kind == "tied" and stage != 0
-                cut = self.groups.cut_of(buffer.layout.is_expert)
-                is_whole = buffer.parameter_shards is None
-                is_first = (
-                    self.groups.replicas_of(buffer.layout.is_expert) if is_whole else self.groups.instances
-                ).rank == 0
+                is_first = buffer.sharing.saves_weights
                 for bucket in buffer.layout.buckets:
                     start, held = buffer.held_parameters(bucket)
-                    for position, piece in shard_pieces(bucket, *cut, start, start + held.numel()):
+                    for position, piece in buffer.pieces(bucket, start, start + held.numel()):
                         box = tensor_box(key, piece, held[position - start :][: piece.box.num_elements])
                         if box is not None:
                             yield piece.owned and not is_copy and is_first, box
@@ -249,11 +250,9 @@ class InferenceRuntime:
         )
         num_versions = plan.num_weight_versions(self.coordinates.pp_rank) if trains else 1
         gradient_dtype = parameter_dtype(plan.state_dtypes(self.coordinates.pp_rank).gradient) if trains else None
-        sharding = Sharding(groups.shards_of(False).rank, groups.shards_of(True).rank)
-        if plan.sharding is not None:
-            sharding = replace(sharding, gradients=True, parameters=plan.sharding.gathers)
-        options = self.parameter_dtype, gradient_dtype, num_versions, sharding
-        buffers = StageBuffers(layouts, self.device, *options)
+        sharings = (Sharing.of(groups, plan.sharding_level, is_expert) for is_expert in (False, True))
+        options = self.parameter_dtype, gradient_dtype, num_versions
+        buffers = StageBuffers(layouts, self.device, *options, *sharings)
 
         def initial(spec: ParamSpec) -> Tensor:
             cut = groups.cut_of(spec.is_expert)
@@ -282,7 +281,7 @@ class RowUpdates:
 
     def __init__(self, runtime: TrainingRuntime) -> None:
         (self._buffers,) = runtime.buffers.values()
-        self._reducer, self._optimizer = runtime.reducer, runtime.optimizer
+        self._stores, self._optimizer = runtime.stores, runtime.optimizer
         self._num_replicas = runtime.groups.dp.size
         self._versions = WeightVersions((), (0,), ())
         self._rates = Rates(0.0, 0.0)
@@ -292,7 +291,7 @@ class RowUpdates:
         """Prepare for a row, whose version 0 is the newest one now. The rates hold for all of its updates."""
         self._versions, self._rates = versions, rates
         self._first, self._num_done = self._buffers.newest, 0
-        self._reducer.begin_step(versions.group_sizes[0])
+        self._stores.begin_step(versions.group_sizes[0])
 
     def use(self, stage: int, microbatch: int) -> None:
         """Install the version of this microbatch."""
@@ -301,13 +300,13 @@ class RowUpdates:
     def update(self, stage: int, microbatch: int) -> None:
         """Run one optimizer step of this rank. Afterwards the gradient buffers hold the average that it applied."""
         sizes = self._versions.group_sizes
-        self._reducer.finish()
+        self._stores.finish_gradients()
         denominator = sizes[self._num_done] * self._num_replicas
         self._num_done += 1
         self._buffers.newest = self._place_of(self._num_done)
         self._optimizer.update(1.0 / denominator, self._rates)
         if self._num_done < len(sizes):
-            self._reducer.begin_step(sizes[self._num_done])
+            self._stores.begin_step(sizes[self._num_done])
 
     def finish(self) -> None:
         """Install the newest version after a row: evaluation, saving and the next row start from it."""
@@ -318,7 +317,7 @@ class RowUpdates:
 
 
 class TrainingRuntime(InferenceRuntime):
-    """An InferenceRuntime with reducer, all-gather, optimizer and training engines.
+    """An InferenceRuntime with optimizer and training engines.
 
     marks: as in Engine. recorder: records the graphs of --cuda-graph-impl local (CUDA graphs if None).
     """
@@ -336,34 +335,13 @@ class TrainingRuntime(InferenceRuntime):
         if plan.sharding is not None and device.type == "cpu":  # what sharded buffers free is to leave the process
             return_large_blocks()
         super().__init__(plan, groups, device, draw_slice, tracer, trains=True)
-        parallel = plan.config.parallel
-        options = {"overlap": parallel.overlap_grad_reduce, "reduce_in_bf16": parallel.grad_reduce_in_bf16}
-        self.reducer: GradientReducer | ShardedGradients
-        if self.sharded is not None and any(
-            b.gradient_shards is not None for held in self.buffers.values() for b in held.buffers
-        ):
-            self.reducer = ShardedGradients(self.buffers, groups, **options)
-            self.sharded = ShardedStages(self.weights, self.reducer)
-        else:
-            self.reducer = GradientReducer(self.buffers, groups, **options)
-        order = plan.order_of_first_use(self.coordinates.pp_rank)
-        self.gather = ParameterGather(
-            self.buffers,
-            order,
-            groups.shards,
-            overlap=parallel.overlap_param_gather,
-            tracer=tracer,
-            expert_replicas=groups.expert_replicas,
-            weights=self.weights,
-        )
         for stage, module in self.stages.items():
-            self.gather.wait_inside(stage, module, module.parts())
+            self.stores.wait_inside(stage, module, module.parts())
         self.optimizer = Optimizer(
-            self.buffers,
+            self.stores,
             groups,
             plan.config.optimizer,
             plan.config.precision,
-            self.gather,
             self.kernels.optimizer,
             compiled if self.kernels.compiles_update else None,
         )
@@ -383,7 +361,7 @@ class TrainingRuntime(InferenceRuntime):
 
     def finish_parameters(self) -> None:
         """Return when all parameters are up to date."""
-        self.gather.finish()
+        self.stores.finish_weights()
 
     def engine(self, num_microbatches: int) -> Engine:
         """Return the engine of this rank's row for a step of this many microbatches."""
@@ -411,7 +389,7 @@ class TrainingRuntime(InferenceRuntime):
             pp_rank,
             runners,
             self.channels,
-            self.reducer.reduce,
+            self.stores.reduce,
             self.tracer,
             self._stage_streams if Op.OVERLAP in schedule.ops else None,
             self.updates,
@@ -436,19 +414,20 @@ class TrainingRuntime(InferenceRuntime):
             )
         runners: dict[int, Stage] = {}
         for stage, module in self.stages.items():
-            runners |= part_runners(parts, stage, module, self.runners[stage])
+            runners |= part_runners(parts, stage, module, self.runners[stage], Op.RESHARD in schedule.ops)
         heartbeat = self.groups.world.heartbeat
         return Engine(
             schedule,
             pp_rank,
             runners,
             self.channels,
-            self.reducer.reduce,
+            self.stores.reduce,
             self.tracer,
             heartbeat=heartbeat,
             marks=self.marks,
             parts=parts,
             deliveries=deliveries_for(self.device, heartbeat),
+            sharded=self.sharded,
         )
 
     def _build_graphs(self, recorder: CudaRecorder | None) -> RankGraphs:
@@ -459,7 +438,7 @@ class TrainingRuntime(InferenceRuntime):
             self.plan.config.gpu.cuda_graph_warmup_steps,
             self.device,
             recorder or CudaRecorder(),
-            settle=self.gather.finish,
+            settle=self.stores.finish_weights,
             # a dropout key differs for each microbatch and is no tensor: graphs are recorded without one
             example=partial(replace, dropout_key=None),
             during=partial(self.heartbeat.phase, "recording graphs", PATIENCE),
@@ -469,9 +448,9 @@ class TrainingRuntime(InferenceRuntime):
         module, buffers = self.stages[stage], self.buffers[stage]
 
         def prepare() -> None:
-            self.gather.wait(stage)
+            self.stores.wait(stage)
             if self.plan.borrows_embedding(stage):
-                self.gather.wait(0)
+                self.stores.wait(0)
             module.cast_weights()
 
         def fixed_tensors() -> list[torch.Tensor]:

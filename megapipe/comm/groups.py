@@ -74,8 +74,8 @@ class ProcessGroups:
     embedding: first and last rank of a pipeline; None on the ranks between. kv: tp neighbours with the same KV heads.
     replicas: holders of this rank's parameters, which is dp_cp, joined with that of the opposite pp_rank in a mirrored
     pipeline. shards: the replicas that divide the optimizer state; with one instance the group `replicas` itself.
-    instances: those that hold the same part of it. etp, ep and expert_replicas: the grid of the experts
-    (topology.GROUP_AXES).
+    instances: those that hold the same part of it. etp, ep and expert_replicas: the grid of the experts; these replicas
+    have two levels, too (topology.GROUP_AXES).
     """
 
     world: Group
@@ -95,6 +95,8 @@ class ProcessGroups:
     etp: Group
     ep: Group
     expert_replicas: Group
+    expert_shards: Group
+    expert_instances: Group
 
     @property
     def context(self) -> ContextGroups:
@@ -107,7 +109,11 @@ class ProcessGroups:
 
     def shards_of(self, is_expert: bool) -> Group:
         """Return the ranks that divide the optimizer state of dense parameters, or of experts."""
-        return self.expert_replicas if is_expert else self.shards
+        return self.expert_shards if is_expert else self.shards
+
+    def instances_of(self, is_expert: bool) -> Group:
+        """Return the ranks that keep the same part of that state."""
+        return self.expert_instances if is_expert else self.instances
 
     def cut_of(self, is_expert: bool) -> tuple[int, int]:
         """Return this rank's place among the ranks that cut dense parameters (tp) or experts (ep x etp), and how many
@@ -201,11 +207,12 @@ def build_process_groups(
         same_ranks["replicas"] = "dp_cp"
     if (topology.ep, topology.etp) == (1, topology.tp):
         same_ranks |= {"etp": "tp", "expert_replicas": "replicas"}
+    whole = _undivided(topology)
     groups: dict[str, Any] = {}
     for name in GROUP_NAMES:
         other = same_ranks.get(name)
-        if name == "shards" and topology.num_instances == 1:
-            groups[name] = groups["replicas"]
+        if name in whole:
+            groups[name] = groups[whole[name]]
         else:
             groups[name] = build(name) if other is None else dataclasses.replace(groups[other], name=name)
     return ProcessGroups(**groups)
@@ -236,9 +243,18 @@ def fake_process_groups(topology: Topology, global_rank: int, traffic: Traffic) 
         ranks = topology.group_of(name, global_rank)
         handle = FakeHandle(name, traffic) if len(ranks) > 1 else None
         groups[name] = Group(name, ranks, ranks.index(global_rank), handle) if ranks else None
-    if topology.num_instances == 1:
-        groups["shards"] = groups["replicas"]
+    groups |= {name: groups[replicas] for name, replicas in _undivided(topology).items()}
     return ProcessGroups(**groups)
+
+
+def _undivided(topology: Topology) -> dict[str, str]:
+    """Return the groups of shards that are all replicas, because there is one instance."""
+    names = {"shards": False, "expert_shards": True}
+    return {
+        name: topology.shard_group(is_expert)
+        for name, is_expert in names.items()
+        if topology.sharing(is_expert)[1] == 1
+    }
 
 
 def backend_of(group: Group) -> str | None:

@@ -10,7 +10,7 @@ from megapipe.config.model import EXPERTS
 # kinds of process groups that have their own communicators; the world's is created before them
 NCCL_GROUPS = (
     *("tp", "cp", "cp_a2a", "cp_p2p", "pp", "dp", "dp_cp", "replicas", "shards", "instances"),
-    *("model", "embedding", "kv", "etp", "ep", "expert_replicas"),
+    *("model", "embedding", "kv", "etp", "ep", "expert_replicas", "expert_shards", "expert_instances"),
 )
 HISTORY = Need("gpu.record_memory_history", "--record-memory-history", without="no history is recorded")
 GRAPHS = Need("gpu.cuda_graph_impl", "--cuda-graph-impl local", ("local",))

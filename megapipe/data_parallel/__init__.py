@@ -1,12 +1,7 @@
 """Data parallelism: what the replicas of a stage do together.
 
-- `buffers`: `StageBuffers`: one flat parameter and one flat gradient tensor per buffer layout; parameters are views
-- `reducer`: `GradientReducer`: sums gradients over replicas bucket by bucket, while the backward still runs
-- `gather`:  `ParameterGather`: all-gathers parameters that the distributed optimizer updated, during the next forward
-- `sharded`: `ShardedWeights`, `ShardedGradients`: weights and gradients of which each rank keeps a shard
+- `store`:   `Store`: one flat buffer: what of it this rank keeps (nothing divided, ZeRO-1, 2, 3), and its collectives
+- `buffers`: `StageBuffers`: the stores of a stage; its parameters and main gradients are views of them
+- `stores`:  `Stores`: all of a rank, during a step: reductions while the backward runs, gathers during the next forward
 - `copies`:  `Copies`: compares parameters that several ranks hold, bit by bit, through checksums
-
-A step: `reducer.begin_step(m)`; forwards, whose submodules wait for their own parameters (`gather.wait_inside`);
-backwards, with `reducer.reduce(stage)` after the last one of a stage; `reducer.finish()`; the optimizer's update, which
-starts the gather. Main gradients are raw sums over microbatches and replicas; the optimizer scales them.
 """

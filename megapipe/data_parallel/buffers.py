@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from megapipe.sharding.buffers import Bucket, BufferLayout
+from megapipe.data_parallel.store import ALONE, Sharing, Store
+from megapipe.sharding.buffers import BufferLayout
 from megapipe.sharding.spec import ParamSpec
-
-ALIGNMENT_BYTES = 64  # results of kernels may depend on alignment
 
 Draw = Callable[[ParamSpec], Tensor]
 # (main gradient, uses, called when ready) -> the object through which a hand-written backward accumulates:
@@ -21,113 +19,13 @@ Draw = Callable[[ParamSpec], Tensor]
 SlotFactory = Callable[[Tensor, int, Callable[[Any], None]], Any]
 
 
-@dataclass(frozen=True)
-class Sharding:
-    """The tensors of a sharded buffer that are whole only while they are needed.
-
-    index, expert_index: of this rank's shard of dense parameters, and of those of experts.
-    """
-
-    index: int = 0
-    expert_index: int = 0
-    gradients: bool = False  # ZeRO-2 and above
-    parameters: bool = False  # ZeRO-3
-
-
-class FlatBuffer:
-    """The tensors of one buffer layout.
-
-    versions: [layout.numel] in the parameters' dtype, one for each version of the weights that is needed at the same
-    time: a single one, unless the schedule is asynchronous. newest: index of the version that was updated last.
-    gradients: [layout.numel], fp32 (fp64 in fp64 runs). Padding between slots is zero and stays zero.
-    parameter_shards, gradient_shards: [layout.numel / layout.num_shards], this rank's shards of all buckets, where
-    these are what is kept; None elsewhere. The memory of the whole tensors is then allocated and freed as they are
-    needed (`allocate`, `free`): at first it exists, because torch makes no views of a tensor without memory.
-    """
-
-    def __init__(
-        self,
-        layout: BufferLayout,
-        device: torch.device,
-        param_dtype: torch.dtype,
-        grad_dtype: torch.dtype | None,
-        num_versions: int = 1,
-        sharding: Sharding = Sharding(),
-    ) -> None:
-        self.layout = layout
-        self._index = sharding.expert_index if layout.is_expert else sharding.index
-        is_sharded, size = layout.num_shards > 1, layout.numel // layout.num_shards
-        self.versions: tuple[Tensor, ...]
-        self.parameter_shards = self.gradient_shards = self._gradients = None
-        if is_sharded and sharding.parameters:
-            if num_versions > 1:
-                raise ValueError(f"sharded parameters have one version, not {num_versions}")
-            self.parameter_shards = _aligned_zeros(size, param_dtype, device)
-            self.versions = (torch.empty(layout.numel, dtype=param_dtype, device=device),)
-        else:
-            self.versions = tuple(_aligned_zeros(layout.numel, param_dtype, device) for _ in range(num_versions))
-        self.newest = 0
-        if grad_dtype is not None and is_sharded and sharding.gradients:
-            self.gradient_shards = _aligned_zeros(size, grad_dtype, device)
-            self._gradients = torch.empty(layout.numel, dtype=grad_dtype, device=device)
-        elif grad_dtype is not None:
-            self._gradients = _aligned_zeros(layout.numel, grad_dtype, device)
-
-    @property
-    def parameters(self) -> Tensor:
-        """The newest version."""
-        return self.versions[self.newest]
-
-    @property
-    def gradients(self) -> Tensor:
-        if self._gradients is None:
-            raise RuntimeError("these buffers have no gradients: they were created with grad_dtype=None")
-        return self._gradients
-
-    @property
-    def kept_parameters(self) -> tuple[Tensor, ...]:
-        """The parameters that exist at any time: all versions, or this rank's shards."""
-        return self.versions if self.parameter_shards is None else (self.parameter_shards,)
-
-    @property
-    def kept_gradients(self) -> Tensor:
-        """The gradients that exist at any time: all, or this rank's shards."""
-        return self.gradients if self.gradient_shards is None else self.gradient_shards
-
-    def shard_range(self, bucket: Bucket, index: int) -> tuple[int, int]:
-        """Return the elements that member `index` of the replica group updates: its shard, or an unsharded bucket."""
-        return bucket.shard(index if self.layout.num_shards > 1 else 0, self.layout.num_shards)
-
-    def held_parameters(self, bucket: Bucket) -> tuple[int, Tensor]:
-        """Return (first element, values) of what this rank keeps of a bucket's newest parameters: all, or its shard."""
-        if self.parameter_shards is None:
-            return bucket.start, self.parameters[bucket.start : bucket.stop]
-        return self.shard_range(bucket, self._index)[0], self.parameter_shards[self._held(bucket)]
-
-    def updated_parameters(self, bucket: Bucket, index: int) -> Tensor:
-        """Return the memory of the newest parameters in `shard_range(bucket, index)`."""
-        if self.parameter_shards is None:
-            return self.parameters[slice(*self.shard_range(bucket, index))]
-        return self.parameter_shards[self._held(bucket)]
-
-    def reduced_gradients(self, bucket: Bucket, index: int) -> Tensor:
-        """Return the memory of the reduced gradients in `shard_range(bucket, index)`."""
-        if self.gradient_shards is None:
-            return self.gradients[slice(*self.shard_range(bucket, index))]
-        return self.gradient_shards[self._held(bucket)]
-
-    def _held(self, bucket: Bucket) -> slice:
-        """Return the place of this rank's shard of a bucket among those of all buckets."""
-        return slice(bucket.start // self.layout.num_shards, bucket.stop // self.layout.num_shards)
-
-
 class StageBuffers:
     """Flat buffers of one stage on one rank. slots: the place of each parameter, by name.
 
     layouts: positions of the parameters (sharding.buffers). grad_dtype: of the main gradients, None for inference.
-    num_versions: of the parameters; all versions share one main gradient. sharding: what is whole only for a while, for
-    which parameter() and main_grad() return empty memory otherwise. `listener`, if set, is called with a
-    parameter's name whenever the gradient of one microbatch has been added to it.
+    num_versions: of the parameters; all versions share one main gradient. sharing, expert_sharing: who holds the same
+    dense parameters and experts; parameter() and main_grad() return empty memory while only shards are kept.
+    `listener`, if set, is called with a parameter's name whenever the gradient of one microbatch has been added to it.
     """
 
     def __init__(
@@ -137,13 +35,16 @@ class StageBuffers:
         param_dtype: torch.dtype = torch.float32,
         grad_dtype: torch.dtype | None = torch.float32,
         num_versions: int = 1,
-        sharding: Sharding = Sharding(),
+        sharing: Sharing = ALONE,
+        expert_sharing: Sharing = ALONE,
     ) -> None:
         self.device = torch.device(device)
         self.num_versions = num_versions
-        options = (self.device, param_dtype, grad_dtype, num_versions, sharding)
-        self.buffers = tuple(FlatBuffer(layout, *options) for layout in layouts)
-        self.borrowed: tuple[FlatBuffer, ...] = ()  # of another stage, of which the module uses parameters
+        options = (self.device, param_dtype, grad_dtype, num_versions)
+        self.buffers = tuple(
+            Store(layout, expert_sharing if layout.is_expert else sharing, *options) for layout in layouts
+        )
+        self.borrowed: tuple[Store, ...] = ()  # of another stage, of which the module uses parameters
         self.listener: Callable[[str], None] | None = None
         self.unpredictable: frozenset[str] = frozenset()  # the listener is called unknown times per microbatch
         # (a submodule's _parameters, attribute, versions) of every place in the module that holds a parameter
@@ -159,10 +60,7 @@ class StageBuffers:
             if grad_dtype is not None:
                 self._main_grads[name] = buffer.gradients[place].view(slot.shape)
         for buffer in self.buffers:
-            if buffer.parameter_shards is not None:
-                free(buffer.parameters)
-            if buffer.gradient_shards is not None:
-                free(buffer.gradients)
+            buffer.free_shared()
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -323,30 +221,3 @@ def _parameter_places(module: nn.Module) -> list[tuple[Tensor, list[tuple[nn.Mod
             if parameter is not None:
                 found.setdefault(id(parameter), (parameter, []))[1].append((submodule, attribute))
     return list(found.values())
-
-
-def allocate(tensor: Tensor) -> None:
-    """Allocate the memory of a flat tensor that has none; the values are arbitrary.
-
-    All views of it refer to the new memory, those that autograd has saved included.
-    """
-    tensor.untyped_storage().resize_(tensor.numel() * tensor.element_size())
-    if tensor.device.type != "meta" and tensor.data_ptr() % ALIGNMENT_BYTES:
-        raise RuntimeError(f"the allocator returned memory at {tensor.data_ptr():#x}, not on {ALIGNMENT_BYTES} bytes")
-
-
-def free(tensor: Tensor) -> None:
-    """Free the memory of a flat tensor; its views keep their shapes."""
-    tensor.untyped_storage().resize_(0)
-
-
-def is_allocated(tensor: Tensor) -> bool:
-    """Return True if a flat tensor has memory."""
-    return tensor.untyped_storage().size() > 0
-
-
-def _aligned_zeros(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return zeros [numel] whose memory starts at a multiple of ALIGNMENT_BYTES."""
-    raw = torch.zeros(numel + ALIGNMENT_BYTES // dtype.itemsize, dtype=dtype, device=device)
-    start = -raw.data_ptr() % ALIGNMENT_BYTES // dtype.itemsize
-    return raw[start : start + numel]

@@ -24,8 +24,8 @@ from torch import Tensor
 
 from megapipe.comm.collectives import all_gather
 from megapipe.comm.groups import Group, ProcessGroups
-from megapipe.data_parallel.buffers import FlatBuffer, StageBuffers
-from megapipe.data_parallel.sharded import ShardedWeights
+from megapipe.data_parallel.store import Store
+from megapipe.data_parallel.stores import Stores
 from megapipe.sharding.boxes import pieces
 from megapipe.sharding.buffers import Slot
 
@@ -60,26 +60,24 @@ class Difference:
 
 
 class Copies:
-    """This rank's copies of parameters. stages: buffers by stage index. weights: those of which this rank keeps shards,
-    which are gathered stage by stage. states: tensors besides parameters, by name, which all ranks with the same stages
-    hold whole, in the same order; asked for at every comparison.
+    """This rank's copies of parameters; those of which it keeps shards are gathered stage by stage. states: tensors
+    besides parameters, by name, which all ranks with the same stages hold whole, in the same order; asked for at every
+    comparison.
 
     Every method is called by all ranks together, while no gather is in flight.
     """
 
     def __init__(
         self,
-        stages: Mapping[int, StageBuffers],
+        stores: Stores,
         groups: ProcessGroups,
-        weights: ShardedWeights | None = None,
         states: Callable[[], Mapping[str, Tensor]] = dict,
     ) -> None:
         self._states = states
-        self._stages = dict(sorted(stages.items()))
-        self._weights = weights or ShardedWeights(stages, groups)
-        self._device = next(iter(stages.values())).device
+        self._stages, self._whole = stores.stages, stores.whole
+        self._device = next(iter(stores.stages.values())).device
         self._tp_rank, self._tp = groups.tp.rank, groups.tp.size
-        has_experts = any(buffer.layout.is_expert for held in stages.values() for buffer in held.buffers)
+        has_experts = any(store.layout.is_expert for store in stores.all)
         experts = groups.expert_replicas if has_experts else None
         compared = (groups.replicas, experts, groups.tp, groups.kv, groups.embedding)
         self._groups = [group for group in compared if group is not None and group.size > 1]
@@ -127,7 +125,7 @@ class Copies:
     def _flat(self, is_expert: bool) -> Iterator[Tensor]:
         """Yield whole buffers, each valid until the next one is asked for."""
         for stage, buffers in self._stages.items():
-            with self._weights.whole([stage]):
+            with self._whole([stage]):
                 for buffer in buffers.buffers:
                     if buffer.layout.is_expert == is_expert:
                         yield from buffer.versions
@@ -142,12 +140,12 @@ class Copies:
         if group.name in STATE_GROUPS:
             yield from self._states().items()
         for stage, buffers in self._stages.items():
-            with self._weights.whole([stage]):
+            with self._whole([stage]):
                 for parameter, (buffer, slot) in buffers.slots.items():
                     if WHOLE.get(group.name, False) == buffer.layout.is_expert:
                         yield from self._copies(f"{parameter} of stage {stage}", buffer, slot, group)
 
-    def _copies(self, name: str, buffer: FlatBuffer, slot: Slot, group: Group) -> Iterator[tuple[str, Tensor]]:
+    def _copies(self, name: str, buffer: Store, slot: Slot, group: Group) -> Iterator[tuple[str, Tensor]]:
         """Yield the copies of one parameter."""
         for version, whole in enumerate(buffer.versions):
             values = whole[slot.start : slot.stop]
@@ -177,7 +175,7 @@ class Copies:
             if buffer.layout.kind == "tied"
         ]
         first = group.rank % max(len(places), 1)
-        with self._weights.whole(stage for stage, *_ in places):
+        with self._whole(stage for stage, *_ in places):
             for stage, name, buffer, slot in [*places[first:], *places[:first]]:
                 yield f"{name} of stage {stage}", buffer.parameters[slot.start : slot.stop]
 

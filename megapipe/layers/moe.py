@@ -294,6 +294,8 @@ class MoE:
         behind = after_all + (hidden if self.model.hidden_dropout > 0 or self.norms[1] is not None else 0)
         waits += after_all
         dispatched = (Kept("expert inputs", outer // element, element),)
+        # a part keeps its input, of which `dispatched` is a copy
+        received = (Kept("expert inputs", rows * size, element),) if shape.in_parts else ()
         outputs_kept = [Kept("expert outputs", rows * size * (shape.etp if self.gathers else 1), element)]
         if shape.in_parts and self.shared is not None:  # the sum of both results is another part than the experts
             outputs_kept.append(Kept("shared expert results", tokens * size, element))
@@ -311,7 +313,7 @@ class MoE:
         yield Operation("dispatch", backward=Backward(waits + hidden + moved))
         yield Operation(
             "expert_fc1",
-            dispatched,
+            (*received, *dispatched),
             deferred_bytes=inner + outer,
             backward=Backward(behind + inner + fc1 + waits, 0 if splits else total_bytes(dispatched)),
             flops=2.0 * (inner // element) * size,
@@ -331,6 +333,8 @@ class MoE:
             recompute_modules=modules,
         )
         moved = gathered + 3 * outer if self.gathers else 3 * rows_bytes
+        if shape.in_parts:  # results by token, copies of gradients, their products with weights, and the residual sum's
+            moved += rows_bytes * shape.wide // element + 2 * (hidden + topk * tokens * shape.wide)
         combine = Backward(behind + moved, total_bytes(outputs_kept))
         yield Operation("combine", tuple(outputs_kept), backward=combine)
 

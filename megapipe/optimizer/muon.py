@@ -99,7 +99,7 @@ class Muon:
 
     The momentum is a running mean of the clipped gradient. Each matrix of momentum (with muon_nesterov: of its mean
     with the gradient) is brought to its owner (sharding.matrices), orthogonalized in at least fp32, and returned to the
-    shards, where weights decay as with AdamW. groups: replicas and the ranks that cut parameters. device: of the
+    shards, where weights decay as with AdamW. groups: the ranks that cut parameters. device: of the
     computation, which is not that of the state with --optimizer-cpu-offload.
     """
 
@@ -118,8 +118,9 @@ class Muon:
         config, cut = self._config, groups.cut_of(is_expert)
         columns = groups.etp if is_expert else groups.tp
         shards = [shard for shard in self._shards if shard.layout.is_expert == is_expert]
-        num_shards = max((shard.layout.num_shards for shard in shards), default=1)
-        replicas = groups.replicas_of(is_expert) if num_shards == 1 else groups.shards_of(is_expert)
+        num_shards, replicas = 1, Group.alone("replicas")
+        if shards:
+            num_shards, replicas = shards[0].layout.num_shards, shards[0].store.sharing.reducers
         buckets = [shard.bucket for shard in shards]
         owned = share_out(
             buckets, cut, replicas.size, columns.size, config.muon_num_ns_steps, not config.muon_no_split_qkv

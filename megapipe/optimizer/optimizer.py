@@ -15,9 +15,8 @@ from torch import Tensor
 from megapipe.comm.groups import ProcessGroups
 from megapipe.config.model import PrecisionConfig
 from megapipe.config.training import OPTIMIZERS, OptimizerConfig
-from megapipe.data_parallel.buffers import StageBuffers
 from megapipe.data_parallel.copies import raw_bytes
-from megapipe.data_parallel.gather import ParameterGather
+from megapipe.data_parallel.stores import Stores
 from megapipe.optimizer.gradient_norm import ModelSum, clip_coefficient, count_zeros, sum_of_squares
 from megapipe.optimizer.loss_scale import LossScaler
 from megapipe.optimizer.muon import Muon
@@ -90,9 +89,9 @@ class _StartedStep:
 class Optimizer:
     """AdamW or SGD over the shards of this rank's stages, with loss scale, global-norm clipping and master weights.
 
-    stages: buffers by stage index, their parameters filled: master weights start as copies of them.
-    groups: both kinds of replicas, tp and world are used. gather: started after each update; required for
-    sharded buffers. library: provides Adam; None for torch's. compiler: compiles AdamW instead (`CompiledAdam`).
+    stores: their parameters filled: master weights start as copies of them; each update starts their gather.
+    groups: replicas, tp and world are used. library: provides Adam; None for torch's. compiler: compiles AdamW instead
+    (`CompiledAdam`).
     shards: of every bucket of the stages.
 
     A step has two halves: `start` needs no other pipeline rank, `settle` waits for the global norm, which decides on
@@ -103,42 +102,27 @@ class Optimizer:
 
     def __init__(
         self,
-        stages: Mapping[int, StageBuffers],
+        stores: Stores,
         groups: ProcessGroups,
         config: OptimizerConfig,
         precision: PrecisionConfig,
-        gather: ParameterGather | None = None,
         library: AdamLibrary | None = None,
         compiler: Callable[[Callable[..., Any]], Any] | None = None,
     ) -> None:
         self.scaler = LossScaler.of(precision)
         self._clip_grad, self._on_host = config.clip_grad, config.optimizer_cpu_offload
-        self._groups, self._device = groups, next(iter(stages.values())).device
-        self._sharded = any(buffer.layout.num_shards > 1 for buffers in stages.values() for buffer in buffers.buffers)
-        if self._sharded and gather is None:
-            raise ValueError("sharded buffers need a ParameterGather: without it ranks keep stale parameters")
-        self._gather = ParameterGather(stages, tuple(stages), groups.shards) if gather is None else gather
+        stages = stores.stages
+        self._groups, self._stores, self._device = groups, stores, next(iter(stages.values())).device
         dtypes = state_dtypes(config, precision, max(buffers.num_versions for buffers in stages.values()))
         self.shards = [
-            Shard(
-                stage,
-                buffer,
-                bucket,
-                groups.shards_of(is_expert).rank,
-                groups.cut_of(is_expert),
-                dtypes.moments(bucket.has_matrices),
-                self._is_first_holder(is_expert),
-                self._on_host,
-                dtypes.narrow,
-            )
-            for stage, buffers in sorted(stages.items())
-            for buffer in buffers.buffers
-            for is_expert in (buffer.layout.is_expert,)
-            for bucket in buffer.layout.buckets
+            Shard(stage, store, bucket, dtypes.moments(bucket.has_matrices), self._on_host, dtypes.narrow)
+            for stage, buffers in stages.items()
+            for store in buffers.buffers
+            for bucket in store.layout.buckets
         ]
         self._scales: Scales | None = None
         if dtypes.scaled:
-            parameters = [(stage, name) for stage, buffers in sorted(stages.items()) for name in sorted(buffers.names)]
+            parameters = [(stage, name) for stage, buffers in stages.items() for name in sorted(buffers.names)]
             holders_of = [groups.replicas, groups.tp]  # replicas hold other shards, or other experts
             at = torch.device("cpu") if self._on_host and self._device.type != "meta" else self._device
             self._scales = Scales({state: dtypes.narrow[state] for state in dtypes.scaled}, parameters, holders_of, at)
@@ -188,7 +172,7 @@ class Optimizer:
         same message.
         """
         self._check_settled()
-        self._gather.finish()
+        self._stores.finish_weights()
         loss_scale, is_updated = self.scaler.scale, False
         sums = self._sum_gradients(count_zero_gradients, beside)
         if self._snapshot is not None and self._policy.allows:
@@ -227,7 +211,7 @@ class Optimizer:
         rolled_back = started.is_updated and not is_plain
         if rolled_back:  # undo the update, except in the parameters, which are written next
             assert self._snapshot is not None
-            self._gather.finish()  # it writes parameters, which may be the master weights
+            self._stores.finish_weights()  # it writes parameters, which may be the master weights
             self._snapshot.restore()
             self.rule.set_num_steps(self.rule.num_steps - 1)
         if not skipped and not (started.is_updated and is_plain):
@@ -245,7 +229,7 @@ class Optimizer:
 
         For asynchronous schedules, whose ranks update at different times. Arguments and gradients as in `start`.
         """
-        self._gather.finish()
+        self._stores.finish_weights()
         self._update(gradient_factor / self.scaler.scale, rates)
 
     @torch.no_grad()
@@ -263,7 +247,7 @@ class Optimizer:
         for shard in self.shards:
             if shard.has_own_master:
                 shard.write_parameter()
-        self._gather.start()
+        self._stores.start_gather()
 
     @torch.no_grad()
     def parameters_to_masters(self) -> None:
@@ -272,7 +256,7 @@ class Optimizer:
         A collective. Masters stored with a scale are rounded, and the parameters then follow them.
         """
         self._check_settled()
-        self._gather.finish()
+        self._stores.finish_weights()
         for shard in self.shards:
             if shard.has_own_master:
                 shard.take_parameter()
@@ -285,7 +269,7 @@ class Optimizer:
                 )
             )
             self.masters_to_parameters()
-            self._gather.finish()
+            self._stores.finish_weights()
 
     @torch.no_grad()
     def load_state(self, pieces: Iterable[StatePiece]) -> None:
@@ -348,7 +332,7 @@ class Optimizer:
         for shard in self.shards:
             for key in shard.states:
                 for part, piece in shard.pieces():
-                    primary = piece.owned and not shard.is_copy and self._is_first_holder(piece.spec.is_expert)
+                    primary = piece.owned and not shard.is_copy and shard.store.sharing.counts_shards
                     yield StatePiece(key, shard.stage, piece, primary, shard, part)
 
     def held(self) -> dict[str, list[Tensor]]:
@@ -370,10 +354,6 @@ class Optimizer:
     def load_plain_state(self, state: Mapping[str, Any]) -> None:
         self.rule.set_num_steps(int(state["num_steps"]))
         self.scaler.load_state(state["loss_scaler"])
-
-    def _is_first_holder(self, is_expert: bool) -> bool:
-        """Return True if this rank counts and saves the elements of its shards: another replica has the same else."""
-        return (self._groups.instances if self._sharded else self._groups.replicas_of(is_expert)).rank == 0
 
     def _sum_gradients(self, count_zero_gradients: bool, beside: Tensor | None) -> ModelSum:
         """Launch the sum of the squares of all raw gradients, and of the number of zeros among them."""
@@ -407,7 +387,7 @@ class Optimizer:
         self.rule.step(factor, rates)
         if isinstance(self.rule, CompiledAdam):  # it has written the parameters
             self._raw_factor = factor
-            self._gather.start()
+            self._stores.start_gather()
         else:
             self.masters_to_parameters()
 

@@ -10,10 +10,10 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
-from megapipe.data_parallel.buffers import FlatBuffer
+from megapipe.data_parallel.store import Store
 from megapipe.optimizer.narrow import NarrowState, Scales, stored_dtype
 from megapipe.sharding.boxes import Piece
-from megapipe.sharding.buffers import ALIGNMENT, Bucket, shard_pieces
+from megapipe.sharding.buffers import ALIGNMENT, Bucket
 from megapipe.sharding.spec import ParamSpec
 from megapipe.sharding.state_dtypes import CHUNK, MASTER, REMAINDER
 
@@ -38,9 +38,8 @@ class Chunk:
 
 
 class Shard:
-    """Elements [start, stop) of a flat buffer: the shard of one bucket of member `replica` of the replica group.
+    """Elements [start, stop) of a flat buffer: this rank's shard of one bucket.
 
-    cut: place of this rank among those that cut the parameters, and their number.
     parameter, gradient: [stop - start], views of the buffer or of its shards; parameter is the newest version.
     states: master weights and moments by name, each in at least fp32 unless `narrow` has it: narrow states are read and
     written chunk by chunk, with the scales of `scales`.
@@ -48,7 +47,6 @@ class Shard:
     updated_from: the gradient that the update rule uses, on the device of master.
     on_host: master, moments and updated_from are in host memory.
     is_copy: another stage owns these parameters (the tied embedding at the head), so norms leave them out.
-    counts: False if another rank, a replica, counts these elements.
     exact_ranges: the element ranges that this rank counts, so that every element of the model counts once over the
     world, without padding of buffers and vocabulary. merged_ranges: the same with padding, fewer and longer, for sums
     of gradients, where padding is zero.
@@ -57,25 +55,21 @@ class Shard:
     def __init__(
         self,
         stage: int,
-        buffer: FlatBuffer,
+        store: Store,
         bucket: Bucket,
-        replica: int,
-        cut: tuple[int, int],
         moment_names: tuple[str, ...],
-        counts: bool = True,
         on_host: bool = False,
         narrow: Mapping[str, str] | None = None,  # state -> dtype narrower than fp32
     ) -> None:
         self.stage = stage
-        self.bucket, self.layout = bucket, buffer.layout
-        self.start, self.stop = buffer.shard_range(bucket, replica)
-        self.is_copy = buffer.layout.kind == "tied" and stage != 0
-        self._cut, self._buffer, self._on_host = cut, buffer, on_host
-        self._replica = replica
-        self.gradient = buffer.reduced_gradients(bucket, replica)
+        self.store, self.bucket, self.layout = store, bucket, store.layout
+        self.start, self.stop = store.shard_range(bucket)
+        self.is_copy = store.layout.kind == "tied" and stage != 0
+        self._on_host = on_host
+        self.gradient = store.own_gradients(bucket)
         dtypes = narrow or {}
         wide = torch.promote_types(self.parameter.dtype, torch.promote_types(self.gradient.dtype, torch.float32))
-        self.has_own_master = on_host or MASTER in dtypes or self.parameter.dtype != wide or len(buffer.versions) > 1
+        self.has_own_master = on_host or MASTER in dtypes or self.parameter.dtype != wide or len(store.versions) > 1
         self.updated_from = self._zeros(self.gradient.dtype) if on_host else self.gradient
         self._host_parameter = self._zeros(self.parameter.dtype).copy_(self.parameter) if on_host else None
         self.scales: Scales | None = None
@@ -92,12 +86,12 @@ class Shard:
         self.runs = tuple(self._find_runs())
         self.exact_ranges: list[tuple[int, int]] = []
         self.merged_ranges: list[tuple[int, int]] = []
-        if counts and not self.is_copy:
+        if store.sharing.counts_shards and not self.is_copy:
             self._count_elements()
 
     @property
     def parameter(self) -> Tensor:
-        return self._buffer.updated_parameters(self.bucket, self._replica)
+        return self.store.own_parameters(self.bucket)
 
     @property
     def master(self) -> Tensor:
@@ -209,7 +203,7 @@ class Shard:
 
     def pieces(self) -> Iterator[tuple[slice, Piece]]:
         """Yield (elements of the shard, the piece of a parameter in them) in order."""
-        for position, piece in shard_pieces(self.bucket, *self._cut, self.start, self.stop):
+        for position, piece in self.store.pieces(self.bucket, self.start, self.stop):
             start = position - self.start
             yield slice(start, start + piece.box.num_elements), piece
 

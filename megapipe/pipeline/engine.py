@@ -54,7 +54,7 @@ class StageWeights(Protocol):
 
 
 class Sharded(Protocol):
-    """Weights and gradients of this rank's stages that are whole only while they are needed (data_parallel.sharded)."""
+    """Weights and gradients of this rank's stages that are whole only while they are needed (data_parallel.stores)."""
 
     def unshard(self, stage: int) -> None:
         """Start to gather the weights of a stage (UNSHARD)."""
@@ -196,8 +196,8 @@ class Engine:
         if streams is not None:
             binders[Op.OVERLAP] = lambda action: lambda run: streams.begin_pair()
         if sharded is not None:
-            binders[Op.UNSHARD] = lambda action: lambda run: sharded.unshard(stage)
-            binders[Op.RESHARD] = lambda action: lambda run: sharded.reshard(stage)
+            binders[Op.UNSHARD] = lambda action: self._of_first_part(action, sharded.unshard)
+            binders[Op.RESHARD] = lambda action: self._of_first_part(action, sharded.reshard)
         act = binders[op](action)
         if sharded is not None:
             act = self._after_providing(action, sharded, act)
@@ -333,7 +333,7 @@ class Engine:
         if action.microbatch is not None:
             if sharded is None:
                 raise ValueError(f"{action} is not the last reduction of the stage: the engine needs `sharded`")
-            return lambda run: sharded.reduce_part(stage)
+            return self._of_first_part(action, sharded.reduce_part)
         of_stage = [a for a in self.row if a.op is Op.REDUCE_GRAD and self._stage_of(a.stage) == stage]
         return (lambda run: self._reduce_gradients(stage)) if action == of_stage[-1] else lambda run: None
 
@@ -345,10 +345,17 @@ class Engine:
             following = self.row[slot + 1 : slot + 3]
         for each in following:
             if self._reads_weights(each):
-                act = _after(partial(sharded.use, each.stage), act)
+                act = _after(partial(sharded.use, self._stage_of(each.stage)), act)
             if each.op in BACKWARD_OPS:
-                act = _after(partial(sharded.accumulate, each.stage), act)
+                act = _after(partial(sharded.accumulate, self._stage_of(each.stage)), act)
         return act
+
+    def _of_first_part(self, action: Action, run_stage: Callable[[int], None]) -> Act:
+        """Return what an action of a stage does; of the actions of all its parts only the first does it."""
+        stage = self._stage_of(action.stage)
+        if self._parts is not None and action.stage != self._parts.of_stage[stage][0]:
+            return lambda run: None
+        return lambda run: run_stage(stage)
 
     def _stage_of(self, index: int) -> int:
         """Return the stage of a part; the index itself where the schedule is one of stages."""

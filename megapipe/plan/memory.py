@@ -74,6 +74,7 @@ from megapipe.schedule.lifetimes import (
     moments_of,
 )
 from megapipe.schedule.partition import StageLayers
+from megapipe.schedule.parts import backwards_first
 from megapipe.schedule.placement import Placement
 from megapipe.sharding.state_dtypes import CHUNK, MASTER, NORM_CHUNK
 
@@ -157,6 +158,7 @@ def step_memory(plan: RunPlan, pp_rank: int, count: int, num_read: int | None = 
     if plan.config.offload.cpu_offloading_num_layers:
         offloaded, host["activations"] = offloaded_memory(plan, pp_rank, count, [each.kept for each in slices])
     row, message_bytes = plan.schedule(count).rows[pp_rank], plan.message_bytes
+    row = row if plan.parts is None else backwards_first(row)
     lives = kept, waiting, message_bytes, plan.send_depth, inside, offloaded, plan.sent_bytes
     whole = None if plan.sharding is None else row_bytes(plan, pp_rank, row).whole
     peak = peak_of_row(row, pp_rank, plan.placement, *lives, whole, slices if len(slices) > 1 else ())
@@ -182,7 +184,7 @@ def step_memory(plan: RunPlan, pp_rank: int, count: int, num_read: int | None = 
         "recompute": replay,
         "temporaries": peak.inside_bytes - replay,
         "graphs": graphs,
-        "messages": peak.message_bytes + border_bytes(plan, stages),
+        "messages": peak.message_bytes,
         "reduction": max(0, max(copies, _update_bytes(plan, pp_rank)) - reusable),
         "tables": sum(shared_bytes(model, plan.slice_shapes, layers[stage]) for stage in stages),
         "microbatches": (num_read or count) * shape.tokens * _token_bytes(plan, stages),

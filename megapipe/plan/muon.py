@@ -38,21 +38,18 @@ def muon_work(plan: RunPlan, pp_rank: int) -> MuonWork:
     layouts = [layout for stage in plan.placement.stages_of(pp_rank) for layout in plan.buffers(stage, 0)]
     flops, temporary = 0, 0
     sent: dict[str, float] = {}
-    for is_expert, names, replicas, columns in (
-        (False, ("replicas", "tp"), topology.num_replicas, topology.tp),
-        (True, ("expert_replicas", "etp"), topology.num_expert_replicas, topology.etp),
-    ):
+    for is_expert, group, columns in ((False, "tp", topology.tp), (True, "etp", topology.etp)):
         held = [layout for layout in layouts if layout.is_expert == is_expert]
         buckets = tuple(bucket for layout in held for bucket in layout.buckets if bucket.has_matrices)
         num_shards = max((layout.num_shards for layout in held), default=1)
         ranks = topology.ep * topology.etp if is_expert else columns
-        if num_shards > 1 and not is_expert:  # each instance has all matrices
-            replicas = topology.num_shards
+        # each instance has all matrices; what has one shard is shared out over all replicas
+        replicas, name = topology.sharing(is_expert)[0], topology.shard_group(is_expert)
+        if replicas == 1:
+            replicas, name = topology.sharing(is_expert)[1], "expert_instances" if is_expert else "instances"
         grid = _grid_work(buckets, ranks, replicas, columns, num_shards, optimizer)
         flops, temporary = flops + grid.flops, max(temporary, grid.temporary_elements)
-        if topology.num_instances > 1 and num_shards > 1:
-            names = "shards", names[1]
-        sent |= {name: grid.sent.get(kind, 0.0) for name, kind in zip(names, ("replicas", "columns"), strict=True)}
+        sent |= {name: grid.sent.get("replicas", 0.0), group: grid.sent.get("columns", 0.0)}
     return MuonWork(flops, sent, temporary)
 
 

@@ -10,7 +10,8 @@ from itertools import accumulate
 from pathlib import Path
 
 from megapipe.config.config import ResolvedConfig, ResolvedModelConfig
-from megapipe.config.parallel import SHARDED_GRADS, SHARDED_PARAMS, RecomputeConfig
+from megapipe.config.parallel import SHARDED_GRADS, SHARDED_PARAMS, SHARDING_STRATEGIES, RecomputeConfig
+from megapipe.config.rules.sharding import strategy_of
 from megapipe.config.rules.slices import slice_unit
 from megapipe.config.training import OPTIMIZERS
 from megapipe.layers.model import ModelSpec, model_parameters, model_spec, stage_parameters
@@ -41,7 +42,7 @@ from megapipe.schedule.partition import Partition, StageLayers
 from megapipe.schedule.parts import Parts, expand, pair_up, parts_of, prove
 from megapipe.schedule.placement import Placement, v_shape
 from megapipe.schedule.schedule import Schedule
-from megapipe.schedule.sharding import ShardingPolicy, head_start_of, joined_units, shard, split_stages
+from megapipe.schedule.sharding import ShardingPolicy, carry, head_start_of, joined_units, shard, split_stages
 from megapipe.schedule.simulate import Timeline, unhindered_send_depth
 from megapipe.schedule.validate import validate
 from megapipe.sharding.buffers import BufferKind, BufferLayout, layout_buffers
@@ -187,6 +188,11 @@ class RunPlan:
         return (len(self.num_units) or self.placement.num_stages) // self.placement.num_ranks
 
     @property
+    def sharding_level(self) -> int:
+        """What ranks with the same parameters divide: 0 nothing, else as ZeRO-1, 2 or 3 (`data_parallel.store`)."""
+        return SHARDING_STRATEGIES.index(strategy_of(self.config.parallel))
+
+    @property
     def sharding(self) -> ShardingPolicy | None:
         """When weights are gathered and gradients reduced within a step; None without sharded gradients."""
         parallel = self.config.parallel
@@ -222,7 +228,7 @@ class RunPlan:
             parallel.ddp_bucket_size,
             self.tied_kind,
             (self.topology.ep * self.topology.etp, self.topology.etp),
-            self.topology.num_expert_replicas if parallel.use_distributed_optimizer else 1,
+            self.topology.sharing(True)[0] if parallel.use_distributed_optimizer else 1,
             OPTIMIZERS[self.config.optimizer.optimizer].matrix_states is not None,
         )
 
@@ -460,7 +466,7 @@ class RunPlan:
     def _in_parts(self, num_microbatches: int) -> LoweredSchedule:
         assert self.parts is not None, "without --overlap-moe-expert-parallel-comm stages run as a whole"
         schedule, delays = self.schedule(num_microbatches), self.config.parallel.delay_wgrad_compute
-        return _part_schedule(schedule.compute_only(), self.parts, self._receive_depth, delays)
+        return _part_schedule(schedule.without_messages(), self.parts, self._receive_depth, delays)
 
     def _forward_only(self, num_microbatches: int, num_slices: int) -> LoweredSchedule:
         policy = self.sharding if self.sharding is not None and self.sharding.gathers else None
@@ -505,9 +511,9 @@ def _training_schedule(
 
 @lru_cache(maxsize=SCHEDULES_CACHED)
 def _part_schedule(stages: Schedule, parts: Parts, receive_depth: int, delay_weights: bool) -> LoweredSchedule:
-    """Cut a compute-only schedule into parts, lower and prove it. receive_depth: in stages."""
-    ahead = receive_depth * max(map(len, parts.of_stage))
-    schedule = lower(expand(stages, parts, delay_weights), ahead)
+    """Cut a schedule without messages into parts, lower and prove it. receive_depth: in stages."""
+    ahead, planned = receive_depth * max(map(len, parts.of_stage)), expand(stages, parts, delay_weights)
+    schedule = carry(planned, lower(planned.compute_only(), ahead))
     prove(schedule, stages, parts)
     return LoweredSchedule(schedule, (0,) * stages.num_ranks)
 

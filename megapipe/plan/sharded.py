@@ -1,6 +1,6 @@
 """Sharded gradients and weights over a step: what a rank gathers, reduces and holds whole at each action of its row.
 
-`row_bytes` walks a row as `data_parallel.sharded` runs it; memory, traffic and `megapipe plan` fold over it. With d
+`row_bytes` walks a row as `data_parallel.stores` runs it; memory, traffic and `megapipe plan` fold over it. With d
 shards, weights of e bytes and gradients of g, ZeRO-2 keeps e + g / d bytes of a parameter and ZeRO-3 (e + g) / d, and
 the optimizer its state of a shard. What is whole at a time comes on top: weights from UNSHARD to RESHARD, and gradients
 from the first backward after a reduction until the next reduction of the rank starts, which waits for the one before;
@@ -73,7 +73,7 @@ class _Buffer(NamedTuple):
 
 
 class _Walk:
-    """The buffers of a rank during a row: the same steps as ShardedWeights and ShardedGradients take."""
+    """The buffers of a rank during a row: the same steps as `Stores` takes."""
 
     def __init__(self, plan: RunPlan, pp_rank: int) -> None:
         stages = plan.placement.stages_of(pp_rank)
@@ -154,29 +154,27 @@ def row_bytes(plan: RunPlan, pp_rank: int, row: Row) -> RowBytes:
 
 
 def replica_bytes(plan: RunPlan, pp_rank: int, row: Row) -> dict[str, float]:
-    """Return the bytes that a rank sends over its shard group, 'expert_replicas' and 'instances' in a step with sharded
-    gradients.
+    """Return the bytes that a rank sends to its replicas in a step with sharded gradients, by group.
 
     Rings over d ranks: (d - 1) / d of the gathered weights and of the reduced gradients. With several instances (HSDP)
     the shards of gradients are summed over them at the end of the step.
     """
-    parallel, topology, found = plan.config.parallel, plan.topology, row_bytes(plan, pp_rank, row)
+    parallel, topology, row_moves = plan.config.parallel, plan.topology, row_bytes(plan, pp_rank, row)
     element = BF16_BYTES if parallel.grad_reduce_in_bf16 else plan.shape.gradient
     held: Counter[bool] = Counter()
-    for stage in plan.placement.stages_of(pp_rank):
-        for buffer in sharded_buffers(plan, stage):
-            held[buffer.is_expert] += buffer.numel
+    for layout in (layout for stage in plan.placement.stages_of(pp_rank) for layout in plan.buffers(stage, 0)):
+        held[layout.is_expert] += layout.numel
     gathers = plan.sharding is not None and plan.sharding.gathers
-    gathered = found.gathered_by_kind if gathers else held  # gradients alone: once, after the update
-    within = {
-        is_expert: ring_bytes(
-            gathered.get(is_expert, 0) * plan.shape.element + found.reduced_by_kind.get(is_expert, 0) * element,
-            topology.num_expert_replicas if is_expert else topology.num_shards,
+    gathered = row_moves.gathered_by_kind if gathers else held  # gradients alone: once, after the update
+    found: dict[str, float] = {}
+    for is_expert in (False, True) if plan.model.has_experts else (False,):
+        num_shards, num_instances = topology.sharing(is_expert)
+        reduced = row_moves.reduced_by_kind.get(is_expert, 0) * element
+        found[topology.shard_group(is_expert)] = ring_bytes(
+            gathered.get(is_expert, 0) * plan.shape.element + reduced, num_shards
         )
-        for is_expert in (False, True)
-    }
-    of_experts = {"expert_replicas": within[True]} if plan.model.has_experts else {}
-    if topology.num_instances == 1:
-        return {"replicas": within[False], **of_experts}
-    between = ALL_REDUCE * ring_bytes(held[False] // topology.num_shards * plan.shape.gradient, topology.num_instances)
-    return {"shards": within[False], "instances": between, **of_experts}
+        # what has one shard is reduced over the instances
+        summed = held[is_expert] // num_shards * (element if num_shards == 1 else plan.shape.gradient)
+        if num_instances > 1:
+            found["expert_instances" if is_expert else "instances"] = ALL_REDUCE * ring_bytes(summed, num_instances)
+    return found

@@ -318,9 +318,13 @@ def _instance_seconds(plan: RunPlan, hardware: Hardware, stages: tuple[int, ...]
     """Return the seconds of summing the shards of gradients over the instances of the distributed optimizer."""
     if plan.topology.num_instances == 1:
         return 0.0
-    link = ring_link(plan.topology, "instances", hardware.node, hardware.network)
-    sent = sum(instance_bytes(plan, stage) for stage in stages)
-    return sent / link.bytes_per_second + ALL_REDUCE * link.latency_seconds
+    total = 0.0
+    for is_expert in KINDS:
+        sent = sum(instance_bytes(plan, stage, is_expert) for stage in stages)
+        group = "expert_instances" if is_expert else "instances"
+        link = ring_link(plan.topology, group, hardware.node, hardware.network)
+        total += sent / link.bytes_per_second + ALL_REDUCE * link.latency_seconds if sent else 0.0
+    return total
 
 
 def _reduced_by_buckets(plan: RunPlan, hardware: Hardware, timeline: Timeline, pp_rank: int) -> float:
@@ -376,10 +380,9 @@ def _exposed_gather(plan: RunPlan, hardware: Hardware, held: tuple[int, ...], st
 def _replica_seconds(plan: RunPlan, hardware: Hardware, num_bytes: float, is_expert: bool, passes: int = 1) -> float:
     """Return the seconds of a ring over the ranks that hold the same parameters, dense ones or experts."""
     t = plan.topology
-    name, size = ("expert_replicas", t.num_expert_replicas) if is_expert else ("shards", t.num_shards)
-    if size == 1 or (is_expert and not num_bytes):
+    if t.sharing(is_expert)[0] == 1 or (is_expert and not num_bytes):
         return 0.0
-    link = ring_link(t, name, hardware.node, hardware.network)
+    link = ring_link(t, t.shard_group(is_expert), hardware.node, hardware.network)
     return num_bytes / link.bytes_per_second + passes * link.latency_seconds
 
 

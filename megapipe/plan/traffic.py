@@ -9,6 +9,7 @@ which tp and cp ranks add for the load balancing loss.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable, Mapping
 
 from megapipe.config.parallel import RecomputeConfig
 from megapipe.layers.model import LayerSpec, layer_table
@@ -42,17 +43,22 @@ def gather_bytes(plan: RunPlan, stage: int, kinds: tuple[bool, ...] = KINDS) -> 
     return _replica_bytes(plan, stage, plan.shape.element, kinds)
 
 
-def instance_bytes(plan: RunPlan, stage: int) -> float:
+def instance_bytes(plan: RunPlan, stage: int, is_expert: bool) -> float:
     """Return the bytes of summing a stage's shards of gradients over the instances of the distributed optimizer."""
-    elements = sum(layout.numel // layout.num_shards for layout in plan.buffers(stage, 0))
-    return ALL_REDUCE * ring_bytes(elements * plan.shape.gradient, plan.topology.num_instances)
+    num_shards, num_instances = plan.topology.sharing(is_expert)
+    layouts = [layout for layout in plan.buffers(stage, 0) if layout.is_expert == is_expert]
+    elements = sum(layout.numel // layout.num_shards for layout in layouts)
+    in_bf16 = plan.config.parallel.grad_reduce_in_bf16 and num_shards == 1  # as a reduction
+    return ALL_REDUCE * ring_bytes(elements * (2 if in_bf16 else plan.shape.gradient), num_instances)
 
 
 def _replica_bytes(plan: RunPlan, stage: int, element: int, kinds: tuple[bool, ...]) -> float:
-    sizes = {False: plan.topology.num_shards, True: plan.topology.num_expert_replicas}
     layouts = plan.buffers(stage, 0)
     return sum(
-        ring_bytes(sum(layout.numel for layout in layouts if layout.is_expert == kind) * element, sizes[kind])
+        ring_bytes(
+            sum(layout.numel for layout in layouts if layout.is_expert == kind) * element,
+            plan.topology.sharing(kind)[0],
+        )
         for kind in kinds
     )
 
@@ -124,7 +130,8 @@ def step_bytes(plan: RunPlan, pp_rank: int) -> dict[str, float]:
 
     For a model with experts also 'expert_replicas', 'ep' and 'etp'; with context parallelism 'cp', or 'cp_a2a' and
     'cp_p2p'; with several instances of the distributed optimizer 'shards' and 'instances' instead of most of
-    'replicas'. Of matrices that Muon exchanges the mean over the ranks.
+    'replicas', and 'expert_shards' and 'expert_instances' likewise. Of matrices that Muon exchanges the mean over the
+    ranks.
     """
     row = plan.schedule(plan.batch.num_microbatches).rows[pp_rank]
     held = plan.placement.stages_of(pp_rank)
@@ -141,21 +148,9 @@ def step_bytes(plan: RunPlan, pp_rank: int) -> dict[str, float]:
     tied = [layout for stage in held for layout in plan.buffers(stage, 0) if layout.kind == "tied"]
     tied_elements = sum(layout.numel // layout.num_shards for layout in tied)
 
-    def replicas(*kinds: bool) -> float:
-        return sum(
-            ran[stage, Op.REDUCE_GRAD] * (reduction_bytes(plan, stage, kinds) + gather_bytes(plan, stage, kinds))
-            for stage in held
-        )
-
-    of_replicas = {"replicas": replicas(False)} if plan.sharding is None else replica_bytes(plan, pp_rank, row)
-    if plan.sharding is None and plan.topology.num_instances > 1:
-        of_replicas = {
-            "shards": of_replicas["replicas"],
-            "instances": sum(ran[stage, Op.REDUCE_GRAD] * instance_bytes(plan, stage) for stage in held),
-        }
-
     muon = {group: count * plan.shape.gradient for group, count in muon_work(plan, pp_rank).sent.items()}
-    of_replicas |= {"shards": of_replicas["shards"] + muon.get("shards", 0.0)} if "shards" in of_replicas else {}
+    of_replicas = Counter({group: sent for group, sent in muon.items() if group not in ("tp", "etp")})
+    of_replicas.update(replica_bytes(plan, pp_rank, row) if plan.sharding is not None else _of_updates(plan, held, ran))
     experts: Counter[str] = Counter()
     loads = 0.0  # of all experts, summed once a step for their biases
     if plan.config.model.moe_router_enable_expert_bias:
@@ -163,8 +158,7 @@ def step_bytes(plan: RunPlan, pp_rank: int) -> dict[str, float]:
         states = sum(part.num_experts for layer in layers for part in layer.parts if isinstance(part, MoE))
         loads = ALL_REDUCE * ring_bytes(states * INDEX_BYTES, plan.topology.num_replicas)
     if plan.model.has_experts:
-        experts["expert_replicas"] = of_replicas.pop("expert_replicas", replicas(True))  # type: ignore[assignment]
-        experts.update({group: muon.get(group, 0.0) for group in ("expert_replicas", "etp")})
+        experts.update({"expert_replicas": of_replicas["expert_replicas"], "etp": muon.get("etp", 0.0)})
         for stage in held:
             experts.update({name: ran[stage, Op.F] / slices * sent for name, sent in expert_bytes(plan, stage).items()})
     context: Counter[str] = Counter()
@@ -173,12 +167,25 @@ def step_bytes(plan: RunPlan, pp_rank: int) -> dict[str, float]:
     return {
         "tp": collectives * plan.shape.collective_bytes(plan.config.model.hidden_size) + muon.get("tp", 0.0),
         "pp": sum(count for (_, op), count in ran.items() if op in MESSAGES) * plan.sent_bytes / slices,
-        **of_replicas,
-        "replicas": of_replicas.get("replicas", 0.0) + loads + muon.get("replicas", 0.0),
+        **{group: sent for group, sent in of_replicas.items() if sent},
+        "replicas": of_replicas["replicas"] + loads,
         "embedding": ALL_REDUCE * ring_bytes(tied_elements * plan.shape.gradient, 2),
         **experts,
         **context,
     }
+
+
+def _of_updates(plan: RunPlan, held: Iterable[int], ran: Mapping[tuple[int, Op], int]) -> dict[str, float]:
+    """Return the bytes that are sent over replicas, by group, where whole gradients are reduced once an update."""
+    found: Counter[str] = Counter()
+    for stage, is_expert in ((stage, is_expert) for stage in held for is_expert in KINDS):
+        within = reduction_bytes(plan, stage, (is_expert,)) + gather_bytes(plan, stage, (is_expert,))
+        between = instance_bytes(plan, stage, is_expert)
+        names = plan.topology.shard_group(is_expert), "expert_instances" if is_expert else "instances"
+        found.update(
+            {name: ran[stage, Op.REDUCE_GRAD] * sent for name, sent in zip(names, (within, between), strict=True)}
+        )
+    return dict(found)
 
 
 def messages_to(plan: RunPlan, pp_rank: int) -> Counter[int]:

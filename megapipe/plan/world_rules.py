@@ -16,7 +16,7 @@ from megapipe.config.parallel import SHARDED_PARAMS
 from megapipe.config.rules import model as of_model
 from megapipe.config.rules import training as of_training
 from megapipe.config.rules.check import Rule, raise_all
-from megapipe.config.rules.pairs import NOT_BUILT, OPTIONS, Option, Refusal, refusals
+from megapipe.config.rules.pairs import CONTRADICTION, NOT_BUILT, OPTIONS, Option, Refusal, refusals
 from megapipe.config.rules.proposals import divisors
 from megapipe.config.rules.sharding import strategy_of
 from megapipe.errors import ConfigError
@@ -326,9 +326,16 @@ REFUSED_BY_SCHEDULES = (
     ),
     Refusal(
         "updates between microbatches",
-        ("experts", "sharded gradients"),
+        ("experts", "sharded gradients alone"),
         NOT_BUILT,
         "it updates weights while microbatches are in flight",
+        "use a synchronous schedule, such as 1f1b",
+    ),
+    Refusal(
+        "updates between microbatches",
+        ("sharded weights",),
+        CONTRADICTION,
+        "it keeps whole versions of the weights, since each backward reads those of its forward",
         "use a synchronous schedule, such as 1f1b",
     ),
 )

@@ -23,11 +23,11 @@ from itertools import chain
 from typing import NamedTuple
 
 from megapipe.errors import ConfigError, ScheduleError
-from megapipe.schedule.action import Action, Op, parse_action
+from megapipe.schedule.action import RECV_OPS, SEND_OPS, SHARDING_OPS, Action, Op, parse_action
 from megapipe.schedule.lifetimes import Held, peak_held
 from megapipe.schedule.partition import Partition
 from megapipe.schedule.placement import Placement
-from megapipe.schedule.schedule import Schedule, gc_paused
+from megapipe.schedule.schedule import Row, Schedule, gc_paused
 from megapipe.schedule.validate import ValidationReport, validate
 
 
@@ -148,18 +148,27 @@ def pair_up(schedule: Schedule) -> Schedule:
     return replace(schedule, rows=tuple(rows))
 
 
+def backwards_first(row: Row) -> Row:
+    """Return a row of stages with the backward of each overlapped pair before its forward, as `merge` begins."""
+    turned = list(row)
+    for slot in (slot for slot, action in enumerate(row) if action.op is Op.OVERLAP):
+        turned[slot + 1], turned[slot + 2] = row[slot + 2], row[slot + 1]
+    return tuple(turned)
+
+
 @gc_paused()
 def expand(schedule: Schedule, parts: Parts, delay_weights: bool = True) -> Schedule:
     """Return a compute-only schedule of stages as the schedule of their parts, compute-only too.
 
     The parts of an action follow one another; those of an overlapped pair are merged by `merge`. delay_weights: full
     backwards are cut into I and W, and each W is issued behind the all-to-all that needs its I, so that it overlaps
-    with it (Megatron's `--delay-wgrad-compute`); otherwise they stay whole. Raises ScheduleError if the schedule is
-    lowered or has another number of stages.
+    with it (Megatron's `--delay-wgrad-compute`); otherwise they stay whole. Gathers and reductions of a stage
+    (`schedule.sharding`) become those of its parts, of which the first one stands for all. Raises ScheduleError if the
+    schedule has messages or another number of stages.
     """
     if schedule.num_slices > 1:
         raise ScheduleError(f"schedule {schedule} has slices of microbatches, whose stages do not run in parts")
-    if schedule.is_lowered or schedule.num_stages != len(parts.of_stage):
+    if schedule.ops & (SEND_OPS | RECV_OPS) or schedule.num_stages != len(parts.of_stage):
         raise ScheduleError(
             f"schedule {schedule} cannot be cut into the parts of {len(parts.of_stage)} stages: it must have as many, "
             "and no messages"
@@ -177,16 +186,17 @@ def expand(schedule: Schedule, parts: Parts, delay_weights: bool = True) -> Sche
         rows.append(tuple(expanded))
     ranks = [tuple(ranks[site.stage] for site in parts.sites) for ranks in schedule.placement.directions]
     placement = Placement(schedule.num_ranks, *ranks)
-    return Schedule(schedule.name, placement, schedule.num_microbatches, tuple(rows))
+    reading = frozenset(site for stage in schedule.reading_in_w for site in parts.of_stage[stage])
+    return Schedule(schedule.name, placement, schedule.num_microbatches, tuple(rows), reading_in_w=reading)
 
 
 def _cut(action: Action, parts: Parts, whole: bool) -> list[Action]:
     """Return the parts of an action in order; if full backwards do not stay `whole`, W follows the next all-to-all."""
     stage, op, microbatch = action
     sites, network = parts.of_stage[stage], parts.network
-    if op is Op.F:
+    if op is Op.F or op in SHARDING_OPS:
         return [Action(site, op, microbatch) for site in sites]
-    if op in (Op.W, Op.UPDATE):
+    if op in (Op.W, Op.UPDATE, Op.REDUCE_GRAD):
         return [Action(site, op, microbatch) for site in reversed(sites) if op is Op.UPDATE or site not in network]
     row: list[Action] = []
     weights: list[Action] = []

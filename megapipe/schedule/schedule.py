@@ -13,6 +13,7 @@ from megapipe.errors import ScheduleError
 from megapipe.schedule.action import (
     BACKWARD_OPS,
     PLANNED_OPS,
+    SHARDING_OPS,
     WEIGHTS_OPS,
     Action,
     Op,
@@ -97,6 +98,12 @@ class Schedule:
         """Return the same schedule without messages, reductions and gathers."""
         rows = tuple(tuple(action for action in row if action[1] in PLANNED_OPS) for row in self.rows)
         return replace(self, rows=rows)
+
+    def without_messages(self) -> Schedule:
+        """Return the same schedule with the gathers and reductions in parts that `schedule.sharding` has added."""
+        kept, reduction = PLANNED_OPS | SHARDING_OPS, Op.REDUCE_GRAD
+        rows = (tuple(a for a in row if a[1] in kept or (a[1] is reduction and a[2] is not None)) for row in self.rows)
+        return replace(self, rows=tuple(rows))
 
     def __str__(self) -> str:
         slices = f" of {self.num_slices} slices" if self.num_slices > 1 else ""

@@ -23,7 +23,7 @@ from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 from megapipe.errors import ConfigError, ScheduleError
-from megapipe.schedule.action import COMPLETES_OPS, SEND_OPS, SHARDING_OPS, Action, Op
+from megapipe.schedule.action import COMPLETES_OPS, PLANNED_OPS, SEND_OPS, SHARDING_OPS, Action, Op
 from megapipe.schedule.partition import Partition, from_counts
 from megapipe.schedule.placement import Placement
 from megapipe.schedule.schedule import Row, Schedule, gc_paused
@@ -121,6 +121,22 @@ def _inserted(row: Row, after: dict[int, list[Action]]) -> Row:
         if slot in after:
             waiting = after[slot]
     return (*result, *waiting)
+
+
+def carry(planned: Schedule, lowered: Schedule) -> Schedule:
+    """Return a lowered schedule with the gathers and reductions that stand between its computations in `planned`."""
+    rows = []
+    for row, target in zip(planned.rows, lowered.rows, strict=True):
+        slots = [-1, *(slot for slot, action in enumerate(target) if action.op in PLANNED_OPS)]
+        after: dict[int, list[Action]] = {}
+        computed = 0
+        for action in row:
+            if action.op in PLANNED_OPS:
+                computed += 1
+            else:
+                after.setdefault(slots[computed], []).append(action)
+        rows.append(_inserted(target, after))
+    return replace(lowered, rows=tuple(rows))
 
 
 def _uses(schedule: Schedule, row: Row) -> Iterator[_Use]:

@@ -32,7 +32,7 @@ class CopiesCheck:
     def __init__(self, runtime: TrainingRuntime) -> None:
         self.interval = runtime.plan.config.training.check_weight_hash_across_dp_replicas_interval
         self._runtime = runtime
-        self._copies = Copies(runtime.buffers, runtime.groups, runtime.weights, lambda: expert_biases(runtime))
+        self._copies = Copies(runtime.stores, runtime.groups, lambda: expert_biases(runtime))
         self._compared_step: int | None = None
 
     def compare(self, step: int) -> None:
@@ -44,7 +44,7 @@ class CopiesCheck:
             return
         runtime, world = self._runtime, self._runtime.groups.world
         with runtime.heartbeat.phase("comparing copies", PATIENCE):
-            runtime.gather.finish()
+            runtime.stores.finish_weights()
             stale = tuple(runtime.optimizer.stale_parameters())  # not what their master weights round to
             differs = torch.tensor(int(self._copies.differ() or bool(stale)), device=runtime.device)
             all_reduce(differs, world, "max")

@@ -345,7 +345,7 @@ def _load_tensors(
 
     may_leave_out: the checkpoint may hold parameters that the model lacks. Raises CheckpointError on all ranks.
     """
-    runtime.gather.finish()
+    runtime.stores.finish_weights()
     world = runtime.groups.world
     if not with_optimizer and not folder.manifest.holds("master"):
         weights = [box for _, box in runtime.held_weights()]
@@ -371,7 +371,7 @@ def load_whole(runtime: TrainingRuntime, weights: Weights) -> None:
 
     Raises CheckpointError if one cannot be read.
     """
-    runtime.gather.finish()
+    runtime.stores.finish_weights()
     held = [one for one in runtime.optimizer.state() if one.key == "master"]
     name, whole = "", torch.empty(0)
     for one in held:

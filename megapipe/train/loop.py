@@ -87,7 +87,7 @@ class Training:
         if not ending.early:
             stopped = self._evaluate("validation") or self._evaluate("test")
             ending = ending if stopped is None else Ending(stopped, early=True)
-        self.runtime.gather.finish()
+        self.runtime.stores.finish_weights()
         self._profiling.finish(state.step)
         losses = (self._losses.get(name) for name in ("train", "validation", "test"))
         return TrainingResult(state.step, ending.reason, not ending.early, *losses)

@@ -91,20 +91,20 @@ def repeat_step(runtime: TrainingRuntime, microbatches: Microbatches) -> str:
     rank, search = runtime.groups.world.global_rank, _Search(runtime, microbatches, step.microbatches)
     bad_weights = []
     for stage, module in runtime.stages.items():
-        with runtime.weights.whole([stage]):
+        with runtime.stores.whole([stage]):
             for name, parameter in module.named_parameters():
                 if not _is_finite(parameter):
                     text = f"weight {name} of stage {stage} on rank {rank} was not finite before the step"
                     bad_weights.append(Finding(WEIGHTS, -1, stage, rank, text))
-    runtime.gather.finish()
+    runtime.stores.finish_weights()
     if runtime.graphs is not None:
         runtime.graphs.release()  # a replay runs no hooks
     try:
-        runtime.reducer.begin_step(len(step.microbatches))
+        runtime.stores.begin_step(len(step.microbatches))
         # whole stages, whose modules are called, also where training runs them in parts
         engine = runtime.engine if runtime.plan.parts is None else runtime.stage_engine
         engine(len(microbatches)).run(step)
-        runtime.reducer.finish()
+        runtime.stores.finish_gradients()
     finally:
         for undo in reversed(search.undo):
             undo()

@@ -166,7 +166,7 @@ class Saving:
         """Return the boxes that this rank writes, the rest of the checkpoint and those to keep. A collective."""
         runtime, plan, flags = self._runtime, self._runtime.plan, self._flags
         config, grid = plan.config, plan.topology
-        runtime.gather.finish()
+        runtime.stores.finish_weights()
         optimizer: dict[str, Any] | None = None
         if not flags.no_save_optim:
             optimizer = runtime.optimizer.plain_state() | {"rule": config.optimizer.optimizer}

@@ -349,10 +349,10 @@ class TrainStep:
         if begun is None:
             self.expert_loads.clear()
         with self._timers.phase("forward-backward"):
-            runtime.reducer.begin_step(len(step.microbatches))  # with slices, each has gradients of its own
+            runtime.stores.begin_step(len(step.microbatches))  # with slices, each has gradients of its own
             reports = engine.run(step) if begun is None else engine.finish(begun)
         with self._timers.phase("gradient-reduce"):
-            runtime.reducer.finish()
+            runtime.stores.finish_gradients()
         if runtime.graphs is not None:
             runtime.graphs.after_step(step)
         return self._average.pending(reports, runtime.groups, runtime.device, count)
@@ -363,7 +363,7 @@ class TrainStep:
         runtime, count = self.runtime, len(microbatches)
         if runtime.optimizer.is_ahead:
             raise RuntimeError("a step was started and its global norm is not known yet: settle it first")
-        runtime.gather.finish()
+        runtime.stores.finish_weights()
         step = runtime.step(microbatches, self._average.objective(lambda: 1.0), trains=False)
         reports = runtime.forward_engine(count, runtime.plan.num_slices).run(step)
         return self._average.pending(reports, runtime.groups, runtime.device, count).sum()
@@ -398,7 +398,7 @@ class PostValidationStep(TrainStep):
                 is_next = settle(previous, result)
                 if not is_next or result.update.rolled_back:
                     engine.discard()
-                    self.runtime.weights.clear()
+                    self.runtime.stores.clear()
                     head_start_events.clear()  # the forwards were in vain: they count as idle time
                     begun = None
             if not is_next:

@@ -266,7 +266,7 @@ def sent(rank: int, world_size: int, changes: dict[str, Any]) -> dict[str, float
     microbatches = [with_ahead(each, runtime.num_ahead) for each in microbatches]
     with mock.patch.object(collectives, "_run", counted), mock.patch.object(Channel, "_post", counted_post):
         train_step(runtime).run(microbatches, Rates(1e-2, 0.0))
-        runtime.gather.finish()
+        runtime.stores.finish_weights()
     return dict(found)
 
 

@@ -10,7 +10,7 @@ import torch
 
 from megapipe.assembly.runtime import TrainingRuntime
 from megapipe.comm.groups import build_process_groups
-from megapipe.data_parallel.buffers import is_allocated
+from megapipe.data_parallel.store import is_allocated
 from megapipe.extras.verify.oracle import drawn_slices, random_batches, share_of
 from megapipe.plan.resolve import resolve
 from megapipe.plan.sharded import row_bytes
@@ -45,8 +45,8 @@ class Recorder:
 
     def act(self, word: bytes) -> None:
         buffers = [buffer for held in self._runtime.buffers.values() for buffer in held.buffers]
-        weights = [each.parameters for each in buffers if each.parameter_shards is not None]
-        gradients = [each.gradients for each in buffers if each.gradient_shards is not None]
+        weights = [each.parameters for each in buffers if each.level == 3]
+        gradients = [each.gradients for each in buffers if each.level >= 2]
         whole = (sum(each.nbytes for each in tensors if is_allocated(each)) for tensors in (weights, gradients))
         self.levels.append(tuple(whole))  # type: ignore[arg-type]
 

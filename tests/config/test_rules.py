@@ -425,12 +425,6 @@ CASES = [
         "--num-distributed-optimizer-instances 2 --use-distributed-optimizer",
     ),
     (
-        "instances_with_experts",
-        "--num-distributed-optimizer-instances 2 --use-distributed-optimizer --num-experts 4 --disable-bias-linear",
-        ["--num-distributed-optimizer-instances 2 does not work with --num-experts yet"],
-        "--use-distributed-optimizer --num-experts 4 --disable-bias-linear",
-    ),
-    (
         "units_of_what_is_gathered_or_reduced",
         "--data-parallel-sharding-strategy optim --data-parallel-sharding-units 2",
         ["needs --data-parallel-sharding-strategy optim_grads or optim_grads_params"],

@@ -4,9 +4,10 @@ import pytest
 import torch
 from torch import nn
 
-from megapipe.comm.groups import Group, build_process_groups
+from megapipe.comm.groups import ProcessGroups, build_process_groups
 from megapipe.comm.trace import Tracer
-from megapipe.data_parallel.gather import ParameterGather
+from megapipe.data_parallel.store import Sharing
+from megapipe.data_parallel.stores import Stores
 from megapipe.sharding.spec import ParamSpec
 from megapipe.topology import Topology
 from tests.data_parallel.toy import groups_of, stage_buffers
@@ -19,32 +20,33 @@ def specs_of(stage: int) -> tuple[ParamSpec, ...]:
     return tuple(ParamSpec(f"{stage}.{index}", (3 + stage, 7), owner=stage) for index in range(5))
 
 
-def pending_stages(gathering: ParameterGather) -> tuple[int, ...]:
-    return tuple(stage for stage, works in gathering.pending.items() if works)
+def pending_stages(stores: Stores, order: list[int]) -> tuple[int, ...]:
+    return tuple(stage for stage in order if any(store.gathering for store in stores.stages[stage].buffers))
 
 
 def gather(rank: int, world: int, order: list[int], overlap: bool) -> tuple[list[tuple[int, ...]], bool, list[int]]:
     """Write the rank's number into its shards, gather all of them, and wait for the stages in order."""
     groups = groups_of(rank, dp=world)
-    stages = {stage: stage_buffers(specs_of(stage), world) for stage in range(NUM_STAGES)}
+    sharing = Sharing.of(groups, 1)
+    stages = {stage: stage_buffers(specs_of(stage), sharing) for stage in range(NUM_STAGES)}
     expected = {}
     for stage, buffers in stages.items():
         for buffer in buffers.buffers:
             whole = torch.zeros_like(buffer.parameters)
             for bucket in buffer.layout.buckets:
                 for replica in range(world):
-                    low, high = buffer.shard_range(bucket, replica)
+                    low, high = bucket.shard(replica, world)
                     whole[low:high] = 1 + replica
-                low, high = buffer.shard_range(bucket, rank)
+                low, high = buffer.shard_range(bucket)
                 buffer.parameters[low:high] = 1 + rank
             expected[stage] = whole
-    gathering = ParameterGather(stages, order, groups.replicas, overlap=overlap)
-    gathering.start()
-    pending = [pending_stages(gathering)]
+    gathering = Stores(stages, groups, order, overlap_gather=overlap)
+    gathering.start_gather()
+    pending = [pending_stages(gathering, order)]
     correct = True
     for stage in order:
         gathering.wait(stage)
-        pending.append(pending_stages(gathering))
+        pending.append(pending_stages(gathering, order))
         correct &= torch.equal(stages[stage].buffers[0].parameters, expected[stage])
     return pending, correct, [len(buffers.buffers[0].layout.buckets) for buffers in stages.values()]
 
@@ -66,9 +68,9 @@ def test_without_overlap_all_is_there_at_once(two_ranks: RankPool) -> None:
 def unsharded(rank: int, world: int) -> int:
     tracer = Tracer()
     groups = build_process_groups(Topology(dp=world), rank, "gloo", 30.0, tracer)
-    gathering = ParameterGather({0: stage_buffers(specs_of(0))}, [0], groups.replicas)
-    gathering.start()
-    gathering.finish()
+    gathering = Stores({0: stage_buffers(specs_of(0), Sharing.of(groups, 0))}, groups)
+    gathering.start_gather()
+    gathering.finish_weights()
     return len(tracer.events)
 
 
@@ -85,19 +87,20 @@ def part_by_part(rank: int, world: int) -> tuple[list[str], list[list[str]], lis
     groups = groups_of(rank, dp=world)
     module = nn.ModuleDict({str(index): nn.Linear(7, 3, bias=False, device="meta") for index in range(5)})
     specs = tuple(ParamSpec(f"{index}.weight", (3, 7), owner=0) for index in range(5))
-    buffers = stage_buffers(specs, world, bucket_size=1)
+    buffers = stage_buffers(specs, Sharing.of(groups, 1), bucket_size=1)
     buffers.materialize(module)
-    gathering = ParameterGather({0: buffers}, [0], groups.replicas)
+    gathering = Stores({0: buffers}, groups)
     order = [3, 0, 1, 2, 4]
     gathering.wait_inside(0, module, [module[str(index)] for index in order])
     (buffer,) = buffers.buffers
     for bucket in buffer.layout.buckets:
-        low, high = buffer.shard_range(bucket, rank)
+        low, high = buffer.shard_range(bucket)
         buffer.parameters[low:high] = 1 + rank
-    gathering.start()
+    gathering.start_gather()
 
     def waiting() -> list[str]:
-        return [slot.spec.name for bucket in gathering.pending[0] for slot in bucket.slots]
+        places = {bucket.start: bucket for bucket in buffer.layout.buckets}
+        return [slot.spec.name for start in buffer.gathering for slot in places[start].slots]
 
     first, left = waiting(), []
     for index in order:
@@ -115,14 +118,14 @@ def test_each_part_waits_for_its_own_parameters_only(two_ranks: RankPool) -> Non
 
 def test_a_parameter_that_no_part_waits_for_is_refused() -> None:
     module = nn.ModuleDict({str(index): nn.Linear(7, 3, bias=False) for index in range(2)})
-    gathering = ParameterGather({0: stage_buffers(specs_of(0))}, [0], Group.alone("replicas"))
+    gathering = Stores({0: stage_buffers(specs_of(0))}, ProcessGroups.alone())
     with pytest.raises(ValueError, match=r"stage 0: no part of the module waits for 1\.weight"):
         gathering.wait_inside(0, module, [module["0"]])
 
 
 def test_order_must_name_the_stages() -> None:
     with pytest.raises(ValueError, match=r"names stages \[0, 2\], this rank holds \[0\]"):
-        ParameterGather({0: stage_buffers(specs_of(0))}, [0, 2], Group.alone("replicas"))
+        Stores({0: stage_buffers(specs_of(0))}, ProcessGroups.alone(), [0, 2])
 
 
 def wait_of_a_borrower(rank: int, world: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -132,20 +135,20 @@ def wait_of_a_borrower(rank: int, world: int) -> tuple[tuple[int, ...], tuple[in
     """
     groups = groups_of(rank, dp=world)
     specs = {0: (ParamSpec("shared", (5, 7), owner=0),), 1: (ParamSpec("own", (5, 7), owner=1),)}
-    stages = {stage: stage_buffers(held, world) for stage, held in specs.items()}
+    stages = {stage: stage_buffers(held, Sharing.of(groups, 1)) for stage, held in specs.items()}
     module = nn.Module()
     module.head, module.rest = nn.Identity(), nn.Identity()
     module.head.register_parameter("weight", nn.Parameter(stages[0].parameter("shared")))
     module.rest.register_parameter("weight", nn.Parameter(stages[1].parameter("own")))
     names = {"head.weight": "shared", "rest.weight": "own"}
     module.named_parameters = lambda: ((names[name], p) for name, p in nn.Module.named_parameters(module))
-    gathering = ParameterGather(stages, [1, 0], groups.replicas)
+    gathering = Stores(stages, groups, [1, 0])
     gathering.wait_inside(1, module, [module.head, module.rest])
-    gathering.start()
-    before = pending_stages(gathering)
+    gathering.start_gather()
+    before = pending_stages(gathering, [1, 0])
     module.head(torch.ones(1))
-    after = pending_stages(gathering)
-    gathering.finish()
+    after = pending_stages(gathering, [1, 0])
+    gathering.finish_weights()
     return before, after
 
 

@@ -7,7 +7,8 @@ from torch import Tensor
 from megapipe.comm.groups import build_process_groups
 from megapipe.comm.trace import Tracer
 from megapipe.data_parallel.buffers import StageBuffers
-from megapipe.data_parallel.reducer import GradientReducer
+from megapipe.data_parallel.store import Sharing
+from megapipe.data_parallel.stores import Stores
 from megapipe.sharding.spec import Fused, ParamSpec, QueryGroups
 from megapipe.topology import Topology
 from tests.data_parallel.toy import Toy, draw, groups_of, stage_buffers, tokens_of, toy_specs
@@ -16,12 +17,12 @@ from tests.harness import RankFailure, RankPool
 NUM_MICROBATCHES = 3
 
 
-def shards_of(buffers: StageBuffers, rank: int) -> dict[str, list[tuple[int, int, Tensor]]]:
+def shards_of(buffers: StageBuffers) -> dict[str, list[tuple[int, int, Tensor]]]:
     """Return the slices of each gradient that this rank holds after a reduction: (start, stop, values)."""
     found: dict[str, list[tuple[int, int, Tensor]]] = {}
     for buffer in buffers.buffers:
         for bucket in buffer.layout.buckets:
-            start, stop = buffer.shard_range(bucket, rank)
+            start, stop = buffer.shard_range(bucket)
             for slot in bucket.slots:
                 low, high = max(start, slot.start), min(stop, slot.stop)
                 if low < high:
@@ -31,22 +32,27 @@ def shards_of(buffers: StageBuffers, rank: int) -> dict[str, list[tuple[int, int
     return found
 
 
+def num_reducing(stores: Stores) -> int:
+    """Return the reductions in flight."""
+    return sum(len(store.reducing) for store in stores.all)
+
+
 def reduce_toy(rank: int, world: int, sharded: bool, overlap: bool, bf16: bool) -> tuple[dict, list[int]]:
     groups = groups_of(rank, dp=world)
-    buffers, module = stage_buffers(toy_specs(), world if sharded else 1), Toy()
+    buffers, module = stage_buffers(toy_specs(), Sharing.of(groups, int(sharded))), Toy()
     buffers.materialize(module, draw)
-    reducer = GradientReducer({0: buffers}, groups, overlap=overlap, reduce_in_bf16=bf16)
+    reducer = Stores({0: buffers}, groups, overlap_reduce=overlap, reduce_in_bf16=bf16)
     launched = []
     for step in range(2):  # the second step shows that the first one left no state behind
         reducer.begin_step(NUM_MICROBATCHES)
         launched = []
         for microbatch in range(NUM_MICROBATCHES):
             module(tokens_of(step, microbatch * world + rank)).backward()
-            launched.append(len(reducer.pending))
+            launched.append(num_reducing(reducer))
         reducer.reduce(0)
-        launched.append(len(reducer.pending))
-        reducer.finish()
-    return shards_of(buffers, groups.replicas.rank), launched
+        launched.append(num_reducing(reducer))
+        reducer.finish_gradients()
+    return shards_of(buffers), launched
 
 
 def whole_toy(world: int) -> dict[str, Tensor]:
@@ -98,19 +104,19 @@ def reduce_mirrored(rank: int, world: int, sharded: bool) -> tuple[dict, list[in
     groups = build_process_groups(Topology(pp=world, mirrored_pipeline=True), rank, "gloo", 30.0)
     stages, modules = {}, {}
     for stage in range(2):
-        stages[stage], modules[stage] = stage_buffers(toy_specs(), world if sharded else 1), Toy()
+        stages[stage], modules[stage] = stage_buffers(toy_specs(), Sharing.of(groups, int(sharded))), Toy()
         stages[stage].materialize(modules[stage], draw)
-    reducer = GradientReducer(stages, groups)
+    reducer = Stores(stages, groups)
     reducer.begin_step(2)  # the number of microbatches on this rank, by which a bucket could detect that it is complete
     launched = []
     for stage in (1 - rank, rank):
         for microbatch in range(int(stage != rank), 4, 2):
             modules[stage](tokens_of(1, microbatch + 4 * stage)).backward()
-        launched.append(len(reducer.pending))
+        launched.append(num_reducing(reducer))
     for stage in (1, 0):
         reducer.reduce(stage)
-    reducer.finish()
-    return {stage: shards_of(buffers, groups.replicas.rank) for stage, buffers in stages.items()}, launched
+    reducer.finish_gradients()
+    return {stage: shards_of(buffers) for stage, buffers in stages.items()}, launched
 
 
 @pytest.mark.parametrize("sharded", [False, True], ids=["all-reduce", "reduce-scatter"])
@@ -136,16 +142,17 @@ def test_opposite_ranks_that_complete_their_stages_in_opposite_orders_sum_each(
 
 
 def unused_parameter(rank: int, world: int) -> tuple[list[int], Tensor]:
-    buffers, module = stage_buffers(toy_specs(), world), Toy()
+    groups = groups_of(rank, dp=world)
+    buffers, module = stage_buffers(toy_specs(), Sharing.of(groups, 1)), Toy()
     buffers.materialize(module, draw)
-    reducer = GradientReducer({0: buffers}, groups_of(rank, dp=world))
+    reducer = Stores({0: buffers}, groups)
     reducer.begin_step(1)
     hidden = module.up(module.norm(module.embedding(tokens_of(0, rank))))
     hidden.sum().backward()  # `down`, in the first bucket, gets no gradient
-    launched = [len(reducer.pending)]
+    launched = [num_reducing(reducer)]
     reducer.reduce(0)
-    launched.append(len(reducer.pending))
-    reducer.finish()
+    launched.append(num_reducing(reducer))
+    reducer.finish_gradients()
     return launched, torch.cat([buffer.gradients for buffer in buffers.buffers])
 
 
@@ -156,9 +163,10 @@ def test_bucket_of_an_unused_parameter_is_reduced_at_the_end_of_its_stage(two_ra
 
 
 def surplus_microbatch(rank: int, world: int) -> None:
-    buffers, module = stage_buffers(toy_specs()), Toy()
+    groups = groups_of(rank, dp=world)
+    buffers, module = stage_buffers(toy_specs(), Sharing.of(groups, 0)), Toy()
     buffers.materialize(module, draw)
-    reducer = GradientReducer({0: buffers}, groups_of(rank, dp=world))
+    reducer = Stores({0: buffers}, groups)
     reducer.begin_step(1)
     for _ in range(2):
         module(tokens_of(0, rank)).backward()
@@ -172,14 +180,14 @@ def test_gradient_after_its_reduction_is_an_error(two_ranks: RankPool) -> None:
 def trace_overlap(rank: int, world: int) -> tuple[list[int], int]:
     tracer = Tracer()
     groups = build_process_groups(Topology(dp=world), rank, "gloo", 30.0, tracer)
-    buffers, module = stage_buffers(toy_specs(), world), Toy()
+    buffers, module = stage_buffers(toy_specs(), Sharing.of(groups, 1)), Toy()
     buffers.materialize(module, draw)
-    reducer = GradientReducer({0: buffers}, groups)
+    reducer = Stores({0: buffers}, groups)
     reducer.begin_step(1)
     module(tokens_of(0, rank)).backward()
     tracer.event("last backward", "action", 0)
     reducer.reduce(0)
-    reducer.finish()
+    reducer.finish_gradients()
     (end,) = (event.end_ns for event in tracer.of_kind("action"))
     return [event.start_ns for event in tracer.of_kind("collective")], end
 
@@ -214,14 +222,14 @@ def filled(spec: ParamSpec, tp_rank: int, tp: int, dp_rank: int, shape: tuple[in
 
 def reduce_partial(rank: int, world: int, tp: int, dp: int, overlap: bool) -> dict[str, Tensor]:
     groups = groups_of(rank, tp=tp, dp=dp, kv_replicas=max(1, tp // QUERY_GROUPS))
-    buffers = stage_buffers(PARTIAL_SPECS, tp_rank=groups.tp.rank, tp=tp)
-    reducer = GradientReducer({0: buffers}, groups, overlap=overlap)
+    buffers = stage_buffers(PARTIAL_SPECS, Sharing.of(groups, 0))
+    reducer = Stores({0: buffers}, groups, overlap_reduce=overlap)
     reducer.begin_step(1)
     for spec in PARTIAL_SPECS:
         gradient = buffers.main_grad(spec.name)
         gradient.copy_(filled(spec, groups.tp.rank, tp, groups.dp.rank, tuple(gradient.shape)))
     reducer.reduce(0)
-    reducer.finish()
+    reducer.finish_gradients()
     return {spec.name: buffers.main_grad(spec.name).clone() for spec in PARTIAL_SPECS}
 
 
@@ -248,32 +256,23 @@ def test_partial_gradients_are_summed_over_their_replicas_only(
 TIED = ParamSpec("embedding.weight", (9, 7), owner="embedding", tied=True)
 
 
-def reduce_tied(rank: int, world: int, pp: int, num_shards: int) -> list[Tensor]:
+def reduce_tied(rank: int, world: int, pp: int, level: int) -> list[Tensor]:
     """Reduce an embedding tied over two pipeline ranks; return this rank's shard of the sum of each copy."""
     dp = world // pp
     groups = groups_of(rank, pp=pp, dp=dp)
-    stages = {groups.pp.rank: stage_buffers((TIED,), num_shards, tied_kind="tied")}
-    reducer = GradientReducer(stages, groups)
+    stages = {groups.pp.rank: stage_buffers((TIED,), Sharing.of(groups, level), tied_kind="tied")}
+    reducer = Stores(stages, groups)
     reducer.begin_step(1)
     for stage, buffers in stages.items():
         buffers.main_grad(TIED.name).fill_(10.0 ** (2 * stage + groups.dp.rank))
         reducer.reduce(stage)
-        assert torch.equal(
-            buffers.main_grad(TIED.name),
-            torch.full(TIED.shape, 10.0 ** (2 * stage + groups.dp.rank), dtype=torch.float64),
-        )
-    reducer.finish()
-    return [
-        values
-        for buffers in stages.values()
-        for parts in shards_of(buffers, groups.replicas.rank).values()
-        for _, _, values in parts
-    ]
+    reducer.finish_gradients()
+    return [values for buffers in stages.values() for parts in shards_of(buffers).values() for _, _, values in parts]
 
 
 @pytest.mark.parametrize("sharded", [False, True], ids=["all-reduce", "reduce-scatter"])
 def test_tied_embedding_is_summed_over_replicas_and_both_ends(four_ranks: RankPool, sharded: bool) -> None:
-    for shards in four_ranks.run(reduce_tied, 2, 2 if sharded else 1):
+    for shards in four_ranks.run(reduce_tied, 2, int(sharded)):
         assert len(shards) == 1
         assert (shards[0] == 1111.0).all()
 
@@ -281,23 +280,24 @@ def test_tied_embedding_is_summed_over_replicas_and_both_ends(four_ranks: RankPo
 HEAD_NORM = ParamSpec("head_norm.weight", (7,), owner="head")
 
 
-def reduce_shared(rank: int, world: int, num_shards: int, overlap: bool) -> tuple[list[int], Tensor]:
+def reduce_shared(rank: int, world: int, level: int, overlap: bool) -> tuple[list[int], Tensor]:
     """Reduce an embedding shared by stages 0 and 3 of one rank.
 
     Return the number of reductions in flight after each stage, and the sum.
     """
     groups = groups_of(rank, dp=world)
-    stages = {0: stage_buffers((TIED,), num_shards, tied_kind="shared"), 3: stage_buffers((HEAD_NORM,), num_shards)}
-    reducer = GradientReducer(stages, groups, overlap=overlap)
+    sharing = Sharing.of(groups, level)
+    stages = {0: stage_buffers((TIED,), sharing, tied_kind="shared"), 3: stage_buffers((HEAD_NORM,), sharing)}
+    reducer = Stores(stages, groups, overlap_reduce=overlap)
     reducer.begin_step(1)
     under_way = []
     for stage in (3, 0):
         # both stages accumulate into the same memory
         stages[0].main_grad(TIED.name).add_(10.0 ** (stage + groups.dp.rank))
         reducer.reduce(stage)
-        under_way.append(len(reducer.pending))
-    reducer.finish()
-    (values,) = [values for parts in shards_of(stages[0], groups.dp_cp.rank).values() for _, _, values in parts]
+        under_way.append(num_reducing(reducer))
+    reducer.finish_gradients()
+    (values,) = [values for parts in shards_of(stages[0]).values() for _, _, values in parts]
     return under_way, values
 
 
@@ -305,9 +305,9 @@ def reduce_shared(rank: int, world: int, num_shards: int, overlap: bool) -> tupl
 def test_an_embedding_that_two_stages_of_a_rank_share_is_reduced_once_both_are_complete(
     two_ranks: RankPool, sharded: bool
 ) -> None:
-    for under_way, values in two_ranks.run(reduce_shared, 2 if sharded else 1, True):
+    for under_way, values in two_ranks.run(reduce_shared, int(sharded), True):
         assert under_way == [1, 2]  # the head's norm, then the embedding
         assert (values == 11011.0).all()
-    for under_way, values in two_ranks.run(reduce_shared, 2 if sharded else 1, False):
+    for under_way, values in two_ranks.run(reduce_shared, int(sharded), False):
         assert under_way == [0, 0]
         assert (values == 11011.0).all()

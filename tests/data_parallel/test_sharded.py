@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from megapipe.comm.groups import ProcessGroups
-from megapipe.data_parallel.buffers import Sharding, StageBuffers, is_allocated
-from megapipe.data_parallel.sharded import ShardedGradients, ShardedWeights
+from megapipe.data_parallel.buffers import StageBuffers
+from megapipe.data_parallel.store import Sharing, is_allocated
+from megapipe.data_parallel.stores import Stores
 from megapipe.sharding.buffers import layout_buffers
-from tests.data_parallel.toy import Toy, draw, groups_of, stage_buffers, tokens_of, toy_specs
+from tests.data_parallel.toy import Toy, draw, groups_of, shard_of, stage_buffers, tokens_of, toy_specs
 from tests.harness import RankPool
 
 NUM_MICROBATCHES = 4
@@ -22,8 +23,7 @@ def sharded_stage(
     groups: ProcessGroups, dtype: torch.dtype = torch.float64, gradient_dtype: torch.dtype = torch.float64
 ) -> tuple[StageBuffers, Toy]:
     layouts = layout_buffers(toy_specs(), 0, 1, groups.shards.size, 60)
-    sharding = Sharding(groups.shards.rank, gradients=True, parameters=True)
-    buffers, module = StageBuffers(layouts, "cpu", dtype, gradient_dtype, sharding=sharding), Toy()
+    buffers, module = StageBuffers(layouts, "cpu", dtype, gradient_dtype, sharing=Sharing.of(groups, 3)), Toy()
     buffers.materialize(module, draw)
     return buffers, module
 
@@ -36,16 +36,16 @@ def whole_gradients(microbatches: range) -> dict[str, Tensor]:
     return {name: buffers.main_grad(name).flatten().clone() for name in buffers.names}
 
 
-def held(buffers: StageBuffers, rank: int) -> dict[str, list[tuple[int, int, Tensor]]]:
+def held(buffers: StageBuffers) -> dict[str, list[tuple[int, int, Tensor]]]:
     """Return (start, stop, values) of this rank's part of each reduced gradient."""
     found: dict[str, list[tuple[int, int, Tensor]]] = {}
     for buffer in buffers.buffers:
         for bucket in buffer.layout.buckets:
-            start, stop = buffer.shard_range(bucket, rank)
+            start, stop = buffer.shard_range(bucket)
             for slot in bucket.slots:
                 low, high = max(start, slot.start), min(stop, slot.stop)
                 if low < high:
-                    values = buffer.reduced_gradients(bucket, rank)[low - start : high - start].clone()
+                    values = buffer.own_gradients(bucket)[low - start : high - start].clone()
                     found.setdefault(slot.spec.name, []).append((low - slot.start, high - slot.start, values))
     return found
 
@@ -65,8 +65,8 @@ def train(
     """
     groups = groups_of(rank, dp=world, num_instances=instances)
     buffers, module = sharded_stage(groups, gradient_dtype=gradient_dtype)
-    weights = ShardedWeights({0: buffers}, groups, overlap=overlap)
-    gradients = ShardedGradients({0: buffers}, groups, overlap=overlap, reduce_in_bf16=in_bf16)
+    options = {"overlap_gather": overlap, "overlap_reduce": overlap, "reduce_in_bf16": in_bf16}
+    weights = gradients = Stores({0: buffers}, groups, **options)
     (buffer,) = buffers.buffers
     exist, in_flight = [], []
 
@@ -93,10 +93,10 @@ def train(
                 gradients.reduce(0)
             elif number % every == every - 1:
                 gradients.reduce_part(0)
-            in_flight.append(len(gradients.pending))
-        gradients.finish()
+            in_flight.append(len(buffer.reducing))
+        gradients.finish_gradients()
         look()
-    return held(buffers, groups.shards.rank), exist, in_flight
+    return held(buffers), exist, in_flight
 
 
 @pytest.mark.parametrize("every", [1, 2, NUM_MICROBATCHES])
@@ -106,7 +106,7 @@ def test_gradients_reduced_in_parts_equal_the_sum_over_all_microbatches(
 ) -> None:
     expected = whole_gradients(range(2 * NUM_MICROBATCHES))
     covered = {name: torch.zeros_like(values) for name, values in expected.items()}
-    num_buckets = len(stage_buffers(toy_specs(), 2).buffers[0].layout.buckets)
+    num_buckets = len(stage_buffers(toy_specs(), shard_of(0, 2)).buffers[0].layout.buckets)
     for found, exist, in_flight in two_ranks.run(train, every, 1, overlap, False):
         for name, start, stop, values in ((name, *part) for name, parts in found.items() for part in parts):
             covered[name][start:stop] += 1
@@ -158,7 +158,7 @@ def gather(rank: int, world: int) -> tuple[bool, list[str]]:
     """Compare gathered weights with those drawn, and return the errors of wrong orders."""
     groups = groups_of(rank, dp=world)
     buffers, module = sharded_stage(groups)
-    weights, errors = ShardedWeights({0: buffers}, groups), []
+    weights, errors = Stores({0: buffers}, groups), []
     for wrong in (lambda: weights.use(0), lambda: weights.reshard(0)):
         try:
             wrong()

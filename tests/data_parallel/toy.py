@@ -8,8 +8,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from megapipe.comm.groups import ProcessGroups, build_process_groups
+from megapipe.comm.groups import Group, ProcessGroups, build_process_groups
 from megapipe.data_parallel.buffers import StageBuffers
+from megapipe.data_parallel.store import Sharing
 from megapipe.sharding.buffers import BufferKind, layout_buffers
 from megapipe.sharding.spec import ParamSpec
 from megapipe.topology import Topology
@@ -52,17 +53,20 @@ def draw(spec: ParamSpec) -> Tensor:
 
 def stage_buffers(
     specs: Sequence[ParamSpec],
-    num_shards: int = 1,
+    sharing: Sharing = Sharing(),  # noqa: B008
     bucket_size: int = 60,
     *,
-    tp_rank: int = 0,
-    tp: int = 1,
     tied_kind: BufferKind = "plain",
     param_dtype: torch.dtype = torch.float64,
     grad_dtype: torch.dtype = torch.float64,
 ) -> StageBuffers:
-    layouts = layout_buffers(specs, tp_rank, tp, num_shards, bucket_size, tied_kind)
-    return StageBuffers(layouts, "cpu", param_dtype, grad_dtype)
+    layouts = layout_buffers(specs, *sharing.cut, sharing.shards.size, bucket_size, tied_kind)
+    return StageBuffers(layouts, "cpu", param_dtype, grad_dtype, sharing=sharing)
+
+
+def shard_of(rank: int, num_shards: int, cut: tuple[int, int] = (0, 1)) -> Sharing:
+    """Return how one of several ranks shares its parameters, without a backend."""
+    return Sharing(int(num_shards > 1), Group("shards", tuple(range(num_shards)), rank), cut=cut)
 
 
 def groups_of(rank: int, **axes: int) -> ProcessGroups:

@@ -12,8 +12,7 @@ from unittest.mock import patch
 from torch import Tensor
 
 from megapipe.comm.channels import Channel, PendingReceive, PendingSend
-from megapipe.data_parallel.gather import ParameterGather
-from megapipe.data_parallel.reducer import GradientReducer
+from megapipe.data_parallel.stores import Stores
 from megapipe.gpu.streams import HostBuffer, StageStreams, StreamCopies
 from megapipe.pipeline.graphs import CapturedStage
 from megapipe.pipeline.offload import _Carried
@@ -21,7 +20,7 @@ from megapipe.tensor_parallel import gemms
 from megapipe.tensor_parallel.gemms import SequenceGather
 from tests.fake_cuda.recorder import Stream, on
 
-begin_step, finish, post_receive = GradientReducer.begin_step, GradientReducer.finish, Channel.post_receive
+begin_step, finish, post_receive = Stores.begin_step, Stores.finish_gradients, Channel.post_receive
 
 
 def nothing(*_: Any) -> None:
@@ -67,22 +66,23 @@ def receive_into_one_buffer(channel: Channel, messages: Any) -> PendingReceive:
     return PendingReceive(channel, tuple(buffer), [channel._post(tensor, 0) for tensor in buffer], [], 0)
 
 
-def reduce_early(reducer: GradientReducer, num_microbatches: int) -> None:
-    begin_step(reducer, num_microbatches)
-    for states in reducer._plain.values():
-        reducer._launch(states)
-        for state in states:
-            state.launched = False
+def reduce_early(stores: Stores, num_microbatches: int) -> None:
+    begin_step(stores, num_microbatches)
+    for store in stores.all:
+        if store.layout.kind == "plain":
+            store.reduce()
+            store._num_launched = 0
 
 
-def finish_at_once(reducer: GradientReducer) -> None:
-    reducer.pending = []
-    finish(reducer)
+def finish_at_once(stores: Stores) -> None:
+    for store in stores.all:
+        store.reducing = []
+    finish(stores)
 
 
-def drop_gathers(gather: ParameterGather, stage: int, buckets: Any = None) -> None:
-    for bucket in tuple(gather.pending[stage]) if buckets is None else buckets:
-        gather.pending[stage].pop(bucket, None)
+def drop_gathers(stores: Stores, stage: int, entries: Any = None) -> None:
+    for store, bucket in stores._gathered_once[stage] if entries is None else entries:
+        store.gathering.pop(bucket.start, None)
 
 
 def start_only(collective: Callable[..., Any]) -> Callable[..., Any]:
@@ -115,9 +115,9 @@ PLANTS: dict[str, Callable[[], Any]] = {
     "message not waited for": partial(patch.object, PendingReceive, "wait", message_on_its_way),
     "receive buffer reused": partial(patch.object, Channel, "post_receive", receive_into_one_buffer),
     "sent tensor freed": partial(patch.object, PendingSend, "wait", drop_message),
-    "reduced before the backward": partial(patch.object, GradientReducer, "begin_step", reduce_early),
-    "reduction not waited for": partial(patch.object, GradientReducer, "finish", finish_at_once),
-    "parameters not waited for": partial(patch.object, ParameterGather, "wait", drop_gathers),
+    "reduced before the backward": partial(patch.object, Stores, "begin_step", reduce_early),
+    "reduction not waited for": partial(patch.object, Stores, "finish_gradients", finish_at_once),
+    "parameters not waited for": partial(patch.object, Stores, "wait", drop_gathers),
     "sum over tp not waited for": partial(patch.object, gemms, "all_reduce", start_only(gemms.all_reduce)),
     "chunk's sum not waited for": partial(patch.object, gemms, "reduce_scatter", start_only(gemms.reduce_scatter)),
     "chunk not waited for": partial(patch.object, SequenceGather, "full", gathered_halfway),

@@ -81,9 +81,9 @@ FOUND: dict[str, tuple[str, str, str]] = {
     "message not waited for": ("pp2", "receive", "default stream"),
     "receive buffer reused": ("pp2", "receive in", "read on the default stream"),
     "sent tensor freed": ("pp2", "send", "freed"),
-    "reduced before the backward": ("zero1", "reduce_scatter in data_parallel/reducer.py", "default stream"),
-    "reduction not waited for": ("zero1", "reduce_scatter in data_parallel/reducer.py", "default stream"),
-    "parameters not waited for": ("zero1", "all_gather in data_parallel/gather.py", "read on the default stream"),
+    "reduced before the backward": ("zero1", "reduce_scatter in data_parallel/store.py", "default stream"),
+    "reduction not waited for": ("zero1", "reduce_scatter in data_parallel/store.py", "default stream"),
+    "parameters not waited for": ("zero1", "all_gather in data_parallel/store.py", "read on the default stream"),
     "sum over tp not waited for": ("tp2_fp16", "all_reduce in tensor_parallel/gemms.py", "default stream"),
     "chunk's sum not waited for": (
         "sp2_in_chunks",

@@ -68,7 +68,7 @@ def unreadable_data(step: TrainStep) -> None:
 def flipped_bit(step: TrainStep) -> None:
     """Flip one bit of one weight; the value stays finite."""
     runtime = step.runtime
-    runtime.gather.finish()
+    runtime.stores.finish_weights()
     buffers = next(iter(runtime.buffers.values()))
     values = buffers.parameter(next(name for name in buffers.names if "mlp" in name)).reshape(-1)
     raw_bytes(values)[values.numel() // 2 * values.element_size() + 2] ^= 1

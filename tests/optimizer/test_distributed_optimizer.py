@@ -14,8 +14,8 @@ from torch import Tensor
 
 from megapipe.config.model import PrecisionConfig
 from megapipe.config.training import OptimizerConfig
-from megapipe.data_parallel.gather import ParameterGather
-from megapipe.data_parallel.reducer import GradientReducer
+from megapipe.data_parallel.store import Sharing
+from megapipe.data_parallel.stores import Stores
 from megapipe.optimizer.optimizer import Optimizer
 from megapipe.optimizer.schedule import Rates
 from megapipe.sharding.boxes import Box
@@ -53,30 +53,29 @@ def train(
     buffers, module = (
         stage_buffers(
             toy_specs(),
-            world if sharded else 1,
+            Sharing.of(groups, int(sharded)),
             param_dtype=param_dtype,
             grad_dtype=torch.promote_types(param_dtype, torch.float32),
         ),
         Toy(),
     )
     buffers.materialize(module, draw)
-    reducer = GradientReducer({0: buffers}, groups, overlap=overlap)
-    gather = ParameterGather({0: buffers}, [0], groups.replicas, overlap=overlap)
-    optimizer = Optimizer({0: buffers}, groups, config, PrecisionConfig(dtype=dtype), gather)
+    stores = Stores({0: buffers}, groups, overlap_gather=overlap, overlap_reduce=overlap)
+    optimizer = Optimizer(stores, groups, config, PrecisionConfig(dtype=dtype))
     if saved is not None:
         buffers.fill(lambda spec: torch.zeros(spec.shape))
         load(optimizer, saved)
     norms, num_microbatches = [], 12 // world
     for step in steps:
-        reducer.begin_step(num_microbatches)
-        gather.wait(0)
+        stores.begin_step(num_microbatches)
+        stores.wait(0)
         for microbatch in range(num_microbatches):
             module(tokens_of(step, microbatch * world + rank)).backward()
-        reducer.reduce(0)
-        reducer.finish()
+        stores.reduce(0)
+        stores.finish_gradients()
         optimizer.start(1 / 12, Rates(0.01, 0.1, 0.003))
         norms.append(optimizer.settle().grad_norm)
-    gather.finish()
+    stores.finish_weights()
     state = {
         (piece.key, piece.piece.spec.name, piece.piece.box): piece.values
         for piece in optimizer.state()
@@ -139,13 +138,13 @@ def test_state_saved_by_two_replicas_is_loaded_by_three(pools: dict[int, RankPoo
 def train_one_vector(rank: int, world: int) -> tuple[Tensor, dict]:
     """Train three elements in a buffer of two shards of 32, so that the second rank holds padding only."""
     groups = groups_of(rank, dp=world)
-    stages = {0: stage_buffers((ParamSpec("bias", (3,), owner=0, weight_decay=False),), world)}
+    stages = {0: stage_buffers((ParamSpec("bias", (3,), owner=0, weight_decay=False),), Sharing.of(groups, 1))}
     stages[0].main_grad("bias").copy_(torch.tensor([1.0, 2.0, 2.0]))
-    gather = ParameterGather(stages, [0], groups.replicas)
-    optimizer = Optimizer(stages, groups, SGD, PrecisionConfig(dtype="fp64"), gather)
+    stores = Stores(stages, groups)
+    optimizer = Optimizer(stores, groups, SGD, PrecisionConfig(dtype="fp64"))
     optimizer.start(1.0, Rates(0.1, 0.0))
     assert optimizer.settle().grad_norm == 3.0
-    gather.finish()
+    stores.finish_weights()
     return stages[0].parameter("bias").clone(), optimizer.plain_state()
 
 
@@ -197,15 +196,13 @@ def measure(
     # on one pipeline rank the first and the last stage share the embedding
     held = STAGES if groups.pp.size == 2 else {0: STAGES[0], 1: STAGES[1][1:]}
     kind: BufferKind = "tied" if groups.pp.size == 2 else "shared"
-    stages = {
-        stage: stage_buffers(held[stage], num_shards, 20, tp_rank=tp_rank, tp=tp, tied_kind=kind) for stage in mine
-    }
+    sharing = Sharing.of(groups, int(num_shards > 1))
+    stages = {stage: stage_buffers(held[stage], sharing, 20, tied_kind=kind) for stage in mine}
     for stage, buffers in stages.items():
         buffers.fill(lambda spec: local_values(spec, global_values(spec), tp_rank, tp))
         for spec in held[stage]:
             buffers.main_grad(spec.name).copy_(buffers.parameter(spec.name))
-    gather = ParameterGather(stages, mine, groups.replicas)
-    optimizer = Optimizer(stages, groups, ADAM, PrecisionConfig(dtype="fp64"), gather)
+    optimizer = Optimizer(Stores(stages, groups), groups, ADAM, PrecisionConfig(dtype="fp64"))
     saved: dict[str, int] = {}
     for piece in optimizer.state():
         if piece.key == "master" and piece.primary:

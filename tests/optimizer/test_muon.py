@@ -142,7 +142,7 @@ def sent_and_held(rank: int, world_size: int, changes: dict[str, Any]) -> tuple[
     ):
         runtime.optimizer.start(1.0, Rates(1e-2, 0.0))
         runtime.optimizer.settle()
-        runtime.gather.finish()
+        runtime.stores.finish_weights()
     return dict(sends), sum(flops)
 
 

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from megapipe.config.model import PrecisionConfig
 from megapipe.config.training import OptimizerConfig
-from megapipe.data_parallel.gather import ParameterGather
-from megapipe.data_parallel.reducer import GradientReducer
+from megapipe.data_parallel.store import Sharing
+from megapipe.data_parallel.stores import Stores
 from megapipe.optimizer.narrow import NarrowState
 from megapipe.optimizer.optimizer import Optimizer
 from megapipe.optimizer.schedule import Rates
@@ -106,10 +106,10 @@ def test_each_step_is_the_formula_with_one_rounding_of_each_state(
     optimizer, specs = trainer.optimizer, {spec.name: spec for spec in toy_specs()}
     for step in range(1, 4):
         before = decoded(optimizer)
-        trainer.reducer.begin_step(2)
+        trainer.stores.begin_step(2)
         for microbatch in range(2):
             (trainer.module(tokens_of(step, microbatch)) * optimizer.loss_scale).backward()
-        trainer.reducer.finish()
+        trainer.stores.finish_gradients()
         gradients = {name: trainer.buffers.main_grad(name).double().flatten() for name in specs}
         assert all(trainer.buffers.main_grad(name).dtype == DTYPES[gradient] for name in specs)
         factor = 0.5 / optimizer.loss_scale
@@ -289,18 +289,17 @@ def train(
     """Train with one exactly summable gradient in each step; return weights, what the rank saves, and plain state."""
     config, groups = narrow_adam(**dtypes), groups_of(rank, dp=world)
     gradient = DTYPES[state_dtypes(config, BF16).gradient]
-    buffers = stage_buffers(toy_specs(), world, param_dtype=torch.bfloat16, grad_dtype=gradient)
+    buffers = stage_buffers(toy_specs(), Sharing.of(groups, 1), param_dtype=torch.bfloat16, grad_dtype=gradient)
     module = Toy()
     buffers.materialize(module, draw)
-    reducer = GradientReducer({0: buffers}, groups, overlap=True, reduce_in_bf16=bf16_sum)
-    gather = ParameterGather({0: buffers}, [0], groups.replicas, overlap=True)
-    optimizer = Optimizer({0: buffers}, groups, config, BF16, gather)
+    stores = Stores({0: buffers}, groups, reduce_in_bf16=bf16_sum)
+    optimizer = Optimizer(stores, groups, config, BF16)
     if saved is not None:
         buffers.fill(lambda spec: torch.zeros(spec.shape))
         load(optimizer, saved)
     for step in steps:
-        reducer.begin_step(1)
-        gather.wait(0)
+        stores.begin_step(1)
+        stores.wait(0)
         # multiples of 1/8 below 4: sums of two have at most 6 bits, so that no order or dtype rounds them
         for microbatch in range(2):
             if microbatch % world == rank:
@@ -308,10 +307,10 @@ def train(
                     generator = torch.Generator().manual_seed(100 * step + 10 * microbatch + place)
                     drawn = torch.randint(-16, 17, spec.shape, generator=generator) / 8
                     buffers.main_grad(spec.name).add_(drawn)
-        reducer.finish()
+        stores.finish_gradients()
         optimizer.start(1 / 2, RATES)
         optimizer.settle()
-    gather.finish()
+    stores.finish_weights()
     weights = {name: parameter.detach().clone() for name, parameter in module.named_parameters()}
     state = {(p.key, p.piece.spec.name, p.piece.box): p.values.clone() for p in optimizer.state() if p.primary}
     return weights, state, optimizer.plain_state()
@@ -353,7 +352,7 @@ def test_gradients_accumulate_in_their_dtype() -> None:
     """256 + 1 == 256 in bf16."""
     trainer = Trainer(narrow_adam(main_grads_dtype="bf16"), BF16)
     slot = trainer.buffers.main_grad("up.bias")
-    trainer.reducer.begin_step(2)
+    trainer.stores.begin_step(2)
     slot.add_(torch.full(slot.shape, 256.0))
     slot.add_(torch.full(slot.shape, 1.0))
     assert (slot == 256).all()

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from megapipe.comm.groups import ProcessGroups
 from megapipe.config.model import PrecisionConfig
 from megapipe.config.training import OptimizerConfig
-from megapipe.data_parallel.buffers import StageBuffers
-from megapipe.data_parallel.reducer import GradientReducer
+from megapipe.data_parallel.stores import Stores
 from megapipe.optimizer.gradient_norm import sum_of_squares
 from megapipe.optimizer.optimizer import Optimizer, StepReport
 from megapipe.optimizer.schedule import Rates
@@ -43,14 +42,14 @@ class Trainer:
         gradient = DTYPES[state_dtypes(config, precision).gradient]
         self.buffers = stage_buffers(toy_specs(), param_dtype=dtype, grad_dtype=gradient)
         self.buffers.materialize(self.module, draw)
-        self.reducer = GradientReducer({0: self.buffers}, ProcessGroups.alone())
-        self.optimizer = Optimizer({0: self.buffers}, ProcessGroups.alone(), config, precision)
+        self.stores = Stores({0: self.buffers}, ProcessGroups.alone())
+        self.optimizer = Optimizer(self.stores, ProcessGroups.alone(), config, precision)
 
     def step(self, step: int, num_microbatches: int = 4, scale: float = 1.0, lr: float = 0.01) -> StepReport:
-        self.reducer.begin_step(num_microbatches)
+        self.stores.begin_step(num_microbatches)
         for microbatch in range(num_microbatches):
             (self.module(tokens_of(step, microbatch)) * (scale * self.optimizer.loss_scale)).backward()
-        self.reducer.finish()
+        self.stores.finish_gradients()
         self.optimizer.start(1 / num_microbatches, Rates(lr, 0.1, 0.3 * lr))
         return self.optimizer.settle()
 
@@ -186,9 +185,8 @@ def test_zeros_and_norms_leave_padding_out() -> None:
     spec = ParamSpec("embedding.weight", (8, 5), owner="embedding", slicing=Fused(0), true_rows=6)
     buffers = stage_buffers((spec, ParamSpec("bias", (3,), owner=0, weight_decay=False)))
     buffers.fill(lambda spec: torch.full(spec.shape, 2.0))
-    optimizer = Optimizer(
-        {0: buffers}, ProcessGroups.alone(), OptimizerConfig(lr=0.0001), PrecisionConfig(dtype="fp64")
-    )
+    alone = ProcessGroups.alone()
+    optimizer = Optimizer(Stores({0: buffers}, alone), alone, OptimizerConfig(lr=0.0001), PrecisionConfig(dtype="fp64"))
     assert optimizer.parameters_norm() == pytest.approx(math.sqrt(33 * 4.0))
     buffers.main_grad("bias").copy_(torch.tensor([3.0, 0.0, 4.0]))
     optimizer.start(1.0, Rates(0.0, 0.0), count_zero_gradients=True)
@@ -256,18 +254,12 @@ def test_sum_of_squares_of_many_elements_does_not_drift() -> None:
     assert sum_of_squares([values], values.device).item() == pytest.approx(exact, rel=3e-7)
 
 
-def test_sharded_buffers_need_a_gather() -> None:
-    buffers: StageBuffers = stage_buffers(toy_specs(), 2)
-    with pytest.raises(ValueError, match="need a ParameterGather"):
-        Optimizer({0: buffers}, ProcessGroups.alone(), ADAM, PrecisionConfig())
-
-
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_the_pass_for_compilation_updates_as_torchs_fused_kernel_and_writes_the_weights(dtype: str) -> None:
     """Four steps, two of them clipped; the function is not compiled. Gradients keep their raw sums."""
     plain, found = Trainer(ADAM, PrecisionConfig(dtype=dtype)), Trainer(ADAM, PrecisionConfig(dtype=dtype))
     found.optimizer = Optimizer(
-        {0: found.buffers},
+        found.stores,
         ProcessGroups.alone(),
         ADAM,
         PrecisionConfig(dtype=dtype),

@@ -5,7 +5,7 @@ import torch
 
 from megapipe.optimizer.shards import Shard
 from megapipe.sharding.spec import Fused, ParamSpec
-from tests.data_parallel.toy import stage_buffers
+from tests.data_parallel.toy import shard_of, stage_buffers
 
 SPECS = (
     ParamSpec("bias", (6,), owner=0, weight_decay=False, slicing=Fused(0)),
@@ -17,11 +17,10 @@ SPECS = (
 
 
 def shards_of(tp_rank: int, replica: int, num_shards: int, dtype: torch.dtype = torch.float64) -> tuple[Shard, ...]:
-    buffers = stage_buffers(SPECS, num_shards, 1000, tp_rank=tp_rank, tp=2, param_dtype=dtype, grad_dtype=torch.float64)
+    sharing = shard_of(replica, num_shards, (tp_rank, 2))
+    buffers = stage_buffers(SPECS, sharing, 1000, param_dtype=dtype, grad_dtype=torch.float64)
     return tuple(
-        Shard(0, buffer, bucket, replica, (tp_rank, 2), ("exp_avg",))
-        for buffer in buffers.buffers
-        for bucket in buffer.layout.buckets
+        Shard(0, buffer, bucket, ("exp_avg",)) for buffer in buffers.buffers for bucket in buffer.layout.buckets
     )
 
 

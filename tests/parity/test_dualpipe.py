@@ -80,7 +80,7 @@ def different_copies(rank: int, world_size: int, config: Config) -> list[str]:
     step, dp = TrainStep(runtime), plan.topology.dp
     for number, batch in enumerate(random_batches(plan.config, dp, [4, 4], seed=1)):
         step.run(share_of(runtime, batch, number), Rates(0.02, 0.1))
-    runtime.gather.finish()
+    runtime.stores.finish_weights()
     mine = {
         (stage, name): bits(buffers.parameter(name))
         for stage, buffers in runtime.buffers.items()

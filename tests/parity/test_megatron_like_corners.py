@@ -182,7 +182,7 @@ def scale_history(rank: int, world_size: int, config: Config, num_steps: int) ->
     batches = random_batches(runtime.plan.config, runtime.plan.topology.dp, [2] * num_steps, seed=1)
     for number, batch in enumerate(batches):
         update = step.run(share_of(runtime, batch, number), Rates(0.02, 0.0)).update
-        runtime.gather.finish()
+        runtime.stores.finish_weights()
         largest = max(
             buffers.parameter(name).abs().max().item() for buffers in runtime.buffers.values() for name in buffers.names
         )

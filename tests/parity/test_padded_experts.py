@@ -118,7 +118,7 @@ def trained(options: dict[str, Any], batches: Sequence[Sequence[Batch]]) -> Outc
         loss = step.run(share_of(runtime, batch, number), RATES).loss
     report = step.expert_loads.report(len(batches[0]))
     assert report is not None
-    runtime.gather.finish()
+    runtime.stores.finish_weights()
     weights = {name: buffers.parameter(name).clone() for buffers in runtime.buffers.values() for name in buffers.names}
     return loss, weights | {box.name: box.values.clone() for _, box in runtime.held_states()}, report
 

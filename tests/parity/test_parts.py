@@ -15,6 +15,7 @@ from tests.parity.test_experts import MODEL, SHARED, SIGMOID, ZERO
 from tests.tiny import make_config
 
 OVERLAP = {"overlap_moe_expert_parallel_comm": True}
+FSDP = {"data_parallel_sharding_strategy": "optim_grads_params"}
 DELAY = OVERLAP | {"delay_wgrad_compute": True}
 GRIDS: dict[str, tuple[int, dict[str, Any]]] = {
     "pp 1": (2, {"ep": 2} | DELAY | SHARED),
@@ -38,6 +39,27 @@ GRIDS: dict[str, tuple[int, dict[str, Any]]] = {
         | DELAY
         | ZERO
         | SHARED,
+    ),
+    "pp 2 dualpipe, weights sharded": (
+        8,
+        {"ep": 2, "pp": 2, "pipeline_schedule": "dualpipe", "global_batch_size": 32, "overlap_param_gather": True}
+        | {"overlap_grad_reduce": True, "untie_embeddings_and_output_weights": True}
+        | DELAY
+        | FSDP
+        | SIGMOID,
+    ),
+    "pp 2 interleaved, weights sharded by microbatch, norms after": (
+        4,
+        {"ep": 2, "pp": 2, "chunks": 2, "norm_position": "after", "data_parallel_sharding_granularity": "microbatch"}
+        | DELAY
+        | FSDP
+        | SHARED,
+    ),
+    "pp 2 dualpipe-v, gradients of units sharded over two instances": (
+        8,
+        {"ep": 2, "pp": 2, "chunks": 2, "pipeline_schedule": "dualpipe-v", "global_batch_size": 32}
+        | {"data_parallel_sharding_strategy": "optim_grads", "num_distributed_optimizer_instances": 2}
+        | OVERLAP,
     ),
     "tp 2, etp 2, ep 2, pp 2": (
         8,

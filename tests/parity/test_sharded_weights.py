@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megapipe.data_parallel.buffers import is_allocated
+from megapipe.data_parallel.store import is_allocated
 from megapipe.extras.inference.generate import Generator, Limits, Sampling
 from megapipe.optimizer.schedule import Rates
 from megapipe.plan.resolve import resolve

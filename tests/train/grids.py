@@ -68,5 +68,5 @@ def trainer(runtime: TrainingRuntime) -> TrainStep:
 
 def whole_parameters(runtime: TrainingRuntime) -> Sequence[tuple[str, Tensor]]:
     """Return (name, local tensor) of every parameter on this rank."""
-    runtime.gather.finish()
+    runtime.stores.finish_weights()
     return [(name, buffers.parameter(name)) for buffers in runtime.buffers.values() for name in buffers.names]

@@ -54,7 +54,7 @@ def scramble(runtime: TrainingRuntime, salt: int = 0) -> None:
             expected(held.key, held.piece.spec.name, held.piece.spec.shape, salt)[held.piece.box.slices].reshape(-1)
         )
     runtime.optimizer.masters_to_parameters()
-    runtime.gather.finish()
+    runtime.stores.finish_weights()
 
 
 def expected(key: str, name: str, shape: tuple[int, ...], salt: int = 0) -> Tensor:
@@ -69,7 +69,7 @@ def expected(key: str, name: str, shape: tuple[int, ...], salt: int = 0) -> Tens
 
 def differences(runtime: TrainingRuntime, keys: tuple[str, ...], salt: int = 0) -> list[str]:
     """Return the masters, moments and parameters that differ from those of `scramble`, ignoring vocabulary padding."""
-    runtime.gather.finish()
+    runtime.stores.finish_weights()
     found = []
     for held in runtime.optimizer.state():
         if held.key in keys:
@@ -84,7 +84,7 @@ def differences(runtime: TrainingRuntime, keys: tuple[str, ...], salt: int = 0) 
 def _parameter_pieces(runtime: TrainingRuntime) -> Iterator[tuple[int, Tensor, Slot, Piece]]:
     """Yield (stage, values, slot, piece) of this rank's whole parameters, gathered stage by stage where sharded."""
     for stage, buffers in runtime.buffers.items():
-        with runtime.weights.whole([stage]):
+        with runtime.stores.whole([stage]):
             for buffer, slot in buffers.slots.values():
                 for piece in pieces(slot.spec, runtime.coordinates.tp_rank, runtime.plan.topology.tp):
                     yield stage, buffer.parameters[slot.start + piece.start : slot.start + piece.stop], slot, piece
@@ -98,7 +98,7 @@ def _unequal(what: str, true_rows: int | None, box: Any, whole: Tensor, values: 
 
 def state_of(runtime: TrainingRuntime) -> dict[str, Tensor]:
     """Return a copy of this rank's state without vocabulary padding, which is not saved."""
-    runtime.gather.finish()
+    runtime.stores.finish_weights()
     found = {}
     for held in runtime.optimizer.state():
         box = tensor_box(held.key, held.piece, held.values)

@@ -132,7 +132,7 @@ def trained(
         numbers += [result.loss, result.update.grad_norm]
     if evaluates:
         numbers.append(step.evaluate(step_microbatches(runtime, rows, 2, rules)).loss)
-    runtime.gather.finish()
+    runtime.stores.finish_weights()
     if runtime.sharded is not None:  # the weights of the last stage that ran are freed; evaluation has read them
         return numbers, [], said
     return numbers, [b.parameter(name).clone() for b in runtime.buffers.values() for name in b.names], said

@@ -45,7 +45,7 @@ def flipping(rank: int, victims: tuple[int, ...], name: str, where: str = "param
         if count == STRIKES_AFTER:
             TrainStep.finish = finish  # type: ignore[method-assign]
             runtime = self.runtime
-            runtime.gather.finish()
+            runtime.stores.finish_weights()
             strike(runtime, name, where)
         return result
 

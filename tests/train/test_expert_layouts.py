@@ -34,6 +34,7 @@ EXPERTS: dict[str, Any] = {
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "one": (1, {}),
     "ep2_zero": (2, {EP: 2} | ZERO),
+    "ep2_of_dp8_two_instances": (8, {EP: 2, "num_distributed_optimizer_instances": 2} | ZERO),
     "ep4_of_tp2_dp2": (4, {TP: 2, EP: 4, ETP: 1}),
     "ep2_etp2_pp2_zero": (8, {TP: 2, EP: 2, PP: 2} | ZERO),
     "etp4_of_tp2_dp2": (4, {TP: 2, ETP: 4} | ZERO),

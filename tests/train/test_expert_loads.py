@@ -88,14 +88,14 @@ def test_a_skipped_step_leaves_the_biases(monkeypatch: pytest.MonkeyPatch) -> No
     runtime = built({})
     trainer = TrainStep(runtime)
     (batch,) = batches_of(runtime, 1)
-    finish = runtime.reducer.finish
+    finish = runtime.stores.finish_gradients
 
     def overflow() -> None:
         finish()
         runtime.buffers[0].buffers[0].gradients[0] = torch.inf
 
     with monkeypatch.context() as patch:
-        patch.setattr(runtime.reducer, "finish", overflow)
+        patch.setattr(runtime.stores, "finish", overflow)
         assert trainer.run(share_of(runtime, batch, 0), RATES).update.skipped
     assert biases(runtime).abs().max() == 0
     assert not trainer.run(share_of(runtime, batch, 0), RATES).update.skipped

@@ -99,7 +99,7 @@ def steps_of(runtime: TrainingRuntime, recorder: TapeRecorder, rules: DocumentRu
         if number == 2:  # an evaluation between replays
             step.evaluate(step_microbatches(runtime, rows, number, rules))
             watch.take()
-    runtime.gather.finish()
+    runtime.stores.finish_weights()
     weights = {f"{s} {n}": b.parameter(n).clone() for s, b in runtime.buffers.items() for n in b.names}
     return Trained(losses, sums, weights, calls, [len(pool.tapes) for pool in recorder.pools])
 

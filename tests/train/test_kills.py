@@ -23,7 +23,7 @@ import torch
 from megapipe.checkpoint.disk import Disk
 from megapipe.checkpoint.folder import find_checkpoint
 from megapipe.checkpoint.starts import STARTS_NAME
-from megapipe.data_parallel.sharded import ShardedGradients, ShardedWeights
+from megapipe.data_parallel.stores import Stores
 from megapipe.monitor.process import wait_for_end
 from megapipe.train.step import TrainStep
 from tests.harness import RankPool
@@ -133,8 +133,8 @@ def arm(rank: int, folder: str, kill: Kill | InCollective) -> None:
 
 def arm_in_collective(kill: InCollective, strike: Callable[[], None]) -> None:
     """Strike when the collective has been started."""
-    owner: Any = ShardedWeights if kill.kind == "gather" else ShardedGradients
-    name = "unshard" if kill.kind == "gather" else "_launch"
+    owner: Any = Stores
+    name = "unshard" if kill.kind == "gather" else "_start"
     start, seen = getattr(owner, name), 0
 
     def started(self: Any, *arguments: Any) -> None:

@@ -14,7 +14,7 @@ import pytest
 
 from megapipe.comm.collectives import Work, all_gather
 from megapipe.comm.trace import Event, Tracer
-from megapipe.data_parallel import gather as gather_module
+from megapipe.data_parallel import store as gather_module
 from megapipe.optimizer.schedule import Rates
 from megapipe.schedule.action import COMPUTE_OPS, Op, parse_action
 from tests.harness import RankPool
@@ -43,7 +43,7 @@ def two_steps(rank: int, world_size: int, overlap: bool) -> list[Event]:
     step.run(step_microbatches(runtime, rows, 0), Rates(1e-2, 0.0))
     last = max(event.end_ns for event in tracer.of_kind("row"))
     step.run(step_microbatches(runtime, rows, 1), Rates(1e-2, 0.0))
-    runtime.gather.finish()
+    runtime.stores.finish_weights()
     return [event for event in tracer.events if event.start_ns > last]
 
 

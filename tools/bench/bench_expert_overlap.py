@@ -147,14 +147,14 @@ class Contender:
     def step(self, microbatches: Microbatches) -> float:
         """Run forward and backward of one step and return its seconds."""
         runtime = self._runtime
-        runtime.reducer.begin_step(len(microbatches))
+        runtime.stores.begin_step(len(microbatches))
         step = Step(microbatches, runtime.message, lambda output, _: (output.loss_sum, output.loss_sum.detach()))
         barrier(runtime.groups.world)
         began = time.perf_counter()
         self._engine.run(step)
         barrier(runtime.groups.world)
         seconds = time.perf_counter() - began
-        runtime.reducer.finish()
+        runtime.stores.finish_gradients()
         return seconds
 
 

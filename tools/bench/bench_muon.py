@@ -58,7 +58,7 @@ def main() -> None:
             began = time.perf_counter()
             runtime.optimizer.start(1.0, Rates(1e-3, 0.1))
             runtime.optimizer.settle()
-            runtime.gather.finish()
+            runtime.stores.finish_weights()
             if number:
                 seconds[rule].append(time.perf_counter() - began)
     if environment.global_rank == 0:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from megapipe.config.config import Config
 from megapipe.config.layers import kinds_of
 from megapipe.config.model import ATTENTIONS, NORMALIZATIONS
-from megapipe.config.parallel import SHARDED_GRADS
+from megapipe.config.parallel import SHARDED_GRADS, SHARDED_PARAMS
 from megapipe.config.problems import UnreadError
 from megapipe.config.rules.proposals import given
 from megapipe.config.rules.sharding import strategy_of
@@ -93,6 +93,10 @@ def _selects(module: str) -> Option:
     return words
 
 
+def _strategy(name: str) -> Option:
+    return lambda config: strategy_of(config.parallel) == name and f"--data-parallel-sharding-strategy {name}"
+
+
 OPTIONS: dict[str, Option] = {
     "slices": lambda c: c.parallel.pipe_sp_splits > 1 and f"--pipe-sp-splits {c.parallel.pipe_sp_splits}",
     "context parallelism": lambda c: (
@@ -102,10 +106,8 @@ OPTIONS: dict[str, Option] = {
     "sharded gradients": lambda c: (
         strategy_of(c.parallel) in SHARDED_GRADS and f"--data-parallel-sharding-strategy {strategy_of(c.parallel)}"
     ),
-    "optimizer instances": lambda c: (
-        c.parallel.num_distributed_optimizer_instances > 1
-        and f"--num-distributed-optimizer-instances {c.parallel.num_distributed_optimizer_instances}"
-    ),
+    "sharded gradients alone": _strategy(SHARDED_GRADS[0]),
+    "sharded weights": _strategy(SHARDED_PARAMS),
     "experts": lambda c: c.model.num_experts is not None and "--num-experts",
     "capacity of experts": lambda c: (
         c.model.moe_expert_capacity_factor is not None
@@ -196,14 +198,6 @@ REFUSED: tuple[Refusal, ...] = (
         "graphs keep the addresses of weights and gradients, which sharding frees",
         AS_ZERO_1,
     ),
-    Refusal(
-        "sharded gradients",
-        ("overlapped all-to-alls",),
-        NOT_BUILT,
-        "parts of layers have no gathers of their own",
-        AS_ZERO_1,
-    ),
-    Refusal("optimizer instances", ("experts",), NOT_BUILT, "replicas of experts are not divided", "use one instance"),
     Refusal(
         "experts",
         ("compiled pointwise", "CUDA graphs"),

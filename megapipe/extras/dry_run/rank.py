@@ -102,8 +102,8 @@ def count_step(
     buffers = [buffer for held in runtime.buffers.values() for buffer in held.buffers]
     live.name((tensor for buffer in buffers for tensor in buffer.kept_parameters), "weights")
     live.name((buffer.kept_gradients for buffer in buffers), "gradients")
-    live.follow((b.parameters for b in buffers if b.parameter_shards is not None), "gathered weights")
-    live.follow((b.gradients for b in buffers if b.gradient_shards is not None), "whole gradients")
+    live.follow((b.parameters for b in buffers if b.level == 3), "gathered weights")
+    live.follow((b.gradients for b in buffers if b.level >= 2), "whole gradients")
     held = dict(runtime.optimizer.held())
     if "host" in held:  # Muon copies matrices to the device and computes there
         live.leave_out(held.pop("host"))

@@ -27,6 +27,8 @@ SENDING = (
     "ep",
     "etp",
     "expert_replicas",
+    "expert_shards",
+    "expert_instances",
 )
 
 

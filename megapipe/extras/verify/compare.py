@@ -14,7 +14,6 @@ from megapipe.config.config import Config
 from megapipe.extras.verify.routing import NO_CHOICES, OtherChoice, Routing
 from megapipe.layers.model import model_states
 from megapipe.sharding.boxes import Box, Piece, pieces
-from megapipe.sharding.buffers import shard_pieces
 from megapipe.sharding.spec import Fused, ParamSpec, QueryGroups
 from megapipe.sharding.state_dtypes import state_dtypes
 
@@ -111,19 +110,16 @@ class Difference:
 def gradient_pieces(runtime: TrainingRuntime) -> Iterator[HeldPiece]:
     """Yield this rank's reduced gradients as views: its shards with the distributed optimizer, else whole ones."""
     for stage, buffers in runtime.buffers.items():
-        for buffer in buffers.buffers:
-            is_expert = buffer.layout.is_expert
-            replica, cut = runtime.groups.shards_of(is_expert).rank, runtime.groups.cut_of(is_expert)
-            for bucket in buffer.layout.buckets:
-                low, high = buffer.shard_range(bucket, replica)
-                gradients = buffer.reduced_gradients(bucket, replica)
-                for position, piece in shard_pieces(bucket, *cut, low, high):
+        for store in buffers.buffers:
+            for bucket in store.layout.buckets:
+                (low, high), gradients = store.shard_range(bucket), store.own_gradients(bucket)
+                for position, piece in store.pieces(bucket, low, high):
                     yield HeldPiece(stage, piece, gradients[position - low :][: piece.box.num_elements])
 
 
 def weight_pieces(runtime: TrainingRuntime) -> Iterator[HeldPiece]:
     """Yield this rank's whole local parameters and states, as the next forward reads them."""
-    runtime.gather.finish()
+    runtime.stores.finish_weights()
     states = {spec.name: spec for spec in model_states(runtime.plan.config.model)}
     for stage, module in runtime.stages.items():
         for name, values in module.named_buffers():
@@ -131,7 +127,7 @@ def weight_pieces(runtime: TrainingRuntime) -> Iterator[HeldPiece]:
             yield HeldPiece(stage, piece, values)
     for stage, buffers in runtime.buffers.items():
         specs = {spec.name: spec for spec in runtime.plan.stage_specs[stage]}
-        with runtime.weights.whole([stage]):
+        with runtime.stores.whole([stage]):
             whole = {name: buffers.parameter(name).detach().view(-1).clone() for name in buffers.names}
         for name, local in whole.items():
             for piece in pieces(specs[name], *runtime.groups.cut_of(specs[name].is_expert)):

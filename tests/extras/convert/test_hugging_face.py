@@ -228,7 +228,7 @@ def forward_and_save(rank: int, world_size: int, source: str, target: str, token
     plan = resolve(config, world_size)
     runtime = TrainingRuntime(plan, build_process_groups(plan.topology, rank, "gloo", 30), torch.device("cpu"))
     resumed = load(runtime, Path(source))
-    runtime.gather.finish()
+    runtime.stores.finish_weights()
     Saving(runtime, resumed.schedules, Path(target), to_yaml(config), None, print).write(resumed.state)
     return _forward(runtime, Microbatch(tokens))
 

@@ -14,9 +14,9 @@ from torch import Tensor
 from megapipe.comm.collectives import Work
 from megapipe.comm.groups import Group, ProcessGroups
 from megapipe.data.batch import Batch
-from megapipe.data_parallel import reducer
-from megapipe.data_parallel.gather import ParameterGather
-from megapipe.data_parallel.reducer import GradientReducer
+from megapipe.data_parallel import stores
+from megapipe.data_parallel.store import Sharing
+from megapipe.data_parallel.stores import Stores
 from megapipe.extras.verify import parity
 from megapipe.extras.verify.compare import gradient_pieces
 from megapipe.layers.norm import Norm
@@ -71,14 +71,14 @@ def key_value_head_without_sum(patch: pytest.MonkeyPatch, rank: int) -> None:
 
 
 def tied_embedding_summed_twice(patch: pytest.MonkeyPatch, rank: int) -> None:
-    once = reducer.all_reduce
+    once = stores.all_reduce
 
     def planted(tensor: Tensor, group: Group, **options: Any) -> Work:
         if group.name == "embedding":
             once(tensor, group, **options)
         return once(tensor, group, **options)
 
-    patch.setattr(reducer, "all_reduce", planted)
+    patch.setattr(stores, "all_reduce", planted)
 
 
 def dropped_microbatch(patch: pytest.MonkeyPatch, rank: int) -> None:
@@ -97,12 +97,12 @@ def dropped_microbatch(patch: pytest.MonkeyPatch, rank: int) -> None:
 
 def second_holder_forgotten(patch: pytest.MonkeyPatch, rank: int) -> None:
     """Keep the gradients of the second direction on their rank, without the sum over both holders of a stage."""
-    build = GradientReducer.__init__
+    of = Sharing.of
 
-    def planted(self: GradientReducer, stages: Any, groups: ProcessGroups, **kwargs: Any) -> None:
-        build(self, stages, dataclasses.replace(groups, replicas=groups.dp_cp), **kwargs)
+    def planted(groups: ProcessGroups, *level: Any) -> Sharing:
+        return of(dataclasses.replace(groups, replicas=groups.dp_cp), *level)
 
-    patch.setattr(GradientReducer, "__init__", planted)
+    patch.setattr(Sharing, "of", planted)
 
 
 def divisor_without_dp(patch: pytest.MonkeyPatch, rank: int) -> None:
@@ -124,22 +124,22 @@ def loss_scale_misread(patch: pytest.MonkeyPatch, rank: int) -> None:
 
 
 def shards_not_gathered(patch: pytest.MonkeyPatch, rank: int) -> None:
-    patch.setattr(ParameterGather, "start", lambda self: None)
+    patch.setattr(Stores, "start_gather", lambda self: None)
 
 
 def one_rank_differs(patch: pytest.MonkeyPatch, rank: int) -> None:
     """Make the gradient of one layer wrong on the last rank only."""
-    finish = GradientReducer.finish
+    finish = Stores.finish_gradients
 
-    def planted(self: GradientReducer) -> None:
+    def planted(self: Stores) -> None:
         finish(self)
-        for buffers in self._stages.values():
+        for buffers in self.stages.values():
             for name in buffers.names:
                 if name.endswith("mlp.linear_fc2.weight"):
                     buffers.main_grad(name)[0, 0] += 1.0
 
     if rank == torch.distributed.get_world_size() - 1:
-        patch.setattr(GradientReducer, "finish", planted)
+        patch.setattr(Stores, "finish_gradients", planted)
 
 
 def gradient_left_out(patch: pytest.MonkeyPatch, rank: int) -> None:
