@@ -16,7 +16,7 @@ from megapipe.config.files import CheckpointConfig
 from megapipe.config.load import settings_of_entry
 from megapipe.config.model import ModelConfig
 from megapipe.config.problems import Problems
-from megapipe.config.rules.sft import with_implied
+from megapipe.config.rules.training import with_implied
 from megapipe.config.yaml_file import read_entries
 from megapipe.errors import CheckpointError, ConfigError
 from megapipe.schedule.families import SCHEDULES

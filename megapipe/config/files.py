@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megapipe.config.fields import Flag, Need, count, number_in, option, shortened
+from megapipe.config.fields import EXPERTS, Flag, Need, count, number_in, option, shortened
 from megapipe.errors import ConfigError
 from megapipe.registry import Registry
 
@@ -60,7 +60,6 @@ TOKENIZER = Need("data.tokenizer_type", "--tokenizer-type, the kind of tokenizer
 DATASET = Need("data.dataset", "--dataset NAME")
 SFT = Need("data.sft", "--sft, supervised finetuning")
 FORMAT = Need("data.sft", "--sft", without="no conversations are read")
-EXPERTS = Need("model.num_experts", "--num-experts N")
 SAVE = Need("checkpoint.save", "--save DIR", without="nothing will be saved")
 LOAD = Need("checkpoint.load", "--load DIR")
 WANDB = Need("logging.wandb_project", "--wandb-project", without="nothing is sent to Weights & Biases")

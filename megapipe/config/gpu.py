@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megapipe.config.fields import Flag, Need, count, option
-from megapipe.config.model import EXPERTS
+from megapipe.config.fields import EXPERTS, Flag, Need, count, option
 
 # kinds of process groups that have their own communicators; the world's is created before them
 NCCL_GROUPS = (

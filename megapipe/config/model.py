@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from megapipe.config.fields import Flag, Need, count, option
+from megapipe.config.fields import EXPERTS, Flag, Need, count, option
 from megapipe.config.layer_pattern import read_block_configs
 from megapipe.dtypes import TENSOR_DTYPES
 from megapipe.registry import Registry
@@ -92,7 +92,6 @@ FP8_RECIPES = ("tensorwise", "delayed")
 
 QK_NORM = Need("model.qk_layernorm", "--qk-layernorm")
 ROPE = Need("model.position_embedding_type", "--position-embedding-type rope", ("rope",))
-EXPERTS = Need("model.num_experts", "--num-experts N")
 LATENT = Need("model.multi_latent_attention", "--multi-latent-attention")
 SHARED_EXPERT = Need("model.moe_shared_expert_intermediate_size", "--moe-shared-expert-intermediate-size N")
 ROUTER_GROUPS = Need("model.moe_router_num_groups", "--moe-router-num-groups N")

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from megapipe.config.fields import Flag, Need, count, option
+from megapipe.config.fields import EXPERTS, Flag, Need, count, option
 
-EXPERTS = Need("model.num_experts", "--num-experts N")
 TP_OVERLAP = Need("parallel.tp_comm_overlap", "--tp-comm-overlap")
 SHARDING_STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 SHARDED_GRADS = ("optim_grads", "optim_grads_params")
@@ -264,6 +263,12 @@ class ParallelConfig:
         at_least=0,
     )
     distributed_timeout_minutes: float = option(10.0, "a collective that waits longer ends the job", "minutes", above=0)
+
+
+def strategy_of(parallel: ParallelConfig) -> str:
+    """Return what is sharded over data-parallel ranks: one of SHARDING_STRATEGIES."""
+    given = parallel.data_parallel_sharding_strategy
+    return given or ("optim" if parallel.use_distributed_optimizer else "no_shard")
 
 
 @dataclass(frozen=True)

@@ -20,10 +20,10 @@ from megapipe.config.config import (
     convert,
     resolve_model,
 )
+from megapipe.config.parallel import strategy_of
 from megapipe.config.rules.check import check
 from megapipe.config.rules.gpu import overlaps_by_default, with_own_kernels
-from megapipe.config.rules.sft import with_implied
-from megapipe.config.rules.sharding import strategy_of
+from megapipe.config.rules.training import with_implied
 from megapipe.config.training import OptimizerConfig
 from megapipe.data.build_datasets import DEFAULT_SPLIT
 from megapipe.layers.model import model_parameters

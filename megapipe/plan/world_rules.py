@@ -12,13 +12,12 @@ from functools import cache
 from megapipe.config.config import Config
 from megapipe.config.layers import layer_kinds, layers_text
 from megapipe.config.model import ModelConfig
-from megapipe.config.parallel import SHARDED_PARAMS
+from megapipe.config.parallel import SHARDED_PARAMS, strategy_of
+from megapipe.config.problems import divisors
 from megapipe.config.rules import model as of_model
 from megapipe.config.rules import training as of_training
 from megapipe.config.rules.check import Rule, raise_all
 from megapipe.config.rules.pairs import NOT_BUILT, OPTIONS, Option, Refusal, refusals
-from megapipe.config.rules.proposals import divisors
-from megapipe.config.rules.sharding import strategy_of
 from megapipe.errors import ConfigError
 from megapipe.formatting import one_of
 from megapipe.plan.batch import BatchSchedule, batch_schedule

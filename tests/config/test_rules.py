@@ -17,8 +17,8 @@ from megapipe.config import rules
 from megapipe.config.config import Config, all_fields
 from megapipe.config.files import parse_blend, split_shares
 from megapipe.config.load import load_config
+from megapipe.config.problems import divisors, nearest_values, use_divisors, use_multiples
 from megapipe.config.rules.check import check, check_job
-from megapipe.config.rules.proposals import divisors, nearest_values, use_divisors, use_multiples
 from megapipe.errors import ConfigError
 from tests.config.examples import SHAPE, job
 
@@ -1009,7 +1009,7 @@ def test_a_configuration_made_in_code_obeys_the_rules(changes: dict[str, dict[st
 
 def test_every_rule_is_broken_by_a_case() -> None:
     """Every `yield` of a rule runs in some case, and every required option is left out once."""
-    modules = [getattr(rules, name) for name in ("context", "model", "gpu", "optimizer", "sft", "sharding", "training")]
+    modules = [getattr(rules, name) for name in ("context", "model", "gpu", "optimizer", "training")]
     expected = {
         (str(module.__file__), node.lineno)
         for module in modules

@@ -9,7 +9,7 @@ from contextlib import suppress
 from megapipe.config.config import Config, all_fields, fields_by_key, value_of
 from megapipe.config.fields import Need, out_of_bounds, shown
 from megapipe.config.problems import UnreadError, hiding
-from megapipe.config.rules import context, experts, gpu, model, optimizer, pairs, sft, sharding, slices, training
+from megapipe.config.rules import context, experts, gpu, model, optimizer, pairs, slices, training
 from megapipe.errors import ConfigError
 
 Rule = Callable[[Config], Iterator[str]]
@@ -93,10 +93,8 @@ RULES: tuple[Rule, ...] = (
     *slices.RULES,
     *experts.RULES,
     *gpu.RULES,
-    *sharding.RULES,
     *pairs.RULES,
     *training.RULES,
     *optimizer.RULES,
-    *sft.RULES,
     needs,
 )
