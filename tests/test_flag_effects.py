@@ -28,8 +28,8 @@ import torch
 
 from megapipe.checkpoint.disk import Disk
 from megapipe.checkpoint.manifest import read_manifest
-from megapipe.comm.agreement import digest_of
 from megapipe.comm.bootstrap import join
+from megapipe.comm.meeting import digest_of
 from megapipe.comm.trace import Tracer
 from megapipe.config.config import all_fields
 from megapipe.config.flags import field_flags

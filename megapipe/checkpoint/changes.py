@@ -1,5 +1,5 @@
 """The changes since a checkpoint was saved: a run's configuration against the saved one, by the classes of
-`config.changes`. Imports no torch.
+`config.changes`, and its tokenizer. Imports no torch.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from megapipe.config.rules.training import with_implied
 from megapipe.config.yaml_file import read_entries
 from megapipe.errors import CheckpointError, ConfigError
 from megapipe.schedule.families import SCHEDULES
+from megapipe.tokenizers.tokenizer import Fingerprint, described, is_same
 
 TOKENIZER = "data.tokenizer_type"
 # class -> the flag that allows its changes, and another way out; changes of other classes are printed
@@ -155,3 +156,36 @@ def _change(key: str, saved: Config, own: Config) -> Iterator[str]:
         before, now = (name if name in asynchronous else "synchronous" for name in (before, now))
     if before != now:
         yield change_text(field.main_flag, before, now)
+
+
+def check_tokenizer(
+    state: Mapping[str, Any],
+    own: Fingerprint | None,
+    where: str,
+    *,
+    is_finetuning: bool = False,
+    may_differ: bool | None = None,
+) -> tuple[str, ...]:
+    """Return remarks on how a run's tokenizer differs from that of a checkpoint's state.
+
+    is_finetuning: documents may end with another token. may_differ: --allow-changed-data; None for a command without
+    it. Raises CheckpointError for another tokenizer, unless it may differ.
+    """
+    if own is None or ("tokenizer" in state and state["tokenizer"] is None):
+        return ()  # one of the two runs has none
+    if "tokenizer" not in state:
+        return (f"{where} does not say which tokenizer it was trained with, so it was not compared",)
+    saved: Fingerprint = state["tokenizer"]
+    try:
+        if is_same(saved, own, with_eod=not is_finetuning):
+            return ()
+        both = f"{described(saved)} in the checkpoint, {described(own)} here"
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        raise CheckpointError(f"{where}: its tokenizer cannot be understood: {error!r}") from None
+    if may_differ:
+        return (f"the tokenizer is not that of {where} (--allow-changed-data): {both}",)
+    way = "" if may_differ is None else ", or --allow-changed-data if the change is wanted"
+    raise CheckpointError(
+        f"the tokenizer is not the one that {where} was trained with: {both}; the same text has other ids. Give that "
+        f"tokenizer{way}"
+    )

@@ -1,7 +1,7 @@
 """Communication between ranks: the only package that calls torch.distributed; operations have a name, timeout, trace.
 
 - `bootstrap`:    `start` initializes torch.distributed (gloo on CPUs, NCCL on GPUs), `shutdown` leaves it
-- `meeting`:      ranks arrive at the store and compare digests (`agreement`); `network`: where that store listens
+- `meeting`:      ranks arrive at the store and compare digests of facts; `network`: where that store listens
 - `groups`:       `Group`, a named list of ranks with its process group; `build_process_groups` creates them all
 - `collectives`:  all_reduce, all_gather, reduce_scatter, broadcast, barrier, objects; in a group of one they do nothing
 - `wire`:         objects sent between ranks, as JSON

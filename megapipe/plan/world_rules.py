@@ -21,8 +21,14 @@ from megapipe.config.rules.pairs import NOT_BUILT, OPTIONS, Option, Refusal, ref
 from megapipe.errors import ConfigError
 from megapipe.formatting import one_of
 from megapipe.plan.batch import BatchSchedule, batch_schedule
-from megapipe.plan.first_cut import check_cut, check_rank_settings
-from megapipe.plan.schedule_choice import check_schedule, group_size, memory_limit, schedule_and_chunks
+from megapipe.plan.schedule_choice import (
+    check_cut,
+    check_rank_settings,
+    check_schedule,
+    group_size,
+    memory_limit,
+    schedule_and_chunks,
+)
 from megapipe.schedule.action import Op
 from megapipe.schedule.families import SCHEDULES, build_schedule
 from megapipe.schedule.parts import MERGED

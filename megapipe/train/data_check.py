@@ -9,7 +9,7 @@ import torch
 
 from megapipe.assembly.runtime import TrainingRuntime
 from megapipe.comm.collectives import all_reduce, gather_objects
-from megapipe.data.source_files import SourceFiles
+from megapipe.data.content import SourceFiles
 from megapipe.errors import DataError
 from megapipe.monitor.heartbeat import READING
 from megapipe.monitor.process import host

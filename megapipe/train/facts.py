@@ -21,9 +21,8 @@ import torch
 from megapipe.checkpoint.folder import find_checkpoint
 from megapipe.checkpoint.lock import SaveLock, has_lock
 from megapipe.checkpoint.manifest import MANIFEST_NAME
-from megapipe.comm.agreement import Fact, Facts
 from megapipe.comm.bootstrap import choose_backend
-from megapipe.comm.meeting import Notes
+from megapipe.comm.meeting import Fact, Facts, Notes
 from megapipe.comm.nccl import NcclSettings
 from megapipe.config.config import Config, all_fields, value_of
 from megapipe.config.fields import value_text

@@ -23,7 +23,7 @@ from megapipe.comm.collectives import all_reduce, broadcast_object
 from megapipe.config.training import TrainingConfig
 from megapipe.data.loader import Loader
 from megapipe.errors import CommunicationError, TrainingError
-from megapipe.gpu.host_copy import HostCopy
+from megapipe.gpu.streams import HostCopy
 from megapipe.monitor.heartbeat import PATIENCE
 from megapipe.monitor.signals import SignalThread, end, end_text, ended_by_signals, ignore
 from megapipe.train.copies_check import CopiesCheck

@@ -25,7 +25,7 @@ from megapipe.comm.trace import Tracer
 from megapipe.data.batch import Batch
 from megapipe.data.loader import Loader
 from megapipe.gpu.device_clock import DeviceClock, device_clock
-from megapipe.gpu.host_copy import HostCopy
+from megapipe.gpu.streams import HostCopy
 from megapipe.model.microbatch import Microbatch, StageLoss
 from megapipe.monitor.heartbeat import READING, Heartbeat
 from megapipe.optimizer.optimizer import StepReport
