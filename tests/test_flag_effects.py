@@ -382,7 +382,7 @@ def collections(pair: Pair, count: str) -> None:
     asked: list[bool] = []
     fake = types.SimpleNamespace(isenabled=gc.isenabled, enable=gc.enable, disable=gc.disable)
     fake.collect = lambda: asked.append(gc.isenabled())
-    pair.monkeypatch.setattr("megapipe.train.garbage.gc", fake)
+    pair.monkeypatch.setattr("megapipe.train.loop.gc", fake)
     assert pair.changed.done[0] == 0, pair.changed.done[1]
     assert (len(asked), asked[0], gc.isenabled()) == (int(count), False, True)
 

@@ -101,9 +101,7 @@ class Arrival:
         return cls(**values | {"process": Process(**values["process"])})
 
 
-def attend(
-    store: dist.Store, own: Process, facts_of: FactsOf, timeout_seconds: float, text: str = ""
-) -> dist.Store:
+def attend(store: dist.Store, own: Process, facts_of: FactsOf, timeout_seconds: float, text: str = "") -> dist.Store:
     """Meet rank 0 and return the store of this start, which no earlier one has written to. For all but rank 0.
 
     text: why this process cannot start. Raises DisagreementError with rank 0's verdict, CommunicationError at the time

@@ -29,8 +29,8 @@ from megapipe.monitor.signals import SignalThread, end, end_text, ended_by_signa
 from megapipe.train.copies_check import CopiesCheck
 from megapipe.train.journal import Journal
 from megapipe.train.loading import go_back
+from megapipe.train.metrics import Observer
 from megapipe.train.nonfinite import OutputWatch, Sums, describe_nonfinite, repeat_step
-from megapipe.train.observer import Observer
 from megapipe.train.saving import Saving
 from megapipe.train.state import TrainingState
 from megapipe.train.step import StepBatch, StepResult, read_microbatches

@@ -43,12 +43,12 @@ from megapipe.data.loader import Loader
 from megapipe.environment import Environment
 from megapipe.errors import CheckpointError, DamageError, TrainingError
 from megapipe.tokenizers.tokenizer import Fingerprint as TokenizerFingerprint
-from megapipe.train.extensions import changed_extensions
 from megapipe.train.journal import Journal, last_failure, recorded_folder
 from megapipe.train.state import (
     Account,
     Schedules,
     TrainingState,
+    changed_extensions,
     check_position,
     on_rank_0,
     samples_to_take,

@@ -31,18 +31,16 @@ from megapipe.monitor.process import available_cores
 from megapipe.plan.report import plan_text
 from megapipe.plan.run_plan import RunPlan
 from megapipe.topology import GROUP_NAMES
-from megapipe.train.active_kernels import active_kernels
 from megapipe.train.compiled_blocks import choose_blocks
-from megapipe.train.extensions import check_loaded, extension_lines
 from megapipe.train.facts import facts_of, notes_of
-from megapipe.train.gpu_setup import check_fp8, graph_words, marks_of, prepare, unused, watched_memory
+from megapipe.train.gpu_setup import active_kernels, check_fp8, graph_words, marks_of, prepare, unused, watched_memory
 from megapipe.train.guard import StopRequest, stop_requests
 from megapipe.train.journal import Journal, recorded_folder
 from megapipe.train.loading import Weights, count_this_start, flags_of_start, resume, save_lock, share_starts
 from megapipe.train.loop import Training
-from megapipe.train.observer import Observer
+from megapipe.train.metrics import Observer
 from megapipe.train.saving import Saving, prepare_save
-from megapipe.train.state import samples_to_take
+from megapipe.train.state import check_loaded, extension_lines, samples_to_take
 from megapipe.train.step import ACTION_LEVEL
 from megapipe.train.watch import watched
 from megapipe.version import __version__
