@@ -21,8 +21,7 @@ from megapipe.layers.model import LayerSpec
 from megapipe.layers.table import CommChunks
 from megapipe.plan.hardware import GIGA, Hardware
 from megapipe.plan.layer_costs import layer_flops, step_flops
-from megapipe.plan.layer_time import layer_seconds
-from megapipe.plan.links import ring_link
+from megapipe.plan.layer_time import layer_seconds, ring_link
 from megapipe.plan.run_plan import RunPlan
 from megapipe.plan.step_time import optimizer_bytes, predict_step, update_bytes
 

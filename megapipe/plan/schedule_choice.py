@@ -1,5 +1,5 @@
-"""The choice of the pipeline schedule and of the chunks on a rank, from the flags and the schedule family; the first cut
-of the layers into stages: by hand (layout string, first and last stage), evenly, or by forward FLOPs.
+"""The choice of the pipeline schedule and of the chunks on a rank, from flags and schedule family; the first cut of the
+layers into stages: by hand (layout string, first and last stage), evenly, or by forward FLOPs.
 
 `cut.balanced_cut` improves the cut for the busiest pipeline rank.
 """

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from itertools import product
 from typing import Any, TypeVar
 
-from megapipe.checkpoint.same_model import change_text
+from megapipe.checkpoint.changes import change_text
 from megapipe.checkpoint.save import from_rank_0
 from megapipe.comm.groups import Group
 from megapipe.config.config import Config

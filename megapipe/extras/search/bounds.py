@@ -23,8 +23,15 @@ from megapipe.layers.table import Documents, RankShape
 from megapipe.plan.activations import layers_of, stage_bytes
 from megapipe.plan.cut import undominated
 from megapipe.plan.hardware import Hardware, Link
-from megapipe.plan.layer_time import ContextLinks, ExpertLinks, OpSeconds, head_seconds, layer_seconds
-from megapipe.plan.links import context_links, expert_links_of
+from megapipe.plan.layer_time import (
+    ContextLinks,
+    ExpertLinks,
+    OpSeconds,
+    context_links,
+    expert_links_of,
+    head_seconds,
+    layer_seconds,
+)
 from megapipe.plan.recompute_choice import FULL, choices
 from megapipe.plan.schedule_choice import cut_layers
 from megapipe.plan.slices import sequence_slices
