@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from megapipe.errors import ConfigError, ScheduleError
 from megapipe.schedule.action import SEND_OPS, Op
-from megapipe.schedule.costs import AutoGoal, Costs
+from megapipe.schedule.costs import AutoGoal, Costs, Seconds, seconds_of_stages
 from megapipe.schedule.families import SCHEDULES, build_schedule, schedule_family
 from megapipe.schedule.lifetimes import peak_live_chunks
 from megapipe.schedule.lower import lower
@@ -17,14 +17,6 @@ from megapipe.schedule.schedule import Schedule
 from megapipe.schedule.sharding import ShardingPolicy, shard, split_stages
 from megapipe.schedule.simulate import Timeline, peak_waiting_messages, simulate
 from megapipe.schedule.validate import validate
-
-
-class Seconds(NamedTuple):
-    """Seconds of one slice of the model."""
-
-    forward: float
-    input_gradient: float
-    weight_gradient: float
 
 
 @dataclass(frozen=True)
@@ -70,14 +62,10 @@ class Model:
             raise ConfigError(
                 f"{count} uneven slices cannot be cut into {num_stages} equal stages: give a multiple of {num_stages}"
             )
-        seconds: dict[tuple[int, Op], float] = {}
-        for stage, (forward, input_gradient, weight_gradient) in enumerate(stages):
-            seconds[stage, Op.F], seconds[stage, Op.I], seconds[stage, Op.W] = forward, input_gradient, weight_gradient
-            seconds[stage, Op.B] = input_gradient + weight_gradient
-            seconds[stage, Op.SEND_F] = seconds[stage, Op.SEND_B] = self.transfer_seconds
-            if self.sharding is not None:
-                seconds[stage, Op.UNSHARD] = self.sharding.gather_seconds / num_stages
-                seconds[stage, Op.REDUCE_GRAD] = self.sharding.reduce_seconds / num_stages
+        seconds = seconds_of_stages(stages, self.transfer_seconds)
+        if self.sharding is not None:
+            shares = (Op.UNSHARD, self.sharding.gather_seconds), (Op.REDUCE_GRAD, self.sharding.reduce_seconds)
+            seconds |= {(stage, op): whole / num_stages for stage in range(num_stages) for op, whole in shares}
         pairs = {
             (f, b): self.pair_share * (seconds[f, Op.F] + seconds[b, Op.B])
             for f, b in product(range(num_stages), range(num_stages))

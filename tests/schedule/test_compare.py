@@ -2,7 +2,8 @@ import pytest
 
 from megapipe.errors import ConfigError
 from megapipe.schedule.action import Op
-from megapipe.schedule.compare import Measures, Model, Refusal, Seconds, compare, measure
+from megapipe.schedule.compare import Measures, Model, Refusal, compare, measure
+from megapipe.schedule.costs import Seconds
 from megapipe.schedule.families import SCHEDULES, build_schedule
 
 

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from megapipe.errors import ConfigError, ScheduleError
 from megapipe.schedule.action import Action, Op
-from megapipe.schedule.compare import Refusal, Seconds, compare
-from megapipe.schedule.costs import Costs
+from megapipe.schedule.compare import Refusal, compare
+from megapipe.schedule.costs import Costs, Seconds
 from megapipe.schedule.experts import ExpertModel, exposures, least_seconds, measure_experts
 from megapipe.schedule.families import build_schedule
 from megapipe.schedule.lower import lower, without_pairs

@@ -19,8 +19,8 @@ from megapipe.extras.report.timeline import grid_text, parts_svg, svg
 from megapipe.formatting import text_table
 from megapipe.profile.trace import chrome_trace
 from megapipe.schedule.action import Op
-from megapipe.schedule.compare import Measures, Model, Refusal, Seconds, Sharding, compare, measure
-from megapipe.schedule.costs import AutoGoal
+from megapipe.schedule.compare import Measures, Model, Refusal, Sharding, compare, measure
+from megapipe.schedule.costs import AutoGoal, Seconds
 from megapipe.schedule.experts import ExpertMeasures, ExpertModel, measure_experts
 from megapipe.schedule.families import SCHEDULES, build_schedule, schedule_family
 from megapipe.schedule.lower import lower
