@@ -54,7 +54,7 @@ ROTARY_USES = {
 
 
 @dataclass(frozen=True)
-class Changes:
+class ConfigChanges:
     """The differences from the run that saved a checkpoint. lines: both values, by class. unknown: fields of the
     configuration that only its file or only this version has.
     """
@@ -91,7 +91,7 @@ class Changes:
 
 def changes_since(
     folder: CheckpointFolder, own: Config, kinds: Collection[str], more: Mapping[str, Sequence[str]]
-) -> Changes:
+) -> ConfigChanges:
     """Compare a resolved configuration with the one saved with a checkpoint. Raises CheckpointError if that cannot be
     read.
 
@@ -106,7 +106,7 @@ def changes_since(
             lines.setdefault(kind, []).extend(_change(key, saved, own))
     for kind, found in more.items():
         lines.setdefault(kind, []).extend(found)
-    return Changes(folder, lines, {key for key in unknown if _may_differ(key, own, kinds)})
+    return ConfigChanges(folder, lines, {key for key in unknown if _may_differ(key, own, kinds)})
 
 
 def model_changes(folder: CheckpointFolder, own: ModelConfig) -> list[str]:

@@ -93,7 +93,7 @@ def megatron_flags() -> dict[str, MegatronFlag]:
 
 
 @dataclass(frozen=True)
-class Difference:
+class MegatronDifference:
     """A flag that deliberately has another default or meaning than in Megatron."""
 
     flag: str
@@ -102,7 +102,7 @@ class Difference:
     reason: str
 
 
-DELIBERATE_DIFFERENCES = tuple(Difference(*row) for row in _rows("megatron_differences.csv"))
+DELIBERATE_DIFFERENCES = tuple(MegatronDifference(*row) for row in _rows("megatron_differences.csv"))
 
 
 def differences_line() -> str:

@@ -20,7 +20,7 @@ from megapipe.schedule.validate import validate
 
 
 @dataclass(frozen=True)
-class Sharding:
+class ShardingTimes:
     """Sharded gradients, or weights too: when they are gathered and reduced, and how long that takes."""
 
     policy: ShardingPolicy
@@ -42,7 +42,7 @@ class Model:
     kept_for_weights: float = 1.0  # the part of it that stays from I to W
     overlap: bool = True  # messages overlap with the computation; otherwise they block the sender
     rank_speeds: tuple[float, ...] = ()  # relative speed of each rank, 1: the given seconds
-    sharding: Sharding | None = None
+    sharding: ShardingTimes | None = None
 
     @staticmethod
     def equal(num_ranks: int, forward: float, input_gradient: float, weight_gradient: float, **rest: Any) -> Model:
@@ -111,7 +111,7 @@ class Measures:
 
 
 @dataclass(frozen=True)
-class Refusal:
+class Unmeasured:
     """A family that cannot run the given shape, and the reason."""
 
     schedule: str
@@ -183,13 +183,13 @@ def compare(
     memory_limits: Sequence[float] = (),
     names: Sequence[str] = (),
     num_slices: int = 1,
-) -> list[Measured | Refusal]:
+) -> list[Measured | Unmeasured]:
     """Measure all families of the table (or `names`) for the same model, in the order of the table.
 
     num_chunks: for the families that take any number. memory_limits: of zb-auto, in microbatches, one row each
     (default: p and 2 p). num_slices: of each microbatch.
     """
-    rows: list[Measured | Refusal] = []
+    rows: list[Measured | Unmeasured] = []
     for name in names or SCHEDULES:
         limits: Sequence[float | None] = (None,)
         if name in SCHEDULES and SCHEDULES[name].is_automatic:
@@ -204,5 +204,5 @@ def compare(
                 schedule = build_schedule(name, num_ranks, chunks, num_microbatches, group, goal, num_slices)
                 rows.append(model.measure(replace(schedule, name=label)))
             except (ConfigError, ScheduleError) as error:
-                rows.append(Refusal(label, str(error).splitlines()[0]))
+                rows.append(Unmeasured(label, str(error).splitlines()[0]))
     return rows

@@ -29,7 +29,7 @@ from megapipe.formatting import bytes_text
 from megapipe.gpu.kernels import Kernels, why_not_packed
 from megapipe.layers.packing import is_explicit
 from megapipe.plan.memory import rank_memory
-from megapipe.plan.queues import DEFAULT_CONNECTIONS, MOST_CONNECTIONS, Traffic, beside, enqueue, why_it_hangs
+from megapipe.plan.queues import DEFAULT_CONNECTIONS, MOST_CONNECTIONS, RankTraffic, beside, enqueue, why_it_hangs
 from megapipe.plan.run_plan import RunPlan
 from megapipe.schedule.lifetimes import Moves
 from megapipe.schedule.schedule import Schedule
@@ -113,9 +113,9 @@ def connections_line(plan: RunPlan) -> tuple[str, ...]:
     return (f"{CONNECTIONS}: {chosen} instead of {given}, {origin}: {why}",)
 
 
-def _steps(plan: RunPlan) -> list[tuple[Schedule, Traffic]]:
+def _steps(plan: RunPlan) -> list[tuple[Schedule, RankTraffic]]:
     """Return the lowered schedules of a run with their traffic: training, with and without graphs, and evaluation."""
-    traffic = Traffic(
+    traffic = RankTraffic(
         tp_collectives=2 if plan.topology.tp > 1 else 0,
         dp=plan.topology.num_replicas > 1 and plan.config.parallel.overlap_grad_reduce,
         send_depth=plan.send_depth,
