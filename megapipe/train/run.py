@@ -25,6 +25,7 @@ from megapipe.comm.trace import Tracer
 from megapipe.data.fingerprint import fingerprint
 from megapipe.environment import Environment, set_for_libraries
 from megapipe.errors import CheckpointError
+from megapipe.gpu.device_clock import ACTION_LEVEL
 from megapipe.gpu.kernels import choose_kernels, describe_kernels
 from megapipe.monitor.heartbeat import PATIENCE, Heartbeat
 from megapipe.monitor.process import available_cores
@@ -41,7 +42,6 @@ from megapipe.train.loop import Training
 from megapipe.train.metrics import Observer
 from megapipe.train.saving import Saving, prepare_save
 from megapipe.train.state import check_loaded, extension_lines, samples_to_take
-from megapipe.train.step import ACTION_LEVEL
 from megapipe.train.watch import watched
 from megapipe.version import __version__
 
