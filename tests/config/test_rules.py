@@ -18,7 +18,8 @@ from megapipe.config.config import Config, all_fields
 from megapipe.config.files import parse_blend, split_shares
 from megapipe.config.load import load_config
 from megapipe.config.problems import divisors, nearest_values, use_divisors, use_multiples
-from megapipe.config.rules.check import check, check_job
+from megapipe.config.rules.check import check
+from megapipe.config.rules.training import job as job_rule
 from megapipe.errors import ConfigError
 from tests.config.examples import SHAPE, job
 
@@ -994,11 +995,11 @@ def changed(config: Config, changes: dict[str, dict[str, object]]) -> Config:
 @pytest.mark.parametrize(("rule", "changes", "words"), JOBS, ids=[f"{case[0]}: {case[1]}" for case in JOBS])
 def test_an_incomplete_job_is_refused(rule: str, changes: dict[str, dict[str, object]], words: str) -> None:
     config = load_config(job()).config
-    check_job(config)
+    check(config, [job_rule])
     broken = changed(config, changes)
     check(broken)
     with pytest.raises(ConfigError, match=words):
-        check_job(broken)
+        check(broken, [job_rule])
 
 
 @pytest.mark.parametrize(("changes", "words"), IN_CODE, ids=[words for _, words in IN_CODE])
@@ -1031,7 +1032,7 @@ def test_every_rule_is_broken_by_a_case() -> None:
             messages.append(str(error.value))
         for changes in [*(changes for _, changes, _ in JOBS), *(changes for changes, _ in IN_CODE)]:
             with pytest.raises(ConfigError):
-                check_job(changed(load_config(job()).config, changes))
+                check(changed(load_config(job()).config, changes), [job_rule])
     finally:
         sys.settrace(None)
     assert expected <= reached

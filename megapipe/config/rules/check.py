@@ -1,4 +1,4 @@
-"""All rules together, and the two entry points: check and check_job."""
+"""All rules together, and `check`, which applies them."""
 
 from __future__ import annotations
 
@@ -29,12 +29,6 @@ def check(config: Config, more: Sequence[Rule] = ()) -> None:
             if trouble:
                 broken.append(f"{field.key} {item}: {trouble}")
     raise_all(broken or broken_rules(config, (*RULES, *more)))
-
-
-def check_job(config: Config) -> None:
-    """Check the rules, and what only a training job must have: a length, a learning rate, data and a vocabulary."""
-    check(config)
-    raise_all(list(training.job(config)))
 
 
 def broken_rules(config: Config, rules: Iterable[Rule], unread: Collection[str] = ()) -> list[str]:
