@@ -11,7 +11,6 @@ NCCL_GROUPS = (
     *("tp", "cp", "cp_a2a", "cp_p2p", "pp", "dp", "dp_cp", "replicas", "shards", "instances"),
     *("model", "embedding", "kv", "etp", "ep", "expert_replicas"),
 )
-HISTORY = Need("gpu.record_memory_history", "--record-memory-history", without="no history is recorded")
 GRAPHS = Need("gpu.cuda_graph_impl", "--cuda-graph-impl local", ("local",))
 
 
@@ -94,5 +93,5 @@ class GpuConfig:
     memory_snapshot_path: str = option(
         "snapshot.pickle",
         "file of the allocator's history, for pytorch.org/memory_viz, with the rank in its name",
-        needs=HISTORY,
+        needs=Need("gpu.record_memory_history", "--record-memory-history", without="no history is recorded"),
     )

@@ -4,5 +4,5 @@ check.py       check(config): one ConfigError with a line for every rule that is
 model.py context.py slices.py experts.py gpu.py training.py optimizer.py  generators that yield a message for each error
 pairs.py       the table of pairs of options that exclude each other
 
-`Need` declares that an option needs another one. Rules on the number of ranks or the schedule are in `plan.world_rules`.
+`Need` declares that an option needs another one. Rules on ranks and schedules are in `plan.world_rules`.
 """
