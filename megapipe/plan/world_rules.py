@@ -57,7 +57,7 @@ def world_rules(world_size: int, ranks_per_node: int | None = None) -> tuple[Rul
         _rule(
             lambda c: raise_all(list(refusals(c, REFUSED_BY_SCHEDULES, OPTIONS | SCHEDULES_CHOSEN))), of_model.chunks
         ),
-        _rule(lambda c: check_cut(c.model, c.parallel, placement_of(c)), of_model.chunks),
+        _rule(lambda c: check_cut(c.model, c.parallel, placement_of(c)), of_model.chunks, of_model.layers_of_stages),
         _rule(_check_ends, of_model.chunks),
         _rule(check_rank_settings),
         _rule(
