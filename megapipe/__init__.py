@@ -33,8 +33,7 @@ if TYPE_CHECKING:
         TrainingError,
     )
     from megapipe.plan.report import plan_text
-    from megapipe.train.metrics import EvaluationMetrics
-    from megapipe.train.observer import StepSummary, TrainingResult
+    from megapipe.train.metrics import EvaluationMetrics, StepSummary, TrainingResult
 
 __all__ = [
     "Callback",
@@ -65,8 +64,7 @@ _MODULES = {
     "api.planning": ("PipelineSchedule", "make_plan", "make_schedule"),
     "api.trainer": ("Callback", "Trainer"),
     "plan.report": ("plan_text",),
-    "train.metrics": ("EvaluationMetrics",),
-    "train.observer": ("StepSummary", "TrainingResult"),
+    "train.metrics": ("EvaluationMetrics", "StepSummary", "TrainingResult"),
 }
 
 

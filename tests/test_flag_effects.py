@@ -28,8 +28,8 @@ import torch
 
 from megapipe.checkpoint.disk import Disk
 from megapipe.checkpoint.manifest import read_manifest
-from megapipe.comm.agreement import digest_of
 from megapipe.comm.bootstrap import join
+from megapipe.comm.meeting import digest_of
 from megapipe.comm.trace import Tracer
 from megapipe.config.config import all_fields
 from megapipe.config.flags import field_flags
@@ -382,7 +382,7 @@ def collections(pair: Pair, count: str) -> None:
     asked: list[bool] = []
     fake = types.SimpleNamespace(isenabled=gc.isenabled, enable=gc.enable, disable=gc.disable)
     fake.collect = lambda: asked.append(gc.isenabled())
-    pair.monkeypatch.setattr("megapipe.train.garbage.gc", fake)
+    pair.monkeypatch.setattr("megapipe.train.loop.gc", fake)
     assert pair.changed.done[0] == 0, pair.changed.done[1]
     assert (len(asked), asked[0], gc.isenabled()) == (int(count), False, True)
 

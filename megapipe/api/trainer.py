@@ -15,8 +15,7 @@ from megapipe.errors import ConfigError, TrainingError
 from megapipe.extras.cli.frame import end_at_once, end_with_launcher, guarded, teller
 from megapipe.extras.cli.pretrain import run_job
 from megapipe.monitor.output import outlive_output
-from megapipe.train.metrics import EvaluationMetrics
-from megapipe.train.observer import Observer, StepSummary, TrainingResult
+from megapipe.train.metrics import EvaluationMetrics, Observer, StepSummary, TrainingResult
 
 
 class Callback:

@@ -7,18 +7,23 @@ from pathlib import Path
 
 from megapipe.config.config import Config
 from megapipe.config.files import DataConfig, parse_blend
-from megapipe.data.batch import DocumentRules
+from megapipe.data.batch import DocumentRules, padding_remarks
 from megapipe.data.build_datasets import DatasetRequest, build_datasets
 from megapipe.data.chat_dataset import build_chat_datasets
+from megapipe.data.content import files_in_use
 from megapipe.data.indexed_file import made_with, tokenizer_path
 from megapipe.data.loader import Loader
-from megapipe.data.padding import padding_remarks
-from megapipe.data.source_files import files_in_use
 from megapipe.errors import DataError
 from megapipe.plan.run_plan import RunPlan
 from megapipe.tokenizers.chat import chat_tokenizer
-from megapipe.tokenizers.fingerprint import Fingerprint, described, is_same, tokenizer_fingerprint
-from megapipe.tokenizers.tokenizer import Tokenizer, build_tokenizer
+from megapipe.tokenizers.tokenizer import (
+    Fingerprint,
+    Tokenizer,
+    build_tokenizer,
+    described,
+    is_same,
+    tokenizer_fingerprint,
+)
 
 
 @dataclass(frozen=True)

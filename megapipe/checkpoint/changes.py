@@ -1,25 +1,27 @@
 """The changes since a checkpoint was saved: a run's configuration against the saved one, by the classes of
-`config.changes`. Imports no torch.
+`config.changes`, its model layer by layer, and its tokenizer. Imports no torch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from megapipe.checkpoint.folder import CONFIG_NAME, CheckpointFolder, missing_extensions, read_listed, vocabulary_of
-from megapipe.checkpoint.same_model import change_text, differences
 from megapipe.config.changes import DATA, FUNCTION, NEUTRAL, OPTIMIZER, SCHEDULE, TABLE, classes
 from megapipe.config.config import Config, all_fields, fields_by_key, make_config, value_of
+from megapipe.config.fields import value_text
 from megapipe.config.files import CheckpointConfig
+from megapipe.config.layers import ROTARY_OPTIONS, LayerConfig, layer_configs, layers_text
 from megapipe.config.load import settings_of_entry
 from megapipe.config.model import ModelConfig
 from megapipe.config.problems import Problems
-from megapipe.config.rules.sft import with_implied
+from megapipe.config.rules.training import with_implied
 from megapipe.config.yaml_file import read_entries
 from megapipe.errors import CheckpointError, ConfigError
 from megapipe.schedule.families import SCHEDULES
+from megapipe.tokenizers.tokenizer import Fingerprint, described, is_same
 
 TOKENIZER = "data.tokenizer_type"
 # class -> the flag that allows its changes, and another way out; changes of other classes are printed
@@ -33,10 +35,26 @@ BY_CONTENT = (
     "data_path split train_data_path dataset mock_data sft sft_tokenizer_prompt_format tokenizer_model vocab_file "
     "merge_file seq_length"
 ).split()
+# compared as what each layer has
+OF_EACH_LAYER = "layer_pattern window_attn_skip_freq no_rope_freq moe_layer_freq".split()
+LATENT_OPTIONS = "q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim latent_norm_epsilon".split()
+ATTENTION_OPTIONS = (
+    *"num_attention_heads num_query_groups kv_channels window_size qk_layernorm qk_layernorm_scope".split(),
+    *"attn_logit_softcapping attention_kind softmax_type softmax_scale add_qkv_bias multi_latent_attention".split(),
+    *LATENT_OPTIONS,
+    *ROTARY_OPTIONS,
+)
+# --rope-scaling-type -> beginnings of the names of the rotary options that are used
+ROTARY_USES = {
+    "none": ("rotary_", "rope_scaling_type"),
+    "linear": ("rotary_", "rope_scaling_"),
+    "llama3": ("rotary_", "rope_"),
+    "yarn": ("rotary_", "rope_scaling_", "rope_original_", "yarn_"),
+}
 
 
 @dataclass(frozen=True)
-class Changes:
+class ConfigChanges:
     """The differences from the run that saved a checkpoint. lines: both values, by class. unknown: fields of the
     configuration that only its file or only this version has.
     """
@@ -73,7 +91,7 @@ class Changes:
 
 def changes_since(
     folder: CheckpointFolder, own: Config, kinds: Collection[str], more: Mapping[str, Sequence[str]]
-) -> Changes:
+) -> ConfigChanges:
     """Compare a resolved configuration with the one saved with a checkpoint. Raises CheckpointError if that cannot be
     read.
 
@@ -82,19 +100,19 @@ def changes_since(
     """
     saved, unknown = compared_config(folder, own)
     compared = {key: kind for key, kind in classes().items() if kind in kinds or key == TOKENIZER}
-    lines: dict[str, list[str]] = {FUNCTION: list(differences(saved.model, own.model))}
+    lines: dict[str, list[str]] = {FUNCTION: list(model_differences(saved.model, own.model))}
     for key, kind in compared.items():
         if key not in unknown and _is_by_value(key, saved):
             lines.setdefault(kind, []).extend(_change(key, saved, own))
     for kind, found in more.items():
         lines.setdefault(kind, []).extend(found)
-    return Changes(folder, lines, {key for key in unknown if _may_differ(key, own, kinds)})
+    return ConfigChanges(folder, lines, {key for key in unknown if _may_differ(key, own, kinds)})
 
 
 def model_changes(folder: CheckpointFolder, own: ModelConfig) -> list[str]:
     """Return a line for each option in which a checkpoint's model computes another function. Raises CheckpointError."""
     saved, _ = compared_config(folder, Config(model=own))
-    return list(differences(saved.model, own))
+    return list(model_differences(saved.model, own))
 
 
 def compared_config(folder: CheckpointFolder, own: Config) -> tuple[Config, set[str]]:
@@ -155,3 +173,102 @@ def _change(key: str, saved: Config, own: Config) -> Iterator[str]:
         before, now = (name if name in asynchronous else "synchronous" for name in (before, now))
     if before != now:
         yield change_text(field.main_flag, before, now)
+
+
+def check_tokenizer(
+    state: Mapping[str, Any],
+    own: Fingerprint | None,
+    where: str,
+    *,
+    is_finetuning: bool = False,
+    may_differ: bool | None = None,
+) -> tuple[str, ...]:
+    """Return remarks on how a run's tokenizer differs from that of a checkpoint's state.
+
+    is_finetuning: documents may end with another token. may_differ: --allow-changed-data; None for a command without
+    it. Raises CheckpointError for another tokenizer, unless it may differ.
+    """
+    if own is None or ("tokenizer" in state and state["tokenizer"] is None):
+        return ()  # one of the two runs has none
+    if "tokenizer" not in state:
+        return (f"{where} does not say which tokenizer it was trained with, so it was not compared",)
+    saved: Fingerprint = state["tokenizer"]
+    try:
+        if is_same(saved, own, with_eod=not is_finetuning):
+            return ()
+        both = f"{described(saved)} in the checkpoint, {described(own)} here"
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        raise CheckpointError(f"{where}: its tokenizer cannot be understood: {error!r}") from None
+    if may_differ:
+        return (f"the tokenizer is not that of {where} (--allow-changed-data): {both}",)
+    way = "" if may_differ is None else ", or --allow-changed-data if the change is wanted"
+    raise CheckpointError(
+        f"the tokenizer is not the one that {where} was trained with: {both}; the same text has other ids. Give that "
+        f"tokenizer{way}"
+    )
+
+
+def model_differences(saved: ModelConfig, own: ModelConfig) -> Iterator[str]:
+    """Yield a line with both values for every option in which two models compute different functions."""
+    if saved.num_layers != own.num_layers:
+        yield change_text(_flag("num_layers"), saved.num_layers, own.num_layers)
+    longest = max(saved.seq_length, own.seq_length)
+    found: dict[tuple[str, Any, Any], list[int]] = {}
+    layers = list(zip(layer_configs(_sized(saved)), layer_configs(_sized(own)), strict=False))
+    for number, (before, now) in enumerate(layers):
+        if before == now:
+            continue
+        there, here = _function_of(before, longest), _function_of(now, longest)
+        for name in there:  # one that only one of them uses follows from another that differs
+            if name in here and there[name] != here[name]:
+                found.setdefault((name, there[name], here[name]), []).append(number)
+    for (name, value, other), numbers in found.items():
+        where = "" if len(numbers) == len(layers) else f" ({layers_text(numbers)})"
+        yield change_text(_flag(name), value, other) + where
+
+
+def change_text(flag: str, saved: Any, own: Any) -> str:
+    """Return the line for a setting that has changed since a checkpoint."""
+    there, here = (value if isinstance(value, str) else value_text(value) for value in (saved, own))
+    return f"{flag}: {there} in the checkpoint, {here} here"
+
+
+def _flag(name: str) -> str:
+    field = fields_by_key().get(f"model.{name}")
+    return f"--layer-pattern {name.removeprefix('has_')}" if field is None else field.main_flag
+
+
+def _sized(model: ModelConfig) -> ModelConfig:
+    """Fill in the sizes that `plan.resolve` derives from others."""
+    of_experts = model.moe_ffn_hidden_size
+    return replace(
+        model,
+        moe_ffn_hidden_size=model.feed_forward_size() if of_experts is None and model.num_experts else of_experts,
+        ffn_hidden_size=model.feed_forward_size(),
+        num_query_groups=model.query_groups(),
+        kv_channels=model.head_size(),
+        softmax_scale=model.attention_scale(),
+        latent_norm_epsilon=model.latent_epsilon(),
+    )
+
+
+def _function_of(layer: LayerConfig, longest: int) -> dict[str, Any]:
+    """Return the options that have an effect on what a layer, and the model around it, compute for sequences up to
+    `longest` tokens."""
+    unused = {key.removeprefix("model.") for key, kind in classes().items() if kind != FUNCTION}
+    unused |= {*OF_EACH_LAYER, "num_layers"}
+    if not layer.has_attention:
+        unused |= {*ATTENTION_OPTIONS}
+    if not layer.has_mlp:
+        unused |= {"ffn_hidden_size", "activation"}
+    uses = ROTARY_USES[layer.rope_scaling_type] if layer.position_embedding_type == "rope" else ()
+    unused |= {name for name in ROTARY_OPTIONS if not name.startswith(uses)}
+    if not layer.qk_layernorm:
+        unused |= {"qk_layernorm_scope", "latent_norm_epsilon"}
+    if not layer.multi_latent_attention:
+        unused |= {*LATENT_OPTIONS}
+    if layer.add_bias_linear:
+        unused.add("add_qkv_bias")
+    if layer.window_size is not None and layer.window_size >= longest:
+        layer = replace(layer, window_size=None)
+    return {one.name: getattr(layer, one.name) for one in fields(layer) if one.name not in unused}

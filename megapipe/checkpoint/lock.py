@@ -69,7 +69,7 @@ class Owner:
 
 
 @dataclass(frozen=True)
-class Found:
+class LockFile:
     """The newest lock file. owner: None if it cannot be read. mark: changes with every beat."""
 
     number: int
@@ -128,7 +128,7 @@ class SaveLock:
                     return
             self._beat()
 
-    def _is_own(self, found: Found | None) -> bool:
+    def _is_own(self, found: LockFile | None) -> bool:
         """Return True if the newest lock file is this run's, or if the locked folder has none."""
         if found is None:
             return self._root.is_dir() and self._root.stat().st_ino == self._inode
@@ -166,7 +166,7 @@ def acquire(
 
     Raises SaveRefusedError if another run holds it and lives, or CheckpointError if it cannot be written.
     """
-    watched: Found | None = None
+    watched: LockFile | None = None
     since, number = 0.0, 1
     try:
         root.mkdir(parents=True, exist_ok=True)
@@ -230,7 +230,7 @@ def has_lock(root: Path, mark: str) -> bool:
         return False
 
 
-def newest_lock(root: Path) -> Found | None:
+def newest_lock(root: Path) -> LockFile | None:
     """Return the newest lock file of a directory, None without one. Raises OSError."""
     while numbers := numbers_in(root):
         path = lock_path(root, max(numbers))
@@ -241,7 +241,7 @@ def newest_lock(root: Path) -> Found | None:
         owner = None
         with suppress(ValueError, TypeError, RecursionError):
             owner = Owner(**json.loads(content))
-        return Found(max(numbers), owner, (max(numbers), content, stat.st_mtime_ns))
+        return LockFile(max(numbers), owner, (max(numbers), content, stat.st_mtime_ns))
     return None
 
 

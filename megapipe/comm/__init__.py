@@ -1,14 +1,14 @@
 """Communication between ranks: the only package that calls torch.distributed; operations have a name, timeout, trace.
 
 - `bootstrap`:    `start` initializes torch.distributed (gloo on CPUs, NCCL on GPUs), `shutdown` leaves it
-- `meeting`:      ranks arrive at the store and compare digests (`agreement`); `network`: where that store listens
-- `groups`:       `Group`, a named list of ranks with its process group; `build_process_groups` creates them all
+- `meeting`:      ranks arrive at the store and compare digests of facts; `network`: where that store listens
+- `groups`:       `Group`, a named list of ranks with its process group; `build_process_groups` creates them all;
+                  `fake_process_groups` those of the dry run, which move nothing and count operations in a `Traffic`
 - `collectives`:  all_reduce, all_gather, reduce_scatter, broadcast, barrier, objects; in a group of one they do nothing
 - `wire`:         objects sent between ranks, as JSON
 - `message_fp8`:  messages between stages in 8 bits
 - `channels`:     `Channel`, messages over one stage boundary in one direction
 - `timing`:       timed round trips, messages and collectives
-- `fake_backend`: process groups of the dry run, which move nothing and count operations in a `Traffic`
 - `trace`:        `Tracer`, a record of all of these
 - `nccl`, `store_exchange`, `torch_checkpoint`: NCCL settings, remote heartbeats, DCP
 

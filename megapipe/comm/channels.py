@@ -148,7 +148,8 @@ class PendingReceive:
             if channel.message_times is not None:
                 channel.message_times.append((wait_start, channel.now()))
         if self._encoded is not None:
-            self._tensors = tuple(map(_decoded, self._tensors, self._encoded))
+            pairs = zip(self._tensors, self._encoded, strict=True)
+            self._tensors = tuple([decode(t, spec.shape, spec.dtype) if spec.is_encodable else t for t, spec in pairs])
             self._encoded = None
         return self._tensors
 
@@ -400,10 +401,6 @@ class Channels(dict[ChannelKey, Channel]):
         """Wait for all sends of all channels."""
         for channel in self.values():
             channel.drain()
-
-
-def _decoded(tensor: Tensor, spec: MessageSpec) -> Tensor:
-    return decode(tensor, spec.shape, spec.dtype) if spec.is_encodable else tensor
 
 
 def _encode(text: str) -> bytes:

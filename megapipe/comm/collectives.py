@@ -21,8 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megapipe.comm.fake_backend import FakeHandle
-from megapipe.comm.groups import Group, HostCopies, backend_of, communication_error, needs_host_copies
+from megapipe.comm.groups import FakeHandle, Group, HostCopies, backend_of, communication_error, needs_host_copies
 from megapipe.comm.wire import pack, unpack
 from megapipe.errors import CommunicationError
 

@@ -1,4 +1,5 @@
-"""The meeting of a job's ranks at a store: who has come, what a process knows to be wrong, and whether all agree.
+"""The meeting of a job's ranks at a store: who has come, what a process knows to be wrong, and whether all agree on the
+facts of the run; if not, which ranks differ.
 
 Keys of the store; each start has its own prefix:
 
@@ -20,6 +21,7 @@ agent has its own count, which leaves out the restarts that a joining node cause
 
 from __future__ import annotations
 
+import hashlib
 import json
 import secrets
 import time
@@ -29,9 +31,8 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from megapipe.comm.agreement import Facts, Side, digest_of, disagreement, from_json, to_json
 from megapipe.errors import CommunicationError, DisagreementError
-from megapipe.formatting import ranges_text
+from megapipe.formatting import count_text, ranges_text
 from megapipe.monitor.process import process_space, process_state
 
 START_KEY = "megapipe start"
@@ -46,7 +47,8 @@ MOST_MISSING = 16  # hosts named of ranks that came
 GO, DETAILS, VERDICT = "go", "details", "verdict"
 
 Notes = Mapping[str, str]  # what rank 0 has written or found in folders, for the others to look up
-FactsOf = Callable[[Notes], Facts]
+MOST_KEYS, MOST_VALUES = 8, 4  # listed one by one
+MOST_CHARACTERS = 300  # of a value
 
 
 @dataclass(frozen=True)
@@ -315,3 +317,83 @@ def _until(is_done: Callable[[], bool], seconds: float) -> None:
     deadline = time.monotonic() + seconds
     while not is_done() and time.monotonic() < deadline:
         time.sleep(POLL_SECONDS)
+
+
+@dataclass(frozen=True)
+class Fact:
+    """One thing that must be the same on all ranks."""
+
+    shown: str  # in a message
+    compared: str | None = None  # None: what is shown
+
+    @property
+    def value(self) -> str:
+        return self.shown if self.compared is None else self.compared
+
+
+Facts = Mapping[str, Fact]  # by flag or name
+FactsOf = Callable[[Notes], Facts]
+
+
+@dataclass(frozen=True)
+class Side:
+    """Ranks whose facts have one digest."""
+
+    ranks: tuple[int, ...]  # ascending
+    host: str  # of the first of them
+    facts: Facts
+
+
+def digest_of(facts: Facts) -> str:
+    """Return a digest of what is compared."""
+    values = {key: fact.value for key, fact in facts.items()}
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:32]
+
+
+def to_json(facts: Facts) -> str:
+    return json.dumps({key: [fact.shown, fact.compared] for key, fact in facts.items()})
+
+
+def from_json(text: str | bytes) -> dict[str, Fact]:
+    return {key: Fact(*values) for key, values in json.loads(text).items()}
+
+
+def disagreement(sides: Sequence[Side], world_size: int) -> str:
+    """Return the message that names, for each key that differs, ranks, host and values, the minority first."""
+    keys = list(dict.fromkeys(key for side in sides for key in side.facts))
+    lines = [line for key in keys if (line := _difference(key, sides))]
+    compared = sum(len(side.ranks) for side in sides)
+    if len(lines) > MOST_KEYS:
+        lines[MOST_KEYS:] = [f"and {len(lines) - MOST_KEYS} more"]
+    if compared < world_size:
+        lines.append(f"{count_text(world_size - compared, 'more rank')} differ in other ways")
+    return "\n  ".join(
+        [
+            "the ranks disagree, so nothing was started:",
+            *lines,
+            "Give all ranks the same flags, files and versions (what may differ: docs/reliability.md)",
+        ]
+    )
+
+
+def _difference(key: str, sides: Sequence[Side]) -> str:
+    """Return the line of one key, "" if all have the same value."""
+    by_value: dict[str | None, list[Side]] = {}
+    for side in sides:
+        fact = side.facts.get(key)
+        by_value.setdefault(None if fact is None else fact.value, []).append(side)
+    if len(by_value) == 1:
+        return ""
+    sizes = {value: sum(len(side.ranks) for side in of_value) for value, of_value in by_value.items()}
+    fewest_first = sorted(by_value, key=lambda value: (sizes[value], by_value[value][0].ranks))
+    texts = []
+    for value in fewest_first[: MOST_VALUES - 1] + fewest_first[MOST_VALUES - 1 :][-1:]:
+        of_value = by_value[value]
+        ranks = sorted(rank for side in of_value for rank in side.ranks)
+        first = min(of_value, key=lambda side: side.ranks)
+        fact = first.facts.get(key)
+        shown = "unset" if fact is None else fact.shown
+        noun = "rank" if len(ranks) == 1 else "ranks"
+        where = first.host if len(ranks) == 1 else f"the first on {first.host}"
+        texts.append(f"{shown[:MOST_CHARACTERS]} on {noun} {ranges_text(ranks)} ({where})")
+    return f"{key}: {', but '.join(texts)}"

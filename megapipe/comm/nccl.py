@@ -10,14 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-import yaml
 
 from megapipe.config.gpu import NCCL_GROUPS, GpuConfig
+from megapipe.config.yaml_file import read_object
 from megapipe.environment import set_for_libraries, value_for_libraries
 from megapipe.errors import ConfigError
 
 COMMUNICATOR_KEYS: dict[str, type] = {"cga_cluster_size": int, "min_ctas": int, "max_ctas": int, "net_name": str}
 FLIGHT_RECORDER_EVENTS = 2000
+COMMUNICATORS = "--nccl-communicator-config-path"
 
 
 @dataclass(frozen=True)
@@ -84,13 +85,11 @@ def parse_variables(settings: tuple[str, ...]) -> dict[str, str]:
 
 def read_communicators(path: Path) -> dict[str, dict[str, int | str]]:
     """Read the file of --nccl-communicator-config-path. Raises ConfigError."""
-    flag = f"--nccl-communicator-config-path {path}"
-    try:
-        found = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ConfigError(f"{flag} cannot be read: {error}") from None
-    if not isinstance(found, dict) or not all(isinstance(options, dict) for options in found.values()):
-        raise ConfigError(f"{flag}: expected kinds of groups with options, such as `dp: {{max_ctas: 8}}`")
+    rule = "kinds of groups with options, such as `dp: {max_ctas: 8}`"
+    found = read_object(path, COMMUNICATORS, rule)
+    flag = f"{COMMUNICATORS} {path}"
+    if not all(isinstance(options, dict) for options in found.values()):
+        raise ConfigError(f"{flag}: expected {rule}")
     for kind, options in found.items():
         if kind not in NCCL_GROUPS:
             raise ConfigError(f"{flag}: unknown kind of group {kind}; use one of {', '.join(NCCL_GROUPS)}")

@@ -101,7 +101,7 @@ TABLE = {
             recompute_memory_budget
         """,
         "offload": "cpu_offloading_num_layers min_offloaded_tensor_size",
-        # of extensions the content is compared, by train.extensions
+        # of extensions the content is compared, by train.state
         "training": """
             micro_batch_size exit_interval exit_duration_in_mins exit_signal_handler skip_train eval_interval
             eval_iters manual_gc manual_gc_interval manual_gc_eval deterministic_mode cross_entropy_chunk_size

@@ -137,6 +137,12 @@ def value_of(config: Config, field: ConfigField) -> Any:
     return getattr(getattr(config, field.section), field.name)
 
 
+def given(config: Config, *keys: str) -> list[str]:
+    """Return the flags of those fields ('section.name') that have another value than their default."""
+    fields = [fields_by_key()[key] for key in keys]
+    return [field.main_flag for field in fields if value_of(config, field) != field.default]
+
+
 def make_config(values: dict[str, Any]) -> Config:
     """Build the configuration with these values by 'section.name', and defaults elsewhere."""
     sections: dict[str, dict[str, Any]] = {name: {} for name in section_types()}

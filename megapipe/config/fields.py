@@ -50,6 +50,9 @@ class Need:
         return value > self.above if isinstance(value, int) else bool(value)
 
 
+EXPERTS = Need("model.num_experts", "--num-experts N")  # of options in several sections
+
+
 @dataclass(frozen=True)
 class Flag:
     """One spelling on the command line that sets a field."""

@@ -6,10 +6,10 @@ import math
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from megapipe.config.fields import Flag, Need, count, number_in, option, shortened
+from megapipe.config.fields import EXPERTS, Flag, Need, count, number_in, option, shortened
+from megapipe.config.layer_pattern import read_text
 from megapipe.errors import ConfigError
 from megapipe.registry import Registry
 
@@ -60,7 +60,6 @@ TOKENIZER = Need("data.tokenizer_type", "--tokenizer-type, the kind of tokenizer
 DATASET = Need("data.dataset", "--dataset NAME")
 SFT = Need("data.sft", "--sft, supervised finetuning")
 FORMAT = Need("data.sft", "--sft", without="no conversations are read")
-EXPERTS = Need("model.num_experts", "--num-experts N")
 SAVE = Need("checkpoint.save", "--save DIR", without="nothing will be saved")
 LOAD = Need("checkpoint.load", "--load DIR")
 WANDB = Need("logging.wandb_project", "--wandb-project", without="nothing is sent to Weights & Biases")
@@ -73,12 +72,7 @@ PROMPT_FORMATS = ("default", "chatml", "llama3", "nemotron-h-aligned", "plain")
 
 def read_words(path: str) -> list[str]:
     """Return the words of a text file, such as a blend that is too long for a command line. Raises ConfigError."""
-    try:
-        return Path(path).read_text(encoding="utf-8").split()
-    except OSError as error:
-        raise ConfigError(f"--data-args-path {path}: cannot be read: {error.strerror}") from None
-    except ValueError:
-        raise ConfigError(f"--data-args-path {path}: not a text file in UTF-8") from None
+    return read_text(path, f"--data-args-path {path}").split()
 
 
 @dataclass(frozen=True)

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megapipe.config.fields import Flag, Need, count, option
-from megapipe.config.model import EXPERTS
+from megapipe.config.fields import EXPERTS, Flag, Need, count, option
 
 # kinds of process groups that have their own communicators; the world's is created before them
 NCCL_GROUPS = (
     *("tp", "cp", "cp_a2a", "cp_p2p", "pp", "dp", "dp_cp", "replicas", "shards", "instances"),
     *("model", "embedding", "kv", "etp", "ep", "expert_replicas", "expert_shards", "expert_instances"),
 )
-HISTORY = Need("gpu.record_memory_history", "--record-memory-history", without="no history is recorded")
 GRAPHS = Need("gpu.cuda_graph_impl", "--cuda-graph-impl local", ("local",))
 
 
@@ -95,5 +93,5 @@ class GpuConfig:
     memory_snapshot_path: str = option(
         "snapshot.pickle",
         "file of the allocator's history, for pytorch.org/memory_viz, with the rank in its name",
-        needs=HISTORY,
+        needs=Need("gpu.record_memory_history", "--record-memory-history", without="no history is recorded"),
     )

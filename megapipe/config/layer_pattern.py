@@ -92,13 +92,17 @@ def expanded(flag: str, words: Sequence[str], num_layers: int) -> list[dict[str,
 def read_block_configs(path: str) -> tuple[str, ...]:
     """Return the words of --layer-pattern for a JSON file with block_configs. Raises ConfigError."""
     flag = f"--heterogeneous-layers-config-path {path}"
+    return block_words(read_text(path, flag), flag)
+
+
+def read_text(path: str, subject: str) -> str:
+    """Return the text of a file that a flag names. subject: the flag with its path. Raises ConfigError."""
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        return Path(path).read_text(encoding="utf-8")
     except OSError as error:
-        raise ConfigError(f"{flag}: cannot be read: {error.strerror}") from None
+        raise ConfigError(f"{subject}: cannot be read: {error.strerror}") from None
     except ValueError:
-        raise ConfigError(f"{flag}: not a text file in UTF-8") from None
-    return block_words(text, flag)
+        raise ConfigError(f"{subject}: not a text file in UTF-8") from None
 
 
 def block_words(text: str, subject: str) -> tuple[str, ...]:

@@ -19,31 +19,15 @@ from megapipe.formatting import ranges_text
 
 PATTERN = "--layer-pattern"
 ROTARY_OPTIONS = (
-    "rotary_base",
-    "rotary_percent",
-    "rope_scaling_type",
-    "rope_scaling_factor",
-    "rope_low_freq_factor",
-    "rope_high_freq_factor",
-    "rope_original_max_position_embeddings",
-    "yarn_beta_fast",
-    "yarn_beta_slow",
-    "yarn_mscale",
-    "yarn_mscale_all_dim",
-    "yarn_correction_range_round_to_int",
+    *"rotary_base rotary_percent rope_scaling_type rope_scaling_factor rope_low_freq_factor".split(),
+    *"rope_high_freq_factor rope_original_max_position_embeddings yarn_beta_fast yarn_beta_slow yarn_mscale".split(),
+    *"yarn_mscale_all_dim yarn_correction_range_round_to_int".split(),
 )
 # part of a layer -> options in which layers may differ; "" for its attention and MLP together
 OPTIONS_OF = {
     "attention": (
-        "num_query_groups",
-        "window_size",
-        "position_embedding_type",
-        *ROTARY_OPTIONS,
-        "qk_layernorm",
-        "qk_layernorm_scope",
-        "attn_logit_softcapping",
-        "softmax_scale",
-        "attention_kind",
+        *("num_query_groups", "window_size", "position_embedding_type", *ROTARY_OPTIONS),
+        *"qk_layernorm qk_layernorm_scope attn_logit_softcapping softmax_scale attention_kind".split(),
     ),
     "mlp": ("ffn_hidden_size", "activation"),
     "": ("norm_position",),

@@ -26,8 +26,7 @@ from megapipe.config.megatron_flags import MegatronFlag, differences_line, megat
 from megapipe.config.model import ModelConfig
 from megapipe.config.problems import Problems
 from megapipe.config.rules.check import RULES, Rule, broken_rules, remarks
-from megapipe.config.rules.sft import IMPLIED
-from megapipe.config.rules.training import job
+from megapipe.config.rules.training import IMPLIED, job
 from megapipe.config.tuned import tuned_settings
 from megapipe.config.yaml_file import Entry, read_entries, read_file, to_yaml
 from megapipe.errors import ConfigError

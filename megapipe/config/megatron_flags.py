@@ -2,6 +2,7 @@
 
 The names, with the number of their values and Megatron's defaults, are in megatron_flags.csv: those of the argument
 parser of the megatron-core 0.19.2 wheel, and those that only older versions have. Classes and notes are ours.
+megatron_differences.csv has the flags that deliberately have another default or meaning here.
 
 supported         sets a field of ours (the note is the field)
 already so here   accepted: megapipe always does what it asks for; the note says how
@@ -76,19 +77,23 @@ class MegatronFlag:
         return is_same_number or " ".join(given).lower() == self.default.lower()
 
 
+def _rows(name: str) -> list[list[str]]:
+    """Return the rows of a table next to this file, without its head."""
+    with Path(__file__).with_name(name).open(encoding="utf-8", newline="") as file:
+        return list(csv.reader(file))[1:]
+
+
 @cache
 def megatron_flags() -> dict[str, MegatronFlag]:
     """Return flag name, with dashes -> row of the table."""
-    with Path(__file__).with_name("megatron_flags.csv").open(encoding="utf-8", newline="") as file:
-        rows = list(csv.reader(file))[1:]
     return {
         name: MegatronFlag(name, values, default, kind, tuple(accepts.split("|")) if accepts else (), note)
-        for name, values, default, kind, accepts, note in rows
+        for name, values, default, kind, accepts, note in _rows("megatron_flags.csv")
     }
 
 
 @dataclass(frozen=True)
-class Difference:
+class MegatronDifference:
     """A flag that deliberately has another default or meaning than in Megatron."""
 
     flag: str
@@ -97,78 +102,7 @@ class Difference:
     reason: str
 
 
-DELIBERATE_DIFFERENCES = (
-    Difference(
-        "--data-parallel-sharding-strategy",
-        "acts only with --use-megatron-fsdp",
-        "acts alone",
-        "a given strategy is never ignored",
-    ),
-    Difference("--distributed-backend", "nccl", "auto", "gloo without a GPU, so that the same script runs anywhere"),
-    Difference("--exit-signal-handler", "off", "on", "a job that is asked to exit saves first"),
-    Difference("--eval-interval", "none", "1000", "the model is evaluated during training unless --eval-iters is 0"),
-    Difference(
-        "--num-query-groups",
-        "1, not read without --group-query-attention",
-        "refused without it",
-        "a given number is never ignored",
-    ),
-    Difference(
-        "--rope-scaling-factor", "not read: --use-rope-scaling scales by 8", "acts", "a given number is never ignored"
-    ),
-    Difference(
-        "--activation-func-clamp-value",
-        "not read with --swiglu, unless --no-bias-swiglu-fusion is given",
-        "acts",
-        "a given number is never ignored",
-    ),
-    *(
-        Difference(flag, "not read with --multi-latent-attention", "acts", "a given value is never ignored")
-        for flag in (
-            "--yarn-original-max-position-embeddings",
-            "--yarn-beta-fast",
-            "--yarn-beta-slow",
-            "--no-yarn-correction-range-round-to-int",
-        )
-    ),
-    Difference(
-        "--accumulate-allreduce-grads-in-fp32",
-        "off with --fp16: gradients are summed and reduced in fp16",
-        "on",
-        "sums of fp16 numbers overflow",
-    ),
-    Difference("--log-interval", "100", "100, or a twentieth of a shorter run", "a short run has curves, too"),
-    Difference(
-        "--high-priority-stream-groups", "none", "tp pp", "layers wait for its sums, a pipeline for its messages"
-    ),
-    Difference(
-        "--muon-tp-mode",
-        "blockwise",
-        "none",
-        "blockwise is another optimizer with tensor parallelism, so it is spelled out",
-    ),
-    Difference("--profile-ranks", "none", "0", "--profile alone writes a trace"),
-    Difference(
-        "--sft-tokenizer-prompt-format",
-        "nemotron-h-aligned; default trains all tokens",
-        "default: the tokenizer's template",
-        "answers alone are trained, in every format",
-    ),
-    Difference("--transformer-impl", "transformer_engine", "local", "an optional library, which runs only on GPUs"),
-    Difference(
-        "--recompute-modules", "unset, meaning core_attn", "core_attn", "written out; activation exists only here"
-    ),
-    Difference(
-        "--moe-token-dispatcher-type", "allgather", "alltoall", "fewer bytes unless k is large; the same results"
-    ),
-    Difference("--rampup-batch-size", "ignored in 0.19", "acts", "the batch grows, as the flag says"),
-    Difference(
-        "--window-size",
-        "LEFT,RIGHT, the token itself not included",
-        "one number, the token itself included",
-        "LEFT,0 is accepted and means the same",
-    ),
-)
+DELIBERATE_DIFFERENCES = tuple(MegatronDifference(*row) for row in _rows("megatron_differences.csv"))
 
 
 def differences_line() -> str:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from megapipe.config.fields import Flag, Need, count, option
+from megapipe.config.fields import EXPERTS, Flag, Need, count, option
 from megapipe.config.layer_pattern import read_block_configs
 from megapipe.dtypes import TENSOR_DTYPES
 from megapipe.registry import Registry
@@ -83,20 +83,12 @@ ACTIVATIONS = Registry(
 ATTENTIONS = Registry(
     "attention kind", "--attention-kind", {"softmax": AttentionKind(), "chunked": AttentionKind(has_chunks=True)}
 )
-SOFTMAX_TYPES = ("vanilla", "off-by-one", "learnable")
-NORM_POSITIONS = ("before", "after", "around")
-QK_NORM_SCOPES = ("head", "projection")
 EXPERT_SCORES = ("softmax", "sigmoid")
-DISPATCHERS = ("alltoall", "allgather")
-DROP_POLICIES = ("probs", "position")
 LOAD_BALANCING = ("aux_loss", "seq_aux_loss", "global_aux_loss", "none")
-ROUTER_DTYPES = ("fp32", "fp64")
 FP8_FORMATS = ("e4m3", "hybrid")
 FP8_RECIPES = ("tensorwise", "delayed")
 
-QK_NORM = Need("model.qk_layernorm", "--qk-layernorm")
 ROPE = Need("model.position_embedding_type", "--position-embedding-type rope", ("rope",))
-EXPERTS = Need("model.num_experts", "--num-experts N")
 LATENT = Need("model.multi_latent_attention", "--multi-latent-attention")
 SHARED_EXPERT = Need("model.moe_shared_expert_intermediate_size", "--moe-shared-expert-intermediate-size N")
 ROUTER_GROUPS = Need("model.moe_router_num_groups", "--moe-router-num-groups N")
@@ -249,7 +241,7 @@ class ModelConfig:
     norm_position: str = option(
         "before",
         "where attention and MLP are normalized: their input, x + f(norm(x)), their output, x + norm(f(x)), or both",
-        choices=NORM_POSITIONS,
+        choices=("before", "after", "around"),
     )
     norm_epsilon: float = option(1e-5, "added to the variance in normalization", above=0)
     layernorm_zero_centered_gamma: bool = option(False, "store norm weights as gamma - 1", flag="--apply-layernorm-1p")
@@ -285,8 +277,8 @@ class ModelConfig:
     qk_layernorm_scope: str = option(
         "head",
         "what --qk-layernorm normalizes: each head, or all heads together",
-        choices=QK_NORM_SCOPES,
-        needs=QK_NORM,
+        choices=("head", "projection"),
+        needs=Need("model.qk_layernorm", "--qk-layernorm"),
     )
     window_size: int | None = count(
         None,
@@ -371,7 +363,7 @@ class ModelConfig:
         None, "groups whose experts a token can choose: those of the largest scores", "groups", needs=ROUTER_GROUPS
     )
     moe_router_dtype: str | None = option(
-        None, "dtype of the router's GEMM; unset: --dtype", choices=ROUTER_DTYPES, needs=EXPERTS
+        None, "dtype of the router's GEMM; unset: --dtype", choices=("fp32", "fp64"), needs=EXPERTS
     )
     moe_router_enable_expert_bias: bool = option(
         False,
@@ -396,7 +388,7 @@ class ModelConfig:
         "probs",
         "rows beyond the capacity that are dropped: those of the smallest weights, or of the last positions (in "
         "Megatron arbitrary rows on CPUs)",
-        choices=DROP_POLICIES,
+        choices=("probs", "position"),
         needs=CAPACITY,
     )
     moe_pad_expert_input_to_capacity: bool = option(
@@ -408,7 +400,7 @@ class ModelConfig:
         "alltoall",
         "how tokens reach their experts: k rows of each by all-to-alls over ep, or all tokens of the ranks of ep by an "
         "all-gather, and the sums back (docs/experts.md)",
-        choices=DISPATCHERS,
+        choices=("alltoall", "allgather"),
         needs=EXPERTS,
     )
     moe_router_load_balancing_type: tuple[str, ...] = option(
@@ -445,7 +437,7 @@ class ModelConfig:
         "vanilla",
         "attention may also choose no token: off-by-one adds 1 to the softmax's denominator, learnable exp of a weight "
         "of each head (attention sinks)",
-        choices=SOFTMAX_TYPES,
+        choices=("vanilla", "off-by-one", "learnable"),
     )
     softmax_scale: float | None = option(None, "factor on attention logits", above=0, derived="1 / sqrt(kv-channels)")
     attention_softmax_in_fp32: bool = option(

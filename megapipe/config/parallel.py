@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from megapipe.config.fields import Flag, Need, count, option
+from megapipe.config.fields import EXPERTS, Flag, Need, count, option
 
-EXPERTS = Need("model.num_experts", "--num-experts N")
 TP_OVERLAP = Need("parallel.tp_comm_overlap", "--tp-comm-overlap")
 SHARDING_STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 SHARDED_GRADS = ("optim_grads", "optim_grads_params")
@@ -19,16 +18,12 @@ GRADS = Need(
 PARAMS = Need(
     "parallel.data_parallel_sharding_strategy", f"--data-parallel-sharding-strategy {SHARDED_PARAMS}", (SHARDED_PARAMS,)
 )
-SHARDING_GRANULARITIES = ("microbatch", "run", "step")
 CP = Need(
     "parallel.context_parallel_size",
     "--context-parallel-size N",
     above=1,
     without="every rank has whole sequences",
 )
-CP_COMM_TYPES = ("p2p", "all_gather", "a2a", "a2a+p2p")
-RECOMPUTE_MODULES = ("core_attn", "layernorm", "mlp", "activation", "moe", "moe_act", "shared_experts")
-EP_OVERLAP = Need("parallel.overlap_moe_expert_parallel_comm", "--overlap-moe-expert-parallel-comm")
 FULL = Need("recompute.recompute_granularity", "--recompute-granularity full", ("full",))
 SELECTIVE = Need("recompute.recompute_granularity", "--recompute-granularity selective", ("selective",))
 SLICES = Need("parallel.pipe_sp_splits", "--pipe-sp-splits N of at least 2", above=1)
@@ -51,7 +46,7 @@ class ParallelConfig:
         "how attention reaches the keys of other cp ranks, one for all layers or one for each: pass keys and values on "
         "in a ring under the computation (p2p); gather them (all_gather); exchange positions for heads (a2a); "
         "exchange heads within groups and pass keys on between them (a2a+p2p)",
-        choices=CP_COMM_TYPES,
+        choices=("p2p", "all_gather", "a2a", "a2a+p2p"),
         needs=CP,
     )
     hierarchical_context_parallel_sizes: tuple[int, ...] | None = option(
@@ -77,7 +72,7 @@ class ParallelConfig:
         False,
         "with --overlap-moe-expert-parallel-comm: split backwards, and compute weight gradients under the all-to-all "
         "that follows their input gradients",
-        needs=EP_OVERLAP,
+        needs=Need("parallel.overlap_moe_expert_parallel_comm", "--overlap-moe-expert-parallel-comm"),
     )
     num_virtual_stages_per_pipeline_rank: int | None = count(
         None,
@@ -216,7 +211,7 @@ class ParallelConfig:
         "run",
         "how long a stage's weights stay gathered and its gradients are summed before they are reduced: for one "
         "microbatch, for consecutive microbatches of the stage (run), or for the step",
-        choices=SHARDING_GRANULARITIES,
+        choices=("microbatch", "run", "step"),
         needs=GRADS,
     )
     data_parallel_sharding_prefetch: int = option(
@@ -266,6 +261,12 @@ class ParallelConfig:
     distributed_timeout_minutes: float = option(10.0, "a collective that waits longer ends the job", "minutes", above=0)
 
 
+def strategy_of(parallel: ParallelConfig) -> str:
+    """Return what is sharded over data-parallel ranks: one of SHARDING_STRATEGIES."""
+    given = parallel.data_parallel_sharding_strategy
+    return given or ("optim" if parallel.use_distributed_optimizer else "no_shard")
+
+
 @dataclass(frozen=True)
 class RecomputeConfig:
     """Recomputation in the backward: none, some modules of every layer (selective) or whole layers (full)."""
@@ -311,7 +312,7 @@ class RecomputeConfig:
     recompute_modules: tuple[str, ...] = option(
         ("core_attn",),
         "selective: modules that are recomputed",
-        choices=RECOMPUTE_MODULES,
+        choices=("core_attn", "layernorm", "mlp", "activation", "moe", "moe_act", "shared_experts"),
         needs=SELECTIVE,
         more_flags=(
             Flag(

@@ -1,15 +1,20 @@
-"""`Problems`: collects the errors of a command line and its files, so that all are reported at once."""
+"""`Problems`: collects the errors of a command line and its files, so that all are reported at once; and what messages
+propose: values that would work, the names of conflicting flags.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from megapipe.errors import ConfigError
+from megapipe.formatting import one_of
 
 Section = TypeVar("Section")
+MOST_DIVISOR = 10**6  # up to which divisors are searched
 
 
 class UnreadError(Exception):
@@ -56,3 +61,31 @@ def hiding(section: Section, names: Collection[str]) -> Section:
     copy: Section = object.__new__(kind)
     vars(copy).update(vars(section))
     return copy
+
+
+def divisors(*numbers: int) -> list[int]:
+    """Return the common divisors, ascending; of numbers above MOST_DIVISOR squared not all of them."""
+    common = math.gcd(*numbers)
+    small = [d for d in range(1, min(math.isqrt(common), MOST_DIVISOR) + 1) if common % d == 0]
+    return sorted({*small, *(common // d for d in small)})
+
+
+def use_divisors(*numbers: int, wanted: int) -> str:
+    """Return 'use 1, 2, 4, 8 or 16': the common divisors, at most six, nearest to the wanted value."""
+    return "use " + one_of(nearest_values(divisors(*numbers), wanted))
+
+
+def use_multiples(unit: int, wanted: int) -> str:
+    """Return 'use 16 or 24': the multiples on both sides of the wanted value."""
+    below, above = wanted // unit * unit, -(-wanted // unit) * unit
+    return "use " + one_of(sorted({value for value in (below, above) if value > 0}))
+
+
+def nearest_values(values: list[int], wanted: int, count: int = 6) -> list[int]:
+    """Return the values nearest to a wanted one, ascending."""
+    return sorted(sorted(values, key=lambda value: abs(value - wanted))[:count])
+
+
+def chosen(*flags: tuple[str, bool]) -> list[str]:
+    """Return the names of the flags whose condition holds."""
+    return [name for name, is_given in flags if is_given]

@@ -13,8 +13,6 @@ DEVICES = ("auto", "cpu", "cuda")
 LR_DECAY_STYLES = ("constant", "linear", "cosine", "inverse-square-root", "WSD")
 WSD_DECAY_STYLES = ("exponential", "linear", "cosine", "minus_sqrt")
 WEIGHT_DECAY_STYLES = ("constant", "linear", "cosine")
-MAIN_GRADS_DTYPES = ("fp32", "bf16", "fp16")
-MAIN_PARAMS_DTYPES = ("fp32", "fp16")
 MOMENT_DTYPES = ("fp32", "bf16", "fp16", "fp8")
 
 
@@ -67,9 +65,6 @@ NEWTON_SCHULZ = {
         (2.8366, -3.0525, 1.2012),
     ),
 }
-MUON_SCALE_MODES = ("spectral", "unit_rms_norm", "shape_scaling")
-MUON_TP_MODES = ("duplicated", "distributed", "blockwise")
-MATMUL_PRECISIONS = ("medium", "high", "highest")
 
 WSD = Need("optimizer.lr_decay_style", "--lr-decay-style WSD", ("WSD",))
 DECOUPLED_LR = Need("optimizer.decoupled_lr", "--decoupled-lr")
@@ -223,7 +218,7 @@ class OptimizerConfig:
         "spectral",
         "factor of the update of a linear with m outputs and n inputs: sqrt(max(m, n)), sqrt(m / n) or "
         "sqrt(max(1, m / n))",
-        choices=MUON_SCALE_MODES,
+        choices=("spectral", "unit_rms_norm", "shape_scaling"),
         needs=MUON,
     )
     muon_extra_scale_factor: float = option(
@@ -239,13 +234,13 @@ class OptimizerConfig:
         None,
         "required with tensor parallelism, since Megatron's default has changed: duplicated and distributed are the "
         "update of one process; blockwise, which orthogonalizes each rank's slice, is refused",
-        choices=MUON_TP_MODES,
+        choices=("duplicated", "distributed", "blockwise"),
         needs=MUON,
     )
     muon_fp32_matmul_prec: str = option(
         "medium",
         "precision of Newton-Schulz in fp32 on GPUs (torch.set_float32_matmul_precision)",
-        choices=MATMUL_PRECISIONS,
+        choices=("medium", "high", "highest"),
         needs=MUON,
     )
     optimizer_options: tuple[str, ...] = option((), "NAME=NUMBER for each option of an extension's update rule")
@@ -269,12 +264,12 @@ class OptimizerConfig:
     main_grads_dtype: str = option(
         "fp32",
         "dtype in which gradients are accumulated over microbatches and, without --grad-reduce-in-bf16, reduced",
-        choices=MAIN_GRADS_DTYPES,
+        choices=("fp32", "bf16", "fp16"),
         needs=PRECISION_AWARE,
         more_flags=(Flag("--accumulate-allreduce-grads-in-fp32", value="fp32"),),
     )
     main_params_dtype: str = option(
-        "fp32", "dtype of the master weights", choices=MAIN_PARAMS_DTYPES, needs=PRECISION_AWARE
+        "fp32", "dtype of the master weights", choices=("fp32", "fp16"), needs=PRECISION_AWARE
     )
     exp_avg_dtype: str = option("fp32", "dtype of Adam's first moment", choices=MOMENT_DTYPES, needs=PRECISION_AWARE)
     exp_avg_sq_dtype: str = option(

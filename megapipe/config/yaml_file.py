@@ -55,6 +55,17 @@ def read_file(path: str) -> str:
         raise ConfigError("--config: the path contains a NUL character") from None
 
 
+def read_object(path: Path, flag: str, expected: str) -> dict[Any, Any]:
+    """Read a YAML file that holds an object. flag, expected: for errors. Raises ConfigError."""
+    try:
+        found = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"{flag} {path} cannot be read: {error}") from None
+    if not isinstance(found, dict):
+        raise ConfigError(f"{flag} {path}: expected {expected}")
+    return found
+
+
 def read_entries(text: str, name: str, problems: Problems) -> list[Entry]:
     """Return all entries of a YAML text, in order. name: of the file, for errors. problems: receives them."""
     if len(text) > MOST_CHARACTERS:

@@ -6,23 +6,28 @@ attention does not look back across it (--reset-attention-mask), and the positio
 
 Samples of conversations (--sft) say themselves what is trained and where a conversation begins; the rules for documents
 do not apply to them.
+
+Megatron treats padding tokens in token files apart, if no other special token has the same id: their labels have no
+loss, and token 0 is the input. Here a token counts like any other, so a run says it if its data holds padding.
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from megapipe.data.dataset import TokenArray
+from megapipe.data.dataset import TokenArray, TokenDataset
 from megapipe.errors import ConfigError
 
 MASKED_ROWS = 2  # of a sample with a loss mask: tokens, and 1 where the token is trained
 # of a sample of conversations: tokens; 1 where the token is trained; number of the conversation, or PADDING
 CHAT_ROWS = 3
 PADDING = -1
+NUM_SAMPLES = 16  # that are looked at
 
 
 @dataclass(frozen=True)
@@ -138,3 +143,18 @@ class Batch:
             sample_ids,
             padding=chats == PADDING,
         )
+
+
+def padding_remarks(dataset: TokenDataset, pad: int | None, others: Collection[int | None]) -> tuple[str, ...]:
+    """Return a line if the first samples hold the padding token. others: the ids of the tokenizer's special tokens."""
+    if pad is None or pad in others:
+        return ()
+    samples = [dataset[index][1:] for index in range(min(NUM_SAMPLES, len(dataset)))]
+    found = sum(int(np.count_nonzero(labels == pad)) for labels in samples)
+    if not found:
+        return ()
+    total = sum(labels.size for labels in samples)
+    return (
+        f"{found} of the {total} labels in the first {len(samples)} training samples are the tokenizer's padding token "
+        f"{pad}: here they count in the loss, while Megatron gives them none and feeds token 0 in their place",
+    )

@@ -17,7 +17,7 @@ from typing import IO, Any, Protocol, cast
 import numpy as np
 
 from megapipe.data.dataset import Array
-from megapipe.data.index_cache import Arrays, IndexCache
+from megapipe.data.index_cache import Arrays, IndexCache, file_stamp
 from megapipe.data.indexed_file import token_dtype
 from megapipe.data.text_source import MOST_DOCUMENT_BYTES, bounded_lines
 from megapipe.errors import DataError
@@ -31,11 +31,7 @@ OTHER_FORMS = {
     "instruction": "join instruction and input to the prompt, and rename output to completion",
     "text": "this is text for pretraining; megapipe preprocess reads it",
 }
-UNREAD_KEYS = (
-    "tools",
-    "functions",
-    "documents",
-)  # a template would write them; so they must not be left out in silence
+UNREAD_KEYS = ("tools", "functions", "documents")  # a template would write them: not to be left out in silence
 SAID_BYTES = 1 << 24  # a larger file takes long enough to say that it is tokenized
 BATCH = 512  # conversations that are tokenized at once
 
@@ -99,10 +95,9 @@ def open_chats(path: str, encoder: ChatEncoder, cache: IndexCache) -> ChatFile:
     Raises DataError with file and line of the first invalid conversation.
     """
     try:
-        found = os.stat(path)
+        source = file_stamp(path)
     except OSError as error:
         raise DataError(f"cannot read {path}: {error.strerror}; --sft takes files of JSON lines") from None
-    source = {"path": os.path.realpath(path), "bytes": found.st_size, "mtime_ns": found.st_mtime_ns}
     arrays = cache.arrays("chats", {"source": source, "encoder": encoder.key}, lambda: _encode(path, encoder))
     form, num_cut = (int(number) for number in arrays["facts"])
     flat = {name: arrays[name] for name in ("tokens", "trained", "starts", "first_trained")}

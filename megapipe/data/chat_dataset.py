@@ -12,7 +12,6 @@ import zlib
 from bisect import bisect_left, insort
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -31,7 +30,7 @@ from megapipe.data.build_datasets import (
 )
 from megapipe.data.chat import ChatEncoder, ChatFile, open_chats
 from megapipe.data.dataset import Array, TokenArray, TokenDataset
-from megapipe.data.index_cache import Arrays, IndexCache
+from megapipe.data.index_cache import Arrays, IndexCache, file_stamp
 from megapipe.errors import DataError
 
 OPEN_SEQUENCES = 256  # sequences that packing fills at the same time
@@ -259,7 +258,7 @@ def build_chat_datasets(request: DatasetRequest, encoder: ChatEncoder) -> tuple[
                 packs=data.sft_packing,
                 pad=pad,
                 cache=cache,
-                key=_source(file, encoder),
+                key={**file_stamp(file.path), "encoder": encoder.key},
             )
             lines.append(f"{SPLIT_NAMES[part]}: {found.describe()}")
             return found
@@ -287,16 +286,6 @@ def _blended(
         members = [build(name, math.ceil(count * (1 + SURPLUS))) for name, count in zip(names, counts, strict=True)]
         size = sum(counts)
     return BlendedDataset(members, shares, size, names=names, cache=IndexCache.at(cache_path, names[0]))
-
-
-def _source(file: ChatFile, encoder: ChatEncoder) -> dict[str, Any]:
-    found = Path(file.path).stat()
-    return {
-        "path": str(Path(file.path).resolve()),
-        "bytes": found.st_size,
-        "mtime_ns": found.st_mtime_ns,
-        "encoder": encoder.key,
-    }
 
 
 def _check_forms(files: Sequence[ChatFile]) -> None:

@@ -85,6 +85,12 @@ class IndexCache:
         return found if isinstance(found, dict) else built  # a disk that does not return what was written
 
 
+def file_stamp(path: str) -> dict[str, Any]:
+    """Return a description of the current state of a file: path, size, modification time. Raises OSError."""
+    found = os.stat(path)
+    return {"path": os.path.realpath(path), "bytes": found.st_size, "mtime_ns": found.st_mtime_ns}
+
+
 def source_stamp(prefix: str) -> dict[str, Any]:
     """Return a description of the current state of a pair of token files: path, sizes, modification times."""
     stats = [os.stat(path) for path in (bin_path(prefix), idx_path(prefix))]

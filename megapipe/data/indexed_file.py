@@ -40,7 +40,7 @@ DTYPES: dict[int, np.dtype[Any]] = {
     for code, name in {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 6: "<f8", 7: "<f4", 8: "<u2"}.items()
 }
 CODES = {dtype: code for code, dtype in DTYPES.items()}
-Tokenizer = dict[str, Any]  # the fingerprint of one, see tokenizers/fingerprint.py
+Tokenizer = dict[str, Any]  # the fingerprint of one, see tokenizers/tokenizer.py
 CHECK_BLOCK = 1 << 18  # sequences checked at a time, so that a check needs no second copy of a huge index
 LENGTH, OFFSET = np.dtype("<i4"), np.dtype("<i8")
 RAW_BYTES = 1 << 24  # copied at a time

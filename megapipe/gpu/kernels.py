@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_map_only
 from megapipe.config.config import Config
 from megapipe.config.layers import layer_configs
 from megapipe.config.model import ATTENTIONS, PrecisionConfig
-from megapipe.config.rules.proposals import chosen
+from megapipe.config.problems import chosen
 from megapipe.config.training import OPTIMIZERS
 from megapipe.dtypes import ELEMENT_BYTES
 from megapipe.gpu.libraries import Apex, FlashAttention, TransformerEngine

@@ -182,7 +182,7 @@ class TransformerEngine(_FusedAdam):
         self._te, self._adam = te, FusedAdam
         self.version = str(getattr(transformer_engine, "__version__", "?"))
         self._recipes = {spans_tp: _recipe(recipe, precision, spans_tp) for spans_tp in (False, True)}
-        self._linear_type: Any = type("Linear", (_Linear, te.Linear), {})
+        self._linear_type: Any = type("Linear", (_EngineLinear, te.Linear), {})
         self._norm_types = {
             "LayerNorm": type("LayerNorm", (te.LayerNorm,), {}),
             "RMSNorm": type("RMSNorm", (te.RMSNorm,), {}),
@@ -285,7 +285,7 @@ def _recipe(library: Any, precision: PrecisionConfig, spans_tp: bool) -> Any:
     )
 
 
-class _Linear:
+class _EngineLinear:
     """Our part of the subclass of the library's Linear: gradient slots, weight queue, outputs writable in place.
 
     The names added here are not attributes of the library's Linear or its base classes (checked with 2.20.0.dev0).
@@ -353,7 +353,7 @@ class _AfterBackward(torch.autograd.Function):
     """The identity before a linear: its backward runs when that of the linear is done."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, linear: _Linear) -> Tensor:
+    def forward(ctx: Any, x: Tensor, linear: _EngineLinear) -> Tensor:
         ctx.linear = linear
         return x.view_as(x)
 

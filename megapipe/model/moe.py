@@ -224,7 +224,7 @@ class Router(nn.Module):
 
     Scores are in at least fp32. Ties go to the expert, or the group, of the smaller number. expert_bias: [experts]
     fp32, added to the scores for the choice alone (Wang et al. 2024, arXiv:2408.15664); changed after each step by
-    train.expert_loads. loads: tokens of this rank for each expert, [experts] int64, by number of the microbatch in the
+    train.step. loads: tokens of this rank for each expert, [experts] int64, by number of the microbatch in the
     global batch and of its slice; a replay writes the same again. dropped: rows above the capacity, likewise.
     loss_scale: factor on gradients, asked for in the backward.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megapipe.config.rules.proposals import divisors, nearest_values
+from megapipe.config.problems import divisors, nearest_values
 from megapipe.errors import ConfigError
 from megapipe.formatting import one_of
 

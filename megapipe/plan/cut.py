@@ -13,11 +13,11 @@ from typing import NamedTuple, TypeVar
 from megapipe.errors import ConfigError
 from megapipe.layers.model import LayerSpec, stage_parameters
 from megapipe.plan.activations import deferred_bytes, layers_of, shared_bytes, stage_bytes, temporary_bytes
-from megapipe.plan.first_cut import is_by_hand
 from megapipe.plan.hardware import GIB
 from megapipe.plan.layer_costs import LayerCosts, stage_costs
 from megapipe.plan.memory import USUAL_UNITS_ON_DEVICE, offloaded_groups, rank_memory
 from megapipe.plan.run_plan import RunPlan
+from megapipe.plan.schedule_choice import is_by_hand
 from megapipe.schedule.action import Op
 from megapipe.schedule.balance import CutQuestion, balanced_cuts
 from megapipe.schedule.families import SCHEDULES

@@ -13,11 +13,10 @@ from megapipe.layers.model import LayerSpec
 from megapipe.layers.moe import MoE
 from megapipe.plan.activations import with_recompute
 from megapipe.plan.hardware import Hardware
-from megapipe.plan.layer_time import OpSeconds, head_seconds, layer_seconds
-from megapipe.plan.links import expert_links, ring_link
+from megapipe.plan.layer_time import OpSeconds, expert_links, head_seconds, layer_seconds, ring_link
 from megapipe.plan.run_plan import RunPlan
 from megapipe.schedule.action import Op
-from megapipe.schedule.compare import Seconds
+from megapipe.schedule.costs import Seconds
 from megapipe.schedule.experts import ExpertMeasures, ExpertModel, measure_experts
 from megapipe.schedule.families import SCHEDULES, build_schedule
 from megapipe.schedule.partition import Partition

@@ -20,8 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
+from megapipe.config.yaml_file import read_object
 from megapipe.dtypes import FP8
 from megapipe.errors import ConfigError
 
@@ -169,12 +168,7 @@ def read_hardware(path: Path) -> Hardware:
 
     Links are written as {bytes_per_second: ..., latency_seconds: ...}, gemm_shares as pairs. Raises ConfigError.
     """
-    try:
-        found = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ConfigError(f"--hardware {path} cannot be read: {error}") from None
-    if not isinstance(found, dict):
-        raise ConfigError(f"--hardware {path}: expected keys and values, such as `like: h100`")
+    found = read_object(path, "--hardware", "keys and values, such as `like: h100`")
     values: dict[str, Any] = vars(hardware_named(str(found.pop("like")))) if "like" in found else {}
     known = {field.name: field.default for field in dataclasses.fields(Hardware)}
     unknown = sorted(found.keys() - known.keys())

@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import operator
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -115,18 +116,10 @@ class PartCost:
     replay: float = 0.0  # the forward that B or I repeats under full recompute
 
     def __add__(self, other: PartCost) -> PartCost:
-        return PartCost(
-            self.forward + other.forward,
-            self.backward + other.backward,
-            self.inputs + other.inputs,
-            self.weights + other.weights,
-            self.replay + other.replay,
-        )
+        return PartCost(*map(operator.add, vars(self).values(), vars(other).values()))
 
     def __mul__(self, count: int) -> PartCost:
-        return PartCost(
-            self.forward * count, self.backward * count, self.inputs * count, self.weights * count, self.replay * count
-        )
+        return PartCost(*(cost * count for cost in vars(self).values()))
 
     def of(self, op: Op) -> float:
         """Return the cost of one op, replays included."""

@@ -5,13 +5,15 @@ of `layers`.
 Kernels reach a share of the peak that depends on the smallest size of a GEMM alone; everything else moves memory at a
 share of its rate. With fp8 the GEMMs of a layer's linears have the peak of fp8, and casts move memory; attention and
 the head do not change. Experts are taken to get equally many rows, which every one of them multiplies on its own.
+
+Also the links that a plan's groups of ranks communicate over.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 
 from megapipe.dtypes import FP8
 from megapipe.layers.attention import Attention
@@ -21,7 +23,9 @@ from megapipe.layers.moe import INDEX_BYTES, MoE
 from megapipe.layers.table import ALL_REDUCE, Collectives, CoreAttention, Documents, Gemm, RankShape, ring_bytes
 from megapipe.plan.activations import without_recompute
 from megapipe.plan.hardware import Hardware, Link
+from megapipe.plan.run_plan import RunPlan
 from megapipe.schedule.action import Op
+from megapipe.topology import Topology
 
 # each byte a layer keeps is written once and read once in the forward; a backward moves twice as much
 POINTWISE_PASSES = 2.0
@@ -391,3 +395,46 @@ def _recomputed(
     saved = whole.kept_bytes - layer_table(layer, without).kept_bytes
     again["pointwise"] += POINTWISE_PASSES * saved / clock.hardware.pointwise_bytes_per_second
     return again
+
+
+@cache
+def ring_link(topology: Topology, kind: str, node: Link, network: Link) -> Link:
+    """Return the link of a ring over a kind of group: between nodes each of its members in a node adds another network
+    card.
+    """
+    if not topology.crosses_nodes(kind):
+        return node
+    group = topology.group_of(kind, 0)
+    together = sum(topology.node_of(rank) == topology.node_of(group[0]) for rank in group)
+    rate = min(together * network.bytes_per_second, node.bytes_per_second)
+    return Link(max(rate, network.bytes_per_second), network.latency_seconds)
+
+
+@cache
+def context_links(topology: Topology, node: Link, network: Link) -> ContextLinks:
+    """Return the links of the messages over cp on a grid. A message to another node takes the card of its rank; of an
+    exchange only a part goes there.
+    """
+
+    def exchange(kind: str) -> Link:
+        if not topology.crosses_nodes(kind):
+            return node
+        ranks = len(topology.group_of(kind, 0))
+        share = (ranks - topology.least_on_a_node(kind)) / (ranks - 1)
+        return Link(min(network.bytes_per_second / share, node.bytes_per_second), network.latency_seconds)
+
+    ring = "cp" if topology.cp_inner == 1 else "cp_p2p"
+    link = network if topology.crosses_nodes(ring) else node
+    return ContextLinks(link, exchange("cp"), exchange("cp_a2a"))
+
+
+def expert_links(plan: RunPlan, hardware: Hardware) -> ExpertLinks | None:
+    """Return the links of the messages of experts; None for a model without."""
+    return expert_links_of(plan.topology, hardware.node, hardware.network) if plan.model.has_experts else None
+
+
+@cache
+def expert_links_of(topology: Topology, node: Link, network: Link) -> ExpertLinks:
+    """Return the links of the messages of experts on a grid."""
+    etp = ring_link(topology, "etp", node, network)
+    return ExpertLinks(etp, node, network, topology.ep, topology.least_on_a_node("ep"))

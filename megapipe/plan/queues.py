@@ -40,7 +40,7 @@ MAPPINGS = (BY_USE, BY_POOL)
 Stream = str | int | Channel
 
 
-class Work(NamedTuple):
+class Enqueued(NamedTuple):
     """One entry of a stream: a kernel, or with `after` the wait for an event."""
 
     stream: Stream
@@ -55,7 +55,7 @@ class Work(NamedTuple):
 class Program:
     """The entries that one rank enqueues in a step, in order; the host never waits."""
 
-    works: list[Work] = field(default_factory=list)
+    works: list[Enqueued] = field(default_factory=list)
     last: dict[Stream, int] = field(default_factory=dict)  # stream -> index of its latest entry
     idle: frozenset[Stream] = frozenset()  # streams of the process that this step does not use
 
@@ -64,7 +64,7 @@ class Program:
         """The streams of the process, in the order in which it creates them."""
         return sorted({work.stream for work in self.works} | self.idle, key=_creation_order)
 
-    def add(self, work: Work) -> int:
+    def add(self, work: Enqueued) -> int:
         """Enqueue an entry and return its index."""
         self.works.append(work)
         self.last[work.stream] = len(self.works) - 1
@@ -73,16 +73,16 @@ class Program:
     def wait(self, stream: Stream, index: int | None, name: str) -> None:
         """Make a stream wait for an entry (cudaStreamWaitEvent). index: None to return at once."""
         if index is not None:
-            self.add(Work(stream, name, after=index))
+            self.add(Enqueued(stream, name, after=index))
 
-    def communicate(self, work: Work, waiting: Stream = CURRENT) -> int:
+    def communicate(self, work: Enqueued, waiting: Stream = CURRENT) -> int:
         """Enqueue an NCCL kernel that waits for what `waiting` holds so far, as torch does, and return its index."""
         self.wait(work.stream, self.last.get(waiting), work.name)
         return self.add(work)
 
 
 @dataclass(frozen=True)
-class Traffic:
+class RankTraffic:
     """The communication of a step besides the messages of the schedule, and the limits of both."""
 
     tp_collectives: int = 0  # of each forward and each (half) backward; 0: tp is 1
@@ -97,7 +97,7 @@ class Traffic:
 
 
 @gc_paused()
-def enqueue(schedule: Schedule, traffic: Traffic = Traffic()) -> tuple[Program, ...]:
+def enqueue(schedule: Schedule, traffic: RankTraffic = RankTraffic()) -> tuple[Program, ...]:
     """Return what each pp_rank enqueues in one step of a lowered schedule.
 
     Ranks of one tp or dp group enqueue the same, so only one of them is simulated: a cycle of waits over several of
@@ -106,7 +106,7 @@ def enqueue(schedule: Schedule, traffic: Traffic = Traffic()) -> tuple[Program, 
     """
     streams = Op.OVERLAP in schedule.ops
     return tuple(
-        _Rank(schedule, pp_rank, traffic, streams).program_of(row if streams else without_pairs(row))
+        _RankProgram(schedule, pp_rank, traffic, streams).program_of(row if streams else without_pairs(row))
         for pp_rank, row in enumerate(schedule.rows)
     )
 
@@ -118,10 +118,10 @@ def beside(programs: tuple[Program, ...], others: tuple[Program, ...]) -> tuple[
     )
 
 
-class _Rank:
+class _RankProgram:
     """The engine on one rank, as far as streams see it (`pipeline.engine`, `comm.channels`, `gpu.streams`)."""
 
-    def __init__(self, schedule: Schedule, pp_rank: int, traffic: Traffic, stage_streams: bool) -> None:
+    def __init__(self, schedule: Schedule, pp_rank: int, traffic: RankTraffic, stage_streams: bool) -> None:
         self.placement, self.pp_rank, self.traffic = schedule.placement, pp_rank, traffic
         self.num_directions = len(self.placement.directions)
         self.stages = self.placement.stages_of(pp_rank) if stage_streams else ()
@@ -130,7 +130,7 @@ class _Rank:
         self.numbers: defaultdict[Channel, int] = defaultdict(int)
         self.received: dict[Action, int] = {}
         self.halves_left = 0
-        self.copies = _Copies(self.program, traffic, traffic.moves[pp_rank] if traffic.moves else NO_MOVES)
+        self.copies = _OffloadCopies(self.program, traffic, traffic.moves[pp_rank] if traffic.moves else NO_MOVES)
 
     def program_of(self, row: Iterable[Action]) -> Program:
         program = self.program
@@ -143,7 +143,7 @@ class _Rank:
                 self.fork()
                 self.halves_left = 2
             elif self.traffic.dp:
-                reduced = program.communicate(Work(DP, str(action)))
+                reduced = program.communicate(Enqueued(DP, str(action)))
                 if action.op is Op.UPDATE:
                     program.wait(CURRENT, reduced, str(action))
         for sends in self.in_flight.values():
@@ -161,7 +161,7 @@ class _Rank:
             program.wait(CURRENT, sends.popleft(), name)
         seconds, message = self.traffic.message_seconds, (channel, self.numbers[channel])
         self.numbers[channel] += 1
-        index = program.communicate(Work(channel, name, None, seconds, message, not is_send))
+        index = program.communicate(Enqueued(channel, name, None, seconds, message, not is_send))
         if is_send:
             sends.append(index)
         else:
@@ -192,24 +192,24 @@ class _Rank:
         """Run kernels for so long, with the collectives over tp between them."""
         program, count = self.program, 0 if op is Op.W or self.traffic.graphs else self.traffic.tp_collectives
         tp = TP if not self.stages else f"{TP} {stage}"  # the halves of a pair have a communicator each
-        program.add(Work(stream, name, seconds=seconds / (count + 1)))
+        program.add(Enqueued(stream, name, seconds=seconds / (count + 1)))
         for _ in range(count):
-            summed = program.communicate(Work(tp, name, seconds=self.traffic.collective_seconds), stream)
+            summed = program.communicate(Enqueued(tp, name, seconds=self.traffic.collective_seconds), stream)
             program.wait(stream, summed, name)
-            program.add(Work(stream, name, seconds=seconds / (count + 1)))
+            program.add(Enqueued(stream, name, seconds=seconds / (count + 1)))
 
     def fork(self) -> None:
         for stage in self.stages:
             self.program.wait(stage, self.program.last.get(CURRENT), "fork")
 
 
-class _Copies:
+class _OffloadCopies:
     """Offloading on one rank, as far as streams see it (`pipeline.offload`, `gpu.streams.StreamCopies`).
 
     A moment is an index of `Moves.moments`; without offloading an action is one moment, None.
     """
 
-    def __init__(self, program: Program, traffic: Traffic, moves: Moves) -> None:
+    def __init__(self, program: Program, traffic: RankTraffic, moves: Moves) -> None:
         self.program, self.moves, self.seconds = program, moves, traffic.copy_seconds
         self.next = 0
         self.written: dict[Unit, tuple[Stream, int]] = {}  # the stream of the forward, the copy to the host
@@ -237,7 +237,7 @@ class _Copies:
             made_on, _ = self.written.pop(unit)
             name = f"copy back of {unit.stage}F{unit.microbatch}"
             program.wait(TO_DEVICE, program.last.get(made_on), name)
-            self.arrived[unit] = program.add(Work(TO_DEVICE, name, seconds=self.seconds))
+            self.arrived[unit] = program.add(Enqueued(TO_DEVICE, name, seconds=self.seconds))
             self.buffers.append(self.arrived[unit])
         arrived = (
             None if moment.op is Op.F else self.arrived.pop(Unit(moment.stage, moment.microbatch, moment.group), None)
@@ -255,7 +255,7 @@ class _Copies:
         name = f"copy of {moment.stage}F{moment.microbatch}"
         program.wait(TO_HOST, program.last.get(stream), name)
         program.wait(TO_HOST, self.buffers.pop() if self.buffers else None, name)
-        self.written[unit] = stream, program.add(Work(TO_HOST, name, seconds=self.seconds))
+        self.written[unit] = stream, program.add(Enqueued(TO_HOST, name, seconds=self.seconds))
 
 
 def queue_map(
@@ -414,7 +414,7 @@ def why_it_hangs(
     return ""
 
 
-class Held(NamedTuple):
+class HeldReceives(NamedTuple):
     """Receives of one rank that wait for their sender. Each holds as many SMs as its communicator has channels."""
 
     mean: float  # while the rank computes
@@ -423,7 +423,7 @@ class Held(NamedTuple):
     bound: int
 
 
-def waiting_receives(schedule: Schedule, traffic: Traffic = Traffic()) -> tuple[Held, ...]:
+def waiting_receives(schedule: Schedule, traffic: RankTraffic = RankTraffic()) -> tuple[HeldReceives, ...]:
     """Return for each pp_rank how many receives wait in a step of a lowered schedule that no queue delays."""
     run = run_queues(enqueue(schedule, traffic), None)
     if run.blocked:
@@ -439,7 +439,7 @@ def waiting_receives(schedule: Schedule, traffic: Traffic = Traffic()) -> tuple[
         overlap = sum(max(0.0, min(a, b) - max(c, d)) for c, a in receives for d, b in busy)
         steps = sorted([(end, -1) for _, end in receives] + [(start, 1) for start, end in receives if end > start])
         peak = max(accumulate(step for _, step in steps), default=0)
-        held.append(Held(overlap / sum(end - start for start, end in busy), peak, most_waiting(program)))
+        held.append(HeldReceives(overlap / sum(end - start for start, end in busy), peak, most_waiting(program)))
     return tuple(held)
 
 

@@ -20,18 +20,17 @@ from megapipe.config.config import (
     convert,
     resolve_model,
 )
+from megapipe.config.parallel import strategy_of
 from megapipe.config.rules.check import check
 from megapipe.config.rules.gpu import overlaps_by_default, with_own_kernels
-from megapipe.config.rules.sft import with_implied
-from megapipe.config.rules.sharding import strategy_of
+from megapipe.config.rules.training import with_implied
 from megapipe.config.training import OptimizerConfig
 from megapipe.data.build_datasets import DEFAULT_SPLIT
 from megapipe.layers.model import model_parameters
 from megapipe.plan.batch import BatchSchedule
 from megapipe.plan.cut import balanced_cut
-from megapipe.plan.first_cut import cut_layers
 from megapipe.plan.run_plan import RunPlan
-from megapipe.plan.schedule_choice import group_size, memory_limit, schedule_and_chunks
+from megapipe.plan.schedule_choice import cut_layers, group_size, memory_limit, schedule_and_chunks
 from megapipe.plan.world_rules import batch_of, check_counts, num_steps, placement_of, topology_of, world_rules
 from megapipe.schedule.lower import default_receive_depth
 from megapipe.schedule.sharding import split_partition, split_placement, units_of

@@ -21,8 +21,7 @@ from megapipe.layers.model import LayerSpec
 from megapipe.layers.table import CommChunks
 from megapipe.plan.hardware import GIGA, Hardware
 from megapipe.plan.layer_costs import layer_flops, step_flops
-from megapipe.plan.layer_time import layer_seconds
-from megapipe.plan.links import ring_link
+from megapipe.plan.layer_time import layer_seconds, ring_link
 from megapipe.plan.run_plan import RunPlan
 from megapipe.plan.step_time import optimizer_bytes, predict_step, update_bytes
 
@@ -48,7 +47,7 @@ class Forms:
 
 
 @dataclass(frozen=True)
-class Work:
+class PartWork:
     """The kernels of one part of a layer or step. kernels: launches, GEMMs and attention included."""
 
     part: str
@@ -103,7 +102,7 @@ def check_counted(plan: RunPlan) -> None:
         )
 
 
-def layer_work(plan: RunPlan, hardware: Hardware, forms: Forms) -> tuple[Work, ...]:
+def layer_work(plan: RunPlan, hardware: Hardware, forms: Forms) -> tuple[PartWork, ...]:
     """Return the work of one layer for one microbatch, forward and backward, on one rank."""
     shape, layer = plan.shape, plan.model.kinds[0]
     attention, mlp = _parts(layer)
@@ -122,21 +121,21 @@ def layer_work(plan: RunPlan, hardware: Hardware, forms: Forms) -> tuple[Work, .
     ) / hardware.peak(shape.dtype)
     gemm = times.forward["gemm"] + times.inputs["gemm"] + times.weights["gemm"]
     rows = [
-        Work("GEMMs", 12, 0.0, "four linears: output, input gradient, weight gradient added in fp32", gemm),
-        Work("attention", 2, 0.0, "one fused kernel forward; one call backward", core),
-        Work("norms", 10 if shape.sequence_parallel else 8, 14.0 * own * hidden * element, NORMS),
-        Work("residual", 4, 12.0 * own * hidden * element, "two sums, and two of gradients"),
+        PartWork("GEMMs", 12, 0.0, "four linears: output, input gradient, weight gradient added in fp32", gemm),
+        PartWork("attention", 2, 0.0, "one fused kernel forward; one call backward", core),
+        PartWork("norms", 10 if shape.sequence_parallel else 8, 14.0 * own * hidden * element, NORMS),
+        PartWork("residual", 4, 12.0 * own * hidden * element, "two sums, and two of gradients"),
         _rotary(tokens * rotated, tokens * qkv * element, shape.seq * channels // 2, element, forms.fuses_rotary),
-        Work("qkv gradient", 1, 2.0 * tokens * qkv * element, "gradients of q, k and v are copied side by side"),
-        Work("activation", 2, 8.0 * tokens * ffn * element, "one compiled kernel each way")
+        PartWork("qkv gradient", 1, 2.0 * tokens * qkv * element, "gradients of q, k and v are copied side by side"),
+        PartWork("activation", 2, 8.0 * tokens * ffn * element, "one compiled kernel each way")
         if forms.compiles
-        else Work("activation", 7, 18.0 * tokens * ffn * element, "silu and product; backward five kernels"),
+        else PartWork("activation", 7, 18.0 * tokens * ffn * element, "silu and product; backward five kernels"),
     ]
     if layer.is_fp8:
         rows += _casts(layer, plan, forms)
     if shape.tp > 1:
         exposed = times.forward["tp"] + times.inputs["tp"] + times.weights["tp"] - times.hidden
-        rows.append(Work("tp messages", 0, 0.0, "gathers and sums that no GEMM hides", exposed))
+        rows.append(PartWork("tp messages", 0, 0.0, "gathers and sums that no GEMM hides", exposed))
     return tuple(rows)
 
 
@@ -145,7 +144,7 @@ def _parts(layer: LayerSpec) -> tuple[Attention, DenseMLP]:
     return layer.attention, layer.mlp
 
 
-def _rotary(rotated: int, qkv_bytes: int, table: int, element: int, is_fused: bool) -> Work:
+def _rotary(rotated: int, qkv_bytes: int, table: int, element: int, is_fused: bool) -> PartWork:
     """Return the work of rotating so many elements of q and k, and their gradients, of qkv_bytes with those of v.
 
     table: elements of cos, and of sin.
@@ -153,16 +152,16 @@ def _rotary(rotated: int, qkv_bytes: int, table: int, element: int, is_fused: bo
     wide = 4
     if is_fused:
         moved = 4.0 * rotated * element + 4.0 * table * wide
-        return Work("rotary", 2, moved, "one kernel each way, in place")
+        return PartWork("rotary", 2, moved, "one kernel each way, in place")
     casts, copies = rotated * (element + wide), rotated * (wide + element)
     products, sums = 4 * rotated / 2 * 2 * wide, 2 * rotated / 2 * 3 * wide
     each_way = casts + products + sums + copies
     tables = 10.0 * table * wide  # a product reads one, and the gradient turns by -sin
     reason = "raise both halves, four products, two sums, write both halves; the gradient is copied first"
-    return Work("rotary", 22, 2.0 * each_way + 2.0 * qkv_bytes + tables, reason)
+    return PartWork("rotary", 22, 2.0 * each_way + 2.0 * qkv_bytes + tables, reason)
 
 
-def _casts(layer: LayerSpec, plan: RunPlan, forms: Forms) -> Iterator[Work]:
+def _casts(layer: LayerSpec, plan: RunPlan, forms: Forms) -> Iterator[PartWork]:
     """Yield the work of the casts to fp8 of a layer, with delayed scales."""
     element, tokens = plan.shape.element, plan.shape.tokens
     gemms = layer.gemms(plan.shape.tp)
@@ -176,12 +175,12 @@ def _casts(layer: LayerSpec, plan: RunPlan, forms: Forms) -> Iterator[Work]:
         moved, kernels = (2 * chain + 2) * (read + written), 4 * 6 * len(gemms)
         reason = "amax, raise, scale, clamp, round, transpose as kernels, of input and gradient, twice each"
     sums = 3 * len(gemms)  # an amax joins those of its step twice, and a weight gradient leaves its GEMM in fp32
-    yield Work("fp8 casts", kernels + sums, moved + 12.0 * weights, f"{reason}; weight gradients added in fp32")
+    yield PartWork("fp8 casts", kernels + sums, moved + 12.0 * weights, f"{reason}; weight gradients added in fp32")
     once = "weights cast in both layouts into fixed memory; new scales of three operands a linear"
-    yield Work("fp8 weights", 35 * len(gemms), (element + 6.0) * weights, once, is_per_step=True)
+    yield PartWork("fp8 weights", 35 * len(gemms), (element + 6.0) * weights, once, is_per_step=True)
 
 
-def step_work(plan: RunPlan, forms: Forms) -> dict[str, Work]:
+def step_work(plan: RunPlan, forms: Forms) -> dict[str, PartWork]:
     """Return the work outside of the layers: 'loss' for one microbatch, 'update' for one parameter on one rank."""
     shape = plan.shape
     vocabulary = plan.config.model.padded_vocab_size // shape.tp
@@ -190,18 +189,18 @@ def step_work(plan: RunPlan, forms: Forms) -> dict[str, Work]:
     # the terms of all ranks are summed; the embedding looks for the tokens that are in this rank's rows
     over_tp = 3 + 5 if shape.tp > 1 else 0
     if forms.compiles:
-        loss = Work(
+        loss = PartWork(
             "loss", 31 + over_tp, 8 * logits, "maximum, sum of exponentials, gradient: a pass over the logits each"
         )
     else:
         reason = (
             "maximum; by blocks in fp32: difference, exponential, sum; backward difference, exponential, factor, copy"
         )
-        loss = Work("loss", 21 + over_tp + 17 * blocks, 48 * logits, reason)
+        loss = PartWork("loss", 21 + over_tp + 17 * blocks, 48 * logits, reason)
     dtypes = plan.state_dtypes(0)
     moved = update_bytes(dtypes, shape.element, forms.fuses_update) + dtypes.gradient_bytes
     pass_bytes = "one pass 30 that writes 16-bit weights" if forms.fuses_update else "AdamW 32, weights 6"
-    update = Work("update", 0, float(moved), f"bytes a parameter: norm 4, {pass_bytes}, zeros 4")
+    update = PartWork("update", 0, float(moved), f"bytes a parameter: norm 4, {pass_bytes}, zeros 4")
     return {"loss": loss, "update": update}
 
 
@@ -209,7 +208,7 @@ def step_work(plan: RunPlan, forms: Forms) -> dict[str, Work]:
 class Roofline:
     """The predicted step of a configuration in some forms."""
 
-    layer: tuple[Work, ...]
+    layer: tuple[PartWork, ...]
     layer_seconds: float
     loss_seconds: float  # of a microbatch, with the output layer
     update_seconds: float

@@ -23,8 +23,7 @@ from megapipe.plan.activations import fp8_weights, layer_groups, layers_of, laye
 from megapipe.plan.expert_overlap import hidden_seconds
 from megapipe.plan.hardware import Hardware
 from megapipe.plan.layer_costs import step_flops
-from megapipe.plan.layer_time import OpSeconds, head_seconds, layer_seconds
-from megapipe.plan.links import context_links, expert_links, ring_link
+from megapipe.plan.layer_time import OpSeconds, context_links, expert_links, head_seconds, layer_seconds, ring_link
 from megapipe.plan.memory import offloaded_groups
 from megapipe.plan.muon import muon_work
 from megapipe.plan.run_plan import RunPlan

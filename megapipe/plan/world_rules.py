@@ -12,18 +12,23 @@ from functools import cache
 from megapipe.config.config import Config
 from megapipe.config.layers import layer_kinds, layers_text
 from megapipe.config.model import ModelConfig
-from megapipe.config.parallel import SHARDED_PARAMS
+from megapipe.config.parallel import SHARDED_PARAMS, strategy_of
+from megapipe.config.problems import divisors
 from megapipe.config.rules import model as of_model
 from megapipe.config.rules import training as of_training
 from megapipe.config.rules.check import Rule, raise_all
 from megapipe.config.rules.pairs import CONTRADICTION, NOT_BUILT, OPTIONS, Option, Refusal, refusals
-from megapipe.config.rules.proposals import divisors
-from megapipe.config.rules.sharding import strategy_of
 from megapipe.errors import ConfigError
 from megapipe.formatting import one_of
 from megapipe.plan.batch import BatchSchedule, batch_schedule
-from megapipe.plan.first_cut import check_cut, check_rank_settings
-from megapipe.plan.schedule_choice import check_schedule, group_size, memory_limit, schedule_and_chunks
+from megapipe.plan.schedule_choice import (
+    check_cut,
+    check_rank_settings,
+    check_schedule,
+    group_size,
+    memory_limit,
+    schedule_and_chunks,
+)
 from megapipe.schedule.action import Op
 from megapipe.schedule.families import SCHEDULES, build_schedule
 from megapipe.schedule.parts import MERGED
@@ -47,13 +52,20 @@ def world_rules(world_size: int, ranks_per_node: int | None = None) -> tuple[Rul
     return (
         _rule(check_schedule),
         _rule(placement_of, of_model.chunks),
-        _rule(_check_groups, of_model.chunks),
-        _rule(_check_memory_limit, of_model.chunks),
-        _rule(_check_pairs, of_model.chunks),
-        _rule(_check_layers, of_model.chunks),
+        _rule(lambda c: group_size(c.parallel, schedule_of(c)), of_model.chunks),
+        _rule(lambda c: memory_limit(c.parallel, schedule_of(c)), of_model.chunks),
+        _rule(
+            lambda c: raise_all(list(refusals(c, REFUSED_BY_SCHEDULES, OPTIONS | SCHEDULES_CHOSEN))), of_model.chunks
+        ),
+        _rule(lambda c: check_cut(c.model, c.parallel, placement_of(c)), of_model.chunks, of_model.layers_of_stages),
         _rule(_check_ends, of_model.chunks),
         _rule(check_rank_settings),
-        _rule(_check_heads, of_model.shape, of_model.attention, of_model.layers_that_differ),
+        _rule(
+            lambda c: kv_replicas(c.model, c.parallel.tensor_model_parallel_size),
+            of_model.shape,
+            of_model.attention,
+            of_model.layers_that_differ,
+        ),
         _rule(grid_of, of_model.axes),
         _rule(check_batch, of_training.batch, of_model.axes, of_model.chunks),
         _rule(check_post_validation, of_training.post_validation, of_model.chunks),
@@ -88,23 +100,6 @@ def placement_of(config: Config) -> Placement:
     return SCHEDULES[name].place(config.parallel.pipeline_model_parallel_size, chunks)
 
 
-def _check_groups(config: Config) -> None:
-    group_size(config.parallel, schedule_of(config))
-
-
-def _check_memory_limit(config: Config) -> None:
-    memory_limit(config.parallel, schedule_of(config))
-
-
-def _check_pairs(config: Config) -> None:
-    """Raise ConfigError for what a schedule cannot be combined with."""
-    raise_all(list(refusals(config, REFUSED_BY_SCHEDULES, OPTIONS | SCHEDULES_CHOSEN)))
-
-
-def _check_layers(config: Config) -> None:
-    check_cut(config.model, config.parallel, placement_of(config))
-
-
 def _check_ends(config: Config) -> None:
     """Raise ConfigError for an embedding at both ends of the model that are on other ranks than its group.
 
@@ -132,56 +127,22 @@ def topology_of(config: Config, world_size: int, ranks_per_node: int | None, rep
     is_mirrored = family is not None and family.is_mirrored(parallel.pipeline_model_parallel_size)
     return _topology(
         world_size,
-        parallel.tensor_model_parallel_size,
-        parallel.context_parallel_size,
-        parallel.pipeline_model_parallel_size,
-        parallel.rank_order,
-        ranks_per_node,
-        parallel.allow_tp_across_nodes,
-        replicas or kv_replicas(config.model, parallel.tensor_model_parallel_size),
-        is_mirrored,
-        parallel.expert_model_parallel_size,
-        parallel.expert_tensor_parallel_size,
-        (parallel.hierarchical_context_parallel_sizes or (1,))[0],
-        parallel.num_distributed_optimizer_instances,
-    )
-
-
-@cache
-def _topology(
-    world_size: int,
-    tp: int,
-    cp: int,
-    pp: int,
-    order: str,
-    ranks_per_node: int | None,
-    allow_tp_across_nodes: bool,
-    kv_replicas: int,
-    mirrored_pipeline: bool,
-    ep: int,
-    expert_tp: int | None,
-    cp_inner: int,
-    num_instances: int,
-) -> Topology:
-    return Topology.of_world(
-        world_size,
-        tp=tp,
-        cp=cp,
-        pp=pp,
-        order=order,
+        tp=parallel.tensor_model_parallel_size,
+        cp=parallel.context_parallel_size,
+        pp=parallel.pipeline_model_parallel_size,
+        order=parallel.rank_order,
         ranks_per_node=ranks_per_node,
-        allow_tp_across_nodes=allow_tp_across_nodes,
-        kv_replicas=kv_replicas,
-        mirrored_pipeline=mirrored_pipeline,
-        ep=ep,
-        expert_tp=expert_tp,
-        cp_inner=cp_inner,
-        num_instances=num_instances,
+        allow_tp_across_nodes=parallel.allow_tp_across_nodes,
+        kv_replicas=replicas or kv_replicas(config.model, parallel.tensor_model_parallel_size),
+        mirrored_pipeline=is_mirrored,
+        ep=parallel.expert_model_parallel_size,
+        expert_tp=parallel.expert_tensor_parallel_size,
+        cp_inner=(parallel.hierarchical_context_parallel_sizes or (1,))[0],
+        num_instances=parallel.num_distributed_optimizer_instances,
     )
 
 
-def _check_heads(config: Config) -> None:
-    kv_replicas(config.model, config.parallel.tensor_model_parallel_size)
+_topology = cache(Topology.of_world)  # a search asks for the same grids again and again
 
 
 def kv_replicas(model: ModelConfig, tp: int) -> int:

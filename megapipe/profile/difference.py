@@ -28,7 +28,7 @@ from megapipe.errors import ScheduleError
 from megapipe.profile.profile import Link, MeasuredStep, Profile
 from megapipe.schedule.action import BUSY_OPS, COMPUTE_OPS, Action, Op
 from megapipe.schedule.costs import Costs
-from megapipe.schedule.machine import NEVER, Machine
+from megapipe.schedule.machine import NEVER, ScheduleWalk
 from megapipe.schedule.schedule import Schedule
 from megapipe.schedule.simulate import Timeline, Times, chained_idle, simulate
 
@@ -197,7 +197,7 @@ def replay(schedule: Schedule, seconds: Times, gaps: Times, messages: Costs) -> 
     return tuple(map(tuple, machine.starts)), tuple(map(tuple, machine.ends))
 
 
-class _Replay(Machine):
+class _Replay(ScheduleWalk):
     """The walk of `replay`."""
 
     def __init__(self, schedule: Schedule, seconds: Times, gaps: Times, messages: Costs) -> None:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from megapipe.errors import ConfigError, ScheduleError
 from megapipe.schedule.action import SEND_OPS, Op
-from megapipe.schedule.costs import AutoGoal, Costs
+from megapipe.schedule.costs import AutoGoal, Costs, Seconds, seconds_of_stages
 from megapipe.schedule.families import SCHEDULES, build_schedule, schedule_family
 from megapipe.schedule.lifetimes import peak_live_chunks
 from megapipe.schedule.lower import lower
@@ -19,16 +19,8 @@ from megapipe.schedule.simulate import Timeline, peak_waiting_messages, simulate
 from megapipe.schedule.validate import validate
 
 
-class Seconds(NamedTuple):
-    """Seconds of one slice of the model."""
-
-    forward: float
-    input_gradient: float
-    weight_gradient: float
-
-
 @dataclass(frozen=True)
-class Sharding:
+class ShardingTimes:
     """Sharded gradients, or weights too: when they are gathered and reduced, and how long that takes."""
 
     policy: ShardingPolicy
@@ -50,7 +42,7 @@ class Model:
     kept_for_weights: float = 1.0  # the part of it that stays from I to W
     overlap: bool = True  # messages overlap with the computation; otherwise they block the sender
     rank_speeds: tuple[float, ...] = ()  # relative speed of each rank, 1: the given seconds
-    sharding: Sharding | None = None
+    sharding: ShardingTimes | None = None
 
     @staticmethod
     def equal(num_ranks: int, forward: float, input_gradient: float, weight_gradient: float, **rest: Any) -> Model:
@@ -70,14 +62,10 @@ class Model:
             raise ConfigError(
                 f"{count} uneven slices cannot be cut into {num_stages} equal stages: give a multiple of {num_stages}"
             )
-        seconds: dict[tuple[int, Op], float] = {}
-        for stage, (forward, input_gradient, weight_gradient) in enumerate(stages):
-            seconds[stage, Op.F], seconds[stage, Op.I], seconds[stage, Op.W] = forward, input_gradient, weight_gradient
-            seconds[stage, Op.B] = input_gradient + weight_gradient
-            seconds[stage, Op.SEND_F] = seconds[stage, Op.SEND_B] = self.transfer_seconds
-            if self.sharding is not None:
-                seconds[stage, Op.UNSHARD] = self.sharding.gather_seconds / num_stages
-                seconds[stage, Op.REDUCE_GRAD] = self.sharding.reduce_seconds / num_stages
+        seconds = seconds_of_stages(stages, self.transfer_seconds)
+        if self.sharding is not None:
+            shares = (Op.UNSHARD, self.sharding.gather_seconds), (Op.REDUCE_GRAD, self.sharding.reduce_seconds)
+            seconds |= {(stage, op): whole / num_stages for stage in range(num_stages) for op, whole in shares}
         pairs = {
             (f, b): self.pair_share * (seconds[f, Op.F] + seconds[b, Op.B])
             for f, b in product(range(num_stages), range(num_stages))
@@ -123,7 +111,7 @@ class Measures:
 
 
 @dataclass(frozen=True)
-class Refusal:
+class Unmeasured:
     """A family that cannot run the given shape, and the reason."""
 
     schedule: str
@@ -195,13 +183,13 @@ def compare(
     memory_limits: Sequence[float] = (),
     names: Sequence[str] = (),
     num_slices: int = 1,
-) -> list[Measured | Refusal]:
+) -> list[Measured | Unmeasured]:
     """Measure all families of the table (or `names`) for the same model, in the order of the table.
 
     num_chunks: for the families that take any number. memory_limits: of zb-auto, in microbatches, one row each
     (default: p and 2 p). num_slices: of each microbatch.
     """
-    rows: list[Measured | Refusal] = []
+    rows: list[Measured | Unmeasured] = []
     for name in names or SCHEDULES:
         limits: Sequence[float | None] = (None,)
         if name in SCHEDULES and SCHEDULES[name].is_automatic:
@@ -216,5 +204,5 @@ def compare(
                 schedule = build_schedule(name, num_ranks, chunks, num_microbatches, group, goal, num_slices)
                 rows.append(model.measure(replace(schedule, name=label)))
             except (ConfigError, ScheduleError) as error:
-                rows.append(Refusal(label, str(error).splitlines()[0]))
+                rows.append(Unmeasured(label, str(error).splitlines()[0]))
     return rows

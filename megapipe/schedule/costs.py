@@ -2,12 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import product
 from typing import NamedTuple
 
 from megapipe.schedule.action import Op
+
+
+class Seconds(NamedTuple):
+    """Seconds of one stage, or of one slice of a model."""
+
+    forward: float
+    input_gradient: float
+    weight_gradient: float
+
+
+def seconds_of_stages(stages: Iterable[Seconds], transfer_seconds: float) -> dict[tuple[int, Op], float]:
+    """Return the seconds of every op and message; a full backward takes as long as its two halves."""
+    seconds: dict[tuple[int, Op], float] = {}
+    for stage, (forward, input_gradient, weight_gradient) in enumerate(stages):
+        seconds[stage, Op.F], seconds[stage, Op.B] = forward, input_gradient + weight_gradient
+        seconds[stage, Op.I], seconds[stage, Op.W] = input_gradient, weight_gradient
+        seconds[stage, Op.SEND_F] = seconds[stage, Op.SEND_B] = transfer_seconds
+    return seconds
 
 
 @dataclass(frozen=True)
@@ -48,15 +66,8 @@ class Costs:
         pair_seconds: float | None = None,
     ) -> Costs:
         """Return equal costs for every stage; a full backward takes as long as its two halves."""
-        of_op = {
-            Op.F: forward_seconds,
-            Op.B: input_gradient_seconds + weight_gradient_seconds,
-            Op.I: input_gradient_seconds,
-            Op.W: weight_gradient_seconds,
-            Op.SEND_F: transfer_seconds,
-            Op.SEND_B: transfer_seconds,
-        }
-        seconds = {(stage, op): value for stage in range(num_stages) for op, value in of_op.items()}
+        of_stage = Seconds(forward_seconds, input_gradient_seconds, weight_gradient_seconds)
+        seconds = seconds_of_stages([of_stage] * num_stages, transfer_seconds)
         pairs = product(range(num_stages), range(num_stages))
         of_pairs = {} if pair_seconds is None else dict.fromkeys(pairs, pair_seconds)
         return Costs(seconds, latency_seconds, pair_seconds=of_pairs)

@@ -6,8 +6,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate, product
 
 from megapipe.schedule.action import COMPUTE_OPS, Op
-from megapipe.schedule.compare import Seconds
-from megapipe.schedule.costs import Costs
+from megapipe.schedule.costs import Costs, Seconds, seconds_of_stages
 from megapipe.schedule.lifetimes import peak_live_chunks
 from megapipe.schedule.lower import lower, without_pairs
 from megapipe.schedule.partition import cut_by_cost
@@ -63,12 +62,7 @@ class ExpertModel:
 
     def part_costs(self, parts: Parts, overlap: bool) -> Costs:
         """Return the costs of parts. overlap: all-to-alls overlap with the computation; otherwise they block it."""
-        seconds: dict[tuple[int, Op], float] = {}
-        for index, site in enumerate(parts.sites):
-            forward, input_gradient, weight_gradient = self.seconds(site)
-            seconds[index, Op.F], seconds[index, Op.B] = forward, input_gradient + weight_gradient
-            seconds[index, Op.I], seconds[index, Op.W] = input_gradient, weight_gradient
-            seconds[index, Op.SEND_F] = seconds[index, Op.SEND_B] = self.transfer_seconds
+        seconds = seconds_of_stages(map(self.seconds, parts.sites), self.transfer_seconds)
         return Costs(seconds, self.latency_seconds, network=parts.network if overlap else frozenset())
 
 

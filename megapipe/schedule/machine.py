@@ -38,11 +38,11 @@ class _Hop(NamedTuple):
 
     value: int  # the value on the sender's rank
     message: int  # the same value once it has been received
-    channel: int  # index into Machine.channels
+    channel: int  # index into ScheduleWalk.channels
     wire_seconds: float
 
 
-class Machine:
+class ScheduleWalk:
     """The state of one walk.
 
     After `run`: starts and ends of every executed action, positions, and the depths that sends needed.

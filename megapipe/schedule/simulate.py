@@ -21,7 +21,7 @@ from megapipe.schedule.action import BUSY_OPS, COMPUTE_OPS, SEND_OPS, Op
 from megapipe.schedule.costs import Costs
 from megapipe.schedule.dependencies import Channel, channel_of
 from megapipe.schedule.lifetimes import Held, lifetimes, peak_live_chunks
-from megapipe.schedule.machine import Machine
+from megapipe.schedule.machine import ScheduleWalk
 from megapipe.schedule.schedule import Schedule, gc_paused
 
 Times = tuple[tuple[float, ...], ...]  # [rank][slot], seconds
@@ -146,7 +146,7 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
         raise ScheduleError(
             f"the costs name the speeds of {len(costs.rank_speeds)} ranks, schedule {schedule} has {schedule.num_ranks}"
         )
-    machine = Machine(schedule, costs)
+    machine = ScheduleWalk(schedule, costs)
     if not machine.run():
         raise ScheduleError(f"schedule {schedule} deadlocks; validate(schedule) shows where")
     return Timeline(schedule, costs, tuple(map(tuple, machine.starts)), tuple(map(tuple, machine.ends)))

@@ -28,7 +28,7 @@ from megapipe.schedule.costs import Costs
 from megapipe.schedule.dependencies import MAKES, NEEDS, SLICE_NEEDS, TRAVELS, Channel, Value, channel_of
 from megapipe.schedule.lifetimes import Held, peak_held
 from megapipe.schedule.lower import sends_of
-from megapipe.schedule.machine import Machine
+from megapipe.schedule.machine import ScheduleWalk
 from megapipe.schedule.schedule import Schedule, gc_paused, rows_text
 
 Place = tuple[int, int]  # (rank, slot)
@@ -120,7 +120,7 @@ def validate(schedule: Schedule, send_depth: int | None = None, max_gathered: in
         if schedule.ops & SHARDING_OPS:
             _check_weights(schedule, max_gathered)
         _check_order_of_collectives(schedule)
-    machine = Machine(schedule, Costs({}), send_depth=send_depth or 0, raise_depth=send_depth is None)
+    machine = ScheduleWalk(schedule, Costs({}), send_depth=send_depth or 0, raise_depth=send_depth is None)
     if not machine.run():
         _explain_standstill(schedule, machine, send_depth)
     by_channel = zip(machine.channels, machine.depths, machine.sent, strict=True)
@@ -375,7 +375,7 @@ def _check_order_of_collectives(schedule: Schedule) -> None:
         )
 
 
-def _explain_standstill(schedule: Schedule, machine: Machine, send_depth: int | None) -> NoReturn:
+def _explain_standstill(schedule: Schedule, machine: ScheduleWalk, send_depth: int | None) -> NoReturn:
     """Report an action whose input no rank can provide, or else the ring of ranks that wait for one another."""
     rows, positions = schedule.rows, machine.positions
     waits: dict[int, Value] = {rank: machine.value_of(identity) for identity, rank in machine.waiting_for.items()}

@@ -21,9 +21,8 @@ import torch
 from megapipe.checkpoint.folder import find_checkpoint
 from megapipe.checkpoint.lock import SaveLock, has_lock
 from megapipe.checkpoint.manifest import MANIFEST_NAME
-from megapipe.comm.agreement import Fact, Facts
 from megapipe.comm.bootstrap import choose_backend
-from megapipe.comm.meeting import Notes
+from megapipe.comm.meeting import Fact, Facts, Notes
 from megapipe.comm.nccl import NcclSettings
 from megapipe.config.config import Config, all_fields, value_of
 from megapipe.config.fields import value_text
@@ -36,29 +35,21 @@ from megapipe.registry import EXTENSIONS
 from megapipe.version import __version__
 
 PACKAGE = Path(__file__).resolve().parents[1]
-OUTPUT = "an output of rank 0, or of each rank on its own"
-INTERFACE = "the name of a device of this node"
 # field of the configuration or variable of NCCL -> why ranks may differ in it
 MAY_DIFFER: Mapping[str, str] = {
     "data.data_cache_path": "an index cache, whose files say what they are made of",
     "data.num_workers": "threads of a rank, which change no batch",
-    "logging.quiet": OUTPUT,
-    "logging.tensorboard_dir": OUTPUT,
-    "logging.wandb_project": OUTPUT,
-    "logging.wandb_entity": OUTPUT,
-    "logging.wandb_exp_name": OUTPUT,
-    "logging.wandb_save_dir": OUTPUT,
-    "logging.metrics_file": OUTPUT,
-    "gpu.memory_snapshot_path": OUTPUT,
-    "gpu.record_memory_history": OUTPUT,
-    "gpu.nvtx_ranges": OUTPUT,
-    "NCCL_SOCKET_IFNAME": INTERFACE,
-    "NCCL_IB_HCA": INTERFACE,
-    "NCCL_NET_GDR_LEVEL": INTERFACE,
+    **dict.fromkeys(
+        (
+            *"logging.quiet logging.tensorboard_dir logging.wandb_project logging.wandb_entity".split(),
+            *"logging.wandb_exp_name logging.wandb_save_dir logging.metrics_file".split(),
+            *"gpu.memory_snapshot_path gpu.record_memory_history gpu.nvtx_ranges".split(),
+            *"NCCL_DEBUG NCCL_DEBUG_FILE NCCL_DEBUG_SUBSYS".split(),
+        ),
+        "an output of rank 0, or of each rank on its own",
+    ),
+    **dict.fromkeys("NCCL_SOCKET_IFNAME NCCL_IB_HCA NCCL_NET_GDR_LEVEL".split(), "the name of a device of this node"),
     "NCCL_TOPO_FILE": "the topology of this node",
-    "NCCL_DEBUG": OUTPUT,
-    "NCCL_DEBUG_FILE": OUTPUT,
-    "NCCL_DEBUG_SUBSYS": OUTPUT,
     "kind of GPU": "with --allow-mixed-hosts: a cluster of several kinds, whose kernels round differently",
 }
 LIBRARIES = ("numpy", "triton", "flash-attn", "transformer-engine", "apex", "nvidia-nccl-cu12", "nvidia-nccl-cu13")

@@ -1,4 +1,6 @@
-"""GPU setup of a run: settings of CUDA and NCCL, profiler ranges, the allocator's history, out-of-memory messages."""
+"""GPU setup of a run: settings of CUDA and NCCL, profiler ranges, the allocator's history, out-of-memory messages, and
+the kernels that torch really picks.
+"""
 
 from __future__ import annotations
 
@@ -10,22 +12,29 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.nn.attention import SDPBackend
 
 from megapipe.comm.bootstrap import World, choose_backend
 from megapipe.comm.nccl import NcclSettings
 from megapipe.config.config import Config
 from megapipe.config.files import LoggingConfig
 from megapipe.config.gpu import GpuConfig
+from megapipe.config.layers import layer_configs
+from megapipe.config.model import ModelConfig
 from megapipe.config.tuned import read_tuned
+from megapipe.dtypes import DTYPES
 from megapipe.environment import Environment, replace_for_libraries, set_for_libraries, value_for_libraries
 from megapipe.errors import ConfigError, TrainingError
 from megapipe.formatting import bytes_text
+from megapipe.gpu.kernels import Kernels, why_not_packed
+from megapipe.layers.packing import is_explicit
 from megapipe.plan.memory import rank_memory
-from megapipe.plan.queues import DEFAULT_CONNECTIONS, MOST_CONNECTIONS, Traffic, beside, enqueue, why_it_hangs
+from megapipe.plan.queues import DEFAULT_CONNECTIONS, MOST_CONNECTIONS, RankTraffic, beside, enqueue, why_it_hangs
 from megapipe.plan.run_plan import RunPlan
 from megapipe.schedule.lifetimes import Moves
 from megapipe.schedule.schedule import Schedule
 from megapipe.tensor_parallel.fp8 import fp8_unsupported_reason
+from megapipe.tensor_parallel.gradients import gemm_adds_to_fp32
 
 FLIGHT_RECORDER_FOLDER = "nccl"
 CONNECTIONS, P2P_CHANNELS = "CUDA_DEVICE_MAX_CONNECTIONS", "NCCL_MAX_P2P_NCHANNELS"
@@ -34,6 +43,13 @@ MOST_ACTIONS = 20_000  # of schedules whose queues are simulated at the start: a
 MOST_HISTORY_ENTRIES = 100_000
 
 Marks = Callable[[str], AbstractContextManager[Any]]  # name -> profiler range
+ATTENTION_KERNELS = {
+    SDPBackend.FLASH_ATTENTION: "torch's flash kernel",
+    SDPBackend.CUDNN_ATTENTION: "cuDNN's fused kernel",
+    SDPBackend.EFFICIENT_ATTENTION: "torch's memory-efficient kernel",
+    SDPBackend.MATH: "separate kernels, not fused",
+}
+FEW_TOKENS = 256  # the choice depends on the GPU, dtype and sizes of heads
 
 
 def prepare(plan: RunPlan, environment: Environment) -> tuple[NcclSettings, tuple[str, ...]]:
@@ -97,9 +113,9 @@ def connections_line(plan: RunPlan) -> tuple[str, ...]:
     return (f"{CONNECTIONS}: {chosen} instead of {given}, {origin}: {why}",)
 
 
-def _steps(plan: RunPlan) -> list[tuple[Schedule, Traffic]]:
+def _steps(plan: RunPlan) -> list[tuple[Schedule, RankTraffic]]:
     """Return the lowered schedules of a run with their traffic: training, with and without graphs, and evaluation."""
-    traffic = Traffic(
+    traffic = RankTraffic(
         tp_collectives=2 if plan.topology.tp > 1 else 0,
         dp=plan.topology.num_replicas > 1 and plan.config.parallel.overlap_grad_reduce,
         send_depth=plan.send_depth,
@@ -264,3 +280,36 @@ def ways_out(plan: RunPlan) -> str:
         "more tensor- or pipeline-parallel ranks (megapipe plan --gpus N --gpu NAME finds a layout that fits)": True,
     }
     return "Ways out: " + "; ".join(way for way, is_left in ways.items() if is_left)
+
+
+def _attention_kernel(model: ModelConfig, dtype: torch.dtype, device: torch.device, masked: bool) -> str:
+    """Name the kernel of scaled_dot_product_attention for the heads of one layer, as in model.core_attention."""
+    queries = model.num_attention_heads // model.query_groups()
+    q, k = (
+        torch.empty(1, heads, FEW_TOKENS, model.head_size(), dtype=dtype, device=device, requires_grad=True)
+        for heads in (queries, 1)
+    )
+    mask = torch.zeros(1, 1, FEW_TOKENS, FEW_TOKENS, dtype=dtype, device=device) if masked else None
+    choice = torch._fused_sdp_choice(q, k, k, mask, 0.0, not masked, enable_gqa=queries > 1)
+    return ATTENTION_KERNELS.get(SDPBackend(choice), SDPBackend(choice).name)
+
+
+def active_kernels(config: Config, kernels: Kernels, device: torch.device) -> tuple[str, ...]:
+    """Return lines on the attention and the weight gradients of this device; () on a CPU."""
+    if device.type == "cpu":
+        return ()
+    model, dtype = config.model, getattr(torch, DTYPES[config.precision.dtype].torch_name)
+    lines = []
+    plain = [layer for layer in layer_configs(model) if not is_explicit(layer)]
+    packs = config.data.reset_attention_mask and why_not_packed(config, device) is None
+    if kernels.attention is None and plain and not packs:
+        masks = {layer.window_size is not None or config.data.reset_attention_mask for layer in plain}
+        parts = (
+            f"{_attention_kernel(plain[0], dtype, device, masked)}{' under a mask' * masked}"
+            for masked in sorted(masks)
+        )
+        lines.append(f"           on this GPU: {', '.join(parts)}")
+    if kernels.layers is None and dtype in (torch.bfloat16, torch.float16):
+        adds = kernels.norms is not None or gemm_adds_to_fp32(device, dtype)
+        lines.append(f"gradients  of weights are added to fp32 {'inside' if adds else 'by a kernel after'} their GEMMs")
+    return tuple(lines)

@@ -23,17 +23,17 @@ from megapipe.comm.collectives import all_reduce, broadcast_object
 from megapipe.config.training import TrainingConfig
 from megapipe.data.loader import Loader
 from megapipe.errors import CommunicationError, TrainingError
-from megapipe.gpu.host_copy import HostCopy
+from megapipe.gpu.streams import HostCopy
 from megapipe.monitor.heartbeat import PATIENCE
 from megapipe.monitor.signals import SignalThread, end, end_text, ended_by_signals, ignore
 from megapipe.train.copies_check import CopiesCheck
 from megapipe.train.journal import Journal
 from megapipe.train.loading import go_back
+from megapipe.train.metrics import Observer
 from megapipe.train.nonfinite import OutputWatch, Sums, describe_nonfinite, repeat_step
-from megapipe.train.observer import Observer
 from megapipe.train.saving import Saving
 from megapipe.train.state import TrainingState
-from megapipe.train.step import StepBatch, StepResult, read_microbatches
+from megapipe.train.step import LossAverage, StepBatch, StepResult, read_microbatches
 
 WAY_OUT = "Lower --lr, look at the data, or ignore it with --no-check-for-nan-in-loss-and-grad"
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
@@ -335,12 +335,13 @@ class Guard:
         """Say what is known of a non-finite step, and what repeating it shows if it has changed no weights."""
         runtime, loader = self._runtime, self._loader
         # first, as it reads the gradients, which repeating the step overwrites
-        text = describe_nonfinite(runtime, sums, batch, result)
+        text = describe_nonfinite(runtime, sums, batch.microbatches, result.loss, result.update)
         if runtime.updates is not None or not result.update.skipped or loader is None:
             return text
         again = read_microbatches(runtime, loader, batch.first_sample, len(batch.microbatches), batch.step - 1)
         with runtime.heartbeat.phase("searching", PATIENCE):
-            return f"{text}; {repeat_step(runtime, again)}"
+            objective = LossAverage.of(runtime.plan).objective(lambda: runtime.optimizer.loss_scale)
+            return f"{text}; {repeat_step(runtime, again, objective)}"
 
 
 def _reasons(asked: Sequence[float]) -> list[Any]:

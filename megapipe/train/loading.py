@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 
 from megapipe.assembly.runtime import TrainingRuntime
-from megapipe.checkpoint.changes import changes_since
+from megapipe.checkpoint.changes import changes_since, check_tokenizer
 from megapipe.checkpoint.disk import Disk
 from megapipe.checkpoint.folder import (
     CheckpointFolder,
@@ -30,7 +30,6 @@ from megapipe.checkpoint.folder import (
 from megapipe.checkpoint.load import load_tensors
 from megapipe.checkpoint.lock import Owner, SaveLock, acquire
 from megapipe.checkpoint.manifest import MANIFEST_NAME
-from megapipe.checkpoint.same_tokenizer import check_tokenizer
 from megapipe.checkpoint.save import from_rank_0
 from megapipe.checkpoint.shard import padding_of, tensor_box
 from megapipe.checkpoint.starts import Starts, count_start, no_progress_error
@@ -43,13 +42,13 @@ from megapipe.data.fingerprint import Fingerprint, differences, has_another_orde
 from megapipe.data.loader import Loader
 from megapipe.environment import Environment
 from megapipe.errors import CheckpointError, DamageError, TrainingError
-from megapipe.tokenizers.fingerprint import Fingerprint as TokenizerFingerprint
-from megapipe.train.extensions import changed_extensions
+from megapipe.tokenizers.tokenizer import Fingerprint as TokenizerFingerprint
 from megapipe.train.journal import Journal, last_failure, recorded_folder
 from megapipe.train.state import (
     Account,
     Schedules,
     TrainingState,
+    changed_extensions,
     check_position,
     on_rank_0,
     samples_to_take,

@@ -1,28 +1,39 @@
-"""`Training`: steps, evaluation, saving and leaving, on one rank; all ranks take the same decisions."""
+"""`Training`: steps, evaluation, saving and leaving, on one rank; all ranks take the same decisions.
+
+Also how far an evaluation is (`EvaluationClock`), and Python's garbage collection at fixed steps (`GarbageCollection`,
+--manual-gc): a rank that collects while the others compute makes all of them wait in the next collective, each time
+another one. With collections at the same steps on all ranks they wait once.
+"""
 
 from __future__ import annotations
 
+import gc
 import statistics
 import time
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from types import TracebackType
 from typing import Any
 
 from megapipe.assembly.datasets import RunData
 from megapipe.assembly.runtime import TrainingRuntime
+from megapipe.config.config import ResolvedTrainingConfig
+from megapipe.config.training import TrainingConfig
 from megapipe.errors import CheckpointError, TrainingError
+from megapipe.formatting import clock_text
 from megapipe.monitor.heartbeat import PATIENCE
-from megapipe.train.data_check import DataCheck
-from megapipe.train.evaluation import EvaluationClock
-from megapipe.train.garbage import GarbageCollection
+from megapipe.train.copies_check import DataCheck
 from megapipe.train.guard import Decision, Guard, StepHealth, StopRequest
 from megapipe.train.journal import Journal
-from megapipe.train.metrics import EvaluationMetrics, StepMetrics
-from megapipe.train.observer import Observer, StepSummary, TrainingResult
+from megapipe.train.metrics import EvaluationMetrics, Observer, StepMetrics, StepSummary, TrainingResult
 from megapipe.train.profiling import Profiling
 from megapipe.train.saving import Saving
 from megapipe.train.state import Schedules, TrainingState
 from megapipe.train.step import StepBatch, StepResult, read_microbatches, train_step
+
+FORWARD_SHARE = 1 / 3  # of a step's time, of which the backward takes two thirds: until one evaluation is measured
+REPORT_SECONDS = 10.0  # between two lines on the progress of an evaluation
 
 
 @dataclass(frozen=True)
@@ -266,3 +277,76 @@ class Training:
 
     def _is_due(self, interval: int | None) -> bool:
         return interval is not None and self.state.step % interval == 0
+
+
+class EvaluationClock:
+    """The evaluations of a run. splits: the parts that have data, 'validation' and 'test'. report: prints a line.
+
+    The test part is evaluated once, after the last step, and the validation part also every --eval-interval steps.
+    """
+
+    def __init__(self, training: TrainingConfig, splits: tuple[str, ...], report: Callable[[str], None]) -> None:
+        self._training, self._report = training, report
+        self._splits = splits if training.eval_iters else ()
+        self._seconds: dict[str, float] = {}  # of the last evaluation of each part
+
+    def batches(self, split: str, after_step: int, now: Callable[[], float] = time.perf_counter) -> Iterator[int]:
+        """Yield the index of each batch of an evaluation, and report how far it is every ten seconds."""
+        count, began = self._training.eval_iters, now()
+        reported = began
+        for index in range(count):
+            yield index
+            moment = now()
+            if moment - reported >= REPORT_SECONDS and index + 1 < count:
+                reported = moment
+                left = clock_text((moment - began) / (index + 1) * (count - index - 1))
+                self._report(f"{split} after step {after_step}: batch {index + 1} of {count} | {left} left")
+        self._seconds[split] = now() - began
+
+    def seconds_left(self, step: int, step_seconds: float) -> float:
+        """Return the seconds of all evaluations after a step, of which none has run yet. step_seconds: of one step."""
+        training, total = self._training, 0.0
+        for split in self._splits:
+            num_left = 1
+            if split == "validation" and training.eval_interval and training.train_iters:
+                # the one at the end comes after the last step in any case
+                num_left += (training.train_iters - 1) // training.eval_interval - (step - 1) // training.eval_interval
+            expected = training.eval_iters * step_seconds * FORWARD_SHARE
+            total += num_left * self._seconds.get(split, expected)
+        return total
+
+
+class GarbageCollection:
+    """Within the context Python's own collector is off, if `--manual-gc` is given; otherwise nothing is changed."""
+
+    def __init__(self, training: ResolvedTrainingConfig) -> None:
+        self._training = training
+        self._was_enabled = False
+
+    def __enter__(self) -> None:
+        self._was_enabled = gc.isenabled()
+        if self._training.manual_gc:
+            gc.disable()
+            gc.collect()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._training.manual_gc and self._was_enabled:
+            gc.enable()
+
+    def after_step(self, step: int) -> None:
+        """Collect if the interval divides the step."""
+        interval = self._training.manual_gc_interval
+        if self._training.manual_gc and interval and step % interval == 0:
+            gc.collect()
+
+    @contextmanager
+    def around_evaluation(self) -> Iterator[None]:
+        """Collect before and after the evaluation inside, unless `--no-manual-gc-eval` is given."""
+        collects = self._training.manual_gc and self._training.manual_gc_eval
+        if collects:
+            gc.collect()
+        yield
+        if collects:
+            gc.collect()

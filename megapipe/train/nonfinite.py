@@ -21,8 +21,8 @@ from megapipe.assembly.microbatches import Microbatches
 from megapipe.assembly.runtime import TrainingRuntime
 from megapipe.comm.collectives import gather_objects
 from megapipe.model.microbatch import Microbatch, StageLoss
+from megapipe.optimizer.optimizer import StepReport
 from megapipe.schedule.action import with_slices
-from megapipe.train.step import LossAverage, StepBatch, StepResult
 
 Sums = Mapping[tuple[int, int], Tensor]  # (microbatch, stage) -> sum of the stage's output
 WEIGHTS, FORWARD, BACKWARD, WEIGHT_GRADIENT = range(4)  # phases of a `Finding`
@@ -48,16 +48,18 @@ class OutputWatch:
             self._sums[microbatch, stage] = sum(others, first)
 
 
-def describe_nonfinite(runtime: TrainingRuntime, sums: Sums, batch: StepBatch, result: StepResult) -> str:
-    """Say where a loss or gradient norm became NaN or infinite. Called by all ranks after such a step."""
+def describe_nonfinite(
+    runtime: TrainingRuntime, sums: Sums, microbatches: Microbatches, loss: float, update: StepReport
+) -> str:
+    """Say where the loss or gradient norm of a step became NaN or infinite. Called by all ranks after such a step."""
     first = min((key for key, total in sums.items() if not torch.isfinite(total)), default=None)  # (microbatch, stage)
     slices = runtime.plan.num_slices
-    samples = () if first is None else batch.microbatches.sample_ids.get(first[0] // slices, ())
+    samples = () if first is None else microbatches.sample_ids.get(first[0] // slices, ())
     bad_gradients = runtime.optimizer.nonfinite_gradients()[:3]
     found = gather_objects((first, samples, bad_gradients), runtime.groups.world)
     outputs = [(where, rank, samples) for rank, (where, samples, _) in enumerate(found) if where is not None]
-    scale = "" if result.update.loss_scale == 1.0 else f", loss scale {result.update.loss_scale:g}"
-    text = f"loss {result.loss}, gradient norm {result.update.grad_norm}{scale}; "
+    scale = "" if update.loss_scale == 1.0 else f", loss scale {update.loss_scale:g}"
+    text = f"loss {loss}, gradient norm {update.grad_norm}{scale}; "
     if not outputs:
         rank, names = next(((rank, names) for rank, (_, _, names) in enumerate(found) if names), (0, []))
         gradient = f"gradient of {', '.join(names) or 'unknown'} on rank {rank}"
@@ -81,13 +83,13 @@ class Finding:
     text: str
 
 
-def repeat_step(runtime: TrainingRuntime, microbatches: Microbatches) -> str:
+def repeat_step(runtime: TrainingRuntime, microbatches: Microbatches, objective: Any) -> str:
     """Run the step again and say where the first bad value arises; called by all ranks of a synchronous schedule.
 
-    microbatches: those of the step. The gradients are lost; weights and optimizer state stay.
+    microbatches, objective: those of the step (`LossAverage.objective`). The gradients are lost; weights and optimizer
+    state stay.
     """
-    average = LossAverage.of(runtime.plan)
-    step = runtime.step(microbatches, average.objective(lambda: runtime.optimizer.loss_scale), trains=True)
+    step = runtime.step(microbatches, objective, trains=True)
     rank, search = runtime.groups.world.global_rank, _Search(runtime, microbatches, step.microbatches)
     bad_weights = []
     for stage, module in runtime.stages.items():

@@ -14,6 +14,7 @@ import torch
 
 from megapipe.assembly.runtime import TrainingRuntime
 from megapipe.comm.collectives import all_reduce
+from megapipe.gpu.device_clock import Timers
 from megapipe.monitor.process import available_cores
 from megapipe.plan.hardware import peak_flops
 from megapipe.plan.layer_costs import step_flops
@@ -21,7 +22,6 @@ from megapipe.plan.step_time import expected_bubble
 from megapipe.schedule.action import BUSY_OPS, stage_action
 from megapipe.train.journal import Journal
 from megapipe.train.pipeline_profile import NOT_REACHED, PipelineProfiler
-from megapipe.train.step import Timers
 from megapipe.train.stragglers import StragglerLog
 
 

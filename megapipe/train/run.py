@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy
 import torch
@@ -25,25 +25,23 @@ from megapipe.comm.trace import Tracer
 from megapipe.data.fingerprint import fingerprint
 from megapipe.environment import Environment, set_for_libraries
 from megapipe.errors import CheckpointError
+from megapipe.gpu.device_clock import ACTION_LEVEL
 from megapipe.gpu.kernels import choose_kernels, describe_kernels
 from megapipe.monitor.heartbeat import PATIENCE, Heartbeat
 from megapipe.monitor.process import available_cores
 from megapipe.plan.report import plan_text
 from megapipe.plan.run_plan import RunPlan
 from megapipe.topology import GROUP_NAMES
-from megapipe.train.active_kernels import active_kernels
 from megapipe.train.compiled_blocks import choose_blocks
-from megapipe.train.extensions import check_loaded, extension_lines
 from megapipe.train.facts import facts_of, notes_of
-from megapipe.train.gpu_setup import check_fp8, graph_words, marks_of, prepare, unused, watched_memory
+from megapipe.train.gpu_setup import active_kernels, check_fp8, graph_words, marks_of, prepare, unused, watched_memory
 from megapipe.train.guard import StopRequest, stop_requests
 from megapipe.train.journal import Journal, recorded_folder
 from megapipe.train.loading import Weights, count_this_start, flags_of_start, resume, save_lock, share_starts
 from megapipe.train.loop import Training
-from megapipe.train.observer import Observer
+from megapipe.train.metrics import Observer
 from megapipe.train.saving import Saving, prepare_save
-from megapipe.train.state import samples_to_take
-from megapipe.train.step import ACTION_LEVEL
+from megapipe.train.state import check_loaded, extension_lines, samples_to_take
 from megapipe.train.watch import watched
 from megapipe.version import __version__
 
@@ -70,23 +68,27 @@ def pretrain(
         # only kernels and an algorithm of NCCL that are bit-reproducible; torch raises where it has none
         set_for_libraries(CUBLAS_WORKSPACE_CONFIG=":4096:8", NCCL_ALGO="Ring")
         torch.use_deterministic_algorithms(True)
+    job = _Job(plan, environment, config_text, after_training, remarks, weights, observer or Observer())
     with save_lock(config, environment) as lock:  # before signals are caught, so that one ends the wait for it
-        _run(plan, environment, config_text, after_training, remarks, lock, weights, observer or Observer())
+        _run(job, lock)
     return 0
 
 
-def _run(
-    plan: RunPlan,
-    environment: Environment,
-    config_text: str,
-    after_training: AfterTraining | None,
-    remarks: Sequence[str],
-    lock: SaveLock | CheckpointError | None,
-    weights: Weights | None,
-    observer: Observer,
-) -> None:
+class _Job(NamedTuple):
+    """The arguments of `pretrain`."""
+
+    plan: RunPlan
+    environment: Environment
+    config_text: str
+    after_training: AfterTraining | None
+    remarks: Sequence[str]
+    weights: Weights | None
+    observer: Observer
+
+
+def _run(job: _Job, lock: SaveLock | CheckpointError | None) -> None:
     """Join the other ranks and train. lock: of --save, or why rank 0 does not have it; then nothing is written."""
-    config = plan.config
+    plan, environment, config = job.plan, job.environment, job.plan.config
     is_refused = isinstance(lock, CheckpointError)
     journal = Journal(None if is_refused else recorded_folder(config), environment.global_rank)
     with journal.failures(), stop_requests(config.training.exit_signal_handler) as stop:
@@ -103,8 +105,8 @@ def _run(
         words = (*describe_kernels(kernels, config, world.device), *found, *graph_words(plan))
         if environment.global_rank == 0:
             described = _description(plan, world)
-            text = {"config": config_text, "plan": plan_text(plan), "remarks": list(remarks), "kernels": list(words)}
-            journal.record("start", **described, **text)
+            text = {"config": job.config_text, "plan": plan_text(plan), "remarks": list(job.remarks)}
+            journal.record("start", **described, **text, kernels=list(words))
             journal.progress("kernels: " + "\n         ".join(words))
         journal.say(*extension_lines(), *said, *unused(config.gpu, world))
         heartbeat = Heartbeat(GROUP_NAMES) if config.parallel.hang_timeout_seconds else None
@@ -121,25 +123,20 @@ def _run(
                 nccl=nccl.options,
             )
             disk = Disk(may_change=lock.check) if isinstance(lock, SaveLock) else Disk()
-            after = config_text, after_training, disk, weights, observer
-            _train(plan, groups, world.device, journal, stop, starts, *after)
+            _train(job, groups, world.device, journal, stop, starts, disk)
 
 
 def _train(
-    plan: RunPlan,
+    job: _Job,
     groups: ProcessGroups,
     device: torch.device,
     journal: Journal,
     stop: StopRequest,
     starts: Starts | None,
-    config_text: str,
-    after_training: AfterTraining | None,
     disk: Disk,
-    weights: Weights | None,
-    observer: Observer,
 ) -> None:
     """Build, load, train. starts: of this job so far, None without --save. disk: for changes to --save."""
-    config, rank = plan.config, groups.world.global_rank
+    plan, config, rank, observer = job.plan, job.plan.config, groups.world.global_rank, job.observer
     root = None if config.checkpoint.save is None else Path(config.checkpoint.save)
     heartbeat = groups.world.heartbeat or Heartbeat(GROUP_NAMES)
     with heartbeat.phase("starting", PATIENCE):
@@ -156,20 +153,20 @@ def _train(
         is_compared = rank == 0 and data.train is not None and (root is not None or config.checkpoint.load is not None)
         read = fingerprint(data.train.dataset) if is_compared and data.train is not None else None
         with heartbeat.phase("loading", PATIENCE):
-            resumed = resume(runtime, journal, starts, read, weights, data.made_with)
+            resumed = resume(runtime, journal, starts, read, job.weights, data.made_with)
             state = resumed.state
             if root is not None:
                 journal.say(*prepare_save(root, state, groups.world, resumed.damaged, disk))
             kept = data.tokenizer, journal.say, read, disk, observer.on_save, data.made_with
-            saving = Saving(runtime, resumed.schedules, root, config_text, *kept)
+            saving = Saving(runtime, resumed.schedules, root, job.config_text, *kept)
         with heartbeat.phase("compiling blocks", PATIENCE):
             state.compiles_blocks = choose_blocks(runtime, state.compiles_blocks, journal.say)
         if data.train is not None and not config.training.skip_train and state.step < config.training.train_iters:
             data.train.skip(state.account.skipped, samples_to_take(plan, state))
         result = Training(runtime, data, state, resumed.schedules, saving, journal, stop, observer).run()
-        if after_training is not None and result.is_complete:
+        if job.after_training is not None and result.is_complete:
             with heartbeat.phase("after the training", PATIENCE):
-                after_training(runtime, data, journal)
+                job.after_training(runtime, data, journal)
         journal.say(f"ended after step {state.step}: {result.reason}")
         journal.record("end", step=state.step, reason=result.reason, early=not result.is_complete)
         observer.on_end(result)

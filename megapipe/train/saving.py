@@ -10,9 +10,9 @@ The manifest's `state` holds:
     schedules   learning rates and weight decay in force
     global_batch_size   sequences of a step, at the end of a ramp-up
     batches     the batch sizes, and step and consumed samples from which on the run has had them
-    extensions  name, checksum and names of what they provide (train.extensions)
+    extensions  name, checksum and names of what they provide (train.state)
     data        fingerprint of the training data (data.fingerprint); null without training
-    tokenizer   its fingerprint (tokenizers.fingerprint); null without one
+    tokenizer   its fingerprint (tokenizers.tokenizer); null without one
     grid, precision   for people and `tools/inspect_checkpoint.py`
 """
 
@@ -45,10 +45,9 @@ from megapipe.data.fingerprint import Fingerprint
 from megapipe.errors import CheckpointError, SaveRefusedError
 from megapipe.formatting import bytes_text
 from megapipe.monitor.heartbeat import PATIENCE
-from megapipe.tokenizers.fingerprint import Fingerprint as TokenizerFingerprint
+from megapipe.tokenizers.tokenizer import Fingerprint as TokenizerFingerprint
 from megapipe.tokenizers.tokenizer import Tokenizer, files_of
-from megapipe.train.extensions import extensions_to_save
-from megapipe.train.state import Schedules, TrainingState, batches_to_dict, on_rank_0
+from megapipe.train.state import Schedules, TrainingState, batches_to_dict, extensions_to_save, on_rank_0
 
 
 class Saving:

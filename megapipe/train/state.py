@@ -1,12 +1,13 @@
-"""The position of a run, and its learning rates and weight decay: what is saved besides tensors."""
+"""The position of a run, its learning rates and weight decay, and its extensions: what is saved besides tensors."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
+from itertools import product
 from typing import Any, TypeVar
 
-from megapipe.checkpoint.same_model import change_text
+from megapipe.checkpoint.changes import change_text
 from megapipe.checkpoint.save import from_rank_0
 from megapipe.comm.groups import Group
 from megapipe.config.config import Config
@@ -16,6 +17,7 @@ from megapipe.errors import CheckpointError, ConfigError
 from megapipe.optimizer.schedule import LrSchedule, Rates, WeightDecaySchedule, lr_schedule, weight_decay_schedule
 from megapipe.plan.batch import BatchSchedule
 from megapipe.plan.run_plan import RunPlan
+from megapipe.registry import EXTENSIONS
 
 T = TypeVar("T")
 BATCH_SIZES = ("full", "start", "increment", "ramp_samples")  # of BatchSchedule
@@ -212,3 +214,41 @@ def on_rank_0(call: Callable[[], T], world: Group) -> T:
             outcome = error
     found: T = from_rank_0(outcome, world)
     return found
+
+
+def check_loaded(config: Config) -> None:
+    """Raise ConfigError if the configuration, made in Python, names an extension that is not loaded."""
+    for name in config.training.extension:
+        if name not in EXTENSIONS.loaded:
+            raise ConfigError(
+                f"training.extension names {name}, which is not loaded: call EXTENSIONS.load({name!r}) first"
+            )
+
+
+def extension_lines() -> Iterator[str]:
+    """Yield a line for each loaded extension, for the log."""
+    for one in EXTENSIONS.loaded.values():
+        yield f"extension {one.name} ({_short(one.sha256)}): {', '.join(one.provides)}"
+
+
+def extensions_to_save() -> list[dict[str, Any]]:
+    """Return the extensions as JSON, for a checkpoint."""
+    return [
+        {"name": one.name, "sha256": one.sha256, "provides": list(one.provides)} for one in EXTENSIONS.loaded.values()
+    ]
+
+
+def changed_extensions(saved: list[dict[str, Any]], where: str) -> tuple[str, ...]:
+    """Return a line for each extension that is not the one with which a checkpoint was saved. where: the checkpoint."""
+    lines = []
+    for one, now in product(saved, EXTENSIONS.loaded.values()):
+        rows = [row for row in one["provides"] if row in now.provides]
+        if rows and now.sha256 != one["sha256"]:
+            before = f"{one['name']} ({_short(one['sha256'])}) of {where}"
+            what = f"{', '.join(rows)} may be something else"
+            lines.append(f"extension {now.name} ({_short(now.sha256)}) is not the {before}: {what}")
+    return tuple(lines)
+
+
+def _short(sha256: str) -> str:
+    return f"sha256 {sha256[:12]}"

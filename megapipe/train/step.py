@@ -1,4 +1,5 @@
-"""One optimizer step: forwards and backwards, average of the loss, gradient reduction, update; timers of its phases.
+"""One optimizer step: forwards and backwards, average of the loss, gradient reduction, update;
+`ExpertLoads`: the tokens that each expert gets in a step, and the biases that balance them without a loss.
 
 The reported loss is the mean over the tokens of the global batch that a loss mask leaves, as in Megatron. What is
 differentiated is the mean of the microbatches' means, or with --calculate-per-token-loss the reported one; they differ
@@ -8,8 +9,7 @@ only under a loss mask. Gradients are raw sums over microbatches and replicas; t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -22,102 +22,17 @@ from megapipe.assembly.runtime import InferenceRuntime, TrainingRuntime
 from megapipe.comm.collectives import all_reduce
 from megapipe.comm.groups import Group, ProcessGroups
 from megapipe.comm.trace import Tracer
+from megapipe.config.layers import expert_layers
 from megapipe.data.batch import Batch
 from megapipe.data.loader import Loader
-from megapipe.gpu.device_clock import DeviceClock, device_clock
-from megapipe.gpu.host_copy import HostCopy
+from megapipe.gpu.device_clock import Timers
+from megapipe.gpu.streams import HostCopy
 from megapipe.model.microbatch import Microbatch, StageLoss
-from megapipe.monitor.heartbeat import READING, Heartbeat
+from megapipe.monitor.heartbeat import READING
 from megapipe.optimizer.optimizer import StepReport
 from megapipe.optimizer.schedule import Rates
 from megapipe.pipeline.engine import BegunRun, Step
 from megapipe.plan.run_plan import RunPlan
-from megapipe.schedule.action import Op, stage_action
-from megapipe.train.expert_loads import ExpertLoads
-
-PHASE_LEVEL, ACTION_LEVEL = 1, 2
-
-ACTION_NAMES = {
-    Op.F: "forward",
-    Op.B: "backward",
-    Op.I: "backward-input",
-    Op.W: "backward-weight",
-    Op.SEND_F: "send",
-    Op.SEND_B: "send",
-    Op.RECV_F: "post-receive",
-    Op.RECV_B: "post-receive",
-    Op.REDUCE_GRAD: "start-reduce",
-    Op.UNSHARD: "start-gather",
-    Op.RESHARD: "free-weights",
-    Op.OVERLAP: "start-pair",
-}
-WAITING = "wait"  # for messages and parameters; not part of the forward or backward it happens in
-
-
-class Timers:
-    """Seconds by phase since the last `take`, in order of first use.
-
-    level: --timing-log-level; 0 times the step, 1 its phases, 2 its actions too. On a GPU, level 1 records events in
-    the stream and reads them at the log line; level 2 synchronizes at every reading (the tracer's `settle`), which
-    costs overlap. tracer, heartbeat: get each phase. marks: opened around each phase. clock: None for the device's.
-    """
-
-    def __init__(
-        self,
-        level: int,
-        device: torch.device,
-        tracer: Tracer | None = None,
-        heartbeat: Heartbeat | None = None,
-        marks: Callable[[str], AbstractContextManager[Any]] | None = None,
-        clock: DeviceClock | None = None,
-    ) -> None:
-        self.level = level
-        self._tracer, self._heartbeat, self._marks = tracer, heartbeat, marks or (lambda name: nullcontext())
-        self._clock = clock or device_clock(device)
-        self._spans: list[tuple[str, int, int]] = []
-
-    @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        """Time a phase of the step. Costs nothing below level 1 and without a tracer or heartbeat."""
-        tracer, is_timed = self._tracer, self.level >= PHASE_LEVEL
-        with self._marks(name), nullcontext() if self._heartbeat is None else self._heartbeat.phase(name):
-            start = 0 if tracer is None else tracer.now()
-            begin = self._clock.mark() if is_timed else 0
-            try:
-                yield
-            finally:
-                if tracer is not None:
-                    tracer.event(name, "phase", start, tracer.now())
-                if is_timed:
-                    self._spans.append((name, begin, self._clock.mark()))
-
-    def take(self, num_steps: int) -> dict[str, float]:
-        """Return seconds per step of each phase, and at level 2 of each kind of action; clears the phases."""
-        spans, self._spans = self._spans, []
-        taken: dict[str, float] = {}
-        for name, begin, end in spans:
-            taken[name] = taken.get(name, 0.0) + self._clock.seconds(begin, end)
-        if self.level >= ACTION_LEVEL and self._tracer is not None:
-            taken |= action_seconds(self._tracer)
-        return {name: seconds / max(num_steps, 1) for name, seconds in taken.items()}
-
-
-def action_seconds(tracer: Tracer) -> dict[str, float]:
-    """Return seconds by kind of action; waits inside a forward or backward are counted separately."""
-    seconds: dict[str, float] = {}
-    waits = tracer.of_kind("wait")
-    position = 0
-    for event in tracer.of_kind("action"):
-        waited = 0
-        while position < len(waits) and waits[position].start_ns < event.end_ns:
-            if waits[position].start_ns >= event.start_ns:
-                waited += waits[position].end_ns - waits[position].start_ns
-            position += 1
-        name = ACTION_NAMES[stage_action(event.name).op]
-        seconds[name] = seconds.get(name, 0.0) + (event.end_ns - event.start_ns - waited) / 1e9
-        if waited:
-            seconds[WAITING] = seconds.get(WAITING, 0.0) + waited / 1e9
-    return seconds
 
 
 class StepLoss(NamedTuple):
@@ -443,3 +358,103 @@ def train_step(runtime: TrainingRuntime, count_zero_gradients: bool = False, tim
     elif runtime.plan.config.optimizer.optimizer_post_validation:
         kind = PostValidationStep
     return kind(runtime, count_zero_gradients, timers)
+
+
+@dataclass(frozen=True)
+class ExpertReport:
+    """The routers' choices in one step, over the global batch. Lists are by layer with experts."""
+
+    layers: tuple[int, ...]  # their numbers
+    load: list[list[float]]  # of each expert, relative to the mean
+    dropped: list[float]  # share of the rows
+    losses: dict[str, list[float]]  # with their coefficients, the mean over microbatches
+
+    @property
+    def imbalance(self) -> list[float]:
+        """The largest load of an expert."""
+        return [max(load) for load in self.load]
+
+
+class ExpertLoads:
+    """The loads of the experts in this rank's layers over a global batch, and the routers' biases.
+
+    Once a step each bias changes by --moe-router-bias-update-rate x sign(mean load - load), unless the step is skipped
+    (Wang et al. 2024, arXiv:2408.15664). Loads count what tokens choose, before any is dropped. Called by all ranks
+    together; nothing is done without experts.
+    """
+
+    def __init__(self, runtime: TrainingRuntime) -> None:
+        found = {layer: router for module in runtime.stages.values() for layer, router in module.routers().items()}
+        self.layers = tuple(sorted(found))
+        self._routers = [found[layer] for layer in self.layers]
+        self._groups = (runtime.groups.tp, runtime.groups.replicas)  # whose ranks route other tokens
+        model = runtime.plan.config.model
+        self._updates = model.moe_router_enable_expert_bias
+        self._rate = model.moe_router_bias_update_rate
+        self._runtime = runtime
+        self._kept: list[tuple[Tensor, Tensor, dict[str, Tensor]]] = []  # of the last step: loads, dropped, losses
+        self._before: list[Tensor] | None = None  # biases before an update that may be undone
+
+    def clear(self) -> None:
+        """Forget the loads of forwards that belong to no step."""
+        for router in self._routers:
+            router.clear()
+
+    def start(self, is_ahead: bool) -> None:
+        """Sum the loads of the step's forwards. is_ahead: the next forwards precede `settle`, so update now."""
+        self._kept = [router.take() for router in self._routers]
+        if not self._updates or not self._routers:
+            return
+        self._loads = torch.stack([loads for loads, _, _ in self._kept])  # [layers, experts]
+        for group in self._groups:
+            all_reduce(self._loads, group)
+        if is_ahead:
+            self._update()
+
+    def settle(self, skipped: bool) -> None:
+        """Update the biases once it is known that the step is not skipped, or undo an update of a skipped one."""
+        if not self._updates or not self._routers:
+            return
+        before, self._before = self._before, None
+        if before is None and not skipped:
+            self._update()
+            self._before = None
+        elif before is not None and skipped:
+            for router, bias in zip(self._routers, before, strict=True):
+                assert router.expert_bias is not None
+                router.expert_bias.copy_(bias)
+
+    def report(self, num_microbatches: int) -> ExpertReport | None:
+        """Return what all ranks' routers did in the last step; None without experts. A collective of the world.
+
+        num_microbatches: of the global batch.
+        """
+        plan = self._runtime.plan
+        model = plan.config.model
+        layers = expert_layers(model)
+        if not layers:
+            return None
+        names = [name for name in ("z_loss", *model.balance_losses) if name != "z_loss" or model.moe_z_loss_coeff]
+        experts = model.num_experts or 0
+        numbers = torch.zeros(len(layers), experts + 1 + len(names), dtype=torch.float64, device=self._runtime.device)
+        for layer, (loads, dropped, losses) in zip(self.layers, self._kept, strict=False):
+            row = numbers[layers.index(layer)]
+            row[:experts], row[experts] = loads, dropped
+            for place, name in enumerate(names, experts + 1):
+                row[place] = losses[name]
+        all_reduce(numbers, self._runtime.groups.world)  # every rank routes other tokens, or holds other layers
+        rows = numbers.tolist()
+        totals = [max(sum(row[:experts]), 1.0) for row in rows]
+        return ExpertReport(
+            layers,
+            [[load * experts / total for load in row[:experts]] for row, total in zip(rows, totals, strict=True)],
+            [row[experts] / total for row, total in zip(rows, totals, strict=True)],
+            {name: [row[place] / num_microbatches for row in rows] for place, name in enumerate(names, experts + 1)},
+        )
+
+    def _update(self) -> None:
+        excess = self._loads * self._loads.shape[1] - self._loads.sum(1, keepdim=True)  # exact: int64
+        biases = [router.expert_bias for router in self._routers if router.expert_bias is not None]
+        self._before = [bias.clone() for bias in biases]
+        for bias, sign in zip(biases, excess.sign().to(torch.float32), strict=True):
+            bias.sub_(sign, alpha=self._rate)

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
+from megapipe.checkpoint.changes import OF_EACH_LAYER, model_differences
 from megapipe.checkpoint.manifest import MANIFEST_NAME, SavedFile
-from megapipe.checkpoint.same_model import OF_EACH_LAYER, differences
 from megapipe.config.changes import FUNCTION, TABLE
 from megapipe.config.config import fields_by_key
 from megapipe.config.model import ModelConfig
@@ -122,17 +122,17 @@ def test_an_option_that_changes_the_function_is_found_with_both_values(name: str
     saved = replace(MODEL, num_experts=8) if name in OF_EXPERTS else saved
     saved = replace(MODEL, multi_latent_attention=True, num_query_groups=None) if name in OF_LATENT else saved
     value = (OTHER | OF_LLAMA3 | OF_EXPERTS | OF_LATENT)[name]
-    found = list(differences(saved, replace(saved, **{name: value})))
+    found = list(model_differences(saved, replace(saved, **{name: value})))
     flag = fields_by_key()[f"model.{name}"].main_flag
     assert len(found) == 1 or name in SIZES_FOLLOW, found
     assert any(line.startswith(f"{flag}: ") for line in found), found
-    assert list(differences(saved, saved)) == []
+    assert list(model_differences(saved, saved)) == []
 
 
 @pytest.mark.parametrize("name", LAYERS)
 def test_layers_are_compared_one_by_one(name: str) -> None:
     value, message = LAYERS[name]
-    found = list(differences(MODEL, replace(MODEL, **{name: value})))
+    found = list(model_differences(MODEL, replace(MODEL, **{name: value})))
     assert any(line.startswith(message) for line in found), found
 
 
@@ -148,14 +148,14 @@ def test_layers_are_compared_one_by_one(name: str) -> None:
     ids=["training", "padding", "length", "derived", "pattern"],
 )
 def test_what_leaves_the_function_as_it_is_may_change(changes: dict[str, Any]) -> None:
-    assert list(differences(MODEL, replace(MODEL, **changes))) == []
+    assert list(model_differences(MODEL, replace(MODEL, **changes))) == []
 
 
 def test_options_without_effect_are_not_compared() -> None:
     plain = ModelConfig()
     unused = {"rotary_base": 1.0, "yarn_mscale": 2.0, "qk_layernorm_scope": "projection", "window_size": 128}
-    assert list(differences(plain, replace(plain, **unused, add_qkv_bias=True))) == []
-    assert list(differences(plain, replace(plain, window_size=127))) == [
+    assert list(model_differences(plain, replace(plain, **unused, add_qkv_bias=True))) == []
+    assert list(model_differences(plain, replace(plain, window_size=127))) == [
         "--window-size: null in the checkpoint, 127 here"
     ]
 

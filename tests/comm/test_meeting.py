@@ -15,9 +15,8 @@ import pytest
 import torch.distributed as dist
 
 from megapipe.comm import meeting
-from megapipe.comm.agreement import Fact, Facts
 from megapipe.comm.bootstrap import start
-from megapipe.comm.meeting import START_KEY, Arrival, Opening, Process, _announce, attend, chair, digest_of
+from megapipe.comm.meeting import START_KEY, Arrival, Fact, Facts, Opening, Process, _announce, attend, chair, digest_of
 from megapipe.errors import CommunicationError, DisagreementError
 from megapipe.monitor.process import process_space, start_ticks
 from tests.comm.test_bootstrap import environment_of, free_port

@@ -13,8 +13,7 @@ from megapipe.config.files import split_shares
 from megapipe.config.flags import REQUESTS, field_flags, meant_flag, read_command_line
 from megapipe.config.load import load_config
 from megapipe.config.megatron_flags import REFUSED, megatron_flags
-from megapipe.config.problems import UnreadError, hiding
-from megapipe.config.rules.proposals import divisors
+from megapipe.config.problems import UnreadError, divisors, hiding
 from megapipe.errors import ConfigError
 from megapipe.extras.cli.frame import MOST_COLUMNS, abridged
 from megapipe.plan.resolve import resolve

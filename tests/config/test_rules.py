@@ -17,8 +17,9 @@ from megapipe.config import rules
 from megapipe.config.config import Config, all_fields
 from megapipe.config.files import parse_blend, split_shares
 from megapipe.config.load import load_config
-from megapipe.config.rules.check import check, check_job
-from megapipe.config.rules.proposals import divisors, nearest_values, use_divisors, use_multiples
+from megapipe.config.problems import divisors, nearest_values, use_divisors, use_multiples
+from megapipe.config.rules.check import check
+from megapipe.config.rules.training import job as job_rule
 from megapipe.errors import ConfigError
 from tests.config.examples import SHAPE, job
 
@@ -1006,11 +1007,11 @@ def changed(config: Config, changes: dict[str, dict[str, object]]) -> Config:
 @pytest.mark.parametrize(("rule", "changes", "words"), JOBS, ids=[f"{case[0]}: {case[1]}" for case in JOBS])
 def test_an_incomplete_job_is_refused(rule: str, changes: dict[str, dict[str, object]], words: str) -> None:
     config = load_config(job()).config
-    check_job(config)
+    check(config, [job_rule])
     broken = changed(config, changes)
     check(broken)
     with pytest.raises(ConfigError, match=words):
-        check_job(broken)
+        check(broken, [job_rule])
 
 
 @pytest.mark.parametrize(("changes", "words"), IN_CODE, ids=[words for _, words in IN_CODE])
@@ -1021,7 +1022,7 @@ def test_a_configuration_made_in_code_obeys_the_rules(changes: dict[str, dict[st
 
 def test_every_rule_is_broken_by_a_case() -> None:
     """Every `yield` of a rule runs in some case, and every required option is left out once."""
-    modules = [getattr(rules, name) for name in ("context", "model", "gpu", "optimizer", "sft", "sharding", "training")]
+    modules = [getattr(rules, name) for name in ("context", "model", "gpu", "optimizer", "training")]
     expected = {
         (str(module.__file__), node.lineno)
         for module in modules
@@ -1043,7 +1044,7 @@ def test_every_rule_is_broken_by_a_case() -> None:
             messages.append(str(error.value))
         for changes in [*(changes for _, changes, _ in JOBS), *(changes for changes, _ in IN_CODE)]:
             with pytest.raises(ConfigError):
-                check_job(changed(load_config(job()).config, changes))
+                check(changed(load_config(job()).config, changes), [job_rule])
     finally:
         sys.settrace(None)
     assert expected <= reached

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from megapipe.config.load import load_config
-from megapipe.data.padding import padding_remarks
+from megapipe.data.batch import padding_remarks
 from tests.train import jobs
 from tests.train.jobs import job
 

@@ -32,8 +32,7 @@ from torch import Tensor
 from megapipe.assembly import runtime as assembly
 from megapipe.assembly.microbatches import Keys, Microbatches
 from megapipe.assembly.runtime import TrainingRuntime, parameter_dtype
-from megapipe.comm.fake_backend import Traffic
-from megapipe.comm.groups import Group, ProcessGroups, fake_process_groups
+from megapipe.comm.groups import Group, ProcessGroups, Traffic, fake_process_groups
 from megapipe.optimizer.schedule import Rates
 from megapipe.plan.run_plan import RunPlan
 from megapipe.sharding.spec import ParamSpec

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megapipe.comm.fake_backend import FakeHandle, Traffic
+from megapipe.comm.groups import FakeHandle, Traffic
 from tests.fake_cuda.order import HOST, Entry, Free, Mark, Operation, Span, Wait
 from tests.fake_cuda.steps import PACKAGE, Answers, tensors
 

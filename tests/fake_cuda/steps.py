@@ -41,8 +41,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megapipe.assembly.microbatches import Keys, Microbatches
 from megapipe.assembly.runtime import TrainingRuntime
 from megapipe.comm.channels import Channel
-from megapipe.comm.fake_backend import Traffic
-from megapipe.comm.groups import fake_process_groups
+from megapipe.comm.groups import Traffic, fake_process_groups
 from megapipe.extras.dry_run import rank as dry_run
 from megapipe.extras.dry_run.meta import LiveBytes, RMSNormOfCuda, attention_on
 from megapipe.optimizer.schedule import Rates

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from megapipe.plan.hardware import hardware_named
-from megapipe.plan.roofline import Forms, Work, configured_forms, layer_work, step_work
+from megapipe.plan.roofline import Forms, PartWork, configured_forms, layer_work, step_work
 from megapipe.plan.run_plan import RunPlan
 from megapipe.plan.step_time import optimizer_bytes
 from tests.extras.dry_run.grids import FP8, LLAMA, SP2, ZERO1, make_plan
@@ -101,7 +101,7 @@ def test_a_step_keeps_to_its_budget(counted: tuple[RunPlan, list[dict[str, dict[
     fp8 = [each for each in work if each.part.startswith("fp8")]
     work = [each for each in work if each not in fp8]
     if fp8:
-        work.append(Work("fp8", sum(each.kernels for each in fp8), sum(each.num_bytes for each in fp8), ""))
+        work.append(PartWork("fp8", sum(each.kernels for each in fp8), sum(each.num_bytes for each in fp8), ""))
     kernels = {part: count for part, count in layer["kernels"].items() if count and part != "update"}
     assert kernels == {each.part: each.kernels for each in work}
     for each in work:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from megapipe.gpu.host_copy import HostCopy
+from megapipe.gpu.streams import HostCopy
 from megapipe.train.step import TrainStep
 from tests.extras.dry_run.grids import LLAMA
 from tests.train.jobs import job

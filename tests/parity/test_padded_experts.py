@@ -16,8 +16,7 @@ from megapipe.data.batch import CHAT_ROWS, PADDING, Batch, DocumentRules
 from megapipe.extras.verify.oracle import Oracle, drawn_slices, share_of, whole_weights
 from megapipe.optimizer.schedule import Rates
 from megapipe.plan.resolve import resolve
-from megapipe.train.expert_loads import ExpertReport
-from megapipe.train.step import TrainStep
+from megapipe.train.step import ExpertReport, TrainStep
 from tests.harness import RankPool
 from tests.parity.comparison import plan_differences
 from tests.parity.test_experts import BIAS, DROPS, EVERY_LOSS, FULL, GATHERED, MODEL, PADS, SHARED, SIGMOID, ZERO, again

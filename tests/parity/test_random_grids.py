@@ -17,7 +17,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, note, seed, settings
 from hypothesis import strategies as st
 
-from megapipe.checkpoint.same_model import LATENT_OPTIONS
+from megapipe.checkpoint.changes import LATENT_OPTIONS
 from megapipe.config.model import ModelConfig
 from tests.harness import RankPool
 from tests.parity.comparison import assert_equals_reference

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from megapipe.layers.table import Gemm
 from megapipe.plan.expert_overlap import expert_model, hidden_seconds, measure_overlap
 from megapipe.plan.hardware import HARDWARE, Link
-from megapipe.plan.layer_time import ExpertLinks, layer_seconds
-from megapipe.plan.links import expert_links
+from megapipe.plan.layer_time import ExpertLinks, expert_links, layer_seconds
 from megapipe.plan.report import plan_text, step_text
 from megapipe.plan.resolve import resolve
 from megapipe.plan.run_plan import RunPlan

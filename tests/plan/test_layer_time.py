@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from megapipe.plan.hardware import HARDWARE, Link
-from megapipe.plan.links import ring_link
+from megapipe.plan.layer_time import ring_link
 from megapipe.plan.resolve import resolve
 from megapipe.plan.step_time import predict_step, stage_seconds
 from megapipe.schedule.action import Op

@@ -17,10 +17,10 @@ from megapipe.plan.queues import (
     TO_DEVICE,
     TO_HOST,
     TP,
+    Enqueued,
     Program,
+    RankTraffic,
     Stream,
-    Traffic,
-    Work,
     beside,
     enqueue,
     queue_map,
@@ -86,9 +86,9 @@ def random_programs(draw: st.DrawFn) -> tuple[Program, ...]:
     for rank, program in enumerate(programs):
         for channel in draw(st.permutations(CHANNELS * 2)):
             if draw(st.booleans()):
-                program.add(Work(CURRENT, "kernel"))
+                program.add(Enqueued(CURRENT, "kernel"))
             number = numbers[rank, channel] = numbers.get((rank, channel), -1) + 1
-            posted = program.communicate(Work(channel, f"{channel.boundary}", message=(channel, number)))
+            posted = program.communicate(Enqueued(channel, f"{channel.boundary}", message=(channel, number)))
             if draw(st.booleans()):
                 program.wait(CURRENT, draw(st.integers(0, posted)), "wait")
     return programs
@@ -118,9 +118,9 @@ def test_a_planted_hang_is_found_and_named() -> None:
     programs = (Program(), Program())
     for rank, program in enumerate(programs):
         mine, other = CHANNELS[rank], CHANNELS[1 - rank]
-        received = program.communicate(Work(other, "receive", message=(other, 0), is_receive=True))
+        received = program.communicate(Enqueued(other, "receive", message=(other, 0), is_receive=True))
         program.wait(CURRENT, received, "forward")
-        program.add(Work(mine, "send", message=(mine, 0)))
+        program.add(Enqueued(mine, "send", message=(mine, 0)))
     (first, _) = run_queues(programs, 1).blocked
     assert first == "rank 0: forward waits for receive, with 1 entries behind it in its queue"
     assert why_it_hangs(programs, 1) == first
@@ -138,7 +138,7 @@ def test_a_planted_hang_is_found_and_named() -> None:
     ],
 )
 def test_known_hangs(name: str, chunks: int, depth: int, unsafe: tuple[int, ...]) -> None:
-    programs = enqueue(build_lowered(name, 4, chunks, 16, None, depth), Traffic(dp=True))
+    programs = enqueue(build_lowered(name, 4, chunks, 16, None, depth), RankTraffic(dp=True))
     assert tuple(c for c in (1, 2, 8, 32) if why_it_hangs(programs, c, mappings=(BY_USE,))) == unsafe
 
 
@@ -146,7 +146,7 @@ def test_known_hangs(name: str, chunks: int, depth: int, unsafe: tuple[int, ...]
 def test_a_tensor_parallel_group_hangs_where_one_of_its_ranks_does(connections: int) -> None:
     """The sums over tp are rendezvous of the copies of a rank; their names differ, so that each is a message."""
     for name, depth in (("1f1b", 2), ("1f1b", 3), ("gpipe", 2), ("interleaved", 3)):
-        programs = enqueue(build_lowered(name, 2, 2 if name == "interleaved" else 1, 4, None, depth), Traffic(1))
+        programs = enqueue(build_lowered(name, 2, 2 if name == "interleaved" else 1, 4, None, depth), RankTraffic(1))
         twice = []
         for rank, program in enumerate(programs):
             for copy in range(2):
@@ -174,7 +174,7 @@ def test_more_communicators_than_streams_in_torchs_pool_share_streams() -> None:
 
 def test_a_middle_rank_of_1f1b_waits_with_one_receive_on_average_and_two_at_most() -> None:
     """F = 1, B = 2, as in docs/gpu_queues.md."""
-    traffic = Traffic(message_seconds=0.05)
+    traffic = RankTraffic(message_seconds=0.05)
     held = waiting_receives(build_lowered("1f1b", 4, 1, 16, None, 1), traffic)
     assert held[1].peak == held[2].peak == 2
     assert 0.8 < held[1].mean < 1.0
@@ -185,14 +185,14 @@ def test_a_middle_rank_of_1f1b_waits_with_one_receive_on_average_and_two_at_most
 def test_the_bound_holds_for_any_durations() -> None:
     schedule = build_lowered("dualpipe-v", 4, 2, 8, None, 1)
     for seconds in (0.0, 0.1, 5.0):
-        for held in waiting_receives(schedule, Traffic(message_seconds=seconds)):
+        for held in waiting_receives(schedule, RankTraffic(message_seconds=seconds)):
             assert held.peak <= held.bound
 
 
 def test_both_halves_of_a_pair_have_streams_of_their_own() -> None:
     schedule = build_lowered("dualpipe-v", 2, 2, 4, None, 1)
     assert Op.OVERLAP in schedule.ops
-    streams = {work.stream for work in enqueue(schedule, Traffic(tp_collectives=1))[0].works}
+    streams = {work.stream for work in enqueue(schedule, RankTraffic(tp_collectives=1))[0].works}
     assert {0, 3, f"{TP} 0", f"{TP} 3"} <= streams
 
 
@@ -205,7 +205,7 @@ def moves_of(schedule: Schedule, layers: int) -> tuple[Moves, ...]:
 def test_every_offloaded_group_is_copied_out_and_back_in_the_order_of_the_runtime() -> None:
     schedule = build_lowered("1f1b", 4, 1, 8, None, 1)
     moves = moves_of(schedule, 2)
-    for program, of_rank in zip(enqueue(schedule, Traffic(moves=moves)), moves, strict=True):
+    for program, of_rank in zip(enqueue(schedule, RankTraffic(moves=moves)), moves, strict=True):
         out, back = (
             [index for index, work in enumerate(program.works) if work.stream == stream and work.after is None]
             for stream in (TO_HOST, TO_DEVICE)
@@ -220,16 +220,18 @@ def test_every_offloaded_group_is_copied_out_and_back_in_the_order_of_the_runtim
 @pytest.mark.parametrize("name", ["1f1b", "zb-h1", "zb-v", "dualpipe-v", "gpipe"])
 def test_offloading_neither_hangs_with_queues_of_their_own_nor_changes_the_time_if_copies_take_none(name: str) -> None:
     schedule = build_lowered(name, 4, 2 if "v" in name else 1, 8, None, 1)
-    plain, moved = (run_queues(enqueue(schedule, Traffic(moves=each)), None) for each in ((), moves_of(schedule, 2)))
+    plain, moved = (
+        run_queues(enqueue(schedule, RankTraffic(moves=each)), None) for each in ((), moves_of(schedule, 2))
+    )
     assert not moved.blocked
     assert max(map(max, moved.ends)) == pytest.approx(max(map(max, plain.ends)))
-    slow = run_queues(enqueue(schedule, Traffic(moves=moves_of(schedule, 2), copy_seconds=3.0)), None)
+    slow = run_queues(enqueue(schedule, RankTraffic(moves=moves_of(schedule, 2), copy_seconds=3.0)), None)
     assert max(map(max, slow.ends)) > max(map(max, plain.ends)) and not slow.blocked
 
 
 def test_a_graph_is_one_entry_that_takes_as_long() -> None:
     schedule = build_lowered("1f1b", 2, 1, 4, None, 1)
-    eager, graphs = (enqueue(schedule, Traffic(tp_collectives=2, graphs=each)) for each in (False, True))
+    eager, graphs = (enqueue(schedule, RankTraffic(tp_collectives=2, graphs=each)) for each in (False, True))
     assert {work.stream for work in eager[0].works} - {work.stream for work in graphs[0].works} == {TP}
     ends = [max(map(max, run_queues(each, None).ends)) for each in (eager, graphs)]
     assert ends[0] == pytest.approx(ends[1])
@@ -239,7 +241,7 @@ def test_an_evaluation_has_the_streams_of_training() -> None:
     """Its forwards use half of the channels; the others keep their places among the hardware queues."""
     training = build_lowered("1f1b", 4, 1, 8, None, 2)
     forward = build_forward_only(training.placement, 8, 2)
-    programs = enqueue(training, Traffic(dp=True))
+    programs = enqueue(training, RankTraffic(dp=True))
     alone = enqueue(forward)
     both = beside(alone, programs)
     assert all(set(program.streams) < set(other.streams) for program, other in zip(alone, both, strict=True))

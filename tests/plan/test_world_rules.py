@@ -66,6 +66,12 @@ def test_what_resolve_refuses_is_told_at_once_too() -> None:
         assert part in found
 
 
+def test_layers_placed_in_two_ways_are_told_once() -> None:
+    flags = "--decoder-first-pipeline-num-layers 1 --account-for-loss-in-pipeline-split"
+    (found,) = lines(f"--pipeline-model-parallel-size 2 {flags}", 8)
+    assert found.startswith("--decoder-first-pipeline-num-layers and --account-for-loss-in-pipeline-split both")
+
+
 def test_another_model_than_the_checkpoints_is_not_hidden_by_what_follows_from_it(tmp_path: Path) -> None:
     root = tmp_path / "run"
     assert job(f"--train-iters 1 --save {root}")[0] == 0

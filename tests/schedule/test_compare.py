@@ -2,7 +2,8 @@ import pytest
 
 from megapipe.errors import ConfigError
 from megapipe.schedule.action import Op
-from megapipe.schedule.compare import Measures, Model, Refusal, Seconds, compare, measure
+from megapipe.schedule.compare import Measures, Model, Unmeasured, compare, measure
+from megapipe.schedule.costs import Seconds
 from megapipe.schedule.families import SCHEDULES, build_schedule
 
 
@@ -56,7 +57,7 @@ def test_impossible_schedules_are_in_the_table_with_the_reason():
     assert "use 2 or 4" in rows["dualpipe"].refused
     assert "use 6" in rows["dualpipe-v"].refused
     assert "unknown" in rows["nonsense"].refused
-    assert isinstance(rows["nonsense"], Refusal)
+    assert isinstance(rows["nonsense"], Unmeasured)
 
 
 def test_slices_are_summed_into_stages_or_refused():

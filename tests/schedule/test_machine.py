@@ -7,7 +7,7 @@ import pytest
 from megapipe.schedule.costs import Costs
 from megapipe.schedule.families import SCHEDULES, build_schedule
 from megapipe.schedule.lower import lower
-from megapipe.schedule.machine import Machine
+from megapipe.schedule.machine import ScheduleWalk
 from megapipe.schedule.schedule import Schedule
 from megapipe.schedule.simulate import unhindered_send_depth
 from megapipe.schedule.validate import validate
@@ -17,7 +17,7 @@ FAMILIES = [(name, family.chunks or (2 if family.takes_chunks else 1)) for name,
 
 def makespan(schedule: Schedule, send_depth: int | None) -> float:
     """Return the makespan when a send blocks once `send_depth` earlier messages have no posted receive."""
-    machine = Machine(schedule, Costs.equal(schedule.num_stages, 1.0, 1.0, 1.0), send_depth)
+    machine = ScheduleWalk(schedule, Costs.equal(schedule.num_stages, 1.0, 1.0, 1.0), send_depth)
     assert machine.run()
     return max(machine.clocks)
 

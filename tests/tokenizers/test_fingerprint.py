@@ -12,9 +12,8 @@ from megapipe.data.indexed_file import IndexedFile, IndexedWriter, made_with, me
 from megapipe.errors import DataError
 from megapipe.extras.cli.data import preprocess
 from megapipe.extras.cli.inference import evaluate, generate
-from megapipe.tokenizers.fingerprint import described, is_same, tokenizer_fingerprint
 from megapipe.tokenizers.hugging_face import HuggingFaceTokenizer
-from megapipe.tokenizers.tokenizer import ByteTokenizer, NullTokenizer
+from megapipe.tokenizers.tokenizer import ByteTokenizer, NullTokenizer, described, is_same, tokenizer_fingerprint
 from tests.tokenizers.chat_tokenizers import write_tokenizer
 from tests.train.jobs import TINY, job
 

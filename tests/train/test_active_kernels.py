@@ -8,7 +8,7 @@ from torch.nn.attention import SDPBackend
 
 from megapipe.config.load import load_config
 from megapipe.gpu.kernels import Kernels
-from megapipe.train import active_kernels as module
+from megapipe.train import gpu_setup as module
 from tests.train.jobs import TINY
 
 META = torch.device("meta")  # stands for a GPU: what torch would ask it is answered here

@@ -8,7 +8,7 @@ from itertools import count
 import pytest
 
 from megapipe.config.training import TrainingConfig
-from megapipe.train.evaluation import EvaluationClock
+from megapipe.train.loop import EvaluationClock
 
 TRAINING = TrainingConfig(micro_batch_size=1, train_iters=100, eval_interval=30, eval_iters=6)
 

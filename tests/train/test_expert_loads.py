@@ -15,8 +15,7 @@ from megapipe.extras.verify.oracle import drawn_slices, random_batches, share_of
 from megapipe.layers.model import model_states
 from megapipe.optimizer.schedule import Rates
 from megapipe.plan.resolve import resolve
-from megapipe.train.expert_loads import ExpertReport
-from megapipe.train.step import TrainStep
+from megapipe.train.step import ExpertReport, TrainStep
 from tests.harness import RankPool
 from tests.parity.test_experts import BIAS, FULL, MODEL, ZERO
 from tests.tiny import make_config

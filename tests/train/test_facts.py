@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from megapipe.checkpoint.lock import Owner, SaveLock, acquire
-from megapipe.comm.agreement import Facts, Side, disagreement
+from megapipe.comm.meeting import Facts, Side, disagreement
 from megapipe.config.config import all_fields
 from megapipe.config.load import load_config
 from megapipe.data.indexed_file import IndexedWriter

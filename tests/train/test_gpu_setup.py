@@ -216,4 +216,4 @@ def test_host_reads_nothing_of_the_device_until_a_step_has_been_started(
     assert waits["start"] == []
     per_step = [sorted(set(waits["finish"]))]
     assert 0 < len(waits["finish"]) <= 3 * 8, per_step
-    assert set(waits["finish"]) == {"host_copy.values"}, per_step
+    assert set(waits["finish"]) == {"streams.values"}, per_step

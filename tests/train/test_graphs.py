@@ -19,6 +19,7 @@ from megapipe.optimizer.schedule import Rates
 from megapipe.plan.resolve import resolve
 from megapipe.tensor_parallel import cross_entropy, embedding
 from megapipe.train.nonfinite import OutputWatch, repeat_step
+from megapipe.train.step import LossAverage
 from tests.harness import RankPool
 from tests.pipeline.tape import Pool, TapeRecorder
 from tests.train.grids import step_microbatches, trainer
@@ -212,7 +213,8 @@ def test_the_search_for_a_fault_runs_without_graphs_and_the_next_step_records_th
             assert np.isfinite(
                 step.run(step_microbatches(runtime, rows, 2), Rates(0.0, 0.0)).loss
             )  # a replay runs no Python
-            found = repeat_step(runtime, step_microbatches(runtime, rows, 2))
+            objective = LossAverage.of(plan).objective(lambda: 1.0)
+            found = repeat_step(runtime, step_microbatches(runtime, rows, 2), objective)
         assert "decoder.layers.2.mlp (MLP) returns values that are not finite" in found
         assert len(recorder.pools) == pools
         step.run(step_microbatches(runtime, rows, 3), Rates(0.0, 0.0))

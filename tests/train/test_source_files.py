@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from megapipe.data.indexed_file import IndexedWriter
-from megapipe.train.observer import Observer, StepSummary
+from megapipe.train.metrics import Observer, StepSummary
 from tests.data.test_source_files import other_bytes
 from tests.harness import RankPool
 from tests.train import jobs

@@ -15,12 +15,11 @@ import torch
 from megapipe.comm.trace import Tracer
 from megapipe.config.load import load_config
 from megapipe.environment import read_environment
-from megapipe.gpu.device_clock import EventClock
+from megapipe.gpu.device_clock import EventClock, Timers, action_seconds
 from megapipe.plan.resolve import resolve
 from megapipe.train.journal import Journal
 from megapipe.train.metrics import Console, EvaluationMetrics, JsonLines
 from megapipe.train.run import pretrain
-from megapipe.train.step import Timers, action_seconds
 from tests.pipeline.fake_device import FakeDevice
 from tests.train.jobs import TINY, job, lines_of, steps_of
 

@@ -39,7 +39,7 @@ from megapipe.pipeline.deliveries import deliveries_for
 from megapipe.pipeline.engine import Engine, Step
 from megapipe.plan.resolve import resolve
 from megapipe.schedule.action import Op
-from megapipe.schedule.compare import Seconds
+from megapipe.schedule.costs import Seconds
 from megapipe.schedule.experts import ExpertModel
 from megapipe.schedule.lower import lower, without_pairs
 from megapipe.schedule.parts import Parts, expand

@@ -1,8 +1,8 @@
 """Rules between fields: what is known to be impossible without knowing the number of ranks.
 
-check.py       check(config), check_job(config): one ConfigError with a line for every rule that is broken
-model.py gpu.py training.py optimizer.py  the rules: generators that yield a message for each error
-proposals.py   values that would work instead, and the flags that were given
+check.py       check(config): one ConfigError with a line for every rule that is broken
+model.py context.py slices.py experts.py gpu.py training.py optimizer.py  generators that yield a message for each error
+pairs.py       the table of pairs of options that exclude each other
 
-`Need` declares that an option needs another one. Rules on the number of ranks or the schedule are in `plan.resolve`.
+`Need` declares that an option needs another one. Rules on ranks and schedules are in `plan.world_rules`.
 """

@@ -1,4 +1,4 @@
-"""All rules together, and the two entry points: check and check_job."""
+"""All rules together, and `check`, which applies them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import suppress
 from megapipe.config.config import Config, all_fields, fields_by_key, value_of
 from megapipe.config.fields import Need, out_of_bounds, shown
 from megapipe.config.problems import UnreadError, hiding
-from megapipe.config.rules import context, experts, gpu, model, optimizer, pairs, sft, sharding, slices, training
+from megapipe.config.rules import context, experts, gpu, model, optimizer, pairs, slices, training
 from megapipe.errors import ConfigError
 
 Rule = Callable[[Config], Iterator[str]]
@@ -29,12 +29,6 @@ def check(config: Config, more: Sequence[Rule] = ()) -> None:
             if trouble:
                 broken.append(f"{field.key} {item}: {trouble}")
     raise_all(broken or broken_rules(config, (*RULES, *more)))
-
-
-def check_job(config: Config) -> None:
-    """Check the rules, and what only a training job must have: a length, a learning rate, data and a vocabulary."""
-    check(config)
-    raise_all(list(training.job(config)))
 
 
 def broken_rules(config: Config, rules: Iterable[Rule], unread: Collection[str] = ()) -> list[str]:
@@ -93,10 +87,8 @@ RULES: tuple[Rule, ...] = (
     *slices.RULES,
     *experts.RULES,
     *gpu.RULES,
-    *sharding.RULES,
     *pairs.RULES,
     *training.RULES,
     *optimizer.RULES,
-    *sft.RULES,
     needs,
 )

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from megapipe.config.config import Config
 from megapipe.config.layers import LayerConfig, of_each_kind
-from megapipe.config.rules.proposals import divisors, nearest_values, use_multiples
+from megapipe.config.problems import divisors, nearest_values, use_multiples
 from megapipe.formatting import one_of
 
 CP = "--context-parallel-size"

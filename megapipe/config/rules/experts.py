@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from megapipe.config.config import Config
 from megapipe.config.layers import LayerConfig, kinds_of, of_each_kind
-from megapipe.config.rules.proposals import use_divisors, use_multiples
+from megapipe.config.problems import use_divisors, use_multiples
 
 
 @of_each_kind

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megapipe.config.config import Config, fields_by_key
+from megapipe.config.config import Config, fields_by_key, given
 from megapipe.config.fields import shown
 from megapipe.config.layers import OPTIONS_OF, TAKEN, LayerConfig, has_soft_cap, kinds_of, layer_settings, of_each_kind
 from megapipe.config.model import ACTIVATIONS, ATTENTIONS, NORMALIZATIONS, ROPE, ModelConfig
-from megapipe.config.parallel import SHARDED_GRADS
-from megapipe.config.rules.proposals import chosen, divisors, given, nearest_values, use_divisors, use_multiples
-from megapipe.config.rules.sharding import strategy_of
+from megapipe.config.parallel import SHARDED_GRADS, strategy_of
+from megapipe.config.problems import chosen, divisors, nearest_values, use_divisors, use_multiples
 from megapipe.errors import ConfigError
 from megapipe.formatting import one_of
 

@@ -1,5 +1,5 @@
-"""Rules of main gradients, master weights and moments narrower than fp32 (--use-precision-aware-optimizer), of Muon,
-and of the options of update rules.
+"""Rules of main gradients, master weights and moments narrower than fp32 (--use-precision-aware-optimizer), of Muon, of
+the options of update rules, and of what the ranks with the same parameters share out.
 """
 
 from __future__ import annotations
@@ -9,10 +9,15 @@ from collections.abc import Iterator
 
 from megapipe.config.config import Config
 from megapipe.config.fields import number_in
+from megapipe.config.parallel import strategy_of
+from megapipe.config.problems import chosen
 from megapipe.config.training import NEWTON_SCHULZ, OPTIMIZERS, OptimizerConfig
 from megapipe.errors import ConfigError
 
 FLAG = "--use-precision-aware-optimizer"
+STRATEGY = "--data-parallel-sharding-strategy"
+UNITS = "--data-parallel-sharding-units"
+INSTANCES = "--num-distributed-optimizer-instances"
 
 
 def precision_aware(config: Config) -> Iterator[str]:
@@ -82,4 +87,31 @@ def rule_options(optimizer: OptimizerConfig) -> dict[str, float]:
     return found
 
 
-RULES = (precision_aware, muon, options)
+def strategy(config: Config) -> Iterator[str]:
+    """Check the strategy, and the options that need one."""
+    parallel, found = config.parallel, strategy_of(config.parallel)
+    if found == "no_shard" and parallel.use_distributed_optimizer:
+        ways = f"use {STRATEGY} optim, or --no-use-distributed-optimizer"
+        yield f"{STRATEGY} no_shard contradicts --use-distributed-optimizer, which is optim; {ways}"
+    if found != "no_shard":
+        return
+    ways = f"--use-distributed-optimizer or {STRATEGY} optim"
+    if parallel.overlap_param_gather:
+        yield f"--overlap-param-gather needs {ways}; add one, or leave this out"
+    if parallel.num_distributed_optimizer_instances > 1:
+        yield f"{INSTANCES} {parallel.num_distributed_optimizer_instances} needs {ways}; add one, or leave this out"
+
+
+def units(config: Config) -> Iterator[str]:
+    """Check what counts layers of whole stages, of which units are parts."""
+    count = config.parallel.data_parallel_sharding_units
+    if count == 1:
+        return
+    for option in chosen(
+        ("--recompute-method block", config.recompute.recompute_method == "block"),
+        ("--pipeline-rank-memory", config.parallel.pipeline_rank_memory is not None),
+    ):
+        yield f"{UNITS} {count} does not work with {option} yet, which counts whole stages; leave one of the two out"
+
+
+RULES = (precision_aware, muon, options, strategy, units)

@@ -10,13 +10,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-from megapipe.config.config import Config
+from megapipe.config.config import Config, given
 from megapipe.config.layers import kinds_of
 from megapipe.config.model import ATTENTIONS, NORMALIZATIONS
-from megapipe.config.parallel import SHARDED_GRADS, SHARDED_PARAMS
+from megapipe.config.parallel import SHARDED_GRADS, SHARDED_PARAMS, strategy_of
 from megapipe.config.problems import UnreadError
-from megapipe.config.rules.proposals import given
-from megapipe.config.rules.sharding import strategy_of
 from megapipe.formatting import one_of
 
 CONTRADICTION, NOT_BUILT = "contradiction", "not built"

@@ -20,8 +20,7 @@ from megapipe.config.config import Config
 from megapipe.config.layer_pattern import PARTS
 from megapipe.config.layers import LAYER_OPTIONS, MARKS, LayerConfig
 from megapipe.config.model import ModelConfig
-from megapipe.config.parallel import OffloadConfig, ParallelConfig, RecomputeConfig
-from megapipe.config.rules.sharding import strategy_of
+from megapipe.config.parallel import OffloadConfig, ParallelConfig, RecomputeConfig, strategy_of
 from megapipe.gpu.device_clock import DeviceClock, device_clock
 from megapipe.model.microbatch import Microbatch
 from megapipe.plan.layer_costs import PartCost

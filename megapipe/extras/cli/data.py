@@ -31,9 +31,8 @@ from megapipe.data.text_source import (
 )
 from megapipe.errors import ConfigError
 from megapipe.extras.cli.frame import command, option
-from megapipe.tokenizers.fingerprint import described, tokenizer_fingerprint
 from megapipe.tokenizers.sentencepiece import train_sentencepiece
-from megapipe.tokenizers.tokenizer import TOKENIZERS, Tokenizer, build_tokenizer
+from megapipe.tokenizers.tokenizer import TOKENIZERS, Tokenizer, build_tokenizer, described, tokenizer_fingerprint
 
 TRAIN_TOKENIZER_OPTIONS = (
     option("--input", "directory of text files, text file, or JSON lines with the key text", required=True),

@@ -7,14 +7,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megapipe.assembly.datasets import tokenizer_of
-from megapipe.checkpoint.same_tokenizer import check_tokenizer
+from megapipe.checkpoint.changes import check_tokenizer
 from megapipe.config.config import Config
 from megapipe.config.load import LoadedConfig, with_checkpoint_model, with_tokenizer
 from megapipe.config.rules.check import Rule
 from megapipe.errors import ConfigError
 from megapipe.extras.convert import hugging_face
 from megapipe.extras.convert.snapshot import Snapshot, trained_with
-from megapipe.tokenizers.fingerprint import tokenizer_fingerprint
+from megapipe.tokenizers.tokenizer import tokenizer_fingerprint
 from megapipe.train.loading import Weights
 
 

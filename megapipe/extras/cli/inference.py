@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from megapipe.assembly.datasets import tokenizer_of
+from megapipe.checkpoint.changes import check_tokenizer
 from megapipe.checkpoint.folder import find_checkpoint, saved_config, saved_tokenizer
-from megapipe.checkpoint.same_tokenizer import check_tokenizer
 from megapipe.config.config import Config
 from megapipe.config.files import TOKENIZER_TYPES, DataConfig
 from megapipe.config.model import PrecisionConfig
@@ -30,8 +30,7 @@ from megapipe.errors import CheckpointError, ConfigError, DataError
 from megapipe.extras.cli.frame import command, option, write_file
 from megapipe.plan.resolve import resolve
 from megapipe.plan.run_plan import RunPlan
-from megapipe.tokenizers.fingerprint import Fingerprint, described, is_same, tokenizer_fingerprint
-from megapipe.tokenizers.tokenizer import Tokenizer, end_tokens
+from megapipe.tokenizers.tokenizer import Fingerprint, Tokenizer, described, end_tokens, is_same, tokenizer_fingerprint
 
 if TYPE_CHECKING:
     from megapipe.assembly.runtime import InferenceRuntime

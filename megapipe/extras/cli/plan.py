@@ -11,8 +11,8 @@ from megapipe.checkpoint.folder import find_checkpoint
 from megapipe.config.config import Config
 from megapipe.config.flags import normalised
 from megapipe.config.load import load_config
+from megapipe.config.parallel import strategy_of
 from megapipe.config.rules.gpu import own_kernels
-from megapipe.config.rules.sharding import strategy_of
 from megapipe.config.yaml_file import to_yaml
 from megapipe.errors import CheckpointError, ConfigError
 from megapipe.extras.cli.frame import command, option, write_file

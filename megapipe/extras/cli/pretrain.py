@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from megapipe.assembly.datasets import RunData
     from megapipe.assembly.runtime import TrainingRuntime
     from megapipe.train.journal import Journal
-    from megapipe.train.observer import Observer
+    from megapipe.train.metrics import Observer
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -10,7 +10,7 @@ from typing import Any
 
 from megapipe.extras.cli.frame import command, option
 from megapipe.formatting import text_table
-from megapipe.plan.queues import BY_POOL, BY_USE, Traffic, beside, enqueue, waiting_receives, why_it_hangs
+from megapipe.plan.queues import BY_POOL, BY_USE, RankTraffic, beside, enqueue, waiting_receives, why_it_hangs
 from megapipe.schedule.costs import AutoGoal, Costs
 from megapipe.schedule.families import SCHEDULES, build_forward_only, build_lowered, schedule_family
 from megapipe.schedule.lifetimes import Moves, StageGroups, plan_moves
@@ -62,7 +62,7 @@ def main(own: argparse.Namespace) -> None:
         print("streams are mapped to queues in the order of their use, (depth): only if in the order of torch's pool")
 
 
-Step = tuple[Schedule, Traffic]
+Step = tuple[Schedule, RankTraffic]
 
 
 def _steps(name: str, own: argparse.Namespace) -> Iterator[tuple[int, int, Step, Step]]:
@@ -81,7 +81,7 @@ def _steps(name: str, own: argparse.Namespace) -> Iterator[tuple[int, int, Step,
                 for stage in range(schedule.placement.num_stages)
             }
             moves = tuple(plan_moves(row, groups) for row in schedule.rows)
-        traffic = Traffic(2 if own.tp else 0, True, send_depth, MESSAGE_SECONDS, moves=moves)
+        traffic = RankTraffic(2 if own.tp else 0, True, send_depth, MESSAGE_SECONDS, moves=moves)
         training = schedule, traffic
         evaluation = forward, replace(traffic, dp=False, moves=())
         yield depth, chunks, evaluation if own.evaluation else training, training

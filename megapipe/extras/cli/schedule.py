@@ -19,8 +19,8 @@ from megapipe.extras.report.timeline import grid_text, parts_svg, svg
 from megapipe.formatting import text_table
 from megapipe.profile.trace import chrome_trace
 from megapipe.schedule.action import Op
-from megapipe.schedule.compare import Measures, Model, Refusal, Seconds, Sharding, compare, measure
-from megapipe.schedule.costs import AutoGoal
+from megapipe.schedule.compare import Measures, Model, ShardingTimes, Unmeasured, compare, measure
+from megapipe.schedule.costs import AutoGoal, Seconds
 from megapipe.schedule.experts import ExpertMeasures, ExpertModel, measure_experts
 from megapipe.schedule.families import SCHEDULES, build_schedule, schedule_family
 from megapipe.schedule.lower import lower
@@ -153,7 +153,7 @@ def _model(own: argparse.Namespace) -> Model:
     )
 
 
-def _sharding(own: argparse.Namespace) -> Sharding | None:
+def _sharding(own: argparse.Namespace) -> ShardingTimes | None:
     """Return the sharding that is asked for. Raises ConfigError for flags that would not be read."""
     strategy = own.data_parallel_sharding_strategy
     if strategy is None:
@@ -168,7 +168,7 @@ def _sharding(own: argparse.Namespace) -> Sharding | None:
         own.reshard_after_forward,
         own.max_gathered,
     )
-    return Sharding(policy, own.data_parallel_sharding_units, own.ranks * own.gather, own.ranks * own.reduce)
+    return ShardingTimes(policy, own.data_parallel_sharding_units, own.ranks * own.gather, own.ranks * own.reduce)
 
 
 def _is_sharded(own: argparse.Namespace) -> bool:
@@ -282,10 +282,10 @@ def _compare(own: argparse.Namespace) -> int:
     chunks = 2 if own.chunks is None else own.chunks
     sizes = own.ranks, chunks, _microbatches(own), own.group_size, own.memory_limit or (), own.names
     experts = _expert_model(own)
-    rows: Sequence[Measures | ExpertMeasures | Refusal]
+    rows: Sequence[Measures | ExpertMeasures | Unmeasured]
     rows = compare(_model(own), *sizes, own.slices) if experts is None else compare(experts, *sizes)
     print(json.dumps([_data(row, own) for row in rows]) if own.json else table_text(rows, _is_sharded(own)))
-    return ConfigError.exit_code if all(isinstance(row, Refusal) for row in rows) else 0
+    return ConfigError.exit_code if all(isinstance(row, Unmeasured) for row in rows) else 0
 
 
 _COLUMNS: dict[str, Callable[[Measures], str]] = {
@@ -333,15 +333,15 @@ all-to-all: on the busiest rank; exposed: of that, while the rank computes nothi
 hidden: the part of all all-to-alls that is not exposed"""
 
 
-def _data(row: Measures | ExpertMeasures | Refusal, own: argparse.Namespace) -> dict[str, Any]:
+def _data(row: Measures | ExpertMeasures | Unmeasured, own: argparse.Namespace) -> dict[str, Any]:
     """Return a row as JSON data; only with a strategy of sharding it has the numbers of gathers and reductions."""
     unread = () if _is_sharded(own) else ("gathers", "reductions", "most_gathered")
     return {key: value for key, value in asdict(row).items() if key not in unread}
 
 
-def table_text(rows: Sequence[Measures | ExpertMeasures | Refusal], is_sharded: bool = False) -> str:
+def table_text(rows: Sequence[Measures | ExpertMeasures | Unmeasured], is_sharded: bool = False) -> str:
     """Return the table for a terminal, with a legend. is_sharded: gradients, or weights too, are sharded."""
-    measured = [row for row in rows if not isinstance(row, Refusal)]
+    measured = [row for row in rows if not isinstance(row, Unmeasured)]
     columns: dict[str, Callable[[Any], str]] = dict(_COLUMNS)
     legend = _LEGEND
     if any(isinstance(row, ExpertMeasures) for row in rows):
@@ -359,7 +359,7 @@ def table_text(rows: Sequence[Measures | ExpertMeasures | Refusal], is_sharded: 
     cells = [list(columns), *([cell(row) for cell in columns.values()] for row in measured)]
     width = max(len(line[0]) for line in cells)
     lines = list(text_table(cells, left=(0,), indent=0))
-    lines += [f"{row.schedule.ljust(width)}  refused: {row.refused}" for row in rows if isinstance(row, Refusal)]
+    lines += [f"{row.schedule.ljust(width)}  refused: {row.refused}" for row in rows if isinstance(row, Unmeasured)]
     lines.append(legend)
     if any(not row.is_synchronous for row in measured):
         lines.append(f"*: {_NOT_SYNCHRONOUS}; part of an endless stream, including its ends")

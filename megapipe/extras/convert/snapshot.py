@@ -40,8 +40,7 @@ from megapipe.dtypes import TENSOR_DTYPES
 from megapipe.errors import CheckpointError, MegapipeError
 from megapipe.layers.model import model_states
 from megapipe.sharding.boxes import Box
-from megapipe.tokenizers.fingerprint import Fingerprint, tokenizer_fingerprint
-from megapipe.tokenizers.tokenizer import build_tokenizer
+from megapipe.tokenizers.tokenizer import Fingerprint, build_tokenizer, tokenizer_fingerprint
 
 DTYPES = {dtype.name: getattr(torch, dtype.torch_name) for dtype in TENSOR_DTYPES.values()}
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}

@@ -14,8 +14,7 @@ from torch import Tensor
 
 from megapipe.assembly.microbatches import Keys, Microbatches
 from megapipe.assembly.runtime import TrainingRuntime
-from megapipe.comm.fake_backend import Traffic
-from megapipe.comm.groups import ProcessGroups, fake_process_groups
+from megapipe.comm.groups import ProcessGroups, Traffic, fake_process_groups
 from megapipe.comm.trace import Tracer
 from megapipe.data.batch import Batch
 from megapipe.extras.dry_run.grid import microbatches_to_run

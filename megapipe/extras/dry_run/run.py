@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from megapipe.assembly.datasets import build_data
 from megapipe.comm.bootstrap import choose_backend
-from megapipe.comm.fake_backend import Traffic
+from megapipe.comm.groups import Traffic
 from megapipe.data.batch import Batch
 from megapipe.errors import ConfigError
 from megapipe.extras.dry_run.grid import Kind, audit_grid, kinds_of_ranks

@@ -22,11 +22,18 @@ from megapipe.layers.rank_shape import rank_shape
 from megapipe.layers.table import Documents, RankShape
 from megapipe.plan.activations import layers_of, stage_bytes
 from megapipe.plan.cut import undominated
-from megapipe.plan.first_cut import cut_layers
 from megapipe.plan.hardware import Hardware, Link
-from megapipe.plan.layer_time import ContextLinks, ExpertLinks, OpSeconds, head_seconds, layer_seconds
-from megapipe.plan.links import context_links, expert_links_of
+from megapipe.plan.layer_time import (
+    ContextLinks,
+    ExpertLinks,
+    OpSeconds,
+    context_links,
+    expert_links_of,
+    head_seconds,
+    layer_seconds,
+)
 from megapipe.plan.recompute_choice import FULL, choices
+from megapipe.plan.schedule_choice import cut_layers
 from megapipe.plan.slices import sequence_slices
 from megapipe.plan.step_time import update_bytes
 from megapipe.schedule.action import Action, Op

@@ -31,10 +31,10 @@ from typing import NamedTuple
 from megapipe.config.config import Config
 from megapipe.config.layers import layer_kinds
 from megapipe.config.parallel import SHARDED_PARAMS, ParallelConfig, RecomputeConfig
+from megapipe.config.problems import divisors
 from megapipe.config.rules import context, experts, slices
 from megapipe.config.rules.check import Rule
 from megapipe.config.rules.pairs import combinations
-from megapipe.config.rules.proposals import divisors
 from megapipe.layers.packing import is_explicit
 from megapipe.plan.hardware import Hardware
 from megapipe.plan.recompute_choice import recompute_text

@@ -23,9 +23,9 @@ from megapipe.config.model import ModelConfig, PrecisionConfig
 from megapipe.config.rules.context import heads_exchanged
 from megapipe.config.training import OptimizerConfig, TrainingConfig
 from megapipe.errors import ConfigError
-from megapipe.plan.first_cut import BY_HAND
 from megapipe.plan.resolve import resolve
 from megapipe.plan.run_plan import RunPlan
+from megapipe.plan.schedule_choice import BY_HAND
 from megapipe.schedule.partition import Partition, from_counts
 from megapipe.sharding.buffers import BufferLayout
 from megapipe.sharding.state_dtypes import state_dtypes
