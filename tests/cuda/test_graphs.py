@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from megapipe.model.mlp import MLP
+from megapipe.tensor_parallel.linear import RowParallelLinear
 from megapipe.train.step import TrainStep
 from tests.cuda.test_implementations import needs_fp8
 from tests.cuda.test_training import CARD, EXACT, SHARED, STEPS, WORDS, assert_close, losses, on_one
@@ -98,13 +98,13 @@ def test_no_replay_reads_freed_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_synchronization_inside_a_stage_ends_the_run_with_a_message(monkeypatch: pytest.MonkeyPatch) -> None:
-    forward = MLP.forward
+    forward = RowParallelLinear.forward
 
-    def waits(self: MLP, *arguments: Any) -> torch.Tensor:
+    def waits(self: RowParallelLinear, *arguments: Any) -> torch.Tensor:
         output = forward(self, *arguments)
         return output * float(output.detach().isfinite().all())
 
-    monkeypatch.setattr(MLP, "forward", waits)
+    monkeypatch.setattr(RowParallelLinear, "forward", waits)
     code, said = job(f"--device {CARD} --train-iters {STEPS} {EXACT} {GRAPHS}")
     assert code == 1
     assert "the forward of stage 0 cannot be captured as a CUDA graph" in said

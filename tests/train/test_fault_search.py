@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-from megapipe.model.mlp import MLP
+from megapipe.tensor_parallel.linear import RowParallelLinear
 from megapipe.train.step import TrainStep
 from tests.harness import RankPool
 from tests.train.jobs import job_on_rank
 
 FLAGS = "--train-iters 3 --pipeline-model-parallel-size 2"
+LAST_LINEAR = r"decoder\.layers\.2\.mlp\.linear_fc2 \(RowParallelLinear\)"
 HIT = 21  # a sample of microbatch 2 in step 3, which holds samples 20 and 21
 
 
@@ -46,13 +47,13 @@ class Break(torch.autograd.Function):
 
 
 def break_mlp(runtime: Any, backwards: bool, transient: bool = False) -> None:
-    """Make the MLP of layer 2 return NaN in the third microbatch."""
+    """Make the last linear of layer 2 return NaN in the third microbatch."""
     if 1 not in runtime.stages:
         return
-    broken = runtime.stages[1].decoder.layers["2"].mlp
-    forward, calls = MLP.forward, []
+    broken = runtime.stages[1].decoder.layers["2"].mlp.linear_fc2
+    forward, calls = RowParallelLinear.forward, []
 
-    def planted(self: MLP, *arguments: Any) -> torch.Tensor:
+    def planted(self: RowParallelLinear, *arguments: Any) -> torch.Tensor:
         output = forward(self, *arguments)
         if self is broken:
             calls.append(1)
@@ -60,7 +61,7 @@ def break_mlp(runtime: Any, backwards: bool, transient: bool = False) -> None:
                 return Break.apply(output, backwards)
         return output
 
-    MLP.forward = planted  # type: ignore[method-assign]
+    RowParallelLinear.forward = planted  # type: ignore[method-assign]
 
 
 def forward(runtime: Any) -> None:
@@ -97,7 +98,7 @@ def weight_gradient(runtime: Any) -> None:
 
 
 CASES = {
-    forward: r"decoder\.layers\.2\.mlp \(MLP\) returns values that are not finite from finite inputs: "
+    forward: LAST_LINEAR + r" returns values that are not finite from finite inputs: "
     r"stage 1 on rank 1, microbatch 2, "
     r"samples 20, 21 \(1 of 4 microbatches are affected\)",
     backward: r"the backward of what follows decoder\.layers\.2\.mlp\.?\S* \(\w+\) "
@@ -129,7 +130,7 @@ def shard_of_weights(runtime: Any) -> None:
 @pytest.mark.parametrize("plant", [forward, shard_of_weights], ids=lambda plant: plant.__name__)
 def test_the_first_bad_number_is_found_in_sharded_weights(plant: Callable[[Any], None]) -> None:
     flags = f"{FLAGS} --global-batch-size 16 --data-parallel-sharding-strategy optim_grads_params"
-    where = r"decoder\.layers\.2\.mlp \(MLP\) returns .* from finite inputs: stage 1 on rank 2, microbatch 2"
+    where = LAST_LINEAR + r" returns .* from finite inputs: stage 1 on rank 2, microbatch 2"
     if plant is shard_of_weights:
         where = r"weight decoder\.layers\.\S+ of stage 0 on rank 0 was not finite before the step"
     with RankPool(4) as pool:

@@ -37,6 +37,8 @@ LLAMA = {
     "window_size": 5,
 }
 
+LATENT = LLAMA | {"multi_latent_attention": True, "kv_lora_rank": 4, "qk_head_dim": 4, "qk_pos_emb_head_dim": 4}
+LATENT |= {"v_head_dim": 6, "qk_layernorm": True, "num_query_groups": None, "window_size": None}
 WIDE = THREE | {"hidden_size": 32, "ffn_hidden_size": 32, "num_attention_heads": 2, "seq_length": 8, "dtype": "bf16"}
 
 
@@ -139,6 +141,7 @@ def num_live(trained: Trained, stage: int) -> int:
             True,
             id="full recompute, chunks, documents, bf16",
         ),
+        pytest.param(LATENT | {"mtp_num_layers": 1}, False, id="latent attention, prediction ahead"),
         pytest.param(WIDE | {"fp8_recipe": "tensorwise", "fp8_format": "e4m3"}, False, id="fp8"),
         pytest.param(
             WIDE | {"fp8_format": "hybrid", "fp8_amax_history_len": 3, "fp8_amax_compute_algo": "max"},
@@ -171,6 +174,8 @@ GRIDS: dict[str, tuple[int, dict[str, Any]]] = {
         {"tensor_model_parallel_size": 2, "sequence_parallel": True, "tp_comm_overlap": True},
     ),
     "zb-h1": (2, {"pipeline_model_parallel_size": 2, "pipeline_schedule": "zb-h1"}),
+    "cp 2, p2p": (2, LLAMA | {"context_parallel_size": 2}),
+    "cp 2, a2a": (2, LLAMA | {"context_parallel_size": 2, "cp_comm_type": ("a2a",)}),
     "zb-v": (
         2,
         {"pipeline_model_parallel_size": 2, "pipeline_schedule": "zb-v", "num_virtual_stages_per_pipeline_rank": 2},
@@ -207,15 +212,15 @@ def test_the_search_for_a_fault_runs_without_graphs_and_the_next_step_records_th
         for number in range(2):
             step.run(step_microbatches(runtime, rows, number), Rates(1e-2, 0.0))
         pools = len(recorder.pools)
-        mlp: Any = runtime.stages[0].decoder.layers["2"].mlp
+        fc2: Any = runtime.stages[0].decoder.layers["2"].mlp.linear_fc2
         with monkeypatch.context() as patch:
-            patch.setattr(mlp, "forward", lambda *arguments: type(mlp).forward(mlp, *arguments) * torch.nan)
+            patch.setattr(fc2, "forward", lambda *arguments: type(fc2).forward(fc2, *arguments) * torch.nan)
             assert np.isfinite(
                 step.run(step_microbatches(runtime, rows, 2), Rates(0.0, 0.0)).loss
             )  # a replay runs no Python
             objective = LossAverage.of(plan).objective(lambda: 1.0)
             found = repeat_step(runtime, step_microbatches(runtime, rows, 2), objective)
-        assert "decoder.layers.2.mlp (MLP) returns values that are not finite" in found
+        assert "decoder.layers.2.mlp.linear_fc2 (RowParallelLinear) returns values that are not finite" in found
         assert len(recorder.pools) == pools
         step.run(step_microbatches(runtime, rows, 3), Rates(0.0, 0.0))
         assert len(recorder.pools) == 2 * pools

@@ -180,7 +180,6 @@ REFUSED: tuple[Refusal, ...] = (
         "the ends of documents would have to be cut over the cp ranks",
     ),
     Refusal("context parallelism", ("compiled pointwise",), NOT_BUILT, "the parts of a ring are not compiled"),
-    Refusal("context parallelism", ("CUDA graphs",), NOT_BUILT, "the exchanges of keys and values are not recorded"),
     Refusal("context parallelism", ("measured layers",), NOT_BUILT, "layers are measured without cp"),
     Refusal(
         "blocks of context parallelism",
@@ -224,11 +223,10 @@ REFUSED: tuple[Refusal, ...] = (
     ),
     Refusal(
         "latent attention",
-        ("attention of Transformer Engine", "compiled pointwise", "CUDA graphs"),
+        ("attention of Transformer Engine", "compiled pointwise"),
         NOT_BUILT,
         "heads made from latents have no such kernels",
     ),
-    Refusal("multi-token prediction", ("CUDA graphs",), NOT_BUILT, "modules of further tokens are not recorded"),
     Refusal("fp8", ("post validation",), NOT_BUILT, "weights are cast once a step, but may be rolled back within it"),
     Refusal(
         "CUDA graphs",
