@@ -144,9 +144,9 @@ class ContextBuilder:
                 explicit = explicit or ATTENTIONS[layer.attention_kind].function is not None
                 explicit = explicit or (layer.attention_dropout > 0.0 and key is not None)
                 seen = Visibility.of(place, microbatch.document_ids is not None, ring, **layer.limits)
-                in_blocks = ring.ranks > 1 or of_slice is not None
-                if layer.softmax_type != "vanilla" and not in_blocks:  # in blocks a sink is one more block
-                    in_blocks, explicit = not explicit and kv_cache is None, explicit or kv_cache is not None
+                has_sinks = layer.softmax_type != "vanilla"  # in blocks a sink is one more block
+                in_blocks = ring.ranks > 1 or of_slice is not None or (has_sinks and not explicit and kv_cache is None)
+                explicit = explicit or (has_sinks and not in_blocks)
                 if (explicit or in_blocks) and microbatch.borders is not None:
                     raise ValueError("attention that is written out, or in blocks, needs document_ids, not borders")
                 sees_all = place.length == 1 or not place.start  # of the keys that a kernel without a mask sees
