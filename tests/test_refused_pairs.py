@@ -24,7 +24,7 @@ from tests.harness import RankPool
 from tools.write_composition_page import NAMES, PAGE, PICTURE, matrix, page, picture, rows_of
 
 Pools = Callable[[int], RankPool]
-NOT_TRIED = 16
+NOT_TRIED = 11
 CRASH, WRONG, MEMORY, REFUSED, IGNORED = "crash", "wrong", "memory", "refused", "ignored"
 # pair -> (verdict, words of what happens). REFUSED: nothing could order it; IGNORED: one of the two has no effect
 ENDS: dict[tuple[str, str], tuple[str, str]] = {

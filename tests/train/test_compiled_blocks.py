@@ -8,20 +8,24 @@ The short tests run the functions that would be compiled as they are; the long o
 from __future__ import annotations
 
 import os
+import random
 import re
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import torch._dynamo.testing
 from torch._inductor.utils import run_and_get_code
 
 from megapipe.data.batch import DocumentRules
 from megapipe.errors import ConfigError
 from megapipe.model.block import Block
+from megapipe.model.segments import Compiler, Elements, Segment, run_branch
 from megapipe.optimizer.schedule import Rates
 from megapipe.train import compiled_blocks
 from megapipe.train.compiled_blocks import TOLERANCES, Trial, choose_blocks
@@ -255,6 +259,26 @@ def test_compiled_regions_between_collectives_train_the_same(
         assert_alike(found, expected, torch.float64)
         assert found[2][0].startswith("blocks are compiled")
         assert kernels == [(1, 0)] * 9
+
+
+@pytest.mark.timeout(200)
+def test_other_numbers_of_rows_and_slices_are_not_compiled_again() -> None:
+    """One graph serves any number of rows of experts; none and one row run as written."""
+    counter = torch._dynamo.testing.CompileCounter()
+    runtime = runtime_of(tiny_config(**EXPERTS | {"compile_blocks": "on"}), 0, 1)
+    (module,) = runtime.stages.values()
+    experts = module.decoder.layers["0"].mlp.experts
+    (activation,) = (element for element in experts.elements if isinstance(element, Segment))
+    fused = Compiler([(8, 1, 16)], partial(torch.compile, fullgraph=True, backend=counter))
+    rows = [random.Random(number).randrange(12) for number in range(100)]
+    assert {0, 1} < set(rows)
+    for number in rows:
+        x = torch.randn(number, 16, requires_grad=True)
+        context = SimpleNamespace(compiler=fused)
+        (found,) = run_branch(Elements([activation._replace(at=slice(None))]), (x,), context)
+        torch.testing.assert_close(found, activation.function(x))
+        found.sum().backward()
+    assert counter.frame_count == 1
 
 
 def other_result(function: Callable[..., Any], dynamic: bool) -> Callable[..., Any]:
