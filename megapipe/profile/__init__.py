@@ -3,7 +3,6 @@
 - `clock`:      conversion of times between the clocks of different ranks, from round trips of messages
 - `profile`:    what --profile-pipeline writes: start and end of every action of every rank, as versioned JSON
 - `difference`: predicted and measured bubble of a step, and the causes of the difference, by running the schedule again
-  with measured times
-- `summary`:    means over the steps of a profile, and the text printed at the end of --profile-pipeline
+  with measured times; means over the steps of a profile, and the text printed at the end of --profile-pipeline
 - `trace`:      Chrome traces of a profile and of a simulated timeline
 """

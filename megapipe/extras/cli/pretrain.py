@@ -19,8 +19,7 @@ from megapipe.environment import Environment
 from megapipe.errors import ConfigError
 from megapipe.extras.cli.frame import run_on_ranks
 from megapipe.extras.cli.planning import model_of_checkpoint, planned
-from megapipe.monitor.output import outlive_output
-from megapipe.monitor.signals import ended_by_signals
+from megapipe.monitor.signals import ended_by_signals, outlive_output
 from megapipe.plan.report import plan_text
 from megapipe.plan.schedule_choice import SCHEDULE_NAMES
 from megapipe.plan.world_rules import world_rules

@@ -11,8 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from megapipe.errors import ConfigError
-from megapipe.extras.migrate.shell_script import Call, read_script, shown
-from megapipe.extras.migrate.shell_syntax import CLOSE, OPEN
+from megapipe.extras.migrate.shell_script import CLOSE, OPEN, Call, read_script, shown
 
 
 def call(script: str, *arguments: str) -> Call:
